@@ -1,0 +1,50 @@
+# Every target does its own set-up from a bare clone; python3, make and g++ are all it needs.
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+PIP := $(PYTHON) -m pip --disable-pip-version-check --quiet
+# Where there is an NVIDIA GPU, the newest torch, which brings CUDA; elsewhere one fixed version.
+TORCH := $(if $(shell command -v nvidia-smi 2>/dev/null),torch,torch==2.13.0)
+
+SOURCES := $(shell find csrc -type f)
+CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu')
+
+.PHONY: help venv test lint format bench demo clean
+
+help:
+	@echo "make demo    train a byte-level GPT data-parallel, rota beside Gloo"
+	@echo "make test    the whole test suite"
+	@echo "make bench   the collective microbenchmark: rota, Gloo, every MPI, memcpy"
+	@echo "make lint    formatters, linters and type checker"
+	@echo "make format  let the formatters rewrite the files"
+	@echo "make venv    only the set-up: $(VENV) with the extension built"
+	@echo "make clean   remove what the other targets made"
+
+$(VENV)/.packages: pyproject.toml
+	python3 -m venv $(VENV)
+	$(PIP) install "setuptools>=77" wheel ninja $(TORCH)
+	$(PYTHON) -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; print(*extras["dev"], *extras["bench"], sep="\n")' > $(VENV)/extras.txt
+	$(PIP) install -r $(VENV)/extras.txt
+	touch $@
+
+$(VENV)/.built: $(VENV)/.packages setup.py $(SOURCES)
+	$(PIP) install --no-build-isolation --no-deps --editable .
+	touch $@
+
+venv: $(VENV)/.built
+
+test: venv
+	$(PYTHON) -m pytest
+
+lint: $(VENV)/.packages
+	$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES)
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+
+format: $(VENV)/.packages
+	$(VENV)/bin/clang-format -i $(CXX_FILES)
+	$(VENV)/bin/ruff check --fix
+	$(VENV)/bin/ruff format
+
+clean:
+	rm -rf $(VENV) .venv-mpi build python/*.egg-info python/rota/*.so

@@ -1,0 +1,83 @@
+// Element types and reduction operations: names, sizes, and which pairs make sense.
+// Knows nothing of torch; c10d/ translates.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+namespace rota {
+
+enum class DType : uint8_t {
+  kFloat32,
+  kFloat64,
+  kFloat16,
+  kBFloat16,
+  kUInt8,
+  kInt8,
+  kInt16,
+  kInt32,
+  kInt64,
+  kBool,
+};
+
+enum class ReduceOp : uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };
+
+struct DTypeInfo {
+  std::string_view name;  // as torch spells it
+  size_t num_bytes;
+  bool is_floating;
+  DType accumulate;  // what sums are kept in
+};
+
+inline constexpr std::array<DTypeInfo, 10> kDTypeInfo{{
+    {"float32", 4, true, DType::kFloat32},
+    {"float64", 8, true, DType::kFloat64},
+    {"float16", 2, true, DType::kFloat32},
+    {"bfloat16", 2, true, DType::kFloat32},
+    {"uint8", 1, false, DType::kUInt8},
+    {"int8", 1, false, DType::kInt8},
+    {"int16", 2, false, DType::kInt16},
+    {"int32", 4, false, DType::kInt32},
+    {"int64", 8, false, DType::kInt64},
+    {"bool", 1, false, DType::kBool},
+}};
+inline constexpr size_t kNumDTypes = kDTypeInfo.size();
+
+inline constexpr std::array<std::string_view, 8> kReduceOpNames{"sum", "avg",  "product", "min",
+                                                                "max", "band", "bor",     "bxor"};
+inline constexpr size_t kNumReduceOps = kReduceOpNames.size();
+
+constexpr const DTypeInfo& info(DType dtype) { return kDTypeInfo[static_cast<size_t>(dtype)]; }
+constexpr std::string_view name(DType dtype) { return info(dtype).name; }
+constexpr std::string_view name(ReduceOp op) { return kReduceOpNames[static_cast<size_t>(op)]; }
+
+constexpr std::optional<ReduceOp> parse_reduce_op(std::string_view text) {
+  for (size_t i = 0; i < kNumReduceOps; ++i) {
+    if (kReduceOpNames[i] == text) return static_cast<ReduceOp>(i);
+  }
+  return std::nullopt;
+}
+
+// An average of integers has no exact value in its own dtype, and bits of a float have no meaning
+// as a number: both are refused rather than answered with a surprise.
+constexpr bool is_defined(ReduceOp op, DType dtype) {
+  switch (op) {
+    case ReduceOp::kSum:
+    case ReduceOp::kProduct:
+    case ReduceOp::kMin:
+    case ReduceOp::kMax:
+      return true;
+    case ReduceOp::kAvg:
+      return info(dtype).is_floating;
+    case ReduceOp::kBand:
+    case ReduceOp::kBor:
+    case ReduceOp::kBxor:
+      return !info(dtype).is_floating;
+  }
+  return false;
+}
+
+}  // namespace rota

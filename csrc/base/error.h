@@ -1,0 +1,44 @@
+// The errors a caller can see. Each states fact, expected, got, next action; c10d/ and the bindings
+// turn them into the Python exceptions of the same name.
+#pragma once
+
+#include <cstdint>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+namespace rota {
+
+enum class ErrorKind : uint64_t {
+  kNone,        // value at rest of a region's abort word
+  kInternal,    // RotaError: the group is unusable, or rota itself is wrong
+  kPeerFailed,  // a peer died, left, or raised
+  kTimeout,     // a peer did not come before the deadline
+  kMismatch,    // ranks called different collectives
+  kTransport,   // shared memory or bootstrap could not be set up
+  kValue,       // an argument has an unusable value
+  kType,        // an argument has an unusable type
+};
+
+class Error : public std::runtime_error {
+ public:
+  Error(ErrorKind kind, const std::string& what) : std::runtime_error(what), kind_(kind) {}
+  ErrorKind kind() const { return kind_; }
+
+ private:
+  ErrorKind kind_;
+};
+
+// Joins anything printable: join("rank ", 2, "/", 4).
+template <typename... Parts>
+std::string join(const Parts&... parts) {
+  std::ostringstream out;
+  (out << ... << parts);
+  return out.str();
+}
+
+// "what: <text of errno>".
+std::string with_errno(std::string_view what, int error_number);
+
+}  // namespace rota

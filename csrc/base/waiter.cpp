@@ -1,0 +1,106 @@
+#include "base/waiter.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <bit>
+#include <climits>
+
+namespace rota {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Between two looks at the abort words and the clock, which cost more than a look at the flag.
+constexpr int kSpinsPerPoll = 32;
+
+void cpu_relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");
+#endif
+}
+
+// A futex is 32 bits wide: the half of the flag that changes with every step.
+uint32_t* futex_word(const Flag& flag) {
+  auto* halves = reinterpret_cast<uint32_t*>(const_cast<uint64_t*>(&flag.value));
+  return halves + (std::endian::native == std::endian::little ? 0 : 1);
+}
+
+int num_usable_cores() {
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof(cores), &cores) != 0) return 1;
+  return CPU_COUNT(&cores);
+}
+
+}  // namespace
+
+WaitPolicy WaitPolicy::for_caller(int num_ranks) {
+  using std::chrono::microseconds;
+  const bool own_core = num_ranks <= num_usable_cores();
+  return {.spin = own_core ? microseconds(50) : microseconds(0), .yield_for = microseconds(200)};
+}
+
+WaitPolicy WaitPolicy::for_progress_thread() {
+  return {.spin = std::chrono::microseconds(2), .yield_for = Nanoseconds(0)};
+}
+
+Waiter::Waiter(Flag* own_sleeping, std::vector<const Flag*> peers_sleeping)
+    : own_sleeping_(own_sleeping), peers_sleeping_(std::move(peers_sleeping)) {}
+
+void Waiter::wake_all(const Flag& flag) {
+  syscall(SYS_futex, futex_word(flag), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+void Waiter::wait_slow(const Flag& flag, uint64_t target, const WaitPolicy& policy,
+                       WaitObserver& observer) {
+  const auto start = Clock::now();
+  const auto spin_end = start + policy.spin;
+  const auto yield_end = spin_end + policy.yield_for;
+  const auto arrived = [&] { return flag.load() >= target; };
+  // A peer that published and then died or left has done its part: the flag has the last word.
+  const auto check = [&](const std::optional<Error>& error) {
+    if (error && !arrived()) throw *error;
+  };
+
+  for (auto now = start; now < spin_end; now = Clock::now()) {
+    for (int i = 0; i < kSpinsPerPoll; ++i) {
+      if (arrived()) return;
+      cpu_relax();
+    }
+    check(observer.poll());
+  }
+  for (auto now = Clock::now(); now < yield_end; now = Clock::now()) {
+    if (arrived()) return;
+    sched_yield();
+    check(observer.poll());
+  }
+  auto next_tick = Clock::now();
+  while (!arrived()) {
+    if (const auto now = Clock::now(); now >= next_tick) {
+      check(observer.tick(now - start));
+      next_tick = now + kTick;
+    } else {
+      check(observer.poll());
+    }
+    sleep(flag, target);
+  }
+}
+
+void Waiter::sleep(const Flag& flag, uint64_t target) {
+  own_sleeping_->publish(1);
+  const uint64_t seen = flag.load_ordered();
+  if (seen < target) {
+    const timespec tick{.tv_sec = 0, .tv_nsec = kTick.count()};
+    // Returns at once if the flag moved since `seen`; a time-out, a wake-up and a signal all lead
+    // back to the loop, which looks again.
+    syscall(SYS_futex, futex_word(flag), FUTEX_WAIT, static_cast<uint32_t>(seen), &tick, nullptr,
+            0);
+  }
+  own_sleeping_->publish(0);
+}
+
+}  // namespace rota

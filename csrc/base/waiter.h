@@ -1,0 +1,75 @@
+// The one way to wait: a short spin, then yield, then futex. Every wait polls for an abort, meets a
+// deadline and lets a signal through, by way of its WaitObserver.
+//
+// Who wakes a sleeper: a waiting rank sets `sleeping` in its own region, looks at the flag once
+// more and only then sleeps on it; a publisher stores the flag and then looks at `sleeping` of
+// every peer. All four accesses are sequentially consistent, so at least one side sees the other. A
+// sleep lasts kTick at most, in which the observer runs, so a lost wake-up could cost a tick and
+// never a hang.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "base/error.h"
+#include "base/flag.h"
+
+namespace rota {
+
+using Nanoseconds = std::chrono::nanoseconds;
+
+inline constexpr Nanoseconds kTick = std::chrono::milliseconds(1);
+
+// What a wait must notice besides its flag.
+class WaitObserver {
+ public:
+  virtual ~WaitObserver() = default;
+
+  // Called often while spinning, so it must cost no system call. An error ends the wait.
+  virtual std::optional<Error> poll() = 0;
+
+  // Called about once per kTick of sleep. May throw what interrupts the wait (a Python signal).
+  virtual std::optional<Error> tick(Nanoseconds waited) = 0;
+};
+
+struct WaitPolicy {
+  Nanoseconds spin{0};       // busy wait; nothing else runs on this core meanwhile
+  Nanoseconds yield_for{0};  // sched_yield in a loop: as fast as spinning when ranks share a core
+
+  // For a caller that has nothing else to do. Spinning is only right while every rank has a core.
+  static WaitPolicy for_caller(int num_ranks);
+  // For the progress thread: the core it spins on is the one that backward computes on.
+  static WaitPolicy for_progress_thread();
+};
+
+class Waiter {
+ public:
+  // own: this rank's sleep flag, which peers read. peers: theirs, which publish() reads.
+  Waiter(Flag* own_sleeping, std::vector<const Flag*> peers_sleeping);
+
+  // Makes everything written before visible to whoever sees `value`, and wakes sleepers.
+  void publish(Flag& flag, uint64_t value) {
+    flag.publish(value);
+    for (const Flag* sleeping : peers_sleeping_) {
+      if (sleeping->load_ordered() != 0) return wake_all(flag);
+    }
+  }
+
+  // Returns when flag >= target; throws what the observer reports if the flag is not there then.
+  void wait(const Flag& flag, uint64_t target, const WaitPolicy& policy, WaitObserver& observer) {
+    if (flag.load() < target) wait_slow(flag, target, policy, observer);
+  }
+
+ private:
+  static void wake_all(const Flag& flag);
+  void wait_slow(const Flag& flag, uint64_t target, const WaitPolicy& policy,
+                 WaitObserver& observer);
+  void sleep(const Flag& flag, uint64_t target);
+
+  Flag* own_sleeping_;
+  std::vector<const Flag*> peers_sleeping_;
+};
+
+}  // namespace rota

@@ -1,0 +1,141 @@
+// Names for Python, no logic. python/rota/_C.pyi documents what stands here.
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <pybind11/chrono.h>
+
+#include "c10d/process_group.h"
+#include "c10d/tensor_communicator.h"
+#include "cpu/element_loops.h"
+#include "schedule/chunk.h"
+#include "schedule/direct.h"
+#include "schedule/ring.h"
+#include "schedule/select.h"
+#include "transport/bootstrap.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using namespace rota::c10d_glue;  // NOLINT: this file is a list of its names
+namespace schedule = rota::schedule;
+
+template <typename T>
+using IntrusiveClass = py::class_<T, c10::intrusive_ptr<T>>;
+using StorePtr = c10::intrusive_ptr<::c10d::Store>;
+using OptionalDType = std::optional<at::ScalarType>;
+
+void check_python_signals() {
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+TensorCommunicatorOptions make_options(std::chrono::milliseconds timeout, size_t slot_bytes) {
+  return {.timeout = timeout, .slot_bytes = slot_bytes, .check_interrupt = check_python_signals};
+}
+
+void bind_schedule(py::module_ module) {
+  py::class_<schedule::Range>(module, "Range")
+      .def_readonly("begin", &schedule::Range::begin)
+      .def_readonly("num_elems", &schedule::Range::num_elems);
+  py::class_<schedule::RingStep>(module, "RingStep")
+      .def_readonly("send_piece", &schedule::RingStep::send_piece)
+      .def_readonly("recv_piece", &schedule::RingStep::recv_piece)
+      .def_readonly("action", &schedule::RingStep::action);
+  py::enum_<schedule::RingAction>(module, "RingAction")
+      .value("REDUCE", schedule::RingAction::kReduce)
+      .value("FINISH", schedule::RingAction::kFinish)
+      .value("COPY", schedule::RingAction::kCopy);
+  py::class_<schedule::OrderedRingStep>(module, "OrderedRingStep")
+      .def_readonly("partial_chunk", &schedule::OrderedRingStep::partial_chunk)
+      .def_readonly("result_chunk", &schedule::OrderedRingStep::result_chunk);
+  py::class_<schedule::TwoShotStep>(module, "TwoShotStep")
+      .def_readonly("contribute_round", &schedule::TwoShotStep::contribute_round)
+      .def_readonly("reduce_round", &schedule::TwoShotStep::reduce_round);
+  module.def("piece_of", &schedule::piece_of);
+  module.def("chunk_of", &schedule::chunk_of);
+  module.def("next_rank", &schedule::next_rank);
+  module.def("previous_rank", &schedule::previous_rank);
+  module.def("rotated_peer", &schedule::rotated_peer);
+  module.def("ring_num_steps", &schedule::ring_num_steps);
+  module.def("ring_step", &schedule::ring_step);
+  module.def("ordered_ring_num_steps", &schedule::ordered_ring_num_steps);
+  module.def("ordered_ring_step", &schedule::ordered_ring_step);
+  module.def("two_shot_num_steps", &schedule::two_shot_num_steps);
+  module.def("two_shot_step", &schedule::two_shot_step);
+  module.def("select", [](int world_size, uint64_t num_wire_bytes) {
+    return schedule::name(schedule::select(world_size, num_wire_bytes));
+  });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, module) {
+  using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+  py::module_::import("torch.distributed");  // registers Store, Work and Backend
+
+  bind_schedule(module.def_submodule("schedule"));
+  module.def("host_id", &rota::transport::host_id);
+  module.def("isa", [] { return rota::cpu::element_loops().isa; });
+
+  py::class_<TensorCommunicator>(module, "Communicator")
+      .def(py::init([](const StorePtr& store, int rank, int world_size,
+                       std::chrono::milliseconds timeout, size_t slot_bytes) {
+             return std::make_unique<TensorCommunicator>(store, rank, world_size,
+                                                         make_options(timeout, slot_bytes));
+           }),
+           py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("timeout"),
+           py::arg("slot_bytes"), ReleaseGil())
+      .def_property_readonly("rank", &TensorCommunicator::rank)
+      .def_property_readonly("world_size", &TensorCommunicator::world_size)
+      .def(
+          "all_reduce",
+          [](TensorCommunicator& self, const at::Tensor& tensor, std::string_view op,
+             std::string_view algorithm, OptionalDType wire_dtype, OptionalDType hop_dtype,
+             bool async_op) -> c10::intrusive_ptr<::c10d::Work> {
+            return self.all_reduce(tensor,
+                                   AllReduceOptions::parse(op, algorithm, wire_dtype, hop_dtype),
+                                   async_op ? Launch::kAsync : Launch::kBlocking);
+          },
+          py::arg("tensor"), py::arg("op") = "sum", py::arg("algorithm") = "auto",
+          py::arg("wire_dtype") = py::none(), py::arg("hop_dtype") = py::none(),
+          py::arg("async_op") = false, ReleaseGil())
+      .def(
+          "all_reduce_future",
+          [](TensorCommunicator& self, const at::Tensor& tensor, std::string_view op,
+             OptionalDType wire_dtype) {
+            const auto options = AllReduceOptions::parse(op, "auto", wire_dtype, std::nullopt);
+            return std::make_shared<torch::jit::PythonFutureWrapper>(
+                self.all_reduce(tensor, options, Launch::kAsync)->tensor_future());
+          },
+          py::arg("tensor"), py::arg("op"), py::arg("wire_dtype"), ReleaseGil())
+      .def(
+          "broadcast",
+          [](TensorCommunicator& self, const at::Tensor& tensor, int root) {
+            self.broadcast(tensor, root, Launch::kBlocking);
+          },
+          py::arg("tensor"), py::arg("root") = 0, ReleaseGil())
+      .def(
+          "all_gather",
+          [](TensorCommunicator& self, const at::Tensor& output, const at::Tensor& input) {
+            self.all_gather({self.split_by_rank(output, input)}, Launch::kBlocking);
+          },
+          py::arg("output"), py::arg("input"), ReleaseGil())
+      .def(
+          "barrier", [](TensorCommunicator& self) { self.barrier(Launch::kBlocking); },
+          ReleaseGil())
+      .def("abort", &TensorCommunicator::abort, py::arg("reason"), ReleaseGil())
+      .def("close", &TensorCommunicator::close, ReleaseGil());
+
+  const py::object backend = py::module_::import("torch._C._distributed_c10d").attr("Backend");
+  py::class_<ProcessGroupRota, c10::intrusive_ptr<ProcessGroupRota>>(module, "ProcessGroupRota",
+                                                                     backend)
+      .def(py::init([](const StorePtr& store, int rank, int world_size,
+                       std::chrono::milliseconds timeout, size_t slot_bytes) {
+             return c10::make_intrusive<ProcessGroupRota>(store, rank, world_size,
+                                                          make_options(timeout, slot_bytes));
+           }),
+           py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("timeout"),
+           py::arg("slot_bytes"), ReleaseGil());
+}

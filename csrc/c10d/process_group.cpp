@@ -1,0 +1,125 @@
+#include "c10d/process_group.h"
+
+#include "c10d/errors.h"
+
+namespace rota::c10d_glue {
+namespace {
+
+using ::c10d::OpType;
+
+Launch launch_mode(bool is_async) { return is_async ? Launch::kAsync : Launch::kBlocking; }
+
+ReduceOp reduce_op(const ::c10d::ReduceOp& op) {
+  switch (static_cast<::c10d::ReduceOp::RedOpType>(op)) {
+    case ::c10d::ReduceOp::SUM:
+      return ReduceOp::kSum;
+    case ::c10d::ReduceOp::AVG:
+      return ReduceOp::kAvg;
+    case ::c10d::ReduceOp::PRODUCT:
+      return ReduceOp::kProduct;
+    case ::c10d::ReduceOp::MIN:
+      return ReduceOp::kMin;
+    case ::c10d::ReduceOp::MAX:
+      return ReduceOp::kMax;
+    case ::c10d::ReduceOp::BAND:
+      return ReduceOp::kBand;
+    case ::c10d::ReduceOp::BOR:
+      return ReduceOp::kBor;
+    case ::c10d::ReduceOp::BXOR:
+      return ReduceOp::kBxor;
+    case ::c10d::ReduceOp::PREMUL_SUM:
+    case ::c10d::ReduceOp::UNUSED:
+      break;
+  }
+  throw PythonError(Error(ErrorKind::kValue,
+                          "rota.all_reduce: this reduce op is not supported; expected SUM, AVG, "
+                          "PRODUCT, MIN, MAX, BAND, BOR or BXOR"));
+}
+
+}  // namespace
+
+ProcessGroupRota::ProcessGroupRota(const c10::intrusive_ptr<::c10d::Store>& store, int rank,
+                                   int world_size, const TensorCommunicatorOptions& options)
+    : Backend(rank, world_size), communicator_(store, rank, world_size, options) {}
+
+WorkPtr ProcessGroupRota::done_if_null(WorkRef work, OpType op_type, at::TensorList results) {
+  if (work) return work;
+  return Work::completed(getRank(), op_type, results.vec());
+}
+
+WorkPtr ProcessGroupRota::allreduce(std::vector<at::Tensor>& tensors,
+                                    const ::c10d::AllreduceOptions& opts) {
+  return done_if_null(communicator_.all_reduce(tensors, {.op = reduce_op(opts.reduceOp)},
+                                               launch_mode(opts.asyncOp)),
+                      OpType::ALLREDUCE, tensors);
+}
+
+WorkPtr ProcessGroupRota::allreduce_coalesced(std::vector<at::Tensor>& tensors,
+                                              const ::c10d::AllreduceCoalescedOptions& opts) {
+  return allreduce(tensors, opts);
+}
+
+WorkPtr ProcessGroupRota::broadcast(std::vector<at::Tensor>& tensors,
+                                    const ::c10d::BroadcastOptions& opts) {
+  return done_if_null(
+      communicator_.broadcast(tensors, static_cast<int>(opts.rootRank), launch_mode(opts.asyncOp)),
+      OpType::BROADCAST, tensors);
+}
+
+WorkPtr ProcessGroupRota::allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                                    std::vector<at::Tensor>& inputs,
+                                    const ::c10d::AllgatherOptions& opts) {
+  return gather_all(zip(outputs, inputs), opts);
+}
+
+WorkPtr ProcessGroupRota::allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
+                                              std::vector<at::Tensor>& inputs,
+                                              const ::c10d::AllgatherOptions& opts) {
+  return gather_all(zip(outputs, inputs), opts);
+}
+
+WorkPtr ProcessGroupRota::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                          const ::c10d::AllgatherOptions& opts) {
+  return gather_all({communicator_.split_by_rank(output, input)}, opts);
+}
+
+WorkPtr ProcessGroupRota::allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                                          std::vector<at::Tensor>& inputs,
+                                                          const ::c10d::AllgatherOptions& opts) {
+  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "rota.all_gather: ", outputs.size(),
+                    " outputs for ", inputs.size(), " inputs; expected as many");
+  std::vector<AllGatherTensors> gathers;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    gathers.push_back(communicator_.split_by_rank(outputs[i], inputs[i]));
+  }
+  return gather_all(std::move(gathers), opts);
+}
+
+WorkPtr ProcessGroupRota::barrier(const ::c10d::BarrierOptions& opts) {
+  return done_if_null(communicator_.barrier(launch_mode(opts.asyncOp)), OpType::BARRIER, {});
+}
+
+void ProcessGroupRota::abort() {
+  communicator_.abort(join("rank ", getRank(), " aborted its process group"));
+}
+
+std::vector<AllGatherTensors> ProcessGroupRota::zip(
+    const std::vector<std::vector<at::Tensor>>& outputs, const std::vector<at::Tensor>& inputs) {
+  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "rota.all_gather: ", outputs.size(),
+                    " lists of outputs for ", inputs.size(), " inputs; expected as many");
+  std::vector<AllGatherTensors> gathers;
+  for (size_t i = 0; i < inputs.size(); ++i) gathers.push_back({outputs[i], inputs[i]});
+  return gathers;
+}
+
+WorkPtr ProcessGroupRota::gather_all(std::vector<AllGatherTensors> gathers,
+                                     const ::c10d::AllgatherOptions& opts) {
+  std::vector<at::Tensor> results;
+  for (const AllGatherTensors& gather : gathers) {
+    results.insert(results.end(), gather.outputs.begin(), gather.outputs.end());
+  }
+  return done_if_null(communicator_.all_gather(std::move(gathers), launch_mode(opts.asyncOp)),
+                      OpType::ALLGATHER, results);
+}
+
+}  // namespace rota::c10d_glue

@@ -1,0 +1,55 @@
+// The torch.distributed backend "rota": c10d's calls on a TensorCommunicator, nothing else.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "c10d/tensor_communicator.h"
+
+namespace rota::c10d_glue {
+
+using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
+
+class ProcessGroupRota final : public ::c10d::Backend {
+ public:
+  // Collective: blocks until all ranks have connected through the store.
+  ProcessGroupRota(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int world_size,
+                   const TensorCommunicatorOptions& options);
+
+  const std::string getBackendName() const override { return "rota"; }
+
+  WorkPtr allreduce(std::vector<at::Tensor>& tensors,
+                    const ::c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_coalesced(std::vector<at::Tensor>& tensors,
+                              const ::c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr broadcast(std::vector<at::Tensor>& tensors,
+                    const ::c10d::BroadcastOptions& opts) override;
+  WorkPtr allgather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                    const ::c10d::AllgatherOptions& opts) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const ::c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
+                              std::vector<at::Tensor>& inputs,
+                              const ::c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                          std::vector<at::Tensor>& inputs,
+                                          const ::c10d::AllgatherOptions& opts) override;
+  WorkPtr barrier(const ::c10d::BarrierOptions& opts) override;
+
+  void shutdown() override { communicator_.close(); }
+  void abort() override;
+
+ private:
+  // c10d wants a work even from a call that has blocked.
+  WorkPtr done_if_null(WorkRef work, ::c10d::OpType op_type, at::TensorList results);
+  static std::vector<AllGatherTensors> zip(const std::vector<std::vector<at::Tensor>>& outputs,
+                                           const std::vector<at::Tensor>& inputs);
+  WorkPtr gather_all(std::vector<AllGatherTensors> gathers, const ::c10d::AllgatherOptions& opts);
+
+  TensorCommunicator communicator_;
+};
+
+}  // namespace rota::c10d_glue

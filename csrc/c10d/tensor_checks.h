@@ -1,0 +1,39 @@
+// What rota asks of a tensor, and how a strided one is packed.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string_view>
+
+#include "base/dtype.h"
+
+namespace rota::c10d_glue {
+
+// Throws Error(kType) naming the dtypes that can be reduced.
+DType reducible_dtype(at::ScalarType dtype, std::string_view what);
+
+// For collectives that only move bytes: a dtype without a name of ours travels as uint8.
+DType dtype_or_bytes(at::ScalarType dtype);
+
+// Throws Error(kType) unless it is a dense CPU tensor, and Error(kValue) if its elements overlap.
+void check_tensor(const at::Tensor& tensor, std::string_view collective);
+
+// A tensor and the contiguous memory that stands for it: its own, or that of a packed copy.
+class Packed {
+ public:
+  enum class Content { kRead, kOverwritten };
+
+  Packed(const at::Tensor& tensor, Content content);
+
+  void* data() const { return packed_.data_ptr(); }
+  // Brings a packed copy back; does nothing for a contiguous tensor.
+  void unpack() const {
+    if (!packed_.is_same(tensor_)) tensor_.copy_(packed_);
+  }
+
+ private:
+  at::Tensor tensor_;
+  at::Tensor packed_;
+};
+
+}  // namespace rota::c10d_glue

@@ -1,0 +1,288 @@
+#include "c10d/tensor_communicator.h"
+
+#include <ATen/core/grad_mode.h>
+#include <Python.h>
+#include <c10/util/SmallVector.h>
+
+#include "base/limits.h"
+#include "c10d/errors.h"
+#include "c10d/tensor_checks.h"
+#include "c10d/torch_store.h"
+#include "transport/shared_memory.h"
+
+namespace rota::c10d_glue {
+namespace {
+
+// One collective fits here when it is small, so that it needs one flag and no handshake before it.
+constexpr size_t kMailboxBytes = 64 << 10;
+// Slots hold whole cache lines of every dtype, in pieces of any world size.
+constexpr size_t kSlotGranuleBytes = 4096;
+
+transport::Geometry make_geometry(size_t slot_bytes) {
+  if (slot_bytes == 0 || slot_bytes % kSlotGranuleBytes != 0) {
+    throw Error(ErrorKind::kValue, join("rota.Communicator: slot_bytes is ", slot_bytes,
+                                        ", expected a multiple of ", kSlotGranuleBytes));
+  }
+  return {.mailbox_bytes = kMailboxBytes, .slot_bytes = slot_bytes};
+}
+
+std::shared_ptr<Communicator> connect(const c10::intrusive_ptr<::c10d::Store>& store, int rank,
+                                      int world_size, const TensorCommunicatorOptions& options) {
+  if (world_size > kMaxWorldSize) {
+    throw Error(ErrorKind::kValue, join("rota.Communicator: world_size is ", world_size,
+                                        ", expected at most ", kMaxWorldSize, " on one host"));
+  }
+  TorchStore torch_store(store);
+  return std::make_shared<Communicator>(
+      transport::SharedMemoryTransport::connect(torch_store, rank, world_size,
+                                                make_geometry(options.slot_bytes), options.timeout,
+                                                options.check_interrupt),
+      options.timeout, options.check_interrupt);
+}
+
+// What was parsed, or an error that lists what could have been given.
+template <typename Value, typename Names>
+Value parse_name(std::string_view what, std::string_view text, const Names& names,
+                 std::optional<Value> value) {
+  if (value) return *value;
+  std::string expected;
+  for (const std::string_view name : names) expected += join(expected.empty() ? "" : ", ", name);
+  throw Error(ErrorKind::kValue,
+              join("rota.all_reduce: ", what, " is '", text, "', expected one of ", expected));
+}
+
+std::optional<DType> optional_dtype(const std::optional<at::ScalarType>& dtype,
+                                    std::string_view what) {
+  if (!dtype) return std::nullopt;
+  return reducible_dtype(*dtype, what);
+}
+
+uint64_t num_bytes(const at::Tensor& tensor) {
+  return static_cast<uint64_t>(tensor.numel()) * tensor.element_size();
+}
+
+void check_gather(const AllGatherTensors& gather, int world_size) {
+  check_tensor(gather.input, "all_gather");
+  if (gather.outputs.size() != static_cast<size_t>(world_size)) {
+    throw Error(ErrorKind::kValue, join("rota.all_gather: ", gather.outputs.size(),
+                                        " output tensors, expected world_size = ", world_size));
+  }
+  for (const at::Tensor& output : gather.outputs) {
+    check_tensor(output, "all_gather");
+    if (output.numel() != gather.input.numel() ||
+        output.scalar_type() != gather.input.scalar_type()) {
+      throw Error(ErrorKind::kValue,
+                  join("rota.all_gather: an output has ", output.numel(), " elements of ",
+                       output.dtype().name(), ", the input has ", gather.input.numel(), " of ",
+                       gather.input.dtype().name(), "; make them equal"));
+    }
+  }
+}
+
+void run_all_reduce(Communicator& communicator, const at::Tensor& tensor, cpu::AllReduceArgs args,
+                    CallerThread thread) {
+  const Packed packed(tensor, Packed::Content::kRead);
+  args.data = packed.data();
+  communicator.all_reduce(args, thread);
+  packed.unpack();
+}
+
+void run_broadcast(Communicator& communicator, const at::Tensor& tensor, int root,
+                   CallerThread thread) {
+  const bool is_root = root == communicator.rank();
+  const Packed packed(tensor, is_root ? Packed::Content::kRead : Packed::Content::kOverwritten);
+  communicator.broadcast({packed.data(), num_bytes(tensor), root},
+                         dtype_or_bytes(tensor.scalar_type()), thread);
+  if (!is_root) packed.unpack();
+}
+
+void run_all_gather(Communicator& communicator, const AllGatherTensors& gather,
+                    CallerThread thread) {
+  const Packed input(gather.input, Packed::Content::kRead);
+  std::vector<Packed> outputs;
+  std::vector<void*> pointers;
+  for (const at::Tensor& tensor : gather.outputs) {
+    pointers.push_back(outputs.emplace_back(tensor, Packed::Content::kOverwritten).data());
+  }
+  communicator.all_gather({input.data(), pointers.data(), num_bytes(gather.input)},
+                          dtype_or_bytes(gather.input.scalar_type()), thread);
+  for (const Packed& output : outputs) output.unpack();
+}
+
+// Lets the progress thread finish callbacks in Python while this thread waits for it.
+class GilReleased {
+ public:
+  GilReleased()
+      : state_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  ~GilReleased() {
+    if (state_ != nullptr) PyEval_RestoreThread(state_);
+  }
+  GilReleased(const GilReleased&) = delete;
+  GilReleased& operator=(const GilReleased&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+}  // namespace
+
+AllReduceOptions AllReduceOptions::parse(std::string_view op, std::string_view algorithm,
+                                         std::optional<at::ScalarType> wire_dtype,
+                                         std::optional<at::ScalarType> hop_dtype) {
+  return with_python_errors([&]() -> AllReduceOptions {
+    return {.op = parse_name("op", op, kReduceOpNames, parse_reduce_op(op)),
+            .algorithm =
+                algorithm == "auto"
+                    ? std::nullopt
+                    : std::optional(parse_name("algorithm", algorithm, schedule::kAlgorithmNames,
+                                               schedule::parse_algorithm(algorithm))),
+            .wire_dtype = wire_dtype,
+            .hop_dtype = hop_dtype};
+  });
+}
+
+TensorCommunicator::TensorCommunicator(const c10::intrusive_ptr<::c10d::Store>& store, int rank,
+                                       int world_size, const TensorCommunicatorOptions& options)
+    : rank_(rank),
+      world_size_(world_size),
+      check_interrupt_(options.check_interrupt),
+      communicator_(with_python_errors([&] { return connect(store, rank, world_size, options); })) {
+}
+
+TensorCommunicator::~TensorCommunicator() {
+  const GilReleased gil_released;
+  if (communicator_ && !queue_.is_idle()) {
+    communicator_->abort(join("rank ", rank_, " dropped its communicator with work pending"));
+  }
+  queue_.close();
+}
+
+template <typename Body>
+WorkRef TensorCommunicator::launch(Launch mode, ::c10d::OpType op_type, const char* title,
+                                   at::TensorList tensors, Body&& body) {
+  if (mode == Launch::kBlocking && queue_.is_idle()) {
+    const at::NoGradGuard no_grad;
+    body(*communicator_, tensors, CallerThread::kUser);
+    return {};
+  }
+  auto work = c10::make_intrusive<Work>(rank_, op_type, title, tensors.vec(), check_interrupt_);
+  queue_.enqueue([communicator = communicator_, work, body = std::forward<Body>(body)] {
+    std::exception_ptr exception;
+    try {
+      const at::NoGradGuard no_grad;
+      with_python_errors([&] { body(*communicator, work->tensors(), CallerThread::kProgress); });
+    } catch (...) {
+      exception = std::current_exception();
+    }
+    work->complete(exception);
+  });
+  if (mode == Launch::kAsync) return work;
+  work->wait(kNoTimeout);
+  return {};
+}
+
+Communicator& TensorCommunicator::open_communicator() const {
+  if (!communicator_) {
+    throw Error(ErrorKind::kInternal, "rota: this communicator is closed; make a new one");
+  }
+  return *communicator_;
+}
+
+WorkRef TensorCommunicator::all_reduce(at::TensorList tensors, const AllReduceOptions& options,
+                                       Launch mode) {
+  return with_python_errors([&] {
+    const Communicator& communicator = open_communicator();
+    c10::SmallVector<cpu::AllReduceArgs, 1> plans;
+    for (const at::Tensor& tensor : tensors) {
+      check_tensor(tensor, "all_reduce");
+      plans.push_back(
+          communicator.plan({.num_elems = static_cast<uint64_t>(tensor.numel()),
+                             .dtype = reducible_dtype(tensor.scalar_type(), "the tensor's dtype"),
+                             .op = options.op,
+                             .algorithm = options.algorithm,
+                             .wire = optional_dtype(options.wire_dtype, "wire_dtype"),
+                             .hop = optional_dtype(options.hop_dtype, "hop_dtype")}));
+    }
+    return launch(mode, ::c10d::OpType::ALLREDUCE, "rota:all_reduce", tensors,
+                  [plans](Communicator& communicator, at::TensorList tensors, CallerThread thread) {
+                    for (size_t i = 0; i < tensors.size(); ++i) {
+                      run_all_reduce(communicator, tensors[i], plans[i], thread);
+                    }
+                  });
+  });
+}
+
+WorkRef TensorCommunicator::broadcast(at::TensorList tensors, int root, Launch mode) {
+  return with_python_errors([&] {
+    open_communicator().check_root(root);
+    for (const at::Tensor& tensor : tensors) check_tensor(tensor, "broadcast");
+    return launch(mode, ::c10d::OpType::BROADCAST, "rota:broadcast", tensors,
+                  [root](Communicator& communicator, at::TensorList tensors, CallerThread thread) {
+                    for (const at::Tensor& tensor : tensors) {
+                      run_broadcast(communicator, tensor, root, thread);
+                    }
+                  });
+  });
+}
+
+WorkRef TensorCommunicator::all_gather(std::vector<AllGatherTensors> gathers, Launch mode) {
+  return with_python_errors([&] {
+    open_communicator();
+    std::vector<at::Tensor> results;
+    for (const AllGatherTensors& gather : gathers) {
+      check_gather(gather, world_size_);
+      results.insert(results.end(), gather.outputs.begin(), gather.outputs.end());
+    }
+    return launch(mode, ::c10d::OpType::ALLGATHER, "rota:all_gather", results,
+                  [gathers = std::move(gathers)](Communicator& communicator, at::TensorList,
+                                                 CallerThread thread) {
+                    for (const AllGatherTensors& gather : gathers) {
+                      run_all_gather(communicator, gather, thread);
+                    }
+                  });
+  });
+}
+
+AllGatherTensors TensorCommunicator::split_by_rank(const at::Tensor& output,
+                                                   const at::Tensor& input) const {
+  return with_python_errors([&]() -> AllGatherTensors {
+    check_tensor(output, "all_gather");
+    check_tensor(input, "all_gather");
+    if (!output.is_contiguous() || output.numel() != input.numel() * world_size_) {
+      throw Error(ErrorKind::kValue,
+                  join("rota.all_gather: the output has ", output.numel(), " elements",
+                       output.is_contiguous() ? "" : " and is not contiguous",
+                       ", expected a contiguous tensor of ", input.numel(), " * ", world_size_));
+    }
+    return {output.view({world_size_, input.numel()}).unbind(), input};
+  });
+}
+
+WorkRef TensorCommunicator::barrier(Launch mode) {
+  return with_python_errors([&] {
+    open_communicator();
+    return launch(mode, ::c10d::OpType::BARRIER, "rota:barrier", {},
+                  [](Communicator& communicator, at::TensorList, CallerThread thread) {
+                    communicator.barrier(thread);
+                  });
+  });
+}
+
+void TensorCommunicator::close() {
+  if (!communicator_) return;
+  // Runs behind everything that is queued, and an interruptible wait for it.
+  auto last = c10::make_intrusive<Work>(rank_, ::c10d::OpType::UNKNOWN, nullptr,
+                                        std::vector<at::Tensor>(), check_interrupt_);
+  if (!queue_.is_idle()) {
+    queue_.enqueue([last] { last->complete(nullptr); });
+    last->wait(kNoTimeout);
+  }
+  queue_.close();
+  communicator_.reset();
+}
+
+void TensorCommunicator::abort(const std::string& reason) {
+  if (communicator_) communicator_->abort(reason);
+}
+
+}  // namespace rota::c10d_glue

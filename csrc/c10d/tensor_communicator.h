@@ -1,0 +1,90 @@
+// The communicator that takes tensors: checks them, packs strided ones, and runs each collective in
+// the caller's thread or on the progress thread. Torch types stop here.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "c10d/work.h"
+#include "core/communicator.h"
+#include "core/progress_queue.h"
+
+namespace rota::c10d_glue {
+
+struct TensorCommunicatorOptions {
+  std::chrono::milliseconds timeout;
+  size_t slot_bytes = 256 << 10;
+  std::function<void()> check_interrupt;
+};
+
+struct AllReduceOptions {
+  ReduceOp op = ReduceOp::kSum;
+  std::optional<schedule::Algorithm> algorithm;
+  std::optional<at::ScalarType> wire_dtype;
+  std::optional<at::ScalarType> hop_dtype;
+
+  // From the names that Python users write; "auto" leaves the algorithm open.
+  static AllReduceOptions parse(std::string_view op, std::string_view algorithm,
+                                std::optional<at::ScalarType> wire_dtype,
+                                std::optional<at::ScalarType> hop_dtype);
+};
+
+// One rank's tensors of one all-gather.
+struct AllGatherTensors {
+  std::vector<at::Tensor> outputs;  // by rank, each of the length and dtype of input
+  at::Tensor input;
+};
+
+enum class Launch {
+  kBlocking,  // returns when done; the work is null
+  kAsync,     // returns at once; the tensors must not be touched before the work is done
+};
+
+using WorkRef = c10::intrusive_ptr<Work>;
+
+class TensorCommunicator {
+ public:
+  // Collective: blocks until all ranks have connected through the store.
+  TensorCommunicator(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int world_size,
+                     const TensorCommunicatorOptions& options);
+  // Aborts what is still pending; peers are told.
+  ~TensorCommunicator();
+
+  int rank() const { return rank_; }
+  int world_size() const { return world_size_; }
+
+  // Each checks its arguments before anything moves. Of several tensors each is one collective, in
+  // order; the work covers them all. Strided tensors are packed, and unpacked afterwards.
+  WorkRef all_reduce(at::TensorList tensors, const AllReduceOptions& options, Launch mode);
+  WorkRef broadcast(at::TensorList tensors, int root, Launch mode);
+  WorkRef all_gather(std::vector<AllGatherTensors> gathers, Launch mode);
+  WorkRef barrier(Launch mode);
+
+  // The parts of `output`, one for each rank, that an all-gather of `input` fills.
+  AllGatherTensors split_by_rank(const at::Tensor& output, const at::Tensor& input) const;
+
+  // Waits for what is queued, then leaves the group; later calls fail. Idempotent.
+  void close();
+  // Makes every waiting and later call fail on every rank.
+  void abort(const std::string& reason);
+
+ private:
+  // Runs body(communicator, tensors, thread) here and now, or on the progress thread.
+  template <typename Body>
+  WorkRef launch(Launch mode, ::c10d::OpType op_type, const char* title, at::TensorList tensors,
+                 Body&& body);
+  Communicator& open_communicator() const;
+
+  int rank_;
+  int world_size_;
+  std::function<void()> check_interrupt_;
+  std::shared_ptr<Communicator> communicator_;  // null once closed; queued tasks share it
+  ProgressQueue queue_;
+};
+
+}  // namespace rota::c10d_glue

@@ -1,0 +1,51 @@
+// A collective that torch can wait for.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <exception>
+#include <functional>
+#include <vector>
+
+namespace rota::c10d_glue {
+
+class Work final : public ::c10d::Work {
+ public:
+  // tensors: what the future of an unfinished or finished work holds.
+  Work(int rank, ::c10d::OpType op_type, const char* title, std::vector<at::Tensor> tensors,
+       std::function<void()> check_interrupt);
+
+  // The work of a call that has blocked until it was done.
+  static c10::intrusive_ptr<Work> completed(int rank, ::c10d::OpType op_type,
+                                            std::vector<at::Tensor> tensors);
+
+  // Done, successfully if there is no exception. Called once.
+  void complete(std::exception_ptr exception);
+
+  // Blocks until done; throws what the collective threw, and rota::Error(kTimeout) after `timeout`
+  // unless that is 0. Lets Ctrl-C through. The collective goes on in either case.
+  bool wait(std::chrono::milliseconds timeout) override;
+
+  // Of the list of tensors, as torch.distributed gives it.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  // Of the first tensor alone, as a DDP communication hook returns it.
+  c10::intrusive_ptr<c10::ivalue::Future> tensor_future();
+
+  const std::vector<at::Tensor>& tensors() const { return tensors_; }
+  std::vector<at::Tensor> result() override { return tensors_; }
+
+ private:
+  c10::intrusive_ptr<c10::ivalue::Future> make_future(c10::TypePtr type, c10::IValue value);
+
+  std::vector<at::Tensor> tensors_;
+  std::function<void()> check_interrupt_;
+
+  struct Pending {
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    c10::IValue value;
+  };
+  std::vector<Pending> futures_;  // guarded by mutex_
+};
+
+}  // namespace rota::c10d_glue

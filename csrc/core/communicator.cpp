@@ -1,0 +1,248 @@
+#include "core/communicator.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/fork_generation.h"
+#include "cpu/float_environment.h"
+#include "schedule/direct.h"
+
+namespace rota {
+namespace {
+
+std::vector<const Flag*> peers_sleeping(const transport::Transport& transport) {
+  std::vector<const Flag*> flags;
+  for (int peer = 0; peer < transport.world_size(); ++peer) {
+    if (peer != transport.rank()) flags.push_back(&transport.region(peer).control().sleeping);
+  }
+  return flags;
+}
+
+[[noreturn]] void refuse(ErrorKind kind, const std::string& what) {
+  throw Error(kind, "rota.all_reduce: " + what);
+}
+
+}  // namespace
+
+Communicator::Communicator(std::unique_ptr<transport::Transport> transport, Nanoseconds timeout,
+                           std::function<void()> check_interrupt)
+    : transport_(std::move(transport)),
+      waiter_(&transport_->own().control().sleeping, peers_sleeping(*transport_)),
+      watch_(*transport_, timeout, std::move(check_interrupt)),
+      caller_policy_(WaitPolicy::for_caller(transport_->world_size())),
+      progress_policy_(WaitPolicy::for_progress_thread()),
+      fork_generation_(fork_generation()) {}
+
+Communicator::~Communicator() {
+  // A forked child must not speak for its parent, whose memory it shares.
+  if (fork_generation_ != fork_generation()) return;
+  waiter_.publish(transport_->own().control().departed, 1);
+}
+
+cpu::AllReduceArgs Communicator::plan(const AllReduceRequest& request) const {
+  const DType dtype = request.dtype;
+  const DType wire = request.wire.value_or(dtype);
+  if (!is_defined(request.op, dtype)) {
+    refuse(ErrorKind::kType,
+           join(name(request.op), " is not defined for ", name(dtype),
+                info(dtype).is_floating ? "; use an integer or bool tensor"
+                                        : "; sum as integers and divide, or average as floats"));
+  }
+  if (wire != dtype && (!info(dtype).is_floating || !info(wire).is_floating ||
+                        info(wire).num_bytes > info(dtype).num_bytes)) {
+    refuse(ErrorKind::kType, join("wire_dtype ", name(wire), " for a ", name(dtype),
+                                  " tensor; expected a floating dtype that is not wider"));
+  }
+  const uint64_t num_wire_bytes = request.num_elems * info(wire).num_bytes;
+  const auto algorithm = request.algorithm.value_or(schedule::select(world_size(), num_wire_bytes));
+  const DType accumulate = info(wire).accumulate;
+  const DType hop = request.hop.value_or(accumulate);
+  if (request.hop && request.algorithm != schedule::Algorithm::kRing) {
+    refuse(ErrorKind::kValue, "hop_dtype only has a meaning with algorithm='ring'");
+  }
+  if (hop != accumulate && hop != wire) {
+    refuse(ErrorKind::kType, join("hop_dtype ", name(hop), "; expected ", name(accumulate),
+                                  " (the accumulate dtype) or ", name(wire), " (the wire dtype)"));
+  }
+  // Alone, every algorithm is the same: round once.
+  return {.data = nullptr,
+          .num_elems = request.num_elems,
+          .dtype = dtype,
+          .op = request.op,
+          .wire = wire,
+          .hop = hop,
+          .algorithm = world_size() == 1 ? schedule::Algorithm::kOneShot : algorithm};
+}
+
+void Communicator::check_root(int root) const {
+  if (root < 0 || root >= world_size()) {
+    throw Error(ErrorKind::kValue, join("rota.broadcast: root is ", root,
+                                        ", expected a rank in [0, ", world_size(), ")"));
+  }
+}
+
+void Communicator::all_reduce(const cpu::AllReduceArgs& args, CallerThread thread) {
+  const bool in_mailbox = cpu::fits_mailbox(args, transport_->geometry());
+  const Descriptor descriptor{.kind = CollectiveKind::kAllReduce,
+                              .op = args.op,
+                              .dtype = args.dtype,
+                              .wire = args.wire,
+                              .hop = args.hop,
+                              .algorithm = args.algorithm,
+                              .num_elems = args.num_elems};
+  const cpu::IeeeFloatScope ieee;
+  run(
+      descriptor, thread,
+      [&] {
+        if (in_mailbox) cpu::contribute_to_mailbox(args, *transport_, parity());
+      },
+      [&](cpu::Exchange& exchange) -> uint64_t {
+        if (!in_mailbox) return cpu::all_reduce(args, exchange);
+        cpu::reduce_mailboxes(args, *transport_, parity());
+        return 0;
+      });
+}
+
+void Communicator::broadcast(const cpu::BroadcastArgs& args, DType dtype, CallerThread thread) {
+  check_root(args.root);
+  const bool in_mailbox = cpu::fits_mailbox(args.num_bytes, transport_->geometry());
+  run(
+      {.kind = CollectiveKind::kBroadcast,
+       .dtype = dtype,
+       .root = args.root,
+       .num_elems = args.num_bytes / info(dtype).num_bytes},
+      thread,
+      [&] {
+        if (in_mailbox) cpu::contribute_to_mailbox(args, *transport_, parity());
+      },
+      [&](cpu::Exchange& exchange) -> uint64_t {
+        if (!in_mailbox) return cpu::broadcast(args, exchange);
+        cpu::copy_from_mailboxes(args, *transport_, parity());
+        return 0;
+      });
+}
+
+void Communicator::all_gather(const cpu::AllGatherArgs& args, DType dtype, CallerThread thread) {
+  const bool in_mailbox = cpu::fits_mailbox(args.num_bytes, transport_->geometry());
+  run(
+      {.kind = CollectiveKind::kAllGather,
+       .dtype = dtype,
+       .num_elems = args.num_bytes / info(dtype).num_bytes},
+      thread,
+      [&] {
+        if (in_mailbox) cpu::contribute_to_mailbox(args, *transport_, parity());
+      },
+      [&](cpu::Exchange& exchange) -> uint64_t {
+        if (!in_mailbox) return cpu::all_gather(args, exchange);
+        cpu::copy_from_mailboxes(args, *transport_, parity());
+        return 0;
+      });
+}
+
+void Communicator::barrier(CallerThread thread) {
+  run(
+      {.kind = CollectiveKind::kBarrier}, thread, [] {},
+      [](cpu::Exchange&) -> uint64_t { return 0; });
+}
+
+void Communicator::abort(const std::string& reason) {
+  publish_abort(ErrorKind::kPeerFailed, reason);
+}
+
+// Why no collective needs an acknowledgement at its end: a rank posts epoch e after it completed
+// epoch e - 1. So once all have posted e, nobody reads anything of an earlier epoch: all slots are
+// free, and so is the mailbox and the post of the other parity, which epoch e + 1 will write.
+template <typename Contribute, typename Complete>
+void Communicator::run(const Descriptor& descriptor, CallerThread thread, Contribute&& contribute,
+                       Complete&& complete) {
+  const std::lock_guard lock(mutex_);
+  check_usable(descriptor.kind_name());
+  const bool is_user = thread == CallerThread::kUser;
+  const WaitPolicy& policy = is_user ? caller_policy_ : progress_policy_;
+  ++epoch_;
+  watch_.begin_collective(descriptor.kind_name(), epoch_, /*lets_signals_through=*/is_user);
+  try {
+    contribute();
+    meet(descriptor, policy);
+    cpu::Exchange exchange(*transport_, waiter_, policy, watch_, num_rounds_);
+    num_rounds_ += complete(exchange);
+  } catch (const Error& error) {
+    // All ranks saw the same descriptors and stopped at the same place: they can go on.
+    if (error.kind() != ErrorKind::kMismatch) publish_abort(error.kind(), error.what());
+    throw;
+  } catch (...) {
+    publish_abort(ErrorKind::kPeerFailed,
+                  join(watch_.prefix(), " was interrupted ", watch_.place()));
+    throw;
+  }
+}
+
+void Communicator::check_usable(std::string_view collective) const {
+  if (fork_generation_ != fork_generation()) {
+    throw Error(ErrorKind::kInternal,
+                join("rota.", collective,
+                     ": this communicator belongs to the parent process; make "
+                     "a new one after fork"));
+  }
+  if (is_dead_.load(std::memory_order_acquire)) {
+    throw Error(ErrorKind::kInternal, join("rota.", collective, ": the group is dead: ",
+                                           dead_reason_, "; destroy it and make a new one"));
+  }
+}
+
+// Posts the descriptor, waits until every rank has posted one, and compares.
+void Communicator::meet(const Descriptor& descriptor, const WaitPolicy& policy) {
+  Flag& post = transport_->own().control().post[parity()];
+  const Descriptor::Words words = descriptor.to_words();
+  post.payload = words;
+  waiter_.publish(post, epoch_);
+
+  bool all_agree = true;
+  for (int i = 0; i < world_size() - 1; ++i) {
+    const int peer = schedule::rotated_peer(rank(), world_size(), i);
+    const Flag& peer_post = transport_->region(peer).control().post[parity()];
+    if (peer_post.load() < epoch_) {
+      watch_.begin_wait(peer, "start", 0);
+      waiter_.wait(peer_post, epoch_, policy, watch_);
+    }
+    all_agree &= peer_post.payload == words;
+  }
+  if (!all_agree) throw mismatch(descriptor);
+}
+
+// Names the ranks behind each descriptor: "ranks 0, 2 called A; rank 1 called B".
+Error Communicator::mismatch(const Descriptor& own) const {
+  std::vector<std::pair<std::string, std::vector<int>>> calls;
+  for (int peer = 0; peer < world_size(); ++peer) {
+    const Flag& post = transport_->region(peer).control().post[parity()];
+    const std::string text = Descriptor::from_words(post.payload).to_string();
+    auto call = std::find_if(calls.begin(), calls.end(),
+                             [&](const auto& entry) { return entry.first == text; });
+    if (call == calls.end()) call = calls.insert(call, {text, {}});
+    call->second.push_back(peer);
+  }
+  std::string all_calls;
+  for (const auto& [text, ranks] : calls) {
+    all_calls += join(all_calls.empty() ? "" : "; ", ranks.size() > 1 ? "ranks " : "rank ");
+    for (size_t i = 0; i < ranks.size(); ++i) all_calls += join(i > 0 ? ", " : "", ranks[i]);
+    all_calls += " called " + text;
+  }
+  return Error(ErrorKind::kMismatch,
+               join("rota.", own.kind_name(), ": ranks disagree (epoch ", epoch_, "): ", all_calls,
+                    "; nothing was written: make all ranks call the same collective"));
+}
+
+void Communicator::publish_abort(ErrorKind kind, const std::string& text) {
+  const std::lock_guard lock(abort_mutex_);
+  if (is_dead_.load(std::memory_order_relaxed)) return;  // the first reason is the cause
+  dead_reason_ = text;
+  is_dead_.store(true, std::memory_order_release);
+  transport::ControlBlock& control = transport_->own().control();
+  const size_t length = std::min(text.size(), sizeof(control.abort_text) - 1);
+  std::memcpy(control.abort_text, text.data(), length);
+  control.abort_text[length] = '\0';
+  control.abort.payload[0] = static_cast<uint64_t>(kind);
+  waiter_.publish(control.abort, 1);
+}
+
+}  // namespace rota

@@ -1,0 +1,88 @@
+// A group of ranks and its collectives, one at a time: checks arguments, compares descriptors,
+// counts epochs, chooses the algorithm, and turns whatever goes wrong into an error on every rank.
+// Knows pointers and dtypes; torch stops in c10d/.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "core/descriptor.h"
+#include "core/watch.h"
+#include "cpu/all_reduce.h"
+#include "cpu/copy_collectives.h"
+#include "transport/transport.h"
+
+namespace rota {
+
+struct AllReduceRequest {
+  uint64_t num_elems;
+  DType dtype;
+  ReduceOp op = ReduceOp::kSum;
+  std::optional<schedule::Algorithm> algorithm;  // none: auto
+  std::optional<DType> wire;                     // none: dtype
+  std::optional<DType> hop;                      // none: accumulate dtype; only for ring
+};
+
+// Which thread waits: it decides how long a wait may spin.
+enum class CallerThread { kUser, kProgress };
+
+class Communicator {
+ public:
+  // timeout: for each wait of a collective. check_interrupt runs about every millisecond of a long
+  // wait, in the waiting thread, and may throw.
+  Communicator(std::unique_ptr<transport::Transport> transport, Nanoseconds timeout,
+               std::function<void()> check_interrupt);
+  // Tells peers that this rank has left.
+  ~Communicator();
+
+  int rank() const { return transport_->rank(); }
+  int world_size() const { return transport_->world_size(); }
+
+  // Fills in what the request leaves open, all but the data; throws Error(kType) or Error(kValue)
+  // for what cannot be done.
+  cpu::AllReduceArgs plan(const AllReduceRequest& request) const;
+  void check_root(int root) const;
+
+  // Each blocks until this rank's part is done, and throws Error. Safe to call from several
+  // threads; all ranks must then agree on the order by other means.
+  void all_reduce(const cpu::AllReduceArgs& args, CallerThread thread);
+  void broadcast(const cpu::BroadcastArgs& args, DType dtype, CallerThread thread);
+  void all_gather(const cpu::AllGatherArgs& args, DType dtype, CallerThread thread);
+  void barrier(CallerThread thread);
+
+  // Makes every later and every waiting call on every rank fail with this text.
+  void abort(const std::string& reason);
+
+ private:
+  // The frame of every collective. contribute() runs before this rank posts, complete() once all
+  // ranks have posted the same descriptor; complete() returns the rounds that it used.
+  template <typename Contribute, typename Complete>
+  void run(const Descriptor& descriptor, CallerThread thread, Contribute&& contribute,
+           Complete&& complete);
+  void check_usable(std::string_view collective) const;
+  void meet(const Descriptor& descriptor, const WaitPolicy& policy);
+  Error mismatch(const Descriptor& own) const;
+  void publish_abort(ErrorKind kind, const std::string& text);
+  int parity() const { return static_cast<int>(epoch_ % 2); }
+
+  std::unique_ptr<transport::Transport> transport_;
+  Waiter waiter_;
+  Watch watch_;
+  WaitPolicy caller_policy_;
+  WaitPolicy progress_policy_;
+
+  std::mutex mutex_;         // one collective at a time
+  uint64_t epoch_ = 0;       // collectives entered; posted to peers
+  uint64_t num_rounds_ = 0;  // rounds used by all collectives so far; the same on every rank
+
+  std::mutex abort_mutex_;  // the abort record is written once
+  std::atomic<bool> is_dead_{false};
+  std::string dead_reason_;  // set before is_dead_, constant afterwards
+  uint64_t fork_generation_;
+};
+
+}  // namespace rota

@@ -1,0 +1,89 @@
+#include "core/watch.h"
+
+#include <chrono>
+#include <cstring>
+#include <iostream>
+
+namespace rota {
+namespace {
+
+constexpr Nanoseconds kSlowPeerAfter = std::chrono::seconds(1);
+
+int64_t milliseconds(Nanoseconds duration) {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(duration).count();
+}
+
+}  // namespace
+
+Watch::Watch(const transport::Transport& transport, Nanoseconds timeout,
+             std::function<void()> check_interrupt)
+    : transport_(transport), timeout_(timeout), check_interrupt_(std::move(check_interrupt)) {}
+
+void Watch::begin_collective(std::string_view collective, uint64_t epoch,
+                             bool lets_signals_through) {
+  collective_ = collective;
+  epoch_ = epoch;
+  lets_signals_through_ = lets_signals_through;
+  phase_ = "start";
+  step_ = 0;
+  has_warned_ = false;
+}
+
+void Watch::begin_wait(int peer, std::string_view phase, uint64_t step) {
+  peer_ = peer;
+  phase_ = phase;
+  step_ = step;
+}
+
+std::optional<Error> Watch::poll() { return find_abort(); }
+
+std::optional<Error> Watch::tick(Nanoseconds waited) {
+  if (lets_signals_through_) check_interrupt_();
+  if (auto error = find_abort()) return error;
+  if (const auto dead = transport_.find_dead_peer()) {
+    return Error(ErrorKind::kPeerFailed, join(prefix(), ": ", transport_.describe(*dead),
+                                              " has died ", place(), "; restart the job"));
+  }
+  if (transport_.region(peer_).control().departed.load() != 0) {
+    return Error(ErrorKind::kPeerFailed,
+                 join(prefix(), ": ", transport_.describe(peer_), " has left the group ", place(),
+                      "; every rank must call the same collectives before it closes"));
+  }
+  if (waited >= timeout_) {
+    return Error(ErrorKind::kTimeout,
+                 join(prefix(), " waited ", milliseconds(waited), " ms for ",
+                      transport_.describe(peer_), ' ', place(), "; is rank ", peer_, " alive?"));
+  }
+  if (waited >= kSlowPeerAfter) warn_about_slow_peer(waited);
+  return std::nullopt;
+}
+
+std::string Watch::prefix() const {
+  return join("rota.", collective_, ": rank ", transport_.rank(), '/', transport_.world_size());
+}
+
+std::string Watch::place() const {
+  return join("(epoch ", epoch_, ", ", phase_, ", step ", step_, ')');
+}
+
+std::optional<Error> Watch::find_abort() const {
+  for (int peer = 0; peer < transport_.world_size(); ++peer) {
+    const transport::ControlBlock& control = transport_.region(peer).control();
+    if (control.abort.load() == 0) continue;
+    // Bounded: the text comes from another process.
+    const std::string text(control.abort_text,
+                           strnlen(control.abort_text, sizeof(control.abort_text)));
+    return Error(static_cast<ErrorKind>(control.abort.payload[0]),
+                 join(prefix(), ": ", transport_.describe(peer), " failed: ", text));
+  }
+  return std::nullopt;
+}
+
+void Watch::warn_about_slow_peer(Nanoseconds waited) {
+  if (has_warned_) return;
+  has_warned_ = true;
+  std::cerr << join(prefix(), " has waited ", milliseconds(waited), " ms for ",
+                    transport_.describe(peer_), ' ', place(), "; still waiting\n");
+}
+
+}  // namespace rota

@@ -1,0 +1,48 @@
+// What a rank watches for while it waits: a peer's abort, death or departure, the deadline, a
+// signal; and, after a second, who is awaited.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <string_view>
+
+#include "cpu/exchange.h"
+#include "transport/transport.h"
+
+namespace rota {
+
+class Watch final : public cpu::PeerWaitObserver {
+ public:
+  // check_interrupt may throw (KeyboardInterrupt); it runs in the waiting thread.
+  Watch(const transport::Transport& transport, Nanoseconds timeout,
+        std::function<void()> check_interrupt);
+
+  // lets_signals_through: false on the progress thread, where Python delivers none.
+  void begin_collective(std::string_view collective, uint64_t epoch, bool lets_signals_through);
+  void begin_wait(int peer, std::string_view phase, uint64_t step) override;
+  std::optional<Error> poll() override;
+  std::optional<Error> tick(Nanoseconds waited) override;
+
+  // "rota.all_reduce: rank 2/4": how every message of this collective starts.
+  std::string prefix() const;
+  // "(epoch 17, two_shot reduce, step 3)": where the rank is.
+  std::string place() const;
+
+ private:
+  std::optional<Error> find_abort() const;
+  void warn_about_slow_peer(Nanoseconds waited);
+
+  const transport::Transport& transport_;
+  Nanoseconds timeout_;
+  std::function<void()> check_interrupt_;
+
+  std::string_view collective_;
+  uint64_t epoch_ = 0;
+  bool lets_signals_through_ = false;
+  int peer_ = 0;
+  std::string_view phase_;
+  uint64_t step_ = 0;
+  bool has_warned_ = false;
+};
+
+}  // namespace rota

@@ -1,0 +1,77 @@
+// One rank's part of one pipelined collective: where the slots of a round are, and how to say or
+// await that a round is filled or drained. Executors are written in these verbs.
+//
+// Rounds are numbered through the whole life of a communicator, so that flags only grow; an
+// executor counts from 0 and adds first_round here. Slot r % 2 belongs to round r.
+#pragma once
+
+#include <string_view>
+
+#include "base/waiter.h"
+#include "transport/transport.h"
+
+namespace rota::cpu {
+
+// Told whom a wait is for, so that errors can name the peer.
+class PeerWaitObserver : public WaitObserver {
+ public:
+  virtual void begin_wait(int peer, std::string_view phase, uint64_t step) = 0;
+};
+
+class Exchange {
+ public:
+  Exchange(const transport::Transport& transport, Waiter& waiter, const WaitPolicy& policy,
+           PeerWaitObserver& observer, uint64_t first_round)
+      : transport_(transport),
+        waiter_(waiter),
+        policy_(policy),
+        observer_(observer),
+        first_round_(first_round) {}
+
+  int rank() const { return transport_.rank(); }
+  int world_size() const { return transport_.world_size(); }
+  size_t slot_bytes() const { return transport_.geometry().slot_bytes; }
+
+  std::byte* own_in_slot(uint64_t round) const { return transport_.own().in_slot(parity(round)); }
+  std::byte* own_out_slot(uint64_t round) const { return transport_.own().out_slot(parity(round)); }
+  const std::byte* in_slot(int peer, uint64_t round) const {
+    return transport_.region(peer).in_slot(parity(round));
+  }
+  const std::byte* out_slot(int peer, uint64_t round) const {
+    return transport_.region(peer).out_slot(parity(round));
+  }
+
+  // The own slot of `round` may be read from now on.
+  void publish_filled(uint64_t round) {
+    waiter_.publish(transport_.own().control().filled, first_round_ + round + 1);
+  }
+  // This rank reads no in-slot of `round` any more; its out-slot of `round` may be read.
+  void publish_drained(uint64_t round) {
+    waiter_.publish(transport_.own().control().drained, first_round_ + round + 1);
+  }
+
+  void wait_filled(int peer, uint64_t round, std::string_view phase) {
+    wait(transport_.region(peer).control().filled, round, peer, phase);
+  }
+  void wait_drained(int peer, uint64_t round, std::string_view phase) {
+    wait(transport_.region(peer).control().drained, round, peer, phase);
+  }
+
+ private:
+  int parity(uint64_t round) const { return static_cast<int>((first_round_ + round) % 2); }
+
+  void wait(const Flag& flag, uint64_t round, int peer, std::string_view phase) {
+    const uint64_t target = first_round_ + round + 1;
+    if (flag.load() >= target) return;
+    observer_.begin_wait(peer, phase, round);
+    waiter_.wait(flag, target, policy_, observer_);
+  }
+
+  const transport::Transport& transport_;
+  Waiter& waiter_;
+  const WaitPolicy& policy_;
+  PeerWaitObserver& observer_;
+  uint64_t first_round_;
+};
+
+}  // namespace rota::cpu

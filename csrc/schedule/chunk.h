@@ -1,0 +1,38 @@
+// How a tensor is cut: chunks, shards, rounds. Integers only; the same code for the CPU loops, the
+// CUDA kernels, step counts and tests.
+#pragma once
+
+#include <cstdint>
+
+#include "base/host_device.h"
+
+namespace rota::schedule {
+
+// A half-open range of elements [begin, begin + num_elems).
+struct Range {
+  uint64_t begin;
+  uint64_t num_elems;
+};
+
+HOST_DEVICE constexpr uint64_t ceil_div(uint64_t value, uint64_t divisor) {
+  return (value + divisor - 1) / divisor;
+}
+
+HOST_DEVICE constexpr uint64_t min_of(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+// The piece `index` of `num_elems` elements cut into `num_pieces` of equal length, rounded up to
+// `granule` elements so that pieces start aligned; the last ones may be short or empty.
+HOST_DEVICE constexpr Range piece_of(uint64_t num_elems, uint64_t num_pieces, uint64_t index,
+                                     uint64_t granule) {
+  const uint64_t length = ceil_div(ceil_div(num_elems, num_pieces), granule) * granule;
+  const uint64_t begin = min_of(index * length, num_elems);
+  return {begin, min_of(length, num_elems - begin)};
+}
+
+// The chunk `index` when chunks hold `chunk_elems` each; the last one may be short.
+HOST_DEVICE constexpr Range chunk_of(uint64_t num_elems, uint64_t chunk_elems, uint64_t index) {
+  const uint64_t begin = min_of(index * chunk_elems, num_elems);
+  return {begin, min_of(chunk_elems, num_elems - begin)};
+}
+
+}  // namespace rota::schedule

@@ -1,0 +1,130 @@
+#include "transport/shared_memory.h"
+
+#include <fcntl.h>
+#include <linux/memfd.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+#include "transport/bootstrap.h"
+
+namespace rota::transport {
+namespace {
+
+// The owner keeps the mapping that it has; nobody can make another writable one, or change the
+// size.
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE | F_SEAL_SEAL;
+
+UniqueFd reserve_memory(size_t num_bytes) {
+  UniqueFd memory(memfd_create("rota", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (memory.get() < 0) throw Error(ErrorKind::kTransport, with_errno("memfd_create", errno));
+  // Pages are taken now: a shortage is an error here and never a SIGBUS at first touch.
+  if (const int error = posix_fallocate(memory.get(), 0, static_cast<off_t>(num_bytes))) {
+    const auto have = static_cast<uint64_t>(sysconf(_SC_AVPHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+    throw Error(ErrorKind::kTransport,
+                join("rota: cannot reserve ", num_bytes, " bytes of shared memory for this rank (",
+                     with_errno("posix_fallocate", error), "; ", have,
+                     " bytes free); free memory, raise the container's limit or ask for smaller "
+                     "slot_bytes"));
+  }
+  return memory;
+}
+
+void seal(const UniqueFd& memory) {
+  if (fcntl(memory.get(), F_ADD_SEALS, kSeals) != 0) {
+    throw Error(ErrorKind::kTransport, with_errno("rota: cannot seal shared memory", errno));
+  }
+}
+
+// A peer's descriptor is only mapped when it can neither shrink under us nor is smaller than we
+// think.
+void verify_sealed(const UniqueFd& memory, size_t num_bytes, int peer) {
+  struct stat status{};
+  const int seals = fcntl(memory.get(), F_GET_SEALS);
+  if (seals < 0 || (seals & kSeals) != kSeals || fstat(memory.get(), &status) != 0 ||
+      static_cast<size_t>(status.st_size) != num_bytes) {
+    throw Error(ErrorKind::kTransport,
+                join("rota: rank ", peer, " handed over memory of ", status.st_size,
+                     " bytes with seals ", seals, ", expected ", num_bytes, " and ", kSeals,
+                     "; do all ranks run the same version of rota?"));
+  }
+}
+
+std::vector<RegionView> views_of(const std::vector<Peer>& peers, const Geometry& geometry) {
+  std::vector<RegionView> views;
+  for (const Peer& peer : peers) views.emplace_back(peer.region.base(), geometry);
+  return views;
+}
+
+}  // namespace
+
+Mapping::Mapping(const UniqueFd& memory, size_t num_bytes, bool writable) : num_bytes_(num_bytes) {
+  const int protection = writable ? PROT_READ | PROT_WRITE : PROT_READ;
+  // MAP_POPULATE: the page table is filled now, not by faults in the first collectives.
+  void* address = mmap(nullptr, num_bytes, protection, MAP_SHARED | MAP_POPULATE, memory.get(), 0);
+  if (address == MAP_FAILED) {
+    throw Error(ErrorKind::kTransport, with_errno("rota: cannot map shared memory", errno));
+  }
+  base_ = static_cast<std::byte*>(address);
+}
+
+Mapping::Mapping(Mapping&& other) noexcept
+    : base_(std::exchange(other.base_, nullptr)), num_bytes_(other.num_bytes_) {}
+
+Mapping::~Mapping() {
+  if (base_ != nullptr) munmap(base_, num_bytes_);
+}
+
+std::unique_ptr<Transport> SharedMemoryTransport::connect(
+    Store& store, int rank, int world_size, const Geometry& geometry,
+    std::chrono::milliseconds timeout, const std::function<void()>& check_interrupt) {
+  const size_t num_bytes = geometry.num_bytes();
+  UniqueFd memory = reserve_memory(num_bytes);
+  Mapping own(memory, num_bytes, /*writable=*/true);
+  seal(memory);
+
+  Bootstrap bootstrap(store, rank, world_size, geometry, timeout, check_interrupt);
+  std::vector<Introduction> introductions = bootstrap.exchange(memory);
+
+  std::vector<Peer> peers;
+  for (int peer = 0; peer < world_size; ++peer) {
+    if (peer == rank) {
+      peers.push_back({getpid(), UniqueFd(), std::move(own)});
+      continue;
+    }
+    Introduction& introduction = introductions[static_cast<size_t>(peer)];
+    verify_sealed(introduction.memory, num_bytes, peer);
+    peers.push_back({introduction.pid, std::move(introduction.process),
+                     Mapping(introduction.memory, num_bytes, /*writable=*/false)});
+  }
+  return std::unique_ptr<Transport>(new SharedMemoryTransport(rank, geometry, std::move(peers)));
+}
+
+SharedMemoryTransport::SharedMemoryTransport(int rank, const Geometry& geometry,
+                                             std::vector<Peer> peers)
+    : Transport(rank, geometry, Region(peers[static_cast<size_t>(rank)].region.base(), geometry),
+                views_of(peers, geometry)),
+      peers_(std::move(peers)) {}
+
+std::string SharedMemoryTransport::describe(int peer) const {
+  return join("rank ", peer, " (pid ", peers_[static_cast<size_t>(peer)].pid, ")");
+}
+
+std::optional<int> SharedMemoryTransport::find_dead_peer() const {
+  std::vector<pollfd> polls;
+  for (const Peer& peer : peers_) {
+    // poll() skips negative descriptors, such as the own one.
+    polls.push_back({.fd = peer.process.get(), .events = POLLIN, .revents = 0});
+  }
+  if (poll(polls.data(), polls.size(), 0) <= 0) return std::nullopt;
+  for (size_t peer = 0; peer < polls.size(); ++peer) {
+    if (polls[peer].revents != 0) return static_cast<int>(peer);
+  }
+  return std::nullopt;
+}
+
+}  // namespace rota::transport

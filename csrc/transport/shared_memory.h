@@ -1,0 +1,62 @@
+// Regions shared between the processes of one host: anonymous memory (memfd) whose descriptor is
+// handed to each peer over a UNIX socket, sealed, and reserved up front.
+//
+// What that buys over shm_open: nothing has a name in /dev/shm, so nothing leaks when a process is
+// killed and nobody else can attach; a peer can neither resize nor write a region that is not its
+// own; and a full /dev/shm is an error at init instead of a SIGBUS in the middle of a step.
+#pragma once
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "transport/store.h"
+#include "transport/transport.h"
+#include "transport/unique_fd.h"
+
+namespace rota::transport {
+
+// A mapping that unmaps itself.
+class Mapping {
+ public:
+  Mapping(const UniqueFd& memory, size_t num_bytes, bool writable);
+  Mapping(Mapping&& other) noexcept;
+  Mapping& operator=(Mapping&&) = delete;
+  ~Mapping();
+  std::byte* base() const { return base_; }
+
+ private:
+  std::byte* base_;
+  size_t num_bytes_;
+};
+
+// What a rank holds of a peer.
+struct Peer {
+  pid_t pid;
+  UniqueFd process;  // pidfd: readable once the process has ended
+  Mapping region;
+};
+
+class SharedMemoryTransport final : public Transport {
+ public:
+  // Collective: every rank of the group calls it with the same store, world_size and geometry.
+  // Blocks until all regions are mapped; throws Error(kTransport) when that cannot be, or takes
+  // longer than `timeout`. check_interrupt runs several times a second meanwhile and may throw.
+  static std::unique_ptr<Transport> connect(Store& store, int rank, int world_size,
+                                            const Geometry& geometry,
+                                            std::chrono::milliseconds timeout,
+                                            const std::function<void()>& check_interrupt);
+
+  std::string describe(int peer) const override;
+  std::optional<int> find_dead_peer() const override;
+
+ private:
+  SharedMemoryTransport(int rank, const Geometry& geometry, std::vector<Peer> peers);
+
+  std::vector<Peer> peers_;  // by rank; the own entry maps the own region, writable
+};
+
+}  // namespace rota::transport

@@ -1,0 +1,19 @@
+// The little that bootstrap needs of a key-value store; c10d/ adapts torch's Store to it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace rota::transport {
+
+class Store {
+ public:
+  virtual ~Store() = default;
+  // Adds to the number under key, 0 at first, and returns the sum.
+  virtual int64_t add(const std::string& key, int64_t amount) = 0;
+  virtual void set(const std::string& key, const std::string& value) = 0;
+  // Blocks until the key exists or the store's own timeout has passed.
+  virtual std::string get(const std::string& key) = 0;
+};
+
+}  // namespace rota::transport

@@ -1,0 +1,29 @@
+// Ranks as threads of one process, over plain memory: the same layout, flags and executors as
+// between processes, where ThreadSanitizer can see every access.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "transport/transport.h"
+
+namespace rota::transport {
+
+class ThreadTransport final : public Transport {
+ public:
+  // One transport for each rank; they keep the shared memory alive together.
+  static std::vector<std::unique_ptr<Transport>> make_world(int world_size,
+                                                            const Geometry& geometry);
+
+  std::string describe(int peer) const override;
+  std::optional<int> find_dead_peer() const override { return std::nullopt; }
+
+ private:
+  struct Memory;
+  using World = std::vector<std::shared_ptr<Memory>>;  // by rank
+  ThreadTransport(int rank, const Geometry& geometry, const World& world);
+
+  World world_;
+};
+
+}  // namespace rota::transport

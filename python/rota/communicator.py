@@ -1,0 +1,73 @@
+"""Collectives without torch.distributed's overhead, over any initialised process group."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from rota import _C
+
+DEFAULT_SLOT_BYTES = 256 * 1024
+
+
+class Communicator(_C.Communicator):
+    """Collectives on CPU tensors between the ranks of one host.
+
+    The communicator has its own shared memory and shares nothing with the group but the store that
+    it bootstraps through, so the group may run on any backend. Making one is a collective call:
+    every rank of the group makes its communicators in the same order.
+
+    Args:
+        group: the ranks; None is the default group.
+        timeout: how long one wait inside a collective may last; None is that of the group's store,
+            which init_process_group sets.
+        slot_bytes: size of a transport slot in bytes, a multiple of 4096; four slots are reserved
+            for each rank. The default was measured best (benchmarks/LOG.md).
+
+    Raises:
+        ValueError: this rank is not in the group, or slot_bytes is unusable.
+        rota.TransportError: ranks are on different hosts, memory is short, a rank did not connect.
+
+    Example:
+        >>> comm = rota.Communicator()
+        >>> comm.all_reduce(tensor, op="avg", wire_dtype=torch.float16)
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: timedelta | None = None,
+        slot_bytes: int = DEFAULT_SLOT_BYTES,
+    ) -> None:
+        if not dist.is_initialized():
+            raise ValueError(
+                "rota.Communicator: torch.distributed is not initialised; call "
+                "dist.init_process_group first"
+            )
+        pg = group if group is not None else dist.group.WORLD
+        if not isinstance(pg, dist.ProcessGroup):
+            raise ValueError(
+                f"rota.Communicator: this rank is not in the group ({pg!r}); only its members make "
+                f"a communicator over it"
+            )
+        store = _own_store(pg)
+        super().__init__(
+            store=store,
+            rank=pg.rank(),
+            world_size=pg.size(),
+            timeout=timeout if timeout is not None else store.timeout,
+            slot_bytes=slot_bytes,
+        )
+
+
+# How many communicators this process has made over a group; ranks count alike, so it names them.
+_num_made: dict[str, int] = {}
+
+
+def _own_store(pg: dist.ProcessGroup) -> dist.Store:
+    """A part of the group's store that no other communicator uses."""
+    number = _num_made.get(pg.group_name, 0)
+    _num_made[pg.group_name] = number + 1
+    return dist.PrefixStore(f"rota/{number}/", pg.get_group_store())

@@ -1,0 +1,23 @@
+"""The exceptions of rota. Wrong arguments raise ValueError or TypeError instead."""
+
+from torch.distributed import DistBackendError
+
+
+class RotaError(DistBackendError):
+    """Something in rota failed; also raised by every use of a group that has failed before."""
+
+
+class PeerFailed(RotaError):
+    """A peer died, left the group, or raised; the text names its rank, pid, epoch and phase."""
+
+
+class Timeout(RotaError):
+    """A peer did not come before the group's timeout; the text names it and what it was awaited for."""
+
+
+class Mismatch(RotaError):
+    """Ranks called different collectives; the text names them, and no output was written."""
+
+
+class TransportError(RotaError):
+    """Shared memory or the connection between ranks could not be set up."""

@@ -1,0 +1,80 @@
+"""DDP communication hooks: torch's hooks of these names, without their copies.
+
+The gradient bucket is cast into the transport slots and out of them again, so no 16-bit copy of it is
+ever made; contributions and the result are rounded once each, and sums are kept in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from rota.communicator import Communicator
+
+# By group name: the communicator that hooks use. It lives as long as the process or until the group of
+# that name is another object (destroyed and made again).
+_communicators: dict[str, tuple[dist.ProcessGroup, Communicator]] = {}
+
+
+def _communicator_of(process_group: dist.ProcessGroup | None) -> Communicator:
+    group = process_group if process_group is not None else dist.group.WORLD
+    if group is None:
+        raise ValueError(
+            "rota hooks: torch.distributed is not initialised; call dist.init_process_group first"
+        )
+    known = _communicators.get(group.group_name)
+    if known is None or known[0] is not group:
+        known = (group, Communicator(group))
+        _communicators[group.group_name] = known
+    return known[1]
+
+
+def _average(
+    process_group: dist.ProcessGroup | None,
+    bucket: dist.GradBucket,
+    wire_dtype: torch.dtype | None,
+) -> torch.futures.Future[torch.Tensor]:
+    communicator = _communicator_of(process_group)
+    return communicator.all_reduce_future(bucket.buffer(), "avg", wire_dtype)
+
+
+def allreduce_hook(
+    process_group: dist.ProcessGroup | None, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Averages the bucket over the ranks; the drop-in for torch's `allreduce_hook`.
+
+    Args:
+        process_group: the ranks, on any backend; None is the default group. The first call of a
+            process makes a communicator over it, which is a collective call.
+        bucket: DDP's bucket; its buffer is averaged in place, in its own dtype.
+
+    Returns:
+        a future of the buffer. The reduction runs on the communicator's progress thread.
+
+    Example:
+        >>> ddp.register_comm_hook(None, rota.allreduce_hook)
+    """
+    return _average(process_group, bucket, None)
+
+
+def fp16_compress_hook(
+    process_group: dist.ProcessGroup | None, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Averages the bucket with float16 on the wire; the drop-in for torch's `fp16_compress_hook`.
+
+    Unlike torch's, sums are kept in float32 and divided before the one rounding of the result. Like
+    torch's, a gradient beyond 65504 becomes Inf, and one below 6e-8 becomes 0.
+
+    Args and result as `allreduce_hook`.
+    """
+    return _average(process_group, bucket, torch.float16)
+
+
+def bf16_compress_hook(
+    process_group: dist.ProcessGroup | None, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Averages the bucket with bfloat16 on the wire; the drop-in for torch's `bf16_compress_hook`.
+
+    float32's range with 8 bits of precision. Args and result as `allreduce_hook`.
+    """
+    return _average(process_group, bucket, torch.bfloat16)
