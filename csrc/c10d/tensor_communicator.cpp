@@ -14,7 +14,7 @@ namespace rota::c10d_glue {
 namespace {
 
 // One collective fits here when it is small, so that it needs one flag and no handshake before it.
-constexpr size_t kMailboxBytes = 64 << 10;
+constexpr size_t kMessageBytes = 64 << 10;
 // Slots hold whole cache lines of every dtype, in pieces of any world size.
 constexpr size_t kSlotGranuleBytes = 4096;
 
@@ -23,7 +23,7 @@ transport::Geometry make_geometry(size_t slot_bytes) {
     throw Error(ErrorKind::kValue, join("rota.Communicator: slot_bytes is ", slot_bytes,
                                         ", expected a multiple of ", kSlotGranuleBytes));
   }
-  return {.mailbox_bytes = kMailboxBytes, .slot_bytes = slot_bytes};
+  return {.message_bytes = kMessageBytes, .slot_bytes = slot_bytes};
 }
 
 std::shared_ptr<Communicator> connect(const c10::intrusive_ptr<::c10d::Store>& store, int rank,

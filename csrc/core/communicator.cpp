@@ -82,7 +82,6 @@ void Communicator::check_root(int root) const {
 }
 
 void Communicator::all_reduce(const cpu::AllReduceArgs& args, CallerThread thread) {
-  const bool in_mailbox = cpu::fits_mailbox(args, transport_->geometry());
   const Descriptor descriptor{.kind = CollectiveKind::kAllReduce,
                               .op = args.op,
                               .dtype = args.dtype,
@@ -91,58 +90,27 @@ void Communicator::all_reduce(const cpu::AllReduceArgs& args, CallerThread threa
                               .algorithm = args.algorithm,
                               .num_elems = args.num_elems};
   const cpu::IeeeFloatScope ieee;
-  run(
-      descriptor, thread,
-      [&] {
-        if (in_mailbox) cpu::contribute_to_mailbox(args, *transport_, parity());
-      },
-      [&](cpu::Exchange& exchange) -> uint64_t {
-        if (!in_mailbox) return cpu::all_reduce(args, exchange);
-        cpu::reduce_mailboxes(args, *transport_, parity());
-        return 0;
-      });
+  run(descriptor, args, thread);
 }
 
 void Communicator::broadcast(const cpu::BroadcastArgs& args, DType dtype, CallerThread thread) {
   check_root(args.root);
-  const bool in_mailbox = cpu::fits_mailbox(args.num_bytes, transport_->geometry());
-  run(
-      {.kind = CollectiveKind::kBroadcast,
+  run({.kind = CollectiveKind::kBroadcast,
        .dtype = dtype,
        .root = args.root,
        .num_elems = args.num_bytes / info(dtype).num_bytes},
-      thread,
-      [&] {
-        if (in_mailbox) cpu::contribute_to_mailbox(args, *transport_, parity());
-      },
-      [&](cpu::Exchange& exchange) -> uint64_t {
-        if (!in_mailbox) return cpu::broadcast(args, exchange);
-        cpu::copy_from_mailboxes(args, *transport_, parity());
-        return 0;
-      });
+      args, thread);
 }
 
 void Communicator::all_gather(const cpu::AllGatherArgs& args, DType dtype, CallerThread thread) {
-  const bool in_mailbox = cpu::fits_mailbox(args.num_bytes, transport_->geometry());
-  run(
-      {.kind = CollectiveKind::kAllGather,
+  run({.kind = CollectiveKind::kAllGather,
        .dtype = dtype,
        .num_elems = args.num_bytes / info(dtype).num_bytes},
-      thread,
-      [&] {
-        if (in_mailbox) cpu::contribute_to_mailbox(args, *transport_, parity());
-      },
-      [&](cpu::Exchange& exchange) -> uint64_t {
-        if (!in_mailbox) return cpu::all_gather(args, exchange);
-        cpu::copy_from_mailboxes(args, *transport_, parity());
-        return 0;
-      });
+      args, thread);
 }
 
 void Communicator::barrier(CallerThread thread) {
-  run(
-      {.kind = CollectiveKind::kBarrier}, thread, [] {},
-      [](cpu::Exchange&) -> uint64_t { return 0; });
+  run({.kind = CollectiveKind::kBarrier}, cpu::BarrierArgs{}, thread);
 }
 
 void Communicator::abort(const std::string& reason) {
@@ -152,9 +120,8 @@ void Communicator::abort(const std::string& reason) {
 // Why no collective needs an acknowledgement at its end: a rank posts epoch e after it completed
 // epoch e - 1. So once all have posted e, nobody reads anything of an earlier epoch: all slots are
 // free, and so is the mailbox and the post of the other parity, which epoch e + 1 will write.
-template <typename Contribute, typename Complete>
-void Communicator::run(const Descriptor& descriptor, CallerThread thread, Contribute&& contribute,
-                       Complete&& complete) {
+template <typename Args>
+void Communicator::run(const Descriptor& descriptor, const Args& args, CallerThread thread) {
   const std::lock_guard lock(mutex_);
   check_usable(descriptor.kind_name());
   const bool is_user = thread == CallerThread::kUser;
@@ -162,10 +129,17 @@ void Communicator::run(const Descriptor& descriptor, CallerThread thread, Contri
   ++epoch_;
   watch_.begin_collective(descriptor.kind_name(), epoch_, /*lets_signals_through=*/is_user);
   try {
-    contribute();
-    meet(descriptor, policy);
-    cpu::Exchange exchange(*transport_, waiter_, policy, watch_, num_rounds_);
-    num_rounds_ += complete(exchange);
+    const std::optional<uint64_t> num_bytes = message_bytes(args);
+    if (num_bytes && *num_bytes <= transport_->geometry().message_bytes) {
+      const cpu::Mailboxes mailboxes(*transport_, epoch_, *num_bytes);
+      contribute(args, mailboxes);
+      meet(descriptor, policy);
+      complete(args, mailboxes);
+    } else {
+      meet(descriptor, policy);
+      cpu::Exchange exchange(*transport_, waiter_, policy, watch_, num_rounds_);
+      num_rounds_ += run_rounds(args, exchange);
+    }
   } catch (const Error& error) {
     // All ranks saw the same descriptors and stopped at the same place: they can go on.
     if (error.kind() != ErrorKind::kMismatch) publish_abort(error.kind(), error.what());

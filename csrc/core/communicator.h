@@ -58,11 +58,9 @@ class Communicator {
   void abort(const std::string& reason);
 
  private:
-  // The frame of every collective. contribute() runs before this rank posts, complete() once all
-  // ranks have posted the same descriptor; complete() returns the rounds that it used.
-  template <typename Contribute, typename Complete>
-  void run(const Descriptor& descriptor, CallerThread thread, Contribute&& contribute,
-           Complete&& complete);
+  // The frame of every collective: post, meet, and in one message or in rounds do what args say.
+  template <typename Args>
+  void run(const Descriptor& descriptor, const Args& args, CallerThread thread);
   void check_usable(std::string_view collective) const;
   void meet(const Descriptor& descriptor, const WaitPolicy& policy);
   Error mismatch(const Descriptor& own) const;

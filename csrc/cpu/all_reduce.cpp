@@ -233,27 +233,22 @@ uint64_t AllReduce::ring() {
 
 }  // namespace
 
-bool fits_mailbox(const AllReduceArgs& args, const transport::Geometry& geometry) {
-  return args.algorithm == schedule::Algorithm::kOneShot &&
-         args.num_elems <= geometry.mailbox_bytes / info(args.wire).num_bytes;
+std::optional<uint64_t> message_bytes(const AllReduceArgs& args) {
+  if (args.algorithm != schedule::Algorithm::kOneShot) return std::nullopt;
+  return args.num_elems * info(args.wire).num_bytes;
 }
 
-void contribute_to_mailbox(const AllReduceArgs& args, const transport::Transport& transport,
-                           int parity) {
-  make_reducer(args, transport.world_size())
-      .pack(args.data, transport.own().mailbox(parity), args.num_elems);
+void contribute(const AllReduceArgs& args, const Mailboxes& mailboxes) {
+  make_reducer(args, mailboxes.world_size()).pack(args.data, mailboxes.own(), args.num_elems);
 }
 
-void reduce_mailboxes(const AllReduceArgs& args, const transport::Transport& transport,
-                      int parity) {
+void complete(const AllReduceArgs& args, const Mailboxes& mailboxes) {
   const void* srcs[kMaxWorldSize];
-  for (int peer = 0; peer < transport.world_size(); ++peer) {
-    srcs[peer] = transport.region(peer).mailbox(parity);
-  }
-  make_reducer(args, transport.world_size()).reduce(srcs, args.data, nullptr, args.num_elems);
+  for (int peer = 0; peer < mailboxes.world_size(); ++peer) srcs[peer] = mailboxes.of(peer);
+  make_reducer(args, mailboxes.world_size()).reduce(srcs, args.data, nullptr, args.num_elems);
 }
 
-uint64_t all_reduce(const AllReduceArgs& args, Exchange& exchange) {
+uint64_t run_rounds(const AllReduceArgs& args, Exchange& exchange) {
   AllReduce all_reduce(args, exchange);
   switch (args.algorithm) {
     case schedule::Algorithm::kOneShot:

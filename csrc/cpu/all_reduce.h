@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "base/dtype.h"
 #include "cpu/exchange.h"
@@ -27,15 +28,14 @@ struct AllReduceArgs {
   schedule::Algorithm algorithm;
 };
 
-// One round in one message, the flag of which is the post itself: first every rank contributes,
-// then, once all have posted, every rank completes.
-bool fits_mailbox(const AllReduceArgs& args, const transport::Geometry& geometry);
-void contribute_to_mailbox(const AllReduceArgs& args, const transport::Transport& transport,
-                           int parity);
-void reduce_mailboxes(const AllReduceArgs& args, const transport::Transport& transport, int parity);
+// Bytes of the one message that does for the whole collective; none where the algorithm needs
+// rounds. One message: every rank contributes, posts, and completes once all have posted.
+std::optional<uint64_t> message_bytes(const AllReduceArgs& args);
+void contribute(const AllReduceArgs& args, const Mailboxes& mailboxes);
+void complete(const AllReduceArgs& args, const Mailboxes& mailboxes);
 
 // Pipelined through slots, once all ranks have posted. Returns the number of rounds used, which is
 // the same on every rank.
-uint64_t all_reduce(const AllReduceArgs& args, Exchange& exchange);
+uint64_t run_rounds(const AllReduceArgs& args, Exchange& exchange);
 
 }  // namespace rota::cpu

@@ -23,20 +23,19 @@ void copy_own_input(const AllGatherArgs& args, int rank) {
 
 }  // namespace
 
-void contribute_to_mailbox(const BroadcastArgs& args, const transport::Transport& transport,
-                           int parity) {
-  if (transport.rank() != args.root) return;
-  std::memcpy(transport.own().mailbox(parity), args.data, args.num_bytes);
+void contribute(const BroadcastArgs& args, const Mailboxes& mailboxes) {
+  if (mailboxes.rank() != args.root) return;
+  std::memcpy(mailboxes.own(), args.data, args.num_bytes);
 }
 
-void copy_from_mailboxes(const BroadcastArgs& args, const transport::Transport& transport,
-                         int parity) {
-  if (transport.rank() == args.root) return;
-  std::memcpy(args.data, transport.region(args.root).mailbox(parity), args.num_bytes);
+void complete(const BroadcastArgs& args, const Mailboxes& mailboxes) {
+  if (mailboxes.rank() == args.root) return;
+  std::memcpy(args.data, mailboxes.of(args.root), args.num_bytes);
 }
 
-// The root fills slot r % 2 again in round r + 2, once all others have drained round r.
-uint64_t broadcast(const BroadcastArgs& args, Exchange& exchange) {
+// Two slots suffice: the root fills that of round r again in round r + 2, once all others have
+// drained round r.
+uint64_t run_rounds(const BroadcastArgs& args, Exchange& exchange) {
   const uint64_t num_rounds = schedule::ceil_div(args.num_bytes, exchange.slot_bytes());
   const bool is_root = exchange.rank() == args.root;
   for (uint64_t round = 0; round < num_rounds; ++round) {
@@ -57,23 +56,21 @@ uint64_t broadcast(const BroadcastArgs& args, Exchange& exchange) {
   return num_rounds;
 }
 
-void contribute_to_mailbox(const AllGatherArgs& args, const transport::Transport& transport,
-                           int parity) {
-  std::memcpy(transport.own().mailbox(parity), args.input, args.num_bytes);
+void contribute(const AllGatherArgs& args, const Mailboxes& mailboxes) {
+  std::memcpy(mailboxes.own(), args.input, args.num_bytes);
 }
 
-void copy_from_mailboxes(const AllGatherArgs& args, const transport::Transport& transport,
-                         int parity) {
-  copy_own_input(args, transport.rank());
-  for (int i = 0; i < transport.world_size() - 1; ++i) {
-    const int peer = schedule::rotated_peer(transport.rank(), transport.world_size(), i);
-    std::memcpy(args.outputs[peer], transport.region(peer).mailbox(parity), args.num_bytes);
+void complete(const AllGatherArgs& args, const Mailboxes& mailboxes) {
+  copy_own_input(args, mailboxes.rank());
+  for (int i = 0; i < mailboxes.world_size() - 1; ++i) {
+    const int peer = schedule::rotated_peer(mailboxes.rank(), mailboxes.world_size(), i);
+    std::memcpy(args.outputs[peer], mailboxes.of(peer), args.num_bytes);
   }
 }
 
-// Slot r % 2 is filled again in round r + 2, after this rank waited for all peers to fill round r +
-// 1, which they do after they have read round r.
-uint64_t all_gather(const AllGatherArgs& args, Exchange& exchange) {
+// Two slots suffice: that of round r is filled again in round r + 2, after this rank waited for all
+// peers to fill round r + 1, which they do after they have read round r.
+uint64_t run_rounds(const AllGatherArgs& args, Exchange& exchange) {
   const uint64_t num_rounds = schedule::ceil_div(args.num_bytes, exchange.slot_bytes());
   for (uint64_t round = 0; round < num_rounds; ++round) {
     const Range chunk = schedule::chunk_of(args.num_bytes, exchange.slot_bytes(), round);

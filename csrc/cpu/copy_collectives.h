@@ -1,8 +1,9 @@
-// Broadcast and all-gather on the CPU: bytes only, no arithmetic. Like all-reduce, a message that
-// fits a mailbox goes with the post; a longer one is pipelined through the in-slots.
+// Broadcast, all-gather and barrier on the CPU: bytes only, no arithmetic. Like all-reduce, a
+// message that fits a mailbox goes with the post; a longer one is pipelined through the in-slots.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "cpu/exchange.h"
 
@@ -21,21 +22,22 @@ struct AllGatherArgs {
   uint64_t num_bytes;
 };
 
-inline bool fits_mailbox(uint64_t num_bytes, const transport::Geometry& geometry) {
-  return num_bytes <= geometry.mailbox_bytes;
-}
+// As in all_reduce.h: one message, or rounds.
+inline std::optional<uint64_t> message_bytes(const BroadcastArgs& args) { return args.num_bytes; }
+void contribute(const BroadcastArgs& args, const Mailboxes& mailboxes);
+void complete(const BroadcastArgs& args, const Mailboxes& mailboxes);
+uint64_t run_rounds(const BroadcastArgs& args, Exchange& exchange);
 
-void contribute_to_mailbox(const BroadcastArgs& args, const transport::Transport& transport,
-                           int parity);
-void copy_from_mailboxes(const BroadcastArgs& args, const transport::Transport& transport,
-                         int parity);
-// Returns the number of rounds used, which is the same on every rank.
-uint64_t broadcast(const BroadcastArgs& args, Exchange& exchange);
+inline std::optional<uint64_t> message_bytes(const AllGatherArgs& args) { return args.num_bytes; }
+void contribute(const AllGatherArgs& args, const Mailboxes& mailboxes);
+void complete(const AllGatherArgs& args, const Mailboxes& mailboxes);
+uint64_t run_rounds(const AllGatherArgs& args, Exchange& exchange);
 
-void contribute_to_mailbox(const AllGatherArgs& args, const transport::Transport& transport,
-                           int parity);
-void copy_from_mailboxes(const AllGatherArgs& args, const transport::Transport& transport,
-                         int parity);
-uint64_t all_gather(const AllGatherArgs& args, Exchange& exchange);
+// All there is to a barrier is that every rank has posted.
+struct BarrierArgs {};
+inline std::optional<uint64_t> message_bytes(const BarrierArgs&) { return 0; }
+inline void contribute(const BarrierArgs&, const Mailboxes&) {}
+inline void complete(const BarrierArgs&, const Mailboxes&) {}
+inline uint64_t run_rounds(const BarrierArgs&, Exchange&) { return 0; }
 
 }  // namespace rota::cpu

@@ -18,6 +18,25 @@ class PeerWaitObserver : public WaitObserver {
   virtual void begin_wait(int peer, std::string_view phase, uint64_t step) = 0;
 };
 
+// Where the messages of a one-round collective lie; the flag of a message is the post of its epoch.
+class Mailboxes {
+ public:
+  Mailboxes(const transport::Transport& transport, uint64_t epoch, size_t num_bytes)
+      : transport_(transport), epoch_(epoch), num_bytes_(num_bytes) {}
+
+  int rank() const { return transport_.rank(); }
+  int world_size() const { return transport_.world_size(); }
+  std::byte* own() const { return transport_.own().message(epoch_, num_bytes_); }
+  const std::byte* of(int peer) const {
+    return transport_.region(peer).message(epoch_, num_bytes_);
+  }
+
+ private:
+  const transport::Transport& transport_;
+  uint64_t epoch_;
+  size_t num_bytes_;
+};
+
 class Exchange {
  public:
   Exchange(const transport::Transport& transport, Waiter& waiter, const WaitPolicy& policy,
@@ -32,13 +51,17 @@ class Exchange {
   int world_size() const { return transport_.world_size(); }
   size_t slot_bytes() const { return transport_.geometry().slot_bytes; }
 
-  std::byte* own_in_slot(uint64_t round) const { return transport_.own().in_slot(parity(round)); }
-  std::byte* own_out_slot(uint64_t round) const { return transport_.own().out_slot(parity(round)); }
+  std::byte* own_in_slot(uint64_t round) const {
+    return transport_.own().in_slot(first_round_ + round);
+  }
+  std::byte* own_out_slot(uint64_t round) const {
+    return transport_.own().out_slot(first_round_ + round);
+  }
   const std::byte* in_slot(int peer, uint64_t round) const {
-    return transport_.region(peer).in_slot(parity(round));
+    return transport_.region(peer).in_slot(first_round_ + round);
   }
   const std::byte* out_slot(int peer, uint64_t round) const {
-    return transport_.region(peer).out_slot(parity(round));
+    return transport_.region(peer).out_slot(first_round_ + round);
   }
 
   // The own slot of `round` may be read from now on.
@@ -58,8 +81,6 @@ class Exchange {
   }
 
  private:
-  int parity(uint64_t round) const { return static_cast<int>((first_round_ + round) % 2); }
-
   void wait(const Flag& flag, uint64_t round, int peer, std::string_view phase) {
     const uint64_t target = first_round_ + round + 1;
     if (flag.load() >= target) return;

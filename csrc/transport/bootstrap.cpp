@@ -175,7 +175,7 @@ void Bootstrap::claim_rank() {
 
 // One line per rank: address, world size, geometry; the rest of the line is the host.
 void Bootstrap::publish_card(const std::string& address) {
-  store_.set(join("card/", rank_), join(address, ' ', world_size_, ' ', geometry_.mailbox_bytes,
+  store_.set(join("card/", rank_), join(address, ' ', world_size_, ' ', geometry_.message_bytes,
                                         ' ', geometry_.slot_bytes, ' ', host_id()));
 }
 
@@ -184,7 +184,7 @@ std::string Bootstrap::address_of(int peer) {
   std::string address, host;
   int world_size = 0;
   Geometry geometry{};
-  card >> address >> world_size >> geometry.mailbox_bytes >> geometry.slot_bytes;
+  card >> address >> world_size >> geometry.message_bytes >> geometry.slot_bytes;
   std::getline(card >> std::ws, host);
   if (world_size != world_size_) {
     fail(join("rank ", peer, " has world_size ", world_size, ", this rank ", rank_, " has ",

@@ -1,7 +1,7 @@
 // The memory of one rank's region: the only place that knows offsets. One layout for shared memory
 // between processes and plain memory between threads.
 //
-//   ControlBlock | mailbox 0 | mailbox 1 | in-slot 0 | in-slot 1 | out-slot 0 | out-slot 1
+//   ControlBlock | mailbox 0 | mailbox 1 | in-slots 0 .. 7 | out-slots 0 .. 7
 //
 // A region has one writer, its owner; every other rank maps it read-only. No pointer is ever stored
 // in it, and every bound comes from the reader's own Geometry, never from what a peer wrote.
@@ -15,8 +15,10 @@
 
 namespace rota::transport {
 
+inline constexpr size_t kPageBytes = 4096;
+
 // Written by the owner, read by all; every word rests at 0.
-struct ControlBlock {
+struct alignas(kPageBytes) ControlBlock {
   Flag post[2];   // [epoch % 2]: the epoch that the owner has entered; payload: its descriptor
   Flag filled;    // rounds (ring: steps) whose slot the owner has filled
   Flag drained;   // rounds of which the owner has read every in-slot that it reads
@@ -26,24 +28,42 @@ struct ControlBlock {
   char abort_text[1024];  // zero-terminated; written before abort
 };
 
+// Round r of a pipelined collective uses slot r % kNumSlots. The protocol needs 2; more make
+// writing cheaper, because by the time a slot is written again it has left the second-level caches
+// of its readers (2 ranks, 256 KiB slots, Xeon with 2 MiB of L2 per core: 26.0 us a round with 2
+// slots, 22.6 with 8, 22.4 with 16).
+inline constexpr int kNumSlots = 8;
+
+// Messages of consecutive epochs take turns in this many places of a mailbox, for the same reason
+// (16 KiB: 3.3 us with one place, 2.6 with 4).
+inline constexpr size_t kPlacesPerMailbox = 4;
+
 // What every rank must agree on; bootstrap compares it.
 struct Geometry {
-  size_t mailbox_bytes;  // one message of a one-round collective
+  size_t message_bytes;  // the longest message of a one-round collective
   size_t slot_bytes;     // one round of a pipelined collective
 
   bool operator==(const Geometry&) const = default;
 
-  // Offsets, in the order of the picture above.
-  constexpr size_t mailbox(int parity) const {
-    return sizeof(ControlBlock) + static_cast<size_t>(parity) * mailbox_bytes;
+  // Offsets, in the order of the picture above. A mailbox is written in every other epoch, and is
+  // then free as a whole: where in it a message lies is only a question of speed.
+  constexpr size_t message(uint64_t epoch, size_t num_bytes) const {
+    const size_t stride = (num_bytes / kCacheLineBytes + 1) * kCacheLineBytes;
+    const size_t num_places = mailbox_bytes() / stride;
+    return sizeof(ControlBlock) + epoch % 2 * mailbox_bytes() + epoch / 2 % num_places * stride;
   }
-  constexpr size_t in_slot(int parity) const {
-    return mailbox(2) + static_cast<size_t>(parity) * slot_bytes;
+  constexpr size_t in_slot(uint64_t round) const {
+    return sizeof(ControlBlock) + 2 * mailbox_bytes() + round % kNumSlots * slot_bytes;
   }
-  constexpr size_t out_slot(int parity) const {
-    return in_slot(2) + static_cast<size_t>(parity) * slot_bytes;
+  constexpr size_t out_slot(uint64_t round) const {
+    return in_slot(round) + kNumSlots * slot_bytes;
   }
-  constexpr size_t num_bytes() const { return out_slot(2); }
+  constexpr size_t num_bytes() const { return out_slot(0) + kNumSlots * slot_bytes; }
+
+ private:
+  constexpr size_t mailbox_bytes() const {
+    return kPlacesPerMailbox * (message_bytes + kCacheLineBytes);
+  }
 };
 
 // A peer's region: reading only.
@@ -52,9 +72,11 @@ class RegionView {
   RegionView(const std::byte* base, const Geometry& geometry) : base_(base), geometry_(geometry) {}
 
   const ControlBlock& control() const { return *reinterpret_cast<const ControlBlock*>(base_); }
-  const std::byte* mailbox(int parity) const { return base_ + geometry_.mailbox(parity); }
-  const std::byte* in_slot(int parity) const { return base_ + geometry_.in_slot(parity); }
-  const std::byte* out_slot(int parity) const { return base_ + geometry_.out_slot(parity); }
+  const std::byte* message(uint64_t epoch, size_t num_bytes) const {
+    return base_ + geometry_.message(epoch, num_bytes);
+  }
+  const std::byte* in_slot(uint64_t round) const { return base_ + geometry_.in_slot(round); }
+  const std::byte* out_slot(uint64_t round) const { return base_ + geometry_.out_slot(round); }
 
  private:
   const std::byte* base_;
@@ -67,9 +89,11 @@ class Region {
   Region(std::byte* base, const Geometry& geometry) : base_(base), geometry_(geometry) {}
 
   ControlBlock& control() const { return *reinterpret_cast<ControlBlock*>(base_); }
-  std::byte* mailbox(int parity) const { return base_ + geometry_.mailbox(parity); }
-  std::byte* in_slot(int parity) const { return base_ + geometry_.in_slot(parity); }
-  std::byte* out_slot(int parity) const { return base_ + geometry_.out_slot(parity); }
+  std::byte* message(uint64_t epoch, size_t num_bytes) const {
+    return base_ + geometry_.message(epoch, num_bytes);
+  }
+  std::byte* in_slot(uint64_t round) const { return base_ + geometry_.in_slot(round); }
+  std::byte* out_slot(uint64_t round) const { return base_ + geometry_.out_slot(round); }
   RegionView view() const { return {base_, geometry_}; }
 
  private:

@@ -4,8 +4,6 @@ The gradient bucket is cast into the transport slots and out of them again, so n
 ever made; contributions and the result are rounded once each, and sums are kept in float32.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 
