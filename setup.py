@@ -76,5 +76,5 @@ setup(
         )
     ],
     package_dir={"": "python"},
-    cmdclass={"build_ext": BuildExtension.with_options(use_ninja=shutil.which("ninja") is not None)},
+    cmdclass={"build_ext": BuildExtension},
 )

@@ -107,9 +107,9 @@ PYBIND11_MODULE(_C, module) {
              OptionalDType wire_dtype) {
             const auto options = AllReduceOptions::parse(op, "auto", wire_dtype, std::nullopt);
             return std::make_shared<torch::jit::PythonFutureWrapper>(
-                self.all_reduce(tensor, options, Launch::kAsync)->tensor_future());
+                self.all_reduce(tensor, options, Launch::kAsync)->hook_future());
           },
-          py::arg("tensor"), py::arg("op"), py::arg("wire_dtype"), ReleaseGil())
+          py::arg("tensor"), py::arg("op"), py::arg("wire_dtype"))
       .def(
           "broadcast",
           [](TensorCommunicator& self, const at::Tensor& tensor, int root) {

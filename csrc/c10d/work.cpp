@@ -1,5 +1,7 @@
 #include "c10d/work.h"
 
+#include <torch/csrc/jit/python/pybind_utils.h>
+
 #include "c10d/errors.h"
 
 namespace rota::c10d_glue {
@@ -79,8 +81,9 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
   return make_future(c10::ListType::create(c10::TensorType::get()), tensors_);
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> Work::tensor_future() {
-  return make_future(c10::TensorType::get(), tensors_.at(0));
+c10::intrusive_ptr<c10::ivalue::Future> Work::hook_future() {
+  const c10::TypePtr type = c10::PyObjectType::get();
+  return make_future(type, torch::jit::toIValue(pybind11::cast(tensors_.at(0)), type));
 }
 
 }  // namespace rota::c10d_glue

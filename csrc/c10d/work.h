@@ -29,8 +29,9 @@ class Work final : public ::c10d::Work {
 
   // Of the list of tensors, as torch.distributed gives it.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-  // Of the first tensor alone, as a DDP communication hook returns it.
-  c10::intrusive_ptr<c10::ivalue::Future> tensor_future();
+  // Of the first tensor alone, as a Python object, which DDP expects of a hook written in Python.
+  // Call it with the GIL held.
+  c10::intrusive_ptr<c10::ivalue::Future> hook_future();
 
   const std::vector<at::Tensor>& tensors() const { return tensors_; }
   std::vector<at::Tensor> result() override { return tensors_; }

@@ -57,7 +57,8 @@ class Communicator(_C.Communicator):
             store=store,
             rank=pg.rank(),
             world_size=pg.size(),
-            timeout=timeout if timeout is not None else store.timeout,
+            # type: torch's stubs lack this property.
+            timeout=timeout if timeout is not None else store.timeout,  # type: ignore[attr-defined]
             slot_bytes=slot_bytes,
         )
 

@@ -12,7 +12,7 @@ class PeerFailed(RotaError):
 
 
 class Timeout(RotaError):
-    """A peer did not come before the group's timeout; the text names it and what it was awaited for."""
+    """A peer did not come before the group's timeout; the text names it and the phase."""
 
 
 class Mismatch(RotaError):

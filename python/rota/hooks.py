@@ -1,17 +1,23 @@
 """DDP communication hooks: torch's hooks of these names, without their copies.
 
-The gradient bucket is cast into the transport slots and out of them again, so no 16-bit copy of it is
-ever made; contributions and the result are rounded once each, and sums are kept in float32.
+The gradient bucket is cast into the transport slots and out of them again, so no 16-bit copy of it
+is ever made; contributions and the result are rounded once each, and sums are kept in float32.
 """
+
+# No `from __future__ import annotations` here: DDP compares the annotations of a hook with the
+# types themselves, and refuses strings.
+
+import weakref
 
 import torch
 import torch.distributed as dist
 
 from rota.communicator import Communicator
 
-# By group name: the communicator that hooks use. It lives as long as the process or until the group of
-# that name is another object (destroyed and made again).
-_communicators: dict[str, tuple[dist.ProcessGroup, Communicator]] = {}
+# The communicator that hooks use over a group; it goes with the group.
+_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _communicator_of(process_group: dist.ProcessGroup | None) -> Communicator:
@@ -20,11 +26,10 @@ def _communicator_of(process_group: dist.ProcessGroup | None) -> Communicator:
         raise ValueError(
             "rota hooks: torch.distributed is not initialised; call dist.init_process_group first"
         )
-    known = _communicators.get(group.group_name)
-    if known is None or known[0] is not group:
-        known = (group, Communicator(group))
-        _communicators[group.group_name] = known
-    return known[1]
+    communicator = _communicators.get(group)
+    if communicator is None:
+        communicator = _communicators[group] = Communicator(group)
+    return communicator
 
 
 def _average(

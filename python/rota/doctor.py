@@ -1,0 +1,95 @@
+"""`python -m rota doctor`: says whether rota works here, and if not, what to do."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+import rota
+from rota import _C
+
+_TRIAL_TIMEOUT = timedelta(seconds=20)
+
+
+def _versions() -> str:
+    return (
+        f"rota {rota.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
+        f"Linux {platform.release()} {platform.machine()}"
+    )
+
+
+def _element_loops() -> str:
+    forced = os.environ.get("ROTA_ISA")
+    return f"{_C.isa()}" + (f" (asked for by ROTA_ISA={forced})" if forced else "")
+
+
+def _cores() -> str:
+    num_cores = len(os.sched_getaffinity(0))
+    return (
+        f"{num_cores} usable; with more ranks than that, waiting ranks yield their core and "
+        f"latencies grow"
+    )
+
+
+def _host() -> str:
+    forced = " (from ROTA_HOST_ID)" if "ROTA_HOST_ID" in os.environ else ""
+    return f"{_C.host_id()}{forced}; ranks that print the same can share memory"
+
+
+def _cuda() -> str:
+    if not torch.cuda.is_available():
+        return "none here; rota moves CPU tensors"
+    return (
+        f"{torch.cuda.device_count()} found, but this version of rota has no CUDA kernels yet: use "
+        f"NCCL for CUDA tensors"
+    )
+
+
+def _trial_rank(rank: int, store_path: str) -> None:
+    store = dist.FileStore(store_path, 2)
+    dist.init_process_group("rota", store=store, rank=rank, world_size=2, timeout=_TRIAL_TIMEOUT)
+    tensor = torch.full((100_000,), float(rank + 1))
+    dist.all_reduce(tensor)
+    if not bool((tensor == 3.0).all()):
+        raise RuntimeError(f"all_reduce of 1 and 2 gave {tensor.unique().tolist()}, expected 3")
+    dist.destroy_process_group()
+
+
+def _trial() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_trial_rank, args=(os.path.join(folder, "store"),), nprocs=2)
+    return "two processes connected through shared memory and summed 100,000 floats correctly"
+
+
+_CHECKS: dict[str, Callable[[], str]] = {
+    "versions": _versions,
+    "element loops": _element_loops,
+    "cores": _cores,
+    "host": _host,
+    "GPUs": _cuda,
+    "trial": _trial,
+}
+
+
+def run() -> int:
+    """Prints a line for each check; returns 0 if all passed, 1 otherwise."""
+    print(f"rota doctor on {socket.gethostname()}")
+    num_failed = 0
+    for what, check in _CHECKS.items():
+        try:
+            print(f"  ok    {what}: {check()}")
+        except Exception as error:  # whatever is wrong is what the user wants to read
+            num_failed += 1
+            print(f"  FAIL  {what}: {error}")
+        sys.stdout.flush()
+    print("rota works here" if num_failed == 0 else f"{num_failed} of {len(_CHECKS)} checks failed")
+    return 1 if num_failed else 0
