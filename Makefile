@@ -35,6 +35,16 @@ venv: $(VENV)/.built
 test: venv
 	$(PYTHON) -m pytest
 
+# An MPI that cannot be installed is left out of the run, which says so.
+bench: venv
+	-$(PYTHON) benchmarks/mpi_env.py
+	$(PYTHON) benchmarks/collectives.py --backends rota,gloo,mpi --ranks 2 -b 4 -e 64M -f 4 -c
+	$(PYTHON) benchmarks/hooks.py --hook fp16_compress_hook --sizes 25M,64M -c
+
+demo: venv
+	mkdir -p build/demo
+	$(PYTHON) examples/compare.py --png build/demo/train_gpt.png --json build/demo/train_gpt.json
+
 lint: $(VENV)/.packages
 	$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES)
 	$(VENV)/bin/ruff check

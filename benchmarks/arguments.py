@@ -1,0 +1,103 @@
+"""Command-line arguments that the benchmark scripts share, and the types of arguments."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from exact import MAX_SUM
+from interleave import Plan
+
+
+class Parser(argparse.ArgumentParser):
+    """Keeps the lines of the description, and answers a bad argument in one line."""
+
+    def __init__(self, description: str | None) -> None:
+        layout = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=layout)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process; the usage, which argparse would print here too, is left to --help."""
+        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "4", "64K", "1M" or "1G" (powers of 1024)."""
+    digits, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
+    shift = {"": 0, "K": 10, "M": 20, "G": 30}.get(unit)
+    if shift is None or not digits.isdecimal() or int(digits) == 0:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size; expected bytes such as 4, 64K or 1M"
+        )
+    return int(digits) << shift
+
+
+def parse_natural(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
+    """An argparse type: whole numbers from `minimum` to `maximum`."""
+    bounds = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+
+    def parse(text: str) -> int:
+        if text.isdecimal() and int(text) >= minimum and (maximum is None or int(text) <= maximum):
+            return int(text)
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number {bounds}")
+
+    return parse
+
+
+def parse_list(choices: Sequence[str]) -> Callable[[str], list[str]]:
+    """An argparse type: some of `choices`, separated by commas, each kept once."""
+
+    def parse(text: str) -> list[str]:
+        names = list(dict.fromkeys(text.split(",")))
+        for name in names:
+            if name not in choices:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(choices)}")
+        return names
+
+    return parse
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments for how much is measured, by how many ranks, and where it is written."""
+    add = parser.add_argument
+    # Sums of more ranks would not be exact in every dtype.
+    add("--ranks", type=parse_natural(2, MAX_SUM), default=2, help="ranks to start (default: 2)")
+    add(
+        "-n",
+        "--iters",
+        type=parse_natural(1),
+        metavar="N",
+        default=20,
+        help="timed samples a turn (default: %(default)s)",
+    )
+    add(
+        "-w",
+        "--warmup",
+        type=parse_natural(1),
+        metavar="N",
+        default=5,
+        help="untimed samples a turn (default: %(default)s)",
+    )
+    add(
+        "--repeats",
+        type=parse_natural(1),
+        metavar="N",
+        default=10,
+        help="turns of each backend at each size, pooled (default: %(default)s)",
+    )
+    add("-c", "--check", action="store_true", help="compare results with the exact ones: #wrong")
+    add(
+        "--timeout",
+        type=parse_natural(1),
+        default=120,
+        metavar="SECONDS",
+        help="fail when one turn of one backend takes longer (default: %(default)s)",
+    )
+    add("--json", type=Path, help="where to write the record (default: benchmarks/results/)")
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    """How much to measure, as the arguments say."""
+    return Plan(args.warmup, args.iters, args.repeats, args.check)

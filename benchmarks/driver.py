@@ -1,0 +1,156 @@
+"""What every benchmark script here shares: its ranks from start to end, and where results go."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import machine
+import report
+from interleave import Measurement
+from protocol import Entry
+from ranks import RankError, RankGroup
+from rich.console import Console
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+# Arguments that name places on this machine: no part of a record.
+PATHS = ("json", "png", "mpi_root")
+# What an idle machine uses anyway; above this, a note says that others were running.
+QUIET_CORES = 0.1
+
+
+class Run:
+    """One run of a benchmark: what is known when it starts, and what is published when it ends.
+
+    Args:
+        benchmark: the script's name, for the record.
+        name: what is measured, as part of a file name.
+        args: the command line.
+    """
+
+    def __init__(self, benchmark: str, name: str, args: argparse.Namespace) -> None:
+        console = Console()
+        # A pipe has 80 columns by default, too few for the tables.
+        self.console = Console(width=max(console.width, 120), highlight=False)
+        self._benchmark = benchmark
+        self._args = args
+        self._started = datetime.now(timezone.utc)
+        self._machine = machine.describe()
+        self._git_commit = machine.git_commit()
+        self._notes: list[str] = []
+        stem = RESULTS / f"{self._started:%Y%m%dT%H%M%SZ}-{name}-{args.ranks}ranks"
+        self.json_path: Path = args.json or stem.with_suffix(".json")
+        self._note_load("before")
+        num_cores = machine.num_cores()
+        if args.ranks > num_cores:
+            self.note(
+                f"{args.ranks} ranks on {num_cores} cores: ranks outnumber the cores, so times are "
+                "of scheduling too, and no bandwidth can be claimed"
+            )
+
+    def note(self, text: str) -> None:
+        """What a reader of the numbers has to know: printed now, and kept in the record."""
+        self._notes.append(text)
+        self.console.print(f"note: {text}", markup=False, soft_wrap=True)
+
+    def _note_load(self, when: str) -> None:
+        busy_cores = machine.busy_cores()
+        if busy_cores > QUIET_CORES:
+            self.note(
+                f"{when} the run, other programs kept {busy_cores:.1f} of {machine.num_cores()} "
+                "cores busy: ranks may have waited for them"
+            )
+
+    def subtitle(self) -> str:
+        """Machine, torch, commit and day in one line."""
+        facts = self._machine
+        return (
+            f"{facts['cpu']}, {facts['cores']} cores, Linux {facts['kernel']}, "
+            f"torch {facts['torch']}, commit {self._git_commit[:10]}, {self._started:%Y-%m-%d}"
+        )
+
+    def publish(
+        self, measurements: Sequence[Measurement], groups: Sequence[RankGroup], mpis: Sequence[str]
+    ) -> dict[str, Any]:
+        """Prints the tables and writes the record; returns the summary, for programs."""
+        self._note_load("after")
+        ratios = report.speedups(measurements, mpis)
+        # What ranks move while they wait for a core says nothing about a link.
+        busbw_ranks = None if self._args.ranks > machine.num_cores() else self._args.ranks
+        rows = [report.row(result, busbw_ranks) for result in measurements]
+        report.print_times(self.console, rows)
+        report.print_speedups(self.console, ratios)
+        arguments = vars(self._args)
+        record = {
+            "benchmark": self._benchmark,
+            "started": self._started.isoformat(timespec="seconds"),
+            "git_commit": self._git_commit,
+            "machine": self._machine,
+            "libraries": {group.name: group.hellos[0].versions for group in groups},
+            "arguments": {key: value for key, value in arguments.items() if key not in PATHS},
+            "notes": self._notes,
+            "measurements": rows,
+            "speedups": [asdict(ratio) for ratio in ratios],
+        }
+        report.write_json(self.json_path, record)
+        return {
+            "benchmark": self._benchmark,
+            "json": str(self.json_path),
+            "num_wrong": sum(result.num_wrong or 0 for result in measurements),
+            "speedups": report.nested(ratios),
+        }
+
+
+def torch_ranks(args: argparse.Namespace, backends: Sequence[str], run_dir: Path) -> RankGroup:
+    """The torch ranks, which form one process group on this host."""
+    command = [sys.executable, str(HERE / "torch_worker.py"), "--ranks", str(args.ranks)]
+    command += ["--rendezvous", str(run_dir / "rendezvous"), "--backends", ",".join(backends)]
+    commands = [[*command, "--rank", str(rank)] for rank in range(args.ranks)]
+    # The loopback, to work without a network; one thread a rank, because ranks share the cores.
+    env = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return RankGroup("torch", args.ranks, commands, env, run_dir, args.timeout)
+
+
+def drop_missing(run: Run, entries: Sequence[Entry], group: RankGroup) -> list[Entry]:
+    """The entries whose backend the ranks have; notes why they lack the others."""
+    missing = group.hellos[0].missing
+    for reason in missing.values():
+        run.note(reason)
+    return [entry for entry in entries if entry.backend not in missing]
+
+
+@contextmanager
+def running(groups: Sequence[RankGroup]) -> Iterator[None]:
+    """Starts the groups; ends their processes in any case, also those of a start that failed."""
+    with ExitStack() as stack:
+        for group in groups:
+            stack.callback(group.kill)
+            group.start()
+        yield
+        for group in groups:
+            group.stop()
+
+
+def exit_status(benchmark: Callable[[], dict[str, Any]]) -> int:
+    """Runs `benchmark`, prints its summary as the last line, and returns the exit status."""
+    # As an exception, so that the ranks are ended on the way out.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        result = benchmark()
+    except RankError as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; all ranks are ended", file=sys.stderr)
+        return 130
+    print(json.dumps(result))
+    return 1 if result["num_wrong"] else 0

@@ -1,0 +1,43 @@
+"""Inputs whose sums are exact in every dtype, and the results that they must give.
+
+Values are small integers, so that sums over ranks are exact even in float16, bfloat16 and int8, and
+a wrong element is one that is not equal: no tolerance. numpy only.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Tile = npt.NDArray[np.int64]
+
+# Prime, so that a chunk which lands at a wrong place (chunk sizes are mostly powers of two) shows.
+PERIOD = 1021
+
+# The largest sum that int8 holds; bfloat16 and float16 hold it exactly as well.
+MAX_SUM = 127
+
+
+def input_tile(rank: int, world_size: int, seed: int) -> Tile:
+    """What `rank` contributes, to be repeated over its buffer: PERIOD values in [1, 16].
+
+    Never 0, so that memory which nobody wrote counts as wrong.
+    """
+    max_value = max(1, min(16, MAX_SUM // world_size))
+    return np.random.default_rng((seed, rank)).integers(1, max_value, PERIOD, endpoint=True)
+
+
+def expected_tiles(op: str, world_size: int, seed: int) -> list[Tile]:
+    """The result of `op`, the same on every rank, as tiles.
+
+    The result has as many equal parts as there are tiles; each part is its tile, repeated.
+    """
+    tiles = [input_tile(rank, world_size, seed) for rank in range(world_size)]
+    match op:
+        case "all_reduce":
+            return [np.sum(tiles, axis=0)]
+        case "broadcast":
+            return tiles[:1]
+        case "all_gather":
+            return tiles
+    raise ValueError(f"{op} has no result to check")

@@ -1,0 +1,83 @@
+"""DDP communication hooks on one bucket: rota's beside torch's own hook of the same name.
+
+    python benchmarks/hooks.py --hook fp16_compress_hook --sizes 25M,64M --ranks 2 -c
+
+Times `hook(state, bucket).wait()` on a float32 bucket that DDP made, without the model around it.
+Torch's hook runs on Gloo and, to see what the backend alone brings, on rota. The last line of the
+output is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import driver
+import interleave
+from arguments import Parser, add_common_arguments, parse_size, plan_of
+from protocol import Entry
+
+HOOKS = ("fp16_compress_hook", "bf16_compress_hook", "allreduce_hook")
+FLOAT32_BYTES = 4
+ENTRIES = [
+    Entry("rota hook", "rota", "rota hook"),
+    Entry("torch hook on rota", "rota", "torch hook"),
+    Entry("torch hook on gloo", "gloo", "torch hook"),
+]
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Bytes of "25M,64M"."""
+    return [parse_size(size) for size in text.split(",")]
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line; ends the process with one line when it makes no sense."""
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add("--hook", choices=HOOKS, default=HOOKS[0], help="the hook (default: fp16_compress_hook)")
+    add("--sizes", type=parse_sizes, default="25M,64M", help="bucket sizes (default: 25M,64M)")
+    add_common_arguments(parser)
+    parser.set_defaults(iters=10, warmup=2)  # a call takes tens of ms
+    args = parser.parse_args()
+    if min(args.sizes) < FLOAT32_BYTES:
+        parser.error("--sizes: a bucket holds at least one float32 (4 bytes)")
+    return args
+
+
+def benchmark(args: argparse.Namespace) -> dict[str, Any]:
+    """The whole run: starts ranks, measures every size, prints, writes and sums up."""
+    run = driver.Run("hooks", args.hook, args)
+    if args.check and args.ranks.bit_count() != 1:
+        run.note(f"averages over {args.ranks} ranks are not exact: results are not checked")
+
+    with tempfile.TemporaryDirectory(prefix="rota-bench-") as folder:
+        group = driver.torch_ranks(args, ["rota", "gloo"], Path(folder))
+        with driver.running([group]):
+            entries = driver.drop_missing(run, ENTRIES, group)
+            measurements = []
+            for num_bytes in args.sizes:
+                num_elems = num_bytes // FLOAT32_BYTES
+                measurements += interleave.measure(
+                    entries,
+                    group.ask,
+                    args.hook,
+                    "float32",
+                    num_elems,
+                    num_elems * FLOAT32_BYTES,
+                    plan_of(args),
+                )
+    return run.publish(measurements, [group], mpis=[])
+
+
+def main() -> int:
+    """The exit status: 0 if everything was measured and nothing was wrong."""
+    args = parse_arguments()
+    return driver.exit_status(lambda: benchmark(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Lets the backends take turns at one message size, and reduces ranks' samples to one time each.
+
+Backends are measured in the same seconds, in an order that rotates, so that a change of the machine
+(other load, clock, page placement) meets all of them and ratios stay fair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from protocol import Entry, Reply, Turn
+
+Ask = Callable[[Turn], list[Reply]]
+
+# A sample shorter than this is batched: perf_counter_ns and the loop around it cost about 0.1 us.
+MIN_SAMPLE_US = 20.0
+MAX_BATCH = 1000
+# The first calls at a size are slow, so the batch is found in more than one trial, unless a call is
+# so long that no doubt is left.
+SURELY_LONG_US = 50 * MIN_SAMPLE_US
+NUM_TRIALS = 3
+NUM_TRIAL_SAMPLES = 5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much to measure: `repeats` turns per entry, each of `num_samples` after `num_warmups`."""
+
+    num_warmups: int
+    num_samples: int
+    repeats: int
+    check: bool
+
+
+@dataclass
+class Measurement:
+    """One entry at one size; `times_us` is the time of one call on the slowest rank, per sample."""
+
+    entry: Entry
+    op: str
+    num_elems: int
+    num_bytes: int
+    batch: int
+    times_us: list[float] = field(default_factory=list)
+    num_wrong: int | None = None
+
+    @property
+    def min_us(self) -> float:
+        """The fastest sample."""
+        return min(self.times_us)
+
+    @property
+    def p50_us(self) -> float:
+        """The median, which every ratio is made of."""
+        return float(np.median(self.times_us))
+
+    @property
+    def p99_us(self) -> float:
+        """The 99th percentile, a sample that was really seen."""
+        return float(np.percentile(self.times_us, 99, method="inverted_cdf"))
+
+
+def measure(
+    entries: Sequence[Entry],
+    ask: Ask,
+    op: str,
+    dtype: str,
+    num_elems: int,
+    num_bytes: int,
+    plan: Plan,
+) -> list[Measurement]:
+    """Measures all `entries` at one size, in turns.
+
+    Args:
+        ask: hands a turn to the ranks of the turn's entry and returns their replies.
+    """
+    results = []
+    for entry in entries:
+        batch = 1
+        for _ in range(NUM_TRIALS):
+            trial = Turn(entry, op, dtype, num_elems, plan.num_warmups, NUM_TRIAL_SAMPLES, batch)
+            call_us = min(slowest_rank_us(ask(trial), batch))
+            batch = choose_batch(call_us)
+            if call_us > SURELY_LONG_US:
+                break
+        results.append(Measurement(entry, op, num_elems, num_bytes, batch))
+
+    has_result = num_elems > 0  # a barrier has none to check
+    for repeat in range(plan.repeats):
+        first = repeat % len(results)
+        for result in results[first:] + results[:first]:
+            turn = Turn(
+                result.entry,
+                op,
+                dtype,
+                num_elems,
+                plan.num_warmups,
+                plan.num_samples,
+                result.batch,
+                check_seed=repeat if plan.check and has_result else None,
+            )
+            replies = ask(turn)
+            result.times_us += slowest_rank_us(replies, result.batch)
+            for reply in replies:
+                if reply.num_wrong is not None:
+                    result.num_wrong = (result.num_wrong or 0) + reply.num_wrong
+    return results
+
+
+def choose_batch(call_us: float) -> int:
+    """Calls per sample, so that a sample takes at least MIN_SAMPLE_US."""
+    return min(MAX_BATCH, math.ceil(MIN_SAMPLE_US / call_us))
+
+
+def slowest_rank_us(replies: Sequence[Reply], batch: int) -> list[float]:
+    """Per sample, the time of one call on the rank that took longest."""
+    sample_ns = np.array([reply.sample_ns for reply in replies])  # [ranks, samples]
+    return [float(ns) / batch / 1e3 for ns in sample_ns.max(axis=0)]

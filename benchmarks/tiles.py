@@ -1,0 +1,27 @@
+"""The exact inputs and results of exact.py on torch tensors."""
+
+from __future__ import annotations
+
+import exact
+import torch
+
+
+def spread(tile: torch.Tensor, num_elems: int) -> torch.Tensor:
+    """`tile` over and over, `num_elems` long."""
+    return tile.repeat(-(-num_elems // tile.numel()))[:num_elems]
+
+
+def fill_with_input(buffer: torch.Tensor, rank: int, world_size: int, seed: int) -> None:
+    """Writes what `rank` contributes."""
+    tile = torch.from_numpy(exact.input_tile(rank, world_size, seed)).to(buffer.dtype)
+    buffer.copy_(spread(tile, buffer.numel()))
+
+
+def count_wrong(result: torch.Tensor, op: str, world_size: int, seed: int, divisor: int = 1) -> int:
+    """Elements of `result` that are not exactly what `op` gives, divided by `divisor`."""
+    tiles = exact.expected_tiles(op, world_size, seed)
+    num_wrong = 0
+    for part, tile in zip(result.chunk(len(tiles)), tiles, strict=True):
+        expected = (torch.from_numpy(tile) / divisor).to(part.dtype)
+        num_wrong += int((part != spread(expected, part.numel())).sum())
+    return num_wrong

@@ -1,0 +1,155 @@
+"""One torch rank of the benchmarks: rota, Gloo and the memcpy roofline, one at a time."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import hook_turn
+import numpy as np
+import tiles
+import torch
+import torch.distributed as dist
+from protocol import Entry, Hello, Reply, Turn, serve, time_samples
+
+# torch 2.13 renamed it; the old name warns at every call, which would be timed too.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+Call = Callable[[], object]
+
+
+class TorchRank:
+    """The process groups of this rank; Gloo's is the default group, and keeps ranks in step."""
+
+    def __init__(self, backends: list[str]) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.groups: dict[str, dist.ProcessGroup | None] = {"gloo": dist.group.WORLD}
+        self.versions = {"torch": str(torch.__version__)}
+        self.missing: dict[str, str] = {}
+        self.rota: ModuleType | None = None
+        self.communicator: Any = None
+        if "rota" in backends:
+            self._start_rota()
+
+    def _start_rota(self) -> None:
+        try:
+            import rota
+        except ImportError as error:
+            self.missing["rota"] = f"rota is not built: run make venv ({error})"
+            return
+        self.rota = rota
+        self.versions["rota"] = rota.__version__
+        self.groups["rota"] = dist.new_group(backend="rota")
+        self.communicator = rota.Communicator()
+
+    def take_turn(self, turn: Turn) -> Reply:
+        """Checks one call if asked to, then times calls; all ranks begin together."""
+        call: Call
+        num_wrong: int | None = None
+        match turn.entry.api:
+            case "numpy":
+                call = copy_call(turn)
+            case hook_turn.TORCH_HOOK:
+                group = self.groups[turn.entry.backend]
+                call, num_wrong = hook_turn.hook_call(turn, self.rota, group)
+            case hook_turn.ROTA_HOOK:
+                call, num_wrong = hook_turn.hook_call(turn, self.rota, None)
+            case _:
+                call, num_wrong = self._collective_call(turn)
+        dist.barrier()
+        return Reply(time_samples(call, turn), num_wrong)
+
+    def _collective_call(self, turn: Turn) -> tuple[Call, int | None]:
+        """The call to time, and the number of wrong elements after a first one.
+
+        It is timed on zeros: an all_reduce in place of anything else grows from call to call until
+        it overflows.
+        """
+        num_parts = self.world_size if turn.op == "all_gather" else 1
+        dtype = getattr(torch, turn.dtype)
+        output = torch.zeros(turn.num_elems, dtype=dtype)
+        input = torch.zeros(turn.num_elems // num_parts, dtype=dtype)
+        if turn.entry.api == "rota.Communicator":
+            call = self._communicator_call(turn.entry, turn.op, output, input)
+        else:
+            call = dist_call(turn.op, output, input, self.groups[turn.entry.backend])
+        if turn.check_seed is None:
+            return call, None
+        source = input if turn.op == "all_gather" else output  # the others work in place
+        tiles.fill_with_input(source, self.rank, self.world_size, turn.check_seed)
+        call()
+        num_wrong = tiles.count_wrong(output, turn.op, self.world_size, turn.check_seed)
+        source.zero_()
+        return call, num_wrong
+
+    def _communicator_call(
+        self, entry: Entry, op: str, output: torch.Tensor, input: torch.Tensor
+    ) -> Call:
+        comm = self.communicator
+        match op:
+            case "all_reduce":
+                options: dict[str, Any] = {"algorithm": entry.algorithm}
+                if entry.wire_dtype is not None:
+                    options["wire_dtype"] = getattr(torch, entry.wire_dtype)
+                return partial(comm.all_reduce, output, **options)
+            case "broadcast":
+                return partial(comm.broadcast, output, root=0)
+            case "all_gather":
+                return partial(comm.all_gather, output, input)
+            case "barrier":
+                return partial(comm.barrier)
+        raise ValueError(f"unknown collective {op}")
+
+
+def dist_call(
+    op: str, output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup | None
+) -> Call:
+    """The collective through torch.distributed."""
+    match op:
+        case "all_reduce":
+            return partial(dist.all_reduce, output, group=group)
+        case "broadcast":
+            return partial(dist.broadcast, output, src=0, group=group)
+        case "all_gather":
+            return partial(all_gather_single, output, input, group=group)
+        case "barrier":
+            return partial(dist.barrier, group=group)
+    raise ValueError(f"unknown collective {op}")
+
+
+def copy_call(turn: Turn) -> Call:
+    """A memcpy of as many bytes as the collective's result has: one call of libc's, one thread."""
+    num_bytes = turn.num_elems * getattr(torch, turn.dtype).itemsize
+    target, source = np.empty(num_bytes, np.uint8), np.empty(num_bytes, np.uint8)
+    source.fill(1)  # an untouched page is not memory yet
+    return partial(np.copyto, target, source)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--socket", required=True, help="where the driver listens")
+    parser.add_argument("--rendezvous", required=True, help="file that the ranks' store lives in")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--backends", required=True, help="rota is loaded only if named here")
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{args.rendezvous}", rank=args.rank, world_size=args.ranks
+    )
+    worker = TorchRank(args.backends.split(","))
+    hello = Hello(worker.rank, os.getpid(), worker.versions, worker.missing)
+    serve(args.socket, hello, worker.take_turn)
+    if worker.communicator is not None:
+        worker.communicator.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
