@@ -11,7 +11,7 @@ import tiles
 import torch
 import torch.distributed as dist
 from protocol import Turn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # imported there, not listed
+from torch.distributed import GradBucket  # imported there, not listed
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 # A hook of torch, and the hook of the same meaning in rota, by the entry's api.

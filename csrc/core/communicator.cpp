@@ -27,7 +27,7 @@ std::vector<const Flag*> peers_sleeping(const transport::Transport& transport) {
 Communicator::Communicator(std::unique_ptr<transport::Transport> transport, Nanoseconds timeout,
                            std::function<void()> check_interrupt)
     : transport_(std::move(transport)),
-      waiter_(&transport_->own().control().sleeping, peers_sleeping(*transport_)),
+      waiter_(&transport_->own_control().sleeping, peers_sleeping(*transport_)),
       watch_(*transport_, timeout, std::move(check_interrupt)),
       caller_policy_(WaitPolicy::for_caller(transport_->world_size())),
       progress_policy_(WaitPolicy::for_progress_thread()),
@@ -36,7 +36,7 @@ Communicator::Communicator(std::unique_ptr<transport::Transport> transport, Nano
 Communicator::~Communicator() {
   // A forked child must not speak for its parent, whose memory it shares.
   if (fork_generation_ != fork_generation()) return;
-  waiter_.publish(transport_->own().control().departed, 1);
+  waiter_.publish(transport_->own_control().departed, 1);
 }
 
 cpu::AllReduceArgs Communicator::plan(const AllReduceRequest& request) const {
@@ -129,15 +129,15 @@ void Communicator::run(const Descriptor& descriptor, const Args& args, CallerThr
   ++epoch_;
   watch_.begin_collective(descriptor.kind_name(), epoch_, /*lets_signals_through=*/is_user);
   try {
+    cpu::Exchange exchange(*transport_, waiter_, policy, watch_, num_rounds_);
     const std::optional<uint64_t> num_bytes = message_bytes(args);
     if (num_bytes && *num_bytes <= transport_->geometry().message_bytes) {
       const cpu::Mailboxes mailboxes(*transport_, epoch_, *num_bytes);
       contribute(args, mailboxes);
       meet(descriptor, policy);
-      complete(args, mailboxes);
+      num_rounds_ += complete(args, mailboxes, exchange);
     } else {
       meet(descriptor, policy);
-      cpu::Exchange exchange(*transport_, waiter_, policy, watch_, num_rounds_);
       num_rounds_ += run_rounds(args, exchange);
     }
   } catch (const Error& error) {
@@ -166,7 +166,7 @@ void Communicator::check_usable(std::string_view collective) const {
 
 // Posts the descriptor, waits until every rank has posted one, and compares.
 void Communicator::meet(const Descriptor& descriptor, const WaitPolicy& policy) {
-  Flag& post = transport_->own().control().post[parity()];
+  Flag& post = transport_->own_control().post[parity()];
   const Descriptor::Words words = descriptor.to_words();
   post.payload = words;
   waiter_.publish(post, epoch_);
@@ -211,7 +211,7 @@ void Communicator::publish_abort(ErrorKind kind, const std::string& text) {
   if (is_dead_.load(std::memory_order_relaxed)) return;  // the first reason is the cause
   dead_reason_ = text;
   is_dead_.store(true, std::memory_order_release);
-  transport::ControlBlock& control = transport_->own().control();
+  transport::ControlBlock& control = transport_->own_control();
   const size_t length = std::min(text.size(), sizeof(control.abort_text) - 1);
   std::memcpy(control.abort_text, text.data(), length);
   control.abort_text[length] = '\0';

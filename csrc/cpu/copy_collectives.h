@@ -25,19 +25,19 @@ struct AllGatherArgs {
 // As in all_reduce.h: one message, or rounds.
 inline std::optional<uint64_t> message_bytes(const BroadcastArgs& args) { return args.num_bytes; }
 void contribute(const BroadcastArgs& args, const Mailboxes& mailboxes);
-void complete(const BroadcastArgs& args, const Mailboxes& mailboxes);
+uint64_t complete(const BroadcastArgs& args, const Mailboxes& mailboxes, Exchange& exchange);
 uint64_t run_rounds(const BroadcastArgs& args, Exchange& exchange);
 
 inline std::optional<uint64_t> message_bytes(const AllGatherArgs& args) { return args.num_bytes; }
 void contribute(const AllGatherArgs& args, const Mailboxes& mailboxes);
-void complete(const AllGatherArgs& args, const Mailboxes& mailboxes);
+uint64_t complete(const AllGatherArgs& args, const Mailboxes& mailboxes, Exchange& exchange);
 uint64_t run_rounds(const AllGatherArgs& args, Exchange& exchange);
 
 // All there is to a barrier is that every rank has posted.
 struct BarrierArgs {};
 inline std::optional<uint64_t> message_bytes(const BarrierArgs&) { return 0; }
 inline void contribute(const BarrierArgs&, const Mailboxes&) {}
-inline void complete(const BarrierArgs&, const Mailboxes&) {}
+inline uint64_t complete(const BarrierArgs&, const Mailboxes&, Exchange&) { return 0; }
 inline uint64_t run_rounds(const BarrierArgs&, Exchange&) { return 0; }
 
 }  // namespace rota::cpu

@@ -27,9 +27,7 @@ class Mailboxes {
   int rank() const { return transport_.rank(); }
   int world_size() const { return transport_.world_size(); }
   std::byte* own() const { return transport_.own().message(epoch_, num_bytes_); }
-  const std::byte* of(int peer) const {
-    return transport_.region(peer).message(epoch_, num_bytes_);
-  }
+  std::byte* of(int peer) const { return transport_.region(peer).message(epoch_, num_bytes_); }
 
  private:
   const transport::Transport& transport_;
@@ -51,26 +49,19 @@ class Exchange {
   int world_size() const { return transport_.world_size(); }
   size_t slot_bytes() const { return transport_.geometry().slot_bytes; }
 
-  std::byte* own_in_slot(uint64_t round) const {
-    return transport_.own().in_slot(first_round_ + round);
-  }
-  std::byte* own_out_slot(uint64_t round) const {
-    return transport_.own().out_slot(first_round_ + round);
-  }
-  const std::byte* in_slot(int peer, uint64_t round) const {
-    return transport_.region(peer).in_slot(first_round_ + round);
-  }
-  const std::byte* out_slot(int peer, uint64_t round) const {
-    return transport_.region(peer).out_slot(first_round_ + round);
+  std::byte* own_slot(uint64_t round) const { return slot(rank(), round); }
+  std::byte* slot(int peer, uint64_t round) const {
+    return transport_.region(peer).slot(first_round_ + round);
   }
 
   // The own slot of `round` may be read from now on.
   void publish_filled(uint64_t round) {
-    waiter_.publish(transport_.own().control().filled, first_round_ + round + 1);
+    waiter_.publish(transport_.own_control().filled, first_round_ + round + 1);
   }
-  // This rank reads no in-slot of `round` any more; its out-slot of `round` may be read.
+  // This rank has read what it reads of others' slots of `round`; in two_shot, it has put the sums
+  // there.
   void publish_drained(uint64_t round) {
-    waiter_.publish(transport_.own().control().drained, first_round_ + round + 1);
+    waiter_.publish(transport_.own_control().drained, first_round_ + round + 1);
   }
 
   void wait_filled(int peer, uint64_t round, std::string_view phase) {

@@ -53,16 +53,23 @@ void Reducer::unpack(const void* wire, void* data, size_t num_elems) const {
   convert_or_copy(loops_, wire_, dtype_, wire, data, num_elems);
 }
 
-void Reducer::reduce(const void* const* srcs, void* data, void* wire_out, size_t num_elems) const {
-  if (is_plain() && wire_out == nullptr) {
+void Reducer::reduce(const void* const* srcs, void* data, std::span<std::byte* const> wire_outs,
+                     size_t num_elems) const {
+  if (is_plain() && wire_outs.empty()) {
     return reduce_wire_(srcs, world_size_, data, num_elems, world_size_);
   }
   Block sums;
   for_each_block(num_elems, [&](size_t begin, size_t block_elems) {
+    const size_t wire_begin = begin * wire_bytes();
     const void* block_srcs[kMaxWorldSize];
-    for (int i = 0; i < world_size_; ++i) block_srcs[i] = at(srcs[i], begin * wire_bytes());
-    void* sum = wire_out == nullptr ? sums.bytes : at(wire_out, begin * wire_bytes());
+    for (int i = 0; i < world_size_; ++i) block_srcs[i] = at(srcs[i], wire_begin);
+    // Into the first source that a core has just fetched, not into a place of its own: the line
+    // changes hands once instead of twice.
+    std::byte* sum = wire_outs.empty() ? sums.bytes : wire_outs[0] + wire_begin;
     reduce_wire_(block_srcs, world_size_, sum, block_elems, world_size_);
+    for (size_t i = 1; i < wire_outs.size(); ++i) {
+      std::memcpy(wire_outs[i] + wire_begin, sum, block_elems * wire_bytes());
+    }
     unpack(sum, at(data, begin * elem_bytes()), block_elems);
   });
 }

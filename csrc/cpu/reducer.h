@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "base/dtype.h"
 #include "base/limits.h"
@@ -27,9 +28,10 @@ class Reducer {
   void pack(const void* data, void* wire, size_t num_elems) const;
   // wire -> data, exact.
   void unpack(const void* wire, void* data, size_t num_elems) const;
-  // Sums sources in the wire dtype in ascending order; the result goes to data and, unless null, to
-  // wire_out. In a plain reduction data may be one of srcs.
-  void reduce(const void* const* srcs, void* data, void* wire_out, size_t num_elems) const;
+  // Sums sources in the wire dtype in ascending order; the result goes to data and to each of
+  // wire_outs. These, and in a plain reduction data, may be among srcs.
+  void reduce(const void* const* srcs, void* data, std::span<std::byte* const> wire_outs,
+              size_t num_elems) const;
 
   // Ring hops: a partial sum in the hop dtype plus the own contribution, still as a partial sum.
   void start_partial(const void* data, void* hop, size_t num_elems) const;

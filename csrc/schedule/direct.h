@@ -15,9 +15,9 @@ namespace rota::schedule {
 // contribute, reduce, collect. Rounds are -1 where there is nothing to do.
 //
 // Round r is contributed one step ahead of being reduced, so that peers find it when they come to
-// it. Why two slots suffice: a rank contributes round r+2 after it collected round r, hence after
-// all peers reduced round r and have read its contribution; and it reduces round r+2 into its
-// out-slot after all peers contributed round r+2, hence after they collected round r.
+// it. Why two slots suffice: a rank contributes round r+2 after it collected round r, for which it
+// waited until every peer had reduced round r, and with that had read and written its slot for the
+// last time.
 struct TwoShotStep {
   int64_t contribute_round;
   int64_t reduce_round;

@@ -32,9 +32,13 @@ struct Choice {
   uint64_t max_one_shot_bytes;
 };
 
+// Where the two take equally long, Xeon with 2 cores, 2026-11-21, `benchmarks/collectives.py
+// --algorithms one_shot,two_shot`: 2 ranks 1.2 us each at 4 KiB (5.0 and 7.0 us at 64 KiB), 4 ranks
+// 7 us between 8 and 16 KiB. More ranks than cores were measured only there: on a machine with a
+// core for each rank the second line may be too high.
 inline constexpr Choice kMeasured[] = {
-    {2, UINT64_MAX},
-    {16, 64 << 10},
+    {2, 4 << 10},
+    {64, 8 << 10},
 };
 
 constexpr Algorithm select(int world_size, uint64_t num_wire_bytes) {

@@ -1,11 +1,13 @@
 // The memory of one rank's region: the only place that knows offsets. One layout for shared memory
 // between processes and plain memory between threads.
 //
-//   ControlBlock | mailbox 0 | mailbox 1 | in-slots 0 .. 7 | out-slots 0 .. 7
+//   ControlBlock | mailbox 0 | mailbox 1 | slot 0 | slot 1
 //
-// A region has one writer, its owner; every other rank maps it read-only. No pointer is ever stored
-// in it, and every bound comes from the reader's own Geometry, never from what a peer wrote.
-// csrc/README.md has the table of sync words with orders and the argument for each reuse of a slot.
+// The control block has one writer, its owner; everybody else maps it read-only. Messages and slots
+// are written by their owner too, but in two_shot each shard of them changes hands: its reducer
+// writes the sum back to where the contribution came from. No pointer is ever stored here, and
+// every bound comes from the reader's own Geometry, never from what a peer wrote. csrc/README.md
+// has the table of sync words with orders and the argument for each reuse of a slot.
 #pragma once
 
 #include <cstddef>
@@ -19,23 +21,23 @@ inline constexpr size_t kPageBytes = 4096;
 
 // Written by the owner, read by all; every word rests at 0.
 struct alignas(kPageBytes) ControlBlock {
-  Flag post[2];   // [epoch % 2]: the epoch that the owner has entered; payload: its descriptor
-  Flag filled;    // rounds (ring: steps) whose slot the owner has filled
-  Flag drained;   // rounds of which the owner has read every in-slot that it reads
-  Flag sleeping;  // 1 while the owner sleeps on a flag: the one word here that also shrinks
-  Flag departed;  // 1 once the owner has closed its communicator
-  Flag abort;     // 1 once the owner has failed; payload[0]: ErrorKind
+  Flag post[2];  // [epoch % 2]: the epoch that the owner has entered; payload: its descriptor
+  Flag filled;   // rounds (ring: steps) whose slot the owner has filled
+  Flag drained;  // rounds of which the owner has read, and in two_shot reduced, what is its to read
+  Flag sleeping;          // 1 while the owner sleeps on a flag: the one word here that also shrinks
+  Flag departed;          // 1 once the owner has closed its communicator
+  Flag abort;             // 1 once the owner has failed; payload[0]: ErrorKind
   char abort_text[1024];  // zero-terminated; written before abort
 };
 
-// Round r of a pipelined collective uses slot r % kNumSlots. The protocol needs 2; more make
-// writing cheaper, because by the time a slot is written again it has left the second-level caches
-// of its readers (2 ranks, 256 KiB slots, Xeon with 2 MiB of L2 per core: 26.0 us a round with 2
-// slots, 22.6 with 8, 22.4 with 16).
-inline constexpr int kNumSlots = 8;
+// Round r of a pipelined collective uses slot r % kNumSlots. The protocol needs 2, and more are
+// slower: what is in flight should stay in the second-level cache (two_shot, 2 ranks, 256 KiB
+// slots, 16 MiB: 1.50 ms with 2 slots, 1.57 with 3, 1.69 with 8).
+inline constexpr int kNumSlots = 2;
 
-// Messages of consecutive epochs take turns in this many places of a mailbox, for the same reason
-// (16 KiB: 3.3 us with one place, 2.6 with 4).
+// Messages of consecutive epochs take turns in this many places of a mailbox: one that is written
+// again while it still lies in its readers' first-level caches costs more (one_shot, 2 ranks, 16
+// KiB: 3.3 us with one place, 2.6 with 4).
 inline constexpr size_t kPlacesPerMailbox = 4;
 
 // What every rank must agree on; bootstrap compares it.
@@ -52,13 +54,10 @@ struct Geometry {
     const size_t num_places = mailbox_bytes() / stride;
     return sizeof(ControlBlock) + epoch % 2 * mailbox_bytes() + epoch / 2 % num_places * stride;
   }
-  constexpr size_t in_slot(uint64_t round) const {
+  constexpr size_t slot(uint64_t round) const {
     return sizeof(ControlBlock) + 2 * mailbox_bytes() + round % kNumSlots * slot_bytes;
   }
-  constexpr size_t out_slot(uint64_t round) const {
-    return in_slot(round) + kNumSlots * slot_bytes;
-  }
-  constexpr size_t num_bytes() const { return out_slot(0) + kNumSlots * slot_bytes; }
+  constexpr size_t num_bytes() const { return slot(0) + kNumSlots * slot_bytes; }
 
  private:
   constexpr size_t mailbox_bytes() const {
@@ -66,35 +65,16 @@ struct Geometry {
   }
 };
 
-// A peer's region: reading only.
-class RegionView {
- public:
-  RegionView(const std::byte* base, const Geometry& geometry) : base_(base), geometry_(geometry) {}
-
-  const ControlBlock& control() const { return *reinterpret_cast<const ControlBlock*>(base_); }
-  const std::byte* message(uint64_t epoch, size_t num_bytes) const {
-    return base_ + geometry_.message(epoch, num_bytes);
-  }
-  const std::byte* in_slot(uint64_t round) const { return base_ + geometry_.in_slot(round); }
-  const std::byte* out_slot(uint64_t round) const { return base_ + geometry_.out_slot(round); }
-
- private:
-  const std::byte* base_;
-  Geometry geometry_;
-};
-
-// The own region: the same places, to write.
+// The region of any rank: its control block to read, its messages and slots to read and write.
 class Region {
  public:
   Region(std::byte* base, const Geometry& geometry) : base_(base), geometry_(geometry) {}
 
-  ControlBlock& control() const { return *reinterpret_cast<ControlBlock*>(base_); }
+  const ControlBlock& control() const { return *reinterpret_cast<const ControlBlock*>(base_); }
   std::byte* message(uint64_t epoch, size_t num_bytes) const {
     return base_ + geometry_.message(epoch, num_bytes);
   }
-  std::byte* in_slot(uint64_t round) const { return base_ + geometry_.in_slot(round); }
-  std::byte* out_slot(uint64_t round) const { return base_ + geometry_.out_slot(round); }
-  RegionView view() const { return {base_, geometry_}; }
+  std::byte* slot(uint64_t round) const { return base_ + geometry_.slot(round); }
 
  private:
   std::byte* base_;

@@ -15,9 +15,8 @@
 namespace rota::transport {
 namespace {
 
-// The owner keeps the mapping that it has; nobody can make another writable one, or change the
-// size.
-constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE | F_SEAL_SEAL;
+// Nobody can change the size under a mapping, or lift that.
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 UniqueFd reserve_memory(size_t num_bytes) {
   UniqueFd memory(memfd_create("rota", MFD_CLOEXEC | MFD_ALLOW_SEALING));
@@ -54,22 +53,25 @@ void verify_sealed(const UniqueFd& memory, size_t num_bytes, int peer) {
   }
 }
 
-std::vector<RegionView> views_of(const std::vector<Peer>& peers, const Geometry& geometry) {
-  std::vector<RegionView> views;
-  for (const Peer& peer : peers) views.emplace_back(peer.region.base(), geometry);
-  return views;
+std::vector<Region> regions_of(const std::vector<Peer>& peers, const Geometry& geometry) {
+  std::vector<Region> regions;
+  for (const Peer& peer : peers) regions.emplace_back(peer.region.base(), geometry);
+  return regions;
 }
 
 }  // namespace
 
-Mapping::Mapping(const UniqueFd& memory, size_t num_bytes, bool writable) : num_bytes_(num_bytes) {
-  const int protection = writable ? PROT_READ | PROT_WRITE : PROT_READ;
+Mapping::Mapping(const UniqueFd& memory, size_t num_bytes, Access access) : num_bytes_(num_bytes) {
   // MAP_POPULATE: the page table is filled now, not by faults in the first collectives.
-  void* address = mmap(nullptr, num_bytes, protection, MAP_SHARED | MAP_POPULATE, memory.get(), 0);
+  void* address =
+      mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, memory.get(), 0);
   if (address == MAP_FAILED) {
     throw Error(ErrorKind::kTransport, with_errno("rota: cannot map shared memory", errno));
   }
   base_ = static_cast<std::byte*>(address);
+  if (access == Access::kPeer && mprotect(address, sizeof(ControlBlock), PROT_READ) != 0) {
+    throw Error(ErrorKind::kTransport, with_errno("rota: cannot protect shared memory", errno));
+  }
 }
 
 Mapping::Mapping(Mapping&& other) noexcept
@@ -84,7 +86,7 @@ std::unique_ptr<Transport> SharedMemoryTransport::connect(
     std::chrono::milliseconds timeout, const std::function<void()>& check_interrupt) {
   const size_t num_bytes = geometry.num_bytes();
   UniqueFd memory = reserve_memory(num_bytes);
-  Mapping own(memory, num_bytes, /*writable=*/true);
+  Mapping own(memory, num_bytes, Mapping::Access::kOwner);
   seal(memory);
 
   Bootstrap bootstrap(store, rank, world_size, geometry, timeout, check_interrupt);
@@ -99,16 +101,14 @@ std::unique_ptr<Transport> SharedMemoryTransport::connect(
     Introduction& introduction = introductions[static_cast<size_t>(peer)];
     verify_sealed(introduction.memory, num_bytes, peer);
     peers.push_back({introduction.pid, std::move(introduction.process),
-                     Mapping(introduction.memory, num_bytes, /*writable=*/false)});
+                     Mapping(introduction.memory, num_bytes, Mapping::Access::kPeer)});
   }
   return std::unique_ptr<Transport>(new SharedMemoryTransport(rank, geometry, std::move(peers)));
 }
 
 SharedMemoryTransport::SharedMemoryTransport(int rank, const Geometry& geometry,
                                              std::vector<Peer> peers)
-    : Transport(rank, geometry, Region(peers[static_cast<size_t>(rank)].region.base(), geometry),
-                views_of(peers, geometry)),
-      peers_(std::move(peers)) {}
+    : Transport(rank, geometry, regions_of(peers, geometry)), peers_(std::move(peers)) {}
 
 std::string SharedMemoryTransport::describe(int peer) const {
   return join("rank ", peer, " (pid ", peers_[static_cast<size_t>(peer)].pid, ")");

@@ -22,7 +22,12 @@ namespace rota::transport {
 // A mapping that unmaps itself.
 class Mapping {
  public:
-  Mapping(const UniqueFd& memory, size_t num_bytes, bool writable);
+  enum class Access {
+    kOwner,
+    kPeer,  // the control block, where the flags are, is read-only: a flag has one writer
+  };
+
+  Mapping(const UniqueFd& memory, size_t num_bytes, Access access);
   Mapping(Mapping&& other) noexcept;
   Mapping& operator=(Mapping&&) = delete;
   ~Mapping();

@@ -6,7 +6,7 @@
 namespace rota::transport {
 namespace {
 
-constexpr std::align_val_t kRegionAlignment{4096};
+constexpr std::align_val_t kRegionAlignment{kPageBytes};
 
 }  // namespace
 
@@ -24,9 +24,9 @@ struct ThreadTransport::Memory {
 };
 
 ThreadTransport::ThreadTransport(int rank, const Geometry& geometry, const World& world)
-    : Transport(rank, geometry, Region(world[static_cast<size_t>(rank)]->base, geometry),
+    : Transport(rank, geometry,
                 [&] {
-                  std::vector<RegionView> regions;
+                  std::vector<Region> regions;
                   for (const auto& memory : world) regions.emplace_back(memory->base, geometry);
                   return regions;
                 }()),

@@ -17,8 +17,10 @@ class Transport {
   int rank() const { return rank_; }
   int world_size() const { return static_cast<int>(regions_.size()); }
   const Geometry& geometry() const { return geometry_; }
-  const Region& own() const { return own_; }
-  const RegionView& region(int rank) const { return regions_[static_cast<size_t>(rank)]; }
+  const Region& region(int rank) const { return regions_[static_cast<size_t>(rank)]; }
+  const Region& own() const { return region(rank_); }
+  // This rank is its only writer.
+  ControlBlock& own_control() const { return const_cast<ControlBlock&>(own().control()); }
 
   // "rank 1 (pid 4711)", as errors name a peer.
   virtual std::string describe(int peer) const = 0;
@@ -27,14 +29,13 @@ class Transport {
   virtual std::optional<int> find_dead_peer() const = 0;
 
  protected:
-  Transport(int rank, const Geometry& geometry, Region own, std::vector<RegionView> regions)
-      : rank_(rank), geometry_(geometry), own_(own), regions_(std::move(regions)) {}
+  Transport(int rank, const Geometry& geometry, std::vector<Region> regions)
+      : rank_(rank), geometry_(geometry), regions_(std::move(regions)) {}
 
  private:
   int rank_;
   Geometry geometry_;
-  Region own_;
-  std::vector<RegionView> regions_;  // by rank, the own one included
+  std::vector<Region> regions_;  // by rank
 };
 
 }  // namespace rota::transport
