@@ -32,8 +32,8 @@ enum class CallerThread { kUser, kProgress };
 
 class Communicator {
  public:
-  // timeout: for each wait of a collective. check_interrupt runs about every millisecond of a long
-  // wait, in the waiting thread, and may throw.
+  // timeout: for each wait of a collective. check_interrupt runs several times a second in a
+  // long wait of the user's thread, and may throw.
   Communicator(std::unique_ptr<transport::Transport> transport, Nanoseconds timeout,
                std::function<void()> check_interrupt);
   // Tells peers that this rank has left.

@@ -8,6 +8,8 @@ namespace rota {
 namespace {
 
 constexpr Nanoseconds kSlowPeerAfter = std::chrono::seconds(1);
+// Looking for a signal takes the GIL, for which a busy Python thread may keep this one waiting.
+constexpr Nanoseconds kInterruptCheckEvery = std::chrono::milliseconds(50);
 
 int64_t milliseconds(Nanoseconds duration) {
   return std::chrono::duration_cast<std::chrono::milliseconds>(duration).count();
@@ -33,12 +35,16 @@ void Watch::begin_wait(int peer, std::string_view phase, uint64_t step) {
   peer_ = peer;
   phase_ = phase;
   step_ = step;
+  next_interrupt_check_ = kInterruptCheckEvery;
 }
 
 std::optional<Error> Watch::poll() { return find_abort(); }
 
 std::optional<Error> Watch::tick(Nanoseconds waited) {
-  if (lets_signals_through_) check_interrupt_();
+  if (lets_signals_through_ && waited >= next_interrupt_check_) {
+    next_interrupt_check_ = waited + kInterruptCheckEvery;
+    check_interrupt_();
+  }
   if (auto error = find_abort()) return error;
   if (const auto dead = transport_.find_dead_peer()) {
     return Error(ErrorKind::kPeerFailed, join(prefix(), ": ", transport_.describe(*dead),

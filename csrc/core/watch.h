@@ -42,6 +42,7 @@ class Watch final : public cpu::PeerWaitObserver {
   int peer_ = 0;
   std::string_view phase_;
   uint64_t step_ = 0;
+  Nanoseconds next_interrupt_check_{0};  // measured from the start of the wait
   bool has_warned_ = false;
 };
 
