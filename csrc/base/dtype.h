@@ -21,6 +21,14 @@ enum class DType : uint8_t {
   kInt32,
   kInt64,
   kBool,
+  // Moved by broadcast and all_gather, never reduced.
+  kUInt16,
+  kUInt32,
+  kUInt64,
+  kComplex64,
+  kComplex128,
+  kFloat8E4M3,
+  kFloat8E5M2,
 };
 
 enum class ReduceOp : uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };
@@ -28,21 +36,29 @@ enum class ReduceOp : uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, k
 struct DTypeInfo {
   std::string_view name;  // as torch spells it
   size_t num_bytes;
+  bool is_reducible;
   bool is_floating;
   DType accumulate;  // what sums are kept in
 };
 
-inline constexpr std::array<DTypeInfo, 10> kDTypeInfo{{
-    {"float32", 4, true, DType::kFloat32},
-    {"float64", 8, true, DType::kFloat64},
-    {"float16", 2, true, DType::kFloat32},
-    {"bfloat16", 2, true, DType::kFloat32},
-    {"uint8", 1, false, DType::kUInt8},
-    {"int8", 1, false, DType::kInt8},
-    {"int16", 2, false, DType::kInt16},
-    {"int32", 4, false, DType::kInt32},
-    {"int64", 8, false, DType::kInt64},
-    {"bool", 1, false, DType::kBool},
+inline constexpr std::array<DTypeInfo, 17> kDTypeInfo{{
+    {"float32", 4, true, true, DType::kFloat32},
+    {"float64", 8, true, true, DType::kFloat64},
+    {"float16", 2, true, true, DType::kFloat32},
+    {"bfloat16", 2, true, true, DType::kFloat32},
+    {"uint8", 1, true, false, DType::kUInt8},
+    {"int8", 1, true, false, DType::kInt8},
+    {"int16", 2, true, false, DType::kInt16},
+    {"int32", 4, true, false, DType::kInt32},
+    {"int64", 8, true, false, DType::kInt64},
+    {"bool", 1, true, false, DType::kBool},
+    {"uint16", 2, false, false, DType::kUInt16},
+    {"uint32", 4, false, false, DType::kUInt32},
+    {"uint64", 8, false, false, DType::kUInt64},
+    {"complex64", 8, false, false, DType::kComplex64},
+    {"complex128", 16, false, false, DType::kComplex128},
+    {"float8_e4m3fn", 1, false, false, DType::kFloat8E4M3},
+    {"float8_e5m2", 1, false, false, DType::kFloat8E5M2},
 }};
 inline constexpr size_t kNumDTypes = kDTypeInfo.size();
 
@@ -64,6 +80,7 @@ constexpr std::optional<ReduceOp> parse_reduce_op(std::string_view text) {
 // An average of integers has no exact value in its own dtype, and bits of a float have no meaning
 // as a number: both are refused rather than answered with a surprise.
 constexpr bool is_defined(ReduceOp op, DType dtype) {
+  if (!info(dtype).is_reducible) return false;
   switch (op) {
     case ReduceOp::kSum:
     case ReduceOp::kProduct:

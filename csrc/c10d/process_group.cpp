@@ -75,7 +75,14 @@ WorkPtr ProcessGroupRota::allgather(std::vector<std::vector<at::Tensor>>& output
 WorkPtr ProcessGroupRota::allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
                                               std::vector<at::Tensor>& inputs,
                                               const ::c10d::AllgatherOptions& opts) {
-  return gather_all(zip(outputs, inputs), opts);
+  // Here outputs are listed by rank first: outputs[rank][i] belongs to inputs[i].
+  std::vector<std::vector<at::Tensor>> outputs_by_input(inputs.size());
+  for (const std::vector<at::Tensor>& of_rank : outputs) {
+    TORCH_CHECK_VALUE(of_rank.size() == inputs.size(), "rota.all_gather: ", of_rank.size(),
+                      " outputs of a rank for ", inputs.size(), " inputs; expected as many");
+    for (size_t i = 0; i < inputs.size(); ++i) outputs_by_input[i].push_back(of_rank[i]);
+  }
+  return gather_all(zip(outputs_by_input, inputs), opts);
 }
 
 WorkPtr ProcessGroupRota::_allgather_base(at::Tensor& output, at::Tensor& input,

@@ -35,15 +35,36 @@ std::optional<DType> find_dtype(at::ScalarType dtype) {
       return DType::kInt64;
     case at::kBool:
       return DType::kBool;
+    case at::kUInt16:
+      return DType::kUInt16;
+    case at::kUInt32:
+      return DType::kUInt32;
+    case at::kUInt64:
+      return DType::kUInt64;
+    case at::kComplexFloat:
+      return DType::kComplex64;
+    case at::kComplexDouble:
+      return DType::kComplex128;
+    case at::kFloat8_e4m3fn:
+      return DType::kFloat8E4M3;
+    case at::kFloat8_e5m2:
+      return DType::kFloat8E5M2;
     default:  // torch's enum grows with every release
       return std::nullopt;
   }
 }
 
-std::string known_dtypes() {
-  std::string names;
-  for (const DTypeInfo& dtype : kDTypeInfo) names += join(names.empty() ? "" : ", ", dtype.name);
-  return names;
+template <typename Predicate>
+DType known_dtype(at::ScalarType dtype, std::string_view collective, std::string_view what,
+                  Predicate is_usable) {
+  const auto known = find_dtype(dtype);
+  if (known && is_usable(info(*known))) return *known;
+  std::string expected;
+  for (const DTypeInfo& candidate : kDTypeInfo) {
+    if (is_usable(candidate)) expected += join(expected.empty() ? "" : ", ", candidate.name);
+  }
+  throw Error(ErrorKind::kType, join("rota.", collective, ": ", what, " is ", c10::toString(dtype),
+                                     ", expected one of ", expected));
 }
 
 // Whether no two elements can share memory: with dimensions in order of stride, each steps over all
@@ -65,12 +86,14 @@ bool is_non_overlapping(const at::Tensor& tensor) {
 }  // namespace
 
 DType reducible_dtype(at::ScalarType dtype, std::string_view what) {
-  if (const auto known = find_dtype(dtype)) return *known;
-  throw Error(ErrorKind::kType, join("rota.all_reduce: ", what, " is ", c10::toString(dtype),
-                                     ", expected one of ", known_dtypes()));
+  return known_dtype(dtype, "all_reduce", what,
+                     [](const DTypeInfo& candidate) { return candidate.is_reducible; });
 }
 
-DType dtype_or_bytes(at::ScalarType dtype) { return find_dtype(dtype).value_or(DType::kUInt8); }
+DType movable_dtype(const at::Tensor& tensor, std::string_view collective) {
+  return known_dtype(tensor.scalar_type(), collective, "the tensor's dtype",
+                     [](const DTypeInfo&) { return true; });
+}
 
 void check_tensor(const at::Tensor& tensor, std::string_view collective) {
   if (!tensor.defined()) {
@@ -93,10 +116,15 @@ void check_tensor(const at::Tensor& tensor, std::string_view collective) {
   }
 }
 
-Packed::Packed(const at::Tensor& tensor, Content content)
-    : tensor_(tensor),
-      packed_(tensor.is_contiguous()      ? tensor
-              : content == Content::kRead ? tensor.contiguous()
-                                          : at::empty_like(tensor, at::MemoryFormat::Contiguous)) {}
+Packed::Packed(const at::Tensor& tensor, Content content) : tensor_(tensor) {
+  // A lazily negated or conjugated view holds other bits than its values.
+  if (tensor.is_contiguous() && !tensor.is_neg() && !tensor.is_conj()) {
+    packed_ = tensor;
+  } else if (content == Content::kRead) {
+    packed_ = tensor.contiguous().resolve_neg().resolve_conj();
+  } else {
+    packed_ = at::empty_like(tensor, at::MemoryFormat::Contiguous);
+  }
+}
 
 }  // namespace rota::c10d_glue

@@ -12,13 +12,13 @@ namespace rota::c10d_glue {
 // Throws Error(kType) naming the dtypes that can be reduced.
 DType reducible_dtype(at::ScalarType dtype, std::string_view what);
 
-// For collectives that only move bytes: a dtype without a name of ours travels as uint8.
-DType dtype_or_bytes(at::ScalarType dtype);
+// For collectives that only move bytes: throws Error(kType) naming the dtypes that can be moved.
+DType movable_dtype(const at::Tensor& tensor, std::string_view collective);
 
 // Throws Error(kType) unless it is a dense CPU tensor, and Error(kValue) if its elements overlap.
 void check_tensor(const at::Tensor& tensor, std::string_view collective);
 
-// A tensor and the contiguous memory that stands for it: its own, or that of a packed copy.
+// A tensor and the contiguous memory that holds its values: its own, or that of a packed copy.
 class Packed {
  public:
   enum class Content { kRead, kOverwritten };

@@ -42,10 +42,10 @@ std::shared_ptr<Communicator> connect(const c10::intrusive_ptr<::c10d::Store>& s
 
 // What was parsed, or an error that lists what could have been given.
 template <typename Value, typename Names>
-Value parse_name(std::string_view what, std::string_view text, const Names& names,
-                 std::optional<Value> value) {
+Value parse_name(std::string_view what, std::string_view text, std::string_view default_name,
+                 const Names& names, std::optional<Value> value) {
   if (value) return *value;
-  std::string expected;
+  std::string expected{default_name};
   for (const std::string_view name : names) expected += join(expected.empty() ? "" : ", ", name);
   throw Error(ErrorKind::kValue,
               join("rota.all_reduce: ", what, " is '", text, "', expected one of ", expected));
@@ -63,6 +63,7 @@ uint64_t num_bytes(const at::Tensor& tensor) {
 
 void check_gather(const AllGatherTensors& gather, int world_size) {
   check_tensor(gather.input, "all_gather");
+  movable_dtype(gather.input, "all_gather");
   if (gather.outputs.size() != static_cast<size_t>(world_size)) {
     throw Error(ErrorKind::kValue, join("rota.all_gather: ", gather.outputs.size(),
                                         " output tensors, expected world_size = ", world_size));
@@ -92,7 +93,7 @@ void run_broadcast(Communicator& communicator, const at::Tensor& tensor, int roo
   const bool is_root = root == communicator.rank();
   const Packed packed(tensor, is_root ? Packed::Content::kRead : Packed::Content::kOverwritten);
   communicator.broadcast({packed.data(), num_bytes(tensor), root},
-                         dtype_or_bytes(tensor.scalar_type()), thread);
+                         movable_dtype(tensor, "broadcast"), thread);
   if (!is_root) packed.unpack();
 }
 
@@ -105,7 +106,7 @@ void run_all_gather(Communicator& communicator, const AllGatherTensors& gather,
     pointers.push_back(outputs.emplace_back(tensor, Packed::Content::kOverwritten).data());
   }
   communicator.all_gather({input.data(), pointers.data(), num_bytes(gather.input)},
-                          dtype_or_bytes(gather.input.scalar_type()), thread);
+                          movable_dtype(gather.input, "all_gather"), thread);
   for (const Packed& output : outputs) output.unpack();
 }
 
@@ -130,12 +131,12 @@ AllReduceOptions AllReduceOptions::parse(std::string_view op, std::string_view a
                                          std::optional<at::ScalarType> wire_dtype,
                                          std::optional<at::ScalarType> hop_dtype) {
   return with_python_errors([&]() -> AllReduceOptions {
-    return {.op = parse_name("op", op, kReduceOpNames, parse_reduce_op(op)),
-            .algorithm =
-                algorithm == "auto"
-                    ? std::nullopt
-                    : std::optional(parse_name("algorithm", algorithm, schedule::kAlgorithmNames,
-                                               schedule::parse_algorithm(algorithm))),
+    return {.op = parse_name("op", op, "", kReduceOpNames, parse_reduce_op(op)),
+            .algorithm = algorithm == "auto"
+                             ? std::nullopt
+                             : std::optional(parse_name("algorithm", algorithm, "auto",
+                                                        schedule::kAlgorithmNames,
+                                                        schedule::parse_algorithm(algorithm))),
             .wire_dtype = wire_dtype,
             .hop_dtype = hop_dtype};
   });
@@ -215,7 +216,10 @@ WorkRef TensorCommunicator::all_reduce(at::TensorList tensors, const AllReduceOp
 WorkRef TensorCommunicator::broadcast(at::TensorList tensors, int root, Launch mode) {
   return with_python_errors([&] {
     open_communicator().check_root(root);
-    for (const at::Tensor& tensor : tensors) check_tensor(tensor, "broadcast");
+    for (const at::Tensor& tensor : tensors) {
+      check_tensor(tensor, "broadcast");
+      movable_dtype(tensor, "broadcast");
+    }
     return launch(mode, ::c10d::OpType::BROADCAST, "rota:broadcast", tensors,
                   [root](Communicator& communicator, at::TensorList tensors, CallerThread thread) {
                     for (const at::Tensor& tensor : tensors) {

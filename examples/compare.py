@@ -1,0 +1,244 @@
+"""Trains the same GPT with Gloo and with rota, in turns, and shows what communication costs.
+
+    python examples/compare.py        # starts its own ranks; ends in a table, a picture and JSON
+
+One job holds every variant: its own process group, replica and optimizer. All start from the same
+weights and see the same batches. They take turns in blocks of a few steps, so that whatever else
+the machine does meets all of them alike.
+
+A step takes as long as on its slowest rank. Communication is what a variant's median step takes
+beyond that of the variant without communication, which is the same DistributedDataParallel with
+torch's noop_hook: its gradients stay on their rank, so its parameters differ between ranks.
+"""
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from compare_report import Result, draw, git_commit, machine, print_table, summarize
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+try:
+    import train_gpt
+except ImportError as error:
+    sys.exit(f"rota is not built: run make venv ({error})")
+
+BLOCK_STEPS = 5  # a turn is about half a second: long beside the switch, short beside the noise
+EVAL_STEPS = 8 * BLOCK_STEPS
+CONFIG = train_gpt.GPTConfig()
+
+
+@dataclass(frozen=True)
+class Variant:
+    label: str
+    backend: str
+    hook: str
+    color: str
+
+
+VARIANTS = {
+    "none": Variant("no communication", "none", "none", "#c4c4c4"),
+    "gloo": Variant("Gloo", "gloo", "none", "#c8500a"),
+    "gloo_fp16": Variant("Gloo + fp16 hook", "gloo", "fp16", "#f2a65e"),
+    "rota": Variant("rota", "rota", "none", "#12497f"),
+    "rota_fp16": Variant("rota + fp16 hook", "rota", "fp16", "#6fb1e8"),
+}
+
+
+@dataclass
+class Run:
+    """One variant's replica on this rank, and what this rank has seen of it, step by step."""
+
+    model: train_gpt.GPT
+    ddp: DistributedDataParallel
+    optimizer: torch.optim.Optimizer
+    losses: list[float] = field(default_factory=list)  # bits per byte
+    step_ms: list[float] = field(default_factory=list)
+    cpu_ms: float = 0.0  # of all steps
+    held_out: list[tuple[int, float]] = field(default_factory=list)  # (steps done, bits per byte)
+
+
+def start_run(variant: Variant, initial: train_gpt.GPT) -> Run:
+    model = copy.deepcopy(initial)
+    group = dist.new_group(backend="rota" if variant.backend == "rota" else "gloo")
+    ddp = train_gpt.data_parallel(model, variant.backend, variant.hook, group)
+    return Run(model, ddp, train_gpt.make_optimizer(model))
+
+
+def take_turn(
+    run: Run, steps: range, num_steps: int, train: Tensor, args: argparse.Namespace
+) -> None:
+    """Trains `steps` of a run of `num_steps`; the ranks set out together."""
+    rank = dist.get_rank()
+    dist.barrier()
+    cpu_start = time.process_time()
+    for step in steps:
+        start = time.perf_counter()
+        batch = train_gpt.sample_batch(train, args.batch, CONFIG.context, (args.seed, rank, step))
+        lr = train_gpt.learning_rate(step, num_steps, args.lr)
+        run.losses.append(train_gpt.train_step(run.ddp, run.optimizer, batch, lr))
+        run.step_ms.append((time.perf_counter() - start) * 1e3)
+    run.cpu_ms += (time.process_time() - cpu_start) * 1e3
+
+
+def affordable_steps(done: int, elapsed_s: float, args: argparse.Namespace) -> int:
+    """How many steps the run shall have in all, judged by its pace so far: args.steps, or on a slow
+    or busy machine as many as fit into the time. Rank 0's clock decides, as ranks must agree."""
+    fitting = int(args.max_minutes * 60 / elapsed_s * done) // BLOCK_STEPS * BLOCK_STEPS
+    num_steps = torch.tensor(min(args.steps, max(done, fitting, 2 * BLOCK_STEPS)))
+    dist.broadcast(num_steps, src=0)
+    return int(num_steps)
+
+
+def train_in_turns(
+    args: argparse.Namespace, train: Tensor, held_out: Tensor, console: Console
+) -> dict[str, Run]:
+    torch.manual_seed(args.seed)
+    initial = train_gpt.GPT(CONFIG)
+    runs = {name: start_run(VARIANTS[name], initial) for name in args.variants}
+    turns = deque(runs)
+
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    bars = {
+        name: progress.add_task(VARIANTS[name].label, total=args.steps, loss="") for name in runs
+    }
+    start = time.perf_counter()
+    num_steps, done = args.steps, 0
+    with progress:
+        while done < num_steps:
+            steps = range(done, min(done + BLOCK_STEPS, num_steps))
+            for name in turns:
+                take_turn(runs[name], steps, num_steps, train, args)
+                loss = f"loss {runs[name].losses[-1]:.3f}"
+                progress.update(bars[name], completed=steps.stop, total=num_steps, loss=loss)
+            turns.rotate(-1)  # no variant always comes first
+            done = steps.stop
+            num_steps = affordable_steps(done, time.perf_counter() - start, args)
+            if done % EVAL_STEPS == 0 or done == num_steps:
+                line = f"step {done:4d}  held out"
+                for name, run in runs.items():
+                    bits = train_gpt.held_out_bits(run.model, held_out, CONFIG.context)
+                    run.held_out.append((done, bits))
+                    line += f"  {name} {bits:.3f}"
+                console.print(line, soft_wrap=True)
+    if num_steps < args.steps:
+        console.print(f"stopped at step {num_steps} of {args.steps}: --max-minutes")
+    return runs
+
+
+def gather(variant: Variant, run: Run) -> Result:
+    """Puts all ranks' measurements together, the same on every rank."""
+    per_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(per_rank, (run.losses, run.step_ms, run.cpu_ms / sum(run.step_ms)))
+    losses, step_ms, core_share = zip(*per_rank, strict=True)
+    return Result(
+        label=variant.label,
+        color=variant.color,
+        losses=[statistics.fmean(values) for values in zip(*losses, strict=True)],
+        held_out=run.held_out,
+        # The first block pays for allocations and DDP's own start.
+        step_ms=[max(values) for values in zip(*step_ms, strict=True)][BLOCK_STEPS:],
+        spread=train_gpt.parameter_spread(run.model),
+        core_share=min(core_share),
+    )
+
+
+def parse_args() -> argparse.Namespace:
+    def variants(text: str) -> list[str]:
+        names = text.split(",")
+        unknown = set(names) - set(VARIANTS)
+        if unknown or "none" not in names:
+            problem = f"unknown {', '.join(sorted(unknown))}" if unknown else '"none" is missing'
+            raise argparse.ArgumentTypeError(f"{problem}; choose from {','.join(VARIANTS)}")
+        return names
+
+    beside = Path(__file__).with_name("train_gpt")
+    positive = train_gpt.positive
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--variants",
+        type=variants,
+        default=list(VARIANTS),
+        metavar="A,B,...",
+        help=f"of {','.join(VARIANTS)}; none is the base of the comparison",
+    )
+    parser.add_argument("--ranks", type=positive(int), default=2)
+    parser.add_argument("--max-minutes", type=positive(float), default=5.4, help="of training")
+    parser.add_argument("--png", type=Path, default=beside.with_suffix(".png"))
+    parser.add_argument("--json", type=Path, default=beside.with_suffix(".json"))
+    train_gpt.add_training_arguments(parser)
+    args = parser.parse_args()
+    if args.steps <= BLOCK_STEPS:
+        parser.error(f"--steps: the first {BLOCK_STEPS} are not timed, got {args.steps} in all")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    if "RANK" not in os.environ:  # not under torchrun yet: become it
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # a rank is one core
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        os.execv(sys.executable, [sys.executable, *launcher, str(args.ranks), *sys.argv])
+
+    start = time.perf_counter()
+    dist.init_process_group("gloo")
+    console = Console(quiet=dist.get_rank() != 0)
+    train, held_out = train_gpt.read_corpus()
+    baseline_bits = train_gpt.order0_bits(train, held_out)
+    console.print(f"order-0 baseline: {baseline_bits:.3f} bits per byte of the held-out files")
+
+    runs = train_in_turns(args, train, held_out, console)
+    results = {name: gather(VARIANTS[name], run) for name, run in runs.items()}
+    if dist.get_rank() == 0:
+        record = {
+            "seconds": round(time.perf_counter() - start, 1),
+            "ranks": dist.get_world_size(),
+            "steps": len(runs["none"].losses),
+            "batch": args.batch,
+            "core_share": round(results["none"].core_share, 3),
+            "order0_bits": round(baseline_bits, 4),
+            "variants": {
+                name: {key: float(f"{value:.6g}") for key, value in asdict(row).items()}
+                for name, row in summarize(results).items()
+            },
+            "machine": machine(),
+            "torch": torch.__version__,
+            "commit": git_commit(),
+        }
+        curves = {name: asdict(result) for name, result in results.items()}
+        draw(results, baseline_bits, args.png)
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(record | {"curves": curves}) + "\n")
+        print_table(results, console)
+        console.print(f"picture: {args.png}\nall numbers: {args.json}", soft_wrap=True)
+        print(json.dumps(record), flush=True)
+    dist.destroy_process_group()
+
+    differing = [name for name, result in results.items() if name != "none" and result.spread != 0]
+    if differing:
+        sys.exit(f"parameters differ between ranks after training with {', '.join(differing)}")
+
+
+if __name__ == "__main__":
+    main()

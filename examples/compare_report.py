@@ -1,0 +1,188 @@
+"""What compare.py shows at its end: the table and the picture. Knows numbers, not where they
+come from."""
+
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+SMOOTHING_STEPS = 20  # one step's batch is small and its loss noisy
+UNDISTURBED = 0.95  # share of a core
+
+
+@dataclass(frozen=True)
+class Result:
+    """What all ranks together say about one variant. Losses are in bits per byte."""
+
+    label: str
+    color: str
+    losses: list[float]  # by step, mean over ranks
+    held_out: list[tuple[int, float]]  # (steps done, bits per byte)
+    step_ms: list[float]  # by step, slowest rank
+    spread: float  # largest difference of a parameter between two ranks
+    core_share: float  # CPU time over wall time, of the rank that had least
+
+
+@dataclass(frozen=True)
+class Row:
+    ms_per_step: float  # median
+    communication_ms: float  # beyond the median step without communication
+    communication_share: float  # of the variant's own step
+    final_loss: float  # mean of the last SMOOTHING_STEPS
+    held_out_bits: float
+    max_parameter_difference: float
+
+
+def summarize(results: dict[str, Result]) -> dict[str, Row]:
+    """One row per variant; results must hold "none", the run without communication."""
+    base_ms = statistics.median(results["none"].step_ms)
+    rows = {}
+    for name, result in results.items():
+        p50_ms = statistics.median(result.step_ms)
+        rows[name] = Row(
+            ms_per_step=p50_ms,
+            communication_ms=p50_ms - base_ms,
+            communication_share=(p50_ms - base_ms) / p50_ms,
+            final_loss=statistics.fmean(result.losses[-SMOOTHING_STEPS:]),
+            held_out_bits=result.held_out[-1][1],
+            max_parameter_difference=result.spread,
+        )
+    return rows
+
+
+def print_table(results: dict[str, Result], console: Console) -> None:
+    table = Table(title="times: median of the slowest rank; losses: bits per byte")
+    table.add_column("variant", no_wrap=True)
+    for heading in (
+        "ms per\nstep",
+        "communi-\ncation ms",
+        "share\nof step",
+        "final\nloss",
+        "held\nout",
+        "max diff.\nof ranks",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    rows = summarize(results)
+    for name, row in rows.items():
+        table.add_row(
+            results[name].label,
+            f"{row.ms_per_step:.1f}",
+            f"{row.communication_ms:.1f}",
+            f"{row.communication_share:.1%}",
+            f"{row.final_loss:.3f}",
+            f"{row.held_out_bits:.3f}",
+            f"{row.max_parameter_difference:.2g}",
+        )
+    console.print(table)
+    for ours, theirs in (("rota", "gloo"), ("rota_fp16", "gloo_fp16")):
+        if ours in rows and theirs in rows and rows[theirs].communication_share > 0:
+            ratio = rows[ours].communication_share / rows[theirs].communication_share
+            console.print(
+                f"communication's share of a step: {results[ours].label} = "
+                f"{ratio:.2f} x {results[theirs].label}",
+                soft_wrap=True,
+            )
+    core_share = results["none"].core_share  # which waits for nobody: below 1, others had the core
+    if core_share < UNDISTURBED:
+        console.print(
+            f"a rank had only {core_share:.0%} of a core: other work on this machine disturbs "
+            "these times",
+            soft_wrap=True,
+        )
+
+
+def draw(results: dict[str, Result], baseline_bits: float, path: Path) -> None:
+    """Loss curves on the left, step times on the right, as a PNG."""
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    curves, bars = figure.subplots(1, 2, width_ratios=(1.2, 1))
+    for axes in (curves, bars):
+        axes.spines[["top", "right"]].set_visible(False)
+    draw_curves(curves, results, baseline_bits)
+    draw_step_times(bars, results)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def draw_curves(axes: Axes, results: dict[str, Result], baseline_bits: float) -> None:
+    # Variants with equal sums lie on one another: earlier ones are wider and show at the edges.
+    for line, result in enumerate(results.values()):
+        axes.plot(
+            smooth(result.losses), color=result.color, lw=len(results) - line, label=result.label
+        )
+    axes.axhline(baseline_bits, color="black", lw=1, ls=":")
+    axes.annotate(
+        f"order-0 baseline {baseline_bits:.2f}",
+        (1, baseline_bits),
+        xycoords=axes.get_yaxis_transform(),
+        xytext=(0, 4),
+        textcoords="offset points",
+        ha="right",
+    )
+    axes.set_title(f"Training loss, mean of {SMOOTHING_STEPS} steps")
+    axes.set(xlabel="step", ylabel="bits per byte")
+    axes.set_ylim(top=1.25 * baseline_bits)  # cuts off the first steps, which come down from 8
+    axes.legend(frameon=False)
+
+
+def draw_step_times(axes: Axes, results: dict[str, Result]) -> None:
+    rows = summarize(results)
+    for position, (name, row) in enumerate(rows.items()):
+        base_ms = row.ms_per_step - row.communication_ms
+        axes.barh(position, base_ms, color="#d9d9d9")
+        axes.barh(position, row.communication_ms, left=base_ms, color=results[name].color)
+        text = f"{row.ms_per_step:.1f}"
+        if row.communication_ms:
+            text += f"  ({row.communication_ms:+.1f}, {row.communication_share:.0%})"
+        axes.annotate(
+            text,
+            (max(base_ms, row.ms_per_step), position),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+        )
+    axes.set_yticks(range(len(results)), [result.label for result in results.values()])
+    axes.invert_yaxis()
+    axes.margins(x=0.4)
+    axes.set_title("Time of a step, communication in colour")
+    axes.set_xlabel("ms, median of the slowest rank")
+    axes.tick_params(axis="y", length=0)
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Mean of each value and those before it, SMOOTHING_STEPS in all where there are so many."""
+    return [
+        statistics.fmean(values[max(0, end - SMOOTHING_STEPS) : end])
+        for end in range(1, len(values) + 1)
+    ]
+
+
+def machine() -> str:
+    """Processor and cores, as a reader of the numbers needs to know them."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    return f"{model}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}"
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout that holds this file; None outside of one."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(
+            command, check=False, cwd=Path(__file__).parent, capture_output=True, text=True
+        )
+    except FileNotFoundError:  # no git
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

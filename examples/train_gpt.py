@@ -1,0 +1,305 @@
+"""Trains a byte-level GPT on the sources of Python's standard library, data-parallel.
+
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --backend rota --hook fp16
+
+Plain PyTorch with DistributedDataParallel. rota is two lines of it: `import rota`, which registers
+the backend that init_process_group() then finds by name, and, if gradients shall travel in half
+precision, its communication hook. With --backend none no gradient leaves its rank: the time of
+that run is what a step costs without communication, and the ranks' parameters drift apart.
+
+compare.py, beside this file, trains the same steps with every backend in turn.
+"""
+
+import argparse
+import math
+import os
+import random
+import statistics
+import sys
+import sysconfig
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import rota
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+BYTES = 256  # the vocabulary: text is read as bytes, so there is no tokenizer
+WARMUP_STEPS = 20
+
+
+# ---------------------------------------------------------------------------------------------
+# Model: pre-norm transformer with rotary positions, QK norm and ReLU^2, 3.3 M parameters.
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    context: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    width: int = 256
+
+
+def norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021).
+
+    x: (batch, time, heads, head_width); cos, sin: (time, 1, head_width / 2).
+    """
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.num_heads = config.num_heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.attention_out = nn.Linear(width, width, bias=False)
+        self.mlp_in = nn.Linear(width, 4 * width, bias=False)
+        self.mlp_out = nn.Linear(4 * width, width, bias=False)
+
+    def attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, time_, width = x.shape
+        qkv = self.qkv(x).view(batch, time_, 3, self.num_heads, width // self.num_heads)
+        q, k, v = qkv.unbind(dim=2)  # each (batch, time, heads, head_width)
+        q, k = norm(rotate(q, cos, sin)), norm(rotate(k, cos, sin))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.attention_out(y.transpose(1, 2).reshape(batch, time_, width))
+        return out
+
+    def mlp(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp_out(F.relu(self.mlp_in(x)).square())
+        return out
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # x: (batch, time, width)
+        x = x + self.attention(norm(x), cos, sin)
+        return x + self.mlp(norm(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(BYTES, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.head = nn.Linear(config.width, BYTES, bias=False)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.02)
+
+        half = config.width // config.num_heads // 2
+        angles = torch.outer(torch.arange(config.context), 1000.0 ** -(torch.arange(half) / half))
+        # Plain tensors: DDP would broadcast buffers before every forward.
+        self.cos, self.sin = angles.cos()[:, None], angles.sin()[:, None]
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per byte. inputs, targets: (batch, context) int64."""
+        x = norm(self.embedding(inputs))
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return F.cross_entropy(self.head(norm(x)).flatten(0, 1), targets.flatten())
+
+
+# ---------------------------------------------------------------------------------------------
+# Text
+
+
+def read_corpus() -> tuple[Tensor, Tensor]:
+    """Every .py file of the standard library, split by file: (train, held_out), 1-D uint8.
+
+    A file's path decides its side, so the split is the same wherever this Python is installed, and
+    no file is half in one side.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    installed = {"site-packages", "dist-packages"}  # third-party code below the same folder
+    train, held_out = bytearray(), bytearray()
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if installed.isdisjoint(relative.parts):
+            side = held_out if zlib.crc32(relative.as_posix().encode()) % 10 == 0 else train
+            side += path.read_bytes()
+    if min(len(train), len(held_out)) < 100_000:
+        raise FileNotFoundError(f"found too few .py files under {root} to train on")
+    return torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(held_out, dtype=torch.uint8)
+
+
+def windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, both (len(starts), context) int64; targets are one byte ahead."""
+    block = text[starts[:, None] + torch.arange(context + 1)].long()
+    return block[:, :-1], block[:, 1:]
+
+
+def sample_batch(
+    text: Tensor, num_sequences: int, context: int, key: tuple[int, int, int]
+) -> tuple[Tensor, Tensor]:
+    """A rank's batch of one step, a function of key = (seed, rank, step): runs can be compared."""
+    rng = random.Random(str(key))
+    starts = torch.tensor([rng.randrange(len(text) - context) for _ in range(num_sequences)])
+    return windows(text, starts, context)
+
+
+def order0_bits(train: Tensor, held_out: Tensor) -> float:
+    """Bits per byte of `held_out` under the byte frequencies of `train` (each byte counted once
+    more, so that none has probability zero): what a model without any context can reach."""
+    counts = torch.bincount(train, minlength=BYTES).double() + 1
+    bits = -(counts / counts.sum()).log2()
+    return float((torch.bincount(held_out, minlength=BYTES) * bits).sum() / len(held_out))
+
+
+# ---------------------------------------------------------------------------------------------
+# Training
+
+
+def data_parallel(
+    model: GPT, backend: str, hook: str, group: dist.ProcessGroup | None = None
+) -> DistributedDataParallel:
+    """`model` as a replica whose gradients backward() averages over the ranks of `group`."""
+    ddp = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+    if backend == "none":
+        ddp.register_comm_hook(None, debugging_hooks.noop_hook)
+    elif hook == "fp16":
+        hooks: Any = rota if backend == "rota" else default_hooks
+        ddp.register_comm_hook(group, hooks.fp16_compress_hook)
+    return ddp
+
+
+def make_optimizer(model: GPT) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+def learning_rate(step: int, num_steps: int, peak: float) -> float:
+    """Linear warm-up, flat, then from 40 % of the steps on linearly down to 5 % of the peak."""
+    warmup = (step + 1) / WARMUP_STEPS
+    decay = (1 - step / num_steps) / 0.6
+    return peak * max(0.05, min(1.0, warmup, decay))
+
+
+def train_step(
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[Tensor, Tensor],
+    lr: float,
+) -> float:
+    """One step on this rank's batch; returns its loss in bits per byte."""
+    for param_group in optimizer.param_groups:
+        param_group["lr"] = lr
+    optimizer.zero_grad()
+    loss = ddp(*batch)
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach()) / math.log(2)
+
+
+@torch.no_grad()
+def held_out_bits(model: GPT, text: Tensor, context: int, num_windows: int = 128) -> float:
+    """Bits per byte on windows spread evenly over `text`; each rank reads its share of them."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    starts = torch.arange(rank, num_windows, world_size) * (len(text) // num_windows)
+    nats = model(*windows(text, starts, context)) * len(starts)
+    dist.all_reduce(nats)
+    return float(nats) / num_windows / math.log(2)
+
+
+@torch.no_grad()
+def parameter_spread(model: GPT) -> float:
+    """The largest difference that any parameter has between any two ranks."""
+    high = torch.cat([parameter.flatten() for parameter in model.parameters()])
+    low = high.clone()
+    dist.all_reduce(high, dist.ReduceOp.MAX)
+    dist.all_reduce(low, dist.ReduceOp.MIN)
+    return float((high - low).max())
+
+
+def positive(number: type[int] | type[float]) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = number(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"expected a number above zero, got {text}")
+        return value
+
+    return parse
+
+
+def add_training_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=positive(int), default=320)
+    parser.add_argument("--batch", type=positive(int), default=4, help="sequences per rank")
+    parser.add_argument("--lr", type=positive(float), default=2e-3, help="peak learning rate")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--backend", choices=("rota", "gloo", "none"), default="rota")
+    parser.add_argument("--hook", choices=("none", "fp16"), default="none")
+    parser.add_argument("--eval-every", type=positive(int), default=40, metavar="STEPS")
+    add_training_arguments(parser)
+    args = parser.parse_args()
+    if args.backend == "none" and args.hook != "none":
+        parser.error("--hook needs a backend that communicates, got --backend none")
+    if "RANK" not in os.environ:
+        parser.error("expected torchrun: torchrun --standalone --nproc-per-node 2 " + sys.argv[0])
+
+    # Without communication of gradients, Gloo still adds up the held-out losses.
+    dist.init_process_group("gloo" if args.backend == "none" else args.backend)
+    rank = dist.get_rank()
+    console = Console(quiet=rank != 0)
+
+    train, held_out = read_corpus()
+    config = GPTConfig()
+    torch.manual_seed(args.seed)  # every rank starts from the same weights
+    model = GPT(config)
+    optimizer = make_optimizer(model)
+    ddp = data_parallel(model, args.backend, args.hook)
+
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    console.print(
+        f"{num_parameters / 1e6:.1f} M parameters, {dist.get_world_size()} ranks, "
+        f"train {len(train) / 1e6:.1f} MB, held out {len(held_out) / 1e6:.1f} MB"
+    )
+    console.print(f"order-0 baseline: {order0_bits(train, held_out):.3f} bits per byte, held out")
+
+    step_ms: list[float] = []
+    progress = Progress(
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    with progress:
+        bar = progress.add_task("train", total=args.steps, loss=math.nan)
+        for step in range(args.steps):
+            start = time.perf_counter()
+            batch = sample_batch(train, args.batch, config.context, (args.seed, rank, step))
+            loss = train_step(ddp, optimizer, batch, learning_rate(step, args.steps, args.lr))
+            step_ms.append((time.perf_counter() - start) * 1e3)
+            progress.update(bar, advance=1, loss=loss)
+            if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
+                console.print(
+                    f"step {step + 1:4d}  loss {loss:.3f}  "
+                    f"held out {held_out_bits(model, held_out, config.context):.3f} bits per byte  "
+                    f"{statistics.median(step_ms):.1f} ms per step"
+                )
+
+    spread = parameter_spread(model)
+    console.print(f"largest parameter difference between ranks: {spread:g}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

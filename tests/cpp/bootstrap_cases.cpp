@@ -1,0 +1,282 @@
+// How ranks find each other, and what they say when they do not: wrong arguments, ranks that never
+// come, and strangers at the door.
+#include "transport/bootstrap.h"
+
+#include <fcntl.h>
+#include <linux/memfd.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cstddef>
+#include <cstring>
+#include <sstream>
+
+#include "calls.h"
+#include "check.h"
+#include "processes.h"
+#include "ranks.h"
+#include "transport/shared_memory.h"
+
+namespace rota::test {
+namespace {
+
+using std::chrono::milliseconds;
+using transport::SharedMemoryTransport;
+using transport::UniqueFd;
+
+// ---- ranks that do not fit together
+// --------------------------------------------------------------
+
+struct Arguments {
+  int rank;
+  int world_size;
+  transport::Geometry geometry = kSmall;
+  const char* host = "one host";
+};
+
+void connect_with(const StoreDirectory& directory, const Arguments& arguments) {
+  setenv("ROTA_HOST_ID", arguments.host, 1);
+  FileStore store(directory);
+  SharedMemoryTransport::connect(store, arguments.rank, arguments.world_size, arguments.geometry,
+                                 kPatience, [] {});
+}
+
+// Ranks with these arguments all fail to connect, and each says all of `parts`.
+void unfit_ranks_are_told(const std::vector<Arguments>& ranks,
+                          const std::vector<std::string>& parts) {
+  const StoreDirectory directory;
+  run_processes(static_cast<int>(ranks.size()), [&](int index) {
+    const int num_files = num_open_files();
+    const Error error = expect_error(
+        ErrorKind::kTransport, [&] { connect_with(directory, ranks[static_cast<size_t>(index)]); });
+    for (const std::string& part : parts) check_contains(error.what(), part);
+    check_equal(num_open_files(), num_files, "descriptors after an error");
+  });
+}
+
+// The second process with a number is refused at once; the two that fit go on.
+void second_process_with_one_number_is_refused() {
+  const StoreDirectory directory;
+  const auto run_rank = [&](int rank) {
+    return start_process([&, rank] {
+      Communicator communicator(connect(directory, rank, 2), kPatience, [] {});
+      communicator.barrier(CallerThread::kUser);
+    });
+  };
+  const pid_t rank_0 = run_rank(0);
+  FileStore(directory).get("card/0");
+  run_processes(1, [&](int) {
+    const Error error = expect_error(ErrorKind::kTransport, [&] { connect(directory, 0, 2); });
+    check_contains(error.what(), "two processes say they are rank 0 of 2");
+  });
+  check_equal(wait_for_process(run_rank(1)), Exit{}, "end of rank 1");
+  check_equal(wait_for_process(rank_0), Exit{}, "end of rank 0");
+}
+
+void rank_outside_world_is_refused() {
+  for (const int rank : {-1, 2}) {
+    const StoreDirectory directory;
+    const Error error = expect_error(ErrorKind::kTransport, [&] { connect(directory, rank, 2); });
+    check_contains(error.what(), join("rank ", rank, " is not in [0, 2)"));
+  }
+}
+
+// ---- a rank of which only the store knows
+// --------------------------------------------------------
+
+// Everything that rank 0 sends with its connection. The magic number stays its own secret.
+struct Greeting {
+  uint64_t magic = 0;
+  uint64_t rank = 0;
+};
+
+// A socket of the bootstrap's kind, and a name that nobody else has.
+UniqueFd open_socket() { return UniqueFd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)); }
+
+socklen_t address_of(const std::string& name, sockaddr_un& address) {
+  address = {};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path + 1, name.data(), name.size());
+  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+}
+
+// Announces itself under a rank's key, takes connections, and never makes one.
+class SilentRank {
+ public:
+  SilentRank(const StoreDirectory& directory, int rank) : socket_(open_socket()) {
+    FileStore store(directory);
+    std::istringstream card(store.get("card/0"));
+    std::string address_of_rank_0, rest;
+    std::getline(card >> address_of_rank_0, rest);
+    const std::string name = join("rota-test-", getpid(), '-', rank);
+    sockaddr_un address;
+    const socklen_t length = address_of(name, address);
+    check(bind(socket_.get(), reinterpret_cast<sockaddr*>(&address), length) == 0, "bind");
+    check(listen(socket_.get(), 4) == 0, "listen");
+    store.set(join("card/", rank), name + rest);
+  }
+
+  Greeting greeting_of_rank_0() {
+    const UniqueFd connection(accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    Greeting greeting;
+    check(recv(connection.get(), &greeting, sizeof(greeting), 0) == sizeof(greeting), "recv");
+    return greeting;
+  }
+
+ private:
+  UniqueFd socket_;
+};
+
+void missing_ranks_are_named() {
+  const StoreDirectory directory;
+  const pid_t rank_0 = start_process([&] {
+    const int num_files = num_open_files();
+    const Error error =
+        expect_error(ErrorKind::kTransport, [&] { connect(directory, 0, 3, milliseconds(200)); });
+    check_contains(error.what(), "rank 0/3 still waits for rank 1, 2");
+    check_equal(num_open_files(), num_files, "descriptors after an error");
+  });
+  const SilentRank rank_1(directory, 1), rank_2(directory, 2);
+  check_equal(wait_for_process(rank_0), Exit{}, "end of rank 0");
+}
+
+// A rank that never even started: its key does not appear.
+void rank_that_never_starts_is_named() {
+  const StoreDirectory directory;
+  run_processes(1, [&](int rank) {
+    FileStore store(directory, milliseconds(200));
+    const Error error = expect_error(ErrorKind::kTransport, [&] {
+      SharedMemoryTransport::connect(store, rank, 2, kSmall, milliseconds(200), [] {});
+    });
+    check_contains(error.what(), "rank 1");
+  });
+}
+
+struct Interruption : std::exception {};
+
+void connecting_lets_an_interruption_through() {
+  const StoreDirectory directory;
+  const pid_t rank_0 = start_process([&] {
+    FileStore store(directory);
+    try {
+      SharedMemoryTransport::connect(store, 0, 2, kSmall, kPatience, [] { throw Interruption(); });
+    } catch (const Interruption&) {
+      return;
+    }
+    fail("connect() returned");
+  });
+  const SilentRank rank_1(directory, 1);
+  check_equal(wait_for_process(rank_0), Exit{}, "end of rank 0");
+}
+
+// ---- strangers
+// -----------------------------------------------------------------------------------
+
+// The magic number of the bootstrap's messages, overheard from a rank 0 that then finds nobody.
+uint64_t overhear_magic() {
+  const StoreDirectory directory;
+  const pid_t rank_0 = start_process([&] {
+    expect_error(ErrorKind::kTransport, [&] { connect(directory, 0, 2, milliseconds(1)); });
+  });
+  SilentRank rank_1(directory, 1);
+  const Greeting greeting = rank_1.greeting_of_rank_0();
+  check_equal(greeting.rank, uint64_t{0}, "rank 0's number in its greeting");
+  check_equal(wait_for_process(rank_0), Exit{}, "end of rank 0");
+  return greeting.magic;
+}
+
+void send_greeting(const UniqueFd& connection, Greeting greeting, size_t num_bytes,
+                   size_t num_descriptors) {
+  iovec part{&greeting, num_bytes};
+  alignas(cmsghdr) char control[CMSG_SPACE(2 * sizeof(int))] = {};
+  msghdr header{};
+  header.msg_iov = &part;
+  header.msg_iovlen = 1;
+  const UniqueFd memory(memfd_create("rota-test", MFD_CLOEXEC));
+  const int descriptors[] = {memory.get(), memory.get()};
+  const size_t descriptor_bytes = num_descriptors * sizeof(int);
+  if (num_descriptors > 0) {
+    header.msg_control = control;
+    header.msg_controllen = CMSG_SPACE(descriptor_bytes);
+    cmsghdr* message = CMSG_FIRSTHDR(&header);
+    message->cmsg_level = SOL_SOCKET;
+    message->cmsg_type = SCM_RIGHTS;
+    message->cmsg_len = CMSG_LEN(descriptor_bytes);
+    std::memcpy(CMSG_DATA(message), descriptors, descriptor_bytes);
+  }
+  check(sendmsg(connection.get(), &header, MSG_NOSIGNAL) == static_cast<ssize_t>(num_bytes),
+        "sendmsg");
+}
+
+// Somebody connects to rank 0 before rank 1 does. It is ignored and leaves nothing behind.
+void stranger_is_ignored(const std::function<void(const UniqueFd&)>& speak) {
+  const StoreDirectory directory;
+  const auto run_rank = [&](int rank) {
+    return start_process([&, rank] {
+      const int num_files = num_open_files();
+      {
+        Communicator communicator(connect(directory, rank, 2), kPatience, [] {});
+        check_equal(num_open_files(), num_files + 1, "descriptors beside the strangers'");
+        call_and_check(communicator, {.num_elems = 5000}, 1);
+      }
+      check_equal(num_open_files(), num_files, "descriptors at the end");
+    });
+  };
+  const pid_t rank_0 = run_rank(0);
+  std::string name;
+  std::istringstream(FileStore(directory).get("card/0")) >> name;
+  sockaddr_un address;
+  const socklen_t length = address_of(name, address);
+  const UniqueFd connection = open_socket();
+  check(connect(connection.get(), reinterpret_cast<sockaddr*>(&address), length) == 0, "connect");
+  speak(connection);
+  check_equal(wait_for_process(run_rank(1)), Exit{}, "end of rank 1");
+  check_equal(wait_for_process(rank_0), Exit{}, "end of rank 0");
+}
+
+void stranger_who_hangs_up() {
+  stranger_is_ignored([](const UniqueFd& connection) { shutdown(connection.get(), SHUT_RDWR); });
+}
+
+void stranger_with_wrong_greeting(bool knows_magic, uint64_t rank, size_t num_bytes,
+                                  size_t num_descriptors) {
+  const uint64_t magic = knows_magic ? overhear_magic() : 0x1234;
+  stranger_is_ignored([&](const UniqueFd& connection) {
+    send_greeting(connection, {magic, rank}, num_bytes, num_descriptors);
+  });
+}
+
+constexpr transport::Geometry kOtherSlots{.message_bytes = 1024, .slot_bytes = 8192};
+
+const CaseTable kCases{
+    {"bootstrap_world_sizes_differ",
+     [] { unfit_ranks_are_told({{0, 2}, {1, 3}}, {"has world_size", "same WORLD_SIZE"}); }},
+    {"bootstrap_geometries_differ-ws2",
+     [] {
+       unfit_ranks_are_told({{0, 2}, {1, 2, kOtherSlots}}, {"4096", "8192", "same slot_bytes"});
+     }},
+    {"bootstrap_geometries_differ-ws3",
+     [] { unfit_ranks_are_told({{0, 3}, {1, 3}, {2, 3, kOtherSlots}}, {"4096", "8192"}); }},
+    {"bootstrap_hosts_differ",
+     [] {
+       unfit_ranks_are_told({{0, 2}, {1, 2, kSmall, "another host"}},
+                            {"is on host", "one host", "another host"});
+     }},
+    {"bootstrap_one_number_twice", second_process_with_one_number_is_refused},
+    {"bootstrap_rank_outside_world", rank_outside_world_is_refused},
+    {"bootstrap_missing_ranks-ws3", missing_ranks_are_named},
+    {"bootstrap_rank_never_starts", rank_that_never_starts_is_named},
+    {"bootstrap_interruption", connecting_lets_an_interruption_through},
+    {"stranger_hangs_up", stranger_who_hangs_up},
+    {"stranger_without_magic", [] { stranger_with_wrong_greeting(false, 1, 16, 1); }},
+    {"stranger_short_greeting", [] { stranger_with_wrong_greeting(true, 1, 8, 1); }},
+    {"stranger_without_memory", [] { stranger_with_wrong_greeting(true, 1, 16, 0); }},
+    {"stranger_own_rank", [] { stranger_with_wrong_greeting(true, 0, 16, 1); }},
+    {"stranger_rank_outside_world", [] { stranger_with_wrong_greeting(true, 1u << 31, 16, 1); }},
+    {"stranger_two_descriptors", [] { stranger_with_wrong_greeting(false, 1, 16, 2); }},
+};
+
+}  // namespace
+}  // namespace rota::test

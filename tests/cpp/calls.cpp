@@ -1,0 +1,195 @@
+#include "calls.h"
+
+#include <algorithm>
+
+#include "check.h"
+#include "ranks.h"
+#include "reference.h"
+
+namespace rota::test {
+namespace {
+
+// Memory of a tensor, no byte longer, so that AddressSanitizer sees any step beyond its end.
+class Tensor {
+ public:
+  Tensor(DType dtype, uint64_t num_elems, size_t misalignment)
+      : dtype_(dtype),
+        num_elems_(num_elems),
+        misalignment_(misalignment),
+        bytes_(misalignment + num_elems * info(dtype).num_bytes) {}
+
+  // Null where there is nothing, as torch hands it over.
+  void* data() { return num_elems_ == 0 ? nullptr : bytes_.data() + misalignment_; }
+  void set(uint64_t elem, uint64_t bits) { store_bits(dtype_, data(), elem, bits); }
+  uint64_t get(uint64_t elem) { return load_bits(dtype_, data(), elem); }
+
+ private:
+  DType dtype_;
+  uint64_t num_elems_;
+  size_t misalignment_;
+  std::vector<std::byte> bytes_;
+};
+
+uint64_t hash(uint64_t seed, int rank, uint64_t elem) {
+  return mix(mix(seed + static_cast<uint64_t>(rank)) + elem);
+}
+
+int64_t small_integer(uint64_t hash, int64_t bound) {
+  return static_cast<int64_t>(hash % static_cast<uint64_t>(2 * bound + 1)) - bound;
+}
+
+// Up to 8 ranks every partial result of floats is an integer of at most 8 bits, which bfloat16
+// holds exactly; integers take any value and wrap.
+int64_t contribution(const Call& call, int world_size, uint64_t seed, int rank, uint64_t elem) {
+  const uint64_t value = hash(seed, rank, elem);
+  if (call.dtype == DType::kBool) return static_cast<int64_t>(value & 1);
+  if (!info(call.dtype).is_floating) return static_cast<int64_t>(value);
+  switch (call.op) {
+    case ReduceOp::kSum:
+      return small_integer(value, 8);
+    case ReduceOp::kAvg:
+      return small_integer(value, 3) * world_size;
+    case ReduceOp::kProduct:
+      return (value & 1 ? 1 : -1) * (value & 2 ? 1 : 2);
+    case ReduceOp::kMin:
+    case ReduceOp::kMax:
+      return small_integer(value, 100);
+    case ReduceOp::kBand:
+    case ReduceOp::kBor:
+    case ReduceOp::kBxor:
+      break;
+  }
+  return 0;
+}
+
+void check_elem(const Call& call, Tensor& tensor, uint64_t elem, uint64_t expected, int rank) {
+  if (tensor.get(elem) == expected) return;
+  fail(join("rank ", rank, ", ", call.to_string(), ": element ", elem, " has bits ",
+            tensor.get(elem), ", expected ", expected));
+}
+
+void all_reduce(Communicator& communicator, const Call& call, uint64_t seed, CallerThread thread) {
+  const int world_size = communicator.world_size();
+  Tensor tensor(call.dtype, call.num_elems, call.misalignment);
+  const auto bits_of = [&](int rank, uint64_t elem) {
+    return bits_of_integer(call.dtype, contribution(call, world_size, seed, rank, elem));
+  };
+  for (uint64_t i = 0; i < call.num_elems; ++i) tensor.set(i, bits_of(communicator.rank(), i));
+  cpu::AllReduceArgs args = communicator.plan({.num_elems = call.num_elems,
+                                               .dtype = call.dtype,
+                                               .op = call.op,
+                                               .algorithm = call.algorithm,
+                                               .wire = call.wire,
+                                               .hop = call.hop});
+  args.data = tensor.data();
+  communicator.all_reduce(args, thread);
+  std::vector<uint64_t> srcs(static_cast<size_t>(world_size));
+  for (uint64_t i = 0; i < call.num_elems; ++i) {
+    for (int rank = 0; rank < world_size; ++rank) {
+      srcs[static_cast<size_t>(rank)] = bits_of(rank, i);
+    }
+    // Exact in any order, so one oracle does for every algorithm and wire dtype.
+    check_elem(call, tensor, i, reduce_scalars(call.dtype, call.op, srcs, world_size),
+               communicator.rank());
+  }
+}
+
+void broadcast(Communicator& communicator, const Call& call, uint64_t seed, CallerThread thread) {
+  Tensor tensor(call.dtype, call.num_elems, call.misalignment);
+  const auto bits_of = [&](int rank, uint64_t elem) {
+    return bits_of_integer(call.dtype, static_cast<int64_t>(hash(seed, rank, elem) & 0x7f));
+  };
+  for (uint64_t i = 0; i < call.num_elems; ++i) tensor.set(i, bits_of(communicator.rank(), i));
+  const uint64_t num_bytes = call.num_elems * info(call.dtype).num_bytes;
+  communicator.broadcast({tensor.data(), num_bytes, call.root}, call.dtype, thread);
+  for (uint64_t i = 0; i < call.num_elems; ++i) {
+    check_elem(call, tensor, i, bits_of(call.root, i), communicator.rank());
+  }
+}
+
+void all_gather(Communicator& communicator, const Call& call, uint64_t seed, CallerThread thread) {
+  const auto bits_of = [&](int rank, uint64_t elem) {
+    return bits_of_integer(call.dtype, static_cast<int64_t>(hash(seed, rank, elem) & 0x7f));
+  };
+  std::vector<Tensor> tensors;
+  std::vector<void*> outputs;
+  for (int rank = 0; rank < communicator.world_size(); ++rank) {
+    tensors.emplace_back(call.dtype, call.num_elems, call.misalignment);
+  }
+  for (Tensor& tensor : tensors) outputs.push_back(tensor.data());
+  // Every other time in place: the input is the own part of the output.
+  Tensor separate(call.dtype, call.num_elems, call.misalignment);
+  Tensor& input = seed % 2 == 0 ? separate : tensors[static_cast<size_t>(communicator.rank())];
+  for (uint64_t i = 0; i < call.num_elems; ++i) input.set(i, bits_of(communicator.rank(), i));
+  const uint64_t num_bytes = call.num_elems * info(call.dtype).num_bytes;
+  communicator.all_gather({input.data(), outputs.data(), num_bytes}, call.dtype, thread);
+  for (int rank = 0; rank < communicator.world_size(); ++rank) {
+    for (uint64_t i = 0; i < call.num_elems; ++i) {
+      check_elem(call, tensors[static_cast<size_t>(rank)], i, bits_of(rank, i),
+                 communicator.rank());
+    }
+  }
+}
+
+}  // namespace
+
+std::string Call::to_string() const {
+  std::string text = join(kCollectiveNames[static_cast<size_t>(kind)], '(', name(dtype), '[',
+                          num_elems, "], ", name(op));
+  if (algorithm) text += join(", ", schedule::name(*algorithm));
+  if (wire) text += join(", wire ", name(*wire));
+  if (hop) text += join(", hop ", name(*hop));
+  return text + join(", root ", root, ", misaligned by ", misalignment, ')');
+}
+
+void call_and_check(Communicator& communicator, const Call& call, uint64_t seed,
+                    CallerThread thread) {
+  switch (call.kind) {
+    case CollectiveKind::kAllReduce:
+      return all_reduce(communicator, call, seed, thread);
+    case CollectiveKind::kBroadcast:
+      return broadcast(communicator, call, seed, thread);
+    case CollectiveKind::kAllGather:
+      return all_gather(communicator, call, seed, thread);
+    case CollectiveKind::kBarrier:
+      return communicator.barrier(thread);
+  }
+}
+
+Call random_call(Random& random, const Communicator& communicator) {
+  Call call;
+  // Half of all calls reduce: they have the most ways.
+  call.kind = random.choose(std::array{CollectiveKind::kAllReduce, CollectiveKind::kAllReduce,
+                                       CollectiveKind::kAllReduce, CollectiveKind::kBroadcast,
+                                       CollectiveKind::kAllGather, CollectiveKind::kBarrier});
+  call.dtype = random.choose(all_dtypes());
+  call.op = random.choose(defined_ops(call.dtype));
+  if (random.below(5) > 0) call.algorithm = random.choose(kAlgorithms);
+  if (call.dtype == DType::kFloat32 && random.below(2) == 0) {
+    call.wire = random.choose(std::array{DType::kFloat16, DType::kBFloat16});
+    if (call.algorithm == schedule::Algorithm::kRing && random.below(2) == 0) call.hop = call.wire;
+  }
+  call.root = static_cast<int>(random.below(static_cast<uint64_t>(communicator.world_size())));
+  const size_t elem_bytes = info(call.dtype).num_bytes;
+  const uint64_t limits[] = {16, kSmall.message_bytes / elem_bytes, kSmall.slot_bytes / elem_bytes,
+                             4 * kSmall.slot_bytes / elem_bytes};
+  call.num_elems = random.below(random.choose(limits) + 1);
+  call.misalignment = random.below(3) * elem_bytes;
+  return call;
+}
+
+std::vector<DType> all_dtypes() {
+  std::vector<DType> dtypes;
+  for (size_t i = 0; i < kNumDTypes; ++i) dtypes.push_back(static_cast<DType>(i));
+  return dtypes;
+}
+
+std::vector<ReduceOp> defined_ops(DType dtype) {
+  std::vector<ReduceOp> ops;
+  for (size_t i = 0; i < kNumReduceOps; ++i) {
+    if (is_defined(static_cast<ReduceOp>(i), dtype)) ops.push_back(static_cast<ReduceOp>(i));
+  }
+  return ops;
+}
+
+}  // namespace rota::test

@@ -1,0 +1,43 @@
+// One collective as a test calls it: inputs whose result is exact in every dtype, the call on one
+// rank, and the comparison of what it left behind, bit for bit.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/communicator.h"
+#include "random.h"
+
+namespace rota::test {
+
+struct Call {
+  CollectiveKind kind = CollectiveKind::kAllReduce;
+  uint64_t num_elems = 0;
+  DType dtype = DType::kFloat32;
+  ReduceOp op = ReduceOp::kSum;
+  std::optional<schedule::Algorithm> algorithm;
+  std::optional<DType> wire;
+  std::optional<DType> hop;
+  int root = 0;
+  size_t misalignment = 0;  // bytes in front of the tensor
+
+  std::string to_string() const;
+};
+
+// Makes the call and checks its result. The seed picks the numbers and is the same on all ranks.
+void call_and_check(Communicator& communicator, const Call& call, uint64_t seed,
+                    CallerThread thread = CallerThread::kUser);
+
+// Any kind, dtype and algorithm, from nothing to several slots long; the same on all ranks that
+// hand in the same state.
+Call random_call(Random& random, const Communicator& communicator);
+
+inline constexpr schedule::Algorithm kAlgorithms[] = {
+    schedule::Algorithm::kOneShot, schedule::Algorithm::kTwoShot, schedule::Algorithm::kOrderedRing,
+    schedule::Algorithm::kRing};
+
+std::vector<DType> all_dtypes();
+std::vector<ReduceOp> defined_ops(DType dtype);
+
+}  // namespace rota::test

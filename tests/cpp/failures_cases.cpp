@@ -1,0 +1,310 @@
+// What goes wrong in a collective: every rank gets an error that says what and who, and nobody
+// waits for ever. The times here only bound how long a test may hang, or end a wait on purpose.
+#include <atomic>
+#include <thread>
+
+#include "calls.h"
+#include "check.h"
+#include "cpu/float_environment.h"
+#include "ranks.h"
+#include "transport/thread_transport.h"
+
+namespace rota::test {
+namespace {
+
+using std::chrono::milliseconds;
+
+void barrier(Communicator& communicator) { communicator.barrier(CallerThread::kProgress); }
+
+// ---- ranks that disagree
+// -------------------------------------------------------------------------
+
+// Rank 1 calls `odd`, all others `usual`: all learn of it, nothing is written, and they go on.
+void disagreement_is_an_error_everywhere(int world_size, const Call& usual, const Call& odd) {
+  run_ranks(world_size, [&](Communicator& communicator) {
+    const bool is_odd = communicator.rank() == 1;
+    for (uint64_t seed = 0; seed < 20; ++seed) {
+      const Error error = expect_error(
+          ErrorKind::kMismatch, [&] { call_and_check(communicator, is_odd ? odd : usual, seed); });
+      check_contains(error.what(), "rank 1 called ");
+      check_contains(error.what(), world_size == 2 ? "rank 0 called " : "ranks 0, 2 called ");
+      call_and_check(communicator, usual, seed);
+    }
+  });
+}
+
+constexpr uint64_t kLong = 5000;  // elements that take several slots
+
+constexpr Call kUsual{.num_elems = 10};
+constexpr Call kUsualLong{.num_elems = kLong};
+
+void mismatch_writes_nothing() {
+  run_ranks(2, [](Communicator& communicator) {
+    for (const uint64_t num_elems : {uint64_t{10}, kLong}) {
+      std::vector<float> data(num_elems + 1, 7.0f);
+      cpu::AllReduceArgs args =
+          communicator.plan({.num_elems = num_elems + static_cast<uint64_t>(communicator.rank()),
+                             .dtype = DType::kFloat32});
+      args.data = data.data();
+      expect_error(ErrorKind::kMismatch,
+                   [&] { communicator.all_reduce(args, CallerThread::kUser); });
+      for (const float value : data) check_equal(value, 7.0f, "an element after a mismatch");
+    }
+  });
+}
+
+// ---- peers that do not come
+// ----------------------------------------------------------------------
+
+void absent_peer_is_a_timeout(CallerThread thread) {
+  std::atomic<bool> has_failed{false};
+  run_ranks(3,
+            [&](Communicator& communicator) {
+              if (communicator.rank() == 1) {
+                has_failed.wait(false);
+                // Whoever comes too late hears what the first one who gave up said.
+                const Error error =
+                    expect_error(ErrorKind::kTimeout, [&] { communicator.barrier(thread); });
+                check_contains(error.what(), "failed: rota.barrier: rank ");
+                return;
+              }
+              const Error error =
+                  expect_error(ErrorKind::kTimeout, [&] { communicator.barrier(thread); });
+              check_contains(error.what(), "is rank 1 alive?");
+              has_failed = true;
+              has_failed.notify_all();
+              const Error later =
+                  expect_error(ErrorKind::kInternal, [&] { communicator.barrier(thread); });
+              check_contains(later.what(), "the group is dead");
+            },
+            {.timeout = milliseconds(50)});
+}
+
+void departed_peer_is_a_failure(CallerThread thread) {
+  run_ranks(3, [&](Communicator& communicator) {
+    barrier(communicator);
+    if (communicator.rank() == 2) return;
+    const Error error = expect_error(ErrorKind::kPeerFailed, [&] { communicator.barrier(thread); });
+    check_contains(error.what(), "rank 2");
+    check_contains(error.what(), "has left the group");
+  });
+}
+
+// A rank that closes right behind the last collective has done its part in it.
+void departure_behind_last_collective_is_no_failure() {
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    for (const schedule::Algorithm algorithm : kAlgorithms) {
+      run_ranks(4, [&](Communicator& communicator) {
+        call_and_check(communicator, {.num_elems = kLong, .algorithm = algorithm}, seed,
+                       CallerThread::kProgress);
+      });
+    }
+  }
+}
+
+// ---- abort and interruption
+// ----------------------------------------------------------------------
+
+// abort() from another thread of any rank ends the waits of all, and every later call.
+void abort_ends_waits(int aborting_rank, CallerThread thread) {
+  std::atomic<int> num_waiting{0};
+  std::atomic<bool> has_aborted{false};
+  run_ranks(3, [&](Communicator& communicator) {
+    std::jthread other;
+    if (communicator.rank() == aborting_rank) {
+      other = std::jthread([&] {
+        while (num_waiting.load() < 2) std::this_thread::yield();
+        communicator.abort("because of a test");
+        has_aborted = true;
+        has_aborted.notify_all();
+      });
+    }
+    const auto expect_the_reason = [&] {
+      try {
+        communicator.barrier(thread);
+      } catch (const Error& error) {
+        return check_contains(error.what(), "because of a test");
+      }
+      fail("a barrier returned in spite of an abort");
+    };
+    if (communicator.rank() != 2) {  // for whom the others wait
+      num_waiting.fetch_add(1);
+      expect_the_reason();
+    }
+    has_aborted.wait(false);
+    // Also for the one who was not there, and for ever.
+    expect_the_reason();
+    expect_the_reason();
+  });
+}
+
+struct Interruption : std::exception {};
+
+void interruption_passes_and_peers_hear(CallerThread thread) {
+  std::atomic<bool> was_interrupted{false};
+  run_ranks(2,
+            [&](Communicator& communicator) {
+              if (communicator.rank() == 1) {
+                was_interrupted.wait(false);
+                const Error error =
+                    expect_error(ErrorKind::kPeerFailed, [&] { communicator.barrier(thread); });
+                check_contains(error.what(), "was interrupted");
+                return;
+              }
+              try {
+                communicator.barrier(CallerThread::kUser);
+                fail("the barrier returned");
+              } catch (const Interruption&) {
+              }
+              was_interrupted = true;
+              was_interrupted.notify_all();
+              expect_error(ErrorKind::kInternal,
+                           [&] { communicator.barrier(CallerThread::kUser); });
+            },
+            {.check_interrupt = [&] {
+              if (!was_interrupted) throw Interruption();
+            }});
+}
+
+// The progress thread is none to which Python delivers a signal.
+void progress_thread_is_not_interrupted() {
+  std::atomic<bool> was_asked{false};
+  run_ranks(2,
+            [&](Communicator& communicator) {
+              if (communicator.rank() == 1) std::this_thread::sleep_for(milliseconds(5));
+              communicator.barrier(CallerThread::kProgress);
+            },
+            {.check_interrupt = [&] { was_asked = true; }});
+  check(!was_asked, "check_interrupt ran on the progress thread");
+}
+
+// ---- arguments
+// -----------------------------------------------------------------------------------
+
+void plan_refuses_what_cannot_be() {
+  auto transports = transport::ThreadTransport::make_world(2, kSmall);
+  const Communicator communicator(std::move(transports[0]), kPatience, [] {});
+  const auto refuse = [&](ErrorKind kind, const AllReduceRequest& request) {
+    expect_error(kind, [&] { communicator.plan(request); });
+  };
+  refuse(ErrorKind::kType, {.num_elems = 1, .dtype = DType::kInt32, .op = ReduceOp::kAvg});
+  refuse(ErrorKind::kType, {.num_elems = 1, .dtype = DType::kFloat32, .op = ReduceOp::kBand});
+  refuse(ErrorKind::kType, {.num_elems = 1, .dtype = DType::kFloat16, .wire = DType::kFloat32});
+  refuse(ErrorKind::kType, {.num_elems = 1, .dtype = DType::kInt32, .wire = DType::kInt16});
+  refuse(ErrorKind::kValue, {.num_elems = 1, .dtype = DType::kFloat16, .hop = DType::kFloat16});
+  refuse(ErrorKind::kType, {.num_elems = 1,
+                            .dtype = DType::kFloat16,
+                            .algorithm = schedule::Algorithm::kRing,
+                            .hop = DType::kFloat64});
+  for (const int root : {-1, 2}) {
+    expect_error(ErrorKind::kValue, [&] { communicator.check_root(root); });
+  }
+}
+
+void descriptor_survives_its_words() {
+  for (size_t kind = 0; kind < kCollectiveNames.size(); ++kind) {
+    for (const DType dtype : all_dtypes()) {
+      for (const ReduceOp op : defined_ops(dtype)) {
+        for (const schedule::Algorithm algorithm : kAlgorithms) {
+          const Descriptor descriptor{.kind = static_cast<CollectiveKind>(kind),
+                                      .op = op,
+                                      .dtype = dtype,
+                                      .wire = dtype,
+                                      .hop = info(dtype).accumulate,
+                                      .algorithm = algorithm,
+                                      .root = 3,
+                                      .num_elems = uint64_t{1} << 40};
+          check(Descriptor::from_words(descriptor.to_words()) == descriptor,
+                descriptor.to_string());
+          check(descriptor.to_words()[0] != 0, "a descriptor is told from memory at rest");
+        }
+      }
+    }
+  }
+  // What another process wrote is bounded, whatever it is.
+  for (uint64_t seed = 0; seed < 1000; ++seed) {
+    Descriptor::Words words;
+    for (size_t i = 0; i < words.size(); ++i) words[i] = mix(seed * 8 + i);
+    check(!Descriptor::from_words(words).to_string().empty(), "a text");
+  }
+}
+
+// ---- the caller's floating-point mode
+// ------------------------------------------------------------
+
+// Flushing denormals or rounding towards zero, as a caller may have set, changes no result.
+void float_mode_of_caller_changes_nothing() {
+#if defined(__x86_64__)
+  constexpr unsigned kModes[] = {0x8000, 0x0040, 0x8040, 0x6000};  // FZ, DAZ, both, RC to zero
+  run_ranks(2, [&](Communicator& communicator) {
+    const float rank_half = communicator.rank() == 0 ? 0x1p-127f : 0x1p-128f;  // denormals
+    const float rank_tie = communicator.rank() == 0 ? 1.0f : 0x1.8p-24f;       // rounds up
+    for (const schedule::Algorithm algorithm : kAlgorithms) {
+      for (const unsigned mode : kModes) {
+        const unsigned usual = _mm_getcsr();
+        float data[] = {rank_half, rank_tie};
+        cpu::AllReduceArgs args =
+            communicator.plan({.num_elems = 2, .dtype = DType::kFloat32, .algorithm = algorithm});
+        args.data = data;
+        _mm_setcsr(usual | mode);
+        communicator.all_reduce(args, CallerThread::kUser);
+        const unsigned after = _mm_getcsr();
+        _mm_setcsr(usual);
+        check_equal(after & 0xffc0u, (usual | mode) & 0xffc0u, "the caller's mode afterwards");
+        check_equal(data[0], 0x1.8p-127f, "a sum of denormals");
+        check_equal(data[1], 0x1.000002p+0f, "a sum rounded to nearest");
+      }
+    }
+  });
+#endif
+}
+
+const CaseTable kCases{
+    {"mismatch_op-ws3",
+     [] {
+       disagreement_is_an_error_everywhere(3, kUsual, {.num_elems = 10, .op = ReduceOp::kMax});
+     }},
+    {"mismatch_dtype-ws2",
+     [] {
+       disagreement_is_an_error_everywhere(2, kUsual, {.num_elems = 10, .dtype = DType::kInt32});
+     }},
+    {"mismatch_num_elems-ws3",
+     [] { disagreement_is_an_error_everywhere(3, kUsual, {.num_elems = 11}); }},
+    {"mismatch_message_and_rounds-ws3",
+     [] { disagreement_is_an_error_everywhere(3, kUsual, kUsualLong); }},
+    {"mismatch_algorithm-ws2",
+     [] {
+       disagreement_is_an_error_everywhere(
+           2, kUsualLong, {.num_elems = kLong, .algorithm = schedule::Algorithm::kRing});
+     }},
+    {"mismatch_root-ws3",
+     [] {
+       disagreement_is_an_error_everywhere(
+           3, {.kind = CollectiveKind::kBroadcast, .num_elems = 9, .root = 0},
+           {.kind = CollectiveKind::kBroadcast, .num_elems = 9, .root = 1});
+     }},
+    {"mismatch_kind-ws3",
+     [] {
+       disagreement_is_an_error_everywhere(3, {.kind = CollectiveKind::kBarrier}, kUsualLong);
+     }},
+    {"mismatch_writes_nothing-ws2", mismatch_writes_nothing},
+    {"timeout_user_thread-ws3", [] { absent_peer_is_a_timeout(CallerThread::kUser); }},
+    {"timeout_progress_thread-ws3", [] { absent_peer_is_a_timeout(CallerThread::kProgress); }},
+    {"departed_peer_user_thread-ws3", [] { departed_peer_is_a_failure(CallerThread::kUser); }},
+    {"departed_peer_progress_thread-ws3",
+     [] { departed_peer_is_a_failure(CallerThread::kProgress); }},
+    {"departure_behind_last_collective-ws4", departure_behind_last_collective_is_no_failure},
+    {"abort_by_waiting_rank-ws3", [] { abort_ends_waits(0, CallerThread::kProgress); }},
+    {"abort_by_awaited_rank-ws3", [] { abort_ends_waits(2, CallerThread::kUser); }},
+    {"interruption_user_thread-ws2",
+     [] { interruption_passes_and_peers_hear(CallerThread::kUser); }},
+    {"interruption_of_peer_of_progress_thread-ws2",
+     [] { interruption_passes_and_peers_hear(CallerThread::kProgress); }},
+    {"progress_thread_not_interrupted-ws2", progress_thread_is_not_interrupted},
+    {"plan_refuses", plan_refuses_what_cannot_be},
+    {"descriptor_words", descriptor_survives_its_words},
+    {"float_mode_of_caller-ws2", float_mode_of_caller_changes_nothing},
+};
+
+}  // namespace
+}  // namespace rota::test

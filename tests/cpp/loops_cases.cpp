@@ -1,0 +1,280 @@
+// The element loops of every instruction set that this CPU has, against scalars (reference.h): same
+// bits for every dtype, op, number of sources, length and alignment.
+#include <algorithm>
+#include <cmath>
+#include <memory>
+
+#include "check.h"
+#include "cpu/element_loops.h"
+#include "random.h"
+#include "reference.h"
+
+namespace rota::test {
+namespace {
+
+constexpr size_t kMaxLength = 130;
+constexpr size_t kBigLength = 4099;
+constexpr int kMaxSrcs = 5;
+
+std::vector<const cpu::ElementLoops*> all_tables() {
+  std::vector<const cpu::ElementLoops*> tables;
+  for (const std::string_view isa : {"portable", "avx2", "avx512"}) {
+    try {
+      tables.push_back(&cpu::element_loops(isa));
+      check_equal(tables.back()->isa, isa, "table");
+    } catch (const Error& error) {  // this CPU lacks it
+      check_equal(static_cast<int>(error.kind()), static_cast<int>(ErrorKind::kValue), "kind");
+    }
+  }
+  return tables;
+}
+
+// Memory of exactly this many bytes, at any alignment: a step outside is AddressSanitizer's to see.
+class Bytes {
+ public:
+  Bytes(size_t num_bytes, size_t misalignment)
+      : bytes_(misalignment + num_bytes), misalignment_(misalignment) {}
+  std::byte* data() { return bytes_.data() + misalignment_; }
+
+ private:
+  std::vector<std::byte> bytes_;
+  size_t misalignment_;
+};
+
+// Zeros, infinities, NaN, the ends of denormals and normals, and ones: by bits, for each format.
+std::vector<uint64_t> special_bits(DType dtype) {
+  if (!info(dtype).is_floating)
+    return {0, 1, ~0ull, ~0ull << 7, ~0ull >> 1, 1ull << 31, 1ull << 63};
+  const uint64_t one = bits_of_integer(dtype, 1), infinity = round_to(dtype, INFINITY);
+  const uint64_t sign = round_to(dtype, -0.0);
+  const uint64_t min_normal = infinity & ~(infinity - 1);  // lowest bit of the exponent
+  std::vector<uint64_t> bits{0,
+                             1,
+                             2,
+                             3,
+                             min_normal - 1,
+                             min_normal,
+                             min_normal + 1,
+                             one - 1,
+                             one,
+                             one + 1,
+                             infinity - 1,
+                             infinity,
+                             infinity + min_normal / 2};
+  for (size_t i = 0, end = bits.size(); i < end; ++i) bits.push_back(bits[i] | sign);
+  return bits;
+}
+
+// A third special, a third any bits, a third of like magnitude so that sums round.
+uint64_t random_bits(DType dtype, Random& random) {
+  const uint64_t kind = random.below(3);
+  const uint64_t any = random.next();
+  uint64_t bits = any;
+  if (kind == 0) {
+    bits = random.choose(special_bits(dtype));
+  } else if (kind == 1 && info(dtype).is_floating) {
+    const double mantissa = 1 + std::ldexp(static_cast<double>(any >> 12), -52);
+    bits = round_to(dtype, std::ldexp(any & 1 ? mantissa : -mantissa, static_cast<int>(any % 8)));
+  }
+  const size_t num_bits = 8 * info(dtype).num_bytes;
+  return num_bits == 64 ? bits : bits & ((uint64_t{1} << num_bits) - 1);
+}
+
+std::vector<uint64_t> random_elems(DType dtype, size_t num_elems, uint64_t seed) {
+  Random random(seed);
+  std::vector<uint64_t> elems(num_elems);
+  for (uint64_t& bits : elems) bits = random_bits(dtype, random);
+  return elems;
+}
+
+// ---- reduce
+// --------------------------------------------------------------------------------------
+
+struct ReduceProblem {
+  DType dtype;
+  ReduceOp op;
+  int divisor;
+  std::vector<std::vector<uint64_t>> srcs;
+  std::vector<uint64_t> expected;
+};
+
+ReduceProblem make_problem(DType dtype, ReduceOp op, int num_srcs) {
+  ReduceProblem problem{dtype, op, num_srcs, {}, {}};
+  for (int s = 0; s < num_srcs; ++s) {
+    const auto seed = static_cast<uint64_t>(s) + 100 * static_cast<uint64_t>(op);
+    problem.srcs.push_back(random_elems(dtype, kBigLength, seed));
+  }
+  std::vector<uint64_t> srcs(static_cast<size_t>(num_srcs));
+  for (size_t i = 0; i < kBigLength; ++i) {
+    for (size_t s = 0; s < srcs.size(); ++s) srcs[s] = problem.srcs[s][i];
+    problem.expected.push_back(reduce_scalars(dtype, op, srcs, problem.divisor));
+  }
+  return problem;
+}
+
+// alias: the source that dst is as well, or -1.
+void run_reduce(const cpu::ElementLoops& table, const ReduceProblem& problem, size_t num_elems,
+                int alias) {
+  const size_t num_bytes = num_elems * info(problem.dtype).num_bytes;
+  std::vector<Bytes> srcs;
+  std::vector<const void*> pointers;
+  for (size_t s = 0; s < problem.srcs.size(); ++s) {
+    srcs.emplace_back(num_bytes, (num_elems + 3 * s) % 64);
+    for (size_t i = 0; i < num_elems; ++i) {
+      store_bits(problem.dtype, srcs[s].data(), i, problem.srcs[s][i]);
+    }
+  }
+  for (Bytes& src : srcs) pointers.push_back(src.data());
+  Bytes separate(num_bytes, 5 * num_elems % 64);
+  std::byte* dst = alias < 0 ? separate.data() : srcs[static_cast<size_t>(alias)].data();
+  table.reduce(problem.dtype, problem.op)(pointers.data(), static_cast<int>(srcs.size()), dst,
+                                          num_elems, problem.divisor);
+  for (size_t i = 0; i < num_elems; ++i) {
+    const uint64_t got = load_bits(problem.dtype, dst, i);
+    if (is_same(problem.dtype, got, problem.expected[i])) continue;
+    fail(join(table.isa, ' ', name(problem.op), ' ', name(problem.dtype), " of ", srcs.size(),
+              " sources, element ", i, " of ", num_elems, ": bits ", got, ", expected ",
+              problem.expected[i]));
+  }
+}
+
+void reduce_loops_give_scalar_bits(DType dtype) {
+  for (const cpu::ElementLoops* table : all_tables()) {
+    for (size_t op = 0; op < kNumReduceOps; ++op) {
+      const auto reduce_op = static_cast<ReduceOp>(op);
+      check_equal(table->reduce(dtype, reduce_op) != nullptr, is_defined(reduce_op, dtype),
+                  "whether the loop exists");
+      if (!is_defined(reduce_op, dtype)) continue;
+      for (int num_srcs = 1; num_srcs <= kMaxSrcs; ++num_srcs) {
+        const ReduceProblem problem = make_problem(dtype, reduce_op, num_srcs);
+        for (size_t num_elems = 0; num_elems <= kMaxLength; ++num_elems) {
+          const int alias = static_cast<int>(num_elems) % (num_srcs + 1) - 1;
+          run_reduce(*table, problem, num_elems, alias);
+        }
+        run_reduce(*table, problem, kBigLength, -1);
+      }
+    }
+  }
+}
+
+// ---- convert
+// -------------------------------------------------------------------------------------
+
+constexpr DType kFloats[] = {DType::kFloat64, DType::kFloat32, DType::kFloat16, DType::kBFloat16};
+
+void run_convert(const cpu::ElementLoops& table, DType from, DType to,
+                 const std::vector<uint64_t>& elems, size_t misalignment = 0) {
+  Bytes src(elems.size() * info(from).num_bytes, misalignment);
+  Bytes dst(elems.size() * info(to).num_bytes, misalignment);
+  for (size_t i = 0; i < elems.size(); ++i) store_bits(from, src.data(), i, elems[i]);
+  table.convert(from, to)(src.data(), dst.data(), elems.size());
+  for (size_t i = 0; i < elems.size(); ++i) {
+    const uint64_t got = load_bits(to, dst.data(), i);
+    const uint64_t expected = round_to(to, to_double(from, elems[i]));
+    if (is_same(to, got, expected)) continue;
+    fail(join(table.isa, ": ", name(from), " with bits ", elems[i], " becomes ", name(to),
+              " with bits ", got, ", expected ", expected));
+  }
+}
+
+void convert_loops_give_scalar_bits(DType from, DType to) {
+  for (const cpu::ElementLoops* table : all_tables()) {
+    for (size_t num_elems = 0; num_elems <= kMaxLength; ++num_elems) {
+      run_convert(*table, from, to, random_elems(from, num_elems, num_elems), num_elems % 64);
+    }
+    run_convert(*table, from, to, random_elems(from, 50000, 1));
+  }
+}
+
+void convert_exists_only_among_floats() {
+  for (const cpu::ElementLoops* table : all_tables()) {
+    for (size_t from = 0; from < kNumDTypes; ++from) {
+      for (size_t to = 0; to < kNumDTypes; ++to) {
+        const bool exists =
+            from != to && kDTypeInfo[from].is_floating && kDTypeInfo[to].is_floating;
+        const auto fn = table->convert(static_cast<DType>(from), static_cast<DType>(to));
+        check_equal(fn != nullptr, exists, "whether the loop exists");
+      }
+    }
+  }
+}
+
+// Every one of the 65536 values, to each wider format and back.
+void all_halves_round_trip(DType half) {
+  std::vector<uint64_t> all(1 << 16);
+  for (size_t bits = 0; bits < all.size(); ++bits) all[bits] = bits;
+  for (const cpu::ElementLoops* table : all_tables()) {
+    for (const DType wide : {DType::kFloat32, DType::kFloat64}) {
+      run_convert(*table, half, wide, all);
+      Bytes narrow(all.size() * 2, 0), wider(all.size() * info(wide).num_bytes, 0);
+      for (size_t i = 0; i < all.size(); ++i) store_bits(half, narrow.data(), i, all[i]);
+      table->convert(half, wide)(narrow.data(), wider.data(), all.size());
+      table->convert(wide, half)(wider.data(), narrow.data(), all.size());
+      for (size_t i = 0; i < all.size(); ++i) {
+        check(is_same(half, load_bits(half, narrow.data(), i), all[i]),
+              join(table->isa, ": ", name(half), " through ", name(wide), ", bits ", i));
+      }
+    }
+  }
+}
+
+// Around every value of `to` that lies between two neighbours, the tie itself and what is next to
+// it in `from`. In float64 these are the values that a detour through float32 rounds wrongly.
+void ties_round_to_even(DType from, DType to) {
+  const uint64_t infinity = round_to(to, INFINITY);
+  const uint64_t stride = infinity > (1 << 16) ? 49999 : 1;  // not each of 2^32
+  std::vector<uint64_t> elems;
+  for (uint64_t bits = 0; bits < infinity; bits += stride) {
+    // Behind the greatest finite value, the one that would come next.
+    const double low = to_double(to, bits);
+    const double high =
+        bits + 1 < infinity ? to_double(to, bits + 1) : 2 * low - to_double(to, bits - 1);
+    const uint64_t tie = round_to(from, low + (high - low) / 2);
+    for (const uint64_t near : {tie - 1, tie, tie + 1, round_to(from, low), round_to(from, high)}) {
+      elems.push_back(near);
+      elems.push_back(near | round_to(from, -0.0));
+    }
+  }
+  for (const cpu::ElementLoops* table : all_tables()) run_convert(*table, from, to, elems);
+}
+
+void unknown_isa_is_an_error() {
+  const Error error = expect_error(ErrorKind::kValue, [] { cpu::element_loops("mmx"); });
+  check_contains(error.what(), "ROTA_ISA is 'mmx'");
+  check_contains(error.what(), "portable");
+}
+
+void all_casts_of(DType from) {
+  for (const DType to : kFloats) {
+    if (to != from) convert_loops_give_scalar_bits(from, to);
+  }
+}
+
+const CaseTable kCases{
+    {"loops_reduce-float32", [] { reduce_loops_give_scalar_bits(DType::kFloat32); }},
+    {"loops_reduce-float64", [] { reduce_loops_give_scalar_bits(DType::kFloat64); }},
+    {"loops_reduce-float16", [] { reduce_loops_give_scalar_bits(DType::kFloat16); }},
+    {"loops_reduce-bfloat16", [] { reduce_loops_give_scalar_bits(DType::kBFloat16); }},
+    {"loops_reduce-uint8", [] { reduce_loops_give_scalar_bits(DType::kUInt8); }},
+    {"loops_reduce-int8", [] { reduce_loops_give_scalar_bits(DType::kInt8); }},
+    {"loops_reduce-int16", [] { reduce_loops_give_scalar_bits(DType::kInt16); }},
+    {"loops_reduce-int32", [] { reduce_loops_give_scalar_bits(DType::kInt32); }},
+    {"loops_reduce-int64", [] { reduce_loops_give_scalar_bits(DType::kInt64); }},
+    {"loops_reduce-bool", [] { reduce_loops_give_scalar_bits(DType::kBool); }},
+    {"loops_convert-float32", [] { all_casts_of(DType::kFloat32); }},
+    {"loops_convert-float64", [] { all_casts_of(DType::kFloat64); }},
+    {"loops_convert-float16", [] { all_casts_of(DType::kFloat16); }},
+    {"loops_convert-bfloat16", [] { all_casts_of(DType::kBFloat16); }},
+    {"loops_convert_only_floats", convert_exists_only_among_floats},
+    {"loops_round_trip-float16", [] { all_halves_round_trip(DType::kFloat16); }},
+    {"loops_round_trip-bfloat16", [] { all_halves_round_trip(DType::kBFloat16); }},
+    {"loops_ties-float32-float16", [] { ties_round_to_even(DType::kFloat32, DType::kFloat16); }},
+    {"loops_ties-float32-bfloat16", [] { ties_round_to_even(DType::kFloat32, DType::kBFloat16); }},
+    {"loops_ties-float64-float32", [] { ties_round_to_even(DType::kFloat64, DType::kFloat32); }},
+    {"loops_ties-float64-float16", [] { ties_round_to_even(DType::kFloat64, DType::kFloat16); }},
+    {"loops_ties-float64-bfloat16", [] { ties_round_to_even(DType::kFloat64, DType::kBFloat16); }},
+    {"loops_unknown_isa", unknown_isa_is_an_error},
+};
+
+}  // namespace
+}  // namespace rota::test

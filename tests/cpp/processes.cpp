@@ -1,0 +1,140 @@
+#include "processes.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/file.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <fstream>
+#include <iostream>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "ranks.h"
+#include "transport/shared_memory.h"
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/lsan_interface.h>
+#endif
+
+namespace rota::test {
+namespace {
+
+int run_child(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    std::cerr << "pid " << getpid() << ": " << error.what() << '\n';
+    return 1;
+  }
+#if defined(__SANITIZE_ADDRESS__)
+  return __lsan_do_recoverable_leak_check() == 0 ? 0 : 1;
+#else
+  return 0;
+#endif
+}
+
+}  // namespace
+
+std::ostream& operator<<(std::ostream& out, const Exit& exit) {
+  return out << "{code " << exit.code << ", signal " << exit.signal << '}';
+}
+
+pid_t start_process(const std::function<void()>& body) {
+  const pid_t parent = getpid();
+  const pid_t pid = fork();
+  check(pid >= 0, "fork");
+  if (pid > 0) return pid;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (getppid() != parent) _exit(1);
+  _exit(run_child(body));
+}
+
+Exit wait_for_process(pid_t pid) {
+  int status = 0;
+  while (waitpid(pid, &status, 0) < 0) check(errno == EINTR, "waitpid");
+  return {.code = WIFEXITED(status) ? WEXITSTATUS(status) : 0,
+          .signal = WIFSIGNALED(status) ? WTERMSIG(status) : 0};
+}
+
+void run_processes(int world_size, const std::function<void(int)>& body) {
+  std::vector<pid_t> pids;
+  for (int rank = 0; rank < world_size; ++rank) {
+    pids.push_back(start_process([&] { body(rank); }));
+  }
+  std::vector<Exit> exits;
+  for (const pid_t pid : pids) exits.push_back(wait_for_process(pid));
+  for (size_t rank = 0; rank < exits.size(); ++rank) {
+    check_equal(exits[rank], Exit{}, join("end of rank ", rank));
+  }
+}
+
+StoreDirectory::StoreDirectory() : owner_(getpid()) {
+  std::string name = std::filesystem::temp_directory_path() / "rota-test-XXXXXX";
+  check(mkdtemp(name.data()) != nullptr, "mkdtemp");
+  path_ = name;
+}
+
+StoreDirectory::~StoreDirectory() {
+  std::error_code ignored;
+  if (owner_ == getpid()) std::filesystem::remove_all(path_, ignored);
+}
+
+FileStore::FileStore(const StoreDirectory& directory, std::chrono::milliseconds timeout)
+    : directory_(directory.path()), timeout_(timeout) {}
+
+std::filesystem::path FileStore::path_of(const std::string& key) const {
+  std::string name = key;
+  for (char& letter : name) {
+    if (letter == '/') letter = '-';
+  }
+  return directory_ / name;
+}
+
+int64_t FileStore::add(const std::string& key, int64_t amount) {
+  const transport::UniqueFd lock(
+      open((directory_ / "lock").c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0600));
+  check(flock(lock.get(), LOCK_EX) == 0, "flock");
+  int64_t sum = 0;
+  std::ifstream(path_of(key)) >> sum;
+  sum += amount;
+  std::ofstream(path_of(key)) << sum;
+  return sum;
+}
+
+void FileStore::set(const std::string& key, const std::string& value) {
+  const std::filesystem::path complete = path_of(key);
+  std::filesystem::path partial = complete;
+  partial += join(".", getpid());
+  std::ofstream(partial) << value;
+  std::filesystem::rename(partial, complete);
+}
+
+std::string FileStore::get(const std::string& key) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout_;
+  while (!std::filesystem::exists(path_of(key))) {
+    check(std::chrono::steady_clock::now() < deadline, join("the store waited for ", key));
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  std::ifstream file(path_of(key));
+  return std::string(std::istreambuf_iterator<char>(file), {});
+}
+
+std::unique_ptr<transport::Transport> connect(const StoreDirectory& directory, int rank,
+                                              int world_size, std::chrono::milliseconds timeout) {
+  FileStore store(directory);
+  return transport::SharedMemoryTransport::connect(store, rank, world_size, kSmall, timeout, [] {});
+}
+
+int num_open_files() {
+  int num_files = 0;
+  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    ++num_files;
+  }
+  return num_files;
+}
+
+}  // namespace rota::test

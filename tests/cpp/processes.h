@@ -1,0 +1,72 @@
+// Ranks as processes of their own: forked children, and a Store in a directory that they share.
+#pragma once
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "transport/store.h"
+#include "transport/transport.h"
+
+namespace rota::test {
+
+// How a child ended.
+struct Exit {
+  int code = 0;
+  int signal = 0;
+
+  bool operator==(const Exit&) const = default;
+};
+std::ostream& operator<<(std::ostream& out, const Exit& exit);
+
+// Runs body in a forked child, which is killed if this process ends first. Its exit code is 0 when
+// body returns, and 1 after a message when it throws or leaks.
+pid_t start_process(const std::function<void()>& body);
+Exit wait_for_process(pid_t pid);
+
+// One child for each rank; fails unless all of them exit with 0.
+void run_processes(int world_size, const std::function<void(int)>& body);
+
+// A directory that goes away with its owner; children only use it.
+class StoreDirectory {
+ public:
+  StoreDirectory();
+  ~StoreDirectory();
+  StoreDirectory(const StoreDirectory&) = delete;
+  StoreDirectory& operator=(const StoreDirectory&) = delete;
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+  pid_t owner_;
+};
+
+// A file for each key.
+class FileStore final : public transport::Store {
+ public:
+  explicit FileStore(const StoreDirectory& directory,
+                     std::chrono::milliseconds timeout = std::chrono::seconds(30));
+  int64_t add(const std::string& key, int64_t amount) override;
+  void set(const std::string& key, const std::string& value) override;
+  std::string get(const std::string& key) override;
+
+ private:
+  std::filesystem::path path_of(const std::string& key) const;
+
+  std::filesystem::path directory_;
+  std::chrono::milliseconds timeout_;
+};
+
+// SharedMemoryTransport::connect() with what tests do not care about filled in.
+std::unique_ptr<transport::Transport> connect(
+    const StoreDirectory& directory, int rank, int world_size,
+    std::chrono::milliseconds timeout = std::chrono::seconds(30));
+
+// Open descriptors of this process.
+int num_open_files();
+
+}  // namespace rota::test

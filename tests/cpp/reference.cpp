@@ -1,0 +1,189 @@
+#include "reference.h"
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+namespace rota::test {
+namespace {
+
+struct FloatFormat {
+  int exponent_bits;
+  int mantissa_bits;
+
+  int bias() const { return (1 << (exponent_bits - 1)) - 1; }
+  int min_exponent() const { return 1 - bias(); }  // of the smallest normal number
+  uint64_t infinity() const { return ((uint64_t{1} << exponent_bits) - 1) << mantissa_bits; }
+  uint64_t sign() const { return uint64_t{1} << (exponent_bits + mantissa_bits); }
+};
+
+FloatFormat format_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return {11, 52};
+    case DType::kFloat16:
+      return {5, 10};
+    case DType::kBFloat16:
+      return {8, 7};
+    case DType::kFloat32:
+    case DType::kUInt8:
+    case DType::kInt8:
+    case DType::kInt16:
+    case DType::kInt32:
+    case DType::kInt64:
+    case DType::kBool:
+      break;
+  }
+  return {8, 23};
+}
+
+template <typename T>
+T combine_numbers(ReduceOp op, T a, T b) {
+  switch (op) {
+    case ReduceOp::kSum:
+    case ReduceOp::kAvg:
+      return a + b;
+    case ReduceOp::kProduct:
+      return a * b;
+    case ReduceOp::kMin:
+      return std::isnan(a) || a < b ? a : b;
+    case ReduceOp::kMax:
+      return std::isnan(a) || a > b ? a : b;
+    case ReduceOp::kBand:
+    case ReduceOp::kBor:
+    case ReduceOp::kBxor:
+      break;
+  }
+  return std::numeric_limits<T>::quiet_NaN();
+}
+
+// Acc: the accumulate dtype.
+template <typename Acc>
+uint64_t reduce_floats(DType dtype, ReduceOp op, std::span<const uint64_t> srcs, int divisor) {
+  auto acc = static_cast<Acc>(to_double(dtype, srcs[0]));
+  for (const uint64_t bits : srcs.subspan(1)) {
+    acc = combine_numbers(op, acc, static_cast<Acc>(to_double(dtype, bits)));
+  }
+  if (op == ReduceOp::kAvg) acc /= static_cast<Acc>(divisor);
+  return round_to(dtype, static_cast<double>(acc));
+}
+
+// The integer of dtype that the low bits of a word stand for.
+int64_t to_integer(DType dtype, uint64_t bits) {
+  if (dtype == DType::kBool || dtype == DType::kUInt8) return static_cast<int64_t>(bits & 0xff);
+  const int unused = 64 - 8 * static_cast<int>(info(dtype).num_bytes);
+  return static_cast<int64_t>(bits << unused) >> unused;
+}
+
+uint64_t reduce_integers(DType dtype, ReduceOp op, std::span<const uint64_t> srcs) {
+  const auto load = [&](uint64_t bits) {
+    const int64_t value = to_integer(dtype, bits);
+    return dtype == DType::kBool ? int64_t{value != 0} : value;
+  };
+  int64_t acc = load(srcs[0]);
+  for (const uint64_t bits : srcs.subspan(1)) {
+    const int64_t value = load(bits);
+    const auto a = static_cast<uint64_t>(acc), b = static_cast<uint64_t>(value);
+    uint64_t result = 0;
+    switch (op) {
+      case ReduceOp::kSum:
+        result = dtype == DType::kBool ? (a | b) : a + b;
+        break;
+      case ReduceOp::kProduct:
+        result = a * b;
+        break;
+      case ReduceOp::kMin:
+        result = acc < value ? a : b;
+        break;
+      case ReduceOp::kMax:
+        result = acc > value ? a : b;
+        break;
+      case ReduceOp::kBand:
+        result = a & b;
+        break;
+      case ReduceOp::kBor:
+        result = a | b;
+        break;
+      case ReduceOp::kBxor:
+        result = a ^ b;
+        break;
+      case ReduceOp::kAvg:
+        break;
+    }
+    acc = to_integer(dtype, result);
+  }
+  return bits_of_integer(dtype, acc);
+}
+
+}  // namespace
+
+double to_double(DType dtype, uint64_t bits) {
+  const FloatFormat format = format_of(dtype);
+  const double sign = (bits & format.sign()) != 0 ? -1 : 1;
+  const uint64_t magnitude = bits & (format.sign() - 1);
+  if (magnitude > format.infinity()) return std::numeric_limits<double>::quiet_NaN();
+  if (magnitude == format.infinity()) return sign * std::numeric_limits<double>::infinity();
+  const auto exponent = static_cast<int>(magnitude >> format.mantissa_bits);
+  uint64_t mantissa = magnitude & ((uint64_t{1} << format.mantissa_bits) - 1);
+  if (exponent > 0) mantissa |= uint64_t{1} << format.mantissa_bits;
+  const int quantum = format.min_exponent() - format.mantissa_bits;
+  return sign *
+         std::ldexp(static_cast<double>(mantissa), quantum + (exponent > 0 ? exponent - 1 : 0));
+}
+
+uint64_t round_to(DType dtype, double value) {
+  const FloatFormat format = format_of(dtype);
+  if (dtype == DType::kFloat64) return std::bit_cast<uint64_t>(value);
+  if (std::isnan(value)) return format.infinity() + 1;
+  const uint64_t sign = std::signbit(value) ? format.sign() : 0;
+  if (std::isinf(value)) return sign | format.infinity();
+  if (value == 0) return sign;
+  int exponent = 0;
+  std::frexp(value, &exponent);  // |value| in [0.5, 1) * 2^exponent
+  exponent = std::max(exponent - 1, format.min_exponent());
+  // In units of the last place the mantissa is exact up to the one rounding of nearbyint.
+  const double units =
+      std::nearbyint(std::ldexp(std::fabs(value), format.mantissa_bits - exponent));
+  // The leading bit of a normal number counts as one step of the exponent; so does a carry.
+  const auto steps = static_cast<uint64_t>(exponent - format.min_exponent());
+  const uint64_t magnitude = (steps << format.mantissa_bits) + static_cast<uint64_t>(units);
+  return sign | std::min(magnitude, format.infinity());
+}
+
+bool is_nan(DType dtype, uint64_t bits) {
+  if (!info(dtype).is_floating) return false;
+  const FloatFormat format = format_of(dtype);
+  return (bits & (format.sign() - 1)) > format.infinity();
+}
+
+bool is_same(DType dtype, uint64_t a, uint64_t b) {
+  return a == b || (is_nan(dtype, a) && is_nan(dtype, b));
+}
+
+uint64_t reduce_scalars(DType dtype, ReduceOp op, std::span<const uint64_t> srcs, int divisor) {
+  if (!info(dtype).is_floating) return reduce_integers(dtype, op, srcs);
+  if (dtype == DType::kFloat64) return reduce_floats<double>(dtype, op, srcs, divisor);
+  return reduce_floats<float>(dtype, op, srcs, divisor);
+}
+
+uint64_t load_bits(DType dtype, const void* base, uint64_t index) {
+  const size_t num_bytes = info(dtype).num_bytes;
+  uint64_t bits = 0;
+  std::memcpy(&bits, static_cast<const std::byte*>(base) + index * num_bytes, num_bytes);
+  return bits;
+}
+
+void store_bits(DType dtype, void* base, uint64_t index, uint64_t bits) {
+  const size_t num_bytes = info(dtype).num_bytes;
+  std::memcpy(static_cast<std::byte*>(base) + index * num_bytes, &bits, num_bytes);
+}
+
+uint64_t bits_of_integer(DType dtype, int64_t value) {
+  if (info(dtype).is_floating) return round_to(dtype, static_cast<double>(value));
+  if (dtype == DType::kBool) return value != 0 ? 1 : 0;
+  const int unused = 64 - 8 * static_cast<int>(info(dtype).num_bytes);
+  return static_cast<uint64_t>(value) << unused >> unused;
+}
+
+}  // namespace rota::test

@@ -1,0 +1,66 @@
+// The schedules as device code. nvcc compiles the kernel, which calls every function of
+// csrc/schedule/ that the CUDA kernels will use; nvcc and g++ both evaluate the assertions, so host
+// and device agree on what the functions say.
+#include "schedule/chunk.h"
+#include "schedule/direct.h"
+#include "schedule/ring.h"
+#include "schedule/select.h"
+
+namespace rota::schedule {
+
+// ---- chunk.h: 1000 elements in 3 pieces of whole granules of 64, and in chunks of 300
+static_assert(ceil_div(0, 64) == 0 && ceil_div(64, 64) == 1 && ceil_div(65, 64) == 2);
+static_assert(min_of(3, 5) == 3 && min_of(5, 3) == 3);
+static_assert(piece_of(1000, 3, 0, 64).begin == 0 && piece_of(1000, 3, 0, 64).num_elems == 384);
+static_assert(piece_of(1000, 3, 2, 64).begin == 768 && piece_of(1000, 3, 2, 64).num_elems == 232);
+static_assert(piece_of(100, 3, 2, 64).num_elems == 0);
+static_assert(piece_of(uint64_t{1} << 40, 2, 1, 64).begin == uint64_t{1} << 39);
+static_assert(chunk_of(1000, 300, 3).begin == 900 && chunk_of(1000, 300, 3).num_elems == 100);
+static_assert(chunk_of(1000, 300, 4).num_elems == 0);
+
+// ---- ring.h
+static_assert(next_rank(3, 4) == 0 && previous_rank(0, 4) == 3);
+static_assert(ring_num_steps(1) == 0 && ring_num_steps(4) == 6);
+static_assert(ring_step(1, 4, 0).send_piece == 1 && ring_step(1, 4, 0).recv_piece == 0);
+static_assert(ring_step(1, 4, 1).action == RingAction::kReduce);
+static_assert(ring_step(1, 4, 2).action == RingAction::kFinish);
+static_assert(ring_step(1, 4, 3).action == RingAction::kCopy);
+static_assert(ordered_ring_num_steps(4, 5) == 11);
+static_assert(ordered_ring_step(2, 4, 5, 2).partial_chunk == 0);
+static_assert(ordered_ring_step(2, 4, 5, 6).result_chunk == 0);
+static_assert(ordered_ring_step(3, 4, 5, 8).result_chunk == -1);
+
+// ---- direct.h
+static_assert(two_shot_num_steps(3) == 4);
+static_assert(two_shot_step(3, 0).contribute_round == 0 && two_shot_step(3, 0).reduce_round == -1);
+static_assert(two_shot_step(3, 3).contribute_round == -1 && two_shot_step(3, 3).reduce_round == 2);
+static_assert(rotated_peer(3, 4, 0) == 0 && rotated_peer(3, 4, 2) == 2);
+
+// ---- select.h: on the host only, where launches are decided
+static_assert(select(2, 1024) == Algorithm::kOneShot);
+static_assert(parse_algorithm("two_shot") == Algorithm::kTwoShot);
+
+#if defined(__CUDACC__)
+// One thread for each step of one rank; the sums only keep the calls alive.
+__global__ void schedule_kernel(int rank, int world_size, uint64_t num_elems, uint64_t* sums) {
+  const int step = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  const auto num_pieces = static_cast<uint64_t>(world_size);
+  const auto index = static_cast<uint64_t>(step);
+  const Range piece = piece_of(num_elems, num_pieces, index % num_pieces, 64);
+  const Range chunk = chunk_of(num_elems, 4096, index);
+  const RingStep ring = ring_step(rank, world_size, step);
+  const OrderedRingStep ordered = ordered_ring_step(rank, world_size, 16, step);
+  const TwoShotStep two_shot = two_shot_step(16, step);
+  const uint64_t bounds = piece.begin + piece.num_elems + chunk.begin + chunk.num_elems;
+  const int ranks = next_rank(rank, world_size) + previous_rank(rank, world_size) +
+                    rotated_peer(rank, world_size, step % world_size) + ring.send_piece +
+                    ring.recv_piece + static_cast<int>(ring.action);
+  const int64_t steps = ordered.partial_chunk + ordered.result_chunk + two_shot.contribute_round +
+                        two_shot.reduce_round + ring_num_steps(world_size) +
+                        ordered_ring_num_steps(world_size, 16) + two_shot_num_steps(16);
+  sums[step] = bounds + static_cast<uint64_t>(ranks) + static_cast<uint64_t>(steps) +
+               min_of(ceil_div(num_elems, num_pieces), num_elems);
+}
+#endif
+
+}  // namespace rota::schedule

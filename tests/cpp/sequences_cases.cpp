@@ -1,0 +1,79 @@
+// Long random sequences of collectives, so that every kind follows every other at every size, on
+// ranks that are late in turns. What a slot, a post and a flag hold passes from one to the next.
+#include <sched.h>
+#include <unistd.h>
+
+#include "calls.h"
+#include "check.h"
+#include "ranks.h"
+
+namespace rota::test {
+namespace {
+
+// Most ranks most of the time go on at once; else they let others run, or are clearly late.
+void dawdle(Random& random) {
+  const uint64_t chance = random.below(16);
+  if (chance == 0) {
+    usleep(static_cast<useconds_t>(random.below(300)));
+  } else if (chance < 4) {
+    sched_yield();
+  }
+}
+
+void mixed_calls(int world_size, int num_calls) {
+  run_ranks(world_size, [&](Communicator& communicator) {
+    Random same_on_all_ranks(static_cast<uint64_t>(world_size));
+    Random own(1000 + static_cast<uint64_t>(communicator.rank()));
+    for (int i = 0; i < num_calls; ++i) {
+      const Call call = random_call(same_on_all_ranks, communicator);
+      dawdle(own);
+      call_and_check(communicator, call, static_cast<uint64_t>(i),
+                     own.below(2) == 0 ? CallerThread::kUser : CallerThread::kProgress);
+    }
+  });
+}
+
+// Nothing but sleeping and waking: no rank ever spins or yields, and none is late.
+void calls_that_always_sleep(int world_size, int num_calls) {
+  run_ranks(world_size, [&](Communicator& communicator) {
+    for (int i = 0; i < num_calls; ++i) {
+      const bool is_short = i % 4 != 0;
+      call_and_check(
+          communicator,
+          {.num_elems = is_short ? uint64_t{7} : uint64_t{3000},
+           .algorithm = is_short ? schedule::Algorithm::kOneShot : kAlgorithms[i / 4 % 4]},
+          static_cast<uint64_t>(i), CallerThread::kProgress);
+    }
+  });
+}
+
+// The longest message of every epoch: the two mailboxes take turns without a byte to spare.
+void longest_messages(int world_size, int num_calls) {
+  run_ranks(world_size, [&](Communicator& communicator) {
+    Random own(static_cast<uint64_t>(communicator.rank()));
+    for (int i = 0; i < num_calls; ++i) {
+      dawdle(own);
+      const bool reduces = i % 3 != 2;
+      call_and_check(communicator,
+                     {.kind = reduces ? CollectiveKind::kAllReduce : CollectiveKind::kAllGather,
+                      .num_elems = kSmall.message_bytes / 4 - static_cast<uint64_t>(i % 2),
+                      .algorithm = schedule::Algorithm::kOneShot},
+                     static_cast<uint64_t>(i), CallerThread::kProgress);
+    }
+  });
+}
+
+const CaseTable kCases{
+    {"mixed_calls-ws1", [] { mixed_calls(1, 300); }},
+    {"mixed_calls-ws2", [] { mixed_calls(2, 3000); }},
+    {"mixed_calls-ws3", [] { mixed_calls(3, 2000); }},
+    {"mixed_calls-ws4", [] { mixed_calls(4, 1500); }},
+    {"mixed_calls-ws8", [] { mixed_calls(8, 400); }},
+    {"sleeping_calls-ws2", [] { calls_that_always_sleep(2, 4000); }},
+    {"sleeping_calls-ws4", [] { calls_that_always_sleep(4, 1500); }},
+    {"longest_messages-ws2", [] { longest_messages(2, 1500); }},
+    {"longest_messages-ws4", [] { longest_messages(4, 500); }},
+};
+
+}  // namespace
+}  // namespace rota::test

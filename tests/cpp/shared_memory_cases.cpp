@@ -1,0 +1,300 @@
+// Ranks as real processes over shared memory: collectives, protection of the regions, death, fork.
+#include "transport/shared_memory.h"
+
+#include <fcntl.h>
+#include <linux/memfd.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/time.h>
+#include <unistd.h>
+
+#include <atomic>
+
+#include "calls.h"
+#include "check.h"
+#include "core/watch.h"
+#include "processes.h"
+#include "ranks.h"
+#include "transport/bootstrap.h"
+
+namespace rota::test {
+namespace {
+
+using transport::SharedMemoryTransport;
+using transport::UniqueFd;
+
+Communicator make_communicator(const StoreDirectory& directory, int rank, int world_size) {
+  return {connect(directory, rank, world_size), kPatience, [] {}};
+}
+
+void barrier(Communicator& communicator) { communicator.barrier(CallerThread::kProgress); }
+
+void collectives_between_processes(int world_size) {
+  const StoreDirectory directory;
+  run_processes(world_size, [&](int rank) {
+    Communicator communicator = make_communicator(directory, rank, world_size);
+    Random same_on_all_ranks(7);
+    for (uint64_t seed = 0; seed < 300; ++seed) {
+      call_and_check(communicator, random_call(same_on_all_ranks, communicator), seed,
+                     seed % 2 == 0 ? CallerThread::kUser : CallerThread::kProgress);
+    }
+  });
+}
+
+// ---- protection
+// ----------------------------------------------------------------------------------
+
+// A child that writes to a byte of another rank's control block ends there.
+void peers_control_block_is_read_only() {
+  const StoreDirectory directory;
+  run_processes(2, [&](int rank) {
+    auto transport = connect(directory, rank, 2);
+    transport->own_control().abort_text[0] = 'x';
+    const auto& control = transport->region(1 - rank).control();
+    const auto* words = reinterpret_cast<const char*>(&control);
+    for (const size_t offset : {size_t{0}, sizeof(control) - 1}) {
+      const pid_t writer = start_process([&] {
+        signal(SIGSEGV, SIG_DFL);  // AddressSanitizer would report and exit instead
+        const_cast<volatile char*>(words)[offset] = 1;
+      });
+      check_equal(wait_for_process(writer), Exit{.signal = SIGSEGV}, "end of who wrote");
+    }
+    Communicator communicator(std::move(transport), kPatience, [] {});
+    barrier(communicator);
+  });
+}
+
+UniqueFd make_memory(size_t num_bytes, int seals) {
+  UniqueFd memory(memfd_create("rota-test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  check(ftruncate(memory.get(), static_cast<off_t>(num_bytes)) == 0, "ftruncate");
+  check(fcntl(memory.get(), F_ADD_SEALS, seals) == 0, "F_ADD_SEALS");
+  return memory;
+}
+
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+// This process plays rank 1 with the bootstrap alone; rank 0 runs `body` in a child. Returns what
+// rank 0 handed over.
+transport::Introduction meet_rank_0(const UniqueFd& own_memory,
+                                    const std::function<void(const StoreDirectory&)>& body) {
+  const StoreDirectory directory;
+  const pid_t rank_0 = start_process([&] { body(directory); });
+  FileStore store(directory);
+  transport::Bootstrap bootstrap(store, 1, 2, kSmall, std::chrono::seconds(30), [] {});
+  auto introductions = bootstrap.exchange(own_memory);
+  check_equal(introductions[0].pid, rank_0, "pid of rank 0");
+  check_equal(wait_for_process(rank_0), Exit{}, "end of rank 0");
+  return std::move(introductions[0]);
+}
+
+void memory_is_sealed() {
+  const auto rank_0 =
+      meet_rank_0(make_memory(kSmall.num_bytes(), kSeals),
+                  [](const StoreDirectory& directory) { connect(directory, 0, 2); });
+  const int memory = rank_0.memory.get();
+  check_equal(fcntl(memory, F_GET_SEALS) & kSeals, kSeals, "seals");
+  check((fcntl(memory, F_GETFD) & FD_CLOEXEC) != 0, "the descriptor ends with exec");
+  struct stat status{};
+  check(fstat(memory, &status) == 0, "fstat");
+  check_equal(static_cast<size_t>(status.st_size), kSmall.num_bytes(), "bytes");
+  check(static_cast<size_t>(status.st_blocks) * 512 >= kSmall.num_bytes(), "space is reserved");
+  check(ftruncate(memory, 0) != 0, "shrinking fails");
+  check(ftruncate(memory, 1 << 24) != 0, "growing fails");
+  check(fcntl(memory, F_ADD_SEALS, F_SEAL_WRITE) != 0, "another seal fails");
+}
+
+void unsafe_memory_is_refused(size_t num_bytes, int seals) {
+  meet_rank_0(make_memory(num_bytes, seals), [](const StoreDirectory& directory) {
+    const Error error = expect_error(ErrorKind::kTransport, [&] { connect(directory, 0, 2); });
+    check_contains(error.what(), "rank 1 handed over memory");
+  });
+}
+
+// More memory than may be: an error before anybody is met, not a signal later.
+void memory_shortage_is_an_error() {
+  const StoreDirectory directory;
+  run_processes(1, [&](int rank) {
+    signal(SIGXFSZ, SIG_IGN);
+    const rlimit limit{.rlim_cur = 1 << 20, .rlim_max = 1 << 20};
+    check(setrlimit(RLIMIT_FSIZE, &limit) == 0, "setrlimit");
+    FileStore store(directory);
+    const int num_files = num_open_files();
+    const Error error = expect_error(ErrorKind::kTransport, [&] {
+      SharedMemoryTransport::connect(store, rank, 1, {.message_bytes = 1024, .slot_bytes = 1 << 20},
+                                     kPatience, [] {});
+    });
+    check_contains(error.what(), "cannot reserve");
+    check_equal(num_open_files(), num_files, "descriptors after an error");
+  });
+}
+
+// A process with a timer (a profiler, say) gets signals while its memory is reserved.
+void signals_do_not_disturb_connect() {
+  const StoreDirectory directory;
+  run_processes(1, [&](int rank) {
+    struct sigaction action{};
+    action.sa_handler = [](int) {};
+    check(sigaction(SIGALRM, &action, nullptr) == 0, "sigaction");
+    const timeval period{.tv_sec = 0, .tv_usec = 1000};
+    const itimerval timer{period, period};
+    check(setitimer(ITIMER_REAL, &timer, nullptr) == 0, "setitimer");
+    FileStore store(directory);
+    SharedMemoryTransport::connect(store, rank, 1, {.message_bytes = 1024, .slot_bytes = 8 << 20},
+                                   kPatience, [] {});
+  });
+}
+
+// ---- death
+// ---------------------------------------------------------------------------------------
+
+// Rank 2 ends in its way, and rank 0 looks around while it waits for `awaited`. It must complain
+// with expected_error, or, where that is empty, not at all.
+void watch_a_rank_end(const std::function<void(Communicator&)>& end, int awaited, Exit expected_end,
+                      std::string_view expected_error) {
+  const StoreDirectory directory;
+  std::vector<pid_t> pids;
+  for (int rank = 0; rank < 3; ++rank) {
+    pids.push_back(start_process([&, rank] {
+      auto transport = connect(directory, rank, 3);
+      FileStore store(directory);
+      if (rank == 2) {
+        Communicator communicator(std::move(transport), kPatience, [] {});
+        return end(communicator);
+      }
+      store.get("rank 2 has ended");
+      if (rank == 1) return (void)store.get("rank 0 has looked");
+      Watch watch(*transport, kPatience, [] {});
+      watch.begin_collective("all_reduce", 17, /*lets_signals_through=*/true);
+      watch.begin_wait(awaited, "ring receive", 3);
+      const auto error = watch.tick(Nanoseconds(0));
+      store.set("rank 0 has looked", "1");
+      check_equal(error.has_value(), !expected_error.empty(),
+                  error ? error->what() : "whether rank 0 noticed something");
+      if (!error) return;
+      check_equal(static_cast<int>(error->kind()), static_cast<int>(ErrorKind::kPeerFailed),
+                  "kind");
+      check_contains(error->what(), expected_error);
+      for (const char* part : {"rank 2 (pid ", "epoch 17", "ring receive", "step 3"}) {
+        check_contains(error->what(), part);
+      }
+    }));
+  }
+  check_equal(wait_for_process(pids[2]), expected_end, "end of rank 2");
+  FileStore(directory).set("rank 2 has ended", "1");
+  check_equal(wait_for_process(pids[0]), Exit{}, "end of rank 0");
+  check_equal(wait_for_process(pids[1]), Exit{}, "end of rank 1");
+}
+
+void killed_peer_is_noticed_whoever_is_awaited() {
+  for (const int awaited : {1, 2}) {
+    watch_a_rank_end([](Communicator&) { raise(SIGKILL); }, awaited, Exit{.signal = SIGKILL},
+                     "has died");
+  }
+}
+
+// A rank may close and end as soon as it is done, while others still move the last pieces among
+// themselves: a failure only for who waits for this rank.
+void peer_that_closed_before_it_ended_is_no_failure() {
+  watch_a_rank_end([](Communicator&) {}, /*awaited=*/1, Exit{}, "");
+  watch_a_rank_end([](Communicator&) {}, /*awaited=*/2, Exit{}, "rank 2");
+}
+
+void killed_peer_is_named_in_a_wait(CallerThread thread) {
+  const StoreDirectory directory;
+  std::vector<pid_t> pids;
+  for (int rank = 0; rank < 3; ++rank) {
+    pids.push_back(start_process([&, rank] {
+      Communicator communicator = make_communicator(directory, rank, 3);
+      FileStore store(directory);
+      if (rank == 1) store.set("pid", std::to_string(getpid()));
+      barrier(communicator);
+      if (rank == 1) raise(SIGKILL);
+      const Error error =
+          expect_error(ErrorKind::kPeerFailed, [&] { communicator.barrier(thread); });
+      check_contains(error.what(), join("rank 1 (pid ", store.get("pid"), ") has died"));
+    }));
+  }
+  for (int rank = 0; rank < 3; ++rank) {
+    check_equal(wait_for_process(pids[static_cast<size_t>(rank)]),
+                rank == 1 ? Exit{.signal = SIGKILL} : Exit{}, join("end of rank ", rank));
+  }
+}
+
+// ---- fork
+// ----------------------------------------------------------------------------------------
+
+// Whatever a forked child does with its copy of a communicator, its parent's group lives on.
+void child_of_a_rank(const std::function<void(Communicator&)>& body) {
+  const StoreDirectory directory;
+  run_processes(2, [&](int rank) {
+    auto communicator =
+        std::make_unique<Communicator>(connect(directory, rank, 2), kPatience, [] {});
+    barrier(*communicator);
+    const pid_t child = start_process([&] {
+      body(*communicator);
+      communicator.reset();
+    });
+    check_equal(wait_for_process(child), Exit{}, "end of the child");
+    for (int i = 0; i < 10; ++i) barrier(*communicator);
+  });
+}
+
+void child_cannot_use_its_copy() {
+  child_of_a_rank([](Communicator& communicator) {
+    const Error error = expect_error(ErrorKind::kInternal, [&] { barrier(communicator); });
+    check_contains(error.what(), "belongs to the parent process");
+  });
+}
+
+void child_closes_its_copy() {
+  child_of_a_rank([](Communicator&) {});
+}
+
+void child_aborts_its_copy() {
+  child_of_a_rank([](Communicator& communicator) { communicator.abort("in a child"); });
+}
+
+// ---- descriptors
+// ---------------------------------------------------------------------------------
+
+void descriptors_are_closed() {
+  const StoreDirectory directory;
+  run_processes(3, [&](int rank) {
+    const int num_files = num_open_files();
+    {
+      const auto transport = connect(directory, rank, 3);
+      check_equal(num_open_files(), num_files + 2, "one descriptor for each peer's process");
+      Communicator communicator(connect(StoreDirectory(), 0, 1), kPatience, [] {});
+      barrier(communicator);
+    }
+    check_equal(num_open_files(), num_files, "descriptors at the end");
+  });
+}
+
+const CaseTable kCases{
+    {"shared_memory_collectives-ws1", [] { collectives_between_processes(1); }},
+    {"shared_memory_collectives-ws2", [] { collectives_between_processes(2); }},
+    {"shared_memory_collectives-ws4", [] { collectives_between_processes(4); }},
+    {"shared_memory_read_only", peers_control_block_is_read_only},
+    {"shared_memory_sealed", memory_is_sealed},
+    {"shared_memory_unsealed_refused",
+     [] { unsafe_memory_is_refused(kSmall.num_bytes(), F_SEAL_GROW); }},
+    {"shared_memory_short_refused",
+     [] { unsafe_memory_is_refused(kSmall.num_bytes() - 4096, kSeals); }},
+    {"shared_memory_shortage", memory_shortage_is_an_error},
+    {"shared_memory_signals", signals_do_not_disturb_connect},
+    {"killed_peer_noticed-ws3", killed_peer_is_noticed_whoever_is_awaited},
+    {"closed_peer_ended-ws3", peer_that_closed_before_it_ended_is_no_failure},
+    {"killed_peer_user_thread-ws3", [] { killed_peer_is_named_in_a_wait(CallerThread::kUser); }},
+    {"killed_peer_progress_thread-ws3",
+     [] { killed_peer_is_named_in_a_wait(CallerThread::kProgress); }},
+    {"forked_child_uses-ws2", child_cannot_use_its_copy},
+    {"forked_child_closes-ws2", child_closes_its_copy},
+    {"forked_child_aborts-ws2", child_aborts_its_copy},
+    {"descriptors_closed-ws3", descriptors_are_closed},
+};
+
+}  // namespace
+}  // namespace rota::test

@@ -1,0 +1,149 @@
+// The waiter's sleep and wake-up, hard on its one argument: a publisher that sees nobody asleep and
+// a sleeper that sees nothing published cannot both be right (base/waiter.h).
+//
+// In the build named "endless" a sleep has no tick that would end it anyway, so a single lost
+// wake-up stops the program.
+#include <sched.h>
+
+#include <atomic>
+#include <thread>
+
+#include "base/waiter.h"
+#include "check.h"
+#include "random.h"
+#include "ranks.h"
+
+namespace rota::test {
+namespace {
+
+class Patience final : public WaitObserver {
+ public:
+  std::optional<Error> poll() override {
+    ++num_polls;
+    return std::nullopt;
+  }
+  std::optional<Error> tick(Nanoseconds waited) override {
+    ++num_ticks;
+    if (waited >= kPatience) return Error(ErrorKind::kTimeout, "the flag did not come");
+    return std::nullopt;
+  }
+
+  int64_t num_polls = 0;
+  int64_t num_ticks = 0;
+};
+
+// Flags of one rank, each on a cache line of its own.
+struct Words {
+  Flag flag{};
+  Flag sleeping{};
+  uint64_t payload = 0;  // plain memory that the flag orders
+};
+
+// Ranks pass a number around and add one each time; with a policy of zeros every wait sleeps.
+void pass_around(int num_ranks, const WaitPolicy& policy, int num_laps, bool dawdles) {
+  std::vector<Words> words(static_cast<size_t>(num_ranks));
+  run_threads(num_ranks, [&](int rank) {
+    Words& own = words[static_cast<size_t>(rank)];
+    const Words& previous = words[static_cast<size_t>((rank + num_ranks - 1) % num_ranks)];
+    std::vector<const Flag*> peers;
+    for (const Words& peer : words) {
+      if (&peer != &own) peers.push_back(&peer.sleeping);
+    }
+    Waiter waiter(&own.sleeping, peers);
+    Patience patience;
+    Random random(static_cast<uint64_t>(rank));
+    for (int lap = 1; lap <= num_laps; ++lap) {
+      const auto value = static_cast<uint64_t>(lap);
+      if (rank > 0) {
+        waiter.wait(previous.flag, value, policy, patience);
+      } else if (lap > 1) {
+        waiter.wait(previous.flag, value - 1, policy, patience);
+      }
+      const uint64_t before = rank == 0 && lap == 1 ? 0 : previous.payload;
+      check_equal(before,
+                  (value - 1) * static_cast<uint64_t>(num_ranks) + static_cast<uint64_t>(rank),
+                  "what was passed on");
+      own.payload = before + 1;
+      // Anything from nothing to a few µs, so that the publisher meets every point of the sleeper.
+      for (uint64_t i = dawdles ? random.below(2000) : 0; i > 0; --i) {
+        std::atomic_signal_fence(std::memory_order_seq_cst);
+      }
+      waiter.publish(own.flag, value);
+    }
+    check_equal(own.sleeping.load(), uint64_t{0}, "the sleep flag at rest");
+  });
+}
+
+// Both sides wait for each other in every step, so both publish while the other goes to sleep.
+void meet(int num_steps) {
+  Words words[2];
+  run_threads(2, [&](int rank) {
+    Words& own = words[rank];
+    const Words& other = words[1 - rank];
+    Waiter waiter(&own.sleeping, {&other.sleeping});
+    Patience patience;
+    Random random(static_cast<uint64_t>(rank));
+    for (int step = 1; step <= num_steps; ++step) {
+      for (uint64_t i = random.below(1000); i > 0; --i) {
+        std::atomic_signal_fence(std::memory_order_seq_cst);
+      }
+      waiter.publish(own.flag, static_cast<uint64_t>(step));
+      waiter.wait(other.flag, static_cast<uint64_t>(step), WaitPolicy{}, patience);
+    }
+  });
+}
+
+void reached_flag_asks_nobody() {
+  Words words;
+  words.flag.publish(5);
+  Flag sleeping{};
+  Waiter waiter(&sleeping, {});
+  Patience patience;
+  waiter.wait(words.flag, 5, WaitPolicy{}, patience);
+  check_equal(patience.num_polls + patience.num_ticks, int64_t{0}, "calls of the observer");
+}
+
+// An error that the observer reports ends the wait; if the flag is there by then, it does not.
+class Complaint final : public WaitObserver {
+ public:
+  explicit Complaint(Flag* flag) : flag_(flag) {}
+  std::optional<Error> poll() override { return complain(); }
+  std::optional<Error> tick(Nanoseconds) override { return complain(); }
+
+ private:
+  std::optional<Error> complain() {
+    if (flag_ != nullptr) flag_->publish(1);
+    return Error(ErrorKind::kPeerFailed, "a complaint");
+  }
+  Flag* flag_;
+};
+
+void flag_has_the_last_word(const WaitPolicy& policy) {
+  Flag flag{}, sleeping{};
+  Waiter waiter(&sleeping, {});
+  Complaint complaint(nullptr);
+  expect_error(ErrorKind::kPeerFailed, [&] { waiter.wait(flag, 1, policy, complaint); });
+  Complaint late(&flag);
+  waiter.wait(flag, 1, policy, late);
+}
+
+constexpr WaitPolicy kSleep{};
+constexpr WaitPolicy kYield{.yield_for = std::chrono::seconds(100)};
+constexpr WaitPolicy kSpin{.spin = std::chrono::seconds(100)};
+
+const CaseTable kCases{
+    {"waiter_sleeping-ws2", [] { pass_around(2, kSleep, 20000, false); }},
+    {"waiter_sleeping-ws4", [] { pass_around(4, kSleep, 5000, false); }},
+    {"waiter_sleeping_at_any_moment-ws2", [] { pass_around(2, kSleep, 20000, true); }},
+    {"waiter_meeting-ws2", [] { meet(50000); }},
+    {"waiter_yielding-ws3", [] { pass_around(3, kYield, 3000, true); }},
+    {"waiter_spinning-ws2", [] { pass_around(2, kSpin, 50, false); }},
+    {"waiter_caller_policy-ws4", [] { pass_around(4, WaitPolicy::for_caller(4), 3000, true); }},
+    {"waiter_reached_flag", reached_flag_asks_nobody},
+    {"waiter_error_spinning", [] { flag_has_the_last_word(kSpin); }},
+    {"waiter_error_yielding", [] { flag_has_the_last_word(kYield); }},
+    {"waiter_error_sleeping", [] { flag_has_the_last_word(kSleep); }},
+};
+
+}  // namespace
+}  // namespace rota::test

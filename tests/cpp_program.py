@@ -1,0 +1,208 @@
+"""Builds the C++ test program of tests/cpp/ in several flavours, and runs single cases of it.
+
+Objects are kept in build/tests/ under a hash of all that goes into them: flags, compiler, the
+source and every project header that it reaches. A rerun compiles nothing, a change only what
+depends on it, and flavours share what is the same for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+CSRC = ROOT / "csrc"
+CASES = ROOT / "tests" / "cpp"
+BUILD = ROOT / "build" / "tests"
+
+CXX = os.environ.get("CXX", "g++").split()
+# As setup.py, for the numeric contract; -O1 because compiling takes longer than running.
+CXX_FLAGS = [
+    "-std=c++20",
+    "-O1",
+    "-g1",
+    "-ffp-contract=off",
+    "-fwrapv",
+    "-Wall",
+    "-Wextra",
+    "-Wno-missing-field-initializers",
+    "-Wno-psabi",
+]
+
+# How long a case may hang before it has failed; each takes seconds at most.
+CASE_TIMEOUT_S = 120
+# What nothing has used for so long goes; sooner, a build of another state may still want it.
+STALE_AFTER_S = 86400.0
+
+_QUOTED_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A change to a product file, for one flavour."""
+
+    file: str  # below csrc/
+    pattern: str  # must occur exactly once
+    replacement: str
+
+    def apply(self, text: str) -> str:
+        text, num_places = re.subn(self.pattern, self.replacement, text)
+        assert num_places == 1, f"{self.file} has {num_places} places like {self.pattern}"
+        return text
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """One way to compile the program. Sources are names in tests/cpp/ without suffix."""
+
+    name: str
+    sources: tuple[str, ...]
+    flags: tuple[str, ...] = ()
+    patches: tuple[Patch, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict, hash=False)
+
+    def patched_files(self) -> dict[str, str]:
+        """Texts by path below csrc/."""
+        texts: dict[str, str] = {}
+        for patch in self.patches:
+            text = texts.get(patch.file) or (CSRC / patch.file).read_text()
+            texts[patch.file] = patch.apply(text)
+        return texts
+
+
+def product_sources() -> list[Path]:
+    """All that knows nothing of torch, by paths below csrc/."""
+    layers = ("base", "transport", "cpu", "core")
+    files = (path for layer in layers for path in sorted((CSRC / layer).glob("*.cpp")))
+    return [path.relative_to(CSRC) for path in files]
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
+@functools.cache
+def _compiler() -> str:
+    version = subprocess.run([*CXX, "--version"], capture_output=True, text=True, check=True)
+    return version.stdout
+
+
+def _reachable(source: Path, include_dirs: list[Path]) -> Iterator[Path]:
+    """The source and every project file that it includes, directly or not, in a fixed order."""
+    seen = set()
+    stack = [source]
+    while stack:
+        path = stack.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        yield path
+        for name in _QUOTED_INCLUDE.findall(path.read_text()):
+            found = (directory / name for directory in (path.parent, *include_dirs))
+            stack.extend(path for path in found if path.exists())
+
+
+def _make(result: Path, command: list[str]) -> None:
+    """Makes the result in one move, so that a build beside this one never sees half of it."""
+    partial = result.with_suffix(f".{os.getpid()}.partial")
+    done = subprocess.run([*command, "-o", str(partial)], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise AssertionError(f"{' '.join(command)}\n{done.stderr}")
+    partial.replace(result)
+
+
+def _compile(source: Path, flags: list[str], include_dirs: list[Path]) -> Path:
+    texts = [path.read_text() for path in _reachable(source, include_dirs)]
+    result = BUILD / f"{source.stem}-{_digest(_compiler(), *flags, *texts)}.o"
+    if not result.exists():
+        includes = [flag for directory in include_dirs for flag in ("-I", str(directory))]
+        _make(result, [*CXX, *flags, *includes, "-c", str(source)])
+    return result
+
+
+def _patched_directory(flavour: Flavour) -> Path:
+    """Files that take the place of the product's own."""
+    files = flavour.patched_files()
+    directory = BUILD / f"patched-{_digest(*files, *files.values())}"
+    for file, text in files.items():
+        path = directory / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(text)
+        partial.replace(path)
+    return directory
+
+
+@functools.cache
+def build(flavour: Flavour) -> Path:
+    """The program; compiles what has changed since it was last made."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    patched = _patched_directory(flavour)
+    include_dirs = [patched, CSRC, CASES]
+    flags = [*CXX_FLAGS, *flavour.flags]
+    sources = [
+        patched / file if (patched / file).exists() else CSRC / file for file in product_sources()
+    ]
+    sources += [CASES / f"{name}.cpp" for name in flavour.sources]
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        objects = list(pool.map(lambda source: _compile(source, flags, include_dirs), sources))
+    names = [path.name for path in objects]
+    program = BUILD / f"{flavour.name}-{_digest(*flavour.flags, *names)}"
+    if not program.exists():
+        _make(program, [*CXX, *flavour.flags, *map(str, objects), "-lpthread"])
+    for path in (program, *objects):
+        path.touch()
+    _remove_stale()
+    return program
+
+
+def _remove_stale() -> None:
+    for path in BUILD.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another build was quicker
+            if path.is_file() and time.time() - path.stat().st_mtime > STALE_AFTER_S:
+                path.unlink()
+
+
+def run(flavour: Flavour, *arguments: str) -> tuple[int, str]:
+    """Exit code and output of the program; what it started ends with it."""
+    environment = {name: value for name, value in os.environ.items() if "SAN_OPTIONS" not in name}
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [str(build(flavour)), *arguments],
+            env=environment | flavour.environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout=CASE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            code = -signal.SIGALRM
+        finally:
+            _kill_session(process)
+        output.seek(0)
+        return code, output.read()
+
+
+def _kill_session(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def case_names(source: str) -> list[str]:
+    """The cases of one file, from its table: known without a compiler."""
+    names = re.findall(r'^\s*\{"([\w-]+)",', (CASES / f"{source}.cpp").read_text(), re.MULTILINE)
+    assert names, f"{source}.cpp has no table of cases"
+    return names

@@ -1,0 +1,249 @@
+"""What an all-reduce must give by DESIGN.md section 3, in plain numpy; shares no code with rota."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+Array = Any  # numpy's own types say less than they cost to read
+
+FLOAT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
+DTYPES = FLOAT_DTYPES + INTEGER_DTYPES
+ALGORITHMS = ("one_shot", "two_shot", "ordered_ring", "ring", "auto")
+# Sums in ascending rank: all give the same bits.
+CANONICAL_ALGORITHMS = ("one_shot", "two_shot", "ordered_ring", "auto")
+
+
+def ops_of(dtype: torch.dtype) -> tuple[str, ...]:
+    """The ops that are defined for a dtype."""
+    last = ("avg",) if dtype.is_floating_point else ("band", "bor", "bxor")
+    return ("sum", "product", "min", "max", *last)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class _Format(NamedTuple):
+    precision: int  # significant bits, the hidden one included
+    min_exponent: int  # of the smallest normal number, as in 1.x * 2**min_exponent
+    max_finite: float
+
+
+_FORMATS = {
+    torch.float16: _Format(11, -14, 65504.0),
+    torch.bfloat16: _Format(8, -126, (2 - 2.0**-7) * 2.0**127),
+    torch.float32: _Format(24, -126, (2 - 2.0**-23) * 2.0**127),
+}
+
+
+def round_to(values: Array, dtype: torch.dtype) -> Array:
+    """float64 values rounded once to a dtype, to nearest, ties to even; still float64."""
+    values = np.asarray(values, dtype=np.float64)
+    if dtype == torch.float64:
+        return values
+    form = _FORMATS[dtype]
+    with np.errstate(all="ignore"):
+        exponent = np.frexp(values)[1] - 1
+        # Distance of representable numbers here; below min_exponent they lie as close as there.
+        unit = np.ldexp(1.0, np.maximum(exponent, form.min_exponent) - (form.precision - 1))
+        rounded = np.where(np.isfinite(values), np.rint(values / unit) * unit, values)
+        return np.where(np.abs(rounded) > form.max_finite, np.copysign(np.inf, values), rounded)
+
+
+def to_numpy(tensor: torch.Tensor) -> Array:
+    """As float64 where the tensor is floating, which is exact, else in its own dtype."""
+    return (tensor.double() if tensor.is_floating_point() else tensor).numpy()
+
+
+def _minimum(a: Array, b: Array) -> Array:
+    return np.where((a < b) | np.isnan(a), a, b)
+
+
+def _maximum(a: Array, b: Array) -> Array:
+    return np.where((a > b) | np.isnan(a), a, b)
+
+
+_FLOAT_OPS: dict[str, Callable[[Array, Array], Array]] = {
+    "sum": np.add,
+    "avg": np.add,
+    "product": np.multiply,
+    "min": _minimum,
+    "max": _maximum,
+}
+_INTEGER_OPS: dict[str, Callable[[Array, Array], Array]] = {
+    "sum": np.add,
+    "product": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+}
+
+
+def exact(inputs: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """In float64 or integers, for inputs whose result needs no rounding but the last one."""
+    dtype = inputs[0].dtype
+    if not dtype.is_floating_point:
+        return _reduce_integers(inputs, op)
+    total = functools.reduce(_FLOAT_OPS[op], [to_numpy(tensor) for tensor in inputs])
+    return _tensor(round_to(total / len(inputs) if op == "avg" else total, dtype), dtype)
+
+
+def contract(
+    inputs: Sequence[torch.Tensor],
+    op: str,
+    wire_dtype: torch.dtype | None = None,
+    hop_dtype: torch.dtype | None = None,
+    first_rank: int = 0,
+) -> torch.Tensor:
+    """By the numeric contract: one rounding in, ascending rank in the accumulate dtype, one out.
+
+    Args:
+        inputs: by rank, all of one shape and dtype.
+        op: as all_reduce takes it.
+        wire_dtype: None is the tensors' own.
+        hop_dtype: what partial sums are rounded to on the way; None is the accumulate dtype.
+        first_rank: whose contribution the sum starts with; only a ring starts elsewhere than at 0.
+    """
+    dtype = inputs[0].dtype
+    inputs = [*inputs[first_rank:], *inputs[:first_rank]]
+    if not dtype.is_floating_point:
+        return _reduce_integers(inputs, op)
+    wire = wire_dtype or dtype
+    accumulate = np.float64 if wire == torch.float64 else np.float32
+    with np.errstate(all="ignore"):
+        values = [to_numpy(tensor) for tensor in inputs]
+        if wire != dtype:
+            values = [round_to(contribution, wire) for contribution in values]
+        total, *others = [contribution.astype(accumulate) for contribution in values]
+        for i, other in enumerate(others):
+            total = _FLOAT_OPS[op](total, other)
+            is_last = i == len(others) - 1
+            if hop_dtype is not None and not is_last:
+                total = round_to(total, hop_dtype).astype(accumulate)
+        if op == "avg":
+            total = total / accumulate(len(inputs))
+        return _tensor(round_to(round_to(total, wire), dtype), dtype)
+
+
+def _reduce_integers(inputs: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """Wraps as two's complement does; of bools, sums are "any" and products "all"."""
+    if inputs[0].dtype == torch.bool:
+        op = {"sum": "bor", "product": "band", "min": "band", "max": "bor"}.get(op, op)
+    return torch.from_numpy(functools.reduce(_INTEGER_OPS[op], [to_numpy(t) for t in inputs]))
+
+
+def _tensor(values: Array, dtype: torch.dtype) -> torch.Tensor:
+    """float64 values that the dtype can represent, as a tensor of it."""
+    return torch.from_numpy(np.ascontiguousarray(values)).to(dtype)
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bit pattern of each element, as integers."""
+    return tensor.contiguous().view(_BITS[tensor.element_size()])
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor, case: str) -> None:
+    """Equal bits in every element; any NaN equals any NaN, for their payload is not promised."""
+    same = bits_of(actual) == bits_of(expected)
+    if actual.is_floating_point():
+        same |= actual.isnan() & expected.isnan()
+    if same.all():
+        return
+    wrong = (~same).nonzero().flatten()
+    first = int(wrong[0])
+    raise AssertionError(
+        f"{case}: {wrong.numel()} of {actual.numel()} elements are wrong, the first is [{first}]: "
+        f"got {actual.flatten()[first].item()!r}, expected {expected.flatten()[first].item()!r}"
+    )
+
+
+def exact_inputs(
+    world_size: int, num_elems: int, dtype: torch.dtype, op: str = "sum"
+) -> list[torch.Tensor]:
+    """By rank: values whose sums every dtype holds exactly; for a product, powers of two.
+
+    Neighbours differ, among ranks and among elements, so that a contribution that is lost, doubled
+    or misplaced shows.
+    """
+    index = np.arange(num_elems)
+    inputs = []
+    for rank in range(world_size):
+        digits = (index * 7 + rank * 5 + index // 13) % 11
+        if dtype == torch.bool:
+            values = digits % 3 != 0
+        elif op == "product" and dtype.is_floating_point:
+            values = np.exp2(digits % 3 - 1) * np.where(digits % 2 == 0, 1, -1)
+        else:
+            values = digits - 5 if dtype.is_signed else digits
+        inputs.append(torch.from_numpy(values).to(dtype))
+    return inputs
+
+
+def random_inputs(world_size: int, num_elems: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """By rank: values over the whole range of magnitudes that sums meet, the same in every process.
+
+    Integers span their dtype, so that sums wrap.
+    """
+    inputs = []
+    for rank in range(world_size):
+        generator = np.random.default_rng([rank, num_elems])
+        if dtype.is_floating_point:
+            values = generator.standard_normal(num_elems)
+            values *= np.exp2(generator.integers(-6, 7, num_elems))
+            inputs.append(_tensor(round_to(values, dtype), dtype))
+        elif dtype == torch.bool:
+            inputs.append(torch.from_numpy(generator.integers(0, 2, num_elems) == 1))
+        else:
+            info = torch.iinfo(dtype)
+            values = generator.integers(info.min, info.max, num_elems, np.int64, endpoint=True)
+            inputs.append(torch.from_numpy(values).to(dtype))
+    return inputs
+
+
+def random_patterns(world_size: int, num_elems: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """By rank: any bit pattern with the same chance, so NaN, Inf and denormals are among them."""
+    inputs = []
+    for rank in range(world_size):
+        generator = np.random.default_rng([rank, num_elems, 1])
+        # One more than asked for, because torch cannot view no bytes as another dtype.
+        num_patterns = 2 if dtype == torch.bool else 256
+        pattern = generator.integers(0, num_patterns, (num_elems + 1) * dtype.itemsize, np.uint8)
+        inputs.append(torch.from_numpy(pattern).view(dtype)[:num_elems])
+    return inputs
+
+
+def special_values(world_size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """By rank: every combination of zeros, denormals, extremes, infinities and NaN."""
+    info = torch.finfo(dtype)
+    tiny = info.smallest_normal
+    values = [0.0, -0.0, 1.0, tiny, tiny / 2, tiny * info.eps, -tiny * info.eps]
+    values += [info.max, info.min, torch.inf, -torch.inf, torch.nan]
+    grids = np.meshgrid(*[np.array(values)] * world_size, indexing="ij")
+    return [_tensor(grid.ravel(), dtype) for grid in grids]
+
+
+def rounding_traps(world_size: int, wire_dtype: torch.dtype) -> list[torch.Tensor]:
+    """By rank: float64 values at, just above and just below the middle of two wire values.
+
+    Rounding them to float32 on the way moves them onto the middle, which then rounds to even.
+    """
+    form = _FORMATS[wire_dtype]
+    inputs = []
+    for rank in range(world_size):
+        generator = np.random.default_rng(rank)
+        steps = generator.integers(2 ** (form.precision - 1), 2**form.precision, 300) + 0.5
+        middle = np.ldexp(steps, generator.integers(-20, 1, steps.size))
+        nearby = [middle, middle * (1 + 2.0**-45), middle * (1 - 2.0**-45)]
+        inputs.append(torch.from_numpy(np.concatenate([*nearby, *(-x for x in nearby)])))
+    return inputs

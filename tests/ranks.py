@@ -1,0 +1,280 @@
+"""Runs a function on several ranks: one process each, forked from a server that has torch loaded.
+
+A fork takes milliseconds where a start of torch takes seconds, so every test gets ranks of its own:
+no test can break the next one, and each sees the whole life of a group. A rank that hangs is
+stopped, and the test fails with the Python stacks of all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import rota
+
+# How long ranks may outlive a test process that was killed and could not stop them.
+_ORPHAN_S = 30.0
+# Enough for a handler to write the stacks of all threads.
+_DUMP_S = 1.0
+
+_context = multiprocessing.get_context("forkserver")
+# The last one is what DistributedDataParallel imports when the first one is made, in a second.
+_context.set_forkserver_preload(["numpy", "torch", "pytest", "rota", "torch._dynamo"])
+
+
+class Rank:
+    """What the function that runs on a rank is given."""
+
+    def __init__(self, rank: int, world_size: int, directory: str, pipe: Connection) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._directory = directory
+        self._pipe = pipe
+        self._num_stores = 0
+
+    def make_store(self, timeout_s: float = 30.0) -> dist.Store:
+        """An empty store; the first one of each rank is the same one, and so on."""
+        self._num_stores += 1
+        # A file needs no server and no name look-ups, which stall where there is no DNS.
+        store = dist.FileStore(os.path.join(self._directory, f"store{self._num_stores}"))
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return store
+
+    def init(self, backend: str = "rota", timeout_s: float = 30.0) -> None:
+        """Makes the default group."""
+        dist.init_process_group(
+            backend,
+            store=self.make_store(timeout_s),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+
+    def communicator(
+        self, *, slot_bytes: int | None = None, timeout_s: float | None = None
+    ) -> rota.Communicator:
+        """A communicator over the default group, which is made if there is none."""
+        if not dist.is_initialized():
+            self.init()
+        options: dict[str, Any] = {}
+        if slot_bytes is not None:
+            options["slot_bytes"] = slot_bytes
+        if timeout_s is not None:
+            options["timeout"] = timedelta(seconds=timeout_s)
+        return rota.Communicator(**options)
+
+    def tell(self, note: object = None) -> None:
+        """Sends a note to the test, which gets it from Ranks.hear."""
+        self._pipe.send_bytes(pickle.dumps(("note", note)))
+
+    def hear(self) -> Any:
+        """Waits for what the test sends with Ranks.tell."""
+        return pickle.loads(self._pipe.recv_bytes())
+
+
+def _rank_main(
+    rank: Rank,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    env: Mapping[str, str],
+    stderr_path: str,
+    timeout_s: float,
+) -> None:
+    stderr = os.open(stderr_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(stderr, 2)
+    os.close(stderr)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.dump_traceback_later(timeout_s + _ORPHAN_S, exit=True)
+    os.environ.update(env)
+    try:
+        reply = ("result", function(rank, *args))
+    except BaseException:
+        reply = ("error", traceback.format_exc())
+    rank._pipe.send_bytes(pickle.dumps(reply))
+
+
+class Ranks:
+    """The processes of one run; a context manager, which leaves none of them behind."""
+
+    def __init__(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: object,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        """Starts `function(rank, *args)` on every rank; it must be at the top of a module."""
+        self._deadline = time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
+        self._directory = tempfile.TemporaryDirectory(prefix="rota-test-")
+        self._replies: list[tuple[str, Any] | None] = [None] * world_size
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        for number in range(world_size):
+            pipe, rank_pipe = _context.Pipe()
+            rank = Rank(number, world_size, self._directory.name, rank_pipe)
+            process = _context.Process(
+                target=_rank_main,
+                args=(rank, function, args, dict(env or {}), self._stderr(number), timeout_s),
+                daemon=True,
+            )
+            process.start()
+            rank_pipe.close()
+            self._pipes.append(pipe)
+            self._processes.append(process)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._directory.cleanup()
+
+    def pid(self, rank: int) -> int:
+        return int(self._processes[rank].pid)
+
+    def stderr(self, rank: int) -> str:
+        path = Path(self._stderr(rank))
+        return path.read_text() if path.exists() else ""
+
+    def wait_for_stderr(self, rank: int) -> None:
+        """Waits until a rank has written something there."""
+        while not self.stderr(rank):
+            if self._processes[rank].exitcode is not None or self._seconds_left() == 0:
+                raise AssertionError(f"rank {rank} wrote nothing to stderr")
+            time.sleep(0.02)
+
+    def kill(self, rank: int, signum: int = signal.SIGKILL) -> None:
+        os.kill(self.pid(rank), signum)
+
+    def tell(self, rank: int, note: object = None) -> None:
+        self._pipes[rank].send_bytes(pickle.dumps(note))
+
+    def hear(self, rank: int) -> Any:
+        """The next note of a rank; fails the test if the rank ends or hangs instead."""
+        if not self._pipes[rank].poll(self._seconds_left()):
+            self._fail_as_hung([rank], "sent no note")
+        with contextlib.suppress(EOFError):
+            kind, content = pickle.loads(self._pipes[rank].recv_bytes())
+            if kind == "note":
+                return content
+            self._replies[rank] = (kind, content)
+        self.results()  # fails with the cause, unless the function has just returned
+        raise AssertionError(f"rank {rank} returned without the note that the test waits for")
+
+    def hear_result(self, rank: int) -> Any:
+        """What the function returned on one rank, before all have ended."""
+        if not self._pipes[rank].poll(self._seconds_left()):
+            self._fail_as_hung([rank], "did not return")
+        self._receive(rank)
+        self._raise_failures(killed=())
+        return self._replies[rank][1]  # type: ignore[index]
+
+    def results(self, *, killed: Collection[int] = ()) -> list[Any]:
+        """What the function returned on each rank, once all have ended; None for a killed one.
+
+        Fails the test when a rank raised, ended otherwise, or did not end in time.
+        """
+        waiting = {
+            self._pipes[rank]: rank
+            for rank, reply in enumerate(self._replies)
+            if reply is None and rank not in killed
+        }
+        while waiting:
+            ready = multiprocessing.connection.wait(list(waiting), self._seconds_left())
+            if not ready:
+                self._fail_as_hung(sorted(waiting.values()), "did not return")
+            for pipe in ready:
+                self._receive(waiting.pop(pipe))  # type: ignore[call-overload]
+        for rank, process in enumerate(self._processes):
+            process.join(self._seconds_left())
+            if process.exitcode is None:
+                self._fail_as_hung([rank], "returned, but its process did not end")
+        self._raise_failures(killed)
+        return [None if reply is None else reply[1] for reply in self._replies]
+
+    def _receive(self, rank: int) -> None:
+        try:
+            reply = pickle.loads(self._pipes[rank].recv_bytes())
+            while reply[0] == "note":  # nobody waited for it
+                reply = pickle.loads(self._pipes[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self._processes[rank].join(_DUMP_S)
+            exit_code = self._processes[rank].exitcode
+            reply = ("error", f"the process ended without a result, exit code {exit_code}\n")
+        self._replies[rank] = reply
+
+    def _raise_failures(self, killed: Collection[int]) -> None:
+        texts = []
+        for rank, reply in enumerate(self._replies):
+            if reply is not None and reply[0] == "error":
+                texts.append(f"--- rank {rank}/{len(self._replies)}\n{reply[1]}")
+            elif self._processes[rank].exitcode not in (0, None) and rank not in killed:
+                texts.append(
+                    f"--- rank {rank} returned, then its process ended with "
+                    f"{self._processes[rank].exitcode}"
+                )
+        if texts:
+            raise AssertionError("\n".join(["a rank failed", *texts, *self._stderr_texts()]))
+
+    def _fail_as_hung(self, ranks: list[int], what: str) -> None:
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                self.kill(rank, signal.SIGUSR1)
+        time.sleep(_DUMP_S)
+        raise AssertionError(
+            f"rank {ranks} of {len(self._pipes)} {what} within {self._timeout_s} s\n"
+            + "\n".join(self._stderr_texts())
+        )
+
+    def _stderr_texts(self) -> Iterator[str]:
+        for rank in range(len(self._pipes)):
+            if text := self.stderr(rank).strip():
+                yield f"--- stderr of rank {rank}\n{text}"
+
+    def _stderr(self, rank: int) -> str:
+        return os.path.join(self._directory.name, f"rank{rank}")
+
+    def _seconds_left(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
+
+
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: object,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 60.0,
+) -> list[Any]:
+    """Runs `function(rank, *args)` on every rank and returns what each returned, by rank."""
+    with Ranks(world_size, function, *args, env=env, timeout_s=timeout_s) as ranks:
+        return ranks.results()
+
+
+def error_of(call: Callable[[], object]) -> tuple[str, str]:
+    """The type and the text of what `call` raises: small enough to send to the test."""
+    try:
+        call()
+    except BaseException as error:
+        return type(error).__name__, str(error)
+    return "nothing", "no exception was raised"

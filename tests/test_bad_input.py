@@ -1,0 +1,257 @@
+"""Arguments that cannot work: a clear error before anything moves, and the group goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Rank, error_of, run_ranks
+
+import rota
+
+
+class Case(NamedTuple):
+    call: Callable[[rota.Communicator], object]
+    error: str
+    facts: tuple[str, ...]  # what the text must name
+
+
+def floats(num_elems: int = 4) -> torch.Tensor:
+    return torch.ones(num_elems)
+
+
+def overlapping() -> torch.Tensor:
+    return torch.ones(10).as_strided((4, 4), (2, 1))
+
+
+NAMES_OF_DTYPES = ("float32", "float64", "float16", "bfloat16", "uint8", "int64", "bool")
+
+CASES: dict[str, Case] = {
+    # ---- all_reduce: what is no tensor, or no tensor that can be reduced
+    "list": Case(lambda c: c.all_reduce([1.0, 2.0]), "TypeError", ("all_reduce",)),
+    "none": Case(lambda c: c.all_reduce(None), "TypeError", ("all_reduce",)),
+    "numpy": Case(lambda c: c.all_reduce(floats().numpy()), "TypeError", ("all_reduce",)),
+    "complex": Case(
+        lambda c: c.all_reduce(floats().to(torch.complex64)),
+        "TypeError",
+        ("rota.all_reduce", "Complex", *NAMES_OF_DTYPES),
+    ),
+    "uint16": Case(
+        lambda c: c.all_reduce(floats().to(torch.uint16)),
+        "TypeError",
+        ("rota.all_reduce", "UInt16", *NAMES_OF_DTYPES),
+    ),
+    "float8": Case(
+        lambda c: c.all_reduce(floats().to(torch.float8_e4m3fn)),
+        "TypeError",
+        ("rota.all_reduce", "Float8", *NAMES_OF_DTYPES),
+    ),
+    "sparse-coo": Case(
+        lambda c: c.all_reduce(torch.eye(3).to_sparse()),
+        "TypeError",
+        ("rota.all_reduce", "Sparse", "to_dense()"),
+    ),
+    "sparse-csr": Case(
+        lambda c: c.all_reduce(torch.eye(3).to_sparse_csr()),
+        "TypeError",
+        ("rota.all_reduce", "SparseCsr", "to_dense()"),
+    ),
+    "meta": Case(
+        lambda c: c.all_reduce(torch.ones(3, device="meta")),
+        "TypeError",
+        ("rota.all_reduce", "meta", "CPU"),
+    ),
+    "expanded": Case(
+        lambda c: c.all_reduce(floats(1).expand(5)),
+        "ValueError",
+        ("rota.all_reduce", "share memory", "contiguous()"),
+    ),
+    "overlapping": Case(
+        lambda c: c.all_reduce(overlapping()),
+        "ValueError",
+        ("rota.all_reduce", "share memory", "contiguous()"),
+    ),
+    # ---- all_reduce: options
+    "op": Case(
+        lambda c: c.all_reduce(floats(), "median"),
+        "ValueError",
+        ("rota.all_reduce", "'median'", "sum", "avg", "product", "min", "max", "bxor"),
+    ),
+    "algorithm": Case(
+        lambda c: c.all_reduce(floats(), algorithm="tree"),
+        "ValueError",
+        ("rota.all_reduce", "'tree'", "one_shot", "two_shot", "ordered_ring", "ring", "auto"),
+    ),
+    "average-of-integers": Case(
+        lambda c: c.all_reduce(torch.ones(3, dtype=torch.int32), "avg"),
+        "TypeError",
+        ("rota.all_reduce", "avg", "int32"),
+    ),
+    "average-of-bools": Case(
+        lambda c: c.all_reduce(torch.ones(3, dtype=torch.bool), "avg"),
+        "TypeError",
+        ("rota.all_reduce", "avg", "bool"),
+    ),
+    "bits-of-floats": Case(
+        lambda c: c.all_reduce(floats(), "bxor"),
+        "TypeError",
+        ("rota.all_reduce", "bxor", "float32", "integer"),
+    ),
+    "wider-wire": Case(
+        lambda c: c.all_reduce(floats().half(), wire_dtype=torch.float32),
+        "TypeError",
+        ("rota.all_reduce", "wire_dtype", "float32", "float16"),
+    ),
+    "integer-wire": Case(
+        lambda c: c.all_reduce(floats(), wire_dtype=torch.int8),
+        "TypeError",
+        ("rota.all_reduce", "wire_dtype", "int8", "float32"),
+    ),
+    "wire-of-integers": Case(
+        lambda c: c.all_reduce(torch.ones(3, dtype=torch.int64), wire_dtype=torch.float16),
+        "TypeError",
+        ("rota.all_reduce", "wire_dtype", "float16", "int64"),
+    ),
+    "complex-wire": Case(
+        lambda c: c.all_reduce(floats(), wire_dtype=torch.complex64),
+        "TypeError",
+        ("rota.all_reduce", "wire_dtype", "Complex", "float16"),
+    ),
+    "wire-as-text": Case(
+        lambda c: c.all_reduce(floats(), wire_dtype="float16"), "TypeError", ("all_reduce",)
+    ),
+    "hop-without-ring": Case(
+        lambda c: c.all_reduce(floats(), hop_dtype=torch.float32),
+        "ValueError",
+        ("rota.all_reduce", "hop_dtype", "algorithm='ring'"),
+    ),
+    "strange-hop": Case(
+        lambda c: c.all_reduce(floats(), algorithm="ring", hop_dtype=torch.bfloat16),
+        "TypeError",
+        ("rota.all_reduce", "hop_dtype", "bfloat16", "float32"),
+    ),
+    # ---- broadcast
+    "negative-root": Case(
+        lambda c: c.broadcast(floats(), -1), "ValueError", ("rota.broadcast", "-1", "[0, 2)")
+    ),
+    "large-root": Case(
+        lambda c: c.broadcast(floats(), 2), "ValueError", ("rota.broadcast", "2", "[0, 2)")
+    ),
+    "root-as-text": Case(lambda c: c.broadcast(floats(), "0"), "TypeError", ("broadcast",)),
+    "broadcast-sparse": Case(
+        lambda c: c.broadcast(torch.eye(3).to_sparse()), "TypeError", ("rota.broadcast", "Sparse")
+    ),
+    "broadcast-expanded": Case(
+        lambda c: c.broadcast(floats(1).expand(5)), "ValueError", ("rota.broadcast", "contiguous()")
+    ),
+    # ---- all_gather
+    "short-output": Case(
+        lambda c: c.all_gather(floats(7), floats()),
+        "ValueError",
+        ("rota.all_gather", "7", "4", "2"),
+    ),
+    "output-of-other-dtype": Case(
+        lambda c: c.all_gather(floats(8), floats().double()),
+        "ValueError",
+        ("rota.all_gather", "float", "double"),
+    ),
+    "strided-output": Case(
+        lambda c: c.all_gather(torch.ones(4, 2).t(), floats()),
+        "ValueError",
+        ("rota.all_gather", "contiguous"),
+    ),
+    "gather-meta": Case(
+        lambda c: c.all_gather(floats(8), torch.ones(4, device="meta")),
+        "TypeError",
+        ("rota.all_gather", "meta"),
+    ),
+}
+
+
+def try_everywhere(rank: Rank, name: str) -> tuple[str, str, list[float]]:
+    """One rank tries what cannot work; then all do what can, which shows that nothing moved."""
+    communicator = rank.communicator()
+    error = ("", "")
+    if rank.rank == 0:
+        error = error_of(lambda: CASES[name].call(communicator))
+    tensor = floats(3)
+    communicator.all_reduce(tensor)
+    return *error, tensor.tolist()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_argument_raises_at_once_and_the_group_goes_on(name: str) -> None:
+    results = run_ranks(2, try_everywhere, name)
+    assert [tensor for _, _, tensor in results] == [[2.0] * 3] * 2
+    error, text, _ = results[0]
+    assert error == CASES[name].error, text
+    for fact in CASES[name].facts:
+        assert fact in text
+
+
+BACKEND_CALLS: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
+    "sparse": (lambda: dist.all_reduce(torch.eye(3).to_sparse()), ("parse",)),
+    "uint16": (lambda: dist.all_reduce(torch.ones(3, dtype=torch.uint16)), ("UInt16", "float32")),
+    "expanded": (lambda: dist.all_reduce(floats(1).expand(5)), ("contiguous()",)),
+    "integer-average": (
+        lambda: dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG),
+        ("avg", "int64"),
+    ),
+    "outputs": (lambda: dist.all_gather([floats()], floats()), ("rota.all_gather", "1", "2")),
+    "output-length": (
+        lambda: dist.all_gather([floats(), floats(5)], floats()),
+        ("rota.all_gather", "5", "4"),
+    ),
+}
+
+
+def try_on_backend(rank: Rank, name: str, async_op: bool) -> tuple[str, str, list[float]]:
+    rank.init()
+    error = ("", "")
+    if rank.rank == 0:
+        if async_op:  # then a queued call is before it, and errors still come at once
+            work: Any = dist.all_reduce(floats(), async_op=True)
+        error = error_of(BACKEND_CALLS[name][0])
+        if async_op:
+            work.wait()
+    elif async_op:
+        dist.all_reduce(floats())
+    tensor = floats(3)
+    dist.all_reduce(tensor)
+    return *error, tensor.tolist()
+
+
+@pytest.mark.parametrize("async_op", [False, True], ids=["idle", "busy"])
+@pytest.mark.parametrize("name", BACKEND_CALLS)
+def test_backend_bad_argument_raises_at_once_and_the_group_goes_on(
+    name: str, async_op: bool
+) -> None:
+    results = run_ranks(2, try_on_backend, name, async_op)
+    assert [tensor for _, _, tensor in results] == [[2.0] * 3] * 2
+    error, text, _ = results[0]
+    assert error in ("TypeError", "ValueError", "RuntimeError", "NotImplementedError"), text
+    for fact in BACKEND_CALLS[name][1]:
+        assert fact in text
+
+
+def ask_for_unknown_isa(rank: Rank) -> tuple[str, str]:
+    return error_of(lambda: rank.communicator().all_reduce(floats()))
+
+
+def test_unknown_instruction_set_raises_value_error_that_lists_the_known() -> None:
+    error, text = run_ranks(1, ask_for_unknown_isa, env={"ROTA_ISA": "avx1024"})[0]
+    assert error == "ValueError"
+    assert "ROTA_ISA" in text and "'avx1024'" in text and "portable" in text
+
+
+def use_hook_before_init(rank: Rank) -> tuple[str, str]:
+    return error_of(lambda: rota.allreduce_hook(None, None))  # type: ignore[arg-type]
+
+
+def test_hook_before_init_raises_value_error() -> None:
+    error, text = run_ranks(1, use_hook_before_init)[0]
+    assert error == "ValueError"
+    assert "init_process_group" in text

@@ -1,0 +1,175 @@
+"""The layers below torch, tested from C++: ranks as threads and processes, under sanitizers.
+
+Each case of tests/cpp/ is a test of its own in every flavour that can run it:
+
+  plain     as it is
+  tsan      ThreadSanitizer, with two slots of each kind: the fewest that the protocol allows, where
+            memory comes round soonest
+  asan      AddressSanitizer with leak check, UndefinedBehaviorSanitizer, checked containers
+  endless   without the tick that ends a sleep in any case, so one lost wake-up stops the program
+
+No report is suppressed. The mutants at the end show that the sanitizer does see what it is for.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from cpp_program import CASES, CSRC, CXX, Flavour, Patch, case_names, run
+
+COMMON = ("main", "reference", "calls", "ranks")
+THREAD_CASES = (
+    "collectives_cases",
+    "sequences_cases",
+    "failures_cases",
+    "waiter_cases",
+    "progress_queue_cases",
+)
+# One thread needs no ThreadSanitizer, and it does not follow a fork.
+OTHER_CASES = ("loops_cases", "shared_memory_cases", "bootstrap_cases")
+SLEEPING_CASES = ("sequences_cases", "waiter_cases")
+
+TSAN_REPORT_CODE = 66
+TSAN = {"TSAN_OPTIONS": f"halt_on_error=1:exitcode={TSAN_REPORT_CODE}"}
+ASAN = {
+    "ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1:check_initialization_order=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+}
+
+LAYOUT = "transport/layout.h"
+FEWEST_SLOTS = (
+    Patch(LAYOUT, r"kNumSlots = \d+;", "kNumSlots = 2;"),
+    Patch(LAYOUT, r"kPlacesPerMailbox = \d+;", "kPlacesPerMailbox = 1;"),
+)
+ENDLESS_SLEEP = (Patch("base/waiter.cpp", r"&tick\b", "nullptr"),)
+
+FLAVOURS = (
+    Flavour("plain", (*COMMON, "processes", *THREAD_CASES, *OTHER_CASES)),
+    Flavour(
+        "tsan",
+        (*COMMON, *THREAD_CASES),
+        flags=("-fsanitize=thread",),
+        patches=FEWEST_SLOTS,
+        environment=TSAN,
+    ),
+    Flavour(
+        "asan",
+        (*COMMON, "processes", *THREAD_CASES, *OTHER_CASES),
+        flags=(
+            "-fsanitize=address,undefined",
+            "-fno-sanitize-recover=all",
+            "-D_GLIBCXX_ASSERTIONS",
+        ),
+        environment=ASAN,
+    ),
+    Flavour("endless", (*COMMON, *SLEEPING_CASES), patches=ENDLESS_SLEEP),
+)
+
+
+def cases_of(flavour: Flavour) -> list[str]:
+    sources = [source for source in flavour.sources if source.endswith("_cases")]
+    return [name for source in sources for name in case_names(source)]
+
+
+def mutant(name: str, *patches: Patch) -> Flavour:
+    """The program under ThreadSanitizer, with a fault that it must find."""
+    return Flavour(
+        f"mutant-{name}",
+        (*COMMON, "sequences_cases"),
+        flags=("-fsanitize=thread",),
+        patches=patches,
+        environment=TSAN,
+    )
+
+
+MUTANTS = (
+    mutant(
+        "load-relaxed",
+        Patch("base/flag.h", r"memory_order_acquire", "memory_order_relaxed"),
+    ),
+    mutant(
+        "publish-relaxed",
+        Patch(
+            "base/flag.h",
+            r"new_value, std::memory_order_\w+",
+            "new_value, std::memory_order_relaxed",
+        ),
+    ),
+    mutant("one-slot", Patch(LAYOUT, r"kNumSlots = \d+;", "kNumSlots = 1;")),
+    mutant("one-mailbox", Patch(LAYOUT, r"epoch % 2 \* mailbox_bytes\(\)", "0")),
+)
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS, ids=lambda flavour: flavour.name)
+def test_program_lists_the_cases_that_pytest_lists(flavour: Flavour) -> None:
+    code, output = run(flavour)
+    assert code == 0, output
+    names = output.split()
+    assert sorted(names) == sorted(cases_of(flavour))
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("flavour", "case"),
+    [
+        pytest.param(flavour, case, id=f"{flavour.name}-{case}")
+        for flavour in FLAVOURS
+        for case in cases_of(flavour)
+    ],
+)
+def test_cpp(flavour: Flavour, case: str) -> None:
+    code, output = run(flavour, case)
+    # A forked child may report what its parent does not look at.
+    assert code == 0 and "Sanitizer" not in output and "runtime error" not in output, (
+        f"exit code {code}\n{output}"
+    )
+
+
+@pytest.mark.parametrize("flavour", MUTANTS, ids=lambda flavour: flavour.name)
+def test_cpp_with_weakened_order_is_reported(flavour: Flavour) -> None:
+    code, output = run(flavour, "mixed_calls-ws3", "longest_messages-ws2")
+    assert code == TSAN_REPORT_CODE, f"exit code {code}\n{output}"
+    assert "WARNING: ThreadSanitizer: data race" in output
+
+
+# ---- the schedules as device code ----------------------------------------------------------------
+
+SCHEDULE = CASES / "schedule_device.cu"
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
+
+
+def compile_schedule(command: list[str], source: Path) -> subprocess.CompletedProcess[str]:
+    flags = ["-std=c++20", "-I", str(CSRC)]
+    return subprocess.run([*command, *flags, str(source)], capture_output=True, text=True)
+
+
+@needs_nvcc
+def test_schedule_compiled_by_nvcc_has_no_warning(tmp_path: Path) -> None:
+    done = compile_schedule(
+        ["nvcc", "-c", "-arch=sm_90", "-Werror", "all-warnings", "-o", str(tmp_path / "s.o")],
+        SCHEDULE,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+def test_schedule_compiled_by_host_compiler_has_no_warning() -> None:
+    command = [*CXX, "-x", "c++", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
+    done = compile_schedule(command, SCHEDULE)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("compiler", ["host", pytest.param("nvcc", marks=needs_nvcc)])
+def test_schedule_wrong_assertion_is_found(compiler: str, tmp_path: Path) -> None:
+    wrong = tmp_path / "schedule_device.cu"
+    right = "ring_num_steps(4) == 6"
+    text = SCHEDULE.read_text()
+    assert right in text
+    wrong.write_text(text.replace(right, "ring_num_steps(4) == 7"))
+    host = [*CXX, "-x", "c++", "-fsyntax-only"]
+    nvcc = ["nvcc", "-c", "-arch=sm_90", "-o", str(tmp_path / "s.o")]
+    done = compile_schedule(host if compiler == "host" else nvcc, wrong)
+    assert done.returncode != 0 and "static assertion failed" in done.stderr

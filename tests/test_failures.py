@@ -1,0 +1,255 @@
+"""A peer that dies, leaves, hangs or aborts: an error on every survivor, never a hang."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Rank, Ranks, error_of, run_ranks
+
+import rota
+
+FOREVER = 10**9
+# By then the victim is in the midst of its collectives.
+WARM_UP = 20
+
+
+def reduce_until_error(rank: Rank, num_elems: int, algorithm: str) -> list[tuple[str, str]]:
+    communicator = rank.communicator()
+    tensor = torch.zeros(num_elems)
+    for _ in range(WARM_UP):
+        communicator.all_reduce(tensor, "sum", algorithm)
+    rank.tell()
+
+    def loop() -> None:
+        for _ in range(FOREVER):
+            communicator.all_reduce(tensor, "sum", algorithm)
+
+    first = error_of(loop)
+    return [
+        first,
+        error_of(lambda: communicator.all_reduce(tensor)),
+        error_of(communicator.barrier),
+    ]
+
+
+@pytest.mark.parametrize("victim", ["first", "last"])
+@pytest.mark.parametrize("num_elems", [5, 3_000_000], ids=["small", "large"])
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ordered_ring", "ring"])
+@pytest.mark.parametrize("world_size", [2, 3], ids="ws{}".format)
+def test_peer_killed_during_all_reduce_raises_peer_failed(
+    world_size: int, algorithm: str, num_elems: int, victim: str
+) -> None:
+    dead = 0 if victim == "first" else world_size - 1
+    with Ranks(world_size, reduce_until_error, num_elems, algorithm) as ranks:
+        for rank in range(world_size):
+            ranks.hear(rank)
+        ranks.kill(dead)
+        results = ranks.results(killed=[dead])
+        pid = ranks.pid(dead)
+    for rank in set(range(world_size)) - {dead}:
+        (error, text), *later = results[rank]
+        assert error == "PeerFailed", text
+        assert text.startswith(f"rota.all_reduce: rank {rank}/{world_size}")
+        assert f"rank {dead} (pid {pid}) has died" in text
+        assert "epoch" in text and "step" in text and "restart" in text
+        for later_error, later_text in later:
+            assert later_error == "RotaError"
+            assert "the group is dead" in later_text
+            assert f"rank {dead} (pid {pid}) has died" in later_text
+
+
+def reduce_when_told(rank: Rank, use: str) -> list[tuple[str, str]]:
+    """The last rank never enters: it waits for a word that does not come."""
+    rank.init()
+    communicator = rota.Communicator()
+    tensor = torch.ones(100_000)
+    dist.barrier()
+    rank.tell()
+    if rank.rank == rank.world_size - 1:
+        rank.hear()
+    calls: dict[str, Callable[[], object]] = {
+        "communicator": lambda: communicator.all_reduce(tensor),
+        "broadcast": lambda: communicator.broadcast(tensor, rank.world_size - 1),
+        "all_gather": lambda: communicator.all_gather(tensor.repeat(rank.world_size), tensor),
+        "barrier": communicator.barrier,
+        "dist": lambda: dist.all_reduce(tensor),
+        "dist.barrier": dist.barrier,
+        "work": lambda: dist.all_reduce(tensor, async_op=True).wait(),
+        "future": lambda: dist.all_reduce(tensor, async_op=True).get_future().wait(),
+        "then": lambda: dist.all_reduce(tensor, async_op=True)
+        .get_future()
+        .then(lambda done: done.value())
+        .wait(),
+    }
+    return [error_of(calls[use]), error_of(calls[use])]
+
+
+@pytest.mark.parametrize(
+    "use", ["communicator", "broadcast", "all_gather", "barrier", "dist", "dist.barrier"]
+)
+def test_peer_killed_before_it_enters_raises_peer_failed(use: str) -> None:
+    check_killed_before_it_enters(use)
+
+
+@pytest.mark.parametrize("use", ["work", "future"])
+def test_peer_killed_before_it_enters_fails_the_async_work(use: str) -> None:
+    check_killed_before_it_enters(use)
+
+
+def check_killed_before_it_enters(use: str) -> None:
+    with Ranks(3, reduce_when_told, use) as ranks:
+        for rank in range(3):
+            ranks.hear(rank)
+        ranks.kill(2)
+        results = ranks.results(killed=[2])
+        pid = ranks.pid(2)
+    for first, second in results[:2]:
+        assert first[0] == "PeerFailed", first[1]
+        assert f"rank 2 (pid {pid}) has died" in first[1]
+        assert second[0] == "RotaError", second[1]
+        assert "the group is dead" in second[1]
+
+
+def test_peer_killed_before_it_enters_fails_the_chained_future() -> None:
+    """torch turns an exception that passes a Python callback into a RuntimeError with its text."""
+    with Ranks(2, reduce_when_told, "then") as ranks:
+        ranks.hear(0)
+        ranks.hear(1)
+        ranks.kill(1)
+        first, _ = ranks.results(killed=[1])[0]
+    assert first[0] in ("PeerFailed", "RuntimeError")
+    assert "PeerFailed" in first[0] + first[1]
+    assert "has died" in first[1]
+
+
+def leave(rank: Rank, how: str) -> tuple[str, str] | None:
+    communicator = rank.communicator()
+    communicator.barrier()
+    if rank.rank == 1:
+        if how == "close":
+            communicator.close()
+        elif how == "del":
+            del communicator
+            gc.collect()
+        elif how == "abort":
+            communicator.abort("the data ran out")
+        rank.hear()  # still alive
+        return None
+    error = error_of(lambda: communicator.all_reduce(torch.ones(3)))
+    rank.tell(error)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("how", "facts"),
+    [
+        ("close", ["has left the group", "before it closes"]),
+        ("del", ["has left the group"]),
+        ("abort", ["failed", "the data ran out"]),
+    ],
+)
+def test_peer_that_leaves_raises_peer_failed(how: str, facts: list[str]) -> None:
+    with Ranks(2, leave, how) as ranks:
+        error, text = ranks.hear(0)
+        ranks.tell(1)
+        ranks.results()
+        pid = ranks.pid(1)
+    assert error == "PeerFailed", text
+    for fact in [f"rank 1 (pid {pid})", "rota.all_reduce: rank 0/2", *facts]:
+        assert fact in text
+
+
+def abort_own(rank: Rank) -> tuple[str, str]:
+    communicator = rank.communicator()
+    communicator.abort("enough")
+    return error_of(communicator.barrier)
+
+
+def test_abort_makes_later_calls_raise_with_the_reason() -> None:
+    assert all("enough" in text for _, text in run_ranks(2, abort_own))
+
+
+def time_out(rank: Rank) -> list[tuple[str, str]]:
+    communicator = rank.communicator(timeout_s=0.5)
+    communicator.barrier()
+    if rank.rank == 1:
+        rank.hear()
+    errors = [error_of(lambda: communicator.all_reduce(torch.ones(3)))]
+    rank.tell()
+    errors.append(error_of(communicator.barrier))
+    return errors
+
+
+def test_timeout_names_the_peer_and_the_late_peer_learns_of_it() -> None:
+    with Ranks(3, time_out) as ranks:
+        ranks.hear(0)
+        ranks.hear(2)
+        ranks.tell(1)
+        results = ranks.results()
+        pid = ranks.pid(1)
+    for rank in (0, 2):
+        error, text = results[rank][0]
+        assert error == "Timeout", text
+        for fact in (f"rank {rank}/3", "waited", "ms for", f"rank 1 (pid {pid})", "is rank 1 alive?"):
+            assert fact in text
+        assert "the group is dead" in results[rank][1][1]
+    # The late one finds all contributions and may finish; it hears of the failure in its next call.
+    error, text = results[1][1]
+    assert error in ("Timeout", "RotaError"), text
+    assert "failed" in text and "waited" in text and "for rank 1" in text
+
+
+def be_late(rank: Rank, world_size: int) -> float:
+    communicator = rank.communicator()
+    communicator.barrier()
+    if rank.rank == world_size - 1:
+        rank.hear()
+    tensor = torch.full((100_000,), float(rank.rank))
+    communicator.all_reduce(tensor)
+    communicator.barrier()
+    return tensor[0].item()
+
+
+def test_slow_peer_is_named_once_on_stderr_and_then_awaited() -> None:
+    with Ranks(3, be_late, 3) as ranks:
+        ranks.wait_for_stderr(0)
+        ranks.wait_for_stderr(1)
+        time.sleep(1.2)  # long enough for a second line, were there one
+        ranks.tell(2)
+        assert ranks.results() == [3.0] * 3
+        pid = ranks.pid(2)
+        lines = [ranks.stderr(rank).splitlines() for rank in range(3)]
+    assert [len(of_rank) for of_rank in lines] == [1, 1, 0]
+    for rank in (0, 1):
+        for fact in (f"rota.all_reduce: rank {rank}/3", f"rank 2 (pid {pid})", "epoch", "waited"):
+            assert fact in lines[rank][0]
+
+
+def start_over(rank: Rank) -> float | None:
+    rank.init()
+    communicator = rota.Communicator()
+    rank.tell()
+    if rank.rank == 2:
+        rank.hear()
+    with_error = error_of(lambda: communicator.all_reduce(torch.ones(3)))
+    assert with_error[0] == "PeerFailed"
+    dist.destroy_process_group()
+    rank.world_size = 2
+    rank.init()
+    tensor = torch.full((100_000,), 1.0)
+    rota.Communicator().all_reduce(tensor)
+    dist.all_reduce(tensor)
+    return tensor[-1].item()
+
+
+def test_survivors_of_a_dead_group_can_make_a_new_one() -> None:
+    with Ranks(3, start_over) as ranks:
+        for rank in range(3):
+            ranks.hear(rank)
+        ranks.kill(2)
+        assert ranks.results(killed=[2]) == [4.0, 4.0, None]

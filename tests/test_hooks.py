@@ -1,0 +1,214 @@
+"""The DDP communication hooks against torch's of the same names, on the same model and inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import name_of
+from ranks import Rank, run_ranks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import rota
+
+Hook = Callable[..., torch.futures.Future[torch.Tensor]]
+
+HOOKS: dict[str, tuple[Hook, Hook]] = {
+    "allreduce": (rota.allreduce_hook, default_hooks.allreduce_hook),
+    "fp16_compress": (rota.fp16_compress_hook, default_hooks.fp16_compress_hook),
+    "bf16_compress": (rota.bf16_compress_hook, default_hooks.bf16_compress_hook),
+}
+# Spacing of numbers in [1, 2) on the wire; None: that of the gradients.
+WIRE_EPS = {
+    "allreduce": None,
+    "fp16_compress": torch.finfo(torch.float16).eps,
+    "bf16_compress": torch.finfo(torch.bfloat16).eps,
+}
+SMALL_BUCKETS_MB = 0.004  # several buckets, the first of which is smaller still
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 48)]
+    return torch.nn.Sequential(*layers, torch.nn.Tanh(), torch.nn.Linear(48, 8)).to(dtype)
+
+
+def make_ddp(hook: Hook | None, state: Any = None, **options: Any) -> DistributedDataParallel:
+    dtype = options.pop("dtype", torch.float32)
+    options.setdefault("bucket_cap_mb", SMALL_BUCKETS_MB)
+    model = DistributedDataParallel(make_model(dtype), **options)
+    if hook is not None:
+        model.register_comm_hook(state, hook)
+    return model
+
+
+def gradients(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    model.zero_grad()
+    model(batch).sum().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def batch_of(rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(16, 32, generator=generator).to(dtype)
+
+
+def compare_with_torch(
+    rank: Rank, backend: str, name: str, as_view: bool
+) -> tuple[float, float, list[float]]:
+    """Largest difference from torch's hook and the bound, both over the largest gradient."""
+    rank.init(backend)
+    ours, torchs = HOOKS[name]
+    reference_group = dist.new_group(backend="gloo")
+    mine = make_ddp(ours, gradient_as_bucket_view=as_view)
+    reference = make_ddp(
+        # Without its name: DDP lets torch's bf16_compress_hook be used only where there is NCCL.
+        lambda state, bucket: torchs(state, bucket),
+        reference_group,
+        process_group=reference_group,
+    )
+    optimizer = torch.optim.SGD(mine.parameters(), lr=1e-3)
+    worst = 0.0
+    for step in range(4):
+        got = gradients(mine, batch_of(rank.rank, step))
+        reference.module.load_state_dict(mine.module.state_dict())
+        expected = gradients(reference, batch_of(rank.rank, step))
+        worst = max(worst, float(((got - expected).abs() / expected.abs().max()).max()))
+        optimizer.step()
+    # torch divides, rounds every contribution and every sum; rota rounds once each way.
+    eps = WIRE_EPS[name] or torch.finfo(torch.float32).eps
+    parameters = torch.cat([p.detach().flatten() for p in mine.parameters()])
+    return worst, eps * (rank.world_size + 1), parameters.tolist()
+
+
+@pytest.mark.parametrize("as_view", [False, True], ids=["copy", "view"])
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("backend", ["gloo", "rota"])
+@pytest.mark.parametrize("world_size", [2, 3], ids="ws{}".format)
+def test_hook_gradients_equal_those_of_torchs_hook(
+    world_size: int, backend: str, name: str, as_view: bool
+) -> None:
+    results = run_ranks(world_size, compare_with_torch, backend, name, as_view)
+    for worst, bound, parameters in results:
+        assert worst <= bound
+        assert parameters == results[0][2], "parameters differ between ranks"
+
+
+class ExactGradients(torch.nn.Module):
+    """Parameters whose gradients are small integers: every sum and average is exact."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        sizes = (3, 700, 64, 1, 2050)
+        self.weights = torch.nn.ParameterList(torch.zeros(size, dtype=dtype) for size in sizes)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        terms = [(weight * batch[: weight.numel()]).sum() for weight in self.weights]
+        return torch.stack(terms).sum()
+
+
+def average_exact(
+    rank: Rank, backend: str, name: str, dtype: torch.dtype, hooks: str
+) -> list[bool]:
+    rank.init(backend)
+    model = DistributedDataParallel(ExactGradients(dtype), bucket_cap_mb=SMALL_BUCKETS_MB)
+    model.register_comm_hook(None, HOOKS[name][0 if hooks == "rota" else 1])
+    equal = []
+    for step in range(3):
+        batches = [
+            ((torch.arange(2050) * 3 + r * 5 + step) % 17 - 8).to(dtype)
+            for r in range(rank.world_size)
+        ]
+        got = gradients(model, batches[rank.rank])
+        average = (torch.stack(batches).double().sum(0) / rank.world_size).to(dtype)
+        expected = torch.cat([average[: p.numel()] for p in model.parameters()])
+        equal.append(torch.equal(got, expected))
+    return equal
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=name_of
+)
+@pytest.mark.parametrize("name", HOOKS)
+def test_hook_average_of_exact_inputs_is_exact(name: str, dtype: torch.dtype) -> None:
+    assert run_ranks(2, average_exact, "rota", name, dtype, "rota") == [[True] * 3] * 2
+
+
+@pytest.mark.parametrize("name", ["allreduce", "fp16_compress"])
+def test_torch_hook_average_of_exact_inputs_is_exact(name: str) -> None:
+    """So the inputs above do tell whether two hooks agree."""
+    results = run_ranks(2, average_exact, "gloo", name, torch.float32, "torch")
+    assert results == [[True] * 3] * 2
+
+
+def train_without_hook(rank: Rank) -> bool:
+    """DDP's own all-reduce on backend rota, with a parameter that gets no gradient."""
+    rank.init()
+    gloo = dist.new_group(backend="gloo")
+    grads = []
+    for group in (None, gloo):
+        model = make_model()
+        model.add_module("unused", torch.nn.Linear(4, 4))
+        model.forward = lambda x, m=model: m[4](m[3](m[2](m[1](m[0](x)))))  # type: ignore[misc]
+        ddp = DistributedDataParallel(
+            model,
+            process_group=group,
+            bucket_cap_mb=SMALL_BUCKETS_MB,
+            find_unused_parameters=True,
+        )
+        grads.append(gradients(ddp, batch_of(rank.rank, 0)))
+    return torch.allclose(*grads, rtol=1e-6, atol=1e-6)
+
+
+def test_ddp_without_hook_on_backend_rota_equals_gloo() -> None:
+    assert run_ranks(2, train_without_hook) == [True, True]
+
+
+def hook_over_subgroup(rank: Rank) -> list[float] | None:
+    rank.init("gloo")
+    group = dist.new_group([0, 2])
+    if rank.rank == 1:
+        return None
+    model = DistributedDataParallel(ExactGradients(torch.float32), process_group=group)
+    model.register_comm_hook(group, rota.allreduce_hook)
+    return gradients(model, torch.full((2050,), float(rank.rank))).unique().tolist()
+
+
+def test_hook_state_is_the_group_that_averages() -> None:
+    assert run_ranks(3, hook_over_subgroup) == [[1.0], None, [1.0]]
+
+
+def init_twice(rank: Rank) -> list[list[float]]:
+    averages = []
+    for backend in ("gloo", "rota"):
+        rank.init(backend)
+        model = DistributedDataParallel(ExactGradients(torch.float32))
+        model.register_comm_hook(None, rota.allreduce_hook)
+        averages.append(gradients(model, torch.full((2050,), float(rank.rank))).unique().tolist())
+        dist.destroy_process_group()
+    return averages
+
+
+def test_hook_after_destroy_and_init_uses_the_new_group() -> None:
+    assert run_ranks(2, init_twice) == [[[0.5], [0.5]]] * 2
+
+
+def double_average(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations as text
+    return rota.fp16_compress_hook(state, bucket).then(lambda done: done.value() * 2)
+
+
+def share_bucket_with_then(rank: Rank) -> list[float]:
+    """A hook of the user's own around ours, as torch's wrappers do it."""
+    rank.init("gloo")
+
+    model = DistributedDataParallel(ExactGradients(torch.float32), bucket_cap_mb=SMALL_BUCKETS_MB)
+    model.register_comm_hook(None, double_average)
+    return gradients(model, torch.full((2050,), float(rank.rank))).unique().tolist()
+
+
+def test_hook_future_can_be_chained() -> None:
+    assert run_ranks(2, share_bucket_with_then) == [[1.0], [1.0]]

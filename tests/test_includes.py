@@ -1,0 +1,118 @@
+"""Includes of csrc/ go from a layer to the same or a lower one, and torch stops in c10d/."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).parent.parent / "csrc"
+SUFFIXES = {".h", ".cpp", ".inl", ".cu", ".cuh"}
+
+# Each layer, and which layers it may include. bindings.cpp is one of its own.
+ALLOWED: dict[str, set[str]] = {
+    "base": set(),
+    "schedule": {"base"},
+    "transport": {"base", "schedule"},
+    "cpu": {"base", "schedule", "transport"},
+    "cuda": {"base", "schedule", "transport"},
+    "core": {"base", "schedule", "transport", "cpu", "cuda"},
+    "c10d": {"base", "schedule", "transport", "cpu", "cuda", "core"},
+    "bindings": {"base", "schedule", "transport", "cpu", "cuda", "core", "c10d"},
+}
+# Where torch, and with it pybind11 and Python, may be seen.
+TORCH_LAYERS = {"c10d", "bindings"}
+
+TORCH = re.compile(r"^(torch|ATen|c10|caffe2|pybind11)/|^(Python|ATen/.*|torch/.*)\.h$")
+CUDA = re.compile(r"^(cuda|cooperative_groups|cub/|thrust/|nccl|nvml|device_launch_parameters)")
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+
+
+def layer_of(path: str) -> str:
+    return path.split("/")[0] if "/" in path else "bindings"
+
+
+def complaints(path: str, text: str, project_files: Iterable[str]) -> list[str]:
+    """What is wrong with one file.
+
+    Args:
+        path: below csrc/, with slashes.
+        project_files: all such paths.
+    """
+    layer = layer_of(path)
+    if layer not in ALLOWED:
+        return [f"{path} is in no known layer"]
+    found = []
+    if path.endswith(".h") and not re.search(r"^#pragma once$", text, re.MULTILINE):
+        found.append(f"{path} lacks #pragma once")
+    known = set(project_files)
+    for bracket, name in INCLUDE.findall(text):
+        is_project = bracket == '"'
+        if is_project and name not in known:
+            found.append(f'{path} includes "{name}", which is not a file of csrc/')
+        elif is_project and layer_of(name) not in ALLOWED[layer] | {layer}:
+            found.append(f"{path} includes {name}: {layer} must not know {layer_of(name)}")
+        elif not is_project and name in known:
+            found.append(f"{path} includes {name} in angle brackets")
+        elif not is_project and TORCH.match(name) and layer not in TORCH_LAYERS:
+            found.append(f"{path} includes {name}: torch stops in c10d/")
+        elif not is_project and CUDA.match(name) and layer != "cuda":
+            found.append(f"{path} includes {name}: CUDA stays in cuda/")
+    return found
+
+
+def project_files() -> list[str]:
+    files = (path for path in CSRC.rglob("*") if path.suffix in SUFFIXES)
+    return sorted(path.relative_to(CSRC).as_posix() for path in files)
+
+
+@pytest.mark.parametrize("path", project_files())
+def test_includes_of_file_point_down(path: str) -> None:
+    assert complaints(path, (CSRC / path).read_text(), project_files()) == []
+
+
+EXAMPLE_FILES = [
+    "base/flag.h",
+    "schedule/ring.h",
+    "transport/t.h",
+    "cpu/exchange.h",
+    "cuda/k.h",
+    "core/c.h",
+    "c10d/work.h",
+    "bindings.cpp",
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "expected"),
+    [
+        ("base/a.h", '#pragma once\n#include "schedule/ring.h"\n', "base must not know schedule"),
+        ("schedule/a.h", '#pragma once\n#include "transport/t.h"\n', "must not know transport"),
+        ("transport/a.cpp", '#include "cpu/exchange.h"\n', "transport must not know cpu"),
+        ("cpu/a.cpp", '  #  include "core/c.h"\n', "cpu must not know core"),
+        ("cpu/a.cpp", '#include "cuda/k.h"\n', "cpu must not know cuda"),
+        ("core/a.cpp", '#include "c10d/work.h"\n', "core must not know c10d"),
+        ("c10d/a.cpp", '#include "bindings.cpp"\n', "c10d must not know bindings"),
+        ("core/a.cpp", "#include <torch/csrc/utils/pybind.h>\n", "torch stops in c10d/"),
+        ("core/a.cpp", "#include <ATen/ATen.h>\n", "torch stops in c10d/"),
+        ("cpu/a.cpp", "#include <c10/util/Half.h>\n", "torch stops in c10d/"),
+        ("base/a.cpp", "#include <pybind11/pybind11.h>\n", "torch stops in c10d/"),
+        ("base/a.cpp", "#include <Python.h>\n", "torch stops in c10d/"),
+        ("transport/a.cpp", "#include <cuda_runtime.h>\n", "CUDA stays in cuda/"),
+        ("c10d/a.cpp", "#include <cuda/atomic>\n", "CUDA stays in cuda/"),
+        ("base/a.h", "// no guard\n", "lacks #pragma once"),
+        ("base/a.cpp", '#include "base/nowhere.h"\n', "not a file of csrc/"),
+        ("base/a.cpp", "#include <base/flag.h>\n", "in angle brackets"),
+        ("attic/a.cpp", "", "no known layer"),
+    ],
+)
+def test_includes_wrong_example_is_found(path: str, text: str, expected: str) -> None:
+    (complaint,) = complaints(path, text, [path, *EXAMPLE_FILES])
+    assert expected in complaint
+
+
+def test_includes_right_example_is_not_found() -> None:
+    text = '#pragma once\n#include <cstdint>\n#include "base/flag.h"\n#include "core/b.h"\n'
+    assert complaints("core/a.h", text, ["core/b.h", *EXAMPLE_FILES]) == []

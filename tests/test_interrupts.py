@@ -1,0 +1,176 @@
+"""Ctrl-C in a wait, and what a forked child may not do."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Rank, Ranks, error_of, run_ranks
+
+import rota
+
+PROMPT_S = 5.0  # the contract says 200 ms; a test on a busy machine only tells it from a time-out
+IN_THE_WAIT_S = 0.3
+
+
+def wait_and_be_interrupted(rank: Rank, use: str) -> tuple[tuple[str, str], float]:
+    """Rank 0 waits for rank 1, which comes only after rank 0 was interrupted."""
+    rank.init()
+    communicator = rota.Communicator()
+    tensor = torch.ones(100_000)
+    calls: dict[str, Callable[[], object]] = {
+        "communicator": lambda: communicator.all_reduce(tensor),
+        "large": lambda: communicator.all_reduce(torch.ones(3_000_000), algorithm="ring"),
+        "broadcast": lambda: communicator.broadcast(tensor, 1),
+        "barrier": communicator.barrier,
+        "dist": lambda: dist.all_reduce(tensor),
+        "dist.barrier": dist.barrier,
+        "work": lambda: dist.all_reduce(tensor, async_op=True).wait(),
+        "behind-async": lambda: (
+            communicator.all_reduce(tensor, async_op=True),
+            communicator.all_reduce(tensor),
+        ),
+        "close": lambda: (communicator.all_reduce(tensor, async_op=True), communicator.close()),
+    }
+    dist.barrier()
+    if rank.rank == 0:
+        rank.tell()
+        error = error_of(calls[use])
+        noticed = time.monotonic()
+        return error, noticed
+    rank.hear()
+    # Where rank 0 had done its part, the first call may still complete.
+    if use in ("behind-async", "close"):
+        use = "communicator"
+    errors = [error_of(calls[use]) for _ in range(2)]
+    return next((error for error in errors if error[0] != "nothing"), errors[0]), 0.0
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "communicator",
+        "large",
+        "broadcast",
+        "barrier",
+        "dist",
+        "dist.barrier",
+        "work",
+        "behind-async",
+        "close",
+    ],
+)
+def test_ctrl_c_in_a_wait_raises_keyboard_interrupt_and_peers_are_told(use: str) -> None:
+    with Ranks(2, wait_and_be_interrupted, use) as ranks:
+        ranks.hear(0)
+        time.sleep(IN_THE_WAIT_S)  # nothing tells from outside that a rank waits
+        sent = time.monotonic()
+        ranks.kill(0, signal.SIGINT)
+        ranks.hear_result(0)
+        ranks.tell(1)
+        ((error, text), noticed), ((peer_error, peer_text), _) = ranks.results()
+        pid = ranks.pid(0)
+    assert error == "KeyboardInterrupt", text
+    assert noticed - sent < PROMPT_S
+    assert peer_error == "PeerFailed", peer_text
+    assert f"rank 0 (pid {pid})" in peer_text
+
+
+def be_interrupted_in_init(rank: Rank) -> tuple[str, str]:
+    rank.init()
+    if rank.rank == 1:
+        rank.hear()
+        return "", ""
+    rank.tell()
+    return error_of(rota.Communicator)
+
+
+def test_ctrl_c_while_a_communicator_is_made_raises_keyboard_interrupt() -> None:
+    with Ranks(2, be_interrupted_in_init, timeout_s=15) as ranks:
+        ranks.hear(0)
+        time.sleep(IN_THE_WAIT_S)
+        ranks.kill(0, signal.SIGINT)
+        error, text = ranks.hear_result(0)
+        ranks.tell(1)
+        ranks.results()
+    assert error == "KeyboardInterrupt", text
+
+
+def run_in_child(call: Callable[[], object], timeout_s: float = 10.0) -> tuple[str, str]:
+    """What `call` raises in a forked child."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        error, text = error_of(call)
+        os.write(writer, f"{error}\n{text}".encode())
+        os._exit(0)
+    os.close(writer)
+    ready, _, _ = select.select([reader], [], [], timeout_s)
+    if not ready:
+        os.kill(child, signal.SIGKILL)
+    reply = os.read(reader, 4096).decode() if ready else "hang\nthe child did not answer"
+    os.close(reader)
+    os.waitpid(child, 0)
+    error, _, text = reply.partition("\n")
+    return error, text
+
+
+def use_in_child(rank: Rank, use: str, used_async: bool) -> tuple[str, str, list[float]]:
+    rank.init()
+    communicator = rota.Communicator()
+    communicator.barrier()
+    if used_async:  # then the progress thread exists, but not in the child
+        communicator.all_reduce(torch.ones(1), async_op=True).wait()
+        dist.all_reduce(torch.ones(1), async_op=True).wait()
+    tensor = torch.ones(3)
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: communicator.all_reduce(tensor),
+        "barrier": communicator.barrier,
+        "async": lambda: communicator.all_reduce(tensor, async_op=True).wait(),
+        "future": lambda: communicator.all_reduce_future(tensor, "avg", None).wait(),
+        "dist": lambda: dist.all_reduce(tensor),
+    }
+    error = run_in_child(calls[use])
+    communicator.all_reduce(tensor)
+    dist.all_reduce(tensor)
+    return *error, tensor.tolist()
+
+
+@pytest.mark.parametrize("used_async", [False, True], ids=["fresh", "after-async"])
+@pytest.mark.parametrize("use", ["all_reduce", "barrier", "async", "future", "dist"])
+def test_forked_child_use_raises_and_the_parent_goes_on(use: str, used_async: bool) -> None:
+    for error, text, tensor in run_ranks(2, use_in_child, use, used_async):
+        assert error == "RotaError", text
+        assert "parent process" in text and "after fork" in text
+        assert tensor == [4.0] * 3
+
+
+def close_in_child(rank: Rank, used_async: bool) -> tuple[str, list[float]]:
+    rank.init()
+    communicator = rota.Communicator()
+    tensor = torch.ones(3)
+    communicator.all_reduce(tensor)
+    if used_async:
+        communicator.all_reduce(tensor, async_op=True).wait()
+        tensor.fill_(2.0)
+
+    def drop_all() -> None:
+        communicator.close()
+        dist.destroy_process_group()
+
+    error, _ = run_in_child(drop_all)
+    communicator.all_reduce(tensor)
+    dist.all_reduce(tensor)
+    return error, tensor.tolist()
+
+
+@pytest.mark.parametrize("used_async", [False, True], ids=["fresh", "after-async"])
+def test_forked_child_close_does_not_disturb_the_parent(used_async: bool) -> None:
+    assert run_ranks(2, close_in_child, used_async) == [("nothing", [8.0] * 3)] * 2

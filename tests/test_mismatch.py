@@ -1,0 +1,183 @@
+"""Ranks that call different collectives: an error on all of them, no output, and the group goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Rank, error_of, run_ranks
+
+import rota
+
+ODD_RANK = 1  # calls something else than all the others
+PROMPT_S = 5.0  # the contract says 10 ms; a test on a busy machine only tells it from a time-out
+
+
+class Call(NamedTuple):
+    """A collective, and how the error describes it."""
+
+    text: str
+    run: Callable[[rota.Communicator, list[torch.Tensor]], object]
+    sizes: tuple[int, ...]  # of the tensors that it is given
+    dtype: torch.dtype = torch.float32
+
+
+def reduce_call(text: str, num_elems: int, dtype: torch.dtype, **options: object) -> Call:
+    def run(communicator: rota.Communicator, tensors: list[torch.Tensor]) -> object:
+        return communicator.all_reduce(tensors[0], **options)
+
+    return Call(f"all_reduce({text}", run, (num_elems,), dtype)
+
+
+def broadcast_call(num_elems: int, root: int) -> Call:
+    text = f"broadcast(float32[{num_elems}], root {root})"
+    return Call(text, lambda c, tensors: c.broadcast(tensors[0], root), (num_elems,))
+
+
+def gather_call(num_elems: int) -> Call:
+    text = f"all_gather(float32[{num_elems}])"
+    return Call(text, lambda c, tensors: c.all_gather(*tensors), (3 * num_elems, num_elems))
+
+
+BARRIER = Call("barrier()", lambda c, tensors: c.barrier(), ())
+SUM = reduce_call("sum, float32[8]", 8, torch.float32)
+LARGE_SUM = reduce_call("sum, float32[100000]", 100_000, torch.float32)
+HALF_WIRE = {"wire_dtype": torch.float16}
+
+CASES = {
+    "op": (SUM, reduce_call("max, float32[8]", 8, torch.float32, op="max")),
+    "dtype": (SUM, reduce_call("sum, float64[8]", 8, torch.float64)),
+    "dtype-of-same-size": (SUM, reduce_call("sum, int32[8]", 8, torch.int32)),
+    "num_elems": (SUM, reduce_call("sum, float32[9]", 9, torch.float32)),
+    "no-elems": (SUM, reduce_call("sum, float32[0]", 0, torch.float32)),
+    "num_elems-large": (LARGE_SUM, reduce_call("sum, float32[100001]", 100_001, torch.float32)),
+    "small-and-large": (SUM, LARGE_SUM),
+    "algorithm": (
+        reduce_call("sum, float32[8], two_shot)", 8, torch.float32, algorithm="two_shot"),
+        reduce_call("sum, float32[8], ring)", 8, torch.float32, algorithm="ring"),
+    ),
+    "wire": (SUM, reduce_call("sum, float32[8]", 8, torch.float32, **HALF_WIRE)),
+    "hop": (
+        reduce_call("sum, float16[8], ring)", 8, torch.float16, algorithm="ring"),
+        reduce_call(
+            "sum, float16[8], ring, hop float16)",
+            8,
+            torch.float16,
+            algorithm="ring",
+            hop_dtype=torch.float16,
+        ),
+    ),
+    "root": (broadcast_call(8, 0), broadcast_call(8, 2)),
+    "broadcast-length": (broadcast_call(50_000, 0), broadcast_call(50_001, 0)),
+    "gather-length": (gather_call(8), gather_call(9)),
+    "all_reduce-or-broadcast": (SUM, broadcast_call(8, 0)),
+    "all_gather-or-barrier": (gather_call(8), BARRIER),
+    "barrier-or-all_reduce": (BARRIER, LARGE_SUM),
+}
+
+
+def call_differently(rank: Rank, name: str) -> tuple[list[tuple[str, str]], bool, float, float]:
+    """Three mismatches, each followed by a call that all ranks agree on."""
+    communicator = rank.communicator()
+    call = CASES[name][1 if rank.rank == ODD_RANK else 0]
+    errors = []
+    untouched = True
+    slowest = 0.0
+    for _ in range(3):
+        tensors = [torch.full((size,), rank.rank + 1, dtype=call.dtype) for size in call.sizes]
+        communicator.barrier()
+        start = time.monotonic()
+        errors.append(error_of(lambda call=call, tensors=tensors: call.run(communicator, tensors)))
+        slowest = max(slowest, time.monotonic() - start)
+        untouched &= all(bool((tensor == rank.rank + 1).all()) for tensor in tensors)
+        total = torch.full((50_000,), float(rank.rank))
+        communicator.all_reduce(total)
+    return errors, untouched, slowest, total[-1].item()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mismatch_raises_on_every_rank_and_the_group_goes_on(name: str) -> None:
+    results = run_ranks(3, call_differently, name)
+    usual, odd = CASES[name]
+    for errors, untouched, slowest, total in results:
+        for error, text in errors:
+            assert error == "Mismatch", text
+            assert f"ranks 0, 2 called {usual.text}" in text
+            assert f"rank 1 called {odd.text}" in text
+        assert untouched
+        assert slowest < PROMPT_S
+        assert total == 3.0
+
+
+def test_mismatch_of_wire_names_it() -> None:
+    errors = [errors for errors, *_ in run_ranks(2, call_differently, "wire")]
+    assert all("wire float16" in text for _, text in sum(errors, []))
+
+
+def move_unnamed_dtypes(
+    rank: Rank, first: tuple[torch.dtype, int], second: tuple[torch.dtype, int]
+) -> tuple[str, str]:
+    communicator = rank.communicator()
+    dtype, num_elems = (first, second)[rank.rank]
+    return error_of(lambda: communicator.broadcast(torch.ones(num_elems, dtype=dtype), 0))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((torch.complex64, 2), (torch.complex128, 1)),
+        ((torch.uint8, 4), (torch.float8_e4m3fn, 4)),
+        ((torch.complex64, 1), (torch.uint8, 8)),
+    ],
+    ids=["complex64-complex128", "uint8-float8", "complex64-uint8"],
+)
+def test_mismatch_of_dtypes_that_are_only_copied_raises(
+    first: tuple[torch.dtype, int], second: tuple[torch.dtype, int]
+) -> None:
+    results = run_ranks(2, move_unnamed_dtypes, first, second)
+    assert [error for error, _ in results] == ["Mismatch"] * 2
+
+
+def mismatch_on_backend(rank: Rank) -> list[tuple[str, str]]:
+    rank.init()
+    tensor = torch.ones(8 + rank.rank)
+    errors = [error_of(lambda: dist.all_reduce(tensor))]
+    work = dist.all_reduce(tensor, async_op=True)
+    errors.append(error_of(work.wait))
+    errors.append(error_of(work.get_future().wait))
+    good = torch.ones(3)
+    behind = dist.all_reduce(good, async_op=True)
+    errors.append(error_of(lambda: dist.broadcast(tensor, rank.rank)))
+    behind.wait()
+    errors.append(("sum", str(good.tolist())))
+    return errors
+
+
+def test_backend_mismatch_raises_from_call_wait_and_future() -> None:
+    for errors in run_ranks(2, mismatch_on_backend):
+        *mismatches, total = errors
+        for error, text in mismatches:
+            assert error == "Mismatch", text
+            assert "rank 0 called" in text and "rank 1 called" in text
+        assert total == ("sum", "[2.0, 2.0, 2.0]")
+
+
+def mismatch_in_coalesced(rank: Rank) -> tuple[str, str, list[float], list[float]]:
+    """The first tensor agrees, the second does not: the first is reduced, the others stay."""
+    rank.init()
+    tensors = [torch.ones(4), torch.ones(5 + rank.rank), torch.ones(6)]
+    error = error_of(lambda: dist.all_reduce_coalesced(tensors))
+    again = torch.ones(2)
+    dist.all_reduce(again)
+    return *error, [float(tensor[0]) for tensor in tensors], again.tolist()
+
+
+def test_backend_mismatch_inside_coalesced_call_ends_it_on_every_rank() -> None:
+    for error, text, firsts, again in run_ranks(2, mismatch_in_coalesced):
+        assert error == "Mismatch", text
+        assert firsts == [2.0, 1.0, 1.0]
+        assert again == [2.0, 2.0]

@@ -1,0 +1,100 @@
+"""The classic ring: another order of additions than the canonical one, but a fixed one."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from oracle import FLOAT_DTYPES, assert_same, bits_of, contract, name_of, ops_of, random_inputs
+from ranks import Rank, run_ranks
+
+from rota import _C
+
+SLOT_BYTES = 4096
+GRANULE_ELEMS = 64  # pieces start at multiples of it
+
+
+def expected_ring(
+    inputs: list[torch.Tensor],
+    op: str,
+    wire_dtype: torch.dtype | None,
+    hop_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Piece p of each round starts at rank p and collects the others around the ring."""
+    world_size = len(inputs)
+    rotations = [contract(inputs, op, wire_dtype, hop_dtype, first) for first in range(world_size)]
+    num_elems = len(inputs[0])
+    piece_elems = SLOT_BYTES // hop_dtype.itemsize // GRANULE_ELEMS * GRANULE_ELEMS
+    num_rounds = -(-num_elems // (piece_elems * world_size))
+    result = torch.empty_like(inputs[0])
+    for number in range(num_rounds):
+        chunk = _C.schedule.piece_of(num_elems, num_rounds, number, GRANULE_ELEMS)
+        for first in range(world_size):
+            piece = _C.schedule.piece_of(chunk.num_elems, world_size, first, GRANULE_ELEMS)
+            begin = chunk.begin + piece.begin
+            end = begin + piece.num_elems
+            result[begin:end] = rotations[first][begin:end]
+    return result
+
+
+def check_ring(
+    rank: Rank, dtype: torch.dtype, wire_dtype: torch.dtype | None, hop_dtype: torch.dtype | None
+) -> str:
+    communicator = rank.communicator(slot_bytes=SLOT_BYTES)
+    wire = wire_dtype or dtype
+    hop = hop_dtype or (torch.float32 if wire.itemsize == 2 else wire)
+    slot = SLOT_BYTES // hop.itemsize
+    digest = hashlib.sha256()
+    for size in (1, 127, slot + 1, 3 * rank.world_size * slot + 37):
+        inputs = random_inputs(rank.world_size, size, dtype)
+        for op in ops_of(dtype):
+            tensor, again = inputs[rank.rank].clone(), inputs[rank.rank].clone()
+            communicator.all_reduce(tensor, op, "ring", wire_dtype, hop_dtype)
+            communicator.all_reduce(again, op, "ring", wire_dtype, hop_dtype)
+            assert_same(again, tensor, f"{op} size {size}, the second run")
+            expected = expected_ring(inputs, op, wire_dtype, hop)
+            assert_same(tensor, expected, f"{op} size {size}")
+            digest.update(bits_of(tensor).numpy().tobytes())
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=name_of)
+@pytest.mark.parametrize("world_size", [2, 3, 5], ids="ws{}".format)
+def test_ring_random_inputs_start_each_piece_at_its_own_rank(
+    world_size: int, dtype: torch.dtype
+) -> None:
+    digests = run_ranks(world_size, check_ring, dtype, None, None)
+    assert len(set(digests)) == 1, "ranks got different bits"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire_dtype", "hop_dtype"),
+    [
+        (torch.float32, torch.float16, None),
+        (torch.float32, torch.float16, torch.float32),
+        (torch.float32, torch.float16, torch.float16),
+        (torch.float64, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, None, torch.bfloat16),
+        (torch.float16, None, torch.float16),
+    ],
+    ids=lambda dtype: "none" if dtype is None else name_of(dtype),
+)
+def test_ring_wire_and_hop_dtype_round_where_they_say(
+    dtype: torch.dtype, wire_dtype: torch.dtype | None, hop_dtype: torch.dtype | None
+) -> None:
+    digests = run_ranks(3, check_ring, dtype, wire_dtype, hop_dtype)
+    assert len(set(digests)) == 1, "ranks got different bits"
+
+
+def differs_from_canonical(rank: Rank) -> bool:
+    communicator = rank.communicator()
+    ring, canonical = (random_inputs(3, 5000, torch.float32)[rank.rank] for _ in range(2))
+    communicator.all_reduce(ring, "sum", "ring")
+    communicator.all_reduce(canonical, "sum", "two_shot")
+    return not torch.equal(ring, canonical)
+
+
+def test_ring_random_inputs_differ_from_canonical_order() -> None:
+    """Else the tests above could not tell one order from the other."""
+    assert run_ranks(3, differs_from_canonical) == [True] * 3

@@ -1,0 +1,225 @@
+"""The schedules, exhaustively for world sizes 1 to 16, without processes.
+
+They are integer functions that the CPU loops and the CUDA kernels share; here they are called
+through the extension and their meaning is simulated with lists of ranks instead of numbers.
+test_slot_reuse.py checks what the executors make of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import pytest
+import rota._C
+
+schedule = rota._C.schedule
+RingAction = schedule.RingAction
+
+WORLD_SIZES = range(1, 17)
+GRANULES = (1, 2, 64, 100)
+LENGTHS = (*range(130), 255, 256, 257, 1025, 2**31 - 1, 2**31 + 7, 2**40 + 1)
+
+each_world_size = pytest.mark.parametrize("world_size", WORLD_SIZES, ids=lambda p: f"ws{p}")
+
+
+# ---- chunk.h -------------------------------------------------------------------------------------
+
+
+def assert_covers_once(ranges: list[tuple[int, int]], num_elems: int) -> None:
+    """The ranges (begin, num_elems) follow each other without a gap from 0 to num_elems."""
+    end = 0
+    for begin, length in ranges:
+        assert begin == end and length >= 0
+        end = begin + length
+    assert end == num_elems
+
+
+@pytest.mark.parametrize("granule", GRANULES, ids=lambda granule: f"granule{granule}")
+@pytest.mark.parametrize("num_pieces", WORLD_SIZES, ids=lambda pieces: f"pieces{pieces}")
+def test_piece_of_any_length_covers_each_element_once(num_pieces: int, granule: int) -> None:
+    for num_elems in LENGTHS:
+        pieces = [schedule.piece_of(num_elems, num_pieces, i, granule) for i in range(num_pieces)]
+        assert_covers_once([(piece.begin, piece.num_elems) for piece in pieces], num_elems)
+        longest = pieces[0].num_elems
+        # Equal but for the rounding to a granule, and short only at the end.
+        assert longest * num_pieces < num_elems + granule * num_pieces + num_pieces
+        for piece, following in itertools.pairwise(pieces):
+            assert piece.num_elems in (longest, num_elems - piece.begin)
+            assert following.num_elems == 0 or following.begin % granule == 0
+
+
+@pytest.mark.parametrize("chunk_elems", (1, 2, 3, 64, 100, 1024))
+def test_chunk_of_any_length_covers_each_element_once(chunk_elems: int) -> None:
+    for num_elems in range(1100):
+        num_chunks = -(-num_elems // chunk_elems)
+        chunks = [schedule.chunk_of(num_elems, chunk_elems, i) for i in range(num_chunks)]
+        assert_covers_once([(chunk.begin, chunk.num_elems) for chunk in chunks], num_elems)
+        assert all(chunk.num_elems == chunk_elems for chunk in chunks[:-1])
+        assert schedule.chunk_of(num_elems, chunk_elems, num_chunks).num_elems == 0
+
+
+# ---- ring.h --------------------------------------------------------------------------------------
+
+
+class Message(NamedTuple):
+    """What travels: a piece or chunk, and the ranks whose contributions are in it, in order."""
+
+    piece: int
+    ranks: tuple[int, ...]
+
+    def plus(self, rank: int) -> Message:
+        return Message(self.piece, (*self.ranks, rank))
+
+
+@each_world_size
+def test_neighbours_on_the_ring_are_inverse(world_size: int) -> None:
+    for rank in range(world_size):
+        assert schedule.previous_rank(schedule.next_rank(rank, world_size), world_size) == rank
+        assert schedule.next_rank(rank, world_size) == (rank + 1) % world_size
+
+
+@each_world_size
+def test_ring_step_received_piece_is_what_previous_rank_sends(world_size: int) -> None:
+    for step in range(schedule.ring_num_steps(world_size)):
+        for rank in range(world_size):
+            previous = schedule.previous_rank(rank, world_size)
+            sent = schedule.ring_step(previous, world_size, step).send_piece
+            assert schedule.ring_step(rank, world_size, step).recv_piece == sent
+
+
+@each_world_size
+def test_ring_all_steps_sum_every_piece_once_in_ring_order(world_size: int) -> None:
+    num_steps = schedule.ring_num_steps(world_size)
+    assert num_steps == 2 * (world_size - 1)  # and so many pieces does each rank send
+    kept: list[dict[int, Message]] = [{} for _ in range(world_size)]
+
+    def sends(rank: int, step: int) -> int:
+        return schedule.ring_step(rank, world_size, step).send_piece
+
+    messages = [Message(sends(rank, 0), (rank,)) for rank in range(world_size)]
+    for step in range(num_steps):
+        received = [
+            messages[schedule.previous_rank(rank, world_size)] for rank in range(world_size)
+        ]
+        for rank, message in enumerate(received):
+            action = schedule.ring_step(rank, world_size, step).action
+            if action != RingAction.COPY:
+                message = message.plus(rank)
+            is_complete = len(message.ranks) == world_size
+            assert is_complete == (action != RingAction.REDUCE)
+            if is_complete:
+                assert message.piece not in kept[rank]
+                kept[rank][message.piece] = message
+            if step + 1 < num_steps:
+                assert message.piece == sends(rank, step + 1)
+            messages[rank] = message
+
+    for pieces in kept if world_size > 1 else []:
+        assert sorted(pieces) == list(range(world_size))
+        for piece, message in pieces.items():
+            # Every rank once, and around the ring from the rank of the piece's number.
+            order = tuple((piece + i) % world_size for i in range(world_size))
+            assert message.ranks == order
+
+
+class Written(NamedTuple):
+    """What a rank leaves for the next one in a step of the ordered ring."""
+
+    partial: Message | None = None
+    result: Message | None = None
+
+
+@each_world_size
+def test_ordered_ring_any_chunks_sums_in_ascending_rank_everywhere(world_size: int) -> None:
+    last = world_size - 1
+    for num_chunks in range(2 * world_size + 4):
+        num_steps = schedule.ordered_ring_num_steps(world_size, num_chunks)
+        results: list[dict[int, Message]] = [{} for _ in range(world_size)]
+        written = [Written() for _ in range(world_size)]  # in the step before
+        for step in range(num_steps):
+            writes = []
+            for rank in range(world_size):
+                chunks = schedule.ordered_ring_step(rank, world_size, num_chunks, step)
+                from_previous = written[schedule.previous_rank(rank, world_size)]
+                partial = result = None
+                if chunks.partial_chunk >= 0:
+                    if rank > 0:
+                        assert from_previous.partial is not None
+                        assert from_previous.partial.piece == chunks.partial_chunk
+                    before = (
+                        from_previous.partial if rank > 0 else Message(chunks.partial_chunk, ())
+                    )
+                    partial = before.plus(rank)
+                    if rank == last:
+                        partial, result = None, partial
+                        results[rank][result.piece] = result
+                if chunks.result_chunk >= 0:
+                    assert rank != last
+                    result = from_previous.result
+                    assert result is not None and result.piece == chunks.result_chunk
+                    results[rank][result.piece] = result
+                writes.append(Written(partial, result))
+            written = writes
+        expected = {chunk: Message(chunk, tuple(range(world_size))) for chunk in range(num_chunks)}
+        assert all(result == expected for result in results)
+
+
+@each_world_size
+def test_ordered_ring_num_steps_is_minimal(world_size: int) -> None:
+    # A link takes one chunk a step, so the last chunk enters in step num_chunks - 1; from rank 0 it
+    # has world_size - 1 hops to the last rank, and as many on to the last one that lacks the sum.
+    for num_chunks in range(1, 2 * world_size + 4):
+        num_steps = schedule.ordered_ring_num_steps(world_size, num_chunks)
+        assert num_steps == (num_chunks - 1) + (world_size - 1) + (world_size - 1) + 1
+        for step in (0, num_steps - 1):
+            works = [
+                schedule.ordered_ring_step(rank, world_size, num_chunks, step)
+                for rank in range(world_size)
+            ]
+            assert any(work.partial_chunk >= 0 or work.result_chunk >= 0 for work in works)
+
+
+# ---- direct.h ------------------------------------------------------------------------------------
+
+
+@each_world_size
+def test_rotated_peer_any_index_reads_each_peer_once(world_size: int) -> None:
+    ranks = range(world_size)
+    for rank in ranks:
+        peers = [schedule.rotated_peer(rank, world_size, i) for i in range(world_size - 1)]
+        assert sorted(peers) == [peer for peer in ranks if peer != rank]
+    for index in range(world_size - 1):  # at one time, no two ranks read the same peer
+        assert len({schedule.rotated_peer(rank, world_size, index) for rank in ranks}) == world_size
+
+
+def test_two_shot_step_each_round_is_contributed_one_step_before_it_is_reduced() -> None:
+    for num_rounds in range(20):
+        steps = [
+            schedule.two_shot_step(num_rounds, step)
+            for step in range(schedule.two_shot_num_steps(num_rounds))
+        ]
+        contributed = {step.contribute_round: i for i, step in enumerate(steps)}
+        reduced = {step.reduce_round: i for i, step in enumerate(steps)}
+        for rounds in (contributed, reduced):
+            assert sorted(rounds) == list(range(-1, num_rounds))
+        assert [step.contribute_round for step in steps] == [*range(num_rounds), -1]
+        assert all(reduced[round_] == contributed[round_] + 1 for round_ in range(num_rounds))
+
+
+# ---- select.h ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", (*WORLD_SIZES, 17, 32, 64), ids=lambda p: f"ws{p}")
+def test_select_any_size_chooses_only_among_equal_bits(world_size: int) -> None:
+    sizes = sorted({0, 1, *(2**k + d for k in range(48) for d in (-1, 0, 1))})
+    chosen = [schedule.select(world_size, num_bytes) for num_bytes in sizes]
+    # The classic ring sums in another order: the choice would show in the result.
+    assert set(chosen) <= {"one_shot", "two_shot", "ordered_ring"}
+    # One threshold: what has become too long for one_shot stays so.
+    assert chosen == sorted(chosen, key=lambda name: name != "one_shot")
+
+
+@each_world_size
+def test_select_small_message_takes_one_message(world_size: int) -> None:
+    assert schedule.select(world_size, 4) == "one_shot"

@@ -1,0 +1,139 @@
+"""Tensors that are not plain memory: a right result or a clear error, never a wrong number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import ALGORITHMS, assert_same
+from ranks import Rank, run_ranks
+
+SLOT_BYTES = 4096
+
+# From a storage of 64 * 96 elements to a view of some of them.
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": lambda base: base.view(64, 96)[3:60],
+    "columns": lambda base: base.view(64, 96)[:, 5:90],
+    "one-column": lambda base: base.view(64, 96)[:, 7],
+    "every-third": lambda base: base[1::3],
+    "transpose": lambda base: base.view(64, 96).t(),
+    "channels-last": lambda base: base.view(4, 16, 12, 8).permute(0, 3, 1, 2),
+    "permuted-slice": lambda base: base.view(8, 24, 32).permute(2, 0, 1)[4:20, :, 3:9],
+    "diagonal": lambda base: base.view(64, 96).diagonal(),
+    "one-element": lambda base: base.view(64, 96)[9, 9:10].t(),
+    "scalar": lambda base: base[17],
+    "nothing": lambda base: base.view(64, 96)[:, 5:5],
+}
+
+
+def reduce_view(rank: Rank, name: str) -> None:
+    communicator = rank.communicator(slot_bytes=SLOT_BYTES)
+    for algorithm in ALGORITHMS:
+        bases = [torch.arange(64.0 * 96) * (r + 1) for r in range(rank.world_size)]
+        base = bases[rank.rank]
+        expected = base.clone()
+        VIEWS[name](expected).copy_(sum(VIEWS[name](other) for other in bases))
+        communicator.all_reduce(VIEWS[name](base), "sum", algorithm)
+        assert_same(base, expected, f"{name} {algorithm}, the whole storage")
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_all_reduce_of_view_reduces_it_and_leaves_the_rest(name: str) -> None:
+    run_ranks(2, reduce_view, name)
+
+
+def move_view(rank: Rank, name: str) -> None:
+    communicator = rank.communicator(slot_bytes=SLOT_BYTES)
+    view = VIEWS[name]
+    bases = [torch.arange(64.0 * 96) * (r + 1) for r in range(rank.world_size)]
+    base = bases[rank.rank].clone()
+    expected = base.clone()
+    view(expected).copy_(view(bases[1]))
+    communicator.broadcast(view(base), 1)
+    assert_same(base, expected, f"{name} broadcast, the whole storage")
+
+    output = torch.empty(rank.world_size, view(base).numel())
+    communicator.all_gather(output, view(bases[rank.rank]))
+    assert_same(output, torch.stack([view(b).flatten() for b in bases]), f"{name} all_gather")
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_copies_of_view_move_it_and_leave_the_rest(name: str) -> None:
+    run_ranks(2, move_view, name)
+
+
+def gather_into_views(rank: Rank) -> None:
+    rank.init()
+    base = torch.zeros(rank.world_size, 6, 10)
+    outputs = [base[r].t()[2:5] for r in range(rank.world_size)]
+    expected = base.clone()
+    for r in range(rank.world_size):
+        expected[r].t()[2:5] = torch.arange(18.0).view(3, 6) + 100 * r
+    dist.all_gather(outputs, torch.arange(18.0).view(3, 6) + 100 * rank.rank)
+    assert_same(base, expected, "the whole storage")
+
+
+def test_all_gather_into_views_fills_them_and_leaves_the_rest() -> None:
+    run_ranks(3, gather_into_views)
+
+
+def reduce_view_async(rank: Rank) -> None:
+    rank.init()
+    base = torch.arange(64.0 * 96)
+    expected = base.clone()
+    VIEWS["columns"](expected).mul_(rank.world_size)
+    dist.all_reduce(VIEWS["columns"](base), async_op=True).wait()
+    assert_same(base, expected, "the whole storage")
+
+
+def test_async_all_reduce_of_view_reduces_it_and_leaves_the_rest() -> None:
+    run_ranks(2, reduce_view_async)
+
+
+def reduce_negated(rank: Rank, op: str) -> list[float]:
+    """torch stores the negation as a flag on the tensor; the memory holds the values before it."""
+    communicator = rank.communicator()
+    tensor = torch._neg_view(torch.tensor([1.0, -2.0, 3.0]) + rank.rank)
+    communicator.all_reduce(tensor, op)
+    return tensor.tolist()
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [("sum", [-3.0, 3.0, -7.0]), ("product", [2.0, 2.0, 12.0]), ("min", [-2.0, 1.0, -4.0])],
+)
+def test_all_reduce_of_lazily_negated_tensor_reduces_its_values(
+    op: str, expected: list[float]
+) -> None:
+    assert run_ranks(2, reduce_negated, op) == [expected] * 2
+
+
+def move_conjugated(rank: Rank) -> list[list[complex]]:
+    """As above, with the conjugation on one rank only."""
+    communicator = rank.communicator()
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    sent = values.conj() if rank.rank == 0 else torch.zeros(2, dtype=values.dtype)
+    communicator.broadcast(sent, 0)
+    received = torch.zeros_like(values).conj() if rank.rank == 0 else values.clone()
+    communicator.broadcast(received, 1)
+    output = torch.zeros(2, 2, dtype=values.dtype)
+    communicator.all_gather(output, values.conj() if rank.rank == 0 else values)
+    return [sent.tolist(), received.tolist(), *output.tolist()]
+
+
+def test_copies_of_lazily_conjugated_tensor_move_its_values() -> None:
+    plain, conjugated = [1 + 2j, 3 - 4j], [1 - 2j, 3 + 4j]
+    assert run_ranks(2, move_conjugated) == [[conjugated, plain, conjugated, plain]] * 2
+
+
+def reduce_complex(rank: Rank) -> list[complex]:
+    rank.init()
+    tensor = torch.tensor([1 + 2j, 3 - 4j]) * (rank.rank + 1)
+    dist.all_reduce(tensor)  # torch hands it over as pairs of reals
+    return tensor.tolist()
+
+
+def test_backend_all_reduce_of_complex_tensor_sums_both_parts() -> None:
+    assert run_ranks(2, reduce_complex) == [[3 + 6j, 9 - 12j]] * 2
