@@ -13,6 +13,7 @@ class TorchStore final : public transport::Store {
 
   int64_t add(const std::string& key, int64_t amount) override { return store_->add(key, amount); }
   void set(const std::string& key, const std::string& value) override { store_->set(key, value); }
+  bool has(const std::string& key) override { return store_->check({key}); }
   std::string get(const std::string& key) override { return store_->get_to_str(key); }
 
  private:

@@ -114,6 +114,7 @@ void Communicator::barrier(CallerThread thread) {
 }
 
 void Communicator::abort(const std::string& reason) {
+  if (fork_generation_ != fork_generation()) return;  // a child must not speak for its parent
   publish_abort(ErrorKind::kPeerFailed, reason);
 }
 
@@ -129,6 +130,8 @@ void Communicator::run(const Descriptor& descriptor, const Args& args, CallerThr
   ++epoch_;
   watch_.begin_collective(descriptor.kind_name(), epoch_, /*lets_signals_through=*/is_user);
   try {
+    // A rank that comes too late must hear of a failure even if every post that it needs is there.
+    if (const auto error = watch_.poll()) throw *error;
     cpu::Exchange exchange(*transport_, waiter_, policy, watch_, num_rounds_);
     const std::optional<uint64_t> num_bytes = message_bytes(args);
     if (num_bytes && *num_bytes <= transport_->geometry().message_bytes) {

@@ -46,8 +46,10 @@ std::optional<Error> Watch::tick(Nanoseconds waited) {
     check_interrupt_();
   }
   if (auto error = find_abort()) return error;
-  if (const auto dead = transport_.find_dead_peer()) {
-    return Error(ErrorKind::kPeerFailed, join(prefix(), ": ", transport_.describe(*dead),
+  for (const int peer : transport_.find_dead_peers()) {
+    // One that closed its communicator before it ended has done its part.
+    if (transport_.region(peer).control().departed.load() != 0) continue;
+    return Error(ErrorKind::kPeerFailed, join(prefix(), ": ", transport_.describe(peer),
                                               " has died ", place(), "; restart the job"));
   }
   if (transport_.region(peer_).control().departed.load() != 0) {

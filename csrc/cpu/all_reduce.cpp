@@ -1,7 +1,6 @@
 #include "cpu/all_reduce.h"
 
-#include <cstring>
-
+#include "cpu/copy.h"
 #include "cpu/reducer.h"
 #include "schedule/chunk.h"
 #include "schedule/direct.h"
@@ -190,8 +189,8 @@ uint64_t AllReduce::ordered_ring(Exchange& exchange) const {
       const std::byte* sum = exchange.slot(previous, step - 1) + half_slot;
       reducer_.unpack(sum, data(chunk.begin), chunk.num_elems);
       if (next != world_size_ - 1) {
-        std::memcpy(exchange.own_slot(step) + half_slot, sum,
-                    chunk.num_elems * reducer_.wire_bytes());
+        copy_bytes(exchange.own_slot(step) + half_slot, sum,
+                   chunk.num_elems * reducer_.wire_bytes());
       }
     }
     exchange.publish_filled(step);
@@ -235,7 +234,7 @@ uint64_t AllReduce::ring(Exchange& exchange) const {
           break;
         case schedule::RingAction::kCopy:
           reducer_.unpack(received, own, piece.num_elems);
-          if (!is_last) std::memcpy(to_next, received, piece.num_elems * reducer_.wire_bytes());
+          if (!is_last) copy_bytes(to_next, received, piece.num_elems * reducer_.wire_bytes());
           break;
       }
       if (!is_last) exchange.publish_filled(slot + 1);

@@ -1,7 +1,8 @@
 #include "cpu/reducer.h"
 
 #include <algorithm>
-#include <cstring>
+
+#include "cpu/copy.h"
 
 namespace rota::cpu {
 namespace {
@@ -20,7 +21,7 @@ std::byte* at(void* base, size_t offset) { return static_cast<std::byte*>(base) 
 void convert_or_copy(const ElementLoops& loops, DType from, DType to, const void* src, void* dst,
                      size_t num_elems) {
   if (from == to) {
-    std::memcpy(dst, src, num_elems * info(to).num_bytes);
+    copy_bytes(dst, src, num_elems * info(to).num_bytes);
   } else {
     loops.convert(from, to)(src, dst, num_elems);
   }
@@ -68,7 +69,7 @@ void Reducer::reduce(const void* const* srcs, void* data, std::span<std::byte* c
     std::byte* sum = wire_outs.empty() ? sums.bytes : wire_outs[0] + wire_begin;
     reduce_wire_(block_srcs, world_size_, sum, block_elems, world_size_);
     for (size_t i = 1; i < wire_outs.size(); ++i) {
-      std::memcpy(wire_outs[i] + wire_begin, sum, block_elems * wire_bytes());
+      copy_bytes(wire_outs[i] + wire_begin, sum, block_elems * wire_bytes());
     }
     unpack(sum, at(data, begin * elem_bytes()), block_elems);
   });

@@ -26,7 +26,8 @@ namespace rota::transport {
 namespace {
 
 constexpr uint64_t kHelloMagic = 0x0131'6174'6f72ULL;  // "rota1", changed with the layout
-constexpr int kPollSliceMs = 50;                       // how late a Ctrl-C may be noticed
+constexpr int kStorePollMs = 2;   // a store may be a server: a few requests while a peer starts
+constexpr int kPollSliceMs = 50;  // how late a Ctrl-C may be noticed
 
 struct Hello {
   uint64_t magic;
@@ -90,15 +91,21 @@ struct HelloMessage {
   msghdr header = {};
 };
 
-// The descriptor that came with a message, or none.
+// The descriptor that came with a message; none if there is not exactly one. Padding leaves room
+// for two, and what the kernel has handed over must be closed.
 UniqueFd take_descriptor(msghdr& header) {
   cmsghdr* control = CMSG_FIRSTHDR(&header);
   if (control == nullptr || control->cmsg_level != SOL_SOCKET || control->cmsg_type != SCM_RIGHTS) {
     return UniqueFd();
   }
-  int fd;
-  std::memcpy(&fd, CMSG_DATA(control), sizeof(fd));
-  return UniqueFd(fd);
+  std::vector<UniqueFd> descriptors;
+  for (size_t offset = 0; CMSG_LEN(offset + sizeof(int)) <= control->cmsg_len;
+       offset += sizeof(int)) {
+    int fd;
+    std::memcpy(&fd, CMSG_DATA(control) + offset, sizeof(fd));
+    descriptors.emplace_back(fd);
+  }
+  return descriptors.size() == 1 ? std::move(descriptors[0]) : UniqueFd();
 }
 
 // Blocks for the message of a peer that has connected and is about to send it; bounded, so that who
@@ -179,8 +186,22 @@ void Bootstrap::publish_card(const std::string& address) {
                                         ' ', geometry_.slot_bytes, ' ', host_id()));
 }
 
+std::string Bootstrap::read_card(int peer) {
+  const std::string key = join("card/", peer);
+  // Asked for again and again, rather than awaited in the store, so that a signal gets through.
+  while (!store_.has(key)) {
+    check_interrupt_();
+    if (std::chrono::steady_clock::now() >= deadline_) {
+      fail(join("rank ", rank_, "/", world_size_, " still waits for rank ", peer,
+                " to start; has its process ended?"));
+    }
+    poll(nullptr, 0, kStorePollMs);
+  }
+  return store_.get(key);
+}
+
 std::string Bootstrap::address_of(int peer) {
-  std::istringstream card(store_.get(join("card/", peer)));
+  std::istringstream card(read_card(peer));
   std::string address, host;
   int world_size = 0;
   Geometry geometry{};

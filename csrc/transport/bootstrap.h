@@ -37,6 +37,7 @@ class Bootstrap {
  private:
   void claim_rank();
   void publish_card(const std::string& address);
+  std::string read_card(int peer);
   std::string address_of(int peer);
   void send_memory(int peer, const UniqueFd& own_memory);
   std::vector<Introduction> receive_all(const UniqueFd& listener);

@@ -114,17 +114,18 @@ std::string SharedMemoryTransport::describe(int peer) const {
   return join("rank ", peer, " (pid ", peers_[static_cast<size_t>(peer)].pid, ")");
 }
 
-std::optional<int> SharedMemoryTransport::find_dead_peer() const {
+std::vector<int> SharedMemoryTransport::find_dead_peers() const {
   std::vector<pollfd> polls;
   for (const Peer& peer : peers_) {
     // poll() skips negative descriptors, such as the own one.
     polls.push_back({.fd = peer.process.get(), .events = POLLIN, .revents = 0});
   }
-  if (poll(polls.data(), polls.size(), 0) <= 0) return std::nullopt;
+  std::vector<int> dead;
+  if (poll(polls.data(), polls.size(), 0) <= 0) return dead;
   for (size_t peer = 0; peer < polls.size(); ++peer) {
-    if (polls[peer].revents != 0) return static_cast<int>(peer);
+    if (polls[peer].revents != 0) dead.push_back(static_cast<int>(peer));
   }
-  return std::nullopt;
+  return dead;
 }
 
 }  // namespace rota::transport

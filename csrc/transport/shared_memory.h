@@ -56,7 +56,7 @@ class SharedMemoryTransport final : public Transport {
                                             const std::function<void()>& check_interrupt);
 
   std::string describe(int peer) const override;
-  std::optional<int> find_dead_peer() const override;
+  std::vector<int> find_dead_peers() const override;
 
  private:
   SharedMemoryTransport(int rank, const Geometry& geometry, std::vector<Peer> peers);

@@ -12,7 +12,8 @@ class Store {
   // Adds to the number under key, 0 at first, and returns the sum.
   virtual int64_t add(const std::string& key, int64_t amount) = 0;
   virtual void set(const std::string& key, const std::string& value) = 0;
-  // Blocks until the key exists or the store's own timeout has passed.
+  virtual bool has(const std::string& key) = 0;
+  // Of a key that is there.
   virtual std::string get(const std::string& key) = 0;
 };
 

@@ -16,7 +16,7 @@ class ThreadTransport final : public Transport {
                                                             const Geometry& geometry);
 
   std::string describe(int peer) const override;
-  std::optional<int> find_dead_peer() const override { return std::nullopt; }
+  std::vector<int> find_dead_peers() const override { return {}; }
 
  private:
   struct Memory;

@@ -1,7 +1,6 @@
 // What an executor needs of a transport: everybody's region, and who is still there.
 #pragma once
 
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,8 +24,8 @@ class Transport {
   // "rank 1 (pid 4711)", as errors name a peer.
   virtual std::string describe(int peer) const = 0;
 
-  // The lowest rank whose process has ended, if any. Costs one system call.
-  virtual std::optional<int> find_dead_peer() const = 0;
+  // The ranks whose processes have ended. Costs one system call.
+  virtual std::vector<int> find_dead_peers() const = 0;
 
  protected:
   Transport(int rank, const Geometry& geometry, std::vector<Region> regions)

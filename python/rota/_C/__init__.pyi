@@ -5,6 +5,7 @@ from typing import Literal, overload
 
 import torch
 import torch.distributed as dist
+
 from rota._C import schedule as schedule
 
 def host_id() -> str:
