@@ -15,6 +15,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import track
+
 import driver
 import interleave
 import machine
@@ -24,8 +27,6 @@ from arguments import Parser, add_common_arguments, parse_list, parse_natural, p
 from interleave import Measurement
 from protocol import Entry, Reply, Turn
 from ranks import RankGroup
-from rich.console import Console
-from rich.progress import track
 
 OPS = ("all_reduce", "broadcast", "all_gather", "barrier")
 ALGORITHMS = ("auto", "one_shot", "two_shot", "ordered_ring", "ring")

@@ -13,12 +13,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 import machine
 import report
 from interleave import Measurement
 from protocol import Entry
 from ranks import RankError, RankGroup
-from rich.console import Console
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"

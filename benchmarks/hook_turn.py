@@ -7,12 +7,13 @@ from collections.abc import Callable
 from functools import lru_cache
 from types import ModuleType
 
-import tiles
 import torch
 import torch.distributed as dist
-from protocol import Turn
 from torch.distributed import GradBucket  # imported there, not listed
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import tiles
+from protocol import Turn
 
 # A hook of torch, and the hook of the same meaning in rota, by the entry's api.
 TORCH_HOOK = "torch hook"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from protocol import Entry, Reply, Turn
 
 Ask = Callable[[Turn], list[Reply]]

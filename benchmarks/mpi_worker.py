@@ -7,10 +7,11 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-import exact
 import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI  # type: ignore[import-not-found]  # in the environments of mpi_env.py
+
+import exact
 from protocol import Hello, Reply, Turn, serve, time_samples
 
 comm = MPI.COMM_WORLD

@@ -13,11 +13,12 @@ from itertools import cycle, groupby
 from pathlib import Path
 from typing import Any
 
-from interleave import Measurement
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
+
+from interleave import Measurement
 
 ROOFLINE = "memcpy"
 BEST_MPI = "best MPI"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import exact
 import torch
+
+import exact
 
 
 def spread(tile: torch.Tensor, num_elems: int) -> torch.Tensor:

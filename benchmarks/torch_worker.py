@@ -9,11 +9,12 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-import hook_turn
 import numpy as np
-import tiles
 import torch
 import torch.distributed as dist
+
+import hook_turn
+import tiles
 from protocol import Entry, Hello, Reply, Turn, serve, time_samples
 
 # torch 2.13 renamed it; the old name warns at every call, which would be timed too.

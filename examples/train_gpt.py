@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import rota
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -33,6 +32,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 from torch.nn.parallel import DistributedDataParallel
+
+import rota
 
 BYTES = 256  # the vocabulary: text is read as bytes, so there is no tokenizer
 WARMUP_STEPS = 20

@@ -41,7 +41,8 @@ CXX_FLAGS = [
 ]
 
 # How long a case may hang before it has failed; each takes seconds at most.
-CASE_TIMEOUT_S = 120
+CASE_TIMEOUT_S = 120.0
+TIMEOUT_CODE = -signal.SIGALRM
 # What nothing has used for so long goes; sooner, a build of another state may still want it.
 STALE_AFTER_S = 86400.0
 
@@ -174,21 +175,25 @@ def _remove_stale() -> None:
                 path.unlink()
 
 
-def run(flavour: Flavour, *arguments: str) -> tuple[int, str]:
-    """Exit code and output of the program; what it started ends with it."""
+def run(flavour: Flavour, *arguments: str, timeout_s: float = CASE_TIMEOUT_S) -> tuple[int, str]:
+    """Exit code and output of the program; what it started and left behind goes with it.
+
+    The exit code is TIMEOUT_CODE where it had to be stopped.
+    """
+    program = build(flavour)
     environment = {name: value for name, value in os.environ.items() if "SAN_OPTIONS" not in name}
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryDirectory() as directory:
         process = subprocess.Popen(
-            [str(build(flavour)), *arguments],
-            env=environment | flavour.environment,
+            [str(program), *arguments],
+            env=environment | flavour.environment | {"TMPDIR": directory},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         try:
-            code = process.wait(timeout=CASE_TIMEOUT_S)
+            code = process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            code = -signal.SIGALRM
+            code = TIMEOUT_CODE
         finally:
             _kill_session(process)
         output.seek(0)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Place(NamedTuple):
@@ -22,7 +22,7 @@ class Place(NamedTuple):
 
     region: int
     kind: str
-    index: int
+    number: int
     part: int | None = None  # a rank's shard, or half of a slot; None: all parts
 
 
@@ -38,7 +38,7 @@ class Op(NamedTuple):
 
     verb: str  # write, read; publish, wait
     word: Place | Flag
-    value: Hashable  # content or flag value
+    value: Any  # content, or the number of a flag
     phase: str = ""
 
 
@@ -51,7 +51,7 @@ class Program:
         published: dict[Flag, tuple[list[int], list[int]]] = {}  # values and positions
         for line in lines:
             for position, op in enumerate(line):
-                if op.verb == "publish":
+                if op.verb == "publish" and isinstance(op.word, Flag):
                     values, positions = published.setdefault(op.word, ([], []))
                     assert not values or values[-1] < op.value, "a flag only grows"
                     values.append(op.value)
@@ -62,7 +62,7 @@ class Program:
             self.awaited.append([])
             for op in line:
                 peer = position = -1
-                if op.verb == "wait":
+                if op.verb == "wait" and isinstance(op.word, Flag):
                     values, positions = published.get(op.word, ([], []))
                     index = bisect_left(values, op.value)
                     never = len(lines[op.word.region])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from oracle import ALGORITHMS, DTYPES, assert_same, exact, exact_inputs, name_of, ops_of
 from ranks import Rank, run_ranks
 
@@ -15,8 +16,10 @@ CANARY_ELEMS = 64
 CANARY = 1
 
 # Larger groups outnumber the cores of most machines; they get fewer calls.
-LARGE_WORLDS = (5, 8, 16)
-LARGE_WORLD_DTYPES = (torch.float32, torch.float16, torch.int64)
+LARGE_WORLDS = [
+    *((world_size, torch.float32) for world_size in range(5, 17)),
+    *((world_size, dtype) for world_size in (5, 8, 16) for dtype in (torch.float16, torch.int64)),
+]
 
 
 def interesting_sizes(world_size: int, dtype: torch.dtype) -> list[int]:
@@ -48,7 +51,9 @@ class Reducer:
                 tensor = storage[offset : offset + size].copy_(own[:size])
                 self._communicator.all_reduce(tensor, op, algorithm)
                 assert_same(tensor, expected[:size], case)
-                outside = storage[:offset].ne(CANARY).any() or storage[-CANARY_ELEMS:].ne(CANARY).any()
+                outside = (
+                    storage[:offset].ne(CANARY).any() or storage[-CANARY_ELEMS:].ne(CANARY).any()
+                )
                 if outside:
                     raise AssertionError(f"{case}: memory around the tensor was written")
 
@@ -78,8 +83,9 @@ def check_few_sizes(rank: Rank, dtype: torch.dtype) -> None:
         reducer.check("sum", algorithm, sizes)
 
 
-@pytest.mark.parametrize("dtype", LARGE_WORLD_DTYPES, ids=name_of)
-@pytest.mark.parametrize("world_size", LARGE_WORLDS, ids="ws{}".format)
+@pytest.mark.parametrize(
+    ("world_size", "dtype"), LARGE_WORLDS, ids=[f"ws{w}-{name_of(d)}" for w, d in LARGE_WORLDS]
+)
 def test_all_reduce_large_world_equals_oracle(world_size: int, dtype: torch.dtype) -> None:
     run_ranks(world_size, check_few_sizes, dtype)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import exact, exact_inputs, name_of
-from ranks import Rank, error_of, run_ranks
 from torch.distributed.distributed_c10d import _coalescing_manager
+
+from oracle import exact, exact_inputs, name_of
+from ranks import Rank, Ranks, error_of, run_ranks
 
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -254,6 +257,52 @@ def test_backend_several_groups_do_not_order_each_other() -> None:
     assert run_ranks(2, interleave_groups) == [[1.0, 3.0, 5.0]] * 2
 
 
+def reduce_in_two_threads(rank: Rank) -> list[float]:
+    communicators = [rank.communicator(), rank.communicator()]
+    tensors = [torch.full((70_000,), float(i + rank.rank)) for i in range(2)]
+
+    def reduce_often(number: int) -> None:
+        for _ in range(50):
+            communicators[number].all_reduce(tensors[number], "max")
+            tensors[number].add_(1.0)
+
+    threads = [threading.Thread(target=reduce_often, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [tensor[-1].item() for tensor in tensors]
+
+
+def test_communicators_in_two_threads_do_not_wait_for_each_other() -> None:
+    assert run_ranks(2, reduce_in_two_threads) == [[51.0, 52.0]] * 2
+
+
+def wait_with_timeout(rank: Rank) -> tuple[tuple[str, str], float]:
+    rank.init()
+    tensor = torch.ones(100_000)
+    error = ("", "")
+    if rank.rank == 0:
+        work = dist.all_reduce(tensor, async_op=True)
+        error = error_of(lambda: work.wait(timedelta(milliseconds=100)))
+        rank.tell()
+        work.wait()
+    else:
+        rank.hear()
+        dist.all_reduce(tensor)
+    return error, tensor[0].item()
+
+
+def test_backend_wait_with_timeout_gives_up_and_the_collective_goes_on() -> None:
+    with Ranks(2, wait_with_timeout) as ranks:
+        ranks.hear(0)
+        ranks.tell(1)
+        ((error, text), total), (_, peer_total) = ranks.results()
+    assert error == "Timeout", text
+    assert "100 ms" in text
+    assert total == peer_total == 2.0
+
+
 def destroy_and_init_again(rank: Rank) -> list[float]:
     results = []
     for turn in range(3):
@@ -292,9 +341,7 @@ def call_what_is_missing(rank: Rank, name: str) -> tuple[str, str]:
         "reduce": lambda: dist.reduce(torch.ones(2), 0),
         "send": lambda: dist.send(torch.ones(2), 1 - rank.rank),
         "all_to_all": lambda: dist.all_to_all_single(torch.ones(2), torch.ones(2)),
-        "premul_sum": lambda: dist.all_reduce(
-            torch.ones(2), dist._make_nccl_premul_sum(2.0)
-        ),
+        "premul_sum": lambda: dist.all_reduce(torch.ones(2), dist._make_nccl_premul_sum(2.0)),
     }
     return error_of(calls[name])
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Rank, error_of, run_ranks
 
 import rota
+from ranks import Rank, error_of, run_ranks
 
 
 class Case(NamedTuple):

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+
 from oracle import DTYPES, assert_same, name_of, random_patterns
 from ranks import Rank, Ranks, run_ranks
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Rank, Ranks, error_of, run_ranks
 
 import rota
+from ranks import Rank, Ranks, error_of, run_ranks
 
 FOREVER = 10**9
 # By then the victim is in the midst of its collectives.
@@ -81,10 +81,12 @@ def reduce_when_told(rank: Rank, use: str) -> list[tuple[str, str]]:
         "dist.barrier": dist.barrier,
         "work": lambda: dist.all_reduce(tensor, async_op=True).wait(),
         "future": lambda: dist.all_reduce(tensor, async_op=True).get_future().wait(),
-        "then": lambda: dist.all_reduce(tensor, async_op=True)
-        .get_future()
-        .then(lambda done: done.value())
-        .wait(),
+        "then": lambda: (
+            dist.all_reduce(tensor, async_op=True)
+            .get_future()
+            .then(lambda done: done.value())
+            .wait()
+        ),
     }
     return [error_of(calls[use]), error_of(calls[use])]
 
@@ -195,7 +197,13 @@ def test_timeout_names_the_peer_and_the_late_peer_learns_of_it() -> None:
     for rank in (0, 2):
         error, text = results[rank][0]
         assert error == "Timeout", text
-        for fact in (f"rank {rank}/3", "waited", "ms for", f"rank 1 (pid {pid})", "is rank 1 alive?"):
+        for fact in (
+            f"rank {rank}/3",
+            "waited",
+            "ms for",
+            f"rank 1 (pid {pid})",
+            "is rank 1 alive?",
+        ):
             assert fact in text
         assert "the group is dead" in results[rank][1][1]
     # The late one finds all contributions and may finish; it hears of the failure in its next call.

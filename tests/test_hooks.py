@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import name_of
-from ranks import Rank, run_ranks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import rota
+from oracle import name_of
+from ranks import Rank, run_ranks
 
 Hook = Callable[..., torch.futures.Future[torch.Tensor]]
 

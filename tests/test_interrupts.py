@@ -11,9 +11,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Rank, Ranks, error_of, run_ranks
 
 import rota
+from ranks import Rank, Ranks, error_of, run_ranks
 
 PROMPT_S = 5.0  # the contract says 200 ms; a test on a busy machine only tells it from a time-out
 IN_THE_WAIT_S = 0.3

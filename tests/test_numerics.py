@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import pytest
 import torch
+
+import rota
 from oracle import (
     ALGORITHMS,
     CANONICAL_ALGORITHMS,
@@ -22,8 +25,6 @@ from oracle import (
     special_values,
 )
 from ranks import Rank, run_ranks
-
-import rota
 
 SLOT_BYTES = 4096
 WIRES = [
@@ -144,7 +145,7 @@ def min_and_max_with_nan(rank: Rank) -> list[list[float]]:
     for op in ("min", "max"):
         tensor = torch.tensor([[torch.nan, 1.0, 1.0], [1.0, torch.nan, 2.0]][rank.rank])
         communicator.all_reduce(tensor, op)
-        results.append(tensor.isnan().tolist() + [tensor[2].item()])
+        results.append([*tensor.isnan().tolist(), tensor[2].item()])
     return results
 
 
@@ -161,7 +162,9 @@ def check_with_flush_denormal(rank: Rank, dtype: torch.dtype) -> bool:
         random_patterns(rank.world_size, sizes_of(dtype)[1], dtype),
     ):
         for op in ops_of(dtype):
-            cases += [(op, algorithm, inputs, contract(inputs, op)) for algorithm in ("auto", "two_shot")]
+            cases += [
+                (op, algorithm, inputs, contract(inputs, op)) for algorithm in ("auto", "two_shot")
+            ]
     torch.set_flush_denormal(True)
     is_flushed = []
     for op, algorithm, inputs, expected in cases:
@@ -227,7 +230,7 @@ def digest_of_results(rank: Rank) -> tuple[str, str]:
 
 
 def isas_of_this_cpu() -> list[str]:
-    flags = open("/proc/cpuinfo").read()
+    flags = Path("/proc/cpuinfo").read_text()
     names = ["portable"]
     names += ["avx2"] if "avx2" in flags and "f16c" in flags else []
     names += ["avx512"] if all(f"avx512{part}" in flags for part in ("f", "bw", "vl", "dq")) else []

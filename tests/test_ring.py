@@ -6,9 +6,9 @@ import hashlib
 
 import pytest
 import torch
+
 from oracle import FLOAT_DTYPES, assert_same, bits_of, contract, name_of, ops_of, random_inputs
 from ranks import Rank, run_ranks
-
 from rota import _C
 
 SLOT_BYTES = 4096

@@ -11,6 +11,7 @@ import itertools
 from typing import NamedTuple
 
 import pytest
+
 import rota._C
 
 schedule = rota._C.schedule
@@ -142,22 +143,22 @@ def test_ordered_ring_any_chunks_sums_in_ascending_rank_everywhere(world_size: i
             for rank in range(world_size):
                 chunks = schedule.ordered_ring_step(rank, world_size, num_chunks, step)
                 from_previous = written[schedule.previous_rank(rank, world_size)]
-                partial = result = None
+                partial: Message | None = None
+                result: Message | None = None
                 if chunks.partial_chunk >= 0:
-                    if rank > 0:
-                        assert from_previous.partial is not None
-                        assert from_previous.partial.piece == chunks.partial_chunk
                     before = (
-                        from_previous.partial if rank > 0 else Message(chunks.partial_chunk, ())
+                        Message(chunks.partial_chunk, ()) if rank == 0 else from_previous.partial
                     )
+                    assert before is not None and before.piece == chunks.partial_chunk
                     partial = before.plus(rank)
                     if rank == last:
                         partial, result = None, partial
-                        results[rank][result.piece] = result
                 if chunks.result_chunk >= 0:
                     assert rank != last
                     result = from_previous.result
                     assert result is not None and result.piece == chunks.result_chunk
+                if result is not None:
+                    assert result.piece not in results[rank]
                     results[rank][result.piece] = result
                 writes.append(Written(partial, result))
             written = writes

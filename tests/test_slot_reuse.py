@@ -11,8 +11,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
+
 from executor_model import (
     Recorder,
     all_gather,
@@ -87,7 +89,7 @@ PHASES = [
 
 
 def record(
-    world_size: int, calls: Sequence[tuple[str, dict[str, int]]], **options: object
+    world_size: int, calls: Sequence[tuple[str, dict[str, int]]], **options: Any
 ) -> list[list[Op]]:
     """Every rank's line through collectives, each a name of EXECUTORS or MESSAGES and arguments."""
     ranks = [Recorder(rank, world_size, **options) for rank in range(world_size)]
@@ -100,7 +102,7 @@ def record(
     return [rank.ops for rank in ranks]
 
 
-def record_alone(name: str, world_size: int, num_rounds: int, **options: object) -> list[list[Op]]:
+def record_alone(name: str, world_size: int, num_rounds: int, **options: Any) -> list[list[Op]]:
     """One executor without the frame around it, so that its own waits must suffice."""
     ranks = [Recorder(rank, world_size, **options) for rank in range(world_size)]
     for rank in ranks:
@@ -148,7 +150,7 @@ def test_mailboxes_every_interleaving_reads_what_was_meant(name: str, world_size
         ("two_shot_message", {"without": ("two_shot collect",)}),
     ],
 )
-def test_mailboxes_wrong_frame_is_found(name: str, wrong: dict[str, object]) -> None:
+def test_mailboxes_wrong_frame_is_found(name: str, wrong: dict[str, Any]) -> None:
     lines = record(3, [(name, {})] * 3, **wrong)
     assert explore(lines) is not None
     assert check_order(lines) is not None

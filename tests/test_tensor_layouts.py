@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+
 from oracle import ALGORITHMS, assert_same
 from ranks import Rank, run_ranks
 

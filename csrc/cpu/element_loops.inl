@@ -275,15 +275,15 @@ float round_to_odd(double value) {
 template <DType to>
 void convert_from_double(const void* src, void* dst, size_t num_elems) {
   constexpr size_t kNumLanes = kVectorBytes / sizeof(float);
-  const auto* in = static_cast<const double*>(src);
+  const auto* in = static_cast<const char*>(src);
   auto* out = static_cast<char*>(dst);
   for (size_t elem = 0; elem < num_elems; elem += kNumLanes) {
     const size_t rest = num_elems - elem;
     const size_t num_lanes = rest < kNumLanes ? rest : kNumLanes;
     float lanes[kNumLanes] = {};
     for (size_t i = 0; i < num_lanes; ++i) {
-      lanes[i] =
-          to == DType::kFloat32 ? static_cast<float>(in[elem + i]) : round_to_odd(in[elem + i]);
+      const auto value = load_bytes<double>(in + (elem + i) * sizeof(double));
+      lanes[i] = to == DType::kFloat32 ? static_cast<float>(value) : round_to_odd(value);
     }
     convert<DType::kFloat32, to>(lanes, out + elem * LanesOf<to>::kElemBytes, num_lanes);
   }
@@ -293,13 +293,15 @@ template <DType from>
 void convert_to_double(const void* src, void* dst, size_t num_elems) {
   constexpr size_t kNumLanes = kVectorBytes / sizeof(float);
   const auto* in = static_cast<const char*>(src);
-  auto* out = static_cast<double*>(dst);
+  auto* out = static_cast<char*>(dst);
   for (size_t elem = 0; elem < num_elems; elem += kNumLanes) {
     const size_t rest = num_elems - elem;
     const size_t num_lanes = rest < kNumLanes ? rest : kNumLanes;
     float lanes[kNumLanes];
     convert<from, DType::kFloat32>(in + elem * LanesOf<from>::kElemBytes, lanes, num_lanes);
-    for (size_t i = 0; i < num_lanes; ++i) out[elem + i] = static_cast<double>(lanes[i]);
+    for (size_t i = 0; i < num_lanes; ++i) {
+      store_bytes(out + (elem + i) * sizeof(double), static_cast<double>(lanes[i]));
+    }
   }
 }
 

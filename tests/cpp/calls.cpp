@@ -20,6 +20,7 @@ class Tensor {
 
   // Null where there is nothing, as torch hands it over.
   void* data() { return num_elems_ == 0 ? nullptr : bytes_.data() + misalignment_; }
+  uint64_t num_elems() const { return num_elems_; }
   void set(uint64_t elem, uint64_t bits) { store_bits(dtype_, data(), elem, bits); }
   uint64_t get(uint64_t elem) { return load_bits(dtype_, data(), elem); }
 
@@ -94,39 +95,40 @@ void all_reduce(Communicator& communicator, const Call& call, uint64_t seed, Cal
   }
 }
 
+// Collectives that only move: compared byte by byte, for elements of any size.
+uint64_t byte_of(uint64_t seed, int rank, uint64_t index) { return hash(seed, rank, index) & 0xff; }
+
+Tensor make_bytes(const Call& call) {
+  return Tensor(DType::kUInt8, call.num_elems * info(call.dtype).num_bytes, call.misalignment);
+}
+
+void fill(Tensor& bytes, uint64_t seed, int rank) {
+  for (uint64_t i = 0; i < bytes.num_elems(); ++i) bytes.set(i, byte_of(seed, rank, i));
+}
+
 void broadcast(Communicator& communicator, const Call& call, uint64_t seed, CallerThread thread) {
-  Tensor tensor(call.dtype, call.num_elems, call.misalignment);
-  const auto bits_of = [&](int rank, uint64_t elem) {
-    return bits_of_integer(call.dtype, static_cast<int64_t>(hash(seed, rank, elem) & 0x7f));
-  };
-  for (uint64_t i = 0; i < call.num_elems; ++i) tensor.set(i, bits_of(communicator.rank(), i));
-  const uint64_t num_bytes = call.num_elems * info(call.dtype).num_bytes;
-  communicator.broadcast({tensor.data(), num_bytes, call.root}, call.dtype, thread);
-  for (uint64_t i = 0; i < call.num_elems; ++i) {
-    check_elem(call, tensor, i, bits_of(call.root, i), communicator.rank());
+  Tensor tensor = make_bytes(call);
+  fill(tensor, seed, communicator.rank());
+  communicator.broadcast({tensor.data(), tensor.num_elems(), call.root}, call.dtype, thread);
+  for (uint64_t i = 0; i < tensor.num_elems(); ++i) {
+    check_elem(call, tensor, i, byte_of(seed, call.root, i), communicator.rank());
   }
 }
 
 void all_gather(Communicator& communicator, const Call& call, uint64_t seed, CallerThread thread) {
-  const auto bits_of = [&](int rank, uint64_t elem) {
-    return bits_of_integer(call.dtype, static_cast<int64_t>(hash(seed, rank, elem) & 0x7f));
-  };
   std::vector<Tensor> tensors;
   std::vector<void*> outputs;
-  for (int rank = 0; rank < communicator.world_size(); ++rank) {
-    tensors.emplace_back(call.dtype, call.num_elems, call.misalignment);
-  }
+  for (int rank = 0; rank < communicator.world_size(); ++rank) tensors.push_back(make_bytes(call));
   for (Tensor& tensor : tensors) outputs.push_back(tensor.data());
   // Every other time in place: the input is the own part of the output.
-  Tensor separate(call.dtype, call.num_elems, call.misalignment);
+  Tensor separate = make_bytes(call);
   Tensor& input = seed % 2 == 0 ? separate : tensors[static_cast<size_t>(communicator.rank())];
-  for (uint64_t i = 0; i < call.num_elems; ++i) input.set(i, bits_of(communicator.rank(), i));
-  const uint64_t num_bytes = call.num_elems * info(call.dtype).num_bytes;
-  communicator.all_gather({input.data(), outputs.data(), num_bytes}, call.dtype, thread);
+  fill(input, seed, communicator.rank());
+  communicator.all_gather({input.data(), outputs.data(), input.num_elems()}, call.dtype, thread);
   for (int rank = 0; rank < communicator.world_size(); ++rank) {
-    for (uint64_t i = 0; i < call.num_elems; ++i) {
-      check_elem(call, tensors[static_cast<size_t>(rank)], i, bits_of(rank, i),
-                 communicator.rank());
+    Tensor& tensor = tensors[static_cast<size_t>(rank)];
+    for (uint64_t i = 0; i < tensor.num_elems(); ++i) {
+      check_elem(call, tensor, i, byte_of(seed, rank, i), communicator.rank());
     }
   }
 }
@@ -162,8 +164,12 @@ Call random_call(Random& random, const Communicator& communicator) {
   call.kind = random.choose(std::array{CollectiveKind::kAllReduce, CollectiveKind::kAllReduce,
                                        CollectiveKind::kAllReduce, CollectiveKind::kBroadcast,
                                        CollectiveKind::kAllGather, CollectiveKind::kBarrier});
-  call.dtype = random.choose(all_dtypes());
-  call.op = random.choose(defined_ops(call.dtype));
+  if (call.kind == CollectiveKind::kAllReduce) {
+    call.dtype = random.choose(reducible_dtypes());
+    call.op = random.choose(defined_ops(call.dtype));
+  } else {
+    call.dtype = static_cast<DType>(random.below(kNumDTypes));
+  }
   if (random.below(5) > 0) call.algorithm = random.choose(kAlgorithms);
   if (call.dtype == DType::kFloat32 && random.below(2) == 0) {
     call.wire = random.choose(std::array{DType::kFloat16, DType::kBFloat16});
@@ -178,9 +184,11 @@ Call random_call(Random& random, const Communicator& communicator) {
   return call;
 }
 
-std::vector<DType> all_dtypes() {
+std::vector<DType> reducible_dtypes() {
   std::vector<DType> dtypes;
-  for (size_t i = 0; i < kNumDTypes; ++i) dtypes.push_back(static_cast<DType>(i));
+  for (size_t i = 0; i < kNumDTypes; ++i) {
+    if (kDTypeInfo[i].is_reducible) dtypes.push_back(static_cast<DType>(i));
+  }
   return dtypes;
 }
 

@@ -37,7 +37,7 @@ inline constexpr schedule::Algorithm kAlgorithms[] = {
     schedule::Algorithm::kOneShot, schedule::Algorithm::kTwoShot, schedule::Algorithm::kOrderedRing,
     schedule::Algorithm::kRing};
 
-std::vector<DType> all_dtypes();
+std::vector<DType> reducible_dtypes();
 std::vector<ReduceOp> defined_ops(DType dtype);
 
 }  // namespace rota::test

@@ -87,8 +87,7 @@ std::vector<uint64_t> random_elems(DType dtype, size_t num_elems, uint64_t seed)
   return elems;
 }
 
-// ---- reduce
-// --------------------------------------------------------------------------------------
+// ---- reduce ----
 
 struct ReduceProblem {
   DType dtype;
@@ -157,8 +156,7 @@ void reduce_loops_give_scalar_bits(DType dtype) {
   }
 }
 
-// ---- convert
-// -------------------------------------------------------------------------------------
+// ---- convert ----
 
 constexpr DType kFloats[] = {DType::kFloat64, DType::kFloat32, DType::kFloat16, DType::kBFloat16};
 

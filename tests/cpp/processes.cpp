@@ -83,9 +83,6 @@ StoreDirectory::~StoreDirectory() {
   if (owner_ == getpid()) std::filesystem::remove_all(path_, ignored);
 }
 
-FileStore::FileStore(const StoreDirectory& directory, std::chrono::milliseconds timeout)
-    : directory_(directory.path()), timeout_(timeout) {}
-
 std::filesystem::path FileStore::path_of(const std::string& key) const {
   std::string name = key;
   for (char& letter : name) {
@@ -113,14 +110,20 @@ void FileStore::set(const std::string& key, const std::string& value) {
   std::filesystem::rename(partial, complete);
 }
 
+bool FileStore::has(const std::string& key) { return std::filesystem::exists(path_of(key)); }
+
 std::string FileStore::get(const std::string& key) {
-  const auto deadline = std::chrono::steady_clock::now() + timeout_;
-  while (!std::filesystem::exists(path_of(key))) {
-    check(std::chrono::steady_clock::now() < deadline, join("the store waited for ", key));
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
   std::ifstream file(path_of(key));
   return std::string(std::istreambuf_iterator<char>(file), {});
+}
+
+std::string FileStore::await(const std::string& key) {
+  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+  while (!has(key)) {
+    check(std::chrono::steady_clock::now() < deadline, join("nobody has set ", key));
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return get(key);
 }
 
 std::unique_ptr<transport::Transport> connect(const StoreDirectory& directory, int rank,

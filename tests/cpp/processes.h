@@ -48,17 +48,19 @@ class StoreDirectory {
 // A file for each key.
 class FileStore final : public transport::Store {
  public:
-  explicit FileStore(const StoreDirectory& directory,
-                     std::chrono::milliseconds timeout = std::chrono::seconds(30));
+  explicit FileStore(const StoreDirectory& directory) : directory_(directory.path()) {}
   int64_t add(const std::string& key, int64_t amount) override;
   void set(const std::string& key, const std::string& value) override;
+  bool has(const std::string& key) override;
   std::string get(const std::string& key) override;
+
+  // get() of a key that is still to come.
+  std::string await(const std::string& key);
 
  private:
   std::filesystem::path path_of(const std::string& key) const;
 
   std::filesystem::path directory_;
-  std::chrono::milliseconds timeout_;
 };
 
 // SharedMemoryTransport::connect() with what tests do not care about filled in.

@@ -19,22 +19,9 @@ struct FloatFormat {
 };
 
 FloatFormat format_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return {11, 52};
-    case DType::kFloat16:
-      return {5, 10};
-    case DType::kBFloat16:
-      return {8, 7};
-    case DType::kFloat32:
-    case DType::kUInt8:
-    case DType::kInt8:
-    case DType::kInt16:
-    case DType::kInt32:
-    case DType::kInt64:
-    case DType::kBool:
-      break;
-  }
+  if (dtype == DType::kFloat64) return {11, 52};
+  if (dtype == DType::kFloat16) return {5, 10};
+  if (dtype == DType::kBFloat16) return {8, 7};
   return {8, 23};
 }
 

@@ -63,6 +63,43 @@ void longest_messages(int world_size, int num_calls) {
   });
 }
 
+// Now and then one rank calls something longer than the others. All refuse, and go on with slots,
+// mailboxes and flags as they were.
+void mixed_calls_with_mismatches(int world_size, int num_calls) {
+  run_ranks(world_size, [&](Communicator& communicator) {
+    Random same_on_all_ranks(77);
+    Random own(2000 + static_cast<uint64_t>(communicator.rank()));
+    for (int i = 0; i < num_calls; ++i) {
+      Call call = random_call(same_on_all_ranks, communicator);
+      const int odd_rank =
+          static_cast<int>(same_on_all_ranks.below(3 * static_cast<uint64_t>(world_size)));
+      const bool fits = odd_rank >= world_size || call.kind == CollectiveKind::kBarrier;
+      if (odd_rank == communicator.rank()) call.num_elems += fits ? 0 : 1;
+      dawdle(own);
+      const auto make_call = [&] {
+        call_and_check(communicator, call, static_cast<uint64_t>(i), CallerThread::kProgress);
+      };
+      if (fits) {
+        make_call();
+      } else {
+        expect_error(ErrorKind::kMismatch, make_call);
+      }
+    }
+  });
+}
+
+// Several threads of each rank share its communicator; all calls are alike, so any order will do.
+void calls_from_several_threads(int world_size, const Call& call, int num_calls) {
+  run_ranks(world_size, [&](Communicator& communicator) {
+    run_threads(3, [&](int thread) {
+      for (int i = 0; i < num_calls; ++i) {
+        call_and_check(communicator, call, /*seed=*/5,
+                       thread == 0 ? CallerThread::kUser : CallerThread::kProgress);
+      }
+    });
+  });
+}
+
 const CaseTable kCases{
     {"mixed_calls-ws1", [] { mixed_calls(1, 300); }},
     {"mixed_calls-ws2", [] { mixed_calls(2, 3000); }},
@@ -73,6 +110,11 @@ const CaseTable kCases{
     {"sleeping_calls-ws4", [] { calls_that_always_sleep(4, 1500); }},
     {"longest_messages-ws2", [] { longest_messages(2, 1500); }},
     {"longest_messages-ws4", [] { longest_messages(4, 500); }},
+    {"mixed_calls_with_mismatches-ws3", [] { mixed_calls_with_mismatches(3, 1000); }},
+    {"calls_from_several_threads-ws2-short",
+     [] { calls_from_several_threads(2, {.num_elems = 9}, 400); }},
+    {"calls_from_several_threads-ws2-long",
+     [] { calls_from_several_threads(2, {.num_elems = 5000}, 100); }},
 };
 
 }  // namespace

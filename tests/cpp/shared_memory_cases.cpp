@@ -10,10 +10,11 @@
 #include <sys/time.h>
 #include <unistd.h>
 
-#include <atomic>
+#include <thread>
 
 #include "calls.h"
 #include "check.h"
+#include "core/progress_queue.h"
 #include "core/watch.h"
 #include "processes.h"
 #include "ranks.h"
@@ -43,8 +44,7 @@ void collectives_between_processes(int world_size) {
   });
 }
 
-// ---- protection
-// ----------------------------------------------------------------------------------
+// ---- protection ----
 
 // A child that writes to a byte of another rank's control block ends there.
 void peers_control_block_is_read_only() {
@@ -146,8 +146,7 @@ void signals_do_not_disturb_connect() {
   });
 }
 
-// ---- death
-// ---------------------------------------------------------------------------------------
+// ---- death ----
 
 // Rank 2 ends in its way, and rank 0 looks around while it waits for `awaited`. It must complain
 // with expected_error, or, where that is empty, not at all.
@@ -163,8 +162,8 @@ void watch_a_rank_end(const std::function<void(Communicator&)>& end, int awaited
         Communicator communicator(std::move(transport), kPatience, [] {});
         return end(communicator);
       }
-      store.get("rank 2 has ended");
-      if (rank == 1) return (void)store.get("rank 0 has looked");
+      store.await("rank 2 has ended");
+      if (rank == 1) return (void)store.await("rank 0 has looked");
       Watch watch(*transport, kPatience, [] {});
       watch.begin_collective("all_reduce", 17, /*lets_signals_through=*/true);
       watch.begin_wait(awaited, "ring receive", 3);
@@ -213,7 +212,7 @@ void killed_peer_is_named_in_a_wait(CallerThread thread) {
       if (rank == 1) raise(SIGKILL);
       const Error error =
           expect_error(ErrorKind::kPeerFailed, [&] { communicator.barrier(thread); });
-      check_contains(error.what(), join("rank 1 (pid ", store.get("pid"), ") has died"));
+      check_contains(error.what(), join("rank 1 (pid ", store.await("pid"), ") has died"));
     }));
   }
   for (int rank = 0; rank < 3; ++rank) {
@@ -222,8 +221,7 @@ void killed_peer_is_named_in_a_wait(CallerThread thread) {
   }
 }
 
-// ---- fork
-// ----------------------------------------------------------------------------------------
+// ---- fork ----
 
 // Whatever a forked child does with its copy of a communicator, its parent's group lives on.
 void child_of_a_rank(const std::function<void(Communicator&)>& body) {
@@ -256,8 +254,15 @@ void child_aborts_its_copy() {
   child_of_a_rank([](Communicator& communicator) { communicator.abort("in a child"); });
 }
 
-// ---- descriptors
-// ---------------------------------------------------------------------------------
+// The queue's thread does not exist in the child, which must not wait for it.
+void child_closes_its_queue() {
+  ProgressQueue queue;
+  queue.enqueue([] {});
+  while (!queue.is_idle()) std::this_thread::yield();
+  check_equal(wait_for_process(start_process([&] { queue.close(); })), Exit{}, "end of the child");
+}
+
+// ---- descriptors ----
 
 void descriptors_are_closed() {
   const StoreDirectory directory;
@@ -293,6 +298,7 @@ const CaseTable kCases{
     {"forked_child_uses-ws2", child_cannot_use_its_copy},
     {"forked_child_closes-ws2", child_closes_its_copy},
     {"forked_child_aborts-ws2", child_aborts_its_copy},
+    {"forked_child_closes_queue", child_closes_its_queue},
     {"descriptors_closed-ws3", descriptors_are_closed},
 };
 

@@ -1,0 +1,55 @@
+// Where things lie in a region: inside it, on cache lines, and apart from each other.
+#include "check.h"
+#include "transport/layout.h"
+
+namespace rota::test {
+namespace {
+
+using transport::ControlBlock;
+using transport::Geometry;
+
+constexpr Geometry kGeometries[] = {{.message_bytes = 1024, .slot_bytes = 4096},
+                                    {.message_bytes = 64 << 10, .slot_bytes = 256 << 10}};
+
+void messages_lie_in_the_mailbox_of_their_epoch() {
+  for (const Geometry& geometry : kGeometries) {
+    const size_t begin = sizeof(ControlBlock), end = geometry.slot(0);
+    const size_t middle = begin + (end - begin) / 2;
+    for (size_t num_bytes = 0; num_bytes <= geometry.message_bytes; ++num_bytes) {
+      // Epochs enough to come to each of a few hundred places.
+      for (uint64_t epoch = 0; epoch < (num_bytes % 64 == 0 ? 400 : 8); ++epoch) {
+        const size_t place = geometry.message(epoch, num_bytes);
+        const bool is_even = epoch % 2 == 0;
+        check(place >= (is_even ? begin : middle), "a message begins in its mailbox");
+        check(place + num_bytes <= (is_even ? middle : end), "a message ends in its mailbox");
+        check_equal(place % kCacheLineBytes, size_t{0}, "offset in a cache line");
+      }
+    }
+  }
+}
+
+void slots_lie_behind_each_other() {
+  for (const Geometry& geometry : kGeometries) {
+    for (uint64_t round = 0; round < 3 * transport::kNumSlots; ++round) {
+      check_equal(geometry.slot(round),
+                  geometry.slot(0) + round % transport::kNumSlots * geometry.slot_bytes, "slot");
+    }
+    check_equal(geometry.slot(0) % kCacheLineBytes, size_t{0}, "offset in a cache line");
+    check_equal(geometry.num_bytes(), geometry.slot(0) + transport::kNumSlots * geometry.slot_bytes,
+                "bytes of a region");
+  }
+}
+
+void control_block_has_pages_of_its_own() {
+  check_equal(sizeof(ControlBlock) % transport::kPageBytes, size_t{0}, "bytes beyond a page");
+  check_equal(alignof(ControlBlock) % transport::kPageBytes, size_t{0}, "alignment to pages");
+}
+
+const CaseTable kCases{
+    {"layout_messages", messages_lie_in_the_mailbox_of_their_epoch},
+    {"layout_slots", slots_lie_behind_each_other},
+    {"layout_control_block", control_block_has_pages_of_its_own},
+};
+
+}  // namespace
+}  // namespace rota::test

@@ -1,0 +1,237 @@
+"""From the making of a communicator to its end: nothing leaks, and no end hangs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import rota
+from ranks import Rank, Ranks, error_of, run_ranks
+
+NUM_CYCLES = 50
+
+
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def num_mappings() -> int:
+    return len(Path("/proc/self/maps").read_text().splitlines())
+
+
+def resident_bytes() -> int:
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def make_and_close(rank: Rank, end: str) -> list[tuple[int, ...]]:
+    rank.init()
+    tensor = torch.ones(1000)
+
+    def cycle() -> None:
+        if end == "group":
+            group = dist.new_group(backend="rota")
+            dist.all_reduce(tensor, group=group, async_op=True).wait()
+            dist.destroy_process_group(group)
+            return
+        communicator = rota.Communicator()
+        communicator.all_reduce(tensor)
+        communicator.all_reduce(tensor, async_op=True).wait()
+        if end == "close":
+            communicator.close()
+
+    samples = []
+    for number in range(NUM_CYCLES + 5):
+        cycle()
+        if number in (4, NUM_CYCLES + 4):  # the first ones fill caches
+            dist.barrier()  # the peer has let go of the last one, too
+            gc.collect()
+            samples.append((num_descriptors(), num_threads(), num_mappings(), resident_bytes()))
+    return samples
+
+
+@pytest.mark.parametrize("end", ["close", "del", "group"])
+def test_fifty_communicators_leak_nothing(end: str) -> None:
+    for before, after in run_ranks(2, make_and_close, end):
+        assert after[0] == before[0], "file descriptors"
+        assert after[1] == before[1], "threads"
+        assert after[2] <= before[2] + 5, "mappings"  # malloc may add an arena
+        # One region of this process is more than 1 MiB, and it maps its peer's as well.
+        assert after[3] <= before[3] + NUM_CYCLES * (100 << 10), "memory"
+
+
+def close_twice(rank: Rank) -> list[tuple[str, str]]:
+    communicator = rank.communicator()
+    tensors = [torch.full((300_000,), 1.0) for _ in range(5)]
+    for tensor in tensors:
+        communicator.all_reduce(tensor, async_op=True)
+    communicator.close()
+    communicator.close()
+    return [
+        ("sums", str({tensor[-1].item() for tensor in tensors})),
+        error_of(lambda: communicator.all_reduce(tensors[0])),
+        error_of(lambda: communicator.all_reduce(tensors[0], async_op=True)),
+        error_of(lambda: communicator.broadcast(tensors[0])),
+        error_of(lambda: communicator.all_gather(tensors[0].repeat(2), tensors[0])),
+        error_of(communicator.barrier),
+    ]
+
+
+def test_close_waits_for_what_is_queued_and_later_calls_raise() -> None:
+    for sums, *errors in run_ranks(2, close_twice):
+        assert sums == ("sums", "{2.0}")
+        for error, text in errors:
+            assert error == "RotaError"
+            assert "closed" in text and "make a new one" in text
+
+
+def drop_with_pending_work(rank: Rank) -> tuple[str, str]:
+    """Rank 1 never calls, so what rank 0 has queued cannot be done."""
+    communicator = rank.communicator()
+    communicator.barrier()
+    tensor = torch.ones(300_000)
+    if rank.rank == 0:
+        works = [communicator.all_reduce(tensor, async_op=True) for _ in range(3)]
+        del communicator
+        gc.collect()
+        rank.tell()
+        return error_of(works[-1].wait)
+    rank.hear()
+    return error_of(lambda: communicator.all_reduce(tensor))
+
+
+def test_dropped_communicator_fails_its_pending_work_and_tells_peers() -> None:
+    with Ranks(2, drop_with_pending_work) as ranks:
+        ranks.hear(0)
+        ranks.tell(1)
+        results = ranks.results()
+    for error, text in results:
+        assert error in ("PeerFailed", "RotaError"), text
+        assert "dropped its communicator" in text
+
+
+def drop_inside_callback(rank: Rank) -> list[float]:
+    """The last reference goes on the progress thread, which cannot wait for itself."""
+    holder = [rank.communicator()]
+    tensor = torch.ones(100_000)
+    dropped = threading.Event()
+    holder[0].barrier()
+    future = holder[0].all_reduce_future(tensor, "avg", None)
+
+    def drop(_: object) -> None:
+        holder.clear()
+        dropped.set()
+
+    future.then(drop)
+    future.wait()
+    if not dropped.wait(10):
+        raise AssertionError("the callback did not come to its end")
+    return [tensor[-1].item()]
+
+
+def test_communicator_dropped_by_a_callback_ends_well() -> None:
+    assert run_ranks(2, drop_inside_callback, timeout_s=20) == [[1.0], [1.0]]
+
+
+def call_inside_callback(rank: Rank) -> list[object]:
+    """A blocking call on the progress thread would wait for its own end."""
+    rank.init()
+    first, second = torch.ones(100_000), torch.ones(10)
+    outcome: list[object] = []
+
+    def call_again(_: object) -> None:
+        outcome.append(error_of(lambda: dist.all_reduce(second)))
+
+    future = dist.all_reduce(first, async_op=True).get_future().then(call_again)
+    done = threading.Event()
+    future.add_done_callback(lambda _: done.set())
+    if not done.wait(5):
+        return ["hang"]
+    return [*outcome, second[0].item()]
+
+
+def test_blocking_call_inside_callback_does_not_hang() -> None:
+    """Either it runs, or it is refused with an error that says why."""
+    for outcome in run_ranks(2, call_inside_callback, timeout_s=20):
+        assert outcome != ["hang"]
+        error, total = outcome
+        if error[0] == "nothing":
+            assert total == 2.0
+        else:
+            assert error[0] == "RotaError" and "async" in error[1]
+
+
+def hold_memory(rank: Rank) -> None:
+    communicator = rank.communicator()
+    communicator.barrier()
+    rank.tell()
+    rank.hear()
+
+
+def test_killed_ranks_leave_nothing_in_the_file_system() -> None:
+    before = set(os.listdir("/dev/shm"))
+    with Ranks(2, hold_memory) as ranks:
+        ranks.hear(0)
+        ranks.hear(1)
+        during = set(os.listdir("/dev/shm"))
+        pids = [ranks.pid(rank) for rank in range(2)]
+    assert not [name for name in during - before if "rota" in name]
+    for pid in pids:
+        assert not Path(f"/proc/{pid}").exists()
+
+
+SCRIPT = """
+import os, sys, torch, torch.distributed as dist, rota
+end = sys.argv[1]
+store = "file://" + os.environ["ROTA_TEST_STORE"]
+dist.init_process_group("rota", init_method=store, rank=int(os.environ["RANK"]), world_size=2)
+communicator = rota.Communicator()
+tensor = torch.ones(100_000)
+dist.all_reduce(tensor)
+communicator.all_reduce(tensor)
+work = communicator.all_reduce(tensor, async_op=True)
+if end != "pending":
+    work.wait()
+dist.all_reduce(torch.ones(10), async_op=True).wait()
+assert end == "pending" or tensor[-1].item() == 8.0
+if end == "destroy":
+    communicator.close()
+    dist.destroy_process_group()
+if end == "raise":
+    raise SystemExit("stopped on purpose")
+"""
+
+
+@pytest.mark.parametrize("end", ["destroy", "exit", "pending", "raise"])
+def test_interpreter_end_is_quiet_and_prompt(end: str, tmp_path: Path) -> None:
+    """With real interpreters: everything else here runs in forks, which never finalise Python."""
+    env = dict(os.environ, ROTA_TEST_STORE=str(tmp_path / "store"))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, end],
+            env=dict(env, RANK=str(rank), PYTHONPATH=os.pathsep.join(sys.path)),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        texts = [process.communicate(timeout=60)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    expected = "stopped on purpose\n" if end == "raise" else ""
+    assert texts == [expected] * 2
+    assert [process.returncode for process in processes] == [int(end == "raise")] * 2
