@@ -321,6 +321,24 @@ def test_backend_destroyed_group_can_be_made_again() -> None:
     assert run_ranks(2, destroy_and_init_again) == [[1.0, 2.0, 3.0, 2.0, 5.0, 2.0]] * 2
 
 
+def init_twice_over_one_store(rank: Rank) -> list[float]:
+    """As under torchrun, whose agent keeps the store of all groups."""
+    store = rank.make_store()
+    totals = []
+    for _ in range(2):
+        dist.init_process_group("rota", store=store, rank=rank.rank, world_size=rank.world_size)
+        dist.all_reduce(tensor := torch.ones(2))
+        group = dist.new_group(backend="rota")
+        dist.all_reduce(tensor, group=group)
+        totals.append(tensor[0].item())
+        dist.destroy_process_group()
+    return totals
+
+
+def test_backend_can_be_made_again_over_the_same_store() -> None:
+    assert run_ranks(2, init_twice_over_one_store) == [[4.0, 4.0]] * 2
+
+
 def use_after_destroy(rank: Rank) -> tuple[str, str]:
     rank.init()
     group = dist.new_group(backend="rota")

@@ -182,6 +182,14 @@ def test_hook_state_is_the_group_that_averages() -> None:
     assert run_ranks(3, hook_over_subgroup) == [[1.0], None, [1.0]]
 
 
+def average_alone(rank: Rank) -> list[bool]:
+    return average_exact(rank, "rota", "fp16_compress", torch.float32, "rota")
+
+
+def test_hook_world_of_one_averages_its_own_gradients() -> None:
+    assert run_ranks(1, average_alone) == [[True] * 3]
+
+
 def init_twice(rank: Rank) -> list[list[float]]:
     averages = []
     for backend in ("gloo", "rota"):

@@ -132,10 +132,10 @@ constexpr WaitPolicy kYield{.yield_for = std::chrono::seconds(100)};
 constexpr WaitPolicy kSpin{.spin = std::chrono::seconds(100)};
 
 const CaseTable kCases{
-    {"waiter_sleeping-ws2", [] { pass_around(2, kSleep, 20000, false); }},
+    {"waiter_sleeping-ws2", [] { pass_around(2, kSleep, 10000, false); }},
     {"waiter_sleeping-ws4", [] { pass_around(4, kSleep, 5000, false); }},
-    {"waiter_sleeping_at_any_moment-ws2", [] { pass_around(2, kSleep, 20000, true); }},
-    {"waiter_meeting-ws2", [] { meet(50000); }},
+    {"waiter_sleeping_at_any_moment-ws2", [] { pass_around(2, kSleep, 10000, true); }},
+    {"waiter_meeting-ws2", [] { meet(20000); }},
     {"waiter_yielding-ws3", [] { pass_around(3, kYield, 3000, true); }},
     {"waiter_spinning-ws2", [] { pass_around(2, kSpin, 50, false); }},
     {"waiter_caller_policy-ws4", [] { pass_around(4, WaitPolicy::for_caller(4), 3000, true); }},
