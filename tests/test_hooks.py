@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import rota
-from oracle import name_of
+from oracle import assert_same, contract, name_of, random_inputs
 from ranks import Rank, run_ranks
 
 Hook = Callable[..., torch.futures.Future[torch.Tensor]]
@@ -22,11 +22,10 @@ HOOKS: dict[str, tuple[Hook, Hook]] = {
     "fp16_compress": (rota.fp16_compress_hook, default_hooks.fp16_compress_hook),
     "bf16_compress": (rota.bf16_compress_hook, default_hooks.bf16_compress_hook),
 }
-# Spacing of numbers in [1, 2) on the wire; None: that of the gradients.
-WIRE_EPS = {
-    "allreduce": None,
-    "fp16_compress": torch.finfo(torch.float16).eps,
-    "bf16_compress": torch.finfo(torch.bfloat16).eps,
+WIRE_DTYPES = {
+    "allreduce": torch.float32,
+    "fp16_compress": torch.float16,
+    "bf16_compress": torch.bfloat16,
 }
 SMALL_BUCKETS_MB = 0.004  # several buckets, the first of which is smaller still
 
@@ -80,7 +79,7 @@ def compare_with_torch(
         worst = max(worst, float(((got - expected).abs() / expected.abs().max()).max()))
         optimizer.step()
     # torch divides, rounds every contribution and every sum; rota rounds once each way.
-    eps = WIRE_EPS[name] or torch.finfo(torch.float32).eps
+    eps = torch.finfo(WIRE_DTYPES[name]).eps
     parameters = torch.cat([p.detach().flatten() for p in mine.parameters()])
     return worst, eps * (rank.world_size + 1), parameters.tolist()
 
@@ -136,6 +135,22 @@ def average_exact(
 @pytest.mark.parametrize("name", HOOKS)
 def test_hook_average_of_exact_inputs_is_exact(name: str, dtype: torch.dtype) -> None:
     assert run_ranks(2, average_exact, "rota", name, dtype, "rota") == [[True] * 3] * 2
+
+
+def average_random(rank: Rank, name: str) -> None:
+    rank.init()
+    model = DistributedDataParallel(ExactGradients(torch.float32), bucket_cap_mb=SMALL_BUCKETS_MB)
+    model.register_comm_hook(None, HOOKS[name][0])
+    batches = random_inputs(rank.world_size, 2050, torch.float32)
+    batches[0][:4] = torch.tensor([1e5, 1e-9, torch.inf, torch.nan])  # beyond float16, both ways
+    got = gradients(model, batches[rank.rank])
+    average = contract(batches, "avg", WIRE_DTYPES[name])
+    assert_same(got, torch.cat([average[: p.numel()] for p in model.parameters()]), name)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hook_average_of_random_gradients_follows_contract(name: str) -> None:
+    run_ranks(3, average_random, name)
 
 
 @pytest.mark.parametrize("name", ["allreduce", "fp16_compress"])

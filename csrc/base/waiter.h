@@ -21,6 +21,7 @@ namespace rota {
 using Nanoseconds = std::chrono::nanoseconds;
 
 inline constexpr Nanoseconds kTick = std::chrono::milliseconds(1);
+static_assert(kTick < std::chrono::seconds(1), "a timespec's nanoseconds");
 
 // What a wait must notice besides its flag.
 class WaitObserver {

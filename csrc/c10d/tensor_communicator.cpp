@@ -182,17 +182,19 @@ WorkRef TensorCommunicator::launch(Launch mode, ::c10d::OpType op_type, const ch
   return {};
 }
 
-Communicator& TensorCommunicator::open_communicator() const {
+// Also before a task is queued: in a forked child there is no thread that would run it.
+Communicator& TensorCommunicator::usable_communicator(std::string_view collective) const {
   if (!communicator_) {
     throw Error(ErrorKind::kInternal, "rota: this communicator is closed; make a new one");
   }
+  communicator_->check_usable(collective);
   return *communicator_;
 }
 
 WorkRef TensorCommunicator::all_reduce(at::TensorList tensors, const AllReduceOptions& options,
                                        Launch mode) {
   return with_python_errors([&] {
-    const Communicator& communicator = open_communicator();
+    const Communicator& communicator = usable_communicator("all_reduce");
     c10::SmallVector<cpu::AllReduceArgs, 1> plans;
     for (const at::Tensor& tensor : tensors) {
       check_tensor(tensor, "all_reduce");
@@ -215,7 +217,7 @@ WorkRef TensorCommunicator::all_reduce(at::TensorList tensors, const AllReduceOp
 
 WorkRef TensorCommunicator::broadcast(at::TensorList tensors, int root, Launch mode) {
   return with_python_errors([&] {
-    open_communicator().check_root(root);
+    usable_communicator("broadcast").check_root(root);
     for (const at::Tensor& tensor : tensors) {
       check_tensor(tensor, "broadcast");
       movable_dtype(tensor, "broadcast");
@@ -231,7 +233,7 @@ WorkRef TensorCommunicator::broadcast(at::TensorList tensors, int root, Launch m
 
 WorkRef TensorCommunicator::all_gather(std::vector<AllGatherTensors> gathers, Launch mode) {
   return with_python_errors([&] {
-    open_communicator();
+    usable_communicator("all_gather");
     std::vector<at::Tensor> results;
     for (const AllGatherTensors& gather : gathers) {
       check_gather(gather, world_size_);
@@ -264,7 +266,7 @@ AllGatherTensors TensorCommunicator::split_by_rank(const at::Tensor& output,
 
 WorkRef TensorCommunicator::barrier(Launch mode) {
   return with_python_errors([&] {
-    open_communicator();
+    usable_communicator("barrier");
     return launch(mode, ::c10d::OpType::BARRIER, "rota:barrier", {},
                   [](Communicator& communicator, at::TensorList, CallerThread thread) {
                     communicator.barrier(thread);

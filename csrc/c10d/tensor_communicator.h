@@ -78,7 +78,7 @@ class TensorCommunicator {
   template <typename Body>
   WorkRef launch(Launch mode, ::c10d::OpType op_type, const char* title, at::TensorList tensors,
                  Body&& body);
-  Communicator& open_communicator() const;
+  Communicator& usable_communicator(std::string_view collective) const;
 
   int rank_;
   int world_size_;

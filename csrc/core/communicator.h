@@ -54,6 +54,9 @@ class Communicator {
   void all_gather(const cpu::AllGatherArgs& args, DType dtype, CallerThread thread);
   void barrier(CallerThread thread);
 
+  // Throws Error(kInternal) in a forked child and in a group that has failed before.
+  void check_usable(std::string_view collective) const;
+
   // Makes every later and every waiting call on every rank fail with this text.
   void abort(const std::string& reason);
 
@@ -61,7 +64,6 @@ class Communicator {
   // The frame of every collective: post, meet, and in one message or in rounds do what args say.
   template <typename Args>
   void run(const Descriptor& descriptor, const Args& args, CallerThread thread);
-  void check_usable(std::string_view collective) const;
   void meet(const Descriptor& descriptor, const WaitPolicy& policy);
   Error mismatch(const Descriptor& own) const;
   void publish_abort(ErrorKind kind, const std::string& text);

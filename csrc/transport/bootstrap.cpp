@@ -111,7 +111,7 @@ UniqueFd take_descriptor(msghdr& header) {
 // Blocks for the message of a peer that has connected and is about to send it; bounded, so that who
 // connects and stays silent does not hold up the others for ever.
 ssize_t receive_hello(const UniqueFd& connection, msghdr& header) {
-  const timeval patience{.tv_sec = 10, .tv_usec = 0};
+  const timeval patience{.tv_sec = 1, .tv_usec = 0};
   setsockopt(connection.get(), SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
   ssize_t num_received;
   do {
@@ -164,8 +164,14 @@ std::vector<Introduction> Bootstrap::exchange(const UniqueFd& own_memory) {
   const std::string address = random_address();
   const UniqueFd listener = listen_at(address, world_size_);
   publish_card(address);
+  // All cards first: a rank that differs is then named by everybody, before those that have read
+  // its card give up and cannot be connected to any more.
+  std::vector<std::string> addresses(static_cast<size_t>(world_size_));
   for (int peer = 0; peer < world_size_; ++peer) {
-    if (peer != rank_) send_memory(peer, own_memory);
+    if (peer != rank_) addresses[static_cast<size_t>(peer)] = address_of(peer);
+  }
+  for (int peer = 0; peer < world_size_; ++peer) {
+    if (peer != rank_) send_memory(peer, addresses[static_cast<size_t>(peer)], own_memory);
   }
   return receive_all(listener);
 }
@@ -223,10 +229,10 @@ std::string Bootstrap::address_of(int peer) {
   return address;
 }
 
-void Bootstrap::send_memory(int peer, const UniqueFd& own_memory) {
+void Bootstrap::send_memory(int peer, const std::string& peer_address, const UniqueFd& own_memory) {
   const UniqueFd connection = open_socket();
   sockaddr_un address;
-  const socklen_t length = abstract_address(address_of(peer), address);
+  const socklen_t length = abstract_address(peer_address, address);
   if (connect(connection.get(), reinterpret_cast<sockaddr*>(&address), length) != 0) {
     fail(
         join(with_errno(join("cannot connect to rank ", peer), errno), "; has its process ended?"));

@@ -39,7 +39,7 @@ class Bootstrap {
   void publish_card(const std::string& address);
   std::string read_card(int peer);
   std::string address_of(int peer);
-  void send_memory(int peer, const UniqueFd& own_memory);
+  void send_memory(int peer, const std::string& peer_address, const UniqueFd& own_memory);
   std::vector<Introduction> receive_all(const UniqueFd& listener);
 
   Store& store_;

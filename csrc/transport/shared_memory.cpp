@@ -69,7 +69,10 @@ Mapping::Mapping(const UniqueFd& memory, size_t num_bytes, Access access) : num_
     throw Error(ErrorKind::kTransport, with_errno("rota: cannot map shared memory", errno));
   }
   base_ = static_cast<std::byte*>(address);
-  if (access == Access::kPeer && mprotect(address, sizeof(ControlBlock), PROT_READ) != 0) {
+  // Where a page is larger than the control block, it holds messages too and must stay writable.
+  const bool is_protectable = sysconf(_SC_PAGESIZE) <= static_cast<long>(sizeof(ControlBlock));
+  if (access == Access::kPeer && is_protectable &&
+      mprotect(address, sizeof(ControlBlock), PROT_READ) != 0) {
     throw Error(ErrorKind::kTransport, with_errno("rota: cannot protect shared memory", errno));
   }
 }

@@ -1,4 +1,7 @@
 // Runs the cases named on the command line, one after another; without a name, lists them.
+#include <signal.h>
+#include <sys/prctl.h>
+
 #include <exception>
 #include <iostream>
 
@@ -6,6 +9,7 @@
 
 int main(int argc, char** argv) {
   using rota::test::all_cases;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);  // a case that hangs must not outlive a pytest that is killed
   if (argc == 1) {
     for (const auto& test_case : all_cases()) std::cout << test_case.name << '\n';
     return 0;
