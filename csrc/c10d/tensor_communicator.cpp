@@ -17,11 +17,13 @@ namespace {
 constexpr size_t kMessageBytes = 64 << 10;
 // Slots hold whole cache lines of every dtype, in pieces of any world size.
 constexpr size_t kSlotGranuleBytes = 4096;
+constexpr size_t kMaxSlotBytes = 1 << 30;
 
 transport::Geometry make_geometry(size_t slot_bytes) {
-  if (slot_bytes == 0 || slot_bytes % kSlotGranuleBytes != 0) {
-    throw Error(ErrorKind::kValue, join("rota.Communicator: slot_bytes is ", slot_bytes,
-                                        ", expected a multiple of ", kSlotGranuleBytes));
+  if (slot_bytes == 0 || slot_bytes % kSlotGranuleBytes != 0 || slot_bytes > kMaxSlotBytes) {
+    throw Error(ErrorKind::kValue,
+                join("rota.Communicator: slot_bytes is ", slot_bytes, ", expected a multiple of ",
+                     kSlotGranuleBytes, " and at most ", kMaxSlotBytes));
   }
   return {.message_bytes = kMessageBytes, .slot_bytes = slot_bytes};
 }
@@ -163,7 +165,9 @@ WorkRef TensorCommunicator::launch(Launch mode, ::c10d::OpType op_type, const ch
                                    at::TensorList tensors, Body&& body) {
   if (mode == Launch::kBlocking && queue_.is_idle()) {
     const at::NoGradGuard no_grad;
-    body(*communicator_, tensors, CallerThread::kUser);
+    // The communicator is shared: a signal handler or a callback may close it meanwhile.
+    const std::shared_ptr<Communicator> communicator = communicator_;
+    body(*communicator, tensors, CallerThread::kUser);
     return {};
   }
   auto work = c10::make_intrusive<Work>(rank_, op_type, title, tensors.vec(), check_interrupt_);

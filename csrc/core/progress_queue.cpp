@@ -1,44 +1,67 @@
 #include "core/progress_queue.h"
 
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+
 #include "base/fork_generation.h"
 
 namespace rota {
 
-ProgressQueue::ProgressQueue() : fork_generation_(fork_generation()) {}
+struct ProgressQueue::State {
+  std::mutex mutex;
+  std::condition_variable has_work;
+  std::deque<std::function<void()>> tasks;
+  std::atomic<int64_t> num_pending{0};
+  std::atomic<std::thread::id> thread_id{};
+  bool is_closing = false;
+};
+
+ProgressQueue::ProgressQueue()
+    : state_(std::make_shared<State>()), fork_generation_(fork_generation()) {}
+
+bool ProgressQueue::is_idle() const {
+  return state_->num_pending.load(std::memory_order_acquire) == 0 ||
+         state_->thread_id.load(std::memory_order_relaxed) == std::this_thread::get_id() ||
+         fork_generation_ != fork_generation();
+}
 
 void ProgressQueue::close() {
   if (!thread_.joinable()) return;
   if (fork_generation_ != fork_generation()) return thread_.detach();
   {
-    const std::lock_guard lock(mutex_);
-    is_closing_ = true;
+    const std::lock_guard lock(state_->mutex);
+    state_->is_closing = true;
   }
-  has_work_.notify_one();
+  state_->has_work.notify_one();
+  if (thread_.get_id() == std::this_thread::get_id()) return thread_.detach();
   thread_.join();
 }
 
 void ProgressQueue::enqueue(std::function<void()> task) {
   {
-    const std::lock_guard lock(mutex_);
-    num_pending_.fetch_add(1, std::memory_order_relaxed);
-    tasks_.push_back(std::move(task));
-    if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+    const std::lock_guard lock(state_->mutex);
+    state_->num_pending.fetch_add(1, std::memory_order_relaxed);
+    state_->tasks.push_back(std::move(task));
+    if (!thread_.joinable()) thread_ = std::thread(run, state_);
   }
-  has_work_.notify_one();
+  state_->has_work.notify_one();
 }
 
-void ProgressQueue::run() {
-  std::unique_lock lock(mutex_);
+void ProgressQueue::run(const std::shared_ptr<State>& state) {
+  state->thread_id.store(std::this_thread::get_id(), std::memory_order_relaxed);
+  std::unique_lock lock(state->mutex);
   while (true) {
-    has_work_.wait(lock, [this] { return is_closing_ || !tasks_.empty(); });
-    if (tasks_.empty()) return;
+    state->has_work.wait(lock, [&] { return state->is_closing || !state->tasks.empty(); });
+    if (state->tasks.empty()) return;
     {
-      const std::function<void()> task = std::move(tasks_.front());
-      tasks_.pop_front();
+      const std::function<void()> task = std::move(state->tasks.front());
+      state->tasks.pop_front();
       lock.unlock();
       task();
     }  // what the task holds is released before it counts as done
-    num_pending_.fetch_sub(1, std::memory_order_release);
+    state->num_pending.fetch_sub(1, std::memory_order_release);
     lock.lock();
   }
 }

@@ -1,12 +1,9 @@
 // A communicator's one progress thread: runs what is queued, first in, first out.
 #pragma once
 
-#include <atomic>
-#include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
-#include <mutex>
+#include <memory>
 #include <thread>
 
 namespace rota {
@@ -21,21 +18,21 @@ class ProgressQueue {
   // Starts the thread at the first call. Tasks must not throw.
   void enqueue(std::function<void()> task);
 
-  // Runs what is still queued, then ends the thread. In a forked child, where there is no such
-  // thread, it only forgets. Idempotent; nothing may be enqueued afterwards.
+  // Runs what is still queued, then ends the thread. Idempotent; nothing may be enqueued
+  // afterwards. In a forked child, where there is no such thread, it only forgets. Called by a
+  // task, it returns at once, and the thread ends by itself.
   void close();
 
-  // True when nothing is queued or running: the caller may then do its work itself, in order.
-  bool is_idle() const { return num_pending_.load(std::memory_order_acquire) == 0; }
+  // True when nothing is queued or running: the caller may then do its work itself, in order. So
+  // may a task, which would wait for itself otherwise.
+  bool is_idle() const;
 
  private:
-  void run();
+  // Shared with the thread, which may outlive the queue when a task destroys it.
+  struct State;
+  static void run(const std::shared_ptr<State>& state);
 
-  std::mutex mutex_;
-  std::condition_variable has_work_;
-  std::deque<std::function<void()>> tasks_;
-  std::atomic<int64_t> num_pending_{0};
-  bool is_closing_ = false;
+  std::shared_ptr<State> state_;
   std::thread thread_;
   uint64_t fork_generation_;
 };

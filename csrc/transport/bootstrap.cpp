@@ -173,7 +173,9 @@ std::vector<Introduction> Bootstrap::exchange(const UniqueFd& own_memory) {
   for (int peer = 0; peer < world_size_; ++peer) {
     if (peer != rank_) send_memory(peer, addresses[static_cast<size_t>(peer)], own_memory);
   }
-  return receive_all(listener);
+  std::vector<Introduction> introductions = receive_all(listener);
+  store_.add(join("claim/", rank_), -1);  // another group may follow over the same store
+  return introductions;
 }
 
 void Bootstrap::claim_rank() {
@@ -184,16 +186,19 @@ void Bootstrap::claim_rank() {
     fail(join("two processes say they are rank ", rank_, " of ", world_size_,
               "; give each process its own RANK"));
   }
+  incarnation_ = store_.add(join("made/", rank_), 1);
 }
 
 // One line per rank: address, world size, geometry; the rest of the line is the host.
 void Bootstrap::publish_card(const std::string& address) {
-  store_.set(join("card/", rank_), join(address, ' ', world_size_, ' ', geometry_.message_bytes,
-                                        ' ', geometry_.slot_bytes, ' ', host_id()));
+  store_.set(card_key(rank_), join(address, ' ', world_size_, ' ', geometry_.message_bytes, ' ',
+                                   geometry_.slot_bytes, ' ', host_id()));
 }
 
+std::string Bootstrap::card_key(int rank) const { return join("card/", incarnation_, '/', rank); }
+
 std::string Bootstrap::read_card(int peer) {
-  const std::string key = join("card/", peer);
+  const std::string key = card_key(peer);
   // Asked for again and again, rather than awaited in the store, so that a signal gets through.
   while (!store_.has(key)) {
     check_interrupt_();
@@ -270,6 +275,9 @@ std::vector<Introduction> Bootstrap::receive_all(const UniqueFd& listener) {
     const UniqueFd connection(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
     ucred credentials{};
     socklen_t length = sizeof(credentials);
+    if (connection.get() < 0 && errno != ECONNABORTED && errno != EINTR) {
+      fail(with_errno("cannot accept a peer's connection", errno));
+    }
     if (connection.get() < 0 ||
         getsockopt(connection.get(), SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0) {
       continue;  // it hung up again
@@ -279,6 +287,9 @@ std::vector<Introduction> Bootstrap::receive_all(const UniqueFd& listener) {
     Hello hello{};
     HelloMessage message(hello);
     const ssize_t num_received = receive_hello(connection, message.header);
+    if ((message.header.msg_flags & MSG_CTRUNC) != 0 && message.header.msg_controllen == 0) {
+      fail(with_errno("cannot take over a peer's memory", EMFILE) + "; raise `ulimit -n`");
+    }
     UniqueFd memory = take_descriptor(message.header);
     const int peer =
         hello.rank < static_cast<uint64_t>(world_size_) ? static_cast<int>(hello.rank) : rank_;

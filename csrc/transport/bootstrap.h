@@ -37,6 +37,7 @@ class Bootstrap {
  private:
   void claim_rank();
   void publish_card(const std::string& address);
+  std::string card_key(int rank) const;
   std::string read_card(int peer);
   std::string address_of(int peer);
   void send_memory(int peer, const std::string& peer_address, const UniqueFd& own_memory);
@@ -45,6 +46,7 @@ class Bootstrap {
   Store& store_;
   int rank_;
   int world_size_;
+  int64_t incarnation_ = 0;  // groups that this rank has made over the store, this one included
   Geometry geometry_;
   std::chrono::steady_clock::time_point deadline_;
   std::function<void()> check_interrupt_;

@@ -65,7 +65,7 @@ void second_process_with_one_number_is_refused() {
     });
   };
   const pid_t rank_0 = run_rank(0);
-  FileStore(directory).await("card/0");
+  FileStore(directory).await("card/1/0");
   run_processes(1, [&](int) {
     const Error error = expect_error(ErrorKind::kTransport, [&] { connect(directory, 0, 2); });
     check_contains(error.what(), "two processes say they are rank 0 of 2");
@@ -105,7 +105,7 @@ class SilentRank {
  public:
   SilentRank(const StoreDirectory& directory, int rank) : socket_(open_socket()) {
     FileStore store(directory);
-    std::istringstream card(store.await("card/0"));
+    std::istringstream card(store.await("card/1/0"));
     std::string address_of_rank_0, rest;
     std::getline(card >> address_of_rank_0, rest);
     const std::string name = join("rota-test-", getpid(), '-', rank);
@@ -113,7 +113,7 @@ class SilentRank {
     const socklen_t length = address_of(name, address);
     check(bind(socket_.get(), reinterpret_cast<sockaddr*>(&address), length) == 0, "bind");
     check(listen(socket_.get(), 4) == 0, "listen");
-    store.set(join("card/", rank), name + rest);
+    store.set(join("card/1/", rank), name + rest);
   }
 
   Greeting greeting_of_rank_0() {
@@ -233,7 +233,7 @@ void stranger_is_ignored(const std::function<void(const UniqueFd&)>& speak) {
   };
   const pid_t rank_0 = run_rank(0);
   std::string name;
-  std::istringstream(FileStore(directory).await("card/0")) >> name;
+  std::istringstream(FileStore(directory).await("card/1/0")) >> name;
   sockaddr_un address;
   const socklen_t length = address_of(name, address);
   const UniqueFd connection = open_socket();
