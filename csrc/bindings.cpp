@@ -74,16 +74,18 @@ void bind_schedule(py::module_ module) {
 PYBIND11_MODULE(_C, module) {
   using ReleaseGil = py::call_guard<py::gil_scoped_release>;
   py::module_::import("torch.distributed");  // registers Store, Work and Backend
+  py::module_::import("atexit").attr("register")(
+      py::cpp_function(&TensorCommunicator::end_progress_of_all));
 
   bind_schedule(module.def_submodule("schedule"));
   module.def("host_id", &rota::transport::host_id);
   module.def("isa", [] { return rota::cpu::element_loops().isa; });
 
-  py::class_<TensorCommunicator>(module, "Communicator")
+  py::class_<TensorCommunicator, std::shared_ptr<TensorCommunicator>>(module, "Communicator")
       .def(py::init([](const StorePtr& store, int rank, int world_size,
                        std::chrono::milliseconds timeout, size_t slot_bytes) {
-             return std::make_unique<TensorCommunicator>(store, rank, world_size,
-                                                         make_options(timeout, slot_bytes));
+             return TensorCommunicator::connect(store, rank, world_size,
+                                                make_options(timeout, slot_bytes));
            }),
            py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("timeout"),
            py::arg("slot_bytes"), ReleaseGil())

@@ -193,7 +193,7 @@ def test_killed_ranks_leave_nothing_in_the_file_system() -> None:
 
 
 SCRIPT = """
-import os, sys, torch, torch.distributed as dist, rota
+import os, sys, time, torch, torch.distributed as dist, rota
 end = sys.argv[1]
 store = "file://" + os.environ["ROTA_TEST_STORE"]
 dist.init_process_group("rota", init_method=store, rank=int(os.environ["RANK"]), world_size=2)
@@ -206,6 +206,10 @@ if end != "pending":
     work.wait()
 dist.all_reduce(torch.ones(10), async_op=True).wait()
 assert end == "pending" or tensor[-1].item() == 8.0
+if end == "callback":
+    # Python runs it on the progress thread, which would still want the GIL when Python has ended.
+    future = dist.all_reduce(torch.ones(10), async_op=True).get_future()
+    future.then(lambda _: time.sleep(0.2))
 if end == "destroy":
     communicator.close()
     dist.destroy_process_group()
@@ -214,7 +218,7 @@ if end == "raise":
 """
 
 
-@pytest.mark.parametrize("end", ["destroy", "exit", "pending", "raise"])
+@pytest.mark.parametrize("end", ["callback", "destroy", "exit", "pending", "raise"])
 def test_interpreter_end_is_quiet_and_prompt(end: str, tmp_path: Path) -> None:
     """With real interpreters: everything else here runs in forks, which never finalise Python."""
     env = dict(os.environ, ROTA_TEST_STORE=str(tmp_path / "store"))

@@ -40,7 +40,7 @@ ReduceOp reduce_op(const ::c10d::ReduceOp& op) {
 
 ProcessGroupRota::ProcessGroupRota(const c10::intrusive_ptr<::c10d::Store>& store, int rank,
                                    int world_size, const TensorCommunicatorOptions& options)
-    : Backend(rank, world_size), communicator_(store, rank, world_size, options) {}
+    : Backend(rank, world_size), communicator_(TensorCommunicator::connect(store, rank, world_size, options)) {}
 
 WorkPtr ProcessGroupRota::done_if_null(WorkRef work, OpType op_type, at::TensorList results) {
   if (work) return work;
@@ -49,7 +49,7 @@ WorkPtr ProcessGroupRota::done_if_null(WorkRef work, OpType op_type, at::TensorL
 
 WorkPtr ProcessGroupRota::allreduce(std::vector<at::Tensor>& tensors,
                                     const ::c10d::AllreduceOptions& opts) {
-  return done_if_null(communicator_.all_reduce(tensors, {.op = reduce_op(opts.reduceOp)},
+  return done_if_null(communicator_->all_reduce(tensors, {.op = reduce_op(opts.reduceOp)},
                                                launch_mode(opts.asyncOp)),
                       OpType::ALLREDUCE, tensors);
 }
@@ -62,7 +62,7 @@ WorkPtr ProcessGroupRota::allreduce_coalesced(std::vector<at::Tensor>& tensors,
 WorkPtr ProcessGroupRota::broadcast(std::vector<at::Tensor>& tensors,
                                     const ::c10d::BroadcastOptions& opts) {
   return done_if_null(
-      communicator_.broadcast(tensors, static_cast<int>(opts.rootRank), launch_mode(opts.asyncOp)),
+      communicator_->broadcast(tensors, static_cast<int>(opts.rootRank), launch_mode(opts.asyncOp)),
       OpType::BROADCAST, tensors);
 }
 
@@ -87,7 +87,7 @@ WorkPtr ProcessGroupRota::allgather_coalesced(std::vector<std::vector<at::Tensor
 
 WorkPtr ProcessGroupRota::_allgather_base(at::Tensor& output, at::Tensor& input,
                                           const ::c10d::AllgatherOptions& opts) {
-  return gather_all({communicator_.split_by_rank(output, input)}, opts);
+  return gather_all({communicator_->split_by_rank(output, input)}, opts);
 }
 
 WorkPtr ProcessGroupRota::allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
@@ -97,17 +97,17 @@ WorkPtr ProcessGroupRota::allgather_into_tensor_coalesced(std::vector<at::Tensor
                     " outputs for ", inputs.size(), " inputs; expected as many");
   std::vector<AllGatherTensors> gathers;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    gathers.push_back(communicator_.split_by_rank(outputs[i], inputs[i]));
+    gathers.push_back(communicator_->split_by_rank(outputs[i], inputs[i]));
   }
   return gather_all(std::move(gathers), opts);
 }
 
 WorkPtr ProcessGroupRota::barrier(const ::c10d::BarrierOptions& opts) {
-  return done_if_null(communicator_.barrier(launch_mode(opts.asyncOp)), OpType::BARRIER, {});
+  return done_if_null(communicator_->barrier(launch_mode(opts.asyncOp)), OpType::BARRIER, {});
 }
 
 void ProcessGroupRota::abort() {
-  communicator_.abort(join("rank ", getRank(), " aborted its process group"));
+  communicator_->abort(join("rank ", getRank(), " aborted its process group"));
 }
 
 std::vector<AllGatherTensors> ProcessGroupRota::zip(
@@ -125,7 +125,7 @@ WorkPtr ProcessGroupRota::gather_all(std::vector<AllGatherTensors> gathers,
   for (const AllGatherTensors& gather : gathers) {
     results.insert(results.end(), gather.outputs.begin(), gather.outputs.end());
   }
-  return done_if_null(communicator_.all_gather(std::move(gathers), launch_mode(opts.asyncOp)),
+  return done_if_null(communicator_->all_gather(std::move(gathers), launch_mode(opts.asyncOp)),
                       OpType::ALLGATHER, results);
 }
 

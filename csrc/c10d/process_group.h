@@ -39,7 +39,7 @@ class ProcessGroupRota final : public ::c10d::Backend {
                                           const ::c10d::AllgatherOptions& opts) override;
   WorkPtr barrier(const ::c10d::BarrierOptions& opts) override;
 
-  void shutdown() override { communicator_.close(); }
+  void shutdown() override { communicator_->close(); }
   void abort() override;
 
  private:
@@ -49,7 +49,7 @@ class ProcessGroupRota final : public ::c10d::Backend {
                                            const std::vector<at::Tensor>& inputs);
   WorkPtr gather_all(std::vector<AllGatherTensors> gathers, const ::c10d::AllgatherOptions& opts);
 
-  TensorCommunicator communicator_;
+  std::shared_ptr<TensorCommunicator> communicator_;
 };
 
 }  // namespace rota::c10d_glue

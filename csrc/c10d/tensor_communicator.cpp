@@ -4,6 +4,8 @@
 #include <Python.h>
 #include <c10/util/SmallVector.h>
 
+#include <mutex>
+
 #include "base/limits.h"
 #include "c10d/errors.h"
 #include "c10d/tensor_checks.h"
@@ -28,8 +30,9 @@ transport::Geometry make_geometry(size_t slot_bytes) {
   return {.message_bytes = kMessageBytes, .slot_bytes = slot_bytes};
 }
 
-std::shared_ptr<Communicator> connect(const c10::intrusive_ptr<::c10d::Store>& store, int rank,
-                                      int world_size, const TensorCommunicatorOptions& options) {
+std::shared_ptr<Communicator> connect_ranks(const c10::intrusive_ptr<::c10d::Store>& store,
+                                            int rank, int world_size,
+                                            const TensorCommunicatorOptions& options) {
   if (world_size > kMaxWorldSize) {
     throw Error(ErrorKind::kValue, join("rota.Communicator: world_size is ", world_size,
                                         ", expected at most ", kMaxWorldSize, " on one host"));
@@ -112,6 +115,16 @@ void run_all_gather(Communicator& communicator, const AllGatherTensors& gather,
   for (const Packed& output : outputs) output.unpack();
 }
 
+struct Living {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<TensorCommunicator>> communicators;
+};
+
+Living& all_living() {
+  static auto* living = new Living;  // never destroyed: the order of static destructors is unknown
+  return *living;
+}
+
 // Lets the progress thread finish callbacks in Python while this thread waits for it.
 class GilReleased {
  public:
@@ -144,15 +157,40 @@ AllReduceOptions AllReduceOptions::parse(std::string_view op, std::string_view a
   });
 }
 
-TensorCommunicator::TensorCommunicator(const c10::intrusive_ptr<::c10d::Store>& store, int rank,
-                                       int world_size, const TensorCommunicatorOptions& options)
-    : rank_(rank),
-      world_size_(world_size),
-      check_interrupt_(options.check_interrupt),
-      communicator_(with_python_errors([&] { return connect(store, rank, world_size, options); })) {
+std::shared_ptr<TensorCommunicator> TensorCommunicator::connect(
+    const c10::intrusive_ptr<::c10d::Store>& store, int rank, int world_size,
+    const TensorCommunicatorOptions& options) {
+  std::shared_ptr<TensorCommunicator> communicator(new TensorCommunicator(
+      rank, world_size, options.check_interrupt,
+      with_python_errors([&] { return connect_ranks(store, rank, world_size, options); })));
+  Living& living = all_living();
+  const std::lock_guard lock(living.mutex);
+  std::erase_if(living.communicators, [](const auto& weak) { return weak.expired(); });
+  living.communicators.push_back(communicator);
+  return communicator;
 }
 
-TensorCommunicator::~TensorCommunicator() {
+TensorCommunicator::TensorCommunicator(int rank, int world_size,
+                                       std::function<void()> check_interrupt,
+                                       std::shared_ptr<Communicator> communicator)
+    : rank_(rank),
+      world_size_(world_size),
+      check_interrupt_(std::move(check_interrupt)),
+      communicator_(std::move(communicator)) {}
+
+void TensorCommunicator::end_progress_of_all() {
+  std::vector<std::weak_ptr<TensorCommunicator>> communicators;
+  {
+    const std::lock_guard lock(all_living().mutex);
+    communicators = all_living().communicators;
+  }
+  // Outside the lock: a task that has to end first may make or drop a communicator.
+  for (const auto& weak : communicators) {
+    if (const auto communicator = weak.lock()) communicator->end_progress();
+  }
+}
+
+void TensorCommunicator::end_progress() {
   const GilReleased gil_released;
   if (communicator_ && !queue_.is_idle()) {
     communicator_->abort(join("rank ", rank_, " dropped its communicator with work pending"));

@@ -50,10 +50,18 @@ using WorkRef = c10::intrusive_ptr<Work>;
 class TensorCommunicator {
  public:
   // Collective: blocks until all ranks have connected through the store.
-  TensorCommunicator(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int world_size,
-                     const TensorCommunicatorOptions& options);
+  static std::shared_ptr<TensorCommunicator> connect(
+      const c10::intrusive_ptr<::c10d::Store>& store, int rank, int world_size,
+      const TensorCommunicatorOptions& options);
   // Aborts what is still pending; peers are told.
-  ~TensorCommunicator();
+  ~TensorCommunicator() { end_progress(); }
+  TensorCommunicator(const TensorCommunicator&) = delete;
+  TensorCommunicator& operator=(const TensorCommunicator&) = delete;
+
+  // To be called before Python finalises: ends every progress thread, aborting what is pending. A
+  // progress thread that asks for the GIL later, if only to release a tensor, is killed by Python
+  // in the middle of C++ frames, and takes the process with it.
+  static void end_progress_of_all();
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
@@ -74,6 +82,9 @@ class TensorCommunicator {
   void abort(const std::string& reason);
 
  private:
+  TensorCommunicator(int rank, int world_size, std::function<void()> check_interrupt,
+                     std::shared_ptr<Communicator> communicator);
+  void end_progress();
   // Runs body(communicator, tensors, thread) here and now, or on the progress thread.
   template <typename Body>
   WorkRef launch(Launch mode, ::c10d::OpType op_type, const char* title, at::TensorList tensors,

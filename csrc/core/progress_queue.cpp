@@ -5,6 +5,7 @@
 #include <deque>
 #include <mutex>
 
+#include "base/error.h"
 #include "base/fork_generation.h"
 
 namespace rota {
@@ -28,20 +29,28 @@ bool ProgressQueue::is_idle() const {
 }
 
 void ProgressQueue::close() {
-  if (!thread_.joinable()) return;
-  if (fork_generation_ != fork_generation()) return thread_.detach();
+  if (fork_generation_ != fork_generation()) {
+    if (thread_.joinable()) thread_.detach();
+    return;
+  }
+  std::thread thread;
   {
     const std::lock_guard lock(state_->mutex);
     state_->is_closing = true;
+    thread.swap(thread_);
   }
+  if (!thread.joinable()) return;
   state_->has_work.notify_one();
-  if (thread_.get_id() == std::this_thread::get_id()) return thread_.detach();
-  thread_.join();
+  if (thread.get_id() == std::this_thread::get_id()) return thread.detach();
+  thread.join();
 }
 
 void ProgressQueue::enqueue(std::function<void()> task) {
   {
     const std::lock_guard lock(state_->mutex);
+    if (state_->is_closing) {
+      throw Error(ErrorKind::kInternal, "rota: this communicator is closed; make a new one");
+    }
     state_->num_pending.fetch_add(1, std::memory_order_relaxed);
     state_->tasks.push_back(std::move(task));
     if (!thread_.joinable()) thread_ = std::thread(run, state_);

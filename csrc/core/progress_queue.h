@@ -15,12 +15,12 @@ class ProgressQueue {
   ProgressQueue(const ProgressQueue&) = delete;
   ProgressQueue& operator=(const ProgressQueue&) = delete;
 
-  // Starts the thread at the first call. Tasks must not throw.
+  // Starts the thread at the first call. Tasks must not throw. Throws Error(kInternal) once closed.
   void enqueue(std::function<void()> task);
 
-  // Runs what is still queued, then ends the thread. Idempotent; nothing may be enqueued
-  // afterwards. In a forked child, where there is no such thread, it only forgets. Called by a
-  // task, it returns at once, and the thread ends by itself.
+  // Runs what is still queued, then ends the thread. Idempotent. In a forked child, where there is
+  // no such thread, it only forgets. Called by a task, it returns at once, and the thread ends by
+  // itself.
   void close();
 
   // True when nothing is queued or running: the caller may then do its work itself, in order. So
@@ -33,7 +33,7 @@ class ProgressQueue {
   static void run(const std::shared_ptr<State>& state);
 
   std::shared_ptr<State> state_;
-  std::thread thread_;
+  std::thread thread_;  // guarded by the state's mutex
   uint64_t fork_generation_;
 };
 
