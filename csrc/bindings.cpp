@@ -5,6 +5,7 @@
 
 #include <pybind11/chrono.h>
 
+#include "c10d/all_reduce_method.h"
 #include "c10d/process_group.h"
 #include "c10d/tensor_communicator.h"
 #include "cpu/element_loops.h"
@@ -81,7 +82,10 @@ PYBIND11_MODULE(_C, module) {
   module.def("host_id", &rota::transport::host_id);
   module.def("isa", [] { return rota::cpu::element_loops().isa; });
 
-  py::class_<TensorCommunicator, std::shared_ptr<TensorCommunicator>>(module, "Communicator")
+  py::class_<TensorCommunicator, std::shared_ptr<TensorCommunicator>> communicator(module,
+                                                                                   "Communicator");
+  add_all_reduce_method(reinterpret_cast<PyTypeObject*>(communicator.ptr()));
+  communicator
       .def(py::init([](const StorePtr& store, int rank, int world_size,
                        std::chrono::milliseconds timeout, size_t slot_bytes) {
              return TensorCommunicator::connect(store, rank, world_size,
@@ -91,18 +95,6 @@ PYBIND11_MODULE(_C, module) {
            py::arg("slot_bytes"), ReleaseGil())
       .def_property_readonly("rank", &TensorCommunicator::rank)
       .def_property_readonly("world_size", &TensorCommunicator::world_size)
-      .def(
-          "all_reduce",
-          [](TensorCommunicator& self, const at::Tensor& tensor, std::string_view op,
-             std::string_view algorithm, OptionalDType wire_dtype, OptionalDType hop_dtype,
-             bool async_op) -> c10::intrusive_ptr<::c10d::Work> {
-            return self.all_reduce(tensor,
-                                   AllReduceOptions::parse(op, algorithm, wire_dtype, hop_dtype),
-                                   async_op ? Launch::kAsync : Launch::kBlocking);
-          },
-          py::arg("tensor"), py::arg("op") = "sum", py::arg("algorithm") = "auto",
-          py::arg("wire_dtype") = py::none(), py::arg("hop_dtype") = py::none(),
-          py::arg("async_op") = false, ReleaseGil())
       .def(
           "all_reduce_future",
           [](TensorCommunicator& self, const at::Tensor& tensor, std::string_view op,

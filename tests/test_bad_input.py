@@ -31,9 +31,17 @@ NAMES_OF_DTYPES = ("float32", "float64", "float16", "bfloat16", "uint8", "int64"
 
 CASES: dict[str, Case] = {
     # ---- all_reduce: what is no tensor, or no tensor that can be reduced
-    "list": Case(lambda c: c.all_reduce([1.0, 2.0]), "TypeError", ("all_reduce",)),
-    "none": Case(lambda c: c.all_reduce(None), "TypeError", ("all_reduce",)),
-    "numpy": Case(lambda c: c.all_reduce(floats().numpy()), "TypeError", ("all_reduce",)),
+    "list": Case(
+        lambda c: c.all_reduce([1.0, 2.0]), "TypeError", ("rota.all_reduce", "list", "torch.Tensor")
+    ),
+    "none": Case(
+        lambda c: c.all_reduce(None), "TypeError", ("rota.all_reduce", "NoneType", "torch.Tensor")
+    ),
+    "numpy": Case(
+        lambda c: c.all_reduce(floats().numpy()),
+        "TypeError",
+        ("rota.all_reduce", "numpy.ndarray", "torch.Tensor"),
+    ),
     "complex": Case(
         lambda c: c.all_reduce(floats().to(torch.complex64)),
         "TypeError",
@@ -121,7 +129,53 @@ CASES: dict[str, Case] = {
         ("rota.all_reduce", "wire_dtype", "Complex", "float16"),
     ),
     "wire-as-text": Case(
-        lambda c: c.all_reduce(floats(), wire_dtype="float16"), "TypeError", ("all_reduce",)
+        lambda c: c.all_reduce(floats(), wire_dtype="float16"),
+        "TypeError",
+        ("rota.all_reduce", "wire_dtype", "str", "torch.dtype"),
+    ),
+    "hop-as-number": Case(
+        lambda c: c.all_reduce(floats(), hop_dtype=16),
+        "TypeError",
+        ("rota.all_reduce", "hop_dtype", "int", "torch.dtype"),
+    ),
+    "async-as-number": Case(
+        lambda c: c.all_reduce(floats(), async_op=1),
+        "TypeError",
+        ("rota.all_reduce", "async_op", "int", "bool"),
+    ),
+    "op-as-number": Case(
+        lambda c: c.all_reduce(floats(), 0), "TypeError", ("rota.all_reduce", "op", "int", "str")
+    ),
+    "torch-op": Case(
+        lambda c: c.all_reduce(floats(), dist.ReduceOp.SUM),
+        "TypeError",
+        ("rota.all_reduce", "op", "str"),
+    ),
+    "no-tensor": Case(lambda c: c.all_reduce(op="sum"), "TypeError", ("rota.all_reduce", "tensor")),
+    "unknown-keyword": Case(
+        lambda c: c.all_reduce(floats(), dtype=torch.float16),
+        "TypeError",
+        ("rota.all_reduce", "'dtype'"),
+    ),
+    "given-twice": Case(
+        lambda c: c.all_reduce(floats(), "sum", op="sum"),
+        "TypeError",
+        ("rota.all_reduce", "op", "twice"),
+    ),
+    "too-many": Case(
+        lambda c: c.all_reduce(floats(), "sum", "auto", None, None, False, 7),
+        "TypeError",
+        ("rota.all_reduce", "7", "6"),
+    ),
+    "not-made": Case(
+        lambda c: rota.Communicator.all_reduce(
+            rota.Communicator.__new__(rota.Communicator), floats()
+        ),
+        "TypeError",
+        ("rota.all_reduce", "__init__"),
+    ),
+    "op-not-unicode": Case(
+        lambda c: c.all_reduce(floats(), "\ud800"), "UnicodeEncodeError", ("surrogates",)
     ),
     "hop-without-ring": Case(
         lambda c: c.all_reduce(floats(), hop_dtype=torch.float32),

@@ -40,7 +40,8 @@ ReduceOp reduce_op(const ::c10d::ReduceOp& op) {
 
 ProcessGroupRota::ProcessGroupRota(const c10::intrusive_ptr<::c10d::Store>& store, int rank,
                                    int world_size, const TensorCommunicatorOptions& options)
-    : Backend(rank, world_size), communicator_(TensorCommunicator::connect(store, rank, world_size, options)) {}
+    : Backend(rank, world_size),
+      communicator_(TensorCommunicator::connect(store, rank, world_size, options)) {}
 
 WorkPtr ProcessGroupRota::done_if_null(WorkRef work, OpType op_type, at::TensorList results) {
   if (work) return work;
@@ -50,7 +51,7 @@ WorkPtr ProcessGroupRota::done_if_null(WorkRef work, OpType op_type, at::TensorL
 WorkPtr ProcessGroupRota::allreduce(std::vector<at::Tensor>& tensors,
                                     const ::c10d::AllreduceOptions& opts) {
   return done_if_null(communicator_->all_reduce(tensors, {.op = reduce_op(opts.reduceOp)},
-                                               launch_mode(opts.asyncOp)),
+                                                launch_mode(opts.asyncOp)),
                       OpType::ALLREDUCE, tensors);
 }
 

@@ -1,5 +1,6 @@
 #include "c10d/tensor_checks.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 
 #include <algorithm>
@@ -118,13 +119,19 @@ void check_tensor(const at::Tensor& tensor, std::string_view collective) {
 
 Packed::Packed(const at::Tensor& tensor, Content content) : tensor_(tensor) {
   // A lazily negated or conjugated view holds other bits than its values.
-  if (tensor.is_contiguous() && !tensor.is_neg() && !tensor.is_conj()) {
-    packed_ = tensor;
-  } else if (content == Content::kRead) {
+  if (tensor.is_contiguous() && !tensor.is_neg() && !tensor.is_conj()) return;
+  const at::NoGradGuard no_grad;
+  if (content == Content::kRead) {
     packed_ = tensor.contiguous().resolve_neg().resolve_conj();
   } else {
     packed_ = at::empty_like(tensor, at::MemoryFormat::Contiguous);
   }
+}
+
+void Packed::unpack() const {
+  if (!packed_.defined()) return;
+  const at::NoGradGuard no_grad;
+  tensor_.copy_(packed_);
 }
 
 }  // namespace rota::c10d_glue

@@ -18,22 +18,21 @@ DType movable_dtype(const at::Tensor& tensor, std::string_view collective);
 // Throws Error(kType) unless it is a dense CPU tensor, and Error(kValue) if its elements overlap.
 void check_tensor(const at::Tensor& tensor, std::string_view collective);
 
-// A tensor and the contiguous memory that holds its values: its own, or that of a packed copy.
+// A tensor, which must outlive this, and the contiguous memory that holds its values: its own, or
+// that of a packed copy.
 class Packed {
  public:
   enum class Content { kRead, kOverwritten };
 
   Packed(const at::Tensor& tensor, Content content);
 
-  void* data() const { return packed_.data_ptr(); }
+  void* data() const { return packed_.defined() ? packed_.data_ptr() : tensor_.data_ptr(); }
   // Brings a packed copy back; does nothing for a contiguous tensor.
-  void unpack() const {
-    if (!packed_.is_same(tensor_)) tensor_.copy_(packed_);
-  }
+  void unpack() const;
 
  private:
-  at::Tensor tensor_;
-  at::Tensor packed_;
+  const at::Tensor& tensor_;
+  at::Tensor packed_;  // undefined where the tensor itself will do
 };
 
 }  // namespace rota::c10d_glue

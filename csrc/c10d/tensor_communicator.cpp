@@ -1,6 +1,5 @@
 #include "c10d/tensor_communicator.h"
 
-#include <ATen/core/grad_mode.h>
 #include <Python.h>
 #include <c10/util/SmallVector.h>
 
@@ -202,7 +201,6 @@ template <typename Body>
 WorkRef TensorCommunicator::launch(Launch mode, ::c10d::OpType op_type, const char* title,
                                    at::TensorList tensors, Body&& body) {
   if (mode == Launch::kBlocking && queue_.is_idle()) {
-    const at::NoGradGuard no_grad;
     // The communicator is shared: a signal handler or a callback may close it meanwhile.
     const std::shared_ptr<Communicator> communicator = communicator_;
     body(*communicator, tensors, CallerThread::kUser);
@@ -212,7 +210,6 @@ WorkRef TensorCommunicator::launch(Launch mode, ::c10d::OpType op_type, const ch
   queue_.enqueue([communicator = communicator_, work, body = std::forward<Body>(body)] {
     std::exception_ptr exception;
     try {
-      const at::NoGradGuard no_grad;
       with_python_errors([&] { body(*communicator, work->tensors(), CallerThread::kProgress); });
     } catch (...) {
       exception = std::current_exception();
@@ -249,7 +246,8 @@ WorkRef TensorCommunicator::all_reduce(at::TensorList tensors, const AllReduceOp
                              .hop = optional_dtype(options.hop_dtype, "hop_dtype")}));
     }
     return launch(mode, ::c10d::OpType::ALLREDUCE, "rota:all_reduce", tensors,
-                  [plans](Communicator& communicator, at::TensorList tensors, CallerThread thread) {
+                  [plans = std::move(plans)](Communicator& communicator, at::TensorList tensors,
+                                             CallerThread thread) {
                     for (size_t i = 0; i < tensors.size(); ++i) {
                       run_all_reduce(communicator, tensors[i], plans[i], thread);
                     }

@@ -50,9 +50,9 @@ using WorkRef = c10::intrusive_ptr<Work>;
 class TensorCommunicator {
  public:
   // Collective: blocks until all ranks have connected through the store.
-  static std::shared_ptr<TensorCommunicator> connect(
-      const c10::intrusive_ptr<::c10d::Store>& store, int rank, int world_size,
-      const TensorCommunicatorOptions& options);
+  static std::shared_ptr<TensorCommunicator> connect(const c10::intrusive_ptr<::c10d::Store>& store,
+                                                     int rank, int world_size,
+                                                     const TensorCommunicatorOptions& options);
   // Aborts what is still pending; peers are told.
   ~TensorCommunicator() { end_progress(); }
   TensorCommunicator(const TensorCommunicator&) = delete;

@@ -22,17 +22,16 @@ class PeerWaitObserver : public WaitObserver {
 class Mailboxes {
  public:
   Mailboxes(const transport::Transport& transport, uint64_t epoch, size_t num_bytes)
-      : transport_(transport), epoch_(epoch), num_bytes_(num_bytes) {}
+      : transport_(transport), offset_(transport.geometry().message(epoch, num_bytes)) {}
 
   int rank() const { return transport_.rank(); }
   int world_size() const { return transport_.world_size(); }
-  std::byte* own() const { return transport_.own().message(epoch_, num_bytes_); }
-  std::byte* of(int peer) const { return transport_.region(peer).message(epoch_, num_bytes_); }
+  std::byte* own() const { return of(rank()); }
+  std::byte* of(int peer) const { return transport_.region(peer).at(offset_); }
 
  private:
   const transport::Transport& transport_;
-  uint64_t epoch_;
-  size_t num_bytes_;
+  size_t offset_;  // the same in every region
 };
 
 class Exchange {

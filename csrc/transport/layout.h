@@ -71,9 +71,7 @@ class Region {
   Region(std::byte* base, const Geometry& geometry) : base_(base), geometry_(geometry) {}
 
   const ControlBlock& control() const { return *reinterpret_cast<const ControlBlock*>(base_); }
-  std::byte* message(uint64_t epoch, size_t num_bytes) const {
-    return base_ + geometry_.message(epoch, num_bytes);
-  }
+  std::byte* at(size_t offset) const { return base_ + offset; }
   std::byte* slot(uint64_t round) const { return base_ + geometry_.slot(round); }
 
  private:
