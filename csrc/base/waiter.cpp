@@ -8,6 +8,8 @@
 #include <bit>
 #include <climits>
 
+#include "base/cores.h"
+
 namespace rota {
 namespace {
 
@@ -30,25 +32,15 @@ uint32_t* futex_word(const Flag& flag) {
   return halves + (std::endian::native == std::endian::little ? 0 : 1);
 }
 
-int num_usable_cores() {
-  cpu_set_t cores;
-  if (sched_getaffinity(0, sizeof(cores), &cores) != 0) return 1;
-  return CPU_COUNT(&cores);
-}
-
 }  // namespace
 
 // Measured with benchmarks/collectives.py on 2 cores that other programs keep busy: the ranks often
 // share one core then, and each wait costs twice its spin (4 bytes, p50: 102 us with a spin of 50
 // us, 24 with 10, 6 with 2, 4 with 1). On idle cores the flag mostly comes within 2 us anyway.
-WaitPolicy WaitPolicy::for_caller(int num_ranks) {
+WaitPolicy WaitPolicy::for_ranks(int num_ranks) {
   using std::chrono::microseconds;
   const bool own_core = num_ranks <= num_usable_cores();
   return {.spin = microseconds(own_core ? 2 : 0), .yield_for = microseconds(200)};
-}
-
-WaitPolicy WaitPolicy::for_progress_thread() {
-  return {.spin = std::chrono::microseconds(2), .yield_for = Nanoseconds(0)};
 }
 
 Waiter::Waiter(Flag* own_sleeping, std::vector<const Flag*> peers_sleeping)

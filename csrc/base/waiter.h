@@ -39,10 +39,8 @@ struct WaitPolicy {
   Nanoseconds spin{0};       // busy wait; nothing else runs on this core meanwhile
   Nanoseconds yield_for{0};  // sched_yield in a loop: as fast as spinning when ranks share a core
 
-  // For a caller that has nothing else to do. Spinning is only right while every rank has a core.
-  static WaitPolicy for_caller(int num_ranks);
-  // For the progress thread: the core it spins on is the one that backward computes on.
-  static WaitPolicy for_progress_thread();
+  // Spinning is only right while every rank has a core.
+  static WaitPolicy for_ranks(int num_ranks);
 };
 
 class Waiter {

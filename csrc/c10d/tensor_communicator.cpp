@@ -5,6 +5,7 @@
 
 #include <mutex>
 
+#include "base/cores.h"
 #include "base/limits.h"
 #include "c10d/errors.h"
 #include "c10d/tensor_checks.h"
@@ -175,7 +176,9 @@ TensorCommunicator::TensorCommunicator(int rank, int world_size,
     : rank_(rank),
       world_size_(world_size),
       check_interrupt_(std::move(check_interrupt)),
-      communicator_(std::move(communicator)) {}
+      communicator_(std::move(communicator)),
+      queue_(world_size < num_usable_cores() ? ProgressQueue::Placement::kAnyCore
+                                             : ProgressQueue::Placement::kCoreOfCaller) {}
 
 void TensorCommunicator::end_progress_of_all() {
   std::vector<std::weak_ptr<TensorCommunicator>> communicators;

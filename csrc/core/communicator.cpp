@@ -29,8 +29,7 @@ Communicator::Communicator(std::unique_ptr<transport::Transport> transport, Nano
     : transport_(std::move(transport)),
       waiter_(&transport_->own_control().sleeping, peers_sleeping(*transport_)),
       watch_(*transport_, timeout, std::move(check_interrupt)),
-      caller_policy_(WaitPolicy::for_caller(transport_->world_size())),
-      progress_policy_(WaitPolicy::for_progress_thread()),
+      wait_policy_(WaitPolicy::for_ranks(transport_->world_size())),
       fork_generation_(fork_generation()) {}
 
 Communicator::~Communicator() {
@@ -125,22 +124,21 @@ template <typename Args>
 void Communicator::run(const Descriptor& descriptor, const Args& args, CallerThread thread) {
   const std::lock_guard lock(mutex_);
   check_usable(descriptor.kind_name());
-  const bool is_user = thread == CallerThread::kUser;
-  const WaitPolicy& policy = is_user ? caller_policy_ : progress_policy_;
   ++epoch_;
-  watch_.begin_collective(descriptor.kind_name(), epoch_, /*lets_signals_through=*/is_user);
+  watch_.begin_collective(descriptor.kind_name(), epoch_,
+                          /*lets_signals_through=*/thread == CallerThread::kUser);
   try {
     // A rank that comes too late must hear of a failure even if every post that it needs is there.
     if (const auto error = watch_.poll()) throw *error;
-    cpu::Exchange exchange(*transport_, waiter_, policy, watch_, num_rounds_);
+    cpu::Exchange exchange(*transport_, waiter_, wait_policy_, watch_, num_rounds_);
     const std::optional<uint64_t> num_bytes = message_bytes(args);
     if (num_bytes && *num_bytes <= transport_->geometry().message_bytes) {
       const cpu::Mailboxes mailboxes(*transport_, epoch_, *num_bytes);
       contribute(args, mailboxes);
-      meet(descriptor, policy);
+      meet(descriptor);
       num_rounds_ += complete(args, mailboxes, exchange);
     } else {
-      meet(descriptor, policy);
+      meet(descriptor);
       num_rounds_ += run_rounds(args, exchange);
     }
   } catch (const Error& error) {
@@ -168,7 +166,7 @@ void Communicator::check_usable(std::string_view collective) const {
 }
 
 // Posts the descriptor, waits until every rank has posted one, and compares.
-void Communicator::meet(const Descriptor& descriptor, const WaitPolicy& policy) {
+void Communicator::meet(const Descriptor& descriptor) {
   Flag& post = transport_->own_control().post[parity()];
   const Descriptor::Words words = descriptor.to_words();
   post.payload = words;
@@ -180,7 +178,7 @@ void Communicator::meet(const Descriptor& descriptor, const WaitPolicy& policy) 
     const Flag& peer_post = transport_->region(peer).control().post[parity()];
     if (peer_post.load() < epoch_) {
       watch_.begin_wait(peer, "start", 0);
-      waiter_.wait(peer_post, epoch_, policy, watch_);
+      waiter_.wait(peer_post, epoch_, wait_policy_, watch_);
     }
     all_agree &= peer_post.payload == words;
   }

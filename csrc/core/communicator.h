@@ -27,7 +27,7 @@ struct AllReduceRequest {
   std::optional<DType> hop;                      // none: accumulate dtype; only for ring
 };
 
-// Which thread waits: it decides how long a wait may spin.
+// Which thread calls: Python delivers signals to user threads only.
 enum class CallerThread { kUser, kProgress };
 
 class Communicator {
@@ -64,7 +64,7 @@ class Communicator {
   // The frame of every collective: post, meet, and in one message or in rounds do what args say.
   template <typename Args>
   void run(const Descriptor& descriptor, const Args& args, CallerThread thread);
-  void meet(const Descriptor& descriptor, const WaitPolicy& policy);
+  void meet(const Descriptor& descriptor);
   Error mismatch(const Descriptor& own) const;
   void publish_abort(ErrorKind kind, const std::string& text);
   int parity() const { return static_cast<int>(epoch_ % 2); }
@@ -72,8 +72,7 @@ class Communicator {
   std::unique_ptr<transport::Transport> transport_;
   Waiter waiter_;
   Watch watch_;
-  WaitPolicy caller_policy_;
-  WaitPolicy progress_policy_;
+  WaitPolicy wait_policy_;
 
   std::mutex mutex_;         // one collective at a time
   uint64_t epoch_ = 0;       // collectives entered; posted to peers

@@ -1,5 +1,8 @@
 #include "core/progress_queue.h"
 
+#include <pthread.h>
+#include <sched.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -19,8 +22,10 @@ struct ProgressQueue::State {
   bool is_closing = false;
 };
 
-ProgressQueue::ProgressQueue()
-    : state_(std::make_shared<State>()), fork_generation_(fork_generation()) {}
+ProgressQueue::ProgressQueue(Placement placement)
+    : placement_(placement),
+      state_(std::make_shared<State>()),
+      fork_generation_(fork_generation()) {}
 
 bool ProgressQueue::is_idle() const {
   return state_->num_pending.load(std::memory_order_acquire) == 0 ||
@@ -54,8 +59,19 @@ void ProgressQueue::enqueue(std::function<void()> task) {
     state_->num_pending.fetch_add(1, std::memory_order_relaxed);
     state_->tasks.push_back(std::move(task));
     if (!thread_.joinable()) thread_ = std::thread(run, state_);
+    if (placement_ == Placement::kCoreOfCaller) move_to_core_of_caller();
   }
   state_->has_work.notify_one();
+}
+
+// Only a hint: where it fails, the thread stays where it is.
+void ProgressQueue::move_to_core_of_caller() {
+  const int core = sched_getcpu();
+  if (core == core_ || core < 0 || core >= CPU_SETSIZE) return;
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  CPU_SET(core, &cores);
+  if (pthread_setaffinity_np(thread_.native_handle(), sizeof(cores), &cores) == 0) core_ = core;
 }
 
 void ProgressQueue::run(const std::shared_ptr<State>& state) {

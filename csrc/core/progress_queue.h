@@ -10,7 +10,15 @@ namespace rota {
 
 class ProgressQueue {
  public:
-  ProgressQueue();
+  // Where the thread runs.
+  enum class Placement {
+    kAnyCore,
+    // Where no core is to spare: on the core of the thread that queues work. The scheduler would
+    // often put it on another rank's core and then move that rank about, which costs milliseconds.
+    kCoreOfCaller,
+  };
+
+  explicit ProgressQueue(Placement placement = Placement::kAnyCore);
   ~ProgressQueue() { close(); }
   ProgressQueue(const ProgressQueue&) = delete;
   ProgressQueue& operator=(const ProgressQueue&) = delete;
@@ -31,7 +39,10 @@ class ProgressQueue {
   // Shared with the thread, which may outlive the queue when a task destroys it.
   struct State;
   static void run(const std::shared_ptr<State>& state);
+  void move_to_core_of_caller();
 
+  Placement placement_;
+  int core_ = -1;  // that the thread is bound to; guarded by the state's mutex
   std::shared_ptr<State> state_;
   std::thread thread_;  // guarded by the state's mutex
   uint64_t fork_generation_;

@@ -5,6 +5,7 @@
 #include <memory>
 #include <thread>
 
+#include "base/cores.h"
 #include "check.h"
 #include "ranks.h"
 
@@ -46,6 +47,18 @@ void running_task_is_not_idle() {
   queue.close();
   check(queue.is_idle(), "a closed queue is idle");
   queue.close();
+}
+
+void thread_shares_the_core_of_its_caller() {
+  const int num_cores_of_caller = num_usable_cores();
+  ProgressQueue queue(ProgressQueue::Placement::kCoreOfCaller);
+  for (int i = 0; i < 100; ++i) {
+    int num_cores = 0;
+    queue.enqueue([&] { num_cores = num_usable_cores(); });
+    while (!queue.is_idle()) std::this_thread::yield();
+    check_equal(num_cores, 1, "cores that the task may run on");
+  }
+  check_equal(num_usable_cores(), num_cores_of_caller, "cores that the caller may run on");
 }
 
 void close_runs_what_is_queued() {
@@ -116,6 +129,7 @@ const CaseTable kCases{
     {"progress_queue_order", tasks_run_in_order},
     {"progress_queue_idle", idle_queue_has_done_its_tasks},
     {"progress_queue_running", running_task_is_not_idle},
+    {"progress_queue_placement", thread_shares_the_core_of_its_caller},
     {"progress_queue_close", close_runs_what_is_queued},
     {"progress_queue_releases", task_releases_what_it_holds_before_idle},
     {"progress_queue_threads", several_threads_enqueue},

@@ -138,7 +138,7 @@ const CaseTable kCases{
     {"waiter_meeting-ws2", [] { meet(20000); }},
     {"waiter_yielding-ws3", [] { pass_around(3, kYield, 3000, true); }},
     {"waiter_spinning-ws2", [] { pass_around(2, kSpin, 50, false); }},
-    {"waiter_caller_policy-ws4", [] { pass_around(4, WaitPolicy::for_caller(4), 3000, true); }},
+    {"waiter_policy_of_ranks-ws4", [] { pass_around(4, WaitPolicy::for_ranks(4), 3000, true); }},
     {"waiter_reached_flag", reached_flag_asks_nobody},
     {"waiter_error_spinning", [] { flag_has_the_last_word(kSpin); }},
     {"waiter_error_yielding", [] { flag_has_the_last_word(kYield); }},
