@@ -1,5 +1,5 @@
-// Communicator.all_reduce for Python, bound by hand. Of a small message the binding is half the
-// time: pybind11 takes 0.5 us for one keyword, torch's argument parser 0.15 us, this 0.03 us.
+// Communicator.all_reduce for Python, bound by hand: of a small message the binding is a third of
+// the time. pybind11 takes 0.5 us more for one keyword, torch's PythonArgParser 0.1 us.
 #pragma once
 
 #include <Python.h>
