@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -126,6 +127,48 @@ def test_communicator_more_memory_than_addresses_raises(slot_bytes: int) -> None
     error, text = run_ranks(1, make_with_slots, slot_bytes)[0]
     assert error in ("ValueError", "TransportError"), text
     assert "slot_bytes" in text
+
+
+@pytest.fixture
+def small_cgroup() -> Iterator[Path]:
+    """A memory cgroup of 256 MiB, of either version, that processes can be moved into."""
+    version1 = Path("/sys/fs/cgroup/memory")
+    parent, limit = (
+        (version1, "memory.limit_in_bytes")
+        if version1.is_dir()
+        else (Path("/sys/fs/cgroup"), "memory.max")
+    )
+    cgroup = parent / f"rota-test-{os.getpid()}"
+    try:
+        cgroup.mkdir()
+        (cgroup / limit).write_text(str(256 << 20))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            cgroup.rmdir()
+        pytest.skip(f"cannot make a memory cgroup: {error}")
+    try:
+        yield cgroup
+    finally:
+        cgroup.rmdir()
+
+
+def reserve_in_cgroup(rank: Rank, cgroup: Path) -> tuple[str, str, float]:
+    rank.init()
+    (cgroup / "cgroup.procs").write_text(str(os.getpid()))
+    error, text = error_of(lambda: rota.Communicator(slot_bytes=256 << 20))
+    tensor = torch.ones(1)
+    rota.Communicator().all_reduce(tensor)
+    return error, text, tensor.item()
+
+
+def test_memory_beyond_the_containers_limit_is_an_error(small_cgroup: Path) -> None:
+    """Reserving it would wake the OOM killer, which ends a rank without a word."""
+    error, text, total = run_ranks(1, reserve_in_cgroup, small_cgroup)[0]
+    assert error == "TransportError", text
+    assert "cannot reserve" in text and "slot_bytes" in text
+    free = int(text.split(" bytes free")[0].split()[-1])
+    assert (128 << 20) < free <= (256 << 20)
+    assert total == 1.0
 
 
 def test_communicator_negative_slot_bytes_raise() -> None:

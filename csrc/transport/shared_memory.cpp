@@ -10,6 +10,7 @@
 
 #include <cerrno>
 
+#include "transport/available_memory.h"
 #include "transport/bootstrap.h"
 
 namespace rota::transport {
@@ -18,17 +19,23 @@ namespace {
 // Nobody can change the size under a mapping, or lift that.
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
+[[noreturn]] void refuse_reservation(size_t num_bytes, uint64_t have, const std::string& why) {
+  throw Error(ErrorKind::kTransport,
+              join("rota: cannot reserve ", num_bytes, " bytes of shared memory for this rank (",
+                   why, "; ", have,
+                   " bytes free); free memory, raise the container's limit or ask for "
+                   "smaller slot_bytes"));
+}
+
+// Pages are taken now: a shortage is an error here and never a SIGBUS at first touch. Beyond a
+// cgroup's limit posix_fallocate does not fail, it wakes the OOM killer; hence the look before it.
 UniqueFd reserve_memory(size_t num_bytes) {
   UniqueFd memory(memfd_create("rota", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (memory.get() < 0) throw Error(ErrorKind::kTransport, with_errno("memfd_create", errno));
-  // Pages are taken now: a shortage is an error here and never a SIGBUS at first touch.
+  const uint64_t have = available_memory();
+  if (num_bytes > have) refuse_reservation(num_bytes, have, "that is more than there is");
   if (const int error = posix_fallocate(memory.get(), 0, static_cast<off_t>(num_bytes))) {
-    const auto have = static_cast<uint64_t>(sysconf(_SC_AVPHYS_PAGES)) * sysconf(_SC_PAGESIZE);
-    throw Error(ErrorKind::kTransport,
-                join("rota: cannot reserve ", num_bytes, " bytes of shared memory for this rank (",
-                     with_errno("posix_fallocate", error), "; ", have,
-                     " bytes free); free memory, raise the container's limit or ask for smaller "
-                     "slot_bytes"));
+    refuse_reservation(num_bytes, have, with_errno("posix_fallocate", error));
   }
   return memory;
 }
