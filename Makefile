@@ -13,7 +13,7 @@ CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.in
 help:
 	@echo "make demo    train a byte-level GPT data-parallel, rota beside Gloo"
 	@echo "make test    the whole test suite"
-	@echo "make bench   the collective microbenchmark: rota, Gloo, every MPI, memcpy"
+	@echo "make bench   collectives (rota, Gloo, every MPI, memcpy), a DDP hook, news of failures"
 	@echo "make lint    formatters, linters and type checker"
 	@echo "make format  let the formatters rewrite the files"
 	@echo "make venv    only the set-up: $(VENV) with the extension built"
@@ -39,7 +39,10 @@ test: venv
 bench: venv
 	-$(PYTHON) benchmarks/mpi_env.py
 	$(PYTHON) benchmarks/collectives.py --backends rota,gloo,mpi --ranks 2 -b 4 -e 64M -f 4 -c
+	$(PYTHON) benchmarks/collectives.py --backends rota,gloo --ranks 2 --dtype float16 -b 16M -e 64M -c
+	$(PYTHON) benchmarks/collectives.py --backends rota,gloo --ranks 4 -b 4 -e 64M -f 4 -c
 	$(PYTHON) benchmarks/hooks.py --hook fp16_compress_hook --sizes 25M,64M -c
+	$(PYTHON) benchmarks/failures.py
 
 demo: venv
 	mkdir -p build/demo

@@ -46,7 +46,7 @@ std::optional<Error> Watch::tick(Nanoseconds waited) {
     check_interrupt_();
   }
   if (auto error = find_abort()) return error;
-  for (const int peer : transport_.find_dead_peers()) {
+  for (const int peer : transport_.find_dead_peers(peer_)) {
     // One that closed its communicator before it ended has done its part.
     if (transport_.region(peer).control().departed.load() != 0) continue;
     return Error(ErrorKind::kPeerFailed, join(prefix(), ": ", transport_.describe(peer),

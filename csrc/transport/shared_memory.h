@@ -42,6 +42,7 @@ class Mapping {
 struct Peer {
   pid_t pid;
   UniqueFd process;  // pidfd: readable once the process has ended
+  UniqueFd status;   // /proc/<pid>/stat, whose flags say sooner that it is about to; -1 without it
   Mapping region;
 };
 
@@ -56,7 +57,7 @@ class SharedMemoryTransport final : public Transport {
                                             const std::function<void()>& check_interrupt);
 
   std::string describe(int peer) const override;
-  std::vector<int> find_dead_peers() const override;
+  std::vector<int> find_dead_peers(int awaited) const override;
 
  private:
   SharedMemoryTransport(int rank, const Geometry& geometry, std::vector<Peer> peers);

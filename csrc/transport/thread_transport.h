@@ -16,7 +16,7 @@ class ThreadTransport final : public Transport {
                                                             const Geometry& geometry);
 
   std::string describe(int peer) const override;
-  std::vector<int> find_dead_peers() const override { return {}; }
+  std::vector<int> find_dead_peers(int) const override { return {}; }
 
  private:
   struct Memory;

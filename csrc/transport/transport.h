@@ -24,8 +24,10 @@ class Transport {
   // "rank 1 (pid 4711)", as errors name a peer.
   virtual std::string describe(int peer) const = 0;
 
-  // The ranks whose processes have ended. Costs one system call.
-  virtual std::vector<int> find_dead_peers() const = 0;
+  // The ranks whose processes have ended; of `awaited`, also one that is about to, which may take
+  // its time: the kernel unmaps a process's memory, 10 ms for 200 MB, before it is said to have
+  // ended. Costs two system calls.
+  virtual std::vector<int> find_dead_peers(int awaited) const = 0;
 
  protected:
   Transport(int rank, const Geometry& geometry, std::vector<Region> regions)

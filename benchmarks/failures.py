@@ -1,0 +1,160 @@
+"""How soon failures are heard of: a rank killed, a mismatch, a Ctrl-C.
+
+    python benchmarks/failures.py --trials 30
+
+Each trial starts its own ranks. Times are from the event to the exception in Python, by the clock
+that all processes of the machine share. The last line of the output is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+import driver
+import machine
+from arguments import Parser, parse_natural
+
+try:
+    import rota
+except ImportError as error:
+    sys.exit(f"error: rota is not built: run make venv ({error})")
+
+# The victim is no empty process: its memory is what the kernel takes its time with.
+BALLAST_ELEMS = 64 << 20
+# Long enough for the waiting ranks to have gone to sleep, which is when news takes longest.
+SETTLE_S = 0.05
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "rota"])
+
+
+def exception_time(call: Callable[[], object], expected: type[BaseException]) -> int:
+    """When `call` raised `expected`, in nanoseconds."""
+    try:
+        call()
+    except expected:
+        return time.monotonic_ns()
+    raise RuntimeError(f"expected {expected.__name__}, nothing was raised")
+
+
+def rank_main(scenario: str, rank: int, num_ranks: int, store_path: str, pipe: Connection) -> None:
+    """One rank: tells its pid when it is ready, then when it called and when it heard of the failure."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(store_path, num_ranks)
+    timeout = timedelta(seconds=30)
+    dist.init_process_group("rota", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+    communicator = rota.Communicator()
+    communicator.barrier()
+    tensor = torch.ones(1 << 20)
+    if rank == 1 and scenario != "mismatch":
+        ballast = torch.ones(BALLAST_ELEMS)  # noqa: F841
+        pipe.send(os.getpid())
+        signal.pause()  # the others wait for this rank
+    pipe.send(os.getpid())
+    called = time.monotonic_ns()
+    if scenario == "mismatch":
+        op = "sum" if rank == 0 else "max"
+        heard = exception_time(lambda: communicator.all_reduce(tensor, op), rota.Mismatch)
+    elif scenario == "interrupt" and rank == 0:
+        heard = exception_time(lambda: communicator.all_reduce(tensor), KeyboardInterrupt)
+    else:
+        heard = exception_time(lambda: communicator.all_reduce(tensor), rota.PeerFailed)
+    pipe.send((called, heard))
+
+
+def trial(scenario: str, num_ranks: int) -> dict[int, float]:
+    """One event; the milliseconds until each rank that survives had its exception."""
+    with tempfile.TemporaryDirectory(prefix="rota-bench-") as folder:
+        pipes, processes = [], []
+        for rank in range(num_ranks):
+            pipe, rank_pipe = CONTEXT.Pipe()
+            arguments = (scenario, rank, num_ranks, os.path.join(folder, "store"), rank_pipe)
+            processes.append(CONTEXT.Process(target=rank_main, args=arguments, daemon=True))
+            processes[-1].start()
+            rank_pipe.close()
+            pipes.append(pipe)
+        try:
+            pids = [pipe.recv() for pipe in pipes]
+            time.sleep(SETTLE_S)
+            event = time.monotonic_ns()
+            if scenario == "killed rank":
+                processes[1].kill()
+            elif scenario == "interrupt":
+                os.kill(pids[0], signal.SIGINT)
+            absent = None if scenario == "mismatch" else 1
+            replies = {rank: pipes[rank].recv() for rank in range(num_ranks) if rank != absent}
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    if scenario == "mismatch":
+        event = max(called for called, _ in replies.values())
+    return {rank: (heard - event) / 1e6 for rank, (_, heard) in replies.items()}
+
+
+def measure(num_trials: int) -> dict[str, list[float]]:
+    """Milliseconds by event, one for each trial; of several ranks, the last to hear."""
+    times: dict[str, list[float]] = {
+        "killed rank: PeerFailed on the survivor": [],
+        "mismatch: Mismatch on both ranks, from the later call": [],
+        "Ctrl-C: KeyboardInterrupt": [],
+        "Ctrl-C: PeerFailed on a waiting peer": [],
+    }
+    killed, mismatch, interrupt, told = times.values()
+    for _ in range(num_trials):
+        killed.append(trial("killed rank", 2)[0])
+        mismatch.append(max(trial("mismatch", 2).values()))
+        heard = trial("interrupt", 3)
+        interrupt.append(heard[0])
+        told.append(heard[2])
+    return times
+
+
+def main() -> int:
+    """The exit status."""
+    parser = Parser(description=__doc__)
+    parser.add_argument("--trials", type=parse_natural(1), default=30, help="default: %(default)s")
+    parser.add_argument("--json", type=Path, help="the record (default: in benchmarks/results)")
+    args = parser.parse_args()
+
+    times = measure(args.trials)
+    table = Table(title=f"milliseconds from the event to the exception, {args.trials} trials")
+    table.add_column("event")
+    for heading in ("median", "max"):
+        table.add_column(heading, justify="right")
+    for event, values in times.items():
+        table.add_row(event, f"{median(values):.2f}", f"{max(values):.2f}")
+    Console(width=120, highlight=False).print(table)
+
+    record = {
+        "benchmark": "failures",
+        "git_commit": machine.git_commit(),
+        "machine": machine.describe(),
+        "times_ms": {
+            event: [round(value, 3) for value in values] for event, values in times.items()
+        },
+    }
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    path = args.json or driver.RESULTS / f"{stamp}-failures.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps({"benchmark": "failures", "json": str(path)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
