@@ -42,7 +42,6 @@ V broadcast(decltype(V{}[0] + 0) value) {
 }
 
 // ---- float16
-// -------------------------------------------------------------------------------------
 
 #if ROTA_VECTOR_BYTES == 64
 // The forms with a mask, all set: g++ 12 warns about its own header otherwise (GCC bug 105593).
@@ -74,7 +73,6 @@ HalfBits narrow_half(Vec<float> value) {
 #endif
 
 // ---- bfloat16: the upper half of a float32
-// ---------------------------------------------------------
 
 Vec<float> widen_bfloat(HalfBits bits) {
   return (Vec<float>)(__builtin_convertvector(bits, Vec<uint32_t>) << 16);
@@ -90,7 +88,6 @@ HalfBits narrow_bfloat(Vec<float> value) {
 }
 
 // ---- how each dtype is loaded, accumulated and stored
-// ----------------------------------------------
 
 template <typename T>
 struct PlainLanes {
@@ -139,7 +136,6 @@ template <>
 struct LanesOf<DType::kBool> : BoolLanes {};
 
 // ---- reduce
-// ------------------------------------------------------------------------------------------
 
 // Integer sums wrap because the file is compiled with -fwrapv. A comparison with NaN is false, so
 // the second test lets a NaN of either side through, as torch does.
@@ -236,7 +232,6 @@ void reduce(const void* const* srcs, int num_srcs, void* dst, size_t num_elems, 
 }
 
 // ---- convert
-// -----------------------------------------------------------------------------------------
 
 // Among float32, float16 and bfloat16, by way of float32: exact on the way up, one rounding down.
 template <DType from, DType to>
@@ -306,7 +301,6 @@ void convert_to_double(const void* src, void* dst, size_t num_elems) {
 }
 
 // ---- the table
-// -----------------------------------------------------------------------------------------
 
 template <DType dtype, ReduceOp op>
 constexpr ReduceFn reduce_entry() {
