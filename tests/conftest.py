@@ -9,6 +9,6 @@ import signal
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Gloo otherwise resolves the host's name, which sandboxes often cannot.
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-# A shell that starts the tests in the background (`make test &` in a script) has them ignore Ctrl-C,
+# A script that starts the tests in the background (`make test &`) has them ignore Ctrl-C,
 # which every process they start would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
