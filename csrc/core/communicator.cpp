@@ -114,7 +114,7 @@ void Communicator::barrier(CallerThread thread) {
 
 void Communicator::abort(const std::string& reason) {
   if (fork_generation_ != fork_generation()) return;  // a child must not speak for its parent
-  publish_abort(ErrorKind::kPeerFailed, reason);
+  publish_abort(ErrorKind::kInternal, ErrorKind::kPeerFailed, reason);
 }
 
 // Why no collective needs an acknowledgement at its end: a rank posts epoch e after it completed
@@ -143,10 +143,12 @@ void Communicator::run(const Descriptor& descriptor, const Args& args, CallerThr
     }
   } catch (const Error& error) {
     // All ranks saw the same descriptors and stopped at the same place: they can go on.
-    if (error.kind() != ErrorKind::kMismatch) publish_abort(error.kind(), error.what());
+    if (error.kind() != ErrorKind::kMismatch) {
+      publish_abort(error.kind(), error.kind(), error.what());
+    }
     throw;
   } catch (...) {
-    publish_abort(ErrorKind::kPeerFailed,
+    publish_abort(ErrorKind::kInternal, ErrorKind::kPeerFailed,
                   join(watch_.prefix(), " was interrupted ", watch_.place()));
     throw;
   }
@@ -160,8 +162,8 @@ void Communicator::check_usable(std::string_view collective) const {
                      "a new one after fork"));
   }
   if (is_dead_.load(std::memory_order_acquire)) {
-    throw Error(ErrorKind::kInternal, join("rota.", collective, ": the group is dead: ",
-                                           dead_reason_, "; destroy it and make a new one"));
+    throw Error(dead_kind_, join("rota.", collective, ": the group is dead: ", dead_reason_,
+                                 "; destroy it and make a new one"));
   }
 }
 
@@ -207,10 +209,11 @@ Error Communicator::mismatch(const Descriptor& own) const {
                     "; nothing was written: make all ranks call the same collective"));
 }
 
-void Communicator::publish_abort(ErrorKind kind, const std::string& text) {
+void Communicator::publish_abort(ErrorKind kind_here, ErrorKind kind, const std::string& text) {
   const std::lock_guard lock(abort_mutex_);
   if (is_dead_.load(std::memory_order_relaxed)) return;  // the first reason is the cause
   dead_reason_ = text;
+  dead_kind_ = kind_here;
   is_dead_.store(true, std::memory_order_release);
   transport::ControlBlock& control = transport_->own_control();
   const size_t length = std::min(text.size(), sizeof(control.abort_text) - 1);

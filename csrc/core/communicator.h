@@ -54,7 +54,8 @@ class Communicator {
   void all_gather(const cpu::AllGatherArgs& args, DType dtype, CallerThread thread);
   void barrier(CallerThread thread);
 
-  // Throws Error(kInternal) in a forked child and in a group that has failed before.
+  // Throws Error(kInternal) in a forked child, and in a group that has failed before an error of
+  // the kind that it failed with: of several calls in flight any may be the first to be looked at.
   void check_usable(std::string_view collective) const;
 
   // Makes every later and every waiting call on every rank fail with this text.
@@ -66,7 +67,8 @@ class Communicator {
   void run(const Descriptor& descriptor, const Args& args, CallerThread thread);
   void meet(const Descriptor& descriptor);
   Error mismatch(const Descriptor& own) const;
-  void publish_abort(ErrorKind kind, const std::string& text);
+  // kind_here: of the errors that later calls on this rank get; kind: of those on its peers.
+  void publish_abort(ErrorKind kind_here, ErrorKind kind, const std::string& text);
   int parity() const { return static_cast<int>(epoch_ % 2); }
 
   std::unique_ptr<transport::Transport> transport_;
@@ -80,7 +82,8 @@ class Communicator {
 
   std::mutex abort_mutex_;  // the abort record is written once
   std::atomic<bool> is_dead_{false};
-  std::string dead_reason_;  // set before is_dead_, constant afterwards
+  std::string dead_reason_;  // set before is_dead_, constant afterwards, as the next one
+  ErrorKind dead_kind_ = ErrorKind::kInternal;
   uint64_t fork_generation_;
 };
 

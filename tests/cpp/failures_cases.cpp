@@ -75,7 +75,7 @@ void absent_peer_is_a_timeout(CallerThread thread) {
               has_failed = true;
               has_failed.notify_all();
               const Error later =
-                  expect_error(ErrorKind::kInternal, [&] { communicator.barrier(thread); });
+                  expect_error(ErrorKind::kTimeout, [&] { communicator.barrier(thread); });
               check_contains(later.what(), "the group is dead");
             },
             {.timeout = milliseconds(500)});

@@ -270,7 +270,7 @@ void descriptors_are_closed() {
     const int num_files = num_open_files();
     {
       const auto transport = connect(directory, rank, 3);
-      check_equal(num_open_files(), num_files + 2, "one descriptor for each peer's process");
+      check_equal(num_open_files(), num_files + 2 * 2, "two descriptors for each peer's process");
       Communicator communicator(connect(StoreDirectory(), 0, 1), kPatience, [] {});
       barrier(communicator);
     }

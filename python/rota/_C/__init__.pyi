@@ -26,7 +26,8 @@ class Communicator:
         rota.Mismatch: ranks called different collectives; nothing was written, the group lives on.
         rota.PeerFailed: a peer died, left, or raised; the group is dead.
         rota.Timeout: a peer did not come in time; the group is dead.
-        rota.RotaError: the communicator is dead, closed, or belongs to the parent of a fork.
+        rota.RotaError: the communicator is closed, aborted by this rank, or belongs to the parent of
+            a fork. After any other failure, later calls raise the same type as the first.
     """
 
     def __init__(
