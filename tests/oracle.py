@@ -14,6 +14,7 @@ Array = Any  # numpy's own types say less than they cost to read
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 DTYPES = FLOAT_DTYPES + INTEGER_DTYPES
+FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)  # too coarse for exact_inputs
 ALGORITHMS = ("one_shot", "two_shot", "ordered_ring", "ring", "auto")
 # Sums in ascending rank: all give the same bits.
 CANONICAL_ALGORITHMS = ("one_shot", "two_shot", "ordered_ring", "auto")
@@ -33,9 +34,12 @@ class _Format(NamedTuple):
     precision: int  # significant bits, the hidden one included
     min_exponent: int  # of the smallest normal number, as in 1.x * 2**min_exponent
     max_finite: float
+    overflow: float = np.inf  # what is larger becomes this
 
 
 _FORMATS = {
+    torch.float8_e4m3fn: _Format(4, -6, 448.0, np.nan),
+    torch.float8_e5m2: _Format(3, -14, 57344.0),
     torch.float16: _Format(11, -14, 65504.0),
     torch.bfloat16: _Format(8, -126, (2 - 2.0**-7) * 2.0**127),
     torch.float32: _Format(24, -126, (2 - 2.0**-23) * 2.0**127),
@@ -53,7 +57,8 @@ def round_to(values: Array, dtype: torch.dtype) -> Array:
         # Distance of representable numbers here; below min_exponent they lie as close as there.
         unit = np.ldexp(1.0, np.maximum(exponent, form.min_exponent) - (form.precision - 1))
         rounded = np.where(np.isfinite(values), np.rint(values / unit) * unit, values)
-        return np.where(np.abs(rounded) > form.max_finite, np.copysign(np.inf, values), rounded)
+        overflow = np.copysign(form.overflow, values)
+        return np.where(np.abs(rounded) > form.max_finite, overflow, rounded)
 
 
 def to_numpy(tensor: torch.Tensor) -> Array:
@@ -228,7 +233,8 @@ def special_values(world_size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     info = torch.finfo(dtype)
     tiny = info.smallest_normal
     values = [0.0, -0.0, 1.0, tiny, tiny / 2, tiny * info.eps, -tiny * info.eps]
-    values += [info.max, info.min, torch.inf, -torch.inf, torch.nan]
+    values += [info.max, info.min, torch.nan]
+    values += [torch.inf, -torch.inf] if dtype != torch.float8_e4m3fn else []
     grids = np.meshgrid(*[np.array(values)] * world_size, indexing="ij")
     return [_tensor(grid.ravel(), dtype) for grid in grids]
 

@@ -13,6 +13,7 @@ from oracle import (
     ALGORITHMS,
     CANONICAL_ALGORITHMS,
     DTYPES,
+    FLOAT8_DTYPES,
     FLOAT_DTYPES,
     assert_same,
     bits_of,
@@ -35,6 +36,11 @@ WIRES = [
     (torch.float64, torch.bfloat16),
     (torch.bfloat16, torch.float16),
     (torch.float16, torch.bfloat16),
+    (torch.float32, torch.float8_e4m3fn),
+    (torch.float32, torch.float8_e5m2),
+    (torch.float64, torch.float8_e4m3fn),
+    (torch.bfloat16, torch.float8_e5m2),
+    (torch.float8_e5m2, torch.float8_e4m3fn),
 ]
 
 
@@ -70,7 +76,7 @@ def check_random(rank: Rank, dtype: torch.dtype) -> None:
             check_contract(rank, communicator, random_inputs(rank.world_size, size, dtype), op)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("dtype", DTYPES + FLOAT8_DTYPES, ids=name_of)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4], ids="ws{}".format)
 def test_all_reduce_random_inputs_follow_contract(world_size: int, dtype: torch.dtype) -> None:
     run_ranks(world_size, check_random, dtype)
@@ -106,9 +112,9 @@ def check_rounding_traps(rank: Rank, wire_dtype: torch.dtype) -> None:
     check_contract(rank, rank.communicator(), inputs, "sum", wire_dtype)
 
 
-@pytest.mark.parametrize("wire_dtype", [torch.float16, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize("wire_dtype", [torch.float16, torch.bfloat16, *FLOAT8_DTYPES], ids=name_of)
 @pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
-def test_all_reduce_float64_to_16_bits_rounds_once(
+def test_all_reduce_float64_to_narrow_wire_rounds_once(
     world_size: int, wire_dtype: torch.dtype
 ) -> None:
     run_ranks(world_size, check_rounding_traps, wire_dtype)
@@ -130,7 +136,7 @@ def check_special(rank: Rank, dtype: torch.dtype) -> str:
     return digest.hexdigest()
 
 
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=name_of)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES + FLOAT8_DTYPES, ids=name_of)
 @pytest.mark.parametrize("world_size", [1, 2, 3], ids="ws{}".format)
 def test_all_reduce_nan_inf_zero_and_denormals_follow_contract(
     world_size: int, dtype: torch.dtype
@@ -210,10 +216,11 @@ def digest_of_results(rank: Rank) -> tuple[str, str]:
 
     def add(tensor: torch.Tensor) -> None:
         if tensor.is_floating_point():
+            tensor = tensor.double()  # exact, and torch can fill it
             tensor = tensor.masked_fill(tensor.isnan(), torch.nan)  # the payload is not promised
         digest.update(bits_of(tensor).numpy().tobytes())
 
-    for dtype in DTYPES:
+    for dtype in DTYPES + FLOAT8_DTYPES:
         tensor = random_patterns(rank.world_size, 4099, dtype)[rank.rank]
         for op in ops_of(dtype):
             for size in (1, 15, 4099):

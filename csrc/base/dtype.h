@@ -15,6 +15,8 @@ enum class DType : uint8_t {
   kFloat64,
   kFloat16,
   kBFloat16,
+  kFloat8E4M3,  // without Inf: what is too large becomes NaN, as in torch
+  kFloat8E5M2,
   kUInt8,
   kInt8,
   kInt16,
@@ -27,8 +29,6 @@ enum class DType : uint8_t {
   kUInt64,
   kComplex64,
   kComplex128,
-  kFloat8E4M3,
-  kFloat8E5M2,
 };
 
 enum class ReduceOp : uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };
@@ -46,6 +46,8 @@ inline constexpr std::array<DTypeInfo, 17> kDTypeInfo{{
     {"float64", 8, true, true, DType::kFloat64},
     {"float16", 2, true, true, DType::kFloat32},
     {"bfloat16", 2, true, true, DType::kFloat32},
+    {"float8_e4m3fn", 1, true, true, DType::kFloat32},
+    {"float8_e5m2", 1, true, true, DType::kFloat32},
     {"uint8", 1, true, false, DType::kUInt8},
     {"int8", 1, true, false, DType::kInt8},
     {"int16", 2, true, false, DType::kInt16},
@@ -57,8 +59,6 @@ inline constexpr std::array<DTypeInfo, 17> kDTypeInfo{{
     {"uint64", 8, false, false, DType::kUInt64},
     {"complex64", 8, false, false, DType::kComplex64},
     {"complex128", 16, false, false, DType::kComplex128},
-    {"float8_e4m3fn", 1, false, false, DType::kFloat8E4M3},
-    {"float8_e5m2", 1, false, false, DType::kFloat8E5M2},
 }};
 inline constexpr size_t kNumDTypes = kDTypeInfo.size();
 

@@ -24,6 +24,7 @@ using Vec = typename VectorOf<T>::type;
 
 // The same number of lanes as a Vec<float>, of narrower elements.
 typedef uint16_t HalfBits __attribute__((vector_size(kVectorBytes / 2)));
+typedef uint8_t ByteBits __attribute__((vector_size(kVectorBytes / 4)));
 
 template <typename V>
 V load_bytes(const void* src) {
@@ -87,6 +88,44 @@ HalfBits narrow_bfloat(Vec<float> value) {
   return __builtin_convertvector(is_nan ? quiet : rounded, HalfBits);
 }
 
+// ---- float8: of 5 exponent bits, the upper half of a float16; of 4, without Inf
+
+Vec<float> widen_e5m2(ByteBits bits) {
+  return widen_half(__builtin_convertvector(bits, HalfBits) << 8);
+}
+Vec<float> widen_e4m3(ByteBits bits) {
+  const auto wide = __builtin_convertvector(bits, Vec<uint32_t>);
+  const auto magnitude = wide & 0x7f;
+  const auto normal = (magnitude << 20) + ((127 - 7) << 23);
+  const auto denormal =
+      (Vec<uint32_t>)(__builtin_convertvector((Vec<int32_t>)magnitude, Vec<float>) * 0x1p-9f);
+  const auto nan = Vec<uint32_t>{} + 0x7fc00000;
+  const auto value = magnitude < 8 ? denormal : (magnitude == 0x7f ? nan : normal);
+  return (Vec<float>)(value | ((wide & 0x80) << 24));
+}
+
+// kBias: of the exponent; kTooLarge: what magnitudes that round beyond the largest finite become.
+template <int kMantissaBits, uint32_t kBias, uint32_t kMaxFinite, uint32_t kTooLarge>
+ByteBits narrow_to_byte(Vec<float> value) {
+  constexpr int kDropped = 23 - kMantissaBits;
+  const auto bits = (Vec<uint32_t>)value;
+  const auto magnitude = bits & 0x7fffffff;
+  // Round to nearest even by carry, as for bfloat16.
+  const auto carried = magnitude + ((1u << (kDropped - 1)) - 1) + ((magnitude >> kDropped) & 1);
+  const auto normal = (carried >> kDropped) - ((127 - kBias) << kMantissaBits);
+  // Below the smallest normal number an addition rounds: its sum's last place is this format's.
+  constexpr uint32_t kShifter = (127 - kBias + kDropped + 1) << 23;
+  const auto shifter = (Vec<float>)(Vec<uint32_t>{} + kShifter);
+  const auto denormal = (Vec<uint32_t>)((Vec<float>)magnitude + shifter) - kShifter;
+  const auto is_denormal = magnitude < ((127 - kBias + 1) << 23);
+  const auto rounded = is_denormal ? denormal : normal;
+  const auto finite = rounded > kMaxFinite ? Vec<uint32_t>{} + kTooLarge : rounded;
+  const auto result = magnitude > 0x7f800000 ? Vec<uint32_t>{} + 0x7f : finite;
+  return __builtin_convertvector(result | ((bits >> 24) & 0x80), ByteBits);
+}
+ByteBits narrow_e5m2(Vec<float> value) { return narrow_to_byte<2, 15, 0x7b, 0x7c>(value); }
+ByteBits narrow_e4m3(Vec<float> value) { return narrow_to_byte<3, 7, 0x7e, 0x7f>(value); }
+
 // ---- how each dtype is loaded, accumulated and stored
 
 template <typename T>
@@ -98,12 +137,12 @@ struct PlainLanes {
   static void store(void* dst, Acc value) { store_bytes(dst, value); }
 };
 
-template <Vec<float> (*widen)(HalfBits), HalfBits (*narrow)(Vec<float>)>
-struct HalfLanes {
+template <typename Bits, Vec<float> (*widen)(Bits), Bits (*narrow)(Vec<float>)>
+struct NarrowLanes {
   using Acc = Vec<float>;
   static constexpr size_t kNumLanes = kVectorBytes / sizeof(float);
-  static constexpr size_t kElemBytes = 2;
-  static Acc load(const void* src) { return widen(load_bytes<HalfBits>(src)); }
+  static constexpr size_t kElemBytes = sizeof(Bits) / kNumLanes;
+  static Acc load(const void* src) { return widen(load_bytes<Bits>(src)); }
   static void store(void* dst, Acc value) { store_bytes(dst, narrow(value)); }
 };
 
@@ -119,9 +158,13 @@ struct LanesOf<DType::kFloat32> : PlainLanes<float> {};
 template <>
 struct LanesOf<DType::kFloat64> : PlainLanes<double> {};
 template <>
-struct LanesOf<DType::kFloat16> : HalfLanes<widen_half, narrow_half> {};
+struct LanesOf<DType::kFloat16> : NarrowLanes<HalfBits, widen_half, narrow_half> {};
 template <>
-struct LanesOf<DType::kBFloat16> : HalfLanes<widen_bfloat, narrow_bfloat> {};
+struct LanesOf<DType::kBFloat16> : NarrowLanes<HalfBits, widen_bfloat, narrow_bfloat> {};
+template <>
+struct LanesOf<DType::kFloat8E4M3> : NarrowLanes<ByteBits, widen_e4m3, narrow_e4m3> {};
+template <>
+struct LanesOf<DType::kFloat8E5M2> : NarrowLanes<ByteBits, widen_e5m2, narrow_e5m2> {};
 template <>
 struct LanesOf<DType::kUInt8> : PlainLanes<uint8_t> {};
 template <>
@@ -233,7 +276,7 @@ void reduce(const void* const* srcs, int num_srcs, void* dst, size_t num_elems, 
 
 // ---- convert
 
-// Among float32, float16 and bfloat16, by way of float32: exact on the way up, one rounding down.
+// Among floats of 32 bits and fewer, by way of float32: exact on the way up, one rounding down.
 template <DType from, DType to>
 void convert(const void* src, void* dst, size_t num_elems) {
   using From = LanesOf<from>;
@@ -255,7 +298,7 @@ void convert(const void* src, void* dst, size_t num_elems) {
 }
 
 // float64 to float32 "rounded to odd": inexact results get an odd last bit, so that a second
-// rounding to 16 bits sees which side of a tie the float64 lay on (Boldo & Melquiond 2008).
+// rounding to 16 or 8 bits sees which side of a tie the float64 lay on (Boldo & Melquiond 2008).
 float round_to_odd(double value) {
   const auto nearest = static_cast<float>(value);
   if (static_cast<double>(nearest) == value || value != value) return nearest;

@@ -183,8 +183,8 @@ void misaligned_tensors_are_exact() {
                       .algorithm = algorithm,
                       .misalignment = misalignment};
             call_and_check(communicator, call, seed);
-            if (info(dtype).is_floating && dtype != DType::kBFloat16) {
-              call.wire = DType::kBFloat16;
+            if (info(dtype).is_floating && info(dtype).num_bytes > 1) {
+              call.wire = dtype == DType::kBFloat16 ? DType::kFloat16 : DType::kBFloat16;
               call_and_check(communicator, call, seed);
             }
           }

@@ -47,7 +47,7 @@ std::vector<uint64_t> special_bits(DType dtype) {
     return {0, 1, ~0ull, ~0ull << 7, ~0ull >> 1, 1ull << 31, 1ull << 63};
   const uint64_t one = bits_of_integer(dtype, 1), infinity = round_to(dtype, INFINITY);
   const uint64_t sign = round_to(dtype, -0.0);
-  const uint64_t min_normal = infinity & ~(infinity - 1);  // lowest bit of the exponent
+  const uint64_t min_normal = one & ~(one - 1);  // lowest bit of the exponent
   std::vector<uint64_t> bits{0,
                              1,
                              2,

@@ -11,10 +11,16 @@ namespace {
 struct FloatFormat {
   int exponent_bits;
   int mantissa_bits;
+  bool has_infinity = true;  // if not, all bits set are NaN, and all others of this exponent finite
 
   int bias() const { return (1 << (exponent_bits - 1)) - 1; }
   int min_exponent() const { return 1 - bias(); }  // of the smallest normal number
-  uint64_t infinity() const { return ((uint64_t{1} << exponent_bits) - 1) << mantissa_bits; }
+  uint64_t exponent_mask() const { return ((uint64_t{1} << exponent_bits) - 1) << mantissa_bits; }
+  // Finite magnitudes lie below; it stands for what is too large.
+  uint64_t limit() const { return has_infinity ? exponent_mask() : sign() - 1; }
+  bool is_nan(uint64_t magnitude) const {
+    return has_infinity ? magnitude > limit() : magnitude == limit();
+  }
   uint64_t sign() const { return uint64_t{1} << (exponent_bits + mantissa_bits); }
 };
 
@@ -22,6 +28,8 @@ FloatFormat format_of(DType dtype) {
   if (dtype == DType::kFloat64) return {11, 52};
   if (dtype == DType::kFloat16) return {5, 10};
   if (dtype == DType::kBFloat16) return {8, 7};
+  if (dtype == DType::kFloat8E4M3) return {4, 3, /*has_infinity=*/false};
+  if (dtype == DType::kFloat8E5M2) return {5, 2};
   return {8, 23};
 }
 
@@ -109,8 +117,8 @@ double to_double(DType dtype, uint64_t bits) {
   const FloatFormat format = format_of(dtype);
   const double sign = (bits & format.sign()) != 0 ? -1 : 1;
   const uint64_t magnitude = bits & (format.sign() - 1);
-  if (magnitude > format.infinity()) return std::numeric_limits<double>::quiet_NaN();
-  if (magnitude == format.infinity()) return sign * std::numeric_limits<double>::infinity();
+  if (format.is_nan(magnitude)) return std::numeric_limits<double>::quiet_NaN();
+  if (magnitude == format.limit()) return sign * std::numeric_limits<double>::infinity();
   const auto exponent = static_cast<int>(magnitude >> format.mantissa_bits);
   uint64_t mantissa = magnitude & ((uint64_t{1} << format.mantissa_bits) - 1);
   if (exponent > 0) mantissa |= uint64_t{1} << format.mantissa_bits;
@@ -122,9 +130,9 @@ double to_double(DType dtype, uint64_t bits) {
 uint64_t round_to(DType dtype, double value) {
   const FloatFormat format = format_of(dtype);
   if (dtype == DType::kFloat64) return std::bit_cast<uint64_t>(value);
-  if (std::isnan(value)) return format.infinity() + 1;
+  if (std::isnan(value)) return format.limit() + (format.has_infinity ? 1 : 0);
   const uint64_t sign = std::signbit(value) ? format.sign() : 0;
-  if (std::isinf(value)) return sign | format.infinity();
+  if (std::isinf(value)) return sign | format.limit();
   if (value == 0) return sign;
   int exponent = 0;
   std::frexp(value, &exponent);  // |value| in [0.5, 1) * 2^exponent
@@ -135,13 +143,13 @@ uint64_t round_to(DType dtype, double value) {
   // The leading bit of a normal number counts as one step of the exponent; so does a carry.
   const auto steps = static_cast<uint64_t>(exponent - format.min_exponent());
   const uint64_t magnitude = (steps << format.mantissa_bits) + static_cast<uint64_t>(units);
-  return sign | std::min(magnitude, format.infinity());
+  return sign | std::min(magnitude, format.limit());
 }
 
 bool is_nan(DType dtype, uint64_t bits) {
   if (!info(dtype).is_floating) return false;
   const FloatFormat format = format_of(dtype);
-  return (bits & (format.sign() - 1)) > format.infinity();
+  return format.is_nan(bits & (format.sign() - 1));
 }
 
 bool is_same(DType dtype, uint64_t a, uint64_t b) {

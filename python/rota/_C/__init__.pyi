@@ -26,8 +26,8 @@ class Communicator:
         rota.Mismatch: ranks called different collectives; nothing was written, the group lives on.
         rota.PeerFailed: a peer died, left, or raised; the group is dead.
         rota.Timeout: a peer did not come in time; the group is dead.
-        rota.RotaError: the communicator is closed, aborted by this rank, or belongs to the parent of
-            a fork. After any other failure, later calls raise the same type as the first.
+        rota.RotaError: the communicator is closed, aborted by this rank, or belongs to the parent
+            of a fork. After any other failure, later calls raise the same type as the first.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class Communicator:
         """Reduces `tensor` over all ranks, in place, with the same bits on every rank.
 
         Contributions are rounded once to the wire dtype, summed in ascending rank in the accumulate
-        dtype (float32 for 16-bit floats, otherwise the dtype itself; integers wrap), and the sum is
-        rounded once to the wire dtype.
+        dtype (float32 for 16- and 8-bit floats, otherwise the dtype itself; integers wrap), and the
+        sum is rounded once to the wire dtype.
 
         Args:
-            tensor: any shape; float32, float64, float16, bfloat16, uint8, int8, int16, int32, int64
-                or bool.
+            tensor: any shape; float32, float64, float16, bfloat16, float8_e4m3fn, float8_e5m2,
+                uint8, int8, int16, int32, int64 or bool.
             op: "sum", "product", "min", "max"; "avg" for floats; "band", "bor", "bxor" for integers
                 and bool.
             algorithm: "one_shot", "two_shot" and "ordered_ring" give the same bits as each other;
