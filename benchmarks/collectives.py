@@ -161,7 +161,7 @@ def measure_sizes(
 def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     """The whole run: starts ranks, measures every size, prints, writes and sums up."""
     name = args.op if args.op == "barrier" else f"{args.op}-{args.dtype}"
-    run = driver.Run("collectives", name, args)
+    run = driver.Run("collectives", name, args.ranks, args)
     mpis, notes = usable_mpis(args)
     entries = entries_of(args, mpis)
     for note in notes:

@@ -35,26 +35,28 @@ class Run:
     Args:
         benchmark: the script's name, for the record.
         name: what is measured, as part of a file name.
+        num_ranks: the most that are at work at once.
         args: the command line.
     """
 
-    def __init__(self, benchmark: str, name: str, args: argparse.Namespace) -> None:
+    def __init__(self, benchmark: str, name: str, num_ranks: int, args: argparse.Namespace) -> None:
         console = Console()
         # A pipe has 80 columns by default, too few for the tables.
         self.console = Console(width=max(console.width, 120), highlight=False)
         self._benchmark = benchmark
+        self._num_ranks = num_ranks
         self._args = args
         self._started = datetime.now(timezone.utc)
         self._machine = machine.describe()
         self._git_commit = machine.git_commit()
         self._notes: list[str] = []
-        stem = RESULTS / f"{self._started:%Y%m%dT%H%M%SZ}-{name}-{args.ranks}ranks"
+        stem = RESULTS / f"{self._started:%Y%m%dT%H%M%SZ}-{name}-{num_ranks}ranks"
         self.json_path: Path = args.json or stem.with_suffix(".json")
         self._note_load("before")
         num_cores = machine.num_cores()
-        if args.ranks > num_cores:
+        if num_ranks > num_cores:
             self.note(
-                f"{args.ranks} ranks on {num_cores} cores: ranks outnumber the cores, so times are "
+                f"{num_ranks} ranks on {num_cores} cores: ranks outnumber the cores, so times are "
                 "of scheduling too, and no bandwidth can be claimed"
             )
 
@@ -82,33 +84,40 @@ class Run:
     def publish(
         self, measurements: Sequence[Measurement], groups: Sequence[RankGroup], mpis: Sequence[str]
     ) -> dict[str, Any]:
-        """Prints the tables and writes the record; returns the summary, for programs."""
-        self._note_load("after")
+        """Writes the record and prints the tables; returns the summary, for programs."""
         ratios = report.speedups(measurements, mpis)
         # What ranks move while they wait for a core says nothing about a link.
-        busbw_ranks = None if self._args.ranks > machine.num_cores() else self._args.ranks
+        busbw_ranks = None if self._num_ranks > machine.num_cores() else self._num_ranks
         rows = [report.row(result, busbw_ranks) for result in measurements]
+        self.write_record(
+            {
+                "libraries": {group.name: group.hellos[0].versions for group in groups},
+                "measurements": rows,
+                "speedups": [asdict(ratio) for ratio in ratios],
+            }
+        )
         report.print_times(self.console, rows)
         report.print_speedups(self.console, ratios)
-        arguments = vars(self._args)
-        record = {
-            "benchmark": self._benchmark,
-            "started": self._started.isoformat(timespec="seconds"),
-            "git_commit": self._git_commit,
-            "machine": self._machine,
-            "libraries": {group.name: group.hellos[0].versions for group in groups},
-            "arguments": {key: value for key, value in arguments.items() if key not in PATHS},
-            "notes": self._notes,
-            "measurements": rows,
-            "speedups": [asdict(ratio) for ratio in ratios],
-        }
-        report.write_json(self.json_path, record)
         return {
             "benchmark": self._benchmark,
             "json": str(self.json_path),
             "num_wrong": sum(result.num_wrong or 0 for result in measurements),
             "speedups": report.nested(ratios),
         }
+
+    def write_record(self, results: dict[str, Any]) -> None:
+        """Writes `results` with all that a reader needs to judge or repeat them."""
+        self._note_load("after")
+        arguments = vars(self._args)
+        record = {
+            "benchmark": self._benchmark,
+            "started": self._started.isoformat(timespec="seconds"),
+            "git_commit": self._git_commit,
+            "machine": self._machine,
+            "arguments": {key: value for key, value in arguments.items() if key not in PATHS},
+            "notes": self._notes,
+        }
+        report.write_json(self.json_path, record | results)
 
 
 def torch_ranks(args: argparse.Namespace, backends: Sequence[str], run_dir: Path) -> RankGroup:
@@ -154,4 +163,4 @@ def exit_status(benchmark: Callable[[], dict[str, Any]]) -> int:
         print("interrupted; all ranks are ended", file=sys.stderr)
         return 130
     print(json.dumps(result))
-    return 1 if result["num_wrong"] else 0
+    return 1 if result.get("num_wrong") else 0

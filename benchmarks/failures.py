@@ -8,7 +8,7 @@ that all processes of the machine share. The last line of the output is JSON.
 
 from __future__ import annotations
 
-import json
+import argparse
 import multiprocessing
 import os
 import signal
@@ -20,14 +20,13 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 
 import driver
-import machine
 from arguments import Parser, parse_natural
 
 try:
@@ -125,35 +124,35 @@ def measure(num_trials: int) -> dict[str, list[float]]:
     return times
 
 
-def main() -> int:
-    """The exit status."""
-    parser = Parser(description=__doc__)
-    parser.add_argument("--trials", type=parse_natural(1), default=30, help="default: %(default)s")
-    parser.add_argument("--json", type=Path, help="the record (default: in benchmarks/results)")
-    args = parser.parse_args()
-
+def benchmark(args: argparse.Namespace) -> dict[str, Any]:
+    """The whole run: measures, writes the record, prints the table and sums up."""
+    run = driver.Run("failures", "failures", 3, args)
     times = measure(args.trials)
+    run.write_record(
+        {
+            "times_ms": [
+                {"event": event, "samples": [round(value, 3) for value in values]}
+                for event, values in times.items()
+            ]
+        }
+    )
     table = Table(title=f"milliseconds from the event to the exception, {args.trials} trials")
     table.add_column("event")
     for heading in ("median", "max"):
         table.add_column(heading, justify="right")
     for event, values in times.items():
         table.add_row(event, f"{median(values):.2f}", f"{max(values):.2f}")
-    Console(width=120, highlight=False).print(table)
+    run.console.print(table)
+    return {"benchmark": "failures", "json": str(run.json_path)}
 
-    record = {
-        "benchmark": "failures",
-        "git_commit": machine.git_commit(),
-        "machine": machine.describe(),
-        "times_ms": {
-            event: [round(value, 3) for value in values] for event, values in times.items()
-        },
-    }
-    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    path = args.json or driver.RESULTS / f"{stamp}-failures.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps({"benchmark": "failures", "json": str(path)}))
-    return 0
+
+def main() -> int:
+    """The exit status: 0 if every trial ended as it should."""
+    parser = Parser(description=__doc__)
+    parser.add_argument("--trials", type=parse_natural(1), default=30, help="default: %(default)s")
+    parser.add_argument("--json", type=Path, help="the record (default: in benchmarks/results)")
+    args = parser.parse_args()
+    return driver.exit_status(lambda: benchmark(args))
 
 
 if __name__ == "__main__":

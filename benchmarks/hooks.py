@@ -50,7 +50,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     """The whole run: starts ranks, measures every size, prints, writes and sums up."""
-    run = driver.Run("hooks", args.hook, args)
+    run = driver.Run("hooks", args.hook, args.ranks, args)
     if args.check and args.ranks.bit_count() != 1:
         run.note(f"averages over {args.ranks} ranks are not exact: results are not checked")
 

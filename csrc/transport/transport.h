@@ -24,9 +24,9 @@ class Transport {
   // "rank 1 (pid 4711)", as errors name a peer.
   virtual std::string describe(int peer) const = 0;
 
-  // The ranks whose processes have ended; of `awaited`, also one that is about to, which may take
-  // its time: the kernel unmaps a process's memory, 10 ms for 200 MB, before it is said to have
-  // ended. Costs two system calls.
+  // The ranks whose processes have ended; of `awaited`, also one that is about to: before the
+  // kernel says that a process has ended, it unmaps its memory, which takes milliseconds. Costs two
+  // system calls.
   virtual std::vector<int> find_dead_peers(int awaited) const = 0;
 
  protected:
