@@ -297,7 +297,7 @@ class HookState:
             raise ValueError(
                 f"rota.fused_hook: the group of the rota.HookState has {len(ranks)} ranks "
                 f"{ranks}, that of the model's DistributedDataParallel has {len(ranks_of_model)} "
-                f"{ranks_of_model}; make the state with the group that DDP was given: "
+                f"ranks {ranks_of_model}; make the state with the group that DDP was given: "
                 f"rota.HookState(group=process_group)"
             )
 
