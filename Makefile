@@ -8,11 +8,12 @@ TORCH := $(if $(shell command -v nvidia-smi 2>/dev/null),torch,torch==2.13.0)
 SOURCES := $(shell find csrc -type f)
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu')
 
-.PHONY: help venv test lint format bench demo clean
+.PHONY: help venv test test-long lint format bench demo clean
 
 help:
 	@echo "make demo    train a byte-level GPT data-parallel, rota beside Gloo"
 	@echo "make test    the whole test suite"
+	@echo "make test-long  10,000 random cases of the fused all-reduce (1 minute)"
 	@echo "make bench   collectives (rota, Gloo, every MPI, memcpy), a DDP hook, news of failures"
 	@echo "make lint    formatters, linters and type checker"
 	@echo "make format  let the formatters rewrite the files"
@@ -34,6 +35,9 @@ venv: $(VENV)/.built
 
 test: venv
 	$(PYTHON) -m pytest
+
+test-long: venv
+	ROTA_PROPERTY_CASES=10000 $(PYTHON) -m pytest tests/test_reduce_bucket_properties.py
 
 # An MPI that cannot be installed is left out of the run, which says so.
 bench: venv
