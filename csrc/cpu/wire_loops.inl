@@ -1,92 +1,29 @@
 // The wire loops: float32 into the wire format (base/wire_format.h) and back, sums of what several
 // ranks sent, and the squares of a result. Included by the file of each instruction set after
-// lanes.inl; what is said in element_loops.inl holds here too.
+// wire_roundings.inl; what is said in element_loops.inl holds here too.
 
 namespace rota::cpu::ROTA_ISA_NAMESPACE {
 namespace {
 
-// ---- float8_e4m3fn in scaled blocks: its largest code is free, and stands for Inf
-
-constexpr uint16_t kScaledE4M3Inf = 0x7e;
-Vec<float> widen_scaled_e4m3(ByteBits bits) {
-  const auto wide = __builtin_convertvector(bits, HalfBits);
-  const auto half = ((wide & 0x80) << 8) | ((wide & 0x7f) << 7);
-  // From kScaledE4M3Inf on: float16's Inf, and one beyond, which is NaN.
-  const auto special = ((wide & 0x80) << 8) | (0x7c00 + (wide & 0x7f) - kScaledE4M3Inf);
-  return widen_half((wide & 0x7f) >= kScaledE4M3Inf ? special : half) * 256.0f;
-}
-ByteBits narrow_scaled_e4m3(Vec<float> value) {
-  return narrow_to<ByteBits, 3, 7, kScaledE4M3Inf - 1, kScaledE4M3Inf, 0x7f>(value);
-}
-
-template <DType dtype, bool is_scaled>
-struct WireLanes : LanesOf<dtype> {};
-template <>
-struct WireLanes<DType::kFloat8E4M3, true>
-    : NarrowLanes<ByteBits, widen_scaled_e4m3, narrow_scaled_e4m3> {};
-
-// ---- stochastic rounding
-
-// Wellons's lowbias32 of a counter: every bit of the result depends on every bit of the counter.
-Vec<uint32_t> random_of(Vec<uint32_t> counter) {
-  counter = (counter ^ (counter >> 16)) * 0x21f0aaad;
-  counter = (counter ^ (counter >> 15)) * 0x735a2d97;
-  return counter ^ (counter >> 15);
-}
-
-// To one of the two neighbours, the nearer the likelier: a random fraction of the last place is
-// added, and what lies below the last place cut off. Parameters as of narrow_to.
-template <typename Bits, int kMantissaBits, uint32_t kBias, uint32_t kMaxFinite, uint32_t kTooLarge,
-          uint32_t kNan>
-Bits narrow_stochastically(Vec<float> value, Vec<uint32_t> random) {
-  constexpr int kDropped = 23 - kMantissaBits;
-  constexpr int kSignShift = 32 - 8 * static_cast<int>(sizeof(Bits) / kFloatLanes);
-  const auto bits = (Vec<uint32_t>)value;
-  const auto magnitude = bits & 0x7fffffff;
-  const auto fraction = random >> (32 - kDropped);
-  auto rounded = ((magnitude + fraction) >> kDropped) - ((127 - kBias) << kMantissaBits);
-  if constexpr (kBias < 127) {
-    // Below the smallest normal number, in fixed point: units of the last place, times 2^kDropped.
-    constexpr uint32_t kMinNormal = (127 - kBias + 1) << 23;
-    constexpr uint32_t kUnit = (127 + kBias + 22) << 23;
-    const auto is_denormal = magnitude < kMinNormal;
-    const auto small = (Vec<float>)(is_denormal ? magnitude : Vec<uint32_t>{});
-    const auto units =
-        __builtin_convertvector(small * (Vec<float>)(Vec<uint32_t>{} + kUnit), Vec<int32_t>);
-    rounded = is_denormal ? ((Vec<uint32_t>)units + fraction) >> kDropped : rounded;
-  }
-  const auto finite = rounded > kMaxFinite ? Vec<uint32_t>{} + kTooLarge : rounded;
-  const auto result = magnitude > 0x7f800000 ? Vec<uint32_t>{} + kNan : finite;
-  constexpr uint32_t kSign = 0x80000000u >> kSignShift;
-  return __builtin_convertvector(result | ((bits >> kSignShift) & kSign), Bits);
-}
-
-template <DType dtype, bool is_scaled>
-auto narrow_at_random(Vec<float> value, Vec<uint32_t> random) {
-  if constexpr (dtype == DType::kFloat16) {
-    return narrow_stochastically<HalfBits, 10, 15, 0x7bff, 0x7c00, 0x7e00>(value, random);
-  } else if constexpr (dtype == DType::kBFloat16) {
-    return narrow_stochastically<HalfBits, 7, 127, 0x7f7f, 0x7f80, 0x7fc0>(value, random);
-  } else if constexpr (dtype == DType::kFloat8E5M2) {
-    return narrow_stochastically<ByteBits, 2, 15, 0x7b, 0x7c, 0x7f>(value, random);
-  } else if constexpr (is_scaled) {
-    return narrow_stochastically<ByteBits, 3, 7, kScaledE4M3Inf - 1, kScaledE4M3Inf, 0x7f>(value,
-                                                                                           random);
-  } else {
-    return narrow_stochastically<ByteBits, 3, 7, 0x7e, 0x7f, 0x7f>(value, random);
-  }
-}
-
-// How encoded elements are rounded and stored. `elem` counts from the start of the loop.
+// How encoded elements are rounded and stored. `elem` counts from the start of the loop; is_finite:
+// it is known that they are, and that they do not overflow.
 template <DType dtype, bool is_scaled>
 struct ToNearest {
+  template <bool is_finite>
   void store(char* dst, Vec<float> value, size_t) const {
-    WireLanes<dtype, is_scaled>::store(dst, value);
+    if constexpr (is_finite && dtype == DType::kFloat8E5M2) {
+      store_bytes(dst, narrow_finite_e5m2(value));
+    } else if constexpr (is_finite && dtype == DType::kFloat8E4M3) {
+      store_bytes(dst, narrow_finite_e4m3(value));
+    } else {
+      WireLanes<dtype, is_scaled>::store(dst, value);
+    }
   }
 };
 template <DType dtype, bool is_scaled>
 struct AtRandom {
   uint32_t key;
+  template <bool is_finite>
   void store(char* dst, Vec<float> value, size_t elem) const {
     if constexpr (dtype == DType::kFloat32) {
       store_bytes(dst, value);
@@ -104,8 +41,6 @@ struct AtRandom {
 // Elements that share a scale; without scales, as many as a loop takes at a time.
 template <DType dtype, bool is_scaled>
 constexpr size_t kBlockElems = is_scaled ? block_scaling(dtype).block_elems : 64;
-
-Vec<uint32_t> larger_of(Vec<uint32_t> a, Vec<uint32_t> b) { return a > b ? a : b; }
 
 template <size_t kShift, size_t... kLanes>
 Vec<uint32_t> rotate_lanes(Vec<uint32_t> value, std::index_sequence<kLanes...>) {
@@ -138,21 +73,21 @@ __attribute__((noinline)) Vec<uint32_t> largest_finite_magnitude(
   return largest_lane<>(largest);
 }
 
-// The exponent of a block's scale plus kScaleBias, in every lane. Inlined by hand: a call would
-// move the block through memory.
-template <DType dtype, size_t kVecs>
-inline __attribute__((always_inline)) Vec<uint32_t> biased_scale(
+template <size_t kVecs>
+inline __attribute__((always_inline)) Vec<uint32_t> largest_magnitude(
     const Vec<float> (&values)[kVecs]) {
-  constexpr uint32_t kTop = block_scaling(dtype).top_exponent;
-  constexpr uint32_t kMin = kMinScaleExponent + kScaleBias;
   Vec<uint32_t> largest = {};
   for (size_t v = 0; v < kVecs; ++v) {
     largest = larger_of(largest, (Vec<uint32_t>)values[v] & 0x7fffffff);
   }
-  largest = largest_lane<>(largest);
-  if (__builtin_expect(largest[0] >= kInfinityBits, false)) {
-    largest = largest_finite_magnitude(values);
-  }
+  return largest_lane<>(largest);
+}
+
+// The exponent plus kScaleBias of the scale that a block with this largest magnitude gets.
+template <DType dtype>
+Vec<uint32_t> biased_scale(Vec<uint32_t> largest) {
+  constexpr uint32_t kTop = block_scaling(dtype).top_exponent;
+  constexpr uint32_t kMin = kMinScaleExponent + kScaleBias;
   // The biased exponent of float32, which is 0 for denormals: they end at kMin like all below it.
   const auto scale = larger_of(largest >> 23, Vec<uint32_t>{} + (kMin + kTop)) - kTop;
   return largest == 0 ? Vec<uint32_t>{} + kScaleBias : scale;
@@ -169,6 +104,24 @@ Vec<float> scale_of(std::byte biased) {
 constexpr size_t kPrefetchTensorBytes = 2048;
 constexpr size_t kPrefetchWireBytes = 1024;
 
+// As an integer: what lies ahead may be no part of the array.
+void prefetch(const char* address, size_t num_bytes_ahead) {
+  __builtin_prefetch(
+      reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(address) + num_bytes_ahead));
+}
+
+template <DType dtype, bool is_finite, typename Rounding, size_t kVecs>
+inline __attribute__((always_inline)) void store_block(const Vec<float> (&values)[kVecs],
+                                                       Vec<float> factor, char* payload,
+                                                       size_t elem, const Rounding& rounding) {
+  for (size_t v = 0; v < kVecs; ++v) {
+    const size_t offset = v * kFloatLanes;
+    rounding.template store<is_finite>(payload + offset * LanesOf<dtype>::kElemBytes,
+                                       values[v] * factor, elem + offset);
+  }
+}
+
+// These are inlined by hand: a call would move the block through memory.
 template <DType dtype, bool is_scaled, typename Rounding>
 inline __attribute__((always_inline)) void encode_block(const char* src, char* payload,
                                                         std::byte* scale, float factor, size_t elem,
@@ -176,18 +129,23 @@ inline __attribute__((always_inline)) void encode_block(const char* src, char* p
   constexpr size_t kVecs = kBlockElems<dtype, is_scaled> / kFloatLanes;
   Vec<float> values[kVecs];
   for (size_t v = 0; v < kVecs; ++v) {
-    __builtin_prefetch(src + kPrefetchTensorBytes + v * kVectorBytes);
+    prefetch(src + v * kVectorBytes, kPrefetchTensorBytes);
     values[v] = load_bytes<Vec<float>>(src + v * kVectorBytes) * factor;
   }
   if constexpr (is_scaled) {
-    const auto biased = biased_scale<dtype>(values);
+    auto largest = largest_magnitude(values);
+    const bool is_finite = largest[0] < kInfinityBits;
+    if (__builtin_expect(!is_finite, false)) largest = largest_finite_magnitude(values);
+    const auto biased = biased_scale<dtype>(largest);
     *scale = static_cast<std::byte>(biased[0]);
     const auto inverse = (Vec<float>)((2 * kScaleBias - biased) << 23);
-    for (size_t v = 0; v < kVecs; ++v) values[v] *= inverse;
-  }
-  for (size_t v = 0; v < kVecs; ++v) {
-    const size_t offset = v * kFloatLanes;
-    rounding.store(payload + offset * LanesOf<dtype>::kElemBytes, values[v], elem + offset);
+    if (__builtin_expect(is_finite, true)) {
+      store_block<dtype, true>(values, inverse, payload, elem, rounding);
+    } else {
+      store_block<dtype, false>(values, inverse, payload, elem, rounding);
+    }
+  } else {
+    store_block<dtype, false>(values, Vec<float>{} + 1, payload, elem, rounding);
   }
 }
 
@@ -225,12 +183,13 @@ void encode_at_random(const float* src, const WirePlace& dst, size_t num_elems, 
 
 // A block of one source, times its scale.
 template <DType dtype, bool is_scaled, size_t kVecs>
-void load_block(const WirePlace& src, size_t elem, Vec<float> (&values)[kVecs]) {
+inline __attribute__((always_inline)) void load_block(const WirePlace& src, size_t elem,
+                                                      Vec<float> (&values)[kVecs]) {
   using Lanes = WireLanes<dtype, is_scaled>;
   const auto* payload = reinterpret_cast<const char*>(src.payload) + elem * Lanes::kElemBytes;
   for (size_t v = 0; v < kVecs; ++v) {
     const auto* vector = payload + v * kFloatLanes * Lanes::kElemBytes;
-    __builtin_prefetch(vector + kPrefetchWireBytes);
+    prefetch(vector, kPrefetchWireBytes);
     values[v] = Lanes::load(vector);
   }
   if constexpr (is_scaled) {
