@@ -7,6 +7,7 @@
 
 #include "c10d/all_reduce_method.h"
 #include "c10d/process_group.h"
+#include "c10d/tensor_checks.h"
 #include "c10d/tensor_communicator.h"
 #include "cpu/element_loops.h"
 #include "schedule/chunk.h"
@@ -26,6 +27,7 @@ template <typename T>
 using IntrusiveClass = py::class_<T, c10::intrusive_ptr<T>>;
 using StorePtr = c10::intrusive_ptr<::c10d::Store>;
 using OptionalDType = std::optional<at::ScalarType>;
+using CommunicatorClass = py::class_<TensorCommunicator, std::shared_ptr<TensorCommunicator>>;
 
 void check_python_signals() {
   const py::gil_scoped_acquire gil;
@@ -70,6 +72,33 @@ void bind_schedule(py::module_ module) {
   });
 }
 
+// Both ways to call reduce_bucket; the arguments are those of the .pyi.
+template <typename Finish>
+auto reduce_bucket_call(Launch mode, Finish finish) {
+  return [=](TensorCommunicator& self, const at::Tensor& bucket, const at::Tensor& stats,
+             at::ScalarType wire_dtype, bool block_scaling, float contribution_factor,
+             float divisor, float result_factor, const std::optional<at::Tensor>& residual,
+             std::optional<uint64_t> stochastic_seed, std::string_view algorithm) {
+    const auto options = BucketOptions::parse(stats, wire_dtype, block_scaling,
+                                              {.contribution_factor = contribution_factor,
+                                               .divisor = divisor,
+                                               .result_factor = result_factor,
+                                               .stochastic_seed = stochastic_seed},
+                                              residual, algorithm);
+    return finish(self.reduce_bucket(bucket, options, mode));
+  };
+}
+
+template <typename... Extra>
+void bind_reduce_bucket(CommunicatorClass& communicator, const char* name, auto call,
+                        const Extra&... extra) {
+  communicator.def(
+      name, call, py::arg("bucket"), py::arg("stats"), py::kw_only(), py::arg("wire_dtype"),
+      py::arg("block_scaling"), py::arg("contribution_factor") = 1.0f, py::arg("divisor") = 1.0f,
+      py::arg("result_factor") = 1.0f, py::arg("residual") = py::none(),
+      py::arg("stochastic_seed") = py::none(), py::arg("algorithm") = "auto", extra...);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -80,10 +109,10 @@ PYBIND11_MODULE(_C, module) {
 
   bind_schedule(module.def_submodule("schedule"));
   module.def("host_id", &rota::transport::host_id);
+  module.def("block_elems", &block_elems, py::arg("wire_dtype"));
   module.def("isa", [] { return rota::cpu::element_loops().isa; });
 
-  py::class_<TensorCommunicator, std::shared_ptr<TensorCommunicator>> communicator(module,
-                                                                                   "Communicator");
+  CommunicatorClass communicator(module, "Communicator");
   add_all_reduce_method(reinterpret_cast<PyTypeObject*>(communicator.ptr()));
   communicator
       .def(py::init([](const StorePtr& store, int rank, int world_size,
@@ -121,6 +150,14 @@ PYBIND11_MODULE(_C, module) {
           ReleaseGil())
       .def("abort", &TensorCommunicator::abort, py::arg("reason"), ReleaseGil())
       .def("close", &TensorCommunicator::close, ReleaseGil());
+
+  bind_reduce_bucket(communicator, "reduce_bucket",
+                     reduce_bucket_call(Launch::kBlocking, [](const WorkRef&) {}), ReleaseGil());
+  bind_reduce_bucket(
+      communicator, "reduce_bucket_future",
+      reduce_bucket_call(Launch::kAsync, [](const WorkRef& work) {
+        return std::make_shared<torch::jit::PythonFutureWrapper>(work->hook_future());
+      }));
 
   const py::object backend = py::module_::import("torch._C._distributed_c10d").attr("Backend");
   py::class_<ProcessGroupRota, c10::intrusive_ptr<ProcessGroupRota>>(module, "ProcessGroupRota",

@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/wire_format.h"
+#include "c10d/errors.h"
 
 namespace rota::c10d_glue {
 namespace {
@@ -55,19 +57,6 @@ std::optional<DType> find_dtype(at::ScalarType dtype) {
   }
 }
 
-template <typename Predicate>
-DType known_dtype(at::ScalarType dtype, std::string_view collective, std::string_view what,
-                  Predicate is_usable) {
-  const auto known = find_dtype(dtype);
-  if (known && is_usable(info(*known))) return *known;
-  std::string expected;
-  for (const DTypeInfo& candidate : kDTypeInfo) {
-    if (is_usable(candidate)) expected += join(expected.empty() ? "" : ", ", candidate.name);
-  }
-  throw Error(ErrorKind::kType, join("rota.", collective, ": ", what, " is ", c10::toString(dtype),
-                                     ", expected one of ", expected));
-}
-
 // Whether no two elements can share memory: with dimensions in order of stride, each steps over all
 // that the smaller ones span. Slices and transposes pass; expanded and interleaved views do not.
 bool is_non_overlapping(const at::Tensor& tensor) {
@@ -86,14 +75,34 @@ bool is_non_overlapping(const at::Tensor& tensor) {
 
 }  // namespace
 
+DType known_dtype(at::ScalarType dtype, std::string_view collective, std::string_view what,
+                  bool (*is_usable)(DType)) {
+  const auto known = find_dtype(dtype);
+  if (known && is_usable(*known)) return *known;
+  std::string expected;
+  for (size_t i = 0; i < kNumDTypes; ++i) {
+    if (!is_usable(static_cast<DType>(i))) continue;
+    expected += join(expected.empty() ? "" : ", ", kDTypeInfo[i].name);
+  }
+  throw Error(ErrorKind::kType, join("rota.", collective, ": ", what, " is ", c10::toString(dtype),
+                                     ", expected one of ", expected));
+}
+
 DType reducible_dtype(at::ScalarType dtype, std::string_view what) {
   return known_dtype(dtype, "all_reduce", what,
-                     [](const DTypeInfo& candidate) { return candidate.is_reducible; });
+                     [](DType candidate) { return info(candidate).is_reducible; });
 }
 
 DType movable_dtype(const at::Tensor& tensor, std::string_view collective) {
   return known_dtype(tensor.scalar_type(), collective, "the tensor's dtype",
-                     [](const DTypeInfo&) { return true; });
+                     [](DType) { return true; });
+}
+
+uint32_t block_elems(at::ScalarType wire_dtype) {
+  return with_python_errors([&] {
+    return block_scaling(known_dtype(wire_dtype, "reduce_bucket", "wire_dtype", has_block_scaling))
+        .block_elems;
+  });
 }
 
 void check_tensor(const at::Tensor& tensor, std::string_view collective) {

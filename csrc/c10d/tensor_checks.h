@@ -9,11 +9,15 @@
 
 namespace rota::c10d_glue {
 
-// Throws Error(kType) naming the dtypes that can be reduced.
+// The dtype of a torch tensor; throws Error(kType) naming those that can be used.
+DType known_dtype(at::ScalarType dtype, std::string_view collective, std::string_view what,
+                  bool (*is_usable)(DType));
 DType reducible_dtype(at::ScalarType dtype, std::string_view what);
-
-// For collectives that only move bytes: throws Error(kType) naming the dtypes that can be moved.
+// For collectives that only move bytes.
 DType movable_dtype(const at::Tensor& tensor, std::string_view collective);
+
+// Elements of a scaled block of the wire format; throws PythonError for a dtype without any.
+uint32_t block_elems(at::ScalarType wire_dtype);
 
 // Throws Error(kType) unless it is a dense CPU tensor, and Error(kValue) if its elements overlap.
 void check_tensor(const at::Tensor& tensor, std::string_view collective);

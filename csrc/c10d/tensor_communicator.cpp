@@ -47,13 +47,20 @@ std::shared_ptr<Communicator> connect_ranks(const c10::intrusive_ptr<::c10d::Sto
 
 // What was parsed, or an error that lists what could have been given.
 template <typename Value, typename Names>
-Value parse_name(std::string_view what, std::string_view text, std::string_view default_name,
-                 const Names& names, std::optional<Value> value) {
+Value parse_name(std::string_view collective, std::string_view what, std::string_view text,
+                 std::string_view default_name, const Names& names, std::optional<Value> value) {
   if (value) return *value;
   std::string expected{default_name};
   for (const std::string_view name : names) expected += join(expected.empty() ? "" : ", ", name);
-  throw Error(ErrorKind::kValue,
-              join("rota.all_reduce: ", what, " is '", text, "', expected one of ", expected));
+  throw Error(ErrorKind::kValue, join("rota.", collective, ": ", what, " is '", text,
+                                      "', expected one of ", expected));
+}
+
+std::optional<schedule::Algorithm> parse_algorithm(std::string_view collective,
+                                                   std::string_view text) {
+  if (text == "auto") return std::nullopt;
+  return parse_name(collective, "algorithm", text, "auto", schedule::kAlgorithmNames,
+                    schedule::parse_algorithm(text));
 }
 
 std::optional<DType> optional_dtype(const std::optional<at::ScalarType>& dtype,
@@ -91,6 +98,35 @@ void run_all_reduce(Communicator& communicator, const at::Tensor& tensor, cpu::A
   args.data = packed.data();
   communicator.all_reduce(args, thread);
   packed.unpack();
+}
+
+void check_companion(const at::Tensor& tensor, std::string_view what, at::ScalarType dtype,
+                     int64_t num_elems) {
+  check_tensor(tensor, "reduce_bucket");
+  if (tensor.scalar_type() == dtype && tensor.numel() == num_elems && tensor.is_contiguous()) {
+    return;
+  }
+  throw Error(ErrorKind::kValue,
+              join("rota.reduce_bucket: ", what, " has ", tensor.numel(), " elements of ",
+                   c10::toString(tensor.scalar_type()),
+                   tensor.is_contiguous() ? "" : " and is not contiguous", ", expected ", num_elems,
+                   " contiguous ones of ", c10::toString(dtype)));
+}
+
+void run_reduce_bucket(Communicator& communicator, const at::Tensor& bucket,
+                       const BucketOptions& options, cpu::AllReduceArgs args, CallerThread thread) {
+  const Packed packed(bucket, Packed::Content::kRead);
+  cpu::BucketPass pass = options.pass;
+  if (options.residual) pass.residual = options.residual->data_ptr<float>();
+  cpu::BucketMeasures measures(args.num_elems);
+  args.data = packed.data();
+  args.pass = &pass;
+  args.measures = &measures;
+  communicator.all_reduce(args, thread);
+  packed.unpack();
+  auto* stats = options.stats.data_ptr<double>();
+  stats[0] = static_cast<double>(measures.num_non_finite);
+  stats[1] = measures.sum_of_squares();
 }
 
 void run_broadcast(Communicator& communicator, const at::Tensor& tensor, int root,
@@ -146,14 +182,23 @@ AllReduceOptions AllReduceOptions::parse(std::string_view op, std::string_view a
                                          std::optional<at::ScalarType> wire_dtype,
                                          std::optional<at::ScalarType> hop_dtype) {
   return with_python_errors([&]() -> AllReduceOptions {
-    return {.op = parse_name("op", op, "", kReduceOpNames, parse_reduce_op(op)),
-            .algorithm = algorithm == "auto"
-                             ? std::nullopt
-                             : std::optional(parse_name("algorithm", algorithm, "auto",
-                                                        schedule::kAlgorithmNames,
-                                                        schedule::parse_algorithm(algorithm))),
+    return {.op = parse_name("all_reduce", "op", op, "", kReduceOpNames, parse_reduce_op(op)),
+            .algorithm = parse_algorithm("all_reduce", algorithm),
             .wire_dtype = wire_dtype,
             .hop_dtype = hop_dtype};
+  });
+}
+
+BucketOptions BucketOptions::parse(at::Tensor stats, at::ScalarType wire_dtype, bool block_scaling,
+                                   const cpu::BucketPass& pass, std::optional<at::Tensor> residual,
+                                   std::string_view algorithm) {
+  return with_python_errors([&]() -> BucketOptions {
+    return {.stats = std::move(stats),
+            .wire_dtype = wire_dtype,
+            .block_scaling = block_scaling,
+            .pass = pass,
+            .residual = std::move(residual),
+            .algorithm = parse_algorithm("reduce_bucket", algorithm)};
   });
 }
 
@@ -255,6 +300,31 @@ WorkRef TensorCommunicator::all_reduce(at::TensorList tensors, const AllReduceOp
                       run_all_reduce(communicator, tensors[i], plans[i], thread);
                     }
                   });
+  });
+}
+
+WorkRef TensorCommunicator::reduce_bucket(const at::Tensor& bucket, const BucketOptions& options,
+                                          Launch mode) {
+  return with_python_errors([&] {
+    const Communicator& communicator = usable_communicator("reduce_bucket");
+    check_tensor(bucket, "reduce_bucket");
+    check_companion(options.stats, "stats", at::kDouble, 2);
+    if (options.residual) {
+      check_companion(*options.residual, "residual", at::kFloat, bucket.numel());
+    }
+    const cpu::AllReduceArgs plan = communicator.plan(
+        {.num_elems = static_cast<uint64_t>(bucket.numel()),
+         .dtype = known_dtype(bucket.scalar_type(), "reduce_bucket", "the bucket's dtype",
+                              is_bucket_dtype),
+         .wire = {known_dtype(options.wire_dtype, "reduce_bucket", "wire_dtype", is_wire_dtype),
+                  options.block_scaling},
+         .algorithm = options.algorithm},
+        options.pass);
+    return launch(
+        mode, ::c10d::OpType::ALLREDUCE, "rota:reduce_bucket", bucket,
+        [plan, options](Communicator& communicator, at::TensorList tensors, CallerThread thread) {
+          run_reduce_bucket(communicator, tensors[0], options, plan, thread);
+        });
   });
 }
 

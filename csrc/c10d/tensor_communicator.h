@@ -34,6 +34,19 @@ struct AllReduceOptions {
                                 std::optional<at::ScalarType> hop_dtype);
 };
 
+struct BucketOptions {
+  at::Tensor stats;  // float64[2]: becomes the number of non-finite elements, the sum of squares
+  at::ScalarType wire_dtype;
+  bool block_scaling;
+  cpu::BucketPass pass;                // all but the residual
+  std::optional<at::Tensor> residual;  // float32, as many elements as the bucket
+  std::optional<schedule::Algorithm> algorithm;
+
+  static BucketOptions parse(at::Tensor stats, at::ScalarType wire_dtype, bool block_scaling,
+                             const cpu::BucketPass& pass, std::optional<at::Tensor> residual,
+                             std::string_view algorithm);
+};
+
 // One rank's tensors of one all-gather.
 struct AllGatherTensors {
   std::vector<at::Tensor> outputs;  // by rank, each of the length and dtype of input
@@ -69,6 +82,7 @@ class TensorCommunicator {
   // Each checks its arguments before anything moves. Of several tensors each is one collective, in
   // order; the work covers them all. Strided tensors are packed, and unpacked afterwards.
   WorkRef all_reduce(at::TensorList tensors, const AllReduceOptions& options, Launch mode);
+  WorkRef reduce_bucket(const at::Tensor& bucket, const BucketOptions& options, Launch mode);
   WorkRef broadcast(at::TensorList tensors, int root, Launch mode);
   WorkRef all_gather(std::vector<AllGatherTensors> gathers, Launch mode);
   WorkRef barrier(Launch mode);

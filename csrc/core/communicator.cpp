@@ -1,6 +1,7 @@
 #include "core/communicator.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "base/fork_generation.h"
@@ -18,8 +19,14 @@ std::vector<const Flag*> peers_sleeping(const transport::Transport& transport) {
   return flags;
 }
 
-[[noreturn]] void refuse(ErrorKind kind, const std::string& what) {
-  throw Error(kind, "rota.all_reduce: " + what);
+[[noreturn]] void refuse(CollectiveKind kind, ErrorKind error, const std::string& what) {
+  throw Error(error, join("rota.", kCollectiveNames[static_cast<size_t>(kind)], ": ", what));
+}
+
+void check_factor(std::string_view what, float factor) {
+  if (std::isnormal(factor) && factor > 0 && std::isnormal(1 / factor)) return;
+  refuse(CollectiveKind::kReduceBucket, ErrorKind::kValue,
+         join(what, " is ", factor, ", expected a positive number in float32's normal range"));
 }
 
 }  // namespace
@@ -39,6 +46,9 @@ Communicator::~Communicator() {
 }
 
 cpu::AllReduceArgs Communicator::plan(const AllReduceRequest& request) const {
+  const auto refuse = [](ErrorKind error, const std::string& what) {
+    rota::refuse(CollectiveKind::kAllReduce, error, what);
+  };
   const DType dtype = request.dtype;
   const DType wire = request.wire.value_or(dtype);
   if (!is_defined(request.op, dtype)) {
@@ -68,8 +78,36 @@ cpu::AllReduceArgs Communicator::plan(const AllReduceRequest& request) const {
           .num_elems = request.num_elems,
           .dtype = dtype,
           .op = request.op,
-          .wire = wire,
+          .wire = {wire},
           .hop = hop,
+          .algorithm = world_size() == 1 ? schedule::Algorithm::kOneShot : algorithm};
+}
+
+cpu::AllReduceArgs Communicator::plan(const BucketRequest& request,
+                                      const cpu::BucketPass& pass) const {
+  const auto refuse = [](ErrorKind error, const std::string& what) {
+    rota::refuse(CollectiveKind::kReduceBucket, error, what);
+  };
+  const WireFormat& wire = request.wire;
+  if (!is_bucket_dtype(request.dtype) || !is_wire_dtype(wire.dtype)) {
+    refuse(ErrorKind::kType, join("a bucket of ", name(request.dtype), " with wire_dtype ",
+                                  name(wire.dtype), "; expected floats, and no float64 wire"));
+  }
+  if (wire.is_block_scaled && !has_block_scaling(wire.dtype)) {
+    refuse(ErrorKind::kValue, join("block_scaling with wire_dtype ", name(wire.dtype),
+                                   ", which has float32's range; use it with float16 or float8"));
+  }
+  check_factor("contribution_factor", pass.contribution_factor);
+  check_factor("divisor", pass.divisor);
+  check_factor("result_factor", pass.result_factor);
+  const auto algorithm =
+      request.algorithm.value_or(schedule::select(world_size(), wire.num_bytes(request.num_elems)));
+  return {.data = nullptr,
+          .num_elems = request.num_elems,
+          .dtype = request.dtype,
+          .op = ReduceOp::kAvg,
+          .wire = wire,
+          .hop = DType::kFloat32,
           .algorithm = world_size() == 1 ? schedule::Algorithm::kOneShot : algorithm};
 }
 
@@ -81,13 +119,20 @@ void Communicator::check_root(int root) const {
 }
 
 void Communicator::all_reduce(const cpu::AllReduceArgs& args, CallerThread thread) {
-  const Descriptor descriptor{.kind = CollectiveKind::kAllReduce,
-                              .op = args.op,
-                              .dtype = args.dtype,
-                              .wire = args.wire,
-                              .hop = args.hop,
-                              .algorithm = args.algorithm,
-                              .num_elems = args.num_elems};
+  Descriptor descriptor{.kind = CollectiveKind::kAllReduce,
+                        .op = args.op,
+                        .dtype = args.dtype,
+                        .wire = args.wire,
+                        .hop = args.hop,
+                        .algorithm = args.algorithm,
+                        .num_elems = args.num_elems};
+  if (args.pass != nullptr) {
+    descriptor.kind = CollectiveKind::kReduceBucket;
+    descriptor.contribution_factor = args.pass->contribution_factor;
+    descriptor.divisor = args.pass->divisor;
+    descriptor.result_factor = args.pass->result_factor;
+    descriptor.stochastic_seed = args.pass->stochastic_seed;
+  }
   const cpu::IeeeFloatScope ieee;
   run(descriptor, args, thread);
 }

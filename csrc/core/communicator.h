@@ -27,6 +27,13 @@ struct AllReduceRequest {
   std::optional<DType> hop;                      // none: accumulate dtype; only for ring
 };
 
+struct BucketRequest {
+  uint64_t num_elems;
+  DType dtype;
+  WireFormat wire;
+  std::optional<schedule::Algorithm> algorithm;  // none: auto
+};
+
 // Which thread calls: Python delivers signals to user threads only.
 enum class CallerThread { kUser, kProgress };
 
@@ -42,9 +49,10 @@ class Communicator {
   int rank() const { return transport_->rank(); }
   int world_size() const { return transport_->world_size(); }
 
-  // Fills in what the request leaves open, all but the data; throws Error(kType) or Error(kValue)
+  // Fill in what the request leaves open, all but the pointers; throw Error(kType) or Error(kValue)
   // for what cannot be done.
   cpu::AllReduceArgs plan(const AllReduceRequest& request) const;
+  cpu::AllReduceArgs plan(const BucketRequest& request, const cpu::BucketPass& pass) const;
   void check_root(int root) const;
 
   // Each blocks until this rank's part is done, and throws Error. Safe to call from several

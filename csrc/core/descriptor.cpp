@@ -1,5 +1,7 @@
 #include "core/descriptor.h"
 
+#include <charconv>
+
 #include "base/error.h"
 
 namespace rota {
@@ -11,6 +13,21 @@ Enum enum_at(uint64_t word, int shift, size_t num_values) {
   return static_cast<Enum>(((word >> shift) & 0xff) % num_values);
 }
 
+float float_at(uint64_t word, int shift) {
+  return std::bit_cast<float>(static_cast<uint32_t>(word >> shift));
+}
+
+// The shortest text that reads back as the same number: different factors never look alike.
+std::string text_of(float value) {
+  char text[32];
+  const auto [end, error] = std::to_chars(text, text + sizeof(text), value);
+  return std::string(text, end);
+}
+
+std::string wire_text(const WireFormat& wire) {
+  return join(", wire ", name(wire.dtype), wire.is_block_scaled ? " in scaled blocks" : "");
+}
+
 }  // namespace
 
 Descriptor Descriptor::from_words(const Words& words) {
@@ -18,11 +35,15 @@ Descriptor Descriptor::from_words(const Words& words) {
   return {.kind = enum_at<CollectiveKind>(packed, 0, kCollectiveNames.size()),
           .op = enum_at<ReduceOp>(packed, 8, kNumReduceOps),
           .dtype = enum_at<DType>(packed, 16, kNumDTypes),
-          .wire = enum_at<DType>(packed, 24, kNumDTypes),
+          .wire = {enum_at<DType>(packed, 24, kNumDTypes), enum_at<bool>(packed, 48, 2)},
           .hop = enum_at<DType>(packed, 32, kNumDTypes),
           .algorithm = enum_at<schedule::Algorithm>(packed, 40, schedule::kAlgorithmNames.size()),
           .root = static_cast<int>(words[2]),
-          .num_elems = words[1]};
+          .num_elems = words[1],
+          .contribution_factor = float_at(words[3], 0),
+          .divisor = float_at(words[3], 32),
+          .result_factor = float_at(words[4], 0),
+          .stochastic_seed = enum_at<bool>(packed, 56, 2) ? std::optional(words[5]) : std::nullopt};
 }
 
 std::string Descriptor::to_string() const {
@@ -30,8 +51,15 @@ std::string Descriptor::to_string() const {
   switch (kind) {
     case CollectiveKind::kAllReduce: {
       std::string text = join(kind_name(), '(', name(op), ", ", tensor, ", ", name(algorithm));
-      if (wire != dtype) text += join(", wire ", name(wire));
-      if (hop != info(wire).accumulate) text += join(", hop ", name(hop));
+      if (wire.dtype != dtype) text += wire_text(wire);
+      if (hop != info(wire.dtype).accumulate) text += join(", hop ", name(hop));
+      return text + ')';
+    }
+    case CollectiveKind::kReduceBucket: {
+      std::string text = join(kind_name(), '(', tensor, ", ", name(algorithm), wire_text(wire),
+                              ", ", text_of(contribution_factor), " * sum / ", text_of(divisor),
+                              " * ", text_of(result_factor));
+      if (stochastic_seed) text += join(", stochastic_seed ", *stochastic_seed);
       return text + ')';
     }
     case CollectiveKind::kBroadcast:

@@ -3,29 +3,43 @@
 #pragma once
 
 #include <array>
+#include <bit>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
 #include "base/dtype.h"
+#include "base/wire_format.h"
 #include "schedule/select.h"
 
 namespace rota {
 
-enum class CollectiveKind : uint8_t { kAllReduce, kBroadcast, kAllGather, kBarrier };
+enum class CollectiveKind : uint8_t {
+  kAllReduce,
+  kReduceBucket,
+  kBroadcast,
+  kAllGather,
+  kBarrier,
+};
 
-inline constexpr std::array<std::string_view, 4> kCollectiveNames{"all_reduce", "broadcast",
-                                                                  "all_gather", "barrier"};
+inline constexpr std::array<std::string_view, 5> kCollectiveNames{
+    "all_reduce", "reduce_bucket", "broadcast", "all_gather", "barrier"};
 
 struct Descriptor {
   CollectiveKind kind;
   ReduceOp op = ReduceOp::kSum;
   DType dtype = DType::kUInt8;
-  DType wire = DType::kUInt8;
+  WireFormat wire{DType::kUInt8};
   DType hop = DType::kUInt8;
   schedule::Algorithm algorithm = schedule::Algorithm::kOneShot;
   int root = 0;
   uint64_t num_elems = 0;
+  // Of reduce_bucket.
+  float contribution_factor = 0;
+  float divisor = 0;
+  float result_factor = 0;
+  std::optional<uint64_t> stochastic_seed;
 
   bool operator==(const Descriptor&) const = default;
 
@@ -37,11 +51,20 @@ struct Descriptor {
   using Words = std::array<uint64_t, 7>;
   Words to_words() const {
     return {(static_cast<uint64_t>(kind) + 1) | static_cast<uint64_t>(op) << 8 |
-                static_cast<uint64_t>(dtype) << 16 | static_cast<uint64_t>(wire) << 24 |
-                static_cast<uint64_t>(hop) << 32 | static_cast<uint64_t>(algorithm) << 40,
-            num_elems, static_cast<uint64_t>(root)};
+                static_cast<uint64_t>(dtype) << 16 | static_cast<uint64_t>(wire.dtype) << 24 |
+                static_cast<uint64_t>(hop) << 32 | static_cast<uint64_t>(algorithm) << 40 |
+                static_cast<uint64_t>(wire.is_block_scaled) << 48 |
+                static_cast<uint64_t>(stochastic_seed.has_value()) << 56,
+            num_elems,
+            static_cast<uint64_t>(root),
+            bits_of(contribution_factor) | bits_of(divisor) << 32,
+            bits_of(result_factor),
+            stochastic_seed.value_or(0)};
   }
   static Descriptor from_words(const Words& words);
+
+ private:
+  static uint64_t bits_of(float value) { return std::bit_cast<uint32_t>(value); }
 };
 
 }  // namespace rota

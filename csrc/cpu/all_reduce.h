@@ -12,21 +12,10 @@
 #include <cstdint>
 #include <optional>
 
-#include "base/dtype.h"
+#include "cpu/all_reduce_args.h"
 #include "cpu/exchange.h"
-#include "schedule/select.h"
 
 namespace rota::cpu {
-
-struct AllReduceArgs {
-  void* data;  // num_elems elements of dtype, contiguous
-  uint64_t num_elems;
-  DType dtype;
-  ReduceOp op;
-  DType wire;  // what contributions and results are rounded to
-  DType hop;   // what rings pass partial sums on in
-  schedule::Algorithm algorithm;
-};
 
 // Bytes of the one message that does for the whole collective; none for rings, which need steps.
 // One message: every rank contributes, posts, and completes once all have posted.

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "base/dtype.h"
+#include "base/wire_format.h"
 
 namespace rota::cpu {
 
@@ -22,16 +23,37 @@ using ReduceFn = void (*)(const void* const* srcs, int num_srcs, void* dst, size
 // dst[i] = round(src[i]); dst and src do not overlap.
 using ConvertFn = void (*)(const void* src, void* dst, size_t num_elems);
 
+// Float32 to the wire format and back; null for what is no format.
+struct WireLoops {
+  // dst = round(src * factor), each block by its own scale.
+  void (*encode)(const float* src, const WirePlace& dst, size_t num_elems, float factor);
+  // The same, rounded to one of both neighbours, the nearer the likelier. The random numbers are a
+  // function of key and place: of key + 0, key + 1, ...
+  void (*encode_at_random)(const float* src, const WirePlace& dst, size_t num_elems, float factor,
+                           uint32_t key);
+  // dst = src * factor
+  void (*decode)(const WirePlace& src, float* dst, size_t num_elems, float factor);
+  // dst = (srcs[0] + srcs[1]) + srcs[2] ...
+  void (*accumulate)(const WirePlace* srcs, int num_srcs, float* dst, size_t num_elems);
+};
+
 struct ElementLoops {
   std::string_view isa;
   ReduceFn reduce_fns[kNumDTypes][kNumReduceOps];  // nullptr where the op is not defined
   ConvertFn convert_fns[kNumDTypes][kNumDTypes];   // [from][to]; nullptr but among floating dtypes
+
+  WireLoops wire_loops[kNumDTypes][2];  // [dtype][is_block_scaled]
+  // Of squares in float64, in a fixed order. Not finite exactly if an element is not.
+  double (*sum_of_squares)(const float* src, size_t num_elems);
 
   ReduceFn reduce(DType dtype, ReduceOp op) const {
     return reduce_fns[static_cast<size_t>(dtype)][static_cast<size_t>(op)];
   }
   ConvertFn convert(DType from, DType to) const {
     return convert_fns[static_cast<size_t>(from)][static_cast<size_t>(to)];
+  }
+  const WireLoops& wire(const WireFormat& format) const {
+    return wire_loops[static_cast<size_t>(format.dtype)][format.is_block_scaled];
   }
 };
 

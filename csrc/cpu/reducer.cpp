@@ -1,11 +1,12 @@
 #include "cpu/reducer.h"
 
-#include <algorithm>
-
+#include "base/limits.h"
 #include "cpu/copy.h"
 
 namespace rota::cpu {
 namespace {
+
+using schedule::Range;
 
 // Elements of a block: two float64 temporaries take half of a 32 KiB first-level cache.
 constexpr size_t kBlockElems = 1024;
@@ -13,10 +14,14 @@ struct alignas(64) Block {
   std::byte bytes[kBlockElems * sizeof(double)];
 };
 
-const std::byte* at(const void* base, size_t offset) {
-  return static_cast<const std::byte*>(base) + offset;
+// Cuts a range into blocks whose temporaries stay in the first-level cache; body gets each block as
+// elements of the tensor, and its offset in the range.
+template <typename Body>
+void for_each_block(const Range& range, Body&& body) {
+  for (uint64_t begin = 0; begin < range.num_elems; begin += kBlockElems) {
+    body(Range{range.begin + begin, schedule::min_of(kBlockElems, range.num_elems - begin)}, begin);
+  }
 }
-std::byte* at(void* base, size_t offset) { return static_cast<std::byte*>(base) + offset; }
 
 void convert_or_copy(const ElementLoops& loops, DType from, DType to, const void* src, void* dst,
                      size_t num_elems) {
@@ -29,88 +34,94 @@ void convert_or_copy(const ElementLoops& loops, DType from, DType to, const void
 
 }  // namespace
 
-Reducer::Reducer(DType dtype, DType wire, DType hop, ReduceOp op, int world_size)
-    : dtype_(dtype),
-      wire_(wire),
-      hop_(hop),
+Reducer::Reducer(const AllReduceArgs& args, int world_size)
+    : data_(static_cast<std::byte*>(args.data)),
+      dtype_(args.dtype),
+      wire_(args.wire),
+      hop_(args.hop),
       world_size_(world_size),
       loops_(element_loops()),
-      reduce_wire_(loops_.reduce(wire, op)),
-      add_hop_(loops_.reduce(hop, op == ReduceOp::kAvg ? ReduceOp::kSum : op)),
-      finish_hop_(loops_.reduce(hop, op)) {}
+      reduce_wire_(loops_.reduce(args.wire.dtype, args.op)),
+      add_hop_(loops_.reduce(args.hop, args.op == ReduceOp::kAvg ? ReduceOp::kSum : args.op)),
+      finish_hop_(loops_.reduce(args.hop, args.op)) {}
 
-template <typename Body>
-void Reducer::for_each_block(size_t num_elems, Body&& body) const {
-  for (size_t begin = 0; begin < num_elems; begin += kBlockElems) {
-    body(begin, std::min(kBlockElems, num_elems - begin));
-  }
+void Reducer::pack(const Range& range, const WirePlace& wire) const {
+  convert_or_copy(loops_, dtype_, wire_.dtype, data(range.begin), wire.payload, range.num_elems);
 }
 
-void Reducer::pack(const void* data, void* wire, size_t num_elems) const {
-  convert_or_copy(loops_, dtype_, wire_, data, wire, num_elems);
+void Reducer::unpack(const WirePlace& wire, const Range& range) const {
+  convert_or_copy(loops_, wire_.dtype, dtype_, wire.payload, data(range.begin), range.num_elems);
 }
 
-void Reducer::unpack(const void* wire, void* data, size_t num_elems) const {
-  convert_or_copy(loops_, wire_, dtype_, wire, data, num_elems);
-}
-
-void Reducer::reduce(const void* const* srcs, void* data, std::span<std::byte* const> wire_outs,
-                     size_t num_elems) const {
+void Reducer::reduce(const WirePlace* srcs, const Range& range,
+                     std::span<const WirePlace> wire_outs) const {
+  const void* block_srcs[kMaxWorldSize];
   if (is_plain() && wire_outs.empty()) {
-    return reduce_wire_(srcs, world_size_, data, num_elems, world_size_);
+    for (int i = 0; i < world_size_; ++i) {
+      block_srcs[i] = is_from_tensor(srcs[i]) ? data(range.begin) : srcs[i].payload;
+    }
+    return reduce_wire_(block_srcs, world_size_, data(range.begin), range.num_elems, world_size_);
   }
-  Block sums;
-  for_each_block(num_elems, [&](size_t begin, size_t block_elems) {
-    const size_t wire_begin = begin * wire_bytes();
-    const void* block_srcs[kMaxWorldSize];
-    for (int i = 0; i < world_size_; ++i) block_srcs[i] = at(srcs[i], wire_begin);
+  Block own, sums;
+  for_each_block(range, [&](const Range& block, uint64_t begin) {
+    for (int i = 0; i < world_size_; ++i) {
+      if (!is_from_tensor(srcs[i])) {
+        block_srcs[i] = wire_.from(srcs[i], begin).payload;
+      } else if (is_plain()) {
+        block_srcs[i] = data(block.begin);
+      } else {
+        pack(block, {own.bytes, nullptr});
+        block_srcs[i] = own.bytes;
+      }
+    }
     // Into the first source that a core has just fetched, not into a place of its own: the line
     // changes hands once instead of twice.
-    std::byte* sum = wire_outs.empty() ? sums.bytes : wire_outs[0] + wire_begin;
-    reduce_wire_(block_srcs, world_size_, sum, block_elems, world_size_);
+    const WirePlace sum =
+        wire_outs.empty() ? WirePlace{sums.bytes, nullptr} : wire_.from(wire_outs[0], begin);
+    reduce_wire_(block_srcs, world_size_, sum.payload, block.num_elems, world_size_);
     for (size_t i = 1; i < wire_outs.size(); ++i) {
-      copy_bytes(wire_outs[i] + wire_begin, sum, block_elems * wire_bytes());
+      copy_bytes(wire_.from(wire_outs[i], begin).payload, sum.payload,
+                 wire_.payload_bytes(block.num_elems));
     }
-    unpack(sum, at(data, begin * elem_bytes()), block_elems);
+    unpack(sum, block);
   });
 }
 
 // A contribution is rounded to the wire dtype in every algorithm, also where it then travels wider.
-void Reducer::widen_contribution(const void* data, void* hop, size_t num_elems) const {
-  if (is_plain() || wire_ == hop_) {
-    return convert_or_copy(loops_, dtype_, hop_, data, hop, num_elems);
+void Reducer::widen_contribution(const Range& range, std::byte* hop) const {
+  if (is_plain() || wire_.dtype == hop_) {
+    return convert_or_copy(loops_, dtype_, hop_, data(range.begin), hop, range.num_elems);
   }
   Block wire;
-  pack(data, wire.bytes, num_elems);
-  convert_or_copy(loops_, wire_, hop_, wire.bytes, hop, num_elems);
+  pack(range, {wire.bytes, nullptr});
+  convert_or_copy(loops_, wire_.dtype, hop_, wire.bytes, hop, range.num_elems);
 }
 
-void Reducer::start_partial(const void* data, void* hop, size_t num_elems) const {
-  for_each_block(num_elems, [&](size_t begin, size_t block_elems) {
-    widen_contribution(at(data, begin * elem_bytes()), at(hop, begin * hop_bytes()), block_elems);
+void Reducer::start_partial(const Range& range, std::byte* hop) const {
+  for_each_block(range, [&](const Range& block, uint64_t begin) {
+    widen_contribution(block, hop + begin * hop_bytes());
   });
 }
 
-void Reducer::add_to_partial(const void* partial, const void* data, void* hop,
-                             size_t num_elems) const {
+void Reducer::add_to_partial(const std::byte* partial, const Range& range, std::byte* hop) const {
   Block own;
-  for_each_block(num_elems, [&](size_t begin, size_t block_elems) {
-    widen_contribution(at(data, begin * elem_bytes()), own.bytes, block_elems);
-    const void* srcs[] = {at(partial, begin * hop_bytes()), own.bytes};
-    add_hop_(srcs, 2, at(hop, begin * hop_bytes()), block_elems, world_size_);
+  for_each_block(range, [&](const Range& block, uint64_t begin) {
+    widen_contribution(block, own.bytes);
+    const void* srcs[] = {partial + begin * hop_bytes(), own.bytes};
+    add_hop_(srcs, 2, hop + begin * hop_bytes(), block.num_elems, world_size_);
   });
 }
 
-void Reducer::finish_partial(const void* partial, void* data, void* wire, size_t num_elems) const {
+void Reducer::finish_partial(const std::byte* partial, const Range& range,
+                             const WirePlace& wire) const {
   Block own, sum;
-  for_each_block(num_elems, [&](size_t begin, size_t block_elems) {
-    void* data_block = at(data, begin * elem_bytes());
-    void* wire_block = at(wire, begin * wire_bytes());
-    widen_contribution(data_block, own.bytes, block_elems);
-    const void* srcs[] = {at(partial, begin * hop_bytes()), own.bytes};
-    finish_hop_(srcs, 2, sum.bytes, block_elems, world_size_);
-    convert_or_copy(loops_, hop_, wire_, sum.bytes, wire_block, block_elems);
-    unpack(wire_block, data_block, block_elems);
+  for_each_block(range, [&](const Range& block, uint64_t begin) {
+    const WirePlace wire_block = wire_.from(wire, begin);
+    widen_contribution(block, own.bytes);
+    const void* srcs[] = {partial + begin * hop_bytes(), own.bytes};
+    finish_hop_(srcs, 2, sum.bytes, block.num_elems, world_size_);
+    convert_or_copy(loops_, hop_, wire_.dtype, sum.bytes, wire_block.payload, block.num_elems);
+    unpack(wire_block, block);
   });
 }
 

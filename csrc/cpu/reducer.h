@@ -1,52 +1,63 @@
 // The element work of one all-reduce: tensor to wire, sums, wire to tensor. A sum is rounded once
 // to the wire dtype, whichever algorithm forms it; a tensor of another dtype is cast block by block
 // on the way, so no copy of it in the wire dtype exists outside the slots.
+//
+// This one does every dtype and op; bucket_reducer.h does gradient buckets, with the same methods.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <span>
 
-#include "base/dtype.h"
-#include "base/limits.h"
+#include "cpu/all_reduce_args.h"
 #include "cpu/element_loops.h"
+#include "schedule/chunk.h"
 
 namespace rota::cpu {
 
+// Among the sources of a sum: the own contribution, straight from the tensor.
+inline constexpr WirePlace kFromTensor{nullptr, nullptr};
+constexpr bool is_from_tensor(const WirePlace& place) { return place.payload == nullptr; }
+
 class Reducer {
  public:
-  // hop: the dtype in which rings pass partial sums on.
-  Reducer(DType dtype, DType wire, DType hop, ReduceOp op, int world_size);
+  // Shards and pieces start at multiples of this, which keeps them on cache lines for every dtype.
+  static constexpr uint64_t kGranuleElems = 64;
 
-  size_t elem_bytes() const { return info(dtype_).num_bytes; }
-  size_t wire_bytes() const { return info(wire_).num_bytes; }
+  Reducer(const AllReduceArgs& args, int world_size);
+
+  const WireFormat& wire() const { return wire_; }
   size_t hop_bytes() const { return info(hop_).num_bytes; }
-  // The tensor itself is a source in the wire dtype: it need not be read from a slot.
-  bool is_plain() const { return dtype_ == wire_; }
+  // Where a sum takes the own contribution from if it also lies in this place.
+  WirePlace own_source(const WirePlace& packed) const { return is_plain() ? kFromTensor : packed; }
 
-  // data -> wire, rounding once.
-  void pack(const void* data, void* wire, size_t num_elems) const;
-  // wire -> data, exact.
-  void unpack(const void* wire, void* data, size_t num_elems) const;
-  // Sums sources in the wire dtype in ascending order; the result goes to data and to each of
-  // wire_outs. These, and in a plain reduction data, may be among srcs.
-  void reduce(const void* const* srcs, void* data, std::span<std::byte* const> wire_outs,
-              size_t num_elems) const;
+  // Ranges are elements of the tensor. All of them are const, and none has a memory of others.
+
+  // Tensor -> wire, rounding once.
+  void pack(const schedule::Range& range, const WirePlace& wire) const;
+  // Wire -> tensor, exact.
+  void unpack(const WirePlace& wire, const schedule::Range& range) const;
+  // Sums every rank's contribution in ascending order; the result goes to the tensor and to each of
+  // wire_outs, which may be among srcs.
+  void reduce(const WirePlace* srcs, const schedule::Range& range,
+              std::span<const WirePlace> wire_outs) const;
 
   // Ring hops: a partial sum in the hop dtype plus the own contribution, still as a partial sum.
-  void start_partial(const void* data, void* hop, size_t num_elems) const;
-  void add_to_partial(const void* partial, const void* data, void* hop, size_t num_elems) const;
-  // The last addition of a ring: the sum, rounded, to data and wire.
-  void finish_partial(const void* partial, void* data, void* wire, size_t num_elems) const;
+  void start_partial(const schedule::Range& range, std::byte* hop) const;
+  void add_to_partial(const std::byte* partial, const schedule::Range& range, std::byte* hop) const;
+  // The last addition of a ring: the sum, rounded, to tensor and wire.
+  void finish_partial(const std::byte* partial, const schedule::Range& range,
+                      const WirePlace& wire) const;
 
  private:
-  // Cuts a loop into blocks whose temporaries stay in the first-level cache.
-  template <typename Body>
-  void for_each_block(size_t num_elems, Body&& body) const;
-  void widen_contribution(const void* data, void* hop, size_t num_elems) const;
+  // The tensor itself is a source in the wire dtype.
+  bool is_plain() const { return dtype_ == wire_.dtype; }
+  std::byte* data(uint64_t elem) const { return data_ + elem * info(dtype_).num_bytes; }
+  void widen_contribution(const schedule::Range& range, std::byte* hop) const;
 
+  std::byte* data_;
   DType dtype_;
-  DType wire_;
+  WireFormat wire_;
   DType hop_;
   int world_size_;
   const ElementLoops& loops_;

@@ -1,0 +1,84 @@
+// How elements travel between ranks: their dtype and, where blocks are scaled, the power of two
+// that each block was divided by, one byte a block, biased by 127: E8M0 of the OCP Microscaling
+// Formats specification 1.0. All payload comes first, then all scales.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/dtype.h"
+#include "base/host_device.h"
+
+namespace rota {
+
+// Where elements in the wire format lie.
+struct WirePlace {
+  std::byte* payload;
+  std::byte* scales;
+};
+
+// A block's largest finite magnitude is brought into [2^kTop, 2^(kTop + 1)), from where no rounding
+// reaches the dtype's largest number. Of float8_e4m3fn, which has no Inf, this leaves the largest
+// code free to stand for it.
+//
+// Block lengths, Xeon with AVX-512, 2026-11-21, benchmarks/fused.py: float16 64, because shorter
+// ones cost time and its own range of 2^29 spans what a block of gradients holds; float8 32, as in
+// the specification, because its range is short.
+struct BlockScaling {
+  uint32_t block_elems;
+  int top_exponent;
+};
+
+// What a gradient bucket may be of, and what it may travel as.
+constexpr bool is_bucket_dtype(DType dtype) {
+  return info(dtype).is_floating && info(dtype).num_bytes > 1;
+}
+constexpr bool is_wire_dtype(DType dtype) {
+  return info(dtype).is_floating && dtype != DType::kFloat64;
+}
+
+HOST_DEVICE constexpr bool has_block_scaling(DType dtype) {
+  return dtype == DType::kFloat16 || dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2;
+}
+HOST_DEVICE constexpr BlockScaling block_scaling(DType dtype) {
+  if (dtype == DType::kFloat16) return {64, 14};
+  return {32, dtype == DType::kFloat8E4M3 ? 7 : 14};
+}
+
+// Scales stay within what float32 multiplies without loss: its denormals are whole multiples of
+// float16's smallest one at 2^-125.
+inline constexpr int kMinScaleExponent = -125;
+inline constexpr int kScaleBias = 127;
+
+struct WireFormat {
+  DType dtype;
+  bool is_block_scaled = false;
+
+  HOST_DEVICE constexpr size_t payload_bytes(uint64_t num_elems) const {
+    return num_elems * info(dtype).num_bytes;
+  }
+  HOST_DEVICE constexpr size_t num_scales(uint64_t num_elems) const {
+    if (!is_block_scaled) return 0;
+    const uint32_t block_elems = block_scaling(dtype).block_elems;
+    return (num_elems + block_elems - 1) / block_elems;
+  }
+  HOST_DEVICE constexpr size_t num_bytes(uint64_t num_elems) const {
+    return payload_bytes(num_elems) + num_scales(num_elems);
+  }
+  // The most elements that num_bytes hold, in multiples of granule_elems.
+  HOST_DEVICE constexpr uint64_t capacity(size_t num_bytes_given, uint64_t granule_elems) const {
+    return num_bytes_given / num_bytes(granule_elems) * granule_elems;
+  }
+
+  WirePlace place(std::byte* base, uint64_t num_elems) const {
+    return {base, base + payload_bytes(num_elems)};
+  }
+  // The place of the elements from `elem` on, which starts a block.
+  WirePlace from(const WirePlace& place, uint64_t elem) const {
+    return {place.payload + payload_bytes(elem), place.scales + num_scales(elem)};
+  }
+
+  bool operator==(const WireFormat&) const = default;
+};
+
+}  // namespace rota

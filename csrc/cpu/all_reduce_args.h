@@ -1,0 +1,58 @@
+// What one rank hands to an all-reduce.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "base/wire_format.h"
+#include "schedule/chunk.h"
+#include "schedule/select.h"
+
+namespace rota::cpu {
+
+// Tensors of gradients are worked on in tiles that stay in the first-level cache: they are cut
+// there, each is rounded by random numbers of its own, and its squares are a sum of their own, so
+// that no result depends on algorithm, rounds or shards. Whole blocks of every wire format.
+inline constexpr uint64_t kTileElems = 512;
+
+// What happens to a gradient bucket on its way through an all-reduce, besides the sum.
+struct BucketPass {
+  float contribution_factor = 1;  // of each rank's gradients, before they are rounded
+  float divisor = 1;              // of the sum
+  float result_factor = 1;        // of the result, after it is rounded
+  // Error feedback: what rounding the own contributions lost, in units of the result; added to the
+  // next ones and then renewed. Null: none.
+  float* residual = nullptr;
+  std::optional<uint64_t> stochastic_seed;  // none: to nearest
+};
+
+// What is found out about the result on its way into the tensor.
+struct BucketMeasures {
+  std::vector<double> squares;  // by tile
+  uint64_t num_non_finite = 0;
+
+  explicit BucketMeasures(uint64_t num_elems)
+      : squares(schedule::ceil_div(num_elems, kTileElems)) {}
+  // In ascending order of tiles.
+  double sum_of_squares() const {
+    double sum = 0;
+    for (const double square : squares) sum += square;
+    return sum;
+  }
+};
+
+struct AllReduceArgs {
+  void* data;  // num_elems elements of dtype, contiguous
+  uint64_t num_elems;
+  DType dtype;
+  ReduceOp op;
+  WireFormat wire;  // what contributions and results are rounded to
+  DType hop;        // what rings pass partial sums on in
+  schedule::Algorithm algorithm;
+  // For gradient buckets; both or neither.
+  const BucketPass* pass = nullptr;
+  BucketMeasures* measures = nullptr;
+};
+
+}  // namespace rota::cpu

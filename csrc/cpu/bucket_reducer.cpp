@@ -1,0 +1,207 @@
+#include "cpu/bucket_reducer.h"
+
+#include <cmath>
+
+#include "base/limits.h"
+#include "cpu/copy.h"
+
+namespace rota::cpu {
+namespace {
+
+using schedule::Range;
+
+// What rounding of results draws its random numbers from; contributions draw from their rank.
+constexpr int kResultStream = kMaxWorldSize;
+
+struct alignas(64) Floats {
+  float values[kTileElems];
+};
+
+// Of the longest format, with a scale for each of its shortest blocks.
+struct alignas(64) Encoded {
+  std::byte payload[kTileElems * sizeof(float)];
+  std::byte scales[kTileElems / block_scaling(DType::kFloat8E4M3).block_elems];
+
+  WirePlace place() { return {payload, scales}; }
+};
+
+// Ranges start at a tile; body gets each tile as elements of the tensor, and its offset in the
+// range.
+template <typename Body>
+void for_each_tile(const Range& range, Body&& body) {
+  for (uint64_t begin = 0; begin < range.num_elems; begin += kTileElems) {
+    body(Range{range.begin + begin, schedule::min_of(kTileElems, range.num_elems - begin)}, begin);
+  }
+}
+
+// Steele, Lea and Flood's SplitMix64: neighbouring seeds give unrelated numbers.
+uint64_t mix(uint64_t value) {
+  value += 0x9e3779b97f4a7c15;
+  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9;
+  value = (value ^ (value >> 27)) * 0x94d049bb133111eb;
+  return value ^ (value >> 31);
+}
+
+bool is_power_of_two(float value) {
+  int exponent = 0;
+  return std::frexp(value, &exponent) == 0.5f;
+}
+
+uint64_t count_non_finite(const float* values, size_t num_elems) {
+  uint64_t count = 0;
+  for (size_t i = 0; i < num_elems; ++i) count += !std::isfinite(values[i]);
+  return count;
+}
+
+}  // namespace
+
+BucketReducer::BucketReducer(const AllReduceArgs& args, int rank, int world_size)
+    : data_(static_cast<std::byte*>(args.data)),
+      dtype_(args.dtype),
+      wire_(args.wire),
+      pass_(*args.pass),
+      measures_(*args.measures),
+      rank_(rank),
+      world_size_(world_size),
+      loops_(element_loops()),
+      wire_loops_(loops_.wire(args.wire)) {}
+
+void BucketReducer::encode(const float* src, const WirePlace& wire, const Range& tile, float factor,
+                           int stream) const {
+  if (!pass_.stochastic_seed) return wire_loops_.encode(src, wire, tile.num_elems, factor);
+  const uint64_t key =
+      mix(mix(*pass_.stochastic_seed + static_cast<uint64_t>(stream)) + tile.begin / kTileElems);
+  wire_loops_.encode_at_random(src, wire, tile.num_elems, factor, static_cast<uint32_t>(key));
+}
+
+void BucketReducer::pack_tile(const Range& tile, const WirePlace& wire) const {
+  Floats converted;
+  const auto* gradients = reinterpret_cast<const float*>(data(tile.begin));
+  if (dtype_ != DType::kFloat32) {
+    loops_.convert(dtype_, DType::kFloat32)(data(tile.begin), converted.values, tile.num_elems);
+    gradients = converted.values;
+  }
+  if (pass_.residual == nullptr) {
+    return encode(gradients, wire, tile, pass_.contribution_factor, rank_);
+  }
+  // Error feedback (Seide et al. 2014): the residual is kept in units of the result, which stay
+  // the same when the loss scale changes.
+  float* residual = pass_.residual + tile.begin;
+  Floats wanted, sent;
+  for (size_t i = 0; i < tile.num_elems; ++i) {
+    wanted.values[i] = gradients[i] * pass_.contribution_factor + residual[i] / pass_.result_factor;
+  }
+  encode(wanted.values, wire, tile, 1, rank_);
+  wire_loops_.decode(wire, sent.values, tile.num_elems, 1);
+  for (size_t i = 0; i < tile.num_elems; ++i) {
+    const float lost = (wanted.values[i] - sent.values[i]) * pass_.result_factor;
+    residual[i] = std::isfinite(lost) ? lost : 0;
+  }
+}
+
+// The own contribution as its receivers would read it.
+void BucketReducer::round_contribution(const Range& tile, float* rounded) const {
+  Encoded own;
+  pack_tile(tile, own.place());
+  wire_loops_.decode(own.place(), rounded, tile.num_elems, 1);
+}
+
+void BucketReducer::add_contribution(const float* partial, const Range& tile, float* sums) const {
+  Floats own;
+  round_contribution(tile, own.values);
+  const void* srcs[] = {partial, own.values};
+  loops_.reduce(DType::kFloat32, ReduceOp::kSum)(srcs, 2, sums, tile.num_elems, 1);
+}
+
+void BucketReducer::unpack_tile(const WirePlace& wire, const Range& tile) const {
+  Floats converted;
+  const bool is_float32 = dtype_ == DType::kFloat32;
+  std::byte* out = data(tile.begin);
+  float* results = is_float32 ? reinterpret_cast<float*>(out) : converted.values;
+  wire_loops_.decode(wire, results, tile.num_elems, pass_.result_factor);
+  if (!is_float32) {
+    loops_.convert(DType::kFloat32, dtype_)(results, out, tile.num_elems);
+    // What is measured is what is stored; float64 holds it unchanged.
+    if (dtype_ != DType::kFloat64) {
+      loops_.convert(dtype_, DType::kFloat32)(out, results, tile.num_elems);
+    }
+  }
+  const double squares = loops_.sum_of_squares(results, tile.num_elems);
+  measures_.squares[tile.begin / kTileElems] = squares;
+  if (!std::isfinite(squares)) {
+    measures_.num_non_finite += count_non_finite(results, tile.num_elems);
+  }
+}
+
+// From a complete sum to the wire and to the bucket.
+void BucketReducer::finish_tile(float* sums, const Range& tile, const WirePlace& wire) const {
+  float factor = 1;
+  if (is_power_of_two(pass_.divisor)) {
+    factor = 1 / pass_.divisor;  // exact, so the product rounds as the quotient would
+  } else {
+    for (size_t i = 0; i < tile.num_elems; ++i) sums[i] /= pass_.divisor;
+  }
+  encode(sums, wire, tile, factor, kResultStream);
+  unpack_tile(wire, tile);
+}
+
+void BucketReducer::copy_tile(const WirePlace& from, const WirePlace& to, size_t num_elems) const {
+  copy_bytes(to.payload, from.payload, wire_.payload_bytes(num_elems));
+  copy_bytes(to.scales, from.scales, wire_.num_scales(num_elems));
+}
+
+void BucketReducer::pack(const Range& range, const WirePlace& wire) const {
+  for_each_tile(
+      range, [&](const Range& tile, uint64_t begin) { pack_tile(tile, wire_.from(wire, begin)); });
+}
+
+void BucketReducer::unpack(const WirePlace& wire, const Range& range) const {
+  for_each_tile(range, [&](const Range& tile, uint64_t begin) {
+    unpack_tile(wire_.from(wire, begin), tile);
+  });
+}
+
+void BucketReducer::reduce(const WirePlace* srcs, const Range& range,
+                           std::span<const WirePlace> wire_outs) const {
+  Floats sums;
+  Encoded own, result;
+  for_each_tile(range, [&](const Range& tile, uint64_t begin) {
+    WirePlace tile_srcs[kMaxWorldSize];
+    for (int i = 0; i < world_size_; ++i) {
+      tile_srcs[i] = is_from_tensor(srcs[i]) ? own.place() : wire_.from(srcs[i], begin);
+      if (is_from_tensor(srcs[i])) pack_tile(tile, own.place());
+    }
+    wire_loops_.accumulate(tile_srcs, world_size_, sums.values, tile.num_elems);
+    // Into a source's place, where the line already is: see reducer.cpp.
+    const WirePlace out = wire_outs.empty() ? result.place() : wire_.from(wire_outs[0], begin);
+    finish_tile(sums.values, tile, out);
+    for (size_t i = 1; i < wire_outs.size(); ++i) {
+      copy_tile(out, wire_.from(wire_outs[i], begin), tile.num_elems);
+    }
+  });
+}
+
+void BucketReducer::start_partial(const Range& range, std::byte* hop) const {
+  for_each_tile(range, [&](const Range& tile, uint64_t begin) {
+    round_contribution(tile, reinterpret_cast<float*>(hop) + begin);
+  });
+}
+
+void BucketReducer::add_to_partial(const std::byte* partial, const Range& range,
+                                   std::byte* hop) const {
+  for_each_tile(range, [&](const Range& tile, uint64_t begin) {
+    const auto* sums = reinterpret_cast<const float*>(partial) + begin;
+    add_contribution(sums, tile, reinterpret_cast<float*>(hop) + begin);
+  });
+}
+
+void BucketReducer::finish_partial(const std::byte* partial, const Range& range,
+                                   const WirePlace& wire) const {
+  Floats sums;
+  for_each_tile(range, [&](const Range& tile, uint64_t begin) {
+    add_contribution(reinterpret_cast<const float*>(partial) + begin, tile, sums.values);
+    finish_tile(sums.values, tile, wire_.from(wire, begin));
+  });
+}
+
+}  // namespace rota::cpu

@@ -1,0 +1,62 @@
+// The element work of the all-reduce of a gradient bucket, in one pass each way. Contributions are
+// multiplied, rounded to the wire format and written to the slots; sums are kept in float32,
+// divided, and rounded once more; results are multiplied, measured, and written to the bucket.
+//
+// Methods as reducer.h says. Each element of the bucket is contributed once and written once, by
+// whichever of them the algorithm calls.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "cpu/all_reduce_args.h"
+#include "cpu/element_loops.h"
+#include "cpu/reducer.h"
+#include "schedule/chunk.h"
+
+namespace rota::cpu {
+
+class BucketReducer {
+ public:
+  static constexpr uint64_t kGranuleElems = kTileElems;
+
+  BucketReducer(const AllReduceArgs& args, int rank, int world_size);
+
+  const WireFormat& wire() const { return wire_; }
+  size_t hop_bytes() const { return sizeof(float); }
+  // Contributions are made once: what lies in a slot already is taken from there.
+  WirePlace own_source(const WirePlace& packed) const { return packed; }
+
+  void pack(const schedule::Range& range, const WirePlace& wire) const;
+  void unpack(const WirePlace& wire, const schedule::Range& range) const;
+  void reduce(const WirePlace* srcs, const schedule::Range& range,
+              std::span<const WirePlace> wire_outs) const;
+  void start_partial(const schedule::Range& range, std::byte* hop) const;
+  void add_to_partial(const std::byte* partial, const schedule::Range& range, std::byte* hop) const;
+  void finish_partial(const std::byte* partial, const schedule::Range& range,
+                      const WirePlace& wire) const;
+
+ private:
+  std::byte* data(uint64_t elem) const { return data_ + elem * info(dtype_).num_bytes; }
+  void encode(const float* src, const WirePlace& wire, const schedule::Range& tile, float factor,
+              int stream) const;
+  void pack_tile(const schedule::Range& tile, const WirePlace& wire) const;
+  void round_contribution(const schedule::Range& tile, float* rounded) const;
+  void add_contribution(const float* partial, const schedule::Range& tile, float* sums) const;
+  void unpack_tile(const WirePlace& wire, const schedule::Range& tile) const;
+  void finish_tile(float* sums, const schedule::Range& tile, const WirePlace& wire) const;
+  void copy_tile(const WirePlace& from, const WirePlace& to, size_t num_elems) const;
+
+  std::byte* data_;
+  DType dtype_;
+  WireFormat wire_;
+  const BucketPass& pass_;
+  BucketMeasures& measures_;
+  int rank_;
+  int world_size_;
+  const ElementLoops& loops_;
+  const WireLoops& wire_loops_;
+};
+
+}  // namespace rota::cpu

@@ -1,0 +1,150 @@
+"""What reduce_bucket must give, in plain numpy, from the definition; shares no code with rota.
+
+Elements are float64 here; every step that rota does in float32 is rounded to float32, which for a
+single sum, product or quotient of float32 numbers is the same as doing it in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from oracle import Array, round_to, to_numpy
+
+WIRE_DTYPES = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+BUCKET_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class Blocks(NamedTuple):
+    num_elems: int
+    top_exponent: int  # the largest magnitude of a block lies in [2**top, 2**(top + 1))
+
+
+BLOCKS = {
+    torch.float16: Blocks(64, 14),
+    torch.float8_e4m3fn: Blocks(32, 7),
+    torch.float8_e5m2: Blocks(32, 14),
+}
+# Half of the distance between two numbers of the format, over the number and in absolute terms.
+HALF_ULP = {
+    torch.float32: 2.0**-24,
+    torch.float16: 2.0**-11,
+    torch.bfloat16: 2.0**-8,
+    torch.float8_e4m3fn: 2.0**-4,
+    torch.float8_e5m2: 2.0**-3,
+}
+HALF_SPACING_OF_DENORMALS = {
+    torch.float32: 2.0**-150,
+    torch.float16: 2.0**-25,
+    torch.bfloat16: 2.0**-134,
+    torch.float8_e4m3fn: 2.0**-10,
+    torch.float8_e5m2: 2.0**-17,
+}
+
+
+class Format(NamedTuple):
+    dtype: torch.dtype
+    block_scaling: bool
+
+    def __str__(self) -> str:
+        scaled = "-scaled" if self.block_scaling else ""
+        return str(self.dtype).removeprefix("torch.") + scaled
+
+
+FORMATS = [Format(dtype, False) for dtype in WIRE_DTYPES] + [
+    Format(dtype, True) for dtype in BLOCKS
+]
+
+
+def block_exponents(values: Array, wire: Format) -> Array:
+    """The exponent of each element's scale; 0 without block scaling."""
+    if not wire.block_scaling:
+        return np.zeros(len(values), dtype=np.int64)
+    blocks = BLOCKS[wire.dtype]
+    exponents = []
+    for start in range(0, len(values), blocks.num_elems):
+        block = np.abs(values[start : start + blocks.num_elems])
+        largest = np.max(block[np.isfinite(block)], initial=0.0)
+        exponent = 0
+        if largest > 0:
+            floor_log2 = int(np.frexp(largest)[1]) - 1
+            exponent = min(max(floor_log2 - blocks.top_exponent, -125), 127)
+        exponents += [exponent] * len(block)
+    return np.array(exponents, dtype=np.int64)
+
+
+def through_wire(values: Array, wire: Format) -> Array:
+    """Rounded to the wire format and read back."""
+    if not wire.block_scaling:
+        return round_to(values, wire.dtype)
+    exponents = block_exponents(values, wire)
+    scaled = round_to(np.ldexp(values, -exponents), wire.dtype)
+    # float8_e4m3fn has no Inf; in blocks its largest code, which no finite number uses, is one.
+    scaled = np.where(np.isinf(values), values, scaled)
+    return np.ldexp(scaled, exponents)
+
+
+def reduce_bucket(
+    inputs: Sequence[torch.Tensor],
+    wire: Format,
+    *,
+    contribution_factor: float = 1.0,
+    divisor: float = 1.0,
+    result_factor: float = 1.0,
+) -> torch.Tensor:
+    """The bucket after the collective, from the buckets of all ranks before it."""
+    dtype = inputs[0].dtype
+    float32 = torch.float32
+    with np.errstate(all="ignore"):
+        total = None
+        for bucket in inputs:
+            gradients = round_to(to_numpy(bucket).ravel(), float32)
+            wanted = round_to(gradients * float(np.float32(contribution_factor)), float32)
+            sent = through_wire(wanted, wire)
+            total = sent if total is None else round_to(total + sent, float32)
+        average = round_to(total / float(np.float32(divisor)), float32)
+        rounded = through_wire(average, wire)
+        result = round_to(rounded * float(np.float32(result_factor)), float32)
+        result = round_to(result, dtype)
+    return torch.from_numpy(np.asarray(result)).to(dtype).reshape(inputs[0].shape)
+
+
+def stats_of(result: torch.Tensor) -> tuple[int, float]:
+    """The number of elements that are not finite, and the sum of all squares."""
+    values = to_numpy(result).ravel()
+    with np.errstate(all="ignore"):
+        return int((~np.isfinite(values)).sum()), float((values * values).sum())
+
+
+def error_bound(inputs: Sequence[torch.Tensor], wire: Format) -> tuple[Array, Array]:
+    """The exact average, and how far from it the averaged bucket may lie, element by element.
+
+    Each conversion errs by half a unit in the last place, below the normal range of its block by
+    half the spacing there: one conversion for each contribution, and one for the result. The sum
+    itself is formed in float32.
+    """
+    values = [to_numpy(bucket).ravel() for bucket in inputs]
+    exact = np.sum(values, axis=0) / len(values)
+    bound = np.zeros(len(exact))
+    for contribution in values:
+        bound += _conversion_error(contribution, wire) / len(values)
+    magnitudes = np.sum(np.abs(values), axis=0) / len(values)
+    bound += magnitudes * len(values) * 2.0**-24
+    # The result that is converted lies this far from the exact one, and so may its block's largest.
+    bound += _conversion_error(np.abs(exact) + bound, wire)
+    return exact, bound
+
+
+def _conversion_error(values: Array, wire: Format) -> Array:
+    relative = np.abs(values) * HALF_ULP[wire.dtype]
+    exponents = block_exponents(values, wire)
+    return np.maximum(relative, np.ldexp(HALF_SPACING_OF_DENORMALS[wire.dtype], exponents))

@@ -1,0 +1,259 @@
+"""The fused all-reduce of a gradient bucket, against the numpy oracle, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import rota
+from bucket_oracle import (
+    BLOCKS,
+    BUCKET_DTYPES,
+    FORMATS,
+    Format,
+    error_bound,
+    reduce_bucket,
+    stats_of,
+)
+from oracle import CANONICAL_ALGORITHMS, assert_same, name_of, to_numpy
+from ranks import Rank, run_ranks
+
+SMALL_SLOT = 4096  # a few rounds already for thousands of elements
+LENGTHS = (0, 1, 31, 33, 63, 64, 65, 511, 512, 513, 1025, 4097, 40_001)
+
+
+def gradients(num_ranks: int, num_elems: int, dtype: torch.dtype, seed: int = 0) -> list[Any]:
+    """Of every magnitude: calm blocks, wild ones, zeros, denormals, here and there Inf and NaN."""
+    generator = torch.Generator().manual_seed(seed + num_elems)
+    buckets = []
+    for rank in range(num_ranks):
+        values = torch.randn(num_elems, generator=generator, dtype=torch.float64) * 1e-3
+        wild = torch.rand(num_elems, generator=generator, dtype=torch.float64) * 60 - 30
+        place = torch.arange(num_elems) // 100 % 7
+        values = torch.where(place == 1, values * 10**wild, values)
+        values = torch.where(place == 2, values * 1e-38, values)
+        values = torch.where(place == 3, torch.zeros(()), values)
+        values = torch.where(place == 4, values * 1e30, values)
+        values[rank + 5 :: 907] = math.inf
+        values[2 * rank + 300 :: 911] = -math.inf
+        values[rank + 417 :: 1301] = math.nan
+        buckets.append(values.to(dtype))
+    return buckets
+
+
+def reduce_once(
+    comm: rota.Communicator, bucket: torch.Tensor, wire: Format, **options: Any
+) -> tuple[torch.Tensor, list[float]]:
+    result, stats = bucket.clone(), torch.full((2,), -1.0, dtype=torch.float64)
+    comm.reduce_bucket(
+        result, stats, wire_dtype=wire.dtype, block_scaling=wire.block_scaling, **options
+    )
+    return result, stats.tolist()
+
+
+def check(rank: Rank, comm: rota.Communicator, what: str, wire: Format, **options: Any) -> None:
+    dtype, num_elems = options.pop("dtype"), options.pop("num_elems")
+    buckets = gradients(rank.world_size, num_elems, dtype)
+    algorithm = options.pop("algorithm", "auto")
+    got, stats = reduce_once(comm, buckets[rank.rank], wire, algorithm=algorithm, **options)
+    expected = reduce_bucket(buckets, wire, **options)
+    assert_same(got, expected, f"{what} {num_elems}")
+    num_non_finite, squares = stats_of(expected)
+    assert stats[0] == num_non_finite
+    if num_non_finite == 0:
+        # Sums of float64 in another order: each of the few thousand additions rounds once.
+        assert math.isclose(stats[1], squares, rel_tol=1e-12), (what, num_elems)
+    else:
+        assert not math.isfinite(stats[1])
+
+
+def follow_oracle(rank: Rank, wire: Format, dtype: torch.dtype) -> None:
+    for slot_bytes in (SMALL_SLOT, None):
+        comm = rank.communicator(slot_bytes=slot_bytes)
+        for algorithm in CANONICAL_ALGORITHMS:
+            for num_elems in LENGTHS:
+                check(
+                    rank,
+                    comm,
+                    algorithm,
+                    wire,
+                    dtype=dtype,
+                    num_elems=num_elems,
+                    algorithm=algorithm,
+                    contribution_factor=0.5,
+                    divisor=rank.world_size / 2,
+                    result_factor=1 / 1024,
+                )
+
+
+@pytest.mark.parametrize("wire", FORMATS, ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3], ids="ws{}".format)
+def test_reduce_bucket_follows_oracle(world_size: int, wire: Format) -> None:
+    run_ranks(world_size, follow_oracle, wire, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", BUCKET_DTYPES, ids=name_of)
+@pytest.mark.parametrize(
+    "wire", [Format(torch.float16, True), Format(torch.float32, False)], ids=str
+)
+def test_reduce_bucket_of_dtype_follows_oracle(wire: Format, dtype: torch.dtype) -> None:
+    run_ranks(2, follow_oracle, wire, dtype)
+
+
+def follow_oracle_on_isa(rank: Rank, isa: str) -> None:
+    comm = rank.communicator()
+    assert rota._C.isa() == isa
+    for wire in FORMATS:
+        check(rank, comm, isa, wire, dtype=torch.float32, num_elems=40_001, divisor=3.0)
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+def test_reduce_bucket_gives_same_bits_on_every_isa(isa: str) -> None:
+    try:
+        run_ranks(2, follow_oracle_on_isa, isa, env={"ROTA_ISA": isa})
+    except AssertionError as error:
+        if "this CPU runs" not in str(error):
+            raise
+        pytest.skip(f"this CPU lacks {isa}")
+
+
+def squares_of(rank: Rank, algorithm: str, slot_bytes: int | None) -> tuple[bytes, float]:
+    comm = rank.communicator(slot_bytes=slot_bytes)
+    bucket = torch.randn(100_003, generator=torch.Generator().manual_seed(rank.rank))
+    seed = 99
+    result, stats = reduce_once(
+        comm,
+        bucket,
+        Format(torch.float16, True),
+        algorithm=algorithm,
+        divisor=3.0,
+        stochastic_seed=seed,
+    )
+    return result.numpy().tobytes(), stats[1]
+
+
+def test_reduce_bucket_norm_and_random_bits_depend_on_no_algorithm_or_slot() -> None:
+    results = [
+        result
+        for algorithm in CANONICAL_ALGORITHMS
+        for slot_bytes in (SMALL_SLOT, 64 << 10, None)
+        for result in run_ranks(3, squares_of, algorithm, slot_bytes)
+    ]
+    assert all(result == results[0] for result in results)
+
+
+def stay_within_bound(rank: Rank, wire: Format) -> None:
+    comm = rank.communicator()
+    generator = torch.Generator().manual_seed(5)
+    shape = (rank.world_size, 20_000)
+    wild = torch.rand(shape, generator=generator, dtype=torch.float64) * 24 - 12
+    wild = (10**wild * torch.randn(shape, generator=generator, dtype=torch.float64)).float()
+    calm = torch.randn(shape, generator=generator)
+    tiny = torch.randn(shape, generator=generator) * 1e-41
+    for name, buckets in {"wild": wild, "calm": calm, "tiny": tiny}.items():
+        if not wire.block_scaling and name != "calm":
+            continue  # beyond the format's range, which is what block scaling is for
+        inputs = list(buckets)
+        got, _ = reduce_once(comm, inputs[rank.rank], wire, divisor=float(rank.world_size))
+        exact, bound = error_bound(inputs, wire)
+        errors = np.abs(to_numpy(got) - exact)
+        assert (errors <= bound).all(), (name, (errors / bound).max())
+
+
+@pytest.mark.parametrize("wire", FORMATS, ids=str)
+@pytest.mark.parametrize("world_size", [2, 4, 8, 16], ids="ws{}".format)
+def test_reduce_bucket_error_is_within_bound(world_size: int, wire: Format) -> None:
+    run_ranks(world_size, stay_within_bound, wire)
+
+
+def round_at_random(rank: Rank, wire: Format) -> None:
+    comm = rank.communicator()
+    # In every block one 1, which fixes the scale; all others lie between two neighbours.
+    values = torch.linspace(0.1, 0.9, 3200)
+    values[::32] = 1.0
+    mean = torch.zeros(values.numel(), dtype=torch.float64)
+    results = set()
+    num_draws = 400
+    for seed in range(num_draws):
+        got, _ = reduce_once(comm, values, wire, divisor=2.0, stochastic_seed=seed)
+        again, _ = reduce_once(comm, values, wire, divisor=2.0, stochastic_seed=seed)
+        assert torch.equal(got, again)
+        results.add(got.numpy().tobytes())
+        mean += got.double() / num_draws
+    assert len(results) == num_draws
+    nearest, _ = reduce_once(comm, values, wire, divisor=2.0)
+    # Three independent roundings, each uniform within two half-units: the mean of many comes close.
+    error = (mean - values.double()).mean().abs()
+    bias = (nearest.double() - values.double()).abs().mean()
+    assert error < bias / 20, (error, bias)
+    assert ((mean - values.double()).abs() < bias).double().mean() > 0.99
+
+
+@pytest.mark.parametrize("wire", [wire for wire in FORMATS if wire.dtype != torch.float32], ids=str)
+def test_stochastic_rounding_is_unbiased_and_repeatable(wire: Format) -> None:
+    run_ranks(2, round_at_random, wire, timeout_s=120)
+
+
+def feed_errors_back(rank: Rank, wire: Format) -> None:
+    comm = rank.communicator()
+    gradient = torch.randn(1000, generator=torch.Generator().manual_seed(rank.rank)) * 1e-2
+    gradient[7] = math.inf if rank.rank == 0 else 1.0
+    residual = torch.zeros(1000)
+    total = torch.zeros(1000, dtype=torch.float64)
+    num_steps = 64
+    for step in range(num_steps):
+        scale = 2.0 ** (step % 5)  # the loss scale may change from step to step
+        got, _ = reduce_once(
+            comm,
+            gradient * scale,
+            wire,
+            divisor=2.0,
+            result_factor=1 / scale,
+            residual=residual,
+        )
+        total += got.double()
+    assert residual[7] == 0 or rank.rank == 1
+    plain, _ = reduce_once(comm, gradient, wire, divisor=2.0)
+    others = torch.randn(1000, generator=torch.Generator().manual_seed(1 - rank.rank)) * 1e-2
+    exact = (gradient.double() + others.double()) / 2
+    finite = torch.arange(1000) != 7
+    drift = (total / num_steps - exact)[finite].abs().mean()
+    plain_error = (plain.double() - exact)[finite].abs().mean()
+    # What is left is the last residual, spread over all steps, and the rounding of the results.
+    assert drift < plain_error
+
+
+@pytest.mark.parametrize(
+    "wire", [Format(dtype, True) for dtype in BLOCKS] + [Format(torch.bfloat16, False)], ids=str
+)
+def test_error_feedback_makes_up_for_what_rounding_lost(wire: Format) -> None:
+    run_ranks(2, feed_errors_back, wire)
+
+
+def bucket_views(rank: Rank) -> None:
+    """Strided and misaligned buckets."""
+    comm = rank.communicator()
+    wire = Format(torch.float16, True)
+    base = torch.randn(80, 90, generator=torch.Generator().manual_seed(rank.rank))
+    others = [torch.randn(80, 90, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+    for view in (
+        lambda t: t.t(),
+        lambda t: t[3:, 5:71:2],
+        lambda t: t.flatten()[1:5000],
+        lambda t: t[:0],
+    ):
+        memory = base.clone()
+        stats = torch.zeros(2, dtype=torch.float64)
+        comm.reduce_bucket(
+            view(memory), stats, wire_dtype=wire.dtype, block_scaling=True, divisor=2.0
+        )
+        expected = reduce_bucket([view(other).contiguous() for other in others], wire, divisor=2.0)
+        assert_same(view(memory).contiguous(), expected, "view")
+
+
+def test_reduce_bucket_takes_strided_and_misaligned_buckets() -> None:
+    run_ranks(2, bucket_views)
