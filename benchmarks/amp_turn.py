@@ -9,6 +9,7 @@ the factor of 1/2 is left to the optimiser, the loss scale is 1.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,8 @@ def amp_call(
     """
     bucket = make_bucket(turn.num_elems)
     gradient = bucket.buffer()
+    # Where rota warns, it leaves the work to torch, whose time would pass for rota's.
+    warnings.filterwarnings("error", message=r"rota\.")
     pipeline = make_pipeline(turn.entry, rota, group, bucket)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     seed = turn.check_seed or 0
