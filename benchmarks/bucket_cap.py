@@ -27,8 +27,16 @@ from arguments import FLOAT32_BYTES, Parser, add_common_arguments, parse_list, p
 from interleave import Measurement
 from protocol import Entry
 
-CAPS_MB = (1, 2, 4, 8, 16, 25, 50, 100)
-ENTRIES = [Entry(f"{cap} MiB", "rota", ddp_turn.DDP_STEP, bucket_cap_mb=cap) for cap in CAPS_MB]
+
+def parse_caps(text: str) -> list[float]:
+    """An argparse type: MiB of "0.5,1,25"."""
+    try:
+        caps = [float(cap) for cap in text.split(",")]
+    except ValueError:
+        caps = []
+    if not caps or not all(0 < cap < float("inf") for cap in caps):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected MiB such as 0.5,1,25")
+    return caps
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -40,6 +48,13 @@ def parse_arguments() -> argparse.Namespace:
         type=parse_list(models),
         default=",".join(models),
         help="what to train (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--caps",
+        type=parse_caps,
+        default="1,2,4,8,16,25,50,100",
+        metavar="MIB,...",
+        help="bucket_cap_mb (default: %(default)s)",
     )
     add_common_arguments(parser)
     # A step takes about 100 ms; DDP makes its final buckets after the first one.
@@ -78,10 +93,10 @@ def print_table(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     table.add_column("bucket_cap_mb", justify="right", no_wrap=True)
     for model in dict.fromkeys(row["model"] for row in rows):
         table.add_column(model, justify="right", no_wrap=True)
-    for cap in CAPS_MB:
+    for cap in dict.fromkeys(row["bucket_cap_mb"] for row in rows):
         cells = [row for row in rows if row["bucket_cap_mb"] == cap]
         texts = (f"{cell['p50_us'] / 1e3:.2f} +{cell['over_best']:.1%}" for cell in cells)
-        table.add_row(str(cap), *texts)
+        table.add_row(f"{cap:g}", *texts)
     console.print("ms per step on the slowest rank, median, and what it is beyond the best cap's")
     console.print(table)
 
@@ -93,7 +108,11 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="rota-bench-") as folder:
         group = driver.torch_ranks(args, ["rota"], Path(folder))
         with driver.running([group]):
-            entries = driver.drop_missing(run, ENTRIES, group)
+            caps = [
+                Entry(f"{cap:g} MiB", "rota", ddp_turn.DDP_STEP, bucket_cap_mb=cap)
+                for cap in args.caps
+            ]
+            entries = driver.drop_missing(run, caps, group)
             for model in args.models if entries else []:
                 num_elems = ddp_turn.num_parameters(model)
                 num_bytes = num_elems * FLOAT32_BYTES

@@ -56,11 +56,9 @@ VARIANTS = {
     "gloo_fp16": Variant("Gloo + fp16 hook", "gloo", "fp16", "#f2a65e"),
     "rota": Variant("rota", "rota", "none", "#12497f"),
     "rota_fp16": Variant("rota + fp16 hook", "rota", "fp16", "#6fb1e8"),
-    "rota_fused": Variant("rota + fused fp16 hook", "rota", "fused", "#2a9d6f"),
-    "rota_fused_fp8": Variant("rota + fused fp8 hook", "rota", "fused", "#9bd3ae", "float8_e4m3fn"),
-    "rota_fused_fp8_e5m2": Variant(
-        "rota + fused fp8 hook (e5m2)", "rota", "fused", "#d2c14a", "float8_e5m2"
-    ),
+    "rota_fused": Variant("rota + fused fp16", "rota", "fused", "#2a9d6f"),
+    "rota_fused_fp8": Variant("rota + fused fp8", "rota", "fused", "#9bd3ae", "float8_e4m3fn"),
+    "rota_fused_fp8_e5m2": Variant("rota + fused e5m2", "rota", "fused", "#d2c14a", "float8_e5m2"),
 }
 # As many as train 320 steps in 5 minutes.
 DEFAULT_VARIANTS = ["none", "gloo", "gloo_fp16", "rota", "rota_fused", "rota_fused_fp8"]
