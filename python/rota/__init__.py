@@ -3,23 +3,31 @@
 Importing it registers the torch.distributed backend "rota". See README.md.
 """
 
-from rota import errors  # noqa: F401  (rota._C looks its exceptions up there)
+from rota import amp, errors  # noqa: F401  (rota._C looks its exceptions up in errors)
 from rota.backend import register as _register_backend
+from rota.bucket_cap import suggest_bucket_cap
+from rota.clipping import clip_grad_norm_
 from rota.communicator import Communicator
 from rota.errors import Mismatch, PeerFailed, RotaError, Timeout, TransportError
+from rota.fused import HookState, fused_hook
 from rota.hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 
 __version__ = "0.1.0"
 __all__ = [
     "Communicator",
+    "HookState",
     "Mismatch",
     "PeerFailed",
     "RotaError",
     "Timeout",
     "TransportError",
     "allreduce_hook",
+    "amp",
     "bf16_compress_hook",
+    "clip_grad_norm_",
     "fp16_compress_hook",
+    "fused_hook",
+    "suggest_bucket_cap",
 ]
 
 _register_backend()

@@ -20,7 +20,8 @@ _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = (
 )
 
 
-def _communicator_of(process_group: dist.ProcessGroup | None) -> Communicator:
+def communicator_of(process_group: dist.ProcessGroup | None) -> Communicator:
+    """The communicator that all hooks share over a group; the first call of a process makes it."""
     group = process_group if process_group is not None else dist.group.WORLD
     if group is None:
         raise ValueError(
@@ -37,7 +38,7 @@ def _average(
     bucket: dist.GradBucket,
     wire_dtype: torch.dtype | None,
 ) -> torch.futures.Future[torch.Tensor]:
-    communicator = _communicator_of(process_group)
+    communicator = communicator_of(process_group)
     return communicator.all_reduce_future(bucket.buffer(), "avg", wire_dtype)
 
 

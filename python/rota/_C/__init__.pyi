@@ -14,6 +14,13 @@ def host_id() -> str:
 def isa() -> str:
     """Instruction set of the element loops: "avx512", "avx2" or "portable" (see ROTA_ISA)."""
 
+def block_elems(dtype: torch.dtype) -> int:
+    """Elements that share one power-of-two scale when a wire dtype is block scaled: 32 or 64.
+
+    Args:
+        dtype: float16, float8_e4m3fn or float8_e5m2.
+    """
+
 class Communicator:
     """Collectives on CPU tensors; `rota.Communicator` makes one over a process group.
 
@@ -87,6 +94,73 @@ class Communicator:
         self, tensor: torch.Tensor, op: str, wire_dtype: torch.dtype | None
     ) -> torch.futures.Future[torch.Tensor]:
         """As `all_reduce(async_op=True)`, with the future of the tensor that a DDP hook returns."""
+
+    def reduce_bucket(
+        self,
+        bucket: torch.Tensor,
+        stats: torch.Tensor,
+        *,
+        wire_dtype: torch.dtype,
+        block_scaling: bool,
+        contribution_factor: float = 1.0,
+        divisor: float = 1.0,
+        result_factor: float = 1.0,
+        residual: torch.Tensor | None = None,
+        stochastic_seed: int | None = None,
+        algorithm: str = "auto",
+    ) -> None:
+        """Reduces a gradient bucket in place, in one pass each way, to the same bits on every rank.
+
+        In float32: x = bucket * contribution_factor, plus residual / result_factor where there is a
+        residual. x is encoded, the decoded contributions are summed in ascending rank and divided
+        by divisor, the quotient is encoded and decoded once more, multiplied by result_factor, and
+        rounded to the bucket's dtype.
+
+        To encode is to round to wire_dtype. Block scaled, each block of `block_elems(wire_dtype)`
+        elements, counted from the bucket's first, is divided by a power of two before, which
+        travels as one byte (E8M0, as in the OCP Microscaling specification 1.0): with amax the
+        largest finite magnitude of the block, 2**e for e = clamp(floor(log2(amax)) - T, -125, 127),
+        T = 7 for float8_e4m3fn and 14 for the others, so that nothing finite overflows. Inf and NaN
+        arrive as such.
+
+        A conversion, one of each contribution and one of the result, errs by at most u * |x|, or by
+        half the spacing of wire_dtype below its smallest normal number where the scaled x lies
+        there; u is 2**-24 for float32, 2**-11 float16, 2**-8 bfloat16, 2**-4 float8_e4m3fn, 2**-3
+        float8_e5m2. Stochastic rounding errs by at most twice that.
+
+        Args:
+            bucket: any shape, strided; float32, float64, float16 or bfloat16; in and out.
+            stats: contiguous float64 of 2 elements; out: the number of non-finite elements of the
+                result, and the sum of its squares, summed in float64.
+            wire_dtype: float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
+            block_scaling: for float16 and float8 only.
+            contribution_factor, divisor, result_factor: finite and not 0.
+            residual: contiguous float32 of as many elements as bucket, in units of the result: what
+                encoding this rank's contributions has lost so far; in and out. 0 where x is not
+                finite.
+            stochastic_seed: None rounds to nearest even. An int in [0, 2**64), another one in each
+                call, rounds to one of the two neighbours, at random, the nearer the likelier.
+            algorithm: as all_reduce; "ring" sums each piece in another order.
+        """
+
+    def reduce_bucket_future(
+        self,
+        bucket: torch.Tensor,
+        stats: torch.Tensor,
+        *,
+        wire_dtype: torch.dtype,
+        block_scaling: bool,
+        contribution_factor: float = 1.0,
+        divisor: float = 1.0,
+        result_factor: float = 1.0,
+        residual: torch.Tensor | None = None,
+        stochastic_seed: int | None = None,
+        algorithm: str = "auto",
+    ) -> torch.futures.Future[torch.Tensor]:
+        """As `reduce_bucket`, on the progress thread; returns the future of the bucket.
+
+        `bucket`, `stats` and `residual` must not be touched before the future is done.
+        """
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Copies `tensor` of rank `root` into that of every rank; same shape and dtype on all."""

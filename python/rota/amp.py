@@ -1,0 +1,197 @@
+"""torch.amp.GradScaler for gradients that rota.fused_hook has unscaled and checked already.
+
+From one update() to the next, gradients are in scaled units, or they are results: what the hook has
+divided by the scale.
+
+    scale(loss)      The hook is to divide by the scale (the states' loss_scale). Gradients that are
+                     results since the last update() are about to be added to: they are multiplied
+                     by the scale again. That takes a pass over them, so accumulate under no_sync(),
+                     where the hook does not run.
+    backward()       Under no_sync() it gathers gradients in scaled units; outside, the hook reduces
+                     and unscales all that has gathered, and makes them results.
+    unscale_, step   Results stay as they are. If the hook found no Inf or NaN, and nothing was
+                     changed since, nobody looks at them; else those of this optimizer are looked
+                     at, so that it skips its step where it would with torch's scaler. All other
+                     gradients are unscaled and checked by torch's own code.
+    update()         The hook is to divide by 1, and nothing counts as a result any more.
+
+The hook's results are the same bits on all ranks, and so is every decision here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from rota.fused import HookState
+
+
+class _Gradients:
+    """Stands for an optimizer where torch unscales: the parameters that are left to it."""
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        self.param_groups = [{"params": parameters}]
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler without its pass over the gradients: rota.fused_hook has done its work.
+
+    Used as torch's, with clipping before or after unscale_(): gradients that the hook has reduced
+    are unscaled when backward() returns. Those that it has not are unscaled as by torch's scaler,
+    with one warning. Optimizers with fused=True get no grad_scale from it.
+
+    Args:
+        states: that of each DDP model whose loss is scaled; their loss_scale is set by the scaler.
+        device: where the scale is kept.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
+
+    Raises:
+        TypeError: states that are none.
+
+    Example:
+        >>> scaler = rota.amp.GradScaler(state)
+        >>> scaler.scale(loss).backward()
+        >>> rota.clip_grad_norm_(ddp.parameters(), max_norm=1.0)
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+    """
+
+    def __init__(
+        self,
+        states: HookState | Iterable[HookState],
+        device: str = "cpu",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+        self._states = [states] if isinstance(states, HookState) else list(states)
+        for state in self._states:
+            if not isinstance(state, HookState):
+                raise TypeError(
+                    f"rota.amp.GradScaler: states holds a {type(state).__name__}, expected the "
+                    f"rota.HookState that is registered on the model, or several"
+                )
+        self._warned: set[str] = set()
+        self._start_iteration()
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiplies outputs by the scale, as torch's; call it right before their backward pass."""
+        if self._enabled:
+            scale = self.get_scale()
+            for state in self._states:
+                if self._has_results(state):
+                    self._scale_again(state, scale)
+                state.loss_scale = scale
+        return super().scale(outputs)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """optimizer.step(*args, **kwargs), unless its gradients have an Inf or NaN; as torch's."""
+        if self._enabled:
+            if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+                self.unscale_(optimizer)  # torch would have a fused optimizer unscale
+            self._stepped.update(id(parameter) for parameter in _parameters_of(optimizer))
+        return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Adapts the scale, as torch's."""
+        super().update(new_scale)
+        self._start_iteration()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's: the two classes load each other's state_dict()."""
+        super().load_state_dict(state_dict)
+        self._start_iteration()
+
+    def _start_iteration(self) -> None:
+        # The results that the last iteration has used up, by state.
+        self._used = {state: state.results.generation for state in self._states}
+        self._stepped: set[int] = set()  # parameters, by identity
+        if self._enabled:
+            for state in self._states:
+                state.loss_scale = 1.0
+
+    def _has_results(self, state: HookState) -> bool:
+        results = state.results
+        return (
+            results.is_complete
+            and results.generation != self._used[state]
+            and results.loss_scale == self.get_scale()
+        )
+
+    def _scale_again(self, state: HookState, scale: float) -> None:
+        gradients = [
+            gradient
+            for parameter, gradient in state.results.gradients()
+            if id(parameter) not in self._stepped  # nobody will use those
+        ]
+        state.results.forget()
+        if gradients:
+            self._warn_once(
+                "scaled again",
+                "scale() was called again after a backward pass that reduced "
+                "gradients, so they are multiplied by the scale, to be added to. This is right, "
+                "but takes a pass over all gradients: call all but the last backward() of a step "
+                "under DistributedDataParallel.no_sync()",
+            )
+            with torch.no_grad():
+                torch._foreach_mul_(gradients, scale)
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        states = [state for state in self._states if self._has_results(state)]
+        results: list[torch.Tensor] = []
+        others: list[torch.Tensor] = []
+        for parameter in _parameters_of(optimizer):
+            if parameter.grad is not None:
+                is_result = any(state.results.saw(parameter) for state in states)
+                (results if is_result else others).append(parameter)
+        if others:
+            self._warn_once(
+                "not reduced",
+                f"{len(others)} of the {len(others) + len(results)} gradients "
+                f"of {type(optimizer).__name__} were not reduced by rota.fused_hook in the last "
+                f"backward pass, so they are unscaled by torch. This is right, but takes a pass "
+                f"over them",
+            )
+        rest: Any = _Gradients(others)
+        found_by_device = super()._unscale_grads_(rest, inv_scale, found_inf, allow_fp16)
+        if results:
+            if not allow_fp16 and any(p.dtype == torch.float16 for p in results):
+                raise ValueError("Attempting to unscale FP16 gradients.")  # as torch's
+            found = found_by_device.setdefault(found_inf.device, found_inf)
+            if not _are_finite(results, states):
+                found.fill_(1.0)
+        return found_by_device
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(f"rota.amp.GradScaler: {text}", stacklevel=4)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _are_finite(parameters: list[torch.Tensor], states: list[HookState]) -> bool:
+    """Whether no gradient has an Inf or NaN; looks at them only where the hook did not."""
+    if not any(state.found_inf for state in states) and all(
+        any(state.results.is_current(parameter) for state in states) for parameter in parameters
+    ):
+        return True
+    return all(bool(p.grad.isfinite().all()) for p in parameters if p.grad is not None)

@@ -1,0 +1,186 @@
+"""torch.nn.utils.clip_grad_norm_ with the norm that rota.fused_hook has measured on the way."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+import weakref
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from rota.fused import HookState, live_states
+
+
+class _Fold(NamedTuple):
+    """What an optimizer's next step is to multiply its gradients by."""
+
+    factor: float
+    previous: torch.Tensor | None  # the grad_scale that the optimizer had before, if any
+
+
+_folds: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Fold] = weakref.WeakKeyDictionary()
+_watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_warned: weakref.WeakSet[HookState] = weakref.WeakSet()
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> torch.Tensor:
+    """Clips the norm of the gradients as torch's function of this name, if it can without a pass.
+
+    The L2 norm of all gradients that rota.fused_hook reduced in the last backward pass is known, so
+    gradients are touched only if they must shrink, or the norm is not finite. Anything else (other
+    norms, some of those parameters or others too, gradients changed or added to since) is left to
+    torch, with one warning for each model. Every rank does the same.
+
+    With a rota.amp.GradScaler, call it before or after scaler.unscale_(optimizer). Gradients that
+    the hook has not reduced must be unscaled before, as with torch.
+
+    Args:
+        parameters: whose gradients to clip together; all of the model, or of several models that
+            are trained together.
+        max_norm: what the norm shall not exceed.
+        norm_type: 2.0 for the fused norm; others as torch's.
+        error_if_nonfinite: raise instead of clipping where the norm is Inf or NaN.
+        foreach: as torch's.
+        optimizer: that of exactly these parameters. If it was made with fused=True, gradients are
+            not touched here: its next step multiplies them, by way of its grad_scale. Should that
+            be skipped, they stay as they are.
+
+    Returns:
+        the norm before clipping, a scalar; the fused one is float32.
+
+    Raises:
+        RuntimeError: the norm is not finite, and error_if_nonfinite.
+
+    Example:
+        >>> norm = rota.clip_grad_norm_(ddp.parameters(), 1.0, optimizer=optimizer)
+    """
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    with_gradient = {id(p): p for p in parameters if p.grad is not None}
+    states = _measured(with_gradient) if norm_type == 2 else []
+    if not states:
+        _warn(with_gradient)
+        _multiply_folded(with_gradient)
+        return torch.nn.utils.clip_grad_norm_(
+            parameters, max_norm, norm_type, error_if_nonfinite, foreach
+        )
+    norm = torch.tensor(
+        math.sqrt(math.fsum(state.results.sum_of_squares for state in states)), dtype=torch.float32
+    )
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            "rota.clip_grad_norm_: the total norm of the gradients is not finite, so they cannot "
+            "be clipped; error_if_nonfinite=False has them scaled by it anyway"
+        )
+    coefficient = float(max_norm / (norm + 1e-6))  # as torch's
+    if coefficient >= 1:
+        return norm
+    fold = optimizer is not None and coefficient > 0 and _can_fold(optimizer, with_gradient)
+    if fold:
+        assert optimizer is not None
+        _fold(optimizer, coefficient)
+        states[0].results.at_next_backward(functools.partial(_unfold, weakref.ref(optimizer)))
+    else:
+        torch.nn.utils.clip_grads_with_norm_(with_gradient.values(), max_norm, norm, foreach)
+    for state in states:
+        state.results.scaled_by(coefficient, in_place=not fold)
+    return norm
+
+
+def _measured(with_gradient: dict[int, torch.Tensor]) -> list[HookState]:
+    """The states whose norms together are that of these parameters' gradients; [] if none are."""
+    owners: dict[HookState, None] = {}  # in the order of parameters, the same on every rank
+    live = list(live_states)
+    for parameter in with_gradient.values():
+        owner = next((state for state in live if state.results.is_current(parameter)), None)
+        if owner is None:
+            return []
+        owners[owner] = None
+    if not all(state.results.is_norm_of(with_gradient) for state in owners):
+        return []
+    return list(owners)
+
+
+def _warn(with_gradient: dict[int, torch.Tensor]) -> None:
+    for state in list(live_states):
+        if state not in _warned and any(state.results.saw(p) for p in with_gradient.values()):
+            _warned.add(state)
+            warnings.warn(
+                "rota.clip_grad_norm_: the norm is not that of all gradients as rota.fused_hook "
+                "reduced them in the last backward pass, so torch computes it, which takes a pass "
+                "over them. It is for norm_type=2 and all parameters of the model together, before "
+                "anything else changes their gradients",
+                stacklevel=4,
+            )
+
+
+# ---- a fused optimizer multiplies the gradients while it reads them
+
+
+def _can_fold(optimizer: torch.optim.Optimizer, with_gradient: dict[int, torch.Tensor]) -> bool:
+    """Whether the optimizer divides by a grad_scale, and steps these gradients and no others."""
+    groups = optimizer.param_groups
+    stepped = {id(p) for group in groups for p in group["params"] if p.grad is not None}
+    return (
+        getattr(optimizer, "_step_supports_amp_scaling", False)
+        and all(group.get("fused") for group in groups)
+        and stepped == with_gradient.keys()
+    )
+
+
+def _fold(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    previous = getattr(optimizer, "grad_scale", None)
+    grad_scale = torch.tensor(1 / factor, dtype=torch.float32)
+    if previous is not None:
+        grad_scale = grad_scale * previous
+    optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
+    if optimizer in _folds:  # clipped twice
+        factor, previous = factor * _folds[optimizer].factor, _folds[optimizer].previous
+    _folds[optimizer] = _Fold(factor, previous)
+    if optimizer not in _watched:
+        _watched.add(optimizer)
+        optimizer.register_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    if hasattr(optimizer, "found_inf"):
+        _folds.pop(optimizer, None)  # a GradScaler steps it, and takes its own marks away
+    else:
+        _unfold(weakref.ref(optimizer))
+
+
+def _unfold(ref: weakref.ref[torch.optim.Optimizer]) -> None:
+    """Gives the optimizer the grad_scale back that it had."""
+    optimizer = ref()
+    fold = _folds.pop(optimizer, None) if optimizer is not None else None
+    if fold is None:
+        return
+    if fold.previous is None:
+        del optimizer.grad_scale  # type: ignore[union-attr]
+    else:
+        optimizer.grad_scale = fold.previous  # type: ignore[union-attr]
+
+
+def _multiply_folded(with_gradient: dict[int, torch.Tensor]) -> None:
+    """Does now what optimizers were to do with these gradients, before somebody else reads them."""
+    for optimizer, fold in list(_folds.items()):
+        gradients = {
+            id(p): p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        }
+        if gradients.keys() & with_gradient.keys():
+            torch._foreach_mul_(list(gradients.values()), fold.factor)
+            _unfold(weakref.ref(optimizer))

@@ -1,0 +1,436 @@
+"""The fused DDP hook: casts, reduces, averages, unscales, checks and measures in one pass.
+
+The work is `Communicator.reduce_bucket`; here are its options, and what a training loop asks about
+a backward pass when it is over. AMP and clipping, which ask most, are in amp.py and clipping.py.
+"""
+
+# No `from __future__ import annotations` here: DDP compares the annotations of a hook with the
+# types themselves, and refuses strings.
+
+import contextlib
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from rota.ddp import DdpModel, find_ddp, num_registrations
+from rota.errors import RotaError
+from rota.hooks import communicator_of
+from rota.residuals import Residuals
+from rota.results import Results
+
+# Those that block scaling is for; the others have float32's range.
+_NARROW_DTYPES = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+WIRE_DTYPES = (torch.float32, torch.bfloat16, *_NARROW_DTYPES)
+_BUCKET_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_ALGORITHMS = ("auto", "one_shot", "two_shot", "ordered_ring", "ring")
+
+# Those that are in use, for clip_grad_norm_ to find by the parameters that they saw.
+live_states: "weakref.WeakSet[HookState]" = weakref.WeakSet()
+
+
+class _Bucket(NamedTuple):
+    """What the state keeps for one of DDP's buckets while its parameters are the same."""
+
+    parameters: list[weakref.ref[torch.Tensor]]
+    stats: torch.Tensor
+    residual: torch.Tensor | None
+
+    def holds(self, parameters: Sequence[torch.Tensor]) -> bool:
+        return len(parameters) == len(self.parameters) and all(
+            ref() is parameter for ref, parameter in zip(self.parameters, parameters, strict=True)
+        )
+
+
+class HookState:
+    """Options and memory of `rota.fused_hook`; one for each DDP model, on every rank alike.
+
+    After a backward pass the gradients are averaged and divided by `loss_scale`, and `found_inf`
+    and `grad_norm()` are known, on every rank the same, without looking at a gradient again.
+    `rota.amp.GradScaler` and `rota.clip_grad_norm_` use them.
+
+    Accumulate gradients under DDP's no_sync() in all but the last backward pass of a step: it costs
+    no pass over the gradients. Where every backward pass reduces, the gradients are averaged anew
+    each time, as by torch's hooks; with a `loss_scale` other than 1 they are then wrong, as they
+    hold results already divided by it, unless a rota.amp.GradScaler looks after that.
+
+    Args:
+        group: the ranks, those of the model's DDP, on any backend; None is the default group.
+        wire_dtype: what travels between ranks: torch.float32, bfloat16, float16, float8_e4m3fn or
+            float8_e5m2. Sums are kept in float32.
+        block_scaling: give each block of 32 or 64 elements a power of two of its own, so that none
+            overflows and few underflow (E8M0 scales as in the OCP Microscaling specification 1.0);
+            for float16 and float8, where it is the default. Blocks are counted from the start of
+            a bucket, so results then depend, within the error bound, on how DDP makes its buckets.
+        stochastic_rounding: round to one of the two neighbours at random, so that the expected
+            result is exact, instead of to the nearest.
+        seed: of stochastic rounding, in [0, 2**64), the same on every rank. Reduction number i of
+            this state uses output i of the generator SplitMix64 (Steele, Lea & Flood 2014) that
+            starts from it.
+        error_feedback: add what encoding has lost of a gradient to the next one (Seide et al.
+            2014); needs 4 bytes for each parameter.
+        loss_scale: what the loss was multiplied by: results are divided by it. Finite and positive;
+            may be set between backward passes. A rota.amp.GradScaler sets it, and back to 1.
+        gradient_predivide_factor: f divides gradients by f before they are summed, and the sum by
+            world_size / f, as Horovod and FSDP do; for wire dtypes that sums would overflow.
+        algorithm: as Communicator.all_reduce takes it.
+
+    Raises:
+        TypeError: a group that is none, or a wire dtype that is none of those above.
+        ValueError: an option that cannot work; the text says what can.
+
+    A wrong group, several models on one state, and gradients that cannot be reduced are refused on
+    the first bucket, out of backward.
+
+    Example:
+        >>> state = rota.HookState(wire_dtype=torch.float16)
+        >>> ddp.register_comm_hook(state, rota.fused_hook)
+        >>> loss.backward()
+        >>> rota.clip_grad_norm_(ddp.parameters(), max_norm=1.0)
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        wire_dtype: torch.dtype = torch.float16,
+        *,
+        block_scaling: bool | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        error_feedback: bool = False,
+        loss_scale: float = 1.0,
+        gradient_predivide_factor: float = 1.0,
+        algorithm: str = "auto",
+    ) -> None:
+        if block_scaling is None:
+            block_scaling = wire_dtype in _NARROW_DTYPES
+        _check_group(group)
+        _check_wire(wire_dtype, block_scaling)
+        _check_factor("gradient_predivide_factor", gradient_predivide_factor)
+        if not (isinstance(seed, int) and 0 <= seed < 2**64):
+            raise ValueError(f"rota.HookState: seed is {seed!r}, expected an int in [0, 2**64)")
+        if algorithm not in _ALGORITHMS:
+            raise ValueError(
+                f"rota.HookState: algorithm is {algorithm!r}, expected one of {_ALGORITHMS}"
+            )
+        self.group = group
+        self.wire_dtype = wire_dtype
+        self.block_scaling = block_scaling
+        self.stochastic_rounding = stochastic_rounding
+        self.error_feedback = error_feedback
+        self.gradient_predivide_factor = gradient_predivide_factor
+        self.algorithm = algorithm
+        self.loss_scale = loss_scale
+        self.results = Results()
+        self._seed = seed
+        self._num_reductions = 0
+        self._residuals = Residuals()
+        self._model: DdpModel | None = None
+        self._buckets: dict[int, _Bucket] = {}
+        live_states.add(self)
+
+    @property
+    def loss_scale(self) -> float:
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, loss_scale: float) -> None:
+        _check_factor("loss_scale", loss_scale)
+        self._loss_scale = float(loss_scale)
+
+    @property
+    def found_inf(self) -> bool:
+        """Whether any gradient of the last backward pass has an Inf or NaN; the same on all ranks.
+
+        Raises:
+            RuntimeError: there is no complete backward pass, or gradients were added since.
+        """
+        self._check_complete()
+        return self.results.found_inf
+
+    def grad_norm(self) -> torch.Tensor:
+        """The L2 norm of all gradients of the last backward pass; the same bits on all ranks.
+
+        Squares are summed in float64. What rota.clip_grad_norm_ did is taken into account, other
+        changes of gradients since are not.
+
+        Returns:
+            a float32 scalar.
+
+        Raises:
+            RuntimeError: there is no complete backward pass, or gradients were added since.
+        """
+        self._check_complete()
+        return torch.tensor(math.sqrt(self.results.sum_of_squares), dtype=torch.float32)
+
+    def _check_complete(self) -> None:
+        if not self.results.is_complete:
+            raise RuntimeError(
+                "rota.HookState: no results: no backward pass of the model has reduced its "
+                "gradients since the last one was scaled; call backward() outside no_sync() first"
+            )
+
+    # ---- saving and restoring
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run that goes on from here needs: the rounding stream and the residuals.
+
+        Residuals are those of this rank: with error_feedback each rank saves and loads its own.
+
+        Returns:
+            a dict of "seed", "num_reductions" and "residuals": float32 tensors (copies) with the
+            shapes of the parameters, by their names in the module that DDP wraps.
+
+        Raises:
+            RuntimeError: there are residuals whose parameters' names are not known.
+        """
+        return {
+            "seed": self._seed,
+            "num_reductions": self._num_reductions,
+            "residuals": self._residuals.by_name(self._name_to_save),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from where state_dict() was called, also before the first backward pass.
+
+        A run continued this way gives the bits of one that was never stopped, where buckets are the
+        same: DDP starts each process with buckets in another order than after the first step,
+        which block scaling and stochastic rounding depend on.
+
+        Args:
+            state_dict: of a state of the same model and rank.
+
+        Raises:
+            ValueError: on the first bucket, if names or shapes are not those of the model.
+        """
+        self._seed = state_dict["seed"]
+        self._num_reductions = state_dict["num_reductions"]
+        self._residuals.load(state_dict["residuals"])
+        self._buckets = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles and copies the options and state_dict(); the copy is registered nowhere."""
+        if self.group is not None:
+            raise TypeError(
+                "rota.HookState: cannot be pickled or copied with a process group of its own; "
+                "save state_dict() and load it into a new HookState"
+            )
+        return _restore, (self._options(), self.state_dict())
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "wire_dtype": self.wire_dtype,
+            "block_scaling": self.block_scaling,
+            "stochastic_rounding": self.stochastic_rounding,
+            "error_feedback": self.error_feedback,
+            "loss_scale": self.loss_scale,
+            "gradient_predivide_factor": self.gradient_predivide_factor,
+            "algorithm": self.algorithm,
+        }
+
+    # ---- one bucket
+
+    def reduce(self, grad_bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Starts to reduce a bucket on the progress thread; what fused_hook does."""
+        index = grad_bucket.index()
+        parameters = grad_bucket.parameters()
+        if index == 0:
+            self.results.begin(self.loss_scale)
+            if self._model is not None and not self._model.is_alive:
+                self._model, self._buckets = None, {}
+        bucket = self._buckets.get(index)
+        if bucket is None or not bucket.holds(parameters):
+            bucket = self._buckets[index] = self._meet(grad_bucket, parameters)
+        communicator = communicator_of(self.group)
+        buffer = grad_bucket.buffer()
+        seed = None
+        if self.stochastic_rounding:
+            seed = _split_mix_64(self._seed, self._num_reductions)
+        future = communicator.reduce_bucket_future(
+            buffer,
+            bucket.stats,
+            wire_dtype=self.wire_dtype,
+            block_scaling=self.block_scaling,
+            contribution_factor=1 / self.gradient_predivide_factor,
+            divisor=communicator.world_size / self.gradient_predivide_factor,
+            result_factor=1 / self.loss_scale,
+            residual=bucket.residual,
+            stochastic_seed=seed,
+            algorithm=self.algorithm,
+        )
+        self._num_reductions += 1
+        may_have_unused = self._model is None or self._model.may_have_unused
+        self.results.add_bucket(parameters, bucket.stats, buffer, may_have_unused)
+        if grad_bucket.is_last():
+            self.results.end_with_backward(sends_without_gradient=self.error_feedback)
+        return future
+
+    def _meet(self, grad_bucket: dist.GradBucket, parameters: Sequence[torch.Tensor]) -> _Bucket:
+        """Checks a bucket that is new, or holds other parameters than before."""
+        if self._model is None:
+            self._model = find_ddp(parameters, self)
+            self._check_model()
+        self._check_parameters(grad_bucket, parameters)
+        residual = None
+        if self.error_feedback:
+            if grad_bucket.index() == 0:
+                self._check_loaded()
+            residual = self._residuals.of_bucket(parameters, self._name_to_save)
+        refs = [weakref.ref(parameter) for parameter in parameters]
+        return _Bucket(refs, torch.zeros(2, dtype=torch.float64), residual)
+
+    def _check_model(self) -> None:
+        if (num_models := num_registrations(self)) > 1:
+            raise ValueError(
+                f"rota.fused_hook: one rota.HookState is registered on {num_models} models; make "
+                f"one for each"
+            )
+        if self._model is None:
+            return
+        ranks = dist.get_process_group_ranks(self.group)
+        ranks_of_model = dist.get_process_group_ranks(self._model.process_group)
+        if ranks != ranks_of_model:
+            raise ValueError(
+                f"rota.fused_hook: the group of the rota.HookState has {len(ranks)} ranks "
+                f"{ranks}, that of the model's DistributedDataParallel has {len(ranks_of_model)} "
+                f"{ranks_of_model}; make the state with the group that DDP was given: "
+                f"rota.HookState(group=process_group)"
+            )
+
+    def _check_parameters(
+        self, grad_bucket: dist.GradBucket, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        names = []
+        for i, parameter in enumerate(parameters):
+            name = f"parameter {i} of bucket {grad_bucket.index()}, shape {list(parameter.shape)}"
+            if self._model is not None:
+                known_name = self._model.name(parameter)
+                if known_name is None:
+                    raise ValueError(
+                        f"rota.fused_hook: {name}, is not in the model whose buckets came before; "
+                        f"make one rota.HookState for each model"
+                    )
+                name = repr(known_name)
+            names.append(name)
+        buffer = grad_bucket.buffer()
+        if buffer.layout is not torch.strided:
+            raise TypeError(
+                f"rota.fused_hook: the gradient of {names[0]} is {buffer.layout}, expected a dense "
+                f"one; make its layer with sparse=False, or use another hook for this model"
+            )
+        if buffer.dtype not in _BUCKET_DTYPES:
+            raise TypeError(
+                f"rota.fused_hook: the gradient of {names[0]} is {buffer.dtype}, expected one of "
+                f"{_BUCKET_DTYPES}; use another hook for this model"
+            )
+
+    def _check_loaded(self) -> None:
+        loaded = self._residuals.loaded_names
+        if not loaded or self._model is None:
+            return
+        expected = self._model.reduced_names
+        if loaded != expected:
+            raise ValueError(
+                f"rota.HookState: the residuals that were loaded are not those of this model: "
+                f"missing {sorted(expected - loaded)}, unexpected {sorted(loaded - expected)}"
+            )
+
+    def _name_to_save(self, parameter: torch.Tensor) -> str:
+        name = self._model.name(parameter) if self._model is not None else None
+        if name is None:
+            raise RuntimeError(
+                "rota.HookState: the names of parameters are not known, so residuals can be "
+                "neither saved nor restored: the model's DistributedDataParallel was not found"
+            )
+        return name
+
+
+def _restore(options: dict[str, Any], state_dict: dict[str, Any]) -> HookState:
+    state = HookState(**options)
+    state.load_state_dict(state_dict)
+    return state
+
+
+def _check_group(group: object) -> None:
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "rota.HookState: this rank is not in the group; only its members make a state over it"
+        )
+    raise TypeError(
+        f"rota.HookState: group is of type {type(group).__name__}, expected a ProcessGroup, or "
+        f"None for the default group"
+    )
+
+
+def _check_wire(wire_dtype: object, block_scaling: bool) -> None:
+    if wire_dtype not in WIRE_DTYPES:
+        raise TypeError(
+            f"rota.HookState: wire_dtype is {wire_dtype!r}, expected one of {WIRE_DTYPES}"
+        )
+    if block_scaling and wire_dtype not in _NARROW_DTYPES:
+        raise ValueError(
+            f"rota.HookState: block_scaling is for {_NARROW_DTYPES}; {wire_dtype} has the range "
+            f"of float32 without it, leave it out"
+        )
+
+
+def _check_factor(name: str, factor: float) -> None:
+    if not (math.isfinite(factor) and factor > 0):
+        raise ValueError(f"rota.HookState: {name} is {factor}, expected finite and positive")
+
+
+def _split_mix_64(seed: int, index: int) -> int:
+    """Output number `index` of the generator SplitMix64 that starts from `seed`."""
+    mask = 2**64 - 1
+    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)
+
+
+def fused_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Averages the bucket over the ranks in one pass in and one pass out.
+
+    Args:
+        state: what to do with it; one for each model.
+        bucket: DDP's bucket of dense float32, float64, float16 or bfloat16 gradients on the CPU;
+            its buffer is reduced in place.
+
+    Returns:
+        a future of the buffer. The reduction runs on the communicator's progress thread; the first
+        bucket of a process makes the communicator, which is a collective call.
+
+    Raises:
+        TypeError, ValueError: gradients or a group that cannot work; other ranks raise it too, or
+            rota.PeerFailed with its text.
+        rota.Mismatch: ranks have states of different options.
+
+    Example:
+        >>> ddp.register_comm_hook(rota.HookState(), rota.fused_hook)
+    """
+    try:
+        if not isinstance(state, HookState):
+            raise TypeError(
+                f"rota.fused_hook: its state is of type {type(state).__name__}; register it as "
+                f"ddp.register_comm_hook(rota.HookState(...), rota.fused_hook)"
+            )
+        return state.reduce(bucket)
+    except RotaError:
+        raise  # peers know
+    except Exception as error:
+        _tell_peers(state, bucket, str(error))
+        raise
+
+
+def _tell_peers(state: object, bucket: dist.GradBucket, reason: str) -> None:
+    """Has the hook of every rank that reduces this model fail with the reason."""
+    model = find_ddp(bucket.parameters(), state)
+    group = state.group if isinstance(state, HookState) else None
+    with contextlib.suppress(RotaError, ValueError):  # `reason` says more than that there is none
+        communicator_of(model.process_group if model is not None else group).abort(reason)

@@ -1,0 +1,91 @@
+"""Error feedback (Seide et al. 2014): what encoding lost of a gradient is added to the next one.
+
+DDP rebuilds its buckets after the first step, in the order in which gradients came, and again in a
+new process. So each bucket's residual is cut into pieces that belong to parameters, and a bucket
+that is made anew is put together from its parameters' pieces, bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class Residuals:
+    """One float32 residual for each element of each gradient, in units of the gradient."""
+
+    def __init__(self) -> None:
+        # Each piece is a view into its bucket's residual, in the order of the parameter's memory.
+        self._pieces = WeakTensorKeyDictionary()
+        self._loaded: dict[str, torch.Tensor] = {}
+
+    def of_bucket(
+        self, parameters: Sequence[torch.Tensor], name_of: Callable[[torch.Tensor], str]
+    ) -> torch.Tensor:
+        """The residual of a bucket of these parameters: flat, float32, laid out as the bucket.
+
+        Raises:
+            ValueError: what was loaded does not fit.
+        """
+        flat = torch.cat([self._piece(parameter, name_of) for parameter in parameters])
+        start = 0
+        for parameter in parameters:
+            length = _num_reals(parameter)
+            self._pieces[parameter] = flat[start : start + length]
+            start += length
+        return flat
+
+    def _piece(
+        self, parameter: torch.Tensor, name_of: Callable[[torch.Tensor], str]
+    ) -> torch.Tensor:
+        piece: torch.Tensor | None = self._pieces.get(parameter)
+        if piece is not None:
+            return piece
+        piece = torch.zeros(_num_reals(parameter))
+        if self._loaded:
+            name = name_of(parameter)
+            residual = self._loaded.pop(name)
+            if residual.shape != parameter.shape:
+                raise ValueError(
+                    f"rota.HookState: the residual of {name!r} that was loaded has shape "
+                    f"{list(residual.shape)}, the parameter has {list(parameter.shape)}; load the "
+                    f"state of the same model"
+                )
+            _shaped(piece, parameter).copy_(residual)
+        return piece
+
+    def by_name(self, name_of: Callable[[torch.Tensor], str]) -> dict[str, torch.Tensor]:
+        """Copies with the shapes of the parameters; also of what was loaded and not yet met."""
+        copies = {name: residual.clone() for name, residual in self._loaded.items()}
+        for parameter, piece in self._pieces.items():
+            copies[name_of(parameter)] = _shaped(piece, parameter).clone()
+        return copies
+
+    def load(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        """Replaces all residuals; parameters take theirs when their buckets come."""
+        self._pieces = WeakTensorKeyDictionary()
+        self._loaded = {name: residual.clone() for name, residual in residuals.items()}
+
+    @property
+    def loaded_names(self) -> set[str]:
+        """Whose residuals were loaded and have met no bucket yet."""
+        return set(self._loaded)
+
+
+def _num_reals(parameter: torch.Tensor) -> int:
+    """How many elements of the bucket are the parameter's: DDP hands over complex ones as pairs."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
+def _shaped(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A piece as a view with the parameter's shape.
+
+    DDP lays a gradient out as its parameter where that fills its memory densely, else contiguously.
+    """
+    if parameter.is_complex():
+        piece = torch.view_as_complex(piece.view(-1, 2))
+    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return piece.as_strided(parameter.size(), parameter.stride())
+    return piece.view(parameter.size())
