@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import rota
+from models import SMALL_BUCKETS_MB, ExactGradients, batch_of, make_model
 from oracle import assert_same, contract, name_of, random_inputs
 from ranks import Rank, run_ranks
 
@@ -27,13 +28,6 @@ WIRE_DTYPES = {
     "fp16_compress": torch.float16,
     "bf16_compress": torch.bfloat16,
 }
-SMALL_BUCKETS_MB = 0.004  # several buckets, the first of which is smaller still
-
-
-def make_model(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
-    torch.manual_seed(1)
-    layers = [torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 48)]
-    return torch.nn.Sequential(*layers, torch.nn.Tanh(), torch.nn.Linear(48, 8)).to(dtype)
 
 
 def make_ddp(hook: Hook | None, state: Any = None, **options: Any) -> DistributedDataParallel:
@@ -49,11 +43,6 @@ def gradients(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
     model.zero_grad()
     model(batch).sum().backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-def batch_of(rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(16, 32, generator=generator).to(dtype)
 
 
 def compare_with_torch(
@@ -95,19 +84,6 @@ def test_hook_gradients_equal_those_of_torchs_hook(
     for worst, bound, parameters in results:
         assert worst <= bound
         assert parameters == results[0][2], "parameters differ between ranks"
-
-
-class ExactGradients(torch.nn.Module):
-    """Parameters whose gradients are small integers: every sum and average is exact."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        sizes = (3, 700, 64, 1, 2050)
-        self.weights = torch.nn.ParameterList(torch.zeros(size, dtype=dtype) for size in sizes)
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        terms = [(weight * batch[: weight.numel()]).sum() for weight in self.weights]
-        return torch.stack(terms).sum()
 
 
 def average_exact(

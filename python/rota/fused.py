@@ -186,8 +186,14 @@ class HookState:
             shapes of the parameters, by their names in the module that DDP wraps.
 
         Raises:
-            RuntimeError: there are residuals whose parameters' names are not known.
+            RuntimeError: the names of the parameters that residuals belong to are not known, or the
+                model is gone and the residuals with it.
         """
+        if self.error_feedback and self._model is not None and not self._model.is_alive:
+            raise RuntimeError(
+                "rota.HookState: the model is gone, and its residuals with it; call state_dict() "
+                "while its DistributedDataParallel exists"
+            )
         return {
             "seed": self._seed,
             "num_reductions": self._num_reductions,
@@ -297,7 +303,7 @@ class HookState:
             raise ValueError(
                 f"rota.fused_hook: the group of the rota.HookState has {len(ranks)} ranks "
                 f"{ranks}, that of the model's DistributedDataParallel has {len(ranks_of_model)} "
-                f"{ranks_of_model}; make the state with the group that DDP was given: "
+                f"ranks {ranks_of_model}; make the state with the group that DDP was given: "
                 f"rota.HookState(group=process_group)"
             )
 

@@ -1,0 +1,294 @@
+"""Error feedback of rota.fused_hook: residuals go with their parameters, whatever DDP's buckets."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import rota
+from models import (
+    SMALL_BUCKETS_MB,
+    ExactGradients,
+    batch_of,
+    exact_batch,
+    gradients_of,
+    make_model,
+    norm_of,
+)
+from oracle import random_inputs
+from ranks import Rank, error_of, run_ranks
+
+# Without blocks, which bucket an element is in makes no difference to it.
+UNSCALED = {"wire_dtype": torch.bfloat16, "error_feedback": True}
+
+
+def make_ddp(
+    model: torch.nn.Module, state: rota.HookState, **options: Any
+) -> DistributedDataParallel:
+    ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS_MB, **options)
+    ddp.register_comm_hook(state, rota.fused_hook)
+    return ddp
+
+
+def follow_definition(rank: Rank, dtypes: tuple[torch.dtype, ...], **ddp_options: Any) -> None:
+    """Each parameter on its own, in plain torch, through DDP's rebuild of its buckets."""
+    rank.init("gloo")
+    loss_scale = 4.0
+    state = rota.HookState(loss_scale=loss_scale, **UNSCALED)
+    model = ExactGradients(dtypes)
+    ddp = make_ddp(model, state, **ddp_options)
+    names = [name for name, _ in model.named_parameters()]
+    residuals = [{name: torch.zeros(1) for name in names} for _ in range(rank.world_size)]
+    for step in range(4):
+        batches = random_inputs(rank.world_size, 2050 + step, torch.float32)
+        ddp.zero_grad()
+        ddp(batches[rank.rank]).backward()
+        for name, parameter in model.named_parameters():
+            total = torch.zeros(parameter.numel())
+            for batch, residual in zip(batches, residuals, strict=True):
+                gradient = batch[: parameter.numel()].to(parameter.dtype).float()
+                wanted = gradient + residual[name] * loss_scale
+                sent = wanted.bfloat16().float()
+                residual[name] = (wanted - sent) / loss_scale
+                total += sent
+            average = (total / rank.world_size).bfloat16().float() / loss_scale
+            assert torch.equal(parameter.grad, average.to(parameter.dtype)), f"{step}, {name}"
+    saved = state.state_dict()["residuals"]
+    assert saved.keys() == set(names)
+    for name in names:
+        assert torch.equal(saved[name], residuals[rank.rank][name]), name
+        assert saved[name].any(), "there was something to feed back"
+
+
+@pytest.mark.parametrize("as_view", [False, True], ids=["copy", "view"])
+def test_error_feedback_moves_with_parameters_to_other_buckets(as_view: bool) -> None:
+    run_ranks(2, follow_with_views, as_view)
+
+
+def follow_with_views(rank: Rank, as_view: bool) -> None:
+    follow_definition(rank, (torch.float32,) * 5, gradient_as_bucket_view=as_view)
+
+
+def follow_mixed(rank: Rank) -> None:
+    dtypes = (torch.float64, torch.float32, torch.float32, torch.float64, torch.float32)
+    follow_definition(rank, dtypes)
+
+
+def test_error_feedback_in_buckets_of_several_dtypes() -> None:
+    run_ranks(2, follow_mixed)
+
+
+class Layouts(torch.nn.Module):
+    """Parameters that DDP lays out in three ways, and a complex one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.columns = torch.nn.Parameter(torch.zeros(7, 5).t())  # dense, in another order
+        self.spread = torch.nn.Parameter(torch.zeros(6, 8)[:, ::2])  # not dense
+        self.rows = torch.nn.Parameter(torch.zeros(3, 4))
+        self.waves = torch.nn.Parameter(torch.zeros(3, 4, dtype=torch.complex64))
+
+    def forward(self, scale: float) -> torch.Tensor:
+        terms = []
+        for parameter in self.parameters():
+            factors = scale / torch.arange(3, 3 + parameter.numel()).view(parameter.shape)
+            if parameter.is_complex():
+                terms.append((parameter * torch.complex(factors, 2 * factors)).real.sum())
+            else:
+                terms.append((parameter * factors).sum())
+        return torch.stack(terms).sum()
+
+
+def train_layouts(rank: Rank) -> None:
+    rank.init("gloo")
+    state = rota.HookState(**UNSCALED)
+    model = Layouts()
+    ddp = make_ddp(model, state)
+    ddp(1.0).backward()
+    residuals = state.state_dict()["residuals"]
+    for name, parameter in model.named_parameters():
+        count = torch.arange(3, 3 + parameter.numel()).view(parameter.shape)
+        gradient = 1.0 / count
+        if parameter.is_complex():
+            gradient = torch.complex(gradient, -2 * gradient)
+            real = torch.view_as_real(gradient)
+            expected = torch.view_as_complex(real - real.bfloat16().float())
+        else:
+            expected = gradient - gradient.bfloat16().float()
+        assert torch.equal(residuals[name], expected), name
+    # Loaded into the same model with all parameters laid out in rows.
+    other = rota.HookState(**UNSCALED)
+    other.load_state_dict(state.state_dict())
+    in_rows = Layouts()
+    for name in ("columns", "spread"):
+        setattr(in_rows, name, torch.nn.Parameter(getattr(in_rows, name).detach().contiguous()))
+    ddp_in_rows = make_ddp(in_rows, other)
+    ddp_in_rows(2.0).backward()
+    ddp.zero_grad()
+    ddp(2.0).backward()
+    for (name, p), q in zip(model.named_parameters(), in_rows.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name
+
+
+def test_residuals_are_saved_in_the_shape_of_their_parameters() -> None:
+    run_ranks(1, train_layouts)
+
+
+# ---- a run that is stopped, and goes on in other processes
+
+NUM_STEPS = 6
+
+
+def train(rank: Rank, directory: str, steps: range, options: dict[str, Any]) -> list[float]:
+    """Trains `steps`, from the checkpoint before them and to the one after; returns parameters."""
+    rank.init("gloo")
+    state = rota.HookState(**options)
+    model = make_model()
+    # With SMALL_BUCKETS_MB some parameters change buckets after the first step.
+    ddp = make_ddp(model, state)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    path = os.path.join(directory, f"{rank.rank}-{{}}.pt")
+    if steps.start > 0:
+        checkpoint = torch.load(path.format(steps.start))
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        state.load_state_dict(checkpoint["hook"])
+    for step in steps:
+        optimizer.zero_grad()
+        ddp(batch_of(rank.rank, step)).square().mean().backward()
+        optimizer.step()
+    parts = {"model": model, "optimizer": optimizer, "hook": state}
+    torch.save({name: part.state_dict() for name, part in parts.items()}, path.format(steps.stop))
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+@pytest.mark.parametrize("stop_at", [1, 3])
+def test_stopped_run_gives_the_bits_of_a_straight_one(tmp_path: Any, stop_at: int) -> None:
+    directory = str(tmp_path)
+    straight = run_ranks(2, train, directory, range(NUM_STEPS), UNSCALED)
+    run_ranks(2, train, directory, range(stop_at), UNSCALED)
+    assert run_ranks(2, train, directory, range(stop_at, NUM_STEPS), UNSCALED) == straight
+    assert straight[0] == straight[1]
+    without = {**UNSCALED, "error_feedback": False}
+    assert run_ranks(2, train, directory, range(NUM_STEPS), without) != straight
+
+
+def load_again(rank: Rank) -> None:
+    """In the middle of a run, and before any bucket has come."""
+    rank.init("gloo")
+    state = rota.HookState(**UNSCALED)
+    ddp = make_ddp(ExactGradients(), state)
+    batches = [
+        batch[rank.rank] for batch in (random_inputs(2, 2050 + i, torch.float32) for i in range(4))
+    ]
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        ddp.zero_grad()
+        ddp(batch).backward()
+        return gradients_of(ddp)
+
+    step(batches[0])
+    step(batches[1])
+    saved = state.state_dict()
+    expected = step(batches[2])
+    assert not torch.equal(step(batches[2]), expected), "the residual makes a difference"
+    state.load_state_dict(saved)
+    untouched = state.state_dict()
+    assert untouched["num_reductions"] == saved["num_reductions"]
+    for name, residual in saved["residuals"].items():
+        assert torch.equal(untouched["residuals"][name], residual)
+    assert torch.equal(step(batches[2]), expected)
+
+
+def test_state_can_be_loaded_in_the_middle_of_a_run() -> None:
+    run_ranks(2, load_again)
+
+
+# ---- what cannot be restored
+
+
+def load_other(rank: Rank, change: str) -> tuple[str, str]:
+    rank.init("gloo")
+    state = rota.HookState(**UNSCALED)
+    first = make_ddp(ExactGradients(), state)
+    first(exact_batch(rank.rank, 0)).backward()
+    saved = state.state_dict()
+    if change == "missing":
+        del saved["residuals"]["weights.1"]
+    elif change == "renamed":
+        saved["residuals"]["bias"] = saved["residuals"].pop("weights.1")
+    else:
+        saved["residuals"]["weights.1"] = torch.zeros(2)
+    other = rota.HookState(**UNSCALED)
+    other.load_state_dict(saved)
+    ddp = make_ddp(ExactGradients(), other)
+    return error_of(lambda: ddp(exact_batch(rank.rank, 0)).backward())
+
+
+@pytest.mark.parametrize(
+    ("change", "facts"),
+    [
+        ("missing", ("missing ['weights.1']",)),
+        ("renamed", ("missing ['weights.1']", "unexpected ['bias']")),
+        ("reshaped", ("'weights.1'", "[2]", "[700]")),
+    ],
+)
+def test_residuals_of_another_model_are_refused(change: str, facts: tuple[str, ...]) -> None:
+    for error, text in run_ranks(2, load_other, change):
+        assert error == "ValueError", text
+        for fact in facts:
+            assert fact in text
+
+
+def leave_unused(rank: Rank) -> None:
+    """A residual is sent even for a parameter without a gradient; the norm must not count it."""
+    rank.init("gloo")
+    state = rota.HookState(**UNSCALED)
+    ddp = make_ddp(ExactGradients(), state, find_unused_parameters=True)
+    batch = random_inputs(1, 2050, torch.float32)[0]
+    ddp(batch).backward()
+    ddp.zero_grad()
+    ddp(batch, [0, 1]).backward()
+    expected = norm_of(ddp)
+    norm = rota.clip_grad_norm_(ddp.parameters(), 1e9)
+    # torch sums the squares in float32.
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_residual_of_an_unused_parameter_is_not_in_the_norm() -> None:
+    run_ranks(1, leave_unused)
+
+
+def lose_model(rank: Rank) -> tuple[str, str]:
+    rank.init("gloo")
+    state = rota.HookState(**UNSCALED)
+    ddp = make_ddp(ExactGradients(), state)
+    ddp(exact_batch(rank.rank, 0)).backward()
+    del ddp
+    gc.collect()
+    return error_of(state.state_dict)
+
+
+def test_residuals_of_a_model_that_is_gone_are_not_saved() -> None:
+    error, text = run_ranks(1, lose_model)[0]
+    assert error == "RuntimeError" and "model is gone" in text
+
+
+def hide_model(rank: Rank) -> tuple[str, str]:
+    rank.init("gloo")
+    state = rota.HookState(**UNSCALED)
+    ddp = make_ddp(ExactGradients(), state)
+    gc.freeze()
+    for step in range(2):
+        ddp(exact_batch(rank.rank, step)).backward()
+    return error_of(state.state_dict)
+
+
+def test_residuals_without_names_are_not_saved() -> None:
+    error, text = run_ranks(1, hide_model)[0]
+    assert error == "RuntimeError" and "names" in text

@@ -1,0 +1,315 @@
+"""Options, models and groups that rota.fused_hook cannot work with: refused, on every rank."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import rota
+from models import SMALL_BUCKETS_MB, ExactGradients, exact_batch
+from ranks import Rank, error_of, run_ranks
+
+
+class Case(NamedTuple):
+    call: Callable[[], object]
+    error: str
+    facts: tuple[str, ...]  # what the text must name
+
+
+def with_options(**options: Any) -> Callable[[], object]:
+    return lambda: rota.HookState(**options)
+
+
+WIRE_NAMES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+
+CASES: dict[str, Case] = {
+    "integer-wire": Case(
+        with_options(wire_dtype=torch.int8), "TypeError", ("wire_dtype", "torch.int8", *WIRE_NAMES)
+    ),
+    "wide-wire": Case(
+        with_options(wire_dtype=torch.float64), "TypeError", ("torch.float64", *WIRE_NAMES)
+    ),
+    "wire-as-text": Case(
+        with_options(wire_dtype="float16"), "TypeError", ("'float16'", *WIRE_NAMES)
+    ),
+    "scaled-bfloat16": Case(
+        with_options(wire_dtype=torch.bfloat16, block_scaling=True),
+        "ValueError",
+        ("block_scaling", "bfloat16", "float8_e5m2"),
+    ),
+    "scaled-float32": Case(
+        with_options(wire_dtype=torch.float32, block_scaling=True),
+        "ValueError",
+        ("block_scaling", "float32", "float16"),
+    ),
+    "loss-scale-0": Case(with_options(loss_scale=0.0), "ValueError", ("loss_scale is 0.0",)),
+    "loss-scale-negative": Case(with_options(loss_scale=-2.0), "ValueError", ("loss_scale",)),
+    "loss-scale-inf": Case(
+        with_options(loss_scale=float("inf")), "ValueError", ("loss_scale is inf", "finite")
+    ),
+    "loss-scale-nan": Case(with_options(loss_scale=float("nan")), "ValueError", ("loss_scale",)),
+    "loss-scale-set": Case(
+        lambda: setattr(rota.HookState(), "loss_scale", 0.0), "ValueError", ("loss_scale is 0.0",)
+    ),
+    "predivide-factor": Case(
+        with_options(gradient_predivide_factor=-1.0), "ValueError", ("gradient_predivide_factor",)
+    ),
+    "seed": Case(with_options(seed=2**64), "ValueError", ("seed", str(2**64), "[0, 2**64)")),
+    "seed-float": Case(with_options(seed=0.5), "ValueError", ("seed is 0.5",)),
+    "algorithm": Case(
+        with_options(algorithm="tree"), "ValueError", ("'tree'", "one_shot", "ordered_ring")
+    ),
+    "group": Case(with_options(group="world"), "TypeError", ("str", "ProcessGroup")),
+    "other-group": Case(
+        with_options(group=dist.GroupMember.NON_GROUP_MEMBER), "ValueError", ("not in the group",)
+    ),
+    "scaler-state": Case(
+        lambda: rota.amp.GradScaler([None]), "TypeError", ("NoneType", "rota.HookState")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_option_is_refused_with_a_clear_error(name: str) -> None:
+    case = CASES[name]
+    error, text = error_of(case.call)
+    assert error == case.error, text
+    for fact in ("rota.", *case.facts):
+        assert fact in text
+
+
+# ---- refused on the first bucket
+
+
+class Words(torch.nn.Module):
+    """The gradient of its embedding is sparse."""
+
+    def __init__(self, sparse: bool, alone: bool = False) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(64, 8, sparse=sparse)
+        self.out = torch.nn.Identity() if alone else torch.nn.Linear(8, 2)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.out(self.embedding(words))
+        return result.sum()
+
+
+def train(model: torch.nn.Module, state: object, hook: Any, *args: Any, **options: Any) -> None:
+    ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS_MB, **options)
+    ddp.register_comm_hook(state, hook)
+    ddp(*args).backward()
+
+
+def be_sparse(rank: Rank) -> tuple[str, str]:
+    rank.init("gloo")
+    words = torch.tensor([1, 2, 3])
+    return error_of(lambda: train(Words(True), rota.HookState(), rota.fused_hook, words))
+
+
+def test_sparse_gradient_is_refused_with_the_parameters_name() -> None:
+    for error, text in run_ranks(2, be_sparse):
+        assert error == "TypeError", text
+        for fact in ("'embedding.weight'", "sparse_coo", "sparse=False"):
+            assert fact in text
+
+
+class Bucket:
+    """As DDP would hand it over if it knew of other dtypes."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+        self._parameter = torch.nn.Parameter(torch.zeros(buffer.shape))
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [self._parameter]
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+
+def be_of_dtype(rank: Rank) -> tuple[str, str]:
+    rank.init("gloo")
+    bucket: Any = Bucket(torch.zeros(7, 3, dtype=torch.complex64))
+    return error_of(lambda: rota.fused_hook(rota.HookState(), bucket))
+
+
+def test_bucket_of_other_dtype_is_refused() -> None:
+    for error, text in run_ranks(2, be_of_dtype):
+        assert error == "TypeError", text
+        for fact in ("parameter 0 of bucket 0, shape [7, 3]", "complex64", "float32", "bfloat16"):
+            assert fact in text
+
+
+def use_state(rank: Rank, state: object) -> tuple[str, str]:
+    rank.init("gloo")
+    return error_of(
+        lambda: train(ExactGradients(), state, rota.fused_hook, exact_batch(rank.rank, 0))
+    )
+
+
+@pytest.mark.parametrize("state", [None, 5], ids=["none", "int"])
+def test_state_of_other_type_is_refused(state: object) -> None:
+    for error, text in run_ranks(2, use_state, state):
+        assert error == "TypeError", text
+        assert type(state).__name__ in text and "rota.HookState(...), rota.fused_hook" in text
+
+
+def use_group(
+    rank: Rank, ranks_of_state: list[list[int]], ranks_of_ddp: list[int] | None
+) -> tuple[str, str] | None:
+    """Each rank's state has a group of its own; None is the default group."""
+    rank.init("gloo")
+    groups = [dist.new_group(ranks) for ranks in ranks_of_state]
+    group_of_ddp = dist.new_group(ranks_of_ddp) if ranks_of_ddp is not None else None
+    dist.barrier()  # nobody leaves while others still connect
+    if ranks_of_ddp is not None and rank.rank not in ranks_of_ddp:
+        return None
+    state = rota.HookState(groups[rank.rank])
+    batch = exact_batch(rank.rank, 0)
+    options = {"process_group": group_of_ddp}
+    return error_of(lambda: train(ExactGradients(), state, rota.fused_hook, batch, **options))
+
+
+@pytest.mark.parametrize(
+    ("ranks_of_state", "ranks_of_ddp", "facts"),
+    [
+        ([[0, 1, 2]] * 3, [0, 2], ("3 ranks [0, 1, 2]", "2 ranks [0, 2]")),
+        ([[0, 1], [0, 1], [2]], None, ("ranks [", "3 ranks [0, 1, 2]")),
+        ([[0, 1], [0], [1, 2]], [0, 2], ("2 ranks", "2 ranks [0, 2]")),
+    ],
+    ids=["larger", "smaller", "other-ranks"],
+)
+def test_group_other_than_ddps_is_refused(
+    ranks_of_state: list[list[int]], ranks_of_ddp: list[int] | None, facts: tuple[str, ...]
+) -> None:
+    for result in run_ranks(3, use_group, ranks_of_state, ranks_of_ddp):
+        if result is not None:
+            error, text = result
+            assert error == "ValueError", text
+            for fact in (*facts, "rota.HookState(group="):
+                assert fact in text
+
+
+def share_state(rank: Rank, when: str) -> tuple[str, str]:
+    rank.init("gloo")
+    state = rota.HookState()
+    batch = exact_batch(rank.rank, 0)
+
+    def unregistered(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations as text
+        return rota.fused_hook(state, bucket)
+
+    first, second = (DistributedDataParallel(ExactGradients()) for _ in range(2))
+    if when == "never":
+        first.register_comm_hook(None, unregistered)
+        second.register_comm_hook(None, unregistered)
+        first(batch).backward()
+        return error_of(lambda: second(batch).backward())
+    first.register_comm_hook(state, rota.fused_hook)
+    if when == "later":
+        first(batch).backward()
+    second.register_comm_hook(state, rota.fused_hook)
+    return error_of(lambda: second(batch).backward())
+
+
+@pytest.mark.parametrize("when", ["before", "later", "never"])
+def test_one_state_on_two_models_is_refused(when: str) -> None:
+    for error, text in run_ranks(2, share_state, when):
+        assert error == "ValueError", text
+        assert "one rota.HookState" in text and "model" in text
+
+
+def train_one_after_the_other(rank: Rank) -> list[float]:
+    """A state may go on with another model once the first one is gone."""
+    rank.init("gloo")
+    state = rota.HookState(error_feedback=True)
+    norms = []
+    for _ in range(2):
+        train(ExactGradients(), state, rota.fused_hook, exact_batch(rank.rank, 0))
+        norms.append(state.grad_norm().item())
+    return norms
+
+
+def test_state_of_a_model_that_is_gone_takes_another() -> None:
+    for norms in run_ranks(2, train_one_after_the_other):
+        assert norms[0] == norms[1] > 0
+
+
+# ---- what names depend on
+
+
+def name_sparse(rank: Rank, how: str) -> str:
+    rank.init("gloo")
+    state = rota.HookState()
+    ddp = DistributedDataParallel(Words(True))
+    if how == "wrapped":
+        ddp.register_comm_hook(None, lambda _, bucket: rota.fused_hook(state, bucket))
+    else:
+        ddp.register_comm_hook(state, rota.fused_hook)
+        gc.freeze()
+    error, text = error_of(lambda: ddp(torch.tensor([1])).backward())
+    assert error == "TypeError", text
+    return text
+
+
+def test_parameter_is_named_where_the_state_is_hidden_from_ddp() -> None:
+    for text in run_ranks(2, name_sparse, "wrapped"):
+        assert "'embedding.weight'" in text
+
+
+def test_parameter_is_named_by_position_where_ddp_is_hidden() -> None:
+    for text in run_ranks(2, name_sparse, "frozen"):
+        assert "parameter 0 of bucket 1, shape [64, 8]" in text
+
+
+# ---- only one rank is wrong
+
+
+def be_wrong_alone(rank: Rank, what: str) -> tuple[str, str]:
+    rank.init("gloo")
+    is_wrong = rank.rank == 1
+    if what == "sparse":
+        words = torch.tensor([1])
+        model = Words(is_wrong, alone=True)  # or bucket 0, without it, is another one already
+        return error_of(lambda: train(model, rota.HookState(), rota.fused_hook, words))
+    state: Any = rota.HookState() if not is_wrong else None
+    return use(state, rank)
+
+
+def use(state: object, rank: Rank) -> tuple[str, str]:
+    batch = exact_batch(rank.rank, 0)
+    return error_of(lambda: train(ExactGradients(), state, rota.fused_hook, batch))
+
+
+@pytest.mark.parametrize(
+    ("what", "fact"), [("sparse", "'embedding.weight'"), ("state", "rota.HookState(...)")]
+)
+def test_error_of_one_rank_is_raised_on_all(what: str, fact: str) -> None:
+    first, wrong, last = run_ranks(3, be_wrong_alone, what)
+    assert wrong[0] == "TypeError" and fact in wrong[1]
+    for error, text in (first, last):
+        assert error == "PeerFailed", text
+        assert "rank 1" in text and fact in text
+
+
+def use_other_options(rank: Rank) -> tuple[str, str]:
+    rank.init("gloo")
+    wire_dtype = torch.float16 if rank.rank == 0 else torch.bfloat16
+    return use(rota.HookState(wire_dtype=wire_dtype), rank)
+
+
+def test_states_of_different_options_raise_mismatch() -> None:
+    for error, text in run_ranks(2, use_other_options):
+        assert error == "Mismatch", text
+        assert "float16" in text and "bfloat16" in text
