@@ -21,8 +21,8 @@ struct WirePlace {
 // reaches the dtype's largest number. Of float8_e4m3fn, which has no Inf, this leaves the largest
 // code free to stand for it.
 //
-// Block lengths: 64, because shorter blocks take longer (benchmarks/LOG.md) and are no more exact on
-// gradients; 32, the specification's, for float8_e4m3fn, whose range is shortest.
+// Block lengths: 64, because shorter blocks take longer (benchmarks/LOG.md) and are no more exact
+// on gradients; 32, the specification's, for float8_e4m3fn, whose range is shortest.
 struct BlockScaling {
   uint32_t block_elems;
   int top_exponent;
