@@ -10,6 +10,8 @@ from typing import NoReturn
 from exact import MAX_SUM
 from interleave import Plan
 
+FLOAT32_BYTES = 4
+
 
 class Parser(argparse.ArgumentParser):
     """Keeps the lines of the description, and answers a bad argument in one line."""
@@ -57,6 +59,24 @@ def parse_list(choices: Sequence[str]) -> Callable[[str], list[str]]:
         return names
 
     return parse
+
+
+def parse_bucket_sizes(text: str) -> list[int]:
+    """An argparse type: bytes of "25M,64M", for buckets of float32."""
+    sizes = [parse_size(size) for size in text.split(",")]
+    if min(sizes) < FLOAT32_BYTES:
+        raise argparse.ArgumentTypeError("a bucket holds at least one float32 (4 bytes)")
+    return sizes
+
+
+def add_bucket_sizes(parser: argparse.ArgumentParser) -> None:
+    """The sizes of the buckets that hooks are timed on."""
+    parser.add_argument(
+        "--sizes",
+        type=parse_bucket_sizes,
+        default="25M,64M",
+        help="bucket sizes (default: 25M,64M)",
+    )
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -82,9 +82,14 @@ class Run:
         )
 
     def publish(
-        self, measurements: Sequence[Measurement], groups: Sequence[RankGroup], mpis: Sequence[str]
+        self,
+        measurements: Sequence[Measurement],
+        groups: Sequence[RankGroup],
+        mpis: Sequence[str],
+        more: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Writes the record and prints the tables; returns the summary, for programs."""
+        """Writes the record, with what there is `more`, and prints the tables; returns the summary,
+        for programs."""
         ratios = report.speedups(measurements, mpis)
         # What ranks move while they wait for a core says nothing about a link.
         busbw_ranks = None if self._num_ranks > machine.num_cores() else self._num_ranks
@@ -94,6 +99,7 @@ class Run:
                 "libraries": {group.name: group.hellos[0].versions for group in groups},
                 "measurements": rows,
                 "speedups": [asdict(ratio) for ratio in ratios],
+                **(more or {}),
             }
         )
         report.print_times(self.console, rows)

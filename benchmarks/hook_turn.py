@@ -32,8 +32,11 @@ class OneParameter(torch.nn.Module):
 
 
 @lru_cache(maxsize=1)  # all entries take their turns on the same memory
-def make_bucket(num_elems: int) -> GradBucket:
-    """A float32 bucket as DDP hands it to a hook; nobody else can make a GradBucket."""
+def make_bucket(num_elems: int, group: dist.ProcessGroup | None = None) -> GradBucket:
+    """A float32 bucket as DDP hands it to a hook; nobody else can make a GradBucket.
+
+    Its memory is the gradient of its one parameter, so a reduced bucket is a reduced gradient.
+    """
     buckets = []
 
     def keep(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -42,7 +45,9 @@ def make_bucket(num_elems: int) -> GradBucket:
         done.set_result(bucket.buffer())
         return done
 
-    model = torch.nn.parallel.DistributedDataParallel(OneParameter(num_elems))
+    model = torch.nn.parallel.DistributedDataParallel(
+        OneParameter(num_elems), process_group=group, gradient_as_bucket_view=True
+    )
     model.register_comm_hook(None, keep)
     model().backward()
     return buckets[0]

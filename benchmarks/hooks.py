@@ -17,11 +17,10 @@ from typing import Any
 
 import driver
 import interleave
-from arguments import Parser, add_common_arguments, parse_size, plan_of
+from arguments import FLOAT32_BYTES, Parser, add_bucket_sizes, add_common_arguments, plan_of
 from protocol import Entry
 
 HOOKS = ("fp16_compress_hook", "bf16_compress_hook", "allreduce_hook")
-FLOAT32_BYTES = 4
 ENTRIES = [
     Entry("rota hook", "rota", "rota hook"),
     Entry("torch hook on rota", "rota", "torch hook"),
@@ -29,23 +28,15 @@ ENTRIES = [
 ]
 
 
-def parse_sizes(text: str) -> list[int]:
-    """Bytes of "25M,64M"."""
-    return [parse_size(size) for size in text.split(",")]
-
-
 def parse_arguments() -> argparse.Namespace:
     """The command line; ends the process with one line when it makes no sense."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--hook", choices=HOOKS, default=HOOKS[0], help="the hook (default: fp16_compress_hook)")
-    add("--sizes", type=parse_sizes, default="25M,64M", help="bucket sizes (default: 25M,64M)")
+    add_bucket_sizes(parser)
     add_common_arguments(parser)
     parser.set_defaults(iters=10, warmup=2)  # a call takes tens of ms
-    args = parser.parse_args()
-    if min(args.sizes) < FLOAT32_BYTES:
-        parser.error("--sizes: a bucket holds at least one float32 (4 bytes)")
-    return args
+    return parser.parse_args()
 
 
 def benchmark(args: argparse.Namespace) -> dict[str, Any]:

@@ -25,7 +25,8 @@ class Entry:
         backend: `rota`, `gloo`, the name of an MPI, or `memcpy`.
         api: the Python entry that is called, for example `torch.distributed`.
         algorithm: that argument of `rota.Communicator.all_reduce`.
-        wire_dtype: that argument of `rota.Communicator.all_reduce`, by name.
+        wire_dtype: that argument of `rota.Communicator.all_reduce` or `rota.HookState`, by name.
+        bucket_cap_mb: that argument of DistributedDataParallel.
     """
 
     label: str
@@ -33,6 +34,7 @@ class Entry:
     api: str
     algorithm: str = "auto"
     wire_dtype: str | None = None
+    bucket_cap_mb: float | None = None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import amp_turn
+import ddp_turn
 import hook_turn
 import tiles
 from protocol import Entry, Hello, Reply, Turn, serve, time_samples
@@ -60,6 +62,11 @@ class TorchRank:
                 call, num_wrong = hook_turn.hook_call(turn, self.rota, group)
             case hook_turn.ROTA_HOOK:
                 call, num_wrong = hook_turn.hook_call(turn, self.rota, None)
+            case api if api in amp_turn.APIS:
+                group = self.groups[turn.entry.backend]
+                call, num_wrong = amp_turn.amp_call(turn, self.rota, group)
+            case ddp_turn.DDP_STEP:
+                call = ddp_turn.step_call(turn)
             case _:
                 call, num_wrong = self._collective_call(turn)
         dist.barrier()

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 SMOOTHING_STEPS = 20  # one step's batch is small and its loss noisy
+RIVALS = (("rota", "gloo"), ("rota_fp16", "gloo_fp16"), ("rota_fused", "gloo_fp16"))
 UNDISTURBED = 0.95  # share of a core
 
 
@@ -82,7 +83,7 @@ def print_table(results: dict[str, Result], console: Console) -> None:
             f"{row.max_parameter_difference:.2g}",
         )
     console.print(table)
-    for ours, theirs in (("rota", "gloo"), ("rota_fp16", "gloo_fp16")):
+    for ours, theirs in RIVALS:
         if ours in rows and theirs in rows and rows[theirs].communication_share > 0:
             ratio = rows[ours].communication_share / rows[theirs].communication_share
             console.print(

@@ -3,9 +3,10 @@
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --backend rota --hook fp16
 
 Plain PyTorch with DistributedDataParallel. rota is two lines of it: `import rota`, which registers
-the backend that init_process_group() then finds by name, and, if gradients shall travel in half
-precision, its communication hook. With --backend none no gradient leaves its rank: the time of
-that run is what a step costs without communication, and the ranks' parameters drift apart.
+the backend that init_process_group() then finds by name, and, if gradients shall travel in fewer
+bits, one of its communication hooks: fp16, or fused, which takes any --wire-dtype. With --backend
+none no gradient leaves its rank: the time of that run is what a step costs without communication,
+and the ranks' parameters drift apart.
 
 compare.py, beside this file, trains the same steps with every backend in turn.
 """
@@ -35,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rota
 
+WIRE_DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32")
 BYTES = 256  # the vocabulary: text is read as bytes, so there is no tokenizer
 WARMUP_STEPS = 20
 
@@ -166,7 +168,11 @@ def order0_bits(train: Tensor, held_out: Tensor) -> float:
 
 
 def data_parallel(
-    model: GPT, backend: str, hook: str, group: dist.ProcessGroup | None = None
+    model: GPT,
+    backend: str,
+    hook: str,
+    group: dist.ProcessGroup | None = None,
+    wire_dtype: str = WIRE_DTYPES[0],
 ) -> DistributedDataParallel:
     """`model` as a replica whose gradients backward() averages over the ranks of `group`."""
     ddp = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
@@ -175,6 +181,9 @@ def data_parallel(
     elif hook == "fp16":
         hooks: Any = rota if backend == "rota" else default_hooks
         ddp.register_comm_hook(group, hooks.fp16_compress_hook)
+    elif hook == "fused":
+        state = rota.HookState(group, getattr(torch, wire_dtype))
+        ddp.register_comm_hook(state, rota.fused_hook)
     return ddp
 
 
@@ -245,12 +254,15 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--backend", choices=("rota", "gloo", "none"), default="rota")
-    parser.add_argument("--hook", choices=("none", "fp16"), default="none")
+    parser.add_argument("--hook", choices=("none", "fp16", "fused"), default="none")
+    parser.add_argument("--wire-dtype", choices=WIRE_DTYPES, help="of --hook fused (float16)")
     parser.add_argument("--eval-every", type=positive(int), default=40, metavar="STEPS")
     add_training_arguments(parser)
     args = parser.parse_args()
     if args.backend == "none" and args.hook != "none":
         parser.error("--hook needs a backend that communicates, got --backend none")
+    if args.wire_dtype is not None and args.hook != "fused":
+        parser.error(f"--wire-dtype is of --hook fused, got --hook {args.hook}")
     if "RANK" not in os.environ:
         parser.error("expected torchrun: torchrun --standalone --nproc-per-node 2 " + sys.argv[0])
 
@@ -264,7 +276,8 @@ def main() -> None:
     torch.manual_seed(args.seed)  # every rank starts from the same weights
     model = GPT(config)
     optimizer = make_optimizer(model)
-    ddp = data_parallel(model, args.backend, args.hook)
+    wire_dtype = args.wire_dtype or WIRE_DTYPES[0]
+    ddp = data_parallel(model, args.backend, args.hook, wire_dtype=wire_dtype)
 
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     console.print(

@@ -32,7 +32,7 @@ class Blocks(NamedTuple):
 BLOCKS = {
     torch.float16: Blocks(64, 14),
     torch.float8_e4m3fn: Blocks(32, 7),
-    torch.float8_e5m2: Blocks(32, 14),
+    torch.float8_e5m2: Blocks(64, 14),
 }
 # Half of the distance between two numbers of the format, over the number and in absolute terms.
 HALF_ULP = {
@@ -90,7 +90,8 @@ def through_wire(values: Array, wire: Format) -> Array:
     scaled = round_to(np.ldexp(values, -exponents), wire.dtype)
     # float8_e4m3fn has no Inf; in blocks its largest code, which no finite number uses, is one.
     scaled = np.where(np.isinf(values), values, scaled)
-    return np.ldexp(scaled, exponents)
+    # At the end of float32's range, what was rounded up may lie beyond it.
+    return round_to(np.ldexp(scaled, exponents), torch.float32)
 
 
 def reduce_bucket(

@@ -30,7 +30,13 @@ THREAD_CASES = (
     "progress_queue_cases",
 )
 # One thread needs no ThreadSanitizer, and it does not follow a fork.
-OTHER_CASES = ("layout_cases", "loops_cases", "shared_memory_cases", "bootstrap_cases")
+OTHER_CASES = (
+    "layout_cases",
+    "loops_cases",
+    "wire_loops_cases",
+    "shared_memory_cases",
+    "bootstrap_cases",
+)
 SLEEPING_CASES = ("sequences_cases", "waiter_cases")
 
 TSAN_REPORT_CODE = 66

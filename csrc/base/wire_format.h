@@ -21,9 +21,8 @@ struct WirePlace {
 // reaches the dtype's largest number. Of float8_e4m3fn, which has no Inf, this leaves the largest
 // code free to stand for it.
 //
-// Block lengths, Xeon with AVX-512, 2026-11-21, benchmarks/fused.py: float16 64, because shorter
-// ones cost time and its own range of 2^29 spans what a block of gradients holds; float8 32, as in
-// the specification, because its range is short.
+// Block lengths: 64, because shorter blocks take longer (benchmarks/LOG.md) and are no more exact
+// on gradients; 32, the specification's, for float8_e4m3fn, whose range is shortest.
 struct BlockScaling {
   uint32_t block_elems;
   int top_exponent;
@@ -41,8 +40,8 @@ HOST_DEVICE constexpr bool has_block_scaling(DType dtype) {
   return dtype == DType::kFloat16 || dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2;
 }
 HOST_DEVICE constexpr BlockScaling block_scaling(DType dtype) {
-  if (dtype == DType::kFloat16) return {64, 14};
-  return {32, dtype == DType::kFloat8E4M3 ? 7 : 14};
+  if (dtype == DType::kFloat8E4M3) return {32, 7};
+  return {64, 14};
 }
 
 // Scales stay within what float32 multiplies without loss: its denormals are whole multiples of

@@ -31,10 +31,9 @@ struct WireLoops {
   // function of key and place: of key + 0, key + 1, ...
   void (*encode_at_random)(const float* src, const WirePlace& dst, size_t num_elems, float factor,
                            uint32_t key);
-  // dst = src * factor
-  void (*decode)(const WirePlace& src, float* dst, size_t num_elems, float factor);
-  // dst = (srcs[0] + srcs[1]) + srcs[2] ...
-  void (*accumulate)(const WirePlace* srcs, int num_srcs, float* dst, size_t num_elems);
+  // dst = ((srcs[0] + srcs[1]) + srcs[2] ...) * factor
+  void (*decode_sum)(const WirePlace* srcs, int num_srcs, float* dst, size_t num_elems,
+                     float factor);
 };
 
 struct ElementLoops {

@@ -4,7 +4,15 @@
 // C++). Arithmetic is written with the compiler's generic vectors, so only the conversions of
 // float16 name an instruction.
 //
-// Includes nothing and calls no library template: see the comment in element_loops_avx2.cpp.
+// Includes nothing but its parts, and calls no library template: see the comment in
+// element_loops_avx2.cpp.
+
+// In this order, which is that of their use.
+// clang-format off
+#include "cpu/lanes.inl"
+#include "cpu/wire_roundings.inl"
+#include "cpu/wire_loops.inl"
+// clang-format on
 
 namespace rota::cpu::ROTA_ISA_NAMESPACE {
 namespace {

@@ -11,6 +11,4 @@
 #define ROTA_ISA_NAMESPACE avx2
 #define ROTA_VECTOR_BYTES 32
 #include "cpu/element_loops.inl"
-#include "cpu/lanes.inl"
-#include "cpu/wire_loops.inl"
 #endif

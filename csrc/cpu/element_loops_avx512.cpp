@@ -10,6 +10,4 @@
 #define ROTA_ISA_NAMESPACE avx512
 #define ROTA_VECTOR_BYTES 64
 #include "cpu/element_loops.inl"
-#include "cpu/lanes.inl"
-#include "cpu/wire_loops.inl"
 #endif

@@ -5,5 +5,3 @@
 #define ROTA_ISA_NAMESPACE portable
 #define ROTA_VECTOR_BYTES 16
 #include "cpu/element_loops.inl"
-#include "cpu/lanes.inl"
-#include "cpu/wire_loops.inl"

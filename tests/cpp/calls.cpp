@@ -45,7 +45,7 @@ int64_t contribution(const Call& call, int world_size, uint64_t seed, int rank, 
   const uint64_t value = hash(seed, rank, elem);
   if (call.dtype == DType::kBool) return static_cast<int64_t>(value & 1);
   if (!info(call.dtype).is_floating) return static_cast<int64_t>(value);
-  const bool is_float8 = info(call.dtype).num_bytes == 1;
+  const bool is_float8 = info(call.wire.value_or(call.dtype)).num_bytes == 1;
   switch (call.op) {
     case ReduceOp::kSum:
       return small_integer(value, is_float8 ? 1 : 8);
@@ -96,6 +96,43 @@ void all_reduce(Communicator& communicator, const Call& call, uint64_t seed, Cal
   }
 }
 
+// An average, of which every number that a block may hold is exact in every wire dtype.
+void reduce_bucket(Communicator& communicator, const Call& call, uint64_t seed,
+                   CallerThread thread) {
+  const int world_size = communicator.world_size();
+  Tensor tensor(call.dtype, call.num_elems, call.misalignment);
+  const auto value_of = [&](int rank, uint64_t elem) {
+    return contribution(call, world_size, seed, rank, elem);
+  };
+  for (uint64_t i = 0; i < call.num_elems; ++i) {
+    tensor.set(i, bits_of_integer(call.dtype, value_of(communicator.rank(), i)));
+  }
+  std::vector<float> residual(call.num_elems);
+  const cpu::BucketPass pass{.divisor = static_cast<float>(world_size) / 2,
+                             .result_factor = 0.5f,
+                             .residual = residual.data()};
+  cpu::BucketMeasures measures(call.num_elems);
+  cpu::AllReduceArgs args = communicator.plan({.num_elems = call.num_elems,
+                                               .dtype = call.dtype,
+                                               .wire = {*call.wire, call.block_scaling},
+                                               .algorithm = call.algorithm},
+                                              pass);
+  args.data = tensor.data();
+  args.pass = &pass;
+  args.measures = &measures;
+  communicator.all_reduce(args, thread);
+  double squares = 0;
+  for (uint64_t i = 0; i < call.num_elems; ++i) {
+    int64_t sum = 0;
+    for (int rank = 0; rank < world_size; ++rank) sum += value_of(rank, i);
+    squares += static_cast<double>(sum / world_size * (sum / world_size));
+    check_elem(call, tensor, i, bits_of_integer(call.dtype, sum / world_size), communicator.rank());
+    check_equal(residual[i], 0.0f, "the residual of an exact contribution");
+  }
+  check_equal(measures.sum_of_squares(), squares, "the sum of squares");
+  check_equal(measures.num_non_finite, uint64_t{0}, "the number of non-finite elements");
+}
+
 // Collectives that only move: compared byte by byte, for elements of any size.
 uint64_t byte_of(uint64_t seed, int rank, uint64_t index) { return hash(seed, rank, index) & 0xff; }
 
@@ -140,7 +177,7 @@ std::string Call::to_string() const {
   std::string text = join(kCollectiveNames[static_cast<size_t>(kind)], '(', name(dtype), '[',
                           num_elems, "], ", name(op));
   if (algorithm) text += join(", ", schedule::name(*algorithm));
-  if (wire) text += join(", wire ", name(*wire));
+  if (wire) text += join(", wire ", name(*wire), block_scaling ? " in scaled blocks" : "");
   if (hop) text += join(", hop ", name(*hop));
   return text + join(", root ", root, ", misaligned by ", misalignment, ')');
 }
@@ -150,6 +187,8 @@ void call_and_check(Communicator& communicator, const Call& call, uint64_t seed,
   switch (call.kind) {
     case CollectiveKind::kAllReduce:
       return all_reduce(communicator, call, seed, thread);
+    case CollectiveKind::kReduceBucket:
+      return reduce_bucket(communicator, call, seed, thread);
     case CollectiveKind::kBroadcast:
       return broadcast(communicator, call, seed, thread);
     case CollectiveKind::kAllGather:
@@ -163,16 +202,24 @@ Call random_call(Random& random, const Communicator& communicator) {
   Call call;
   // Half of all calls reduce: they have the most ways.
   call.kind = random.choose(std::array{CollectiveKind::kAllReduce, CollectiveKind::kAllReduce,
-                                       CollectiveKind::kAllReduce, CollectiveKind::kBroadcast,
-                                       CollectiveKind::kAllGather, CollectiveKind::kBarrier});
+                                       CollectiveKind::kReduceBucket, CollectiveKind::kReduceBucket,
+                                       CollectiveKind::kBroadcast, CollectiveKind::kAllGather,
+                                       CollectiveKind::kBarrier});
   if (call.kind == CollectiveKind::kAllReduce) {
     call.dtype = random.choose(reducible_dtypes());
     call.op = random.choose(defined_ops(call.dtype));
+  } else if (call.kind == CollectiveKind::kReduceBucket) {
+    call.op = ReduceOp::kAvg;
+    call.dtype = random.choose(std::array{DType::kFloat32, DType::kFloat64, DType::kFloat16});
+    call.wire = random.choose(std::array{DType::kFloat32, DType::kFloat16, DType::kBFloat16,
+                                         DType::kFloat8E4M3, DType::kFloat8E5M2});
+    call.block_scaling = has_block_scaling(*call.wire) && random.below(3) > 0;
   } else {
     call.dtype = static_cast<DType>(random.below(kNumDTypes));
   }
   if (random.below(5) > 0) call.algorithm = random.choose(kAlgorithms);
-  if (call.dtype == DType::kFloat32 && random.below(2) == 0) {
+  if (call.kind == CollectiveKind::kAllReduce && call.dtype == DType::kFloat32 &&
+      random.below(2) == 0) {
     call.wire = random.choose(std::array{DType::kFloat16, DType::kBFloat16});
     if (call.algorithm == schedule::Algorithm::kRing && random.below(2) == 0) call.hop = call.wire;
   }

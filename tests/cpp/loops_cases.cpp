@@ -8,6 +8,7 @@
 #include "cpu/element_loops.h"
 #include "random.h"
 #include "reference.h"
+#include "tables.h"
 
 namespace rota::test {
 namespace {
@@ -15,19 +16,6 @@ namespace {
 constexpr size_t kMaxLength = 130;
 constexpr size_t kBigLength = 4099;
 constexpr int kMaxSrcs = 5;
-
-std::vector<const cpu::ElementLoops*> all_tables() {
-  std::vector<const cpu::ElementLoops*> tables;
-  for (const std::string_view isa : {"portable", "avx2", "avx512"}) {
-    try {
-      tables.push_back(&cpu::element_loops(isa));
-      check_equal(tables.back()->isa, isa, "table");
-    } catch (const Error& error) {  // this CPU lacks it
-      check_equal(static_cast<int>(error.kind()), static_cast<int>(ErrorKind::kValue), "kind");
-    }
-  }
-  return tables;
-}
 
 // Memory of exactly this many bytes, at any alignment: a step outside is AddressSanitizer's to see.
 class Bytes {

@@ -1,0 +1,190 @@
+"""Whether the demo learns as well with low-precision gradients as with float32, beside its spread.
+
+    python benchmarks/convergence.py     # starts its own ranks; a table, a picture and JSON
+
+Trains the demo's GPT with gradients averaged in float32 and by rota's fused hook, from several
+seeds; a seed decides weights and batches, so runs of one seed differ in nothing but the wire dtype.
+Judged are the bits per byte of held-out text after the last step, by how far float32's own lie
+apart from seed to seed. The last line of the output is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+import driver
+from arguments import Parser, parse_natural
+from demo import compare, compare_report, train_gpt
+
+BASE = "rota"  # float32 on the wire
+LABELS = {
+    BASE: "float32",
+    "rota_fused": "fused float16",
+    "rota_fused_fp8": "fused float8_e4m3fn",
+    "rota_fused_fp8_e5m2": "fused float8_e5m2",
+}
+Results = dict[str, list[compare_report.Result]]  # by variant; one for each seed
+
+
+def train(args: Any, console: Console) -> tuple[Results, float]:
+    """All runs, the same on every rank, and the bits per byte of a model without any context."""
+    train_text, held_out = train_gpt.read_corpus()
+    results: Results = {name: [] for name in args.variants}
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
+        console.print(f"seed {seed}")
+        args.seed = seed
+        runs = compare.train_in_turns(args, train_text, held_out, console)
+        for name, run in runs.items():
+            results[name].append(compare.gather(compare.VARIANTS[name], run))
+    return results, train_gpt.order0_bits(train_text, held_out)
+
+
+def summarize(results: Results) -> list[dict[str, Any]]:
+    """One row per variant: its held-out bits per byte beside those of float32."""
+    final = {name: [run.held_out[-1][1] for run in runs] for name, runs in results.items()}
+    low, high = min(final[BASE]), max(final[BASE])
+    rows = []
+    for name, bits in final.items():
+        mean = statistics.fmean(bits)
+        pairs = zip(bits, final[BASE], strict=True)
+        difference = max((own - base for own, base in pairs), key=lambda value: abs(value))
+        rows.append(
+            {
+                "gradients": LABELS[name],
+                "held_out_bits": [round(value, 5) for value in bits],
+                "mean": round(mean, 5),
+                "spread": round(max(bits) - min(bits), 5),
+                "largest_difference_from_float32": round(difference, 5),
+                "difference_within_spread": abs(difference) <= high - low,
+                "mean_within_spread": low <= mean <= high,
+                "num_within_spread": sum(low <= value <= high for value in bits),
+            }
+        )
+    return rows
+
+
+def print_table(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    """One line per variant."""
+    table = Table(title="bits per byte of held-out text after the last step, by seed")
+    table.add_column("gradients", no_wrap=True)
+    for heading in (
+        "each seed",
+        "mean",
+        "spread",
+        "largest diff. from\nfloat32, same seed",
+        "below its\nspread",
+        "mean\nwithin",
+        "seeds\nwithin",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["gradients"],
+            "  ".join(f"{value:.4f}" for value in row["held_out_bits"]),
+            f"{row['mean']:.4f}",
+            f"{row['spread']:.4f}",
+            f"{row['largest_difference_from_float32']:+.4f}",
+            "yes" if row["difference_within_spread"] else "no",
+            "yes" if row["mean_within_spread"] else "no",
+            str(row["num_within_spread"]),
+        )
+    console.print(table)
+
+
+def draw(results: Results, baseline_bits: float, title: str, path: Path) -> None:
+    """Loss curves, the band from the best to the worst seed around their mean, and the end of each
+    run beside float32's spread."""
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    curves, ends = figure.subplots(1, 2, width_ratios=(1.2, 1))
+    for axes in (curves, ends):
+        axes.spines[["top", "right"]].set_visible(False)
+    for line, (name, runs) in enumerate(results.items()):
+        by_step = list(zip(*(compare_report.smooth(run.losses) for run in runs), strict=True))
+        mean = [statistics.fmean(values) for values in by_step]
+        low, high = [min(values) for values in by_step], [max(values) for values in by_step]
+        color = runs[0].color
+        curves.fill_between(range(len(mean)), low, high, color=color, alpha=0.2, lw=0)
+        # Curves lie on one another: earlier ones are wider and show at the edges.
+        curves.plot(mean, color=color, lw=len(results) - line, label=LABELS[name])
+        bits = [run.held_out[-1][1] for run in runs]
+        ends.plot(bits, [line] * len(bits), "o", color=color)
+    base_bits = [run.held_out[-1][1] for run in results[BASE]]
+    ends.axvspan(min(base_bits), max(base_bits), color="#e6e6e6", lw=0, zorder=0)
+    curves.set_title(f"Training loss, mean of {compare_report.SMOOTHING_STEPS} steps, by seed")
+    curves.set(xlabel="step", ylabel="bits per byte")
+    curves.set_ylim(top=1.25 * baseline_bits)  # cuts off the first steps, which come down from 8
+    curves.legend(frameon=False)
+    ends.set_yticks(range(len(results)), [LABELS[name] for name in results])
+    ends.invert_yaxis()
+    ends.margins(y=0.2)
+    ends.set_title("Held-out text after the last step, every seed")
+    ends.set_xlabel("bits per byte; grey: the spread of float32")
+    ends.tick_params(axis="y", length=0)
+    figure.suptitle(title, fontsize=8, x=0.01, ha="left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def parse_arguments() -> Any:
+    """The command line, with the arguments that the demo's training takes."""
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add("--seeds", type=parse_natural(1), default=3, help="runs of each variant (default: 3)")
+    add("--ranks", type=parse_natural(2), default=2, help="ranks to start (default: 2)")
+    add("--json", type=Path, help="where to write the record (default: benchmarks/results/)")
+    add("--max-minutes", type=train_gpt.positive(float), default=30.0, help="of training, a seed")
+    train_gpt.add_training_arguments(parser)
+    args = parser.parse_args()
+    args.variants = list(LABELS)
+    args.first_seed = args.seed
+    return args
+
+
+def main() -> None:
+    """Becomes the ranks, trains, and lets rank 0 publish."""
+    args = parse_arguments()
+    compare.become_ranks(args.ranks)
+    dist.init_process_group("gloo")
+    is_first = dist.get_rank() == 0
+    run = driver.Run("convergence", "convergence", args.ranks, args) if is_first else None
+    results, baseline_bits = train(args, Console(quiet=not is_first))
+    if run is not None:
+        rows = summarize(results)
+        curves = [
+            {
+                "gradients": LABELS[name],
+                "seed": args.first_seed + number,
+                "losses": rounded(one.losses),
+            }
+            for name, runs in results.items()
+            for number, one in enumerate(runs)
+        ]
+        run.write_record(
+            {"order0_bits": round(baseline_bits, 4), "held_out": rows, "curves": curves}
+        )
+        png_path = run.json_path.with_suffix(".png")
+        draw(results, baseline_bits, run.subtitle(), png_path)
+        print_table(run.console, rows)
+        run.console.print(f"picture: {png_path}", soft_wrap=True)
+        print(
+            json.dumps({"benchmark": "convergence", "json": str(run.json_path), "held_out": rows})
+        )
+    dist.destroy_process_group()
+
+
+def rounded(values: Sequence[float]) -> list[float]:
+    """To what a picture shows."""
+    return [round(value, 4) for value in values]
+
+
+if __name__ == "__main__":
+    main()
