@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 SMALL_BUCKETS_MB = 0.004  # several buckets, the first of which is smaller still
+TINY_BUCKETS_MB = 1e-6  # one for each parameter
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:

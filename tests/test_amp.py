@@ -334,3 +334,23 @@ def test_grad_scaler_of_two_models_skips_where_the_inf_is() -> None:
     no_skip = [False, False]
     for skipped in run_ranks(2, skipped_steps):
         assert skipped == [no_skip, no_skip, [True, False], no_skip]
+
+
+def train_in_turns(rank: Rank) -> None:
+    """As GANs are trained: what has been stepped is not scaled again for the other model's loss."""
+    rank.init("gloo")
+    trainings = [Training(True, is_exact=True) for _ in range(2)]
+    scaler = rota.amp.GradScaler([training.state for training in trainings], init_scale=4.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(2):
+            for training in trainings:
+                training.zero_grad()
+                scaler.scale(training.loss(rank.rank, step + 10)).backward()
+                scaler.step(training.optimizers[0])
+            scaler.update()
+    assert torch.equal(trainings[0].parameters(), trainings[1].parameters())
+
+
+def test_grad_scaler_of_models_in_turns_does_not_scale_again() -> None:
+    run_ranks(2, train_in_turns)

@@ -133,6 +133,24 @@ def test_clip_with_unused_parameters() -> None:
     run_ranks(2, clip_with_unused)
 
 
+def clip_without_stale(rank: Rank) -> None:
+    """DDP has reduced again what the last pass did not use, and so the hook has measured it."""
+    rank.init("gloo")
+    ddp, _ = make_ddp(find_unused_parameters=True)
+    parameters = list(ddp.parameters())
+    ddp(exact_batch(rank.rank, 0)).backward()
+    ddp(exact_batch(rank.rank, 1), [0, 1]).backward()
+    assert all(p.grad is not None for p in parameters)
+    expected = torch.cat([p.grad for p in parameters[:2]]).norm()
+    with num_warnings(1):
+        norm = rota.clip_grad_norm_(parameters[:2], 1e6)
+    assert norm.item() == pytest.approx(expected.item(), rel=REL)
+
+
+def test_clip_leaves_a_norm_with_stale_gradients_to_torch() -> None:
+    run_ranks(2, clip_without_stale)
+
+
 def clip_non_finite(rank: Rank, value: float) -> None:
     rank.init("gloo")
     ddp, _ = make_ddp()
@@ -325,7 +343,7 @@ def fold(rank: Rank, what: str) -> None:
     if what == "unfused":
         options = {}
     elif what == "some-unfused":
-        owned, options = [{"params": parameters[:2], "fused": True}, {"params": parameters[2:]}], {}
+        owned = [{"params": parameters[:2]}, {"params": parameters[2:], "fused": False}]
     elif what == "part":
         owned = parameters[1:]
     elif what == "more":

@@ -252,6 +252,7 @@ def test_state_of_a_model_that_is_gone_takes_another() -> None:
 def name_sparse(rank: Rank, how: str) -> str:
     rank.init("gloo")
     state = rota.HookState()
+    other = DistributedDataParallel(ExactGradients())
     ddp = DistributedDataParallel(Words(True))
     if how == "wrapped":
         ddp.register_comm_hook(None, lambda _, bucket: rota.fused_hook(state, bucket))
@@ -260,6 +261,7 @@ def name_sparse(rank: Rank, how: str) -> str:
         gc.freeze()
     error, text = error_of(lambda: ddp(torch.tensor([1])).backward())
     assert error == "TypeError", text
+    del other
     return text
 
 
