@@ -173,7 +173,7 @@ def use_group(
     rank.init("gloo")
     groups = [dist.new_group(ranks) for ranks in ranks_of_state]
     group_of_ddp = dist.new_group(ranks_of_ddp) if ranks_of_ddp is not None else None
-    dist.barrier()  # nobody leaves while others still connect
+    dist.barrier()  # Gloo fails if a rank leaves while others still connect
     if ranks_of_ddp is not None and rank.rank not in ranks_of_ddp:
         return None
     state = rota.HookState(groups[rank.rank])

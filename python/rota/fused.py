@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from rota.ddp import DdpModel, find_ddp, num_registrations
+from rota.ddp import DdpModel, find_ddp
 from rota.errors import RotaError
 from rota.hooks import communicator_of
 from rota.residuals import Residuals
@@ -290,13 +290,13 @@ class HookState:
         return _Bucket(refs, torch.zeros(2, dtype=torch.float64), residual)
 
     def _check_model(self) -> None:
-        if (num_models := num_registrations(self)) > 1:
-            raise ValueError(
-                f"rota.fused_hook: one rota.HookState is registered on {num_models} models; make "
-                f"one for each"
-            )
         if self._model is None:
             return
+        if self._model.num_registrations > 1:
+            raise ValueError(
+                f"rota.fused_hook: one rota.HookState is registered on "
+                f"{self._model.num_registrations} models; make one for each"
+            )
         ranks = dist.get_process_group_ranks(self.group)
         ranks_of_model = dist.get_process_group_ranks(self._model.process_group)
         if ranks != ranks_of_model:
