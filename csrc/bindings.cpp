@@ -23,8 +23,6 @@ namespace {
 using namespace rota::c10d_glue;  // NOLINT: this file is a list of its names
 namespace schedule = rota::schedule;
 
-template <typename T>
-using IntrusiveClass = py::class_<T, c10::intrusive_ptr<T>>;
 using StorePtr = c10::intrusive_ptr<::c10d::Store>;
 using OptionalDType = std::optional<at::ScalarType>;
 using CommunicatorClass = py::class_<TensorCommunicator, std::shared_ptr<TensorCommunicator>>;

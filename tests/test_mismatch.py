@@ -43,6 +43,19 @@ def gather_call(num_elems: int) -> Call:
     return Call(text, lambda c, tensors: c.all_gather(*tensors), (3 * num_elems, num_elems))
 
 
+def bucket_call(text: str, num_elems: int = 8, num_residuals: int = 0, **options: object) -> Call:
+    def run(communicator: rota.Communicator, tensors: list[torch.Tensor]) -> object:
+        choices: dict[str, object] = {"wire_dtype": torch.float16, "block_scaling": False}
+        residual = tensors[1] if num_residuals else None
+        stats = torch.zeros(2, dtype=torch.float64)
+        return communicator.reduce_bucket(
+            tensors[0], stats, residual=residual, **(choices | options)
+        )
+
+    sizes = (num_elems, num_residuals) if num_residuals else (num_elems,)
+    return Call(f"reduce_bucket(float32[{num_elems}], {text}", run, sizes)
+
+
 BARRIER = Call("barrier()", lambda c, tensors: c.barrier(), ())
 SUM = reduce_call("sum, float32[8]", 8, torch.float32)
 LARGE_SUM = reduce_call("sum, float32[100000]", 100_000, torch.float32)
@@ -71,6 +84,49 @@ CASES = {
             hop_dtype=torch.float16,
         ),
     ),
+    "bucket-wire": (
+        bucket_call("one_shot, wire float16, 1 *"),
+        bucket_call("one_shot, wire bfloat16, 1 *", wire_dtype=torch.bfloat16),
+    ),
+    "bucket-block_scaling": (
+        bucket_call("one_shot, wire float16, 1 *"),
+        bucket_call("one_shot, wire float16 in scaled blocks, 1 *", block_scaling=True),
+    ),
+    "bucket-contribution_factor": (
+        bucket_call("one_shot, wire float16, 1 * sum / 1 * 1)"),
+        bucket_call("one_shot, wire float16, 0.5 * sum / 1 * 1)", contribution_factor=0.5),
+    ),
+    "bucket-divisor": (
+        bucket_call("one_shot, wire float16, 1 * sum / 1 * 1)"),
+        bucket_call("one_shot, wire float16, 1 * sum / 3 * 1)", divisor=3.0),
+    ),
+    "bucket-result_factor": (
+        # so alike that six digits would not tell them apart
+        bucket_call("one_shot, wire float16, 1 * sum / 1 * 0.1)", result_factor=0.1),
+        bucket_call(
+            "one_shot, wire float16, 1 * sum / 1 * 0.10000001)", result_factor=0.1 * (1 + 2**-23)
+        ),
+    ),
+    "bucket-seed": (
+        bucket_call(
+            "one_shot, wire float16, 1 * sum / 1 * 1, stochastic_seed 0)", stochastic_seed=0
+        ),
+        bucket_call(
+            "one_shot, wire float16, 1 * sum / 1 * 1, stochastic_seed 18446744073709551615)",
+            stochastic_seed=2**64 - 1,
+        ),
+    ),
+    "bucket-rounding": (
+        bucket_call("one_shot, wire float16, 1 * sum / 1 * 1)"),
+        bucket_call(
+            "one_shot, wire float16, 1 * sum / 1 * 1, stochastic_seed 0)", stochastic_seed=0
+        ),
+    ),
+    "bucket-residual": (
+        bucket_call("one_shot, wire float16, 1 * sum / 1 * 1, residual)", num_residuals=8),
+        bucket_call("one_shot, wire float16, 1 * sum / 1 * 1)"),
+    ),
+    "bucket-or-all_reduce": (bucket_call("one_shot, wire float16"), SUM),
     "root": (broadcast_call(8, 0), broadcast_call(8, 2)),
     "broadcast-length": (broadcast_call(50_000, 0), broadcast_call(50_001, 0)),
     "gather-length": (gather_call(8), gather_call(9)),

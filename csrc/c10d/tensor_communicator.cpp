@@ -45,110 +45,10 @@ std::shared_ptr<Communicator> connect_ranks(const c10::intrusive_ptr<::c10d::Sto
       options.timeout, options.check_interrupt);
 }
 
-// What was parsed, or an error that lists what could have been given.
-template <typename Value, typename Names>
-Value parse_name(std::string_view collective, std::string_view what, std::string_view text,
-                 std::string_view default_name, const Names& names, std::optional<Value> value) {
-  if (value) return *value;
-  std::string expected{default_name};
-  for (const std::string_view name : names) expected += join(expected.empty() ? "" : ", ", name);
-  throw Error(ErrorKind::kValue, join("rota.", collective, ": ", what, " is '", text,
-                                      "', expected one of ", expected));
-}
-
-std::optional<schedule::Algorithm> parse_algorithm(std::string_view collective,
-                                                   std::string_view text) {
-  if (text == "auto") return std::nullopt;
-  return parse_name(collective, "algorithm", text, "auto", schedule::kAlgorithmNames,
-                    schedule::parse_algorithm(text));
-}
-
 std::optional<DType> optional_dtype(const std::optional<at::ScalarType>& dtype,
                                     std::string_view what) {
   if (!dtype) return std::nullopt;
   return reducible_dtype(*dtype, what);
-}
-
-uint64_t num_bytes(const at::Tensor& tensor) {
-  return static_cast<uint64_t>(tensor.numel()) * tensor.element_size();
-}
-
-void check_gather(const AllGatherTensors& gather, int world_size) {
-  check_tensor(gather.input, "all_gather");
-  movable_dtype(gather.input, "all_gather");
-  if (gather.outputs.size() != static_cast<size_t>(world_size)) {
-    throw Error(ErrorKind::kValue, join("rota.all_gather: ", gather.outputs.size(),
-                                        " output tensors, expected world_size = ", world_size));
-  }
-  for (const at::Tensor& output : gather.outputs) {
-    check_tensor(output, "all_gather");
-    if (output.numel() != gather.input.numel() ||
-        output.scalar_type() != gather.input.scalar_type()) {
-      throw Error(ErrorKind::kValue,
-                  join("rota.all_gather: an output has ", output.numel(), " elements of ",
-                       output.dtype().name(), ", the input has ", gather.input.numel(), " of ",
-                       gather.input.dtype().name(), "; make them equal"));
-    }
-  }
-}
-
-void run_all_reduce(Communicator& communicator, const at::Tensor& tensor, cpu::AllReduceArgs args,
-                    CallerThread thread) {
-  const Packed packed(tensor, Packed::Content::kRead);
-  args.data = packed.data();
-  communicator.all_reduce(args, thread);
-  packed.unpack();
-}
-
-void check_companion(const at::Tensor& tensor, std::string_view what, at::ScalarType dtype,
-                     int64_t num_elems) {
-  check_tensor(tensor, "reduce_bucket");
-  if (tensor.scalar_type() == dtype && tensor.numel() == num_elems && tensor.is_contiguous()) {
-    return;
-  }
-  throw Error(ErrorKind::kValue,
-              join("rota.reduce_bucket: ", what, " has ", tensor.numel(), " elements of ",
-                   c10::toString(tensor.scalar_type()),
-                   tensor.is_contiguous() ? "" : " and is not contiguous", ", expected ", num_elems,
-                   " contiguous ones of ", c10::toString(dtype)));
-}
-
-void run_reduce_bucket(Communicator& communicator, const at::Tensor& bucket,
-                       const BucketOptions& options, cpu::AllReduceArgs args, CallerThread thread) {
-  const Packed packed(bucket, Packed::Content::kRead);
-  cpu::BucketPass pass = options.pass;
-  if (options.residual) pass.residual = options.residual->data_ptr<float>();
-  cpu::BucketMeasures measures(args.num_elems);
-  args.data = packed.data();
-  args.pass = &pass;
-  args.measures = &measures;
-  communicator.all_reduce(args, thread);
-  packed.unpack();
-  auto* stats = options.stats.data_ptr<double>();
-  stats[0] = static_cast<double>(measures.num_non_finite);
-  stats[1] = measures.sum_of_squares();
-}
-
-void run_broadcast(Communicator& communicator, const at::Tensor& tensor, int root,
-                   CallerThread thread) {
-  const bool is_root = root == communicator.rank();
-  const Packed packed(tensor, is_root ? Packed::Content::kRead : Packed::Content::kOverwritten);
-  communicator.broadcast({packed.data(), num_bytes(tensor), root},
-                         movable_dtype(tensor, "broadcast"), thread);
-  if (!is_root) packed.unpack();
-}
-
-void run_all_gather(Communicator& communicator, const AllGatherTensors& gather,
-                    CallerThread thread) {
-  const Packed input(gather.input, Packed::Content::kRead);
-  std::vector<Packed> outputs;
-  std::vector<void*> pointers;
-  for (const at::Tensor& tensor : gather.outputs) {
-    pointers.push_back(outputs.emplace_back(tensor, Packed::Content::kOverwritten).data());
-  }
-  communicator.all_gather({input.data(), pointers.data(), num_bytes(gather.input)},
-                          movable_dtype(gather.input, "all_gather"), thread);
-  for (const Packed& output : outputs) output.unpack();
 }
 
 struct Living {
@@ -177,30 +77,6 @@ class GilReleased {
 };
 
 }  // namespace
-
-AllReduceOptions AllReduceOptions::parse(std::string_view op, std::string_view algorithm,
-                                         std::optional<at::ScalarType> wire_dtype,
-                                         std::optional<at::ScalarType> hop_dtype) {
-  return with_python_errors([&]() -> AllReduceOptions {
-    return {.op = parse_name("all_reduce", "op", op, "", kReduceOpNames, parse_reduce_op(op)),
-            .algorithm = parse_algorithm("all_reduce", algorithm),
-            .wire_dtype = wire_dtype,
-            .hop_dtype = hop_dtype};
-  });
-}
-
-BucketOptions BucketOptions::parse(at::Tensor stats, at::ScalarType wire_dtype, bool block_scaling,
-                                   const cpu::BucketPass& pass, std::optional<at::Tensor> residual,
-                                   std::string_view algorithm) {
-  return with_python_errors([&]() -> BucketOptions {
-    return {.stats = std::move(stats),
-            .wire_dtype = wire_dtype,
-            .block_scaling = block_scaling,
-            .pass = pass,
-            .residual = std::move(residual),
-            .algorithm = parse_algorithm("reduce_bucket", algorithm)};
-  });
-}
 
 std::shared_ptr<TensorCommunicator> TensorCommunicator::connect(
     const c10::intrusive_ptr<::c10d::Store>& store, int rank, int world_size,
@@ -307,11 +183,7 @@ WorkRef TensorCommunicator::reduce_bucket(const at::Tensor& bucket, const Bucket
                                           Launch mode) {
   return with_python_errors([&] {
     const Communicator& communicator = usable_communicator("reduce_bucket");
-    check_tensor(bucket, "reduce_bucket");
-    check_companion(options.stats, "stats", at::kDouble, 2);
-    if (options.residual) {
-      check_companion(*options.residual, "residual", at::kFloat, bucket.numel());
-    }
+    check_bucket(bucket, options);
     const cpu::AllReduceArgs plan = communicator.plan(
         {.num_elems = static_cast<uint64_t>(bucket.numel()),
          .dtype = known_dtype(bucket.scalar_type(), "reduce_bucket", "the bucket's dtype",

@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 
+#include "c10d/tensor_collectives.h"
 #include "c10d/work.h"
 #include "core/communicator.h"
 #include "core/progress_queue.h"
@@ -20,37 +21,6 @@ struct TensorCommunicatorOptions {
   std::chrono::milliseconds timeout;
   size_t slot_bytes = 256 << 10;
   std::function<void()> check_interrupt;
-};
-
-struct AllReduceOptions {
-  ReduceOp op = ReduceOp::kSum;
-  std::optional<schedule::Algorithm> algorithm;
-  std::optional<at::ScalarType> wire_dtype;
-  std::optional<at::ScalarType> hop_dtype;
-
-  // From the names that Python users write; "auto" leaves the algorithm open.
-  static AllReduceOptions parse(std::string_view op, std::string_view algorithm,
-                                std::optional<at::ScalarType> wire_dtype,
-                                std::optional<at::ScalarType> hop_dtype);
-};
-
-struct BucketOptions {
-  at::Tensor stats;  // float64[2]: becomes the number of non-finite elements, the sum of squares
-  at::ScalarType wire_dtype;
-  bool block_scaling;
-  cpu::BucketPass pass;                // all but the residual
-  std::optional<at::Tensor> residual;  // float32, as many elements as the bucket
-  std::optional<schedule::Algorithm> algorithm;
-
-  static BucketOptions parse(at::Tensor stats, at::ScalarType wire_dtype, bool block_scaling,
-                             const cpu::BucketPass& pass, std::optional<at::Tensor> residual,
-                             std::string_view algorithm);
-};
-
-// One rank's tensors of one all-gather.
-struct AllGatherTensors {
-  std::vector<at::Tensor> outputs;  // by rank, each of the length and dtype of input
-  at::Tensor input;
 };
 
 enum class Launch {

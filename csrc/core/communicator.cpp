@@ -131,6 +131,7 @@ void Communicator::all_reduce(const cpu::AllReduceArgs& args, CallerThread threa
     descriptor.contribution_factor = args.pass->contribution_factor;
     descriptor.divisor = args.pass->divisor;
     descriptor.result_factor = args.pass->result_factor;
+    descriptor.has_residual = args.pass->residual != nullptr;
     descriptor.stochastic_seed = args.pass->stochastic_seed;
   }
   const cpu::IeeeFloatScope ieee;

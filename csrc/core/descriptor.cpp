@@ -43,6 +43,7 @@ Descriptor Descriptor::from_words(const Words& words) {
           .contribution_factor = float_at(words[3], 0),
           .divisor = float_at(words[3], 32),
           .result_factor = float_at(words[4], 0),
+          .has_residual = enum_at<bool>(words[4], 32, 2),
           .stochastic_seed = enum_at<bool>(packed, 56, 2) ? std::optional(words[5]) : std::nullopt};
 }
 
@@ -59,6 +60,7 @@ std::string Descriptor::to_string() const {
       std::string text = join(kind_name(), '(', tensor, ", ", name(algorithm), wire_text(wire),
                               ", ", text_of(contribution_factor), " * sum / ", text_of(divisor),
                               " * ", text_of(result_factor));
+      if (has_residual) text += ", residual";
       if (stochastic_seed) text += join(", stochastic_seed ", *stochastic_seed);
       return text + ')';
     }

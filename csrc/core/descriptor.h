@@ -39,6 +39,7 @@ struct Descriptor {
   float contribution_factor = 0;
   float divisor = 0;
   float result_factor = 0;
+  bool has_residual = false;
   std::optional<uint64_t> stochastic_seed;
 
   bool operator==(const Descriptor&) const = default;
@@ -58,7 +59,7 @@ struct Descriptor {
             num_elems,
             static_cast<uint64_t>(root),
             bits_of(contribution_factor) | bits_of(divisor) << 32,
-            bits_of(result_factor),
+            bits_of(result_factor) | static_cast<uint64_t>(has_residual) << 32,
             stochastic_seed.value_or(0)};
   }
   static Descriptor from_words(const Words& words);

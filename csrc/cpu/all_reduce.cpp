@@ -272,6 +272,8 @@ bool is_direct(schedule::Algorithm algorithm) {
 
 std::optional<uint64_t> message_bytes(const AllReduceArgs& args) {
   if (!is_direct(args.algorithm)) return std::nullopt;
+  // Contributing renews a residual, which must not happen before it is known that ranks agree.
+  if (args.pass != nullptr && args.pass->residual != nullptr) return std::nullopt;
   return args.wire.num_bytes(args.num_elems);
 }
 

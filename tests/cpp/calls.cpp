@@ -107,10 +107,11 @@ void reduce_bucket(Communicator& communicator, const Call& call, uint64_t seed,
   for (uint64_t i = 0; i < call.num_elems; ++i) {
     tensor.set(i, bits_of_integer(call.dtype, value_of(communicator.rank(), i)));
   }
-  std::vector<float> residual(call.num_elems);
+  // Every other time with error feedback, which then has nothing to feed back.
+  std::vector<float> residual(seed % 2 == 0 ? call.num_elems : 0);
   const cpu::BucketPass pass{.divisor = static_cast<float>(world_size) / 2,
                              .result_factor = 0.5f,
-                             .residual = residual.data()};
+                             .residual = residual.empty() ? nullptr : residual.data()};
   cpu::BucketMeasures measures(call.num_elems);
   cpu::AllReduceArgs args = communicator.plan({.num_elems = call.num_elems,
                                                .dtype = call.dtype,
@@ -127,8 +128,8 @@ void reduce_bucket(Communicator& communicator, const Call& call, uint64_t seed,
     for (int rank = 0; rank < world_size; ++rank) sum += value_of(rank, i);
     squares += static_cast<double>(sum / world_size * (sum / world_size));
     check_elem(call, tensor, i, bits_of_integer(call.dtype, sum / world_size), communicator.rank());
-    check_equal(residual[i], 0.0f, "the residual of an exact contribution");
   }
+  for (const float lost : residual) check_equal(lost, 0.0f, "what rounding lost");
   check_equal(measures.sum_of_squares(), squares, "the sum of squares");
   check_equal(measures.num_non_finite, uint64_t{0}, "the number of non-finite elements");
 }

@@ -1,0 +1,40 @@
+// What callers of a collective may choose, from the names that Python users write. "auto" leaves
+// the algorithm open.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string_view>
+
+#include "base/dtype.h"
+#include "cpu/all_reduce_args.h"
+#include "schedule/select.h"
+
+namespace rota::c10d_glue {
+
+struct AllReduceOptions {
+  ReduceOp op = ReduceOp::kSum;
+  std::optional<schedule::Algorithm> algorithm;
+  std::optional<at::ScalarType> wire_dtype;
+  std::optional<at::ScalarType> hop_dtype;
+
+  static AllReduceOptions parse(std::string_view op, std::string_view algorithm,
+                                std::optional<at::ScalarType> wire_dtype,
+                                std::optional<at::ScalarType> hop_dtype);
+};
+
+struct BucketOptions {
+  at::Tensor stats;  // float64[2]: becomes the number of non-finite elements, the sum of squares
+  at::ScalarType wire_dtype;
+  bool block_scaling;
+  cpu::BucketPass pass;                // all but the residual
+  std::optional<at::Tensor> residual;  // float32, as many elements as the bucket
+  std::optional<schedule::Algorithm> algorithm;
+
+  static BucketOptions parse(at::Tensor stats, at::ScalarType wire_dtype, bool block_scaling,
+                             const cpu::BucketPass& pass, std::optional<at::Tensor> residual,
+                             std::string_view algorithm);
+};
+
+}  // namespace rota::c10d_glue
