@@ -188,7 +188,10 @@ def change_in_place(ddp: DistributedDataParallel, rank: int) -> None:
 
 def replace(ddp: DistributedDataParallel, rank: int) -> None:
     parameter = next(ddp.parameters())
+    version = parameter.grad._version
     parameter.grad = parameter.grad + 1.0
+    while parameter.grad._version < version:  # the number alone shall not tell
+        parameter.grad.add_(0.0)
 
 
 def remove_and_add(ddp: DistributedDataParallel, rank: int) -> None:

@@ -90,7 +90,8 @@ def clip_grad_norm_(
     if fold:
         assert optimizer is not None
         _fold(optimizer, coefficient)
-        states[0].results.at_next_backward(functools.partial(_unfold, weakref.ref(optimizer)))
+        for state in states:  # whichever is trained next, should this step be skipped
+            state.results.at_next_backward(functools.partial(_unfold, weakref.ref(optimizer)))
     else:
         torch.nn.utils.clip_grads_with_norm_(with_gradient.values(), max_norm, norm, foreach)
     for state in states:
@@ -167,9 +168,9 @@ def _unfold(ref: weakref.ref[torch.optim.Optimizer]) -> None:
     if fold is None:
         return
     if fold.previous is None:
-        del optimizer.grad_scale  # type: ignore[union-attr]
+        vars(optimizer).pop("grad_scale", None)
     else:
-        optimizer.grad_scale = fold.previous  # type: ignore[union-attr]
+        vars(optimizer)["grad_scale"] = fold.previous
 
 
 def _multiply_folded(with_gradient: dict[int, torch.Tensor]) -> None:

@@ -16,17 +16,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from rota import options
 from rota.ddp import DdpModel, find_ddp
 from rota.errors import RotaError
 from rota.hooks import communicator_of
 from rota.residuals import Residuals
 from rota.results import Results
 
-# Those that block scaling is for; the others have float32's range.
-_NARROW_DTYPES = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
-WIRE_DTYPES = (torch.float32, torch.bfloat16, *_NARROW_DTYPES)
 _BUCKET_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_ALGORITHMS = ("auto", "one_shot", "two_shot", "ordered_ring", "ring")
 
 # Those that are in use, for clip_grad_norm_ to find by the parameters that they saw.
 live_states: "weakref.WeakSet[HookState]" = weakref.WeakSet()
@@ -75,7 +72,8 @@ class HookState:
         loss_scale: what the loss was multiplied by: results are divided by it. Finite and positive;
             may be set between backward passes. A rota.amp.GradScaler sets it, and back to 1.
         gradient_predivide_factor: f divides gradients by f before they are summed, and the sum by
-            world_size / f, as Horovod and FSDP do; for wire dtypes that sums would overflow.
+            world_size / f, as Horovod and FSDP do; for gradients that overflow the wire dtype where
+            blocks are not scaled.
         algorithm: as Communicator.all_reduce takes it.
 
     Raises:
@@ -107,16 +105,12 @@ class HookState:
         algorithm: str = "auto",
     ) -> None:
         if block_scaling is None:
-            block_scaling = wire_dtype in _NARROW_DTYPES
-        _check_group(group)
-        _check_wire(wire_dtype, block_scaling)
-        _check_factor("gradient_predivide_factor", gradient_predivide_factor)
-        if not (isinstance(seed, int) and 0 <= seed < 2**64):
-            raise ValueError(f"rota.HookState: seed is {seed!r}, expected an int in [0, 2**64)")
-        if algorithm not in _ALGORITHMS:
-            raise ValueError(
-                f"rota.HookState: algorithm is {algorithm!r}, expected one of {_ALGORITHMS}"
-            )
+            block_scaling = options.is_narrow(wire_dtype)
+        options.check_group(group)
+        options.check_wire(wire_dtype, block_scaling)
+        options.check_factor("gradient_predivide_factor", gradient_predivide_factor)
+        options.check_seed(seed)
+        options.check_algorithm(algorithm)
         self.group = group
         self.wire_dtype = wire_dtype
         self.block_scaling = block_scaling
@@ -139,7 +133,7 @@ class HookState:
 
     @loss_scale.setter
     def loss_scale(self, loss_scale: float) -> None:
-        _check_factor("loss_scale", loss_scale)
+        options.check_factor("loss_scale", loss_scale)
         self._loss_scale = float(loss_scale)
 
     @property
@@ -170,8 +164,9 @@ class HookState:
     def _check_complete(self) -> None:
         if not self.results.is_complete:
             raise RuntimeError(
-                "rota.HookState: no results: no backward pass of the model has reduced its "
-                "gradients since the last one was scaled; call backward() outside no_sync() first"
+                "rota.HookState: there are no results: no backward pass has reduced the gradients "
+                "to the end, or a GradScaler has had more added to them since; call backward() "
+                "outside no_sync() first"
             )
 
     # ---- saving and restoring
@@ -359,36 +354,6 @@ def _restore(options: dict[str, Any], state_dict: dict[str, Any]) -> HookState:
     state = HookState(**options)
     state.load_state_dict(state_dict)
     return state
-
-
-def _check_group(group: object) -> None:
-    if group is None or isinstance(group, dist.ProcessGroup):
-        return
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            "rota.HookState: this rank is not in the group; only its members make a state over it"
-        )
-    raise TypeError(
-        f"rota.HookState: group is of type {type(group).__name__}, expected a ProcessGroup, or "
-        f"None for the default group"
-    )
-
-
-def _check_wire(wire_dtype: object, block_scaling: bool) -> None:
-    if wire_dtype not in WIRE_DTYPES:
-        raise TypeError(
-            f"rota.HookState: wire_dtype is {wire_dtype!r}, expected one of {WIRE_DTYPES}"
-        )
-    if block_scaling and wire_dtype not in _NARROW_DTYPES:
-        raise ValueError(
-            f"rota.HookState: block_scaling is for {_NARROW_DTYPES}; {wire_dtype} has the range "
-            f"of float32 without it, leave it out"
-        )
-
-
-def _check_factor(name: str, factor: float) -> None:
-    if not (math.isfinite(factor) and factor > 0):
-        raise ValueError(f"rota.HookState: {name} is {factor}, expected finite and positive")
 
 
 def _split_mix_64(seed: int, index: int) -> int:

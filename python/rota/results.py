@@ -26,12 +26,15 @@ class _Mark(NamedTuple):
     gradient: weakref.ref[torch.Tensor]
     version: int
 
+    def gradient_now(self) -> torch.Tensor | None:
+        parameter = self.parameter()
+        return None if parameter is None else parameter.grad
+
     def is_current(self) -> bool:
-        parameter, gradient = self.parameter(), self.gradient()
+        gradient = self.gradient_now()
         return (
-            parameter is not None
-            and gradient is not None
-            and parameter.grad is gradient
+            gradient is not None
+            and gradient is self.gradient()
             and gradient._version == self.version
         )
 
@@ -160,8 +163,14 @@ class Results:
 
     def is_norm_of(self, parameters: Collection[int]) -> bool:
         """Whether all that was summed is in gradients of `parameters`, given by identity."""
-        seen = self.gradients()
-        return self.is_complete and not self._dropped and all(id(p) in parameters for p, _ in seen)
+        return (
+            self.is_complete
+            and not self._dropped
+            and all(
+                identity in parameters or mark.gradient_now() is None
+                for identity, mark in self._marks.items()
+            )
+        )
 
     # ---- what the scaler and clipping do to the gradients
 

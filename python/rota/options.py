@@ -1,0 +1,60 @@
+"""What rota.HookState can be made with: checks, whose errors say what is possible."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+# Those that block scaling is for; the others have float32's range.
+_NARROW_DTYPES = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+_WIRE_DTYPES = (torch.float32, torch.bfloat16, *_NARROW_DTYPES)
+_ALGORITHMS = ("auto", "one_shot", "two_shot", "ordered_ring", "ring")
+
+
+def is_narrow(wire_dtype: object) -> bool:
+    """Whether a wire dtype has so little range that blocks are scaled by default."""
+    return wire_dtype in _NARROW_DTYPES
+
+
+def check_group(group: object) -> None:
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "rota.HookState: this rank is not in the group; only its members make a state over it"
+        )
+    raise TypeError(
+        f"rota.HookState: group is of type {type(group).__name__}, expected a ProcessGroup, or "
+        f"None for the default group"
+    )
+
+
+def check_wire(wire_dtype: object, block_scaling: bool) -> None:
+    if wire_dtype not in _WIRE_DTYPES:
+        raise TypeError(
+            f"rota.HookState: wire_dtype is {wire_dtype!r}, expected one of {_WIRE_DTYPES}"
+        )
+    if block_scaling and wire_dtype not in _NARROW_DTYPES:
+        raise ValueError(
+            f"rota.HookState: block_scaling is for {_NARROW_DTYPES}; {wire_dtype} has the range "
+            f"of float32 without it, leave it out"
+        )
+
+
+def check_factor(name: str, factor: float) -> None:
+    if not (math.isfinite(factor) and factor > 0):
+        raise ValueError(f"rota.HookState: {name} is {factor}, expected finite and positive")
+
+
+def check_seed(seed: object) -> None:
+    if not (isinstance(seed, int) and 0 <= seed < 2**64):
+        raise ValueError(f"rota.HookState: seed is {seed!r}, expected an int in [0, 2**64)")
+
+
+def check_algorithm(algorithm: object) -> None:
+    if algorithm not in _ALGORITHMS:
+        raise ValueError(
+            f"rota.HookState: algorithm is {algorithm!r}, expected one of {_ALGORITHMS}"
+        )
