@@ -35,8 +35,8 @@ def rota_all_reduce(elem: int, num_ranks: int) -> float:
 
 
 def rota_fused(wire: float, num_ranks: int) -> float:
-    """two_shot with a conversion each way: a rank encodes all into its slot, sums its own shard
-    from all slots, into the bucket and the others' slots, and decodes the others' sums into the
-    bucket. `wire` is the bytes of an encoded element, its share of the block's scale included."""
+    """two_shot with a conversion each way: a rank encodes the others' shards into its slot, sums
+    its own from its bucket and the others' slots, into both, and decodes the others' sums. `wire`
+    is the bytes of an encoded element, its share of the block's scale included."""
     others = wire * (num_ranks - 1) / num_ranks
-    return (GRADIENT + wire) + (wire + others) + others + GRADIENT
+    return GRADIENT + others + (others + others) + others + GRADIENT

@@ -146,6 +146,20 @@ def test_reduce_bucket_norm_and_random_bits_depend_on_no_algorithm_or_slot() -> 
     assert all(result == results[0] for result in results)
 
 
+def reduce_in_parts(rank: Rank, wire: Format) -> None:
+    comm = rank.communicator()
+    gradient = gradients(rank.world_size, 20_000, torch.float32)[rank.rank]
+    whole, _ = reduce_once(comm, gradient, wire, divisor=3.0)
+    for lengths in ((1, 19_999), (77, 4096, 15_827), (10_000, 10_000)):
+        parts = [reduce_once(comm, part, wire, divisor=3.0)[0] for part in gradient.split(lengths)]
+        assert_same(torch.cat(parts), whole, str(lengths))
+
+
+@pytest.mark.parametrize("wire", [wire for wire in FORMATS if not wire.block_scaling], ids=str)
+def test_reduce_bucket_without_block_scaling_depends_on_no_bucket_layout(wire: Format) -> None:
+    run_ranks(3, reduce_in_parts, wire)
+
+
 def stay_within_bound(rank: Rank, wire: Format) -> None:
     comm = rank.communicator()
     generator = torch.Generator().manual_seed(5)
