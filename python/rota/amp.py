@@ -159,6 +159,7 @@ class GradScaler(torch.amp.GradScaler):
             if parameter.grad is not None:
                 is_result = any(state.results.saw(parameter) for state in states)
                 (results if is_result else others).append(parameter)
+        found_by_device: dict[torch.device, torch.Tensor] = {}
         if others:
             self._warn_once(
                 "not reduced",
@@ -167,8 +168,8 @@ class GradScaler(torch.amp.GradScaler):
                 f"backward pass, so they are unscaled by torch. This is right, but takes a pass "
                 f"over them",
             )
-        rest: Any = _Gradients(others)
-        found_by_device = super()._unscale_grads_(rest, inv_scale, found_inf, allow_fp16)
+            rest: Any = _Gradients(others)
+            found_by_device = super()._unscale_grads_(rest, inv_scale, found_inf, allow_fp16)
         if results:
             if not allow_fp16 and any(p.dtype == torch.float16 for p in results):
                 raise ValueError("Attempting to unscale FP16 gradients.")  # as torch's

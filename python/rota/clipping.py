@@ -78,12 +78,13 @@ def clip_grad_norm_(
     norm = torch.tensor(
         math.sqrt(math.fsum(state.results.sum_of_squares for state in states)), dtype=torch.float32
     )
-    if error_if_nonfinite and not norm.isfinite():
+    norm_value = norm.item()
+    if error_if_nonfinite and not math.isfinite(norm_value):
         raise RuntimeError(
             "rota.clip_grad_norm_: the total norm of the gradients is not finite, so they cannot "
             "be clipped; error_if_nonfinite=False has them scaled by it anyway"
         )
-    coefficient = float(max_norm / (norm + 1e-6))  # as torch's
+    coefficient = max_norm / (norm_value + 1e-6)  # as torch's, but in float64
     if coefficient >= 1:
         return norm
     fold = optimizer is not None and coefficient > 0 and _can_fold(optimizer, with_gradient)
