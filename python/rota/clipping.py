@@ -75,10 +75,8 @@ def clip_grad_norm_(
         return torch.nn.utils.clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
-    norm = torch.tensor(
-        math.sqrt(math.fsum(state.results.sum_of_squares for state in states)), dtype=torch.float32
-    )
-    norm_value = norm.item()
+    norm_value = math.sqrt(math.fsum(state.results.sum_of_squares for state in states))
+    norm = torch.tensor(norm_value, dtype=torch.float32)
     if error_if_nonfinite and not math.isfinite(norm_value):
         raise RuntimeError(
             "rota.clip_grad_norm_: the total norm of the gradients is not finite, so they cannot "

@@ -60,6 +60,7 @@ class Results:
         self._buckets: list[_Bucket] = []  # until then
         # Of each bucket, float64: number of non-finite elements, sum of squares.
         self._stats: list[torch.Tensor] = []
+        self._totals: tuple[bool, float] | None = None  # what they add up to, once asked for
         self._marks: dict[int, _Mark] = {}  # by identity of the parameter
         self._dropped = False  # something is in the stats that is in no gradient
         self._norm_factor = 1.0
@@ -73,6 +74,7 @@ class Results:
         self.loss_scale = loss_scale
         self._buckets = []
         self._stats = []
+        self._totals = None
         self._marks = {}
         callbacks, self._at_next_backward = self._at_next_backward, []
         for callback in callbacks:
@@ -134,15 +136,21 @@ class Results:
 
     # ---- read by the state, the scaler and clipping, between backward passes
 
+    def _read_stats(self) -> tuple[bool, float]:
+        # Once: after a bucket has gone through the caches, each torch call costs some 50 us.
+        if self._totals is None:
+            rows = [stats.tolist() for stats in self._stats]
+            self._totals = any(row[0] for row in rows), math.fsum(row[1] for row in rows)
+        return self._totals
+
     @property
     def found_inf(self) -> bool:
-        return any(stats[0].item() != 0 for stats in self._stats)
+        return self._read_stats()[0]
 
     @property
     def sum_of_squares(self) -> float:
         """Of all buckets, rounded once; the same number on every rank."""
-        squares = math.fsum(stats[1].item() for stats in self._stats)
-        return squares * self._norm_factor**2
+        return self._read_stats()[1] * self._norm_factor**2
 
     def saw(self, parameter: torch.Tensor) -> bool:
         """Whether the hook's result was written to the parameter's gradient."""
