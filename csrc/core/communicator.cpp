@@ -63,7 +63,6 @@ cpu::AllReduceArgs Communicator::plan(const AllReduceRequest& request) const {
                                   " tensor; expected a floating dtype that is not wider"));
   }
   const uint64_t num_wire_bytes = request.num_elems * info(wire).num_bytes;
-  const auto algorithm = request.algorithm.value_or(schedule::select(world_size(), num_wire_bytes));
   const DType accumulate = info(wire).accumulate;
   const DType hop = request.hop.value_or(accumulate);
   if (request.hop && request.algorithm != schedule::Algorithm::kRing) {
@@ -73,14 +72,13 @@ cpu::AllReduceArgs Communicator::plan(const AllReduceRequest& request) const {
     refuse(ErrorKind::kType, join("hop_dtype ", name(hop), "; expected ", name(accumulate),
                                   " (the accumulate dtype) or ", name(wire), " (the wire dtype)"));
   }
-  // Alone, every algorithm is the same: round once.
   return {.data = nullptr,
           .num_elems = request.num_elems,
           .dtype = dtype,
           .op = request.op,
           .wire = {wire},
           .hop = hop,
-          .algorithm = world_size() == 1 ? schedule::Algorithm::kOneShot : algorithm};
+          .algorithm = algorithm_for(request.algorithm, num_wire_bytes)};
 }
 
 cpu::AllReduceArgs Communicator::plan(const BucketRequest& request,
@@ -100,15 +98,20 @@ cpu::AllReduceArgs Communicator::plan(const BucketRequest& request,
   check_factor("contribution_factor", pass.contribution_factor);
   check_factor("divisor", pass.divisor);
   check_factor("result_factor", pass.result_factor);
-  const auto algorithm =
-      request.algorithm.value_or(schedule::select(world_size(), wire.num_bytes(request.num_elems)));
   return {.data = nullptr,
           .num_elems = request.num_elems,
           .dtype = request.dtype,
           .op = ReduceOp::kAvg,
           .wire = wire,
           .hop = DType::kFloat32,
-          .algorithm = world_size() == 1 ? schedule::Algorithm::kOneShot : algorithm};
+          .algorithm = algorithm_for(request.algorithm, wire.num_bytes(request.num_elems))};
+}
+
+schedule::Algorithm Communicator::algorithm_for(std::optional<schedule::Algorithm> requested,
+                                                uint64_t num_wire_bytes) const {
+  // Alone, every algorithm is the same: round once.
+  if (world_size() == 1) return schedule::Algorithm::kOneShot;
+  return requested.value_or(schedule::select(world_size(), num_wire_bytes));
 }
 
 void Communicator::check_root(int root) const {

@@ -70,6 +70,9 @@ class Communicator {
   void abort(const std::string& reason);
 
  private:
+  // What runs if this is requested; none: auto.
+  schedule::Algorithm algorithm_for(std::optional<schedule::Algorithm> requested,
+                                    uint64_t num_wire_bytes) const;
   // The frame of every collective: post, meet, and in one message or in rounds do what args say.
   template <typename Args>
   void run(const Descriptor& descriptor, const Args& args, CallerThread thread);
