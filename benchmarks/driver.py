@@ -6,6 +6,7 @@ import argparse
 import json
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -15,8 +16,10 @@ from typing import Any
 
 from rich.console import Console
 
+import interleave
 import machine
 import report
+from arguments import FLOAT32_BYTES, plan_of
 from interleave import Measurement
 from protocol import Entry
 from ranks import RankError, RankGroup
@@ -154,6 +157,30 @@ def running(groups: Sequence[RankGroup]) -> Iterator[None]:
         yield
         for group in groups:
             group.stop()
+
+
+def measure_buckets(
+    run: Run, args: argparse.Namespace, entries: Sequence[Entry], op: str
+) -> tuple[list[Measurement], RankGroup]:
+    """Starts torch ranks with rota and Gloo, and measures the entries on float32 buckets of every
+    size of `args`; also returns the ranks, which have ended."""
+    with tempfile.TemporaryDirectory(prefix="rota-bench-") as folder:
+        group = torch_ranks(args, ["rota", "gloo"], Path(folder))
+        with running([group]):
+            present = drop_missing(run, entries, group)
+            measurements: list[Measurement] = []
+            for num_bytes in args.sizes:
+                num_elems = num_bytes // FLOAT32_BYTES
+                measurements += interleave.measure(
+                    present,
+                    group.ask,
+                    op,
+                    "float32",
+                    num_elems,
+                    num_elems * FLOAT32_BYTES,
+                    plan_of(args),
+                )
+    return measurements, group
 
 
 def exit_status(benchmark: Callable[[], dict[str, Any]]) -> int:

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -23,9 +21,8 @@ from rich.table import Table
 
 import amp_turn
 import driver
-import interleave
 import traffic
-from arguments import FLOAT32_BYTES, Parser, add_bucket_sizes, add_common_arguments, plan_of
+from arguments import Parser, add_bucket_sizes, add_common_arguments
 from interleave import Measurement
 from protocol import Entry
 
@@ -123,22 +120,7 @@ def by_entry(row: dict[str, Any]) -> tuple[int, int]:
 def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     """The whole run: starts ranks, measures every size, prints, writes and sums up."""
     run = driver.Run("fused", "fused", args.ranks, args)
-    with tempfile.TemporaryDirectory(prefix="rota-bench-") as folder:
-        group = driver.torch_ranks(args, ["rota", "gloo"], Path(folder))
-        with driver.running([group]):
-            entries = driver.drop_missing(run, ENTRIES, group)
-            measurements = []
-            for num_bytes in args.sizes:
-                num_elems = num_bytes // FLOAT32_BYTES
-                measurements += interleave.measure(
-                    entries,
-                    group.ask,
-                    "mixed_precision_turn",
-                    "float32",
-                    num_elems,
-                    num_elems * FLOAT32_BYTES,
-                    plan_of(args),
-                )
+    measurements, group = driver.measure_buckets(run, args, ENTRIES, "mixed_precision_turn")
     rows = compare(measurements, args.ranks)
     summary = run.publish(measurements, [group], mpis=[], more={"comparison": rows})
     print_comparison(run.console, rows)

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import driver
-import interleave
-from arguments import FLOAT32_BYTES, Parser, add_bucket_sizes, add_common_arguments, plan_of
+from arguments import Parser, add_bucket_sizes, add_common_arguments
 from protocol import Entry
 
 HOOKS = ("fp16_compress_hook", "bf16_compress_hook", "allreduce_hook")
@@ -45,22 +42,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     if args.check and args.ranks.bit_count() != 1:
         run.note(f"averages over {args.ranks} ranks are not exact: results are not checked")
 
-    with tempfile.TemporaryDirectory(prefix="rota-bench-") as folder:
-        group = driver.torch_ranks(args, ["rota", "gloo"], Path(folder))
-        with driver.running([group]):
-            entries = driver.drop_missing(run, ENTRIES, group)
-            measurements = []
-            for num_bytes in args.sizes:
-                num_elems = num_bytes // FLOAT32_BYTES
-                measurements += interleave.measure(
-                    entries,
-                    group.ask,
-                    args.hook,
-                    "float32",
-                    num_elems,
-                    num_elems * FLOAT32_BYTES,
-                    plan_of(args),
-                )
+    measurements, group = driver.measure_buckets(run, args, ENTRIES, args.hook)
     return run.publish(measurements, [group], mpis=[])
 
 
