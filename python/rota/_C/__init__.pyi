@@ -134,7 +134,8 @@ class Communicator:
                 result, and the sum of its squares, summed in float64.
             wire_dtype: float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
             block_scaling: for float16 and float8 only.
-            contribution_factor, divisor, result_factor: finite and not 0.
+            contribution_factor, divisor, result_factor: positive; they and their reciprocals lie in
+                float32's normal range.
             residual: contiguous float32 of as many elements as bucket, in units of the result: what
                 encoding this rank's contributions has lost so far; in and out. 0 where x is not
                 finite.
