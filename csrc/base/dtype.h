@@ -8,6 +8,8 @@
 #include <optional>
 #include <string_view>
 
+#include "base/host_device.h"
+
 namespace rota {
 
 enum class DType : uint8_t {
@@ -34,40 +36,65 @@ enum class DType : uint8_t {
 enum class ReduceOp : uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };
 
 struct DTypeInfo {
-  std::string_view name;  // as torch spells it
   size_t num_bytes;
   bool is_reducible;
   bool is_floating;
   DType accumulate;  // what sums are kept in
 };
 
-inline constexpr std::array<DTypeInfo, 17> kDTypeInfo{{
-    {"float32", 4, true, true, DType::kFloat32},
-    {"float64", 8, true, true, DType::kFloat64},
-    {"float16", 2, true, true, DType::kFloat32},
-    {"bfloat16", 2, true, true, DType::kFloat32},
-    {"float8_e4m3fn", 1, true, true, DType::kFloat32},
-    {"float8_e5m2", 1, true, true, DType::kFloat32},
-    {"uint8", 1, true, false, DType::kUInt8},
-    {"int8", 1, true, false, DType::kInt8},
-    {"int16", 2, true, false, DType::kInt16},
-    {"int32", 4, true, false, DType::kInt32},
-    {"int64", 8, true, false, DType::kInt64},
-    {"bool", 1, true, false, DType::kBool},
-    {"uint16", 2, false, false, DType::kUInt16},
-    {"uint32", 4, false, false, DType::kUInt32},
-    {"uint64", 8, false, false, DType::kUInt64},
-    {"complex64", 8, false, false, DType::kComplex64},
-    {"complex128", 16, false, false, DType::kComplex128},
-}};
-inline constexpr size_t kNumDTypes = kDTypeInfo.size();
+// A switch, because device code reads no table of the host's.
+HOST_DEVICE constexpr DTypeInfo info(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return {4, true, true, DType::kFloat32};
+    case DType::kFloat64:
+      return {8, true, true, DType::kFloat64};
+    case DType::kFloat16:
+      return {2, true, true, DType::kFloat32};
+    case DType::kBFloat16:
+      return {2, true, true, DType::kFloat32};
+    case DType::kFloat8E4M3:
+      return {1, true, true, DType::kFloat32};
+    case DType::kFloat8E5M2:
+      return {1, true, true, DType::kFloat32};
+    case DType::kUInt8:
+      return {1, true, false, DType::kUInt8};
+    case DType::kInt8:
+      return {1, true, false, DType::kInt8};
+    case DType::kInt16:
+      return {2, true, false, DType::kInt16};
+    case DType::kInt32:
+      return {4, true, false, DType::kInt32};
+    case DType::kInt64:
+      return {8, true, false, DType::kInt64};
+    case DType::kBool:
+      return {1, true, false, DType::kBool};
+    case DType::kUInt16:
+      return {2, false, false, DType::kUInt16};
+    case DType::kUInt32:
+      return {4, false, false, DType::kUInt32};
+    case DType::kUInt64:
+      return {8, false, false, DType::kUInt64};
+    case DType::kComplex64:
+      return {8, false, false, DType::kComplex64};
+    case DType::kComplex128:
+      return {16, false, false, DType::kComplex128};
+  }
+  return {};
+}
+
+// As torch spells them.
+inline constexpr std::array<std::string_view, 17> kDTypeNames{
+    "float32", "float64", "float16", "bfloat16",  "float8_e4m3fn", "float8_e5m2",
+    "uint8",   "int8",    "int16",   "int32",     "int64",         "bool",
+    "uint16",  "uint32",  "uint64",  "complex64", "complex128"};
+inline constexpr size_t kNumDTypes = kDTypeNames.size();
 
 inline constexpr std::array<std::string_view, 8> kReduceOpNames{"sum", "avg",  "product", "min",
                                                                 "max", "band", "bor",     "bxor"};
 inline constexpr size_t kNumReduceOps = kReduceOpNames.size();
 
-constexpr const DTypeInfo& info(DType dtype) { return kDTypeInfo[static_cast<size_t>(dtype)]; }
-constexpr std::string_view name(DType dtype) { return info(dtype).name; }
+constexpr std::string_view name(DType dtype) { return kDTypeNames[static_cast<size_t>(dtype)]; }
 constexpr std::string_view name(ReduceOp op) { return kReduceOpNames[static_cast<size_t>(op)]; }
 
 constexpr std::optional<ReduceOp> parse_reduce_op(std::string_view text) {
@@ -79,7 +106,7 @@ constexpr std::optional<ReduceOp> parse_reduce_op(std::string_view text) {
 
 // An average of integers has no exact value in its own dtype, and bits of a float have no meaning
 // as a number: both are refused rather than answered with a surprise.
-constexpr bool is_defined(ReduceOp op, DType dtype) {
+HOST_DEVICE constexpr bool is_defined(ReduceOp op, DType dtype) {
   if (!info(dtype).is_reducible) return false;
   switch (op) {
     case ReduceOp::kSum:

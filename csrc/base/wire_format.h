@@ -29,10 +29,10 @@ struct BlockScaling {
 };
 
 // What a gradient bucket may be of, and what it may travel as.
-constexpr bool is_bucket_dtype(DType dtype) {
+HOST_DEVICE constexpr bool is_bucket_dtype(DType dtype) {
   return info(dtype).is_floating && info(dtype).num_bytes > 1;
 }
-constexpr bool is_wire_dtype(DType dtype) {
+HOST_DEVICE constexpr bool is_wire_dtype(DType dtype) {
   return info(dtype).is_floating && dtype != DType::kFloat64;
 }
 

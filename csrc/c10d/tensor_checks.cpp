@@ -82,7 +82,7 @@ DType known_dtype(at::ScalarType dtype, std::string_view collective, std::string
   std::string expected;
   for (size_t i = 0; i < kNumDTypes; ++i) {
     if (!is_usable(static_cast<DType>(i))) continue;
-    expected += join(expected.empty() ? "" : ", ", kDTypeInfo[i].name);
+    expected += join(expected.empty() ? "" : ", ", kDTypeNames[i]);
   }
   throw Error(ErrorKind::kType, join("rota.", collective, ": ", what, " is ", c10::toString(dtype),
                                      ", expected one of ", expected));

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "base/limits.h"
+#include "base/random_bits.h"
 #include "cpu/copy.h"
 
 namespace rota::cpu {
@@ -34,14 +35,6 @@ void for_each_tile(const Range& range, Body&& body) {
   }
 }
 
-// Steele, Lea and Flood's SplitMix64: neighbouring seeds give unrelated numbers.
-uint64_t mix(uint64_t value) {
-  value += 0x9e3779b97f4a7c15;
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111eb;
-  return value ^ (value >> 31);
-}
-
 bool is_power_of_two(float value) {
   int exponent = 0;
   return std::frexp(value, &exponent) == 0.5f;
@@ -69,9 +62,9 @@ BucketReducer::BucketReducer(const AllReduceArgs& args, int rank, int world_size
 void BucketReducer::encode(const float* src, const WirePlace& wire, const Range& tile, float factor,
                            int stream) const {
   if (!pass_.stochastic_seed) return wire_loops_.encode(src, wire, tile.num_elems, factor);
-  const uint64_t key =
-      mix(mix(*pass_.stochastic_seed + static_cast<uint64_t>(stream)) + tile.begin / kTileElems);
-  wire_loops_.encode_at_random(src, wire, tile.num_elems, factor, static_cast<uint32_t>(key));
+  const uint32_t key =
+      tile_key(*pass_.stochastic_seed, static_cast<uint64_t>(stream), tile.begin / kTileElems);
+  wire_loops_.encode_at_random(src, wire, tile.num_elems, factor, key);
 }
 
 void BucketReducer::pack_tile(const Range& tile, const WirePlace& wire) const {

@@ -19,20 +19,6 @@ namespace {
 
 // ---- reduce
 
-// Integer sums wrap because the file is compiled with -fwrapv. A comparison with NaN is false, so
-// the second test lets a NaN of either side through, as torch does.
-template <DType dtype, ReduceOp op, typename V>
-V combine(V a, V b) {
-  constexpr bool is_bool = dtype == DType::kBool;
-  if constexpr (op == ReduceOp::kMin) return (a < b) | (a != a) ? a : b;
-  if constexpr (op == ReduceOp::kMax) return (a > b) | (a != a) ? a : b;
-  if constexpr (op == ReduceOp::kProduct) return a * b;
-  if constexpr (op == ReduceOp::kBand) return a & b;
-  if constexpr (op == ReduceOp::kBor || (op == ReduceOp::kSum && is_bool)) return a | b;
-  if constexpr (op == ReduceOp::kBxor) return a ^ b;
-  if constexpr (op == ReduceOp::kSum || op == ReduceOp::kAvg) return a + b;
-}
-
 // What turns a sum into a result. Function objects rather than lambdas, because the target pragma
 // of the including file does not reach lambdas inside templates.
 template <typename Acc>
@@ -130,19 +116,6 @@ void convert(const void* src, void* dst, size_t num_elems) {
     To::store(rounded, From::load(lanes));
     __builtin_memcpy(out + elem * To::kElemBytes, rounded, (num_elems - elem) * To::kElemBytes);
   }
-}
-
-// float64 to float32 "rounded to odd": inexact results get an odd last bit, so that a second
-// rounding to 16 or 8 bits sees which side of a tie the float64 lay on (Boldo & Melquiond 2008).
-float round_to_odd(double value) {
-  const auto nearest = static_cast<float>(value);
-  if (static_cast<double>(nearest) == value || value != value) return nearest;
-  uint32_t bits = __builtin_bit_cast(uint32_t, nearest);
-  if (bits & 1) return nearest;
-  const bool is_above = nearest > value;  // step back towards value, away from the even neighbour
-  const bool is_negative = bits >> 31;
-  bits += is_above == is_negative ? 1 : -1;
-  return __builtin_bit_cast(float, bits);
 }
 
 template <DType to>

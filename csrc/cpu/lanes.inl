@@ -35,32 +35,16 @@ V broadcast(decltype(V{}[0] + 0) value) {
   return V{} + static_cast<__typeof__(V{}[0])>(value);
 }
 
-// ---- rounding float32 to narrower floats, to nearest, ties to even
+// ---- narrow floats: by base/float_bits.h, but for what F16C and AVX-512 have an instruction
 
-// kBias: of the exponent; kTooLarge: what magnitudes that round beyond the largest finite become.
-template <typename Bits, int kMantissaBits, uint32_t kBias, uint32_t kMaxFinite, uint32_t kTooLarge,
-          uint32_t kNan>
-Bits narrow_to(Vec<float> value) {
-  constexpr int kDropped = 23 - kMantissaBits;
-  constexpr int kSignShift = 32 - 8 * static_cast<int>(sizeof(Bits) / kFloatLanes);
-  const auto bits = (Vec<uint32_t>)value;
-  const auto magnitude = bits & 0x7fffffff;
-  // By carry: add just under half a unit, and one more if the result is odd.
-  const auto carried = magnitude + ((1u << (kDropped - 1)) - 1) + ((magnitude >> kDropped) & 1);
-  const auto normal = (carried >> kDropped) - ((127 - kBias) << kMantissaBits);
-  // Below the smallest normal number an addition rounds: its sum's last place is this format's.
-  constexpr uint32_t kShifter = (127 - kBias + kDropped + 1) << 23;
-  const auto shifter = (Vec<float>)(Vec<uint32_t>{} + kShifter);
-  const auto denormal = (Vec<uint32_t>)((Vec<float>)magnitude + shifter) - kShifter;
-  const auto is_denormal = magnitude < ((127 - kBias + 1) << 23);
-  const auto rounded = is_denormal ? denormal : normal;
-  const auto finite = rounded > kMaxFinite ? Vec<uint32_t>{} + kTooLarge : rounded;
-  const auto result = magnitude > 0x7f800000 ? Vec<uint32_t>{} + kNan : finite;
-  constexpr uint32_t kSign = 0x80000000u >> kSignShift;
-  return __builtin_convertvector(result | ((bits >> kSignShift) & kSign), Bits);
+template <typename Bits, FloatFormat format>
+Vec<float> widen_bits(Bits bits) {
+  return widen<format, Vec<float>>(__builtin_convertvector(bits, Vec<uint32_t>));
 }
-
-// ---- float16
+template <typename Bits, FloatFormat format>
+Bits narrow_bits(Vec<float> value) {
+  return __builtin_convertvector(narrow_to_nearest<format, Vec<uint32_t>>(value), Bits);
+}
 
 #if ROTA_VECTOR_BYTES == 64
 // The forms with a mask, all set: g++ 12 warns about its own header otherwise (GCC bug 105593).
@@ -75,51 +59,13 @@ HalfBits narrow_half(Vec<float> value) {
   return (HalfBits)_mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 #else
-Vec<float> widen_half(HalfBits bits) {
-  const auto wide = __builtin_convertvector(bits, Vec<uint32_t>);
-  const auto magnitude = wide & 0x7fff;
-  // With float32's exponent field the number is 2^112 times too small, denormals included.
-  const auto finite = (Vec<uint32_t>)((Vec<float>)(magnitude << 13) * 0x1p112f);
-  const auto value = magnitude < 0x7c00 ? finite : (magnitude << 13) | 0x7f800000;
-  return (Vec<float>)(value | ((wide & 0x8000) << 16));
-}
-HalfBits narrow_half(Vec<float> value) {
-  return narrow_to<HalfBits, 10, 15, 0x7bff, 0x7c00, 0x7e00>(value);
-}
+constexpr auto widen_half = widen_bits<HalfBits, float_format(DType::kFloat16)>;
+constexpr auto narrow_half = narrow_bits<HalfBits, float_format(DType::kFloat16)>;
 #endif
 
-// ---- bfloat16: the upper half of a float32
-
-Vec<float> widen_bfloat(HalfBits bits) {
-  return (Vec<float>)(__builtin_convertvector(bits, Vec<uint32_t>) << 16);
-}
-HalfBits narrow_bfloat(Vec<float> value) {
-  const auto bits = (Vec<uint32_t>)value;
-  // Round to nearest even by carry: add just under half a unit, and one more if the result is odd.
-  const auto rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  // A NaN must not be carried into Inf: keep its top bits and make it quiet.
-  const auto quiet = (bits >> 16) | 0x40;
-  const auto is_nan = (bits & 0x7fffffff) > 0x7f800000;
-  return __builtin_convertvector(is_nan ? quiet : rounded, HalfBits);
-}
-
-// ---- float8: of 5 exponent bits, the upper half of a float16; of 4, without Inf
-
+// float8_e5m2 is the upper half of a float16.
 Vec<float> widen_e5m2(ByteBits bits) {
   return widen_half(__builtin_convertvector(bits, HalfBits) << 8);
-}
-Vec<float> widen_e4m3(ByteBits bits) {
-  const auto wide = __builtin_convertvector(bits, HalfBits);
-  // With float16's exponent field the number is 2^8 times too small; the largest code is NaN.
-  const auto half = ((wide & 0x80) << 8) | ((wide & 0x7f) << 7);
-  const auto nan = HalfBits{} + 0x7e00;
-  return widen_half((wide & 0x7f) == 0x7f ? nan : half) * 256.0f;
-}
-ByteBits narrow_e5m2(Vec<float> value) {
-  return narrow_to<ByteBits, 2, 15, 0x7b, 0x7c, 0x7f>(value);
-}
-ByteBits narrow_e4m3(Vec<float> value) {
-  return narrow_to<ByteBits, 3, 7, 0x7e, 0x7f, 0x7f>(value);
 }
 
 // ---- how each dtype is loaded, accumulated and stored
@@ -133,14 +79,18 @@ struct PlainLanes {
   static void store(void* dst, Acc value) { store_bytes(dst, value); }
 };
 
-template <typename Bits, Vec<float> (*widen)(Bits), Bits (*narrow)(Vec<float>)>
+template <typename B, Vec<float> (*kWiden)(B), B (*kNarrow)(Vec<float>)>
 struct NarrowLanes {
   using Acc = Vec<float>;
+  using Bits = B;
   static constexpr size_t kNumLanes = kFloatLanes;
   static constexpr size_t kElemBytes = sizeof(Bits) / kNumLanes;
-  static Acc load(const void* src) { return widen(load_bytes<Bits>(src)); }
-  static void store(void* dst, Acc value) { store_bytes(dst, narrow(value)); }
+  static Acc load(const void* src) { return kWiden(load_bytes<Bits>(src)); }
+  static void store(void* dst, Acc value) { store_bytes(dst, kNarrow(value)); }
 };
+
+template <typename Bits, FloatFormat format>
+using GenericLanes = NarrowLanes<Bits, widen_bits<Bits, format>, narrow_bits<Bits, format>>;
 
 // Any byte but 0 is true, as torch reads it; what is written is 0 or 1.
 struct BoolLanes : PlainLanes<uint8_t> {
@@ -156,11 +106,12 @@ struct LanesOf<DType::kFloat64> : PlainLanes<double> {};
 template <>
 struct LanesOf<DType::kFloat16> : NarrowLanes<HalfBits, widen_half, narrow_half> {};
 template <>
-struct LanesOf<DType::kBFloat16> : NarrowLanes<HalfBits, widen_bfloat, narrow_bfloat> {};
+struct LanesOf<DType::kBFloat16> : GenericLanes<HalfBits, float_format(DType::kBFloat16)> {};
 template <>
-struct LanesOf<DType::kFloat8E4M3> : NarrowLanes<ByteBits, widen_e4m3, narrow_e4m3> {};
+struct LanesOf<DType::kFloat8E4M3> : GenericLanes<ByteBits, float_format(DType::kFloat8E4M3)> {};
 template <>
-struct LanesOf<DType::kFloat8E5M2> : NarrowLanes<ByteBits, widen_e5m2, narrow_e5m2> {};
+struct LanesOf<DType::kFloat8E5M2>
+    : NarrowLanes<ByteBits, widen_e5m2, narrow_bits<ByteBits, float_format(DType::kFloat8E5M2)>> {};
 template <>
 struct LanesOf<DType::kUInt8> : PlainLanes<uint8_t> {};
 template <>

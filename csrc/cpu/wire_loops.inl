@@ -31,7 +31,9 @@ struct AtRandom {
       Vec<uint32_t> counter;
       for (size_t i = 0; i < kFloatLanes; ++i) counter[i] = static_cast<uint32_t>(i);
       const auto random = random_of(counter + (key + static_cast<uint32_t>(elem)));
-      store_bytes(dst, narrow_at_random<dtype, is_scaled>(value, random));
+      const auto rounded = narrow_at_random<float_format(dtype, is_scaled)>(value, random);
+      store_bytes(dst,
+                  __builtin_convertvector(rounded, typename WireLanes<dtype, is_scaled>::Bits));
     }
   }
 };
@@ -59,15 +61,13 @@ Vec<uint32_t> largest_lane(Vec<uint32_t> value) {
   }
 }
 
-constexpr uint32_t kInfinityBits = 0x7f800000;
-
 // Inf and NaN left out. Apart, because it is rare and would take registers.
 template <size_t kVecs>
 __attribute__((noinline)) Vec<uint32_t> largest_finite_magnitude(
     const Vec<float> (&values)[kVecs]) {
   Vec<uint32_t> largest = {};
   for (size_t v = 0; v < kVecs; ++v) {
-    const auto magnitude = (Vec<uint32_t>)values[v] & 0x7fffffff;
+    const auto magnitude = (Vec<uint32_t>)values[v] & kMagnitudeMask;
     largest = larger_of(largest, magnitude < kInfinityBits ? magnitude : Vec<uint32_t>{});
   }
   return largest_lane<>(largest);
@@ -78,23 +78,13 @@ inline __attribute__((always_inline)) Vec<uint32_t> largest_magnitude(
     const Vec<float> (&values)[kVecs]) {
   Vec<uint32_t> largest = {};
   for (size_t v = 0; v < kVecs; ++v) {
-    largest = larger_of(largest, (Vec<uint32_t>)values[v] & 0x7fffffff);
+    largest = larger_of(largest, (Vec<uint32_t>)values[v] & kMagnitudeMask);
   }
   return largest_lane<>(largest);
 }
 
-// The exponent plus kScaleBias of the scale that a block with this largest magnitude gets.
-template <DType dtype>
-Vec<uint32_t> biased_scale(Vec<uint32_t> largest) {
-  constexpr uint32_t kTop = block_scaling(dtype).top_exponent;
-  constexpr uint32_t kMin = kMinScaleExponent + kScaleBias;
-  // The biased exponent of float32, which is 0 for denormals: they end at kMin like all below it.
-  const auto scale = larger_of(largest >> 23, Vec<uint32_t>{} + (kMin + kTop)) - kTop;
-  return largest == 0 ? Vec<uint32_t>{} + kScaleBias : scale;
-}
-
 Vec<float> scale_of(std::byte biased) {
-  return (Vec<float>)(Vec<uint32_t>{} + (static_cast<uint32_t>(biased) << 23));
+  return Vec<float>{} + rota::scale_of(static_cast<uint32_t>(biased));
 }
 
 // How far ahead memory is asked for. A block takes so many instructions that the core does not look
@@ -138,7 +128,7 @@ inline __attribute__((always_inline)) void encode_block(const char* src, char* p
     if (__builtin_expect(!is_finite, false)) largest = largest_finite_magnitude(values);
     const auto biased = biased_scale<dtype>(largest);
     *scale = static_cast<std::byte>(biased[0]);
-    const auto inverse = (Vec<float>)((2 * kScaleBias - biased) << 23);
+    const auto inverse = inverse_scale_of<Vec<float>>(biased);
     if (__builtin_expect(is_finite, true)) {
       store_block<dtype, true>(values, inverse, payload, elem, rounding);
     } else {

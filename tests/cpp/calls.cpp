@@ -236,7 +236,8 @@ Call random_call(Random& random, const Communicator& communicator) {
 std::vector<DType> reducible_dtypes() {
   std::vector<DType> dtypes;
   for (size_t i = 0; i < kNumDTypes; ++i) {
-    if (kDTypeInfo[i].is_reducible) dtypes.push_back(static_cast<DType>(i));
+    const auto dtype = static_cast<DType>(i);
+    if (info(dtype).is_reducible) dtypes.push_back(dtype);
   }
   return dtypes;
 }

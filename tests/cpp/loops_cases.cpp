@@ -176,8 +176,8 @@ void convert_exists_only_among_floats() {
   for (const cpu::ElementLoops* table : all_tables()) {
     for (size_t from = 0; from < kNumDTypes; ++from) {
       for (size_t to = 0; to < kNumDTypes; ++to) {
-        const bool exists =
-            from != to && kDTypeInfo[from].is_floating && kDTypeInfo[to].is_floating;
+        const bool exists = from != to && info(static_cast<DType>(from)).is_floating &&
+                            info(static_cast<DType>(to)).is_floating;
         const auto fn = table->convert(static_cast<DType>(from), static_cast<DType>(to));
         check_equal(fn != nullptr, exists, "whether the loop exists");
       }

@@ -1,0 +1,161 @@
+// The formulas of the narrow floating formats, on bits: one text for one element at a time, on the
+// host and in CUDA kernels, and for GCC's vectors of them, so that all give the same bits.
+//
+// F is float or a vector of floats, U uint32_t or a vector with as many of them. Elements of a
+// narrow format travel as codes: their bits in the low end of a U. Arithmetic needs denormals kept
+// and nothing contracted.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "base/dtype.h"
+#include "base/host_device.h"
+
+namespace rota {
+
+// ---- formats
+
+// Codes of magnitudes, which are without the sign, grow with what they stand for; NaN is last.
+struct FloatFormat {
+  int num_bits;
+  int mantissa_bits;
+  uint32_t bias;  // of the exponent
+  uint32_t max_finite;
+  uint32_t too_large;  // what rounds beyond max_finite becomes: Inf, or NaN where there is none
+  uint32_t nan;
+};
+
+// Of float16, bfloat16 and the two float8. In scaled blocks the largest code of float8_e4m3fn is
+// free, and stands for Inf (base/wire_format.h).
+HOST_DEVICE constexpr FloatFormat float_format(DType dtype, bool is_scaled = false) {
+  if (dtype == DType::kFloat16) return {16, 10, 15, 0x7bff, 0x7c00, 0x7e00};
+  if (dtype == DType::kBFloat16) return {16, 7, 127, 0x7f7f, 0x7f80, 0x7fc0};
+  if (dtype == DType::kFloat8E5M2) return {8, 2, 15, 0x7b, 0x7c, 0x7f};
+  if (is_scaled) return {8, 3, 7, 0x7d, 0x7e, 0x7f};
+  return {8, 3, 7, 0x7e, 0x7f, 0x7f};
+}
+
+// ---- float32
+
+inline constexpr int kMantissaBits = 23;
+inline constexpr uint32_t kExponentBias = 127;
+inline constexpr uint32_t kMagnitudeMask = 0x7fffffff;
+inline constexpr uint32_t kInfinityBits = 0x7f800000;
+inline constexpr uint32_t kQuietNanBits = 0x7fc00000;
+
+template <typename To, typename From>
+HOST_DEVICE_INLINE constexpr To bit_as(From value) {
+  return __builtin_bit_cast(To, value);
+}
+
+// Without the fraction, of what lies in [0, 2^31).
+template <typename U, typename F>
+HOST_DEVICE_INLINE constexpr U truncate(F value) {
+  if constexpr (std::is_arithmetic_v<F>) {
+    return static_cast<U>(static_cast<int32_t>(value));
+  } else {
+    // To the signed lanes of a comparison: only for them do all machines have an instruction.
+    return (U) __builtin_convertvector(value, decltype(value < value));
+  }
+}
+
+// float64 to float32 "rounded to odd": inexact results get an odd last bit, so that a second
+// rounding to 16 or 8 bits sees which side of a tie the float64 lay on (Boldo & Melquiond 2008).
+HOST_DEVICE_INLINE constexpr float round_to_odd(double value) {
+  const auto nearest = static_cast<float>(value);
+  if (static_cast<double>(nearest) == value || value != value) return nearest;
+  uint32_t bits = bit_as<uint32_t>(nearest);
+  if (bits & 1) return nearest;
+  const bool is_above = nearest > value;  // step back towards value, away from the even neighbour
+  const bool is_negative = bits >> 31;
+  bits += is_above == is_negative ? 1 : -1;
+  return bit_as<float>(bits);
+}
+
+// ---- float32 to a narrow format
+
+// The code of a rounded magnitude becomes that of the number.
+template <FloatFormat format, typename U>
+HOST_DEVICE_INLINE constexpr U finish_narrow(U bits, U rounded) {
+  constexpr int kSignShift = 32 - format.num_bits;
+  constexpr uint32_t kSign = 0x80000000u >> kSignShift;
+  const U finite = rounded > format.max_finite ? U{} + format.too_large : rounded;
+  const U result = (bits & kMagnitudeMask) > kInfinityBits ? U{} + format.nan : finite;
+  return result | ((bits >> kSignShift) & kSign);
+}
+
+// To nearest, ties to even.
+template <FloatFormat format, typename U = uint32_t, typename F>
+HOST_DEVICE_INLINE constexpr U narrow_to_nearest(F value) {
+  constexpr int kDropped = kMantissaBits - format.mantissa_bits;
+  const U bits = bit_as<U>(value);
+  // By carry: add just under half a unit, and one more if the result is odd.
+  constexpr uint32_t kUnderHalf = (1u << (kDropped - 1)) - 1;
+  if constexpr (format.bias == kExponentBias) {
+    // The upper bits of a float32. A NaN must not be carried into Inf: it is made quiet instead.
+    constexpr uint32_t kQuiet = 1u << (format.mantissa_bits - 1);
+    const U rounded = (bits + kUnderHalf + ((bits >> kDropped) & 1)) >> kDropped;
+    const U quiet = (bits >> kDropped) | kQuiet;
+    return (bits & kMagnitudeMask) > kInfinityBits ? quiet : rounded;
+  } else {
+    constexpr uint32_t kRebias = kExponentBias - format.bias;
+    const U magnitude = bits & kMagnitudeMask;
+    const U carried = magnitude + kUnderHalf + ((magnitude >> kDropped) & 1);
+    const U normal = (carried >> kDropped) - (kRebias << format.mantissa_bits);
+    // Below the smallest normal number an addition rounds: its sum's last place is this format's.
+    constexpr uint32_t kShifter = (kRebias + kDropped + 1) << kMantissaBits;
+    const F shifted = bit_as<F>(magnitude) + bit_as<float>(kShifter);
+    const U denormal = bit_as<U>(shifted) - kShifter;
+    const U rounded = magnitude < ((kRebias + 1) << kMantissaBits) ? denormal : normal;
+    return finish_narrow<format>(bits, rounded);
+  }
+}
+
+// To one of the two neighbours, the nearer the likelier: a random fraction of the last place is
+// added, and what lies below the last place cut off. Every bit of `random` is.
+template <FloatFormat format, typename U, typename F>
+HOST_DEVICE_INLINE constexpr U narrow_at_random(F value, U random) {
+  constexpr int kDropped = kMantissaBits - format.mantissa_bits;
+  constexpr uint32_t kRebias = kExponentBias - format.bias;
+  const U bits = bit_as<U>(value);
+  const U magnitude = bits & kMagnitudeMask;
+  const U fraction = random >> (32 - kDropped);
+  U rounded = ((magnitude + fraction) >> kDropped) - (kRebias << format.mantissa_bits);
+  if constexpr (kRebias > 0) {
+    // Below the smallest normal number, in fixed point: units of the last place, times 2^kDropped.
+    constexpr uint32_t kUnits = (kExponentBias + format.bias + kMantissaBits - 1) << kMantissaBits;
+    const auto is_denormal = magnitude < ((kRebias + 1) << kMantissaBits);
+    const F small = bit_as<F>(is_denormal ? magnitude : U{});
+    const U units = truncate<U>(small * bit_as<float>(kUnits));
+    rounded = is_denormal ? (units + fraction) >> kDropped : rounded;
+  }
+  return finish_narrow<format>(bits, rounded);
+}
+
+// ---- a narrow format to float32, which is exact
+
+template <FloatFormat format, typename F = float, typename U>
+HOST_DEVICE_INLINE constexpr F widen(U code) {
+  constexpr int kDropped = kMantissaBits - format.mantissa_bits;
+  if constexpr (format.bias == kExponentBias) {
+    return bit_as<F>(code << kDropped);
+  } else {
+    constexpr uint32_t kSign = 1u << (format.num_bits - 1);
+    const U magnitude = code & (kSign - 1);
+    // With float32's exponent field the number is too small by this, denormals included.
+    constexpr float kRange = bit_as<float>((2 * kExponentBias - format.bias) << kMantissaBits);
+    const U finite = bit_as<U>(bit_as<F>(magnitude << kDropped) * kRange);
+    U special = U{} + kQuietNanBits;
+    if constexpr (format.max_finite >> format.mantissa_bits < format.too_large >>
+                  format.mantissa_bits) {
+      special = (magnitude << kDropped) | kInfinityBits;  // they have an exponent of their own
+    } else if constexpr (format.too_large < format.nan) {
+      special = magnitude == format.too_large ? U{} + kInfinityBits : special;
+    }
+    const U result = magnitude > format.max_finite ? special : finite;
+    return bit_as<F>(result | ((code & kSign) << (32 - format.num_bits)));
+  }
+}
+
+}  // namespace rota
