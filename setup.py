@@ -62,7 +62,6 @@ CXX_FLAGS = [
     "-fvisibility=hidden",
     "-Wall",
     "-Wextra",
-    "-Wno-psabi",  # how vectors are passed: those that do it are inlined, or of one file
     "-Wno-missing-field-initializers",  # designated initialisers leave defaults to the struct
     "-Wno-unused-parameter",  # in torch's headers
 ]

@@ -42,7 +42,6 @@ inline constexpr int kMantissaBits = 23;
 inline constexpr uint32_t kExponentBias = 127;
 inline constexpr uint32_t kMagnitudeMask = 0x7fffffff;
 inline constexpr uint32_t kInfinityBits = 0x7f800000;
-inline constexpr uint32_t kQuietNanBits = 0x7fc00000;
 
 template <typename To, typename From>
 HOST_DEVICE_INLINE constexpr To bit_as(From value) {
@@ -80,8 +79,10 @@ template <FloatFormat format, typename U>
 HOST_DEVICE_INLINE constexpr U finish_narrow(U bits, U rounded) {
   constexpr int kSignShift = 32 - format.num_bits;
   constexpr uint32_t kSign = 0x80000000u >> kSignShift;
-  const U finite = rounded > format.max_finite ? U{} + format.too_large : rounded;
-  const U result = (bits & kMagnitudeMask) > kInfinityBits ? U{} + format.nan : finite;
+  U result = rounded > format.max_finite ? U{} + format.too_large : rounded;
+  if constexpr (format.nan != format.too_large) {  // else a NaN, which lies beyond too, is done
+    result = (bits & kMagnitudeMask) > kInfinityBits ? U{} + format.nan : result;
+  }
   return result | ((bits >> kSignShift) & kSign);
 }
 
@@ -135,26 +136,41 @@ HOST_DEVICE_INLINE constexpr U narrow_at_random(F value, U random) {
 
 // ---- a narrow format to float32, which is exact
 
+// A float8 is this many times float16_of() it. H: uint16_t, uint32_t or a vector of either.
+HOST_DEVICE constexpr float float16_factor(FloatFormat float8) {
+  return static_cast<float>(1u << (15 - float8.bias));
+}
+template <FloatFormat format, typename H>
+HOST_DEVICE_INLINE constexpr H float16_of(H code) {
+  static_assert(format.num_bits == 8);
+  if constexpr (format.bias == 15) {
+    return code << 8;  // its upper half
+  } else {
+    const H magnitude = code & 0x7f;
+    const H sign = (code & 0x80) << 8;
+    const H half = sign | (magnitude << 7);
+    if constexpr (format.too_large == format.nan) {
+      return magnitude == 0x7f ? H{} + 0x7e00 : half;
+    } else {
+      const H special = sign | (0x7c00 + (magnitude - 0x7e));  // Inf, and a NaN behind it
+      return magnitude > format.max_finite ? special : half;
+    }
+  }
+}
+
 template <FloatFormat format, typename F = float, typename U>
 HOST_DEVICE_INLINE constexpr F widen(U code) {
-  constexpr int kDropped = kMantissaBits - format.mantissa_bits;
-  if constexpr (format.bias == kExponentBias) {
-    return bit_as<F>(code << kDropped);
+  if constexpr (format.num_bits == 8) {
+    constexpr float kFactor = float16_factor(format);
+    return widen<float_format(DType::kFloat16), F>(float16_of<format>(code)) * kFactor;
+  } else if constexpr (format.bias == kExponentBias) {
+    return bit_as<F>(code << 16);  // the upper half of a float32
   } else {
-    constexpr uint32_t kSign = 1u << (format.num_bits - 1);
-    const U magnitude = code & (kSign - 1);
-    // With float32's exponent field the number is too small by this, denormals included.
-    constexpr float kRange = bit_as<float>((2 * kExponentBias - format.bias) << kMantissaBits);
-    const U finite = bit_as<U>(bit_as<F>(magnitude << kDropped) * kRange);
-    U special = U{} + kQuietNanBits;
-    if constexpr (format.max_finite >> format.mantissa_bits < format.too_large >>
-                  format.mantissa_bits) {
-      special = (magnitude << kDropped) | kInfinityBits;  // they have an exponent of their own
-    } else if constexpr (format.too_large < format.nan) {
-      special = magnitude == format.too_large ? U{} + kInfinityBits : special;
-    }
-    const U result = magnitude > format.max_finite ? special : finite;
-    return bit_as<F>(result | ((code & kSign) << (32 - format.num_bits)));
+    const U magnitude = code & 0x7fff;
+    // With float32's exponent field the number is 2^112 times too small, denormals included.
+    const U finite = bit_as<U>(bit_as<F>(magnitude << 13) * 0x1p112f);
+    const U result = magnitude < 0x7c00 ? finite : (magnitude << 13) | kInfinityBits;
+    return bit_as<F>(result | ((code & 0x8000) << 16));
   }
 }
 

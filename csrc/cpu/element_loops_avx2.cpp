@@ -2,11 +2,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#include "base/block_scale.h"
-#include "base/combine.h"
 #include "base/dtype.h"
-#include "base/float_bits.h"
-#include "base/random_bits.h"
 #include "cpu/element_loops.h"
 
 // Only what is defined below is compiled for AVX2. Headers stay above: an inline function of theirs

@@ -2,11 +2,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#include "base/block_scale.h"
-#include "base/combine.h"
 #include "base/dtype.h"
-#include "base/float_bits.h"
-#include "base/random_bits.h"
 #include "cpu/element_loops.h"
 
 // Only what is defined below is compiled for AVX-512; see element_loops_avx2.cpp.

@@ -2,6 +2,11 @@
 // Included by the file of each instruction set before element_loops.inl; what is said there holds
 // here too.
 
+#include "base/block_scale.h"
+#include "base/combine.h"
+#include "base/float_bits.h"
+#include "base/random_bits.h"
+
 namespace rota::cpu::ROTA_ISA_NAMESPACE {
 namespace {
 
@@ -35,15 +40,15 @@ V broadcast(decltype(V{}[0] + 0) value) {
   return V{} + static_cast<__typeof__(V{}[0])>(value);
 }
 
-// ---- narrow floats: by base/float_bits.h, but for what F16C and AVX-512 have an instruction
+// ---- narrow floats: by base/float_bits.h, except where there is an instruction for float16
 
-template <typename Bits, FloatFormat format>
-Vec<float> widen_bits(Bits bits) {
-  return widen<format, Vec<float>>(__builtin_convertvector(bits, Vec<uint32_t>));
-}
-template <typename Bits, FloatFormat format>
+template <FloatFormat format, typename Bits>
 Bits narrow_bits(Vec<float> value) {
   return __builtin_convertvector(narrow_to_nearest<format, Vec<uint32_t>>(value), Bits);
+}
+template <FloatFormat format>
+Vec<float> widen_bits(HalfBits bits) {
+  return widen<format, Vec<float>>(__builtin_convertvector(bits, Vec<uint32_t>));
 }
 
 #if ROTA_VECTOR_BYTES == 64
@@ -59,13 +64,14 @@ HalfBits narrow_half(Vec<float> value) {
   return (HalfBits)_mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 #else
-constexpr auto widen_half = widen_bits<HalfBits, float_format(DType::kFloat16)>;
-constexpr auto narrow_half = narrow_bits<HalfBits, float_format(DType::kFloat16)>;
+constexpr auto widen_half = widen_bits<float_format(DType::kFloat16)>;
+constexpr auto narrow_half = narrow_bits<float_format(DType::kFloat16), HalfBits>;
 #endif
 
-// float8_e5m2 is the upper half of a float16.
-Vec<float> widen_e5m2(ByteBits bits) {
-  return widen_half(__builtin_convertvector(bits, HalfBits) << 8);
+template <FloatFormat format>
+Vec<float> widen_bits(ByteBits bits) {
+  constexpr float kFactor = float16_factor(format);
+  return widen_half(float16_of<format>(__builtin_convertvector(bits, HalfBits))) * kFactor;
 }
 
 // ---- how each dtype is loaded, accumulated and stored
@@ -89,8 +95,8 @@ struct NarrowLanes {
   static void store(void* dst, Acc value) { store_bytes(dst, kNarrow(value)); }
 };
 
-template <typename Bits, FloatFormat format>
-using GenericLanes = NarrowLanes<Bits, widen_bits<Bits, format>, narrow_bits<Bits, format>>;
+template <FloatFormat format, typename Bits>
+using GenericLanes = NarrowLanes<Bits, widen_bits<format>, narrow_bits<format, Bits>>;
 
 // Any byte but 0 is true, as torch reads it; what is written is 0 or 1.
 struct BoolLanes : PlainLanes<uint8_t> {
@@ -106,12 +112,11 @@ struct LanesOf<DType::kFloat64> : PlainLanes<double> {};
 template <>
 struct LanesOf<DType::kFloat16> : NarrowLanes<HalfBits, widen_half, narrow_half> {};
 template <>
-struct LanesOf<DType::kBFloat16> : GenericLanes<HalfBits, float_format(DType::kBFloat16)> {};
+struct LanesOf<DType::kBFloat16> : GenericLanes<float_format(DType::kBFloat16), HalfBits> {};
 template <>
-struct LanesOf<DType::kFloat8E4M3> : GenericLanes<ByteBits, float_format(DType::kFloat8E4M3)> {};
+struct LanesOf<DType::kFloat8E4M3> : GenericLanes<float_format(DType::kFloat8E4M3), ByteBits> {};
 template <>
-struct LanesOf<DType::kFloat8E5M2>
-    : NarrowLanes<ByteBits, widen_e5m2, narrow_bits<ByteBits, float_format(DType::kFloat8E5M2)>> {};
+struct LanesOf<DType::kFloat8E5M2> : GenericLanes<float_format(DType::kFloat8E5M2), ByteBits> {};
 template <>
 struct LanesOf<DType::kUInt8> : PlainLanes<uint8_t> {};
 template <>

@@ -84,7 +84,7 @@ inline __attribute__((always_inline)) Vec<uint32_t> largest_magnitude(
 }
 
 Vec<float> scale_of(std::byte biased) {
-  return Vec<float>{} + rota::scale_of(static_cast<uint32_t>(biased));
+  return rota::scale_of<Vec<float>>(Vec<uint32_t>{} + static_cast<uint32_t>(biased));
 }
 
 // How far ahead memory is asked for. A block takes so many instructions that the core does not look

@@ -10,7 +10,7 @@ template <DType dtype, bool is_scaled>
 struct WireLanes : LanesOf<dtype> {};
 template <>
 struct WireLanes<DType::kFloat8E4M3, true>
-    : GenericLanes<ByteBits, float_format(DType::kFloat8E4M3, true)> {};
+    : GenericLanes<float_format(DType::kFloat8E4M3, true), ByteBits> {};
 
 // ---- finite numbers of scaled blocks to float8, which takes half of what narrow_to_nearest does
 
@@ -36,8 +36,8 @@ ByteBits narrow_finite_e4m3(Vec<float> value) {
   return __builtin_convertvector((half >> 7) | ((half >> 8) & 0x80), ByteBits);
 }
 #else
-constexpr auto narrow_finite_e5m2 = narrow_bits<ByteBits, float_format(DType::kFloat8E5M2)>;
-constexpr auto narrow_finite_e4m3 = narrow_bits<ByteBits, float_format(DType::kFloat8E4M3, true)>;
+constexpr auto narrow_finite_e5m2 = narrow_bits<float_format(DType::kFloat8E5M2), ByteBits>;
+constexpr auto narrow_finite_e4m3 = narrow_bits<float_format(DType::kFloat8E4M3, true), ByteBits>;
 #endif
 
 }  // namespace
