@@ -34,6 +34,7 @@ OTHER_CASES = (
     "layout_cases",
     "loops_cases",
     "wire_loops_cases",
+    "float_bits_cases",
     "shared_memory_cases",
     "bootstrap_cases",
 )
@@ -153,41 +154,49 @@ def test_cpp_without_wake_up_stops() -> None:
     assert code == TIMEOUT_CODE
 
 
-# ---- the schedules as device code ----------------------------------------------------------------
+# ---- host code that is device code too -----------------------------------------------------------
 
-SCHEDULE = CASES / "schedule_device.cu"
+# Each with an assertion of it, and what makes that one wrong.
+DEVICE_SOURCES = {
+    "schedule_device": ("ring_num_steps(4) == 6", "ring_num_steps(4) == 7"),
+    "float_bits_device": ("(1.0f) == 0x3c00", "(1.0f) == 0x3c01"),
+}
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
 
 
-def compile_schedule(command: list[str], source: Path) -> subprocess.CompletedProcess[str]:
+def compile_device_source(command: list[str], source: Path) -> subprocess.CompletedProcess[str]:
     flags = ["-std=c++20", "-I", str(CSRC)]
     return subprocess.run([*command, *flags, str(source)], capture_output=True, text=True)
 
 
 @needs_nvcc
-def test_schedule_compiled_by_nvcc_has_no_warning(tmp_path: Path) -> None:
-    done = compile_schedule(
-        ["nvcc", "-c", "-arch=sm_90", "-Werror", "all-warnings", "-o", str(tmp_path / "s.o")],
-        SCHEDULE,
-    )
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("source", DEVICE_SOURCES)
+def test_device_source_compiled_by_nvcc_has_no_warning(
+    source: str, arch: str, tmp_path: Path
+) -> None:
+    flags = [f"-arch={arch}", "-Werror", "all-warnings", "-o", str(tmp_path / "s.o")]
+    done = compile_device_source(["nvcc", "-c", *flags], CASES / f"{source}.cu")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
 
 
-def test_schedule_compiled_by_host_compiler_has_no_warning() -> None:
+@pytest.mark.parametrize("source", DEVICE_SOURCES)
+def test_device_source_compiled_by_host_compiler_has_no_warning(source: str) -> None:
     command = [*CXX, "-x", "c++", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
-    done = compile_schedule(command, SCHEDULE)
+    done = compile_device_source(command, CASES / f"{source}.cu")
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("compiler", ["host", pytest.param("nvcc", marks=needs_nvcc)])
-def test_schedule_wrong_assertion_is_found(compiler: str, tmp_path: Path) -> None:
-    wrong = tmp_path / "schedule_device.cu"
-    right = "ring_num_steps(4) == 6"
-    text = SCHEDULE.read_text()
+@pytest.mark.parametrize("source", DEVICE_SOURCES)
+def test_device_source_wrong_assertion_is_found(source: str, compiler: str, tmp_path: Path) -> None:
+    right, wrong = DEVICE_SOURCES[source]
+    text = (CASES / f"{source}.cu").read_text()
     assert right in text
-    wrong.write_text(text.replace(right, "ring_num_steps(4) == 7"))
+    copy = tmp_path / f"{source}.cu"
+    copy.write_text(text.replace(right, wrong))
     host = [*CXX, "-x", "c++", "-fsyntax-only"]
     nvcc = ["nvcc", "-c", "-arch=sm_90", "-o", str(tmp_path / "s.o")]
-    done = compile_schedule(host if compiler == "host" else nvcc, wrong)
+    done = compile_device_source(host if compiler == "host" else nvcc, copy)
     assert done.returncode != 0 and "static assertion failed" in done.stderr

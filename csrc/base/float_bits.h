@@ -3,7 +3,7 @@
 //
 // F is float or a vector of floats, U uint32_t or a vector with as many of them. Elements of a
 // narrow format travel as codes: their bits in the low end of a U. Arithmetic needs denormals kept
-// and nothing contracted.
+// and nothing contracted. All is inlined: see HOST_DEVICE_INLINE.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ struct FloatFormat {
 
 // Of float16, bfloat16 and the two float8. In scaled blocks the largest code of float8_e4m3fn is
 // free, and stands for Inf (base/wire_format.h).
-HOST_DEVICE constexpr FloatFormat float_format(DType dtype, bool is_scaled = false) {
+HOST_DEVICE_INLINE constexpr FloatFormat float_format(DType dtype, bool is_scaled = false) {
   if (dtype == DType::kFloat16) return {16, 10, 15, 0x7bff, 0x7c00, 0x7e00};
   if (dtype == DType::kBFloat16) return {16, 7, 127, 0x7f7f, 0x7f80, 0x7fc0};
   if (dtype == DType::kFloat8E5M2) return {8, 2, 15, 0x7b, 0x7c, 0x7f};
@@ -50,7 +50,7 @@ HOST_DEVICE_INLINE constexpr To bit_as(From value) {
 
 // Without the fraction, of what lies in [0, 2^31).
 template <typename U, typename F>
-HOST_DEVICE_INLINE constexpr U truncate(F value) {
+HOST_DEVICE_INLINE constexpr U to_integer(F value) {
   if constexpr (std::is_arithmetic_v<F>) {
     return static_cast<U>(static_cast<int32_t>(value));
   } else {
@@ -128,7 +128,7 @@ HOST_DEVICE_INLINE constexpr U narrow_at_random(F value, U random) {
     constexpr uint32_t kUnits = (kExponentBias + format.bias + kMantissaBits - 1) << kMantissaBits;
     const auto is_denormal = magnitude < ((kRebias + 1) << kMantissaBits);
     const F small = bit_as<F>(is_denormal ? magnitude : U{});
-    const U units = truncate<U>(small * bit_as<float>(kUnits));
+    const U units = to_integer<U>(small * bit_as<float>(kUnits));
     rounded = is_denormal ? (units + fraction) >> kDropped : rounded;
   }
   return finish_narrow<format>(bits, rounded);
@@ -137,7 +137,7 @@ HOST_DEVICE_INLINE constexpr U narrow_at_random(F value, U random) {
 // ---- a narrow format to float32, which is exact
 
 // A float8 is this many times float16_of() it. H: uint16_t, uint32_t or a vector of either.
-HOST_DEVICE constexpr float float16_factor(FloatFormat float8) {
+HOST_DEVICE_INLINE constexpr float float16_factor(FloatFormat float8) {
   return static_cast<float>(1u << (15 - float8.bias));
 }
 template <FloatFormat format, typename H>

@@ -7,7 +7,6 @@
 #define HOST_DEVICE
 #endif
 
-// For what the element loops of each instruction set instantiate: no copy of its own exists that
-// the linker could share between them (cpu/element_loops_avx2.cpp says what would happen), and it
-// is compiled for whatever its caller is.
+// For what the element loops of each instruction set call: inlined, it leaves no copy that the
+// linker could share between them. cpu/element_loops_avx2.cpp says what would come of that.
 #define HOST_DEVICE_INLINE HOST_DEVICE inline __attribute__((always_inline))

@@ -4,8 +4,8 @@
 // C++). Arithmetic is written with the compiler's generic vectors, so only the conversions of
 // float16 name an instruction.
 //
-// Includes nothing but its parts, and calls no library template: see the comment in
-// element_loops_avx2.cpp.
+// Includes nothing but its parts and what is always inlined, and calls no library template: see the
+// comment in element_loops_avx2.cpp.
 
 // In this order, which is that of their use.
 // clang-format off

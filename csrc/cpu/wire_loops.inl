@@ -83,8 +83,8 @@ inline __attribute__((always_inline)) Vec<uint32_t> largest_magnitude(
   return largest_lane<>(largest);
 }
 
-Vec<float> scale_of(std::byte biased) {
-  return rota::scale_of<Vec<float>>(Vec<uint32_t>{} + static_cast<uint32_t>(biased));
+Vec<float> load_scale(std::byte biased) {
+  return scale_of<Vec<float>>(Vec<uint32_t>{} + static_cast<uint32_t>(biased));
 }
 
 // How far ahead memory is asked for. A block takes so many instructions that the core does not look
@@ -183,7 +183,7 @@ inline __attribute__((always_inline)) void load_block(const WirePlace& src, size
     values[v] = Lanes::load(vector);
   }
   if constexpr (is_scaled) {
-    const auto scale = scale_of(src.scales[elem / kBlockElems<dtype, is_scaled>]);
+    const auto scale = load_scale(src.scales[elem / kBlockElems<dtype, is_scaled>]);
     for (size_t v = 0; v < kVecs; ++v) values[v] *= scale;
   }
 }
@@ -209,7 +209,7 @@ Vec<float> load_rest(const WirePlace& src, size_t elem, size_t num_lanes) {
   const auto* payload = reinterpret_cast<const char*>(src.payload) + elem * Lanes::kElemBytes;
   const auto value = load_part<Lanes>(payload, num_lanes);
   if constexpr (!is_scaled) return value;
-  return value * scale_of(src.scales[elem / kBlockElems<dtype, is_scaled>]);
+  return value * load_scale(src.scales[elem / kBlockElems<dtype, is_scaled>]);
 }
 
 template <DType dtype, bool is_scaled>

@@ -1,7 +1,7 @@
-// How single elements of the wire format are rounded, beyond what lanes.inl does for tensors: Inf
-// in scaled float8_e4m3fn, and a shorter way for what is known to be finite.
-// Included by the file of each instruction set after lanes.inl; what is said in element_loops.inl
-// holds here too.
+// How single elements of the wire format are loaded and stored, beyond what lanes.inl does for
+// tensors: Inf in scaled float8_e4m3fn, and a shorter way for what is known to be finite. Included
+// by the file of each instruction set after lanes.inl; what is said in element_loops.inl holds here
+// too.
 
 namespace rota::cpu::ROTA_ISA_NAMESPACE {
 namespace {
