@@ -61,6 +61,8 @@ void bind_schedule(py::module_ module) {
   module.def("rotated_peer", &schedule::rotated_peer);
   module.def("ring_num_steps", &schedule::ring_num_steps);
   module.def("ring_step", &schedule::ring_step);
+  module.def("ring_num_rounds", &schedule::ring_num_rounds);
+  module.def("ring_chunk", &schedule::ring_chunk);
   module.def("ordered_ring_num_steps", &schedule::ordered_ring_num_steps);
   module.def("ordered_ring_step", &schedule::ordered_ring_step);
   module.def("two_shot_num_steps", &schedule::two_shot_num_steps);
