@@ -94,7 +94,7 @@ def check_slot_sizes(rank: Rank, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=name_of)
-@pytest.mark.parametrize("world_size", [2, 3, 5], ids="ws{}".format)
+@pytest.mark.parametrize("world_size", [3, 5], ids="ws{}".format)  # two ranks have one order
 def test_ring_inexact_inputs_two_slot_sizes_same_bits(world_size: int, dtype: torch.dtype) -> None:
     run_ranks(world_size, check_slot_sizes, dtype)
 
