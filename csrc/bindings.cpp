@@ -11,6 +11,7 @@
 #include "c10d/tensor_communicator.h"
 #include "cpu/element_loops.h"
 #include "schedule/chunk.h"
+#include "schedule/cost.h"
 #include "schedule/direct.h"
 #include "schedule/ring.h"
 #include "schedule/select.h"
@@ -61,6 +62,8 @@ void bind_schedule(py::module_ module) {
   module.def("rotated_peer", &schedule::rotated_peer);
   module.def("ring_num_steps", &schedule::ring_num_steps);
   module.def("ring_step", &schedule::ring_step);
+  module.def("ring_num_rounds", &schedule::ring_num_rounds);
+  module.def("ring_chunk", &schedule::ring_chunk);
   module.def("ordered_ring_num_steps", &schedule::ordered_ring_num_steps);
   module.def("ordered_ring_step", &schedule::ordered_ring_step);
   module.def("two_shot_num_steps", &schedule::two_shot_num_steps);
@@ -68,6 +71,43 @@ void bind_schedule(py::module_ module) {
   module.def("select", [](int world_size, uint64_t num_wire_bytes) {
     return schedule::name(schedule::select(world_size, num_wire_bytes));
   });
+}
+
+void bind_cost(py::module_ module) {
+  using rota::WireFormat;
+  py::class_<WireFormat>(module, "WireFormat")
+      .def(py::init([](at::ScalarType dtype, bool is_block_scaled) {
+             return WireFormat{reducible_dtype(dtype, "dtype"), is_block_scaled};
+           }),
+           py::arg("dtype"), py::arg("is_block_scaled") = false)
+      .def("num_bytes", &WireFormat::num_bytes);
+  py::class_<schedule::Message>(module, "Message")
+      .def(py::init<uint64_t, WireFormat, WireFormat, WireFormat, uint64_t, uint64_t>(),
+           py::kw_only(), py::arg("num_elems"), py::arg("tensor"), py::arg("wire"), py::arg("hop"),
+           py::arg("slot_bytes"), py::arg("granule_elems"));
+  py::class_<schedule::Cost>(module, "Cost")
+      .def_readonly("sent_bytes", &schedule::Cost::sent_bytes)
+      .def_readonly("received_bytes", &schedule::Cost::received_bytes)
+      .def_readonly("read_from_peers_bytes", &schedule::Cost::read_from_peers_bytes)
+      .def_readonly("read_by_peers_bytes", &schedule::Cost::read_by_peers_bytes)
+      .def_readonly("hbm_read_bytes", &schedule::Cost::hbm_read_bytes)
+      .def_readonly("hbm_written_bytes", &schedule::Cost::hbm_written_bytes)
+      .def_readonly("num_messages", &schedule::Cost::num_messages)
+      .def_readonly("waits_in_a_row", &schedule::Cost::waits_in_a_row);
+  module.def("one_shot_cost", &schedule::one_shot_cost);
+  module.def("low_latency_cost", &schedule::low_latency_cost);
+  module.def("two_shot_cost", &schedule::two_shot_cost);
+  module.def("two_shot_in_place_cost", &schedule::two_shot_in_place_cost);
+  module.def("ring_cost", &schedule::ring_cost);
+  module.def("ordered_ring_cost", &schedule::ordered_ring_cost);
+  module.def("hierarchical_cost", &schedule::hierarchical_cost);
+  module.def("reduce_scatter_cost", &schedule::reduce_scatter_cost);
+  module.def("all_gather_cost", &schedule::all_gather_cost);
+  module.def("broadcast_cost", &schedule::broadcast_cost);
+  module.def("send_cost", &schedule::send_cost);
+  module.def("recv_cost", &schedule::recv_cost);
+  module.def("pack_cost", &schedule::pack_cost);
+  module.def("unpack_cost", &schedule::unpack_cost);
 }
 
 // Both ways to call reduce_bucket; the arguments are those of the .pyi.
@@ -105,7 +145,9 @@ PYBIND11_MODULE(_C, module) {
   py::module_::import("atexit").attr("register")(
       py::cpp_function(&TensorCommunicator::end_progress_of_all));
 
-  bind_schedule(module.def_submodule("schedule"));
+  py::module_ schedule_module = module.def_submodule("schedule");
+  bind_schedule(schedule_module);
+  bind_cost(schedule_module);
   module.def("host_id", &rota::transport::host_id);
   module.def("block_elems", &block_elems, py::arg("wire_dtype"));
   module.def("isa", [] { return rota::cpu::element_loops().isa; });

@@ -1,4 +1,6 @@
-"""The classic ring: another order of additions than the canonical one, but a fixed one."""
+"""The classic ring: another order of additions than the canonical one, but a fixed one, which
+depends on the number of elements and of ranks only.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,14 @@ def expected_ring(
     wire_dtype: torch.dtype | None,
     hop_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Piece p of each round starts at rank p and collects the others around the ring."""
+    """Piece p of the tensor starts at rank p and collects the others around the ring."""
     world_size = len(inputs)
     rotations = [contract(inputs, op, wire_dtype, hop_dtype, first) for first in range(world_size)]
-    num_elems = len(inputs[0])
-    piece_elems = SLOT_BYTES // hop_dtype.itemsize // GRANULE_ELEMS * GRANULE_ELEMS
-    num_rounds = -(-num_elems // (piece_elems * world_size))
     result = torch.empty_like(inputs[0])
-    for number in range(num_rounds):
-        chunk = _C.schedule.piece_of(num_elems, num_rounds, number, GRANULE_ELEMS)
-        for first in range(world_size):
-            piece = _C.schedule.piece_of(chunk.num_elems, world_size, first, GRANULE_ELEMS)
-            begin = chunk.begin + piece.begin
-            end = begin + piece.num_elems
-            result[begin:end] = rotations[first][begin:end]
+    for first, rotation in enumerate(rotations):
+        piece = _C.schedule.piece_of(len(result), world_size, first, GRANULE_ELEMS)
+        end = piece.begin + piece.num_elems
+        result[piece.begin : end] = rotation[piece.begin : end]
     return result
 
 
@@ -85,6 +81,22 @@ def test_ring_wire_and_hop_dtype_round_where_they_say(
 ) -> None:
     digests = run_ranks(3, check_ring, dtype, wire_dtype, hop_dtype)
     assert len(set(digests)) == 1, "ranks got different bits"
+
+
+def check_slot_sizes(rank: Rank, dtype: torch.dtype) -> None:
+    few_rounds, many_rounds = (rank.communicator(slot_bytes=size) for size in (1 << 20, SLOT_BYTES))
+    for num_elems in (1, 1000, 100_003):
+        few = random_inputs(rank.world_size, num_elems, dtype)[rank.rank]
+        many = few.clone()
+        few_rounds.all_reduce(few, "sum", "ring")
+        many_rounds.all_reduce(many, "sum", "ring")
+        assert_same(many, few, f"{num_elems} elements")
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=name_of)
+@pytest.mark.parametrize("world_size", [3, 5], ids="ws{}".format)  # two ranks have one order
+def test_ring_inexact_inputs_two_slot_sizes_same_bits(world_size: int, dtype: torch.dtype) -> None:
+    run_ranks(world_size, check_slot_sizes, dtype)
 
 
 def differs_from_canonical(rank: Rank) -> bool:

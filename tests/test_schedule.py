@@ -124,6 +124,38 @@ def test_ring_all_steps_sum_every_piece_once_in_ring_order(world_size: int) -> N
             assert message.ranks == order
 
 
+@pytest.mark.parametrize("granule", GRANULES, ids=lambda granule: f"granule{granule}")
+@each_world_size
+def test_ring_chunk_all_rounds_cover_the_same_pieces_whatever_the_chunk(
+    world_size: int, granule: int
+) -> None:
+    for num_elems in LENGTHS:
+        pieces = [
+            schedule.piece_of(num_elems, world_size, piece, granule) for piece in range(world_size)
+        ]
+        longest = max(piece.num_elems for piece in pieces)
+        # From one granule up to everything at once; long tensors in few rounds.
+        at_least = -(-longest // (50 * granule))
+        for chunk_granules in sorted({max(at_least, k) for k in (1, 2, 3, 7)} | {2**34}):
+            chunk_elems = chunk_granules * granule
+            num_rounds = schedule.ring_num_rounds(num_elems, world_size, chunk_elems, granule)
+            assert num_rounds == -(-longest // chunk_elems)
+            for number, piece in enumerate(pieces):
+                chunks = [
+                    schedule.ring_chunk(num_elems, world_size, number, chunk_elems, i, granule)
+                    for i in range(num_rounds + 1)
+                ]
+                assert_covers_once(
+                    [(chunk.begin - piece.begin, chunk.num_elems) for chunk in chunks],
+                    piece.num_elems,
+                )
+                assert chunks[-1].num_elems == 0
+                assert all(
+                    chunk.num_elems == chunk_elems or following.num_elems == 0
+                    for chunk, following in itertools.pairwise(chunks)
+                )
+
+
 class Written(NamedTuple):
     """What a rank leaves for the next one in a step of the ordered ring."""
 

@@ -217,21 +217,25 @@ uint64_t AllReduce<AnyReducer>::ring(Exchange& exchange) const {
   const int next = schedule::next_rank(rank_, world_size_);
   const int previous = schedule::previous_rank(rank_, world_size_);
   const int num_steps = schedule::ring_num_steps(world_size_);
-  const uint64_t piece_elems = hop_capacity(exchange.slot_bytes());
-  const uint64_t rounds = num_rounds(piece_elems * static_cast<uint64_t>(world_size_));
+  const uint64_t chunk_elems = hop_capacity(exchange.slot_bytes());
+  const uint64_t rounds =
+      schedule::ring_num_rounds(num_elems_, world_size_, chunk_elems, kGranuleElems);
   uint64_t slot = 0;  // numbers what this rank writes, over all rounds
   for (uint64_t round = 0; round < rounds; ++round) {
-    const Range range = round_range(rounds, round);
+    const auto chunk_of = [&](int piece) {
+      return schedule::ring_chunk(num_elems_, world_size_, piece, chunk_elems, round,
+                                  kGranuleElems);
+    };
     // Before anything has arrived, the own piece starts on its way.
-    const Range first = shard_of(range, schedule::ring_step(rank_, world_size_, 0).send_piece);
+    const Range first = chunk_of(schedule::ring_step(rank_, world_size_, 0).send_piece);
     if (slot > 1) exchange.wait_filled(next, slot - 1, "ring send");
-    reducer_.start_partial(in_tensor(range, first), exchange.own_slot(slot));
+    reducer_.start_partial(first, exchange.own_slot(slot));
     exchange.publish_filled(slot);
 
     for (int step = 0; step < num_steps; ++step, ++slot) {
       const auto [send_piece, recv_piece, action] = schedule::ring_step(rank_, world_size_, step);
-      const Range piece = in_tensor(range, shard_of(range, recv_piece));
-      const bool is_last = step == num_steps - 1;  // nobody needs the last piece any more
+      const Range chunk = chunk_of(recv_piece);
+      const bool is_last = step == num_steps - 1;  // nobody needs the last chunk any more
       std::byte* to_next = exchange.own_slot(slot + 1);
 
       exchange.wait_filled(previous, slot, "ring receive");
@@ -239,14 +243,14 @@ uint64_t AllReduce<AnyReducer>::ring(Exchange& exchange) const {
       std::byte* received = exchange.slot(previous, slot);
       switch (action) {
         case schedule::RingAction::kReduce:
-          reducer_.add_to_partial(received, piece, to_next);
+          reducer_.add_to_partial(received, chunk, to_next);
           break;
         case schedule::RingAction::kFinish:
-          reducer_.finish_partial(received, piece, wire().place(to_next, piece.num_elems));
+          reducer_.finish_partial(received, chunk, wire().place(to_next, chunk.num_elems));
           break;
         case schedule::RingAction::kCopy:
-          reducer_.unpack(wire().place(received, piece.num_elems), piece);
-          if (!is_last) copy_bytes(to_next, received, wire().num_bytes(piece.num_elems));
+          reducer_.unpack(wire().place(received, chunk.num_elems), chunk);
+          if (!is_last) copy_bytes(to_next, received, wire().num_bytes(chunk.num_elems));
           break;
       }
       if (!is_last) exchange.publish_filled(slot + 1);

@@ -129,9 +129,9 @@ void all_reduce_sums_in_ascending_rank(int world_size) {
   });
 }
 
-// One round of the classic ring: piece k is summed around the ring, from rank k on.
+// The classic ring: piece k of the tensor is summed around the ring, from rank k on.
 void ring_sums_from_the_rank_of_the_piece(int world_size) {
-  constexpr uint64_t kNumElems = 700;
+  constexpr uint64_t kNumElems = 20'011;  // several rounds of 8 ranks
   constexpr DType kDType = DType::kFloat32;
   run_ranks(world_size, [&](Communicator& communicator) {
     const auto data = reduce_uneven(communicator, kDType, kDType, ReduceOp::kSum,

@@ -25,6 +25,11 @@ static_assert(ring_step(1, 4, 0).send_piece == 1 && ring_step(1, 4, 0).recv_piec
 static_assert(ring_step(1, 4, 1).action == RingAction::kReduce);
 static_assert(ring_step(1, 4, 2).action == RingAction::kFinish);
 static_assert(ring_step(1, 4, 3).action == RingAction::kCopy);
+// Pieces of 384, 384 and 232 elements, in chunks of 128.
+static_assert(ring_num_rounds(1000, 3, 128, 64) == 3 && ring_num_rounds(0, 3, 128, 64) == 0);
+static_assert(ring_chunk(1000, 3, 1, 128, 2, 64).begin == 640);
+static_assert(ring_chunk(1000, 3, 2, 128, 1, 64).num_elems == 104);
+static_assert(ring_chunk(1000, 3, 2, 128, 2, 64).num_elems == 0);
 static_assert(ordered_ring_num_steps(4, 5) == 11);
 static_assert(ordered_ring_step(2, 4, 5, 2).partial_chunk == 0);
 static_assert(ordered_ring_step(2, 4, 5, 6).result_chunk == 0);
@@ -48,10 +53,13 @@ __global__ void schedule_kernel(int rank, int world_size, uint64_t num_elems, ui
   const auto index = static_cast<uint64_t>(step);
   const Range piece = piece_of(num_elems, num_pieces, index % num_pieces, 64);
   const Range chunk = chunk_of(num_elems, 4096, index);
+  const Range ring_part = ring_chunk(num_elems, world_size, rank, 4096, index, 64);
   const RingStep ring = ring_step(rank, world_size, step);
   const OrderedRingStep ordered = ordered_ring_step(rank, world_size, 16, step);
   const TwoShotStep two_shot = two_shot_step(16, step);
-  const uint64_t bounds = piece.begin + piece.num_elems + chunk.begin + chunk.num_elems;
+  const uint64_t bounds = piece.begin + piece.num_elems + chunk.begin + chunk.num_elems +
+                          ring_part.begin + ring_part.num_elems +
+                          ring_num_rounds(num_elems, world_size, 4096, 64);
   const int ranks = next_rank(rank, world_size) + previous_rank(rank, world_size) +
                     rotated_peer(rank, world_size, step % world_size) + ring.send_piece +
                     ring.recv_piece + static_cast<int>(ring.action);

@@ -71,8 +71,8 @@ class Communicator:
             op: "sum", "product", "min", "max"; "avg" for floats; "band", "bor", "bxor" for integers
                 and bool.
             algorithm: "one_shot", "two_shot" and "ordered_ring" give the same bits as each other;
-                "ring" sums each piece in another order; "auto" chooses by size from a measured
-                table.
+                "ring" sums each piece in another order, which depends on the number of elements and
+                of ranks only; "auto" chooses by size from a measured table.
             wire_dtype: what travels between ranks; None is the tensor's dtype. Floating, and not
                 wider than the tensor's.
             hop_dtype: for "ring", what partial sums travel in; None is the accumulate dtype.
