@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "base/host_device.h"
+#include "base/limits.h"
 
 namespace rota {
 
@@ -15,6 +16,9 @@ HOST_DEVICE_INLINE constexpr uint64_t mix(uint64_t value) {
   value = (value ^ (value >> 27)) * 0x94d049bb133111eb;
   return value ^ (value >> 31);
 }
+
+// The stream of results; contributions draw from that of their rank.
+inline constexpr int kResultStream = kMaxWorldSize;
 
 // The key of a tile: its element i draws random_of(key + i). The seed is mixed before the stream is
 // added, or stream 1 of a seed would be stream 0 of the next.

@@ -5,16 +5,12 @@
 #include <optional>
 #include <vector>
 
+#include "base/tile.h"
 #include "base/wire_format.h"
 #include "schedule/chunk.h"
 #include "schedule/select.h"
 
 namespace rota::cpu {
-
-// Tensors of gradients are worked on in tiles that stay in the first-level cache: they are cut
-// there, each is rounded by random numbers of its own, and its squares are a sum of their own, so
-// that no result depends on algorithm, rounds or shards. Whole blocks of every wire format.
-inline constexpr uint64_t kTileElems = 512;
 
 // What happens to a gradient bucket on its way through an all-reduce, besides the sum.
 struct BucketPass {

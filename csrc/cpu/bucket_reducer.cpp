@@ -11,9 +11,6 @@ namespace {
 
 using schedule::Range;
 
-// What rounding of results draws its random numbers from; contributions draw from their rank.
-constexpr int kResultStream = kMaxWorldSize;
-
 struct alignas(64) Floats {
   float values[kTileElems];
 };

@@ -21,8 +21,8 @@ constexpr bool is_from_tensor(const WirePlace& place) { return place.payload == 
 
 class Reducer {
  public:
-  // Shards and pieces start at multiples of this, which keeps them on cache lines for every dtype.
-  static constexpr uint64_t kGranuleElems = 64;
+  // Shards and pieces start at multiples of this.
+  static constexpr uint64_t kGranuleElems = rota::kGranuleElems;
 
   Reducer(const AllReduceArgs& args, int world_size);
 

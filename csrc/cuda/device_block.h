@@ -1,0 +1,140 @@
+// A block of threads on the GPU, in the words that kernel bodies are written in. Bodies are
+// templates over it: tests run the same ones on the host, where threads stand for threads
+// (tests/cpp/host_block.h).
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include "cuda/words.h"
+
+namespace rota::cuda {
+
+class DeviceBlock {
+ public:
+  // Which thread of which block this is.
+  __device__ int thread() const { return static_cast<int>(threadIdx.x); }
+  __device__ int num_threads() const { return static_cast<int>(blockDim.x); }
+  __device__ int index() const { return static_cast<int>(blockIdx.x); }
+  __device__ int num_blocks() const { return static_cast<int>(gridDim.x); }
+
+  // Barriers: what a thread wrote before, every thread of the block reads after. all: whether every
+  // thread says so.
+  __device__ void sync() const { __syncthreads(); }
+  __device__ bool all(bool value) const { return __syncthreads_and(value) != 0; }
+
+  // The largest value among kLanes neighbouring threads, all of which call this together.
+  template <uint32_t kLanes>
+  __device__ uint32_t largest_of_lanes(uint32_t value) const {
+    const uint32_t lane = threadIdx.x % warpSize;
+    const uint32_t mask = ((1u << kLanes) - 1) << (lane / kLanes * kLanes);
+    ROTA_UNROLL
+    for (uint32_t distance = kLanes / 2; distance > 0; distance /= 2) {
+      value = max(value, __shfl_xor_sync(mask, value, distance));
+    }
+    return value;
+  }
+  // What the thread whose number differs by the bit `distance` has; as above.
+  template <uint32_t kLanes, typename T>
+  __device__ T from_lane(T value, uint32_t distance) const {
+    const uint32_t lane = threadIdx.x % warpSize;
+    const uint32_t mask = ((1u << kLanes) - 1) << (lane / kLanes * kLanes);
+    return __shfl_xor_sync(mask, value, distance);
+  }
+
+  // 16 bytes at a time, or all of it if it is less; aligned to that.
+  template <size_t kBytes>
+  __device__ __forceinline__ Words<kBytes> load(const std::byte* src) const {
+    using Access = Words < kBytes<kAccessBytes ? kBytes : kAccessBytes>;
+    Words<kBytes> words;
+    ROTA_UNROLL
+    for (size_t i = 0; i < kBytes / sizeof(Access); ++i) {
+      const Access access = load_once(reinterpret_cast<const Access*>(src) + i);
+      ROTA_UNROLL
+      for (size_t w = 0; w < sizeof(Access) / 4; ++w) {
+        words.words[i * sizeof(Access) / 4 + w] = access.words[w];
+      }
+    }
+    return words;
+  }
+  template <size_t kBytes>
+  __device__ __forceinline__ void store(std::byte* dst, const Words<kBytes>& words) const {
+    using Access = Words < kBytes<kAccessBytes ? kBytes : kAccessBytes>;
+    ROTA_UNROLL
+    for (size_t i = 0; i < kBytes / sizeof(Access); ++i) {
+      Access access;
+      ROTA_UNROLL
+      for (size_t w = 0; w < sizeof(Access) / 4; ++w) {
+        access.words[w] = words.words[i * sizeof(Access) / 4 + w];
+      }
+      store_once(reinterpret_cast<Access*>(dst) + i, access);
+    }
+  }
+
+  struct Pair {
+    uint64_t first;
+    uint64_t second;
+  };
+  // Two neighbouring words, each of them atomically, in no order, at system scope.
+  __device__ __forceinline__ void store_pair(uint64_t* dst, uint64_t first, uint64_t second) const {
+    asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(dst), "l"(first), "l"(second)
+                 : "memory");
+  }
+  __device__ __forceinline__ Pair load_pair(const uint64_t* src) const {
+    Pair pair;
+    asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];"
+                 : "=l"(pair.first), "=l"(pair.second)
+                 : "l"(src)
+                 : "memory");
+    return pair;
+  }
+
+  __device__ float widen_half(uint32_t code) const {
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(code)));
+  }
+  __device__ uint32_t narrow_half(float value) const {
+    return __half_as_ushort(__float2half_rn(value));
+  }
+
+  // Of a spinning wait.
+  __device__ void pause() const {}
+  __device__ uint64_t now_ns() const {
+    uint64_t time_ns;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time_ns));
+    return time_ns;
+  }
+
+ private:
+  // The compiler is told that the memory is global, so that it need not find out at run time.
+  __device__ __forceinline__ static Words<16> load_once(const Words<16>* src) {
+    const auto* global = reinterpret_cast<const uint4*>(src);
+    __builtin_assume(__isGlobal(global));
+    const uint4 value = *global;
+    return {{value.x, value.y, value.z, value.w}};
+  }
+  __device__ __forceinline__ static Words<8> load_once(const Words<8>* src) {
+    const auto* global = reinterpret_cast<const uint2*>(src);
+    __builtin_assume(__isGlobal(global));
+    const uint2 value = *global;
+    return {{value.x, value.y}};
+  }
+  __device__ __forceinline__ static Words<4> load_once(const Words<4>* src) {
+    __builtin_assume(__isGlobal(src));
+    return *src;
+  }
+  __device__ __forceinline__ static void store_once(Words<16>* dst, const Words<16>& words) {
+    auto* global = reinterpret_cast<uint4*>(dst);
+    __builtin_assume(__isGlobal(global));
+    *global = make_uint4(words.words[0], words.words[1], words.words[2], words.words[3]);
+  }
+  __device__ __forceinline__ static void store_once(Words<8>* dst, const Words<8>& words) {
+    auto* global = reinterpret_cast<uint2*>(dst);
+    __builtin_assume(__isGlobal(global));
+    *global = make_uint2(words.words[0], words.words[1]);
+  }
+  __device__ __forceinline__ static void store_once(Words<4>* dst, const Words<4>& words) {
+    __builtin_assume(__isGlobal(dst));
+    *dst = words;
+  }
+};
+
+}  // namespace rota::cuda

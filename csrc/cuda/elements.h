@@ -1,0 +1,200 @@
+// What a block does to a range of elements: copy them, or sum them from several sources. Knows
+// neither ranks nor flags: sources and sinks say where elements come from and go to.
+//
+// A source has num() and load<kIsWhole>(index, elem, num_elems), which gives a Codec::Values; a
+// sink has put<kIsWhole>(elem, num_elems, values). `elem` counts from the start of the range.
+#pragma once
+
+#include "base/combine.h"
+#include "cuda/codec.h"
+#include "schedule/chunk.h"
+
+namespace rota::cuda {
+
+using schedule::Range;
+
+// What every collective is told of its data. Tensors are in the wire format.
+struct ReduceArgs {
+  std::byte* input;
+  std::byte* output;  // may be the input
+  uint64_t num_elems;
+  uint64_t granule_elems;  // pieces and chunks are multiples of it
+  uint64_t chunk_elems;    // what a slot takes
+  int group_size;          // sums are formed in groups of so many ranks, then over the groups
+  bool is_aligned;         // all tensors and pieces, to 16 bytes
+  ReduceOp op;
+  double divisor;     // kAvg: of the sum
+  double reciprocal;  // 1 / divisor where that is exact, else 0
+  Rounding rounding;
+};
+
+// What one thread works on at a time: so that many loads are under way together.
+template <uint32_t kUnits>
+struct Units {
+  uint64_t elem[kUnits];       // the first of each unit that is this thread's
+  uint32_t num_elems[kUnits];  // how many are; 0: the unit does not exist
+};
+
+template <typename Codec, typename Block>
+class Elements {
+ public:
+  using Values = typename Codec::Values;
+
+  HOST_DEVICE Elements(const Block& block, const ReduceArgs& args) : block_(block), args_(args) {}
+
+  HOST_DEVICE const Block& block() const { return block_; }
+  HOST_DEVICE const ReduceArgs& args() const { return args_; }
+
+  // Elements from first_elem on, of a tensor of num_elems.
+  HOST_DEVICE static WirePlace at(std::byte* base, uint64_t num_elems, uint64_t first_elem) {
+    return Codec::format().from(Codec::format().place(base, num_elems), first_elem);
+  }
+  HOST_DEVICE WirePlace input(const Range& range) const {
+    return at(args_.input, args_.num_elems, range.begin);
+  }
+  HOST_DEVICE WirePlace output(const Range& range) const {
+    return at(args_.output, args_.num_elems, range.begin);
+  }
+  // A chunk in a slot.
+  HOST_DEVICE static WirePlace in_slot(std::byte* slot, const Range& range) {
+    return Codec::format().place(slot, range.num_elems);
+  }
+
+  // body<kIsWhole>(units) for all units of a range, each worked on by one thread or, in scaled
+  // blocks, by the neighbours that share it.
+  template <uint32_t kUnits, typename Body>
+  HOST_DEVICE_INLINE void for_each_unit(uint64_t num_elems, const Body& body) const {
+    const auto thread = static_cast<uint32_t>(block_.thread());
+    const uint64_t first = thread / Codec::kLanes;
+    const uint64_t stride = static_cast<uint32_t>(block_.num_threads()) / Codec::kLanes;
+    const uint64_t num_whole = args_.is_aligned ? num_elems / Codec::kUnitElems : 0;
+    const uint64_t num_units = schedule::ceil_div(num_elems, Codec::kUnitElems);
+    const uint64_t offset = thread % Codec::kLanes * Codec::kElems;
+
+    for (uint64_t unit = first; unit < num_whole; unit += kUnits * stride) {
+      Units<kUnits> units;
+      ROTA_UNROLL
+      for (uint32_t u = 0; u < kUnits; ++u) {
+        units.elem[u] = (unit + u * stride) * Codec::kUnitElems + offset;
+        units.num_elems[u] = unit + u * stride < num_whole ? Codec::kElems : 0;
+      }
+      body.template operator()<true>(units);
+    }
+    for (uint64_t unit = num_whole + first; unit < num_units; unit += stride) {
+      const uint64_t elem = unit * Codec::kUnitElems + offset;
+      const uint64_t rest = num_elems - schedule::min_of(num_elems, elem);
+      const uint64_t num_left = schedule::min_of(rest, Codec::kElems);
+      body.template operator()<false>(Units<1>{{elem}, {static_cast<uint32_t>(num_left)}});
+    }
+  }
+
+  // To num_places places, each of which place_of(index) gives.
+  template <typename PlaceOf>
+  HOST_DEVICE void copy(const Range& range, const WirePlace& from, int num_places,
+                        const PlaceOf& place_of) const {
+    for_each_unit<kCopiedUnits>(
+        range.num_elems, [&]<bool kIsWhole, uint32_t kUnits>(const Units<kUnits>& units) {
+          typename Codec::Encoded encoded[kUnits];
+          ROTA_UNROLL
+          for (uint32_t u = 0; u < kUnits; ++u) {
+            encoded[u] =
+                Codec::template read<kIsWhole>(block_, from, units.elem[u], units.num_elems[u]);
+          }
+          for (int i = 0; i < num_places; ++i) {
+            const WirePlace to = place_of(i);
+            ROTA_UNROLL
+            for (uint32_t u = 0; u < kUnits; ++u) {
+              Codec::template write<kIsWhole>(block_, to, units.elem[u], units.num_elems[u],
+                                              encoded[u]);
+            }
+          }
+        });
+  }
+
+  // ((source 0 + source 1) + source 2 ...), in groups of group_size sources, to the sink.
+  template <typename Sources, typename Sink>
+  HOST_DEVICE void reduce(const Range& range, const Sources& sources, int group_size,
+                          const Sink& sink) const {
+    for_each_unit<kReducedUnits>(
+        range.num_elems, [&]<bool kIsWhole, uint32_t kUnits>(const Units<kUnits>& units) {
+          const auto load = [&](int source, Values(&values)[kUnits]) {
+            ROTA_UNROLL
+            for (uint32_t u = 0; u < kUnits; ++u) {
+              values[u] =
+                  sources.template load<kIsWhole>(source, units.elem[u], units.num_elems[u]);
+            }
+          };
+          Values totals[kUnits];
+          for (int first = 0; first < sources.num(); first += group_size) {
+            Values sums[kUnits], next[kUnits];
+            load(first, sums);
+            for (int i = 1; i < group_size; ++i) {
+              load(first + i, next);
+              combine_with(sums, next);
+            }
+            if (first != 0) {
+              combine_with(totals, sums);
+            } else {
+              ROTA_UNROLL
+              for (uint32_t u = 0; u < kUnits; ++u) totals[u] = sums[u];
+            }
+          }
+          ROTA_UNROLL
+          for (uint32_t u = 0; u < kUnits; ++u) {
+            sink.template put<kIsWhole>(units.elem[u], units.num_elems[u], totals[u]);
+          }
+        });
+  }
+
+  // From a complete sum to the result, still in the accumulate dtype.
+  HOST_DEVICE_INLINE void divide(Values& values) const {
+    if constexpr (info(Codec::format().dtype).is_floating) {
+      if (args_.op != ReduceOp::kAvg) return;
+      using Acc = typename Codec::Acc;
+      const auto reciprocal = static_cast<Acc>(args_.reciprocal);
+      const auto divisor = static_cast<Acc>(args_.divisor);
+      ROTA_UNROLL
+      for (uint32_t i = 0; i < Codec::kElems; ++i) {
+        values.of[i] = reciprocal != 0 ? values.of[i] * reciprocal : values.of[i] / divisor;
+      }
+    }
+  }
+
+ private:
+  // With fewer units in flight the latency of memory shows; with more, registers run out.
+  static constexpr uint32_t kCopiedUnits = 4;
+  static constexpr uint32_t kReducedUnits = 4 * kAccessBytes / sizeof(Values);
+
+  // Sums have a loop of their own. The other operations are told apart element by element, which
+  // takes instructions where memory is what is waited for, and saves a kernel for each.
+  template <uint32_t kUnits>
+  HOST_DEVICE_INLINE void combine_with(Values (&sums)[kUnits], const Values (&next)[kUnits]) const {
+    const bool is_sum = args_.op == ReduceOp::kSum || args_.op == ReduceOp::kAvg;
+    ROTA_UNROLL
+    for (uint32_t u = 0; u < kUnits; ++u) {
+      ROTA_UNROLL
+      for (uint32_t i = 0; i < Codec::kElems; ++i) {
+        auto& sum = sums[u].of[i];
+        sum = is_sum ? combine<Codec::format().dtype, ReduceOp::kSum>(sum, next[u].of[i])
+                     : combine_other(sum, next[u].of[i]);
+      }
+    }
+  }
+  HOST_DEVICE_INLINE typename Codec::Acc combine_other(typename Codec::Acc a,
+                                                       typename Codec::Acc b) const {
+    constexpr DType kDType = Codec::format().dtype;
+    if constexpr (!info(kDType).is_floating) {
+      if (args_.op == ReduceOp::kBand) return combine<kDType, ReduceOp::kBand>(a, b);
+      if (args_.op == ReduceOp::kBor) return combine<kDType, ReduceOp::kBor>(a, b);
+      if (args_.op == ReduceOp::kBxor) return combine<kDType, ReduceOp::kBxor>(a, b);
+    }
+    if (args_.op == ReduceOp::kMin) return combine<kDType, ReduceOp::kMin>(a, b);
+    if (args_.op == ReduceOp::kMax) return combine<kDType, ReduceOp::kMax>(a, b);
+    return combine<kDType, ReduceOp::kProduct>(a, b);
+  }
+
+  const Block& block_;
+  const ReduceArgs& args_;
+};
+
+}  // namespace rota::cuda

@@ -1,0 +1,114 @@
+// Hierarchical all-reduce, in groups of group_size consecutive ranks: a reduce-scatter in each
+// group, a sum across groups of the piece that a rank owns, and an all-gather in each group. Ranks
+// are added ascending within a group, then groups ascending. Three waits in a row for each chunk; a
+// rank sends 2 * (group_size - 1) / group_size * num_bytes within its group, and of its piece
+// (num_groups - 1) partial sums in the accumulate dtype to other groups.
+//
+// The phases are functions of their own, because between hosts another engine forms the sum across
+// groups: it takes the partial sum of the first phase and hands its result to the third.
+#pragma once
+
+#include "cuda/two_shot.h"
+
+namespace rota::cuda {
+
+template <typename Codec, typename Block>
+class Hierarchy {
+ public:
+  HOST_DEVICE Hierarchy(const Block& block, const Links<Block>& links,
+                        const Elements<Codec, Block>& elements)
+      : block_(block),
+        links_(links),
+        elements_(elements),
+        group_(schedule::group_of(links.rank(), elements.args().group_size)),
+        across_(
+            schedule::across_groups(links.rank(), links.world_size(), elements.args().group_size)),
+        pieces_(links, elements, group_) {}
+
+  HOST_DEVICE uint64_t num_chunks() const { return pieces_.num_chunks(); }
+
+  // Round i of a channel sends two messages on the links within the group, and one on those across.
+  // All phases: false when a wait was given up.
+
+  // Leaves the group's sum of chunk `chunk` of the own piece in the slots of every group's owner of
+  // that piece, the own ones included.
+  HOST_DEVICE bool reduce_in_group(uint64_t chunk, uint64_t round) const {
+    const uint64_t message = 2 * round;
+    const Range own = pieces_.own_chunk(chunk);
+    if (!links_.wait(ToSend{group_, message})) return false;
+    pieces_.scatter(chunk, message);
+    block_.sync();
+    links_.publish(group_, message);
+
+    if (!links_.wait(ToRead{group_, message}, ToSend{across_, round})) return false;
+    const auto contribution_of = [&](int place) {
+      return pieces_.contribution(place, own, message);
+    };
+    const auto slot_of = [&](int place) { return links_.outgoing(across_.rank_at(place), round); };
+    elements_.reduce(own, Contributions(elements_, group_.num_ranks, contribution_of),
+                     group_.num_ranks, PartialResults(elements_, across_.num_ranks, slot_of));
+    block_.sync();
+    links_.release(group_, message);
+    links_.publish(across_, round);
+    return true;
+  }
+
+  // Adds up the groups' sums, and sends the result to the group.
+  HOST_DEVICE bool sum_across_groups(uint64_t chunk, uint64_t round) const {
+    const Range own = pieces_.own_chunk(chunk);
+    if (!links_.wait(ToRead{across_, round})) return false;
+    const auto partial_of = [&](int place) {
+      return links_.incoming(across_.rank_at(place), round);
+    };
+    const auto result_places = [&](int index) {
+      return pieces_.result_place(index, own, 2 * round + 1);
+    };
+    elements_.reduce(own, Partials(elements_, across_.num_ranks, partial_of), across_.num_ranks,
+                     Results(elements_, own.begin, group_.num_ranks, result_places));
+    block_.sync();
+    links_.release(across_, round);
+    links_.publish(group_, 2 * round + 1);
+    return true;
+  }
+
+  HOST_DEVICE bool gather_in_group(uint64_t chunk, uint64_t round) const {
+    const uint64_t message = 2 * round + 1;
+    if (!links_.wait(ToRead{group_, message})) return false;
+    pieces_.collect(chunk, message);
+    block_.sync();
+    links_.release(group_, message);
+    return true;
+  }
+
+  HOST_DEVICE void count_rounds(uint64_t num_rounds) const {
+    links_.count_sent(group_, 2 * num_rounds);
+    links_.count_received(group_, 2 * num_rounds);
+    links_.count_sent(across_, num_rounds);
+    links_.count_received(across_, num_rounds);
+  }
+
+ private:
+  const Block& block_;
+  const Links<Block>& links_;
+  const Elements<Codec, Block>& elements_;
+  RankSet group_;
+  RankSet across_;
+  Pieces<Codec, Block> pieces_;
+};
+
+template <typename Codec, typename Block>
+HOST_DEVICE void hierarchical(const Block& block, const Peers& peers, const ReduceArgs& args) {
+  const Links links(block, peers);
+  const Elements<Codec, Block> elements(block, args);
+  const Hierarchy hierarchy(block, links, elements);
+
+  uint64_t round = 0;
+  for (uint64_t i = block.index(); i < hierarchy.num_chunks(); i += block.num_blocks(), ++round) {
+    if (!hierarchy.reduce_in_group(i, round)) return;
+    if (!hierarchy.sum_across_groups(i, round)) return;
+    if (!hierarchy.gather_in_group(i, round)) return;
+  }
+  hierarchy.count_rounds(round);
+}
+
+}  // namespace rota::cuda

@@ -1,0 +1,128 @@
+// One channel's links to the other ranks (transport/device_layout.h), in the verbs that collectives
+// are written in. A collective numbers its messages from 0 on every link; what earlier launches
+// sent is added here.
+//
+//   sender    wait(to_send) ... write the slots ... block.sync(), publish
+//   receiver  wait(to_read) ... read the slots ...  block.sync(), release
+//
+// All threads of a block call each verb. Thread i waits for, tells and counts the i-th rank of a
+// set, all at once; the barriers around make the others' accesses part of what it orders.
+#pragma once
+
+#include "cuda/peers.h"
+#include "cuda/system_word.h"
+#include "cuda/wait.h"
+#include "schedule/rank_set.h"
+
+namespace rota::cuda {
+
+using schedule::RankSet;
+using transport::kNumLinkSlots;
+
+// What wait() waits for, of every rank in a set except the own.
+struct ToSend {  // that a slot is free for message `message` to them
+  RankSet ranks;
+  uint64_t message;
+};
+struct ToRead {  // that message `message` of theirs has arrived
+  RankSet ranks;
+  uint64_t message;
+};
+
+template <typename Block>
+class Links {
+ public:
+  HOST_DEVICE Links(const Block& block, const Peers& peers) : block_(block), peers_(peers) {}
+
+  HOST_DEVICE int rank() const { return peers_.rank; }
+  HOST_DEVICE int world_size() const { return peers_.world_size(); }
+  // Where a message to `peer` is written, and where one of `peer` is read.
+  HOST_DEVICE std::byte* outgoing(int peer, uint64_t message) const {
+    return peers_.regions[peer] + peers_.geometry.slot(block_.index(), rank(), message);
+  }
+  HOST_DEVICE std::byte* incoming(int peer, uint64_t message) const {
+    return peers_.regions[rank()] + peers_.geometry.slot(block_.index(), peer, message);
+  }
+
+  // The block goes on together, once everything is there. False: it has been given up.
+  template <typename... Awaited>
+  HOST_DEVICE bool wait(const Awaited&... awaited) const {
+    const bool is_there = (... && wait_for_own_part(awaited));
+    return block_.all(is_there);
+  }
+
+  // After block.sync(): what was written to the slots of `message` may be read.
+  HOST_DEVICE void publish(const RankSet& to, uint64_t message) const {
+    for_each_own(to, [&](int peer) {
+      store(end_at(peer).arrived, own_end(peer).counts.sent + message + 1);
+    });
+  }
+  // After block.sync(): the slots of `message` have been read and may be written again.
+  HOST_DEVICE void release(const RankSet& from, uint64_t message) const {
+    for_each_own(from, [&](int peer) {
+      store(end_at(peer).consumed, own_end(peer).counts.received + message + 1);
+    });
+  }
+
+  // At the end of a launch: how many messages went over each link. Only the thread that waits for a
+  // rank reads its counts, so that no barrier is needed.
+  HOST_DEVICE void count_sent(const RankSet& to, uint64_t num_messages) const {
+    for_each_own(to, [&](int peer) { own_end(peer).counts.sent += num_messages; });
+  }
+  HOST_DEVICE void count_received(const RankSet& from, uint64_t num_messages) const {
+    for_each_own(from, [&](int peer) { own_end(peer).counts.received += num_messages; });
+  }
+
+ private:
+  // This thread's ranks of a set.
+  template <typename Body>
+  HOST_DEVICE void for_each_own(const RankSet& ranks, const Body& body) const {
+    for (int place = block_.thread(); place < ranks.num_ranks; place += block_.num_threads()) {
+      if (ranks.rank_at(place) != rank()) body(ranks.rank_at(place));
+    }
+  }
+
+  HOST_DEVICE bool wait_for_own_part(const ToSend& awaited) const {
+    bool is_free = true;
+    for_each_own(awaited.ranks, [&](int peer) {
+      // A slot's first message of this launch finds it empty once all earlier launches' were read.
+      const uint64_t message = awaited.message;
+      const uint64_t num_read = message < kNumLinkSlots ? 0 : message + 1 - kNumLinkSlots;
+      auto& end = own_end(peer);
+      is_free &= wait_for(end.consumed, end.counts.sent + num_read, peer, WaitPhase::kFreeSlot);
+    });
+    return is_free;
+  }
+  HOST_DEVICE bool wait_for_own_part(const ToRead& awaited) const {
+    bool is_there = true;
+    for_each_own(awaited.ranks, [&](int peer) {
+      auto& end = own_end(peer);
+      is_there &= wait_for(end.arrived, end.counts.received + awaited.message + 1, peer,
+                           WaitPhase::kArrival);
+    });
+    return is_there;
+  }
+
+  HOST_DEVICE bool wait_for(transport::DeviceFlag& flag, uint64_t target, int peer,
+                            WaitPhase phase) const {
+    return wait_until(block_, peers_, peer, phase, [&] {
+      return SystemWord<uint64_t>(flag.value).load(MemoryOrder::acquire) >= target;
+    });
+  }
+  HOST_DEVICE static void store(transport::DeviceFlag& flag, uint64_t value) {
+    SystemWord<uint64_t>(flag.value).store(value, MemoryOrder::release);
+  }
+
+  // This rank's end of its links with `peer`, and the peer's end.
+  HOST_DEVICE transport::LinkEnd& own_end(int peer) const { return end(rank(), peer); }
+  HOST_DEVICE transport::LinkEnd& end_at(int peer) const { return end(peer, rank()); }
+  HOST_DEVICE transport::LinkEnd& end(int owner, int other) const {
+    const size_t offset = peers_.geometry.link_end(block_.index(), other);
+    return *reinterpret_cast<transport::LinkEnd*>(peers_.regions[owner] + offset);
+  }
+
+  const Block& block_;
+  const Peers& peers_;
+};
+
+}  // namespace rota::cuda

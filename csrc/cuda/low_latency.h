@@ -1,0 +1,118 @@
+// low_latency: one_shot for the smallest messages. Data and flag travel in one packet that is
+// written and read at once, so that nothing is ordered and nobody waits twice: 4 bytes of data, and
+// 4 of the number of the round, which says that they are there. One wait in a row; each rank sends
+// 2 * (world_size - 1) * num_bytes.
+//
+// Rounds take turns in two buffers. A packet of round r overwrites one of round r - 2, which its
+// reader has read: this rank has had a packet of round r - 1 from it, which it sent after its
+// launch of round r - 2 had ended. That is why every channel of a launch moves something.
+#pragma once
+
+#include "cuda/peers.h"
+#include "cuda/sources.h"
+#include "cuda/wait.h"
+#include "schedule/direct.h"
+
+namespace rota::cuda {
+
+template <typename Codec, typename Block>
+class Packets {
+ public:
+  static constexpr uint32_t kPacketsPerUnit = kAccessBytes / sizeof(uint32_t);
+  static_assert(Codec::kLanes == 1, "a scale would need a packet of its own");
+
+  HOST_DEVICE Packets(const Elements<Codec, Block>& elements, const Peers& peers,
+                      const Range& chunk)
+      : elements_(elements), peers_(peers), chunk_(chunk), round_(state().packet_rounds + 1) {}
+
+  HOST_DEVICE bool is_complete() const { return is_complete_; }
+
+  HOST_DEVICE void send() const {
+    const Block& block = elements_.block();
+    elements_.template for_each_unit<1>(
+        chunk_.num_elems, [&]<bool kIsWhole, uint32_t kUnits>(const Units<kUnits>& units) {
+          const auto own = Codec::template read<kIsWhole>(block, elements_.input(chunk_),
+                                                          units.elem[0], units.num_elems[0]);
+          const auto& words = own.payload.words;
+          for (int index = 0; index < peers_.world_size() - 1; ++index) {
+            const int peer = schedule::rotated_peer(peers_.rank, peers_.world_size(), index);
+            uint64_t* packets = packets_at(peer, peers_.rank, units.elem[0]);
+            ROTA_UNROLL
+            for (uint32_t i = 0; i < kPacketsPerUnit; i += 2) {
+              block.store_pair(packets + i, packet(words[i]), packet(words[i + 1]));
+            }
+          }
+        });
+  }
+
+  // As a source of contributions, by rank.
+  HOST_DEVICE int num() const { return peers_.world_size(); }
+  template <bool kIsWhole>
+  HOST_DEVICE_INLINE typename Codec::Values load(int source, uint64_t elem,
+                                                 uint32_t num_elems) const {
+    const Block& block = elements_.block();
+    if (source == peers_.rank) {
+      const WirePlace own = elements_.input(chunk_);
+      return Codec::decode(block, Codec::template read<kIsWhole>(block, own, elem, num_elems));
+    }
+    uint64_t* packets = packets_at(peers_.rank, source, elem);
+    typename Codec::Encoded received{};
+    const auto have_arrived = [&] {
+      bool is_there = true;
+      ROTA_UNROLL
+      for (uint32_t i = 0; i < kPacketsPerUnit; i += 2) {
+        const auto [first, second] = block.load_pair(packets + i);
+        is_there &= is_of_this_round(first) & is_of_this_round(second);
+        received.payload.words[i] = static_cast<uint32_t>(first);
+        received.payload.words[i + 1] = static_cast<uint32_t>(second);
+      }
+      return is_there;
+    };
+    // Once one packet is missing for good, so are the others of that launch.
+    if (num_elems != 0 && is_complete_) {
+      is_complete_ = wait_until(block, peers_, source, WaitPhase::kPacket, have_arrived);
+    }
+    return Codec::decode(block, received);
+  }
+
+  // After a barrier: all threads have read the number of the round.
+  HOST_DEVICE void count_round() const {
+    if (elements_.block().thread() == 0) state().packet_rounds = round_;
+  }
+
+ private:
+  HOST_DEVICE transport::ChannelState& state() const {
+    const size_t offset = peers_.geometry.channel_state(elements_.block().index());
+    return *reinterpret_cast<transport::ChannelState*>(peers_.regions[peers_.rank] + offset);
+  }
+  HOST_DEVICE uint64_t* packets_at(int owner, int source, uint64_t elem) const {
+    const size_t offset = peers_.geometry.packets(elements_.block().index(), round_, source);
+    auto* packets = reinterpret_cast<uint64_t*>(peers_.regions[owner] + offset);
+    return packets + elem / Codec::kElems * kPacketsPerUnit;
+  }
+  HOST_DEVICE uint64_t packet(uint32_t data) const { return round_ << 32 | data; }
+  HOST_DEVICE bool is_of_this_round(uint64_t packet) const {
+    return packet >> 32 == (round_ & 0xffffffff);
+  }
+
+  const Elements<Codec, Block>& elements_;
+  const Peers& peers_;
+  Range chunk_;
+  uint64_t round_;
+  mutable bool is_complete_ = true;
+};
+
+// Channel i moves chunk i, and there are as many of one as of the other.
+template <typename Codec, typename Block>
+HOST_DEVICE void low_latency(const Block& block, const Peers& peers, const ReduceArgs& args) {
+  const Elements<Codec, Block> elements(block, args);
+  const Range chunk =
+      schedule::chunk_of(args.num_elems, args.chunk_elems, static_cast<uint64_t>(block.index()));
+  const Packets<Codec, Block> packets(elements, peers, chunk);
+  packets.send();
+  const auto output = [&](int) { return elements.output(chunk); };
+  elements.reduce(chunk, packets, args.group_size, Results(elements, chunk.begin, 1, output));
+  if (block.all(packets.is_complete())) packets.count_round();
+}
+
+}  // namespace rota::cuda

@@ -1,0 +1,46 @@
+// one_shot: every rank sends all it has to every other, and sums everything itself, in ascending
+// rank. One wait in a row for each chunk; each rank sends (world_size - 1) * num_bytes.
+#pragma once
+
+#include "cuda/links.h"
+#include "cuda/sources.h"
+#include "schedule/direct.h"
+
+namespace rota::cuda {
+
+template <typename Codec, typename Block>
+HOST_DEVICE void one_shot(const Block& block, const Peers& peers, const ReduceArgs& args) {
+  const Links links(block, peers);
+  const Elements<Codec, Block> elements(block, args);
+  const RankSet world = schedule::everyone(links.world_size());
+  const int num_peers = links.world_size() - 1;
+  const uint64_t num_chunks = schedule::ceil_div(args.num_elems, args.chunk_elems);
+
+  uint64_t message = 0;
+  for (uint64_t i = block.index(); i < num_chunks; i += block.num_blocks(), ++message) {
+    const Range chunk = schedule::chunk_of(args.num_elems, args.chunk_elems, i);
+
+    if (!links.wait(ToSend{world, message})) return;
+    elements.copy(chunk, elements.input(chunk), num_peers, [&](int index) {
+      const int peer = schedule::rotated_peer(links.rank(), links.world_size(), index);
+      return elements.in_slot(links.outgoing(peer, message), chunk);
+    });
+    block.sync();
+    links.publish(world, message);
+
+    if (!links.wait(ToRead{world, message})) return;
+    const auto contribution_of = [&](int rank) {
+      return rank == links.rank() ? elements.input(chunk)
+                                  : elements.in_slot(links.incoming(rank, message), chunk);
+    };
+    const auto output = [&](int) { return elements.output(chunk); };
+    elements.reduce(chunk, Contributions(elements, links.world_size(), contribution_of),
+                    args.group_size, Results(elements, chunk.begin, 1, output));
+    block.sync();
+    links.release(world, message);
+  }
+  links.count_sent(world, message);
+  links.count_received(world, message);
+}
+
+}  // namespace rota::cuda

@@ -1,0 +1,46 @@
+// What every kernel that talks to other ranks is told of them, and how it says that it gave up.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/host_device.h"
+#include "base/limits.h"
+#include "transport/device_layout.h"
+
+namespace rota::cuda {
+
+struct Peers {
+  int rank;
+  transport::DeviceGeometry geometry;
+  std::byte* regions[kMaxWorldSize];  // by rank; all mapped into this rank's address space
+  // In host memory that the GPU maps, as is `failure`: 1 once the host wants kernels to return.
+  const uint32_t* abort;
+  uint64_t* failure;  // a Failure, packed; 0 at rest; any channel writes it
+  uint64_t timeout_ns;
+
+  HOST_DEVICE int world_size() const { return geometry.world_size; }
+};
+
+enum class FailureKind : uint8_t { kNone, kTimeout, kAborted };
+enum class WaitPhase : uint8_t { kArrival, kFreeSlot, kPacket };
+
+// Why a kernel returned early: one word, so that writing it needs no order. Where several channels
+// fail, one of their words remains.
+struct Failure {
+  FailureKind kind;
+  WaitPhase phase;
+  uint16_t peer;
+  uint32_t channel;
+
+  HOST_DEVICE constexpr uint64_t pack() const {
+    return uint64_t{channel} << 32 | uint64_t{peer} << 16 |
+           uint64_t{static_cast<uint8_t>(phase)} << 8 | static_cast<uint8_t>(kind);
+  }
+  HOST_DEVICE static constexpr Failure unpack(uint64_t word) {
+    return {static_cast<FailureKind>(word & 0xff), static_cast<WaitPhase>(word >> 8 & 0xff),
+            static_cast<uint16_t>(word >> 16), static_cast<uint32_t>(word >> 32)};
+  }
+};
+
+}  // namespace rota::cuda

@@ -1,0 +1,64 @@
+// Bytes from one rank to others: send and receive, and broadcast as a chain of both along the ring.
+// One wait in a row for each chunk, and for broadcast world_size - 2 more; nobody sends more than
+// num_bytes.
+#pragma once
+
+#include "cuda/links.h"
+#include "cuda/sources.h"
+#include "schedule/ring.h"
+
+namespace rota::cuda {
+
+using Bytes = Codec<DType::kUInt8>;
+
+// What passes through a rank: data that it has sent, or that it receives, sends on, or both.
+// from, to: one rank or nobody.
+template <typename Block>
+HOST_DEVICE void pass_on(const Block& block, const Peers& peers, const ReduceArgs& args,
+                         const RankSet& from, const RankSet& to) {
+  const Links links(block, peers);
+  const Elements<Bytes, Block> elements(block, args);
+  const uint64_t num_chunks = schedule::ceil_div(args.num_elems, args.chunk_elems);
+  const bool is_source = from.num_ranks == 0;
+
+  uint64_t message = 0;
+  for (uint64_t i = block.index(); i < num_chunks; i += block.num_blocks(), ++message) {
+    const Range chunk = schedule::chunk_of(args.num_elems, args.chunk_elems, i);
+    if (!links.wait(ToRead{from, message}, ToSend{to, message})) return;
+    const WirePlace source = is_source
+                                 ? elements.input(chunk)
+                                 : elements.in_slot(links.incoming(from.first, message), chunk);
+    // A source has its data already.
+    const int first_place = is_source ? 1 : 0;
+    elements.copy(chunk, source, 1 + to.num_ranks - first_place, [&](int index) {
+      return index + first_place == 0 ? elements.output(chunk)
+                                      : elements.in_slot(links.outgoing(to.first, message), chunk);
+    });
+    block.sync();
+    links.release(from, message);
+    links.publish(to, message);
+  }
+  links.count_sent(to, message);
+  links.count_received(from, message);
+}
+
+template <typename Block>
+HOST_DEVICE void send(const Block& block, const Peers& peers, const ReduceArgs& args, int peer) {
+  pass_on(block, peers, args, schedule::nobody(), schedule::only(peer));
+}
+
+template <typename Block>
+HOST_DEVICE void receive(const Block& block, const Peers& peers, const ReduceArgs& args, int peer) {
+  pass_on(block, peers, args, schedule::only(peer), schedule::nobody());
+}
+
+template <typename Block>
+HOST_DEVICE void broadcast(const Block& block, const Peers& peers, const ReduceArgs& args,
+                           int root) {
+  const int next = schedule::next_rank(peers.rank, peers.world_size());
+  const int previous = schedule::previous_rank(peers.rank, peers.world_size());
+  pass_on(block, peers, args, peers.rank == root ? schedule::nobody() : schedule::only(previous),
+          next == root ? schedule::nobody() : schedule::only(next));
+}
+
+}  // namespace rota::cuda

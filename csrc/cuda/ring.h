@@ -1,0 +1,75 @@
+// The classic ring (Patarasuk & Yuan 2009): every piece's sum runs once around the ring in the
+// accumulate dtype, and its result once more in the wire dtype. 2 * (world_size - 1) waits in a row
+// for each chunk; each rank sends (world_size - 1) / world_size of the tensor in either dtype, to
+// its successor only. Sums start at another rank for each piece: see schedule/ring.h.
+#pragma once
+
+#include "cuda/links.h"
+#include "cuda/sources.h"
+#include "schedule/ring.h"
+
+namespace rota::cuda {
+
+template <typename Codec, typename Block>
+HOST_DEVICE void ring(const Block& block, const Peers& peers, const ReduceArgs& args) {
+  const Links links(block, peers);
+  const Elements<Codec, Block> elements(block, args);
+  const int rank = links.rank();
+  const int world_size = links.world_size();
+  const int next = schedule::next_rank(rank, world_size);
+  const int previous = schedule::previous_rank(rank, world_size);
+  const int num_steps = schedule::ring_num_steps(world_size);
+  const uint64_t num_rounds =
+      schedule::ring_num_rounds(args.num_elems, world_size, args.chunk_elems, args.granule_elems);
+
+  uint64_t message = 0;  // what arrives; what is sent on is the one after
+  for (uint64_t round = block.index(); round < num_rounds; round += block.num_blocks()) {
+    const auto chunk_of = [&](int piece) {
+      return schedule::ring_chunk(args.num_elems, world_size, piece, args.chunk_elems, round,
+                                  args.granule_elems);
+    };
+    // Before anything has arrived, the own piece starts on its way.
+    const Range first = chunk_of(schedule::ring_step(rank, world_size, 0).send_piece);
+    if (!links.wait(ToSend{schedule::only(next), message})) return;
+    const auto own_first = [&](int) { return elements.input(first); };
+    const auto first_slot = [&](int) { return links.outgoing(next, message); };
+    elements.reduce(first, Contributions(elements, 1, own_first), 1,
+                    PartialResults(elements, 1, first_slot));
+    block.sync();
+    links.publish(schedule::only(next), message);
+
+    for (int step = 0; step < num_steps; ++step, ++message) {
+      const auto [send_piece, recv_piece, action] = schedule::ring_step(rank, world_size, step);
+      const Range chunk = chunk_of(recv_piece);
+      // Nobody needs the last piece any more.
+      const RankSet to = step == num_steps - 1 ? schedule::nobody() : schedule::only(next);
+      if (!links.wait(ToRead{schedule::only(previous), message}, ToSend{to, message + 1})) return;
+
+      std::byte* received = links.incoming(previous, message);
+      std::byte* slot = links.outgoing(next, message + 1);
+      const auto to_next = [&](int) { return slot; };
+      const auto kept_and_sent = [&](int index) {
+        return index == 0 ? elements.output(chunk) : elements.in_slot(slot, chunk);
+      };
+      const PartialAndOwn sum(elements, received, elements.input(chunk));
+      switch (action) {
+        case schedule::RingAction::kReduce:
+          elements.reduce(chunk, sum, 2, PartialResults(elements, 1, to_next));
+          break;
+        case schedule::RingAction::kFinish:
+          elements.reduce(chunk, sum, 2, Results(elements, chunk.begin, 2, kept_and_sent));
+          break;
+        case schedule::RingAction::kCopy:
+          elements.copy(chunk, elements.in_slot(received, chunk), 1 + to.num_ranks, kept_and_sent);
+          break;
+      }
+      block.sync();
+      links.release(schedule::only(previous), message);
+      links.publish(to, message + 1);
+    }
+  }
+  links.count_sent(schedule::only(next), message);
+  links.count_received(schedule::only(previous), message);
+}
+
+}  // namespace rota::cuda

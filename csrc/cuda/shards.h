@@ -1,0 +1,66 @@
+// The halves of two_shot as collectives of their own: reduce_scatter leaves each rank the result of
+// its piece, all_gather gives each rank every piece. One wait in a row for each chunk; each rank
+// sends (world_size - 1) / world_size of the whole tensor. Pieces are equally long.
+#pragma once
+
+#include "cuda/two_shot.h"
+
+namespace rota::cuda {
+
+// input: all pieces; output: this rank's. args.num_elems counts the input.
+template <typename Codec, typename Block>
+HOST_DEVICE void reduce_scatter(const Block& block, const Peers& peers, const ReduceArgs& args) {
+  const Links links(block, peers);
+  const Elements<Codec, Block> elements(block, args);
+  const RankSet world = schedule::everyone(links.world_size());
+  const Pieces pieces(links, elements, world);
+
+  uint64_t message = 0;
+  for (uint64_t i = block.index(); i < pieces.num_chunks(); i += block.num_blocks(), ++message) {
+    const Range own = pieces.own_chunk(i);
+
+    if (!links.wait(ToSend{world, message})) return;
+    pieces.scatter(i, message);
+    block.sync();
+    links.publish(world, message);
+
+    if (!links.wait(ToRead{world, message})) return;
+    const auto contribution_of = [&](int rank) { return pieces.contribution(rank, own, message); };
+    const auto output = [&](int) { return pieces.in_own_piece(args.output, own); };
+    elements.reduce(own, Contributions(elements, links.world_size(), contribution_of),
+                    args.group_size, Results(elements, own.begin, 1, output));
+    block.sync();
+    links.release(world, message);
+  }
+  links.count_sent(world, message);
+  links.count_received(world, message);
+}
+
+// input: this rank's piece; output: all. args.num_elems counts the output.
+template <typename Codec, typename Block>
+HOST_DEVICE void all_gather(const Block& block, const Peers& peers, const ReduceArgs& args) {
+  const Links links(block, peers);
+  const Elements<Codec, Block> elements(block, args);
+  const RankSet world = schedule::everyone(links.world_size());
+  const Pieces pieces(links, elements, world);
+
+  uint64_t message = 0;
+  for (uint64_t i = block.index(); i < pieces.num_chunks(); i += block.num_blocks(), ++message) {
+    const Range own = pieces.own_chunk(i);
+
+    if (!links.wait(ToSend{world, message})) return;
+    elements.copy(own, pieces.in_own_piece(args.input, own), links.world_size(),
+                  [&](int index) { return pieces.result_place(index, own, message); });
+    block.sync();
+    links.publish(world, message);
+
+    if (!links.wait(ToRead{world, message})) return;
+    pieces.collect(i, message);
+    block.sync();
+    links.release(world, message);
+  }
+  links.count_sent(world, message);
+  links.count_received(world, message);
+}
+
+}  // namespace rota::cuda

@@ -1,0 +1,127 @@
+// two_shot: every rank sends the piece that another owns to its owner; the owner sums it, in
+// ascending rank, and sends the result to all. Two waits in a row for each chunk; each rank sends
+// 2 * (world_size - 1) / world_size * num_bytes. Its halves are collectives of their own:
+// reduce_scatter and all_gather.
+#pragma once
+
+#include "cuda/links.h"
+#include "cuda/sources.h"
+#include "schedule/direct.h"
+#include "schedule/ring.h"
+
+namespace rota::cuda {
+
+// The verbs of two_shot among the ranks of a set, each of which owns one piece of the tensor: as
+// many pieces as ranks. Chunk i of every piece is worked on at a time.
+template <typename Codec, typename Block>
+class Pieces {
+ public:
+  HOST_DEVICE Pieces(const Links<Block>& links, const Elements<Codec, Block>& elements,
+                     const RankSet& ranks)
+      : links_(links), elements_(elements), ranks_(ranks) {}
+
+  HOST_DEVICE const RankSet& ranks() const { return ranks_; }
+  HOST_DEVICE uint64_t num_chunks() const {
+    const ReduceArgs& args = elements_.args();
+    return schedule::ring_num_rounds(args.num_elems, ranks_.num_ranks, args.chunk_elems,
+                                     args.granule_elems);
+  }
+  // Chunk i of the piece that a rank owns.
+  HOST_DEVICE Range chunk_of(int owner, uint64_t i) const {
+    const ReduceArgs& args = elements_.args();
+    return schedule::ring_chunk(args.num_elems, ranks_.num_ranks, ranks_.place_of(owner),
+                                args.chunk_elems, i, args.granule_elems);
+  }
+  HOST_DEVICE Range own_chunk(uint64_t i) const { return chunk_of(links_.rank(), i); }
+  HOST_DEVICE int num_peers() const { return ranks_.num_ranks - 1; }
+  // The others, each rank beginning at its successor: writers do not meet at one rank.
+  HOST_DEVICE int peer(int index) const {
+    const int own_place = ranks_.place_of(links_.rank());
+    return ranks_.rank_at(schedule::rotated_peer(own_place, ranks_.num_ranks, index));
+  }
+
+  // Sends each owner this rank's contribution to its chunk.
+  HOST_DEVICE void scatter(uint64_t i, uint64_t message) const {
+    for (int index = 0; index < num_peers(); ++index) {
+      const Range chunk = chunk_of(peer(index), i);
+      elements_.copy(chunk, elements_.input(chunk), 1, [&](int) {
+        return elements_.in_slot(links_.outgoing(peer(index), message), chunk);
+      });
+    }
+  }
+  // Where rank number `place` has put its contribution to this rank's chunk.
+  HOST_DEVICE WirePlace contribution(int place, const Range& chunk, uint64_t message) const {
+    const int rank = ranks_.rank_at(place);
+    return rank == links_.rank() ? elements_.input(chunk)
+                                 : elements_.in_slot(links_.incoming(rank, message), chunk);
+  }
+  // Where the result of this rank's chunk goes: to its own output, then to every peer's slot.
+  HOST_DEVICE WirePlace result_place(int index, const Range& chunk, uint64_t message) const {
+    return index == 0 ? elements_.output(chunk)
+                      : elements_.in_slot(links_.outgoing(peer(index - 1), message), chunk);
+  }
+  // In a tensor that holds this rank's piece alone.
+  HOST_DEVICE WirePlace in_own_piece(std::byte* base, const Range& own) const {
+    const ReduceArgs& args = elements_.args();
+    const auto place = static_cast<uint64_t>(ranks_.place_of(links_.rank()));
+    const Range piece = schedule::piece_of(args.num_elems, static_cast<uint64_t>(ranks_.num_ranks),
+                                           place, args.granule_elems);
+    return elements_.at(base, piece.num_elems, own.begin - piece.begin);
+  }
+  // Takes the results of the others' chunks.
+  HOST_DEVICE void collect(uint64_t i, uint64_t message) const {
+    for (int index = 0; index < num_peers(); ++index) {
+      const Range chunk = chunk_of(peer(index), i);
+      const WirePlace result = elements_.in_slot(links_.incoming(peer(index), message), chunk);
+      elements_.copy(chunk, result, 1, [&](int) { return elements_.output(chunk); });
+    }
+  }
+
+ private:
+  const Links<Block>& links_;
+  const Elements<Codec, Block>& elements_;
+  RankSet ranks_;
+};
+
+template <typename Codec, typename Block>
+HOST_DEVICE void two_shot(const Block& block, const Peers& peers, const ReduceArgs& args) {
+  const Links links(block, peers);
+  const Elements<Codec, Block> elements(block, args);
+  const RankSet world = schedule::everyone(links.world_size());
+  const Pieces pieces(links, elements, world);
+
+  uint64_t message = 0;
+  for (uint64_t i = block.index(); i < pieces.num_chunks(); i += block.num_blocks()) {
+    const Range own = pieces.own_chunk(i);
+    const uint64_t contribution = message++;
+    const uint64_t result = message++;
+
+    if (!links.wait(ToSend{world, contribution})) return;
+    pieces.scatter(i, contribution);
+    block.sync();
+    links.publish(world, contribution);
+
+    // The slots of the results are free: a peer sends this contribution after it has read all that
+    // came before.
+    if (!links.wait(ToRead{world, contribution})) return;
+    const auto contribution_of = [&](int rank) {
+      return pieces.contribution(rank, own, contribution);
+    };
+    const auto result_places = [&](int index) { return pieces.result_place(index, own, result); };
+    elements.reduce(own, Contributions(elements, links.world_size(), contribution_of),
+                    args.group_size,
+                    Results(elements, own.begin, links.world_size(), result_places));
+    block.sync();
+    links.release(world, contribution);
+    links.publish(world, result);
+
+    if (!links.wait(ToRead{world, result})) return;
+    pieces.collect(i, result);
+    block.sync();
+    links.release(world, result);
+  }
+  links.count_sent(world, message);
+  links.count_received(world, message);
+}
+
+}  // namespace rota::cuda

@@ -1,0 +1,93 @@
+// The unit in which threads move memory: up to 16 bytes at once, as 32-bit words.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/float_bits.h"
+#include "base/host_device.h"
+
+// In front of a loop whose counter indexes registers.
+#if defined(__CUDACC__)
+#define ROTA_UNROLL _Pragma("unroll")
+#else
+#define ROTA_UNROLL
+#endif
+
+namespace rota::cuda {
+
+inline constexpr size_t kAccessBytes = 16;
+
+template <size_t kBytes>
+struct alignas(kBytes < kAccessBytes ? kBytes : kAccessBytes) Words {
+  static_assert(kBytes % sizeof(uint32_t) == 0);
+  uint32_t words[kBytes / sizeof(uint32_t)];
+};
+
+// Element `index`, as its bits, of elements that are packed into words. The index must be known to
+// the compiler.
+template <size_t kElemBytes, size_t kBytes>
+HOST_DEVICE_INLINE uint64_t get_bits(const Words<kBytes>& packed, size_t index) {
+  if constexpr (kElemBytes == 8) {
+    return packed.words[2 * index] | uint64_t{packed.words[2 * index + 1]} << 32;
+  } else if constexpr (kElemBytes == 4) {
+    return packed.words[index];
+  } else {
+    constexpr size_t kPerWord = 4 / kElemBytes;
+    constexpr uint32_t kMask = (1u << (8 * kElemBytes)) - 1;
+    return packed.words[index / kPerWord] >> (8 * kElemBytes * (index % kPerWord)) & kMask;
+  }
+}
+
+// Into words that were 0 there.
+template <size_t kElemBytes, size_t kBytes>
+HOST_DEVICE_INLINE void put_bits(Words<kBytes>& packed, size_t index, uint64_t bits) {
+  const auto low = static_cast<uint32_t>(bits);
+  if constexpr (kElemBytes == 8) {
+    packed.words[2 * index] = low;
+    packed.words[2 * index + 1] = static_cast<uint32_t>(bits >> 32);
+  } else if constexpr (kElemBytes == 4) {
+    packed.words[index] = low;
+  } else {
+    constexpr size_t kPerWord = 4 / kElemBytes;
+    packed.words[index / kPerWord] |= low << (8 * kElemBytes * (index % kPerWord));
+  }
+}
+
+HOST_DEVICE_INLINE bool is_aligned(const std::byte* address, size_t num_bytes) {
+  return reinterpret_cast<uintptr_t>(address) % num_bytes == 0;
+}
+
+// Elements that may lie at any address, or of which only the first num_elems are there: one at a
+// time, the others 0.
+template <size_t kElemBytes, size_t kBytes>
+HOST_DEVICE_INLINE Words<kBytes> load_part(const std::byte* src, uint32_t num_elems) {
+  Words<kBytes> packed{};
+  ROTA_UNROLL
+  for (size_t i = 0; i < kBytes / kElemBytes; ++i) {
+    if (i >= num_elems) continue;
+    uint64_t bits = 0;
+    ROTA_UNROLL
+    for (size_t b = 0; b < kElemBytes; ++b) {
+      bits |= static_cast<uint64_t>(src[i * kElemBytes + b]) << (8 * b);
+    }
+    put_bits<kElemBytes>(packed, i, bits);
+  }
+  return packed;
+}
+
+template <size_t kElemBytes, size_t kBytes>
+HOST_DEVICE_INLINE void store_part(std::byte* dst, uint32_t num_elems,
+                                   const Words<kBytes>& packed) {
+  ROTA_UNROLL
+  for (size_t i = 0; i < kBytes / kElemBytes; ++i) {
+    if (i >= num_elems) continue;
+    const uint64_t bits = get_bits<kElemBytes>(packed, i);
+    ROTA_UNROLL
+    for (size_t b = 0; b < kElemBytes; ++b) {
+      dst[i * kElemBytes + b] = static_cast<std::byte>(bits >> (8 * b));
+    }
+  }
+}
+
+}  // namespace rota::cuda

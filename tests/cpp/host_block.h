@@ -1,0 +1,169 @@
+// What stands for a block of GPU threads when kernel bodies run on the host: every GPU thread is a
+// thread here, with the barriers and exchanges of its block, so that ThreadSanitizer sees what the
+// bodies order and what they do not. csrc/cuda/device_block.h is the same for the GPU.
+#pragma once
+
+#include <sched.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "base/float_bits.h"
+#include "cuda/words.h"
+#include "random.h"
+
+namespace rota::test {
+
+// Of a fixed number of threads, with the conjunction of what each of them says.
+class HostBarrier {
+ public:
+  explicit HostBarrier(int num_threads) : num_threads_(num_threads) {}
+
+  bool arrive_and_wait(bool value = true) {
+    const uint32_t round = round_.load(std::memory_order_acquire);
+    auto& all = all_[round % 2];
+    if (!value) all.store(false, std::memory_order_relaxed);
+    if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == num_threads_) {
+      all_[(round + 1) % 2].store(true, std::memory_order_relaxed);
+      num_arrived_.store(0, std::memory_order_relaxed);
+      round_.store(round + 1, std::memory_order_release);
+      round_.notify_all();
+    } else {
+      round_.wait(round, std::memory_order_acquire);
+    }
+    return all.load(std::memory_order_relaxed);
+  }
+
+ private:
+  const int num_threads_;
+  std::atomic<uint32_t> round_ = 0;
+  std::atomic<int> num_arrived_ = 0;
+  std::array<std::atomic<bool>, 2> all_{true, true};
+};
+
+// What the threads of one block share.
+class SharedBlock {
+ public:
+  explicit SharedBlock(int num_threads) : barrier(num_threads), values(num_threads) {
+    for (int i = 0; i < num_threads / kGroupLanes; ++i) {
+      groups.push_back(std::make_unique<HostBarrier>(kGroupLanes));
+    }
+  }
+
+  // Lanes exchange values among so many neighbours, however few of them an exchange is for.
+  static constexpr int kGroupLanes = 8;
+
+  HostBarrier barrier;
+  std::vector<std::unique_ptr<HostBarrier>> groups;
+  std::vector<std::array<uint64_t, 2>> values;  // by thread; two, so that one barrier suffices
+};
+
+class HostBlock {
+ public:
+  HostBlock(SharedBlock& shared, int thread, int num_threads, int index, int num_blocks,
+            uint64_t seed)
+      : shared_(shared),
+        thread_(thread),
+        num_threads_(num_threads),
+        index_(index),
+        num_blocks_(num_blocks),
+        random_(seed) {}
+
+  int thread() const { return thread_; }
+  int num_threads() const { return num_threads_; }
+  int index() const { return index_; }
+  int num_blocks() const { return num_blocks_; }
+
+  void sync() const { all(true); }
+  bool all(bool value) const {
+    yield_at_random();
+    const bool result = shared_.barrier.arrive_and_wait(value);
+    yield_at_random();
+    return result;
+  }
+
+  template <uint32_t kLanes>
+  uint32_t largest_of_lanes(uint32_t value) const {
+    static_assert(SharedBlock::kGroupLanes % kLanes == 0);
+    exchange(value);
+    uint32_t largest = 0;
+    const int first = thread_ / static_cast<int>(kLanes) * static_cast<int>(kLanes);
+    for (uint32_t i = 0; i < kLanes; ++i) {
+      largest = std::max(largest, static_cast<uint32_t>(value_of(first + static_cast<int>(i))));
+    }
+    return largest;
+  }
+  template <uint32_t kLanes, typename T>
+  T from_lane(T value, uint32_t distance) const {
+    static_assert(SharedBlock::kGroupLanes % kLanes == 0 && sizeof(T) <= sizeof(uint64_t));
+    uint64_t bits = 0;
+    std::memcpy(&bits, &value, sizeof(T));
+    exchange(bits);
+    bits = value_of(thread_ ^ static_cast<int>(distance));
+    std::memcpy(&value, &bits, sizeof(T));
+    return value;
+  }
+
+  template <size_t kBytes>
+  cuda::Words<kBytes> load(const std::byte* src) const {
+    cuda::Words<kBytes> words;
+    std::memcpy(&words, src, kBytes);
+    return words;
+  }
+  template <size_t kBytes>
+  void store(std::byte* dst, const cuda::Words<kBytes>& words) const {
+    std::memcpy(dst, &words, kBytes);
+  }
+
+  struct Pair {
+    uint64_t first;
+    uint64_t second;
+  };
+  void store_pair(uint64_t* dst, uint64_t first, uint64_t second) const {
+    yield_at_random();
+    std::atomic_ref(dst[0]).store(first, std::memory_order_relaxed);
+    std::atomic_ref(dst[1]).store(second, std::memory_order_relaxed);
+  }
+  Pair load_pair(uint64_t* src) const {
+    return {std::atomic_ref(src[0]).load(std::memory_order_relaxed),
+            std::atomic_ref(src[1]).load(std::memory_order_relaxed)};
+  }
+
+  float widen_half(uint32_t code) const { return widen<float_format(DType::kFloat16)>(code); }
+  uint32_t narrow_half(float value) const {
+    return narrow_to_nearest<float_format(DType::kFloat16)>(value);
+  }
+
+  void pause() const { sched_yield(); }
+  uint64_t now_ns() const {
+    return static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
+  }
+
+ private:
+  void yield_at_random() const {
+    if (random_.below(4) == 0) sched_yield();
+  }
+  // Puts the value where the neighbours find it.
+  void exchange(uint64_t value) const {
+    parity_ ^= 1;
+    shared_.values[static_cast<size_t>(thread_)][parity_] = value;
+    shared_.groups[static_cast<size_t>(thread_ / SharedBlock::kGroupLanes)]->arrive_and_wait();
+  }
+  uint64_t value_of(int thread) const {
+    return shared_.values[static_cast<size_t>(thread)][parity_];
+  }
+
+  SharedBlock& shared_;
+  int thread_;
+  int num_threads_;
+  int index_;
+  int num_blocks_;
+  mutable Random random_;
+  mutable size_t parity_ = 0;
+};
+
+}  // namespace rota::test

@@ -1,0 +1,104 @@
+// Kernel bodies on the host: a world of ranks, each with blocks of threads and a region of its own,
+// which run one launch after another as a stream would.
+#pragma once
+
+#include <functional>
+#include <thread>
+
+#include "cuda/peers.h"
+#include "host_block.h"
+#include "ranks.h"
+
+namespace rota::test {
+
+struct GridShape {
+  int world_size = 2;
+  int num_blocks = 2;
+  int num_threads = 8;
+  size_t slot_bytes = 1024;
+  size_t packet_bytes = 1024;
+  uint64_t timeout_ns = std::chrono::nanoseconds(kPatience).count();
+};
+
+class HostGrid {
+ public:
+  explicit HostGrid(const GridShape& shape)
+      : shape_(shape),
+        geometry_{shape.world_size, shape.num_blocks, shape.slot_bytes, shape.packet_bytes} {
+    const auto world_size = static_cast<size_t>(shape.world_size);
+    ranks_.resize(world_size);
+    for (Rank& rank : ranks_) rank.region.resize(geometry_.num_bytes() / sizeof(Line));
+    for (int i = 0; i < shape.world_size; ++i) {
+      Rank& rank = ranks_[static_cast<size_t>(i)];
+      rank.peers = {.rank = i,
+                    .geometry = geometry_,
+                    .regions = {},
+                    .abort = &rank.abort,
+                    .failure = &rank.failure,
+                    .timeout_ns = shape.timeout_ns};
+      for (size_t peer = 0; peer < world_size; ++peer) {
+        rank.peers.regions[peer] = reinterpret_cast<std::byte*>(ranks_[peer].region.data());
+      }
+    }
+  }
+
+  const GridShape& shape() const { return shape_; }
+  cuda::Peers& peers(int rank) { return ranks_[static_cast<size_t>(rank)].peers; }
+  cuda::Failure failure(int rank) const {
+    return cuda::Failure::unpack(ranks_[static_cast<size_t>(rank)].failure);
+  }
+  void abort(int rank) {
+    std::atomic_ref(ranks_[static_cast<size_t>(rank)].abort).store(1, std::memory_order_relaxed);
+  }
+
+  // launch(block, rank, number) on every thread of every rank, number = 0, 1, ... num_launches - 1.
+  // Between two launches of a rank all its threads meet, as kernels of a stream do; ranks go their
+  // own ways. num_blocks_of(number): a launch may have fewer blocks than there are channels.
+  template <typename Launch, typename NumBlocks>
+  void run(int num_launches, const Launch& launch, const NumBlocks& num_blocks_of) {
+    const int threads_of_rank = shape_.num_blocks * shape_.num_threads;
+    std::vector<std::unique_ptr<HostBarrier>> streams;
+    std::vector<std::vector<std::unique_ptr<SharedBlock>>> blocks;
+    for (int rank = 0; rank < shape_.world_size; ++rank) {
+      streams.push_back(std::make_unique<HostBarrier>(threads_of_rank));
+      blocks.emplace_back();
+      for (int i = 0; i < shape_.num_blocks; ++i) {
+        blocks.back().push_back(std::make_unique<SharedBlock>(shape_.num_threads));
+      }
+    }
+    run_threads(shape_.world_size * threads_of_rank, [&](int id) {
+      const int rank = id / threads_of_rank;
+      const int index = id % threads_of_rank / shape_.num_threads;
+      const int thread = id % shape_.num_threads;
+      SharedBlock& shared = *blocks[static_cast<size_t>(rank)][static_cast<size_t>(index)];
+      for (int number = 0; number < num_launches; ++number) {
+        const int num_blocks = num_blocks_of(number);
+        const uint64_t seed = static_cast<uint64_t>(number) << 32 | static_cast<uint64_t>(id);
+        const HostBlock block(shared, thread, shape_.num_threads, index, num_blocks, seed);
+        if (index < num_blocks) launch(block, rank, number);
+        streams[static_cast<size_t>(rank)]->arrive_and_wait();
+      }
+    });
+  }
+  template <typename Launch>
+  void run(int num_launches, const Launch& launch) {
+    run(num_launches, launch, [this](int) { return shape_.num_blocks; });
+  }
+
+ private:
+  struct alignas(transport::kDeviceLineBytes) Line {
+    std::byte bytes[transport::kDeviceLineBytes];
+  };
+  struct Rank {
+    std::vector<Line> region;  // zeroed
+    uint32_t abort = 0;
+    uint64_t failure = 0;
+    cuda::Peers peers{};
+  };
+
+  GridShape shape_;
+  transport::DeviceGeometry geometry_;
+  std::vector<Rank> ranks_;
+};
+
+}  // namespace rota::test
