@@ -30,8 +30,7 @@ constexpr uint64_t hop_capacity(const Message& message) {
   return message.hop.capacity(message.slot_bytes, message.granule_elems);
 }
 
-// ---- direct: every rank sends to every other one
-// -------------------------------------------------
+// ---- direct: every rank sends to every other one ------------------------------------------------
 
 // Each rank sends all of its contribution to every peer, then sums everybody's; message_bytes maps
 // a number of elements to what travels.
@@ -214,8 +213,7 @@ constexpr Cost hierarchical_cost(const Message& message, int rank, int world_siz
   return tally.cost();
 }
 
-// ---- along the ring: every rank sends to the next one
-// --------------------------------------------
+// ---- along the ring: every rank sends to the next one -------------------------------------------
 
 constexpr Cost ring_cost(const Message& message, int rank, int world_size) {
   if (world_size == 1) return one_shot_cost(message, world_size);  // alone, there is no ring
@@ -324,8 +322,7 @@ constexpr Cost broadcast_cost(const Message& message, int rank, int world_size, 
   return tally.cost();
 }
 
-// ---- from one rank to one other
-// ------------------------------------------------------------------
+// ---- from one rank to one other -----------------------------------------------------------------
 
 constexpr Cost send_cost(const Message& message) {
   Tally tally(message);
@@ -347,8 +344,7 @@ constexpr Cost recv_cost(const Message& message) {
   return tally.cost();
 }
 
-// ---- the kernels around the all-reduce of a gradient bucket
-// --------------------------------------
+// ---- the kernels around the all-reduce of a gradient bucket -------------------------------------
 
 // Gradients to the wire format, with its scales. No link, no wait.
 constexpr Cost pack_cost(const Message& message) {
