@@ -59,6 +59,7 @@ static_assert(round_to_odd(1 + 0x1p-40) == 1 + 0x1p-23f && round_to_odd(1.5) == 
 static_assert(combine<DType::kInt32, ReduceOp::kSum>(0x7fffffff, 1) == -0x7fffffff - 1);
 static_assert(combine<DType::kInt32, ReduceOp::kProduct>(0x10000, 0x10000) == 0);
 static_assert(combine<DType::kInt64, ReduceOp::kProduct>(int64_t{1} << 62, int64_t{4}) == 0);
+static_assert(combine<DType::kInt16, ReduceOp::kProduct>(int16_t{-1}, int16_t{-1}) == 1);
 static_assert(combine<DType::kInt8, ReduceOp::kSum>(int8_t{127}, int8_t{1}) == -128);
 static_assert(combine<DType::kInt8, ReduceOp::kMin>(int8_t{-1}, int8_t{1}) == -1);
 static_assert(combine<DType::kBool, ReduceOp::kSum>(uint8_t{1}, uint8_t{1}) == 1);
