@@ -7,26 +7,12 @@
 
 #include "base/combine.h"
 #include "cuda/codec.h"
+#include "cuda/collective_args.h"
 #include "schedule/chunk.h"
 
 namespace rota::cuda {
 
 using schedule::Range;
-
-// What every collective is told of its data. Tensors are in the wire format.
-struct ReduceArgs {
-  std::byte* input;
-  std::byte* output;  // may be the input
-  uint64_t num_elems;
-  uint64_t granule_elems;  // pieces and chunks are multiples of it
-  uint64_t chunk_elems;    // what a slot takes
-  int group_size;          // sums are formed in groups of so many ranks, then over the groups
-  bool is_aligned;         // all tensors and pieces, to 16 bytes
-  ReduceOp op;
-  double divisor;     // kAvg: of the sum
-  double reciprocal;  // 1 / divisor where that is exact, else 0
-  Rounding rounding;
-};
 
 // What one thread works on at a time: so that many loads are under way together.
 template <uint32_t kUnits>

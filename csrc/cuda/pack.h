@@ -8,14 +8,6 @@
 
 namespace rota::cuda {
 
-struct PackArgs {
-  BucketArgs bucket;
-  // Error feedback (Seide et al. 2014): num_elems() floats in units of the result, which are added
-  // to the contributions and renewed; or null.
-  float* residual;
-  Rounding rounding;
-};
-
 // dtype: of the gradients; wire, is_scaled: what they are rounded to.
 template <DType dtype, DType wire, bool is_scaled, typename Block>
 class Packer {

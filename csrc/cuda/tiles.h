@@ -9,21 +9,11 @@
 
 #include "base/block_scale.h"
 #include "base/tile.h"
+#include "cuda/bucket_args.h"
 #include "cuda/scalar.h"
 #include "cuda/words.h"
 
 namespace rota::cuda {
-
-// Part of a list of gradients: each tensor starts a tile of its own, so that what is read and
-// written stays aligned, and the last tile of each may be short.
-struct alignas(16) Tile {
-  std::byte* data;
-  uint64_t num_elems;
-
-  HOST_DEVICE bool is_whole() const {
-    return num_elems == kTileElems && is_aligned(data, kAccessBytes);
-  }
-};
 
 inline constexpr uint32_t kTileThreads = 8;
 inline constexpr uint32_t kRowElems = 32;
@@ -41,18 +31,6 @@ struct RowPart {
 HOST_DEVICE_INLINE bool is_finite(float value) {
   return (bit_as<uint32_t>(value) & kMagnitudeMask) < kInfinityBits;
 }
-
-// A list of gradients and its place in the wire format, in whole tiles.
-struct BucketArgs {
-  const Tile* tiles;
-  uint64_t num_tiles;
-  std::byte* wire;  // num_tiles * kTileElems elements, aligned to 16 bytes
-  float contribution_factor;
-  float result_factor;
-  uint64_t* num_non_finite;  // what a kernel finds is added
-
-  HOST_DEVICE uint64_t num_elems() const { return num_tiles * kTileElems; }
-};
 
 // This thread's place in the tile that it works on.
 template <typename Block>

@@ -8,11 +8,6 @@
 
 namespace rota::cuda {
 
-// Every rank's tensor, mapped by this rank; the own one is input and output.
-struct MappedTensors {
-  std::byte* of[kMaxWorldSize];  // by rank
-};
-
 template <typename Codec, typename Block>
 HOST_DEVICE void two_shot_in_place(const Block& block, const Peers& peers, const ReduceArgs& args,
                                    const MappedTensors& tensors) {

@@ -10,13 +10,6 @@
 
 namespace rota::cuda {
 
-struct UnpackArgs {
-  BucketArgs bucket;
-  double* squares;            // by tile
-  double* sum_of_squares;     // of all tiles
-  uint32_t* num_blocks_done;  // 0 at rest
-};
-
 // dtype: of the gradients; wire, is_scaled: what they come from.
 template <DType dtype, DType wire, bool is_scaled, typename Block>
 class Unpacker {
