@@ -1,0 +1,42 @@
+#include "cuda/device_info.h"
+
+#include <cuda_runtime_api.h>
+
+#include <string_view>
+
+#include "base/error.h"
+
+namespace rota::cuda {
+namespace {
+
+// What nvcc was told to compile for, ascending, as 10 * the compute capability times 10 (800).
+constexpr int kArchs[] = {__CUDA_ARCH_LIST__};
+
+void check(cudaError_t status, std::string_view call) {
+  if (status == cudaSuccess) return;
+  throw Error(ErrorKind::kTransport, join(call, " failed: ", cudaGetErrorString(status), " (",
+                                          cudaGetErrorName(status), ")"));
+}
+
+}  // namespace
+
+std::vector<std::string> archs() {
+  std::vector<std::string> names;
+  for (const int arch : kArchs) names.push_back(join("sm_", arch / 10));
+  names.push_back(join("compute_", *std::rbegin(kArchs) / 10));
+  return names;
+}
+
+std::vector<std::string> devices() {
+  int num_devices = 0;
+  check(cudaGetDeviceCount(&num_devices), "cudaGetDeviceCount");
+  std::vector<std::string> names;
+  for (int device = 0; device < num_devices; ++device) {
+    cudaDeviceProp properties;
+    check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+    names.push_back(join(properties.name, " (sm_", properties.major, properties.minor, ")"));
+  }
+  return names;
+}
+
+}  // namespace rota::cuda
