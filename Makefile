@@ -6,6 +6,8 @@ PIP := -m pip --disable-pip-version-check --quiet
 # cannot share python/rota/.
 CUDA_VENV := .venv-cuda
 CUDA_PYTHON := $(CUDA_VENV)/bin/python
+# nvcc reads them from its environment: no warning passes here, and none stops a user's build.
+NVCC_STRICT := -Werror=all-warnings -Xcompiler=-Werror
 # Where there is an NVIDIA GPU, the newest torch, which brings CUDA; elsewhere one fixed version.
 TORCH := $(if $(shell command -v nvidia-smi 2>/dev/null),torch,torch==2.13.0)
 
@@ -58,7 +60,7 @@ $(CUDA_VENV)/.packages: pyproject.toml
 	touch $@
 
 $(CUDA_VENV)/.built: $(CUDA_VENV)/.packages setup.py $(SOURCES) $(MODULES)
-	ROTA_CUDA=1 $(CUDA_PYTHON) $(PIP) install --no-build-isolation --no-deps .
+	ROTA_CUDA=1 NVCC_APPEND_FLAGS="$(NVCC_STRICT)" $(CUDA_PYTHON) $(PIP) install --no-build-isolation --no-deps .
 	touch $@
 
 # About 15 minutes on two cores, of which the build takes 3.

@@ -78,4 +78,4 @@ def test_doctor_of_this_build_and_machine_is_true(capsys: pytest.CaptureFixture[
         assert f"{torch.cuda.device_count()} found" in line
         assert torch.cuda.get_device_name(0) in line
     else:
-        assert "none usable here: cudaGetDeviceCount failed: " in line
+        assert re.search("none usable here: (no NVIDIA driver|cudaGetDeviceCount failed)", line)

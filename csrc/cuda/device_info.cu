@@ -9,7 +9,7 @@
 namespace rota::cuda {
 namespace {
 
-// What nvcc was told to compile for, ascending, as 10 * the compute capability times 10 (800).
+// What nvcc was told to compile for, ascending: 800 is compute capability 8.0.
 constexpr int kArchs[] = {__CUDA_ARCH_LIST__};
 
 void check(cudaError_t status, std::string_view call) {
@@ -28,6 +28,10 @@ std::vector<std::string> archs() {
 }
 
 std::vector<std::string> devices() {
+  int driver_version = 0;
+  check(cudaDriverGetVersion(&driver_version), "cudaDriverGetVersion");
+  // cudaGetDeviceCount would say that its version is insufficient.
+  if (driver_version == 0) throw Error(ErrorKind::kTransport, "no NVIDIA driver is installed");
   int num_devices = 0;
   check(cudaGetDeviceCount(&num_devices), "cudaGetDeviceCount");
   std::vector<std::string> names;
