@@ -1,4 +1,5 @@
-# Every target does its own set-up from a bare clone; python3, make and g++ are all it needs.
+# Every target does its own set-up from a bare clone; python3, make and g++ are all it needs,
+# and check-cuda nvcc.
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 PIP := -m pip --disable-pip-version-check --quiet
