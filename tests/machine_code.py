@@ -346,14 +346,18 @@ def main() -> int:
         dump = read(file)
         table = parse_table(EXPECTATIONS.read_text())
         found = complaints(dump, table)
+        rows = rows_of(dump)
         print(f"machine code of {file}: {', '.join([*dump.archs, *sorted(set(dump.ptx))])}")
-        print(*table_lines(rows_of(dump)), sep="\n")
+        print(*table_lines(rows), sep="\n")
     except CheckError as error:
-        found = [str(error)]
+        print(f"FAIL  {error}")
+        return 1
     for complaint in found:
         print(f"FAIL  {complaint}")
-    print("machine code is as expected" if not found else f"{len(found)} complaints")
-    return 1 if found else 0
+    if found:
+        return 1
+    print(f"{len(table.kernels)} kernels are as expected")
+    return 0
 
 
 if __name__ == "__main__":
