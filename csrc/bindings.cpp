@@ -6,10 +6,12 @@
 #include <pybind11/chrono.h>
 
 #include "c10d/all_reduce_method.h"
+#include "c10d/errors.h"
 #include "c10d/process_group.h"
 #include "c10d/tensor_checks.h"
 #include "c10d/tensor_communicator.h"
 #include "cpu/element_loops.h"
+#include "cuda/device_info.h"
 #include "schedule/chunk.h"
 #include "schedule/cost.h"
 #include "schedule/direct.h"
@@ -151,6 +153,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("host_id", &rota::transport::host_id);
   module.def("block_elems", &block_elems, py::arg("wire_dtype"));
   module.def("isa", [] { return rota::cpu::element_loops().isa; });
+  module.def("cuda_archs", &rota::cuda::archs);
+  module.def("cuda_devices", [] { return with_python_errors(rota::cuda::devices); });
 
   CommunicatorClass communicator(module, "Communicator");
   add_all_reduce_method(reinterpret_cast<PyTypeObject*>(communicator.ptr()));

@@ -21,6 +21,8 @@ import pytest
 
 from cpp_program import CASES, CSRC, CXX, CXX_FLAGS, TIMEOUT_CODE, Flavour, Patch, case_names, run
 
+pytestmark = pytest.mark.no_extension
+
 COMMON = ("main", "reference", "calls", "ranks")
 THREAD_CASES = (
     "collectives_cases",

@@ -21,6 +21,9 @@ struct alignas(16) Tile {
   }
 };
 
+// Neighbours that work on a tile together.
+inline constexpr uint32_t kTileThreads = 8;
+
 // A list of gradients and its place in the wire format, in whole tiles.
 struct BucketArgs {
   const Tile* tiles;

@@ -11,7 +11,7 @@
 namespace rota::cuda {
 
 // What every collective is told of its data. Tensors are in the wire format.
-struct ReduceArgs {
+struct CollectiveArgs {
   std::byte* input;
   std::byte* output;  // may be the input
   uint64_t num_elems;
@@ -23,6 +23,7 @@ struct ReduceArgs {
   double divisor;     // kAvg: of the sum
   double reciprocal;  // 1 / divisor where that is exact, else 0
   Rounding rounding;
+  int peer;  // broadcast: the root; send and receive: the other end
 };
 
 // Every rank's tensor, mapped by this rank; the own one is input and output.

@@ -26,10 +26,11 @@ class Elements {
  public:
   using Values = typename Codec::Values;
 
-  HOST_DEVICE Elements(const Block& block, const ReduceArgs& args) : block_(block), args_(args) {}
+  HOST_DEVICE Elements(const Block& block, const CollectiveArgs& args)
+      : block_(block), args_(args) {}
 
   HOST_DEVICE const Block& block() const { return block_; }
-  HOST_DEVICE const ReduceArgs& args() const { return args_; }
+  HOST_DEVICE const CollectiveArgs& args() const { return args_; }
 
   // Elements from first_elem on, of a tensor of num_elems.
   HOST_DEVICE static WirePlace at(std::byte* base, uint64_t num_elems, uint64_t first_elem) {
@@ -147,9 +148,12 @@ class Elements {
   }
 
  private:
-  // With fewer units in flight the latency of memory shows; with more, registers run out.
+  // With fewer units in flight the latency of memory shows; with more, registers run out: an
+  // element takes one of 32 bits, and a narrow integer others to be sign-extended in.
   static constexpr uint32_t kCopiedUnits = 4;
-  static constexpr uint32_t kReducedUnits = 4 * kAccessBytes / sizeof(Values);
+  static constexpr uint32_t kReducedUnits = sizeof(typename Codec::Acc) < 4 ? 1
+                                            : Codec::kElems < 4             ? 4
+                                                                            : 16 / Codec::kElems;
 
   // Sums have a loop of their own. The other operations are told apart element by element, which
   // takes instructions where memory is what is waited for, and saves a kernel for each.
@@ -180,7 +184,7 @@ class Elements {
   }
 
   const Block& block_;
-  const ReduceArgs& args_;
+  const CollectiveArgs& args_;
 };
 
 }  // namespace rota::cuda

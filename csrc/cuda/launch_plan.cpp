@@ -233,12 +233,13 @@ LaunchPlan plan_launch(const LaunchRequest& request, const Peers& peers) {
                            .group_size = group_size,
                            .op = request.op,
                            .divisor = request.divisor,
-                           .rounding = request.rounding},
+                           .rounding = request.rounding,
+                           .peer = request.peer},
                   .num_blocks = 0};
   if (request.num_elems == 0) return plan;
   check_tensors(request, peers);
 
-  ReduceArgs& args = plan.args;
+  CollectiveArgs& args = plan.args;
   int exponent = 0;
   if (std::frexp(request.divisor, &exponent) == 0.5) args.reciprocal = 1 / request.divisor;
   args.is_aligned = is_everything_aligned(request, peers);

@@ -54,7 +54,7 @@ struct LaunchRequest {
 };
 
 struct LaunchPlan {
-  ReduceArgs args;
+  CollectiveArgs args;
   int num_blocks;  // 0: there is nothing to do
 };
 

@@ -104,7 +104,7 @@ class Packets {
 
 // Channel i moves chunk i, and there are as many of one as of the other.
 template <typename Codec, typename Block>
-HOST_DEVICE void low_latency(const Block& block, const Peers& peers, const ReduceArgs& args) {
+HOST_DEVICE void low_latency(const Block& block, const Peers& peers, const CollectiveArgs& args) {
   const Elements<Codec, Block> elements(block, args);
   const Range chunk =
       schedule::chunk_of(args.num_elems, args.chunk_elems, static_cast<uint64_t>(block.index()));

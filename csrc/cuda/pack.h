@@ -34,6 +34,7 @@ class Packer {
 
  private:
   static constexpr size_t kWireBytes = info(wire).num_bytes;
+  static constexpr uint32_t kRowsInFlight = rows_in_flight(dtype);
   static constexpr uint32_t kRowsPerBlock = block_scaling(wire).block_elems / kRowElems;
 
   template <bool kIsWhole>
@@ -62,7 +63,7 @@ class Packer {
     RowPart gradients;
     ROTA_UNROLL
     for (uint32_t i = 0; i < kElemsPerRow; ++i) {
-      const uint64_t bits = get_bits<info(dtype).num_bytes>(words, i);
+      const auto bits = get_bits<info(dtype).num_bytes>(words, i);
       gradients.of[i] = static_cast<float>(decode<dtype, false>(block_, bits));
       num_non_finite_ += is_finite(gradients.of[i]) ? 0 : 1;
     }
@@ -103,7 +104,7 @@ class Packer {
         const float wanted = rows[r].of[i];
         const float scaled = is_scaled ? wanted * inverse_scale_of(scale) : wanted;
         const uint64_t elem = first_elem + thread_.elem(row + r) + i;
-        const uint64_t bits = encode<wire, is_scaled>(block_, scaled, args_.rounding, elem);
+        const auto bits = encode<wire, is_scaled>(block_, scaled, args_.rounding, elem);
         put_bits<kWireBytes>(words, i, bits);
         const float decoded = decode<wire, is_scaled>(block_, bits);
         const float sent = is_scaled ? decoded * scale_of(scale) : decoded;

@@ -15,13 +15,15 @@
 
 namespace rota::cuda {
 
-inline constexpr uint32_t kTileThreads = 8;
 inline constexpr uint32_t kRowElems = 32;
 inline constexpr uint32_t kTileRows = kTileElems / kRowElems;
 inline constexpr uint32_t kElemsPerRow = kRowElems / kTileThreads;  // of one thread
 
-// So many rows are loaded before the first is used: whole scaled blocks of every wire format.
-inline constexpr uint32_t kRowsInFlight = 4;
+// So many rows of a dtype are loaded before the first is used: whole scaled blocks of every wire
+// format, and what the registers take.
+HOST_DEVICE constexpr uint32_t rows_in_flight(DType dtype) {
+  return info(dtype).num_bytes == 8 ? 2 : 4;
+}
 
 // A thread's elements of one row.
 struct RowPart {

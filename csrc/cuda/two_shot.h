@@ -22,13 +22,13 @@ class Pieces {
 
   HOST_DEVICE const RankSet& ranks() const { return ranks_; }
   HOST_DEVICE uint64_t num_chunks() const {
-    const ReduceArgs& args = elements_.args();
+    const CollectiveArgs& args = elements_.args();
     return schedule::ring_num_rounds(args.num_elems, ranks_.num_ranks, args.chunk_elems,
                                      args.granule_elems);
   }
   // Chunk i of the piece that a rank owns.
   HOST_DEVICE Range chunk_of(int owner, uint64_t i) const {
-    const ReduceArgs& args = elements_.args();
+    const CollectiveArgs& args = elements_.args();
     return schedule::ring_chunk(args.num_elems, ranks_.num_ranks, ranks_.place_of(owner),
                                 args.chunk_elems, i, args.granule_elems);
   }
@@ -62,7 +62,7 @@ class Pieces {
   }
   // In a tensor that holds this rank's piece alone.
   HOST_DEVICE WirePlace in_own_piece(std::byte* base, const Range& own) const {
-    const ReduceArgs& args = elements_.args();
+    const CollectiveArgs& args = elements_.args();
     const auto place = static_cast<uint64_t>(ranks_.place_of(links_.rank()));
     const Range piece = schedule::piece_of(args.num_elems, static_cast<uint64_t>(ranks_.num_ranks),
                                            place, args.granule_elems);
@@ -84,7 +84,7 @@ class Pieces {
 };
 
 template <typename Codec, typename Block>
-HOST_DEVICE void two_shot(const Block& block, const Peers& peers, const ReduceArgs& args) {
+HOST_DEVICE void two_shot(const Block& block, const Peers& peers, const CollectiveArgs& args) {
   const Links links(block, peers);
   const Elements<Codec, Block> elements(block, args);
   const RankSet world = schedule::everyone(links.world_size());

@@ -9,8 +9,8 @@
 namespace rota::cuda {
 
 template <typename Codec, typename Block>
-HOST_DEVICE void two_shot_in_place(const Block& block, const Peers& peers, const ReduceArgs& args,
-                                   const MappedTensors& tensors) {
+HOST_DEVICE void two_shot_in_place(const Block& block, const Peers& peers,
+                                   const CollectiveArgs& args, const MappedTensors& tensors) {
   const Links links(block, peers);
   const Elements<Codec, Block> elements(block, args);
   const RankSet world = schedule::everyone(links.world_size());

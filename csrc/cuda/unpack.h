@@ -34,6 +34,7 @@ class Unpacker {
   }
 
  private:
+  static constexpr uint32_t kRowsInFlight = rows_in_flight(dtype);
   static constexpr uint32_t kRowsPerBlock = block_scaling(wire).block_elems / kRowElems;
 
   template <bool kIsWhole>
@@ -70,10 +71,10 @@ class Unpacker {
     Words<kElemsPerRow * kElemBytes> results{};
     ROTA_UNROLL
     for (uint32_t i = 0; i < kElemsPerRow; ++i) {
-      const uint64_t code = get_bits<info(wire).num_bytes>(words, i);
+      const auto code = get_bits<info(wire).num_bytes>(words, i);
       const float decoded = decode<wire, is_scaled>(block_, code);
       const float value = (is_scaled ? decoded * scale : decoded) * args_.bucket.result_factor;
-      const uint64_t bits =
+      const auto bits =
           encode<dtype, false>(block_, static_cast<AccOf<dtype>>(value), kToNearest, 0);
       put_bits<kElemBytes>(results, i, bits);
       // What is measured is what is stored; float64 holds it unchanged.
