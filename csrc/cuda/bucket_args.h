@@ -12,7 +12,7 @@ namespace rota::cuda {
 
 // Part of a list of gradients: each tensor starts a tile of its own, so that what is read and
 // written stays aligned, and the last tile of each may be short.
-struct alignas(16) Tile {
+struct alignas(kTileEntryBytes) Tile {
   std::byte* data;
   uint64_t num_elems;
 
@@ -20,6 +20,7 @@ struct alignas(16) Tile {
     return num_elems == kTileElems && is_aligned(data, kAccessBytes);
   }
 };
+static_assert(sizeof(Tile) == kTileEntryBytes);
 
 // Neighbours that work on a tile together.
 inline constexpr uint32_t kTileThreads = 8;

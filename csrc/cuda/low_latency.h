@@ -30,7 +30,8 @@ class Packets {
   HOST_DEVICE void send() const {
     const Block& block = elements_.block();
     elements_.template for_each_unit<1>(
-        chunk_.num_elems, [&]<bool kIsWhole, uint32_t kUnits>(const Units<kUnits>& units) {
+        elements_.whole_block(), chunk_.num_elems,
+        [&]<bool kIsWhole, uint32_t kUnits>(const Units<kUnits>& units) {
           const auto own = Codec::template read<kIsWhole>(block, elements_.input(chunk_),
                                                           units.elem[0], units.num_elems[0]);
           const auto& words = own.payload.words;

@@ -42,12 +42,11 @@ class Pieces {
 
   // Sends each owner this rank's contribution to its chunk.
   HOST_DEVICE void scatter(uint64_t i, uint64_t message) const {
-    for (int index = 0; index < num_peers(); ++index) {
+    elements_.copy_each(num_peers(), [&](int index) {
       const Range chunk = chunk_of(peer(index), i);
-      elements_.copy(chunk, elements_.input(chunk), 1, [&](int) {
-        return elements_.in_slot(links_.outgoing(peer(index), message), chunk);
-      });
-    }
+      return Copy{elements_.input(chunk),
+                  elements_.in_slot(links_.outgoing(peer(index), message), chunk), chunk.num_elems};
+    });
   }
   // Where rank number `place` has put its contribution to this rank's chunk.
   HOST_DEVICE WirePlace contribution(int place, const Range& chunk, uint64_t message) const {
@@ -70,14 +69,16 @@ class Pieces {
   }
   // Takes the results of the others' chunks.
   HOST_DEVICE void collect(uint64_t i, uint64_t message) const {
-    for (int index = 0; index < num_peers(); ++index) {
+    elements_.copy_each(num_peers(), [&](int index) {
       const Range chunk = chunk_of(peer(index), i);
-      const WirePlace result = elements_.in_slot(links_.incoming(peer(index), message), chunk);
-      elements_.copy(chunk, result, 1, [&](int) { return elements_.output(chunk); });
-    }
+      return Copy{elements_.in_slot(links_.incoming(peer(index), message), chunk),
+                  elements_.output(chunk), chunk.num_elems};
+    });
   }
 
  private:
+  using Copy = typename Elements<Codec, Block>::Copy;
+
   const Links<Block>& links_;
   const Elements<Codec, Block>& elements_;
   RankSet ranks_;

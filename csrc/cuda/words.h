@@ -8,8 +8,8 @@
 #include "base/float_bits.h"
 #include "base/host_device.h"
 
-// In front of a loop whose counter indexes registers.
-#if defined(__CUDACC__)
+// In front of a loop whose counter indexes registers; a host compiler warns of it.
+#if defined(__CUDA_ARCH__)
 #define ROTA_UNROLL _Pragma("unroll")
 #else
 #define ROTA_UNROLL
