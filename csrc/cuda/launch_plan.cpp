@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "base/error.h"
-#include "schedule/ring.h"
+#include "schedule/chunk.h"
 
 namespace rota::cuda {
 namespace {

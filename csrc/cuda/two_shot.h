@@ -7,7 +7,6 @@
 #include "cuda/links.h"
 #include "cuda/sources.h"
 #include "schedule/direct.h"
-#include "schedule/ring.h"
 
 namespace rota::cuda {
 
@@ -23,14 +22,14 @@ class Pieces {
   HOST_DEVICE const RankSet& ranks() const { return ranks_; }
   HOST_DEVICE uint64_t num_chunks() const {
     const CollectiveArgs& args = elements_.args();
-    return schedule::ring_num_rounds(args.num_elems, ranks_.num_ranks, args.chunk_elems,
-                                     args.granule_elems);
+    return schedule::num_chunks_of_pieces(args.num_elems, ranks_.num_ranks, args.chunk_elems,
+                                          args.granule_elems);
   }
   // Chunk i of the piece that a rank owns.
   HOST_DEVICE Range chunk_of(int owner, uint64_t i) const {
     const CollectiveArgs& args = elements_.args();
-    return schedule::ring_chunk(args.num_elems, ranks_.num_ranks, ranks_.place_of(owner),
-                                args.chunk_elems, i, args.granule_elems);
+    return schedule::chunk_of_piece(args.num_elems, ranks_.num_ranks, ranks_.place_of(owner),
+                                    args.chunk_elems, i, args.granule_elems);
   }
   HOST_DEVICE Range own_chunk(uint64_t i) const { return chunk_of(links_.rank(), i); }
   HOST_DEVICE int num_peers() const { return ranks_.num_ranks - 1; }

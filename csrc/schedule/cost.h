@@ -221,12 +221,12 @@ constexpr Cost ring_cost(const Message& message, int rank, int world_size) {
   Tally tally(message);
   const uint64_t chunk_elems = hop_capacity(message);
   const uint64_t num_rounds =
-      ring_num_rounds(message.num_elems, world_size, chunk_elems, message.granule_elems);
+      num_chunks_of_pieces(message.num_elems, world_size, chunk_elems, message.granule_elems);
   const int num_steps = ring_num_steps(world_size);
   for (uint64_t round = 0; round < num_rounds; ++round) {
     const auto elems_of = [&](int piece) {
-      return ring_chunk(message.num_elems, world_size, piece, chunk_elems, round,
-                        message.granule_elems)
+      return chunk_of_piece(message.num_elems, world_size, piece, chunk_elems, round,
+                            message.granule_elems)
           .num_elems;
     };
     const uint64_t first_elems = elems_of(ring_step(rank, world_size, 0).send_piece);

@@ -4,7 +4,7 @@
 
 #include "check.h"
 #include "cuda/launch_plan.h"
-#include "schedule/ring.h"
+#include "schedule/chunk.h"
 
 namespace rota::test {
 namespace {
