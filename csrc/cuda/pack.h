@@ -46,7 +46,8 @@ class Packer {
         rows[r] = load_gradients<kIsWhole>(tile, first + r);
       }
       ROTA_UNROLL
-      for (uint32_t r = 0; r < kRowsInFlight; ++r) add_residual(rows[r], first + r, index);
+      for (uint32_t r = 0; r < kRowsInFlight; ++r)
+        add_residual(rows[r], first + r, index, tile.num_elems);
       ROTA_UNROLL
       for (uint32_t r = 0; r < kRowsInFlight; r += kRowsPerBlock) {
         RowPart block_rows[kRowsPerBlock];
@@ -71,15 +72,17 @@ class Packer {
   }
 
   // From gradients to what is wanted on the wire.
-  HOST_DEVICE_INLINE void add_residual(RowPart& part, uint32_t row, uint64_t index) const {
+  HOST_DEVICE_INLINE void add_residual(RowPart& part, uint32_t row, uint64_t index,
+                                       uint64_t num_elems) const {
     const float factor = args_.bucket.contribution_factor;
     ROTA_UNROLL
     for (uint32_t i = 0; i < kElemsPerRow; ++i) part.of[i] *= factor;
     if (args_.residual == nullptr) return;
+    const uint32_t num_left = thread_.num_left(row, num_elems);
     const auto lost = thread_.template read<DType::kFloat32>(residual_of(index), row);
     ROTA_UNROLL
     for (uint32_t i = 0; i < kElemsPerRow; ++i) {
-      part.of[i] += bit_as<float>(lost.words[i]) / args_.bucket.result_factor;
+      if (i < num_left) part.of[i] += bit_as<float>(lost.words[i]) / args_.bucket.result_factor;
     }
   }
 
