@@ -1,6 +1,6 @@
 // How a thread reads, sums and writes a few neighbouring elements of one wire format
-// (base/wire_format.h): 16 bytes of them or, in scaled blocks, one eighth of 64 elements, whose
-// scales eight threads find together.
+// (base/wire_format.h), 16 bytes of them; the scale of a block is found by the threads that share
+// it.
 #pragma once
 
 #include "base/block_scale.h"
@@ -15,9 +15,10 @@ struct Codec {
   static constexpr size_t kElemBytes = info(dtype).num_bytes;
   using Acc = AccOf<dtype>;
 
-  // A unit is what kLanes neighbouring threads work on at a time, kElems elements each.
-  static constexpr uint32_t kLanes = is_scaled ? 8 : 1;
-  static constexpr uint32_t kElems = is_scaled ? 8 : kAccessBytes / kElemBytes;
+  // A unit is what kLanes neighbouring threads work on at a time, kElems elements each: a scaled
+  // block, or what one thread moves.
+  static constexpr uint32_t kElems = kAccessBytes / kElemBytes;
+  static constexpr uint32_t kLanes = is_scaled ? block_scaling(dtype).block_elems / kElems : 1;
   static constexpr uint32_t kUnitElems = kLanes * kElems;
   static_assert(kGranuleElems % kUnitElems == 0, "pieces are whole units");
 
@@ -26,17 +27,17 @@ struct Codec {
   };
   // As it travels; blocks without a scale have none to store.
   struct Encoded {
-    Words<kElems * kElemBytes> payload;
+    Words<kAccessBytes> payload;
     uint32_t scale;
   };
 
   // Elements [elem, elem + kElems) of a place, of which the first num_elems are there. kIsWhole:
   // all are, or none, and the place is aligned.
   template <bool kIsWhole, typename Block>
-  HOST_DEVICE_INLINE static Encoded read(const Block& block, const WirePlace& place, uint64_t elem,
+  HOST_DEVICE_INLINE static Encoded read(const Block& block, const WirePlace& place, uint32_t elem,
                                          uint32_t num_elems) {
     Encoded encoded{};
-    const std::byte* payload = place.payload + elem * kElemBytes;
+    const std::byte* payload = place.payload + size_t{elem} * kElemBytes;
     if constexpr (kIsWhole) {
       if (num_elems != 0) encoded.payload = block.template load<sizeof(encoded.payload)>(payload);
     } else {
@@ -44,23 +45,23 @@ struct Codec {
     }
     if constexpr (is_scaled) {
       encoded.scale =
-          num_elems == 0 ? kScaleBias : static_cast<uint32_t>(place.scales[elem / kBlockElems]);
+          num_elems == 0 ? kScaleBias : static_cast<uint32_t>(place.scales[elem / kUnitElems]);
     }
     return encoded;
   }
   template <bool kIsWhole, typename Block>
-  HOST_DEVICE_INLINE static void write(const Block& block, const WirePlace& place, uint64_t elem,
+  HOST_DEVICE_INLINE static void write(const Block& block, const WirePlace& place, uint32_t elem,
                                        uint32_t num_elems, const Encoded& encoded) {
-    std::byte* payload = place.payload + elem * kElemBytes;
+    std::byte* payload = place.payload + size_t{elem} * kElemBytes;
     if constexpr (kIsWhole) {
       if (num_elems != 0) block.store(payload, encoded.payload);
     } else {
       store_part<kElemBytes>(payload, num_elems, encoded.payload);
     }
     if constexpr (is_scaled) {
-      const bool is_first_of_block = elem % kBlockElems == 0 && num_elems != 0;
+      const bool is_first_of_block = elem % kUnitElems == 0 && num_elems != 0;
       if (is_first_of_block) {
-        place.scales[elem / kBlockElems] = static_cast<std::byte>(encoded.scale);
+        place.scales[elem / kUnitElems] = static_cast<std::byte>(encoded.scale);
       }
     }
   }
@@ -100,21 +101,21 @@ struct Codec {
   // Partial sums, which stay in the accumulate dtype and lie in a slot: whole, or not there.
   template <typename Block>
   HOST_DEVICE_INLINE static Values read_partial(const Block& block, const std::byte* src,
-                                                uint64_t elem, uint32_t num_elems) {
+                                                uint32_t elem, uint32_t num_elems) {
     Words<sizeof(Values)> words{};
-    if (num_elems != 0) words = block.template load<sizeof(Values)>(src + elem * sizeof(Acc));
+    if (num_elems != 0)
+      words = block.template load<sizeof(Values)>(src + size_t{elem} * sizeof(Acc));
     return __builtin_bit_cast(Values, words);
   }
   template <typename Block>
-  HOST_DEVICE_INLINE static void write_partial(const Block& block, std::byte* dst, uint64_t elem,
+  HOST_DEVICE_INLINE static void write_partial(const Block& block, std::byte* dst, uint32_t elem,
                                                uint32_t num_elems, const Values& values) {
     if (num_elems == 0) return;
-    block.store(dst + elem * sizeof(Acc), __builtin_bit_cast(Words<sizeof(Values)>, values));
+    block.store(dst + size_t{elem} * sizeof(Acc),
+                __builtin_bit_cast(Words<sizeof(Values)>, values));
   }
 
  private:
-  static constexpr uint32_t kBlockElems = block_scaling(dtype).block_elems;
-
   // Inf and NaN left out.
   template <typename Block>
   HOST_DEVICE_INLINE static uint32_t largest_finite_of_block(const Block& block,
@@ -125,7 +126,7 @@ struct Codec {
       const uint32_t magnitude = bit_as<uint32_t>(values.of[i]) & kMagnitudeMask;
       if (magnitude < kInfinityBits) largest = larger_of(largest, magnitude);
     }
-    return block.template largest_of_lanes<kBlockElems / kElems>(largest);
+    return block.template largest_of_lanes<kLanes>(largest);
   }
 };
 

@@ -17,7 +17,7 @@ using schedule::Range;
 // What one thread works on at a time: so that many loads are under way together.
 template <uint32_t kUnits>
 struct Units {
-  uint64_t elem[kUnits];       // the first of each unit that is this thread's
+  uint32_t elem[kUnits];       // the first of each unit that is this thread's
   uint32_t num_elems[kUnits];  // how many are; 0: the unit does not exist
 };
 
@@ -32,6 +32,10 @@ class Elements {
   HOST_DEVICE const Block& block() const { return block_; }
   HOST_DEVICE const CollectiveArgs& args() const { return args_; }
 
+  // Chunks are never longer than 2^31 elements: launch_plan.cpp sees to it.
+  HOST_DEVICE static uint32_t length_of(const Range& chunk) {
+    return static_cast<uint32_t>(chunk.num_elems);
+  }
   // Elements from first_elem on, of a tensor of num_elems.
   HOST_DEVICE static WirePlace at(std::byte* base, uint64_t num_elems, uint64_t first_elem) {
     return Codec::format().from(Codec::format().place(base, num_elems), first_elem);
@@ -59,15 +63,15 @@ class Elements {
   // body<kIsWhole>(units) for all units of a range, each worked on by one thread of the team or, in
   // scaled blocks, by the neighbours that share it.
   template <uint32_t kUnits, typename Body>
-  HOST_DEVICE_INLINE void for_each_unit(const Team& team, uint64_t num_elems,
+  HOST_DEVICE_INLINE void for_each_unit(const Team& team, uint32_t num_elems,
                                         const Body& body) const {
-    const uint64_t first = team.thread / Codec::kLanes;
-    const uint64_t stride = team.num_threads / Codec::kLanes;
-    const uint64_t num_whole = args_.is_aligned ? num_elems / Codec::kUnitElems : 0;
-    const uint64_t num_units = schedule::ceil_div(num_elems, Codec::kUnitElems);
-    const uint64_t offset = team.thread % Codec::kLanes * Codec::kElems;
+    const uint32_t first = team.thread / Codec::kLanes;
+    const uint32_t stride = team.num_threads / Codec::kLanes;
+    const uint32_t offset = team.thread % Codec::kLanes * Codec::kElems;
+    const uint32_t num_whole = args_.is_aligned ? num_elems / Codec::kUnitElems : 0;
+    const uint32_t num_units = (num_elems + Codec::kUnitElems - 1) / Codec::kUnitElems;
 
-    for (uint64_t unit = first; unit < num_whole; unit += kUnits * stride) {
+    for (uint32_t unit = first; unit < num_whole; unit += kUnits * stride) {
       Units<kUnits> units;
       ROTA_UNROLL
       for (uint32_t u = 0; u < kUnits; ++u) {
@@ -76,11 +80,11 @@ class Elements {
       }
       body.template operator()<true>(units);
     }
-    for (uint64_t unit = num_whole + first; unit < num_units; unit += stride) {
-      const uint64_t elem = unit * Codec::kUnitElems + offset;
-      const uint64_t rest = num_elems - schedule::min_of(num_elems, elem);
-      const uint64_t num_left = schedule::min_of(rest, Codec::kElems);
-      body.template operator()<false>(Units<1>{{elem}, {static_cast<uint32_t>(num_left)}});
+    for (uint32_t unit = num_whole + first; unit < num_units; unit += stride) {
+      const uint32_t elem = unit * Codec::kUnitElems + offset;
+      const uint32_t rest = elem < num_elems ? num_elems - elem : 0;
+      const uint32_t num_left = rest < Codec::kElems ? rest : Codec::kElems;
+      body.template operator()<false>(Units<1>{{elem}, {num_left}});
     }
   }
 
@@ -88,7 +92,7 @@ class Elements {
   template <typename PlaceOf>
   HOST_DEVICE void copy(const Range& range, const WirePlace& from, int num_places,
                         const PlaceOf& place_of) const {
-    copy_by(whole_block(), range.num_elems, from, num_places, place_of);
+    copy_by(whole_block(), length_of(range), from, num_places, place_of);
   }
 
   // Several copies, each of which copy_of(index) gives, by a team of neighbouring threads each: one
@@ -96,7 +100,7 @@ class Elements {
   struct Copy {
     WirePlace from;
     WirePlace to;
-    uint64_t num_elems;
+    uint32_t num_elems;
   };
   template <typename CopyOf>
   HOST_DEVICE void copy_each(int num_copies, const CopyOf& copy_of) const {
@@ -119,7 +123,7 @@ class Elements {
   HOST_DEVICE void reduce(const Range& range, const Sources& sources, int group_size,
                           const Sink& sink) const {
     for_each_unit<kReducedUnits>(
-        whole_block(), range.num_elems,
+        whole_block(), length_of(range),
         [&]<bool kIsWhole, uint32_t kUnits>(const Units<kUnits>& units) {
           const auto load = [&](int source, Values(&values)[kUnits]) {
             ROTA_UNROLL
@@ -169,7 +173,7 @@ class Elements {
   static constexpr uint32_t kTeamThreads = 8;
 
   template <typename PlaceOf>
-  HOST_DEVICE void copy_by(const Team& team, uint64_t num_elems, const WirePlace& from,
+  HOST_DEVICE void copy_by(const Team& team, uint32_t num_elems, const WirePlace& from,
                            int num_places, const PlaceOf& place_of) const {
     for_each_unit<kCopiedUnits>(
         team, num_elems, [&]<bool kIsWhole, uint32_t kUnits>(const Units<kUnits>& units) {

@@ -3,6 +3,11 @@
 #pragma once
 
 #include "base/wire_format.h"
+#include "cuda/launch_plan.h"
+
+// In front of a kernel's name: what the compiler may count on, for registers' sake.
+#define ROTA_COLLECTIVE_KERNEL __global__ __launch_bounds__(kThreadsPerBlock, 1) void
+#define ROTA_BUCKET_KERNEL __global__ __launch_bounds__(kBucketThreads, kBucketBlocks) void
 
 namespace rota::cuda {
 

@@ -45,28 +45,28 @@ const void* kernel_of(Kernel kernel, const WireFormat& format) {
 }
 
 // How many blocks of a kernel the current GPU runs at the same time.
-int num_resident_blocks(const void* kernel) {
+int num_resident_blocks(const void* kernel, int num_threads) {
   int device = 0;
   int num_multiprocessors = 0;
   int blocks_each = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaDeviceGetAttribute(&num_multiprocessors, cudaDevAttrMultiProcessorCount, device),
         "cudaDeviceGetAttribute");
-  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_each, kernel, kThreadsPerBlock, 0),
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_each, kernel, num_threads, 0),
         "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
   return num_multiprocessors * blocks_each;
 }
 
-void launch(const void* kernel, int num_blocks, void** args, Stream stream) {
-  check(cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(num_blocks)), dim3(kThreadsPerBlock),
-                         args, 0, stream),
+void launch(const void* kernel, int num_blocks, int num_threads, void** args, Stream stream) {
+  check(cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(num_blocks)),
+                         dim3(static_cast<unsigned>(num_threads)), args, 0, stream),
         "cudaLaunchKernel");
 }
 
 // As many blocks as run at once and have a tile: each takes its share of the tiles.
 int num_bucket_blocks(const void* kernel, uint64_t num_tiles) {
-  const auto num_resident = static_cast<uint64_t>(num_resident_blocks(kernel));
-  const uint64_t num_needed = schedule::ceil_div(num_tiles, kThreadsPerBlock / kTileThreads);
+  const auto num_resident = static_cast<uint64_t>(num_resident_blocks(kernel, kBucketThreads));
+  const uint64_t num_needed = schedule::ceil_div(num_tiles, kBucketThreads / kTileThreads);
   return static_cast<int>(schedule::min_of(num_resident, num_needed));
 }
 
@@ -78,7 +78,7 @@ void launch_collective(const LaunchRequest& request, const Peers& peers, int ran
   if (plan.num_blocks == 0) return;
   const void* kernel = kernel_of(request.kernel, request.format);
   if (kernel == nullptr) refuse_format(name(request.kernel), request.format);
-  const int num_resident = num_resident_blocks(kernel);
+  const int num_resident = num_resident_blocks(kernel, kThreadsPerBlock);
   if (plan.num_blocks * ranks_per_device > num_resident) {
     throw Error(ErrorKind::kValue,
                 join(name(request.kernel), " of ", ranks_per_device, " ranks with ",
@@ -88,7 +88,7 @@ void launch_collective(const LaunchRequest& request, const Peers& peers, int ran
   MappedTensors tensors{};
   if (request.tensors != nullptr) tensors = *request.tensors;
   void* args[] = {const_cast<Peers*>(&peers), &plan.args, &tensors};
-  launch(kernel, plan.num_blocks, args, stream);
+  launch(kernel, plan.num_blocks, kThreadsPerBlock, args, stream);
 }
 
 void launch_pack(const PackArgs& args, DType dtype, const WireFormat& wire, Stream stream) {
@@ -97,7 +97,8 @@ void launch_pack(const PackArgs& args, DType dtype, const WireFormat& wire, Stre
   const void* kernel = pack_kernel_of(dtype, wire);
   if (kernel == nullptr) refuse_format("pack", wire);
   void* kernel_args[] = {const_cast<PackArgs*>(&args)};
-  launch(kernel, num_bucket_blocks(kernel, args.bucket.num_tiles), kernel_args, stream);
+  launch(kernel, num_bucket_blocks(kernel, args.bucket.num_tiles), kBucketThreads, kernel_args,
+         stream);
 }
 
 void launch_unpack(const UnpackArgs& args, DType dtype, const WireFormat& wire, Stream stream) {
@@ -107,7 +108,7 @@ void launch_unpack(const UnpackArgs& args, DType dtype, const WireFormat& wire, 
   // Without tiles, too: their sum of squares is 0.
   const int num_blocks = std::max(1, num_bucket_blocks(kernel, args.bucket.num_tiles));
   void* kernel_args[] = {const_cast<UnpackArgs*>(&args)};
-  launch(kernel, num_blocks, kernel_args, stream);
+  launch(kernel, num_blocks, kBucketThreads, kernel_args, stream);
 }
 
 }  // namespace rota::cuda

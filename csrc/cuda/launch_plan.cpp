@@ -203,6 +203,8 @@ bool is_everything_aligned(const LaunchRequest& request, const Peers& peers) {
 // The most elements that a message takes; a multiple of granule_elems.
 uint64_t message_capacity(const LaunchRequest& request, const transport::DeviceGeometry& geometry,
                           uint64_t granule_elems) {
+  constexpr uint64_t kMostElems = uint64_t{1} << 31;  // what kernels count in 32 bits
+  if (request.kernel == Kernel::kTwoShotInPlace) return kMostElems;  // it needs no slots
   size_t num_bytes = geometry.slot_bytes;
   if (request.kernel == Kernel::kOrderedRing) num_bytes = geometry.slot_bytes / 2;
   if (request.kernel == Kernel::kLowLatency) num_bytes = geometry.packet_bytes / 2;  // half is data
@@ -216,7 +218,7 @@ uint64_t message_capacity(const LaunchRequest& request, const transport::DeviceG
            ", too few for ", name(request.kernel), " of ", name(request.format.dtype), ": ",
            granule_elems, " elements must fit");
   }
-  return capacity;
+  return std::min(capacity, kMostElems);
 }
 
 }  // namespace
@@ -255,10 +257,8 @@ LaunchPlan plan_launch(const LaunchRequest& request, const Peers& peers) {
   const uint64_t at_once = kThreadsPerBlock * kAccessBytes / info(request.format.dtype).num_bytes;
   const uint64_t share = std::max(schedule::ceil_div(piece_elems, num_channels), at_once);
   args.chunk_elems = schedule::ceil_div(share, granule_elems) * granule_elems;
-  if (request.kernel != Kernel::kTwoShotInPlace) {  // it needs no slots
-    args.chunk_elems =
-        std::min(args.chunk_elems, message_capacity(request, peers.geometry, granule_elems));
-  }
+  args.chunk_elems =
+      std::min(args.chunk_elems, message_capacity(request, peers.geometry, granule_elems));
   const uint64_t num_chunks = schedule::ceil_div(piece_elems, args.chunk_elems);
   if (request.kernel == Kernel::kLowLatency &&
       (args.chunk_elems == 0 || num_chunks > num_channels)) {

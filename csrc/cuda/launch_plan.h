@@ -34,8 +34,12 @@ inline constexpr std::array<std::string_view, 12> kKernelNames{
 inline constexpr size_t kNumKernels = kKernelNames.size();
 constexpr std::string_view name(Kernel kernel) { return kKernelNames[static_cast<size_t>(kernel)]; }
 
-// Of every kernel; its registers are limited so that a multiprocessor holds them.
+// Threads of a block. Collectives may take 128 registers each, of which a multiprocessor has 65536;
+// pack and unpack 96, so that several blocks share one: the more is in flight, the less of the
+// latency of memory shows.
 inline constexpr int kThreadsPerBlock = 512;
+inline constexpr int kBucketThreads = 128;
+inline constexpr int kBucketBlocks = 5;  // on a multiprocessor, at least
 
 struct LaunchRequest {
   Kernel kernel;

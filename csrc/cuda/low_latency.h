@@ -30,7 +30,7 @@ class Packets {
   HOST_DEVICE void send() const {
     const Block& block = elements_.block();
     elements_.template for_each_unit<1>(
-        elements_.whole_block(), chunk_.num_elems,
+        elements_.whole_block(), elements_.length_of(chunk_),
         [&]<bool kIsWhole, uint32_t kUnits>(const Units<kUnits>& units) {
           const auto own = Codec::template read<kIsWhole>(block, elements_.input(chunk_),
                                                           units.elem[0], units.num_elems[0]);
@@ -49,7 +49,7 @@ class Packets {
   // As a source of contributions, by rank.
   HOST_DEVICE int num() const { return peers_.world_size(); }
   template <bool kIsWhole>
-  HOST_DEVICE_INLINE typename Codec::Values load(int source, uint64_t elem,
+  HOST_DEVICE_INLINE typename Codec::Values load(int source, uint32_t elem,
                                                  uint32_t num_elems) const {
     const Block& block = elements_.block();
     if (source == peers_.rank) {
@@ -86,7 +86,7 @@ class Packets {
     const size_t offset = peers_.geometry.channel_state(elements_.block().index());
     return *reinterpret_cast<transport::ChannelState*>(peers_.regions[peers_.rank] + offset);
   }
-  HOST_DEVICE uint64_t* packets_at(int owner, int source, uint64_t elem) const {
+  HOST_DEVICE uint64_t* packets_at(int owner, int source, uint32_t elem) const {
     const size_t offset = peers_.geometry.packets(elements_.block().index(), round_, source);
     auto* packets = reinterpret_cast<uint64_t*>(peers_.regions[owner] + offset);
     return packets + elem / Codec::kElems * kPacketsPerUnit;

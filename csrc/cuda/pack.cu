@@ -3,14 +3,11 @@
 #include "cuda/device_block.h"
 #include "cuda/formats.h"
 #include "cuda/kernels.h"
-#include "cuda/launch_plan.h"
 
 namespace rota::cuda {
 
-// Two blocks on a multiprocessor: the more is in flight, the less of memory's latency shows.
 template <DType dtype, DType wire, bool is_scaled>
-__global__ __launch_bounds__(kThreadsPerBlock,
-                             2) void pack_kernel(const __grid_constant__ PackArgs args) {
+ROTA_BUCKET_KERNEL pack_kernel(const __grid_constant__ PackArgs args) {
   const DeviceBlock block;
   pack<dtype, wire, is_scaled>(block, args);
 }

@@ -33,110 +33,120 @@ class Packer {
   }
 
  private:
+  static constexpr size_t kElemBytes = info(dtype).num_bytes;
   static constexpr size_t kWireBytes = info(wire).num_bytes;
-  static constexpr uint32_t kRowsInFlight = rows_in_flight(dtype);
   static constexpr uint32_t kRowsPerBlock = block_scaling(wire).block_elems / kRowElems;
 
   template <bool kIsWhole>
   HOST_DEVICE void pack_tile(const Tile& tile, uint64_t index) {
-    for (uint32_t first = 0; first < kTileRows; first += kRowsInFlight) {
-      RowPart rows[kRowsInFlight];
-      ROTA_UNROLL
-      for (uint32_t r = 0; r < kRowsInFlight; ++r) {
-        rows[r] = load_gradients<kIsWhole>(tile, first + r);
+    const WirePlace place = format().from(
+        format().place(args_.bucket.wire, args_.bucket.num_elems()), index * kTileElems);
+    std::byte* residual = args_.residual == nullptr
+                              ? nullptr
+                              : reinterpret_cast<std::byte*>(args_.residual + index * kTileElems);
+    for (uint32_t row = 0; row < kTileRows; row += kRowsInFlight) {
+      RowPart wanted[kRowsInFlight];
+      load_gradients<kIsWhole>(tile, row, wanted);
+      if (residual != nullptr) add_residual(residual, row, tile.num_elems, wanted);
+
+      uint32_t scales[kRowsInFlight];
+      RowBits<wire> sent[kRowsInFlight];
+      find_scales(wanted, place, row, scales);
+      round_rows(wanted, scales, index * kTileElems, row, sent);
+      if (residual != nullptr) {
+        store_residual(wanted, scales, sent, residual, row, tile.num_elems);
       }
-      ROTA_UNROLL
-      for (uint32_t r = 0; r < kRowsInFlight; ++r)
-        add_residual(rows[r], first + r, index, tile.num_elems);
-      ROTA_UNROLL
-      for (uint32_t r = 0; r < kRowsInFlight; r += kRowsPerBlock) {
-        RowPart block_rows[kRowsPerBlock];
-        ROTA_UNROLL
-        for (uint32_t i = 0; i < kRowsPerBlock; ++i) block_rows[i] = rows[r + i];
-        write_block(block_rows, first + r, index, tile.num_elems);
-      }
+      thread_.template write<wire>(place.payload, row, sent);
     }
   }
 
   template <bool kIsWhole>
-  HOST_DEVICE_INLINE RowPart load_gradients(const Tile& tile, uint32_t row) {
-    const auto words = thread_.template read<dtype, kIsWhole>(tile.data, row, tile.num_elems);
-    RowPart gradients;
-    ROTA_UNROLL
-    for (uint32_t i = 0; i < kElemsPerRow; ++i) {
-      const auto bits = get_bits<info(dtype).num_bytes>(words, i);
-      gradients.of[i] = static_cast<float>(decode<dtype, false>(block_, bits));
-      num_non_finite_ += is_finite(gradients.of[i]) ? 0 : 1;
-    }
-    return gradients;
+  HOST_DEVICE_INLINE void load_gradients(const Tile& tile, uint32_t row,
+                                         RowPart (&wanted)[kRowsInFlight]) {
+    RowBits<dtype> bits[kRowsInFlight];
+    thread_.template read<dtype, kIsWhole>(tile.data, row, bits, tile.num_elems);
+    for_each_elem([&](uint32_t r, uint32_t i) {
+      const auto gradient =
+          static_cast<float>(decode<dtype, false>(block_, get_bits<kElemBytes>(bits[r], i)));
+      num_non_finite_ += is_finite(gradient) ? 0 : 1;
+      wanted[r].of[i] = gradient * args_.bucket.contribution_factor;
+    });
   }
 
-  // From gradients to what is wanted on the wire.
-  HOST_DEVICE_INLINE void add_residual(RowPart& part, uint32_t row, uint64_t index,
-                                       uint64_t num_elems) const {
-    const float factor = args_.bucket.contribution_factor;
-    ROTA_UNROLL
-    for (uint32_t i = 0; i < kElemsPerRow; ++i) part.of[i] *= factor;
-    if (args_.residual == nullptr) return;
-    const uint32_t num_left = thread_.num_left(row, num_elems);
-    const auto lost = thread_.template read<DType::kFloat32>(residual_of(index), row);
-    ROTA_UNROLL
-    for (uint32_t i = 0; i < kElemsPerRow; ++i) {
-      if (i < num_left) part.of[i] += bit_as<float>(lost.words[i]) / args_.bucket.result_factor;
-    }
+  HOST_DEVICE_INLINE void add_residual(const std::byte* residual, uint32_t row, uint64_t num_elems,
+                                       RowPart (&wanted)[kRowsInFlight]) const {
+    RowBits<DType::kFloat32> lost[kRowsInFlight];
+    thread_.template read<DType::kFloat32>(residual, row, lost);
+    for_each_elem([&](uint32_t r, uint32_t i) {
+      if (i >= thread_.num_left(row + r, num_elems)) return;
+      wanted[r].of[i] += bit_as<float>(lost[r].words[i]) / args_.bucket.result_factor;
+    });
   }
 
-  // Rounds the rows that share a scale, stores them, and remembers what rounding lost.
-  HOST_DEVICE_INLINE void write_block(const RowPart (&rows)[kRowsPerBlock], uint32_t row,
-                                      uint64_t index, uint64_t num_elems) const {
-    const uint64_t first_elem = index * kTileElems;
-    const WirePlace place =
-        format().from(format().place(args_.bucket.wire, args_.bucket.num_elems()), first_elem);
-    uint32_t scale = kScaleBias;
-    if constexpr (is_scaled) {
-      scale = biased_scale<wire>(thread_.largest(largest_finite(rows)));
-      if (thread_.is_first()) place.scales[row / kRowsPerBlock] = static_cast<std::byte>(scale);
-    }
+  // One for each row; rows that share a scale find it together. The first thread stores it.
+  HOST_DEVICE_INLINE void find_scales(const RowPart (&wanted)[kRowsInFlight],
+                                      const WirePlace& place, uint32_t row,
+                                      uint32_t (&scales)[kRowsInFlight]) const {
     ROTA_UNROLL
-    for (uint32_t r = 0; r < kRowsPerBlock; ++r) {
-      Words<kElemsPerRow * kWireBytes> words{};
-      Words<kElemsPerRow * sizeof(float)> lost;
-      const uint32_t num_left = thread_.num_left(row + r, num_elems);
-      ROTA_UNROLL
-      for (uint32_t i = 0; i < kElemsPerRow; ++i) {
-        const float wanted = rows[r].of[i];
-        const float scaled = is_scaled ? wanted * inverse_scale_of(scale) : wanted;
-        const uint64_t elem = first_elem + thread_.elem(row + r) + i;
-        const auto bits = encode<wire, is_scaled>(block_, scaled, args_.rounding, elem);
-        put_bits<kWireBytes>(words, i, bits);
-        const float decoded = decode<wire, is_scaled>(block_, bits);
-        const float sent = is_scaled ? decoded * scale_of(scale) : decoded;
-        const float rest = (wanted - sent) * args_.bucket.result_factor;
-        lost.words[i] = bit_as<uint32_t>(is_finite(rest) && i < num_left ? rest : 0.0f);
-      }
-      thread_.template write<wire>(place.payload, row + r, words);
-      if (args_.residual != nullptr) {
-        thread_.template write<DType::kFloat32>(residual_of(index), row + r, lost);
+    for (uint32_t r = 0; r < kRowsInFlight; ++r) {
+      if constexpr (!is_scaled) {
+        scales[r] = kScaleBias;
+      } else if (r % kRowsPerBlock != 0) {
+        scales[r] = scales[r - 1];
+      } else {
+        uint32_t largest = largest_finite(wanted[r]);
+        if constexpr (kRowsPerBlock == 2) {
+          largest = larger_of(largest, largest_finite(wanted[r + 1]));
+        }
+        scales[r] = biased_scale<wire>(thread_.largest(largest));
+        if (thread_.is_first()) {
+          place.scales[(row + r) / kRowsPerBlock] = static_cast<std::byte>(scales[r]);
+        }
       }
     }
   }
 
-  HOST_DEVICE_INLINE static uint32_t largest_finite(const RowPart (&rows)[kRowsPerBlock]) {
+  HOST_DEVICE_INLINE void round_rows(const RowPart (&wanted)[kRowsInFlight],
+                                     const uint32_t (&scales)[kRowsInFlight], uint64_t first_elem,
+                                     uint32_t row, RowBits<wire> (&sent)[kRowsInFlight]) const {
+    ROTA_UNROLL
+    for (uint32_t r = 0; r < kRowsInFlight; ++r) sent[r] = {};
+    for_each_elem([&](uint32_t r, uint32_t i) {
+      const float value = wanted[r].of[i];
+      const float scaled = is_scaled ? value * inverse_scale_of(scales[r]) : value;
+      const uint64_t elem = first_elem + thread_.elem(row + r) + i;
+      put_bits<kWireBytes>(sent[r], i,
+                           encode<wire, is_scaled>(block_, scaled, args_.rounding, elem));
+    });
+  }
+
+  // What rounding has lost, in units of the result.
+  HOST_DEVICE_INLINE void store_residual(const RowPart (&wanted)[kRowsInFlight],
+                                         const uint32_t (&scales)[kRowsInFlight],
+                                         const RowBits<wire> (&sent)[kRowsInFlight],
+                                         std::byte* residual, uint32_t row,
+                                         uint64_t num_elems) const {
+    RowBits<DType::kFloat32> lost[kRowsInFlight];
+    for_each_elem([&](uint32_t r, uint32_t i) {
+      const float decoded = decode<wire, is_scaled>(block_, get_bits<kWireBytes>(sent[r], i));
+      const float read = is_scaled ? decoded * scale_of(scales[r]) : decoded;
+      const float rest = (wanted[r].of[i] - read) * args_.bucket.result_factor;
+      const bool is_kept = is_finite(rest) && i < thread_.num_left(row + r, num_elems);
+      lost[r].words[i] = bit_as<uint32_t>(is_kept ? rest : 0.0f);
+    });
+    thread_.template write<DType::kFloat32>(residual, row, lost);
+  }
+
+  HOST_DEVICE_INLINE static uint32_t largest_finite(const RowPart& row) {
     uint32_t largest = 0;
     ROTA_UNROLL
-    for (uint32_t r = 0; r < kRowsPerBlock; ++r) {
-      ROTA_UNROLL
-      for (uint32_t i = 0; i < kElemsPerRow; ++i) {
-        const uint32_t magnitude = bit_as<uint32_t>(rows[r].of[i]) & kMagnitudeMask;
-        if (magnitude < kInfinityBits) largest = larger_of(largest, magnitude);
-      }
+    for (uint32_t i = 0; i < kElemsPerRow; ++i) {
+      const uint32_t magnitude = bit_as<uint32_t>(row.of[i]) & kMagnitudeMask;
+      if (magnitude < kInfinityBits) largest = larger_of(largest, magnitude);
     }
     return largest;
   }
 
-  HOST_DEVICE std::byte* residual_of(uint64_t index) const {
-    return reinterpret_cast<std::byte*>(args_.residual + index * kTileElems);
-  }
   HOST_DEVICE static constexpr WireFormat format() { return {wire, is_scaled}; }
 
   const Block& block_;

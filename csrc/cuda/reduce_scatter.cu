@@ -3,13 +3,12 @@
 #include "cuda/device_block.h"
 #include "cuda/formats.h"
 #include "cuda/kernels.h"
-#include "cuda/launch_plan.h"
 
 namespace rota::cuda {
 
 template <typename Codec>
-__global__ __launch_bounds__(kThreadsPerBlock, 1) void reduce_scatter_kernel(
-    const __grid_constant__ Peers peers, const __grid_constant__ CollectiveArgs args) {
+ROTA_COLLECTIVE_KERNEL reduce_scatter_kernel(const __grid_constant__ Peers peers,
+                                             const __grid_constant__ CollectiveArgs args) {
   const DeviceBlock block;
   reduce_scatter<Codec>(block, peers, args);
 }

@@ -16,7 +16,7 @@ class Contributions {
 
   HOST_DEVICE int num() const { return num_; }
   template <bool kIsWhole>
-  HOST_DEVICE_INLINE typename Codec::Values load(int index, uint64_t elem,
+  HOST_DEVICE_INLINE typename Codec::Values load(int index, uint32_t elem,
                                                  uint32_t num_elems) const {
     const Block& block = elements_.block();
     return Codec::decode(block,
@@ -38,7 +38,7 @@ class Partials {
 
   HOST_DEVICE int num() const { return num_; }
   template <bool kIsWhole>
-  HOST_DEVICE_INLINE typename Codec::Values load(int index, uint64_t elem,
+  HOST_DEVICE_INLINE typename Codec::Values load(int index, uint32_t elem,
                                                  uint32_t num_elems) const {
     return Codec::read_partial(elements_.block(), partial_of_(index), elem, num_elems);
   }
@@ -59,7 +59,7 @@ class PartialAndOwn {
 
   HOST_DEVICE int num() const { return 2; }
   template <bool kIsWhole>
-  HOST_DEVICE_INLINE typename Codec::Values load(int index, uint64_t elem,
+  HOST_DEVICE_INLINE typename Codec::Values load(int index, uint32_t elem,
                                                  uint32_t num_elems) const {
     const Block& block = elements_.block();
     if (index == 0) return Codec::read_partial(block, partial_, elem, num_elems);
@@ -85,7 +85,7 @@ class Results {
         place_of_(place_of) {}
 
   template <bool kIsWhole>
-  HOST_DEVICE_INLINE void put(uint64_t elem, uint32_t num_elems,
+  HOST_DEVICE_INLINE void put(uint32_t elem, uint32_t num_elems,
                               typename Codec::Values values) const {
     const Block& block = elements_.block();
     elements_.divide(values);
@@ -112,7 +112,7 @@ class PartialResults {
       : elements_(elements), num_places_(num_places), partial_of_(partial_of) {}
 
   template <bool kIsWhole>
-  HOST_DEVICE_INLINE void put(uint64_t elem, uint32_t num_elems,
+  HOST_DEVICE_INLINE void put(uint32_t elem, uint32_t num_elems,
                               const typename Codec::Values& values) const {
     for (int i = 0; i < num_places_; ++i) {
       Codec::write_partial(elements_.block(), partial_of_(i), elem, num_elems, values);

@@ -1,10 +1,10 @@
 // Gradients on their way to the wire format and back, a tile of 512 elements at a time
 // (base/tile.h), each tile worked on by 8 neighbouring threads.
 //
-// A tile is 16 rows of 32 elements; in each row a thread has 4 neighbouring ones. So the threads of
-// a tile read and write whole lines in every dtype, float32 with 16 bytes each; scales are found
-// among neighbours; and a thread's elements belong to the same four of the 32 partial sums of
-// squares, in the order in which the CPU adds them (cpu/wire_loops.inl).
+// A tile is 16 rows of 32 elements; in each row a thread has 4 neighbouring ones. So scales are
+// found among neighbours, and a thread's elements belong to the same four of the 32 partial sums of
+// squares, in the order in which the CPU adds them (cpu/wire_loops.inl). Memory is moved 16 bytes
+// at a time in every dtype: rows of narrow ones several together.
 #pragma once
 
 #include "base/block_scale.h"
@@ -19,16 +19,26 @@ inline constexpr uint32_t kRowElems = 32;
 inline constexpr uint32_t kTileRows = kTileElems / kRowElems;
 inline constexpr uint32_t kElemsPerRow = kRowElems / kTileThreads;  // of one thread
 
-// So many rows of a dtype are loaded before the first is used: whole scaled blocks of every wire
-// format, and what the registers take.
-HOST_DEVICE constexpr uint32_t rows_in_flight(DType dtype) {
-  return info(dtype).num_bytes == 8 ? 2 : 4;
-}
+// So many rows are loaded before the first is used: whole scaled blocks of every wire format.
+inline constexpr uint32_t kRowsInFlight = 4;
 
 // A thread's elements of one row.
 struct RowPart {
   float of[kElemsPerRow];
 };
+// The same as bits of a dtype.
+template <DType dtype>
+using RowBits = Words<kElemsPerRow * info(dtype).num_bytes>;
+
+// body(row, elem) for a thread's elements of the rows in flight, row by row.
+template <typename Body>
+HOST_DEVICE_INLINE void for_each_elem(const Body& body) {
+  ROTA_UNROLL
+  for (uint32_t row = 0; row < kRowsInFlight; ++row) {
+    ROTA_UNROLL
+    for (uint32_t i = 0; i < kElemsPerRow; ++i) body(row, i);
+  }
+}
 
 HOST_DEVICE_INLINE bool is_finite(float value) {
   return (bit_as<uint32_t>(value) & kMagnitudeMask) < kInfinityBits;
@@ -56,30 +66,51 @@ class TileThread {
   // The first of this thread's elements of a row, counted from the start of the tile.
   HOST_DEVICE uint32_t elem(uint32_t row) const { return row * kRowElems + place_ * kElemsPerRow; }
 
-  // This thread's elements of a row, as bits; num_elems: of the tile. kIsWhole: all are there, and
-  // the tile is aligned; else what is not there reads as 0.
+  // This thread's elements of neighbouring rows, as bits. num_elems: of the tile. kIsWhole: all are
+  // there, and the tile is aligned; else what is not there reads as 0.
   template <DType dtype, bool kIsWhole = true>
-  HOST_DEVICE_INLINE auto read(const std::byte* tile, uint32_t row,
+  HOST_DEVICE_INLINE void read(const std::byte* tile, uint32_t row,
+                               RowBits<dtype> (&rows)[kRowsInFlight],
                                uint64_t num_elems = kTileElems) const {
-    constexpr size_t kElemBytes = info(dtype).num_bytes;
-    constexpr size_t kBytes = kElemsPerRow * kElemBytes;
-    const std::byte* src = tile + elem(row) * kElemBytes;
-    if constexpr (kIsWhole) {
-      return block_.template load<kBytes>(src);
-    } else {
-      return load_part<kElemBytes, kBytes>(src, num_left(row, num_elems));
+    constexpr uint32_t kTogether = rows_together(dtype);
+    ROTA_UNROLL
+    for (uint32_t first = 0; first < kRowsInFlight; first += kTogether) {
+      if constexpr (kIsWhole) {
+        const auto words = block_.template load<kTogether * sizeof(rows[0])>(
+            tile + wide_offset<dtype>(row + first));
+        ROTA_UNROLL
+        for (uint32_t r = 0; r < kTogether; ++r)
+          rows[first + r] = part_of<sizeof(rows[0])>(words, r);
+        exchange<kTogether>(rows, first);
+      } else {
+        ROTA_UNROLL
+        for (uint32_t r = first; r < first + kTogether; ++r) {
+          rows[r] = load_part<info(dtype).num_bytes, sizeof(rows[0])>(
+              tile + elem(row + r) * info(dtype).num_bytes, num_left(row + r, num_elems));
+        }
+      }
     }
   }
-  template <DType dtype, bool kIsWhole = true, size_t kBytes>
-  HOST_DEVICE_INLINE void write(std::byte* tile, uint32_t row, const Words<kBytes>& words,
+  template <DType dtype, bool kIsWhole = true>
+  HOST_DEVICE_INLINE void write(std::byte* tile, uint32_t row,
+                                RowBits<dtype> (&rows)[kRowsInFlight],
                                 uint64_t num_elems = kTileElems) const {
-    constexpr size_t kElemBytes = info(dtype).num_bytes;
-    static_assert(kBytes == kElemsPerRow * kElemBytes);
-    std::byte* dst = tile + elem(row) * kElemBytes;
-    if constexpr (kIsWhole) {
-      block_.store(dst, words);
-    } else {
-      store_part<kElemBytes>(dst, num_left(row, num_elems), words);
+    constexpr uint32_t kTogether = rows_together(dtype);
+    ROTA_UNROLL
+    for (uint32_t first = 0; first < kRowsInFlight; first += kTogether) {
+      if constexpr (kIsWhole) {
+        exchange<kTogether>(rows, first);
+        Words<kTogether * sizeof(rows[0])> words;
+        ROTA_UNROLL
+        for (uint32_t r = 0; r < kTogether; ++r) put_part(words, r, rows[first + r]);
+        block_.store(tile + wide_offset<dtype>(row + first), words);
+      } else {
+        ROTA_UNROLL
+        for (uint32_t r = first; r < first + kTogether; ++r) {
+          store_part<info(dtype).num_bytes>(tile + elem(row + r) * info(dtype).num_bytes,
+                                            num_left(row + r, num_elems), rows[r]);
+        }
+      }
     }
   }
   // How many of them are there.
@@ -110,6 +141,43 @@ class TileThread {
   }
 
  private:
+  // So many rows of a narrow dtype make 16 bytes for each thread. They are moved together: each of
+  // as many neighbours moves 16 bytes of one row, and then they exchange what is the others'.
+  HOST_DEVICE static constexpr uint32_t rows_together(DType dtype) {
+    const size_t row_bytes = kElemsPerRow * info(dtype).num_bytes;
+    return row_bytes < kAccessBytes ? kAccessBytes / row_bytes : 1;
+  }
+  // Where this thread's 16 bytes lie, of the rows from `row` on.
+  template <DType dtype>
+  HOST_DEVICE_INLINE size_t wide_offset(uint32_t row) const {
+    constexpr uint32_t kTogether = rows_together(dtype);
+    const uint32_t own_row = row + place_ % kTogether;
+    const uint32_t column = place_ / kTogether * kTogether * kElemsPerRow;
+    return size_t{own_row * kRowElems + column} * info(dtype).num_bytes;
+  }
+  // Thread i's part r becomes thread r's part i, among kTogether neighbours: a transposition, which
+  // undoes itself.
+  template <uint32_t kTogether, typename Part>
+  HOST_DEVICE_INLINE void exchange(Part (&parts)[kRowsInFlight], uint32_t first) const {
+    ROTA_UNROLL
+    for (uint32_t distance = 1; distance < kTogether; distance *= 2) {
+      const bool is_upper = (place_ & distance) != 0;
+      ROTA_UNROLL
+      for (uint32_t r = 0; r < kTogether; ++r) {
+        if ((r & distance) != 0) continue;
+        Part& low = parts[first + r];
+        Part& high = parts[first + (r | distance)];
+        ROTA_UNROLL
+        for (size_t w = 0; w < sizeof(Part) / sizeof(uint32_t); ++w) {
+          const uint32_t sent = is_upper ? low.words[w] : high.words[w];
+          const uint32_t got = block_.template from_lane<kTileThreads>(sent, distance);
+          low.words[w] = is_upper ? got : low.words[w];
+          high.words[w] = is_upper ? high.words[w] : got;
+        }
+      }
+    }
+  }
+
   HOST_DEVICE uint64_t tiles_per_block() const {
     return static_cast<uint32_t>(block_.num_threads()) / kTileThreads;
   }

@@ -44,7 +44,8 @@ class Pieces {
     elements_.copy_each(num_peers(), [&](int index) {
       const Range chunk = chunk_of(peer(index), i);
       return Copy{elements_.input(chunk),
-                  elements_.in_slot(links_.outgoing(peer(index), message), chunk), chunk.num_elems};
+                  elements_.in_slot(links_.outgoing(peer(index), message), chunk),
+                  elements_.length_of(chunk)};
     });
   }
   // Where rank number `place` has put its contribution to this rank's chunk.
@@ -71,7 +72,7 @@ class Pieces {
     elements_.copy_each(num_peers(), [&](int index) {
       const Range chunk = chunk_of(peer(index), i);
       return Copy{elements_.in_slot(links_.incoming(peer(index), message), chunk),
-                  elements_.output(chunk), chunk.num_elems};
+                  elements_.output(chunk), elements_.length_of(chunk)};
     });
   }
 

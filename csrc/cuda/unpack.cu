@@ -3,14 +3,11 @@
 #include "cuda/device_block.h"
 #include "cuda/formats.h"
 #include "cuda/kernels.h"
-#include "cuda/launch_plan.h"
 
 namespace rota::cuda {
 
-// Two blocks on a multiprocessor: the more is in flight, the less of memory's latency shows.
 template <DType dtype, DType wire, bool is_scaled>
-__global__ __launch_bounds__(kThreadsPerBlock,
-                             2) void unpack_kernel(const __grid_constant__ UnpackArgs args) {
+ROTA_BUCKET_KERNEL unpack_kernel(const __grid_constant__ UnpackArgs args) {
   const DeviceBlock block;
   unpack<dtype, wire, is_scaled>(block, args);
 }

@@ -34,7 +34,7 @@ class Unpacker {
   }
 
  private:
-  static constexpr uint32_t kRowsInFlight = rows_in_flight(dtype);
+  static constexpr size_t kElemBytes = info(dtype).num_bytes;
   static constexpr uint32_t kRowsPerBlock = block_scaling(wire).block_elems / kRowElems;
 
   template <bool kIsWhole>
@@ -42,48 +42,48 @@ class Unpacker {
     const WirePlace place = format().from(
         format().place(args_.bucket.wire, args_.bucket.num_elems()), index * kTileElems);
     double squares[kElemsPerRow] = {};
-    for (uint32_t first = 0; first < kTileRows; first += kRowsInFlight) {
-      Words<kElemsPerRow * info(wire).num_bytes> words[kRowsInFlight];
-      uint32_t scales[kRowsInFlight];
-      ROTA_UNROLL
-      for (uint32_t r = 0; r < kRowsInFlight; ++r) {
-        words[r] = thread_.template read<wire>(place.payload, first + r);
-        if constexpr (is_scaled) {
-          scales[r] = static_cast<uint32_t>(place.scales[(first + r) / kRowsPerBlock]);
-        } else {
-          scales[r] = kScaleBias;
-        }
-      }
-      ROTA_UNROLL
-      for (uint32_t r = 0; r < kRowsInFlight; ++r) {
-        store_row<kIsWhole>(tile, first + r, words[r], scale_of(scales[r]), squares);
-      }
+    for (uint32_t row = 0; row < kTileRows; row += kRowsInFlight) {
+      RowBits<wire> received[kRowsInFlight];
+      RowBits<dtype> results[kRowsInFlight];
+      thread_.template read<wire>(place.payload, row, received);
+      round_rows(received, place, row, results);
+      measure<kIsWhole>(results, tile, row, squares);
+      thread_.template write<dtype, kIsWhole>(tile.data, row, results, tile.num_elems);
     }
     return thread_.sum(squares);
   }
 
-  template <bool kIsWhole, size_t kBytes>
-  HOST_DEVICE_INLINE void store_row(const Tile& tile, uint32_t row, const Words<kBytes>& words,
-                                    float scale, double (&squares)[kElemsPerRow]) {
-    constexpr size_t kElemBytes = info(dtype).num_bytes;
+  HOST_DEVICE_INLINE void round_rows(const RowBits<wire> (&received)[kRowsInFlight],
+                                     const WirePlace& place, uint32_t row,
+                                     RowBits<dtype> (&results)[kRowsInFlight]) const {
     constexpr Rounding kToNearest{};
-    const uint32_t num_left = kIsWhole ? kElemsPerRow : thread_.num_left(row, tile.num_elems);
-    Words<kElemsPerRow * kElemBytes> results{};
+    float scales[kRowsInFlight];
     ROTA_UNROLL
-    for (uint32_t i = 0; i < kElemsPerRow; ++i) {
-      const auto code = get_bits<info(wire).num_bytes>(words, i);
-      const float decoded = decode<wire, is_scaled>(block_, code);
-      const float value = (is_scaled ? decoded * scale : decoded) * args_.bucket.result_factor;
-      const auto bits =
-          encode<dtype, false>(block_, static_cast<AccOf<dtype>>(value), kToNearest, 0);
-      put_bits<kElemBytes>(results, i, bits);
-      // What is measured is what is stored; float64 holds it unchanged.
-      const auto stored = static_cast<float>(decode<dtype, false>(block_, bits));
-      const double measured = i < num_left ? static_cast<double>(stored) : 0.0;
-      squares[i] += measured * measured;
-      num_non_finite_ += is_finite(stored) || i >= num_left ? 0 : 1;
+    for (uint32_t r = 0; r < kRowsInFlight; ++r) {
+      results[r] = {};
+      if constexpr (is_scaled) {
+        scales[r] = scale_of(static_cast<uint32_t>(place.scales[(row + r) / kRowsPerBlock]));
+      }
     }
-    thread_.template write<dtype, kIsWhole>(tile.data, row, results, tile.num_elems);
+    for_each_elem([&](uint32_t r, uint32_t i) {
+      float value = decode<wire, is_scaled>(block_, get_bits<info(wire).num_bytes>(received[r], i));
+      if constexpr (is_scaled) value *= scales[r];
+      const auto result = static_cast<AccOf<dtype>>(value * args_.bucket.result_factor);
+      put_bits<kElemBytes>(results[r], i, encode<dtype, false>(block_, result, kToNearest, 0));
+    });
+  }
+
+  // What is measured is what is stored; float64 holds it unchanged.
+  template <bool kIsWhole>
+  HOST_DEVICE_INLINE void measure(const RowBits<dtype> (&results)[kRowsInFlight], const Tile& tile,
+                                  uint32_t row, double (&squares)[kElemsPerRow]) {
+    for_each_elem([&](uint32_t r, uint32_t i) {
+      if (!kIsWhole && i >= thread_.num_left(row + r, tile.num_elems)) return;
+      const auto stored =
+          static_cast<float>(decode<dtype, false>(block_, get_bits<kElemBytes>(results[r], i)));
+      squares[i] += static_cast<double>(stored) * static_cast<double>(stored);
+      num_non_finite_ += is_finite(stored) ? 0 : 1;
+    });
   }
 
   // Every block says that its tiles are summed; the last one to say so sees the sums of all.

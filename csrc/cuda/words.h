@@ -57,6 +57,23 @@ HOST_DEVICE_INLINE void put_bits(Words<kBytes>& packed, size_t index, BitsOf<kEl
   }
 }
 
+// Part `index` of words that are the size of several parts.
+template <size_t kPartBytes, size_t kBytes>
+HOST_DEVICE_INLINE Words<kPartBytes> part_of(const Words<kBytes>& words, uint32_t index) {
+  constexpr size_t kPartWords = kPartBytes / sizeof(uint32_t);
+  Words<kPartBytes> part;
+  ROTA_UNROLL
+  for (size_t w = 0; w < kPartWords; ++w) part.words[w] = words.words[index * kPartWords + w];
+  return part;
+}
+template <size_t kPartBytes, size_t kBytes>
+HOST_DEVICE_INLINE void put_part(Words<kBytes>& words, uint32_t index,
+                                 const Words<kPartBytes>& part) {
+  constexpr size_t kPartWords = kPartBytes / sizeof(uint32_t);
+  ROTA_UNROLL
+  for (size_t w = 0; w < kPartWords; ++w) words.words[index * kPartWords + w] = part.words[w];
+}
+
 HOST_DEVICE_INLINE bool is_aligned(const std::byte* address, size_t num_bytes) {
   return reinterpret_cast<uintptr_t>(address) % num_bytes == 0;
 }
