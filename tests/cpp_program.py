@@ -40,6 +40,19 @@ CXX_FLAGS = [
     "-Wno-psabi",
 ]
 
+TSAN_FLAGS = ("-fsanitize=thread",)
+TSAN_REPORT_CODE = 66
+TSAN = {"TSAN_OPTIONS": f"halt_on_error=1:exitcode={TSAN_REPORT_CODE}"}
+ASAN_FLAGS = (
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+    "-D_GLIBCXX_ASSERTIONS",
+)
+ASAN = {
+    "ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1:check_initialization_order=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+}
+
 # How long a case may hang before it has failed; each takes seconds at most.
 CASE_TIMEOUT_S = 120.0
 TIMEOUT_CODE = -signal.SIGALRM
@@ -80,6 +93,11 @@ class Flavour:
             text = texts.get(patch.file) or (CSRC / patch.file).read_text()
             texts[patch.file] = patch.apply(text)
         return texts
+
+
+def cases_of(flavour: Flavour) -> list[str]:
+    sources = [source for source in flavour.sources if source.endswith("_cases")]
+    return [name for source in sources for name in case_names(source)]
 
 
 def product_sources() -> list[Path]:

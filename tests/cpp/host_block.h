@@ -4,6 +4,7 @@
 #pragma once
 
 #include <sched.h>
+#include <unistd.h>
 
 #include <array>
 #include <atomic>
@@ -62,16 +63,22 @@ class SharedBlock {
   std::vector<std::array<uint64_t, 2>> values;  // by thread; two, so that one barrier suffices
 };
 
+enum class Pace {
+  kQuick,  // yields now and then
+  kSlow,   // and sleeps before barriers and packets
+};
+
 class HostBlock {
  public:
   HostBlock(SharedBlock& shared, int thread, int num_threads, int index, int num_blocks,
-            uint64_t seed)
+            uint64_t seed, Pace pace)
       : shared_(shared),
         thread_(thread),
         num_threads_(num_threads),
         index_(index),
         num_blocks_(num_blocks),
-        random_(seed) {}
+        random_(seed),
+        pace_(pace) {}
 
   int thread() const { return thread_; }
   int num_threads() const { return num_threads_; }
@@ -80,9 +87,9 @@ class HostBlock {
 
   void sync() const { all(true); }
   bool all(bool value) const {
-    yield_at_random();
+    dawdle();
     const bool result = shared_.barrier.arrive_and_wait(value);
-    yield_at_random();
+    dawdle();
     return result;
   }
 
@@ -123,10 +130,15 @@ class HostBlock {
     uint64_t first;
     uint64_t second;
   };
+  // Either word may be there before the other.
   void store_pair(uint64_t* dst, uint64_t first, uint64_t second) const {
-    yield_at_random();
-    std::atomic_ref(dst[0]).store(first, std::memory_order_relaxed);
-    std::atomic_ref(dst[1]).store(second, std::memory_order_relaxed);
+    dawdle();
+    const bool is_in_order = random_.below(2) == 0;
+    std::atomic_ref(dst[is_in_order ? 0 : 1])
+        .store(is_in_order ? first : second, std::memory_order_relaxed);
+    dawdle();
+    std::atomic_ref(dst[is_in_order ? 1 : 0])
+        .store(is_in_order ? second : first, std::memory_order_relaxed);
   }
   Pair load_pair(uint64_t* src) const {
     return {std::atomic_ref(src[0]).load(std::memory_order_relaxed),
@@ -144,7 +156,8 @@ class HostBlock {
   }
 
  private:
-  void yield_at_random() const {
+  void dawdle() const {
+    if (pace_ == Pace::kSlow && random_.below(4) == 0) usleep(200);
     if (random_.below(4) == 0) sched_yield();
   }
   // Puts the value where the neighbours find it.
@@ -163,6 +176,7 @@ class HostBlock {
   int index_;
   int num_blocks_;
   mutable Random random_;
+  Pace pace_;
   mutable size_t parity_ = 0;
 };
 
