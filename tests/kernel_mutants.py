@@ -38,7 +38,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Site:
-    """A place in a file, and what takes its place in the mutant `condition` is true of."""
+    """A place in a header, and the edits that give it its fault where a condition is true."""
 
     begin: int
     end: int
@@ -50,12 +50,17 @@ class Site:
 class Mutant:
     number: int
     where: str  # file:line
-    code: str
+    code: str  # of that line
     fault: str
 
     @property
     def file(self) -> str:
         return self.where.split(":")[0]
+
+    @property
+    def condition(self) -> str:
+        """Of tests/cpp/mutant.h."""
+        return f"rota::test::is_mutant({self.number})"
 
 
 def without_comments(text: str) -> str:
@@ -122,9 +127,8 @@ def _waits(text: str) -> Iterator[Site]:
     for match in re.finditer(r"(?<!bool )\bwait_until\(", text):
         yield _around(match.start(), _end_of_call(text, match.start()), "no wait", "(? || ", ")")
     for match in re.finditer(r"\bTo(Send|Read)\{((?:[^,(){}]|\([^()]*\))+),", text):
-        yield _around(
-            match.start(2), match.end(2), "awaits nobody", "? ? schedule::nobody() : ", ""
-        )
+        nobody = "? ? schedule::nobody() : "
+        yield _around(match.start(2), match.end(2), f"no To{match[1]}", nobody, "")
     for match in re.finditer(r"\b\w+\.all\(", text):
         end = _end_of_call(text, match.start())
         value = text[match.end() : end - 1]
@@ -178,7 +182,8 @@ def _is_covered(watched: re.Match[str], text: str, sites: list[Site]) -> bool:
         return any(begin == watched.end() for begin, _ in spans)
     # From the object on that it is called on.
     start = watched.start() - len(re.search(r"\w*$", text[: watched.start()])[0])
-    if watched[0].startswith("MemoryOrder"):
+    is_of_order = re.search("MemoryOrder|fetch_|exchange", watched[0])
+    if is_of_order:
         return any(begin <= start < end for begin, end in spans)
     return any(begin == start for begin, _ in spans)
 
@@ -199,40 +204,44 @@ class MutatedFile:
         return self.text
 
 
-def make_mutants() -> tuple[list[Mutant], list[MutatedFile]]:
-    """All mutants, and the headers that have them.
+def sites_of(file: str, text: str) -> list[Site]:
+    """All places of a header, in its order.
 
     Raises:
-        AssertionError: a header holds something that orders and that no mutant takes away.
+        AssertionError: it holds something that orders and that no mutant takes away.
     """
-    one_slot = Mutant(0, f"{LAYOUT}", "kNumLinkSlots = 2", "one slot")
+    text = without_comments(text)
+    sites = sorted(_sites(file, text), key=lambda site: site.begin)
+    for watched in WATCHED.finditer(text):
+        line = text.count("\n", 0, watched.start()) + 1
+        assert _is_covered(watched, text, sites), f"no mutant of {file}:{line}: {watched[0]}"
+    return sites
+
+
+def make_mutants() -> tuple[list[Mutant], tuple[MutatedFile, ...]]:
+    """All mutants, and the headers that have them. Raises as sites_of()."""
+    one_slot = Mutant(0, LAYOUT, "kNumLinkSlots = 2", "one slot")
     mutants = [one_slot]
     files = []
     for path in bodies():
         file = path.relative_to(CSRC).as_posix()
-        original = path.read_text()
-        text = without_comments(original)
-        sites = sorted(_sites(file, text), key=lambda site: site.begin)
-        for watched in WATCHED.finditer(text):
-            line = text.count("\n", 0, watched.start()) + 1
-            assert _is_covered(watched, text, sites), f"no mutant of {file}:{line}: {watched[0]}"
+        text = path.read_text()
         edits = [
-            Edit(begin, end, f"(rota::test::is_mutant({one_slot.number}) ? uint64_t{{1}} : kNumLinkSlots)")
-            for begin, end in _slot_uses(text)
+            Edit(begin, end, f"({one_slot.condition} ? uint64_t{{1}} : kNumLinkSlots)")
+            for begin, end in _slot_uses(without_comments(text))
         ]
-        for site in sites:
+        for site in sites_of(file, text):
             line = text.count("\n", 0, site.begin) + 1
-            code = " ".join(original[site.begin : site.end].split())
-            mutant = Mutant(len(mutants), f"{file}:{line}", code, site.fault)
-            mutants.append(mutant)
-            edits += site.edits(f"rota::test::is_mutant({mutant.number})")
+            code = text.splitlines()[line - 1].strip()
+            mutants.append(Mutant(len(mutants), f"{file}:{line}", code, site.fault))
+            edits += site.edits(mutants[-1].condition)
         if edits:
-            files.append(MutatedFile(file, _edited(original, edits)))
-    return mutants, files
+            files.append(MutatedFile(file, _edited(text, edits)))
+    return mutants, tuple(files)
 
 
 def _edited(text: str, edits: list[Edit]) -> str:
-    # At one place, what was found first stands outermost: before what it surrounds, and after.
+    # From the last on, so that the others' offsets stay.
     for edit in sorted(edits, key=lambda edit: (edit.begin, edit.end), reverse=True):
         text = text[: edit.begin] + edit.text + text[edit.end :]
     return text.replace("#pragma once\n", '#pragma once\n\n#include "mutant.h"\n', 1)

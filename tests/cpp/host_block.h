@@ -65,7 +65,7 @@ class SharedBlock {
 
 enum class Pace {
   kQuick,  // yields now and then
-  kSlow,   // and sleeps before barriers and packets
+  kLate,   // and naps: before its first barrier and its first packet, and at random
 };
 
 class HostBlock {
@@ -87,6 +87,7 @@ class HostBlock {
 
   void sync() const { all(true); }
   bool all(bool value) const {
+    nap_before(first_barrier_);
     dawdle();
     const bool result = shared_.barrier.arrive_and_wait(value);
     dawdle();
@@ -141,6 +142,7 @@ class HostBlock {
         .store(is_in_order ? second : first, std::memory_order_relaxed);
   }
   Pair load_pair(uint64_t* src) const {
+    nap_before(first_packet_);
     return {std::atomic_ref(src[0]).load(std::memory_order_relaxed),
             std::atomic_ref(src[1]).load(std::memory_order_relaxed)};
   }
@@ -157,8 +159,16 @@ class HostBlock {
 
  private:
   void dawdle() const {
-    if (pace_ == Pace::kSlow && random_.below(4) == 0) usleep(200);
+    if (pace_ == Pace::kLate && num_naps_ < kMaxNaps && random_.below(4) == 0) {
+      ++num_naps_;
+      usleep(kNapUs);
+    }
     if (random_.below(4) == 0) sched_yield();
+  }
+  // Whatever this thread has done so far, others get as far as that lets them.
+  void nap_before(bool& is_first) const {
+    if (pace_ == Pace::kLate && is_first) usleep(kNapUs);
+    is_first = false;
   }
   // Puts the value where the neighbours find it.
   void exchange(uint64_t value) const {
@@ -175,8 +185,15 @@ class HostBlock {
   int num_threads_;
   int index_;
   int num_blocks_;
+  // Naps at random in a launch, and how long each is.
+  static constexpr int kMaxNaps = 2;
+  static constexpr useconds_t kNapUs = 2000;
+
   mutable Random random_;
   Pace pace_;
+  mutable int num_naps_ = 0;
+  mutable bool first_barrier_ = true;
+  mutable bool first_packet_ = true;
   mutable size_t parity_ = 0;
 };
 

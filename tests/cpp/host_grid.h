@@ -18,7 +18,6 @@ struct GridShape {
   size_t slot_bytes = 1024;
   size_t packet_bytes = 1024;
   uint64_t timeout_ns = std::chrono::nanoseconds(kPatience).count();
-  Pace late_pace = Pace::kQuick;  // of the rank that is late
 };
 
 class HostGrid {
@@ -62,6 +61,7 @@ class HostGrid {
   //   work.launch(block, rank, number)  every thread of every block
   //   work.finish(rank, number)         one thread of the rank, after all of the launch; false: the
   //                                     rank stops here, and the others' waits are given up
+  //   work.late_rank(number)            which rank is late, if any; only tests of order need one
   // All threads of a rank meet in between, as they do between kernels of a stream. Ranks never
   // meet but through their links, so that nothing else orders what they do.
   template <typename Work>
@@ -89,7 +89,7 @@ class HostGrid {
         const int num_blocks = work.num_blocks(number);
         const uint64_t seed = static_cast<uint64_t>(number) << 32 | static_cast<uint64_t>(id);
         const HostBlock block(shared, thread, shape_.num_threads, index, num_blocks, seed,
-                              pace(rank, number));
+                              work.late_rank(number) == rank ? Pace::kLate : Pace::kQuick);
         if (index < num_blocks) work.launch(block, rank, number);
         stream.arrive_and_wait();
         const bool goes_on = !is_first || work.finish(rank, number);
@@ -109,13 +109,6 @@ class HostGrid {
     uint64_t failure = 0;
     cuda::Peers peers{};
   };
-
-  // In most launches one rank is late, another in each: the others then run as far ahead of it as
-  // they ever can.
-  Pace pace(int rank, int number) const {
-    const uint64_t late_rank = mix(static_cast<uint64_t>(number)) % (ranks_.size() + 1);
-    return late_rank == static_cast<uint64_t>(rank) ? shape_.late_pace : Pace::kQuick;
-  }
 
   GridShape shape_;
   transport::DeviceGeometry geometry_;

@@ -145,6 +145,7 @@ class CheckedCalls {
         schedule::ceil_div(call.num_elems, chunk_elems(call, grid_.shape()));
     return static_cast<int>(num_chunks);
   }
+  int late_rank(int number) { return at(number).call->late_rank; }
   void prepare(int rank, int number) {
     const KernelCall& call = *at(number).call;
     Tensors& tensors = at(number).ranks[static_cast<size_t>(rank)];
@@ -219,7 +220,7 @@ class CheckedCalls {
     KernelLaunch launch{.kernel = call.kernel, .format = call.format};
     launch.root = call.root;
     if (call.kernel == Kernel::kSend) {
-      const Pair pair = pair_of(call, world_size(), rank).value_or(Pair{-1, -1});
+      const Pair pair = pair_of(call, world_size(), rank).value_or(Pair{kNobody, kNobody});
       launch.root = pair.sender;
       launch.receiver = pair.receiver;
     }

@@ -22,6 +22,8 @@ inline constexpr Kernel kAllKernels[] = {
 
 enum class Numbers : uint8_t { kExact, kMixed };
 
+inline constexpr int kNobody = -1;
+
 struct KernelCall {
   Kernel kernel = Kernel::kOneShot;
   WireFormat format{DType::kFloat32};
@@ -36,6 +38,7 @@ struct KernelCall {
   int receiver = 1;         // of what the root sends; of four ranks the other two do the same
   size_t misalignment = 0;  // bytes in front of each tensor
   bool is_in_place = false;
+  int late_rank = kNobody;
   Numbers numbers = Numbers::kExact;
   uint64_t seed = 0;
 

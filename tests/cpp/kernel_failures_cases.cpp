@@ -29,6 +29,7 @@ class LaunchWithoutOne {
   }
 
   int num_blocks(int) const { return call_.num_blocks; }
+  int late_rank(int) const { return kNobody; }
   void prepare(int, int) {}
   void launch(const HostBlock& block, int rank, int) {
     if (rank == kAbsent) {

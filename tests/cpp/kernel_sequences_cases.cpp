@@ -14,8 +14,7 @@ GridShape shape_of(int world_size, int num_threads) {
           .num_blocks = 3,
           .num_threads = num_threads,
           .slot_bytes = kBucketSlotBytes,
-          .packet_bytes = kBucketSlotBytes,
-          .late_pace = Pace::kSlow};
+          .packet_bytes = kBucketSlotBytes};
 }
 
 KernelCall random_call(Random& random, const GridShape& shape) {
@@ -40,6 +39,8 @@ KernelCall random_call(Random& random, const GridShape& shape) {
       (static_cast<uint64_t>(call.root) + 1 + random.below(world_size - 1)) % world_size);
   call.num_blocks = 1 + static_cast<int>(random.below(static_cast<uint64_t>(shape.num_blocks)));
   call.seed = random.next();
+  // Nobody is late in some.
+  call.late_rank = static_cast<int>(random.below(world_size + 1)) - 1;
   // Up to three slots of each channel, and mostly less.
   const uint64_t chunk = chunk_elems(call, shape);
   const uint64_t limits[] = {16, chunk, 3 * chunk, 6 * chunk};
@@ -73,6 +74,7 @@ void packets_one_after_another(int world_size, int num_calls) {
   for (int i = 0; i < num_calls; ++i) {
     calls.push_back({.kernel = Kernel::kLowLatency,
                      .num_elems = static_cast<uint64_t>(100 + i % 100),
+                     .late_rank = i % (world_size + 1) - 1,
                      .seed = static_cast<uint64_t>(i)});
   }
   call_and_check(grid, calls);
