@@ -1,19 +1,31 @@
-# Every target does its own set-up from a bare clone; python3, make and g++ are all it needs.
+# Every target does its own set-up from a bare clone; python3, make and g++ are all it needs,
+# and check-cuda nvcc.
 VENV := .venv
 PYTHON := $(VENV)/bin/python
-PIP := $(PYTHON) -m pip --disable-pip-version-check --quiet
+PIP := -m pip --disable-pip-version-check --quiet
+# A CUDA torch and rota built against it, beside $(VENV): installed, not editable, since two builds
+# cannot share python/rota/.
+CUDA_VENV := .venv-cuda
+CUDA_PYTHON := $(CUDA_VENV)/bin/python
+# nvcc reads them from its environment: no warning passes here, and none stops a user's build.
+NVCC_STRICT := -Werror=all-warnings -Xcompiler=-Werror
 # Where there is an NVIDIA GPU, the newest torch, which brings CUDA; elsewhere one fixed version.
 TORCH := $(if $(shell command -v nvidia-smi 2>/dev/null),torch,torch==2.13.0)
 
+# Prints what pyproject.toml asks for: the dependencies and the extras that are named.
+REQUIREMENTS := python3 -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*project["dependencies"], *(line for extra in sys.argv[1:] for line in project["optional-dependencies"][extra]), sep="\n")'
+
 SOURCES := $(shell find csrc -type f)
+MODULES := $(shell find python -name '*.py' -o -name '*.pyi')
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu')
 
-.PHONY: help venv test test-long lint format bench bench-fused demo clean
+.PHONY: help venv test test-long check-cuda lint format bench bench-fused demo clean
 
 help:
 	@echo "make demo        train a byte-level GPT data-parallel, rota beside Gloo"
 	@echo "make test        the whole test suite"
 	@echo "make test-long   10,000 random cases of the fused all-reduce, 1 minute"
+	@echo "make check-cuda  build for CUDA without a GPU, check the machine code, run the CPU suite on it"
 	@echo "make bench       collectives (rota, Gloo, every MPI, memcpy), a DDP hook, news of failures"
 	@echo "make bench-fused the fused hook beside torch's: time, accuracy, convergence, bucket sizes"
 	@echo "make lint        formatters, linters and type checker"
@@ -23,13 +35,13 @@ help:
 
 $(VENV)/.packages: pyproject.toml
 	python3 -m venv $(VENV)
-	$(PIP) install "setuptools>=77" wheel ninja $(TORCH)
-	$(PYTHON) -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; print(*extras["dev"], *extras["bench"], sep="\n")' > $(VENV)/extras.txt
-	$(PIP) install -r $(VENV)/extras.txt
+	$(PYTHON) $(PIP) install "setuptools>=77" wheel ninja $(TORCH)
+	$(REQUIREMENTS) dev bench > $(VENV)/requirements.txt
+	$(PYTHON) $(PIP) install -r $(VENV)/requirements.txt
 	touch $@
 
 $(VENV)/.built: $(VENV)/.packages setup.py $(SOURCES)
-	$(PIP) install --no-build-isolation --no-deps --editable .
+	$(PYTHON) $(PIP) install --no-build-isolation --no-deps --editable .
 	touch $@
 
 venv: $(VENV)/.built
@@ -39,6 +51,24 @@ test: venv
 
 test-long: venv
 	ROTA_PROPERTY_CASES=10000 $(PYTHON) -m pytest tests/test_reduce_bucket_properties.py
+
+# The newest torch in range is a CUDA build of 5 GB, not worth its time where there is no nvcc.
+$(CUDA_VENV)/.packages: pyproject.toml
+	@PATH="$$CUDA_HOME/bin:$$PATH" command -v nvcc > /dev/null || { echo "rota: there is no nvcc on PATH or in CUDA_HOME; install the CUDA toolkit 13.0, of which nvcc and the runtime suffice" >&2; exit 1; }
+	python3 -m venv $(CUDA_VENV)
+	$(REQUIREMENTS) dev bench check-cuda > $(CUDA_VENV)/requirements.txt
+	$(CUDA_PYTHON) $(PIP) install "setuptools>=77" wheel ninja -r $(CUDA_VENV)/requirements.txt
+	touch $@
+
+$(CUDA_VENV)/.built: $(CUDA_VENV)/.packages setup.py $(SOURCES) $(MODULES)
+	ROTA_CUDA=1 NVCC_APPEND_FLAGS="$(NVCC_STRICT)" $(CUDA_PYTHON) $(PIP) install --no-build-isolation --no-deps .
+	touch $@
+
+# About 12 minutes on two cores: the packages 2, the build 2, the test suite 8.
+check-cuda: $(CUDA_VENV)/.built
+	$(CUDA_PYTHON) -m rota doctor
+	$(CUDA_PYTHON) tests/machine_code.py
+	$(CUDA_PYTHON) -m pytest -m "not no_extension"
 
 # An MPI that cannot be installed is left out of the run, which says so.
 bench: venv
@@ -72,4 +102,4 @@ format: $(VENV)/.packages
 	$(VENV)/bin/ruff format
 
 clean:
-	rm -rf $(VENV) .venv-mpi build python/*.egg-info python/rota/*.so
+	rm -rf $(VENV) $(CUDA_VENV) .venv-mpi build python/*.egg-info python/rota/*.so

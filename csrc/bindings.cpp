@@ -6,13 +6,16 @@
 #include <pybind11/chrono.h>
 
 #include "c10d/all_reduce_method.h"
+#include "c10d/errors.h"
 #include "c10d/process_group.h"
 #include "c10d/tensor_checks.h"
 #include "c10d/tensor_communicator.h"
 #include "cpu/element_loops.h"
+#include "cuda/device_info.h"
 #include "schedule/chunk.h"
 #include "schedule/cost.h"
 #include "schedule/direct.h"
+#include "schedule/rank_set.h"
 #include "schedule/ring.h"
 #include "schedule/select.h"
 #include "transport/bootstrap.h"
@@ -52,18 +55,25 @@ void bind_schedule(py::module_ module) {
   py::class_<schedule::OrderedRingStep>(module, "OrderedRingStep")
       .def_readonly("partial_chunk", &schedule::OrderedRingStep::partial_chunk)
       .def_readonly("result_chunk", &schedule::OrderedRingStep::result_chunk);
+  py::class_<schedule::RankSet>(module, "RankSet")
+      .def_readonly("num_ranks", &schedule::RankSet::num_ranks)
+      .def("rank_at", &schedule::RankSet::rank_at)
+      .def("place_of", &schedule::RankSet::place_of);
   py::class_<schedule::TwoShotStep>(module, "TwoShotStep")
       .def_readonly("contribute_round", &schedule::TwoShotStep::contribute_round)
       .def_readonly("reduce_round", &schedule::TwoShotStep::reduce_round);
   module.def("piece_of", &schedule::piece_of);
   module.def("chunk_of", &schedule::chunk_of);
+  module.def("num_chunks_of_pieces", &schedule::num_chunks_of_pieces);
+  module.def("chunk_of_piece", &schedule::chunk_of_piece);
   module.def("next_rank", &schedule::next_rank);
   module.def("previous_rank", &schedule::previous_rank);
   module.def("rotated_peer", &schedule::rotated_peer);
   module.def("ring_num_steps", &schedule::ring_num_steps);
   module.def("ring_step", &schedule::ring_step);
-  module.def("ring_num_rounds", &schedule::ring_num_rounds);
-  module.def("ring_chunk", &schedule::ring_chunk);
+  module.def("everyone", &schedule::everyone);
+  module.def("group_of", &schedule::group_of);
+  module.def("across_groups", &schedule::across_groups);
   module.def("ordered_ring_num_steps", &schedule::ordered_ring_num_steps);
   module.def("ordered_ring_step", &schedule::ordered_ring_step);
   module.def("two_shot_num_steps", &schedule::two_shot_num_steps);
@@ -151,6 +161,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("host_id", &rota::transport::host_id);
   module.def("block_elems", &block_elems, py::arg("wire_dtype"));
   module.def("isa", [] { return rota::cpu::element_loops().isa; });
+  module.def("cuda_archs", &rota::cuda::archs);
+  module.def("cuda_devices", [] { return with_python_errors(rota::cuda::devices); });
 
   CommunicatorClass communicator(module, "Communicator");
   add_all_reduce_method(reinterpret_cast<PyTypeObject*>(communicator.ptr()));

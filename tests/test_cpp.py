@@ -25,6 +25,7 @@ from cpp_program import (
     CASES,
     CSRC,
     CXX,
+    CXX_FLAGS,
     TIMEOUT_CODE,
     TSAN,
     TSAN_FLAGS,
@@ -34,6 +35,8 @@ from cpp_program import (
     cases_of,
     run,
 )
+
+pytestmark = pytest.mark.no_extension
 
 COMMON = ("main", "reference", "numbers", "calls", "ranks")
 THREAD_CASES = (
@@ -150,6 +153,21 @@ def test_cpp_without_wake_up_stops() -> None:
     flavour = Flavour("mutant-no-wake-up", (*COMMON, *SLEEPING_CASES), patches=patches)
     code, _ = run(flavour, "waiter_sleeping-ws2", timeout_s=3)
     assert code == TIMEOUT_CODE
+
+
+# ---- one program, several instruction sets -------------------------------------------------------
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+def test_element_loops_leave_the_linker_no_function(isa: str, tmp_path: Path) -> None:
+    """Else it could keep the copy of one instruction set for all callers."""
+    result = tmp_path / "loops.o"
+    flags = [*CXX_FLAGS, "-fno-inline", "-I", str(CSRC), "-o", str(result)]
+    subprocess.run([*CXX, *flags, "-c", str(CSRC / f"cpu/element_loops_{isa}.cpp")], check=True)
+    nm = ["nm", "--demangle", "--defined-only", "--extern-only", "--format=posix", str(result)]
+    lines = subprocess.run(nm, capture_output=True, text=True, check=True).stdout.splitlines()
+    # None where the file is empty: on other machines than x86-64.
+    assert [line for line in lines if not line.startswith(f"rota::cpu::{isa}::kTable D")] == []
 
 
 # ---- host code that is device code too -----------------------------------------------------------

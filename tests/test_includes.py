@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.no_extension
+
 CSRC = Path(__file__).parent.parent / "csrc"
 SUFFIXES = {".h", ".cpp", ".inl", ".cu", ".cuh"}
 

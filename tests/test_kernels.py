@@ -31,6 +31,8 @@ from cpp_program import (
 )
 from kernel_mutants import LAYOUT, Mutant, MutatedFile, make_mutants, sites_of
 
+pytestmark = pytest.mark.no_extension
+
 COMMON = ("main", "reference", "numbers", "calls", "ranks", "kernel_calls")
 LAUNCHES = (
     "kernel_launch",

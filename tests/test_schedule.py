@@ -126,7 +126,7 @@ def test_ring_all_steps_sum_every_piece_once_in_ring_order(world_size: int) -> N
 
 @pytest.mark.parametrize("granule", GRANULES, ids=lambda granule: f"granule{granule}")
 @each_world_size
-def test_ring_chunk_all_rounds_cover_the_same_pieces_whatever_the_chunk(
+def test_chunk_of_piece_all_rounds_cover_the_same_pieces_whatever_the_chunk(
     world_size: int, granule: int
 ) -> None:
     for num_elems in LENGTHS:
@@ -138,11 +138,11 @@ def test_ring_chunk_all_rounds_cover_the_same_pieces_whatever_the_chunk(
         at_least = -(-longest // (50 * granule))
         for chunk_granules in sorted({max(at_least, k) for k in (1, 2, 3, 7)} | {2**34}):
             chunk_elems = chunk_granules * granule
-            num_rounds = schedule.ring_num_rounds(num_elems, world_size, chunk_elems, granule)
+            num_rounds = schedule.num_chunks_of_pieces(num_elems, world_size, chunk_elems, granule)
             assert num_rounds == -(-longest // chunk_elems)
             for number, piece in enumerate(pieces):
                 chunks = [
-                    schedule.ring_chunk(num_elems, world_size, number, chunk_elems, i, granule)
+                    schedule.chunk_of_piece(num_elems, world_size, number, chunk_elems, i, granule)
                     for i in range(num_rounds + 1)
                 ]
                 assert_covers_once(
@@ -211,6 +211,36 @@ def test_ordered_ring_num_steps_is_minimal(world_size: int) -> None:
                 for rank in range(world_size)
             ]
             assert any(work.partial_chunk >= 0 or work.result_chunk >= 0 for work in works)
+
+
+# ---- rank_set.h ----------------------------------------------------------------------------------
+
+
+def ranks_of(ranks: schedule.RankSet) -> list[int]:
+    return [ranks.rank_at(place) for place in range(ranks.num_ranks)]
+
+
+@each_world_size
+def test_rank_sets_two_levels_meet_every_rank_once(world_size: int) -> None:
+    everyone = list(range(world_size))
+    assert ranks_of(schedule.everyone(world_size)) == everyone
+    for group_size in (g for g in range(1, world_size + 1) if world_size % g == 0):
+        for rank in everyone:
+            group = schedule.group_of(rank, group_size)
+            across = schedule.across_groups(rank, world_size, group_size)
+            # Ascending, and this rank in both.
+            for ranks in (group, across):
+                assert ranks_of(ranks) == sorted(ranks_of(ranks))
+                assert ranks.rank_at(ranks.place_of(rank)) == rank
+            # All ranks of a level agree on it.
+            for other in ranks_of(group):
+                assert ranks_of(schedule.group_of(other, group_size)) == ranks_of(group)
+            for other in ranks_of(across):
+                again = schedule.across_groups(other, world_size, group_size)
+                assert ranks_of(again) == ranks_of(across)
+            # Groups in ascending order, each with its ranks, are all ranks in ascending order.
+            groups = [ranks_of(schedule.group_of(other, group_size)) for other in ranks_of(across)]
+            assert [other for members in groups for other in members] == everyone
 
 
 # ---- direct.h ------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
+pytestmark = pytest.mark.no_extension
+
 NUM_VALUES = 3
 
 

@@ -21,7 +21,7 @@ HOST_DEVICE_INLINE constexpr V combine(V a, V b) {
   if constexpr (op == ReduceOp::kBor || (op == ReduceOp::kSum && is_bool)) return a | b;
   if constexpr (op == ReduceOp::kBxor) return a ^ b;
   if constexpr (std::is_signed_v<V> && std::is_integral_v<V>) {
-    using Unsigned = std::make_unsigned_t<V>;
+    using Unsigned = decltype(std::make_unsigned_t<V>{} + 0u);  // not promoted to int
     const auto combined = combine<dtype, op>(static_cast<Unsigned>(a), static_cast<Unsigned>(b));
     return static_cast<V>(combined);
   }

@@ -114,7 +114,7 @@ HOST_DEVICE_INLINE constexpr U narrow_to_nearest(F value) {
 }
 
 // To one of the two neighbours, the nearer the likelier: a random fraction of the last place is
-// added, and what lies below the last place cut off. Every bit of `random` is.
+// added, and what lies below the last place cut off. Of `random` the upper bits count.
 template <FloatFormat format, typename U, typename F>
 HOST_DEVICE_INLINE constexpr U narrow_at_random(F value, U random) {
   constexpr int kDropped = kMantissaBits - format.mantissa_bits;
@@ -136,7 +136,8 @@ HOST_DEVICE_INLINE constexpr U narrow_at_random(F value, U random) {
 
 // ---- a narrow format to float32, which is exact
 
-// A float8 is this many times float16_of() it. H: uint16_t, uint32_t or a vector of either.
+// A float8 is the float16 that float16_of() gives, times float16_factor(). H is uint32_t or a
+// vector of uint16_t or uint32_t.
 HOST_DEVICE_INLINE constexpr float float16_factor(FloatFormat float8) {
   return static_cast<float>(1u << (15 - float8.bias));
 }

@@ -69,11 +69,11 @@ struct WireFormat {
     return num_bytes_given / num_bytes(granule_elems) * granule_elems;
   }
 
-  HOST_DEVICE constexpr WirePlace place(std::byte* base, uint64_t num_elems) const {
+  HOST_DEVICE WirePlace place(std::byte* base, uint64_t num_elems) const {
     return {base, base + payload_bytes(num_elems)};
   }
   // The place of the elements from `elem` on, which starts a block.
-  HOST_DEVICE constexpr WirePlace from(const WirePlace& place, uint64_t elem) const {
+  HOST_DEVICE WirePlace from(const WirePlace& place, uint64_t elem) const {
     return {place.payload + payload_bytes(elem), place.scales + num_scales(elem)};
   }
 

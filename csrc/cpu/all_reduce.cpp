@@ -219,12 +219,12 @@ uint64_t AllReduce<AnyReducer>::ring(Exchange& exchange) const {
   const int num_steps = schedule::ring_num_steps(world_size_);
   const uint64_t chunk_elems = hop_capacity(exchange.slot_bytes());
   const uint64_t rounds =
-      schedule::ring_num_rounds(num_elems_, world_size_, chunk_elems, kGranuleElems);
+      schedule::num_chunks_of_pieces(num_elems_, world_size_, chunk_elems, kGranuleElems);
   uint64_t slot = 0;  // numbers what this rank writes, over all rounds
   for (uint64_t round = 0; round < rounds; ++round) {
     const auto chunk_of = [&](int piece) {
-      return schedule::ring_chunk(num_elems_, world_size_, piece, chunk_elems, round,
-                                  kGranuleElems);
+      return schedule::chunk_of_piece(num_elems_, world_size_, piece, chunk_elems, round,
+                                      kGranuleElems);
     };
     // Before anything has arrived, the own piece starts on its way.
     const Range first = chunk_of(schedule::ring_step(rank_, world_size_, 0).send_piece);

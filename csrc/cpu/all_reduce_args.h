@@ -5,6 +5,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/fixed_tree.h"
 #include "base/tile.h"
 #include "base/wire_format.h"
 #include "schedule/chunk.h"
@@ -30,11 +31,9 @@ struct BucketMeasures {
 
   explicit BucketMeasures(uint64_t num_elems)
       : squares(schedule::ceil_div(num_elems, kTileElems)) {}
-  // In ascending order of tiles.
   double sum_of_squares() const {
-    double sum = 0;
-    for (const double square : squares) sum += square;
-    return sum;
+    double bins[kTreeBins];
+    return sum_in_fixed_tree(LoneThread{}, squares.data(), squares.size(), bins);
   }
 };
 

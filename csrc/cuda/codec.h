@@ -70,7 +70,7 @@ struct Codec {
     Values values;
     ROTA_UNROLL
     for (uint32_t i = 0; i < kElems; ++i) {
-      const uint64_t bits = get_bits<kElemBytes>(encoded.payload, i);
+      const auto bits = get_bits<kElemBytes>(encoded.payload, i);
       values.of[i] = rota::cuda::decode<dtype, is_scaled>(block, bits);
       if constexpr (is_scaled) values.of[i] *= scale_of(encoded.scale);
     }

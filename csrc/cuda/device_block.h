@@ -5,6 +5,7 @@
 
 #include <cuda_fp16.h>
 
+#include "base/fixed_tree.h"
 #include "cuda/words.h"
 
 namespace rota::cuda {
@@ -86,6 +87,12 @@ class DeviceBlock {
                  : "l"(src)
                  : "memory");
     return pair;
+  }
+
+  // Memory of the block, for the sum of squares.
+  __device__ double* shared_doubles() const {
+    __shared__ double doubles[kTreeBins];
+    return doubles;
   }
 
   __device__ float widen_half(uint32_t code) const {

@@ -7,26 +7,12 @@
 
 #include "base/combine.h"
 #include "cuda/codec.h"
+#include "cuda/collective_args.h"
 #include "schedule/chunk.h"
 
 namespace rota::cuda {
 
 using schedule::Range;
-
-// What every collective is told of its data. Tensors are in the wire format.
-struct ReduceArgs {
-  std::byte* input;
-  std::byte* output;  // may be the input
-  uint64_t num_elems;
-  uint64_t granule_elems;  // pieces and chunks are multiples of it
-  uint64_t chunk_elems;    // what a slot takes
-  int group_size;          // sums are formed in groups of so many ranks, then over the groups
-  bool is_aligned;         // all tensors and pieces, to 16 bytes
-  ReduceOp op;
-  double divisor;     // kAvg: of the sum
-  double reciprocal;  // 1 / divisor where that is exact, else 0
-  Rounding rounding;
-};
 
 // What one thread works on at a time: so that many loads are under way together.
 template <uint32_t kUnits>
@@ -40,10 +26,11 @@ class Elements {
  public:
   using Values = typename Codec::Values;
 
-  HOST_DEVICE Elements(const Block& block, const ReduceArgs& args) : block_(block), args_(args) {}
+  HOST_DEVICE Elements(const Block& block, const CollectiveArgs& args)
+      : block_(block), args_(args) {}
 
   HOST_DEVICE const Block& block() const { return block_; }
-  HOST_DEVICE const ReduceArgs& args() const { return args_; }
+  HOST_DEVICE const CollectiveArgs& args() const { return args_; }
 
   // Elements from first_elem on, of a tensor of num_elems.
   HOST_DEVICE static WirePlace at(std::byte* base, uint64_t num_elems, uint64_t first_elem) {
@@ -60,16 +47,25 @@ class Elements {
     return Codec::format().place(slot, range.num_elems);
   }
 
-  // body<kIsWhole>(units) for all units of a range, each worked on by one thread or, in scaled
-  // blocks, by the neighbours that share it.
+  // Threads that work on one range together, of which this one is number `thread`.
+  struct Team {
+    uint32_t thread;
+    uint32_t num_threads;
+  };
+  HOST_DEVICE Team whole_block() const {
+    return {static_cast<uint32_t>(block_.thread()), static_cast<uint32_t>(block_.num_threads())};
+  }
+
+  // body<kIsWhole>(units) for all units of a range, each worked on by one thread of the team or, in
+  // scaled blocks, by the neighbours that share it.
   template <uint32_t kUnits, typename Body>
-  HOST_DEVICE_INLINE void for_each_unit(uint64_t num_elems, const Body& body) const {
-    const auto thread = static_cast<uint32_t>(block_.thread());
-    const uint64_t first = thread / Codec::kLanes;
-    const uint64_t stride = static_cast<uint32_t>(block_.num_threads()) / Codec::kLanes;
+  HOST_DEVICE_INLINE void for_each_unit(const Team& team, uint64_t num_elems,
+                                        const Body& body) const {
+    const uint64_t first = team.thread / Codec::kLanes;
+    const uint64_t stride = team.num_threads / Codec::kLanes;
     const uint64_t num_whole = args_.is_aligned ? num_elems / Codec::kUnitElems : 0;
     const uint64_t num_units = schedule::ceil_div(num_elems, Codec::kUnitElems);
-    const uint64_t offset = thread % Codec::kLanes * Codec::kElems;
+    const uint64_t offset = team.thread % Codec::kLanes * Codec::kElems;
 
     for (uint64_t unit = first; unit < num_whole; unit += kUnits * stride) {
       Units<kUnits> units;
@@ -92,23 +88,30 @@ class Elements {
   template <typename PlaceOf>
   HOST_DEVICE void copy(const Range& range, const WirePlace& from, int num_places,
                         const PlaceOf& place_of) const {
-    for_each_unit<kCopiedUnits>(
-        range.num_elems, [&]<bool kIsWhole, uint32_t kUnits>(const Units<kUnits>& units) {
-          typename Codec::Encoded encoded[kUnits];
-          ROTA_UNROLL
-          for (uint32_t u = 0; u < kUnits; ++u) {
-            encoded[u] =
-                Codec::template read<kIsWhole>(block_, from, units.elem[u], units.num_elems[u]);
-          }
-          for (int i = 0; i < num_places; ++i) {
-            const WirePlace to = place_of(i);
-            ROTA_UNROLL
-            for (uint32_t u = 0; u < kUnits; ++u) {
-              Codec::template write<kIsWhole>(block_, to, units.elem[u], units.num_elems[u],
-                                              encoded[u]);
-            }
-          }
-        });
+    copy_by(whole_block(), range.num_elems, from, num_places, place_of);
+  }
+
+  // Several copies, each of which copy_of(index) gives, by a team of neighbouring threads each: one
+  // after another, short ones would each take the whole latency of memory.
+  struct Copy {
+    WirePlace from;
+    WirePlace to;
+    uint64_t num_elems;
+  };
+  template <typename CopyOf>
+  HOST_DEVICE void copy_each(int num_copies, const CopyOf& copy_of) const {
+    if (num_copies == 0) return;
+    const auto [thread, num_threads] = whole_block();
+    const auto num_teams = static_cast<uint32_t>(
+        schedule::min_of(static_cast<uint64_t>(num_copies), num_threads / kTeamThreads));
+    const uint32_t team_threads = num_threads / num_teams / kTeamThreads * kTeamThreads;
+    const uint32_t own_team = thread / team_threads;
+    if (own_team >= num_teams) return;  // too few are left over for a team
+    for (uint32_t i = own_team; i < static_cast<uint32_t>(num_copies); i += num_teams) {
+      const Copy copy = copy_of(static_cast<int>(i));
+      const auto place_of = [&](int) { return copy.to; };
+      copy_by({thread % team_threads, team_threads}, copy.num_elems, copy.from, 1, place_of);
+    }
   }
 
   // ((source 0 + source 1) + source 2 ...), in groups of group_size sources, to the sink.
@@ -116,7 +119,8 @@ class Elements {
   HOST_DEVICE void reduce(const Range& range, const Sources& sources, int group_size,
                           const Sink& sink) const {
     for_each_unit<kReducedUnits>(
-        range.num_elems, [&]<bool kIsWhole, uint32_t kUnits>(const Units<kUnits>& units) {
+        whole_block(), range.num_elems,
+        [&]<bool kIsWhole, uint32_t kUnits>(const Units<kUnits>& units) {
           const auto load = [&](int source, Values(&values)[kUnits]) {
             ROTA_UNROLL
             for (uint32_t u = 0; u < kUnits; ++u) {
@@ -161,9 +165,37 @@ class Elements {
   }
 
  private:
-  // With fewer units in flight the latency of memory shows; with more, registers run out.
+  // Teams are multiples of it: the threads that work on a unit together stay together.
+  static constexpr uint32_t kTeamThreads = 8;
+
+  template <typename PlaceOf>
+  HOST_DEVICE void copy_by(const Team& team, uint64_t num_elems, const WirePlace& from,
+                           int num_places, const PlaceOf& place_of) const {
+    for_each_unit<kCopiedUnits>(
+        team, num_elems, [&]<bool kIsWhole, uint32_t kUnits>(const Units<kUnits>& units) {
+          typename Codec::Encoded encoded[kUnits];
+          ROTA_UNROLL
+          for (uint32_t u = 0; u < kUnits; ++u) {
+            encoded[u] =
+                Codec::template read<kIsWhole>(block_, from, units.elem[u], units.num_elems[u]);
+          }
+          for (int i = 0; i < num_places; ++i) {
+            const WirePlace to = place_of(i);
+            ROTA_UNROLL
+            for (uint32_t u = 0; u < kUnits; ++u) {
+              Codec::template write<kIsWhole>(block_, to, units.elem[u], units.num_elems[u],
+                                              encoded[u]);
+            }
+          }
+        });
+  }
+
+  // With fewer units in flight the latency of memory shows; with more, registers run out: an
+  // element takes one of 32 bits, and a narrow integer others to be sign-extended in.
   static constexpr uint32_t kCopiedUnits = 4;
-  static constexpr uint32_t kReducedUnits = 4 * kAccessBytes / sizeof(Values);
+  static constexpr uint32_t kReducedUnits = sizeof(typename Codec::Acc) < 4 ? 1
+                                            : Codec::kElems < 4             ? 4
+                                                                            : 16 / Codec::kElems;
 
   // Sums have a loop of their own. The other operations are told apart element by element, which
   // takes instructions where memory is what is waited for, and saves a kernel for each.
@@ -194,7 +226,7 @@ class Elements {
   }
 
   const Block& block_;
-  const ReduceArgs& args_;
+  const CollectiveArgs& args_;
 };
 
 }  // namespace rota::cuda

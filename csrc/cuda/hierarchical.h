@@ -99,7 +99,7 @@ class Hierarchy {
 };
 
 template <typename Codec, typename Block>
-HOST_DEVICE void hierarchical(const Block& block, const Peers& peers, const ReduceArgs& args) {
+HOST_DEVICE void hierarchical(const Block& block, const Peers& peers, const CollectiveArgs& args) {
   const Links links(block, peers);
   const Elements<Codec, Block> elements(block, args);
   const Hierarchy hierarchy(block, links, elements);

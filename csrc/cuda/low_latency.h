@@ -30,7 +30,8 @@ class Packets {
   HOST_DEVICE void send() const {
     const Block& block = elements_.block();
     elements_.template for_each_unit<1>(
-        chunk_.num_elems, [&]<bool kIsWhole, uint32_t kUnits>(const Units<kUnits>& units) {
+        elements_.whole_block(), chunk_.num_elems,
+        [&]<bool kIsWhole, uint32_t kUnits>(const Units<kUnits>& units) {
           const auto own = Codec::template read<kIsWhole>(block, elements_.input(chunk_),
                                                           units.elem[0], units.num_elems[0]);
           const auto& words = own.payload.words;
@@ -104,7 +105,7 @@ class Packets {
 
 // Channel i moves chunk i, and there are as many of one as of the other.
 template <typename Codec, typename Block>
-HOST_DEVICE void low_latency(const Block& block, const Peers& peers, const ReduceArgs& args) {
+HOST_DEVICE void low_latency(const Block& block, const Peers& peers, const CollectiveArgs& args) {
   const Elements<Codec, Block> elements(block, args);
   const Range chunk =
       schedule::chunk_of(args.num_elems, args.chunk_elems, static_cast<uint64_t>(block.index()));

@@ -9,7 +9,7 @@
 namespace rota::cuda {
 
 template <typename Codec, typename Block>
-HOST_DEVICE void one_shot(const Block& block, const Peers& peers, const ReduceArgs& args) {
+HOST_DEVICE void one_shot(const Block& block, const Peers& peers, const CollectiveArgs& args) {
   const Links links(block, peers);
   const Elements<Codec, Block> elements(block, args);
   const RankSet world = schedule::everyone(links.world_size());

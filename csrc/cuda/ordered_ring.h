@@ -11,7 +11,7 @@
 namespace rota::cuda {
 
 template <typename Codec, typename Block>
-HOST_DEVICE void ordered_ring(const Block& block, const Peers& peers, const ReduceArgs& args) {
+HOST_DEVICE void ordered_ring(const Block& block, const Peers& peers, const CollectiveArgs& args) {
   const Links links(block, peers);
   const Elements<Codec, Block> elements(block, args);
   const int rank = links.rank();

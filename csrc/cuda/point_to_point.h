@@ -14,7 +14,7 @@ using Bytes = Codec<DType::kUInt8>;
 // What passes through a rank: data that it has sent, or that it receives, sends on, or both.
 // from, to: one rank or nobody.
 template <typename Block>
-HOST_DEVICE void pass_on(const Block& block, const Peers& peers, const ReduceArgs& args,
+HOST_DEVICE void pass_on(const Block& block, const Peers& peers, const CollectiveArgs& args,
                          const RankSet& from, const RankSet& to) {
   const Links links(block, peers);
   const Elements<Bytes, Block> elements(block, args);
@@ -43,18 +43,18 @@ HOST_DEVICE void pass_on(const Block& block, const Peers& peers, const ReduceArg
 }
 
 template <typename Block>
-HOST_DEVICE void send(const Block& block, const Peers& peers, const ReduceArgs& args, int peer) {
-  pass_on(block, peers, args, schedule::nobody(), schedule::only(peer));
+HOST_DEVICE void send(const Block& block, const Peers& peers, const CollectiveArgs& args) {
+  pass_on(block, peers, args, schedule::nobody(), schedule::only(args.peer));
 }
 
 template <typename Block>
-HOST_DEVICE void receive(const Block& block, const Peers& peers, const ReduceArgs& args, int peer) {
-  pass_on(block, peers, args, schedule::only(peer), schedule::nobody());
+HOST_DEVICE void receive(const Block& block, const Peers& peers, const CollectiveArgs& args) {
+  pass_on(block, peers, args, schedule::only(args.peer), schedule::nobody());
 }
 
 template <typename Block>
-HOST_DEVICE void broadcast(const Block& block, const Peers& peers, const ReduceArgs& args,
-                           int root) {
+HOST_DEVICE void broadcast(const Block& block, const Peers& peers, const CollectiveArgs& args) {
+  const int root = args.peer;
   const int next = schedule::next_rank(peers.rank, peers.world_size());
   const int previous = schedule::previous_rank(peers.rank, peers.world_size());
   pass_on(block, peers, args, peers.rank == root ? schedule::nobody() : schedule::only(previous),

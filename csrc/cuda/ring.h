@@ -11,7 +11,7 @@
 namespace rota::cuda {
 
 template <typename Codec, typename Block>
-HOST_DEVICE void ring(const Block& block, const Peers& peers, const ReduceArgs& args) {
+HOST_DEVICE void ring(const Block& block, const Peers& peers, const CollectiveArgs& args) {
   const Links links(block, peers);
   const Elements<Codec, Block> elements(block, args);
   const int rank = links.rank();
@@ -19,14 +19,14 @@ HOST_DEVICE void ring(const Block& block, const Peers& peers, const ReduceArgs& 
   const int next = schedule::next_rank(rank, world_size);
   const int previous = schedule::previous_rank(rank, world_size);
   const int num_steps = schedule::ring_num_steps(world_size);
-  const uint64_t num_rounds =
-      schedule::ring_num_rounds(args.num_elems, world_size, args.chunk_elems, args.granule_elems);
+  const uint64_t num_rounds = schedule::num_chunks_of_pieces(args.num_elems, world_size,
+                                                             args.chunk_elems, args.granule_elems);
 
   uint64_t message = 0;  // what arrives; what is sent on is the one after
   for (uint64_t round = block.index(); round < num_rounds; round += block.num_blocks()) {
     const auto chunk_of = [&](int piece) {
-      return schedule::ring_chunk(args.num_elems, world_size, piece, args.chunk_elems, round,
-                                  args.granule_elems);
+      return schedule::chunk_of_piece(args.num_elems, world_size, piece, args.chunk_elems, round,
+                                      args.granule_elems);
     };
     // Before anything has arrived, the own piece starts on its way.
     const Range first = chunk_of(schedule::ring_step(rank, world_size, 0).send_piece);

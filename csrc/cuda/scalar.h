@@ -8,6 +8,7 @@
 #include "base/float_bits.h"
 #include "base/random_bits.h"
 #include "base/tile.h"
+#include "cuda/words.h"
 
 namespace rota::cuda {
 
@@ -61,33 +62,35 @@ struct NativeOf<DType::kBool> {
 template <DType dtype>
 using AccOf = typename NativeOf<info(dtype).accumulate>::type;
 
+template <DType dtype>
+using ElemBits = BitsOf<info(dtype).num_bytes>;
+
 HOST_DEVICE constexpr bool is_narrow(DType dtype) {
   return info(dtype).is_floating && info(dtype).num_bytes < 4;
 }
 
 // Bits of an element to the accumulate dtype.
 template <DType dtype, bool is_scaled, typename Block>
-HOST_DEVICE_INLINE AccOf<dtype> decode(const Block& block, uint64_t bits) {
-  const auto low = static_cast<uint32_t>(bits);
+HOST_DEVICE_INLINE AccOf<dtype> decode(const Block& block, ElemBits<dtype> bits) {
   if constexpr (dtype == DType::kFloat64)
     return bit_as<double>(bits);
   else if constexpr (dtype == DType::kFloat32)
-    return bit_as<float>(low);
+    return bit_as<float>(bits);
   else if constexpr (dtype == DType::kFloat16)
-    return block.widen_half(low);
+    return block.widen_half(bits);
   else if constexpr (is_narrow(dtype))
-    return widen<float_format(dtype, is_scaled)>(low);
+    return widen<float_format(dtype, is_scaled)>(bits);
   // Any byte but 0 is true, as torch reads it.
   else if constexpr (dtype == DType::kBool)
-    return low != 0;
+    return bits != 0;
   else
     return static_cast<AccOf<dtype>>(bits);
 }
 
 // And back, rounded once. elem: counted from the start of the tensor.
 template <DType dtype, bool is_scaled, typename Block>
-HOST_DEVICE_INLINE uint64_t encode(const Block& block, AccOf<dtype> value, const Rounding& rounding,
-                                   uint64_t elem) {
+HOST_DEVICE_INLINE ElemBits<dtype> encode(const Block& block, AccOf<dtype> value,
+                                          const Rounding& rounding, uint64_t elem) {
   if constexpr (dtype == DType::kFloat64) {
     return bit_as<uint64_t>(value);
   } else if constexpr (dtype == DType::kFloat32) {
@@ -98,8 +101,8 @@ HOST_DEVICE_INLINE uint64_t encode(const Block& block, AccOf<dtype> value, const
     if constexpr (dtype == DType::kFloat16) return block.narrow_half(value);
     return narrow_to_nearest<kFormat>(value);
   } else {
-    constexpr int kNumBits = 8 * sizeof(value);
-    return static_cast<uint64_t>(value) << (64 - kNumBits) >> (64 - kNumBits);
+    // Without the sign's copies above it.
+    return static_cast<std::make_unsigned_t<AccOf<dtype>>>(value);
   }
 }
 

@@ -9,7 +9,8 @@ namespace rota::cuda {
 
 // input: all pieces; output: this rank's. args.num_elems counts the input.
 template <typename Codec, typename Block>
-HOST_DEVICE void reduce_scatter(const Block& block, const Peers& peers, const ReduceArgs& args) {
+HOST_DEVICE void reduce_scatter(const Block& block, const Peers& peers,
+                                const CollectiveArgs& args) {
   const Links links(block, peers);
   const Elements<Codec, Block> elements(block, args);
   const RankSet world = schedule::everyone(links.world_size());
@@ -38,7 +39,7 @@ HOST_DEVICE void reduce_scatter(const Block& block, const Peers& peers, const Re
 
 // input: this rank's piece; output: all. args.num_elems counts the output.
 template <typename Codec, typename Block>
-HOST_DEVICE void all_gather(const Block& block, const Peers& peers, const ReduceArgs& args) {
+HOST_DEVICE void all_gather(const Block& block, const Peers& peers, const CollectiveArgs& args) {
   const Links links(block, peers);
   const Elements<Codec, Block> elements(block, args);
   const RankSet world = schedule::everyone(links.world_size());

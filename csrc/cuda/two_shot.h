@@ -7,7 +7,6 @@
 #include "cuda/links.h"
 #include "cuda/sources.h"
 #include "schedule/direct.h"
-#include "schedule/ring.h"
 
 namespace rota::cuda {
 
@@ -22,15 +21,15 @@ class Pieces {
 
   HOST_DEVICE const RankSet& ranks() const { return ranks_; }
   HOST_DEVICE uint64_t num_chunks() const {
-    const ReduceArgs& args = elements_.args();
-    return schedule::ring_num_rounds(args.num_elems, ranks_.num_ranks, args.chunk_elems,
-                                     args.granule_elems);
+    const CollectiveArgs& args = elements_.args();
+    return schedule::num_chunks_of_pieces(args.num_elems, ranks_.num_ranks, args.chunk_elems,
+                                          args.granule_elems);
   }
   // Chunk i of the piece that a rank owns.
   HOST_DEVICE Range chunk_of(int owner, uint64_t i) const {
-    const ReduceArgs& args = elements_.args();
-    return schedule::ring_chunk(args.num_elems, ranks_.num_ranks, ranks_.place_of(owner),
-                                args.chunk_elems, i, args.granule_elems);
+    const CollectiveArgs& args = elements_.args();
+    return schedule::chunk_of_piece(args.num_elems, ranks_.num_ranks, ranks_.place_of(owner),
+                                    args.chunk_elems, i, args.granule_elems);
   }
   HOST_DEVICE Range own_chunk(uint64_t i) const { return chunk_of(links_.rank(), i); }
   HOST_DEVICE int num_peers() const { return ranks_.num_ranks - 1; }
@@ -42,12 +41,11 @@ class Pieces {
 
   // Sends each owner this rank's contribution to its chunk.
   HOST_DEVICE void scatter(uint64_t i, uint64_t message) const {
-    for (int index = 0; index < num_peers(); ++index) {
+    elements_.copy_each(num_peers(), [&](int index) {
       const Range chunk = chunk_of(peer(index), i);
-      elements_.copy(chunk, elements_.input(chunk), 1, [&](int) {
-        return elements_.in_slot(links_.outgoing(peer(index), message), chunk);
-      });
-    }
+      return Copy{elements_.input(chunk),
+                  elements_.in_slot(links_.outgoing(peer(index), message), chunk), chunk.num_elems};
+    });
   }
   // Where rank number `place` has put its contribution to this rank's chunk.
   HOST_DEVICE WirePlace contribution(int place, const Range& chunk, uint64_t message) const {
@@ -62,7 +60,7 @@ class Pieces {
   }
   // In a tensor that holds this rank's piece alone.
   HOST_DEVICE WirePlace in_own_piece(std::byte* base, const Range& own) const {
-    const ReduceArgs& args = elements_.args();
+    const CollectiveArgs& args = elements_.args();
     const auto place = static_cast<uint64_t>(ranks_.place_of(links_.rank()));
     const Range piece = schedule::piece_of(args.num_elems, static_cast<uint64_t>(ranks_.num_ranks),
                                            place, args.granule_elems);
@@ -70,21 +68,23 @@ class Pieces {
   }
   // Takes the results of the others' chunks.
   HOST_DEVICE void collect(uint64_t i, uint64_t message) const {
-    for (int index = 0; index < num_peers(); ++index) {
+    elements_.copy_each(num_peers(), [&](int index) {
       const Range chunk = chunk_of(peer(index), i);
-      const WirePlace result = elements_.in_slot(links_.incoming(peer(index), message), chunk);
-      elements_.copy(chunk, result, 1, [&](int) { return elements_.output(chunk); });
-    }
+      return Copy{elements_.in_slot(links_.incoming(peer(index), message), chunk),
+                  elements_.output(chunk), chunk.num_elems};
+    });
   }
 
  private:
+  using Copy = typename Elements<Codec, Block>::Copy;
+
   const Links<Block>& links_;
   const Elements<Codec, Block>& elements_;
   RankSet ranks_;
 };
 
 template <typename Codec, typename Block>
-HOST_DEVICE void two_shot(const Block& block, const Peers& peers, const ReduceArgs& args) {
+HOST_DEVICE void two_shot(const Block& block, const Peers& peers, const CollectiveArgs& args) {
   const Links links(block, peers);
   const Elements<Codec, Block> elements(block, args);
   const RankSet world = schedule::everyone(links.world_size());

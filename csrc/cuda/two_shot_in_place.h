@@ -8,14 +8,9 @@
 
 namespace rota::cuda {
 
-// Every rank's tensor, mapped by this rank; the own one is input and output.
-struct MappedTensors {
-  std::byte* of[kMaxWorldSize];  // by rank
-};
-
 template <typename Codec, typename Block>
-HOST_DEVICE void two_shot_in_place(const Block& block, const Peers& peers, const ReduceArgs& args,
-                                   const MappedTensors& tensors) {
+HOST_DEVICE void two_shot_in_place(const Block& block, const Peers& peers,
+                                   const CollectiveArgs& args, const MappedTensors& tensors) {
   const Links links(block, peers);
   const Elements<Codec, Block> elements(block, args);
   const RankSet world = schedule::everyone(links.world_size());

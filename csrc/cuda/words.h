@@ -3,12 +3,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "base/float_bits.h"
 #include "base/host_device.h"
 
-// In front of a loop whose counter indexes registers.
-#if defined(__CUDACC__)
+// In front of a loop whose counter indexes registers; a host compiler warns of it.
+#if defined(__CUDA_ARCH__)
 #define ROTA_UNROLL _Pragma("unroll")
 #else
 #define ROTA_UNROLL
@@ -24,10 +25,13 @@ struct alignas(kBytes < kAccessBytes ? kBytes : kAccessBytes) Words {
   uint32_t words[kBytes / sizeof(uint32_t)];
 };
 
+template <size_t kElemBytes>
+using BitsOf = std::conditional_t<kElemBytes == 8, uint64_t, uint32_t>;
+
 // Element `index`, as its bits, of elements that are packed into words. The index must be known to
 // the compiler.
 template <size_t kElemBytes, size_t kBytes>
-HOST_DEVICE_INLINE uint64_t get_bits(const Words<kBytes>& packed, size_t index) {
+HOST_DEVICE_INLINE BitsOf<kElemBytes> get_bits(const Words<kBytes>& packed, size_t index) {
   if constexpr (kElemBytes == 8) {
     return packed.words[2 * index] | uint64_t{packed.words[2 * index + 1]} << 32;
   } else if constexpr (kElemBytes == 4) {
@@ -41,16 +45,15 @@ HOST_DEVICE_INLINE uint64_t get_bits(const Words<kBytes>& packed, size_t index) 
 
 // Into words that were 0 there.
 template <size_t kElemBytes, size_t kBytes>
-HOST_DEVICE_INLINE void put_bits(Words<kBytes>& packed, size_t index, uint64_t bits) {
-  const auto low = static_cast<uint32_t>(bits);
+HOST_DEVICE_INLINE void put_bits(Words<kBytes>& packed, size_t index, BitsOf<kElemBytes> bits) {
   if constexpr (kElemBytes == 8) {
-    packed.words[2 * index] = low;
+    packed.words[2 * index] = static_cast<uint32_t>(bits);
     packed.words[2 * index + 1] = static_cast<uint32_t>(bits >> 32);
   } else if constexpr (kElemBytes == 4) {
-    packed.words[index] = low;
+    packed.words[index] = bits;
   } else {
     constexpr size_t kPerWord = 4 / kElemBytes;
-    packed.words[index / kPerWord] |= low << (8 * kElemBytes * (index % kPerWord));
+    packed.words[index / kPerWord] |= bits << (8 * kElemBytes * (index % kPerWord));
   }
 }
 
@@ -66,10 +69,10 @@ HOST_DEVICE_INLINE Words<kBytes> load_part(const std::byte* src, uint32_t num_el
   ROTA_UNROLL
   for (size_t i = 0; i < kBytes / kElemBytes; ++i) {
     if (i >= num_elems) continue;
-    uint64_t bits = 0;
+    BitsOf<kElemBytes> bits = 0;
     ROTA_UNROLL
     for (size_t b = 0; b < kElemBytes; ++b) {
-      bits |= static_cast<uint64_t>(src[i * kElemBytes + b]) << (8 * b);
+      bits |= static_cast<BitsOf<kElemBytes>>(src[i * kElemBytes + b]) << (8 * b);
     }
     put_bits<kElemBytes>(packed, i, bits);
   }
@@ -82,7 +85,7 @@ HOST_DEVICE_INLINE void store_part(std::byte* dst, uint32_t num_elems,
   ROTA_UNROLL
   for (size_t i = 0; i < kBytes / kElemBytes; ++i) {
     if (i >= num_elems) continue;
-    const uint64_t bits = get_bits<kElemBytes>(packed, i);
+    const auto bits = get_bits<kElemBytes>(packed, i);
     ROTA_UNROLL
     for (size_t b = 0; b < kElemBytes; ++b) {
       dst[i * kElemBytes + b] = static_cast<std::byte>(bits >> (8 * b));

@@ -35,4 +35,22 @@ HOST_DEVICE constexpr Range chunk_of(uint64_t num_elems, uint64_t chunk_elems, u
   return {begin, min_of(chunk_elems, num_elems - begin)};
 }
 
+// A tensor in num_pieces pieces, and each of these in chunks of chunk_elems, a multiple of
+// `granule`: so many has the longest piece.
+HOST_DEVICE constexpr uint64_t num_chunks_of_pieces(uint64_t num_elems, int num_pieces,
+                                                    uint64_t chunk_elems, uint64_t granule) {
+  const Range longest = piece_of(num_elems, static_cast<uint64_t>(num_pieces), 0, granule);
+  return ceil_div(longest.num_elems, chunk_elems);
+}
+
+// The chunk `index` of `piece`, counted from the start of the tensor. Past the piece's end it is
+// empty, and goes through protocols as any other.
+HOST_DEVICE constexpr Range chunk_of_piece(uint64_t num_elems, int num_pieces, int piece,
+                                           uint64_t chunk_elems, uint64_t index, uint64_t granule) {
+  const Range whole =
+      piece_of(num_elems, static_cast<uint64_t>(num_pieces), static_cast<uint64_t>(piece), granule);
+  const Range chunk = chunk_of(whole.num_elems, chunk_elems, index);
+  return {whole.begin + chunk.begin, chunk.num_elems};
+}
+
 }  // namespace rota::schedule

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "base/tile.h"
 #include "schedule/chunk.h"
 #include "schedule/ring.h"
 #include "schedule/tally.h"
@@ -220,12 +221,12 @@ constexpr Cost ring_cost(const Message& message, int rank, int world_size) {
   Tally tally(message);
   const uint64_t chunk_elems = hop_capacity(message);
   const uint64_t num_rounds =
-      ring_num_rounds(message.num_elems, world_size, chunk_elems, message.granule_elems);
+      num_chunks_of_pieces(message.num_elems, world_size, chunk_elems, message.granule_elems);
   const int num_steps = ring_num_steps(world_size);
   for (uint64_t round = 0; round < num_rounds; ++round) {
     const auto elems_of = [&](int piece) {
-      return ring_chunk(message.num_elems, world_size, piece, chunk_elems, round,
-                        message.granule_elems)
+      return chunk_of_piece(message.num_elems, world_size, piece, chunk_elems, round,
+                            message.granule_elems)
           .num_elems;
     };
     const uint64_t first_elems = elems_of(ring_step(rank, world_size, 0).send_piece);
@@ -346,10 +347,14 @@ constexpr Cost recv_cost(const Message& message) {
 
 // ---- the kernels around the all-reduce of a gradient bucket -------------------------------------
 
+constexpr uint64_t tile_list_bytes(const Message& message) {
+  return ceil_div(message.num_elems, kTileElems) * kTileEntryBytes;
+}
+
 // Gradients to the wire format, with its scales. No link, no wait.
 constexpr Cost pack_cost(const Message& message) {
   Cost cost;
-  cost.hbm_read_bytes = message.tensor.num_bytes(message.num_elems);
+  cost.hbm_read_bytes = message.tensor.num_bytes(message.num_elems) + tile_list_bytes(message);
   cost.hbm_written_bytes = message.wire.num_bytes(message.num_elems);
   return cost;
 }
@@ -357,9 +362,9 @@ constexpr Cost pack_cost(const Message& message) {
 // The wire format to gradients, and one sum of squares, a float64, for each tile.
 constexpr Cost unpack_cost(const Message& message) {
   Cost cost;
-  cost.hbm_read_bytes = message.wire.num_bytes(message.num_elems);
+  cost.hbm_read_bytes = message.wire.num_bytes(message.num_elems) + tile_list_bytes(message);
   cost.hbm_written_bytes = message.tensor.num_bytes(message.num_elems) +
-                           ceil_div(message.num_elems, message.granule_elems) * sizeof(double);
+                           ceil_div(message.num_elems, kTileElems) * sizeof(double);
   return cost;
 }
 

@@ -44,28 +44,10 @@ HOST_DEVICE constexpr RingStep ring_step(int rank, int world_size, int step) {
   return {send, recv, action};
 }
 
-// The classic ring cuts the whole tensor into world_size pieces, each a multiple of `granule`
-// elements, and round r runs all steps once for chunk r of every piece. So the rank where an
-// element's sum starts depends on num_elems and world_size (and the granule, a constant of the
-// element loops), never on chunk_elems: any slot size and any number of channels give the same
-// bits. chunk_elems is a multiple of the granule.
-
-// From the longest piece; shorter ones send empty chunks in the last rounds.
-HOST_DEVICE constexpr uint64_t ring_num_rounds(uint64_t num_elems, int world_size,
-                                               uint64_t chunk_elems, uint64_t granule) {
-  const Range longest = piece_of(num_elems, static_cast<uint64_t>(world_size), 0, granule);
-  return ceil_div(longest.num_elems, chunk_elems);
-}
-
-// The elements, counted from the start of the tensor, that `piece` moves in `round`. Past the
-// piece's end it is empty, and goes through the protocol as any other.
-HOST_DEVICE constexpr Range ring_chunk(uint64_t num_elems, int world_size, int piece,
-                                       uint64_t chunk_elems, uint64_t round, uint64_t granule) {
-  const Range whole =
-      piece_of(num_elems, static_cast<uint64_t>(world_size), static_cast<uint64_t>(piece), granule);
-  const Range chunk = chunk_of(whole.num_elems, chunk_elems, round);
-  return {whole.begin + chunk.begin, chunk.num_elems};
-}
+// The classic ring cuts the whole tensor into world_size pieces, and round r runs all steps once
+// for chunk r of every piece. So the rank where an element's sum starts depends on num_elems,
+// world_size and the granule, a constant of the element loops, never on how long chunks are: any
+// slot size and any number of channels give the same bits.
 
 // The ordered ring keeps ascending rank order: every chunk's sum starts at rank 0 and is complete
 // on the last rank, from where it goes around once more. In `step` a rank reads what the previous

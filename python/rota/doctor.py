@@ -22,8 +22,8 @@ _TRIAL_TIMEOUT = timedelta(seconds=20)
 
 def _versions() -> str:
     return (
-        f"rota {rota.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
-        f"Linux {platform.release()} {platform.machine()}"
+        f"rota {rota.__version__} in {os.path.dirname(rota.__file__)}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}, Linux {platform.release()} {platform.machine()}"
     )
 
 
@@ -45,12 +45,21 @@ def _host() -> str:
     return f"{_C.host_id()}{forced}; ranks that print the same can share memory"
 
 
-def _cuda() -> str:
-    if not torch.cuda.is_available():
-        return "none here; rota moves CPU tensors"
+def _gpus() -> str:
+    archs = _C.cuda_archs()
+    if not archs:
+        return (
+            "not used by this build, which is for the CPU; one with CUDA kernels needs a CUDA "
+            "build of torch, nvcc, and `ROTA_CUDA=1 pip install --no-build-isolation .`"
+        )
+    built = f"CUDA kernels built for {', '.join(archs)}"
+    try:
+        devices = _C.cuda_devices()
+    except rota.TransportError as error:
+        return f"none usable here: {error}; {built}"
     return (
-        f"{torch.cuda.device_count()} found, but this version of rota has no CUDA kernels yet: use "
-        f"NCCL for CUDA tensors"
+        f"{len(devices)} found: {', '.join(devices)}; {built}, but this version's collectives take "
+        f"CPU tensors only: use NCCL for CUDA tensors"
     )
 
 
@@ -75,7 +84,7 @@ _CHECKS: dict[str, Callable[[], str]] = {
     "element loops": _element_loops,
     "cores": _cores,
     "host": _host,
-    "GPUs": _cuda,
+    "GPUs": _gpus,
     "trial": _trial,
 }
 

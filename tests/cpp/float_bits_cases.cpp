@@ -130,15 +130,18 @@ void format_is_reference() {
 // To one of the two floats around a float64, the odd one, so that rounding again is rounding once.
 void odd_rounding_keeps_ties_apart() {
   for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
-    for (uint64_t code = 0; code < round_to(dtype, INFINITY); ++code) {
-      const double low = to_double(dtype, code), high = to_double(dtype, code + 1);
-      const double tie = std::isinf(high) ? low : (low + high) / 2;
-      for (const double value : {tie, std::nextafter(tie, 0), std::nextafter(tie, INFINITY)}) {
-        for (const double signed_value : {value, -value}) {
-          const float odd = round_to_odd(signed_value);
-          check(odd == signed_value || std::bit_cast<uint32_t>(odd) % 2 == 1, "it is even");
-          check_equal(round_to(dtype, odd), round_to(dtype, signed_value),
-                      join(name(dtype), " of ", signed_value));
+    for (uint64_t code = 0; code + 1 < round_to(dtype, INFINITY); ++code) {
+      const auto tie =
+          static_cast<float>((to_double(dtype, code) + to_double(dtype, code + 1)) / 2);
+      for (const float near : {tie, std::nextafter(tie, kInf)}) {
+        const double at = near;
+        for (const double value : {at, std::nextafter(at, 0), std::nextafter(at, INFINITY)}) {
+          for (const double signed_value : {value, -value}) {
+            const float odd = round_to_odd(signed_value);
+            check(odd == signed_value || std::bit_cast<uint32_t>(odd) % 2 == 1, "it is even");
+            check_equal(round_to(dtype, odd), round_to(dtype, signed_value),
+                        join(name(dtype), " of ", signed_value));
+          }
         }
       }
     }

@@ -59,6 +59,7 @@ static_assert(round_to_odd(1 + 0x1p-40) == 1 + 0x1p-23f && round_to_odd(1.5) == 
 static_assert(combine<DType::kInt32, ReduceOp::kSum>(0x7fffffff, 1) == -0x7fffffff - 1);
 static_assert(combine<DType::kInt32, ReduceOp::kProduct>(0x10000, 0x10000) == 0);
 static_assert(combine<DType::kInt64, ReduceOp::kProduct>(int64_t{1} << 62, int64_t{4}) == 0);
+static_assert(combine<DType::kInt16, ReduceOp::kProduct>(int16_t{-1}, int16_t{-1}) == 1);
 static_assert(combine<DType::kInt8, ReduceOp::kSum>(int8_t{127}, int8_t{1}) == -128);
 static_assert(combine<DType::kInt8, ReduceOp::kMin>(int8_t{-1}, int8_t{1}) == -1);
 static_assert(combine<DType::kBool, ReduceOp::kSum>(uint8_t{1}, uint8_t{1}) == 1);
@@ -80,12 +81,14 @@ __device__ float round_trips(float value, uint32_t random) {
   return widen<format>(code) + widen<format>(narrow_at_random<format>(value, random));
 }
 
-__global__ void formats_kernel(double value, uint64_t seed, WireFormat format, float* sums) {
+__global__ void formats_kernel(double value, uint64_t seed, WireFormat format, std::byte* wire,
+                               float* sums) {
   const uint32_t index = blockIdx.x * blockDim.x + threadIdx.x;
   const float rounded = round_to_odd(value);
   const uint32_t random = random_of(tile_key(seed, 1, 2) + index);
   const uint32_t biased = biased_scale<DType::kFloat8E5M2>(bit_as<uint32_t>(rounded));
   const auto num_bytes = static_cast<float>(format.num_bytes(index) + info(format.dtype).num_bytes);
+  *format.from(format.place(wire, 1024), 64 * index).scales = static_cast<std::byte>(biased);
   sums[index] = round_trips<kHalf>(rounded, random) + round_trips<kBFloat>(rounded, random) +
                 round_trips<kE5M2>(rounded, random) + round_trips<kE4M3>(rounded, random) +
                 round_trips<kScaledE4M3>(rounded, random) + scale_of(biased) +

@@ -13,6 +13,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/fixed_tree.h"
 #include "base/float_bits.h"
 #include "cuda/words.h"
 #include "random.h"
@@ -60,6 +61,7 @@ class SharedBlock {
 
   HostBarrier barrier;
   std::vector<std::unique_ptr<HostBarrier>> groups;
+  std::array<double, kTreeBins> doubles;
   std::vector<std::array<uint64_t, 2>> values;  // by thread; two, so that one barrier suffices
 };
 
@@ -146,6 +148,8 @@ class HostBlock {
     return {std::atomic_ref(src[0]).load(std::memory_order_relaxed),
             std::atomic_ref(src[1]).load(std::memory_order_relaxed)};
   }
+
+  double* shared_doubles() const { return shared_.doubles.data(); }
 
   float widen_half(uint32_t code) const { return widen<float_format(DType::kFloat16)>(code); }
   uint32_t narrow_half(float value) const {

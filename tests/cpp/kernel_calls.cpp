@@ -218,11 +218,11 @@ class CheckedCalls {
     const KernelCall& call = *planned.call;
     Tensors& own = planned.ranks[static_cast<size_t>(rank)];
     KernelLaunch launch{.kernel = call.kernel, .format = call.format};
-    launch.root = call.root;
-    if (call.kernel == Kernel::kSend) {
-      const Pair pair = pair_of(call, world_size(), rank).value_or(Pair{kNobody, kNobody});
-      launch.root = pair.sender;
-      launch.receiver = pair.receiver;
+    int peer = call.root;
+    if (const std::optional<Pair> pair = pair_of(call, world_size(), rank);
+        pair && call.kernel == Kernel::kSend) {
+      launch.role = rank == pair->sender ? Role::kSender : Role::kReceiver;
+      peer = rank == pair->sender ? pair->receiver : pair->sender;
     }
     const uint64_t piece_bytes =
         equal_piece(call, world_size(), 0).num_elems * info(call.format.dtype).num_bytes;
@@ -243,12 +243,14 @@ class CheckedCalls {
         .reciprocal = divides && (world_size() & (world_size() - 1)) == 0 ? 1.0 / world_size() : 0,
         .rounding = {.is_stochastic = call.stochastic_seed.has_value(),
                      .seed = call.stochastic_seed.value_or(0),
-                     .stream = kResultStream}};
+                     .stream = kResultStream},
+        .peer = peer};
     for (size_t peer = 0; peer < planned.ranks.size(); ++peer) {
       launch.tensors.of[peer] = planned.ranks[peer].output.data();
     }
     return launch;
   }
+
   void check_result(int rank, Planned& planned) {
     const KernelCall& call = *planned.call;
     Tensors& tensors = planned.ranks[static_cast<size_t>(rank)];

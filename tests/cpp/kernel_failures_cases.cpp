@@ -36,6 +36,8 @@ class LaunchWithoutOne {
       if (block.thread() == 0 && block.index() == 0) stand_by();
       return;
     }
+    const bool has_part = rank == call_.root || rank == call_.receiver;
+    if (call_.kernel == Kernel::kSend && !has_part) return;
     std::byte* tensor = tensors_[static_cast<size_t>(rank)].data();
     KernelLaunch launch{
         .kernel = call_.kernel,
@@ -47,9 +49,12 @@ class LaunchWithoutOne {
                  .chunk_elems = chunk_elems(call_, grid_.shape()),
                  .group_size = call_.group_size == 0 ? kWorldSize : call_.group_size,
                  .is_aligned = true,
-                 .op = ReduceOp::kSum},
-        .root = call_.root,
-        .receiver = call_.receiver};
+                 .op = ReduceOp::kSum,
+                 .peer = call_.root}};
+    if (call_.kernel == Kernel::kSend) {
+      launch.role = rank == call_.root ? Role::kSender : Role::kReceiver;
+      launch.args.peer = rank == call_.root ? call_.receiver : call_.root;
+    }
     for (size_t peer = 0; peer < tensors_.size(); ++peer) {
       launch.tensors.of[peer] = tensors_[peer].data();
     }

@@ -34,10 +34,10 @@ void launch(const HostBlock& block, const cuda::Peers& peers, const KernelLaunch
     case Kernel::kAllGather:
       return launch_other(block, peers, launch);
     case Kernel::kBroadcast:
-      return cuda::broadcast(block, peers, launch.args, launch.root);
+      return cuda::broadcast(block, peers, launch.args);
     case Kernel::kSend:
-      if (peers.rank == launch.root) cuda::send(block, peers, launch.args, launch.receiver);
-      if (peers.rank == launch.receiver) cuda::receive(block, peers, launch.args, launch.root);
+      if (launch.role == Role::kSender) cuda::send(block, peers, launch.args);
+      if (launch.role == Role::kReceiver) cuda::receive(block, peers, launch.args);
       return;
   }
 }

@@ -2,10 +2,12 @@
 // the launches on a GPU, but for what host_block.h stands for.
 #pragma once
 
-#include <optional>
+#include <array>
 
-#include "cuda/elements.h"
-#include "cuda/two_shot_in_place.h"
+#include "base/wire_format.h"
+#include "cuda/codec.h"
+#include "cuda/collective_args.h"
+#include "cuda/peers.h"
 #include "host_block.h"
 
 namespace rota::test {
@@ -28,13 +30,14 @@ inline constexpr std::array kKernelNames{
     "hierarchical", "low_latency", "reduce_scatter",    "all_gather", "broadcast",
     "send"};
 
+enum class Role : uint8_t { kNone, kSender, kReceiver };
+
 struct KernelLaunch {
   Kernel kernel;
   WireFormat format;
-  cuda::ReduceArgs args;
+  cuda::CollectiveArgs args;
   cuda::MappedTensors tensors;  // of two_shot_in_place
-  int root;                     // of broadcast, and who sends
-  int receiver;                 // of what the root sends
+  Role role = Role::kNone;      // in kSend
 };
 
 // On one thread of one rank.

@@ -1,5 +1,6 @@
 #include "cuda/one_shot.h"
 #include "cuda/two_shot.h"
+#include "cuda/two_shot_in_place.h"
 #include "kernel_launch.h"
 
 namespace rota::test {

@@ -3,6 +3,7 @@
 // and device agree on what the functions say.
 #include "schedule/chunk.h"
 #include "schedule/direct.h"
+#include "schedule/rank_set.h"
 #include "schedule/ring.h"
 #include "schedule/select.h"
 
@@ -17,6 +18,12 @@ static_assert(piece_of(100, 3, 2, 64).num_elems == 0);
 static_assert(piece_of(uint64_t{1} << 40, 2, 1, 64).begin == uint64_t{1} << 39);
 static_assert(chunk_of(1000, 300, 3).begin == 900 && chunk_of(1000, 300, 3).num_elems == 100);
 static_assert(chunk_of(1000, 300, 4).num_elems == 0);
+// Pieces of 384, 384 and 232 elements, in chunks of 128.
+static_assert(num_chunks_of_pieces(1000, 3, 128, 64) == 3 &&
+              num_chunks_of_pieces(0, 3, 128, 64) == 0);
+static_assert(chunk_of_piece(1000, 3, 1, 128, 2, 64).begin == 640);
+static_assert(chunk_of_piece(1000, 3, 2, 128, 1, 64).num_elems == 104);
+static_assert(chunk_of_piece(1000, 3, 2, 128, 2, 64).num_elems == 0);
 
 // ---- ring.h
 static_assert(next_rank(3, 4) == 0 && previous_rank(0, 4) == 3);
@@ -25,15 +32,15 @@ static_assert(ring_step(1, 4, 0).send_piece == 1 && ring_step(1, 4, 0).recv_piec
 static_assert(ring_step(1, 4, 1).action == RingAction::kReduce);
 static_assert(ring_step(1, 4, 2).action == RingAction::kFinish);
 static_assert(ring_step(1, 4, 3).action == RingAction::kCopy);
-// Pieces of 384, 384 and 232 elements, in chunks of 128.
-static_assert(ring_num_rounds(1000, 3, 128, 64) == 3 && ring_num_rounds(0, 3, 128, 64) == 0);
-static_assert(ring_chunk(1000, 3, 1, 128, 2, 64).begin == 640);
-static_assert(ring_chunk(1000, 3, 2, 128, 1, 64).num_elems == 104);
-static_assert(ring_chunk(1000, 3, 2, 128, 2, 64).num_elems == 0);
 static_assert(ordered_ring_num_steps(4, 5) == 11);
 static_assert(ordered_ring_step(2, 4, 5, 2).partial_chunk == 0);
 static_assert(ordered_ring_step(2, 4, 5, 6).result_chunk == 0);
 static_assert(ordered_ring_step(3, 4, 5, 8).result_chunk == -1);
+
+// ---- rank_set.h: 6 ranks in groups of 2
+static_assert(nobody().num_ranks == 0 && only(3).rank_at(0) == 3 && everyone(4).rank_at(3) == 3);
+static_assert(group_of(3, 2).rank_at(0) == 2 && group_of(3, 2).place_of(3) == 1);
+static_assert(across_groups(3, 6, 2).rank_at(2) == 5 && across_groups(3, 6, 2).place_of(3) == 1);
 
 // ---- direct.h
 static_assert(two_shot_num_steps(3) == 4);
@@ -53,16 +60,19 @@ __global__ void schedule_kernel(int rank, int world_size, uint64_t num_elems, ui
   const auto index = static_cast<uint64_t>(step);
   const Range piece = piece_of(num_elems, num_pieces, index % num_pieces, 64);
   const Range chunk = chunk_of(num_elems, 4096, index);
-  const Range ring_part = ring_chunk(num_elems, world_size, rank, 4096, index, 64);
+  const Range part = chunk_of_piece(num_elems, world_size, rank, 4096, index, 64);
   const RingStep ring = ring_step(rank, world_size, step);
   const OrderedRingStep ordered = ordered_ring_step(rank, world_size, 16, step);
   const TwoShotStep two_shot = two_shot_step(16, step);
+  const RankSet group = group_of(rank, 2), across = across_groups(rank, world_size, 2);
   const uint64_t bounds = piece.begin + piece.num_elems + chunk.begin + chunk.num_elems +
-                          ring_part.begin + ring_part.num_elems +
-                          ring_num_rounds(num_elems, world_size, 4096, 64);
+                          part.begin + part.num_elems +
+                          num_chunks_of_pieces(num_elems, world_size, 4096, 64);
   const int ranks = next_rank(rank, world_size) + previous_rank(rank, world_size) +
                     rotated_peer(rank, world_size, step % world_size) + ring.send_piece +
-                    ring.recv_piece + static_cast<int>(ring.action);
+                    ring.recv_piece + static_cast<int>(ring.action) + group.place_of(rank) +
+                    across.rank_at(step) + everyone(world_size).num_ranks + only(rank).first +
+                    nobody().stride;
   const int64_t steps = ordered.partial_chunk + ordered.result_chunk + two_shot.contribute_round +
                         two_shot.reduce_round + ring_num_steps(world_size) +
                         ordered_ring_num_steps(world_size, 16) + two_shot_num_steps(16);

@@ -14,6 +14,19 @@ def host_id() -> str:
 def isa() -> str:
     """Instruction set of the element loops: "avx512", "avx2" or "portable" (see ROTA_ISA)."""
 
+def cuda_archs() -> list[str]:
+    """What the CUDA kernels were compiled for, as nvcc names it; empty in a build for the CPU.
+
+    Machine code first, ascending ("sm_80"), then the PTX that serves newer GPUs ("compute_100").
+    """
+
+def cuda_devices() -> list[str]:
+    """Names of the GPUs that the CUDA runtime sees, such as "NVIDIA H200 (sm_90)".
+
+    Raises:
+        rota.TransportError: there is none, and why, or this is a build for the CPU.
+    """
+
 def block_elems(dtype: torch.dtype) -> int:
     """Elements that share one power-of-two scale when a wire dtype is block scaled: 32 or 64.
 

@@ -1,0 +1,55 @@
+// What the kernels of gradient buckets, pack and unpack, are told.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/tile.h"
+#include "cuda/scalar.h"
+#include "cuda/words.h"
+
+namespace rota::cuda {
+
+// Part of a list of gradients: each tensor starts a tile of its own, so that what is read and
+// written stays aligned, and the last tile of each may be short.
+struct alignas(kTileEntryBytes) Tile {
+  std::byte* data;
+  uint64_t num_elems;
+
+  HOST_DEVICE bool is_whole() const {
+    return num_elems == kTileElems && is_aligned(data, kAccessBytes);
+  }
+};
+static_assert(sizeof(Tile) == kTileEntryBytes);
+
+// Neighbours that work on a tile together.
+inline constexpr uint32_t kTileThreads = 8;
+
+// A list of gradients and its place in the wire format, in whole tiles.
+struct BucketArgs {
+  const Tile* tiles;
+  uint64_t num_tiles;
+  std::byte* wire;  // num_tiles * kTileElems elements, aligned to 16 bytes
+  float contribution_factor;
+  float result_factor;
+  uint64_t* num_non_finite;  // what a kernel finds is added
+
+  HOST_DEVICE uint64_t num_elems() const { return num_tiles * kTileElems; }
+};
+
+struct PackArgs {
+  BucketArgs bucket;
+  // Error feedback (Seide et al. 2014): num_elems() floats in units of the result, which are added
+  // to the contributions and renewed; or null.
+  float* residual;
+  Rounding rounding;
+};
+
+struct UnpackArgs {
+  BucketArgs bucket;
+  double* squares;            // by tile
+  double* sum_of_squares;     // of all tiles
+  uint32_t* num_blocks_done;  // 0 at rest
+};
+
+}  // namespace rota::cuda

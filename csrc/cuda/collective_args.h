@@ -1,0 +1,34 @@
+// What a collective's kernel is told of its data; of the other ranks it is told in cuda/peers.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/dtype.h"
+#include "base/limits.h"
+#include "cuda/scalar.h"
+
+namespace rota::cuda {
+
+// What every collective is told of its data. Tensors are in the wire format.
+struct CollectiveArgs {
+  std::byte* input;
+  std::byte* output;  // may be the input
+  uint64_t num_elems;
+  uint64_t granule_elems;  // pieces and chunks are multiples of it
+  uint64_t chunk_elems;    // what a slot takes
+  int group_size;          // sums are formed in groups of so many ranks, then over the groups
+  bool is_aligned;         // all tensors and pieces, to 16 bytes
+  ReduceOp op;
+  double divisor;     // kAvg: of the sum
+  double reciprocal;  // 1 / divisor where that is exact, else 0
+  Rounding rounding;
+  int peer;  // broadcast: the root; send and receive: the other end
+};
+
+// Every rank's tensor, mapped by this rank; the own one is input and output.
+struct MappedTensors {
+  std::byte* of[kMaxWorldSize];  // by rank
+};
+
+}  // namespace rota::cuda

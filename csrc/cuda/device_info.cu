@@ -1,0 +1,40 @@
+#include "cuda/device_info.h"
+
+#include <cuda_runtime_api.h>
+
+#include <iterator>
+
+#include "cuda/cuda_error.h"
+
+namespace rota::cuda {
+namespace {
+
+// What nvcc was told to compile for, ascending: 800 is compute capability 8.0.
+constexpr int kArchs[] = {__CUDA_ARCH_LIST__};
+
+}  // namespace
+
+std::vector<std::string> archs() {
+  std::vector<std::string> names;
+  for (const int arch : kArchs) names.push_back(join("sm_", arch / 10));
+  names.push_back(join("compute_", *std::rbegin(kArchs) / 10));
+  return names;
+}
+
+std::vector<std::string> devices() {
+  int driver_version = 0;
+  check(cudaDriverGetVersion(&driver_version), "cudaDriverGetVersion");
+  // cudaGetDeviceCount would say that its version is insufficient.
+  if (driver_version == 0) throw Error(ErrorKind::kTransport, "no NVIDIA driver is installed");
+  int num_devices = 0;
+  check(cudaGetDeviceCount(&num_devices), "cudaGetDeviceCount");
+  std::vector<std::string> names;
+  for (int device = 0; device < num_devices; ++device) {
+    cudaDeviceProp properties;
+    check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+    names.push_back(join(properties.name, " (sm_", properties.major, properties.minor, ")"));
+  }
+  return names;
+}
+
+}  // namespace rota::cuda

@@ -1,0 +1,18 @@
+// What the CUDA kernels of this build were compiled for, and which GPUs they would find here. A
+// build for the CPU has without_cuda.cpp in place of the .cu files. Knows nothing of collectives.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace rota::cuda {
+
+// Architectures with machine code in this build ("sm_80"), and last the one whose PTX a driver
+// compiles for newer GPUs ("compute_100"). Empty in a build for the CPU.
+std::vector<std::string> archs();
+
+// Names of the GPUs that the CUDA runtime sees ("NVIDIA H200 (sm_90)"), in its order. Throws
+// Error(kTransport) with the runtime's reason where there is none. Makes no CUDA context.
+std::vector<std::string> devices();
+
+}  // namespace rota::cuda

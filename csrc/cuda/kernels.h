@@ -1,0 +1,26 @@
+// Which compiled kernel does what: each of these is defined in the .cu file of its name, and gives
+// what cudaLaunchKernel takes, or null for a format that the kernel is not made for.
+#pragma once
+
+#include "base/wire_format.h"
+
+namespace rota::cuda {
+
+const void* all_gather_kernel_of(const WireFormat& format);
+const void* broadcast_kernel_of(const WireFormat& format);
+const void* hierarchical_kernel_of(const WireFormat& format);
+const void* low_latency_kernel_of(const WireFormat& format);
+const void* one_shot_kernel_of(const WireFormat& format);
+const void* ordered_ring_kernel_of(const WireFormat& format);
+const void* receive_kernel_of(const WireFormat& format);
+const void* reduce_scatter_kernel_of(const WireFormat& format);
+const void* ring_kernel_of(const WireFormat& format);
+const void* send_kernel_of(const WireFormat& format);
+const void* two_shot_in_place_kernel_of(const WireFormat& format);
+const void* two_shot_kernel_of(const WireFormat& format);
+
+// dtype: of the gradients.
+const void* pack_kernel_of(DType dtype, const WireFormat& wire);
+const void* unpack_kernel_of(DType dtype, const WireFormat& wire);
+
+}  // namespace rota::cuda

@@ -1,0 +1,22 @@
+// Queues kernels on a stream. Everything is checked first; what comes back throws Error: kValue for
+// what was asked for, kTransport for what the CUDA runtime says. Nothing here waits for the GPU.
+#pragma once
+
+#include "cuda/launch_plan.h"
+
+struct CUstream_st;
+
+namespace rota::cuda {
+
+using Stream = CUstream_st*;  // cudaStream_t, for headers that know no CUDA
+
+// ranks_per_device: how many ranks' kernels spin on this GPU at the same time. All of their blocks
+// must be resident together, or they would wait for one that never starts: that is refused.
+void launch_collective(const LaunchRequest& request, const Peers& peers, int ranks_per_device,
+                       Stream stream);
+
+// dtype: of the gradients.
+void launch_pack(const PackArgs& args, DType dtype, const WireFormat& wire, Stream stream);
+void launch_unpack(const UnpackArgs& args, DType dtype, const WireFormat& wire, Stream stream);
+
+}  // namespace rota::cuda

@@ -1,0 +1,294 @@
+#include "cuda/launch_plan.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/error.h"
+#include "schedule/chunk.h"
+
+namespace rota::cuda {
+namespace {
+
+template <typename... Parts>
+[[noreturn]] void refuse(const Parts&... parts) {
+  throw Error(ErrorKind::kValue, join(parts...));
+}
+
+bool reduces(Kernel kernel) {
+  switch (kernel) {
+    case Kernel::kLowLatency:
+    case Kernel::kOneShot:
+    case Kernel::kTwoShot:
+    case Kernel::kTwoShotInPlace:
+    case Kernel::kOrderedRing:
+    case Kernel::kRing:
+    case Kernel::kHierarchical:
+    case Kernel::kReduceScatter:
+      return true;
+    case Kernel::kAllGather:
+    case Kernel::kBroadcast:
+    case Kernel::kSend:
+    case Kernel::kReceive:
+      return false;
+  }
+  return false;
+}
+
+// The pieces that a tensor is cut into before it is cut into chunks.
+int num_pieces(const LaunchRequest& request, int world_size, int group_size) {
+  switch (request.kernel) {
+    case Kernel::kTwoShot:
+    case Kernel::kTwoShotInPlace:
+    case Kernel::kRing:
+    case Kernel::kReduceScatter:
+    case Kernel::kAllGather:
+      return world_size;
+    case Kernel::kHierarchical:
+      return group_size;
+    case Kernel::kLowLatency:
+    case Kernel::kOneShot:
+    case Kernel::kOrderedRing:
+    case Kernel::kBroadcast:
+    case Kernel::kSend:
+    case Kernel::kReceive:
+      return 1;
+  }
+  return 1;
+}
+
+bool has_equal_pieces(Kernel kernel) {
+  return kernel == Kernel::kReduceScatter || kernel == Kernel::kAllGather;
+}
+
+// Whether slots also take partial sums, in the accumulate dtype.
+bool sends_partials(Kernel kernel) {
+  return kernel == Kernel::kRing || kernel == Kernel::kOrderedRing ||
+         kernel == Kernel::kHierarchical;
+}
+
+bool is_aligned_to(const void* address, size_t num_bytes) {
+  return reinterpret_cast<uintptr_t>(address) % num_bytes == 0;
+}
+
+void check_peers(const Peers& peers) {
+  const transport::DeviceGeometry& geometry = peers.geometry;
+  if (geometry.world_size < 2 || geometry.world_size > kMaxWorldSize) {
+    refuse("world_size is ", geometry.world_size, ", a kernel takes 2 to ", kMaxWorldSize);
+  }
+  if (peers.rank < 0 || peers.rank >= geometry.world_size) {
+    refuse("rank is ", peers.rank, ", expected 0 to ", geometry.world_size - 1);
+  }
+  if (geometry.num_channels < 1) {
+    refuse("num_channels is ", geometry.num_channels, ", expected 1 or more");
+  }
+  if (geometry.slot_bytes % transport::kDeviceLineBytes != 0 ||
+      geometry.packet_bytes % transport::kDeviceLineBytes != 0) {
+    refuse("slot_bytes is ", geometry.slot_bytes, " and packet_bytes ", geometry.packet_bytes,
+           ", expected multiples of ", transport::kDeviceLineBytes);
+  }
+  for (int rank = 0; rank < geometry.world_size; ++rank) {
+    const std::byte* region = peers.regions[rank];
+    if (region == nullptr || !is_aligned_to(region, transport::kDeviceLineBytes)) {
+      refuse("the region of rank ", rank, " is at ", static_cast<const void*>(region),
+             ", expected an address that is a multiple of ", transport::kDeviceLineBytes);
+    }
+  }
+  if (peers.abort == nullptr || peers.failure == nullptr) {
+    refuse("there is no abort word or no failure word");
+  }
+}
+
+void check_arithmetic(const LaunchRequest& request, const Peers& peers, int group_size) {
+  const DType dtype = request.format.dtype;
+  if (!is_defined(request.op, dtype)) {
+    refuse(name(request.kernel), " does not take op ", name(request.op), " of ", name(dtype));
+  }
+  if (request.format.is_block_scaled) {
+    if (!has_block_scaling(dtype)) refuse(name(dtype), " has no block scaling");
+    if (request.op != ReduceOp::kSum && request.op != ReduceOp::kAvg) {
+      refuse("op is ", name(request.op), ", with block scaling sum and avg are taken");
+    }
+    if (request.kernel == Kernel::kLowLatency || request.kernel == Kernel::kReduceScatter) {
+      refuse(name(request.kernel), " does not take block scaling; use one_shot or two_shot");
+    }
+  }
+  if (request.op == ReduceOp::kAvg && !(std::isfinite(request.divisor) && request.divisor > 0)) {
+    refuse("divisor is ", request.divisor, ", avg takes a positive finite one");
+  }
+  if (request.rounding.is_stochastic && !is_narrow(dtype)) {
+    refuse("stochastic rounding of ", name(dtype), " was asked for; it is for 16 and 8-bit floats");
+  }
+  if (group_size < 1 || peers.world_size() % group_size != 0) {
+    refuse("group_size is ", group_size, ", expected a divisor of world_size ", peers.world_size());
+  }
+  const bool is_ring = request.kernel == Kernel::kRing || request.kernel == Kernel::kOrderedRing;
+  if (is_ring && group_size != peers.world_size()) {
+    refuse("group_size is ", group_size, ", but ", name(request.kernel),
+           " adds ranks one after another; use hierarchical, one_shot or two_shot");
+  }
+}
+
+// In place is where the own piece lies, or the whole; any other overlap would be read half written.
+void check_overlap(const LaunchRequest& request, const Peers& peers) {
+  const bool has_pieces = has_equal_pieces(request.kernel);
+  const auto num_pieces = static_cast<uint64_t>(has_pieces ? peers.world_size() : 1);
+  const size_t whole_bytes = request.format.num_bytes(request.num_elems);
+  const size_t piece_bytes = request.format.num_bytes(request.num_elems / num_pieces);
+  const bool is_whole_input = request.kernel != Kernel::kAllGather;
+  const auto whole = reinterpret_cast<uintptr_t>(is_whole_input ? request.input : request.output);
+  const auto piece = reinterpret_cast<uintptr_t>(is_whole_input ? request.output : request.input);
+  const uintptr_t in_place =
+      whole + (has_pieces ? static_cast<size_t>(peers.rank) * piece_bytes : 0);
+  const bool are_apart = whole + whole_bytes <= piece || piece + piece_bytes <= whole;
+  if (piece != in_place && !are_apart) {
+    refuse("input at ", request.input, " and output at ", request.output,
+           " overlap; work in place, or on tensors that lie apart");
+  }
+}
+
+void check_tensors(const LaunchRequest& request, const Peers& peers) {
+  const bool needs_input = request.kernel != Kernel::kReceive;
+  const bool needs_output = request.kernel != Kernel::kSend;
+  if ((needs_input && request.input == nullptr) || (needs_output && request.output == nullptr)) {
+    refuse(name(request.kernel), " of ", request.num_elems, " elements has no ",
+           needs_input && request.input == nullptr ? "input" : "output");
+  }
+  if (needs_input && needs_output) check_overlap(request, peers);
+  if (request.format.is_block_scaled && (!is_aligned_to(request.input, kAccessBytes) ||
+                                         !is_aligned_to(request.output, kAccessBytes))) {
+    refuse("tensors in scaled blocks start at multiples of ", kAccessBytes, " bytes, got ",
+           request.input, " and ", request.output);
+  }
+  if (has_equal_pieces(request.kernel) &&
+      request.num_elems % static_cast<uint64_t>(peers.world_size()) != 0) {
+    refuse(name(request.kernel), " of ", request.num_elems, " elements among ", peers.world_size(),
+           " ranks: pieces are equally long, so pad to a multiple of world_size");
+  }
+  if (request.kernel == Kernel::kTwoShotInPlace) {
+    if (request.tensors == nullptr) refuse("two_shot_in_place needs every rank's mapped tensor");
+    for (int rank = 0; rank < peers.world_size(); ++rank) {
+      if (request.tensors->of[rank] == nullptr)
+        refuse("the tensor of rank ", rank, " is not mapped");
+    }
+    if (request.input != request.output || request.tensors->of[peers.rank] != request.input) {
+      refuse("two_shot_in_place works in place, on this rank's mapped tensor");
+    }
+  }
+}
+
+void check_peer(const LaunchRequest& request, const Peers& peers) {
+  const bool is_pair = request.kernel == Kernel::kSend || request.kernel == Kernel::kReceive;
+  if (!is_pair && request.kernel != Kernel::kBroadcast) return;
+  const bool is_self = is_pair && request.peer == peers.rank;
+  if (request.peer < 0 || request.peer >= peers.world_size() || is_self) {
+    refuse(name(request.kernel), " with rank ", request.peer, " as the other end: expected 0 to ",
+           peers.world_size() - 1, is_pair ? ", other than the own rank" : "");
+  }
+}
+
+// Kernels that move 16 bytes at a time do so where everything starts at a multiple of that.
+bool is_everything_aligned(const LaunchRequest& request, const Peers& peers) {
+  bool is_aligned =
+      is_aligned_to(request.input, kAccessBytes) && is_aligned_to(request.output, kAccessBytes);
+  if (has_equal_pieces(request.kernel)) {
+    const auto num_ranks = static_cast<uint64_t>(peers.world_size());
+    is_aligned &= request.format.num_bytes(request.num_elems / num_ranks) % kAccessBytes == 0;
+  }
+  for (int rank = 0; request.tensors != nullptr && rank < peers.world_size(); ++rank) {
+    is_aligned &= is_aligned_to(request.tensors->of[rank], kAccessBytes);
+  }
+  return is_aligned;
+}
+
+// The most elements that a message takes; a multiple of granule_elems.
+uint64_t message_capacity(const LaunchRequest& request, const transport::DeviceGeometry& geometry,
+                          uint64_t granule_elems) {
+  size_t num_bytes = geometry.slot_bytes;
+  if (request.kernel == Kernel::kOrderedRing) num_bytes = geometry.slot_bytes / 2;
+  if (request.kernel == Kernel::kLowLatency) num_bytes = geometry.packet_bytes / 2;  // half is data
+  uint64_t capacity = request.format.capacity(num_bytes, granule_elems);
+  if (sends_partials(request.kernel)) {
+    const WireFormat partials{info(request.format.dtype).accumulate};
+    capacity = std::min(capacity, partials.capacity(num_bytes, granule_elems));
+  }
+  if (capacity == 0) {
+    refuse("slot_bytes is ", geometry.slot_bytes, " and packet_bytes ", geometry.packet_bytes,
+           ", too few for ", name(request.kernel), " of ", name(request.format.dtype), ": ",
+           granule_elems, " elements must fit");
+  }
+  return capacity;
+}
+
+}  // namespace
+
+LaunchPlan plan_launch(const LaunchRequest& request, const Peers& peers) {
+  check_peers(peers);
+  const int world_size = peers.world_size();
+  const int group_size = request.group_size == 0 ? world_size : request.group_size;
+  if (reduces(request.kernel)) check_arithmetic(request, peers, group_size);
+  check_peer(request, peers);
+  LaunchPlan plan{.args = {.input = static_cast<std::byte*>(request.input),
+                           .output = static_cast<std::byte*>(request.output),
+                           .num_elems = request.num_elems,
+                           .group_size = group_size,
+                           .op = request.op,
+                           .divisor = request.divisor,
+                           .rounding = request.rounding,
+                           .peer = request.peer},
+                  .num_blocks = 0};
+  if (request.num_elems == 0) return plan;
+  check_tensors(request, peers);
+
+  CollectiveArgs& args = plan.args;
+  int exponent = 0;
+  if (std::frexp(request.divisor, &exponent) == 0.5) args.reciprocal = 1 / request.divisor;
+  args.is_aligned = is_everything_aligned(request, peers);
+  const uint64_t granule_elems = request.is_bucket ? kTileElems : kGranuleElems;
+  args.granule_elems = has_equal_pieces(request.kernel) ? 1 : granule_elems;
+
+  // Chunks as long as a message may be, or so short that every channel has one, but not less than
+  // what a block moves at once.
+  const auto pieces = static_cast<uint64_t>(num_pieces(request, world_size, group_size));
+  const uint64_t piece_elems =
+      schedule::piece_of(request.num_elems, pieces, 0, args.granule_elems).num_elems;
+  const auto num_channels = static_cast<uint64_t>(peers.geometry.num_channels);
+  const uint64_t at_once = kThreadsPerBlock * kAccessBytes / info(request.format.dtype).num_bytes;
+  const uint64_t share = std::max(schedule::ceil_div(piece_elems, num_channels), at_once);
+  args.chunk_elems = schedule::ceil_div(share, granule_elems) * granule_elems;
+  if (request.kernel != Kernel::kTwoShotInPlace) {  // it needs no slots
+    args.chunk_elems =
+        std::min(args.chunk_elems, message_capacity(request, peers.geometry, granule_elems));
+  }
+  const uint64_t num_chunks = schedule::ceil_div(piece_elems, args.chunk_elems);
+  if (request.kernel == Kernel::kLowLatency &&
+      (args.chunk_elems == 0 || num_chunks > num_channels)) {
+    refuse("low_latency takes up to ",
+           num_channels * message_capacity(request, peers.geometry, granule_elems), " elements of ",
+           name(request.format.dtype), ", got ", request.num_elems, "; use one_shot or two_shot");
+  }
+  plan.num_blocks = static_cast<int>(std::min(num_chunks, num_channels));
+  return plan;
+}
+
+void check_bucket(const BucketArgs& args, DType dtype, const WireFormat& wire) {
+  if (!is_bucket_dtype(dtype))
+    refuse("gradients are ", name(dtype), ", expected floats of 16, 32 or 64 bits");
+  if (!is_wire_dtype(wire.dtype)) refuse(name(wire.dtype), " is no wire dtype");
+  if (wire.is_block_scaled && !has_block_scaling(wire.dtype)) {
+    refuse(name(wire.dtype), " has no block scaling");
+  }
+  if (args.num_tiles != 0 && (args.tiles == nullptr || args.wire == nullptr)) {
+    refuse("a bucket of ", args.num_tiles, " tiles has no list of tiles or no wire buffer");
+  }
+  if (!is_aligned_to(args.wire, kAccessBytes) || !is_aligned_to(args.tiles, alignof(Tile))) {
+    refuse("the wire buffer is at ", static_cast<const void*>(args.wire), " and the list at ",
+           static_cast<const void*>(args.tiles), ", expected multiples of ", kAccessBytes);
+  }
+  if (args.num_non_finite == nullptr) refuse("there is no word to count what is not finite");
+  for (const float factor : {args.contribution_factor, args.result_factor}) {
+    if (!(std::isnormal(factor) && factor > 0))
+      refuse("a factor is ", factor, ", expected a positive normal number");
+  }
+}
+
+}  // namespace rota::cuda

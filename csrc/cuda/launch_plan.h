@@ -1,0 +1,67 @@
+// From what a caller wants of a kernel to what the kernel is told: how the tensor is cut, how many
+// blocks run. Everything that a kernel does not take is refused here, before anything is launched.
+// Host code without CUDA, so that it is tested on machines without a GPU.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string_view>
+
+#include "base/wire_format.h"
+#include "cuda/bucket_args.h"
+#include "cuda/collective_args.h"
+#include "cuda/peers.h"
+
+namespace rota::cuda {
+
+enum class Kernel : uint8_t {
+  kLowLatency,
+  kOneShot,
+  kTwoShot,
+  kTwoShotInPlace,
+  kOrderedRing,
+  kRing,
+  kHierarchical,
+  kReduceScatter,
+  kAllGather,
+  kBroadcast,
+  kSend,
+  kReceive,
+};
+inline constexpr std::array<std::string_view, 12> kKernelNames{
+    "low_latency",  "one_shot",       "two_shot",   "two_shot_in_place", "ordered_ring", "ring",
+    "hierarchical", "reduce_scatter", "all_gather", "broadcast",         "send",         "receive"};
+inline constexpr size_t kNumKernels = kKernelNames.size();
+constexpr std::string_view name(Kernel kernel) { return kKernelNames[static_cast<size_t>(kernel)]; }
+
+// Of every kernel; its registers are limited so that a multiprocessor holds them.
+inline constexpr int kThreadsPerBlock = 512;
+
+struct LaunchRequest {
+  Kernel kernel;
+  // num_elems: of the larger of both tensors, for reduce_scatter and all_gather.
+  void* input = nullptr;
+  void* output = nullptr;  // the input, or apart from it
+  uint64_t num_elems = 0;
+  WireFormat format{DType::kFloat32};
+  ReduceOp op = ReduceOp::kSum;
+  double divisor = 0;      // of kAvg
+  int group_size = 0;      // 0: world_size, one group
+  bool is_bucket = false;  // cut at whole tiles
+  Rounding rounding{};
+  int peer = 0;                            // broadcast: the root; send, receive: the other
+  const MappedTensors* tensors = nullptr;  // two_shot_in_place
+};
+
+struct LaunchPlan {
+  CollectiveArgs args;
+  int num_blocks;  // 0: there is nothing to do
+};
+
+// Throws Error(kValue), which says what was given and what is taken.
+LaunchPlan plan_launch(const LaunchRequest& request, const Peers& peers);
+
+// What pack and unpack do not take: throws likewise.
+void check_bucket(const BucketArgs& args, DType dtype, const WireFormat& wire);
+
+}  // namespace rota::cuda

@@ -1,0 +1,23 @@
+#include "cuda/low_latency.h"
+
+#include "cuda/device_block.h"
+#include "cuda/formats.h"
+#include "cuda/kernels.h"
+#include "cuda/launch_plan.h"
+
+namespace rota::cuda {
+
+template <typename Codec>
+__global__ __launch_bounds__(kThreadsPerBlock, 1) void low_latency_kernel(
+    const __grid_constant__ Peers peers, const __grid_constant__ CollectiveArgs args) {
+  const DeviceBlock block;
+  low_latency<Codec>(block, peers, args);
+}
+
+const void* low_latency_kernel_of(const WireFormat& format) {
+  return with_plain_codec(format, [](auto codec) {
+    return reinterpret_cast<const void*>(&low_latency_kernel<decltype(codec)>);
+  });
+}
+
+}  // namespace rota::cuda

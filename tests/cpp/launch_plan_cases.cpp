@@ -1,0 +1,325 @@
+// What launches are refused for, with which words, and how tensors are cut for those that are not.
+#include <array>
+#include <cmath>
+
+#include "check.h"
+#include "cuda/launch_plan.h"
+#include "schedule/chunk.h"
+
+namespace rota::test {
+namespace {
+
+using cuda::Kernel;
+using cuda::LaunchRequest;
+
+alignas(128) std::byte g_regions[4][128];
+alignas(128) std::byte g_tensor[1 << 16];
+uint32_t g_abort;
+uint64_t g_failure;
+
+cuda::Peers good_peers() {
+  cuda::Peers peers{
+      .rank = 1,
+      .geometry = {.world_size = 4, .num_channels = 3, .slot_bytes = 8192, .packet_bytes = 4096},
+      .regions = {},
+      .abort = &g_abort,
+      .failure = &g_failure,
+      .timeout_ns = 1};
+  for (int rank = 0; rank < 4; ++rank) peers.regions[rank] = g_regions[rank];
+  return peers;
+}
+
+LaunchRequest good_request(Kernel kernel) {
+  return {.kernel = kernel, .input = g_tensor, .output = g_tensor, .num_elems = 1000, .peer = 2};
+}
+
+void is_refused(const LaunchRequest& request, std::initializer_list<std::string_view> words,
+                const cuda::Peers& peers = good_peers()) {
+  const Error error =
+      expect_error(ErrorKind::kValue, [&] { (void)cuda::plan_launch(request, peers); });
+  for (const std::string_view word : words) check_contains(error.what(), word);
+}
+
+// ---- the world
+
+void wrong_worlds_are_refused() {
+  const LaunchRequest request = good_request(Kernel::kOneShot);
+  for (const int world_size : {-1, 0, 1, 65}) {
+    cuda::Peers peers = good_peers();
+    peers.geometry.world_size = world_size;
+    is_refused(request, {"world_size", std::to_string(world_size), "2 to 64"}, peers);
+  }
+  for (const int rank : {-1, 4}) {
+    cuda::Peers peers = good_peers();
+    peers.rank = rank;
+    is_refused(request, {"rank", std::to_string(rank), "0 to 3"}, peers);
+  }
+  cuda::Peers peers = good_peers();
+  peers.geometry.num_channels = 0;
+  is_refused(request, {"num_channels", "0", "1 or more"}, peers);
+  peers = good_peers();
+  peers.geometry.slot_bytes = 1000;
+  is_refused(request, {"slot_bytes", "1000", "multiples of 128"}, peers);
+  peers = good_peers();
+  peers.geometry.packet_bytes = 100;
+  is_refused(request, {"packet_bytes", "100", "multiples of 128"}, peers);
+  peers = good_peers();
+  peers.regions[2] = nullptr;
+  is_refused(request, {"region of rank 2"}, peers);
+  peers = good_peers();
+  peers.regions[3] += 16;
+  is_refused(request, {"region of rank 3", "multiple of 128"}, peers);
+  peers = good_peers();
+  peers.abort = nullptr;
+  is_refused(request, {"abort word"}, peers);
+}
+
+void slots_too_small_are_refused() {
+  cuda::Peers peers = good_peers();
+  peers.geometry.slot_bytes = 256;
+  is_refused(good_request(Kernel::kOrderedRing),
+             {"slot_bytes", "256", "ordered_ring", "64 elements"}, peers);
+  LaunchRequest bucket = good_request(Kernel::kRing);
+  bucket.format = {DType::kFloat16, true};
+  bucket.is_bucket = true;
+  peers.geometry.slot_bytes = 1920;  // less than a tile of float32
+  is_refused(bucket, {"slot_bytes", "1920", "512 elements"}, peers);
+}
+
+// ---- what is to be done
+
+void wrong_arithmetic_is_refused() {
+  LaunchRequest request = good_request(Kernel::kTwoShot);
+  request.format = {DType::kInt32};
+  request.op = ReduceOp::kAvg;
+  is_refused(request, {"two_shot", "avg", "int32"});
+  request = good_request(Kernel::kTwoShot);
+  request.op = ReduceOp::kBand;
+  is_refused(request, {"band", "float32"});
+  request.format = {DType::kComplex64};
+  request.op = ReduceOp::kSum;
+  is_refused(request, {"sum", "complex64"});
+  request = good_request(Kernel::kTwoShot);
+  request.format = {DType::kBFloat16, true};
+  is_refused(request, {"bfloat16", "no block scaling"});
+  request.format = {DType::kFloat16, true};
+  request.op = ReduceOp::kMax;
+  is_refused(request, {"max", "sum and avg"});
+  for (const Kernel kernel : {Kernel::kLowLatency, Kernel::kReduceScatter}) {
+    request = good_request(kernel);
+    request.format = {DType::kFloat16, true};
+    is_refused(request, {cuda::name(kernel), "block scaling", "one_shot or two_shot"});
+  }
+  for (const double divisor : {0.0, -2.0, std::nan(""), HUGE_VAL}) {
+    request = good_request(Kernel::kTwoShot);
+    request.op = ReduceOp::kAvg;
+    request.divisor = divisor;
+    is_refused(request, {"divisor", "positive finite"});
+  }
+  request = good_request(Kernel::kTwoShot);
+  request.rounding.is_stochastic = true;
+  is_refused(request, {"stochastic", "float32"});
+}
+
+void wrong_groups_are_refused() {
+  for (const int group_size : {-1, 3, 8}) {
+    LaunchRequest request = good_request(Kernel::kHierarchical);
+    request.group_size = group_size;
+    is_refused(request, {"group_size", std::to_string(group_size), "divisor of world_size 4"});
+  }
+  for (const Kernel kernel : {Kernel::kRing, Kernel::kOrderedRing}) {
+    LaunchRequest request = good_request(kernel);
+    request.group_size = 2;
+    is_refused(request, {"group_size is 2", cuda::name(kernel), "hierarchical"});
+  }
+}
+
+void wrong_peers_are_refused() {
+  for (const Kernel kernel : {Kernel::kSend, Kernel::kReceive, Kernel::kBroadcast}) {
+    for (const int peer : {-1, 4}) {
+      LaunchRequest request = good_request(kernel);
+      request.peer = peer;
+      is_refused(request, {cuda::name(kernel), std::to_string(peer), "0 to 3"});
+    }
+  }
+  for (const Kernel kernel : {Kernel::kSend, Kernel::kReceive}) {
+    LaunchRequest request = good_request(kernel);
+    request.peer = 1;
+    is_refused(request, {"other than the own rank"});
+  }
+}
+
+// ---- tensors
+
+void wrong_tensors_are_refused() {
+  LaunchRequest request = good_request(Kernel::kOneShot);
+  request.input = nullptr;
+  is_refused(request, {"one_shot", "1000 elements", "no input"});
+  request = good_request(Kernel::kReceive);
+  request.output = nullptr;
+  is_refused(request, {"receive", "no output"});
+  request = good_request(Kernel::kOneShot);
+  request.output = g_tensor + 3996;
+  is_refused(request, {"overlap"});
+  request.output = g_tensor + 4000;
+  (void)cuda::plan_launch(request, good_peers());
+  request = good_request(Kernel::kTwoShot);
+  request.format = {DType::kFloat16, true};
+  request.input = request.output = g_tensor + 8;
+  is_refused(request, {"scaled blocks", "16 bytes"});
+}
+
+void unequal_pieces_are_refused() {
+  for (const Kernel kernel : {Kernel::kReduceScatter, Kernel::kAllGather}) {
+    LaunchRequest request = good_request(kernel);
+    request.output = g_tensor + (1 << 15);
+    request.num_elems = 1001;
+    is_refused(request, {cuda::name(kernel), "1001", "4 ranks", "pad"});
+  }
+}
+
+void pieces_in_place_are_the_own_ones() {
+  LaunchRequest request = good_request(Kernel::kReduceScatter);
+  request.output = g_tensor + 1000;  // rank 1's 250 elements
+  (void)cuda::plan_launch(request, good_peers());
+  request.output = g_tensor;
+  is_refused(request, {"overlap"});
+  request = good_request(Kernel::kAllGather);
+  request.input = g_tensor + 1000;
+  (void)cuda::plan_launch(request, good_peers());
+  request.input = g_tensor + 2000;
+  is_refused(request, {"overlap"});
+}
+
+void mapped_tensors_are_checked() {
+  LaunchRequest request = good_request(Kernel::kTwoShotInPlace);
+  is_refused(request, {"every rank's mapped tensor"});
+  cuda::MappedTensors tensors{};
+  request.tensors = &tensors;
+  is_refused(request, {"tensor of rank 0 is not mapped"});
+  for (int rank = 0; rank < 4; ++rank) tensors.of[rank] = g_tensor + 4096 * rank;
+  is_refused(request, {"in place"});
+  request.input = request.output = tensors.of[1];
+  check(cuda::plan_launch(request, good_peers()).args.is_aligned, "aligned");
+  tensors.of[3] += 4;
+  check(!cuda::plan_launch(request, good_peers()).args.is_aligned, "not aligned");
+}
+
+// ---- what comes out
+
+constexpr Kernel kKernels[] = {Kernel::kLowLatency,    Kernel::kOneShot,   Kernel::kTwoShot,
+                               Kernel::kOrderedRing,   Kernel::kRing,      Kernel::kHierarchical,
+                               Kernel::kReduceScatter, Kernel::kAllGather, Kernel::kBroadcast,
+                               Kernel::kSend,          Kernel::kReceive};
+
+void nothing_to_do_launches_nothing() {
+  for (const Kernel kernel : kKernels) {
+    LaunchRequest request = good_request(kernel);
+    request.num_elems = 0;
+    request.input = request.output = nullptr;
+    check_equal(cuda::plan_launch(request, good_peers()).num_blocks, 0, cuda::name(kernel));
+  }
+}
+
+void long_packets_are_refused() {
+  LaunchRequest request = good_request(Kernel::kLowLatency);
+  request.num_elems = 3 * 512;  // 3 channels of 4096 bytes, to one half data
+  check_equal(cuda::plan_launch(request, good_peers()).num_blocks, 3, "blocks");
+  request.num_elems += 1;
+  is_refused(request, {"low_latency", "1536 elements of float32", "1537", "use one_shot"});
+}
+
+// Every chunk fits what it travels in, and every element is in one chunk of some channel.
+void chunks_fit_and_cover() {
+  const cuda::Peers peers = good_peers();
+  for (const Kernel kernel : kKernels) {
+    for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kUInt8}) {
+      for (const uint64_t num_elems : {4, 60, 64, 1000, 1536, 4096}) {
+        LaunchRequest request = good_request(kernel);
+        request.format = {dtype};
+        request.num_elems = num_elems;
+        if (kernel == Kernel::kReduceScatter || kernel == Kernel::kAllGather) {
+          request.output = g_tensor + (1 << 15);
+        }
+        const size_t elem_bytes = info(dtype).num_bytes;
+        if (kernel == Kernel::kLowLatency && num_elems * elem_bytes > 3 * 2048) continue;
+        const cuda::LaunchPlan plan = cuda::plan_launch(request, peers);
+        const std::string what = join(cuda::name(kernel), " of ", num_elems, " ", name(dtype));
+        size_t room = peers.geometry.slot_bytes;
+        size_t widest = elem_bytes;
+        if (kernel == Kernel::kLowLatency) room = peers.geometry.packet_bytes / 2;
+        if (kernel == Kernel::kOrderedRing) room /= 2;
+        if (kernel == Kernel::kOrderedRing || kernel == Kernel::kRing ||
+            kernel == Kernel::kHierarchical) {
+          widest = info(info(dtype).accumulate).num_bytes;
+        }
+        check(plan.args.chunk_elems * widest <= room, what + ": a chunk does not fit");
+        check_equal(plan.args.chunk_elems % kGranuleElems, uint64_t{0}, what);
+        check(plan.num_blocks >= 1 && plan.num_blocks <= 3, what + ": blocks");
+      }
+    }
+  }
+}
+
+void averages_by_powers_of_two_multiply() {
+  LaunchRequest request = good_request(Kernel::kOneShot);
+  request.op = ReduceOp::kAvg;
+  request.divisor = 4;
+  check_equal(cuda::plan_launch(request, good_peers()).args.reciprocal, 0.25, "reciprocal");
+  request.divisor = 3;
+  check_equal(cuda::plan_launch(request, good_peers()).args.reciprocal, 0.0, "reciprocal");
+}
+
+// ---- buckets
+
+void wrong_buckets_are_refused() {
+  uint64_t num_non_finite = 0;
+  const cuda::Tile tile{g_tensor, 512};
+  const cuda::BucketArgs good{&tile, 1, g_tensor, 1, 1, &num_non_finite};
+  const WireFormat wire{DType::kFloat16, true};
+  cuda::check_bucket(good, DType::kFloat32, wire);
+  const auto refuses = [](const cuda::BucketArgs& args, DType dtype, const WireFormat& format,
+                          std::string_view word) {
+    const Error error =
+        expect_error(ErrorKind::kValue, [&] { cuda::check_bucket(args, dtype, format); });
+    check_contains(error.what(), word);
+  };
+  refuses(good, DType::kInt32, wire, "int32");
+  refuses(good, DType::kFloat8E4M3, wire, "float8_e4m3fn");
+  refuses(good, DType::kFloat32, {DType::kFloat64}, "no wire dtype");
+  refuses(good, DType::kFloat32, {DType::kBFloat16, true}, "no block scaling");
+  cuda::BucketArgs args = good;
+  args.tiles = nullptr;
+  refuses(args, DType::kFloat32, wire, "no list of tiles");
+  args = good;
+  args.wire += 8;
+  refuses(args, DType::kFloat32, wire, "multiples of 16");
+  args = good;
+  args.num_non_finite = nullptr;
+  refuses(args, DType::kFloat32, wire, "not finite");
+  for (const float factor : {0.0f, -1.0f, NAN, INFINITY, 1e-42f}) {
+    args = good;
+    args.contribution_factor = factor;
+    refuses(args, DType::kFloat32, wire, "factor");
+  }
+}
+
+const CaseTable kCases{
+    {"launch_wrong_worlds", wrong_worlds_are_refused},
+    {"launch_small_slots", slots_too_small_are_refused},
+    {"launch_wrong_arithmetic", wrong_arithmetic_is_refused},
+    {"launch_wrong_groups", wrong_groups_are_refused},
+    {"launch_wrong_peers", wrong_peers_are_refused},
+    {"launch_wrong_tensors", wrong_tensors_are_refused},
+    {"launch_unequal_pieces", unequal_pieces_are_refused},
+    {"launch_pieces_in_place", pieces_in_place_are_the_own_ones},
+    {"launch_mapped_tensors", mapped_tensors_are_checked},
+    {"launch_nothing", nothing_to_do_launches_nothing},
+    {"launch_long_packets", long_packets_are_refused},
+    {"launch_chunks", chunks_fit_and_cover},
+    {"launch_averages", averages_by_powers_of_two_multiply},
+    {"launch_wrong_buckets", wrong_buckets_are_refused},
+};
+
+}  // namespace
+}  // namespace rota::test
