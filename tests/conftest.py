@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
+
+import pytest
 
 # Ranks share few cores: a thread pool in each of them would only get in the way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,3 +15,22 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 # A script that starts the tests in the background (`make test &`) has them ignore Ctrl-C,
 # which every process they start would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_TABLES = pytest.StashKey[dict[str, list[str]]]()
+
+
+@pytest.fixture
+def print_at_end(pytestconfig: pytest.Config) -> Callable[[str, list[str]], None]:
+    """Takes a title and lines that belong into the log of a run that passes."""
+
+    def print_table(title: str, lines: list[str]) -> None:
+        pytestconfig.stash.setdefault(_TABLES, {})[title] = lines
+
+    return print_table
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for title, lines in terminalreporter.config.stash.get(_TABLES, {}).items():
+        terminalreporter.section(title)
+        for line in lines:
+            terminalreporter.write_line(line)

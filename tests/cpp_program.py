@@ -16,10 +16,12 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
 
 ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
@@ -40,6 +42,19 @@ CXX_FLAGS = [
     "-Wno-psabi",
 ]
 
+TSAN_FLAGS = ("-fsanitize=thread",)
+TSAN_REPORT_CODE = 66
+TSAN = {"TSAN_OPTIONS": f"halt_on_error=1:exitcode={TSAN_REPORT_CODE}"}
+ASAN_FLAGS = (
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+    "-D_GLIBCXX_ASSERTIONS",
+)
+ASAN = {
+    "ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1:check_initialization_order=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+}
+
 # How long a case may hang before it has failed; each takes seconds at most.
 CASE_TIMEOUT_S = 120.0
 TIMEOUT_CODE = -signal.SIGALRM
@@ -49,9 +64,20 @@ STALE_AFTER_S = 86400.0
 _QUOTED_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
+class Change(Protocol):
+    """To a product file, for one flavour."""
+
+    @property
+    def file(self) -> str:
+        """Below csrc/."""
+        ...
+
+    def apply(self, text: str) -> str: ...
+
+
 @dataclass(frozen=True)
 class Patch:
-    """A change to a product file, for one flavour."""
+    """A change in one place."""
 
     file: str  # below csrc/
     pattern: str  # must occur exactly once
@@ -70,7 +96,7 @@ class Flavour:
     name: str
     sources: tuple[str, ...]
     flags: tuple[str, ...] = ()
-    patches: tuple[Patch, ...] = ()
+    patches: tuple[Change, ...] = ()
     environment: dict[str, str] = field(default_factory=dict, hash=False)
 
     def patched_files(self) -> dict[str, str]:
@@ -80,6 +106,11 @@ class Flavour:
             text = texts.get(patch.file) or (CSRC / patch.file).read_text()
             texts[patch.file] = patch.apply(text)
         return texts
+
+
+def cases_of(flavour: Flavour) -> list[str]:
+    sources = [source for source in flavour.sources if source.endswith("_cases")]
+    return [name for source in sources for name in case_names(source)]
 
 
 def product_sources() -> list[Path]:
@@ -190,17 +221,22 @@ def _remove_stale() -> None:
                 path.unlink()
 
 
-def run(flavour: Flavour, *arguments: str, timeout_s: float = CASE_TIMEOUT_S) -> tuple[int, str]:
+def run(
+    flavour: Flavour,
+    *arguments: str,
+    timeout_s: float = CASE_TIMEOUT_S,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[int, str]:
     """Exit code and output of the program; what it started and left behind goes with it.
 
     The exit code is TIMEOUT_CODE where it had to be stopped.
     """
     program = build(flavour)
-    environment = {name: value for name, value in os.environ.items() if "SAN_OPTIONS" not in name}
+    inherited = {name: value for name, value in os.environ.items() if "SAN_OPTIONS" not in name}
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryDirectory() as directory:
         process = subprocess.Popen(
             [str(program), *arguments],
-            env=environment | flavour.environment | {"TMPDIR": directory},
+            env={**inherited, **flavour.environment, **environment, "TMPDIR": directory},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

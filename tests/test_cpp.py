@@ -19,11 +19,26 @@ from pathlib import Path
 
 import pytest
 
-from cpp_program import CASES, CSRC, CXX, CXX_FLAGS, TIMEOUT_CODE, Flavour, Patch, case_names, run
+from cpp_program import (
+    ASAN,
+    ASAN_FLAGS,
+    CASES,
+    CSRC,
+    CXX,
+    CXX_FLAGS,
+    TIMEOUT_CODE,
+    TSAN,
+    TSAN_FLAGS,
+    TSAN_REPORT_CODE,
+    Flavour,
+    Patch,
+    cases_of,
+    run,
+)
 
 pytestmark = pytest.mark.no_extension
 
-COMMON = ("main", "reference", "calls", "ranks")
+COMMON = ("main", "reference", "numbers", "calls", "ranks")
 THREAD_CASES = (
     "collectives_cases",
     "sequences_cases",
@@ -42,13 +57,6 @@ OTHER_CASES = (
 )
 SLEEPING_CASES = ("sequences_cases", "waiter_cases")
 
-TSAN_REPORT_CODE = 66
-TSAN = {"TSAN_OPTIONS": f"halt_on_error=1:exitcode={TSAN_REPORT_CODE}"}
-ASAN = {
-    "ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1:check_initialization_order=1",
-    "UBSAN_OPTIONS": "print_stacktrace=1",
-}
-
 LAYOUT = "transport/layout.h"
 FEWEST_SLOTS = (
     Patch(LAYOUT, r"kNumSlots = \d+;", "kNumSlots = 2;"),
@@ -61,27 +69,18 @@ FLAVOURS = (
     Flavour(
         "tsan",
         (*COMMON, *THREAD_CASES),
-        flags=("-fsanitize=thread",),
+        flags=TSAN_FLAGS,
         patches=FEWEST_SLOTS,
         environment=TSAN,
     ),
     Flavour(
         "asan",
         (*COMMON, "processes", *THREAD_CASES, *OTHER_CASES),
-        flags=(
-            "-fsanitize=address,undefined",
-            "-fno-sanitize-recover=all",
-            "-D_GLIBCXX_ASSERTIONS",
-        ),
+        flags=ASAN_FLAGS,
         environment=ASAN,
     ),
     Flavour("endless", (*COMMON, *SLEEPING_CASES), patches=ENDLESS_SLEEP),
 )
-
-
-def cases_of(flavour: Flavour) -> list[str]:
-    sources = [source for source in flavour.sources if source.endswith("_cases")]
-    return [name for source in sources for name in case_names(source)]
 
 
 def mutant(name: str, *patches: Patch) -> Flavour:
@@ -89,7 +88,7 @@ def mutant(name: str, *patches: Patch) -> Flavour:
     return Flavour(
         f"mutant-{name}",
         (*COMMON, "sequences_cases"),
-        flags=("-fsanitize=thread",),
+        flags=TSAN_FLAGS,
         patches=patches,
         environment=TSAN,
     )

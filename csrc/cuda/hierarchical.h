@@ -75,12 +75,14 @@ class Hierarchy {
     const uint64_t message = 2 * round + 1;
     if (!links_.wait(ToRead{group_, message})) return false;
     pieces_.collect(chunk, message);
-    block_.sync();
-    links_.release(group_, message);
     return true;
   }
 
-  HOST_DEVICE void count_rounds(uint64_t num_rounds) const {
+  // After the last round: what the launch leaves to later ones. Results are released only here:
+  // before, the next round's contribution says as much.
+  HOST_DEVICE void finish(uint64_t num_rounds) const {
+    block_.sync();
+    links_.release(group_, 2 * num_rounds - 1);
     links_.count_sent(group_, 2 * num_rounds);
     links_.count_received(group_, 2 * num_rounds);
     links_.count_sent(across_, num_rounds);
@@ -108,7 +110,7 @@ HOST_DEVICE void hierarchical(const Block& block, const Peers& peers, const Coll
     if (!hierarchy.sum_across_groups(i, round)) return;
     if (!hierarchy.gather_in_group(i, round)) return;
   }
-  hierarchy.count_rounds(round);
+  hierarchy.finish(round);
 }
 
 }  // namespace rota::cuda

@@ -118,9 +118,10 @@ HOST_DEVICE void two_shot(const Block& block, const Peers& peers, const Collecti
 
     if (!links.wait(ToRead{world, result})) return;
     pieces.collect(i, result);
-    block.sync();
-    links.release(world, result);
   }
+  // Results are released for later launches only: in this one, the next contribution does.
+  block.sync();
+  links.release(world, message - 1);
   links.count_sent(world, message);
   links.count_received(world, message);
 }

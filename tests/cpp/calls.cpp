@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "check.h"
+#include "numbers.h"
 #include "ranks.h"
 #include "reference.h"
 
@@ -31,37 +32,8 @@ class Tensor {
   std::vector<std::byte> bytes_;
 };
 
-uint64_t hash(uint64_t seed, int rank, uint64_t elem) {
-  return mix(mix(seed + static_cast<uint64_t>(rank)) + elem);
-}
-
-int64_t small_integer(uint64_t hash, int64_t bound) {
-  return static_cast<int64_t>(hash % static_cast<uint64_t>(2 * bound + 1)) - bound;
-}
-
-// Up to 8 ranks every partial result of floats is an integer that the dtype holds exactly: of at
-// most 8 bits, or, for float8, of at most 3; integers take any value and wrap.
 int64_t contribution(const Call& call, int world_size, uint64_t seed, int rank, uint64_t elem) {
-  const uint64_t value = hash(seed, rank, elem);
-  if (call.dtype == DType::kBool) return static_cast<int64_t>(value & 1);
-  if (!info(call.dtype).is_floating) return static_cast<int64_t>(value);
-  const bool is_float8 = info(call.wire.value_or(call.dtype)).num_bytes == 1;
-  switch (call.op) {
-    case ReduceOp::kSum:
-      return small_integer(value, is_float8 ? 1 : 8);
-    case ReduceOp::kAvg:
-      return small_integer(value, is_float8 ? 1 : 3) * world_size;
-    case ReduceOp::kProduct:
-      return (value & 1 ? 1 : -1) * (value & 2 ? 1 : 2);
-    case ReduceOp::kMin:
-    case ReduceOp::kMax:
-      return small_integer(value, is_float8 ? 8 : 100);
-    case ReduceOp::kBand:
-    case ReduceOp::kBor:
-    case ReduceOp::kBxor:
-      break;
-  }
-  return 0;
+  return exact_integer(call.wire.value_or(call.dtype), call.op, world_size, hash(seed, rank, elem));
 }
 
 void check_elem(const Call& call, Tensor& tensor, uint64_t elem, uint64_t expected, int rank) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <sched.h>
+#include <unistd.h>
 
 #include <array>
 #include <atomic>
@@ -64,16 +65,22 @@ class SharedBlock {
   std::vector<std::array<uint64_t, 2>> values;  // by thread; two, so that one barrier suffices
 };
 
+enum class Pace {
+  kQuick,  // yields now and then
+  kLate,   // and naps: before its first barrier and its first packet, and at random
+};
+
 class HostBlock {
  public:
   HostBlock(SharedBlock& shared, int thread, int num_threads, int index, int num_blocks,
-            uint64_t seed)
+            uint64_t seed, Pace pace)
       : shared_(shared),
         thread_(thread),
         num_threads_(num_threads),
         index_(index),
         num_blocks_(num_blocks),
-        random_(seed) {}
+        random_(seed),
+        pace_(pace) {}
 
   int thread() const { return thread_; }
   int num_threads() const { return num_threads_; }
@@ -82,9 +89,10 @@ class HostBlock {
 
   void sync() const { all(true); }
   bool all(bool value) const {
-    yield_at_random();
+    nap_before(first_barrier_);
+    dawdle();
     const bool result = shared_.barrier.arrive_and_wait(value);
-    yield_at_random();
+    dawdle();
     return result;
   }
 
@@ -125,12 +133,18 @@ class HostBlock {
     uint64_t first;
     uint64_t second;
   };
+  // Either word may be there before the other.
   void store_pair(uint64_t* dst, uint64_t first, uint64_t second) const {
-    yield_at_random();
-    std::atomic_ref(dst[0]).store(first, std::memory_order_relaxed);
-    std::atomic_ref(dst[1]).store(second, std::memory_order_relaxed);
+    dawdle();
+    const bool is_in_order = random_.below(2) == 0;
+    std::atomic_ref(dst[is_in_order ? 0 : 1])
+        .store(is_in_order ? first : second, std::memory_order_relaxed);
+    dawdle();
+    std::atomic_ref(dst[is_in_order ? 1 : 0])
+        .store(is_in_order ? second : first, std::memory_order_relaxed);
   }
   Pair load_pair(uint64_t* src) const {
+    nap_before(first_packet_);
     return {std::atomic_ref(src[0]).load(std::memory_order_relaxed),
             std::atomic_ref(src[1]).load(std::memory_order_relaxed)};
   }
@@ -148,8 +162,17 @@ class HostBlock {
   }
 
  private:
-  void yield_at_random() const {
+  void dawdle() const {
+    if (pace_ == Pace::kLate && num_naps_ < kMaxNaps && random_.below(4) == 0) {
+      ++num_naps_;
+      usleep(kNapUs);
+    }
     if (random_.below(4) == 0) sched_yield();
+  }
+  // Whatever this thread has done so far, others get as far as that lets them.
+  void nap_before(bool& is_first) const {
+    if (pace_ == Pace::kLate && is_first) usleep(kNapUs);
+    is_first = false;
   }
   // Puts the value where the neighbours find it.
   void exchange(uint64_t value) const {
@@ -166,7 +189,15 @@ class HostBlock {
   int num_threads_;
   int index_;
   int num_blocks_;
+  // Naps at random in a launch, and how long each is.
+  static constexpr int kMaxNaps = 2;
+  static constexpr useconds_t kNapUs = 2000;
+
   mutable Random random_;
+  Pace pace_;
+  mutable int num_naps_ = 0;
+  mutable bool first_barrier_ = true;
+  mutable bool first_packet_ = true;
   mutable size_t parity_ = 0;
 };
 

@@ -51,11 +51,21 @@ class HostGrid {
     std::atomic_ref(ranks_[static_cast<size_t>(rank)].abort).store(1, std::memory_order_relaxed);
   }
 
-  // launch(block, rank, number) on every thread of every rank, number = 0, 1, ... num_launches - 1.
-  // Between two launches of a rank all its threads meet, as kernels of a stream do; ranks go their
-  // own ways. num_blocks_of(number): a launch may have fewer blocks than there are channels.
-  template <typename Launch, typename NumBlocks>
-  void run(int num_launches, const Launch& launch, const NumBlocks& num_blocks_of) {
+  void abort_everywhere() {
+    for (int rank = 0; rank < shape_.world_size; ++rank) abort(rank);
+  }
+
+  // All launches of all ranks, number = 0, 1, ... num_launches - 1, each of which has blocks in
+  // [0, work.num_blocks(number)):
+  //   work.prepare(rank, number)        one thread of the rank, before the launch begins
+  //   work.launch(block, rank, number)  every thread of every block
+  //   work.finish(rank, number)         one thread of the rank, after all of the launch; false: the
+  //                                     rank stops here, and the others' waits are given up
+  //   work.late_rank(number)            which rank is late, if any; only tests of order need one
+  // All threads of a rank meet in between, as they do between kernels of a stream. Ranks never
+  // meet but through their links, so that nothing else orders what they do.
+  template <typename Work>
+  void run(int num_launches, Work& work) {
     const int threads_of_rank = shape_.num_blocks * shape_.num_threads;
     std::vector<std::unique_ptr<HostBarrier>> streams;
     std::vector<std::vector<std::unique_ptr<SharedBlock>>> blocks;
@@ -70,19 +80,23 @@ class HostGrid {
       const int rank = id / threads_of_rank;
       const int index = id % threads_of_rank / shape_.num_threads;
       const int thread = id % shape_.num_threads;
+      const bool is_first = id % threads_of_rank == 0;
       SharedBlock& shared = *blocks[static_cast<size_t>(rank)][static_cast<size_t>(index)];
+      HostBarrier& stream = *streams[static_cast<size_t>(rank)];
       for (int number = 0; number < num_launches; ++number) {
-        const int num_blocks = num_blocks_of(number);
+        if (is_first) work.prepare(rank, number);
+        stream.arrive_and_wait();
+        const int num_blocks = work.num_blocks(number);
         const uint64_t seed = static_cast<uint64_t>(number) << 32 | static_cast<uint64_t>(id);
-        const HostBlock block(shared, thread, shape_.num_threads, index, num_blocks, seed);
-        if (index < num_blocks) launch(block, rank, number);
-        streams[static_cast<size_t>(rank)]->arrive_and_wait();
+        const HostBlock block(shared, thread, shape_.num_threads, index, num_blocks, seed,
+                              work.late_rank(number) == rank ? Pace::kLate : Pace::kQuick);
+        if (index < num_blocks) work.launch(block, rank, number);
+        stream.arrive_and_wait();
+        const bool goes_on = !is_first || work.finish(rank, number);
+        if (!goes_on) abort_everywhere();
+        if (!stream.arrive_and_wait(goes_on)) return;
       }
     });
-  }
-  template <typename Launch>
-  void run(int num_launches, const Launch& launch) {
-    run(num_launches, launch, [this](int) { return shape_.num_blocks; });
   }
 
  private:

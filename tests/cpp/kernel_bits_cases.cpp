@@ -1,0 +1,108 @@
+// Numbers whose sums are rounded, NaN, Inf and denormals among them: kernel bodies give the bits of
+// the CPU's collectives, and of scalars that are added in the same groups.
+#include "calls.h"
+#include "check.h"
+#include "kernel_calls.h"
+
+namespace rota::test {
+namespace {
+
+constexpr uint64_t kLengths[] = {700, 1, 2077, 130};
+
+void have_the_bits_of_the_cpu(int world_size, size_t slot_bytes,
+                              const std::vector<KernelCall>& calls) {
+  HostGrid grid(
+      {.world_size = world_size, .slot_bytes = slot_bytes, .packet_bytes = 2 * slot_bytes});
+  std::vector<std::vector<uint64_t>> expected = cpu_bits(calls, world_size);
+  std::vector<CheckedCall> checked;
+  for (size_t i = 0; i < calls.size(); ++i) checked.push_back({calls[i], std::move(expected[i])});
+  call_and_check(grid, checked);
+}
+
+// low_latency has no more blocks than a launch may have, so its tensors are short.
+uint64_t length_of(Kernel kernel, uint64_t variant) {
+  return kernel == Kernel::kLowLatency ? kLengths[variant % 4] % 128 + 1 : kLengths[variant % 4];
+}
+
+template <int kWorldSize>
+void every_dtype_and_op() {
+  std::vector<KernelCall> calls;
+  for (const Kernel kernel : kAllReduceKernels) {
+    for (const DType dtype : reducible_dtypes()) {
+      for (const ReduceOp op : defined_ops(dtype)) {
+        const KernelCall call{.kernel = kernel,
+                              .format = {dtype},
+                              .op = op,
+                              // Groups of one add up as all ranks do.
+                              .group_size = kernel == Kernel::kHierarchical ? 1 : 0,
+                              .numbers = Numbers::kMixed};
+        calls.push_back(varied(call, kWorldSize, calls.size()));
+        calls.back().num_elems = length_of(kernel, calls.size());
+      }
+    }
+  }
+  have_the_bits_of_the_cpu(kWorldSize, kPlainSlotBytes, calls);
+}
+
+template <int kWorldSize>
+void every_bucket_format() {
+  std::vector<KernelCall> calls;
+  for (const Kernel kernel : kAllReduceKernels) {
+    for (const WireFormat& format : kBucketFormats) {
+      if (!is_defined(kernel, format)) continue;
+      for (uint64_t variant = 0; variant < 4; ++variant) {
+        KernelCall call{.kernel = kernel,
+                        .format = format,
+                        .is_bucket = true,
+                        .op = variant % 2 == 0 ? ReduceOp::kAvg : ReduceOp::kSum,
+                        .group_size = kernel == Kernel::kHierarchical ? 1 : 0,
+                        .numbers = Numbers::kMixed};
+        const bool is_narrow = info(format.dtype).num_bytes < 4;
+        if (variant >= 2 && is_narrow) call.stochastic_seed = variant;
+        calls.push_back(varied(call, kWorldSize, calls.size()));
+        calls.back().num_elems = length_of(kernel, calls.size());
+      }
+    }
+  }
+  have_the_bits_of_the_cpu(kWorldSize, kBucketSlotBytes, calls);
+}
+
+// Flat kernels add up in the groups of the hierarchical one.
+void groups_of_two_in_four_ranks() {
+  HostGrid grid({.world_size = 4, .slot_bytes = kPlainSlotBytes});
+  std::vector<KernelCall> calls;
+  for (const Kernel kernel : {Kernel::kOneShot, Kernel::kTwoShot, Kernel::kTwoShotInPlace,
+                              Kernel::kHierarchical, Kernel::kLowLatency, Kernel::kReduceScatter}) {
+    for (const int group_size : {1, 2, 4}) {
+      for (const DType dtype :
+           {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kFloat8E5M2, DType::kInt32}) {
+        const KernelCall call{.kernel = kernel,
+                              .format = {dtype},
+                              .op = info(dtype).is_floating ? ReduceOp::kAvg : ReduceOp::kSum,
+                              .group_size = group_size,
+                              .numbers = Numbers::kMixed};
+        calls.push_back(varied(call, 4, calls.size()));
+        calls.back().num_elems = 4 * (length_of(kernel, calls.size()) / 4 + 1);
+      }
+    }
+  }
+  call_and_check(grid, calls);
+
+  KernelCall call{.num_elems = 1000, .group_size = 2, .numbers = Numbers::kMixed};
+  const std::vector<uint64_t> in_groups = expected_bits(call, 4);
+  call.group_size = 4;
+  check(in_groups != expected_bits(call, 4), "sums in groups have bits of their own");
+}
+
+const CaseTable kCases{
+    {"kernel_bits_of_cpu-ws2", every_dtype_and_op<2>},
+    {"kernel_bits_of_cpu-ws3", every_dtype_and_op<3>},
+    {"kernel_bits_of_cpu-ws4", every_dtype_and_op<4>},
+    {"kernel_bits_of_cpu-buckets-ws2", every_bucket_format<2>},
+    {"kernel_bits_of_cpu-buckets-ws3", every_bucket_format<3>},
+    {"kernel_bits_of_cpu-buckets-ws4", every_bucket_format<4>},
+    {"kernel_bits_of_groups-ws4", groups_of_two_in_four_ranks},
+};
+
+}  // namespace
+}  // namespace rota::test

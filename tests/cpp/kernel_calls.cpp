@@ -1,0 +1,438 @@
+#include "kernel_calls.h"
+
+#include <algorithm>
+#include <mutex>
+
+#include "base/random_bits.h"
+#include "base/tile.h"
+#include "calls.h"
+#include "check.h"
+#include "core/communicator.h"
+#include "cpu/element_loops.h"
+#include "numbers.h"
+#include "reference.h"
+#include "schedule/ring.h"
+
+namespace rota::test {
+namespace {
+
+using schedule::Range;
+
+bool moves_bytes(const KernelCall& call) {
+  return call.kernel == Kernel::kBroadcast || call.kernel == Kernel::kSend;
+}
+bool moves_only(const KernelCall& call) {
+  return call.kernel == Kernel::kAllGather || moves_bytes(call);
+}
+bool has_equal_pieces(const KernelCall& call) {
+  return call.kernel == Kernel::kReduceScatter || call.kernel == Kernel::kAllGather;
+}
+bool has_one_tensor(const KernelCall& call) {
+  return call.is_in_place || call.kernel == Kernel::kTwoShotInPlace || moves_bytes(call);
+}
+bool has_partial_sums(const KernelCall& call) {
+  return call.kernel == Kernel::kRing || call.kernel == Kernel::kOrderedRing ||
+         call.kernel == Kernel::kHierarchical;
+}
+
+uint64_t granule_elems(const KernelCall& call) {
+  return call.is_bucket ? kTileElems : kGranuleElems;
+}
+
+// Of reduce_scatter and all_gather: what a rank has, or gets, alone.
+Range equal_piece(const KernelCall& call, int world_size, int rank) {
+  return schedule::piece_of(call.num_elems, static_cast<uint64_t>(world_size),
+                            static_cast<uint64_t>(rank), 1);
+}
+
+// ---- numbers
+
+// The bits of elem_dtype(call) that a rank contributes.
+uint64_t input_bits(const KernelCall& call, int world_size, int rank, uint64_t elem) {
+  const uint64_t any = hash(call.seed, rank, elem);
+  if (call.numbers == Numbers::kMixed) return mixed_bits(elem_dtype(call), any);
+  const int64_t integer = exact_integer(call.format.dtype, call.op, world_size, any);
+  return bits_of_integer(elem_dtype(call), integer);
+}
+
+// Float32 to and from the format, as buckets travel.
+void encode_bucket(const KernelCall& call, int rank, const std::vector<float>& values,
+                   std::byte* wire) {
+  const cpu::WireLoops& loops = cpu::element_loops().wire(call.format);
+  const WirePlace whole = call.format.place(wire, values.size());
+  for (uint64_t begin = 0; begin < values.size(); begin += kTileElems) {
+    const uint64_t num_elems = schedule::min_of(kTileElems, values.size() - begin);
+    const WirePlace tile = call.format.from(whole, begin);
+    if (call.stochastic_seed) {
+      const uint32_t key =
+          tile_key(*call.stochastic_seed, static_cast<uint64_t>(rank), begin / kTileElems);
+      loops.encode_at_random(&values[begin], tile, num_elems, 1, key);
+    } else {
+      loops.encode(&values[begin], tile, num_elems, 1);
+    }
+  }
+}
+std::vector<float> decode_bucket(const KernelCall& call, std::byte* wire, uint64_t num_elems) {
+  std::vector<float> values(num_elems);
+  const WirePlace whole = call.format.place(wire, num_elems);
+  cpu::element_loops().wire(call.format).decode_sum(&whole, 1, values.data(), num_elems, 1);
+  return values;
+}
+
+struct Pair {
+  int sender, receiver;
+};
+
+// Which of the pairs of kSend a rank belongs to; none: the rank has no part.
+std::optional<Pair> pair_of(const KernelCall& call, int world_size, int rank) {
+  if (rank == call.root || rank == call.receiver) return Pair{call.root, call.receiver};
+  if (world_size < 4) return std::nullopt;
+  std::vector<int> others;
+  for (int other = 0; other < world_size; ++other) {
+    if (other != call.root && other != call.receiver) others.push_back(other);
+  }
+  return Pair{others[0], others[1]};
+}
+
+// Groups are added up in the accumulate dtype, then their sums: rounded once.
+uint64_t reduce_in_order(const KernelCall& call, std::vector<uint64_t> srcs, int first_rank) {
+  const int world_size = static_cast<int>(srcs.size());
+  const DType dtype = elem_dtype(call);
+  const DType accumulate = info(dtype).accumulate;
+  const bool is_narrow = accumulate != dtype;
+  if (is_narrow) {
+    for (uint64_t& bits : srcs) bits = round_to(accumulate, to_double(dtype, bits));
+  }
+  std::rotate(srcs.begin(), srcs.begin() + first_rank, srcs.end());
+  const ReduceOp partial_op = call.op == ReduceOp::kAvg ? ReduceOp::kSum : call.op;
+  const int group_size = call.group_size == 0 ? world_size : call.group_size;
+  std::vector<uint64_t> groups;
+  for (int first = 0; first < world_size; first += group_size) {
+    const auto group =
+        std::span(srcs).subspan(static_cast<size_t>(first), static_cast<size_t>(group_size));
+    groups.push_back(reduce_scalars(accumulate, partial_op, group, 1));
+  }
+  const uint64_t total = reduce_scalars(accumulate, call.op, groups, world_size);
+  return is_narrow ? round_to(dtype, to_double(accumulate, total)) : total;
+}
+
+// ---- one rank's launch
+
+// Memory of a tensor, no byte longer, so that AddressSanitizer sees any step beyond its end.
+struct TensorBytes {
+  std::vector<std::byte> bytes;
+  size_t misalignment = 0;
+
+  std::byte* data() { return bytes.data() + misalignment; }
+};
+
+// The launches of all ranks, and what came of them.
+class CheckedCalls {
+ public:
+  CheckedCalls(HostGrid& grid, const std::vector<CheckedCall>& calls) : grid_(grid) {
+    for (const CheckedCall& checked : calls) {
+      calls_.push_back({&checked.call, checked.expected, {}});
+      for (int rank = 0; rank < world_size(); ++rank) {
+        calls_.back().ranks.push_back(make_tensors(checked.call, rank));
+      }
+    }
+  }
+
+  int num_blocks(int number) {
+    const KernelCall& call = *at(number).call;
+    if (call.kernel != Kernel::kLowLatency) return call.num_blocks;
+    const uint64_t num_chunks =
+        schedule::ceil_div(call.num_elems, chunk_elems(call, grid_.shape()));
+    return static_cast<int>(num_chunks);
+  }
+  int late_rank(int number) { return at(number).call->late_rank; }
+  void prepare(int rank, int number) {
+    const KernelCall& call = *at(number).call;
+    Tensors& tensors = at(number).ranks[static_cast<size_t>(rank)];
+    std::ranges::fill(tensors.output.bytes, std::byte{0xa5});
+    std::vector<float> values;
+    for (uint64_t i = 0; i < tensors.input_range.num_elems; ++i) {
+      const uint64_t bits = input_bits(call, world_size(), rank, tensors.input_range.begin + i);
+      if (call.is_bucket) {
+        values.push_back(std::bit_cast<float>(static_cast<uint32_t>(bits)));
+      } else {
+        store_bits(call.format.dtype, tensors.input_data(), i, bits);
+      }
+    }
+    if (call.is_bucket) encode_bucket(call, rank, values, tensors.input_data());
+  }
+  void launch(const HostBlock& block, int rank, int number) {
+    test::launch(block, grid_.peers(rank), launch_of(at(number), rank));
+  }
+  bool finish(int rank, int number) {
+    try {
+      const cuda::Failure failure = grid_.failure(rank);
+      check(failure.kind == cuda::FailureKind::kNone, to_string(failure));
+      check_result(rank, at(number));
+      return true;
+    } catch (const Failure& failure) {
+      const std::lock_guard lock(mutex_);
+      if (what_.empty()) {
+        what_ = join("call ", number, ", rank ", rank, '/', world_size(), ", ",
+                     at(number).call->to_string(), ": ", failure.what());
+      }
+      return false;
+    }
+  }
+  const std::string& what() const { return what_; }
+
+ private:
+  struct Tensors {
+    TensorBytes input, output;
+    Range input_range, output_range;  // in the whole tensor
+    bool is_one;
+
+    std::byte* input_data() { return is_one ? output.data() : input.data(); }
+  };
+  struct Planned {
+    const KernelCall* call;
+    const std::vector<uint64_t>& expected;
+    std::vector<Tensors> ranks;
+  };
+
+  int world_size() const { return grid_.shape().world_size; }
+  Planned& at(int number) { return calls_[static_cast<size_t>(number)]; }
+
+  Tensors make_tensors(const KernelCall& call, int rank) const {
+    const Range whole{0, call.num_elems};
+    const Range piece = equal_piece(call, world_size(), rank);
+    Tensors tensors{.input_range = call.kernel == Kernel::kAllGather ? piece : whole,
+                    .output_range = call.kernel == Kernel::kReduceScatter ? piece : whole,
+                    .is_one = has_one_tensor(call)};
+    const auto make = [&](const Range& range) {
+      return TensorBytes{
+          std::vector<std::byte>(call.misalignment + call.format.num_bytes(range.num_elems)),
+          call.misalignment};
+    };
+    tensors.output = make(tensors.output_range);
+    if (!tensors.is_one) tensors.input = make(tensors.input_range);
+    return tensors;
+  }
+
+  KernelLaunch launch_of(Planned& planned, int rank) {
+    const KernelCall& call = *planned.call;
+    Tensors& own = planned.ranks[static_cast<size_t>(rank)];
+    KernelLaunch launch{.kernel = call.kernel, .format = call.format};
+    int peer = call.root;
+    if (const std::optional<Pair> pair = pair_of(call, world_size(), rank);
+        pair && call.kernel == Kernel::kSend) {
+      launch.role = rank == pair->sender ? Role::kSender : Role::kReceiver;
+      peer = rank == pair->sender ? pair->receiver : pair->sender;
+    }
+    const uint64_t piece_bytes =
+        equal_piece(call, world_size(), 0).num_elems * info(call.format.dtype).num_bytes;
+    const bool has_aligned_pieces =
+        !has_equal_pieces(call) || piece_bytes % cuda::kAccessBytes == 0;
+    const bool divides = call.op == ReduceOp::kAvg;
+    launch.args = {
+        .input = own.input_data(),
+        .output = own.output.data(),
+        .num_elems = moves_bytes(call) ? call.format.num_bytes(call.num_elems) : call.num_elems,
+        .granule_elems = has_equal_pieces(call) ? 1 : granule_elems(call),
+        .chunk_elems =
+            moves_bytes(call) ? grid_.shape().slot_bytes : chunk_elems(call, grid_.shape()),
+        .group_size = call.group_size == 0 ? world_size() : call.group_size,
+        .is_aligned = call.misalignment % cuda::kAccessBytes == 0 && has_aligned_pieces,
+        .op = call.op,
+        .divisor = static_cast<double>(divides ? world_size() : 1),
+        .reciprocal = divides && (world_size() & (world_size() - 1)) == 0 ? 1.0 / world_size() : 0,
+        .rounding = {.is_stochastic = call.stochastic_seed.has_value(),
+                     .seed = call.stochastic_seed.value_or(0),
+                     .stream = kResultStream},
+        .peer = peer};
+    for (size_t peer = 0; peer < planned.ranks.size(); ++peer) {
+      launch.tensors.of[peer] = planned.ranks[peer].output.data();
+    }
+    return launch;
+  }
+
+  void check_result(int rank, Planned& planned) {
+    const KernelCall& call = *planned.call;
+    Tensors& tensors = planned.ranks[static_cast<size_t>(rank)];
+    const int sender = pair_of(call, world_size(), rank).value_or(Pair{rank, rank}).sender;
+    std::vector<float> values;
+    if (call.is_bucket) {
+      values = decode_bucket(call, tensors.output.data(), tensors.output_range.num_elems);
+    }
+    for (uint64_t i = 0; i < tensors.output_range.num_elems; ++i) {
+      const uint64_t elem = tensors.output_range.begin + i;
+      // What is sent differs from receiver to receiver.
+      const uint64_t expected = call.kernel == Kernel::kSend
+                                    ? input_bits(call, world_size(), sender, elem)
+                                    : planned.expected[elem];
+      const uint64_t got = call.is_bucket ? std::bit_cast<uint32_t>(values[i])
+                                          : load_bits(call.format.dtype, tensors.output.data(), i);
+      if (!is_same(elem_dtype(call), got, expected)) {
+        fail(join("wrong number: element ", elem, " has bits ", got, ", expected ", expected));
+      }
+    }
+  }
+
+  HostGrid& grid_;
+  std::vector<Planned> calls_;
+  std::mutex mutex_;
+  std::string what_;  // what was wrong first
+};
+
+}  // namespace
+
+std::string KernelCall::to_string() const {
+  std::string text = join(kKernelNames[static_cast<size_t>(kernel)], '(', name(format.dtype),
+                          format.is_block_scaled ? " in scaled blocks" : "", '[', num_elems, "], ",
+                          name(op), ", ", num_blocks, " blocks");
+  if (group_size != 0) text += join(", groups of ", group_size);
+  if (stochastic_seed) text += join(", rounded at random from ", *stochastic_seed);
+  if (misalignment != 0) text += join(", misaligned by ", misalignment);
+  if (is_in_place) text += ", in place";
+  return text + join(", root ", root, ", receiver ", receiver, ')');
+}
+
+std::string to_string(const cuda::Failure& failure) {
+  if (failure.kind == cuda::FailureKind::kNone) return "no failure";
+  constexpr std::array kPhases{"a message of", "a free slot of", "a packet of"};
+  return join(failure.kind == cuda::FailureKind::kTimeout ? "timeout" : "aborted", " awaiting ",
+              kPhases[static_cast<size_t>(failure.phase)], " rank ", failure.peer, " in channel ",
+              failure.channel);
+}
+
+bool is_defined(Kernel kernel, const WireFormat& format) {
+  return kernel != Kernel::kLowLatency || !format.is_block_scaled;
+}
+
+KernelCall varied(KernelCall call, int world_size, uint64_t variant) {
+  call.seed = variant;
+  call.num_blocks = 1 + static_cast<int>(variant % 2);
+  call.is_in_place = variant % 3 == 0 && !has_equal_pieces(call);
+  call.misalignment = variant % 4 == 1 ? info(call.format.dtype).num_bytes : 0;
+  call.root = static_cast<int>(variant % static_cast<uint64_t>(world_size));
+  call.receiver = (call.root + 1) % world_size;
+  return call;
+}
+
+DType elem_dtype(const KernelCall& call) {
+  return call.is_bucket ? DType::kFloat32 : call.format.dtype;
+}
+
+uint64_t chunk_elems(const KernelCall& call, const GridShape& shape) {
+  const uint64_t granule = granule_elems(call);
+  // Packets are half flags.
+  if (call.kernel == Kernel::kLowLatency) {
+    return call.format.capacity(shape.packet_bytes / 2, granule);
+  }
+  const size_t room = call.kernel == Kernel::kOrderedRing ? shape.slot_bytes / 2 : shape.slot_bytes;
+  const uint64_t capacity = call.format.capacity(room, granule);
+  if (!has_partial_sums(call)) return capacity;
+  const size_t partial_bytes = info(info(call.format.dtype).accumulate).num_bytes;
+  return std::min(capacity, room / (partial_bytes * granule) * granule);
+}
+
+std::vector<uint64_t> edge_lengths(const KernelCall& call, const GridShape& shape) {
+  const auto world_size = static_cast<uint64_t>(shape.world_size);
+  const uint64_t unit =
+      call.is_bucket ? 64 : cuda::kAccessBytes / info(call.format.dtype).num_bytes;
+  const uint64_t chunk = chunk_elems(call, shape);
+  std::vector<uint64_t> lengths{0, 1};
+  for (const uint64_t edge : {world_size, unit, granule_elems(call), chunk, 3 * chunk,
+                              world_size * chunk, 2 * world_size * chunk}) {
+    lengths.insert(lengths.end(), {edge - 1, edge, edge + 1});
+  }
+  if (call.kernel == Kernel::kLowLatency) {
+    std::erase_if(lengths, [&](uint64_t length) {
+      return schedule::ceil_div(length, chunk) > static_cast<uint64_t>(shape.num_blocks);
+    });
+  }
+  std::ranges::sort(lengths);
+  lengths.erase(std::ranges::unique(lengths).begin(), lengths.end());
+  // Equal pieces are as long, and all of them longer.
+  if (has_equal_pieces(call)) {
+    for (uint64_t& length : lengths) length *= world_size;
+  }
+  return lengths;
+}
+
+std::vector<uint64_t> expected_bits(const KernelCall& call, int world_size) {
+  std::vector<uint64_t> expected(call.num_elems), srcs(static_cast<size_t>(world_size));
+  for (uint64_t elem = 0; elem < call.num_elems; ++elem) {
+    const auto piece_with = [&](uint64_t granule) {
+      const auto length = schedule::piece_of(call.num_elems, srcs.size(), 0, granule).num_elems;
+      return static_cast<int>(elem / length);
+    };
+    if (moves_only(call)) {
+      const int source = call.kernel == Kernel::kAllGather ? piece_with(1) : call.root;
+      expected[elem] = input_bits(call, world_size, source, elem);
+      continue;
+    }
+    for (int rank = 0; rank < world_size; ++rank) {
+      srcs[static_cast<size_t>(rank)] = input_bits(call, world_size, rank, elem);
+    }
+    // schedule/ring.h: piece p's sum starts at rank p.
+    const int first_rank = call.kernel == Kernel::kRing ? piece_with(granule_elems(call)) : 0;
+    expected[elem] = reduce_in_order(call, srcs, first_rank);
+  }
+  return expected;
+}
+
+std::vector<std::vector<uint64_t>> cpu_bits(const std::vector<KernelCall>& calls, int world_size) {
+  std::vector<std::vector<uint64_t>> results(calls.size());
+  run_ranks(world_size, [&](Communicator& communicator) {
+    for (size_t i = 0; i < calls.size(); ++i) {
+      const KernelCall& call = calls[i];
+      const DType dtype = elem_dtype(call);
+      const auto algorithm = call.kernel == Kernel::kRing ? schedule::Algorithm::kRing
+                             : call.kernel == Kernel::kOrderedRing
+                                 ? schedule::Algorithm::kOrderedRing
+                             : call.kernel == Kernel::kOneShot ? schedule::Algorithm::kOneShot
+                                                               : schedule::Algorithm::kTwoShot;
+      std::vector<std::byte> tensor(call.num_elems * info(dtype).num_bytes);
+      for (uint64_t elem = 0; elem < call.num_elems; ++elem) {
+        store_bits(dtype, tensor.data(), elem,
+                   input_bits(call, world_size, communicator.rank(), elem));
+      }
+      const cpu::BucketPass pass{
+          .divisor = static_cast<float>(call.op == ReduceOp::kAvg ? world_size : 1),
+          .stochastic_seed = call.stochastic_seed};
+      cpu::BucketMeasures measures(call.num_elems);
+      cpu::AllReduceArgs args{};
+      if (call.is_bucket) {
+        args = communicator.plan({.num_elems = call.num_elems,
+                                  .dtype = dtype,
+                                  .wire = call.format,
+                                  .algorithm = algorithm},
+                                 pass);
+        args.pass = &pass;
+        args.measures = &measures;
+      } else {
+        args = communicator.plan(
+            {.num_elems = call.num_elems, .dtype = dtype, .op = call.op, .algorithm = algorithm});
+      }
+      args.data = tensor.data();
+      communicator.all_reduce(args, CallerThread::kProgress);
+      if (communicator.rank() != 0) continue;
+      for (uint64_t elem = 0; elem < call.num_elems; ++elem) {
+        results[i].push_back(load_bits(dtype, tensor.data(), elem));
+      }
+    }
+  });
+  return results;
+}
+
+void call_and_check(HostGrid& grid, const std::vector<CheckedCall>& calls) {
+  CheckedCalls work(grid, calls);
+  grid.run(static_cast<int>(calls.size()), work);
+  if (!work.what().empty()) fail(work.what());
+}
+
+void call_and_check(HostGrid& grid, const std::vector<KernelCall>& calls) {
+  std::vector<CheckedCall> checked;
+  for (const KernelCall& call : calls) {
+    checked.push_back({call, expected_bits(call, grid.shape().world_size)});
+  }
+  call_and_check(grid, checked);
+}
+
+}  // namespace rota::test

@@ -1,0 +1,87 @@
+// One collective on GPUs as a test calls it, on threads of the host: inputs, the launch of each
+// rank, the result that all must leave behind, and the comparison, bit for bit.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "host_grid.h"
+#include "kernel_launch.h"
+
+namespace rota::test {
+
+inline constexpr Kernel kAllReduceKernels[] = {
+    Kernel::kOneShot,     Kernel::kTwoShot,      Kernel::kTwoShotInPlace, Kernel::kRing,
+    Kernel::kOrderedRing, Kernel::kHierarchical, Kernel::kLowLatency};
+inline constexpr Kernel kAllKernels[] = {
+    Kernel::kOneShot,    Kernel::kTwoShot,       Kernel::kTwoShotInPlace,
+    Kernel::kRing,       Kernel::kOrderedRing,   Kernel::kHierarchical,
+    Kernel::kLowLatency, Kernel::kReduceScatter, Kernel::kAllGather,
+    Kernel::kBroadcast,  Kernel::kSend};
+
+enum class Numbers : uint8_t { kExact, kMixed };
+
+inline constexpr int kNobody = -1;
+
+struct KernelCall {
+  Kernel kernel = Kernel::kOneShot;
+  WireFormat format{DType::kFloat32};
+  // As a gradient bucket: float32, rounded to the format on the way and cut into tiles.
+  bool is_bucket = false;
+  std::optional<uint64_t> stochastic_seed;  // of a bucket
+  ReduceOp op = ReduceOp::kSum;
+  uint64_t num_elems = 0;  // of the longest tensor
+  int group_size = 0;      // 0: all ranks are one group
+  int num_blocks = 2;      // of low_latency: what its length asks for
+  int root = 0;
+  int receiver = 1;         // of what the root sends; of four ranks the other two do the same
+  size_t misalignment = 0;  // bytes in front of each tensor
+  bool is_in_place = false;
+  int late_rank = kNobody;
+  Numbers numbers = Numbers::kExact;
+  uint64_t seed = 0;
+
+  std::string to_string() const;
+};
+
+// What a bucket may travel as.
+inline constexpr WireFormat kBucketFormats[] = {
+    {DType::kFloat32},          {DType::kFloat16},         {DType::kBFloat16},
+    {DType::kFloat8E4M3},       {DType::kFloat8E5M2},      {DType::kFloat16, true},
+    {DType::kFloat8E4M3, true}, {DType::kFloat8E5M2, true}};
+
+// Whether there is such a kernel: low_latency has no packets for scales.
+bool is_defined(Kernel kernel, const WireFormat& format);
+// Another place, root and number of blocks for each variant.
+KernelCall varied(KernelCall call, int world_size, uint64_t variant);
+
+// A bucket's slots take a tile of partial sums in each half.
+inline constexpr size_t kPlainSlotBytes = 1024;
+inline constexpr size_t kBucketSlotBytes = 4096;
+
+// What a slot takes, for each block, of what the kernel sends.
+uint64_t chunk_elems(const KernelCall& call, const GridShape& shape);
+// Lengths around everything that a tensor is cut at.
+std::vector<uint64_t> edge_lengths(const KernelCall& call, const GridShape& shape);
+
+// The result of the whole tensor, element by element, as the bits of elem_dtype(call): the scalars
+// of reference.h, added in the order that the kernel promises. Buckets: only of exact numbers.
+std::vector<uint64_t> expected_bits(const KernelCall& call, int world_size);
+// The same of an all-reduce, as the CPU's collectives have it.
+std::vector<std::vector<uint64_t>> cpu_bits(const std::vector<KernelCall>& calls, int world_size);
+DType elem_dtype(const KernelCall& call);
+
+struct CheckedCall {
+  KernelCall call;
+  std::vector<uint64_t> expected;
+};
+
+// Makes the calls one after another on the same links, and throws what is wrong first.
+void call_and_check(HostGrid& grid, const std::vector<CheckedCall>& calls);
+// Against the scalars.
+void call_and_check(HostGrid& grid, const std::vector<KernelCall>& calls);
+
+std::string to_string(const cuda::Failure& failure);
+
+}  // namespace rota::test

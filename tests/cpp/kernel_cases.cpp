@@ -1,0 +1,114 @@
+// Every collective's kernel body, at every length that it cuts tensors at, for every dtype and
+// operation: exact numbers, against scalars.
+#include "calls.h"
+#include "check.h"
+#include "kernel_calls.h"
+
+namespace rota::test {
+namespace {
+
+// Short copies are shared out among teams of eight threads: here one, two, and two with threads
+// left over.
+int num_threads_of(int world_size) { return world_size == 2 ? 8 : world_size == 3 ? 24 : 16; }
+
+GridShape shape_of(int world_size, bool is_bucket) {
+  return {.world_size = world_size,
+          .num_threads = num_threads_of(world_size),
+          .slot_bytes = is_bucket ? kBucketSlotBytes : kPlainSlotBytes,
+          .packet_bytes = is_bucket ? 2 * kBucketSlotBytes : 2 * kPlainSlotBytes};
+}
+
+// Of two ranks where there is more than one group; else of one.
+int group_size_of(Kernel kernel, int world_size) {
+  if (kernel != Kernel::kHierarchical) return 0;
+  return world_size % 2 == 0 ? 2 : 1;
+}
+
+void edges(int world_size, Kernel kernel) {
+  HostGrid grid(shape_of(world_size, /*is_bucket=*/false));
+  std::vector<KernelCall> calls;
+  for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kInt8, DType::kFloat64}) {
+    KernelCall call{
+        .kernel = kernel, .format = {dtype}, .group_size = group_size_of(kernel, world_size)};
+    for (const uint64_t length : edge_lengths(call, grid.shape())) {
+      call.num_elems = length;
+      calls.push_back(varied(call, world_size, calls.size()));
+    }
+  }
+  call_and_check(grid, calls);
+}
+
+template <Kernel kKernel>
+void edges() {
+  for (const int world_size : {2, 3, 4}) edges(world_size, kKernel);
+}
+
+// In tiles, and in scaled blocks, which lanes share.
+template <int kWorldSize>
+void edges_of_buckets() {
+  HostGrid grid(shape_of(kWorldSize, /*is_bucket=*/true));
+  std::vector<KernelCall> calls;
+  for (const Kernel kernel : kAllReduceKernels) {
+    for (const WireFormat& format : kBucketFormats) {
+      if (!is_defined(kernel, format)) continue;
+      KernelCall call{.kernel = kernel,
+                      .format = format,
+                      .is_bucket = true,
+                      .group_size = group_size_of(kernel, kWorldSize)};
+      for (const uint64_t length : edge_lengths(call, grid.shape())) {
+        // The longest of every other format suffice.
+        if (length > 4000 && calls.size() % 4 != 0) continue;
+        call.num_elems = length;
+        call.op = calls.size() % 2 == 0 ? ReduceOp::kSum : ReduceOp::kAvg;
+        calls.push_back(varied(call, kWorldSize, calls.size()));
+      }
+    }
+  }
+  call_and_check(grid, calls);
+}
+
+template <int kWorldSize>
+void dtypes_and_ops() {
+  HostGrid grid(shape_of(kWorldSize, /*is_bucket=*/false));
+  std::vector<KernelCall> calls;
+  for (const Kernel kernel : kAllKernels) {
+    for (const DType dtype : reducible_dtypes()) {
+      for (const ReduceOp op : defined_ops(dtype)) {
+        const KernelCall call{.kernel = kernel,
+                              .format = {dtype},
+                              .op = op,
+                              .group_size = group_size_of(kernel, kWorldSize)};
+        // All lengths in turns.
+        const std::vector<uint64_t> lengths = edge_lengths(call, grid.shape());
+        for (int i = 0; i < 2; ++i) {
+          calls.push_back(varied(call, kWorldSize, calls.size()));
+          calls.back().num_elems = lengths[mix(calls.size()) % lengths.size()];
+        }
+      }
+    }
+  }
+  call_and_check(grid, calls);
+}
+
+const CaseTable kCases{
+    {"kernel_edges-one_shot", edges<Kernel::kOneShot>},
+    {"kernel_edges-two_shot", edges<Kernel::kTwoShot>},
+    {"kernel_edges-two_shot_in_place", edges<Kernel::kTwoShotInPlace>},
+    {"kernel_edges-ring", edges<Kernel::kRing>},
+    {"kernel_edges-ordered_ring", edges<Kernel::kOrderedRing>},
+    {"kernel_edges-hierarchical", edges<Kernel::kHierarchical>},
+    {"kernel_edges-low_latency", edges<Kernel::kLowLatency>},
+    {"kernel_edges-reduce_scatter", edges<Kernel::kReduceScatter>},
+    {"kernel_edges-all_gather", edges<Kernel::kAllGather>},
+    {"kernel_edges-broadcast", edges<Kernel::kBroadcast>},
+    {"kernel_edges-send", edges<Kernel::kSend>},
+    {"kernel_edges-buckets-ws2", edges_of_buckets<2>},
+    {"kernel_edges-buckets-ws3", edges_of_buckets<3>},
+    {"kernel_edges-buckets-ws4", edges_of_buckets<4>},
+    {"kernel_dtypes_and_ops-ws2", dtypes_and_ops<2>},
+    {"kernel_dtypes_and_ops-ws3", dtypes_and_ops<3>},
+    {"kernel_dtypes_and_ops-ws4", dtypes_and_ops<4>},
+};
+
+}  // namespace
+}  // namespace rota::test

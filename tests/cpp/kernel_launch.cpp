@@ -1,0 +1,45 @@
+#include "kernel_launch.h"
+
+#include "cuda/low_latency.h"
+#include "cuda/point_to_point.h"
+#include "cuda/shards.h"
+
+namespace rota::test {
+
+void launch_other(const HostBlock& block, const cuda::Peers& peers, const KernelLaunch& launch) {
+  with_codec(launch.format, [&]<typename Codec>() {
+    if (launch.kernel == Kernel::kReduceScatter) {
+      cuda::reduce_scatter<Codec>(block, peers, launch.args);
+    } else if (launch.kernel == Kernel::kAllGather) {
+      cuda::all_gather<Codec>(block, peers, launch.args);
+    } else if constexpr (!Codec::format().is_block_scaled) {
+      cuda::low_latency<Codec>(block, peers, launch.args);
+    }
+  });
+}
+
+void launch(const HostBlock& block, const cuda::Peers& peers, const KernelLaunch& launch) {
+  switch (launch.kernel) {
+    case Kernel::kOneShot:
+    case Kernel::kTwoShot:
+    case Kernel::kTwoShotInPlace:
+      return launch_direct(block, peers, launch);
+    case Kernel::kRing:
+    case Kernel::kOrderedRing:
+      return launch_ring(block, peers, launch);
+    case Kernel::kHierarchical:
+      return launch_groups(block, peers, launch);
+    case Kernel::kLowLatency:
+    case Kernel::kReduceScatter:
+    case Kernel::kAllGather:
+      return launch_other(block, peers, launch);
+    case Kernel::kBroadcast:
+      return cuda::broadcast(block, peers, launch.args);
+    case Kernel::kSend:
+      if (launch.role == Role::kSender) cuda::send(block, peers, launch.args);
+      if (launch.role == Role::kReceiver) cuda::receive(block, peers, launch.args);
+      return;
+  }
+}
+
+}  // namespace rota::test

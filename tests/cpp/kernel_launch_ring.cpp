@@ -1,0 +1,17 @@
+#include "cuda/ordered_ring.h"
+#include "cuda/ring.h"
+#include "kernel_launch.h"
+
+namespace rota::test {
+
+void launch_ring(const HostBlock& block, const cuda::Peers& peers, const KernelLaunch& launch) {
+  with_codec(launch.format, [&]<typename Codec>() {
+    if (launch.kernel == Kernel::kRing) {
+      cuda::ring<Codec>(block, peers, launch.args);
+    } else {
+      cuda::ordered_ring<Codec>(block, peers, launch.args);
+    }
+  });
+}
+
+}  // namespace rota::test

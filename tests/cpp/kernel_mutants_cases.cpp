@@ -1,0 +1,95 @@
+// What every mutant of the kernels must fail: each collective between messages that go one way
+// only, of which the sender learns nothing but through its own waits.
+#include <algorithm>
+
+#include "check.h"
+#include "kernel_calls.h"
+#include "mutant.h"
+#include "schedule/ring.h"
+
+namespace rota::test {
+namespace {
+
+// A wait that comes to nothing is one way for a mutant to fail.
+constexpr std::chrono::seconds kMutantPatience{2};
+
+GridShape shape_of(int world_size) {
+  const std::chrono::nanoseconds patience = the_mutant == kNoMutant ? kPatience : kMutantPatience;
+  return {.world_size = world_size, .timeout_ns = static_cast<uint64_t>(patience.count())};
+}
+
+// So many messages of each link in each channel. Two fill its slots, and their sender has waited
+// for nothing; more come round to them.
+uint64_t num_elems_of(const KernelCall& call, const GridShape& shape, uint64_t num_messages) {
+  const auto num_blocks = static_cast<uint64_t>(call.num_blocks);
+  const uint64_t num_elems = num_messages * num_blocks * chunk_elems(call, shape);
+  switch (call.kernel) {
+    case Kernel::kOneShot:
+    case Kernel::kOrderedRing:
+    case Kernel::kBroadcast:
+    case Kernel::kSend:
+      return num_elems;
+    case Kernel::kTwoShot:
+    case Kernel::kTwoShotInPlace:
+    case Kernel::kRing:
+    case Kernel::kHierarchical:
+    case Kernel::kReduceScatter:
+    case Kernel::kAllGather:
+      return num_elems * static_cast<uint64_t>(shape.world_size);
+    case Kernel::kLowLatency:
+      return num_elems / num_messages;
+  }
+  return 0;
+}
+
+// Sends, broadcasts and the kernel in turns; every rank sends to every other. Who receives first is
+// late, so that the sender goes on without having heard of it. Of the kernel, everyone is in turn.
+void among_one_way_messages(int world_size, Kernel kernel) {
+  HostGrid grid(shape_of(world_size));
+  std::vector<KernelCall> calls;
+  const auto add = [&](Kernel next, int root, int receiver, int late_rank, uint64_t num_messages) {
+    calls.push_back({.kernel = next,
+                     .format = {calls.size() % 3 == 0 ? DType::kFloat16 : DType::kFloat32},
+                     .group_size = kernel == Kernel::kHierarchical ? 2 : 0,
+                     .root = root,
+                     .receiver = receiver,
+                     .late_rank = late_rank,
+                     .seed = calls.size()});
+    calls.back().num_elems = num_elems_of(calls.back(), grid.shape(), num_messages);
+  };
+  for (int root = 0; root < world_size; ++root) {
+    const int next = schedule::next_rank(root, world_size);
+    for (int distance = 1; distance < world_size; ++distance) {
+      const int receiver = (root + distance) % world_size;
+      add(Kernel::kSend, root, receiver, receiver, 2);
+      add(kernel, root, receiver, receiver, 1);
+      add(Kernel::kBroadcast, root, receiver, next, 2);
+      add(kernel, root, receiver, root, 4);
+      add(Kernel::kBroadcast, root, receiver, next, 5);
+      add(kernel, root, receiver, next, 1);
+      add(kernel, root, receiver, kNobody, 3);
+    }
+  }
+  call_and_check(grid, calls);
+}
+
+template <Kernel kKernel>
+void of_three() {
+  among_one_way_messages(3, kKernel);
+}
+
+const CaseTable kCases{
+    {"kernel_mutants-one_shot", of_three<Kernel::kOneShot>},
+    {"kernel_mutants-two_shot", of_three<Kernel::kTwoShot>},
+    {"kernel_mutants-two_shot_in_place", of_three<Kernel::kTwoShotInPlace>},
+    {"kernel_mutants-ring", of_three<Kernel::kRing>},
+    {"kernel_mutants-ordered_ring", of_three<Kernel::kOrderedRing>},
+    {"kernel_mutants-hierarchical", [] { among_one_way_messages(4, Kernel::kHierarchical); }},
+    {"kernel_mutants-low_latency", of_three<Kernel::kLowLatency>},
+    {"kernel_mutants-reduce_scatter", of_three<Kernel::kReduceScatter>},
+    {"kernel_mutants-all_gather", of_three<Kernel::kAllGather>},
+    {"kernel_mutants-point_to_point", of_three<Kernel::kBroadcast>},
+};
+
+}  // namespace
+}  // namespace rota::test

@@ -1,0 +1,20 @@
+// Which fault this process has, of all those that tests/kernel_mutants.py has put into the kernels'
+// headers: one program serves for every mutant.
+#pragma once
+
+#include <cstdlib>
+#include <type_traits>
+
+namespace rota::test {
+
+inline constexpr int kNoMutant = -1;
+
+inline const int the_mutant = [] {
+  const char* text = std::getenv("ROTA_MUTANT");
+  return text == nullptr ? kNoMutant : std::atoi(text);
+}();
+
+// Constants are those of the sound program.
+constexpr bool is_mutant(int id) { return !std::is_constant_evaluated() && the_mutant == id; }
+
+}  // namespace rota::test

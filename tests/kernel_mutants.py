@@ -1,0 +1,250 @@
+"""Finds everything in the CUDA kernels' bodies that orders what threads and ranks do, and makes a
+mutant of each: an order weakened, a barrier, a flag or a wait left out, a count off by one.
+
+All mutants are compiled into one program, which has the fault that ROTA_MUTANT names by its number
+(mutant schemata: Untch, Offutt & Harrold 1993): to build each would take longer than all tests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cpp_program import CSRC
+
+# What only a GPU sees, and the alias that gives it its names.
+NO_BODIES = {"device_block.h", "system_word.h"}
+# No case launches these on the host yet.
+WITHOUT_CASES = {"pack.h", "unpack.h"}
+LAYOUT = "transport/device_layout.h"
+
+# Whatever looks like synchronisation in a body must be part of a mutant, so that nothing new can
+# go without.
+WATCHED = re.compile(
+    r"MemoryOrder::|memory_order|\batomic|__sync|__threadfence|__nanosleep|\bvolatile\b"
+    r"|(?:\.|->)(?:sync|all|wait|publish|release|count_\w+|fetch_\w+|exchange|compare_exchange\w*)\("
+    r"|\bTo(?:Send|Read)\{|\bwait_until\("
+)
+# Except for what there is nothing to take from.
+NOT_MUTATED = re.compile(r"MemoryOrder::relaxed|bool wait_until\(")
+
+
+@dataclass(frozen=True)
+class Edit:
+    begin: int
+    end: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in a header, and the edits that give it its fault where a condition is true."""
+
+    begin: int
+    end: int
+    fault: str
+    edits: Callable[[str], list[Edit]]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    number: int
+    where: str  # file:line
+    code: str  # of that line
+    fault: str
+
+    @property
+    def file(self) -> str:
+        return self.where.split(":")[0]
+
+    @property
+    def condition(self) -> str:
+        """Of tests/cpp/mutant.h."""
+        return f"rota::test::is_mutant({self.number})"
+
+
+def without_comments(text: str) -> str:
+    """Blanks in their place, so that every offset stays."""
+    return re.sub(r"//[^\n]*", lambda comment: " " * len(comment[0]), text)
+
+
+def _end_of_call(text: str, begin: int) -> int:
+    """Behind the parenthesis that closes the first one after `begin`."""
+    depth = 0
+    for i in range(text.index("(", begin), len(text)):
+        depth += {"(": 1, ")": -1}.get(text[i], 0)
+        if depth == 0:
+            return i + 1
+    raise AssertionError("a parenthesis is not closed")
+
+
+def _around(begin: int, end: int, fault: str, before: str, after: str) -> Site:
+    """Code that stays, between two texts; `?` stands for the condition."""
+
+    def edits(condition: str) -> list[Edit]:
+        return [
+            Edit(begin, begin, before.replace("?", condition, 1)),
+            Edit(end, end, after),
+        ]
+
+    return Site(begin, end, fault, edits)
+
+
+def _instead(begin: int, end: int, fault: str, text: str) -> Site:
+    """Other code; `?` stands for the condition."""
+
+    def edits(condition: str) -> list[Edit]:
+        return [Edit(begin, end, text.replace("?", condition, 1))]
+
+    return Site(begin, end, fault, edits)
+
+
+def _orders(text: str) -> Iterator[Site]:
+    weaker = {"acquire": ["relaxed"], "release": ["relaxed"]}
+    weaker["acq_rel"] = ["relaxed", "acquire", "release"]
+    for match in re.finditer(r"SystemWord<\w+>", text):
+        after_object = _end_of_call(text, match.end())
+        end = _end_of_call(text, after_object)
+        access = text[match.start() : end]
+        for order in re.findall(r"MemoryOrder::(\w+)", access):
+            for other in weaker.get(order, []):
+                weakened = access.replace(f"MemoryOrder::{order}", f"MemoryOrder::{other}")
+                fault = f"{order} -> {other}"
+                yield _around(match.start(), end, fault, f"(? ? {weakened} : ", ")")
+
+
+def _statements(text: str) -> Iterator[Site]:
+    """What is done for others: barriers, flags, counts, the word that says why."""
+    done = r"\b\w+\.(?:(?:sync|publish|release|count_\w+)\(|failure\)\.store\()"
+    for match in re.finditer(rf"{done}|SystemWord<\w+>\(\*peers\.failure\)", text):
+        end = text.index(";", match.end()) + 1
+        yield _around(match.start(), end, "left out", "if (!?) ", "")
+
+
+def _waits(text: str) -> Iterator[Site]:
+    for match in re.finditer(r"\b\w+\.wait\(", text):
+        yield _around(match.start(), _end_of_call(text, match.start()), "no wait", "(? || ", ")")
+    for match in re.finditer(r"(?<!bool )\bwait_until\(", text):
+        yield _around(match.start(), _end_of_call(text, match.start()), "no wait", "(? || ", ")")
+    for match in re.finditer(r"\bTo(Send|Read)\{((?:[^,(){}]|\([^()]*\))+),", text):
+        nobody = "? ? schedule::nobody() : "
+        yield _around(match.start(2), match.end(2), f"no To{match[1]}", nobody, "")
+    for match in re.finditer(r"\b\w+\.all\(", text):
+        end = _end_of_call(text, match.start())
+        value = text[match.end() : end - 1]
+        yield _around(match.start(), end, "no barrier", f"(? ? {value} : ", ")")
+
+
+def _conditions(text: str) -> Iterator[Site]:
+    """What a wait looks at."""
+    for match in re.finditer(r"(?<!bool )\bis_of_this_round\([^()]*\)", text):
+        yield _around(match.start(), match.end(), "is true", "(? || ", ")")
+    ends = r"block\.now_ns\(\) > deadline_ns|SystemWord<uint32_t>\(abort\)\.load\([^()]*\) != 0"
+    for match in re.finditer(ends, text):
+        yield _around(match.start(), match.end(), "is false", "(!? && ", ")")
+
+
+def _targets(text: str) -> Iterator[Site]:
+    for match in re.finditer(r"(?<=\bmessage \+ )1\b|(?<=packet_rounds \+ )1\b", text):
+        yield _instead(match.start(), match.end(), "off by one", "(? ? 0 : 1)")
+
+
+def _buffers(text: str) -> Iterator[Site]:
+    for match in re.finditer(r"(?<=parity % )2\b", text):
+        yield _instead(match.start(), match.end(), "one buffer", "(? ? 1 : 2)")
+
+
+def _sites(file: str, text: str) -> Iterator[Site]:
+    yield from _orders(text)
+    yield from _statements(text)
+    yield from _waits(text)
+    yield from _conditions(text)
+    if file in ("cuda/links.h", "cuda/low_latency.h"):
+        yield from _targets(text)
+    if file == LAYOUT:
+        yield from _buffers(text)
+
+
+def _slot_uses(text: str) -> list[tuple[int, int]]:
+    uses = re.finditer(r"(?<!int )(?<!transport::)\bkNumLinkSlots\b", text)
+    return [(use.start(), use.end()) for use in uses]
+
+
+def _is_covered(watched: re.Match[str], text: str, sites: list[Site]) -> bool:
+    line_begin = text.rfind("\n", 0, watched.start()) + 1
+    if any(
+        line_begin + match.start() <= watched.start() < line_begin + match.end()
+        for match in NOT_MUTATED.finditer(text[line_begin : text.index("\n", watched.start())])
+    ):
+        return True
+    spans = [(site.begin, site.end) for site in sites]
+    if watched[0].startswith("To"):  # the wait around it is another mutant
+        return any(begin == watched.end() for begin, _ in spans)
+    # From the object on that it is called on.
+    start = watched.start() - len(re.search(r"\w*$", text[: watched.start()])[0])
+    is_of_order = re.search("MemoryOrder|fetch_|exchange", watched[0])
+    if is_of_order:
+        return any(begin <= start < end for begin, end in spans)
+    return any(begin == start for begin, _ in spans)
+
+
+def bodies() -> list[Path]:
+    left_out = NO_BODIES | WITHOUT_CASES
+    files = [path for path in sorted((CSRC / "cuda").glob("*.h")) if path.name not in left_out]
+    return [*files, CSRC / LAYOUT]
+
+
+@dataclass(frozen=True)
+class MutatedFile:
+    """A header with all its mutants, each behind its condition: a patch for cpp_program."""
+
+    file: str
+    text: str
+
+    def apply(self, _: str) -> str:
+        return self.text
+
+
+def sites_of(file: str, text: str) -> list[Site]:
+    """All places of a header, in its order.
+
+    Raises:
+        AssertionError: it holds something that orders and that no mutant takes away.
+    """
+    text = without_comments(text)
+    sites = sorted(_sites(file, text), key=lambda site: site.begin)
+    for watched in WATCHED.finditer(text):
+        line = text.count("\n", 0, watched.start()) + 1
+        assert _is_covered(watched, text, sites), f"no mutant of {file}:{line}: {watched[0]}"
+    return sites
+
+
+def make_mutants() -> tuple[list[Mutant], tuple[MutatedFile, ...]]:
+    """All mutants, and the headers that have them. Raises as sites_of()."""
+    one_slot = Mutant(0, LAYOUT, "kNumLinkSlots = 2", "one slot")
+    mutants = [one_slot]
+    files = []
+    for path in bodies():
+        file = path.relative_to(CSRC).as_posix()
+        text = path.read_text()
+        edits = [
+            Edit(begin, end, f"({one_slot.condition} ? uint64_t{{1}} : kNumLinkSlots)")
+            for begin, end in _slot_uses(without_comments(text))
+        ]
+        for site in sites_of(file, text):
+            line = text.count("\n", 0, site.begin) + 1
+            code = text.splitlines()[line - 1].strip()
+            mutants.append(Mutant(len(mutants), f"{file}:{line}", code, site.fault))
+            edits += site.edits(mutants[-1].condition)
+        if edits:
+            files.append(MutatedFile(file, _edited(text, edits)))
+    return mutants, tuple(files)
+
+
+def _edited(text: str, edits: list[Edit]) -> str:
+    # From the last on, so that the others' offsets stay.
+    for edit in sorted(edits, key=lambda edit: (edit.begin, edit.end), reverse=True):
+        text = text[: edit.begin] + edit.text + text[edit.end :]
+    return text.replace("#pragma once\n", '#pragma once\n\n#include "mutant.h"\n', 1)

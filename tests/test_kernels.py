@@ -1,0 +1,182 @@
+"""The CUDA kernels' bodies, run on the host: ranks, blocks and lanes are threads (tests/cpp/).
+
+Each case is a test of its own in every flavour that can run it:
+
+  plain  as it is
+  tsan   ThreadSanitizer, while threads yield at random and one rank at a time is late
+  asan   AddressSanitizer with leak check, UndefinedBehaviorSanitizer, checked containers
+
+No report is suppressed. The mutants at the end (kernel_mutants.py) show that the cases do see what
+they are for; which check caught each of them stands at the end of the log.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from cpp_program import (
+    ASAN,
+    ASAN_FLAGS,
+    TIMEOUT_CODE,
+    TSAN,
+    TSAN_FLAGS,
+    TSAN_REPORT_CODE,
+    Flavour,
+    cases_of,
+    run,
+)
+from kernel_mutants import LAYOUT, Mutant, MutatedFile, make_mutants, sites_of
+
+pytestmark = pytest.mark.no_extension
+
+COMMON = ("main", "reference", "numbers", "calls", "ranks", "kernel_calls")
+LAUNCHES = (
+    "kernel_launch",
+    "kernel_launch_direct",
+    "kernel_launch_ring",
+    "kernel_launch_groups",
+)
+THREAD_CASES = (
+    "kernel_cases",
+    "kernel_bits_cases",
+    "kernel_sequences_cases",
+    "kernel_failures_cases",
+)
+ALL = (*COMMON, *LAUNCHES, *THREAD_CASES)
+
+FLAVOURS = (
+    Flavour("kernels-plain", (*ALL, "kernel_layout_cases")),
+    Flavour("kernels-tsan", ALL, flags=TSAN_FLAGS, environment=TSAN),
+    Flavour("kernels-asan", (*ALL, "kernel_layout_cases"), flags=ASAN_FLAGS, environment=ASAN),
+)
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS, ids=lambda flavour: flavour.name)
+def test_kernel_program_lists_the_cases_that_pytest_lists(flavour: Flavour) -> None:
+    code, output = run(flavour)
+    assert code == 0, output
+    names = output.split()
+    assert sorted(names) == sorted(cases_of(flavour))
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("flavour", "case"),
+    [
+        pytest.param(flavour, case, id=f"{flavour.name}-{case}")
+        for flavour in FLAVOURS
+        for case in cases_of(flavour)
+    ],
+)
+def test_kernel(flavour: Flavour, case: str) -> None:
+    code, output = run(flavour, case)
+    assert code == 0 and "Sanitizer" not in output and "runtime error" not in output, (
+        f"exit code {code}\n{output}"
+    )
+
+
+# ---- mutants -------------------------------------------------------------------------------------
+
+# Where a mutant of a file shows. Those of any other file must do so in one of all cases.
+CASES_OF_FILE = {
+    f"cuda/{name}.h": (f"kernel_mutants-{name}",)
+    for name in (
+        "one_shot",
+        "two_shot",
+        "two_shot_in_place",
+        "ring",
+        "ordered_ring",
+        "hierarchical",
+        "low_latency",
+        "point_to_point",
+    )
+} | {
+    "cuda/shards.h": ("kernel_mutants-reduce_scatter", "kernel_mutants-all_gather"),
+    "cuda/wait.h": ("kernel_timeout", "kernel_abort"),
+    LAYOUT: ("kernel_mutants-ring", "kernel_mutants-low_latency"),
+}
+# How long a mutant may take to show in a case; each takes 3 s at most on two cores.
+MUTANT_TIMEOUT_S = 30.0
+
+
+def mutated_program(changes: tuple[MutatedFile, ...]) -> Flavour:
+    return Flavour(
+        "kernels-mutants",
+        (*COMMON, *LAUNCHES, "kernel_mutants_cases", "kernel_failures_cases"),
+        flags=TSAN_FLAGS,
+        patches=changes,
+        environment=TSAN,
+    )
+
+
+def what_caught(program: Flavour, mutant: Mutant) -> str | None:
+    """The check that failed and its case; None: no case did."""
+    for case in CASES_OF_FILE.get(mutant.file, cases_of(program)):
+        environment = {"ROTA_MUTANT": str(mutant.number)}
+        code, output = run(program, case, timeout_s=MUTANT_TIMEOUT_S, environment=environment)
+        if code == 0:
+            continue
+        if code == TSAN_REPORT_CODE:
+            assert "ThreadSanitizer: data race" in output, output
+            return f"data race in {case}"
+        if code == TIMEOUT_CODE:
+            return f"no end of {case}"
+        assert code == 1, f"exit code {code} of {case}\n{output}"
+        for check in ("wrong number", "did not give up", "no failure", "timeout awaiting"):
+            if check in output:
+                return f"{check} in {case}"
+        raise AssertionError(f"{case} failed in a way that no mutant should\n{output}")
+    return None
+
+
+def test_every_kernel_mutant_is_caught(
+    print_at_end: Callable[[str, list[str]], None],
+) -> None:
+    mutants, changes = make_mutants()
+    program = mutated_program(changes)
+    for case in cases_of(program):
+        code, output = run(program, case)
+        assert code == 0, f"{case} fails without a fault: exit code {code}\n{output}"
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        caught = list(pool.map(lambda mutant: what_caught(program, mutant), mutants))
+    lines = [
+        f"{mutant.where:<28}  {mutant.code[:64]:<64}  {mutant.fault:<18}  {check or 'NOT CAUGHT'}"
+        for mutant, check in zip(mutants, caught, strict=True)
+    ]
+    print_at_end(f"{len(mutants)} mutants of the CUDA kernels and what caught them", lines)
+    survivors = [line for line, check in zip(lines, caught, strict=True) if check is None]
+    assert not survivors, "\n".join(survivors)
+
+
+@pytest.mark.parametrize(
+    ("statement", "faults"),
+    [
+        ("block.sync()", ["left out"]),
+        ("if (block.all(x)) links.publish(world, 0)", ["no barrier", "left out"]),
+        (
+            "links.wait(ToSend{world, 0}, ToRead{schedule::only(1), 1})",
+            ["no wait", "no ToSend", "no ToRead"],
+        ),
+        ("SystemWord<int>(flag).load(MemoryOrder::acquire)", ["acquire -> relaxed"]),
+        (
+            "SystemWord<int>(flag).fetch_add(1, MemoryOrder::acq_rel)",
+            ["acq_rel -> relaxed", "acq_rel -> acquire", "acq_rel -> release"],
+        ),
+    ],
+)
+def test_kernel_mutants_of_new_code_are_found(statement: str, faults: list[str]) -> None:
+    sites = sites_of("cuda/new.h", f"void f() {{\n  {statement};\n}}\n")
+    assert [site.fault for site in sites] == faults
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["__syncthreads()", "std::atomic_thread_fence(order)", "block->sync()", "x.exchange(1)"],
+)
+def test_kernel_code_that_orders_without_mutant_is_refused(statement: str) -> None:
+    with pytest.raises(AssertionError, match=r"no mutant of cuda/new\.h:2"):
+        sites_of("cuda/new.h", f"void f() {{\n  {statement};\n}}\n")
