@@ -16,8 +16,8 @@ from cpp_program import CSRC
 
 # What only a GPU sees, and the alias that gives it its names.
 NO_BODIES = {"device_block.h", "system_word.h"}
-# No case launches these on the host yet.
-WITHOUT_CASES = {"pack.h", "unpack.h"}
+# What bodies share with the CPU, and what says where their words lie.
+FIXED_TREE = "base/fixed_tree.h"
 LAYOUT = "transport/device_layout.h"
 
 # Whatever looks like synchronisation in a body must be part of a mutant, so that nothing new can
@@ -191,9 +191,8 @@ def _is_covered(watched: re.Match[str], text: str, sites: list[Site]) -> bool:
 
 
 def bodies() -> list[Path]:
-    left_out = NO_BODIES | WITHOUT_CASES
-    files = [path for path in sorted((CSRC / "cuda").glob("*.h")) if path.name not in left_out]
-    return [*files, CSRC / LAYOUT]
+    files = [path for path in sorted((CSRC / "cuda").glob("*.h")) if path.name not in NO_BODIES]
+    return [*files, CSRC / FIXED_TREE, CSRC / LAYOUT]
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ THREAD_CASES = (
 # One thread needs no ThreadSanitizer, and it does not follow a fork.
 OTHER_CASES = (
     "layout_cases",
+    "launch_plan_cases",
     "loops_cases",
     "wire_loops_cases",
     "float_bits_cases",

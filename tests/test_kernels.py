@@ -43,6 +43,7 @@ LAUNCHES = (
 THREAD_CASES = (
     "kernel_cases",
     "kernel_bits_cases",
+    "kernel_bucket_cases",
     "kernel_sequences_cases",
     "kernel_failures_cases",
 )
@@ -97,6 +98,8 @@ CASES_OF_FILE = {
 } | {
     "cuda/shards.h": ("kernel_mutants-reduce_scatter", "kernel_mutants-all_gather"),
     "cuda/wait.h": ("kernel_timeout", "kernel_abort"),
+    "cuda/unpack.h": ("kernel_bucket-once",),
+    "base/fixed_tree.h": ("kernel_bucket-once",),
     LAYOUT: ("kernel_mutants-ring", "kernel_mutants-low_latency"),
 }
 # How long a mutant may take to show in a case; each takes 3 s at most on two cores.
@@ -106,7 +109,13 @@ MUTANT_TIMEOUT_S = 30.0
 def mutated_program(changes: tuple[MutatedFile, ...]) -> Flavour:
     return Flavour(
         "kernels-mutants",
-        (*COMMON, *LAUNCHES, "kernel_mutants_cases", "kernel_failures_cases"),
+        (
+            *COMMON,
+            *LAUNCHES,
+            "kernel_mutants_cases",
+            "kernel_failures_cases",
+            "kernel_bucket_cases",
+        ),
         flags=TSAN_FLAGS,
         patches=changes,
         environment=TSAN,

@@ -111,13 +111,17 @@ class DeviceBlock {
   }
 
  private:
-  // The compiler is told that the memory is global, so that it need not find out at run time.
+  // By hand: the compiler splits a load whose halves it uses apart.
   __device__ __forceinline__ static Words<16> load_once(const Words<16>* src) {
-    const auto* global = reinterpret_cast<const uint4*>(src);
-    __builtin_assume(__isGlobal(global));
-    const uint4 value = *global;
-    return {{value.x, value.y, value.z, value.w}};
+    Words<16> value;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.words[0]), "=r"(value.words[1]), "=r"(value.words[2]),
+                   "=r"(value.words[3])
+                 : "l"(src)
+                 : "memory");
+    return value;
   }
+  // The compiler is told that the memory is global, so that it need not find out at run time.
   __device__ __forceinline__ static Words<8> load_once(const Words<8>* src) {
     const auto* global = reinterpret_cast<const uint2*>(src);
     __builtin_assume(__isGlobal(global));

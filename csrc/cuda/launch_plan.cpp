@@ -115,8 +115,9 @@ void check_arithmetic(const LaunchRequest& request, const Peers& peers, int grou
   if (request.op == ReduceOp::kAvg && !(std::isfinite(request.divisor) && request.divisor > 0)) {
     refuse("divisor is ", request.divisor, ", avg takes a positive finite one");
   }
-  if (request.rounding.is_stochastic && !is_narrow(dtype)) {
-    refuse("stochastic rounding of ", name(dtype), " was asked for; it is for 16 and 8-bit floats");
+  if (request.rounding.is_stochastic && !is_wire_dtype(dtype)) {
+    refuse("stochastic rounding of ", name(dtype), " was asked for; it is for floats of 32 bits ",
+           "and fewer");
   }
   if (group_size < 1 || peers.world_size() % group_size != 0) {
     refuse("group_size is ", group_size, ", expected a divisor of world_size ", peers.world_size());

@@ -26,10 +26,7 @@ class Packer {
         pack_tile<false>(tile, index);
       }
     }
-    if (num_non_finite_ != 0) {
-      SystemWord<uint64_t>(*args_.bucket.num_non_finite)
-          .fetch_add(num_non_finite_, MemoryOrder::relaxed);
-    }
+    if (num_non_finite_ != 0) add_to_count(*args_.bucket.num_non_finite, num_non_finite_);
   }
 
  private:

@@ -2,6 +2,10 @@
 // One alias for the device and for the tests that run the kernels' bodies as threads of the host.
 #pragma once
 
+#include <cstdint>
+
+#include "base/host_device.h"
+
 #if defined(__CUDACC__)
 #include <cuda/atomic>
 #else
@@ -19,5 +23,10 @@ template <typename T>
 using SystemWord = std::atomic_ref<T>;
 using MemoryOrder = std::memory_order;
 #endif
+
+// To a count that says nothing of anything else.
+HOST_DEVICE inline void add_to_count(uint64_t& count, uint64_t value) {
+  SystemWord<uint64_t>(count).fetch_add(value, MemoryOrder::relaxed);
+}
 
 }  // namespace rota::cuda

@@ -26,10 +26,7 @@ class Unpacker {
           tile.is_whole() ? unpack_tile<true>(tile, index) : unpack_tile<false>(tile, index);
       if (thread_.is_first()) args_.squares[index] = squares;
     }
-    if (num_non_finite_ != 0) {
-      SystemWord<uint64_t>(*args_.bucket.num_non_finite)
-          .fetch_add(num_non_finite_, MemoryOrder::relaxed);
-    }
+    if (num_non_finite_ != 0) add_to_count(*args_.bucket.num_non_finite, num_non_finite_);
     sum_up_in_last_block();
   }
 
@@ -90,17 +87,17 @@ class Unpacker {
   HOST_DEVICE void sum_up_in_last_block() const {
     block_.sync();
     bool is_last = true;
-    SystemWord<uint32_t> num_blocks_done(*args_.num_blocks_done);
     if (block_.thread() == 0) {
       const auto others = static_cast<uint32_t>(block_.num_blocks()) - 1;
-      is_last = num_blocks_done.fetch_add(1, MemoryOrder::acq_rel) == others;
+      is_last =
+          SystemWord<uint32_t>(*args_.num_blocks_done).fetch_add(1, MemoryOrder::acq_rel) == others;
     }
     if (!block_.all(is_last)) return;
     const double sum =
         sum_in_fixed_tree(block_, args_.squares, args_.bucket.num_tiles, block_.shared_doubles());
     if (block_.thread() != 0) return;
     *args_.sum_of_squares = sum;
-    num_blocks_done.store(0, MemoryOrder::relaxed);  // for the next launch
+    *args_.num_blocks_done = 0;  // for the next launch
   }
 
   HOST_DEVICE static constexpr WireFormat format() { return {wire, is_scaled}; }

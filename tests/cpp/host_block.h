@@ -51,16 +51,18 @@ class HostBarrier {
 class SharedBlock {
  public:
   explicit SharedBlock(int num_threads) : barrier(num_threads), values(num_threads) {
-    for (int i = 0; i < num_threads / kGroupLanes; ++i) {
-      groups.push_back(std::make_unique<HostBarrier>(kGroupLanes));
+    for (int lanes = 1; lanes <= kMostLanes; lanes *= 2) {
+      for (int i = 0; i < num_threads / lanes; ++i) {
+        groups[static_cast<size_t>(lanes)].push_back(std::make_unique<HostBarrier>(lanes));
+      }
     }
   }
 
-  // Lanes exchange values among so many neighbours, however few of them an exchange is for.
-  static constexpr int kGroupLanes = 8;
+  // Neighbours that exchange values: 1, 2, 4 or 8.
+  static constexpr int kMostLanes = 8;
 
   HostBarrier barrier;
-  std::vector<std::unique_ptr<HostBarrier>> groups;
+  std::array<std::vector<std::unique_ptr<HostBarrier>>, kMostLanes + 1> groups;  // by lanes
   std::array<double, kTreeBins> doubles;
   std::vector<std::array<uint64_t, 2>> values;  // by thread; two, so that one barrier suffices
 };
@@ -98,8 +100,7 @@ class HostBlock {
 
   template <uint32_t kLanes>
   uint32_t largest_of_lanes(uint32_t value) const {
-    static_assert(SharedBlock::kGroupLanes % kLanes == 0);
-    exchange(value);
+    exchange<kLanes>(value);
     uint32_t largest = 0;
     const int first = thread_ / static_cast<int>(kLanes) * static_cast<int>(kLanes);
     for (uint32_t i = 0; i < kLanes; ++i) {
@@ -109,10 +110,10 @@ class HostBlock {
   }
   template <uint32_t kLanes, typename T>
   T from_lane(T value, uint32_t distance) const {
-    static_assert(SharedBlock::kGroupLanes % kLanes == 0 && sizeof(T) <= sizeof(uint64_t));
+    static_assert(sizeof(T) <= sizeof(uint64_t));
     uint64_t bits = 0;
     std::memcpy(&bits, &value, sizeof(T));
-    exchange(bits);
+    exchange<kLanes>(bits);
     bits = value_of(thread_ ^ static_cast<int>(distance));
     std::memcpy(&value, &bits, sizeof(T));
     return value;
@@ -175,10 +176,12 @@ class HostBlock {
     is_first = false;
   }
   // Puts the value where the neighbours find it.
+  template <uint32_t kLanes>
   void exchange(uint64_t value) const {
     parity_ ^= 1;
     shared_.values[static_cast<size_t>(thread_)][parity_] = value;
-    shared_.groups[static_cast<size_t>(thread_ / SharedBlock::kGroupLanes)]->arrive_and_wait();
+    const auto group = static_cast<uint32_t>(thread_) / kLanes;
+    shared_.groups[kLanes][group]->arrive_and_wait();
   }
   uint64_t value_of(int thread) const {
     return shared_.values[static_cast<size_t>(thread)][parity_];

@@ -140,6 +140,7 @@ class CheckedCalls {
 
   int num_blocks(int number) {
     const KernelCall& call = *at(number).call;
+    if (call.num_elems == 0) return 0;
     if (call.kernel != Kernel::kLowLatency) return call.num_blocks;
     const uint64_t num_chunks =
         schedule::ceil_div(call.num_elems, chunk_elems(call, grid_.shape()));
@@ -160,13 +161,21 @@ class CheckedCalls {
       }
     }
     if (call.is_bucket) encode_bucket(call, rank, values, tensors.input_data());
+    try {
+      tensors.launch = launch_of(at(number), rank);
+    } catch (const Error& error) {
+      tensors.launch.has_part = false;
+      tensors.refusal = error.what();
+    }
   }
   void launch(const HostBlock& block, int rank, int number) {
-    test::launch(block, grid_.peers(rank), launch_of(at(number), rank));
+    test::launch(block, grid_.peers(rank), at(number).ranks[static_cast<size_t>(rank)].launch);
   }
   bool finish(int rank, int number) {
     try {
       const cuda::Failure failure = grid_.failure(rank);
+      const std::string& refusal = at(number).ranks[static_cast<size_t>(rank)].refusal;
+      check(refusal.empty(), refusal);
       check(failure.kind == cuda::FailureKind::kNone, to_string(failure));
       check_result(rank, at(number));
       return true;
@@ -186,6 +195,8 @@ class CheckedCalls {
     TensorBytes input, output;
     Range input_range, output_range;  // in the whole tensor
     bool is_one;
+    KernelLaunch launch;
+    std::string refusal;  // of the launch
 
     std::byte* input_data() { return is_one ? output.data() : input.data(); }
   };
@@ -218,36 +229,36 @@ class CheckedCalls {
     const KernelCall& call = *planned.call;
     Tensors& own = planned.ranks[static_cast<size_t>(rank)];
     KernelLaunch launch{.kernel = call.kernel, .format = call.format};
-    int peer = call.root;
-    if (const std::optional<Pair> pair = pair_of(call, world_size(), rank);
-        pair && call.kernel == Kernel::kSend) {
-      launch.role = rank == pair->sender ? Role::kSender : Role::kReceiver;
-      peer = rank == pair->sender ? pair->receiver : pair->sender;
-    }
-    const uint64_t piece_bytes =
-        equal_piece(call, world_size(), 0).num_elems * info(call.format.dtype).num_bytes;
-    const bool has_aligned_pieces =
-        !has_equal_pieces(call) || piece_bytes % cuda::kAccessBytes == 0;
-    const bool divides = call.op == ReduceOp::kAvg;
-    launch.args = {
-        .input = own.input_data(),
-        .output = own.output.data(),
-        .num_elems = moves_bytes(call) ? call.format.num_bytes(call.num_elems) : call.num_elems,
-        .granule_elems = has_equal_pieces(call) ? 1 : granule_elems(call),
-        .chunk_elems =
-            moves_bytes(call) ? grid_.shape().slot_bytes : chunk_elems(call, grid_.shape()),
-        .group_size = call.group_size == 0 ? world_size() : call.group_size,
-        .is_aligned = call.misalignment % cuda::kAccessBytes == 0 && has_aligned_pieces,
-        .op = call.op,
-        .divisor = static_cast<double>(divides ? world_size() : 1),
-        .reciprocal = divides && (world_size() & (world_size() - 1)) == 0 ? 1.0 / world_size() : 0,
-        .rounding = {.is_stochastic = call.stochastic_seed.has_value(),
-                     .seed = call.stochastic_seed.value_or(0),
-                     .stream = kResultStream},
-        .peer = peer};
     for (size_t peer = 0; peer < planned.ranks.size(); ++peer) {
       launch.tensors.of[peer] = planned.ranks[peer].output.data();
     }
+    int peer = call.root;
+    if (call.kernel == Kernel::kSend) {
+      const std::optional<Pair> pair = pair_of(call, world_size(), rank);
+      launch.has_part = pair.has_value();
+      if (!launch.has_part) return launch;
+      if (rank == pair->receiver) launch.kernel = Kernel::kReceive;
+      peer = rank == pair->sender ? pair->receiver : pair->sender;
+    }
+    cuda::LaunchRequest request{.kernel = launch.kernel,
+                                .input = own.input_data(),
+                                .output = own.output.data(),
+                                .num_elems = call.num_elems,
+                                .format = call.format,
+                                .op = call.op,
+                                .divisor = static_cast<double>(world_size()),
+                                .group_size = call.group_size,
+                                .is_bucket = call.is_bucket,
+                                .rounding = {.is_stochastic = call.stochastic_seed.has_value(),
+                                             .seed = call.stochastic_seed.value_or(0),
+                                             .stream = kResultStream},
+                                .peer = peer};
+    if (call.kernel == Kernel::kTwoShotInPlace) request.tensors = &launch.tensors;
+    if (moves_bytes(call)) {
+      request.num_elems = call.format.num_bytes(call.num_elems);
+      request.format = {DType::kUInt8};
+    }
+    launch.args = cuda::plan_launch(request, grid_.peers(rank)).args;
     return launch;
   }
 
@@ -282,7 +293,7 @@ class CheckedCalls {
 }  // namespace
 
 std::string KernelCall::to_string() const {
-  std::string text = join(kKernelNames[static_cast<size_t>(kernel)], '(', name(format.dtype),
+  std::string text = join(cuda::name(kernel), '(', name(format.dtype),
                           format.is_block_scaled ? " in scaled blocks" : "", '[', num_elems, "], ",
                           name(op), ", ", num_blocks, " blocks");
   if (group_size != 0) text += join(", groups of ", group_size);
@@ -308,7 +319,8 @@ KernelCall varied(KernelCall call, int world_size, uint64_t variant) {
   call.seed = variant;
   call.num_blocks = 1 + static_cast<int>(variant % 2);
   call.is_in_place = variant % 3 == 0 && !has_equal_pieces(call);
-  call.misalignment = variant % 4 == 1 ? info(call.format.dtype).num_bytes : 0;
+  const bool may_be_misaligned = !call.format.is_block_scaled;
+  call.misalignment = variant % 4 == 1 && may_be_misaligned ? info(call.format.dtype).num_bytes : 0;
   call.root = static_cast<int>(variant % static_cast<uint64_t>(world_size));
   call.receiver = (call.root + 1) % world_size;
   return call;

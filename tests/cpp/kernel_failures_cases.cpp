@@ -52,7 +52,7 @@ class LaunchWithoutOne {
                  .op = ReduceOp::kSum,
                  .peer = call_.root}};
     if (call_.kernel == Kernel::kSend) {
-      launch.role = rank == call_.root ? Role::kSender : Role::kReceiver;
+      if (rank == call_.receiver) launch.kernel = Kernel::kReceive;
       launch.args.peer = rank == call_.root ? call_.receiver : call_.root;
     }
     for (size_t peer = 0; peer < tensors_.size(); ++peer) {

@@ -1,5 +1,6 @@
 #include "kernel_launch.h"
 
+#include "cuda/formats.h"
 #include "cuda/low_latency.h"
 #include "cuda/point_to_point.h"
 #include "cuda/shards.h"
@@ -7,7 +8,8 @@
 namespace rota::test {
 
 void launch_other(const HostBlock& block, const cuda::Peers& peers, const KernelLaunch& launch) {
-  with_codec(launch.format, [&]<typename Codec>() {
+  cuda::with_codec(launch.format, [&](auto codec) {
+    using Codec = decltype(codec);
     if (launch.kernel == Kernel::kReduceScatter) {
       cuda::reduce_scatter<Codec>(block, peers, launch.args);
     } else if (launch.kernel == Kernel::kAllGather) {
@@ -15,10 +17,12 @@ void launch_other(const HostBlock& block, const cuda::Peers& peers, const Kernel
     } else if constexpr (!Codec::format().is_block_scaled) {
       cuda::low_latency<Codec>(block, peers, launch.args);
     }
+    return true;
   });
 }
 
 void launch(const HostBlock& block, const cuda::Peers& peers, const KernelLaunch& launch) {
+  if (!launch.has_part) return;
   switch (launch.kernel) {
     case Kernel::kOneShot:
     case Kernel::kTwoShot:
@@ -36,9 +40,9 @@ void launch(const HostBlock& block, const cuda::Peers& peers, const KernelLaunch
     case Kernel::kBroadcast:
       return cuda::broadcast(block, peers, launch.args);
     case Kernel::kSend:
-      if (launch.role == Role::kSender) cuda::send(block, peers, launch.args);
-      if (launch.role == Role::kReceiver) cuda::receive(block, peers, launch.args);
-      return;
+      return cuda::send(block, peers, launch.args);
+    case Kernel::kReceive:
+      return cuda::receive(block, peers, launch.args);
   }
 }
 

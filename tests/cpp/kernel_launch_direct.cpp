@@ -1,3 +1,4 @@
+#include "cuda/formats.h"
 #include "cuda/one_shot.h"
 #include "cuda/two_shot.h"
 #include "cuda/two_shot_in_place.h"
@@ -6,7 +7,8 @@
 namespace rota::test {
 
 void launch_direct(const HostBlock& block, const cuda::Peers& peers, const KernelLaunch& launch) {
-  with_codec(launch.format, [&]<typename Codec>() {
+  cuda::with_codec(launch.format, [&](auto codec) {
+    using Codec = decltype(codec);
     if (launch.kernel == Kernel::kOneShot) {
       cuda::one_shot<Codec>(block, peers, launch.args);
     } else if (launch.kernel == Kernel::kTwoShot) {
@@ -14,6 +16,7 @@ void launch_direct(const HostBlock& block, const cuda::Peers& peers, const Kerne
     } else {
       cuda::two_shot_in_place<Codec>(block, peers, launch.args, launch.tensors);
     }
+    return true;
   });
 }
 

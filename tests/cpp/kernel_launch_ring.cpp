@@ -1,3 +1,4 @@
+#include "cuda/formats.h"
 #include "cuda/ordered_ring.h"
 #include "cuda/ring.h"
 #include "kernel_launch.h"
@@ -5,12 +6,14 @@
 namespace rota::test {
 
 void launch_ring(const HostBlock& block, const cuda::Peers& peers, const KernelLaunch& launch) {
-  with_codec(launch.format, [&]<typename Codec>() {
+  cuda::with_codec(launch.format, [&](auto codec) {
+    using Codec = decltype(codec);
     if (launch.kernel == Kernel::kRing) {
       cuda::ring<Codec>(block, peers, launch.args);
     } else {
       cuda::ordered_ring<Codec>(block, peers, launch.args);
     }
+    return true;
   });
 }
 

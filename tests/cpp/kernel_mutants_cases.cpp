@@ -28,6 +28,7 @@ uint64_t num_elems_of(const KernelCall& call, const GridShape& shape, uint64_t n
     case Kernel::kOrderedRing:
     case Kernel::kBroadcast:
     case Kernel::kSend:
+    case Kernel::kReceive:
       return num_elems;
     case Kernel::kTwoShot:
     case Kernel::kTwoShotInPlace:

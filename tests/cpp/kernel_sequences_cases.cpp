@@ -33,7 +33,8 @@ KernelCall random_call(Random& random, const GridShape& shape) {
     call.format.dtype = random.choose(reducible_dtypes());
     call.op = random.choose(defined_ops(call.format.dtype));
   }
-  if (shape.world_size == 4 && random.below(2) == 0) call.group_size = 2;
+  const bool is_ring = call.kernel == Kernel::kRing || call.kernel == Kernel::kOrderedRing;
+  if (shape.world_size == 4 && !is_ring && random.below(2) == 0) call.group_size = 2;
   call.root = static_cast<int>(random.below(world_size));
   call.receiver = static_cast<int>(
       (static_cast<uint64_t>(call.root) + 1 + random.below(world_size - 1)) % world_size);
@@ -53,7 +54,9 @@ KernelCall random_call(Random& random, const GridShape& shape) {
   } else {
     call.is_in_place = random.below(2) == 0;
   }
-  call.misalignment = random.below(3) == 0 ? info(call.format.dtype).num_bytes : 0;
+  if (!call.format.is_block_scaled && random.below(3) == 0) {
+    call.misalignment = info(call.format.dtype).num_bytes;
+  }
   return call;
 }
 

@@ -118,7 +118,8 @@ void wrong_arithmetic_is_refused() {
   }
   request = good_request(Kernel::kTwoShot);
   request.rounding.is_stochastic = true;
-  is_refused(request, {"stochastic", "float32"});
+  request.format = {DType::kFloat64};
+  is_refused(request, {"stochastic", "float64"});
 }
 
 void wrong_groups_are_refused() {

@@ -1,0 +1,284 @@
+// pack and unpack against the CPU's bucket reducer, bit for bit: lists of tensors, every dtype and
+// wire format, rounding to nearest and at random, error feedback, Inf and NaN, and the norm.
+#include <cmath>
+#include <cstring>
+
+#include "check.h"
+#include "cpu/bucket_reducer.h"
+#include "cuda/formats.h"
+#include "cuda/pack.h"
+#include "cuda/unpack.h"
+#include "host_grid.h"
+#include "kernel_calls.h"
+#include "random.h"
+
+namespace rota::test {
+namespace {
+
+using schedule::Range;
+
+constexpr float kContributionFactor = 0.375f;
+constexpr float kResultFactor = 1.5f;
+constexpr uint64_t kSeed = 99;
+constexpr int kRank = 0;
+
+struct BucketCase {
+  DType dtype;
+  WireFormat wire;
+  std::vector<uint64_t> lengths;  // of the tensors of the list
+  size_t misalignment = 0;        // bytes in front of each tensor
+  bool is_stochastic = false;
+  bool has_residual = false;
+
+  std::string to_string() const {
+    return join(name(dtype), " as ", name(wire.dtype), wire.is_block_scaled ? " scaled, " : ", ",
+                lengths.size(), " tensors, first of ", lengths.empty() ? 0 : lengths[0],
+                " elements", misalignment != 0 ? ", misaligned" : "",
+                is_stochastic ? ", at random" : "", has_residual ? ", with residual" : "");
+  }
+};
+
+// Gradients of many magnitudes, and now and then what is not finite.
+std::vector<float> random_gradients(uint64_t num_elems, Random& random) {
+  std::vector<float> gradients(num_elems);
+  for (float& gradient : gradients) {
+    const double mantissa = static_cast<double>(random.below(1 << 24)) / (1 << 23) - 1;
+    gradient = static_cast<float>(std::ldexp(mantissa, static_cast<int>(random.below(60)) - 40));
+    const uint64_t pick = random.below(4000);
+    if (pick == 0) gradient = INFINITY;
+    if (pick == 1) gradient = NAN;
+    if (pick < 20) gradient = 0;
+  }
+  return gradients;
+}
+
+// One tensor of the list, on both sides.
+struct Gradients {
+  std::vector<std::byte> gpu, cpu;  // with the misalignment in front
+  uint64_t num_elems;
+  uint64_t first_tile;
+};
+
+// What both sides work on; buffers of the wire format are aligned.
+struct Bucket {
+  Bucket(const BucketCase& bucket_case, Random& random) {
+    const size_t elem_bytes = info(bucket_case.dtype).num_bytes;
+    for (const uint64_t num_elems : bucket_case.lengths) {
+      const std::vector<float> values = random_gradients(num_elems, random);
+      Gradients tensor{.num_elems = num_elems, .first_tile = num_tiles};
+      tensor.gpu.resize(bucket_case.misalignment + num_elems * elem_bytes);
+      std::byte* data = tensor.gpu.data() + bucket_case.misalignment;
+      if (bucket_case.dtype == DType::kFloat32) {
+        if (num_elems != 0) std::memcpy(data, values.data(), num_elems * sizeof(float));
+      } else {
+        cpu::element_loops().convert(DType::kFloat32, bucket_case.dtype)(values.data(), data,
+                                                                         num_elems);
+      }
+      tensor.cpu = tensor.gpu;
+      tensors.push_back(std::move(tensor));
+      num_tiles += schedule::ceil_div(num_elems, kTileElems);
+    }
+    const size_t wire_bytes = bucket_case.wire.num_bytes(num_elems());
+    gpu_wire.resize(schedule::ceil_div(wire_bytes, sizeof(Line)));
+    cpu_wire.resize(gpu_wire.size());
+    for (uint64_t i = 0; i < num_elems(); ++i) gpu_residual.push_back(0.01f * (i % 7));
+    cpu_residual = gpu_residual;
+  }
+
+  uint64_t num_elems() const { return num_tiles * kTileElems; }
+  std::vector<cuda::Tile> tiles(const BucketCase& bucket_case) {
+    std::vector<cuda::Tile> list;
+    const size_t elem_bytes = info(bucket_case.dtype).num_bytes;
+    for (Gradients& tensor : tensors) {
+      std::byte* data = tensor.gpu.data() + bucket_case.misalignment;
+      for (uint64_t elem = 0; elem < tensor.num_elems; elem += kTileElems) {
+        list.push_back(
+            {data + elem * elem_bytes, schedule::min_of(kTileElems, tensor.num_elems - elem)});
+      }
+    }
+    return list;
+  }
+
+  struct alignas(64) Line {
+    std::byte bytes[64];
+  };
+  uint64_t num_tiles = 0;
+  std::vector<Gradients> tensors;
+  std::vector<Line> gpu_wire, cpu_wire;
+  std::vector<float> gpu_residual, cpu_residual;
+};
+
+// What the kernels run on: one rank, whose launches are the work's.
+template <typename Body>
+struct Launch {
+  const Body& body;
+
+  int num_blocks(int) const { return 2; }
+  int late_rank(int) const { return kNobody; }
+  void prepare(int, int) const {}
+  void launch(const HostBlock& block, int, int) const { body(block); }
+  bool finish(int, int) const { return true; }
+};
+template <typename Body>
+void run_kernel(const Body& body) {
+  HostGrid grid({.world_size = 1, .num_blocks = 2, .num_threads = 16});
+  Launch<Body> launch{body};
+  grid.run(1, launch);
+}
+
+void check_same_bits(const std::vector<std::byte>& got, const std::vector<std::byte>& expected,
+                     DType dtype, std::string_view what) {
+  const size_t elem_bytes = info(dtype).num_bytes;
+  for (size_t i = 0; i + elem_bytes <= got.size(); i += elem_bytes) {
+    if (std::memcmp(&got[i], &expected[i], elem_bytes) == 0) continue;
+    float values[2];  // which NaN is not promised
+    for (int side = 0; side < 2; ++side) {
+      const std::byte* src = side == 0 ? &got[i] : &expected[i];
+      if (dtype == DType::kFloat32) {
+        std::memcpy(&values[side], src, sizeof(float));
+      } else {
+        cpu::element_loops().convert(dtype, DType::kFloat32)(src, &values[side], 1);
+      }
+    }
+    if (!(std::isnan(values[0]) && std::isnan(values[1]))) {
+      fail(join(what, ": element ", i / elem_bytes, " is ", values[0], ", expected ", values[1]));
+    }
+  }
+}
+
+template <DType dtype, DType wire, bool is_scaled>
+void pack_and_unpack(const BucketCase& bucket_case, uint64_t seed) {
+  Random random(seed);
+  Bucket bucket(bucket_case, random);
+  const std::vector<cuda::Tile> tiles = bucket.tiles(bucket_case);
+  auto* wire_buffer = reinterpret_cast<std::byte*>(bucket.gpu_wire.data());
+  uint64_t num_packed_non_finite = 0, num_non_finite = 0;
+  std::vector<double> squares(tiles.size());
+  double sum_of_squares = -1;
+  uint32_t num_blocks_done = 0;
+  cuda::BucketArgs args{tiles.data(),        tiles.size(),  wire_buffer,
+                        kContributionFactor, kResultFactor, &num_packed_non_finite};
+  const cuda::PackArgs pack_args{args,
+                                 bucket_case.has_residual ? bucket.gpu_residual.data() : nullptr,
+                                 {bucket_case.is_stochastic, kSeed, kRank}};
+  run_kernel([&](const HostBlock& block) { cuda::pack<dtype, wire, is_scaled>(block, pack_args); });
+
+  // The CPU, one tensor after another, in the same places of the wire format.
+  const std::string what = bucket_case.to_string();
+  cpu::BucketPass pass{.contribution_factor = kContributionFactor, .result_factor = kResultFactor};
+  if (bucket_case.is_stochastic) pass.stochastic_seed = kSeed;
+  if (bucket_case.has_residual) pass.residual = bucket.cpu_residual.data();
+  cpu::BucketMeasures measures(bucket.num_elems());
+  const WireFormat& format = bucket_case.wire;
+  const WirePlace cpu_place =
+      format.place(reinterpret_cast<std::byte*>(bucket.cpu_wire.data()), bucket.num_elems());
+  const WirePlace gpu_place = format.place(wire_buffer, bucket.num_elems());
+  const auto for_each_tensor = [&](const auto& body) {
+    for (Gradients& tensor : bucket.tensors) {
+      if (tensor.num_elems == 0) continue;
+      const uint64_t first = tensor.first_tile * kTileElems;
+      // As if the bucket began so far before the tensor: places count from its start.
+      const size_t elem_bytes = info(dtype).num_bytes;
+      std::byte* data = tensor.cpu.data() + bucket_case.misalignment - first * elem_bytes;
+      const cpu::AllReduceArgs reduce_args{.data = data,
+                                           .num_elems = bucket.num_elems(),
+                                           .dtype = dtype,
+                                           .op = ReduceOp::kAvg,
+                                           .wire = format,
+                                           .hop = DType::kFloat32,
+                                           .algorithm = schedule::Algorithm::kOneShot,
+                                           .pass = &pass,
+                                           .measures = &measures};
+      body(cpu::BucketReducer(reduce_args, kRank, 1), Range{first, tensor.num_elems});
+    }
+  };
+  for_each_tensor([&](const cpu::BucketReducer& reducer, const Range& range) {
+    reducer.pack(range, format.from(cpu_place, range.begin));
+  });
+  const auto& loops = cpu::element_loops().wire(format);
+  for (const Gradients& tensor : bucket.tensors) {
+    const uint64_t first = tensor.first_tile * kTileElems;
+    std::vector<float> got(tensor.num_elems), expected(tensor.num_elems);
+    const WirePlace places[] = {format.from(gpu_place, first), format.from(cpu_place, first)};
+    loops.decode_sum(&places[0], 1, got.data(), tensor.num_elems, 1);
+    loops.decode_sum(&places[1], 1, expected.data(), tensor.num_elems, 1);
+    for (uint64_t i = 0; i < tensor.num_elems; ++i) {
+      const bool is_same = got[i] == expected[i] || (std::isnan(got[i]) && std::isnan(expected[i]));
+      check(is_same,
+            join(what, ": element ", i, " travels as ", got[i], ", expected ", expected[i]));
+      if (!bucket_case.has_residual) continue;
+      check_equal(bucket.gpu_residual[first + i], bucket.cpu_residual[first + i],
+                  what + ": residual");
+    }
+    check(std::memcmp(places[0].scales, places[1].scales, format.num_scales(tensor.num_elems)) == 0,
+          what + ": other scales");
+  }
+
+  args.num_non_finite = &num_non_finite;
+  const cuda::UnpackArgs unpack_args{args, squares.data(), &sum_of_squares, &num_blocks_done};
+  run_kernel(
+      [&](const HostBlock& block) { cuda::unpack<dtype, wire, is_scaled>(block, unpack_args); });
+  for_each_tensor([&](const cpu::BucketReducer& reducer, const Range& range) {
+    reducer.unpack(format.from(cpu_place, range.begin), range);
+  });
+  for (const Gradients& tensor : bucket.tensors) {
+    check_same_bits(tensor.gpu, tensor.cpu, dtype, what + ": result");
+  }
+  const double expected = measures.sum_of_squares();
+  check(sum_of_squares == expected || (std::isnan(expected) && std::isnan(sum_of_squares)),
+        join(what, ": sum of squares is ", sum_of_squares, ", expected ", expected));
+  check_equal(num_non_finite, measures.num_non_finite, what + ": not finite");
+  check((num_packed_non_finite != 0) == (num_non_finite != 0) || format.dtype != DType::kFloat32,
+        what + ": what was not finite before is so afterwards");
+  check_equal(num_blocks_done, 0u, what + ": blocks done, at rest");
+}
+
+const std::vector<std::vector<uint64_t>> kLists = {
+    {}, {1}, {511}, {512}, {513}, {40'000}, {3, 512, 0, 1000, 1, 2048, 777}};
+
+void check_dtype(DType dtype) {
+  uint64_t seed = 0;
+  for (size_t wire = 0; wire < kNumDTypes; ++wire) {
+    for (const bool is_scaled : {false, true}) {
+      for (const auto& lengths : kLists) {
+        for (int variant = 0; variant < 4; ++variant) {
+          const BucketCase bucket_case{.dtype = dtype,
+                                       .wire = {static_cast<DType>(wire), is_scaled},
+                                       .lengths = lengths,
+                                       .misalignment = seed % 3 == 0 ? info(dtype).num_bytes : 0,
+                                       .is_stochastic = (variant & 1) != 0,
+                                       .has_residual = (variant & 2) != 0};
+          ++seed;
+          cuda::with_bucket_formats(dtype, bucket_case.wire, [&](auto dtype_constant, auto codec) {
+            constexpr WireFormat kWire = decltype(codec)::format();
+            pack_and_unpack<dtype_constant(), kWire.dtype, kWire.is_block_scaled>(bucket_case,
+                                                                                  seed);
+            return true;
+          });
+        }
+      }
+    }
+  }
+}
+
+void float32_gradients_have_the_cpus_bits() { check_dtype(DType::kFloat32); }
+void float64_gradients_have_the_cpus_bits() { check_dtype(DType::kFloat64); }
+void float16_gradients_have_the_cpus_bits() { check_dtype(DType::kFloat16); }
+void bfloat16_gradients_have_the_cpus_bits() { check_dtype(DType::kBFloat16); }
+
+// A little of everything, for mutants.
+void a_list_of_gradients_has_the_cpus_bits() {
+  pack_and_unpack<DType::kFloat32, DType::kFloat16, true>(
+      {.dtype = DType::kFloat32, .wire = {DType::kFloat16, true}, .lengths = kLists.back()}, 1);
+}
+
+const CaseTable kCases{
+    {"kernel_bucket-once", a_list_of_gradients_has_the_cpus_bits},
+    {"kernel_bucket-float32", float32_gradients_have_the_cpus_bits},
+    {"kernel_bucket-float64", float64_gradients_have_the_cpus_bits},
+    {"kernel_bucket-float16", float16_gradients_have_the_cpus_bits},
+    {"kernel_bucket-bfloat16", bfloat16_gradients_have_the_cpus_bits},
+};
+
+}  // namespace
+}  // namespace rota::test
