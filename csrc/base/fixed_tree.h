@@ -13,7 +13,7 @@ namespace rota {
 // the lower half, until one is left.
 inline constexpr uint64_t kTreeBins = 512;
 
-// All threads of the block call this; the first gets the sum. bins: shared by them.
+// All threads of the block call this; the first gets the sum, the others 0. bins: shared by them.
 template <typename Block>
 HOST_DEVICE double sum_in_fixed_tree(const Block& block, const double* values, uint64_t num_values,
                                      double* bins) {
@@ -28,7 +28,7 @@ HOST_DEVICE double sum_in_fixed_tree(const Block& block, const double* values, u
     block.sync();
     for (uint64_t bin = thread; bin < half; bin += num_threads) bins[bin] += bins[bin + half];
   }
-  return bins[0];
+  return thread == 0 ? bins[0] : 0;  // the others would read it while it is written
 }
 
 // One thread is a block, too.
