@@ -257,8 +257,27 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def check_listed(flavour: Flavour) -> None:
+    """The program has the cases that pytest knows of, each once."""
+    code, output = run(flavour)
+    assert code == 0, output
+    names = output.split()
+    assert sorted(names) == sorted(cases_of(flavour))
+    assert len(names) == len(set(names))
+
+
+def check_case(flavour: Flavour, case: str) -> None:
+    """The case passes, and no sanitizer has anything to say."""
+    code, output = run(flavour, case)
+    # A forked child may report what its parent does not look at.
+    assert code == 0 and "Sanitizer" not in output and "runtime error" not in output, (
+        f"exit code {code}\n{output}"
+    )
+
+
 def case_names(source: str) -> list[str]:
     """The cases of one file, from its table: known without a compiler."""
-    names = re.findall(r'^\s*\{"([\w-]+)",', (CASES / f"{source}.cpp").read_text(), re.MULTILINE)
+    _, _, table = (CASES / f"{source}.cpp").read_text().partition("const CaseTable kCases{")
+    names = re.findall(r'^\s*\{"([\w-]+)",', table, re.MULTILINE)
     assert names, f"{source}.cpp has no table of cases"
     return names

@@ -33,6 +33,8 @@ from cpp_program import (
     Flavour,
     Patch,
     cases_of,
+    check_case,
+    check_listed,
     run,
 )
 
@@ -112,11 +114,7 @@ EARLY_REUSES = (
 
 @pytest.mark.parametrize("flavour", FLAVOURS, ids=lambda flavour: flavour.name)
 def test_program_lists_the_cases_that_pytest_lists(flavour: Flavour) -> None:
-    code, output = run(flavour)
-    assert code == 0, output
-    names = output.split()
-    assert sorted(names) == sorted(cases_of(flavour))
-    assert len(names) == len(set(names))
+    check_listed(flavour)
 
 
 @pytest.mark.parametrize(
@@ -128,11 +126,7 @@ def test_program_lists_the_cases_that_pytest_lists(flavour: Flavour) -> None:
     ],
 )
 def test_cpp(flavour: Flavour, case: str) -> None:
-    code, output = run(flavour, case)
-    # A forked child may report what its parent does not look at.
-    assert code == 0 and "Sanitizer" not in output and "runtime error" not in output, (
-        f"exit code {code}\n{output}"
-    )
+    check_case(flavour, case)
 
 
 @pytest.mark.parametrize("flavour", WEAKENED_ORDERS, ids=lambda flavour: flavour.name)

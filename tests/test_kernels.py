@@ -27,6 +27,8 @@ from cpp_program import (
     TSAN_REPORT_CODE,
     Flavour,
     cases_of,
+    check_case,
+    check_listed,
     run,
 )
 from kernel_mutants import LAYOUT, Mutant, MutatedFile, make_mutants, sites_of
@@ -58,11 +60,7 @@ FLAVOURS = (
 
 @pytest.mark.parametrize("flavour", FLAVOURS, ids=lambda flavour: flavour.name)
 def test_kernel_program_lists_the_cases_that_pytest_lists(flavour: Flavour) -> None:
-    code, output = run(flavour)
-    assert code == 0, output
-    names = output.split()
-    assert sorted(names) == sorted(cases_of(flavour))
-    assert len(names) == len(set(names))
+    check_listed(flavour)
 
 
 @pytest.mark.parametrize(
@@ -74,10 +72,7 @@ def test_kernel_program_lists_the_cases_that_pytest_lists(flavour: Flavour) -> N
     ],
 )
 def test_kernel(flavour: Flavour, case: str) -> None:
-    code, output = run(flavour, case)
-    assert code == 0 and "Sanitizer" not in output and "runtime error" not in output, (
-        f"exit code {code}\n{output}"
-    )
+    check_case(flavour, case)
 
 
 # ---- mutants -------------------------------------------------------------------------------------

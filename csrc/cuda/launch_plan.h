@@ -31,7 +31,6 @@ enum class Kernel : uint8_t {
 inline constexpr std::array<std::string_view, 12> kKernelNames{
     "low_latency",  "one_shot",       "two_shot",   "two_shot_in_place", "ordered_ring", "ring",
     "hierarchical", "reduce_scatter", "all_gather", "broadcast",         "send",         "receive"};
-inline constexpr size_t kNumKernels = kKernelNames.size();
 constexpr std::string_view name(Kernel kernel) { return kKernelNames[static_cast<size_t>(kernel)]; }
 
 // Threads of a block. Collectives may take 128 registers each, of which a multiprocessor has 65536;
