@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
+# Its checks are to say what they saw, as those of the tests do.
+pytest.register_assert_rewrite("cpp_program")
 # Ranks share few cores: a thread pool in each of them would only get in the way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Gloo otherwise resolves the host's name, which sandboxes often cannot.
