@@ -149,8 +149,13 @@ def nvcc_flags() -> list[str]:
     ]
 
 
-def sources(*suffixes: str) -> list[str]:
-    return sorted(str(path) for suffix in suffixes for path in Path("csrc").rglob(f"*{suffix}"))
+def sources(*suffixes: str, without: str | None = None) -> list[str]:
+    return sorted(
+        str(path)
+        for suffix in suffixes
+        for path in Path("csrc").rglob(f"*{suffix}")
+        if without is None or not path.is_relative_to(without)
+    )
 
 
 INCLUDE_DIRS = [str(Path("csrc").resolve())]
@@ -164,7 +169,10 @@ if IS_CUDA_BUILD:
     )
 else:
     extension = CppExtension(
-        "rota._C", sources(".cpp"), include_dirs=INCLUDE_DIRS, extra_compile_args=CXX_FLAGS
+        "rota._C",
+        sources(".cpp", without="csrc/c10d/cuda"),
+        include_dirs=INCLUDE_DIRS,
+        extra_compile_args=CXX_FLAGS,
     )
 
 setup(

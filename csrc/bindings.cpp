@@ -4,9 +4,11 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <pybind11/chrono.h>
+#include <pybind11/functional.h>
 
 #include "c10d/all_reduce_method.h"
 #include "c10d/errors.h"
+#include "c10d/gpu_classes.h"
 #include "c10d/process_group.h"
 #include "c10d/tensor_checks.h"
 #include "c10d/tensor_communicator.h"
@@ -198,8 +200,18 @@ PYBIND11_MODULE(_C, module) {
           },
           py::arg("output"), py::arg("input"), ReleaseGil())
       .def(
+          "reduce_scatter",
+          [](TensorCommunicator& self, const at::Tensor& output, const at::Tensor& input,
+             std::string_view op) {
+            const auto options = AllReduceOptions::parse(op, "auto", std::nullopt, std::nullopt);
+            self.reduce_scatter(output, input, options.op, Launch::kBlocking);
+          },
+          py::arg("output"), py::arg("input"), py::arg("op") = "sum", ReleaseGil())
+      .def(
           "barrier", [](TensorCommunicator& self) { self.barrier(Launch::kBlocking); },
           ReleaseGil())
+      .def("connect_device", &TensorCommunicator::connect_device, py::arg("device"), ReleaseGil())
+      .def_property_readonly("device_means", &TensorCommunicator::device_means)
       .def("abort", &TensorCommunicator::abort, py::arg("reason"), ReleaseGil())
       .def("close", &TensorCommunicator::close, ReleaseGil());
 
@@ -211,14 +223,18 @@ PYBIND11_MODULE(_C, module) {
         return std::make_shared<torch::jit::PythonFutureWrapper>(work->hook_future());
       }));
 
+  add_gpu_classes(module);
+
   const py::object backend = py::module_::import("torch._C._distributed_c10d").attr("Backend");
   py::class_<ProcessGroupRota, c10::intrusive_ptr<ProcessGroupRota>>(module, "ProcessGroupRota",
                                                                      backend)
       .def(py::init([](const StorePtr& store, int rank, int world_size,
-                       std::chrono::milliseconds timeout, size_t slot_bytes) {
+                       std::chrono::milliseconds timeout, size_t slot_bytes,
+                       ProcessGroupRota::MakeDelegate make_delegate) {
              return c10::make_intrusive<ProcessGroupRota>(store, rank, world_size,
-                                                          make_options(timeout, slot_bytes));
+                                                          make_options(timeout, slot_bytes),
+                                                          std::move(make_delegate));
            }),
            py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("timeout"),
-           py::arg("slot_bytes"), ReleaseGil());
+           py::arg("slot_bytes"), py::arg("make_delegate"), ReleaseGil());
 }

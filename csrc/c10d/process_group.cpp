@@ -39,13 +39,14 @@ ReduceOp reduce_op(const ::c10d::ReduceOp& op) {
 }  // namespace
 
 ProcessGroupRota::ProcessGroupRota(const c10::intrusive_ptr<::c10d::Store>& store, int rank,
-                                   int world_size, const TensorCommunicatorOptions& options)
-    : Backend(rank, world_size),
+                                   int world_size, const TensorCommunicatorOptions& options,
+                                   MakeDelegate make_delegate)
+    : DelegatingBackend(rank, world_size, std::move(make_delegate)),
       communicator_(TensorCommunicator::connect(store, rank, world_size, options)) {}
 
 WorkPtr ProcessGroupRota::done_if_null(WorkRef work, OpType op_type, at::TensorList results) {
   if (work) return work;
-  return Work::completed(getRank(), op_type, results.vec());
+  return HostWork::completed(getRank(), op_type, results.vec());
 }
 
 WorkPtr ProcessGroupRota::allreduce(std::vector<at::Tensor>& tensors,
@@ -103,11 +104,24 @@ WorkPtr ProcessGroupRota::allgather_into_tensor_coalesced(std::vector<at::Tensor
   return gather_all(std::move(gathers), opts);
 }
 
+WorkPtr ProcessGroupRota::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                               const ::c10d::ReduceScatterOptions& opts) {
+  return done_if_null(communicator_->reduce_scatter(output, input, reduce_op(opts.reduceOp),
+                                                    launch_mode(opts.asyncOp)),
+                      OpType::REDUCE_SCATTER, output);
+}
+
 WorkPtr ProcessGroupRota::barrier(const ::c10d::BarrierOptions& opts) {
   return done_if_null(communicator_->barrier(launch_mode(opts.asyncOp)), OpType::BARRIER, {});
 }
 
+void ProcessGroupRota::shutdown() {
+  if (delegate()) delegate()->shutdown();
+  communicator_->close();
+}
+
 void ProcessGroupRota::abort() {
+  if (delegate()) delegate()->abort();
   communicator_->abort(join("rank ", getRank(), " aborted its process group"));
 }
 

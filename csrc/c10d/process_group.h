@@ -1,23 +1,20 @@
 // The torch.distributed backend "rota": c10d's calls on a TensorCommunicator, nothing else.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "c10d/delegating_backend.h"
 #include "c10d/tensor_communicator.h"
 
 namespace rota::c10d_glue {
 
-using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
-
-class ProcessGroupRota final : public ::c10d::Backend {
+class ProcessGroupRota final : public DelegatingBackend {
  public:
   // Collective: blocks until all ranks have connected through the store.
   ProcessGroupRota(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int world_size,
-                   const TensorCommunicatorOptions& options);
+                   const TensorCommunicatorOptions& options, MakeDelegate make_delegate);
 
   const std::string getBackendName() const override { return "rota"; }
 
@@ -37,9 +34,11 @@ class ProcessGroupRota final : public ::c10d::Backend {
   WorkPtr allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
                                           std::vector<at::Tensor>& inputs,
                                           const ::c10d::AllgatherOptions& opts) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const ::c10d::ReduceScatterOptions& opts) override;
   WorkPtr barrier(const ::c10d::BarrierOptions& opts) override;
 
-  void shutdown() override { communicator_->close(); }
+  void shutdown() override;
   void abort() override;
 
  private:

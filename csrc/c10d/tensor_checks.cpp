@@ -105,7 +105,7 @@ uint32_t block_elems(at::ScalarType wire_dtype) {
   });
 }
 
-void check_tensor(const at::Tensor& tensor, std::string_view collective) {
+void check_tensor(const at::Tensor& tensor, std::string_view collective, at::Device device) {
   if (!tensor.defined()) {
     throw Error(ErrorKind::kType, join("rota.", collective, ": the tensor is undefined"));
   }
@@ -113,10 +113,15 @@ void check_tensor(const at::Tensor& tensor, std::string_view collective) {
     throw Error(ErrorKind::kType, join("rota.", collective, ": the tensor's layout is ",
                                        tensor.layout(), "; call to_dense() first"));
   }
-  if (!tensor.device().is_cpu()) {
+  if (!tensor.is_cpu() && !tensor.is_cuda()) {
     throw Error(ErrorKind::kType,
                 join("rota.", collective, ": the tensor is on ", tensor.device().str(),
-                     "; this version moves CPU tensors only, use NCCL for others"));
+                     ", expected one on the CPU or a CUDA device"));
+  }
+  if (tensor.device() != device) {
+    throw Error(ErrorKind::kValue,
+                join("rota.", collective, ": a tensor is on ", tensor.device().str(),
+                     ", expected all on ", device.str(), "; move them there"));
   }
   if (!tensor.is_contiguous() && !is_non_overlapping(tensor)) {
     throw Error(ErrorKind::kValue,

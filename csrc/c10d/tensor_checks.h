@@ -19,8 +19,10 @@ DType movable_dtype(const at::Tensor& tensor, std::string_view collective);
 // Elements of a scaled block of the wire format; throws PythonError for a dtype without any.
 uint32_t block_elems(at::ScalarType wire_dtype);
 
-// Throws Error(kType) unless it is a dense CPU tensor, and Error(kValue) if its elements overlap.
-void check_tensor(const at::Tensor& tensor, std::string_view collective);
+// Throws Error(kType) unless it is a dense tensor on this device, and Error(kValue) if its elements
+// overlap.
+void check_tensor(const at::Tensor& tensor, std::string_view collective,
+                  at::Device device = at::kCPU);
 
 // A tensor, which must outlive this, and the contiguous memory that holds its values: its own, or
 // that of a packed copy.

@@ -11,8 +11,8 @@ uint64_t num_bytes(const at::Tensor& tensor) {
 }
 
 void check_companion(const at::Tensor& tensor, std::string_view what, at::ScalarType dtype,
-                     int64_t num_elems) {
-  check_tensor(tensor, "reduce_bucket");
+                     int64_t num_elems, at::Device device) {
+  check_tensor(tensor, "reduce_bucket", device);
   if (tensor.scalar_type() == dtype && tensor.numel() == num_elems && tensor.is_contiguous()) {
     return;
   }
@@ -26,22 +26,24 @@ void check_companion(const at::Tensor& tensor, std::string_view what, at::Scalar
 }  // namespace
 
 void check_bucket(const at::Tensor& bucket, const BucketOptions& options) {
-  check_tensor(bucket, "reduce_bucket");
-  check_companion(options.stats, "stats", at::kDouble, 2);
+  const at::Device device = bucket.device();
+  check_tensor(bucket, "reduce_bucket", device);
+  check_companion(options.stats, "stats", at::kDouble, 2, device);
   if (options.residual) {
-    check_companion(*options.residual, "residual", at::kFloat, bucket.numel());
+    check_companion(*options.residual, "residual", at::kFloat, bucket.numel(), device);
   }
 }
 
 void check_gather(const AllGatherTensors& gather, int world_size) {
-  check_tensor(gather.input, "all_gather");
+  const at::Device device = gather.input.device();
+  check_tensor(gather.input, "all_gather", device);
   movable_dtype(gather.input, "all_gather");
   if (gather.outputs.size() != static_cast<size_t>(world_size)) {
     throw Error(ErrorKind::kValue, join("rota.all_gather: ", gather.outputs.size(),
                                         " output tensors, expected world_size = ", world_size));
   }
   for (const at::Tensor& output : gather.outputs) {
-    check_tensor(output, "all_gather");
+    check_tensor(output, "all_gather", device);
     if (output.numel() != gather.input.numel() ||
         output.scalar_type() != gather.input.scalar_type()) {
       throw Error(ErrorKind::kValue,

@@ -1,15 +1,19 @@
 #include "c10d/tensor_communicator.h"
 
 #include <Python.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/SmallVector.h>
 
+#include <iostream>
 #include <mutex>
 
 #include "base/cores.h"
 #include "base/limits.h"
 #include "c10d/errors.h"
+#include "c10d/host_copies.h"
 #include "c10d/tensor_checks.h"
 #include "c10d/torch_store.h"
+#include "cuda/device_info.h"
 #include "transport/shared_memory.h"
 
 namespace rota::c10d_glue {
@@ -51,6 +55,18 @@ std::optional<DType> optional_dtype(const std::optional<at::ScalarType>& dtype,
   return reducible_dtype(*dtype, what);
 }
 
+bool is_on_gpu(const at::Tensor& tensor) { return tensor.defined() && tensor.is_cuda(); }
+
+std::optional<schedule::Algorithm> cpu_algorithm(std::optional<schedule::Algorithm> requested,
+                                                 std::string_view collective) {
+  if (requested == schedule::Algorithm::kLowLatency) {
+    throw Error(ErrorKind::kValue, join("rota.", collective,
+                                        ": algorithm='low_latency' is for CUDA tensors; for CPU "
+                                        "tensors 'one_shot' is the fastest of short ones"));
+  }
+  return requested;
+}
+
 struct Living {
   std::mutex mutex;
   std::vector<std::weak_ptr<TensorCommunicator>> communicators;
@@ -82,7 +98,7 @@ std::shared_ptr<TensorCommunicator> TensorCommunicator::connect(
     const c10::intrusive_ptr<::c10d::Store>& store, int rank, int world_size,
     const TensorCommunicatorOptions& options) {
   std::shared_ptr<TensorCommunicator> communicator(new TensorCommunicator(
-      rank, world_size, options.check_interrupt,
+      store, rank, world_size, options.check_interrupt,
       with_python_errors([&] { return connect_ranks(store, rank, world_size, options); })));
   Living& living = all_living();
   const std::lock_guard lock(living.mutex);
@@ -91,10 +107,11 @@ std::shared_ptr<TensorCommunicator> TensorCommunicator::connect(
   return communicator;
 }
 
-TensorCommunicator::TensorCommunicator(int rank, int world_size,
-                                       std::function<void()> check_interrupt,
+TensorCommunicator::TensorCommunicator(c10::intrusive_ptr<::c10d::Store> store, int rank,
+                                       int world_size, std::function<void()> check_interrupt,
                                        std::shared_ptr<Communicator> communicator)
-    : rank_(rank),
+    : store_(std::move(store)),
+      rank_(rank),
       world_size_(world_size),
       check_interrupt_(std::move(check_interrupt)),
       communicator_(std::move(communicator)),
@@ -119,6 +136,7 @@ void TensorCommunicator::end_progress() {
     communicator_->abort(join("rank ", rank_, " dropped its communicator with work pending"));
   }
   queue_.close();
+  devices_.reset();
 }
 
 template <typename Body>
@@ -130,7 +148,7 @@ WorkRef TensorCommunicator::launch(Launch mode, ::c10d::OpType op_type, const ch
     body(*communicator, tensors, CallerThread::kUser);
     return {};
   }
-  auto work = c10::make_intrusive<Work>(rank_, op_type, title, tensors.vec(), check_interrupt_);
+  auto work = c10::make_intrusive<HostWork>(rank_, op_type, title, tensors.vec(), check_interrupt_);
   queue_.enqueue([communicator = communicator_, work, body = std::forward<Body>(body)] {
     std::exception_ptr exception;
     try {
@@ -154,10 +172,79 @@ Communicator& TensorCommunicator::usable_communicator(std::string_view collectiv
   return *communicator_;
 }
 
+DeviceCollectives* TensorCommunicator::device_collectives(const at::Tensor& tensor,
+                                                          std::string_view collective) {
+  usable_communicator(collective);
+  connect_device(tensor.device());
+  return devices_.get();
+}
+
+void TensorCommunicator::connect_device(at::Device device) {
+  const std::optional<at::Device> joined =
+      devices_ ? std::optional(devices_->device()) : device_through_host_;
+  if (joined == device) return;
+  with_python_errors([&] {
+    usable_communicator("connect_device");
+    if (!device.is_cuda() || !device.has_index()) {
+      throw Error(ErrorKind::kValue, join("rota.connect_device: device is ", device.str(),
+                                          ", expected a CUDA device with its index"));
+    }
+    if (joined) {
+      throw Error(ErrorKind::kValue,
+                  join("rota: a tensor is on ", device.str(), ", but this communicator is on ",
+                       joined->str(),
+                       "; a rank has one GPU: move the tensor, or make another communicator"));
+    }
+    if (c10::impl::VirtualGuardImpl guard(device.type());
+        guard.isStreamCapturing(guard.getStream(device))) {
+      throw Error(ErrorKind::kValue,
+                  "rota: a graph is being captured, and the GPUs are not joined yet; call "
+                  "Communicator.connect_device(device) on every rank before");
+    }
+    launch(Launch::kBlocking, ::c10d::OpType::UNKNOWN, nullptr, {},
+           [this, device](Communicator&, at::TensorList, CallerThread thread) {
+             try {
+               devices_ = connect_devices(communicator_, store_, device, thread);
+             } catch (const Error& error) {
+               if (error.kind() != ErrorKind::kTransport || cuda::archs().empty()) throw;
+               std::cerr << join(error.what(), ". Collectives on CUDA tensors of rank ", rank_,
+                                 " go through the host's memory, which is slow\n");
+               device_through_host_ = device;
+             }
+           });
+  });
+}
+
+template <typename Body>
+WorkRef TensorCommunicator::through_host(Launch mode, ::c10d::OpType op_type,
+                                         std::vector<at::Tensor> tensors, size_t num_results,
+                                         const Body& body) {
+  const HostCopies copies(tensors);
+  body(copies.tensors());
+  copies.copy_back(num_results);
+  if (mode == Launch::kBlocking) return {};
+  tensors.resize(num_results);
+  return HostWork::completed(rank_, op_type, std::move(tensors));
+}
+
+std::optional<std::string> TensorCommunicator::device_means() const {
+  if (device_through_host_) return "the host's memory";
+  if (!devices_) return std::nullopt;
+  return devices_->means();
+}
+
 WorkRef TensorCommunicator::all_reduce(at::TensorList tensors, const AllReduceOptions& options,
                                        Launch mode) {
   return with_python_errors([&] {
+    if (!tensors.empty() && is_on_gpu(tensors[0])) {
+      DeviceCollectives* devices = device_collectives(tensors[0], "all_reduce");
+      if (devices != nullptr) return devices->all_reduce(tensors, options, mode);
+      return through_host(
+          mode, ::c10d::OpType::ALLREDUCE, tensors.vec(), tensors.size(),
+          [&](at::TensorList copies) { all_reduce(copies, options, Launch::kBlocking); });
+    }
     const Communicator& communicator = usable_communicator("all_reduce");
+    const auto algorithm = cpu_algorithm(options.algorithm, "all_reduce");
     c10::SmallVector<cpu::AllReduceArgs, 1> plans;
     for (const at::Tensor& tensor : tensors) {
       check_tensor(tensor, "all_reduce");
@@ -165,7 +252,7 @@ WorkRef TensorCommunicator::all_reduce(at::TensorList tensors, const AllReduceOp
           communicator.plan({.num_elems = static_cast<uint64_t>(tensor.numel()),
                              .dtype = reducible_dtype(tensor.scalar_type(), "the tensor's dtype"),
                              .op = options.op,
-                             .algorithm = options.algorithm,
+                             .algorithm = algorithm,
                              .wire = optional_dtype(options.wire_dtype, "wire_dtype"),
                              .hop = optional_dtype(options.hop_dtype, "hop_dtype")}));
     }
@@ -182,6 +269,19 @@ WorkRef TensorCommunicator::all_reduce(at::TensorList tensors, const AllReduceOp
 WorkRef TensorCommunicator::reduce_bucket(const at::Tensor& bucket, const BucketOptions& options,
                                           Launch mode) {
   return with_python_errors([&] {
+    if (is_on_gpu(bucket)) {
+      DeviceCollectives* devices = device_collectives(bucket, "reduce_bucket");
+      if (devices != nullptr) return devices->reduce_bucket(bucket, options, mode);
+      std::vector<at::Tensor> tensors{bucket, options.stats};
+      if (options.residual) tensors.push_back(*options.residual);
+      return through_host(mode, ::c10d::OpType::ALLREDUCE, tensors, tensors.size(),
+                          [&](at::TensorList copies) {
+                            BucketOptions on_host = options;
+                            on_host.stats = copies[1];
+                            if (options.residual) on_host.residual = copies[2];
+                            reduce_bucket(copies[0], on_host, Launch::kBlocking);
+                          });
+    }
     const Communicator& communicator = usable_communicator("reduce_bucket");
     check_bucket(bucket, options);
     const cpu::AllReduceArgs plan = communicator.plan(
@@ -190,7 +290,7 @@ WorkRef TensorCommunicator::reduce_bucket(const at::Tensor& bucket, const Bucket
                               is_bucket_dtype),
          .wire = {known_dtype(options.wire_dtype, "reduce_bucket", "wire_dtype", is_wire_dtype),
                   options.block_scaling},
-         .algorithm = options.algorithm},
+         .algorithm = cpu_algorithm(options.algorithm, "reduce_bucket")},
         options.pass);
     return launch(
         mode, ::c10d::OpType::ALLREDUCE, "rota:reduce_bucket", bucket,
@@ -203,6 +303,13 @@ WorkRef TensorCommunicator::reduce_bucket(const at::Tensor& bucket, const Bucket
 WorkRef TensorCommunicator::broadcast(at::TensorList tensors, int root, Launch mode) {
   return with_python_errors([&] {
     usable_communicator("broadcast").check_root(root);
+    if (!tensors.empty() && is_on_gpu(tensors[0])) {
+      DeviceCollectives* devices = device_collectives(tensors[0], "broadcast");
+      if (devices != nullptr) return devices->broadcast(tensors, root, mode);
+      return through_host(
+          mode, ::c10d::OpType::BROADCAST, tensors.vec(), tensors.size(),
+          [&](at::TensorList copies) { broadcast(copies, root, Launch::kBlocking); });
+    }
     for (const at::Tensor& tensor : tensors) {
       check_tensor(tensor, "broadcast");
       movable_dtype(tensor, "broadcast");
@@ -219,6 +326,11 @@ WorkRef TensorCommunicator::broadcast(at::TensorList tensors, int root, Launch m
 WorkRef TensorCommunicator::all_gather(std::vector<AllGatherTensors> gathers, Launch mode) {
   return with_python_errors([&] {
     usable_communicator("all_gather");
+    if (!gathers.empty() && is_on_gpu(gathers[0].input)) {
+      DeviceCollectives* devices = device_collectives(gathers[0].input, "all_gather");
+      if (devices != nullptr) return devices->all_gather(gathers, mode);
+      return all_gather_through_host(gathers, mode);
+    }
     std::vector<at::Tensor> results;
     for (const AllGatherTensors& gather : gathers) {
       check_gather(gather, world_size_);
@@ -234,11 +346,49 @@ WorkRef TensorCommunicator::all_gather(std::vector<AllGatherTensors> gathers, La
   });
 }
 
+WorkRef TensorCommunicator::reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                           ReduceOp op, Launch mode) {
+  return with_python_errors([&] {
+    if (!is_on_gpu(input)) {
+      throw Error(ErrorKind::kType,
+                  "rota.reduce_scatter: the input is not a CUDA tensor, for which alone there is a "
+                  "reduce_scatter; all_reduce a CPU tensor and take a part");
+    }
+    DeviceCollectives* devices = device_collectives(input, "reduce_scatter");
+    if (devices != nullptr) return devices->reduce_scatter(output, input, op, mode);
+    throw Error(ErrorKind::kTransport,
+                "rota.reduce_scatter: the GPUs could not be joined, and it does not go through the "
+                "host's memory; all_reduce and take a part");
+  });
+}
+
+WorkRef TensorCommunicator::all_gather_through_host(const std::vector<AllGatherTensors>& gathers,
+                                                    Launch mode) {
+  std::vector<at::Tensor> outputs, tensors;
+  for (const AllGatherTensors& gather : gathers) {
+    outputs.insert(outputs.end(), gather.outputs.begin(), gather.outputs.end());
+  }
+  tensors = outputs;
+  for (const AllGatherTensors& gather : gathers) tensors.push_back(gather.input);
+  return through_host(
+      mode, ::c10d::OpType::ALLGATHER, tensors, outputs.size(), [&](at::TensorList copies) {
+        std::vector<AllGatherTensors> on_host;
+        size_t next_output = 0;
+        for (size_t i = 0; i < gathers.size(); ++i) {
+          const size_t num_outputs = gathers[i].outputs.size();
+          on_host.push_back(
+              {copies.slice(next_output, num_outputs).vec(), copies[outputs.size() + i]});
+          next_output += num_outputs;
+        }
+        all_gather(std::move(on_host), Launch::kBlocking);
+      });
+}
+
 AllGatherTensors TensorCommunicator::split_by_rank(const at::Tensor& output,
                                                    const at::Tensor& input) const {
   return with_python_errors([&]() -> AllGatherTensors {
-    check_tensor(output, "all_gather");
-    check_tensor(input, "all_gather");
+    check_tensor(output, "all_gather", input.device());
+    check_tensor(input, "all_gather", input.device());
     if (!output.is_contiguous() || output.numel() != input.numel() * world_size_) {
       throw Error(ErrorKind::kValue,
                   join("rota.all_gather: the output has ", output.numel(), " elements",
@@ -262,13 +412,15 @@ WorkRef TensorCommunicator::barrier(Launch mode) {
 void TensorCommunicator::close() {
   if (!communicator_) return;
   // Runs behind everything that is queued, and an interruptible wait for it.
-  auto last = c10::make_intrusive<Work>(rank_, ::c10d::OpType::UNKNOWN, nullptr,
-                                        std::vector<at::Tensor>(), check_interrupt_);
+  auto last = c10::make_intrusive<HostWork>(rank_, ::c10d::OpType::UNKNOWN, nullptr,
+                                            std::vector<at::Tensor>(), check_interrupt_);
   if (!queue_.is_idle()) {
     queue_.enqueue([last] { last->complete(nullptr); });
     last->wait(kNoTimeout);
   }
   queue_.close();
+  if (devices_) devices_->finish(check_interrupt_);
+  devices_.reset();
   communicator_.reset();
 }
 

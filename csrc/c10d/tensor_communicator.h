@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 
+#include "c10d/device_collectives.h"
 #include "c10d/tensor_collectives.h"
 #include "c10d/work.h"
 #include "core/communicator.h"
@@ -22,13 +23,6 @@ struct TensorCommunicatorOptions {
   size_t slot_bytes = 256 << 10;
   std::function<void()> check_interrupt;
 };
-
-enum class Launch {
-  kBlocking,  // returns when done; the work is null
-  kAsync,     // returns at once; the tensors must not be touched before the work is done
-};
-
-using WorkRef = c10::intrusive_ptr<Work>;
 
 class TensorCommunicator {
  public:
@@ -55,10 +49,20 @@ class TensorCommunicator {
   WorkRef reduce_bucket(const at::Tensor& bucket, const BucketOptions& options, Launch mode);
   WorkRef broadcast(at::TensorList tensors, int root, Launch mode);
   WorkRef all_gather(std::vector<AllGatherTensors> gathers, Launch mode);
+  // CUDA tensors only.
+  WorkRef reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
+                         Launch mode);
   WorkRef barrier(Launch mode);
 
   // The parts of `output`, one for each rank, that an all-gather of `input` fills.
   AllGatherTensors split_by_rank(const at::Tensor& output, const at::Tensor& input) const;
+
+  // Collective: joins the GPUs of the ranks, which the first collective on a CUDA tensor does
+  // otherwise. All CUDA tensors of this rank are to be on this device. Blocks. Where GPUs cannot be
+  // joined, it says so once, and collectives go through the host's memory.
+  void connect_device(at::Device device);
+  // How GPUs reach each other; none before they are joined.
+  std::optional<std::string> device_means() const;
 
   // Waits for what is queued, then leaves the group; later calls fail. Idempotent.
   void close();
@@ -66,7 +70,8 @@ class TensorCommunicator {
   void abort(const std::string& reason);
 
  private:
-  TensorCommunicator(int rank, int world_size, std::function<void()> check_interrupt,
+  TensorCommunicator(c10::intrusive_ptr<::c10d::Store> store, int rank, int world_size,
+                     std::function<void()> check_interrupt,
                      std::shared_ptr<Communicator> communicator);
   void end_progress();
   // Runs body(communicator, tensors, thread) here and now, or on the progress thread.
@@ -74,11 +79,21 @@ class TensorCommunicator {
   WorkRef launch(Launch mode, ::c10d::OpType op_type, const char* title, at::TensorList tensors,
                  Body&& body);
   Communicator& usable_communicator(std::string_view collective) const;
+  // Of CUDA tensors like this one; null where they go through the memory of the host.
+  DeviceCollectives* device_collectives(const at::Tensor& tensor, std::string_view collective);
+  // Runs body(copies) on the CPU and copies the first num_results back. Waits for the GPU.
+  template <typename Body>
+  WorkRef through_host(Launch mode, ::c10d::OpType op_type, std::vector<at::Tensor> tensors,
+                       size_t num_results, const Body& body);
+  WorkRef all_gather_through_host(const std::vector<AllGatherTensors>& gathers, Launch mode);
 
+  c10::intrusive_ptr<::c10d::Store> store_;
   int rank_;
   int world_size_;
   std::function<void()> check_interrupt_;
-  std::shared_ptr<Communicator> communicator_;  // null once closed; queued tasks share it
+  std::shared_ptr<Communicator> communicator_;     // null once closed; queued tasks share it
+  std::unique_ptr<DeviceCollectives> devices_;     // null until CUDA tensors come
+  std::optional<at::Device> device_through_host_;  // where GPUs could not be joined
   ProgressQueue queue_;
 };
 

@@ -10,6 +10,12 @@ namespace {
 // How late a Ctrl-C may be noticed.
 constexpr auto kInterruptSlice = std::chrono::milliseconds(50);
 
+// A future of tensors on a GPU must know it: whoever waits for it then waits for the stream.
+std::vector<c10::Device> gpus_of(const std::vector<at::Tensor>& tensors) {
+  if (tensors.empty() || !tensors[0].is_cuda()) return {};
+  return {tensors[0].device()};
+}
+
 void settle(const c10::intrusive_ptr<c10::ivalue::Future>& future, const c10::IValue& value,
             const std::exception_ptr& exception) {
   if (exception) {
@@ -21,20 +27,28 @@ void settle(const c10::intrusive_ptr<c10::ivalue::Future>& future, const c10::IV
 
 }  // namespace
 
-Work::Work(int rank, ::c10d::OpType op_type, const char* title, std::vector<at::Tensor> tensors,
-           std::function<void()> check_interrupt)
-    : ::c10d::Work(rank, op_type, title),
-      tensors_(std::move(tensors)),
+c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
+  return make_future(c10::ListType::create(c10::TensorType::get()), tensors_);
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> Work::hook_future() {
+  const c10::TypePtr type = c10::PyObjectType::get();
+  return make_future(type, torch::jit::toIValue(pybind11::cast(tensors_.at(0)), type));
+}
+
+HostWork::HostWork(int rank, ::c10d::OpType op_type, const char* title,
+                   std::vector<at::Tensor> tensors, std::function<void()> check_interrupt)
+    : Work(rank, op_type, title, std::move(tensors)),
       check_interrupt_(std::move(check_interrupt)) {}
 
-c10::intrusive_ptr<Work> Work::completed(int rank, ::c10d::OpType op_type,
-                                         std::vector<at::Tensor> tensors) {
-  auto work = c10::make_intrusive<Work>(rank, op_type, nullptr, std::move(tensors), nullptr);
+c10::intrusive_ptr<Work> HostWork::completed(int rank, ::c10d::OpType op_type,
+                                             std::vector<at::Tensor> tensors) {
+  auto work = c10::make_intrusive<HostWork>(rank, op_type, nullptr, std::move(tensors), nullptr);
   work->completed_ = true;  // nobody else has seen it yet
   return work;
 }
 
-void Work::complete(std::exception_ptr exception) {
+void HostWork::complete(std::exception_ptr exception) {
   finish(exception);
   // Outside the lock: callbacks of a future may call back into this work.
   std::vector<Pending> futures;
@@ -45,7 +59,7 @@ void Work::complete(std::exception_ptr exception) {
   for (const Pending& pending : futures) settle(pending.future, pending.value, exception);
 }
 
-bool Work::wait(std::chrono::milliseconds timeout) {
+bool HostWork::wait(std::chrono::milliseconds timeout) {
   const auto start = std::chrono::steady_clock::now();
   std::unique_lock lock(mutex_);
   while (!cv_.wait_for(lock, kInterruptSlice, [this] { return completed_; })) {
@@ -62,8 +76,9 @@ bool Work::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> Work::make_future(c10::TypePtr type, c10::IValue value) {
-  auto future = c10::make_intrusive<c10::ivalue::Future>(std::move(type));
+c10::intrusive_ptr<c10::ivalue::Future> HostWork::make_future(c10::TypePtr type,
+                                                              c10::IValue value) {
+  auto future = c10::make_intrusive<c10::ivalue::Future>(std::move(type), gpus_of(tensors_));
   std::exception_ptr exception;
   {
     const std::lock_guard lock(mutex_);
@@ -75,15 +90,6 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::make_future(c10::TypePtr type, c10
   }
   settle(future, value, exception);
   return future;
-}
-
-c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
-  return make_future(c10::ListType::create(c10::TensorType::get()), tensors_);
-}
-
-c10::intrusive_ptr<c10::ivalue::Future> Work::hook_future() {
-  const c10::TypePtr type = c10::PyObjectType::get();
-  return make_future(type, torch::jit::toIValue(pybind11::cast(tensors_.at(0)), type));
 }
 
 }  // namespace rota::c10d_glue

@@ -6,17 +6,42 @@
 
 #include <exception>
 #include <functional>
+#include <utility>
 #include <vector>
 
 namespace rota::c10d_glue {
 
-class Work final : public ::c10d::Work {
+class Work : public ::c10d::Work {
  public:
-  // tensors: what the future of an unfinished or finished work holds.
-  Work(int rank, ::c10d::OpType op_type, const char* title, std::vector<at::Tensor> tensors,
-       std::function<void()> check_interrupt);
+  // Of the list of tensors, as torch.distributed gives it.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() final;
+  // Of the first tensor alone, as a Python object, which DDP expects of a hook written in Python.
+  // Call it with the GIL held.
+  c10::intrusive_ptr<c10::ivalue::Future> hook_future();
 
-  // The work of a call that has blocked until it was done.
+  const std::vector<at::Tensor>& tensors() const { return tensors_; }
+  std::vector<at::Tensor> result() final { return tensors_; }
+
+ protected:
+  // tensors: what the future of an unfinished or finished work holds.
+  Work(int rank, ::c10d::OpType op_type, const char* title, std::vector<at::Tensor> tensors)
+      : ::c10d::Work(rank, op_type, title), tensors_(std::move(tensors)) {}
+
+  // A future that `value` will be in, once this work is done.
+  virtual c10::intrusive_ptr<c10::ivalue::Future> make_future(c10::TypePtr type,
+                                                              c10::IValue value) = 0;
+
+  const std::vector<at::Tensor> tensors_;
+};
+
+// Done by a thread of this host.
+class HostWork final : public Work {
+ public:
+  HostWork(int rank, ::c10d::OpType op_type, const char* title, std::vector<at::Tensor> tensors,
+           std::function<void()> check_interrupt);
+
+  // The work of a call that has blocked until it was done, or has been queued on the current stream
+  // of the tensors' GPU.
   static c10::intrusive_ptr<Work> completed(int rank, ::c10d::OpType op_type,
                                             std::vector<at::Tensor> tensors);
 
@@ -27,19 +52,10 @@ class Work final : public ::c10d::Work {
   // unless that is 0. Lets Ctrl-C through. The collective goes on in either case.
   bool wait(std::chrono::milliseconds timeout) override;
 
-  // Of the list of tensors, as torch.distributed gives it.
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-  // Of the first tensor alone, as a Python object, which DDP expects of a hook written in Python.
-  // Call it with the GIL held.
-  c10::intrusive_ptr<c10::ivalue::Future> hook_future();
-
-  const std::vector<at::Tensor>& tensors() const { return tensors_; }
-  std::vector<at::Tensor> result() override { return tensors_; }
-
  private:
-  c10::intrusive_ptr<c10::ivalue::Future> make_future(c10::TypePtr type, c10::IValue value);
+  c10::intrusive_ptr<c10::ivalue::Future> make_future(c10::TypePtr type,
+                                                      c10::IValue value) override;
 
-  std::vector<at::Tensor> tensors_;
   std::function<void()> check_interrupt_;
 
   struct Pending {
@@ -48,5 +64,7 @@ class Work final : public ::c10d::Work {
   };
   std::vector<Pending> futures_;  // guarded by mutex_
 };
+
+using WorkRef = c10::intrusive_ptr<Work>;
 
 }  // namespace rota::c10d_glue

@@ -121,7 +121,7 @@ void Communicator::check_root(int root) const {
   }
 }
 
-void Communicator::all_reduce(const cpu::AllReduceArgs& args, CallerThread thread) {
+Descriptor describe(const cpu::AllReduceArgs& args) {
   Descriptor descriptor{.kind = CollectiveKind::kAllReduce,
                         .op = args.op,
                         .dtype = args.dtype,
@@ -137,8 +137,12 @@ void Communicator::all_reduce(const cpu::AllReduceArgs& args, CallerThread threa
     descriptor.has_residual = args.pass->residual != nullptr;
     descriptor.stochastic_seed = args.pass->stochastic_seed;
   }
+  return descriptor;
+}
+
+void Communicator::all_reduce(const cpu::AllReduceArgs& args, CallerThread thread) {
   const cpu::IeeeFloatScope ieee;
-  run(descriptor, args, thread);
+  run(describe(args), args, thread);
 }
 
 void Communicator::broadcast(const cpu::BroadcastArgs& args, DType dtype, CallerThread thread) {
@@ -192,9 +196,7 @@ void Communicator::run(const Descriptor& descriptor, const Args& args, CallerThr
     }
   } catch (const Error& error) {
     // All ranks saw the same descriptors and stopped at the same place: they can go on.
-    if (error.kind() != ErrorKind::kMismatch) {
-      publish_abort(error.kind(), error.kind(), error.what());
-    }
+    if (error.kind() != ErrorKind::kMismatch) fail(error);
     throw;
   } catch (...) {
     publish_abort(ErrorKind::kInternal, ErrorKind::kPeerFailed,
@@ -233,14 +235,62 @@ void Communicator::meet(const Descriptor& descriptor) {
     }
     all_agree &= peer_post.payload == words;
   }
-  if (!all_agree) throw mismatch(descriptor);
+  if (!all_agree) {
+    throw mismatch(descriptor, epoch_, [parity = parity()](const auto& control) -> const Flag& {
+      return control.post[parity];
+    });
+  }
 }
 
+// Each rank posts its launch and then looks at the others' posts of the same launch; both in
+// sequentially consistent order, so of two ranks at least the later one sees the other's. A post is
+// written anew once every rank has gone on to the next launch, and so has compared it.
+void Communicator::announce(const Descriptor& descriptor) {
+  const std::lock_guard lock(mutex_);
+  check_usable(descriptor.kind_name());
+  const uint64_t launch = num_launches_ + 1;
+  transport::ControlBlock& own = transport_->own_control();
+  try {
+    watch_.begin_collective(descriptor.kind_name(), launch, /*lets_signals_through=*/true);
+    for (int peer = 0; launch > transport::kNumLaunchPosts && peer < world_size(); ++peer) {
+      watch_.begin_wait(peer, "queueing on the GPU", launch);
+      waiter_.wait(transport_->region(peer).control().launched,
+                   launch - transport::kNumLaunchPosts + 1, wait_policy_, watch_);
+    }
+    num_launches_ = launch;
+    const auto post_of = [launch](const transport::ControlBlock& control) -> const Flag& {
+      return control.launch_posts[launch % transport::kNumLaunchPosts];
+    };
+    const Descriptor::Words words = descriptor.to_words();
+    Flag& post = const_cast<Flag&>(post_of(own));
+    post.payload = words;
+    waiter_.publish(post, launch);
+    waiter_.publish(own.launched, launch);
+    for (int peer = 0; peer < world_size(); ++peer) {
+      const Flag& peer_post = post_of(transport_->region(peer).control());
+      if (peer_post.load_ordered() == launch && peer_post.payload != words) {
+        throw mismatch(descriptor, launch, post_of);
+      }
+    }
+  } catch (const Error& error) {
+    fail(error);
+    throw;
+  } catch (...) {
+    publish_abort(ErrorKind::kInternal, ErrorKind::kPeerFailed,
+                  join(watch_.prefix(), " was interrupted ", watch_.place()));
+    throw;
+  }
+}
+
+uint64_t Communicator::num_announced() const { return transport_->own().control().launched.load(); }
+
 // Names the ranks behind each descriptor: "ranks 0, 2 called A; rank 1 called B".
-Error Communicator::mismatch(const Descriptor& own) const {
+template <typename PostOf>
+Error Communicator::mismatch(const Descriptor& own, uint64_t epoch, const PostOf& post_of) const {
   std::vector<std::pair<std::string, std::vector<int>>> calls;
   for (int peer = 0; peer < world_size(); ++peer) {
-    const Flag& post = transport_->region(peer).control().post[parity()];
+    const Flag& post = post_of(transport_->region(peer).control());
+    if (post.load() != epoch) continue;  // of a launch: this rank has not come to it
     const std::string text = Descriptor::from_words(post.payload).to_string();
     auto call = std::find_if(calls.begin(), calls.end(),
                              [&](const auto& entry) { return entry.first == text; });
@@ -254,8 +304,13 @@ Error Communicator::mismatch(const Descriptor& own) const {
     all_calls += " called " + text;
   }
   return Error(ErrorKind::kMismatch,
-               join("rota.", own.kind_name(), ": ranks disagree (epoch ", epoch_, "): ", all_calls,
+               join("rota.", own.kind_name(), ": ranks disagree (epoch ", epoch, "): ", all_calls,
                     "; nothing was written: make all ranks call the same collective"));
+}
+
+void Communicator::fail(const Error& cause) {
+  if (fork_generation_ != fork_generation()) return;
+  publish_abort(cause.kind(), cause.kind(), cause.what());
 }
 
 void Communicator::publish_abort(ErrorKind kind_here, ErrorKind kind, const std::string& text) {

@@ -34,6 +34,9 @@ struct BucketRequest {
   std::optional<schedule::Algorithm> algorithm;  // none: auto
 };
 
+// What a rank says of an all-reduce, of a gradient bucket too.
+Descriptor describe(const cpu::AllReduceArgs& args);
+
 // Which thread calls: Python delivers signals to user threads only.
 enum class CallerThread { kUser, kProgress };
 
@@ -62,12 +65,23 @@ class Communicator {
   void all_gather(const cpu::AllGatherArgs& args, DType dtype, CallerThread thread);
   void barrier(CallerThread thread);
 
+  // Says which collective this rank queues on its GPU, in the order in which all ranks do. Does not
+  // wait for them, unless one is kNumLaunchPosts behind. Throws Error(kMismatch) where a peer has
+  // said otherwise; that ends the group, since the peer's kernel is already waiting.
+  void announce(const Descriptor& descriptor);
+  uint64_t num_announced() const;
+
   // Throws Error(kInternal) in a forked child, and in a group that has failed before an error of
   // the kind that it failed with: of several calls in flight any may be the first to be looked at.
   void check_usable(std::string_view collective) const;
 
   // Makes every later and every waiting call on every rank fail with this text.
   void abort(const std::string& reason);
+  // The same, where the cause is known: later calls on all ranks raise an error of this kind.
+  void fail(const Error& cause);
+
+  const transport::Transport& transport() const { return *transport_; }
+  Nanoseconds timeout() const { return watch_.timeout(); }
 
  private:
   // What runs if this is requested; none: auto.
@@ -77,7 +91,9 @@ class Communicator {
   template <typename Args>
   void run(const Descriptor& descriptor, const Args& args, CallerThread thread);
   void meet(const Descriptor& descriptor);
-  Error mismatch(const Descriptor& own) const;
+  // post_of(control block): where each rank's descriptor is.
+  template <typename PostOf>
+  Error mismatch(const Descriptor& own, uint64_t epoch, const PostOf& post_of) const;
   // kind_here: of the errors that later calls on this rank get; kind: of those on its peers.
   void publish_abort(ErrorKind kind_here, ErrorKind kind, const std::string& text);
   int parity() const { return static_cast<int>(epoch_ % 2); }
@@ -87,9 +103,10 @@ class Communicator {
   Watch watch_;
   WaitPolicy wait_policy_;
 
-  std::mutex mutex_;         // one collective at a time
-  uint64_t epoch_ = 0;       // collectives entered; posted to peers
-  uint64_t num_rounds_ = 0;  // rounds used by all collectives so far; the same on every rank
+  std::mutex mutex_;           // one collective at a time
+  uint64_t epoch_ = 0;         // collectives entered; posted to peers
+  uint64_t num_rounds_ = 0;    // rounds used by all collectives so far; the same on every rank
+  uint64_t num_launches_ = 0;  // collectives announced
 
   std::mutex abort_mutex_;  // the abort record is written once
   std::atomic<bool> is_dead_{false};

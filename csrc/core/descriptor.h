@@ -20,11 +20,12 @@ enum class CollectiveKind : uint8_t {
   kReduceBucket,
   kBroadcast,
   kAllGather,
+  kReduceScatter,
   kBarrier,
 };
 
-inline constexpr std::array<std::string_view, 5> kCollectiveNames{
-    "all_reduce", "reduce_bucket", "broadcast", "all_gather", "barrier"};
+inline constexpr std::array<std::string_view, 6> kCollectiveNames{
+    "all_reduce", "reduce_bucket", "broadcast", "all_gather", "reduce_scatter", "barrier"};
 
 struct Descriptor {
   CollectiveKind kind;

@@ -46,12 +46,7 @@ std::optional<Error> Watch::tick(Nanoseconds waited) {
     check_interrupt_();
   }
   if (auto error = find_abort()) return error;
-  for (const int peer : transport_.find_dead_peers(peer_)) {
-    // One that closed its communicator before it ended has done its part.
-    if (transport_.region(peer).control().departed.load() != 0) continue;
-    return Error(ErrorKind::kPeerFailed, join(prefix(), ": ", transport_.describe(peer),
-                                              " has died ", place(), "; restart the job"));
-  }
+  if (auto error = find_death()) return error;
   if (transport_.region(peer_).control().departed.load() != 0) {
     return Error(ErrorKind::kPeerFailed,
                  join(prefix(), ": ", transport_.describe(peer_), " has left the group ", place(),
@@ -63,6 +58,16 @@ std::optional<Error> Watch::tick(Nanoseconds waited) {
                       transport_.describe(peer_), ' ', place(), "; is rank ", peer_, " alive?"));
   }
   if (waited >= kSlowPeerAfter) warn_about_slow_peer(waited);
+  return std::nullopt;
+}
+
+std::optional<Error> Watch::find_death() const {
+  for (const int peer : transport_.find_dead_peers(peer_)) {
+    // One that closed its communicator before it ended has done its part.
+    if (transport_.region(peer).control().departed.load() != 0) continue;
+    return Error(ErrorKind::kPeerFailed, join(prefix(), ": ", transport_.describe(peer),
+                                              " has died ", place(), "; restart the job"));
+  }
   return std::nullopt;
 }
 

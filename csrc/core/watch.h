@@ -22,6 +22,10 @@ class Watch final : public cpu::PeerWaitObserver {
   void begin_wait(int peer, std::string_view phase, uint64_t step) override;
   std::optional<Error> poll() override;
   std::optional<Error> tick(Nanoseconds waited) override;
+  // A rank that has died without leaving first; costs system calls.
+  std::optional<Error> find_death() const;
+
+  Nanoseconds timeout() const { return timeout_; }
 
   // "rota.all_reduce: rank 2/4": how every message of this collective starts.
   std::string prefix() const;

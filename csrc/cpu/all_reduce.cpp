@@ -317,6 +317,8 @@ uint64_t run_rounds(const AllReduceArgs& args, Exchange& exchange) {
         return all_reduce.ordered_ring(exchange);
       case schedule::Algorithm::kRing:
         return all_reduce.ring(exchange);
+      case schedule::Algorithm::kLowLatency:
+        break;  // has been refused
     }
     return 0;
   };

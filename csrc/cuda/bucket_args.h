@@ -7,6 +7,7 @@
 #include "base/tile.h"
 #include "cuda/scalar.h"
 #include "cuda/words.h"
+#include "schedule/chunk.h"
 
 namespace rota::cuda {
 
@@ -25,9 +26,10 @@ static_assert(sizeof(Tile) == kTileEntryBytes);
 // Neighbours that work on a tile together.
 inline constexpr uint32_t kTileThreads = 8;
 
-// A list of gradients and its place in the wire format, in whole tiles.
+// Gradients and their place in the wire format, in whole tiles.
 struct BucketArgs {
-  const Tile* tiles;
+  const Tile* tiles;  // of a list of tensors; null for the one that `contiguous` is
+  Tile contiguous;    // of any length
   uint64_t num_tiles;
   std::byte* wire;  // num_tiles * kTileElems elements, aligned to 16 bytes
   float contribution_factor;
@@ -35,6 +37,12 @@ struct BucketArgs {
   uint64_t* num_non_finite;  // what a kernel finds is added
 
   HOST_DEVICE uint64_t num_elems() const { return num_tiles * kTileElems; }
+  HOST_DEVICE Tile tile(uint64_t index, size_t elem_bytes) const {
+    if (tiles != nullptr) return tiles[index];
+    const uint64_t first = index * kTileElems;
+    return {contiguous.data + first * elem_bytes,
+            schedule::min_of(kTileElems, contiguous.num_elems - first)};
+  }
 };
 
 struct PackArgs {
@@ -46,9 +54,9 @@ struct PackArgs {
 };
 
 struct UnpackArgs {
-  BucketArgs bucket;
-  double* squares;            // by tile
-  double* sum_of_squares;     // of all tiles
+  BucketArgs bucket;  // its num_non_finite rests at 0: what was found is moved on to the stats
+  double* squares;    // by tile
+  double* stats;      // of all tiles: number of non-finite results, sum of their squares
   uint32_t* num_blocks_done;  // 0 at rest
 };
 

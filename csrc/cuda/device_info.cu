@@ -4,10 +4,12 @@
 
 #include <iterator>
 
-#include "cuda/cuda_error.h"
+#include "transport/cuda_error.h"
 
 namespace rota::cuda {
 namespace {
+
+using transport::check_cuda;
 
 // What nvcc was told to compile for, ascending: 800 is compute capability 8.0.
 constexpr int kArchs[] = {__CUDA_ARCH_LIST__};
@@ -23,15 +25,15 @@ std::vector<std::string> archs() {
 
 std::vector<std::string> devices() {
   int driver_version = 0;
-  check(cudaDriverGetVersion(&driver_version), "cudaDriverGetVersion");
+  check_cuda(cudaDriverGetVersion(&driver_version), "cudaDriverGetVersion");
   // cudaGetDeviceCount would say that its version is insufficient.
   if (driver_version == 0) throw Error(ErrorKind::kTransport, "no NVIDIA driver is installed");
   int num_devices = 0;
-  check(cudaGetDeviceCount(&num_devices), "cudaGetDeviceCount");
+  check_cuda(cudaGetDeviceCount(&num_devices), "cudaGetDeviceCount");
   std::vector<std::string> names;
   for (int device = 0; device < num_devices; ++device) {
     cudaDeviceProp properties;
-    check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+    check_cuda(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
     names.push_back(join(properties.name, " (sm_", properties.major, properties.minor, ")"));
   }
   return names;

@@ -1,13 +1,19 @@
 #include "cuda/launch.h"
 
 #include <algorithm>
+#include <array>
+#include <map>
+#include <mutex>
+#include <utility>
 
-#include "cuda/cuda_error.h"
 #include "cuda/kernels.h"
 #include "schedule/chunk.h"
+#include "transport/cuda_error.h"
 
 namespace rota::cuda {
 namespace {
+
+using transport::check_cuda;
 
 const void* kernel_of(Kernel kernel, const WireFormat& format) {
   switch (kernel) {
@@ -44,23 +50,44 @@ const void* kernel_of(Kernel kernel, const WireFormat& format) {
                                       format.is_block_scaled ? " in scaled blocks" : ""));
 }
 
-// How many blocks of a kernel the current GPU runs at the same time.
+int current_gpu() {
+  int gpu = 0;
+  check_cuda(cudaGetDevice(&gpu), "cudaGetDevice");
+  return gpu;
+}
+
+// How many blocks of a kernel the current GPU runs at the same time. Asking the runtime costs more
+// than a launch, so answers are kept.
 int num_resident_blocks(const void* kernel, int num_threads) {
-  int device = 0;
-  int num_multiprocessors = 0;
-  int blocks_each = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  check(cudaDeviceGetAttribute(&num_multiprocessors, cudaDevAttrMultiProcessorCount, device),
-        "cudaDeviceGetAttribute");
-  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_each, kernel, num_threads, 0),
-        "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-  return num_multiprocessors * blocks_each;
+  static std::mutex mutex;
+  static std::map<std::pair<int, const void*>, int> known;
+  const std::lock_guard lock(mutex);
+  int& num_blocks = known[{current_gpu(), kernel}];
+  if (num_blocks == 0) {
+    int blocks_each = 0;
+    check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_each, kernel, num_threads, 0),
+               "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    num_blocks = num_multiprocessors() * blocks_each;
+  }
+  return num_blocks;
+}
+
+constexpr std::array kAllDTypes = [] {
+  std::array<DType, kNumDTypes> dtypes{};
+  for (size_t i = 0; i < kNumDTypes; ++i) dtypes[i] = static_cast<DType>(i);
+  return dtypes;
+}();
+
+void load(const void* kernel) {
+  cudaFuncAttributes attributes;
+  if (kernel != nullptr)
+    check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
 }
 
 void launch(const void* kernel, int num_blocks, int num_threads, void** args, Stream stream) {
-  check(cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(num_blocks)),
-                         dim3(static_cast<unsigned>(num_threads)), args, 0, stream),
-        "cudaLaunchKernel");
+  check_cuda(cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(num_blocks)),
+                              dim3(static_cast<unsigned>(num_threads)), args, 0, stream),
+             "cudaLaunchKernel");
 }
 
 // As many blocks as run at once and have a tile: each takes its share of the tiles.
@@ -70,12 +97,15 @@ int num_bucket_blocks(const void* kernel, uint64_t num_tiles) {
   return static_cast<int>(schedule::min_of(num_resident, num_needed));
 }
 
-}  // namespace
+struct ResidentPlan {
+  LaunchPlan plan;
+  const void* kernel;
+};
 
-void launch_collective(const LaunchRequest& request, const Peers& peers, int ranks_per_device,
-                       Stream stream) {
-  LaunchPlan plan = plan_launch(request, peers);
-  if (plan.num_blocks == 0) return;
+// A plan whose blocks run at the same time, on all ranks of the GPU.
+ResidentPlan plan_resident(const LaunchRequest& request, const Peers& peers, int ranks_per_device) {
+  const LaunchPlan plan = plan_launch(request, peers);
+  if (plan.num_blocks == 0) return {plan, nullptr};
   const void* kernel = kernel_of(request.kernel, request.format);
   if (kernel == nullptr) refuse_format(name(request.kernel), request.format);
   const int num_resident = num_resident_blocks(kernel, kThreadsPerBlock);
@@ -85,10 +115,45 @@ void launch_collective(const LaunchRequest& request, const Peers& peers, int ran
                      plan.num_blocks, " channels each: this GPU runs ", num_resident,
                      " such blocks at the same time; use fewer channels"));
   }
+  return {plan, kernel};
+}
+
+}  // namespace
+
+void load_kernels() {
+  for (const DType wire : kAllDTypes) {
+    for (const bool is_block_scaled : {false, true}) {
+      const WireFormat format{wire, is_block_scaled};
+      for (size_t kernel = 0; kernel < kKernelNames.size(); ++kernel) {
+        load(kernel_of(static_cast<Kernel>(kernel), format));
+      }
+      for (const DType dtype : kAllDTypes) {
+        load(pack_kernel_of(dtype, format));
+        load(unpack_kernel_of(dtype, format));
+      }
+    }
+  }
+}
+
+int num_multiprocessors() {
+  int number = 0;
+  check_cuda(cudaDeviceGetAttribute(&number, cudaDevAttrMultiProcessorCount, current_gpu()),
+             "cudaDeviceGetAttribute");
+  return number;
+}
+
+void launch_collective(const LaunchRequest& request, const Peers& peers, int ranks_per_device,
+                       Stream stream) {
+  ResidentPlan resident = plan_resident(request, peers, ranks_per_device);
+  if (resident.plan.num_blocks == 0) return;
   MappedTensors tensors{};
   if (request.tensors != nullptr) tensors = *request.tensors;
-  void* args[] = {const_cast<Peers*>(&peers), &plan.args, &tensors};
-  launch(kernel, plan.num_blocks, kThreadsPerBlock, args, stream);
+  void* args[] = {const_cast<Peers*>(&peers), &resident.plan.args, &tensors};
+  launch(resident.kernel, resident.plan.num_blocks, kThreadsPerBlock, args, stream);
+}
+
+void check_launch(const LaunchRequest& request, const Peers& peers, int ranks_per_device) {
+  plan_resident(request, peers, ranks_per_device);
 }
 
 void launch_pack(const PackArgs& args, DType dtype, const WireFormat& wire, Stream stream) {

@@ -10,10 +10,19 @@ namespace rota::cuda {
 
 using Stream = CUstream_st*;  // cudaStream_t, for headers that know no CUDA
 
+// Has the driver load every kernel for the current GPU. It would load each at its first launch, and
+// might then wait for kernels that run, which may wait for this process.
+void load_kernels();
+
+// Of the current GPU: as many blocks of any collective are resident together.
+int num_multiprocessors();
+
 // ranks_per_device: how many ranks' kernels spin on this GPU at the same time. All of their blocks
 // must be resident together, or they would wait for one that never starts: that is refused.
 void launch_collective(const LaunchRequest& request, const Peers& peers, int ranks_per_device,
                        Stream stream);
+// Throws what launch_collective() would, and queues nothing.
+void check_launch(const LaunchRequest& request, const Peers& peers, int ranks_per_device);
 
 // dtype: of the gradients.
 void launch_pack(const PackArgs& args, DType dtype, const WireFormat& wire, Stream stream);

@@ -70,10 +70,12 @@ bool is_aligned_to(const void* address, size_t num_bytes) {
   return reinterpret_cast<uintptr_t>(address) % num_bytes == 0;
 }
 
-void check_peers(const Peers& peers) {
+void check_peers(const Peers& peers, Kernel kernel) {
   const transport::DeviceGeometry& geometry = peers.geometry;
-  if (geometry.world_size < 2 || geometry.world_size > kMaxWorldSize) {
-    refuse("world_size is ", geometry.world_size, ", a kernel takes 2 to ", kMaxWorldSize);
+  const int least_ranks = kernel == Kernel::kOneShot ? 1 : 2;  // alone: round once
+  if (geometry.world_size < least_ranks || geometry.world_size > kMaxWorldSize) {
+    refuse("world_size is ", geometry.world_size, ", ", name(kernel), " takes ", least_ranks,
+           " to ", kMaxWorldSize);
   }
   if (peers.rank < 0 || peers.rank >= geometry.world_size) {
     refuse("rank is ", peers.rank, ", expected 0 to ", geometry.world_size - 1);
@@ -225,7 +227,7 @@ uint64_t message_capacity(const LaunchRequest& request, const transport::DeviceG
 }  // namespace
 
 LaunchPlan plan_launch(const LaunchRequest& request, const Peers& peers) {
-  check_peers(peers);
+  check_peers(peers, request.kernel);
   const int world_size = peers.world_size();
   const int group_size = request.group_size == 0 ? world_size : request.group_size;
   if (reduces(request.kernel)) check_arithmetic(request, peers, group_size);
@@ -278,8 +280,16 @@ void check_bucket(const BucketArgs& args, DType dtype, const WireFormat& wire) {
   if (wire.is_block_scaled && !has_block_scaling(wire.dtype)) {
     refuse(name(wire.dtype), " has no block scaling");
   }
-  if (args.num_tiles != 0 && (args.tiles == nullptr || args.wire == nullptr)) {
-    refuse("a bucket of ", args.num_tiles, " tiles has no list of tiles or no wire buffer");
+  if (args.num_tiles != 0 && args.wire == nullptr) {
+    refuse("a bucket of ", args.num_tiles, " tiles has no wire buffer");
+  }
+  const uint64_t num_contiguous = args.tiles != nullptr ? 0 : args.contiguous.num_elems;
+  if (args.tiles == nullptr && args.num_tiles != schedule::ceil_div(num_contiguous, kTileElems)) {
+    refuse("a bucket of ", args.num_tiles, " tiles has no list of them and is a tensor of ",
+           num_contiguous, " elements");
+  }
+  if (num_contiguous != 0 && args.contiguous.data == nullptr) {
+    refuse("a tensor of ", num_contiguous, " elements has no data");
   }
   if (!is_aligned_to(args.wire, kAccessBytes) || !is_aligned_to(args.tiles, alignof(Tile))) {
     refuse("the wire buffer is at ", static_cast<const void*>(args.wire), " and the list at ",

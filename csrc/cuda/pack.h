@@ -19,7 +19,7 @@ class Packer {
     const uint64_t num_tiles = args_.bucket.num_tiles;
     const uint64_t stride = thread_.tile_stride();
     for (uint64_t index = thread_.first_tile(); index < num_tiles; index += stride) {
-      const Tile tile = args_.bucket.tiles[index];
+      const Tile tile = args_.bucket.tile(index, kElemBytes);
       if (tile.is_whole()) {
         pack_tile<true>(tile, index);
       } else {

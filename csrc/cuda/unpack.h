@@ -21,7 +21,7 @@ class Unpacker {
     const uint64_t num_tiles = args_.bucket.num_tiles;
     const uint64_t stride = thread_.tile_stride();
     for (uint64_t index = thread_.first_tile(); index < num_tiles; index += stride) {
-      const Tile tile = args_.bucket.tiles[index];
+      const Tile tile = args_.bucket.tile(index, kElemBytes);
       const double squares =
           tile.is_whole() ? unpack_tile<true>(tile, index) : unpack_tile<false>(tile, index);
       if (thread_.is_first()) args_.squares[index] = squares;
@@ -83,7 +83,8 @@ class Unpacker {
     });
   }
 
-  // Every block says that its tiles are summed; the last one to say so sees the sums of all.
+  // Every block says that its tiles are summed and counted; the last one to say so sees the sums
+  // and the count of all.
   HOST_DEVICE void sum_up_in_last_block() const {
     block_.sync();
     bool is_last = true;
@@ -96,8 +97,11 @@ class Unpacker {
     const double sum =
         sum_in_fixed_tree(block_, args_.squares, args_.bucket.num_tiles, block_.shared_doubles());
     if (block_.thread() != 0) return;
-    *args_.sum_of_squares = sum;
-    *args_.num_blocks_done = 0;  // for the next launch
+    SystemWord<uint64_t> num_non_finite(*args_.bucket.num_non_finite);
+    args_.stats[0] = static_cast<double>(num_non_finite.load(MemoryOrder::relaxed));
+    args_.stats[1] = sum;
+    num_non_finite.store(0, MemoryOrder::relaxed);  // for the next launch, as is this
+    *args_.num_blocks_done = 0;
   }
 
   HOST_DEVICE static constexpr WireFormat format() { return {wire, is_scaled}; }

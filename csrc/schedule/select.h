@@ -9,10 +9,16 @@
 
 namespace rota::schedule {
 
-enum class Algorithm : uint8_t { kOneShot, kTwoShot, kOrderedRing, kRing };
+enum class Algorithm : uint8_t {
+  kOneShot,
+  kTwoShot,
+  kOrderedRing,
+  kRing,
+  kLowLatency,  // on GPUs only
+};
 
-inline constexpr std::array<std::string_view, 4> kAlgorithmNames{"one_shot", "two_shot",
-                                                                 "ordered_ring", "ring"};
+inline constexpr std::array<std::string_view, 5> kAlgorithmNames{
+    "one_shot", "two_shot", "ordered_ring", "ring", "low_latency"};
 
 constexpr std::string_view name(Algorithm algorithm) {
   return kAlgorithmNames[static_cast<size_t>(algorithm)];
@@ -49,6 +55,21 @@ constexpr Algorithm select(int world_size, uint64_t num_wire_bytes) {
     }
   }
   return Algorithm::kTwoShot;
+}
+
+// On GPUs: not yet measured. By csrc/README.md's bounds: low_latency saves a flag's way behind the
+// data and costs twice the bytes, one_shot saves a second wait and costs world_size / 2 as many.
+inline constexpr uint64_t kMaxLowLatencyBytes = 16 << 10;
+inline constexpr uint64_t kMaxOneShotBytesOnGpu = 256 << 10;  // of all ranks together
+
+// most_packet_bytes: what low_latency can take.
+constexpr Algorithm select_on_gpu(int world_size, uint64_t num_wire_bytes,
+                                  uint64_t most_packet_bytes) {
+  if (num_wire_bytes <= kMaxLowLatencyBytes && num_wire_bytes <= most_packet_bytes) {
+    return Algorithm::kLowLatency;
+  }
+  const bool is_short = num_wire_bytes * static_cast<uint64_t>(world_size) <= kMaxOneShotBytesOnGpu;
+  return is_short ? Algorithm::kOneShot : Algorithm::kTwoShot;
 }
 
 }  // namespace rota::schedule

@@ -19,6 +19,9 @@ namespace rota::transport {
 
 inline constexpr size_t kPageBytes = 4096;
 
+// A rank may be so many collectives on GPUs ahead of the slowest one, when it queues them.
+inline constexpr size_t kNumLaunchPosts = 128;
+
 // Written by the owner, read by all; every word rests at 0.
 struct alignas(kPageBytes) ControlBlock {
   Flag post[2];  // [epoch % 2]: the epoch that the owner has entered; payload: its descriptor
@@ -28,6 +31,9 @@ struct alignas(kPageBytes) ControlBlock {
   Flag departed;          // 1 once the owner has closed its communicator
   Flag abort;             // 1 once the owner has failed; payload[0]: ErrorKind
   char abort_text[1024];  // zero-terminated; written before abort
+  Flag launched;          // collectives that the owner has queued on its GPU
+  // [launch % kNumLaunchPosts]: number of the launch, counted from 1; payload: its descriptor
+  Flag launch_posts[kNumLaunchPosts];
 };
 
 // Round r of a pipelined collective uses slot r % kNumSlots. The protocol needs 2, and more are

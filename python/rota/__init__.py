@@ -10,12 +10,15 @@ from rota.clipping import clip_grad_norm_
 from rota.communicator import Communicator
 from rota.errors import Mismatch, PeerFailed, RotaError, Timeout, TransportError
 from rota.fused import HookState, fused_hook
+from rota.gpu import GradientBucket, LocalGroup
 from rota.hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 
 __version__ = "0.1.0"
 __all__ = [
     "Communicator",
+    "GradientBucket",
     "HookState",
+    "LocalGroup",
     "Mismatch",
     "PeerFailed",
     "RotaError",

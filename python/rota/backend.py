@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -13,13 +14,24 @@ from rota.communicator import DEFAULT_SLOT_BYTES
 def _create(
     store: dist.Store, rank: int, world_size: int, timeout: timedelta
 ) -> _C.ProcessGroupRota:
-    return _C.ProcessGroupRota(store, rank, world_size, timeout, DEFAULT_SLOT_BYTES)
+    def make_nccl(collective: str) -> dist._Backend:
+        if not dist.is_nccl_available():
+            raise RuntimeError(
+                f"rota: {collective} of CUDA tensors has no kernel in rota, and this torch has no "
+                f"NCCL to hand it to"
+            )
+        warnings.warn(
+            f"rota: {collective} of CUDA tensors has no kernel in rota and runs on NCCL, as do "
+            f"reduce, gather, scatter, all_to_all, send and recv",
+            stacklevel=2,
+        )
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, world_size, options)
+
+    return _C.ProcessGroupRota(store, rank, world_size, timeout, DEFAULT_SLOT_BYTES, make_nccl)
 
 
 def register() -> None:
-    """Makes `dist.init_process_group("rota")` known.
-
-    Also for CUDA tensors, so that a call with one gets rota's own explanation of what is missing
-    instead of torch's "no backend type associated with device type cuda".
-    """
+    """Makes `dist.init_process_group("rota")` known, for CPU and CUDA tensors."""
     dist.Backend.register_backend("rota", _create, devices=["cpu", "cuda"])

@@ -12,7 +12,12 @@ DEFAULT_SLOT_BYTES = 256 * 1024
 
 
 class Communicator(_C.Communicator):
-    """Collectives on CPU tensors between the ranks of one host.
+    """Collectives on CPU and CUDA tensors between the ranks of one host.
+
+    CUDA tensors of a rank are all on one device. The first collective on one joins the ranks' GPUs,
+    as connect_device() does: it reserves memory, maps that of the peers, and proves that what each
+    writes arrives. After that nothing waits for a GPU: a blocking call is queued on the current
+    stream, an asynchronous one on the communicator's own stream, behind the current one.
 
     The communicator has its own shared memory and shares nothing with the group but the store that
     it bootstraps through, so the group may run on any backend. Making one is a collective call:

@@ -57,10 +57,7 @@ def _gpus() -> str:
         devices = _C.cuda_devices()
     except rota.TransportError as error:
         return f"none usable here: {error}; {built}"
-    return (
-        f"{len(devices)} found: {', '.join(devices)}; {built}, but this version's collectives take "
-        f"CPU tensors only: use NCCL for CUDA tensors"
-    )
+    return f"{len(devices)} found: {', '.join(devices)}; {built}"
 
 
 def _trial_rank(rank: int, store_path: str) -> None:

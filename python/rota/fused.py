@@ -282,7 +282,8 @@ class HookState:
                 self._check_loaded()
             residual = self._residuals.of_bucket(parameters, self._name_to_save)
         refs = [weakref.ref(parameter) for parameter in parameters]
-        return _Bucket(refs, torch.zeros(2, dtype=torch.float64), residual)
+        stats = torch.zeros(2, dtype=torch.float64, device=grad_bucket.buffer().device)
+        return _Bucket(refs, stats, residual)
 
     def _check_model(self) -> None:
         if self._model is None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 # Those that block scaling is for; the others have float32's range.
 _NARROW_DTYPES = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 _WIRE_DTYPES = (torch.float32, torch.bfloat16, *_NARROW_DTYPES)
-_ALGORITHMS = ("auto", "one_shot", "two_shot", "ordered_ring", "ring")
+_ALGORITHMS = ("auto", "one_shot", "two_shot", "ordered_ring", "ring", "low_latency")
 
 
 def is_narrow(wire_dtype: object) -> bool:

@@ -43,7 +43,7 @@ class Residuals:
         piece: torch.Tensor | None = self._pieces.get(parameter)
         if piece is not None:
             return piece
-        piece = torch.zeros(_num_reals(parameter))
+        piece = torch.zeros(_num_reals(parameter), device=parameter.device)
         if self._loaded:
             name = name_of(parameter)
             residual = self._loaded.pop(name)

@@ -43,12 +43,16 @@ void is_refused(const LaunchRequest& request, std::initializer_list<std::string_
 // ---- the world
 
 void wrong_worlds_are_refused() {
-  const LaunchRequest request = good_request(Kernel::kOneShot);
+  const LaunchRequest request = good_request(Kernel::kTwoShot);
   for (const int world_size : {-1, 0, 1, 65}) {
     cuda::Peers peers = good_peers();
     peers.geometry.world_size = world_size;
     is_refused(request, {"world_size", std::to_string(world_size), "2 to 64"}, peers);
   }
+  cuda::Peers alone = good_peers();
+  alone.rank = 0;
+  alone.geometry.world_size = 1;
+  cuda::plan_launch(good_request(Kernel::kOneShot), alone);
   for (const int rank : {-1, 4}) {
     cuda::Peers peers = good_peers();
     peers.rank = rank;
@@ -276,7 +280,7 @@ void averages_by_powers_of_two_multiply() {
 void wrong_buckets_are_refused() {
   uint64_t num_non_finite = 0;
   const cuda::Tile tile{g_tensor, 512};
-  const cuda::BucketArgs good{&tile, 1, g_tensor, 1, 1, &num_non_finite};
+  const cuda::BucketArgs good{&tile, {}, 1, g_tensor, 1, 1, &num_non_finite};
   const WireFormat wire{DType::kFloat16, true};
   cuda::check_bucket(good, DType::kFloat32, wire);
   const auto refuses = [](const cuda::BucketArgs& args, DType dtype, const WireFormat& format,
@@ -291,7 +295,13 @@ void wrong_buckets_are_refused() {
   refuses(good, DType::kFloat32, {DType::kBFloat16, true}, "no block scaling");
   cuda::BucketArgs args = good;
   args.tiles = nullptr;
-  refuses(args, DType::kFloat32, wire, "no list of tiles");
+  refuses(args, DType::kFloat32, wire, "no list of them");
+  args.contiguous = {nullptr, 512};
+  refuses(args, DType::kFloat32, wire, "no data");
+  args.contiguous = {g_tensor, 512};
+  cuda::check_bucket(args, DType::kFloat32, wire);
+  args.contiguous = {g_tensor, 513};
+  refuses(args, DType::kFloat32, wire, "513 elements");
   args = good;
   args.wire += 8;
   refuses(args, DType::kFloat32, wire, "multiples of 16");

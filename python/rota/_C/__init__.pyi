@@ -1,5 +1,6 @@
 """The compiled extension. Users take what they need by its name in `rota`."""
 
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Literal, overload
 
@@ -35,15 +36,18 @@ def block_elems(dtype: torch.dtype) -> int:
     """
 
 class Communicator:
-    """Collectives on CPU tensors; `rota.Communicator` makes one over a process group.
+    """Collectives on CPU and CUDA tensors; `rota.Communicator` makes one over a process group.
 
-    All calls block until this rank's part is done unless they say otherwise, and must come in the
-    same order on every rank. Tensors may be strided; sparse, overlapping and non-CPU ones are
-    refused before anything moves.
+    All calls must come in the same order on every rank. On CPU tensors they block until this rank's
+    part is done, unless they say otherwise. On CUDA tensors they are queued on the current stream,
+    and may be captured in a graph once the GPUs are joined; what goes wrong later is printed, and
+    raised by the next call. Tensors may be strided; sparse and overlapping ones, and those on other
+    devices, are refused before anything moves.
 
     Raises, all of them:
         TypeError, ValueError: unusable arguments; nothing has moved and peers know nothing of it.
-        rota.Mismatch: ranks called different collectives; nothing was written, the group lives on.
+        rota.Mismatch: ranks called different collectives; nothing was written. The group lives on,
+            unless it was about CUDA tensors.
         rota.PeerFailed: a peer died, left, or raised; the group is dead.
         rota.Timeout: a peer did not come in time; the group is dead.
         rota.RotaError: the communicator is closed, aborted by this rank, or belongs to the parent
@@ -85,11 +89,14 @@ class Communicator:
                 and bool.
             algorithm: "one_shot", "two_shot" and "ordered_ring" give the same bits as each other;
                 "ring" sums each piece in another order, which depends on the number of elements and
-                of ranks only; "auto" chooses by size from a measured table.
+                of ranks only; "auto" chooses by size from a measured table. "low_latency", for
+                short CUDA tensors, gives the bits of "one_shot".
             wire_dtype: what travels between ranks; None is the tensor's dtype. Floating, and not
                 wider than the tensor's.
-            hop_dtype: for "ring", what partial sums travel in; None is the accumulate dtype.
-            async_op: return a Work at once; the tensor must not be touched before it is done.
+            hop_dtype: for "ring" on CPU tensors, what partial sums travel in; None is the
+                accumulate dtype.
+            async_op: return a Work at once; the tensor must not be touched before it is done. Its
+                wait() makes the current stream wait where the tensor is a CUDA one.
         """
 
     @overload
@@ -143,8 +150,9 @@ class Communicator:
 
         Args:
             bucket: any shape, strided; float32, float64, float16 or bfloat16; in and out.
-            stats: contiguous float64 of 2 elements; out: the number of non-finite elements of the
-                result, and the sum of its squares, summed in float64.
+            stats: contiguous float64 of 2 elements, on the bucket's device, as is residual; out:
+                the number of non-finite elements of the result, and the sum of its squares, summed
+                in float64.
             wire_dtype: float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
             block_scaling: for float16 and float8 only.
             contribution_factor, divisor, result_factor: positive; they and their reciprocals lie in
@@ -187,6 +195,29 @@ class Communicator:
             input: same number of elements and dtype on every rank.
         """
 
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: str = "sum") -> None:
+        """Reduces every rank's `input`, of which rank i gets part i. CUDA tensors only.
+
+        Args:
+            output: contiguous; may be this rank's part of input.
+            input: contiguous, world_size times as many elements as output, of its dtype.
+            op: as all_reduce.
+        """
+
+    def connect_device(self, device: torch.device) -> None:
+        """Joins the GPUs of all ranks, of which `device` is this rank's; collective, blocks.
+
+        The first collective on CUDA tensors does it too, except in a graph capture.
+
+        Raises:
+            ValueError: the communicator has another device, or a graph is being captured.
+            rota.TransportError: the GPUs cannot reach each other, and why.
+        """
+
+    @property
+    def device_means(self) -> str | None:
+        """How the GPUs reach each other, such as "CUDA IPC"; None before they are joined."""
+
     def barrier(self) -> None:
         """Returns once every rank has called it."""
 
@@ -195,6 +226,89 @@ class Communicator:
 
     def close(self) -> None:
         """Waits for what is queued, then leaves the group. Later calls raise; idempotent."""
+
+class LocalGroup:
+    """See rota.LocalGroup; not in a build for the CPU."""
+
+    def __init__(
+        self, world_size: int, device: torch.device, num_channels: int | None, timeout: timedelta
+    ) -> None: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def num_channels(self) -> int:
+        """Blocks of each rank's kernels."""
+    @property
+    def device(self) -> torch.device: ...
+    def all_reduce(
+        self,
+        tensors: Sequence[torch.Tensor],
+        op: str = "sum",
+        algorithm: str = "auto",
+        group_size: int | None = None,
+    ) -> None:
+        """Reduces over all ranks, in place; numbers as of Communicator.all_reduce.
+
+        Args:
+            tensors: one for each rank.
+            op: as Communicator.all_reduce.
+            algorithm: "low_latency", "one_shot", "two_shot", "two_shot_in_place", "ordered_ring",
+                "ring", "hierarchical", or "auto".
+            group_size: sums are formed in groups of so many ranks first, then over the groups.
+        """
+
+    def reduce_scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: str = "sum"
+    ) -> None:
+        """Reduces the inputs; outputs[i] becomes part i of world_size equal ones."""
+
+    def all_gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """Each output becomes all inputs, one after the other."""
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
+        """Copies tensors[root] into all others."""
+
+    def send_recv(self, src: int, dst: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Copies tensors[0], rank src's, into tensors[1], rank dst's."""
+
+class GradientBucket:
+    """See rota.GradientBucket; not in a build for the CPU."""
+
+    def __init__(
+        self, gradients: Sequence[torch.Tensor], wire_dtype: torch.dtype, block_scaling: bool
+    ) -> None: ...
+    def pack(
+        self,
+        *,
+        contribution_factor: float = 1.0,
+        residual: torch.Tensor | None = None,
+        stochastic_seed: int | None = None,
+    ) -> None:
+        """Writes the gradients times contribution_factor to the wire buffer.
+
+        Args:
+            residual: contiguous float32 of num_elems elements, laid out as the wire: what encoding
+                has lost is added and renewed, as reduce_bucket does.
+            stochastic_seed: as of reduce_bucket.
+        """
+
+    def unpack(self, *, result_factor: float = 1.0) -> None:
+        """Writes the wire buffer times result_factor to the gradients, and measures them."""
+
+    @property
+    def wire(self) -> torch.Tensor:
+        """uint8 of num_wire_bytes: each gradient starts at a multiple of 512 elements."""
+    @property
+    def stats(self) -> torch.Tensor:
+        """float64 of 2 elements, of the last unpack: non-finite results, sum of squares."""
+    @property
+    def num_elems(self) -> int:
+        """Elements of the wire, what fills tiles up included."""
+    @property
+    def num_bytes(self) -> int:
+        """Of all gradients."""
+    @property
+    def num_wire_bytes(self) -> int: ...
 
 class ProcessGroupRota(dist.ProcessGroup):
     """The torch.distributed backend "rota"; init_process_group makes it."""
@@ -206,4 +320,5 @@ class ProcessGroupRota(dist.ProcessGroup):
         world_size: int,
         timeout: timedelta,
         slot_bytes: int,
+        make_delegate: Callable[[str], dist._Backend],
     ) -> None: ...

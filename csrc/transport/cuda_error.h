@@ -7,12 +7,12 @@
 
 #include "base/error.h"
 
-namespace rota::cuda {
+namespace rota::transport {
 
-inline void check(cudaError_t status, std::string_view call) {
+inline void check_cuda(cudaError_t status, std::string_view call) {
   if (status == cudaSuccess) return;
   throw Error(ErrorKind::kTransport, join(call, " failed: ", cudaGetErrorString(status), " (",
                                           cudaGetErrorName(status), ")"));
 }
 
-}  // namespace rota::cuda
+}  // namespace rota::transport

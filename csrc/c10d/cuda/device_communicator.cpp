@@ -1,0 +1,474 @@
+#include "c10d/cuda/device_communicator.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <string_view>
+#include <thread>
+
+#include "base/random_bits.h"
+#include "c10d/cuda/bucket_memory.h"
+#include "c10d/cuda/device_work.h"
+#include "c10d/cuda/symmetric_memory.h"
+#include "c10d/tensor_checks.h"
+
+namespace rota::c10d_glue {
+namespace {
+
+// Blocks of each collective. A link of 450 GB/s needs 0.5 MB on its way, which so many blocks
+// carry (csrc/README.md, occupancy); not yet measured.
+constexpr int kNumChannels = 16;
+constexpr size_t kSlotBytes = 128 << 10;
+constexpr size_t kPacketBytes = 4 << 10;
+constexpr auto kFinishPoll = std::chrono::microseconds(100);
+// How long a first message between GPUs may take.
+constexpr auto kVerifyTimeout = std::chrono::seconds(10);
+
+transport::DeviceGeometry make_geometry(int world_size) {
+  return {.world_size = world_size,
+          .num_channels = kNumChannels,
+          .slot_bytes = kSlotBytes,
+          .packet_bytes = kPacketBytes};
+}
+
+// Texts of any length up to a bound, by way of the CPU's all-gather.
+transport::AllGatherText all_gather_over(Communicator& communicator, CallerThread thread) {
+  struct Text {
+    uint32_t length;
+    char chars[2044];
+  };
+  return [&communicator, thread](const std::string& own) {
+    const auto num_ranks = static_cast<size_t>(communicator.world_size());
+    Text text{.length = static_cast<uint32_t>(std::min(own.size(), sizeof(Text::chars)))};
+    std::memcpy(text.chars, own.data(), text.length);
+    std::vector<Text> texts(num_ranks);
+    std::vector<void*> places;
+    for (Text& place : texts) places.push_back(&place);
+    communicator.all_gather({&text, places.data(), sizeof(Text)}, DType::kUInt8, thread);
+    std::vector<std::string> all;
+    for (const Text& each : texts) {
+      all.emplace_back(each.chars, std::min(size_t{each.length}, sizeof(Text::chars)));
+    }
+    return all;
+  };
+}
+
+// By which means: as the environment says, or by the first of both that works.
+transport::DeviceRegions connect_regions(const Communicator& communicator,
+                                         const c10::intrusive_ptr<::c10d::Store>& store,
+                                         at::Device device, size_t num_bytes,
+                                         const transport::AllGatherText& all_gather) {
+  const char* wish = std::getenv("ROTA_PEER_MEMORY");
+  const std::string_view means = wish == nullptr ? "auto" : wish;
+  if (means != "auto" && means != "symmetric" && means != "ipc") {
+    throw Error(ErrorKind::kValue,
+                join("rota: ROTA_PEER_MEMORY is '", means, "', expected auto, symmetric or ipc"));
+  }
+  if (means != "ipc") {
+    try {
+      return connect_by_symmetric_memory(store, communicator.rank(), communicator.world_size(),
+                                         device, num_bytes, all_gather);
+    } catch (const Error& error) {
+      if (means == "symmetric" || error.kind() != ErrorKind::kTransport) throw;
+    }
+  }
+  return transport::connect_by_ipc(communicator.rank(), num_bytes, all_gather);
+}
+
+// The driver loads kernels and makes the device's context before memory is asked for.
+transport::DeviceRegions join_gpus(Communicator& communicator,
+                                   const c10::intrusive_ptr<::c10d::Store>& store,
+                                   at::Device device, CallerThread thread) {
+  cuda::load_kernels();
+  const size_t num_bytes = make_geometry(communicator.world_size()).num_bytes();
+  if (communicator.world_size() == 1) return transport::allocate_regions(1, num_bytes);
+  return connect_regions(communicator, store, device, num_bytes,
+                         all_gather_over(communicator, thread));
+}
+
+cuda::Kernel kernel_of(schedule::Algorithm algorithm) {
+  switch (algorithm) {
+    case schedule::Algorithm::kOneShot:
+      return cuda::Kernel::kOneShot;
+    case schedule::Algorithm::kTwoShot:
+      return cuda::Kernel::kTwoShot;
+    case schedule::Algorithm::kOrderedRing:
+      return cuda::Kernel::kOrderedRing;
+    case schedule::Algorithm::kRing:
+      return cuda::Kernel::kRing;
+    case schedule::Algorithm::kLowLatency:
+      return cuda::Kernel::kLowLatency;
+  }
+  return cuda::Kernel::kOneShot;
+}
+
+uint64_t num_bytes(const at::Tensor& tensor) {
+  return static_cast<uint64_t>(tensor.numel()) * tensor.element_size();
+}
+
+// Copies move bytes, whatever they mean.
+constexpr WireFormat kBytes{DType::kUInt8};
+
+}  // namespace
+
+DeviceCommunicator::DeviceCommunicator(std::shared_ptr<Communicator> communicator,
+                                       const c10::intrusive_ptr<::c10d::Store>& store,
+                                       at::Device device, CallerThread thread)
+    : communicator_(std::move(communicator)),
+      device_(device),
+      guard_(at::kCUDA),
+      stream_(guard_.getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
+      regions_(join_gpus(*communicator_, store, device, thread)),
+      geometry_(make_geometry(communicator_->world_size())),
+      executor_({.rank = communicator_->rank(),
+                 .geometry = geometry_,
+                 .regions = regions_.by_rank,
+                 .timeout = communicator_->timeout()}),
+      monitor_(*communicator_, {.failure = [this] { return executor_.failure(); },
+                                .abort = [this] { executor_.abort(); },
+                                .is_idle = [this] { return executor_.is_idle(); }}) {
+  if (communicator_->world_size() > 1) verify(all_gather_over(*communicator_, thread));
+}
+
+DeviceCommunicator::~DeviceCommunicator() {
+  // Results of the last collectives may still be wanted; ranks that never come are not.
+  constexpr auto kPatience = std::chrono::seconds(1);
+  const auto start = std::chrono::steady_clock::now();
+  try {
+    finish([&] {
+      if (std::chrono::steady_clock::now() - start < kPatience) return;
+      communicator_->abort(join("rank ", communicator_->rank(),
+                                " dropped its communicator with work pending on its GPU"));
+      executor_.abort();
+    });
+  } catch (const Error&) {
+    // The driver is gone, with all that ran.
+  }
+}
+
+void DeviceCommunicator::finish(const std::function<void()>& check_interrupt) {
+  while (!executor_.is_idle()) {
+    check_interrupt();
+    std::this_thread::sleep_for(kFinishPoll);
+  }
+}
+
+// Every pair, every channel: each rank's piece is a pattern of its own.
+void DeviceCommunicator::verify(const transport::AllGatherText& all_gather) {
+  const c10::DeviceGuard on_device(device_);
+  const int world_size = communicator_->world_size();
+  const int64_t piece_bytes = int64_t{kNumChannels} * cuda::kThreadsPerBlock * cuda::kAccessBytes;
+  const auto pattern_of = [&](int rank) {
+    return at::arange(piece_bytes, at::kLong).add(rank * 37).remainder(251).to(at::kByte);
+  };
+  const at::Tensor input = pattern_of(communicator_->rank()).to(device_);
+  const at::Tensor output =
+      at::empty({world_size * piece_bytes}, at::TensorOptions(at::kByte).device(device_));
+  cuda::Executor executor(
+      {.rank = communicator_->rank(),
+       .geometry = geometry_,
+       .regions = regions_.by_rank,
+       .timeout = std::min<Nanoseconds>(kVerifyTimeout, communicator_->timeout())});
+  executor.run({.kernel = cuda::Kernel::kAllGather,
+                .input = input.data_ptr(),
+                .output = output.data_ptr(),
+                .num_elems = num_bytes(output),
+                .format = kBytes},
+               current_stream());
+  const at::Tensor received = output.cpu();
+  std::string complaint;
+  if (const auto failure = executor.failure()) {
+    complaint = join("rank ", communicator_->rank(), " got nothing of what rank ", failure->peer,
+                     " wrote to its GPU; try NCCL_P2P_DISABLE-like settings of the machine: IOMMU "
+                     "or ACS may break peer access");
+  }
+  for (int peer = 0; complaint.empty() && peer < world_size; ++peer) {
+    if (!received.narrow(0, peer * piece_bytes, piece_bytes).equal(pattern_of(peer))) {
+      complaint = join("rank ", communicator_->rank(), " read something else than rank ", peer,
+                       " wrote to its GPU; the machine's IOMMU or ACS may break peer access");
+    }
+  }
+  transport::agree(all_gather, complaint);
+}
+
+cuda::Stream DeviceCommunicator::current_stream() const {
+  return static_cast<cuda::Stream>(guard_.getStream(device_).native_handle());
+}
+
+template <typename Body>
+WorkRef DeviceCommunicator::launch(Launch mode, ::c10d::OpType op_type, const char* title,
+                                   at::TensorList tensors, const Body& body) {
+  const c10::DeviceGuard on_device(device_);
+  if (mode == Launch::kBlocking) {
+    body();
+    return {};
+  }
+  c10::Event ready(device_.type());
+  ready.record(guard_.getStream(device_));
+  ready.block(stream_);
+  const c10::StreamGuard on_stream(stream_);
+  body();
+  for (const at::Tensor& tensor : tensors) {
+    // Not to be given away by the allocator while this stream works on it.
+    guard_.recordDataPtrOnStream(tensor.storage().data_ptr(), stream_);
+  }
+  return c10::make_intrusive<DeviceWork>(communicator_, op_type, title, tensors.vec(), stream_);
+}
+
+schedule::Algorithm DeviceCommunicator::choose(std::optional<schedule::Algorithm> requested,
+                                               const WireFormat& wire, uint64_t num_elems) const {
+  if (communicator_->world_size() == 1) return schedule::Algorithm::kOneShot;
+  if (requested) return *requested;
+  const uint64_t most_packet_bytes = wire.is_block_scaled ? 0 : kNumChannels * kPacketBytes / 2;
+  return schedule::select_on_gpu(communicator_->world_size(), wire.num_bytes(num_elems),
+                                 most_packet_bytes);
+}
+
+WorkRef DeviceCommunicator::all_reduce(at::TensorList tensors, const AllReduceOptions& options,
+                                       Launch mode) {
+  std::vector<cpu::AllReduceArgs> plans;
+  for (const at::Tensor& tensor : tensors) {
+    check_tensor(tensor, "all_reduce", device_);
+    const auto num_elems = static_cast<uint64_t>(tensor.numel());
+    const DType dtype = reducible_dtype(tensor.scalar_type(), "the tensor's dtype");
+    const DType wire =
+        options.wire_dtype ? reducible_dtype(*options.wire_dtype, "wire_dtype") : dtype;
+    plans.push_back(communicator_->plan({.num_elems = num_elems,
+                                         .dtype = dtype,
+                                         .op = options.op,
+                                         .algorithm = choose(options.algorithm, {wire}, num_elems),
+                                         .wire = wire}));
+    if (options.hop_dtype) {
+      throw Error(ErrorKind::kValue,
+                  "rota.all_reduce: hop_dtype is given; on GPUs partial sums travel in the "
+                  "accumulate dtype, leave it out");
+    }
+  }
+  return launch(mode, ::c10d::OpType::ALLREDUCE, "rota:all_reduce", tensors, [&] {
+    for (size_t i = 0; i < tensors.size(); ++i) run_all_reduce(tensors[i], plans[i]);
+  });
+}
+
+void DeviceCommunicator::run_all_reduce(const at::Tensor& tensor, const cpu::AllReduceArgs& plan) {
+  communicator_->announce(describe(plan));
+  const Packed packed(tensor, Packed::Content::kRead);
+  if (plan.wire == WireFormat{plan.dtype}) {
+    executor_.run({.kernel = kernel_of(plan.algorithm),
+                   .input = packed.data(),
+                   .output = packed.data(),
+                   .num_elems = plan.num_elems,
+                   .format = plan.wire,
+                   .op = plan.op,
+                   .divisor = static_cast<double>(communicator_->world_size())},
+                  current_stream());
+  } else {
+    cpu::AllReduceArgs args = plan;
+    args.data = packed.data();
+    run_in_wire_format(args, {}, communicator_->world_size(), nullptr);
+  }
+  packed.unpack();
+}
+
+WorkRef DeviceCommunicator::reduce_bucket(const at::Tensor& bucket, const BucketOptions& options,
+                                          Launch mode) {
+  check_tensor(bucket, "reduce_bucket", device_);
+  check_bucket(bucket, options);
+  const WireFormat wire{
+      known_dtype(options.wire_dtype, "reduce_bucket", "wire_dtype", is_wire_dtype),
+      options.block_scaling};
+  const auto num_elems = static_cast<uint64_t>(bucket.numel());
+  const cpu::AllReduceArgs plan =
+      communicator_->plan({.num_elems = num_elems,
+                           .dtype = known_dtype(bucket.scalar_type(), "reduce_bucket",
+                                                "the bucket's dtype", is_bucket_dtype),
+                           .wire = wire,
+                           .algorithm = choose(options.algorithm, wire, num_elems)},
+                          options.pass);
+  std::vector<at::Tensor> tensors{bucket, options.stats};
+  if (options.residual) tensors.push_back(*options.residual);
+  return launch(mode, ::c10d::OpType::ALLREDUCE, "rota:reduce_bucket", tensors,
+                [&] { run_reduce_bucket(bucket, options, plan); });
+}
+
+void DeviceCommunicator::run_reduce_bucket(const at::Tensor& bucket, const BucketOptions& options,
+                                           const cpu::AllReduceArgs& plan) {
+  const Packed packed(bucket, Packed::Content::kRead);
+  cpu::BucketPass pass = options.pass;
+  if (options.residual) pass.residual = options.residual->data_ptr<float>();
+  cpu::AllReduceArgs args = plan;
+  args.data = packed.data();
+  args.pass = &pass;
+  communicator_->announce(describe(args));
+  run_in_wire_format(args, pass, pass.divisor, options.stats.data_ptr<double>());
+  packed.unpack();
+}
+
+void DeviceCommunicator::run_in_wire_format(const cpu::AllReduceArgs& args,
+                                            const cpu::BucketPass& pass, double divisor,
+                                            double* stats) {
+  const uint64_t num_tiles = schedule::ceil_div(args.num_elems, kTileElems);
+  const BucketMemory memory(device_, num_tiles, args.wire);
+  const cuda::Stream stream = current_stream();
+  cuda::BucketArgs bucket{.contiguous = {static_cast<std::byte*>(args.data), args.num_elems},
+                          .num_tiles = num_tiles,
+                          .wire = memory.wire,
+                          .contribution_factor = pass.contribution_factor,
+                          .result_factor = pass.result_factor,
+                          .num_non_finite = memory.num_packed_non_finite};
+  const bool is_stochastic = pass.stochastic_seed.has_value();
+  const auto rounding = [&](int rounding_stream) -> cuda::Rounding {
+    return {.is_stochastic = is_stochastic,
+            .seed = pass.stochastic_seed.value_or(0),
+            .stream = static_cast<uint64_t>(rounding_stream)};
+  };
+  cuda::launch_pack(
+      {.bucket = bucket, .residual = pass.residual, .rounding = rounding(communicator_->rank())},
+      args.dtype, args.wire, stream);
+  executor_.run({.kernel = kernel_of(args.algorithm),
+                 .input = memory.wire,
+                 .output = memory.wire,
+                 .num_elems = bucket.num_elems(),
+                 .format = args.wire,
+                 .op = args.op,
+                 .divisor = divisor,
+                 .is_bucket = true,
+                 .rounding = rounding(kResultStream)},
+                stream);
+  bucket.num_non_finite = memory.num_non_finite;
+  cuda::launch_unpack({.bucket = bucket,
+                       .squares = memory.squares,
+                       .stats = stats != nullptr ? stats : memory.stats,
+                       .num_blocks_done = memory.num_blocks_done},
+                      args.dtype, args.wire, stream);
+}
+
+WorkRef DeviceCommunicator::broadcast(at::TensorList tensors, int root, Launch mode) {
+  for (const at::Tensor& tensor : tensors) {
+    check_tensor(tensor, "broadcast", device_);
+    movable_dtype(tensor, "broadcast");
+  }
+  return launch(mode, ::c10d::OpType::BROADCAST, "rota:broadcast", tensors, [&] {
+    for (const at::Tensor& tensor : tensors) {
+      communicator_->announce({.kind = CollectiveKind::kBroadcast,
+                               .dtype = movable_dtype(tensor, "broadcast"),
+                               .root = root,
+                               .num_elems = static_cast<uint64_t>(tensor.numel())});
+      if (communicator_->world_size() == 1) continue;
+      const Packed packed(tensor, root == communicator_->rank() ? Packed::Content::kRead
+                                                                : Packed::Content::kOverwritten);
+      executor_.run({.kernel = cuda::Kernel::kBroadcast,
+                     .input = packed.data(),
+                     .output = packed.data(),
+                     .num_elems = num_bytes(tensor),
+                     .format = kBytes,
+                     .peer = root},
+                    current_stream());
+      if (root != communicator_->rank()) packed.unpack();
+    }
+  });
+}
+
+WorkRef DeviceCommunicator::all_gather(const std::vector<AllGatherTensors>& gathers, Launch mode) {
+  std::vector<at::Tensor> tensors;
+  for (const AllGatherTensors& gather : gathers) {
+    check_gather(gather, communicator_->world_size());
+    check_tensor(gather.input, "all_gather", device_);
+    tensors.insert(tensors.end(), gather.outputs.begin(), gather.outputs.end());
+    tensors.push_back(gather.input);
+  }
+  return launch(mode, ::c10d::OpType::ALLGATHER, "rota:all_gather", tensors, [&] {
+    for (const AllGatherTensors& gather : gathers) run_all_gather(gather);
+  });
+}
+
+// The kernel fills one tensor; outputs that lie in one as they should are filled at once.
+void DeviceCommunicator::run_all_gather(const AllGatherTensors& gather) {
+  communicator_->announce({.kind = CollectiveKind::kAllGather,
+                           .dtype = movable_dtype(gather.input, "all_gather"),
+                           .num_elems = static_cast<uint64_t>(gather.input.numel())});
+  const Packed input(gather.input, Packed::Content::kRead);
+  const uint64_t piece_bytes = num_bytes(gather.input);
+  auto* whole = static_cast<std::byte*>(gather.outputs[0].data_ptr());
+  bool is_whole = true;
+  for (size_t i = 0; i < gather.outputs.size(); ++i) {
+    is_whole &= gather.outputs[i].is_contiguous() &&
+                gather.outputs[i].data_ptr() == whole + i * piece_bytes;
+  }
+  at::Tensor gathered;
+  if (!is_whole) {
+    const auto num_ranks = static_cast<int64_t>(gather.outputs.size());
+    gathered = at::empty({num_ranks, gather.input.numel()}, gather.input.options());
+    whole = static_cast<std::byte*>(gathered.data_ptr());
+  }
+  if (communicator_->world_size() == 1) {
+    gather.outputs[0].copy_(gather.input);
+    return;
+  }
+  executor_.run({.kernel = cuda::Kernel::kAllGather,
+                 .input = input.data(),
+                 .output = whole,
+                 .num_elems = gather.outputs.size() * piece_bytes,
+                 .format = kBytes},
+                current_stream());
+  if (is_whole) return;
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < gather.outputs.size(); ++i) {
+    const at::Tensor& output = gather.outputs[i];
+    output.copy_(gathered.select(0, static_cast<int64_t>(i)).view(output.sizes()));
+  }
+}
+
+WorkRef DeviceCommunicator::reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                           ReduceOp op, Launch mode) {
+  for (const at::Tensor& tensor : {output, input}) {
+    check_tensor(tensor, "reduce_scatter", device_);
+    if (!tensor.is_contiguous()) {
+      throw Error(ErrorKind::kValue,
+                  "rota.reduce_scatter: a tensor is not contiguous; call contiguous() first");
+    }
+  }
+  const int world_size = communicator_->world_size();
+  if (input.numel() != output.numel() * world_size || input.scalar_type() != output.scalar_type()) {
+    throw Error(ErrorKind::kValue,
+                join("rota.reduce_scatter: the input has ", input.numel(), " elements of ",
+                     c10::toString(input.scalar_type()), ", the output ", output.numel(), " of ",
+                     c10::toString(output.scalar_type()), "; expected ", world_size,
+                     " times as many of one dtype"));
+  }
+  const DType dtype = reducible_dtype(input.scalar_type(), "the tensor's dtype");
+  const auto num_elems = static_cast<uint64_t>(input.numel());
+  communicator_->plan({.num_elems = num_elems, .dtype = dtype, .op = op});  // refuses
+  return launch(mode, ::c10d::OpType::REDUCE_SCATTER, "rota:reduce_scatter", {output, input}, [&] {
+    communicator_->announce({.kind = CollectiveKind::kReduceScatter,
+                             .op = op,
+                             .dtype = dtype,
+                             .wire = {dtype},
+                             .num_elems = num_elems});
+    if (world_size == 1) {
+      output.copy_(input.view(output.sizes()));
+      return;
+    }
+    executor_.run({.kernel = cuda::Kernel::kReduceScatter,
+                   .input = input.data_ptr(),
+                   .output = output.data_ptr(),
+                   .num_elems = num_elems,
+                   .format = {dtype},
+                   .op = op,
+                   .divisor = static_cast<double>(world_size)},
+                  current_stream());
+  });
+}
+
+std::unique_ptr<DeviceCollectives> connect_devices(std::shared_ptr<Communicator> communicator,
+                                                   const c10::intrusive_ptr<::c10d::Store>& store,
+                                                   at::Device device, CallerThread thread) {
+  const c10::DeviceGuard on_device(device);
+  return std::make_unique<DeviceCommunicator>(std::move(communicator), store, device, thread);
+}
+
+}  // namespace rota::c10d_glue

@@ -1,0 +1,67 @@
+// The collectives of one rank's CUDA tensors on the kernels of this project. Nothing here waits for
+// the GPU, but for making one.
+#pragma once
+
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "c10d/device_collectives.h"
+#include "core/device_monitor.h"
+#include "cuda/executor.h"
+#include "transport/device_regions.h"
+
+namespace rota::c10d_glue {
+
+class DeviceCommunicator final : public DeviceCollectives {
+ public:
+  // On `device`, which is the current one. Collective; blocks. Throws Error(kTransport) on every
+  // rank where the GPUs cannot be joined.
+  DeviceCommunicator(std::shared_ptr<Communicator> communicator,
+                     const c10::intrusive_ptr<::c10d::Store>& store, at::Device device,
+                     CallerThread thread);
+  // Waits a little for what is queued, then aborts it.
+  ~DeviceCommunicator() override;
+
+  at::Device device() const override { return device_; }
+  std::string means() const override { return std::string(regions_.means); }
+
+  WorkRef all_reduce(at::TensorList tensors, const AllReduceOptions& options, Launch mode) override;
+  WorkRef reduce_bucket(const at::Tensor& bucket, const BucketOptions& options,
+                        Launch mode) override;
+  WorkRef broadcast(at::TensorList tensors, int root, Launch mode) override;
+  WorkRef all_gather(const std::vector<AllGatherTensors>& gathers, Launch mode) override;
+  WorkRef reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
+                         Launch mode) override;
+  void finish(const std::function<void()>& check_interrupt) override;
+
+ private:
+  // Queues body() on the current stream, or on the communication stream behind the current one.
+  template <typename Body>
+  WorkRef launch(Launch mode, ::c10d::OpType op_type, const char* title, at::TensorList tensors,
+                 const Body& body);
+  cuda::Stream current_stream() const;
+  // Proves, with the kernels that collectives use, that what a rank writes arrives at each peer.
+  void verify(const transport::AllGatherText& all_gather);
+
+  // What runs if this is requested; none: auto.
+  schedule::Algorithm choose(std::optional<schedule::Algorithm> requested, const WireFormat& wire,
+                             uint64_t num_elems) const;
+  void run_all_reduce(const at::Tensor& tensor, const cpu::AllReduceArgs& plan);
+  void run_reduce_bucket(const at::Tensor& bucket, const BucketOptions& options,
+                         const cpu::AllReduceArgs& plan);
+  // Of a tensor that travels in another format than its own; stats: null where nobody asks.
+  void run_in_wire_format(const cpu::AllReduceArgs& args, const cpu::BucketPass& pass,
+                          double divisor, double* stats);
+  void run_all_gather(const AllGatherTensors& gather);
+
+  std::shared_ptr<Communicator> communicator_;
+  at::Device device_;
+  c10::impl::VirtualGuardImpl guard_;
+  c10::Stream stream_;  // of asynchronous collectives
+  transport::DeviceRegions regions_;
+  transport::DeviceGeometry geometry_;
+  cuda::Executor executor_;
+  DeviceMonitor monitor_;
+};
+
+}  // namespace rota::c10d_glue

@@ -1,0 +1,283 @@
+#include "c10d/cuda/local_group.h"
+
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <thread>
+
+#include "base/error.h"
+#include "c10d/options.h"
+#include "c10d/tensor_checks.h"
+#include "schedule/select.h"
+
+namespace rota::c10d_glue {
+namespace {
+
+constexpr size_t kSlotBytes = 128 << 10;
+constexpr size_t kPacketBytes = 4 << 10;
+constexpr WireFormat kBytes{DType::kUInt8};
+
+[[noreturn]] void refuse(const std::string& what) {
+  throw Error(ErrorKind::kValue, "rota.LocalGroup: " + what);
+}
+
+uint64_t num_bytes(const at::Tensor& tensor) {
+  return static_cast<uint64_t>(tensor.numel()) * tensor.element_size();
+}
+
+transport::DeviceGeometry make_geometry(const LocalGroup::Options& options) {
+  if (options.world_size < 2 || options.world_size > kMaxWorldSize) {
+    refuse(join("world_size is ", options.world_size, ", expected 2 to ", kMaxWorldSize));
+  }
+  if (!options.device.is_cuda() || !options.device.has_index()) {
+    refuse(join("device is ", options.device.str(), ", expected a CUDA device with its index"));
+  }
+  const c10::DeviceGuard on_device(options.device);
+  // A block that spins keeps its multiprocessor, so there is one for each, of all ranks together.
+  const int most_channels = cuda::num_multiprocessors() / options.world_size;
+  const int num_channels = options.num_channels.value_or(most_channels);
+  if (num_channels < 1 || num_channels > most_channels) {
+    refuse(join("num_channels is ", num_channels, ", expected 1 to ", most_channels, ": ",
+                options.world_size, " ranks share ", cuda::num_multiprocessors(),
+                " multiprocessors, and all blocks of all ranks must run at the same time"));
+  }
+  return {.world_size = options.world_size,
+          .num_channels = num_channels,
+          .slot_bytes = kSlotBytes,
+          .packet_bytes = kPacketBytes};
+}
+
+cuda::Kernel parse_kernel(std::string_view algorithm) {
+  using cuda::Kernel;
+  std::string expected = "auto";
+  for (const Kernel kernel :
+       {Kernel::kLowLatency, Kernel::kOneShot, Kernel::kTwoShot, Kernel::kTwoShotInPlace,
+        Kernel::kOrderedRing, Kernel::kRing, Kernel::kHierarchical}) {
+    if (cuda::name(kernel) == algorithm) return kernel;
+    expected += join(", ", cuda::name(kernel));
+  }
+  refuse(join("algorithm is '", algorithm, "', expected one of ", expected));
+}
+
+ReduceOp parse_op(std::string_view op) { return AllReduceOptions::parse(op, "auto", {}, {}).op; }
+
+}  // namespace
+
+LocalGroup::LocalGroup(const Options& options)
+    : options_(options), guard_(at::kCUDA), geometry_(make_geometry(options)) {
+  const c10::DeviceGuard on_device(options_.device);
+  cuda::load_kernels();
+  regions_ = transport::allocate_regions(world_size(), geometry_.num_bytes());
+  for (int rank = 0; rank < world_size(); ++rank) {
+    streams_.push_back(guard_.getStreamFromGlobalPool(options_.device));
+    executors_.push_back(
+        std::make_unique<cuda::Executor>(cuda::Executor::Options{.rank = rank,
+                                                                 .geometry = geometry_,
+                                                                 .regions = regions_.by_rank,
+                                                                 .ranks_per_device = world_size(),
+                                                                 .timeout = options_.timeout}));
+  }
+}
+
+LocalGroup::~LocalGroup() {
+  try {
+    for (const auto& executor : executors_) {
+      while (!executor->is_idle()) std::this_thread::yield();
+    }
+  } catch (const Error&) {
+    // The driver is gone, with all that ran.
+  }
+}
+
+void LocalGroup::check_usable(std::string_view collective) const {
+  for (int rank = 0; rank < world_size(); ++rank) {
+    const auto failure = executors_[static_cast<size_t>(rank)]->failure();
+    if (!failure) continue;
+    throw Error(ErrorKind::kTimeout,
+                join("rota.", collective, ": rank ", rank, " of the local group waited ",
+                     options_.timeout.count(), " ms for rank ", failure->peer,
+                     " in an earlier collective, whose results are not valid; make a new group"));
+  }
+}
+
+void LocalGroup::check_tensors(const std::vector<at::Tensor>& tensors,
+                               std::string_view collective) const {
+  if (tensors.size() != static_cast<size_t>(world_size())) {
+    refuse(join(collective, " got ", tensors.size(), " tensors, expected one for each of ",
+                world_size(), " ranks"));
+  }
+  for (size_t rank = 0; rank < tensors.size(); ++rank) {
+    const at::Tensor& tensor = tensors[rank];
+    check_tensor(tensor, collective, options_.device);
+    if (!tensor.is_contiguous()) {
+      refuse(
+          join(collective, ": the tensor of rank ", rank, " is not contiguous; call contiguous()"));
+    }
+    if (tensor.numel() != tensors[0].numel() || tensor.scalar_type() != tensors[0].scalar_type()) {
+      refuse(join(collective, ": the tensor of rank ", rank, " has ", tensor.numel(),
+                  " elements of ", c10::toString(tensor.scalar_type()), ", that of rank 0 ",
+                  tensors[0].numel(), " of ", c10::toString(tensors[0].scalar_type())));
+    }
+  }
+}
+
+std::vector<int> LocalGroup::everyone() const {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < world_size(); ++rank) ranks.push_back(rank);
+  return ranks;
+}
+
+// All ranks' kernels are planned, and so refused, before the first is queued: it would wait.
+template <typename RequestOf>
+void LocalGroup::launch(const std::vector<int>& ranks, const RequestOf& request_of) {
+  const c10::DeviceGuard on_device(options_.device);
+  for (const int rank : ranks) {
+    executors_[static_cast<size_t>(rank)]->check(request_of(rank));
+  }
+  const c10::Stream current = guard_.getStream(options_.device);
+  c10::Event ready(at::kCUDA);
+  ready.record(current);
+  for (const int rank : ranks) {
+    const c10::Stream& stream = streams_[static_cast<size_t>(rank)];
+    ready.block(stream);
+    executors_[static_cast<size_t>(rank)]->run(request_of(rank),
+                                               static_cast<cuda::Stream>(stream.native_handle()));
+  }
+  for (const int rank : ranks) {
+    c10::Event done(at::kCUDA);
+    done.record(streams_[static_cast<size_t>(rank)]);
+    done.block(current);
+  }
+}
+
+void LocalGroup::all_reduce(const std::vector<at::Tensor>& tensors, std::string_view op,
+                            std::string_view algorithm, std::optional<int> group_size) {
+  check_usable("all_reduce");
+  check_tensors(tensors, "all_reduce");
+  const WireFormat format{reducible_dtype(tensors[0].scalar_type(), "the tensors' dtype")};
+  const auto num_elems = static_cast<uint64_t>(tensors[0].numel());
+  const ReduceOp reduce_op = parse_op(op);
+  cuda::Kernel kernel;
+  if (algorithm != "auto") {
+    kernel = parse_kernel(algorithm);
+  } else if (group_size) {
+    kernel = cuda::Kernel::kHierarchical;
+  } else {
+    const uint64_t most_packet_bytes =
+        static_cast<uint64_t>(num_channels()) * geometry_.packet_bytes / 2;
+    switch (schedule::select_on_gpu(world_size(), format.num_bytes(num_elems), most_packet_bytes)) {
+      case schedule::Algorithm::kLowLatency:
+        kernel = cuda::Kernel::kLowLatency;
+        break;
+      case schedule::Algorithm::kOneShot:
+        kernel = cuda::Kernel::kOneShot;
+        break;
+      case schedule::Algorithm::kTwoShot:
+      case schedule::Algorithm::kOrderedRing:
+      case schedule::Algorithm::kRing:
+        // Everybody's tensor is in reach, so nothing is moved twice.
+        kernel = cuda::Kernel::kTwoShotInPlace;
+        break;
+    }
+  }
+  cuda::MappedTensors mapped{};
+  for (size_t rank = 0; rank < tensors.size(); ++rank) {
+    mapped.of[rank] = static_cast<std::byte*>(tensors[rank].data_ptr());
+  }
+  launch(everyone(), [&](int rank) -> cuda::LaunchRequest {
+    return {.kernel = kernel,
+            .input = mapped.of[rank],
+            .output = mapped.of[rank],
+            .num_elems = num_elems,
+            .format = format,
+            .op = reduce_op,
+            .divisor = static_cast<double>(world_size()),
+            .group_size = group_size.value_or(0),
+            .tensors = &mapped};
+  });
+}
+
+void LocalGroup::reduce_scatter(const std::vector<at::Tensor>& outputs,
+                                const std::vector<at::Tensor>& inputs, std::string_view op) {
+  check_usable("reduce_scatter");
+  check_tensors(outputs, "reduce_scatter");
+  check_tensors(inputs, "reduce_scatter");
+  if (inputs[0].numel() != outputs[0].numel() * world_size() ||
+      inputs[0].scalar_type() != outputs[0].scalar_type()) {
+    refuse(join("reduce_scatter from ", inputs[0].numel(), " elements to ", outputs[0].numel(),
+                ", expected ", world_size(), " times as many, of one dtype"));
+  }
+  const WireFormat format{reducible_dtype(inputs[0].scalar_type(), "the tensors' dtype")};
+  const ReduceOp reduce_op = parse_op(op);
+  launch(everyone(), [&](int rank) -> cuda::LaunchRequest {
+    const auto place = static_cast<size_t>(rank);
+    return {.kernel = cuda::Kernel::kReduceScatter,
+            .input = inputs[place].data_ptr(),
+            .output = outputs[place].data_ptr(),
+            .num_elems = static_cast<uint64_t>(inputs[0].numel()),
+            .format = format,
+            .op = reduce_op,
+            .divisor = static_cast<double>(world_size())};
+  });
+}
+
+void LocalGroup::all_gather(const std::vector<at::Tensor>& outputs,
+                            const std::vector<at::Tensor>& inputs) {
+  check_usable("all_gather");
+  check_tensors(outputs, "all_gather");
+  check_tensors(inputs, "all_gather");
+  if (num_bytes(outputs[0]) != num_bytes(inputs[0]) * static_cast<uint64_t>(world_size())) {
+    refuse(join("all_gather from ", num_bytes(inputs[0]), " bytes to ", num_bytes(outputs[0]),
+                ", expected ", world_size(), " times as many"));
+  }
+  launch(everyone(), [&](int rank) -> cuda::LaunchRequest {
+    const auto place = static_cast<size_t>(rank);
+    return {.kernel = cuda::Kernel::kAllGather,
+            .input = inputs[place].data_ptr(),
+            .output = outputs[place].data_ptr(),
+            .num_elems = num_bytes(outputs[0]),
+            .format = kBytes};
+  });
+}
+
+void LocalGroup::broadcast(const std::vector<at::Tensor>& tensors, int root) {
+  check_usable("broadcast");
+  check_tensors(tensors, "broadcast");
+  launch(everyone(), [&](int rank) -> cuda::LaunchRequest {
+    void* data = tensors[static_cast<size_t>(rank)].data_ptr();
+    return {.kernel = cuda::Kernel::kBroadcast,
+            .input = data,
+            .output = data,
+            .num_elems = num_bytes(tensors[0]),
+            .format = kBytes,
+            .peer = root};
+  });
+}
+
+void LocalGroup::send_recv(int src, int dst, const std::vector<at::Tensor>& tensors) {
+  check_usable("send_recv");
+  if (tensors.size() != 2 || num_bytes(tensors[0]) != num_bytes(tensors[1])) {
+    refuse("send_recv takes two tensors of as many bytes: what is sent, and where it arrives");
+  }
+  for (const at::Tensor& tensor : tensors) {
+    check_tensor(tensor, "send_recv", options_.device);
+    if (!tensor.is_contiguous()) refuse("send_recv: a tensor is not contiguous");
+  }
+  for (const int rank : {src, dst}) {
+    if (rank < 0 || rank >= world_size() || src == dst) {
+      refuse(join("send_recv from rank ", src, " to rank ", dst, ", expected two ranks in [0, ",
+                  world_size(), ")"));
+    }
+  }
+  launch({src, dst}, [&](int rank) -> cuda::LaunchRequest {
+    const bool sends = rank == src;
+    return {.kernel = sends ? cuda::Kernel::kSend : cuda::Kernel::kReceive,
+            .input = sends ? tensors[0].data_ptr() : nullptr,
+            .output = sends ? nullptr : tensors[1].data_ptr(),
+            .num_elems = num_bytes(tensors[0]),
+            .format = kBytes,
+            .peer = sends ? dst : src};
+  });
+}
+
+}  // namespace rota::c10d_glue

@@ -1,0 +1,67 @@
+// Several ranks of one process on one GPU, each on a stream of its own: to try and to measure
+// collectives without several GPUs or processes.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "cuda/executor.h"
+#include "transport/device_regions.h"
+
+namespace rota::c10d_glue {
+
+class LocalGroup {
+ public:
+  struct Options {
+    int world_size;
+    at::Device device;
+    std::optional<int> num_channels;  // none: as many as are resident together
+    std::chrono::milliseconds timeout;
+  };
+  // Allocates, and waits for that. Throws Error(kValue), and Error(kTransport) for what the CUDA
+  // runtime says.
+  explicit LocalGroup(const Options& options);
+  // Waits for what is queued.
+  ~LocalGroup();
+
+  int world_size() const { return options_.world_size; }
+  int num_channels() const { return geometry_.num_channels; }
+  at::Device device() const { return options_.device; }
+
+  // Tensors are by rank, contiguous, alike, and on the group's device. What is queued starts behind
+  // what the current stream holds, and the current stream goes on behind it. Each throws Error.
+  void all_reduce(const std::vector<at::Tensor>& tensors, std::string_view op,
+                  std::string_view algorithm, std::optional<int> group_size);
+  void reduce_scatter(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
+                      std::string_view op);
+  void all_gather(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
+  void broadcast(const std::vector<at::Tensor>& tensors, int root);
+  // From tensors[0] on rank src to tensors[1] on rank dst.
+  void send_recv(int src, int dst, const std::vector<at::Tensor>& tensors);
+
+ private:
+  // Throws what has ended the group, if anything has.
+  void check_usable(std::string_view collective) const;
+  void check_tensors(const std::vector<at::Tensor>& tensors, std::string_view collective) const;
+  // Queues a kernel for each rank in `ranks`, request_of(rank).
+  template <typename RequestOf>
+  void launch(const std::vector<int>& ranks, const RequestOf& request_of);
+  std::vector<int> everyone() const;
+
+  Options options_;
+  c10::impl::VirtualGuardImpl guard_;
+  transport::DeviceGeometry geometry_;
+  transport::DeviceRegions regions_;
+  std::vector<c10::Stream> streams_;                        // by rank
+  std::vector<std::unique_ptr<cuda::Executor>> executors_;  // by rank
+};
+
+}  // namespace rota::c10d_glue

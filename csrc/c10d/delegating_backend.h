@@ -1,0 +1,54 @@
+// What has no kernel in this project runs on another backend, for CUDA tensors; it is made when it
+// is needed first. CPU tensors are refused, as by any backend that lacks a collective.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace rota::c10d_glue {
+
+using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
+using BackendPtr = c10::intrusive_ptr<::c10d::Backend>;
+
+class DelegatingBackend : public ::c10d::Backend {
+ public:
+  // Is told which collective is missing, and says so once. May throw.
+  using MakeDelegate = std::function<BackendPtr(const std::string& collective)>;
+
+  DelegatingBackend(int rank, int world_size, MakeDelegate make_delegate)
+      : Backend(rank, world_size), make_delegate_(std::move(make_delegate)) {}
+
+  WorkPtr reduce(std::vector<at::Tensor>& tensors, const ::c10d::ReduceOptions& opts) final;
+  WorkPtr gather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                 const ::c10d::GatherOptions& opts) final;
+  WorkPtr scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
+                  const ::c10d::ScatterOptions& opts) final;
+  WorkPtr reduce_scatter(std::vector<at::Tensor>& outputs,
+                         std::vector<std::vector<at::Tensor>>& inputs,
+                         const ::c10d::ReduceScatterOptions& opts) final;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits,
+                        const ::c10d::AllToAllOptions& opts) final;
+  WorkPtr alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                   const ::c10d::AllToAllOptions& opts) final;
+  WorkPtr send(std::vector<at::Tensor>& tensors, int peer, int tag) final;
+  WorkPtr recv(std::vector<at::Tensor>& tensors, int peer, int tag) final;
+  WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) final;
+
+ protected:
+  // The delegate, if one has been made.
+  const BackendPtr& delegate() const { return delegate_; }
+
+ private:
+  // Throws torch's error for a collective that a backend lacks, unless these are CUDA tensors.
+  ::c10d::Backend& delegate_for(const char* collective, const at::Tensor& tensor);
+  ::c10d::Backend& delegate_for(const char* collective, const std::vector<at::Tensor>& tensors);
+
+  MakeDelegate make_delegate_;
+  BackendPtr delegate_;
+};
+
+}  // namespace rota::c10d_glue

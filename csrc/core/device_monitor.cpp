@@ -1,0 +1,101 @@
+#include "core/device_monitor.h"
+
+#include <iostream>
+
+#include "base/fork_generation.h"
+#include "schedule/ring.h"
+
+namespace rota {
+namespace {
+
+// A death is to be known within 5 ms; a look takes about 10 us.
+constexpr auto kLookEvery = std::chrono::milliseconds(2);
+// A rank that leaves has done its part: what it sent, kernels here may still be about to read.
+constexpr auto kPatienceWithLeavers = std::chrono::seconds(1);
+
+std::string_view awaited(cuda::WaitPhase phase) {
+  switch (phase) {
+    case cuda::WaitPhase::kArrival:
+    case cuda::WaitPhase::kPacket:
+      return "for data of ";
+    case cuda::WaitPhase::kFreeSlot:
+      return "for a free slot of ";
+  }
+  return "for ";
+}
+
+}  // namespace
+
+DeviceMonitor::DeviceMonitor(Communicator& communicator, Kernels kernels)
+    : communicator_(communicator),
+      kernels_(std::move(kernels)),
+      watch_(communicator.transport(), communicator.timeout(), nullptr),
+      fork_generation_(fork_generation()),
+      thread_([this] { run(); }) {}
+
+DeviceMonitor::~DeviceMonitor() {
+  if (fork_generation_ != fork_generation()) {
+    thread_.detach();  // it is the parent's
+    return;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    is_ending_ = true;
+  }
+  ended_.notify_all();
+  thread_.join();
+}
+
+void DeviceMonitor::run() {
+  std::unique_lock lock(mutex_);
+  int awaited_peer = communicator_.rank();
+  while (!ended_.wait_for(lock, kLookEvery, [this] { return is_ending_; })) {
+    awaited_peer = schedule::next_rank(awaited_peer, communicator_.world_size());
+    watch_.begin_collective("collective on the GPU", communicator_.num_announced(), false);
+    watch_.begin_wait(awaited_peer, "queued", 0);
+    if (const std::optional<Error> error = look()) {
+      // Said at once: kernels return, results are not to be used, and the next call may come late.
+      std::cerr << join(error->what(), "; results of collectives on GPUs since are not valid\n");
+      communicator_.fail(*error);
+      kernels_.abort();
+      return;
+    }
+  }
+}
+
+std::optional<Error> DeviceMonitor::look() {
+  if (auto error = watch_.poll()) return error;
+  if (const auto failure = kernels_.failure();
+      failure && failure->kind == cuda::FailureKind::kTimeout) {
+    return describe(*failure);
+  }
+  if (auto error = watch_.find_death()) return error;
+  return find_departure();
+}
+
+std::optional<Error> DeviceMonitor::find_departure() {
+  const transport::Transport& transport = communicator_.transport();
+  for (int peer = 0; peer < transport.world_size(); ++peer) {
+    if (transport.region(peer).control().departed.load() == 0) continue;
+    const auto now = std::chrono::steady_clock::now();
+    if (!departed_at_) departed_at_ = now;
+    if (now - *departed_at_ < kPatienceWithLeavers || kernels_.is_idle()) return std::nullopt;
+    return Error(ErrorKind::kPeerFailed,
+                 join(watch_.prefix(), ": ", transport.describe(peer), " has left the group ",
+                      watch_.place(),
+                      " while a kernel waits; every rank must call the same "
+                      "collectives before it closes"));
+  }
+  return std::nullopt;
+}
+
+Error DeviceMonitor::describe(const cuda::Failure& failure) const {
+  const auto waited =
+      std::chrono::duration_cast<std::chrono::milliseconds>(communicator_.timeout()).count();
+  return Error(ErrorKind::kTimeout,
+               join(watch_.prefix(), " waited ", waited, " ms ", awaited(failure.phase),
+                    communicator_.transport().describe(failure.peer), " in channel ",
+                    failure.channel, ' ', watch_.place(), "; is rank ", failure.peer, " alive?"));
+}
+
+}  // namespace rota

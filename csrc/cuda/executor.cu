@@ -1,0 +1,78 @@
+#include "cuda/executor.h"
+
+#include <algorithm>
+
+#include "base/flag.h"
+#include "transport/cuda_error.h"
+
+namespace rota::cuda {
+namespace {
+
+using transport::check_cuda;
+
+HostWords* make_words() {
+  void* words = nullptr;
+  check_cuda(cudaHostAlloc(&words, sizeof(HostWords), cudaHostAllocMapped | cudaHostAllocPortable),
+             "cudaHostAlloc");
+  return new (words) HostWords{};
+}
+
+// The address under which the GPU sees the host's memory.
+template <typename Word>
+Word* on_gpu(Word* word) {
+  void* address = nullptr;
+  check_cuda(cudaHostGetDevicePointer(&address, const_cast<std::remove_const_t<Word>*>(word), 0),
+             "cudaHostGetDevicePointer");
+  return static_cast<Word*>(address);
+}
+
+// What another thread does with events must not disturb a capture that goes on in this one.
+class CaptureUndisturbed {
+ public:
+  CaptureUndisturbed() {
+    check_cuda(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode");
+  }
+  ~CaptureUndisturbed() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+}  // namespace
+
+void Executor::HostWordsDeleter::operator()(HostWords* words) const { cudaFreeHost(words); }
+
+Executor::Executor(const Options& options)
+    : words_(make_words()), ranks_per_device_(options.ranks_per_device) {
+  peers_.rank = options.rank;
+  peers_.geometry = options.geometry;
+  std::copy(options.regions.begin(), options.regions.end(), peers_.regions);
+  peers_.abort = on_gpu(&words_->abort);
+  peers_.failure = on_gpu(&words_->failure);
+  peers_.timeout_ns = static_cast<uint64_t>(options.timeout.count());
+}
+
+void Executor::check(const LaunchRequest& request) const {
+  check_launch(request, peers_, ranks_per_device_);
+}
+
+void Executor::run(const LaunchRequest& request, Stream stream) {
+  order_.enter(stream);
+  launch_collective(request, peers_, ranks_per_device_, stream);
+  order_.leave(stream);
+}
+
+bool Executor::is_idle() const {
+  const CaptureUndisturbed undisturbed;
+  return order_.is_idle();
+}
+
+std::optional<Failure> Executor::failure() const {
+  const uint64_t word = SharedWord<uint64_t>(words_->failure).load(std::memory_order_relaxed);
+  if (word == 0) return std::nullopt;
+  return Failure::unpack(word);
+}
+
+void Executor::abort() { SharedWord<uint32_t>(words_->abort).store(1, std::memory_order_relaxed); }
+
+}  // namespace rota::cuda

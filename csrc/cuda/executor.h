@@ -1,0 +1,58 @@
+// One rank's kernels on one GPU, one collective after the other: what they are told of their peers,
+// the words through which they and the host tell each other to give up, and their order.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "cuda/launch.h"
+#include "cuda/stream_order.h"
+
+namespace rota::cuda {
+
+// Words in memory of the host that the GPU maps.
+struct HostWords {
+  alignas(64) uint32_t abort;
+  alignas(64) uint64_t failure;
+};
+
+class Executor {
+ public:
+  struct Options {
+    int rank;
+    transport::DeviceGeometry geometry;
+    std::vector<std::byte*> regions;  // by rank; they outlive the executor
+    int ranks_per_device = 1;         // whose kernels spin at the same time; launch.h
+    std::chrono::nanoseconds timeout;
+  };
+  // On the current GPU, as every call.
+  explicit Executor(const Options& options);
+
+  // Throws what run() would throw of the request itself.
+  void check(const LaunchRequest& request) const;
+  // Queues a collective on `stream`, behind every one before. Throws Error.
+  void run(const LaunchRequest& request, Stream stream);
+
+  // Whether all that was queued has ended. Can be asked from another thread than run() is called
+  // by, while a stream is captured.
+  bool is_idle() const;
+
+  // Why a kernel has given up, if one has. The rank cannot go on then: its links are out of step.
+  std::optional<Failure> failure() const;
+  // Kernels that wait, and those to come, return at once.
+  void abort();
+
+ private:
+  struct HostWordsDeleter {
+    void operator()(HostWords* words) const;
+  };
+
+  std::unique_ptr<HostWords, HostWordsDeleter> words_;
+  Peers peers_{};
+  int ranks_per_device_;
+  StreamOrder order_;
+};
+
+}  // namespace rota::cuda

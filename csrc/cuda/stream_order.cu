@@ -1,0 +1,79 @@
+#include "cuda/stream_order.h"
+
+#include "transport/cuda_error.h"
+
+namespace rota::cuda {
+namespace {
+
+using transport::check_cuda;
+
+cudaEvent_t make_event() {
+  cudaEvent_t event = nullptr;
+  check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  return event;
+}
+
+// The number of the graph that `stream` is captured in; 0: none.
+uint64_t capture_of(Stream stream) {
+  auto status = cudaStreamCaptureStatusNone;
+  unsigned long long number = 0;
+  check_cuda(cudaStreamGetCaptureInfo(stream, &status, &number), "cudaStreamGetCaptureInfo");
+  return status == cudaStreamCaptureStatusActive ? number : 0;
+}
+
+void wait(Stream stream, cudaEvent_t event, unsigned flags = cudaEventWaitDefault) {
+  check_cuda(cudaStreamWaitEvent(stream, event, flags), "cudaStreamWaitEvent");
+}
+
+void record(cudaEvent_t event, Stream stream, unsigned flags = cudaEventRecordDefault) {
+  check_cuda(cudaEventRecordWithFlags(event, stream, flags), "cudaEventRecordWithFlags");
+}
+
+}  // namespace
+
+StreamOrder::StreamOrder() : done_(make_event()), captured_done_(make_event()) {}
+
+StreamOrder::~StreamOrder() {
+  cudaEventDestroy(done_);
+  cudaEventDestroy(captured_done_);
+}
+
+// A graph waits for `done_`, and records it, as an event outside of it: each time it runs. So its
+// replays are in order with what is queued beside them.
+void StreamOrder::enter(Stream stream) {
+  const uint64_t capture = capture_of(stream);
+  if (capture != 0) has_captured_ = true;
+  const bool is_in_order =
+      stream == last_stream_ && capture == last_capture_ && (capture != 0 || !has_captured_);
+  if (!is_in_order && !is_first_) {
+    if (capture == 0) {
+      wait(stream, done_);
+    } else if (capture == last_capture_) {
+      wait(stream, captured_done_);
+    } else {
+      wait(stream, done_, cudaEventWaitExternal);
+    }
+  }
+  last_stream_ = stream;
+  last_capture_ = capture;
+  is_first_ = false;
+}
+
+void StreamOrder::leave(Stream stream) {
+  if (last_capture_ != 0) {
+    record(captured_done_, stream);
+    record(done_, stream, cudaEventRecordExternal);
+  } else {
+    record(done_, stream);
+  }
+}
+
+bool StreamOrder::is_idle() const {
+  const cudaError_t status = cudaEventQuery(done_);
+  if (status != cudaErrorNotReady) check_cuda(status, "cudaEventQuery");
+  return status == cudaSuccess;
+}
+
+bool is_capturing(Stream stream) { return capture_of(stream) != 0; }
+
+}  // namespace rota::cuda

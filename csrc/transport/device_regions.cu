@@ -1,0 +1,165 @@
+#include "transport/device_regions.h"
+
+#include <unistd.h>
+
+#include <cstring>
+
+#include "transport/cuda_error.h"
+
+namespace rota::transport {
+namespace {
+
+// Regions start at multiples of a page, which every word in them may rely on.
+constexpr size_t kRegionGranuleBytes = 4096;
+
+// On the current GPU. Errors on the way down are nobody's to handle: the process may be ending, and
+// the driver gone.
+class DeviceMemory {
+ public:
+  explicit DeviceMemory(size_t num_bytes) {
+    check_cuda(cudaMalloc(&data_, num_bytes), join("cudaMalloc of ", num_bytes, " bytes"));
+    check_cuda(cudaMemset(data_, 0, num_bytes), "cudaMemset");
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  }
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+  ~DeviceMemory() { cudaFree(data_); }
+  void* data() const { return data_; }
+
+ private:
+  void* data_ = nullptr;
+};
+
+// Another process's.
+class MappedMemory {
+ public:
+  explicit MappedMemory(const cudaIpcMemHandle_t& handle) {
+    check_cuda(cudaIpcOpenMemHandle(&data_, handle, cudaIpcMemLazyEnablePeerAccess),
+               "cudaIpcOpenMemHandle");
+  }
+  MappedMemory(const MappedMemory&) = delete;
+  MappedMemory& operator=(const MappedMemory&) = delete;
+  ~MappedMemory() { cudaIpcCloseMemHandle(data_); }
+  void* data() const { return data_; }
+
+ private:
+  void* data_ = nullptr;
+};
+
+struct Card {
+  char gpu[16];  // UUID
+  pid_t pid;
+  cudaIpcMemHandle_t handle;
+};
+
+int current_gpu() {
+  int gpu = 0;
+  check_cuda(cudaGetDevice(&gpu), "cudaGetDevice");
+  return gpu;
+}
+
+void copy_uuid(int gpu, char (&uuid)[16]) {
+  cudaDeviceProp properties;
+  check_cuda(cudaGetDeviceProperties(&properties, gpu), "cudaGetDeviceProperties");
+  std::memcpy(uuid, properties.uuid.bytes, sizeof(uuid));
+}
+
+// Which GPU of this process a card is about.
+int find_gpu(const Card& card, int peer) {
+  int num_gpus = 0;
+  check_cuda(cudaGetDeviceCount(&num_gpus), "cudaGetDeviceCount");
+  for (int gpu = 0; gpu < num_gpus; ++gpu) {
+    char uuid[16];
+    copy_uuid(gpu, uuid);
+    if (std::memcmp(uuid, card.gpu, sizeof(uuid)) == 0) return gpu;
+  }
+  throw Error(ErrorKind::kTransport,
+              join("does not see the GPU of rank ", peer,
+                   "; let CUDA_VISIBLE_DEVICES name all GPUs of the job on every rank"));
+}
+
+void check_reach(const Card& card, int peer) {
+  const int own = current_gpu();
+  const int other = find_gpu(card, peer);
+  int can_reach = 1;
+  if (other != own) {
+    check_cuda(cudaDeviceCanAccessPeer(&can_reach, own, other), "cudaDeviceCanAccessPeer");
+  }
+  if (can_reach == 0) {
+    throw Error(ErrorKind::kTransport,
+                join("has GPU ", own, ", which cannot reach GPU ", other, " of rank ", peer,
+                     ": they have neither NVLink nor PCIe peer access"));
+  }
+  if (card.pid == getpid()) {
+    throw Error(ErrorKind::kTransport,
+                join("is in the same process as rank ", peer, "; use rota.LocalGroup for that"));
+  }
+}
+
+struct OwnAndMapped {
+  std::unique_ptr<DeviceMemory> own;
+  std::vector<std::unique_ptr<MappedMemory>> mapped;
+};
+
+// What body throws, as text; "" if nothing.
+template <typename Body>
+std::string complaint_of(int rank, const Body& body) {
+  try {
+    body();
+    return "";
+  } catch (const Error& error) {
+    return join("rank ", rank, ' ', error.what());
+  }
+}
+
+}  // namespace
+
+void agree(const AllGatherText& all_gather, const std::string& complaint) {
+  std::string all;
+  for (const std::string& text : all_gather(complaint)) {
+    if (!text.empty()) all += (all.empty() ? "" : "; ") + text;
+  }
+  if (!all.empty()) throw Error(ErrorKind::kTransport, join("rota: no peer memory: ", all));
+}
+
+DeviceRegions connect_by_ipc(int rank, size_t num_bytes, const AllGatherText& all_gather) {
+  const auto memory = std::make_shared<OwnAndMapped>();
+  Card own_card{.pid = getpid()};
+  agree(all_gather, complaint_of(rank, [&] {
+          copy_uuid(current_gpu(), own_card.gpu);
+          memory->own = std::make_unique<DeviceMemory>(num_bytes);
+          check_cuda(cudaIpcGetMemHandle(&own_card.handle, memory->own->data()),
+                     "cudaIpcGetMemHandle");
+        }));
+  const std::vector<std::string> cards =
+      all_gather(std::string(reinterpret_cast<const char*>(&own_card), sizeof(own_card)));
+  DeviceRegions regions{.means = "CUDA IPC", .memory = memory};
+  agree(all_gather, complaint_of(rank, [&] {
+          for (int peer = 0; peer < static_cast<int>(cards.size()); ++peer) {
+            if (peer == rank) {
+              regions.by_rank.push_back(static_cast<std::byte*>(memory->own->data()));
+              continue;
+            }
+            Card card;
+            std::memcpy(&card, cards[static_cast<size_t>(peer)].data(), sizeof(card));
+            check_reach(card, peer);
+            memory->mapped.push_back(std::make_unique<MappedMemory>(card.handle));
+            regions.by_rank.push_back(static_cast<std::byte*>(memory->mapped.back()->data()));
+          }
+        }));
+  return regions;
+}
+
+DeviceRegions allocate_regions(int num_ranks, size_t num_bytes) {
+  const size_t stride =
+      (num_bytes + kRegionGranuleBytes - 1) / kRegionGranuleBytes * kRegionGranuleBytes;
+  const auto memory = std::make_shared<DeviceMemory>(static_cast<size_t>(num_ranks) * stride);
+  DeviceRegions regions{.means = "one process", .memory = memory};
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    regions.by_rank.push_back(static_cast<std::byte*>(memory->data()) +
+                              static_cast<size_t>(rank) * stride);
+  }
+  return regions;
+}
+
+}  // namespace rota::transport

@@ -1,0 +1,111 @@
+"""What needs no other process: ranks that share a GPU, and a list of gradients in a wire format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+
+from rota import _C, options
+
+if TYPE_CHECKING:
+    from rota._C import GradientBucket as _GradientBucket
+    from rota._C import LocalGroup as _LocalGroup
+else:
+    # A build for the CPU does not have them.
+    _LocalGroup = getattr(_C, "LocalGroup", object)
+    _GradientBucket = getattr(_C, "GradientBucket", object)
+
+
+def _check_build(what: str) -> None:
+    if not _C.cuda_archs():
+        raise RuntimeError(
+            f"rota.{what}: this build of rota is for the CPU; build it anew where nvcc and a CUDA "
+            f"build of torch are (ROTA_CUDA=1 pip install --no-build-isolation .)"
+        )
+    _C.cuda_devices()  # says why there is none
+
+
+class LocalGroup(_LocalGroup):
+    """Several ranks of one process on one GPU, each on a stream of its own.
+
+    To try and to measure collectives where there is one GPU, and to write research code whose ranks
+    are a loop. Lists of tensors are by rank: contiguous, alike, and on the group's device. Every
+    call is queued: it starts when the current stream comes to it, the current stream goes on behind
+    it, and the host does not wait. Calls may be captured in a CUDA graph. The kernels are those of
+    `rota.Communicator`.
+
+    Args:
+        world_size: ranks, from 2 to 64.
+        device: a CUDA device.
+        num_channels: blocks of each rank's kernels; None is as many as can run at the same time.
+            Kernels wait for each other, so more are refused.
+        timeout: how long a kernel waits for another rank's.
+
+    Raises:
+        ValueError: what cannot work; nothing has been queued.
+        rota.TransportError: there is no GPU, or the CUDA runtime fails.
+        RuntimeError: this build is for the CPU.
+
+    Example:
+        >>> group = rota.LocalGroup(4)
+        >>> tensors = [torch.randn(1 << 20, device="cuda") for _ in range(4)]
+        >>> group.all_reduce(tensors, op="avg")
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        device: torch.device | str | int = "cuda",
+        *,
+        num_channels: int | None = None,
+        timeout: timedelta = timedelta(seconds=10),
+    ) -> None:
+        _check_build("LocalGroup")
+        super().__init__(world_size, _with_index(device), num_channels, timeout)
+
+
+class GradientBucket(_GradientBucket):
+    """A list of CUDA gradients and its wire format: packed in one launch, unpacked in another.
+
+    What `rota.fused_hook` does around its all-reduce, for those who bring their own. The numbers
+    are those of `Communicator.reduce_bucket`. Both calls are queued on the current stream.
+
+    Args:
+        gradients: contiguous, of one dtype (float32, float64, float16 or bfloat16), on one CUDA
+            device. Their memory is read and written by every call.
+        wire_dtype: float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
+        block_scaling: None is yes for float16 and float8.
+
+    Raises:
+        ValueError, TypeError: what cannot work.
+        RuntimeError: this build is for the CPU.
+
+    Example:
+        >>> bucket = rota.GradientBucket([p.grad for p in model.parameters()])
+        >>> bucket.pack(contribution_factor=1 / world_size)
+        >>> bucket.unpack()
+        >>> num_non_finite, sum_of_squares = bucket.stats.tolist()
+    """
+
+    def __init__(
+        self,
+        gradients: Iterable[torch.Tensor],
+        *,
+        wire_dtype: torch.dtype = torch.float16,
+        block_scaling: bool | None = None,
+    ) -> None:
+        _check_build("GradientBucket")
+        if block_scaling is None:
+            block_scaling = options.is_narrow(wire_dtype)
+        super().__init__(list(gradients), wire_dtype, block_scaling)
+
+
+def _with_index(device: torch.device | str | int) -> torch.device:
+    """Names the current device where none is named."""
+    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found

@@ -1,0 +1,178 @@
+// Collectives on GPUs as the host sees them: ranks say what they queue, and hear when a kernel, or
+// another rank, has given up. There is no GPU here; what stands for the kernels is a test's own.
+#include <atomic>
+#include <thread>
+
+#include "check.h"
+#include "core/device_monitor.h"
+#include "random.h"
+#include "ranks.h"
+
+namespace rota::test {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr uint64_t kManyLaunches = 3 * transport::kNumLaunchPosts;
+
+Descriptor launch_number(uint64_t number) {
+  return {.kind = CollectiveKind::kAllReduce, .num_elems = number};
+}
+
+void announce_many(Communicator& communicator, uint64_t num_launches, uint64_t seed) {
+  Random random(seed);
+  for (uint64_t i = 0; i < num_launches; ++i) {
+    if (random.below(16) == 0) std::this_thread::yield();
+    communicator.announce(launch_number(i));
+  }
+}
+
+// Ranks run ahead of each other as far as they may, and posts are used again.
+template <int kWorldSize>
+void equal_launches_agree() {
+  run_ranks(kWorldSize, [](Communicator& communicator) {
+    announce_many(communicator, kManyLaunches, static_cast<uint64_t>(communicator.rank()));
+    check_equal(communicator.num_announced(), kManyLaunches, "launches");
+  });
+}
+
+// Whoever comes later is told, at once, and whoever came before by its next call.
+void another_launch_is_a_mismatch() {
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    std::atomic<int> num_mismatches{0};
+    run_ranks(3, [&](Communicator& communicator) {
+      announce_many(communicator, 150, seed);
+      const bool is_odd = communicator.rank() == 1;
+      try {
+        communicator.announce(launch_number(is_odd ? 1001 : 1000));
+      } catch (const Error& error) {
+        check(error.kind() == ErrorKind::kMismatch, error.what());
+        check_contains(error.what(), "rank 1 called all_reduce(sum, uint8[1001]");
+        ++num_mismatches;
+        const Error later =
+            expect_error(ErrorKind::kMismatch, [&] { communicator.announce(launch_number(2000)); });
+        check_contains(later.what(), "the group is dead");
+      }
+    });
+    check(num_mismatches >= 1, "nobody saw that ranks disagree");
+  }
+}
+
+void a_rank_too_far_ahead_waits() {
+  std::atomic<bool> may_follow{false};
+  run_ranks(2, [&](Communicator& communicator) {
+    if (communicator.rank() == 1) {
+      may_follow.wait(false);
+      return announce_many(communicator, transport::kNumLaunchPosts + 2, 1);
+    }
+    announce_many(communicator, transport::kNumLaunchPosts, 0);
+    std::atomic<bool> is_through{false};
+    std::thread ahead([&] {
+      communicator.announce(launch_number(transport::kNumLaunchPosts));
+      is_through = true;
+    });
+    std::this_thread::sleep_for(milliseconds(50));
+    check(!is_through, "a post was written anew that a rank has not read");
+    may_follow = true;
+    may_follow.notify_all();
+    ahead.join();
+    communicator.announce(launch_number(transport::kNumLaunchPosts + 1));
+  });
+}
+
+void a_rank_that_does_not_follow_is_a_timeout() {
+  run_ranks(2,
+            [](Communicator& communicator) {
+              if (communicator.rank() == 1) return;
+              const Error error = expect_error(ErrorKind::kTimeout, [&] {
+                announce_many(communicator, transport::kNumLaunchPosts + 1, 0);
+              });
+              check_contains(error.what(), "queueing on the GPU");
+            },
+            {.timeout = milliseconds(200)});
+}
+
+// ---- the monitor
+
+// Stands for an executor whose kernels wait until they are aborted.
+struct FakeKernels {
+  std::atomic<uint64_t> failure{0};
+  std::atomic<bool> is_aborted{false};
+  std::atomic<bool> is_idle{false};
+
+  DeviceMonitor::Kernels kernels() {
+    return {.failure = [this]() -> std::optional<cuda::Failure> {
+              const uint64_t word = failure;
+              if (word == 0) return std::nullopt;
+              return cuda::Failure::unpack(word);
+            },
+            .abort =
+                [this] {
+                  is_aborted = true;
+                  is_aborted.notify_all();
+                },
+            .is_idle = [this] { return is_idle.load(); }};
+  }
+};
+
+// A kernel's time-out on one rank ends the kernels of all, and every later call.
+void a_kernel_that_gives_up_ends_the_group() {
+  run_ranks(3, [](Communicator& communicator) {
+    FakeKernels fake;
+    const DeviceMonitor monitor(communicator, fake.kernels());
+    communicator.announce(launch_number(1));
+    if (communicator.rank() == 2) {
+      fake.failure =
+          cuda::Failure{cuda::FailureKind::kTimeout, cuda::WaitPhase::kArrival, 1, 5}.pack();
+    }
+    fake.is_aborted.wait(false);
+    const Error error =
+        expect_error(ErrorKind::kTimeout, [&] { communicator.announce(launch_number(2)); });
+    check_contains(error.what(), "for data of rank 1");
+    check_contains(error.what(), "channel 5");
+  });
+}
+
+void an_abort_ends_kernels() {
+  run_ranks(2, [](Communicator& communicator) {
+    FakeKernels fake;
+    const DeviceMonitor monitor(communicator, fake.kernels());
+    if (communicator.rank() == 1) communicator.abort("enough");
+    fake.is_aborted.wait(false);
+    expect_error(communicator.rank() == 1 ? ErrorKind::kInternal : ErrorKind::kPeerFailed,
+                 [&] { communicator.announce(launch_number(1)); });
+  });
+}
+
+// A rank that has left is nobody's trouble while no kernel waits.
+void a_rank_that_leaves_ends_kernels_that_wait() {
+  run_ranks(3, [](Communicator& communicator) {
+    if (communicator.rank() == 0) return;
+    FakeKernels fake;
+    fake.is_idle = communicator.rank() == 1;
+    const DeviceMonitor monitor(communicator, fake.kernels());
+    if (communicator.rank() == 1) {
+      std::this_thread::sleep_for(milliseconds(200));
+      check(!fake.is_aborted, "aborted, though no kernel waits");
+      return;
+    }
+    fake.is_aborted.wait(false);
+    const Error error =
+        expect_error(ErrorKind::kPeerFailed, [&] { communicator.announce(launch_number(1)); });
+    check_contains(error.what(), "has left the group");
+  });
+}
+
+const CaseTable kCases{
+    {"launches_agree-ws2", equal_launches_agree<2>},
+    {"launches_agree-ws4", equal_launches_agree<4>},
+    {"launches_mismatch", another_launch_is_a_mismatch},
+    {"launches_too_far_ahead", a_rank_too_far_ahead_waits},
+    {"launches_timeout", a_rank_that_does_not_follow_is_a_timeout},
+    {"monitor_kernel_gives_up", a_kernel_that_gives_up_ends_the_group},
+    {"monitor_abort", an_abort_ends_kernels},
+    {"monitor_departure", a_rank_that_leaves_ends_kernels_that_wait},
+};
+
+}  // namespace
+}  // namespace rota::test
