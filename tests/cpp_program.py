@@ -203,7 +203,9 @@ def _build(flavour: Flavour) -> Path:
     ]
     sources += [CASES / f"{name}.cpp" for name in flavour.sources]
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        objects = list(pool.map(lambda source: compile_object(source, flags, include_dirs), sources))
+        objects = list(
+            pool.map(lambda source: compile_object(source, flags, include_dirs), sources)
+        )
     names = [path.name for path in objects]
     program = BUILD / f"{flavour.name}-{digest(*flavour.flags, *names)}"
     if not program.exists():

@@ -14,8 +14,9 @@ namespace {
 
 constexpr size_t kStackBytes = 256 * 1024;
 constexpr size_t kPageBytes = 4096;
-// Looks at a word, by all threads together, before the block sleeps between looks, and how long.
-constexpr uint32_t kQuickPauses = 64;
+// Looks at a word, by all threads together since the last barrier, before the block sleeps between
+// looks, and how long.
+constexpr uint32_t kQuickPauses = 1000;
 constexpr useconds_t kPauseUs = 50;
 // Naps of one block in a launch.
 constexpr int kMaxNaps = 3;

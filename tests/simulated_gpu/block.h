@@ -1,8 +1,8 @@
 // A block of GPU threads on one thread of the host: they take turns, as fibers, and change at
-// barriers and in waits, in a random order. So a block that waits costs next to nothing, and threads
-// that meet at different barriers are found out. Blocks run beside each other, on threads of their
-// own (kernels.cpp); what the threads of one block order among themselves, ThreadSanitizer checks in
-// tests/cpp/, where each is a thread of the host.
+// barriers and in waits, in a random order. So a block that waits costs next to nothing, and
+// threads that meet at different barriers are found out. Blocks run beside each other, on threads
+// of their own (kernels.cpp); what the threads of one block order among themselves, ThreadSanitizer
+// checks in tests/cpp/, where each is a thread of the host.
 #pragma once
 
 #include <csetjmp>

@@ -26,7 +26,8 @@ bool forbids_unsafe_calls(const Capture& capture) {
 }
 
 void require_valid(const Capture& capture) {
-  require(!capture.is_invalid, cudaErrorStreamCaptureInvalidated);
+  if (capture.why_invalid.empty()) return;
+  fail(cudaErrorStreamCaptureInvalidated, "the capture was spoiled by " + capture.why_invalid);
 }
 
 // All that the nodes come after, and themselves.
@@ -69,7 +70,9 @@ void refuse_beside_capture() {
   }
 }
 
-void invalidate(Capture& capture, const char*) { capture.is_invalid = true; }
+void invalidate(Capture& capture, const std::string& why) {
+  if (capture.why_invalid.empty()) capture.why_invalid = why;
+}
 
 void add_to_capture(Stream& stream, Operation operation) {
   Capture& capture = *stream.capture;
@@ -110,13 +113,12 @@ extern "C" cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCap
             "the default stream cannot be captured");
     require(stream.capture == nullptr, cudaErrorIllegalState, "the stream is captured already");
     static unsigned long long last_id = 0;
-    stream.capture = std::make_shared<Capture>(
-        Capture{.id = ++last_id,
-                .mode = mode,
-                .thread = std::this_thread::get_id(),
-                .origin = &stream,
-                .graph = std::make_unique<Graph>(),
-                .members = {&stream}});
+    stream.capture = std::make_shared<Capture>(Capture{.id = ++last_id,
+                                                       .mode = mode,
+                                                       .thread = std::this_thread::get_id(),
+                                                       .origin = &stream,
+                                                       .graph = std::make_unique<Graph>(),
+                                                       .members = {&stream}});
     stream.frontier.clear();
     captures().push_back(stream.capture);
   });
@@ -161,8 +163,8 @@ extern "C" cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle,
     *status = cudaStreamCaptureStatusNone;
     if (stream.capture == nullptr) return;
     const Capture& capture = *stream.capture;
-    *status = capture.is_invalid ? cudaStreamCaptureStatusInvalidated
-                                 : cudaStreamCaptureStatusActive;
+    *status = capture.why_invalid.empty() ? cudaStreamCaptureStatusActive
+                                          : cudaStreamCaptureStatusInvalidated;
     if (id != nullptr) *id = capture.id;
     if (graph != nullptr) *graph = handle_of(capture.graph.get());
     if (dependencies != nullptr) *dependencies = stream.frontier.data();

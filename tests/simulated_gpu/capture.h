@@ -2,6 +2,7 @@
 // graph. With the rules of CUDA on what may not be called meanwhile.
 #pragma once
 
+#include <string>
 #include <thread>
 
 #include "graph.h"
@@ -16,7 +17,7 @@ struct Capture {
   std::unique_ptr<Graph> graph;
   std::vector<Stream*> members;  // streams that take part, the origin among them
   bool is_active = true;
-  bool is_invalid = false;
+  std::string why_invalid;  // empty while it is not
 };
 
 // A call that CUDA counts as unsafe during a capture, which fails, and spoils the capture, unless
@@ -24,7 +25,7 @@ struct Capture {
 void refuse_while_capturing(const char* call_name);
 
 // All others under the lock.
-void invalidate(Capture& capture, const char* why);
+void invalidate(Capture& capture, const std::string& why);
 // What the default stream must not do.
 void refuse_beside_capture();
 void add_to_capture(Stream& stream, Operation operation);

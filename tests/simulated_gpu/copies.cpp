@@ -16,8 +16,8 @@ bool is_pageable(const void* address) { return !memory().find(address).has_value
 void check_range(const void* address, size_t num_bytes) {
   const auto allocation = memory().find(address);
   if (!allocation || allocation->kind == MemoryKind::kRegistered) return;
-  const auto offset = static_cast<size_t>(static_cast<const std::byte*>(address) -
-                                          allocation->base);
+  const auto offset =
+      static_cast<size_t>(static_cast<const std::byte*>(address) - allocation->base);
   require(num_bytes <= allocation->num_bytes - offset, cudaErrorInvalidValue,
           "the range ends outside of its allocation");
 }
@@ -66,8 +66,8 @@ void wait_for_default_stream() {
 
 using namespace simulated_gpu;
 
-extern "C" cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t num_bytes,
-                                       cudaMemcpyKind, cudaStream_t stream) {
+extern "C" cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t num_bytes, cudaMemcpyKind,
+                                       cudaStream_t stream) {
   return call([&] { copy(dst, src, num_bytes, stream); });
 }
 

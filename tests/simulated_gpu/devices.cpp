@@ -101,29 +101,52 @@ int attribute(cudaDeviceAttr which, int device) {
   cudaDeviceProp properties;
   fill(properties, device);
   switch (which) {
-    case cudaDevAttrMaxThreadsPerBlock: return kThreadsPerBlock;
-    case cudaDevAttrMaxBlockDimX: return properties.maxThreadsDim[0];
-    case cudaDevAttrMaxBlockDimY: return properties.maxThreadsDim[1];
-    case cudaDevAttrMaxBlockDimZ: return properties.maxThreadsDim[2];
-    case cudaDevAttrMaxGridDimX: return properties.maxGridSize[0];
-    case cudaDevAttrMaxGridDimY: return properties.maxGridSize[1];
-    case cudaDevAttrMaxGridDimZ: return properties.maxGridSize[2];
-    case cudaDevAttrMaxSharedMemoryPerBlock: return kSharedBytesPerBlock;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: return kSharedBytesPerBlockOptin;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return kSharedBytesPerMultiprocessor;
-    case cudaDevAttrMaxRegistersPerBlock: return kRegistersPerMultiprocessor;
-    case cudaDevAttrMaxRegistersPerMultiprocessor: return kRegistersPerMultiprocessor;
-    case cudaDevAttrWarpSize: return kWarpSize;
-    case cudaDevAttrMultiProcessorCount: return properties.multiProcessorCount;
-    case cudaDevAttrMaxThreadsPerMultiProcessor: return kThreadsPerMultiprocessor;
-    case cudaDevAttrMaxBlocksPerMultiprocessor: return properties.maxBlocksPerMultiProcessor;
-    case cudaDevAttrComputeCapabilityMajor: return kMajor;
-    case cudaDevAttrComputeCapabilityMinor: return kMinor;
-    case cudaDevAttrClockRate: return kClockKhz;
-    case cudaDevAttrMemoryClockRate: return kMemoryClockKhz;
-    case cudaDevAttrGlobalMemoryBusWidth: return kMemoryBusBits;
-    case cudaDevAttrL2CacheSize: return kL2Bytes;
-    case cudaDevAttrPciBusId: return pci_bus(device);
+    case cudaDevAttrMaxThreadsPerBlock:
+      return kThreadsPerBlock;
+    case cudaDevAttrMaxBlockDimX:
+      return properties.maxThreadsDim[0];
+    case cudaDevAttrMaxBlockDimY:
+      return properties.maxThreadsDim[1];
+    case cudaDevAttrMaxBlockDimZ:
+      return properties.maxThreadsDim[2];
+    case cudaDevAttrMaxGridDimX:
+      return properties.maxGridSize[0];
+    case cudaDevAttrMaxGridDimY:
+      return properties.maxGridSize[1];
+    case cudaDevAttrMaxGridDimZ:
+      return properties.maxGridSize[2];
+    case cudaDevAttrMaxSharedMemoryPerBlock:
+      return kSharedBytesPerBlock;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      return kSharedBytesPerBlockOptin;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+      return kSharedBytesPerMultiprocessor;
+    case cudaDevAttrMaxRegistersPerBlock:
+      return kRegistersPerMultiprocessor;
+    case cudaDevAttrMaxRegistersPerMultiprocessor:
+      return kRegistersPerMultiprocessor;
+    case cudaDevAttrWarpSize:
+      return kWarpSize;
+    case cudaDevAttrMultiProcessorCount:
+      return properties.multiProcessorCount;
+    case cudaDevAttrMaxThreadsPerMultiProcessor:
+      return kThreadsPerMultiprocessor;
+    case cudaDevAttrMaxBlocksPerMultiprocessor:
+      return properties.maxBlocksPerMultiProcessor;
+    case cudaDevAttrComputeCapabilityMajor:
+      return kMajor;
+    case cudaDevAttrComputeCapabilityMinor:
+      return kMinor;
+    case cudaDevAttrClockRate:
+      return kClockKhz;
+    case cudaDevAttrMemoryClockRate:
+      return kMemoryClockKhz;
+    case cudaDevAttrGlobalMemoryBusWidth:
+      return kMemoryBusBits;
+    case cudaDevAttrL2CacheSize:
+      return kL2Bytes;
+    case cudaDevAttrPciBusId:
+      return pci_bus(device);
     case cudaDevAttrUnifiedAddressing:
     case cudaDevAttrCanMapHostMemory:
     case cudaDevAttrConcurrentKernels:
@@ -132,10 +155,13 @@ int attribute(cudaDeviceAttr which, int device) {
     case cudaDevAttrComputePreemptionSupported:
     case cudaDevAttrCanUseHostPointerForRegisteredMem:
     case cudaDevAttrHostRegisterSupported:
-    case cudaDevAttrGpuOverlap: return 1;
-    case cudaDevAttrAsyncEngineCount: return properties.asyncEngineCount;
+    case cudaDevAttrGpuOverlap:
+      return 1;
+    case cudaDevAttrAsyncEngineCount:
+      return properties.asyncEngineCount;
     // No managed memory, no pools, no virtual memory management, no host atomics.
-    default: return 0;
+    default:
+      return 0;
   }
 }
 

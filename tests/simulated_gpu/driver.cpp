@@ -36,8 +36,8 @@ void* find_function(const std::string& name) {
 
 using namespace simulated_gpu;
 
-extern "C" cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function,
-                                                        unsigned, unsigned long long,
+extern "C" cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned,
+                                                        unsigned long long,
                                                         cudaDriverEntryPointQueryResult* status) {
   return call([&] {
     *function = find_function(name);

@@ -137,8 +137,7 @@ extern "C" cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   return cudaEventRecordWithFlags(event, stream, cudaEventRecordDefault);
 }
 
-extern "C" cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event,
-                                           unsigned flags) {
+extern "C" cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
   return call([&] { wait(stream, event, flags); });
 }
 
@@ -156,8 +155,7 @@ extern "C" cudaError_t cudaEventQuery(cudaEvent_t event) {
   });
 }
 
-extern "C" cudaError_t cudaEventElapsedTime(float* elapsed_ms, cudaEvent_t begin,
-                                            cudaEvent_t end) {
+extern "C" cudaError_t cudaEventElapsedTime(float* elapsed_ms, cudaEvent_t begin, cudaEvent_t end) {
   return call([&] {
     const std::lock_guard guard(runtime_mutex());
     Completion::Time times[2];

@@ -26,9 +26,7 @@ struct UserHandle {
   std::shared_ptr<UserObject> object;
   unsigned num_references;
 };
-UserHandle& user_handle(cudaUserObject_t handle) {
-  return *reinterpret_cast<UserHandle*>(handle);
-}
+UserHandle& user_handle(cudaUserObject_t handle) { return *reinterpret_cast<UserHandle*>(handle); }
 
 // Copies as many as fit; what is wanted may be the number alone.
 void give_nodes(const std::vector<cudaGraphNode_t>& nodes, cudaGraphNode_t* out, size_t* num) {

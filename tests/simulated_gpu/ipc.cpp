@@ -72,8 +72,7 @@ void* open_handle(const Handle& handle) {
           "the memory of this handle has been freed");
   const int visible = visible_device(handle.device);
   const int device = visible < 0 ? current_device() : visible;
-  void* base =
-      memory().import(device, fd, handle.page_bytes, handle.offset, handle.num_bytes);
+  void* base = memory().import(device, fd, handle.page_bytes, handle.offset, handle.num_bytes);
   imports()[handle.file] = {base, 1};
   return base;
 }

@@ -25,8 +25,11 @@ struct KernelLaunch {
 // Copies the arguments; the task runs the kernel. No task where there is no such kernel.
 using PrepareKernel = void(const KernelLaunch& launch, Task* task);
 inline constexpr const char* kPrepareKernel = "simulated_gpu_prepare_kernel";
+// Whether there is one.
+using HasKernel = bool(const char* mangled, const char* name);
+inline constexpr const char* kHasKernel = "simulated_gpu_has_kernel";
 
-// A file beside the one that the caller is in.
+// A file beside the one that loads it.
 inline constexpr const char* kKernelsLibrary = "librota_kernels.so";
 
 }  // namespace simulated_gpu

@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <set>
 #include <string_view>
@@ -11,9 +12,9 @@
 #include <cxxabi.h>
 
 #include "capture.h"
+#include "cpp/random.h"
 #include "devices.h"
 #include "kernel_launch.h"
-#include "cpp/random.h"
 #include "result.h"
 #include "settings.h"
 #include "torch_kernels.h"
@@ -54,8 +55,8 @@ const char* mangled_name(const void* kernel) {
   return place->second;
 }
 
-// A kernel's code is loaded when it is first asked for, for which the device comes to rest: who does
-// so while kernels wait for the launch of that one stands still.
+// A kernel's code is loaded when it is first asked for, for which the device comes to rest: who
+// does so while kernels wait for the launch of that one stands still.
 void load(const void* kernel) {
   Registry& all = registry();
   {
@@ -70,23 +71,27 @@ uint64_t count_launch() {
   return ++registry().num_launches;
 }
 
-PrepareKernel* load_rota_kernels() {
-  Dl_info info;
-  require(dladdr(reinterpret_cast<void*>(&load_rota_kernels), &info) != 0,
-          cudaErrorSharedObjectInitFailed);
-  const std::string self = info.dli_fname;
-  const std::string path = self.substr(0, self.rfind('/') + 1) + kKernelsLibrary;
-  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) fail_unsupported(dlerror());
-  return reinterpret_cast<PrepareKernel*>(dlsym(library, kPrepareKernel));
+bool is_rotas(std::string_view name) { return name.find("rota::cuda::") != name.npos; }
+
+// The library beside this one.
+void* rota_kernels() {
+  static void* const library = [] {
+    Dl_info info;
+    dladdr(reinterpret_cast<void*>(&is_rotas), &info);
+    const std::string self = info.dli_fname;
+    const std::string path = self.substr(0, self.rfind('/') + 1) + kKernelsLibrary;
+    void* loaded = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (loaded == nullptr) fail_unsupported(dlerror());
+    return loaded;
+  }();
+  return library;
 }
 
 Task prepare(const KernelLaunch& launch) {
   Task task;
   const std::string_view name = launch.name;
-  if (name.find("rota::cuda::") != std::string_view::npos) {
-    static PrepareKernel* const prepare_rota = load_rota_kernels();
-    prepare_rota(launch, &task);
+  if (is_rotas(name)) {
+    reinterpret_cast<PrepareKernel*>(dlsym(rota_kernels(), kPrepareKernel))(launch, &task);
   } else {
     task = prepare_torch_kernel(name, launch.args);
   }
@@ -107,14 +112,14 @@ void launch(const void* kernel, dim3 grid, dim3 block, void** args, size_t share
           cudaErrorInvalidConfiguration);
   require(num_threads <= kMostThreads, cudaErrorInvalidConfiguration);
   require(shared_bytes <= 227 * 1024, cudaErrorInvalidValue);
-  const KernelLaunch what{.mangled = mangled,
-                          .name = name.c_str(),
-                          .args = args,
-                          .grid = {.num_blocks = static_cast<int>(grid.x * grid.y * grid.z),
-                                   .num_threads = std::min(static_cast<int>(num_threads),
-                                                           settings().threads_per_block),
-                                   .seed = rota::test::mix(settings().seed) + count_launch(),
-                                   .max_nap_us = settings().max_nap_us}};
+  const KernelLaunch what{
+      .mangled = mangled,
+      .name = name.c_str(),
+      .args = args,
+      .grid = {.num_blocks = static_cast<int>(grid.x * grid.y * grid.z),
+               .num_threads = std::min(static_cast<int>(num_threads), settings().threads_per_block),
+               .seed = rota::test::mix(settings().seed) + count_launch(),
+               .max_nap_us = settings().max_nap_us}};
   const Task task = prepare(what);
   load(kernel);
   const std::lock_guard guard(runtime_mutex());
@@ -192,8 +197,8 @@ extern "C" cudaError_t cudaLaunchCooperativeKernel(const void* kernel, dim3 grid
 // Attributes are hints, or what is not simulated: clusters, programmatic launches.
 extern "C" cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
                                            void** args) {
-  return cudaLaunchKernel(kernel, config->gridDim, config->blockDim, args,
-                          config->dynamicSmemBytes, config->stream);
+  return cudaLaunchKernel(kernel, config->gridDim, config->blockDim, args, config->dynamicSmemBytes,
+                          config->stream);
 }
 
 extern "C" cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
@@ -221,8 +226,10 @@ extern "C" cudaError_t cudaFuncGetName(const char** name, const void* kernel) {
   return call([&] { *name = mangled_name(kernel); });
 }
 
-extern "C" cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
-    int* num_blocks, const void* kernel, int num_threads, size_t, unsigned) {
+extern "C" cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* num_blocks,
+                                                                              const void* kernel,
+                                                                              int num_threads,
+                                                                              size_t, unsigned) {
   return call([&] {
     check_device(current_device());
     mangled_name(kernel);
@@ -235,6 +242,25 @@ extern "C" cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* num_bl
                                                                      const void* kernel,
                                                                      int num_threads,
                                                                      size_t shared_bytes) {
-  return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
-      num_blocks, kernel, num_threads, shared_bytes, cudaOccupancyDefault);
+  return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(num_blocks, kernel, num_threads,
+                                                                shared_bytes, cudaOccupancyDefault);
+}
+
+// For tests, of rota's kernels that have been registered: how many there are, and how many of them
+// can run.
+extern "C" void simulated_gpu_count_kernels(int* num_registered, int* num_known) {
+  const std::lock_guard guard(registry().mutex);
+  auto* const has_kernel = reinterpret_cast<HasKernel*>(dlsym(rota_kernels(), kHasKernel));
+  *num_registered = 0;
+  *num_known = 0;
+  for (const auto& [kernel, mangled] : registry().mangled_names) {
+    const std::string name = demangled(mangled);
+    if (!is_rotas(name)) continue;
+    ++*num_registered;
+    if (has_kernel(mangled, name.c_str())) {
+      ++*num_known;
+    } else {
+      std::fprintf(stderr, "simulated GPU: unknown kernel %s\n", name.c_str());
+    }
+  }
 }

@@ -31,8 +31,7 @@ std::byte* map_with_guards(int fd, size_t page_bytes) {
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   require(reserved != MAP_FAILED, cudaErrorMemoryAllocation);
   std::byte* pages = static_cast<std::byte*>(reserved) + kPageBytes;
-  void* mapped =
-      mmap(pages, page_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
+  void* mapped = mmap(pages, page_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
   require(mapped == pages, cudaErrorMemoryAllocation);
   return pages;
 }
@@ -81,8 +80,7 @@ void* Memory::allocate_device(int device, size_t num_bytes) {
   if (num_bytes > total_bytes() - used_bytes(device)) fail(cudaErrorMemoryAllocation);
   const size_t page_bytes = round_up(num_bytes, kPageBytes);
   const int fd = memfd_create("simulated GPU", MFD_CLOEXEC);
-  require(fd >= 0 && ftruncate(fd, static_cast<off_t>(page_bytes)) == 0,
-          cudaErrorMemoryAllocation);
+  require(fd >= 0 && ftruncate(fd, static_cast<off_t>(page_bytes)) == 0, cudaErrorMemoryAllocation);
   std::byte* pages = map_with_guards(fd, page_bytes);
   // As near to its end as alignment allows.
   std::byte* base = pages + page_bytes - round_up(num_bytes, kAlignment);
@@ -144,8 +142,7 @@ Allocation Memory::remove(void* base, MemoryKind kind) {
   const std::lock_guard guard(mutex_);
   const auto place = by_base_.find(reinterpret_cast<uintptr_t>(base));
   if (place == by_base_.end() || place->second.kind != kind) {
-    fail(kind == MemoryKind::kRegistered ? cudaErrorHostMemoryNotRegistered
-                                         : cudaErrorInvalidValue,
+    fail(kind == MemoryKind::kRegistered ? cudaErrorHostMemoryNotRegistered : cudaErrorInvalidValue,
          "no allocation of this kind starts at this address");
   }
   const Allocation allocation = place->second;

@@ -27,9 +27,7 @@ struct Allocation {
   size_t page_bytes = 0;
   int fd = -1;
 
-  bool is_on_device() const {
-    return kind == MemoryKind::kDevice || kind == MemoryKind::kImported;
-  }
+  bool is_on_device() const { return kind == MemoryKind::kDevice || kind == MemoryKind::kImported; }
 };
 
 class Memory {

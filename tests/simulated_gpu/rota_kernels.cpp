@@ -29,8 +29,7 @@ std::string demangled(const char* mangled) {
   return text == nullptr ? mangled : text.get();
 }
 
-void run_grid(const Grid& grid, const std::string& name,
-              const std::function<void()>& kernel) {
+void run_grid(const Grid& grid, const std::string& name, const std::function<void()>& kernel) {
   std::atomic<int> next = 0;
   const auto run_blocks = [&] {
     for (int index = next++; index < grid.num_blocks; index = next++) {
@@ -91,17 +90,25 @@ void* find_function(const char* mangled) {
   return dlsym(self, mangled);
 }
 
+// Null where none is known.
+const Signature* find_signature(std::string_view name) {
+  for (const Signature& signature : signatures()) {
+    if (name.ends_with(signature.parameters)) return &signature;
+  }
+  return nullptr;
+}
+
 }  // namespace
 }  // namespace simulated_gpu
 
-extern "C" void simulated_gpu_prepare_kernel(const simulated_gpu::KernelLaunch& launch,
-                                             simulated_gpu::Task* task) {
-  using namespace simulated_gpu;
+using namespace simulated_gpu;
+
+extern "C" void simulated_gpu_prepare_kernel(const KernelLaunch& launch, Task* task) {
   void* const function = find_function(launch.mangled);
-  if (function == nullptr) return;
-  for (const Signature& signature : signatures()) {
-    if (!std::string_view(launch.name).ends_with(signature.parameters)) continue;
-    *task = signature.prepare(launch, function);
-    return;
-  }
+  const Signature* const signature = find_signature(launch.name);
+  if (function != nullptr && signature != nullptr) *task = signature->prepare(launch, function);
+}
+
+extern "C" bool simulated_gpu_has_kernel(const char* mangled, const char* name) {
+  return find_function(mangled) != nullptr && find_signature(name) != nullptr;
 }

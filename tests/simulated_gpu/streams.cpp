@@ -6,8 +6,8 @@
 #include <set>
 
 #include "capture.h"
-#include "devices.h"
 #include "cpp/random.h"
+#include "devices.h"
 #include "result.h"
 #include "settings.h"
 #include "threads.h"

@@ -16,22 +16,30 @@ struct Scalar {
   size_t num_bytes;
 };
 constexpr std::array kScalars{
-    Scalar{"float", 4},          Scalar{"double", 8},
-    Scalar{"c10::Half", 2},      Scalar{"c10::BFloat16", 2},
-    Scalar{"bool", 1},           Scalar{"unsigned char", 1},
-    Scalar{"signed char", 1},    Scalar{"short", 2},
-    Scalar{"int", 4},            Scalar{"long", 8},
-    Scalar{"unsigned short", 2}, Scalar{"unsigned int", 4},
-    Scalar{"unsigned long", 8},  Scalar{"c10::Float8_e4m3fn", 1},
-    Scalar{"c10::Float8_e5m2", 1}, Scalar{"c10::complex<float>", 8},
+    Scalar{"float", 4},
+    Scalar{"double", 8},
+    Scalar{"c10::Half", 2},
+    Scalar{"c10::BFloat16", 2},
+    Scalar{"bool", 1},
+    Scalar{"unsigned char", 1},
+    Scalar{"signed char", 1},
+    Scalar{"short", 2},
+    Scalar{"int", 4},
+    Scalar{"long", 8},
+    Scalar{"unsigned short", 2},
+    Scalar{"unsigned int", 4},
+    Scalar{"unsigned long", 8},
+    Scalar{"c10::Float8_e4m3fn", 1},
+    Scalar{"c10::Float8_e5m2", 1},
+    Scalar{"c10::complex<float>", 8},
     Scalar{"c10::complex<double>", 16},
 };
 
 size_t scalar_bytes(std::string_view name) {
   for (const Scalar& scalar : kScalars) {
-    if (name.starts_with(scalar.name) && name.substr(scalar.name.size()).starts_with(">")) {
-      return scalar.num_bytes;
-    }
+    if (!name.starts_with(scalar.name)) continue;
+    const std::string_view rest = name.substr(scalar.name.size());
+    if (rest.starts_with(">") || rest.starts_with(" >")) return scalar.num_bytes;
   }
   return 0;
 }

@@ -1,5 +1,6 @@
-// Takes the place of csrc/cuda/device_block.h where g++ compiles the .cu files: their kernels become
-// functions of the host of the same names, each call of which is one thread of a block (block.h).
+// Takes the place of csrc/cuda/device_block.h where g++ compiles the .cu files: their kernels
+// become functions of the host of the same names, each call of which is one thread of a block
+// (block.h).
 #pragma once
 
 #include <atomic>
@@ -8,8 +9,8 @@
 
 #include "base/fixed_tree.h"
 #include "base/float_bits.h"
-#include "simulated_gpu/block.h"
 #include "cuda/words.h"
+#include "simulated_gpu/block.h"
 
 // What nvcc knows of itself.
 #define __global__
