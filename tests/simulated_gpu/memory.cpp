@@ -9,6 +9,7 @@
 
 #include "capture.h"
 #include "devices.h"
+#include "faults.h"
 #include "result.h"
 #include "streams.h"
 
@@ -77,6 +78,8 @@ size_t Memory::used_bytes(int device) const {
 }
 
 void* Memory::allocate_device(int device, size_t num_bytes) {
+  static std::once_flag first;
+  std::call_once(first, report_faults);
   if (num_bytes > total_bytes() - used_bytes(device)) fail(cudaErrorMemoryAllocation);
   const size_t page_bytes = round_up(num_bytes, kPageBytes);
   const int fd = memfd_create("simulated GPU", MFD_CLOEXEC);
@@ -136,6 +139,18 @@ std::optional<Allocation> Memory::find(const void* address) const {
     return std::nullopt;
   }
   return allocation;
+}
+
+std::optional<Allocation> Memory::find_fenced(const void* address) const {
+  const std::unique_lock guard(mutex_, std::try_to_lock);
+  if (!guard.owns_lock()) return std::nullopt;
+  const auto* place = static_cast<const std::byte*>(address);
+  for (const auto& [base, allocation] : by_base_) {
+    const bool is_near = allocation.pages != nullptr && place >= allocation.pages - kPageBytes &&
+                         place < allocation.pages + allocation.page_bytes + kPageBytes;
+    if (is_near) return allocation;
+  }
+  return std::nullopt;
 }
 
 Allocation Memory::remove(void* base, MemoryKind kind) {

@@ -51,6 +51,8 @@ class Memory {
 
   // The allocation that an address lies in.
   std::optional<Allocation> find(const void* address) const;
+  // The same with the pages on both sides of device memory; for a fault, so it does not wait.
+  std::optional<Allocation> find_fenced(const void* address) const;
 
  private:
   // Forgets the allocation that starts here, which must be of this kind.

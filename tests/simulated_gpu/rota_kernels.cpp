@@ -1,6 +1,7 @@
 // Launches of rota's kernels. g++ has compiled the .cu files with device_block.h of this folder, so
 // that each kernel is a function of its own mangled name; it is called by every thread of the grid.
 #include <dlfcn.h>
+#include <pthread.h>
 
 #include <atomic>
 #include <string_view>
@@ -29,9 +30,17 @@ std::string demangled(const char* mangled) {
   return text == nullptr ? mangled : text.get();
 }
 
+// The kernel's own name, as far as a thread's goes.
+std::string short_name(const std::string& name) {
+  constexpr std::string_view kNamespace = "rota::cuda::";
+  return name.substr(name.find(kNamespace) + kNamespace.size(), 15);
+}
+
 void run_grid(const Grid& grid, const std::string& name, const std::function<void()>& kernel) {
   std::atomic<int> next = 0;
+  const std::string thread_name = short_name(name);
   const auto run_blocks = [&] {
+    pthread_setname_np(pthread_self(), thread_name.c_str());
     for (int index = next++; index < grid.num_blocks; index = next++) {
       const Block::Shape shape{index, grid.num_blocks, grid.num_threads};
       const uint64_t seed = rota::test::mix(grid.seed) + static_cast<uint64_t>(index);
