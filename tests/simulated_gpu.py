@@ -2,7 +2,7 @@
 
 `environment()` gives what a process needs to see it, LD_PRELOAD among it; from a shell:
 
-    python tests/simulated_gpu.py [--gpus 2] [--seed 1] python -m pytest tests/test_cuda.py
+    python tests/simulated_gpu.py [--gpus 2] [--torch-operators] python -m pytest tests/test_cuda.py
 
 The library that it loads (tests/simulated_gpu/) stands in for those functions of the CUDA runtime
 that torch's CUDA build and rota._C call. What is simulated:
@@ -14,7 +14,10 @@ that torch's CUDA build and rota._C call. What is simulated:
              where no event orders it. Events, host functions, the default stream's own rules.
   kernels    rota's: their .cu files compiled by g++ (instead/cuda/device_block.h), with few threads
              in a block but all blocks. Of torch's own, only fill_() of contiguous tensors; any
-             other launch fails and names the kernel. So make data on the CPU, and copy it.
+             other launch fails and names the kernel.
+  operators  torch's, if asked for: the CPU's kernels run instead, on the stream and in graphs
+             (torch/operators.cpp), which is enough to train a model. Otherwise, make data on the
+             CPU, and copy it.
   loading    a kernel's first use, like cudaFree, waits for the whole device.
   graphs     captures with CUDA's rules on what they forbid, and launches in which nodes are ordered
              by nothing but their edges.
@@ -43,7 +46,9 @@ from cpp_program import BUILD, CSRC, CXX, CXX_FLAGS, ROOT, compile_object, diges
 
 SOURCES = ROOT / "tests" / "simulated_gpu"
 RUNTIME_LIBRARY = "libsimulated_cudart.so"
-KERNELS_LIBRARY = "librota_kernels.so"  # as kernel_launch.h has it
+# As kernel_launch.h and devices.cpp have them.
+KERNELS_LIBRARY = "librota_kernels.so"
+OPERATORS_LIBRARY = "libtorch_operators.so"
 
 FLAGS = (*CXX_FLAGS, "-fPIC", "-fno-gnu-unique", "-U_FORTIFY_SOURCE")
 # Of the library that has rota's kernels; all others make up the runtime.
@@ -63,17 +68,25 @@ def check_available() -> None:
     _cuda_headers()
 
 
-def environment(num_gpus: int = 1, seed: int = 0, max_nap_us: int | None = None) -> dict[str, str]:
+def environment(
+    num_gpus: int = 1,
+    *,
+    seed: int = 0,
+    max_nap_us: int | None = None,
+    has_torch_operators: bool = False,
+) -> dict[str, str]:
     """What a process is to find in its environment to see simulated GPUs.
 
     Args:
         seed: Of the naps that streams and blocks take, and of the order in which threads run.
         max_nap_us: How long they may be; 0 for none, None for the default.
+        has_torch_operators: Whether torch's own operators work, too.
     """
     variables = {
         "LD_PRELOAD": str(build()),
         "SIMULATED_GPUS": str(num_gpus),
         "SIMULATED_GPU_SEED": str(seed),
+        "SIMULATED_GPU_TORCH_OPERATORS": str(int(has_torch_operators)),
     }
     if max_nap_us is not None:
         variables["SIMULATED_GPU_NAP_US"] = str(max_nap_us)
@@ -83,6 +96,9 @@ def environment(num_gpus: int = 1, seed: int = 0, max_nap_us: int | None = None)
 @functools.cache
 def build() -> Path:
     """The library to load first; compiles what has changed since it was last made."""
+    import torch
+    from torch.utils.cpp_extension import include_paths, library_paths
+
     BUILD.mkdir(parents=True, exist_ok=True)
     include_dirs = [SOURCES / "instead", ROOT / "tests", CSRC]
     headers = ("-isystem", str(_cuda_headers()))
@@ -93,18 +109,31 @@ def build() -> Path:
     ]
     runtime_sources = sorted(set(SOURCES.glob("*.cpp")) - set(map(_source, KERNELS_SOURCES)))
 
+    operators = SOURCES / "torch" / "operators.cpp"
+    torch_headers = [flag for path in include_paths() for flag in ("-isystem", path)]
+
     def compile_one(source: Path) -> Path:
         if source.suffix == ".cu":
             return compile_object(source, [*FLAGS, "-x", "c++"], include_dirs)
+        if source == operators:
+            version = f'-DFOR_TORCH="{torch.__version__}"'  # so that another one compiles it anew
+            return compile_object(source, [*FLAGS, version, *torch_headers, *headers], include_dirs)
         return compile_object(source, [*FLAGS, *headers], include_dirs)
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         kernel_objects = pool.map(compile_one, [*kernels, *map(_source, KERNELS_SOURCES)])
+        operator_objects = pool.map(compile_one, [operators])
         runtime_objects = pool.map(compile_one, runtime_sources)
     exports = SOURCES / "exports.map"
+    torch_libraries = [f"-L{path}" for path in library_paths()]
     return _link(
         {
             KERNELS_LIBRARY: [*map(str, kernel_objects), "-Wl,-Bsymbolic"],
+            OPERATORS_LIBRARY: [
+                *map(str, operator_objects),
+                *torch_libraries,
+                *("-lc10", "-lc10_cuda", "-ltorch_cpu"),
+            ],
             RUNTIME_LIBRARY: [
                 *map(str, runtime_objects),
                 f"-Wl,--version-script={exports}",
@@ -157,10 +186,16 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-nap-us", type=int)
+    parser.add_argument("--torch-operators", action="store_true")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     try:
-        variables = environment(options.gpus, options.seed, options.max_nap_us)
+        variables = environment(
+            options.gpus,
+            seed=options.seed,
+            max_nap_us=options.max_nap_us,
+            has_torch_operators=options.torch_operators,
+        )
     except NotAvailable as reason:
         sys.exit(f"simulated_gpu: {reason}")
     if not options.command:

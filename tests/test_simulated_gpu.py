@@ -248,6 +248,55 @@ def test_kernel_of_torch_fails_by_name(processes: SimulatedProcesses) -> None:
     assert "CUDAFunctor_add<float>" in text
 
 
+def train(device: str) -> list[float]:
+    """Losses; attention, mixed precision, clipping and an optimizer of many tensors among it."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True),
+        torch.nn.Linear(16, 4),
+    )
+    inputs, targets = torch.randn(8, 5, 16), torch.randint(0, 4, (8, 5))
+    model = model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler(device)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        logits = model(inputs.to(device))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    return losses
+
+
+def test_torch_trains_a_model_as_on_the_cpu(processes: SimulatedProcesses) -> None:
+    on_gpu = processes.run(train, "cuda", SIMULATED_GPU_TORCH_OPERATORS="1")
+    # Attention is composed of other operators there, with other roundings.
+    assert on_gpu == pytest.approx(processes.run(train, "cpu"), rel=1e-5)
+
+
+def replay_torch_operators() -> list[list[float]]:
+    tensor = torch.zeros(3, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        next_one = tensor + 1
+        tensor.copy_(next_one.double().mul_(2))
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        seen.append(tensor.tolist())
+    return seen
+
+
+def test_torch_operators_are_captured(processes: SimulatedProcesses) -> None:
+    seen = processes.run(replay_torch_operators, SIMULATED_GPU_TORCH_OPERATORS="1")
+    assert seen == [[value] * 3 for value in (2.0, 6.0, 14.0)]
+
+
 def fork_and_use() -> int:
     torch.zeros(1, device="cuda")
     pid = os.fork()

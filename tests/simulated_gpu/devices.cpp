@@ -1,10 +1,14 @@
 #include "devices.h"
 
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <mutex>
 #include <vector>
 
+#include "libraries.h"
 #include "memory.h"
 #include "result.h"
 #include "settings.h"
@@ -165,6 +169,14 @@ int attribute(cudaDeviceAttr which, int device) {
   }
 }
 
+// When torch begins to use the devices, once its own libraries have registered what they have.
+void load_torch_operators() {
+  static std::once_flag first;
+  const bool is_torch = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD) != nullptr;
+  if (!is_torch || !settings().has_torch_operators) return;
+  std::call_once(first, [] { load_beside(kOperatorsLibrary); });
+}
+
 }  // namespace
 
 int num_devices() { return static_cast<int>(visible_devices().size()); }
@@ -221,6 +233,7 @@ extern "C" cudaError_t cudaInitDevice(int device, unsigned, unsigned) {
 extern "C" cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   return call([&] {
     check_device(device);
+    load_torch_operators();
     fill(*properties, device);
   });
 }

@@ -29,7 +29,4 @@ inline constexpr const char* kPrepareKernel = "simulated_gpu_prepare_kernel";
 using HasKernel = bool(const char* mangled, const char* name);
 inline constexpr const char* kHasKernel = "simulated_gpu_has_kernel";
 
-// A file beside the one that loads it.
-inline constexpr const char* kKernelsLibrary = "librota_kernels.so";
-
 }  // namespace simulated_gpu

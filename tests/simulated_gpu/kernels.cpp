@@ -15,6 +15,7 @@
 #include "cpp/random.h"
 #include "devices.h"
 #include "kernel_launch.h"
+#include "libraries.h"
 #include "result.h"
 #include "settings.h"
 #include "torch_kernels.h"
@@ -73,17 +74,8 @@ uint64_t count_launch() {
 
 bool is_rotas(std::string_view name) { return name.find("rota::cuda::") != name.npos; }
 
-// The library beside this one.
 void* rota_kernels() {
-  static void* const library = [] {
-    Dl_info info;
-    dladdr(reinterpret_cast<void*>(&is_rotas), &info);
-    const std::string self = info.dli_fname;
-    const std::string path = self.substr(0, self.rfind('/') + 1) + kKernelsLibrary;
-    void* loaded = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (loaded == nullptr) fail_unsupported(dlerror());
-    return loaded;
-  }();
+  static void* const library = load_beside(kKernelsLibrary);
   return library;
 }
 
