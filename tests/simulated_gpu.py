@@ -97,7 +97,6 @@ def environment(
 def build() -> Path:
     """The library to load first; compiles what has changed since it was last made."""
     import torch
-    from torch.utils.cpp_extension import include_paths, library_paths
 
     BUILD.mkdir(parents=True, exist_ok=True)
     include_dirs = [SOURCES / "instead", ROOT / "tests", CSRC]
@@ -110,7 +109,12 @@ def build() -> Path:
     runtime_sources = sorted(set(SOURCES.glob("*.cpp")) - set(map(_source, KERNELS_SOURCES)))
 
     operators = SOURCES / "torch" / "operators.cpp"
-    torch_headers = [flag for path in include_paths() for flag in ("-isystem", path)]
+    torch_home = Path(torch.__file__).parent
+    torch_headers = [
+        flag
+        for folder in ("include", "include/torch/csrc/api/include")
+        for flag in ("-isystem", str(torch_home / folder))
+    ]
 
     def compile_one(source: Path) -> Path:
         if source.suffix == ".cu":
@@ -125,13 +129,12 @@ def build() -> Path:
         operator_objects = pool.map(compile_one, [operators])
         runtime_objects = pool.map(compile_one, runtime_sources)
     exports = SOURCES / "exports.map"
-    torch_libraries = [f"-L{path}" for path in library_paths()]
     return _link(
         {
             KERNELS_LIBRARY: [*map(str, kernel_objects), "-Wl,-Bsymbolic"],
             OPERATORS_LIBRARY: [
                 *map(str, operator_objects),
-                *torch_libraries,
+                f"-L{torch_home / 'lib'}",
                 *("-lc10", "-lc10_cuda", "-ltorch_cpu"),
             ],
             RUNTIME_LIBRARY: [
