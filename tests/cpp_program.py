@@ -120,7 +120,7 @@ def product_sources() -> list[Path]:
     return [path.relative_to(CSRC) for path in files]
 
 
-def _digest(*parts: str) -> str:
+def digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
@@ -145,7 +145,7 @@ def _reachable(source: Path, include_dirs: list[Path]) -> Iterator[Path]:
             stack.extend(path for path in found if path.exists())
 
 
-def _make(result: Path, command: list[str]) -> None:
+def make_file(result: Path, command: list[str]) -> None:
     """Makes the result in one move, so that a build beside this one never sees half of it."""
     partial = result.with_suffix(f".{os.getpid()}.partial")
     done = subprocess.run([*command, "-o", str(partial)], capture_output=True, text=True)
@@ -154,19 +154,19 @@ def _make(result: Path, command: list[str]) -> None:
     partial.replace(result)
 
 
-def _compile(source: Path, flags: list[str], include_dirs: list[Path]) -> Path:
+def compile_object(source: Path, flags: list[str], include_dirs: list[Path]) -> Path:
     texts = [path.read_text() for path in _reachable(source, include_dirs)]
-    result = BUILD / f"{source.stem}-{_digest(_compiler(), *flags, *texts)}.o"
+    result = BUILD / f"{source.stem}-{digest(_compiler(), *flags, *texts)}.o"
     if not result.exists():
         includes = [flag for directory in include_dirs for flag in ("-I", str(directory))]
-        _make(result, [*CXX, *flags, *includes, "-c", str(source)])
+        make_file(result, [*CXX, *flags, *includes, "-c", str(source)])
     return result
 
 
 def _patched_directory(flavour: Flavour) -> Path:
     """Files that take the place of the product's own."""
     files = flavour.patched_files()
-    directory = BUILD / f"patched-{_digest(*files, *files.values())}"
+    directory = BUILD / f"patched-{digest(*files, *files.values())}"
     for file, text in files.items():
         path = directory / file
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -203,11 +203,13 @@ def _build(flavour: Flavour) -> Path:
     ]
     sources += [CASES / f"{name}.cpp" for name in flavour.sources]
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        objects = list(pool.map(lambda source: _compile(source, flags, include_dirs), sources))
+        objects = list(
+            pool.map(lambda source: compile_object(source, flags, include_dirs), sources)
+        )
     names = [path.name for path in objects]
-    program = BUILD / f"{flavour.name}-{_digest(*flavour.flags, *names)}"
+    program = BUILD / f"{flavour.name}-{digest(*flavour.flags, *names)}"
     if not program.exists():
-        _make(program, [*CXX, *flavour.flags, *map(str, objects), "-lpthread"])
+        make_file(program, [*CXX, *flavour.flags, *map(str, objects), "-lpthread"])
     for path in (program, *objects):
         path.touch()
     _remove_stale()

@@ -1,0 +1,123 @@
+// Launches of rota's kernels. g++ has compiled the .cu files with device_block.h of this folder, so
+// that each kernel is a function of its own mangled name; it is called by every thread of the grid.
+#include <dlfcn.h>
+#include <pthread.h>
+
+#include <atomic>
+#include <string_view>
+#include <tuple>
+#include <typeinfo>
+
+#include <cxxabi.h>
+
+#include "block.h"
+#include "cuda/bucket_args.h"
+#include "cuda/collective_args.h"
+#include "cuda/peers.h"
+#include "kernel_launch.h"
+#include "threads.h"
+
+namespace simulated_gpu {
+namespace {
+
+// Blocks of one launch that run at the same time; the others follow in ascending order. Blocks of a
+// launch do not wait for each other, and those of other launches start in the same order.
+constexpr int kBlocksAtOnce = 16;
+
+std::string demangled(const char* mangled) {
+  const std::unique_ptr<char, decltype(&std::free)> text(
+      abi::__cxa_demangle(mangled, nullptr, nullptr, nullptr), &std::free);
+  return text == nullptr ? mangled : text.get();
+}
+
+// The kernel's own name, as far as a thread's goes.
+std::string short_name(const std::string& name) {
+  constexpr std::string_view kNamespace = "rota::cuda::";
+  return name.substr(name.find(kNamespace) + kNamespace.size(), 15);
+}
+
+void run_grid(const Grid& grid, const std::string& name, const std::function<void()>& kernel) {
+  std::atomic<int> next = 0;
+  const std::string thread_name = short_name(name);
+  const auto run_blocks = [&] {
+    pthread_setname_np(pthread_self(), thread_name.c_str());
+    for (int index = next++; index < grid.num_blocks; index = next++) {
+      const Block::Shape shape{index, grid.num_blocks, grid.num_threads};
+      const uint64_t seed = rota::test::mix(grid.seed) + static_cast<uint64_t>(index);
+      Block(shape, seed, grid.max_nap_us, name).run(kernel);
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int i = 1; i < std::min(grid.num_blocks, kBlocksAtOnce); ++i) {
+    threads.push_back(start_thread(run_blocks));
+  }
+  run_blocks();
+  for (std::thread& thread : threads) thread.join();
+}
+
+template <typename... Args>
+Task prepare(const KernelLaunch& launch, void* function) {
+  auto* const kernel = reinterpret_cast<void (*)(Args...)>(function);
+  const auto copies = [&]<size_t... i>(std::index_sequence<i...>) {
+    return std::tuple<Args...>(*static_cast<Args*>(launch.args[i])...);
+  }(std::index_sequence_for<Args...>{});
+  return [grid = launch.grid, name = std::string(launch.name), kernel, copies] {
+    run_grid(grid, name, [&] { std::apply(kernel, copies); });
+  };
+}
+
+// A list of parameters, as it ends a kernel's name, and how such a kernel is called.
+struct Signature {
+  std::string parameters;
+  Task (*prepare)(const KernelLaunch& launch, void* function);
+};
+
+template <typename... Args>
+Signature signature() {
+  std::string parameters;
+  ((parameters += (parameters.empty() ? "(" : ", ") + demangled(typeid(Args).name())), ...);
+  return {parameters + ")", &prepare<Args...>};
+}
+
+const std::vector<Signature>& signatures() {
+  static const std::vector<Signature> all{
+      signature<rota::cuda::Peers, rota::cuda::CollectiveArgs>(),
+      signature<rota::cuda::Peers, rota::cuda::CollectiveArgs, rota::cuda::MappedTensors>(),
+      signature<rota::cuda::PackArgs>(),
+      signature<rota::cuda::UnpackArgs>(),
+  };
+  return all;
+}
+
+// Symbols of this library.
+void* find_function(const char* mangled) {
+  static void* const self = [] {
+    Dl_info info;
+    dladdr(reinterpret_cast<void*>(&run_grid), &info);
+    return dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+  }();
+  return dlsym(self, mangled);
+}
+
+// Null where none is known.
+const Signature* find_signature(std::string_view name) {
+  for (const Signature& signature : signatures()) {
+    if (name.ends_with(signature.parameters)) return &signature;
+  }
+  return nullptr;
+}
+
+}  // namespace
+}  // namespace simulated_gpu
+
+using namespace simulated_gpu;
+
+extern "C" void simulated_gpu_prepare_kernel(const KernelLaunch& launch, Task* task) {
+  void* const function = find_function(launch.mangled);
+  const Signature* const signature = find_signature(launch.name);
+  if (function != nullptr && signature != nullptr) *task = signature->prepare(launch, function);
+}
+
+extern "C" bool simulated_gpu_has_kernel(const char* mangled, const char* name) {
+  return find_function(mangled) != nullptr && find_signature(name) != nullptr;
+}

@@ -1,0 +1,31 @@
+// What the environment says of the simulated GPUs; tests/simulated_gpu.py sets it.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+
+namespace simulated_gpu {
+
+inline uint64_t setting(const char* name, uint64_t otherwise) {
+  const char* text = std::getenv(name);
+  return text == nullptr || *text == '\0' ? otherwise : std::strtoull(text, nullptr, 10);
+}
+
+struct Settings {
+  int num_devices = static_cast<int>(setting("SIMULATED_GPUS", 1));
+  int num_multiprocessors = static_cast<int>(setting("SIMULATED_GPU_MULTIPROCESSORS", 132));
+  // Threads that a block really has: a multiple of 8, however many the launch asks for.
+  int threads_per_block = static_cast<int>(setting("SIMULATED_GPU_THREADS", 8));
+  // Of naps in streams and blocks: the longest (0: none), and what makes them come as they do.
+  uint64_t max_nap_us = setting("SIMULATED_GPU_NAP_US", 300);
+  uint64_t seed = setting("SIMULATED_GPU_SEED", 0);
+  // Whether torch's own operators work, by the CPU's kernels.
+  bool has_torch_operators = setting("SIMULATED_GPU_TORCH_OPERATORS", 0) != 0;
+};
+
+inline const Settings& settings() {
+  static const Settings read;
+  return read;
+}
+
+}  // namespace simulated_gpu

@@ -1,0 +1,301 @@
+#include "streams.h"
+
+#include <unistd.h>
+
+#include <deque>
+#include <set>
+
+#include "capture.h"
+#include "cpp/random.h"
+#include "devices.h"
+#include "result.h"
+#include "settings.h"
+#include "threads.h"
+
+namespace simulated_gpu {
+
+// What the caller's side of a stream and its thread share.
+class Queue {
+ public:
+  explicit Queue(uint64_t seed) : random_(seed) {}
+
+  void push(Task task, std::vector<CompletionPtr> after, CompletionPtr done) {
+    const std::lock_guard guard(mutex_);
+    items_.push_back({std::move(task), std::move(after), std::move(done)});
+    changed_.notify_one();
+  }
+  void close() {
+    const std::lock_guard guard(mutex_);
+    is_closed_ = true;
+    changed_.notify_one();
+  }
+
+  // Until it is closed and empty.
+  void run() {
+    for (;;) {
+      Item item;
+      {
+        std::unique_lock guard(mutex_);
+        changed_.wait(guard, [&] { return is_closed_ || !items_.empty(); });
+        if (items_.empty()) return;
+        item = std::move(items_.front());
+        items_.pop_front();
+      }
+      wait_for_all(item.after);
+      nap();
+      item.task();
+      item.done->finish();
+    }
+  }
+
+ private:
+  struct Item {
+    Task task;
+    std::vector<CompletionPtr> after;
+    CompletionPtr done;
+  };
+
+  // So that what does not wait for an event is early, or late.
+  void nap() {
+    const uint64_t max_nap_us = settings().max_nap_us;
+    if (max_nap_us != 0 && random_.below(2) == 0) {
+      usleep(static_cast<useconds_t>(random_.below(max_nap_us)));
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Item> items_;
+  bool is_closed_ = false;
+  rota::test::Random random_;  // of the stream's thread
+};
+
+namespace {
+
+struct Streams {
+  std::set<Stream*> created;
+  std::vector<std::unique_ptr<Stream>> defaults;  // by device; made when they are first used
+  unsigned long long last_id = 0;
+};
+
+// Never destroyed: streams run while the process ends.
+Streams& streams() {
+  static auto* all = new Streams;
+  return *all;
+}
+
+std::vector<Stream*> streams_of_device(int device) {
+  std::vector<Stream*> found;
+  const auto& defaults = streams().defaults;
+  const auto index = static_cast<size_t>(device);
+  if (index < defaults.size() && defaults[index] != nullptr) found.push_back(defaults[index].get());
+  for (Stream* stream : streams().created) {
+    if (stream->device() == device) found.push_back(stream);
+  }
+  return found;
+}
+
+// What CUDA orders without being asked: the default stream and those that block.
+std::vector<CompletionPtr> implied_by(const Stream& stream) {
+  std::vector<CompletionPtr> after;
+  if (!stream.is_blocking()) return after;
+  for (const Stream* other : streams_of_device(stream.device())) {
+    const bool is_ordered = other->is_blocking() && (stream.is_default() || other->is_default());
+    if (other != &stream && is_ordered && other->last() != nullptr) after.push_back(other->last());
+  }
+  return after;
+}
+
+Stream& create(unsigned flags, int priority) {
+  check_device(current_device());
+  const std::lock_guard guard(runtime_mutex());
+  auto* stream = new Stream(current_device(), flags, priority, /*is_default=*/false);
+  streams().created.insert(stream);
+  return *stream;
+}
+
+cudaStream_t handle_of(Stream& stream) { return reinterpret_cast<cudaStream_t>(&stream); }
+
+// What a wait for this stream waits for; refused where CUDA refuses it.
+CompletionPtr awaited(cudaStream_t handle, const char* call_name) {
+  refuse_while_capturing(call_name);
+  const std::lock_guard guard(runtime_mutex());
+  const Stream& stream = stream_of(handle);
+  if (stream.capture != nullptr) {
+    invalidate(*stream.capture, call_name);
+    fail(cudaErrorStreamCaptureUnsupported);
+  }
+  return stream.last();
+}
+
+}  // namespace
+
+Stream::Stream(int device, unsigned flags, int priority, bool is_default)
+    : device_(device),
+      flags_(flags),
+      priority_(priority),
+      id_(++streams().last_id),
+      is_default_(is_default) {}
+
+Stream::~Stream() {
+  if (queue_ != nullptr) queue_->close();
+}
+
+CompletionPtr Stream::enqueue(Task task, std::vector<CompletionPtr> after) {
+  if (queue_ == nullptr) {
+    queue_ = std::make_shared<Queue>(rota::test::mix(settings().seed) + id_);
+    start_thread([queue = queue_] { queue->run(); }).detach();
+  }
+  last_ = std::make_shared<Completion>();
+  queue_->push(std::move(task), std::move(after), last_);
+  return last_;
+}
+
+std::mutex& runtime_mutex() {
+  static auto* mutex = new std::mutex;
+  return *mutex;
+}
+
+Stream& default_stream(int device) {
+  auto& defaults = streams().defaults;
+  defaults.resize(static_cast<size_t>(num_devices()));
+  auto& stream = defaults[static_cast<size_t>(device)];
+  if (stream == nullptr) {
+    stream = std::make_unique<Stream>(device, cudaStreamDefault, 0, /*is_default=*/true);
+  }
+  return *stream;
+}
+
+Stream& stream_of(cudaStream_t handle) {
+  check_device(current_device());
+  if (handle == nullptr || handle == cudaStreamLegacy) return default_stream(current_device());
+  if (handle == cudaStreamPerThread) fail_unsupported("the stream cudaStreamPerThread");
+  auto* stream = reinterpret_cast<Stream*>(handle);
+  require(streams().created.contains(stream), cudaErrorInvalidResourceHandle,
+          "there is no such stream");
+  return *stream;
+}
+
+CompletionPtr submit(Stream& stream, Operation operation) {
+  if (stream.capture != nullptr) {
+    add_to_capture(stream, std::move(operation));
+    return nullptr;
+  }
+  if (stream.is_default()) refuse_beside_capture();
+  return stream.enqueue(operation.make(), implied_by(stream));
+}
+
+std::vector<CompletionPtr> pending_of_device(int device) {
+  std::vector<CompletionPtr> pending;
+  for (const Stream* stream : streams_of_device(device)) {
+    if (stream->last() != nullptr) pending.push_back(stream->last());
+  }
+  return pending;
+}
+
+void wait_for_device(int device) {
+  std::vector<CompletionPtr> pending;
+  {
+    const std::lock_guard guard(runtime_mutex());
+    pending = pending_of_device(device);
+  }
+  wait_for_all(pending);
+}
+
+void wait_for_all_devices() {
+  for (int device = 0; device < num_devices(); ++device) wait_for_device(device);
+}
+
+}  // namespace simulated_gpu
+
+using namespace simulated_gpu;
+
+extern "C" cudaError_t cudaStreamCreateWithPriority(cudaStream_t* handle, unsigned flags,
+                                                    int priority) {
+  return call([&] { *handle = handle_of(create(flags, priority)); });
+}
+
+extern "C" cudaError_t cudaStreamCreateWithFlags(cudaStream_t* handle, unsigned flags) {
+  return cudaStreamCreateWithPriority(handle, flags, 0);
+}
+
+extern "C" cudaError_t cudaStreamCreate(cudaStream_t* handle) {
+  return cudaStreamCreateWithPriority(handle, cudaStreamDefault, 0);
+}
+
+extern "C" cudaError_t cudaStreamDestroy(cudaStream_t handle) {
+  return call([&] {
+    const std::lock_guard guard(runtime_mutex());
+    Stream& stream = stream_of(handle);
+    require(!stream.is_default(), cudaErrorInvalidResourceHandle);
+    streams().created.erase(&stream);
+    delete &stream;
+  });
+}
+
+extern "C" cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) {
+  return call([&] {
+    const std::lock_guard guard(runtime_mutex());
+    *priority = stream_of(handle).priority();
+  });
+}
+
+extern "C" cudaError_t cudaStreamGetFlags(cudaStream_t handle, unsigned* flags) {
+  return call([&] {
+    const std::lock_guard guard(runtime_mutex());
+    *flags = stream_of(handle).flags();
+  });
+}
+
+extern "C" cudaError_t cudaStreamGetId(cudaStream_t handle, unsigned long long* id) {
+  return call([&] {
+    const std::lock_guard guard(runtime_mutex());
+    *id = stream_of(handle).id();
+  });
+}
+
+extern "C" cudaError_t cudaStreamGetDevice(cudaStream_t handle, int* device) {
+  return call([&] {
+    const std::lock_guard guard(runtime_mutex());
+    *device = stream_of(handle).device();
+  });
+}
+
+extern "C" cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
+  return call([&] {
+    const CompletionPtr last = awaited(handle, "cudaStreamSynchronize");
+    if (last != nullptr) last->wait();
+  });
+}
+
+extern "C" cudaError_t cudaStreamQuery(cudaStream_t handle) {
+  return call([&] {
+    const CompletionPtr last = awaited(handle, "cudaStreamQuery");
+    require(last == nullptr || last->is_done(), cudaErrorNotReady);
+  });
+}
+
+extern "C" cudaError_t cudaDeviceSynchronize() {
+  return call([&] {
+    check_device(current_device());
+    refuse_while_capturing("cudaDeviceSynchronize");
+    wait_for_device(current_device());
+  });
+}
+
+extern "C" cudaError_t cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t function, void* data) {
+  return call([&] {
+    const std::lock_guard guard(runtime_mutex());
+    const Task task = [=] { function(data); };
+    submit(stream_of(handle), {cudaGraphNodeTypeHost, [=] { return task; }});
+  });
+}
+
+extern "C" cudaError_t cudaStreamAddCallback(cudaStream_t handle, cudaStreamCallback_t function,
+                                             void* data, unsigned) {
+  return call([&] {
+    const std::lock_guard guard(runtime_mutex());
+    const Task task = [=] { function(handle, cudaSuccess, data); };
+    submit(stream_of(handle), {cudaGraphNodeTypeHost, [=] { return task; }});
+  });
+}

@@ -1,0 +1,164 @@
+"""Runs functions in processes that see simulated GPUs (simulated_gpu.py).
+
+They are forked from a server that has torch and rota loaded, so that each test has a CUDA of its
+own and none waits for a start of torch. Functions are found by name: module-level ones of a module
+that lies in tests/.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+import simulated_gpu
+
+TIMEOUT_S = 60.0
+# Enough for a process to write the stacks of all its threads.
+_DUMP_S = 2.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    value: Any  # what the function returned; None where it did not
+    error: str | None  # a traceback, or how the process died
+    stderr: str
+
+
+class SimulatedProcesses:
+    """A server, which starts when it is first needed and ends with close()."""
+
+    def __init__(self) -> None:
+        self._server: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+
+    def run(self, function: Callable[..., Any], *args: Any, **environment: str) -> Any:
+        """What the function returns, in a process of its own; an exception fails the test.
+
+        Keywords are variables of that process's environment.
+        """
+        return self.run_together([(function, args)], **environment)[0]
+
+    def run_together(
+        self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]], **environment: str
+    ) -> list[Any]:
+        """The same for several processes that run at the same time."""
+        outcomes = self.outcomes(calls, **environment)
+        failures = [
+            f"process {number}: {outcome.error}\n{outcome.stderr}"
+            for number, outcome in enumerate(outcomes)
+            if outcome.error is not None
+        ]
+        assert not failures, "\n".join(failures)
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(
+        self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]], **environment: str
+    ) -> list[Outcome]:
+        """How each process ended, also where it died."""
+        if self._pipe is None:
+            self._start()
+        assert self._pipe is not None
+        names = [(function.__module__, function.__qualname__, args) for function, args in calls]
+        self._pipe.send((names, environment))
+        outcomes: list[Outcome] = self._pipe.recv()
+        return outcomes
+
+    def _start(self) -> None:
+        variables = simulated_gpu.environment()
+        self._pipe, far_end = Pipe()
+        self._server = subprocess.Popen(
+            [sys.executable, __file__, str(far_end.fileno())],
+            env={**os.environ, **variables},
+            pass_fds=[far_end.fileno()],
+        )
+        far_end.close()
+
+    def close(self) -> None:
+        if self._pipe is not None and self._server is not None:
+            self._pipe.close()
+            self._server.wait()
+
+
+@dataclass
+class _Child:
+    pid: int
+    results: Connection
+    stderr: Any
+    outcome: Outcome | None = None
+
+
+def _serve(pipe: Connection) -> None:
+    while True:
+        try:
+            calls, environment = pipe.recv()
+        except EOFError:
+            return
+        children = [_fork(call, environment) for call in calls]
+        deadline = time.monotonic() + TIMEOUT_S
+        for child in children:
+            _await(child, deadline)
+        pipe.send([child.outcome for child in children])
+
+
+def _fork(call: tuple[str, str, tuple[Any, ...]], environment: dict[str, str]) -> _Child:
+    results, own_end = Pipe(duplex=False)
+    # Stays open: the parent reads it at the end.
+    stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
+    pid = os.fork()
+    if pid != 0:
+        own_end.close()
+        return _Child(pid, results, stderr)
+    os.dup2(stderr.fileno(), 2)
+    os.environ.update(environment)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    module, function, args = call
+    try:
+        value = getattr(__import__(module), function)(*args)
+        own_end.send((value, None))
+    except BaseException:
+        own_end.send((None, traceback.format_exc()))
+    sys.stderr.flush()
+    os._exit(0)  # without finalisers: there may be threads in the middle of something
+
+
+def _await(child: _Child, deadline: float) -> None:
+    value, error = None, None
+    if wait([child.results], max(0.0, deadline - time.monotonic())):
+        try:
+            value, error = child.results.recv()
+        except EOFError:
+            error = "no result"
+    else:
+        error = f"no result within {TIMEOUT_S} s"
+        os.kill(child.pid, signal.SIGUSR1)
+        time.sleep(_DUMP_S)
+        os.kill(child.pid, signal.SIGKILL)
+    _, status = os.waitpid(child.pid, 0)
+    if error == "no result":
+        error = f"the process ended with {os.waitstatus_to_exitcode(status)}"
+    child.stderr.seek(0)
+    child.outcome = Outcome(value, error, child.stderr.read())
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    import torch  # noqa: F401
+
+    import rota  # noqa: F401
+
+    # Functions come back as instances of the module that the tests import.
+    sys.modules["simulated_processes"] = sys.modules["__main__"]
+    Outcome.__module__ = "simulated_processes"
+    _serve(Connection(int(sys.argv[1])))

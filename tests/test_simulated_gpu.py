@@ -1,0 +1,576 @@
+"""The simulated GPU (simulated_gpu.py) behaves as a GPU does, and rota's kernels run on it.
+
+Whether there is a real GPU plays no part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import rota
+import simulated_gpu
+from simulated_processes import SimulatedProcesses
+
+try:
+    simulated_gpu.check_available()
+except simulated_gpu.NotAvailable as reason:
+    pytest.skip(f"no GPU can be simulated: {reason}", allow_module_level=True)
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+)
+NUM_ELEMS = 1 << 14
+# How often something is tried that goes wrong at times; about one time in three when it is wrong.
+NUM_TRIALS = 60
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[SimulatedProcesses]:
+    with contextlib.closing(SimulatedProcesses()) as server:
+        yield server
+
+
+def cuda_runtime() -> ctypes.CDLL:
+    """The functions that torch calls, for what torch does not offer."""
+    return ctypes.CDLL(None)
+
+
+# ---- devices and memory --------------------------------------------------------------------------
+
+
+def describe_devices() -> list[tuple[str, tuple[int, int], str]]:
+    devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [(device.name, (device.major, device.minor), str(device.uuid)) for device in devices]
+
+
+def test_device_says_what_it_is(processes: SimulatedProcesses) -> None:
+    [(name, capability, _)] = processes.run(describe_devices)
+    assert (name, capability) == ("simulated GPU", (9, 0))
+
+
+def test_devices_are_as_many_as_asked_for_and_visible(processes: SimulatedProcesses) -> None:
+    first, second, third = processes.run(describe_devices, SIMULATED_GPUS="3")
+    assert len({first, second, third}) == 3
+    visible = processes.run(describe_devices, SIMULATED_GPUS="3", CUDA_VISIBLE_DEVICES="2,0")
+    assert visible == [third, first]
+    assert processes.run(describe_devices, CUDA_VISIBLE_DEVICES="") == []
+
+
+def copy_there_and_back() -> None:
+    assert torch.empty(1000, device="cuda").cpu().isnan().all()  # what nobody has written
+    for dtype in DTYPES:
+        there = (torch.arange(1000) % 7).to(dtype)
+        on_device = there.to("cuda")
+        assert on_device.is_cuda
+        assert torch.equal(on_device.cpu(), there)
+        assert torch.equal(on_device.clone().cpu(), there)
+        assert not torch.zeros(1000, dtype=dtype, device="cuda").cpu().any()
+        assert torch.full((9,), 1, dtype=dtype, device="cuda").cpu().tolist() == [1] * 9
+
+
+def test_tensors_of_every_dtype_come_back(processes: SimulatedProcesses) -> None:
+    processes.run(copy_there_and_back)
+
+
+def copy_between_devices() -> None:
+    there = torch.arange(1000.0)
+    assert torch.cuda.can_device_access_peer(0, 1)
+    on_second = there.to("cuda:0").to("cuda:1")
+    assert on_second.device.index == 1
+    assert torch.equal(on_second.cpu(), there)
+
+
+def test_copies_between_devices_arrive(processes: SimulatedProcesses) -> None:
+    processes.run(copy_between_devices, SIMULATED_GPUS="2")
+
+
+def write_behind(num_bytes: int, offset: int) -> None:
+    tensor = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    ctypes.memset(tensor.data_ptr() + offset, 0, 1)
+    del tensor
+
+
+@pytest.mark.parametrize(
+    ("offset", "message"),
+    [
+        pytest.param(999, "", id="last-byte"),
+        pytest.param(1000, "1000 bytes from the start of an allocation of 1000", id="next-byte"),
+        pytest.param(-1, "-1 bytes from the start", id="byte-before"),
+        pytest.param(1024, "byte 1024 of an allocation of 1000", id="next-page"),
+    ],
+)
+def test_write_outside_of_allocation_is_found(
+    processes: SimulatedProcesses, offset: int, message: str
+) -> None:
+    [outcome] = processes.outcomes(
+        [(write_behind, (1000, offset))], PYTORCH_NO_CUDA_MEMORY_CACHING="1"
+    )
+    assert message in outcome.stderr
+    assert (outcome.error is None) == (message == "")
+
+
+def allocate_too_much() -> None:
+    free, total = torch.cuda.mem_get_info()
+    assert 0 < free <= total
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(2 * total, dtype=torch.uint8, device="cuda")
+
+
+def test_memory_ends(processes: SimulatedProcesses) -> None:
+    processes.run(allocate_too_much)
+
+
+def map_host_memory() -> None:
+    runtime = cuda_runtime()
+    on_host, on_device = ctypes.c_void_p(), ctypes.c_void_p()
+    mapped = 2  # cudaHostAllocMapped
+    assert runtime.cudaHostAlloc(ctypes.byref(on_host), ctypes.c_size_t(64), mapped) == 0
+    assert runtime.cudaHostGetDevicePointer(ctypes.byref(on_device), on_host, 0) == 0
+    assert on_device.value is not None
+    own = ctypes.create_string_buffer(64)
+    assert runtime.cudaHostGetDevicePointer(ctypes.byref(on_device), own, 0) != 0
+    assert torch.empty(10).pin_memory().is_pinned()
+    assert not torch.empty(10).is_pinned()
+
+
+def test_host_memory_is_mapped_where_it_was_allocated_so(processes: SimulatedProcesses) -> None:
+    processes.run(map_host_memory)
+
+
+# ---- streams and events --------------------------------------------------------------------------
+
+
+def count_stale_copies(waits: bool) -> int:
+    """Of a copy on one stream of what another one copies before."""
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    source = torch.arange(float(NUM_ELEMS)).pin_memory()
+    middle, last = (torch.empty(NUM_ELEMS, device="cuda") for _ in range(2))
+    num_stale = 0
+    for _ in range(NUM_TRIALS):
+        middle.zero_()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(first):
+            middle.copy_(source, non_blocking=True)
+            event = first.record_event()
+        with torch.cuda.stream(second):
+            if waits:
+                second.wait_event(event)
+            last.copy_(middle)
+        torch.cuda.synchronize()
+        num_stale += not torch.equal(last.cpu(), source)
+    return num_stale
+
+
+def test_streams_are_ordered_by_events_alone(processes: SimulatedProcesses) -> None:
+    assert processes.run(count_stale_copies, True) == 0
+    assert processes.run(count_stale_copies, False) > 0
+
+
+def use_events() -> None:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    assert end.query()  # never recorded
+    begin.record()
+    tensor = torch.arange(float(NUM_ELEMS)).pin_memory().to("cuda", non_blocking=True)
+    end.record()
+    end.synchronize()
+    assert end.query()
+    assert begin.elapsed_time(end) >= 0
+    assert torch.cuda.current_stream().query()
+    assert tensor.cpu()[-1] == NUM_ELEMS - 1
+
+
+def test_events_tell_when_work_is_done(processes: SimulatedProcesses) -> None:
+    processes.run(use_events)
+
+
+def count_late_queries() -> int:
+    """How often a stream still works when the call that queued it has returned."""
+    source = torch.arange(float(NUM_ELEMS)).pin_memory()
+    tensor = torch.empty(NUM_ELEMS, device="cuda")
+    num_late = 0
+    for _ in range(NUM_TRIALS):
+        tensor.copy_(source, non_blocking=True)
+        num_late += not torch.cuda.current_stream().query()
+        torch.cuda.synchronize()
+    return num_late
+
+
+def test_calls_return_before_the_work_is_done(processes: SimulatedProcesses) -> None:
+    assert processes.run(count_late_queries) > NUM_TRIALS // 4
+
+
+def order_by_default_stream() -> None:
+    """Streams made without cudaStreamNonBlocking wait for the default stream."""
+    handle = ctypes.c_void_p()
+    assert cuda_runtime().cudaStreamCreate(ctypes.byref(handle)) == 0
+    assert handle.value is not None
+    stream = torch.cuda.ExternalStream(handle.value)
+    source = torch.arange(float(NUM_ELEMS)).pin_memory()
+    middle, last = (torch.empty(NUM_ELEMS, device="cuda") for _ in range(2))
+    for _ in range(NUM_TRIALS):
+        middle.zero_()
+        torch.cuda.synchronize()
+        middle.copy_(source, non_blocking=True)
+        with torch.cuda.stream(stream):
+            last.copy_(middle)
+        assert torch.equal(last.cpu(), source)  # on the default stream again
+
+
+def test_default_stream_orders_blocking_streams(processes: SimulatedProcesses) -> None:
+    processes.run(order_by_default_stream)
+
+
+def launch_torch_kernel() -> str:
+    tensor = torch.zeros(10, device="cuda")
+    with pytest.raises(RuntimeError) as raised:
+        tensor.add_(tensor)
+    assert torch.equal(tensor.cpu(), torch.zeros(10))  # nothing is broken
+    return str(raised.value)
+
+
+def test_kernel_of_torch_fails_by_name(processes: SimulatedProcesses) -> None:
+    text = processes.run(launch_torch_kernel)
+    assert "operation not supported" in text
+    assert "CUDAFunctor_add<float>" in text
+
+
+def train(device: str) -> list[float]:
+    """Losses; attention, mixed precision, clipping and an optimizer of many tensors among it."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True),
+        torch.nn.Linear(16, 4),
+    )
+    inputs, targets = torch.randn(8, 5, 16), torch.randint(0, 4, (8, 5))
+    model = model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler(device)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        logits = model(inputs.to(device))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    return losses
+
+
+def test_torch_trains_a_model_as_on_the_cpu(processes: SimulatedProcesses) -> None:
+    on_gpu = processes.run(train, "cuda", SIMULATED_GPU_TORCH_OPERATORS="1")
+    # Attention is composed of other operators there, with other roundings.
+    assert on_gpu == pytest.approx(processes.run(train, "cpu"), rel=1e-5)
+
+
+def replay_torch_operators() -> list[list[float]]:
+    tensor = torch.zeros(3, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        next_one = tensor + 1
+        tensor.copy_(next_one.double().mul_(2))
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        seen.append(tensor.tolist())
+    return seen
+
+
+def test_torch_operators_are_captured(processes: SimulatedProcesses) -> None:
+    seen = processes.run(replay_torch_operators, SIMULATED_GPU_TORCH_OPERATORS="1")
+    assert seen == [[value] * 3 for value in (2.0, 6.0, 14.0)]
+
+
+def fork_and_use() -> int:
+    torch.zeros(1, device="cuda")
+    pid = os.fork()
+    if pid == 0:
+        is_refused = cuda_runtime().cudaDeviceSynchronize() == 3  # cudaErrorInitializationError
+        os._exit(0 if is_refused else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_forked_child_is_refused(processes: SimulatedProcesses) -> None:
+    assert processes.run(fork_and_use) == 0
+
+
+# ---- graphs --------------------------------------------------------------------------------------
+
+
+def replay_fork_and_join() -> None:
+    first, second, third = (torch.zeros(NUM_ELEMS, device="cuda") for _ in range(3))
+    side = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        second.copy_(first)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            third.copy_(second)
+        torch.cuda.current_stream().wait_stream(side)
+        second.zero_()
+    assert not third.cpu().any()  # capturing runs nothing
+    for value in range(1, NUM_TRIALS):
+        first.fill_(float(value))
+        graph.replay()
+        assert (third.cpu() == value).all()
+        assert not second.cpu().any()
+
+
+def test_graph_replays_what_was_captured(processes: SimulatedProcesses) -> None:
+    processes.run(replay_fork_and_join)
+
+
+def count_unordered_replays() -> int:
+    first, second, third = (torch.zeros(NUM_ELEMS, device="cuda") for _ in range(3))
+    side = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        side.wait_stream(torch.cuda.current_stream())
+        second.copy_(first)
+        with torch.cuda.stream(side):
+            third.copy_(second)  # which nothing has it wait for
+        torch.cuda.current_stream().wait_stream(side)
+    num_stale = 0
+    for value in range(1, NUM_TRIALS):
+        first.fill_(float(value))
+        graph.replay()
+        num_stale += not bool((third.cpu() == value).all())
+    return num_stale
+
+
+def test_graph_orders_nodes_by_edges_alone(processes: SimulatedProcesses) -> None:
+    assert processes.run(count_unordered_replays) > 0
+
+
+def wait_for_event_in_graph() -> None:
+    """A stream outside waits for what is in the middle of a graph."""
+    source, target, copy = (torch.zeros(NUM_ELEMS, device="cuda") for _ in range(3))
+    event = torch.cuda.Event(external=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        target.copy_(source)
+        event.record()
+    other = torch.cuda.Stream()
+    for value in range(1, NUM_TRIALS):
+        source.fill_(float(value))
+        graph.replay()
+        with torch.cuda.stream(other):
+            other.wait_event(event)
+            copy.copy_(target)
+            assert (copy.cpu() == value).all()
+        torch.cuda.synchronize()
+
+
+def test_external_event_is_recorded_by_each_replay(processes: SimulatedProcesses) -> None:
+    processes.run(wait_for_event_in_graph)
+
+
+def capture_what_is_forbidden(what: str) -> str:
+    tensor = torch.zeros(10, device="cuda")
+    side = torch.cuda.Stream()
+    early = torch.cuda.Event()
+    early.record()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError) as raised, torch.cuda.graph(graph):
+        if what == "synchronize":
+            torch.cuda.synchronize()
+        elif what == "malloc":
+            address = ctypes.c_void_p()
+            assert cuda_runtime().cudaMalloc(ctypes.byref(address), ctypes.c_size_t(8)) != 0
+        elif what == "query":
+            early.query()
+        elif what == "unjoined":
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                tensor.zero_()
+        elif what == "isolation":
+            torch.cuda.current_stream().wait_event(early)
+    torch.cuda.synchronize()
+    tensor.zero_()  # the capture has failed, not the device
+    assert not tensor.cpu().any()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("synchronize", "cudaDeviceSynchronize"),
+        ("malloc", "cudaMalloc"),
+        ("query", "cudaEventQuery"),
+        ("unjoined", "unjoined work"),
+        ("isolation", "not captured"),
+    ],
+)
+def test_capture_refuses_what_cuda_refuses(
+    processes: SimulatedProcesses, what: str, message: str
+) -> None:
+    assert message in processes.run(capture_what_is_forbidden, what)
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+class IpcHandle(ctypes.Structure):
+    """cudaIpcMemHandle_t."""
+
+    _fields_ = (("bytes", ctypes.c_char * 64),)
+
+
+def share_memory(path: str, is_owner: bool) -> float:
+    """One process allocates and fills, the other one maps and reads; what it wrote, too."""
+    runtime = cuda_runtime()
+    handle = IpcHandle()
+    if not is_owner:
+        with open(path, "rb") as file:
+            ctypes.memmove(ctypes.byref(handle), file.read(64), 64)
+        address = ctypes.c_void_p()
+        torch.cuda.init()
+        lazy_peer_access = 1
+        assert runtime.cudaIpcOpenMemHandle(ctypes.byref(address), handle, lazy_peer_access) == 0
+        assert address.value is not None
+        floats = (ctypes.c_float * 1000).from_address(address.value)
+        seen = floats[999]
+        floats[0] = 5.0
+        with open(path + ".done", "w"):
+            return seen
+    tensor = torch.arange(1000.0).to("cuda")
+    torch.cuda.synchronize()
+    assert (
+        runtime.cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(tensor.data_ptr())) == 0
+    )
+    own = ctypes.c_void_p()
+    assert runtime.cudaIpcOpenMemHandle(ctypes.byref(own), handle, 1) != 0
+    with open(path, "wb") as file:
+        file.write(bytes(handle))
+    with open(path + ".done"):
+        pass
+    return tensor.cpu()[0].item()
+
+
+def test_processes_map_each_others_memory(
+    processes: SimulatedProcesses, tmp_path: os.PathLike[str]
+) -> None:
+    path = os.path.join(tmp_path, "handle")
+    for fifo in (path, path + ".done"):
+        os.mkfifo(fifo)
+    calls = [(share_memory, (path, is_owner)) for is_owner in (True, False)]
+    assert processes.run_together(calls, PYTORCH_NO_CUDA_MEMORY_CACHING="1") == [5.0, 999.0]
+
+
+# ---- rota ----------------------------------------------------------------------------------------
+
+ALGORITHMS = (
+    "low_latency",
+    "one_shot",
+    "two_shot",
+    "two_shot_in_place",
+    "ordered_ring",
+    "ring",
+    "hierarchical",
+)
+WORLD_SIZE = 4
+needs_local_group = pytest.mark.skipif(
+    not hasattr(rota, "LocalGroup"), reason="this rota has no LocalGroup"
+)
+
+
+def count_kernels() -> tuple[int, int]:
+    num_registered, num_known = ctypes.c_int(), ctypes.c_int()
+    cuda_runtime().simulated_gpu_count_kernels(
+        ctypes.byref(num_registered), ctypes.byref(num_known)
+    )
+    return num_registered.value, num_known.value
+
+
+def test_every_kernel_of_rota_can_run(processes: SimulatedProcesses) -> None:
+    num_registered, num_known = processes.run(count_kernels)
+    assert num_known == num_registered > 100
+
+
+def make_contributions(num_elems: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """By rank; their sums are exact."""
+    generator = torch.Generator().manual_seed(num_elems)
+    return [
+        torch.randint(-9, 10, (num_elems,), generator=generator).to(dtype)
+        for _ in range(WORLD_SIZE)
+    ]
+
+
+def all_reduce_in_one_process(algorithm: str) -> None:
+    group = rota.LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
+    group_size = 2 if algorithm == "hierarchical" else None
+    for dtype in (torch.float32, torch.float16, torch.int64):
+        for num_elems in (1, 1023, 4096):
+            contributions = make_contributions(num_elems, dtype)
+            tensors = [contribution.to("cuda") for contribution in contributions]
+            group.all_reduce(tensors, algorithm=algorithm, group_size=group_size)
+            for tensor in tensors:
+                assert torch.equal(tensor.cpu(), sum(contributions)), (dtype, num_elems)
+
+
+@needs_local_group
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_ranks_of_one_process_reduce(processes: SimulatedProcesses, algorithm: str) -> None:
+    processes.run(all_reduce_in_one_process, algorithm)
+
+
+def replay_all_reduce() -> None:
+    group = rota.LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
+    contributions = make_contributions(1000, torch.float32)
+    sources = [contribution.to("cuda") for contribution in contributions]
+    tensors = [torch.empty_like(source) for source in sources]
+    group.all_reduce([source.clone() for source in sources])  # connected and loaded
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for tensor, source in zip(tensors, sources, strict=True):
+            tensor.copy_(source)
+        group.all_reduce(tensors)
+    for _ in range(3):
+        graph.replay()
+        for tensor in tensors:
+            assert torch.equal(tensor.cpu(), sum(contributions))
+            tensor.zero_()
+
+
+@needs_local_group
+def test_captured_all_reduce_can_be_replayed(processes: SimulatedProcesses) -> None:
+    processes.run(replay_all_reduce)
+
+
+def pack_and_unpack() -> None:
+    gradients = [torch.randn(num_elems) for num_elems in (1, 511, 5000)]
+    halved = [gradient.half().float() for gradient in gradients]
+    on_device = [gradient.to("cuda") for gradient in gradients]
+    bucket = rota.GradientBucket(on_device, wire_dtype=torch.float16, block_scaling=False)
+    bucket.pack()
+    for gradient in on_device:
+        gradient.zero_()
+    bucket.unpack()
+    for gradient, expected in zip(on_device, halved, strict=True):
+        assert torch.equal(gradient.cpu(), expected)
+    num_non_finite, squares = bucket.stats.cpu().tolist()
+    assert num_non_finite == 0
+    expected_squares = sum(half.double().square().sum().item() for half in halved)
+    assert squares == pytest.approx(expected_squares, rel=1e-12)  # another order of additions
+
+
+@needs_local_group
+def test_gradients_are_packed_and_unpacked(processes: SimulatedProcesses) -> None:
+    processes.run(pack_and_unpack)
