@@ -68,6 +68,8 @@ std::string Descriptor::to_string() const {
       return join(kind_name(), '(', tensor, ", root ", root, ')');
     case CollectiveKind::kAllGather:
       return join(kind_name(), '(', tensor, ')');
+    case CollectiveKind::kReduceScatter:
+      return join(kind_name(), '(', name(op), ", ", tensor, ')');
     case CollectiveKind::kBarrier:
       return join(kind_name(), "()");
   }
