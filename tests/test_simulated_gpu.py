@@ -516,8 +516,9 @@ def make_contributions(num_elems: int, dtype: torch.dtype) -> list[torch.Tensor]
 def all_reduce_in_one_process(algorithm: str) -> None:
     group = rota.LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
     group_size = 2 if algorithm == "hierarchical" else None
+    sizes = (1, 511) if algorithm == "low_latency" else (1, 1023, 4096)
     for dtype in (torch.float32, torch.float16, torch.int64):
-        for num_elems in (1, 1023, 4096):
+        for num_elems in sizes:
             contributions = make_contributions(num_elems, dtype)
             tensors = [contribution.to("cuda") for contribution in contributions]
             group.all_reduce(tensors, algorithm=algorithm, group_size=group_size)
