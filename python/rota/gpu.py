@@ -106,6 +106,10 @@ class GradientBucket(_GradientBucket):
 def _with_index(device: torch.device | str | int) -> torch.device:
     """Names the current device where none is named."""
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
+    if found.type != "cuda":
+        return found
+    num_gpus = torch.cuda.device_count()
+    index = torch.cuda.current_device() if found.index is None else found.index
+    if index >= num_gpus:
+        raise ValueError(f"rota: device is {found}, but there are {num_gpus} CUDA devices")
+    return torch.device("cuda", index)

@@ -42,6 +42,10 @@ GradientBucket::GradientBucket(std::vector<at::Tensor> gradients, at::ScalarType
   dtype_ =
       known_dtype(first.scalar_type(), "GradientBucket", "the gradients' dtype", is_bucket_dtype);
   wire_ = {known_dtype(wire_dtype, "GradientBucket", "wire_dtype", is_wire_dtype), block_scaling};
+  if (block_scaling && !has_block_scaling(wire_.dtype)) {
+    refuse(join("block_scaling with wire_dtype ", name(wire_.dtype),
+                ", which has float32's range; use it with float16 or float8"));
+  }
   std::vector<cuda::Tile> tiles;
   for (size_t i = 0; i < gradients_.size(); ++i) {
     const at::Tensor& gradient = gradients_[i];

@@ -2,7 +2,8 @@
 
 #include <c10/core/DeviceGuard.h>
 
-#include <algorithm>
+#include <set>
+#include <string>
 #include <thread>
 
 #include "base/error.h"
@@ -106,9 +107,14 @@ void LocalGroup::check_tensors(const std::vector<at::Tensor>& tensors,
     refuse(join(collective, " got ", tensors.size(), " tensors, expected one for each of ",
                 world_size(), " ranks"));
   }
+  std::set<const void*> places;
   for (size_t rank = 0; rank < tensors.size(); ++rank) {
     const at::Tensor& tensor = tensors[rank];
     check_tensor(tensor, collective, options_.device);
+    if (tensor.numel() != 0 && !places.insert(tensor.data_ptr()).second) {
+      refuse(join(collective, ": the tensor of rank ", rank,
+                  " is also that of another rank; give each its own"));
+    }
     if (!tensor.is_contiguous()) {
       refuse(
           join(collective, ": the tensor of rank ", rank, " is not contiguous; call contiguous()"));
@@ -256,13 +262,7 @@ void LocalGroup::broadcast(const std::vector<at::Tensor>& tensors, int root) {
 
 void LocalGroup::send_recv(int src, int dst, const std::vector<at::Tensor>& tensors) {
   check_usable("send_recv");
-  if (tensors.size() != 2 || num_bytes(tensors[0]) != num_bytes(tensors[1])) {
-    refuse("send_recv takes two tensors of as many bytes: what is sent, and where it arrives");
-  }
-  for (const at::Tensor& tensor : tensors) {
-    check_tensor(tensor, "send_recv", options_.device);
-    if (!tensor.is_contiguous()) refuse("send_recv: a tensor is not contiguous");
-  }
+  check_tensors(tensors, "send_recv");
   for (const int rank : {src, dst}) {
     if (rank < 0 || rank >= world_size() || src == dst) {
       refuse(join("send_recv from rank ", src, " to rank ", dst, ", expected two ranks in [0, ",
@@ -271,9 +271,10 @@ void LocalGroup::send_recv(int src, int dst, const std::vector<at::Tensor>& tens
   }
   launch({src, dst}, [&](int rank) -> cuda::LaunchRequest {
     const bool sends = rank == src;
+    void* data = tensors[static_cast<size_t>(rank)].data_ptr();
     return {.kernel = sends ? cuda::Kernel::kSend : cuda::Kernel::kReceive,
-            .input = sends ? tensors[0].data_ptr() : nullptr,
-            .output = sends ? nullptr : tensors[1].data_ptr(),
+            .input = sends ? data : nullptr,
+            .output = sends ? nullptr : data,
             .num_elems = num_bytes(tensors[0]),
             .format = kBytes,
             .peer = sends ? dst : src};

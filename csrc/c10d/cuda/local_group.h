@@ -44,7 +44,7 @@ class LocalGroup {
                       std::string_view op);
   void all_gather(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
   void broadcast(const std::vector<at::Tensor>& tensors, int root);
-  // From tensors[0] on rank src to tensors[1] on rank dst.
+  // From rank src's tensor to rank dst's; the others' stay as they are.
   void send_recv(int src, int dst, const std::vector<at::Tensor>& tensors);
 
  private:

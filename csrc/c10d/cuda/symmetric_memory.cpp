@@ -1,6 +1,7 @@
 #include "c10d/cuda/symmetric_memory.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
 #include <atomic>
@@ -21,6 +22,13 @@ struct Owned {
 std::string make_group_name() {
   static std::atomic<int> num_groups{0};
   return join("rota/", num_groups++);
+}
+
+// torch 2.11 to 2.15 ask it which GPUs are joined by a fabric, and crash where it is missing.
+void check_nvml() {
+  void* library = dlopen("libnvidia-ml.so.1", RTLD_LAZY);
+  if (library == nullptr) throw Error(ErrorKind::kTransport, "libnvidia-ml.so.1 is not found");
+  dlclose(library);
 }
 
 // What body throws, in one line; "" if nothing.
@@ -44,6 +52,7 @@ transport::DeviceRegions connect_by_symmetric_memory(const c10::intrusive_ptr<::
   const auto owned = std::make_shared<Owned>();
   const std::string group_name = make_group_name();
   transport::agree(all_gather, complaint_of(rank, [&] {
+                     check_nvml();
                      symmetric::set_group_info(group_name, rank, world_size, store);
                      owned->tensor =
                          symmetric::empty_strided_p2p({static_cast<int64_t>(num_bytes)}, {1},

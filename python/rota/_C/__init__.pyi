@@ -269,7 +269,7 @@ class LocalGroup:
         """Copies tensors[root] into all others."""
 
     def send_recv(self, src: int, dst: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Copies tensors[0], rank src's, into tensors[1], rank dst's."""
+        """Copies tensors[src] into tensors[dst]; the other ranks' stay as they are."""
 
 class GradientBucket:
     """See rota.GradientBucket; not in a build for the CPU."""
