@@ -43,7 +43,7 @@ class HostTarget:
         body()
         return None
 
-    def local_group(self, world_size: int) -> HostGroup:
+    def local_group(self, world_size: int, timeout_s: float = 10.0) -> HostGroup:
         """In the place of rota.LocalGroup."""
         return HostGroup(world_size)
 

@@ -52,7 +52,10 @@ def figures(rows: Sequence[Row]) -> list[Figure]:
 def as_dicts(found: Iterable[Figure], is_dry: bool) -> list[dict[str, Any]]:
     """As they stand in the record; of a dry run none is met or missed."""
     if is_dry:
-        found = [replace(f, got=f"made up: {f.got}", is_met=None) for f in found]
+        found = [
+            f if f.is_met is None else replace(f, got=f"made up: {f.got}", is_met=None)
+            for f in found
+        ]
     return [asdict(figure) for figure in found]
 
 

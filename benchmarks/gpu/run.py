@@ -39,18 +39,20 @@ ROOT = machine.REPOSITORY
 RESULTS = ROOT / "benchmarks" / "results"
 
 BUILD_LIMIT_S = 240.0
-TEST_LIMIT_S = 150.0
-MEMCHECK_LIMIT_S = 70.0
+# Local ranks run in pytest's own process, which a bad kernel may end: a step of their own.
+LOCAL_TESTS = ("test_local_group.py", "test_gradient_bucket.py")
+LOCAL_TEST_LIMIT_S = 60.0
+PROCESS_TEST_LIMIT_S = 120.0
+MEMCHECK_LIMIT_S = 60.0
 BENCH_LIMITS_S = {
     "copy_rate": 15.0,
-    "pack_unpack": 60.0,
+    "pack_unpack": 55.0,
     "local_all_reduce": 60.0,
     "latency": 20.0,
-    "mixed_precision": 60.0,
+    "mixed_precision": 50.0,
     "shared_gpu": 40.0,
 }
 AFTER_BUILD_S = 480.0  # what all steps but the build may take together
-assert TEST_LIMIT_S + MEMCHECK_LIMIT_S + sum(BENCH_LIMITS_S.values()) <= AFTER_BUILD_S
 
 STAGES = ("build", "test", "memcheck", "bench", "report")
 MAX_JOBS = 16
@@ -105,6 +107,7 @@ def steps_of(args: argparse.Namespace, arch: str | None, rows_path: Path) -> lis
 def build_steps(args: argparse.Namespace, arch: str | None) -> list[Step]:
     """In place, for this GPU alone; a dry run only reads setup.py."""
     env = {"MAX_JOBS": str(min(MAX_JOBS, machine.num_cores())), "ROTA_CUDA": "1"}
+    env["PYTHONPATH"] = _paths()
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
     if args.dry_run:
         env["ROTA_CUDA"] = "0"
@@ -116,14 +119,20 @@ def build_steps(args: argparse.Namespace, arch: str | None) -> list[Step]:
 
 def test_steps(args: argparse.Namespace, arch: str | None) -> list[Step]:
     """All tests that need a GPU; on a machine without one they are only collected."""
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-p", "no:cacheprovider"]
+    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
     if args.device == "cpu":
-        command += ["--collect-only", "-q"]
+        pytest += ["--collect-only", "-q"]
     elif args.dry_run:
-        command += ["-m", "not torch_kernels"]
+        pytest += ["-m", "not torch_kernels"]
     else:
-        command += ["--durations", "5"]
-    return [Step("test", "test", command, TEST_LIMIT_S, {"PYTHONPATH": _paths("python")})]
+        pytest += ["--durations", "5"]
+    local_files = [f"tests/gpu/{name}" for name in LOCAL_TESTS]
+    others = ["tests/gpu", *(f"--ignore={file}" for file in local_files)]
+    env = {"PYTHONPATH": _paths("python")}
+    return [
+        Step("test", "test local ranks", [*pytest, *local_files], LOCAL_TEST_LIMIT_S, env),
+        Step("test", "test processes", [*pytest, *others], PROCESS_TEST_LIMIT_S, env),
+    ]
 
 
 def memcheck_steps(args: argparse.Namespace, arch: str | None) -> list[Step]:
@@ -160,9 +169,11 @@ def _benchmark_options(args: argparse.Namespace) -> list[str]:
 
 
 def _paths(*folders: str) -> str:
-    """These of the repository, before those that are given."""
-    given = os.environ.get("PYTHONPATH")
-    return os.pathsep.join([str(ROOT / folder) for folder in folders] + ([given] if given else []))
+    """These of the repository, before those that are given and not of it: modules of benchmarks/ and
+    of tests/ share names."""
+    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    others = [path for path in given if ROOT not in Path(path).resolve().parents]
+    return os.pathsep.join([*(str(ROOT / folder) for folder in folders), *others])
 
 
 class Record:

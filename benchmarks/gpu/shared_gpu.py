@@ -121,6 +121,9 @@ def work(peer: Peer, rank: int, store: str, sizes: list[int], is_cuda: bool, ite
                 torch.cuda.synchronize()
             sample_ns.append(perf_counter_ns() - start_ns)
         replies.append({"sample_ns": sample_ns, "num_wrong": num_wrong})
+    dist.barrier()  # a peer may still read what is this rank's
+    if is_cuda:
+        torch.cuda.synchronize()
     print(json.dumps(replies), flush=True)
     # Without a farewell: what a library leaves running must not hold the others up.
     os._exit(0)

@@ -7,6 +7,7 @@ in both.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -74,7 +75,7 @@ class Target(Protocol):
     def num_launches(self, body: Body) -> int | None:
         """Kernels that `body` launches; None where that cannot be seen."""
 
-    def local_group(self, world_size: int) -> LocalGroup: ...
+    def local_group(self, world_size: int, timeout_s: float = 10.0) -> LocalGroup: ...
     def gradient_bucket(
         self, gradients: Sequence[Tensor], wire_dtype: torch.dtype, block_scaling: bool | None
     ) -> GradientBucket: ...
@@ -122,12 +123,14 @@ class CudaTarget:
         kernels = [name for name in names if not name.startswith(("Memcpy", "Memset"))]
         return len(kernels) if names else None
 
-    def local_group(self, world_size: int) -> LocalGroup:
+    def local_group(self, world_size: int, timeout_s: float = 10.0) -> LocalGroup:
         """rota's own."""
         import rota
 
         group: Any = rota
-        made: LocalGroup = group.LocalGroup(world_size, self.device)
+        made: LocalGroup = group.LocalGroup(
+            world_size, self.device, timeout=timedelta(seconds=timeout_s)
+        )
         return made
 
     def gradient_bucket(
