@@ -44,8 +44,9 @@ def make_bucket(
     def keep(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buckets.append(bucket)
         # A future of a CUDA tensor has to know its device.
-        devices = [bucket.buffer().device] if bucket.buffer().is_cuda else None
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        device = bucket.buffer().device
+        devices = [device] if device.type == "cuda" else []
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[*devices])
         done.set_result(bucket.buffer())
         return done
 

@@ -169,8 +169,8 @@ def _benchmark_options(args: argparse.Namespace) -> list[str]:
 
 
 def _paths(*folders: str) -> str:
-    """These of the repository, before those that are given and not of it: modules of benchmarks/ and
-    of tests/ share names."""
+    """These of the repository, before those that are given and not of it: modules of benchmarks/
+    and of tests/ share names."""
     given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     others = [path for path in given if ROOT not in Path(path).resolve().parents]
     return os.pathsep.join([*(str(ROOT / folder) for folder in folders), *others])
