@@ -25,7 +25,8 @@ from torch import Tensor
 
 import report
 from arguments import FLOAT32_BYTES, Parser, parse_natural, parse_size
-from gpu.target import Body, Target, open_target
+from gpu import target
+from gpu.target import Body, Target
 from interleave import Measurement, Plan
 from protocol import Entry
 
@@ -76,9 +77,9 @@ class _Prepared:
 class Bench:
     """One run of one benchmark: where it runs, how much it measures, what it has found."""
 
-    def __init__(self, name: str, args: argparse.Namespace, target: Target) -> None:
+    def __init__(self, name: str, args: argparse.Namespace, on: Target) -> None:
         self.name = name
-        self.target = target
+        self.target = on
         self.sizes: list[int] = args.sizes
         self.plan = Plan(args.warmup, args.iters, args.repeats, check=True)
         self.rows: list[dict[str, Any]] = []
@@ -89,7 +90,7 @@ class Bench:
         self._rows_path: Path | None = args.rows
         generator = torch.Generator().manual_seed(0)
         # A prime number, so that no piece or shard begins where another does.
-        num_elems = 1021 if target.is_dry else 4_194_301
+        num_elems = 1021 if on.is_dry else 4_194_301
         self._numbers = torch.randn(num_elems, generator=generator)
         self._pools: dict[torch.dtype, Tensor] = {}
         self._large_copy: float | None = None
@@ -124,8 +125,8 @@ class Bench:
 
     @property
     def check_device(self) -> torch.device:
-        """Where results are compared: where torch can compute."""
-        return self.target.device if self.target.runs_torch_kernels else torch.device("cpu")
+        """Where results are compared: where that is fast, and surely possible."""
+        return torch.device("cpu") if self.target.is_dry else self.target.device
 
     # ---- what went wrong
 
@@ -392,8 +393,7 @@ def parse_arguments(doc: str | None, sizes: str, dry_sizes: str) -> argparse.Nam
     parser = Parser(doc)
     add = parser.add_argument
     add("--sizes", type=parse_sizes, help=f"default: {sizes}; in a dry run {dry_sizes}")
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only in a dry run")
-    add("--dry-run", action="store_true", help="few calls, small sizes, times made up")
+    target.add_arguments(parser)
     add("-n", "--iters", type=parse_natural(2), help="timed samples a turn (default: 10)")
     add("-w", "--warmup", type=parse_natural(1), help="untimed samples (default: 3)")
     add("--repeats", type=parse_natural(1), help="turns of each entry (default: 3)")
@@ -410,7 +410,7 @@ def parse_arguments(doc: str | None, sizes: str, dry_sizes: str) -> argparse.Nam
 def main(name: str, args: argparse.Namespace, benchmark: Callable[[Bench], None]) -> int:
     """Runs `benchmark`, prints its tables and the line of JSON; returns the exit status."""
     try:
-        bench = Bench(name, args, open_target(args.device, args.dry_run))
+        bench = Bench(name, args, target.open_target(args))
     except Exception as error:
         print(f"error: {name}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -13,7 +13,7 @@ status is 0 if no step failed.
 A dry run (--dry-run) does the same on a machine without a GPU: it collects the tests, and runs the
 benchmarks on stand-ins with made-up times; its record says so and goes to a temporary folder. With
 --device cuda it takes the GPU that CUDA finds for a simulated one: tests and benchmarks run on it,
-small, without kernels of torch's.
+small, and without kernels of torch's unless --torch-kernels says that it has them.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--commit", help="what is measured, where there is no git to ask")
     add("--dry-run", action="store_true", help="measure nothing; see above")
     add("--device", choices=("cuda", "cpu"), help="cpu, the default of a dry run: stand-ins")
+    add("--torch-kernels", action="store_true", help="the simulated GPU computes for torch too")
     add("--sizes", help="of all benchmarks, instead of each one's own, such as 1K,64M")
     args = parser.parse_args(arguments)
     args.device = args.device or ("cpu" if args.dry_run else "cuda")
@@ -122,7 +123,7 @@ def test_steps(args: argparse.Namespace, arch: str | None) -> list[Step]:
     pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
     if args.device == "cpu":
         pytest += ["--collect-only", "-q"]
-    elif args.dry_run:
+    elif args.dry_run and not args.torch_kernels:
         pytest += ["-m", "not torch_kernels"]
     else:
         pytest += ["--durations", "5"]
@@ -165,7 +166,8 @@ def bench_steps(args: argparse.Namespace, rows_path: Path) -> list[Step]:
 
 
 def _benchmark_options(args: argparse.Namespace) -> list[str]:
-    return ["--device", args.device, *(["--dry-run"] if args.dry_run else [])]
+    dry = ["--dry-run"] if args.dry_run else []
+    return ["--device", args.device, *dry, *(["--torch-kernels"] if args.torch_kernels else [])]
 
 
 def _paths(*folders: str) -> str:

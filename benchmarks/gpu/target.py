@@ -6,6 +6,7 @@ in both.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -84,7 +85,7 @@ class Target(Protocol):
 class CudaTarget:
     """The first GPU; a simulated one where `is_dry`."""
 
-    def __init__(self, is_dry: bool) -> None:
+    def __init__(self, is_dry: bool, runs_torch_kernels: bool) -> None:
         if not torch.cuda.is_available():
             raise RuntimeError(
                 "torch finds no GPU (torch.cuda.is_available() is False); check nvidia-smi and "
@@ -92,7 +93,7 @@ class CudaTarget:
             )
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.is_dry = is_dry
-        self.runs_torch_kernels = not is_dry
+        self.runs_torch_kernels = runs_torch_kernels
         self.clock: Clock = HostClock() if is_dry else CudaEvents()
         self.l2_bytes: int = torch.cuda.get_device_properties(self.device).L2_cache_size
 
@@ -146,15 +147,30 @@ class CudaTarget:
         return made
 
 
-def open_target(device: str, is_dry: bool) -> Target:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What says where a script runs."""
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only in a dry run")
+    add("--dry-run", action="store_true", help="few calls, small sizes, times made up")
+    add(
+        "--torch-kernels",
+        action="store_true",
+        help="in a dry run on cuda: the simulated GPU computes for torch too",
+    )
+
+
+def open_target(args: argparse.Namespace) -> Target:
     """The GPU, or, in a dry run on "cpu", what stands in for it.
+
+    Args:
+        args: those of `add_arguments`.
 
     Raises:
         RuntimeError: there is no such device, or a measurement was asked for on a CPU.
     """
-    if device == "cuda":
-        return CudaTarget(is_dry)
-    if not is_dry:
+    if args.device == "cuda":
+        return CudaTarget(args.dry_run, args.torch_kernels or not args.dry_run)
+    if not args.dry_run:
         raise RuntimeError("these benchmarks measure a GPU; only --dry-run runs on --device cpu")
     from gpu.dry import HostTarget
 

@@ -21,7 +21,7 @@ from arguments import Parser
 from gpu.frame import first_line
 from gpu.local_all_reduce import ALGORITHMS, GROUP_SIZE
 from gpu.pack_unpack import FORMATS
-from gpu.target import LocalGroup, Target, open_target
+from gpu.target import LocalGroup, Target, add_arguments, open_target
 
 RANKS = (2, 4)
 # Odd, so that the last chunk is short, and of several chunks; a multiple of every RANKS.
@@ -134,10 +134,8 @@ def buckets(target: Target) -> list[Stop]:
 def main() -> int:
     """The exit status: 0 if every result was right."""
     parser = Parser(__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--dry-run", action="store_true", help="results right, kernels made up")
-    args = parser.parse_args()
-    target = open_target(args.device, args.dry_run)
+    add_arguments(parser)
+    target = open_target(parser.parse_args())
     torch.set_num_threads(1)
     stops = buckets(target)
     for num_ranks in RANKS:
