@@ -19,7 +19,7 @@ SOURCES := $(shell find csrc -type f)
 MODULES := $(shell find python -name '*.py' -o -name '*.pyi')
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu')
 
-.PHONY: help venv test test-long check-cuda lint format bench bench-fused demo clean
+.PHONY: help venv test test-long check-cuda gpu gpu-dry lint format bench bench-fused demo clean
 
 help:
 	@echo "make demo        train a byte-level GPT data-parallel, rota beside Gloo"
@@ -28,6 +28,8 @@ help:
 	@echo "make check-cuda  build for CUDA without a GPU, check the machine code, run the CPU suite on it"
 	@echo "make bench       collectives (rota, Gloo, every MPI, memcpy), a DDP hook, news of failures"
 	@echo "make bench-fused the fused hook beside torch's: time, accuracy, convergence, bucket sizes"
+	@echo "make gpu         on a machine with an NVIDIA GPU: build, tests, memory checker, benchmarks"
+	@echo "make gpu-dry     every line of that which runs without a GPU"
 	@echo "make lint        formatters, linters and type checker"
 	@echo "make format      let the formatters rewrite the files"
 	@echo "make venv        only the set-up: $(VENV) with the extension built"
@@ -69,6 +71,14 @@ check-cuda: $(CUDA_VENV)/.built
 	$(CUDA_PYTHON) -m rota doctor
 	$(CUDA_PYTHON) tests/machine_code.py
 	$(CUDA_PYTHON) -m pytest -m "not no_extension"
+
+# With the python3 that is there, its torch and pytest, and no network. STAGES="build bench" chooses
+# stages, OUTPUT=folder takes all that it makes, COMMIT=name is for a copy without git.
+gpu:
+	PYTHONPATH=benchmarks python3 -m gpu.run $(if $(STAGES),--stages "$(STAGES)") $(if $(OUTPUT),--output "$(OUTPUT)") $(if $(COMMIT),--commit "$(COMMIT)")
+
+gpu-dry: venv
+	PYTHONPATH=benchmarks $(PYTHON) -m gpu.run --dry-run
 
 # An MPI that cannot be installed is left out of the run, which says so.
 bench: venv

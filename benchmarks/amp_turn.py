@@ -54,15 +54,16 @@ class Pipeline:
 
 
 def amp_call(
-    turn: Turn, rota: Any, group: dist.ProcessGroup | None
+    turn: Turn, rota: Any, group: dist.ProcessGroup | None, device: str = "cpu"
 ) -> tuple[Callable[[], object], int | None]:
     """The turn to time, and the number of wrong elements after a first one on random gradients.
 
     Args:
         rota: the module, None where it is not built.
         group: what torch's hook runs on.
+        device: where the bucket is.
     """
-    bucket = make_bucket(turn.num_elems)
+    bucket = make_bucket(turn.num_elems, device=device)
     gradient = bucket.buffer()
     # Where rota warns, it leaves the work to torch, whose time would pass for rota's.
     warnings.filterwarnings("error", message=r"rota\.")
@@ -100,7 +101,8 @@ def make_pipeline(
 
         return Pipeline(reduce, 1.0, optimizer)
 
-    loss = torch.zeros(())
+    device = bucket.buffer().device
+    loss = torch.zeros((), device=device)
     in_place = entry.api not in (FUSED, FUSED_UNSCALED)
     loss_scale = 0.5 if in_place else 1.0
     # A scale that grew would change the gradient.
@@ -108,7 +110,7 @@ def make_pipeline(
     if entry.api in (TORCH_AMP, ROTA_HOOK_TORCH_AMP):
         hooks = default_hooks if entry.api == TORCH_AMP else rota
         hook, state = hooks.fp16_compress_hook, group
-        scaler: Any = torch.amp.GradScaler("cpu", **options)
+        scaler: Any = torch.amp.GradScaler(device.type, **options)
         clip: Any = torch.nn.utils.clip_grad_norm_
         clip_options = {}
     else:
@@ -152,6 +154,7 @@ def count_wrong(
     if norm is not None:
         factor = min(1.0, max_norm / (float(norm) + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         num_wrong += not abs(float(norm) - exact_norm) <= norm_bound
+    exact, bound = exact.to(gradient.device), bound.to(gradient.device)
     divisor = float(getattr(pipeline.optimizer, "grad_scale", None) or 1.0)
     for part in gradient.split(PERIOD_ELEMS):
         here = slice(0, part.numel())

@@ -32,7 +32,9 @@ class OneParameter(torch.nn.Module):
 
 
 @lru_cache(maxsize=1)  # all entries take their turns on the same memory
-def make_bucket(num_elems: int, group: dist.ProcessGroup | None = None) -> GradBucket:
+def make_bucket(
+    num_elems: int, group: dist.ProcessGroup | None = None, device: str = "cpu"
+) -> GradBucket:
     """A float32 bucket as DDP hands it to a hook; nobody else can make a GradBucket.
 
     Its memory is the gradient of its one parameter, so a reduced bucket is a reduced gradient.
@@ -41,12 +43,15 @@ def make_bucket(num_elems: int, group: dist.ProcessGroup | None = None) -> GradB
 
     def keep(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buckets.append(bucket)
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        # A future of a CUDA tensor has to know its device.
+        device = bucket.buffer().device
+        devices = [device] if device.type == "cuda" else []
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[*devices])
         done.set_result(bucket.buffer())
         return done
 
     model = torch.nn.parallel.DistributedDataParallel(
-        OneParameter(num_elems), process_group=group, gradient_as_bucket_view=True
+        OneParameter(num_elems).to(device), process_group=group, gradient_as_bucket_view=True
     )
     model.register_comm_hook(None, keep)
     model().backward()

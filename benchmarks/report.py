@@ -120,9 +120,9 @@ def print_times(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     for num_bytes, at_size in groupby(rows, key=lambda row: row["num_bytes"]):
         for cells in at_size:
             table.add_row(
-                _bytes(num_bytes),
+                format_bytes(num_bytes),
                 cells["label"],
-                *(_time(cells[key]) for key in ("p50_us", "min_us", "p99_us")),
+                *(format_time(cells[key]) for key in ("p50_us", "min_us", "p99_us")),
                 *(_bandwidth(cells[key]) for key in ("algbw_gb_per_s", "busbw_gb_per_s")),
                 _wrong(cells["num_wrong"]),
                 str(cells["batch"]),
@@ -150,7 +150,7 @@ def print_speedups(console: Console, ratios: Sequence[Ratio]) -> None:
     for num_bytes, at_size in groupby(ratios, key=lambda ratio: ratio.num_bytes):
         for entry, of_entry in groupby(at_size, key=lambda ratio: ratio.entry):
             cells = {ratio.against: _speedup(ratio) for ratio in of_entry}
-            table.add_row(_bytes(num_bytes), entry, *(cells[peer] for peer in peers))
+            table.add_row(format_bytes(num_bytes), entry, *(cells[peer] for peer in peers))
     console.print(table)
 
 
@@ -198,11 +198,11 @@ def draw(path: Path, measurements: Sequence[Measurement], title: str, subtitle: 
 
 def _label_sizes(axes: Axes, sizes: Sequence[int]) -> None:
     every = -(-len(sizes) // 14)  # more labels than this overlap
-    axes.set_xticks(sizes[::every], [_bytes(size) for size in sizes[::every]])
+    axes.set_xticks(sizes[::every], [format_bytes(size) for size in sizes[::every]])
     axes.minorticks_off()
 
 
-def _bytes(num_bytes: int) -> str:
+def format_bytes(num_bytes: int) -> str:
     """4, 64K, 1M: as on the command line."""
     if num_bytes == 0:
         return "-"
@@ -212,7 +212,8 @@ def _bytes(num_bytes: int) -> str:
     return str(num_bytes)
 
 
-def _time(time_us: float) -> str:
+def format_time(time_us: float) -> str:
+    """Four digits of µs."""
     return f"{time_us:.0f}" if time_us >= 1000 else f"{time_us:.4g}"
 
 

@@ -14,7 +14,8 @@ def spread(tile: torch.Tensor, num_elems: int) -> torch.Tensor:
 
 def fill_with_input(buffer: torch.Tensor, rank: int, world_size: int, seed: int) -> None:
     """Writes what `rank` contributes."""
-    tile = torch.from_numpy(exact.input_tile(rank, world_size, seed)).to(buffer.dtype)
+    tile = torch.from_numpy(exact.input_tile(rank, world_size, seed))
+    tile = tile.to(buffer.device, buffer.dtype)
     buffer.copy_(spread(tile, buffer.numel()))
 
 
@@ -23,6 +24,6 @@ def count_wrong(result: torch.Tensor, op: str, world_size: int, seed: int, divis
     tiles = exact.expected_tiles(op, world_size, seed)
     num_wrong = 0
     for part, tile in zip(result.chunk(len(tiles)), tiles, strict=True):
-        expected = (torch.from_numpy(tile) / divisor).to(part.dtype)
+        expected = (torch.from_numpy(tile) / divisor).to(part.device, part.dtype)
         num_wrong += int((part != spread(expected, part.numel())).sum())
     return num_wrong

@@ -1,0 +1,80 @@
+"""What the tests of this folder share: data that the CPU has made, on the GPU and back.
+
+All ranks are on the first GPU, as processes or as local ranks of one. Except for the tests that are
+marked torch_kernels, nothing here has torch compute on the GPU, so they run on a simulated one too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+import rota
+from oracle import assert_same, round_to, to_numpy
+from ranks import Rank
+
+DEVICE = torch.device("cuda", 0)
+CANARY_ELEMS = 64
+CANARY = 1
+# Around the ends of 16-byte accesses, of a block's share, of granules, tiles and shards.
+SIZES = (0, 1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 511, 512, 513, 2049, 65_537, 300_007)
+
+
+class Guarded:
+    """A tensor on the GPU that starts `offset` elements into its storage, with canaries around."""
+
+    def __init__(self, source: torch.Tensor, offset: int = 0) -> None:
+        self._num_elems, self._offset = source.numel(), offset
+        storage = torch.full((offset + source.numel() + CANARY_ELEMS,), CANARY).to(source.dtype)
+        storage[offset : offset + source.numel()] = source
+        self._storage = storage.to(DEVICE)
+        self.tensor = self._storage[offset : offset + source.numel()]
+
+    def get(self, case: str) -> torch.Tensor:
+        """What is there now, on the CPU."""
+        storage = self._storage.cpu()
+        around = [storage[: self._offset], storage[self._offset + self._num_elems :]]
+        for canaries in around:
+            if canaries.to(torch.float64).ne(CANARY).any():
+                raise AssertionError(f"{case}: memory around the tensor was written")
+        return storage[self._offset : self._offset + self._num_elems]
+
+
+def check_each(
+    guarded: Sequence[Guarded], expected: torch.Tensor | Sequence[torch.Tensor], case: str
+) -> None:
+    """The tensor of each rank has the expected bits: the same on all, or one for each rank."""
+    for rank, one in enumerate(guarded):
+        wanted = expected if isinstance(expected, torch.Tensor) else expected[rank]
+        assert_same(one.get(f"{case}, rank {rank}"), wanted, f"{case}, rank {rank}")
+
+
+def grouped_sum(inputs: Sequence[torch.Tensor], op: str, group_size: int) -> torch.Tensor:
+    """Sums in ascending rank inside each group, then over the groups, in the accumulate dtype."""
+    dtype = inputs[0].dtype
+    accumulate = "float64" if dtype == torch.float64 else "float32"
+    values = [to_numpy(tensor).astype(accumulate) for tensor in inputs]
+    groups = [values[i : i + group_size] for i in range(0, len(values), group_size)]
+    totals = [functools.reduce(lambda a, b: a + b, group) for group in groups]
+    total = functools.reduce(lambda a, b: a + b, totals)
+    if op == "avg":
+        total = total / total.dtype.type(len(inputs))
+    return torch.from_numpy(round_to(total, dtype)).to(dtype)
+
+
+def connect(rank: Rank, *, timeout_s: float | None = None) -> rota.Communicator:
+    """A communicator whose GPU is connected."""
+    torch.cuda.set_device(DEVICE)
+    communicator = rank.communicator(timeout_s=timeout_s)
+    communicator.connect_device(DEVICE)
+    return communicator
+
+
+def capture(body: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A graph of what `body` queues."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        body()
+    return graph

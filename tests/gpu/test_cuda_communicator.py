@@ -1,0 +1,321 @@
+"""rota.Communicator on CUDA tensors: the bits that the same communicator gives on CPU tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import rota
+from bucket_oracle import BUCKET_DTYPES, FORMATS, Format
+from on_gpu import DEVICE, Guarded, capture, connect
+from oracle import (
+    DTYPES,
+    assert_same,
+    exact,
+    exact_inputs,
+    name_of,
+    ops_of,
+    random_inputs,
+    random_patterns,
+)
+from ranks import Rank, run_ranks
+
+# Processes on one GPU run in time slices, so each collective takes milliseconds: few sizes.
+SIZES = (0, 1, 5, 513, 66_001)
+CANONICAL = ("auto", "low_latency", "one_shot", "two_shot", "ordered_ring")
+MAX_LOW_LATENCY_BYTES = 8192
+TIMEOUT_S = 40.0
+
+worlds = pytest.mark.parametrize("world_size", [1, 2, 3, 4], ids="ws{}".format)
+
+
+def same_on_both(
+    comm: rota.Communicator, source: torch.Tensor, case: str, algorithm: str, **options: Any
+) -> None:
+    """All-reduces `source` on the CPU and on the GPU, and compares."""
+    on_cpu = source.clone()
+    on_gpu = Guarded(source)
+    on_cpus_algorithm = "one_shot" if algorithm == "low_latency" else algorithm
+    comm.all_reduce(on_cpu, algorithm=on_cpus_algorithm, **options)
+    comm.all_reduce(on_gpu.tensor, algorithm=algorithm, **options)
+    assert_same(on_gpu.get(case), on_cpu, case)
+
+
+def reduce_every_dtype(rank: Rank, dtypes: tuple[torch.dtype, ...]) -> None:
+    comm = connect(rank)
+    for dtype in dtypes:
+        for algorithm in (*CANONICAL, "ring"):
+            for size in SIZES:
+                if algorithm == "low_latency" and size * dtype.itemsize > MAX_LOW_LATENCY_BYTES:
+                    continue
+                make = exact_inputs if algorithm == "ring" else random_inputs
+                source = make(rank.world_size, size, dtype)[rank.rank]
+                case = f"{name_of(dtype)} {algorithm} size {size}"
+                same_on_both(comm, source, case, algorithm, op="sum")
+        for op in ops_of(dtype)[1:]:
+            source = random_patterns(rank.world_size, 1025, dtype)[rank.rank]
+            same_on_both(comm, source, f"{name_of(dtype)} {op}", "auto", op=op)
+
+
+@pytest.mark.parametrize("dtypes", [DTYPES[:4], DTYPES[4:]], ids=["floats", "integers"])
+@worlds
+def test_cuda_all_reduce_gives_the_bits_of_the_cpu(
+    world_size: int, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    run_ranks(world_size, reduce_every_dtype, dtypes, timeout_s=TIMEOUT_S)
+
+
+def reduce_with_wires(rank: Rank) -> None:
+    comm = connect(rank)
+    wires = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+    for wire_dtype in wires:
+        for op in ("sum", "avg"):
+            source = random_inputs(rank.world_size, 5001, torch.float32)[rank.rank]
+            case = f"{name_of(wire_dtype)} {op}"
+            same_on_both(comm, source, case, "auto", op=op, wire_dtype=wire_dtype)
+
+
+@pytest.mark.parametrize("world_size", [2, 3], ids="ws{}".format)
+def test_cuda_all_reduce_with_a_wire_dtype_gives_the_bits_of_the_cpu(world_size: int) -> None:
+    run_ranks(world_size, reduce_with_wires, timeout_s=TIMEOUT_S)
+
+
+def move(rank: Rank) -> None:
+    comm = connect(rank)
+    for dtype in (torch.float32, torch.float16, torch.int64, torch.bool):
+        for size in SIZES:
+            case = f"{name_of(dtype)} size {size}"
+            inputs = random_patterns(rank.world_size, size, dtype)
+            root = rank.world_size - 1
+            sent = Guarded(inputs[rank.rank])
+            comm.broadcast(sent.tensor, root)
+            assert_same(sent.get(case), inputs[root], f"broadcast {case}")
+            gathered = Guarded(torch.zeros(size * rank.world_size).to(dtype))
+            comm.all_gather(gathered.tensor, inputs[rank.rank].to(DEVICE))
+            assert_same(gathered.get(case), torch.cat(inputs), f"all_gather {case}")
+        comm.barrier()
+
+
+@worlds
+def test_cuda_broadcast_and_all_gather_move_every_bit(world_size: int) -> None:
+    run_ranks(world_size, move, timeout_s=TIMEOUT_S)
+
+
+# ---- gradient buckets
+
+
+def reduce_bucket_on_both(
+    rank: Rank,
+    comm: rota.Communicator,
+    wire: Format,
+    dtype: torch.dtype,
+    num_elems: int,
+    *,
+    with_residual: bool = False,
+    **options: Any,
+) -> None:
+    source = random_inputs(rank.world_size, num_elems, torch.float32)[rank.rank].to(dtype)
+    if num_elems > 1000:
+        source[17 * rank.rank + 3] = math.inf if num_elems % 2 else 1e-9
+    results = []
+    for device in ("cpu", DEVICE):
+        bucket = source.clone().to(device)
+        stats = torch.full((2,), -1.0, dtype=torch.float64).to(device)
+        residual = torch.linspace(-1e-3, 1e-3, num_elems).to(device) if with_residual else None
+        for turn in range(2 if with_residual else 1):
+            comm.reduce_bucket(
+                bucket,
+                stats,
+                wire_dtype=wire.dtype,
+                block_scaling=wire.block_scaling,
+                residual=residual,
+                divisor=float(rank.world_size),
+                **(
+                    options
+                    | ({"stochastic_seed": 7 + turn} if "stochastic_seed" in options else {})
+                ),
+            )
+        results.append((bucket.cpu(), stats.cpu(), None if residual is None else residual.cpu()))
+    (on_cpu, cpu_stats, cpu_residual), (on_gpu, gpu_stats, gpu_residual) = results
+    case = f"{wire} {name_of(dtype)} {num_elems} {options}"
+    assert_same(on_gpu, on_cpu, case)
+    assert gpu_stats[0] == cpu_stats[0], case
+    if cpu_stats[0] == 0:
+        assert math.isclose(gpu_stats[1], cpu_stats[1], rel_tol=1e-12), case
+    else:
+        assert not math.isfinite(gpu_stats[1]), case
+    if cpu_residual is not None and gpu_residual is not None:
+        assert_same(gpu_residual, cpu_residual, f"residual of {case}")
+
+
+def reduce_buckets(rank: Rank) -> None:
+    comm = connect(rank)
+    for wire in FORMATS:
+        for num_elems in (1, 513, 40_001):
+            reduce_bucket_on_both(
+                rank, comm, wire, torch.float32, num_elems, result_factor=1 / 1024
+            )
+    for dtype in BUCKET_DTYPES:
+        reduce_bucket_on_both(rank, comm, Format(torch.float16, True), dtype, 5001)
+    for algorithm in ("one_shot", "two_shot", "ordered_ring"):
+        wire = Format(torch.float8_e4m3fn, True)
+        reduce_bucket_on_both(rank, comm, wire, torch.float32, 40_001, algorithm=algorithm)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3], ids="ws{}".format)
+def test_cuda_reduce_bucket_gives_the_bits_of_the_cpu(world_size: int) -> None:
+    run_ranks(world_size, reduce_buckets, timeout_s=TIMEOUT_S)
+
+
+def reduce_with_memory(rank: Rank) -> None:
+    comm = connect(rank)
+    for wire in FORMATS[1:]:
+        reduce_bucket_on_both(rank, comm, wire, torch.float32, 5000, with_residual=True)
+        reduce_bucket_on_both(rank, comm, wire, torch.float32, 5000, stochastic_seed=7)
+
+
+@pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
+def test_cuda_error_feedback_and_stochastic_rounding_give_the_bits_of_the_cpu(
+    world_size: int,
+) -> None:
+    run_ranks(world_size, reduce_with_memory, timeout_s=TIMEOUT_S)
+
+
+# ---- streams, futures, graphs
+
+
+def reduce_in_order(rank: Rank) -> None:
+    """Nothing waits on the host between what fills a tensor, reduces it and reads it."""
+    comm = connect(rank)
+    size = 3000
+    inputs = [tensor.pin_memory() for tensor in exact_inputs(rank.world_size, size, torch.float32)]
+    expected = exact(inputs, "sum")
+    tensor = torch.zeros(size).to(DEVICE)
+    results = {mode: torch.empty(size).pin_memory() for mode in ("blocking", "work", "future")}
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for mode, result in results.items():
+            tensor.copy_(inputs[rank.rank], non_blocking=True)
+            if mode == "blocking":
+                comm.all_reduce(tensor)
+            elif mode == "work":
+                comm.all_reduce(tensor, async_op=True).wait()
+            else:
+                future = comm.all_reduce_future(tensor, "sum", None)
+                assert future.wait().data_ptr() == tensor.data_ptr()
+            result.copy_(tensor, non_blocking=True)
+    stream.synchronize()
+    for mode, result in results.items():
+        assert_same(result, expected, mode)
+
+
+@pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
+def test_cuda_all_reduce_is_ordered_with_the_current_stream(world_size: int) -> None:
+    run_ranks(world_size, reduce_in_order, timeout_s=TIMEOUT_S)
+
+
+def replay(rank: Rank) -> None:
+    comm = connect(rank)
+    for algorithm in ("auto", "low_latency", "two_shot"):
+        replay_algorithm(rank, comm, algorithm)
+
+
+def replay_algorithm(rank: Rank, comm: rota.Communicator, algorithm: str) -> None:
+    size = 1500
+    tensor = torch.zeros(size).to(DEVICE)
+    comm.all_reduce(tensor, "sum", algorithm)
+
+    def twice() -> None:
+        comm.all_reduce(tensor, "sum", algorithm)
+        comm.all_reduce(tensor, "sum", algorithm)
+
+    graph = capture(twice)
+    for turn in range(4):
+        inputs = [source + turn for source in exact_inputs(rank.world_size, size, torch.float32)]
+        tensor.copy_(inputs[rank.rank])
+        graph.replay()
+        factor = rank.world_size
+        if turn % 2:  # outside of the graph, in between
+            comm.all_reduce(tensor, "sum", algorithm)
+            factor *= rank.world_size
+        assert_same(tensor.cpu(), exact(inputs, "sum") * factor, f"{algorithm}, replay {turn}")
+
+
+@pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
+def test_cuda_all_reduce_replays_with_other_values(world_size: int) -> None:
+    run_ranks(world_size, replay, timeout_s=TIMEOUT_S)
+
+
+def compile_step(rank: Rank) -> None:
+    comm = connect(rank)
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        doubled = batch * 2
+        comm.all_reduce(doubled)
+        return doubled + 1
+
+    # Without a compiler behind it, which would take most of a minute.
+    compiled = torch.compile(step, backend="aot_eager")
+    for turn in range(3):
+        inputs = [source + turn for source in exact_inputs(rank.world_size, 700, torch.float32)]
+        got = compiled(inputs[rank.rank].to(DEVICE))
+        assert_same(got.cpu(), exact(inputs, "sum") * 2 + 1, f"turn {turn}")
+
+
+@pytest.mark.torch_kernels
+@pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
+def test_cuda_all_reduce_in_a_compiled_function_is_right(world_size: int) -> None:
+    run_ranks(world_size, compile_step, timeout_s=TIMEOUT_S)
+
+
+# ---- backend
+
+
+def use_backend(rank: Rank) -> None:
+    torch.cuda.set_device(DEVICE)
+    rank.init("rota")
+    world_size, own = rank.world_size, rank.rank
+    inputs = exact_inputs(world_size, 6 * world_size, torch.float32)
+    total = exact(inputs, "sum")
+
+    tensor = inputs[own].to(DEVICE)
+    dist.all_reduce(tensor)
+    assert_same(tensor.cpu(), total, "all_reduce")
+    tensor = inputs[own].to(DEVICE)
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    work.wait()
+    assert_same(tensor.cpu(), total, "all_reduce, async")
+
+    tensor = inputs[own].to(DEVICE)
+    dist.broadcast(tensor, world_size - 1)
+    assert_same(tensor.cpu(), inputs[-1], "broadcast")
+
+    gathered = torch.zeros(6 * world_size * world_size).to(DEVICE)
+    dist.all_gather_into_tensor(gathered, inputs[own].to(DEVICE))
+    assert_same(gathered.cpu(), torch.cat(inputs), "all_gather_into_tensor")
+
+    piece = torch.zeros(6).to(DEVICE)
+    dist.reduce_scatter_tensor(piece, inputs[own].to(DEVICE))
+    assert_same(piece.cpu(), total[6 * own : 6 * own + 6], "reduce_scatter_tensor")
+
+    if world_size > 1:
+        tensor = inputs[own].to(DEVICE)
+        if own == 0:
+            dist.send(tensor, 1)
+        elif own == 1:
+            dist.recv(tensor, 0)
+            assert_same(tensor.cpu(), inputs[0], "recv")
+    on_cpu = inputs[own].clone()
+    dist.all_reduce(on_cpu)
+    assert_same(on_cpu, total, "all_reduce of CPU tensors")
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3], ids="ws{}".format)
+def test_backend_rota_takes_cuda_and_cpu_tensors(world_size: int) -> None:
+    run_ranks(world_size, use_backend, timeout_s=TIMEOUT_S)

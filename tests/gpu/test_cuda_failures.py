@@ -1,0 +1,196 @@
+"""What goes wrong between ranks on GPUs: an exception that names it, never a hang."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from on_gpu import DEVICE, connect
+from oracle import assert_same, exact, exact_inputs
+from ranks import Rank, Ranks, error_of, run_ranks
+
+FOREVER = 10**9
+WARM_UP = 5
+PROMPT_S = 10.0  # far from the time-out below; death is to show in milliseconds
+TIMEOUT_S = 25.0
+
+
+def until_error(call: Callable[[], object]) -> tuple[str, str]:
+    """Calls queue work; what went wrong shows in one of the next calls, or in waiting."""
+
+    def loop() -> None:
+        for _ in range(FOREVER):
+            call()
+            torch.cuda.synchronize()
+
+    return error_of(loop)
+
+
+def reduce_until_error(rank: Rank, algorithm: str) -> list[tuple[str, str]]:
+    comm = connect(rank, timeout_s=TIMEOUT_S)
+    tensor = torch.zeros(2000).to(DEVICE)
+    for _ in range(WARM_UP):
+        comm.all_reduce(tensor, "sum", algorithm)
+    torch.cuda.synchronize()
+    rank.tell()
+    first = until_error(lambda: comm.all_reduce(tensor, "sum", algorithm))
+    return [first, error_of(lambda: comm.all_reduce(tensor)), error_of(comm.barrier)]
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "low_latency", "two_shot", "ring"])
+def test_cuda_peer_killed_during_all_reduce_raises_peer_failed(algorithm: str) -> None:
+    with Ranks(2, reduce_until_error, algorithm, timeout_s=40.0) as ranks:
+        ranks.hear(0)
+        ranks.hear(1)
+        started = time.monotonic()
+        ranks.kill(1)
+        (error, text), *later = ranks.results(killed=[1])[0]
+        assert time.monotonic() - started < PROMPT_S
+        pid = ranks.pid(1)
+    assert error == "PeerFailed", text
+    assert f"rank 1 (pid {pid})" in text
+    for later_error, later_text in later:
+        assert later_error == "PeerFailed", later_text
+
+
+def wait_for_late_rank(rank: Rank) -> list[tuple[str, str]]:
+    comm = connect(rank, timeout_s=1.0)
+    tensor = torch.zeros(2000).to(DEVICE)
+    comm.all_reduce(tensor)
+    torch.cuda.synchronize()
+    if rank.rank == 1:
+        rank.hear()
+        return []
+    errors = [until_error(lambda: comm.all_reduce(tensor)), error_of(comm.barrier)]
+    rank.tell()
+    return errors
+
+
+def test_cuda_late_rank_is_a_timeout_that_names_it() -> None:
+    with Ranks(2, wait_for_late_rank, timeout_s=40.0) as ranks:
+        ranks.hear(0)
+        ranks.tell(1)
+        (error, text), (later_error, later_text) = ranks.results()[0]
+    assert error == "Timeout", text
+    assert "rank 1" in text and "rank 0/2" in text
+    assert later_error == "Timeout", later_text
+
+
+DISAGREEMENTS = ("size", "dtype", "op", "collective", "root")
+
+
+def disagree(rank: Rank) -> list[tuple[str, str]]:
+    return [disagree_on(rank, what) for what in DISAGREEMENTS]
+
+
+def disagree_on(rank: Rank, what: str) -> tuple[str, str]:
+    comm = connect(rank, timeout_s=TIMEOUT_S)
+    odd = rank.rank == 1
+    tensor = torch.zeros(9 if odd and what == "size" else 8).to(DEVICE)
+    if odd and what == "dtype":
+        tensor = torch.zeros(8, dtype=torch.float64).to(DEVICE)
+    calls: dict[str, Callable[[], object]] = {
+        "size": lambda: comm.all_reduce(tensor),
+        "dtype": lambda: comm.all_reduce(tensor),
+        "op": lambda: comm.all_reduce(tensor, "max" if odd else "sum"),
+        "collective": lambda: comm.broadcast(tensor) if odd else comm.all_reduce(tensor),
+        "root": lambda: comm.broadcast(tensor, rank.rank),
+    }
+
+    def call() -> None:
+        calls[what]()
+        torch.cuda.synchronize()
+        comm.barrier()  # at the latest
+
+    return error_of(call)
+
+
+def test_cuda_ranks_that_disagree_raise_mismatch() -> None:
+    for of_rank in run_ranks(2, disagree):
+        for what, (error, text) in zip(DISAGREEMENTS, of_rank, strict=True):
+            assert error == "Mismatch", (what, text)
+            assert "rank 0 called" in text and "rank 1 called" in text, (what, text)
+
+
+# ---- bad input
+
+
+def capture_too_early(rank: Rank) -> tuple[str, str]:
+    torch.cuda.set_device(DEVICE)
+    comm = rank.communicator()
+    tensor = torch.zeros(8).to(DEVICE)
+    graph = torch.cuda.CUDAGraph()
+
+    def capture() -> None:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            comm.all_reduce(tensor)
+
+    return error_of(capture)
+
+
+@pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
+def test_cuda_capture_before_connect_device_says_what_to_do(world_size: int) -> None:
+    for error, text in run_ranks(world_size, capture_too_early):
+        assert error in ("RotaError", "TransportError", "ValueError"), text
+        assert "connect_device" in text
+
+
+def use_badly(rank: Rank) -> None:
+    comm = connect(rank)
+    on_gpu, on_cpu = torch.zeros(8).to(DEVICE), torch.zeros(8)
+    stats = torch.zeros(2, dtype=torch.float64)
+    bucket_options = {"wire_dtype": torch.float16, "block_scaling": True}
+    bad_calls: dict[str, Callable[[], object]] = {
+        "unknown algorithm": lambda: comm.all_reduce(on_gpu, "sum", "quick"),
+        "unknown op": lambda: comm.all_reduce(on_gpu, "mean"),
+        "low_latency on the CPU": lambda: comm.all_reduce(on_cpu, "sum", "low_latency"),
+        "gather onto the CPU": lambda: comm.all_gather(torch.zeros(16), on_gpu),
+        "stats on the CPU": lambda: comm.reduce_bucket(on_gpu, stats, **bucket_options),
+        "complex": lambda: comm.all_reduce(torch.zeros(8, dtype=torch.complex64).to(DEVICE)),
+        "another device": lambda: comm.connect_device("cpu"),
+        "no such device": lambda: comm.connect_device(f"cuda:{torch.cuda.device_count()}"),
+    }
+    for what, call in bad_calls.items():
+        error, text = error_of(call)
+        assert error in ("ValueError", "TypeError", "RotaError", "TransportError"), (what, text)
+        assert "rota" in text, (what, text)
+    # Nothing has moved: the group goes on.
+    inputs = exact_inputs(rank.world_size, 100, torch.float32)
+    tensor = inputs[rank.rank].to(DEVICE)
+    comm.all_reduce(tensor)
+    assert_same(tensor.cpu(), exact(inputs, "sum"), "after refusals")
+
+
+def test_cuda_bad_arguments_are_refused_before_anything_moves() -> None:
+    run_ranks(2, use_badly)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_cuda_tensor_of_another_gpu_is_refused() -> None:
+    run_ranks(2, use_other_gpu)
+
+
+def use_other_gpu(rank: Rank) -> None:
+    comm = connect(rank)
+    error, text = error_of(lambda: comm.all_reduce(torch.zeros(8).to("cuda:1")))
+    assert error in ("ValueError", "RotaError"), text
+    assert "cuda:1" in text and "cuda:0" in text
+
+
+def close_and_start_over(rank: Rank) -> None:
+    for _ in range(2):
+        comm = connect(rank)
+        inputs = exact_inputs(rank.world_size, 100, torch.float32)
+        tensor = inputs[rank.rank].to(DEVICE)
+        comm.all_reduce(tensor)
+        assert_same(tensor.cpu(), exact(inputs, "sum"), "of a new communicator")
+        comm.close()
+        error, text = error_of(lambda comm=comm, tensor=tensor: comm.all_reduce(tensor))
+        assert error == "RotaError", text
+
+
+def test_cuda_communicators_can_be_closed_and_made_anew() -> None:
+    run_ranks(2, close_and_start_over)

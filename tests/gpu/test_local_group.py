@@ -1,0 +1,298 @@
+"""rota.LocalGroup: ranks of one process on one GPU, against the CPU's bits."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+
+import rota
+from on_gpu import DEVICE, SIZES, Guarded, capture, check_each, grouped_sum
+from oracle import (
+    DTYPES,
+    FLOAT8_DTYPES,
+    FLOAT_DTYPES,
+    contract,
+    exact,
+    exact_inputs,
+    name_of,
+    ops_of,
+    random_inputs,
+    random_patterns,
+)
+from ranks import error_of
+
+CANONICAL = ("auto", "low_latency", "one_shot", "two_shot", "two_shot_in_place", "ordered_ring")
+ALGORITHMS = (*CANONICAL, "ring")
+MAX_LOW_LATENCY_BYTES = 8192
+WORLDS = (2, 3, 4)
+
+
+GroupOf = Callable[[int], "rota.LocalGroup"]
+
+
+@pytest.fixture(scope="module")
+def group_of() -> GroupOf:
+    """One group for each number of ranks: the tests use them in turn, so they see old flags."""
+    groups: dict[int, rota.LocalGroup] = {}
+
+    def get(world_size: int) -> rota.LocalGroup:
+        if world_size not in groups:
+            groups[world_size] = rota.LocalGroup(world_size, DEVICE)
+        return groups[world_size]
+
+    return get
+
+
+worlds = pytest.mark.parametrize("world_size", WORLDS, ids="ws{}".format)
+
+
+@functools.cache
+def known(
+    world_size: int, size: int, dtype: torch.dtype, op: str
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Exact inputs, and their result; they serve many tests, none of which may write them."""
+    inputs = exact_inputs(world_size, size, dtype, op)
+    return inputs, exact(inputs, op)
+
+
+def fits(algorithm: str, size: int, dtype: torch.dtype) -> bool:
+    return algorithm != "low_latency" or size * dtype.itemsize <= MAX_LOW_LATENCY_BYTES
+
+
+def test_local_group_says_what_it_is(group_of: GroupOf) -> None:
+    group = group_of(2)
+    assert group.world_size == 2
+    assert torch.device(group.device) == DEVICE
+    assert group.num_channels >= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@worlds
+def test_local_all_reduce_every_size_and_op_equals_oracle(
+    group_of: GroupOf, world_size: int, algorithm: str, dtype: torch.dtype
+) -> None:
+    group = group_of(world_size)
+    for op in ops_of(dtype):
+        sizes = SIZES if op == "sum" else (513, 65_537)
+        inputs, expected = known(world_size, max(sizes), dtype, op)
+        for size in sizes:
+            if not fits(algorithm, size, dtype):
+                continue
+            guarded = [Guarded(tensor[:size]) for tensor in inputs]
+            group.all_reduce([one.tensor for one in guarded], op, algorithm)
+            check_each(guarded, expected[:size], f"{op} {algorithm} size {size}")
+
+
+@pytest.mark.parametrize("dtype", (*FLOAT_DTYPES, *FLOAT8_DTYPES), ids=name_of)
+@pytest.mark.parametrize("algorithm", CANONICAL)
+@worlds
+def test_local_all_reduce_random_inputs_follow_contract(
+    group_of: GroupOf, world_size: int, algorithm: str, dtype: torch.dtype
+) -> None:
+    group = group_of(world_size)
+    makers = [random_patterns] if dtype in FLOAT8_DTYPES else [random_inputs, random_patterns]
+    for make in makers:
+        for size in (1023, 66_001):
+            if not fits(algorithm, size, dtype):
+                continue
+            inputs = make(world_size, size, dtype)
+            for op in ("sum", "avg"):
+                guarded = [Guarded(tensor) for tensor in inputs]
+                group.all_reduce([one.tensor for one in guarded], op, algorithm)
+                case = f"{op} {algorithm} size {size} {make.__name__}"
+                check_each(guarded, contract(inputs, op), case)
+
+
+@pytest.mark.parametrize("offset", [1, 3, 8])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_local_all_reduce_misaligned_storage_equals_oracle(
+    group_of: GroupOf, algorithm: str, offset: int
+) -> None:
+    for dtype in (torch.float16, torch.float32, torch.int8):
+        inputs = exact_inputs(3, 2049, dtype)
+        guarded = [Guarded(tensor, offset + rank) for rank, tensor in enumerate(inputs)]
+        group_of(3).all_reduce([one.tensor for one in guarded], "sum", algorithm)
+        check_each(guarded, exact(inputs, "sum"), f"{algorithm} {dtype} offset {offset}")
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=name_of)
+@pytest.mark.parametrize("group_size", [1, 2, 4])
+def test_local_hierarchical_all_reduce_sums_groups_first(
+    group_of: GroupOf, group_size: int, dtype: torch.dtype
+) -> None:
+    for size in (1, 513, 66_001):
+        inputs = random_inputs(4, size, dtype)
+        for op in ("sum", "avg"):
+            guarded = [Guarded(tensor) for tensor in inputs]
+            tensors = [one.tensor for one in guarded]
+            group_of(4).all_reduce(tensors, op, "hierarchical", group_size=group_size)
+            expected = grouped_sum(inputs, op, group_size)
+            check_each(guarded, expected, f"{op} size {size} groups of {group_size}")
+
+
+@worlds
+def test_local_copying_collectives_move_every_bit(group_of: GroupOf, world_size: int) -> None:
+    group = group_of(world_size)
+    for dtype in (torch.float32, torch.float16, torch.int64, torch.uint8):
+        for size in (0, 1, 5, 513, 66_001):
+            case = f"{dtype} size {size}"
+            inputs = random_patterns(world_size, size, dtype)
+            on_gpu = [Guarded(tensor) for tensor in inputs]
+            outputs = [Guarded(torch.zeros(size * world_size, dtype=dtype)) for _ in inputs]
+            group.all_gather([one.tensor for one in outputs], [one.tensor for one in on_gpu])
+            check_each(outputs, torch.cat(inputs), f"all_gather {case}")
+            check_each(on_gpu, inputs, f"all_gather's inputs {case}")
+
+            root = world_size - 1
+            group.broadcast([one.tensor for one in on_gpu], root)
+            check_each(on_gpu, inputs[root], f"broadcast {case}")
+
+            pair = [Guarded(tensor) for tensor in inputs]
+            group.send_recv(0, root, [one.tensor for one in pair])
+            check_each(pair, [*inputs[:root], inputs[0]], f"send_recv {case}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@worlds
+def test_local_reduce_scatter_gives_each_rank_its_piece(
+    group_of: GroupOf, world_size: int, dtype: torch.dtype
+) -> None:
+    for size in (0, 1, 5, 513, 22_001):
+        inputs = exact_inputs(world_size, size * world_size, dtype)
+        outputs = [Guarded(torch.zeros(size).to(dtype)) for _ in inputs]
+        on_gpu = [Guarded(tensor) for tensor in inputs]
+        group_of(world_size).reduce_scatter(
+            [one.tensor for one in outputs], [one.tensor for one in on_gpu], "sum"
+        )
+        pieces = list(exact(inputs, "sum").split(size)) if size else [torch.zeros(0).to(dtype)] * 4
+        check_each(outputs, pieces[:world_size], f"size {size}")
+
+
+# ---- streams and graphs
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "low_latency", "two_shot"])
+def test_local_all_reduce_waits_for_the_current_stream_and_is_awaited_by_it(
+    group_of: GroupOf, algorithm: str
+) -> None:
+    """Inputs arrive and results leave on a stream of the caller's, and the host never waits."""
+    inputs = [tensor.pin_memory() for tensor in exact_inputs(2, 2000, torch.float32)]
+    expected = exact(inputs, "sum")
+    results = [[torch.empty(2000).pin_memory() for _ in inputs] for _ in range(20)]
+    tensors = [torch.zeros(2000).to(DEVICE) for _ in inputs]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for result in results:
+            for tensor, source in zip(tensors, inputs, strict=True):
+                tensor.copy_(source, non_blocking=True)
+            group_of(2).all_reduce(tensors, "sum", algorithm)
+            for tensor, copied in zip(tensors, result, strict=True):
+                copied.copy_(tensor, non_blocking=True)
+    stream.synchronize()
+    for result in results:
+        for copied in result:
+            assert torch.equal(copied, expected)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@worlds
+def test_local_all_reduce_replays_with_other_values(
+    group_of: GroupOf, world_size: int, algorithm: str
+) -> None:
+    group = group_of(world_size)
+    size = 1500
+    tensors = [torch.zeros(size).to(DEVICE) for _ in range(world_size)]
+    group.all_reduce(tensors, "sum", algorithm)  # loads its kernels
+
+    def twice() -> None:
+        group.all_reduce(tensors, "sum", algorithm)
+        group.all_reduce(tensors, "sum", algorithm)
+
+    graph = capture(twice)
+    for replay in range(6):
+        inputs = [tensor + replay for tensor in exact_inputs(world_size, size, torch.float32)]
+        for tensor, source in zip(tensors, inputs, strict=True):
+            tensor.copy_(source)
+        graph.replay()
+        if replay % 2:  # outside of the graph, in between
+            group.all_reduce(tensors, "sum", algorithm)
+        factor = world_size ** (2 if replay % 2 else 1)
+        for tensor in tensors:
+            assert torch.equal(tensor.cpu(), exact(inputs, "sum") * factor), f"replay {replay}"
+
+
+def test_two_local_groups_side_by_side_do_not_disturb_each_other() -> None:
+    groups = [rota.LocalGroup(2, DEVICE, num_channels=2) for _ in range(2)]
+    inputs = exact_inputs(2, 5000, torch.float32)
+    per_group = [[Guarded(tensor) for tensor in inputs] for _ in groups]
+    for group, guarded in zip(groups, per_group, strict=True):
+        group.all_reduce([one.tensor for one in guarded])
+    for guarded in per_group:
+        check_each(guarded, exact(inputs, "sum"), "of two groups")
+
+
+def test_local_group_may_rest_longer_than_its_timeout() -> None:
+    group = rota.LocalGroup(2, DEVICE, timeout=timedelta(seconds=1))
+    inputs = exact_inputs(2, 1000, torch.float32)
+    for _ in range(2):
+        guarded = [Guarded(tensor) for tensor in inputs]
+        group.all_reduce([one.tensor for one in guarded])
+        check_each(guarded, exact(inputs, "sum"), "before and after a rest")
+        time.sleep(1.2)
+
+
+# ---- bad input
+
+
+def test_local_group_refuses_what_cannot_work(group_of: GroupOf) -> None:
+    group = group_of(2)
+    good = [torch.zeros(8).to(DEVICE) for _ in range(2)]
+    bad_calls: dict[str, Callable[[], object]] = {
+        "one tensor": lambda: group.all_reduce(good[:1]),
+        "other sizes": lambda: group.all_reduce([good[0], good[1][:4]]),
+        "other dtypes": lambda: group.all_reduce(
+            [good[0], torch.zeros(8, dtype=torch.float16).to(DEVICE)]
+        ),
+        "on the CPU": lambda: group.all_reduce([good[0], torch.zeros(8)]),
+        "the same twice": lambda: group.all_reduce([good[0], good[0]]),
+        "no such algorithm": lambda: group.all_reduce(good, "sum", "quick"),
+        "no such op": lambda: group.all_reduce(good, "mean"),
+        "groups of 3": lambda: group.all_reduce(good, "sum", "hierarchical", group_size=3),
+        "too long for low_latency": lambda: group.all_reduce(
+            [torch.zeros(1 << 26).to(DEVICE) for _ in range(2)], "sum", "low_latency"
+        ),
+        "root 2": lambda: group.broadcast(good, 2),
+        "to itself": lambda: group.send_recv(1, 1, good),
+        "short output": lambda: group.all_gather(good, good),
+    }
+    for what, call in bad_calls.items():
+        error, text = error_of(call)
+        assert error in ("ValueError", "TypeError", "RotaError"), (what, error, text)
+        assert "rota" in text, (what, text)
+    guarded = [Guarded(tensor) for tensor in exact_inputs(2, 100, torch.float32)]
+    group.all_reduce([one.tensor for one in guarded])
+    check_each(guarded, exact(exact_inputs(2, 100, torch.float32), "sum"), "after refusals")
+
+
+@pytest.mark.parametrize("num_channels", [10_000, 0, -1])
+def test_local_group_refuses_grids_that_would_not_be_resident(num_channels: int) -> None:
+    with pytest.raises(ValueError, match="channels"):
+        rota.LocalGroup(4, DEVICE, num_channels=num_channels)
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 65])
+def test_local_group_refuses_numbers_of_ranks(world_size: int) -> None:
+    with pytest.raises(ValueError, match="world_size"):
+        rota.LocalGroup(world_size, DEVICE)
+
+
+def test_local_group_refuses_devices_that_are_no_gpu() -> None:
+    for device in ("cpu", f"cuda:{torch.cuda.device_count()}"):
+        with pytest.raises((ValueError, rota.RotaError)):
+            rota.LocalGroup(2, device)

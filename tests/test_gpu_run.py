@@ -1,0 +1,347 @@
+"""What `make gpu` must do when things go wrong, tried where there is no GPU.
+
+`make gpu-dry` runs the whole of it; here are the ways in which a minute on a GPU could be lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("rich", reason="the benchmarks need rich")
+pytest.importorskip("matplotlib", reason="the benchmarks need matplotlib")
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+from gpu import facts, figures, frame, gradients, run, stages, summary
+from gpu.dry import HostTarget
+from gpu.frame import COPY, Bench, Job
+from gpu.stages import Step
+from protocol import Entry
+
+FACTS = {
+    "gpu": "NVIDIA H200",
+    "compute_capability": "9.0",
+    "memory_mib": "143771",
+    "driver": "580.1",
+    "torch": "2.11.0",
+    "nvcc": None,
+    "commit": "abc",
+}
+
+
+def python_step(code: str, limit_s: float = 30.0, stage: str = "bench", name: str = "x") -> Step:
+    return Step(stage, name, [sys.executable, "-c", code], limit_s, {})
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+# ---- steps
+
+
+def test_step_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    """Its child ignores the request to end, and holds the pipe open."""
+    child = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+    code = (
+        "import subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}])\n"
+        "time.sleep(0.5); print(child.pid, flush=True); time.sleep(600)"
+    )
+    log = tmp_path / "log"
+    started = time.monotonic()
+    outcome = stages.run(python_step(code, limit_s=2.0), 0.0, log, tmp_path)
+    assert time.monotonic() - started < 2.0 + 4 * stages.GRACE_S
+    assert outcome.verdict == "stopped" and outcome.is_failure
+    pid = int(outcome.text.split()[-1])
+    assert "not done within 2 s" in outcome.text
+    assert not is_alive(pid)
+    assert str(pid) in log.read_text(), "its output is kept"
+
+
+def test_step_that_leaves_a_child_behind_ends_it(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid)"
+    )
+    outcome = stages.run(python_step(code), 0.0, tmp_path / "log", tmp_path)
+    assert outcome.verdict == "passed"
+    assert not is_alive(int(outcome.text))
+
+
+def test_step_that_fails_tells_its_status_and_last_line(tmp_path: Path) -> None:
+    step = python_step("import sys; print('why'); print(); sys.exit(3)")
+    outcome = stages.run(step, 0.0, tmp_path / "log", tmp_path)
+    assert (outcome.verdict, outcome.text) == ("failed", "exit status 3: why")
+    step = Step("bench", "x", ["/no/such/program"], 1.0, {})
+    assert stages.run(step, 0.0, tmp_path / "log", tmp_path).verdict == "failed"
+
+
+def run_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, steps: Callable[[Path], list[Step]]
+) -> tuple[int, dict[str, Any]]:
+    """The exit status, and the record."""
+    monkeypatch.setattr(run, "steps_of", lambda args, arch, rows_path: steps(rows_path))
+    monkeypatch.setattr(facts, "gather", lambda commit: FACTS | {"commit": commit})
+    status = run.main(["--output", str(tmp_path), "--commit", "abc"])
+    (record_path,) = tmp_path.glob("h200-*.json")
+    (summary_path,) = tmp_path.glob("h200-*.md")
+    assert "NVIDIA H200" in summary_path.read_text()
+    record: dict[str, Any] = json.loads(record_path.read_text())
+    return status, record
+
+
+def test_run_goes_on_after_failures_and_keeps_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    row = {"benchmark": "b", "label": "rota x", "op": "pack", "num_bytes": 8, "p50_us": 1.0}
+    row |= {"min_us": 1.0, "p99_us": 1.0}
+
+    def steps(rows_path: Path) -> list[Step]:
+        write = f"open({str(rows_path)!r}, 'a').write({json.dumps(row)!r} + chr(10))"
+        return [
+            python_step("raise SystemExit('no compiler')", stage="build", name="build"),
+            python_step("raise SystemExit(1)", stage="test", name="test"),
+            Step("memcheck", "memcheck", [], 1.0, {}, reason="it is not there"),
+            # Measures, then crashes.
+            python_step(f"import os; {write}; os.abort()", name="b"),
+            python_step("print('fine')", name="c"),
+        ]
+
+    status, record = run_steps(monkeypatch, tmp_path, steps)
+    assert status == 1
+    verdicts = [one["verdict"] for one in record["stages"]]
+    assert verdicts == ["failed", "failed", "left out", "failed", "passed"]
+    assert "no compiler" in record["stages"][0]["text"]
+    assert record["measurements"] == [row]
+    assert record["git_commit"] == "abc" and record["dry"] is False
+    assert record["machine"]["gpu"] == "NVIDIA H200"
+
+
+def test_run_without_failures_has_status_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    left_out = Step("memcheck", "memcheck", [], 1.0, {}, reason="it is not there")
+    status, _ = run_steps(monkeypatch, tmp_path, lambda rows: [python_step("1"), left_out])
+    assert status == 0
+
+
+def test_run_is_recorded_after_each_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine that is taken away in the middle leaves what was done until then."""
+    look = f"import glob; print(open(glob.glob({str(tmp_path / '*.json')!r})[0]).read())"
+    steps = [python_step("print('first')", name="a"), python_step(look, name="b")]
+    status, _ = run_steps(monkeypatch, tmp_path, lambda rows: steps)
+    assert status == 0
+    (log,) = tmp_path.glob("*.log")
+    assert '"text": "first"' in log.read_text()
+
+
+# ---- the command line
+
+
+def limits_of(arguments: list[str]) -> dict[str, float]:
+    steps = run.steps_of(run.parse_arguments(arguments), "90", Path("rows"))
+    return {step.name: step.limit_s for step in steps}
+
+
+def test_all_steps_after_the_build_fit_into_their_time() -> None:
+    limits = limits_of([])
+    assert limits.pop("build") <= 240
+    assert sum(limits.values()) <= run.AFTER_BUILD_S
+
+
+def test_stages_and_benchmarks_can_be_chosen() -> None:
+    chosen = limits_of(["--stages", "build bench", "--benchmarks", "latency,copy_rate"])
+    assert list(chosen) == ["build", "latency", "copy_rate"]
+    assert list(limits_of(["--stages", "test"])) == ["test local ranks", "test processes"]
+
+
+def test_every_file_of_gpu_tests_is_in_one_step() -> None:
+    steps = run.test_steps(run.parse_arguments([]), "90")
+    tests = Path(run.ROOT) / "tests" / "gpu"
+    assert all((tests / name).exists() for name in run.LOCAL_TESTS)
+    assert [f"tests/gpu/{name}" for name in run.LOCAL_TESTS] == list(steps[0].command[-2:])
+    assert "tests/gpu" in steps[1].command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--stages", "biuld"], "biuld"),
+        (["--benchmarks", "speed"], "speed"),
+        (["--device", "cpu"], "--dry-run"),
+        (["--dry-run", "--output", str(run.RESULTS)], "another --output"),
+    ],
+)
+def test_bad_command_line_is_refused_in_one_line(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        run.parse_arguments(arguments)
+    assert end.value.code == 2
+    text = capsys.readouterr().err
+    assert complaint in text and text.count("\n") == 1
+
+
+def test_build_is_for_the_gpu_that_is_there() -> None:
+    (step,) = run.build_steps(run.parse_arguments([]), facts.arch(FACTS))
+    assert step.env["ROTA_CUDA"] == "1" and step.env["ROTA_CUDA_ARCHS"] == "90"
+    assert list(step.command[1:]) == ["setup.py", "build_ext", "--inplace"]
+
+
+def test_facts_of_a_machine_without_a_gpu_say_so() -> None:
+    nothing = dict.fromkeys(FACTS) | {"commit": "abc"}
+    lines = facts.lines(nothing)
+    assert len(lines) == 5 and "none that nvidia-smi can see" in lines[0]
+    assert facts.slug(FACTS) == "h200" and facts.arch(nothing) is None
+
+
+# ---- one benchmark
+
+
+def make_bench(rows_path: Path | None = None) -> Bench:
+    argv, sys.argv = sys.argv, ["x", "--dry-run", "--device", "cpu", "--sizes", "4K"]
+    try:
+        args = frame.parse_arguments("doc", "1M", "1K")
+    finally:
+        sys.argv = argv
+    args.rows = rows_path
+    return Bench("x", args, HostTarget())
+
+
+def job(label: str, call: Callable[[], object], **options: Any) -> Job:
+    return Job(Entry(label, "rota", "api"), [call], 1000, **options)
+
+
+def refuse() -> object:
+    raise ValueError("too long\nsecond line")
+
+
+def test_bench_keeps_what_works_and_notes_the_rest(tmp_path: Path) -> None:
+    bench = make_bench(tmp_path / "rows")
+    jobs = [
+        bench.copy_job(4096),
+        job("fine", lambda: None, check=lambda: 0, more={"extra": 1}),
+        job("wrong", lambda: None, check=lambda: 2),
+        job("refused", refuse, may_be_refused=True),
+        job("broken", refuse),
+    ]
+    bench.measure(jobs, "op", 4096, ranks=2)
+    assert [row["label"] for row in bench.rows] == [COPY, "fine", "wrong"]
+    assert bench.num_failed == 1
+    assert [note.count("too long") for note in bench.notes] == [1, 1]
+    summary_of_bench = bench.summary()
+    assert summary_of_bench["num_wrong"] == 4, "checked before and after"
+    assert summary_of_bench["dry"] is True
+    written = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert [row for row in written if "note" not in row] == [
+        {"benchmark": "x", **row} for row in bench.rows
+    ]
+    assert bench.rows[1]["extra"] == 1 and bench.rows[1]["of_copy"] > 0
+
+
+def test_bench_times_on_the_stream_what_cannot_be_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = make_bench()
+
+    def capture(body: object) -> object:
+        raise RuntimeError("not while capturing")
+
+    monkeypatch.setattr(bench.target, "capture", capture)
+    bench.measure([job("fine", lambda: None)], "op", 4096)
+    assert bench.rows[0]["timed"] == "stream"
+    assert any("not while capturing" in note for note in bench.notes)
+
+
+@pytest.mark.parametrize("num_elems", [4096, 16_384, 67_108_864])
+def test_mixed_sizes_are_mixed_and_complete(num_elems: int) -> None:
+    sizes = gradients.mixed_sizes(num_elems, 300)
+    assert len(sizes) == 300 and sum(sizes) == num_elems and min(sizes) >= 1
+    if num_elems > 1 << 20:
+        assert max(sizes) > 1000 * min(sizes)
+        assert any(size % 4 for size in sizes)
+    with pytest.raises(ValueError, match="too few"):
+        gradients.mixed_sizes(300, 300)
+
+
+# ---- asked and got
+
+
+def row_of(op: str, label: str, num_bytes: int, p50_us: float, **more: Any) -> dict[str, Any]:
+    return {
+        "backend": "rota",
+        "op": op,
+        "label": label,
+        "num_bytes": num_bytes,
+        "p50_us": p50_us,
+    } | more
+
+
+LARGE = 64 << 20
+ROWS = [
+    row_of("pack", "a", LARGE, 10.0, shape="1 tensor", of_copy=0.95),
+    row_of("pack", "b", LARGE, 10.0, shape="1 tensor", of_copy=0.93),
+    row_of("pack", "small", 1 << 20, 10.0, shape="1 tensor", of_copy=0.1),
+    row_of("unpack", "a", LARGE, 10.0, shape="1 tensor", of_copy=0.91),
+    row_of("pack", "a", LARGE, 10.0, shape="300 tensors", launches=1),
+    row_of("unpack", "a", LARGE, 10.0, shape="300 tensors", launches=2),
+    row_of("mixed precision", "rota pack, unpack", LARGE, 10.0, shape="1 tensor"),
+    row_of("mixed precision", COPY, LARGE, 5.0, shape="1 tensor", backend="torch"),
+    row_of("mixed precision", "torch", LARGE, 35.0, shape="1 tensor", backend="torch"),
+    row_of("all_reduce", "rota one_shot", LARGE, 9.0, ranks=2, of_copy=0.5),
+    row_of("all_reduce", "rota two_shot", LARGE, 9.0, ranks=2, of_copy=0.9),
+    row_of("all_reduce", "rota two_shot", LARGE, 9.0, ranks=4, of_copy=0.9, num_wrong=1),
+    row_of("all_reduce, one after another", "rota auto", 8, 4.0, ranks=2),
+    row_of("all_reduce, one after another", "rota auto", 8192, 9.0, ranks=2),
+    row_of("all_reduce, one after another", "rota ll", 8192, 5.5, ranks=2),
+    row_of("all_reduce, one after another", "rota auto", 65536, 50.0, ranks=2),
+]  # fmt: skip
+
+
+def test_figures_take_the_worst_size_of_the_best_algorithm() -> None:
+    got = {figure.what.split(":")[0]: figure for figure in figures.figures(ROWS)}
+    expected = {
+        "pack, 1 tensor, 64 MiB and more": ("93.0%", True),
+        "unpack, 1 tensor, 64 MiB and more": ("91.0%", False),
+        "unpack, 300 tensors, 64 MiB and more": ("not measured", None),
+        "pack of 300 tensors of mixed sizes": ("1", True),
+        "unpack of 300 tensors of mixed sizes": ("2", False),
+        "rota pack, unpack": ("3.50", True),
+        "rota pack, unpack, clip in place": ("not measured", None),
+        "local-rank all-reduce, 2 ranks, 64 MiB each": ("90.0%", True),
+        "all-reduce to 8 KiB, 2 local ranks, in a CUDA graph": ("5.50 µs", True),
+        "all-reduce to 8 KiB, 4 local ranks, in a CUDA graph": ("not measured", None),
+        # What is wrong was not measured, however quick it was.
+        "local-rank all-reduce, 4 ranks, 64 MiB each": ("not measured", None),
+    }
+    for what, (value, is_met) in expected.items():
+        assert (got[what].got, got[what].is_met) == (value, is_met), what
+    for one in figures.as_dicts(figures.figures(ROWS), is_dry=True):
+        assert one["is_met"] is None
+        assert one["got"] == "not measured" or one["got"].startswith("made up: ")
+
+
+def test_summary_of_a_dry_run_says_so() -> None:
+    record = {
+        "dry": True,
+        "started": "today",
+        "stages": [],
+        "figures": figures.as_dicts(figures.figures(ROWS), is_dry=True),
+        "notes": ["x: y"],
+        "measurements": [],
+    }
+    text = summary.markdown(record, facts.lines(FACTS))
+    assert "No number below is a measurement" in text and "- x: y" in text
+    assert "made up" in text
