@@ -200,6 +200,18 @@ PYBIND11_MODULE(_C, module) {
           },
           py::arg("output"), py::arg("input"), ReleaseGil())
       .def(
+          "send",
+          [](TensorCommunicator& self, const at::Tensor& tensor, int peer) {
+            self.send(tensor, peer, Launch::kBlocking);
+          },
+          py::arg("tensor"), py::arg("peer"), ReleaseGil())
+      .def(
+          "recv",
+          [](TensorCommunicator& self, const at::Tensor& tensor, int peer) {
+            self.receive(tensor, peer, Launch::kBlocking);
+          },
+          py::arg("tensor"), py::arg("peer"), ReleaseGil())
+      .def(
           "reduce_scatter",
           [](TensorCommunicator& self, const at::Tensor& output, const at::Tensor& input,
              std::string_view op) {

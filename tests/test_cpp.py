@@ -47,6 +47,7 @@ THREAD_CASES = (
     "failures_cases",
     "waiter_cases",
     "progress_queue_cases",
+    "launches_cases",
 )
 # One thread needs no ThreadSanitizer, and it does not follow a fork.
 OTHER_CASES = (

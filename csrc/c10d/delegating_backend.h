@@ -34,8 +34,8 @@ class DelegatingBackend : public ::c10d::Backend {
                         const ::c10d::AllToAllOptions& opts) final;
   WorkPtr alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
                    const ::c10d::AllToAllOptions& opts) final;
-  WorkPtr send(std::vector<at::Tensor>& tensors, int peer, int tag) final;
-  WorkPtr recv(std::vector<at::Tensor>& tensors, int peer, int tag) final;
+  WorkPtr send(std::vector<at::Tensor>& tensors, int peer, int tag) override;
+  WorkPtr recv(std::vector<at::Tensor>& tensors, int peer, int tag) override;
   WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) final;
 
  protected:

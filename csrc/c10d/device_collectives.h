@@ -38,6 +38,8 @@ class DeviceCollectives {
   // input: world_size parts as long as output; rank i gets the sum of all parts i.
   virtual WorkRef reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
                                  Launch mode) = 0;
+  virtual WorkRef send(const at::Tensor& tensor, int peer, Launch mode) = 0;
+  virtual WorkRef receive(const at::Tensor& tensor, int peer, Launch mode) = 0;
 
   // Blocks until the GPU has done what was queued; check_interrupt runs meanwhile and may throw.
   virtual void finish(const std::function<void()>& check_interrupt) = 0;

@@ -36,8 +36,14 @@ class ProcessGroupRota final : public DelegatingBackend {
                                           const ::c10d::AllgatherOptions& opts) override;
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                const ::c10d::ReduceScatterOptions& opts) override;
+  WorkPtr send(std::vector<at::Tensor>& tensors, int peer, int tag) override;
+  WorkPtr recv(std::vector<at::Tensor>& tensors, int peer, int tag) override;
   WorkPtr barrier(const ::c10d::BarrierOptions& opts) override;
 
+  // What init_process_group(device_id=...) does.
+  void eagerConnectSingleDevice(at::Device device) override {
+    communicator_->connect_device(device);
+  }
   void shutdown() override;
   void abort() override;
 

@@ -399,6 +399,38 @@ AllGatherTensors TensorCommunicator::split_by_rank(const at::Tensor& output,
   });
 }
 
+// For what only some ranks call.
+DeviceCollectives& TensorCommunicator::joined_devices(const at::Tensor& tensor,
+                                                      std::string_view call) {
+  usable_communicator(call);
+  if (!is_on_gpu(tensor)) {
+    throw Error(ErrorKind::kType, join("rota.", call,
+                                       ": the tensor is not a CUDA tensor, for which "
+                                       "alone there is a ",
+                                       call, "; use Gloo for CPU tensors"));
+  }
+  if (!devices_ && world_size_ == 2) connect_device(tensor.device());
+  if (!devices_) {
+    throw Error(ErrorKind::kTransport,
+                join("rota.", call,
+                     is_through_host() ? ": the GPUs could not be joined"
+                                       : ": the GPUs are not joined yet, which takes all ranks; "
+                                         "call connect_device() on each, or "
+                                         "init_process_group(device_id=...), or any collective"));
+  }
+  return *devices_;
+}
+
+WorkRef TensorCommunicator::send(const at::Tensor& tensor, int peer, Launch mode) {
+  return with_python_errors(
+      [&] { return joined_devices(tensor, "send").send(tensor, peer, mode); });
+}
+
+WorkRef TensorCommunicator::receive(const at::Tensor& tensor, int peer, Launch mode) {
+  return with_python_errors(
+      [&] { return joined_devices(tensor, "recv").receive(tensor, peer, mode); });
+}
+
 WorkRef TensorCommunicator::barrier(Launch mode) {
   return with_python_errors([&] {
     usable_communicator("barrier");

@@ -52,6 +52,9 @@ class TensorCommunicator {
   // CUDA tensors only.
   WorkRef reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
                          Launch mode);
+  // CUDA tensors only, of ranks whose GPUs are joined: that takes all ranks.
+  WorkRef send(const at::Tensor& tensor, int peer, Launch mode);
+  WorkRef receive(const at::Tensor& tensor, int peer, Launch mode);
   WorkRef barrier(Launch mode);
 
   // The parts of `output`, one for each rank, that an all-gather of `input` fills.
@@ -63,6 +66,7 @@ class TensorCommunicator {
   void connect_device(at::Device device);
   // How GPUs reach each other; none before they are joined.
   std::optional<std::string> device_means() const;
+  bool is_through_host() const { return device_through_host_.has_value(); }
 
   // Waits for what is queued, then leaves the group; later calls fail. Idempotent.
   void close();
@@ -85,6 +89,7 @@ class TensorCommunicator {
   template <typename Body>
   WorkRef through_host(Launch mode, ::c10d::OpType op_type, std::vector<at::Tensor> tensors,
                        size_t num_results, const Body& body);
+  DeviceCollectives& joined_devices(const at::Tensor& tensor, std::string_view call);
   WorkRef all_gather_through_host(const std::vector<AllGatherTensors>& gathers, Launch mode);
 
   c10::intrusive_ptr<::c10d::Store> store_;

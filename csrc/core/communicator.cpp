@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
+#include <type_traits>
 
 #include "base/fork_generation.h"
 #include "cpu/float_environment.h"
@@ -236,40 +238,50 @@ void Communicator::meet(const Descriptor& descriptor) {
     all_agree &= peer_post.payload == words;
   }
   if (!all_agree) {
-    throw mismatch(descriptor, epoch_, [parity = parity()](const auto& control) -> const Flag& {
-      return control.post[parity];
+    throw mismatch(descriptor, epoch_, everyone(), [this](int rank) -> const Flag& {
+      return transport_->region(rank).control().post[parity()];
     });
   }
+}
+
+void Communicator::announce(const Descriptor& descriptor) {
+  announce(descriptor, everyone(),
+           [this](int rank) -> auto& { return transport_->region(rank).control().launches; });
+}
+
+void Communicator::announce_transfer(const Descriptor& descriptor, int sender, int receiver) {
+  announce(descriptor, {sender, receiver}, [&](int rank) -> auto& {
+    const transport::ControlBlock& control = transport_->region(rank).control();
+    return rank == sender ? control.sends[receiver] : control.receives[sender];
+  });
 }
 
 // Each rank posts its launch and then looks at the others' posts of the same launch; both in
 // sequentially consistent order, so of two ranks at least the later one sees the other's. A post is
 // written anew once every rank has gone on to the next launch, and so has compared it.
-void Communicator::announce(const Descriptor& descriptor) {
+template <typename PostsOf>
+void Communicator::announce(const Descriptor& descriptor, const std::vector<int>& ranks,
+                            const PostsOf& posts_of) {
   const std::lock_guard lock(mutex_);
   check_usable(descriptor.kind_name());
-  const uint64_t launch = num_launches_ + 1;
-  transport::ControlBlock& own = transport_->own_control();
+  using Posts = std::remove_cvref_t<decltype(posts_of(0))>;
+  auto& own = const_cast<Posts&>(posts_of(rank()));  // this rank is its only writer
+  const uint64_t launch = own.launched.load() + 1;
   try {
     watch_.begin_collective(descriptor.kind_name(), launch, /*lets_signals_through=*/true);
-    for (int peer = 0; launch > transport::kNumLaunchPosts && peer < world_size(); ++peer) {
+    for (const int peer : ranks) {
+      if (launch <= Posts::kNumPosts) break;
       watch_.begin_wait(peer, "queueing on the GPU", launch);
-      waiter_.wait(transport_->region(peer).control().launched,
-                   launch - transport::kNumLaunchPosts + 1, wait_policy_, watch_);
+      waiter_.wait(posts_of(peer).launched, launch - Posts::kNumPosts + 1, wait_policy_, watch_);
     }
-    num_launches_ = launch;
-    const auto post_of = [launch](const transport::ControlBlock& control) -> const Flag& {
-      return control.launch_posts[launch % transport::kNumLaunchPosts];
-    };
     const Descriptor::Words words = descriptor.to_words();
-    Flag& post = const_cast<Flag&>(post_of(own));
-    post.payload = words;
-    waiter_.publish(post, launch);
+    own.post(launch).payload = words;
+    waiter_.publish(own.post(launch), launch);
     waiter_.publish(own.launched, launch);
-    for (int peer = 0; peer < world_size(); ++peer) {
-      const Flag& peer_post = post_of(transport_->region(peer).control());
-      if (peer_post.load_ordered() == launch && peer_post.payload != words) {
-        throw mismatch(descriptor, launch, post_of);
+    const auto post_of = [&](int rank) -> const Flag& { return posts_of(rank).post(launch); };
+    for (const int peer : ranks) {
+      if (post_of(peer).load_ordered() == launch && post_of(peer).payload != words) {
+        throw mismatch(descriptor, launch, ranks, post_of);
       }
     }
   } catch (const Error& error) {
@@ -282,14 +294,23 @@ void Communicator::announce(const Descriptor& descriptor) {
   }
 }
 
-uint64_t Communicator::num_announced() const { return transport_->own().control().launched.load(); }
+std::vector<int> Communicator::everyone() const {
+  std::vector<int> ranks(static_cast<size_t>(world_size()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+uint64_t Communicator::num_announced() const {
+  return transport_->own().control().launches.launched.load();
+}
 
 // Names the ranks behind each descriptor: "ranks 0, 2 called A; rank 1 called B".
 template <typename PostOf>
-Error Communicator::mismatch(const Descriptor& own, uint64_t epoch, const PostOf& post_of) const {
+Error Communicator::mismatch(const Descriptor& own, uint64_t epoch, const std::vector<int>& ranks,
+                             const PostOf& post_of) const {
   std::vector<std::pair<std::string, std::vector<int>>> calls;
-  for (int peer = 0; peer < world_size(); ++peer) {
-    const Flag& post = post_of(transport_->region(peer).control());
+  for (const int peer : ranks) {
+    const Flag& post = post_of(peer);
     if (post.load() != epoch) continue;  // of a launch: this rank has not come to it
     const std::string text = Descriptor::from_words(post.payload).to_string();
     auto call = std::find_if(calls.begin(), calls.end(),

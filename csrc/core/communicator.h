@@ -9,6 +9,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "core/descriptor.h"
 #include "core/watch.h"
@@ -66,9 +67,11 @@ class Communicator {
   void barrier(CallerThread thread);
 
   // Says which collective this rank queues on its GPU, in the order in which all ranks do. Does not
-  // wait for them, unless one is kNumLaunchPosts behind. Throws Error(kMismatch) where a peer has
-  // said otherwise; that ends the group, since the peer's kernel is already waiting.
+  // wait for them, unless one is far behind (transport/layout.h). Throws Error(kMismatch) where a
+  // peer has said otherwise; that ends the group, since the peer's kernel is already waiting.
   void announce(const Descriptor& descriptor);
+  // The same of a tensor from one rank to another, of which this is one.
+  void announce_transfer(const Descriptor& descriptor, int sender, int receiver);
   uint64_t num_announced() const;
 
   // Throws Error(kInternal) in a forked child, and in a group that has failed before an error of
@@ -91,9 +94,15 @@ class Communicator {
   template <typename Args>
   void run(const Descriptor& descriptor, const Args& args, CallerThread thread);
   void meet(const Descriptor& descriptor);
-  // post_of(control block): where each rank's descriptor is.
+  // posts_of(rank): where those that take part say so.
+  template <typename PostsOf>
+  void announce(const Descriptor& descriptor, const std::vector<int>& ranks,
+                const PostsOf& posts_of);
+  // post_of(rank): where each of these ranks has its descriptor.
   template <typename PostOf>
-  Error mismatch(const Descriptor& own, uint64_t epoch, const PostOf& post_of) const;
+  Error mismatch(const Descriptor& own, uint64_t epoch, const std::vector<int>& ranks,
+                 const PostOf& post_of) const;
+  std::vector<int> everyone() const;
   // kind_here: of the errors that later calls on this rank get; kind: of those on its peers.
   void publish_abort(ErrorKind kind_here, ErrorKind kind, const std::string& text);
   int parity() const { return static_cast<int>(epoch_ % 2); }
@@ -103,10 +112,9 @@ class Communicator {
   Watch watch_;
   WaitPolicy wait_policy_;
 
-  std::mutex mutex_;           // one collective at a time
-  uint64_t epoch_ = 0;         // collectives entered; posted to peers
-  uint64_t num_rounds_ = 0;    // rounds used by all collectives so far; the same on every rank
-  uint64_t num_launches_ = 0;  // collectives announced
+  std::mutex mutex_;         // one collective at a time
+  uint64_t epoch_ = 0;       // collectives entered; posted to peers
+  uint64_t num_rounds_ = 0;  // rounds used by all collectives so far; the same on every rank
 
   std::mutex abort_mutex_;  // the abort record is written once
   std::atomic<bool> is_dead_{false};

@@ -67,6 +67,7 @@ std::string Descriptor::to_string() const {
     case CollectiveKind::kBroadcast:
       return join(kind_name(), '(', tensor, ", root ", root, ')');
     case CollectiveKind::kAllGather:
+    case CollectiveKind::kSendRecv:
       return join(kind_name(), '(', tensor, ')');
     case CollectiveKind::kReduceScatter:
       return join(kind_name(), '(', name(op), ", ", tensor, ')');

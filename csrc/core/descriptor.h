@@ -21,11 +21,13 @@ enum class CollectiveKind : uint8_t {
   kBroadcast,
   kAllGather,
   kReduceScatter,
+  kSendRecv,
   kBarrier,
 };
 
-inline constexpr std::array<std::string_view, 6> kCollectiveNames{
-    "all_reduce", "reduce_bucket", "broadcast", "all_gather", "reduce_scatter", "barrier"};
+inline constexpr std::array<std::string_view, 7> kCollectiveNames{
+    "all_reduce",     "reduce_bucket", "broadcast", "all_gather",
+    "reduce_scatter", "send_recv",     "barrier"};
 
 struct Descriptor {
   CollectiveKind kind;

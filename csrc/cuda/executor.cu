@@ -57,14 +57,22 @@ void Executor::check(const LaunchRequest& request) const {
 }
 
 void Executor::run(const LaunchRequest& request, Stream stream) {
-  order_.enter(stream);
+  const bool is_send = request.kernel == Kernel::kSend;
+  const bool is_receive = request.kernel == Kernel::kReceive;
+  if (is_receive && !receives_) {
+    order_.enter(stream);  // the first one, behind all collectives so far
+    receives_.emplace();
+  }
+  if (!is_receive) order_.enter(stream);
+  if (receives_ && !is_send) receives_->enter(stream);
   launch_collective(request, peers_, ranks_per_device_, stream);
-  order_.leave(stream);
+  if (!is_receive) order_.leave(stream);
+  if (receives_ && !is_send) receives_->leave(stream);
 }
 
 bool Executor::is_idle() const {
   const CaptureUndisturbed undisturbed;
-  return order_.is_idle();
+  return order_.is_idle() && (!receives_ || receives_->is_idle());
 }
 
 std::optional<Failure> Executor::failure() const {

@@ -32,7 +32,8 @@ class Executor {
 
   // Throws what run() would throw of the request itself.
   void check(const LaunchRequest& request) const;
-  // Queues a collective on `stream`, behind every one before. Throws Error.
+  // Queues a collective on `stream`, behind every one before; but a send does not wait for
+  // receives, nor they for it, which could be each other's. Throws Error.
   void run(const LaunchRequest& request, Stream stream);
 
   // Whether all that was queued has ended. Can be asked from another thread than run() is called
@@ -52,7 +53,8 @@ class Executor {
   std::unique_ptr<HostWords, HostWordsDeleter> words_;
   Peers peers_{};
   int ranks_per_device_;
-  StreamOrder order_;
+  StreamOrder order_;                    // of collectives and sends
+  std::optional<StreamOrder> receives_;  // once there are any: of collectives and receives
 };
 
 }  // namespace rota::cuda

@@ -14,13 +14,24 @@
 #include <cstdint>
 
 #include "base/flag.h"
+#include "base/limits.h"
 
 namespace rota::transport {
 
 inline constexpr size_t kPageBytes = 4096;
 
-// A rank may be so many collectives on GPUs ahead of the slowest one, when it queues them.
-inline constexpr size_t kNumLaunchPosts = 128;
+// What a rank says of what it queues on its GPU, one after the other. It may be kNum ahead of the
+// slowest rank that does the same.
+template <size_t kNum>
+struct LaunchPosts {
+  static constexpr size_t kNumPosts = kNum;
+
+  Flag launched;     // how many
+  Flag posts[kNum];  // [number % kNum]: number, counted from 1; payload: its descriptor
+
+  const Flag& post(uint64_t number) const { return posts[number % kNum]; }
+  Flag& post(uint64_t number) { return posts[number % kNum]; }
+};
 
 // Written by the owner, read by all; every word rests at 0.
 struct alignas(kPageBytes) ControlBlock {
@@ -31,9 +42,9 @@ struct alignas(kPageBytes) ControlBlock {
   Flag departed;          // 1 once the owner has closed its communicator
   Flag abort;             // 1 once the owner has failed; payload[0]: ErrorKind
   char abort_text[1024];  // zero-terminated; written before abort
-  Flag launched;          // collectives that the owner has queued on its GPU
-  // [launch % kNumLaunchPosts]: number of the launch, counted from 1; payload: its descriptor
-  Flag launch_posts[kNumLaunchPosts];
+  LaunchPosts<128> launches;               // collectives on GPUs
+  LaunchPosts<8> sends[kMaxWorldSize];     // from the owner's GPU, by receiver
+  LaunchPosts<8> receives[kMaxWorldSize];  // to it, by sender
 };
 
 // Round r of a pipelined collective uses slot r % kNumSlots. The protocol needs 2, and more are

@@ -22,7 +22,7 @@ def _create(
             )
         warnings.warn(
             f"rota: {collective} of CUDA tensors has no kernel in rota and runs on NCCL, as do "
-            f"reduce, gather, scatter, all_to_all, send and recv",
+            f"reduce, gather, scatter and all_to_all",
             stacklevel=2,
         )
         options = dist.ProcessGroupNCCL.Options()

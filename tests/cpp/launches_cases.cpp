@@ -13,7 +13,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr uint64_t kManyLaunches = 3 * transport::kNumLaunchPosts;
+constexpr uint64_t kNumPosts = decltype(transport::ControlBlock::launches)::kNumPosts;
+constexpr uint64_t kManyLaunches = 3 * kNumPosts;
 
 Descriptor launch_number(uint64_t number) {
   return {.kind = CollectiveKind::kAllReduce, .num_elems = number};
@@ -63,12 +64,12 @@ void a_rank_too_far_ahead_waits() {
   run_ranks(2, [&](Communicator& communicator) {
     if (communicator.rank() == 1) {
       may_follow.wait(false);
-      return announce_many(communicator, transport::kNumLaunchPosts + 2, 1);
+      return announce_many(communicator, kNumPosts + 2, 1);
     }
-    announce_many(communicator, transport::kNumLaunchPosts, 0);
+    announce_many(communicator, kNumPosts, 0);
     std::atomic<bool> is_through{false};
     std::thread ahead([&] {
-      communicator.announce(launch_number(transport::kNumLaunchPosts));
+      communicator.announce(launch_number(kNumPosts));
       is_through = true;
     });
     std::this_thread::sleep_for(milliseconds(50));
@@ -76,7 +77,7 @@ void a_rank_too_far_ahead_waits() {
     may_follow = true;
     may_follow.notify_all();
     ahead.join();
-    communicator.announce(launch_number(transport::kNumLaunchPosts + 1));
+    communicator.announce(launch_number(kNumPosts + 1));
   });
 }
 
@@ -84,12 +85,42 @@ void a_rank_that_does_not_follow_is_a_timeout() {
   run_ranks(2,
             [](Communicator& communicator) {
               if (communicator.rank() == 1) return;
-              const Error error = expect_error(ErrorKind::kTimeout, [&] {
-                announce_many(communicator, transport::kNumLaunchPosts + 1, 0);
-              });
+              const Error error = expect_error(
+                  ErrorKind::kTimeout, [&] { announce_many(communicator, kNumPosts + 1, 0); });
               check_contains(error.what(), "queueing on the GPU");
             },
             {.timeout = milliseconds(200)});
+}
+
+// Each ordered pair of ranks counts for itself.
+void transfers_agree_pair_by_pair() {
+  run_ranks(3, [](Communicator& communicator) {
+    const int rank = communicator.rank();
+    for (uint64_t i = 0; i < 50; ++i) {
+      const Descriptor transfer{.kind = CollectiveKind::kSendRecv, .num_elems = i};
+      communicator.announce_transfer(transfer, rank, (rank + 1) % 3);
+      communicator.announce_transfer(transfer, (rank + 2) % 3, rank);
+    }
+  });
+}
+
+void another_length_is_a_mismatch_of_the_pair() {
+  std::atomic<int> num_mismatches{0};
+  run_ranks(3, [&](Communicator& communicator) {
+    const int rank = communicator.rank();
+    if (rank == 1) return;
+    try {
+      const uint64_t num_elems = rank == 0 ? 10 : 12;
+      communicator.announce_transfer({.kind = CollectiveKind::kSendRecv, .num_elems = num_elems}, 0,
+                                     2);
+    } catch (const Error& error) {
+      check(error.kind() == ErrorKind::kMismatch, error.what());
+      check_contains(error.what(),
+                     "rank 0 called send_recv(uint8[10]); rank 2 called send_recv(uint8[12])");
+      ++num_mismatches;
+    }
+  });
+  check(num_mismatches >= 1, "nobody saw that ranks disagree");
 }
 
 // ---- the monitor
@@ -169,6 +200,8 @@ const CaseTable kCases{
     {"launches_mismatch", another_launch_is_a_mismatch},
     {"launches_too_far_ahead", a_rank_too_far_ahead_waits},
     {"launches_timeout", a_rank_that_does_not_follow_is_a_timeout},
+    {"launches_transfers", transfers_agree_pair_by_pair},
+    {"launches_transfer_mismatch", another_length_is_a_mismatch_of_the_pair},
     {"monitor_kernel_gives_up", a_kernel_that_gives_up_ends_the_group},
     {"monitor_abort", an_abort_ends_kernels},
     {"monitor_departure", a_rank_that_leaves_ends_kernels_that_wait},

@@ -123,6 +123,7 @@ DeviceCommunicator::DeviceCommunicator(std::shared_ptr<Communicator> communicato
       device_(device),
       guard_(at::kCUDA),
       stream_(guard_.getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
+      receive_stream_(guard_.getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
       regions_(join_gpus(*communicator_, store, device, thread)),
       geometry_(make_geometry(communicator_->world_size())),
       executor_({.rank = communicator_->rank(),
@@ -201,8 +202,8 @@ cuda::Stream DeviceCommunicator::current_stream() const {
 }
 
 template <typename Body>
-WorkRef DeviceCommunicator::launch(Launch mode, ::c10d::OpType op_type, const char* title,
-                                   at::TensorList tensors, const Body& body) {
+WorkRef DeviceCommunicator::launch(Launch mode, const c10::Stream& stream, ::c10d::OpType op_type,
+                                   const char* title, at::TensorList tensors, const Body& body) {
   const c10::DeviceGuard on_device(device_);
   if (mode == Launch::kBlocking) {
     body();
@@ -210,14 +211,14 @@ WorkRef DeviceCommunicator::launch(Launch mode, ::c10d::OpType op_type, const ch
   }
   c10::Event ready(device_.type());
   ready.record(guard_.getStream(device_));
-  ready.block(stream_);
-  const c10::StreamGuard on_stream(stream_);
+  ready.block(stream);
+  const c10::StreamGuard on_stream(stream);
   body();
   for (const at::Tensor& tensor : tensors) {
     // Not to be given away by the allocator while this stream works on it.
-    guard_.recordDataPtrOnStream(tensor.storage().data_ptr(), stream_);
+    guard_.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
   }
-  return c10::make_intrusive<DeviceWork>(communicator_, op_type, title, tensors.vec(), stream_);
+  return c10::make_intrusive<DeviceWork>(communicator_, op_type, title, tensors.vec(), stream);
 }
 
 schedule::Algorithm DeviceCommunicator::choose(std::optional<schedule::Algorithm> requested,
@@ -462,6 +463,45 @@ WorkRef DeviceCommunicator::reduce_scatter(const at::Tensor& output, const at::T
                    .divisor = static_cast<double>(world_size)},
                   current_stream());
   });
+}
+
+WorkRef DeviceCommunicator::send(const at::Tensor& tensor, int peer, Launch mode) {
+  return transfer(cuda::Kernel::kSend, tensor, peer, mode);
+}
+
+WorkRef DeviceCommunicator::receive(const at::Tensor& tensor, int peer, Launch mode) {
+  return transfer(cuda::Kernel::kReceive, tensor, peer, mode);
+}
+
+WorkRef DeviceCommunicator::transfer(cuda::Kernel kernel, const at::Tensor& tensor, int peer,
+                                     Launch mode) {
+  const bool is_send = kernel == cuda::Kernel::kSend;
+  const int rank = communicator_->rank();
+  check_tensor(tensor, "send_recv", device_);
+  if (peer < 0 || peer >= communicator_->world_size() || peer == rank) {
+    throw Error(ErrorKind::kValue,
+                join("rota.", is_send ? "send" : "recv", ": the other rank is ", peer,
+                     ", expected one in [0, ", communicator_->world_size(), ") other than ", rank));
+  }
+  const Descriptor descriptor{.kind = CollectiveKind::kSendRecv,
+                              .dtype = movable_dtype(tensor, "send_recv"),
+                              .num_elems = static_cast<uint64_t>(tensor.numel())};
+  return launch(mode, is_send ? stream_ : receive_stream_,
+                is_send ? ::c10d::OpType::SEND : ::c10d::OpType::RECV,
+                is_send ? "rota:send" : "rota:recv", tensor, [&] {
+                  communicator_->announce_transfer(descriptor, is_send ? rank : peer,
+                                                   is_send ? peer : rank);
+                  const Packed packed(
+                      tensor, is_send ? Packed::Content::kRead : Packed::Content::kOverwritten);
+                  executor_.run({.kernel = kernel,
+                                 .input = is_send ? packed.data() : nullptr,
+                                 .output = is_send ? nullptr : packed.data(),
+                                 .num_elems = num_bytes(tensor),
+                                 .format = kBytes,
+                                 .peer = peer},
+                                current_stream());
+                  if (!is_send) packed.unpack();
+                });
 }
 
 std::unique_ptr<DeviceCollectives> connect_devices(std::shared_ptr<Communicator> communicator,

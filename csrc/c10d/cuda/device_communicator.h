@@ -32,13 +32,21 @@ class DeviceCommunicator final : public DeviceCollectives {
   WorkRef all_gather(const std::vector<AllGatherTensors>& gathers, Launch mode) override;
   WorkRef reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
                          Launch mode) override;
+  WorkRef send(const at::Tensor& tensor, int peer, Launch mode) override;
+  WorkRef receive(const at::Tensor& tensor, int peer, Launch mode) override;
   void finish(const std::function<void()>& check_interrupt) override;
 
  private:
-  // Queues body() on the current stream, or on the communication stream behind the current one.
+  // Queues body() on the current stream, or on `stream` behind the current one.
+  template <typename Body>
+  WorkRef launch(Launch mode, const c10::Stream& stream, ::c10d::OpType op_type, const char* title,
+                 at::TensorList tensors, const Body& body);
   template <typename Body>
   WorkRef launch(Launch mode, ::c10d::OpType op_type, const char* title, at::TensorList tensors,
-                 const Body& body);
+                 const Body& body) {
+    return launch(mode, stream_, op_type, title, tensors, body);
+  }
+  WorkRef transfer(cuda::Kernel kernel, const at::Tensor& tensor, int peer, Launch mode);
   cuda::Stream current_stream() const;
   // Proves, with the kernels that collectives use, that what a rank writes arrives at each peer.
   void verify(const transport::AllGatherText& all_gather);
@@ -57,7 +65,8 @@ class DeviceCommunicator final : public DeviceCollectives {
   std::shared_ptr<Communicator> communicator_;
   at::Device device_;
   c10::impl::VirtualGuardImpl guard_;
-  c10::Stream stream_;  // of asynchronous collectives
+  c10::Stream stream_;          // of asynchronous collectives and sends
+  c10::Stream receive_stream_;  // of asynchronous receives, which no send may wait for
   transport::DeviceRegions regions_;
   transport::DeviceGeometry geometry_;
   cuda::Executor executor_;

@@ -204,6 +204,17 @@ class Communicator:
             op: as all_reduce.
         """
 
+    def send(self, tensor: torch.Tensor, peer: int) -> None:
+        """Sends `tensor` to rank `peer`, which calls recv(); CUDA tensors only.
+
+        Transfers of a pair are matched in their order, and compared as collectives are. A send may
+        wait for its recv. The GPUs must be joined, which takes all ranks: connect_device() does it,
+        or any collective.
+        """
+
+    def recv(self, tensor: torch.Tensor, peer: int) -> None:
+        """Receives into `tensor` what rank `peer` sends: as many elements, of its dtype."""
+
     def connect_device(self, device: torch.device) -> None:
         """Joins the GPUs of all ranks, of which `device` is this rank's; collective, blocks.
 
