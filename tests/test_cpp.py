@@ -87,11 +87,11 @@ FLAVOURS = (
 )
 
 
-def mutant(name: str, *patches: Patch) -> Flavour:
+def mutant(name: str, *patches: Patch, cases: str = "sequences_cases") -> Flavour:
     """The program under ThreadSanitizer, with a fault that it must find."""
     return Flavour(
         f"mutant-{name}",
-        (*COMMON, "sequences_cases"),
+        (*COMMON, cases),
         flags=TSAN_FLAGS,
         patches=patches,
         environment=TSAN,
@@ -110,6 +110,11 @@ EARLY_REUSES = (
     mutant("one-slot", Patch(LAYOUT, r"kNumSlots = \d+;", "kNumSlots = 1;")),
     mutant("one-mailbox", Patch(LAYOUT, r"epoch % 2 \* mailbox_bytes\(\)", "0")),
     mutant("no-wait-drained", Patch("cpu/exchange.h", r"wait\(.*drained, [^;]*;", "")),
+)
+EARLY_POSTS = mutant(
+    "no-wait-launched",
+    Patch("core/communicator.cpp", r"waiter_\.wait\(posts_of\(peer\)\.launched,[^;]*;", ""),
+    cases="launches_cases",
 )
 
 
@@ -141,6 +146,11 @@ def test_cpp_with_weakened_order_is_reported(flavour: Flavour) -> None:
 def test_cpp_with_early_reuse_is_found(flavour: Flavour) -> None:
     code, output = run(flavour, "mixed_calls-ws3", "longest_messages-ws2")
     # The sanitizer mostly comes first; else a wrong number is found, or ranks that disagree.
+    assert code in (1, TSAN_REPORT_CODE), f"exit code {code}\n{output}"
+
+
+def test_cpp_with_posts_written_anew_too_early_is_found() -> None:
+    code, output = run(EARLY_POSTS, "launches_agree-ws4", "launches_too_far_ahead")
     assert code in (1, TSAN_REPORT_CODE), f"exit code {code}\n{output}"
 
 

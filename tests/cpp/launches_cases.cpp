@@ -82,12 +82,18 @@ void a_rank_too_far_ahead_waits() {
 }
 
 void a_rank_that_does_not_follow_is_a_timeout() {
+  std::atomic<bool> has_failed{false};
   run_ranks(2,
-            [](Communicator& communicator) {
-              if (communicator.rank() == 1) return;
+            [&](Communicator& communicator) {
+              if (communicator.rank() == 1) {
+                has_failed.wait(false);
+                return;
+              }
               const Error error = expect_error(
                   ErrorKind::kTimeout, [&] { announce_many(communicator, kNumPosts + 1, 0); });
               check_contains(error.what(), "queueing on the GPU");
+              has_failed = true;
+              has_failed.notify_all();
             },
             {.timeout = milliseconds(200)});
 }
