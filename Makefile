@@ -22,7 +22,7 @@ CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.in
 .PHONY: help venv test test-long check-cuda gpu gpu-dry lint format bench bench-fused demo clean
 
 help:
-	@echo "make demo        train a byte-level GPT data-parallel, rota beside Gloo"
+	@echo "make demo        train a byte-level GPT data-parallel, rota beside Gloo or NCCL"
 	@echo "make test        the whole test suite"
 	@echo "make test-long   10,000 random cases of the fused all-reduce, 1 minute"
 	@echo "make check-cuda  build for CUDA without a GPU, check the machine code, run the CPU suite on it"

@@ -144,6 +144,7 @@ def parse_arguments() -> Any:
     add("--max-minutes", type=train_gpt.positive(float), default=30.0, help="of training, a seed")
     train_gpt.add_training_arguments(parser)
     args = parser.parse_args()
+    train_gpt.fill_in(args, train_gpt.SCALES["cpu"])
     args.variants = list(LABELS)
     args.first_seed = args.seed
     return args

@@ -1,4 +1,4 @@
-"""Trains the same GPT with Gloo and with rota, in turns, and shows what communication costs.
+"""Trains the same GPT with rota and Gloo or NCCL, in turns, and shows what communication costs.
 
     python examples/compare.py        # starts its own ranks; ends in a table, a picture and JSON
 
@@ -9,6 +9,8 @@ the machine does meets all of them alike.
 A step takes as long as on its slowest rank. Communication is what a variant's median step takes
 beyond that of the variant without communication, which is the same DistributedDataParallel with
 torch's noop_hook: its gradients stay on their rank, so its parameters differ between ranks.
+
+Where there are GPUs, ranks compute on them; devices.py decides where, and beside which backend.
 """
 
 import argparse
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from compare_report import Result, draw, git_commit, machine, print_table, summarize
+from devices import DEVICES, Gpus, default_num_ranks, find_gpus, place, place_this_rank, use
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
@@ -38,7 +41,7 @@ except ImportError as error:
 
 BLOCK_STEPS = 5  # a turn is about half a second: long beside the switch, short beside the noise
 EVAL_STEPS = 8 * BLOCK_STEPS
-CONFIG = train_gpt.GPTConfig()
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,19 @@ VARIANTS = {
     "none": Variant("no communication", "none", "none", "#c4c4c4"),
     "gloo": Variant("Gloo", "gloo", "none", "#c8500a"),
     "gloo_fp16": Variant("Gloo + fp16 hook", "gloo", "fp16", "#f2a65e"),
+    "nccl": Variant("NCCL", "nccl", "none", "#8a1c7c"),
+    "nccl_fp16": Variant("NCCL + fp16 hook", "nccl", "fp16", "#d09ac8"),
     "rota": Variant("rota", "rota", "none", "#12497f"),
     "rota_fp16": Variant("rota + fp16 hook", "rota", "fp16", "#6fb1e8"),
     "rota_fused": Variant("rota + fused fp16", "rota", "fused", "#2a9d6f"),
     "rota_fused_fp8": Variant("rota + fused fp8", "rota", "fused", "#9bd3ae", "float8_e4m3fn"),
     "rota_fused_fp8_e5m2": Variant("rota + fused e5m2", "rota", "fused", "#d2c14a", "float8_e5m2"),
 }
-# As many as train 320 steps in 5 minutes.
-DEFAULT_VARIANTS = ["none", "gloo", "gloo_fp16", "rota", "rota_fused", "rota_fused_fp8"]
+
+
+def default_variants(baseline: str) -> list[str]:
+    """As many as train 320 steps in 5 minutes on the CPU."""
+    return ["none", baseline, f"{baseline}_fp16", "rota", "rota_fused", "rota_fused_fp8"]
 
 
 @dataclass
@@ -79,7 +87,7 @@ class Run:
 
 def start_run(variant: Variant, initial: train_gpt.GPT) -> Run:
     model = copy.deepcopy(initial)
-    group = dist.new_group(backend="rota" if variant.backend == "rota" else "gloo")
+    group = dist.new_group(backend="gloo" if variant.backend == "none" else variant.backend)
     ddp = train_gpt.data_parallel(model, variant.backend, variant.hook, group, variant.wire_dtype)
     return Run(model, ddp, train_gpt.make_optimizer(model))
 
@@ -87,17 +95,23 @@ def start_run(variant: Variant, initial: train_gpt.GPT) -> Run:
 def take_turn(
     run: Run, steps: range, num_steps: int, train: Tensor, args: argparse.Namespace
 ) -> None:
-    """Trains `steps` of a run of `num_steps`; the ranks set out together."""
-    rank = dist.get_rank()
+    """Trains `steps` of a run of `num_steps`; the ranks set out together, with idle GPUs."""
+    rank, context = dist.get_rank(), train_gpt.SCALES[train.device.type].config.context
+    timer = train_gpt.StepTimer(train.device)
+    bits = []
+    if train.is_cuda:
+        torch.cuda.synchronize(train.device)
     dist.barrier()
     cpu_start = time.process_time()
+    timer.start()
     for step in steps:
-        start = time.perf_counter()
-        batch = train_gpt.sample_batch(train, args.batch, CONFIG.context, (args.seed, rank, step))
+        batch = train_gpt.sample_batch(train, args.batch, context, (args.seed, rank, step))
         lr = train_gpt.learning_rate(step, num_steps, args.lr)
-        run.losses.append(train_gpt.train_step(run.ddp, run.optimizer, batch, lr))
-        run.step_ms.append((time.perf_counter() - start) * 1e3)
+        bits.append(train_gpt.train_step(run.ddp, run.optimizer, batch, lr))
+        timer.mark()
+    run.step_ms += timer.step_ms()
     run.cpu_ms += (time.process_time() - cpu_start) * 1e3
+    run.losses += [float(value) for value in bits]
 
 
 def affordable_steps(done: int, elapsed_s: float, args: argparse.Namespace) -> int:
@@ -110,10 +124,17 @@ def affordable_steps(done: int, elapsed_s: float, args: argparse.Namespace) -> i
 
 
 def train_in_turns(
-    args: argparse.Namespace, train: Tensor, held_out: Tensor, console: Console
+    args: argparse.Namespace,
+    train: Tensor,
+    held_out: Tensor,
+    console: Console,
+    device: torch.device = CPU,
 ) -> dict[str, Run]:
+    config = train_gpt.SCALES[device.type].config
+    train, held_out = train.to(device), held_out.to(device)
     torch.manual_seed(args.seed)
-    initial = train_gpt.GPT(CONFIG)
+    with device:
+        initial = train_gpt.GPT(config)
     runs = {name: start_run(VARIANTS[name], initial) for name in args.variants}
     turns = deque(runs)
 
@@ -144,7 +165,7 @@ def train_in_turns(
             if done % EVAL_STEPS == 0 or done == num_steps:
                 line = f"step {done:4d}  held out"
                 for name, run in runs.items():
-                    bits = train_gpt.held_out_bits(run.model, held_out, CONFIG.context)
+                    bits = train_gpt.held_out_bits(run.model, held_out, config.context)
                     run.held_out.append((done, bits))
                     line += f"  {name} {bits:.3f}"
                 console.print(line, soft_wrap=True)
@@ -166,11 +187,11 @@ def gather(variant: Variant, run: Run) -> Result:
         # The first block pays for allocations and DDP's own start.
         step_ms=[max(values) for values in zip(*step_ms, strict=True)][BLOCK_STEPS:],
         spread=train_gpt.parameter_spread(run.model),
-        core_share=min(core_share),
+        core_share=None if next(run.model.parameters()).is_cuda else min(core_share),
     )
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args() -> tuple[argparse.Namespace, Gpus]:
     def variants(text: str) -> list[str]:
         names = text.split(",")
         unknown = set(names) - set(VARIANTS)
@@ -185,20 +206,39 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--variants",
         type=variants,
-        default=DEFAULT_VARIANTS,
         metavar="A,B,...",
         help=f"of {','.join(VARIANTS)}; none is the base of the comparison (default: "
-        f"{','.join(DEFAULT_VARIANTS)})",
+        f"{','.join(default_variants('gloo'))}, or nccl for gloo where each rank has a GPU)",
     )
-    parser.add_argument("--ranks", type=positive(int), default=2)
-    parser.add_argument("--max-minutes", type=positive(float), default=5.4, help="of training")
+    parser.add_argument("--ranks", type=positive(int), help="default: one for each GPU, at least 2")
+    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument(
+        "--max-minutes",
+        type=positive(float),
+        help=f"of training (default: {train_gpt.by_scale('max_minutes')})",
+    )
     parser.add_argument("--png", type=Path, default=beside.with_suffix(".png"))
     parser.add_argument("--json", type=Path, default=beside.with_suffix(".json"))
     train_gpt.add_training_arguments(parser)
     args = parser.parse_args()
     if args.steps <= BLOCK_STEPS:
         parser.error(f"--steps: the first {BLOCK_STEPS} are not timed, got {args.steps} in all")
-    return args
+    try:
+        gpus = find_gpus(args.device)
+    except ValueError as error:
+        parser.error(str(error))
+    args.ranks = args.ranks or default_num_ranks(gpus)
+    placement = place_this_rank(gpus) if "RANK" in os.environ else place(0, args.ranks, gpus)
+    args.variants = args.variants or default_variants(placement.baseline)
+    needs_nccl = [name for name in args.variants if VARIANTS[name].backend == "nccl"]
+    if needs_nccl and placement.baseline != "nccl":
+        parser.error(f"--variants {','.join(needs_nccl)} cannot run here: {placement.note}")
+    train_gpt.fill_in(args, train_gpt.SCALES[placement.device.type])
+    return args, gpus
+
+
+def round_or_none(share: float | None) -> float | None:
+    return None if share is None else round(share, 3)
 
 
 def become_ranks(num_ranks: int) -> None:
@@ -210,17 +250,20 @@ def become_ranks(num_ranks: int) -> None:
 
 
 def main() -> None:
-    args = parse_args()
+    args, gpus = parse_args()
     become_ranks(args.ranks)
+    placement = place_this_rank(gpus)
+    use(placement.device)
 
     start = time.perf_counter()
     dist.init_process_group("gloo")
     console = Console(quiet=dist.get_rank() != 0)
+    console.print(placement.note, soft_wrap=True)
     train, held_out = train_gpt.read_corpus()
     baseline_bits = train_gpt.order0_bits(train, held_out)
     console.print(f"order-0 baseline: {baseline_bits:.3f} bits per byte of the held-out files")
 
-    runs = train_in_turns(args, train, held_out, console)
+    runs = train_in_turns(args, train, held_out, console, placement.device)
     results = {name: gather(VARIANTS[name], run) for name, run in runs.items()}
     if dist.get_rank() == 0:
         record = {
@@ -228,18 +271,19 @@ def main() -> None:
             "ranks": dist.get_world_size(),
             "steps": len(runs["none"].losses),
             "batch": args.batch,
-            "core_share": round(results["none"].core_share, 3),
+            "core_share": round_or_none(results["none"].core_share),
+            "placement": placement.note,
             "order0_bits": round(baseline_bits, 4),
             "variants": {
                 name: {key: float(f"{value:.6g}") for key, value in asdict(row).items()}
                 for name, row in summarize(results).items()
             },
-            "machine": machine(),
+            "machine": machine(placement.device),
             "torch": torch.__version__,
             "commit": git_commit(),
         }
         curves = {name: asdict(result) for name, result in results.items()}
-        draw(results, baseline_bits, args.png)
+        draw(results, baseline_bits, args.png, placement.note if gpus.count else "")
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(record | {"curves": curves}) + "\n")
         print_table(results, console)

@@ -9,13 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 SMOOTHING_STEPS = 20  # one step's batch is small and its loss noisy
-RIVALS = (("rota", "gloo"), ("rota_fp16", "gloo_fp16"), ("rota_fused", "gloo_fp16"))
+RIVALS = tuple(
+    (ours, theirs + of_hook)
+    for theirs in ("gloo", "nccl")
+    for ours, of_hook in (("rota", ""), ("rota_fp16", "_fp16"), ("rota_fused", "_fp16"))
+)
 UNDISTURBED = 0.95  # share of a core
 
 
@@ -29,7 +34,7 @@ class Result:
     held_out: list[tuple[int, float]]  # (steps done, bits per byte)
     step_ms: list[float]  # by step, slowest rank
     spread: float  # largest difference of a parameter between two ranks
-    core_share: float  # CPU time over wall time, of the rank that had least
+    core_share: float | None  # CPU time over wall time, of the rank that had least; on the CPU
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ def print_table(results: dict[str, Result], console: Console) -> None:
                 soft_wrap=True,
             )
     core_share = results["none"].core_share  # which waits for nobody: below 1, others had the core
-    if core_share < UNDISTURBED:
+    if core_share is not None and core_share < UNDISTURBED:
         console.print(
             f"a rank had only {core_share:.0%} of a core: other work on this machine disturbs "
             "these times",
@@ -100,14 +105,16 @@ def print_table(results: dict[str, Result], console: Console) -> None:
         )
 
 
-def draw(results: dict[str, Result], baseline_bits: float, path: Path) -> None:
-    """Loss curves on the left, step times on the right, as a PNG."""
+def draw(results: dict[str, Result], baseline_bits: float, path: Path, note: str = "") -> None:
+    """Loss curves on the left, step times on the right, as a PNG; `note` stands above them."""
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     curves, bars = figure.subplots(1, 2, width_ratios=(1.2, 1))
     for axes in (curves, bars):
         axes.spines[["top", "right"]].set_visible(False)
     draw_curves(curves, results, baseline_bits)
     draw_step_times(bars, results)
+    if note:
+        figure.suptitle(note, fontsize=8, x=0.01, ha="left", wrap=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
@@ -165,8 +172,8 @@ def smooth(values: Sequence[float]) -> list[float]:
     ]
 
 
-def machine() -> str:
-    """Processor and cores, as a reader of the numbers needs to know them."""
+def machine(device: torch.device) -> str:
+    """Processor, cores and GPUs, as a reader of the numbers needs to know them."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -174,7 +181,10 @@ def machine() -> str:
             if line.startswith("model name"):
                 model = line.partition(":")[2].strip()
                 break
-    return f"{model}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}"
+    host = f"{model}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}"
+    if device.type == "cpu":
+        return host
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}; {host}"
 
 
 def git_commit() -> str | None:

@@ -6,7 +6,7 @@ Plain PyTorch with DistributedDataParallel. rota is two lines of it: `import rot
 the backend that init_process_group() then finds by name, and, if gradients shall travel in fewer
 bits, one of its communication hooks: fp16, or fused, which takes any --wire-dtype. With --backend
 none no gradient leaves its rank: the time of that run is what a step costs without communication,
-and the ranks' parameters drift apart.
+and the ranks' parameters drift apart. Where there are GPUs, ranks compute on them.
 
 compare.py, beside this file, trains the same steps with every backend in turn.
 """
@@ -22,12 +22,14 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from devices import DEVICES, Placement, find_gpus, place_this_rank, use
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
@@ -42,7 +44,7 @@ WARMUP_STEPS = 20
 
 
 # ---------------------------------------------------------------------------------------------
-# Model: pre-norm transformer with rotary positions, QK norm and ReLU^2, 3.3 M parameters.
+# Model: pre-norm transformer with rotary positions, QK norm and ReLU^2.
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,27 @@ class GPTConfig:
     num_layers: int = 4
     num_heads: int = 4
     width: int = 256
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What a kind of device trains in a few minutes: the defaults of the command line."""
+
+    config: GPTConfig
+    batch: int  # sequences per rank
+    lr: float
+    max_minutes: float  # of compare.py's training
+
+
+SCALES = {
+    "cpu": Scale(GPTConfig(), batch=4, lr=2e-3, max_minutes=5.4),  # 3.3 M parameters
+    "cuda": Scale(  # 25 M
+        GPTConfig(context=256, num_layers=8, num_heads=8, width=512),
+        batch=16,
+        lr=1e-3,
+        max_minutes=2.0,
+    ),
+}
 
 
 def norm(x: Tensor) -> Tensor:
@@ -106,7 +129,8 @@ class GPT(nn.Module):
 
         half = config.width // config.num_heads // 2
         angles = torch.outer(torch.arange(config.context), 1000.0 ** -(torch.arange(half) / half))
-        # Plain tensors: DDP would broadcast buffers before every forward.
+        # Plain tensors: DDP would broadcast buffers before every forward. So a model is made on the
+        # device where it stays.
         self.cos, self.sin = angles.cos()[:, None], angles.sin()[:, None]
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -141,8 +165,11 @@ def read_corpus() -> tuple[Tensor, Tensor]:
 
 
 def windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, both (len(starts), context) int64; targets are one byte ahead."""
-    block = text[starts[:, None] + torch.arange(context + 1)].long()
+    """Inputs and targets, both (len(starts), context) int64; targets are one byte ahead.
+
+    All on the device of `text`, where `starts` must be.
+    """
+    block = text[starts[:, None] + torch.arange(context + 1, device=text.device)].long()
     return block[:, :-1], block[:, 1:]
 
 
@@ -152,7 +179,7 @@ def sample_batch(
     """A rank's batch of one step, a function of key = (seed, rank, step): runs can be compared."""
     rng = random.Random(str(key))
     starts = torch.tensor([rng.randrange(len(text) - context) for _ in range(num_sequences)])
-    return windows(text, starts, context)
+    return windows(text, starts.to(text.device), context)
 
 
 def order0_bits(train: Tensor, held_out: Tensor) -> float:
@@ -165,6 +192,41 @@ def order0_bits(train: Tensor, held_out: Tensor) -> float:
 
 # ---------------------------------------------------------------------------------------------
 # Training
+
+
+class StepTimer:
+    """Times steps, each from the end of the one before, and never makes a GPU wait for the host.
+
+    On a GPU, CUDA events on the current stream, which waits for a step's communication before its
+    optimizer; on the CPU, the wall clock.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def start(self) -> None:
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)
+        self._marks.clear()
+        self.mark()
+
+    def mark(self) -> None:
+        """A step ends here."""
+        if self._is_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def step_ms(self) -> list[float]:
+        """Milliseconds of each step since `start`; waits until they are done."""
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)
+            return [begin.elapsed_time(end) for begin, end in pairwise(self._marks)]
+        return [(end - begin) * 1e3 for begin, end in pairwise(self._marks)]
 
 
 def data_parallel(
@@ -203,22 +265,24 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     batch: tuple[Tensor, Tensor],
     lr: float,
-) -> float:
-    """One step on this rank's batch; returns its loss in bits per byte."""
+) -> Tensor:
+    """One step on this rank's batch; returns its loss in bits per byte, still on the device."""
     for param_group in optimizer.param_groups:
         param_group["lr"] = lr
     optimizer.zero_grad()
     loss = ddp(*batch)
     loss.backward()
     optimizer.step()
-    return float(loss.detach()) / math.log(2)
+    bits: Tensor = loss.detach() / math.log(2)
+    return bits
 
 
 @torch.no_grad()
 def held_out_bits(model: GPT, text: Tensor, context: int, num_windows: int = 128) -> float:
     """Bits per byte on windows spread evenly over `text`; each rank reads its share of them."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    starts = torch.arange(rank, num_windows, world_size) * (len(text) // num_windows)
+    starts = torch.arange(rank, num_windows, world_size, device=text.device)
+    starts *= len(text) // num_windows
     nats = model(*windows(text, starts, context)) * len(starts)
     dist.all_reduce(nats)
     return float(nats) / num_windows / math.log(2)
@@ -246,16 +310,32 @@ def positive(number: type[int] | type[float]) -> Callable[[str], float]:
 
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive(int), default=320)
-    parser.add_argument("--batch", type=positive(int), default=4, help="sequences per rank")
-    parser.add_argument("--lr", type=positive(float), default=2e-3, help="peak learning rate")
+    parser.add_argument(
+        "--batch", type=positive(int), help=f"sequences per rank (default: {by_scale('batch')})"
+    )
+    parser.add_argument(
+        "--lr", type=positive(float), help=f"peak learning rate (default: {by_scale('lr')})"
+    )
     parser.add_argument("--seed", type=int, default=0)
 
 
-def main() -> None:
+def by_scale(name: str) -> str:
+    return ", ".join(f"{getattr(scale, name)} on {device}" for device, scale in SCALES.items())
+
+
+def fill_in(args: argparse.Namespace, scale: Scale) -> None:
+    """Gives what the command line left out the defaults of `scale`."""
+    for name in ("batch", "lr", "max_minutes"):
+        if getattr(args, name, 0) is None:
+            setattr(args, name, getattr(scale, name))
+
+
+def parse_args() -> tuple[argparse.Namespace, Placement]:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--backend", choices=("rota", "gloo", "none"), default="rota")
+    parser.add_argument("--backend", choices=("rota", "gloo", "nccl", "none"), default="rota")
     parser.add_argument("--hook", choices=("none", "fp16", "fused"), default="none")
     parser.add_argument("--wire-dtype", choices=WIRE_DTYPES, help="of --hook fused (float16)")
+    parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument("--eval-every", type=positive(int), default=40, metavar="STEPS")
     add_training_arguments(parser)
     args = parser.parse_args()
@@ -265,16 +345,34 @@ def main() -> None:
         parser.error(f"--wire-dtype is of --hook fused, got --hook {args.hook}")
     if "RANK" not in os.environ:
         parser.error("expected torchrun: torchrun --standalone --nproc-per-node 2 " + sys.argv[0])
+    try:
+        gpus = find_gpus(args.device)
+    except ValueError as error:
+        parser.error(str(error))
+    placement = place_this_rank(gpus)
+    if args.backend == "nccl" and placement.baseline != "nccl":
+        parser.error(f"--backend nccl cannot run here: {placement.note}")
+    fill_in(args, SCALES[placement.device.type])
+    return args, placement
 
+
+def main() -> None:
+    args, placement = parse_args()
+    device = placement.device
+    use(device)
     # Without communication of gradients, Gloo still adds up the held-out losses.
     dist.init_process_group("gloo" if args.backend == "none" else args.backend)
     rank = dist.get_rank()
     console = Console(quiet=rank != 0)
 
     train, held_out = read_corpus()
-    config = GPTConfig()
+    console.print(placement.note, soft_wrap=True)
+    console.print(f"order-0 baseline: {order0_bits(train, held_out):.3f} bits per byte, held out")
+    train, held_out = train.to(device), held_out.to(device)
+    config = SCALES[device.type].config
     torch.manual_seed(args.seed)  # every rank starts from the same weights
-    model = GPT(config)
+    with device:
+        model = GPT(config)
     optimizer = make_optimizer(model)
     wire_dtype = args.wire_dtype or WIRE_DTYPES[0]
     ddp = data_parallel(model, args.backend, args.hook, wire_dtype=wire_dtype)
@@ -284,9 +382,9 @@ def main() -> None:
         f"{num_parameters / 1e6:.1f} M parameters, {dist.get_world_size()} ranks, "
         f"train {len(train) / 1e6:.1f} MB, held out {len(held_out) / 1e6:.1f} MB"
     )
-    console.print(f"order-0 baseline: {order0_bits(train, held_out):.3f} bits per byte, held out")
 
     step_ms: list[float] = []
+    timer = StepTimer(device)
     progress = Progress(
         BarColumn(),
         MofNCompleteColumn(),
@@ -297,18 +395,21 @@ def main() -> None:
     )
     with progress:
         bar = progress.add_task("train", total=args.steps, loss=math.nan)
-        for step in range(args.steps):
-            start = time.perf_counter()
-            batch = sample_batch(train, args.batch, config.context, (args.seed, rank, step))
-            loss = train_step(ddp, optimizer, batch, learning_rate(step, args.steps, args.lr))
-            step_ms.append((time.perf_counter() - start) * 1e3)
-            progress.update(bar, advance=1, loss=loss)
-            if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
-                console.print(
-                    f"step {step + 1:4d}  loss {loss:.3f}  "
-                    f"held out {held_out_bits(model, held_out, config.context):.3f} bits per byte  "
-                    f"{statistics.median(step_ms):.1f} ms per step"
-                )
+        for first in range(0, args.steps, args.eval_every):
+            timer.start()
+            for step in range(first, min(first + args.eval_every, args.steps)):
+                batch = sample_batch(train, args.batch, config.context, (args.seed, rank, step))
+                lr = learning_rate(step, args.steps, args.lr)
+                bits = train_step(ddp, optimizer, batch, lr)
+                timer.mark()
+                progress.update(bar, advance=1)
+            step_ms += timer.step_ms()
+            progress.update(bar, loss=float(bits))
+            console.print(
+                f"step {step + 1:4d}  loss {float(bits):.3f}  "
+                f"held out {held_out_bits(model, held_out, config.context):.3f} bits per byte  "
+                f"{statistics.median(step_ms):.1f} ms per step"
+            )
 
     spread = parameter_spread(model)
     console.print(f"largest parameter difference between ranks: {spread:g}")

@@ -1,5 +1,6 @@
 #include "c10d/tensor_communicator.h"
 
+#include <ATen/record_function.h>
 #include <Python.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/SmallVector.h>
@@ -143,6 +144,8 @@ template <typename Body>
 WorkRef TensorCommunicator::launch(Launch mode, ::c10d::OpType op_type, const char* title,
                                    at::TensorList tensors, Body&& body) {
   if (mode == Launch::kBlocking && queue_.is_idle()) {
+    // What profilers show of this call, as Work shows a queued one; 16 ns where none runs.
+    RECORD_USER_SCOPE(title);
     // The communicator is shared: a signal handler or a callback may close it meanwhile.
     const std::shared_ptr<Communicator> communicator = communicator_;
     body(*communicator, tensors, CallerThread::kUser);

@@ -3,7 +3,7 @@
 Importing it registers the torch.distributed backend "rota". See README.md.
 """
 
-from rota import amp, errors  # noqa: F401  (rota._C looks its exceptions up in errors)
+from rota import amp, errors, ops  # noqa: F401  (rota._C looks its exceptions up in errors)
 from rota.backend import register as _register_backend
 from rota.bucket_cap import suggest_bucket_cap
 from rota.clipping import clip_grad_norm_
@@ -30,6 +30,7 @@ __all__ = [
     "clip_grad_norm_",
     "fp16_compress_hook",
     "fused_hook",
+    "ops",
     "suggest_bucket_cap",
 ]
 

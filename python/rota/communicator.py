@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from rota import _C
+from rota.errors import RotaError
 
 DEFAULT_SLOT_BYTES = 256 * 1024
 
@@ -57,7 +59,9 @@ class Communicator(_C.Communicator):
                 f"rota.Communicator: this rank is not in the group ({pg!r}); only its members make "
                 f"a communicator over it"
             )
-        store = _own_store(pg)
+        number = _next_number(pg)
+        # A part of the group's store that no other communicator uses.
+        store = dist.PrefixStore(f"rota/{number}/", pg.get_group_store())
         super().__init__(
             store=store,
             rank=pg.rank(),
@@ -66,14 +70,37 @@ class Communicator(_C.Communicator):
             timeout=timeout if timeout is not None else store.timeout,  # type: ignore[attr-defined]
             slot_bytes=slot_bytes,
         )
+        self._name = f"{pg.group_name}/{number}"
+        _by_name[self._name] = self
+
+    @property
+    def name(self) -> str:
+        """What `rota.ops` calls it by: like no other's of this process, and equal on all ranks."""
+        return self._name
 
 
 # How many communicators this process has made over a group; ranks count alike, so it names them.
 _num_made: dict[str, int] = {}
+_by_name: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
 
 
-def _own_store(pg: dist.ProcessGroup) -> dist.Store:
-    """A part of the group's store that no other communicator uses."""
+def _next_number(pg: dist.ProcessGroup) -> int:
     number = _num_made.get(pg.group_name, 0)
     _num_made[pg.group_name] = number + 1
-    return dist.PrefixStore(f"rota/{number}/", pg.get_group_store())
+    return number
+
+
+def communicator_named(name: str) -> Communicator:
+    """The living communicator of this process with this name.
+
+    Raises:
+        rota.RotaError: there is none.
+    """
+    communicator = _by_name.get(name)
+    if communicator is None:
+        living = ", ".join(f"'{other}'" for other in sorted(_by_name)) or "none"
+        raise RotaError(
+            f"rota.ops: there is no communicator '{name}' in this process, living ones: {living}; "
+            f"keep a reference to it as long as compiled code uses it"
+        )
+    return communicator

@@ -1,0 +1,285 @@
+"""Collectives that torch.compile leaves whole: functions over the operators `torch.ops.rota.*`.
+
+Under torch.compile use these instead of the methods of `rota.Communicator`, at which Dynamo breaks
+the graph. To an operator a communicator is its name, so that graphs hold no objects.
+
+Where a compiler drops or reorders a collective on one rank, ranks wait for each other for ever; and
+two collectives need not share any tensor that would keep them in order. So every operator claims to
+write to `_order`, which none of them touches: each depends on all before it, whatever its
+communicator, and an input's last value may not be dropped. torch has effect tokens for this purpose
+(torch/_library/effects.py), but inductor 2.11 to 2.13 reorders operators that have them, and they
+do not go with operators that mutate their arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rota.communicator import Communicator, communicator_named
+
+__all__ = ["all_gather", "all_reduce", "all_reduce_", "barrier", "broadcast", "broadcast_"]
+
+# On the CPU for collectives of all devices, so that those keep one order. inductor therefore leaves
+# collectives out of the CUDA graphs that it makes itself.
+_order = torch.zeros(1)
+_rota = torch.ops.rota
+
+
+def all_reduce(
+    tensor: Tensor,
+    communicator: Communicator,
+    op: str = "sum",
+    algorithm: str = "auto",
+    wire_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Reduces `tensor` over all ranks into a new tensor, with the same bits on every rank.
+
+    Differentiable for "sum" and "avg": gradients are those of the sum of all ranks' losses, reduced
+    in the same way. The backward pass is a collective then, on every rank.
+
+    Args:
+        tensor: any shape, strided; dtype and device as `Communicator.all_reduce` takes them.
+        communicator: over the ranks; compiled code needs it alive whenever it runs.
+        op, algorithm, wire_dtype: as `Communicator.all_reduce`.
+
+    Returns:
+        a contiguous tensor of the same shape, dtype and device.
+
+    Raises:
+        rota.RotaError: the communicator is gone; and what `Communicator.all_reduce` raises.
+        NotImplementedError: in the backward pass, for another op than "sum" and "avg".
+
+    Blocks, and uses streams, as `Communicator.all_reduce` does.
+
+    Example:
+        >>> @torch.compile(fullgraph=True)
+        ... def row_parallel(x):
+        ...     return rota.ops.all_reduce(x @ own_rows_of_weight, communicator)
+    """
+    out: Tensor = _AllReduce.apply(tensor, op, algorithm, wire_dtype, communicator.name)
+    return out
+
+
+def all_reduce_(
+    tensor: Tensor,
+    communicator: Communicator,
+    op: str = "sum",
+    algorithm: str = "auto",
+    wire_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Reduces `tensor` over all ranks in place and returns it; otherwise as `all_reduce`."""
+    if _needs_gradient(tensor):
+        return tensor.copy_(all_reduce(tensor, communicator, op, algorithm, wire_dtype))
+    _rota.all_reduce_(tensor, _order, op, algorithm, wire_dtype, communicator.name)
+    return tensor
+
+
+def broadcast(tensor: Tensor, communicator: Communicator, root: int = 0) -> Tensor:
+    """Returns the values of rank `root` in a new tensor; that of other ranks gives the shape.
+
+    Differentiable: the root gets the sum of all ranks' gradients, the others zeros.
+
+    Args:
+        tensor: same shape and dtype on every rank, strided.
+        communicator: over the ranks; compiled code needs it alive whenever it runs.
+        root: in [0, world_size).
+
+    Returns:
+        a contiguous tensor of the same shape, dtype and device.
+
+    Raises:
+        rota.RotaError: the communicator is gone; and what `Communicator.broadcast` raises.
+
+    Blocks, and uses streams, as `Communicator.broadcast` does.
+    """
+    out: Tensor = _Broadcast.apply(tensor, root, communicator.name)
+    return out
+
+
+def broadcast_(tensor: Tensor, communicator: Communicator, root: int = 0) -> Tensor:
+    """Copies rank `root`'s tensor into that of every rank and returns it; else as `broadcast`."""
+    if _needs_gradient(tensor):
+        return tensor.copy_(broadcast(tensor, communicator, root))
+    _rota.broadcast_(tensor, _order, root, communicator.name)
+    return tensor
+
+
+def all_gather(tensor: Tensor, communicator: Communicator) -> Tensor:
+    """Concatenates the tensors of all ranks, in ascending rank.
+
+    Differentiable: each rank gets its part of the sum of all ranks' gradients.
+
+    Args:
+        tensor: (length, ...), same shape and dtype on every rank, strided; a scalar counts as (1,).
+        communicator: over the ranks; compiled code needs it alive whenever it runs.
+
+    Returns:
+        (world_size * length, ...), contiguous, of the same dtype and device.
+
+    Raises:
+        rota.RotaError: the communicator is gone; and what `Communicator.all_gather` raises.
+
+    Blocks, and uses streams, as `Communicator.all_gather` does.
+    """
+    out: Tensor = _AllGather.apply(tensor, communicator.name)
+    return out
+
+
+def barrier(communicator: Communicator) -> None:
+    """Returns once every rank has called it; compiled, it keeps its place among collectives."""
+    _rota.barrier(_order, communicator.name)
+
+
+def _needs_gradient(tensor: Tensor) -> bool:
+    return torch.is_grad_enabled() and tensor.requires_grad
+
+
+# A name is never used again, so the rank is a constant of the graph.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _rank_of(communicator: str) -> int:
+    return communicator_named(communicator).rank
+
+
+# -------------------------------------------------------------------------------------------------
+# What runs: the same on every device, as a communicator takes tensors of all that it knows.
+
+
+def _run_all_reduce_(
+    tensor: Tensor,
+    _order: Tensor,
+    op: str,
+    algorithm: str,
+    wire_dtype: torch.dtype | None,
+    communicator: str,
+) -> None:
+    communicator_named(communicator).all_reduce(tensor, op, algorithm, wire_dtype)
+    _count_change(tensor)
+
+
+def _run_broadcast_(tensor: Tensor, _order: Tensor, root: int, communicator: str) -> None:
+    communicator_named(communicator).broadcast(tensor, root)
+    _count_change(tensor)
+
+
+def _count_change(tensor: Tensor) -> None:
+    """Lets autograd notice that a tensor which it has kept is another now."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+def _empty_for_all_gather(tensor: Tensor, _order: Tensor, communicator: str) -> Tensor:
+    length, *rest = tensor.shape or (1,)
+    return tensor.new_empty((communicator_named(communicator).world_size * length, *rest))
+
+
+def _run_all_gather(tensor: Tensor, order: Tensor, communicator: str) -> Tensor:
+    out = _empty_for_all_gather(tensor, order, communicator)
+    communicator_named(communicator).all_gather(out, tensor)
+    return out
+
+
+def _run_barrier(_order: Tensor, communicator: str) -> None:
+    communicator_named(communicator).barrier()
+
+
+_library = torch.library.Library("rota", "DEF")
+
+
+def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    # Not torch.library.custom_op, whose calls cost 10 us more.
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, run, device)
+    torch.library.register_fake(f"rota::{name}", fake, lib=_library)
+
+
+def _fake_nothing(*args: object) -> None: ...
+
+
+_define(
+    "all_reduce_(Tensor(a!) tensor, Tensor(b!) order, str op, str algorithm, "
+    "ScalarType? wire_dtype, str communicator) -> ()",
+    _run_all_reduce_,
+    _fake_nothing,
+)
+_define(
+    "broadcast_(Tensor(a!) tensor, Tensor(b!) order, int root, str communicator) -> ()",
+    _run_broadcast_,
+    _fake_nothing,
+)
+_define(
+    "all_gather(Tensor tensor, Tensor(a!) order, str communicator) -> Tensor",
+    _run_all_gather,
+    _empty_for_all_gather,
+)
+_define("barrier(Tensor(a!) order, str communicator) -> ()", _run_barrier, _fake_nothing)
+
+
+# -------------------------------------------------------------------------------------------------
+# Gradients: those of the sum of all ranks' losses. ctx is autograd's, which has no type for it.
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        op: str,
+        algorithm: str,
+        wire_dtype: torch.dtype | None,
+        communicator: str,
+    ) -> Tensor:
+        ctx.arguments = (op, algorithm, wire_dtype, communicator)
+        # inductor omits the copy where nobody needs the tensor any more.
+        out = tensor.clone(memory_format=torch.contiguous_format)
+        _rota.all_reduce_(out, _order, op, algorithm, wire_dtype, communicator)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.arguments[0] not in ("sum", "avg"):
+            raise NotImplementedError(
+                f"rota.ops.all_reduce: op '{ctx.arguments[0]}' has no gradient, expected 'sum' or "
+                f"'avg'; detach the tensor"
+            )
+        return _AllReduce.apply(gradient, *ctx.arguments), None, None, None, None
+
+
+def _sum_over_ranks(gradient: Tensor, communicator: str) -> Tensor:
+    total: Tensor = _AllReduce.apply(gradient, "sum", "auto", None, communicator)
+    return total
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, root: int, communicator: str) -> Tensor:
+        ctx.arguments = (root, communicator)
+        out = tensor.clone(memory_format=torch.contiguous_format)
+        _rota.broadcast_(out, _order, root, communicator)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        root, communicator = ctx.arguments
+        total = _sum_over_ranks(gradient, communicator)
+        return total if _rank_of(communicator) == root else torch.zeros_like(total), None, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, communicator: str) -> Tensor:
+        ctx.communicator, ctx.shape = communicator, tensor.shape
+        out: Tensor = _rota.all_gather(tensor, _order, communicator)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        total = _sum_over_ranks(gradient, ctx.communicator)
+        length = ctx.shape[0] if ctx.shape else 1
+        own = total.narrow(0, _rank_of(ctx.communicator) * length, length)
+        return own.view(ctx.shape), None

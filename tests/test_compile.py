@@ -1,0 +1,403 @@
+"""rota.ops: torch.compile keeps collectives whole and in order, and none of them gets lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import rota
+from ranks import Rank, error_of, run_ranks
+
+BACKENDS = ("aot_eager", "inductor")
+WORLD_SIZE = 2
+TIMEOUT_S = 300.0  # inductor starts a C++ compiler for each graph
+
+
+def compiled(function: Callable[..., Any], backend: str, **options: Any) -> Callable[..., Any]:
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = 1  # more would start processes
+    return torch.compile(function, backend=backend, fullgraph=True, **options)
+
+
+def small_integers(rank: int, *shape: int) -> Tensor:
+    """float32 whose sums and averages over two ranks are exact."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-100, 100, shape, generator=generator).float()
+
+
+class Recorder:
+    """Notes the collectives that run, and passes them on; `rota.ops` looks them up by its name."""
+
+    def __init__(self, communicator: rota.Communicator) -> None:
+        self._communicator = communicator
+        self.world_size, self.rank = communicator.world_size, communicator.rank
+        self.name = "recorder"
+        self.calls: list[str] = []
+        rota.communicator._by_name[self.name] = self  # type: ignore[assignment]
+
+    def all_reduce(self, tensor: Tensor, op: str, *args: Any) -> None:
+        self.calls.append(f"{op} {tensor.numel()}")
+        self._communicator.all_reduce(tensor, op, *args)
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        self.calls.append(f"broadcast {tensor.numel()}")
+        self._communicator.broadcast(tensor, root)
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> None:
+        self.calls.append(f"all_gather {tensor.numel()}")
+        self._communicator.all_gather(output, tensor)
+
+    def barrier(self) -> None:
+        self.calls.append("barrier")
+        self._communicator.barrier()
+
+
+# -------------------------------------------------------------------------------------------------
+
+
+def _run_opcheck(rank: Rank) -> None:
+    communicator = rank.communicator()
+    name = communicator.name
+    order = torch.zeros(1)
+    for shape in ((), (0,), (3, 5)):
+        tensor = torch.ones(shape)
+        all_reduce_args = (tensor, order, "sum", "two_shot", torch.float16, name)
+        torch.library.opcheck(torch.ops.rota.all_reduce_, all_reduce_args)
+        torch.library.opcheck(torch.ops.rota.broadcast_, (tensor, order, 1, name))
+        torch.library.opcheck(torch.ops.rota.all_gather, (tensor, order, name))
+    torch.library.opcheck(torch.ops.rota.barrier, (order, name))
+
+
+def test_operators_opcheck_passes() -> None:
+    run_ranks(WORLD_SIZE, _run_opcheck, timeout_s=TIMEOUT_S)
+
+
+def _everything(x: Tensor, y: Tensor, communicator: rota.Communicator) -> list[Tensor]:
+    """Uses of every form, on inputs, intermediates, and strided, expanded and empty views."""
+    ops = rota.ops
+    ops.all_reduce_(x, communicator)
+    ops.broadcast_(y[:, 1], communicator, 1)
+    z = x * 2 + y
+    return [
+        ops.all_reduce(z, communicator, "max", "ring"),
+        ops.all_reduce(z.t(), communicator, "avg", wire_dtype=torch.float16),
+        ops.all_reduce(z[:1].expand(3, 5), communicator) + 1,
+        ops.all_reduce_(z[:, ::2] * 1, communicator),
+        ops.broadcast(z, communicator),
+        ops.all_gather(z, communicator),
+        ops.all_gather(z.t(), communicator),
+        ops.all_gather(z.sum(), communicator),
+        ops.all_gather(z[:0], communicator),
+        z,
+    ]
+
+
+def _run_everything(rank: Rank, backend: str) -> None:
+    communicator = rank.communicator()
+    inputs = small_integers(rank.rank, 3, 5), small_integers(rank.rank + 2, 3, 5)
+    own = [tensor.clone() for tensor in inputs]
+    expected = _everything(*inputs, communicator) + list(inputs)
+    got = compiled(_everything, backend)(*own, communicator) + own
+    for number, (of_compiled, of_eager) in enumerate(zip(got, expected, strict=True)):
+        assert torch.equal(of_compiled, of_eager), number
+        assert of_compiled.stride() == of_eager.stride(), number
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_collectives_give_what_eager_ones_give(backend: str) -> None:
+    run_ranks(WORLD_SIZE, _run_everything, backend, timeout_s=TIMEOUT_S)
+
+
+def _run_eager(rank: Rank) -> None:
+    communicator = rank.communicator()
+    ranks = range(WORLD_SIZE)
+    own = small_integers(rank.rank, 3, 5)
+    everyones = torch.stack([small_integers(other, 3, 5) for other in ranks])
+    ops = rota.ops
+    assert torch.equal(ops.all_reduce(own, communicator), everyones.sum(0))
+    assert torch.equal(ops.all_reduce(own, communicator, "avg"), everyones.mean(0))
+    assert torch.equal(ops.broadcast(own, communicator, 1), everyones[1])
+    assert torch.equal(ops.all_gather(own, communicator), everyones.flatten(0, 1))
+    assert torch.equal(own, everyones[rank.rank])  # is only read
+    assert ops.all_reduce_(own, communicator) is own
+    assert torch.equal(own, everyones.sum(0))
+    own = small_integers(rank.rank, 3, 5)
+    assert ops.broadcast_(own, communicator, 1) is own
+    assert torch.equal(own, everyones[1])
+
+
+def test_eager_operators_reduce_broadcast_and_gather() -> None:
+    run_ranks(WORLD_SIZE, _run_eager)
+
+
+def _many_unrelated(tensors: list[Tensor], rank: int, communicator: Recorder) -> Tensor:
+    """Collectives that share no data, most results of which nobody reads, in graphs that differ."""
+    comm: Any = communicator
+    if rank == 0:
+        tensors[3] = tensors[3].sin().cos()  # work that inductor likes to put off
+    rota.ops.all_reduce(tensors[0] * 2, comm)
+    rota.ops.all_reduce_(tensors[3], comm, "max")
+    rota.ops.barrier(comm)
+    rota.ops.all_gather(tensors[1], comm)
+    rota.ops.broadcast_(tensors[2], comm)
+    rota.ops.all_reduce_(tensors[1], comm, "min")
+    rota.ops.broadcast(tensors[0], comm)
+    big = torch.cat([tensors[2], tensors[2]]) @ torch.ones(2 * len(tensors[2]))
+    rota.ops.all_reduce(tensors[4], comm, "avg")
+    return big
+
+
+_IN_ORDER = ["sum 1", "max 4", "barrier", "all_gather 2", "broadcast 3", "min 2", "broadcast 1"]
+
+
+def _run_unrelated(rank: Rank, backend: str) -> list[str]:
+    recorder = Recorder(rank.communicator())
+    tensors = [torch.ones(length) for length in (1, 2, 3, 4, 5)]
+    compiled(_many_unrelated, backend)(tensors, rank.rank, recorder)
+    return recorder.calls
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_unrelated_collectives_all_run_in_order(backend: str) -> None:
+    for calls in run_ranks(WORLD_SIZE, _run_unrelated, backend, timeout_s=TIMEOUT_S):
+        assert calls == [*_IN_ORDER, "avg 5"]
+
+
+def _run_dynamic_shapes(rank: Rank, backend: str) -> int:
+    communicator = rank.communicator()
+    num_graphs = 0
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        nonlocal num_graphs
+        num_graphs += 1
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        rota.ops.all_reduce_(x, communicator)
+        return rota.ops.all_gather(x, communicator), rota.ops.all_reduce(x[1:] * 2, communicator)
+
+    run = compiled(step, counting, dynamic=True)  # type: ignore[arg-type]
+    for length in (4, 7, 1000, 70_000):
+        x = torch.full((length, 3), float(rank.rank + 1))
+        gathered, doubled = run(x)
+        assert x.eq(3).all() and gathered.shape == (WORLD_SIZE * length, 3)
+        assert gathered.eq(3).all() and doubled.shape == (length - 1, 3) and doubled.eq(12).all()
+    return num_graphs
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_with_dynamic_shapes_is_one_graph(backend: str) -> None:
+    assert run_ranks(WORLD_SIZE, _run_dynamic_shapes, backend, timeout_s=TIMEOUT_S) == [1, 1]
+
+
+# -------------------------------------------------------------------------------------------------
+# Gradients
+
+
+class _Enter(torch.autograd.Function):
+    """Into a tensor-parallel layer: its backward pass adds up the gradients of all shards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, communicator: rota.Communicator) -> Tensor:
+        ctx.communicator = communicator
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return rota.ops.all_reduce(gradient, ctx.communicator), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, communicator: rota.Communicator) -> Tensor:
+        return rota.ops.all_reduce(x, communicator)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _tensor_parallel(
+    x: Tensor, layers: list[tuple[Tensor, Tensor]], communicator: rota.Communicator
+) -> Tensor:
+    for into, out_of in layers:
+        x = x + _Leave.apply(
+            _Enter.apply(x, communicator).matmul(into).relu() @ out_of, communicator
+        )
+    return x.square().sum()
+
+
+def _run_tensor_parallel(rank: Rank, backend: str) -> None:
+    communicator = rank.communicator()
+    generator = torch.Generator().manual_seed(
+        0
+    )  # the same weights on every rank, of which it takes
+    width, half = 8, 8 // WORLD_SIZE  # its part
+    own = slice(rank.rank * half, (rank.rank + 1) * half)
+    whole, parts = [], []
+    for _ in range(2):
+        into, out_of = (torch.randn(width, width, generator=generator) * 0.3 for _ in range(2))
+        whole.append((into.requires_grad_(), out_of.requires_grad_()))
+        parts.append(
+            tuple(part.detach().clone().requires_grad_() for part in (into[:, own], out_of[own, :]))
+        )
+    x = torch.randn(4, width, generator=generator)
+    inputs = x.clone().requires_grad_(), x.clone().requires_grad_()
+
+    expected = inputs[0]
+    for into, out_of in whole:
+        expected = expected + (expected @ into).relu() @ out_of
+    expected = expected.square().sum()
+    expected.backward()
+    run = compiled(_tensor_parallel, backend)
+    loss = run(inputs[1], parts, communicator)
+    loss.backward()
+
+    # The sum over shards adds up in another order than the product with the whole matrix.
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+    for (into, out_of), (own_into, own_out_of) in zip(whole, parts, strict=True):
+        torch.testing.assert_close(own_into.grad, into.grad[:, own])
+        torch.testing.assert_close(own_out_of.grad, out_of.grad[own, :])
+
+
+@pytest.mark.parametrize("backend", ("eager", *BACKENDS))
+def test_tensor_parallel_layers_have_the_gradients_of_whole_ones(backend: str) -> None:
+    run_ranks(WORLD_SIZE, _run_tensor_parallel, backend, timeout_s=TIMEOUT_S)
+
+
+def _run_gradients(rank: Rank, backend: str) -> None:
+    """Loss of rank r: weights[r] * outputs; gradients are those of the sum of both losses."""
+    communicator = rank.communicator()
+    weights = [small_integers(other + 7, 6, 2) for other in range(WORLD_SIZE)]
+    total = weights[0] + weights[1]
+    own = weights[rank.rank]
+
+    def gradient_of(call: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
+        x = small_integers(rank.rank, 3, 2).requires_grad_()
+        run = compiled(lambda x: (call(x) * weight).sum(), backend)
+        run(x).backward()
+        assert x.grad is not None
+        return x.grad
+
+    def in_place(x: Tensor) -> Tensor:
+        return rota.ops.all_reduce_(x * 2, communicator)
+
+    ops = rota.ops
+    short, short_total = own[:3], total[:3]
+    sums = gradient_of(lambda x: ops.all_reduce(x, communicator), short)
+    assert torch.equal(sums, short_total)
+    averages = gradient_of(lambda x: ops.all_reduce(x, communicator, "avg"), short)
+    assert torch.equal(averages, short_total / 2)
+    assert torch.equal(gradient_of(in_place, short), 2 * short_total)
+    broadcast = gradient_of(lambda x: ops.broadcast(x, communicator, 1), short)
+    assert torch.equal(broadcast, short_total * (rank.rank == 1))
+    gathered = gradient_of(lambda x: ops.all_gather(x, communicator), own)
+    assert torch.equal(gathered, total[3 * rank.rank : 3 * rank.rank + 3])
+
+
+@pytest.mark.parametrize("backend", ("eager", "aot_eager"))
+def test_gradients_are_those_of_the_sum_of_all_losses(backend: str) -> None:
+    run_ranks(WORLD_SIZE, _run_gradients, backend, timeout_s=TIMEOUT_S)
+
+
+def _run_bad_gradients(rank: Rank) -> list[tuple[str, str]]:
+    communicator = rank.communicator()
+    x = torch.ones(3, requires_grad=True)
+    largest = rota.ops.all_reduce(x, communicator, "max").sum()
+
+    y = x * 1
+    square = y.square()  # keeps y for its gradient
+    with torch.no_grad():
+        rota.ops.all_reduce_(y, communicator)
+    return [error_of(largest.backward), error_of(square.sum().backward)]
+
+
+def test_gradient_that_would_be_wrong_raises() -> None:
+    for no_formula, changed in run_ranks(WORLD_SIZE, _run_bad_gradients):
+        assert no_formula == (
+            "NotImplementedError",
+            "rota.ops.all_reduce: op 'max' has no gradient, expected 'sum' or 'avg'; detach the "
+            "tensor",
+        )
+        assert changed[0] == "RuntimeError" and "modified by an inplace operation" in changed[1]
+
+
+# -------------------------------------------------------------------------------------------------
+# What inductor makes of them
+
+
+def _run_in_place(rank: Rank) -> str:
+    from torch._inductor.utils import run_and_get_code
+
+    communicator = rank.communicator()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        rota.ops.all_reduce_(x, communicator)
+        rota.ops.broadcast_(y, communicator)
+        return rota.ops.all_reduce(x * 2, communicator) + y
+
+    _, (code, *_) = run_and_get_code(compiled(step, "inductor"), torch.ones(5), torch.ones(5))
+    return str(code)
+
+
+def test_inductor_collectives_work_in_place() -> None:
+    for code in run_ranks(WORLD_SIZE, _run_in_place, timeout_s=TIMEOUT_S):
+        assert code.count("torch.ops.rota.all_reduce_.default(") == 2
+        assert code.count("torch.ops.rota.broadcast_.default(") == 1
+        assert code.count(" = empty_strided_cpu(") == 2  # x * 2, and the sum
+
+
+# -------------------------------------------------------------------------------------------------
+# Names, and failures
+
+
+def _run_names(rank: Rank) -> list[str]:
+    rank.init("gloo")
+    alone = [dist.new_group([other]) for other in range(WORLD_SIZE)]
+    everyone = dist.new_group()
+    communicators = [rota.Communicator(), rota.Communicator(everyone), rota.Communicator()]
+    own = rota.Communicator(alone[rank.rank])
+    names = [communicator.name for communicator in communicators]
+    assert len({*names, own.name}) == 4
+    return names
+
+
+def test_communicator_names_are_unique_and_equal_on_all_ranks() -> None:
+    names, *others = run_ranks(WORLD_SIZE, _run_names)
+    assert all(other == names for other in others)
+
+
+def _run_gone(rank: Rank) -> list[tuple[str, str]]:
+    gone, living = rank.communicator(), rank.communicator()
+    name = gone.name
+    gone.barrier()
+    del gone
+    dead = error_of(lambda: torch.ops.rota.barrier(torch.zeros(1), name))
+    living.close()
+    closed = error_of(lambda: rota.ops.all_reduce_(torch.ones(1), living))
+    return [dead, closed]
+
+
+def test_operator_whose_communicator_is_gone_raises() -> None:
+    for dead, closed in run_ranks(WORLD_SIZE, _run_gone):
+        assert dead[0] == "RotaError"
+        assert "there is no communicator '" in dead[1] and "; keep a reference to it" in dead[1]
+        assert closed == ("RotaError", "rota: this communicator is closed; make a new one")
+
+
+def _run_mismatch(rank: Rank) -> tuple[str, str]:
+    communicator = rank.communicator()
+    run = compiled(lambda x: rota.ops.all_reduce(x * 2, communicator), "aot_eager")
+    return error_of(lambda: run(torch.ones(3 + rank.rank)))
+
+
+def test_compiled_collectives_that_differ_raise_mismatch() -> None:
+    for kind, text in run_ranks(WORLD_SIZE, _run_mismatch, timeout_s=TIMEOUT_S):
+        assert kind == "Mismatch" and "ranks disagree" in text
