@@ -66,10 +66,11 @@ $(CUDA_VENV)/.built: $(CUDA_VENV)/.packages setup.py $(SOURCES) $(MODULES)
 	ROTA_CUDA=1 NVCC_APPEND_FLAGS="$(NVCC_STRICT)" $(CUDA_PYTHON) $(PIP) install --no-build-isolation --no-deps .
 	touch $@
 
-# About 12 minutes on two cores: the packages 2, the build 2, the test suite 8.
+# About 20 minutes on two cores: the packages 2, the build 6, the test suites 12.
 check-cuda: $(CUDA_VENV)/.built
 	$(CUDA_PYTHON) -m rota doctor
 	$(CUDA_PYTHON) tests/machine_code.py
+	$(CUDA_PYTHON) tests/simulated_gpu.py --torch-operators $(CUDA_PYTHON) -m pytest tests/gpu
 	$(CUDA_PYTHON) -m pytest -m "not no_extension"
 
 # With the python3 that is there, its torch and pytest, and no network. STAGES="build bench" chooses

@@ -46,7 +46,7 @@ const void* kernel_of(Kernel kernel, const WireFormat& format) {
 }
 
 [[noreturn]] void refuse_format(std::string_view kernel, const WireFormat& format) {
-  throw Error(ErrorKind::kValue, join(kernel, " has no kernel for ", name(format.dtype),
+  throw Error(ErrorKind::kValue, join("rota: ", kernel, " has no kernel for ", name(format.dtype),
                                       format.is_block_scaled ? " in scaled blocks" : ""));
 }
 
@@ -111,7 +111,7 @@ ResidentPlan plan_resident(const LaunchRequest& request, const Peers& peers, int
   const int num_resident = num_resident_blocks(kernel, kThreadsPerBlock);
   if (plan.num_blocks * ranks_per_device > num_resident) {
     throw Error(ErrorKind::kValue,
-                join(name(request.kernel), " of ", ranks_per_device, " ranks with ",
+                join("rota: ", name(request.kernel), " of ", ranks_per_device, " ranks with ",
                      plan.num_blocks, " channels each: this GPU runs ", num_resident,
                      " such blocks at the same time; use fewer channels"));
   }

@@ -11,7 +11,7 @@ namespace {
 
 template <typename... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
-  throw Error(ErrorKind::kValue, join(parts...));
+  throw Error(ErrorKind::kValue, join("rota: ", parts...));
 }
 
 bool reduces(Kernel kernel) {

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 
@@ -34,7 +36,7 @@ def expected_of(
     """Every step that rota does in float32 is rounded to float32."""
     gradients = round_to(to_numpy(source), torch.float32)
     wanted = round_to(gradients * contribution_factor, torch.float32)
-    result = round_to(through_wire(wanted, wire) * result_factor, torch.float32)
+    result = round_to(through_wire(wanted, wire) * float(np.float32(result_factor)), torch.float32)
     return torch.from_numpy(round_to(result, source.dtype)).to(source.dtype)
 
 
@@ -160,7 +162,7 @@ def test_bucket_stochastic_rounding_depends_on_the_seed_alone() -> None:
     assert not torch.equal(results[0], results[2])
 
 
-@pytest.mark.torch_kernels
+@pytest.mark.skipif("SIMULATED_GPUS" in os.environ, reason="no profiler sees a simulated GPU")
 def test_bucket_of_300_tensors_is_one_launch_each_way() -> None:
     bucket = rota.GradientBucket([torch.zeros(1 + 13 * i).to(DEVICE) for i in range(300)])
     bucket.pack()
