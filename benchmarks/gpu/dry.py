@@ -96,8 +96,8 @@ class HostGroup:
             tensor.copy_(tensors[root])
 
     def send_recv(self, src: int, dst: int, tensors: Sequence[Tensor]) -> None:
-        """One rank's to one other."""
-        tensors[dst].copy_(tensors[src])
+        """One rank's, the first tensor, to one other's, the second."""
+        tensors[1].copy_(tensors[0])
 
     def _sum(self, tensors: Sequence[Tensor], op: str) -> Tensor:
         total = torch.stack([tensor.double() for tensor in tensors]).sum(dim=0)
