@@ -158,7 +158,7 @@ def use_badly(rank: Rank) -> None:
     for what, call in bad_calls.items():
         error, text = error_of(call)
         assert error in ("ValueError", "TypeError", "RotaError", "TransportError"), (what, text)
-        assert len(text) > 10, (what, text)
+        assert "rota" in text, (what, text)
     # Nothing has moved: the group goes on.
     inputs = exact_inputs(rank.world_size, 100, torch.float32)
     tensor = inputs[rank.rank].to(DEVICE)

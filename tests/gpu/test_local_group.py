@@ -274,7 +274,7 @@ def test_local_group_refuses_what_cannot_work(group_of: GroupOf) -> None:
     for what, call in bad_calls.items():
         error, text = error_of(call)
         assert error in ("ValueError", "TypeError", "RotaError"), (what, error, text)
-        assert len(text) > 10, (what, text)
+        assert "rota" in text, (what, text)
     guarded = [Guarded(tensor) for tensor in exact_inputs(2, 100, torch.float32)]
     group.all_reduce([one.tensor for one in guarded])
     check_each(guarded, exact(exact_inputs(2, 100, torch.float32), "sum"), "after refusals")
