@@ -24,6 +24,8 @@ ALLOWED: dict[str, set[str]] = {
     "c10d": {"base", "schedule", "transport", "cpu", "cuda", "core"},
     "bindings": {"base", "schedule", "transport", "cpu", "cuda", "core", "c10d"},
 }
+# Kernels and their launches; the memory that GPUs map.
+CUDA_LAYERS = {"cuda", "transport"}
 # Where torch, and with it pybind11 and Python, may be seen.
 TORCH_LAYERS = {"c10d", "bindings"}
 
@@ -60,8 +62,8 @@ def complaints(path: str, text: str, project_files: Iterable[str]) -> list[str]:
             found.append(f"{path} includes {name} in angle brackets")
         elif not is_project and TORCH.match(name) and layer not in TORCH_LAYERS:
             found.append(f"{path} includes {name}: torch stops in c10d/")
-        elif not is_project and CUDA.match(name) and layer != "cuda":
-            found.append(f"{path} includes {name}: CUDA stays in cuda/")
+        elif not is_project and CUDA.match(name) and layer not in CUDA_LAYERS:
+            found.append(f"{path} includes {name}: CUDA stays in cuda/ and transport/")
     return found
 
 
@@ -102,7 +104,7 @@ EXAMPLE_FILES = [
         ("cpu/a.cpp", "#include <c10/util/Half.h>\n", "torch stops in c10d/"),
         ("base/a.cpp", "#include <pybind11/pybind11.h>\n", "torch stops in c10d/"),
         ("base/a.cpp", "#include <Python.h>\n", "torch stops in c10d/"),
-        ("transport/a.cpp", "#include <cuda_runtime.h>\n", "CUDA stays in cuda/"),
+        ("core/a.cpp", "#include <cuda_runtime.h>\n", "CUDA stays in cuda/"),
         ("c10d/a.cpp", "#include <cuda/atomic>\n", "CUDA stays in cuda/"),
         ("base/a.h", "// no guard\n", "lacks #pragma once"),
         ("base/a.cpp", '#include "base/nowhere.h"\n', "not a file of csrc/"),

@@ -96,8 +96,8 @@ class HostGroup:
             tensor.copy_(tensors[root])
 
     def send_recv(self, src: int, dst: int, tensors: Sequence[Tensor]) -> None:
-        """One rank's, the first tensor, to one other's, the second."""
-        tensors[1].copy_(tensors[0])
+        """From one rank's tensor to one other's."""
+        tensors[dst].copy_(tensors[src])
 
     def _sum(self, tensors: Sequence[Tensor], op: str) -> Tensor:
         total = torch.stack([tensor.double() for tensor in tensors]).sum(dim=0)

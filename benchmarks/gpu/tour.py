@@ -86,7 +86,7 @@ def collectives(target: Target, group: LocalGroup, num_ranks: int) -> list[Stop]
 
     def send_recv() -> int:
         tensors = inputs(target, num_ranks, NUM_ELEMS, torch.float32)
-        group.send_recv(0, num_ranks - 1, [tensors[0], tensors[-1]])
+        group.send_recv(0, num_ranks - 1, tensors)
         return num_wrong(target, [tensors[0], tensors[-1]], "broadcast", num_ranks)
 
     stops: list[Stop] = []

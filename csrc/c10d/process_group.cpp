@@ -113,19 +113,23 @@ WorkPtr ProcessGroupRota::_reduce_scatter_base(at::Tensor& output, at::Tensor& i
 
 // Where GPUs cannot be joined, NCCL may have a way. Tags are not told apart, as by NCCL.
 WorkPtr ProcessGroupRota::send(std::vector<at::Tensor>& tensors, int peer, int tag) {
-  if (communicator_->is_through_host()) return DelegatingBackend::send(tensors, peer, tag);
+  if (!has_transfers_of(tensors)) return DelegatingBackend::send(tensors, peer, tag);
   TORCH_CHECK_VALUE(tensors.size() == 1, "rota.send: ", tensors.size(), " tensors, expected one");
   return communicator_->send(tensors[0], peer, Launch::kAsync);
 }
 
 WorkPtr ProcessGroupRota::recv(std::vector<at::Tensor>& tensors, int peer, int tag) {
-  if (communicator_->is_through_host()) return DelegatingBackend::recv(tensors, peer, tag);
+  if (!has_transfers_of(tensors)) return DelegatingBackend::recv(tensors, peer, tag);
   TORCH_CHECK_VALUE(tensors.size() == 1, "rota.recv: ", tensors.size(), " tensors, expected one");
   return communicator_->receive(tensors[0], peer, Launch::kAsync);
 }
 
 WorkPtr ProcessGroupRota::barrier(const ::c10d::BarrierOptions& opts) {
   return done_if_null(communicator_->barrier(launch_mode(opts.asyncOp)), OpType::BARRIER, {});
+}
+
+bool ProcessGroupRota::has_transfers_of(const std::vector<at::Tensor>& tensors) const {
+  return !tensors.empty() && tensors[0].is_cuda() && !communicator_->is_through_host();
 }
 
 void ProcessGroupRota::shutdown() {

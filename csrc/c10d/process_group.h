@@ -48,6 +48,7 @@ class ProcessGroupRota final : public DelegatingBackend {
   void abort() override;
 
  private:
+  bool has_transfers_of(const std::vector<at::Tensor>& tensors) const;
   // c10d wants a work even from a call that has blocked.
   WorkPtr done_if_null(WorkRef work, ::c10d::OpType op_type, at::TensorList results);
   static std::vector<AllGatherTensors> zip(const std::vector<std::vector<at::Tensor>>& outputs,

@@ -390,8 +390,8 @@ WorkRef TensorCommunicator::all_gather_through_host(const std::vector<AllGatherT
 AllGatherTensors TensorCommunicator::split_by_rank(const at::Tensor& output,
                                                    const at::Tensor& input) const {
   return with_python_errors([&]() -> AllGatherTensors {
-    check_tensor(output, "all_gather", input.device());
     check_tensor(input, "all_gather", input.device());
+    check_tensor(output, "all_gather", input.device());
     if (!output.is_contiguous() || output.numel() != input.numel() * world_size_) {
       throw Error(ErrorKind::kValue,
                   join("rota.all_gather: the output has ", output.numel(), " elements",

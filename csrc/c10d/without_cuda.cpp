@@ -7,8 +7,9 @@
 
 namespace rota::c10d_glue {
 
-std::unique_ptr<DeviceCollectives> connect_devices(std::shared_ptr<Communicator>, at::Device device,
-                                                   CallerThread) {
+std::unique_ptr<DeviceCollectives> connect_devices(std::shared_ptr<Communicator>,
+                                                   const c10::intrusive_ptr<::c10d::Store>&,
+                                                   at::Device device, CallerThread) {
   throw Error(ErrorKind::kTransport,
               join("rota: a tensor is on ", device.str(),
                    ", but this build of rota is for the CPU; build it anew where nvcc and a CUDA "

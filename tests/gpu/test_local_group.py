@@ -154,7 +154,7 @@ def test_local_copying_collectives_move_every_bit(group_of: GroupOf, world_size:
             check_each(on_gpu, inputs[root], f"broadcast {case}")
 
             pair = [Guarded(tensor) for tensor in inputs]
-            group.send_recv(0, root, [pair[0].tensor, pair[root].tensor])
+            group.send_recv(0, root, [one.tensor for one in pair])
             check_each(pair, [*inputs[:root], inputs[0]], f"send_recv {case}")
 
 
