@@ -65,10 +65,12 @@ def _run_opcheck(rank: Rank) -> None:
     communicator = rank.communicator()
     name = communicator.name
     order = torch.zeros(1)
-    for shape in ((), (0,), (3, 5)):
+    for shape in ((), (3, 5)):
         tensor = torch.ones(shape)
         all_reduce_args = (tensor, order, "sum", "two_shot", torch.float16, name)
+        torch.library.opcheck(torch.ops.rota.all_reduce, all_reduce_args)
         torch.library.opcheck(torch.ops.rota.all_reduce_, all_reduce_args)
+        torch.library.opcheck(torch.ops.rota.broadcast, (tensor, order, 1, name))
         torch.library.opcheck(torch.ops.rota.broadcast_, (tensor, order, 1, name))
         torch.library.opcheck(torch.ops.rota.all_gather, (tensor, order, name))
     torch.library.opcheck(torch.ops.rota.barrier, (order, name))
@@ -79,7 +81,10 @@ def test_operators_opcheck_passes() -> None:
 
 
 def _everything(x: Tensor, y: Tensor, communicator: rota.Communicator) -> list[Tensor]:
-    """Uses of every form, on inputs, intermediates, and strided, expanded and empty views."""
+    """Uses of every form, on inputs, intermediates, and strided, expanded and empty views.
+
+    Multiplied by 1 and cloned, since inductor leaves that out.
+    """
     ops = rota.ops
     ops.all_reduce_(x, communicator)
     ops.broadcast_(y[:, 1], communicator, 1)
@@ -89,6 +94,10 @@ def _everything(x: Tensor, y: Tensor, communicator: rota.Communicator) -> list[T
         ops.all_reduce(z.t(), communicator, "avg", wire_dtype=torch.float16),
         ops.all_reduce(z[:1].expand(3, 5), communicator) + 1,
         ops.all_reduce_(z[:, ::2] * 1, communicator),
+        ops.all_reduce_(z[1:].clone(), communicator),
+        ops.all_reduce(z[1:], communicator),
+        ops.broadcast_(z[2:] * 1, communicator),
+        ops.all_gather(z[1:] * 1, communicator),
         ops.broadcast(z, communicator),
         ops.all_gather(z, communicator),
         ops.all_gather(z.t(), communicator),
@@ -327,31 +336,6 @@ def test_gradient_that_would_be_wrong_raises() -> None:
             "tensor",
         )
         assert changed[0] == "RuntimeError" and "modified by an inplace operation" in changed[1]
-
-
-# -------------------------------------------------------------------------------------------------
-# What inductor makes of them
-
-
-def _run_in_place(rank: Rank) -> str:
-    from torch._inductor.utils import run_and_get_code
-
-    communicator = rank.communicator()
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        rota.ops.all_reduce_(x, communicator)
-        rota.ops.broadcast_(y, communicator)
-        return rota.ops.all_reduce(x * 2, communicator) + y
-
-    _, (code, *_) = run_and_get_code(compiled(step, "inductor"), torch.ones(5), torch.ones(5))
-    return str(code)
-
-
-def test_inductor_collectives_work_in_place() -> None:
-    for code in run_ranks(WORLD_SIZE, _run_in_place, timeout_s=TIMEOUT_S):
-        assert code.count("torch.ops.rota.all_reduce_.default(") == 2
-        assert code.count("torch.ops.rota.broadcast_.default(") == 1
-        assert code.count(" = empty_strided_cpu(") == 2  # x * 2, and the sum
 
 
 # -------------------------------------------------------------------------------------------------

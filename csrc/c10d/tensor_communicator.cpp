@@ -204,7 +204,7 @@ void TensorCommunicator::connect_device(at::Device device) {
                   "rota: a graph is being captured, and the GPUs are not joined yet; call "
                   "Communicator.connect_device(device) on every rank before");
     }
-    launch(Launch::kBlocking, ::c10d::OpType::UNKNOWN, nullptr, {},
+    launch(Launch::kBlocking, ::c10d::OpType::UNKNOWN, "rota:connect_device", {},
            [this, device](Communicator&, at::TensorList, CallerThread thread) {
              try {
                devices_ = connect_devices(communicator_, store_, device, thread);

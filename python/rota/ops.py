@@ -7,8 +7,11 @@ Where a compiler drops or reorders a collective on one rank, ranks wait for each
 two collectives need not share any tensor that would keep them in order. So every operator claims to
 write to `_order`, which none of them touches: each depends on all before it, whatever its
 communicator, and an input's last value may not be dropped. torch has effect tokens for this purpose
-(torch/_library/effects.py), but inductor 2.11 to 2.13 reorders operators that have them, and they
-do not go with operators that mutate their arguments.
+(torch/_library/effects.py), but inductor 2.11 to 2.13 reorders operators that have them.
+
+Nor does a compiled operator mutate users' tensors: where inductor 2.11 to 2.15 takes the copy of a
+slice for superfluous, it hands such an operator the wrong elements. So a collective in place is
+compiled as one that returns a new tensor, and a copy.
 """
 
 from __future__ import annotations
@@ -71,7 +74,10 @@ def all_reduce_(
     algorithm: str = "auto",
     wire_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Reduces `tensor` over all ranks in place and returns it; otherwise as `all_reduce`."""
+    """Reduces `tensor` over all ranks in place and returns it; otherwise as `all_reduce`.
+
+    Compiled it costs up to two copies of the tensor, of which `all_reduce` saves one or both.
+    """
     if _needs_gradient(tensor):
         return tensor.copy_(all_reduce(tensor, communicator, op, algorithm, wire_dtype))
     _rota.all_reduce_(tensor, _order, op, algorithm, wire_dtype, communicator.name)
@@ -157,18 +163,10 @@ def _run_all_reduce_(
     communicator: str,
 ) -> None:
     communicator_named(communicator).all_reduce(tensor, op, algorithm, wire_dtype)
-    _count_change(tensor)
 
 
 def _run_broadcast_(tensor: Tensor, _order: Tensor, root: int, communicator: str) -> None:
     communicator_named(communicator).broadcast(tensor, root)
-    _count_change(tensor)
-
-
-def _count_change(tensor: Tensor) -> None:
-    """Lets autograd notice that a tensor which it has kept is another now."""
-    if not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)
 
 
 def _empty_for_all_gather(tensor: Tensor, _order: Tensor, communicator: str) -> Tensor:
@@ -186,38 +184,62 @@ def _run_barrier(_order: Tensor, communicator: str) -> None:
     communicator_named(communicator).barrier()
 
 
+# -------------------------------------------------------------------------------------------------
+# What torch is told. Not by torch.library.custom_op, whose calls cost 10 us more.
+
 _library = torch.library.Library("rota", "DEF")
 
 
 def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    # Not torch.library.custom_op, whose calls cost 10 us more.
-    name = schema.partition("(")[0]
-    _library.define(schema)
-    for device in ("CPU", "CUDA"):
-        _library.impl(name, run, device)
+    name = _implement(schema, run)
     torch.library.register_fake(f"rota::{name}", fake, lib=_library)
 
 
-def _fake_nothing(*args: object) -> None: ...
+def _define_both_forms(name: str, arguments: str, run: Callable[..., None]) -> None:
+    """Defines `name`, which returns a new tensor, and `name_`, which `run` is."""
+
+    def run_on_copy(tensor: Tensor, *args: Any) -> Tensor:
+        out = tensor.clone(memory_format=torch.contiguous_format)
+        run(out, *args)
+        return out
+
+    def fake(tensor: Tensor, *args: Any) -> Tensor:
+        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+    def run_in_place(tensor: Tensor, *args: Any) -> None:
+        run(tensor, *args)
+        if not tensor.is_inference():  # lets autograd notice that a tensor which it keeps changed
+            torch.autograd.graph.increment_version(tensor)
+
+    def replace(tensor: Tensor, *args: Any) -> None:
+        tensor.copy_(getattr(_rota, name)(tensor, *args))
+
+    _define(f"{name}(Tensor tensor, Tensor(a!) order, {arguments}) -> Tensor", run_on_copy, fake)
+    _implement(f"{name}_(Tensor(a!) tensor, Tensor(b!) order, {arguments}) -> ()", run_in_place)
+    # What compilers take it apart into.
+    _library.impl(f"{name}_", replace, "CompositeImplicitAutograd")
 
 
-_define(
-    "all_reduce_(Tensor(a!) tensor, Tensor(b!) order, str op, str algorithm, "
-    "ScalarType? wire_dtype, str communicator) -> ()",
+def _implement(schema: str, run: Callable[..., Any]) -> str:
+    _library.define(schema)
+    name = schema.partition("(")[0]
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, run, device)
+    return name
+
+
+_define_both_forms(
+    "all_reduce",
+    "str op, str algorithm, ScalarType? wire_dtype, str communicator",
     _run_all_reduce_,
-    _fake_nothing,
 )
-_define(
-    "broadcast_(Tensor(a!) tensor, Tensor(b!) order, int root, str communicator) -> ()",
-    _run_broadcast_,
-    _fake_nothing,
-)
+_define_both_forms("broadcast", "int root, str communicator", _run_broadcast_)
 _define(
     "all_gather(Tensor tensor, Tensor(a!) order, str communicator) -> Tensor",
     _run_all_gather,
     _empty_for_all_gather,
 )
-_define("barrier(Tensor(a!) order, str communicator) -> ()", _run_barrier, _fake_nothing)
+_define("barrier(Tensor(a!) order, str communicator) -> ()", _run_barrier, lambda *args: None)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -235,9 +257,7 @@ class _AllReduce(torch.autograd.Function):
         communicator: str,
     ) -> Tensor:
         ctx.arguments = (op, algorithm, wire_dtype, communicator)
-        # inductor omits the copy where nobody needs the tensor any more.
-        out = tensor.clone(memory_format=torch.contiguous_format)
-        _rota.all_reduce_(out, _order, op, algorithm, wire_dtype, communicator)
+        out: Tensor = _rota.all_reduce(tensor, _order, op, algorithm, wire_dtype, communicator)
         return out
 
     @staticmethod
@@ -259,8 +279,7 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, root: int, communicator: str) -> Tensor:
         ctx.arguments = (root, communicator)
-        out = tensor.clone(memory_format=torch.contiguous_format)
-        _rota.broadcast_(out, _order, root, communicator)
+        out: Tensor = _rota.broadcast(tensor, _order, root, communicator)
         return out
 
     @staticmethod

@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 
@@ -204,6 +205,8 @@ cuda::Stream DeviceCommunicator::current_stream() const {
 template <typename Body>
 WorkRef DeviceCommunicator::launch(Launch mode, const c10::Stream& stream, ::c10d::OpType op_type,
                                    const char* title, at::TensorList tensors, const Body& body) {
+  // The range of the launch, on the caller's thread; profilers show the kernels below it.
+  RECORD_USER_SCOPE(title);
   const c10::DeviceGuard on_device(device_);
   if (mode == Launch::kBlocking) {
     body();
