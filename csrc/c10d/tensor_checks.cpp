@@ -131,6 +131,10 @@ void check_tensor(const at::Tensor& tensor, std::string_view collective, at::Dev
   }
 }
 
+uint64_t num_bytes(const at::Tensor& tensor) {
+  return static_cast<uint64_t>(tensor.numel()) * tensor.element_size();
+}
+
 Packed::Packed(const at::Tensor& tensor, Content content) : tensor_(tensor) {
   // A lazily negated or conjugated view holds other bits than its values.
   if (tensor.is_contiguous() && !tensor.is_neg() && !tensor.is_conj()) return;

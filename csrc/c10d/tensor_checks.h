@@ -24,6 +24,8 @@ uint32_t block_elems(at::ScalarType wire_dtype);
 void check_tensor(const at::Tensor& tensor, std::string_view collective,
                   at::Device device = at::kCPU);
 
+uint64_t num_bytes(const at::Tensor& tensor);
+
 // A tensor, which must outlive this, and the contiguous memory that holds its values: its own, or
 // that of a packed copy.
 class Packed {

@@ -6,10 +6,6 @@
 namespace rota::c10d_glue {
 namespace {
 
-uint64_t num_bytes(const at::Tensor& tensor) {
-  return static_cast<uint64_t>(tensor.numel()) * tensor.element_size();
-}
-
 void check_companion(const at::Tensor& tensor, std::string_view what, at::ScalarType dtype,
                      int64_t num_elems, at::Device device) {
   check_tensor(tensor, "reduce_bucket", device);

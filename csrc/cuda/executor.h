@@ -12,6 +12,18 @@
 
 namespace rota::cuda {
 
+// Of links (transport/device_layout.h); not yet measured.
+inline constexpr size_t kSlotBytes = 128 << 10;
+inline constexpr size_t kPacketBytes = 4 << 10;
+
+// The longest message of low_latency: half of a packet is data.
+constexpr uint64_t most_packet_bytes(const transport::DeviceGeometry& geometry) {
+  return static_cast<uint64_t>(geometry.num_channels) * geometry.packet_bytes / 2;
+}
+
+// What is only copied is copied as bytes.
+inline constexpr WireFormat kBytes{DType::kUInt8};
+
 // Words in memory of the host that the GPU maps.
 struct HostWords {
   alignas(64) uint32_t abort;

@@ -226,6 +226,22 @@ uint64_t message_capacity(const LaunchRequest& request, const transport::DeviceG
 
 }  // namespace
 
+Kernel kernel_for(schedule::Algorithm algorithm) {
+  switch (algorithm) {
+    case schedule::Algorithm::kOneShot:
+      return Kernel::kOneShot;
+    case schedule::Algorithm::kTwoShot:
+      return Kernel::kTwoShot;
+    case schedule::Algorithm::kOrderedRing:
+      return Kernel::kOrderedRing;
+    case schedule::Algorithm::kRing:
+      return Kernel::kRing;
+    case schedule::Algorithm::kLowLatency:
+      return Kernel::kLowLatency;
+  }
+  return Kernel::kOneShot;
+}
+
 LaunchPlan plan_launch(const LaunchRequest& request, const Peers& peers) {
   check_peers(peers, request.kernel);
   const int world_size = peers.world_size();

@@ -11,6 +11,7 @@
 #include "cuda/bucket_args.h"
 #include "cuda/collective_args.h"
 #include "cuda/peers.h"
+#include "schedule/select.h"
 
 namespace rota::cuda {
 
@@ -32,6 +33,9 @@ inline constexpr std::array<std::string_view, 12> kKernelNames{
     "low_latency",  "one_shot",       "two_shot",   "two_shot_in_place", "ordered_ring", "ring",
     "hierarchical", "reduce_scatter", "all_gather", "broadcast",         "send",         "receive"};
 constexpr std::string_view name(Kernel kernel) { return kKernelNames[static_cast<size_t>(kernel)]; }
+
+// The kernel of an all-reduce that goes through links.
+Kernel kernel_for(schedule::Algorithm algorithm);
 
 // Threads of a block. Collectives may take 128 registers each, of which a multiprocessor has 65536;
 // pack and unpack 96, so that several blocks share one: the more is in flight, the less of the

@@ -1,21 +1,17 @@
 #include "c10d/cuda/device_communicator.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 
-#include <cstdlib>
-#include <cstring>
-#include <string_view>
 #include <thread>
 
 #include "base/random_bits.h"
 #include "c10d/cuda/bucket_memory.h"
 #include "c10d/cuda/device_work.h"
-#include "c10d/cuda/symmetric_memory.h"
+#include "c10d/cuda/join_gpus.h"
 #include "c10d/tensor_checks.h"
 
 namespace rota::c10d_glue {
@@ -24,96 +20,14 @@ namespace {
 // Blocks of each collective. A link of 450 GB/s needs 0.5 MB on its way, which so many blocks
 // carry (csrc/README.md, occupancy); not yet measured.
 constexpr int kNumChannels = 16;
-constexpr size_t kSlotBytes = 128 << 10;
-constexpr size_t kPacketBytes = 4 << 10;
 constexpr auto kFinishPoll = std::chrono::microseconds(100);
-// How long a first message between GPUs may take.
-constexpr auto kVerifyTimeout = std::chrono::seconds(10);
 
 transport::DeviceGeometry make_geometry(int world_size) {
   return {.world_size = world_size,
           .num_channels = kNumChannels,
-          .slot_bytes = kSlotBytes,
-          .packet_bytes = kPacketBytes};
+          .slot_bytes = cuda::kSlotBytes,
+          .packet_bytes = cuda::kPacketBytes};
 }
-
-// Texts of any length up to a bound, by way of the CPU's all-gather.
-transport::AllGatherText all_gather_over(Communicator& communicator, CallerThread thread) {
-  struct Text {
-    uint32_t length;
-    char chars[2044];
-  };
-  return [&communicator, thread](const std::string& own) {
-    const auto num_ranks = static_cast<size_t>(communicator.world_size());
-    Text text{.length = static_cast<uint32_t>(std::min(own.size(), sizeof(Text::chars)))};
-    std::memcpy(text.chars, own.data(), text.length);
-    std::vector<Text> texts(num_ranks);
-    std::vector<void*> places;
-    for (Text& place : texts) places.push_back(&place);
-    communicator.all_gather({&text, places.data(), sizeof(Text)}, DType::kUInt8, thread);
-    std::vector<std::string> all;
-    for (const Text& each : texts) {
-      all.emplace_back(each.chars, std::min(size_t{each.length}, sizeof(Text::chars)));
-    }
-    return all;
-  };
-}
-
-// By which means: as the environment says, or by the first of both that works.
-transport::DeviceRegions connect_regions(const Communicator& communicator,
-                                         const c10::intrusive_ptr<::c10d::Store>& store,
-                                         at::Device device, size_t num_bytes,
-                                         const transport::AllGatherText& all_gather) {
-  const char* wish = std::getenv("ROTA_PEER_MEMORY");
-  const std::string_view means = wish == nullptr ? "auto" : wish;
-  if (means != "auto" && means != "symmetric" && means != "ipc") {
-    throw Error(ErrorKind::kValue,
-                join("rota: ROTA_PEER_MEMORY is '", means, "', expected auto, symmetric or ipc"));
-  }
-  if (means != "ipc") {
-    try {
-      return connect_by_symmetric_memory(store, communicator.rank(), communicator.world_size(),
-                                         device, num_bytes, all_gather);
-    } catch (const Error& error) {
-      if (means == "symmetric" || error.kind() != ErrorKind::kTransport) throw;
-    }
-  }
-  return transport::connect_by_ipc(communicator.rank(), num_bytes, all_gather);
-}
-
-// The driver loads kernels and makes the device's context before memory is asked for.
-transport::DeviceRegions join_gpus(Communicator& communicator,
-                                   const c10::intrusive_ptr<::c10d::Store>& store,
-                                   at::Device device, CallerThread thread) {
-  cuda::load_kernels();
-  const size_t num_bytes = make_geometry(communicator.world_size()).num_bytes();
-  if (communicator.world_size() == 1) return transport::allocate_regions(1, num_bytes);
-  return connect_regions(communicator, store, device, num_bytes,
-                         all_gather_over(communicator, thread));
-}
-
-cuda::Kernel kernel_of(schedule::Algorithm algorithm) {
-  switch (algorithm) {
-    case schedule::Algorithm::kOneShot:
-      return cuda::Kernel::kOneShot;
-    case schedule::Algorithm::kTwoShot:
-      return cuda::Kernel::kTwoShot;
-    case schedule::Algorithm::kOrderedRing:
-      return cuda::Kernel::kOrderedRing;
-    case schedule::Algorithm::kRing:
-      return cuda::Kernel::kRing;
-    case schedule::Algorithm::kLowLatency:
-      return cuda::Kernel::kLowLatency;
-  }
-  return cuda::Kernel::kOneShot;
-}
-
-uint64_t num_bytes(const at::Tensor& tensor) {
-  return static_cast<uint64_t>(tensor.numel()) * tensor.element_size();
-}
-
-// Copies move bytes, whatever they mean.
-constexpr WireFormat kBytes{DType::kUInt8};
 
 }  // namespace
 
@@ -125,17 +39,15 @@ DeviceCommunicator::DeviceCommunicator(std::shared_ptr<Communicator> communicato
       guard_(at::kCUDA),
       stream_(guard_.getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
       receive_stream_(guard_.getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
-      regions_(join_gpus(*communicator_, store, device, thread)),
       geometry_(make_geometry(communicator_->world_size())),
+      regions_(join_gpus(*communicator_, store, device, geometry_, thread)),
       executor_({.rank = communicator_->rank(),
                  .geometry = geometry_,
                  .regions = regions_.by_rank,
                  .timeout = communicator_->timeout()}),
       monitor_(*communicator_, {.failure = [this] { return executor_.failure(); },
                                 .abort = [this] { executor_.abort(); },
-                                .is_idle = [this] { return executor_.is_idle(); }}) {
-  if (communicator_->world_size() > 1) verify(all_gather_over(*communicator_, thread));
-}
+                                .is_idle = [this] { return executor_.is_idle(); }}) {}
 
 DeviceCommunicator::~DeviceCommunicator() {
   // Results of the last collectives may still be wanted; ranks that never come are not.
@@ -158,44 +70,6 @@ void DeviceCommunicator::finish(const std::function<void()>& check_interrupt) {
     check_interrupt();
     std::this_thread::sleep_for(kFinishPoll);
   }
-}
-
-// Every pair, every channel: each rank's piece is a pattern of its own.
-void DeviceCommunicator::verify(const transport::AllGatherText& all_gather) {
-  const c10::DeviceGuard on_device(device_);
-  const int world_size = communicator_->world_size();
-  const int64_t piece_bytes = int64_t{kNumChannels} * cuda::kThreadsPerBlock * cuda::kAccessBytes;
-  const auto pattern_of = [&](int rank) {
-    return at::arange(piece_bytes, at::kLong).add(rank * 37).remainder(251).to(at::kByte);
-  };
-  const at::Tensor input = pattern_of(communicator_->rank()).to(device_);
-  const at::Tensor output =
-      at::empty({world_size * piece_bytes}, at::TensorOptions(at::kByte).device(device_));
-  cuda::Executor executor(
-      {.rank = communicator_->rank(),
-       .geometry = geometry_,
-       .regions = regions_.by_rank,
-       .timeout = std::min<Nanoseconds>(kVerifyTimeout, communicator_->timeout())});
-  executor.run({.kernel = cuda::Kernel::kAllGather,
-                .input = input.data_ptr(),
-                .output = output.data_ptr(),
-                .num_elems = num_bytes(output),
-                .format = kBytes},
-               current_stream());
-  const at::Tensor received = output.cpu();
-  std::string complaint;
-  if (const auto failure = executor.failure()) {
-    complaint = join("rank ", communicator_->rank(), " got nothing of what rank ", failure->peer,
-                     " wrote to its GPU; try NCCL_P2P_DISABLE-like settings of the machine: IOMMU "
-                     "or ACS may break peer access");
-  }
-  for (int peer = 0; complaint.empty() && peer < world_size; ++peer) {
-    if (!received.narrow(0, peer * piece_bytes, piece_bytes).equal(pattern_of(peer))) {
-      complaint = join("rank ", communicator_->rank(), " read something else than rank ", peer,
-                       " wrote to its GPU; the machine's IOMMU or ACS may break peer access");
-    }
-  }
-  transport::agree(all_gather, complaint);
 }
 
 cuda::Stream DeviceCommunicator::current_stream() const {
@@ -228,7 +102,7 @@ schedule::Algorithm DeviceCommunicator::choose(std::optional<schedule::Algorithm
                                                const WireFormat& wire, uint64_t num_elems) const {
   if (communicator_->world_size() == 1) return schedule::Algorithm::kOneShot;
   if (requested) return *requested;
-  const uint64_t most_packet_bytes = wire.is_block_scaled ? 0 : kNumChannels * kPacketBytes / 2;
+  const uint64_t most_packet_bytes = wire.is_block_scaled ? 0 : cuda::most_packet_bytes(geometry_);
   return schedule::select_on_gpu(communicator_->world_size(), wire.num_bytes(num_elems),
                                  most_packet_bytes);
 }
@@ -262,7 +136,7 @@ void DeviceCommunicator::run_all_reduce(const at::Tensor& tensor, const cpu::All
   communicator_->announce(describe(plan));
   const Packed packed(tensor, Packed::Content::kRead);
   if (plan.wire == WireFormat{plan.dtype}) {
-    executor_.run({.kernel = kernel_of(plan.algorithm),
+    executor_.run({.kernel = cuda::kernel_for(plan.algorithm),
                    .input = packed.data(),
                    .output = packed.data(),
                    .num_elems = plan.num_elems,
@@ -333,7 +207,7 @@ void DeviceCommunicator::run_in_wire_format(const cpu::AllReduceArgs& args,
   cuda::launch_pack(
       {.bucket = bucket, .residual = pass.residual, .rounding = rounding(communicator_->rank())},
       args.dtype, args.wire, stream);
-  executor_.run({.kernel = kernel_of(args.algorithm),
+  executor_.run({.kernel = cuda::kernel_for(args.algorithm),
                  .input = memory.wire,
                  .output = memory.wire,
                  .num_elems = bucket.num_elems(),
@@ -369,7 +243,7 @@ WorkRef DeviceCommunicator::broadcast(at::TensorList tensors, int root, Launch m
                      .input = packed.data(),
                      .output = packed.data(),
                      .num_elems = num_bytes(tensor),
-                     .format = kBytes,
+                     .format = cuda::kBytes,
                      .peer = root},
                     current_stream());
       if (root != communicator_->rank()) packed.unpack();
@@ -417,7 +291,7 @@ void DeviceCommunicator::run_all_gather(const AllGatherTensors& gather) {
                  .input = input.data(),
                  .output = whole,
                  .num_elems = gather.outputs.size() * piece_bytes,
-                 .format = kBytes},
+                 .format = cuda::kBytes},
                 current_stream());
   if (is_whole) return;
   const at::NoGradGuard no_grad;
@@ -500,7 +374,7 @@ WorkRef DeviceCommunicator::transfer(cuda::Kernel kernel, const at::Tensor& tens
                                  .input = is_send ? packed.data() : nullptr,
                                  .output = is_send ? nullptr : packed.data(),
                                  .num_elems = num_bytes(tensor),
-                                 .format = kBytes,
+                                 .format = cuda::kBytes,
                                  .peer = peer},
                                 current_stream());
                   if (!is_send) packed.unpack();

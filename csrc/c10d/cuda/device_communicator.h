@@ -48,8 +48,6 @@ class DeviceCommunicator final : public DeviceCollectives {
   }
   WorkRef transfer(cuda::Kernel kernel, const at::Tensor& tensor, int peer, Launch mode);
   cuda::Stream current_stream() const;
-  // Proves, with the kernels that collectives use, that what a rank writes arrives at each peer.
-  void verify(const transport::AllGatherText& all_gather);
 
   // What runs if this is requested; none: auto.
   schedule::Algorithm choose(std::optional<schedule::Algorithm> requested, const WireFormat& wire,
@@ -67,8 +65,8 @@ class DeviceCommunicator final : public DeviceCollectives {
   c10::impl::VirtualGuardImpl guard_;
   c10::Stream stream_;          // of asynchronous collectives and sends
   c10::Stream receive_stream_;  // of asynchronous receives, which no send may wait for
-  transport::DeviceRegions regions_;
   transport::DeviceGeometry geometry_;
+  transport::DeviceRegions regions_;
   cuda::Executor executor_;
   DeviceMonitor monitor_;
 };

@@ -14,16 +14,8 @@
 namespace rota::c10d_glue {
 namespace {
 
-constexpr size_t kSlotBytes = 128 << 10;
-constexpr size_t kPacketBytes = 4 << 10;
-constexpr WireFormat kBytes{DType::kUInt8};
-
 [[noreturn]] void refuse(const std::string& what) {
   throw Error(ErrorKind::kValue, "rota.LocalGroup: " + what);
-}
-
-uint64_t num_bytes(const at::Tensor& tensor) {
-  return static_cast<uint64_t>(tensor.numel()) * tensor.element_size();
 }
 
 transport::DeviceGeometry make_geometry(const LocalGroup::Options& options) {
@@ -44,8 +36,8 @@ transport::DeviceGeometry make_geometry(const LocalGroup::Options& options) {
   }
   return {.world_size = options.world_size,
           .num_channels = num_channels,
-          .slot_bytes = kSlotBytes,
-          .packet_bytes = kPacketBytes};
+          .slot_bytes = cuda::kSlotBytes,
+          .packet_bytes = cuda::kPacketBytes};
 }
 
 cuda::Kernel parse_kernel(std::string_view algorithm) {
@@ -169,22 +161,10 @@ void LocalGroup::all_reduce(const std::vector<at::Tensor>& tensors, std::string_
   } else if (group_size) {
     kernel = cuda::Kernel::kHierarchical;
   } else {
-    const uint64_t most_packet_bytes =
-        static_cast<uint64_t>(num_channels()) * geometry_.packet_bytes / 2;
-    switch (schedule::select_on_gpu(world_size(), format.num_bytes(num_elems), most_packet_bytes)) {
-      case schedule::Algorithm::kLowLatency:
-        kernel = cuda::Kernel::kLowLatency;
-        break;
-      case schedule::Algorithm::kOneShot:
-        kernel = cuda::Kernel::kOneShot;
-        break;
-      case schedule::Algorithm::kTwoShot:
-      case schedule::Algorithm::kOrderedRing:
-      case schedule::Algorithm::kRing:
-        // Everybody's tensor is in reach, so nothing is moved twice.
-        kernel = cuda::Kernel::kTwoShotInPlace;
-        break;
-    }
+    kernel = cuda::kernel_for(schedule::select_on_gpu(world_size(), format.num_bytes(num_elems),
+                                                      cuda::most_packet_bytes(geometry_)));
+    // Everybody's tensor is in reach, so nothing need be moved twice.
+    if (kernel == cuda::Kernel::kTwoShot) kernel = cuda::Kernel::kTwoShotInPlace;
   }
   cuda::MappedTensors mapped{};
   for (size_t rank = 0; rank < tensors.size(); ++rank) {
@@ -242,7 +222,7 @@ void LocalGroup::all_gather(const std::vector<at::Tensor>& outputs,
             .input = inputs[place].data_ptr(),
             .output = outputs[place].data_ptr(),
             .num_elems = num_bytes(outputs[0]),
-            .format = kBytes};
+            .format = cuda::kBytes};
   });
 }
 
@@ -255,7 +235,7 @@ void LocalGroup::broadcast(const std::vector<at::Tensor>& tensors, int root) {
             .input = data,
             .output = data,
             .num_elems = num_bytes(tensors[0]),
-            .format = kBytes,
+            .format = cuda::kBytes,
             .peer = root};
   });
 }
@@ -276,7 +256,7 @@ void LocalGroup::send_recv(int src, int dst, const std::vector<at::Tensor>& tens
             .input = sends ? data : nullptr,
             .output = sends ? nullptr : data,
             .num_elems = num_bytes(tensors[0]),
-            .format = kBytes,
+            .format = cuda::kBytes,
             .peer = sends ? dst : src};
   });
 }

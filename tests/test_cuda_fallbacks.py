@@ -1,0 +1,124 @@
+"""CUDA tensors where kernels of rota cannot do it: the host's memory, NCCL, and what is said of it.
+
+On simulated GPUs, whatever there is: they have no symmetric memory, and asking for it alone leaves
+no way to join them. Nor do they have NCCL, so that what goes there ends in NCCL's own error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import rota
+import simulated_gpu
+from simulated_processes import SimulatedProcesses
+
+try:
+    simulated_gpu.check_available()
+except simulated_gpu.NotAvailable as reason:
+    pytest.skip(f"no GPU can be simulated: {reason}", allow_module_level=True)
+
+WORLD_SIZE = 2
+NUM_ELEMS = 1000
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[SimulatedProcesses]:
+    with contextlib.closing(SimulatedProcesses()) as server:
+        yield server
+
+
+def start(rank: int, store_path: str) -> None:
+    torch.cuda.set_device(0)
+    store = dist.FileStore(store_path, WORLD_SIZE)
+    dist.init_process_group(
+        "rota", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=30)
+    )
+
+
+def contribution(rank: int) -> torch.Tensor:
+    return torch.arange(NUM_ELEMS, dtype=torch.float32) * (rank + 1)
+
+
+def go_through_host(rank: int, store_path: str) -> str | None:
+    start(rank, store_path)
+    comm = rota.Communicator()
+    total = sum(contribution(peer) for peer in range(WORLD_SIZE))
+
+    tensor = contribution(rank).cuda()
+    comm.all_reduce(tensor)
+    assert torch.equal(tensor.cpu(), total)
+    tensor = contribution(rank).cuda()
+    work = comm.all_reduce(tensor, async_op=True)
+    work.wait()
+    assert torch.equal(tensor.cpu(), total)
+
+    bucket, stats = contribution(rank).cuda(), torch.zeros(2, dtype=torch.float64).cuda()
+    comm.reduce_bucket(bucket, stats, wire_dtype=torch.float32, block_scaling=False)
+    assert torch.equal(bucket.cpu(), total)
+    assert stats.cpu().tolist() == [0.0, float((total.double() ** 2).sum())]
+
+    tensor = contribution(rank).cuda()
+    comm.broadcast(tensor, 1)
+    assert torch.equal(tensor.cpu(), contribution(1))
+    gathered = torch.zeros(WORLD_SIZE * NUM_ELEMS).cuda()
+    comm.all_gather(gathered, contribution(rank).cuda())
+    assert torch.equal(gathered.cpu(), torch.cat([contribution(r) for r in range(WORLD_SIZE)]))
+    with pytest.raises(rota.TransportError, match="could not be joined"):
+        comm.send(tensor, 1 - rank)
+    return comm.device_means
+
+
+def test_gpus_that_cannot_be_joined_go_through_the_host(
+    processes: SimulatedProcesses, tmp_path: object
+) -> None:
+    calls = [(go_through_host, (rank, f"{tmp_path}/store")) for rank in range(WORLD_SIZE)]
+    outcomes = processes.outcomes(calls, ROTA_PEER_MEMORY="symmetric")
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is None, outcome.error
+        assert outcome.value == "the host's memory"
+        assert outcome.stderr.count("go through the host's memory, which is slow") == 1
+        assert f"of rank {rank} go" in outcome.stderr
+        assert "libnvidia-ml.so.1 is not found" in outcome.stderr
+
+
+def refuse_unknown_means(rank: int, store_path: str) -> str:
+    start(rank, store_path)
+    with pytest.raises(ValueError, match="expected auto, symmetric or ipc") as refused:
+        rota.Communicator().connect_device(torch.device("cuda", 0))
+    return str(refused.value)
+
+
+def test_unknown_means_are_refused(processes: SimulatedProcesses, tmp_path: object) -> None:
+    calls = [(refuse_unknown_means, (rank, f"{tmp_path}/store")) for rank in range(WORLD_SIZE)]
+    texts = processes.run_together(calls, ROTA_PEER_MEMORY="nvlink")
+    assert all("ROTA_PEER_MEMORY is 'nvlink'" in text for text in texts)
+
+
+def hand_over_to_nccl(rank: int, store_path: str) -> list[str]:
+    start(rank, store_path)
+    tensor = contribution(rank).cuda()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            # There is none here: it fails in NCCL, and not before.
+            with pytest.raises(dist.DistBackendError, match="NCCL"):
+                dist.reduce(tensor, 0)
+    dist.all_reduce(tensor)  # rota itself goes on
+    assert torch.equal(tensor.cpu(), sum(contribution(peer) for peer in range(WORLD_SIZE)))
+    return [str(warning.message) for warning in caught if "rota" in str(warning.message)]
+
+
+def test_what_has_no_kernel_goes_to_nccl_and_is_said_once(
+    processes: SimulatedProcesses, tmp_path: object
+) -> None:
+    calls = [(hand_over_to_nccl, (rank, f"{tmp_path}/store")) for rank in range(WORLD_SIZE)]
+    for said in processes.run_together(calls):
+        assert len(said) == 1
+        assert "rota: reduce of CUDA tensors has no kernel in rota and runs on NCCL" in said[0]
