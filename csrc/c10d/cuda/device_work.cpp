@@ -9,8 +9,7 @@ namespace rota::c10d_glue {
 
 DeviceWork::DeviceWork(std::shared_ptr<const Communicator> communicator, ::c10d::OpType op_type,
                        const char* title, std::vector<at::Tensor> tensors, c10::Stream stream)
-    // No title for the base: nobody would tell it that the range ends, and the launch has shown
-    // one.
+    // No title for the base, which nobody would tell that the range ends; the launch has shown one.
     : Work(communicator->rank(), op_type, nullptr, std::move(tensors)),
       communicator_(std::move(communicator)),
       title_(title),
