@@ -38,6 +38,7 @@ class DeviceCollectives {
   // input: world_size parts as long as output; rank i gets the sum of all parts i.
   virtual WorkRef reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
                                  Launch mode) = 0;
+  virtual bool has_transfers() const = 0;  // else these two throw
   virtual WorkRef send(const at::Tensor& tensor, int peer, Launch mode) = 0;
   virtual WorkRef receive(const at::Tensor& tensor, int peer, Launch mode) = 0;
 

@@ -129,7 +129,7 @@ WorkPtr ProcessGroupRota::barrier(const ::c10d::BarrierOptions& opts) {
 }
 
 bool ProcessGroupRota::has_transfers_of(const std::vector<at::Tensor>& tensors) const {
-  return !tensors.empty() && tensors[0].is_cuda() && !communicator_->is_through_host();
+  return !tensors.empty() && tensors[0].is_cuda() && communicator_->has_transfers();
 }
 
 void ProcessGroupRota::shutdown() {

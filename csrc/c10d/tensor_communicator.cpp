@@ -11,8 +11,8 @@
 #include "base/cores.h"
 #include "base/limits.h"
 #include "c10d/errors.h"
-#include "c10d/host_copies.h"
 #include "c10d/tensor_checks.h"
+#include "c10d/through_host.h"
 #include "c10d/torch_store.h"
 #include "cuda/device_info.h"
 #include "transport/shared_memory.h"
@@ -175,27 +175,25 @@ Communicator& TensorCommunicator::usable_communicator(std::string_view collectiv
   return *communicator_;
 }
 
-DeviceCollectives* TensorCommunicator::device_collectives(const at::Tensor& tensor,
+DeviceCollectives& TensorCommunicator::device_collectives(const at::Tensor& tensor,
                                                           std::string_view collective) {
   usable_communicator(collective);
   connect_device(tensor.device());
-  return devices_.get();
+  return *devices_;
 }
 
 void TensorCommunicator::connect_device(at::Device device) {
-  const std::optional<at::Device> joined =
-      devices_ ? std::optional(devices_->device()) : device_through_host_;
-  if (joined == device) return;
+  if (devices_ && devices_->device() == device) return;
   with_python_errors([&] {
     usable_communicator("connect_device");
     if (!device.is_cuda() || !device.has_index()) {
       throw Error(ErrorKind::kValue, join("rota.connect_device: device is ", device.str(),
                                           ", expected a CUDA device with its index"));
     }
-    if (joined) {
+    if (devices_) {
       throw Error(ErrorKind::kValue,
                   join("rota: a tensor is on ", device.str(), ", but this communicator is on ",
-                       joined->str(),
+                       devices_->device().str(),
                        "; a rank has one GPU: move the tensor, or make another communicator"));
     }
     if (c10::impl::VirtualGuardImpl guard(device.type());
@@ -212,26 +210,13 @@ void TensorCommunicator::connect_device(at::Device device) {
                if (error.kind() != ErrorKind::kTransport || cuda::archs().empty()) throw;
                std::cerr << join(error.what(), ". Collectives on CUDA tensors of rank ", rank_,
                                  " go through the host's memory, which is slow\n");
-               device_through_host_ = device;
+               devices_ = std::make_unique<ThroughHost>(*this, device);
              }
            });
   });
 }
 
-template <typename Body>
-WorkRef TensorCommunicator::through_host(Launch mode, ::c10d::OpType op_type,
-                                         std::vector<at::Tensor> tensors, size_t num_results,
-                                         const Body& body) {
-  const HostCopies copies(tensors);
-  body(copies.tensors());
-  copies.copy_back(num_results);
-  if (mode == Launch::kBlocking) return {};
-  tensors.resize(num_results);
-  return HostWork::completed(rank_, op_type, std::move(tensors));
-}
-
 std::optional<std::string> TensorCommunicator::device_means() const {
-  if (device_through_host_) return "the host's memory";
   if (!devices_) return std::nullopt;
   return devices_->means();
 }
@@ -240,11 +225,7 @@ WorkRef TensorCommunicator::all_reduce(at::TensorList tensors, const AllReduceOp
                                        Launch mode) {
   return with_python_errors([&] {
     if (!tensors.empty() && is_on_gpu(tensors[0])) {
-      DeviceCollectives* devices = device_collectives(tensors[0], "all_reduce");
-      if (devices != nullptr) return devices->all_reduce(tensors, options, mode);
-      return through_host(
-          mode, ::c10d::OpType::ALLREDUCE, tensors.vec(), tensors.size(),
-          [&](at::TensorList copies) { all_reduce(copies, options, Launch::kBlocking); });
+      return device_collectives(tensors[0], "all_reduce").all_reduce(tensors, options, mode);
     }
     const Communicator& communicator = usable_communicator("all_reduce");
     const auto algorithm = cpu_algorithm(options.algorithm, "all_reduce");
@@ -273,17 +254,7 @@ WorkRef TensorCommunicator::reduce_bucket(const at::Tensor& bucket, const Bucket
                                           Launch mode) {
   return with_python_errors([&] {
     if (is_on_gpu(bucket)) {
-      DeviceCollectives* devices = device_collectives(bucket, "reduce_bucket");
-      if (devices != nullptr) return devices->reduce_bucket(bucket, options, mode);
-      std::vector<at::Tensor> tensors{bucket, options.stats};
-      if (options.residual) tensors.push_back(*options.residual);
-      return through_host(mode, ::c10d::OpType::ALLREDUCE, tensors, tensors.size(),
-                          [&](at::TensorList copies) {
-                            BucketOptions on_host = options;
-                            on_host.stats = copies[1];
-                            if (options.residual) on_host.residual = copies[2];
-                            reduce_bucket(copies[0], on_host, Launch::kBlocking);
-                          });
+      return device_collectives(bucket, "reduce_bucket").reduce_bucket(bucket, options, mode);
     }
     const Communicator& communicator = usable_communicator("reduce_bucket");
     check_bucket(bucket, options);
@@ -307,11 +278,7 @@ WorkRef TensorCommunicator::broadcast(at::TensorList tensors, int root, Launch m
   return with_python_errors([&] {
     usable_communicator("broadcast").check_root(root);
     if (!tensors.empty() && is_on_gpu(tensors[0])) {
-      DeviceCollectives* devices = device_collectives(tensors[0], "broadcast");
-      if (devices != nullptr) return devices->broadcast(tensors, root, mode);
-      return through_host(
-          mode, ::c10d::OpType::BROADCAST, tensors.vec(), tensors.size(),
-          [&](at::TensorList copies) { broadcast(copies, root, Launch::kBlocking); });
+      return device_collectives(tensors[0], "broadcast").broadcast(tensors, root, mode);
     }
     for (const at::Tensor& tensor : tensors) {
       check_tensor(tensor, "broadcast");
@@ -330,9 +297,7 @@ WorkRef TensorCommunicator::all_gather(std::vector<AllGatherTensors> gathers, La
   return with_python_errors([&] {
     usable_communicator("all_gather");
     if (!gathers.empty() && is_on_gpu(gathers[0].input)) {
-      DeviceCollectives* devices = device_collectives(gathers[0].input, "all_gather");
-      if (devices != nullptr) return devices->all_gather(gathers, mode);
-      return all_gather_through_host(gathers, mode);
+      return device_collectives(gathers[0].input, "all_gather").all_gather(gathers, mode);
     }
     std::vector<at::Tensor> results;
     for (const AllGatherTensors& gather : gathers) {
@@ -357,34 +322,8 @@ WorkRef TensorCommunicator::reduce_scatter(const at::Tensor& output, const at::T
                   "rota.reduce_scatter: the input is not a CUDA tensor, for which alone there is a "
                   "reduce_scatter; all_reduce a CPU tensor and take a part");
     }
-    DeviceCollectives* devices = device_collectives(input, "reduce_scatter");
-    if (devices != nullptr) return devices->reduce_scatter(output, input, op, mode);
-    throw Error(ErrorKind::kTransport,
-                "rota.reduce_scatter: the GPUs could not be joined, and it does not go through the "
-                "host's memory; all_reduce and take a part");
+    return device_collectives(input, "reduce_scatter").reduce_scatter(output, input, op, mode);
   });
-}
-
-WorkRef TensorCommunicator::all_gather_through_host(const std::vector<AllGatherTensors>& gathers,
-                                                    Launch mode) {
-  std::vector<at::Tensor> outputs, tensors;
-  for (const AllGatherTensors& gather : gathers) {
-    outputs.insert(outputs.end(), gather.outputs.begin(), gather.outputs.end());
-  }
-  tensors = outputs;
-  for (const AllGatherTensors& gather : gathers) tensors.push_back(gather.input);
-  return through_host(
-      mode, ::c10d::OpType::ALLGATHER, tensors, outputs.size(), [&](at::TensorList copies) {
-        std::vector<AllGatherTensors> on_host;
-        size_t next_output = 0;
-        for (size_t i = 0; i < gathers.size(); ++i) {
-          const size_t num_outputs = gathers[i].outputs.size();
-          on_host.push_back(
-              {copies.slice(next_output, num_outputs).vec(), copies[outputs.size() + i]});
-          next_output += num_outputs;
-        }
-        all_gather(std::move(on_host), Launch::kBlocking);
-      });
 }
 
 AllGatherTensors TensorCommunicator::split_by_rank(const at::Tensor& output,
@@ -416,10 +355,9 @@ DeviceCollectives& TensorCommunicator::joined_devices(const at::Tensor& tensor,
   if (!devices_) {
     throw Error(ErrorKind::kTransport,
                 join("rota.", call,
-                     is_through_host() ? ": the GPUs could not be joined"
-                                       : ": the GPUs are not joined yet, which takes all ranks; "
-                                         "call connect_device() on each, or "
-                                         "init_process_group(device_id=...), or any collective"));
+                     ": the GPUs are not joined yet, which takes all ranks; call "
+                     "connect_device() on each, or "
+                     "init_process_group(device_id=...), or any collective"));
   }
   return *devices_;
 }

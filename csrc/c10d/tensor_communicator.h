@@ -66,7 +66,8 @@ class TensorCommunicator {
   void connect_device(at::Device device);
   // How GPUs reach each other; none before they are joined.
   std::optional<std::string> device_means() const;
-  bool is_through_host() const { return device_through_host_.has_value(); }
+  // Whether send() and receive() will do, as soon as GPUs are joined.
+  bool has_transfers() const { return !devices_ || devices_->has_transfers(); }
 
   // Waits for what is queued, then leaves the group; later calls fail. Idempotent.
   void close();
@@ -83,22 +84,16 @@ class TensorCommunicator {
   WorkRef launch(Launch mode, ::c10d::OpType op_type, const char* title, at::TensorList tensors,
                  Body&& body);
   Communicator& usable_communicator(std::string_view collective) const;
-  // Of CUDA tensors like this one; null where they go through the memory of the host.
-  DeviceCollectives* device_collectives(const at::Tensor& tensor, std::string_view collective);
-  // Runs body(copies) on the CPU and copies the first num_results back. Waits for the GPU.
-  template <typename Body>
-  WorkRef through_host(Launch mode, ::c10d::OpType op_type, std::vector<at::Tensor> tensors,
-                       size_t num_results, const Body& body);
+  // Of CUDA tensors like this one.
+  DeviceCollectives& device_collectives(const at::Tensor& tensor, std::string_view collective);
   DeviceCollectives& joined_devices(const at::Tensor& tensor, std::string_view call);
-  WorkRef all_gather_through_host(const std::vector<AllGatherTensors>& gathers, Launch mode);
 
   c10::intrusive_ptr<::c10d::Store> store_;
   int rank_;
   int world_size_;
   std::function<void()> check_interrupt_;
-  std::shared_ptr<Communicator> communicator_;     // null once closed; queued tasks share it
-  std::unique_ptr<DeviceCollectives> devices_;     // null until CUDA tensors come
-  std::optional<at::Device> device_through_host_;  // where GPUs could not be joined
+  std::shared_ptr<Communicator> communicator_;  // null once closed; queued tasks share it
+  std::unique_ptr<DeviceCollectives> devices_;  // null until CUDA tensors come
   ProgressQueue queue_;
 };
 

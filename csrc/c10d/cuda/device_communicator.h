@@ -32,6 +32,7 @@ class DeviceCommunicator final : public DeviceCollectives {
   WorkRef all_gather(const std::vector<AllGatherTensors>& gathers, Launch mode) override;
   WorkRef reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
                          Launch mode) override;
+  bool has_transfers() const override { return true; }
   WorkRef send(const at::Tensor& tensor, int peer, Launch mode) override;
   WorkRef receive(const at::Tensor& tensor, int peer, Launch mode) override;
   void finish(const std::function<void()>& check_interrupt) override;
