@@ -70,7 +70,8 @@ $(CUDA_VENV)/.built: $(CUDA_VENV)/.packages setup.py $(SOURCES) $(MODULES)
 check-cuda: $(CUDA_VENV)/.built
 	$(CUDA_PYTHON) -m rota doctor
 	$(CUDA_PYTHON) tests/machine_code.py
-	$(CUDA_PYTHON) tests/simulated_gpu.py --torch-operators $(CUDA_PYTHON) -m pytest tests/gpu
+	$(CUDA_PYTHON) tests/simulated_gpu.py --gpus 2 --torch-operators $(CUDA_PYTHON) -m pytest tests/gpu
+	for script in tour copy_rate local_all_reduce latency; do PYTHONPATH=benchmarks $(CUDA_PYTHON) tests/simulated_gpu.py --torch-operators $(CUDA_PYTHON) -m gpu.$$script --device cuda --dry-run --torch-kernels || exit 1; done
 	$(CUDA_PYTHON) -m pytest -m "not no_extension"
 
 # With the python3 that is there, its torch and pytest, and no network. STAGES="build bench" chooses
