@@ -15,7 +15,8 @@ from ranks import Rank, error_of, run_ranks
 
 BACKENDS = ("aot_eager", "inductor")
 WORLD_SIZE = 2
-TIMEOUT_S = 300.0  # inductor starts a C++ compiler for each graph
+# inductor starts a C++ compiler for each graph, and a rank may wait for the other's.
+TIMEOUT_S = 300.0
 
 
 def compiled(function: Callable[..., Any], backend: str, **options: Any) -> Callable[..., Any]:
@@ -62,7 +63,7 @@ class Recorder:
 
 
 def _run_opcheck(rank: Rank) -> None:
-    communicator = rank.communicator()
+    communicator = rank.communicator(timeout_s=TIMEOUT_S)
     name = communicator.name
     order = torch.zeros(1)
     for shape in ((), (3, 5)):
@@ -108,7 +109,7 @@ def _everything(x: Tensor, y: Tensor, communicator: rota.Communicator) -> list[T
 
 
 def _run_everything(rank: Rank, backend: str) -> None:
-    communicator = rank.communicator()
+    communicator = rank.communicator(timeout_s=TIMEOUT_S)
     inputs = small_integers(rank.rank, 3, 5), small_integers(rank.rank + 2, 3, 5)
     own = [tensor.clone() for tensor in inputs]
     expected = _everything(*inputs, communicator) + list(inputs)
@@ -124,7 +125,7 @@ def test_compiled_collectives_give_what_eager_ones_give(backend: str) -> None:
 
 
 def _run_eager(rank: Rank) -> None:
-    communicator = rank.communicator()
+    communicator = rank.communicator(timeout_s=TIMEOUT_S)
     ranks = range(WORLD_SIZE)
     own = small_integers(rank.rank, 3, 5)
     everyones = torch.stack([small_integers(other, 3, 5) for other in ranks])
@@ -166,7 +167,7 @@ _IN_ORDER = ["sum 1", "max 4", "barrier", "all_gather 2", "broadcast 3", "min 2"
 
 
 def _run_unrelated(rank: Rank, backend: str) -> list[str]:
-    recorder = Recorder(rank.communicator())
+    recorder = Recorder(rank.communicator(timeout_s=TIMEOUT_S))
     tensors = [torch.ones(length) for length in (1, 2, 3, 4, 5)]
     compiled(_many_unrelated, backend)(tensors, rank.rank, recorder)
     return recorder.calls
@@ -179,7 +180,7 @@ def test_compiled_unrelated_collectives_all_run_in_order(backend: str) -> None:
 
 
 def _run_dynamic_shapes(rank: Rank, backend: str) -> int:
-    communicator = rank.communicator()
+    communicator = rank.communicator(timeout_s=TIMEOUT_S)
     num_graphs = 0
 
     def counting(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -243,7 +244,7 @@ def _tensor_parallel(
 
 
 def _run_tensor_parallel(rank: Rank, backend: str) -> None:
-    communicator = rank.communicator()
+    communicator = rank.communicator(timeout_s=TIMEOUT_S)
     generator = torch.Generator().manual_seed(
         0
     )  # the same weights on every rank, of which it takes
@@ -283,7 +284,7 @@ def test_tensor_parallel_layers_have_the_gradients_of_whole_ones(backend: str) -
 
 def _run_gradients(rank: Rank, backend: str) -> None:
     """Loss of rank r: weights[r] * outputs; gradients are those of the sum of both losses."""
-    communicator = rank.communicator()
+    communicator = rank.communicator(timeout_s=TIMEOUT_S)
     weights = [small_integers(other + 7, 6, 2) for other in range(WORLD_SIZE)]
     total = weights[0] + weights[1]
     own = weights[rank.rank]
@@ -317,7 +318,7 @@ def test_gradients_are_those_of_the_sum_of_all_losses(backend: str) -> None:
 
 
 def _run_bad_gradients(rank: Rank) -> list[tuple[str, str]]:
-    communicator = rank.communicator()
+    communicator = rank.communicator(timeout_s=TIMEOUT_S)
     x = torch.ones(3, requires_grad=True)
     largest = rota.ops.all_reduce(x, communicator, "max").sum()
 
@@ -377,7 +378,7 @@ def test_operator_whose_communicator_is_gone_raises() -> None:
 
 
 def _run_mismatch(rank: Rank) -> tuple[str, str]:
-    communicator = rank.communicator()
+    communicator = rank.communicator(timeout_s=TIMEOUT_S)
     run = compiled(lambda x: rota.ops.all_reduce(x * 2, communicator), "aot_eager")
     return error_of(lambda: run(torch.ones(3 + rank.rank)))
 
