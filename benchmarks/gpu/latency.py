@@ -18,7 +18,7 @@ import torch
 from arguments import FLOAT32_BYTES
 from gpu import frame
 from gpu.frame import Bench, Job
-from gpu.local_all_reduce import RANKS, make_job
+from gpu.local_all_reduce import groups, make_job
 from protocol import Entry
 
 ALGORITHMS = ("auto", "low_latency", "one_shot")
@@ -26,12 +26,7 @@ ALGORITHMS = ("auto", "low_latency", "one_shot")
 
 def benchmark(bench: Bench) -> None:
     """Every number of ranks, every size."""
-    for num_ranks in RANKS:
-        try:
-            group = bench.target.local_group(num_ranks)
-        except Exception as error:
-            bench.fail(f"LocalGroup of {num_ranks} ranks", error)
-            continue
+    for num_ranks, group in groups(bench):
         for num_bytes in bench.sizes:
             num_elems = max(1, num_bytes // FLOAT32_BYTES)
             tensors = [bench.random(num_elems, rank) for rank in range(num_ranks)]

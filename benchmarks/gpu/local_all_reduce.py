@@ -10,6 +10,7 @@ last line of the output is JSON.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from functools import partial
 from itertools import count
 
@@ -40,14 +41,20 @@ MAX_LOW_LATENCY_BYTES = 1 << 20
 
 def benchmark(bench: Bench) -> None:
     """Every number of ranks, every size, every algorithm."""
+    for num_ranks, group in groups(bench):
+        for num_bytes in bench.sizes:
+            measure(bench, group, num_ranks, num_bytes)
+
+
+def groups(bench: Bench) -> Iterator[tuple[int, LocalGroup]]:
+    """Each number of ranks with its group; one that cannot be made fails and is left out."""
     for num_ranks in RANKS:
         try:
             group = bench.target.local_group(num_ranks)
         except Exception as error:
             bench.fail(f"LocalGroup of {num_ranks} ranks", error)
             continue
-        for num_bytes in bench.sizes:
-            measure(bench, group, num_ranks, num_bytes)
+        yield num_ranks, group
 
 
 def measure(bench: Bench, group: LocalGroup, num_ranks: int, num_bytes: int) -> None:

@@ -19,6 +19,12 @@ void check_companion(const at::Tensor& tensor, std::string_view what, at::Scalar
                    " contiguous ones of ", c10::toString(dtype)));
 }
 
+std::optional<DType> optional_dtype(const std::optional<at::ScalarType>& dtype,
+                                    std::string_view what) {
+  if (!dtype) return std::nullopt;
+  return reducible_dtype(*dtype, what);
+}
+
 }  // namespace
 
 void check_bucket(const at::Tensor& bucket, const BucketOptions& options) {
@@ -48,6 +54,24 @@ void check_gather(const AllGatherTensors& gather, int world_size) {
                        gather.input.dtype().name(), "; make them equal"));
     }
   }
+}
+
+AllReduceRequest request_of(const at::Tensor& tensor, const AllReduceOptions& options) {
+  return {.num_elems = static_cast<uint64_t>(tensor.numel()),
+          .dtype = reducible_dtype(tensor.scalar_type(), "the tensor's dtype"),
+          .op = options.op,
+          .algorithm = options.algorithm,
+          .wire = optional_dtype(options.wire_dtype, "wire_dtype"),
+          .hop = optional_dtype(options.hop_dtype, "hop_dtype")};
+}
+
+BucketRequest request_of(const at::Tensor& bucket, const BucketOptions& options) {
+  return {.num_elems = static_cast<uint64_t>(bucket.numel()),
+          .dtype = known_dtype(bucket.scalar_type(), "reduce_bucket", "the bucket's dtype",
+                               is_bucket_dtype),
+          .wire = {known_dtype(options.wire_dtype, "reduce_bucket", "wire_dtype", is_wire_dtype),
+                   options.block_scaling},
+          .algorithm = options.algorithm};
 }
 
 void run_all_reduce(Communicator& communicator, const at::Tensor& tensor, cpu::AllReduceArgs args,

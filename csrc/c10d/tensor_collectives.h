@@ -22,6 +22,10 @@ struct AllGatherTensors {
 void check_bucket(const at::Tensor& bucket, const BucketOptions& options);
 void check_gather(const AllGatherTensors& gather, int world_size);
 
+// What is asked of the communicator, whatever the tensor's device; throw Error(kType).
+AllReduceRequest request_of(const at::Tensor& tensor, const AllReduceOptions& options);
+BucketRequest request_of(const at::Tensor& bucket, const BucketOptions& options);
+
 void run_all_reduce(Communicator& communicator, const at::Tensor& tensor, cpu::AllReduceArgs args,
                     CallerThread thread);
 void run_reduce_bucket(Communicator& communicator, const at::Tensor& bucket,

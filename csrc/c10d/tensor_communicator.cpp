@@ -50,22 +50,14 @@ std::shared_ptr<Communicator> connect_ranks(const c10::intrusive_ptr<::c10d::Sto
       options.timeout, options.check_interrupt);
 }
 
-std::optional<DType> optional_dtype(const std::optional<at::ScalarType>& dtype,
-                                    std::string_view what) {
-  if (!dtype) return std::nullopt;
-  return reducible_dtype(*dtype, what);
-}
-
 bool is_on_gpu(const at::Tensor& tensor) { return tensor.defined() && tensor.is_cuda(); }
 
-std::optional<schedule::Algorithm> cpu_algorithm(std::optional<schedule::Algorithm> requested,
-                                                 std::string_view collective) {
-  if (requested == schedule::Algorithm::kLowLatency) {
-    throw Error(ErrorKind::kValue, join("rota.", collective,
-                                        ": algorithm='low_latency' is for CUDA tensors; for CPU "
-                                        "tensors 'one_shot' is the fastest of short ones"));
-  }
-  return requested;
+void check_cpu_algorithm(std::optional<schedule::Algorithm> requested,
+                         std::string_view collective) {
+  if (requested != schedule::Algorithm::kLowLatency) return;
+  throw Error(ErrorKind::kValue, join("rota.", collective,
+                                      ": algorithm='low_latency' is for CUDA tensors; for CPU "
+                                      "tensors 'one_shot' is the fastest of short ones"));
 }
 
 struct Living {
@@ -228,17 +220,11 @@ WorkRef TensorCommunicator::all_reduce(at::TensorList tensors, const AllReduceOp
       return device_collectives(tensors[0], "all_reduce").all_reduce(tensors, options, mode);
     }
     const Communicator& communicator = usable_communicator("all_reduce");
-    const auto algorithm = cpu_algorithm(options.algorithm, "all_reduce");
+    check_cpu_algorithm(options.algorithm, "all_reduce");
     c10::SmallVector<cpu::AllReduceArgs, 1> plans;
     for (const at::Tensor& tensor : tensors) {
       check_tensor(tensor, "all_reduce");
-      plans.push_back(
-          communicator.plan({.num_elems = static_cast<uint64_t>(tensor.numel()),
-                             .dtype = reducible_dtype(tensor.scalar_type(), "the tensor's dtype"),
-                             .op = options.op,
-                             .algorithm = algorithm,
-                             .wire = optional_dtype(options.wire_dtype, "wire_dtype"),
-                             .hop = optional_dtype(options.hop_dtype, "hop_dtype")}));
+      plans.push_back(communicator.plan(request_of(tensor, options)));
     }
     return launch(mode, ::c10d::OpType::ALLREDUCE, "rota:all_reduce", tensors,
                   [plans = std::move(plans)](Communicator& communicator, at::TensorList tensors,
@@ -258,14 +244,8 @@ WorkRef TensorCommunicator::reduce_bucket(const at::Tensor& bucket, const Bucket
     }
     const Communicator& communicator = usable_communicator("reduce_bucket");
     check_bucket(bucket, options);
-    const cpu::AllReduceArgs plan = communicator.plan(
-        {.num_elems = static_cast<uint64_t>(bucket.numel()),
-         .dtype = known_dtype(bucket.scalar_type(), "reduce_bucket", "the bucket's dtype",
-                              is_bucket_dtype),
-         .wire = {known_dtype(options.wire_dtype, "reduce_bucket", "wire_dtype", is_wire_dtype),
-                  options.block_scaling},
-         .algorithm = cpu_algorithm(options.algorithm, "reduce_bucket")},
-        options.pass);
+    check_cpu_algorithm(options.algorithm, "reduce_bucket");
+    const cpu::AllReduceArgs plan = communicator.plan(request_of(bucket, options), options.pass);
     return launch(
         mode, ::c10d::OpType::ALLREDUCE, "rota:reduce_bucket", bucket,
         [plan, options](Communicator& communicator, at::TensorList tensors, CallerThread thread) {

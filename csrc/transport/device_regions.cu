@@ -101,20 +101,16 @@ struct OwnAndMapped {
   std::vector<std::unique_ptr<MappedMemory>> mapped;
 };
 
-// What body throws, as text; "" if nothing.
-template <typename Body>
-std::string complaint_of(int rank, const Body& body) {
-  try {
-    body();
-    return "";
-  } catch (const Error& error) {
-    return join("rank ", rank, ' ', error.what());
-  }
-}
-
 }  // namespace
 
-void agree(const AllGatherText& all_gather, const std::string& complaint) {
+void agree(const AllGatherText& all_gather, int rank, const std::function<void()>& body) {
+  std::string complaint;
+  try {
+    body();
+  } catch (const std::exception& exception) {
+    const std::string text = exception.what();
+    complaint = join("rank ", rank, ": ", text.substr(0, text.find('\n')));
+  }
   std::string all;
   for (const std::string& text : all_gather(complaint)) {
     if (!text.empty()) all += (all.empty() ? "" : "; ") + text;
@@ -125,28 +121,27 @@ void agree(const AllGatherText& all_gather, const std::string& complaint) {
 DeviceRegions connect_by_ipc(int rank, size_t num_bytes, const AllGatherText& all_gather) {
   const auto memory = std::make_shared<OwnAndMapped>();
   Card own_card{.pid = getpid()};
-  agree(all_gather, complaint_of(rank, [&] {
-          copy_uuid(current_gpu(), own_card.gpu);
-          memory->own = std::make_unique<DeviceMemory>(num_bytes);
-          check_cuda(cudaIpcGetMemHandle(&own_card.handle, memory->own->data()),
-                     "cudaIpcGetMemHandle");
-        }));
+  agree(all_gather, rank, [&] {
+    copy_uuid(current_gpu(), own_card.gpu);
+    memory->own = std::make_unique<DeviceMemory>(num_bytes);
+    check_cuda(cudaIpcGetMemHandle(&own_card.handle, memory->own->data()), "cudaIpcGetMemHandle");
+  });
   const std::vector<std::string> cards =
       all_gather(std::string(reinterpret_cast<const char*>(&own_card), sizeof(own_card)));
   DeviceRegions regions{.means = "CUDA IPC", .memory = memory};
-  agree(all_gather, complaint_of(rank, [&] {
-          for (int peer = 0; peer < static_cast<int>(cards.size()); ++peer) {
-            if (peer == rank) {
-              regions.by_rank.push_back(static_cast<std::byte*>(memory->own->data()));
-              continue;
-            }
-            Card card;
-            std::memcpy(&card, cards[static_cast<size_t>(peer)].data(), sizeof(card));
-            check_reach(card, peer);
-            memory->mapped.push_back(std::make_unique<MappedMemory>(card.handle));
-            regions.by_rank.push_back(static_cast<std::byte*>(memory->mapped.back()->data()));
-          }
-        }));
+  agree(all_gather, rank, [&] {
+    for (int peer = 0; peer < static_cast<int>(cards.size()); ++peer) {
+      if (peer == rank) {
+        regions.by_rank.push_back(static_cast<std::byte*>(memory->own->data()));
+        continue;
+      }
+      Card card;
+      std::memcpy(&card, cards[static_cast<size_t>(peer)].data(), sizeof(card));
+      check_reach(card, peer);
+      memory->mapped.push_back(std::make_unique<MappedMemory>(card.handle));
+      regions.by_rank.push_back(static_cast<std::byte*>(memory->mapped.back()->data()));
+    }
+  });
   return regions;
 }
 

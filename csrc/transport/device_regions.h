@@ -14,8 +14,9 @@ namespace rota::transport {
 // Gathers what every rank hands over, by rank. Blocks; every rank calls it.
 using AllGatherText = std::function<std::vector<std::string>(const std::string& own)>;
 
-// Throws Error(kTransport) on every rank if any has a complaint, with all of them; "" is none.
-void agree(const AllGatherText& all_gather, const std::string& complaint);
+// Runs body on every rank. Throws Error(kTransport) on every rank if it throws on any, with the
+// first line of what each threw.
+void agree(const AllGatherText& all_gather, int rank, const std::function<void()>& body);
 
 struct DeviceRegions {
   std::vector<std::byte*> by_rank;  // in this process's address space; zeroed when made

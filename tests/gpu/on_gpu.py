@@ -18,6 +18,7 @@ from ranks import Rank
 DEVICE = torch.device("cuda", 0)
 CANARY_ELEMS = 64
 CANARY = 1
+MAX_LOW_LATENCY_BYTES = 8192  # more than that is not tried with low_latency
 # Around the ends of 16-byte accesses, of a block's share, of granules, tiles and shards.
 SIZES = (0, 1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 511, 512, 513, 2049, 65_537, 300_007)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import rota
 from bucket_oracle import BUCKET_DTYPES, FORMATS, Format
-from on_gpu import DEVICE, Guarded, capture, connect
+from on_gpu import DEVICE, MAX_LOW_LATENCY_BYTES, Guarded, capture, connect
 from oracle import (
     DTYPES,
     assert_same,
@@ -27,7 +27,6 @@ from ranks import Rank, run_ranks
 # Processes on one GPU run in time slices, so each collective takes milliseconds: few sizes.
 SIZES = (0, 1, 5, 513, 66_001)
 CANONICAL = ("auto", "low_latency", "one_shot", "two_shot", "ordered_ring")
-MAX_LOW_LATENCY_BYTES = 8192
 TIMEOUT_S = 40.0
 
 worlds = pytest.mark.parametrize("world_size", [1, 2, 3, 4], ids="ws{}".format)

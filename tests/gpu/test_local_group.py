@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rota
-from on_gpu import DEVICE, SIZES, Guarded, capture, check_each, grouped_sum
+from on_gpu import DEVICE, MAX_LOW_LATENCY_BYTES, SIZES, Guarded, capture, check_each, grouped_sum
 from oracle import (
     DTYPES,
     FLOAT8_DTYPES,
@@ -28,7 +28,6 @@ from ranks import error_of
 
 CANONICAL = ("auto", "low_latency", "one_shot", "two_shot", "two_shot_in_place", "ordered_ring")
 ALGORITHMS = (*CANONICAL, "ring")
-MAX_LOW_LATENCY_BYTES = 8192
 WORLDS = (2, 3, 4)
 
 

@@ -12,6 +12,7 @@
 #include "c10d/cuda/bucket_memory.h"
 #include "c10d/cuda/device_work.h"
 #include "c10d/cuda/join_gpus.h"
+#include "c10d/cuda/native_stream.h"
 #include "c10d/tensor_checks.h"
 
 namespace rota::c10d_glue {
@@ -72,10 +73,6 @@ void DeviceCommunicator::finish(const std::function<void()>& check_interrupt) {
   }
 }
 
-cuda::Stream DeviceCommunicator::current_stream() const {
-  return static_cast<cuda::Stream>(guard_.getStream(device_).native_handle());
-}
-
 template <typename Body>
 WorkRef DeviceCommunicator::launch(Launch mode, const c10::Stream& stream, ::c10d::OpType op_type,
                                    const char* title, at::TensorList tensors, const Body& body) {
@@ -112,20 +109,15 @@ WorkRef DeviceCommunicator::all_reduce(at::TensorList tensors, const AllReduceOp
   std::vector<cpu::AllReduceArgs> plans;
   for (const at::Tensor& tensor : tensors) {
     check_tensor(tensor, "all_reduce", device_);
-    const auto num_elems = static_cast<uint64_t>(tensor.numel());
-    const DType dtype = reducible_dtype(tensor.scalar_type(), "the tensor's dtype");
-    const DType wire =
-        options.wire_dtype ? reducible_dtype(*options.wire_dtype, "wire_dtype") : dtype;
-    plans.push_back(communicator_->plan({.num_elems = num_elems,
-                                         .dtype = dtype,
-                                         .op = options.op,
-                                         .algorithm = choose(options.algorithm, {wire}, num_elems),
-                                         .wire = wire}));
-    if (options.hop_dtype) {
+    AllReduceRequest request = request_of(tensor, options);
+    if (request.hop) {
       throw Error(ErrorKind::kValue,
                   "rota.all_reduce: hop_dtype is given; on GPUs partial sums travel in the "
                   "accumulate dtype, leave it out");
     }
+    const WireFormat wire{request.wire.value_or(request.dtype)};
+    request.algorithm = choose(request.algorithm, wire, request.num_elems);
+    plans.push_back(communicator_->plan(request));
   }
   return launch(mode, ::c10d::OpType::ALLREDUCE, "rota:all_reduce", tensors, [&] {
     for (size_t i = 0; i < tensors.size(); ++i) run_all_reduce(tensors[i], plans[i]);
@@ -143,7 +135,7 @@ void DeviceCommunicator::run_all_reduce(const at::Tensor& tensor, const cpu::All
                    .format = plan.wire,
                    .op = plan.op,
                    .divisor = static_cast<double>(communicator_->world_size())},
-                  current_stream());
+                  current_stream(device_));
   } else {
     cpu::AllReduceArgs args = plan;
     args.data = packed.data();
@@ -156,17 +148,9 @@ WorkRef DeviceCommunicator::reduce_bucket(const at::Tensor& bucket, const Bucket
                                           Launch mode) {
   check_tensor(bucket, "reduce_bucket", device_);
   check_bucket(bucket, options);
-  const WireFormat wire{
-      known_dtype(options.wire_dtype, "reduce_bucket", "wire_dtype", is_wire_dtype),
-      options.block_scaling};
-  const auto num_elems = static_cast<uint64_t>(bucket.numel());
-  const cpu::AllReduceArgs plan =
-      communicator_->plan({.num_elems = num_elems,
-                           .dtype = known_dtype(bucket.scalar_type(), "reduce_bucket",
-                                                "the bucket's dtype", is_bucket_dtype),
-                           .wire = wire,
-                           .algorithm = choose(options.algorithm, wire, num_elems)},
-                          options.pass);
+  BucketRequest request = request_of(bucket, options);
+  request.algorithm = choose(request.algorithm, request.wire, request.num_elems);
+  const cpu::AllReduceArgs plan = communicator_->plan(request, options.pass);
   std::vector<at::Tensor> tensors{bucket, options.stats};
   if (options.residual) tensors.push_back(*options.residual);
   return launch(mode, ::c10d::OpType::ALLREDUCE, "rota:reduce_bucket", tensors,
@@ -191,7 +175,7 @@ void DeviceCommunicator::run_in_wire_format(const cpu::AllReduceArgs& args,
                                             double* stats) {
   const uint64_t num_tiles = schedule::ceil_div(args.num_elems, kTileElems);
   const BucketMemory memory(device_, num_tiles, args.wire);
-  const cuda::Stream stream = current_stream();
+  const cuda::Stream stream = current_stream(device_);
   cuda::BucketArgs bucket{.contiguous = {static_cast<std::byte*>(args.data), args.num_elems},
                           .num_tiles = num_tiles,
                           .wire = memory.wire,
@@ -245,7 +229,7 @@ WorkRef DeviceCommunicator::broadcast(at::TensorList tensors, int root, Launch m
                      .num_elems = num_bytes(tensor),
                      .format = cuda::kBytes,
                      .peer = root},
-                    current_stream());
+                    current_stream(device_));
       if (root != communicator_->rank()) packed.unpack();
     }
   });
@@ -269,6 +253,11 @@ void DeviceCommunicator::run_all_gather(const AllGatherTensors& gather) {
   communicator_->announce({.kind = CollectiveKind::kAllGather,
                            .dtype = movable_dtype(gather.input, "all_gather"),
                            .num_elems = static_cast<uint64_t>(gather.input.numel())});
+  const at::NoGradGuard no_grad;
+  if (communicator_->world_size() == 1) {
+    gather.outputs[0].copy_(gather.input);
+    return;
+  }
   const Packed input(gather.input, Packed::Content::kRead);
   const uint64_t piece_bytes = num_bytes(gather.input);
   auto* whole = static_cast<std::byte*>(gather.outputs[0].data_ptr());
@@ -283,18 +272,13 @@ void DeviceCommunicator::run_all_gather(const AllGatherTensors& gather) {
     gathered = at::empty({num_ranks, gather.input.numel()}, gather.input.options());
     whole = static_cast<std::byte*>(gathered.data_ptr());
   }
-  if (communicator_->world_size() == 1) {
-    gather.outputs[0].copy_(gather.input);
-    return;
-  }
   executor_.run({.kernel = cuda::Kernel::kAllGather,
                  .input = input.data(),
                  .output = whole,
                  .num_elems = gather.outputs.size() * piece_bytes,
                  .format = cuda::kBytes},
-                current_stream());
+                current_stream(device_));
   if (is_whole) return;
-  const at::NoGradGuard no_grad;
   for (size_t i = 0; i < gather.outputs.size(); ++i) {
     const at::Tensor& output = gather.outputs[i];
     output.copy_(gathered.select(0, static_cast<int64_t>(i)).view(output.sizes()));
@@ -338,7 +322,7 @@ WorkRef DeviceCommunicator::reduce_scatter(const at::Tensor& output, const at::T
                    .format = {dtype},
                    .op = op,
                    .divisor = static_cast<double>(world_size)},
-                  current_stream());
+                  current_stream(device_));
   });
 }
 
@@ -376,7 +360,7 @@ WorkRef DeviceCommunicator::transfer(cuda::Kernel kernel, const at::Tensor& tens
                                  .num_elems = num_bytes(tensor),
                                  .format = cuda::kBytes,
                                  .peer = peer},
-                                current_stream());
+                                current_stream(device_));
                   if (!is_send) packed.unpack();
                 });
 }

@@ -48,7 +48,6 @@ class DeviceCommunicator final : public DeviceCollectives {
     return launch(mode, stream_, op_type, title, tensors, body);
   }
   WorkRef transfer(cuda::Kernel kernel, const at::Tensor& tensor, int peer, Launch mode);
-  cuda::Stream current_stream() const;
 
   // What runs if this is requested; none: auto.
   schedule::Algorithm choose(std::optional<schedule::Algorithm> requested, const WireFormat& wire,

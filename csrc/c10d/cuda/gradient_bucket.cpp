@@ -2,11 +2,11 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <cstring>
 
 #include "base/error.h"
+#include "c10d/cuda/native_stream.h"
 #include "c10d/tensor_checks.h"
 #include "schedule/chunk.h"
 
@@ -95,7 +95,7 @@ void GradientBucket::pack(float contribution_factor, const std::optional<at::Ten
                      .rounding = {.is_stochastic = stochastic_seed.has_value(),
                                   .seed = stochastic_seed.value_or(0),
                                   .stream = 0}},
-                    dtype_, wire_, stream());
+                    dtype_, wire_, current_stream(stats_.device()));
 }
 
 void GradientBucket::unpack(float result_factor) {
@@ -104,16 +104,11 @@ void GradientBucket::unpack(float result_factor) {
                        .squares = memory_->squares,
                        .stats = stats_.data_ptr<double>(),
                        .num_blocks_done = memory_->num_blocks_done},
-                      dtype_, wire_, stream());
+                      dtype_, wire_, current_stream(stats_.device()));
 }
 
 at::Tensor GradientBucket::wire() const {
   return memory_->whole.narrow(0, 0, static_cast<int64_t>(memory_->num_wire_bytes));
-}
-
-cuda::Stream GradientBucket::stream() const {
-  const c10::impl::VirtualGuardImpl guard(at::kCUDA);
-  return static_cast<cuda::Stream>(guard.getStream(stats_.device()).native_handle());
 }
 
 }  // namespace rota::c10d_glue

@@ -30,7 +30,6 @@ class GradientBucket {
 
  private:
   cuda::BucketArgs args(float contribution_factor, float result_factor) const;
-  cuda::Stream stream() const;
 
   std::vector<at::Tensor> gradients_;
   DType dtype_;

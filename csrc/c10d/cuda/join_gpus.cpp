@@ -2,13 +2,14 @@
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <string_view>
 
+#include "base/error.h"
+#include "c10d/cuda/native_stream.h"
 #include "c10d/cuda/symmetric_memory.h"
 #include "c10d/tensor_checks.h"
 #include "cuda/executor.h"
@@ -78,7 +79,6 @@ void verify(const Communicator& communicator, at::Device device,
   const at::Tensor input = pattern_of(rank).to(device);
   const at::Tensor output =
       at::empty({world_size * piece_bytes}, at::TensorOptions(at::kByte).device(device));
-  const c10::impl::VirtualGuardImpl guard(device.type());
   cuda::Executor executor(
       {.rank = rank,
        .geometry = geometry,
@@ -89,20 +89,18 @@ void verify(const Communicator& communicator, at::Device device,
                 .output = output.data_ptr(),
                 .num_elems = num_bytes(output),
                 .format = cuda::kBytes},
-               static_cast<cuda::Stream>(guard.getStream(device).native_handle()));
+               current_stream(device));
   const at::Tensor received = output.cpu();
-  std::string complaint;
-  if (const auto failure = executor.failure()) {
-    complaint = join("rank ", rank, " got nothing of what rank ", failure->peer,
-                     " wrote to its GPU; the machine's IOMMU or ACS may break peer access");
-  }
-  for (int peer = 0; complaint.empty() && peer < world_size; ++peer) {
-    if (!received.narrow(0, peer * piece_bytes, piece_bytes).equal(pattern_of(peer))) {
-      complaint = join("rank ", rank, " read something else than rank ", peer,
-                       " wrote to its GPU; the machine's IOMMU or ACS may break peer access");
+  transport::agree(all_gather, rank, [&] {
+    constexpr auto kCause = " wrote to its GPU; the machine's IOMMU or ACS may break peer access";
+    if (const auto failure = executor.failure()) {
+      throw Error(ErrorKind::kTransport, join("got nothing of what rank ", failure->peer, kCause));
     }
-  }
-  transport::agree(all_gather, complaint);
+    for (int peer = 0; peer < world_size; ++peer) {
+      if (received.narrow(0, peer * piece_bytes, piece_bytes).equal(pattern_of(peer))) continue;
+      throw Error(ErrorKind::kTransport, join("read something else than rank ", peer, kCause));
+    }
+  });
 }
 
 }  // namespace

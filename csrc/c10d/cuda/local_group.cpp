@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "base/error.h"
+#include "c10d/cuda/native_stream.h"
 #include "c10d/options.h"
 #include "c10d/tensor_checks.h"
 #include "schedule/select.h"
@@ -138,8 +139,7 @@ void LocalGroup::launch(const std::vector<int>& ranks, const RequestOf& request_
   for (const int rank : ranks) {
     const c10::Stream& stream = streams_[static_cast<size_t>(rank)];
     ready.block(stream);
-    executors_[static_cast<size_t>(rank)]->run(request_of(rank),
-                                               static_cast<cuda::Stream>(stream.native_handle()));
+    executors_[static_cast<size_t>(rank)]->run(request_of(rank), native(stream));
   }
   for (const int rank : ranks) {
     c10::Event done(at::kCUDA);

@@ -31,18 +31,6 @@ void check_nvml() {
   dlclose(library);
 }
 
-// What body throws, in one line; "" if nothing.
-template <typename Body>
-std::string complaint_of(int rank, const Body& body) {
-  try {
-    body();
-    return "";
-  } catch (const std::exception& exception) {
-    const std::string text = exception.what();
-    return join("rank ", rank, ": ", text.substr(0, text.find('\n')));
-  }
-}
-
 }  // namespace
 
 transport::DeviceRegions connect_by_symmetric_memory(const c10::intrusive_ptr<::c10d::Store>& store,
@@ -51,23 +39,22 @@ transport::DeviceRegions connect_by_symmetric_memory(const c10::intrusive_ptr<::
                                                      const transport::AllGatherText& all_gather) {
   const auto owned = std::make_shared<Owned>();
   const std::string group_name = make_group_name();
-  transport::agree(all_gather, complaint_of(rank, [&] {
-                     check_nvml();
-                     symmetric::set_group_info(group_name, rank, world_size, store);
-                     owned->tensor =
-                         symmetric::empty_strided_p2p({static_cast<int64_t>(num_bytes)}, {1},
-                                                      at::kByte, device, group_name, std::nullopt);
-                     owned->tensor.zero_();
-                     const c10::impl::VirtualGuardImpl guard(device.type());
-                     guard.synchronizeStream(guard.getStream(device));
-                   }));
+  transport::agree(all_gather, rank, [&] {
+    check_nvml();
+    symmetric::set_group_info(group_name, rank, world_size, store);
+    owned->tensor = symmetric::empty_strided_p2p({static_cast<int64_t>(num_bytes)}, {1}, at::kByte,
+                                                 device, group_name, std::nullopt);
+    owned->tensor.zero_();
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    guard.synchronizeStream(guard.getStream(device));
+  });
   transport::DeviceRegions regions{.means = "torch's symmetric memory", .memory = owned};
-  transport::agree(all_gather, complaint_of(rank, [&] {
-                     owned->mapping = symmetric::rendezvous(owned->tensor, group_name);
-                     for (void* buffer : owned->mapping->get_buffer_ptrs()) {
-                       regions.by_rank.push_back(static_cast<std::byte*>(buffer));
-                     }
-                   }));
+  transport::agree(all_gather, rank, [&] {
+    owned->mapping = symmetric::rendezvous(owned->tensor, group_name);
+    for (void* buffer : owned->mapping->get_buffer_ptrs()) {
+      regions.by_rank.push_back(static_cast<std::byte*>(buffer));
+    }
+  });
   return regions;
 }
 
