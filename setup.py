@@ -4,8 +4,9 @@ Environment:
     ROTA_CUDA        unset: with the CUDA kernels where torch is a CUDA build and its nvcc is found,
                      otherwise for the CPU alone. 0: for the CPU alone. 1: with the CUDA kernels, an
                      error where they cannot be built.
-    ROTA_CUDA_ARCHS  GPU architectures to compile for, ascending; "80,90,100" where unset. The PTX
-                     of the last one serves all newer GPUs.
+    ROTA_CUDA_ARCHS  GPU architectures to compile for, ascending; "80,90,100" where unset. All of
+                     them take the PTX of the first, since no kernel uses what a later one adds:
+                     the compiler's larger half runs once. It also serves all newer GPUs.
     CUDA_HOME        the CUDA toolkit, where it is not that of the nvcc on PATH.
 """
 
@@ -134,6 +135,7 @@ CXX_FLAGS = [
 def nvcc_flags() -> list[str]:
     """As CXX_FLAGS, and the numeric contract for device code: one rounding for each operation."""
     archs = cuda_archs().split(",")
+    ptx = f"compute_{archs[0]}"
     host_flags = [flag for flag in CXX_FLAGS if flag.startswith(("-f", "-W"))]
     return [
         "-std=c++20",
@@ -142,8 +144,8 @@ def nvcc_flags() -> list[str]:
         "-ftz=false",
         "-prec-div=true",
         "-prec-sqrt=true",
-        *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs),
-        f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}",
+        *(f"-gencode=arch={ptx},code={code}" for code in (*(f"sm_{arch}" for arch in archs), ptx)),
+        "-DROTA_CUDA_ARCHS=" + r"\,".join(archs),
         f"--threads={len(archs) + 1}",
         f"-Xcompiler={','.join(host_flags)}",
     ]

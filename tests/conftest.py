@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from simulated_processes import SimulatedProcesses
 
 # Its checks are to say what they saw, as those of the tests do.
 pytest.register_assert_rewrite("cpp_program")
@@ -18,7 +23,22 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 # which every process they start would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
 _TABLES = pytest.StashKey[dict[str, list[str]]]()
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[SimulatedProcesses]:
+    """Runs functions on simulated GPUs; skips the test where there can be none."""
+    import simulated_gpu
+    from simulated_processes import SimulatedProcesses
+
+    try:
+        simulated_gpu.check_available()
+    except simulated_gpu.NotAvailable as reason:
+        pytest.skip(f"no GPU can be simulated: {reason}")
+    with contextlib.closing(SimulatedProcesses()) as server:
+        yield server
 
 
 @pytest.fixture

@@ -45,7 +45,9 @@ CXX_FLAGS = [
 TSAN_FLAGS = ("-fsanitize=thread",)
 TSAN_REPORT_CODE = 66
 TSAN = {"TSAN_OPTIONS": f"halt_on_error=1:exitcode={TSAN_REPORT_CODE}"}
+# -Og compiles twice as fast with these, and runs as fast.
 ASAN_FLAGS = (
+    "-Og",
     "-fsanitize=address,undefined",
     "-fno-sanitize-recover=all",
     "-D_GLIBCXX_ASSERTIONS",
@@ -202,6 +204,8 @@ def _build(flavour: Flavour) -> Path:
         patched / file if (patched / file).exists() else CSRC / file for file in product_sources()
     ]
     sources += [CASES / f"{name}.cpp" for name in flavour.sources]
+    # Those that include most take longest, and are not to come last.
+    sources.sort(key=lambda source: -len(list(_reachable(source, include_dirs))))
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         objects = list(
             pool.map(lambda source: compile_object(source, flags, include_dirs), sources)

@@ -116,9 +116,9 @@ def _orders(text: str) -> Iterator[Site]:
 
 
 def _statements(text: str) -> Iterator[Site]:
-    """What is done for others: barriers, flags, counts, the word that says why."""
-    done = r"\b\w+\.(?:(?:sync|publish|release|count_\w+)\(|failure\)\.store\()"
-    for match in re.finditer(rf"{done}|SystemWord<\w+>\(\*peers\.failure\)", text):
+    """What is done for others: barriers, flags and their payload, counts, words that say why."""
+    done = r"\b\w+\.(?:sync|publish|release|count_\w+)\("
+    for match in re.finditer(rf"{done}|SystemWord<uint64_t>\(\*word\)|\w+\.payload = ", text):
         end = text.index(";", match.end()) + 1
         yield _around(match.start(), end, "left out", "if (!?) ", "")
 
@@ -141,9 +141,11 @@ def _conditions(text: str) -> Iterator[Site]:
     """What a wait looks at."""
     for match in re.finditer(r"(?<!bool )\bis_of_this_round\([^()]*\)", text):
         yield _around(match.start(), match.end(), "is true", "(? || ", ")")
-    ends = r"block\.now_ns\(\) > deadline_ns|SystemWord<uint32_t>\(abort\)\.load\([^()]*\) != 0"
+    ends = r"waited_ns > peers\.\w+_ns|SystemWord<uint32_t>\(abort\)\.load\([^()]*\) != 0"
     for match in re.finditer(ends, text):
         yield _around(match.start(), match.end(), "is false", "(!? && ", ")")
+    for match in re.finditer(r"fingerprint == own_fingerprint", text):
+        yield _around(match.start(), match.end(), "is true", "(? || ", ")")
 
 
 def _targets(text: str) -> Iterator[Site]:

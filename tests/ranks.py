@@ -157,11 +157,11 @@ class Ranks:
         path = Path(self._stderr(rank))
         return path.read_text() if path.exists() else ""
 
-    def wait_for_stderr(self, rank: int) -> None:
-        """Waits until a rank has written something there."""
-        while not self.stderr(rank):
+    def wait_for_stderr(self, rank: int, text: str = "\n") -> None:
+        """Waits until a rank has written `text` there."""
+        while text not in self.stderr(rank):
             if self._processes[rank].exitcode is not None or self._seconds_left() == 0:
-                raise AssertionError(f"rank {rank} wrote nothing to stderr")
+                raise AssertionError(f"rank {rank} did not write {text!r} to stderr")
             time.sleep(0.02)
 
     def kill(self, rank: int, signum: int = signal.SIGKILL) -> None:

@@ -6,9 +6,7 @@ no way to join them. Nor do they have NCCL, so that what goes there ends in NCCL
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -16,22 +14,10 @@ import torch
 import torch.distributed as dist
 
 import rota
-import simulated_gpu
 from simulated_processes import SimulatedProcesses
-
-try:
-    simulated_gpu.check_available()
-except simulated_gpu.NotAvailable as reason:
-    pytest.skip(f"no GPU can be simulated: {reason}", allow_module_level=True)
 
 WORLD_SIZE = 2
 NUM_ELEMS = 1000
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[SimulatedProcesses]:
-    with contextlib.closing(SimulatedProcesses()) as server:
-        yield server
 
 
 def start(rank: int, store_path: str) -> None:

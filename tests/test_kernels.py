@@ -92,11 +92,20 @@ CASES_OF_FILE = {
     )
 } | {
     "cuda/shards.h": ("kernel_mutants-reduce_scatter", "kernel_mutants-all_gather"),
-    "cuda/wait.h": ("kernel_timeout", "kernel_abort"),
+    "cuda/wait.h": ("kernel_timeout", "kernel_abort", "kernel_another_launch"),
     "cuda/unpack.h": ("kernel_bucket-once",),
     "base/fixed_tree.h": ("kernel_bucket-once",),
     LAYOUT: ("kernel_mutants-ring", "kernel_mutants-low_latency"),
 }
+# What a case that fails says.
+CHECKS = (
+    "wrong number",
+    "did not give up",
+    "no failure",
+    "no word",
+    "timeout awaiting",
+    "another launch",
+)
 # How long a mutant may take to show in a case; each takes 3 s at most on two cores.
 MUTANT_TIMEOUT_S = 30.0
 
@@ -130,7 +139,7 @@ def what_caught(program: Flavour, mutant: Mutant) -> str | None:
         if code == TIMEOUT_CODE:
             return f"no end of {case}"
         assert code == 1, f"exit code {code} of {case}\n{output}"
-        for check in ("wrong number", "did not give up", "no failure", "timeout awaiting"):
+        for check in CHECKS:
             if check in output:
                 return f"{check} in {case}"
         raise AssertionError(f"{case} failed in a way that no mutant should\n{output}")

@@ -1,26 +1,17 @@
-"""The simulated GPU (simulated_gpu.py) behaves as a GPU does, and rota's kernels run on it.
+"""The simulated GPU (simulated_gpu.py) behaves as a GPU does.
 
 Whether there is a real GPU plays no part.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-import rota
-import simulated_gpu
 from simulated_processes import SimulatedProcesses
-
-try:
-    simulated_gpu.check_available()
-except simulated_gpu.NotAvailable as reason:
-    pytest.skip(f"no GPU can be simulated: {reason}", allow_module_level=True)
 
 DTYPES = (
     torch.float32,
@@ -35,12 +26,6 @@ DTYPES = (
 NUM_ELEMS = 1 << 14
 # How often something is tried that goes wrong at times; about one time in three when it is wrong.
 NUM_TRIALS = 60
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[SimulatedProcesses]:
-    with contextlib.closing(SimulatedProcesses()) as server:
-        yield server
 
 
 def cuda_runtime() -> ctypes.CDLL:
@@ -472,106 +457,3 @@ def test_processes_map_each_others_memory(
         os.mkfifo(fifo)
     calls = [(share_memory, (path, is_owner)) for is_owner in (True, False)]
     assert processes.run_together(calls, PYTORCH_NO_CUDA_MEMORY_CACHING="1") == [5.0, 999.0]
-
-
-# ---- rota ----------------------------------------------------------------------------------------
-
-ALGORITHMS = (
-    "low_latency",
-    "one_shot",
-    "two_shot",
-    "two_shot_in_place",
-    "ordered_ring",
-    "ring",
-    "hierarchical",
-)
-WORLD_SIZE = 4
-needs_local_group = pytest.mark.skipif(
-    not hasattr(rota, "LocalGroup"), reason="this rota has no LocalGroup"
-)
-
-
-def count_kernels() -> tuple[int, int]:
-    num_registered, num_known = ctypes.c_int(), ctypes.c_int()
-    cuda_runtime().simulated_gpu_count_kernels(
-        ctypes.byref(num_registered), ctypes.byref(num_known)
-    )
-    return num_registered.value, num_known.value
-
-
-def test_every_kernel_of_rota_can_run(processes: SimulatedProcesses) -> None:
-    num_registered, num_known = processes.run(count_kernels)
-    assert num_known == num_registered > 100
-
-
-def make_contributions(num_elems: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """By rank; their sums are exact."""
-    generator = torch.Generator().manual_seed(num_elems)
-    return [
-        torch.randint(-9, 10, (num_elems,), generator=generator).to(dtype)
-        for _ in range(WORLD_SIZE)
-    ]
-
-
-def all_reduce_in_one_process(algorithm: str) -> None:
-    group = rota.LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
-    group_size = 2 if algorithm == "hierarchical" else None
-    sizes = (1, 511) if algorithm == "low_latency" else (1, 1023, 4096)
-    for dtype in (torch.float32, torch.float16, torch.int64):
-        for num_elems in sizes:
-            contributions = make_contributions(num_elems, dtype)
-            tensors = [contribution.to("cuda") for contribution in contributions]
-            group.all_reduce(tensors, algorithm=algorithm, group_size=group_size)
-            for tensor in tensors:
-                assert torch.equal(tensor.cpu(), sum(contributions)), (dtype, num_elems)
-
-
-@needs_local_group
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_ranks_of_one_process_reduce(processes: SimulatedProcesses, algorithm: str) -> None:
-    processes.run(all_reduce_in_one_process, algorithm)
-
-
-def replay_all_reduce() -> None:
-    group = rota.LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
-    contributions = make_contributions(1000, torch.float32)
-    sources = [contribution.to("cuda") for contribution in contributions]
-    tensors = [torch.empty_like(source) for source in sources]
-    group.all_reduce([source.clone() for source in sources])  # connected and loaded
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for tensor, source in zip(tensors, sources, strict=True):
-            tensor.copy_(source)
-        group.all_reduce(tensors)
-    for _ in range(3):
-        graph.replay()
-        for tensor in tensors:
-            assert torch.equal(tensor.cpu(), sum(contributions))
-            tensor.zero_()
-
-
-@needs_local_group
-def test_captured_all_reduce_can_be_replayed(processes: SimulatedProcesses) -> None:
-    processes.run(replay_all_reduce)
-
-
-def pack_and_unpack() -> None:
-    gradients = [torch.randn(num_elems) for num_elems in (1, 511, 5000)]
-    halved = [gradient.half().float() for gradient in gradients]
-    on_device = [gradient.to("cuda") for gradient in gradients]
-    bucket = rota.GradientBucket(on_device, wire_dtype=torch.float16, block_scaling=False)
-    bucket.pack()
-    for gradient in on_device:
-        gradient.zero_()
-    bucket.unpack()
-    for gradient, expected in zip(on_device, halved, strict=True):
-        assert torch.equal(gradient.cpu(), expected)
-    num_non_finite, squares = bucket.stats.cpu().tolist()
-    assert num_non_finite == 0
-    expected_squares = sum(half.double().square().sum().item() for half in halved)
-    assert squares == pytest.approx(expected_squares, rel=1e-12)  # another order of additions
-
-
-@needs_local_group
-def test_gradients_are_packed_and_unpacked(processes: SimulatedProcesses) -> None:
-    processes.run(pack_and_unpack)

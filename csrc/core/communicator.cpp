@@ -1,6 +1,7 @@
 #include "core/communicator.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <numeric>
@@ -21,6 +22,12 @@ std::vector<const Flag*> peers_sleeping(const transport::Transport& transport) {
   return flags;
 }
 
+std::vector<int> ranks_below(int world_size) {
+  std::vector<int> ranks(static_cast<size_t>(world_size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
 [[noreturn]] void refuse(CollectiveKind kind, ErrorKind error, const std::string& what) {
   throw Error(error, join("rota.", kCollectiveNames[static_cast<size_t>(kind)], ": ", what));
 }
@@ -39,6 +46,7 @@ Communicator::Communicator(std::unique_ptr<transport::Transport> transport, Nano
       waiter_(&transport_->own_control().sleeping, peers_sleeping(*transport_)),
       watch_(*transport_, timeout, std::move(check_interrupt)),
       wait_policy_(WaitPolicy::for_ranks(transport_->world_size())),
+      everyone_(ranks_below(transport_->world_size())),
       fork_generation_(fork_generation()) {}
 
 Communicator::~Communicator() {
@@ -238,19 +246,19 @@ void Communicator::meet(const Descriptor& descriptor) {
     all_agree &= peer_post.payload == words;
   }
   if (!all_agree) {
-    throw mismatch(descriptor, epoch_, everyone(), [this](int rank) -> const Flag& {
+    throw mismatch(descriptor, epoch_, everyone_, [this](int rank) -> const Flag& {
       return transport_->region(rank).control().post[parity()];
     });
   }
 }
 
 void Communicator::announce(const Descriptor& descriptor) {
-  announce(descriptor, everyone(),
+  announce(descriptor, everyone_,
            [this](int rank) -> auto& { return transport_->region(rank).control().launches; });
 }
 
 void Communicator::announce_transfer(const Descriptor& descriptor, int sender, int receiver) {
-  announce(descriptor, {sender, receiver}, [&](int rank) -> auto& {
+  announce(descriptor, std::array{sender, receiver}, [&](int rank) -> auto& {
     const transport::ControlBlock& control = transport_->region(rank).control();
     return rank == sender ? control.sends[receiver] : control.receives[sender];
   });
@@ -260,7 +268,7 @@ void Communicator::announce_transfer(const Descriptor& descriptor, int sender, i
 // sequentially consistent order, so of two ranks at least the later one sees the other's. A post is
 // written anew once every rank has gone on to the next launch, and so has compared it.
 template <typename PostsOf>
-void Communicator::announce(const Descriptor& descriptor, const std::vector<int>& ranks,
+void Communicator::announce(const Descriptor& descriptor, std::span<const int> ranks,
                             const PostsOf& posts_of) {
   const std::lock_guard lock(mutex_);
   check_usable(descriptor.kind_name());
@@ -294,19 +302,13 @@ void Communicator::announce(const Descriptor& descriptor, const std::vector<int>
   }
 }
 
-std::vector<int> Communicator::everyone() const {
-  std::vector<int> ranks(static_cast<size_t>(world_size()));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return ranks;
-}
-
 uint64_t Communicator::num_announced() const {
   return transport_->own().control().launches.launched.load();
 }
 
 // Names the ranks behind each descriptor: "ranks 0, 2 called A; rank 1 called B".
 template <typename PostOf>
-Error Communicator::mismatch(const Descriptor& own, uint64_t epoch, const std::vector<int>& ranks,
+Error Communicator::mismatch(const Descriptor& own, uint64_t epoch, std::span<const int> ranks,
                              const PostOf& post_of) const {
   std::vector<std::pair<std::string, std::vector<int>>> calls;
   for (const int peer : ranks) {

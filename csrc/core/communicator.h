@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -96,13 +97,11 @@ class Communicator {
   void meet(const Descriptor& descriptor);
   // posts_of(rank): where those that take part say so.
   template <typename PostsOf>
-  void announce(const Descriptor& descriptor, const std::vector<int>& ranks,
-                const PostsOf& posts_of);
+  void announce(const Descriptor& descriptor, std::span<const int> ranks, const PostsOf& posts_of);
   // post_of(rank): where each of these ranks has its descriptor.
   template <typename PostOf>
-  Error mismatch(const Descriptor& own, uint64_t epoch, const std::vector<int>& ranks,
+  Error mismatch(const Descriptor& own, uint64_t epoch, std::span<const int> ranks,
                  const PostOf& post_of) const;
-  std::vector<int> everyone() const;
   // kind_here: of the errors that later calls on this rank get; kind: of those on its peers.
   void publish_abort(ErrorKind kind_here, ErrorKind kind, const std::string& text);
   int parity() const { return static_cast<int>(epoch_ % 2); }
@@ -111,6 +110,7 @@ class Communicator {
   Waiter waiter_;
   Watch watch_;
   WaitPolicy wait_policy_;
+  std::vector<int> everyone_;
 
   std::mutex mutex_;         // one collective at a time
   uint64_t epoch_ = 0;       // collectives entered; posted to peers

@@ -3,6 +3,7 @@
 #include <charconv>
 
 #include "base/error.h"
+#include "base/random_bits.h"
 
 namespace rota {
 namespace {
@@ -45,6 +46,12 @@ Descriptor Descriptor::from_words(const Words& words) {
           .result_factor = float_at(words[4], 0),
           .has_residual = enum_at<bool>(words[4], 32, 2),
           .stochastic_seed = enum_at<bool>(packed, 56, 2) ? std::optional(words[5]) : std::nullopt};
+}
+
+uint64_t Descriptor::fingerprint() const {
+  uint64_t fingerprint = 0;
+  for (const uint64_t word : to_words()) fingerprint = mix(fingerprint ^ word);
+  return fingerprint;
 }
 
 std::string Descriptor::to_string() const {

@@ -66,6 +66,8 @@ struct Descriptor {
             stochastic_seed.value_or(0)};
   }
   static Descriptor from_words(const Words& words);
+  // The same in one word, which differs where descriptors differ, but for one in 2^64.
+  uint64_t fingerprint() const;
 
  private:
   static uint64_t bits_of(float value) { return std::bit_cast<uint32_t>(value); }

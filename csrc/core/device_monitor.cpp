@@ -12,8 +12,10 @@ namespace {
 constexpr auto kLookEvery = std::chrono::milliseconds(2);
 // A rank that leaves has done its part: what it sent, kernels here may still be about to read.
 constexpr auto kPatienceWithLeavers = std::chrono::seconds(1);
+// A wait that goes on says so many times in this time; so one that says nothing is over.
+constexpr auto kSlowWaitEndsAfter = std::chrono::milliseconds(500);
 
-std::string_view awaited(cuda::WaitPhase phase) {
+std::string_view what_of(cuda::WaitPhase phase) {
   switch (phase) {
     case cuda::WaitPhase::kArrival:
     case cuda::WaitPhase::kPacket:
@@ -60,14 +62,15 @@ void DeviceMonitor::run() {
       kernels_.abort();
       return;
     }
+    warn_about_slow_peer();
   }
 }
 
 std::optional<Error> DeviceMonitor::look() {
   if (auto error = watch_.poll()) return error;
-  if (const auto failure = kernels_.failure();
-      failure && failure->kind == cuda::FailureKind::kTimeout) {
-    return describe(*failure);
+  if (const auto failure = kernels_.failure()) {
+    if (failure->kind == cuda::FailureKind::kTimeout) return timed_out(*failure);
+    if (failure->kind == cuda::FailureKind::kMismatch) return another_launch(*failure);
   }
   if (auto error = watch_.find_death()) return error;
   return find_departure();
@@ -89,13 +92,36 @@ std::optional<Error> DeviceMonitor::find_departure() {
   return std::nullopt;
 }
 
-Error DeviceMonitor::describe(const cuda::Failure& failure) const {
+// Once for each wait.
+void DeviceMonitor::warn_about_slow_peer() {
+  const auto slow = kernels_.take_slow();
+  if (!slow) return;
+  const auto now = std::chrono::steady_clock::now();
+  const bool is_another_wait = !slow_at_ || now - *slow_at_ > kSlowWaitEndsAfter;
+  slow_at_ = now;
+  if (!is_another_wait) return;
+  std::cerr << join(watch_.prefix(), " has waited ", kSlowPeerAfter / std::chrono::seconds(1),
+                    " s ", awaited(*slow), "; still waiting\n");
+}
+
+Error DeviceMonitor::timed_out(const cuda::Failure& failure) const {
   const auto waited =
       std::chrono::duration_cast<std::chrono::milliseconds>(communicator_.timeout()).count();
-  return Error(ErrorKind::kTimeout,
-               join(watch_.prefix(), " waited ", waited, " ms ", awaited(failure.phase),
-                    communicator_.transport().describe(failure.peer), " in channel ",
-                    failure.channel, ' ', watch_.place(), "; is rank ", failure.peer, " alive?"));
+  return Error(ErrorKind::kTimeout, join(watch_.prefix(), " waited ", waited, " ms ",
+                                         awaited(failure), "; is rank ", failure.peer, " alive?"));
+}
+
+Error DeviceMonitor::another_launch(const cuda::Failure& failure) const {
+  return Error(ErrorKind::kMismatch,
+               join(watch_.prefix(), ": its kernel met that of another collective of ",
+                    communicator_.transport().describe(failure.peer), ' ', watch_.place(),
+                    "; every rank must replay the same CUDA graphs in the same order, also "
+                    "among other collectives"));
+}
+
+std::string DeviceMonitor::awaited(const cuda::Failure& failure) const {
+  return join(what_of(failure.phase), communicator_.transport().describe(failure.peer),
+              " in channel ", failure.channel, ' ', watch_.place());
 }
 
 }  // namespace rota

@@ -1,6 +1,7 @@
 // Watches over the kernels of one communicator, which wait for other ranks while no thread of the
-// host waits for them: a thread that tells kernels when a rank has failed or died, and the other
-// ranks when a kernel has given up. Calls no CUDA, except to ask whether kernels still run.
+// host waits for them: a thread that tells kernels when a rank has failed or died, the other ranks
+// when a kernel has given up, and the user for whom one has waited long. Calls no CUDA, except to
+// ask whether kernels still run.
 #pragma once
 
 #include <condition_variable>
@@ -20,6 +21,7 @@ class DeviceMonitor {
   // What it asks of the rank's executor (cuda/executor.h).
   struct Kernels {
     std::function<std::optional<cuda::Failure>()> failure;
+    std::function<std::optional<cuda::Failure>()> take_slow;
     std::function<void()> abort;
     std::function<bool()> is_idle;
   };
@@ -35,12 +37,17 @@ class DeviceMonitor {
   // What has gone wrong on any rank, if anything.
   std::optional<Error> look();
   std::optional<Error> find_departure();
-  Error describe(const cuda::Failure& failure) const;
+  Error timed_out(const cuda::Failure& failure) const;
+  Error another_launch(const cuda::Failure& failure) const;
+  void warn_about_slow_peer();
+  // "for data of rank 1 (pid 7) in channel 3 (epoch 17, queued, step 0)".
+  std::string awaited(const cuda::Failure& failure) const;
 
   Communicator& communicator_;
   Kernels kernels_;
   Watch watch_;  // the thread's own
   std::optional<std::chrono::steady_clock::time_point> departed_at_;
+  std::optional<std::chrono::steady_clock::time_point> slow_at_;  // last
 
   uint64_t fork_generation_;
   std::mutex mutex_;

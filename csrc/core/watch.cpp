@@ -7,7 +7,6 @@
 namespace rota {
 namespace {
 
-constexpr Nanoseconds kSlowPeerAfter = std::chrono::seconds(1);
 // Looking for a signal takes the GIL, for which a busy Python thread may keep this one waiting.
 constexpr Nanoseconds kInterruptCheckEvery = std::chrono::milliseconds(50);
 

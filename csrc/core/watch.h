@@ -11,6 +11,8 @@
 
 namespace rota {
 
+inline constexpr Nanoseconds kSlowPeerAfter = std::chrono::seconds(1);
+
 class Watch final : public cpu::PeerWaitObserver {
  public:
   // check_interrupt may throw (KeyboardInterrupt); it runs in the waiting thread.

@@ -24,6 +24,9 @@ struct CollectiveArgs {
   double reciprocal;  // 1 / divisor where that is exact, else 0
   Rounding rounding;
   int peer;  // broadcast: the root; send and receive: the other end
+  // Of what all ranks are to call: where two ranks' differ, a kernel gives up. Replays of a CUDA
+  // graph pass no code of the host that could compare what ranks call.
+  uint64_t fingerprint;
 };
 
 // Every rank's tensor, mapped by this rank; the own one is input and output.

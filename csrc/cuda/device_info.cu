@@ -2,8 +2,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <iterator>
-
 #include "transport/cuda_error.h"
 
 namespace rota::cuda {
@@ -11,15 +9,15 @@ namespace {
 
 using transport::check_cuda;
 
-// What nvcc was told to compile for, ascending: 800 is compute capability 8.0.
-constexpr int kArchs[] = {__CUDA_ARCH_LIST__};
+// What setup.py compiles for, ascending: 80 is compute capability 8.0.
+constexpr int kArchs[] = {ROTA_CUDA_ARCHS};
 
 }  // namespace
 
 std::vector<std::string> archs() {
   std::vector<std::string> names;
-  for (const int arch : kArchs) names.push_back(join("sm_", arch / 10));
-  names.push_back(join("compute_", *std::rbegin(kArchs) / 10));
+  for (const int arch : kArchs) names.push_back(join("sm_", arch));
+  names.push_back(join("compute_", kArchs[0]));
   return names;
 }
 

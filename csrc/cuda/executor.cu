@@ -26,6 +26,11 @@ Word* on_gpu(Word* word) {
   return static_cast<Word*>(address);
 }
 
+std::optional<Failure> unpack_any(uint64_t word) {
+  if (word == 0) return std::nullopt;
+  return Failure::unpack(word);
+}
+
 // What another thread does with events must not disturb a capture that goes on in this one.
 class CaptureUndisturbed {
  public:
@@ -49,6 +54,8 @@ Executor::Executor(const Options& options)
   std::copy(options.regions.begin(), options.regions.end(), peers_.regions);
   peers_.abort = on_gpu(&words_->abort);
   peers_.failure = on_gpu(&words_->failure);
+  peers_.slow = on_gpu(&words_->slow);
+  peers_.slow_after_ns = static_cast<uint64_t>(options.slow_after.count());
   peers_.timeout_ns = static_cast<uint64_t>(options.timeout.count());
 }
 
@@ -76,9 +83,14 @@ bool Executor::is_idle() const {
 }
 
 std::optional<Failure> Executor::failure() const {
-  const uint64_t word = SharedWord<uint64_t>(words_->failure).load(std::memory_order_relaxed);
-  if (word == 0) return std::nullopt;
-  return Failure::unpack(word);
+  return unpack_any(SharedWord<uint64_t>(words_->failure).load(std::memory_order_relaxed));
+}
+
+std::optional<Failure> Executor::take_slow() {
+  SharedWord<uint64_t> slow(words_->slow);
+  const uint64_t word = slow.load(std::memory_order_relaxed);
+  slow.store(0, std::memory_order_relaxed);  // what comes in between comes again
+  return unpack_any(word);
 }
 
 void Executor::abort() { SharedWord<uint32_t>(words_->abort).store(1, std::memory_order_relaxed); }

@@ -28,6 +28,7 @@ inline constexpr WireFormat kBytes{DType::kUInt8};
 struct HostWords {
   alignas(64) uint32_t abort;
   alignas(64) uint64_t failure;
+  alignas(64) uint64_t slow;
 };
 
 class Executor {
@@ -37,6 +38,7 @@ class Executor {
     transport::DeviceGeometry geometry;
     std::vector<std::byte*> regions;  // by rank; they outlive the executor
     int ranks_per_device = 1;         // whose kernels spin at the same time; launch.h
+    std::chrono::nanoseconds slow_after = std::chrono::nanoseconds::max();  // take_slow()
     std::chrono::nanoseconds timeout;
   };
   // On the current GPU, as every call.
@@ -54,6 +56,8 @@ class Executor {
 
   // Why a kernel has given up, if one has. The rank cannot go on then: its links are out of step.
   std::optional<Failure> failure() const;
+  // For whom a kernel has waited longer than Options::slow_after; said again while it waits.
+  std::optional<Failure> take_slow();
   // Kernels that wait, and those to come, return at once.
   void abort();
 

@@ -95,8 +95,8 @@ void check_peers(const Peers& peers, Kernel kernel) {
              ", expected an address that is a multiple of ", transport::kDeviceLineBytes);
     }
   }
-  if (peers.abort == nullptr || peers.failure == nullptr) {
-    refuse("there is no abort word or no failure word");
+  if (peers.abort == nullptr || peers.failure == nullptr || peers.slow == nullptr) {
+    refuse("there is no abort word, no failure word or no word for slow peers");
   }
 }
 
@@ -255,7 +255,8 @@ LaunchPlan plan_launch(const LaunchRequest& request, const Peers& peers) {
                            .op = request.op,
                            .divisor = request.divisor,
                            .rounding = request.rounding,
-                           .peer = request.peer},
+                           .peer = request.peer,
+                           .fingerprint = request.fingerprint},
                   .num_blocks = 0};
   if (request.num_elems == 0) return plan;
   check_tensors(request, peers);

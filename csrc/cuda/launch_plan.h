@@ -58,6 +58,7 @@ struct LaunchRequest {
   Rounding rounding{};
   int peer = 0;                            // broadcast: the root; send, receive: the other
   const MappedTensors* tensors = nullptr;  // two_shot_in_place
+  uint64_t fingerprint = 0;                // CollectiveArgs; the same everywhere: not compared
 };
 
 struct LaunchPlan {

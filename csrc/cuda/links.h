@@ -1,6 +1,7 @@
 // One channel's links to the other ranks (transport/device_layout.h), in the verbs that collectives
 // are written in. A collective numbers its messages from 0 on every link; what earlier launches
-// sent is added here.
+// sent is added here. With the first message goes the fingerprint of the launch, which the receiver
+// compares with its own.
 //
 //   sender    wait(to_send) ... write the slots ... block.sync(), publish
 //   receiver  wait(to_read) ... read the slots ...  block.sync(), release
@@ -32,7 +33,8 @@ struct ToRead {  // that message `message` of theirs has arrived
 template <typename Block>
 class Links {
  public:
-  HOST_DEVICE Links(const Block& block, const Peers& peers) : block_(block), peers_(peers) {}
+  HOST_DEVICE Links(const Block& block, const Peers& peers, uint64_t fingerprint)
+      : block_(block), peers_(peers), fingerprint_(fingerprint) {}
 
   HOST_DEVICE int rank() const { return peers_.rank; }
   HOST_DEVICE int world_size() const { return peers_.world_size(); }
@@ -54,7 +56,9 @@ class Links {
   // After block.sync(): what was written to the slots of `message` may be read.
   HOST_DEVICE void publish(const RankSet& to, uint64_t message) const {
     for_each_own(to, [&](int peer) {
-      store(end_at(peer).arrived, own_end(peer).counts.sent + message + 1);
+      transport::DeviceFlag& arrived = end_at(peer).arrived;
+      if (message == 0) arrived.payload = fingerprint_;
+      store(arrived, own_end(peer).counts.sent + message + 1);
     });
   }
   // After block.sync(): the slots of `message` have been read and may be written again.
@@ -99,6 +103,11 @@ class Links {
       auto& end = own_end(peer);
       is_there &= wait_for(end.arrived, end.counts.received + awaited.message + 1, peer,
                            WaitPhase::kArrival);
+      // The peer sends nothing of a later launch before the own block has gone on from here.
+      if (is_there && awaited.message == 0) {
+        is_there = is_same_launch(block_, peers_, peer, WaitPhase::kArrival, fingerprint_,
+                                  end.arrived.payload);
+      }
     });
     return is_there;
   }
@@ -123,6 +132,7 @@ class Links {
 
   const Block& block_;
   const Peers& peers_;
+  uint64_t fingerprint_;
 };
 
 }  // namespace rota::cuda

@@ -1,7 +1,8 @@
 // low_latency: one_shot for the smallest messages. Data and flag travel in one packet that is
 // written and read at once, so that nothing is ordered and nobody waits twice: 4 bytes of data, and
 // 4 of the number of the round, which says that they are there. One wait in a row; each rank sends
-// 2 * (world_size - 1) * num_bytes.
+// 2 * (world_size - 1) * num_bytes. A header of two packets more, which threads that have no data
+// exchange, carries the fingerprint of the launch.
 //
 // Rounds take turns in two buffers. A packet of round r overwrites one of round r - 2, which its
 // reader has read: this rank has had a packet of round r - 1 from it, which it sent after its
@@ -29,6 +30,10 @@ class Packets {
 
   HOST_DEVICE void send() const {
     const Block& block = elements_.block();
+    for_each_own_peer([&](int peer) {
+      block.store_pair(header_at(peer, peers_.rank), packet(fingerprint_word(0)),
+                       packet(fingerprint_word(1)));
+    });
     elements_.template for_each_unit<1>(
         elements_.whole_block(), elements_.length_of(chunk_),
         [&]<bool kIsWhole, uint32_t kUnits>(const Units<kUnits>& units) {
@@ -76,6 +81,23 @@ class Packets {
     return Codec::decode(block, received);
   }
 
+  // After the data, which need not wait for it. Whether this thread's peers are in this launch.
+  HOST_DEVICE void compare_launches() const {
+    for_each_own_peer([&](int peer) {
+      const Block& block = elements_.block();
+      uint64_t fingerprint = 0;
+      const auto has_arrived = [&] {
+        const auto [low, high] = block.load_pair(header_at(peers_.rank, peer));
+        fingerprint = high << 32 | (low & 0xffffffff);
+        return is_of_this_round(low) && is_of_this_round(high);
+      };
+      is_complete_ = is_complete_ &&
+                     wait_until(block, peers_, peer, WaitPhase::kPacket, has_arrived) &&
+                     is_same_launch(block, peers_, peer, WaitPhase::kPacket,
+                                    elements_.args().fingerprint, fingerprint);
+    });
+  }
+
   // After a barrier: all threads have read the number of the round.
   HOST_DEVICE void count_round() const {
     if (elements_.block().thread() == 0) state().packet_rounds = round_;
@@ -90,6 +112,22 @@ class Packets {
     const size_t offset = peers_.geometry.packets(elements_.block().index(), round_, source);
     auto* packets = reinterpret_cast<uint64_t*>(peers_.regions[owner] + offset);
     return packets + elem / Codec::kElems * kPacketsPerUnit;
+  }
+  HOST_DEVICE uint64_t* header_at(int owner, int source) const {
+    const size_t offset = peers_.geometry.packet_header(elements_.block().index(), round_, source);
+    return reinterpret_cast<uint64_t*>(peers_.regions[owner] + offset);
+  }
+  HOST_DEVICE uint32_t fingerprint_word(int index) const {
+    return static_cast<uint32_t>(elements_.args().fingerprint >> (32 * index));
+  }
+  // The last threads, of which a short message leaves most without data.
+  template <typename Body>
+  HOST_DEVICE void for_each_own_peer(const Body& body) const {
+    const Block& block = elements_.block();
+    const int first = block.num_threads() - 1 - block.thread();
+    for (int index = first; index < peers_.world_size() - 1; index += block.num_threads()) {
+      body(schedule::rotated_peer(peers_.rank, peers_.world_size(), index));
+    }
   }
   HOST_DEVICE uint64_t packet(uint32_t data) const { return round_ << 32 | data; }
   HOST_DEVICE bool is_of_this_round(uint64_t packet) const {
@@ -113,6 +151,7 @@ HOST_DEVICE void low_latency(const Block& block, const Peers& peers, const Colle
   packets.send();
   const auto output = [&](int) { return elements.output(chunk); };
   elements.reduce(chunk, packets, args.group_size, Results(elements, chunk.begin, 1, output));
+  packets.compare_launches();
   if (block.all(packets.is_complete())) packets.count_round();
 }
 

@@ -10,7 +10,7 @@ namespace rota::cuda {
 
 template <typename Codec, typename Block>
 HOST_DEVICE void one_shot(const Block& block, const Peers& peers, const CollectiveArgs& args) {
-  const Links links(block, peers);
+  const Links links(block, peers, args.fingerprint);
   const Elements<Codec, Block> elements(block, args);
   const RankSet world = schedule::everyone(links.world_size());
   const int num_peers = links.world_size() - 1;

@@ -14,19 +14,22 @@ struct Peers {
   int rank;
   transport::DeviceGeometry geometry;
   std::byte* regions[kMaxWorldSize];  // by rank; all mapped into this rank's address space
-  // In host memory that the GPU maps, as is `failure`: 1 once the host wants kernels to return.
+  // In host memory that the GPU maps, as are the next two: 1 once the host wants kernels to return.
   const uint32_t* abort;
   uint64_t* failure;  // a Failure, packed; 0 at rest; any channel writes it
+  uint64_t* slow;     // the same, written again and again by a wait longer than slow_after_ns
+  uint64_t slow_after_ns;
   uint64_t timeout_ns;
 
   HOST_DEVICE int world_size() const { return geometry.world_size; }
 };
 
-enum class FailureKind : uint8_t { kNone, kTimeout, kAborted };
+// kMismatch: the peer is in a launch with another fingerprint (collective_args.h).
+enum class FailureKind : uint8_t { kNone, kTimeout, kAborted, kMismatch, kSlow };
 enum class WaitPhase : uint8_t { kArrival, kFreeSlot, kPacket };
 
-// Why a kernel returned early: one word, so that writing it needs no order. Where several channels
-// fail, one of their words remains.
+// Why a kernel returned early, or (kSlow) is about to: one word, so that writing it needs no order.
+// Where several channels fail, one of their words remains.
 struct Failure {
   FailureKind kind;
   WaitPhase phase;

@@ -16,7 +16,7 @@ using Bytes = Codec<DType::kUInt8>;
 template <typename Block>
 HOST_DEVICE void pass_on(const Block& block, const Peers& peers, const CollectiveArgs& args,
                          const RankSet& from, const RankSet& to) {
-  const Links links(block, peers);
+  const Links links(block, peers, args.fingerprint);
   const Elements<Bytes, Block> elements(block, args);
   const uint64_t num_chunks = schedule::ceil_div(args.num_elems, args.chunk_elems);
   const bool is_source = from.num_ranks == 0;

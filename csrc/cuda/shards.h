@@ -11,7 +11,7 @@ namespace rota::cuda {
 template <typename Codec, typename Block>
 HOST_DEVICE void reduce_scatter(const Block& block, const Peers& peers,
                                 const CollectiveArgs& args) {
-  const Links links(block, peers);
+  const Links links(block, peers, args.fingerprint);
   const Elements<Codec, Block> elements(block, args);
   const RankSet world = schedule::everyone(links.world_size());
   const Pieces pieces(links, elements, world);
@@ -40,7 +40,7 @@ HOST_DEVICE void reduce_scatter(const Block& block, const Peers& peers,
 // input: this rank's piece; output: all. args.num_elems counts the output.
 template <typename Codec, typename Block>
 HOST_DEVICE void all_gather(const Block& block, const Peers& peers, const CollectiveArgs& args) {
-  const Links links(block, peers);
+  const Links links(block, peers, args.fingerprint);
   const Elements<Codec, Block> elements(block, args);
   const RankSet world = schedule::everyone(links.world_size());
   const Pieces pieces(links, elements, world);

@@ -86,7 +86,7 @@ class Pieces {
 
 template <typename Codec, typename Block>
 HOST_DEVICE void two_shot(const Block& block, const Peers& peers, const CollectiveArgs& args) {
-  const Links links(block, peers);
+  const Links links(block, peers, args.fingerprint);
   const Elements<Codec, Block> elements(block, args);
   const RankSet world = schedule::everyone(links.world_size());
   const Pieces pieces(links, elements, world);

@@ -11,13 +11,14 @@ namespace rota::cuda {
 template <typename Codec, typename Block>
 HOST_DEVICE void two_shot_in_place(const Block& block, const Peers& peers,
                                    const CollectiveArgs& args, const MappedTensors& tensors) {
-  const Links links(block, peers);
+  const Links links(block, peers, args.fingerprint);
   const Elements<Codec, Block> elements(block, args);
   const RankSet world = schedule::everyone(links.world_size());
   const Pieces pieces(links, elements, world);
 
   // Messages without slots: my tensor is there; my results are.
   constexpr uint64_t kReady = 0, kDone = 1;
+  if (!links.wait(ToSend{world, kReady})) return;
   links.publish(world, kReady);
   if (!links.wait(ToRead{world, kReady})) return;
   for (uint64_t i = block.index(); i < pieces.num_chunks(); i += block.num_blocks()) {

@@ -11,29 +11,50 @@ namespace rota::cuda {
 // further away (the abort word behind PCIe: about a microsecond).
 inline constexpr uint32_t kLooksPerTick = 256;
 
+// Writes to `word` what has come of a wait.
+template <typename Block>
+HOST_DEVICE void report(const Block& block, FailureKind kind, WaitPhase phase, int peer,
+                        uint64_t* word) {
+  const Failure failure{kind, phase, static_cast<uint16_t>(peer),
+                        static_cast<uint32_t>(block.index())};
+  SystemWord<uint64_t>(*word).store(failure.pack(), MemoryOrder::relaxed);
+}
+
 // Returns once is_there() does; false when the wait was given up. `block` is either a DeviceBlock
 // or what stands for one on the host.
 template <typename Block, typename IsThere>
 HOST_DEVICE bool wait_until(const Block& block, const Peers& peers, int peer, WaitPhase phase,
                             const IsThere& is_there) {
-  uint64_t deadline_ns = 0;  // none before the first tick, so that a short wait reads no clock
+  uint64_t begin_ns = 0;  // not before the first tick, so that a short wait reads no clock
   for (uint32_t looks = 1; !is_there(); ++looks) {
     block.pause();
     if (looks % kLooksPerTick != 0) continue;
+    const uint64_t now_ns = block.now_ns();
+    if (begin_ns == 0) begin_ns = now_ns;
+    const uint64_t waited_ns = now_ns - begin_ns;
+    if (waited_ns > peers.slow_after_ns) {
+      report(block, FailureKind::kSlow, phase, peer, peers.slow);
+    }
     auto give_up = FailureKind::kNone;
-    if (deadline_ns == 0) deadline_ns = block.now_ns() + peers.timeout_ns;
-    if (block.now_ns() > deadline_ns) give_up = FailureKind::kTimeout;
+    if (waited_ns > peers.timeout_ns) give_up = FailureKind::kTimeout;
     auto& abort = const_cast<uint32_t&>(*peers.abort);  // atomic_ref<const T> comes with C++26
     if (SystemWord<uint32_t>(abort).load(MemoryOrder::relaxed) != 0) {
       give_up = FailureKind::kAborted;
     }
     if (give_up == FailureKind::kNone) continue;
-    const Failure failure{give_up, phase, static_cast<uint16_t>(peer),
-                          static_cast<uint32_t>(block.index())};
-    SystemWord<uint64_t>(*peers.failure).store(failure.pack(), MemoryOrder::relaxed);
+    report(block, give_up, phase, peer, peers.failure);
     return false;
   }
   return true;
+}
+
+// Whether a peer, of whose launch the fingerprint has come, is in this very launch.
+template <typename Block>
+HOST_DEVICE bool is_same_launch(const Block& block, const Peers& peers, int peer, WaitPhase phase,
+                                uint64_t own_fingerprint, uint64_t fingerprint) {
+  if (fingerprint == own_fingerprint) return true;
+  report(block, FailureKind::kMismatch, phase, peer, peers.failure);
+  return false;
 }
 
 }  // namespace rota::cuda

@@ -1,8 +1,8 @@
 // The memory of one rank's region on a GPU, which all its peers map: the only place that knows
 // offsets, compiled for host and device.
 //
-//   link ends [channel][peer] | channels | packets [channel][parity][source] | slots
-//   [channel][source][slot]
+//   link ends [channel][peer] | channels | packets [channel][parity][source], each behind its
+//   header | slots [channel][source][slot]
 //
 // Everything goes through links. Every ordered pair of ranks has one in every channel (a block of
 // the kernel): a first-in-first-out queue of messages, whose slots lie with the receiver. So data
@@ -26,12 +26,15 @@ inline constexpr int kNumLinkSlots = 2;
 
 struct alignas(kDeviceLineBytes) DeviceFlag {
   uint64_t value;
+  uint64_t payload;  // may be written, by the same thread, before the value that announces it
 };
 
 // One rank's end of the two links that join it with one peer, in one channel. All words count
 // messages through the life of the communicator and rest at 0.
 struct LinkEnd {
-  DeviceFlag arrived;   // writer: the peer; messages that it has put into this rank's slots
+  // Writer: the peer; messages that it has put into this rank's slots. The payload is the
+  // fingerprint (cuda/collective_args.h) of the launch that the last first message belongs to.
+  DeviceFlag arrived;
   DeviceFlag consumed;  // writer: the peer; messages of this rank's that it has read
   struct alignas(kDeviceLineBytes) Counts {
     uint64_t sent;
@@ -57,13 +60,16 @@ struct DeviceGeometry {
   HOST_DEVICE constexpr size_t channel_state(int channel) const {
     return link_end(num_channels, 0) + static_cast<size_t>(channel) * sizeof(ChannelState);
   }
-  HOST_DEVICE constexpr size_t packets(int channel, uint64_t parity, int source) const {
+  HOST_DEVICE constexpr size_t packet_header(int channel, uint64_t parity, int source) const {
     const size_t place = pair(channel, source) * 2 + parity % 2;
-    return channel_state(num_channels) + place * packet_bytes;
+    return channel_state(num_channels) + place * (kDeviceLineBytes + packet_bytes);
+  }
+  HOST_DEVICE constexpr size_t packets(int channel, uint64_t parity, int source) const {
+    return packet_header(channel, parity, source) + kDeviceLineBytes;
   }
   HOST_DEVICE constexpr size_t slot(int channel, int source, uint64_t message) const {
     const size_t place = pair(channel, source) * kNumLinkSlots + message % kNumLinkSlots;
-    return packets(num_channels, 0, 0) + place * slot_bytes;
+    return packet_header(num_channels, 0, 0) + place * slot_bytes;
   }
   HOST_DEVICE constexpr size_t num_bytes() const { return slot(num_channels, 0, 0); }
 

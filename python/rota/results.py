@@ -137,9 +137,13 @@ class Results:
     # ---- read by the state, the scaler and clipping, between backward passes
 
     def _read_stats(self) -> tuple[bool, float]:
-        # Once: after a bucket has gone through the caches, each torch call costs some 50 us.
+        # Once, and together: after a bucket has gone through the caches, each torch call costs some
+        # 50 us; on a GPU each copy waits for all that is queued.
         if self._totals is None:
-            rows = [stats.tolist() for stats in self._stats]
+            stats = self._stats
+            rows = (
+                torch.stack(stats).tolist() if len(stats) > 1 else [row.tolist() for row in stats]
+            )
             self._totals = any(row[0] for row in rows), math.fsum(row[1] for row in rows)
         return self._totals
 

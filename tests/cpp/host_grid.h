@@ -35,6 +35,8 @@ class HostGrid {
                     .regions = {},
                     .abort = &rank.abort,
                     .failure = &rank.failure,
+                    .slow = &rank.slow,
+                    .slow_after_ns = shape.timeout_ns / 2,
                     .timeout_ns = shape.timeout_ns};
       for (size_t peer = 0; peer < world_size; ++peer) {
         rank.peers.regions[peer] = reinterpret_cast<std::byte*>(ranks_[peer].region.data());
@@ -46,6 +48,9 @@ class HostGrid {
   cuda::Peers& peers(int rank) { return ranks_[static_cast<size_t>(rank)].peers; }
   cuda::Failure failure(int rank) const {
     return cuda::Failure::unpack(ranks_[static_cast<size_t>(rank)].failure);
+  }
+  cuda::Failure slow(int rank) const {
+    return cuda::Failure::unpack(ranks_[static_cast<size_t>(rank)].slow);
   }
   void abort(int rank) {
     std::atomic_ref(ranks_[static_cast<size_t>(rank)].abort).store(1, std::memory_order_relaxed);
@@ -107,6 +112,7 @@ class HostGrid {
     std::vector<Line> region;  // zeroed
     uint32_t abort = 0;
     uint64_t failure = 0;
+    uint64_t slow = 0;
     cuda::Peers peers{};
   };
 

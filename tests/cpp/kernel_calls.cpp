@@ -252,7 +252,8 @@ class CheckedCalls {
                                 .rounding = {.is_stochastic = call.stochastic_seed.has_value(),
                                              .seed = call.stochastic_seed.value_or(0),
                                              .stream = kResultStream},
-                                .peer = peer};
+                                .peer = peer,
+                                .fingerprint = mix(call.seed + call.num_elems)};
     if (call.kernel == Kernel::kTwoShotInPlace) request.tensors = &launch.tensors;
     if (moves_bytes(call)) {
       request.num_elems = call.format.num_bytes(call.num_elems);
@@ -306,7 +307,8 @@ std::string KernelCall::to_string() const {
 std::string to_string(const cuda::Failure& failure) {
   if (failure.kind == cuda::FailureKind::kNone) return "no failure";
   constexpr std::array kPhases{"a message of", "a free slot of", "a packet of"};
-  return join(failure.kind == cuda::FailureKind::kTimeout ? "timeout" : "aborted", " awaiting ",
+  constexpr std::array kKinds{"no failure", "timeout", "aborted", "another launch", "slow"};
+  return join(kKinds[static_cast<size_t>(failure.kind)], " awaiting ",
               kPhases[static_cast<size_t>(failure.phase)], " rank ", failure.peer, " in channel ",
               failure.channel);
 }

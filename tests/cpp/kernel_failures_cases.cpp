@@ -1,5 +1,6 @@
-// Waits that come to nothing: a rank that never launches, and an abort. Every thread of every block
-// returns, the failure says why, and nothing is counted.
+// Waits that come to nothing: a rank that never launches, an abort, and a rank that launches
+// something else. Every thread of every block returns, the failure says why, and nothing is
+// counted.
 #include <atomic>
 #include <thread>
 
@@ -19,12 +20,15 @@ constexpr nanoseconds kShort = milliseconds(30);
 // Kernels that have not returned after so long are told to.
 constexpr nanoseconds kLong = std::chrono::seconds(5);
 constexpr int kWorldSize = 3;
-constexpr int kAbsent = 1;  // where both of its neighbours wait for it in rings
+constexpr int kOdd = 1;  // where both of its neighbours wait for it in rings
 
-class LaunchWithoutOne {
+enum class Trouble : uint8_t { kIsAbsent, kIsAbsentUntilAbort, kHasAnotherLaunch };
+
+class LaunchWithTrouble {
  public:
-  LaunchWithoutOne(HostGrid& grid, const KernelCall& call, bool aborts)
-      : grid_(grid), call_(call), aborts_(aborts), tensors_(kWorldSize) {
+  // watched: the rank whose failure is looked at.
+  LaunchWithTrouble(HostGrid& grid, const KernelCall& call, Trouble trouble, int watched)
+      : grid_(grid), call_(call), trouble_(trouble), watched_(watched), tensors_(kWorldSize) {
     for (auto& tensor : tensors_) tensor.resize(call.format.num_bytes(call.num_elems));
   }
 
@@ -32,7 +36,7 @@ class LaunchWithoutOne {
   int late_rank(int) const { return kNobody; }
   void prepare(int, int) {}
   void launch(const HostBlock& block, int rank, int) {
-    if (rank == kAbsent) {
+    if (rank == kOdd && trouble_ != Trouble::kHasAnotherLaunch) {
       if (block.thread() == 0 && block.index() == 0) stand_by();
       return;
     }
@@ -50,7 +54,8 @@ class LaunchWithoutOne {
                  .group_size = call_.group_size == 0 ? kWorldSize : call_.group_size,
                  .is_aligned = true,
                  .op = ReduceOp::kSum,
-                 .peer = call_.root}};
+                 .peer = call_.root,
+                 .fingerprint = rank == kOdd ? uint64_t{1} << 40 : 0}};
     if (call_.kernel == Kernel::kSend) {
       if (rank == call_.receiver) launch.kernel = Kernel::kReceive;
       launch.args.peer = rank == call_.root ? call_.receiver : call_.root;
@@ -61,7 +66,9 @@ class LaunchWithoutOne {
     test::launch(block, grid_.peers(rank), launch);
   }
   bool finish(int rank, int) {
-    if (rank != kAbsent) ++num_finished_;
+    if (rank != kOdd) ++num_finished_;
+    // Others may wait for it in vain.
+    if (trouble_ == Trouble::kHasAnotherLaunch && rank == watched_) grid_.abort_everywhere();
     return true;
   }
   bool was_stopped() const { return was_stopped_; }
@@ -70,8 +77,10 @@ class LaunchWithoutOne {
   // The absent rank's only work.
   void stand_by() {
     const auto begin = steady_clock::now();
-    if (aborts_) std::this_thread::sleep_for(kShort);
-    if (aborts_) grid_.abort_everywhere();
+    if (trouble_ == Trouble::kIsAbsentUntilAbort) {
+      std::this_thread::sleep_for(kShort);
+      grid_.abort_everywhere();
+    }
     while (num_finished_ < kWorldSize - 1) {
       std::this_thread::sleep_for(milliseconds(1));
       if (steady_clock::now() - begin < kLong) continue;
@@ -82,7 +91,8 @@ class LaunchWithoutOne {
 
   HostGrid& grid_;
   KernelCall call_;
-  bool aborts_;
+  Trouble trouble_;
+  int watched_;
   std::vector<std::vector<std::byte>> tensors_;
   std::atomic<int> num_finished_ = 0;
   bool was_stopped_ = false;
@@ -108,48 +118,74 @@ void check_counts_nothing(HostGrid& grid, const std::string& what) {
 
 struct GivenUp {
   WaitPhase phase;
-  int waiting;  // the rank that awaits the absent one
+  int waiting;  // the rank that awaits the other one
+  int awaited = kOdd;
 };
 
-void gives_up(const KernelCall& call, bool aborts, const GivenUp& expected) {
-  const nanoseconds timeout = aborts ? kLong : kShort;
+FailureKind failure_of(Trouble trouble) {
+  switch (trouble) {
+    case Trouble::kIsAbsent:
+      return FailureKind::kTimeout;
+    case Trouble::kIsAbsentUntilAbort:
+      return FailureKind::kAborted;
+    case Trouble::kHasAnotherLaunch:
+      return FailureKind::kMismatch;
+  }
+  return FailureKind::kNone;
+}
+
+void gives_up(const KernelCall& call, Trouble trouble, const GivenUp& expected) {
+  const nanoseconds timeout = trouble == Trouble::kIsAbsent ? kShort : kLong;
   HostGrid grid({.world_size = kWorldSize, .timeout_ns = static_cast<uint64_t>(timeout.count())});
-  LaunchWithoutOne work(grid, call, aborts);
+  LaunchWithTrouble work(grid, call, trouble, expected.waiting);
   const auto begin = steady_clock::now();
   grid.run(1, work);
   const nanoseconds elapsed = steady_clock::now() - begin;
   check(!work.was_stopped(), call.to_string() + " did not give up by itself");
-  check(elapsed >= kShort, call.to_string() + " gave up too soon");
   const cuda::Failure failure = grid.failure(expected.waiting);
   const std::string what = join(call.to_string(), ", ", to_string(failure));
-  check(failure.kind == (aborts ? FailureKind::kAborted : FailureKind::kTimeout), what);
+  check(failure.kind == failure_of(trouble), what);
   check(failure.phase == expected.phase, what);
-  check_equal(static_cast<int>(failure.peer), kAbsent, what + ": the awaited rank");
+  check_equal(static_cast<int>(failure.peer), expected.awaited, what + ": the awaited rank");
   check(failure.channel < static_cast<uint32_t>(call.num_blocks), what);
   check_counts_nothing(grid, what);
+  if (trouble == Trouble::kHasAnotherLaunch) return;
+  check(elapsed >= kShort, call.to_string() + " gave up too soon");
+  if (trouble != Trouble::kIsAbsent) return;
+  const cuda::Failure slow = grid.slow(expected.waiting);
+  check(slow.kind == FailureKind::kSlow, what + ": no word of a slow rank before");
+  check_equal(static_cast<int>(slow.peer), expected.awaited, what + ": the slow rank");
 }
 
-void every_kernel_gives_up(bool aborts) {
+void every_kernel_gives_up(Trouble trouble) {
   constexpr WaitPhase kArrival = WaitPhase::kArrival;
-  // Rank 2 awaits the absent one wherever it sends in a ring.
-  for (const Kernel kernel : {Kernel::kOneShot, Kernel::kTwoShot, Kernel::kTwoShotInPlace,
-                              Kernel::kRing, Kernel::kOrderedRing, Kernel::kHierarchical,
-                              Kernel::kReduceScatter, Kernel::kAllGather, Kernel::kBroadcast}) {
-    gives_up({.kernel = kernel, .num_elems = 3000}, aborts, {kArrival, 2});
+  const bool is_absent = trouble != Trouble::kHasAnotherLaunch;
+  // Rank 2 awaits the odd one wherever it sends in a ring.
+  const GivenUp by_next{kArrival, 2};
+  for (const Kernel kernel :
+       {Kernel::kOneShot, Kernel::kTwoShot, Kernel::kTwoShotInPlace, Kernel::kRing,
+        Kernel::kHierarchical, Kernel::kReduceScatter, Kernel::kAllGather}) {
+    gives_up({.kernel = kernel, .num_elems = 3000}, trouble, by_next);
   }
-  gives_up({.kernel = Kernel::kHierarchical, .num_elems = 3000, .group_size = 1}, aborts,
+  // Here the odd one hears of rank 0 before it sends anything.
+  for (const Kernel kernel : {Kernel::kOrderedRing, Kernel::kBroadcast}) {
+    gives_up({.kernel = kernel, .num_elems = 3000}, trouble,
+             is_absent ? by_next : GivenUp{kArrival, kOdd, 0});
+  }
+  gives_up({.kernel = Kernel::kHierarchical, .num_elems = 3000, .group_size = 1}, trouble,
            {kArrival, 0});
-  gives_up({.kernel = Kernel::kLowLatency, .num_elems = 200}, aborts, {WaitPhase::kPacket, 0});
-  // Slots are full before the absent rank is asked for anything.
-  gives_up({.kernel = Kernel::kSend, .num_elems = 3000, .root = 0, .receiver = kAbsent}, aborts,
-           {WaitPhase::kFreeSlot, 0});
-  gives_up({.kernel = Kernel::kSend, .num_elems = 3000, .root = kAbsent, .receiver = 0}, aborts,
+  gives_up({.kernel = Kernel::kLowLatency, .num_elems = 200}, trouble, {WaitPhase::kPacket, 0});
+  // Slots are full before the odd one is asked for anything.
+  gives_up({.kernel = Kernel::kSend, .num_elems = 3000, .root = 0, .receiver = kOdd}, trouble,
+           is_absent ? GivenUp{WaitPhase::kFreeSlot, 0} : GivenUp{kArrival, kOdd, 0});
+  gives_up({.kernel = Kernel::kSend, .num_elems = 3000, .root = kOdd, .receiver = 0}, trouble,
            {kArrival, 0});
 }
 
 const CaseTable kCases{
-    {"kernel_timeout", [] { every_kernel_gives_up(/*aborts=*/false); }},
-    {"kernel_abort", [] { every_kernel_gives_up(/*aborts=*/true); }},
+    {"kernel_timeout", [] { every_kernel_gives_up(Trouble::kIsAbsent); }},
+    {"kernel_abort", [] { every_kernel_gives_up(Trouble::kIsAbsentUntilAbort); }},
+    {"kernel_another_launch", [] { every_kernel_gives_up(Trouble::kHasAnotherLaunch); }},
 };
 
 }  // namespace

@@ -25,6 +25,7 @@ std::vector<Place> places_of(const DeviceGeometry& geometry) {
     for (int peer = 0; peer < geometry.world_size; ++peer) {
       add(geometry.link_end(channel, peer), sizeof(transport::LinkEnd));
       for (uint64_t i = 0; i < 2; ++i) {
+        add(geometry.packet_header(channel, i, peer), kDeviceLineBytes);
         add(geometry.packets(channel, i, peer), geometry.packet_bytes);
       }
       for (uint64_t i = 0; i < transport::kNumLinkSlots; ++i) {

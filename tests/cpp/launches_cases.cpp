@@ -1,6 +1,9 @@
 // Collectives on GPUs as the host sees them: ranks say what they queue, and hear when a kernel, or
 // another rank, has given up. There is no GPU here; what stands for the kernels is a test's own.
+#include <algorithm>
 #include <atomic>
+#include <iostream>
+#include <sstream>
 #include <thread>
 
 #include "check.h"
@@ -72,11 +75,14 @@ void a_rank_too_far_ahead_waits() {
       communicator.announce(launch_number(kNumPosts));
       is_through = true;
     });
-    std::this_thread::sleep_for(milliseconds(50));
-    check(!is_through, "a post was written anew that a rank has not read");
+    // Long enough for a thread that need not wait to get its turn on a machine full of others.
+    const auto give_up = std::chrono::steady_clock::now() + milliseconds(200);
+    while (!is_through && std::chrono::steady_clock::now() < give_up) std::this_thread::yield();
+    const bool was_early = is_through;
     may_follow = true;
     may_follow.notify_all();
     ahead.join();
+    check(!was_early, "a post was written anew that a rank has not read");
     communicator.announce(launch_number(kNumPosts + 1));
   });
 }
@@ -134,15 +140,18 @@ void another_length_is_a_mismatch_of_the_pair() {
 // Stands for an executor whose kernels wait until they are aborted.
 struct FakeKernels {
   std::atomic<uint64_t> failure{0};
+  std::atomic<uint64_t> slow{0};
   std::atomic<bool> is_aborted{false};
   std::atomic<bool> is_idle{false};
 
+  static std::optional<cuda::Failure> unpack_any(uint64_t word) {
+    if (word == 0) return std::nullopt;
+    return cuda::Failure::unpack(word);
+  }
+
   DeviceMonitor::Kernels kernels() {
-    return {.failure = [this]() -> std::optional<cuda::Failure> {
-              const uint64_t word = failure;
-              if (word == 0) return std::nullopt;
-              return cuda::Failure::unpack(word);
-            },
+    return {.failure = [this] { return unpack_any(failure); },
+            .take_slow = [this] { return unpack_any(slow.exchange(0)); },
             .abort =
                 [this] {
                   is_aborted = true;
@@ -152,22 +161,55 @@ struct FakeKernels {
   }
 };
 
-// A kernel's time-out on one rank ends the kernels of all, and every later call.
-void a_kernel_that_gives_up_ends_the_group() {
-  run_ranks(3, [](Communicator& communicator) {
+// A kernel's failure on one rank ends the kernels of all, and every later call, which says the
+// same.
+void a_kernel_that_gives_up_ends_the_group(cuda::FailureKind kind, ErrorKind expected,
+                                           std::string_view fact) {
+  run_ranks(3, [&](Communicator& communicator) {
     FakeKernels fake;
     const DeviceMonitor monitor(communicator, fake.kernels());
     communicator.announce(launch_number(1));
     if (communicator.rank() == 2) {
-      fake.failure =
-          cuda::Failure{cuda::FailureKind::kTimeout, cuda::WaitPhase::kArrival, 1, 5}.pack();
+      fake.failure = cuda::Failure{kind, cuda::WaitPhase::kArrival, 1, 5}.pack();
     }
     fake.is_aborted.wait(false);
-    const Error error =
-        expect_error(ErrorKind::kTimeout, [&] { communicator.announce(launch_number(2)); });
-    check_contains(error.what(), "for data of rank 1");
-    check_contains(error.what(), "channel 5");
+    const Error error = expect_error(expected, [&] { communicator.announce(launch_number(2)); });
+    check_contains(error.what(), fact);
   });
+}
+
+// What is written to std::cerr in its lifetime.
+class ErrorOutput {
+ public:
+  ErrorOutput() : before_(std::cerr.rdbuf(text_.rdbuf())) {}
+  ~ErrorOutput() { std::cerr.rdbuf(before_); }
+  ErrorOutput(const ErrorOutput&) = delete;
+  ErrorOutput& operator=(const ErrorOutput&) = delete;
+
+  std::string text() const { return text_.str(); }
+
+ private:
+  std::ostringstream text_;
+  std::streambuf* before_;
+};
+
+// Kernels say it again and again while they wait, the user hears it once.
+void a_kernel_that_waits_long_names_whom_it_awaits() {
+  const ErrorOutput output;
+  run_ranks(2, [](Communicator& communicator) {
+    FakeKernels fake;
+    const DeviceMonitor monitor(communicator, fake.kernels());
+    communicator.announce(launch_number(1));
+    if (communicator.rank() == 1) return;
+    for (int i = 0; i < 20; ++i) {
+      fake.slow = cuda::Failure{cuda::FailureKind::kSlow, cuda::WaitPhase::kFreeSlot, 1, 5}.pack();
+      std::this_thread::sleep_for(milliseconds(5));
+    }
+  });
+  const std::string text = output.text();
+  check_contains(text, "rank 0/2 has waited 1 s for a free slot of rank 1");
+  check_contains(text, "in channel 5");
+  check_equal(std::count(text.begin(), text.end(), '\n'), ptrdiff_t{1}, "lines");
 }
 
 void an_abort_ends_kernels() {
@@ -208,7 +250,17 @@ const CaseTable kCases{
     {"launches_timeout", a_rank_that_does_not_follow_is_a_timeout},
     {"launches_transfers", transfers_agree_pair_by_pair},
     {"launches_transfer_mismatch", another_length_is_a_mismatch_of_the_pair},
-    {"monitor_kernel_gives_up", a_kernel_that_gives_up_ends_the_group},
+    {"monitor_timeout",
+     [] {
+       a_kernel_that_gives_up_ends_the_group(cuda::FailureKind::kTimeout, ErrorKind::kTimeout,
+                                             "for data of rank 1 (a thread) in channel 5");
+     }},
+    {"monitor_another_launch",
+     [] {
+       a_kernel_that_gives_up_ends_the_group(cuda::FailureKind::kMismatch, ErrorKind::kMismatch,
+                                             "its kernel met that of another collective of rank 1");
+     }},
+    {"monitor_slow_peer", a_kernel_that_waits_long_names_whom_it_awaits},
     {"monitor_abort", an_abort_ends_kernels},
     {"monitor_departure", a_rank_that_leaves_ends_kernels_that_wait},
 };

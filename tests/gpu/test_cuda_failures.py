@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from on_gpu import DEVICE, connect
+from on_gpu import DEVICE, capture, connect
 from oracle import assert_same, exact, exact_inputs
 from ranks import Rank, Ranks, error_of, run_ranks
 
@@ -79,6 +80,26 @@ def test_cuda_late_rank_is_a_timeout_that_names_it() -> None:
     assert later_error == "Timeout", later_text
 
 
+def be_late(rank: Rank) -> float:
+    comm = connect(rank, timeout_s=TIMEOUT_S)
+    if rank.rank == 1:
+        rank.hear()
+    tensor = torch.ones(2000).to(DEVICE)
+    comm.all_reduce(tensor)
+    torch.cuda.synchronize()
+    return tensor.cpu().mean().item()
+
+
+def test_cuda_slow_peer_is_named_on_stderr_and_then_awaited() -> None:
+    with Ranks(2, be_late, timeout_s=40.0) as ranks:
+        ranks.wait_for_stderr(0, "has waited")
+        ranks.tell(1)
+        assert ranks.results() == [2.0] * 2
+        pid = ranks.pid(1)
+        [line] = [line for line in ranks.stderr(0).splitlines() if "has waited" in line]
+    assert f"rank 0/2 has waited 1 s for data of rank 1 (pid {pid})" in line
+
+
 DISAGREEMENTS = ("size", "dtype", "op", "collective", "root")
 
 
@@ -113,6 +134,28 @@ def test_cuda_ranks_that_disagree_raise_mismatch() -> None:
         for what, (error, text) in zip(DISAGREEMENTS, of_rank, strict=True):
             assert error == "Mismatch", (what, text)
             assert "rank 0 called" in text and "rank 1 called" in text, (what, text)
+
+
+def replay_in_another_order(rank: Rank, algorithm: str) -> tuple[str, str]:
+    comm = connect(rank, timeout_s=TIMEOUT_S)
+    tensors = [torch.zeros(1000, dtype=dtype).to(DEVICE) for dtype in (torch.int32, torch.float32)]
+
+    def reduce(tensor: torch.Tensor) -> None:
+        comm.all_reduce(tensor, "sum", algorithm)
+
+    reduce(tensors[0])  # connected and loaded
+    graphs = [capture(functools.partial(reduce, tensor)) for tensor in tensors]
+    for graph in reversed(graphs) if rank.rank == 1 else graphs:
+        graph.replay()
+    torch.cuda.synchronize()
+    return until_error(comm.barrier)
+
+
+@pytest.mark.parametrize("algorithm", ["low_latency", "one_shot", "two_shot", "ring"])
+def test_cuda_ranks_that_replay_other_graphs_raise_mismatch(algorithm: str) -> None:
+    for error, text in run_ranks(2, replay_in_another_order, algorithm):
+        assert error == "Mismatch", text
+        assert "replay the same CUDA graphs in the same order" in text
 
 
 # ---- bad input

@@ -45,8 +45,10 @@ DeviceCommunicator::DeviceCommunicator(std::shared_ptr<Communicator> communicato
       executor_({.rank = communicator_->rank(),
                  .geometry = geometry_,
                  .regions = regions_.by_rank,
+                 .slow_after = kSlowPeerAfter,
                  .timeout = communicator_->timeout()}),
       monitor_(*communicator_, {.failure = [this] { return executor_.failure(); },
+                                .take_slow = [this] { return executor_.take_slow(); },
                                 .abort = [this] { executor_.abort(); },
                                 .is_idle = [this] { return executor_.is_idle(); }}) {}
 
@@ -125,7 +127,8 @@ WorkRef DeviceCommunicator::all_reduce(at::TensorList tensors, const AllReduceOp
 }
 
 void DeviceCommunicator::run_all_reduce(const at::Tensor& tensor, const cpu::AllReduceArgs& plan) {
-  communicator_->announce(describe(plan));
+  const Descriptor descriptor = describe(plan);
+  communicator_->announce(descriptor);
   const Packed packed(tensor, Packed::Content::kRead);
   if (plan.wire == WireFormat{plan.dtype}) {
     executor_.run({.kernel = cuda::kernel_for(plan.algorithm),
@@ -134,12 +137,13 @@ void DeviceCommunicator::run_all_reduce(const at::Tensor& tensor, const cpu::All
                    .num_elems = plan.num_elems,
                    .format = plan.wire,
                    .op = plan.op,
-                   .divisor = static_cast<double>(communicator_->world_size())},
+                   .divisor = static_cast<double>(communicator_->world_size()),
+                   .fingerprint = descriptor.fingerprint()},
                   current_stream(device_));
   } else {
     cpu::AllReduceArgs args = plan;
     args.data = packed.data();
-    run_in_wire_format(args, {}, communicator_->world_size(), nullptr);
+    run_in_wire_format(args, {}, communicator_->world_size(), nullptr, descriptor.fingerprint());
   }
   packed.unpack();
 }
@@ -165,14 +169,16 @@ void DeviceCommunicator::run_reduce_bucket(const at::Tensor& bucket, const Bucke
   cpu::AllReduceArgs args = plan;
   args.data = packed.data();
   args.pass = &pass;
-  communicator_->announce(describe(args));
-  run_in_wire_format(args, pass, pass.divisor, options.stats.data_ptr<double>());
+  const Descriptor descriptor = describe(args);
+  communicator_->announce(descriptor);
+  run_in_wire_format(args, pass, pass.divisor, options.stats.data_ptr<double>(),
+                     descriptor.fingerprint());
   packed.unpack();
 }
 
 void DeviceCommunicator::run_in_wire_format(const cpu::AllReduceArgs& args,
                                             const cpu::BucketPass& pass, double divisor,
-                                            double* stats) {
+                                            double* stats, uint64_t fingerprint) {
   const uint64_t num_tiles = schedule::ceil_div(args.num_elems, kTileElems);
   const BucketMemory memory(device_, num_tiles, args.wire);
   const cuda::Stream stream = current_stream(device_);
@@ -199,7 +205,8 @@ void DeviceCommunicator::run_in_wire_format(const cpu::AllReduceArgs& args,
                  .op = args.op,
                  .divisor = divisor,
                  .is_bucket = true,
-                 .rounding = rounding(kResultStream)},
+                 .rounding = rounding(kResultStream),
+                 .fingerprint = fingerprint},
                 stream);
   bucket.num_non_finite = memory.num_non_finite;
   cuda::launch_unpack({.bucket = bucket,
@@ -216,10 +223,11 @@ WorkRef DeviceCommunicator::broadcast(at::TensorList tensors, int root, Launch m
   }
   return launch(mode, ::c10d::OpType::BROADCAST, "rota:broadcast", tensors, [&] {
     for (const at::Tensor& tensor : tensors) {
-      communicator_->announce({.kind = CollectiveKind::kBroadcast,
-                               .dtype = movable_dtype(tensor, "broadcast"),
-                               .root = root,
-                               .num_elems = static_cast<uint64_t>(tensor.numel())});
+      const Descriptor descriptor{.kind = CollectiveKind::kBroadcast,
+                                  .dtype = movable_dtype(tensor, "broadcast"),
+                                  .root = root,
+                                  .num_elems = static_cast<uint64_t>(tensor.numel())};
+      communicator_->announce(descriptor);
       if (communicator_->world_size() == 1) continue;
       const Packed packed(tensor, root == communicator_->rank() ? Packed::Content::kRead
                                                                 : Packed::Content::kOverwritten);
@@ -228,7 +236,8 @@ WorkRef DeviceCommunicator::broadcast(at::TensorList tensors, int root, Launch m
                      .output = packed.data(),
                      .num_elems = num_bytes(tensor),
                      .format = cuda::kBytes,
-                     .peer = root},
+                     .peer = root,
+                     .fingerprint = descriptor.fingerprint()},
                     current_stream(device_));
       if (root != communicator_->rank()) packed.unpack();
     }
@@ -250,9 +259,10 @@ WorkRef DeviceCommunicator::all_gather(const std::vector<AllGatherTensors>& gath
 
 // The kernel fills one tensor; outputs that lie in one as they should are filled at once.
 void DeviceCommunicator::run_all_gather(const AllGatherTensors& gather) {
-  communicator_->announce({.kind = CollectiveKind::kAllGather,
-                           .dtype = movable_dtype(gather.input, "all_gather"),
-                           .num_elems = static_cast<uint64_t>(gather.input.numel())});
+  const Descriptor descriptor{.kind = CollectiveKind::kAllGather,
+                              .dtype = movable_dtype(gather.input, "all_gather"),
+                              .num_elems = static_cast<uint64_t>(gather.input.numel())};
+  communicator_->announce(descriptor);
   const at::NoGradGuard no_grad;
   if (communicator_->world_size() == 1) {
     gather.outputs[0].copy_(gather.input);
@@ -276,7 +286,8 @@ void DeviceCommunicator::run_all_gather(const AllGatherTensors& gather) {
                  .input = input.data(),
                  .output = whole,
                  .num_elems = gather.outputs.size() * piece_bytes,
-                 .format = cuda::kBytes},
+                 .format = cuda::kBytes,
+                 .fingerprint = descriptor.fingerprint()},
                 current_stream(device_));
   if (is_whole) return;
   for (size_t i = 0; i < gather.outputs.size(); ++i) {
@@ -306,11 +317,12 @@ WorkRef DeviceCommunicator::reduce_scatter(const at::Tensor& output, const at::T
   const auto num_elems = static_cast<uint64_t>(input.numel());
   communicator_->plan({.num_elems = num_elems, .dtype = dtype, .op = op});  // refuses
   return launch(mode, ::c10d::OpType::REDUCE_SCATTER, "rota:reduce_scatter", {output, input}, [&] {
-    communicator_->announce({.kind = CollectiveKind::kReduceScatter,
-                             .op = op,
-                             .dtype = dtype,
-                             .wire = {dtype},
-                             .num_elems = num_elems});
+    const Descriptor descriptor{.kind = CollectiveKind::kReduceScatter,
+                                .op = op,
+                                .dtype = dtype,
+                                .wire = {dtype},
+                                .num_elems = num_elems};
+    communicator_->announce(descriptor);
     if (world_size == 1) {
       output.copy_(input.view(output.sizes()));
       return;
@@ -321,7 +333,8 @@ WorkRef DeviceCommunicator::reduce_scatter(const at::Tensor& output, const at::T
                    .num_elems = num_elems,
                    .format = {dtype},
                    .op = op,
-                   .divisor = static_cast<double>(world_size)},
+                   .divisor = static_cast<double>(world_size),
+                   .fingerprint = descriptor.fingerprint()},
                   current_stream(device_));
   });
 }
@@ -359,7 +372,8 @@ WorkRef DeviceCommunicator::transfer(cuda::Kernel kernel, const at::Tensor& tens
                                  .output = is_send ? nullptr : packed.data(),
                                  .num_elems = num_bytes(tensor),
                                  .format = cuda::kBytes,
-                                 .peer = peer},
+                                 .peer = peer,
+                                 .fingerprint = descriptor.fingerprint()},
                                 current_stream(device_));
                   if (!is_send) packed.unpack();
                 });

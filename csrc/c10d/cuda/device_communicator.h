@@ -57,7 +57,7 @@ class DeviceCommunicator final : public DeviceCollectives {
                          const cpu::AllReduceArgs& plan);
   // Of a tensor that travels in another format than its own; stats: null where nobody asks.
   void run_in_wire_format(const cpu::AllReduceArgs& args, const cpu::BucketPass& pass,
-                          double divisor, double* stats);
+                          double divisor, double* stats, uint64_t fingerprint);
   void run_all_gather(const AllGatherTensors& gather);
 
   std::shared_ptr<Communicator> communicator_;

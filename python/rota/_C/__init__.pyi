@@ -18,7 +18,7 @@ def isa() -> str:
 def cuda_archs() -> list[str]:
     """What the CUDA kernels were compiled for, as nvcc names it; empty in a build for the CPU.
 
-    Machine code first, ascending ("sm_80"), then the PTX that serves newer GPUs ("compute_100").
+    Machine code first, ascending ("sm_80"), then the PTX that serves newer GPUs ("compute_80").
     """
 
 def cuda_devices() -> list[str]:
