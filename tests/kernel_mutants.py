@@ -118,7 +118,7 @@ def _orders(text: str) -> Iterator[Site]:
 def _statements(text: str) -> Iterator[Site]:
     """What is done for others: barriers, flags and their payload, counts, words that say why."""
     done = r"\b\w+\.(?:sync|publish|release|count_\w+)\("
-    for match in re.finditer(rf"{done}|SystemWord<uint64_t>\(\*word\)|\w+\.payload = ", text):
+    for match in re.finditer(rf"{done}|SystemWord<uint64_t>\(\*word\)|\barrived\.payload = ", text):
         end = text.index(";", match.end()) + 1
         yield _around(match.start(), end, "left out", "if (!?) ", "")
 

@@ -30,10 +30,6 @@ class Packets {
 
   HOST_DEVICE void send() const {
     const Block& block = elements_.block();
-    for_each_own_peer([&](int peer) {
-      block.store_pair(header_at(peer, peers_.rank), packet(fingerprint_word(0)),
-                       packet(fingerprint_word(1)));
-    });
     elements_.template for_each_unit<1>(
         elements_.whole_block(), elements_.length_of(chunk_),
         [&]<bool kIsWhole, uint32_t kUnits>(const Units<kUnits>& units) {
@@ -49,6 +45,10 @@ class Packets {
             }
           }
         });
+    for_each_own_peer([&](int peer) {
+      block.store_pair(header_at(peer, peers_.rank), packet(fingerprint_word(0)),
+                       packet(fingerprint_word(1)));
+    });
   }
 
   // As a source of contributions, by rank.
