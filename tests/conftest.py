@@ -23,10 +23,6 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 # which every process they start would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-
-_TABLES = pytest.StashKey[dict[str, list[str]]]()
-
-
 @pytest.fixture(scope="module")
 def processes() -> Iterator[SimulatedProcesses]:
     """Runs functions on simulated GPUs; skips the test where there can be none."""
@@ -42,17 +38,16 @@ def processes() -> Iterator[SimulatedProcesses]:
 
 
 @pytest.fixture
-def print_at_end(pytestconfig: pytest.Config) -> Callable[[str, list[str]], None]:
+def print_at_end(
+    record_property: Callable[[str, object], None],
+) -> Callable[[str, list[str]], None]:
     """Takes a title and lines that belong into the log of a run that passes."""
-
-    def print_table(title: str, lines: list[str]) -> None:
-        pytestconfig.stash.setdefault(_TABLES, {})[title] = lines
-
-    return print_table
+    return record_property
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for title, lines in terminalreporter.config.stash.get(_TABLES, {}).items():
-        terminalreporter.section(title)
-        for line in lines:
-            terminalreporter.write_line(line)
+    for report in terminalreporter.getreports("passed"):
+        for title, lines in report.user_properties:
+            terminalreporter.section(title)
+            for line in lines:
+                terminalreporter.write_line(line)

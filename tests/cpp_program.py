@@ -8,6 +8,7 @@ depends on it, and flavours share what is the same for them.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import os
@@ -148,7 +149,7 @@ def _reachable(source: Path, include_dirs: list[Path]) -> Iterator[Path]:
 
 
 def make_file(result: Path, command: list[str]) -> None:
-    """Makes the result in one move, so that a build beside this one never sees half of it."""
+    """Makes the result in one move, so that what runs beside this never sees half of it."""
     partial = result.with_suffix(f".{os.getpid()}.partial")
     done = subprocess.run([*command, "-o", str(partial)], capture_output=True, text=True)
     if done.returncode != 0:
@@ -156,12 +157,21 @@ def make_file(result: Path, command: list[str]) -> None:
     partial.replace(result)
 
 
+@contextlib.contextmanager
+def _alone_with(result: Path) -> Iterator[None]:
+    """Tests run in several processes: who comes second waits until the first has made it."""
+    with result.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def compile_object(source: Path, flags: list[str], include_dirs: list[Path]) -> Path:
     texts = [path.read_text() for path in _reachable(source, include_dirs)]
     result = BUILD / f"{source.stem}-{digest(_compiler(), *flags, *texts)}.o"
-    if not result.exists():
-        includes = [flag for directory in include_dirs for flag in ("-I", str(directory))]
-        make_file(result, [*CXX, *flags, *includes, "-c", str(source)])
+    with _alone_with(result):
+        if not result.exists():
+            includes = [flag for directory in include_dirs for flag in ("-I", str(directory))]
+            make_file(result, [*CXX, *flags, *includes, "-c", str(source)])
     return result
 
 
@@ -212,7 +222,7 @@ def _build(flavour: Flavour) -> Path:
         )
     names = [path.name for path in objects]
     program = BUILD / f"{flavour.name}-{digest(*flavour.flags, *names)}"
-    if not program.exists():
+    if not program.exists():  # quickly made, so that two processes may both do it
         make_file(program, [*CXX, *flavour.flags, *map(str, objects), "-lpthread"])
     for path in (program, *objects):
         path.touch()
