@@ -23,6 +23,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 # which every process they start would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
 @pytest.fixture(scope="module")
 def processes() -> Iterator[SimulatedProcesses]:
     """Runs functions on simulated GPUs; skips the test where there can be none."""
