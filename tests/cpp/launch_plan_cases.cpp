@@ -16,6 +16,7 @@ alignas(128) std::byte g_regions[4][128];
 alignas(128) std::byte g_tensor[1 << 16];
 uint32_t g_abort;
 uint64_t g_failure;
+uint64_t g_slow;
 
 cuda::Peers good_peers() {
   cuda::Peers peers{
@@ -24,6 +25,7 @@ cuda::Peers good_peers() {
       .regions = {},
       .abort = &g_abort,
       .failure = &g_failure,
+      .slow = &g_slow,
       .timeout_ns = 1};
   for (int rank = 0; rank < 4; ++rank) peers.regions[rank] = g_regions[rank];
   return peers;
@@ -76,6 +78,9 @@ void wrong_worlds_are_refused() {
   peers = good_peers();
   peers.abort = nullptr;
   is_refused(request, {"abort word"}, peers);
+  peers.abort = &g_abort;
+  peers.slow = nullptr;
+  is_refused(request, {"slow peers"}, peers);
 }
 
 void slots_too_small_are_refused() {
