@@ -280,6 +280,29 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
   return self;
 }
 
+// The CPU has no kernel of this one, so here is its formula, in operators that it has.
+std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
+    const at::Tensor& grad_out, const at::Tensor& input, at::IntArrayRef normalized_shape,
+    const at::Tensor& rstd, const std::optional<at::Tensor>& weight, std::array<bool, 2> wanted) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const bool has_weight = weight && weight->defined();
+  std::vector<int64_t> inner, outer;
+  for (int64_t dim = 0; dim < input.dim(); ++dim) {
+    const bool is_inner = dim >= input.dim() - static_cast<int64_t>(normalized_shape.size());
+    (is_inner ? inner : outer).push_back(dim);
+  }
+  const at::Tensor normalized = input * rstd;
+  const at::Tensor grad = has_weight ? grad_out * *weight : grad_out;
+  at::Tensor grad_input, grad_weight;
+  if (wanted[0]) {
+    grad_input = (grad - normalized * (grad * normalized).mean(inner, /*keepdim=*/true)) * rstd;
+  }
+  if (wanted[1] && has_weight) {
+    grad_weight = outer.empty() ? grad_out * normalized : (grad_out * normalized).sum(outer);
+  }
+  return {grad_input, grad_weight};
+}
+
 // Those that allocate, or move nothing: torch's own do.
 const std::set<std::string> kLeftAlone{
     "aten::_local_scalar_dense",
@@ -320,6 +343,7 @@ void replace_kernels(torch::Library& library) {
   }
   for (const auto& [name, overload] : kComposite) library.impl(name, boxed());
   library.impl("aten::copy_", &copy_);
+  library.impl("aten::_fused_rms_norm_backward", &rms_norm_backward);
 }
 
 // Torch says once that kernels are replaced, which is what this is for.
