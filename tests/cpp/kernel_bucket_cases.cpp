@@ -2,6 +2,7 @@
 // wire format, rounding to nearest and at random, error feedback, Inf and NaN, and the norm.
 #include <cmath>
 #include <cstring>
+#include <deque>
 
 #include "check.h"
 #include "cpu/bucket_reducer.h"
@@ -112,24 +113,6 @@ struct Bucket {
   std::vector<float> gpu_residual, cpu_residual;
 };
 
-// What the kernels run on: one rank, whose launches are the work's.
-template <typename Body>
-struct Launch {
-  const Body& body;
-
-  int num_blocks(int) const { return 2; }
-  int late_rank(int) const { return kNobody; }
-  void prepare(int, int) const {}
-  void launch(const HostBlock& block, int, int) const { body(block); }
-  bool finish(int, int) const { return true; }
-};
-template <typename Body>
-void run_kernel(const Body& body) {
-  HostGrid grid({.world_size = 1, .num_blocks = 2, .num_threads = 16});
-  Launch<Body> launch{body};
-  grid.run(1, launch);
-}
-
 void check_same_bits(const std::vector<std::byte>& got, const std::vector<std::byte>& expected,
                      DType dtype, std::string_view what) {
   const size_t elem_bytes = info(dtype).num_bytes;
@@ -150,49 +133,75 @@ void check_same_bits(const std::vector<std::byte>& got, const std::vector<std::b
   }
 }
 
+// One case on the GPU's side: two launches, and what must have come of them.
 template <DType dtype, DType wire, bool is_scaled>
-void pack_and_unpack(const BucketCase& bucket_case, uint64_t seed) {
-  Random random(seed);
-  Bucket bucket(bucket_case, random);
-  const std::vector<cuda::Tile> tiles = bucket.tiles(bucket_case);
-  auto* wire_buffer = reinterpret_cast<std::byte*>(bucket.gpu_wire.data());
-  uint64_t num_packed_non_finite = 0, num_non_finite = 0;
-  std::vector<double> squares(tiles.size());
-  double stats[2] = {-1, -1};
-  uint32_t num_blocks_done = 0;
-  // One tensor needs no list, but may have one.
-  const bool has_list = bucket.tensors.size() > 1 || seed % 2 == 0;
-  cuda::BucketArgs args{has_list ? tiles.data() : nullptr,
-                        bucket.first_tensor(bucket_case),
-                        tiles.size(),
-                        wire_buffer,
-                        kContributionFactor,
-                        kResultFactor,
-                        &num_packed_non_finite};
-  const cuda::PackArgs pack_args{args,
-                                 bucket_case.has_residual ? bucket.gpu_residual.data() : nullptr,
-                                 {bucket_case.is_stochastic, kSeed, kRank}};
-  run_kernel([&](const HostBlock& block) { cuda::pack<dtype, wire, is_scaled>(block, pack_args); });
+class PackAndUnpack {
+ public:
+  PackAndUnpack(const BucketCase& bucket_case, uint64_t seed)
+      : case_(bucket_case),
+        random_(seed),
+        bucket_(bucket_case, random_),
+        tiles_(bucket_.tiles(bucket_case)),
+        has_list_(bucket_.tensors.size() > 1 || seed % 2 == 0),
+        squares_(tiles_.size()) {}
 
+  void pack(const HostBlock& block) {
+    const cuda::PackArgs args{args_with(num_packed_non_finite_),
+                              case_.has_residual ? bucket_.gpu_residual.data() : nullptr,
+                              {case_.is_stochastic, kSeed, kRank}};
+    cuda::pack<dtype, wire, is_scaled>(block, args);
+  }
+  void unpack(const HostBlock& block) {
+    const cuda::UnpackArgs args{args_with(num_non_finite_), squares_.data(), stats_,
+                                &num_blocks_done_};
+    cuda::unpack<dtype, wire, is_scaled>(block, args);
+  }
+  void check_all();
+
+ private:
+  std::byte* wire_buffer() { return reinterpret_cast<std::byte*>(bucket_.gpu_wire.data()); }
+  cuda::BucketArgs args_with(uint64_t& num_non_finite) {
+    return {has_list_ ? tiles_.data() : nullptr,
+            bucket_.first_tensor(case_),
+            tiles_.size(),
+            wire_buffer(),
+            kContributionFactor,
+            kResultFactor,
+            &num_non_finite};
+  }
+
+  BucketCase case_;
+  Random random_;
+  Bucket bucket_;
+  std::vector<cuda::Tile> tiles_;
+  bool has_list_;  // one tensor needs no list, but may have one
+  std::vector<double> squares_;
+  uint64_t num_packed_non_finite_ = 0, num_non_finite_ = 0;
+  double stats_[2] = {-1, -1};
+  uint32_t num_blocks_done_ = 0;
+};
+
+template <DType dtype, DType wire, bool is_scaled>
+void PackAndUnpack<dtype, wire, is_scaled>::check_all() {
   // The CPU, one tensor after another, in the same places of the wire format.
-  const std::string what = bucket_case.to_string();
+  const std::string what = case_.to_string();
   cpu::BucketPass pass{.contribution_factor = kContributionFactor, .result_factor = kResultFactor};
-  if (bucket_case.is_stochastic) pass.stochastic_seed = kSeed;
-  if (bucket_case.has_residual) pass.residual = bucket.cpu_residual.data();
-  cpu::BucketMeasures measures(bucket.num_elems());
-  const WireFormat& format = bucket_case.wire;
+  if (case_.is_stochastic) pass.stochastic_seed = kSeed;
+  if (case_.has_residual) pass.residual = bucket_.cpu_residual.data();
+  cpu::BucketMeasures measures(bucket_.num_elems());
+  const WireFormat& format = case_.wire;
   const WirePlace cpu_place =
-      format.place(reinterpret_cast<std::byte*>(bucket.cpu_wire.data()), bucket.num_elems());
-  const WirePlace gpu_place = format.place(wire_buffer, bucket.num_elems());
+      format.place(reinterpret_cast<std::byte*>(bucket_.cpu_wire.data()), bucket_.num_elems());
+  const WirePlace gpu_place = format.place(wire_buffer(), bucket_.num_elems());
   const auto for_each_tensor = [&](const auto& body) {
-    for (Gradients& tensor : bucket.tensors) {
+    for (Gradients& tensor : bucket_.tensors) {
       if (tensor.num_elems == 0) continue;
       const uint64_t first = tensor.first_tile * kTileElems;
       // As if the bucket began so far before the tensor: places count from its start.
       const size_t elem_bytes = info(dtype).num_bytes;
-      std::byte* data = tensor.cpu.data() + bucket_case.misalignment - first * elem_bytes;
+      std::byte* data = tensor.cpu.data() + case_.misalignment - first * elem_bytes;
       const cpu::AllReduceArgs reduce_args{.data = data,
-                                           .num_elems = bucket.num_elems(),
+                                           .num_elems = bucket_.num_elems(),
                                            .dtype = dtype,
                                            .op = ReduceOp::kAvg,
                                            .wire = format,
@@ -207,7 +216,7 @@ void pack_and_unpack(const BucketCase& bucket_case, uint64_t seed) {
     reducer.pack(range, format.from(cpu_place, range.begin));
   });
   const auto& loops = cpu::element_loops().wire(format);
-  for (const Gradients& tensor : bucket.tensors) {
+  for (const Gradients& tensor : bucket_.tensors) {
     const uint64_t first = tensor.first_tile * kTileElems;
     std::vector<float> got(tensor.num_elems), expected(tensor.num_elems);
     const WirePlace places[] = {format.from(gpu_place, first), format.from(cpu_place, first)};
@@ -217,58 +226,88 @@ void pack_and_unpack(const BucketCase& bucket_case, uint64_t seed) {
       const bool is_same = got[i] == expected[i] || (std::isnan(got[i]) && std::isnan(expected[i]));
       check(is_same,
             join(what, ": element ", i, " travels as ", got[i], ", expected ", expected[i]));
-      if (!bucket_case.has_residual) continue;
-      check_equal(bucket.gpu_residual[first + i], bucket.cpu_residual[first + i],
+      if (!case_.has_residual) continue;
+      check_equal(bucket_.gpu_residual[first + i], bucket_.cpu_residual[first + i],
                   what + ": residual");
     }
     check(std::memcmp(places[0].scales, places[1].scales, format.num_scales(tensor.num_elems)) == 0,
           what + ": other scales");
   }
 
-  args.num_non_finite = &num_non_finite;
-  const cuda::UnpackArgs unpack_args{args, squares.data(), stats, &num_blocks_done};
-  run_kernel(
-      [&](const HostBlock& block) { cuda::unpack<dtype, wire, is_scaled>(block, unpack_args); });
   for_each_tensor([&](const cpu::BucketReducer& reducer, const Range& range) {
     reducer.unpack(format.from(cpu_place, range.begin), range);
   });
-  for (const Gradients& tensor : bucket.tensors) {
+  for (const Gradients& tensor : bucket_.tensors) {
     check_same_bits(tensor.gpu, tensor.cpu, dtype, what + ": result");
   }
   const double expected = measures.sum_of_squares();
-  check(stats[1] == expected || (std::isnan(expected) && std::isnan(stats[1])),
-        join(what, ": sum of squares is ", stats[1], ", expected ", expected));
-  check_equal(stats[0], static_cast<double>(measures.num_non_finite), what + ": not finite");
-  check((num_packed_non_finite != 0) == (stats[0] != 0) || format.dtype != DType::kFloat32,
+  check(stats_[1] == expected || (std::isnan(expected) && std::isnan(stats_[1])),
+        join(what, ": sum of squares is ", stats_[1], ", expected ", expected));
+  check_equal(stats_[0], static_cast<double>(measures.num_non_finite), what + ": not finite");
+  check((num_packed_non_finite_ != 0) == (stats_[0] != 0) || format.dtype != DType::kFloat32,
         what + ": what was not finite before is so afterwards");
-  check_equal(num_non_finite, uint64_t{0}, what + ": count of what is not finite, at rest");
-  check_equal(num_blocks_done, 0u, what + ": blocks done, at rest");
+  check_equal(num_non_finite_, uint64_t{0}, what + ": count of what is not finite, at rest");
+  check_equal(num_blocks_done_, 0u, what + ": blocks done, at rest");
+}
+
+// All cases of one kernel on the same threads, which take longer to start than most cases.
+template <DType dtype, DType wire, bool is_scaled>
+void pack_and_unpack(const std::vector<BucketCase>& cases, uint64_t first_seed) {
+  struct Launches {
+    std::deque<PackAndUnpack<dtype, wire, is_scaled>> cases;
+
+    int num_blocks(int) const { return 2; }
+    int late_rank(int) const { return kNobody; }
+    void prepare(int, int) const {}
+    void launch(const HostBlock& block, int, int number) {
+      auto& one = cases[static_cast<size_t>(number / 2)];
+      if (number % 2 == 0) {
+        one.pack(block);
+      } else {
+        one.unpack(block);
+      }
+    }
+    bool finish(int, int) const { return true; }
+  };
+  Launches launches;
+  for (const BucketCase& bucket_case : cases)
+    launches.cases.emplace_back(bucket_case, first_seed++);
+  HostGrid grid({.world_size = 1, .num_blocks = 2, .num_threads = 16});
+  grid.run(2 * static_cast<int>(cases.size()), launches);
+  for (auto& one : launches.cases) one.check_all();
 }
 
 const std::vector<std::vector<uint64_t>> kLists = {
-    {}, {1}, {511}, {512}, {513}, {12'345}, {3, 512, 0, 1000, 1, 2048, 777}};
+    {}, {1}, {511}, {512}, {513}, {40'000}, {3, 512, 0, 1000, 1, 2048, 777}};
+
+std::vector<BucketCase> cases_of(DType dtype, const WireFormat& wire, uint64_t first_seed) {
+  std::vector<BucketCase> cases;
+  for (const auto& lengths : kLists) {
+    for (int variant = 0; variant < 4; ++variant) {
+      const bool is_misaligned = (first_seed + cases.size()) % 3 == 0;
+      cases.push_back({.dtype = dtype,
+                       .wire = wire,
+                       .lengths = lengths,
+                       .misalignment = is_misaligned ? info(dtype).num_bytes : 0,
+                       .is_stochastic = (variant & 1) != 0,
+                       .has_residual = (variant & 2) != 0});
+    }
+  }
+  return cases;
+}
 
 void check_dtype(DType dtype) {
   uint64_t seed = 0;
   for (size_t wire = 0; wire < kNumDTypes; ++wire) {
     for (const bool is_scaled : {false, true}) {
-      for (const auto& lengths : kLists) {
-        for (int variant = 0; variant < 4; ++variant) {
-          const BucketCase bucket_case{.dtype = dtype,
-                                       .wire = {static_cast<DType>(wire), is_scaled},
-                                       .lengths = lengths,
-                                       .misalignment = seed % 3 == 0 ? info(dtype).num_bytes : 0,
-                                       .is_stochastic = (variant & 1) != 0,
-                                       .has_residual = (variant & 2) != 0};
-          ++seed;
-          cuda::with_bucket_formats(dtype, bucket_case.wire, [&](auto dtype_constant, auto codec) {
-            constexpr WireFormat kWire = decltype(codec)::format();
-            pack_and_unpack<dtype_constant(), kWire.dtype, kWire.is_block_scaled>(bucket_case,
-                                                                                  seed);
-            return true;
-          });
-        }
-      }
+      const WireFormat format{static_cast<DType>(wire), is_scaled};
+      const std::vector<BucketCase> cases = cases_of(dtype, format, seed);
+      cuda::with_bucket_formats(dtype, format, [&](auto dtype_constant, auto codec) {
+        constexpr WireFormat kWire = decltype(codec)::format();
+        pack_and_unpack<dtype_constant(), kWire.dtype, kWire.is_block_scaled>(cases, seed);
+        return true;
+      });
+      seed += cases.size();
     }
   }
 }
@@ -281,7 +320,7 @@ void bfloat16_gradients_have_the_cpus_bits() { check_dtype(DType::kBFloat16); }
 // A little of everything, for mutants.
 void a_list_of_gradients_has_the_cpus_bits() {
   pack_and_unpack<DType::kFloat32, DType::kFloat16, true>(
-      {.dtype = DType::kFloat32, .wire = {DType::kFloat16, true}, .lengths = kLists.back()}, 1);
+      {{.dtype = DType::kFloat32, .wire = {DType::kFloat16, true}, .lengths = kLists.back()}}, 1);
 }
 
 const CaseTable kCases{
