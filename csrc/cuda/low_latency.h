@@ -81,7 +81,7 @@ class Packets {
     return Codec::decode(block, received);
   }
 
-  // After the data, which need not wait for it. Whether this thread's peers are in this launch.
+  // After the data, which need not wait for it. Gives up where a peer is in another launch.
   HOST_DEVICE void compare_launches() const {
     for_each_own_peer([&](int peer) {
       const Block& block = elements_.block();

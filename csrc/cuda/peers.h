@@ -28,8 +28,8 @@ struct Peers {
 enum class FailureKind : uint8_t { kNone, kTimeout, kAborted, kMismatch, kSlow };
 enum class WaitPhase : uint8_t { kArrival, kFreeSlot, kPacket };
 
-// Why a kernel returned early, or (kSlow) is about to: one word, so that writing it needs no order.
-// Where several channels fail, one of their words remains.
+// Why a kernel returned early, or (kSlow) for whom it has waited long: one word, so that writing it
+// needs no order. Where several channels say something, one of their words remains.
 struct Failure {
   FailureKind kind;
   WaitPhase phase;

@@ -29,8 +29,8 @@ struct alignas(kDeviceLineBytes) DeviceFlag {
   uint64_t payload;  // may be written, by the same thread, before the value that announces it
 };
 
-// One rank's end of the two links that join it with one peer, in one channel. All words count
-// messages through the life of the communicator and rest at 0.
+// One rank's end of the two links that join it with one peer, in one channel. All words but the
+// payload count messages through the life of the communicator; all rest at 0.
 struct LinkEnd {
   // Writer: the peer; messages that it has put into this rank's slots. The payload is the
   // fingerprint (cuda/collective_args.h) of the launch that the last first message belongs to.

@@ -62,7 +62,8 @@ struct Gradients {
 
 // What both sides work on; buffers of the wire format are aligned.
 struct Bucket {
-  Bucket(const BucketCase& bucket_case, Random& random) {
+  Bucket(const BucketCase& bucket_case, uint64_t seed) {
+    Random random(seed);
     const size_t elem_bytes = info(bucket_case.dtype).num_bytes;
     for (const uint64_t num_elems : bucket_case.lengths) {
       const std::vector<float> values = random_gradients(num_elems, random);
@@ -139,8 +140,7 @@ class PackAndUnpack {
  public:
   PackAndUnpack(const BucketCase& bucket_case, uint64_t seed)
       : case_(bucket_case),
-        random_(seed),
-        bucket_(bucket_case, random_),
+        bucket_(bucket_case, seed),
         tiles_(bucket_.tiles(bucket_case)),
         has_list_(bucket_.tensors.size() > 1 || seed % 2 == 0),
         squares_(tiles_.size()) {}
@@ -171,7 +171,6 @@ class PackAndUnpack {
   }
 
   BucketCase case_;
-  Random random_;
   Bucket bucket_;
   std::vector<cuda::Tile> tiles_;
   bool has_list_;  // one tensor needs no list, but may have one
