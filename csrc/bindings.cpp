@@ -31,6 +31,7 @@ namespace schedule = rota::schedule;
 
 using StorePtr = c10::intrusive_ptr<::c10d::Store>;
 using OptionalDType = std::optional<at::ScalarType>;
+using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 using CommunicatorClass = py::class_<TensorCommunicator, std::shared_ptr<TensorCommunicator>>;
 
 void check_python_signals() {
@@ -139,20 +140,17 @@ auto reduce_bucket_call(Launch mode, Finish finish) {
   };
 }
 
-template <typename... Extra>
-void bind_reduce_bucket(CommunicatorClass& communicator, const char* name, auto call,
-                        const Extra&... extra) {
+void bind_reduce_bucket(CommunicatorClass& communicator, const char* name, auto call) {
   communicator.def(
       name, call, py::arg("bucket"), py::arg("stats"), py::kw_only(), py::arg("wire_dtype"),
       py::arg("block_scaling"), py::arg("contribution_factor") = 1.0f, py::arg("divisor") = 1.0f,
       py::arg("result_factor") = 1.0f, py::arg("residual") = py::none(),
-      py::arg("stochastic_seed") = py::none(), py::arg("algorithm") = "auto", extra...);
+      py::arg("stochastic_seed") = py::none(), py::arg("algorithm") = "auto", ReleaseGil());
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
-  using ReleaseGil = py::call_guard<py::gil_scoped_release>;
   py::module_::import("torch.distributed");  // registers Store, Work and Backend
   py::module_::import("atexit").attr("register")(
       py::cpp_function(&TensorCommunicator::end_progress_of_all));
@@ -186,7 +184,7 @@ PYBIND11_MODULE(_C, module) {
             return std::make_shared<torch::jit::PythonFutureWrapper>(
                 self.all_reduce(tensor, options, Launch::kAsync)->hook_future());
           },
-          py::arg("tensor"), py::arg("op"), py::arg("wire_dtype"))
+          py::arg("tensor"), py::arg("op"), py::arg("wire_dtype"), ReleaseGil())
       .def(
           "broadcast",
           [](TensorCommunicator& self, const at::Tensor& tensor, int root) {
@@ -228,7 +226,7 @@ PYBIND11_MODULE(_C, module) {
       .def("close", &TensorCommunicator::close, ReleaseGil());
 
   bind_reduce_bucket(communicator, "reduce_bucket",
-                     reduce_bucket_call(Launch::kBlocking, [](const WorkRef&) {}), ReleaseGil());
+                     reduce_bucket_call(Launch::kBlocking, [](const WorkRef&) {}));
   bind_reduce_bucket(
       communicator, "reduce_bucket_future",
       reduce_bucket_call(Launch::kAsync, [](const WorkRef& work) {

@@ -6,9 +6,12 @@ Whether there is a real GPU plays no part. What they compute is for tests/gpu, w
 from __future__ import annotations
 
 import ctypes
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import rota
 from simulated_processes import SimulatedProcesses
@@ -112,3 +115,43 @@ def pack_and_unpack() -> None:
 @needs_local_group
 def test_gradients_are_packed_and_unpacked(processes: SimulatedProcesses) -> None:
     processes.run(pack_and_unpack)
+
+
+# ---- the interpreter's lock ----------------------------------------------------------------------
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+def run_python(_: int | None) -> None:
+    time.sleep(0.1)
+
+
+def queue_python() -> None:
+    """Puts a function onto the current stream that waits for the interpreter's lock."""
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    assert ctypes.CDLL(None).cudaLaunchHostFunc(stream, run_python, None) == 0
+
+
+def connect_behind_python() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    communicator = rota.Communicator()
+    tensor = torch.ones(1000, device="cuda")
+    queue_python()
+    communicator.all_reduce_future(tensor, "sum", None).wait()
+
+
+def drop_local_group_behind_python() -> None:
+    group = rota.LocalGroup(WORLD_SIZE, device="cuda")
+    tensors = [torch.ones(1000).to("cuda") for _ in range(WORLD_SIZE)]
+    group.all_reduce(tensors)
+    queue_python()
+    group.all_reduce(tensors)
+    del group
+
+
+@needs_local_group
+@pytest.mark.parametrize("wait", [connect_behind_python, drop_local_group_behind_python])
+def test_nobody_waits_for_the_gpu_with_the_lock_of_the_interpreter(
+    processes: SimulatedProcesses, wait: Callable[[], None]
+) -> None:
+    """What the GPU has to do first may need it: a callback, or an operator's last reference."""
+    processes.run(wait)

@@ -1,7 +1,6 @@
 #include "c10d/tensor_communicator.h"
 
 #include <ATen/record_function.h>
-#include <Python.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/SmallVector.h>
 
@@ -11,6 +10,7 @@
 #include "base/cores.h"
 #include "base/limits.h"
 #include "c10d/errors.h"
+#include "c10d/gil.h"
 #include "c10d/tensor_checks.h"
 #include "c10d/through_host.h"
 #include "c10d/torch_store.h"
@@ -69,21 +69,6 @@ Living& all_living() {
   static auto* living = new Living;  // never destroyed: the order of static destructors is unknown
   return *living;
 }
-
-// Lets the progress thread finish callbacks in Python while this thread waits for it.
-class GilReleased {
- public:
-  GilReleased()
-      : state_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
-  ~GilReleased() {
-    if (state_ != nullptr) PyEval_RestoreThread(state_);
-  }
-  GilReleased(const GilReleased&) = delete;
-  GilReleased& operator=(const GilReleased&) = delete;
-
- private:
-  PyThreadState* state_;
-};
 
 }  // namespace
 

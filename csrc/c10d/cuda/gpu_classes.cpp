@@ -5,6 +5,7 @@
 #include "c10d/cuda/gradient_bucket.h"
 #include "c10d/cuda/local_group.h"
 #include "c10d/errors.h"
+#include "c10d/gil.h"
 
 namespace rota::c10d_glue {
 namespace {
@@ -15,14 +16,15 @@ using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 using Tensors = std::vector<at::Tensor>;
 
 void add_local_group(py::module_& module) {
-  py::class_<LocalGroup>(module, "LocalGroup")
+  using Holder = std::unique_ptr<LocalGroup, DeleteWithoutGil>;
+  py::class_<LocalGroup, Holder>(module, "LocalGroup")
       .def(py::init([](int world_size, at::Device device, std::optional<int> num_channels,
                        std::chrono::milliseconds timeout) {
              return with_python_errors([&] {
-               return std::make_unique<LocalGroup>(LocalGroup::Options{.world_size = world_size,
-                                                                       .device = device,
-                                                                       .num_channels = num_channels,
-                                                                       .timeout = timeout});
+               return Holder(new LocalGroup({.world_size = world_size,
+                                             .device = device,
+                                             .num_channels = num_channels,
+                                             .timeout = timeout}));
              });
            }),
            py::arg("world_size"), py::arg("device"), py::arg("num_channels"), py::arg("timeout"),
