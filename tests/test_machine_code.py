@@ -103,7 +103,7 @@ EXPECTED = """
 archs = ["sm_80", "sm_90"]
 ptx = "compute_90"
 [kernels]
-copy_kernel = { max_registers = 20, hot = true, wide = true, system = "release" }
+copy_kernel = { max_registers = 20, system = "release" }
 """
 
 
@@ -216,11 +216,9 @@ def test_missing_architecture_is_found() -> None:
     assert kernel.startswith("copy_kernel on sm_100: ") and "not in the code" in kernel
 
 
-def test_cold_kernel_may_spill_and_relaxed_one_needs_no_fence() -> None:
-    machine_code = MACHINE_CODE.replace("MEMBAR.ALL.SYS", "NOP").replace("EXIT", "STL [R1], R5")
-    dump = dump_of(RESOURCES.replace("STACK:0", "STACK:8"), machine_code)
-    table = EXPECTED.replace("hot = true", "hot = false").replace("release", "relaxed")
-    assert complaints(dump, parse_table(table)) == []
+def test_relaxed_kernel_needs_no_fence() -> None:
+    dump = dump_of(machine_code=MACHINE_CODE.replace("MEMBAR.ALL.SYS", "NOP"))
+    assert complaints(dump, parse_table(EXPECTED.replace("release", "relaxed"))) == []
 
 
 def test_kernel_of_one_rank_needs_nothing_of_the_system() -> None:
@@ -269,7 +267,7 @@ def test_base_name_of_mangled(mangled: str, expected: str) -> None:
 
 @pytest.mark.parametrize(
     ("right", "wrong"),
-    [("release", "acquire"), ("hot = true", "warm = true"), (", hot = true", "")],
+    [("release", "acquire"), ("max_registers", "registers"), ("max_registers = 20, ", "")],
 )
 def test_unusable_table_is_refused(right: str, wrong: str) -> None:
     with pytest.raises((CheckError, TypeError)):

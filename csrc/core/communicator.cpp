@@ -252,13 +252,14 @@ void Communicator::meet(const Descriptor& descriptor) {
   }
 }
 
-void Communicator::announce(const Descriptor& descriptor) {
-  announce(descriptor, everyone_,
-           [this](int rank) -> auto& { return transport_->region(rank).control().launches; });
+uint64_t Communicator::announce(const Descriptor& descriptor) {
+  return announce(descriptor, everyone_, [this](int rank) -> auto& {
+    return transport_->region(rank).control().launches;
+  });
 }
 
-void Communicator::announce_transfer(const Descriptor& descriptor, int sender, int receiver) {
-  announce(descriptor, std::array{sender, receiver}, [&](int rank) -> auto& {
+uint64_t Communicator::announce_transfer(const Descriptor& descriptor, int sender, int receiver) {
+  return announce(descriptor, std::array{sender, receiver}, [&](int rank) -> auto& {
     const transport::ControlBlock& control = transport_->region(rank).control();
     return rank == sender ? control.sends[receiver] : control.receives[sender];
   });
@@ -268,8 +269,8 @@ void Communicator::announce_transfer(const Descriptor& descriptor, int sender, i
 // sequentially consistent order, so of two ranks at least the later one sees the other's. A post is
 // written anew once every rank has gone on to the next launch, and so has compared it.
 template <typename PostsOf>
-void Communicator::announce(const Descriptor& descriptor, std::span<const int> ranks,
-                            const PostsOf& posts_of) {
+uint64_t Communicator::announce(const Descriptor& descriptor, std::span<const int> ranks,
+                                const PostsOf& posts_of) {
   const std::lock_guard lock(mutex_);
   check_usable(descriptor.kind_name());
   using Posts = std::remove_cvref_t<decltype(posts_of(0))>;
@@ -292,6 +293,7 @@ void Communicator::announce(const Descriptor& descriptor, std::span<const int> r
         throw mismatch(descriptor, launch, ranks, post_of);
       }
     }
+    return Descriptor::fingerprint(words);
   } catch (const Error& error) {
     fail(error);
     throw;

@@ -70,9 +70,10 @@ class Communicator {
   // Says which collective this rank queues on its GPU, in the order in which all ranks do. Does not
   // wait for them, unless one is far behind (transport/layout.h). Throws Error(kMismatch) where a
   // peer has said otherwise; that ends the group, since the peer's kernel is already waiting.
-  void announce(const Descriptor& descriptor);
+  // Returns the descriptor's fingerprint, by which the kernels compare.
+  uint64_t announce(const Descriptor& descriptor);
   // The same of a tensor from one rank to another, of which this is one.
-  void announce_transfer(const Descriptor& descriptor, int sender, int receiver);
+  uint64_t announce_transfer(const Descriptor& descriptor, int sender, int receiver);
   uint64_t num_announced() const;
 
   // Throws Error(kInternal) in a forked child, and in a group that has failed before an error of
@@ -97,7 +98,8 @@ class Communicator {
   void meet(const Descriptor& descriptor);
   // posts_of(rank): where those that take part say so.
   template <typename PostsOf>
-  void announce(const Descriptor& descriptor, std::span<const int> ranks, const PostsOf& posts_of);
+  uint64_t announce(const Descriptor& descriptor, std::span<const int> ranks,
+                    const PostsOf& posts_of);
   // post_of(rank): where each of these ranks has its descriptor.
   template <typename PostOf>
   Error mismatch(const Descriptor& own, uint64_t epoch, std::span<const int> ranks,

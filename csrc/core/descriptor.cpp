@@ -48,9 +48,9 @@ Descriptor Descriptor::from_words(const Words& words) {
           .stochastic_seed = enum_at<bool>(packed, 56, 2) ? std::optional(words[5]) : std::nullopt};
 }
 
-uint64_t Descriptor::fingerprint() const {
+uint64_t Descriptor::fingerprint(const Words& words) {
   uint64_t fingerprint = 0;
-  for (const uint64_t word : to_words()) fingerprint = mix(fingerprint ^ word);
+  for (const uint64_t word : words) fingerprint = mix(fingerprint ^ word);
   return fingerprint;
 }
 

@@ -67,7 +67,7 @@ struct Descriptor {
   }
   static Descriptor from_words(const Words& words);
   // The same in one word, which differs where descriptors differ, but for one in 2^64.
-  uint64_t fingerprint() const;
+  static uint64_t fingerprint(const Words& words);
 
  private:
   static uint64_t bits_of(float value) { return std::bit_cast<uint32_t>(value); }

@@ -26,11 +26,6 @@ Word* on_gpu(Word* word) {
   return static_cast<Word*>(address);
 }
 
-std::optional<Failure> unpack_any(uint64_t word) {
-  if (word == 0) return std::nullopt;
-  return Failure::unpack(word);
-}
-
 // What another thread does with events must not disturb a capture that goes on in this one.
 class CaptureUndisturbed {
  public:
@@ -59,20 +54,20 @@ Executor::Executor(const Options& options)
   peers_.timeout_ns = static_cast<uint64_t>(options.timeout.count());
 }
 
-void Executor::check(const LaunchRequest& request) const {
-  check_launch(request, peers_, ranks_per_device_);
+ResidentPlan Executor::plan(const LaunchRequest& request) const {
+  return plan_resident(request, peers_, ranks_per_device_);
 }
 
-void Executor::run(const LaunchRequest& request, Stream stream) {
-  const bool is_send = request.kernel == Kernel::kSend;
-  const bool is_receive = request.kernel == Kernel::kReceive;
+void Executor::run(const ResidentPlan& plan, Stream stream) {
+  const bool is_send = plan.kernel == Kernel::kSend;
+  const bool is_receive = plan.kernel == Kernel::kReceive;
   if (is_receive && !receives_) {
     order_.enter(stream);  // the first one, behind all collectives so far
     receives_.emplace();
   }
   if (!is_receive) order_.enter(stream);
   if (receives_ && !is_send) receives_->enter(stream);
-  launch_collective(request, peers_, ranks_per_device_, stream);
+  launch_collective(plan, peers_, stream);
   if (!is_receive) order_.leave(stream);
   if (receives_ && !is_send) receives_->leave(stream);
 }
@@ -83,14 +78,14 @@ bool Executor::is_idle() const {
 }
 
 std::optional<Failure> Executor::failure() const {
-  return unpack_any(SharedWord<uint64_t>(words_->failure).load(std::memory_order_relaxed));
+  return Failure::unpack_any(SharedWord<uint64_t>(words_->failure).load(std::memory_order_relaxed));
 }
 
 std::optional<Failure> Executor::take_slow() {
   SharedWord<uint64_t> slow(words_->slow);
   const uint64_t word = slow.load(std::memory_order_relaxed);
   slow.store(0, std::memory_order_relaxed);  // what comes in between comes again
-  return unpack_any(word);
+  return Failure::unpack_any(word);
 }
 
 void Executor::abort() { SharedWord<uint32_t>(words_->abort).store(1, std::memory_order_relaxed); }

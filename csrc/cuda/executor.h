@@ -44,11 +44,11 @@ class Executor {
   // On the current GPU, as every call.
   explicit Executor(const Options& options);
 
-  // Throws what run() would throw of the request itself.
-  void check(const LaunchRequest& request) const;
+  // What run() takes. Throws Error(kValue) where a kernel does not take the request.
+  ResidentPlan plan(const LaunchRequest& request) const;
   // Queues a collective on `stream`, behind every one before; but a send does not wait for
   // receives, nor they for it, which could be each other's. Throws Error.
-  void run(const LaunchRequest& request, Stream stream);
+  void run(const ResidentPlan& plan, Stream stream);
 
   // Whether all that was queued has ended. Can be asked from another thread than run() is called
   // by, while a stream is captured.

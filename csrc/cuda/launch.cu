@@ -97,27 +97,6 @@ int num_bucket_blocks(const void* kernel, uint64_t num_tiles) {
   return static_cast<int>(schedule::min_of(num_resident, num_needed));
 }
 
-struct ResidentPlan {
-  LaunchPlan plan;
-  const void* kernel;
-};
-
-// A plan whose blocks run at the same time, on all ranks of the GPU.
-ResidentPlan plan_resident(const LaunchRequest& request, const Peers& peers, int ranks_per_device) {
-  const LaunchPlan plan = plan_launch(request, peers);
-  if (plan.num_blocks == 0) return {plan, nullptr};
-  const void* kernel = kernel_of(request.kernel, request.format);
-  if (kernel == nullptr) refuse_format(name(request.kernel), request.format);
-  const int num_resident = num_resident_blocks(kernel, kThreadsPerBlock);
-  if (plan.num_blocks * ranks_per_device > num_resident) {
-    throw Error(ErrorKind::kValue,
-                join("rota: ", name(request.kernel), " of ", ranks_per_device, " ranks with ",
-                     plan.num_blocks, " channels each: this GPU runs ", num_resident,
-                     " such blocks at the same time; use fewer channels"));
-  }
-  return {plan, kernel};
-}
-
 }  // namespace
 
 void load_kernels() {
@@ -142,18 +121,29 @@ int num_multiprocessors() {
   return number;
 }
 
-void launch_collective(const LaunchRequest& request, const Peers& peers, int ranks_per_device,
-                       Stream stream) {
-  ResidentPlan resident = plan_resident(request, peers, ranks_per_device);
-  if (resident.plan.num_blocks == 0) return;
-  MappedTensors tensors{};
-  if (request.tensors != nullptr) tensors = *request.tensors;
-  void* args[] = {const_cast<Peers*>(&peers), &resident.plan.args, &tensors};
-  launch(resident.kernel, resident.plan.num_blocks, kThreadsPerBlock, args, stream);
+ResidentPlan plan_resident(const LaunchRequest& request, const Peers& peers, int ranks_per_device) {
+  ResidentPlan plan{request.kernel, nullptr, plan_launch(request, peers), {}};
+  const int num_blocks = plan.launch.num_blocks;
+  if (num_blocks == 0) return plan;
+  plan.function = kernel_of(request.kernel, request.format);
+  if (plan.function == nullptr) refuse_format(name(request.kernel), request.format);
+  const int num_resident = num_resident_blocks(plan.function, kThreadsPerBlock);
+  if (num_blocks * ranks_per_device > num_resident) {
+    throw Error(ErrorKind::kValue,
+                join("rota: ", name(request.kernel), " of ", ranks_per_device, " ranks with ",
+                     num_blocks, " channels each: this GPU runs ", num_resident,
+                     " such blocks at the same time; use fewer channels"));
+  }
+  if (request.tensors != nullptr) plan.tensors = *request.tensors;
+  return plan;
 }
 
-void check_launch(const LaunchRequest& request, const Peers& peers, int ranks_per_device) {
-  plan_resident(request, peers, ranks_per_device);
+void launch_collective(const ResidentPlan& plan, const Peers& peers, Stream stream) {
+  if (plan.function == nullptr) return;
+  // The runtime copies them, and takes them as void* only.
+  void* args[] = {const_cast<Peers*>(&peers), const_cast<CollectiveArgs*>(&plan.launch.args),
+                  const_cast<MappedTensors*>(&plan.tensors)};
+  launch(plan.function, plan.launch.num_blocks, kThreadsPerBlock, args, stream);
 }
 
 void launch_pack(const PackArgs& args, DType dtype, const WireFormat& wire, Stream stream) {

@@ -17,12 +17,18 @@ void load_kernels();
 // Of the current GPU: as many blocks of any collective are resident together.
 int num_multiprocessors();
 
+// A collective's kernel for the current GPU, and all that it is told but of its peers.
+struct ResidentPlan {
+  Kernel kernel;
+  const void* function;  // null: there is nothing to do
+  LaunchPlan launch;
+  MappedTensors tensors;
+};
+
 // ranks_per_device: how many ranks' kernels spin on this GPU at the same time. All of their blocks
 // must be resident together, or they would wait for one that never starts: that is refused.
-void launch_collective(const LaunchRequest& request, const Peers& peers, int ranks_per_device,
-                       Stream stream);
-// Throws what launch_collective() would, and queues nothing.
-void check_launch(const LaunchRequest& request, const Peers& peers, int ranks_per_device);
+ResidentPlan plan_resident(const LaunchRequest& request, const Peers& peers, int ranks_per_device);
+void launch_collective(const ResidentPlan& plan, const Peers& peers, Stream stream);
 
 // dtype: of the gradients.
 void launch_pack(const PackArgs& args, DType dtype, const WireFormat& wire, Stream stream);

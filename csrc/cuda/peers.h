@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "base/host_device.h"
 #include "base/limits.h"
@@ -43,6 +44,10 @@ struct Failure {
   HOST_DEVICE static constexpr Failure unpack(uint64_t word) {
     return {static_cast<FailureKind>(word & 0xff), static_cast<WaitPhase>(word >> 8 & 0xff),
             static_cast<uint16_t>(word >> 16), static_cast<uint32_t>(word >> 32)};
+  }
+  // None where the word is at rest.
+  static std::optional<Failure> unpack_any(uint64_t word) {
+    return word != 0 ? std::optional(unpack(word)) : std::nullopt;
   }
 };
 

@@ -144,14 +144,9 @@ struct FakeKernels {
   std::atomic<bool> is_aborted{false};
   std::atomic<bool> is_idle{false};
 
-  static std::optional<cuda::Failure> unpack_any(uint64_t word) {
-    if (word == 0) return std::nullopt;
-    return cuda::Failure::unpack(word);
-  }
-
   DeviceMonitor::Kernels kernels() {
-    return {.failure = [this] { return unpack_any(failure); },
-            .take_slow = [this] { return unpack_any(slow.exchange(0)); },
+    return {.failure = [this] { return cuda::Failure::unpack_any(failure); },
+            .take_slow = [this] { return cuda::Failure::unpack_any(slow.exchange(0)); },
             .abort =
                 [this] {
                   is_aborted = true;

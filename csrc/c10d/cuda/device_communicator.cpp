@@ -106,6 +106,10 @@ schedule::Algorithm DeviceCommunicator::choose(std::optional<schedule::Algorithm
                                  most_packet_bytes);
 }
 
+void DeviceCommunicator::run(const cuda::LaunchRequest& request) {
+  executor_.run(executor_.plan(request), current_stream(device_));
+}
+
 WorkRef DeviceCommunicator::all_reduce(at::TensorList tensors, const AllReduceOptions& options,
                                        Launch mode) {
   std::vector<cpu::AllReduceArgs> plans;
@@ -127,23 +131,21 @@ WorkRef DeviceCommunicator::all_reduce(at::TensorList tensors, const AllReduceOp
 }
 
 void DeviceCommunicator::run_all_reduce(const at::Tensor& tensor, const cpu::AllReduceArgs& plan) {
-  const Descriptor descriptor = describe(plan);
-  communicator_->announce(descriptor);
+  const uint64_t fingerprint = communicator_->announce(describe(plan));
   const Packed packed(tensor, Packed::Content::kRead);
   if (plan.wire == WireFormat{plan.dtype}) {
-    executor_.run({.kernel = cuda::kernel_for(plan.algorithm),
-                   .input = packed.data(),
-                   .output = packed.data(),
-                   .num_elems = plan.num_elems,
-                   .format = plan.wire,
-                   .op = plan.op,
-                   .divisor = static_cast<double>(communicator_->world_size()),
-                   .fingerprint = descriptor.fingerprint()},
-                  current_stream(device_));
+    run({.kernel = cuda::kernel_for(plan.algorithm),
+         .input = packed.data(),
+         .output = packed.data(),
+         .num_elems = plan.num_elems,
+         .format = plan.wire,
+         .op = plan.op,
+         .divisor = static_cast<double>(communicator_->world_size()),
+         .fingerprint = fingerprint});
   } else {
     cpu::AllReduceArgs args = plan;
     args.data = packed.data();
-    run_in_wire_format(args, {}, communicator_->world_size(), nullptr, descriptor.fingerprint());
+    run_in_wire_format(args, {}, communicator_->world_size(), nullptr, fingerprint);
   }
   packed.unpack();
 }
@@ -169,10 +171,8 @@ void DeviceCommunicator::run_reduce_bucket(const at::Tensor& bucket, const Bucke
   cpu::AllReduceArgs args = plan;
   args.data = packed.data();
   args.pass = &pass;
-  const Descriptor descriptor = describe(args);
-  communicator_->announce(descriptor);
-  run_in_wire_format(args, pass, pass.divisor, options.stats.data_ptr<double>(),
-                     descriptor.fingerprint());
+  const uint64_t fingerprint = communicator_->announce(describe(args));
+  run_in_wire_format(args, pass, pass.divisor, options.stats.data_ptr<double>(), fingerprint);
   packed.unpack();
 }
 
@@ -197,17 +197,16 @@ void DeviceCommunicator::run_in_wire_format(const cpu::AllReduceArgs& args,
   cuda::launch_pack(
       {.bucket = bucket, .residual = pass.residual, .rounding = rounding(communicator_->rank())},
       args.dtype, args.wire, stream);
-  executor_.run({.kernel = cuda::kernel_for(args.algorithm),
-                 .input = memory.wire,
-                 .output = memory.wire,
-                 .num_elems = bucket.num_elems(),
-                 .format = args.wire,
-                 .op = args.op,
-                 .divisor = divisor,
-                 .is_bucket = true,
-                 .rounding = rounding(kResultStream),
-                 .fingerprint = fingerprint},
-                stream);
+  run({.kernel = cuda::kernel_for(args.algorithm),
+       .input = memory.wire,
+       .output = memory.wire,
+       .num_elems = bucket.num_elems(),
+       .format = args.wire,
+       .op = args.op,
+       .divisor = divisor,
+       .is_bucket = true,
+       .rounding = rounding(kResultStream),
+       .fingerprint = fingerprint});
   bucket.num_non_finite = memory.num_non_finite;
   cuda::launch_unpack({.bucket = bucket,
                        .squares = memory.squares,
@@ -223,22 +222,21 @@ WorkRef DeviceCommunicator::broadcast(at::TensorList tensors, int root, Launch m
   }
   return launch(mode, ::c10d::OpType::BROADCAST, "rota:broadcast", tensors, [&] {
     for (const at::Tensor& tensor : tensors) {
-      const Descriptor descriptor{.kind = CollectiveKind::kBroadcast,
-                                  .dtype = movable_dtype(tensor, "broadcast"),
-                                  .root = root,
-                                  .num_elems = static_cast<uint64_t>(tensor.numel())};
-      communicator_->announce(descriptor);
+      const uint64_t fingerprint =
+          communicator_->announce({.kind = CollectiveKind::kBroadcast,
+                                   .dtype = movable_dtype(tensor, "broadcast"),
+                                   .root = root,
+                                   .num_elems = static_cast<uint64_t>(tensor.numel())});
       if (communicator_->world_size() == 1) continue;
       const Packed packed(tensor, root == communicator_->rank() ? Packed::Content::kRead
                                                                 : Packed::Content::kOverwritten);
-      executor_.run({.kernel = cuda::Kernel::kBroadcast,
-                     .input = packed.data(),
-                     .output = packed.data(),
-                     .num_elems = num_bytes(tensor),
-                     .format = cuda::kBytes,
-                     .peer = root,
-                     .fingerprint = descriptor.fingerprint()},
-                    current_stream(device_));
+      run({.kernel = cuda::Kernel::kBroadcast,
+           .input = packed.data(),
+           .output = packed.data(),
+           .num_elems = num_bytes(tensor),
+           .format = cuda::kBytes,
+           .peer = root,
+           .fingerprint = fingerprint});
       if (root != communicator_->rank()) packed.unpack();
     }
   });
@@ -259,10 +257,10 @@ WorkRef DeviceCommunicator::all_gather(const std::vector<AllGatherTensors>& gath
 
 // The kernel fills one tensor; outputs that lie in one as they should are filled at once.
 void DeviceCommunicator::run_all_gather(const AllGatherTensors& gather) {
-  const Descriptor descriptor{.kind = CollectiveKind::kAllGather,
-                              .dtype = movable_dtype(gather.input, "all_gather"),
-                              .num_elems = static_cast<uint64_t>(gather.input.numel())};
-  communicator_->announce(descriptor);
+  const uint64_t fingerprint =
+      communicator_->announce({.kind = CollectiveKind::kAllGather,
+                               .dtype = movable_dtype(gather.input, "all_gather"),
+                               .num_elems = static_cast<uint64_t>(gather.input.numel())});
   const at::NoGradGuard no_grad;
   if (communicator_->world_size() == 1) {
     gather.outputs[0].copy_(gather.input);
@@ -282,13 +280,12 @@ void DeviceCommunicator::run_all_gather(const AllGatherTensors& gather) {
     gathered = at::empty({num_ranks, gather.input.numel()}, gather.input.options());
     whole = static_cast<std::byte*>(gathered.data_ptr());
   }
-  executor_.run({.kernel = cuda::Kernel::kAllGather,
-                 .input = input.data(),
-                 .output = whole,
-                 .num_elems = gather.outputs.size() * piece_bytes,
-                 .format = cuda::kBytes,
-                 .fingerprint = descriptor.fingerprint()},
-                current_stream(device_));
+  run({.kernel = cuda::Kernel::kAllGather,
+       .input = input.data(),
+       .output = whole,
+       .num_elems = gather.outputs.size() * piece_bytes,
+       .format = cuda::kBytes,
+       .fingerprint = fingerprint});
   if (is_whole) return;
   for (size_t i = 0; i < gather.outputs.size(); ++i) {
     const at::Tensor& output = gather.outputs[i];
@@ -317,25 +314,23 @@ WorkRef DeviceCommunicator::reduce_scatter(const at::Tensor& output, const at::T
   const auto num_elems = static_cast<uint64_t>(input.numel());
   communicator_->plan({.num_elems = num_elems, .dtype = dtype, .op = op});  // refuses
   return launch(mode, ::c10d::OpType::REDUCE_SCATTER, "rota:reduce_scatter", {output, input}, [&] {
-    const Descriptor descriptor{.kind = CollectiveKind::kReduceScatter,
-                                .op = op,
-                                .dtype = dtype,
-                                .wire = {dtype},
-                                .num_elems = num_elems};
-    communicator_->announce(descriptor);
+    const uint64_t fingerprint = communicator_->announce({.kind = CollectiveKind::kReduceScatter,
+                                                          .op = op,
+                                                          .dtype = dtype,
+                                                          .wire = {dtype},
+                                                          .num_elems = num_elems});
     if (world_size == 1) {
       output.copy_(input.view(output.sizes()));
       return;
     }
-    executor_.run({.kernel = cuda::Kernel::kReduceScatter,
-                   .input = input.data_ptr(),
-                   .output = output.data_ptr(),
-                   .num_elems = num_elems,
-                   .format = {dtype},
-                   .op = op,
-                   .divisor = static_cast<double>(world_size),
-                   .fingerprint = descriptor.fingerprint()},
-                  current_stream(device_));
+    run({.kernel = cuda::Kernel::kReduceScatter,
+         .input = input.data_ptr(),
+         .output = output.data_ptr(),
+         .num_elems = num_elems,
+         .format = {dtype},
+         .op = op,
+         .divisor = static_cast<double>(world_size),
+         .fingerprint = fingerprint});
   });
 }
 
@@ -363,18 +358,17 @@ WorkRef DeviceCommunicator::transfer(cuda::Kernel kernel, const at::Tensor& tens
   return launch(mode, is_send ? stream_ : receive_stream_,
                 is_send ? ::c10d::OpType::SEND : ::c10d::OpType::RECV,
                 is_send ? "rota:send" : "rota:recv", tensor, [&] {
-                  communicator_->announce_transfer(descriptor, is_send ? rank : peer,
-                                                   is_send ? peer : rank);
+                  const uint64_t fingerprint = communicator_->announce_transfer(
+                      descriptor, is_send ? rank : peer, is_send ? peer : rank);
                   const Packed packed(
                       tensor, is_send ? Packed::Content::kRead : Packed::Content::kOverwritten);
-                  executor_.run({.kernel = kernel,
-                                 .input = is_send ? packed.data() : nullptr,
-                                 .output = is_send ? nullptr : packed.data(),
-                                 .num_elems = num_bytes(tensor),
-                                 .format = cuda::kBytes,
-                                 .peer = peer,
-                                 .fingerprint = descriptor.fingerprint()},
-                                current_stream(device_));
+                  run({.kernel = kernel,
+                       .input = is_send ? packed.data() : nullptr,
+                       .output = is_send ? nullptr : packed.data(),
+                       .num_elems = num_bytes(tensor),
+                       .format = cuda::kBytes,
+                       .peer = peer,
+                       .fingerprint = fingerprint});
                   if (!is_send) packed.unpack();
                 });
 }

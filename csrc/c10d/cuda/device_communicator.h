@@ -52,6 +52,8 @@ class DeviceCommunicator final : public DeviceCollectives {
   // What runs if this is requested; none: auto.
   schedule::Algorithm choose(std::optional<schedule::Algorithm> requested, const WireFormat& wire,
                              uint64_t num_elems) const;
+  // Queues a kernel on the current stream.
+  void run(const cuda::LaunchRequest& request);
   void run_all_reduce(const at::Tensor& tensor, const cpu::AllReduceArgs& plan);
   void run_reduce_bucket(const at::Tensor& bucket, const BucketOptions& options,
                          const cpu::AllReduceArgs& plan);

@@ -84,11 +84,11 @@ void verify(const Communicator& communicator, at::Device device,
        .geometry = geometry,
        .regions = regions.by_rank,
        .timeout = std::min<Nanoseconds>(kVerifyTimeout, communicator.timeout())});
-  executor.run({.kernel = cuda::Kernel::kAllGather,
-                .input = input.data_ptr(),
-                .output = output.data_ptr(),
-                .num_elems = num_bytes(output),
-                .format = cuda::kBytes},
+  executor.run(executor.plan({.kernel = cuda::Kernel::kAllGather,
+                              .input = input.data_ptr(),
+                              .output = output.data_ptr(),
+                              .num_elems = num_bytes(output),
+                              .format = cuda::kBytes}),
                current_stream(device));
   const at::Tensor received = output.cpu();
   transport::agree(all_gather, rank, [&] {

@@ -130,16 +130,17 @@ std::vector<int> LocalGroup::everyone() const {
 template <typename RequestOf>
 void LocalGroup::launch(const std::vector<int>& ranks, const RequestOf& request_of) {
   const c10::DeviceGuard on_device(options_.device);
+  std::vector<cuda::ResidentPlan> plans;
   for (const int rank : ranks) {
-    executors_[static_cast<size_t>(rank)]->check(request_of(rank));
+    plans.push_back(executors_[static_cast<size_t>(rank)]->plan(request_of(rank)));
   }
   const c10::Stream current = guard_.getStream(options_.device);
   c10::Event ready(at::kCUDA);
   ready.record(current);
-  for (const int rank : ranks) {
-    const c10::Stream& stream = streams_[static_cast<size_t>(rank)];
-    ready.block(stream);
-    executors_[static_cast<size_t>(rank)]->run(request_of(rank), native(stream));
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    const auto rank = static_cast<size_t>(ranks[i]);
+    ready.block(streams_[rank]);
+    executors_[rank]->run(plans[i], native(streams_[rank]));
   }
   for (const int rank : ranks) {
     c10::Event done(at::kCUDA);
