@@ -159,7 +159,18 @@ class PackAndUnpack {
   void check_all();
 
  private:
+  void check_wire();
+  void check_results(const cpu::BucketMeasures& measures);
+
   std::byte* wire_buffer() { return reinterpret_cast<std::byte*>(bucket_.gpu_wire.data()); }
+  // From an element on.
+  WirePlace gpu_wire(uint64_t elem) { return wire_from(wire_buffer(), elem); }
+  WirePlace cpu_wire(uint64_t elem) {
+    return wire_from(reinterpret_cast<std::byte*>(bucket_.cpu_wire.data()), elem);
+  }
+  WirePlace wire_from(std::byte* buffer, uint64_t elem) const {
+    return case_.wire.from(case_.wire.place(buffer, bucket_.num_elems()), elem);
+  }
   cuda::BucketArgs args_with(uint64_t& num_non_finite) {
     return {has_list_ ? tiles_.data() : nullptr,
             bucket_.first_tensor(case_),
@@ -180,18 +191,13 @@ class PackAndUnpack {
   uint32_t num_blocks_done_ = 0;
 };
 
+// The CPU, one tensor after another, in the same places of the wire format.
 template <DType dtype, DType wire, bool is_scaled>
 void PackAndUnpack<dtype, wire, is_scaled>::check_all() {
-  // The CPU, one tensor after another, in the same places of the wire format.
-  const std::string what = case_.to_string();
   cpu::BucketPass pass{.contribution_factor = kContributionFactor, .result_factor = kResultFactor};
   if (case_.is_stochastic) pass.stochastic_seed = kSeed;
   if (case_.has_residual) pass.residual = bucket_.cpu_residual.data();
   cpu::BucketMeasures measures(bucket_.num_elems());
-  const WireFormat& format = case_.wire;
-  const WirePlace cpu_place =
-      format.place(reinterpret_cast<std::byte*>(bucket_.cpu_wire.data()), bucket_.num_elems());
-  const WirePlace gpu_place = format.place(wire_buffer(), bucket_.num_elems());
   const auto for_each_tensor = [&](const auto& body) {
     for (Gradients& tensor : bucket_.tensors) {
       if (tensor.num_elems == 0) continue;
@@ -203,22 +209,33 @@ void PackAndUnpack<dtype, wire, is_scaled>::check_all() {
                                            .num_elems = bucket_.num_elems(),
                                            .dtype = dtype,
                                            .op = ReduceOp::kAvg,
-                                           .wire = format,
+                                           .wire = case_.wire,
                                            .hop = DType::kFloat32,
                                            .algorithm = schedule::Algorithm::kOneShot,
                                            .pass = &pass,
                                            .measures = &measures};
-      body(cpu::BucketReducer(reduce_args, kRank, 1), Range{first, tensor.num_elems});
+      const Range range{first, tensor.num_elems};
+      body(cpu::BucketReducer(reduce_args, kRank, 1), range, cpu_wire(first));
     }
   };
-  for_each_tensor([&](const cpu::BucketReducer& reducer, const Range& range) {
-    reducer.pack(range, format.from(cpu_place, range.begin));
+  for_each_tensor([](const cpu::BucketReducer& reducer, const Range& range, const WirePlace& dst) {
+    reducer.pack(range, dst);
   });
-  const auto& loops = cpu::element_loops().wire(format);
+  check_wire();
+  for_each_tensor([](const cpu::BucketReducer& reducer, const Range& range, const WirePlace& src) {
+    reducer.unpack(src, range);
+  });
+  check_results(measures);
+}
+
+template <DType dtype, DType wire, bool is_scaled>
+void PackAndUnpack<dtype, wire, is_scaled>::check_wire() {
+  const std::string what = case_.to_string();
+  const auto& loops = cpu::element_loops().wire(case_.wire);
   for (const Gradients& tensor : bucket_.tensors) {
     const uint64_t first = tensor.first_tile * kTileElems;
     std::vector<float> got(tensor.num_elems), expected(tensor.num_elems);
-    const WirePlace places[] = {format.from(gpu_place, first), format.from(cpu_place, first)};
+    const WirePlace places[] = {gpu_wire(first), cpu_wire(first)};
     loops.decode_sum(&places[0], 1, got.data(), tensor.num_elems, 1);
     loops.decode_sum(&places[1], 1, expected.data(), tensor.num_elems, 1);
     for (uint64_t i = 0; i < tensor.num_elems; ++i) {
@@ -229,13 +246,15 @@ void PackAndUnpack<dtype, wire, is_scaled>::check_all() {
       check_equal(bucket_.gpu_residual[first + i], bucket_.cpu_residual[first + i],
                   what + ": residual");
     }
-    check(std::memcmp(places[0].scales, places[1].scales, format.num_scales(tensor.num_elems)) == 0,
+    const size_t num_scales = case_.wire.num_scales(tensor.num_elems);
+    check(std::memcmp(places[0].scales, places[1].scales, num_scales) == 0,
           what + ": other scales");
   }
+}
 
-  for_each_tensor([&](const cpu::BucketReducer& reducer, const Range& range) {
-    reducer.unpack(format.from(cpu_place, range.begin), range);
-  });
+template <DType dtype, DType wire, bool is_scaled>
+void PackAndUnpack<dtype, wire, is_scaled>::check_results(const cpu::BucketMeasures& measures) {
+  const std::string what = case_.to_string();
   for (const Gradients& tensor : bucket_.tensors) {
     check_same_bits(tensor.gpu, tensor.cpu, dtype, what + ": result");
   }
@@ -243,7 +262,7 @@ void PackAndUnpack<dtype, wire, is_scaled>::check_all() {
   check(stats_[1] == expected || (std::isnan(expected) && std::isnan(stats_[1])),
         join(what, ": sum of squares is ", stats_[1], ", expected ", expected));
   check_equal(stats_[0], static_cast<double>(measures.num_non_finite), what + ": not finite");
-  check((num_packed_non_finite_ != 0) == (stats_[0] != 0) || format.dtype != DType::kFloat32,
+  check((num_packed_non_finite_ != 0) == (stats_[0] != 0) || wire != DType::kFloat32,
         what + ": what was not finite before is so afterwards");
   check_equal(num_non_finite_, uint64_t{0}, what + ": count of what is not finite, at rest");
   check_equal(num_blocks_done_, 0u, what + ": blocks done, at rest");
