@@ -1,0 +1,50 @@
+"""The demo trains on GPUs, with every variant that it shows there: small, and a few steps."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+
+import compare
+import train_gpt
+
+from on_gpu import DEVICE
+from ranks import Rank, run_ranks
+
+pytestmark = pytest.mark.torch_kernels
+WORLD_SIZE = 2
+NUM_STEPS = 3
+
+
+def train_all_variants(rank: Rank) -> None:
+    torch.cuda.set_device(DEVICE)
+    rank.init("gloo")
+    config = train_gpt.GPTConfig(context=16, num_layers=1, num_heads=2, width=32)
+    scale = train_gpt.Scale(config, batch=2, lr=1e-3, max_minutes=1.0)
+    train_gpt.SCALES["cuda"] = scale
+    args = argparse.Namespace(
+        variants=compare.default_variants("gloo"),
+        steps=NUM_STEPS,
+        batch=scale.batch,
+        lr=scale.lr,
+        max_minutes=scale.max_minutes,
+        seed=0,
+    )
+    text = torch.arange(20_000).remainder(251).to(torch.uint8)
+    runs = compare.train_in_turns(args, text, text, Console(quiet=True), DEVICE)
+    results = {name: compare.gather(compare.VARIANTS[name], run) for name, run in runs.items()}
+    assert results.pop("none").spread > 0
+    for name, result in results.items():
+        assert result.spread == 0, name
+        assert result.losses == pytest.approx(results["gloo"].losses, rel=0.02), name
+
+
+def test_demo_trains_its_variants_on_ranks_that_share_a_gpu() -> None:
+    run_ranks(WORLD_SIZE, train_all_variants, timeout_s=60.0)
