@@ -95,6 +95,33 @@ def test_captured_all_reduce_can_be_replayed(processes: SimulatedProcesses) -> N
     processes.run(replay_all_reduce)
 
 
+def types_of_captured_nodes() -> list[int]:
+    group = rota.LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
+    tensors = [contribution.to("cuda") for contribution in make_contributions(1000, torch.float32)]
+    group.all_reduce(tensors)
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            group.all_reduce(tensors)
+    runtime = ctypes.CDLL(None)
+    handle, num_nodes = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
+    assert runtime.cudaGraphGetNodes(handle, None, ctypes.byref(num_nodes)) == 0
+    nodes = (ctypes.c_void_p * num_nodes.value)()
+    assert runtime.cudaGraphGetNodes(handle, nodes, ctypes.byref(num_nodes)) == 0
+    types = (ctypes.c_int * num_nodes.value)()
+    for i, node in enumerate(nodes):
+        found = ctypes.byref(types, i * ctypes.sizeof(ctypes.c_int))
+        assert runtime.cudaGraphNodeGetType(ctypes.c_void_p(node), found) == 0
+    return list(types)
+
+
+@needs_local_group
+def test_all_ranks_of_one_process_are_one_kernel(processes: SimulatedProcesses) -> None:
+    kernel, waits, records = 0, 6, 7  # cudaGraphNodeType
+    types = processes.run(types_of_captured_nodes)
+    assert sorted(types) == [kernel] * 3 + [waits] + [records] * 3
+
+
 def pack_and_unpack() -> None:
     gradients = [torch.randn(num_elems) for num_elems in (1, 511, 5000)]
     halved = [gradient.half().float() for gradient in gradients]

@@ -12,8 +12,8 @@ namespace rota::cuda {
 
 // What every collective is told of its data. Tensors are in the wire format.
 struct CollectiveArgs {
-  std::byte* input;
-  std::byte* output;  // may be the input
+  std::byte* input[kMaxLocalRanks];   // by place among the launch's local ranks
+  std::byte* output[kMaxLocalRanks];  // may be the input
   uint64_t num_elems;
   uint64_t granule_elems;  // pieces and chunks are multiples of it
   uint64_t chunk_elems;    // what a slot takes
@@ -23,7 +23,8 @@ struct CollectiveArgs {
   double divisor;     // kAvg: of the sum
   double reciprocal;  // 1 / divisor where that is exact, else 0
   Rounding rounding;
-  int peer;  // broadcast: the root; send and receive: the other end
+  int source;       // broadcast: the root; transfer: who sends
+  int destination;  // transfer: who receives
   // Of what all ranks are to call: where two ranks' differ, a kernel gives up. Replays of a CUDA
   // graph pass no code of the host that could compare what ranks call.
   uint64_t fingerprint;

@@ -18,16 +18,10 @@ ROTA_COLLECTIVE_KERNEL broadcast_kernel(const __grid_constant__ Peers peers,
   broadcast(block, peers, args);
 }
 
-ROTA_COLLECTIVE_KERNEL send_kernel(const __grid_constant__ Peers peers,
-                                   const __grid_constant__ CollectiveArgs args) {
+ROTA_COLLECTIVE_KERNEL transfer_kernel(const __grid_constant__ Peers peers,
+                                       const __grid_constant__ CollectiveArgs args) {
   const DeviceBlock block;
-  send(block, peers, args);
-}
-
-ROTA_COLLECTIVE_KERNEL receive_kernel(const __grid_constant__ Peers peers,
-                                      const __grid_constant__ CollectiveArgs args) {
-  const DeviceBlock block;
-  receive(block, peers, args);
+  transfer(block, peers, args);
 }
 
 namespace {
@@ -45,9 +39,8 @@ const void* all_gather_kernel_of(const WireFormat& format) {
 const void* broadcast_kernel_of(const WireFormat& format) {
   return of_bytes(format, &broadcast_kernel);
 }
-const void* send_kernel_of(const WireFormat& format) { return of_bytes(format, &send_kernel); }
-const void* receive_kernel_of(const WireFormat& format) {
-  return of_bytes(format, &receive_kernel);
+const void* transfer_kernel_of(const WireFormat& format) {
+  return of_bytes(format, &transfer_kernel);
 }
 
 }  // namespace rota::cuda

@@ -17,6 +17,8 @@ class DeviceBlock {
   __device__ int num_threads() const { return static_cast<int>(blockDim.x); }
   __device__ int index() const { return static_cast<int>(blockIdx.x); }
   __device__ int num_blocks() const { return static_cast<int>(gridDim.x); }
+  // Which of the ranks that the launch works for.
+  __device__ int local_rank() const { return static_cast<int>(blockIdx.y); }
 
   // Barriers: what a thread wrote before, every thread of the block reads after. all: whether every
   // thread says so.

@@ -36,15 +36,18 @@ class Elements {
   HOST_DEVICE static uint32_t length_of(const Range& chunk) {
     return static_cast<uint32_t>(chunk.num_elems);
   }
+  // Of the rank that the block works for.
+  HOST_DEVICE std::byte* own_input() const { return args_.input[block_.local_rank()]; }
+  HOST_DEVICE std::byte* own_output() const { return args_.output[block_.local_rank()]; }
   // Elements from first_elem on, of a tensor of num_elems.
   HOST_DEVICE static WirePlace at(std::byte* base, uint64_t num_elems, uint64_t first_elem) {
     return Codec::format().from(Codec::format().place(base, num_elems), first_elem);
   }
   HOST_DEVICE WirePlace input(const Range& range) const {
-    return at(args_.input, args_.num_elems, range.begin);
+    return at(own_input(), args_.num_elems, range.begin);
   }
   HOST_DEVICE WirePlace output(const Range& range) const {
-    return at(args_.output, args_.num_elems, range.begin);
+    return at(own_output(), args_.num_elems, range.begin);
   }
   // A chunk in a slot.
   HOST_DEVICE static WirePlace in_slot(std::byte* slot, const Range& range) {
@@ -195,10 +198,10 @@ class Elements {
   }
 
   // With fewer units in flight the latency of memory shows; with more, registers run out: an
-  // element takes one of 32 bits, and a narrow integer others to be sign-extended in.
+  // element takes one or two of 32 bits, and a narrow integer others to be sign-extended in.
   static constexpr uint32_t kCopiedUnits = 4;
   static constexpr uint32_t kReducedUnits = sizeof(typename Codec::Acc) < 4 ? 1
-                                            : Codec::kElems < 4             ? 4
+                                            : Codec::kElems < 4             ? 3
                                                                             : 16 / Codec::kElems;
 
   // Sums have a loop of their own. The other operations are told apart element by element, which

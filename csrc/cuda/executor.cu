@@ -42,9 +42,9 @@ class CaptureUndisturbed {
 
 void Executor::HostWordsDeleter::operator()(HostWords* words) const { cudaFreeHost(words); }
 
-Executor::Executor(const Options& options)
-    : words_(make_words()), ranks_per_device_(options.ranks_per_device) {
-  peers_.rank = options.rank;
+Executor::Executor(const Options& options) : words_(make_words()) {
+  peers_.first_rank = options.rank;
+  peers_.num_local_ranks = options.num_local_ranks;
   peers_.geometry = options.geometry;
   std::copy(options.regions.begin(), options.regions.end(), peers_.regions);
   peers_.abort = on_gpu(&words_->abort);
@@ -55,12 +55,15 @@ Executor::Executor(const Options& options)
 }
 
 ResidentPlan Executor::plan(const LaunchRequest& request) const {
-  return plan_resident(request, peers_, ranks_per_device_);
+  return plan_resident(request, peers_);
 }
 
 void Executor::run(const ResidentPlan& plan, Stream stream) {
-  const bool is_send = plan.kernel == Kernel::kSend;
-  const bool is_receive = plan.kernel == Kernel::kReceive;
+  const CollectiveArgs& args = plan.launch.args;
+  // Local ranks send and receive at the same time, as in any collective.
+  const bool is_transfer = plan.kernel == Kernel::kTransfer && peers_.num_local_ranks == 1;
+  const bool is_send = is_transfer && args.source == peers_.first_rank;
+  const bool is_receive = is_transfer && args.destination == peers_.first_rank;
   if (is_receive && !receives_) {
     order_.enter(stream);  // the first one, behind all collectives so far
     receives_.emplace();

@@ -1,5 +1,6 @@
-// One rank's kernels on one GPU, one collective after the other: what they are told of their peers,
-// the words through which they and the host tell each other to give up, and their order.
+// Kernels of one rank, or of local ranks, on one GPU, one collective after the other: what they are
+// told of their peers, the words through which they and the host tell each other to give up, and
+// their order.
 #pragma once
 
 #include <chrono>
@@ -34,10 +35,10 @@ struct HostWords {
 class Executor {
  public:
   struct Options {
-    int rank;
+    int rank;                 // this rank, or the first of local ones
+    int num_local_ranks = 1;  // that one launch works for
     transport::DeviceGeometry geometry;
     std::vector<std::byte*> regions;  // by rank; they outlive the executor
-    int ranks_per_device = 1;         // whose kernels spin at the same time; launch.h
     std::chrono::nanoseconds slow_after = std::chrono::nanoseconds::max();  // take_slow()
     std::chrono::nanoseconds timeout;
   };
@@ -68,7 +69,6 @@ class Executor {
 
   std::unique_ptr<HostWords, HostWordsDeleter> words_;
   Peers peers_{};
-  int ranks_per_device_;
   StreamOrder order_;                    // of collectives and sends
   std::optional<StreamOrder> receives_;  // once there are any: of collectives and receives
 };

@@ -17,10 +17,9 @@ const void* hierarchical_kernel_of(const WireFormat& format);
 const void* low_latency_kernel_of(const WireFormat& format);
 const void* one_shot_kernel_of(const WireFormat& format);
 const void* ordered_ring_kernel_of(const WireFormat& format);
-const void* receive_kernel_of(const WireFormat& format);
 const void* reduce_scatter_kernel_of(const WireFormat& format);
 const void* ring_kernel_of(const WireFormat& format);
-const void* send_kernel_of(const WireFormat& format);
+const void* transfer_kernel_of(const WireFormat& format);
 const void* two_shot_in_place_kernel_of(const WireFormat& format);
 const void* two_shot_kernel_of(const WireFormat& format);
 

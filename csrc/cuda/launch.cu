@@ -37,10 +37,8 @@ const void* kernel_of(Kernel kernel, const WireFormat& format) {
       return all_gather_kernel_of(format);
     case Kernel::kBroadcast:
       return broadcast_kernel_of(format);
-    case Kernel::kSend:
-      return send_kernel_of(format);
-    case Kernel::kReceive:
-      return receive_kernel_of(format);
+    case Kernel::kTransfer:
+      return transfer_kernel_of(format);
   }
   return nullptr;
 }
@@ -84,17 +82,17 @@ void load(const void* kernel) {
     check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
 }
 
-void launch(const void* kernel, int num_blocks, int num_threads, void** args, Stream stream) {
-  check_cuda(cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(num_blocks)),
-                              dim3(static_cast<unsigned>(num_threads)), args, 0, stream),
+void launch(const void* kernel, dim3 num_blocks, int num_threads, void** args, Stream stream) {
+  check_cuda(cudaLaunchKernel(kernel, num_blocks, dim3(static_cast<unsigned>(num_threads)), args, 0,
+                              stream),
              "cudaLaunchKernel");
 }
 
 // As many blocks as run at once and have a tile: each takes its share of the tiles.
-int num_bucket_blocks(const void* kernel, uint64_t num_tiles) {
+unsigned num_bucket_blocks(const void* kernel, uint64_t num_tiles) {
   const auto num_resident = static_cast<uint64_t>(num_resident_blocks(kernel, kBucketThreads));
   const uint64_t num_needed = schedule::ceil_div(num_tiles, kBucketThreads / kTileThreads);
-  return static_cast<int>(schedule::min_of(num_resident, num_needed));
+  return static_cast<unsigned>(schedule::min_of(num_resident, num_needed));
 }
 
 }  // namespace
@@ -121,16 +119,16 @@ int num_multiprocessors() {
   return number;
 }
 
-ResidentPlan plan_resident(const LaunchRequest& request, const Peers& peers, int ranks_per_device) {
+ResidentPlan plan_resident(const LaunchRequest& request, const Peers& peers) {
   ResidentPlan plan{request.kernel, nullptr, plan_launch(request, peers), {}};
   const int num_blocks = plan.launch.num_blocks;
   if (num_blocks == 0) return plan;
   plan.function = kernel_of(request.kernel, request.format);
   if (plan.function == nullptr) refuse_format(name(request.kernel), request.format);
   const int num_resident = num_resident_blocks(plan.function, kThreadsPerBlock);
-  if (num_blocks * ranks_per_device > num_resident) {
+  if (num_blocks * peers.num_local_ranks > num_resident) {
     throw Error(ErrorKind::kValue,
-                join("rota: ", name(request.kernel), " of ", ranks_per_device, " ranks with ",
+                join("rota: ", name(request.kernel), " of ", peers.num_local_ranks, " ranks with ",
                      num_blocks, " channels each: this GPU runs ", num_resident,
                      " such blocks at the same time; use fewer channels"));
   }
@@ -143,7 +141,9 @@ void launch_collective(const ResidentPlan& plan, const Peers& peers, Stream stre
   // The runtime copies them, and takes them as void* only.
   void* args[] = {const_cast<Peers*>(&peers), const_cast<CollectiveArgs*>(&plan.launch.args),
                   const_cast<MappedTensors*>(&plan.tensors)};
-  launch(plan.function, plan.launch.num_blocks, kThreadsPerBlock, args, stream);
+  const dim3 num_blocks(static_cast<unsigned>(plan.launch.num_blocks),
+                        static_cast<unsigned>(peers.num_local_ranks));
+  launch(plan.function, num_blocks, kThreadsPerBlock, args, stream);
 }
 
 void launch_pack(const PackArgs& args, DType dtype, const WireFormat& wire, Stream stream) {
@@ -161,7 +161,7 @@ void launch_unpack(const UnpackArgs& args, DType dtype, const WireFormat& wire, 
   const void* kernel = unpack_kernel_of(dtype, wire);
   if (kernel == nullptr) refuse_format("unpack", wire);
   // Without tiles, too: their sum of squares is 0.
-  const int num_blocks = std::max(1, num_bucket_blocks(kernel, args.bucket.num_tiles));
+  const unsigned num_blocks = std::max(1u, num_bucket_blocks(kernel, args.bucket.num_tiles));
   void* kernel_args[] = {const_cast<UnpackArgs*>(&args)};
   launch(kernel, num_blocks, kBucketThreads, kernel_args, stream);
 }

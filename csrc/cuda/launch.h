@@ -25,9 +25,9 @@ struct ResidentPlan {
   MappedTensors tensors;
 };
 
-// ranks_per_device: how many ranks' kernels spin on this GPU at the same time. All of their blocks
-// must be resident together, or they would wait for one that never starts: that is refused.
-ResidentPlan plan_resident(const LaunchRequest& request, const Peers& peers, int ranks_per_device);
+// Blocks of local ranks wait for each other, so all of them must be resident together, or they
+// would wait for one that never starts: more are refused.
+ResidentPlan plan_resident(const LaunchRequest& request, const Peers& peers);
 void launch_collective(const ResidentPlan& plan, const Peers& peers, Stream stream);
 
 // dtype: of the gradients.

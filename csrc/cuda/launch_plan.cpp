@@ -27,8 +27,7 @@ bool reduces(Kernel kernel) {
       return true;
     case Kernel::kAllGather:
     case Kernel::kBroadcast:
-    case Kernel::kSend:
-    case Kernel::kReceive:
+    case Kernel::kTransfer:
       return false;
   }
   return false;
@@ -49,8 +48,7 @@ int num_pieces(const LaunchRequest& request, int world_size, int group_size) {
     case Kernel::kOneShot:
     case Kernel::kOrderedRing:
     case Kernel::kBroadcast:
-    case Kernel::kSend:
-    case Kernel::kReceive:
+    case Kernel::kTransfer:
       return 1;
   }
   return 1;
@@ -77,8 +75,12 @@ void check_peers(const Peers& peers, Kernel kernel) {
     refuse("world_size is ", geometry.world_size, ", ", name(kernel), " takes ", least_ranks,
            " to ", kMaxWorldSize);
   }
-  if (peers.rank < 0 || peers.rank >= geometry.world_size) {
-    refuse("rank is ", peers.rank, ", expected 0 to ", geometry.world_size - 1);
+  if (peers.first_rank < 0 || peers.first_rank >= geometry.world_size) {
+    refuse("rank is ", peers.first_rank, ", expected 0 to ", geometry.world_size - 1);
+  }
+  const int most_local_ranks = std::min(geometry.world_size - peers.first_rank, kMaxLocalRanks);
+  if (peers.num_local_ranks < 1 || peers.num_local_ranks > most_local_ranks) {
+    refuse("num_local_ranks is ", peers.num_local_ranks, ", expected 1 to ", most_local_ranks);
   }
   if (geometry.num_channels < 1) {
     refuse("num_channels is ", geometry.num_channels, ", expected 1 or more");
@@ -131,37 +133,61 @@ void check_arithmetic(const LaunchRequest& request, const Peers& peers, int grou
   }
 }
 
+// What one of the launch's local ranks does with its tensors.
+struct OwnTensors {
+  int rank;
+  void* input;
+  void* output;
+  bool reads;
+  bool writes;
+};
+
+OwnTensors own_tensors(const LaunchRequest& request, const Peers& peers, int place) {
+  const int rank = peers.first_rank + place;
+  const bool is_transfer = request.kernel == Kernel::kTransfer;
+  return {.rank = rank,
+          .input = request.input[static_cast<size_t>(place)],
+          .output = request.output[static_cast<size_t>(place)],
+          .reads = !is_transfer || rank == request.source,
+          .writes = !is_transfer || rank == request.destination};
+}
+
 // In place is where the own piece lies, or the whole; any other overlap would be read half written.
-void check_overlap(const LaunchRequest& request, const Peers& peers) {
+void check_overlap(const LaunchRequest& request, const Peers& peers, const OwnTensors& own) {
   const bool has_pieces = has_equal_pieces(request.kernel);
   const auto num_pieces = static_cast<uint64_t>(has_pieces ? peers.world_size() : 1);
   const size_t whole_bytes = request.format.num_bytes(request.num_elems);
   const size_t piece_bytes = request.format.num_bytes(request.num_elems / num_pieces);
   const bool is_whole_input = request.kernel != Kernel::kAllGather;
-  const auto whole = reinterpret_cast<uintptr_t>(is_whole_input ? request.input : request.output);
-  const auto piece = reinterpret_cast<uintptr_t>(is_whole_input ? request.output : request.input);
-  const uintptr_t in_place =
-      whole + (has_pieces ? static_cast<size_t>(peers.rank) * piece_bytes : 0);
+  const auto whole = reinterpret_cast<uintptr_t>(is_whole_input ? own.input : own.output);
+  const auto piece = reinterpret_cast<uintptr_t>(is_whole_input ? own.output : own.input);
+  const uintptr_t in_place = whole + (has_pieces ? static_cast<size_t>(own.rank) * piece_bytes : 0);
   const bool are_apart = whole + whole_bytes <= piece || piece + piece_bytes <= whole;
   if (piece != in_place && !are_apart) {
-    refuse("input at ", request.input, " and output at ", request.output,
+    refuse("input at ", own.input, " and output at ", own.output,
            " overlap; work in place, or on tensors that lie apart");
   }
 }
 
-void check_tensors(const LaunchRequest& request, const Peers& peers) {
-  const bool needs_input = request.kernel != Kernel::kReceive;
-  const bool needs_output = request.kernel != Kernel::kSend;
-  if ((needs_input && request.input == nullptr) || (needs_output && request.output == nullptr)) {
+void check_own_tensors(const LaunchRequest& request, const Peers& peers, const OwnTensors& own) {
+  const bool lacks_input = own.reads && own.input == nullptr;
+  if (lacks_input || (own.writes && own.output == nullptr)) {
     refuse(name(request.kernel), " of ", request.num_elems, " elements has no ",
-           needs_input && request.input == nullptr ? "input" : "output");
+           lacks_input ? "input" : "output", " of rank ", own.rank);
   }
-  if (needs_input && needs_output) check_overlap(request, peers);
-  if (request.format.is_block_scaled && (!is_aligned_to(request.input, kAccessBytes) ||
-                                         !is_aligned_to(request.output, kAccessBytes))) {
+  if (own.reads && own.writes) check_overlap(request, peers, own);
+  if (request.format.is_block_scaled &&
+      (!is_aligned_to(own.input, kAccessBytes) || !is_aligned_to(own.output, kAccessBytes))) {
     refuse("tensors in scaled blocks start at multiples of ", kAccessBytes, " bytes, got ",
-           request.input, " and ", request.output);
+           own.input, " and ", own.output);
   }
+  if (request.kernel == Kernel::kTwoShotInPlace &&
+      (own.input != own.output || request.tensors->of[own.rank] != own.input)) {
+    refuse("two_shot_in_place works in place, on this rank's mapped tensor");
+  }
+}
+
+void check_tensors(const LaunchRequest& request, const Peers& peers) {
   if (has_equal_pieces(request.kernel) &&
       request.num_elems % static_cast<uint64_t>(peers.world_size()) != 0) {
     refuse(name(request.kernel), " of ", request.num_elems, " elements among ", peers.world_size(),
@@ -173,26 +199,36 @@ void check_tensors(const LaunchRequest& request, const Peers& peers) {
       if (request.tensors->of[rank] == nullptr)
         refuse("the tensor of rank ", rank, " is not mapped");
     }
-    if (request.input != request.output || request.tensors->of[peers.rank] != request.input) {
-      refuse("two_shot_in_place works in place, on this rank's mapped tensor");
-    }
+  }
+  for (int place = 0; place < peers.num_local_ranks; ++place) {
+    check_own_tensors(request, peers, own_tensors(request, peers, place));
   }
 }
 
-void check_peer(const LaunchRequest& request, const Peers& peers) {
-  const bool is_pair = request.kernel == Kernel::kSend || request.kernel == Kernel::kReceive;
-  if (!is_pair && request.kernel != Kernel::kBroadcast) return;
-  const bool is_self = is_pair && request.peer == peers.rank;
-  if (request.peer < 0 || request.peer >= peers.world_size() || is_self) {
-    refuse(name(request.kernel), " with rank ", request.peer, " as the other end: expected 0 to ",
-           peers.world_size() - 1, is_pair ? ", other than the own rank" : "");
+void check_ends(const LaunchRequest& request, const Peers& peers) {
+  const bool is_transfer = request.kernel == Kernel::kTransfer;
+  if (!is_transfer && request.kernel != Kernel::kBroadcast) return;
+  for (const int rank : {request.source, is_transfer ? request.destination : request.source}) {
+    if (rank >= 0 && rank < peers.world_size()) continue;
+    refuse(name(request.kernel), " with rank ", rank, " as an end: expected 0 to ",
+           peers.world_size() - 1);
+  }
+  if (!is_transfer) return;
+  if (request.source == request.destination) {
+    refuse("transfer from rank ", request.source, " to itself; expected two ranks");
+  }
+  if (peers.num_local_ranks == 1 && peers.first_rank != request.source &&
+      peers.first_rank != request.destination) {
+    refuse("transfer from rank ", request.source, " to rank ", request.destination, " on rank ",
+           peers.first_rank, ", which has no part in it");
   }
 }
 
 // Kernels that move 16 bytes at a time do so where everything starts at a multiple of that.
 bool is_everything_aligned(const LaunchRequest& request, const Peers& peers) {
-  bool is_aligned =
-      is_aligned_to(request.input, kAccessBytes) && is_aligned_to(request.output, kAccessBytes);
+  bool is_aligned = true;
+  for (const void* tensor : request.input) is_aligned &= is_aligned_to(tensor, kAccessBytes);
+  for (const void* tensor : request.output) is_aligned &= is_aligned_to(tensor, kAccessBytes);
   if (has_equal_pieces(request.kernel)) {
     const auto num_ranks = static_cast<uint64_t>(peers.world_size());
     is_aligned &= request.format.num_bytes(request.num_elems / num_ranks) % kAccessBytes == 0;
@@ -247,21 +283,26 @@ LaunchPlan plan_launch(const LaunchRequest& request, const Peers& peers) {
   const int world_size = peers.world_size();
   const int group_size = request.group_size == 0 ? world_size : request.group_size;
   if (reduces(request.kernel)) check_arithmetic(request, peers, group_size);
-  check_peer(request, peers);
-  LaunchPlan plan{.args = {.input = static_cast<std::byte*>(request.input),
-                           .output = static_cast<std::byte*>(request.output),
+  check_ends(request, peers);
+  LaunchPlan plan{.args = {.input = {},
+                           .output = {},
                            .num_elems = request.num_elems,
                            .group_size = group_size,
                            .op = request.op,
                            .divisor = request.divisor,
                            .rounding = request.rounding,
-                           .peer = request.peer,
+                           .source = request.source,
+                           .destination = request.destination,
                            .fingerprint = request.fingerprint},
                   .num_blocks = 0};
   if (request.num_elems == 0) return plan;
   check_tensors(request, peers);
 
   CollectiveArgs& args = plan.args;
+  for (size_t place = 0; place < kMaxLocalRanks; ++place) {
+    args.input[place] = static_cast<std::byte*>(request.input[place]);
+    args.output[place] = static_cast<std::byte*>(request.output[place]);
+  }
   int exponent = 0;
   if (std::frexp(request.divisor, &exponent) == 0.5) args.reciprocal = 1 / request.divisor;
   args.is_aligned = is_everything_aligned(request, peers);

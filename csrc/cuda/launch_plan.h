@@ -26,12 +26,11 @@ enum class Kernel : uint8_t {
   kReduceScatter,
   kAllGather,
   kBroadcast,
-  kSend,
-  kReceive,
+  kTransfer,
 };
-inline constexpr std::array<std::string_view, 12> kKernelNames{
+inline constexpr std::array<std::string_view, 11> kKernelNames{
     "low_latency",  "one_shot",       "two_shot",   "two_shot_in_place", "ordered_ring", "ring",
-    "hierarchical", "reduce_scatter", "all_gather", "broadcast",         "send",         "receive"};
+    "hierarchical", "reduce_scatter", "all_gather", "broadcast",         "transfer"};
 constexpr std::string_view name(Kernel kernel) { return kKernelNames[static_cast<size_t>(kernel)]; }
 
 // The kernel of an all-reduce that goes through links.
@@ -46,9 +45,10 @@ inline constexpr int kBucketBlocks = 5;  // on a multiprocessor, at least
 
 struct LaunchRequest {
   Kernel kernel;
-  // num_elems: of the larger of both tensors, for reduce_scatter and all_gather.
-  void* input = nullptr;
-  void* output = nullptr;  // the input, or apart from it
+  // By place among the launch's local ranks. num_elems: of the larger of both tensors, for
+  // reduce_scatter and all_gather.
+  std::array<void*, kMaxLocalRanks> input{};
+  std::array<void*, kMaxLocalRanks> output{};  // the input, or apart from it
   uint64_t num_elems = 0;
   WireFormat format{DType::kFloat32};
   ReduceOp op = ReduceOp::kSum;
@@ -56,14 +56,15 @@ struct LaunchRequest {
   int group_size = 0;      // 0: world_size, one group
   bool is_bucket = false;  // cut at whole tiles
   Rounding rounding{};
-  int peer = 0;                            // broadcast: the root; send, receive: the other
+  int source = 0;                          // broadcast: the root; transfer: who sends
+  int destination = 0;                     // transfer: who receives
   const MappedTensors* tensors = nullptr;  // two_shot_in_place
   uint64_t fingerprint = 0;                // CollectiveArgs; the same everywhere: not compared
 };
 
 struct LaunchPlan {
   CollectiveArgs args;
-  int num_blocks;  // 0: there is nothing to do
+  int num_blocks;  // of each local rank; 0: there is nothing to do
 };
 
 // Throws Error(kValue), which says what was given and what is taken.

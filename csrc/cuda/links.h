@@ -36,7 +36,7 @@ class Links {
   HOST_DEVICE Links(const Block& block, const Peers& peers, uint64_t fingerprint)
       : block_(block), peers_(peers), fingerprint_(fingerprint) {}
 
-  HOST_DEVICE int rank() const { return peers_.rank; }
+  HOST_DEVICE int rank() const { return peers_.rank_of(block_); }
   HOST_DEVICE int world_size() const { return peers_.world_size(); }
   // Where a message to `peer` is written, and where one of `peer` is read.
   HOST_DEVICE std::byte* outgoing(int peer, uint64_t message) const {

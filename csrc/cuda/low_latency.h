@@ -37,8 +37,8 @@ class Packets {
                                                           units.elem[0], units.num_elems[0]);
           const auto& words = own.payload.words;
           for (int index = 0; index < peers_.world_size() - 1; ++index) {
-            const int peer = schedule::rotated_peer(peers_.rank, peers_.world_size(), index);
-            uint64_t* packets = packets_at(peer, peers_.rank, units.elem[0]);
+            const int peer = schedule::rotated_peer(rank(), peers_.world_size(), index);
+            uint64_t* packets = packets_at(peer, rank(), units.elem[0]);
             ROTA_UNROLL
             for (uint32_t i = 0; i < kPacketsPerUnit; i += 2) {
               block.store_pair(packets + i, packet(words[i]), packet(words[i + 1]));
@@ -46,7 +46,7 @@ class Packets {
           }
         });
     for_each_own_peer([&](int peer) {
-      block.store_pair(header_at(peer, peers_.rank), packet(fingerprint_word(0)),
+      block.store_pair(header_at(peer, rank()), packet(fingerprint_word(0)),
                        packet(fingerprint_word(1)));
     });
   }
@@ -57,11 +57,11 @@ class Packets {
   HOST_DEVICE_INLINE typename Codec::Values load(int source, uint32_t elem,
                                                  uint32_t num_elems) const {
     const Block& block = elements_.block();
-    if (source == peers_.rank) {
+    if (source == rank()) {
       const WirePlace own = elements_.input(chunk_);
       return Codec::decode(block, Codec::template read<kIsWhole>(block, own, elem, num_elems));
     }
-    uint64_t* packets = packets_at(peers_.rank, source, elem);
+    uint64_t* packets = packets_at(rank(), source, elem);
     typename Codec::Encoded received{};
     const auto have_arrived = [&] {
       bool is_there = true;
@@ -87,7 +87,7 @@ class Packets {
       const Block& block = elements_.block();
       uint64_t fingerprint = 0;
       const auto has_arrived = [&] {
-        const auto [low, high] = block.load_pair(header_at(peers_.rank, peer));
+        const auto [low, high] = block.load_pair(header_at(rank(), peer));
         fingerprint = high << 32 | (low & 0xffffffff);
         return is_of_this_round(low) && is_of_this_round(high);
       };
@@ -104,9 +104,10 @@ class Packets {
   }
 
  private:
+  HOST_DEVICE int rank() const { return peers_.rank_of(elements_.block()); }
   HOST_DEVICE transport::ChannelState& state() const {
     const size_t offset = peers_.geometry.channel_state(elements_.block().index());
-    return *reinterpret_cast<transport::ChannelState*>(peers_.regions[peers_.rank] + offset);
+    return *reinterpret_cast<transport::ChannelState*>(peers_.regions[rank()] + offset);
   }
   HOST_DEVICE uint64_t* packets_at(int owner, int source, uint32_t elem) const {
     const size_t offset = peers_.geometry.packets(elements_.block().index(), round_, source);
@@ -126,7 +127,7 @@ class Packets {
     const Block& block = elements_.block();
     const int first = block.num_threads() - 1 - block.thread();
     for (int index = first; index < peers_.world_size() - 1; index += block.num_threads()) {
-      body(schedule::rotated_peer(peers_.rank, peers_.world_size(), index));
+      body(schedule::rotated_peer(rank(), peers_.world_size(), index));
     }
   }
   HOST_DEVICE uint64_t packet(uint32_t data) const { return round_ << 32 | data; }

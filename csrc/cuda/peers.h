@@ -12,7 +12,8 @@
 namespace rota::cuda {
 
 struct Peers {
-  int rank;
+  int first_rank;           // the launch's own rank, or the first of its local ranks
+  int num_local_ranks = 1;  // which one launch works for: rank_of() says which a block is of
   transport::DeviceGeometry geometry;
   std::byte* regions[kMaxWorldSize];  // by rank; all mapped into this rank's address space
   // In host memory that the GPU maps, as are the next two: 1 once the host wants kernels to return.
@@ -23,6 +24,10 @@ struct Peers {
   uint64_t timeout_ns;
 
   HOST_DEVICE int world_size() const { return geometry.world_size; }
+  template <typename Block>
+  HOST_DEVICE int rank_of(const Block& block) const {
+    return first_rank + block.local_rank();
+  }
 };
 
 // kMismatch: the peer is in a launch with another fingerprint (collective_args.h).
@@ -35,15 +40,17 @@ struct Failure {
   FailureKind kind;
   WaitPhase phase;
   uint16_t peer;
-  uint32_t channel;
+  uint16_t rank;  // that waited
+  uint16_t channel;
 
   HOST_DEVICE constexpr uint64_t pack() const {
-    return uint64_t{channel} << 32 | uint64_t{peer} << 16 |
+    return uint64_t{channel} << 48 | uint64_t{rank} << 32 | uint64_t{peer} << 16 |
            uint64_t{static_cast<uint8_t>(phase)} << 8 | static_cast<uint8_t>(kind);
   }
   HOST_DEVICE static constexpr Failure unpack(uint64_t word) {
     return {static_cast<FailureKind>(word & 0xff), static_cast<WaitPhase>(word >> 8 & 0xff),
-            static_cast<uint16_t>(word >> 16), static_cast<uint32_t>(word >> 32)};
+            static_cast<uint16_t>(word >> 16), static_cast<uint16_t>(word >> 32),
+            static_cast<uint16_t>(word >> 48)};
   }
   // None where the word is at rest.
   static std::optional<Failure> unpack_any(uint64_t word) {

@@ -1,4 +1,4 @@
-// Bytes from one rank to others: send and receive, and broadcast as a chain of both along the ring.
+// Bytes from one rank to others: a transfer, and broadcast as a chain of them along the ring.
 // One wait in a row for each chunk, and for broadcast world_size - 2 more; nobody sends more than
 // num_bytes.
 #pragma once
@@ -42,22 +42,24 @@ HOST_DEVICE void pass_on(const Block& block, const Peers& peers, const Collectiv
   links.count_received(from, message);
 }
 
+// From args.source to args.destination; any other rank has no part.
 template <typename Block>
-HOST_DEVICE void send(const Block& block, const Peers& peers, const CollectiveArgs& args) {
-  pass_on(block, peers, args, schedule::nobody(), schedule::only(args.peer));
-}
-
-template <typename Block>
-HOST_DEVICE void receive(const Block& block, const Peers& peers, const CollectiveArgs& args) {
-  pass_on(block, peers, args, schedule::only(args.peer), schedule::nobody());
+HOST_DEVICE void transfer(const Block& block, const Peers& peers, const CollectiveArgs& args) {
+  const int rank = peers.rank_of(block);
+  if (rank == args.source) {
+    pass_on(block, peers, args, schedule::nobody(), schedule::only(args.destination));
+  } else if (rank == args.destination) {
+    pass_on(block, peers, args, schedule::only(args.source), schedule::nobody());
+  }
 }
 
 template <typename Block>
 HOST_DEVICE void broadcast(const Block& block, const Peers& peers, const CollectiveArgs& args) {
-  const int root = args.peer;
-  const int next = schedule::next_rank(peers.rank, peers.world_size());
-  const int previous = schedule::previous_rank(peers.rank, peers.world_size());
-  pass_on(block, peers, args, peers.rank == root ? schedule::nobody() : schedule::only(previous),
+  const int rank = peers.rank_of(block);
+  const int root = args.source;
+  const int next = schedule::next_rank(rank, peers.world_size());
+  const int previous = schedule::previous_rank(rank, peers.world_size());
+  pass_on(block, peers, args, rank == root ? schedule::nobody() : schedule::only(previous),
           next == root ? schedule::nobody() : schedule::only(next));
 }
 

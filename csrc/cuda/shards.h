@@ -27,7 +27,7 @@ HOST_DEVICE void reduce_scatter(const Block& block, const Peers& peers,
 
     if (!links.wait(ToRead{world, message})) return;
     const auto contribution_of = [&](int rank) { return pieces.contribution(rank, own, message); };
-    const auto output = [&](int) { return pieces.in_own_piece(args.output, own); };
+    const auto output = [&](int) { return pieces.in_own_piece(elements.own_output(), own); };
     elements.reduce(own, Contributions(elements, links.world_size(), contribution_of),
                     args.group_size, Results(elements, own.begin, 1, output));
     block.sync();
@@ -50,7 +50,7 @@ HOST_DEVICE void all_gather(const Block& block, const Peers& peers, const Collec
     const Range own = pieces.own_chunk(i);
 
     if (!links.wait(ToSend{world, message})) return;
-    elements.copy(own, pieces.in_own_piece(args.input, own), links.world_size(),
+    elements.copy(own, pieces.in_own_piece(elements.own_input(), own), links.world_size(),
                   [&](int index) { return pieces.result_place(index, own, message); });
     block.sync();
     links.publish(world, message);

@@ -13,10 +13,11 @@ inline constexpr uint32_t kLooksPerTick = 256;
 
 // Writes to `word` what has come of a wait.
 template <typename Block>
-HOST_DEVICE void report(const Block& block, FailureKind kind, WaitPhase phase, int peer,
-                        uint64_t* word) {
+HOST_DEVICE void report(const Block& block, const Peers& peers, FailureKind kind, WaitPhase phase,
+                        int peer, uint64_t* word) {
   const Failure failure{kind, phase, static_cast<uint16_t>(peer),
-                        static_cast<uint32_t>(block.index())};
+                        static_cast<uint16_t>(peers.rank_of(block)),
+                        static_cast<uint16_t>(block.index())};
   SystemWord<uint64_t>(*word).store(failure.pack(), MemoryOrder::relaxed);
 }
 
@@ -33,7 +34,7 @@ HOST_DEVICE bool wait_until(const Block& block, const Peers& peers, int peer, Wa
     if (begin_ns == 0) begin_ns = now_ns;
     const uint64_t waited_ns = now_ns - begin_ns;
     if (waited_ns > peers.slow_after_ns) {
-      report(block, FailureKind::kSlow, phase, peer, peers.slow);
+      report(block, peers, FailureKind::kSlow, phase, peer, peers.slow);
     }
     auto give_up = FailureKind::kNone;
     if (waited_ns > peers.timeout_ns) give_up = FailureKind::kTimeout;
@@ -42,7 +43,7 @@ HOST_DEVICE bool wait_until(const Block& block, const Peers& peers, int peer, Wa
       give_up = FailureKind::kAborted;
     }
     if (give_up == FailureKind::kNone) continue;
-    report(block, give_up, phase, peer, peers.failure);
+    report(block, peers, give_up, phase, peer, peers.failure);
     return false;
   }
   return true;
@@ -53,7 +54,7 @@ template <typename Block>
 HOST_DEVICE bool is_same_launch(const Block& block, const Peers& peers, int peer, WaitPhase phase,
                                 uint64_t own_fingerprint, uint64_t fingerprint) {
   if (fingerprint == own_fingerprint) return true;
-  report(block, FailureKind::kMismatch, phase, peer, peers.failure);
+  report(block, peers, FailureKind::kMismatch, phase, peer, peers.failure);
   return false;
 }
 

@@ -29,20 +29,19 @@ def _check_build(what: str) -> None:
 
 
 class LocalGroup(_LocalGroup):
-    """Several ranks of one process on one GPU, each on a stream of its own.
+    """Several ranks of one process on one GPU.
 
     To try and to measure collectives where there is one GPU, and to write research code whose ranks
     are a loop. Lists of tensors are by rank: contiguous, alike, and on the group's device. Every
-    call is queued: it starts when the current stream comes to it, the current stream goes on behind
-    it, and the host does not wait. Calls may be captured in a CUDA graph. The kernels are those of
-    `rota.Communicator`.
+    call is queued on the current stream, and the host does not wait. Calls may be captured in a
+    CUDA graph. The kernels are those of `rota.Communicator`, of all ranks in one launch.
 
     Args:
-        world_size: ranks, from 2 to 64.
+        world_size: ranks, from 2 to 16.
         device: a CUDA device.
-        num_channels: blocks of each rank's kernels; None is as many as can run at the same time.
-            Kernels wait for each other, so more are refused.
-        timeout: how long a kernel waits for another rank's.
+        num_channels: blocks of each rank; None is as many as can run at the same time. Blocks of
+            different ranks wait for each other, so more are refused.
+        timeout: how long a rank waits for another one.
 
     Raises:
         ValueError: what cannot work; nothing has been queued.

@@ -88,6 +88,7 @@ class HostBlock {
   int num_threads() const { return num_threads_; }
   int index() const { return index_; }
   int num_blocks() const { return num_blocks_; }
+  int local_rank() const { return 0; }  // each rank has a launch of its own
 
   void sync() const { all(true); }
   bool all(bool value) const {

@@ -30,7 +30,7 @@ class HostGrid {
     for (Rank& rank : ranks_) rank.region.resize(geometry_.num_bytes() / sizeof(Line));
     for (int i = 0; i < shape.world_size; ++i) {
       Rank& rank = ranks_[static_cast<size_t>(i)];
-      rank.peers = {.rank = i,
+      rank.peers = {.first_rank = i,
                     .geometry = geometry_,
                     .regions = {},
                     .abort = &rank.abort,

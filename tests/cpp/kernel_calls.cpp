@@ -19,7 +19,7 @@ namespace {
 using schedule::Range;
 
 bool moves_bytes(const KernelCall& call) {
-  return call.kernel == Kernel::kBroadcast || call.kernel == Kernel::kSend;
+  return call.kernel == Kernel::kBroadcast || call.kernel == Kernel::kTransfer;
 }
 bool moves_only(const KernelCall& call) {
   return call.kernel == Kernel::kAllGather || moves_bytes(call);
@@ -83,7 +83,7 @@ struct Pair {
   int sender, receiver;
 };
 
-// Which of the pairs of kSend a rank belongs to; none: the rank has no part.
+// Which of the pairs of kTransfer a rank belongs to; none: the rank has no part.
 std::optional<Pair> pair_of(const KernelCall& call, int world_size, int rank) {
   if (rank == call.root || rank == call.receiver) return Pair{call.root, call.receiver};
   if (world_size < 4) return std::nullopt;
@@ -232,17 +232,16 @@ class CheckedCalls {
     for (size_t peer = 0; peer < planned.ranks.size(); ++peer) {
       launch.tensors.of[peer] = planned.ranks[peer].output.data();
     }
-    int peer = call.root;
-    if (call.kernel == Kernel::kSend) {
+    Pair ends{call.root, call.receiver};
+    if (call.kernel == Kernel::kTransfer) {
       const std::optional<Pair> pair = pair_of(call, world_size(), rank);
       launch.has_part = pair.has_value();
       if (!launch.has_part) return launch;
-      if (rank == pair->receiver) launch.kernel = Kernel::kReceive;
-      peer = rank == pair->sender ? pair->receiver : pair->sender;
+      ends = *pair;
     }
     cuda::LaunchRequest request{.kernel = launch.kernel,
-                                .input = own.input_data(),
-                                .output = own.output.data(),
+                                .input = {own.input_data()},
+                                .output = {own.output.data()},
                                 .num_elems = call.num_elems,
                                 .format = call.format,
                                 .op = call.op,
@@ -252,7 +251,8 @@ class CheckedCalls {
                                 .rounding = {.is_stochastic = call.stochastic_seed.has_value(),
                                              .seed = call.stochastic_seed.value_or(0),
                                              .stream = kResultStream},
-                                .peer = peer,
+                                .source = ends.sender,
+                                .destination = ends.receiver,
                                 .fingerprint = mix(call.seed + call.num_elems)};
     if (call.kernel == Kernel::kTwoShotInPlace) request.tensors = &launch.tensors;
     if (moves_bytes(call)) {
@@ -274,7 +274,7 @@ class CheckedCalls {
     for (uint64_t i = 0; i < tensors.output_range.num_elems; ++i) {
       const uint64_t elem = tensors.output_range.begin + i;
       // What is sent differs from receiver to receiver.
-      const uint64_t expected = call.kernel == Kernel::kSend
+      const uint64_t expected = call.kernel == Kernel::kTransfer
                                     ? input_bits(call, world_size(), sender, elem)
                                     : planned.expected[elem];
       const uint64_t got = call.is_bucket ? std::bit_cast<uint32_t>(values[i])

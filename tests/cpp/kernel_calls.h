@@ -15,10 +15,9 @@ inline constexpr Kernel kAllReduceKernels[] = {
     Kernel::kOneShot,     Kernel::kTwoShot,      Kernel::kTwoShotInPlace, Kernel::kRing,
     Kernel::kOrderedRing, Kernel::kHierarchical, Kernel::kLowLatency};
 inline constexpr Kernel kAllKernels[] = {
-    Kernel::kOneShot,    Kernel::kTwoShot,       Kernel::kTwoShotInPlace,
-    Kernel::kRing,       Kernel::kOrderedRing,   Kernel::kHierarchical,
-    Kernel::kLowLatency, Kernel::kReduceScatter, Kernel::kAllGather,
-    Kernel::kBroadcast,  Kernel::kSend};
+    Kernel::kOneShot,     Kernel::kTwoShot,      Kernel::kTwoShotInPlace, Kernel::kRing,
+    Kernel::kOrderedRing, Kernel::kHierarchical, Kernel::kLowLatency,     Kernel::kReduceScatter,
+    Kernel::kAllGather,   Kernel::kBroadcast,    Kernel::kTransfer};
 
 enum class Numbers : uint8_t { kExact, kMixed };
 

@@ -101,7 +101,7 @@ const CaseTable kCases{
     {"kernel_edges-reduce_scatter", edges<Kernel::kReduceScatter>},
     {"kernel_edges-all_gather", edges<Kernel::kAllGather>},
     {"kernel_edges-broadcast", edges<Kernel::kBroadcast>},
-    {"kernel_edges-send", edges<Kernel::kSend>},
+    {"kernel_edges-transfer", edges<Kernel::kTransfer>},
     {"kernel_edges-buckets-ws2", edges_of_buckets<2>},
     {"kernel_edges-buckets-ws3", edges_of_buckets<3>},
     {"kernel_edges-buckets-ws4", edges_of_buckets<4>},

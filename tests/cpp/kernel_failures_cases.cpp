@@ -42,25 +42,22 @@ class LaunchWithTrouble {
       return;
     }
     const bool has_part = rank == call_.root || rank == call_.receiver;
-    if (call_.kernel == Kernel::kSend && !has_part) return;
+    if (call_.kernel == Kernel::kTransfer && !has_part) return;
     std::byte* tensor = tensors_[static_cast<size_t>(rank)].data();
     KernelLaunch launch{
         .kernel = call_.kernel,
         .format = call_.format,
-        .args = {.input = tensor,
-                 .output = tensor,
+        .args = {.input = {tensor},
+                 .output = {tensor},
                  .num_elems = call_.num_elems,
                  .granule_elems = kGranuleElems,
                  .chunk_elems = chunk_elems(call_, grid_.shape()),
                  .group_size = call_.group_size == 0 ? kWorldSize : call_.group_size,
                  .is_aligned = true,
                  .op = ReduceOp::kSum,
-                 .peer = call_.root,
+                 .source = call_.root,
+                 .destination = call_.receiver,
                  .fingerprint = rank == kOdd ? uint64_t{1} << 40 : 0}};
-    if (call_.kernel == Kernel::kSend) {
-      if (rank == call_.receiver) launch.kernel = Kernel::kReceive;
-      launch.args.peer = rank == call_.root ? call_.receiver : call_.root;
-    }
     for (size_t peer = 0; peer < tensors_.size(); ++peer) {
       launch.tensors.of[peer] = tensors_[peer].data();
     }
@@ -148,7 +145,8 @@ void gives_up(const KernelCall& call, Trouble trouble, const GivenUp& expected) 
   check(failure.kind == failure_of(trouble), what);
   check(failure.phase == expected.phase, what);
   check_equal(static_cast<int>(failure.peer), expected.awaited, what + ": the awaited rank");
-  check(failure.channel < static_cast<uint32_t>(call.num_blocks), what);
+  check_equal(static_cast<int>(failure.rank), expected.waiting, what + ": the rank that waited");
+  check(failure.channel < call.num_blocks, what);
   check_counts_nothing(grid, what);
   if (trouble == Trouble::kHasAnotherLaunch) return;
   check(elapsed >= kShort, call.to_string() + " gave up too soon");
@@ -177,9 +175,9 @@ void every_kernel_gives_up(Trouble trouble) {
            {kArrival, 0});
   gives_up({.kernel = Kernel::kLowLatency, .num_elems = 200}, trouble, {WaitPhase::kPacket, 0});
   // Slots are full before the odd one is asked for anything.
-  gives_up({.kernel = Kernel::kSend, .num_elems = 3000, .root = 0, .receiver = kOdd}, trouble,
+  gives_up({.kernel = Kernel::kTransfer, .num_elems = 3000, .root = 0, .receiver = kOdd}, trouble,
            is_absent ? GivenUp{WaitPhase::kFreeSlot, 0} : GivenUp{kArrival, kOdd, 0});
-  gives_up({.kernel = Kernel::kSend, .num_elems = 3000, .root = kOdd, .receiver = 0}, trouble,
+  gives_up({.kernel = Kernel::kTransfer, .num_elems = 3000, .root = kOdd, .receiver = 0}, trouble,
            {kArrival, 0});
 }
 

@@ -39,10 +39,8 @@ void launch(const HostBlock& block, const cuda::Peers& peers, const KernelLaunch
       return launch_other(block, peers, launch);
     case Kernel::kBroadcast:
       return cuda::broadcast(block, peers, launch.args);
-    case Kernel::kSend:
-      return cuda::send(block, peers, launch.args);
-    case Kernel::kReceive:
-      return cuda::receive(block, peers, launch.args);
+    case Kernel::kTransfer:
+      return cuda::transfer(block, peers, launch.args);
   }
 }
 

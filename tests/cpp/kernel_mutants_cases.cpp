@@ -27,8 +27,7 @@ uint64_t num_elems_of(const KernelCall& call, const GridShape& shape, uint64_t n
     case Kernel::kOneShot:
     case Kernel::kOrderedRing:
     case Kernel::kBroadcast:
-    case Kernel::kSend:
-    case Kernel::kReceive:
+    case Kernel::kTransfer:
       return num_elems;
     case Kernel::kTwoShot:
     case Kernel::kTwoShotInPlace:
@@ -62,7 +61,7 @@ void among_one_way_messages(int world_size, Kernel kernel) {
     const int next = schedule::next_rank(root, world_size);
     for (int distance = 1; distance < world_size; ++distance) {
       const int receiver = (root + distance) % world_size;
-      add(Kernel::kSend, root, receiver, receiver, 2);
+      add(Kernel::kTransfer, root, receiver, receiver, 2);
       add(kernel, root, receiver, receiver, 1);
       add(Kernel::kBroadcast, root, receiver, next, 2);
       add(kernel, root, receiver, root, 4);

@@ -27,7 +27,7 @@ KernelCall random_call(Random& random, const GridShape& shape) {
     if (!is_defined(call.kernel, call.format)) call.format.is_block_scaled = false;
     // Bytes and equal pieces are cut anywhere, so in no blocks.
     const bool moves = call.kernel == Kernel::kAllGather || call.kernel == Kernel::kBroadcast ||
-                       call.kernel == Kernel::kSend;
+                       call.kernel == Kernel::kTransfer;
     if (moves) call = {.kernel = call.kernel};
   } else {
     call.format.dtype = random.choose(reducible_dtypes());

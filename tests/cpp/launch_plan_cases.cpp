@@ -20,7 +20,7 @@ uint64_t g_slow;
 
 cuda::Peers good_peers() {
   cuda::Peers peers{
-      .rank = 1,
+      .first_rank = 1,
       .geometry = {.world_size = 4, .num_channels = 3, .slot_bytes = 8192, .packet_bytes = 4096},
       .regions = {},
       .abort = &g_abort,
@@ -32,7 +32,12 @@ cuda::Peers good_peers() {
 }
 
 LaunchRequest good_request(Kernel kernel) {
-  return {.kernel = kernel, .input = g_tensor, .output = g_tensor, .num_elems = 1000, .peer = 2};
+  return {.kernel = kernel,
+          .input = {g_tensor},
+          .output = {g_tensor},
+          .num_elems = 1000,
+          .source = 1,
+          .destination = 2};
 }
 
 void is_refused(const LaunchRequest& request, std::initializer_list<std::string_view> words,
@@ -52,13 +57,18 @@ void wrong_worlds_are_refused() {
     is_refused(request, {"world_size", std::to_string(world_size), "2 to 64"}, peers);
   }
   cuda::Peers alone = good_peers();
-  alone.rank = 0;
+  alone.first_rank = 0;
   alone.geometry.world_size = 1;
   cuda::plan_launch(good_request(Kernel::kOneShot), alone);
   for (const int rank : {-1, 4}) {
     cuda::Peers peers = good_peers();
-    peers.rank = rank;
+    peers.first_rank = rank;
     is_refused(request, {"rank", std::to_string(rank), "0 to 3"}, peers);
+  }
+  for (const int num_local_ranks : {0, 4}) {
+    cuda::Peers peers = good_peers();
+    peers.num_local_ranks = num_local_ranks;
+    is_refused(request, {"num_local_ranks", std::to_string(num_local_ranks), "1 to 3"}, peers);
   }
   cuda::Peers peers = good_peers();
   peers.geometry.num_channels = 0;
@@ -144,45 +154,84 @@ void wrong_groups_are_refused() {
   }
 }
 
-void wrong_peers_are_refused() {
-  for (const Kernel kernel : {Kernel::kSend, Kernel::kReceive, Kernel::kBroadcast}) {
-    for (const int peer : {-1, 4}) {
+void wrong_ends_are_refused() {
+  for (const int rank : {-1, 4}) {
+    for (const Kernel kernel : {Kernel::kTransfer, Kernel::kBroadcast}) {
       LaunchRequest request = good_request(kernel);
-      request.peer = peer;
-      is_refused(request, {cuda::name(kernel), std::to_string(peer), "0 to 3"});
+      request.source = rank;
+      is_refused(request, {cuda::name(kernel), std::to_string(rank), "0 to 3"});
     }
+    LaunchRequest request = good_request(Kernel::kTransfer);
+    request.destination = rank;
+    is_refused(request, {"transfer", std::to_string(rank), "0 to 3"});
   }
-  for (const Kernel kernel : {Kernel::kSend, Kernel::kReceive}) {
-    LaunchRequest request = good_request(kernel);
-    request.peer = 1;
-    is_refused(request, {"other than the own rank"});
-  }
+  LaunchRequest request = good_request(Kernel::kTransfer);
+  request.destination = 1;
+  is_refused(request, {"from rank 1 to itself"});
+  request.source = 2;
+  request.destination = 3;
+  is_refused(request, {"from rank 2 to rank 3", "rank 1", "no part"});
 }
 
 // ---- tensors
 
 void wrong_tensors_are_refused() {
   LaunchRequest request = good_request(Kernel::kOneShot);
-  request.input = nullptr;
+  request.input = {};
   is_refused(request, {"one_shot", "1000 elements", "no input"});
-  request = good_request(Kernel::kReceive);
-  request.output = nullptr;
-  is_refused(request, {"receive", "no output"});
+  request = good_request(Kernel::kTransfer);
+  request.input = {};
+  is_refused(request, {"transfer", "no input of rank 1"});
+  std::swap(request.source, request.destination);
+  request.output = {};
+  is_refused(request, {"transfer", "no output of rank 1"});
   request = good_request(Kernel::kOneShot);
-  request.output = g_tensor + 3996;
+  request.output = {g_tensor + 3996};
   is_refused(request, {"overlap"});
-  request.output = g_tensor + 4000;
+  request.output = {g_tensor + 4000};
   (void)cuda::plan_launch(request, good_peers());
   request = good_request(Kernel::kTwoShot);
   request.format = {DType::kFloat16, true};
-  request.input = request.output = g_tensor + 8;
+  request.input = request.output = {g_tensor + 8};
   is_refused(request, {"scaled blocks", "16 bytes"});
+}
+
+// Everything of the world, on one GPU.
+cuda::Peers local_peers() {
+  cuda::Peers peers = good_peers();
+  peers.first_rank = 0;
+  peers.num_local_ranks = 4;
+  return peers;
+}
+
+void tensors_of_every_local_rank_are_checked() {
+  LaunchRequest request = good_request(Kernel::kTwoShot);
+  for (size_t rank = 0; rank < 3; ++rank) {
+    request.input[rank] = request.output[rank] = g_tensor + 4096 * rank;
+  }
+  is_refused(request, {"no input of rank 3"}, local_peers());
+  request.input[3] = request.output[3] = g_tensor + 4096 * 3;
+  const cuda::CollectiveArgs args = cuda::plan_launch(request, local_peers()).args;
+  check(args.is_aligned && args.input[3] == request.input[3], "planned");
+  request.output[3] = g_tensor + 4096 * 3 + 4;
+  is_refused(request, {"overlap"}, local_peers());
+  request.input[3] = request.output[3];
+  check(!cuda::plan_launch(request, local_peers()).args.is_aligned, "one is not aligned");
+}
+
+void local_ranks_transfer_in_one_launch() {
+  LaunchRequest request = good_request(Kernel::kTransfer);
+  request.input = {nullptr, g_tensor};
+  request.output = {};
+  is_refused(request, {"no output of rank 2"}, local_peers());
+  request.output = {nullptr, nullptr, g_tensor + 4096};
+  (void)cuda::plan_launch(request, local_peers());
 }
 
 void unequal_pieces_are_refused() {
   for (const Kernel kernel : {Kernel::kReduceScatter, Kernel::kAllGather}) {
     LaunchRequest request = good_request(kernel);
-    request.output = g_tensor + (1 << 15);
+    request.output = {g_tensor + (1 << 15)};
     request.num_elems = 1001;
     is_refused(request, {cuda::name(kernel), "1001", "4 ranks", "pad"});
   }
@@ -190,14 +239,14 @@ void unequal_pieces_are_refused() {
 
 void pieces_in_place_are_the_own_ones() {
   LaunchRequest request = good_request(Kernel::kReduceScatter);
-  request.output = g_tensor + 1000;  // rank 1's 250 elements
+  request.output = {g_tensor + 1000};  // rank 1's 250 elements
   (void)cuda::plan_launch(request, good_peers());
-  request.output = g_tensor;
+  request.output = {g_tensor};
   is_refused(request, {"overlap"});
   request = good_request(Kernel::kAllGather);
-  request.input = g_tensor + 1000;
+  request.input = {g_tensor + 1000};
   (void)cuda::plan_launch(request, good_peers());
-  request.input = g_tensor + 2000;
+  request.input = {g_tensor + 2000};
   is_refused(request, {"overlap"});
 }
 
@@ -209,7 +258,7 @@ void mapped_tensors_are_checked() {
   is_refused(request, {"tensor of rank 0 is not mapped"});
   for (int rank = 0; rank < 4; ++rank) tensors.of[rank] = g_tensor + 4096 * rank;
   is_refused(request, {"in place"});
-  request.input = request.output = tensors.of[1];
+  request.input = request.output = {tensors.of[1]};
   check(cuda::plan_launch(request, good_peers()).args.is_aligned, "aligned");
   tensors.of[3] += 4;
   check(!cuda::plan_launch(request, good_peers()).args.is_aligned, "not aligned");
@@ -220,13 +269,13 @@ void mapped_tensors_are_checked() {
 constexpr Kernel kKernels[] = {Kernel::kLowLatency,    Kernel::kOneShot,   Kernel::kTwoShot,
                                Kernel::kOrderedRing,   Kernel::kRing,      Kernel::kHierarchical,
                                Kernel::kReduceScatter, Kernel::kAllGather, Kernel::kBroadcast,
-                               Kernel::kSend,          Kernel::kReceive};
+                               Kernel::kTransfer};
 
 void nothing_to_do_launches_nothing() {
   for (const Kernel kernel : kKernels) {
     LaunchRequest request = good_request(kernel);
     request.num_elems = 0;
-    request.input = request.output = nullptr;
+    request.input = request.output = {};
     check_equal(cuda::plan_launch(request, good_peers()).num_blocks, 0, cuda::name(kernel));
   }
 }
@@ -249,7 +298,7 @@ void chunks_fit_and_cover() {
         request.format = {dtype};
         request.num_elems = num_elems;
         if (kernel == Kernel::kReduceScatter || kernel == Kernel::kAllGather) {
-          request.output = g_tensor + (1 << 15);
+          request.output = {g_tensor + (1 << 15)};
         }
         const size_t elem_bytes = info(dtype).num_bytes;
         if (kernel == Kernel::kLowLatency && num_elems * elem_bytes > 3 * 2048) continue;
@@ -325,8 +374,10 @@ const CaseTable kCases{
     {"launch_small_slots", slots_too_small_are_refused},
     {"launch_wrong_arithmetic", wrong_arithmetic_is_refused},
     {"launch_wrong_groups", wrong_groups_are_refused},
-    {"launch_wrong_peers", wrong_peers_are_refused},
+    {"launch_wrong_peers", wrong_ends_are_refused},
     {"launch_wrong_tensors", wrong_tensors_are_refused},
+    {"launch_local_tensors", tensors_of_every_local_rank_are_checked},
+    {"launch_local_transfer", local_ranks_transfer_in_one_launch},
     {"launch_unequal_pieces", unequal_pieces_are_refused},
     {"launch_pieces_in_place", pieces_in_place_are_the_own_ones},
     {"launch_mapped_tensors", mapped_tensors_are_checked},

@@ -285,7 +285,7 @@ def test_local_group_refuses_grids_that_would_not_be_resident(num_channels: int)
         rota.LocalGroup(4, DEVICE, num_channels=num_channels)
 
 
-@pytest.mark.parametrize("world_size", [0, -1, 65])
+@pytest.mark.parametrize("world_size", [0, -1, 1, 17])
 def test_local_group_refuses_numbers_of_ranks(world_size: int) -> None:
     with pytest.raises(ValueError, match="world_size"):
         rota.LocalGroup(world_size, DEVICE)

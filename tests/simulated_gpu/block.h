@@ -25,6 +25,7 @@ class Block {
   struct Shape {
     int index;
     int num_blocks;
+    int local_rank;
     int num_threads;  // a multiple of kMostLanes
   };
 

@@ -9,8 +9,9 @@
 namespace simulated_gpu {
 
 struct Grid {
-  int num_blocks;
-  int num_threads;  // of each block, here
+  int num_blocks;       // of each local rank
+  int num_local_ranks;  // gridDim.y
+  int num_threads;      // of each block, here
   uint64_t seed;
   uint64_t max_nap_us;
 };

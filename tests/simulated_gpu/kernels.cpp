@@ -108,7 +108,8 @@ void launch(const void* kernel, dim3 grid, dim3 block, void** args, size_t share
       .mangled = mangled,
       .name = name.c_str(),
       .args = args,
-      .grid = {.num_blocks = static_cast<int>(grid.x * grid.y * grid.z),
+      .grid = {.num_blocks = static_cast<int>(grid.x),
+               .num_local_ranks = static_cast<int>(grid.y),
                .num_threads = std::min(static_cast<int>(num_threads), settings().threads_per_block),
                .seed = rota::test::mix(settings().seed) + count_launch(),
                .max_nap_us = settings().max_nap_us}};

@@ -20,9 +20,10 @@
 namespace simulated_gpu {
 namespace {
 
-// Blocks of one launch that run at the same time; the others follow in ascending order. Blocks of a
-// launch do not wait for each other, and those of other launches start in the same order.
-constexpr int kBlocksAtOnce = 16;
+// Blocks of one launch that run at the same time; the others follow in ascending order. A block may
+// wait for those with its index, of other local ranks and of other launches: they come one after
+// another, and all local ranks find room.
+constexpr int kBlocksAtOnce = rota::kMaxLocalRanks;
 
 std::string demangled(const char* mangled) {
   const std::unique_ptr<char, decltype(&std::free)> text(
@@ -38,17 +39,21 @@ std::string short_name(const std::string& name) {
 
 void run_grid(const Grid& grid, const std::string& name, const std::function<void()>& kernel) {
   std::atomic<int> next = 0;
+  const int num_blocks = grid.num_blocks * grid.num_local_ranks;
   const std::string thread_name = short_name(name);
   const auto run_blocks = [&] {
     pthread_setname_np(pthread_self(), thread_name.c_str());
-    for (int index = next++; index < grid.num_blocks; index = next++) {
-      const Block::Shape shape{index, grid.num_blocks, grid.num_threads};
-      const uint64_t seed = rota::test::mix(grid.seed) + static_cast<uint64_t>(index);
+    for (int number = next++; number < num_blocks; number = next++) {
+      const Block::Shape shape{.index = number / grid.num_local_ranks,
+                               .num_blocks = grid.num_blocks,
+                               .local_rank = number % grid.num_local_ranks,
+                               .num_threads = grid.num_threads};
+      const uint64_t seed = rota::test::mix(grid.seed) + static_cast<uint64_t>(number);
       Block(shape, seed, grid.max_nap_us, name).run(kernel);
     }
   };
   std::vector<std::thread> threads;
-  for (int i = 1; i < std::min(grid.num_blocks, kBlocksAtOnce); ++i) {
+  for (int i = 1; i < std::min(num_blocks, kBlocksAtOnce); ++i) {
     threads.push_back(start_thread(run_blocks));
   }
   run_blocks();

@@ -135,8 +135,8 @@ void DeviceCommunicator::run_all_reduce(const at::Tensor& tensor, const cpu::All
   const Packed packed(tensor, Packed::Content::kRead);
   if (plan.wire == WireFormat{plan.dtype}) {
     run({.kernel = cuda::kernel_for(plan.algorithm),
-         .input = packed.data(),
-         .output = packed.data(),
+         .input = {packed.data()},
+         .output = {packed.data()},
          .num_elems = plan.num_elems,
          .format = plan.wire,
          .op = plan.op,
@@ -198,8 +198,8 @@ void DeviceCommunicator::run_in_wire_format(const cpu::AllReduceArgs& args,
       {.bucket = bucket, .residual = pass.residual, .rounding = rounding(communicator_->rank())},
       args.dtype, args.wire, stream);
   run({.kernel = cuda::kernel_for(args.algorithm),
-       .input = memory.wire,
-       .output = memory.wire,
+       .input = {memory.wire},
+       .output = {memory.wire},
        .num_elems = bucket.num_elems(),
        .format = args.wire,
        .op = args.op,
@@ -231,11 +231,11 @@ WorkRef DeviceCommunicator::broadcast(at::TensorList tensors, int root, Launch m
       const Packed packed(tensor, root == communicator_->rank() ? Packed::Content::kRead
                                                                 : Packed::Content::kOverwritten);
       run({.kernel = cuda::Kernel::kBroadcast,
-           .input = packed.data(),
-           .output = packed.data(),
+           .input = {packed.data()},
+           .output = {packed.data()},
            .num_elems = num_bytes(tensor),
            .format = cuda::kBytes,
-           .peer = root,
+           .source = root,
            .fingerprint = fingerprint});
       if (root != communicator_->rank()) packed.unpack();
     }
@@ -281,8 +281,8 @@ void DeviceCommunicator::run_all_gather(const AllGatherTensors& gather) {
     whole = static_cast<std::byte*>(gathered.data_ptr());
   }
   run({.kernel = cuda::Kernel::kAllGather,
-       .input = input.data(),
-       .output = whole,
+       .input = {input.data()},
+       .output = {whole},
        .num_elems = gather.outputs.size() * piece_bytes,
        .format = cuda::kBytes,
        .fingerprint = fingerprint});
@@ -324,8 +324,8 @@ WorkRef DeviceCommunicator::reduce_scatter(const at::Tensor& output, const at::T
       return;
     }
     run({.kernel = cuda::Kernel::kReduceScatter,
-         .input = input.data_ptr(),
-         .output = output.data_ptr(),
+         .input = {input.data_ptr()},
+         .output = {output.data_ptr()},
          .num_elems = num_elems,
          .format = {dtype},
          .op = op,
@@ -335,17 +335,18 @@ WorkRef DeviceCommunicator::reduce_scatter(const at::Tensor& output, const at::T
 }
 
 WorkRef DeviceCommunicator::send(const at::Tensor& tensor, int peer, Launch mode) {
-  return transfer(cuda::Kernel::kSend, tensor, peer, mode);
+  return transfer(tensor, communicator_->rank(), peer, mode);
 }
 
 WorkRef DeviceCommunicator::receive(const at::Tensor& tensor, int peer, Launch mode) {
-  return transfer(cuda::Kernel::kReceive, tensor, peer, mode);
+  return transfer(tensor, peer, communicator_->rank(), mode);
 }
 
-WorkRef DeviceCommunicator::transfer(cuda::Kernel kernel, const at::Tensor& tensor, int peer,
+WorkRef DeviceCommunicator::transfer(const at::Tensor& tensor, int source, int destination,
                                      Launch mode) {
-  const bool is_send = kernel == cuda::Kernel::kSend;
   const int rank = communicator_->rank();
+  const bool is_send = source == rank;
+  const int peer = is_send ? destination : source;
   check_tensor(tensor, "send_recv", device_);
   if (peer < 0 || peer >= communicator_->world_size() || peer == rank) {
     throw Error(ErrorKind::kValue,
@@ -358,16 +359,17 @@ WorkRef DeviceCommunicator::transfer(cuda::Kernel kernel, const at::Tensor& tens
   return launch(mode, is_send ? stream_ : receive_stream_,
                 is_send ? ::c10d::OpType::SEND : ::c10d::OpType::RECV,
                 is_send ? "rota:send" : "rota:recv", tensor, [&] {
-                  const uint64_t fingerprint = communicator_->announce_transfer(
-                      descriptor, is_send ? rank : peer, is_send ? peer : rank);
+                  const uint64_t fingerprint =
+                      communicator_->announce_transfer(descriptor, source, destination);
                   const Packed packed(
                       tensor, is_send ? Packed::Content::kRead : Packed::Content::kOverwritten);
-                  run({.kernel = kernel,
-                       .input = is_send ? packed.data() : nullptr,
-                       .output = is_send ? nullptr : packed.data(),
+                  run({.kernel = cuda::Kernel::kTransfer,
+                       .input = {packed.data()},
+                       .output = {packed.data()},
                        .num_elems = num_bytes(tensor),
                        .format = cuda::kBytes,
-                       .peer = peer,
+                       .source = source,
+                       .destination = destination,
                        .fingerprint = fingerprint});
                   if (!is_send) packed.unpack();
                 });

@@ -47,7 +47,8 @@ class DeviceCommunicator final : public DeviceCollectives {
                  const Body& body) {
     return launch(mode, stream_, op_type, title, tensors, body);
   }
-  WorkRef transfer(cuda::Kernel kernel, const at::Tensor& tensor, int peer, Launch mode);
+  // This rank is one of both.
+  WorkRef transfer(const at::Tensor& tensor, int source, int destination, Launch mode);
 
   // What runs if this is requested; none: auto.
   schedule::Algorithm choose(std::optional<schedule::Algorithm> requested, const WireFormat& wire,

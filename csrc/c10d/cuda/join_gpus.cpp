@@ -85,8 +85,8 @@ void verify(const Communicator& communicator, at::Device device,
        .regions = regions.by_rank,
        .timeout = std::min<Nanoseconds>(kVerifyTimeout, communicator.timeout())});
   executor.run(executor.plan({.kernel = cuda::Kernel::kAllGather,
-                              .input = input.data_ptr(),
-                              .output = output.data_ptr(),
+                              .input = {input.data_ptr()},
+                              .output = {output.data_ptr()},
                               .num_elems = num_bytes(output),
                               .format = cuda::kBytes}),
                current_stream(device));

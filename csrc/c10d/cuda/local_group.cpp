@@ -2,6 +2,7 @@
 
 #include <c10/core/DeviceGuard.h>
 
+#include <array>
 #include <set>
 #include <string>
 #include <thread>
@@ -20,8 +21,8 @@ namespace {
 }
 
 transport::DeviceGeometry make_geometry(const LocalGroup::Options& options) {
-  if (options.world_size < 2 || options.world_size > kMaxWorldSize) {
-    refuse(join("world_size is ", options.world_size, ", expected 2 to ", kMaxWorldSize));
+  if (options.world_size < 2 || options.world_size > kMaxLocalRanks) {
+    refuse(join("world_size is ", options.world_size, ", expected 2 to ", kMaxLocalRanks));
   }
   if (!options.device.is_cuda() || !options.device.has_index()) {
     refuse(join("device is ", options.device.str(), ", expected a CUDA device with its index"));
@@ -53,45 +54,45 @@ cuda::Kernel parse_kernel(std::string_view algorithm) {
   refuse(join("algorithm is '", algorithm, "', expected one of ", expected));
 }
 
+std::array<void*, kMaxLocalRanks> data_of(const std::vector<at::Tensor>& tensors) {
+  std::array<void*, kMaxLocalRanks> data{};
+  for (size_t rank = 0; rank < tensors.size(); ++rank) data[rank] = tensors[rank].data_ptr();
+  return data;
+}
+
 ReduceOp parse_op(std::string_view op) { return AllReduceOptions::parse(op, "auto", {}, {}).op; }
 
 }  // namespace
 
 LocalGroup::LocalGroup(const Options& options)
-    : options_(options), guard_(at::kCUDA), geometry_(make_geometry(options)) {
+    : options_(options), geometry_(make_geometry(options)) {
   const c10::DeviceGuard on_device(options_.device);
   cuda::load_kernels();
   regions_ = transport::allocate_regions(world_size(), geometry_.num_bytes());
-  for (int rank = 0; rank < world_size(); ++rank) {
-    streams_.push_back(guard_.getStreamFromGlobalPool(options_.device));
-    executors_.push_back(
-        std::make_unique<cuda::Executor>(cuda::Executor::Options{.rank = rank,
-                                                                 .geometry = geometry_,
-                                                                 .regions = regions_.by_rank,
-                                                                 .ranks_per_device = world_size(),
-                                                                 .timeout = options_.timeout}));
-  }
+  executor_ = std::make_unique<cuda::Executor>(cuda::Executor::Options{
+      .rank = 0,
+      .num_local_ranks = world_size(),
+      .geometry = geometry_,
+      .regions = regions_.by_rank,
+      .timeout = options_.timeout,
+  });
 }
 
 LocalGroup::~LocalGroup() {
   try {
-    for (const auto& executor : executors_) {
-      while (!executor->is_idle()) std::this_thread::yield();
-    }
+    while (!executor_->is_idle()) std::this_thread::yield();
   } catch (const Error&) {
     // The driver is gone, with all that ran.
   }
 }
 
 void LocalGroup::check_usable(std::string_view collective) const {
-  for (int rank = 0; rank < world_size(); ++rank) {
-    const auto failure = executors_[static_cast<size_t>(rank)]->failure();
-    if (!failure) continue;
-    throw Error(ErrorKind::kTimeout,
-                join("rota.", collective, ": rank ", rank, " of the local group waited ",
-                     options_.timeout.count(), " ms for rank ", failure->peer,
-                     " in an earlier collective, whose results are not valid; make a new group"));
-  }
+  const auto failure = executor_->failure();
+  if (!failure) return;
+  throw Error(ErrorKind::kTimeout,
+              join("rota.", collective, ": rank ", failure->rank, " of the local group waited ",
+                   options_.timeout.count(), " ms for rank ", failure->peer,
+                   " in an earlier collective, whose results are not valid; make a new group"));
 }
 
 void LocalGroup::check_tensors(const std::vector<at::Tensor>& tensors,
@@ -120,33 +121,9 @@ void LocalGroup::check_tensors(const std::vector<at::Tensor>& tensors,
   }
 }
 
-std::vector<int> LocalGroup::everyone() const {
-  std::vector<int> ranks;
-  for (int rank = 0; rank < world_size(); ++rank) ranks.push_back(rank);
-  return ranks;
-}
-
-// All ranks' kernels are planned, and so refused, before the first is queued: it would wait.
-template <typename RequestOf>
-void LocalGroup::launch(const std::vector<int>& ranks, const RequestOf& request_of) {
+void LocalGroup::launch(const cuda::LaunchRequest& request) {
   const c10::DeviceGuard on_device(options_.device);
-  std::vector<cuda::ResidentPlan> plans;
-  for (const int rank : ranks) {
-    plans.push_back(executors_[static_cast<size_t>(rank)]->plan(request_of(rank)));
-  }
-  const c10::Stream current = guard_.getStream(options_.device);
-  c10::Event ready(at::kCUDA);
-  ready.record(current);
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    const auto rank = static_cast<size_t>(ranks[i]);
-    ready.block(streams_[rank]);
-    executors_[rank]->run(plans[i], native(streams_[rank]));
-  }
-  for (const int rank : ranks) {
-    c10::Event done(at::kCUDA);
-    done.record(streams_[static_cast<size_t>(rank)]);
-    done.block(current);
-  }
+  executor_->run(executor_->plan(request), current_stream(options_.device));
 }
 
 void LocalGroup::all_reduce(const std::vector<at::Tensor>& tensors, std::string_view op,
@@ -171,17 +148,15 @@ void LocalGroup::all_reduce(const std::vector<at::Tensor>& tensors, std::string_
   for (size_t rank = 0; rank < tensors.size(); ++rank) {
     mapped.of[rank] = static_cast<std::byte*>(tensors[rank].data_ptr());
   }
-  launch(everyone(), [&](int rank) -> cuda::LaunchRequest {
-    return {.kernel = kernel,
-            .input = mapped.of[rank],
-            .output = mapped.of[rank],
-            .num_elems = num_elems,
-            .format = format,
-            .op = reduce_op,
-            .divisor = static_cast<double>(world_size()),
-            .group_size = group_size.value_or(0),
-            .tensors = &mapped};
-  });
+  launch({.kernel = kernel,
+          .input = data_of(tensors),
+          .output = data_of(tensors),
+          .num_elems = num_elems,
+          .format = format,
+          .op = reduce_op,
+          .divisor = static_cast<double>(world_size()),
+          .group_size = group_size.value_or(0),
+          .tensors = &mapped});
 }
 
 void LocalGroup::reduce_scatter(const std::vector<at::Tensor>& outputs,
@@ -194,18 +169,13 @@ void LocalGroup::reduce_scatter(const std::vector<at::Tensor>& outputs,
     refuse(join("reduce_scatter from ", inputs[0].numel(), " elements to ", outputs[0].numel(),
                 ", expected ", world_size(), " times as many, of one dtype"));
   }
-  const WireFormat format{reducible_dtype(inputs[0].scalar_type(), "the tensors' dtype")};
-  const ReduceOp reduce_op = parse_op(op);
-  launch(everyone(), [&](int rank) -> cuda::LaunchRequest {
-    const auto place = static_cast<size_t>(rank);
-    return {.kernel = cuda::Kernel::kReduceScatter,
-            .input = inputs[place].data_ptr(),
-            .output = outputs[place].data_ptr(),
-            .num_elems = static_cast<uint64_t>(inputs[0].numel()),
-            .format = format,
-            .op = reduce_op,
-            .divisor = static_cast<double>(world_size())};
-  });
+  launch({.kernel = cuda::Kernel::kReduceScatter,
+          .input = data_of(inputs),
+          .output = data_of(outputs),
+          .num_elems = static_cast<uint64_t>(inputs[0].numel()),
+          .format = {reducible_dtype(inputs[0].scalar_type(), "the tensors' dtype")},
+          .op = parse_op(op),
+          .divisor = static_cast<double>(world_size())});
 }
 
 void LocalGroup::all_gather(const std::vector<at::Tensor>& outputs,
@@ -217,28 +187,22 @@ void LocalGroup::all_gather(const std::vector<at::Tensor>& outputs,
     refuse(join("all_gather from ", num_bytes(inputs[0]), " bytes to ", num_bytes(outputs[0]),
                 ", expected ", world_size(), " times as many"));
   }
-  launch(everyone(), [&](int rank) -> cuda::LaunchRequest {
-    const auto place = static_cast<size_t>(rank);
-    return {.kernel = cuda::Kernel::kAllGather,
-            .input = inputs[place].data_ptr(),
-            .output = outputs[place].data_ptr(),
-            .num_elems = num_bytes(outputs[0]),
-            .format = cuda::kBytes};
-  });
+  launch({.kernel = cuda::Kernel::kAllGather,
+          .input = data_of(inputs),
+          .output = data_of(outputs),
+          .num_elems = num_bytes(outputs[0]),
+          .format = cuda::kBytes});
 }
 
 void LocalGroup::broadcast(const std::vector<at::Tensor>& tensors, int root) {
   check_usable("broadcast");
   check_tensors(tensors, "broadcast");
-  launch(everyone(), [&](int rank) -> cuda::LaunchRequest {
-    void* data = tensors[static_cast<size_t>(rank)].data_ptr();
-    return {.kernel = cuda::Kernel::kBroadcast,
-            .input = data,
-            .output = data,
-            .num_elems = num_bytes(tensors[0]),
-            .format = cuda::kBytes,
-            .peer = root};
-  });
+  launch({.kernel = cuda::Kernel::kBroadcast,
+          .input = data_of(tensors),
+          .output = data_of(tensors),
+          .num_elems = num_bytes(tensors[0]),
+          .format = cuda::kBytes,
+          .source = root});
 }
 
 void LocalGroup::send_recv(int src, int dst, const std::vector<at::Tensor>& tensors) {
@@ -250,16 +214,13 @@ void LocalGroup::send_recv(int src, int dst, const std::vector<at::Tensor>& tens
                   world_size(), ")"));
     }
   }
-  launch({src, dst}, [&](int rank) -> cuda::LaunchRequest {
-    const bool sends = rank == src;
-    void* data = tensors[static_cast<size_t>(rank)].data_ptr();
-    return {.kernel = sends ? cuda::Kernel::kSend : cuda::Kernel::kReceive,
-            .input = sends ? data : nullptr,
-            .output = sends ? nullptr : data,
-            .num_elems = num_bytes(tensors[0]),
-            .format = cuda::kBytes,
-            .peer = sends ? dst : src};
-  });
+  launch({.kernel = cuda::Kernel::kTransfer,
+          .input = data_of(tensors),
+          .output = data_of(tensors),
+          .num_elems = num_bytes(tensors[0]),
+          .format = cuda::kBytes,
+          .source = src,
+          .destination = dst});
 }
 
 }  // namespace rota::c10d_glue

@@ -1,11 +1,8 @@
-// Several ranks of one process on one GPU, each on a stream of its own: to try and to measure
+// Several ranks of one process on one GPU, whose kernels are one launch: to try and to measure
 // collectives without several GPUs or processes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Event.h>
-#include <c10/core/Stream.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <chrono>
 #include <memory>
@@ -36,8 +33,8 @@ class LocalGroup {
   int num_channels() const { return geometry_.num_channels; }
   at::Device device() const { return options_.device; }
 
-  // Tensors are by rank, contiguous, alike, and on the group's device. What is queued starts behind
-  // what the current stream holds, and the current stream goes on behind it. Each throws Error.
+  // Tensors are by rank, contiguous, alike, and on the group's device. What is queued goes onto
+  // the current stream. Each throws Error.
   void all_reduce(const std::vector<at::Tensor>& tensors, std::string_view op,
                   std::string_view algorithm, std::optional<int> group_size);
   void reduce_scatter(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
@@ -51,17 +48,13 @@ class LocalGroup {
   // Throws what has ended the group, if anything has.
   void check_usable(std::string_view collective) const;
   void check_tensors(const std::vector<at::Tensor>& tensors, std::string_view collective) const;
-  // Queues a kernel for each rank in `ranks`, request_of(rank).
-  template <typename RequestOf>
-  void launch(const std::vector<int>& ranks, const RequestOf& request_of);
-  std::vector<int> everyone() const;
+  // One launch for all ranks, on the current stream.
+  void launch(const cuda::LaunchRequest& request);
 
   Options options_;
-  c10::impl::VirtualGuardImpl guard_;
   transport::DeviceGeometry geometry_;
   transport::DeviceRegions regions_;
-  std::vector<c10::Stream> streams_;                        // by rank
-  std::vector<std::unique_ptr<cuda::Executor>> executors_;  // by rank
+  std::unique_ptr<cuda::Executor> executor_;
 };
 
 }  // namespace rota::c10d_glue

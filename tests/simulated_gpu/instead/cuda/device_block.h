@@ -27,6 +27,7 @@ class DeviceBlock {
   int num_threads() const { return block_.shape().num_threads; }
   int index() const { return block_.shape().index; }
   int num_blocks() const { return block_.shape().num_blocks; }
+  int local_rank() const { return block_.shape().local_rank; }
 
   void sync() const { block_.all(true); }
   bool all(bool value) const { return block_.all(value); }
