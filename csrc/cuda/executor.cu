@@ -59,6 +59,7 @@ ResidentPlan Executor::plan(const LaunchRequest& request) const {
 }
 
 void Executor::run(const ResidentPlan& plan, Stream stream) {
+  if (plan.function == nullptr) return;
   const CollectiveArgs& args = plan.launch.args;
   // Local ranks send and receive at the same time, as in any collective.
   const bool is_transfer = plan.kernel == Kernel::kTransfer && peers_.num_local_ranks == 1;

@@ -137,7 +137,6 @@ ResidentPlan plan_resident(const LaunchRequest& request, const Peers& peers) {
 }
 
 void launch_collective(const ResidentPlan& plan, const Peers& peers, Stream stream) {
-  if (plan.function == nullptr) return;
   // The runtime copies them, and takes them as void* only.
   void* args[] = {const_cast<Peers*>(&peers), const_cast<CollectiveArgs*>(&plan.launch.args),
                   const_cast<MappedTensors*>(&plan.tensors)};

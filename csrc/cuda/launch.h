@@ -28,6 +28,7 @@ struct ResidentPlan {
 // Blocks of local ranks wait for each other, so all of them must be resident together, or they
 // would wait for one that never starts: more are refused.
 ResidentPlan plan_resident(const LaunchRequest& request, const Peers& peers);
+// Of a plan that has something to do.
 void launch_collective(const ResidentPlan& plan, const Peers& peers, Stream stream);
 
 // dtype: of the gradients.

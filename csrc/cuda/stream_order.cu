@@ -1,5 +1,7 @@
 #include "cuda/stream_order.h"
 
+#include <vector>
+
 #include "transport/cuda_error.h"
 
 namespace rota::cuda {
@@ -25,8 +27,42 @@ void wait(Stream stream, cudaEvent_t event, unsigned flags = cudaEventWaitDefaul
   check_cuda(cudaStreamWaitEvent(stream, event, flags), "cudaStreamWaitEvent");
 }
 
-void record(cudaEvent_t event, Stream stream, unsigned flags = cudaEventRecordDefault) {
-  check_cuda(cudaEventRecordWithFlags(event, stream, flags), "cudaEventRecordWithFlags");
+void record(cudaEvent_t event, Stream stream) {
+  check_cuda(cudaEventRecord(event, stream), "cudaEventRecord");
+}
+
+// What is captured on a stream next comes after these.
+struct CapturedNodes {
+  cudaGraph_t graph = nullptr;
+  const cudaGraphNode_t* nodes = nullptr;
+  size_t num = 0;
+};
+
+CapturedNodes captured_on(Stream stream) {
+  auto status = cudaStreamCaptureStatusNone;
+  CapturedNodes last;
+#if CUDART_VERSION >= 13000
+  const cudaError_t error = cudaStreamGetCaptureInfo(stream, &status, nullptr, &last.graph,
+                                                     &last.nodes, nullptr, &last.num);
+#else
+  const cudaError_t error =
+      cudaStreamGetCaptureInfo(stream, &status, nullptr, &last.graph, &last.nodes, &last.num);
+#endif
+  check_cuda(error, "cudaStreamGetCaptureInfo");
+  return last;
+}
+
+// `node` comes after these, too.
+void put_behind(const CapturedNodes& last, cudaGraphNode_t node) {
+  const std::vector<cudaGraphNode_t> nodes(last.num, node);
+#if CUDART_VERSION >= 13000
+  const cudaError_t error =
+      cudaGraphAddDependencies(last.graph, last.nodes, nodes.data(), nullptr, last.num);
+#else
+  const cudaError_t error =
+      cudaGraphAddDependencies(last.graph, last.nodes, nodes.data(), last.num);
+#endif
+  check_cuda(error, "cudaGraphAddDependencies");
 }
 
 }  // namespace
@@ -38,11 +74,12 @@ StreamOrder::~StreamOrder() {
   cudaEventDestroy(captured_done_);
 }
 
-// A graph waits for `done_`, and records it, as an event outside of it: each time it runs. So its
-// replays are in order with what is queued beside them.
+// A graph waits for `done_`, and records it, as an event outside of it: each time it runs, once. So
+// its replays are in order with what is queued beside them.
 void StreamOrder::enter(Stream stream) {
   const uint64_t capture = capture_of(stream);
   if (capture != 0) has_captured_ = true;
+  if (capture != last_capture_) record_node_ = nullptr;
   const bool is_in_order =
       stream == last_stream_ && capture == last_capture_ && (capture != 0 || !has_captured_);
   if (!is_in_order && !is_first_) {
@@ -60,12 +97,18 @@ void StreamOrder::enter(Stream stream) {
 }
 
 void StreamOrder::leave(Stream stream) {
-  if (last_capture_ != 0) {
-    record(captured_done_, stream);
-    record(done_, stream, cudaEventRecordExternal);
-  } else {
-    record(done_, stream);
-  }
+  if (last_capture_ == 0) return record(done_, stream);
+  record(captured_done_, stream);
+  record_in_graph(stream);
+}
+
+// One node for all collectives of the graph, in nobody's way: the stream goes on from the kernel. A
+// graph may be added to while it is captured, but not taken from (cudaStreamGetCaptureInfo).
+void StreamOrder::record_in_graph(Stream stream) {
+  const CapturedNodes last = captured_on(stream);
+  if (record_node_ != nullptr) return put_behind(last, record_node_);
+  check_cuda(cudaGraphAddEventRecordNode(&record_node_, last.graph, last.nodes, last.num, done_),
+             "cudaGraphAddEventRecordNode");
 }
 
 bool StreamOrder::is_idle() const {

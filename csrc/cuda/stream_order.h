@@ -7,6 +7,7 @@
 #include "cuda/launch.h"
 
 struct CUevent_st;
+struct CUgraphNode_st;
 
 namespace rota::cuda {
 
@@ -26,10 +27,15 @@ class StreamOrder {
   bool is_idle() const;
 
  private:
-  using Event = CUevent_st*;  // cudaEvent_t
+  using Event = CUevent_st*;     // cudaEvent_t
+  using Node = CUgraphNode_st*;  // cudaGraphNode_t
+
+  // Has the graph that is being captured record `done_` behind what `stream` holds so far.
+  void record_in_graph(Stream stream);
 
   Event done_ = nullptr;           // recorded behind the last one, by graphs too when they run
   Event captured_done_ = nullptr;  // the same within the graph that is being captured
+  Node record_node_ = nullptr;     // of that graph, which records `done_`; null: none yet
   Stream last_stream_ = nullptr;
   uint64_t last_capture_ = 0;  // number of the graph that the last one was captured in; 0: none
   bool has_captured_ = false;  // then the host does not know which came last

@@ -226,6 +226,31 @@ def test_local_all_reduce_replays_with_other_values(
             assert torch.equal(tensor.cpu(), exact(inputs, "sum") * factor), f"replay {replay}"
 
 
+def test_local_all_reduce_waits_for_all_of_a_graph_on_another_stream(group_of: GroupOf) -> None:
+    """Nothing but the group orders them, and both use its links."""
+    group, inputs = group_of(2), exact_inputs(2, 3000, torch.float32)
+    captured, direct = ([tensor.to(DEVICE) for tensor in inputs] for _ in range(2))
+    group.all_reduce(direct)  # loads its kernels
+
+    def three_times() -> None:
+        for _ in range(3):
+            group.all_reduce(captured)
+
+    graph, stream = capture(three_times), torch.cuda.Stream()
+    for _ in range(10):
+        for tensors in (captured, direct):
+            for tensor, source in zip(tensors, inputs, strict=True):
+                tensor.copy_(source)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            graph.replay()
+        group.all_reduce(direct)
+        torch.cuda.synchronize()
+        for factor, tensors in ((4, captured), (1, direct)):
+            for tensor in tensors:
+                assert torch.equal(tensor.cpu(), exact(inputs, "sum") * factor)
+
+
 def test_two_local_groups_side_by_side_do_not_disturb_each_other() -> None:
     groups = [rota.LocalGroup(2, DEVICE, num_channels=2) for _ in range(2)]
     inputs = exact_inputs(2, 5000, torch.float32)

@@ -137,6 +137,15 @@ extern "C" cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   return cudaEventRecordWithFlags(event, stream, cudaEventRecordDefault);
 }
 
+extern "C" cudaError_t cudaGraphAddEventRecordNode(cudaGraphNode_t* node, cudaGraph_t graph,
+                                                   const cudaGraphNode_t* after, size_t num,
+                                                   cudaEvent_t event) {
+  return call([&] {
+    const std::lock_guard guard(runtime_mutex());
+    *node = graph_of(graph).add(record_operation(event_of(event)), {after, after + num});
+  });
+}
+
 extern "C" cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
   return call([&] { wait(stream, event, flags); });
 }

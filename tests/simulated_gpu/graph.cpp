@@ -105,11 +105,12 @@ class GraphRun::Execution {
 GraphRun::GraphRun(const Graph& graph) : user_objects_(graph.user_objects) {
   std::map<const Node*, size_t> places;
   for (const Node& node : graph.nodes) {
-    const size_t place = steps_.size();
-    places[&node] = place;
+    places[&node] = steps_.size();
     steps_.push_back({node.operation, {}, node.after.size()});
+  }
+  for (const Node& node : graph.nodes) {
     for (const cudaGraphNode_t before : node.after) {
-      steps_[places.at(&node_of(before))].before.push_back(place);
+      steps_[places.at(&node_of(before))].before.push_back(places.at(&node));
     }
   }
 }
@@ -173,6 +174,20 @@ extern "C" cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   return call([&] {
     const std::lock_guard guard(runtime_mutex());
     delete &graph_of(graph);
+  });
+}
+
+extern "C" cudaError_t cudaGraphAddDependencies(cudaGraph_t, const cudaGraphNode_t* from,
+                                                const cudaGraphNode_t* to, const cudaGraphEdgeData*,
+                                                size_t num) {
+  return call([&] {
+    const std::lock_guard guard(runtime_mutex());
+    for (size_t i = 0; i < num; ++i) {
+      auto& after = node_of(to[i]).after;
+      require(std::find(after.begin(), after.end(), from[i]) == after.end(), cudaErrorInvalidValue,
+              "the node comes after that one already");
+      after.push_back(from[i]);
+    }
   });
 }
 

@@ -19,7 +19,7 @@ struct UserObject {
 };
 
 struct Graph {
-  std::deque<Node> nodes;  // each after all that it comes after
+  std::deque<Node> nodes;  // which stay where they are
   std::vector<std::shared_ptr<UserObject>> user_objects;
 
   cudaGraphNode_t add(Operation operation, std::vector<cudaGraphNode_t> after) {
