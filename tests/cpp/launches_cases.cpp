@@ -165,7 +165,10 @@ void a_kernel_that_gives_up_ends_the_group(cuda::FailureKind kind, ErrorKind exp
     const DeviceMonitor monitor(communicator, fake.kernels());
     communicator.announce(launch_number(1));
     if (communicator.rank() == 2) {
-      fake.failure = cuda::Failure{kind, cuda::WaitPhase::kArrival, 1, 5}.pack();
+      fake.failure =
+          cuda::Failure{
+              .kind = kind, .phase = cuda::WaitPhase::kArrival, .peer = 1, .rank = 2, .channel = 5}
+              .pack();
     }
     fake.is_aborted.wait(false);
     const Error error = expect_error(expected, [&] { communicator.announce(launch_number(2)); });
@@ -197,7 +200,12 @@ void a_kernel_that_waits_long_names_whom_it_awaits() {
     communicator.announce(launch_number(1));
     if (communicator.rank() == 1) return;
     for (int i = 0; i < 20; ++i) {
-      fake.slow = cuda::Failure{cuda::FailureKind::kSlow, cuda::WaitPhase::kFreeSlot, 1, 5}.pack();
+      fake.slow = cuda::Failure{.kind = cuda::FailureKind::kSlow,
+                                .phase = cuda::WaitPhase::kFreeSlot,
+                                .peer = 1,
+                                .rank = 0,
+                                .channel = 5}
+                      .pack();
       std::this_thread::sleep_for(milliseconds(5));
     }
   });
