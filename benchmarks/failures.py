@@ -53,6 +53,8 @@ def exception_time(call: Callable[[], object], expected: type[BaseException]) ->
 
 def rank_main(scenario: str, rank: int, num_ranks: int, store_path: str, pipe: Connection) -> None:
     """One rank: tells its pid when it is ready, then when it called and when it failed."""
+    # Shells have it ignored in what they start in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     store = dist.FileStore(store_path, num_ranks)
     timeout = timedelta(seconds=30)
