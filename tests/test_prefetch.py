@@ -1,0 +1,54 @@
+"""The wire loops ask for memory ahead, in the machine code and not only in the source.
+
+g++ 12 may take a function that only prefetches for one without effect and drop its calls, which
+costs a third of the speed of scaled blocks, and no result shows it (csrc/cpu/wire_loops.inl).
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+import subprocess
+from itertools import product
+
+import pytest
+
+import rota._C
+
+# A function's head in objdump's listing, and what tells the wire loops apart: instruction set,
+# loop, number of the dtype, whether blocks are scaled, and the rounding.
+HEAD = re.compile(r"^[0-9a-f]+ <(.*)>:$")
+LOOP = re.compile(
+    r"::(portable|avx2|avx512)::.*?::(encode_with|decode_sum|sum_block)"
+    r"<\(rota::DType\)(\d+), (true|false)(?:, .*?::(ToNearest|AtRandom)<)?"
+)
+FORMATS = [("0", "false"), ("3", "false"), *product("245", ("false", "true"))]
+
+
+def loops_that_prefetch() -> set[tuple[str, ...]]:
+    """(instruction set, loop, dtype, scaled, rounding) of each."""
+    command = ["objdump", "--disassemble", "--demangle", "--no-show-raw-insn", rota._C.__file__]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    found = set()
+    loop: tuple[str, ...] | None = None
+    for line in listing.splitlines():
+        if head := HEAD.match(line):
+            match = LOOP.search(head[1])
+            loop = match.groups(default="") if match else None
+        elif loop and "prefetch" in line:
+            found.add(loop)
+    return found
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="reads machine code of x86-64")
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump (Debian: binutils)")
+def test_wire_loops_prefetch_in_every_instruction_set() -> None:
+    found = loops_that_prefetch()
+    for isa, (dtype, is_scaled) in product(("portable", "avx2", "avx512"), FORMATS):
+        # float32 is not rounded, so its loop at random is that to nearest.
+        for rounding in ("ToNearest",) if dtype == "0" else ("ToNearest", "AtRandom"):
+            assert (isa, "encode_with", dtype, is_scaled, rounding) in found
+        # Where it is not inlined, sum_block does what decode_sum does for all blocks.
+        decoders = {(isa, loop, dtype, is_scaled, "") for loop in ("decode_sum", "sum_block")}
+        assert decoders & found, (isa, dtype, is_scaled)
