@@ -56,12 +56,13 @@ test: venv
 test-long: venv
 	ROTA_PROPERTY_CASES=10000 $(PYTHON) -m pytest tests/test_reduce_bucket_properties.py
 
-# The newest torch in range is a CUDA build of 5 GB, not worth its time where there is no nvcc.
+# The oldest torch in range, whose headers have the least; of 5 GB, not worth its time where there is
+# no nvcc.
 $(CUDA_VENV)/.packages: pyproject.toml
 	@PATH="$$CUDA_HOME/bin:$$PATH" command -v nvcc > /dev/null || { echo "rota: there is no nvcc on PATH or in CUDA_HOME; install the CUDA toolkit 13.0, of which nvcc and the runtime suffice" >&2; exit 1; }
 	python3 -m venv $(CUDA_VENV)
 	$(REQUIREMENTS) dev bench check-cuda > $(CUDA_VENV)/requirements.txt
-	$(CUDA_PYTHON) $(PIP) install "setuptools>=77" wheel ninja -r $(CUDA_VENV)/requirements.txt
+	$(CUDA_PYTHON) $(PIP) install "setuptools>=77" wheel ninja torch==2.11.0 -r $(CUDA_VENV)/requirements.txt
 	touch $@
 
 $(CUDA_VENV)/.built: $(CUDA_VENV)/.packages setup.py $(SOURCES) $(MODULES)

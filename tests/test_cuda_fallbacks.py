@@ -1,11 +1,13 @@
 """CUDA tensors where kernels of rota cannot do it: the host's memory, NCCL, and what is said of it.
 
-On simulated GPUs, whatever there is: they have no symmetric memory, and asking for it alone leaves
-no way to join them. Nor do they have NCCL, so that what goes there ends in NCCL's own error.
+On simulated GPUs, whatever there is: they have no symmetric memory, so that asking for it alone, or
+forbidding what is left, leaves no way to join them. Nor do they have NCCL, so that what goes there
+ends in NCCL's own error.
 """
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from datetime import timedelta
 
@@ -58,20 +60,30 @@ def go_through_host(rank: int, store_path: str) -> str | None:
     assert torch.equal(gathered.cpu(), torch.cat([contribution(r) for r in range(WORLD_SIZE)]))
     with pytest.raises(rota.TransportError, match="could not be joined"):
         comm.send(tensor, 1 - rank)
+    # torch would take an error that is left for that of its next kernel.
+    assert ctypes.CDLL(None).cudaPeekAtLastError() == 0
     return comm.device_means
 
 
+@pytest.mark.parametrize(
+    ("environment", "why"),
+    [
+        ({"ROTA_PEER_MEMORY": "symmetric"}, "libnvidia-ml.so.1 is not found"),
+        ({"SIMULATED_GPU_IPC": "0"}, "cudaIpcOpenMemHandle failed"),
+    ],
+    ids=["no-symmetric-memory", "no-ipc"],
+)
 def test_gpus_that_cannot_be_joined_go_through_the_host(
-    processes: SimulatedProcesses, tmp_path: object
+    environment: dict[str, str], why: str, processes: SimulatedProcesses, tmp_path: object
 ) -> None:
     calls = [(go_through_host, (rank, f"{tmp_path}/store")) for rank in range(WORLD_SIZE)]
-    outcomes = processes.outcomes(calls, ROTA_PEER_MEMORY="symmetric")
+    outcomes = processes.outcomes(calls, **environment)
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is None, outcome.error
         assert outcome.value == "the host's memory"
         assert outcome.stderr.count("go through the host's memory, which is slow") == 1
         assert f"of rank {rank} go" in outcome.stderr
-        assert "libnvidia-ml.so.1 is not found" in outcome.stderr
+        assert why in outcome.stderr
 
 
 def refuse_unknown_means(rank: int, store_path: str) -> str:

@@ -46,9 +46,11 @@ class DeviceCollectives {
   virtual void finish(const std::function<void()>& check_interrupt) = 0;
 };
 
+// Whether what this thread queues on its current stream of `device` goes into a graph.
+bool is_capturing(at::Device device);
+
 // Collective, over `store` too; blocks. Every rank's tensors are to be on the device that it names
-// here. Throws
-// Error(kTransport) where this build, or this machine, has nothing for it.
+// here. Throws Error(kTransport) where this build, or this machine, has nothing for it.
 std::unique_ptr<DeviceCollectives> connect_devices(std::shared_ptr<Communicator> communicator,
                                                    const c10::intrusive_ptr<::c10d::Store>& store,
                                                    at::Device device, CallerThread thread);

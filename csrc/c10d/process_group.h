@@ -40,7 +40,8 @@ class ProcessGroupRota final : public DelegatingBackend {
   WorkPtr recv(std::vector<at::Tensor>& tensors, int peer, int tag) override;
   WorkPtr barrier(const ::c10d::BarrierOptions& opts) override;
 
-  // What init_process_group(device_id=...) does.
+  // For callers of torch's Backend. init_process_group(device_id=...) asks only backends that
+  // split.
   void eagerConnectSingleDevice(at::Device device) override {
     communicator_->connect_device(device);
   }

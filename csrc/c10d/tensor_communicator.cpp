@@ -1,7 +1,7 @@
 #include "c10d/tensor_communicator.h"
 
 #include <ATen/record_function.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/SmallVector.h>
 
 #include <iostream>
@@ -114,6 +114,16 @@ void TensorCommunicator::end_progress() {
     communicator_->abort(join("rank ", rank_, " dropped its communicator with work pending"));
   }
   queue_.close();
+  drop_devices();
+}
+
+// What it has on its GPU is freed there; in a forked child there is no GPU.
+void TensorCommunicator::drop_devices() {
+  c10::OptionalDeviceGuard on_device;
+  try {
+    if (devices_) on_device.reset_device(devices_->device());
+  } catch (const c10::Error&) {
+  }
   devices_.reset();
 }
 
@@ -173,8 +183,7 @@ void TensorCommunicator::connect_device(at::Device device) {
                        devices_->device().str(),
                        "; a rank has one GPU: move the tensor, or make another communicator"));
     }
-    if (c10::impl::VirtualGuardImpl guard(device.type());
-        guard.isStreamCapturing(guard.getStream(device))) {
+    if (is_capturing(device)) {
       throw Error(ErrorKind::kValue,
                   "rota: a graph is being captured, and the GPUs are not joined yet; call "
                   "Communicator.connect_device(device) on every rank before");
@@ -321,8 +330,7 @@ DeviceCollectives& TensorCommunicator::joined_devices(const at::Tensor& tensor,
     throw Error(ErrorKind::kTransport,
                 join("rota.", call,
                      ": the GPUs are not joined yet, which takes all ranks; call "
-                     "connect_device() on each, or "
-                     "init_process_group(device_id=...), or any collective"));
+                     "Communicator.connect_device() or any collective of CUDA tensors on each"));
   }
   return *devices_;
 }
@@ -358,7 +366,7 @@ void TensorCommunicator::close() {
   }
   queue_.close();
   if (devices_) devices_->finish(check_interrupt_);
-  devices_.reset();
+  drop_devices();
   communicator_.reset();
 }
 

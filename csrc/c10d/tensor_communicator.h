@@ -79,6 +79,7 @@ class TensorCommunicator {
                      std::function<void()> check_interrupt,
                      std::shared_ptr<Communicator> communicator);
   void end_progress();
+  void drop_devices();
   // Runs body(communicator, tensors, thread) here and now, or on the progress thread.
   template <typename Body>
   WorkRef launch(Launch mode, ::c10d::OpType op_type, const char* title, at::TensorList tensors,

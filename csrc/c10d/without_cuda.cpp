@@ -7,6 +7,8 @@
 
 namespace rota::c10d_glue {
 
+bool is_capturing(at::Device) { return false; }
+
 std::unique_ptr<DeviceCollectives> connect_devices(std::shared_ptr<Communicator>,
                                                    const c10::intrusive_ptr<::c10d::Store>&,
                                                    at::Device device, CallerThread) {

@@ -10,8 +10,6 @@ namespace {
 
 // A death is to be known within 5 ms; a look takes about 10 us.
 constexpr auto kLookEvery = std::chrono::milliseconds(2);
-// A rank that leaves has done its part: what it sent, kernels here may still be about to read.
-constexpr auto kPatienceWithLeavers = std::chrono::seconds(1);
 // A wait that goes on says so many times in this time; so one that says nothing is over.
 constexpr auto kSlowWaitEndsAfter = std::chrono::milliseconds(500);
 
@@ -32,6 +30,7 @@ DeviceMonitor::DeviceMonitor(Communicator& communicator, Kernels kernels)
     : communicator_(communicator),
       kernels_(std::move(kernels)),
       watch_(communicator.transport(), communicator.timeout(), nullptr),
+      has_left_(static_cast<size_t>(communicator.world_size())),
       fork_generation_(fork_generation()),
       thread_([this] { run(); }) {}
 
@@ -55,53 +54,60 @@ void DeviceMonitor::run() {
     awaited_peer = schedule::next_rank(awaited_peer, communicator_.world_size());
     watch_.begin_collective("collective on the GPU", communicator_.num_announced(), false);
     watch_.begin_wait(awaited_peer, "queued", 0);
-    if (const std::optional<Error> error = look()) {
+    look_for_leavers();
+    const std::optional<cuda::Failure> slow = kernels_.take_slow();
+    if (const std::optional<Error> error = look(slow)) {
       // Said at once: kernels return, results are not to be used, and the next call may come late.
       std::cerr << join(error->what(), "; results of collectives on GPUs since are not valid\n");
       communicator_.fail(*error);
       kernels_.abort();
       return;
     }
-    warn_about_slow_peer();
+    if (slow) warn_about_slow_peer(*slow);
   }
 }
 
-std::optional<Error> DeviceMonitor::look() {
+std::optional<Error> DeviceMonitor::look(const std::optional<cuda::Failure>& slow) {
   if (auto error = watch_.poll()) return error;
   if (const auto failure = kernels_.failure()) {
     if (failure->kind == cuda::FailureKind::kTimeout) return timed_out(*failure);
     if (failure->kind == cuda::FailureKind::kMismatch) return another_launch(*failure);
   }
   if (auto error = watch_.find_death()) return error;
-  return find_departure();
+  return find_departure(slow);
 }
 
-std::optional<Error> DeviceMonitor::find_departure() {
-  const transport::Transport& transport = communicator_.transport();
-  for (int peer = 0; peer < transport.world_size(); ++peer) {
-    if (transport.region(peer).control().departed.load() == 0) continue;
-    const auto now = std::chrono::steady_clock::now();
-    if (!departed_at_) departed_at_ = now;
-    if (now - *departed_at_ < kPatienceWithLeavers || kernels_.is_idle()) return std::nullopt;
-    return Error(ErrorKind::kPeerFailed,
-                 join(watch_.prefix(), ": ", transport.describe(peer), " has left the group ",
-                      watch_.place(),
-                      " while a kernel waits; every rank must call the same "
-                      "collectives before it closes"));
+void DeviceMonitor::look_for_leavers() {
+  had_left_ = has_left_;
+  for (int peer = 0; peer < communicator_.world_size(); ++peer) {
+    const auto& control = communicator_.transport().region(peer).control();
+    has_left_[static_cast<size_t>(peer)] = control.departed.load() != 0;
   }
-  return std::nullopt;
+}
+
+// A rank that leaves has done its part: what it sent, kernels here may still be about to read. So
+// it is missed only where one says that it waits after the rank was seen to have left: `slow` was
+// written after the last look, which began with the ranks.
+std::optional<Error> DeviceMonitor::find_departure(const std::optional<cuda::Failure>& slow) const {
+  if (!slow || !had_left_[slow->peer]) return std::nullopt;
+  return Error(ErrorKind::kPeerFailed,
+               join(watch_.prefix(), ": ", communicator_.transport().describe(slow->peer),
+                    " has left the group ", watch_.place(),
+                    " while a kernel waits; every rank must call the same "
+                    "collectives before it closes"));
+}
+
+bool DeviceMonitor::has_slow_wait() const {
+  return std::chrono::steady_clock::now() - slow_at_.load() < kSlowWaitEndsAfter;
 }
 
 // Once for each wait.
-void DeviceMonitor::warn_about_slow_peer() {
-  const auto slow = kernels_.take_slow();
-  if (!slow) return;
-  const auto now = std::chrono::steady_clock::now();
-  const bool is_another_wait = !slow_at_ || now - *slow_at_ > kSlowWaitEndsAfter;
-  slow_at_ = now;
+void DeviceMonitor::warn_about_slow_peer(const cuda::Failure& slow) {
+  const bool is_another_wait = !has_slow_wait();
+  slow_at_ = std::chrono::steady_clock::now();
   if (!is_another_wait) return;
   std::cerr << join(watch_.prefix(), " has waited ", kSlowPeerAfter / std::chrono::seconds(1),
-                    " s ", awaited(*slow), "; still waiting\n");
+                    " s ", awaited(slow), "; still waiting\n");
 }
 
 Error DeviceMonitor::timed_out(const cuda::Failure& failure) const {

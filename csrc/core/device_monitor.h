@@ -1,14 +1,17 @@
 // Watches over the kernels of one communicator, which wait for other ranks while no thread of the
 // host waits for them: a thread that tells kernels when a rank has failed or died, the other ranks
-// when a kernel has given up, and the user for whom one has waited long. Calls no CUDA, except to
-// ask whether kernels still run.
+// when a kernel has given up, and the user for whom one has waited long. Calls no
+// CUDA, which could hold it up where all depends on it.
 #pragma once
 
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <mutex>
 #include <optional>
 #include <thread>
+#include <vector>
 
 #include "core/communicator.h"
 #include "core/watch.h"
@@ -23,7 +26,6 @@ class DeviceMonitor {
     std::function<std::optional<cuda::Failure>()> failure;
     std::function<std::optional<cuda::Failure>()> take_slow;
     std::function<void()> abort;
-    std::function<bool()> is_idle;
   };
 
   DeviceMonitor(Communicator& communicator, Kernels kernels);
@@ -32,22 +34,27 @@ class DeviceMonitor {
   DeviceMonitor(const DeviceMonitor&) = delete;
   DeviceMonitor& operator=(const DeviceMonitor&) = delete;
 
+  // Whether a kernel waits that has waited long. From any thread.
+  bool has_slow_wait() const;
+
  private:
   void run();
-  // What has gone wrong on any rank, if anything.
-  std::optional<Error> look();
-  std::optional<Error> find_departure();
+  // What has gone wrong on any rank, if anything. slow: whom a kernel waits for, if for long.
+  std::optional<Error> look(const std::optional<cuda::Failure>& slow);
+  std::optional<Error> find_departure(const std::optional<cuda::Failure>& slow) const;
+  void look_for_leavers();
   Error timed_out(const cuda::Failure& failure) const;
   Error another_launch(const cuda::Failure& failure) const;
-  void warn_about_slow_peer();
+  void warn_about_slow_peer(const cuda::Failure& slow);
   // "for data of rank 1 (pid 7) in channel 3 (epoch 17, queued, step 0)".
   std::string awaited(const cuda::Failure& failure) const;
 
   Communicator& communicator_;
   Kernels kernels_;
-  Watch watch_;  // the thread's own
-  std::optional<std::chrono::steady_clock::time_point> departed_at_;
-  std::optional<std::chrono::steady_clock::time_point> slow_at_;  // last
+  Watch watch_;                                                   // the thread's own
+  std::vector<bool> has_left_;                                    // by rank
+  std::vector<bool> had_left_;                                    // at the last look
+  std::atomic<std::chrono::steady_clock::time_point> slow_at_{};  // last
 
   uint64_t fork_generation_;
   std::mutex mutex_;

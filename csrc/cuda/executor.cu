@@ -32,7 +32,7 @@ class CaptureUndisturbed {
   CaptureUndisturbed() {
     check_cuda(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode");
   }
-  ~CaptureUndisturbed() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~CaptureUndisturbed() { transport::forget_error(cudaThreadExchangeStreamCaptureMode(&mode_)); }
 
  private:
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
@@ -40,7 +40,9 @@ class CaptureUndisturbed {
 
 }  // namespace
 
-void Executor::HostWordsDeleter::operator()(HostWords* words) const { cudaFreeHost(words); }
+void Executor::HostWordsDeleter::operator()(HostWords* words) const {
+  transport::forget_error(cudaFreeHost(words));
+}
 
 Executor::Executor(const Options& options) : words_(make_words()) {
   peers_.first_rank = options.rank;
@@ -66,7 +68,9 @@ void Executor::run(const ResidentPlan& plan, Stream stream) {
   const bool is_send = is_transfer && args.source == peers_.first_rank;
   const bool is_receive = is_transfer && args.destination == peers_.first_rank;
   if (is_receive && !receives_) {
-    order_.enter(stream);  // the first one, behind all collectives so far
+    // The first one, behind all collectives so far.
+    order_.enter(stream);
+    order_.leave(stream);
     receives_.emplace();
   }
   if (!is_receive) order_.enter(stream);

@@ -67,11 +67,14 @@ void put_behind(const CapturedNodes& last, cudaGraphNode_t node) {
 
 }  // namespace
 
-StreamOrder::StreamOrder() : done_(make_event()), captured_done_(make_event()) {}
+// Recorded at once, for a graph that waits for it before anything else does.
+StreamOrder::StreamOrder() : done_(make_event()), captured_done_(make_event()) {
+  record(done_, nullptr);
+}
 
 StreamOrder::~StreamOrder() {
-  cudaEventDestroy(done_);
-  cudaEventDestroy(captured_done_);
+  transport::forget_error(cudaEventDestroy(done_));
+  transport::forget_error(cudaEventDestroy(captured_done_));
 }
 
 // A graph waits for `done_`, and records it, as an event outside of it: each time it runs, once. So
@@ -82,7 +85,7 @@ void StreamOrder::enter(Stream stream) {
   if (capture != last_capture_) record_node_ = nullptr;
   const bool is_in_order =
       stream == last_stream_ && capture == last_capture_ && (capture != 0 || !has_captured_);
-  if (!is_in_order && !is_first_) {
+  if (!is_in_order) {
     if (capture == 0) {
       wait(stream, done_);
     } else if (capture == last_capture_) {
@@ -93,7 +96,6 @@ void StreamOrder::enter(Stream stream) {
   }
   last_stream_ = stream;
   last_capture_ = capture;
-  is_first_ = false;
 }
 
 void StreamOrder::leave(Stream stream) {
@@ -113,8 +115,12 @@ void StreamOrder::record_in_graph(Stream stream) {
 
 bool StreamOrder::is_idle() const {
   const cudaError_t status = cudaEventQuery(done_);
-  if (status != cudaErrorNotReady) check_cuda(status, "cudaEventQuery");
-  return status == cudaSuccess;
+  if (status == cudaErrorNotReady) {
+    transport::forget_error(status);
+    return false;
+  }
+  check_cuda(status, "cudaEventQuery");
+  return true;
 }
 
 bool is_capturing(Stream stream) { return capture_of(stream) != 0; }

@@ -39,7 +39,6 @@ class StreamOrder {
   Stream last_stream_ = nullptr;
   uint64_t last_capture_ = 0;  // number of the graph that the last one was captured in; 0: none
   bool has_captured_ = false;  // then the host does not know which came last
-  bool is_first_ = true;
 };
 
 // Whether what is queued on `stream` now goes into a graph.

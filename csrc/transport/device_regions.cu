@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <optional>
 
 #include "transport/cuda_error.h"
 
@@ -23,7 +24,7 @@ class DeviceMemory {
   }
   DeviceMemory(const DeviceMemory&) = delete;
   DeviceMemory& operator=(const DeviceMemory&) = delete;
-  ~DeviceMemory() { cudaFree(data_); }
+  ~DeviceMemory() { forget_error(cudaFree(data_)); }
   void* data() const { return data_; }
 
  private:
@@ -39,7 +40,7 @@ class MappedMemory {
   }
   MappedMemory(const MappedMemory&) = delete;
   MappedMemory& operator=(const MappedMemory&) = delete;
-  ~MappedMemory() { cudaIpcCloseMemHandle(data_); }
+  ~MappedMemory() { forget_error(cudaIpcCloseMemHandle(data_)); }
   void* data() const { return data_; }
 
  private:
@@ -64,8 +65,8 @@ void copy_uuid(int gpu, char (&uuid)[16]) {
   std::memcpy(uuid, properties.uuid.bytes, sizeof(uuid));
 }
 
-// Which GPU of this process a card is about.
-int find_gpu(const Card& card, int peer) {
+// Which GPU of this process a card is about; none where this process does not see it.
+std::optional<int> find_gpu(const Card& card) {
   int num_gpus = 0;
   check_cuda(cudaGetDeviceCount(&num_gpus), "cudaGetDeviceCount");
   for (int gpu = 0; gpu < num_gpus; ++gpu) {
@@ -73,21 +74,20 @@ int find_gpu(const Card& card, int peer) {
     copy_uuid(gpu, uuid);
     if (std::memcmp(uuid, card.gpu, sizeof(uuid)) == 0) return gpu;
   }
-  throw Error(ErrorKind::kTransport,
-              join("does not see the GPU of rank ", peer,
-                   "; let CUDA_VISIBLE_DEVICES name all GPUs of the job on every rank"));
+  return std::nullopt;
 }
 
+// A GPU that this process does not see cannot be asked about, but may be in reach.
 void check_reach(const Card& card, int peer) {
   const int own = current_gpu();
-  const int other = find_gpu(card, peer);
+  const std::optional<int> other = find_gpu(card);
   int can_reach = 1;
-  if (other != own) {
-    check_cuda(cudaDeviceCanAccessPeer(&can_reach, own, other), "cudaDeviceCanAccessPeer");
+  if (other && *other != own) {
+    check_cuda(cudaDeviceCanAccessPeer(&can_reach, own, *other), "cudaDeviceCanAccessPeer");
   }
   if (can_reach == 0) {
     throw Error(ErrorKind::kTransport,
-                join("has GPU ", own, ", which cannot reach GPU ", other, " of rank ", peer,
+                join("has GPU ", own, ", which cannot reach GPU ", *other, " of rank ", peer,
                      ": they have neither NVLink nor PCIe peer access"));
   }
   if (card.pid == getpid()) {

@@ -142,7 +142,17 @@ struct FakeKernels {
   std::atomic<uint64_t> failure{0};
   std::atomic<uint64_t> slow{0};
   std::atomic<bool> is_aborted{false};
-  std::atomic<bool> is_idle{false};
+
+  // As a kernel of rank `rank` does again and again while it waits for `peer`.
+  void wait_for(uint16_t rank, uint16_t peer) {
+    slow = cuda::Failure{.kind = cuda::FailureKind::kSlow,
+                         .phase = cuda::WaitPhase::kFreeSlot,
+                         .peer = peer,
+                         .rank = rank,
+                         .channel = 5}
+               .pack();
+    std::this_thread::sleep_for(milliseconds(5));
+  }
 
   DeviceMonitor::Kernels kernels() {
     return {.failure = [this] { return cuda::Failure::unpack_any(failure); },
@@ -151,8 +161,7 @@ struct FakeKernels {
                 [this] {
                   is_aborted = true;
                   is_aborted.notify_all();
-                },
-            .is_idle = [this] { return is_idle.load(); }};
+                }};
   }
 };
 
@@ -194,20 +203,17 @@ class ErrorOutput {
 // Kernels say it again and again while they wait, the user hears it once.
 void a_kernel_that_waits_long_names_whom_it_awaits() {
   const ErrorOutput output;
-  run_ranks(2, [](Communicator& communicator) {
+  std::atomic<bool> is_over{false};
+  run_ranks(2, [&](Communicator& communicator) {
     FakeKernels fake;
     const DeviceMonitor monitor(communicator, fake.kernels());
     communicator.announce(launch_number(1));
-    if (communicator.rank() == 1) return;
-    for (int i = 0; i < 20; ++i) {
-      fake.slow = cuda::Failure{.kind = cuda::FailureKind::kSlow,
-                                .phase = cuda::WaitPhase::kFreeSlot,
-                                .peer = 1,
-                                .rank = 0,
-                                .channel = 5}
-                      .pack();
-      std::this_thread::sleep_for(milliseconds(5));
-    }
+    if (communicator.rank() == 1) return is_over.wait(false);
+    check(!monitor.has_slow_wait(), "a wait before there is one");
+    for (int i = 0; i < 20; ++i) fake.wait_for(0, 1);
+    check(monitor.has_slow_wait(), "no wait while there is one");
+    is_over = true;
+    is_over.notify_all();
   });
   const std::string text = output.text();
   check_contains(text, "rank 0/2 has waited 1 s for a free slot of rank 1");
@@ -226,19 +232,22 @@ void an_abort_ends_kernels() {
   });
 }
 
-// A rank that has left is nobody's trouble while no kernel waits.
-void a_rank_that_leaves_ends_kernels_that_wait() {
-  run_ranks(3, [](Communicator& communicator) {
+// A rank that has left is nobody's trouble while no kernel waits for it, whatever is queued.
+void a_rank_that_leaves_ends_kernels_that_wait_for_it() {
+  std::atomic<bool> has_waited{false};
+  run_ranks(3, [&](Communicator& communicator) {
     if (communicator.rank() == 0) return;
     FakeKernels fake;
-    fake.is_idle = communicator.rank() == 1;
     const DeviceMonitor monitor(communicator, fake.kernels());
     if (communicator.rank() == 1) {
-      std::this_thread::sleep_for(milliseconds(200));
-      check(!fake.is_aborted, "aborted, though no kernel waits");
-      return;
+      for (int i = 0; i < 40; ++i) fake.wait_for(1, 2);
+      check(!fake.is_aborted, "aborted, though no kernel waits for the rank that left");
+      has_waited = true;
+      return has_waited.notify_all();
     }
-    fake.is_aborted.wait(false);
+    has_waited.wait(false);
+    check(!fake.is_aborted, "aborted, though no kernel waits");
+    while (!fake.is_aborted) fake.wait_for(2, 0);
     const Error error =
         expect_error(ErrorKind::kPeerFailed, [&] { communicator.announce(launch_number(1)); });
     check_contains(error.what(), "has left the group");
@@ -265,7 +274,7 @@ const CaseTable kCases{
      }},
     {"monitor_slow_peer", a_kernel_that_waits_long_names_whom_it_awaits},
     {"monitor_abort", an_abort_ends_kernels},
-    {"monitor_departure", a_rank_that_leaves_ends_kernels_that_wait},
+    {"monitor_departure", a_rank_that_leaves_ends_kernels_that_wait_for_it},
 };
 
 }  // namespace

@@ -225,6 +225,22 @@ def use_other_gpu(rank: Rank) -> None:
     assert "cuda:1" in text and "cuda:0" in text
 
 
+def drop_before_late_rank(rank: Rank) -> float:
+    comm = connect(rank)
+    tensor = torch.ones(2000).to(DEVICE)
+    comm.all_reduce(tensor)
+    torch.cuda.synchronize()
+    if rank.rank == 1:
+        time.sleep(2.0)
+    comm.all_reduce(tensor)
+    del comm
+    return tensor.cpu().mean().item()
+
+
+def test_cuda_communicator_that_is_dropped_ends_what_is_queued() -> None:
+    assert run_ranks(2, drop_before_late_rank) == [4.0, 4.0]
+
+
 def close_and_start_over(rank: Rank) -> None:
     for _ in range(2):
         comm = connect(rank)

@@ -226,11 +226,15 @@ def test_local_all_reduce_replays_with_other_values(
             assert torch.equal(tensor.cpu(), exact(inputs, "sum") * factor), f"replay {replay}"
 
 
-def test_local_all_reduce_waits_for_all_of_a_graph_on_another_stream(group_of: GroupOf) -> None:
+@pytest.mark.parametrize("is_captured_first", [False, True])
+def test_local_all_reduce_and_a_graph_on_another_stream_wait_for_each_other(
+    is_captured_first: bool,
+) -> None:
     """Nothing but the group orders them, and both use its links."""
-    group, inputs = group_of(2), exact_inputs(2, 3000, torch.float32)
+    group, inputs = rota.LocalGroup(2, DEVICE), exact_inputs(2, 3000, torch.float32)
     captured, direct = ([tensor.to(DEVICE) for tensor in inputs] for _ in range(2))
-    group.all_reduce(direct)  # loads its kernels
+    if not is_captured_first:
+        group.all_reduce(direct)
 
     def three_times() -> None:
         for _ in range(3):
@@ -245,8 +249,10 @@ def test_local_all_reduce_waits_for_all_of_a_graph_on_another_stream(group_of: G
         with torch.cuda.stream(stream):
             graph.replay()
         group.all_reduce(direct)
+        with torch.cuda.stream(stream):
+            graph.replay()
         torch.cuda.synchronize()
-        for factor, tensors in ((4, captured), (1, direct)):
+        for factor, tensors in ((32, captured), (1, direct)):
             for tensor in tensors:
                 assert torch.equal(tensor.cpu(), exact(inputs, "sum") * factor)
 

@@ -11,6 +11,7 @@
 #include "devices.h"
 #include "memory.h"
 #include "result.h"
+#include "settings.h"
 
 namespace simulated_gpu {
 namespace {
@@ -57,6 +58,7 @@ Handle handle_of(const void* address) {
 }
 
 void* open_handle(const Handle& handle) {
+  require(settings().has_ipc, cudaErrorMapBufferObjectFailed);
   require(handle.process != getpid(), cudaErrorDeviceUninitialized,
           "a process cannot open a handle of its own");
   const std::lock_guard guard(runtime_mutex());

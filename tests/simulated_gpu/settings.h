@@ -19,6 +19,8 @@ struct Settings {
   // Of naps in streams and blocks: the longest (0: none), and what makes them come as they do.
   uint64_t max_nap_us = setting("SIMULATED_GPU_NAP_US", 300);
   uint64_t seed = setting("SIMULATED_GPU_SEED", 0);
+  // Whether a process can open the memory of another, which some containers forbid.
+  bool has_ipc = setting("SIMULATED_GPU_IPC", 1) != 0;
   // Whether torch's own operators work, by the CPU's kernels.
   bool has_torch_operators = setting("SIMULATED_GPU_TORCH_OPERATORS", 0) != 0;
 };

@@ -22,6 +22,8 @@ namespace {
 // carry (csrc/README.md, occupancy); not yet measured.
 constexpr int kNumChannels = 16;
 constexpr auto kFinishPoll = std::chrono::microseconds(100);
+// How long kernels of a communicator that is dropped go on waiting for other ranks.
+constexpr auto kPatienceOfDropped = std::chrono::seconds(10);
 
 transport::DeviceGeometry make_geometry(int world_size) {
   return {.world_size = world_size,
@@ -49,26 +51,27 @@ DeviceCommunicator::DeviceCommunicator(std::shared_ptr<Communicator> communicato
                  .timeout = communicator_->timeout()}),
       monitor_(*communicator_, {.failure = [this] { return executor_.failure(); },
                                 .take_slow = [this] { return executor_.take_slow(); },
-                                .abort = [this] { executor_.abort(); },
-                                .is_idle = [this] { return executor_.is_idle(); }}) {}
+                                .abort = [this] { executor_.abort(); }}) {}
 
 DeviceCommunicator::~DeviceCommunicator() {
-  // Results of the last collectives may still be wanted; ranks that never come are not.
-  constexpr auto kPatience = std::chrono::seconds(1);
-  const auto start = std::chrono::steady_clock::now();
+  // Results of the last collectives may still be wanted; ranks that do not come are not.
   try {
+    auto waiting_since = std::chrono::steady_clock::now();
     finish([&] {
-      if (std::chrono::steady_clock::now() - start < kPatience) return;
+      const auto now = std::chrono::steady_clock::now();
+      if (!monitor_.has_slow_wait()) waiting_since = now;
+      if (now - waiting_since < kPatienceOfDropped) return;
       communicator_->abort(join("rank ", communicator_->rank(),
                                 " dropped its communicator with work pending on its GPU"));
       executor_.abort();
     });
-  } catch (const Error&) {
+  } catch (const std::exception&) {
     // The driver is gone, with all that ran.
   }
 }
 
 void DeviceCommunicator::finish(const std::function<void()>& check_interrupt) {
+  const c10::DeviceGuard on_device(device_);
   while (!executor_.is_idle()) {
     check_interrupt();
     std::this_thread::sleep_for(kFinishPoll);
@@ -374,6 +377,8 @@ WorkRef DeviceCommunicator::transfer(const at::Tensor& tensor, int source, int d
                   if (!is_send) packed.unpack();
                 });
 }
+
+bool is_capturing(at::Device device) { return cuda::is_capturing(current_stream(device)); }
 
 std::unique_ptr<DeviceCollectives> connect_devices(std::shared_ptr<Communicator> communicator,
                                                    const c10::intrusive_ptr<::c10d::Store>& store,

@@ -19,7 +19,7 @@ class DeviceCommunicator final : public DeviceCollectives {
   DeviceCommunicator(std::shared_ptr<Communicator> communicator,
                      const c10::intrusive_ptr<::c10d::Store>& store, at::Device device,
                      CallerThread thread);
-  // Waits a little for what is queued, then aborts it.
+  // Waits for what is queued, and aborts it once a kernel has waited long for another rank.
   ~DeviceCommunicator() override;
 
   at::Device device() const override { return device_; }

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 #include <string_view>
 
 #include "base/error.h"
@@ -76,24 +77,27 @@ void verify(const Communicator& communicator, at::Device device,
   const auto pattern_of = [&](int writer) {
     return at::arange(piece_bytes, at::kLong).add(writer * 37).remainder(251).to(at::kByte);
   };
-  const at::Tensor input = pattern_of(rank).to(device);
-  const at::Tensor output =
-      at::empty({world_size * piece_bytes}, at::TensorOptions(at::kByte).device(device));
-  cuda::Executor executor(
-      {.rank = rank,
-       .geometry = geometry,
-       .regions = regions.by_rank,
-       .timeout = std::min<Nanoseconds>(kVerifyTimeout, communicator.timeout())});
-  executor.run(executor.plan({.kernel = cuda::Kernel::kAllGather,
-                              .input = {input.data_ptr()},
-                              .output = {output.data_ptr()},
-                              .num_elems = num_bytes(output),
-                              .format = cuda::kBytes}),
-               current_stream(device));
-  const at::Tensor received = output.cpu();
+  at::Tensor input, output;
+  std::optional<cuda::Executor> executor;
   transport::agree(all_gather, rank, [&] {
+    input = pattern_of(rank).to(device);
+    output = at::empty({world_size * piece_bytes}, at::TensorOptions(at::kByte).device(device));
+    executor.emplace(cuda::Executor::Options{
+        .rank = rank,
+        .geometry = geometry,
+        .regions = regions.by_rank,
+        .timeout = std::min<Nanoseconds>(kVerifyTimeout, communicator.timeout())});
+  });
+  transport::agree(all_gather, rank, [&] {
+    executor->run(executor->plan({.kernel = cuda::Kernel::kAllGather,
+                                  .input = {input.data_ptr()},
+                                  .output = {output.data_ptr()},
+                                  .num_elems = num_bytes(output),
+                                  .format = cuda::kBytes}),
+                  current_stream(device));
+    const at::Tensor received = output.cpu();
     constexpr auto kCause = " wrote to its GPU; the machine's IOMMU or ACS may break peer access";
-    if (const auto failure = executor.failure()) {
+    if (const auto failure = executor->failure()) {
       throw Error(ErrorKind::kTransport, join("got nothing of what rank ", failure->peer, kCause));
     }
     for (int peer = 0; peer < world_size; ++peer) {
@@ -109,9 +113,9 @@ transport::DeviceRegions join_gpus(Communicator& communicator,
                                    const c10::intrusive_ptr<::c10d::Store>& store,
                                    at::Device device, const transport::DeviceGeometry& geometry,
                                    CallerThread thread) {
-  cuda::load_kernels();
-  if (communicator.world_size() == 1) return transport::allocate_regions(1, geometry.num_bytes());
   const transport::AllGatherText all_gather = all_gather_over(communicator, thread);
+  transport::agree(all_gather, communicator.rank(), cuda::load_kernels);
+  if (communicator.world_size() == 1) return transport::allocate_regions(1, geometry.num_bytes());
   transport::DeviceRegions regions =
       connect_regions(communicator, store, device, geometry.num_bytes(), all_gather);
   verify(communicator, device, geometry, regions, all_gather);

@@ -80,8 +80,11 @@ LocalGroup::LocalGroup(const Options& options)
 
 LocalGroup::~LocalGroup() {
   try {
+    const c10::DeviceGuard on_device(options_.device);
     while (!executor_->is_idle()) std::this_thread::yield();
-  } catch (const Error&) {
+    executor_.reset();
+    regions_ = {};
+  } catch (const std::exception&) {
     // The driver is gone, with all that ran.
   }
 }

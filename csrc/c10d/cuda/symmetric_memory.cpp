@@ -2,9 +2,11 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
 #include <atomic>
+#include <chrono>
 
 #include "base/error.h"
 
@@ -18,11 +20,30 @@ struct Owned {
   c10::intrusive_ptr<symmetric::SymmetricMemory> mapping;
 };
 
-// torch knows groups by name, within a process.
-std::string make_group_name() {
-  static std::atomic<int> num_groups{0};
-  return join("rota/", num_groups++);
-}
+// How long ranks wait for each other's handles: where one has made memory with other groups before,
+// torch 2.11 to 2.13 let them look under different keys of the store.
+constexpr auto kRendezvousTimeout = std::chrono::seconds(10);
+
+// A group as torch's symmetric memory looks them up, by name within a process; it has a store and
+// moves nothing.
+class NamedGroup {
+ public:
+  NamedGroup(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int world_size) {
+    static std::atomic<int> num_groups{0};
+    name_ = join("rota/", num_groups++);
+    const auto own_store = store->clone();
+    own_store->setTimeout(kRendezvousTimeout);
+    ::c10d::register_process_group(
+        name_, c10::make_intrusive<::c10d::ProcessGroup>(own_store, rank, world_size));
+  }
+  ~NamedGroup() { ::c10d::unregister_process_group(name_); }
+  NamedGroup(const NamedGroup&) = delete;
+  NamedGroup& operator=(const NamedGroup&) = delete;
+  const std::string& name() const { return name_; }
+
+ private:
+  std::string name_;
+};
 
 // torch 2.11 to 2.15 ask it which GPUs are joined by a fabric, and crash where it is missing.
 void check_nvml() {
@@ -38,19 +59,19 @@ transport::DeviceRegions connect_by_symmetric_memory(const c10::intrusive_ptr<::
                                                      size_t num_bytes,
                                                      const transport::AllGatherText& all_gather) {
   const auto owned = std::make_shared<Owned>();
-  const std::string group_name = make_group_name();
+  std::optional<NamedGroup> group;
   transport::agree(all_gather, rank, [&] {
     check_nvml();
-    symmetric::set_group_info(group_name, rank, world_size, store);
+    group.emplace(store, rank, world_size);
     owned->tensor = symmetric::empty_strided_p2p({static_cast<int64_t>(num_bytes)}, {1}, at::kByte,
-                                                 device, group_name, std::nullopt);
+                                                 device, group->name(), std::nullopt);
     owned->tensor.zero_();
     const c10::impl::VirtualGuardImpl guard(device.type());
     guard.synchronizeStream(guard.getStream(device));
   });
   transport::DeviceRegions regions{.means = "torch's symmetric memory", .memory = owned};
   transport::agree(all_gather, rank, [&] {
-    owned->mapping = symmetric::rendezvous(owned->tensor, group_name);
+    owned->mapping = symmetric::rendezvous(owned->tensor, group->name());
     for (void* buffer : owned->mapping->get_buffer_ptrs()) {
       regions.by_rank.push_back(static_cast<std::byte*>(buffer));
     }
