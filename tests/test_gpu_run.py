@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -20,8 +21,8 @@ import pytest
 pytest.importorskip("rich", reason="the benchmarks need rich")
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-from gpu import facts, figures, frame, gradients, run, stages, summary
-from gpu.dry import HostTarget
+from gpu import facts, figures, frame, gradients, local_all_reduce, run, stages, summary, tour
+from gpu.dry import HostGroup, HostTarget
 from gpu.frame import COPY, Bench, Job
 from gpu.stages import Step
 from protocol import Entry
@@ -401,6 +402,39 @@ def test_bench_keeps_what_works_and_notes_the_rest(tmp_path: Path) -> None:
     assert bench.rows[1]["extra"] == 1 and bench.rows[1]["of_copy"] > 0
 
 
+def fail_at(number: int) -> Callable[[], int]:
+    """A call, or a check, that fails the `number`th time and ever after."""
+    calls = itertools.count(1)
+
+    def call() -> int:
+        if next(calls) >= number:
+            raise RuntimeError("the GPU is gone")
+        return 0
+
+    return call
+
+
+def test_bench_drops_a_job_that_fails_late_and_goes_on_with_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In its first turn, or in the check after its last one."""
+    bench = make_bench()
+    bench.large_copy_rate()
+    warmed_up = fail_at(1 + bench.plan.num_warmups)
+    bodies = iter([lambda: None, warmed_up, lambda: None, lambda: None])
+    monkeypatch.setattr(bench.target, "capture", lambda body: next(bodies))
+    jobs = [
+        bench.copy_job(4096),
+        job("first turn", lambda: None),
+        job("last check", lambda: None, check=fail_at(2)),
+        job("fine", lambda: None, check=lambda: 0),
+    ]
+    bench.measure(jobs, "op", 4096)
+    assert [row["label"] for row in bench.rows] == [COPY, "fine"]
+    assert bench.num_failed == 2
+    assert [note.split(",")[0] for note in bench.notes] == ["first turn", "last check"]
+
+
 def test_bench_times_on_the_stream_what_cannot_be_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -413,6 +447,46 @@ def test_bench_times_on_the_stream_what_cannot_be_captured(
     bench.measure([job("fine", lambda: None)], "op", 4096)
     assert bench.rows[0]["timed"] == "stream"
     assert any("not while capturing" in note for note in bench.notes)
+
+
+class Hanging(HostGroup):
+    """Times out in its ordered ring, and is of no use from then on, as rota.LocalGroup."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(world_size)
+        self._has_timed_out = False
+
+    def all_reduce(
+        self, tensors: Any, op: str = "sum", algorithm: str = "auto", *more: Any, **named: Any
+    ) -> None:
+        self._has_timed_out |= algorithm == "ordered_ring"
+        if self._has_timed_out:
+            raise TimeoutError("make a new group")
+        super().all_reduce(tensors, op, algorithm, *more, **named)
+
+
+def test_local_group_that_times_out_costs_its_algorithm_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = make_bench()
+    monkeypatch.setattr(bench.target, "local_group", Hanging)
+    local_all_reduce.measure(bench, 4, 4096)
+    algorithms = [row["algorithm"] for row in bench.rows if row["backend"] == "rota"]
+    assert algorithms == [name for name in local_all_reduce.ALGORITHMS if name != "ordered_ring"]
+
+
+def test_tour_goes_on_with_a_new_group_after_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = HostTarget()
+    monkeypatch.setattr(target, "local_group", lambda world_size, timeout_s: Hanging(world_size))
+    monkeypatch.setattr(tour, "open_target", lambda args: target)
+    monkeypatch.setattr(tour, "buckets", lambda target: [])
+    monkeypatch.setattr(sys, "argv", ["tour", "--dry-run", "--device", "cpu"])
+    assert tour.main() == 1
+    failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
+    assert len(failed) == len(tour.RANKS) * len(tour.DTYPES)
+    assert all("ordered_ring" in line for line in failed)
 
 
 @pytest.mark.parametrize("num_elems", [4096, 16_384, 67_108_864])
