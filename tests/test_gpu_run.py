@@ -122,6 +122,31 @@ def test_step_that_is_stopped_can_tell_what_it_knows(tmp_path: Path) -> None:
     assert "two tests failed" in log.read_text()
 
 
+def test_failure_is_told_although_a_later_test_hangs(tmp_path: Path) -> None:
+    """As one does that waits for a GPU: neither it nor pytest hears SIGINT."""
+    conftest = run.ROOT / "tests" / "gpu" / "conftest.py"
+    (tmp_path / "conftest.py").write_text(
+        "import importlib.util\n"
+        f"spec = importlib.util.spec_from_file_location('of_gpu', {str(conftest)!r})\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+        "pytest_runtest_logreport = module.pytest_runtest_logreport\n"
+    )
+    (tmp_path / "test_it.py").write_text(
+        "import signal, time\n"
+        "def test_a():\n    assert 6 * 7 == 41\n"
+        "def test_b():\n    signal.signal(signal.SIGINT, signal.SIG_IGN)\n    time.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    command += ["-o", "faulthandler_timeout=0.5", "test_it.py"]
+    env = {"PYTHONPATH": str(run.ROOT / "python")}
+    log = tmp_path / "log"
+    outcome = stages.run(Step("test", "x", command, 30.0, env), 15.0, log, tmp_path)
+    assert outcome.verdict == "stopped"
+    assert "assert (6 * 7) == 41" in log.read_text()
+    assert "in test_b" in log.read_text(), "the stack of what hangs"
+
+
 def test_step_without_time_is_not_started_and_counts_as_stopped(tmp_path: Path) -> None:
     outcome = stages.run(python_step("print('ran')"), 0.0, tmp_path / "log", tmp_path)
     assert outcome.verdict == "stopped" and "not started" in outcome.text

@@ -56,10 +56,10 @@ MEMCHECK_LIMIT_S = 60.0
 BENCH_LIMITS_S = {
     "copy_rate": 10.0,
     "pack_unpack": 40.0,
-    "local_all_reduce": 45.0,
-    "latency": 15.0,
+    "local_all_reduce": 40.0,
+    "latency": 10.0,
     "mixed_precision": 40.0,
-    "shared_gpu": 30.0,
+    "shared_gpu": 40.0,
 }
 # They need neither a network nor names.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
