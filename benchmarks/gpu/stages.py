@@ -168,7 +168,8 @@ def _end_group(process: subprocess.Popen[str], signals: Sequence[signal.Signals]
         deadline = time.monotonic() + GRACE_S
         while _group_lives(process) and time.monotonic() < deadline:
             time.sleep(0.05)
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold even what is killed
+        process.wait(GRACE_S)
 
 
 def _group_lives(process: subprocess.Popen[str]) -> bool:
