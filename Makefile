@@ -80,7 +80,7 @@ check-cuda: $(CUDA_VENV)/.built
 # With the python3 that is there, its torch and pytest, and no network. STAGES="build bench" chooses
 # stages, OUTPUT=folder takes all that it makes, COMMIT=name is for a copy without git.
 gpu:
-	PYTHONPATH=benchmarks python3 -m gpu.run $(if $(STAGES),--stages "$(STAGES)") $(if $(OUTPUT),--output "$(OUTPUT)") $(if $(COMMIT),--commit "$(COMMIT)")
+	PYTHONPATH=benchmarks$${PYTHONPATH:+:$$PYTHONPATH} python3 -m gpu.run $(if $(STAGES),--stages "$(STAGES)") $(if $(OUTPUT),--output "$(OUTPUT)") $(if $(COMMIT),--commit "$(COMMIT)")
 
 gpu-dry: venv
 	PYTHONPATH=benchmarks $(PYTHON) -m gpu.run --dry-run

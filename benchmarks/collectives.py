@@ -22,6 +22,7 @@ import driver
 import interleave
 import machine
 import mpi_env
+import picture
 import report
 from arguments import Parser, add_common_arguments, parse_list, parse_natural, parse_size, plan_of
 from interleave import Measurement
@@ -186,7 +187,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     if args.op != "barrier":
         png = args.png or run.json_path.with_suffix(".png")
         title = f"{args.op} of {args.dtype}, {args.ranks} ranks on {machine.num_cores()} cores"
-        report.draw(png, measurements, title, run.subtitle())
+        picture.draw(png, measurements, title, run.subtitle())
         result["png"] = str(png)
     return result
 

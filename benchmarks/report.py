@@ -1,4 +1,4 @@
-"""Tables, the JSON record and the picture of a run. Knows nothing of how the numbers were taken.
+"""Tables and the JSON record of a run. Knows nothing of how the numbers were taken.
 
 GB is 1e9 bytes, times are in us. algbw is message bytes over the median time; busbw is algbw times
 the factor of nccl-tests' doc/PERFORMANCE.md, which makes it comparable with a link's bandwidth.
@@ -7,14 +7,13 @@ the factor of nccl-tests' doc/PERFORMANCE.md, which makes it comparable with a l
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import cycle, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -22,16 +21,6 @@ from interleave import Measurement
 
 ROOFLINE = "memcpy"
 BEST_MPI = "best MPI"
-
-# Okabe and Ito's palette, which colour-blind readers can tell apart: a fixed colour and marker for
-# each peer, warm ones for the entries of rota in turn.
-PEER_STYLES = {
-    "gloo": ("#0072B2", "^"),
-    "openmpi": ("#009E73", "D"),
-    "mpich": ("#56B4E9", "v"),
-    "impi": ("#CC79A7", "P"),
-}
-ROTA_STYLES = (("#D55E00", "o"), ("#E69F00", "s"), ("#8C2D04", "X"), ("#F0C30F", "*"))
 
 
 @dataclass(frozen=True)
@@ -156,50 +145,21 @@ def print_speedups(console: Console, ratios: Sequence[Ratio]) -> None:
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
     """Writes the record of one run, one measurement a line, so that records can be compared."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     lists = {key: value for key, value in record.items() if isinstance(value, list)}
     head = {key: value for key, value in record.items() if key not in lists}
     parts = [f'  "{key}": {json.dumps(value)}' for key, value in head.items()]
     for key, values in lists.items():
         lines = ",\n".join(f"    {json.dumps(value)}" for value in values)
         parts.append(f'  "{key}": [\n{lines}\n  ]' if values else f'  "{key}": []')
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    write_whole(path, "{\n" + ",\n".join(parts) + "\n}\n")
 
 
-def draw(path: Path, measurements: Sequence[Measurement], title: str, subtitle: str) -> None:
-    """The picture: median time over message size, both axes logarithmic."""
-    figure = Figure(figsize=(8, 5.5), layout="constrained")  # draws with Agg: needs no display
-    axes = figure.add_subplot()
-    labels = list(dict.fromkeys(result.entry.label for result in measurements))
-    rota_styles = cycle(ROTA_STYLES)
-    for label in labels:
-        points = [result for result in measurements if result.entry.label == label]
-        sizes = [point.num_bytes for point in points]
-        times_us = [point.p50_us for point in points]
-        if label == ROOFLINE:
-            axes.plot(sizes, times_us, "--", color="black", linewidth=1, label="memcpy (roofline)")
-        else:
-            backend = points[0].entry.backend
-            colour, marker = next(rota_styles) if backend == "rota" else PEER_STYLES[backend]
-            axes.plot(sizes, times_us, color=colour, marker=marker, markersize=4, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    _label_sizes(axes, sorted({result.num_bytes for result in measurements}))
-    axes.set_xlabel("message size (bytes; K = 1024)")
-    axes.set_ylabel("time of one call, slowest rank, median (µs)")
-    axes.grid(True, which="major", linewidth=0.4, alpha=0.6)
-    axes.legend(frameon=False)
-    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-    axes.set_title(subtitle, fontsize=8, loc="left")
+def write_whole(path: Path, text: str) -> None:
+    """Whoever reads the file, whenever that is, finds what it was before, or all of `text`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
-def _label_sizes(axes: Axes, sizes: Sequence[int]) -> None:
-    every = -(-len(sizes) // 14)  # more labels than this overlap
-    axes.set_xticks(sizes[::every], [format_bytes(size) for size in sizes[::every]])
-    axes.minorticks_off()
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(text)
+    os.replace(unfinished, path)
 
 
 def format_bytes(num_bytes: int) -> str:

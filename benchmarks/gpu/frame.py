@@ -72,6 +72,7 @@ class _Prepared:
     run: Body  # one sample: measurement.batch calls
     num_samples: int  # a turn
     timed: str
+    has_failed: bool = False
 
 
 class Bench:
@@ -188,13 +189,14 @@ class Bench:
             num_bytes: the size that they belong to.
             shape: what else tells these rows from others of the size.
         """
+        where = f"{op}, {_describe(num_bytes, shape)}"
         large_copy = self.large_copy_rate()
         prepared = []
         for job in jobs:
             try:
                 prepared.append(self._prepare(job, op, num_bytes))
             except Exception as error:
-                what = f"{job.entry.label}, {op}, {_describe(num_bytes, shape)}"
+                what = f"{job.entry.label}, {where}"
                 if isinstance(error, ValueError) and job.may_be_refused:
                     self.note(f"{what}: refused: {first_line(error)}")
                 else:
@@ -202,16 +204,16 @@ class Bench:
         for repeat in range(self.plan.repeats):
             first = repeat % max(1, len(prepared))
             for one in prepared[first:] + prepared[:first]:
-                self._take_turn(one)
+                self._go_on(one, where, self._take_turn)
+        for one in prepared:
+            self._go_on(one, where, self._check_again)
+        measured = [one for one in prepared if not one.has_failed]
         copies = [
             one.job.moved_bytes / one.measurement.p50_us
-            for one in prepared
+            for one in measured
             if one.job.entry.label == COPY
         ]
-        for one in prepared:
-            if one.job.check is not None:
-                num_wrong = one.measurement.num_wrong or 0
-                one.measurement.num_wrong = num_wrong + one.job.check()
+        for one in measured:
             rate = one.job.moved_bytes / one.measurement.p50_us
             self._keep(
                 {
@@ -267,6 +269,20 @@ class Bench:
         num_elems = num_bytes // FLOAT32_BYTES
         measurement = Measurement(job.entry, op, num_elems, num_bytes, batch, num_wrong=num_wrong)
         return _Prepared(job, measurement, run, num_samples, timed)
+
+    def _go_on(self, one: _Prepared, where: str, step: Callable[[_Prepared], None]) -> None:
+        """Does `step` with a job that has not failed yet; the others do not depend on it."""
+        if one.has_failed:
+            return
+        try:
+            step(one)
+        except Exception as error:
+            one.has_failed = True
+            self.fail(f"{one.job.entry.label}, {where}", error)
+
+    def _check_again(self, one: _Prepared) -> None:
+        if one.job.check is not None:
+            one.measurement.num_wrong = (one.measurement.num_wrong or 0) + one.job.check()
 
     def _take_turn(self, one: _Prepared) -> None:
         times_us = self.target.clock.sample_us(one.run, one.num_samples)

@@ -15,7 +15,7 @@ from functools import partial
 from arguments import FLOAT32_BYTES
 from gpu import frame
 from gpu.frame import Bench, Job
-from gpu.local_all_reduce import groups, make_job
+from gpu.local_all_reduce import RANKS, make_job
 from protocol import Entry
 
 ALGORITHMS = ("auto", "low_latency", "one_shot")
@@ -23,13 +23,14 @@ ALGORITHMS = ("auto", "low_latency", "one_shot")
 
 def benchmark(bench: Bench) -> None:
     """Every number of ranks, every size."""
-    for num_ranks, group in groups(bench):
+    for num_ranks in RANKS:
         for num_bytes in bench.sizes:
             num_elems = max(1, num_bytes // FLOAT32_BYTES)
             tensors = [bench.random(num_elems, rank) for rank in range(num_ranks)]
             jobs = [copy_job(bench)]
             for algorithm in ALGORITHMS:
-                jobs.append(make_job(bench, group, algorithm, [tensors], moved_bytes=0))
+                make = partial(make_job, bench, algorithm, [tensors], moved_bytes=0)
+                jobs += bench.attempt(f"{algorithm}, {num_ranks} ranks", make)
             bench.measure(jobs, "all_reduce, one after another", num_bytes, ranks=num_ranks)
 
 

@@ -10,7 +10,6 @@ last line of the output is JSON.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from functools import partial
 from itertools import count
 
@@ -20,7 +19,6 @@ import tiles
 from arguments import FLOAT32_BYTES
 from gpu import frame
 from gpu.frame import Bench, Job
-from gpu.target import LocalGroup
 from protocol import Entry
 
 RANKS = (2, 4)
@@ -41,23 +39,12 @@ MAX_LOW_LATENCY_BYTES = 1 << 20
 
 def benchmark(bench: Bench) -> None:
     """Every number of ranks, every size, every algorithm."""
-    for num_ranks, group in groups(bench):
-        for num_bytes in bench.sizes:
-            measure(bench, group, num_ranks, num_bytes)
-
-
-def groups(bench: Bench) -> Iterator[tuple[int, LocalGroup]]:
-    """Each number of ranks with its group; one that cannot be made fails and is left out."""
     for num_ranks in RANKS:
-        try:
-            group = bench.target.local_group(num_ranks)
-        except Exception as error:
-            bench.fail(f"LocalGroup of {num_ranks} ranks", error)
-            continue
-        yield num_ranks, group
+        for num_bytes in bench.sizes:
+            measure(bench, num_ranks, num_bytes)
 
 
-def measure(bench: Bench, group: LocalGroup, num_ranks: int, num_bytes: int) -> None:
+def measure(bench: Bench, num_ranks: int, num_bytes: int) -> None:
     """All algorithms at one size."""
     num_elems = num_bytes // FLOAT32_BYTES
     moved_bytes = 2 * num_ranks * num_bytes
@@ -71,21 +58,17 @@ def measure(bench: Bench, group: LocalGroup, num_ranks: int, num_bytes: int) -> 
             continue
         if algorithm == "hierarchical" and num_ranks <= GROUP_SIZE:
             continue
-        jobs.append(make_job(bench, group, algorithm, sets, moved_bytes))
+        make = partial(make_job, bench, algorithm, sets, moved_bytes)
+        jobs += bench.attempt(f"{algorithm}, {num_ranks} ranks", make)
     bench.measure(jobs, "all_reduce", num_bytes, ranks=num_ranks)
 
 
-def make_job(
-    bench: Bench,
-    group: LocalGroup,
-    algorithm: str,
-    sets: list[list[torch.Tensor]],
-    moved_bytes: int,
-) -> Job:
+def make_job(bench: Bench, algorithm: str, sets: list[list[torch.Tensor]], moved_bytes: int) -> Job:
     """One algorithm. What is timed is an average, which stays random and finite however often it is
-    taken again.
+    taken again. The group is the job's own: one that has timed out is of no use to other jobs.
     """
     num_ranks = len(sets[0])
+    group = bench.target.local_group(num_ranks)
     group_size = GROUP_SIZE if algorithm == "hierarchical" else None
     all_reduce = partial(group.all_reduce, algorithm=algorithm, group_size=group_size)
     seeds = count()

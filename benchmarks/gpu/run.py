@@ -5,10 +5,12 @@
     PYTHONPATH=python:benchmarks python3 -m gpu.run --stages "build bench" --output folder
 
 Builds rota in place for the GPU found, runs tests/gpu, the memory checker over every kernel, and
-the benchmarks. Each step has a time limit, at which it is ended with all that it started; a step
-that fails stops no other; what a step leaves of its limit goes to those behind it. After each step
-<gpu>-<date>.json and .md are written anew, so a run that is cut off leaves what it has. The exit
-status is 0 if no step failed.
+the benchmarks. Each step has a time limit, at which it is ended with all that it started; what a
+step leaves of its limit goes to those behind it, and all end when --total-s is over. A step that
+fails stops no other, except for a build that leaves nothing to run. After each step
+<gpu>-<date>.json and .md are written anew, also when a signal ends the run; a run that is killed
+leaves what the step had measured in <gpu>-<date>.rows.jsonl. The exit status is 0 if no step
+failed. Needs Python 3.11.
 
 A dry run (--dry-run) does the same on a machine without a GPU: it collects the tests, and runs the
 benchmarks on stand-ins with made-up times; its record says so and goes to a temporary folder. With
@@ -21,38 +23,48 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import machine
 import report
-from arguments import Parser, parse_list
+from arguments import Parser, parse_list, parse_natural
 from gpu import facts as gpu_facts
 from gpu import figures, stages, summary
-from gpu.stages import Outcome, Step
+from gpu.stages import Budget, Outcome, Step
 
 ROOT = machine.REPOSITORY
 RESULTS = ROOT / "benchmarks" / "results"
 
+# Machines are lent for calls of 10 minutes; the rest is for ending what hangs.
+TOTAL_S = 570
 BUILD_LIMIT_S = 240.0
 # Local ranks run in pytest's own process, which a bad kernel may end: a step of their own.
 LOCAL_TESTS = ("test_local_group.py", "test_gradient_bucket.py")
-LOCAL_TEST_LIMIT_S = 60.0
-PROCESS_TEST_LIMIT_S = 120.0
+LOCAL_TEST_LIMIT_S = 90.0
+PROCESS_TEST_LIMIT_S = 200.0  # about 105 ranks, each of which starts CUDA
+STACKS_AFTER_S = 30  # of one test: longer than its ranks may take
 MEMCHECK_LIMIT_S = 60.0
 BENCH_LIMITS_S = {
-    "copy_rate": 15.0,
-    "pack_unpack": 55.0,
-    "local_all_reduce": 60.0,
-    "latency": 20.0,
-    "mixed_precision": 50.0,
+    "copy_rate": 10.0,
+    "pack_unpack": 40.0,
+    "local_all_reduce": 40.0,
+    "latency": 10.0,
+    "mixed_precision": 40.0,
     "shared_gpu": 40.0,
 }
-AFTER_BUILD_S = 480.0  # what all steps but the build may take together
+# They need neither a network nor names.
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+# What a build leaves for this interpreter.
+EXTENSION = ROOT / "python" / "rota" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 STAGES = ("build", "test", "memcheck", "bench", "report")
 MAX_JOBS = 16
@@ -74,6 +86,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=parse_list(list(BENCH_LIMITS_S)),
         default=list(BENCH_LIMITS_S),
         help=f"of {','.join(BENCH_LIMITS_S)}",
+    )
+    add(
+        "--total-s",
+        type=parse_natural(1),
+        default=TOTAL_S,
+        help="seconds that all may take together (default: %(default)s)",
     )
     add("--output", type=Path, help="where everything goes (default: benchmarks/results)")
     add("--commit", help="what is measured, where there is no git to ask")
@@ -109,6 +127,11 @@ def build_steps(args: argparse.Namespace, arch: str | None) -> list[Step]:
     """In place, for this GPU alone; a dry run only reads setup.py."""
     env = {"MAX_JOBS": str(min(MAX_JOBS, machine.num_cores())), "ROTA_CUDA": "1"}
     env["PYTHONPATH"] = _paths()
+    # Last: for a ninja that came with torch's python, where there is no other.
+    env["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
+    nvcc = gpu_facts.find_tool("nvcc")
+    if nvcc is not None and not (os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")):
+        env["CUDA_HOME"] = str(Path(nvcc).parents[1])  # setup.py looks on PATH alone
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
     if args.dry_run:
         env["ROTA_CUDA"] = "0"
@@ -121,6 +144,7 @@ def build_steps(args: argparse.Namespace, arch: str | None) -> list[Step]:
 def test_steps(args: argparse.Namespace, arch: str | None) -> list[Step]:
     """All tests that need a GPU; on a machine without one they are only collected."""
     pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    pytest += ["--continue-on-collection-errors", "-o", f"faulthandler_timeout={STACKS_AFTER_S}"]
     if args.device == "cpu":
         pytest += ["--collect-only", "-q"]
     elif args.dry_run and not args.torch_kernels:
@@ -160,7 +184,7 @@ def bench_steps(args: argparse.Namespace, rows_path: Path) -> list[Step]:
         command += ["--rows", str(rows_path)]
         if args.sizes is not None:
             command += ["--sizes", args.sizes]
-        env = {"PYTHONPATH": _paths("python", "benchmarks")}
+        env = {"PYTHONPATH": _paths("python", "benchmarks"), **LOOPBACK}
         steps.append(Step("bench", name, command, BENCH_LIMITS_S[name], env))
     return steps
 
@@ -192,13 +216,17 @@ class Record:
         self.json_path: Path = args.output / f"{stem}.json"
         self.summary_path: Path = args.output / f"{stem}.md"
         self.log_path: Path = args.output / f"{stem}.log"
+        self.rows_path: Path = args.output / f"{stem}.rows.jsonl"
         self.outcomes: list[Outcome] = []
 
-    def write(self, rows_path: Path) -> dict[str, Any]:
-        """Writes both files anew; returns the record."""
-        lines = rows_path.read_text().splitlines() if rows_path.exists() else []
-        entries = [json.loads(line) for line in lines]
-        rows = [entry for entry in entries if "note" not in entry]
+    def write(self) -> dict[str, Any]:
+        """Writes both files anew; returns the record. What cannot be read or told is a note."""
+        rows, notes = self._measured()
+        try:
+            found = figures.as_dicts(figures.figures(rows), self._args.dry_run)
+        except Exception as error:
+            found = []
+            notes.append(f"no figures: {type(error).__name__}: {error}")
         arguments = {key: value for key, value in vars(self._args).items() if key != "output"}
         about = {key: value for key, value in self._facts.items() if key != "commit"}
         record: dict[str, Any] = {
@@ -208,33 +236,71 @@ class Record:
             "git_commit": self._facts["commit"],
             "machine": machine.describe() | about,
             "arguments": arguments,
-            "notes": [f"{e['benchmark']}: {e['note']}" for e in entries if "note" in e],
+            "notes": notes,
             "stages": [outcome.as_dict() for outcome in self.outcomes],
-            "figures": figures.as_dicts(figures.figures(rows), self._args.dry_run),
+            "figures": found,
             "measurements": rows,
         }
         report.write_json(self.json_path, record)
-        self.summary_path.write_text(summary.markdown(record, gpu_facts.lines(self._facts)))
+        try:
+            text = summary.markdown(record, gpu_facts.lines(self._facts))
+        except Exception as error:
+            text = f"No summary: {type(error).__name__}: {error}\n"
+        report.write_whole(self.summary_path, text)
         return record
+
+    def _measured(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """Rows and notes of the benchmarks so far."""
+        lines = self.rows_path.read_text().splitlines() if self.rows_path.exists() else []
+        rows, notes = [], []
+        for line in lines:
+            try:
+                entry = json.loads(line)
+                benchmark = entry["benchmark"]
+            except (ValueError, TypeError, KeyError):  # of a process that was ended as it wrote
+                notes.append(f"not a row: {line[:100]}")
+                continue
+            if "note" in entry:
+                notes.append(f"{benchmark}: {entry['note']}")
+            else:
+                rows.append(entry)
+        return rows, notes
+
+
+def run_steps(steps: Sequence[Step], budget: Budget, record: Record) -> None:
+    """One after the other. An exception that ends the run, such as SystemExit, ends the step."""
+    reason = None
+    for step in steps:
+        if reason is not None:
+            step = replace(step, reason=reason)
+        limit_s = budget.limit_s(step)
+        try:
+            outcome = stages.run(step, limit_s, record.log_path, ROOT)
+        except BaseException:
+            text = "the run itself was ended"
+            record.outcomes.append(Outcome(step.stage, step.name, "stopped", 0.0, limit_s, text))
+            raise
+        record.outcomes.append(outcome)
+        record.write()
+        if step.stage != "build":  # what that leaves is not for the others
+            budget.settle(step, outcome.seconds)
+        elif outcome.is_failure and not EXTENSION.exists():
+            reason = f"the build failed, and there is no {EXTENSION.name} of an earlier one"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0 if no step failed."""
     args = parse_arguments(arguments)
+    budget = Budget(args.total_s)
     facts = gpu_facts.gather(args.commit or machine.git_commit())
     print("\n".join(gpu_facts.lines(facts)), flush=True)
     record = Record(args, facts)
-    with tempfile.TemporaryDirectory(prefix="rota-gpu-") as folder:
-        rows_path = Path(folder) / "rows.jsonl"
-        spare_s = 0.0
-        for step in steps_of(args, gpu_facts.arch(facts), rows_path):
-            # What the build leaves is not for the others: their time is counted from its end.
-            outcome = stages.run(step, spare_s, record.log_path, ROOT)
-            if step.stage != "build":
-                spare_s = max(0.0, outcome.limit_s - outcome.seconds)
-            record.outcomes.append(outcome)
-            record.write(rows_path)
-        written = record.write(rows_path)
+    steps = steps_of(args, gpu_facts.arch(facts), record.rows_path)
+    try:
+        run_steps(steps, budget, record)
+    finally:
+        written = record.write()
+        record.rows_path.unlink(missing_ok=True)
     print("\n" + "\n".join([*summary.stages(written["stages"]), ""]))
     print("\n".join([*summary.figures(written["figures"]), ""]))
     if args.dry_run:
@@ -246,5 +312,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if num_failed else 0
 
 
+def end_on_signals() -> None:
+    """Makes the first request to end the process a SystemExit, and ignores later ones: what runs
+    is to be ended, and the record written."""
+    asking = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for one in asking:
+            signal.signal(one, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for number in asking:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, end)
+
+
 if __name__ == "__main__":
+    end_on_signals()
     sys.exit(main())

@@ -4,9 +4,10 @@
 
 The GPU switches between processes in time slices, and a rank that waits for another one waits for
 its slice: these times say that an entry works and nothing of its speed, and no ratio is made of
-them. rota's Communicator, torch's symmetric-memory ops, and NCCL, which takes two ranks on one GPU
-only by NCCL_MULTI_RANK_GPU_ENABLE, or when each rank claims a host of its own. What does not run is
-noted with the reason. The last line of the output is JSON.
+them. rota's Communicator, whose label says by which means it joins GPUs; torch's symmetric-memory
+ops; and NCCL, which takes two ranks on one GPU only when each claims a host of its own, or, from
+2.30 on (torch 2.11 has 2.28), by NCCL_MULTI_RANK_GPU_ENABLE. What does not run is noted with the
+reason. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from interleave import Measurement
 from protocol import Entry, Reply
 
 RANKS = 2
-LIMIT_S = 25.0
+LIMIT_S = 20.0  # of one entry
 TORCH_CUDA = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 
 
@@ -69,16 +70,16 @@ PEERS = (
         in_dry_run=False,
     ),
     Peer(
-        "NCCL, NCCL_MULTI_RANK_GPU_ENABLE",
-        "nccl",
-        "torch.distributed",
-        {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_SOCKET_IFNAME": "lo"},
-    ),
-    Peer(
         "NCCL, NCCL_HOSTID of each rank",
         "nccl",
         "torch.distributed",
         {"NCCL_HOSTID": "rank{rank}", "NCCL_SOCKET_IFNAME": "lo"},
+    ),
+    Peer(
+        "NCCL, NCCL_MULTI_RANK_GPU_ENABLE",
+        "nccl",
+        "torch.distributed",
+        {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_SOCKET_IFNAME": "lo"},
         in_dry_run=False,
     ),
     Peer("Gloo on the CPU", "gloo", "torch.distributed", reduces_on_cpu=True),
@@ -89,7 +90,8 @@ PEERS = (
 
 
 def work(peer: Peer, rank: int, store: str, sizes: list[int], is_cuda: bool, iters: int) -> None:
-    """One rank: prints its samples of each size, in ns, and how much was wrong, as JSON."""
+    """One rank: prints as JSON by which means GPUs were joined, None if nothing tells, and of each
+    size its samples, in ns, and how much was wrong."""
     device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
     is_nccl = peer.backend == "nccl"
     dist.init_process_group(
@@ -103,11 +105,12 @@ def work(peer: Peer, rank: int, store: str, sizes: list[int], is_cuda: bool, ite
         peer.backend, torch_all_reduce
     )
     replies = []
+    means = None
     for num_bytes in sizes:
         num_elems = num_bytes // FLOAT32_BYTES
         source = torch.empty(num_elems)
         tiles.fill_with_input(source, rank, RANKS, seed=num_bytes)
-        tensor, all_reduce = make(peer, device, num_elems)
+        tensor, all_reduce, means = make(peer, device, num_elems)
         tensor.copy_(source)
         result = all_reduce("sum").cpu()
         num_wrong = tiles.count_wrong(result, "all_reduce", RANKS, seed=num_bytes)
@@ -124,15 +127,16 @@ def work(peer: Peer, rank: int, store: str, sizes: list[int], is_cuda: bool, ite
     dist.barrier()  # a peer may still read what is this rank's
     if is_cuda:
         torch.cuda.synchronize()
-    print(json.dumps(replies), flush=True)
+    print(json.dumps([means, replies]), flush=True)
     # Without a farewell: what a library leaves running must not hold the others up.
     os._exit(0)
 
 
-AllReduce = Callable[[str], Tensor]
+# What to fill; the call, which returns the result; by which means GPUs were joined, if it tells.
+Entrance = tuple[Tensor, Callable[[str], Tensor], str | None]
 
 
-def rota_all_reduce(peer: Peer, device: torch.device, num_elems: int) -> tuple[Tensor, AllReduce]:
+def rota_all_reduce(peer: Peer, device: torch.device, num_elems: int) -> Entrance:
     """In place."""
     import rota
 
@@ -145,12 +149,10 @@ def rota_all_reduce(peer: Peer, device: torch.device, num_elems: int) -> tuple[T
         communicator.all_reduce(tensor, op)
         return tensor
 
-    return tensor, all_reduce
+    return tensor, all_reduce, communicator.device_means
 
 
-def symm_mem_all_reduce(
-    peer: Peer, device: torch.device, num_elems: int
-) -> tuple[Tensor, AllReduce]:
+def symm_mem_all_reduce(peer: Peer, device: torch.device, num_elems: int) -> Entrance:
     """On a tensor in symmetric memory; one_shot leaves it as it is and returns another."""
     import torch.distributed._symmetric_memory as symm_mem
 
@@ -159,10 +161,10 @@ def symm_mem_all_reduce(
     tensor = symm_mem.empty(num_elems, dtype=torch.float32, device=device)
     symm_mem.rendezvous(tensor, group)
     op_of_torch = getattr(torch.ops.symm_mem, peer.api)
-    return tensor, lambda op: op_of_torch(tensor, op, group.group_name)
+    return tensor, lambda op: op_of_torch(tensor, op, group.group_name), None
 
 
-def torch_all_reduce(peer: Peer, device: torch.device, num_elems: int) -> tuple[Tensor, AllReduce]:
+def torch_all_reduce(peer: Peer, device: torch.device, num_elems: int) -> Entrance:
     """dist.all_reduce, in place."""
     tensor = torch.empty(num_elems, device=device)
 
@@ -170,7 +172,7 @@ def torch_all_reduce(peer: Peer, device: torch.device, num_elems: int) -> tuple[
         dist.all_reduce(tensor)
         return tensor
 
-    return tensor, all_reduce
+    return tensor, all_reduce, None
 
 
 # ---- the driver
@@ -186,7 +188,7 @@ def benchmark(bench: Bench) -> None:
         if (peer.reduces_on_cpu and is_cuda) or (bench.target.is_dry and not peer.in_dry_run):
             continue
         try:
-            replies = run_ranks(bench, number, is_cuda)
+            means, replies = run_ranks(bench, number, is_cuda)
         except RuntimeError as error:
             if peer.backend == "rota":
                 bench.fail(peer.label, error)
@@ -195,7 +197,7 @@ def benchmark(bench: Bench) -> None:
             continue
         for num_bytes, of_size in zip(bench.sizes, zip(*replies, strict=True), strict=True):
             result = Measurement(
-                Entry(peer.label, peer.backend, peer.api),
+                Entry(f"{peer.label}, {means}" if means else peer.label, peer.backend, peer.api),
                 "all_reduce between processes",
                 num_bytes // FLOAT32_BYTES,
                 num_bytes,
@@ -207,8 +209,8 @@ def benchmark(bench: Bench) -> None:
             bench.add_row({**row, "ranks": RANKS, "timed": "host, time slices"})
 
 
-def run_ranks(bench: Bench, number: int, is_cuda: bool) -> list[list[Reply]]:
-    """By rank, then by size.
+def run_ranks(bench: Bench, number: int, is_cuda: bool) -> tuple[str | None, list[list[Reply]]]:
+    """By which means GPUs were joined; replies by rank, then by size.
 
     Raises:
         RuntimeError: a rank failed or hung; its last words.
@@ -245,8 +247,8 @@ def run_ranks(bench: Bench, number: int, is_cuda: bool) -> list[list[Reply]]:
         for rank, process in enumerate(processes):
             if process.returncode != 0:
                 raise RuntimeError(f"rank {rank}: {last_words(texts[rank])}")
-        replies = [json.loads(lines[-1]) for lines in texts]
-        return [[Reply(**reply) for reply in of_rank] for of_rank in replies]
+        means, replies = zip(*(json.loads(lines[-1]) for lines in texts), strict=True)
+        return means[0], [[Reply(**reply) for reply in of_rank] for of_rank in replies]
 
 
 def last_words(lines: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,8 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-# From the request to end to the end by force.
-GRACE_S = 5.0
+# How what is left of a step is ended, and before that a step at its limit: pytest then tells
+# what has failed so far.
+ENDING: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGKILL)
+STOPPING: Sequence[signal.Signals] = (signal.SIGINT, *ENDING)
+GRACE_S = 3.0  # from one signal to the next
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class Step:
     Args:
         stage: build, test, memcheck or bench.
         name: unique in a run.
-        limit_s: when it is ended, with all that it has started.
+        limit_s: what it is to take; see Budget.
         env: what it sees beside this process's environment.
         reason: why there is no command, which is no failure; None if there is one.
     """
@@ -58,23 +62,46 @@ class Outcome:
         return asdict(self) | {"seconds": round(self.seconds, 1), "limit_s": round(self.limit_s)}
 
 
-def run(step: Step, extra_s: float, log_path: Path, cwd: Path) -> Outcome:
-    """Runs a step; its output goes to the screen and to the log.
+class Budget:
+    """The time of a run, and what a step may take of it."""
+
+    def __init__(self, total_s: float) -> None:
+        self._end = time.monotonic() + total_s
+        self._spare_s = 0.0
+
+    def limit_s(self, step: Step) -> float:
+        """When to end it: its own limit and, of what earlier steps have left, at most as much
+        again, so that one that hangs cannot use up the time of all; no later than the run."""
+        limit_s = step.limit_s + min(self._spare_s, step.limit_s)
+        return max(0.0, min(limit_s, self._end - time.monotonic()))
+
+    def settle(self, step: Step, seconds: float) -> None:
+        """Later steps may take what it has left, or no longer what it has taken of that."""
+        self._spare_s = max(0.0, self._spare_s + step.limit_s - seconds)
+
+
+def run(step: Step, limit_s: float, log_path: Path, cwd: Path) -> Outcome:
+    """Runs a step; its output goes to the screen and to the log. No process of it remains, also
+    where an exception such as SystemExit ends the wait for it.
 
     Args:
-        extra_s: what earlier steps have left of their limits.
+        limit_s: when it is ended, with all that it has started; 0: it is not started.
     """
-    limit_s = step.limit_s + extra_s
     if step.reason is not None:
         print(f"{step.name} is left out: {step.reason}", flush=True)
         return Outcome(step.stage, step.name, "left out", 0.0, limit_s, step.reason)
+    if limit_s <= 0:
+        text = "not started: the time of the whole run is over"
+        print(f"{step.name} is {text}", flush=True)
+        return Outcome(step.stage, step.name, "stopped", 0.0, limit_s, text)
     started = time.monotonic()
     tail: list[str] = []
     with log_path.open("a", errors="replace") as log:
         shown = " ".join(part if "\n" not in part else "..." for part in step.command)
         _say(log, f"\n=== {step.name}, at most {limit_s:.0f} s: {shown}\n")
         try:
-            # A group of its own, so that what it starts ends with it.
+            # A group of its own, so that what it starts ends with it; in this process's session, so
+            # that whoever ends that leaves nothing on the GPU.
             process = subprocess.Popen(
                 step.command,
                 cwd=cwd,
@@ -84,7 +111,7 @@ def run(step: Step, extra_s: float, log_path: Path, cwd: Path) -> Outcome:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                start_new_session=True,
+                process_group=0,
             )
         except OSError as error:
             _say(log, f"{error}\n")
@@ -92,19 +119,18 @@ def run(step: Step, extra_s: float, log_path: Path, cwd: Path) -> Outcome:
         assert process.stdout is not None
         reader = threading.Thread(target=_copy, args=(process.stdout, log, tail), daemon=True)
         reader.start()
-        verdict = "passed"
+        verdict, last_words, signals = "passed", None, ENDING
         try:
-            status = process.wait(limit_s)
-            if status != 0:
+            if process.wait(limit_s) != 0:
                 verdict = "failed"
         except subprocess.TimeoutExpired:
-            verdict = "stopped"
+            verdict, last_words, signals = "stopped", _last_words(tail), STOPPING
         finally:
             # Also after an end of its own: nothing that it started may go on using the GPU.
-            _end_group(process)
+            _end_group(process, signals)
         reader.join(GRACE_S)
         seconds = time.monotonic() - started
-        text = tail[-1] if tail else "no output"
+        text = last_words or _last_words(tail)
         if verdict == "failed":
             text = f"exit status {process.returncode}: {text}"
         elif verdict == "stopped":
@@ -120,6 +146,10 @@ def _copy(output: TextIO, log: TextIO, tail: list[str]) -> None:
             tail[:] = [line.strip()[:300]]
 
 
+def _last_words(tail: list[str]) -> str:
+    return tail[-1] if tail else "no output"
+
+
 def _say(log: TextIO, text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
@@ -128,23 +158,30 @@ def _say(log: TextIO, text: str) -> None:
         log.flush()
 
 
-def _end_group(process: subprocess.Popen[str]) -> None:
+def _end_group(process: subprocess.Popen[str], signals: Sequence[signal.Signals]) -> None:
     """Asks the whole group to end, then makes it."""
-    for signal_number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, signal_number)
-        except ProcessLookupError:
+    for signal_number in signals:
+        if not _group_lives(process):
             break
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal_number)
         deadline = time.monotonic() + GRACE_S
         while _group_lives(process) and time.monotonic() < deadline:
             time.sleep(0.05)
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold even what is killed
+        process.wait(GRACE_S)
 
 
 def _group_lives(process: subprocess.Popen[str]) -> bool:
-    process.poll()  # takes the leader's status, without which the group would seem to live
+    """Whether any of it runs; what waits for a parent to take its status, perhaps for ever, does
+    not."""
+    process.poll()
+    return any(_runs_in(process.pid, stat) for stat in Path("/proc").glob("[0-9]*/stat"))
+
+
+def _runs_in(group: int, stat: Path) -> bool:
     try:
-        os.killpg(process.pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        state, _parent, of_process = stat.read_text().rpartition(")")[2].split()[:3]
+    except OSError:
+        return False  # it has just ended
+    return int(of_process) == group and state not in "ZX"

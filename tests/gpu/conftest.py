@@ -26,3 +26,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if HERE in item.path.parents:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """At once, beside at the end: a run on a GPU may be stopped before that."""
+    if report.failed:
+        print(f"\n{report.nodeid}, {report.when}\n{report.longreprtext}", flush=True)

@@ -7,15 +7,23 @@ marked torch_kernels, nothing here has torch compute on the GPU, so they run on 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+import ranks
 import rota
 from oracle import assert_same, round_to, to_numpy
-from ranks import Rank
 
 DEVICE = torch.device("cuda", 0)
+# A simulated GPU computes on the CPU.
+SLOWNESS = 3.0 if "SIMULATED_GPUS" in os.environ else 1.0
+# What ranks may take from start to end, so that a hang costs little of a GPU's time; and one wait
+# of theirs: less, so that a rank that waits in vain says for whom.
+LIMIT_S = 20.0 * SLOWNESS
+WAIT_S = 10.0 * SLOWNESS
 CANARY_ELEMS = 64
 CANARY = 1
 MAX_LOW_LATENCY_BYTES = 8192  # more than that is not tried with low_latency
@@ -65,11 +73,17 @@ def grouped_sum(inputs: Sequence[torch.Tensor], op: str, group_size: int) -> tor
     return torch.from_numpy(round_to(total, dtype)).to(dtype)
 
 
-def connect(rank: Rank, *, timeout_s: float | None = None) -> rota.Communicator:
-    """A communicator whose GPU is connected."""
+def run_ranks(world_size: int, function: Callable[..., Any], *args: object) -> list[Any]:
+    """As ranks.run_ranks, in the time that a GPU is given for it."""
+    return ranks.run_ranks(world_size, function, *args, timeout_s=LIMIT_S)
+
+
+def connect(rank: ranks.Rank, *, timeout_s: float = WAIT_S) -> rota.Communicator:
+    """A communicator whose GPU is connected: not through the host, which gives the same bits."""
     torch.cuda.set_device(DEVICE)
     communicator = rank.communicator(timeout_s=timeout_s)
     communicator.connect_device(DEVICE)
+    assert rank.world_size == 1 or communicator.device_means != "the host's memory"
     return communicator
 
 

@@ -11,7 +11,15 @@ import torch.distributed as dist
 
 import rota
 from bucket_oracle import BUCKET_DTYPES, FORMATS, Format
-from on_gpu import DEVICE, MAX_LOW_LATENCY_BYTES, Guarded, capture, connect
+from on_gpu import (
+    DEVICE,
+    MAX_LOW_LATENCY_BYTES,
+    WAIT_S,
+    Guarded,
+    capture,
+    connect,
+    run_ranks,
+)
 from oracle import (
     DTYPES,
     assert_same,
@@ -22,12 +30,11 @@ from oracle import (
     random_inputs,
     random_patterns,
 )
-from ranks import Rank, run_ranks
+from ranks import Rank
 
 # Processes on one GPU run in time slices, so each collective takes milliseconds: few sizes.
 SIZES = (0, 1, 5, 513, 66_001)
 CANONICAL = ("auto", "low_latency", "one_shot", "two_shot", "ordered_ring")
-TIMEOUT_S = 40.0
 
 worlds = pytest.mark.parametrize("world_size", [1, 2, 3, 4], ids="ws{}".format)
 
@@ -65,7 +72,7 @@ def reduce_every_dtype(rank: Rank, dtypes: tuple[torch.dtype, ...]) -> None:
 def test_cuda_all_reduce_gives_the_bits_of_the_cpu(
     world_size: int, dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    run_ranks(world_size, reduce_every_dtype, dtypes, timeout_s=TIMEOUT_S)
+    run_ranks(world_size, reduce_every_dtype, dtypes)
 
 
 def reduce_with_wires(rank: Rank) -> None:
@@ -80,7 +87,7 @@ def reduce_with_wires(rank: Rank) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3], ids="ws{}".format)
 def test_cuda_all_reduce_with_a_wire_dtype_gives_the_bits_of_the_cpu(world_size: int) -> None:
-    run_ranks(world_size, reduce_with_wires, timeout_s=TIMEOUT_S)
+    run_ranks(world_size, reduce_with_wires)
 
 
 def move(rank: Rank) -> None:
@@ -101,7 +108,7 @@ def move(rank: Rank) -> None:
 
 @worlds
 def test_cuda_broadcast_and_all_gather_move_every_bit(world_size: int) -> None:
-    run_ranks(world_size, move, timeout_s=TIMEOUT_S)
+    run_ranks(world_size, move)
 
 
 # ---- gradient buckets
@@ -167,7 +174,7 @@ def reduce_buckets(rank: Rank) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3], ids="ws{}".format)
 def test_cuda_reduce_bucket_gives_the_bits_of_the_cpu(world_size: int) -> None:
-    run_ranks(world_size, reduce_buckets, timeout_s=TIMEOUT_S)
+    run_ranks(world_size, reduce_buckets)
 
 
 def reduce_with_memory(rank: Rank) -> None:
@@ -181,7 +188,7 @@ def reduce_with_memory(rank: Rank) -> None:
 def test_cuda_error_feedback_and_stochastic_rounding_give_the_bits_of_the_cpu(
     world_size: int,
 ) -> None:
-    run_ranks(world_size, reduce_with_memory, timeout_s=TIMEOUT_S)
+    run_ranks(world_size, reduce_with_memory)
 
 
 # ---- streams, futures, graphs
@@ -214,7 +221,7 @@ def reduce_in_order(rank: Rank) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
 def test_cuda_all_reduce_is_ordered_with_the_current_stream(world_size: int) -> None:
-    run_ranks(world_size, reduce_in_order, timeout_s=TIMEOUT_S)
+    run_ranks(world_size, reduce_in_order)
 
 
 def replay(rank: Rank) -> None:
@@ -246,7 +253,7 @@ def replay_algorithm(rank: Rank, comm: rota.Communicator, algorithm: str) -> Non
 
 @pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
 def test_cuda_all_reduce_replays_with_other_values(world_size: int) -> None:
-    run_ranks(world_size, replay, timeout_s=TIMEOUT_S)
+    run_ranks(world_size, replay)
 
 
 def compile_step(rank: Rank) -> None:
@@ -268,7 +275,7 @@ def compile_step(rank: Rank) -> None:
 @pytest.mark.torch_kernels
 @pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
 def test_cuda_all_reduce_in_a_compiled_function_is_right(world_size: int) -> None:
-    run_ranks(world_size, compile_step, timeout_s=TIMEOUT_S)
+    run_ranks(world_size, compile_step)
 
 
 # ---- backend
@@ -276,7 +283,7 @@ def test_cuda_all_reduce_in_a_compiled_function_is_right(world_size: int) -> Non
 
 def use_backend(rank: Rank) -> None:
     torch.cuda.set_device(DEVICE)
-    rank.init("rota")
+    rank.init("rota", timeout_s=WAIT_S)
     world_size, own = rank.world_size, rank.rank
     inputs = exact_inputs(world_size, 6 * world_size, torch.float32)
     total = exact(inputs, "sum")
@@ -317,4 +324,4 @@ def use_backend(rank: Rank) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3], ids="ws{}".format)
 def test_backend_rota_takes_cuda_and_cpu_tensors(world_size: int) -> None:
-    run_ranks(world_size, use_backend, timeout_s=TIMEOUT_S)
+    run_ranks(world_size, use_backend)

@@ -9,14 +9,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from on_gpu import DEVICE, capture, connect
+from on_gpu import DEVICE, LIMIT_S, WAIT_S, capture, connect, run_ranks
 from oracle import assert_same, exact, exact_inputs
-from ranks import Rank, Ranks, error_of, run_ranks
+from ranks import Rank, Ranks, error_of
 
 FOREVER = 10**9
 WARM_UP = 5
-PROMPT_S = 10.0  # far from the time-out below; death is to show in milliseconds
-TIMEOUT_S = 25.0
+PROMPT_S = WAIT_S / 2  # far from a time-out; death is to show in milliseconds
 
 
 def until_error(call: Callable[[], object]) -> tuple[str, str]:
@@ -31,7 +30,7 @@ def until_error(call: Callable[[], object]) -> tuple[str, str]:
 
 
 def reduce_until_error(rank: Rank, algorithm: str) -> list[tuple[str, str]]:
-    comm = connect(rank, timeout_s=TIMEOUT_S)
+    comm = connect(rank)
     tensor = torch.zeros(2000).to(DEVICE)
     for _ in range(WARM_UP):
         comm.all_reduce(tensor, "sum", algorithm)
@@ -43,7 +42,7 @@ def reduce_until_error(rank: Rank, algorithm: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("algorithm", ["auto", "low_latency", "two_shot", "ring"])
 def test_cuda_peer_killed_during_all_reduce_raises_peer_failed(algorithm: str) -> None:
-    with Ranks(2, reduce_until_error, algorithm, timeout_s=40.0) as ranks:
+    with Ranks(2, reduce_until_error, algorithm, timeout_s=LIMIT_S) as ranks:
         ranks.hear(0)
         ranks.hear(1)
         started = time.monotonic()
@@ -58,7 +57,8 @@ def test_cuda_peer_killed_during_all_reduce_raises_peer_failed(algorithm: str) -
 
 
 def wait_for_late_rank(rank: Rank) -> list[tuple[str, str]]:
-    comm = connect(rank, timeout_s=1.0)
+    # Joining, in which ranks start CUDA one after the other, has to do with it too.
+    comm = connect(rank, timeout_s=3.0)
     tensor = torch.zeros(2000).to(DEVICE)
     comm.all_reduce(tensor)
     torch.cuda.synchronize()
@@ -71,7 +71,7 @@ def wait_for_late_rank(rank: Rank) -> list[tuple[str, str]]:
 
 
 def test_cuda_late_rank_is_a_timeout_that_names_it() -> None:
-    with Ranks(2, wait_for_late_rank, timeout_s=40.0) as ranks:
+    with Ranks(2, wait_for_late_rank, timeout_s=LIMIT_S) as ranks:
         ranks.hear(0)
         ranks.tell(1)
         (error, text), (later_error, later_text) = ranks.results()[0]
@@ -81,7 +81,7 @@ def test_cuda_late_rank_is_a_timeout_that_names_it() -> None:
 
 
 def be_late(rank: Rank) -> float:
-    comm = connect(rank, timeout_s=TIMEOUT_S)
+    comm = connect(rank)
     if rank.rank == 1:
         rank.hear()
     tensor = torch.ones(2000).to(DEVICE)
@@ -91,7 +91,7 @@ def be_late(rank: Rank) -> float:
 
 
 def test_cuda_slow_peer_is_named_on_stderr_and_then_awaited() -> None:
-    with Ranks(2, be_late, timeout_s=40.0) as ranks:
+    with Ranks(2, be_late, timeout_s=LIMIT_S) as ranks:
         ranks.wait_for_stderr(0, "has waited")
         ranks.tell(1)
         assert ranks.results() == [2.0] * 2
@@ -108,7 +108,7 @@ def disagree(rank: Rank) -> list[tuple[str, str]]:
 
 
 def disagree_on(rank: Rank, what: str) -> tuple[str, str]:
-    comm = connect(rank, timeout_s=TIMEOUT_S)
+    comm = connect(rank)
     odd = rank.rank == 1
     tensor = torch.zeros(9 if odd and what == "size" else 8).to(DEVICE)
     if odd and what == "dtype":
@@ -137,7 +137,7 @@ def test_cuda_ranks_that_disagree_raise_mismatch() -> None:
 
 
 def replay_in_another_order(rank: Rank, algorithm: str) -> tuple[str, str]:
-    comm = connect(rank, timeout_s=TIMEOUT_S)
+    comm = connect(rank)
     tensors = [torch.zeros(1000, dtype=dtype).to(DEVICE) for dtype in (torch.int32, torch.float32)]
 
     def reduce(tensor: torch.Tensor) -> None:

@@ -11,13 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 import rota
 from bucket_oracle import Format, reduce_bucket
 from models import SMALL_BUCKETS_MB, ExactGradients, exact_batch
-from on_gpu import DEVICE
+from on_gpu import DEVICE, WAIT_S, run_ranks
 from oracle import assert_same, contract, random_inputs
-from ranks import Rank, run_ranks
+from ranks import Rank
 
 # DDP and models compute on the GPU.
 pytestmark = pytest.mark.torch_kernels
-TIMEOUT_S = 40.0
 
 HOOKS = {
     "allreduce": (rota.allreduce_hook, torch.float32),
@@ -43,7 +42,7 @@ def gradients(ddp: torch.nn.Module) -> torch.Tensor:
 
 def average(rank: Rank) -> None:
     torch.cuda.set_device(DEVICE)
-    rank.init("rota")
+    rank.init("rota", timeout_s=WAIT_S)
     for name in HOOKS:
         for as_view in (False, True):
             average_with(rank, name, as_view)
@@ -65,12 +64,12 @@ def average_with(rank: Rank, name: str, as_view: bool) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3], ids="ws{}".format)
 def test_cuda_hook_averages_follow_contract(world_size: int) -> None:
-    run_ranks(world_size, average, timeout_s=TIMEOUT_S)
+    run_ranks(world_size, average)
 
 
 def average_fused(rank: Rank) -> None:
     torch.cuda.set_device(DEVICE)
-    rank.init("rota")
+    rank.init("rota", timeout_s=WAIT_S)
     for wire in FUSED_WIRES:
         for options in ({}, {"loss_scale": 1024.0}):
             average_fused_with(rank, wire, options)
@@ -111,7 +110,7 @@ def average_fused_with(rank: Rank, wire: Format, options: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
 def test_cuda_fused_hook_follows_oracle(world_size: int) -> None:
-    run_ranks(world_size, average_fused, timeout_s=TIMEOUT_S)
+    run_ranks(world_size, average_fused)
 
 
 def train(rank: Rank, device: str) -> list[Any]:
@@ -140,7 +139,7 @@ def train(rank: Rank, device: str) -> list[Any]:
 
 def train_on_both(rank: Rank) -> list[Any]:
     torch.cuda.set_device(DEVICE)
-    rank.init("rota")
+    rank.init("rota", timeout_s=WAIT_S)
     on_cpu, on_gpu = train(rank, "cpu"), train(rank, "cuda:0")
     for i, (theirs, ours) in enumerate(zip(on_cpu, on_gpu, strict=True)):
         if isinstance(theirs, torch.Tensor):
@@ -154,14 +153,14 @@ def train_on_both(rank: Rank) -> list[Any]:
 
 @pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
 def test_cuda_training_with_scaler_and_clipping_is_that_of_the_cpu(world_size: int) -> None:
-    results = run_ranks(world_size, train_on_both, timeout_s=TIMEOUT_S)
+    results = run_ranks(world_size, train_on_both)
     assert all(result == results[0] for result in results), "parameters differ between ranks"
 
 
 def clip(rank: Rank) -> None:
     """Gradients that have to shrink, in place and in the optimizer."""
     torch.cuda.set_device(DEVICE)
-    rank.init("rota")
+    rank.init("rota", timeout_s=WAIT_S)
     for in_optimizer in (False, True):
         state = rota.HookState(wire_dtype=torch.float32)
         ddp = make_ddp(DEVICE)
@@ -181,4 +180,4 @@ def clip(rank: Rank) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
 def test_cuda_clipping_uses_the_norm_of_the_hook(world_size: int) -> None:
-    run_ranks(world_size, clip, timeout_s=TIMEOUT_S)
+    run_ranks(world_size, clip)

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
+pytest.importorskip("matplotlib", reason="the demo needs matplotlib")
+pytest.importorskip("rich", reason="the demo needs rich")
 from rich.console import Console
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -15,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import compare
 import train_gpt
 
-from on_gpu import DEVICE
+from on_gpu import DEVICE, LIMIT_S
 from ranks import Rank, run_ranks
 
 pytestmark = pytest.mark.torch_kernels
@@ -47,4 +50,4 @@ def train_all_variants(rank: Rank) -> None:
 
 
 def test_demo_trains_its_variants_on_ranks_that_share_a_gpu() -> None:
-    run_ranks(WORLD_SIZE, train_all_variants, timeout_s=60.0)
+    run_ranks(WORLD_SIZE, train_all_variants, timeout_s=2 * LIMIT_S)  # trains several times

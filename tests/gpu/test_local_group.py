@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
@@ -35,16 +35,27 @@ GroupOf = Callable[[int], "rota.LocalGroup"]
 
 
 @pytest.fixture(scope="module")
-def group_of() -> GroupOf:
-    """One group for each number of ranks: the tests use them in turn, so they see old flags."""
-    groups: dict[int, rota.LocalGroup] = {}
+def groups() -> dict[int, rota.LocalGroup]:
+    """By number of ranks."""
+    return {}
+
+
+@pytest.fixture
+def group_of(
+    request: pytest.FixtureRequest, groups: dict[int, rota.LocalGroup]
+) -> Iterator[GroupOf]:
+    """One group for each number of ranks: the tests use them in turn, so they see old flags. After
+    one that fails there are new ones, since a group that has timed out stays unusable."""
+    num_failed = request.session.testsfailed
 
     def get(world_size: int) -> rota.LocalGroup:
         if world_size not in groups:
             groups[world_size] = rota.LocalGroup(world_size, DEVICE)
         return groups[world_size]
 
-    return get
+    yield get
+    if request.session.testsfailed > num_failed:
+        groups.clear()
 
 
 worlds = pytest.mark.parametrize("world_size", WORLDS, ids="ws{}".format)
