@@ -19,7 +19,7 @@ namespace rota::c10d_glue {
 namespace {
 
 // Blocks of each collective. A link of 450 GB/s needs 0.5 MB on its way, which so many blocks
-// carry (csrc/README.md, occupancy); not yet measured.
+// carry (csrc/README.md, occupancy); not yet measured. A rank alone has no link, and all its GPU.
 constexpr int kNumChannels = 16;
 constexpr auto kFinishPoll = std::chrono::microseconds(100);
 // How long kernels of a communicator that is dropped go on waiting for other ranks.
@@ -27,7 +27,7 @@ constexpr auto kPatienceOfDropped = std::chrono::seconds(10);
 
 transport::DeviceGeometry make_geometry(int world_size) {
   return {.world_size = world_size,
-          .num_channels = kNumChannels,
+          .num_channels = world_size == 1 ? cuda::num_multiprocessors() : kNumChannels,
           .slot_bytes = cuda::kSlotBytes,
           .packet_bytes = cuda::kPacketBytes};
 }
