@@ -29,8 +29,9 @@ HOST_DEVICE void two_shot_in_place(const Block& block, const Peers& peers,
     const auto place_at = [&](int index) {
       return place_in(schedule::rotated_peer(links.rank(), links.world_size(), index));
     };
-    elements.reduce(own, Contributions(elements, links.world_size(), place_in), args.group_size,
-                    Results(elements, own.begin, links.world_size(), place_at));
+    elements.reduce_in_groups(own, Contributions(elements, links.world_size(), place_in),
+                              args.group_size,
+                              Results(elements, own.begin, links.world_size(), place_at));
   }
   block.sync();
   links.publish(world, kDone);
