@@ -40,6 +40,7 @@ Kernel kernel_for(schedule::Algorithm algorithm);
 // pack and unpack 96, so that several blocks share one: the more is in flight, the less of the
 // latency of memory shows.
 inline constexpr int kThreadsPerBlock = 512;
+static_assert(kMaxWorldSize <= kThreadsPerBlock, "each rank has a thread of its own (links.h)");
 inline constexpr int kBucketThreads = 128;
 inline constexpr int kBucketBlocks = 5;  // on a multiprocessor, at least
 

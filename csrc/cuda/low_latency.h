@@ -45,7 +45,7 @@ class Packets {
             }
           }
         });
-    for_each_own_peer([&](int peer) {
+    for_own_peer([&](int peer) {
       block.store_pair(header_at(peer, rank()), packet(fingerprint_word(0)),
                        packet(fingerprint_word(1)));
     });
@@ -71,7 +71,7 @@ class Packets {
 
   // After the data, which need not wait for it. Gives up where a peer is in another launch.
   HOST_DEVICE void compare_launches() const {
-    for_each_own_peer([&](int peer) {
+    for_own_peer([&](int peer) {
       const Block& block = elements_.block();
       uint64_t fingerprint = 0;
       const auto has_arrived = [&] {
@@ -132,12 +132,13 @@ class Packets {
   HOST_DEVICE uint32_t fingerprint_word(int index) const {
     return static_cast<uint32_t>(elements_.args().fingerprint >> (32 * index));
   }
-  // The last threads, of which a short message leaves most without data.
+  // This thread's peer, if it has one: of the last threads, which a short message leaves without
+  // data.
   template <typename Body>
-  HOST_DEVICE void for_each_own_peer(const Body& body) const {
+  HOST_DEVICE void for_own_peer(const Body& body) const {
     const Block& block = elements_.block();
-    const int first = block.num_threads() - 1 - block.thread();
-    for (int index = first; index < peers_.world_size() - 1; index += block.num_threads()) {
+    const int index = block.num_threads() - 1 - block.thread();
+    if (index < peers_.world_size() - 1) {
       body(schedule::rotated_peer(rank(), peers_.world_size(), index));
     }
   }
