@@ -25,7 +25,7 @@ LAYOUT = "transport/device_layout.h"
 WATCHED = re.compile(
     r"MemoryOrder::|memory_order|\batomic|__sync|__threadfence|__nanosleep|\bvolatile\b"
     r"|(?:\.|->)(?:sync|all|wait|publish|release|count_\w+|fetch_\w+|exchange|compare_exchange\w*)\("
-    r"|\bTo(?:Send|Read)\{|\bwait_until\("
+    r"|\bTo(?:Send|Read)\{|\bwait_until\(|\bpeers\.are_all_local\("
 )
 # Except for what there is nothing to take from.
 NOT_MUTATED = re.compile(r"MemoryOrder::relaxed|bool wait_until\(")
@@ -144,7 +144,7 @@ def _conditions(text: str) -> Iterator[Site]:
     ends = r"waited_ns > peers\.\w+_ns|SystemWord<uint32_t>\(abort\)\.load\([^()]*\) != 0"
     for match in re.finditer(ends, text):
         yield _around(match.start(), match.end(), "is false", "(!? && ", ")")
-    for match in re.finditer(r"fingerprint == own_fingerprint", text):
+    for match in re.finditer(r"fingerprint == own_fingerprint|peers\.are_all_local\(\)", text):
         yield _around(match.start(), match.end(), "is true", "(? || ", ")")
 
 

@@ -1,8 +1,9 @@
 // What a block does to a range of elements: copy them, or sum them from several sources. Knows
 // neither ranks nor flags: sources and sinks say where elements come from and go to.
 //
-// A source has num() and load<kIsWhole>(index, elem, num_elems), which gives a Codec::Values; a
-// sink has put<kIsWhole>(elem, num_elems, values). `elem` counts from the start of the range.
+// A source has num(), load<kIsWhole>(index, units, loaded), which fills one Loaded for each unit,
+// and decode(loaded), which gives Codec::Values; a sink has put<kIsWhole>(units, values). Elements
+// count from the start of the range.
 #pragma once
 
 #include "base/combine.h"
@@ -91,10 +92,37 @@ class Elements {
     }
   }
 
+  template <bool kIsWhole, uint32_t kUnits>
+  HOST_DEVICE_INLINE void read(const WirePlace& from, const Units<kUnits>& units,
+                               typename Codec::Encoded (&encoded)[kUnits]) const {
+    ROTA_UNROLL
+    for (uint32_t u = 0; u < kUnits; ++u) {
+      encoded[u] = Codec::template read<kIsWhole>(block_, from, units.elem[u], units.num_elems[u]);
+    }
+  }
+  template <bool kIsWhole, uint32_t kUnits>
+  HOST_DEVICE_INLINE void write(const WirePlace& to, const Units<kUnits>& units,
+                                const typename Codec::Encoded (&encoded)[kUnits]) const {
+    ROTA_UNROLL
+    for (uint32_t u = 0; u < kUnits; ++u) {
+      Codec::template write<kIsWhole>(block_, to, units.elem[u], units.num_elems[u], encoded[u]);
+    }
+  }
+
+  template <uint32_t kUnits>
+  HOST_DEVICE_INLINE void read_partials(const std::byte* from, const Units<kUnits>& units,
+                                        Values (&partials)[kUnits]) const {
+    ROTA_UNROLL
+    for (uint32_t u = 0; u < kUnits; ++u) {
+      partials[u] = Codec::read_partial(block_, from, units.elem[u], units.num_elems[u]);
+    }
+  }
+
   // To num_places places, each of which place_of(index) gives.
   template <typename PlaceOf>
   HOST_DEVICE void copy(const Range& range, const WirePlace& from, int num_places,
                         const PlaceOf& place_of) const {
+    if (num_places == 0) return;  // the compiler keeps loads of which nothing comes
     copy_by(whole_block(), length_of(range), from, num_places, place_of);
   }
 
@@ -121,52 +149,50 @@ class Elements {
     }
   }
 
-  // ((source 0 + source 1) + source 2 ...), in groups of group_size sources, to the sink.
+  // (source 0 + source 1) + source 2 ..., to the sink.
   template <typename Sources, typename Sink>
-  HOST_DEVICE void reduce(const Range& range, const Sources& sources, int group_size,
-                          const Sink& sink) const {
-    for_each_unit<kReducedUnits>(
-        whole_block(), length_of(range),
-        [&]<bool kIsWhole, uint32_t kUnits>(const Units<kUnits>& units) {
-          const auto load = [&](int source, Values(&values)[kUnits]) {
-            ROTA_UNROLL
-            for (uint32_t u = 0; u < kUnits; ++u) {
-              values[u] =
-                  sources.template load<kIsWhole>(source, units.elem[u], units.num_elems[u]);
-            }
-          };
-          Values totals[kUnits];
-          for (int first = 0; first < sources.num(); first += group_size) {
-            Values sums[kUnits], next[kUnits];
-            load(first, sums);
-            for (int i = 1; i < group_size; ++i) {
-              load(first + i, next);
-              combine_with(sums, next);
-            }
-            if (first != 0) {
-              combine_with(totals, sums);
-            } else {
-              ROTA_UNROLL
-              for (uint32_t u = 0; u < kUnits; ++u) totals[u] = sums[u];
-            }
-          }
-          ROTA_UNROLL
-          for (uint32_t u = 0; u < kUnits; ++u) {
-            sink.template put<kIsWhole>(units.elem[u], units.num_elems[u], totals[u]);
-          }
-        });
+  HOST_DEVICE void reduce(const Range& range, const Sources& sources, const Sink& sink) const {
+    const auto reduce_units = [&]<bool kIsWhole, uint32_t kUnits>(const Units<kUnits>& units) {
+      Values sums[kUnits];
+      sum_group<kIsWhole>(sources, 0, sources.num(), units, sums);
+      sink.template put<kIsWhole>(units, sums);
+    };
+    for_each_unit<kReducedUnits>(whole_block(), length_of(range), reduce_units);
   }
 
-  // From a complete sum to the result, still in the accumulate dtype.
-  HOST_DEVICE_INLINE void divide(Values& values) const {
+  // The same in groups of group_size sources, and then over the groups.
+  template <typename Sources, typename Sink>
+  HOST_DEVICE void reduce_in_groups(const Range& range, const Sources& sources, int group_size,
+                                    const Sink& sink) const {
+    const auto reduce_units = [&]<bool kIsWhole, uint32_t kUnits>(const Units<kUnits>& units) {
+      Values totals[kUnits];
+      for (int first = 0; first < sources.num(); first += group_size) {
+        Values sums[kUnits];
+        sum_group<kIsWhole>(sources, first, group_size, units, sums);
+        if (first == 0) {
+          ROTA_UNROLL
+          for (uint32_t u = 0; u < kUnits; ++u) totals[u] = sums[u];
+        } else {
+          combine_with(totals, sums);
+        }
+      }
+      sink.template put<kIsWhole>(units, totals);
+    };
+    for_each_unit<kReducedUnits>(whole_block(), length_of(range), reduce_units);
+  }
+
+  // From complete sums to results, still in the accumulate dtype.
+  template <uint32_t kUnits>
+  HOST_DEVICE_INLINE void divide(Values (&values)[kUnits]) const {
     if constexpr (info(Codec::format().dtype).is_floating) {
       if (args_.op != ReduceOp::kAvg) return;
       using Acc = typename Codec::Acc;
       const auto reciprocal = static_cast<Acc>(args_.reciprocal);
       const auto divisor = static_cast<Acc>(args_.divisor);
-      ROTA_UNROLL
-      for (uint32_t i = 0; i < Codec::kElems; ++i) {
-        values.of[i] = reciprocal != 0 ? values.of[i] * reciprocal : values.of[i] / divisor;
+      if (reciprocal != 0) {
+        for_each_elem(values, [&](Acc& value, uint32_t, uint32_t) { value *= reciprocal; });
+      } else {
+        for_each_elem(values, [&](Acc& value, uint32_t, uint32_t) { value /= divisor; });
       }
     }
   }
@@ -178,58 +204,98 @@ class Elements {
   template <typename PlaceOf>
   HOST_DEVICE void copy_by(const Team& team, uint32_t num_elems, const WirePlace& from,
                            int num_places, const PlaceOf& place_of) const {
-    for_each_unit<kCopiedUnits>(
-        team, num_elems, [&]<bool kIsWhole, uint32_t kUnits>(const Units<kUnits>& units) {
-          typename Codec::Encoded encoded[kUnits];
-          ROTA_UNROLL
-          for (uint32_t u = 0; u < kUnits; ++u) {
-            encoded[u] =
-                Codec::template read<kIsWhole>(block_, from, units.elem[u], units.num_elems[u]);
-          }
-          for (int i = 0; i < num_places; ++i) {
-            const WirePlace to = place_of(i);
-            ROTA_UNROLL
-            for (uint32_t u = 0; u < kUnits; ++u) {
-              Codec::template write<kIsWhole>(block_, to, units.elem[u], units.num_elems[u],
-                                              encoded[u]);
-            }
-          }
-        });
+    const auto copy_units = [&]<bool kIsWhole, uint32_t kUnits>(const Units<kUnits>& units) {
+      typename Codec::Encoded encoded[kUnits];
+      read<kIsWhole>(from, units, encoded);
+      for (int i = 0; i < num_places; ++i) write<kIsWhole>(place_of(i), units, encoded);
+    };
+    for_each_unit<kCopiedUnits>(team, num_elems, copy_units);
   }
 
-  // With fewer units in flight the latency of memory shows; with more, registers run out: an
-  // element takes one or two of 32 bits, and a narrow integer others to be sign-extended in.
+  // With fewer units in flight the latency of memory shows; with more, registers run out: of each
+  // unit, two sources take 4 of 32 bits or more, a sum and a total one or two for each element, and
+  // a narrow integer others to be sign-extended in.
   static constexpr uint32_t kCopiedUnits = 4;
   static constexpr uint32_t kReducedUnits = sizeof(typename Codec::Acc) < 4 ? 1
                                             : Codec::kElems < 4             ? 3
                                                                             : 16 / Codec::kElems;
 
-  // Sums have a loop of their own. The other operations are told apart element by element, which
-  // takes instructions where memory is what is waited for, and saves a kernel for each.
-  template <uint32_t kUnits>
-  HOST_DEVICE_INLINE void combine_with(Values (&sums)[kUnits], const Values (&next)[kUnits]) const {
-    const bool is_sum = args_.op == ReduceOp::kSum || args_.op == ReduceOp::kAvg;
+  // body(value, unit, index) for each element.
+  template <uint32_t kUnits, typename Body>
+  HOST_DEVICE_INLINE static void for_each_elem(Values (&values)[kUnits], const Body& body) {
     ROTA_UNROLL
     for (uint32_t u = 0; u < kUnits; ++u) {
       ROTA_UNROLL
-      for (uint32_t i = 0; i < Codec::kElems; ++i) {
-        auto& sum = sums[u].of[i];
-        sum = is_sum ? combine<Codec::format().dtype, ReduceOp::kSum>(sum, next[u].of[i])
-                     : combine_other(sum, next[u].of[i]);
-      }
+      for (uint32_t i = 0; i < Codec::kElems; ++i) body(values[u].of[i], u, i);
     }
   }
-  HOST_DEVICE_INLINE typename Codec::Acc combine_other(typename Codec::Acc a,
-                                                       typename Codec::Acc b) const {
-    constexpr DType kDType = Codec::format().dtype;
-    if constexpr (!info(kDType).is_floating) {
-      if (args_.op == ReduceOp::kBand) return combine<kDType, ReduceOp::kBand>(a, b);
-      if (args_.op == ReduceOp::kBor) return combine<kDType, ReduceOp::kBor>(a, b);
-      if (args_.op == ReduceOp::kBxor) return combine<kDType, ReduceOp::kBxor>(a, b);
+
+  // Of group_size sources from `first` on. They are added one after the other, but loaded two at a
+  // time, so that the latency of memory shows once for both. Between the loads of a pair stands
+  // nothing that would wait for the first, not even a branch, in front of which the compiler moves
+  // registers: so where sources are odd, the first goes alone.
+  template <bool kIsWhole, typename Sources, uint32_t kUnits>
+  HOST_DEVICE_INLINE void sum_group(const Sources& sources, int first, int group_size,
+                                    const Units<kUnits>& units, Values (&sums)[kUnits]) const {
+    typename Sources::Loaded one[kUnits], other[kUnits];
+    const auto load_pair = [&](int source) {
+      sources.template load<kIsWhole>(source, units, one);
+      sources.template load<kIsWhole>(source + 1, units, other);
+    };
+    const bool is_odd = group_size % 2 != 0;
+    if (is_odd) {
+      sources.template load<kIsWhole>(first, units, one);
+      decode(sources, one, sums);
+    } else {
+      load_pair(first);
+      decode(sources, one, sums);
+      add(sources, other, sums);
     }
-    if (args_.op == ReduceOp::kMin) return combine<kDType, ReduceOp::kMin>(a, b);
-    if (args_.op == ReduceOp::kMax) return combine<kDType, ReduceOp::kMax>(a, b);
-    return combine<kDType, ReduceOp::kProduct>(a, b);
+    for (int i = is_odd ? 1 : 2; i < group_size; i += 2) {
+      load_pair(first + i);
+      add(sources, one, sums);
+      add(sources, other, sums);
+    }
+  }
+  template <typename Sources, uint32_t kUnits>
+  HOST_DEVICE_INLINE static void decode(const Sources& sources,
+                                        const typename Sources::Loaded (&loaded)[kUnits],
+                                        Values (&values)[kUnits]) {
+    ROTA_UNROLL
+    for (uint32_t u = 0; u < kUnits; ++u) values[u] = sources.decode(loaded[u]);
+  }
+  template <typename Sources, uint32_t kUnits>
+  HOST_DEVICE_INLINE void add(const Sources& sources,
+                              const typename Sources::Loaded (&loaded)[kUnits],
+                              Values (&sums)[kUnits]) const {
+    Values next[kUnits];
+    decode(sources, loaded, next);
+    combine_with(sums, next);
+  }
+  template <uint32_t kUnits>
+  HOST_DEVICE_INLINE void combine_with(Values (&sums)[kUnits], const Values (&next)[kUnits]) const {
+    with_op([&]<ReduceOp op>() {
+      for_each_elem(sums, [&](typename Codec::Acc& sum, uint32_t u, uint32_t i) {
+        sum = combine<Codec::format().dtype, op>(sum, next[u].of[i]);
+      });
+    });
+  }
+  // Around the loop over elements: told apart inside of it, operations would take most of its
+  // instructions. In scaled blocks there are sums only (launch_plan.cpp).
+  template <typename Body>
+  HOST_DEVICE_INLINE void with_op(const Body& body) const {
+    const ReduceOp op = args_.op;
+    if (Codec::format().is_block_scaled || op == ReduceOp::kSum || op == ReduceOp::kAvg) {
+      return body.template operator()<ReduceOp::kSum>();
+    }
+    if constexpr (!info(Codec::format().dtype).is_floating) {
+      if (op == ReduceOp::kBand) return body.template operator()<ReduceOp::kBand>();
+      if (op == ReduceOp::kBor) return body.template operator()<ReduceOp::kBor>();
+      if (op == ReduceOp::kBxor) return body.template operator()<ReduceOp::kBxor>();
+    }
+    if (op == ReduceOp::kMin) return body.template operator()<ReduceOp::kMin>();
+    if (op == ReduceOp::kMax) return body.template operator()<ReduceOp::kMax>();
+    return body.template operator()<ReduceOp::kProduct>();
   }
 
   const Block& block_;

@@ -46,7 +46,7 @@ class Hierarchy {
     };
     const auto slot_of = [&](int place) { return links_.outgoing(across_.rank_at(place), round); };
     elements_.reduce(own, Contributions(elements_, group_.num_ranks, contribution_of),
-                     group_.num_ranks, PartialResults(elements_, across_.num_ranks, slot_of));
+                     PartialResults(elements_, across_.num_ranks, slot_of));
     block_.sync();
     links_.release(group_, message);
     links_.publish(across_, round);
@@ -63,7 +63,7 @@ class Hierarchy {
     const auto result_places = [&](int index) {
       return pieces_.result_place(index, own, 2 * round + 1);
     };
-    elements_.reduce(own, Partials(elements_, across_.num_ranks, partial_of), across_.num_ranks,
+    elements_.reduce(own, Partials(elements_, across_.num_ranks, partial_of),
                      Results(elements_, own.begin, group_.num_ranks, result_places));
     block_.sync();
     links_.release(across_, round);

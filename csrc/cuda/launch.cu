@@ -70,6 +70,16 @@ int num_resident_blocks(const void* kernel, int num_threads) {
   return num_blocks;
 }
 
+void check_resident(const ResidentPlan& plan, const Peers& peers) {
+  const int num_resident = num_resident_blocks(plan.function, plan.launch.num_threads);
+  const int num_blocks = plan.launch.num_blocks;
+  if (num_blocks * peers.num_local_ranks <= num_resident) return;
+  throw Error(ErrorKind::kValue,
+              join("rota: ", name(plan.kernel), " of ", peers.num_local_ranks, " ranks with ",
+                   num_blocks, " channels each: this GPU runs ", num_resident,
+                   " such blocks at the same time; use fewer channels"));
+}
+
 constexpr std::array kAllDTypes = [] {
   std::array<DType, kNumDTypes> dtypes{};
   for (size_t i = 0; i < kNumDTypes; ++i) dtypes[i] = static_cast<DType>(i);
@@ -121,17 +131,10 @@ int num_multiprocessors() {
 
 ResidentPlan plan_resident(const LaunchRequest& request, const Peers& peers) {
   ResidentPlan plan{request.kernel, nullptr, plan_launch(request, peers), {}};
-  const int num_blocks = plan.launch.num_blocks;
-  if (num_blocks == 0) return plan;
+  if (plan.launch.num_blocks == 0) return plan;
   plan.function = kernel_of(request.kernel, request.format);
   if (plan.function == nullptr) refuse_format(name(request.kernel), request.format);
-  const int num_resident = num_resident_blocks(plan.function, kThreadsPerBlock);
-  if (num_blocks * peers.num_local_ranks > num_resident) {
-    throw Error(ErrorKind::kValue,
-                join("rota: ", name(request.kernel), " of ", peers.num_local_ranks, " ranks with ",
-                     num_blocks, " channels each: this GPU runs ", num_resident,
-                     " such blocks at the same time; use fewer channels"));
-  }
+  if (plan.launch.waits) check_resident(plan, peers);
   if (request.tensors != nullptr) plan.tensors = *request.tensors;
   return plan;
 }
@@ -142,7 +145,7 @@ void launch_collective(const ResidentPlan& plan, const Peers& peers, Stream stre
                   const_cast<MappedTensors*>(&plan.tensors)};
   const dim3 num_blocks(static_cast<unsigned>(plan.launch.num_blocks),
                         static_cast<unsigned>(peers.num_local_ranks));
-  launch(plan.function, num_blocks, kThreadsPerBlock, args, stream);
+  launch(plan.function, num_blocks, plan.launch.num_threads, args, stream);
 }
 
 void launch_pack(const PackArgs& args, DType dtype, const WireFormat& wire, Stream stream) {

@@ -14,7 +14,7 @@ using Stream = CUstream_st*;  // cudaStream_t, for headers that know no CUDA
 // might then wait for kernels that run, which may wait for this process.
 void load_kernels();
 
-// Of the current GPU: as many blocks of any collective are resident together.
+// Of the current GPU: as many blocks of any collective that waits are resident together.
 int num_multiprocessors();
 
 // A collective's kernel for the current GPU, and all that it is told but of its peers.
@@ -25,8 +25,8 @@ struct ResidentPlan {
   MappedTensors tensors;
 };
 
-// Blocks of local ranks wait for each other, so all of them must be resident together, or they
-// would wait for one that never starts: more are refused.
+// Blocks that wait for each other, as those of local ranks do, must all be resident together, or
+// they would wait for one that never starts: more are refused.
 ResidentPlan plan_resident(const LaunchRequest& request, const Peers& peers);
 // Of a plan that has something to do.
 void launch_collective(const ResidentPlan& plan, const Peers& peers, Stream stream);

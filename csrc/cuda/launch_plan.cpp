@@ -54,6 +54,12 @@ int num_pieces(const LaunchRequest& request, int world_size, int group_size) {
   return 1;
 }
 
+// two_shot_in_place has nothing to say to local ranks: their tensors are there before the launch,
+// their results after it.
+bool waits(const LaunchRequest& request, const Peers& peers) {
+  return request.kernel != Kernel::kTwoShotInPlace || !peers.are_all_local();
+}
+
 bool has_equal_pieces(Kernel kernel) {
   return kernel == Kernel::kReduceScatter || kernel == Kernel::kAllGather;
 }
@@ -294,7 +300,9 @@ LaunchPlan plan_launch(const LaunchRequest& request, const Peers& peers) {
                            .source = request.source,
                            .destination = request.destination,
                            .fingerprint = request.fingerprint},
-                  .num_blocks = 0};
+                  .num_blocks = 0,
+                  .num_threads = kThreadsPerBlock,
+                  .waits = waits(request, peers)};
   if (request.num_elems == 0) return plan;
   check_tensors(request, peers);
 
@@ -309,11 +317,18 @@ LaunchPlan plan_launch(const LaunchRequest& request, const Peers& peers) {
   const uint64_t granule_elems = request.is_bucket ? kTileElems : kGranuleElems;
   args.granule_elems = has_equal_pieces(request.kernel) ? 1 : granule_elems;
 
-  // Chunks as long as a message may be, or so short that every channel has one, but not less than
-  // what a block moves at once.
   const auto pieces = static_cast<uint64_t>(num_pieces(request, world_size, group_size));
   const uint64_t piece_elems =
       schedule::piece_of(request.num_elems, pieces, 0, args.granule_elems).num_elems;
+  if (!plan.waits) {
+    args.chunk_elems = request.format.capacity(kFreeChunkBytes, granule_elems);
+    plan.num_blocks = static_cast<int>(schedule::ceil_div(piece_elems, args.chunk_elems));
+    plan.num_threads = kFreeThreads;
+    return plan;
+  }
+
+  // Chunks as long as a message may be, or so short that every channel has one, but not less than
+  // what a block moves at once.
   const auto num_channels = static_cast<uint64_t>(peers.geometry.num_channels);
   const uint64_t at_once = kThreadsPerBlock * kAccessBytes / info(request.format.dtype).num_bytes;
   const uint64_t share = std::max(schedule::ceil_div(piece_elems, num_channels), at_once);

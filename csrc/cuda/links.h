@@ -7,7 +7,8 @@
 //   receiver  wait(to_read) ... read the slots ...  block.sync(), release
 //
 // All threads of a block call each verb. Thread i waits for, tells and counts the i-th rank of a
-// set, all at once; the barriers around make the others' accesses part of what it orders.
+// set, all at once, of which there are no more than threads; the barriers around make the others'
+// accesses part of what it orders.
 #pragma once
 
 #include "cuda/peers.h"
@@ -55,7 +56,7 @@ class Links {
 
   // After block.sync(): what was written to the slots of `message` may be read.
   HOST_DEVICE void publish(const RankSet& to, uint64_t message) const {
-    for_each_own(to, [&](int peer) {
+    for_own(to, [&](int peer) {
       transport::DeviceFlag& arrived = end_at(peer).arrived;
       if (message == 0) arrived.payload = fingerprint_;
       store(arrived, own_end(peer).counts.sent + message + 1);
@@ -63,7 +64,7 @@ class Links {
   }
   // After block.sync(): the slots of `message` have been read and may be written again.
   HOST_DEVICE void release(const RankSet& from, uint64_t message) const {
-    for_each_own(from, [&](int peer) {
+    for_own(from, [&](int peer) {
       store(end_at(peer).consumed, own_end(peer).counts.received + message + 1);
     });
   }
@@ -71,38 +72,37 @@ class Links {
   // At the end of a launch: how many messages went over each link. Only the thread that waits for a
   // rank reads its counts, so that no barrier is needed.
   HOST_DEVICE void count_sent(const RankSet& to, uint64_t num_messages) const {
-    for_each_own(to, [&](int peer) { own_end(peer).counts.sent += num_messages; });
+    for_own(to, [&](int peer) { own_end(peer).counts.sent += num_messages; });
   }
   HOST_DEVICE void count_received(const RankSet& from, uint64_t num_messages) const {
-    for_each_own(from, [&](int peer) { own_end(peer).counts.received += num_messages; });
+    for_own(from, [&](int peer) { own_end(peer).counts.received += num_messages; });
   }
 
  private:
-  // This thread's ranks of a set.
+  // This thread's rank of a set, if it has one.
   template <typename Body>
-  HOST_DEVICE void for_each_own(const RankSet& ranks, const Body& body) const {
-    for (int place = block_.thread(); place < ranks.num_ranks; place += block_.num_threads()) {
-      if (ranks.rank_at(place) != rank()) body(ranks.rank_at(place));
-    }
+  HOST_DEVICE void for_own(const RankSet& ranks, const Body& body) const {
+    const int peer = ranks.rank_at(block_.thread());
+    if (block_.thread() < ranks.num_ranks && peer != rank()) body(peer);
   }
 
   HOST_DEVICE bool wait_for_own_part(const ToSend& awaited) const {
     bool is_free = true;
-    for_each_own(awaited.ranks, [&](int peer) {
+    for_own(awaited.ranks, [&](int peer) {
       // A slot's first message of this launch finds it empty once all earlier launches' were read.
       const uint64_t message = awaited.message;
       const uint64_t num_read = message < kNumLinkSlots ? 0 : message + 1 - kNumLinkSlots;
       auto& end = own_end(peer);
-      is_free &= wait_for(end.consumed, end.counts.sent + num_read, peer, WaitPhase::kFreeSlot);
+      is_free = wait_for(end.consumed, end.counts.sent + num_read, peer, WaitPhase::kFreeSlot);
     });
     return is_free;
   }
   HOST_DEVICE bool wait_for_own_part(const ToRead& awaited) const {
     bool is_there = true;
-    for_each_own(awaited.ranks, [&](int peer) {
+    for_own(awaited.ranks, [&](int peer) {
       auto& end = own_end(peer);
-      is_there &= wait_for(end.arrived, end.counts.received + awaited.message + 1, peer,
-                           WaitPhase::kArrival);
+      is_there = wait_for(end.arrived, end.counts.received + awaited.message + 1, peer,
+                          WaitPhase::kArrival);
       // The peer sends nothing of a later launch before the own block has gone on from here.
       if (is_there && awaited.message == 0) {
         is_there = is_same_launch(block_, peers_, peer, WaitPhase::kArrival, fingerprint_,

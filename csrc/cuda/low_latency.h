@@ -45,45 +45,33 @@ class Packets {
             }
           }
         });
-    for_each_own_peer([&](int peer) {
+    for_own_peer([&](int peer) {
       block.store_pair(header_at(peer, rank()), packet(fingerprint_word(0)),
                        packet(fingerprint_word(1)));
     });
   }
 
   // As a source of contributions, by rank.
+  using Loaded = typename Codec::Encoded;
   HOST_DEVICE int num() const { return peers_.world_size(); }
-  template <bool kIsWhole>
-  HOST_DEVICE_INLINE typename Codec::Values load(int source, uint32_t elem,
-                                                 uint32_t num_elems) const {
-    const Block& block = elements_.block();
+  template <bool kIsWhole, uint32_t kUnits>
+  HOST_DEVICE_INLINE void load(int source, const Units<kUnits>& units,
+                               Loaded (&loaded)[kUnits]) const {
     if (source == rank()) {
-      const WirePlace own = elements_.input(chunk_);
-      return Codec::decode(block, Codec::template read<kIsWhole>(block, own, elem, num_elems));
+      return elements_.template read<kIsWhole>(elements_.input(chunk_), units, loaded);
     }
-    uint64_t* packets = packets_at(rank(), source, elem);
-    typename Codec::Encoded received{};
-    const auto have_arrived = [&] {
-      bool is_there = true;
-      ROTA_UNROLL
-      for (uint32_t i = 0; i < kPacketsPerUnit; i += 2) {
-        const auto [first, second] = block.load_pair(packets + i);
-        is_there &= is_of_this_round(first) & is_of_this_round(second);
-        received.payload.words[i] = static_cast<uint32_t>(first);
-        received.payload.words[i + 1] = static_cast<uint32_t>(second);
-      }
-      return is_there;
-    };
-    // Once one packet is missing for good, so are the others of that launch.
-    if (num_elems != 0 && is_complete_) {
-      is_complete_ = wait_until(block, peers_, source, WaitPhase::kPacket, have_arrived);
+    ROTA_UNROLL
+    for (uint32_t u = 0; u < kUnits; ++u) {
+      loaded[u] = receive(source, units.elem[u], units.num_elems[u]);
     }
-    return Codec::decode(block, received);
+  }
+  HOST_DEVICE_INLINE typename Codec::Values decode(const Loaded& loaded) const {
+    return Codec::decode(elements_.block(), loaded);
   }
 
   // After the data, which need not wait for it. Gives up where a peer is in another launch.
   HOST_DEVICE void compare_launches() const {
-    for_each_own_peer([&](int peer) {
+    for_own_peer([&](int peer) {
       const Block& block = elements_.block();
       uint64_t fingerprint = 0;
       const auto has_arrived = [&] {
@@ -104,6 +92,29 @@ class Packets {
   }
 
  private:
+  // The packets of one unit.
+  HOST_DEVICE_INLINE Loaded receive(int source, uint32_t elem, uint32_t num_elems) const {
+    const Block& block = elements_.block();
+    uint64_t* packets = packets_at(rank(), source, elem);
+    Loaded received{};
+    const auto have_arrived = [&] {
+      bool is_there = true;
+      ROTA_UNROLL
+      for (uint32_t i = 0; i < kPacketsPerUnit; i += 2) {
+        const auto [first, second] = block.load_pair(packets + i);
+        is_there &= is_of_this_round(first) & is_of_this_round(second);
+        received.payload.words[i] = static_cast<uint32_t>(first);
+        received.payload.words[i + 1] = static_cast<uint32_t>(second);
+      }
+      return is_there;
+    };
+    // Once one packet is missing for good, so are the others of that launch.
+    if (num_elems != 0 && is_complete_) {
+      is_complete_ = wait_until(block, peers_, source, WaitPhase::kPacket, have_arrived);
+    }
+    return received;
+  }
+
   HOST_DEVICE int rank() const { return peers_.rank_of(elements_.block()); }
   HOST_DEVICE transport::ChannelState& state() const {
     const size_t offset = peers_.geometry.channel_state(elements_.block().index());
@@ -121,12 +132,13 @@ class Packets {
   HOST_DEVICE uint32_t fingerprint_word(int index) const {
     return static_cast<uint32_t>(elements_.args().fingerprint >> (32 * index));
   }
-  // The last threads, of which a short message leaves most without data.
+  // This thread's peer, if it has one: of the last threads, which a short message leaves without
+  // data.
   template <typename Body>
-  HOST_DEVICE void for_each_own_peer(const Body& body) const {
+  HOST_DEVICE void for_own_peer(const Body& body) const {
     const Block& block = elements_.block();
-    const int first = block.num_threads() - 1 - block.thread();
-    for (int index = first; index < peers_.world_size() - 1; index += block.num_threads()) {
+    const int index = block.num_threads() - 1 - block.thread();
+    if (index < peers_.world_size() - 1) {
       body(schedule::rotated_peer(rank(), peers_.world_size(), index));
     }
   }
@@ -151,7 +163,8 @@ HOST_DEVICE void low_latency(const Block& block, const Peers& peers, const Colle
   const Packets<Codec, Block> packets(elements, peers, chunk);
   packets.send();
   const auto output = [&](int) { return elements.output(chunk); };
-  elements.reduce(chunk, packets, args.group_size, Results(elements, chunk.begin, 1, output));
+  elements.reduce_in_groups(chunk, packets, args.group_size,
+                            Results(elements, chunk.begin, 1, output));
   packets.compare_launches();
   if (block.all(packets.is_complete())) packets.count_round();
 }

@@ -34,8 +34,8 @@ HOST_DEVICE void one_shot(const Block& block, const Peers& peers, const Collecti
                                   : elements.in_slot(links.incoming(rank, message), chunk);
     };
     const auto output = [&](int) { return elements.output(chunk); };
-    elements.reduce(chunk, Contributions(elements, links.world_size(), contribution_of),
-                    args.group_size, Results(elements, chunk.begin, 1, output));
+    elements.reduce_in_groups(chunk, Contributions(elements, links.world_size(), contribution_of),
+                              args.group_size, Results(elements, chunk.begin, 1, output));
     block.sync();
     links.release(world, message);
   }

@@ -51,12 +51,12 @@ HOST_DEVICE void ordered_ring(const Block& block, const Peers& peers, const Coll
       };
       const PartialAndOwn sum(elements, received, elements.input(chunk));
       if (rank == 0) {
-        elements.reduce(chunk, Contributions(elements, 1, own), 1,
+        elements.reduce(chunk, Contributions(elements, 1, own),
                         PartialResults(elements, 1, to_next));
       } else if (rank < world_size - 1) {
-        elements.reduce(chunk, sum, 2, PartialResults(elements, 1, to_next));
+        elements.reduce(chunk, sum, PartialResults(elements, 1, to_next));
       } else {
-        elements.reduce(chunk, sum, 2, Results(elements, chunk.begin, 2, kept_and_sent));
+        elements.reduce(chunk, sum, Results(elements, chunk.begin, 2, kept_and_sent));
       }
     }
     if (result >= 0) {

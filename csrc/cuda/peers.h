@@ -24,6 +24,9 @@ struct Peers {
   uint64_t timeout_ns;
 
   HOST_DEVICE int world_size() const { return geometry.world_size; }
+  // Whether one launch works for every rank: what the stream has done before is done for all, and
+  // the end of the kernel is everybody's.
+  HOST_DEVICE bool are_all_local() const { return num_local_ranks == world_size(); }
   template <typename Block>
   HOST_DEVICE int rank_of(const Block& block) const {
     return first_rank + block.local_rank();

@@ -33,7 +33,7 @@ HOST_DEVICE void ring(const Block& block, const Peers& peers, const CollectiveAr
     if (!links.wait(ToSend{schedule::only(next), message})) return;
     const auto own_first = [&](int) { return elements.input(first); };
     const auto first_slot = [&](int) { return links.outgoing(next, message); };
-    elements.reduce(first, Contributions(elements, 1, own_first), 1,
+    elements.reduce(first, Contributions(elements, 1, own_first),
                     PartialResults(elements, 1, first_slot));
     block.sync();
     links.publish(schedule::only(next), message);
@@ -54,10 +54,10 @@ HOST_DEVICE void ring(const Block& block, const Peers& peers, const CollectiveAr
       const PartialAndOwn sum(elements, received, elements.input(chunk));
       switch (action) {
         case schedule::RingAction::kReduce:
-          elements.reduce(chunk, sum, 2, PartialResults(elements, 1, to_next));
+          elements.reduce(chunk, sum, PartialResults(elements, 1, to_next));
           break;
         case schedule::RingAction::kFinish:
-          elements.reduce(chunk, sum, 2, Results(elements, chunk.begin, 2, kept_and_sent));
+          elements.reduce(chunk, sum, Results(elements, chunk.begin, 2, kept_and_sent));
           break;
         case schedule::RingAction::kCopy:
           elements.copy(chunk, elements.in_slot(received, chunk), 1 + to.num_ranks, kept_and_sent);

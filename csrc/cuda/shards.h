@@ -28,8 +28,8 @@ HOST_DEVICE void reduce_scatter(const Block& block, const Peers& peers,
     if (!links.wait(ToRead{world, message})) return;
     const auto contribution_of = [&](int rank) { return pieces.contribution(rank, own, message); };
     const auto output = [&](int) { return pieces.in_own_piece(elements.own_output(), own); };
-    elements.reduce(own, Contributions(elements, links.world_size(), contribution_of),
-                    args.group_size, Results(elements, own.begin, 1, output));
+    elements.reduce_in_groups(own, Contributions(elements, links.world_size(), contribution_of),
+                              args.group_size, Results(elements, own.begin, 1, output));
     block.sync();
     links.release(world, message);
   }

@@ -14,13 +14,15 @@ class Contributions {
                             const PlaceOf& place_of)
       : elements_(elements), num_(num), place_of_(place_of) {}
 
+  using Loaded = typename Codec::Encoded;
   HOST_DEVICE int num() const { return num_; }
-  template <bool kIsWhole>
-  HOST_DEVICE_INLINE typename Codec::Values load(int index, uint32_t elem,
-                                                 uint32_t num_elems) const {
-    const Block& block = elements_.block();
-    return Codec::decode(block,
-                         Codec::template read<kIsWhole>(block, place_of_(index), elem, num_elems));
+  template <bool kIsWhole, uint32_t kUnits>
+  HOST_DEVICE_INLINE void load(int index, const Units<kUnits>& units,
+                               Loaded (&loaded)[kUnits]) const {
+    elements_.template read<kIsWhole>(place_of_(index), units, loaded);
+  }
+  HOST_DEVICE_INLINE typename Codec::Values decode(const Loaded& loaded) const {
+    return Codec::decode(elements_.block(), loaded);
   }
 
  private:
@@ -36,12 +38,14 @@ class Partials {
   HOST_DEVICE Partials(const Elements<Codec, Block>& elements, int num, const PartialOf& partial_of)
       : elements_(elements), num_(num), partial_of_(partial_of) {}
 
+  using Loaded = typename Codec::Values;
   HOST_DEVICE int num() const { return num_; }
-  template <bool kIsWhole>
-  HOST_DEVICE_INLINE typename Codec::Values load(int index, uint32_t elem,
-                                                 uint32_t num_elems) const {
-    return Codec::read_partial(elements_.block(), partial_of_(index), elem, num_elems);
+  template <bool kIsWhole, uint32_t kUnits>
+  HOST_DEVICE_INLINE void load(int index, const Units<kUnits>& units,
+                               Loaded (&loaded)[kUnits]) const {
+    elements_.read_partials(partial_of_(index), units, loaded);
   }
+  HOST_DEVICE_INLINE static const Loaded& decode(const Loaded& loaded) { return loaded; }
 
  private:
   const Elements<Codec, Block>& elements_;
@@ -57,14 +61,20 @@ class PartialAndOwn {
                             const WirePlace& own)
       : elements_(elements), partial_(partial), own_(own) {}
 
+  using Loaded = typename Codec::Values;
   HOST_DEVICE int num() const { return 2; }
-  template <bool kIsWhole>
-  HOST_DEVICE_INLINE typename Codec::Values load(int index, uint32_t elem,
-                                                 uint32_t num_elems) const {
-    const Block& block = elements_.block();
-    if (index == 0) return Codec::read_partial(block, partial_, elem, num_elems);
-    return Codec::decode(block, Codec::template read<kIsWhole>(block, own_, elem, num_elems));
+  template <bool kIsWhole, uint32_t kUnits>
+  HOST_DEVICE_INLINE void load(int index, const Units<kUnits>& units,
+                               Loaded (&loaded)[kUnits]) const {
+    if (index == 0) return elements_.read_partials(partial_, units, loaded);
+    typename Codec::Encoded encoded[kUnits];
+    elements_.template read<kIsWhole>(own_, units, encoded);
+    ROTA_UNROLL
+    for (uint32_t u = 0; u < kUnits; ++u) {
+      loaded[u] = Codec::decode(elements_.block(), encoded[u]);
+    }
   }
+  HOST_DEVICE_INLINE static const Loaded& decode(const Loaded& loaded) { return loaded; }
 
  private:
   const Elements<Codec, Block>& elements_;
@@ -84,15 +94,18 @@ class Results {
         num_places_(num_places),
         place_of_(place_of) {}
 
-  template <bool kIsWhole>
-  HOST_DEVICE_INLINE void put(uint32_t elem, uint32_t num_elems,
-                              typename Codec::Values values) const {
-    const Block& block = elements_.block();
+  template <bool kIsWhole, uint32_t kUnits>
+  HOST_DEVICE_INLINE void put(const Units<kUnits>& units,
+                              typename Codec::Values (&values)[kUnits]) const {
     elements_.divide(values);
-    const auto encoded =
-        Codec::encode(block, values, elements_.args().rounding, first_elem_ + elem);
+    typename Codec::Encoded encoded[kUnits];
+    ROTA_UNROLL
+    for (uint32_t u = 0; u < kUnits; ++u) {
+      encoded[u] = Codec::encode(elements_.block(), values[u], elements_.args().rounding,
+                                 first_elem_ + units.elem[u]);
+    }
     for (int i = 0; i < num_places_; ++i) {
-      Codec::template write<kIsWhole>(block, place_of_(i), elem, num_elems, encoded);
+      elements_.template write<kIsWhole>(place_of_(i), units, encoded);
     }
   }
 
@@ -111,11 +124,16 @@ class PartialResults {
                              const PartialOf& partial_of)
       : elements_(elements), num_places_(num_places), partial_of_(partial_of) {}
 
-  template <bool kIsWhole>
-  HOST_DEVICE_INLINE void put(uint32_t elem, uint32_t num_elems,
-                              const typename Codec::Values& values) const {
+  template <bool kIsWhole, uint32_t kUnits>
+  HOST_DEVICE_INLINE void put(const Units<kUnits>& units,
+                              const typename Codec::Values (&values)[kUnits]) const {
     for (int i = 0; i < num_places_; ++i) {
-      Codec::write_partial(elements_.block(), partial_of_(i), elem, num_elems, values);
+      std::byte* const partial = partial_of_(i);
+      ROTA_UNROLL
+      for (uint32_t u = 0; u < kUnits; ++u) {
+        Codec::write_partial(elements_.block(), partial, units.elem[u], units.num_elems[u],
+                             values[u]);
+      }
     }
   }
 

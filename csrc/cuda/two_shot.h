@@ -109,9 +109,9 @@ HOST_DEVICE void two_shot(const Block& block, const Peers& peers, const Collecti
       return pieces.contribution(rank, own, contribution);
     };
     const auto result_places = [&](int index) { return pieces.result_place(index, own, result); };
-    elements.reduce(own, Contributions(elements, links.world_size(), contribution_of),
-                    args.group_size,
-                    Results(elements, own.begin, links.world_size(), result_places));
+    elements.reduce_in_groups(own, Contributions(elements, links.world_size(), contribution_of),
+                              args.group_size,
+                              Results(elements, own.begin, links.world_size(), result_places));
     block.sync();
     links.release(world, contribution);
     links.publish(world, result);

@@ -2,6 +2,9 @@
 // every tensor and writes the result to every tensor. Nothing is moved twice: ranks of one GPU read
 // and write each tensor once, which is the least there is. Over a connection a rank reads
 // (world_size - 1) / world_size * num_bytes and writes as much; two waits in a row altogether.
+//
+// Where all ranks are local ones of one launch, nobody waits for anybody: the links stay as they
+// are, and there may be more blocks than channels, and than are resident together.
 #pragma once
 
 #include "cuda/two_shot.h"
@@ -18,9 +21,12 @@ HOST_DEVICE void two_shot_in_place(const Block& block, const Peers& peers,
 
   // Messages without slots: my tensor is there; my results are.
   constexpr uint64_t kReady = 0, kDone = 1;
-  if (!links.wait(ToSend{world, kReady})) return;
-  links.publish(world, kReady);
-  if (!links.wait(ToRead{world, kReady})) return;
+  const bool is_one_launch = peers.are_all_local();
+  if (!is_one_launch) {
+    if (!links.wait(ToSend{world, kReady})) return;
+    links.publish(world, kReady);
+    if (!links.wait(ToRead{world, kReady})) return;
+  }
   for (uint64_t i = block.index(); i < pieces.num_chunks(); i += block.num_blocks()) {
     const Range own = pieces.own_chunk(i);
     const auto place_in = [&](int rank) {
@@ -29,9 +35,11 @@ HOST_DEVICE void two_shot_in_place(const Block& block, const Peers& peers,
     const auto place_at = [&](int index) {
       return place_in(schedule::rotated_peer(links.rank(), links.world_size(), index));
     };
-    elements.reduce(own, Contributions(elements, links.world_size(), place_in), args.group_size,
-                    Results(elements, own.begin, links.world_size(), place_at));
+    elements.reduce_in_groups(own, Contributions(elements, links.world_size(), place_in),
+                              args.group_size,
+                              Results(elements, own.begin, links.world_size(), place_at));
   }
+  if (is_one_launch) return;
   block.sync();
   links.publish(world, kDone);
   if (!links.wait(ToRead{world, kDone})) return;

@@ -75,12 +75,13 @@ enum class Pace {
 class HostBlock {
  public:
   HostBlock(SharedBlock& shared, int thread, int num_threads, int index, int num_blocks,
-            uint64_t seed, Pace pace)
+            int local_rank, uint64_t seed, Pace pace)
       : shared_(shared),
         thread_(thread),
         num_threads_(num_threads),
         index_(index),
         num_blocks_(num_blocks),
+        local_rank_(local_rank),
         random_(seed),
         pace_(pace) {}
 
@@ -88,7 +89,7 @@ class HostBlock {
   int num_threads() const { return num_threads_; }
   int index() const { return index_; }
   int num_blocks() const { return num_blocks_; }
-  int local_rank() const { return 0; }  // each rank has a launch of its own
+  int local_rank() const { return local_rank_; }
 
   void sync() const { all(true); }
   bool all(bool value) const {
@@ -193,6 +194,7 @@ class HostBlock {
   int num_threads_;
   int index_;
   int num_blocks_;
+  int local_rank_;
   // Naps at random in a launch, and how long each is.
   static constexpr int kMaxNaps = 2;
   static constexpr useconds_t kNapUs = 2000;

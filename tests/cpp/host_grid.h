@@ -2,6 +2,7 @@
 // which run one launch after another as a stream would.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <thread>
 
@@ -13,7 +14,9 @@ namespace rota::test {
 
 struct GridShape {
   int world_size = 2;
+  bool is_one_launch = false;  // of all ranks; else each has its own
   int num_blocks = 2;
+  int num_channels = 0;  // 0: as many
   int num_threads = 8;
   size_t slot_bytes = 1024;
   size_t packet_bytes = 1024;
@@ -24,13 +27,15 @@ class HostGrid {
  public:
   explicit HostGrid(const GridShape& shape)
       : shape_(shape),
-        geometry_{shape.world_size, shape.num_blocks, shape.slot_bytes, shape.packet_bytes} {
+        geometry_{shape.world_size, shape.num_channels == 0 ? shape.num_blocks : shape.num_channels,
+                  shape.slot_bytes, shape.packet_bytes} {
     const auto world_size = static_cast<size_t>(shape.world_size);
     ranks_.resize(world_size);
     for (Rank& rank : ranks_) rank.region.resize(geometry_.num_bytes() / sizeof(Line));
     for (int i = 0; i < shape.world_size; ++i) {
       Rank& rank = ranks_[static_cast<size_t>(i)];
-      rank.peers = {.first_rank = i,
+      rank.peers = {.first_rank = shape.is_one_launch ? 0 : i,
+                    .num_local_ranks = shape.is_one_launch ? shape.world_size : 1,
                     .geometry = geometry_,
                     .regions = {},
                     .abort = &rank.abort,
@@ -52,6 +57,13 @@ class HostGrid {
   cuda::Failure slow(int rank) const {
     return cuda::Failure::unpack(ranks_[static_cast<size_t>(rank)].slow);
   }
+  // Whether all of a rank's region is 0, as it is at rest before the first launch.
+  bool is_untouched(int rank) const {
+    const auto is_zero = [](const Line& line) {
+      return std::ranges::all_of(line.bytes, [](std::byte byte) { return byte == std::byte{0}; });
+    };
+    return std::ranges::all_of(ranks_[static_cast<size_t>(rank)].region, is_zero);
+  }
   void abort(int rank) {
     std::atomic_ref(ranks_[static_cast<size_t>(rank)].abort).store(1, std::memory_order_relaxed);
   }
@@ -68,14 +80,19 @@ class HostGrid {
   //                                     rank stops here, and the others' waits are given up
   //   work.late_rank(number)            which rank is late, if any; only tests of order need one
   // All threads of a rank meet in between, as they do between kernels of a stream. Ranks never
-  // meet but through their links, so that nothing else orders what they do.
+  // meet but through their links, so that nothing else orders what they do; those of one launch
+  // have one stream.
   template <typename Work>
   void run(int num_launches, Work& work) {
     const int threads_of_rank = shape_.num_blocks * shape_.num_threads;
+    const int num_streams = shape_.is_one_launch ? 1 : shape_.world_size;
+    const int threads_of_stream = shape_.world_size / num_streams * threads_of_rank;
     std::vector<std::unique_ptr<HostBarrier>> streams;
     std::vector<std::vector<std::unique_ptr<SharedBlock>>> blocks;
+    for (int i = 0; i < num_streams; ++i) {
+      streams.push_back(std::make_unique<HostBarrier>(threads_of_stream));
+    }
     for (int rank = 0; rank < shape_.world_size; ++rank) {
-      streams.push_back(std::make_unique<HostBarrier>(threads_of_rank));
       blocks.emplace_back();
       for (int i = 0; i < shape_.num_blocks; ++i) {
         blocks.back().push_back(std::make_unique<SharedBlock>(shape_.num_threads));
@@ -87,14 +104,15 @@ class HostGrid {
       const int thread = id % shape_.num_threads;
       const bool is_first = id % threads_of_rank == 0;
       SharedBlock& shared = *blocks[static_cast<size_t>(rank)][static_cast<size_t>(index)];
-      HostBarrier& stream = *streams[static_cast<size_t>(rank)];
+      HostBarrier& stream = *streams[static_cast<size_t>(id / threads_of_stream)];
       for (int number = 0; number < num_launches; ++number) {
         if (is_first) work.prepare(rank, number);
         stream.arrive_and_wait();
         const int num_blocks = work.num_blocks(number);
         const uint64_t seed = static_cast<uint64_t>(number) << 32 | static_cast<uint64_t>(id);
-        const HostBlock block(shared, thread, shape_.num_threads, index, num_blocks, seed,
-                              work.late_rank(number) == rank ? Pace::kLate : Pace::kQuick);
+        const int local_rank = rank - peers(rank).first_rank;
+        const HostBlock block(shared, thread, shape_.num_threads, index, num_blocks, local_rank,
+                              seed, work.late_rank(number) == rank ? Pace::kLate : Pace::kQuick);
         if (index < num_blocks) work.launch(block, rank, number);
         stream.arrive_and_wait();
         const bool goes_on = !is_first || work.finish(rank, number);

@@ -227,7 +227,7 @@ class CheckedCalls {
 
   KernelLaunch launch_of(Planned& planned, int rank) {
     const KernelCall& call = *planned.call;
-    Tensors& own = planned.ranks[static_cast<size_t>(rank)];
+    const cuda::Peers& peers = grid_.peers(rank);
     KernelLaunch launch{.kernel = call.kernel, .format = call.format};
     for (size_t peer = 0; peer < planned.ranks.size(); ++peer) {
       launch.tensors.of[peer] = planned.ranks[peer].output.data();
@@ -240,8 +240,6 @@ class CheckedCalls {
       ends = *pair;
     }
     cuda::LaunchRequest request{.kernel = launch.kernel,
-                                .input = {own.input_data()},
-                                .output = {own.output.data()},
                                 .num_elems = call.num_elems,
                                 .format = call.format,
                                 .op = call.op,
@@ -254,12 +252,17 @@ class CheckedCalls {
                                 .source = ends.sender,
                                 .destination = ends.receiver,
                                 .fingerprint = mix(call.seed + call.num_elems)};
+    for (int place = 0; place < peers.num_local_ranks; ++place) {
+      Tensors& tensors = planned.ranks[static_cast<size_t>(peers.first_rank + place)];
+      request.input[static_cast<size_t>(place)] = tensors.input_data();
+      request.output[static_cast<size_t>(place)] = tensors.output.data();
+    }
     if (call.kernel == Kernel::kTwoShotInPlace) request.tensors = &launch.tensors;
     if (moves_bytes(call)) {
       request.num_elems = call.format.num_bytes(call.num_elems);
       request.format = {DType::kUInt8};
     }
-    launch.args = cuda::plan_launch(request, grid_.peers(rank)).args;
+    launch.args = cuda::plan_launch(request, peers).args;
     return launch;
   }
 

@@ -90,6 +90,57 @@ void dtypes_and_ops() {
   call_and_check(grid, calls);
 }
 
+GridShape local_shape_of(int world_size) {
+  GridShape shape = shape_of(world_size, /*is_bucket=*/false);
+  shape.is_one_launch = true;
+  return shape;
+}
+
+// Every other call is two_shot_in_place, which leaves the links to the others as they are.
+template <int kWorldSize>
+void local_ranks() {
+  HostGrid grid(local_shape_of(kWorldSize));
+  std::vector<KernelCall> calls;
+  for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kInt8, DType::kFloat64}) {
+    for (const Kernel kernel : kAllReduceKernels) {
+      KernelCall call{
+          .kernel = kernel, .format = {dtype}, .group_size = group_size_of(kernel, kWorldSize)};
+      for (const uint64_t length : edge_lengths(call, grid.shape())) {
+        call.num_elems = length;
+        call.kernel = calls.size() % 2 == 0 ? kernel : Kernel::kTwoShotInPlace;
+        calls.push_back(varied(call, kWorldSize, calls.size()));
+      }
+    }
+  }
+  call_and_check(grid, calls);
+}
+
+// Chunks of blocks that wait for nobody, of which there are more than channels.
+template <int kWorldSize>
+void local_ranks_need_no_channel() {
+  GridShape shape = local_shape_of(kWorldSize);
+  shape.num_channels = 1;
+  shape.num_blocks = 3;
+  HostGrid grid(shape);
+  std::vector<KernelCall> calls;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kInt64}) {
+    const uint64_t chunk = cuda::kFreeChunkBytes / info(dtype).num_bytes;
+    for (const uint64_t piece : {chunk - 1, chunk, chunk + 1, 5 * chunk}) {
+      for (const uint64_t length : {kWorldSize * piece - 1, kWorldSize * piece}) {
+        calls.push_back({.kernel = Kernel::kTwoShotInPlace,
+                         .format = {dtype},
+                         .num_elems = length,
+                         .num_blocks = shape.num_blocks,
+                         .late_rank = static_cast<int>(calls.size()) % kWorldSize,
+                         .seed = calls.size()});
+      }
+    }
+  }
+  call_and_check(grid, calls);
+  for (int rank = 0; rank < kWorldSize; ++rank)
+    check(grid.is_untouched(rank), "links and slots stay as they are");
+}
+
 const CaseTable kCases{
     {"kernel_edges-one_shot", edges<Kernel::kOneShot>},
     {"kernel_edges-two_shot", edges<Kernel::kTwoShot>},
@@ -105,6 +156,12 @@ const CaseTable kCases{
     {"kernel_edges-buckets-ws2", edges_of_buckets<2>},
     {"kernel_edges-buckets-ws3", edges_of_buckets<3>},
     {"kernel_edges-buckets-ws4", edges_of_buckets<4>},
+    {"kernel_local_ranks-ws2", local_ranks<2>},
+    {"kernel_local_ranks-ws3", local_ranks<3>},
+    {"kernel_local_ranks-ws4", local_ranks<4>},
+    {"kernel_local_ranks_need_no_channel-ws2", local_ranks_need_no_channel<2>},
+    {"kernel_local_ranks_need_no_channel-ws3", local_ranks_need_no_channel<3>},
+    {"kernel_local_ranks_need_no_channel-ws4", local_ranks_need_no_channel<4>},
     {"kernel_dtypes_and_ops-ws2", dtypes_and_ops<2>},
     {"kernel_dtypes_and_ops-ws3", dtypes_and_ops<3>},
     {"kernel_dtypes_and_ops-ws4", dtypes_and_ops<4>},

@@ -329,6 +329,35 @@ void averages_by_powers_of_two_multiply() {
   check_equal(cuda::plan_launch(request, good_peers()).args.reciprocal, 0.0, "reciprocal");
 }
 
+// Local ranks that need not wait are cut into chunks of one length, however few channels there are.
+void blocks_that_wait_for_nobody_outnumber_channels() {
+  cuda::MappedTensors tensors{};
+  LaunchRequest request = good_request(Kernel::kTwoShotInPlace);
+  request.num_elems = 100'000;
+  request.tensors = &tensors;
+  for (size_t rank = 0; rank < 4; ++rank) {
+    tensors.of[rank] = g_tensor + 16 * rank;  // never looked at
+    request.input[rank] = request.output[rank] = tensors.of[rank];
+  }
+  const cuda::LaunchPlan local = cuda::plan_launch(request, local_peers());
+  check(!local.waits, "waits");
+  check_equal(local.args.chunk_elems, cuda::kFreeChunkBytes / 4, "chunk");
+  check_equal(local.num_blocks, 7, "blocks of 25,000 elements");
+  check_equal(local.num_threads, cuda::kFreeThreads, "threads");
+
+  request.input = request.output = {tensors.of[1]};
+  const cuda::LaunchPlan apart = cuda::plan_launch(request, good_peers());
+  check(apart.waits, "waits");
+  check_equal(apart.num_blocks, 3, "a block for each channel");
+  check_equal(apart.num_threads, cuda::kThreadsPerBlock, "threads");
+  for (const Kernel kernel : kKernels) {
+    request = good_request(kernel);
+    request.input.fill(g_tensor);
+    request.output.fill(g_tensor + (1 << 15));
+    check(cuda::plan_launch(request, local_peers()).waits, cuda::name(kernel));
+  }
+}
+
 // ---- buckets
 
 void wrong_buckets_are_refused() {
@@ -384,6 +413,7 @@ const CaseTable kCases{
     {"launch_nothing", nothing_to_do_launches_nothing},
     {"launch_long_packets", long_packets_are_refused},
     {"launch_chunks", chunks_fit_and_cover},
+    {"launch_free_blocks", blocks_that_wait_for_nobody_outnumber_channels},
     {"launch_averages", averages_by_powers_of_two_multiply},
     {"launch_wrong_buckets", wrong_buckets_are_refused},
 };
