@@ -51,9 +51,10 @@ HOST_DEVICE_INLINE double sum_of_bins(const double* groups, uint64_t num_groups,
   for (uint64_t i = first; i < end_of_whole; i += kLoadsInFlight * kTreeBins) {
     double loaded[kLoadsInFlight][kBinsOfThread] = {};  // to add 0 changes no sum of squares
     for (uint32_t load = 0; load < kLoadsInFlight; ++load) {
-      const double* src = groups + i + load * kTreeBins;
       if (i + load * kTreeBins >= end_of_whole) continue;
-      __builtin_memcpy(loaded[load], __builtin_assume_aligned(src, 16), sizeof(loaded[load]));
+      const double* src = groups + i + load * kTreeBins;
+      src = static_cast<const double*>(__builtin_assume_aligned(src, 16));
+      for (uint32_t bin = 0; bin < kBinsOfThread; ++bin) loaded[load][bin] = src[bin];
     }
     for (const auto& values : loaded) {
       for (uint32_t bin = 0; bin < kBinsOfThread; ++bin) bins[bin] += values[bin];

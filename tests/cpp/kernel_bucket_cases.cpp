@@ -296,8 +296,9 @@ void pack_and_unpack(const std::vector<BucketCase>& cases, uint64_t first_seed) 
   for (auto& one : launches.cases) one.check_all();
 }
 
+// The last list has work for every warp of both blocks, and a group that is not full.
 const std::vector<std::vector<uint64_t>> kLists = {
-    {}, {1}, {511}, {512}, {513}, {40'000}, {3, 512, 0, 1000, 1, 2048, 777}};
+    {}, {1}, {511}, {512}, {513}, {40'000}, {3, 512, 0, 1000, 1, 2048, 777, 3000}};
 
 std::vector<BucketCase> cases_of(DType dtype, const WireFormat& wire, uint64_t first_seed) {
   std::vector<BucketCase> cases;
