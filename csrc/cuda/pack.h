@@ -55,7 +55,14 @@ class Packer {
     uint32_t scales[kRowsInFlight];
     RowBits<wire> sent[kRowsInFlight];
     find_scales(wanted, place, row, scales);
-    round_rows(wanted, scales, index * kTileElems, row, sent);
+    // Asked once, not for each element: a branch would keep their instructions apart.
+    const Rounding& rounding = args_.rounding;
+    if (rounding.is_stochastic) {
+      round_rows(wanted, scales, {true, rounding.seed, rounding.stream}, index * kTileElems, row,
+                 sent);
+    } else {
+      round_rows(wanted, scales, {}, index * kTileElems, row, sent);
+    }
     if (residual != nullptr) {
       store_residual(wanted, scales, sent, residual, row, tile.num_elems);
     }
@@ -109,16 +116,16 @@ class Packer {
   }
 
   HOST_DEVICE_INLINE void round_rows(const RowPart (&wanted)[kRowsInFlight],
-                                     const uint32_t (&scales)[kRowsInFlight], uint64_t first_elem,
-                                     uint32_t row, RowBits<wire> (&sent)[kRowsInFlight]) const {
+                                     const uint32_t (&scales)[kRowsInFlight],
+                                     const Rounding& rounding, uint64_t first_elem, uint32_t row,
+                                     RowBits<wire> (&sent)[kRowsInFlight]) const {
     ROTA_UNROLL
     for (uint32_t r = 0; r < kRowsInFlight; ++r) sent[r] = {};
     for_each_elem([&](uint32_t r, uint32_t i) {
       const float value = wanted[r].of[i];
       const float scaled = is_scaled ? value * inverse_scale_of(scales[r]) : value;
       const uint64_t elem = first_elem + thread_.elem(row + r) + i;
-      put_bits<kWireBytes>(sent[r], i,
-                           encode<wire, is_scaled>(block_, scaled, args_.rounding, elem));
+      put_bits<kWireBytes>(sent[r], i, encode<wire, is_scaled>(block_, scaled, rounding, elem));
     });
   }
 
