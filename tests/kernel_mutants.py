@@ -104,7 +104,7 @@ def _instead(begin: int, end: int, fault: str, text: str) -> Site:
 def _orders(text: str) -> Iterator[Site]:
     weaker = {"acquire": ["relaxed"], "release": ["relaxed"]}
     weaker["acq_rel"] = ["relaxed", "acquire", "release"]
-    for match in re.finditer(r"SystemWord<\w+>", text):
+    for match in re.finditer(r"(?:System|Gpu)Word<\w+>", text):
         after_object = _end_of_call(text, match.end())
         end = _end_of_call(text, after_object)
         access = text[match.start() : end]

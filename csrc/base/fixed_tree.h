@@ -1,5 +1,11 @@
-// The sum of many float64 numbers in an order that depends on nothing but how many there are: the
-// CPU forms it with one thread, a GPU with a block of them, and both get the same bits.
+// The sum of many float64 numbers, of tiles (base/tile.h), in an order that depends on nothing but
+// how many there are: the CPU forms it with one thread, a GPU with a block of them, and both get
+// the same bits.
+//
+//   1. Groups of kTreeGroup neighbouring tiles: (t0 + t1) + (t2 + t3). Tiles that are not there
+//      count as 0.
+//   2. Group i is added to bin i % kTreeBins, in ascending order.
+//   3. Neighbouring bins are added in pairs, their sums again, until one is left.
 #pragma once
 
 #include <cstddef>
@@ -9,26 +15,78 @@
 
 namespace rota {
 
-// Number i is added to bin i % kTreeBins, in ascending order; then the upper half of the bins to
-// the lower half, until one is left.
-inline constexpr uint64_t kTreeBins = 512;
+// On a GPU, the tiles that a warp works on at the same time.
+inline constexpr uint32_t kTreeGroup = 4;
+inline constexpr uint32_t kTreeBins = 512;
 
-// All threads of the block call this; the first gets the sum, the others 0. bins: shared by them.
+// A thread takes so many neighbouring bins, which it loads together, 16 bytes at once.
+inline constexpr uint32_t kBinsOfThread = 4;
+// And adds so many times as many numbers at once: a GPU then waits for them together. More would
+// take more registers than the rest of unpack.
+inline constexpr uint32_t kLoadsInFlight = 4;
+// Sums that each thread of the last but one step adds up. Two steps have two barriers, where one
+// for each level of the tree would be seven.
+inline constexpr uint32_t kSumsTogether = 8;
+inline constexpr uint32_t kNumThreadSums = kTreeBins / kBinsOfThread;
+inline constexpr uint32_t kNumLastSums = kNumThreadSums / kSumsTogether;
+// What the threads of a block share, in doubles.
+inline constexpr uint32_t kTreeDoubles = kNumThreadSums + kNumLastSums;
+
+// Of neighbours in pairs: steps 1 and 3.
+template <uint32_t kNumValues>
+HOST_DEVICE_INLINE double sum_in_pairs(const double* values) {
+  if constexpr (kNumValues == 1) {
+    return values[0];
+  } else {
+    return sum_in_pairs<kNumValues / 2>(values) +
+           sum_in_pairs<kNumValues / 2>(values + kNumValues / 2);
+  }
+}
+
+// Step 2 for the bins from `first` on, and the first levels of step 3.
+HOST_DEVICE_INLINE double sum_of_bins(const double* groups, uint64_t num_groups, uint32_t first) {
+  double bins[kBinsOfThread] = {};
+  const uint64_t end_of_whole = num_groups / kBinsOfThread * kBinsOfThread;
+  ROTA_NO_UNROLL
+  for (uint64_t i = first; i < end_of_whole; i += kLoadsInFlight * kTreeBins) {
+    double loaded[kLoadsInFlight][kBinsOfThread] = {};  // to add 0 changes no sum of squares
+    for (uint32_t load = 0; load < kLoadsInFlight; ++load) {
+      if (i + load * kTreeBins >= end_of_whole) continue;
+      const double* src = groups + i + load * kTreeBins;
+      src = static_cast<const double*>(__builtin_assume_aligned(src, 16));
+      for (uint32_t bin = 0; bin < kBinsOfThread; ++bin) loaded[load][bin] = src[bin];
+    }
+    for (const auto& values : loaded) {
+      for (uint32_t bin = 0; bin < kBinsOfThread; ++bin) bins[bin] += values[bin];
+    }
+  }
+  if (end_of_whole % kTreeBins == first) {
+    for (uint32_t bin = 0; bin < num_groups % kBinsOfThread; ++bin) {
+      bins[bin] += groups[end_of_whole + bin];
+    }
+  }
+  return sum_in_pairs<kBinsOfThread>(bins);
+}
+
+// Steps 2 and 3. All threads of the block call this; the first gets the sum, the others 0. groups:
+// aligned to 16 bytes. shared: kTreeDoubles of the block.
 template <typename Block>
-HOST_DEVICE double sum_in_fixed_tree(const Block& block, const double* values, uint64_t num_values,
-                                     double* bins) {
-  const auto thread = static_cast<uint64_t>(block.thread());
-  const auto num_threads = static_cast<uint64_t>(block.num_threads());
-  for (uint64_t bin = thread; bin < kTreeBins; bin += num_threads) {
-    double sum = 0;
-    for (uint64_t i = bin; i < num_values; i += kTreeBins) sum += values[i];
-    bins[bin] = sum;
+HOST_DEVICE double sum_in_fixed_tree(const Block& block, const double* groups, uint64_t num_groups,
+                                     double* shared) {
+  const auto thread = static_cast<uint32_t>(block.thread());
+  const auto num_threads = static_cast<uint32_t>(block.num_threads());
+  double* last_sums = shared + kNumThreadSums;
+  ROTA_NO_UNROLL
+  for (uint32_t i = thread; i < kNumThreadSums; i += num_threads) {
+    shared[i] = sum_of_bins(groups, num_groups, i * kBinsOfThread);
   }
-  for (uint64_t half = kTreeBins / 2; half > 0; half /= 2) {
-    block.sync();
-    for (uint64_t bin = thread; bin < half; bin += num_threads) bins[bin] += bins[bin + half];
+  block.sync();
+  ROTA_NO_UNROLL
+  for (uint32_t i = thread; i < kNumLastSums; i += num_threads) {
+    last_sums[i] = sum_in_pairs<kSumsTogether>(shared + i * kSumsTogether);
   }
-  return thread == 0 ? bins[0] : 0;  // the others would read it while it is written
+  block.sync();
+  return thread == 0 ? sum_in_pairs<kNumLastSums>(last_sums) : 0;
 }
 
 // One thread is a block, too.

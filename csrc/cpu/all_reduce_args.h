@@ -26,14 +26,18 @@ struct BucketPass {
 
 // What is found out about the result on its way into the tensor.
 struct BucketMeasures {
-  std::vector<double> squares;  // by tile
+  std::vector<double> squares;  // by tile, in whole groups of the tree
   uint64_t num_non_finite = 0;
 
   explicit BucketMeasures(uint64_t num_elems)
-      : squares(schedule::ceil_div(num_elems, kTileElems)) {}
+      : squares(schedule::ceil_div(num_elems, kTreeGroup * kTileElems) * kTreeGroup) {}
   double sum_of_squares() const {
-    double bins[kTreeBins];
-    return sum_in_fixed_tree(LoneThread{}, squares.data(), squares.size(), bins);
+    std::vector<double> groups(squares.size() / kTreeGroup);
+    for (size_t i = 0; i < groups.size(); ++i) {
+      groups[i] = sum_in_pairs<kTreeGroup>(&squares[i * kTreeGroup]);
+    }
+    double shared[kTreeDoubles];
+    return sum_in_fixed_tree(LoneThread{}, groups.data(), groups.size(), shared);
   }
 };
 

@@ -23,8 +23,11 @@ struct alignas(kTileEntryBytes) Tile {
 };
 static_assert(sizeof(Tile) == kTileEntryBytes);
 
-// Neighbours that work on a tile together.
-inline constexpr uint32_t kTileThreads = 8;
+// Neighbours that work on rows of a tile together (cuda/tiles.h), and the four teams of them that a
+// warp is.
+inline constexpr uint32_t kTeamThreads = 8;
+inline constexpr uint32_t kTeams = 4;
+inline constexpr uint32_t kWarpThreads = kTeams * kTeamThreads;
 
 // Gradients and their place in the wire format, in whole tiles.
 struct BucketArgs {
@@ -55,7 +58,7 @@ struct PackArgs {
 
 struct UnpackArgs {
   BucketArgs bucket;  // its num_non_finite rests at 0: what was found is moved on to the stats
-  double* squares;    // by tile
+  double* squares;    // by group of tiles (base/fixed_tree.h), aligned to 16 bytes
   double* stats;      // of all tiles: number of non-finite results, sum of their squares
   uint32_t* num_blocks_done;  // 0 at rest
 };

@@ -29,7 +29,7 @@ class DeviceBlock {
   template <uint32_t kLanes>
   __device__ uint32_t largest_of_lanes(uint32_t value) const {
     const uint32_t lane = threadIdx.x % warpSize;
-    const uint32_t mask = ((1u << kLanes) - 1) << (lane / kLanes * kLanes);
+    const uint32_t mask = ~0u >> (32 - kLanes) << (lane / kLanes * kLanes);
     ROTA_UNROLL
     for (uint32_t distance = kLanes / 2; distance > 0; distance /= 2) {
       value = max(value, __shfl_xor_sync(mask, value, distance));
@@ -40,7 +40,7 @@ class DeviceBlock {
   template <uint32_t kLanes, typename T>
   __device__ T from_lane(T value, uint32_t distance) const {
     const uint32_t lane = threadIdx.x % warpSize;
-    const uint32_t mask = ((1u << kLanes) - 1) << (lane / kLanes * kLanes);
+    const uint32_t mask = ~0u >> (32 - kLanes) << (lane / kLanes * kLanes);
     return __shfl_xor_sync(mask, value, distance);
   }
 
@@ -93,7 +93,7 @@ class DeviceBlock {
 
   // Memory of the block, for the sum of squares.
   __device__ double* shared_doubles() const {
-    __shared__ double doubles[kTreeBins];
+    __shared__ double doubles[kTreeDoubles];
     return doubles;
   }
 

@@ -7,7 +7,9 @@
 
 // In front of a kernel's name: what the compiler may count on, for registers' sake.
 #define ROTA_COLLECTIVE_KERNEL __global__ __launch_bounds__(kThreadsPerBlock, 1) void
-#define ROTA_BUCKET_KERNEL __global__ __launch_bounds__(kBucketThreads, kBucketBlocks) void
+#define ROTA_PACK_KERNEL __global__ __launch_bounds__(kBucketThreads, kBucketBlocks) void
+// With 80 registers a thread, one block more shares a multiprocessor.
+#define ROTA_UNPACK_KERNEL __global__ __launch_bounds__(kBucketThreads, kBucketBlocks + 1) void
 
 namespace rota::cuda {
 

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <utility>
 
+#include "base/fixed_tree.h"
 #include "cuda/kernels.h"
 #include "schedule/chunk.h"
 #include "transport/cuda_error.h"
@@ -98,11 +99,14 @@ void launch(const void* kernel, dim3 num_blocks, int num_threads, void** args, S
              "cudaLaunchKernel");
 }
 
-// As many blocks as run at once and have a tile: each takes its share of the tiles.
-unsigned num_bucket_blocks(const void* kernel, uint64_t num_tiles) {
+// Blocks whose warps take num_items one after another: no more than run at once, and so many that
+// all warps take equally many, but for the last ones, in the last round.
+unsigned num_bucket_blocks(const void* kernel, uint64_t num_items) {
+  if (num_items == 0) return 0;
+  constexpr uint64_t kWarps = kBucketThreads / kWarpThreads;
   const auto num_resident = static_cast<uint64_t>(num_resident_blocks(kernel, kBucketThreads));
-  const uint64_t num_needed = schedule::ceil_div(num_tiles, kBucketThreads / kTileThreads);
-  return static_cast<unsigned>(schedule::min_of(num_resident, num_needed));
+  const uint64_t num_rounds = schedule::ceil_div(num_items, num_resident * kWarps);
+  return static_cast<unsigned>(schedule::ceil_div(num_items, num_rounds * kWarps));
 }
 
 }  // namespace
@@ -162,8 +166,9 @@ void launch_unpack(const UnpackArgs& args, DType dtype, const WireFormat& wire, 
   check_bucket(args.bucket, dtype, wire);
   const void* kernel = unpack_kernel_of(dtype, wire);
   if (kernel == nullptr) refuse_format("unpack", wire);
+  const uint64_t num_groups = schedule::ceil_div(args.bucket.num_tiles, kTreeGroup);
   // Without tiles, too: their sum of squares is 0.
-  const unsigned num_blocks = std::max(1u, num_bucket_blocks(kernel, args.bucket.num_tiles));
+  const unsigned num_blocks = std::max(1u, num_bucket_blocks(kernel, num_groups));
   void* kernel_args[] = {const_cast<UnpackArgs*>(&args)};
   launch(kernel, num_blocks, kBucketThreads, kernel_args, stream);
 }

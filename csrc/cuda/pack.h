@@ -3,7 +3,6 @@
 // in cpu/bucket_reducer.cpp, with the same bits.
 #pragma once
 
-#include "cuda/system_word.h"
 #include "cuda/tiles.h"
 
 namespace rota::cuda {
@@ -17,44 +16,57 @@ class Packer {
 
   HOST_DEVICE void run() {
     const uint64_t num_tiles = args_.bucket.num_tiles;
-    const uint64_t stride = thread_.tile_stride();
-    for (uint64_t index = thread_.first_tile(); index < num_tiles; index += stride) {
-      const Tile tile = args_.bucket.tile(index, kElemBytes);
+    const uint64_t stride = thread_.item_stride();
+    uint64_t index = thread_.first_item();
+    Tile next{};
+    if (index < num_tiles) next = args_.bucket.tile(index, kElemBytes);
+    for (; index < num_tiles; index += stride) {
+      const Tile tile = next;
+      // Ahead of this tile's loads, so that the next one's need not wait for it.
+      if (index + stride < num_tiles) next = args_.bucket.tile(index + stride, kElemBytes);
       if (tile.is_whole()) {
-        pack_tile<true>(tile, index);
+        pack_rows<true>(tile, index);
       } else {
-        pack_tile<false>(tile, index);
+        pack_rows<false>(tile, index);
       }
     }
-    if (num_non_finite_ != 0) add_to_count(*args_.bucket.num_non_finite, num_non_finite_);
+    thread_.add_up(*args_.bucket.num_non_finite, num_non_finite_);
   }
 
  private:
   static constexpr size_t kElemBytes = info(dtype).num_bytes;
   static constexpr size_t kWireBytes = info(wire).num_bytes;
   static constexpr uint32_t kRowsPerBlock = block_scaling(wire).block_elems / kRowElems;
+  static_assert(kRowsInFlight % kRowsPerBlock == 0, "a team has whole scaled blocks");
 
+  // This team's quarter of a tile.
   template <bool kIsWhole>
-  HOST_DEVICE void pack_tile(const Tile& tile, uint64_t index) {
+  HOST_DEVICE void pack_rows(const Tile& tile, uint64_t index) {
     const WirePlace place = format().from(
         format().place(args_.bucket.wire, args_.bucket.num_elems()), index * kTileElems);
     std::byte* residual = args_.residual == nullptr
                               ? nullptr
                               : reinterpret_cast<std::byte*>(args_.residual + index * kTileElems);
-    for (uint32_t row = 0; row < kTileRows; row += kRowsInFlight) {
-      RowPart wanted[kRowsInFlight];
-      load_gradients<kIsWhole>(tile, row, wanted);
-      if (residual != nullptr) add_residual(residual, row, tile.num_elems, wanted);
+    const uint32_t row = thread_.team() * kRowsInFlight;
+    RowPart wanted[kRowsInFlight];
+    load_gradients<kIsWhole>(tile, row, wanted);
+    if (residual != nullptr) add_residual(residual, row, tile.num_elems, wanted);
 
-      uint32_t scales[kRowsInFlight];
-      RowBits<wire> sent[kRowsInFlight];
-      find_scales(wanted, place, row, scales);
-      round_rows(wanted, scales, index * kTileElems, row, sent);
-      if (residual != nullptr) {
-        store_residual(wanted, scales, sent, residual, row, tile.num_elems);
-      }
-      thread_.template write<wire>(place.payload, row, sent);
+    uint32_t scales[kRowsInFlight];
+    RowBits<wire> sent[kRowsInFlight];
+    find_scales(wanted, place, row, scales);
+    // Asked once, not for each element: a branch would keep their instructions apart.
+    const Rounding& rounding = args_.rounding;
+    if (rounding.is_stochastic) {
+      round_rows(wanted, scales, {true, rounding.seed, rounding.stream}, index * kTileElems, row,
+                 sent);
+    } else {
+      round_rows(wanted, scales, {}, index * kTileElems, row, sent);
     }
+    if (residual != nullptr) {
+      store_residual(wanted, scales, sent, residual, row, tile.num_elems);
+    }
+    thread_.template write<wire>(place.payload, row, sent);
   }
 
   template <bool kIsWhole>
@@ -95,8 +107,8 @@ class Packer {
         if constexpr (kRowsPerBlock == 2) {
           largest = larger_of(largest, largest_finite(wanted[r + 1]));
         }
-        scales[r] = biased_scale<wire>(thread_.largest(largest));
-        if (thread_.is_first()) {
+        scales[r] = biased_scale<wire>(thread_.largest_of_team(largest));
+        if (thread_.is_first_of_team()) {
           place.scales[(row + r) / kRowsPerBlock] = static_cast<std::byte>(scales[r]);
         }
       }
@@ -104,16 +116,16 @@ class Packer {
   }
 
   HOST_DEVICE_INLINE void round_rows(const RowPart (&wanted)[kRowsInFlight],
-                                     const uint32_t (&scales)[kRowsInFlight], uint64_t first_elem,
-                                     uint32_t row, RowBits<wire> (&sent)[kRowsInFlight]) const {
+                                     const uint32_t (&scales)[kRowsInFlight],
+                                     const Rounding& rounding, uint64_t first_elem, uint32_t row,
+                                     RowBits<wire> (&sent)[kRowsInFlight]) const {
     ROTA_UNROLL
     for (uint32_t r = 0; r < kRowsInFlight; ++r) sent[r] = {};
     for_each_elem([&](uint32_t r, uint32_t i) {
       const float value = wanted[r].of[i];
       const float scaled = is_scaled ? value * inverse_scale_of(scales[r]) : value;
       const uint64_t elem = first_elem + thread_.elem(row + r) + i;
-      put_bits<kWireBytes>(sent[r], i,
-                           encode<wire, is_scaled>(block_, scaled, args_.rounding, elem));
+      put_bits<kWireBytes>(sent[r], i, encode<wire, is_scaled>(block_, scaled, rounding, elem));
     });
   }
 

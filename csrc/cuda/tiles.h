@@ -1,26 +1,34 @@
 // Gradients on their way to the wire format and back, a tile of 512 elements at a time
-// (base/tile.h), each tile worked on by 8 neighbouring threads.
+// (base/tile.h).
 //
-// A tile is 16 rows of 32 elements; in each row a thread has 4 neighbouring ones. So scales are
-// found among neighbours, and a thread's elements belong to the same four of the 32 partial sums of
-// squares, in the order in which the CPU adds them (cpu/wire_loops.inl). Memory is moved 16 bytes
-// at a time in every dtype: rows of narrow ones several together.
+// A tile is 16 rows of 32 elements. A team of 8 neighbouring threads works on 4 rows at a time; in
+// each a thread has 4 neighbouring elements. So scales are found within a team, and a thread's
+// elements belong to the same four of the 32 partial sums of squares. Memory is moved 16 bytes at a
+// time in every dtype: rows of narrow ones several together.
+//
+// A warp is four teams. pack gives them the four quarters of a tile: nothing crosses 4 rows. unpack
+// gives each a tile of its own, of four neighbouring ones, and the rows in ascending order, in
+// which the CPU adds their squares (cpu/wire_loops.inl).
 #pragma once
 
 #include "base/block_scale.h"
+#include "base/fixed_tree.h"
 #include "base/tile.h"
 #include "cuda/bucket_args.h"
 #include "cuda/scalar.h"
+#include "cuda/system_word.h"
 #include "cuda/words.h"
 
 namespace rota::cuda {
 
 inline constexpr uint32_t kRowElems = 32;
 inline constexpr uint32_t kTileRows = kTileElems / kRowElems;
-inline constexpr uint32_t kElemsPerRow = kRowElems / kTileThreads;  // of one thread
+inline constexpr uint32_t kElemsPerRow = kRowElems / kTeamThreads;  // of one thread
 
 // So many rows are loaded before the first is used: whole scaled blocks of every wire format.
 inline constexpr uint32_t kRowsInFlight = 4;
+static_assert(kTileRows == kTeams * kRowsInFlight, "the teams of a warp share a tile");
+static_assert(kTreeGroup == kTeams, "or have one of a group each");
 
 // A thread's elements of one row.
 struct RowPart {
@@ -44,27 +52,29 @@ HOST_DEVICE_INLINE bool is_finite(float value) {
   return (bit_as<uint32_t>(value) & kMagnitudeMask) < kInfinityBits;
 }
 
-// This thread's place in the tile that it works on.
+// This thread's place in its team, and the team's in its warp.
 template <typename Block>
 class TileThread {
  public:
   HOST_DEVICE explicit TileThread(const Block& block)
-      : block_(block), place_(static_cast<uint32_t>(block.thread()) % kTileThreads) {}
+      : block_(block), lane_(static_cast<uint32_t>(block.thread()) % kWarpThreads) {}
 
   HOST_DEVICE const Block& block() const { return block_; }
-  HOST_DEVICE bool is_first() const { return place_ == 0; }
+  HOST_DEVICE uint32_t team() const { return lane_ / kTeamThreads; }
+  HOST_DEVICE bool is_first_of_team() const { return place() == 0; }
+  HOST_DEVICE bool is_first_of_warp() const { return lane_ == 0; }
 
-  // The tiles that this thread and its neighbours work on: first, first + stride, ...
-  HOST_DEVICE uint64_t first_tile() const {
-    return static_cast<uint64_t>(block_.index()) * tiles_per_block() +
-           static_cast<uint32_t>(block_.thread()) / kTileThreads;
+  // What this warp takes, of what all warps of the launch take in turn: first, first + stride, ...
+  HOST_DEVICE uint64_t first_item() const {
+    return static_cast<uint64_t>(block_.index()) * warps_per_block() +
+           static_cast<uint32_t>(block_.thread()) / kWarpThreads;
   }
-  HOST_DEVICE uint64_t tile_stride() const {
-    return static_cast<uint64_t>(block_.num_blocks()) * tiles_per_block();
+  HOST_DEVICE uint64_t item_stride() const {
+    return static_cast<uint64_t>(block_.num_blocks()) * warps_per_block();
   }
 
   // The first of this thread's elements of a row, counted from the start of the tile.
-  HOST_DEVICE uint32_t elem(uint32_t row) const { return row * kRowElems + place_ * kElemsPerRow; }
+  HOST_DEVICE uint32_t elem(uint32_t row) const { return row * kRowElems + place() * kElemsPerRow; }
 
   // This thread's elements of neighbouring rows, as bits. num_elems: of the tile. kIsWhole: all are
   // there, and the tile is aligned; else what is not there reads as 0.
@@ -72,43 +82,67 @@ class TileThread {
   HOST_DEVICE_INLINE void read(const std::byte* tile, uint32_t row,
                                RowBits<dtype> (&rows)[kRowsInFlight],
                                uint64_t num_elems = kTileElems) const {
+    if constexpr (kIsWhole) {
+      fetch<dtype>(tile, row, rows);
+      sort<dtype>(rows);
+    } else {
+      ROTA_UNROLL
+      for (uint32_t r = 0; r < kRowsInFlight; ++r) {
+        const std::byte* src = tile + elem(row + r) * info(dtype).num_bytes;
+        const uint32_t num_there = num_left(row + r, num_elems);
+        if (is_one_access<dtype>(src, num_there)) {
+          rows[r] = block_.template load<sizeof(rows[r])>(src);
+        } else {
+          rows[r] = load_part<info(dtype).num_bytes, sizeof(rows[r])>(src, num_there);
+        }
+      }
+    }
+  }
+  // The halves of reading what is whole. Between them, while the loads are under way, the bits of
+  // narrow dtypes may be a neighbour's.
+  template <DType dtype>
+  HOST_DEVICE_INLINE void fetch(const std::byte* tile, uint32_t row,
+                                RowBits<dtype> (&rows)[kRowsInFlight]) const {
     constexpr uint32_t kTogether = rows_together(dtype);
     ROTA_UNROLL
     for (uint32_t first = 0; first < kRowsInFlight; first += kTogether) {
-      if constexpr (kIsWhole) {
-        const auto words = block_.template load<kTogether * sizeof(rows[0])>(
-            tile + wide_offset<dtype>(row + first));
-        ROTA_UNROLL
-        for (uint32_t r = 0; r < kTogether; ++r)
-          rows[first + r] = part_of<sizeof(rows[0])>(words, r);
-        exchange<kTogether>(rows, first);
-      } else {
-        ROTA_UNROLL
-        for (uint32_t r = first; r < first + kTogether; ++r) {
-          rows[r] = load_part<info(dtype).num_bytes, sizeof(rows[0])>(
-              tile + elem(row + r) * info(dtype).num_bytes, num_left(row + r, num_elems));
-        }
-      }
+      const auto words =
+          block_.template load<kTogether * sizeof(rows[0])>(tile + wide_offset<dtype>(row + first));
+      ROTA_UNROLL
+      for (uint32_t r = 0; r < kTogether; ++r) rows[first + r] = part_of<sizeof(rows[0])>(words, r);
+    }
+  }
+  template <DType dtype>
+  HOST_DEVICE_INLINE void sort(RowBits<dtype> (&rows)[kRowsInFlight]) const {
+    constexpr uint32_t kTogether = rows_together(dtype);
+    ROTA_UNROLL
+    for (uint32_t first = 0; first < kRowsInFlight; first += kTogether) {
+      transpose<kTogether>(rows, first);
     }
   }
   template <DType dtype, bool kIsWhole = true>
   HOST_DEVICE_INLINE void write(std::byte* tile, uint32_t row,
                                 RowBits<dtype> (&rows)[kRowsInFlight],
                                 uint64_t num_elems = kTileElems) const {
-    constexpr uint32_t kTogether = rows_together(dtype);
-    ROTA_UNROLL
-    for (uint32_t first = 0; first < kRowsInFlight; first += kTogether) {
-      if constexpr (kIsWhole) {
-        exchange<kTogether>(rows, first);
+    if constexpr (kIsWhole) {
+      constexpr uint32_t kTogether = rows_together(dtype);
+      sort<dtype>(rows);
+      ROTA_UNROLL
+      for (uint32_t first = 0; first < kRowsInFlight; first += kTogether) {
         Words<kTogether * sizeof(rows[0])> words;
         ROTA_UNROLL
         for (uint32_t r = 0; r < kTogether; ++r) put_part(words, r, rows[first + r]);
         block_.store(tile + wide_offset<dtype>(row + first), words);
-      } else {
-        ROTA_UNROLL
-        for (uint32_t r = first; r < first + kTogether; ++r) {
-          store_part<info(dtype).num_bytes>(tile + elem(row + r) * info(dtype).num_bytes,
-                                            num_left(row + r, num_elems), rows[r]);
+      }
+    } else {
+      ROTA_UNROLL
+      for (uint32_t r = 0; r < kRowsInFlight; ++r) {
+        std::byte* dst = tile + elem(row + r) * info(dtype).num_bytes;
+        const uint32_t num_there = num_left(row + r, num_elems);
+        if (is_one_access<dtype>(dst, num_there)) {
+          block_.store(dst, rows[r]);
+        } else {
+          store_part<info(dtype).num_bytes>(dst, num_there, rows[r]);
         }
       }
     }
@@ -120,24 +154,41 @@ class TileThread {
     return left < kElemsPerRow ? static_cast<uint32_t>(left) : kElemsPerRow;
   }
 
-  // The largest value of a row's threads, whose number they share a scale with.
-  HOST_DEVICE uint32_t largest(uint32_t value) const {
-    return block_.template largest_of_lanes<kTileThreads>(value);
+  // The largest value of the team's threads, whose numbers share a scale.
+  HOST_DEVICE uint32_t largest_of_team(uint32_t value) const {
+    return block_.template largest_of_lanes<kTeamThreads>(value);
   }
-  // The sum over the tile of 32 partial sums, of which each thread has four: upper half to lower
+  // The sum over the team of 32 partial sums, of which each thread has four: upper half to lower
   // half. Every thread gets it.
-  HOST_DEVICE double sum(const double (&partials)[kElemsPerRow]) const {
+  HOST_DEVICE double sum_of_team(const double (&partials)[kElemsPerRow]) const {
     double sums[kElemsPerRow];
     ROTA_UNROLL
     for (uint32_t i = 0; i < kElemsPerRow; ++i) sums[i] = partials[i];
     ROTA_UNROLL
-    for (uint32_t distance = kTileThreads / 2; distance > 0; distance /= 2) {
+    for (uint32_t distance = kTeamThreads / 2; distance > 0; distance /= 2) {
       ROTA_UNROLL
       for (uint32_t i = 0; i < kElemsPerRow; ++i) {
-        sums[i] += block_.template from_lane<kTileThreads>(sums[i], distance);
+        sums[i] += block_.template from_lane<kTeamThreads>(sums[i], distance);
       }
     }
     return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+  }
+  // Of one value of each team, as base/fixed_tree.h adds a group of tiles. The whole warp calls
+  // this, and every thread gets it.
+  HOST_DEVICE double sum_of_teams(double value) const {
+    ROTA_UNROLL
+    for (uint32_t distance = kTeamThreads; distance < kWarpThreads; distance *= 2) {
+      value += block_.template from_lane<kWarpThreads>(value, distance);
+    }
+    return value;
+  }
+  // Adds what the threads of the warp, all of which call this, have counted.
+  HOST_DEVICE void add_up(uint64_t& total, uint32_t count) const {
+    ROTA_UNROLL
+    for (uint32_t distance = 1; distance < kWarpThreads; distance *= 2) {
+      count += block_.template from_lane<kWarpThreads>(count, distance);
+    }
+    if (is_first_of_warp() && count != 0) add_to_count(total, count);
   }
 
  private:
@@ -151,17 +202,22 @@ class TileThread {
   template <DType dtype>
   HOST_DEVICE_INLINE size_t wide_offset(uint32_t row) const {
     constexpr uint32_t kTogether = rows_together(dtype);
-    const uint32_t own_row = row + place_ % kTogether;
-    const uint32_t column = place_ / kTogether * kTogether * kElemsPerRow;
+    const uint32_t own_row = row + place() % kTogether;
+    const uint32_t column = place() / kTogether * kTogether * kElemsPerRow;
     return size_t{own_row * kRowElems + column} * info(dtype).num_bytes;
+  }
+  // Whether a thread's part of a row of a tile that is short or misaligned is there and aligned.
+  template <DType dtype>
+  HOST_DEVICE static bool is_one_access(const std::byte* part, uint32_t num_there) {
+    return num_there == kElemsPerRow && is_aligned(part, alignof(RowBits<dtype>));
   }
   // Thread i's part r becomes thread r's part i, among kTogether neighbours: a transposition, which
   // undoes itself.
   template <uint32_t kTogether, typename Part>
-  HOST_DEVICE_INLINE void exchange(Part (&parts)[kRowsInFlight], uint32_t first) const {
+  HOST_DEVICE_INLINE void transpose(Part (&parts)[kRowsInFlight], uint32_t first) const {
     ROTA_UNROLL
     for (uint32_t distance = 1; distance < kTogether; distance *= 2) {
-      const bool is_upper = (place_ & distance) != 0;
+      const bool is_upper = (lane_ & distance) != 0;
       ROTA_UNROLL
       for (uint32_t r = 0; r < kTogether; ++r) {
         if ((r & distance) != 0) continue;
@@ -170,7 +226,7 @@ class TileThread {
         ROTA_UNROLL
         for (size_t w = 0; w < sizeof(Part) / sizeof(uint32_t); ++w) {
           const uint32_t sent = is_upper ? low.words[w] : high.words[w];
-          const uint32_t got = block_.template from_lane<kTileThreads>(sent, distance);
+          const uint32_t got = block_.template from_lane<kTeamThreads>(sent, distance);
           low.words[w] = is_upper ? got : low.words[w];
           high.words[w] = is_upper ? high.words[w] : got;
         }
@@ -178,12 +234,13 @@ class TileThread {
     }
   }
 
-  HOST_DEVICE uint64_t tiles_per_block() const {
-    return static_cast<uint32_t>(block_.num_threads()) / kTileThreads;
+  HOST_DEVICE uint32_t place() const { return lane_ % kTeamThreads; }
+  HOST_DEVICE uint64_t warps_per_block() const {
+    return static_cast<uint32_t>(block_.num_threads()) / kWarpThreads;
   }
 
   const Block& block_;
-  uint32_t place_;
+  uint32_t lane_;
 };
 
 }  // namespace rota::cuda

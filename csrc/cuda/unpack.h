@@ -1,7 +1,7 @@
 // From the wire format to gradients, a list of tensors in one launch and one pass: unscale, store,
 // count what is not finite and sum up the squares of what is stored. As the CPU does it in
-// cpu/bucket_reducer.cpp, with the same bits, the norm's included: squares are summed by tile, and
-// tiles in the fixed tree of base/fixed_tree.h by the block that ends last.
+// cpu/bucket_reducer.cpp, with the same bits, the norm's included: squares are summed by tile,
+// tiles by group, and groups in the fixed tree of base/fixed_tree.h by the block that ends last.
 #pragma once
 
 #include "base/fixed_tree.h"
@@ -18,15 +18,14 @@ class Unpacker {
       : block_(block), thread_(block), args_(args) {}
 
   HOST_DEVICE void run() {
-    const uint64_t num_tiles = args_.bucket.num_tiles;
-    const uint64_t stride = thread_.tile_stride();
-    for (uint64_t index = thread_.first_tile(); index < num_tiles; index += stride) {
-      const Tile tile = args_.bucket.tile(index, kElemBytes);
-      const double squares =
-          tile.is_whole() ? unpack_tile<true>(tile, index) : unpack_tile<false>(tile, index);
-      if (thread_.is_first()) args_.squares[index] = squares;
+    const uint64_t stride = thread_.item_stride();
+    for (uint64_t group = thread_.first_item(); group < num_groups(); group += stride) {
+      const uint64_t index = group * kTreeGroup + thread_.team();
+      const double squares = index < args_.bucket.num_tiles ? unpack_tile(index) : 0;
+      const double sum = thread_.sum_of_teams(squares);
+      if (thread_.is_first_of_warp()) args_.squares[group] = sum;
     }
-    if (num_non_finite_ != 0) add_to_count(*args_.bucket.num_non_finite, num_non_finite_);
+    thread_.add_up(*args_.bucket.num_non_finite, num_non_finite_);
     sum_up_in_last_block();
   }
 
@@ -34,24 +33,53 @@ class Unpacker {
   static constexpr size_t kElemBytes = info(dtype).num_bytes;
   static constexpr uint32_t kRowsPerBlock = block_scaling(wire).block_elems / kRowElems;
 
+  // What is loaded of some rows; the scale of row r is the byte r / kRowsPerBlock.
+  struct Received {
+    RowBits<wire> rows[kRowsInFlight];
+    uint32_t scales;
+  };
+
+  HOST_DEVICE uint64_t num_groups() const {
+    return schedule::ceil_div(args_.bucket.num_tiles, kTreeGroup);
+  }
+
+  HOST_DEVICE_INLINE double unpack_tile(uint64_t index) {
+    const Tile tile = args_.bucket.tile(index, kElemBytes);
+    return tile.is_whole() ? unpack_rows<true>(tile, index) : unpack_rows<false>(tile, index);
+  }
+
   template <bool kIsWhole>
-  HOST_DEVICE double unpack_tile(const Tile& tile, uint64_t index) {
+  HOST_DEVICE double unpack_rows(const Tile& tile, uint64_t index) {
     const WirePlace place = format().from(
         format().place(args_.bucket.wire, args_.bucket.num_elems()), index * kTileElems);
     double squares[kElemsPerRow] = {};
+    Received next = fetch(place, 0);
     for (uint32_t row = 0; row < kTileRows; row += kRowsInFlight) {
-      RowBits<wire> received[kRowsInFlight];
+      Received received = next;
+      // Under way while these rows are worked on.
+      if (row + kRowsInFlight < kTileRows) next = fetch(place, row + kRowsInFlight);
       RowBits<dtype> results[kRowsInFlight];
-      thread_.template read<wire>(place.payload, row, received);
-      round_rows(received, place, row, results);
+      thread_.template sort<wire>(received.rows);
+      round_rows(received, results);
       measure<kIsWhole>(results, tile, row, squares);
       thread_.template write<dtype, kIsWhole>(tile.data, row, results, tile.num_elems);
     }
-    return thread_.sum(squares);
+    return thread_.sum_of_team(squares);
   }
 
-  HOST_DEVICE_INLINE void round_rows(const RowBits<wire> (&received)[kRowsInFlight],
-                                     const WirePlace& place, uint32_t row,
+  HOST_DEVICE_INLINE Received fetch(const WirePlace& place, uint32_t row) const {
+    Received received;
+    thread_.template fetch<wire>(place.payload, row, received.rows);
+    if constexpr (is_scaled) {
+      // Of a tile they start at a multiple of 8 bytes; those of these rows are half a word, or one.
+      const uint32_t first = row / kRowsPerBlock;
+      const auto word = block_.template load<4>(place.scales + first / 4 * 4);
+      received.scales = word.words[0] >> first % 4 * 8;
+    }
+    return received;
+  }
+
+  HOST_DEVICE_INLINE void round_rows(const Received& received,
                                      RowBits<dtype> (&results)[kRowsInFlight]) const {
     constexpr Rounding kToNearest{};
     float scales[kRowsInFlight];
@@ -59,11 +87,12 @@ class Unpacker {
     for (uint32_t r = 0; r < kRowsInFlight; ++r) {
       results[r] = {};
       if constexpr (is_scaled) {
-        scales[r] = scale_of(static_cast<uint32_t>(place.scales[(row + r) / kRowsPerBlock]));
+        scales[r] = scale_of(received.scales >> r / kRowsPerBlock * 8 & 0xff);
       }
     }
     for_each_elem([&](uint32_t r, uint32_t i) {
-      float value = decode<wire, is_scaled>(block_, get_bits<info(wire).num_bytes>(received[r], i));
+      float value =
+          decode<wire, is_scaled>(block_, get_bits<info(wire).num_bytes>(received.rows[r], i));
       if constexpr (is_scaled) value *= scales[r];
       const auto result = static_cast<AccOf<dtype>>(value * args_.bucket.result_factor);
       put_bits<kElemBytes>(results[r], i, encode<dtype, false>(block_, result, kToNearest, 0));
@@ -91,13 +120,13 @@ class Unpacker {
     if (block_.thread() == 0) {
       const auto others = static_cast<uint32_t>(block_.num_blocks()) - 1;
       is_last =
-          SystemWord<uint32_t>(*args_.num_blocks_done).fetch_add(1, MemoryOrder::acq_rel) == others;
+          GpuWord<uint32_t>(*args_.num_blocks_done).fetch_add(1, MemoryOrder::acq_rel) == others;
     }
     if (!block_.all(is_last)) return;
     const double sum =
-        sum_in_fixed_tree(block_, args_.squares, args_.bucket.num_tiles, block_.shared_doubles());
+        sum_in_fixed_tree(block_, args_.squares, num_groups(), block_.shared_doubles());
     if (block_.thread() != 0) return;
-    SystemWord<uint64_t> num_non_finite(*args_.bucket.num_non_finite);
+    GpuWord<uint64_t> num_non_finite(*args_.bucket.num_non_finite);
     args_.stats[0] = static_cast<double>(num_non_finite.load(MemoryOrder::relaxed));
     args_.stats[1] = sum;
     num_non_finite.store(0, MemoryOrder::relaxed);  // for the next launch, as is this

@@ -78,19 +78,16 @@ HOST_DEVICE_INLINE bool is_aligned(const std::byte* address, size_t num_bytes) {
   return reinterpret_cast<uintptr_t>(address) % num_bytes == 0;
 }
 
-// Elements that may lie at any address, or of which only the first num_elems are there: one at a
-// time, the others 0.
+// Elements that are aligned to their own size alone, or of which only the first num_elems are
+// there: one at a time, the others 0.
 template <size_t kElemBytes, size_t kBytes>
 HOST_DEVICE_INLINE Words<kBytes> load_part(const std::byte* src, uint32_t num_elems) {
   Words<kBytes> packed{};
   ROTA_UNROLL
   for (size_t i = 0; i < kBytes / kElemBytes; ++i) {
     if (i >= num_elems) continue;
-    BitsOf<kElemBytes> bits = 0;
-    ROTA_UNROLL
-    for (size_t b = 0; b < kElemBytes; ++b) {
-      bits |= static_cast<BitsOf<kElemBytes>>(src[i * kElemBytes + b]) << (8 * b);
-    }
+    BitsOf<kElemBytes> bits = 0;  // of which a narrow element is the low end
+    __builtin_memcpy(&bits, __builtin_assume_aligned(src + i * kElemBytes, kElemBytes), kElemBytes);
     put_bits<kElemBytes>(packed, i, bits);
   }
   return packed;
@@ -103,10 +100,7 @@ HOST_DEVICE_INLINE void store_part(std::byte* dst, uint32_t num_elems,
   for (size_t i = 0; i < kBytes / kElemBytes; ++i) {
     if (i >= num_elems) continue;
     const auto bits = get_bits<kElemBytes>(packed, i);
-    ROTA_UNROLL
-    for (size_t b = 0; b < kElemBytes; ++b) {
-      dst[i * kElemBytes + b] = static_cast<std::byte>(bits >> (8 * b));
-    }
+    __builtin_memcpy(__builtin_assume_aligned(dst + i * kElemBytes, kElemBytes), &bits, kElemBytes);
   }
 }
 

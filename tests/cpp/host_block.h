@@ -50,21 +50,23 @@ class HostBarrier {
 // What the threads of one block share.
 class SharedBlock {
  public:
-  explicit SharedBlock(int num_threads) : barrier(num_threads), values(num_threads) {
+  explicit SharedBlock(int num_threads) : barrier(num_threads) {
     for (int lanes = 1; lanes <= kMostLanes; lanes *= 2) {
+      values[static_cast<size_t>(lanes)].resize(static_cast<size_t>(num_threads));
       for (int i = 0; i < num_threads / lanes; ++i) {
         groups[static_cast<size_t>(lanes)].push_back(std::make_unique<HostBarrier>(lanes));
       }
     }
   }
 
-  // Neighbours that exchange values: 1, 2, 4 or 8.
-  static constexpr int kMostLanes = 8;
+  // Neighbours that exchange values: 1, 2, 4, ... or a warp.
+  static constexpr int kMostLanes = 32;
 
   HostBarrier barrier;
   std::array<std::vector<std::unique_ptr<HostBarrier>>, kMostLanes + 1> groups;  // by lanes
-  std::array<double, kTreeBins> doubles;
-  std::vector<std::array<uint64_t, 2>> values;  // by thread; two, so that one barrier suffices
+  std::array<double, kTreeDoubles> doubles;
+  // By lanes and thread; two, so that one barrier suffices between the same neighbours.
+  std::array<std::vector<std::array<uint64_t, 2>>, kMostLanes + 1> values;
 };
 
 enum class Pace {
@@ -106,7 +108,8 @@ class HostBlock {
     uint32_t largest = 0;
     const int first = thread_ / static_cast<int>(kLanes) * static_cast<int>(kLanes);
     for (uint32_t i = 0; i < kLanes; ++i) {
-      largest = std::max(largest, static_cast<uint32_t>(value_of(first + static_cast<int>(i))));
+      const uint64_t other = value_of<kLanes>(first + static_cast<int>(i));
+      largest = std::max(largest, static_cast<uint32_t>(other));
     }
     return largest;
   }
@@ -116,7 +119,7 @@ class HostBlock {
     uint64_t bits = 0;
     std::memcpy(&bits, &value, sizeof(T));
     exchange<kLanes>(bits);
-    bits = value_of(thread_ ^ static_cast<int>(distance));
+    bits = value_of<kLanes>(thread_ ^ static_cast<int>(distance));
     std::memcpy(&value, &bits, sizeof(T));
     return value;
   }
@@ -180,13 +183,14 @@ class HostBlock {
   // Puts the value where the neighbours find it.
   template <uint32_t kLanes>
   void exchange(uint64_t value) const {
-    parity_ ^= 1;
-    shared_.values[static_cast<size_t>(thread_)][parity_] = value;
+    parity_[kLanes] ^= 1;
+    shared_.values[kLanes][static_cast<size_t>(thread_)][parity_[kLanes]] = value;
     const auto group = static_cast<uint32_t>(thread_) / kLanes;
     shared_.groups[kLanes][group]->arrive_and_wait();
   }
+  template <uint32_t kLanes>
   uint64_t value_of(int thread) const {
-    return shared_.values[static_cast<size_t>(thread)][parity_];
+    return shared_.values[kLanes][static_cast<size_t>(thread)][parity_[kLanes]];
   }
 
   SharedBlock& shared_;
@@ -204,7 +208,7 @@ class HostBlock {
   mutable int num_naps_ = 0;
   mutable bool first_barrier_ = true;
   mutable bool first_packet_ = true;
-  mutable size_t parity_ = 0;
+  mutable std::array<size_t, SharedBlock::kMostLanes + 1> parity_{};  // by lanes
 };
 
 }  // namespace rota::test

@@ -22,6 +22,7 @@ constexpr float kContributionFactor = 0.375f;
 constexpr float kResultFactor = 1.5f;
 constexpr uint64_t kSeed = 99;
 constexpr int kRank = 0;
+constexpr int kNumThreads = 2 * cuda::kWarpThreads;
 
 struct BucketCase {
   DType dtype;
@@ -143,7 +144,7 @@ class PackAndUnpack {
         bucket_(bucket_case, seed),
         tiles_(bucket_.tiles(bucket_case)),
         has_list_(bucket_.tensors.size() > 1 || seed % 2 == 0),
-        squares_(tiles_.size()) {}
+        squares_(schedule::ceil_div(tiles_.size(), kTreeGroup)) {}
 
   void pack(const HostBlock& block) {
     const cuda::PackArgs args{args_with(num_packed_non_finite_),
@@ -290,13 +291,14 @@ void pack_and_unpack(const std::vector<BucketCase>& cases, uint64_t first_seed) 
   Launches launches;
   for (const BucketCase& bucket_case : cases)
     launches.cases.emplace_back(bucket_case, first_seed++);
-  HostGrid grid({.world_size = 1, .num_blocks = 2, .num_threads = 16});
+  HostGrid grid({.world_size = 1, .num_blocks = 2, .num_threads = kNumThreads});
   grid.run(2 * static_cast<int>(cases.size()), launches);
   for (auto& one : launches.cases) one.check_all();
 }
 
+// The last list has work for every warp of both blocks, and a group that is not full.
 const std::vector<std::vector<uint64_t>> kLists = {
-    {}, {1}, {511}, {512}, {513}, {40'000}, {3, 512, 0, 1000, 1, 2048, 777}};
+    {}, {1}, {511}, {512}, {513}, {40'000}, {3, 512, 0, 1000, 1, 2048, 777, 3000}};
 
 std::vector<BucketCase> cases_of(DType dtype, const WireFormat& wire, uint64_t first_seed) {
   std::vector<BucketCase> cases;

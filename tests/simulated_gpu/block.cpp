@@ -97,11 +97,11 @@ bool Block::all(bool value) {
 
 uint64_t Block::from_lane(int lanes, uint64_t value, uint32_t distance) {
   Thread& self = threads_[static_cast<size_t>(running_)];
-  const int parity = self.parity;
-  self.parity ^= 1;
-  self.values[parity] = value;
+  const int parity = self.parity[lanes];
+  self.parity[lanes] ^= 1;
+  self.values[lanes][parity] = value;
   arrive(lane_barriers_[lanes][static_cast<size_t>(running_ / lanes)], lanes, true);
-  return threads_[static_cast<size_t>(running_) ^ distance].values[parity];
+  return threads_[static_cast<size_t>(running_) ^ distance].values[lanes][parity];
 }
 
 void Block::pause() {

@@ -16,9 +16,9 @@
 
 namespace simulated_gpu {
 
-// Neighbours that exchange values: 8 at most.
-inline constexpr int kMostLanes = 8;
-inline constexpr size_t kSharedDoubles = 512;
+// Neighbours that exchange values: a warp at most.
+inline constexpr int kMostLanes = 32;
+inline constexpr size_t kSharedDoubles = 256;
 
 class Block {
  public:
@@ -67,8 +67,9 @@ class Block {
     const Barrier* barrier = nullptr;
     jmp_buf context;
     std::byte* stack = nullptr;
-    uint64_t values[2] = {};  // two, so that one barrier suffices
-    int parity = 0;
+    // By lanes; two, so that one barrier suffices between the same neighbours.
+    uint64_t values[kMostLanes + 1][2] = {};
+    int parity[kMostLanes + 1] = {};
   };
 
   bool arrive(Barrier& barrier, int num_threads, bool value);

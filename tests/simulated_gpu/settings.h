@@ -14,8 +14,8 @@ inline uint64_t setting(const char* name, uint64_t otherwise) {
 struct Settings {
   int num_devices = static_cast<int>(setting("SIMULATED_GPUS", 1));
   int num_multiprocessors = static_cast<int>(setting("SIMULATED_GPU_MULTIPROCESSORS", 132));
-  // Threads that a block really has: a multiple of 8, however many the launch asks for.
-  int threads_per_block = static_cast<int>(setting("SIMULATED_GPU_THREADS", 8));
+  // Threads that a block really has: a multiple of 32, however many the launch asks for.
+  int threads_per_block = static_cast<int>(setting("SIMULATED_GPU_THREADS", 32));
   // Of naps in streams and blocks: the longest (0: none), and what makes them come as they do.
   uint64_t max_nap_us = setting("SIMULATED_GPU_NAP_US", 300);
   uint64_t seed = setting("SIMULATED_GPU_SEED", 0);

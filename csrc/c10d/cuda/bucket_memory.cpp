@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include "base/fixed_tree.h"
 #include "base/tile.h"
 #include "schedule/chunk.h"
 
@@ -19,7 +20,8 @@ size_t rounded_up(size_t num_bytes) {
 BucketMemory::BucketMemory(at::Device device, uint64_t num_tiles, const WireFormat& wire_format)
     : num_wire_bytes(wire_format.num_bytes(num_tiles * kTileElems)) {
   const size_t wire_end = rounded_up(num_wire_bytes);
-  const size_t squares_end = rounded_up(wire_end + (num_tiles + 2) * sizeof(double));
+  const uint64_t num_groups = schedule::ceil_div(num_tiles, kTreeGroup);
+  const size_t squares_end = rounded_up(wire_end + (num_groups + 2) * sizeof(double));
   const size_t end = squares_end + 2 * sizeof(uint64_t) + sizeof(uint32_t);
   whole = at::empty({static_cast<int64_t>(end)}, at::TensorOptions(at::kByte).device(device));
   whole.narrow(0, static_cast<int64_t>(squares_end), static_cast<int64_t>(end - squares_end))

@@ -19,7 +19,7 @@
 
 namespace rota::cuda {
 
-static_assert(kTreeBins == simulated_gpu::kSharedDoubles);
+static_assert(kTreeDoubles <= simulated_gpu::kSharedDoubles);
 
 class DeviceBlock {
  public:
