@@ -366,7 +366,7 @@ def test_cost_bucket_kernels_count_scales_and_squares(dtype: torch.dtype, block_
             granule_elems=TILE_ELEMS,
         )
         on_wire = num_elems * dtype.itemsize + ceil_div(num_elems, block_elems)
-        squares = 8 * ceil_div(num_elems, TILE_ELEMS)
+        squares = 8 * ceil_div(num_elems, 4 * TILE_ELEMS)
         tile_list = 16 * ceil_div(num_elems, TILE_ELEMS)
         pack, unpack = schedule.pack_cost(message), schedule.unpack_cost(message)
         assert pack.hbm_read_bytes == 4 * num_elems + tile_list

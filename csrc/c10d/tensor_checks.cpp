@@ -123,6 +123,13 @@ void check_tensor(const at::Tensor& tensor, std::string_view collective, at::Dev
                 join("rota.", collective, ": a tensor is on ", tensor.device().str(),
                      ", expected all on ", device.str(), "; move them there"));
   }
+  const auto address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
+  if (tensor.is_cuda() && address % tensor.element_size() != 0) {
+    throw Error(ErrorKind::kValue,
+                join("rota.", collective, ": a tensor of ", c10::toString(tensor.scalar_type()),
+                     " starts at ", tensor.data_ptr(), ", which is no multiple of its ",
+                     tensor.element_size(), " bytes; call clone() first"));
+  }
   if (!tensor.is_contiguous() && !is_non_overlapping(tensor)) {
     throw Error(ErrorKind::kValue,
                 join("rota.", collective,

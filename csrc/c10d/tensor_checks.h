@@ -20,7 +20,7 @@ DType movable_dtype(const at::Tensor& tensor, std::string_view collective);
 uint32_t block_elems(at::ScalarType wire_dtype);
 
 // Throws Error(kType) unless it is a dense tensor on this device, and Error(kValue) if its elements
-// overlap.
+// overlap or, on a GPU, are misaligned.
 void check_tensor(const at::Tensor& tensor, std::string_view collective,
                   at::Device device = at::kCPU);
 

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "base/fixed_tree.h"
 #include "base/tile.h"
 #include "schedule/chunk.h"
 #include "schedule/ring.h"
@@ -359,12 +360,12 @@ constexpr Cost pack_cost(const Message& message) {
   return cost;
 }
 
-// The wire format to gradients, and one sum of squares, a float64, for each tile.
+// The wire format to gradients, and one sum of squares, a float64, for each group of tiles.
 constexpr Cost unpack_cost(const Message& message) {
   Cost cost;
   cost.hbm_read_bytes = message.wire.num_bytes(message.num_elems) + tile_list_bytes(message);
   cost.hbm_written_bytes = message.tensor.num_bytes(message.num_elems) +
-                           ceil_div(message.num_elems, kTileElems) * sizeof(double);
+                           ceil_div(message.num_elems, kTreeGroup * kTileElems) * sizeof(double);
   return cost;
 }
 

@@ -181,6 +181,15 @@ def test_cuda_capture_before_connect_device_says_what_to_do(world_size: int) -> 
         assert "connect_device" in text
 
 
+def misaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Elements that start one byte into it, as another library may hand them over."""
+    num_bytes = tensor.nbytes - tensor.element_size()
+    storage = torch._C._construct_storage_from_data_pointer(
+        tensor.data_ptr() + 1, tensor.device, num_bytes
+    )
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+
+
 def use_badly(rank: Rank) -> None:
     comm = connect(rank)
     on_gpu, on_cpu = torch.zeros(8).to(DEVICE), torch.zeros(8)
@@ -193,6 +202,7 @@ def use_badly(rank: Rank) -> None:
         "gather onto the CPU": lambda: comm.all_gather(torch.zeros(16), on_gpu),
         "stats on the CPU": lambda: comm.reduce_bucket(on_gpu, stats, **bucket_options),
         "complex": lambda: comm.all_reduce(torch.zeros(8, dtype=torch.complex64).to(DEVICE)),
+        "misaligned": lambda: comm.all_reduce(misaligned(on_gpu)),
         "another device": lambda: comm.connect_device(torch.device("cpu")),
         "no such device": lambda: comm.connect_device(
             torch.device("cuda", torch.cuda.device_count())
