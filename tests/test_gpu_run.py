@@ -139,9 +139,8 @@ def test_failure_is_told_although_a_later_test_hangs(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
     command += ["-o", "faulthandler_timeout=0.5", "test_it.py"]
-    env = {"PYTHONPATH": str(run.ROOT / "python")}
     log = tmp_path / "log"
-    outcome = stages.run(Step("test", "x", command, 30.0, env), 15.0, log, tmp_path)
+    outcome = stages.run(Step("test", "x", command, 30.0, {}), 15.0, log, tmp_path)
     assert outcome.verdict == "stopped"
     assert "assert (6 * 7) == 41" in log.read_text()
     assert "in test_b" in log.read_text(), "the stack of what hangs"

@@ -298,7 +298,7 @@ void pack_and_unpack(const std::vector<BucketCase>& cases, uint64_t first_seed) 
 
 // The last list has work for every warp of both blocks, and a group that is not full.
 const std::vector<std::vector<uint64_t>> kLists = {
-    {}, {1}, {511}, {512}, {513}, {40'000}, {3, 512, 0, 1000, 1, 2048, 777, 3000}};
+    {}, {1}, {511}, {512}, {513}, {10'000}, {3, 512, 0, 1000, 1, 2048, 777, 3000}};
 
 std::vector<BucketCase> cases_of(DType dtype, const WireFormat& wire, uint64_t first_seed) {
   std::vector<BucketCase> cases;
@@ -343,7 +343,54 @@ void a_list_of_gradients_has_the_cpus_bits() {
       {{.dtype = DType::kFloat32, .wire = {DType::kFloat16, true}, .lengths = kLists.back()}}, 1);
 }
 
+// By the words of base/fixed_tree.h.
+double sum_by_definition(const std::vector<double>& groups) {
+  std::vector<double> sums(kTreeBins);
+  for (size_t i = 0; i < groups.size(); ++i) sums[i % kTreeBins] += groups[i];
+  while (sums.size() > 1) {
+    for (size_t i = 0; i < sums.size() / 2; ++i) sums[i] = sums[2 * i] + sums[2 * i + 1];
+    sums.resize(sums.size() / 2);
+  }
+  return sums[0];
+}
+
+// Groups that fill bins not at all, once, and several rounds of loads over.
+void squares_are_summed_in_the_fixed_tree() {
+  struct Launches {
+    std::vector<std::vector<double>> groups;
+    std::vector<double> sums;
+
+    int num_blocks(int) const { return 1; }
+    int late_rank(int) const { return kNobody; }
+    void prepare(int, int) const {}
+    void launch(const HostBlock& block, int, int number) {
+      const auto place = static_cast<size_t>(number);
+      const double sum = sum_in_fixed_tree(block, groups[place].data(), groups[place].size(),
+                                           block.shared_doubles());
+      if (block.thread() == 0) sums[place] = sum;
+    }
+    bool finish(int, int) const { return true; }
+  };
+  Launches launches;
+  for (const size_t num_groups : {0, 1, 3, 4, 511, 512, 513, 2046, 2048, 2049, 9001}) {
+    std::vector<double> groups(num_groups);
+    for (size_t i = 0; i < num_groups; ++i) groups[i] = 1.0 / static_cast<double>(i * i % 97 + 3);
+    launches.groups.push_back(std::move(groups));
+  }
+  launches.sums.resize(launches.groups.size());
+  HostGrid grid({.world_size = 1, .num_blocks = 1, .num_threads = kNumThreads});
+  grid.run(static_cast<int>(launches.groups.size()), launches);
+  for (size_t i = 0; i < launches.groups.size(); ++i) {
+    const std::vector<double>& groups = launches.groups[i];
+    double shared[kTreeDoubles];
+    const double alone = sum_in_fixed_tree(LoneThread{}, groups.data(), groups.size(), shared);
+    check_equal(alone, sum_by_definition(groups), join(groups.size(), " groups, one thread"));
+    check_equal(launches.sums[i], alone, join(groups.size(), " groups, a block"));
+  }
+}
+
 const CaseTable kCases{
+    {"kernel_bucket-tree", squares_are_summed_in_the_fixed_tree},
     {"kernel_bucket-once", a_list_of_gradients_has_the_cpus_bits},
     {"kernel_bucket-float32", float32_gradients_have_the_cpus_bits},
     {"kernel_bucket-float64", float64_gradients_have_the_cpus_bits},
