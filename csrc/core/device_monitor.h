@@ -1,7 +1,7 @@
 // Watches over the kernels of one communicator, which wait for other ranks while no thread of the
 // host waits for them: a thread that tells kernels when a rank has failed or died, the other ranks
-// when a kernel has given up, and the user for whom one has waited long. Calls no
-// CUDA, which could hold it up where all depends on it.
+// when a kernel has given up, and the user for whom one has waited long. Calls no CUDA, which could
+// hold it up where all depends on it.
 #pragma once
 
 #include <atomic>
