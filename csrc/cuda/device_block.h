@@ -28,20 +28,16 @@ class DeviceBlock {
   // The largest value among kLanes neighbouring threads, all of which call this together.
   template <uint32_t kLanes>
   __device__ uint32_t largest_of_lanes(uint32_t value) const {
-    const uint32_t lane = threadIdx.x % warpSize;
-    const uint32_t mask = ~0u >> (32 - kLanes) << (lane / kLanes * kLanes);
     ROTA_UNROLL
     for (uint32_t distance = kLanes / 2; distance > 0; distance /= 2) {
-      value = max(value, __shfl_xor_sync(mask, value, distance));
+      value = max(value, __shfl_xor_sync(neighbours<kLanes>(), value, distance));
     }
     return value;
   }
   // What the thread whose number differs by the bit `distance` has; as above.
   template <uint32_t kLanes, typename T>
   __device__ T from_lane(T value, uint32_t distance) const {
-    const uint32_t lane = threadIdx.x % warpSize;
-    const uint32_t mask = ~0u >> (32 - kLanes) << (lane / kLanes * kLanes);
-    return __shfl_xor_sync(mask, value, distance);
+    return __shfl_xor_sync(neighbours<kLanes>(), value, distance);
   }
 
   // 16 bytes at a time, or all of it if it is less; aligned to that.
@@ -113,6 +109,12 @@ class DeviceBlock {
   }
 
  private:
+  // The kLanes neighbouring threads of which this is one, as a mask of the warp.
+  template <uint32_t kLanes>
+  __device__ __forceinline__ static uint32_t neighbours() {
+    const uint32_t lane = threadIdx.x % 32;  // warpSize is no constant: it would be divided by
+    return ~0u >> (32 - kLanes) << (lane / kLanes * kLanes);
+  }
   // By hand: the compiler splits a load whose halves it uses apart.
   __device__ __forceinline__ static Words<16> load_once(const Words<16>* src) {
     Words<16> value;
