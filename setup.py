@@ -4,9 +4,9 @@ Environment:
     ROTA_CUDA        unset: with the CUDA kernels where torch is a CUDA build and its nvcc is found,
                      otherwise for the CPU alone. 0: for the CPU alone. 1: with the CUDA kernels, an
                      error where they cannot be built.
-    ROTA_CUDA_ARCHS  GPU architectures to compile for, ascending; "80,90,100" where unset. All of
-                     them take the PTX of the first, since no kernel uses what a later one adds:
-                     the compiler's larger half runs once. It also serves all newer GPUs.
+    ROTA_CUDA_ARCHS  GPU architectures to compile for; "80,90,100" where unset, which is what ships.
+                     "shipped:8.9": of those, the one whose code a GPU of compute capability 8.9
+                     runs. An architecture's machine code is the same, built alone or with others.
     CUDA_HOME        the CUDA toolkit, where it is not that of the nvcc on PATH.
 """
 
@@ -16,20 +16,26 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-
-from setuptools import setup
+from typing import NoReturn
 
 TORCH_VERSIONS = ((2, 11), (2, 15))
-CUDA_ARCHS = "80,90,100"
+# The oldest that reads all of pyproject.toml and installs in editable mode.
+SETUPTOOLS_VERSION = 64
+# What ships: machine code for each, and PTX of the last, which drivers compile for newer GPUs.
+SHIPPED_ARCHS = [80, 90, 100]
 
 
-def stop(what: str) -> None:
+def stop(what: str) -> NoReturn:
     """Ends the build with one sentence."""
     sys.exit(f"rota: {what}")
 
 
 def check_toolchain() -> None:
     """Refuses what is known not to work, before a compiler prints pages about it."""
+    try:
+        import setuptools  # noqa: F401
+    except ImportError:
+        stop("setuptools is not installed; run `pip install setuptools` first")
     try:
         import torch
     except ImportError:
@@ -52,12 +58,34 @@ def check_toolchain() -> None:
         )
     if os.environ.get("ROTA_CUDA", "0") not in ("0", "1"):
         stop(f"ROTA_CUDA is {os.environ['ROTA_CUDA']!r}, expected 0 or 1")
-    if not re.fullmatch(r"\d+(,\d+)*", cuda_archs()):
-        stop(f"ROTA_CUDA_ARCHS is {cuda_archs()!r}, expected numbers such as {CUDA_ARCHS}")
 
 
-def cuda_archs() -> str:
-    return os.environ.get("ROTA_CUDA_ARCHS", CUDA_ARCHS)
+def cuda_archs() -> list[int]:
+    """What to compile for, ascending, as ROTA_CUDA_ARCHS says."""
+    wish = os.environ.get("ROTA_CUDA_ARCHS")
+    if wish is None:
+        return SHIPPED_ARCHS
+    if re.fullmatch(r"\d+(,\d+)*", wish):
+        return sorted({int(arch) for arch in wish.split(",")})
+    if match := re.fullmatch(r"shipped:(\d+)\.(\d)", wish):
+        capability = int(match[1] + match[2])
+        if capability < SHIPPED_ARCHS[0]:
+            stop(
+                f"ROTA_CUDA_ARCHS is {wish!r}, but what ships runs on no GPU older than sm_"
+                f"{SHIPPED_ARCHS[0]}; use a newer GPU, or ROTA_CUDA=0 to build for the CPU alone"
+            )
+        return [shipped_arch(capability)]
+    shipped = ",".join(map(str, SHIPPED_ARCHS))
+    stop(f"ROTA_CUDA_ARCHS is {wish!r}, expected numbers such as {shipped} or shipped:9.0")
+
+
+def shipped_arch(capability: int) -> int:
+    """The shipped architecture whose code a GPU runs that has this compute capability (89 for 8.9).
+
+    Machine code runs on later GPUs of its major version too (sm_80's on 8.9, sm_100's on 10.3), and
+    of each major version we ship the first. GPUs of later major versions (12.0) take the last PTX.
+    """
+    return max(arch for arch in SHIPPED_ARCHS if arch <= capability)
 
 
 class NoCudaBuild(Exception):
@@ -113,9 +141,12 @@ def is_cuda_build() -> bool:
 
 
 check_toolchain()
+ARCHS = cuda_archs()
 IS_CUDA_BUILD = is_cuda_build()
 
-# Only now: torch looks for the toolkit while this is imported.
+# Only now: setuptools may be missing, and torch looks for the toolkit while this is imported.
+import setuptools  # noqa: E402
+from setuptools.command.egg_info import egg_info  # noqa: E402
 from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402
 
 # -ffp-contract=off and -fwrapv belong to the numeric contract: the same bits on every machine.
@@ -133,10 +164,17 @@ CXX_FLAGS = [
 ]
 
 
+def gencode_flags() -> list[str]:
+    """Each architecture comes from its own virtual one, never from another's PTX.
+
+    So what ships to a GPU is what a build for this GPU alone has, which `make gpu` measures.
+    """
+    codes = [(arch, f"sm_{arch}") for arch in ARCHS] + [(ARCHS[-1], f"compute_{ARCHS[-1]}")]
+    return [f"-gencode=arch=compute_{arch},code={code}" for arch, code in codes]
+
+
 def nvcc_flags() -> list[str]:
     """As CXX_FLAGS, and the numeric contract for device code: one rounding for each operation."""
-    archs = cuda_archs().split(",")
-    ptx = f"compute_{archs[0]}"
     host_flags = [flag for flag in CXX_FLAGS if flag.startswith(("-f", "-W"))]
     return [
         "-std=c++20",
@@ -145,30 +183,34 @@ def nvcc_flags() -> list[str]:
         "-ftz=false",
         "-prec-div=true",
         "-prec-sqrt=true",
-        *(f"-gencode=arch={ptx},code={code}" for code in (*(f"sm_{arch}" for arch in archs), ptx)),
-        "-DROTA_CUDA_ARCHS=" + r"\,".join(archs),
-        f"--threads={len(archs) + 1}",
+        *gencode_flags(),
+        "-DROTA_CUDA_ARCHS=" + r"\,".join(map(str, ARCHS)),
+        f"--threads={len(ARCHS) + 1}",
         f"-Xcompiler={','.join(host_flags)}",
     ]
 
 
 def sources(*suffixes: str, without: str | None = None) -> list[str]:
-    return sorted(
+    """In the order of the suffixes, which is the order in which they are compiled."""
+    return [
         str(path)
         for suffix in suffixes
-        for path in Path("csrc").rglob(f"*{suffix}")
+        for path in sorted(Path("csrc").rglob(f"*{suffix}"))
         if without is None or not path.is_relative_to(without)
-    )
+    ]
 
 
+# Tells one build from another (csrc/base/build_id.h); not every linker's default.
+LINK_FLAGS = ["-Wl,--build-id=sha1"]
 INCLUDE_DIRS = [str(Path("csrc").resolve())]
 if IS_CUDA_BUILD:
     extension = CUDAExtension(
         "rota._C",
-        sources(".cpp", ".cu"),
+        sources(".cu", ".cpp"),  # those that take longest first, so that no core waits for one
         include_dirs=INCLUDE_DIRS,
         define_macros=[("ROTA_WITH_CUDA", None)],
         extra_compile_args={"cxx": CXX_FLAGS, "nvcc": nvcc_flags()},
+        extra_link_args=LINK_FLAGS,
     )
 else:
     extension = CppExtension(
@@ -176,12 +218,30 @@ else:
         sources(".cpp", without="csrc/c10d/cuda"),
         include_dirs=INCLUDE_DIRS,
         extra_compile_args=CXX_FLAGS,
+        extra_link_args=LINK_FLAGS,
     )
 
-setup(
+
+class EggInfo(egg_info):
+    """Every way to install rota comes here for its name and version; a build in place does not."""
+
+    def initialize_options(self) -> None:
+        if int(setuptools.__version__.split(".")[0]) < SETUPTOOLS_VERSION:
+            # It would pass over pyproject.toml, or stop at it with pages.
+            stop(
+                f"setuptools is {setuptools.__version__}, expected {SETUPTOOLS_VERSION} or newer; "
+                f"run `pip install --upgrade setuptools`"
+            )
+        super().initialize_options()
+
+
+setuptools.setup(
+    # Not in pyproject.toml: its two ways to name a licence exclude each other. setuptools refuses
+    # the string before version 77 and is to refuse the table from 2027 on.
+    license="BSD-3-Clause",
     ext_modules=[extension],
     package_dir={"": "python"},
-    cmdclass={"build_ext": BuildExtension},
+    cmdclass={"build_ext": BuildExtension, "egg_info": EggInfo},
     # Builds of the two kinds do not take each other's objects.
     options={"build": {"build_base": "build/cuda" if IS_CUDA_BUILD else "build"}},
 )

@@ -21,9 +21,11 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+import demo
+import demo_report
 import driver
 from arguments import Parser, parse_natural
-from demo import compare, compare_report, train_gpt
+from demo_model import train_gpt
 
 BASE = "rota"  # float32 on the wire
 LABELS = {
@@ -32,7 +34,7 @@ LABELS = {
     "rota_fused_fp8": "fused float8_e4m3fn",
     "rota_fused_fp8_e5m2": "fused float8_e5m2",
 }
-Results = dict[str, list[compare_report.Result]]  # by variant; one for each seed
+Results = dict[str, list[demo_report.Result]]  # by variant; one for each seed
 
 
 def train(args: Any, console: Console) -> tuple[Results, float]:
@@ -42,9 +44,9 @@ def train(args: Any, console: Console) -> tuple[Results, float]:
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         console.print(f"seed {seed}")
         args.seed = seed
-        runs = compare.train_in_turns(args, train_text, held_out, console)
+        runs = demo.train_in_turns(args, train_text, held_out, console)
         for name, run in runs.items():
-            results[name].append(compare.gather(compare.VARIANTS[name], run))
+            results[name].append(demo.gather(demo.VARIANTS[name], run))
     return results, train_gpt.order0_bits(train_text, held_out)
 
 
@@ -108,7 +110,7 @@ def draw(results: Results, baseline_bits: float, title: str, path: Path) -> None
     for axes in (curves, ends):
         axes.spines[["top", "right"]].set_visible(False)
     for line, (name, runs) in enumerate(results.items()):
-        by_step = list(zip(*(compare_report.smooth(run.losses) for run in runs), strict=True))
+        by_step = list(zip(*(demo_report.smooth(run.losses) for run in runs), strict=True))
         mean = [statistics.fmean(values) for values in by_step]
         low, high = [min(values) for values in by_step], [max(values) for values in by_step]
         color = runs[0].color
@@ -119,7 +121,7 @@ def draw(results: Results, baseline_bits: float, title: str, path: Path) -> None
         ends.plot(bits, [line] * len(bits), "o", color=color)
     base_bits = [run.held_out[-1][1] for run in results[BASE]]
     ends.axvspan(min(base_bits), max(base_bits), color="#e6e6e6", lw=0, zorder=0)
-    curves.set_title(f"Training loss, mean of {compare_report.SMOOTHING_STEPS} steps, by seed")
+    curves.set_title(f"Training loss, mean of {demo_report.SMOOTHING_STEPS} steps, by seed")
     curves.set(xlabel="step", ylabel="bits per byte")
     curves.set_ylim(top=1.25 * baseline_bits)  # cuts off the first steps, which come down from 8
     curves.legend(frameon=False)
@@ -153,7 +155,7 @@ def parse_arguments() -> Any:
 def main() -> None:
     """Becomes the ranks, trains, and lets rank 0 publish."""
     args = parse_arguments()
-    compare.become_ranks(args.ranks)
+    demo.become_ranks(args.ranks)
     dist.init_process_group("gloo")
     is_first = dist.get_rank() == 0
     run = driver.Run("convergence", "convergence", args.ranks, args) if is_first else None

@@ -28,7 +28,7 @@ class Layers(nn.Module):
 
 def gpt() -> tuple[nn.Module, tuple[Tensor, ...]]:
     """The demo's model, and a batch of the demo's shape: 13 MiB of gradients in 18 tensors."""
-    from demo import train_gpt
+    from demo_model import train_gpt
 
     config = train_gpt.GPTConfig()
     text = torch.randint(train_gpt.BYTES, (2, 4, config.context))

@@ -1,13 +1,309 @@
-"""The demo in examples/, for benchmarks that measure on its model, its text or its training."""
+"""Trains the same GPT with rota and Gloo or NCCL, in turns, and shows what communication costs.
+
+    python benchmarks/demo.py     # starts its own ranks; ends in a table, a picture and JSON
+
+One job holds every variant: its own process group, replica and optimizer. All start from the same
+weights and see the same batches. They take turns in blocks of a few steps, so that whatever else
+the machine does meets all of them alike.
+
+A step takes as long as on its slowest rank. Communication is what a variant's median step takes
+beyond that of the variant without communication, which is the same DistributedDataParallel with
+torch's noop_hook: its gradients stay on their rank, so its parameters differ between ranks.
+
+Where there are GPUs, ranks compute on them; examples/devices.py decides where, and beside which
+backend.
+"""
 
 from __future__ import annotations
 
+import argparse
+import copy
+import json
+import os
+import statistics
 import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
-from machine import REPOSITORY
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-sys.path.append(str(REPOSITORY / "examples"))
+import machine
+from demo_model import devices, train_gpt
+from demo_report import Result, draw, print_table, summarize
 
-import compare as compare
-import compare_report as compare_report
-import train_gpt as train_gpt
+BLOCK_STEPS = 5  # a turn is about half a second: long beside the switch, short beside the noise
+EVAL_STEPS = 8 * BLOCK_STEPS
+CPU = torch.device("cpu")
+OUTPUT = machine.REPOSITORY / "build" / "demo"
+
+
+@dataclass(frozen=True)
+class Variant:
+    label: str
+    backend: str
+    hook: str
+    color: str
+    wire_dtype: str = "float16"  # of the fused hook
+
+
+VARIANTS = {
+    "none": Variant("no communication", "none", "none", "#c4c4c4"),
+    "gloo": Variant("Gloo", "gloo", "none", "#c8500a"),
+    "gloo_fp16": Variant("Gloo + fp16 hook", "gloo", "fp16", "#f2a65e"),
+    "nccl": Variant("NCCL", "nccl", "none", "#8a1c7c"),
+    "nccl_fp16": Variant("NCCL + fp16 hook", "nccl", "fp16", "#d09ac8"),
+    "rota": Variant("rota", "rota", "none", "#12497f"),
+    "rota_fp16": Variant("rota + fp16 hook", "rota", "fp16", "#6fb1e8"),
+    "rota_fused": Variant("rota + fused fp16", "rota", "fused", "#2a9d6f"),
+    "rota_fused_fp8": Variant("rota + fused fp8", "rota", "fused", "#9bd3ae", "float8_e4m3fn"),
+    "rota_fused_fp8_e5m2": Variant("rota + fused e5m2", "rota", "fused", "#d2c14a", "float8_e5m2"),
+}
+
+
+def default_variants(baseline: str) -> list[str]:
+    """As many as train 320 steps in 5 minutes on the CPU."""
+    return ["none", baseline, f"{baseline}_fp16", "rota", "rota_fused", "rota_fused_fp8"]
+
+
+@dataclass
+class Run:
+    """One variant's replica on this rank, and what this rank has seen of it, step by step."""
+
+    model: train_gpt.GPT
+    ddp: DistributedDataParallel
+    optimizer: torch.optim.Optimizer
+    losses: list[float] = field(default_factory=list)  # bits per byte
+    step_ms: list[float] = field(default_factory=list)
+    cpu_ms: float = 0.0  # of all steps
+    held_out: list[tuple[int, float]] = field(default_factory=list)  # (steps done, bits per byte)
+
+
+def start_run(variant: Variant, initial: train_gpt.GPT) -> Run:
+    model = copy.deepcopy(initial)
+    group = dist.new_group(backend="gloo" if variant.backend == "none" else variant.backend)
+    ddp = train_gpt.data_parallel(model, variant.backend, variant.hook, group, variant.wire_dtype)
+    return Run(model, ddp, train_gpt.make_optimizer(model))
+
+
+def take_turn(
+    run: Run, steps: range, num_steps: int, train: Tensor, args: argparse.Namespace
+) -> None:
+    """Trains `steps` of a run of `num_steps`; the ranks set out together, with idle GPUs."""
+    rank, context = dist.get_rank(), train_gpt.SCALES[train.device.type].config.context
+    timer = train_gpt.StepTimer(train.device)
+    bits = []
+    if train.is_cuda:
+        torch.cuda.synchronize(train.device)
+    dist.barrier()
+    cpu_start = time.process_time()
+    timer.start()
+    for step in steps:
+        batch = train_gpt.sample_batch(train, args.batch, context, (args.seed, rank, step))
+        lr = train_gpt.learning_rate(step, num_steps, args.lr)
+        bits.append(train_gpt.train_step(run.ddp, run.optimizer, batch, lr))
+        timer.mark()
+    run.step_ms += timer.step_ms()
+    run.cpu_ms += (time.process_time() - cpu_start) * 1e3
+    run.losses += [float(value) for value in bits]
+
+
+def affordable_steps(done: int, elapsed_s: float, args: argparse.Namespace) -> int:
+    """How many steps the run shall have in all, judged by its pace so far: args.steps, or on a slow
+    or busy machine as many as fit into the time. Rank 0's clock decides, as ranks must agree."""
+    fitting = int(args.max_minutes * 60 / elapsed_s * done) // BLOCK_STEPS * BLOCK_STEPS
+    num_steps = torch.tensor(min(args.steps, max(done, fitting, 2 * BLOCK_STEPS)))
+    dist.broadcast(num_steps, src=0)
+    return int(num_steps)
+
+
+def train_in_turns(
+    args: argparse.Namespace,
+    train: Tensor,
+    held_out: Tensor,
+    console: Console,
+    device: torch.device = CPU,
+) -> dict[str, Run]:
+    config = train_gpt.SCALES[device.type].config
+    train, held_out = train.to(device), held_out.to(device)
+    torch.manual_seed(args.seed)
+    with device:
+        initial = train_gpt.GPT(config)
+    runs = {name: start_run(VARIANTS[name], initial) for name in args.variants}
+    turns = deque(runs)
+
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    bars = {
+        name: progress.add_task(VARIANTS[name].label, total=args.steps, loss="") for name in runs
+    }
+    start = time.perf_counter()
+    num_steps, done = args.steps, 0
+    with progress:
+        while done < num_steps:
+            steps = range(done, min(done + BLOCK_STEPS, num_steps))
+            for name in turns:
+                take_turn(runs[name], steps, num_steps, train, args)
+                loss = f"loss {runs[name].losses[-1]:.3f}"
+                progress.update(bars[name], completed=steps.stop, total=num_steps, loss=loss)
+            turns.rotate(-1)  # no variant always comes first
+            done = steps.stop
+            num_steps = affordable_steps(done, time.perf_counter() - start, args)
+            if done % EVAL_STEPS == 0 or done == num_steps:
+                line = f"step {done:4d}  held out"
+                for name, run in runs.items():
+                    bits = train_gpt.held_out_bits(run.model, held_out, config.context)
+                    run.held_out.append((done, bits))
+                    line += f"  {name} {bits:.3f}"
+                console.print(line, soft_wrap=True)
+    if num_steps < args.steps:
+        console.print(f"stopped at step {num_steps} of {args.steps}: --max-minutes")
+    return runs
+
+
+def gather(variant: Variant, run: Run) -> Result:
+    """Puts all ranks' measurements together, the same on every rank."""
+    per_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(per_rank, (run.losses, run.step_ms, run.cpu_ms / sum(run.step_ms)))
+    losses, step_ms, core_share = zip(*per_rank, strict=True)
+    return Result(
+        label=variant.label,
+        color=variant.color,
+        losses=[statistics.fmean(values) for values in zip(*losses, strict=True)],
+        held_out=run.held_out,
+        # The first block pays for allocations and DDP's own start.
+        step_ms=[max(values) for values in zip(*step_ms, strict=True)][BLOCK_STEPS:],
+        spread=train_gpt.parameter_spread(run.model),
+        core_share=None if next(run.model.parameters()).is_cuda else min(core_share),
+    )
+
+
+def parse_args() -> tuple[argparse.Namespace, devices.Gpus]:
+    def variants(text: str) -> list[str]:
+        names = text.split(",")
+        unknown = set(names) - set(VARIANTS)
+        if unknown or "none" not in names:
+            problem = f"unknown {', '.join(sorted(unknown))}" if unknown else '"none" is missing'
+            raise argparse.ArgumentTypeError(f"{problem}; choose from {','.join(VARIANTS)}")
+        return names
+
+    positive = train_gpt.positive
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--variants",
+        type=variants,
+        metavar="A,B,...",
+        help=f"of {','.join(VARIANTS)}; none is the base of the comparison (default: "
+        f"{','.join(default_variants('gloo'))}, or nccl for gloo where each rank has a GPU)",
+    )
+    parser.add_argument("--ranks", type=positive(int), help="default: one for each GPU, at least 2")
+    parser.add_argument("--device", choices=devices.DEVICES, default="auto")
+    parser.add_argument(
+        "--max-minutes",
+        type=positive(float),
+        help=f"of training (default: {train_gpt.by_scale('max_minutes')})",
+    )
+    parser.add_argument("--png", type=Path, default=OUTPUT / "train_gpt.png")
+    parser.add_argument("--json", type=Path, default=OUTPUT / "train_gpt.json")
+    train_gpt.add_training_arguments(parser)
+    args = parser.parse_args()
+    if args.steps <= BLOCK_STEPS:
+        parser.error(f"--steps: the first {BLOCK_STEPS} are not timed, got {args.steps} in all")
+    try:
+        gpus = devices.find_gpus(args.device)
+    except ValueError as error:
+        parser.error(str(error))
+    args.ranks = args.ranks or devices.default_num_ranks(gpus)
+    placement = (
+        devices.place_this_rank(gpus)
+        if "RANK" in os.environ
+        else devices.place(0, args.ranks, gpus)
+    )
+    args.variants = args.variants or default_variants(placement.baseline)
+    needs_nccl = [name for name in args.variants if VARIANTS[name].backend == "nccl"]
+    if needs_nccl and placement.baseline != "nccl":
+        parser.error(f"--variants {','.join(needs_nccl)} cannot run here: {placement.note}")
+    train_gpt.fill_in(args, train_gpt.SCALES[placement.device.type])
+    return args, gpus
+
+
+def round_or_none(share: float | None) -> float | None:
+    return None if share is None else round(share, 3)
+
+
+def gpus_of(device: torch.device) -> dict[str, str]:
+    if device.type == "cpu":
+        return {}
+    return {"gpus": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}"}
+
+
+def become_ranks(num_ranks: int) -> None:
+    """Starts this program over as so many ranks under torchrun, unless it is one of them."""
+    if "RANK" not in os.environ:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # a rank is one core
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        os.execv(sys.executable, [sys.executable, *launcher, str(num_ranks), *sys.argv])
+
+
+def main() -> None:
+    args, gpus = parse_args()
+    become_ranks(args.ranks)
+    placement = devices.place_this_rank(gpus)
+    devices.use(placement.device)
+
+    start = time.perf_counter()
+    dist.init_process_group("gloo")
+    console = Console(quiet=dist.get_rank() != 0)
+    console.print(placement.note, soft_wrap=True)
+    train, held_out = train_gpt.read_corpus()
+    baseline_bits = train_gpt.order0_bits(train, held_out)
+    console.print(f"order-0 baseline: {baseline_bits:.3f} bits per byte of the held-out files")
+
+    runs = train_in_turns(args, train, held_out, console, placement.device)
+    results = {name: gather(VARIANTS[name], run) for name, run in runs.items()}
+    if dist.get_rank() == 0:
+        record = {
+            "seconds": round(time.perf_counter() - start, 1),
+            "ranks": dist.get_world_size(),
+            "steps": len(runs["none"].losses),
+            "batch": args.batch,
+            "core_share": round_or_none(results["none"].core_share),
+            "placement": placement.note,
+            "order0_bits": round(baseline_bits, 4),
+            "variants": {
+                name: {key: float(f"{value:.6g}") for key, value in asdict(row).items()}
+                for name, row in summarize(results).items()
+            },
+            "machine": machine.describe() | gpus_of(placement.device),
+            "commit": machine.git_commit(),
+        }
+        curves = {name: asdict(result) for name, result in results.items()}
+        draw(results, baseline_bits, args.png, placement.note if gpus.count else "")
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(record | {"curves": curves}) + "\n")
+        print_table(results, console)
+        console.print(f"picture: {args.png}\nall numbers: {args.json}", soft_wrap=True)
+        print(json.dumps(record), flush=True)
+    dist.destroy_process_group()
+
+    differing = [name for name, result in results.items() if name != "none" and result.spread != 0]
+    if differing:
+        sys.exit(f"parameters differ between ranks after training with {', '.join(differing)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from demo import train_gpt
+from demo_model import train_gpt
 
 NUM_ELEMS = 1 << 18  # of a set that is made
 MIN_MAGNITUDE_LOG10, MAX_MAGNITUDE_LOG10 = -12, 12

@@ -3,7 +3,7 @@
     python benchmarks/paper.py --system h200-nvlink --ranks 8
     python benchmarks/paper.py --update csrc/README.md
 
-Bytes, messages and waits come from csrc/schedule/cost.h, which counts them step by step. A kernel's
+Bytes, messages and waits come from the formulas of csrc/schedule/cost.h. A kernel's
 bound is its launch, the flags that one byte waits for on its way, and the busiest of: the links of
 a rank out, the links in, its memory. Waits of later rounds and of other channels hide behind data,
 so they are not in it, and neither is any time for arithmetic. Slots count as memory; where they
@@ -17,7 +17,6 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -26,13 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from arguments import FLOAT32_BYTES, Parser, parse_list, parse_size
+from rota import _C
 from rota._C import schedule
 
 BYTES_PER_US = 1e3  # of 1 GB/s
-
-ELEM_GRANULE = 64
-BUCKET_TILE = 512
-ONE_ROUND = 1 << 40  # a slot that everything fits in
 
 
 class Rate(NamedTuple):
@@ -81,72 +77,83 @@ class Shape(NamedTuple):
     dtype: torch.dtype
     num_ranks: int
 
-    def message(self) -> schedule.Message:
+    def cost(self, what: str, group_size: int = 1) -> schedule.Cost:
         """Travels as it is; partial sums in the dtype that sums are kept in."""
-        plain = schedule.WireFormat(self.dtype)
-        accumulate = torch.float32 if self.dtype.itemsize < 4 else self.dtype
-        return schedule.Message(
-            num_elems=self.num_elems,
-            tensor=plain,
-            wire=plain,
-            hop=schedule.WireFormat(accumulate),
-            slot_bytes=ONE_ROUND,
-            granule_elems=ELEM_GRANULE,
-        )
-
-    def bucket_message(
-        self, tensor: schedule.WireFormat, wire: schedule.WireFormat
-    ) -> schedule.Message:
-        """A gradient bucket, cut at whole tiles."""
-        return schedule.Message(
-            num_elems=self.num_elems,
+        tensor = float(self.num_elems * self.dtype.itemsize)
+        return schedule.cost(
+            what,
             tensor=tensor,
-            wire=wire,
-            hop=schedule.WireFormat(torch.float32),
-            slot_bytes=ONE_ROUND,
-            granule_elems=BUCKET_TILE,
+            wire=tensor,
+            hop=float(self.num_elems * max(self.dtype.itemsize, FLOAT32_BYTES)),
+            world_size=self.num_ranks,
+            group_size=group_size,
         )
 
 
-Kernel = list[schedule.Cost]  # of each rank
+class Kernel(NamedTuple):
+    """What one launch moves: of the busiest rank, and of all together."""
+
+    links_out: float
+    links_in: float
+    memory_read: float
+    memory_written: float
+    memory_of_all: float
+    num_messages: int = 0
+    num_waits: int = 0
 
 
-def of_each_rank(
-    cost: Callable[[schedule.Message, int, int], schedule.Cost],
-) -> Callable[[Shape], list[Kernel]]:
-    """One kernel, of which each rank has its own part."""
-
-    def kernels(shape: Shape) -> list[Kernel]:
-        message = shape.message()
-        return [[cost(message, rank, shape.num_ranks) for rank in range(shape.num_ranks)]]
-
-    return kernels
-
-
-def two_groups(message: schedule.Message, rank: int, num_ranks: int) -> schedule.Cost:
-    """On links that are all alike, where it has nothing to gain: to show what it costs."""
-    return schedule.hierarchical_cost(message, rank, num_ranks, num_ranks // 2)
+def kernel(cost: schedule.Cost) -> Kernel:
+    return Kernel(
+        cost.links_out_bytes,
+        cost.links_in_bytes,
+        cost.memory_read_bytes,
+        cost.memory_written_bytes,
+        cost.memory_bytes_of_all,
+        cost.num_messages,
+        cost.num_waits,
+    )
 
 
-def send_recv(shape: Shape) -> list[Kernel]:
-    """One pair of ranks; the others do nothing."""
-    message = shape.message()
-    return [[schedule.send_cost(message), schedule.recv_cost(message)]]
+# For each element of a bucket: its part of the 16 bytes that say where a tile of 512 elements lies,
+# and of the float64 sum of squares of four tiles.
+TILE_LIST_BYTES = 16 / 512
+SQUARES_BYTES = 8 / 2048
 
 
-FUSED_WIRE = schedule.WireFormat(torch.float16, True)
+def pack(shape: Shape, wire_bytes: float) -> Kernel:
+    read = shape.num_elems * (shape.dtype.itemsize + TILE_LIST_BYTES)
+    written = shape.num_elems * wire_bytes
+    return Kernel(0, 0, read, written, shape.num_ranks * (read + written))
+
+
+def unpack(shape: Shape, wire_bytes: float) -> Kernel:
+    read = shape.num_elems * (wire_bytes + TILE_LIST_BYTES)
+    written = shape.num_elems * (shape.dtype.itemsize + SQUARES_BYTES)
+    return Kernel(0, 0, read, written, shape.num_ranks * (read + written))
+
+
+def wire_bytes_of(dtype: torch.dtype, is_scaled: bool) -> float:
+    """Of one element, with its part of its block's scale."""
+    return dtype.itemsize + (1 / _C.block_elems(dtype) if is_scaled else 0)
 
 
 def fused_hook(shape: Shape) -> list[Kernel]:
     """Gradients of the dtype; pack, two_shot of the packed float16 bucket, unpack."""
-    gradients = shape.bucket_message(schedule.WireFormat(shape.dtype), FUSED_WIRE)
-    packed = shape.bucket_message(FUSED_WIRE, FUSED_WIRE)
-    ranks = range(shape.num_ranks)
-    return [
-        [schedule.pack_cost(gradients) for _ in ranks],
-        [schedule.two_shot_cost(packed, rank, shape.num_ranks) for rank in ranks],
-        [schedule.unpack_cost(gradients) for _ in ranks],
-    ]
+    wire_bytes = wire_bytes_of(torch.float16, is_scaled=True)
+    on_wire = shape.num_elems * wire_bytes
+    packed = schedule.cost(
+        "two_shot", tensor=on_wire, wire=on_wire, hop=0.0, world_size=shape.num_ranks
+    )
+    return [pack(shape, wire_bytes), kernel(packed), unpack(shape, wire_bytes)]
+
+
+def named(what: str) -> Callable[[Shape], list[Kernel]]:
+    return lambda shape: [kernel(shape.cost(what))]
+
+
+def two_groups(shape: Shape) -> list[Kernel]:
+    """On links that are all alike, where it has nothing to gain: to show what it costs."""
+    return [kernel(shape.cost("hierarchical", group_size=shape.num_ranks // 2))]
 
 
 def all_reduce_factor(num_ranks: int) -> float:
@@ -167,66 +174,34 @@ class Collective(NamedTuple):
 
 
 COLLECTIVES = {
-    "one_shot": Collective(
-        of_each_rank(lambda message, _, p: schedule.one_shot_cost(message, p)), all_reduce_factor
-    ),
-    "low_latency": Collective(
-        of_each_rank(lambda message, _, p: schedule.low_latency_cost(message, p)),
-        all_reduce_factor,
-    ),
-    "two_shot": Collective(of_each_rank(schedule.two_shot_cost), all_reduce_factor),
-    "two_shot_in_place": Collective(
-        of_each_rank(schedule.two_shot_in_place_cost), all_reduce_factor
-    ),
-    "ring": Collective(of_each_rank(schedule.ring_cost), all_reduce_factor),
-    "ordered_ring": Collective(of_each_rank(schedule.ordered_ring_cost), all_reduce_factor),
-    "hierarchical, 2 groups": Collective(of_each_rank(two_groups), all_reduce_factor),
+    "one_shot": Collective(named("one_shot"), all_reduce_factor),
+    "low_latency": Collective(named("low_latency"), all_reduce_factor),
+    "two_shot": Collective(named("two_shot"), all_reduce_factor),
+    "two_shot_in_place": Collective(named("two_shot_in_place"), all_reduce_factor),
+    "ring": Collective(named("ring"), all_reduce_factor),
+    "ordered_ring": Collective(named("ordered_ring"), all_reduce_factor),
+    "hierarchical, 2 groups": Collective(two_groups, all_reduce_factor),
     "fused hook": Collective(fused_hook, all_reduce_factor),
-    "reduce_scatter": Collective(of_each_rank(schedule.reduce_scatter_cost), half_factor),
-    "all_gather": Collective(of_each_rank(schedule.all_gather_cost), half_factor),
-    "broadcast": Collective(
-        of_each_rank(lambda message, rank, p: schedule.broadcast_cost(message, rank, p, 0)), one
-    ),
-    "send, recv": Collective(send_recv, one),
+    "reduce_scatter": Collective(named("reduce_scatter"), half_factor),
+    "all_gather": Collective(named("all_gather"), half_factor),
+    "broadcast": Collective(named("broadcast"), one),
+    "send, recv": Collective(named("send_recv"), one),
 }
-
-
-def out_bytes(cost: schedule.Cost) -> int:
-    return cost.sent_bytes + cost.read_by_peers_bytes
-
-
-def in_bytes(cost: schedule.Cost) -> int:
-    return cost.received_bytes + cost.read_from_peers_bytes
-
-
-def memory_bytes(cost: schedule.Cost) -> int:
-    return cost.hbm_read_bytes + cost.hbm_written_bytes
-
-
-hbm_read_bytes = attrgetter("hbm_read_bytes")
-hbm_written_bytes = attrgetter("hbm_written_bytes")
-num_messages = attrgetter("num_messages")
-
-
-def busiest(part: Callable[[schedule.Cost], int], kernels: list[Kernel]) -> int:
-    """The largest part that a rank has in each kernel, all kernels together."""
-    return sum(max(map(part, costs)) for costs in kernels)
+# Ranks of one GPU are of one launch, which changes what this one waits for.
+LOCAL = {"two_shot_in_place": Collective(named("local two_shot_in_place"), all_reduce_factor)}
 
 
 def bound_us(kernels: list[Kernel], system: System) -> float:
     """At least so long; kernels run one after the other."""
     total_us = 0.0
-    for costs in kernels:
+    for one in kernels:
         if system.link is None:
-            busiest_us = sum(map(memory_bytes, costs)) / system.memory.value / BYTES_PER_US
+            busiest_us = one.memory_of_all / system.memory.value / BYTES_PER_US
         else:
-            on_links = (
-                max(max(out_bytes(cost), in_bytes(cost)) for cost in costs) / system.link.value
-            )
-            in_memory = max(map(memory_bytes, costs)) / system.memory.value
+            on_links = max(one.links_out, one.links_in) / system.link.value
+            in_memory = (one.memory_read + one.memory_written) / system.memory.value
             busiest_us = max(on_links, in_memory) / BYTES_PER_US
-        waits_us = costs[0].waits_in_a_row * system.flag.value
-        total_us += system.launch.value + waits_us + busiest_us
+        total_us += system.launch.value + one.num_waits * system.flag.value + busiest_us
     return total_us
 
 
@@ -283,10 +258,11 @@ def systems_grids(_: argparse.Namespace) -> list[Grid]:
 def bounds_grids(args: argparse.Namespace) -> list[Grid]:
     """One for each number of ranks: time in µs, and busbw in GB/s."""
     system, dtype = SYSTEMS[args.system], DTYPES[args.dtype]
+    collectives = COLLECTIVES if system.link else COLLECTIVES | LOCAL
     grids = []
     for num_ranks in args.ranks:
         rows = []
-        for name, collective in COLLECTIVES.items():
+        for name, collective in collectives.items():
             row = [name]
             for num_bytes in args.sizes:
                 shape = Shape(num_bytes // dtype.itemsize, dtype, num_ranks)
@@ -304,20 +280,13 @@ def bytes_grids(args: argparse.Namespace) -> list[Grid]:
     """One for each number of ranks: bytes per element of the busiest rank, for one round."""
     grids = []
     for num_ranks in args.ranks:
-        num_elems = BUCKET_TILE * num_ranks
         rows = []
         for name, collective in COLLECTIVES.items():
-            kernels = collective.kernels(Shape(num_elems, DTYPES[args.dtype], num_ranks))
-            parts = (out_bytes, in_bytes, hbm_read_bytes, hbm_written_bytes)
-            rows.append(
-                [
-                    name,
-                    *(short(busiest(part, kernels) / num_elems) for part in parts),
-                    str(busiest(num_messages, kernels)),
-                    str(sum(costs[0].waits_in_a_row for costs in kernels)),
-                    str(len(kernels)),
-                ]
-            )
+            kernels = collective.kernels(Shape(1, DTYPES[args.dtype], num_ranks))
+            totals = [sum(parts) for parts in zip(*kernels, strict=True)]
+            out, into, read, written, _, messages, waits = totals
+            numbers = [*map(short, (out, into, read, written)), str(messages), str(waits)]
+            rows.append([name, *numbers, str(len(kernels))])
         header = [
             f"{num_ranks} ranks, {args.dtype}",
             "links out",
@@ -344,19 +313,15 @@ BUCKET_WIRES = (
 
 def bucket_grids(args: argparse.Namespace) -> list[Grid]:
     """Bytes per element of the kernels around the all-reduce of a gradient bucket."""
-    shape = Shape(1 << 20, DTYPES[args.dtype], 1)
+    shape = Shape(1, DTYPES[args.dtype], 1)
     memory = SYSTEMS[args.system].memory.value
     rows = []
     for name, dtype, is_scaled in BUCKET_WIRES:
-        wire = schedule.WireFormat(dtype, is_scaled)
-        message = shape.bucket_message(schedule.WireFormat(shape.dtype), wire)
+        wire_bytes = wire_bytes_of(dtype, is_scaled)
         row = [name]
-        for cost in (schedule.pack_cost(message), schedule.unpack_cost(message)):
-            row += [
-                f"{cost.hbm_read_bytes / shape.num_elems:.3f}",
-                f"{cost.hbm_written_bytes / shape.num_elems:.3f}",
-                short(memory / (memory_bytes(cost) / shape.num_elems)),
-            ]
+        for one in (pack(shape, wire_bytes), unpack(shape, wire_bytes)):
+            rate = short(memory / one.memory_of_all)
+            row += [f"{one.memory_read:.3f}", f"{one.memory_written:.3f}", rate]
         rows.append(row)
     header = [
         f"wire format, {args.dtype} gradients",

@@ -6,10 +6,14 @@
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 
+#include "base/build_id.h"
+#include "base/wire_format.h"
 #include "c10d/all_reduce_method.h"
 #include "c10d/errors.h"
 #include "c10d/gpu_classes.h"
+#include "c10d/gpu_self_test.h"
 #include "c10d/process_group.h"
+#include "c10d/signals.h"
 #include "c10d/tensor_checks.h"
 #include "c10d/tensor_communicator.h"
 #include "cpu/element_loops.h"
@@ -20,6 +24,7 @@
 #include "schedule/rank_set.h"
 #include "schedule/ring.h"
 #include "schedule/select.h"
+#include "schedule/tuning.h"
 #include "transport/bootstrap.h"
 
 namespace py = pybind11;
@@ -33,11 +38,6 @@ using StorePtr = c10::intrusive_ptr<::c10d::Store>;
 using OptionalDType = std::optional<at::ScalarType>;
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 using CommunicatorClass = py::class_<TensorCommunicator, std::shared_ptr<TensorCommunicator>>;
-
-void check_python_signals() {
-  const py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
 
 TensorCommunicatorOptions make_options(std::chrono::milliseconds timeout, size_t slot_bytes) {
   return {.timeout = timeout, .slot_bytes = slot_bytes, .check_interrupt = check_python_signals};
@@ -87,40 +87,59 @@ void bind_schedule(py::module_ module) {
 }
 
 void bind_cost(py::module_ module) {
-  using rota::WireFormat;
-  py::class_<WireFormat>(module, "WireFormat")
-      .def(py::init([](at::ScalarType dtype, bool is_block_scaled) {
-             return WireFormat{reducible_dtype(dtype, "dtype"), is_block_scaled};
-           }),
-           py::arg("dtype"), py::arg("is_block_scaled") = false)
-      .def("num_bytes", &WireFormat::num_bytes);
-  py::class_<schedule::Message>(module, "Message")
-      .def(py::init<uint64_t, WireFormat, WireFormat, WireFormat, uint64_t, uint64_t>(),
-           py::kw_only(), py::arg("num_elems"), py::arg("tensor"), py::arg("wire"), py::arg("hop"),
-           py::arg("slot_bytes"), py::arg("granule_elems"));
   py::class_<schedule::Cost>(module, "Cost")
-      .def_readonly("sent_bytes", &schedule::Cost::sent_bytes)
-      .def_readonly("received_bytes", &schedule::Cost::received_bytes)
-      .def_readonly("read_from_peers_bytes", &schedule::Cost::read_from_peers_bytes)
-      .def_readonly("read_by_peers_bytes", &schedule::Cost::read_by_peers_bytes)
-      .def_readonly("hbm_read_bytes", &schedule::Cost::hbm_read_bytes)
-      .def_readonly("hbm_written_bytes", &schedule::Cost::hbm_written_bytes)
+      .def_readonly("links_out_bytes", &schedule::Cost::links_out_bytes)
+      .def_readonly("links_in_bytes", &schedule::Cost::links_in_bytes)
+      .def_readonly("memory_read_bytes", &schedule::Cost::memory_read_bytes)
+      .def_readonly("memory_written_bytes", &schedule::Cost::memory_written_bytes)
+      .def_readonly("memory_bytes_of_all", &schedule::Cost::memory_bytes_of_all)
       .def_readonly("num_messages", &schedule::Cost::num_messages)
-      .def_readonly("waits_in_a_row", &schedule::Cost::waits_in_a_row);
-  module.def("one_shot_cost", &schedule::one_shot_cost);
-  module.def("low_latency_cost", &schedule::low_latency_cost);
-  module.def("two_shot_cost", &schedule::two_shot_cost);
-  module.def("two_shot_in_place_cost", &schedule::two_shot_in_place_cost);
-  module.def("ring_cost", &schedule::ring_cost);
-  module.def("ordered_ring_cost", &schedule::ordered_ring_cost);
-  module.def("hierarchical_cost", &schedule::hierarchical_cost);
-  module.def("reduce_scatter_cost", &schedule::reduce_scatter_cost);
-  module.def("all_gather_cost", &schedule::all_gather_cost);
-  module.def("broadcast_cost", &schedule::broadcast_cost);
-  module.def("send_cost", &schedule::send_cost);
-  module.def("recv_cost", &schedule::recv_cost);
-  module.def("pack_cost", &schedule::pack_cost);
-  module.def("unpack_cost", &schedule::unpack_cost);
+      .def_readonly("num_waits", &schedule::Cost::num_waits);
+  module.def(
+      "cost",
+      [](std::string_view what, double tensor, double wire, double hop, int world_size,
+         int group_size) {
+        return schedule::cost(schedule::parse_cost(what).value(), {tensor, wire, hop}, world_size,
+                              group_size);
+      },
+      py::arg("what"), py::kw_only(), py::arg("tensor"), py::arg("wire"), py::arg("hop"),
+      py::arg("world_size"), py::arg("group_size") = 1);
+}
+
+void bind_tuning(py::module_& module) {
+  using schedule::Tuning;
+  py::class_<Tuning>(module, "GpuTuning")
+      .def(py::init<const Tuning&>(), py::arg("other"))
+      .def_readwrite("max_low_latency_bytes", &Tuning::max_low_latency_bytes)
+      .def_readwrite("max_one_shot_bytes", &Tuning::max_one_shot_bytes)
+      .def_readwrite("num_channels", &Tuning::num_channels)
+      .def_readwrite("slot_bytes", &Tuning::slot_bytes)
+      .def_readwrite("free_chunk_bytes", &Tuning::free_chunk_bytes)
+      .def_readwrite("free_threads", &Tuning::free_threads)
+      .def_readonly("provenance", &Tuning::provenance);
+  module.def("gpu_tuning", &gpu_tuning, py::arg("gpu"), py::arg("topology"), py::arg("world_size"));
+}
+
+void bind_gpu_self_test(py::module_ module) {
+  py::class_<KernelReport>(module, "KernelReport")
+      .def_readonly("kernel", &KernelReport::kernel)
+      .def_readonly("num_formats", &KernelReport::num_formats)
+      .def_readonly("findings", &KernelReport::findings)
+      .def_readonly("milliseconds", &KernelReport::milliseconds);
+  module.def(
+      "gpu_self_test",
+      [](int device) { return with_python_errors([&] { return run_gpu_self_test(device); }); },
+      py::arg("device"), ReleaseGil());
+  module.def(
+      "recorded_gpu_self_test",
+      [](int device) { return with_python_errors([&] { return recorded_gpu_self_test(device); }); },
+      py::arg("device"), ReleaseGil());
+  module.def(
+      "gpu_driver",
+      [](int device) {
+        return with_python_errors([&] { return rota::cuda::gpu_info(device).driver; });
+      },
+      py::arg("device"), ReleaseGil());
 }
 
 // Both ways to call reduce_bucket; the arguments are those of the .pyi.
@@ -148,6 +167,13 @@ void bind_reduce_bucket(CommunicatorClass& communicator, const char* name, auto 
       py::arg("stochastic_seed") = py::none(), py::arg("algorithm") = "auto", ReleaseGil());
 }
 
+// What every `algorithm` argument takes.
+py::tuple algorithm_names() {
+  std::vector<std::string_view> names{"auto"};
+  names.insert(names.end(), schedule::kAlgorithmNames.begin(), schedule::kAlgorithmNames.end());
+  return py::tuple(py::cast(names));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -158,11 +184,18 @@ PYBIND11_MODULE(_C, module) {
   py::module_ schedule_module = module.def_submodule("schedule");
   bind_schedule(schedule_module);
   bind_cost(schedule_module);
+  bind_tuning(module);
+  module.attr("ALGORITHMS") = algorithm_names();
+  module.attr("BUCKET_DTYPES") = py::tuple(py::cast(dtype_names(rota::is_bucket_dtype)));
+  module.attr("WIRE_DTYPES") = py::tuple(py::cast(dtype_names(rota::is_wire_dtype)));
+  module.attr("BLOCK_SCALED_DTYPES") = py::tuple(py::cast(dtype_names(rota::has_block_scaling)));
   module.def("host_id", &rota::transport::host_id);
   module.def("block_elems", &block_elems, py::arg("wire_dtype"));
   module.def("isa", [] { return rota::cpu::element_loops().isa; });
   module.def("cuda_archs", &rota::cuda::archs);
   module.def("cuda_devices", [] { return with_python_errors(rota::cuda::devices); });
+  module.def("build_id", &rota::build_id);
+  bind_gpu_self_test(module);
 
   CommunicatorClass communicator(module, "Communicator");
   add_all_reduce_method(reinterpret_cast<PyTypeObject*>(communicator.ptr()));
@@ -221,7 +254,7 @@ PYBIND11_MODULE(_C, module) {
           "barrier", [](TensorCommunicator& self) { self.barrier(Launch::kBlocking); },
           ReleaseGil())
       .def("connect_device", &TensorCommunicator::connect_device, py::arg("device"), ReleaseGil())
-      .def_property_readonly("device_means", &TensorCommunicator::device_means)
+      .def_property_readonly("peer_access", &TensorCommunicator::peer_access)
       .def("abort", &TensorCommunicator::abort, py::arg("reason"), ReleaseGil())
       .def("close", &TensorCommunicator::close, ReleaseGil());
 

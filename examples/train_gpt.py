@@ -8,7 +8,7 @@ bits, one of its communication hooks: fp16, or fused, which takes any --wire-dty
 none no gradient leaves its rank: the time of that run is what a step costs without communication,
 and the ranks' parameters drift apart. Where there are GPUs, ranks compute on them.
 
-compare.py, beside this file, trains the same steps with every backend in turn.
+benchmarks/demo.py trains the same steps with every backend in turn.
 """
 
 import argparse
@@ -62,7 +62,7 @@ class Scale:
     config: GPTConfig
     batch: int  # sequences per rank
     lr: float
-    max_minutes: float  # of compare.py's training
+    max_minutes: float  # of the demo's training
 
 
 SCALES = {

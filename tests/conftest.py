@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -19,6 +22,10 @@ pytest.register_assert_rewrite("cpp_program")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Gloo otherwise resolves the host's name, which sandboxes often cannot.
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+# The self-test of a GPU runs once for all tests, and leaves nothing in the user's home.
+if "ROTA_CACHE_DIR" not in os.environ:
+    os.environ["ROTA_CACHE_DIR"] = tempfile.mkdtemp(prefix="rota-tests-")
+    atexit.register(shutil.rmtree, os.environ["ROTA_CACHE_DIR"], ignore_errors=True)
 # A script that starts the tests in the background (`make test &`) has them ignore Ctrl-C,
 # which every process they start would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)

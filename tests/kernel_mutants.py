@@ -24,7 +24,7 @@ LAYOUT = "transport/device_layout.h"
 # go without.
 WATCHED = re.compile(
     r"MemoryOrder::|memory_order|\batomic|__sync|__threadfence|__nanosleep|\bvolatile\b"
-    r"|(?:\.|->)(?:sync|all|wait|publish|release|count_\w+|fetch_\w+|exchange|compare_exchange\w*)\("
+    r"|(?:\.|->)(?:sync|all|wait|publish|release|put_to_rest|count_\w+|fetch_\w+|exchange|compare_exchange\w*)\("
     r"|\bTo(?:Send|Read)\{|\bwait_until\(|\bpeers\.are_all_local\("
 )
 # Except for what there is nothing to take from.
@@ -116,9 +116,11 @@ def _orders(text: str) -> Iterator[Site]:
 
 
 def _statements(text: str) -> Iterator[Site]:
-    """What is done for others: barriers, flags and their payload, counts, words that say why."""
-    done = r"\b\w+\.(?:sync|publish|release|count_\w+)\("
-    for match in re.finditer(rf"{done}|SystemWord<uint64_t>\(\*word\)|\barrived\.payload = ", text):
+    """What is done for others, and what earlier launches left: barriers, flags and their payload,
+    counts, words that say why or that the next launch finds at rest."""
+    done = r"\b\w+\.(?:sync|publish|release|put_to_rest|count_\w+)\("
+    stored = r"SystemWord<uint64_t>\(\*word\)|\barrived\.payload = |\bset\.(?:sent|received) = "
+    for match in re.finditer(rf"{done}|{stored}", text):
         end = text.index(";", match.end()) + 1
         yield _around(match.start(), end, "left out", "if (!?) ", "")
 
@@ -129,7 +131,7 @@ def _waits(text: str) -> Iterator[Site]:
     for match in re.finditer(r"(?<!bool )\bwait_until\(", text):
         yield _around(match.start(), _end_of_call(text, match.start()), "no wait", "(? || ", ")")
     for match in re.finditer(r"\bTo(Send|Read)\{((?:[^,(){}]|\([^()]*\))+),", text):
-        nobody = "? ? schedule::nobody() : "
+        nobody = "? ? LinkSet{} : "
         yield _around(match.start(2), match.end(2), f"no To{match[1]}", nobody, "")
     for match in re.finditer(r"\b\w+\.all\(", text):
         end = _end_of_call(text, match.start())

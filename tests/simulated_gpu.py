@@ -8,12 +8,15 @@ The library that it loads (tests/simulated_gpu/) stands in for those functions o
 that torch's CUDA build and rota._C call. What is simulated:
 
   memory     device memory is host memory, filled with 0xff (NaN) and fenced: writes outside an
-             allocation fault or are reported when it is freed. torch's caching allocator puts many
-             tensors into one; PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives each its own.
+             allocation fault or are reported when it is freed, and so is what other processes do
+             with memory that its owner has freed. torch's caching allocator puts many tensors into
+             one; PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives each its own.
   streams    threads, which run beside each other and nap at random, so that work is late, or early,
              where no event orders it. Events, host functions, the default stream's own rules.
   kernels    rota's: their .cu files compiled by g++ (instead/cuda/device_block.h), with few threads
-             in a block but all blocks. Of torch's own, only fill_() of contiguous tensors; any
+             in a block but all blocks, for which a device has room as an H100 has for rota's: an
+             ordinary launch's start one by one where there is room, a cooperative launch's all at
+             once. Of torch's own, only fill_() of contiguous tensors; any
              other launch fails and names the kernel.
   operators  torch's, if asked for: the CPU's kernels run instead, on the stream and in graphs
              (torch/operators.cpp), which is enough to train a model. Otherwise, make data on the
@@ -21,11 +24,15 @@ that torch's CUDA build and rota._C call. What is simulated:
   loading    a kernel's first use, like cudaFree, waits for the whole device.
   graphs     captures with CUDA's rules on what they forbid, and launches in which nodes are ordered
              by nothing but their edges.
-  processes  device memory that several processes map (cudaIpcOpenMemHandle).
+  processes  device memory that several processes map (cudaIpcOpenMemHandle), and, in processes
+             with SIMULATED_GPU_SYMMETRIC_MEMORY=1, torch's symmetric memory by the same means
+             (torch/symmetric_memory.cpp).
   devices    several; H100s by their properties.
+  faults     kernels that compute something else, or never end, and old drivers, as the environment
+             asks for them (kernel_faults.h, settings.h).
 
 What is not: time, caches, weak memory order (the host's own is stronger; tests/cpp/ has
-ThreadSanitizer look at that), residency (a grid that would not fit runs all the same), clusters,
+ThreadSanitizer look at that), processes that share a device's room (each has all of it), clusters,
 memory pools, virtual memory management, events of several processes, NCCL, cuBLAS and whatever
 else brings kernels without the CUDA runtime that torch links.
 """
@@ -49,10 +56,13 @@ RUNTIME_LIBRARY = "libsimulated_cudart.so"
 # As kernel_launch.h and devices.cpp have them.
 KERNELS_LIBRARY = "librota_kernels.so"
 OPERATORS_LIBRARY = "libtorch_operators.so"
+SYMMETRIC_MEMORY_LIBRARY = "libtorch_symmetric_memory.so"
 
 FLAGS = (*CXX_FLAGS, "-fPIC", "-fno-gnu-unique", "-U_FORTIFY_SOURCE")
 # Of the library that has rota's kernels; all others make up the runtime.
-KERNELS_SOURCES = ("block", "rota_kernels")
+KERNELS_SOURCES = ("block", "kernel_faults", "rota_kernels")
+# Of torch/: a library each.
+TORCH_SOURCES = ("operators", "symmetric_memory")
 
 
 class NotAvailable(Exception):
@@ -108,7 +118,7 @@ def build() -> Path:
     ]
     runtime_sources = sorted(set(SOURCES.glob("*.cpp")) - set(map(_source, KERNELS_SOURCES)))
 
-    operators = SOURCES / "torch" / "operators.cpp"
+    torch_sources = [SOURCES / "torch" / f"{name}.cpp" for name in TORCH_SOURCES]
     torch_home = Path(torch.__file__).parent
     torch_headers = [
         flag
@@ -119,23 +129,27 @@ def build() -> Path:
     def compile_one(source: Path) -> Path:
         if source.suffix == ".cu":
             return compile_object(source, [*FLAGS, "-x", "c++"], include_dirs)
-        if source == operators:
+        if source in torch_sources:
             version = f'-DFOR_TORCH="{torch.__version__}"'  # so that another one compiles it anew
             return compile_object(source, [*FLAGS, version, *torch_headers, *headers], include_dirs)
         return compile_object(source, [*FLAGS, *headers], include_dirs)
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         kernel_objects = pool.map(compile_one, [*kernels, *map(_source, KERNELS_SOURCES)])
-        operator_objects = pool.map(compile_one, [operators])
+        torch_objects = pool.map(compile_one, torch_sources)
         runtime_objects = pool.map(compile_one, runtime_sources)
     exports = SOURCES / "exports.map"
+    operators, symmetric_memory = map(str, torch_objects)
+    torch_libraries = [f"-L{torch_home / 'lib'}", *("-lc10", "-lc10_cuda", "-ltorch_cpu")]
     return _link(
         {
             KERNELS_LIBRARY: [*map(str, kernel_objects), "-Wl,-Bsymbolic"],
-            OPERATORS_LIBRARY: [
-                *map(str, operator_objects),
-                f"-L{torch_home / 'lib'}",
-                *("-lc10", "-lc10_cuda", "-ltorch_cpu"),
+            OPERATORS_LIBRARY: [operators, *torch_libraries],
+            SYMMETRIC_MEMORY_LIBRARY: [
+                symmetric_memory,
+                *torch_libraries,
+                # So that whoever looks for NVML finds it here.
+                "-Wl,-soname,libnvidia-ml.so.1",
             ],
             RUNTIME_LIBRARY: [
                 *map(str, runtime_objects),

@@ -5,12 +5,16 @@ setup.py runs with a torch and an nvcc that are only a few lines of text.
 
 from __future__ import annotations
 
+import ast
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import tomllib
 
 pytestmark = pytest.mark.no_extension
 
@@ -20,7 +24,11 @@ ROOT = Path(__file__).resolve().parents[1]
 CPP_EXTENSION = """
 import os
 from setuptools import Extension
-from setuptools.command.build_ext import build_ext as BuildExtension
+from setuptools.command.build_ext import build_ext
+
+class BuildExtension(build_ext):
+    def run(self):
+        print("builds in place" if self.inplace else "builds")
 
 def CppExtension(name, sources, **options):
     print("for the CPU:", *sources, options)
@@ -61,7 +69,9 @@ def dry_run(top: Path, major: int) -> str:
     )
 
 
-def run_setup(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_setup(
+    tmp_path: Path, command: str = "--name", **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Runs setup.py, far enough to see what it would build."""
     ours = ("CXX", "CUDA_HOME", "CUDA_PATH", "ROTA_CUDA", "ROTA_CUDA_ARCHS")
     env = {name: value for name, value in os.environ.items() if name not in ours}
@@ -72,7 +82,7 @@ def run_setup(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess
             (tmp_path / "bin" / name).symlink_to(target)
     env |= {"PATH": str(tmp_path / "bin"), "PYTHONPATH": str(tmp_path)} | environment
     return subprocess.run(
-        [sys.executable, "setup.py", "--name"],
+        [sys.executable, "setup.py", *command.split()],
         cwd=ROOT,
         env=env,
         capture_output=True,
@@ -96,6 +106,77 @@ def asked_for(result: subprocess.CompletedProcess[str]) -> str:
     assert result.returncode == 0, result.stderr
     (line,) = (line for line in result.stdout.splitlines() if line.startswith(("for", "with")))
     return line
+
+
+def nvcc_flags(tmp_path: Path, archs: str | None = None) -> list[str]:
+    """What nvcc gets in a build with these ROTA_CUDA_ARCHS."""
+    if not (tmp_path / "torch").exists():
+        make_torch(tmp_path, CUDA_TORCH)
+        make_nvcc(tmp_path / "bin", dry_run(tmp_path / "toolkit", 13))
+    environment = {} if archs is None else {"ROTA_CUDA_ARCHS": archs}
+    line = asked_for(run_setup(tmp_path, **environment))
+    return ast.literal_eval(line[line.index("{") :])["extra_compile_args"]["nvcc"]
+
+
+def targets(flags: list[str]) -> list[str]:
+    return [flag.removeprefix("-gencode=") for flag in flags if flag.startswith("-gencode=")]
+
+
+# ---- setuptools ----------------------------------------------------------------------------------
+
+# GPU machines have what their Linux came with: 59.6 is Ubuntu 22.04's, 68.1 is Ubuntu 24.04's.
+
+
+def pretend_setuptools(folder: Path, version: str) -> None:
+    (folder / "sitecustomize.py").write_text(
+        f"import setuptools\nsetuptools.__version__ = {version!r}\n"
+    )
+
+
+@pytest.mark.parametrize("version", ["59.6.0", "68.1.2"])
+def test_build_in_place_takes_any_setuptools(version: str, tmp_path: Path) -> None:
+    make_torch(tmp_path, CPU_TORCH)
+    pretend_setuptools(tmp_path, version)
+    result = run_setup(tmp_path, "build_ext --inplace")
+    assert result.returncode == 0, result.stderr
+    assert "builds in place" in result.stdout
+
+
+# pip asks the first for the metadata of a wheel, an old pip the second.
+@pytest.mark.parametrize("command", ["dist_info --output-dir", "egg_info --egg-base"])
+def test_build_for_pip_with_old_setuptools_names_both_versions(
+    command: str, tmp_path: Path
+) -> None:
+    make_torch(tmp_path, CPU_TORCH)
+    pretend_setuptools(tmp_path, "59.6.0")
+    result = run_setup(tmp_path, f"{command} {tmp_path}")
+    assert result.returncode != 0
+    (sentence,) = result.stderr.splitlines()
+    assert "setuptools is 59.6.0, expected 64 or newer" in sentence
+    assert "pip install --upgrade setuptools" in sentence
+
+
+def test_build_without_setuptools_says_how_to_get_it(tmp_path: Path) -> None:
+    (tmp_path / "setuptools.py").write_text("raise ModuleNotFoundError('No module setuptools')")
+    sentence = sentence_of(run_setup(tmp_path))
+    assert "setuptools is not installed" in sentence and "pip install setuptools" in sentence
+
+
+def test_pyproject_has_nothing_that_setuptools_64_refuses() -> None:
+    """All of [project] that an unknown key or a licence without a table would make unreadable."""
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "setuptools>=64" in pyproject["build-system"]["requires"]
+    assert pyproject["project"].keys() <= {
+        "name",
+        "version",
+        "description",
+        "readme",
+        "dynamic",
+        "requires-python",
+        "dependencies",
+        "optional-dependencies",
+    }
+    assert pyproject["project"]["dynamic"] == ["license"]
 
 
 # ---- torch and the compiler ----------------------------------------------------------------------
@@ -140,11 +221,18 @@ def test_build_unknown_cuda_setting_names_the_known_ones(tmp_path: Path) -> None
     assert "ROTA_CUDA" in sentence and "'2'" in sentence and "0 or 1" in sentence
 
 
-@pytest.mark.parametrize("archs", ["", "sm_90", "80;90", "80,"])
+@pytest.mark.parametrize("archs", ["", "sm_90", "80;90", "80,", "shipped:90", "native"])
 def test_build_unreadable_archs_shows_readable_ones(archs: str, tmp_path: Path) -> None:
     make_torch(tmp_path, CUDA_TORCH)
     sentence = sentence_of(run_setup(tmp_path, ROTA_CUDA="1", ROTA_CUDA_ARCHS=archs))
-    assert repr(archs) in sentence and "80,90,100" in sentence
+    assert repr(archs) in sentence and "80,90,100 or shipped:9.0" in sentence
+
+
+def test_build_for_gpu_older_than_what_ships_says_so(tmp_path: Path) -> None:
+    make_torch(tmp_path, CUDA_TORCH)
+    sentence = sentence_of(run_setup(tmp_path, ROTA_CUDA="1", ROTA_CUDA_ARCHS="shipped:7.5"))
+    assert "'shipped:7.5'" in sentence and "older than sm_80" in sentence
+    assert "newer GPU" in sentence
 
 
 def test_build_cuda_with_cpu_torch_says_how_to_get_another(tmp_path: Path) -> None:
@@ -188,9 +276,6 @@ def test_build_cuda_takes_the_toolkit_of_nvcc_wherever_nvcc_is(
     line = asked_for(run_setup(tmp_path, **({"ROTA_CUDA": wish} if wish else {})))
     assert line.startswith(f"with CUDA kernels: {tmp_path}/toolkit ")
     assert "csrc/cuda/device_info.cu" in line
-    for arch in ("80", "90", "100"):
-        assert f"-gencode=arch=compute_80,code=sm_{arch}" in line
-    assert line.count("code=compute_") == line.count("code=compute_80") == 1
 
 
 def test_build_cuda_home_comes_before_path(tmp_path: Path) -> None:
@@ -202,12 +287,79 @@ def test_build_cuda_home_comes_before_path(tmp_path: Path) -> None:
     assert line.startswith(f"with CUDA kernels: {home} ")
 
 
-def test_build_cuda_for_one_arch_takes_its_ptx(tmp_path: Path) -> None:
+def test_build_cuda_ships_each_arch_by_itself_and_ptx_of_the_last(tmp_path: Path) -> None:
+    assert targets(nvcc_flags(tmp_path)) == [
+        "arch=compute_80,code=sm_80",
+        "arch=compute_90,code=sm_90",
+        "arch=compute_100,code=sm_100",
+        "arch=compute_100,code=compute_100",
+    ]
+
+
+@pytest.mark.parametrize("arch", ["80", "90", "100"])
+def test_build_cuda_for_one_arch_compiles_it_as_what_ships(arch: str, tmp_path: Path) -> None:
+    def without_archs(flags: list[str]) -> list[str]:
+        return [f for f in flags if not re.match("-gencode|-DROTA_CUDA_ARCHS|--threads", f)]
+
+    alone = nvcc_flags(tmp_path, arch)
+    shipped = nvcc_flags(tmp_path)
+    machine_code, ptx = targets(alone)
+    assert machine_code == f"arch=compute_{arch},code=sm_{arch}"
+    assert machine_code in targets(shipped)
+    assert ptx == f"arch=compute_{arch},code=compute_{arch}"
+    assert without_archs(alone) == without_archs(shipped)
+
+
+def test_build_cuda_starts_with_the_files_that_take_longest(tmp_path: Path) -> None:
     make_torch(tmp_path, CUDA_TORCH)
     make_nvcc(tmp_path / "bin", dry_run(tmp_path / "toolkit", 13))
-    line = asked_for(run_setup(tmp_path, ROTA_CUDA_ARCHS="90"))
-    assert line.count("-gencode") == 2
-    assert "arch=compute_90,code=sm_90" in line and "arch=compute_90,code=compute_90" in line
+    suffixes = re.findall(r"csrc/\S+(\.\w+)", asked_for(run_setup(tmp_path)))
+    assert suffixes == sorted(suffixes, key=[".cu", ".cpp"].index)
+
+
+def test_build_cuda_takes_archs_in_any_order(tmp_path: Path) -> None:
+    flags = nvcc_flags(tmp_path, "100,90,100")
+    assert flags == nvcc_flags(tmp_path, "90,100")
+    assert targets(flags)[-1] == "arch=compute_100,code=compute_100"
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [
+        ("8.0", "80"),
+        ("8.6", "80"),
+        ("8.9", "80"),
+        ("9.0", "90"),
+        ("10.0", "100"),
+        ("10.3", "100"),
+        ("11.0", "100"),
+        ("12.1", "100"),
+    ],
+)
+def test_build_cuda_for_gpu_compiles_the_shipped_code_that_it_runs(
+    capability: str, arch: str, tmp_path: Path
+) -> None:
+    assert targets(nvcc_flags(tmp_path, f"shipped:{capability}")) == [
+        f"arch=compute_{arch},code=sm_{arch}",
+        f"arch=compute_{arch},code=compute_{arch}",
+    ]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
+def test_build_cuda_machine_code_is_the_same_alone_and_in_what_ships(tmp_path: Path) -> None:
+    """As nvcc makes it, byte for byte, of the .cu file that it compiles fastest."""
+
+    def machine_code(archs: str | None) -> bytes:
+        folder = tmp_path / (archs or "shipped")
+        folder.mkdir()
+        flags = nvcc_flags(tmp_path, archs)
+        command = ["nvcc", "-fatbin", "csrc/cuda/copy_kernels.cu", "-Icsrc", *flags]
+        command += ["-o", str(folder / "fatbin"), "--keep", "--keep-dir", str(folder)]
+        subprocess.run(command, cwd=ROOT, check=True)
+        (cubin,) = folder.glob("*_90.cubin")
+        return cubin.read_bytes()
+
+    assert machine_code("90") == machine_code(None)
 
 
 @pytest.mark.parametrize(

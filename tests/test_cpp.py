@@ -48,6 +48,7 @@ THREAD_CASES = (
     "waiter_cases",
     "progress_queue_cases",
     "launches_cases",
+    "joined_regions_cases",
 )
 # One thread needs no ThreadSanitizer, and it does not follow a fork.
 OTHER_CASES = (
@@ -116,6 +117,14 @@ EARLY_POSTS = mutant(
     Patch("core/communicator.cpp", r"waiter_\.wait\(posts_of\(peer\)\.launched,[^;]*;", ""),
     cases="launches_cases",
 )
+EARLY_ENDS = tuple(
+    mutant(
+        f"no-step-before-{part}",
+        Patch("core/joined_regions.cpp", rf"take_step\(\);(\s+regions_\.{part})", r"\1"),
+        cases="joined_regions_cases",
+    )
+    for part in ("mapped", "own")
+)
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS, ids=lambda flavour: flavour.name)
@@ -152,6 +161,12 @@ def test_cpp_with_early_reuse_is_found(flavour: Flavour) -> None:
 def test_cpp_with_posts_written_anew_too_early_is_found() -> None:
     code, output = run(EARLY_POSTS, "launches_agree-ws4", "launches_too_far_ahead")
     assert code in (1, TSAN_REPORT_CODE), f"exit code {code}\n{output}"
+
+
+@pytest.mark.parametrize("flavour", EARLY_ENDS, ids=lambda flavour: flavour.name)
+def test_cpp_with_regions_let_go_too_early_is_found(flavour: Flavour) -> None:
+    code, output = run(flavour, "joined_regions_order", "joined_regions_anew")
+    assert code == 1, f"exit code {code}\n{output}"
 
 
 def test_cpp_without_wake_up_stops() -> None:

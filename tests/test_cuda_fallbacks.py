@@ -1,8 +1,8 @@
 """CUDA tensors where kernels of rota cannot do it: the host's memory, NCCL, and what is said of it.
 
-On simulated GPUs, whatever there is: they have no symmetric memory, so that asking for it alone, or
-forbidding what is left, leaves no way to join them. Nor do they have NCCL, so that what goes there
-ends in NCCL's own error.
+On simulated GPUs, whatever there is: these have no symmetric memory, so that asking for it alone,
+or forbidding what is left, leaves no way to join them. Nor do they have NCCL, so that what goes
+there ends in NCCL's own error.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def go_through_host(rank: int, store_path: str) -> str | None:
         comm.send(tensor, 1 - rank)
     # torch would take an error that is left for that of its next kernel.
     assert ctypes.CDLL(None).cudaPeekAtLastError() == 0
-    return comm.device_means
+    return comm.peer_access
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,23 @@
-"""What `python -m rota doctor` says about GPUs, for each kind of build and machine."""
+"""What `python -m rota doctor` says about GPUs, for each kind of build and machine, and its test of
+one GPU, which is a simulated one here.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import rota
+import simulated_gpu
 from rota import _C, doctor
+from rota import doctor_gpu as rota_doctor_gpu
 
 
 def gpus_line(capsys: pytest.CaptureFixture[str]) -> str:
@@ -57,7 +66,7 @@ def test_doctor_cuda_build_with_gpus_names_them(
 ) -> None:
     pretend(monkeypatch, ["sm_90", "compute_90"], ["NVIDIA H200 (sm_90)", "NVIDIA A100 (sm_80)"])
     line = gpus_line(capsys)
-    assert "2 found: NVIDIA H200 (sm_90), NVIDIA A100 (sm_80)" in line
+    assert "2 found: NVIDIA H200 (sm_90), " in line and "; NVIDIA A100 (sm_80), " in line
     assert "CUDA kernels built for sm_90, compute_90" in line
 
 
@@ -72,10 +81,138 @@ def test_doctor_of_this_build_and_machine_is_true(capsys: pytest.CaptureFixture[
         return
     assert torch.version.cuda is not None
     assert all(re.fullmatch(r"sm_\d+", arch) for arch in archs[:-1])
-    assert archs[-1] == archs[0].replace("sm", "compute")
+    assert archs[-1] == archs[-2].replace("sm", "compute")
     assert ", ".join(archs) in line
     if torch.cuda.is_available():
         assert f"{torch.cuda.device_count()} found" in line
         assert torch.cuda.get_device_name(0) in line
     else:
         assert re.search("none usable here: (no NVIDIA driver|cudaGetDeviceCount failed)", line)
+
+
+# ---- doctor --gpu
+
+
+def doctor_gpu(
+    folder: Path, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs it on a simulated GPU; skips the test where there can be none."""
+    if not _C.cuda_archs():
+        pytest.skip("needs a build of rota with CUDA kernels (ROTA_CUDA=1)")
+    try:
+        simulated_gpu.check_available()
+    except simulated_gpu.NotAvailable as reason:
+        pytest.skip(f"no GPU can be simulated: {reason}")
+    variables = simulated_gpu.environment()
+    return subprocess.run(
+        [sys.executable, "-m", "rota", "doctor", *arguments],
+        env={**os.environ, **variables, "ROTA_CACHE_DIR": str(folder / "cache"), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=folder,
+    )
+
+
+def test_doctor_gpu_tests_and_measures_and_writes_a_record(tmp_path: Path) -> None:
+    done = doctor_gpu(tmp_path, "--gpu", "--small")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert "simulated GPU, driver CUDA 13.2" in lines[0]
+    assert sum(line.startswith("  ok    ") for line in lines) == 13
+    [path] = tmp_path.glob("gpu-simulated-gpu-20??-??-??.json")
+    assert lines[-1] == f"the self-test passed; record: {path.name}"
+    record = json.loads(path.read_text())
+    assert record["small"] and record["gpu"] == "simulated GPU"
+    assert record["build_id"] == _C.build_id() and record["archs"] == _C.cuda_archs()
+    kernels = {kernel["kernel"]: kernel for kernel in record["self_test"]["kernels"]}
+    assert kernels["two_shot"]["num_formats"] == 15 and kernels["pack"]["num_formats"] == 32
+    assert [figure["asked"] for figure in record["smoke"]] == [None, *4 * [0.92], 0.85, 6, None]
+    assert all(figure["got"] > 0 for figure in record["smoke"])
+    assert "73696d756c61746564" not in path.read_text()  # the UUID
+
+
+def test_doctor_says_how_the_self_test_on_record_ended(tmp_path: Path) -> None:
+    """Also of one that failed; --gpu runs it afresh, whatever is on record."""
+
+    def gpus_line_now() -> str:
+        lines = doctor_gpu(tmp_path).stdout.splitlines()
+        return next(line for line in lines if "GPUs: " in line)
+
+    assert "simulated GPU (sm_90), self-test not yet run" in gpus_line_now()
+    assert doctor_gpu(tmp_path, "--gpu", "--small").returncode == 0
+    assert "simulated GPU (sm_90), self-test passed;" in gpus_line_now()
+    failed = doctor_gpu(tmp_path, "--gpu", "--small", SIMULATED_GPU_FLIP_BIT="cuda::ring_kernel")
+    assert failed.returncode == 1
+    assert "  FAIL  ring " in failed.stdout and "ring of float16: element 0" in failed.stdout
+    assert "THE SELF-TEST FAILED" in failed.stdout
+    [path] = tmp_path.glob("gpu-*.json")
+    record = json.loads(path.read_text())
+    assert not record["self_test"]["passed"] and record["smoke"] == []
+    assert "self-test FAILED, so that rota does without: ring of float32: e" in gpus_line_now()
+
+
+def test_doctor_gpu_with_a_kernel_that_hangs_ends_and_names_it(tmp_path: Path) -> None:
+    done = doctor_gpu(tmp_path, "--gpu", "--small", SIMULATED_GPU_HANG="cuda::ring_kernel")
+    assert done.returncode == 1
+    assert "FAIL  rota: self-test of simulated GPU (driver CUDA 13.2): ring has not" in done.stdout
+    [path] = tmp_path.glob("gpu-*.json")
+    assert "ring has not come" in json.loads(path.read_text())["self_test"]["error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "said"),
+    [
+        ([], {"SIMULATED_GPUS": "0"}, "no GPU can be used: cudaGetDeviceCount failed: "),
+        (
+            [],
+            {"SIMULATED_GPU_DRIVER_VERSION": "11080"},
+            f"the NVIDIA driver here is older than CUDA {torch.version.cuda}, which ",
+        ),
+        (
+            [],
+            {"SIMULATED_GPU_MEMORY_MIB": "300"},
+            "0.3 GB of the GPU's memory is free and 1.6 GB are needed; ",
+        ),
+        (["--output", "nowhere"], {}, "--output is nowhere, expected a folder that exists"),
+    ],
+    ids=["no-gpu", "old-driver", "no-memory", "no-folder"],
+)
+def test_doctor_gpu_that_has_nothing_to_test_says_why_in_one_line(
+    arguments: list[str], environment: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    done = doctor_gpu(tmp_path, "--gpu", *arguments, **environment)
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"rota doctor --gpu: {said}")
+    assert (done.stdout, list(tmp_path.glob("gpu-*"))) == ("", [])
+
+
+def test_doctor_gpu_names_who_holds_the_memory(tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '4711, python, 9000'\necho '4712, a.out, 80'\n")
+    tool.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = doctor_gpu(tmp_path, "--gpu", SIMULATED_GPU_MEMORY_MIB="300", PATH=path)
+    assert done.returncode == 2
+    assert done.stderr.endswith(
+        "; it is held by process 4711 (python, 9000 MiB), process 4712 (a.out, 80 MiB)\n"
+    )
+
+
+def test_doctor_gpu_of_a_cpu_build_says_how_to_get_another(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pretend(monkeypatch, [], "must not be asked")
+    assert rota_doctor_gpu.run(tmp_path) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("rota doctor --gpu: this build of rota is for the CPU; ")
+
+
+def test_doctor_options_of_gpu_without_it_are_refused() -> None:
+    for option in (["--small"], ["--output", "."]):
+        done = subprocess.run(
+            [sys.executable, "-m", "rota", "doctor", *option], capture_output=True, text=True
+        )
+        assert done.returncode == 2
+        assert "--output and --small are for --gpu" in done.stderr

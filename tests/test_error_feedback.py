@@ -39,8 +39,8 @@ def follow_definition(rank: Rank, dtypes: tuple[torch.dtype, ...], **ddp_options
     """Each parameter on its own, in plain torch, through DDP's rebuild of its buckets."""
     rank.init("gloo")
     loss_scale = 4.0
-    state = rota.HookState(loss_scale=loss_scale, **UNSCALED)
     model = ExactGradients(dtypes)
+    state = rota.HookState(loss_scale=loss_scale, model=model, **UNSCALED)
     ddp = make_ddp(model, state, **ddp_options)
     names = [name for name, _ in model.named_parameters()]
     residuals = [{name: torch.zeros(1) for name in names} for _ in range(rank.world_size)]
@@ -106,8 +106,8 @@ class Layouts(torch.nn.Module):
 
 def train_layouts(rank: Rank) -> None:
     rank.init("gloo")
-    state = rota.HookState(**UNSCALED)
     model = Layouts()
+    state = rota.HookState(model=model, **UNSCALED)
     ddp = make_ddp(model, state)
     ddp(1.0).backward()
     residuals = state.state_dict()["residuals"]
@@ -122,11 +122,11 @@ def train_layouts(rank: Rank) -> None:
             expected = gradient - gradient.bfloat16().float()
         assert torch.equal(residuals[name], expected), name
     # Loaded into the same model with all parameters laid out in rows.
-    other = rota.HookState(**UNSCALED)
-    other.load_state_dict(state.state_dict())
     in_rows = Layouts()
     for name in ("columns", "spread"):
         setattr(in_rows, name, torch.nn.Parameter(getattr(in_rows, name).detach().contiguous()))
+    other = rota.HookState(model=in_rows, **UNSCALED)
+    other.load_state_dict(state.state_dict())
     ddp_in_rows = make_ddp(in_rows, other)
     ddp_in_rows(2.0).backward()
     ddp.zero_grad()
@@ -147,8 +147,8 @@ NUM_STEPS = 6
 def train(rank: Rank, directory: str, steps: range, options: dict[str, Any]) -> list[float]:
     """Trains `steps`, from the checkpoint before them and to the one after; returns parameters."""
     rank.init("gloo")
-    state = rota.HookState(**options)
     model = make_model()
+    state = rota.HookState(model=model, **options)
     # With SMALL_BUCKETS_MB some parameters change buckets after the first step.
     ddp = make_ddp(model, state)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
@@ -181,8 +181,9 @@ def test_stopped_run_gives_the_bits_of_a_straight_one(tmp_path: Any, stop_at: in
 def load_again(rank: Rank) -> None:
     """In the middle of a run, and before any bucket has come."""
     rank.init("gloo")
-    state = rota.HookState(**UNSCALED)
-    ddp = make_ddp(ExactGradients(), state)
+    model = ExactGradients()
+    state = rota.HookState(model=model, **UNSCALED)
+    ddp = make_ddp(model, state)
     batches = [
         batch[rank.rank] for batch in (random_inputs(2, 2050 + i, torch.float32) for i in range(4))
     ]
@@ -214,8 +215,9 @@ def test_state_can_be_loaded_in_the_middle_of_a_run() -> None:
 
 def load_other(rank: Rank, change: str) -> tuple[str, str]:
     rank.init("gloo")
-    state = rota.HookState(**UNSCALED)
-    first = make_ddp(ExactGradients(), state)
+    model = ExactGradients()
+    state = rota.HookState(model=model, **UNSCALED)
+    first = make_ddp(model, state)
     first(exact_batch(rank.rank, 0)).backward()
     saved = state.state_dict()
     if change == "missing":
@@ -224,9 +226,10 @@ def load_other(rank: Rank, change: str) -> tuple[str, str]:
         saved["residuals"]["bias"] = saved["residuals"].pop("weights.1")
     else:
         saved["residuals"]["weights.1"] = torch.zeros(2)
-    other = rota.HookState(**UNSCALED)
+    other_model = ExactGradients()
+    other = rota.HookState(model=other_model, **UNSCALED)
     other.load_state_dict(saved)
-    ddp = make_ddp(ExactGradients(), other)
+    ddp = make_ddp(other_model, other)
     return error_of(lambda: ddp(exact_batch(rank.rank, 0)).backward())
 
 
@@ -266,10 +269,11 @@ def test_residual_of_an_unused_parameter_is_not_in_the_norm() -> None:
 
 def lose_model(rank: Rank) -> tuple[str, str]:
     rank.init("gloo")
-    state = rota.HookState(**UNSCALED)
-    ddp = make_ddp(ExactGradients(), state)
+    model = ExactGradients()
+    state = rota.HookState(model=model, **UNSCALED)
+    ddp = make_ddp(model, state)
     ddp(exact_batch(rank.rank, 0)).backward()
-    del ddp
+    del ddp, model
     gc.collect()
     return error_of(state.state_dict)
 
@@ -279,16 +283,15 @@ def test_residuals_of_a_model_that_is_gone_are_not_saved() -> None:
     assert error == "RuntimeError" and "model is gone" in text
 
 
-def hide_model(rank: Rank) -> tuple[str, str]:
+def name_no_model(rank: Rank) -> tuple[str, str]:
     rank.init("gloo")
     state = rota.HookState(**UNSCALED)
     ddp = make_ddp(ExactGradients(), state)
-    gc.freeze()
     for step in range(2):
         ddp(exact_batch(rank.rank, step)).backward()
     return error_of(state.state_dict)
 
 
 def test_residuals_without_names_are_not_saved() -> None:
-    error, text = run_ranks(1, hide_model)[0]
+    error, text = run_ranks(1, name_no_model)[0]
     assert error == "RuntimeError" and "names" in text

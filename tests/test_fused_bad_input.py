@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -108,8 +107,9 @@ def train(model: torch.nn.Module, state: object, hook: Any, *args: Any, **option
 
 def be_sparse(rank: Rank) -> tuple[str, str]:
     rank.init("gloo")
+    model = Words(True)
     words = torch.tensor([1, 2, 3])
-    return error_of(lambda: train(Words(True), rota.HookState(), rota.fused_hook, words))
+    return error_of(lambda: train(model, rota.HookState(model=model), rota.fused_hook, words))
 
 
 def test_sparse_gradient_is_refused_with_the_parameters_name() -> None:
@@ -166,43 +166,42 @@ def test_state_of_other_type_is_refused(state: object) -> None:
         assert type(state).__name__ in text and "rota.HookState(...), rota.fused_hook" in text
 
 
-def use_group(
-    rank: Rank, ranks_of_state: list[list[int]], ranks_of_ddp: list[int] | None
-) -> tuple[str, str] | None:
-    """Each rank's state has a group of its own; None is the default group."""
+def use_group(rank: Rank, ranks_of_state: list[int]) -> tuple[str, str]:
     rank.init("gloo")
-    groups = [dist.new_group(ranks) for ranks in ranks_of_state]
-    group_of_ddp = dist.new_group(ranks_of_ddp) if ranks_of_ddp is not None else None
+    group = dist.new_group(ranks_of_state)
+    ddp = DistributedDataParallel(ExactGradients())
     dist.barrier()  # Gloo fails if a rank leaves while others still connect
-    if ranks_of_ddp is not None and rank.rank not in ranks_of_ddp:
+    return error_of(lambda: rota.HookState(group, model=ddp))
+
+
+def test_group_other_than_ddps_is_refused() -> None:
+    for error, text in run_ranks(3, use_group, [0, 1])[:2]:
+        assert error == "ValueError", text
+        for fact in ("2 ranks [0, 1]", "3 ranks [0, 1, 2]", "leave group out"):
+            assert fact in text
+
+
+def take_group_of_model(rank: Rank) -> float | None:
+    rank.init("gloo")
+    group = dist.new_group([0, 2])
+    dist.barrier()
+    if rank.rank == 1:
         return None
-    state = rota.HookState(groups[rank.rank])
-    batch = exact_batch(rank.rank, 0)
-    options = {"process_group": group_of_ddp}
-    return error_of(lambda: train(ExactGradients(), state, rota.fused_hook, batch, **options))
+    model = ExactGradients()
+    ddp = DistributedDataParallel(model, process_group=group)
+    state = rota.HookState(model=ddp)
+    ddp.register_comm_hook(state, rota.fused_hook)
+    ddp(torch.full((2050,), float(rank.rank))).backward()
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    return float(gradient.flatten()[0])
 
 
-@pytest.mark.parametrize(
-    ("ranks_of_state", "ranks_of_ddp", "facts"),
-    [
-        ([[0, 1, 2]] * 3, [0, 2], ("3 ranks [0, 1, 2]", "2 ranks [0, 2]")),
-        ([[0, 1], [0, 1], [2]], None, ("ranks [", "3 ranks [0, 1, 2]")),
-        ([[0, 1], [0], [1, 2]], [0, 2], ("2 ranks", "2 ranks [0, 2]")),
-    ],
-    ids=["larger", "smaller", "other-ranks"],
-)
-def test_group_other_than_ddps_is_refused(
-    ranks_of_state: list[list[int]], ranks_of_ddp: list[int] | None, facts: tuple[str, ...]
-) -> None:
-    for result in run_ranks(3, use_group, ranks_of_state, ranks_of_ddp):
-        if result is not None:
-            error, text = result
-            assert error == "ValueError", text
-            for fact in (*facts, "rota.HookState(group="):
-                assert fact in text
+def test_state_averages_over_the_group_of_its_ddp() -> None:
+    assert run_ranks(3, take_group_of_model) == [1.0, None, 1.0]
 
 
-def share_state(rank: Rank, when: str) -> tuple[str, str]:
+def share_state(rank: Rank, how: str) -> tuple[str, str]:
     rank.init("gloo")
     state = rota.HookState()
     batch = exact_batch(rank.rank, 0)
@@ -211,21 +210,19 @@ def share_state(rank: Rank, when: str) -> tuple[str, str]:
         return rota.fused_hook(state, bucket)
 
     first, second = (DistributedDataParallel(ExactGradients()) for _ in range(2))
-    if when == "never":
+    if how == "wrapped":
         first.register_comm_hook(None, unregistered)
         second.register_comm_hook(None, unregistered)
-        first(batch).backward()
-        return error_of(lambda: second(batch).backward())
-    first.register_comm_hook(state, rota.fused_hook)
-    if when == "later":
-        first(batch).backward()
-    second.register_comm_hook(state, rota.fused_hook)
+    else:
+        first.register_comm_hook(state, rota.fused_hook)
+        second.register_comm_hook(state, rota.fused_hook)
+    first(batch).backward()
     return error_of(lambda: second(batch).backward())
 
 
-@pytest.mark.parametrize("when", ["before", "later", "never"])
-def test_one_state_on_two_models_is_refused(when: str) -> None:
-    for error, text in run_ranks(2, share_state, when):
+@pytest.mark.parametrize("how", ["registered", "wrapped"])
+def test_one_state_on_two_models_is_refused(how: str) -> None:
+    for error, text in run_ranks(2, share_state, how):
         assert error == "ValueError", text
         assert "one rota.HookState" in text and "model" in text
 
@@ -249,29 +246,17 @@ def test_state_of_a_model_that_is_gone_takes_another() -> None:
 # ---- what names depend on
 
 
-def name_sparse(rank: Rank, how: str) -> str:
+def name_sparse(rank: Rank) -> str:
     rank.init("gloo")
-    state = rota.HookState()
-    other = DistributedDataParallel(ExactGradients())
-    ddp = DistributedDataParallel(Words(True))
-    if how == "wrapped":
-        ddp.register_comm_hook(None, lambda _, bucket: rota.fused_hook(state, bucket))
-    else:
-        ddp.register_comm_hook(state, rota.fused_hook)
-        gc.freeze()
-    error, text = error_of(lambda: ddp(torch.tensor([1])).backward())
+    error, text = error_of(
+        lambda: train(Words(True), rota.HookState(), rota.fused_hook, torch.tensor([1]))
+    )
     assert error == "TypeError", text
-    del other
     return text
 
 
-def test_parameter_is_named_where_the_state_is_hidden_from_ddp() -> None:
-    for text in run_ranks(2, name_sparse, "wrapped"):
-        assert "'embedding.weight'" in text
-
-
-def test_parameter_is_named_by_position_where_ddp_is_hidden() -> None:
-    for text in run_ranks(2, name_sparse, "frozen"):
+def test_parameter_of_an_unknown_model_is_named_by_position() -> None:
+    for text in run_ranks(2, name_sparse):
         assert "parameter 0 of bucket 1, shape [64, 8]" in text
 
 
@@ -284,9 +269,9 @@ def be_wrong_alone(rank: Rank, what: str) -> tuple[str, str]:
     if what == "sparse":
         words = torch.tensor([1])
         model = Words(is_wrong, alone=True)  # or bucket 0, without it, is another one already
-        return error_of(lambda: train(model, rota.HookState(), rota.fused_hook, words))
-    state: Any = rota.HookState() if not is_wrong else None
-    return use(state, rank)
+        state = rota.HookState(model=model)
+        return error_of(lambda: train(model, state, rota.fused_hook, words))
+    return use(rota.HookState() if not is_wrong else None, rank)
 
 
 def use(state: object, rank: Rank) -> tuple[str, str]:

@@ -93,6 +93,7 @@ CASES_OF_FILE = {
 } | {
     "cuda/shards.h": ("kernel_mutants-reduce_scatter", "kernel_mutants-all_gather"),
     "cuda/wait.h": ("kernel_timeout", "kernel_abort", "kernel_another_launch"),
+    "cuda/pack.h": ("kernel_bucket-once",),
     "cuda/unpack.h": ("kernel_bucket-once",),
     "base/fixed_tree.h": ("kernel_bucket-once",),
     LAYOUT: ("kernel_mutants-ring", "kernel_mutants-low_latency"),
@@ -105,6 +106,8 @@ CHECKS = (
     "no word",
     "timeout awaiting",
     "another launch",
+    "sum of squares",
+    "at rest",
 )
 # How long a mutant may take to show in a case; each takes 3 s at most on two cores.
 MUTANT_TIMEOUT_S = 30.0
@@ -169,6 +172,7 @@ def test_every_kernel_mutant_is_caught(
     ("statement", "faults"),
     [
         ("block.sync()", ["left out"]),
+        ("if (is_last) words.put_to_rest()", ["left out"]),
         ("if (block.all(x)) links.publish(world, 0)", ["no barrier", "left out"]),
         (
             "links.wait(ToSend{world, 0}, ToRead{schedule::only(1), 1})",

@@ -418,25 +418,31 @@ class IpcHandle(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_char * 64),)
 
 
+def map_memory(path: str) -> int:
+    """The address of what another process shares there."""
+    handle, address = IpcHandle(), ctypes.c_void_p()
+    with open(path, "rb") as file:
+        ctypes.memmove(ctypes.byref(handle), file.read(64), 64)
+    torch.cuda.init()
+    lazy_peer_access = 1
+    runtime = cuda_runtime()
+    assert runtime.cudaIpcOpenMemHandle(ctypes.byref(address), handle, lazy_peer_access) == 0
+    assert address.value is not None
+    return address.value
+
+
 def share_memory(path: str, is_owner: bool) -> float:
     """One process allocates and fills, the other one maps and reads; what it wrote, too."""
     runtime = cuda_runtime()
-    handle = IpcHandle()
     if not is_owner:
-        with open(path, "rb") as file:
-            ctypes.memmove(ctypes.byref(handle), file.read(64), 64)
-        address = ctypes.c_void_p()
-        torch.cuda.init()
-        lazy_peer_access = 1
-        assert runtime.cudaIpcOpenMemHandle(ctypes.byref(address), handle, lazy_peer_access) == 0
-        assert address.value is not None
-        floats = (ctypes.c_float * 1000).from_address(address.value)
+        floats = (ctypes.c_float * 1000).from_address(map_memory(path))
         seen = floats[999]
         floats[0] = 5.0
         with open(path + ".done", "w"):
             return seen
     tensor = torch.arange(1000.0).to("cuda")
     torch.cuda.synchronize()
+    handle = IpcHandle()
     assert (
         runtime.cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(tensor.data_ptr())) == 0
     )
@@ -457,3 +463,48 @@ def test_processes_map_each_others_memory(
         os.mkfifo(fifo)
     calls = [(share_memory, (path, is_owner)) for is_owner in (True, False)]
     assert processes.run_together(calls, PYTORCH_NO_CUDA_MEMORY_CACHING="1") == [5.0, 999.0]
+
+
+def use_freed_memory(path: str, what: str) -> None:
+    """One process frees what the other one has mapped, which then writes there, or unmaps it."""
+    if what == "free":
+        runtime, handle = cuda_runtime(), IpcHandle()
+        tensor = torch.arange(1000.0).to("cuda")
+        address = ctypes.c_void_p(tensor.data_ptr())
+        assert runtime.cudaIpcGetMemHandle(ctypes.byref(handle), address) == 0
+        with open(path, "wb") as file:
+            file.write(bytes(handle))
+        with open(path + ".done"):
+            pass  # it is mapped
+        del tensor
+        with open(path, "wb"):
+            return
+    torch.zeros(1, device="cuda")  # a process that shares memory has some of its own
+    address = ctypes.c_void_p(map_memory(path))
+    with open(path + ".done", "w"):
+        pass
+    with open(path, "rb"):
+        pass  # it is freed
+    if what == "write":
+        ctypes.memset(address, 0, 1)
+    assert cuda_runtime().cudaIpcCloseMemHandle(address) == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("write", "byte 0 of an allocation of 4000 bytes that its process has freed"),
+        ("unmap", "another process has freed its 4000 bytes while they were mapped"),
+    ],
+)
+def test_use_of_memory_that_its_process_has_freed_is_found(
+    what: str, message: str, processes: SimulatedProcesses, tmp_path: os.PathLike[str]
+) -> None:
+    path = os.path.join(tmp_path, "handle")
+    for fifo in (path, path + ".done"):
+        os.mkfifo(fifo)
+    calls = [(use_freed_memory, (path, part)) for part in ("free", what)]
+    owner, user = processes.outcomes(calls, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    assert owner.error is None, owner.error
+    assert (user.error is None) == (what == "unmap")
+    assert message in user.stderr

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -95,14 +96,11 @@ def test_captured_all_reduce_can_be_replayed(processes: SimulatedProcesses) -> N
     processes.run(replay_all_reduce)
 
 
-def types_of_captured_nodes() -> list[int]:
-    group = rota.LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
-    tensors = [contribution.to("cuda") for contribution in make_contributions(1000, torch.float32)]
-    group.all_reduce(tensors)
+def types_of_captured_nodes(body: Callable[[], object]) -> list[int]:
+    """cudaGraphNodeType of each node of a graph of what `body` queues."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
-        for _ in range(3):
-            group.all_reduce(tensors)
+        body()
     runtime = ctypes.CDLL(None)
     handle, num_nodes = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
     assert runtime.cudaGraphGetNodes(handle, None, ctypes.byref(num_nodes)) == 0
@@ -112,14 +110,107 @@ def types_of_captured_nodes() -> list[int]:
     for i, node in enumerate(nodes):
         found = ctypes.byref(types, i * ctypes.sizeof(ctypes.c_int))
         assert runtime.cudaGraphNodeGetType(ctypes.c_void_p(node), found) == 0
-    return list(types)
+    return sorted(types)
+
+
+KERNEL, WAIT, RECORD = 0, 6, 7  # cudaGraphNodeType
+
+
+def nodes_of_local_all_reduces() -> list[int]:
+    group = rota.LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
+    tensors = [contribution.to("cuda") for contribution in make_contributions(1000, torch.float32)]
+    group.all_reduce(tensors)
+
+    def three_times() -> None:
+        for _ in range(3):
+            group.all_reduce(tensors)
+
+    return types_of_captured_nodes(three_times)
 
 
 @needs_local_group
 def test_all_ranks_of_one_process_are_one_kernel(processes: SimulatedProcesses) -> None:
-    kernel, waits, records = 0, 6, 7  # cudaGraphNodeType
-    types = processes.run(types_of_captured_nodes)
-    assert sorted(types) == [kernel] * 3 + [waits, records]
+    assert processes.run(nodes_of_local_all_reduces) == [KERNEL] * 3 + [WAIT, RECORD]
+
+
+def nodes_of_reduced_bucket(num_elems: int) -> list[int]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    communicator = rota.Communicator()
+    bucket = torch.ones(num_elems).to("cuda")
+    stats = torch.zeros(2, dtype=torch.float64).to("cuda")
+
+    def reduce() -> None:
+        communicator.reduce_bucket(
+            bucket, stats, wire_dtype=torch.float16, block_scaling=True, divisor=1.0
+        )
+
+    reduce()  # joined
+    return types_of_captured_nodes(reduce)
+
+
+def test_bucket_is_three_launches(processes: SimulatedProcesses) -> None:
+    """pack, the all-reduce and unpack: nothing prepares memory for them."""
+    assert processes.run(nodes_of_reduced_bucket, 5000) == [KERNEL] * 3 + [WAIT, RECORD]
+
+
+def reduce_in_two_full_groups(is_captured: bool) -> None:
+    """Each as wide as the device, on a stream of its own; what waits for nobody does not count."""
+    limit = timedelta(seconds=2)
+    groups = [rota.LocalGroup(WORLD_SIZE, device="cuda", timeout=limit) for _ in range(2)]
+    assert [group.num_channels for group in groups] == [1, 1]
+    contributions = make_contributions(1000, torch.float32)
+    sources = [contribution.to("cuda") for contribution in contributions]
+    tensors = [[torch.empty_like(source) for source in sources] for _ in groups]
+    side = torch.cuda.Stream()
+
+    def reduce_in_both() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        for group, own, stream in zip(
+            groups, tensors, (torch.cuda.current_stream(), side), strict=True
+        ):
+            with torch.cuda.stream(stream):
+                for tensor, source in zip(own, sources, strict=True):
+                    tensor.copy_(source)
+                group.all_reduce(own, algorithm="two_shot")
+        torch.cuda.current_stream().wait_stream(side)
+
+    reduce_in_both()  # loaded
+    graph = torch.cuda.CUDAGraph()
+    if is_captured:
+        with torch.cuda.graph(graph):
+            reduce_in_both()
+    for _ in range(40):
+        if is_captured:
+            graph.replay()
+        else:
+            reduce_in_both()
+        for own in tensors:
+            for tensor in own:
+                assert torch.equal(tensor.cpu(), sum(contributions))
+
+
+@needs_local_group
+@pytest.mark.parametrize("is_captured", [False, True], ids=["direct", "captured"])
+def test_two_groups_that_each_fill_the_device_do_not_hold_each_other_up(
+    processes: SimulatedProcesses, is_captured: bool
+) -> None:
+    """Half of each on the device would be two halves that wait for blocks which never start."""
+    processes.run(
+        reduce_in_two_full_groups, is_captured, SIMULATED_GPU_MULTIPROCESSORS=str(WORLD_SIZE)
+    )
+
+
+def make_local_group() -> str:
+    with pytest.raises(ValueError) as raised:
+        rota.LocalGroup(WORLD_SIZE, device="cuda")
+    return str(raised.value)
+
+
+@needs_local_group
+def test_local_group_refuses_a_gpu_that_starts_no_grid_as_a_whole(
+    processes: SimulatedProcesses,
+) -> None:
+    assert "cooperative" in processes.run(make_local_group, SIMULATED_GPU_COOPERATIVE_LAUNCH="0")
 
 
 def pack_and_unpack() -> None:

@@ -1,4 +1,4 @@
-"""What `make gpu` runs on a machine with an NVIDIA GPU: run.py, and the benchmarks it starts.
+"""What `make gpu` runs on a machine with an NVIDIA GPU: run.py starts the other modules.
 
-PYTHONPATH=python:benchmarks python3 -m gpu.run
+PYTHONPATH=benchmarks python3 -m gpu.run
 """

@@ -1,13 +1,21 @@
-"""What a run on a GPU has to be judged by: GPU, driver, torch, nvcc, commit."""
+"""What a run on a GPU is judged by, and whether there can be one: GPU, driver, torch, nvcc."""
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import re
 import shutil
 import subprocess
-from importlib import metadata
+import sys
 from pathlib import Path
+from typing import Any
+
+LIMIT_S = 90.0  # to import torch and to start CUDA
+GIB = 1 << 30
+
+Facts = dict[str, Any]
 
 
 def find_tool(name: str) -> str | None:
@@ -17,60 +25,84 @@ def find_tool(name: str) -> str | None:
     return shutil.which(name, path=os.pathsep.join(folders))
 
 
-def _output(*command: str) -> str | None:
+def gather() -> Facts:
+    """What is here. torch is asked in a process of its own, which leaves the GPU free again."""
     try:
-        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
-
-
-def _query(field: str) -> str | None:
-    """What nvidia-smi says of the first GPU."""
-    answer = _output("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits")
-    return answer.splitlines()[0].strip() if answer else None
-
-
-def gather(commit: str) -> dict[str, str | None]:
-    """By name; None where it could not be found out."""
+        command = [sys.executable, "-m", "gpu.facts"]
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        facts: Facts = json.loads(asked.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        facts = {"why": f"torch did not start CUDA within {LIMIT_S:.0f} s"}
+    except (ValueError, IndexError):
+        facts = {"why": (asked.stderr.strip().splitlines() or ["no output"])[-1]}
     nvcc = find_tool("nvcc")
-    release = re.search(
-        r"release [\d.]+, V([\d.]+)", _output(nvcc, "--version") or "" if nvcc else ""
-    )
-    try:
-        torch = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        torch = None
-    return {
-        "gpu": _query("name"),
-        "compute_capability": _query("compute_cap"),
-        "memory_mib": _query("memory.total"),
-        "driver": _query("driver_version"),
-        "torch": torch,
-        "nvcc": release[1] if release else None,
-        "commit": commit,
-    }
+    if nvcc is not None:
+        text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+        release = re.search(r"release [\d.]+, V([\d.]+)", text)
+        facts["nvcc"] = release[1] if release else None
+    return facts
 
 
-def lines(facts: dict[str, str | None]) -> list[str]:
-    """One for each of what decides whether a run makes sense."""
-    gpu = "none that nvidia-smi can see"
-    if facts["gpu"] is not None:
-        capability, memory = facts["compute_capability"], facts["memory_mib"]
-        gpu = f"{facts['gpu']}, compute capability {capability}, {memory} MiB"
-    named = {"GPU": gpu} | {
-        key: facts[key] or "none" for key in ("driver", "torch", "nvcc", "commit")
-    }
-    return [f"{name + ':':8} {value}" for name, value in named.items()]
+def refusal(facts: Facts, needed_bytes: int) -> str | None:
+    """Why there cannot be a run, in one sentence, with what to do; None if there can."""
+    torch, built_for = facts.get("torch"), facts.get("torch_cuda")
+    if torch is not None and built_for is None:
+        return f"torch {torch} is a build for the CPU; use a python3 with a CUDA build of torch"
+    driver = facts.get("driver_cuda")
+    if built_for and driver and int(driver.split(".")[0]) < int(built_for.split(".")[0]):
+        return (
+            f"the driver supports CUDA up to {driver} and torch {torch} is built for CUDA "
+            f"{built_for}; install a newer driver, or a torch built for the driver's CUDA"
+        )
+    if facts.get("gpu") is None:
+        return f"torch finds no usable GPU ({facts.get('why')}); check nvidia-smi, or make gpu-dry"
+    if facts["free_bytes"] < needed_bytes:
+        free, total = facts["free_bytes"] / GIB, facts["total_bytes"] / GIB
+        return (
+            f"{facts['gpu']} has {free:.1f} of {total:.1f} GiB free and the run needs "
+            f"{needed_bytes / GIB:.1f}; end the process that holds the rest, which nvidia-smi names"
+        )
+    return None
 
 
-def arch(facts: dict[str, str | None]) -> str | None:
-    """The GPU's architecture as ROTA_CUDA_ARCHS takes it: "90"."""
-    capability = facts["compute_capability"]
-    return capability.replace(".", "") if capability else None
+def arch(facts: Facts) -> str:
+    """What ROTA_CUDA_ARCHS is to be for this GPU, so that what is measured is what is shipped."""
+    return f"shipped:{facts['capability']}"
 
 
-def slug(facts: dict[str, str | None]) -> str:
+def slug(facts: Facts) -> str:
     """The GPU's name in letters, digits and hyphens, for file names."""
-    words = re.findall(r"[a-z0-9]+", (facts["gpu"] or "no gpu").lower())
-    return "-".join(word for word in words if word != "nvidia") or "gpu"
+    words = re.findall(r"[a-z0-9]+", str(facts.get("gpu")).lower())
+    return "-".join(word for word in words if word != "nvidia")
+
+
+def _driver_cuda() -> str | None:
+    """The newest CUDA that the driver supports."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def _probe() -> Facts:
+    import torch
+
+    facts: Facts = {"torch": torch.__version__, "torch_cuda": torch.version.cuda}
+    facts["driver_cuda"] = _driver_cuda()
+    try:
+        properties = torch.cuda.get_device_properties(0)
+        facts["gpu"] = properties.name
+        facts["capability"] = f"{properties.major}.{properties.minor}"
+        facts["l2_bytes"] = properties.L2_cache_size
+        facts["total_bytes"] = properties.total_memory
+        facts["free_bytes"] = 0  # there may be too little to start CUDA with
+        facts["free_bytes"] = torch.cuda.mem_get_info(0)[0]
+    except Exception as error:
+        facts["why"] = str(error).splitlines()[0]
+    return facts
+
+
+if __name__ == "__main__":
+    print(json.dumps(_probe()))

@@ -1,30 +1,35 @@
-"""Gradients as training has them: sizes of parameters, values to judge a wire format by."""
+"""Gradients as training has them, and how results are held against the wire format's bound."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 import error_bound
+from arguments import FLOAT32_BYTES
 from error_bound import Wire
-from gpu.frame import Bench
+from gpu.bench import Bench
 
 MANY = 300
-SHAPES = {"1 tensor": 1, f"{MANY} tensors": MANY}
-
-# Elements of one tensor that are compared with the bound, at its start and at its end.
+# Elements that are held against a bound, at the start and at the end of each tensor.
 CHECKED_ELEMS = 1 << 18
 TILE_ELEMS = 512  # blocks never cross these, counted from a tensor's start
+
+Bound = Callable[[Sequence[Tensor]], Tensor]
+
+
+def shapes(bench: Bench) -> dict[str, int]:
+    """The lists of gradients that are measured: their names, and how many tensors each has."""
+    many = 20 if bench.is_small else MANY
+    return {"1 tensor": 1, f"{many} tensors": many}
 
 
 def mixed_sizes(num_elems: int, num_tensors: int) -> list[int]:
     """Elements of each of `num_tensors` tensors, `num_elems` in all.
 
-    As a model has them: biases of some hundred elements to matrices of millions, log-uniform over
-    four decades, whole powers and odd numbers side by side; the same ones in every run.
+    As a model has them: log-uniform over four decades, whole powers and odd numbers side by side.
     """
     generator = torch.Generator().manual_seed(1)
     weights = 10 ** (4 * torch.rand(num_tensors, generator=generator, dtype=torch.float64))
@@ -32,61 +37,34 @@ def mixed_sizes(num_elems: int, num_tensors: int) -> list[int]:
     sizes = [size & ~255 if i % 2 == 0 and size > 256 else size for i, size in enumerate(sizes)]
     largest = max(range(num_tensors), key=sizes.__getitem__)
     sizes[largest] += num_elems - sum(sizes)
-    if sizes[largest] < 1:
-        raise ValueError(f"{num_elems} elements are too few for {num_tensors} tensors")
     return sizes
 
 
-def make(bench: Bench, num_elems: int, num_tensors: int, seed: int) -> list[Tensor]:
-    """Normal numbers in tensors of their own."""
-    sizes = mixed_sizes(num_elems, num_tensors) if num_tensors > 1 else [num_elems]
-    return [bench.random(size, seed * 7919 + i) for i, size in enumerate(sizes)]
+def make(bench: Bench, num_bytes: int, num_tensors: int, seed: int) -> tuple[Tensor, list[Tensor]]:
+    """DDP's bucket, and the gradients that are views of it."""
+    flat = bench.random(num_bytes // FLOAT32_BYTES, seed)
+    return flat, list(flat.split(mixed_sizes(flat.numel(), num_tensors)))
 
 
-def poison(bench: Bench, tensors: Sequence[Tensor]) -> None:
-    """NaN everywhere, in every wire dtype too, so that what is not written shows."""
-    for tensor in tensors:
-        value = 255 if tensor.dtype == torch.uint8 else math.nan
-        if bench.target.runs_torch_kernels:
-            tensor.fill_(value)
-        else:
-            tensor.copy_(torch.full(tensor.shape, value, dtype=tensor.dtype))
+def one_way(wire: Wire, unit: float = error_bound.FLOAT32_UNIT) -> Bound:
+    """How far a gradient may be from itself after pack and unpack with a factor; `unit` is the
+    relative error of its own dtype."""
+
+    def bound(contributions: Sequence[Tensor]) -> Tensor:
+        magnitude = contributions[0].double().abs()
+        rounding = 2 * max(unit, error_bound.FLOAT32_UNIT) * magnitude + error_bound.FLOAT32_TINY
+        return error_bound.conversion_bound(magnitude, wire) + rounding
+
+    return bound
 
 
-class Snapshot:
-    """What gradients were, to compare with and to go back to."""
-
-    def __init__(self, bench: Bench, tensors: Sequence[Tensor]) -> None:
-        self._bench = bench
-        self._tensors = list(tensors)
-        self._saved = [torch.empty_like(tensor).copy_(tensor) for tensor in tensors]
-
-    def restore(self) -> None:
-        """Back to what they were."""
-        for tensor, saved in zip(self._tensors, self._saved, strict=True):
-            tensor.copy_(saved)
-
-    def num_wrong(self, wire: Wire, factor: float = 1.0) -> int:
-        """Elements that one conversion to `wire` and the factor cannot explain, among those of a
-        piece at the start and one at the end of each tensor; elsewhere those that are NaN."""
-        device = self._bench.check_device
-        num_wrong = 0
-        for tensor, saved in zip(self._tensors, self._saved, strict=True):
-            num_wrong += int(tensor.to(device).isnan().sum())
-            last = max(0, tensor.numel() - CHECKED_ELEMS) // TILE_ELEMS * TILE_ELEMS
-            for begin in {0, last}:
-                piece = slice(begin, begin + CHECKED_ELEMS)
-                before = saved.view(-1)[piece].to(device).double()
-                after = tensor.view(-1)[piece].to(device).double() / factor
-                bound = error_bound.conversion_bound(before.abs(), wire)
-                # The factor's product is rounded to float32.
-                bound += error_bound.FLOAT32_UNIT * before.abs() * 2 + error_bound.FLOAT32_TINY
-                num_wrong += int((~((after - before).abs() <= bound)).sum())
-        return num_wrong
-
-    def stats_wrong(self, stats: Tensor) -> int:
-        """1 if `stats` is not what the tensors hold now: no Inf or NaN, and this sum of squares."""
-        device = self._bench.check_device
-        squares = sum(float(t.to(device).double().square().sum()) for t in self._tensors)
-        num_non_finite, sum_of_squares = stats.cpu().tolist()
-        return int(num_non_finite != 0 or not math.isclose(sum_of_squares, squares, rel_tol=1e-9))
+def num_wrong(result: Tensor, contributions: Sequence[Tensor], bound: Bound) -> int:
+    """Elements of `result` further than `bound` from the average, at both ends; elsewhere NaN."""
+    wrong = int(result.isnan().sum())
+    last = max(0, result.numel() - CHECKED_ELEMS) // TILE_ELEMS * TILE_ELEMS
+    for begin in {0, last}:
+        part = slice(begin, begin + CHECKED_ELEMS)
+        parts = [contribution[part] for contribution in contributions]
+        error = (result[part].double() - error_bound.exact_average(parts)).abs()
+        wrong += int((~(error <= bound(parts))).sum())
+    return wrong

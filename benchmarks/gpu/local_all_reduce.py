@@ -1,24 +1,28 @@
-"""All-reduce between ranks of one process that share a GPU, against the bound of its memory.
+"""All-reduce between ranks of one process that share a GPU: latency, then the memory's bound.
 
     PYTHONPATH=python:benchmarks python3 -m gpu.local_all_reduce --sizes 64K,64M
 
-A size is that of each rank's float32 tensor, S. N ranks' tensors are read once and written once, so
-no all-reduce takes less than 2·N·S over the copy rate: "of copy" is how near an entry comes. The
-last line of the output is JSON.
+Latency: a graph holds many, each of which starts when the one before it is complete, on the same
+tensors; a time is that of a replay over their number. "copy of 16 bytes" is the least that a graph
+can start. The bound: a size is that of each rank's float32 tensor, S. N ranks' tensors are read
+once and written once, so no all-reduce takes less than 2·N·S over the copy rate: "of copy" is how
+near an entry comes.
 """
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 from functools import partial
-from itertools import count
+from itertools import count, product
 
-import torch
+from torch import Tensor
 
+import rota
 import tiles
 from arguments import FLOAT32_BYTES
-from gpu import frame
-from gpu.frame import Bench, Job
+from gpu import bench
+from gpu.bench import Bench
+from gpu.timing import Job
 from protocol import Entry
 
 RANKS = (2, 4)
@@ -33,71 +37,78 @@ ALGORITHMS = (
     "hierarchical",
 )
 GROUP_SIZE = 2  # of hierarchical
-# Of one rank's tensor: longer messages are not what it is for.
-MAX_LOW_LATENCY_BYTES = 1 << 20
+LATENCY = "all_reduce, one after another"
+SMALL_ALGORITHMS = ("auto", "low_latency", "one_shot", "two_shot_in_place")
+SMALL_BYTES = (8, 1 << 10, 4 << 10, 8 << 10, 16 << 10, 64 << 10)
 
 
 def benchmark(bench: Bench) -> None:
     """Every number of ranks, every size, every algorithm."""
-    for num_ranks in RANKS:
-        for num_bytes in bench.sizes:
-            measure(bench, num_ranks, num_bytes)
+    for num_ranks, num_bytes in product(RANKS, SMALL_BYTES[:: 5 if bench.is_small else 1]):
+        sets = make_sets(bench, num_ranks, num_bytes, num_sets=1)
+        jobs = [tiny_copy(bench)]
+        for algorithm in SMALL_ALGORITHMS:
+            jobs += bench.attempt(algorithm, partial(make_job, bench, algorithm, sets))
+        bench.measure(jobs, LATENCY, num_bytes, ranks=num_ranks)
+    for num_ranks, num_bytes in product(RANKS, bench.sizes):
+        sets = make_sets(bench, num_ranks, num_bytes)
+        moved_bytes = 2 * num_ranks * num_bytes
+        jobs = bench.attempt("copy", partial(bench.copy_job, moved_bytes))
+        for algorithm in ALGORITHMS[: -1 if num_ranks <= GROUP_SIZE else None]:
+            make = partial(make_job, bench, algorithm, sets, moved_bytes)
+            jobs += bench.attempt(f"{algorithm}, {num_ranks} ranks", make)
+        bench.measure(jobs, "all_reduce", num_bytes, ranks=num_ranks)
 
 
-def measure(bench: Bench, num_ranks: int, num_bytes: int) -> None:
-    """All algorithms at one size."""
-    num_elems = num_bytes // FLOAT32_BYTES
-    moved_bytes = 2 * num_ranks * num_bytes
-    sets = [
+def tiny_copy(bench: Bench) -> Job:
+    """A copy of 16 bytes."""
+    source, copied = bench.random(4, 0), bench.random(4, 1)
+    return Job(Entry("copy of 16 bytes", "torch", "copy_"), [partial(copied.copy_, source)])
+
+
+def make_sets(
+    bench: Bench, num_ranks: int, num_bytes: int, num_sets: int = 0
+) -> list[list[Tensor]]:
+    """Sets of the ranks' tensors: `num_sets`, or as many as leave the cache."""
+    num_elems = max(1, num_bytes // FLOAT32_BYTES)
+    return [
         [bench.random(num_elems, seed * num_ranks + rank) for rank in range(num_ranks)]
-        for seed in range(bench.num_sets(num_ranks * num_bytes))
+        for seed in range(num_sets or bench.num_sets(num_ranks * num_bytes))
     ]
-    jobs = bench.attempt("copy", lambda: bench.copy_job(moved_bytes))
-    for algorithm in ALGORITHMS:
-        if algorithm == "low_latency" and num_bytes > MAX_LOW_LATENCY_BYTES:
-            continue
-        if algorithm == "hierarchical" and num_ranks <= GROUP_SIZE:
-            continue
-        make = partial(make_job, bench, algorithm, sets, moved_bytes)
-        jobs += bench.attempt(f"{algorithm}, {num_ranks} ranks", make)
-    bench.measure(jobs, "all_reduce", num_bytes, ranks=num_ranks)
 
 
-def make_job(bench: Bench, algorithm: str, sets: list[list[torch.Tensor]], moved_bytes: int) -> Job:
+def make_job(
+    bench: Bench,
+    algorithm: str,
+    sets: Sequence[list[Tensor]],
+    moved_bytes: int = 0,
+    group: rota.LocalGroup | None = None,
+    label: str | None = None,
+) -> Job:
     """One algorithm. What is timed is an average, which stays random and finite however often it is
-    taken again. The group is the job's own: one that has timed out is of no use to other jobs.
+    taken again. Unless one is given, the group is the job's own: one that has timed out is of no
+    use to other jobs.
     """
     num_ranks = len(sets[0])
-    group = bench.target.local_group(num_ranks)
+    group = group or rota.LocalGroup(num_ranks, bench.device)
     group_size = GROUP_SIZE if algorithm == "hierarchical" else None
     all_reduce = partial(group.all_reduce, algorithm=algorithm, group_size=group_size)
     seeds = count()
-    contribution = torch.empty(sets[0][0].numel(), device=bench.check_device)
 
     def check() -> int:
         seed = next(seeds)
         for rank, tensor in enumerate(sets[0]):
-            tiles.fill_with_input(contribution, rank, num_ranks, seed)
-            tensor.copy_(contribution)
+            tiles.fill_with_input(tensor, rank, num_ranks, seed)
         all_reduce(sets[0], "sum")
-        bench.target.synchronize()
-        num_wrong = 0
-        for rank, tensor in enumerate(sets[0]):
-            result = tensor.to(bench.check_device)
-            num_wrong += tiles.count_wrong(result, "all_reduce", num_ranks, seed)
-            bench.fill(tensor, rank)
+        num_wrong = sum(tiles.count_wrong(t, "all_reduce", num_ranks, seed) for t in sets[0])
+        for tensor in sets[0]:
+            tensor.normal_()
         return num_wrong
 
-    entry = Entry(f"rota {algorithm}", "rota", "LocalGroup.all_reduce", algorithm)
+    entry = Entry(label or f"rota {algorithm}", "rota", "LocalGroup.all_reduce", algorithm)
     calls = [partial(all_reduce, tensors, "avg") for tensors in sets]
     return Job(entry, calls, moved_bytes, check, may_be_refused=True)
 
 
-def main() -> int:
-    """The exit status: 0 if everything was measured and nothing was wrong."""
-    args = frame.parse_arguments(__doc__, "1K,8K,64K,1M,16M,64M,256M", "1K,64K")
-    return frame.main("local_all_reduce", args, benchmark)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    bench.main("local_all_reduce", __doc__, benchmark, "64K,1M,16M,64M,256M", "64K")

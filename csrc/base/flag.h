@@ -14,7 +14,7 @@ namespace rota {
 
 inline constexpr size_t kCacheLineBytes = 64;
 
-// The only way shared words are accessed. Kernels will use cuda::atomic_ref at system scope here.
+// The only way shared words are accessed; kernels use cuda/system_word.h.
 template <typename T>
 using SharedWord = std::atomic_ref<T>;
 

@@ -2,7 +2,6 @@
 // and on GPUs; so both cut at the same places.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 namespace rota {
@@ -15,8 +14,5 @@ inline constexpr uint64_t kGranuleElems = 64;
 // random numbers of its own, and its squares are a sum of their own, so that no result depends on
 // algorithm, rounds, shards or channels. On the CPU one stays in the first-level cache.
 inline constexpr uint64_t kTileElems = 512;
-
-// What says where a tile of a list of gradients lies: address and length.
-inline constexpr size_t kTileEntryBytes = 16;
 
 }  // namespace rota

@@ -37,6 +37,11 @@ WorkPtr DelegatingBackend::reduce_scatter(std::vector<at::Tensor>& outputs,
   return delegate_for("reduce_scatter", outputs).reduce_scatter(outputs, inputs, opts);
 }
 
+WorkPtr DelegatingBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                const ::c10d::ReduceScatterOptions& opts) {
+  return delegate_for("reduce_scatter", input)._reduce_scatter_base(output, input, opts);
+}
+
 WorkPtr DelegatingBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                          std::vector<int64_t>& output_splits,
                                          std::vector<int64_t>& input_splits,

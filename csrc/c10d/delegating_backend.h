@@ -29,6 +29,8 @@ class DelegatingBackend : public ::c10d::Backend {
   WorkPtr reduce_scatter(std::vector<at::Tensor>& outputs,
                          std::vector<std::vector<at::Tensor>>& inputs,
                          const ::c10d::ReduceScatterOptions& opts) final;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const ::c10d::ReduceScatterOptions& opts) override;
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                         std::vector<int64_t>& input_splits,
                         const ::c10d::AllToAllOptions& opts) final;

@@ -35,6 +35,8 @@ class DeviceCollectives {
                                 Launch mode) = 0;
   virtual WorkRef broadcast(at::TensorList tensors, int root, Launch mode) = 0;
   virtual WorkRef all_gather(const std::vector<AllGatherTensors>& gathers, Launch mode) = 0;
+  // Else the next throws. Throws Error(kType) for a dtype that is never reduced.
+  virtual bool has_reduce_scatter(at::ScalarType dtype) const = 0;
   // input: world_size parts as long as output; rank i gets the sum of all parts i.
   virtual WorkRef reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
                                  Launch mode) = 0;
@@ -50,9 +52,11 @@ class DeviceCollectives {
 bool is_capturing(at::Device device);
 
 // Collective, over `store` too; blocks. Every rank's tensors are to be on the device that it names
-// here. Throws Error(kTransport) where this build, or this machine, has nothing for it.
+// here. through_host does what no kernel of this GPU can be trusted with. Throws Error(kTransport)
+// where this build, or this machine, has nothing for it.
 std::unique_ptr<DeviceCollectives> connect_devices(std::shared_ptr<Communicator> communicator,
                                                    const c10::intrusive_ptr<::c10d::Store>& store,
-                                                   at::Device device, CallerThread thread);
+                                                   at::Device device, CallerThread thread,
+                                                   std::unique_ptr<DeviceCollectives> through_host);
 
 }  // namespace rota::c10d_glue

@@ -50,4 +50,18 @@ BucketOptions BucketOptions::parse(at::Tensor stats, at::ScalarType wire_dtype, 
   });
 }
 
+schedule::Tuning gpu_tuning(std::string_view gpu, std::string_view topology, int world_size) {
+  return with_python_errors([&] {
+    const schedule::Topology parsed =
+        parse_name("gpu_tuning", "topology", topology, "", schedule::kTopologyNames,
+                   schedule::parse_topology(topology));
+    const auto tuning = schedule::find_tuning(gpu, parsed, world_size);
+    if (!tuning) {
+      throw Error(ErrorKind::kValue, join("rota.gpu_tuning: world_size is ", world_size,
+                                          ", expected 1 to ", kMaxWorldSize));
+    }
+    return *tuning;
+  });
+}
+
 }  // namespace rota::c10d_glue

@@ -10,6 +10,7 @@
 #include "base/dtype.h"
 #include "cpu/all_reduce_args.h"
 #include "schedule/select.h"
+#include "schedule/tuning.h"
 
 namespace rota::c10d_glue {
 
@@ -36,5 +37,8 @@ struct BucketOptions {
                              const cpu::BucketPass& pass, std::optional<at::Tensor> residual,
                              std::string_view algorithm);
 };
+
+// The table's row; topology: "local", "nvlink" or "pcie".
+schedule::Tuning gpu_tuning(std::string_view gpu, std::string_view topology, int world_size);
 
 }  // namespace rota::c10d_glue

@@ -106,6 +106,9 @@ WorkPtr ProcessGroupRota::allgather_into_tensor_coalesced(std::vector<at::Tensor
 
 WorkPtr ProcessGroupRota::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                const ::c10d::ReduceScatterOptions& opts) {
+  if (input.is_cuda() && !communicator_->has_reduce_scatter(input)) {
+    return DelegatingBackend::_reduce_scatter_base(output, input, opts);
+  }
   return done_if_null(communicator_->reduce_scatter(output, input, reduce_op(opts.reduceOp),
                                                     launch_mode(opts.asyncOp)),
                       OpType::REDUCE_SCATTER, output);

@@ -75,14 +75,21 @@ bool is_non_overlapping(const at::Tensor& tensor) {
 
 }  // namespace
 
+std::vector<std::string_view> dtype_names(bool (*is_usable)(DType)) {
+  std::vector<std::string_view> names;
+  for (size_t i = 0; i < kNumDTypes; ++i) {
+    if (is_usable(static_cast<DType>(i))) names.push_back(kDTypeNames[i]);
+  }
+  return names;
+}
+
 DType known_dtype(at::ScalarType dtype, std::string_view collective, std::string_view what,
                   bool (*is_usable)(DType)) {
   const auto known = find_dtype(dtype);
   if (known && is_usable(*known)) return *known;
   std::string expected;
-  for (size_t i = 0; i < kNumDTypes; ++i) {
-    if (!is_usable(static_cast<DType>(i))) continue;
-    expected += join(expected.empty() ? "" : ", ", kDTypeNames[i]);
+  for (const std::string_view name : dtype_names(is_usable)) {
+    expected += join(expected.empty() ? "" : ", ", name);
   }
   throw Error(ErrorKind::kType, join("rota.", collective, ": ", what, " is ", c10::toString(dtype),
                                      ", expected one of ", expected));

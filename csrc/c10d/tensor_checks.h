@@ -4,10 +4,14 @@
 #include <ATen/core/Tensor.h>
 
 #include <string_view>
+#include <vector>
 
 #include "base/dtype.h"
 
 namespace rota::c10d_glue {
+
+// The names of the dtypes for which is_usable holds, as torch spells them.
+std::vector<std::string_view> dtype_names(bool (*is_usable)(DType));
 
 // The dtype of a torch tensor; throws Error(kType) naming those that can be used.
 DType known_dtype(at::ScalarType dtype, std::string_view collective, std::string_view what,

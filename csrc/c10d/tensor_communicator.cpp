@@ -191,7 +191,8 @@ void TensorCommunicator::connect_device(at::Device device) {
     launch(Launch::kBlocking, ::c10d::OpType::UNKNOWN, "rota:connect_device", {},
            [this, device](Communicator&, at::TensorList, CallerThread thread) {
              try {
-               devices_ = connect_devices(communicator_, store_, device, thread);
+               devices_ = connect_devices(communicator_, store_, device, thread,
+                                          std::make_unique<ThroughHost>(*this, device));
              } catch (const Error& error) {
                if (error.kind() != ErrorKind::kTransport || cuda::archs().empty()) throw;
                std::cerr << join(error.what(), ". Collectives on CUDA tensors of rank ", rank_,
@@ -202,7 +203,7 @@ void TensorCommunicator::connect_device(at::Device device) {
   });
 }
 
-std::optional<std::string> TensorCommunicator::device_means() const {
+std::optional<std::string> TensorCommunicator::peer_access() const {
   if (!devices_) return std::nullopt;
   return devices_->means();
 }
@@ -285,6 +286,12 @@ WorkRef TensorCommunicator::all_gather(std::vector<AllGatherTensors> gathers, La
                       run_all_gather(communicator, gather, thread);
                     }
                   });
+  });
+}
+
+bool TensorCommunicator::has_reduce_scatter(const at::Tensor& input) {
+  return with_python_errors([&] {
+    return device_collectives(input, "reduce_scatter").has_reduce_scatter(input.scalar_type());
   });
 }
 

@@ -65,11 +65,14 @@ class TensorCommunicator {
   // joined, it says so once, and collectives go through the host's memory.
   void connect_device(at::Device device);
   // How GPUs reach each other; none before they are joined.
-  std::optional<std::string> device_means() const;
+  std::optional<std::string> peer_access() const;
   // Whether send() and receive() will do, as soon as GPUs are joined.
   bool has_transfers() const { return !devices_ || devices_->has_transfers(); }
+  // Whether reduce_scatter() will do for CUDA tensors like this one; connects its device.
+  bool has_reduce_scatter(const at::Tensor& input);
 
-  // Waits for what is queued, then leaves the group; later calls fail. Idempotent.
+  // Waits for what is queued, and for peers' kernels (core/joined_regions.h), then leaves the
+  // group; later calls fail. Idempotent.
   void close();
   // Makes every waiting and later call fail on every rank.
   void abort(const std::string& reason);

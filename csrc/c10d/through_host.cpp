@@ -21,6 +21,12 @@ namespace {
 template <typename Body>
 WorkRef ThroughHost::run(Launch mode, ::c10d::OpType op_type, std::vector<at::Tensor> tensors,
                          size_t num_results, const Body& body) {
+  if (is_capturing(device_)) {
+    throw Error(
+        ErrorKind::kValue,
+        "rota: this collective goes through the host's memory here (a message on stderr said "
+        "why), which a CUDA graph cannot capture; call it outside of the capture");
+  }
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> copies;
   for (const at::Tensor& tensor : tensors) {

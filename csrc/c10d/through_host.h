@@ -1,5 +1,6 @@
-// Collectives of CUDA tensors where GPUs cannot be joined: through the memory of the host, by the
-// collectives of CPU tensors, whose results have the same bits. Every call waits for the GPU.
+// Collectives of CUDA tensors where GPUs cannot be joined, or kernels not be trusted: through the
+// memory of the host, by the collectives of CPU tensors, whose results have the same bits. Every
+// call waits for the GPU.
 #pragma once
 
 #include "c10d/device_collectives.h"
@@ -21,6 +22,7 @@ class ThroughHost final : public DeviceCollectives {
                         Launch mode) override;
   WorkRef broadcast(at::TensorList tensors, int root, Launch mode) override;
   WorkRef all_gather(const std::vector<AllGatherTensors>& gathers, Launch mode) override;
+  bool has_reduce_scatter(at::ScalarType) const override { return false; }
   WorkRef reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
                          Launch mode) override;
   bool has_transfers() const override { return false; }

@@ -4,19 +4,32 @@
 #include "base/error.h"
 #include "c10d/device_collectives.h"
 #include "c10d/gpu_classes.h"
+#include "c10d/gpu_self_test.h"
 
 namespace rota::c10d_glue {
+namespace {
+
+[[noreturn]] void refuse() {
+  throw Error(ErrorKind::kTransport, "this build of rota is for the CPU");
+}
+
+}  // namespace
 
 bool is_capturing(at::Device) { return false; }
 
 std::unique_ptr<DeviceCollectives> connect_devices(std::shared_ptr<Communicator>,
                                                    const c10::intrusive_ptr<::c10d::Store>&,
-                                                   at::Device device, CallerThread) {
+                                                   at::Device device, CallerThread,
+                                                   std::unique_ptr<DeviceCollectives>) {
   throw Error(ErrorKind::kTransport,
               join("rota: a tensor is on ", device.str(),
                    ", but this build of rota is for the CPU; build it anew where nvcc and a CUDA "
                    "build of torch are (ROTA_CUDA=1 pip install --no-build-isolation .)"));
 }
+
+std::vector<KernelReport> run_gpu_self_test(int) { refuse(); }
+
+std::optional<std::vector<std::string>> recorded_gpu_self_test(int) { refuse(); }
 
 void add_gpu_classes(pybind11::module_&) {}
 

@@ -198,10 +198,10 @@ void Communicator::run(const Descriptor& descriptor, const Args& args, CallerThr
     if (num_bytes && *num_bytes <= transport_->geometry().message_bytes) {
       const cpu::Mailboxes mailboxes(*transport_, epoch_, *num_bytes);
       contribute(args, mailboxes);
-      meet(descriptor);
+      rendezvous(descriptor);
       num_rounds_ += complete(args, mailboxes, exchange);
     } else {
-      meet(descriptor);
+      rendezvous(descriptor);
       num_rounds_ += run_rounds(args, exchange);
     }
   } catch (const Error& error) {
@@ -229,7 +229,7 @@ void Communicator::check_usable(std::string_view collective) const {
 }
 
 // Posts the descriptor, waits until every rank has posted one, and compares.
-void Communicator::meet(const Descriptor& descriptor) {
+void Communicator::rendezvous(const Descriptor& descriptor) {
   Flag& post = transport_->own_control().post[parity()];
   const Descriptor::Words words = descriptor.to_words();
   post.payload = words;
@@ -252,14 +252,14 @@ void Communicator::meet(const Descriptor& descriptor) {
   }
 }
 
-uint64_t Communicator::announce(const Descriptor& descriptor) {
-  return announce(descriptor, everyone_, [this](int rank) -> auto& {
+uint64_t Communicator::post_launch(const Descriptor& descriptor) {
+  return post_launch(descriptor, everyone_, [this](int rank) -> auto& {
     return transport_->region(rank).control().launches;
   });
 }
 
-uint64_t Communicator::announce_transfer(const Descriptor& descriptor, int sender, int receiver) {
-  return announce(descriptor, std::array{sender, receiver}, [&](int rank) -> auto& {
+uint64_t Communicator::post_transfer(const Descriptor& descriptor, int sender, int receiver) {
+  return post_launch(descriptor, std::array{sender, receiver}, [&](int rank) -> auto& {
     const transport::ControlBlock& control = transport_->region(rank).control();
     return rank == sender ? control.sends[receiver] : control.receives[sender];
   });
@@ -269,8 +269,8 @@ uint64_t Communicator::announce_transfer(const Descriptor& descriptor, int sende
 // sequentially consistent order, so of two ranks at least the later one sees the other's. A post is
 // written anew once every rank has gone on to the next launch, and so has compared it.
 template <typename PostsOf>
-uint64_t Communicator::announce(const Descriptor& descriptor, std::span<const int> ranks,
-                                const PostsOf& posts_of) {
+uint64_t Communicator::post_launch(const Descriptor& descriptor, std::span<const int> ranks,
+                                   const PostsOf& posts_of) {
   const std::lock_guard lock(mutex_);
   check_usable(descriptor.kind_name());
   using Posts = std::remove_cvref_t<decltype(posts_of(0))>;
@@ -304,7 +304,7 @@ uint64_t Communicator::announce(const Descriptor& descriptor, std::span<const in
   }
 }
 
-uint64_t Communicator::num_announced() const {
+uint64_t Communicator::num_posted_launches() const {
   return transport_->own().control().launches.launched.load();
 }
 

@@ -71,10 +71,10 @@ class Communicator {
   // wait for them, unless one is far behind (transport/layout.h). Throws Error(kMismatch) where a
   // peer has said otherwise; that ends the group, since the peer's kernel is already waiting.
   // Returns the descriptor's fingerprint, by which the kernels compare.
-  uint64_t announce(const Descriptor& descriptor);
+  uint64_t post_launch(const Descriptor& descriptor);
   // The same of a tensor from one rank to another, of which this is one.
-  uint64_t announce_transfer(const Descriptor& descriptor, int sender, int receiver);
-  uint64_t num_announced() const;
+  uint64_t post_transfer(const Descriptor& descriptor, int sender, int receiver);
+  uint64_t num_posted_launches() const;
 
   // Throws Error(kInternal) in a forked child, and in a group that has failed before an error of
   // the kind that it failed with: of several calls in flight any may be the first to be looked at.
@@ -86,20 +86,24 @@ class Communicator {
   void fail(const Error& cause);
 
   const transport::Transport& transport() const { return *transport_; }
+  // Of flags that are none of a collective, so that it needs no turn. Where another thread is in
+  // one, both say when they sleep, and either may miss a wake-up: that costs a tick.
+  Waiter& waiter() { return waiter_; }
   Nanoseconds timeout() const { return watch_.timeout(); }
 
  private:
   // What runs if this is requested; none: auto.
   schedule::Algorithm algorithm_for(std::optional<schedule::Algorithm> requested,
                                     uint64_t num_wire_bytes) const;
-  // The frame of every collective: post, meet, and in one message or in rounds do what args say.
+  // The frame of every collective: post, rendezvous, and in one message or in rounds do what args
+  // say.
   template <typename Args>
   void run(const Descriptor& descriptor, const Args& args, CallerThread thread);
-  void meet(const Descriptor& descriptor);
+  void rendezvous(const Descriptor& descriptor);
   // posts_of(rank): where those that take part say so.
   template <typename PostsOf>
-  uint64_t announce(const Descriptor& descriptor, std::span<const int> ranks,
-                    const PostsOf& posts_of);
+  uint64_t post_launch(const Descriptor& descriptor, std::span<const int> ranks,
+                       const PostsOf& posts_of);
   // post_of(rank): where each of these ranks has its descriptor.
   template <typename PostOf>
   Error mismatch(const Descriptor& own, uint64_t epoch, std::span<const int> ranks,

@@ -11,7 +11,7 @@ namespace {
 // A death is to be known within 5 ms; a look takes about 10 us.
 constexpr auto kLookEvery = std::chrono::milliseconds(2);
 // A wait that goes on says so many times in this time; so one that says nothing is over.
-constexpr auto kSlowWaitEndsAfter = std::chrono::milliseconds(500);
+constexpr auto kStallEndsAfter = std::chrono::milliseconds(500);
 
 std::string_view what_of(cuda::WaitPhase phase) {
   switch (phase) {
@@ -31,6 +31,7 @@ DeviceMonitor::DeviceMonitor(Communicator& communicator, Kernels kernels)
       kernels_(std::move(kernels)),
       watch_(communicator.transport(), communicator.timeout(), nullptr),
       has_left_(static_cast<size_t>(communicator.world_size())),
+      regions_left_(communicator.transport().own().control().regions_left.load()),
       fork_generation_(fork_generation()),
       thread_([this] { run(); }) {}
 
@@ -52,62 +53,66 @@ void DeviceMonitor::run() {
   int awaited_peer = communicator_.rank();
   while (!ended_.wait_for(lock, kLookEvery, [this] { return is_ending_; })) {
     awaited_peer = schedule::next_rank(awaited_peer, communicator_.world_size());
-    watch_.begin_collective("collective on the GPU", communicator_.num_announced(), false);
+    watch_.begin_collective("collective on the GPU", communicator_.num_posted_launches(), false);
     watch_.begin_wait(awaited_peer, "queued", 0);
     look_for_leavers();
-    const std::optional<cuda::Failure> slow = kernels_.take_slow();
-    if (const std::optional<Error> error = look(slow)) {
+    const std::optional<cuda::Failure> stall = kernels_.take_stall();
+    if (const std::optional<Error> error = look(stall)) {
       // Said at once: kernels return, results are not to be used, and the next call may come late.
       std::cerr << join(error->what(), "; results of collectives on GPUs since are not valid\n");
       communicator_.fail(*error);
       kernels_.abort();
       return;
     }
-    if (slow) warn_about_slow_peer(*slow);
+    if (stall) warn_about_stall(*stall);
   }
 }
 
-std::optional<Error> DeviceMonitor::look(const std::optional<cuda::Failure>& slow) {
+std::optional<Error> DeviceMonitor::look(const std::optional<cuda::Failure>& stall) {
   if (auto error = watch_.poll()) return error;
   if (const auto failure = kernels_.failure()) {
     if (failure->kind == cuda::FailureKind::kTimeout) return timed_out(*failure);
     if (failure->kind == cuda::FailureKind::kMismatch) return another_launch(*failure);
   }
   if (auto error = watch_.find_death()) return error;
-  return find_departure(slow);
+  return find_departure(stall);
 }
 
 void DeviceMonitor::look_for_leavers() {
   had_left_ = has_left_;
   for (int peer = 0; peer < communicator_.world_size(); ++peer) {
     const auto& control = communicator_.transport().region(peer).control();
-    has_left_[static_cast<size_t>(peer)] = control.departed.load() != 0;
+    // One that lets go of its regions launches nothing more, and may wait for this rank before it
+    // departs.
+    has_left_[static_cast<size_t>(peer)] =
+        control.departed.load() != 0 || control.regions_left.load() > regions_left_;
   }
 }
 
 // A rank that leaves has done its part: what it sent, kernels here may still be about to read. So
-// it is missed only where one says that it waits after the rank was seen to have left: `slow` was
+// it is missed only where one says that it waits after the rank was seen to have left: `stall` was
 // written after the last look, which began with the ranks.
-std::optional<Error> DeviceMonitor::find_departure(const std::optional<cuda::Failure>& slow) const {
-  if (!slow || !had_left_[slow->peer]) return std::nullopt;
+std::optional<Error> DeviceMonitor::find_departure(
+    const std::optional<cuda::Failure>& stall) const {
+  if (!stall || !had_left_[stall->peer]) return std::nullopt;
   return Error(ErrorKind::kPeerFailed,
-               join(watch_.prefix(), ": ", communicator_.transport().describe(slow->peer),
+               join(watch_.prefix(), ": ", communicator_.transport().describe(stall->peer),
                     " has left the group ", watch_.place(),
                     " while a kernel waits; every rank must call the same "
                     "collectives before it closes"));
 }
 
-bool DeviceMonitor::has_slow_wait() const {
-  return std::chrono::steady_clock::now() - slow_at_.load() < kSlowWaitEndsAfter;
+bool DeviceMonitor::is_stalled() const {
+  return std::chrono::steady_clock::now() - stalled_at_.load() < kStallEndsAfter;
 }
 
 // Once for each wait.
-void DeviceMonitor::warn_about_slow_peer(const cuda::Failure& slow) {
-  const bool is_another_wait = !has_slow_wait();
-  slow_at_ = std::chrono::steady_clock::now();
+void DeviceMonitor::warn_about_stall(const cuda::Failure& stall) {
+  const bool is_another_wait = !is_stalled();
+  stalled_at_ = std::chrono::steady_clock::now();
   if (!is_another_wait) return;
-  std::cerr << join(watch_.prefix(), " has waited ", kSlowPeerAfter / std::chrono::seconds(1),
-                    " s ", awaited(slow), "; still waiting\n");
+  std::cerr << join(watch_.prefix(), " has waited ", kStallAfter / std::chrono::seconds(1), " s ",
+                    awaited(stall), "; still waiting\n");
 }
 
 Error DeviceMonitor::timed_out(const cuda::Failure& failure) const {

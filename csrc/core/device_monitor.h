@@ -24,7 +24,7 @@ class DeviceMonitor {
   // What it asks of the rank's executor (cuda/executor.h).
   struct Kernels {
     std::function<std::optional<cuda::Failure>()> failure;
-    std::function<std::optional<cuda::Failure>()> take_slow;
+    std::function<std::optional<cuda::Failure>()> take_stall;
     std::function<void()> abort;
   };
 
@@ -35,26 +35,27 @@ class DeviceMonitor {
   DeviceMonitor& operator=(const DeviceMonitor&) = delete;
 
   // Whether a kernel waits that has waited long. From any thread.
-  bool has_slow_wait() const;
+  bool is_stalled() const;
 
  private:
   void run();
-  // What has gone wrong on any rank, if anything. slow: whom a kernel waits for, if for long.
-  std::optional<Error> look(const std::optional<cuda::Failure>& slow);
-  std::optional<Error> find_departure(const std::optional<cuda::Failure>& slow) const;
+  // What has gone wrong on any rank, if anything. stall: whom a kernel waits for, if for long.
+  std::optional<Error> look(const std::optional<cuda::Failure>& stall);
+  std::optional<Error> find_departure(const std::optional<cuda::Failure>& stall) const;
   void look_for_leavers();
   Error timed_out(const cuda::Failure& failure) const;
   Error another_launch(const cuda::Failure& failure) const;
-  void warn_about_slow_peer(const cuda::Failure& slow);
+  void warn_about_stall(const cuda::Failure& stall);
   // "for data of rank 1 (pid 7) in channel 3 (epoch 17, queued, step 0)".
   std::string awaited(const cuda::Failure& failure) const;
 
   Communicator& communicator_;
   Kernels kernels_;
-  Watch watch_;                                                   // the thread's own
-  std::vector<bool> has_left_;                                    // by rank
-  std::vector<bool> had_left_;                                    // at the last look
-  std::atomic<std::chrono::steady_clock::time_point> slow_at_{};  // last
+  Watch watch_;                 // the thread's own
+  std::vector<bool> has_left_;  // by rank
+  std::vector<bool> had_left_;  // at the last look
+  uint64_t regions_left_;       // when GPUs were joined, on every rank (core/joined_regions.h)
+  std::atomic<std::chrono::steady_clock::time_point> stalled_at_{};  // last
 
   uint64_t fork_generation_;
   std::mutex mutex_;

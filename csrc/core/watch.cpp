@@ -56,7 +56,7 @@ std::optional<Error> Watch::tick(Nanoseconds waited) {
                  join(prefix(), " waited ", milliseconds(waited), " ms for ",
                       transport_.describe(peer_), ' ', place(), "; is rank ", peer_, " alive?"));
   }
-  if (waited >= kSlowPeerAfter) warn_about_slow_peer(waited);
+  if (waited >= kStallAfter) warn_about_stall(waited);
   return std::nullopt;
 }
 
@@ -91,7 +91,7 @@ std::optional<Error> Watch::find_abort() const {
   return std::nullopt;
 }
 
-void Watch::warn_about_slow_peer(Nanoseconds waited) {
+void Watch::warn_about_stall(Nanoseconds waited) {
   if (has_warned_) return;
   has_warned_ = true;
   std::cerr << join(prefix(), " has waited ", milliseconds(waited), " ms for ",

@@ -11,7 +11,7 @@
 
 namespace rota {
 
-inline constexpr Nanoseconds kSlowPeerAfter = std::chrono::seconds(1);
+inline constexpr Nanoseconds kStallAfter = std::chrono::seconds(1);
 
 class Watch final : public cpu::PeerWaitObserver {
  public:
@@ -36,7 +36,7 @@ class Watch final : public cpu::PeerWaitObserver {
 
  private:
   std::optional<Error> find_abort() const;
-  void warn_about_slow_peer(Nanoseconds waited);
+  void warn_about_stall(Nanoseconds waited);
 
   const transport::Transport& transport_;
   Nanoseconds timeout_;

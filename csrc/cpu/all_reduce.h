@@ -1,12 +1,5 @@
-// All-reduce on the CPU: one rank's part, in place, in the caller's thread.
-//
-//   algorithm     stages                     read from peers, per rank        summed in
-//   one_shot      1                          (p-1) * S                        ascending rank
-//   two_shot      2                          2*(p-1)/p * S                    ascending rank
-//   ordered_ring  chunks + 2*(p-1)           S partial + S results            ascending rank
-//   ring          2*(p-1) per round          2*(p-1)/p * S                    piece k from rank k
-//
-// p ranks, S bytes of message in the wire dtype (partial sums of rings: in the hop dtype).
+// All-reduce on the CPU: one rank's part, in place, in the caller's thread. What each
+// algorithm costs is in csrc/README.md.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Broadcast, all-gather and barrier on the CPU: bytes only, no arithmetic. Like all-reduce, a
-// message that fits a mailbox goes with the post; a longer one is pipelined through the in-slots.
+// message that fits a mailbox goes with the post; a longer one is pipelined through slots.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ struct BroadcastArgs {
 
 struct AllGatherArgs {
   const void* input;  // num_bytes of this rank
-  void* const*
-      outputs;  // by rank: where that rank's num_bytes go; the own entry may be input itself
+  // By rank: where that rank's num_bytes go; the own entry may be input itself.
+  void* const* outputs;
   uint64_t num_bytes;
 };
 

@@ -13,7 +13,7 @@ namespace rota::cuda {
 
 // Part of a list of gradients: each tensor starts a tile of its own, so that what is read and
 // written stays aligned, and the last tile of each may be short.
-struct alignas(kTileEntryBytes) Tile {
+struct alignas(16) Tile {
   std::byte* data;
   uint64_t num_elems;
 
@@ -21,7 +21,6 @@ struct alignas(kTileEntryBytes) Tile {
     return num_elems == kTileElems && is_aligned(data, kAccessBytes);
   }
 };
-static_assert(sizeof(Tile) == kTileEntryBytes);
 
 // Neighbours that work on rows of a tile together (cuda/tiles.h), and the four teams of them that a
 // warp is.
@@ -37,7 +36,6 @@ struct BucketArgs {
   std::byte* wire;  // num_tiles * kTileElems elements, aligned to 16 bytes
   float contribution_factor;
   float result_factor;
-  uint64_t* num_non_finite;  // what a kernel finds is added
 
   HOST_DEVICE uint64_t num_elems() const { return num_tiles * kTileElems; }
   HOST_DEVICE Tile tile(uint64_t index, size_t elem_bytes) const {
@@ -48,19 +46,32 @@ struct BucketArgs {
   }
 };
 
+// What blocks of unpack count together. Both are 0 at rest: pack sets them so, for memory that is
+// new, and unpack leaves them so.
+struct UnpackWords {
+  uint64_t num_non_finite;
+  uint32_t num_blocks_done;
+
+  HOST_DEVICE void put_to_rest() {
+    num_non_finite = 0;
+    num_blocks_done = 0;
+  }
+};
+
 struct PackArgs {
   BucketArgs bucket;
   // Error feedback (Seide et al. 2014): num_elems() floats in units of the result, which are added
   // to the contributions and renewed; or null.
   float* residual;
   Rounding rounding;
+  UnpackWords* words;  // of the unpack that comes after
 };
 
 struct UnpackArgs {
-  BucketArgs bucket;  // its num_non_finite rests at 0: what was found is moved on to the stats
-  double* squares;    // by group of tiles (base/fixed_tree.h), aligned to 16 bytes
-  double* stats;      // of all tiles: number of non-finite results, sum of their squares
-  uint32_t* num_blocks_done;  // 0 at rest
+  BucketArgs bucket;
+  double* squares;  // by group of tiles (base/fixed_tree.h), aligned to 16 bytes
+  double* stats;    // of all tiles: number of non-finite results, sum of their squares
+  UnpackWords* words;
 };
 
 }  // namespace rota::cuda

@@ -15,10 +15,11 @@ struct CollectiveArgs {
   std::byte* input[kMaxLocalRanks];   // by place among the launch's local ranks
   std::byte* output[kMaxLocalRanks];  // may be the input
   uint64_t num_elems;
-  uint64_t granule_elems;  // pieces and chunks are multiples of it
-  uint64_t chunk_elems;    // what a slot takes
-  int group_size;          // sums are formed in groups of so many ranks, then over the groups
-  bool is_aligned;         // all tensors and pieces, to 16 bytes
+  uint64_t shard_elems;  // of each rank's shard; where there are none, of the whole
+  uint64_t chunk_elems;  // what a slot takes
+  uint64_t num_chunks;   // of the longest shard
+  int group_size;        // sums are formed in groups of so many ranks, then over the groups
+  bool is_aligned;       // all tensors and pieces, to 16 bytes
   ReduceOp op;
   double divisor;     // kAvg: of the sum
   double reciprocal;  // 1 / divisor where that is exact, else 0

@@ -15,4 +15,14 @@ std::vector<std::string> archs();
 // Error(kTransport) with the runtime's reason where there is none. Makes no CUDA context.
 std::vector<std::string> devices();
 
+// What tells one GPU from another, and the driver that compiles and runs its kernels.
+struct GpuInfo {
+  std::string name;    // "NVIDIA H200"
+  std::string uuid;    // hexadecimal
+  std::string driver;  // "580.65.06 (CUDA 13.0)"; where only CUDA's version is known: "CUDA 13.0"
+};
+
+// Throws Error(kTransport). Makes no CUDA context.
+GpuInfo gpu_info(int device);
+
 }  // namespace rota::cuda

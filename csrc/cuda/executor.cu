@@ -44,35 +44,29 @@ void Executor::HostWordsDeleter::operator()(HostWords* words) const {
   transport::forget_error(cudaFreeHost(words));
 }
 
-Executor::Executor(const Options& options) : words_(make_words()) {
+Executor::Executor(const Options& options) : words_(make_words()), tuning_(options.tuning) {
   peers_.first_rank = options.rank;
   peers_.num_local_ranks = options.num_local_ranks;
   peers_.geometry = options.geometry;
   std::copy(options.regions.begin(), options.regions.end(), peers_.regions);
   peers_.abort = on_gpu(&words_->abort);
   peers_.failure = on_gpu(&words_->failure);
-  peers_.slow = on_gpu(&words_->slow);
-  peers_.slow_after_ns = static_cast<uint64_t>(options.slow_after.count());
+  peers_.stall = on_gpu(&words_->stall);
+  peers_.stall_after_ns = static_cast<uint64_t>(options.stall_after.count());
   peers_.timeout_ns = static_cast<uint64_t>(options.timeout.count());
+  if (has_transfers()) receives_.emplace();
 }
 
 ResidentPlan Executor::plan(const LaunchRequest& request) const {
-  return plan_resident(request, peers_);
+  return plan_resident(request, peers_, tuning_);
 }
 
 void Executor::run(const ResidentPlan& plan, Stream stream) {
   if (plan.function == nullptr) return;
   const CollectiveArgs& args = plan.launch.args;
-  // Local ranks send and receive at the same time, as in any collective.
-  const bool is_transfer = plan.kernel == Kernel::kTransfer && peers_.num_local_ranks == 1;
+  const bool is_transfer = plan.kernel == Kernel::kTransfer && has_transfers();
   const bool is_send = is_transfer && args.source == peers_.first_rank;
   const bool is_receive = is_transfer && args.destination == peers_.first_rank;
-  if (is_receive && !receives_) {
-    // The first one, behind all collectives so far.
-    order_.enter(stream);
-    order_.leave(stream);
-    receives_.emplace();
-  }
   if (!is_receive) order_.enter(stream);
   if (receives_ && !is_send) receives_->enter(stream);
   launch_collective(plan, peers_, stream);
@@ -89,10 +83,10 @@ std::optional<Failure> Executor::failure() const {
   return Failure::unpack_any(SharedWord<uint64_t>(words_->failure).load(std::memory_order_relaxed));
 }
 
-std::optional<Failure> Executor::take_slow() {
-  SharedWord<uint64_t> slow(words_->slow);
-  const uint64_t word = slow.load(std::memory_order_relaxed);
-  slow.store(0, std::memory_order_relaxed);  // what comes in between comes again
+std::optional<Failure> Executor::take_stall() {
+  SharedWord<uint64_t> stall(words_->stall);
+  const uint64_t word = stall.load(std::memory_order_relaxed);
+  stall.store(0, std::memory_order_relaxed);  // what comes in between comes again
   return Failure::unpack_any(word);
 }
 

@@ -25,22 +25,22 @@ class Hierarchy {
             schedule::across_groups(links.rank(), links.world_size(), elements.args().group_size)),
         pieces_(links, elements, group_) {}
 
-  HOST_DEVICE uint64_t num_chunks() const { return pieces_.num_chunks(); }
-
   // Round i of a channel sends two messages on the links within the group, and one on those across.
-  // All phases: false when a wait was given up.
+  // All phases: false when a wait was given up. Each opens its links anew: kept from phase to
+  // phase, the counts of both sets would take registers that the sums need.
 
   // Leaves the group's sum of chunk `chunk` of the own piece in the slots of every group's owner of
   // that piece, the own ones included.
   HOST_DEVICE bool reduce_in_group(uint64_t chunk, uint64_t round) const {
+    const LinkSet group = links_.open(group_), across = links_.open(across_);
     const uint64_t message = 2 * round;
     const Range own = pieces_.own_chunk(chunk);
-    if (!links_.wait(ToSend{group_, message})) return false;
+    if (!links_.wait(ToSend{group, message})) return false;
     pieces_.scatter(chunk, message);
     block_.sync();
-    links_.publish(group_, message);
+    links_.publish(group, message);
 
-    if (!links_.wait(ToRead{group_, message}, ToSend{across_, round})) return false;
+    if (!links_.wait(ToRead{group, message}, ToSend{across, round})) return false;
     const auto contribution_of = [&](int place) {
       return pieces_.contribution(place, own, message);
     };
@@ -48,15 +48,16 @@ class Hierarchy {
     elements_.reduce(own, Contributions(elements_, group_.num_ranks, contribution_of),
                      PartialResults(elements_, across_.num_ranks, slot_of));
     block_.sync();
-    links_.release(group_, message);
-    links_.publish(across_, round);
+    links_.publish(across, round);
+    links_.release(group, message);
     return true;
   }
 
   // Adds up the groups' sums, and sends the result to the group.
   HOST_DEVICE bool sum_across_groups(uint64_t chunk, uint64_t round) const {
+    const LinkSet group = links_.open(group_), across = links_.open(across_);
     const Range own = pieces_.own_chunk(chunk);
-    if (!links_.wait(ToRead{across_, round})) return false;
+    if (!links_.wait(ToRead{across, round})) return false;
     const auto partial_of = [&](int place) {
       return links_.incoming(across_.rank_at(place), round);
     };
@@ -66,14 +67,14 @@ class Hierarchy {
     elements_.reduce(own, Partials(elements_, across_.num_ranks, partial_of),
                      Results(elements_, own.begin, group_.num_ranks, result_places));
     block_.sync();
-    links_.release(across_, round);
-    links_.publish(group_, 2 * round + 1);
+    links_.publish(group, 2 * round + 1);
+    links_.release(across, round);
     return true;
   }
 
   HOST_DEVICE bool gather_in_group(uint64_t chunk, uint64_t round) const {
     const uint64_t message = 2 * round + 1;
-    if (!links_.wait(ToRead{group_, message})) return false;
+    if (!links_.wait(ToRead{links_.open(group_), message})) return false;
     pieces_.collect(chunk, message);
     return true;
   }
@@ -81,12 +82,13 @@ class Hierarchy {
   // After the last round: what the launch leaves to later ones. Results are released only here:
   // before, the next round's contribution says as much.
   HOST_DEVICE void finish(uint64_t num_rounds) const {
+    const LinkSet group = links_.open(group_), across = links_.open(across_);
     block_.sync();
-    links_.release(group_, 2 * num_rounds - 1);
-    links_.count_sent(group_, 2 * num_rounds);
-    links_.count_received(group_, 2 * num_rounds);
-    links_.count_sent(across_, num_rounds);
-    links_.count_received(across_, num_rounds);
+    links_.release(group, 2 * num_rounds - 1);
+    links_.count_sent(group, 2 * num_rounds);
+    links_.count_received(group, 2 * num_rounds);
+    links_.count_sent(across, num_rounds);
+    links_.count_received(across, num_rounds);
   }
 
  private:
@@ -105,7 +107,7 @@ HOST_DEVICE void hierarchical(const Block& block, const Peers& peers, const Coll
   const Hierarchy hierarchy(block, links, elements);
 
   uint64_t round = 0;
-  for (uint64_t i = block.index(); i < hierarchy.num_chunks(); i += block.num_blocks(), ++round) {
+  for (uint64_t i = block.index(); i < args.num_chunks; i += block.num_blocks(), ++round) {
     if (!hierarchy.reduce_in_group(i, round)) return;
     if (!hierarchy.sum_across_groups(i, round)) return;
     if (!hierarchy.gather_in_group(i, round)) return;

@@ -2,8 +2,9 @@
 // what cudaLaunchKernel takes, or null for a format that the kernel is not made for.
 #pragma once
 
+#include "base/dtype.h"
 #include "base/wire_format.h"
-#include "cuda/launch_plan.h"
+#include "cuda/block_threads.h"
 
 // In front of a kernel's name: what the compiler may count on, for registers' sake.
 #define ROTA_COLLECTIVE_KERNEL __global__ __launch_bounds__(kThreadsPerBlock, 1) void

@@ -1,6 +1,5 @@
 #include "cuda/launch.h"
 
-#include <algorithm>
 #include <array>
 #include <map>
 #include <mutex>
@@ -55,6 +54,12 @@ int current_gpu() {
   return gpu;
 }
 
+int attribute(cudaDeviceAttr which) {
+  int value = 0;
+  check_cuda(cudaDeviceGetAttribute(&value, which, current_gpu()), "cudaDeviceGetAttribute");
+  return value;
+}
+
 // How many blocks of a kernel the current GPU runs at the same time. Asking the runtime costs more
 // than a launch, so answers are kept.
 int num_resident_blocks(const void* kernel, int num_threads) {
@@ -93,16 +98,29 @@ void load(const void* kernel) {
     check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
 }
 
-void launch(const void* kernel, dim3 num_blocks, int num_threads, void** args, Stream stream) {
-  check_cuda(cudaLaunchKernel(kernel, num_blocks, dim3(static_cast<unsigned>(num_threads)), args, 0,
-                              stream),
-             "cudaLaunchKernel");
+// As a whole: the GPU starts no block before it has room for all, so that of two launches none
+// holds the room that the other one's blocks wait for (csrc/README.md, residency).
+enum class Start { kBlockByBlock, kAsAWhole };
+
+void launch(const void* kernel, dim3 num_blocks, int num_threads, void** args, Stream stream,
+            Start start = Start::kBlockByBlock) {
+  cudaLaunchAttribute cooperative{};
+  cooperative.id = cudaLaunchAttributeCooperative;
+  cooperative.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = num_blocks;
+  config.blockDim = dim3(static_cast<unsigned>(num_threads));
+  config.stream = stream;
+  config.attrs = &cooperative;
+  config.numAttrs = start == Start::kAsAWhole ? 1 : 0;
+  check_cuda(cudaLaunchKernelExC(&config, kernel, args), "cudaLaunchKernelExC");
 }
 
 // Blocks whose warps take num_items one after another: no more than run at once, and so many that
-// all warps take equally many, but for the last ones, in the last round.
+// all warps take equally many, but for the last ones, in the last round. One block where there is
+// nothing, for the words and the stats of a bucket: its squares sum up to 0.
 unsigned num_bucket_blocks(const void* kernel, uint64_t num_items) {
-  if (num_items == 0) return 0;
+  if (num_items == 0) return 1;
   constexpr uint64_t kWarps = kBucketThreads / kWarpThreads;
   const auto num_resident = static_cast<uint64_t>(num_resident_blocks(kernel, kBucketThreads));
   const uint64_t num_rounds = schedule::ceil_div(num_items, num_resident * kWarps);
@@ -126,15 +144,13 @@ void load_kernels() {
   }
 }
 
-int num_multiprocessors() {
-  int number = 0;
-  check_cuda(cudaDeviceGetAttribute(&number, cudaDevAttrMultiProcessorCount, current_gpu()),
-             "cudaDeviceGetAttribute");
-  return number;
-}
+int num_multiprocessors() { return attribute(cudaDevAttrMultiProcessorCount); }
 
-ResidentPlan plan_resident(const LaunchRequest& request, const Peers& peers) {
-  ResidentPlan plan{request.kernel, nullptr, plan_launch(request, peers), {}};
+bool starts_grids_as_a_whole() { return attribute(cudaDevAttrCooperativeLaunch) != 0; }
+
+ResidentPlan plan_resident(const LaunchRequest& request, const Peers& peers,
+                           const schedule::Tuning& tuning) {
+  ResidentPlan plan{request.kernel, nullptr, plan_launch(request, peers, tuning), {}};
   if (plan.launch.num_blocks == 0) return plan;
   plan.function = kernel_of(request.kernel, request.format);
   if (plan.function == nullptr) refuse_format(name(request.kernel), request.format);
@@ -149,12 +165,13 @@ void launch_collective(const ResidentPlan& plan, const Peers& peers, Stream stre
                   const_cast<MappedTensors*>(&plan.tensors)};
   const dim3 num_blocks(static_cast<unsigned>(plan.launch.num_blocks),
                         static_cast<unsigned>(peers.num_local_ranks));
-  launch(plan.function, num_blocks, plan.launch.num_threads, args, stream);
+  const bool waits_for_itself = plan.launch.waits && peers.num_local_ranks > 1;
+  launch(plan.function, num_blocks, plan.launch.num_threads, args, stream,
+         waits_for_itself ? Start::kAsAWhole : Start::kBlockByBlock);
 }
 
 void launch_pack(const PackArgs& args, DType dtype, const WireFormat& wire, Stream stream) {
   check_bucket(args.bucket, dtype, wire);
-  if (args.bucket.num_tiles == 0) return;
   const void* kernel = pack_kernel_of(dtype, wire);
   if (kernel == nullptr) refuse_format("pack", wire);
   void* kernel_args[] = {const_cast<PackArgs*>(&args)};
@@ -167,10 +184,8 @@ void launch_unpack(const UnpackArgs& args, DType dtype, const WireFormat& wire, 
   const void* kernel = unpack_kernel_of(dtype, wire);
   if (kernel == nullptr) refuse_format("unpack", wire);
   const uint64_t num_groups = schedule::ceil_div(args.bucket.num_tiles, kTreeGroup);
-  // Without tiles, too: their sum of squares is 0.
-  const unsigned num_blocks = std::max(1u, num_bucket_blocks(kernel, num_groups));
   void* kernel_args[] = {const_cast<UnpackArgs*>(&args)};
-  launch(kernel, num_blocks, kBucketThreads, kernel_args, stream);
+  launch(kernel, num_bucket_blocks(kernel, num_groups), kBucketThreads, kernel_args, stream);
 }
 
 }  // namespace rota::cuda

@@ -16,6 +16,8 @@ void load_kernels();
 
 // Of the current GPU: as many blocks of any collective that waits are resident together.
 int num_multiprocessors();
+// Of the current GPU: what launches of local ranks need.
+bool starts_grids_as_a_whole();
 
 // A collective's kernel for the current GPU, and all that it is told but of its peers.
 struct ResidentPlan {
@@ -25,9 +27,10 @@ struct ResidentPlan {
   MappedTensors tensors;
 };
 
-// Blocks that wait for each other, as those of local ranks do, must all be resident together, or
-// they would wait for one that never starts: more are refused.
-ResidentPlan plan_resident(const LaunchRequest& request, const Peers& peers);
+// Blocks that wait must all be resident together, or they would wait for one that never starts:
+// more are refused.
+ResidentPlan plan_resident(const LaunchRequest& request, const Peers& peers,
+                           const schedule::Tuning& tuning);
 // Of a plan that has something to do.
 void launch_collective(const ResidentPlan& plan, const Peers& peers, Stream stream);
 

@@ -103,8 +103,8 @@ void check_peers(const Peers& peers, Kernel kernel) {
              ", expected an address that is a multiple of ", transport::kDeviceLineBytes);
     }
   }
-  if (peers.abort == nullptr || peers.failure == nullptr || peers.slow == nullptr) {
-    refuse("there is no abort word, no failure word or no word for slow peers");
+  if (peers.abort == nullptr || peers.failure == nullptr || peers.stall == nullptr) {
+    refuse("there is no abort word, no failure word or no word for stalls");
   }
 }
 
@@ -284,7 +284,8 @@ Kernel kernel_for(schedule::Algorithm algorithm) {
   return Kernel::kOneShot;
 }
 
-LaunchPlan plan_launch(const LaunchRequest& request, const Peers& peers) {
+LaunchPlan plan_launch(const LaunchRequest& request, const Peers& peers,
+                       const schedule::Tuning& tuning) {
   check_peers(peers, request.kernel);
   const int world_size = peers.world_size();
   const int group_size = request.group_size == 0 ? world_size : request.group_size;
@@ -315,15 +316,16 @@ LaunchPlan plan_launch(const LaunchRequest& request, const Peers& peers) {
   if (std::frexp(request.divisor, &exponent) == 0.5) args.reciprocal = 1 / request.divisor;
   args.is_aligned = is_everything_aligned(request, peers);
   const uint64_t granule_elems = request.is_bucket ? kTileElems : kGranuleElems;
-  args.granule_elems = has_equal_pieces(request.kernel) ? 1 : granule_elems;
 
-  const auto pieces = static_cast<uint64_t>(num_pieces(request, world_size, group_size));
-  const uint64_t piece_elems =
-      schedule::piece_of(request.num_elems, pieces, 0, args.granule_elems).num_elems;
+  args.shard_elems = schedule::shard_length(
+      request.num_elems, static_cast<uint64_t>(num_pieces(request, world_size, group_size)),
+      has_equal_pieces(request.kernel) ? 1 : granule_elems);
+  const uint64_t longest_elems = std::min(args.shard_elems, request.num_elems);
   if (!plan.waits) {
-    args.chunk_elems = request.format.capacity(kFreeChunkBytes, granule_elems);
-    plan.num_blocks = static_cast<int>(schedule::ceil_div(piece_elems, args.chunk_elems));
-    plan.num_threads = kFreeThreads;
+    args.chunk_elems = request.format.capacity(tuning.free_chunk_bytes, granule_elems);
+    args.num_chunks = schedule::ceil_div(longest_elems, args.chunk_elems);
+    plan.num_blocks = static_cast<int>(args.num_chunks);
+    plan.num_threads = tuning.free_threads;
     return plan;
   }
 
@@ -331,19 +333,43 @@ LaunchPlan plan_launch(const LaunchRequest& request, const Peers& peers) {
   // what a block moves at once.
   const auto num_channels = static_cast<uint64_t>(peers.geometry.num_channels);
   const uint64_t at_once = kThreadsPerBlock * kAccessBytes / info(request.format.dtype).num_bytes;
-  const uint64_t share = std::max(schedule::ceil_div(piece_elems, num_channels), at_once);
+  const uint64_t share = std::max(schedule::ceil_div(longest_elems, num_channels), at_once);
   args.chunk_elems = schedule::ceil_div(share, granule_elems) * granule_elems;
   args.chunk_elems =
       std::min(args.chunk_elems, message_capacity(request, peers.geometry, granule_elems));
-  const uint64_t num_chunks = schedule::ceil_div(piece_elems, args.chunk_elems);
-  if (request.kernel == Kernel::kLowLatency &&
-      (args.chunk_elems == 0 || num_chunks > num_channels)) {
+  args.num_chunks = schedule::ceil_div(longest_elems, args.chunk_elems);
+  if (request.kernel == Kernel::kLowLatency && args.num_chunks > num_channels) {
     refuse("low_latency takes up to ",
            num_channels * message_capacity(request, peers.geometry, granule_elems), " elements of ",
            name(request.format.dtype), ", got ", request.num_elems, "; use one_shot or two_shot");
   }
-  plan.num_blocks = static_cast<int>(std::min(num_chunks, num_channels));
+  plan.num_blocks = static_cast<int>(std::min(args.num_chunks, num_channels));
   return plan;
+}
+
+void check_tuning(const schedule::Tuning& tuning) {
+  if (tuning.num_channels < 0) {
+    refuse("num_channels is ", tuning.num_channels,
+           ", expected 0 for all that are resident, or more");
+  }
+  // Less does not take the granule of every kernel and dtype; more, no kernel counts.
+  constexpr size_t kLeastBytes = 4096, kMostBytes = size_t{1} << 30;
+  const auto check_bytes = [&](std::string_view what, size_t num_bytes) {
+    if (num_bytes >= kLeastBytes && num_bytes <= kMostBytes &&
+        num_bytes % transport::kDeviceLineBytes == 0) {
+      return;
+    }
+    refuse(what, " is ", num_bytes, ", expected a multiple of ", transport::kDeviceLineBytes,
+           " from ", kLeastBytes, " to ", kMostBytes);
+  };
+  check_bytes("slot_bytes", tuning.slot_bytes);
+  check_bytes("free_chunk_bytes", tuning.free_chunk_bytes);
+  constexpr int kWarp = static_cast<int>(kWarpThreads);
+  if (tuning.free_threads < kWarp || tuning.free_threads > kThreadsPerBlock ||
+      tuning.free_threads % kWarp != 0) {
+    refuse("free_threads is ", tuning.free_threads, ", expected a multiple of ", kWarp, " from ",
+           kWarp, " to ", kThreadsPerBlock);
+  }
 }
 
 void check_bucket(const BucketArgs& args, DType dtype, const WireFormat& wire) {
@@ -368,7 +394,6 @@ void check_bucket(const BucketArgs& args, DType dtype, const WireFormat& wire) {
     refuse("the wire buffer is at ", static_cast<const void*>(args.wire), " and the list at ",
            static_cast<const void*>(args.tiles), ", expected multiples of ", kAccessBytes);
   }
-  if (args.num_non_finite == nullptr) refuse("there is no word to count what is not finite");
   for (const float factor : {args.contribution_factor, args.result_factor}) {
     if (!(std::isnormal(factor) && factor > 0))
       refuse("a factor is ", factor, ", expected a positive normal number");

@@ -8,10 +8,12 @@
 #include <string_view>
 
 #include "base/wire_format.h"
+#include "cuda/block_threads.h"
 #include "cuda/bucket_args.h"
 #include "cuda/collective_args.h"
 #include "cuda/peers.h"
 #include "schedule/select.h"
+#include "schedule/tuning.h"
 
 namespace rota::cuda {
 
@@ -35,20 +37,6 @@ constexpr std::string_view name(Kernel kernel) { return kKernelNames[static_cast
 
 // The kernel of an all-reduce that goes through links.
 Kernel kernel_for(schedule::Algorithm algorithm);
-
-// Threads of a block. Collectives may take 128 registers each, of which a multiprocessor has 65536;
-// pack and unpack 96, so that several blocks share one: the more is in flight, the less of the
-// latency of memory shows.
-inline constexpr int kThreadsPerBlock = 512;
-static_assert(kMaxWorldSize <= kThreadsPerBlock, "each rank has a thread of its own (links.h)");
-// Of a collective whose blocks wait for nobody: four share a multiprocessor, so that the others
-// keep memory busy while one starts, and what each takes is so short that all end together. 16 KiB
-// of each tensor are 128 MB and 62 us as 4096 blocks of 2 ranks, 8 of them one after the other in
-// each place of an H200 (528). Not yet measured.
-inline constexpr int kFreeThreads = 128;
-inline constexpr size_t kFreeChunkBytes = 16 << 10;
-inline constexpr int kBucketThreads = 128;
-inline constexpr int kBucketBlocks = 5;  // on a multiprocessor, at least
 
 struct LaunchRequest {
   Kernel kernel;
@@ -76,8 +64,13 @@ struct LaunchPlan {
   bool waits;       // for other blocks: so all must be resident together
 };
 
-// Throws Error(kValue), which says what was given and what is taken.
-LaunchPlan plan_launch(const LaunchRequest& request, const Peers& peers);
+// Throws Error(kValue), which says what was given and what is taken. `peers` has the geometry that
+// the tuning led to.
+LaunchPlan plan_launch(const LaunchRequest& request, const Peers& peers,
+                       const schedule::Tuning& tuning);
+
+// Throws likewise where no kernel could work by a tuning.
+void check_tuning(const schedule::Tuning& tuning);
 
 // What pack and unpack do not take: throws likewise.
 void check_bucket(const BucketArgs& args, DType dtype, const WireFormat& wire);

@@ -6,6 +6,12 @@
 //   sender    wait(to_send) ... write the slots ... block.sync(), publish
 //   receiver  wait(to_read) ... read the slots ...  block.sync(), release
 //
+// Where both follow one barrier, publish comes first: the message is awaited now, the slot only
+// later. Either order is correct: nothing waits in between, and the barrier has made both true. Who
+// gets the message may go on before the release is out, but writes no slot here that it has not
+// seen to be free: by the release, whenever that comes, or by a message that was sent after the
+// slot had been read (two_shot).
+//
 // All threads of a block call each verb. Thread i waits for, tells and counts the i-th rank of a
 // set, all at once, of which there are no more than threads; the barriers around make the others'
 // accesses part of what it orders.
@@ -21,13 +27,22 @@ namespace rota::cuda {
 using schedule::RankSet;
 using transport::kNumLinkSlots;
 
+// The links with the ranks of a set, and what this thread knows of the one that it handles. No link
+// is in two sets of a launch that send, or in two that receive: both would number their messages
+// from the same count.
+struct LinkSet {
+  RankSet ranks = schedule::nobody();
+  uint64_t sent = 0;      // by earlier launches, to this thread's rank
+  uint64_t received = 0;  // by earlier launches, from it
+};
+
 // What wait() waits for, of every rank in a set except the own.
 struct ToSend {  // that a slot is free for message `message` to them
-  RankSet ranks;
+  LinkSet links;
   uint64_t message;
 };
 struct ToRead {  // that message `message` of theirs has arrived
-  RankSet ranks;
+  LinkSet links;
   uint64_t message;
 };
 
@@ -47,6 +62,18 @@ class Links {
     return peers_.regions[rank()] + peers_.geometry.slot(block_.index(), peer, message);
   }
 
+  // Loads this thread's counts, once for many verbs: no other thread writes them, and this one does
+  // so at the end of the launch, so that no barrier is needed.
+  HOST_DEVICE LinkSet open(const RankSet& ranks) const {
+    LinkSet set{ranks};
+    for_own(ranks, [&](int peer) {
+      const auto& counts = own_end(peer).counts;
+      set.sent = counts.sent;
+      set.received = counts.received;
+    });
+    return set;
+  }
+
   // The block goes on together, once everything is there. False: it has been given up.
   template <typename... Awaited>
   HOST_DEVICE bool wait(const Awaited&... awaited) const {
@@ -55,27 +82,26 @@ class Links {
   }
 
   // After block.sync(): what was written to the slots of `message` may be read.
-  HOST_DEVICE void publish(const RankSet& to, uint64_t message) const {
-    for_own(to, [&](int peer) {
+  HOST_DEVICE void publish(const LinkSet& to, uint64_t message) const {
+    for_own(to.ranks, [&](int peer) {
       transport::DeviceFlag& arrived = end_at(peer).arrived;
       if (message == 0) arrived.payload = fingerprint_;
-      store(arrived, own_end(peer).counts.sent + message + 1);
+      store(arrived, to.sent + message + 1);
     });
   }
   // After block.sync(): the slots of `message` have been read and may be written again.
-  HOST_DEVICE void release(const RankSet& from, uint64_t message) const {
-    for_own(from, [&](int peer) {
-      store(end_at(peer).consumed, own_end(peer).counts.received + message + 1);
-    });
+  HOST_DEVICE void release(const LinkSet& from, uint64_t message) const {
+    for_own(from.ranks,
+            [&](int peer) { store(end_at(peer).consumed, from.received + message + 1); });
   }
 
-  // At the end of a launch: how many messages went over each link. Only the thread that waits for a
-  // rank reads its counts, so that no barrier is needed.
-  HOST_DEVICE void count_sent(const RankSet& to, uint64_t num_messages) const {
-    for_own(to, [&](int peer) { own_end(peer).counts.sent += num_messages; });
+  // At the end of a launch: how many messages went over each link.
+  HOST_DEVICE void count_sent(const LinkSet& to, uint64_t num_messages) const {
+    for_own(to.ranks, [&](int peer) { own_end(peer).counts.sent = to.sent + num_messages; });
   }
-  HOST_DEVICE void count_received(const RankSet& from, uint64_t num_messages) const {
-    for_own(from, [&](int peer) { own_end(peer).counts.received += num_messages; });
+  HOST_DEVICE void count_received(const LinkSet& from, uint64_t num_messages) const {
+    for_own(from.ranks,
+            [&](int peer) { own_end(peer).counts.received = from.received + num_messages; });
   }
 
  private:
@@ -88,25 +114,25 @@ class Links {
 
   HOST_DEVICE bool wait_for_own_part(const ToSend& awaited) const {
     bool is_free = true;
-    for_own(awaited.ranks, [&](int peer) {
+    for_own(awaited.links.ranks, [&](int peer) {
       // A slot's first message of this launch finds it empty once all earlier launches' were read.
       const uint64_t message = awaited.message;
       const uint64_t num_read = message < kNumLinkSlots ? 0 : message + 1 - kNumLinkSlots;
-      auto& end = own_end(peer);
-      is_free = wait_for(end.consumed, end.counts.sent + num_read, peer, WaitPhase::kFreeSlot);
+      is_free = wait_for(own_end(peer).consumed, awaited.links.sent + num_read, peer,
+                         WaitPhase::kFreeSlot);
     });
     return is_free;
   }
   HOST_DEVICE bool wait_for_own_part(const ToRead& awaited) const {
     bool is_there = true;
-    for_own(awaited.ranks, [&](int peer) {
-      auto& end = own_end(peer);
-      is_there = wait_for(end.arrived, end.counts.received + awaited.message + 1, peer,
+    for_own(awaited.links.ranks, [&](int peer) {
+      transport::DeviceFlag& arrived = own_end(peer).arrived;
+      is_there = wait_for(arrived, awaited.links.received + awaited.message + 1, peer,
                           WaitPhase::kArrival);
       // The peer sends nothing of a later launch before the own block has gone on from here.
       if (is_there && awaited.message == 0) {
         is_there = is_same_launch(block_, peers_, peer, WaitPhase::kArrival, fingerprint_,
-                                  end.arrived.payload);
+                                  arrived.payload);
       }
     });
     return is_there;

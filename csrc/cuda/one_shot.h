@@ -12,23 +12,25 @@ template <typename Codec, typename Block>
 HOST_DEVICE void one_shot(const Block& block, const Peers& peers, const CollectiveArgs& args) {
   const Links links(block, peers, args.fingerprint);
   const Elements<Codec, Block> elements(block, args);
-  const RankSet world = schedule::everyone(links.world_size());
+  const RankSet everyone = schedule::everyone(links.world_size());
   const int num_peers = links.world_size() - 1;
-  const uint64_t num_chunks = schedule::ceil_div(args.num_elems, args.chunk_elems);
 
   uint64_t message = 0;
-  for (uint64_t i = block.index(); i < num_chunks; i += block.num_blocks(), ++message) {
+  for (uint64_t i = block.index(); i < args.num_chunks; i += block.num_blocks(), ++message) {
     const Range chunk = schedule::chunk_of(args.num_elems, args.chunk_elems, i);
 
-    if (!links.wait(ToSend{world, message})) return;
+    // Opened anew for the waits, which hide the load, and behind the sum: kept over it, the counts
+    // would take registers that it needs.
+    const LinkSet to_peers = links.open(everyone);
+    if (!links.wait(ToSend{to_peers, message})) return;
     elements.copy(chunk, elements.input(chunk), num_peers, [&](int index) {
       const int peer = schedule::rotated_peer(links.rank(), links.world_size(), index);
       return elements.in_slot(links.outgoing(peer, message), chunk);
     });
     block.sync();
-    links.publish(world, message);
+    links.publish(to_peers, message);
 
-    if (!links.wait(ToRead{world, message})) return;
+    if (!links.wait(ToRead{links.open(everyone), message})) return;
     const auto contribution_of = [&](int rank) {
       return rank == links.rank() ? elements.input(chunk)
                                   : elements.in_slot(links.incoming(rank, message), chunk);
@@ -37,8 +39,9 @@ HOST_DEVICE void one_shot(const Block& block, const Peers& peers, const Collecti
     elements.reduce_in_groups(chunk, Contributions(elements, links.world_size(), contribution_of),
                               args.group_size, Results(elements, chunk.begin, 1, output));
     block.sync();
-    links.release(world, message);
+    links.release(links.open(everyone), message);
   }
+  const LinkSet world = links.open(everyone);
   links.count_sent(world, message);
   links.count_received(world, message);
 }

@@ -18,14 +18,15 @@ HOST_DEVICE void ordered_ring(const Block& block, const Peers& peers, const Coll
   const int world_size = links.world_size();
   const int next = schedule::next_rank(rank, world_size);
   const int previous = schedule::previous_rank(rank, world_size);
+  const LinkSet to_next = links.open(schedule::only(next));
+  const LinkSet from_previous = links.open(schedule::only(previous));
   const size_t half_slot = peers.geometry.slot_bytes / 2;
 
   // This channel's chunks are block.index(), block.index() + block.num_blocks(), ...
-  const uint64_t all_chunks = schedule::ceil_div(args.num_elems, args.chunk_elems);
   const auto channel = static_cast<uint64_t>(block.index());
   const auto num_channels = static_cast<uint64_t>(block.num_blocks());
   const uint64_t num_chunks =
-      all_chunks > channel ? schedule::ceil_div(all_chunks - channel, num_channels) : 0;
+      args.num_chunks > channel ? schedule::ceil_div(args.num_chunks - channel, num_channels) : 0;
   const auto chunk_of = [&](int64_t i) {
     return schedule::chunk_of(args.num_elems, args.chunk_elems,
                               channel + static_cast<uint64_t>(i) * num_channels);
@@ -36,8 +37,8 @@ HOST_DEVICE void ordered_ring(const Block& block, const Peers& peers, const Coll
   for (int64_t i = 0; i < num_steps; ++i) {
     const auto step = static_cast<uint64_t>(i);
     const auto [partial, result] = schedule::ordered_ring_step(rank, world_size, chunks, i);
-    const RankSet from = i == 0 ? schedule::nobody() : schedule::only(previous);
-    const RankSet to = i == num_steps - 1 ? schedule::nobody() : schedule::only(next);
+    const LinkSet from = i == 0 ? LinkSet{} : from_previous;
+    const LinkSet to = i == num_steps - 1 ? LinkSet{} : to_next;
     if (!links.wait(ToRead{from, step - 1}, ToSend{to, step})) return;
     std::byte* received = links.incoming(previous, step - 1);
     std::byte* slot = links.outgoing(next, step);
@@ -69,12 +70,12 @@ HOST_DEVICE void ordered_ring(const Block& block, const Peers& peers, const Coll
                     next == world_size - 1 ? 1 : 2, kept_and_sent);
     }
     block.sync();
-    links.release(from, step - 1);
     links.publish(to, step);
+    links.release(from, step - 1);
   }
   const uint64_t num_messages = num_steps == 0 ? 0 : static_cast<uint64_t>(num_steps) - 1;
-  links.count_sent(schedule::only(next), num_messages);
-  links.count_received(schedule::only(previous), num_messages);
+  links.count_sent(to_next, num_messages);
+  links.count_received(from_previous, num_messages);
 }
 
 }  // namespace rota::cuda

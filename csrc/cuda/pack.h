@@ -1,6 +1,6 @@
 // From gradients to the wire format, a list of tensors in one launch and one pass: scale, add what
-// the last rounding lost, round in scaled blocks, and count what is not finite. As the CPU does it
-// in cpu/bucket_reducer.cpp, with the same bits.
+// the last rounding lost, and round in scaled blocks. As the CPU does it in cpu/bucket_reducer.cpp,
+// with the same bits.
 #pragma once
 
 #include "cuda/tiles.h"
@@ -15,6 +15,9 @@ class Packer {
       : block_(block), thread_(block), args_(args) {}
 
   HOST_DEVICE void run() {
+    UnpackWords& words = *args_.words;
+    // A memset would be one launch more. The end of this one comes before unpack.
+    if (block_.index() == 0 && block_.thread() == 0) words.put_to_rest();
     const uint64_t num_tiles = args_.bucket.num_tiles;
     const uint64_t stride = thread_.item_stride();
     uint64_t index = thread_.first_item();
@@ -30,7 +33,6 @@ class Packer {
         pack_rows<false>(tile, index);
       }
     }
-    thread_.add_up(*args_.bucket.num_non_finite, num_non_finite_);
   }
 
  private:
@@ -41,7 +43,7 @@ class Packer {
 
   // This team's quarter of a tile.
   template <bool kIsWhole>
-  HOST_DEVICE void pack_rows(const Tile& tile, uint64_t index) {
+  HOST_DEVICE void pack_rows(const Tile& tile, uint64_t index) const {
     const WirePlace place = format().from(
         format().place(args_.bucket.wire, args_.bucket.num_elems()), index * kTileElems);
     std::byte* residual = args_.residual == nullptr
@@ -71,13 +73,12 @@ class Packer {
 
   template <bool kIsWhole>
   HOST_DEVICE_INLINE void load_gradients(const Tile& tile, uint32_t row,
-                                         RowPart (&wanted)[kRowsInFlight]) {
+                                         RowPart (&wanted)[kRowsInFlight]) const {
     RowBits<dtype> bits[kRowsInFlight];
     thread_.template read<dtype, kIsWhole>(tile.data, row, bits, tile.num_elems);
     for_each_elem([&](uint32_t r, uint32_t i) {
       const auto gradient =
           static_cast<float>(decode<dtype, false>(block_, get_bits<kElemBytes>(bits[r], i)));
-      num_non_finite_ += is_finite(gradient) ? 0 : 1;
       wanted[r].of[i] = gradient * args_.bucket.contribution_factor;
     });
   }
@@ -161,7 +162,6 @@ class Packer {
   const Block& block_;
   TileThread<Block> thread_;
   const PackArgs& args_;
-  uint32_t num_non_finite_ = 0;
 };
 
 template <DType dtype, DType wire, bool is_scaled, typename Block>

@@ -19,8 +19,8 @@ struct Peers {
   // In host memory that the GPU maps, as are the next two: 1 once the host wants kernels to return.
   const uint32_t* abort;
   uint64_t* failure;  // a Failure, packed; 0 at rest; any channel writes it
-  uint64_t* slow;     // the same, written again and again by a wait longer than slow_after_ns
-  uint64_t slow_after_ns;
+  uint64_t* stall;    // the same, written again and again by a wait longer than stall_after_ns
+  uint64_t stall_after_ns;
   uint64_t timeout_ns;
 
   HOST_DEVICE int world_size() const { return geometry.world_size; }
@@ -34,11 +34,11 @@ struct Peers {
 };
 
 // kMismatch: the peer is in a launch with another fingerprint (collective_args.h).
-enum class FailureKind : uint8_t { kNone, kTimeout, kAborted, kMismatch, kSlow };
+enum class FailureKind : uint8_t { kNone, kTimeout, kAborted, kMismatch, kStall };
 enum class WaitPhase : uint8_t { kArrival, kFreeSlot, kPacket };
 
-// Why a kernel returned early, or (kSlow) for whom it has waited long: one word, so that writing it
-// needs no order. Where several channels say something, one of their words remains.
+// Why a kernel returned early, or (kStall) for whom it has waited long: one word, so that writing
+// it needs no order. Where several channels say something, one of their words remains.
 struct Failure {
   FailureKind kind;
   WaitPhase phase;

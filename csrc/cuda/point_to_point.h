@@ -12,31 +12,33 @@ namespace rota::cuda {
 using Bytes = Codec<DType::kUInt8>;
 
 // What passes through a rank: data that it has sent, or that it receives, sends on, or both.
-// from, to: one rank or nobody.
+// from_rank, to_rank: one rank or nobody.
 template <typename Block>
 HOST_DEVICE void pass_on(const Block& block, const Peers& peers, const CollectiveArgs& args,
-                         const RankSet& from, const RankSet& to) {
+                         const RankSet& from_rank, const RankSet& to_rank) {
   const Links links(block, peers, args.fingerprint);
+  const LinkSet from = links.open(from_rank);
+  const LinkSet to = links.open(to_rank);
   const Elements<Bytes, Block> elements(block, args);
-  const uint64_t num_chunks = schedule::ceil_div(args.num_elems, args.chunk_elems);
-  const bool is_source = from.num_ranks == 0;
+  const bool is_source = from_rank.num_ranks == 0;
 
   uint64_t message = 0;
-  for (uint64_t i = block.index(); i < num_chunks; i += block.num_blocks(), ++message) {
+  for (uint64_t i = block.index(); i < args.num_chunks; i += block.num_blocks(), ++message) {
     const Range chunk = schedule::chunk_of(args.num_elems, args.chunk_elems, i);
     if (!links.wait(ToRead{from, message}, ToSend{to, message})) return;
-    const WirePlace source = is_source
-                                 ? elements.input(chunk)
-                                 : elements.in_slot(links.incoming(from.first, message), chunk);
+    const WirePlace source =
+        is_source ? elements.input(chunk)
+                  : elements.in_slot(links.incoming(from_rank.first, message), chunk);
     // A source has its data already.
     const int first_place = is_source ? 1 : 0;
-    elements.copy(chunk, source, 1 + to.num_ranks - first_place, [&](int index) {
-      return index + first_place == 0 ? elements.output(chunk)
-                                      : elements.in_slot(links.outgoing(to.first, message), chunk);
+    elements.copy(chunk, source, 1 + to_rank.num_ranks - first_place, [&](int index) {
+      return index + first_place == 0
+                 ? elements.output(chunk)
+                 : elements.in_slot(links.outgoing(to_rank.first, message), chunk);
     });
     block.sync();
-    links.release(from, message);
     links.publish(to, message);
+    links.release(from, message);
   }
   links.count_sent(to, message);
   links.count_received(from, message);

@@ -18,32 +18,32 @@ HOST_DEVICE void ring(const Block& block, const Peers& peers, const CollectiveAr
   const int world_size = links.world_size();
   const int next = schedule::next_rank(rank, world_size);
   const int previous = schedule::previous_rank(rank, world_size);
+  const LinkSet to_next = links.open(schedule::only(next));
+  const LinkSet from_previous = links.open(schedule::only(previous));
   const int num_steps = schedule::ring_num_steps(world_size);
-  const uint64_t num_rounds = schedule::num_chunks_of_pieces(args.num_elems, world_size,
-                                                             args.chunk_elems, args.granule_elems);
 
   uint64_t message = 0;  // what arrives; what is sent on is the one after
-  for (uint64_t round = block.index(); round < num_rounds; round += block.num_blocks()) {
+  for (uint64_t round = block.index(); round < args.num_chunks; round += block.num_blocks()) {
     const auto chunk_of = [&](int piece) {
-      return schedule::chunk_of_piece(args.num_elems, world_size, piece, args.chunk_elems, round,
-                                      args.granule_elems);
+      return schedule::chunk_of_shard(args.num_elems, args.shard_elems, piece, args.chunk_elems,
+                                      round);
     };
     // Before anything has arrived, the own piece starts on its way.
     const Range first = chunk_of(schedule::ring_step(rank, world_size, 0).send_piece);
-    if (!links.wait(ToSend{schedule::only(next), message})) return;
+    if (!links.wait(ToSend{to_next, message})) return;
     const auto own_first = [&](int) { return elements.input(first); };
     const auto first_slot = [&](int) { return links.outgoing(next, message); };
     elements.reduce(first, Contributions(elements, 1, own_first),
                     PartialResults(elements, 1, first_slot));
     block.sync();
-    links.publish(schedule::only(next), message);
+    links.publish(to_next, message);
 
     for (int step = 0; step < num_steps; ++step, ++message) {
       const auto [send_piece, recv_piece, action] = schedule::ring_step(rank, world_size, step);
       const Range chunk = chunk_of(recv_piece);
       // Nobody needs the last piece any more.
-      const RankSet to = step == num_steps - 1 ? schedule::nobody() : schedule::only(next);
-      if (!links.wait(ToRead{schedule::only(previous), message}, ToSend{to, message + 1})) return;
+      const LinkSet to = step == num_steps - 1 ? LinkSet{} : to_next;
+      if (!links.wait(ToRead{from_previous, message}, ToSend{to, message + 1})) return;
 
       std::byte* received = links.incoming(previous, message);
       std::byte* slot = links.outgoing(next, message + 1);
@@ -60,16 +60,17 @@ HOST_DEVICE void ring(const Block& block, const Peers& peers, const CollectiveAr
           elements.reduce(chunk, sum, Results(elements, chunk.begin, 2, kept_and_sent));
           break;
         case schedule::RingAction::kCopy:
-          elements.copy(chunk, elements.in_slot(received, chunk), 1 + to.num_ranks, kept_and_sent);
+          elements.copy(chunk, elements.in_slot(received, chunk), 1 + to.ranks.num_ranks,
+                        kept_and_sent);
           break;
       }
       block.sync();
-      links.release(schedule::only(previous), message);
       links.publish(to, message + 1);
+      links.release(from_previous, message);
     }
   }
-  links.count_sent(schedule::only(next), message);
-  links.count_received(schedule::only(previous), message);
+  links.count_sent(to_next, message);
+  links.count_received(from_previous, message);
 }
 
 }  // namespace rota::cuda

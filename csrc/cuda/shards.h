@@ -13,11 +13,11 @@ HOST_DEVICE void reduce_scatter(const Block& block, const Peers& peers,
                                 const CollectiveArgs& args) {
   const Links links(block, peers, args.fingerprint);
   const Elements<Codec, Block> elements(block, args);
-  const RankSet world = schedule::everyone(links.world_size());
-  const Pieces pieces(links, elements, world);
+  const LinkSet world = links.open(schedule::everyone(links.world_size()));
+  const Pieces pieces(links, elements, world.ranks);
 
   uint64_t message = 0;
-  for (uint64_t i = block.index(); i < pieces.num_chunks(); i += block.num_blocks(), ++message) {
+  for (uint64_t i = block.index(); i < args.num_chunks; i += block.num_blocks(), ++message) {
     const Range own = pieces.own_chunk(i);
 
     if (!links.wait(ToSend{world, message})) return;
@@ -42,11 +42,11 @@ template <typename Codec, typename Block>
 HOST_DEVICE void all_gather(const Block& block, const Peers& peers, const CollectiveArgs& args) {
   const Links links(block, peers, args.fingerprint);
   const Elements<Codec, Block> elements(block, args);
-  const RankSet world = schedule::everyone(links.world_size());
-  const Pieces pieces(links, elements, world);
+  const LinkSet world = links.open(schedule::everyone(links.world_size()));
+  const Pieces pieces(links, elements, world.ranks);
 
   uint64_t message = 0;
-  for (uint64_t i = block.index(); i < pieces.num_chunks(); i += block.num_blocks(), ++message) {
+  for (uint64_t i = block.index(); i < args.num_chunks; i += block.num_blocks(), ++message) {
     const Range own = pieces.own_chunk(i);
 
     if (!links.wait(ToSend{world, message})) return;

@@ -20,16 +20,11 @@ class Pieces {
       : links_(links), elements_(elements), ranks_(ranks) {}
 
   HOST_DEVICE const RankSet& ranks() const { return ranks_; }
-  HOST_DEVICE uint64_t num_chunks() const {
-    const CollectiveArgs& args = elements_.args();
-    return schedule::num_chunks_of_pieces(args.num_elems, ranks_.num_ranks, args.chunk_elems,
-                                          args.granule_elems);
-  }
   // Chunk i of the piece that a rank owns.
   HOST_DEVICE Range chunk_of(int owner, uint64_t i) const {
     const CollectiveArgs& args = elements_.args();
-    return schedule::chunk_of_piece(args.num_elems, ranks_.num_ranks, ranks_.place_of(owner),
-                                    args.chunk_elems, i, args.granule_elems);
+    return schedule::chunk_of_shard(args.num_elems, args.shard_elems, ranks_.place_of(owner),
+                                    args.chunk_elems, i);
   }
   HOST_DEVICE Range own_chunk(uint64_t i) const { return chunk_of(links_.rank(), i); }
   HOST_DEVICE int num_peers() const { return ranks_.num_ranks - 1; }
@@ -62,10 +57,9 @@ class Pieces {
   // In a tensor that holds this rank's piece alone.
   HOST_DEVICE WirePlace in_own_piece(std::byte* base, const Range& own) const {
     const CollectiveArgs& args = elements_.args();
-    const auto place = static_cast<uint64_t>(ranks_.place_of(links_.rank()));
-    const Range piece = schedule::piece_of(args.num_elems, static_cast<uint64_t>(ranks_.num_ranks),
-                                           place, args.granule_elems);
-    return elements_.at(base, piece.num_elems, own.begin - piece.begin);
+    const Range shard =
+        schedule::shard_of(args.num_elems, args.shard_elems, ranks_.place_of(links_.rank()));
+    return elements_.at(base, shard.num_elems, own.begin - shard.begin);
   }
   // Takes the results of the others' chunks.
   HOST_DEVICE void collect(uint64_t i, uint64_t message) const {
@@ -88,23 +82,26 @@ template <typename Codec, typename Block>
 HOST_DEVICE void two_shot(const Block& block, const Peers& peers, const CollectiveArgs& args) {
   const Links links(block, peers, args.fingerprint);
   const Elements<Codec, Block> elements(block, args);
-  const RankSet world = schedule::everyone(links.world_size());
-  const Pieces pieces(links, elements, world);
+  const RankSet everyone = schedule::everyone(links.world_size());
+  const Pieces pieces(links, elements, everyone);
 
   uint64_t message = 0;
-  for (uint64_t i = block.index(); i < pieces.num_chunks(); i += block.num_blocks()) {
+  for (uint64_t i = block.index(); i < args.num_chunks; i += block.num_blocks(), message += 2) {
     const Range own = pieces.own_chunk(i);
-    const uint64_t contribution = message++;
-    const uint64_t result = message++;
+    const uint64_t contribution = message;
+    const uint64_t result = message + 1;
 
-    if (!links.wait(ToSend{world, contribution})) return;
+    // Opened anew where a wait hides the load: kept over the copies and the sum, the counts would
+    // take registers that those need.
+    const LinkSet to_owners = links.open(everyone);
+    if (!links.wait(ToSend{to_owners, contribution})) return;
     pieces.scatter(i, contribution);
     block.sync();
-    links.publish(world, contribution);
+    links.publish(to_owners, contribution);
 
     // The slots of the results are free: a peer sends this contribution after it has read all that
     // came before.
-    if (!links.wait(ToRead{world, contribution})) return;
+    if (!links.wait(ToRead{links.open(everyone), contribution})) return;
     const auto contribution_of = [&](int rank) {
       return pieces.contribution(rank, own, contribution);
     };
@@ -112,14 +109,16 @@ HOST_DEVICE void two_shot(const Block& block, const Peers& peers, const Collecti
     elements.reduce_in_groups(own, Contributions(elements, links.world_size(), contribution_of),
                               args.group_size,
                               Results(elements, own.begin, links.world_size(), result_places));
+    const LinkSet peers_links = links.open(everyone);
     block.sync();
-    links.release(world, contribution);
-    links.publish(world, result);
+    links.publish(peers_links, result);
+    links.release(peers_links, contribution);
 
-    if (!links.wait(ToRead{world, result})) return;
+    if (!links.wait(ToRead{peers_links, result})) return;
     pieces.collect(i, result);
   }
   // Results are released for later launches only: in this one, the next contribution does.
+  const LinkSet world = links.open(everyone);
   block.sync();
   links.release(world, message - 1);
   links.count_sent(world, message);

@@ -16,18 +16,19 @@ HOST_DEVICE void two_shot_in_place(const Block& block, const Peers& peers,
                                    const CollectiveArgs& args, const MappedTensors& tensors) {
   const Links links(block, peers, args.fingerprint);
   const Elements<Codec, Block> elements(block, args);
-  const RankSet world = schedule::everyone(links.world_size());
-  const Pieces pieces(links, elements, world);
+  const RankSet everyone = schedule::everyone(links.world_size());
+  const Pieces pieces(links, elements, everyone);
 
   // Messages without slots: my tensor is there; my results are.
   constexpr uint64_t kReady = 0, kDone = 1;
   const bool is_one_launch = peers.are_all_local();
+  const LinkSet world = is_one_launch ? LinkSet{} : links.open(everyone);
   if (!is_one_launch) {
     if (!links.wait(ToSend{world, kReady})) return;
     links.publish(world, kReady);
     if (!links.wait(ToRead{world, kReady})) return;
   }
-  for (uint64_t i = block.index(); i < pieces.num_chunks(); i += block.num_blocks()) {
+  for (uint64_t i = block.index(); i < args.num_chunks; i += block.num_blocks()) {
     const Range own = pieces.own_chunk(i);
     const auto place_in = [&](int rank) {
       return elements.at(tensors.of[rank], args.num_elems, own.begin);

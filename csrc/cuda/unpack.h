@@ -25,7 +25,7 @@ class Unpacker {
       const double sum = thread_.sum_of_teams(squares);
       if (thread_.is_first_of_warp()) args_.squares[group] = sum;
     }
-    thread_.add_up(*args_.bucket.num_non_finite, num_non_finite_);
+    thread_.add_up(args_.words->num_non_finite, num_non_finite_);
     sum_up_in_last_block();
   }
 
@@ -115,22 +115,22 @@ class Unpacker {
   // Every block says that its tiles are summed and counted; the last one to say so sees the sums
   // and the count of all.
   HOST_DEVICE void sum_up_in_last_block() const {
+    UnpackWords& words = *args_.words;
     block_.sync();
     bool is_last = true;
     if (block_.thread() == 0) {
       const auto others = static_cast<uint32_t>(block_.num_blocks()) - 1;
       is_last =
-          GpuWord<uint32_t>(*args_.num_blocks_done).fetch_add(1, MemoryOrder::acq_rel) == others;
+          GpuWord<uint32_t>(words.num_blocks_done).fetch_add(1, MemoryOrder::acq_rel) == others;
     }
     if (!block_.all(is_last)) return;
     const double sum =
         sum_in_fixed_tree(block_, args_.squares, num_groups(), block_.shared_doubles());
     if (block_.thread() != 0) return;
-    GpuWord<uint64_t> num_non_finite(*args_.bucket.num_non_finite);
+    const GpuWord<uint64_t> num_non_finite(words.num_non_finite);
     args_.stats[0] = static_cast<double>(num_non_finite.load(MemoryOrder::relaxed));
     args_.stats[1] = sum;
-    num_non_finite.store(0, MemoryOrder::relaxed);  // for the next launch, as is this
-    *args_.num_blocks_done = 0;
+    words.put_to_rest();  // the next unpack need not come after a pack
   }
 
   HOST_DEVICE static constexpr WireFormat format() { return {wire, is_scaled}; }

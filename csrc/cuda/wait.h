@@ -33,8 +33,8 @@ HOST_DEVICE bool wait_until(const Block& block, const Peers& peers, int peer, Wa
     const uint64_t now_ns = block.now_ns();
     if (begin_ns == 0) begin_ns = now_ns;
     const uint64_t waited_ns = now_ns - begin_ns;
-    if (waited_ns > peers.slow_after_ns) {
-      report(block, peers, FailureKind::kSlow, phase, peer, peers.slow);
+    if (waited_ns > peers.stall_after_ns) {
+      report(block, peers, FailureKind::kStall, phase, peer, peers.stall);
     }
     auto give_up = FailureKind::kNone;
     if (waited_ns > peers.timeout_ns) give_up = FailureKind::kTimeout;

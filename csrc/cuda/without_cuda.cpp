@@ -12,6 +12,8 @@ std::vector<std::string> devices() {
   throw Error(ErrorKind::kTransport, "this build of rota is for the CPU");
 }
 
+GpuInfo gpu_info(int) { throw Error(ErrorKind::kTransport, "this build of rota is for the CPU"); }
+
 }  // namespace rota::cuda
 
 #endif

@@ -20,19 +20,39 @@ HOST_DEVICE constexpr uint64_t ceil_div(uint64_t value, uint64_t divisor) {
 
 HOST_DEVICE constexpr uint64_t min_of(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
-// The piece `index` of `num_elems` elements cut into `num_pieces` of equal length, rounded up to
-// `granule` elements so that pieces start aligned; the last ones may be short or empty.
-HOST_DEVICE constexpr Range piece_of(uint64_t num_elems, uint64_t num_pieces, uint64_t index,
-                                     uint64_t granule) {
-  const uint64_t length = ceil_div(ceil_div(num_elems, num_pieces), granule) * granule;
-  const uint64_t begin = min_of(index * length, num_elems);
-  return {begin, min_of(length, num_elems - begin)};
-}
-
 // The chunk `index` when chunks hold `chunk_elems` each; the last one may be short.
 HOST_DEVICE constexpr Range chunk_of(uint64_t num_elems, uint64_t chunk_elems, uint64_t index) {
   const uint64_t begin = min_of(index * chunk_elems, num_elems);
   return {begin, min_of(chunk_elems, num_elems - begin)};
+}
+
+// Shards: `num_elems` elements in `num_shards` parts of equal length, rounded up to `granule`
+// elements so that shards start aligned; the last ones may be short or empty. Their length is found
+// apart from what it is used for: a 64-bit division takes a GPU about a hundred instructions, so
+// kernels are told it.
+HOST_DEVICE constexpr uint64_t shard_length(uint64_t num_elems, uint64_t num_shards,
+                                            uint64_t granule) {
+  return ceil_div(ceil_div(num_elems, num_shards), granule) * granule;
+}
+
+// The shard `index` when shards are `shard_elems` long.
+HOST_DEVICE constexpr Range shard_of(uint64_t num_elems, uint64_t shard_elems, int index) {
+  return chunk_of(num_elems, shard_elems, static_cast<uint64_t>(index));
+}
+
+// The chunk `index` of `shard`, counted from the start of the tensor. Past the shard's end it is
+// empty, and goes through protocols as any other.
+HOST_DEVICE constexpr Range chunk_of_shard(uint64_t num_elems, uint64_t shard_elems, int shard,
+                                           uint64_t chunk_elems, uint64_t index) {
+  const Range whole = shard_of(num_elems, shard_elems, shard);
+  const Range chunk = chunk_of(whole.num_elems, chunk_elems, index);
+  return {whole.begin + chunk.begin, chunk.num_elems};
+}
+
+// The same where the number of shards is known and not their length; a piece is a shard.
+HOST_DEVICE constexpr Range piece_of(uint64_t num_elems, uint64_t num_pieces, uint64_t index,
+                                     uint64_t granule) {
+  return chunk_of(num_elems, shard_length(num_elems, num_pieces, granule), index);
 }
 
 // A tensor in num_pieces pieces, and each of these in chunks of chunk_elems, a multiple of
@@ -43,14 +63,10 @@ HOST_DEVICE constexpr uint64_t num_chunks_of_pieces(uint64_t num_elems, int num_
   return ceil_div(longest.num_elems, chunk_elems);
 }
 
-// The chunk `index` of `piece`, counted from the start of the tensor. Past the piece's end it is
-// empty, and goes through protocols as any other.
 HOST_DEVICE constexpr Range chunk_of_piece(uint64_t num_elems, int num_pieces, int piece,
                                            uint64_t chunk_elems, uint64_t index, uint64_t granule) {
-  const Range whole =
-      piece_of(num_elems, static_cast<uint64_t>(num_pieces), static_cast<uint64_t>(piece), granule);
-  const Range chunk = chunk_of(whole.num_elems, chunk_elems, index);
-  return {whole.begin + chunk.begin, chunk.num_elems};
+  const uint64_t shard_elems = shard_length(num_elems, static_cast<uint64_t>(num_pieces), granule);
+  return chunk_of_shard(num_elems, shard_elems, piece, chunk_elems, index);
 }
 
 }  // namespace rota::schedule

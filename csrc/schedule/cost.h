@@ -1,372 +1,144 @@
-// What a collective on GPUs costs one rank, counted by walking through the steps of the schedules,
-// on the host only. tests/test_cost.py holds it against the closed formulas; benchmarks/paper.py
-// makes bounds of it.
+// What a collective on GPUs costs, in closed form: for bounds on paper (benchmarks/paper.py) and
+// for whoever plans which one to run. Counted in one round, without rounding up to chunks and
+// granules.
 //
 // Every ordered pair of ranks is a first-in-first-out link: the sender stores a message into a slot
 // in the receiver's memory, and the receiver loads it from there.
 #pragma once
 
+#include <array>
 #include <cstdint>
-
-#include "base/fixed_tree.h"
-#include "base/tile.h"
-#include "schedule/chunk.h"
-#include "schedule/ring.h"
-#include "schedule/tally.h"
+#include <optional>
+#include <string_view>
 
 namespace rota::schedule {
 
-// body(num_elems) for each round; rounds are of equal length, of at most capacity_elems.
-template <typename Body>
-constexpr void for_each_round(const Message& message, uint64_t capacity_elems, Body body) {
-  const uint64_t num_rounds = ceil_div(message.num_elems, capacity_elems);
-  for (uint64_t round = 0; round < num_rounds; ++round) {
-    body(piece_of(message.num_elems, num_rounds, round, message.granule_elems).num_elems);
-  }
-}
-
-constexpr uint64_t wire_capacity(const Message& message) {
-  return message.wire.capacity(message.slot_bytes, message.granule_elems);
-}
-constexpr uint64_t hop_capacity(const Message& message) {
-  return message.hop.capacity(message.slot_bytes, message.granule_elems);
-}
-
-// ---- direct: every rank sends to every other one ------------------------------------------------
-
-// Each rank sends all of its contribution to every peer, then sums everybody's; message_bytes maps
-// a number of elements to what travels.
-template <typename MessageBytes>
-constexpr Cost all_to_all_cost(const Message& message, int world_size, uint64_t capacity_elems,
-                               MessageBytes message_bytes) {
-  Tally tally(message);
-  for_each_round(message, capacity_elems, [&](uint64_t num_elems) {
-    const uint64_t num_bytes = message_bytes(num_elems);
-    if (world_size > 1) {
-      tally.read_tensor(num_elems);  // once for all links
-      for (int peer = 1; peer < world_size; ++peer) tally.send(num_bytes);
-      tally.wait();
-      for (int peer = 1; peer < world_size; ++peer) tally.receive(num_bytes);
-    }
-    tally.read_tensor(num_elems);  // the own contribution to the sum
-    tally.write_tensor(num_elems);
-  });
-  return tally.cost();
-}
-
-constexpr Cost one_shot_cost(const Message& message, int world_size) {
-  return all_to_all_cost(message, world_size, wire_capacity(message),
-                         [&](uint64_t num_elems) { return message.wire.num_bytes(num_elems); });
-}
-
-// As one_shot, in packets of 8 bytes that are stored at once: 4 of data and 4 of flag. Who sees the
-// flag sees the data, so no flag follows.
-inline constexpr uint64_t kPacketBytes = 8;
-inline constexpr uint64_t kPacketDataBytes = 4;
-
-constexpr Cost low_latency_cost(const Message& message, int world_size) {
-  const uint64_t data_bytes = message.slot_bytes / kPacketBytes * kPacketDataBytes;
-  return all_to_all_cost(
-      message, world_size, message.wire.capacity(data_bytes, message.granule_elems),
-      [&](uint64_t num_elems) {
-        return ceil_div(message.wire.num_bytes(num_elems), kPacketDataBytes) * kPacketBytes;
-      });
-}
-
-// The parts of two_shot: a round is cut into shards, one of them for each of num_ranks ranks, of
-// which this one is number `rank`. A slot holds a shard.
-class ShardedRounds {
- public:
-  constexpr ShardedRounds(const Message& message, Tally& tally, int rank, int num_ranks)
-      : message_(message), tally_(tally), rank_(rank), num_ranks_(num_ranks) {}
-
-  constexpr uint64_t capacity(uint64_t slot_elems) const {
-    return slot_elems * static_cast<uint64_t>(num_ranks_);
-  }
-  constexpr uint64_t shard_elems(uint64_t num_elems, int owner) const {
-    return piece_of(num_elems, static_cast<uint64_t>(num_ranks_), static_cast<uint64_t>(owner),
-                    message_.granule_elems)
-        .num_elems;
-  }
-  constexpr uint64_t own_elems(uint64_t num_elems) const { return shard_elems(num_elems, rank_); }
-
-  constexpr void contribute_shards(uint64_t num_elems) const {
-    for (int owner = 0; owner < num_ranks_; ++owner) {
-      if (owner == rank_) continue;
-      tally_.read_tensor(shard_elems(num_elems, owner));
-      tally_.send(message_.wire.num_bytes(shard_elems(num_elems, owner)));
-    }
-  }
-  constexpr void reduce_shard(uint64_t num_elems) const {
-    if (num_ranks_ > 1) tally_.wait();
-    tally_.read_tensor(own_elems(num_elems));
-    for (int peer = 1; peer < num_ranks_; ++peer) {
-      tally_.receive(message_.wire.num_bytes(own_elems(num_elems)));
-    }
-  }
-  // The result, while it is in registers, to the own tensor and to everybody.
-  constexpr void spread_shard(uint64_t num_elems) const {
-    tally_.write_tensor(own_elems(num_elems));
-    for (int peer = 1; peer < num_ranks_; ++peer) {
-      tally_.send(message_.wire.num_bytes(own_elems(num_elems)));
-    }
-  }
-  constexpr void collect_shards(uint64_t num_elems) const {
-    if (num_ranks_ > 1) tally_.wait();
-    for (int owner = 0; owner < num_ranks_; ++owner) {
-      if (owner == rank_) continue;
-      tally_.receive(message_.wire.num_bytes(shard_elems(num_elems, owner)));
-      tally_.write_tensor(shard_elems(num_elems, owner));
-    }
-  }
-
- private:
-  const Message& message_;
-  Tally& tally_;
-  int rank_;
-  int num_ranks_;
+// Bytes of one message: as the tensor holds it, as contributions and results travel, as partial
+// sums travel.
+struct MessageBytes {
+  double tensor;
+  double wire;
+  double hop;
 };
 
-constexpr Cost two_shot_cost(const Message& message, int rank, int world_size) {
-  Tally tally(message);
-  const ShardedRounds rounds(message, tally, rank, world_size);
-  for_each_round(message, rounds.capacity(wire_capacity(message)), [&](uint64_t num_elems) {
-    rounds.contribute_shards(num_elems);
-    rounds.reduce_shard(num_elems);
-    rounds.spread_shard(num_elems);
-    rounds.collect_shards(num_elems);
-  });
-  return tally.cost();
-}
+// Of the busiest rank, unless it says otherwise.
+struct Cost {
+  double links_out_bytes = 0;  // what it stores into peers' memory, and they load from its own
+  double links_in_bytes = 0;
+  // In its memory, whoever loads or stores; no cache is assumed to save any.
+  double memory_read_bytes = 0;
+  double memory_written_bytes = 0;
+  double memory_bytes_of_all = 0;  // read and written, of all ranks together
+  int num_messages = 0;            // each with one flag (low_latency: one in each packet)
+  // The longest chain of waits, each for what a rank did after the one before.
+  int num_waits = 0;
+};
 
-// The first half of two_shot; every rank keeps its shard of num_elems elements.
-constexpr Cost reduce_scatter_cost(const Message& message, int rank, int world_size) {
-  Tally tally(message);
-  const ShardedRounds rounds(message, tally, rank, world_size);
-  for_each_round(message, rounds.capacity(wire_capacity(message)), [&](uint64_t num_elems) {
-    rounds.contribute_shards(num_elems);
-    rounds.reduce_shard(num_elems);
-    tally.write_tensor(rounds.own_elems(num_elems));
-  });
-  return tally.cost();
-}
+enum class CostOf : uint8_t {
+  kOneShot,
+  kLowLatency,
+  kTwoShot,
+  kTwoShotInPlace,
+  kLocalTwoShotInPlace,
+  kRing,
+  kOrderedRing,
+  kHierarchical,
+  kReduceScatter,
+  kAllGather,
+  kBroadcast,
+  kSendRecv,
+};
+inline constexpr std::array<std::string_view, 12> kCostNames{
+    "one_shot",  "low_latency",  "two_shot",     "two_shot_in_place", "local two_shot_in_place",
+    "ring",      "ordered_ring", "hierarchical", "reduce_scatter",    "all_gather",
+    "broadcast", "send_recv"};
 
-// The second half of two_shot; every rank gives its shard of num_elems elements.
-constexpr Cost all_gather_cost(const Message& message, int rank, int world_size) {
-  Tally tally(message);
-  const ShardedRounds rounds(message, tally, rank, world_size);
-  for_each_round(message, rounds.capacity(wire_capacity(message)), [&](uint64_t num_elems) {
-    tally.read_tensor(rounds.own_elems(num_elems));
-    rounds.spread_shard(num_elems);
-    rounds.collect_shards(num_elems);
-  });
-  return tally.cost();
-}
-
-// two_shot of tensors that all ranks have mapped: each rank loads its shard of everybody's tensor
-// and stores the sum into everybody's. No slots: one flag says that a tensor may be read, one that
-// the sums are in it.
-constexpr Cost two_shot_in_place_cost(const Message& message, int rank, int world_size) {
-  Tally tally(message);
-  const ShardedRounds rounds(message, tally, rank, world_size);
-  const uint64_t own_elems = rounds.own_elems(message.num_elems);
-  tally.read_tensor(own_elems);
-  tally.write_tensor(own_elems);
-  if (world_size == 1 || message.num_elems == 0) return tally.cost();
-  tally.wait();
-  for (int peer = 0; peer < world_size; ++peer) {
-    if (peer == rank) continue;
-    const uint64_t peers_elems = rounds.shard_elems(message.num_elems, peer);
-    tally.send(0);
-    tally.load_from_peer(own_elems);
-    tally.loaded_by_peer(peers_elems);
-    tally.store_to_peer(own_elems);
-    tally.stored_by_peer(peers_elems);
-    tally.send(0);
+constexpr std::optional<CostOf> parse_cost(std::string_view text) {
+  for (size_t i = 0; i < kCostNames.size(); ++i) {
+    if (kCostNames[i] == text) return static_cast<CostOf>(i);
   }
-  tally.wait();
-  return tally.cost();
+  return std::nullopt;
 }
 
-// Groups of group_size neighbours, world_size a multiple of it: reduce-scatter inside the group,
-// all-reduce of the shard among the ranks that have this one's place in their groups, all-gather
-// inside the group. Partial sums of groups go unrounded, everybody's to everybody.
-constexpr Cost hierarchical_cost(const Message& message, int rank, int world_size, int group_size) {
-  Tally tally(message);
-  const int num_groups = world_size / group_size;
-  const ShardedRounds group(message, tally, rank % group_size, group_size);
-  const uint64_t slot_elems = min_of(wire_capacity(message), hop_capacity(message));
-  for_each_round(message, group.capacity(slot_elems), [&](uint64_t num_elems) {
-    group.contribute_shards(num_elems);
-    group.reduce_shard(num_elems);
-    if (num_groups > 1) {
-      const uint64_t own_elems = group.own_elems(num_elems);
-      tally.keep_partial(own_elems);
-      for (int peer = 1; peer < num_groups; ++peer) tally.send(message.hop.num_bytes(own_elems));
-      tally.wait();
-      tally.take_partial(own_elems);
-      for (int peer = 1; peer < num_groups; ++peer) {
-        tally.receive(message.hop.num_bytes(own_elems));
-      }
+// Where every rank sends and receives the same: through_links bytes in either direction, which lie
+// in slots on their way, beside what it reads and writes of tensors and of memory of its own.
+constexpr Cost even_cost(double num_ranks, double through_links, double read, double written,
+                         int num_messages, int num_waits) {
+  return {.links_out_bytes = through_links,
+          .links_in_bytes = through_links,
+          .memory_read_bytes = read + through_links,
+          .memory_written_bytes = written + through_links,
+          .memory_bytes_of_all = num_ranks * (read + written + 2 * through_links),
+          .num_messages = num_messages,
+          .num_waits = num_waits};
+}
+
+// world_size: 2 or more, and for kHierarchical a multiple of group_size.
+constexpr Cost cost(CostOf what, const MessageBytes& bytes, int world_size, int group_size) {
+  const auto [tensor, wire, hop] = bytes;
+  const double ranks = world_size;
+  const double group_ranks = group_size;
+  const int peers = world_size - 1;
+  const double others_share = peers / ranks;  // of a tensor in shards
+  switch (what) {
+    // The own contribution is read twice: to be sent, and to be summed.
+    case CostOf::kOneShot:
+      return even_cost(ranks, peers * wire, 2 * tensor, tensor, peers, 1);
+    // In packets of 8 bytes, 4 of data and 4 of flag.
+    case CostOf::kLowLatency:
+      return even_cost(ranks, 2 * peers * wire, 2 * tensor, tensor, peers, 1);
+    case CostOf::kTwoShot:
+      return even_cost(ranks, 2 * others_share * wire, tensor, tensor, 2 * peers, 2);
+    // From tensor to tensor, without slots; messages are bare flags.
+    case CostOf::kTwoShotInPlace:
+      return {.links_out_bytes = 2 * others_share * tensor,
+              .links_in_bytes = 2 * others_share * tensor,
+              .memory_read_bytes = tensor,
+              .memory_written_bytes = tensor,
+              .memory_bytes_of_all = ranks * 2 * tensor,
+              .num_messages = 2 * peers,
+              .num_waits = 2};
+    // Of ranks of one launch: stream order and the end of the kernel say it all.
+    case CostOf::kLocalTwoShotInPlace:
+      return even_cost(ranks, 0, tensor, tensor, 0, 0);
+    case CostOf::kRing:
+      return even_cost(ranks, others_share * (hop + wire), tensor, tensor, 2 * peers, 2 * peers);
+    // The first rank receives no partial sum, and the last one no result.
+    case CostOf::kOrderedRing: {
+      const double through_links = world_size == 2 ? (hop > wire ? hop : wire) : hop + wire;
+      Cost cost =
+          even_cost(ranks, through_links, tensor, tensor, world_size == 2 ? 1 : 2, 2 * peers);
+      cost.memory_bytes_of_all = ranks * 2 * tensor + 2 * peers * (hop + wire);
+      return cost;
     }
-    group.spread_shard(num_elems);
-    group.collect_shards(num_elems);
-  });
-  return tally.cost();
-}
-
-// ---- along the ring: every rank sends to the next one -------------------------------------------
-
-constexpr Cost ring_cost(const Message& message, int rank, int world_size) {
-  if (world_size == 1) return one_shot_cost(message, world_size);  // alone, there is no ring
-  Tally tally(message);
-  const uint64_t chunk_elems = hop_capacity(message);
-  const uint64_t num_rounds =
-      num_chunks_of_pieces(message.num_elems, world_size, chunk_elems, message.granule_elems);
-  const int num_steps = ring_num_steps(world_size);
-  for (uint64_t round = 0; round < num_rounds; ++round) {
-    const auto elems_of = [&](int piece) {
-      return chunk_of_piece(message.num_elems, world_size, piece, chunk_elems, round,
-                            message.granule_elems)
-          .num_elems;
-    };
-    const uint64_t first_elems = elems_of(ring_step(rank, world_size, 0).send_piece);
-    tally.read_tensor(first_elems);
-    tally.send(message.hop.num_bytes(first_elems));
-    for (int step = 0; step < num_steps; ++step) {
-      const RingStep work = ring_step(rank, world_size, step);
-      const uint64_t num_elems = elems_of(work.recv_piece);
-      tally.wait();
-      switch (work.action) {
-        case RingAction::kReduce:
-          tally.receive(message.hop.num_bytes(num_elems));
-          tally.read_tensor(num_elems);
-          tally.send(message.hop.num_bytes(num_elems));
-          break;
-        case RingAction::kFinish:
-          tally.receive(message.hop.num_bytes(num_elems));
-          tally.read_tensor(num_elems);
-          tally.write_tensor(num_elems);
-          tally.send(message.wire.num_bytes(num_elems));
-          break;
-        case RingAction::kCopy:
-          tally.receive(message.wire.num_bytes(num_elems));
-          tally.write_tensor(num_elems);
-          if (step < num_steps - 1) tally.send(message.wire.num_bytes(num_elems));
-          break;
-      }
+    // Partial sums of groups go unrounded, everybody's to everybody; the own one is kept meanwhile.
+    case CostOf::kHierarchical: {
+      const double groups = ranks / group_ranks;
+      const double kept = groups > 1 ? hop / group_ranks : 0;
+      return even_cost(
+          ranks, 2 * (group_ranks - 1) / group_ranks * wire + (groups - 1) / group_ranks * hop,
+          tensor + kept, tensor + kept, 2 * (group_size - 1) + world_size / group_size - 1,
+          (group_size > 1 ? 2 : 0) + (groups > 1 ? 1 : 0));
+    }
+    // tensor: all shards.
+    case CostOf::kReduceScatter:
+      return even_cost(ranks, others_share * wire, tensor, tensor / ranks, peers, 1);
+    case CostOf::kAllGather:
+      return even_cost(ranks, others_share * wire, tensor / ranks, tensor, peers, 1);
+    // A chain along the ring: busiest is a rank in its middle, which sends on from the slot.
+    case CostOf::kBroadcast: {
+      Cost cost = even_cost(ranks, wire, 0, tensor, 1, peers);
+      cost.memory_bytes_of_all = tensor + peers * (tensor + 2 * wire);
+      return cost;
+    }
+    // Of two ranks: one sends, the other receives.
+    case CostOf::kSendRecv: {
+      Cost cost = even_cost(1, wire, 0, tensor, 1, 1);
+      cost.memory_bytes_of_all = 2 * tensor + 2 * wire;
+      return cost;
     }
   }
-  return tally.cost();
-}
-
-// Partial sums and results share a slot, half of it each.
-constexpr Cost ordered_ring_cost(const Message& message, int rank, int world_size) {
-  if (world_size == 1) return one_shot_cost(message, world_size);  // alone, there is no ring
-  Tally tally(message);
-  const uint64_t half_slot = message.slot_bytes / 2;
-  const uint64_t num_chunks =
-      ceil_div(message.num_elems, min_of(message.hop.capacity(half_slot, message.granule_elems),
-                                         message.wire.capacity(half_slot, message.granule_elems)));
-  if (num_chunks == 0) return tally.cost();
-  const auto elems_of = [&](int64_t chunk) {
-    return piece_of(message.num_elems, num_chunks, static_cast<uint64_t>(chunk),
-                    message.granule_elems)
-        .num_elems;
-  };
-  const int last = world_size - 1;
-  const int64_t num_steps = ordered_ring_num_steps(world_size, static_cast<int64_t>(num_chunks));
-  for (int64_t step = 0; step < num_steps; ++step) {
-    const OrderedRingStep work =
-        ordered_ring_step(rank, world_size, static_cast<int64_t>(num_chunks), step);
-    if (step > 0) tally.wait();
-    if (work.partial_chunk >= 0) {
-      const uint64_t num_elems = elems_of(work.partial_chunk);
-      if (rank > 0) tally.receive(message.hop.num_bytes(num_elems));
-      tally.read_tensor(num_elems);
-      if (rank < last) {
-        tally.send(message.hop.num_bytes(num_elems));
-      } else {
-        tally.write_tensor(num_elems);
-        tally.send(message.wire.num_bytes(num_elems));
-      }
-    }
-    if (work.result_chunk >= 0) {
-      const uint64_t num_elems = elems_of(work.result_chunk);
-      tally.receive(message.wire.num_bytes(num_elems));
-      tally.write_tensor(num_elems);
-      if (next_rank(rank, world_size) != last) tally.send(message.wire.num_bytes(num_elems));
-    }
-  }
-  return tally.cost();
-}
-
-// A chain along the ring from the root on: every rank but the last one forwards each chunk.
-constexpr Cost broadcast_cost(const Message& message, int rank, int world_size, int root) {
-  Tally tally(message);
-  const int hops_from_root = (rank - root + world_size) % world_size;
-  const auto move_chunk = [&](uint64_t num_elems) {
-    const uint64_t num_bytes = message.wire.num_bytes(num_elems);
-    if (hops_from_root == 0) {
-      if (world_size > 1) tally.read_tensor(num_elems);
-    } else {
-      tally.receive(num_bytes);
-      tally.write_tensor(num_elems);
-    }
-    if (hops_from_root < world_size - 1) tally.send(num_bytes);
-    if (world_size > 1) tally.wait();
-  };
-  for_each_round(message, wire_capacity(message), move_chunk);
-  // Once the last chunk has reached the next rank, the rest of the chain is before it.
-  if (message.num_elems > 0) {
-    for (int hop = 2; hop < world_size; ++hop) tally.wait();
-  }
-  return tally.cost();
-}
-
-// ---- from one rank to one other -----------------------------------------------------------------
-
-constexpr Cost send_cost(const Message& message) {
-  Tally tally(message);
-  for_each_round(message, wire_capacity(message), [&](uint64_t num_elems) {
-    tally.read_tensor(num_elems);
-    tally.send(message.wire.num_bytes(num_elems));
-    tally.wait();
-  });
-  return tally.cost();
-}
-
-constexpr Cost recv_cost(const Message& message) {
-  Tally tally(message);
-  for_each_round(message, wire_capacity(message), [&](uint64_t num_elems) {
-    tally.wait();
-    tally.receive(message.wire.num_bytes(num_elems));
-    tally.write_tensor(num_elems);
-  });
-  return tally.cost();
-}
-
-// ---- the kernels around the all-reduce of a gradient bucket -------------------------------------
-
-constexpr uint64_t tile_list_bytes(const Message& message) {
-  return ceil_div(message.num_elems, kTileElems) * kTileEntryBytes;
-}
-
-// Gradients to the wire format, with its scales. No link, no wait.
-constexpr Cost pack_cost(const Message& message) {
-  Cost cost;
-  cost.hbm_read_bytes = message.tensor.num_bytes(message.num_elems) + tile_list_bytes(message);
-  cost.hbm_written_bytes = message.wire.num_bytes(message.num_elems);
-  return cost;
-}
-
-// The wire format to gradients, and one sum of squares, a float64, for each group of tiles.
-constexpr Cost unpack_cost(const Message& message) {
-  Cost cost;
-  cost.hbm_read_bytes = message.wire.num_bytes(message.num_elems) + tile_list_bytes(message);
-  cost.hbm_written_bytes = message.tensor.num_bytes(message.num_elems) +
-                           ceil_div(message.num_elems, kTreeGroup * kTileElems) * sizeof(double);
-  return cost;
+  return {};
 }
 
 }  // namespace rota::schedule

@@ -1,4 +1,5 @@
-// Which all-reduce runs when the caller does not say: the one place, and a measured table.
+// Which all-reduce runs when the caller does not say: the one place, and measured tables; that of
+// GPUs is schedule/tuning.h.
 #pragma once
 
 #include <array>
@@ -6,6 +7,8 @@
 #include <cstdint>
 #include <optional>
 #include <string_view>
+
+#include "schedule/tuning.h"
 
 namespace rota::schedule {
 
@@ -57,18 +60,13 @@ constexpr Algorithm select(int world_size, uint64_t num_wire_bytes) {
   return Algorithm::kTwoShot;
 }
 
-// On GPUs: not yet measured. By csrc/README.md's bounds: low_latency saves a flag's way behind the
-// data and costs twice the bytes, one_shot saves a second wait and costs world_size / 2 as many.
-inline constexpr uint64_t kMaxLowLatencyBytes = 16 << 10;
-inline constexpr uint64_t kMaxOneShotBytesOnGpu = 256 << 10;  // of all ranks together
-
-// most_packet_bytes: what low_latency can take.
-constexpr Algorithm select_on_gpu(int world_size, uint64_t num_wire_bytes,
+// On GPUs. most_packet_bytes: what low_latency can take.
+constexpr Algorithm select_on_gpu(const Tuning& tuning, int world_size, uint64_t num_wire_bytes,
                                   uint64_t most_packet_bytes) {
-  if (num_wire_bytes <= kMaxLowLatencyBytes && num_wire_bytes <= most_packet_bytes) {
-    return Algorithm::kLowLatency;
-  }
-  const bool is_short = num_wire_bytes * static_cast<uint64_t>(world_size) <= kMaxOneShotBytesOnGpu;
+  const uint64_t most_low_latency_bytes = std::min(tuning.max_low_latency_bytes, most_packet_bytes);
+  if (num_wire_bytes <= most_low_latency_bytes) return Algorithm::kLowLatency;
+  const bool is_short =
+      num_wire_bytes * static_cast<uint64_t>(world_size) <= tuning.max_one_shot_bytes;
   return is_short ? Algorithm::kOneShot : Algorithm::kTwoShot;
 }
 

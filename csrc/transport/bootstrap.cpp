@@ -25,7 +25,7 @@
 namespace rota::transport {
 namespace {
 
-constexpr uint64_t kHelloMagic = 0x0132'6174'6f72ULL;  // "rota2", changed with the layout
+constexpr uint64_t kHelloMagic = 0x0133'6174'6f72ULL;  // "rota3", changed with the layout
 constexpr int kStorePollMs = 2;   // a store may be a server: a few requests while a peer starts
 constexpr int kPollSliceMs = 50;  // how late a Ctrl-C may be noticed
 

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "transport/cuda_error.h"
+#include "transport/gpu_identity.h"
 
 namespace rota::transport {
 namespace {
@@ -48,39 +49,15 @@ class MappedMemory {
 };
 
 struct Card {
-  char gpu[16];  // UUID
+  GpuIdentity gpu;
   pid_t pid;
   cudaIpcMemHandle_t handle;
 };
 
-int current_gpu() {
-  int gpu = 0;
-  check_cuda(cudaGetDevice(&gpu), "cudaGetDevice");
-  return gpu;
-}
-
-void copy_uuid(int gpu, char (&uuid)[16]) {
-  cudaDeviceProp properties;
-  check_cuda(cudaGetDeviceProperties(&properties, gpu), "cudaGetDeviceProperties");
-  std::memcpy(uuid, properties.uuid.bytes, sizeof(uuid));
-}
-
-// Which GPU of this process a card is about; none where this process does not see it.
-std::optional<int> find_gpu(const Card& card) {
-  int num_gpus = 0;
-  check_cuda(cudaGetDeviceCount(&num_gpus), "cudaGetDeviceCount");
-  for (int gpu = 0; gpu < num_gpus; ++gpu) {
-    char uuid[16];
-    copy_uuid(gpu, uuid);
-    if (std::memcmp(uuid, card.gpu, sizeof(uuid)) == 0) return gpu;
-  }
-  return std::nullopt;
-}
-
 // A GPU that this process does not see cannot be asked about, but may be in reach.
 void check_reach(const Card& card, int peer) {
   const int own = current_gpu();
-  const std::optional<int> other = find_gpu(card);
+  const std::optional<int> other = find_gpu(card.gpu);
   int can_reach = 1;
   if (other && *other != own) {
     check_cuda(cudaDeviceCanAccessPeer(&can_reach, own, *other), "cudaDeviceCanAccessPeer");
@@ -95,11 +72,6 @@ void check_reach(const Card& card, int peer) {
                 join("is in the same process as rank ", peer, "; use rota.LocalGroup for that"));
   }
 }
-
-struct OwnAndMapped {
-  std::unique_ptr<DeviceMemory> own;
-  std::vector<std::unique_ptr<MappedMemory>> mapped;
-};
 
 }  // namespace
 
@@ -119,27 +91,28 @@ void agree(const AllGatherText& all_gather, int rank, const std::function<void()
 }
 
 DeviceRegions connect_by_ipc(int rank, size_t num_bytes, const AllGatherText& all_gather) {
-  const auto memory = std::make_shared<OwnAndMapped>();
+  std::shared_ptr<DeviceMemory> own;
+  const auto mapped = std::make_shared<std::vector<std::unique_ptr<MappedMemory>>>();
   Card own_card{.pid = getpid()};
   agree(all_gather, rank, [&] {
-    copy_uuid(current_gpu(), own_card.gpu);
-    memory->own = std::make_unique<DeviceMemory>(num_bytes);
-    check_cuda(cudaIpcGetMemHandle(&own_card.handle, memory->own->data()), "cudaIpcGetMemHandle");
+    own_card.gpu = identity_of_gpu(current_gpu());
+    own = std::make_shared<DeviceMemory>(num_bytes);
+    check_cuda(cudaIpcGetMemHandle(&own_card.handle, own->data()), "cudaIpcGetMemHandle");
   });
   const std::vector<std::string> cards =
       all_gather(std::string(reinterpret_cast<const char*>(&own_card), sizeof(own_card)));
-  DeviceRegions regions{.means = "CUDA IPC", .memory = memory};
+  DeviceRegions regions{.means = "CUDA IPC", .own = own, .mapped = mapped};
   agree(all_gather, rank, [&] {
     for (int peer = 0; peer < static_cast<int>(cards.size()); ++peer) {
       if (peer == rank) {
-        regions.by_rank.push_back(static_cast<std::byte*>(memory->own->data()));
+        regions.by_rank.push_back(static_cast<std::byte*>(own->data()));
         continue;
       }
       Card card;
       std::memcpy(&card, cards[static_cast<size_t>(peer)].data(), sizeof(card));
       check_reach(card, peer);
-      memory->mapped.push_back(std::make_unique<MappedMemory>(card.handle));
-      regions.by_rank.push_back(static_cast<std::byte*>(memory->mapped.back()->data()));
+      mapped->push_back(std::make_unique<MappedMemory>(card.handle));
+      regions.by_rank.push_back(static_cast<std::byte*>(mapped->back()->data()));
     }
   });
   return regions;
@@ -149,7 +122,7 @@ DeviceRegions allocate_regions(int num_ranks, size_t num_bytes) {
   const size_t stride =
       (num_bytes + kRegionGranuleBytes - 1) / kRegionGranuleBytes * kRegionGranuleBytes;
   const auto memory = std::make_shared<DeviceMemory>(static_cast<size_t>(num_ranks) * stride);
-  DeviceRegions regions{.means = "one process", .memory = memory};
+  DeviceRegions regions{.means = "one process", .own = memory};
   for (int rank = 0; rank < num_ranks; ++rank) {
     regions.by_rank.push_back(static_cast<std::byte*>(memory->data()) +
                               static_cast<size_t>(rank) * stride);

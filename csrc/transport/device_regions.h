@@ -21,7 +21,9 @@ void agree(const AllGatherText& all_gather, int rank, const std::function<void()
 struct DeviceRegions {
   std::vector<std::byte*> by_rank;  // in this process's address space; zeroed when made
   std::string_view means;           // how they were mapped
-  std::shared_ptr<void> memory;     // unmaps and frees when dropped
+  // Unmapped before it is freed, also where both go at once: members are destroyed in reverse.
+  std::shared_ptr<void> own;     // frees the regions of this process
+  std::shared_ptr<void> mapped;  // unmaps those of others
 };
 
 // On the current GPU, by CUDA's handles between processes. Collective. Throws Error(kTransport), on

@@ -40,6 +40,8 @@ struct alignas(kPageBytes) ControlBlock {
   Flag drained;  // rounds of which the owner has read, and in two_shot reduced, what is its to read
   Flag sleeping;          // 1 while the owner sleeps on a flag: the one word here that also shrinks
   Flag departed;          // 1 once the owner has closed its communicator
+  Flag regions_left;      // steps that the owner has taken to let go of GPUs' regions: odd, its
+                          // kernels have ended; even, it has unmapped those of its peers
   Flag abort;             // 1 once the owner has failed; payload[0]: ErrorKind
   char abort_text[1024];  // zero-terminated; written before abort
   LaunchPosts<128> launches;               // collectives on GPUs

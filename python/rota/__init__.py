@@ -5,7 +5,6 @@ Importing it registers the torch.distributed backend "rota". See README.md.
 
 from rota import amp, errors, ops  # noqa: F401  (rota._C looks its exceptions up in errors)
 from rota.backend import register as _register_backend
-from rota.bucket_cap import suggest_bucket_cap
 from rota.clipping import clip_grad_norm_
 from rota.communicator import Communicator
 from rota.errors import Mismatch, PeerFailed, RotaError, Timeout, TransportError
@@ -31,7 +30,6 @@ __all__ = [
     "fp16_compress_hook",
     "fused_hook",
     "ops",
-    "suggest_bucket_cap",
 ]
 
 _register_backend()

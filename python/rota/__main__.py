@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
-from rota import doctor
+from rota import doctor, doctor_gpu
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m rota", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("doctor", help=doctor.__doc__)
-    parser.parse_args()
+    of_doctor = commands.add_parser("doctor", help=doctor.__doc__, description=doctor.__doc__)
+    of_doctor.add_argument(
+        "--gpu",
+        action="store_true",
+        help="test every kernel on the first visible GPU, take a few times, and write a record",
+    )
+    of_doctor.add_argument(
+        "--output", type=Path, metavar="DIR", help="folder for the record of --gpu (default: .)"
+    )
+    of_doctor.add_argument(
+        "--small", action="store_true", help="with --gpu: tiny sizes, whose times mean nothing"
+    )
+    options = parser.parse_args()
+    if not options.gpu and (options.output is not None or options.small):
+        of_doctor.error("--output and --small are for --gpu")
+    if options.gpu:
+        return doctor_gpu.run(options.output or Path(), is_small=options.small)
     return doctor.run()
 
 

@@ -18,8 +18,10 @@ class Communicator(_C.Communicator):
 
     CUDA tensors of a rank are all on one device. The first collective on one joins the ranks' GPUs,
     as connect_device() does: it reserves memory, maps that of the peers, and proves that what each
-    writes arrives. After that nothing waits for a GPU: a blocking call is queued on the current
-    stream, an asynchronous one on the communicator's own stream, behind the current one.
+    writes arrives. The first use of a GPU on a machine also tests every kernel; one that does not
+    give the CPU's bits is not used (`python -m rota doctor --gpu` shows which). After that nothing
+    waits for a GPU: a blocking call is queued on the current stream, an asynchronous one on the
+    communicator's own stream, behind the current one.
 
     The communicator has its own shared memory and shares nothing with the group but the store that
     it bootstraps through, so the group may run on any backend. Making one is a collective call:
@@ -30,7 +32,7 @@ class Communicator(_C.Communicator):
         group: the ranks; None is the default group.
         timeout: how long one wait inside a collective may last; None is that of the group's store,
             which init_process_group sets.
-        slot_bytes: size of a transport slot in bytes, a multiple of 4096; four slots are reserved
+        slot_bytes: size of a transport slot in bytes, a multiple of 4096; two slots are reserved
             for each rank. The default was measured best (benchmarks/LOG.md).
 
     Raises:

@@ -1,8 +1,7 @@
-"""Which DistributedDataParallel a hook's bucket comes from: DDP does not tell its hooks.
+"""What a hook's state knows of the model whose gradients it reduces.
 
-A bucket brings the parameters themselves, so the module that owns them is found by identity among
-the objects that the garbage collector tracks. That takes some 40 ms, once for each model. Where it
-finds nothing (gc.freeze() hides objects), names are by position and some checks are left out.
+DDP does not tell its hooks whose a bucket is: the user may name the model, and otherwise the
+parameters that have come in buckets tell one model from another.
 """
 
 from __future__ import annotations
@@ -12,61 +11,61 @@ import weakref
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 
-class DdpModel:
-    """What hooks ask about the DistributedDataParallel that a bucket comes from; held weakly."""
+class NamedModel:
+    """A model that the user handed over; held weakly."""
 
-    def __init__(self, ddp: DistributedDataParallel, num_registrations: int) -> None:
-        self._ddp = weakref.ref(ddp)
-        # On how many models the hook's state is registered.
-        self.num_registrations = num_registrations
+    def __init__(self, model: torch.nn.Module) -> None:
+        ddp = model if isinstance(model, DistributedDataParallel) else None
+        module = model if ddp is None else ddp.module
+        self._module = weakref.ref(module)
         # By identity, which means something while the module lives.
-        self._names = {id(p): name for name, p in ddp.module.named_parameters()}
+        self._names = {id(p): name for name, p in module.named_parameters()}
+        ignored: set[str] = set() if ddp is None else ddp.parameters_to_ignore
         # Of all parameters whose gradients come in buckets.
-        self.reduced_names = {self._names[id(p)] for p in ddp._module_parameters if p.requires_grad}
+        self.reduced_names = {
+            name for name, p in module.named_parameters() if p.requires_grad
+        } - ignored
         # Whether a parameter may go without a gradient, which DDP then leaves as it was.
-        self.may_have_unused: bool = ddp.find_unused_parameters or ddp.static_graph
+        self.may_have_unused: bool = ddp is None or ddp.find_unused_parameters or ddp.static_graph
 
     @property
     def is_alive(self) -> bool:
-        return self._ddp() is not None
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """Whose ranks have replicas of the model; None if the model is gone."""
-        ddp = self._ddp()
-        return None if ddp is None else ddp.process_group
+        return self._module() is not None
 
     def name(self, parameter: torch.Tensor) -> str | None:
         """As in the wrapped module's state_dict; None for a parameter of another model."""
         return self._names.get(id(parameter)) if self.is_alive else None
 
 
-def _all_ddp() -> list[DistributedDataParallel]:
-    # Not isinstance, which is slow, and runs code of objects that pretend to be of another class.
-    ddps = [o for o in gc.get_objects() if DistributedDataParallel in type(o).__mro__]
-    return [ddp for ddp in ddps if hasattr(ddp, "_comm_hooks")]  # fully made
+class SeenParameters:
+    """The parameters of the first complete backward pass, held weakly.
 
-
-def _is_registered(state: object, ddp: DistributedDataParallel) -> bool:
-    return any(s is state for _, s in ddp._comm_hooks)
-
-
-def find_ddp(parameters: Sequence[torch.Tensor], state: object) -> DdpModel | None:
-    """The model that `parameters`, those of one bucket, belong to.
-
-    Of several over the same parameters it is one that `state` is registered on.
+    DDP rebuilds its buckets, but from the same parameters. So another one, while these live, is of
+    another model on the same state.
     """
-    ddps = _all_ddp()
-    if sum(_is_registered(state, ddp) for ddp in ddps) > 1:
-        del ddps
-        gc.collect()  # models that nobody holds any more do not count
-        ddps = _all_ddp()
-    num_registrations = sum(_is_registered(state, ddp) for ddp in ddps)
-    wanted = {id(p) for p in parameters}
-    owners = [ddp for ddp in ddps if wanted <= {id(p) for p in ddp.module.parameters()}]
-    owners.sort(key=lambda ddp: not _is_registered(state, ddp))
-    return DdpModel(owners[0], num_registrations) if owners else None
+
+    def __init__(self) -> None:
+        self._refs: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._is_complete = False
+
+    def _has(self, parameter: torch.Tensor) -> bool:
+        ref = self._refs.get(id(parameter))
+        return ref is not None and ref() is parameter
+
+    def _are_gone(self) -> bool:
+        return all(ref() is None for ref in self._refs.values())
+
+    def add_bucket(self, parameters: Sequence[torch.Tensor], is_last: bool) -> bool:
+        """Whether these can be of the same model as those before."""
+        if self._is_complete and not all(self._has(parameter) for parameter in parameters):
+            gc.collect()  # a model that nobody holds any more does not count
+            if not self._are_gone():
+                return False
+            self._refs, self._is_complete = {}, False
+        if not self._is_complete:
+            self._refs |= {id(parameter): weakref.ref(parameter) for parameter in parameters}
+            self._is_complete = is_last
+        return True

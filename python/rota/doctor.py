@@ -57,7 +57,21 @@ def _gpus() -> str:
         devices = _C.cuda_devices()
     except rota.TransportError as error:
         return f"none usable here: {error}; {built}"
-    return f"{len(devices)} found: {', '.join(devices)}; {built}"
+    tested = [f"{name}, {_self_test(device)}" for device, name in enumerate(devices)]
+    return f"{len(devices)} found: {'; '.join(tested)}; {built}"
+
+
+def _self_test(device: int) -> str:
+    """How the last self-test of this GPU ended."""
+    try:
+        findings = _C.recorded_gpu_self_test(device)
+    except rota.TransportError as error:
+        return f"whose driver cannot be asked: {error}"
+    if findings is None:
+        return "self-test not yet run (its first use runs it, or `python -m rota doctor --gpu`)"
+    if not findings:
+        return "self-test passed"
+    return f"self-test FAILED, so that rota does without: {'; '.join(findings)}"
 
 
 def _trial_rank(rank: int, store_path: str) -> None:

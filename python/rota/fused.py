@@ -15,15 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from rota import options
-from rota.ddp import DdpModel, find_ddp
+from rota.ddp import NamedModel, SeenParameters
 from rota.errors import RotaError
 from rota.hooks import communicator_of
 from rota.residuals import Residuals
 from rota.results import Results
-
-_BUCKET_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 # Those that are in use, for clip_grad_norm_ to find by the parameters that they saw.
 live_states: "weakref.WeakSet[HookState]" = weakref.WeakSet()
@@ -75,16 +74,20 @@ class HookState:
             world_size / f, as Horovod and FSDP do; for gradients that overflow the wire dtype where
             blocks are not scaled.
         algorithm: as Communicator.all_reduce takes it.
+        model: the DistributedDataParallel that the state is for, or the module that it wraps; held
+            weakly. It names parameters in errors and in state_dict(), which error feedback needs
+            to be saved. A DistributedDataParallel also brings its group.
 
     Raises:
         TypeError: a group that is none, or a wire dtype that is none of those above.
         ValueError: an option that cannot work; the text says what can.
 
-    A wrong group, several models on one state, and gradients that cannot be reduced are refused on
-    the first bucket, out of backward.
+    DDP does not tell hooks which ranks it averages over: without `model`, a group that is not DDP's
+    goes unnoticed, as with torch's hooks. Several models on one state, and gradients that cannot be
+    reduced, are refused out of backward.
 
     Example:
-        >>> state = rota.HookState(wire_dtype=torch.float16)
+        >>> state = rota.HookState(model=ddp, wire_dtype=torch.float16)
         >>> ddp.register_comm_hook(state, rota.fused_hook)
         >>> loss.backward()
         >>> rota.clip_grad_norm_(ddp.parameters(), max_norm=1.0)
@@ -103,6 +106,7 @@ class HookState:
         loss_scale: float = 1.0,
         gradient_predivide_factor: float = 1.0,
         algorithm: str = "auto",
+        model: torch.nn.Module | None = None,
     ) -> None:
         if block_scaling is None:
             block_scaling = options.is_narrow(wire_dtype)
@@ -111,7 +115,8 @@ class HookState:
         options.check_factor("gradient_predivide_factor", gradient_predivide_factor)
         options.check_seed(seed)
         options.check_algorithm(algorithm)
-        self.group = group
+        self._model = NamedModel(model) if model is not None else None
+        self.group = _group_of(group, model)
         self.wire_dtype = wire_dtype
         self.block_scaling = block_scaling
         self.stochastic_rounding = stochastic_rounding
@@ -123,7 +128,7 @@ class HookState:
         self._seed = seed
         self._num_reductions = 0
         self._residuals = Residuals()
-        self._model: DdpModel | None = None
+        self._parameters = SeenParameters()
         self._buckets: dict[int, _Bucket] = {}
         live_states.add(self)
 
@@ -181,8 +186,8 @@ class HookState:
             shapes of the parameters, by their names in the module that DDP wraps.
 
         Raises:
-            RuntimeError: the names of the parameters that residuals belong to are not known, or the
-                model is gone and the residuals with it.
+            RuntimeError: there are residuals, and the state was made without `model`, or the model
+                is gone and the residuals with it.
         """
         if self.error_feedback and self._model is not None and not self._model.is_alive:
             raise RuntimeError(
@@ -242,10 +247,10 @@ class HookState:
         if index == 0:
             self.results.begin(self.loss_scale)
             if self._model is not None and not self._model.is_alive:
-                self._model, self._buckets = None, {}
+                self._model = None
         bucket = self._buckets.get(index)
         if bucket is None or not bucket.holds(parameters):
-            bucket = self._buckets[index] = self._meet(grad_bucket, parameters)
+            bucket = self._buckets[index] = self._enter(grad_bucket, parameters)
         communicator = communicator_of(self.group)
         buffer = grad_bucket.buffer()
         seed = None
@@ -270,11 +275,13 @@ class HookState:
             self.results.end_with_backward(sends_without_gradient=self.error_feedback)
         return future
 
-    def _meet(self, grad_bucket: dist.GradBucket, parameters: Sequence[torch.Tensor]) -> _Bucket:
+    def _enter(self, grad_bucket: dist.GradBucket, parameters: Sequence[torch.Tensor]) -> _Bucket:
         """Checks a bucket that is new, or holds other parameters than before."""
-        if self._model is None:
-            self._model = find_ddp(parameters, self)
-            self._check_model()
+        if not self._parameters.add_bucket(parameters, grad_bucket.is_last()):
+            raise ValueError(
+                f"rota.fused_hook: bucket {grad_bucket.index()} holds parameters that are not of "
+                f"the model whose buckets came before; make one rota.HookState for each model"
+            )
         self._check_parameters(grad_bucket, parameters)
         residual = None
         if self.error_feedback:
@@ -284,24 +291,6 @@ class HookState:
         refs = [weakref.ref(parameter) for parameter in parameters]
         stats = torch.zeros(2, dtype=torch.float64, device=grad_bucket.buffer().device)
         return _Bucket(refs, stats, residual)
-
-    def _check_model(self) -> None:
-        if self._model is None:
-            return
-        if self._model.num_registrations > 1:
-            raise ValueError(
-                f"rota.fused_hook: one rota.HookState is registered on "
-                f"{self._model.num_registrations} models; make one for each"
-            )
-        ranks = dist.get_process_group_ranks(self.group)
-        ranks_of_model = dist.get_process_group_ranks(self._model.process_group)
-        if ranks != ranks_of_model:
-            raise ValueError(
-                f"rota.fused_hook: the group of the rota.HookState has {len(ranks)} ranks "
-                f"{ranks}, that of the model's DistributedDataParallel has {len(ranks_of_model)} "
-                f"ranks {ranks_of_model}; make the state with the group that DDP was given: "
-                f"rota.HookState(group=process_group)"
-            )
 
     def _check_parameters(
         self, grad_bucket: dist.GradBucket, parameters: Sequence[torch.Tensor]
@@ -313,8 +302,8 @@ class HookState:
                 known_name = self._model.name(parameter)
                 if known_name is None:
                     raise ValueError(
-                        f"rota.fused_hook: {name}, is not in the model whose buckets came before; "
-                        f"make one rota.HookState for each model"
+                        f"rota.fused_hook: {name}, is not in the model that rota.HookState was "
+                        f"made with; make one rota.HookState for each model"
                     )
                 name = repr(known_name)
             names.append(name)
@@ -324,10 +313,10 @@ class HookState:
                 f"rota.fused_hook: the gradient of {names[0]} is {buffer.layout}, expected a dense "
                 f"one; make its layer with sparse=False, or use another hook for this model"
             )
-        if buffer.dtype not in _BUCKET_DTYPES:
+        if buffer.dtype not in options.BUCKET_DTYPES:
             raise TypeError(
                 f"rota.fused_hook: the gradient of {names[0]} is {buffer.dtype}, expected one of "
-                f"{_BUCKET_DTYPES}; use another hook for this model"
+                f"{options.BUCKET_DTYPES}; use another hook for this model"
             )
 
     def _check_loaded(self) -> None:
@@ -345,10 +334,30 @@ class HookState:
         name = self._model.name(parameter) if self._model is not None else None
         if name is None:
             raise RuntimeError(
-                "rota.HookState: the names of parameters are not known, so residuals can be "
-                "neither saved nor restored: the model's DistributedDataParallel was not found"
+                "rota.HookState: residuals are saved and restored under the names of parameters, "
+                "which are not known; make the state with rota.HookState(model=ddp, ...)"
             )
         return name
+
+
+def _group_of(
+    group: dist.ProcessGroup | None, model: torch.nn.Module | None
+) -> dist.ProcessGroup | None:
+    """The group given, which must have the ranks of DDP's, or that one; None is the default."""
+    if not isinstance(model, DistributedDataParallel):
+        return group
+    if group is None:
+        is_default = model.process_group is dist.group.WORLD
+        return None if is_default else model.process_group
+    ranks = dist.get_process_group_ranks(group)
+    ranks_of_model = dist.get_process_group_ranks(model.process_group)
+    if ranks != ranks_of_model:
+        raise ValueError(
+            f"rota.HookState: group has {len(ranks)} ranks {ranks}, that of the model's "
+            f"DistributedDataParallel has {len(ranks_of_model)} ranks {ranks_of_model}; leave "
+            f"group out, or give both the same one"
+        )
+    return group
 
 
 def _restore(options: dict[str, Any], state_dict: dict[str, Any]) -> HookState:
@@ -371,12 +380,13 @@ def fused_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Futur
 
     Args:
         state: what to do with it; one for each model.
-        bucket: DDP's bucket of dense float32, float64, float16 or bfloat16 gradients on the CPU;
-            its buffer is reduced in place.
+        bucket: DDP's bucket of dense float32, float64, float16 or bfloat16 gradients; its buffer
+            is reduced in place.
 
     Returns:
-        a future of the buffer. The reduction runs on the communicator's progress thread; the first
-        bucket of a process makes the communicator, which is a collective call.
+        a future of the buffer. The reduction runs on the communicator's progress thread, or, of
+        CUDA gradients, on its stream; the first bucket of a process makes the communicator, which
+        is a collective call.
 
     Raises:
         TypeError, ValueError: gradients or a group that cannot work; other ranks raise it too, or
@@ -396,13 +406,12 @@ def fused_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Futur
     except RotaError:
         raise  # peers know
     except Exception as error:
-        _tell_peers(state, bucket, str(error))
+        _tell_peers(state, str(error))
         raise
 
 
-def _tell_peers(state: object, bucket: dist.GradBucket, reason: str) -> None:
-    """Has the hook of every rank that reduces this model fail with the reason."""
-    model = find_ddp(bucket.parameters(), state)
+def _tell_peers(state: object, reason: str) -> None:
+    """Has the hooks of the other ranks fail with the reason."""
     group = state.group if isinstance(state, HookState) else None
     with contextlib.suppress(RotaError, ValueError):  # `reason` says more than that there is none
-        communicator_of(model.process_group if model is not None else group).abort(reason)
+        communicator_of(group).abort(reason)

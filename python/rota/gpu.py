@@ -39,9 +39,12 @@ class LocalGroup(_LocalGroup):
     Args:
         world_size: ranks, from 2 to 16.
         device: a CUDA device.
-        num_channels: blocks of each rank; None is as many as can run at the same time. Blocks of
-            different ranks wait for each other, so more are refused.
+        num_channels: blocks of each rank; None is what the tuning says, by default as many as can
+            run at the same time. Blocks of different ranks wait for each other, so more are
+            refused.
         timeout: how long a rank waits for another one.
+        tuning: by what algorithms are chosen and tensors cut; None is the row of the tuning table
+            for this GPU. It changes speed, never results.
 
     Raises:
         ValueError: what cannot work; nothing has been queued.
@@ -61,9 +64,10 @@ class LocalGroup(_LocalGroup):
         *,
         num_channels: int | None = None,
         timeout: timedelta = timedelta(seconds=10),
+        tuning: _C.GpuTuning | None = None,
     ) -> None:
         _check_build("LocalGroup")
-        super().__init__(world_size, _with_index(device), num_channels, timeout)
+        super().__init__(world_size, _with_index(device), num_channels, timeout, tuning)
 
 
 class GradientBucket(_GradientBucket):

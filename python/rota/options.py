@@ -7,10 +7,16 @@ import math
 import torch
 import torch.distributed as dist
 
-# Those that block scaling is for; the others have float32's range.
-_NARROW_DTYPES = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
-_WIRE_DTYPES = (torch.float32, torch.bfloat16, *_NARROW_DTYPES)
-_ALGORITHMS = ("auto", "one_shot", "two_shot", "ordered_ring", "ring", "low_latency")
+from rota import _C
+
+
+def _dtypes(names: tuple[str, ...]) -> tuple[torch.dtype, ...]:
+    return tuple(getattr(torch, name) for name in names)
+
+
+BUCKET_DTYPES = _dtypes(_C.BUCKET_DTYPES)
+_WIRE_DTYPES = _dtypes(_C.WIRE_DTYPES)
+_NARROW_DTYPES = _dtypes(_C.BLOCK_SCALED_DTYPES)  # the others have float32's range
 
 
 def is_narrow(wire_dtype: object) -> bool:
@@ -54,7 +60,7 @@ def check_seed(seed: object) -> None:
 
 
 def check_algorithm(algorithm: object) -> None:
-    if algorithm not in _ALGORITHMS:
+    if algorithm not in _C.ALGORITHMS:
         raise ValueError(
-            f"rota.HookState: algorithm is {algorithm!r}, expected one of {_ALGORITHMS}"
+            f"rota.HookState: algorithm is {algorithm!r}, expected one of {_C.ALGORITHMS}"
         )

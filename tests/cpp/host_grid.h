@@ -40,8 +40,8 @@ class HostGrid {
                     .regions = {},
                     .abort = &rank.abort,
                     .failure = &rank.failure,
-                    .slow = &rank.slow,
-                    .slow_after_ns = shape.timeout_ns / 2,
+                    .stall = &rank.stall,
+                    .stall_after_ns = shape.timeout_ns / 2,
                     .timeout_ns = shape.timeout_ns};
       for (size_t peer = 0; peer < world_size; ++peer) {
         rank.peers.regions[peer] = reinterpret_cast<std::byte*>(ranks_[peer].region.data());
@@ -54,8 +54,8 @@ class HostGrid {
   cuda::Failure failure(int rank) const {
     return cuda::Failure::unpack(ranks_[static_cast<size_t>(rank)].failure);
   }
-  cuda::Failure slow(int rank) const {
-    return cuda::Failure::unpack(ranks_[static_cast<size_t>(rank)].slow);
+  cuda::Failure stall(int rank) const {
+    return cuda::Failure::unpack(ranks_[static_cast<size_t>(rank)].stall);
   }
   // Whether all of a rank's region is 0, as it is at rest before the first launch.
   bool is_untouched(int rank) const {
@@ -130,7 +130,7 @@ class HostGrid {
     std::vector<Line> region;  // zeroed
     uint32_t abort = 0;
     uint64_t failure = 0;
-    uint64_t slow = 0;
+    uint64_t stall = 0;
     cuda::Peers peers{};
   };
 

@@ -262,7 +262,7 @@ class CheckedCalls {
       request.num_elems = call.format.num_bytes(call.num_elems);
       request.format = {DType::kUInt8};
     }
-    launch.args = cuda::plan_launch(request, peers).args;
+    launch.args = cuda::plan_launch(request, peers, schedule::kLocalTuning).args;
     return launch;
   }
 
@@ -310,7 +310,7 @@ std::string KernelCall::to_string() const {
 std::string to_string(const cuda::Failure& failure) {
   if (failure.kind == cuda::FailureKind::kNone) return "no failure";
   constexpr std::array kPhases{"a message of", "a free slot of", "a packet of"};
-  constexpr std::array kKinds{"no failure", "timeout", "aborted", "another launch", "slow"};
+  constexpr std::array kKinds{"no failure", "timeout", "aborted", "another launch", "stall"};
   return join(kKinds[static_cast<size_t>(failure.kind)], " awaiting ",
               kPhases[static_cast<size_t>(failure.phase)], " rank ", failure.peer, " in channel ",
               failure.channel);

@@ -124,7 +124,7 @@ void local_ranks_need_no_channel() {
   HostGrid grid(shape);
   std::vector<KernelCall> calls;
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kInt64}) {
-    const uint64_t chunk = cuda::kFreeChunkBytes / info(dtype).num_bytes;
+    const uint64_t chunk = schedule::kLocalTuning.free_chunk_bytes / info(dtype).num_bytes;
     for (const uint64_t piece : {chunk - 1, chunk, chunk + 1, 5 * chunk}) {
       for (const uint64_t length : {kWorldSize * piece - 1, kWorldSize * piece}) {
         calls.push_back({.kernel = Kernel::kTwoShotInPlace,

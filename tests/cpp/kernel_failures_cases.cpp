@@ -44,20 +44,24 @@ class LaunchWithTrouble {
     const bool has_part = rank == call_.root || rank == call_.receiver;
     if (call_.kernel == Kernel::kTransfer && !has_part) return;
     std::byte* tensor = tensors_[static_cast<size_t>(rank)].data();
-    KernelLaunch launch{
-        .kernel = call_.kernel,
-        .format = call_.format,
-        .args = {.input = {tensor},
-                 .output = {tensor},
-                 .num_elems = call_.num_elems,
-                 .granule_elems = kGranuleElems,
-                 .chunk_elems = chunk_elems(call_, grid_.shape()),
-                 .group_size = call_.group_size == 0 ? kWorldSize : call_.group_size,
-                 .is_aligned = true,
-                 .op = ReduceOp::kSum,
-                 .source = call_.root,
-                 .destination = call_.receiver,
-                 .fingerprint = rank == kOdd ? uint64_t{1} << 40 : 0}};
+    const int group_size = call_.group_size == 0 ? kWorldSize : call_.group_size;
+    const uint64_t slot_elems = chunk_elems(call_, grid_.shape());
+    const uint64_t shard_elems =
+        schedule::shard_length(call_.num_elems, num_shards(group_size), kGranuleElems);
+    KernelLaunch launch{.kernel = call_.kernel,
+                        .format = call_.format,
+                        .args = {.input = {tensor},
+                                 .output = {tensor},
+                                 .num_elems = call_.num_elems,
+                                 .shard_elems = shard_elems,
+                                 .chunk_elems = slot_elems,
+                                 .num_chunks = schedule::ceil_div(shard_elems, slot_elems),
+                                 .group_size = group_size,
+                                 .is_aligned = true,
+                                 .op = ReduceOp::kSum,
+                                 .source = call_.root,
+                                 .destination = call_.receiver,
+                                 .fingerprint = rank == kOdd ? uint64_t{1} << 40 : 0}};
     for (size_t peer = 0; peer < tensors_.size(); ++peer) {
       launch.tensors.of[peer] = tensors_[peer].data();
     }
@@ -72,6 +76,25 @@ class LaunchWithTrouble {
   bool was_stopped() const { return was_stopped_; }
 
  private:
+  uint64_t num_shards(int group_size) const {
+    switch (call_.kernel) {
+      case Kernel::kTwoShot:
+      case Kernel::kTwoShotInPlace:
+      case Kernel::kRing:
+      case Kernel::kReduceScatter:
+      case Kernel::kAllGather:
+        return kWorldSize;
+      case Kernel::kHierarchical:
+        return static_cast<uint64_t>(group_size);
+      case Kernel::kLowLatency:
+      case Kernel::kOneShot:
+      case Kernel::kOrderedRing:
+      case Kernel::kBroadcast:
+      case Kernel::kTransfer:
+        return 1;
+    }
+    return 1;
+  }
   // The absent rank's only work.
   void stand_by() {
     const auto begin = steady_clock::now();
@@ -151,9 +174,9 @@ void gives_up(const KernelCall& call, Trouble trouble, const GivenUp& expected) 
   if (trouble == Trouble::kHasAnotherLaunch) return;
   check(elapsed >= kShort, call.to_string() + " gave up too soon");
   if (trouble != Trouble::kIsAbsent) return;
-  const cuda::Failure slow = grid.slow(expected.waiting);
-  check(slow.kind == FailureKind::kSlow, what + ": no word of a slow rank before");
-  check_equal(static_cast<int>(slow.peer), expected.awaited, what + ": the slow rank");
+  const cuda::Failure stall = grid.stall(expected.waiting);
+  check(stall.kind == FailureKind::kStall, what + ": no word of a stall before");
+  check_equal(static_cast<int>(stall.peer), expected.awaited, what + ": the awaited rank");
 }
 
 void every_kernel_gives_up(Trouble trouble) {

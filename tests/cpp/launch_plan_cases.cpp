@@ -5,6 +5,7 @@
 #include "check.h"
 #include "cuda/launch_plan.h"
 #include "schedule/chunk.h"
+#include "schedule/tuning.h"
 
 namespace rota::test {
 namespace {
@@ -16,7 +17,7 @@ alignas(128) std::byte g_regions[4][128];
 alignas(128) std::byte g_tensor[1 << 16];
 uint32_t g_abort;
 uint64_t g_failure;
-uint64_t g_slow;
+uint64_t g_stall;
 
 cuda::Peers good_peers() {
   cuda::Peers peers{
@@ -25,7 +26,7 @@ cuda::Peers good_peers() {
       .regions = {},
       .abort = &g_abort,
       .failure = &g_failure,
-      .slow = &g_slow,
+      .stall = &g_stall,
       .timeout_ns = 1};
   for (int rank = 0; rank < 4; ++rank) peers.regions[rank] = g_regions[rank];
   return peers;
@@ -40,10 +41,22 @@ LaunchRequest good_request(Kernel kernel) {
           .destination = 2};
 }
 
+// Another one than any table's.
+constexpr schedule::Tuning kTuning{.max_low_latency_bytes = 4096,
+                                   .max_one_shot_bytes = 16384,
+                                   .num_channels = 3,
+                                   .slot_bytes = 8192,
+                                   .free_chunk_bytes = 12288,
+                                   .free_threads = 96,
+                                   .provenance = "of these cases"};
+
+cuda::LaunchPlan plan_launch(const LaunchRequest& request, const cuda::Peers& peers) {
+  return cuda::plan_launch(request, peers, kTuning);
+}
+
 void is_refused(const LaunchRequest& request, std::initializer_list<std::string_view> words,
                 const cuda::Peers& peers = good_peers()) {
-  const Error error =
-      expect_error(ErrorKind::kValue, [&] { (void)cuda::plan_launch(request, peers); });
+  const Error error = expect_error(ErrorKind::kValue, [&] { (void)plan_launch(request, peers); });
   for (const std::string_view word : words) check_contains(error.what(), word);
 }
 
@@ -59,7 +72,7 @@ void wrong_worlds_are_refused() {
   cuda::Peers alone = good_peers();
   alone.first_rank = 0;
   alone.geometry.world_size = 1;
-  cuda::plan_launch(good_request(Kernel::kOneShot), alone);
+  plan_launch(good_request(Kernel::kOneShot), alone);
   for (const int rank : {-1, 4}) {
     cuda::Peers peers = good_peers();
     peers.first_rank = rank;
@@ -89,8 +102,8 @@ void wrong_worlds_are_refused() {
   peers.abort = nullptr;
   is_refused(request, {"abort word"}, peers);
   peers.abort = &g_abort;
-  peers.slow = nullptr;
-  is_refused(request, {"slow peers"}, peers);
+  peers.stall = nullptr;
+  is_refused(request, {"stalls"}, peers);
 }
 
 void slots_too_small_are_refused() {
@@ -189,7 +202,7 @@ void wrong_tensors_are_refused() {
   request.output = {g_tensor + 3996};
   is_refused(request, {"overlap"});
   request.output = {g_tensor + 4000};
-  (void)cuda::plan_launch(request, good_peers());
+  (void)plan_launch(request, good_peers());
   request = good_request(Kernel::kTwoShot);
   request.format = {DType::kFloat16, true};
   request.input = request.output = {g_tensor + 8};
@@ -211,12 +224,12 @@ void tensors_of_every_local_rank_are_checked() {
   }
   is_refused(request, {"no input of rank 3"}, local_peers());
   request.input[3] = request.output[3] = g_tensor + 4096 * 3;
-  const cuda::CollectiveArgs args = cuda::plan_launch(request, local_peers()).args;
+  const cuda::CollectiveArgs args = plan_launch(request, local_peers()).args;
   check(args.is_aligned && args.input[3] == request.input[3], "planned");
   request.output[3] = g_tensor + 4096 * 3 + 4;
   is_refused(request, {"overlap"}, local_peers());
   request.input[3] = request.output[3];
-  check(!cuda::plan_launch(request, local_peers()).args.is_aligned, "one is not aligned");
+  check(!plan_launch(request, local_peers()).args.is_aligned, "one is not aligned");
 }
 
 void local_ranks_transfer_in_one_launch() {
@@ -225,7 +238,7 @@ void local_ranks_transfer_in_one_launch() {
   request.output = {};
   is_refused(request, {"no output of rank 2"}, local_peers());
   request.output = {nullptr, nullptr, g_tensor + 4096};
-  (void)cuda::plan_launch(request, local_peers());
+  (void)plan_launch(request, local_peers());
 }
 
 void unequal_pieces_are_refused() {
@@ -240,12 +253,12 @@ void unequal_pieces_are_refused() {
 void pieces_in_place_are_the_own_ones() {
   LaunchRequest request = good_request(Kernel::kReduceScatter);
   request.output = {g_tensor + 1000};  // rank 1's 250 elements
-  (void)cuda::plan_launch(request, good_peers());
+  (void)plan_launch(request, good_peers());
   request.output = {g_tensor};
   is_refused(request, {"overlap"});
   request = good_request(Kernel::kAllGather);
   request.input = {g_tensor + 1000};
-  (void)cuda::plan_launch(request, good_peers());
+  (void)plan_launch(request, good_peers());
   request.input = {g_tensor + 2000};
   is_refused(request, {"overlap"});
 }
@@ -259,9 +272,9 @@ void mapped_tensors_are_checked() {
   for (int rank = 0; rank < 4; ++rank) tensors.of[rank] = g_tensor + 4096 * rank;
   is_refused(request, {"in place"});
   request.input = request.output = {tensors.of[1]};
-  check(cuda::plan_launch(request, good_peers()).args.is_aligned, "aligned");
+  check(plan_launch(request, good_peers()).args.is_aligned, "aligned");
   tensors.of[3] += 4;
-  check(!cuda::plan_launch(request, good_peers()).args.is_aligned, "not aligned");
+  check(!plan_launch(request, good_peers()).args.is_aligned, "not aligned");
 }
 
 // ---- what comes out
@@ -276,16 +289,42 @@ void nothing_to_do_launches_nothing() {
     LaunchRequest request = good_request(kernel);
     request.num_elems = 0;
     request.input = request.output = {};
-    check_equal(cuda::plan_launch(request, good_peers()).num_blocks, 0, cuda::name(kernel));
+    check_equal(plan_launch(request, good_peers()).num_blocks, 0, cuda::name(kernel));
   }
 }
 
 void long_packets_are_refused() {
   LaunchRequest request = good_request(Kernel::kLowLatency);
   request.num_elems = 3 * 512;  // 3 channels of 4096 bytes, to one half data
-  check_equal(cuda::plan_launch(request, good_peers()).num_blocks, 3, "blocks");
+  check_equal(plan_launch(request, good_peers()).num_blocks, 3, "blocks");
   request.num_elems += 1;
   is_refused(request, {"low_latency", "1536 elements of float32", "1537", "use one_shot"});
+}
+
+// Four ranks, in two groups where there are any; shards start at whole granules, but equal ones are
+// as long as the caller's tensors.
+uint64_t shard_elems_of(Kernel kernel, uint64_t num_elems) {
+  const auto rounded = [](uint64_t elems) {
+    return (elems + kGranuleElems - 1) / kGranuleElems * kGranuleElems;
+  };
+  switch (kernel) {
+    case Kernel::kReduceScatter:
+    case Kernel::kAllGather:
+      return num_elems / 4;
+    case Kernel::kTwoShot:
+    case Kernel::kTwoShotInPlace:
+    case Kernel::kRing:
+      return rounded((num_elems + 3) / 4);
+    case Kernel::kHierarchical:
+      return rounded((num_elems + 1) / 2);
+    case Kernel::kLowLatency:
+    case Kernel::kOneShot:
+    case Kernel::kOrderedRing:
+    case Kernel::kBroadcast:
+    case Kernel::kTransfer:
+      return rounded(num_elems);
+  }
+  return 0;
 }
 
 // Every chunk fits what it travels in, and every element is in one chunk of some channel.
@@ -297,12 +336,13 @@ void chunks_fit_and_cover() {
         LaunchRequest request = good_request(kernel);
         request.format = {dtype};
         request.num_elems = num_elems;
+        if (kernel == Kernel::kHierarchical) request.group_size = 2;
         if (kernel == Kernel::kReduceScatter || kernel == Kernel::kAllGather) {
           request.output = {g_tensor + (1 << 15)};
         }
         const size_t elem_bytes = info(dtype).num_bytes;
         if (kernel == Kernel::kLowLatency && num_elems * elem_bytes > 3 * 2048) continue;
-        const cuda::LaunchPlan plan = cuda::plan_launch(request, peers);
+        const cuda::LaunchPlan plan = plan_launch(request, peers);
         const std::string what = join(cuda::name(kernel), " of ", num_elems, " ", name(dtype));
         size_t room = peers.geometry.slot_bytes;
         size_t widest = elem_bytes;
@@ -315,6 +355,11 @@ void chunks_fit_and_cover() {
         check(plan.args.chunk_elems * widest <= room, what + ": a chunk does not fit");
         check_equal(plan.args.chunk_elems % kGranuleElems, uint64_t{0}, what);
         check(plan.num_blocks >= 1 && plan.num_blocks <= 3, what + ": blocks");
+        const uint64_t longest = std::min(plan.args.shard_elems, plan.args.num_elems);
+        check(plan.args.num_chunks * plan.args.chunk_elems >= longest &&
+                  (plan.args.num_chunks - 1) * plan.args.chunk_elems < longest,
+              what + ": chunks of the longest shard");
+        check_equal(plan.args.shard_elems, shard_elems_of(kernel, num_elems), what + ": shards");
       }
     }
   }
@@ -324,9 +369,9 @@ void averages_by_powers_of_two_multiply() {
   LaunchRequest request = good_request(Kernel::kOneShot);
   request.op = ReduceOp::kAvg;
   request.divisor = 4;
-  check_equal(cuda::plan_launch(request, good_peers()).args.reciprocal, 0.25, "reciprocal");
+  check_equal(plan_launch(request, good_peers()).args.reciprocal, 0.25, "reciprocal");
   request.divisor = 3;
-  check_equal(cuda::plan_launch(request, good_peers()).args.reciprocal, 0.0, "reciprocal");
+  check_equal(plan_launch(request, good_peers()).args.reciprocal, 0.0, "reciprocal");
 }
 
 // Local ranks that need not wait are cut into chunks of one length, however few channels there are.
@@ -339,14 +384,16 @@ void blocks_that_wait_for_nobody_outnumber_channels() {
     tensors.of[rank] = g_tensor + 16 * rank;  // never looked at
     request.input[rank] = request.output[rank] = tensors.of[rank];
   }
-  const cuda::LaunchPlan local = cuda::plan_launch(request, local_peers());
+  const cuda::LaunchPlan local = plan_launch(request, local_peers());
   check(!local.waits, "waits");
-  check_equal(local.args.chunk_elems, cuda::kFreeChunkBytes / 4, "chunk");
-  check_equal(local.num_blocks, 7, "blocks of 25,000 elements");
-  check_equal(local.num_threads, cuda::kFreeThreads, "threads");
+  check_equal(local.args.chunk_elems, kTuning.free_chunk_bytes / 4, "chunk");
+  check_equal(local.args.shard_elems, uint64_t{25'024}, "shards of whole granules");
+  check_equal(local.args.num_chunks, uint64_t{9}, "chunks of a shard");
+  check_equal(local.num_blocks, 9, "blocks of a shard");
+  check_equal(local.num_threads, kTuning.free_threads, "threads");
 
   request.input = request.output = {tensors.of[1]};
-  const cuda::LaunchPlan apart = cuda::plan_launch(request, good_peers());
+  const cuda::LaunchPlan apart = plan_launch(request, good_peers());
   check(apart.waits, "waits");
   check_equal(apart.num_blocks, 3, "a block for each channel");
   check_equal(apart.num_threads, cuda::kThreadsPerBlock, "threads");
@@ -354,16 +401,135 @@ void blocks_that_wait_for_nobody_outnumber_channels() {
     request = good_request(kernel);
     request.input.fill(g_tensor);
     request.output.fill(g_tensor + (1 << 15));
-    check(cuda::plan_launch(request, local_peers()).waits, cuda::name(kernel));
+    check(plan_launch(request, local_peers()).waits, cuda::name(kernel));
+  }
+}
+
+// ---- tunings
+
+void tunings_that_no_kernel_could_work_by_are_refused() {
+  cuda::check_tuning(kTuning);
+  const auto refuses = [](const auto& change, std::initializer_list<std::string_view> words) {
+    schedule::Tuning tuning = kTuning;
+    change(tuning);
+    const Error error = expect_error(ErrorKind::kValue, [&] { cuda::check_tuning(tuning); });
+    for (const std::string_view word : words) check_contains(error.what(), word);
+  };
+  using schedule::Tuning;
+  refuses([](Tuning& tuning) { tuning.num_channels = -1; }, {"num_channels is -1", "0"});
+  for (const int threads : {-32, 0, 48, 544}) {
+    refuses([&](Tuning& tuning) { tuning.free_threads = threads; },
+            {"free_threads", std::to_string(threads), "a multiple of 32", "512"});
+  }
+  for (const size_t num_bytes : {size_t{0}, size_t{2048}, size_t{8200}, size_t{1} << 31}) {
+    refuses([&](Tuning& tuning) { tuning.slot_bytes = num_bytes; },
+            {"slot_bytes", std::to_string(num_bytes), "a multiple of 128", "4096"});
+    refuses([&](Tuning& tuning) { tuning.free_chunk_bytes = num_bytes; },
+            {"free_chunk_bytes", std::to_string(num_bytes), "a multiple of 128", "4096"});
+  }
+}
+
+void every_row_of_the_table_is_taken() {
+  for (const schedule::TuningRow& row : schedule::kTunings) {
+    cuda::check_tuning(row.tuning);
+    check(!row.tuning.provenance.empty(), "a row says where it comes from");
+  }
+}
+
+// The least that check_tuning() takes has room for what any kernel moves at once.
+void least_slots_and_chunks_take_every_dtype() {
+  schedule::Tuning tuning = kTuning;
+  tuning.slot_bytes = tuning.free_chunk_bytes = 4096;
+  cuda::check_tuning(tuning);
+  cuda::Peers peers = good_peers();
+  peers.geometry.slot_bytes = tuning.slot_bytes;
+  for (const Kernel kernel : {Kernel::kOrderedRing, Kernel::kHierarchical, Kernel::kTwoShot}) {
+    for (size_t i = 0; i < kNumDTypes; ++i) {
+      LaunchRequest request = good_request(kernel);
+      request.format = {static_cast<DType>(i)};
+      if (!is_defined(ReduceOp::kSum, request.format.dtype)) continue;
+      request.is_bucket = is_wire_dtype(request.format.dtype);
+      check(cuda::plan_launch(request, peers, tuning).args.chunk_elems > 0, "a slot");
+      request.kernel = Kernel::kTwoShotInPlace;
+      cuda::MappedTensors tensors{};
+      for (size_t rank = 0; rank < 4; ++rank) {
+        tensors.of[rank] = g_tensor + 16 * rank;
+        request.input[rank] = request.output[rank] = tensors.of[rank];
+      }
+      request.tensors = &tensors;
+      check(cuda::plan_launch(request, local_peers(), tuning).args.chunk_elems > 0, "a chunk");
+    }
+  }
+}
+
+constexpr schedule::TuningRow row(std::string_view gpu, schedule::Topology topology,
+                                  int max_world_size, int num_channels) {
+  return {gpu, topology, max_world_size, {.num_channels = num_channels}};
+}
+
+void the_row_that_fits_closest_is_found() {
+  using schedule::Topology;
+  // In no order.
+  constexpr schedule::TuningRow kRows[] = {row("", Topology::kNvlink, 64, 1),
+                                           row("NVIDIA H200", Topology::kNvlink, 8, 2),
+                                           row("NVIDIA H200", Topology::kNvlink, 2, 3),
+                                           row("NVIDIA H200 NVL", Topology::kNvlink, 4, 4),
+                                           row("", Topology::kNvlink, 2, 5),
+                                           row("NVIDIA H200", Topology::kPcie, 8, 6)};
+  const auto found = [&](std::string_view gpu, Topology topology, int world_size) {
+    const auto tuning = schedule::find_tuning(gpu, topology, world_size, kRows);
+    return tuning ? tuning->num_channels : 0;
+  };
+  check_equal(found("NVIDIA H200", Topology::kNvlink, 2), 3, "fewest ranks of that GPU");
+  check_equal(found("NVIDIA H200", Topology::kNvlink, 3), 2, "more ranks of that GPU");
+  check_equal(found("NVIDIA H200", Topology::kNvlink, 9), 1, "more than its rows have");
+  check_equal(found("NVIDIA H200 NVL", Topology::kNvlink, 2), 4, "the longest name");
+  check_equal(found("NVIDIA H200 NVL", Topology::kNvlink, 5), 2, "the next longest name");
+  check_equal(found("NVIDIA H200", Topology::kPcie, 2), 6, "its topology");
+  check_equal(found("NVIDIA H20", Topology::kNvlink, 2), 5, "any GPU, few ranks");
+  check_equal(found("", Topology::kNvlink, 64), 1, "any GPU");
+  check_equal(found("", Topology::kPcie, 2), 0, "none");
+  check_equal(found("", Topology::kNvlink, 65), 0, "too many ranks");
+  check_equal(found("", Topology::kNvlink, 0), 0, "no ranks");
+}
+
+void ranks_of_different_gpus_have_the_general_row() {
+  using schedule::GpuPlace, schedule::Topology;
+  const auto common = [](std::initializer_list<GpuPlace> places) {
+    const GpuPlace place = schedule::common_place({places.begin(), places.size()});
+    return join(place.gpu, ' ', name(place.topology));
+  };
+  const GpuPlace h200{"H200", Topology::kNvlink}, h200_apart{"H200", Topology::kPcie},
+      a100{"A100", Topology::kNvlink};
+  check_equal(common({h200, h200, h200}), std::string("H200 nvlink"), "all alike");
+  check_equal(common({h200, h200, a100}), std::string(" nvlink"), "another GPU last");
+  check_equal(common({a100, h200, h200}), std::string(" nvlink"), "another GPU first");
+  check_equal(common({h200, h200_apart, h200}), std::string("H200 pcie"), "one without NVLink");
+}
+
+void a_tuning_says_which_all_reduce_runs() {
+  using schedule::Algorithm;
+  const auto selects = [](uint64_t num_bytes, Algorithm expected, uint64_t most_packet_bytes) {
+    check_equal(name(schedule::select_on_gpu(kTuning, 4, num_bytes, most_packet_bytes)),
+                name(expected), join(num_bytes, " bytes"));
+  };
+  selects(4096, Algorithm::kLowLatency, 1 << 20);
+  selects(4096, Algorithm::kLowLatency, 4096);
+  selects(4096, Algorithm::kOneShot, 4095);
+  selects(4097, Algorithm::kTwoShot, 1 << 20);
+  selects(4096 * 4, Algorithm::kTwoShot, 1 << 20);
+  // Nobody waits for anybody in what local ranks run instead (c10d/cuda/local_group.cpp).
+  for (const uint64_t num_bytes : {1, 4096, 1 << 20}) {
+    check_equal(name(schedule::select_on_gpu(schedule::kLocalTuning, 2, num_bytes, 1 << 20)),
+                name(Algorithm::kTwoShot), "of local ranks");
   }
 }
 
 // ---- buckets
 
 void wrong_buckets_are_refused() {
-  uint64_t num_non_finite = 0;
   const cuda::Tile tile{g_tensor, 512};
-  const cuda::BucketArgs good{&tile, {}, 1, g_tensor, 1, 1, &num_non_finite};
+  const cuda::BucketArgs good{&tile, {}, 1, g_tensor, 1, 1};
   const WireFormat wire{DType::kFloat16, true};
   cuda::check_bucket(good, DType::kFloat32, wire);
   const auto refuses = [](const cuda::BucketArgs& args, DType dtype, const WireFormat& format,
@@ -388,9 +554,6 @@ void wrong_buckets_are_refused() {
   args = good;
   args.wire += 8;
   refuses(args, DType::kFloat32, wire, "multiples of 16");
-  args = good;
-  args.num_non_finite = nullptr;
-  refuses(args, DType::kFloat32, wire, "not finite");
   for (const float factor : {0.0f, -1.0f, NAN, INFINITY, 1e-42f}) {
     args = good;
     args.contribution_factor = factor;
@@ -414,6 +577,12 @@ const CaseTable kCases{
     {"launch_long_packets", long_packets_are_refused},
     {"launch_chunks", chunks_fit_and_cover},
     {"launch_free_blocks", blocks_that_wait_for_nobody_outnumber_channels},
+    {"launch_wrong_tunings", tunings_that_no_kernel_could_work_by_are_refused},
+    {"launch_table", every_row_of_the_table_is_taken},
+    {"launch_least_tuning", least_slots_and_chunks_take_every_dtype},
+    {"launch_closest_row", the_row_that_fits_closest_is_found},
+    {"launch_common_row", ranks_of_different_gpus_have_the_general_row},
+    {"launch_selection", a_tuning_says_which_all_reduce_runs},
     {"launch_averages", averages_by_powers_of_two_multiply},
     {"launch_wrong_buckets", wrong_buckets_are_refused},
 };

@@ -23,11 +23,11 @@ Descriptor launch_number(uint64_t number) {
   return {.kind = CollectiveKind::kAllReduce, .num_elems = number};
 }
 
-void announce_many(Communicator& communicator, uint64_t num_launches, uint64_t seed) {
+void post_many_launches(Communicator& communicator, uint64_t num_launches, uint64_t seed) {
   Random random(seed);
   for (uint64_t i = 0; i < num_launches; ++i) {
     if (random.below(16) == 0) std::this_thread::yield();
-    communicator.announce(launch_number(i));
+    communicator.post_launch(launch_number(i));
   }
 }
 
@@ -35,8 +35,8 @@ void announce_many(Communicator& communicator, uint64_t num_launches, uint64_t s
 template <int kWorldSize>
 void equal_launches_agree() {
   run_ranks(kWorldSize, [](Communicator& communicator) {
-    announce_many(communicator, kManyLaunches, static_cast<uint64_t>(communicator.rank()));
-    check_equal(communicator.num_announced(), kManyLaunches, "launches");
+    post_many_launches(communicator, kManyLaunches, static_cast<uint64_t>(communicator.rank()));
+    check_equal(communicator.num_posted_launches(), kManyLaunches, "launches");
   });
 }
 
@@ -45,16 +45,16 @@ void another_launch_is_a_mismatch() {
   for (uint64_t seed = 0; seed < 20; ++seed) {
     std::atomic<int> num_mismatches{0};
     run_ranks(3, [&](Communicator& communicator) {
-      announce_many(communicator, 150, seed);
+      post_many_launches(communicator, 150, seed);
       const bool is_odd = communicator.rank() == 1;
       try {
-        communicator.announce(launch_number(is_odd ? 1001 : 1000));
+        communicator.post_launch(launch_number(is_odd ? 1001 : 1000));
       } catch (const Error& error) {
         check(error.kind() == ErrorKind::kMismatch, error.what());
         check_contains(error.what(), "rank 1 called all_reduce(sum, uint8[1001]");
         ++num_mismatches;
-        const Error later =
-            expect_error(ErrorKind::kMismatch, [&] { communicator.announce(launch_number(2000)); });
+        const Error later = expect_error(ErrorKind::kMismatch,
+                                         [&] { communicator.post_launch(launch_number(2000)); });
         check_contains(later.what(), "the group is dead");
       }
     });
@@ -67,12 +67,12 @@ void a_rank_too_far_ahead_waits() {
   run_ranks(2, [&](Communicator& communicator) {
     if (communicator.rank() == 1) {
       may_follow.wait(false);
-      return announce_many(communicator, kNumPosts + 2, 1);
+      return post_many_launches(communicator, kNumPosts + 2, 1);
     }
-    announce_many(communicator, kNumPosts, 0);
+    post_many_launches(communicator, kNumPosts, 0);
     std::atomic<bool> is_through{false};
     std::thread ahead([&] {
-      communicator.announce(launch_number(kNumPosts));
+      communicator.post_launch(launch_number(kNumPosts));
       is_through = true;
     });
     // Long enough for a thread that need not wait to get its turn on a machine full of others.
@@ -83,7 +83,7 @@ void a_rank_too_far_ahead_waits() {
     may_follow.notify_all();
     ahead.join();
     check(!was_early, "a post was written anew that a rank has not read");
-    communicator.announce(launch_number(kNumPosts + 1));
+    communicator.post_launch(launch_number(kNumPosts + 1));
   });
 }
 
@@ -96,7 +96,7 @@ void a_rank_that_does_not_follow_is_a_timeout() {
                 return;
               }
               const Error error = expect_error(
-                  ErrorKind::kTimeout, [&] { announce_many(communicator, kNumPosts + 1, 0); });
+                  ErrorKind::kTimeout, [&] { post_many_launches(communicator, kNumPosts + 1, 0); });
               check_contains(error.what(), "queueing on the GPU");
               has_failed = true;
               has_failed.notify_all();
@@ -110,8 +110,8 @@ void transfers_agree_pair_by_pair() {
     const int rank = communicator.rank();
     for (uint64_t i = 0; i < 50; ++i) {
       const Descriptor transfer{.kind = CollectiveKind::kSendRecv, .num_elems = i};
-      communicator.announce_transfer(transfer, rank, (rank + 1) % 3);
-      communicator.announce_transfer(transfer, (rank + 2) % 3, rank);
+      communicator.post_transfer(transfer, rank, (rank + 1) % 3);
+      communicator.post_transfer(transfer, (rank + 2) % 3, rank);
     }
   });
 }
@@ -123,8 +123,7 @@ void another_length_is_a_mismatch_of_the_pair() {
     if (rank == 1) return;
     try {
       const uint64_t num_elems = rank == 0 ? 10 : 12;
-      communicator.announce_transfer({.kind = CollectiveKind::kSendRecv, .num_elems = num_elems}, 0,
-                                     2);
+      communicator.post_transfer({.kind = CollectiveKind::kSendRecv, .num_elems = num_elems}, 0, 2);
     } catch (const Error& error) {
       check(error.kind() == ErrorKind::kMismatch, error.what());
       check_contains(error.what(),
@@ -140,23 +139,23 @@ void another_length_is_a_mismatch_of_the_pair() {
 // Stands for an executor whose kernels wait until they are aborted.
 struct FakeKernels {
   std::atomic<uint64_t> failure{0};
-  std::atomic<uint64_t> slow{0};
+  std::atomic<uint64_t> stall{0};
   std::atomic<bool> is_aborted{false};
 
   // As a kernel of rank `rank` does again and again while it waits for `peer`.
   void wait_for(uint16_t rank, uint16_t peer) {
-    slow = cuda::Failure{.kind = cuda::FailureKind::kSlow,
-                         .phase = cuda::WaitPhase::kFreeSlot,
-                         .peer = peer,
-                         .rank = rank,
-                         .channel = 5}
-               .pack();
+    stall = cuda::Failure{.kind = cuda::FailureKind::kStall,
+                          .phase = cuda::WaitPhase::kFreeSlot,
+                          .peer = peer,
+                          .rank = rank,
+                          .channel = 5}
+                .pack();
     std::this_thread::sleep_for(milliseconds(5));
   }
 
   DeviceMonitor::Kernels kernels() {
     return {.failure = [this] { return cuda::Failure::unpack_any(failure); },
-            .take_slow = [this] { return cuda::Failure::unpack_any(slow.exchange(0)); },
+            .take_stall = [this] { return cuda::Failure::unpack_any(stall.exchange(0)); },
             .abort =
                 [this] {
                   is_aborted = true;
@@ -172,7 +171,7 @@ void a_kernel_that_gives_up_ends_the_group(cuda::FailureKind kind, ErrorKind exp
   run_ranks(3, [&](Communicator& communicator) {
     FakeKernels fake;
     const DeviceMonitor monitor(communicator, fake.kernels());
-    communicator.announce(launch_number(1));
+    communicator.post_launch(launch_number(1));
     if (communicator.rank() == 2) {
       fake.failure =
           cuda::Failure{
@@ -180,7 +179,7 @@ void a_kernel_that_gives_up_ends_the_group(cuda::FailureKind kind, ErrorKind exp
               .pack();
     }
     fake.is_aborted.wait(false);
-    const Error error = expect_error(expected, [&] { communicator.announce(launch_number(2)); });
+    const Error error = expect_error(expected, [&] { communicator.post_launch(launch_number(2)); });
     check_contains(error.what(), fact);
   });
 }
@@ -207,11 +206,11 @@ void a_kernel_that_waits_long_names_whom_it_awaits() {
   run_ranks(2, [&](Communicator& communicator) {
     FakeKernels fake;
     const DeviceMonitor monitor(communicator, fake.kernels());
-    communicator.announce(launch_number(1));
+    communicator.post_launch(launch_number(1));
     if (communicator.rank() == 1) return is_over.wait(false);
-    check(!monitor.has_slow_wait(), "a wait before there is one");
+    check(!monitor.is_stalled(), "a wait before there is one");
     for (int i = 0; i < 20; ++i) fake.wait_for(0, 1);
-    check(monitor.has_slow_wait(), "no wait while there is one");
+    check(monitor.is_stalled(), "no wait while there is one");
     is_over = true;
     is_over.notify_all();
   });
@@ -228,7 +227,7 @@ void an_abort_ends_kernels() {
     if (communicator.rank() == 1) communicator.abort("enough");
     fake.is_aborted.wait(false);
     expect_error(communicator.rank() == 1 ? ErrorKind::kInternal : ErrorKind::kPeerFailed,
-                 [&] { communicator.announce(launch_number(1)); });
+                 [&] { communicator.post_launch(launch_number(1)); });
   });
 }
 
@@ -249,7 +248,7 @@ void a_rank_that_leaves_ends_kernels_that_wait_for_it() {
     check(!fake.is_aborted, "aborted, though no kernel waits");
     while (!fake.is_aborted) fake.wait_for(2, 0);
     const Error error =
-        expect_error(ErrorKind::kPeerFailed, [&] { communicator.announce(launch_number(1)); });
+        expect_error(ErrorKind::kPeerFailed, [&] { communicator.post_launch(launch_number(1)); });
     check_contains(error.what(), "has left the group");
   });
 }
@@ -272,7 +271,7 @@ const CaseTable kCases{
        a_kernel_that_gives_up_ends_the_group(cuda::FailureKind::kMismatch, ErrorKind::kMismatch,
                                              "its kernel met that of another collective of rank 1");
      }},
-    {"monitor_slow_peer", a_kernel_that_waits_long_names_whom_it_awaits},
+    {"monitor_stall", a_kernel_that_waits_long_names_whom_it_awaits},
     {"monitor_abort", an_abort_ends_kernels},
     {"monitor_departure", a_rank_that_leaves_ends_kernels_that_wait_for_it},
 };

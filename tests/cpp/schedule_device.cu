@@ -12,6 +12,10 @@ namespace rota::schedule {
 // ---- chunk.h: 1000 elements in 3 pieces of whole granules of 64, and in chunks of 300
 static_assert(ceil_div(0, 64) == 0 && ceil_div(64, 64) == 1 && ceil_div(65, 64) == 2);
 static_assert(min_of(3, 5) == 3 && min_of(5, 3) == 3);
+static_assert(shard_length(1000, 3, 64) == 384 && shard_length(0, 3, 64) == 0);
+static_assert(shard_of(1000, 384, 2).begin == 768 && shard_of(1000, 384, 2).num_elems == 232);
+static_assert(chunk_of_shard(1000, 384, 2, 128, 1).begin == 896);
+static_assert(chunk_of_shard(1000, 384, 2, 128, 1).num_elems == 104);
 static_assert(piece_of(1000, 3, 0, 64).begin == 0 && piece_of(1000, 3, 0, 64).num_elems == 384);
 static_assert(piece_of(1000, 3, 2, 64).begin == 768 && piece_of(1000, 3, 2, 64).num_elems == 232);
 static_assert(piece_of(100, 3, 2, 64).num_elems == 0);
@@ -58,16 +62,16 @@ __global__ void schedule_kernel(int rank, int world_size, uint64_t num_elems, ui
   const int step = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   const auto num_pieces = static_cast<uint64_t>(world_size);
   const auto index = static_cast<uint64_t>(step);
-  const Range piece = piece_of(num_elems, num_pieces, index % num_pieces, 64);
+  const uint64_t shard_elems = shard_length(num_elems, num_pieces, 64);
+  const Range shard = shard_of(num_elems, shard_elems, rank);
   const Range chunk = chunk_of(num_elems, 4096, index);
-  const Range part = chunk_of_piece(num_elems, world_size, rank, 4096, index, 64);
+  const Range part = chunk_of_shard(num_elems, shard_elems, rank, 4096, index);
   const RingStep ring = ring_step(rank, world_size, step);
   const OrderedRingStep ordered = ordered_ring_step(rank, world_size, 16, step);
   const TwoShotStep two_shot = two_shot_step(16, step);
   const RankSet group = group_of(rank, 2), across = across_groups(rank, world_size, 2);
-  const uint64_t bounds = piece.begin + piece.num_elems + chunk.begin + chunk.num_elems +
-                          part.begin + part.num_elems +
-                          num_chunks_of_pieces(num_elems, world_size, 4096, 64);
+  const uint64_t bounds =
+      shard.begin + shard.num_elems + chunk.begin + chunk.num_elems + part.begin + part.num_elems;
   const int ranks = next_rank(rank, world_size) + previous_rank(rank, world_size) +
                     rotated_peer(rank, world_size, step % world_size) + ring.send_piece +
                     ring.recv_piece + static_cast<int>(ring.action) + group.place_of(rank) +

@@ -83,7 +83,7 @@ def connect(rank: ranks.Rank, *, timeout_s: float = WAIT_S) -> rota.Communicator
     torch.cuda.set_device(DEVICE)
     communicator = rank.communicator(timeout_s=timeout_s)
     communicator.connect_device(DEVICE)
-    assert rank.world_size == 1 or communicator.device_means != "the host's memory"
+    assert rank.world_size == 1 or communicator.peer_access != "the host's memory"
     return communicator
 
 

@@ -256,6 +256,129 @@ def test_cuda_all_reduce_replays_with_other_values(world_size: int) -> None:
     run_ranks(world_size, replay)
 
 
+def reduce_and_transfer_in_graphs(rank: Rank) -> None:
+    """Collectives and transfers in turns: the first transfers of all are captured, dist.recv is on
+    another stream than dist.all_reduce, and replays of both graphs take turns with eager calls."""
+    torch.cuda.set_device(DEVICE)
+    rank.init("rota", timeout_s=WAIT_S)
+    inputs = exact_inputs(2, 20_000, torch.float32)
+    total = exact(inputs, "sum")
+    reduced, moved = (torch.zeros(20_000).to(DEVICE) for _ in range(2))
+    dist.all_reduce(reduced)  # joins the GPUs
+
+    def transfer() -> None:
+        if rank.rank == 0:
+            dist.send(reduced, 1)
+        else:
+            dist.recv(moved, 0)
+
+    def body() -> None:
+        for _ in range(2):
+            dist.all_reduce(reduced)
+            transfer()
+
+    # The first graph is captured before there was a transfer.
+    without_transfers = capture(lambda: dist.all_reduce(reduced))
+    with_transfers = [capture(body) for _ in range(2)]
+    for turn in range(6):
+        case = f"turn {turn}, rank {rank.rank}"
+        reduced.copy_(inputs[rank.rank])
+        with_transfers[turn % 2].replay()  # sums twice
+        assert_same(reduced.cpu(), total * 2, case)
+        if rank.rank == 1:
+            assert_same(moved.cpu(), total * 2, f"{case}, received")
+        without_transfers.replay()
+        transfer()
+        dist.all_reduce(reduced)
+        assert_same(reduced.cpu(), total * 8, case)
+        if rank.rank == 1:
+            assert_same(moved.cpu(), total * 4, f"{case}, received outside of graphs")
+
+
+def test_cuda_transfers_are_captured_behind_collectives() -> None:
+    run_ranks(2, reduce_and_transfer_in_graphs)
+
+
+def receive_beside_a_graph(rank: Rank) -> None:
+    """A replay of a graph that was captured before the first receive: nothing but the communicator
+    orders them, and both use its links: the message is too long for low_latency."""
+    torch.cuda.set_device(DEVICE)
+    rank.init("rota", timeout_s=WAIT_S)
+    inputs = exact_inputs(2, 20_000, torch.float32)
+    reduced, moved = torch.zeros(20_000).to(DEVICE), inputs[0].to(DEVICE)
+    dist.all_reduce(reduced)
+    graph, stream = capture(lambda: dist.all_reduce(reduced)), torch.cuda.Stream()
+    for turn in range(10):
+        reduced.copy_(inputs[rank.rank])
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            graph.replay()
+        if rank.rank == 0:
+            dist.send(moved, 1)
+        else:
+            dist.recv(moved, 0)
+        torch.cuda.synchronize()
+        assert_same(reduced.cpu(), exact(inputs, "sum"), f"turn {turn}, reduced")
+        assert_same(moved.cpu(), inputs[0], f"turn {turn}, moved")
+
+
+def test_cuda_recv_waits_for_a_graph_from_before_the_first_one() -> None:
+    run_ranks(2, receive_beside_a_graph)
+
+
+def exchange_first(rank: Rank) -> None:
+    """More than the links hold: no send ends before the other rank receives."""
+    torch.cuda.set_device(DEVICE)
+    rank.init("rota", timeout_s=WAIT_S)
+    inputs = random_inputs(2, 2_000_000, torch.float32)
+    sent, received = inputs[rank.rank].to(DEVICE), torch.zeros(2_000_000).to(DEVICE)
+    dist.all_reduce(torch.zeros(1).to(DEVICE))  # joins the GPUs
+    works = [dist.isend(sent, 1 - rank.rank), dist.irecv(received, 1 - rank.rank)]
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert_same(received.cpu(), inputs[1 - rank.rank], "received")
+
+
+def test_cuda_first_recv_does_not_wait_for_the_own_send() -> None:
+    run_ranks(2, exchange_first)
+
+
+def replay_buckets(rank: Rank) -> None:
+    """Two buckets of one graph; what each replay counts starts at 0 again."""
+    comm = connect(rank)
+    sizes = (5000, 300)
+    buckets = [torch.zeros(size).to(DEVICE) for size in sizes]
+    stats = [torch.zeros(2, dtype=torch.float64).to(DEVICE) for _ in sizes]
+
+    def reduce(buckets: list[torch.Tensor], stats: list[torch.Tensor]) -> None:
+        for bucket, measured in zip(buckets, stats, strict=True):
+            comm.reduce_bucket(
+                bucket, measured, wire_dtype=torch.float16, block_scaling=True, divisor=2.0
+            )
+
+    reduce(buckets, stats)
+    graph = capture(lambda: reduce(buckets, stats))
+    for turn in range(5):
+        on_cpu = [random_inputs(2, size, torch.float32)[rank.rank] + turn for size in sizes]
+        if turn % 2:
+            on_cpu[0][7:9] = math.inf
+        for bucket, source in zip(buckets, on_cpu, strict=True):
+            bucket.copy_(source)
+        graph.replay()
+        cpu_stats = [torch.zeros(2, dtype=torch.float64) for _ in sizes]
+        reduce(on_cpu, cpu_stats)
+        for i in range(len(sizes)):
+            case = f"turn {turn}, bucket {i}"
+            assert_same(buckets[i].cpu(), on_cpu[i], case)
+            assert_same(stats[i].cpu(), cpu_stats[i], f"{case}, stats")
+        assert cpu_stats[0][0] == 2 * (turn % 2)
+
+
+def test_cuda_reduce_bucket_counts_anew_in_each_replay() -> None:
+    run_ranks(2, replay_buckets)
+
+
 def compile_step(rank: Rank) -> None:
     comm = connect(rank)
 

@@ -13,11 +13,10 @@ pytest.importorskip("matplotlib", reason="the demo needs matplotlib")
 pytest.importorskip("rich", reason="the demo needs rich")
 from rich.console import Console
 
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-import compare
-import train_gpt
-
+import demo
+from demo_model import train_gpt
 from on_gpu import DEVICE, LIMIT_S
 from ranks import Rank, run_ranks
 
@@ -33,7 +32,7 @@ def train_all_variants(rank: Rank) -> None:
     scale = train_gpt.Scale(config, batch=2, lr=1e-3, max_minutes=1.0)
     train_gpt.SCALES["cuda"] = scale
     args = argparse.Namespace(
-        variants=compare.default_variants("gloo"),
+        variants=demo.default_variants("gloo"),
         steps=NUM_STEPS,
         batch=scale.batch,
         lr=scale.lr,
@@ -41,8 +40,8 @@ def train_all_variants(rank: Rank) -> None:
         seed=0,
     )
     text = torch.arange(20_000).remainder(251).to(torch.uint8)
-    runs = compare.train_in_turns(args, text, text, Console(quiet=True), DEVICE)
-    results = {name: compare.gather(compare.VARIANTS[name], run) for name, run in runs.items()}
+    runs = demo.train_in_turns(args, text, text, Console(quiet=True), DEVICE)
+    results = {name: demo.gather(demo.VARIANTS[name], run) for name, run in runs.items()}
     assert results.pop("none").spread > 0
     for name, result in results.items():
         assert result.spread == 0, name

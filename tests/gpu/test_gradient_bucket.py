@@ -127,6 +127,22 @@ def test_bucket_can_be_packed_again_and_counts_anew() -> None:
         assert bucket.stats.cpu().tolist() == [0.0, pytest.approx(squares, rel=1e-12)]
 
 
+def test_bucket_can_be_unpacked_again_and_without_a_pack() -> None:
+    sources = [values_of(size, torch.float32) for size in (600, 10)]
+    packed = rota.GradientBucket([source.to(DEVICE) for source in sources])
+    packed.pack()
+    gradients = [torch.zeros_like(source).to(DEVICE) for source in sources]
+    bucket = rota.GradientBucket(gradients)
+    bucket.wire.copy_(packed.wire)
+    expected = [expected_of(source, Format(torch.float16, True), 1.0, 1.0) for source in sources]
+    squares = sum(stats_of(one)[1] for one in expected)
+    for _ in range(2):
+        bucket.unpack()
+        for gradient, wanted in zip(gradients, expected, strict=True):
+            assert_same(gradient.cpu(), wanted, "without a pack")
+        assert bucket.stats.cpu().tolist() == [0.0, pytest.approx(squares, rel=1e-12)]
+
+
 def test_bucket_in_a_graph_takes_the_values_of_each_replay() -> None:
     gradients = [torch.zeros(size).to(DEVICE) for size in (600, 10)]
     bucket = rota.GradientBucket(gradients)

@@ -133,17 +133,18 @@ def test_local_all_reduce_misaligned_storage_equals_oracle(
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=name_of)
 @pytest.mark.parametrize("group_size", [1, 2, 4])
-def test_local_hierarchical_all_reduce_sums_groups_first(
-    group_of: GroupOf, group_size: int, dtype: torch.dtype
+@pytest.mark.parametrize("algorithm", ["auto", "hierarchical", "two_shot_in_place"])
+def test_local_all_reduce_in_groups_sums_groups_first(
+    group_of: GroupOf, algorithm: str, group_size: int, dtype: torch.dtype
 ) -> None:
     for size in (1, 513, 66_001):
         inputs = random_inputs(4, size, dtype)
         for op in ("sum", "avg"):
             guarded = [Guarded(tensor) for tensor in inputs]
             tensors = [one.tensor for one in guarded]
-            group_of(4).all_reduce(tensors, op, "hierarchical", group_size=group_size)
+            group_of(4).all_reduce(tensors, op, algorithm, group_size=group_size)
             expected = grouped_sum(inputs, op, group_size)
-            check_each(guarded, expected, f"{op} size {size} groups of {group_size}")
+            check_each(guarded, expected, f"{op} {algorithm} size {size} groups of {group_size}")
 
 
 @worlds
@@ -182,6 +183,69 @@ def test_local_reduce_scatter_gives_each_rank_its_piece(
         )
         pieces = list(exact(inputs, "sum").split(size)) if size else [torch.zeros(0).to(dtype)] * 4
         check_each(outputs, pieces[:world_size], f"size {size}")
+
+
+# ---- tunings
+
+
+def tuning_with(world_size: int, **fields: int) -> rota._C.GpuTuning:
+    """The table's row, with other numbers in some fields."""
+    tuning = rota._C.gpu_tuning(torch.cuda.get_device_name(), "local", world_size)
+    for field, value in fields.items():
+        setattr(tuning, field, value)
+    return tuning
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_low_latency_bytes": 1 << 30, "max_one_shot_bytes": 1 << 30},
+        {"max_one_shot_bytes": 1 << 30},
+        {"num_channels": 2, "slot_bytes": 4096},
+        {"free_chunk_bytes": 4096, "free_threads": 32},
+        {"free_chunk_bytes": 65_536, "free_threads": 512},
+    ],
+    ids=lambda fields: "-".join(f"{field}={value}" for field, value in fields.items()),
+)
+def test_local_group_any_tuning_gives_the_same_bits(fields: dict[str, int]) -> None:
+    group = rota.LocalGroup(3, DEVICE, tuning=tuning_with(3, **fields))
+    for algorithm in CANONICAL:
+        for size in (1, 1023, 66_001):
+            if not fits(algorithm, size, torch.float32):
+                continue
+            inputs = random_inputs(3, size, torch.float32)
+            guarded = [Guarded(tensor) for tensor in inputs]
+            group.all_reduce([one.tensor for one in guarded], "sum", algorithm)
+            check_each(guarded, contract(inputs, "sum"), f"{algorithm} size {size} {fields}")
+
+
+def test_local_group_channels_are_the_arguments_else_the_tunings() -> None:
+    tuning = tuning_with(2, num_channels=3)
+    assert rota.LocalGroup(2, DEVICE, tuning=tuning).num_channels == 3
+    assert rota.LocalGroup(2, DEVICE, num_channels=1, tuning=tuning).num_channels == 1
+    tuning.num_channels = 0
+    all_resident = rota.LocalGroup(2, DEVICE, tuning=tuning).num_channels
+    assert rota.LocalGroup(2, DEVICE).num_channels == all_resident > 3
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("free_threads", 0, "a multiple of 32 from 32 to 512"),
+        ("free_threads", 48, "a multiple of 32 from 32 to 512"),
+        ("free_threads", 1024, "a multiple of 32 from 32 to 512"),
+        ("slot_bytes", 0, "a multiple of 128 from 4096"),
+        ("slot_bytes", 8191, "a multiple of 128 from 4096"),
+        ("free_chunk_bytes", 64, "a multiple of 128 from 4096"),
+        ("num_channels", -1, "expected 0"),
+        ("num_channels", 10_000, "multiprocessors"),
+    ],
+)
+def test_local_group_refuses_tunings_that_cannot_work(
+    field: str, value: int, expected: str
+) -> None:
+    with pytest.raises(ValueError, match=f"{field} is {value}, .*{expected}"):
+        rota.LocalGroup(2, DEVICE, tuning=tuning_with(2, **{field: value}))
 
 
 # ---- streams and graphs

@@ -31,7 +31,6 @@ constexpr int kL2Bytes = 50 * 1024 * 1024;
 constexpr int kClockKhz = 1'980'000;
 constexpr int kMemoryClockKhz = 2'619'000;
 constexpr int kMemoryBusBits = 5120;
-constexpr int kDriverVersion = 13020;
 constexpr int kLeastPriority = 0;
 constexpr int kGreatestPriority = -5;
 
@@ -90,7 +89,7 @@ void fill(cudaDeviceProp& properties, int device) {
   properties.canMapHostMemory = 1;
   properties.concurrentKernels = 1;
   properties.asyncEngineCount = 3;
-  properties.cooperativeLaunch = 1;
+  properties.cooperativeLaunch = settings().has_cooperative_launch;
   properties.hostNativeAtomicSupported = 0;
   properties.globalL1CacheSupported = 1;
   properties.localL1CacheSupported = 1;
@@ -154,13 +153,14 @@ int attribute(cudaDeviceAttr which, int device) {
     case cudaDevAttrUnifiedAddressing:
     case cudaDevAttrCanMapHostMemory:
     case cudaDevAttrConcurrentKernels:
-    case cudaDevAttrCooperativeLaunch:
     case cudaDevAttrStreamPrioritiesSupported:
     case cudaDevAttrComputePreemptionSupported:
     case cudaDevAttrCanUseHostPointerForRegisteredMem:
     case cudaDevAttrHostRegisterSupported:
     case cudaDevAttrGpuOverlap:
       return 1;
+    case cudaDevAttrCooperativeLaunch:
+      return properties.cooperativeLaunch;
     case cudaDevAttrAsyncEngineCount:
       return properties.asyncEngineCount;
     // No managed memory, no pools, no virtual memory management, no host atomics.
@@ -170,11 +170,13 @@ int attribute(cudaDeviceAttr which, int device) {
 }
 
 // When torch begins to use the devices, once its own libraries have registered what they have.
-void load_torch_operators() {
+void load_parts_of_torch() {
   static std::once_flag first;
-  const bool is_torch = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD) != nullptr;
-  if (!is_torch || !settings().has_torch_operators) return;
-  std::call_once(first, [] { load_beside(kOperatorsLibrary); });
+  if (dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD) == nullptr) return;
+  std::call_once(first, [] {
+    if (settings().has_torch_operators) load_beside(kOperatorsLibrary);
+    if (settings().has_symmetric_memory) load_beside(kSymmetricMemoryLibrary);
+  });
 }
 
 }  // namespace
@@ -201,12 +203,13 @@ void check_device(int device) {
 using namespace simulated_gpu;
 
 extern "C" cudaError_t cudaDriverGetVersion(int* version) {
-  *version = kDriverVersion;
+  *version = settings().driver_version;
   return cudaSuccess;
 }
 
 extern "C" cudaError_t cudaGetDeviceCount(int* count) {
   return call([&] {
+    require(settings().driver_version / 1000 >= CUDART_VERSION / 1000, cudaErrorInsufficientDriver);
     *count = num_devices();
     require(*count > 0, cudaErrorNoDevice);
   });
@@ -233,7 +236,7 @@ extern "C" cudaError_t cudaInitDevice(int device, unsigned, unsigned) {
 extern "C" cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   return call([&] {
     check_device(device);
-    load_torch_operators();
+    load_parts_of_torch();
     fill(*properties, device);
   });
 }

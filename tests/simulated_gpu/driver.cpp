@@ -45,6 +45,10 @@ extern "C" cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void**
   });
 }
 
+extern "C" CUresult cuDriverGetVersion(int* version) {
+  return static_cast<CUresult>(cudaDriverGetVersion(version));
+}
+
 extern "C" CUresult cuGetErrorString(CUresult error, const char** text) {
   *text = cudaGetErrorString(static_cast<cudaError_t>(error));
   return CUDA_SUCCESS;

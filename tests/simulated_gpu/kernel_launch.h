@@ -5,13 +5,17 @@
 #include <cstdint>
 
 #include "completion.h"
+#include "residency.h"
 
 namespace simulated_gpu {
 
 struct Grid {
-  int num_blocks;       // of each local rank
-  int num_local_ranks;  // gridDim.y
-  int num_threads;      // of each block, here
+  int num_blocks;        // of each local rank
+  int num_local_ranks;   // gridDim.y
+  int num_threads;       // of each block, here
+  Residency* residency;  // of the device
+  int block_room;        // that a block takes of it
+  bool is_cooperative;
   uint64_t seed;
   uint64_t max_nap_us;
 };

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <memory>
 #include <set>
 #include <string_view>
 #include <unordered_map>
@@ -94,8 +95,24 @@ Task prepare(const KernelLaunch& launch) {
   return task;
 }
 
+// Never destroyed: kernels may run while the process ends.
+Residency& residency_of(int device) {
+  static const auto* all = [] {
+    auto* made = new std::vector<std::unique_ptr<Residency>>;
+    for (int i = 0; i < num_devices(); ++i) {
+      made->push_back(
+          std::make_unique<Residency>(settings().num_multiprocessors * kResidentThreads));
+    }
+    return made;
+  }();
+  return *(*all)[static_cast<size_t>(device)];
+}
+
+// Of a block: a multiprocessor has as many as cudaOccupancyMaxActiveBlocksPerMultiprocessor says.
+int block_room(int num_threads) { return std::min(num_threads, kResidentThreads); }
+
 void launch(const void* kernel, dim3 grid, dim3 block, void** args, size_t shared_bytes,
-            cudaStream_t stream_handle) {
+            cudaStream_t stream_handle, bool is_cooperative = false) {
   check_device(current_device());
   const char* mangled = mangled_name(kernel);
   const std::string name = demangled(mangled);
@@ -104,6 +121,14 @@ void launch(const void* kernel, dim3 grid, dim3 block, void** args, size_t share
           cudaErrorInvalidConfiguration);
   require(num_threads <= kMostThreads, cudaErrorInvalidConfiguration);
   require(shared_bytes <= 227 * 1024, cudaErrorInvalidValue);
+  Residency& residency = residency_of(current_device());
+  const int room = block_room(static_cast<int>(num_threads));
+  if (is_cooperative) {
+    require(settings().has_cooperative_launch, cudaErrorNotSupported);
+    require(uint64_t{grid.x} * grid.y * grid.z * static_cast<uint64_t>(room) <=
+                static_cast<uint64_t>(residency.room()),
+            cudaErrorCooperativeLaunchTooLarge);
+  }
   const KernelLaunch what{
       .mangled = mangled,
       .name = name.c_str(),
@@ -111,6 +136,9 @@ void launch(const void* kernel, dim3 grid, dim3 block, void** args, size_t share
       .grid = {.num_blocks = static_cast<int>(grid.x),
                .num_local_ranks = static_cast<int>(grid.y),
                .num_threads = std::min(static_cast<int>(num_threads), settings().threads_per_block),
+               .residency = &residency,
+               .block_room = room,
+               .is_cooperative = is_cooperative,
                .seed = rota::test::mix(settings().seed) + count_launch(),
                .max_nap_us = settings().max_nap_us}};
   const Task task = prepare(what);
@@ -184,14 +212,20 @@ extern "C" cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 bloc
 extern "C" cudaError_t cudaLaunchCooperativeKernel(const void* kernel, dim3 grid, dim3 block,
                                                    void** args, size_t shared_bytes,
                                                    cudaStream_t stream) {
-  return cudaLaunchKernel(kernel, grid, block, args, shared_bytes, stream);
+  return call([&] { launch(kernel, grid, block, args, shared_bytes, stream, true); });
 }
 
-// Attributes are hints, or what is not simulated: clusters, programmatic launches.
+// Other attributes are hints, or what is not simulated: clusters, programmatic launches.
 extern "C" cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
                                            void** args) {
-  return cudaLaunchKernel(kernel, config->gridDim, config->blockDim, args, config->dynamicSmemBytes,
-                          config->stream);
+  return call([&] {
+    const bool is_cooperative = std::any_of(
+        config->attrs, config->attrs + config->numAttrs, [](const cudaLaunchAttribute& attribute) {
+          return attribute.id == cudaLaunchAttributeCooperative && attribute.val.cooperative != 0;
+        });
+    launch(kernel, config->gridDim, config->blockDim, args, config->dynamicSmemBytes,
+           config->stream, is_cooperative);
+  });
 }
 
 extern "C" cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {

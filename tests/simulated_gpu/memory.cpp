@@ -1,6 +1,7 @@
 #include "memory.h"
 
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -98,6 +99,8 @@ void* Memory::allocate_device(int device, size_t num_bytes) {
 void Memory::free_device(void* base) {
   const Allocation allocation = remove(base, MemoryKind::kDevice);
   check_canaries(allocation);
+  // CUDA does not say what becomes of the mappings of other processes: here, an access faults.
+  require(ftruncate(allocation.fd, 0) == 0, cudaErrorUnknown);
   unmap(allocation);
 }
 
@@ -127,7 +130,16 @@ void* Memory::import(int device, int fd, size_t page_bytes, size_t offset, size_
   return pages + offset;
 }
 
-void Memory::release_import(void* base) { unmap(remove(base, MemoryKind::kImported)); }
+void Memory::release_import(void* base) {
+  const Allocation allocation = remove(base, MemoryKind::kImported);
+  struct stat status;
+  if (fstat(allocation.fd, &status) == 0 && status.st_size == 0) {
+    std::fprintf(stderr,
+                 "simulated GPU: another process has freed its %zu bytes while they were mapped\n",
+                 allocation.num_bytes);
+  }
+  unmap(allocation);
+}
 
 std::optional<Allocation> Memory::find(const void* address) const {
   const std::lock_guard guard(mutex_);

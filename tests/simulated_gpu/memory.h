@@ -8,6 +8,8 @@
 #include <mutex>
 #include <optional>
 
+#include "settings.h"
+
 namespace simulated_gpu {
 
 enum class MemoryKind {
@@ -33,7 +35,7 @@ struct Allocation {
 class Memory {
  public:
   // Of each device, in all processes together. Theirs are not counted.
-  size_t total_bytes() const { return size_t{4} << 30; }
+  size_t total_bytes() const { return settings().memory_mib << 20; }
   size_t used_bytes(int device) const;
 
   // Filled with 0xff: NaN in every floating-point dtype. Overruns are faults where they reach the
@@ -46,6 +48,7 @@ class Memory {
   void unregister_host(void* base);
 
   // Maps the pages of another process's allocation, of which the file is given; takes it over.
+  // Accesses are faults once the owner has freed it, and release_import() reports that it has.
   void* import(int device, int fd, size_t page_bytes, size_t offset, size_t num_bytes);
   void release_import(void* base);
 

@@ -14,6 +14,7 @@
 #include "cuda/bucket_args.h"
 #include "cuda/collective_args.h"
 #include "cuda/peers.h"
+#include "kernel_faults.h"
 #include "kernel_launch.h"
 #include "threads.h"
 
@@ -22,7 +23,7 @@ namespace {
 
 // Blocks of one launch that run at the same time; the others follow in ascending order. A block may
 // wait for those with its index, of other local ranks and of other launches: they come one after
-// another, and all local ranks find room.
+// another, and there is a thread for each local rank.
 constexpr int kBlocksAtOnce = rota::kMaxLocalRanks;
 
 std::string demangled(const char* mangled) {
@@ -38,7 +39,10 @@ std::string short_name(const std::string& name) {
 }
 
 void run_grid(const Grid& grid, const std::string& name, const std::function<void()>& kernel) {
+  if (is_named_by("SIMULATED_GPU_HANG", name)) hang();
+  const bool deserts = is_named_by("SIMULATED_GPU_DESERT", name);
   std::atomic<int> next = 0;
+  Residency& residency = *grid.residency;
   const int num_blocks = grid.num_blocks * grid.num_local_ranks;
   const std::string thread_name = short_name(name);
   const auto run_blocks = [&] {
@@ -48,10 +52,14 @@ void run_grid(const Grid& grid, const std::string& name, const std::function<voi
                                .num_blocks = grid.num_blocks,
                                .local_rank = number % grid.num_local_ranks,
                                .num_threads = grid.num_threads};
+      if (deserts && shape.local_rank == 0) continue;
       const uint64_t seed = rota::test::mix(grid.seed) + static_cast<uint64_t>(number);
+      if (!grid.is_cooperative) residency.take(grid.block_room);
       Block(shape, seed, grid.max_nap_us, name).run(kernel);
+      residency.give_back(grid.block_room);
     }
   };
+  if (grid.is_cooperative) residency.take(num_blocks * grid.block_room);
   std::vector<std::thread> threads;
   for (int i = 1; i < std::min(num_blocks, kBlocksAtOnce); ++i) {
     threads.push_back(start_thread(run_blocks));
@@ -68,6 +76,10 @@ Task prepare(const KernelLaunch& launch, void* function) {
   }(std::index_sequence_for<Args...>{});
   return [grid = launch.grid, name = std::string(launch.name), kernel, copies] {
     run_grid(grid, name, [&] { std::apply(kernel, copies); });
+    if (!is_named_by("SIMULATED_GPU_FLIP_BIT", name)) return;
+    std::byte* const result =
+        std::apply([](const auto&... args) { return first_result(args...); }, copies);
+    if (result != nullptr) *result ^= std::byte{1};
   };
 }
 

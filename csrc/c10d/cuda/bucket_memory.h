@@ -4,10 +4,11 @@
 #include <ATen/core/Tensor.h>
 
 #include "base/wire_format.h"
+#include "cuda/bucket_args.h"
 
 namespace rota::c10d_glue {
 
-// One allocation, on the stream that is current; words are at rest.
+// One allocation, on the stream that is current, with anything in it.
 struct BucketMemory {
   BucketMemory(at::Device device, uint64_t num_tiles, const WireFormat& wire);
 
@@ -16,9 +17,7 @@ struct BucketMemory {
   size_t num_wire_bytes;
   double* squares;
   double* stats;
-  uint64_t* num_packed_non_finite;
-  uint64_t* num_non_finite;  // of unpack, as is the next
-  uint32_t* num_blocks_done;
+  cuda::UnpackWords* words;
 };
 
 }  // namespace rota::c10d_glue

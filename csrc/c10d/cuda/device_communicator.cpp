@@ -11,46 +11,53 @@
 #include "base/random_bits.h"
 #include "c10d/cuda/bucket_memory.h"
 #include "c10d/cuda/device_work.h"
-#include "c10d/cuda/join_gpus.h"
 #include "c10d/cuda/native_stream.h"
 #include "c10d/tensor_checks.h"
 
 namespace rota::c10d_glue {
 namespace {
 
-// Blocks of each collective. A link of 450 GB/s needs 0.5 MB on its way, which so many blocks
-// carry (csrc/README.md, occupancy); not yet measured. A rank alone has no link, and all its GPU.
-constexpr int kNumChannels = 16;
 constexpr auto kFinishPoll = std::chrono::microseconds(100);
 // How long kernels of a communicator that is dropped go on waiting for other ranks.
 constexpr auto kPatienceOfDropped = std::chrono::seconds(10);
 
-transport::DeviceGeometry make_geometry(int world_size) {
-  return {.world_size = world_size,
-          .num_channels = world_size == 1 ? cuda::num_multiprocessors() : kNumChannels,
-          .slot_bytes = cuda::kSlotBytes,
-          .packet_bytes = cuda::kPacketBytes};
+transport::DeviceGeometry make_geometry(int world_size, const schedule::Tuning& tuning) {
+  const int num_channels =
+      tuning.num_channels == 0 ? cuda::num_multiprocessors() : tuning.num_channels;
+  return cuda::geometry_of(world_size, num_channels, tuning);
+}
+
+// Of what does not go through the host's memory.
+[[noreturn]] void refuse_untrusted(std::string_view call, const std::string& finding,
+                                   std::string_view instead) {
+  throw Error(ErrorKind::kTransport,
+              join("rota.", call, ": not available on this GPU, whose self-test found ", finding,
+                   "; ", instead));
 }
 
 }  // namespace
 
 DeviceCommunicator::DeviceCommunicator(std::shared_ptr<Communicator> communicator,
                                        const c10::intrusive_ptr<::c10d::Store>& store,
-                                       at::Device device, CallerThread thread)
+                                       at::Device device, CallerThread thread,
+                                       std::unique_ptr<DeviceCollectives> through_host)
     : communicator_(std::move(communicator)),
       device_(device),
       guard_(at::kCUDA),
       stream_(guard_.getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
       receive_stream_(guard_.getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
-      geometry_(make_geometry(communicator_->world_size())),
-      regions_(join_gpus(*communicator_, store, device, geometry_, thread)),
+      tuning_(agree_on_tuning(*communicator_, thread)),
+      geometry_(make_geometry(communicator_->world_size(), tuning_)),
+      gpus_(join_gpus(*communicator_, store, device, tuning_, geometry_, thread)),
+      through_host_(std::move(through_host)),
       executor_({.rank = communicator_->rank(),
+                 .tuning = tuning_,
                  .geometry = geometry_,
-                 .regions = regions_.by_rank,
-                 .slow_after = kSlowPeerAfter,
+                 .regions = gpus_.regions->by_rank(),
+                 .stall_after = kStallAfter,
                  .timeout = communicator_->timeout()}),
       monitor_(*communicator_, {.failure = [this] { return executor_.failure(); },
-                                .take_slow = [this] { return executor_.take_slow(); },
+                                .take_stall = [this] { return executor_.take_stall(); },
                                 .abort = [this] { executor_.abort(); }}) {}
 
 DeviceCommunicator::~DeviceCommunicator() {
@@ -59,7 +66,7 @@ DeviceCommunicator::~DeviceCommunicator() {
     auto waiting_since = std::chrono::steady_clock::now();
     finish([&] {
       const auto now = std::chrono::steady_clock::now();
-      if (!monitor_.has_slow_wait()) waiting_since = now;
+      if (!monitor_.is_stalled()) waiting_since = now;
       if (now - waiting_since < kPatienceOfDropped) return;
       communicator_->abort(join("rank ", communicator_->rank(),
                                 " dropped its communicator with work pending on its GPU"));
@@ -68,6 +75,7 @@ DeviceCommunicator::~DeviceCommunicator() {
   } catch (const std::exception&) {
     // The driver is gone, with all that ran.
   }
+  // The monitor and the executor go before the regions, and nothing of this rank runs then.
 }
 
 void DeviceCommunicator::finish(const std::function<void()>& check_interrupt) {
@@ -100,13 +108,36 @@ WorkRef DeviceCommunicator::launch(Launch mode, const c10::Stream& stream, ::c10
   return c10::make_intrusive<DeviceWork>(communicator_, op_type, title, tensors.vec(), stream);
 }
 
-schedule::Algorithm DeviceCommunicator::choose(std::optional<schedule::Algorithm> requested,
-                                               const WireFormat& wire, uint64_t num_elems) const {
-  if (communicator_->world_size() == 1) return schedule::Algorithm::kOneShot;
-  if (requested) return *requested;
+std::optional<schedule::Algorithm> DeviceCommunicator::choose(
+    std::optional<schedule::Algorithm> requested, const WireFormat& wire, uint64_t num_elems,
+    std::string_view collective) const {
+  using schedule::Algorithm;
+  const auto why_not = [&](Algorithm algorithm) {
+    return gpus_.unusable.why_not(cuda::kernel_for(algorithm), wire);
+  };
+  if (communicator_->world_size() == 1) {
+    if (why_not(Algorithm::kOneShot)) return std::nullopt;
+    return Algorithm::kOneShot;
+  }
+  if (requested) {
+    const auto finding = why_not(*requested);
+    if (!finding) return requested;
+    throw Error(ErrorKind::kValue, join("rota.", collective, ": algorithm='", name(*requested),
+                                        "' is not used on this GPU, whose self-test found ",
+                                        *finding, "; leave the algorithm to rota (\"auto\")"));
+  }
   const uint64_t most_packet_bytes = wire.is_block_scaled ? 0 : cuda::most_packet_bytes(geometry_);
-  return schedule::select_on_gpu(communicator_->world_size(), wire.num_bytes(num_elems),
-                                 most_packet_bytes);
+  const Algorithm fastest = schedule::select_on_gpu(tuning_, communicator_->world_size(),
+                                                    wire.num_bytes(num_elems), most_packet_bytes);
+  for (const Algorithm algorithm :
+       {fastest, Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kOrderedRing}) {
+    if (!why_not(algorithm)) return algorithm;
+  }
+  return std::nullopt;
+}
+
+bool DeviceCommunicator::has_format(DType dtype, const WireFormat& wire) const {
+  return wire == WireFormat{dtype} || !gpus_.unusable.why_not_bucket(dtype, wire);
 }
 
 void DeviceCommunicator::run(const cuda::LaunchRequest& request) {
@@ -125,7 +156,11 @@ WorkRef DeviceCommunicator::all_reduce(at::TensorList tensors, const AllReduceOp
                   "accumulate dtype, leave it out");
     }
     const WireFormat wire{request.wire.value_or(request.dtype)};
-    request.algorithm = choose(request.algorithm, wire, request.num_elems);
+    const auto algorithm = choose(request.algorithm, wire, request.num_elems, "all_reduce");
+    if (!algorithm || !has_format(request.dtype, wire)) {
+      return through_host_->all_reduce(tensors, options, mode);
+    }
+    request.algorithm = algorithm;
     plans.push_back(communicator_->plan(request));
   }
   return launch(mode, ::c10d::OpType::ALLREDUCE, "rota:all_reduce", tensors, [&] {
@@ -134,7 +169,7 @@ WorkRef DeviceCommunicator::all_reduce(at::TensorList tensors, const AllReduceOp
 }
 
 void DeviceCommunicator::run_all_reduce(const at::Tensor& tensor, const cpu::AllReduceArgs& plan) {
-  const uint64_t fingerprint = communicator_->announce(describe(plan));
+  const uint64_t fingerprint = communicator_->post_launch(describe(plan));
   const Packed packed(tensor, Packed::Content::kRead);
   if (plan.wire == WireFormat{plan.dtype}) {
     run({.kernel = cuda::kernel_for(plan.algorithm),
@@ -158,7 +193,12 @@ WorkRef DeviceCommunicator::reduce_bucket(const at::Tensor& bucket, const Bucket
   check_tensor(bucket, "reduce_bucket", device_);
   check_bucket(bucket, options);
   BucketRequest request = request_of(bucket, options);
-  request.algorithm = choose(request.algorithm, request.wire, request.num_elems);
+  // A bucket is packed and unpacked whatever it travels as.
+  const bool is_packed = !gpus_.unusable.why_not_bucket(request.dtype, request.wire);
+  const auto algorithm =
+      choose(request.algorithm, request.wire, request.num_elems, "reduce_bucket");
+  if (!algorithm || !is_packed) return through_host_->reduce_bucket(bucket, options, mode);
+  request.algorithm = algorithm;
   const cpu::AllReduceArgs plan = communicator_->plan(request, options.pass);
   std::vector<at::Tensor> tensors{bucket, options.stats};
   if (options.residual) tensors.push_back(*options.residual);
@@ -174,7 +214,7 @@ void DeviceCommunicator::run_reduce_bucket(const at::Tensor& bucket, const Bucke
   cpu::AllReduceArgs args = plan;
   args.data = packed.data();
   args.pass = &pass;
-  const uint64_t fingerprint = communicator_->announce(describe(args));
+  const uint64_t fingerprint = communicator_->post_launch(describe(args));
   run_in_wire_format(args, pass, pass.divisor, options.stats.data_ptr<double>(), fingerprint);
   packed.unpack();
 }
@@ -185,21 +225,22 @@ void DeviceCommunicator::run_in_wire_format(const cpu::AllReduceArgs& args,
   const uint64_t num_tiles = schedule::ceil_div(args.num_elems, kTileElems);
   const BucketMemory memory(device_, num_tiles, args.wire);
   const cuda::Stream stream = current_stream(device_);
-  cuda::BucketArgs bucket{.contiguous = {static_cast<std::byte*>(args.data), args.num_elems},
-                          .num_tiles = num_tiles,
-                          .wire = memory.wire,
-                          .contribution_factor = pass.contribution_factor,
-                          .result_factor = pass.result_factor,
-                          .num_non_finite = memory.num_packed_non_finite};
+  const cuda::BucketArgs bucket{.contiguous = {static_cast<std::byte*>(args.data), args.num_elems},
+                                .num_tiles = num_tiles,
+                                .wire = memory.wire,
+                                .contribution_factor = pass.contribution_factor,
+                                .result_factor = pass.result_factor};
   const bool is_stochastic = pass.stochastic_seed.has_value();
   const auto rounding = [&](int rounding_stream) -> cuda::Rounding {
     return {.is_stochastic = is_stochastic,
             .seed = pass.stochastic_seed.value_or(0),
             .stream = static_cast<uint64_t>(rounding_stream)};
   };
-  cuda::launch_pack(
-      {.bucket = bucket, .residual = pass.residual, .rounding = rounding(communicator_->rank())},
-      args.dtype, args.wire, stream);
+  cuda::launch_pack({.bucket = bucket,
+                     .residual = pass.residual,
+                     .rounding = rounding(communicator_->rank()),
+                     .words = memory.words},
+                    args.dtype, args.wire, stream);
   run({.kernel = cuda::kernel_for(args.algorithm),
        .input = {memory.wire},
        .output = {memory.wire},
@@ -210,11 +251,10 @@ void DeviceCommunicator::run_in_wire_format(const cpu::AllReduceArgs& args,
        .is_bucket = true,
        .rounding = rounding(kResultStream),
        .fingerprint = fingerprint});
-  bucket.num_non_finite = memory.num_non_finite;
   cuda::launch_unpack({.bucket = bucket,
                        .squares = memory.squares,
                        .stats = stats != nullptr ? stats : memory.stats,
-                       .num_blocks_done = memory.num_blocks_done},
+                       .words = memory.words},
                       args.dtype, args.wire, stream);
 }
 
@@ -223,13 +263,16 @@ WorkRef DeviceCommunicator::broadcast(at::TensorList tensors, int root, Launch m
     check_tensor(tensor, "broadcast", device_);
     movable_dtype(tensor, "broadcast");
   }
+  if (gpus_.unusable.why_not(cuda::Kernel::kBroadcast, cuda::kBytes)) {
+    return through_host_->broadcast(tensors, root, mode);
+  }
   return launch(mode, ::c10d::OpType::BROADCAST, "rota:broadcast", tensors, [&] {
     for (const at::Tensor& tensor : tensors) {
       const uint64_t fingerprint =
-          communicator_->announce({.kind = CollectiveKind::kBroadcast,
-                                   .dtype = movable_dtype(tensor, "broadcast"),
-                                   .root = root,
-                                   .num_elems = static_cast<uint64_t>(tensor.numel())});
+          communicator_->post_launch({.kind = CollectiveKind::kBroadcast,
+                                      .dtype = movable_dtype(tensor, "broadcast"),
+                                      .root = root,
+                                      .num_elems = static_cast<uint64_t>(tensor.numel())});
       if (communicator_->world_size() == 1) continue;
       const Packed packed(tensor, root == communicator_->rank() ? Packed::Content::kRead
                                                                 : Packed::Content::kOverwritten);
@@ -261,9 +304,9 @@ WorkRef DeviceCommunicator::all_gather(const std::vector<AllGatherTensors>& gath
 // The kernel fills one tensor; outputs that lie in one as they should are filled at once.
 void DeviceCommunicator::run_all_gather(const AllGatherTensors& gather) {
   const uint64_t fingerprint =
-      communicator_->announce({.kind = CollectiveKind::kAllGather,
-                               .dtype = movable_dtype(gather.input, "all_gather"),
-                               .num_elems = static_cast<uint64_t>(gather.input.numel())});
+      communicator_->post_launch({.kind = CollectiveKind::kAllGather,
+                                  .dtype = movable_dtype(gather.input, "all_gather"),
+                                  .num_elems = static_cast<uint64_t>(gather.input.numel())});
   const at::NoGradGuard no_grad;
   if (communicator_->world_size() == 1) {
     gather.outputs[0].copy_(gather.input);
@@ -296,6 +339,11 @@ void DeviceCommunicator::run_all_gather(const AllGatherTensors& gather) {
   }
 }
 
+bool DeviceCommunicator::has_reduce_scatter(at::ScalarType dtype) const {
+  const DType known = reducible_dtype(dtype, "the tensor's dtype");
+  return !gpus_.unusable.why_not(cuda::Kernel::kReduceScatter, {known});
+}
+
 WorkRef DeviceCommunicator::reduce_scatter(const at::Tensor& output, const at::Tensor& input,
                                            ReduceOp op, Launch mode) {
   for (const at::Tensor& tensor : {output, input}) {
@@ -314,14 +362,17 @@ WorkRef DeviceCommunicator::reduce_scatter(const at::Tensor& output, const at::T
                      " times as many of one dtype"));
   }
   const DType dtype = reducible_dtype(input.scalar_type(), "the tensor's dtype");
+  if (const auto finding = gpus_.unusable.why_not(cuda::Kernel::kReduceScatter, {dtype})) {
+    refuse_untrusted("reduce_scatter", *finding, "all_reduce and take a part, or use NCCL");
+  }
   const auto num_elems = static_cast<uint64_t>(input.numel());
   communicator_->plan({.num_elems = num_elems, .dtype = dtype, .op = op});  // refuses
   return launch(mode, ::c10d::OpType::REDUCE_SCATTER, "rota:reduce_scatter", {output, input}, [&] {
-    const uint64_t fingerprint = communicator_->announce({.kind = CollectiveKind::kReduceScatter,
-                                                          .op = op,
-                                                          .dtype = dtype,
-                                                          .wire = {dtype},
-                                                          .num_elems = num_elems});
+    const uint64_t fingerprint = communicator_->post_launch({.kind = CollectiveKind::kReduceScatter,
+                                                             .op = op,
+                                                             .dtype = dtype,
+                                                             .wire = {dtype},
+                                                             .num_elems = num_elems});
     if (world_size == 1) {
       output.copy_(input.view(output.sizes()));
       return;
@@ -335,6 +386,10 @@ WorkRef DeviceCommunicator::reduce_scatter(const at::Tensor& output, const at::T
          .divisor = static_cast<double>(world_size),
          .fingerprint = fingerprint});
   });
+}
+
+bool DeviceCommunicator::has_transfers() const {
+  return !gpus_.unusable.why_not(cuda::Kernel::kTransfer, cuda::kBytes);
 }
 
 WorkRef DeviceCommunicator::send(const at::Tensor& tensor, int peer, Launch mode) {
@@ -356,6 +411,9 @@ WorkRef DeviceCommunicator::transfer(const at::Tensor& tensor, int source, int d
                 join("rota.", is_send ? "send" : "recv", ": the other rank is ", peer,
                      ", expected one in [0, ", communicator_->world_size(), ") other than ", rank));
   }
+  if (const auto finding = gpus_.unusable.why_not(cuda::Kernel::kTransfer, cuda::kBytes)) {
+    refuse_untrusted(is_send ? "send" : "recv", *finding, "use NCCL");
+  }
   const Descriptor descriptor{.kind = CollectiveKind::kSendRecv,
                               .dtype = movable_dtype(tensor, "send_recv"),
                               .num_elems = static_cast<uint64_t>(tensor.numel())};
@@ -363,7 +421,7 @@ WorkRef DeviceCommunicator::transfer(const at::Tensor& tensor, int source, int d
                 is_send ? ::c10d::OpType::SEND : ::c10d::OpType::RECV,
                 is_send ? "rota:send" : "rota:recv", tensor, [&] {
                   const uint64_t fingerprint =
-                      communicator_->announce_transfer(descriptor, source, destination);
+                      communicator_->post_transfer(descriptor, source, destination);
                   const Packed packed(
                       tensor, is_send ? Packed::Content::kRead : Packed::Content::kOverwritten);
                   run({.kernel = cuda::Kernel::kTransfer,
@@ -380,11 +438,12 @@ WorkRef DeviceCommunicator::transfer(const at::Tensor& tensor, int source, int d
 
 bool is_capturing(at::Device device) { return cuda::is_capturing(current_stream(device)); }
 
-std::unique_ptr<DeviceCollectives> connect_devices(std::shared_ptr<Communicator> communicator,
-                                                   const c10::intrusive_ptr<::c10d::Store>& store,
-                                                   at::Device device, CallerThread thread) {
+std::unique_ptr<DeviceCollectives> connect_devices(
+    std::shared_ptr<Communicator> communicator, const c10::intrusive_ptr<::c10d::Store>& store,
+    at::Device device, CallerThread thread, std::unique_ptr<DeviceCollectives> through_host) {
   const c10::DeviceGuard on_device(device);
-  return std::make_unique<DeviceCommunicator>(std::move(communicator), store, device, thread);
+  return std::make_unique<DeviceCommunicator>(std::move(communicator), store, device, thread,
+                                              std::move(through_host));
 }
 
 }  // namespace rota::c10d_glue

@@ -19,16 +19,18 @@ void add_local_group(py::module_& module) {
   using Holder = std::unique_ptr<LocalGroup, DeleteWithoutGil>;
   py::class_<LocalGroup, Holder>(module, "LocalGroup")
       .def(py::init([](int world_size, at::Device device, std::optional<int> num_channels,
-                       std::chrono::milliseconds timeout) {
+                       std::chrono::milliseconds timeout,
+                       const std::optional<schedule::Tuning>& tuning) {
              return with_python_errors([&] {
                return Holder(new LocalGroup({.world_size = world_size,
                                              .device = device,
                                              .num_channels = num_channels,
-                                             .timeout = timeout}));
+                                             .timeout = timeout,
+                                             .tuning = tuning}));
              });
            }),
            py::arg("world_size"), py::arg("device"), py::arg("num_channels"), py::arg("timeout"),
-           ReleaseGil())
+           py::arg("tuning"), ReleaseGil())
       .def_property_readonly("world_size", &LocalGroup::world_size)
       .def_property_readonly("num_channels", &LocalGroup::num_channels)
       .def_property_readonly("device", &LocalGroup::device)

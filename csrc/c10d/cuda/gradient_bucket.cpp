@@ -65,6 +65,7 @@ GradientBucket::GradientBucket(std::vector<at::Tensor> gradients, at::ScalarType
   if (!tiles.empty()) std::memcpy(list.data_ptr(), tiles.data(), tiles.size() * sizeof(cuda::Tile));
   tiles_ = list.to(first.device());
   memory_.emplace(first.device(), num_tiles_, wire_);
+  memory_->whole.zero_();  // words at rest, for an unpack that no pack comes before
   stats_ = at::empty({2}, at::TensorOptions(at::kDouble).device(first.device()));
   cuda::check_bucket(args(1, 1), dtype_, wire_);
 }
@@ -75,8 +76,7 @@ cuda::BucketArgs GradientBucket::args(float contribution_factor, float result_fa
           .num_tiles = num_tiles_,
           .wire = memory_->wire,
           .contribution_factor = contribution_factor,
-          .result_factor = result_factor,
-          .num_non_finite = memory_->num_non_finite};
+          .result_factor = result_factor};
 }
 
 void GradientBucket::pack(float contribution_factor, const std::optional<at::Tensor>& residual,
@@ -88,13 +88,12 @@ void GradientBucket::pack(float contribution_factor, const std::optional<at::Ten
                 stats_.device().str()));
   }
   const c10::DeviceGuard on_device(stats_.device());
-  cuda::BucketArgs bucket = args(contribution_factor, 1);
-  bucket.num_non_finite = memory_->num_packed_non_finite;
-  cuda::launch_pack({.bucket = bucket,
+  cuda::launch_pack({.bucket = args(contribution_factor, 1),
                      .residual = residual ? residual->data_ptr<float>() : nullptr,
                      .rounding = {.is_stochastic = stochastic_seed.has_value(),
                                   .seed = stochastic_seed.value_or(0),
-                                  .stream = 0}},
+                                  .stream = 0},
+                     .words = memory_->words},
                     dtype_, wire_, current_stream(stats_.device()));
 }
 
@@ -103,7 +102,7 @@ void GradientBucket::unpack(float result_factor) {
   cuda::launch_unpack({.bucket = args(1, result_factor),
                        .squares = memory_->squares,
                        .stats = stats_.data_ptr<double>(),
-                       .num_blocks_done = memory_->num_blocks_done},
+                       .words = memory_->words},
                       dtype_, wire_, current_stream(stats_.device()));
 }
 

@@ -2,6 +2,7 @@
 
 #include <c10/core/DeviceGuard.h>
 
+#include <algorithm>
 #include <array>
 #include <set>
 #include <string>
@@ -12,6 +13,7 @@
 #include "c10d/options.h"
 #include "c10d/tensor_checks.h"
 #include "schedule/select.h"
+#include "transport/gpu_identity.h"
 
 namespace rota::c10d_glue {
 namespace {
@@ -20,26 +22,42 @@ namespace {
   throw Error(ErrorKind::kValue, "rota.LocalGroup: " + what);
 }
 
-transport::DeviceGeometry make_geometry(const LocalGroup::Options& options) {
+schedule::Tuning tuning_for(const LocalGroup::Options& options) {
   if (options.world_size < 2 || options.world_size > kMaxLocalRanks) {
     refuse(join("world_size is ", options.world_size, ", expected 2 to ", kMaxLocalRanks));
   }
   if (!options.device.is_cuda() || !options.device.has_index()) {
     refuse(join("device is ", options.device.str(), ", expected a CUDA device with its index"));
   }
+  if (options.tuning) {
+    cuda::check_tuning(*options.tuning);
+    return *options.tuning;
+  }
+  const transport::GpuIdentity gpu = transport::identity_of_gpu(options.device.index());
+  return *schedule::find_tuning(gpu.name, schedule::Topology::kLocal, options.world_size);
+}
+
+transport::DeviceGeometry make_geometry(const LocalGroup::Options& options,
+                                        const schedule::Tuning& tuning) {
   const c10::DeviceGuard on_device(options.device);
+  if (!cuda::starts_grids_as_a_whole()) {
+    refuse(
+        join(options.device.str(),
+             " takes no cooperative launches, expected a GPU that does: the ranks' blocks wait for "
+             "each other; use another GPU, or one process for each rank"));
+  }
   // A block that spins keeps its multiprocessor, so there is one for each, of all ranks together.
   const int most_channels = cuda::num_multiprocessors() / options.world_size;
-  const int num_channels = options.num_channels.value_or(most_channels);
+  int tuned_channels = tuning.num_channels == 0 ? most_channels : tuning.num_channels;
+  // A row may be that of a larger GPU whose name begins alike.
+  if (!options.tuning) tuned_channels = std::min(tuned_channels, most_channels);
+  const int num_channels = options.num_channels.value_or(tuned_channels);
   if (num_channels < 1 || num_channels > most_channels) {
     refuse(join("num_channels is ", num_channels, ", expected 1 to ", most_channels, ": ",
                 options.world_size, " ranks share ", cuda::num_multiprocessors(),
                 " multiprocessors, and all blocks of all ranks must run at the same time"));
   }
-  return {.world_size = options.world_size,
-          .num_channels = num_channels,
-          .slot_bytes = cuda::kSlotBytes,
-          .packet_bytes = cuda::kPacketBytes};
+  return cuda::geometry_of(options.world_size, num_channels, tuning);
 }
 
 cuda::Kernel parse_kernel(std::string_view algorithm) {
@@ -65,13 +83,14 @@ ReduceOp parse_op(std::string_view op) { return AllReduceOptions::parse(op, "aut
 }  // namespace
 
 LocalGroup::LocalGroup(const Options& options)
-    : options_(options), geometry_(make_geometry(options)) {
+    : options_(options), tuning_(tuning_for(options)), geometry_(make_geometry(options, tuning_)) {
   const c10::DeviceGuard on_device(options_.device);
   cuda::load_kernels();
   regions_ = transport::allocate_regions(world_size(), geometry_.num_bytes());
   executor_ = std::make_unique<cuda::Executor>(cuda::Executor::Options{
       .rank = 0,
       .num_local_ranks = world_size(),
+      .tuning = tuning_,
       .geometry = geometry_,
       .regions = regions_.by_rank,
       .timeout = options_.timeout,
@@ -129,6 +148,14 @@ void LocalGroup::launch(const cuda::LaunchRequest& request) {
   executor_->run(executor_->plan(request), current_stream(options_.device));
 }
 
+cuda::Kernel LocalGroup::choose(uint64_t num_bytes) const {
+  const schedule::Algorithm algorithm =
+      schedule::select_on_gpu(tuning_, world_size(), num_bytes, cuda::most_packet_bytes(geometry_));
+  // Everybody's tensor is in reach, so nothing need be moved twice. It sums in groups, too.
+  if (algorithm == schedule::Algorithm::kTwoShot) return cuda::Kernel::kTwoShotInPlace;
+  return cuda::kernel_for(algorithm);
+}
+
 void LocalGroup::all_reduce(const std::vector<at::Tensor>& tensors, std::string_view op,
                             std::string_view algorithm, std::optional<int> group_size) {
   check_usable("all_reduce");
@@ -136,17 +163,8 @@ void LocalGroup::all_reduce(const std::vector<at::Tensor>& tensors, std::string_
   const WireFormat format{reducible_dtype(tensors[0].scalar_type(), "the tensors' dtype")};
   const auto num_elems = static_cast<uint64_t>(tensors[0].numel());
   const ReduceOp reduce_op = parse_op(op);
-  cuda::Kernel kernel;
-  if (algorithm != "auto") {
-    kernel = parse_kernel(algorithm);
-  } else if (group_size) {
-    kernel = cuda::Kernel::kHierarchical;
-  } else {
-    kernel = cuda::kernel_for(schedule::select_on_gpu(world_size(), format.num_bytes(num_elems),
-                                                      cuda::most_packet_bytes(geometry_)));
-    // Everybody's tensor is in reach, so nothing need be moved twice.
-    if (kernel == cuda::Kernel::kTwoShot) kernel = cuda::Kernel::kTwoShotInPlace;
-  }
+  const cuda::Kernel kernel =
+      algorithm == "auto" ? choose(format.num_bytes(num_elems)) : parse_kernel(algorithm);
   cuda::MappedTensors mapped{};
   for (size_t rank = 0; rank < tensors.size(); ++rank) {
     mapped.of[rank] = static_cast<std::byte*>(tensors[rank].data_ptr());

@@ -20,8 +20,9 @@ class LocalGroup {
   struct Options {
     int world_size;
     at::Device device;
-    std::optional<int> num_channels;  // none: as many as are resident together
+    std::optional<int> num_channels;  // none: the tuning's
     std::chrono::milliseconds timeout;
+    std::optional<schedule::Tuning> tuning;  // none: the table's
   };
   // Allocates, and waits for that. Throws Error(kValue), and Error(kTransport) for what the CUDA
   // runtime says.
@@ -48,10 +49,13 @@ class LocalGroup {
   // Throws what has ended the group, if anything has.
   void check_usable(std::string_view collective) const;
   void check_tensors(const std::vector<at::Tensor>& tensors, std::string_view collective) const;
+  // Of an all-reduce that names none; num_bytes of each rank's tensor.
+  cuda::Kernel choose(uint64_t num_bytes) const;
   // One launch for all ranks, on the current stream.
   void launch(const cuda::LaunchRequest& request);
 
   Options options_;
+  schedule::Tuning tuning_;
   transport::DeviceGeometry geometry_;
   transport::DeviceRegions regions_;
   std::unique_ptr<cuda::Executor> executor_;

@@ -9,6 +9,13 @@ import torch.distributed as dist
 
 from rota._C import schedule as schedule
 
+# What every `algorithm` argument takes; the dtypes that a gradient bucket can have, that can travel
+# between ranks, and that block scaling is for, as torch spells them.
+ALGORITHMS: tuple[str, ...]
+BUCKET_DTYPES: tuple[str, ...]
+WIRE_DTYPES: tuple[str, ...]
+BLOCK_SCALED_DTYPES: tuple[str, ...]
+
 def host_id() -> str:
     """What can share memory: the kernel's boot id and the network namespace, or ROTA_HOST_ID."""
 
@@ -18,7 +25,7 @@ def isa() -> str:
 def cuda_archs() -> list[str]:
     """What the CUDA kernels were compiled for, as nvcc names it; empty in a build for the CPU.
 
-    Machine code first, ascending ("sm_80"), then the PTX that serves newer GPUs ("compute_80").
+    Machine code first, ascending ("sm_80"), then the PTX that serves newer GPUs ("compute_100").
     """
 
 def cuda_devices() -> list[str]:
@@ -26,6 +33,95 @@ def cuda_devices() -> list[str]:
 
     Raises:
         rota.TransportError: there is none, and why, or this is a build for the CPU.
+    """
+
+class GpuTuning:
+    """What collectives on GPUs are tuned by; csrc/schedule/tuning.h is the table.
+
+    Attributes:
+        max_low_latency_bytes: up to this message "auto" is "low_latency".
+        max_one_shot_bytes: of all ranks' messages together; up to there it is "one_shot", beyond
+            "two_shot" (in a LocalGroup, "two_shot_in_place").
+        num_channels: blocks of each rank; 0 is as many as run at the same time.
+        slot_bytes: of one link in one channel, a multiple of 128.
+        free_chunk_bytes: what a block of "two_shot_in_place" in a LocalGroup takes of a tensor, a
+            multiple of 128.
+        free_threads: threads of such a block, a multiple of 32 up to 512.
+    """
+
+    max_low_latency_bytes: int
+    max_one_shot_bytes: int
+    num_channels: int
+    slot_bytes: int
+    free_chunk_bytes: int
+    free_threads: int
+
+    def __init__(self, other: GpuTuning) -> None:
+        """Copies `other`, so that the copy can be changed."""
+
+    @property
+    def provenance(self) -> str:
+        """Where the row that this was copied from comes from: machine, date, command."""
+
+def gpu_tuning(
+    gpu: str, topology: Literal["local", "nvlink", "pcie"], world_size: int
+) -> GpuTuning:
+    """Copies the row of the tuning table that fits closest.
+
+    Args:
+        gpu: name of the device, as torch.cuda.get_device_name gives it; "" finds the row for any.
+        topology: "local" for ranks of one launch on one GPU, "nvlink" where every pair of GPUs is
+            joined by it, else "pcie".
+        world_size: ranks, from 1 to 64.
+
+    Raises:
+        ValueError: no such topology, or no such number of ranks.
+    """
+
+def build_id() -> str:
+    """The linker's checksum of this extension, in hexadecimal: tells one build from another."""
+
+class KernelReport:
+    """What the self-test of a GPU says of one kernel, in all its formats."""
+
+    @property
+    def kernel(self) -> str:
+        """Such as "two_shot" or "pack"."""
+    @property
+    def num_formats(self) -> int:
+        """Tested; of pack and unpack, pairs of the gradients' dtype and the wire format."""
+    @property
+    def findings(self) -> list[str]:
+        """What was wrong first, in each format that failed; empty: nothing."""
+    @property
+    def milliseconds(self) -> float:
+        """Launches, copies and comparisons, all formats together."""
+
+def gpu_self_test(device: int) -> list[KernelReport]:
+    """Runs every kernel on the GPU of this index and compares with the CPU's bits.
+
+    Whatever is on record; the record is renewed. Ranks of one launch stand in for processes, so no
+    peer is needed. Blocks, on a stream of its own.
+
+    Raises:
+        rota.TransportError: a kernel did not come to an end, or what the CUDA runtime says; or this
+            is a build for the CPU.
+    """
+
+def recorded_gpu_self_test(device: int) -> list[str] | None:
+    """What failed in the last self-test of this GPU, with this driver and this build.
+
+    None: there is no record. Makes no CUDA context.
+
+    Raises:
+        rota.TransportError: there is no such GPU, or this is a build for the CPU.
+    """
+
+def gpu_driver(device: int) -> str:
+    """The driver's version, such as "580.65.06 (CUDA 13.0)"; "CUDA 13.0" where no more is known.
+
+    Raises:
+        rota.TransportError: there is no such GPU, or this is a build for the CPU.
     """
 
 def block_elems(dtype: torch.dtype) -> int:
@@ -90,7 +186,8 @@ class Communicator:
             algorithm: "one_shot", "two_shot" and "ordered_ring" give the same bits as each other;
                 "ring" sums each piece in another order, which depends on the number of elements and
                 of ranks only; "auto" chooses by size from a measured table. "low_latency", for
-                short CUDA tensors, gives the bits of "one_shot".
+                short CUDA tensors, gives the bits of "one_shot". One that failed a GPU's
+                self-test is refused, and not chosen by "auto".
             wire_dtype: what travels between ranks; None is the tensor's dtype. Floating, and not
                 wider than the tensor's.
             hop_dtype: for "ring" on CPU tensors, what partial sums travel in; None is the
@@ -226,7 +323,7 @@ class Communicator:
         """
 
     @property
-    def device_means(self) -> str | None:
+    def peer_access(self) -> str | None:
         """How the GPUs reach each other, such as "CUDA IPC"; None before they are joined."""
 
     def barrier(self) -> None:
@@ -236,13 +333,22 @@ class Communicator:
         """Makes every waiting and every later call fail, on every rank, with this text."""
 
     def close(self) -> None:
-        """Waits for what is queued, then leaves the group. Later calls raise; idempotent."""
+        """Waits for what is queued, then leaves the group. Later calls raise; idempotent.
+
+        Once GPUs are joined, it also waits until the other ranks' kernels have ended, so that none
+        of them writes to memory that this rank has freed: up to 2 s for ranks that do not close.
+        """
 
 class LocalGroup:
     """See rota.LocalGroup; not in a build for the CPU."""
 
     def __init__(
-        self, world_size: int, device: torch.device, num_channels: int | None, timeout: timedelta
+        self,
+        world_size: int,
+        device: torch.device,
+        num_channels: int | None,
+        timeout: timedelta,
+        tuning: GpuTuning | None,
     ) -> None: ...
     @property
     def world_size(self) -> int: ...
@@ -264,7 +370,8 @@ class LocalGroup:
             tensors: one for each rank.
             op: as Communicator.all_reduce.
             algorithm: "low_latency", "one_shot", "two_shot", "two_shot_in_place", "ordered_ring",
-                "ring", "hierarchical", or "auto".
+                "ring", "hierarchical", or "auto": what the group's tuning says, by default
+                "two_shot_in_place" at every size, which waits for nobody and moves least.
             group_size: sums are formed in groups of so many ranks first, then over the groups.
         """
 

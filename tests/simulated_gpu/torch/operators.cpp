@@ -316,10 +316,11 @@ const std::set<std::string> kLeftAlone{
     "aten::set_",
     "aten::zero_",
 };
-// Composite, and made of what the CPU does not have.
+// Composite, and made of what a CPU does not have, or of a kernel that torch picks by the device.
 constexpr std::array kComposite{
     std::pair{"aten::convolution", ""},
     std::pair{"aten::convolution_backward", ""},
+    std::pair{"aten::ldexp.Tensor", ""},
 };
 
 bool is_view(const c10::FunctionSchema& schema) {

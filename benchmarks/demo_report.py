@@ -1,15 +1,13 @@
-"""What compare.py shows at its end: the table and the picture. Knows numbers, not where they
-come from."""
+"""What demo.py shows at its end: the table and the picture. Knows numbers, not where they come
+from."""
 
-import os
-import platform
+from __future__ import annotations
+
 import statistics
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -170,30 +168,3 @@ def smooth(values: Sequence[float]) -> list[float]:
         statistics.fmean(values[max(0, end - SMOOTHING_STEPS) : end])
         for end in range(1, len(values) + 1)
     ]
-
-
-def machine(device: torch.device) -> str:
-    """Processor, cores and GPUs, as a reader of the numbers needs to know them."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
-    host = f"{model}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}"
-    if device.type == "cpu":
-        return host
-    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}; {host}"
-
-
-def git_commit() -> str | None:
-    """The commit of the checkout that holds this file; None outside of one."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        done = subprocess.run(
-            command, check=False, cwd=Path(__file__).parent, capture_output=True, text=True
-        )
-    except FileNotFoundError:  # no git
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,176 @@
+"""What the GPU benchmarks share: command line, data, rows.
+
+Entries are measured in turns, so that a change of the clocks meets all of them. The first entry is
+measured once more under a second label: their ratio is the noise of the run. A job that fails costs
+that job alone. Rows are written as soon as they are known, and outlive a process that is ended.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.multiprocessing import ProcessRaisedException
+
+import report
+from arguments import FLOAT32_BYTES, Parser, parse_size
+from gpu import tables
+from gpu.clocks import Clocks
+from gpu.timing import Job, Sampler, num_sets
+from protocol import Entry
+
+T = TypeVar("T")
+COPY = "copy of as many bytes"
+AGAIN = ", again"
+
+
+class Bench:
+    """One run of one benchmark on the first GPU."""
+
+    def __init__(self, name: str, sizes: list[int], is_small: bool, rows_path: Path | None) -> None:
+        self.name = name
+        self.sizes = sizes
+        self.is_small = is_small
+        self.rows: list[dict[str, Any]] = []
+        self.num_failed = 0
+        self.device = torch.device("cuda", 0)
+        torch.cuda.set_device(self.device)
+        self._rows_path = rows_path
+        self._clocks = Clocks()
+        self.console = Console(width=160, highlight=False)
+
+    def random(self, num_elems: int, seed: int) -> Tensor:
+        """A new tensor of normal float32 numbers."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return torch.randn(num_elems, generator=generator, device=self.device)
+
+    def num_sets(self, touched_bytes: int) -> int:
+        """Sets of buffers for a call that touches `touched_bytes`."""
+        return num_sets(touched_bytes, self.is_small)
+
+    def note(self, text: str) -> None:
+        """Keeps a sentence that a reader of the numbers needs."""
+        print(f"note: {text}", flush=True)
+        self._write({"note": text})
+
+    def attempt(self, what: str, make: Callable[[], T], may_be_refused: bool = False) -> list[T]:
+        """What `make` returns, alone in a list; where it fails, no element and a note."""
+        try:
+            return [make()]
+        except Exception as error:
+            text = f"{what}: {type(error).__name__}: {first_line(error)}"
+            if may_be_refused and isinstance(error, ValueError):
+                self.note(f"refused: {text}")
+            else:
+                self.num_failed += 1
+                self.note(f"failed: {text}")
+            return []
+
+    def copy_job(self, moved_bytes: int) -> Job:
+        """A device-to-device copy in a graph that reads and writes `moved_bytes` in all."""
+        num_elems = max(1, moved_bytes // 2 // FLOAT32_BYTES)
+        pairs = [
+            (self.random(num_elems, seed), self.random(num_elems, seed + 1000))
+            for seed in range(self.num_sets(moved_bytes))
+        ]
+        calls = [partial(copied.copy_, source) for source, copied in pairs]
+        return Job(
+            Entry(COPY, "torch", "Tensor.copy_"),
+            calls,
+            2 * FLOAT32_BYTES * num_elems,
+            partial(check_copy, *pairs[0], calls[0]),
+        )
+
+    def measure(self, jobs: Sequence[Job], op: str, num_bytes: int, **shape: Any) -> None:
+        """Measures all jobs in turns and keeps a row of each.
+
+        Args:
+            op: what they do.
+            num_bytes: the size that they belong to.
+            shape: what else distinguishes these rows from others of the size.
+        """
+        where = ", ".join([op, report.format_bytes(num_bytes), *map(str, shape.values())])
+        if jobs:
+            entry = replace(jobs[0].entry, label=jobs[0].entry.label + AGAIN)
+            jobs = [jobs[0], replace(jobs[0], entry=entry), *jobs[1:]]
+        ready: list[Sampler] = []
+        for job in jobs:
+            make = partial(Sampler, job, op, num_bytes, self.is_small)
+            ready += self.attempt(f"{job.entry.label}, {where}", make, job.may_be_refused)
+
+        def go_on(step: Callable[[Sampler], None], first: int) -> None:
+            for one in ready[first:] + ready[:first]:
+                if not self.attempt(f"{one.job.entry.label}, {where}", partial(step, one)):
+                    ready.remove(one)
+
+        for turn in range(1 if self.is_small else 3):
+            go_on(Sampler.take_turn, turn % max(1, len(ready)))
+        go_on(Sampler.check_again, 0)
+        times_us = {one.job.entry.label: one.measurement.p50_us for one in ready}
+        rates = {one.job.entry.label: one.job.moved_bytes / one.measurement.p50_us for one in ready}
+        for one in ready:
+            label = one.job.entry.label
+            rate = rates[label]
+            row = report.row(one.measurement, None) | shape | self._clocks.during(one.spans)
+            row |= {"timed": one.timed, "moved_bytes": one.job.moved_bytes or None}
+            row["tb_per_s"] = round(rate / 1e6, 4) or None
+            row["of_copy"] = round(rate / rates[COPY], 4) if rate and COPY in rates else None
+            if (first := label.removesuffix(AGAIN)) != label and first in times_us:
+                row["noise"] = round(times_us[label] / times_us[first], 4)
+            self.keep(row)
+        tables.print_rows(self.console, self.rows[-len(ready) :] if ready else [])
+
+    def keep(self, row: dict[str, Any]) -> None:
+        """Keeps and writes a row, without what is not known."""
+        row = {key: value for key, value in row.items() if value is not None}
+        self.rows.append(row)
+        self._write(row)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self._rows_path is not None:
+            with self._rows_path.open("a") as lines:
+                lines.write(json.dumps({"benchmark": self.name, **row}) + "\n")
+
+
+def first_line(error: Exception) -> str:
+    """Of its text; of an error in another process, the last line, which says what it was."""
+    lines = str(error).strip().splitlines() or ["no text"]
+    return lines[-1 if isinstance(error, ProcessRaisedException) else 0]
+
+
+def check_copy(source: Tensor, copied: Tensor, call: Callable[[], object]) -> int:
+    """Elements that `call` does not copy from one tensor to the other."""
+    copied.fill_(torch.nan)
+    call()
+    return int((source != copied).sum())
+
+
+def parse_sizes(text: str) -> list[int]:
+    """An argparse type: bytes of "1K,64M"."""
+    return [parse_size(size) for size in text.split(",")]
+
+
+def main(
+    name: str, doc: str | None, benchmark: Callable[[Bench], None], sizes: str, small_sizes: str
+) -> None:
+    """Runs a benchmark; ends the process with 0 if everything was measured and was right."""
+    parser = Parser(doc)
+    add = parser.add_argument
+    add("--sizes", type=parse_sizes, help=f"default: {sizes}; with --small {small_sizes}")
+    add("--small", action="store_true", help="run every line, on few bytes; measures nothing")
+    add("--rows", type=Path, metavar="FILE", help="also append each row to FILE, as JSON")
+    args = parser.parse_args()
+    chosen = args.sizes or parse_sizes(small_sizes if args.small else sizes)
+    bench = Bench(name, chosen, args.small, args.rows)
+    bench.attempt(name, partial(benchmark, bench))
+    num_wrong = sum(row.get("num_wrong", 0) for row in bench.rows)
+    print(f"{len(bench.rows)} rows, {num_wrong} elements wrong, {bench.num_failed} failed")
+    sys.exit(1 if num_wrong or bench.num_failed or not bench.rows else 0)

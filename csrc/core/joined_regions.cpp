@@ -1,0 +1,103 @@
+#include "core/joined_regions.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include "base/fork_generation.h"
+
+namespace rota {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// How long a rank waits in each of both steps for peers that are alive and do not come. Ranks
+// mostly end together. One that lives on without closing its communicator, or that is later than
+// this, costs the others one such wait: who has missed a step is not waited for in the next.
+//
+// The region is freed then although that peer maps it. CUDA's documentation leaves open what an
+// access does there; its driver counts who maps memory handed over by cudaIpcGetMemHandle, and
+// keeps it until the last one has unmapped it, as it does for torch's symmetric memory by design.
+// That is the second line of defence; these steps are the first.
+constexpr Nanoseconds kPatience = std::chrono::seconds(2);
+// In a group that has failed, ranks may not get as far as closing it. Their kernels return: the
+// monitors see a failure within a few ms.
+constexpr Nanoseconds kPatienceOfFailed = std::chrono::milliseconds(200);
+
+// Gives up a peer that has no kernels any more, or does not come.
+class PeerObserver final : public WaitObserver {
+ public:
+  PeerObserver(const transport::Transport& transport, int peer, Clock::time_point since)
+      : transport_(transport), peer_(peer), since_(since) {}
+
+  // A rank leaves when it has let go of its regions.
+  std::optional<Error> poll() override {
+    return give_up(transport_.region(peer_).control().departed.load() != 0);
+  }
+
+  // A process that the kernel has begun to end may still have kernels on its GPU; so only one that
+  // has ended counts, and this rank is named as the awaited one.
+  std::optional<Error> tick(Nanoseconds) override {
+    if (auto gone = poll()) return gone;
+    const std::vector<int> dead = transport_.find_dead_peers(transport_.rank());
+    const Nanoseconds patience = has_failed() ? kPatienceOfFailed : kPatience;
+    return give_up(std::find(dead.begin(), dead.end(), peer_) != dead.end() ||
+                   Clock::now() - since_ >= patience);
+  }
+
+ private:
+  bool has_failed() const {
+    for (int rank = 0; rank < transport_.world_size(); ++rank) {
+      if (transport_.region(rank).control().abort.load() != 0) return true;
+    }
+    return false;
+  }
+
+  static std::optional<Error> give_up(bool is_hopeless) {
+    if (!is_hopeless) return std::nullopt;
+    return Error(ErrorKind::kPeerFailed, "not waited for any longer");
+  }
+
+  const transport::Transport& transport_;
+  int peer_;
+  Clock::time_point since_;
+};
+
+}  // namespace
+
+JoinedRegions::JoinedRegions(Communicator& communicator, transport::DeviceRegions regions)
+    : communicator_(communicator),
+      regions_(std::move(regions)),
+      fork_generation_(fork_generation()) {
+  for (int peer = 0; peer < communicator.world_size(); ++peer) {
+    if (peer != communicator.rank()) awaited_.push_back(peer);
+  }
+}
+
+JoinedRegions::~JoinedRegions() {
+  take_step();
+  regions_.mapped.reset();
+  take_step();
+  regions_.own.reset();
+}
+
+// A count, since ranks may join their GPUs again after it went wrong, all of them.
+void JoinedRegions::take_step() {
+  if (fork_generation_ != fork_generation()) return;
+  const transport::Transport& transport = communicator_.transport();
+  Flag& own = transport.own_control().regions_left;
+  const uint64_t step = own.load() + 1;
+  communicator_.waiter().publish(own, step);
+  const auto since = Clock::now();
+  std::erase_if(awaited_, [&](int peer) {
+    PeerObserver observer(transport, peer, since);
+    try {
+      communicator_.waiter().wait(transport.region(peer).control().regions_left, step, {},
+                                  observer);
+      return false;
+    } catch (const Error&) {
+      return true;
+    }
+  });
+}
+
+}  // namespace rota

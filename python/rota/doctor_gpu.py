@@ -1,0 +1,243 @@
+"""`python -m rota doctor --gpu`: does this GPU compute what it should, and about how fast?
+
+It tests every kernel against the CPU's bits, takes a few times, prints a table, and writes a record
+that can be sent in: nothing in it tells one GPU of a kind, or its owner, from another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rota
+from rota import _C, gpu_smoke
+from rota.gpu_smoke import Figure, Sizes
+
+_FORMAT_VERSION = 1
+# What nvidia-smi is asked for, and the name in the record.
+_GPU_STATE = {
+    "clocks.sm": "sm_clock_mhz",
+    "clocks.max.sm": "max_sm_clock_mhz",
+    "clocks.mem": "memory_clock_mhz",
+    "power.draw": "power_w",
+    "power.limit": "power_limit_w",
+    "temperature.gpu": "temperature_c",
+    "clocks_throttle_reasons.active": "throttle_reasons",
+}
+
+
+class Refusal(Exception):
+    """Why there is nothing to do, and what to do about it: one sentence."""
+
+
+def run(output: Path, *, is_small: bool = False) -> int:
+    """Tests and measures the current GPU.
+
+    Args:
+        output: the folder for the record.
+        is_small: tiny sizes, whose times mean nothing: for a trial of this command itself.
+
+    Returns:
+        The exit status: 0 if the self-test passed and the benchmark ran, 1 if not, 2 if nothing
+        could be tested.
+    """
+    sizes = gpu_smoke.SMALL if is_small else gpu_smoke.FULL
+    try:
+        device = _find_gpu()
+        _check_memory(device, sizes)
+        _check_output(output)
+    except Refusal as refusal:
+        print(f"rota doctor --gpu: {refusal}", file=sys.stderr)
+        return 2
+    record = _facts(device, is_small)
+    print(f"rota doctor --gpu on {record['gpu']}, driver {record['driver']}")
+    self_test = _self_test(device)
+    passed: bool = self_test["passed"]
+    record["self_test"] = self_test
+    figures: list[Figure] = []
+    try:
+        if passed:  # what is wrong need not be fast
+            figures = gpu_smoke.measure(device, sizes)
+    except Exception as error:  # the record of the self-test is worth keeping
+        record["smoke_error"] = f"{type(error).__name__}: {error}"
+        print(f"  FAIL  smoke benchmark: {record['smoke_error']}")
+    record["smoke"] = [asdict(figure) for figure in figures]
+    record["gpu_state"] = _gpu_state(device)
+    _print_smoke(figures, is_small)
+    path = output / f"gpu-{_slug(record['gpu'])}-{record['date']}.json"
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    print(f"{'the self-test passed' if passed else 'THE SELF-TEST FAILED'}; record: {path}")
+    if "error" in self_test:
+        # A kernel may still run, for whose end CUDA waits at exit.
+        sys.stdout.flush()
+        os._exit(1)
+    return 0 if passed and "smoke_error" not in record else 1
+
+
+def _find_gpu() -> torch.device:
+    if not _C.cuda_archs():
+        raise Refusal(
+            "this build of rota is for the CPU; build it anew where nvcc and a CUDA build of torch "
+            "are (ROTA_CUDA=1 pip install --no-build-isolation .)"
+        )
+    try:
+        _C.cuda_devices()
+    except rota.TransportError as error:
+        if "cudaErrorInsufficientDriver" not in str(error):
+            raise Refusal(f"no GPU can be used: {error}") from error
+        raise Refusal(
+            f"the NVIDIA driver here is older than CUDA {torch.version.cuda}, which torch and rota "
+            f"were built for (cudaErrorInsufficientDriver); update the driver, or install a build "
+            f"of torch for an older CUDA and build rota anew"
+        ) from error
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _check_memory(device: torch.device, sizes: Sizes) -> None:
+    needed = f"{sizes.needed_bytes / 1e9:.1f} GB"
+    try:
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        free = f"{free_bytes / 1e9:.1f} GB"
+    except RuntimeError as error:  # not even CUDA itself finds room
+        if "out of memory" not in str(error):
+            raise
+        free_bytes, free = 0, "nothing"
+    if free_bytes >= sizes.needed_bytes:
+        return
+    holders = _memory_holders()
+    raise Refusal(
+        f"{free} of the GPU's memory is free and {needed} are needed; "
+        + (f"it is held by {holders}" if holders else "end the processes that hold it")
+    )
+
+
+def _check_output(output: Path) -> None:
+    if not output.is_dir():
+        raise Refusal(f"--output is {output}, expected a folder that exists")
+    if not os.access(output, os.W_OK):
+        raise Refusal(f"--output is {output}, where this user may not write")
+
+
+def _facts(device: torch.device, is_small: bool) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "format": _FORMAT_VERSION,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "small": is_small,
+        "gpu": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "memory_bytes": properties.total_memory,
+        "driver": _C.gpu_driver(device.index),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "rota": rota.__version__,
+        "build_id": _C.build_id(),
+        "archs": _C.cuda_archs(),
+    }
+
+
+def _self_test(device: torch.device) -> dict[str, Any]:
+    """Runs it and prints a line for each kernel."""
+    started = time.monotonic()
+    try:
+        reports = _C.gpu_self_test(device.index)
+    except rota.TransportError as error:
+        print(f"  FAIL  {error}")
+        return {"passed": False, "error": str(error)}
+    for report in reports:
+        verdict = "FAIL" if report.findings else "ok  "
+        print(
+            f"  {verdict}  {report.kernel:<18}{report.num_formats:>3} formats"
+            f"{report.milliseconds:>9.1f} ms"
+        )
+        for finding in report.findings:
+            print(f"          {finding}")
+    return {
+        "passed": not any(report.findings for report in reports),
+        "milliseconds": (time.monotonic() - started) * 1e3,
+        "kernels": [
+            {
+                "kernel": report.kernel,
+                "num_formats": report.num_formats,
+                "milliseconds": report.milliseconds,
+                "findings": report.findings,
+            }
+            for report in reports
+        ],
+    }
+
+
+def _print_smoke(figures: list[Figure], is_small: bool) -> None:
+    if not figures:
+        return
+    print(f"\n  {'smoke benchmark':<42}{'got':>12}   asked")
+    for figure in figures:
+        asked = ""
+        if figure.asked is not None:
+            bound = "at most" if figure.unit == "us" else "at least"
+            asked = f"{bound} {_with_unit(figure.asked, figure.unit)}"
+            if not figure.is_met and not is_small:
+                asked += ": MISSED"
+        print(f"  {figure.name:<42}{_with_unit(figure.got, figure.unit):>12}   {asked}".rstrip())
+    if is_small:
+        print("  --small: sizes are tiny, and these times mean nothing")
+
+
+def _with_unit(value: float, unit: str) -> str:
+    if unit == "share":
+        return f"{value:.0%}"
+    return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _nvidia_smi(*arguments: str) -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *arguments, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _memory_holders() -> str | None:
+    """ "process 123 (python, 9000 MiB)", and so on, of all GPUs."""
+    answer = _nvidia_smi("--query-compute-apps=pid,process_name,used_memory")
+    if not answer:
+        return None
+    rows = [[word.strip() for word in line.split(",")] for line in answer.splitlines()]
+    return ", ".join(f"process {row[0]} ({row[1]}, {row[-1]} MiB)" for row in rows if len(row) >= 3)
+
+
+def _gpu_state(device: torch.device) -> dict[str, str] | None:
+    """Right after the benchmark, so that clocks are those under load; None without nvidia-smi."""
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    if uuid is None:
+        return None
+    answer = _nvidia_smi(f"--query-gpu={','.join(_GPU_STATE)}", f"--id=GPU-{uuid}")
+    if answer is None:
+        return None
+    values = [word.strip() for word in answer.splitlines()[0].split(",")]
+    return dict(zip(_GPU_STATE.values(), values, strict=False))

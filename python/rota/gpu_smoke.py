@@ -1,0 +1,156 @@
+"""A benchmark of one GPU in seconds: enough to see whether its rates are what they should be.
+
+Times are medians over replays of a CUDA graph, taken by CUDA events. `benchmarks/gpu/` measures
+more, and longer.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import rota
+from rota import _C
+from rota.communicator import DEFAULT_SLOT_BYTES
+
+_FLOAT32_BYTES = 4
+_NUM_LOCAL_RANKS = 2
+_SMALL_ALL_REDUCE_BYTES = 8 << 10
+# Calls in a graph of short ones, so that the launch of the graph does not count.
+_CALLS_IN_A_ROW = 20
+
+
+@dataclass(frozen=True)
+class Sizes:
+    copy_bytes: int  # of a large copy: read, and written
+    bucket_bytes: int  # of gradients, and of each local rank's tensor
+    num_replays: int
+
+    @property
+    def needed_bytes(self) -> int:
+        """Most GPU memory in use at a time, with half as much again for allocators."""
+        return 3 * max(2 * self.copy_bytes, 4 * self.bucket_bytes) // 2
+
+
+FULL = Sizes(copy_bytes=1 << 29, bucket_bytes=64 << 20, num_replays=30)
+SMALL = Sizes(copy_bytes=1 << 16, bucket_bytes=1 << 16, num_replays=3)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the smoke benchmark.
+
+    `got` is in `unit`: "GB/s" (1e9 bytes read and written), "share" of the copy rate or of a bound
+    by it, or "us". `asked` is what the project asks of it, where it asks for something: at least
+    that many GB/s or that share, at most that many us.
+    """
+
+    name: str
+    got: float
+    unit: str
+    asked: float | None = None
+
+    @property
+    def is_met(self) -> bool | None:
+        if self.asked is None:
+            return None
+        return self.got <= self.asked if self.unit == "us" else self.got >= self.asked
+
+
+def measure(device: torch.device, sizes: Sizes) -> list[Figure]:
+    """All figures. Blocks; uses the current stream, which it waits for."""
+    with torch.cuda.device(device):
+        copy_rate = _copy_rate(sizes)
+        return [
+            Figure("copy on the GPU", copy_rate / 1e9, "GB/s"),
+            *_pack_and_unpack(sizes, copy_rate),
+            _local_all_reduce(sizes, copy_rate),
+            _small_all_reduce(sizes),
+            _reduce_bucket(sizes),
+        ]
+
+
+def _seconds(call: Callable[[], object], sizes: Sizes, calls_in_a_row: int = 1) -> float:
+    """What one call takes, from the start of its first kernel to the end of its last."""
+    call()  # whatever is made once
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls_in_a_row):
+            call()
+    graph.replay()
+    events = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(sizes.num_replays)
+    ]
+    for start, end in events:
+        start.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    milliseconds: float = statistics.median(start.elapsed_time(end) for start, end in events)
+    # A simulated GPU's clock may not have moved.
+    return max(milliseconds, 1e-6) / 1e3 / calls_in_a_row
+
+
+def _zeros(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes // _FLOAT32_BYTES, device="cuda").zero_()
+
+
+def _copy_rate(sizes: Sizes) -> float:
+    """Bytes read and written in a second."""
+    source, target = _zeros(sizes.copy_bytes), _zeros(sizes.copy_bytes)
+    return 2 * sizes.copy_bytes / _seconds(lambda: target.copy_(source), sizes)
+
+
+def _pack_and_unpack(sizes: Sizes, copy_rate: float) -> list[Figure]:
+    figures = []
+    for wire_dtype in (torch.float16, torch.float8_e4m3fn):
+        bucket = rota.GradientBucket([_zeros(sizes.bucket_bytes)], wire_dtype=wire_dtype)
+        at_copy_rate = (bucket.num_bytes + bucket.num_wire_bytes) / copy_rate
+        name = str(wire_dtype).removeprefix("torch.")
+        for way, call in (("pack", bucket.pack), ("unpack", bucket.unpack)):
+            share = at_copy_rate / _seconds(call, sizes)
+            figures.append(Figure(f"{way} float32 as scaled {name}", share, "share", asked=0.92))
+    return figures
+
+
+def _local_all_reduce(sizes: Sizes, copy_rate: float) -> Figure:
+    group = rota.LocalGroup(_NUM_LOCAL_RANKS)
+    tensors = [_zeros(sizes.bucket_bytes) for _ in range(_NUM_LOCAL_RANKS)]
+    bound = 2 * _NUM_LOCAL_RANKS * sizes.bucket_bytes / copy_rate
+    share = bound / _seconds(lambda: group.all_reduce(tensors), sizes)
+    return Figure(f"all-reduce of {_NUM_LOCAL_RANKS} local ranks", share, "share", asked=0.85)
+
+
+def _small_all_reduce(sizes: Sizes) -> Figure:
+    group = rota.LocalGroup(_NUM_LOCAL_RANKS)
+    tensors = [_zeros(_SMALL_ALL_REDUCE_BYTES) for _ in range(_NUM_LOCAL_RANKS)]
+    seconds = _seconds(lambda: group.all_reduce(tensors), sizes, _CALLS_IN_A_ROW)
+    return Figure("all-reduce of 8 KiB, 2 local ranks", seconds * 1e6, "us", asked=6)
+
+
+def _reduce_bucket(sizes: Sizes) -> Figure:
+    """A rank alone: pack, round, unpack, measure."""
+    comm = _C.Communicator(
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        timeout=timedelta(seconds=30),
+        slot_bytes=DEFAULT_SLOT_BYTES,
+    )
+    bucket = _zeros(sizes.bucket_bytes)
+    stats = torch.empty(2, dtype=torch.float64, device="cuda").zero_()
+
+    def turn() -> None:
+        comm.reduce_bucket(bucket, stats, wire_dtype=torch.float16, block_scaling=True)
+
+    try:
+        return Figure("reduce_bucket float32 as scaled float16", _seconds(turn, sizes) * 1e6, "us")
+    finally:
+        comm.close()

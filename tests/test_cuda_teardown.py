@@ -1,0 +1,241 @@
+"""Ranks that close their communicators take no memory from under each other's kernels.
+
+On simulated GPUs, whatever there is: there an access to memory that another process has freed is a
+fault, and unmapping such memory is reported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import rota
+from simulated_processes import Outcome, SimulatedProcesses
+
+WORLD_SIZE = 2
+NUM_ELEMS = 1000
+PATIENCE_S = 2.0  # how long ranks wait for each other (core/joined_regions.cpp)
+LATE_S = 0.5  # far less, and far more than a kernel takes
+FREED_TOO_EARLY = "another process has freed"
+
+
+# How ranks map each other's memory: the environment, and what it comes to.
+IPC = ({"ROTA_PEER_MEMORY": "ipc"}, "CUDA IPC")
+SYMMETRIC = (
+    {"ROTA_PEER_MEMORY": "symmetric", "SIMULATED_GPU_SYMMETRIC_MEMORY": "1"},
+    "torch's symmetric memory",
+)
+
+
+def connect(rank: int, store_path: str, world_size: int = WORLD_SIZE) -> rota.Communicator:
+    if not dist.is_initialized():
+        torch.cuda.set_device(0)
+        store = dist.FileStore(store_path, world_size)
+        dist.init_process_group(
+            "rota", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=30)
+        )
+    comm = rota.Communicator()
+    comm.connect_device(torch.device("cuda", 0))
+    assert comm.peer_access != "the host's memory"
+    return comm
+
+
+def contribution(rank: int) -> torch.Tensor:
+    return torch.arange(NUM_ELEMS, dtype=torch.float32) * (rank + 1)
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+def sleep(_: int | None) -> None:
+    time.sleep(LATE_S)
+
+
+def hold_up_stream() -> None:
+    """What is queued on the current stream from now on runs late."""
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    assert ctypes.CDLL(None).cudaLaunchHostFunc(stream, sleep, None) == 0
+
+
+def leave(holder: list[rota.Communicator], how: str) -> float:
+    """Ends the communicator that `holder` has; returns the seconds that it took."""
+    began = time.monotonic()
+    if how == "close":
+        holder[0].close()
+    elif how == "drop":
+        holder.clear()
+    elif how == "exit":
+        atexit._run_exitfuncs()
+    return time.monotonic() - began
+
+
+def run_ranks(
+    processes: SimulatedProcesses,
+    function: Callable[..., object],
+    tmp_path: Path,
+    *args: object,
+    world_size: int = WORLD_SIZE,
+    **environment: str,
+) -> list[object]:
+    """What each rank returned, after memory was unmapped before it was freed, everywhere."""
+    calls = [(function, (rank, f"{tmp_path}/store", *args)) for rank in range(world_size)]
+    outcomes = processes.outcomes(calls, **environment)
+    check(outcomes)
+    for outcome in outcomes:
+        assert FREED_TOO_EARLY not in outcome.stderr, outcome.stderr
+    return [outcome.value for outcome in outcomes]
+
+
+def check(outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        assert outcome.error is None, f"{outcome.error}\n{outcome.stderr}"
+
+
+# ---- a rank that is done before its peer has begun
+
+
+def leave_before_late_kernel(rank: int, store_path: str, how: str, means: str) -> float:
+    """The root of a short broadcast need not wait for anybody who receives it."""
+    holder = [connect(rank, store_path)]
+    assert holder[0].peer_access == means
+    tensor = contribution(rank).cuda()
+    if rank == 1:
+        hold_up_stream()
+    holder[0].broadcast(tensor, 0)
+    if rank == 1:
+        assert torch.equal(tensor.cpu(), contribution(0))
+    return leave(holder, how)
+
+
+@pytest.mark.parametrize("memory", [IPC, SYMMETRIC], ids=["ipc", "symmetric"])
+@pytest.mark.parametrize("how", ["close", "drop", "exit"])
+def test_rank_that_leaves_early_waits_for_a_late_kernel(
+    how: str, memory: tuple[dict[str, str], str], processes: SimulatedProcesses, tmp_path: Path
+) -> None:
+    """Which tells the root, by a store into the root's memory, that it has read its message."""
+    environment, means = memory
+    of_root, of_peer = run_ranks(
+        processes, leave_before_late_kernel, tmp_path, how, means, **environment
+    )
+    assert LATE_S / 2 < of_root < PATIENCE_S
+    assert of_peer < PATIENCE_S
+
+
+ALGORITHMS = ("one_shot", "low_latency", "two_shot", "ring", "ordered_ring")
+
+
+def leave_behind_every_algorithm(rank: int, store_path: str) -> None:
+    for turn, algorithm in enumerate(ALGORITHMS):
+        holder = [connect(rank, store_path, 3)]
+        tensor = contribution(rank).cuda()
+        holder[0].all_reduce(tensor, "sum", algorithm)
+        leave(holder, ("close", "drop")[turn % 2])
+        assert torch.equal(tensor.cpu(), sum(contribution(peer) for peer in range(3)))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_ranks_leave_behind_kernels_that_run_as_they_like(
+    seed: int, processes: SimulatedProcesses, tmp_path: Path
+) -> None:
+    naps = {"SIMULATED_GPU_NAP_US": "50000", "SIMULATED_GPU_SEED": str(seed)}
+    run_ranks(processes, leave_behind_every_algorithm, tmp_path, world_size=3, **naps)
+
+
+# ---- peers that do not come
+
+
+def leave_while_peer_is_killed(rank: int, store_path: str) -> float:
+    holder = [connect(rank, store_path)]
+    if rank == 1:
+        time.sleep(LATE_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return leave(holder, "close")
+
+
+def test_peer_killed_meanwhile_is_not_waited_for(
+    processes: SimulatedProcesses, tmp_path: Path
+) -> None:
+    calls = [(leave_while_peer_is_killed, (rank, f"{tmp_path}/store")) for rank in range(2)]
+    survivor, killed = processes.outcomes(calls)
+    check([survivor])
+    assert killed.error is not None and str(-signal.SIGKILL) in killed.error
+    assert LATE_S / 2 < survivor.value < PATIENCE_S * 0.8
+
+
+def leave_one_that_stays(rank: int, store_path: str) -> float:
+    holder, other = [connect(rank, store_path)], connect(rank, store_path)
+    tensor = contribution(rank).cuda()
+    holder[0].all_reduce(tensor)
+    seconds = leave(holder, "close") if rank == 0 else 0.0
+    other.all_reduce(tensor)
+    assert torch.equal(tensor.cpu(), WORLD_SIZE * sum(contribution(peer) for peer in range(2)))
+    if rank == 1:
+        # By now it maps memory that rank 0 has freed; it has no use for it.
+        seconds = leave(holder, "close")
+    leave([other], "close")
+    return seconds
+
+
+def test_peer_that_never_closes_is_waited_for_in_bounds(
+    processes: SimulatedProcesses, tmp_path: Path
+) -> None:
+    calls = [(leave_one_that_stays, (rank, f"{tmp_path}/store")) for rank in range(2)]
+    outcomes = processes.outcomes(calls)
+    check(outcomes)
+    first, second = (outcome.value for outcome in outcomes)
+    assert PATIENCE_S * 0.8 < first < PATIENCE_S * 1.5
+    assert second < PATIENCE_S * 0.5  # the other one has left
+
+
+def leave_in_another_order(rank: int, store_path: str) -> float:
+    comms = [connect(rank, store_path) for _ in range(2)]
+    tensor = contribution(rank).cuda()
+    for comm in comms:
+        comm.all_reduce(tensor)
+    del comm
+    began = time.monotonic()
+    while comms:
+        comms.pop(0 if rank == 0 else -1)
+    return time.monotonic() - began
+
+
+def test_communicators_dropped_in_another_order_end_in_bounds(
+    processes: SimulatedProcesses, tmp_path: Path
+) -> None:
+    calls = [(leave_in_another_order, (rank, f"{tmp_path}/store")) for rank in range(2)]
+    outcomes = processes.outcomes(calls)
+    check(outcomes)
+    for outcome in outcomes:  # each waits once in vain, and then finds that the other has left
+        assert PATIENCE_S * 0.8 < outcome.value < PATIENCE_S * 1.8
+
+
+# ---- forks
+
+
+def drop_in_forked_child(rank: int, store_path: str) -> float:
+    """The child has the parent's memory, and must not say that the parent's kernels are done."""
+    holder = [connect(rank, store_path)]
+    holder[0].barrier()
+    if rank == 0:
+        pid = os.fork()
+        if pid == 0:
+            holder.clear()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    dist.barrier()
+    if rank == 0:
+        time.sleep(LATE_S)
+    return leave(holder, "close")
+
+
+def test_forked_child_has_no_part_in_it(processes: SimulatedProcesses, tmp_path: Path) -> None:
+    _, waited = run_ranks(processes, drop_in_forked_child, tmp_path)
+    assert waited > LATE_S / 2

@@ -1,0 +1,386 @@
+"""The self-test of a GPU: what it finds, what it remembers, and what becomes of what fails.
+
+On simulated GPUs, whose kernels go wrong where the environment names them
+(simulated_gpu/kernel_faults.h); NCCL, to which some calls go then, ends in its own error there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import rota
+from rota import _C
+from simulated_processes import Outcome, SimulatedProcesses
+
+WORLD_SIZE = 2
+NUM_ELEMS = 70_001  # auto: two_shot of float32
+HANG_S = 10.0  # kHostTimeout of csrc/c10d/cuda/self_test.cpp
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """Where a test's processes keep their records; none when it begins."""
+    return tmp_path / "cache"
+
+
+def records(cache: Path) -> list[Path]:
+    return sorted(cache.glob("*"))
+
+
+def start(rank: int, folder: str, number: int = 0) -> rota.Communicator:
+    torch.cuda.set_device(0)
+    if not dist.is_initialized():
+        store = dist.FileStore(f"{folder}/store{number}", WORLD_SIZE)
+        dist.init_process_group(
+            "rota", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=50)
+        )
+    return rota.Communicator()
+
+
+def contribution(rank: int, num_elems: int = NUM_ELEMS) -> torch.Tensor:
+    return torch.arange(num_elems, dtype=torch.float32) * (rank + 1)
+
+
+def check_all_reduce(
+    comm: rota.Communicator, algorithm: str = "auto", num_elems: int = NUM_ELEMS
+) -> None:
+    tensor = contribution(comm.rank, num_elems).cuda()
+    comm.all_reduce(tensor, algorithm=algorithm)
+    total = sum(contribution(peer, num_elems) for peer in range(WORLD_SIZE))
+    assert torch.equal(tensor.cpu(), total)
+
+
+def check_reduce_bucket(comm: rota.Communicator) -> None:
+    bucket, stats = contribution(comm.rank).cuda(), torch.zeros(2, dtype=torch.float64).cuda()
+    comm.reduce_bucket(bucket, stats, wire_dtype=torch.float32, block_scaling=False)
+    assert torch.equal(bucket.cpu(), sum(contribution(peer) for peer in range(WORLD_SIZE)))
+
+
+def run_ranks(
+    processes: SimulatedProcesses, function: object, folder: Path, *args: object, **env: str
+) -> list[Outcome]:
+    env.setdefault("ROTA_CACHE_DIR", str(folder / "cache"))
+    calls = [(function, (rank, str(folder), *args)) for rank in range(WORLD_SIZE)]
+    outcomes = processes.outcomes(calls, **env)
+    for outcome in outcomes:
+        assert outcome.error is None, f"{outcome.error}\n{outcome.stderr}"
+    return outcomes
+
+
+def join_twice(rank: int, folder: str, number: int = 0) -> str | None:
+    comm = start(rank, folder, number)
+    check_all_reduce(comm)
+    again = start(rank, folder, number)
+    check_all_reduce(again)
+    return again.peer_access
+
+
+def test_self_test_that_passes_is_silent_and_remembered(
+    processes: SimulatedProcesses, tmp_path: Path, cache: Path
+) -> None:
+    for outcome in run_ranks(processes, join_twice, tmp_path):
+        assert outcome.value == "CUDA IPC"
+        assert outcome.stderr == ""
+    [record] = records(cache)
+    text = record.read_text()
+    assert text.startswith("rota self-test\ngpu simulated GPU ") and text.endswith("\n0 failed\n")
+    # A kernel that has gone wrong since then is not tested again, so nothing is said of it.
+    for outcome in run_ranks(
+        processes, join_only, tmp_path, 1, SIMULATED_GPU_FLIP_BIT="two_shot_kernel"
+    ):
+        assert outcome.stderr == ""
+    assert record.read_text() == text
+
+
+def join_only(rank: int, folder: str, number: int = 0) -> str | None:
+    comm = start(rank, folder, number)
+    comm.connect_device(torch.device("cuda", 0))
+    return comm.peer_access
+
+
+@pytest.mark.parametrize(
+    ("damage", "env"),
+    [
+        ("none", {"SIMULATED_GPU_DRIVER_VERSION": "13030"}),
+        ("none", {"ROTA_GPU_SELF_TEST": "always"}),
+        ("build", {}),
+        ("cut", {}),
+        ("empty", {}),
+        ("binary", {}),
+        ("unreadable", {}),
+    ],
+    ids=["new-driver", "always", "new-build", "cut", "empty", "binary", "unreadable"],
+)
+def test_self_test_runs_again_when_the_record_does_not_hold(
+    damage: str, env: dict[str, str], processes: SimulatedProcesses, tmp_path: Path, cache: Path
+) -> None:
+    run_ranks(processes, join_only, tmp_path)
+    [record] = records(cache)
+    whole = record.read_text()
+    if damage == "build":
+        record.write_text(whole.replace(f"build {_C.build_id()}", "build " + 40 * "0"))
+    elif damage == "cut":
+        record.write_text(whole[:-3])
+    elif damage == "empty":
+        record.write_text("")
+    elif damage == "binary":
+        record.write_bytes(bytes(range(256)))
+    elif damage == "unreadable":
+        record.unlink()
+        record.mkdir()
+    outcomes = run_ranks(
+        processes, join_only, tmp_path, 1, SIMULATED_GPU_FLIP_BIT="two_shot_kernel", **env
+    )
+    for outcome in outcomes:
+        assert outcome.value == "CUDA IPC"
+        assert outcome.stderr.count("rota: self-test of simulated GPU") == 1, outcome.stderr
+    if damage != "unreadable":
+        assert "two_shot" not in whole
+        assert "failed" in record.read_text().splitlines()[4]
+
+
+def test_self_test_where_nothing_can_be_remembered_runs_each_time(
+    processes: SimulatedProcesses, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    nowhere = str(tmp_path / "file" / "cache")
+    for number, flipped in enumerate(["", "two_shot_kernel"]):
+        for outcome in run_ranks(
+            processes,
+            join_only,
+            tmp_path,
+            number,
+            ROTA_CACHE_DIR=nowhere,
+            SIMULATED_GPU_FLIP_BIT=flipped,
+        ):
+            assert outcome.value == "CUDA IPC"
+            assert ("self-test" in outcome.stderr) == bool(flipped)
+
+
+def get_wrong_bits(rank: int, folder: str) -> None:
+    with pytest.raises(AssertionError):
+        check_all_reduce(start(rank, folder))
+
+
+def test_self_test_never_runs_if_told_so(
+    processes: SimulatedProcesses, tmp_path: Path, cache: Path
+) -> None:
+    """And what it would have kept from use then gives wrong results."""
+    env = {"ROTA_GPU_SELF_TEST": "never", "SIMULATED_GPU_FLIP_BIT": "two_shot_kernel"}
+    for outcome in run_ranks(processes, get_wrong_bits, tmp_path, **env):
+        assert outcome.stderr == ""
+    assert records(cache) == []
+
+
+def meet_bad_setting(rank: int, folder: str) -> str:
+    comm = start(rank, folder)
+    with pytest.raises(ValueError, match="ROTA_GPU_SELF_TEST") as refused:
+        check_all_reduce(comm)
+    return str(refused.value)
+
+
+def test_self_test_setting_that_is_none_is_refused(
+    processes: SimulatedProcesses, tmp_path: Path
+) -> None:
+    for outcome in run_ranks(processes, meet_bad_setting, tmp_path, ROTA_GPU_SELF_TEST="maybe"):
+        assert outcome.value == (
+            "rota: ROTA_GPU_SELF_TEST is 'maybe', expected once, always or never"
+        )
+
+
+def use_around_two_shot(rank: int, folder: str) -> list[str]:
+    if rank == 1:
+        os.environ["SIMULATED_GPU_FLIP_BIT"] = "two_shot_kernel"
+    # Each rank has a record of its own, as GPUs of their own would.
+    os.environ["ROTA_CACHE_DIR"] += f"/{rank}"
+    comm = start(rank, folder)
+    check_all_reduce(comm)
+    check_all_reduce(comm, num_elems=1000)
+    check_all_reduce(comm, algorithm="ring")
+    check_reduce_bucket(comm)
+    assert comm.peer_access == "CUDA IPC"
+    again = start(rank, folder)
+    check_all_reduce(again)
+    with pytest.raises(ValueError) as refused:
+        comm.all_reduce(contribution(rank).cuda(), algorithm="two_shot")
+    check_all_reduce(comm)  # the refusal has moved nothing
+    return [str(refused.value)]
+
+
+def test_wrong_kernel_of_one_rank_is_used_by_none_and_named_once(
+    processes: SimulatedProcesses, tmp_path: Path
+) -> None:
+    for outcome in run_ranks(processes, use_around_two_shot, tmp_path):
+        [warning] = outcome.stderr.splitlines()
+        assert warning.startswith(
+            "rota: self-test of simulated GPU (driver CUDA 13.2): two_shot of float32: element 0 "
+            "of local rank 0 is 0x"
+        ), warning
+        assert "(on rank 1)" in warning and "; not used, " in warning
+        [refusal] = outcome.value
+        assert "algorithm='two_shot' is not used on this GPU" in refusal
+        assert "two_shot of float32: element 0" in refusal
+
+
+# float16 only: the others go on.
+FLOAT16 = "two_shot_kernel<rota::cuda::Codec<(rota::DType)2, false>"
+
+
+def use_other_formats(rank: int, folder: str) -> None:
+    comm = start(rank, folder)
+    check_all_reduce(comm, algorithm="two_shot")
+    with pytest.raises(ValueError, match="two_shot of float16: element 0"):
+        comm.all_reduce(contribution(rank).half().cuda(), algorithm="two_shot")
+
+
+def test_wrong_format_of_a_kernel_leaves_its_other_formats_in_use(
+    processes: SimulatedProcesses, tmp_path: Path
+) -> None:
+    for outcome in run_ranks(
+        processes, use_other_formats, tmp_path, SIMULATED_GPU_FLIP_BIT=FLOAT16
+    ):
+        assert outcome.stderr.count("\n") == 1
+        assert "two_shot of float16: element 0" in outcome.stderr
+        assert "more" not in outcome.stderr.split("; not used")[0]
+
+
+def use_what_is_left(rank: int, folder: str) -> str | None:
+    comm = start(rank, folder)
+    for num_elems in (100, NUM_ELEMS):
+        check_all_reduce(comm, num_elems=num_elems)
+    check_reduce_bucket(comm)
+    tensor = contribution(rank).cuda()
+    comm.broadcast(tensor, 1)
+    assert torch.equal(tensor.cpu(), contribution(1))
+    return comm.peer_access
+
+
+@pytest.mark.parametrize("broken", ["shot_kernel", "pack_kernel", "broadcast_kernel", "::o"])
+def test_what_no_kernel_is_left_for_goes_through_the_host(
+    broken: str, processes: SimulatedProcesses, tmp_path: Path
+) -> None:
+    for outcome in run_ranks(processes, use_what_is_left, tmp_path, SIMULATED_GPU_FLIP_BIT=broken):
+        assert outcome.value == "CUDA IPC"
+        assert outcome.stderr.count("rota: self-test of simulated GPU") == 1
+
+
+def test_gpus_are_not_joined_by_a_kernel_that_is_wrong(
+    processes: SimulatedProcesses, tmp_path: Path
+) -> None:
+    for outcome in run_ranks(
+        processes, use_what_is_left, tmp_path, SIMULATED_GPU_FLIP_BIT="all_gather_kernel"
+    ):
+        assert outcome.value == "the host's memory"
+        assert "cannot be verified without all_gather of uint8: element 0" in outcome.stderr
+
+
+@pytest.mark.parametrize("broken", ["scatter", "transfer"])
+def test_what_does_not_go_through_the_host_goes_to_nccl_or_is_refused(
+    broken: str, processes: SimulatedProcesses, tmp_path: Path
+) -> None:
+    function = use_reduce_scatter if broken == "scatter" else use_transfers
+    for outcome in run_ranks(
+        processes, function, tmp_path, SIMULATED_GPU_FLIP_BIT=f"{broken}_kernel"
+    ):
+        assert outcome.stderr.count("rota: self-test of simulated GPU") == 1
+
+
+def use_reduce_scatter(rank: int, folder: str) -> None:
+    comm = start(rank, folder)
+    shard, whole = torch.zeros(100).cuda(), contribution(rank, 200).cuda()
+    with pytest.raises(rota.TransportError, match="self-test found reduce_scatter of float32"):
+        comm.reduce_scatter(shard, whole)
+    # There is no NCCL here: it fails in NCCL, and not before.
+    with (
+        pytest.warns(UserWarning, match="reduce_scatter of CUDA tensors"),
+        pytest.raises(dist.DistBackendError, match="NCCL"),
+    ):
+        dist.reduce_scatter_tensor(shard, whole)
+    check_all_reduce(comm)
+
+
+def use_transfers(rank: int, folder: str) -> None:
+    comm = start(rank, folder)
+    tensor = contribution(rank).cuda()
+    check_all_reduce(comm)
+    with pytest.raises(rota.TransportError, match=r"rota.send: .* found transfer of uint8"):
+        comm.send(tensor, 1 - rank)
+    with pytest.raises(rota.TransportError, match=r"rota.recv: .* found transfer of uint8"):
+        comm.recv(tensor, 1 - rank)
+    dist.all_reduce(tensor)  # joins the backend's GPUs
+    with (
+        pytest.warns(UserWarning, match="send of CUDA tensors"),
+        pytest.raises(dist.DistBackendError, match="NCCL"),
+    ):
+        dist.send(tensor, 1 - rank)
+
+
+def go_around_a_hang(rank: int, folder: str) -> float:
+    if rank == 1:
+        os.environ.pop("SIMULATED_GPU_HANG", None)
+        os.environ.pop("SIMULATED_GPU_DESERT", None)
+    started = time.monotonic()
+    comm = start(rank, folder)
+    check_all_reduce(comm)
+    seconds = time.monotonic() - started
+    assert comm.peer_access == "the host's memory"
+    again = start(rank, folder)
+    started = time.monotonic()
+    check_all_reduce(again)  # not tested again
+    assert time.monotonic() - started < HANG_S / 2
+    assert again.peer_access == "the host's memory"
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("SIMULATED_GPU_HANG", "ring has not come to an end within 10 s"),
+        ("SIMULATED_GPU_DESERT", "ring gave up: rank "),
+    ],
+    ids=["hang", "deadline"],
+)
+def test_kernel_that_hangs_on_one_rank_sends_all_through_the_host(
+    fault: str, said: str, processes: SimulatedProcesses, tmp_path: Path
+) -> None:
+    env = {"ROTA_CACHE_DIR": str(tmp_path / "cache"), fault: "cuda::ring_kernel"}
+    for outcome in run_ranks(processes, go_around_a_hang, tmp_path, **env):
+        assert f"rota: self-test of simulated GPU (driver CUDA 13.2): {said}" in outcome.stderr
+        assert "go through the host's memory" in outcome.stderr
+        assert outcome.value < 4 * HANG_S
+
+
+def interrupt_a_hang(rank: int, folder: str) -> tuple[str, float]:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if rank == 1:
+        del os.environ["SIMULATED_GPU_HANG"]
+    comm = start(rank, folder)
+    tensor = contribution(rank).cuda()
+    started = time.monotonic()
+    if rank == 0:
+        threading.Timer(HANG_S / 3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        comm.all_reduce(tensor)
+    except (KeyboardInterrupt, rota.RotaError) as error:
+        return type(error).__name__ + str(error), time.monotonic() - started
+    return "nothing", 0.0
+
+
+def test_ctrl_c_ends_a_self_test_that_hangs_and_peers_are_told(
+    processes: SimulatedProcesses, tmp_path: Path
+) -> None:
+    own, peers = run_ranks(
+        processes, interrupt_a_hang, tmp_path, SIMULATED_GPU_HANG="cuda::low_latency_kernel"
+    )
+    assert own.value[0] == "KeyboardInterrupt"
+    assert "rank 0 was interrupted in the self-test of its GPU" in peers.value[0]
+    assert own.value[1] < HANG_S and peers.value[1] < HANG_S
