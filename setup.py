@@ -215,7 +215,7 @@ if IS_CUDA_BUILD:
 else:
     extension = CppExtension(
         "rota._C",
-        sources(".cpp", without="csrc/c10d/cuda"),
+        sources(".cpp", without="csrc/tensor/cuda"),
         include_dirs=INCLUDE_DIRS,
         extra_compile_args=CXX_FLAGS,
         extra_link_args=LINK_FLAGS,

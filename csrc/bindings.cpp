@@ -8,14 +8,7 @@
 
 #include "base/build_id.h"
 #include "base/wire_format.h"
-#include "c10d/all_reduce_method.h"
-#include "c10d/errors.h"
-#include "c10d/gpu_classes.h"
-#include "c10d/gpu_self_test.h"
 #include "c10d/process_group.h"
-#include "c10d/signals.h"
-#include "c10d/tensor_checks.h"
-#include "c10d/tensor_communicator.h"
 #include "cpu/element_loops.h"
 #include "cuda/device_info.h"
 #include "schedule/chunk.h"
@@ -25,13 +18,21 @@
 #include "schedule/ring.h"
 #include "schedule/select.h"
 #include "schedule/tuning.h"
+#include "tensor/all_reduce_method.h"
+#include "tensor/errors.h"
+#include "tensor/gpu_classes.h"
+#include "tensor/gpu_self_test.h"
+#include "tensor/signals.h"
+#include "tensor/tensor_checks.h"
+#include "tensor/tensor_communicator.h"
 #include "transport/bootstrap.h"
 
 namespace py = pybind11;
 
 namespace {
 
-using namespace rota::c10d_glue;  // NOLINT: this file is a list of its names
+using namespace rota::tensors;  // NOLINT: this file is a list of its names
+using rota::c10d_backend::ProcessGroupRota;
 namespace schedule = rota::schedule;
 
 using StorePtr = c10::intrusive_ptr<::c10d::Store>;
@@ -48,8 +49,8 @@ void bind_schedule(py::module_ module) {
       .def_readonly("begin", &schedule::Range::begin)
       .def_readonly("num_elems", &schedule::Range::num_elems);
   py::class_<schedule::RingStep>(module, "RingStep")
-      .def_readonly("send_piece", &schedule::RingStep::send_piece)
-      .def_readonly("recv_piece", &schedule::RingStep::recv_piece)
+      .def_readonly("send_shard", &schedule::RingStep::send_shard)
+      .def_readonly("recv_shard", &schedule::RingStep::recv_shard)
       .def_readonly("action", &schedule::RingStep::action);
   py::enum_<schedule::RingAction>(module, "RingAction")
       .value("REDUCE", schedule::RingAction::kReduce)
@@ -65,10 +66,10 @@ void bind_schedule(py::module_ module) {
   py::class_<schedule::TwoShotStep>(module, "TwoShotStep")
       .def_readonly("contribute_round", &schedule::TwoShotStep::contribute_round)
       .def_readonly("reduce_round", &schedule::TwoShotStep::reduce_round);
-  module.def("piece_of", &schedule::piece_of);
+  module.def("even_shard", &schedule::even_shard);
   module.def("chunk_of", &schedule::chunk_of);
-  module.def("num_chunks_of_pieces", &schedule::num_chunks_of_pieces);
-  module.def("chunk_of_piece", &schedule::chunk_of_piece);
+  module.def("num_chunks_of_shards", &schedule::num_chunks_of_shards);
+  module.def("chunk_of_even_shard", &schedule::chunk_of_even_shard);
   module.def("next_rank", &schedule::next_rank);
   module.def("previous_rank", &schedule::previous_rank);
   module.def("rotated_peer", &schedule::rotated_peer);
@@ -239,7 +240,7 @@ PYBIND11_MODULE(_C, module) {
       .def(
           "recv",
           [](TensorCommunicator& self, const at::Tensor& tensor, int peer) {
-            self.receive(tensor, peer, Launch::kBlocking);
+            self.recv(tensor, peer, Launch::kBlocking);
           },
           py::arg("tensor"), py::arg("peer"), ReleaseGil())
       .def(

@@ -8,6 +8,7 @@ that lies in tests/.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import subprocess
@@ -124,11 +125,15 @@ def _fork(call: tuple[str, str, tuple[Any, ...]], environment: dict[str, str]) -
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     module, function, args = call
+    value, error = None, None
     try:
         value = getattr(__import__(module), function)(*args)
-        own_end.send((value, None))
     except BaseException:
-        own_end.send((None, traceback.format_exc()))
+        error = traceback.format_exc()
+    # A communicator that only a caught exception's frames hold leaves its group, as it does when an
+    # interpreter ends; else its peers would rightly say that this process has died.
+    gc.collect()
+    own_end.send((value, error))
     sys.stderr.flush()
     os._exit(0)  # without finalisers: there may be threads in the middle of something
 

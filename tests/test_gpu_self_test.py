@@ -23,7 +23,7 @@ from simulated_processes import Outcome, SimulatedProcesses
 
 WORLD_SIZE = 2
 NUM_ELEMS = 70_001  # auto: two_shot of float32
-HANG_S = 10.0  # kHostTimeout of csrc/c10d/cuda/self_test.cpp
+HANG_S = 10.0  # kHostTimeout of csrc/tensor/cuda/self_test.cpp
 
 
 @pytest.fixture

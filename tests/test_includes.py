@@ -1,4 +1,4 @@
-"""Includes of csrc/ go from a layer to the same or a lower one, and torch stops in c10d/."""
+"""Includes of csrc/ go from a layer to the same or a lower one, and torch stops in tensor/."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ ALLOWED: dict[str, set[str]] = {
     "cpu": {"base", "schedule", "transport"},
     "cuda": {"base", "schedule", "transport"},
     "core": {"base", "schedule", "transport", "cpu", "cuda"},
-    "c10d": {"base", "schedule", "transport", "cpu", "cuda", "core"},
-    "bindings": {"base", "schedule", "transport", "cpu", "cuda", "core", "c10d"},
+    "tensor": {"base", "schedule", "transport", "cpu", "cuda", "core"},
+    "c10d": {"base", "schedule", "transport", "cpu", "cuda", "core", "tensor"},
+    "bindings": {"base", "schedule", "transport", "cpu", "cuda", "core", "tensor", "c10d"},
 }
 # Kernels and their launches; the memory that GPUs map.
 CUDA_LAYERS = {"cuda", "transport"}
 # Where torch, and with it pybind11 and Python, may be seen.
-TORCH_LAYERS = {"c10d", "bindings"}
+TORCH_LAYERS = {"tensor", "c10d", "bindings"}
 
 TORCH = re.compile(r"^(torch|ATen|c10|caffe2|pybind11)/|^(Python|ATen/.*|torch/.*)\.h$")
 CUDA = re.compile(r"^(cuda|cooperative_groups|cub/|thrust/|nccl|nvml|device_launch_parameters)")
@@ -61,7 +62,7 @@ def complaints(path: str, text: str, project_files: Iterable[str]) -> list[str]:
         elif not is_project and name in known:
             found.append(f"{path} includes {name} in angle brackets")
         elif not is_project and TORCH.match(name) and layer not in TORCH_LAYERS:
-            found.append(f"{path} includes {name}: torch stops in c10d/")
+            found.append(f"{path} includes {name}: torch stops in tensor/")
         elif not is_project and CUDA.match(name) and layer not in CUDA_LAYERS:
             found.append(f"{path} includes {name}: CUDA stays in cuda/ and transport/")
     return found
@@ -84,7 +85,8 @@ EXAMPLE_FILES = [
     "cpu/exchange.h",
     "cuda/k.h",
     "core/c.h",
-    "c10d/work.h",
+    "tensor/work.h",
+    "c10d/backend.h",
     "bindings.cpp",
 ]
 
@@ -97,13 +99,14 @@ EXAMPLE_FILES = [
         ("transport/a.cpp", '#include "cpu/exchange.h"\n', "transport must not know cpu"),
         ("cpu/a.cpp", '  #  include "core/c.h"\n', "cpu must not know core"),
         ("cpu/a.cpp", '#include "cuda/k.h"\n', "cpu must not know cuda"),
-        ("core/a.cpp", '#include "c10d/work.h"\n', "core must not know c10d"),
+        ("core/a.cpp", '#include "tensor/work.h"\n', "core must not know tensor"),
+        ("tensor/a.cpp", '#include "c10d/backend.h"\n', "tensor must not know c10d"),
         ("c10d/a.cpp", '#include "bindings.cpp"\n', "c10d must not know bindings"),
-        ("core/a.cpp", "#include <torch/csrc/utils/pybind.h>\n", "torch stops in c10d/"),
-        ("core/a.cpp", "#include <ATen/ATen.h>\n", "torch stops in c10d/"),
-        ("cpu/a.cpp", "#include <c10/util/Half.h>\n", "torch stops in c10d/"),
-        ("base/a.cpp", "#include <pybind11/pybind11.h>\n", "torch stops in c10d/"),
-        ("base/a.cpp", "#include <Python.h>\n", "torch stops in c10d/"),
+        ("core/a.cpp", "#include <torch/csrc/utils/pybind.h>\n", "torch stops in tensor/"),
+        ("core/a.cpp", "#include <ATen/ATen.h>\n", "torch stops in tensor/"),
+        ("cpu/a.cpp", "#include <c10/util/Half.h>\n", "torch stops in tensor/"),
+        ("base/a.cpp", "#include <pybind11/pybind11.h>\n", "torch stops in tensor/"),
+        ("base/a.cpp", "#include <Python.h>\n", "torch stops in tensor/"),
         ("core/a.cpp", "#include <cuda_runtime.h>\n", "CUDA stays in cuda/"),
         ("c10d/a.cpp", "#include <cuda/atomic>\n", "CUDA stays in cuda/"),
         ("base/a.h", "// no guard\n", "lacks #pragma once"),

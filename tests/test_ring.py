@@ -14,7 +14,7 @@ from ranks import Rank, run_ranks
 from rota import _C
 
 SLOT_BYTES = 4096
-GRANULE_ELEMS = 64  # pieces start at multiples of it
+GRANULE_ELEMS = 64  # shards start at multiples of it
 
 
 def expected_ring(
@@ -23,14 +23,14 @@ def expected_ring(
     wire_dtype: torch.dtype | None,
     hop_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Piece p of the tensor starts at rank p and collects the others around the ring."""
+    """Shard p of the tensor starts at rank p and collects the others around the ring."""
     world_size = len(inputs)
     rotations = [contract(inputs, op, wire_dtype, hop_dtype, first) for first in range(world_size)]
     result = torch.empty_like(inputs[0])
     for first, rotation in enumerate(rotations):
-        piece = _C.schedule.piece_of(len(result), world_size, first, GRANULE_ELEMS)
-        end = piece.begin + piece.num_elems
-        result[piece.begin : end] = rotation[piece.begin : end]
+        shard = _C.schedule.even_shard(len(result), world_size, first, GRANULE_ELEMS)
+        end = shard.begin + shard.num_elems
+        result[shard.begin : end] = rotation[shard.begin : end]
     return result
 
 
@@ -57,7 +57,7 @@ def check_ring(
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=name_of)
 @pytest.mark.parametrize("world_size", [2, 3, 5], ids="ws{}".format)
-def test_ring_random_inputs_start_each_piece_at_its_own_rank(
+def test_ring_random_inputs_start_each_shard_at_its_own_rank(
     world_size: int, dtype: torch.dtype
 ) -> None:
     digests = run_ranks(world_size, check_ring, dtype, None, None)

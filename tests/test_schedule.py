@@ -37,16 +37,16 @@ def assert_covers_once(ranges: list[tuple[int, int]], num_elems: int) -> None:
 
 
 @pytest.mark.parametrize("granule", GRANULES, ids=lambda granule: f"granule{granule}")
-@pytest.mark.parametrize("num_pieces", WORLD_SIZES, ids=lambda pieces: f"pieces{pieces}")
-def test_piece_of_any_length_covers_each_element_once(num_pieces: int, granule: int) -> None:
+@pytest.mark.parametrize("num_shards", WORLD_SIZES, ids=lambda shards: f"shards{shards}")
+def test_shard_of_any_length_covers_each_element_once(num_shards: int, granule: int) -> None:
     for num_elems in LENGTHS:
-        pieces = [schedule.piece_of(num_elems, num_pieces, i, granule) for i in range(num_pieces)]
-        assert_covers_once([(piece.begin, piece.num_elems) for piece in pieces], num_elems)
-        longest = pieces[0].num_elems
+        shards = [schedule.even_shard(num_elems, num_shards, i, granule) for i in range(num_shards)]
+        assert_covers_once([(shard.begin, shard.num_elems) for shard in shards], num_elems)
+        longest = shards[0].num_elems
         # Equal but for the rounding to a granule, and short only at the end.
-        assert longest * num_pieces < num_elems + granule * num_pieces + num_pieces
-        for piece, following in itertools.pairwise(pieces):
-            assert piece.num_elems in (longest, num_elems - piece.begin)
+        assert longest * num_shards < num_elems + granule * num_shards + num_shards
+        for shard, following in itertools.pairwise(shards):
+            assert shard.num_elems in (longest, num_elems - shard.begin)
             assert following.num_elems == 0 or following.begin % granule == 0
 
 
@@ -64,13 +64,13 @@ def test_chunk_of_any_length_covers_each_element_once(chunk_elems: int) -> None:
 
 
 class Message(NamedTuple):
-    """What travels: a piece or chunk, and the ranks whose contributions are in it, in order."""
+    """What travels: a shard or chunk, and the ranks whose contributions are in it, in order."""
 
-    piece: int
+    shard: int
     ranks: tuple[int, ...]
 
     def plus(self, rank: int) -> Message:
-        return Message(self.piece, (*self.ranks, rank))
+        return Message(self.shard, (*self.ranks, rank))
 
 
 @each_world_size
@@ -81,22 +81,22 @@ def test_neighbours_on_the_ring_are_inverse(world_size: int) -> None:
 
 
 @each_world_size
-def test_ring_step_received_piece_is_what_previous_rank_sends(world_size: int) -> None:
+def test_ring_step_received_shard_is_what_previous_rank_sends(world_size: int) -> None:
     for step in range(schedule.ring_num_steps(world_size)):
         for rank in range(world_size):
             previous = schedule.previous_rank(rank, world_size)
-            sent = schedule.ring_step(previous, world_size, step).send_piece
-            assert schedule.ring_step(rank, world_size, step).recv_piece == sent
+            sent = schedule.ring_step(previous, world_size, step).send_shard
+            assert schedule.ring_step(rank, world_size, step).recv_shard == sent
 
 
 @each_world_size
-def test_ring_all_steps_sum_every_piece_once_in_ring_order(world_size: int) -> None:
+def test_ring_all_steps_sum_every_shard_once_in_ring_order(world_size: int) -> None:
     num_steps = schedule.ring_num_steps(world_size)
-    assert num_steps == 2 * (world_size - 1)  # and so many pieces does each rank send
+    assert num_steps == 2 * (world_size - 1)  # and so many shards does each rank send
     kept: list[dict[int, Message]] = [{} for _ in range(world_size)]
 
     def sends(rank: int, step: int) -> int:
-        return schedule.ring_step(rank, world_size, step).send_piece
+        return schedule.ring_step(rank, world_size, step).send_shard
 
     messages = [Message(sends(rank, 0), (rank,)) for rank in range(world_size)]
     for step in range(num_steps):
@@ -110,44 +110,44 @@ def test_ring_all_steps_sum_every_piece_once_in_ring_order(world_size: int) -> N
             is_complete = len(message.ranks) == world_size
             assert is_complete == (action != RingAction.REDUCE)
             if is_complete:
-                assert message.piece not in kept[rank]
-                kept[rank][message.piece] = message
+                assert message.shard not in kept[rank]
+                kept[rank][message.shard] = message
             if step + 1 < num_steps:
-                assert message.piece == sends(rank, step + 1)
+                assert message.shard == sends(rank, step + 1)
             messages[rank] = message
 
-    for pieces in kept if world_size > 1 else []:
-        assert sorted(pieces) == list(range(world_size))
-        for piece, message in pieces.items():
-            # Every rank once, and around the ring from the rank of the piece's number.
-            order = tuple((piece + i) % world_size for i in range(world_size))
+    for shards in kept if world_size > 1 else []:
+        assert sorted(shards) == list(range(world_size))
+        for shard, message in shards.items():
+            # Every rank once, and around the ring from the rank of the shard's number.
+            order = tuple((shard + i) % world_size for i in range(world_size))
             assert message.ranks == order
 
 
 @pytest.mark.parametrize("granule", GRANULES, ids=lambda granule: f"granule{granule}")
 @each_world_size
-def test_chunk_of_piece_all_rounds_cover_the_same_pieces_whatever_the_chunk(
+def test_chunk_of_even_shard_all_rounds_cover_the_same_shards_whatever_the_chunk(
     world_size: int, granule: int
 ) -> None:
     for num_elems in LENGTHS:
-        pieces = [
-            schedule.piece_of(num_elems, world_size, piece, granule) for piece in range(world_size)
-        ]
-        longest = max(piece.num_elems for piece in pieces)
+        shards = [schedule.even_shard(num_elems, world_size, i, granule) for i in range(world_size)]
+        longest = max(shard.num_elems for shard in shards)
         # From one granule up to everything at once; long tensors in few rounds.
         at_least = -(-longest // (50 * granule))
         for chunk_granules in sorted({max(at_least, k) for k in (1, 2, 3, 7)} | {2**34}):
             chunk_elems = chunk_granules * granule
-            num_rounds = schedule.num_chunks_of_pieces(num_elems, world_size, chunk_elems, granule)
+            num_rounds = schedule.num_chunks_of_shards(num_elems, world_size, chunk_elems, granule)
             assert num_rounds == -(-longest // chunk_elems)
-            for number, piece in enumerate(pieces):
+            for number, shard in enumerate(shards):
                 chunks = [
-                    schedule.chunk_of_piece(num_elems, world_size, number, chunk_elems, i, granule)
+                    schedule.chunk_of_even_shard(
+                        num_elems, world_size, number, chunk_elems, i, granule
+                    )
                     for i in range(num_rounds + 1)
                 ]
                 assert_covers_once(
-                    [(chunk.begin - piece.begin, chunk.num_elems) for chunk in chunks],
-                    piece.num_elems,
+                    [(chunk.begin - shard.begin, chunk.num_elems) for chunk in chunks],
+                    shard.num_elems,
                 )
                 assert chunks[-1].num_elems == 0
                 assert all(
@@ -181,17 +181,17 @@ def test_ordered_ring_any_chunks_sums_in_ascending_rank_everywhere(world_size: i
                     before = (
                         Message(chunks.partial_chunk, ()) if rank == 0 else from_previous.partial
                     )
-                    assert before is not None and before.piece == chunks.partial_chunk
+                    assert before is not None and before.shard == chunks.partial_chunk
                     partial = before.plus(rank)
                     if rank == last:
                         partial, result = None, partial
                 if chunks.result_chunk >= 0:
                     assert rank != last
                     result = from_previous.result
-                    assert result is not None and result.piece == chunks.result_chunk
+                    assert result is not None and result.shard == chunks.result_chunk
                 if result is not None:
-                    assert result.piece not in results[rank]
-                    results[rank][result.piece] = result
+                    assert result.shard not in results[rank]
+                    results[rank][result.shard] = result
                 writes.append(Written(partial, result))
             written = writes
         expected = {chunk: Message(chunk, tuple(range(world_size))) for chunk in range(num_chunks)}

@@ -1,5 +1,5 @@
 // Element types and reduction operations: names, sizes, and which pairs make sense.
-// Knows nothing of torch; c10d/ translates.
+// Knows nothing of torch; tensor/ translates.
 #pragma once
 
 #include <array>

@@ -1,5 +1,5 @@
-// The errors a caller can see. Each states fact, expected, got, next action; c10d/ and the bindings
-// turn them into the Python exceptions of the same name.
+// The errors a caller can see. Each states fact, expected, got, next action; tensor/ and the
+// bindings turn them into the Python exceptions of the same name.
 #pragma once
 
 #include <cstdint>

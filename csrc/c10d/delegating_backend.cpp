@@ -1,6 +1,6 @@
 #include "c10d/delegating_backend.h"
 
-namespace rota::c10d_glue {
+namespace rota::c10d_backend {
 
 ::c10d::Backend& DelegatingBackend::delegate_for(const char* collective, const at::Tensor& tensor) {
   TORCH_CHECK(tensor.defined() && tensor.is_cuda(), "Backend ", getBackendName(),
@@ -68,4 +68,4 @@ WorkPtr DelegatingBackend::recvAnysource(std::vector<at::Tensor>& tensors, int t
   return delegate_for("recvAnysource", tensors).recvAnysource(tensors, tag);
 }
 
-}  // namespace rota::c10d_glue
+}  // namespace rota::c10d_backend

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-namespace rota::c10d_glue {
+namespace rota::c10d_backend {
 
 using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
 using BackendPtr = c10::intrusive_ptr<::c10d::Backend>;
@@ -53,4 +53,4 @@ class DelegatingBackend : public ::c10d::Backend {
   BackendPtr delegate_;
 };
 
-}  // namespace rota::c10d_glue
+}  // namespace rota::c10d_backend

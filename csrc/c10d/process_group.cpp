@@ -1,8 +1,8 @@
 #include "c10d/process_group.h"
 
-#include "c10d/errors.h"
+#include "tensor/errors.h"
 
-namespace rota::c10d_glue {
+namespace rota::c10d_backend {
 namespace {
 
 using ::c10d::OpType;
@@ -124,7 +124,7 @@ WorkPtr ProcessGroupRota::send(std::vector<at::Tensor>& tensors, int peer, int t
 WorkPtr ProcessGroupRota::recv(std::vector<at::Tensor>& tensors, int peer, int tag) {
   if (!has_transfers_of(tensors)) return DelegatingBackend::recv(tensors, peer, tag);
   TORCH_CHECK_VALUE(tensors.size() == 1, "rota.recv: ", tensors.size(), " tensors, expected one");
-  return communicator_->receive(tensors[0], peer, Launch::kAsync);
+  return communicator_->recv(tensors[0], peer, Launch::kAsync);
 }
 
 WorkPtr ProcessGroupRota::barrier(const ::c10d::BarrierOptions& opts) {
@@ -164,4 +164,4 @@ WorkPtr ProcessGroupRota::gather_all(std::vector<AllGatherTensors> gathers,
                       OpType::ALLGATHER, results);
 }
 
-}  // namespace rota::c10d_glue
+}  // namespace rota::c10d_backend

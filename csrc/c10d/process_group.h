@@ -6,9 +6,11 @@
 #include <vector>
 
 #include "c10d/delegating_backend.h"
-#include "c10d/tensor_communicator.h"
+#include "tensor/tensor_communicator.h"
 
-namespace rota::c10d_glue {
+namespace rota::c10d_backend {
+
+using namespace tensors;  // NOLINT: the layer below, whose calls these are
 
 class ProcessGroupRota final : public DelegatingBackend {
  public:
@@ -59,4 +61,4 @@ class ProcessGroupRota final : public DelegatingBackend {
   std::shared_ptr<TensorCommunicator> communicator_;
 };
 
-}  // namespace rota::c10d_glue
+}  // namespace rota::c10d_backend

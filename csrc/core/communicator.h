@@ -1,6 +1,6 @@
 // A group of ranks and its collectives, one at a time: checks arguments, compares descriptors,
 // counts epochs, chooses the algorithm, and turns whatever goes wrong into an error on every rank.
-// Knows pointers and dtypes; torch stops in c10d/.
+// Knows pointers and dtypes; torch stops in tensor/.
 #pragma once
 
 #include <atomic>

@@ -65,15 +65,15 @@ class AllReduce {
     return {round.begin + shard.begin, shard.num_elems};
   }
   Range round_range(uint64_t num_rounds, uint64_t round) const {
-    return schedule::piece_of(num_elems_, num_rounds, round, kGranuleElems);
+    return schedule::even_shard(num_elems_, num_rounds, round, kGranuleElems);
   }
   uint64_t hop_capacity(size_t num_bytes) const {
     return num_bytes / reducer_.hop_bytes() / kGranuleElems * kGranuleElems;
   }
   // A shard counts from the start of its round.
   Range shard_of(const Range& round, int owner) const {
-    return schedule::piece_of(round.num_elems, static_cast<uint64_t>(world_size_),
-                              static_cast<uint64_t>(owner), kGranuleElems);
+    return schedule::even_shard(round.num_elems, static_cast<uint64_t>(world_size_),
+                                static_cast<uint64_t>(owner), kGranuleElems);
   }
 
   AnyReducer reducer_;
@@ -219,22 +219,22 @@ uint64_t AllReduce<AnyReducer>::ring(Exchange& exchange) const {
   const int num_steps = schedule::ring_num_steps(world_size_);
   const uint64_t chunk_elems = hop_capacity(exchange.slot_bytes());
   const uint64_t rounds =
-      schedule::num_chunks_of_pieces(num_elems_, world_size_, chunk_elems, kGranuleElems);
+      schedule::num_chunks_of_shards(num_elems_, world_size_, chunk_elems, kGranuleElems);
   uint64_t slot = 0;  // numbers what this rank writes, over all rounds
   for (uint64_t round = 0; round < rounds; ++round) {
-    const auto chunk_of = [&](int piece) {
-      return schedule::chunk_of_piece(num_elems_, world_size_, piece, chunk_elems, round,
-                                      kGranuleElems);
+    const auto chunk_of = [&](int shard) {
+      return schedule::chunk_of_even_shard(num_elems_, world_size_, shard, chunk_elems, round,
+                                           kGranuleElems);
     };
-    // Before anything has arrived, the own piece starts on its way.
-    const Range first = chunk_of(schedule::ring_step(rank_, world_size_, 0).send_piece);
+    // Before anything has arrived, the own shard starts on its way.
+    const Range first = chunk_of(schedule::ring_step(rank_, world_size_, 0).send_shard);
     if (slot > 1) exchange.wait_filled(next, slot - 1, "ring send");
     reducer_.start_partial(first, exchange.own_slot(slot));
     exchange.publish_filled(slot);
 
     for (int step = 0; step < num_steps; ++step, ++slot) {
-      const auto [send_piece, recv_piece, action] = schedule::ring_step(rank_, world_size_, step);
-      const Range chunk = chunk_of(recv_piece);
+      const auto [send_shard, recv_shard, action] = schedule::ring_step(rank_, world_size_, step);
+      const Range chunk = chunk_of(recv_shard);
       const bool is_last = step == num_steps - 1;  // nobody needs the last chunk any more
       std::byte* to_next = exchange.own_slot(slot + 1);
 

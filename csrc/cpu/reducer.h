@@ -21,7 +21,7 @@ constexpr bool is_from_tensor(const WirePlace& place) { return place.payload == 
 
 class Reducer {
  public:
-  // Shards and pieces start at multiples of this.
+  // Shards start at multiples of this.
   static constexpr uint64_t kGranuleElems = rota::kGranuleElems;
 
   Reducer(const AllReduceArgs& args, int world_size);

@@ -20,7 +20,7 @@ struct Codec {
   static constexpr uint32_t kElems = kAccessBytes / kElemBytes;
   static constexpr uint32_t kLanes = is_scaled ? block_scaling(dtype).block_elems / kElems : 1;
   static constexpr uint32_t kUnitElems = kLanes * kElems;
-  static_assert(kGranuleElems % kUnitElems == 0, "pieces are whole units");
+  static_assert(kGranuleElems % kUnitElems == 0, "shards are whole units");
 
   struct Values {
     Acc of[kElems];

@@ -19,7 +19,7 @@ struct CollectiveArgs {
   uint64_t chunk_elems;  // what a slot takes
   uint64_t num_chunks;   // of the longest shard
   int group_size;        // sums are formed in groups of so many ranks, then over the groups
-  bool is_aligned;       // all tensors and pieces, to 16 bytes
+  bool is_aligned;       // all tensors and shards, to 16 bytes
   ReduceOp op;
   double divisor;     // kAvg: of the sum
   double reciprocal;  // 1 / divisor where that is exact, else 0

@@ -1,7 +1,7 @@
 // Hierarchical all-reduce, in groups of group_size consecutive ranks: a reduce-scatter in each
-// group, a sum across groups of the piece that a rank owns, and an all-gather in each group. Ranks
+// group, a sum across groups of the shard that a rank owns, and an all-gather in each group. Ranks
 // are added ascending within a group, then groups ascending. Three waits in a row for each chunk; a
-// rank sends 2 * (group_size - 1) / group_size * num_bytes within its group, and of its piece
+// rank sends 2 * (group_size - 1) / group_size * num_bytes within its group, and of its shard
 // (num_groups - 1) partial sums in the accumulate dtype to other groups.
 //
 // The phases are functions of their own, because between hosts another engine forms the sum across
@@ -23,26 +23,26 @@ class Hierarchy {
         group_(schedule::group_of(links.rank(), elements.args().group_size)),
         across_(
             schedule::across_groups(links.rank(), links.world_size(), elements.args().group_size)),
-        pieces_(links, elements, group_) {}
+        shards_(links, elements, group_) {}
 
   // Round i of a channel sends two messages on the links within the group, and one on those across.
   // All phases: false when a wait was given up. Each opens its links anew: kept from phase to
   // phase, the counts of both sets would take registers that the sums need.
 
-  // Leaves the group's sum of chunk `chunk` of the own piece in the slots of every group's owner of
-  // that piece, the own ones included.
+  // Leaves the group's sum of chunk `chunk` of the own shard in the slots of every group's owner of
+  // that shard, the own ones included.
   HOST_DEVICE bool reduce_in_group(uint64_t chunk, uint64_t round) const {
     const LinkSet group = links_.open(group_), across = links_.open(across_);
     const uint64_t message = 2 * round;
-    const Range own = pieces_.own_chunk(chunk);
+    const Range own = shards_.own_chunk(chunk);
     if (!links_.wait(ToSend{group, message})) return false;
-    pieces_.scatter(chunk, message);
+    shards_.scatter(chunk, message);
     block_.sync();
     links_.publish(group, message);
 
     if (!links_.wait(ToRead{group, message}, ToSend{across, round})) return false;
     const auto contribution_of = [&](int place) {
-      return pieces_.contribution(place, own, message);
+      return shards_.contribution(place, own, message);
     };
     const auto slot_of = [&](int place) { return links_.outgoing(across_.rank_at(place), round); };
     elements_.reduce(own, Contributions(elements_, group_.num_ranks, contribution_of),
@@ -56,13 +56,13 @@ class Hierarchy {
   // Adds up the groups' sums, and sends the result to the group.
   HOST_DEVICE bool sum_across_groups(uint64_t chunk, uint64_t round) const {
     const LinkSet group = links_.open(group_), across = links_.open(across_);
-    const Range own = pieces_.own_chunk(chunk);
+    const Range own = shards_.own_chunk(chunk);
     if (!links_.wait(ToRead{across, round})) return false;
     const auto partial_of = [&](int place) {
       return links_.incoming(across_.rank_at(place), round);
     };
     const auto result_places = [&](int index) {
-      return pieces_.result_place(index, own, 2 * round + 1);
+      return shards_.result_place(index, own, 2 * round + 1);
     };
     elements_.reduce(own, Partials(elements_, across_.num_ranks, partial_of),
                      Results(elements_, own.begin, group_.num_ranks, result_places));
@@ -75,7 +75,7 @@ class Hierarchy {
   HOST_DEVICE bool gather_in_group(uint64_t chunk, uint64_t round) const {
     const uint64_t message = 2 * round + 1;
     if (!links_.wait(ToRead{links_.open(group_), message})) return false;
-    pieces_.collect(chunk, message);
+    shards_.collect(chunk, message);
     return true;
   }
 
@@ -97,7 +97,7 @@ class Hierarchy {
   const Elements<Codec, Block>& elements_;
   RankSet group_;
   RankSet across_;
-  Pieces<Codec, Block> pieces_;
+  Shards<Codec, Block> shards_;
 };
 
 template <typename Codec, typename Block>

@@ -33,8 +33,8 @@ bool reduces(Kernel kernel) {
   return false;
 }
 
-// The pieces that a tensor is cut into before it is cut into chunks.
-int num_pieces(const LaunchRequest& request, int world_size, int group_size) {
+// The shards that a tensor is cut into before it is cut into chunks.
+int num_shards(const LaunchRequest& request, int world_size, int group_size) {
   switch (request.kernel) {
     case Kernel::kTwoShot:
     case Kernel::kTwoShotInPlace:
@@ -60,7 +60,7 @@ bool waits(const LaunchRequest& request, const Peers& peers) {
   return request.kernel != Kernel::kTwoShotInPlace || !peers.are_all_local();
 }
 
-bool has_equal_pieces(Kernel kernel) {
+bool has_equal_shards(Kernel kernel) {
   return kernel == Kernel::kReduceScatter || kernel == Kernel::kAllGather;
 }
 
@@ -158,18 +158,18 @@ OwnTensors own_tensors(const LaunchRequest& request, const Peers& peers, int pla
           .writes = !is_transfer || rank == request.destination};
 }
 
-// In place is where the own piece lies, or the whole; any other overlap would be read half written.
+// In place is where the own shard lies, or the whole; any other overlap would be read half written.
 void check_overlap(const LaunchRequest& request, const Peers& peers, const OwnTensors& own) {
-  const bool has_pieces = has_equal_pieces(request.kernel);
-  const auto num_pieces = static_cast<uint64_t>(has_pieces ? peers.world_size() : 1);
+  const bool has_shards = has_equal_shards(request.kernel);
+  const auto num_shards = static_cast<uint64_t>(has_shards ? peers.world_size() : 1);
   const size_t whole_bytes = request.format.num_bytes(request.num_elems);
-  const size_t piece_bytes = request.format.num_bytes(request.num_elems / num_pieces);
+  const size_t shard_bytes = request.format.num_bytes(request.num_elems / num_shards);
   const bool is_whole_input = request.kernel != Kernel::kAllGather;
   const auto whole = reinterpret_cast<uintptr_t>(is_whole_input ? own.input : own.output);
-  const auto piece = reinterpret_cast<uintptr_t>(is_whole_input ? own.output : own.input);
-  const uintptr_t in_place = whole + (has_pieces ? static_cast<size_t>(own.rank) * piece_bytes : 0);
-  const bool are_apart = whole + whole_bytes <= piece || piece + piece_bytes <= whole;
-  if (piece != in_place && !are_apart) {
+  const auto shard = reinterpret_cast<uintptr_t>(is_whole_input ? own.output : own.input);
+  const uintptr_t in_place = whole + (has_shards ? static_cast<size_t>(own.rank) * shard_bytes : 0);
+  const bool are_apart = whole + whole_bytes <= shard || shard + shard_bytes <= whole;
+  if (shard != in_place && !are_apart) {
     refuse("input at ", own.input, " and output at ", own.output,
            " overlap; work in place, or on tensors that lie apart");
   }
@@ -194,10 +194,10 @@ void check_own_tensors(const LaunchRequest& request, const Peers& peers, const O
 }
 
 void check_tensors(const LaunchRequest& request, const Peers& peers) {
-  if (has_equal_pieces(request.kernel) &&
+  if (has_equal_shards(request.kernel) &&
       request.num_elems % static_cast<uint64_t>(peers.world_size()) != 0) {
     refuse(name(request.kernel), " of ", request.num_elems, " elements among ", peers.world_size(),
-           " ranks: pieces are equally long, so pad to a multiple of world_size");
+           " ranks: shards are equally long, so pad to a multiple of world_size");
   }
   if (request.kernel == Kernel::kTwoShotInPlace) {
     if (request.tensors == nullptr) refuse("two_shot_in_place needs every rank's mapped tensor");
@@ -235,7 +235,7 @@ bool is_everything_aligned(const LaunchRequest& request, const Peers& peers) {
   bool is_aligned = true;
   for (const void* tensor : request.input) is_aligned &= is_aligned_to(tensor, kAccessBytes);
   for (const void* tensor : request.output) is_aligned &= is_aligned_to(tensor, kAccessBytes);
-  if (has_equal_pieces(request.kernel)) {
+  if (has_equal_shards(request.kernel)) {
     const auto num_ranks = static_cast<uint64_t>(peers.world_size());
     is_aligned &= request.format.num_bytes(request.num_elems / num_ranks) % kAccessBytes == 0;
   }
@@ -318,8 +318,8 @@ LaunchPlan plan_launch(const LaunchRequest& request, const Peers& peers,
   const uint64_t granule_elems = request.is_bucket ? kTileElems : kGranuleElems;
 
   args.shard_elems = schedule::shard_length(
-      request.num_elems, static_cast<uint64_t>(num_pieces(request, world_size, group_size)),
-      has_equal_pieces(request.kernel) ? 1 : granule_elems);
+      request.num_elems, static_cast<uint64_t>(num_shards(request, world_size, group_size)),
+      has_equal_shards(request.kernel) ? 1 : granule_elems);
   const uint64_t longest_elems = std::min(args.shard_elems, request.num_elems);
   if (!plan.waits) {
     args.chunk_elems = request.format.capacity(tuning.free_chunk_bytes, granule_elems);

@@ -84,15 +84,15 @@ class Links {
   // After block.sync(): what was written to the slots of `message` may be read.
   HOST_DEVICE void publish(const LinkSet& to, uint64_t message) const {
     for_own(to.ranks, [&](int peer) {
-      transport::DeviceFlag& arrived = end_at(peer).arrived;
-      if (message == 0) arrived.payload = fingerprint_;
-      store(arrived, to.sent + message + 1);
+      transport::DeviceFlag& filled = end_at(peer).filled;
+      if (message == 0) filled.payload = fingerprint_;
+      store(filled, to.sent + message + 1);
     });
   }
   // After block.sync(): the slots of `message` have been read and may be written again.
   HOST_DEVICE void release(const LinkSet& from, uint64_t message) const {
     for_own(from.ranks,
-            [&](int peer) { store(end_at(peer).consumed, from.received + message + 1); });
+            [&](int peer) { store(end_at(peer).drained, from.received + message + 1); });
   }
 
   // At the end of a launch: how many messages went over each link.
@@ -118,7 +118,7 @@ class Links {
       // A slot's first message of this launch finds it empty once all earlier launches' were read.
       const uint64_t message = awaited.message;
       const uint64_t num_read = message < kNumLinkSlots ? 0 : message + 1 - kNumLinkSlots;
-      is_free = wait_for(own_end(peer).consumed, awaited.links.sent + num_read, peer,
+      is_free = wait_for(own_end(peer).drained, awaited.links.sent + num_read, peer,
                          WaitPhase::kFreeSlot);
     });
     return is_free;
@@ -126,13 +126,13 @@ class Links {
   HOST_DEVICE bool wait_for_own_part(const ToRead& awaited) const {
     bool is_there = true;
     for_own(awaited.links.ranks, [&](int peer) {
-      transport::DeviceFlag& arrived = own_end(peer).arrived;
-      is_there = wait_for(arrived, awaited.links.received + awaited.message + 1, peer,
-                          WaitPhase::kArrival);
+      transport::DeviceFlag& filled = own_end(peer).filled;
+      is_there =
+          wait_for(filled, awaited.links.received + awaited.message + 1, peer, WaitPhase::kArrival);
       // The peer sends nothing of a later launch before the own block has gone on from here.
       if (is_there && awaited.message == 0) {
-        is_there = is_same_launch(block_, peers_, peer, WaitPhase::kArrival, fingerprint_,
-                                  arrived.payload);
+        is_there =
+            is_same_launch(block_, peers_, peer, WaitPhase::kArrival, fingerprint_, filled.payload);
       }
     });
     return is_there;

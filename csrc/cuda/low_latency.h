@@ -62,7 +62,7 @@ class Packets {
     }
     ROTA_UNROLL
     for (uint32_t u = 0; u < kUnits; ++u) {
-      loaded[u] = receive(source, units.elem[u], units.num_elems[u]);
+      loaded[u] = recv(source, units.elem[u], units.num_elems[u]);
     }
   }
   HOST_DEVICE_INLINE typename Codec::Values decode(const Loaded& loaded) const {
@@ -93,7 +93,7 @@ class Packets {
 
  private:
   // The packets of one unit.
-  HOST_DEVICE_INLINE Loaded receive(int source, uint32_t elem, uint32_t num_elems) const {
+  HOST_DEVICE_INLINE Loaded recv(int source, uint32_t elem, uint32_t num_elems) const {
     const Block& block = elements_.block();
     uint64_t* packets = packets_at(rank(), source, elem);
     Loaded received{};

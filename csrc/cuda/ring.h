@@ -1,7 +1,7 @@
-// The classic ring (Patarasuk & Yuan 2009): every piece's sum runs once around the ring in the
+// The classic ring (Patarasuk & Yuan 2009): every shard's sum runs once around the ring in the
 // accumulate dtype, and its result once more in the wire dtype. 2 * (world_size - 1) waits in a row
 // for each chunk; each rank sends (world_size - 1) / world_size of the tensor in either dtype, to
-// its successor only. Sums start at another rank for each piece: see schedule/ring.h.
+// its successor only. Sums start at another rank for each shard: see schedule/ring.h.
 #pragma once
 
 #include "cuda/links.h"
@@ -24,12 +24,12 @@ HOST_DEVICE void ring(const Block& block, const Peers& peers, const CollectiveAr
 
   uint64_t message = 0;  // what arrives; what is sent on is the one after
   for (uint64_t round = block.index(); round < args.num_chunks; round += block.num_blocks()) {
-    const auto chunk_of = [&](int piece) {
-      return schedule::chunk_of_shard(args.num_elems, args.shard_elems, piece, args.chunk_elems,
+    const auto chunk_of = [&](int shard) {
+      return schedule::chunk_of_shard(args.num_elems, args.shard_elems, shard, args.chunk_elems,
                                       round);
     };
-    // Before anything has arrived, the own piece starts on its way.
-    const Range first = chunk_of(schedule::ring_step(rank, world_size, 0).send_piece);
+    // Before anything has arrived, the own shard starts on its way.
+    const Range first = chunk_of(schedule::ring_step(rank, world_size, 0).send_shard);
     if (!links.wait(ToSend{to_next, message})) return;
     const auto own_first = [&](int) { return elements.input(first); };
     const auto first_slot = [&](int) { return links.outgoing(next, message); };
@@ -39,9 +39,9 @@ HOST_DEVICE void ring(const Block& block, const Peers& peers, const CollectiveAr
     links.publish(to_next, message);
 
     for (int step = 0; step < num_steps; ++step, ++message) {
-      const auto [send_piece, recv_piece, action] = schedule::ring_step(rank, world_size, step);
-      const Range chunk = chunk_of(recv_piece);
-      // Nobody needs the last piece any more.
+      const auto [send_shard, recv_shard, action] = schedule::ring_step(rank, world_size, step);
+      const Range chunk = chunk_of(recv_shard);
+      // Nobody needs the last shard any more.
       const LinkSet to = step == num_steps - 1 ? LinkSet{} : to_next;
       if (!links.wait(ToRead{from_previous, message}, ToSend{to, message + 1})) return;
 

@@ -1,33 +1,33 @@
 // The halves of two_shot as collectives of their own: reduce_scatter leaves each rank the result of
-// its piece, all_gather gives each rank every piece. One wait in a row for each chunk; each rank
-// sends (world_size - 1) / world_size of the whole tensor. Pieces are equally long.
+// its shard, all_gather gives each rank every shard. One wait in a row for each chunk; each rank
+// sends (world_size - 1) / world_size of the whole tensor. Shards are equally long.
 #pragma once
 
 #include "cuda/two_shot.h"
 
 namespace rota::cuda {
 
-// input: all pieces; output: this rank's. args.num_elems counts the input.
+// input: all shards; output: this rank's. args.num_elems counts the input.
 template <typename Codec, typename Block>
 HOST_DEVICE void reduce_scatter(const Block& block, const Peers& peers,
                                 const CollectiveArgs& args) {
   const Links links(block, peers, args.fingerprint);
   const Elements<Codec, Block> elements(block, args);
   const LinkSet world = links.open(schedule::everyone(links.world_size()));
-  const Pieces pieces(links, elements, world.ranks);
+  const Shards shards(links, elements, world.ranks);
 
   uint64_t message = 0;
   for (uint64_t i = block.index(); i < args.num_chunks; i += block.num_blocks(), ++message) {
-    const Range own = pieces.own_chunk(i);
+    const Range own = shards.own_chunk(i);
 
     if (!links.wait(ToSend{world, message})) return;
-    pieces.scatter(i, message);
+    shards.scatter(i, message);
     block.sync();
     links.publish(world, message);
 
     if (!links.wait(ToRead{world, message})) return;
-    const auto contribution_of = [&](int rank) { return pieces.contribution(rank, own, message); };
-    const auto output = [&](int) { return pieces.in_own_piece(elements.own_output(), own); };
+    const auto contribution_of = [&](int rank) { return shards.contribution(rank, own, message); };
+    const auto output = [&](int) { return shards.in_own_shard(elements.own_output(), own); };
     elements.reduce_in_groups(own, Contributions(elements, links.world_size(), contribution_of),
                               args.group_size, Results(elements, own.begin, 1, output));
     block.sync();
@@ -37,26 +37,26 @@ HOST_DEVICE void reduce_scatter(const Block& block, const Peers& peers,
   links.count_received(world, message);
 }
 
-// input: this rank's piece; output: all. args.num_elems counts the output.
+// input: this rank's shard; output: all. args.num_elems counts the output.
 template <typename Codec, typename Block>
 HOST_DEVICE void all_gather(const Block& block, const Peers& peers, const CollectiveArgs& args) {
   const Links links(block, peers, args.fingerprint);
   const Elements<Codec, Block> elements(block, args);
   const LinkSet world = links.open(schedule::everyone(links.world_size()));
-  const Pieces pieces(links, elements, world.ranks);
+  const Shards shards(links, elements, world.ranks);
 
   uint64_t message = 0;
   for (uint64_t i = block.index(); i < args.num_chunks; i += block.num_blocks(), ++message) {
-    const Range own = pieces.own_chunk(i);
+    const Range own = shards.own_chunk(i);
 
     if (!links.wait(ToSend{world, message})) return;
-    elements.copy(own, pieces.in_own_piece(elements.own_input(), own), links.world_size(),
-                  [&](int index) { return pieces.result_place(index, own, message); });
+    elements.copy(own, shards.in_own_shard(elements.own_input(), own), links.world_size(),
+                  [&](int index) { return shards.result_place(index, own, message); });
     block.sync();
     links.publish(world, message);
 
     if (!links.wait(ToRead{world, message})) return;
-    pieces.collect(i, message);
+    shards.collect(i, message);
     block.sync();
     links.release(world, message);
   }

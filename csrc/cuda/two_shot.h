@@ -1,4 +1,4 @@
-// two_shot: every rank sends the piece that another owns to its owner; the owner sums it, in
+// two_shot: every rank sends the shard that another owns to its owner; the owner sums it, in
 // ascending rank, and sends the result to all. Two waits in a row for each chunk; each rank sends
 // 2 * (world_size - 1) / world_size * num_bytes. Its halves are collectives of their own:
 // reduce_scatter and all_gather.
@@ -10,17 +10,17 @@
 
 namespace rota::cuda {
 
-// The verbs of two_shot among the ranks of a set, each of which owns one piece of the tensor: as
-// many pieces as ranks. Chunk i of every piece is worked on at a time.
+// The verbs of two_shot among the ranks of a set, each of which owns one shard of the tensor: as
+// many shards as ranks. Chunk i of every shard is worked on at a time.
 template <typename Codec, typename Block>
-class Pieces {
+class Shards {
  public:
-  HOST_DEVICE Pieces(const Links<Block>& links, const Elements<Codec, Block>& elements,
+  HOST_DEVICE Shards(const Links<Block>& links, const Elements<Codec, Block>& elements,
                      const RankSet& ranks)
       : links_(links), elements_(elements), ranks_(ranks) {}
 
   HOST_DEVICE const RankSet& ranks() const { return ranks_; }
-  // Chunk i of the piece that a rank owns.
+  // Chunk i of the shard that a rank owns.
   HOST_DEVICE Range chunk_of(int owner, uint64_t i) const {
     const CollectiveArgs& args = elements_.args();
     return schedule::chunk_of_shard(args.num_elems, args.shard_elems, ranks_.place_of(owner),
@@ -54,8 +54,8 @@ class Pieces {
     return index == 0 ? elements_.output(chunk)
                       : elements_.in_slot(links_.outgoing(peer(index - 1), message), chunk);
   }
-  // In a tensor that holds this rank's piece alone.
-  HOST_DEVICE WirePlace in_own_piece(std::byte* base, const Range& own) const {
+  // In a tensor that holds this rank's shard alone.
+  HOST_DEVICE WirePlace in_own_shard(std::byte* base, const Range& own) const {
     const CollectiveArgs& args = elements_.args();
     const Range shard =
         schedule::shard_of(args.num_elems, args.shard_elems, ranks_.place_of(links_.rank()));
@@ -83,11 +83,11 @@ HOST_DEVICE void two_shot(const Block& block, const Peers& peers, const Collecti
   const Links links(block, peers, args.fingerprint);
   const Elements<Codec, Block> elements(block, args);
   const RankSet everyone = schedule::everyone(links.world_size());
-  const Pieces pieces(links, elements, everyone);
+  const Shards shards(links, elements, everyone);
 
   uint64_t message = 0;
   for (uint64_t i = block.index(); i < args.num_chunks; i += block.num_blocks(), message += 2) {
-    const Range own = pieces.own_chunk(i);
+    const Range own = shards.own_chunk(i);
     const uint64_t contribution = message;
     const uint64_t result = message + 1;
 
@@ -95,7 +95,7 @@ HOST_DEVICE void two_shot(const Block& block, const Peers& peers, const Collecti
     // take registers that those need.
     const LinkSet to_owners = links.open(everyone);
     if (!links.wait(ToSend{to_owners, contribution})) return;
-    pieces.scatter(i, contribution);
+    shards.scatter(i, contribution);
     block.sync();
     links.publish(to_owners, contribution);
 
@@ -103,9 +103,9 @@ HOST_DEVICE void two_shot(const Block& block, const Peers& peers, const Collecti
     // came before.
     if (!links.wait(ToRead{links.open(everyone), contribution})) return;
     const auto contribution_of = [&](int rank) {
-      return pieces.contribution(rank, own, contribution);
+      return shards.contribution(rank, own, contribution);
     };
-    const auto result_places = [&](int index) { return pieces.result_place(index, own, result); };
+    const auto result_places = [&](int index) { return shards.result_place(index, own, result); };
     elements.reduce_in_groups(own, Contributions(elements, links.world_size(), contribution_of),
                               args.group_size,
                               Results(elements, own.begin, links.world_size(), result_places));
@@ -115,7 +115,7 @@ HOST_DEVICE void two_shot(const Block& block, const Peers& peers, const Collecti
     links.release(peers_links, contribution);
 
     if (!links.wait(ToRead{peers_links, result})) return;
-    pieces.collect(i, result);
+    shards.collect(i, result);
   }
   // Results are released for later launches only: in this one, the next contribution does.
   const LinkSet world = links.open(everyone);

@@ -1,4 +1,4 @@
-// two_shot without slots, where ranks map each other's tensors: the owner of a piece reads it from
+// two_shot without slots, where ranks map each other's tensors: the owner of a shard reads it from
 // every tensor and writes the result to every tensor. Nothing is moved twice: ranks of one GPU read
 // and write each tensor once, which is the least there is. Over a connection a rank reads
 // (world_size - 1) / world_size * num_bytes and writes as much; two waits in a row altogether.
@@ -17,7 +17,7 @@ HOST_DEVICE void two_shot_in_place(const Block& block, const Peers& peers,
   const Links links(block, peers, args.fingerprint);
   const Elements<Codec, Block> elements(block, args);
   const RankSet everyone = schedule::everyone(links.world_size());
-  const Pieces pieces(links, elements, everyone);
+  const Shards shards(links, elements, everyone);
 
   // Messages without slots: my tensor is there; my results are.
   constexpr uint64_t kReady = 0, kDone = 1;
@@ -29,7 +29,7 @@ HOST_DEVICE void two_shot_in_place(const Block& block, const Peers& peers,
     if (!links.wait(ToRead{world, kReady})) return;
   }
   for (uint64_t i = block.index(); i < args.num_chunks; i += block.num_blocks()) {
-    const Range own = pieces.own_chunk(i);
+    const Range own = shards.own_chunk(i);
     const auto place_in = [&](int rank) {
       return elements.at(tensors.of[rank], args.num_elems, own.begin);
     };

@@ -49,24 +49,25 @@ HOST_DEVICE constexpr Range chunk_of_shard(uint64_t num_elems, uint64_t shard_el
   return {whole.begin + chunk.begin, chunk.num_elems};
 }
 
-// The same where the number of shards is known and not their length; a piece is a shard.
-HOST_DEVICE constexpr Range piece_of(uint64_t num_elems, uint64_t num_pieces, uint64_t index,
-                                     uint64_t granule) {
-  return chunk_of(num_elems, shard_length(num_elems, num_pieces, granule), index);
+// The same where the number of shards is known and not their length.
+HOST_DEVICE constexpr Range even_shard(uint64_t num_elems, uint64_t num_shards, uint64_t index,
+                                       uint64_t granule) {
+  return chunk_of(num_elems, shard_length(num_elems, num_shards, granule), index);
 }
 
-// A tensor in num_pieces pieces, and each of these in chunks of chunk_elems, a multiple of
-// `granule`: so many has the longest piece.
-HOST_DEVICE constexpr uint64_t num_chunks_of_pieces(uint64_t num_elems, int num_pieces,
+// Chunks of the longest shard, of a tensor in num_shards shards whose chunks hold chunk_elems, a
+// multiple of `granule`.
+HOST_DEVICE constexpr uint64_t num_chunks_of_shards(uint64_t num_elems, int num_shards,
                                                     uint64_t chunk_elems, uint64_t granule) {
-  const Range longest = piece_of(num_elems, static_cast<uint64_t>(num_pieces), 0, granule);
+  const Range longest = even_shard(num_elems, static_cast<uint64_t>(num_shards), 0, granule);
   return ceil_div(longest.num_elems, chunk_elems);
 }
 
-HOST_DEVICE constexpr Range chunk_of_piece(uint64_t num_elems, int num_pieces, int piece,
-                                           uint64_t chunk_elems, uint64_t index, uint64_t granule) {
-  const uint64_t shard_elems = shard_length(num_elems, static_cast<uint64_t>(num_pieces), granule);
-  return chunk_of_shard(num_elems, shard_elems, piece, chunk_elems, index);
+HOST_DEVICE constexpr Range chunk_of_even_shard(uint64_t num_elems, int num_shards, int shard,
+                                                uint64_t chunk_elems, uint64_t index,
+                                                uint64_t granule) {
+  const uint64_t shard_elems = shard_length(num_elems, static_cast<uint64_t>(num_shards), granule);
+  return chunk_of_shard(num_elems, shard_elems, shard, chunk_elems, index);
 }
 
 }  // namespace rota::schedule

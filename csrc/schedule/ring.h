@@ -1,4 +1,4 @@
-// Ring schedules: who sends which piece to the next rank, in which step, and in how many rounds.
+// Ring schedules: who sends which shard to the next rank, in which step, and in how many rounds.
 // Integers only.
 #pragma once
 
@@ -14,7 +14,7 @@ HOST_DEVICE constexpr int previous_rank(int rank, int world_size) {
   return (rank + world_size - 1) % world_size;
 }
 
-// What a rank does with the piece that arrives from the previous rank.
+// What a rank does with the shard that arrives from the previous rank.
 enum class RingAction : uint8_t {
   kReduce,  // add the own contribution; the result is sent on in the next step
   kFinish,  // add the own contribution; the sum is complete: round it, keep it, send it on
@@ -22,8 +22,8 @@ enum class RingAction : uint8_t {
 };
 
 struct RingStep {
-  int send_piece;  // in [0, world_size); written for the next rank to read
-  int recv_piece;  // in [0, world_size); read from the previous rank
+  int send_shard;  // in [0, world_size); written for the next rank to read
+  int recv_shard;  // in [0, world_size); read from the previous rank
   RingAction action;
 };
 
@@ -31,8 +31,8 @@ HOST_DEVICE constexpr int ring_num_steps(int world_size) { return 2 * (world_siz
 
 // One rank's work at `step` of the classic ring all-reduce, step in [0,
 // ring_num_steps(world_size)). The first world_size-1 steps reduce-scatter, the others all-gather;
-// piece p is complete on rank (p - 1) mod world_size, so its sum starts at rank p and runs around
-// the ring: an order that differs from piece to piece. Each rank sends 2*(world_size-1)/world_size
+// shard p is complete on rank (p - 1) mod world_size, so its sum starts at rank p and runs around
+// the ring: an order that differs from shard to shard. Each rank sends 2*(world_size-1)/world_size
 // * num_bytes (Patarasuk & Yuan 2009).
 HOST_DEVICE constexpr RingStep ring_step(int rank, int world_size, int step) {
   const int send = (rank + 2 * world_size - step) % world_size;
@@ -44,8 +44,8 @@ HOST_DEVICE constexpr RingStep ring_step(int rank, int world_size, int step) {
   return {send, recv, action};
 }
 
-// The classic ring cuts the whole tensor into world_size pieces, and round r runs all steps once
-// for chunk r of every piece. So the rank where an element's sum starts depends on num_elems,
+// The classic ring cuts the whole tensor into world_size shards, and round r runs all steps once
+// for chunk r of every shard. So the rank where an element's sum starts depends on num_elems,
 // world_size and the granule, a constant of the element loops, never on how long chunks are: any
 // slot size and any number of channels give the same bits.
 

@@ -34,8 +34,8 @@ struct alignas(kDeviceLineBytes) DeviceFlag {
 struct LinkEnd {
   // Writer: the peer; messages that it has put into this rank's slots. The payload is the
   // fingerprint (cuda/collective_args.h) of the launch that the last first message belongs to.
-  DeviceFlag arrived;
-  DeviceFlag consumed;  // writer: the peer; messages of this rank's that it has read
+  DeviceFlag filled;
+  DeviceFlag drained;  // writer: the peer; messages of this rank's that it has read
   struct alignas(kDeviceLineBytes) Counts {
     uint64_t sent;
     uint64_t received;

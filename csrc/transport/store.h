@@ -1,4 +1,4 @@
-// The little that bootstrap needs of a key-value store; c10d/ adapts torch's Store to it.
+// The little that bootstrap needs of a key-value store; tensor/ adapts torch's Store to it.
 #pragma once
 
 #include <cstdint>

@@ -129,24 +129,24 @@ void all_reduce_sums_in_ascending_rank(int world_size) {
   });
 }
 
-// The classic ring: piece k of the tensor is summed around the ring, from rank k on.
-void ring_sums_from_the_rank_of_the_piece(int world_size) {
+// The classic ring: shard k of the tensor is summed around the ring, from rank k on.
+void ring_sums_from_the_rank_of_the_shard(int world_size) {
   constexpr uint64_t kNumElems = 20'011;  // several rounds of 8 ranks
   constexpr DType kDType = DType::kFloat32;
   run_ranks(world_size, [&](Communicator& communicator) {
     const auto data = reduce_uneven(communicator, kDType, kDType, ReduceOp::kSum,
                                     schedule::Algorithm::kRing, kNumElems);
-    for (int piece = 0; piece < world_size; ++piece) {
-      const auto range = schedule::piece_of(kNumElems, static_cast<uint64_t>(world_size),
-                                            static_cast<uint64_t>(piece), 64);
+    for (int shard = 0; shard < world_size; ++shard) {
+      const auto range = schedule::even_shard(kNumElems, static_cast<uint64_t>(world_size),
+                                              static_cast<uint64_t>(shard), 64);
       for (uint64_t i = range.begin; i < range.begin + range.num_elems; ++i) {
         std::vector<uint64_t> srcs;
         for (int step = 0; step < world_size; ++step) {
-          srcs.push_back(uneven_input(kDType, (piece + step) % world_size, i));
+          srcs.push_back(uneven_input(kDType, (shard + step) % world_size, i));
         }
         check_equal(load_bits(kDType, data.data(), i),
                     reduce_scalars(kDType, ReduceOp::kSum, srcs, world_size),
-                    join("element ", i, " of piece ", piece));
+                    join("element ", i, " of shard ", shard));
       }
     }
   });
@@ -227,9 +227,9 @@ const CaseTable kCases{
     {"wire_dtype-ws3", [] { all_reduce_through_narrower_wire_is_exact(3); }},
     {"ascending_order-ws3", [] { all_reduce_sums_in_ascending_rank(3); }},
     {"ascending_order-ws8", [] { all_reduce_sums_in_ascending_rank(8); }},
-    {"ring_order-ws2", [] { ring_sums_from_the_rank_of_the_piece(2); }},
-    {"ring_order-ws4", [] { ring_sums_from_the_rank_of_the_piece(4); }},
-    {"ring_order-ws8", [] { ring_sums_from_the_rank_of_the_piece(8); }},
+    {"ring_order-ws2", [] { ring_sums_from_the_rank_of_the_shard(2); }},
+    {"ring_order-ws4", [] { ring_sums_from_the_rank_of_the_shard(4); }},
+    {"ring_order-ws8", [] { ring_sums_from_the_rank_of_the_shard(8); }},
     {"broadcast_all_gather-ws1", [] { copies_are_exact(1); }},
     {"broadcast_all_gather-ws2", [] { copies_are_exact(2); }},
     {"broadcast_all_gather-ws3", [] { copies_are_exact(3); }},

@@ -24,7 +24,7 @@ bool moves_bytes(const KernelCall& call) {
 bool moves_only(const KernelCall& call) {
   return call.kernel == Kernel::kAllGather || moves_bytes(call);
 }
-bool has_equal_pieces(const KernelCall& call) {
+bool has_equal_shards(const KernelCall& call) {
   return call.kernel == Kernel::kReduceScatter || call.kernel == Kernel::kAllGather;
 }
 bool has_one_tensor(const KernelCall& call) {
@@ -40,9 +40,9 @@ uint64_t granule_elems(const KernelCall& call) {
 }
 
 // Of reduce_scatter and all_gather: what a rank has, or gets, alone.
-Range equal_piece(const KernelCall& call, int world_size, int rank) {
-  return schedule::piece_of(call.num_elems, static_cast<uint64_t>(world_size),
-                            static_cast<uint64_t>(rank), 1);
+Range equal_shard(const KernelCall& call, int world_size, int rank) {
+  return schedule::even_shard(call.num_elems, static_cast<uint64_t>(world_size),
+                              static_cast<uint64_t>(rank), 1);
 }
 
 // ---- numbers
@@ -211,9 +211,9 @@ class CheckedCalls {
 
   Tensors make_tensors(const KernelCall& call, int rank) const {
     const Range whole{0, call.num_elems};
-    const Range piece = equal_piece(call, world_size(), rank);
-    Tensors tensors{.input_range = call.kernel == Kernel::kAllGather ? piece : whole,
-                    .output_range = call.kernel == Kernel::kReduceScatter ? piece : whole,
+    const Range shard = equal_shard(call, world_size(), rank);
+    Tensors tensors{.input_range = call.kernel == Kernel::kAllGather ? shard : whole,
+                    .output_range = call.kernel == Kernel::kReduceScatter ? shard : whole,
                     .is_one = has_one_tensor(call)};
     const auto make = [&](const Range& range) {
       return TensorBytes{
@@ -323,7 +323,7 @@ bool is_defined(Kernel kernel, const WireFormat& format) {
 KernelCall varied(KernelCall call, int world_size, uint64_t variant) {
   call.seed = variant;
   call.num_blocks = 1 + static_cast<int>(variant % 2);
-  call.is_in_place = variant % 3 == 0 && !has_equal_pieces(call);
+  call.is_in_place = variant % 3 == 0 && !has_equal_shards(call);
   const bool may_be_misaligned = !call.format.is_block_scaled;
   call.misalignment = variant % 4 == 1 && may_be_misaligned ? info(call.format.dtype).num_bytes : 0;
   call.root = static_cast<int>(variant % static_cast<uint64_t>(world_size));
@@ -365,8 +365,8 @@ std::vector<uint64_t> edge_lengths(const KernelCall& call, const GridShape& shap
   }
   std::ranges::sort(lengths);
   lengths.erase(std::ranges::unique(lengths).begin(), lengths.end());
-  // Equal pieces are as long, and all of them longer.
-  if (has_equal_pieces(call)) {
+  // Equal shards are as long, and all of them longer.
+  if (has_equal_shards(call)) {
     for (uint64_t& length : lengths) length *= world_size;
   }
   return lengths;
@@ -375,20 +375,20 @@ std::vector<uint64_t> edge_lengths(const KernelCall& call, const GridShape& shap
 std::vector<uint64_t> expected_bits(const KernelCall& call, int world_size) {
   std::vector<uint64_t> expected(call.num_elems), srcs(static_cast<size_t>(world_size));
   for (uint64_t elem = 0; elem < call.num_elems; ++elem) {
-    const auto piece_with = [&](uint64_t granule) {
-      const auto length = schedule::piece_of(call.num_elems, srcs.size(), 0, granule).num_elems;
+    const auto shard_with = [&](uint64_t granule) {
+      const auto length = schedule::even_shard(call.num_elems, srcs.size(), 0, granule).num_elems;
       return static_cast<int>(elem / length);
     };
     if (moves_only(call)) {
-      const int source = call.kernel == Kernel::kAllGather ? piece_with(1) : call.root;
+      const int source = call.kernel == Kernel::kAllGather ? shard_with(1) : call.root;
       expected[elem] = input_bits(call, world_size, source, elem);
       continue;
     }
     for (int rank = 0; rank < world_size; ++rank) {
       srcs[static_cast<size_t>(rank)] = input_bits(call, world_size, rank, elem);
     }
-    // schedule/ring.h: piece p's sum starts at rank p.
-    const int first_rank = call.kernel == Kernel::kRing ? piece_with(granule_elems(call)) : 0;
+    // schedule/ring.h: shard p's sum starts at rank p.
+    const int first_rank = call.kernel == Kernel::kRing ? shard_with(granule_elems(call)) : 0;
     expected[elem] = reduce_in_order(call, srcs, first_rank);
   }
   return expected;

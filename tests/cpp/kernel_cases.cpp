@@ -125,8 +125,8 @@ void local_ranks_need_no_channel() {
   std::vector<KernelCall> calls;
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kInt64}) {
     const uint64_t chunk = schedule::kLocalTuning.free_chunk_bytes / info(dtype).num_bytes;
-    for (const uint64_t piece : {chunk - 1, chunk, chunk + 1, 5 * chunk}) {
-      for (const uint64_t length : {kWorldSize * piece - 1, kWorldSize * piece}) {
+    for (const uint64_t shard : {chunk - 1, chunk, chunk + 1, 5 * chunk}) {
+      for (const uint64_t length : {kWorldSize * shard - 1, kWorldSize * shard}) {
         calls.push_back({.kernel = Kernel::kTwoShotInPlace,
                          .format = {dtype},
                          .num_elems = length,

@@ -25,7 +25,7 @@ KernelCall random_call(Random& random, const GridShape& shape) {
     call.format = random.choose(kBucketFormats);
     call.op = random.below(2) == 0 ? ReduceOp::kSum : ReduceOp::kAvg;
     if (!is_defined(call.kernel, call.format)) call.format.is_block_scaled = false;
-    // Bytes and equal pieces are cut anywhere, so in no blocks.
+    // Bytes and equal shards are cut anywhere, so in no blocks.
     const bool moves = call.kernel == Kernel::kAllGather || call.kernel == Kernel::kBroadcast ||
                        call.kernel == Kernel::kTransfer;
     if (moves) call = {.kernel = call.kernel};

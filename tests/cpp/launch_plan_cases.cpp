@@ -241,7 +241,7 @@ void local_ranks_transfer_in_one_launch() {
   (void)plan_launch(request, local_peers());
 }
 
-void unequal_pieces_are_refused() {
+void unequal_shards_are_refused() {
   for (const Kernel kernel : {Kernel::kReduceScatter, Kernel::kAllGather}) {
     LaunchRequest request = good_request(kernel);
     request.output = {g_tensor + (1 << 15)};
@@ -250,7 +250,7 @@ void unequal_pieces_are_refused() {
   }
 }
 
-void pieces_in_place_are_the_own_ones() {
+void shards_in_place_are_the_own_ones() {
   LaunchRequest request = good_request(Kernel::kReduceScatter);
   request.output = {g_tensor + 1000};  // rank 1's 250 elements
   (void)plan_launch(request, good_peers());
@@ -518,7 +518,7 @@ void a_tuning_says_which_all_reduce_runs() {
   selects(4096, Algorithm::kOneShot, 4095);
   selects(4097, Algorithm::kTwoShot, 1 << 20);
   selects(4096 * 4, Algorithm::kTwoShot, 1 << 20);
-  // Nobody waits for anybody in what local ranks run instead (c10d/cuda/local_group.cpp).
+  // Nobody waits for anybody in what local ranks run instead (tensor/cuda/local_group.cpp).
   for (const uint64_t num_bytes : {1, 4096, 1 << 20}) {
     check_equal(name(schedule::select_on_gpu(schedule::kLocalTuning, 2, num_bytes, 1 << 20)),
                 name(Algorithm::kTwoShot), "of local ranks");
@@ -570,8 +570,8 @@ const CaseTable kCases{
     {"launch_wrong_tensors", wrong_tensors_are_refused},
     {"launch_local_tensors", tensors_of_every_local_rank_are_checked},
     {"launch_local_transfer", local_ranks_transfer_in_one_launch},
-    {"launch_unequal_pieces", unequal_pieces_are_refused},
-    {"launch_pieces_in_place", pieces_in_place_are_the_own_ones},
+    {"launch_unequal_shards", unequal_shards_are_refused},
+    {"launch_shards_in_place", shards_in_place_are_the_own_ones},
     {"launch_mapped_tensors", mapped_tensors_are_checked},
     {"launch_nothing", nothing_to_do_launches_nothing},
     {"launch_long_packets", long_packets_are_refused},

@@ -100,7 +100,7 @@ void several_threads_enqueue() {
   for (const int last : last_of_thread) check_equal(last, kNumTasks - 1, "last task in order");
 }
 
-// Blocking and queued collectives of one communicator, as c10d/ mixes them.
+// Blocking and queued collectives of one communicator, as tensor/ mixes them.
 void collectives_through_the_queue() {
   run_ranks(2, [](Communicator& communicator) {
     ProgressQueue queue;

@@ -9,30 +9,31 @@
 
 namespace rota::schedule {
 
-// ---- chunk.h: 1000 elements in 3 pieces of whole granules of 64, and in chunks of 300
+// ---- chunk.h: 1000 elements in 3 shards of whole granules of 64, and in chunks of 300
 static_assert(ceil_div(0, 64) == 0 && ceil_div(64, 64) == 1 && ceil_div(65, 64) == 2);
 static_assert(min_of(3, 5) == 3 && min_of(5, 3) == 3);
 static_assert(shard_length(1000, 3, 64) == 384 && shard_length(0, 3, 64) == 0);
 static_assert(shard_of(1000, 384, 2).begin == 768 && shard_of(1000, 384, 2).num_elems == 232);
 static_assert(chunk_of_shard(1000, 384, 2, 128, 1).begin == 896);
 static_assert(chunk_of_shard(1000, 384, 2, 128, 1).num_elems == 104);
-static_assert(piece_of(1000, 3, 0, 64).begin == 0 && piece_of(1000, 3, 0, 64).num_elems == 384);
-static_assert(piece_of(1000, 3, 2, 64).begin == 768 && piece_of(1000, 3, 2, 64).num_elems == 232);
-static_assert(piece_of(100, 3, 2, 64).num_elems == 0);
-static_assert(piece_of(uint64_t{1} << 40, 2, 1, 64).begin == uint64_t{1} << 39);
+static_assert(even_shard(1000, 3, 0, 64).begin == 0 && even_shard(1000, 3, 0, 64).num_elems == 384);
+static_assert(even_shard(1000, 3, 2, 64).begin == 768 &&
+              even_shard(1000, 3, 2, 64).num_elems == 232);
+static_assert(even_shard(100, 3, 2, 64).num_elems == 0);
+static_assert(even_shard(uint64_t{1} << 40, 2, 1, 64).begin == uint64_t{1} << 39);
 static_assert(chunk_of(1000, 300, 3).begin == 900 && chunk_of(1000, 300, 3).num_elems == 100);
 static_assert(chunk_of(1000, 300, 4).num_elems == 0);
-// Pieces of 384, 384 and 232 elements, in chunks of 128.
-static_assert(num_chunks_of_pieces(1000, 3, 128, 64) == 3 &&
-              num_chunks_of_pieces(0, 3, 128, 64) == 0);
-static_assert(chunk_of_piece(1000, 3, 1, 128, 2, 64).begin == 640);
-static_assert(chunk_of_piece(1000, 3, 2, 128, 1, 64).num_elems == 104);
-static_assert(chunk_of_piece(1000, 3, 2, 128, 2, 64).num_elems == 0);
+// Shards of 384, 384 and 232 elements, in chunks of 128.
+static_assert(num_chunks_of_shards(1000, 3, 128, 64) == 3 &&
+              num_chunks_of_shards(0, 3, 128, 64) == 0);
+static_assert(chunk_of_even_shard(1000, 3, 1, 128, 2, 64).begin == 640);
+static_assert(chunk_of_even_shard(1000, 3, 2, 128, 1, 64).num_elems == 104);
+static_assert(chunk_of_even_shard(1000, 3, 2, 128, 2, 64).num_elems == 0);
 
 // ---- ring.h
 static_assert(next_rank(3, 4) == 0 && previous_rank(0, 4) == 3);
 static_assert(ring_num_steps(1) == 0 && ring_num_steps(4) == 6);
-static_assert(ring_step(1, 4, 0).send_piece == 1 && ring_step(1, 4, 0).recv_piece == 0);
+static_assert(ring_step(1, 4, 0).send_shard == 1 && ring_step(1, 4, 0).recv_shard == 0);
 static_assert(ring_step(1, 4, 1).action == RingAction::kReduce);
 static_assert(ring_step(1, 4, 2).action == RingAction::kFinish);
 static_assert(ring_step(1, 4, 3).action == RingAction::kCopy);
@@ -60,9 +61,9 @@ static_assert(parse_algorithm("two_shot") == Algorithm::kTwoShot);
 // One thread for each step of one rank; the sums only keep the calls alive.
 __global__ void schedule_kernel(int rank, int world_size, uint64_t num_elems, uint64_t* sums) {
   const int step = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-  const auto num_pieces = static_cast<uint64_t>(world_size);
+  const auto num_shards = static_cast<uint64_t>(world_size);
   const auto index = static_cast<uint64_t>(step);
-  const uint64_t shard_elems = shard_length(num_elems, num_pieces, 64);
+  const uint64_t shard_elems = shard_length(num_elems, num_shards, 64);
   const Range shard = shard_of(num_elems, shard_elems, rank);
   const Range chunk = chunk_of(num_elems, 4096, index);
   const Range part = chunk_of_shard(num_elems, shard_elems, rank, 4096, index);
@@ -73,15 +74,15 @@ __global__ void schedule_kernel(int rank, int world_size, uint64_t num_elems, ui
   const uint64_t bounds =
       shard.begin + shard.num_elems + chunk.begin + chunk.num_elems + part.begin + part.num_elems;
   const int ranks = next_rank(rank, world_size) + previous_rank(rank, world_size) +
-                    rotated_peer(rank, world_size, step % world_size) + ring.send_piece +
-                    ring.recv_piece + static_cast<int>(ring.action) + group.place_of(rank) +
+                    rotated_peer(rank, world_size, step % world_size) + ring.send_shard +
+                    ring.recv_shard + static_cast<int>(ring.action) + group.place_of(rank) +
                     across.rank_at(step) + everyone(world_size).num_ranks + only(rank).first +
                     nobody().stride;
   const int64_t steps = ordered.partial_chunk + ordered.result_chunk + two_shot.contribute_round +
                         two_shot.reduce_round + ring_num_steps(world_size) +
                         ordered_ring_num_steps(world_size, 16) + two_shot_num_steps(16);
   sums[step] = bounds + static_cast<uint64_t>(ranks) + static_cast<uint64_t>(steps) +
-               min_of(ceil_div(num_elems, num_pieces), num_elems);
+               min_of(ceil_div(num_elems, num_shards), num_elems);
 }
 #endif
 

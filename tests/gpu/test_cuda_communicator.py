@@ -428,9 +428,9 @@ def use_backend(rank: Rank) -> None:
     dist.all_gather_into_tensor(gathered, inputs[own].to(DEVICE))
     assert_same(gathered.cpu(), torch.cat(inputs), "all_gather_into_tensor")
 
-    piece = torch.zeros(6).to(DEVICE)
-    dist.reduce_scatter_tensor(piece, inputs[own].to(DEVICE))
-    assert_same(piece.cpu(), total[6 * own : 6 * own + 6], "reduce_scatter_tensor")
+    shard = torch.zeros(6).to(DEVICE)
+    dist.reduce_scatter_tensor(shard, inputs[own].to(DEVICE))
+    assert_same(shard.cpu(), total[6 * own : 6 * own + 6], "reduce_scatter_tensor")
 
     if world_size > 1:
         tensor = inputs[own].to(DEVICE)

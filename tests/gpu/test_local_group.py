@@ -171,7 +171,7 @@ def test_local_copying_collectives_move_every_bit(group_of: GroupOf, world_size:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @worlds
-def test_local_reduce_scatter_gives_each_rank_its_piece(
+def test_local_reduce_scatter_gives_each_rank_its_shard(
     group_of: GroupOf, world_size: int, dtype: torch.dtype
 ) -> None:
     for size in (0, 1, 5, 513, 22_001):
@@ -181,8 +181,8 @@ def test_local_reduce_scatter_gives_each_rank_its_piece(
         group_of(world_size).reduce_scatter(
             [one.tensor for one in outputs], [one.tensor for one in on_gpu], "sum"
         )
-        pieces = list(exact(inputs, "sum").split(size)) if size else [torch.zeros(0).to(dtype)] * 4
-        check_each(outputs, pieces[:world_size], f"size {size}")
+        shards = list(exact(inputs, "sum").split(size)) if size else [torch.zeros(0).to(dtype)] * 4
+        check_each(outputs, shards[:world_size], f"size {size}")
 
 
 # ---- tunings

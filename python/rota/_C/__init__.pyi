@@ -184,7 +184,7 @@ class Communicator:
             op: "sum", "product", "min", "max"; "avg" for floats; "band", "bor", "bxor" for integers
                 and bool.
             algorithm: "one_shot", "two_shot" and "ordered_ring" give the same bits as each other;
-                "ring" sums each piece in another order, which depends on the number of elements and
+                "ring" sums each shard in another order, which depends on the number of elements and
                 of ranks only; "auto" chooses by size from a measured table. "low_latency", for
                 short CUDA tensors, gives the bits of "one_shot". One that failed a GPU's
                 self-test is refused, and not chosen by "auto".
@@ -259,7 +259,7 @@ class Communicator:
                 finite.
             stochastic_seed: None rounds to nearest even. An int in [0, 2**64), another one in each
                 call, rounds to one of the two neighbours, at random, the nearer the likelier.
-            algorithm: as all_reduce; "ring" sums each piece in another order.
+            algorithm: as all_reduce; "ring" sums each shard in another order.
         """
 
     def reduce_bucket_future(

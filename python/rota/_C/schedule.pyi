@@ -15,9 +15,9 @@ class RingAction(Enum):
 
 class RingStep:
     @property
-    def send_piece(self) -> int: ...
+    def send_shard(self) -> int: ...
     @property
-    def recv_piece(self) -> int: ...
+    def recv_shard(self) -> int: ...
     @property
     def action(self) -> RingAction: ...
 
@@ -39,15 +39,15 @@ class TwoShotStep:
     @property
     def reduce_round(self) -> int: ...
 
-def piece_of(num_elems: int, num_pieces: int, index: int, granule: int, /) -> Range: ...
+def even_shard(num_elems: int, num_shards: int, index: int, granule: int, /) -> Range: ...
 def chunk_of(num_elems: int, chunk_elems: int, index: int, /) -> Range: ...
-def num_chunks_of_pieces(
-    num_elems: int, num_pieces: int, chunk_elems: int, granule: int, /
+def num_chunks_of_shards(
+    num_elems: int, num_shards: int, chunk_elems: int, granule: int, /
 ) -> int: ...
-def chunk_of_piece(
+def chunk_of_even_shard(
     num_elems: int,
-    num_pieces: int,
-    piece: int,
+    num_shards: int,
+    shard: int,
     chunk_elems: int,
     index: int,
     granule: int,

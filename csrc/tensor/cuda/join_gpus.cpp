@@ -1,0 +1,203 @@
+#include "tensor/cuda/join_gpus.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <optional>
+#include <string_view>
+
+#include "base/error.h"
+#include "cuda/executor.h"
+#include "tensor/cuda/native_stream.h"
+#include "tensor/cuda/self_test.h"
+#include "tensor/cuda/symmetric_memory.h"
+#include "tensor/tensor_checks.h"
+#include "transport/gpu_identity.h"
+
+namespace rota::tensors {
+namespace {
+
+// How long a first message between GPUs may take.
+constexpr auto kVerifyTimeout = std::chrono::seconds(10);
+
+// What one rank tells the others.
+struct Text {
+  uint32_t length;
+  char chars[2044];
+};
+
+// Texts of any length up to a bound, by way of the CPU's all-gather.
+transport::AllGatherText all_gather_over(Communicator& communicator, CallerThread thread) {
+  return [&communicator, thread](const std::string& own) {
+    const auto num_ranks = static_cast<size_t>(communicator.world_size());
+    Text text{.length = static_cast<uint32_t>(std::min(own.size(), sizeof(Text::chars)))};
+    std::memcpy(text.chars, own.data(), text.length);
+    std::vector<Text> texts(num_ranks);
+    std::vector<void*> places;
+    for (Text& place : texts) places.push_back(&place);
+    communicator.all_gather({&text, places.data(), sizeof(Text)}, DType::kUInt8, thread);
+    std::vector<std::string> all;
+    for (const Text& each : texts) {
+      all.emplace_back(each.chars, std::min(size_t{each.length}, sizeof(Text::chars)));
+    }
+    return all;
+  };
+}
+
+// By which means: as the environment says, or by the first of both that works.
+transport::DeviceRegions connect_regions(const Communicator& communicator,
+                                         const c10::intrusive_ptr<::c10d::Store>& store,
+                                         at::Device device, size_t num_bytes,
+                                         const transport::AllGatherText& all_gather) {
+  const char* wish = std::getenv("ROTA_PEER_MEMORY");
+  const std::string_view means = wish == nullptr ? "auto" : wish;
+  if (means != "auto" && means != "symmetric" && means != "ipc") {
+    throw Error(ErrorKind::kValue,
+                join("rota: ROTA_PEER_MEMORY is '", means, "', expected auto, symmetric or ipc"));
+  }
+  if (means != "ipc") {
+    try {
+      return connect_by_symmetric_memory(store, communicator.rank(), communicator.world_size(),
+                                         device, num_bytes, all_gather);
+    } catch (const Error& error) {
+      if (means == "symmetric" || error.kind() != ErrorKind::kTransport) throw;
+    }
+  }
+  return transport::connect_by_ipc(communicator.rank(), num_bytes, all_gather);
+}
+
+// With the kernels that collectives use. Every pair, every channel: each rank's shard is
+// a pattern of its own.
+void verify(const Communicator& communicator, at::Device device, const schedule::Tuning& tuning,
+            const transport::DeviceGeometry& geometry, const JoinedRegions& regions,
+            const transport::AllGatherText& all_gather) {
+  const int rank = communicator.rank();
+  const int world_size = communicator.world_size();
+  const int64_t shard_bytes =
+      int64_t{geometry.num_channels} * cuda::kThreadsPerBlock * cuda::kAccessBytes;
+  const auto pattern_of = [&](int writer) {
+    return at::arange(shard_bytes, at::kLong).add(writer * 37).remainder(251).to(at::kByte);
+  };
+  at::Tensor input, output;
+  std::optional<cuda::Executor> executor;
+  transport::agree(all_gather, rank, [&] {
+    input = pattern_of(rank).to(device);
+    output = at::empty({world_size * shard_bytes}, at::TensorOptions(at::kByte).device(device));
+    executor.emplace(cuda::Executor::Options{
+        .rank = rank,
+        .tuning = tuning,
+        .geometry = geometry,
+        .regions = regions.by_rank(),
+        .timeout = std::min<Nanoseconds>(kVerifyTimeout, communicator.timeout())});
+  });
+  transport::agree(all_gather, rank, [&] {
+    executor->run(executor->plan({.kernel = cuda::Kernel::kAllGather,
+                                  .input = {input.data_ptr()},
+                                  .output = {output.data_ptr()},
+                                  .num_elems = num_bytes(output),
+                                  .format = cuda::kBytes}),
+                  current_stream(device));
+    const at::Tensor received = output.cpu();
+    constexpr auto kCause = " wrote to its GPU; the machine's IOMMU or ACS may break peer access";
+    if (const auto failure = executor->failure()) {
+      throw Error(ErrorKind::kTransport, join("got nothing of what rank ", failure->peer, kCause));
+    }
+    for (int peer = 0; peer < world_size; ++peer) {
+      if (received.narrow(0, peer * shard_bytes, shard_bytes).equal(pattern_of(peer))) continue;
+      throw Error(ErrorKind::kTransport, join("read something else than rank ", peer, kCause));
+    }
+  });
+}
+
+// The way from this rank's GPU to those of all others.
+schedule::Topology topology_to(const std::vector<transport::GpuIdentity>& gpus, int rank) {
+  for (int peer = 0; peer < static_cast<int>(gpus.size()); ++peer) {
+    if (peer == rank) continue;
+    if (!transport::is_joined_by_nvlink(gpus[static_cast<size_t>(peer)])) {
+      return schedule::Topology::kPcie;
+    }
+  }
+  return schedule::Topology::kNvlink;
+}
+
+// What the self-test finds on any of the ranks. Throws Error(kTransport) on every rank where a
+// kernel does not come to an end on one.
+UnusableKernels find_unusable(Communicator& communicator, at::Device device,
+                              const transport::AllGatherText& all_gather) {
+  constexpr char kFound = '+', kFailed = '!';
+  std::string own;
+  try {
+    own = kFound + find_unusable_kernels(device).encode(sizeof(Text::chars) - 1);
+  } catch (const pybind11::error_already_set&) {  // Ctrl-C
+    communicator.abort(
+        join("rank ", communicator.rank(), " was interrupted in the self-test of its GPU"));
+    throw;
+  } catch (const std::exception& error) {
+    const std::string text = error.what();
+    own = kFailed + text.substr(0, text.find('\n'));
+  }
+  UnusableKernels unusable;
+  const std::vector<std::string> texts = all_gather(own);
+  for (int rank = 0; rank < communicator.world_size(); ++rank) {
+    const std::string& text = texts[static_cast<size_t>(rank)];
+    if (text[0] == kFailed) throw Error(ErrorKind::kTransport, text.substr(1));
+    unusable.merge(text.substr(1), rank);
+  }
+  warn_of_unusable_kernels(device, unusable);
+  return unusable;
+}
+
+}  // namespace
+
+schedule::Tuning agree_on_tuning(Communicator& communicator, CallerThread thread) {
+  const int rank = communicator.rank();
+  const int world_size = communicator.world_size();
+  const transport::AllGatherText all_gather = all_gather_over(communicator, thread);
+  transport::GpuIdentity own{};
+  transport::agree(all_gather, rank,
+                   [&] { own = transport::identity_of_gpu(transport::current_gpu()); });
+  if (world_size == 1) {
+    return *schedule::find_tuning(own.name, schedule::Topology::kLocal, world_size);
+  }
+  std::vector<transport::GpuIdentity> gpus;
+  for (const std::string& text : all_gather({reinterpret_cast<const char*>(&own), sizeof(own)})) {
+    std::memcpy(&gpus.emplace_back(), text.data(), sizeof(own));
+  }
+  auto topology = schedule::Topology::kPcie;
+  transport::agree(all_gather, rank, [&] { topology = topology_to(gpus, rank); });
+  std::vector<schedule::GpuPlace> places;
+  for (const std::string& text : all_gather(std::string(name(topology)))) {
+    places.push_back({gpus[places.size()].name, *schedule::parse_topology(text)});
+  }
+  const schedule::GpuPlace common = schedule::common_place(places);
+  return *schedule::find_tuning(common.gpu, common.topology, world_size);
+}
+
+JoinedGpus join_gpus(Communicator& communicator, const c10::intrusive_ptr<::c10d::Store>& store,
+                     at::Device device, const schedule::Tuning& tuning,
+                     const transport::DeviceGeometry& geometry, CallerThread thread) {
+  check_self_test_setting();
+  const transport::AllGatherText all_gather = all_gather_over(communicator, thread);
+  transport::agree(all_gather, communicator.rank(), cuda::load_kernels);
+  // Before the ranks meet: what is wrong with a kernel is not blamed on the way between two GPUs.
+  UnusableKernels unusable = find_unusable(communicator, device, all_gather);
+  if (communicator.world_size() == 1) {
+    return {std::make_unique<JoinedRegions>(communicator,
+                                            transport::allocate_regions(1, geometry.num_bytes())),
+            std::move(unusable)};
+  }
+  if (const auto finding = unusable.why_not(cuda::Kernel::kAllGather, cuda::kBytes)) {
+    throw Error(ErrorKind::kTransport,
+                join("rota: the GPUs' memory cannot be verified without ", *finding));
+  }
+  auto regions = std::make_unique<JoinedRegions>(
+      communicator, connect_regions(communicator, store, device, geometry.num_bytes(), all_gather));
+  verify(communicator, device, tuning, geometry, *regions, all_gather);
+  return {std::move(regions), std::move(unusable)};
+}
+
+}  // namespace rota::tensors

@@ -1,0 +1,247 @@
+#include "tensor/cuda/local_group.h"
+
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <array>
+#include <set>
+#include <string>
+#include <thread>
+
+#include "base/error.h"
+#include "schedule/select.h"
+#include "tensor/cuda/native_stream.h"
+#include "tensor/options.h"
+#include "tensor/tensor_checks.h"
+#include "transport/gpu_identity.h"
+
+namespace rota::tensors {
+namespace {
+
+[[noreturn]] void refuse(const std::string& what) {
+  throw Error(ErrorKind::kValue, "rota.LocalGroup: " + what);
+}
+
+schedule::Tuning tuning_for(const LocalGroup::Options& options) {
+  if (options.world_size < 2 || options.world_size > kMaxLocalRanks) {
+    refuse(join("world_size is ", options.world_size, ", expected 2 to ", kMaxLocalRanks));
+  }
+  if (!options.device.is_cuda() || !options.device.has_index()) {
+    refuse(join("device is ", options.device.str(), ", expected a CUDA device with its index"));
+  }
+  if (options.tuning) {
+    cuda::check_tuning(*options.tuning);
+    return *options.tuning;
+  }
+  const transport::GpuIdentity gpu = transport::identity_of_gpu(options.device.index());
+  return *schedule::find_tuning(gpu.name, schedule::Topology::kLocal, options.world_size);
+}
+
+transport::DeviceGeometry make_geometry(const LocalGroup::Options& options,
+                                        const schedule::Tuning& tuning) {
+  const c10::DeviceGuard on_device(options.device);
+  if (!cuda::starts_grids_as_a_whole()) {
+    refuse(
+        join(options.device.str(),
+             " takes no cooperative launches, expected a GPU that does: the ranks' blocks wait for "
+             "each other; use another GPU, or one process for each rank"));
+  }
+  // A block that spins keeps its multiprocessor, so there is one for each, of all ranks together.
+  const int most_channels = cuda::num_multiprocessors() / options.world_size;
+  int tuned_channels = tuning.num_channels == 0 ? most_channels : tuning.num_channels;
+  // A row may be that of a larger GPU whose name begins alike.
+  if (!options.tuning) tuned_channels = std::min(tuned_channels, most_channels);
+  const int num_channels = options.num_channels.value_or(tuned_channels);
+  if (num_channels < 1 || num_channels > most_channels) {
+    refuse(join("num_channels is ", num_channels, ", expected 1 to ", most_channels, ": ",
+                options.world_size, " ranks share ", cuda::num_multiprocessors(),
+                " multiprocessors, and all blocks of all ranks must run at the same time"));
+  }
+  return cuda::geometry_of(options.world_size, num_channels, tuning);
+}
+
+cuda::Kernel parse_kernel(std::string_view algorithm) {
+  using cuda::Kernel;
+  std::string expected = "auto";
+  for (const Kernel kernel :
+       {Kernel::kLowLatency, Kernel::kOneShot, Kernel::kTwoShot, Kernel::kTwoShotInPlace,
+        Kernel::kOrderedRing, Kernel::kRing, Kernel::kHierarchical}) {
+    if (cuda::name(kernel) == algorithm) return kernel;
+    expected += join(", ", cuda::name(kernel));
+  }
+  refuse(join("algorithm is '", algorithm, "', expected one of ", expected));
+}
+
+std::array<void*, kMaxLocalRanks> data_of(const std::vector<at::Tensor>& tensors) {
+  std::array<void*, kMaxLocalRanks> data{};
+  for (size_t rank = 0; rank < tensors.size(); ++rank) data[rank] = tensors[rank].data_ptr();
+  return data;
+}
+
+ReduceOp parse_op(std::string_view op) { return AllReduceOptions::parse(op, "auto", {}, {}).op; }
+
+}  // namespace
+
+LocalGroup::LocalGroup(const Options& options)
+    : options_(options), tuning_(tuning_for(options)), geometry_(make_geometry(options, tuning_)) {
+  const c10::DeviceGuard on_device(options_.device);
+  cuda::load_kernels();
+  regions_ = transport::allocate_regions(world_size(), geometry_.num_bytes());
+  executor_ = std::make_unique<cuda::Executor>(cuda::Executor::Options{
+      .rank = 0,
+      .num_local_ranks = world_size(),
+      .tuning = tuning_,
+      .geometry = geometry_,
+      .regions = regions_.by_rank,
+      .timeout = options_.timeout,
+  });
+}
+
+LocalGroup::~LocalGroup() {
+  try {
+    const c10::DeviceGuard on_device(options_.device);
+    while (!executor_->is_idle()) std::this_thread::yield();
+    executor_.reset();
+    regions_ = {};
+  } catch (const std::exception&) {
+    // The driver is gone, with all that ran.
+  }
+}
+
+void LocalGroup::check_usable(std::string_view collective) const {
+  const auto failure = executor_->failure();
+  if (!failure) return;
+  throw Error(ErrorKind::kTimeout,
+              join("rota.", collective, ": rank ", failure->rank, " of the local group waited ",
+                   options_.timeout.count(), " ms for rank ", failure->peer,
+                   " in an earlier collective, whose results are not valid; make a new group"));
+}
+
+void LocalGroup::check_tensors(const std::vector<at::Tensor>& tensors,
+                               std::string_view collective) const {
+  if (tensors.size() != static_cast<size_t>(world_size())) {
+    refuse(join(collective, " got ", tensors.size(), " tensors, expected one for each of ",
+                world_size(), " ranks"));
+  }
+  std::set<const void*> places;
+  for (size_t rank = 0; rank < tensors.size(); ++rank) {
+    const at::Tensor& tensor = tensors[rank];
+    check_tensor(tensor, collective, options_.device);
+    if (tensor.numel() != 0 && !places.insert(tensor.data_ptr()).second) {
+      refuse(join(collective, ": the tensor of rank ", rank,
+                  " is also that of another rank; give each its own"));
+    }
+    if (!tensor.is_contiguous()) {
+      refuse(
+          join(collective, ": the tensor of rank ", rank, " is not contiguous; call contiguous()"));
+    }
+    if (tensor.numel() != tensors[0].numel() || tensor.scalar_type() != tensors[0].scalar_type()) {
+      refuse(join(collective, ": the tensor of rank ", rank, " has ", tensor.numel(),
+                  " elements of ", c10::toString(tensor.scalar_type()), ", that of rank 0 ",
+                  tensors[0].numel(), " of ", c10::toString(tensors[0].scalar_type())));
+    }
+  }
+}
+
+void LocalGroup::launch(const cuda::LaunchRequest& request) {
+  const c10::DeviceGuard on_device(options_.device);
+  executor_->run(executor_->plan(request), current_stream(options_.device));
+}
+
+cuda::Kernel LocalGroup::choose(uint64_t num_bytes) const {
+  const schedule::Algorithm algorithm =
+      schedule::select_on_gpu(tuning_, world_size(), num_bytes, cuda::most_packet_bytes(geometry_));
+  // Everybody's tensor is in reach, so nothing need be moved twice. It sums in groups, too.
+  if (algorithm == schedule::Algorithm::kTwoShot) return cuda::Kernel::kTwoShotInPlace;
+  return cuda::kernel_for(algorithm);
+}
+
+void LocalGroup::all_reduce(const std::vector<at::Tensor>& tensors, std::string_view op,
+                            std::string_view algorithm, std::optional<int> group_size) {
+  check_usable("all_reduce");
+  check_tensors(tensors, "all_reduce");
+  const WireFormat format{reducible_dtype(tensors[0].scalar_type(), "the tensors' dtype")};
+  const auto num_elems = static_cast<uint64_t>(tensors[0].numel());
+  const ReduceOp reduce_op = parse_op(op);
+  const cuda::Kernel kernel =
+      algorithm == "auto" ? choose(format.num_bytes(num_elems)) : parse_kernel(algorithm);
+  cuda::MappedTensors mapped{};
+  for (size_t rank = 0; rank < tensors.size(); ++rank) {
+    mapped.of[rank] = static_cast<std::byte*>(tensors[rank].data_ptr());
+  }
+  launch({.kernel = kernel,
+          .input = data_of(tensors),
+          .output = data_of(tensors),
+          .num_elems = num_elems,
+          .format = format,
+          .op = reduce_op,
+          .divisor = static_cast<double>(world_size()),
+          .group_size = group_size.value_or(0),
+          .tensors = &mapped});
+}
+
+void LocalGroup::reduce_scatter(const std::vector<at::Tensor>& outputs,
+                                const std::vector<at::Tensor>& inputs, std::string_view op) {
+  check_usable("reduce_scatter");
+  check_tensors(outputs, "reduce_scatter");
+  check_tensors(inputs, "reduce_scatter");
+  if (inputs[0].numel() != outputs[0].numel() * world_size() ||
+      inputs[0].scalar_type() != outputs[0].scalar_type()) {
+    refuse(join("reduce_scatter from ", inputs[0].numel(), " elements to ", outputs[0].numel(),
+                ", expected ", world_size(), " times as many, of one dtype"));
+  }
+  launch({.kernel = cuda::Kernel::kReduceScatter,
+          .input = data_of(inputs),
+          .output = data_of(outputs),
+          .num_elems = static_cast<uint64_t>(inputs[0].numel()),
+          .format = {reducible_dtype(inputs[0].scalar_type(), "the tensors' dtype")},
+          .op = parse_op(op),
+          .divisor = static_cast<double>(world_size())});
+}
+
+void LocalGroup::all_gather(const std::vector<at::Tensor>& outputs,
+                            const std::vector<at::Tensor>& inputs) {
+  check_usable("all_gather");
+  check_tensors(outputs, "all_gather");
+  check_tensors(inputs, "all_gather");
+  if (num_bytes(outputs[0]) != num_bytes(inputs[0]) * static_cast<uint64_t>(world_size())) {
+    refuse(join("all_gather from ", num_bytes(inputs[0]), " bytes to ", num_bytes(outputs[0]),
+                ", expected ", world_size(), " times as many"));
+  }
+  launch({.kernel = cuda::Kernel::kAllGather,
+          .input = data_of(inputs),
+          .output = data_of(outputs),
+          .num_elems = num_bytes(outputs[0]),
+          .format = cuda::kBytes});
+}
+
+void LocalGroup::broadcast(const std::vector<at::Tensor>& tensors, int root) {
+  check_usable("broadcast");
+  check_tensors(tensors, "broadcast");
+  launch({.kernel = cuda::Kernel::kBroadcast,
+          .input = data_of(tensors),
+          .output = data_of(tensors),
+          .num_elems = num_bytes(tensors[0]),
+          .format = cuda::kBytes,
+          .source = root});
+}
+
+void LocalGroup::send_recv(int src, int dst, const std::vector<at::Tensor>& tensors) {
+  check_usable("send_recv");
+  check_tensors(tensors, "send_recv");
+  for (const int rank : {src, dst}) {
+    if (rank < 0 || rank >= world_size() || src == dst) {
+      refuse(join("send_recv from rank ", src, " to rank ", dst, ", expected two ranks in [0, ",
+                  world_size(), ")"));
+    }
+  }
+  launch({.kernel = cuda::Kernel::kTransfer,
+          .input = data_of(tensors),
+          .output = data_of(tensors),
+          .num_elems = num_bytes(tensors[0]),
+          .format = cuda::kBytes,
+          .source = src,
+          .destination = dst});
+}
+
+}  // namespace rota::tensors

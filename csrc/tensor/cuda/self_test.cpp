@@ -1,0 +1,284 @@
+#include "tensor/cuda/self_test.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string_view>
+#include <thread>
+
+#include "base/error.h"
+#include "cuda/device_info.h"
+#include "tensor/cuda/native_stream.h"
+#include "tensor/cuda/self_test_record.h"
+#include "tensor/cuda/self_test_trials.h"
+#include "tensor/signals.h"
+
+namespace rota::tensors {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// How long a kernel waits for another rank's block of the same launch: microseconds where all is
+// well.
+constexpr auto kKernelTimeout = std::chrono::seconds(5);
+// How long the host waits for all launches of one kernel, which may share the GPU with others.
+constexpr auto kHostTimeout = std::chrono::seconds(10);
+constexpr auto kPoll = std::chrono::microseconds(50);
+constexpr auto kSignalPoll = std::chrono::milliseconds(100);
+
+// Slots are small, so that short tensors are sent in several messages; packets take all of one.
+constexpr transport::DeviceGeometry kGeometry{.world_size = kSelfTestRanks,
+                                              .num_channels = 2,
+                                              .slot_bytes = 4 << 10,
+                                              .packet_bytes = 32 << 10};
+
+enum class Setting : uint8_t { kOnce, kAlways, kNever };
+
+Setting read_setting() {
+  const char* wish = std::getenv("ROTA_GPU_SELF_TEST");
+  const std::string_view text = wish == nullptr ? "once" : wish;
+  if (text == "once") return Setting::kOnce;
+  if (text == "always") return Setting::kAlways;
+  if (text == "never") return Setting::kNever;
+  throw Error(ErrorKind::kValue,
+              join("rota: ROTA_GPU_SELF_TEST is '", text, "', expected once, always or never"));
+}
+
+// The memory is from torch's allocator, which takes it back without waiting for the GPU.
+at::Tensor zeros_on(at::Device device, size_t num_bytes) {
+  const auto options = at::TensorOptions(at::kByte).device(device);
+  return at::empty({static_cast<int64_t>(num_bytes)}, options).zero_();
+}
+
+std::byte* data_of(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.data_ptr()); }
+
+cuda::Executor::Options executor_options(const at::Tensor& regions) {
+  std::vector<std::byte*> by_rank;
+  for (size_t rank = 0; rank < kSelfTestRanks; ++rank) {
+    by_rank.push_back(data_of(regions) + rank * kGeometry.num_bytes());
+  }
+  return {.rank = 0,
+          .num_local_ranks = kSelfTestRanks,
+          .tuning = *schedule::find_tuning("", schedule::Topology::kLocal, kSelfTestRanks),
+          .geometry = kGeometry,
+          .regions = std::move(by_rank),
+          .timeout = kKernelTimeout};
+}
+
+// What kernels of the self-test touch, and the stream that they run on, which is the current one
+// throughout.
+class Bench {
+ public:
+  explicit Bench(at::Device device)
+      : device_(device),
+        regions_(zeros_on(device, kSelfTestRanks * kGeometry.num_bytes())),
+        executor_(executor_options(regions_)) {}
+
+  // Queues all of them and waits for their end; returns their memory. Throws Error(kTransport) if
+  // they do not end, or end at their deadline.
+  std::vector<std::byte> run(const Trials& trials, std::string_view kernel,
+                             UnusableKernels& unusable);
+
+ private:
+  // Whether what is queued has ended before the deadline. Throws what a signal's handler raises.
+  bool ends_in_time();
+
+  at::Device device_;
+  at::Tensor regions_;
+  at::Tensor memory_;  // of the trials that run
+  cuda::Executor executor_;
+};
+
+bool Bench::ends_in_time() {
+  const c10::impl::VirtualGuardImpl guard(device_.type());
+  c10::Event end(device_.type());
+  end.record(guard.getStream(device_));
+  const auto deadline = Clock::now() + kHostTimeout;
+  for (auto next_signals = Clock::now(); !end.query(); std::this_thread::sleep_for(kPoll)) {
+    const auto now = Clock::now();
+    if (now > deadline) return false;
+    // Links are out of step: later kernels would wait as long, each.
+    if (executor_.failure()) executor_.abort();
+    if (now < next_signals) continue;
+    check_python_signals();
+    next_signals = now + kSignalPoll;
+  }
+  return true;
+}
+
+std::vector<std::byte> Bench::run(const Trials& trials, std::string_view kernel,
+                                  UnusableKernels& unusable) {
+  const auto num_bytes = static_cast<int64_t>(trials.before.size());
+  memory_ = at::empty({num_bytes}, regions_.options());
+  // from_blob() takes no const; what is copied is only read.
+  memory_.copy_(
+      at::from_blob(const_cast<std::byte*>(trials.before.data()), {num_bytes}, at::kByte));
+  for (const Trial& trial : trials.trials) {
+    try {
+      trial.launch(data_of(memory_), executor_, current_stream(device_));
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::kValue) throw;
+      unusable.add(trial.number, error.what());  // this GPU has no room for its blocks
+    }
+  }
+  if (!ends_in_time()) {
+    throw Error(ErrorKind::kTransport, join(kernel, " has not come to an end within ",
+                                            std::chrono::seconds(kHostTimeout).count(), " s"));
+  }
+  if (const auto failure = executor_.failure()) {
+    throw Error(
+        ErrorKind::kTransport,
+        join(kernel, " gave up: rank ", failure->rank, " of one launch waited ",
+             std::chrono::milliseconds(kKernelTimeout).count(), " ms for rank ", failure->peer));
+  }
+  std::vector<std::byte> after(trials.before.size());
+  at::from_blob(after.data(), {num_bytes}, at::kByte).copy_(memory_);
+  return after;
+}
+
+void compare(const Trials& trials, const std::vector<std::byte>& after, UnusableKernels& unusable) {
+  for (const Trial& trial : trials.trials) {
+    for (const TrialResult& result : trial.results) {
+      const std::string difference = find_difference(result, after, trials.expected);
+      if (difference.empty()) continue;
+      unusable.add(trial.number, difference);
+      break;
+    }
+  }
+}
+
+struct Report {
+  std::vector<KernelReport> kernels;
+  UnusableKernels unusable;
+};
+
+Report test_kernels(Bench& bench) {
+  Report report;
+  const std::vector<TestedKernel>& tested = tested_kernels();
+  for (size_t begin = 0, end = 0; begin < tested.size(); begin = end) {
+    const std::string kernel(tested[begin].kernel());
+    while (end < tested.size() && tested[end].kernel() == kernel) ++end;
+    const Trials trials = make_trials(begin, end);
+    const auto start = Clock::now();
+    UnusableKernels unusable;
+    compare(trials, bench.run(trials, kernel, unusable), unusable);
+    const std::chrono::duration<double, std::milli> duration = Clock::now() - start;
+    std::vector<std::string> findings;
+    for (const auto& [number, finding] : unusable.findings()) {
+      report.unusable.add(number, finding);
+      findings.push_back(join(tested[number].to_string(), ": ", finding));
+    }
+    report.kernels.push_back({kernel, end - begin, std::move(findings), duration.count()});
+  }
+  return report;
+}
+
+std::string title(const cuda::GpuInfo& gpu) {
+  return join("rota: self-test of ", gpu.name, " (driver ", gpu.driver, ")");
+}
+
+Report run(at::Device device, const cuda::GpuInfo& gpu) {
+  const c10::DeviceGuard on_device(device);
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  const c10::StreamGuard on_stream(guard.getStreamFromGlobalPool(device, /*isHighPriority=*/false));
+  auto bench = std::make_unique<Bench>(device);
+  try {
+    Report report = test_kernels(*bench);
+    write_self_test_record(gpu, report.unusable);
+    return report;
+  } catch (const Error& error) {
+    bench.release();  // a kernel may still run, and write: it is never freed
+    throw Error(error.kind(), join(title(gpu), ": ", error.what()));
+  } catch (...) {
+    bench.release();
+    throw;
+  }
+}
+
+// Per GPU of this process.
+struct Known {
+  UnusableKernels unusable;
+  std::optional<Error> failure;  // of the test itself: then nothing is used
+};
+
+struct Process {
+  std::mutex mutex;
+  std::map<int, Known> by_device;
+  std::once_flag has_warned;
+};
+
+Process& process() {
+  static auto* const one = new Process;  // never destroyed: kernels may still run at the end
+  return *one;
+}
+
+Known find_out(at::Device device, Setting setting) {
+  if (setting == Setting::kNever) return {};
+  const cuda::GpuInfo gpu = cuda::gpu_info(device.index());
+  if (setting == Setting::kOnce) {
+    if (const auto recorded = read_self_test_record(gpu))
+      return {.unusable = *recorded, .failure = {}};
+  }
+  try {
+    return {.unusable = run(device, gpu).unusable, .failure = {}};
+  } catch (const Error& error) {
+    return {.unusable = {}, .failure = error};
+  }
+}
+
+}  // namespace
+
+void check_self_test_setting() { read_setting(); }
+
+UnusableKernels find_unusable_kernels(at::Device device) {
+  const Setting setting = read_setting();
+  // Held while the test runs: others who want this GPU wait for its result. Python's lock is not.
+  const std::lock_guard lock(process().mutex);
+  auto& by_device = process().by_device;
+  if (!by_device.contains(device.index())) {
+    by_device.emplace(device.index(), find_out(device, setting));
+  }
+  const Known& known = by_device.at(device.index());
+  if (known.failure) throw *known.failure;
+  return known.unusable;
+}
+
+void warn_of_unusable_kernels(at::Device device, const UnusableKernels& unusable) {
+  if (unusable.empty()) return;
+  std::call_once(process().has_warned, [&] {
+    std::cerr << join(title(cuda::gpu_info(device.index())), ": ", unusable.summary(),
+                      "; not used, other kernels or the host's memory give the same results more "
+                      "slowly. `python -m rota doctor --gpu` tests all kernels again\n");
+  });
+}
+
+std::vector<KernelReport> run_gpu_self_test(int device) {
+  const cuda::GpuInfo gpu = cuda::gpu_info(device);
+  const at::Device tested(at::kCUDA, static_cast<c10::DeviceIndex>(device));
+  const c10::DeviceGuard on_device(tested);
+  cuda::load_kernels();
+  const std::lock_guard lock(process().mutex);
+  return run(tested, gpu).kernels;
+}
+
+std::optional<std::vector<std::string>> recorded_gpu_self_test(int device) {
+  const auto recorded = read_self_test_record(cuda::gpu_info(device));
+  if (!recorded) return std::nullopt;
+  std::vector<std::string> findings;
+  for (const auto& [number, finding] : recorded->findings()) {
+    findings.push_back(join(tested_kernels()[number].to_string(), ": ", finding));
+  }
+  return findings;
+}
+
+}  // namespace rota::tensors

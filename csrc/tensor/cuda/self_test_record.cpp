@@ -1,0 +1,113 @@
+#include "tensor/cuda/self_test_record.h"
+
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <string_view>
+
+#include "base/build_id.h"
+#include "base/error.h"
+
+namespace rota::tensors {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kFailed = "failed ";
+
+std::string environment(const char* name) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? "" : text;
+}
+
+// Empty where there is no place for it.
+fs::path folder() {
+  if (const std::string own = environment("ROTA_CACHE_DIR"); !own.empty()) return own;
+  // The XDG base directory specification has relative paths ignored.
+  if (const fs::path cache = environment("XDG_CACHE_HOME"); cache.is_absolute()) {
+    return cache / "rota";
+  }
+  const std::string home = environment("HOME");
+  return home.empty() ? fs::path() : fs::path(home) / ".cache" / "rota";
+}
+
+fs::path path_of(const cuda::GpuInfo& gpu) {
+  return folder() / join("self-test-", gpu.uuid, ".txt");
+}
+
+// What the results hold for; they follow line by line, and `ending` is last.
+std::string heading(const cuda::GpuInfo& gpu) {
+  return join("rota self-test\ngpu ", gpu.name, ' ', gpu.uuid, "\ndriver ", gpu.driver, "\nbuild ",
+              build_id(), '\n');
+}
+
+std::string ending(size_t num_failed) { return join(num_failed, " failed\n"); }
+
+std::string text_of(const cuda::GpuInfo& gpu, const UnusableKernels& unusable) {
+  std::string text = heading(gpu);
+  for (const auto& [number, finding] : unusable.findings()) {
+    text += join(kFailed, number, ' ', finding, '\n');
+  }
+  return text + ending(unusable.findings().size());
+}
+
+// A new file beside the one that it replaces, under a name of its own.
+void replace(const fs::path& path, const std::string& text) {
+  std::string temporary = path.string() + ".XXXXXX";
+  const int file = mkstemp(temporary.data());
+  if (file < 0) return;
+  const bool is_written =
+      write(file, text.data(), text.size()) == static_cast<ssize_t>(text.size());
+  close(file);
+  std::error_code error;
+  if (is_written) fs::rename(temporary, path, error);
+  if (!is_written || error) fs::remove(temporary, error);
+}
+
+// None for what differs from what would be written now.
+std::optional<UnusableKernels> parse(const std::string& text, const cuda::GpuInfo& gpu) {
+  const std::string begin = heading(gpu);
+  if (!text.starts_with(begin)) return std::nullopt;
+
+  UnusableKernels unusable;
+  std::istringstream lines(text.substr(begin.size()));
+  for (std::string line; std::getline(lines, line) && line.starts_with(kFailed);) {
+    std::istringstream words(line.substr(kFailed.size()));
+    size_t number = 0;
+    std::string finding;
+    if (!(words >> number) || number >= tested_kernels().size()) return std::nullopt;
+    std::getline(words >> std::ws, finding);
+    unusable.add(number, finding);
+  }
+  if (text != text_of(gpu, unusable)) return std::nullopt;
+  return unusable;
+}
+
+}  // namespace
+
+std::optional<UnusableKernels> read_self_test_record(const cuda::GpuInfo& gpu) {
+  if (folder().empty() || build_id().empty()) return std::nullopt;
+  try {
+    std::ifstream file(path_of(gpu), std::ios::binary);
+    return parse({std::istreambuf_iterator<char>(file), {}}, gpu);
+  } catch (const std::ios_base::failure&) {
+    return std::nullopt;  // a folder
+  }
+}
+
+void write_self_test_record(const cuda::GpuInfo& gpu, const UnusableKernels& unusable) noexcept {
+  try {
+    if (folder().empty() || build_id().empty()) return;
+    std::error_code error;
+    fs::create_directories(folder(), error);
+    replace(path_of(gpu), text_of(gpu, unusable));
+  } catch (const std::exception&) {
+    // No memory, or a path that is none.
+  }
+}
+
+}  // namespace rota::tensors

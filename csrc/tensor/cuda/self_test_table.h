@@ -1,0 +1,28 @@
+// What the self-test of a GPU covers: every kernel in every format that it is compiled for. Knows
+// nothing of how kernels are tested.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "cuda/launch_plan.h"
+
+namespace rota::tensors {
+
+// A kernel in one format. Only what has failed here is left out of use.
+struct TestedKernel {
+  enum class Role : uint8_t { kCollective, kPack, kUnpack };
+
+  Role role;
+  cuda::Kernel collective;  // of kCollective
+  DType gradients;          // of kPack and kUnpack
+  WireFormat format;        // of what travels
+
+  std::string_view kernel() const;  // "two_shot", "pack"
+  std::string to_string() const;    // "two_shot of float16", "pack of float32 as float16"
+};
+
+// All of them, each kernel's in a row. The order is the same wherever the same build runs.
+const std::vector<TestedKernel>& tested_kernels();
+
+}  // namespace rota::tensors

@@ -1,0 +1,650 @@
+#include "tensor/cuda/self_test_trials.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <iomanip>
+
+#include "base/error.h"
+#include "base/fixed_tree.h"
+#include "base/random_bits.h"
+#include "base/tile.h"
+#include "cpu/bucket_reducer.h"
+#include "cpu/element_loops.h"
+#include "schedule/chunk.h"
+
+namespace rota::tensors {
+namespace {
+
+using Bytes = std::vector<std::byte>;
+using Contributions = std::array<Bytes, kSelfTestRanks>;
+using Order = std::array<int, kSelfTestRanks>;
+using schedule::Range;
+
+constexpr size_t kAlignment = 256;  // of what the trials' memory is cut into
+constexpr size_t kGuardBytes = 64;  // behind each tensor: must stay as they are
+constexpr auto kGuard = std::byte{0xa5};
+// Several chunks, tiles and channels, and no multiple of 16 bytes in any dtype.
+constexpr uint64_t kNumElems = 2061;
+constexpr int kDivisor = 3;  // of averages; its reciprocal is not exact
+constexpr int kGroupSize = 2;
+constexpr int kRoot = 2;
+constexpr int kReceiver = 1;
+constexpr float kContributionFactor = 0.375f;
+constexpr float kResultFactor = 1.5f;
+
+enum class Extremes : bool { kNone, kSome };
+
+// A kernel is tried twice: with tensors that start at multiples of 16 bytes and hold extremes, and
+// with others, of which sums are finite.
+struct Variant {
+  Extremes extremes;
+  bool is_aligned;
+};
+constexpr Variant kVariants[] = {{Extremes::kSome, true}, {Extremes::kNone, false}};
+
+int num_mantissa_bits(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return 23;
+    case DType::kFloat64:
+      return 52;
+    case DType::kFloat16:
+      return 10;
+    case DType::kBFloat16:
+      return 7;
+    case DType::kFloat8E4M3:
+      return 3;
+    case DType::kFloat8E5M2:
+      return 2;
+    case DType::kUInt8:
+    case DType::kInt8:
+    case DType::kInt16:
+    case DType::kInt32:
+    case DType::kInt64:
+    case DType::kBool:
+    case DType::kUInt16:
+    case DType::kUInt32:
+    case DType::kUInt64:
+    case DType::kComplex64:
+    case DType::kComplex128:
+      return 0;
+  }
+  return 0;
+}
+
+void store_bits(uint64_t bits, DType dtype, std::byte* dst) {
+  if (dtype == DType::kBool) bits &= 1;
+  std::memcpy(dst, &bits, info(dtype).num_bytes);  // the low bytes: hosts of GPUs are little-endian
+}
+
+// Of like magnitudes, so that their sums round.
+void store_number(uint64_t random, DType dtype, std::byte* dst) {
+  const double mantissa = 1 + std::ldexp(static_cast<double>(random >> 12), -52);
+  const double magnitude = std::ldexp(mantissa, static_cast<int>(random & 15) - 12);
+  const double number = (random & 16) != 0 ? -magnitude : magnitude;
+  if (dtype == DType::kFloat64) {
+    std::memcpy(dst, &number, sizeof(number));
+    return;
+  }
+  const auto rounded = static_cast<float>(number);
+  if (dtype == DType::kFloat32) {
+    std::memcpy(dst, &rounded, sizeof(rounded));
+  } else {
+    cpu::element_loops().convert(DType::kFloat32, dtype)(&rounded, dst, 1);
+  }
+}
+
+// What is where depends on the place alone, so that extremes meet extremes in a sum.
+void store_float(uint64_t place, uint64_t random, DType dtype, Extremes extremes, std::byte* dst) {
+  const int num_bits = static_cast<int>(info(dtype).num_bytes) * 8;
+  const uint64_t sign = uint64_t{1} << (num_bits - 1);
+  const uint64_t mantissa = (uint64_t{1} << num_mantissa_bits(dtype)) - 1;
+  if (extremes == Extremes::kSome && place / kGranuleElems % 3 == 2) {
+    const uint64_t inf = (sign - 1) & ~mantissa;
+    return store_bits(place % 5 == 0 ? inf | (random & sign) : random, dtype, dst);
+  }
+  switch (place % 37) {
+    case 5:
+      return store_bits(sign, dtype, dst);  // negative zero
+    case 6:
+      return store_bits(1 | (random & sign), dtype, dst);  // the smallest denormal
+    case 7:
+      return store_bits(mantissa | (random & sign), dtype, dst);  // the largest
+    default:
+      return store_number(random, dtype, dst);
+  }
+}
+
+Bytes plain_numbers(DType dtype, uint64_t num_elems, Extremes extremes, uint64_t seed) {
+  const size_t elem_bytes = info(dtype).num_bytes;
+  Bytes numbers(num_elems * elem_bytes);
+  for (uint64_t i = 0; i < num_elems; ++i) {
+    const uint64_t random = mix(mix(seed) + i);
+    std::byte* dst = numbers.data() + i * elem_bytes;
+    if (info(dtype).is_floating) {
+      store_float(i, random, dtype, extremes, dst);
+    } else {
+      store_bits(random, dtype, dst);
+    }
+  }
+  return numbers;
+}
+
+Bytes numbers(const WireFormat& format, uint64_t num_elems, Extremes extremes, uint64_t seed) {
+  if (!format.is_block_scaled) return plain_numbers(format.dtype, num_elems, extremes, seed);
+  const Bytes floats = plain_numbers(DType::kFloat32, num_elems, extremes, seed);
+  Bytes encoded(format.num_bytes(num_elems));
+  cpu::element_loops().wire(format).encode(reinterpret_cast<const float*>(floats.data()),
+                                           format.place(encoded.data(), num_elems), num_elems, 1);
+  return encoded;
+}
+
+// The CPU's sums of whole tensors.
+class Sums {
+ public:
+  Sums(const WireFormat& format, ReduceOp op, uint64_t num_elems, Contributions& contributions)
+      : format_(format), op_(op), num_elems_(num_elems), contributions_(contributions) {}
+
+  // Of the elements of the range, from left to right; the rest of the result is zero.
+  void add(const Order& order, const Range& range, std::byte* result) {
+    if (format_.is_block_scaled) {
+      std::vector<float> sums = decode_sum(order, range);
+      return encode(sums, range, result);
+    }
+    const void* srcs[kSelfTestRanks];
+    for (int i = 0; i < kSelfTestRanks; ++i) srcs[i] = elems(of(order[i]), range);
+    cpu::element_loops().reduce(format_.dtype, op_)(srcs, kSelfTestRanks, elems(result, range),
+                                                    range.num_elems, kDivisor);
+  }
+
+  // Within groups, then over the groups, in the accumulate dtype.
+  void add_in_groups(std::byte* result) {
+    const Range all{0, num_elems_};
+    if (format_.is_block_scaled) {
+      std::vector<float> sums = decode_sum(std::array{0, 1}, all);
+      const std::vector<float> others = decode_sum(std::array{2, 3}, all);
+      for (uint64_t i = 0; i < num_elems_; ++i) sums[i] += others[i];
+      return encode(sums, all, result);
+    }
+    const DType accumulate = info(format_.dtype).accumulate;
+    const ReduceOp partial_op = op_ == ReduceOp::kAvg ? ReduceOp::kSum : op_;
+    const auto& loops = cpu::element_loops();
+    std::array<Bytes, kSelfTestRanks> widened;
+    for (int rank = 0; rank < kSelfTestRanks; ++rank) {
+      widened[rank] = converted(format_.dtype, accumulate, of(rank));
+    }
+    std::array<Bytes, 2> partials;
+    for (int group = 0; group < 2; ++group) {
+      partials[group].resize(num_elems_ * info(accumulate).num_bytes);
+      const void* srcs[] = {widened[kGroupSize * group].data(),
+                            widened[kGroupSize * group + 1].data()};
+      loops.reduce(accumulate, partial_op)(srcs, 2, partials[group].data(), num_elems_, kDivisor);
+    }
+    const void* srcs[] = {partials[0].data(), partials[1].data()};
+    Bytes sums(partials[0].size());
+    loops.reduce(accumulate, op_)(srcs, 2, sums.data(), num_elems_, kDivisor);
+    const Bytes rounded = converted(accumulate, format_.dtype, sums.data());
+    std::copy(rounded.begin(), rounded.end(), result);
+  }
+
+ private:
+  std::byte* of(int rank) { return contributions_[static_cast<size_t>(rank)].data(); }
+  std::byte* elems(std::byte* data, const Range& range) const {
+    return data + format_.payload_bytes(range.begin);
+  }
+  WirePlace place(std::byte* data, const Range& range) const {
+    return format_.from(format_.place(data, num_elems_), range.begin);
+  }
+  Bytes converted(DType from, DType to, const std::byte* src) const {
+    Bytes result(num_elems_ * info(to).num_bytes);
+    if (from == to) {
+      std::copy_n(src, result.size(), result.begin());
+    } else {
+      cpu::element_loops().convert(from, to)(src, result.data(), num_elems_);
+    }
+    return result;
+  }
+  template <size_t num_ranks>
+  std::vector<float> decode_sum(const std::array<int, num_ranks>& order, const Range& range) {
+    WirePlace srcs[num_ranks];
+    for (size_t i = 0; i < num_ranks; ++i) srcs[i] = place(of(order[i]), range);
+    std::vector<float> sums(range.num_elems);
+    cpu::element_loops().wire(format_).decode_sum(srcs, num_ranks, sums.data(), sums.size(), 1);
+    return sums;
+  }
+  void encode(std::vector<float>& sums, const Range& range, std::byte* result) const {
+    for (float& sum : sums) {
+      if (op_ == ReduceOp::kAvg) sum /= kDivisor;
+    }
+    cpu::element_loops().wire(format_).encode(sums.data(), place(result, range), sums.size(), 1);
+  }
+
+  WireFormat format_;
+  ReduceOp op_;
+  uint64_t num_elems_;
+  Contributions& contributions_;
+};
+
+constexpr Order order_from(int first) {
+  Order order{};
+  for (int i = 0; i < kSelfTestRanks; ++i) order[i] = (first + i) % kSelfTestRanks;
+  return order;
+}
+
+// Cuts the memory, and fills both of its images.
+class Builder {
+ public:
+  Builder(Trials& all, size_t number)
+      : all_(all), trial_{.number = number, .results = {}, .launch = {}} {}
+
+  const TestedKernel& tested() const { return tested_kernels()[trial_.number]; }
+
+  // With a guard behind it; returns its offset.
+  size_t place(const Bytes& contents, size_t misalignment, const std::string& owner) {
+    const size_t offset =
+        schedule::ceil_div(all_.before.size(), kAlignment) * kAlignment + misalignment;
+    const size_t end = offset + contents.size();
+    all_.before.resize(end + kGuardBytes, kGuard);
+    std::copy(contents.begin(), contents.end(),
+              all_.before.begin() + static_cast<ptrdiff_t>(offset));
+    all_.expected.resize(offset);
+    all_.expected.insert(all_.expected.end(), all_.before.begin() + static_cast<ptrdiff_t>(offset),
+                         all_.before.end());
+    trial_.results.push_back({end, kGuardBytes, DType::kUInt8, "behind the tensor " + owner});
+    return offset;
+  }
+  std::byte* before(size_t offset) { return all_.before.data() + offset; }
+  std::byte* expected(size_t offset) { return all_.expected.data() + offset; }
+
+  // Compared first, before guards.
+  void expect(size_t offset, uint64_t num_elems, DType dtype, const std::string& place) {
+    trial_.results.insert(trial_.results.begin() + num_expected_++,
+                          {offset, num_elems, dtype, place});
+  }
+  void expect(size_t offset, uint64_t num_elems, const WireFormat& format,
+              const std::string& place) {
+    expect(offset, num_elems, format.dtype, place);
+    if (!format.is_block_scaled) return;
+    expect(offset + format.payload_bytes(num_elems), format.num_scales(num_elems), DType::kUInt8,
+           "of the scales " + place);
+  }
+
+  void finish(decltype(Trial::launch) launch) {
+    trial_.launch = std::move(launch);
+    all_.trials.push_back(std::move(trial_));
+  }
+
+ private:
+  Trials& all_;
+  Trial trial_;
+  ptrdiff_t num_expected_ = 0;
+};
+
+std::string of_rank(int rank) { return join("of local rank ", rank); }
+
+uint64_t seed_of(size_t number, const Variant& variant, int rank) {
+  return (number * 2 + variant.is_aligned) * kSelfTestRanks + static_cast<uint64_t>(rank);
+}
+
+size_t misalignment_of(const WireFormat& format, const Variant& variant) {
+  if (variant.is_aligned || format.is_block_scaled) return 0;
+  return info(format.dtype).num_bytes;
+}
+
+ReduceOp op_of(const WireFormat& format, const Variant& variant) {
+  if (variant.is_aligned) return ReduceOp::kSum;
+  return info(format.dtype).is_floating ? ReduceOp::kAvg : ReduceOp::kMax;
+}
+
+Contributions make_contributions(Builder& builder, size_t number, uint64_t num_elems,
+                                 const Variant& variant) {
+  Contributions contributions;
+  for (int rank = 0; rank < kSelfTestRanks; ++rank) {
+    contributions[rank] = numbers(builder.tested().format, num_elems, variant.extremes,
+                                  seed_of(number, variant, rank));
+  }
+  return contributions;
+}
+
+Bytes all_reduced(cuda::Kernel kernel, const WireFormat& format, ReduceOp op, uint64_t num_elems,
+                  Contributions& contributions) {
+  Bytes result(format.num_bytes(num_elems));
+  Sums sums(format, op, num_elems, contributions);
+  if (kernel == cuda::Kernel::kHierarchical) {
+    sums.add_in_groups(result.data());
+  } else if (kernel == cuda::Kernel::kRing) {
+    // schedule/ring.h: the sum of shard p starts at rank p.
+    const uint64_t granule = format.is_block_scaled ? kTileElems : kGranuleElems;
+    for (int shard = 0; shard < kSelfTestRanks; ++shard) {
+      const Range range = schedule::even_shard(num_elems, kSelfTestRanks, shard, granule);
+      sums.add(order_from(shard), range, result.data());
+    }
+  } else {
+    sums.add(order_from(0), {0, num_elems}, result.data());
+  }
+  return result;
+}
+
+// Where a collective's tensors lie, by rank.
+struct Places {
+  std::array<size_t, kSelfTestRanks> input;
+  std::array<size_t, kSelfTestRanks> output;
+};
+
+void finish_collective(Builder& builder, cuda::LaunchRequest request, const Places& places) {
+  builder.finish(
+      [request, places](std::byte* memory, cuda::Executor& executor, cuda::Stream stream) mutable {
+        cuda::MappedTensors mapped{};
+        for (size_t rank = 0; rank < kSelfTestRanks; ++rank) {
+          request.input[rank] = memory + places.input[rank];
+          request.output[rank] = memory + places.output[rank];
+          mapped.of[rank] = memory + places.output[rank];
+        }
+        request.tensors = &mapped;
+        executor.run(executor.plan(request), stream);
+      });
+}
+
+// In place, as communicators call it.
+void add_all_reduce(Trials& all, size_t number, const Variant& variant) {
+  Builder builder(all, number);
+  const WireFormat& format = builder.tested().format;
+  const cuda::Kernel kernel = builder.tested().collective;
+  const uint64_t num_elems =
+      format.is_block_scaled ? schedule::ceil_div(kNumElems, kTileElems) * kTileElems : kNumElems;
+  const ReduceOp op = op_of(format, variant);
+  Contributions contributions = make_contributions(builder, number, num_elems, variant);
+  const Bytes result = all_reduced(kernel, format, op, num_elems, contributions);
+  Places places{};
+  for (int rank = 0; rank < kSelfTestRanks; ++rank) {
+    const size_t offset =
+        builder.place(contributions[rank], misalignment_of(format, variant), of_rank(rank));
+    std::copy(result.begin(), result.end(), builder.expected(offset));
+    builder.expect(offset, num_elems, format, of_rank(rank));
+    places.input[rank] = places.output[rank] = offset;
+  }
+  finish_collective(builder,
+                    {.kernel = kernel,
+                     .num_elems = num_elems,
+                     .format = format,
+                     .op = op,
+                     .divisor = kDivisor,
+                     .group_size = kernel == cuda::Kernel::kHierarchical ? kGroupSize : 0,
+                     .is_bucket = format.is_block_scaled},
+                    places);
+}
+
+void add_reduce_scatter(Trials& all, size_t number, const Variant& variant) {
+  Builder builder(all, number);
+  const WireFormat& format = builder.tested().format;
+  const ReduceOp op = op_of(format, variant);
+  const uint64_t shard_elems = kNumElems / kSelfTestRanks;
+  const uint64_t num_elems = shard_elems * kSelfTestRanks;
+  Contributions contributions = make_contributions(builder, number, num_elems, variant);
+  const Bytes result =
+      all_reduced(builder.tested().collective, format, op, num_elems, contributions);
+  const size_t misalignment = misalignment_of(format, variant);
+  const size_t shard_bytes = format.num_bytes(shard_elems);
+  Places places{};
+  for (int rank = 0; rank < kSelfTestRanks; ++rank) {
+    places.input[rank] = builder.place(contributions[rank], misalignment, of_rank(rank));
+    places.output[rank] = builder.place(Bytes(shard_bytes), misalignment, of_rank(rank));
+    std::copy_n(result.data() + static_cast<size_t>(rank) * shard_bytes, shard_bytes,
+                builder.expected(places.output[rank]));
+    builder.expect(places.output[rank], shard_elems, format, of_rank(rank));
+  }
+  finish_collective(builder,
+                    {.kernel = cuda::Kernel::kReduceScatter,
+                     .num_elems = num_elems,
+                     .format = format,
+                     .op = op,
+                     .divisor = kDivisor},
+                    places);
+}
+
+void add_all_gather(Trials& all, size_t number, const Variant& variant) {
+  Builder builder(all, number);
+  const uint64_t shard_bytes = kNumElems;
+  const size_t misalignment = misalignment_of(cuda::kBytes, variant);
+  const Contributions contributions = make_contributions(builder, number, shard_bytes, variant);
+  Places places{};
+  for (int rank = 0; rank < kSelfTestRanks; ++rank) {
+    places.input[rank] = builder.place(contributions[rank], misalignment, of_rank(rank));
+    places.output[rank] =
+        builder.place(Bytes(shard_bytes * kSelfTestRanks), misalignment, of_rank(rank));
+    std::byte* expected = builder.expected(places.output[rank]);
+    for (const Bytes& shard : contributions)
+      expected = std::copy(shard.begin(), shard.end(), expected);
+    builder.expect(places.output[rank], shard_bytes * kSelfTestRanks, cuda::kBytes, of_rank(rank));
+  }
+  finish_collective(builder,
+                    {.kernel = cuda::Kernel::kAllGather,
+                     .num_elems = shard_bytes * kSelfTestRanks,
+                     .format = cuda::kBytes},
+                    places);
+}
+
+// Broadcast to all ranks, or transfer to one; the others' tensors stay as they are.
+void add_copy(Trials& all, size_t number, const Variant& variant) {
+  Builder builder(all, number);
+  const cuda::Kernel kernel = builder.tested().collective;
+  const Contributions contributions = make_contributions(builder, number, kNumElems, variant);
+  Places places{};
+  for (int rank = 0; rank < kSelfTestRanks; ++rank) {
+    const size_t offset =
+        builder.place(contributions[rank], misalignment_of(cuda::kBytes, variant), of_rank(rank));
+    if (kernel == cuda::Kernel::kBroadcast || rank == kReceiver) {
+      std::copy(contributions[kRoot].begin(), contributions[kRoot].end(), builder.expected(offset));
+    }
+    builder.expect(offset, kNumElems, cuda::kBytes, of_rank(rank));
+    places.input[rank] = places.output[rank] = offset;
+  }
+  finish_collective(builder,
+                    {.kernel = kernel,
+                     .num_elems = kNumElems,
+                     .format = cuda::kBytes,
+                     .source = kRoot,
+                     .destination = kReceiver},
+                    places);
+}
+
+void add_collective(Trials& all, size_t number, const Variant& variant) {
+  switch (tested_kernels()[number].collective) {
+    case cuda::Kernel::kLowLatency:
+    case cuda::Kernel::kOneShot:
+    case cuda::Kernel::kTwoShot:
+    case cuda::Kernel::kTwoShotInPlace:
+    case cuda::Kernel::kOrderedRing:
+    case cuda::Kernel::kRing:
+    case cuda::Kernel::kHierarchical:
+      return add_all_reduce(all, number, variant);
+    case cuda::Kernel::kReduceScatter:
+      return add_reduce_scatter(all, number, variant);
+    case cuda::Kernel::kAllGather:
+      return add_all_gather(all, number, variant);
+    case cuda::Kernel::kBroadcast:
+    case cuda::Kernel::kTransfer:
+      return add_copy(all, number, variant);
+  }
+}
+
+constexpr uint64_t kNumTiles = schedule::ceil_div(kNumElems, kTileElems);
+
+// What pack and unpack are told of a bucket, as both sides have it.
+struct BucketPlaces {
+  size_t gradients, wire, words;
+
+  cuda::UnpackWords* words_in(std::byte* memory) const {
+    return reinterpret_cast<cuda::UnpackWords*>(memory + words);
+  }
+  cuda::BucketArgs args(std::byte* memory) const {
+    return {.tiles = nullptr,
+            .contiguous = {memory + gradients, kNumElems},
+            .num_tiles = kNumTiles,
+            .wire = memory + wire,
+            .contribution_factor = kContributionFactor,
+            .result_factor = kResultFactor};
+  }
+};
+
+void expect_words_at_rest(Builder& builder, const BucketPlaces& places) {
+  *places.words_in(builder.expected(0)) = {};
+  builder.expect(places.words + offsetof(cuda::UnpackWords, num_non_finite), 1, DType::kUInt64,
+                 "of the non-finite results");
+  builder.expect(places.words + offsetof(cuda::UnpackWords, num_blocks_done), 1, DType::kUInt32,
+                 "of the blocks done");
+}
+
+cpu::AllReduceArgs bucket_args(const TestedKernel& tested, std::byte* gradients,
+                               const cpu::BucketPass& pass, cpu::BucketMeasures& measures) {
+  return {.data = gradients,
+          .num_elems = kNumElems,
+          .dtype = tested.gradients,
+          .op = ReduceOp::kAvg,
+          .wire = tested.format,
+          .hop = DType::kFloat32,
+          .algorithm = schedule::Algorithm::kOneShot,
+          .pass = &pass,
+          .measures = &measures};
+}
+
+// With error feedback.
+void add_pack(Trials& all, size_t number, const Variant& variant) {
+  Builder builder(all, number);
+  const TestedKernel& tested = builder.tested();
+  const WireFormat& wire = tested.format;
+  const Bytes gradients =
+      plain_numbers(tested.gradients, kNumElems, variant.extremes, seed_of(number, variant, 0));
+  const Bytes residual = plain_numbers(DType::kFloat32, kNumTiles * kTileElems, Extremes::kNone,
+                                       seed_of(number, variant, 1));
+  const BucketPlaces places{
+      .gradients =
+          builder.place(gradients, misalignment_of({tested.gradients}, variant), "of gradients"),
+      .wire = builder.place(Bytes(wire.num_bytes(kNumTiles * kTileElems)), 0, "on the wire"),
+      .words = builder.place(Bytes(sizeof(cuda::UnpackWords), std::byte{1}), 0, "of words")};
+  const size_t residual_place = builder.place(residual, 0, "of residuals");
+
+  const cpu::BucketPass pass{
+      .contribution_factor = kContributionFactor,
+      .result_factor = kResultFactor,
+      .residual = reinterpret_cast<float*>(builder.expected(residual_place))};
+  cpu::BucketMeasures measures(kNumElems);
+  const WirePlace packed = wire.place(builder.expected(places.wire), kNumTiles * kTileElems);
+  cpu::BucketReducer(bucket_args(tested, builder.before(places.gradients), pass, measures), 0, 1)
+      .pack({0, kNumElems}, packed);
+  builder.expect(places.wire, kNumElems, wire.dtype, "on the wire");
+  builder.expect(places.wire + wire.payload_bytes(kNumTiles * kTileElems),
+                 wire.num_scales(kNumElems), DType::kUInt8, "of the scales");
+  builder.expect(residual_place, kNumElems, DType::kFloat32, "of the residual");
+  expect_words_at_rest(builder, places);
+  builder.finish([places, residual_place, gradients = tested.gradients, wire](
+                     std::byte* memory, cuda::Executor&, cuda::Stream stream) {
+    cuda::launch_pack({.bucket = places.args(memory),
+                       .residual = reinterpret_cast<float*>(memory + residual_place),
+                       .rounding = {},
+                       .words = places.words_in(memory)},
+                      gradients, wire, stream);
+  });
+}
+
+void add_unpack(Trials& all, size_t number, const Variant& variant) {
+  Builder builder(all, number);
+  const TestedKernel& tested = builder.tested();
+  const WireFormat& wire = tested.format;
+  const Bytes packed =
+      numbers(wire, kNumTiles * kTileElems, variant.extremes, seed_of(number, variant, 0));
+  const BucketPlaces places{
+      .gradients = builder.place(Bytes(kNumElems * info(tested.gradients).num_bytes),
+                                 misalignment_of({tested.gradients}, variant), "of gradients"),
+      .wire = builder.place(packed, 0, "on the wire"),
+      .words = builder.place(Bytes(sizeof(cuda::UnpackWords)), 0, "of words")};
+  const uint64_t num_groups = schedule::ceil_div(kNumTiles, kTreeGroup);
+  const size_t squares = builder.place(Bytes(num_groups * sizeof(double)), 0, "of squares");
+  const size_t stats = builder.place(Bytes(2 * sizeof(double)), 0, "of stats");
+
+  const cpu::BucketPass pass{.contribution_factor = kContributionFactor,
+                             .result_factor = kResultFactor};
+  cpu::BucketMeasures measures(kNumElems);
+  cpu::BucketReducer(bucket_args(tested, builder.expected(places.gradients), pass, measures), 0, 1)
+      .unpack(wire.place(builder.before(places.wire), kNumTiles * kTileElems), {0, kNumElems});
+  const double expected_stats[] = {static_cast<double>(measures.num_non_finite),
+                                   measures.sum_of_squares()};
+  std::memcpy(builder.expected(stats), expected_stats, sizeof(expected_stats));
+  builder.expect(places.gradients, kNumElems, tested.gradients, "of the gradients");
+  builder.expect(stats, 2, DType::kFloat64, "of the stats");
+  expect_words_at_rest(builder, places);
+  builder.finish([places, squares, stats, gradients = tested.gradients, wire](
+                     std::byte* memory, cuda::Executor&, cuda::Stream stream) {
+    cuda::launch_unpack({.bucket = places.args(memory),
+                         .squares = reinterpret_cast<double*>(memory + squares),
+                         .stats = reinterpret_cast<double*>(memory + stats),
+                         .words = places.words_in(memory)},
+                        gradients, wire, stream);
+  });
+}
+
+bool is_nan(const std::byte* elem, DType dtype) {
+  if (!info(dtype).is_floating) return false;
+  if (dtype == DType::kFloat64) {
+    double number;
+    std::memcpy(&number, elem, sizeof(number));
+    return std::isnan(number);
+  }
+  float number;
+  if (dtype == DType::kFloat32) {
+    std::memcpy(&number, elem, sizeof(number));
+  } else {
+    cpu::element_loops().convert(dtype, DType::kFloat32)(elem, &number, 1);
+  }
+  return std::isnan(number);
+}
+
+std::string bits_of(const std::byte* elem, size_t num_bytes) {
+  uint64_t bits = 0;
+  std::memcpy(&bits, elem, num_bytes);
+  std::ostringstream text;
+  text << "0x" << std::hex << std::setfill('0') << std::setw(static_cast<int>(2 * num_bytes))
+       << bits;
+  return text.str();
+}
+
+}  // namespace
+
+Trials make_trials(size_t begin, size_t end) {
+  Trials all;
+  for (size_t number = begin; number < end; ++number) {
+    for (const Variant& variant : kVariants) {
+      switch (tested_kernels()[number].role) {
+        case TestedKernel::Role::kCollective:
+          add_collective(all, number, variant);
+          break;
+        case TestedKernel::Role::kPack:
+          add_pack(all, number, variant);
+          break;
+        case TestedKernel::Role::kUnpack:
+          add_unpack(all, number, variant);
+          break;
+      }
+    }
+  }
+  return all;
+}
+
+std::string find_difference(const TrialResult& result, const std::vector<std::byte>& memory,
+                            const std::vector<std::byte>& expected) {
+  const size_t elem_bytes = info(result.dtype).num_bytes;
+  const std::byte* got = memory.data() + result.offset;
+  const std::byte* wanted = expected.data() + result.offset;
+  if (std::memcmp(got, wanted, result.num_elems * elem_bytes) == 0) return "";
+  for (uint64_t i = 0; i < result.num_elems; ++i, got += elem_bytes, wanted += elem_bytes) {
+    if (std::memcmp(got, wanted, elem_bytes) == 0) continue;
+    if (is_nan(got, result.dtype) && is_nan(wanted, result.dtype)) continue;
+    return join("element ", i, ' ', result.place, " is ", bits_of(got, elem_bytes), ", expected ",
+                bits_of(wanted, elem_bytes));
+  }
+  return "";
+}
+
+}  // namespace rota::tensors

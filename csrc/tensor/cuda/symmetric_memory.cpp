@@ -1,0 +1,89 @@
+#include "tensor/cuda/symmetric_memory.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
+
+#include <atomic>
+#include <chrono>
+
+#include "base/error.h"
+
+namespace rota::tensors {
+namespace {
+
+namespace symmetric = ::c10d::symmetric_memory;
+
+// How long ranks wait for each other's handles: where one has made memory with other groups before,
+// torch 2.11 to 2.13 let them look under different keys of the store.
+constexpr auto kRendezvousTimeout = std::chrono::seconds(10);
+
+// A group as torch's symmetric memory looks them up, by name within a process; it has a store and
+// moves nothing. c10d's registry refers to it weakly: it is there as long as this object.
+class NamedGroup {
+ public:
+  NamedGroup(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int world_size) {
+    static std::atomic<int> num_groups{0};
+    name_ = join("rota/", num_groups++);
+    const auto own_store = store->clone();
+    own_store->setTimeout(kRendezvousTimeout);
+    group_ = c10::make_intrusive<::c10d::ProcessGroup>(own_store, rank, world_size);
+    ::c10d::register_process_group(name_, group_);
+  }
+  ~NamedGroup() { ::c10d::unregister_process_group(name_); }
+  NamedGroup(const NamedGroup&) = delete;
+  NamedGroup& operator=(const NamedGroup&) = delete;
+  const std::string& name() const { return name_; }
+
+ private:
+  std::string name_;
+  c10::intrusive_ptr<::c10d::ProcessGroup> group_;
+};
+
+// Memory of this rank, and the group of those that it was made for: torch asks for it by name when
+// ranks meet, and again in what a mapping can do. So it outlives both.
+struct NamedMemory {
+  std::optional<NamedGroup> group;
+  at::Tensor tensor;
+};
+
+using Mapping = c10::intrusive_ptr<symmetric::SymmetricMemory>;
+
+// torch 2.11 to 2.15 ask it which GPUs are joined by a fabric, and crash where it is missing.
+void check_nvml() {
+  void* library = dlopen("libnvidia-ml.so.1", RTLD_LAZY);
+  if (library == nullptr) throw Error(ErrorKind::kTransport, "libnvidia-ml.so.1 is not found");
+  dlclose(library);
+}
+
+}  // namespace
+
+transport::DeviceRegions connect_by_symmetric_memory(const c10::intrusive_ptr<::c10d::Store>& store,
+                                                     int rank, int world_size, at::Device device,
+                                                     size_t num_bytes,
+                                                     const transport::AllGatherText& all_gather) {
+  const auto own = std::make_shared<NamedMemory>();
+  const auto mapped = std::make_shared<Mapping>();
+  transport::agree(all_gather, rank, [&] {
+    check_nvml();
+    own->group.emplace(store, rank, world_size);
+    own->tensor = symmetric::empty_strided_p2p({static_cast<int64_t>(num_bytes)}, {1}, at::kByte,
+                                               device, own->group->name(), std::nullopt);
+    own->tensor.zero_();
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    guard.synchronizeStream(guard.getStream(device));
+  });
+  // torch's memory refers to its mapping, too, and counts who maps it: it goes with the last one.
+  transport::DeviceRegions regions{
+      .means = "torch's symmetric memory", .own = own, .mapped = mapped};
+  transport::agree(all_gather, rank, [&] {
+    *mapped = symmetric::rendezvous(own->tensor, own->group->name());
+    for (void* buffer : (*mapped)->get_buffer_ptrs()) {
+      regions.by_rank.push_back(static_cast<std::byte*>(buffer));
+    }
+  });
+  return regions;
+}
+
+}  // namespace rota::tensors

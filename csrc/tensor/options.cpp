@@ -1,0 +1,67 @@
+#include "tensor/options.h"
+
+#include "base/error.h"
+#include "tensor/errors.h"
+
+namespace rota::tensors {
+namespace {
+
+// What was parsed, or an error that lists what could have been given.
+template <typename Value, typename Names>
+Value parse_name(std::string_view collective, std::string_view what, std::string_view text,
+                 std::string_view default_name, const Names& names, std::optional<Value> value) {
+  if (value) return *value;
+  std::string expected{default_name};
+  for (const std::string_view name : names) expected += join(expected.empty() ? "" : ", ", name);
+  throw Error(ErrorKind::kValue, join("rota.", collective, ": ", what, " is '", text,
+                                      "', expected one of ", expected));
+}
+
+std::optional<schedule::Algorithm> parse_algorithm(std::string_view collective,
+                                                   std::string_view text) {
+  if (text == "auto") return std::nullopt;
+  return parse_name(collective, "algorithm", text, "auto", schedule::kAlgorithmNames,
+                    schedule::parse_algorithm(text));
+}
+
+}  // namespace
+
+AllReduceOptions AllReduceOptions::parse(std::string_view op, std::string_view algorithm,
+                                         std::optional<at::ScalarType> wire_dtype,
+                                         std::optional<at::ScalarType> hop_dtype) {
+  return with_python_errors([&]() -> AllReduceOptions {
+    return {.op = parse_name("all_reduce", "op", op, "", kReduceOpNames, parse_reduce_op(op)),
+            .algorithm = parse_algorithm("all_reduce", algorithm),
+            .wire_dtype = wire_dtype,
+            .hop_dtype = hop_dtype};
+  });
+}
+
+BucketOptions BucketOptions::parse(at::Tensor stats, at::ScalarType wire_dtype, bool block_scaling,
+                                   const cpu::BucketPass& pass, std::optional<at::Tensor> residual,
+                                   std::string_view algorithm) {
+  return with_python_errors([&]() -> BucketOptions {
+    return {.stats = std::move(stats),
+            .wire_dtype = wire_dtype,
+            .block_scaling = block_scaling,
+            .pass = pass,
+            .residual = std::move(residual),
+            .algorithm = parse_algorithm("reduce_bucket", algorithm)};
+  });
+}
+
+schedule::Tuning gpu_tuning(std::string_view gpu, std::string_view topology, int world_size) {
+  return with_python_errors([&] {
+    const schedule::Topology parsed =
+        parse_name("gpu_tuning", "topology", topology, "", schedule::kTopologyNames,
+                   schedule::parse_topology(topology));
+    const auto tuning = schedule::find_tuning(gpu, parsed, world_size);
+    if (!tuning) {
+      throw Error(ErrorKind::kValue, join("rota.gpu_tuning: world_size is ", world_size,
+                                          ", expected 1 to ", kMaxWorldSize));
+    }
+    return *tuning;
+  });
+}
+
+}  // namespace rota::tensors

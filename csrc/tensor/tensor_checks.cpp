@@ -1,0 +1,169 @@
+#include "tensor/tensor_checks.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "base/wire_format.h"
+#include "tensor/errors.h"
+
+namespace rota::tensors {
+namespace {
+
+std::optional<DType> find_dtype(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kDouble:
+      return DType::kFloat64;
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kByte:
+      return DType::kUInt8;
+    case at::kChar:
+      return DType::kInt8;
+    case at::kShort:
+      return DType::kInt16;
+    case at::kInt:
+      return DType::kInt32;
+    case at::kLong:
+      return DType::kInt64;
+    case at::kBool:
+      return DType::kBool;
+    case at::kUInt16:
+      return DType::kUInt16;
+    case at::kUInt32:
+      return DType::kUInt32;
+    case at::kUInt64:
+      return DType::kUInt64;
+    case at::kComplexFloat:
+      return DType::kComplex64;
+    case at::kComplexDouble:
+      return DType::kComplex128;
+    case at::kFloat8_e4m3fn:
+      return DType::kFloat8E4M3;
+    case at::kFloat8_e5m2:
+      return DType::kFloat8E5M2;
+    default:  // torch's enum grows with every release
+      return std::nullopt;
+  }
+}
+
+// Whether no two elements can share memory: with dimensions in order of stride, each steps over all
+// that the smaller ones span. Slices and transposes pass; expanded and interleaved views do not.
+bool is_non_overlapping(const at::Tensor& tensor) {
+  std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (tensor.size(dim) != 1) dims.emplace_back(tensor.stride(dim), tensor.size(dim));
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t span = 1;
+  for (const auto& [stride, size] : dims) {
+    if (stride < span) return false;
+    span = stride * (size - 1) + span;
+  }
+  return true;
+}
+
+}  // namespace
+
+std::vector<std::string_view> dtype_names(bool (*is_usable)(DType)) {
+  std::vector<std::string_view> names;
+  for (size_t i = 0; i < kNumDTypes; ++i) {
+    if (is_usable(static_cast<DType>(i))) names.push_back(kDTypeNames[i]);
+  }
+  return names;
+}
+
+DType known_dtype(at::ScalarType dtype, std::string_view collective, std::string_view what,
+                  bool (*is_usable)(DType)) {
+  const auto known = find_dtype(dtype);
+  if (known && is_usable(*known)) return *known;
+  std::string expected;
+  for (const std::string_view name : dtype_names(is_usable)) {
+    expected += join(expected.empty() ? "" : ", ", name);
+  }
+  throw Error(ErrorKind::kType, join("rota.", collective, ": ", what, " is ", c10::toString(dtype),
+                                     ", expected one of ", expected));
+}
+
+DType reducible_dtype(at::ScalarType dtype, std::string_view what) {
+  return known_dtype(dtype, "all_reduce", what,
+                     [](DType candidate) { return info(candidate).is_reducible; });
+}
+
+DType movable_dtype(const at::Tensor& tensor, std::string_view collective) {
+  return known_dtype(tensor.scalar_type(), collective, "the tensor's dtype",
+                     [](DType) { return true; });
+}
+
+uint32_t block_elems(at::ScalarType wire_dtype) {
+  return with_python_errors([&] {
+    return block_scaling(known_dtype(wire_dtype, "reduce_bucket", "wire_dtype", has_block_scaling))
+        .block_elems;
+  });
+}
+
+void check_tensor(const at::Tensor& tensor, std::string_view collective, at::Device device) {
+  if (!tensor.defined()) {
+    throw Error(ErrorKind::kType, join("rota.", collective, ": the tensor is undefined"));
+  }
+  if (tensor.layout() != at::kStrided) {
+    throw Error(ErrorKind::kType, join("rota.", collective, ": the tensor's layout is ",
+                                       tensor.layout(), "; call to_dense() first"));
+  }
+  if (!tensor.is_cpu() && !tensor.is_cuda()) {
+    throw Error(ErrorKind::kType,
+                join("rota.", collective, ": the tensor is on ", tensor.device().str(),
+                     ", expected one on the CPU or a CUDA device"));
+  }
+  if (tensor.device() != device) {
+    throw Error(ErrorKind::kValue,
+                join("rota.", collective, ": a tensor is on ", tensor.device().str(),
+                     ", expected all on ", device.str(), "; move them there"));
+  }
+  const auto address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
+  if (tensor.is_cuda() && address % tensor.element_size() != 0) {
+    throw Error(ErrorKind::kValue,
+                join("rota.", collective, ": a tensor of ", c10::toString(tensor.scalar_type()),
+                     " starts at ", tensor.data_ptr(), ", which is no multiple of its ",
+                     tensor.element_size(), " bytes; call clone() first"));
+  }
+  if (!tensor.is_contiguous() && !is_non_overlapping(tensor)) {
+    throw Error(ErrorKind::kValue,
+                join("rota.", collective,
+                     ": elements of the tensor may share memory (an expanded tensor?); call "
+                     "contiguous() first"));
+  }
+}
+
+uint64_t num_bytes(const at::Tensor& tensor) {
+  return static_cast<uint64_t>(tensor.numel()) * tensor.element_size();
+}
+
+Packed::Packed(const at::Tensor& tensor, Content content) : tensor_(tensor) {
+  // A lazily negated or conjugated view holds other bits than its values.
+  if (tensor.is_contiguous() && !tensor.is_neg() && !tensor.is_conj()) return;
+  const at::NoGradGuard no_grad;
+  if (content == Content::kRead) {
+    packed_ = tensor.contiguous().resolve_neg().resolve_conj();
+  } else {
+    packed_ = at::empty_like(tensor, at::MemoryFormat::Contiguous);
+  }
+}
+
+void Packed::unpack() const {
+  if (!packed_.defined()) return;
+  const at::NoGradGuard no_grad;
+  tensor_.copy_(packed_);
+}
+
+}  // namespace rota::tensors

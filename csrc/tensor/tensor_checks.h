@@ -1,0 +1,50 @@
+// What rota asks of a tensor, and how a strided one is packed.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string_view>
+#include <vector>
+
+#include "base/dtype.h"
+
+namespace rota::tensors {
+
+// The names of the dtypes for which is_usable holds, as torch spells them.
+std::vector<std::string_view> dtype_names(bool (*is_usable)(DType));
+
+// The dtype of a torch tensor; throws Error(kType) naming those that can be used.
+DType known_dtype(at::ScalarType dtype, std::string_view collective, std::string_view what,
+                  bool (*is_usable)(DType));
+DType reducible_dtype(at::ScalarType dtype, std::string_view what);
+// For collectives that only move bytes.
+DType movable_dtype(const at::Tensor& tensor, std::string_view collective);
+
+// Elements of a scaled block of the wire format; throws PythonError for a dtype without any.
+uint32_t block_elems(at::ScalarType wire_dtype);
+
+// Throws Error(kType) unless it is a dense tensor on this device, and Error(kValue) if its elements
+// overlap or, on a GPU, are misaligned.
+void check_tensor(const at::Tensor& tensor, std::string_view collective,
+                  at::Device device = at::kCPU);
+
+uint64_t num_bytes(const at::Tensor& tensor);
+
+// A tensor, which must outlive this, and the contiguous memory that holds its values: its own, or
+// that of a packed copy.
+class Packed {
+ public:
+  enum class Content { kRead, kOverwritten };
+
+  Packed(const at::Tensor& tensor, Content content);
+
+  void* data() const { return packed_.defined() ? packed_.data_ptr() : tensor_.data_ptr(); }
+  // Brings a packed copy back; does nothing for a contiguous tensor.
+  void unpack() const;
+
+ private:
+  const at::Tensor& tensor_;
+  at::Tensor packed_;  // undefined where the tensor itself will do
+};
+
+}  // namespace rota::tensors

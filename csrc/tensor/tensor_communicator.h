@@ -1,0 +1,104 @@
+// The communicator that takes tensors: checks them, packs strided ones, and runs each collective in
+// the caller's thread or on the progress thread. Torch types stop here.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "core/communicator.h"
+#include "core/progress_queue.h"
+#include "tensor/device_collectives.h"
+#include "tensor/tensor_collectives.h"
+#include "tensor/work.h"
+
+namespace rota::tensors {
+
+struct TensorCommunicatorOptions {
+  std::chrono::milliseconds timeout;
+  size_t slot_bytes = 256 << 10;
+  std::function<void()> check_interrupt;
+};
+
+class TensorCommunicator {
+ public:
+  // Collective: blocks until all ranks have connected through the store.
+  static std::shared_ptr<TensorCommunicator> connect(const c10::intrusive_ptr<::c10d::Store>& store,
+                                                     int rank, int world_size,
+                                                     const TensorCommunicatorOptions& options);
+  // Aborts what is still pending; peers are told.
+  ~TensorCommunicator() { end_progress(); }
+  TensorCommunicator(const TensorCommunicator&) = delete;
+  TensorCommunicator& operator=(const TensorCommunicator&) = delete;
+
+  // To be called before Python finalises: ends every progress thread, aborting what is pending. A
+  // progress thread that asks for the GIL later, if only to release a tensor, is killed by Python
+  // in the middle of C++ frames, and takes the process with it.
+  static void end_progress_of_all();
+
+  int rank() const { return rank_; }
+  int world_size() const { return world_size_; }
+
+  // Each checks its arguments before anything moves. Of several tensors each is one collective, in
+  // order; the work covers them all. Strided tensors are packed, and unpacked afterwards.
+  WorkRef all_reduce(at::TensorList tensors, const AllReduceOptions& options, Launch mode);
+  WorkRef reduce_bucket(const at::Tensor& bucket, const BucketOptions& options, Launch mode);
+  WorkRef broadcast(at::TensorList tensors, int root, Launch mode);
+  WorkRef all_gather(std::vector<AllGatherTensors> gathers, Launch mode);
+  // CUDA tensors only.
+  WorkRef reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
+                         Launch mode);
+  // CUDA tensors only, of ranks whose GPUs are joined: that takes all ranks.
+  WorkRef send(const at::Tensor& tensor, int peer, Launch mode);
+  WorkRef recv(const at::Tensor& tensor, int peer, Launch mode);
+  WorkRef barrier(Launch mode);
+
+  // The parts of `output`, one for each rank, that an all-gather of `input` fills.
+  AllGatherTensors split_by_rank(const at::Tensor& output, const at::Tensor& input) const;
+
+  // Collective: joins the GPUs of the ranks, which the first collective on a CUDA tensor does
+  // otherwise. All CUDA tensors of this rank are to be on this device. Blocks. Where GPUs cannot be
+  // joined, it says so once, and collectives go through the host's memory.
+  void connect_device(at::Device device);
+  // How GPUs reach each other; none before they are joined.
+  std::optional<std::string> peer_access() const;
+  // Whether send() and recv() will do, as soon as GPUs are joined.
+  bool has_transfers() const { return !devices_ || devices_->has_transfers(); }
+  // Whether reduce_scatter() will do for CUDA tensors like this one; connects its device.
+  bool has_reduce_scatter(const at::Tensor& input);
+
+  // Waits for what is queued, and for peers' kernels (core/joined_regions.h), then leaves the
+  // group; later calls fail. Idempotent.
+  void close();
+  // Makes every waiting and later call fail on every rank.
+  void abort(const std::string& reason);
+
+ private:
+  TensorCommunicator(c10::intrusive_ptr<::c10d::Store> store, int rank, int world_size,
+                     std::function<void()> check_interrupt,
+                     std::shared_ptr<Communicator> communicator);
+  void end_progress();
+  void drop_devices();
+  // Runs body(communicator, tensors, thread) here and now, or on the progress thread.
+  template <typename Body>
+  WorkRef launch(Launch mode, ::c10d::OpType op_type, const char* title, at::TensorList tensors,
+                 Body&& body);
+  Communicator& usable_communicator(std::string_view collective) const;
+  // Of CUDA tensors like this one.
+  DeviceCollectives& device_collectives(const at::Tensor& tensor, std::string_view collective);
+  DeviceCollectives& joined_devices(const at::Tensor& tensor, std::string_view call);
+
+  c10::intrusive_ptr<::c10d::Store> store_;
+  int rank_;
+  int world_size_;
+  std::function<void()> check_interrupt_;
+  std::shared_ptr<Communicator> communicator_;  // null once closed; queued tasks share it
+  std::unique_ptr<DeviceCollectives> devices_;  // null until CUDA tensors come
+  ProgressQueue queue_;
+};
+
+}  // namespace rota::tensors

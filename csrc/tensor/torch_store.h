@@ -1,0 +1,23 @@
+// torch's Store as the bootstrap sees it.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "transport/store.h"
+
+namespace rota::tensors {
+
+class TorchStore final : public transport::Store {
+ public:
+  explicit TorchStore(c10::intrusive_ptr<::c10d::Store> store) : store_(std::move(store)) {}
+
+  int64_t add(const std::string& key, int64_t amount) override { return store_->add(key, amount); }
+  void set(const std::string& key, const std::string& value) override { store_->set(key, value); }
+  bool has(const std::string& key) override { return store_->check({key}); }
+  std::string get(const std::string& key) override { return store_->get_to_str(key); }
+
+ private:
+  c10::intrusive_ptr<::c10d::Store> store_;
+};
+
+}  // namespace rota::tensors

@@ -1,0 +1,38 @@
+// What stands in for tensor/cuda/ in a build for the CPU.
+#if !defined(ROTA_WITH_CUDA)
+
+#include "base/error.h"
+#include "tensor/device_collectives.h"
+#include "tensor/gpu_classes.h"
+#include "tensor/gpu_self_test.h"
+
+namespace rota::tensors {
+namespace {
+
+[[noreturn]] void refuse() {
+  throw Error(ErrorKind::kTransport, "this build of rota is for the CPU");
+}
+
+}  // namespace
+
+bool is_capturing(at::Device) { return false; }
+
+std::unique_ptr<DeviceCollectives> connect_devices(std::shared_ptr<Communicator>,
+                                                   const c10::intrusive_ptr<::c10d::Store>&,
+                                                   at::Device device, CallerThread,
+                                                   std::unique_ptr<DeviceCollectives>) {
+  throw Error(ErrorKind::kTransport,
+              join("rota: a tensor is on ", device.str(),
+                   ", but this build of rota is for the CPU; build it anew where nvcc and a CUDA "
+                   "build of torch are (ROTA_CUDA=1 pip install --no-build-isolation .)"));
+}
+
+std::vector<KernelReport> run_gpu_self_test(int) { refuse(); }
+
+std::optional<std::vector<std::string>> recorded_gpu_self_test(int) { refuse(); }
+
+void add_gpu_classes(pybind11::module_&) {}
+
+}  // namespace rota::tensors
+
+#endif

@@ -1,0 +1,95 @@
+#include "tensor/work.h"
+
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+#include "tensor/errors.h"
+
+namespace rota::tensors {
+namespace {
+
+// How late a Ctrl-C may be noticed.
+constexpr auto kInterruptSlice = std::chrono::milliseconds(50);
+
+// A future of tensors on a GPU must know it: whoever waits for it then waits for the stream.
+std::vector<c10::Device> gpus_of(const std::vector<at::Tensor>& tensors) {
+  if (tensors.empty() || !tensors[0].is_cuda()) return {};
+  return {tensors[0].device()};
+}
+
+void settle(const c10::intrusive_ptr<c10::ivalue::Future>& future, const c10::IValue& value,
+            const std::exception_ptr& exception) {
+  if (exception) {
+    future->setError(exception);
+  } else {
+    future->markCompleted(value);
+  }
+}
+
+}  // namespace
+
+c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
+  return make_future(c10::ListType::create(c10::TensorType::get()), tensors_);
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> Work::hook_future() {
+  const c10::TypePtr type = c10::PyObjectType::get();
+  return make_future(type, torch::jit::toIValue(pybind11::cast(tensors_.at(0)), type));
+}
+
+HostWork::HostWork(int rank, ::c10d::OpType op_type, const char* title,
+                   std::vector<at::Tensor> tensors, std::function<void()> check_interrupt)
+    : Work(rank, op_type, title, std::move(tensors)),
+      check_interrupt_(std::move(check_interrupt)) {}
+
+c10::intrusive_ptr<Work> HostWork::completed(int rank, ::c10d::OpType op_type,
+                                             std::vector<at::Tensor> tensors) {
+  auto work = c10::make_intrusive<HostWork>(rank, op_type, nullptr, std::move(tensors), nullptr);
+  work->completed_ = true;  // nobody else has seen it yet
+  return work;
+}
+
+void HostWork::complete(std::exception_ptr exception) {
+  finish(exception);
+  // Outside the lock: callbacks of a future may call back into this work.
+  std::vector<Pending> futures;
+  {
+    const std::lock_guard lock(mutex_);
+    futures.swap(futures_);
+  }
+  for (const Pending& pending : futures) settle(pending.future, pending.value, exception);
+}
+
+bool HostWork::wait(std::chrono::milliseconds timeout) {
+  const auto start = std::chrono::steady_clock::now();
+  std::unique_lock lock(mutex_);
+  while (!cv_.wait_for(lock, kInterruptSlice, [this] { return completed_; })) {
+    lock.unlock();
+    check_interrupt_();
+    if (timeout != kNoTimeout && std::chrono::steady_clock::now() - start >= timeout) {
+      throw PythonError(Error(ErrorKind::kTimeout,
+                              join("rota: Work.wait() gave up after ", timeout.count(),
+                                   " ms; the collective goes on until the group's timeout")));
+    }
+    lock.lock();
+  }
+  if (exception_) std::rethrow_exception(exception_);
+  return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> HostWork::make_future(c10::TypePtr type,
+                                                              c10::IValue value) {
+  auto future = c10::make_intrusive<c10::ivalue::Future>(std::move(type), gpus_of(tensors_));
+  std::exception_ptr exception;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!completed_) {
+      futures_.push_back({future, std::move(value)});
+      return future;
+    }
+    exception = exception_;
+  }
+  settle(future, value, exception);
+  return future;
+}
+
+}  // namespace rota::tensors

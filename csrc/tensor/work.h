@@ -1,0 +1,70 @@
+// A collective that torch can wait for.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <exception>
+#include <functional>
+#include <utility>
+#include <vector>
+
+namespace rota::tensors {
+
+class Work : public ::c10d::Work {
+ public:
+  // Of the list of tensors, as torch.distributed gives it.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() final;
+  // Of the first tensor alone, as a Python object, which DDP expects of a hook written in Python.
+  // Call it with the GIL held.
+  c10::intrusive_ptr<c10::ivalue::Future> hook_future();
+
+  const std::vector<at::Tensor>& tensors() const { return tensors_; }
+  std::vector<at::Tensor> result() final { return tensors_; }
+
+ protected:
+  // tensors: what the future of an unfinished or finished work holds.
+  Work(int rank, ::c10d::OpType op_type, const char* title, std::vector<at::Tensor> tensors)
+      : ::c10d::Work(rank, op_type, title), tensors_(std::move(tensors)) {}
+
+  // A future that `value` will be in, once this work is done.
+  virtual c10::intrusive_ptr<c10::ivalue::Future> make_future(c10::TypePtr type,
+                                                              c10::IValue value) = 0;
+
+  const std::vector<at::Tensor> tensors_;
+};
+
+// Done by a thread of this host.
+class HostWork final : public Work {
+ public:
+  HostWork(int rank, ::c10d::OpType op_type, const char* title, std::vector<at::Tensor> tensors,
+           std::function<void()> check_interrupt);
+
+  // The work of a call that has blocked until it was done, or has been queued on the current stream
+  // of the tensors' GPU.
+  static c10::intrusive_ptr<Work> completed(int rank, ::c10d::OpType op_type,
+                                            std::vector<at::Tensor> tensors);
+
+  // Done, successfully if there is no exception. Called once.
+  void complete(std::exception_ptr exception);
+
+  // Blocks until done; throws what the collective threw, and rota::Error(kTimeout) after `timeout`
+  // unless that is 0. Lets Ctrl-C through. The collective goes on in either case.
+  bool wait(std::chrono::milliseconds timeout) override;
+
+ private:
+  c10::intrusive_ptr<c10::ivalue::Future> make_future(c10::TypePtr type,
+                                                      c10::IValue value) override;
+
+  std::function<void()> check_interrupt_;
+
+  struct Pending {
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    c10::IValue value;
+  };
+  std::vector<Pending> futures_;  // guarded by mutex_
+};
+
+using WorkRef = c10::intrusive_ptr<Work>;
+
+}  // namespace rota::tensors
