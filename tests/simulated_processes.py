@@ -35,6 +35,12 @@ class Outcome:
     error: str | None  # a traceback, or how the process died
     stderr: str
 
+    @property
+    def warnings(self) -> list[str]:
+        """The lines of stderr, without those of a rank that awaits another for a second: on a busy
+        machine they are right, whatever is tested."""
+        return [line for line in self.stderr.splitlines() if not line.endswith("; still waiting")]
+
 
 class SimulatedProcesses:
     """A server, which starts when it is first needed and ends with close()."""
