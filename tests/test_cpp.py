@@ -13,6 +13,7 @@ No report is suppressed. The mutants at the end show that the sanitizer does see
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -49,6 +50,7 @@ THREAD_CASES = (
     "progress_queue_cases",
     "launches_cases",
     "joined_regions_cases",
+    "point_to_point_cases",
 )
 # One thread needs no ThreadSanitizer, and it does not follow a fork.
 OTHER_CASES = (
@@ -61,13 +63,17 @@ OTHER_CASES = (
     "bootstrap_cases",
 )
 SLEEPING_CASES = ("sequences_cases", "waiter_cases")
+LINKS = "transport/links.h"
 
 LAYOUT = "transport/layout.h"
 FEWEST_SLOTS = (
     Patch(LAYOUT, r"kNumSlots = \d+;", "kNumSlots = 2;"),
     Patch(LAYOUT, r"kPlacesPerMailbox = \d+;", "kPlacesPerMailbox = 1;"),
 )
-ENDLESS_SLEEP = (Patch("base/waiter.cpp", r"&tick\b", "nullptr"),)
+ENDLESS_SLEEP = (
+    Patch("base/waiter.cpp", r"&tick\b", "nullptr"),
+    Patch("base/waiter.cpp", r"&end, CLOCK_MONOTONIC\)", "nullptr, CLOCK_MONOTONIC)"),
+)
 
 FLAVOURS = (
     Flavour("plain", (*COMMON, "processes", *THREAD_CASES, *OTHER_CASES)),
@@ -112,6 +118,36 @@ EARLY_REUSES = (
     mutant("one-mailbox", Patch(LAYOUT, r"epoch % 2 \* mailbox_bytes\(\)", "0")),
     mutant("no-wait-drained", Patch("cpu/exchange.h", r"wait\(.*drained, [^;]*;", "")),
 )
+
+
+def earlier(before: str, call: str) -> Patch:
+    """A call of the engine, moved up to the line behind another."""
+    lines = rf"({re.escape(before)}[^\n]*\n)([\s\S]*?)( *{re.escape(call)}\n)"
+    return Patch("core/point_to_point.cpp", lines, r"\1\3\2")
+
+
+EARLY_MESSAGES = (
+    mutant(
+        "link-slot-too-early",
+        Patch(LINKS, r"sent_\[peer\] \+ 1 - kNum", "sent_[peer] - kNum"),
+        cases="point_to_point_cases",
+    ),
+    mutant(
+        "link-read-too-early",
+        Patch(LINKS, r"received_\[peer\] \+ 1\}", "received_[peer]}"),
+        cases="point_to_point_cases",
+    ),
+    mutant(
+        "link-release-too-early",
+        earlier("min(num_there", "links_.release(peer);"),
+        cases="point_to_point_cases",
+    ),
+    mutant(
+        "link-publish-too-early",
+        earlier("min(num_free", "links_.publish(peer);"),
+        cases="point_to_point_cases",
+    ),
+)
 EARLY_POSTS = mutant(
     "no-wait-launched",
     Patch("core/communicator.cpp", r"waiter_\.wait\(posts_of\(peer\)\.launched,[^;]*;", ""),
@@ -155,6 +191,12 @@ def test_cpp_with_weakened_order_is_reported(flavour: Flavour) -> None:
 def test_cpp_with_early_reuse_is_found(flavour: Flavour) -> None:
     code, output = run(flavour, "mixed_calls-ws3", "longest_messages-ws2")
     # The sanitizer mostly comes first; else a wrong number is found, or ranks that disagree.
+    assert code in (1, TSAN_REPORT_CODE), f"exit code {code}\n{output}"
+
+
+@pytest.mark.parametrize("flavour", EARLY_MESSAGES, ids=lambda flavour: flavour.name)
+def test_cpp_with_early_message_is_found(flavour: Flavour) -> None:
+    code, output = run(flavour, "p2p_lengths", "p2p_both_first", "p2p_mixed-ws4")
     assert code in (1, TSAN_REPORT_CODE), f"exit code {code}\n{output}"
 
 

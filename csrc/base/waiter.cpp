@@ -3,9 +3,13 @@
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <bit>
+#include <cerrno>
 #include <climits>
 
 #include "base/cores.h"
@@ -32,6 +36,35 @@ uint32_t* futex_word(const Flag& flag) {
   return halves + (std::endian::native == std::endian::little ? 0 : 1);
 }
 
+// Each returns at once if a flag has moved since it was `seen`; a time-out, a wake-up and a signal
+// all lead back to the caller's loop, which looks again.
+void sleep_on(const Flag& flag, uint64_t seen) {
+  const timespec tick{.tv_sec = 0, .tv_nsec = kTick.count()};
+  syscall(SYS_futex, futex_word(flag), FUTEX_WAIT, static_cast<uint32_t>(seen), &tick, nullptr, 0);
+}
+
+void sleep_on_any(std::span<const Awaited> awaited, const uint64_t* seen) {
+#ifdef SYS_futex_waitv  // Linux 5.16
+  std::array<futex_waitv, Waiter::kMaxAwaited> waits{};
+  for (size_t i = 0; i < awaited.size(); ++i) {
+    waits[i].val = static_cast<uint32_t>(seen[i]);
+    waits[i].uaddr = reinterpret_cast<uint64_t>(futex_word(*awaited[i].flag));
+    waits[i].flags = FUTEX_32;
+  }
+  timespec end{};
+  clock_gettime(CLOCK_MONOTONIC, &end);
+  const int64_t nanoseconds = end.tv_nsec + kTick.count();
+  constexpr int64_t kSecond = Nanoseconds(std::chrono::seconds(1)).count();
+  end.tv_sec += nanoseconds / kSecond;
+  end.tv_nsec = nanoseconds % kSecond;
+  const long result =
+      syscall(SYS_futex_waitv, waits.data(), awaited.size(), 0, &end, CLOCK_MONOTONIC);
+  if (result >= 0 || errno != ENOSYS) return;
+#endif
+  // An older kernel wakes for the first of them, and for the others at the next tick.
+  sleep_on(*awaited[0].flag, seen[0]);
+}
+
 }  // namespace
 
 // Measured with benchmarks/collectives.py on 2 cores that other programs keep busy: the ranks often
@@ -50,12 +83,12 @@ void Waiter::wake_all(const Flag& flag) {
   syscall(SYS_futex, futex_word(flag), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-void Waiter::wait_slow(const Flag& flag, uint64_t target, const WaitPolicy& policy,
-                       WaitObserver& observer) {
+void Waiter::wait_any(std::span<const Awaited> awaited, const WaitPolicy& policy,
+                      WaitObserver& observer) {
   const auto start = Clock::now();
   const auto spin_end = start + policy.spin;
   const auto yield_end = spin_end + policy.yield_for;
-  const auto arrived = [&] { return flag.load() >= target; };
+  const auto arrived = [&] { return std::ranges::any_of(awaited, &Awaited::is_there); };
   // A peer that published and then died or left has done its part: the flag has the last word.
   const auto check = [&](const std::optional<Error>& error) {
     if (error && !arrived()) throw *error;
@@ -81,21 +114,28 @@ void Waiter::wait_slow(const Flag& flag, uint64_t target, const WaitPolicy& poli
     } else {
       check(observer.poll());
     }
-    sleep(flag, target);
+    sleep(awaited);
   }
 }
 
-void Waiter::sleep(const Flag& flag, uint64_t target) {
-  own_sleeping_->publish(1);
-  const uint64_t seen = flag.load_ordered();
-  if (seen < target) {
-    const timespec tick{.tv_sec = 0, .tv_nsec = kTick.count()};
-    // Returns at once if the flag moved since `seen`; a time-out, a wake-up and a signal all lead
-    // back to the loop, which looks again.
-    syscall(SYS_futex, futex_word(flag), FUTEX_WAIT, static_cast<uint32_t>(seen), &tick, nullptr,
-            0);
+void Waiter::sleep(std::span<const Awaited> awaited) {
+  change_num_sleepers(1);
+  std::array<uint64_t, kMaxAwaited> seen;
+  bool is_there = false;
+  for (size_t i = 0; i < awaited.size(); ++i) {
+    seen[i] = awaited[i].flag->load_ordered();
+    is_there |= seen[i] >= awaited[i].target;
   }
-  own_sleeping_->publish(0);
+  if (!is_there && awaited.size() == 1) sleep_on(*awaited[0].flag, seen[0]);
+  if (!is_there && awaited.size() > 1) sleep_on_any(awaited, seen.data());
+  change_num_sleepers(-1);
+}
+
+void Waiter::change_num_sleepers(int change) {
+  const std::lock_guard lock(mutex_);
+  num_sleepers_ += change;
+  const uint64_t is_asleep = num_sleepers_ > 0 ? 1 : 0;
+  if (own_sleeping_->load() != is_asleep) own_sleeping_->publish(is_asleep);
 }
 
 }  // namespace rota

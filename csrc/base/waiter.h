@@ -10,7 +10,9 @@
 
 #include <chrono>
 #include <cstdint>
+#include <mutex>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "base/error.h"
@@ -43,6 +45,15 @@ struct WaitPolicy {
   static WaitPolicy for_ranks(int num_ranks);
 };
 
+// A flag, and the value that ends a wait for it.
+struct Awaited {
+  const Flag* flag;
+  uint64_t target;
+
+  bool is_there() const { return flag->load() >= target; }
+};
+
+// Of one rank; its threads may share it.
 class Waiter {
  public:
   // own: this rank's sleep flag, which peers read. peers: theirs, which publish() reads.
@@ -58,17 +69,24 @@ class Waiter {
 
   // Returns when flag >= target; throws what the observer reports if the flag is not there then.
   void wait(const Flag& flag, uint64_t target, const WaitPolicy& policy, WaitObserver& observer) {
-    if (flag.load() < target) wait_slow(flag, target, policy, observer);
+    const Awaited awaited{&flag, target};
+    if (!awaited.is_there()) wait_any({&awaited, 1}, policy, observer);
   }
+
+  // Returns when at least one of them is there, of which there are no more than kMaxAwaited.
+  static constexpr size_t kMaxAwaited = 128;
+  void wait_any(std::span<const Awaited> awaited, const WaitPolicy& policy, WaitObserver& observer);
 
  private:
   static void wake_all(const Flag& flag);
-  void wait_slow(const Flag& flag, uint64_t target, const WaitPolicy& policy,
-                 WaitObserver& observer);
-  void sleep(const Flag& flag, uint64_t target);
+  void sleep(std::span<const Awaited> awaited);
+  // The sleep flag is 1 while any thread of this rank sleeps.
+  void change_num_sleepers(int change);
 
   Flag* own_sleeping_;
   std::vector<const Flag*> peers_sleeping_;
+  std::mutex mutex_;
+  int num_sleepers_ = 0;  // guarded by mutex_, as the writing of the sleep flag
 };
 
 }  // namespace rota

@@ -44,12 +44,14 @@ Communicator::Communicator(std::unique_ptr<transport::Transport> transport, Nano
                            std::function<void()> check_interrupt)
     : transport_(std::move(transport)),
       waiter_(&transport_->own_control().sleeping, peers_sleeping(*transport_)),
-      watch_(*transport_, timeout, std::move(check_interrupt)),
+      watch_(*transport_, timeout, check_interrupt),
       wait_policy_(WaitPolicy::for_ranks(transport_->world_size())),
       everyone_(ranks_below(transport_->world_size())),
-      fork_generation_(fork_generation()) {}
+      fork_generation_(fork_generation()),
+      point_to_point_(*this, *transport_, std::move(check_interrupt)) {}
 
 Communicator::~Communicator() {
+  point_to_point_.close();
   // A forked child must not speak for its parent, whose memory it shares.
   if (fork_generation_ != fork_generation()) return;
   waiter_.publish(transport_->own_control().departed, 1);
@@ -195,6 +197,10 @@ void Communicator::run(const Descriptor& descriptor, const Args& args, CallerThr
     if (const auto error = watch_.poll()) throw *error;
     cpu::Exchange exchange(*transport_, waiter_, wait_policy_, watch_, num_rounds_);
     const std::optional<uint64_t> num_bytes = message_bytes(args);
+    if (!has_reserved_ && num_bytes != 0) {
+      transport_->reserve(transport_->geometry().collectives());
+      has_reserved_ = true;
+    }
     if (num_bytes && *num_bytes <= transport_->geometry().message_bytes) {
       const cpu::Mailboxes mailboxes(*transport_, epoch_, *num_bytes);
       contribute(args, mailboxes);

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/descriptor.h"
+#include "core/point_to_point.h"
 #include "core/watch.h"
 #include "cpu/all_reduce.h"
 #include "cpu/copy_collectives.h"
@@ -38,9 +39,6 @@ struct BucketRequest {
 
 // What a rank says of an all-reduce, of a gradient bucket too.
 Descriptor describe(const cpu::AllReduceArgs& args);
-
-// Which thread calls: Python delivers signals to user threads only.
-enum class CallerThread { kUser, kProgress };
 
 class Communicator {
  public:
@@ -76,6 +74,9 @@ class Communicator {
   uint64_t post_transfer(const Descriptor& descriptor, int sender, int receiver);
   uint64_t num_posted_launches() const;
 
+  // Messages between two ranks, which need no turn among the collectives.
+  PointToPoint& point_to_point() { return point_to_point_; }
+
   // Throws Error(kInternal) in a forked child, and in a group that has failed before an error of
   // the kind that it failed with: of several calls in flight any may be the first to be looked at.
   void check_usable(std::string_view collective) const;
@@ -86,8 +87,7 @@ class Communicator {
   void fail(const Error& cause);
 
   const transport::Transport& transport() const { return *transport_; }
-  // Of flags that are none of a collective, so that it needs no turn. Where another thread is in
-  // one, both say when they sleep, and either may miss a wake-up: that costs a tick.
+  // Of flags that are none of a collective, so that it needs no turn.
   Waiter& waiter() { return waiter_; }
   Nanoseconds timeout() const { return watch_.timeout(); }
 
@@ -118,15 +118,18 @@ class Communicator {
   WaitPolicy wait_policy_;
   std::vector<int> everyone_;
 
-  std::mutex mutex_;         // one collective at a time
-  uint64_t epoch_ = 0;       // collectives entered; posted to peers
-  uint64_t num_rounds_ = 0;  // rounds used by all collectives so far; the same on every rank
+  std::mutex mutex_;           // one collective at a time
+  uint64_t epoch_ = 0;         // collectives entered; posted to peers
+  uint64_t num_rounds_ = 0;    // rounds used by all collectives so far; the same on every rank
+  bool has_reserved_ = false;  // the memory that collectives move data through
 
   std::mutex abort_mutex_;  // the abort record is written once
   std::atomic<bool> is_dead_{false};
   std::string dead_reason_;  // set before is_dead_, constant afterwards, as the next one
   ErrorKind dead_kind_ = ErrorKind::kInternal;
   uint64_t fork_generation_;
+
+  PointToPoint point_to_point_;  // last: goes first
 };
 
 }  // namespace rota

@@ -46,28 +46,44 @@ std::optional<Error> Watch::tick(Nanoseconds waited) {
   }
   if (auto error = find_abort()) return error;
   if (auto error = find_death()) return error;
-  if (transport_.region(peer_).control().departed.load() != 0) {
+  if (are_awaited_gone()) {
     return Error(ErrorKind::kPeerFailed,
-                 join(prefix(), ": ", transport_.describe(peer_), " has left the group ", place(),
-                      "; every rank must call the same collectives before it closes"));
+                 join(prefix(), ": ", awaited(), " has left the group ", place(),
+                      "; every rank must do its part of all calls before it closes"));
   }
   if (waited >= timeout_) {
-    return Error(ErrorKind::kTimeout,
-                 join(prefix(), " waited ", milliseconds(waited), " ms for ",
-                      transport_.describe(peer_), ' ', place(), "; is rank ", peer_, " alive?"));
+    const std::string who = peer_ == kAnyRank ? "any of them" : join("rank ", peer_);
+    return Error(ErrorKind::kTimeout, join(prefix(), " waited ", milliseconds(waited), " ms for ",
+                                           awaited(), ' ', place(), "; is ", who, " alive?"));
   }
   if (waited >= kStallAfter) warn_about_stall(waited);
   return std::nullopt;
 }
 
 std::optional<Error> Watch::find_death() const {
-  for (const int peer : transport_.find_dead_peers(peer_)) {
+  for (const int peer : transport_.find_dead_peers(peer_ == kAnyRank ? transport_.rank() : peer_)) {
     // One that closed its communicator before it ended has done its part.
-    if (transport_.region(peer).control().departed.load() != 0) continue;
+    if (has_departed(peer)) continue;
     return Error(ErrorKind::kPeerFailed, join(prefix(), ": ", transport_.describe(peer),
                                               " has died ", place(), "; restart the job"));
   }
   return std::nullopt;
+}
+
+bool Watch::has_departed(int peer) const {
+  return transport_.region(peer).control().departed.load() != 0;
+}
+
+bool Watch::are_awaited_gone() const {
+  if (peer_ != kAnyRank) return has_departed(peer_);
+  for (int peer = 0; peer < transport_.world_size(); ++peer) {
+    if (peer != transport_.rank() && !has_departed(peer)) return false;
+  }
+  return true;
+}
+
+std::string Watch::awaited() const {
+  return peer_ == kAnyRank ? "any other rank" : transport_.describe(peer_);
 }
 
 std::string Watch::prefix() const {
@@ -94,8 +110,8 @@ std::optional<Error> Watch::find_abort() const {
 void Watch::warn_about_stall(Nanoseconds waited) {
   if (has_warned_) return;
   has_warned_ = true;
-  std::cerr << join(prefix(), " has waited ", milliseconds(waited), " ms for ",
-                    transport_.describe(peer_), ' ', place(), "; still waiting\n");
+  std::cerr << join(prefix(), " has waited ", milliseconds(waited), " ms for ", awaited(), ' ',
+                    place(), "; still waiting\n");
 }
 
 }  // namespace rota

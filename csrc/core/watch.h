@@ -13,6 +13,12 @@ namespace rota {
 
 inline constexpr Nanoseconds kStallAfter = std::chrono::seconds(1);
 
+// In place of a peer: whichever comes first.
+inline constexpr int kAnyRank = -1;
+
+// Which thread calls: Python delivers signals to user threads only.
+enum class CallerThread { kUser, kProgress };
+
 class Watch final : public cpu::PeerWaitObserver {
  public:
   // check_interrupt may throw (KeyboardInterrupt); it runs in the waiting thread.
@@ -36,6 +42,10 @@ class Watch final : public cpu::PeerWaitObserver {
 
  private:
   std::optional<Error> find_abort() const;
+  bool has_departed(int peer) const;
+  // Nobody that this rank waits for will come any more.
+  bool are_awaited_gone() const;
+  std::string awaited() const;
   void warn_about_stall(Nanoseconds waited);
 
   const transport::Transport& transport_;

@@ -25,7 +25,7 @@
 namespace rota::transport {
 namespace {
 
-constexpr uint64_t kHelloMagic = 0x0133'6174'6f72ULL;  // "rota3", changed with the layout
+constexpr uint64_t kHelloMagic = 0x0134'6174'6f72ULL;  // "rota4", changed with the layout
 constexpr int kStorePollMs = 2;   // a store may be a server: a few requests while a peer starts
 constexpr int kPollSliceMs = 50;  // how late a Ctrl-C may be noticed
 
@@ -191,8 +191,9 @@ void Bootstrap::claim_rank() {
 
 // One line per rank: address, world size, geometry; the rest of the line is the host.
 void Bootstrap::publish_card(const std::string& address) {
-  store_.set(card_key(rank_), join(address, ' ', world_size_, ' ', geometry_.message_bytes, ' ',
-                                   geometry_.slot_bytes, ' ', host_id()));
+  store_.set(card_key(rank_),
+             join(address, ' ', world_size_, ' ', geometry_.message_bytes, ' ',
+                  geometry_.slot_bytes, ' ', geometry_.link_slot_bytes, ' ', host_id()));
 }
 
 std::string Bootstrap::card_key(int rank) const { return join("card/", incarnation_, '/', rank); }
@@ -216,7 +217,8 @@ std::string Bootstrap::address_of(int peer) {
   std::string address, host;
   int world_size = 0;
   Geometry geometry{};
-  card >> address >> world_size >> geometry.message_bytes >> geometry.slot_bytes;
+  card >> address >> world_size >> geometry.message_bytes >> geometry.slot_bytes >>
+      geometry.link_slot_bytes;
   std::getline(card >> std::ws, host);
   if (world_size != world_size_) {
     fail(join("rank ", peer, " has world_size ", world_size, ", this rank ", rank_, " has ",

@@ -1,11 +1,13 @@
 // The memory of one rank's region: the only place that knows offsets. One layout for shared memory
 // between processes and plain memory between threads.
 //
-//   ControlBlock | mailbox 0 | mailbox 1 | slot 0 | slot 1
+//   ControlBlock | mailbox 0 | mailbox 1 | slot 0 | slot 1 | link slots [receiver][slot]
 //
 // The control block has one writer, its owner; everybody else maps it read-only. Messages and slots
 // are written by their owner too, but in two_shot each shard of them changes hands: its reducer
-// writes the sum back to where the contribution came from. No pointer is ever stored here, and
+// writes the sum back to where the contribution came from. Memory behind the control block is
+// reserved by its owner before anybody touches it: for collectives at the first one, for a link at
+// the first message. No pointer is ever stored here, and
 // every bound comes from the reader's own Geometry, never from what a peer wrote. csrc/README.md
 // has the table of sync words with orders and the argument for each reuse of a slot.
 #pragma once
@@ -44,9 +46,18 @@ struct alignas(kPageBytes) ControlBlock {
                           // kernels have ended; even, it has unmapped those of its peers
   Flag abort;             // 1 once the owner has failed; payload[0]: ErrorKind
   char abort_text[1024];  // zero-terminated; written before abort
-  LaunchPosts<128> launches;               // collectives on GPUs
+  Flag link_filled[kMaxWorldSize];   // by receiver: messages that the owner has put into that link
+  Flag link_drained[kMaxWorldSize];  // by sender: messages that the owner has read from that link
+  Flag sleeping_on_links;            // as sleeping, of threads that wait for messages of links
+  LaunchPosts<128> launches;         // collectives on GPUs
   LaunchPosts<8> sends[kMaxWorldSize];     // from the owner's GPU, by receiver
   LaunchPosts<8> receives[kMaxWorldSize];  // to it, by sender
+};
+
+// Bytes of a region, from an offset on.
+struct Span {
+  size_t offset;
+  size_t num_bytes;
 };
 
 // Round r of a pipelined collective uses slot r % kNumSlots. The protocol needs 2, and more are
@@ -59,10 +70,15 @@ inline constexpr int kNumSlots = 2;
 // KiB: 3.3 us with one place, 2.6 with 4).
 inline constexpr size_t kPlacesPerMailbox = 4;
 
+// Message m of a link uses slot m % kNumHostLinkSlots. With more of them a sender can be further
+// ahead; with fewer, what is in flight stays in the second-level cache.
+inline constexpr int kNumHostLinkSlots = 8;
+
 // What every rank must agree on; bootstrap compares it.
 struct Geometry {
   size_t message_bytes;  // the longest message of a one-round collective
   size_t slot_bytes;     // one round of a pipelined collective
+  size_t link_slot_bytes = 32 << 10;
 
   bool operator==(const Geometry&) const = default;
 
@@ -76,9 +92,20 @@ struct Geometry {
   constexpr size_t slot(uint64_t round) const {
     return sizeof(ControlBlock) + 2 * mailbox_bytes() + round % kNumSlots * slot_bytes;
   }
-  constexpr size_t num_bytes() const { return slot(0) + kNumSlots * slot_bytes; }
+  constexpr size_t link_slot(int receiver, uint64_t message) const {
+    return slot(0) + kNumSlots * slot_bytes + static_cast<size_t>(receiver) * link_bytes() +
+           message % kNumHostLinkSlots * link_slot_bytes;
+  }
+  constexpr size_t num_bytes(int world_size) const { return link_slot(world_size, 0); }
+
+  // What is reserved together.
+  constexpr Span collectives() const {
+    return {sizeof(ControlBlock), link_slot(0, 0) - sizeof(ControlBlock)};
+  }
+  constexpr Span link(int receiver) const { return {link_slot(receiver, 0), link_bytes()}; }
 
  private:
+  constexpr size_t link_bytes() const { return kNumHostLinkSlots * link_slot_bytes; }
   constexpr size_t mailbox_bytes() const {
     return kPlacesPerMailbox * (message_bytes + kCacheLineBytes);
   }

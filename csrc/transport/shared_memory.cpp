@@ -19,6 +19,10 @@
 namespace rota::transport {
 namespace {
 
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23  // Linux 5.14
+#endif
+
 // Nobody can change the size under a mapping, or lift that.
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
@@ -30,17 +34,42 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
                    "smaller slot_bytes"));
 }
 
-// Pages are taken now: a shortage is an error here and never a SIGBUS at first touch. Beyond a
-// cgroup's limit posix_fallocate does not fail, it wakes the OOM killer; hence the look before it.
-UniqueFd reserve_memory(size_t num_bytes) {
+UniqueFd create_memory(size_t num_bytes) {
   UniqueFd memory(memfd_create("rota", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (memory.get() < 0) throw Error(ErrorKind::kTransport, with_errno("memfd_create", errno));
-  const uint64_t have = available_memory();
-  if (num_bytes > have) refuse_reservation(num_bytes, have, "that is more than there is");
-  if (const int error = posix_fallocate(memory.get(), 0, static_cast<off_t>(num_bytes))) {
-    refuse_reservation(num_bytes, have, with_errno("posix_fallocate", error));
+  if (ftruncate(memory.get(), static_cast<off_t>(num_bytes)) != 0) {
+    refuse_reservation(num_bytes, available_memory(), with_errno("ftruncate", errno));
   }
   return memory;
+}
+
+// Beyond a cgroup's limit the kernel does not refuse pages, it wakes the OOM killer; hence a look
+// before each reservation. Returns what there is.
+uint64_t check_available(size_t num_bytes) {
+  const uint64_t have = available_memory();
+  if (num_bytes > have) refuse_reservation(num_bytes, have, "that is more than there is");
+  return have;
+}
+
+// reserve() takes pages now and returns an errno: a shortage is an error here and never a SIGBUS at
+// first touch.
+template <typename Reserve>
+void reserve_pages(size_t num_bytes, const char* call, const Reserve& reserve) {
+  const uint64_t have = check_available(num_bytes);
+  if (const int error = reserve()) refuse_reservation(num_bytes, have, with_errno(call, error));
+}
+
+void reserve_in_file(const UniqueFd& memory, size_t num_bytes) {
+  reserve_pages(num_bytes, "posix_fallocate",
+                [&] { return posix_fallocate(memory.get(), 0, static_cast<off_t>(num_bytes)); });
+}
+
+// Whole pages from the one in which the span begins.
+int populate(std::byte* base, const Span& span) {
+  const auto page_bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const size_t begin = span.offset / page_bytes * page_bytes;
+  const size_t end = span.offset + span.num_bytes;
+  return madvise(base + begin, end - begin, MADV_POPULATE_WRITE) == 0 ? 0 : errno;
 }
 
 void seal(const UniqueFd& memory) {
@@ -92,9 +121,7 @@ bool is_exiting(const UniqueFd& status) {
 }  // namespace
 
 Mapping::Mapping(const UniqueFd& memory, size_t num_bytes, Access access) : num_bytes_(num_bytes) {
-  // MAP_POPULATE: the page table is filled now, not by faults in the first collectives.
-  void* address =
-      mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, memory.get(), 0);
+  void* address = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memory.get(), 0);
   if (address == MAP_FAILED) {
     throw Error(ErrorKind::kTransport, with_errno("rota: cannot map shared memory", errno));
   }
@@ -117,9 +144,14 @@ Mapping::~Mapping() {
 std::unique_ptr<Transport> SharedMemoryTransport::connect(
     Store& store, int rank, int world_size, const Geometry& geometry,
     std::chrono::milliseconds timeout, const std::function<void()>& check_interrupt) {
-  const size_t num_bytes = geometry.num_bytes();
-  UniqueFd memory = reserve_memory(num_bytes);
+  const size_t num_bytes = geometry.num_bytes(world_size);
+  // Where the first collective could not have its memory, nobody needs to meet.
+  check_available(geometry.collectives().num_bytes);
+  UniqueFd memory = create_memory(num_bytes);
+  reserve_in_file(memory, sizeof(ControlBlock));
   Mapping own(memory, num_bytes, Mapping::Access::kOwner);
+  const bool can_reserve_later = populate(own.base(), {0, sizeof(ControlBlock)}) == 0;
+  if (!can_reserve_later) reserve_in_file(memory, num_bytes);
   seal(memory);
 
   Bootstrap bootstrap(store, rank, world_size, geometry, timeout, check_interrupt);
@@ -137,12 +169,20 @@ std::unique_ptr<Transport> SharedMemoryTransport::connect(
                      open_status(introduction.pid),
                      Mapping(introduction.memory, num_bytes, Mapping::Access::kPeer)});
   }
-  return std::unique_ptr<Transport>(new SharedMemoryTransport(rank, geometry, std::move(peers)));
+  return std::unique_ptr<Transport>(
+      new SharedMemoryTransport(rank, geometry, std::move(peers), !can_reserve_later));
 }
 
 SharedMemoryTransport::SharedMemoryTransport(int rank, const Geometry& geometry,
-                                             std::vector<Peer> peers)
-    : Transport(rank, geometry, regions_of(peers, geometry)), peers_(std::move(peers)) {}
+                                             std::vector<Peer> peers, bool is_reserved)
+    : Transport(rank, geometry, regions_of(peers, geometry)),
+      peers_(std::move(peers)),
+      is_reserved_(is_reserved) {}
+
+void SharedMemoryTransport::reserve(const Span& span) {
+  if (is_reserved_) return;
+  reserve_pages(span.num_bytes, "madvise", [&] { return populate(own().at(0), span); });
+}
 
 std::string SharedMemoryTransport::describe(int peer) const {
   return join("rank ", peer, " (pid ", peers_[static_cast<size_t>(peer)].pid, ")");

@@ -1,9 +1,9 @@
 // Regions shared between the processes of one host: anonymous memory (memfd) whose descriptor is
-// handed to each peer over a UNIX socket, sealed, and reserved up front.
+// handed to each peer over a UNIX socket, sealed, and reserved before it is used.
 //
 // What that buys over shm_open: nothing has a name in /dev/shm, so nothing leaks when a process is
 // killed and nobody else can attach; a peer can neither resize nor write a region that is not its
-// own; and a full /dev/shm is an error at init instead of a SIGBUS in the middle of a step.
+// own; and a full /dev/shm is an error instead of a SIGBUS in the middle of a step.
 #pragma once
 
 #include <sys/types.h>
@@ -56,13 +56,16 @@ class SharedMemoryTransport final : public Transport {
                                             std::chrono::milliseconds timeout,
                                             const std::function<void()>& check_interrupt);
 
+  void reserve(const Span& span) override;
   std::string describe(int peer) const override;
   std::vector<int> find_dead_peers(int awaited) const override;
 
  private:
-  SharedMemoryTransport(int rank, const Geometry& geometry, std::vector<Peer> peers);
+  SharedMemoryTransport(int rank, const Geometry& geometry, std::vector<Peer> peers,
+                        bool is_reserved);
 
   std::vector<Peer> peers_;  // by rank; the own entry maps the own region, writable
+  bool is_reserved_;         // the whole region is; it must be, where the kernel cannot do parts
 };
 
 }  // namespace rota::transport

@@ -36,7 +36,7 @@ std::vector<std::unique_ptr<Transport>> ThreadTransport::make_world(int world_si
                                                                     const Geometry& geometry) {
   World world;
   for (int rank = 0; rank < world_size; ++rank) {
-    world.push_back(std::make_shared<Memory>(geometry.num_bytes()));
+    world.push_back(std::make_shared<Memory>(geometry.num_bytes(world_size)));
   }
   std::vector<std::unique_ptr<Transport>> transports;
   for (int rank = 0; rank < world_size; ++rank) {

@@ -21,6 +21,10 @@ class Transport {
   // This rank is its only writer.
   ControlBlock& own_control() const { return const_cast<ControlBlock&>(own().control()); }
 
+  // Reserves memory of the own region, which this rank and its peers may touch from then on; again
+  // it does nothing. Throws Error(kTransport) where memory is short.
+  virtual void reserve(const Span& span) = 0;
+
   // "rank 1 (pid 4711)", as errors name a peer.
   virtual std::string describe(int peer) const = 0;
 

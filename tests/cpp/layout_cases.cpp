@@ -35,8 +35,24 @@ void slots_lie_behind_each_other() {
                   geometry.slot(0) + round % transport::kNumSlots * geometry.slot_bytes, "slot");
     }
     check_equal(geometry.slot(0) % kCacheLineBytes, size_t{0}, "offset in a cache line");
-    check_equal(geometry.num_bytes(), geometry.slot(0) + transport::kNumSlots * geometry.slot_bytes,
-                "bytes of a region");
+    check_equal(geometry.link_slot(0, 0),
+                geometry.slot(0) + transport::kNumSlots * geometry.slot_bytes, "end of the slots");
+  }
+}
+
+void links_lie_behind_each_other() {
+  constexpr int kWorldSize = 3;
+  for (const Geometry& geometry : kGeometries) {
+    size_t end = geometry.collectives().offset + geometry.collectives().num_bytes;
+    for (int receiver = 0; receiver < kWorldSize; ++receiver) {
+      check_equal(geometry.link(receiver).offset, end, "begin of a link");
+      for (uint64_t message = 0; message < 3 * transport::kNumHostLinkSlots; ++message) {
+        const size_t place = message % transport::kNumHostLinkSlots * geometry.link_slot_bytes;
+        check_equal(geometry.link_slot(receiver, message), end + place, "slot of a link");
+      }
+      end += geometry.link(receiver).num_bytes;
+    }
+    check_equal(geometry.num_bytes(kWorldSize), end, "bytes of a region");
   }
 }
 
@@ -48,6 +64,7 @@ void control_block_has_pages_of_its_own() {
 const CaseTable kCases{
     {"layout_messages", messages_lie_in_the_mailbox_of_their_epoch},
     {"layout_slots", slots_lie_behind_each_other},
+    {"layout_links", links_lie_behind_each_other},
     {"layout_control_block", control_block_has_pages_of_its_own},
 };
 

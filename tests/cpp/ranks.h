@@ -8,7 +8,8 @@
 namespace rota::test {
 
 // So small that a few KiB already pass through many slots.
-inline constexpr transport::Geometry kSmall{.message_bytes = 1024, .slot_bytes = 4096};
+inline constexpr transport::Geometry kSmall{
+    .message_bytes = 1024, .slot_bytes = 4096, .link_slot_bytes = 256};
 
 // Longer than any wait that goes well, also where a sanitizer and other people share the cores.
 inline constexpr std::chrono::seconds kPatience{60};

@@ -91,15 +91,17 @@ transport::Introduction meet_rank_0(const UniqueFd& own_memory,
 
 void memory_is_sealed() {
   const auto rank_0 =
-      meet_rank_0(make_memory(kSmall.num_bytes(), kSeals),
+      meet_rank_0(make_memory(kSmall.num_bytes(2), kSeals),
                   [](const StoreDirectory& directory) { connect(directory, 0, 2); });
   const int memory = rank_0.memory.get();
   check_equal(fcntl(memory, F_GET_SEALS) & kSeals, kSeals, "seals");
   check((fcntl(memory, F_GETFD) & FD_CLOEXEC) != 0, "the descriptor ends with exec");
   struct stat status{};
   check(fstat(memory, &status) == 0, "fstat");
-  check_equal(static_cast<size_t>(status.st_size), kSmall.num_bytes(), "bytes");
-  check(static_cast<size_t>(status.st_blocks) * 512 >= kSmall.num_bytes(), "space is reserved");
+  check_equal(static_cast<size_t>(status.st_size), kSmall.num_bytes(2), "bytes");
+  const size_t num_reserved = static_cast<size_t>(status.st_blocks) * 512;
+  check(num_reserved >= sizeof(transport::ControlBlock), "the control block is reserved");
+  check(num_reserved < kSmall.num_bytes(2), "what nobody has used yet is not");
   check(ftruncate(memory, 0) != 0, "shrinking fails");
   check(ftruncate(memory, 1 << 24) != 0, "growing fails");
   check(fcntl(memory, F_ADD_SEALS, F_SEAL_WRITE) != 0, "another seal fails");
@@ -285,9 +287,9 @@ const CaseTable kCases{
     {"shared_memory_read_only", peers_control_block_is_read_only},
     {"shared_memory_sealed", memory_is_sealed},
     {"shared_memory_unsealed_refused",
-     [] { unsafe_memory_is_refused(kSmall.num_bytes(), F_SEAL_GROW); }},
+     [] { unsafe_memory_is_refused(kSmall.num_bytes(2), F_SEAL_GROW); }},
     {"shared_memory_short_refused",
-     [] { unsafe_memory_is_refused(kSmall.num_bytes() - 4096, kSeals); }},
+     [] { unsafe_memory_is_refused(kSmall.num_bytes(2) - 4096, kSeals); }},
     {"shared_memory_shortage", memory_shortage_is_an_error},
     {"shared_memory_signals", signals_do_not_disturb_connect},
     {"killed_peer_noticed-ws3", killed_peer_is_noticed_whoever_is_awaited},

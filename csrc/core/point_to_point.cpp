@@ -1,0 +1,477 @@
+#include "core/point_to_point.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/fork_generation.h"
+#include "core/communicator.h"
+#include "cpu/copy.h"
+#include "schedule/direct.h"
+
+namespace rota {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// How long a borrowed thread stays when nothing is outstanding: longer than the gap between two
+// steps of a pipeline, because to wake a thread costs more than to send a short message.
+constexpr auto kLinger = std::chrono::milliseconds(100);
+
+// What the first link message of a message begins with.
+struct alignas(kCacheLineBytes) Header {
+  uint64_t tag;
+  uint64_t dtype;
+  uint64_t num_elems;
+};
+
+void check_header(const Header& header, int source) {
+  // Bounded: the words come from another process.
+  constexpr uint64_t kMaxElems = uint64_t{1} << 56;
+  if (header.dtype < kNumDTypes && header.num_elems < kMaxElems) return;
+  throw Error(ErrorKind::kInternal, join("rota.recv: the header of a message from rank ", source,
+                                         " is damaged; does another program write to its memory?"));
+}
+
+std::string_view call_name(bool is_send) { return is_send ? "send" : "recv"; }
+
+std::string text_of(const Message& message) {
+  return join("(", name(message.dtype), '[', message.num_elems, "], tag ", message.tag, ')');
+}
+
+Nanoseconds now() { return Clock::now().time_since_epoch(); }
+
+std::vector<const Flag*> peers_sleeping(const transport::Transport& transport) {
+  std::vector<const Flag*> flags;
+  for (int peer = 0; peer < transport.world_size(); ++peer) {
+    if (peer == transport.rank()) continue;
+    flags.push_back(&transport.region(peer).control().sleeping_on_links);
+  }
+  return flags;
+}
+
+}  // namespace
+
+// Ends a wait for flags where the request stands still for too long, and for good where its group
+// has failed.
+class PointToPoint::Observer final : public WaitObserver {
+ public:
+  Observer(Watch& watch, const Request& request, std::optional<Nanoseconds> patience)
+      : watch_(watch), request_(request), patience_(patience) {}
+
+  bool has_given_up() const { return has_given_up_; }
+
+  std::optional<Error> poll() override { return watch_.poll(); }
+  std::optional<Error> tick(Nanoseconds) override {
+    const Nanoseconds time = now();
+    // Another thread may have moved it, and other messages end waits in between.
+    const Nanoseconds still = time - std::max(start_, request_.moved_at_.load());
+    if (auto error = watch_.tick(still)) return error;
+    if (!patience_ || time - start_ < *patience_) return std::nullopt;
+    has_given_up_ = true;
+    return Error(ErrorKind::kTimeout, "");  // goes no further than wait()
+  }
+
+ private:
+  Watch& watch_;
+  const Request& request_;
+  std::optional<Nanoseconds> patience_;
+  Nanoseconds start_ = now();
+  bool has_given_up_ = false;
+};
+
+PointToPoint::PointToPoint(Communicator& communicator, transport::Transport& transport,
+                           std::function<void()> check_interrupt)
+    : communicator_(communicator),
+      transport_(transport),
+      check_interrupt_(std::move(check_interrupt)),
+      waiter_(&transport.own_control().sleeping_on_links, peers_sleeping(transport)),
+      policy_(WaitPolicy::for_ranks(transport.world_size())),
+      links_(transport, waiter_),
+      sends_(static_cast<size_t>(transport.world_size())),
+      arriving_(static_cast<size_t>(transport.world_size())),
+      fork_generation_(fork_generation()) {}
+
+RequestRef PointToPoint::send(const void* data, const Message& message, int peer,
+                              std::function<void()> on_done) {
+  // Only read: the request of a send writes nothing to its data.
+  return start(Kind::kSend, const_cast<void*>(data), message, peer, std::move(on_done));
+}
+
+RequestRef PointToPoint::recv(void* data, const Message& message, int peer,
+                              std::function<void()> on_done) {
+  return start(Kind::kRecv, data, message, peer, std::move(on_done));
+}
+
+RequestRef PointToPoint::start(Kind kind, void* data, const Message& message, int peer,
+                               std::function<void()> on_done) {
+  const std::string_view call = call_name(kind == Kind::kSend);
+  communicator_.check_usable(call);
+  const bool is_any = kind == Kind::kRecv && peer == kAnyRank && transport_.world_size() > 1;
+  if (!is_any && (peer < 0 || peer >= transport_.world_size() || peer == transport_.rank())) {
+    throw Error(ErrorKind::kValue, join("rota.", call, ": the peer is ", peer,
+                                        ", expected another rank than the own, ", transport_.rank(),
+                                        ", in [0, ", transport_.world_size(), ")"));
+  }
+  auto request = std::make_shared<Request>();
+  request->is_send_ = kind == Kind::kSend;
+  request->peer_ = peer;
+  request->message_ = message;
+  request->data_ = static_cast<std::byte*>(data);
+  request->moved_at_ = now();
+  request->on_done_ = std::move(on_done);
+  Done done;
+  {
+    const std::lock_guard lock(mutex_);
+    request->number_ = ++num_requests_;
+    ++num_unfinished_;
+    try {
+      if (kind == Kind::kSend) {
+        links_.open(peer);
+        sends_[static_cast<size_t>(peer)].push_back(request);
+      } else if (!take_early(request, done)) {
+        recvs_.push_back(request);
+      }
+      move(done);
+    } catch (const Error& error) {
+      fail(error, done);
+    }
+  }
+  report(done);
+  return request;
+}
+
+bool PointToPoint::test(const Request& request) {
+  Done done;
+  {
+    const std::lock_guard lock(mutex_);
+    try {
+      move(done);
+      if (!request.is_done()) communicator_.check_usable(call_name(request.is_send_));
+    } catch (const Error& error) {
+      fail(error, done);
+    }
+  }
+  report(done);
+  return request.is_done();
+}
+
+bool PointToPoint::wait(const Request& request, CallerThread thread,
+                        std::optional<Nanoseconds> patience) {
+  if (!request.is_done() && !wait_until_done(request, thread, patience)) return false;
+  if (request.error()) throw *request.error();
+  return true;
+}
+
+bool PointToPoint::wait_until_done(const Request& request, CallerThread thread,
+                                   std::optional<Nanoseconds> patience) {
+  Watch watch(transport_, communicator_.timeout(), check_interrupt_);
+  watch.begin_collective(call_name(request.is_send_), request.number_,
+                         /*lets_signals_through=*/thread == CallerThread::kUser);
+  Observer observer(watch, request, patience);
+  const std::string phase = join("tag ", request.message_.tag);
+  std::unique_lock lock(mutex_);
+  ++num_waits_;
+  ++num_waiting_;
+  Done done;
+  try {
+    for (move(done); !request.is_done(); move(done)) {
+      AwaitedFlags flags = awaited();
+      watch.begin_wait(request.peer_, phase, request.num_moved_);
+      lock.unlock();
+      report(done);
+      done.clear();
+      waiter_.wait_any(flags.all(), policy_, observer);
+      lock.lock();
+    }
+  } catch (const Error& error) {
+    if (!lock.owns_lock()) lock.lock();
+    if (!observer.has_given_up()) fail(error, done);
+  } catch (...) {  // a signal's
+    if (!lock.owns_lock()) lock.lock();
+    --num_waiting_;
+    const std::string text = join(watch.prefix(), " was interrupted ", watch.place());
+    communicator_.abort(text);
+    end_all(Error(ErrorKind::kInternal, text), done);
+    lock.unlock();
+    report(done);
+    throw;
+  }
+  --num_waiting_;
+  lock.unlock();
+  report(done);
+  return request.is_done();
+}
+
+void PointToPoint::attend(const Request& request, std::shared_ptr<void> owner) {
+  const std::lock_guard lock(mutex_);
+  if (request.is_done() || is_attended_ || is_closing_) return;
+  is_attended_ = true;
+  attendant_queue_.enqueue([this, owner = std::move(owner)] { attend_all(); });
+}
+
+// Whoever waits moves everything, and sooner than this thread: so it looks only now and then, and
+// steps in where for a whole tick nobody has waited.
+void PointToPoint::attend_all() {
+  std::unique_lock lock(mutex_);
+  Nanoseconds used_at = now();
+  while (!is_closing_ && now() - used_at < kLinger) {
+    const uint64_t num_waits = num_waits_;
+    attendant_.wait_for(lock, kTick, [this] { return is_closing_; });
+    if (num_unfinished_ > 0) used_at = now();
+    while (!is_closing_ && num_unfinished_ > 0 && num_waiting_ == 0 && num_waits == num_waits_) {
+      if (!step_in(lock)) break;
+    }
+  }
+  is_attended_ = false;
+}
+
+// Moves what can be moved, and waits for more for about a tick. False: nothing has come.
+bool PointToPoint::step_in(std::unique_lock<std::mutex>& lock) {
+  class OneTick final : public WaitObserver {
+   public:
+    explicit OneTick(Watch& watch) : watch_(watch) {}
+    bool is_over = false;
+
+    std::optional<Error> poll() override { return watch_.poll(); }
+    std::optional<Error> tick(Nanoseconds waited) override {
+      if (auto error = watch_.find_death()) return error;
+      is_over = waited >= kTick;
+      if (is_over) return Error(ErrorKind::kTimeout, "");  // goes no further than below
+      return std::nullopt;
+    }
+
+   private:
+    Watch& watch_;
+  };
+  Watch watch(transport_, communicator_.timeout(), check_interrupt_);
+  watch.begin_collective("send_recv", num_requests_, /*lets_signals_through=*/false);
+  watch.begin_wait(kAnyRank, "attended", 0);
+  OneTick one_tick(watch);
+  Done done;
+  try {
+    move(done);
+    AwaitedFlags flags = awaited();
+    lock.unlock();
+    report(done);
+    done.clear();
+    waiter_.wait_any(flags.all(), WaitPolicy{}, one_tick);
+    lock.lock();
+    return true;
+  } catch (const Error& error) {
+    if (!lock.owns_lock()) lock.lock();
+    if (!one_tick.is_over) fail(error, done);
+  }
+  if (!done.empty()) {
+    lock.unlock();
+    report(done);
+    lock.lock();
+  }
+  return false;
+}
+
+bool PointToPoint::has_unfinished_sends() {
+  const std::lock_guard lock(mutex_);
+  return std::ranges::any_of(sends_, [](const auto& queue) { return !queue.empty(); });
+}
+
+void PointToPoint::finish(CallerThread thread) {
+  while (true) {
+    RequestRef last;
+    {
+      const std::lock_guard lock(mutex_);
+      for (const auto& queue : sends_) {
+        if (!queue.empty()) last = queue.back();
+      }
+    }
+    if (!last) return;
+    wait(*last, thread);
+  }
+}
+
+void PointToPoint::close() {
+  if (fork_generation_ == fork_generation()) {
+    Done done;
+    {
+      const std::lock_guard lock(mutex_);
+      is_closing_ = true;
+      end_all(Error(ErrorKind::kInternal,
+                    "rota: this communicator was closed before the message "
+                    "came; wait for a recv before you close"),
+              done);
+    }
+    attendant_.notify_all();
+    report(done);
+  }
+  attendant_queue_.close();
+}
+
+void PointToPoint::move(Done& done) {
+  for (int i = 0; i < transport_.world_size() - 1; ++i) {
+    const int peer = schedule::rotated_peer(transport_.rank(), transport_.world_size(), i);
+    push(peer, done);
+    pull(peer, done);
+  }
+}
+
+void PointToPoint::push(int peer, Done& done) {
+  std::deque<RequestRef>& queue = sends_[static_cast<size_t>(peer)];
+  while (!queue.empty() && links_.to_send(peer).is_there()) {
+    const RequestRef request = queue.front();
+    const Message& message = request->message_;
+    std::byte* out = links_.outgoing(peer);
+    size_t num_free = transport_.geometry().link_slot_bytes;
+    if (request->num_moved_ == 0) {
+      const Header header{message.tag, static_cast<uint64_t>(message.dtype), message.num_elems};
+      std::memcpy(out, &header, sizeof(header));
+      out += sizeof(header);
+      num_free -= sizeof(header);
+    }
+    const size_t num_bytes = std::min(num_free, message.num_bytes() - request->num_moved_);
+    cpu::copy_bytes(out, request->data_ + request->num_moved_, num_bytes);
+    links_.publish(peer);
+    request->num_moved_ += num_bytes;
+    request->moved_at_ = now();
+    if (request->num_moved_ < message.num_bytes()) continue;
+    queue.pop_front();
+    end(request, done);
+  }
+}
+
+void PointToPoint::pull(int peer, Done& done) {
+  Arriving& arriving = arriving_[static_cast<size_t>(peer)];
+  while (links_.to_read(peer).is_there()) {
+    const std::byte* in = links_.incoming(peer);
+    size_t num_there = transport_.geometry().link_slot_bytes;
+    if (!arriving.is_begun) {
+      arriving = begin(peer, in);
+      in += sizeof(Header);
+      num_there -= sizeof(Header);
+    }
+    const size_t num_bytes = std::min(num_there, arriving.num_bytes_left);
+    if (arriving.data != nullptr) {
+      cpu::copy_bytes(arriving.data, in, num_bytes);
+      arriving.data += num_bytes;
+    }
+    links_.release(peer);
+    arriving.num_bytes_left -= num_bytes;
+    const RequestRef& recv = arriving.early ? arriving.early->taken_by : arriving.recv;
+    if (recv) {
+      recv->num_moved_ += num_bytes;
+      recv->moved_at_ = now();
+    }
+    if (arriving.num_bytes_left > 0) continue;
+    if (arriving.early) {
+      arriving.early->is_whole = true;
+      if (recv) deliver(*arriving.early, recv, done);
+    } else {
+      end(recv, done);
+    }
+    arriving = {};
+  }
+}
+
+PointToPoint::Arriving PointToPoint::begin(int source, const std::byte* slot) {
+  Header header;
+  std::memcpy(&header, slot, sizeof(header));
+  check_header(header, source);
+  const Message message{header.tag, static_cast<DType>(header.dtype), header.num_elems};
+  Arriving arriving{.is_begun = true, .num_bytes_left = message.num_bytes()};
+  const auto recv = std::ranges::find_if(
+      recvs_, [&](const RequestRef& request) { return matches(*request, source, message.tag); });
+  if (recv != recvs_.end()) {
+    arriving.recv = *recv;
+    recvs_.erase(recv);
+    if (agree(*arriving.recv, source, message)) arriving.data = arriving.recv->data_;
+    return arriving;
+  }
+  arriving.early = std::make_shared<Early>(
+      Early{source, message, std::make_unique_for_overwrite<std::byte[]>(message.num_bytes())});
+  arriving.data = arriving.early->data.get();
+  early_.push_back(arriving.early);
+  return arriving;
+}
+
+bool PointToPoint::take_early(const RequestRef& recv, Done& done) {
+  const auto found = std::ranges::find_if(early_, [&](const auto& early) {
+    return !early->taken_by && matches(*recv, early->source, early->message.tag);
+  });
+  if (found == early_.end()) return false;
+  const std::shared_ptr<Early> early = *found;
+  agree(*recv, early->source, early->message);
+  early->taken_by = recv;
+  if (early->is_whole) deliver(*early, recv, done);
+  return true;
+}
+
+void PointToPoint::deliver(const Early& early, const RequestRef& recv, Done& done) {
+  if (!recv->error_) cpu::copy_bytes(recv->data_, early.data.get(), early.message.num_bytes());
+  end(recv, done);
+  early_.remove_if([&](const auto& other) { return other.get() == &early; });
+}
+
+bool PointToPoint::matches(const Request& recv, int source, uint64_t tag) {
+  return (recv.peer_ == source || recv.peer_ == kAnyRank) && recv.message_.tag == tag;
+}
+
+// Where they do not, the message has been meant for this recv all the same: it is dropped.
+bool PointToPoint::agree(Request& recv, int source, const Message& sent) const {
+  recv.peer_ = source;
+  if (sent == recv.message_) return true;
+  recv.error_.emplace(
+      ErrorKind::kMismatch,
+      join("rota.recv: ranks disagree: rank ", source, " called send", text_of(sent), "; rank ",
+           transport_.rank(), " called recv", text_of(recv.message_),
+           "; nothing was written: make dtype and number of elements equal"));
+  return false;
+}
+
+void PointToPoint::end(const RequestRef& request, Done& done) {
+  --num_unfinished_;
+  request->is_done_.store(true, std::memory_order_release);
+  if (request->on_done_) done.push_back(request);
+}
+
+void PointToPoint::fail(const Error& error, Done& done) {
+  communicator_.fail(error);
+  end_all(error, done);
+}
+
+void PointToPoint::end_all(const Error& error, Done& done) {
+  const auto give_up = [&](const RequestRef& request) {
+    request->error_ = error;
+    end(request, done);
+  };
+  for (auto& queue : sends_) {
+    std::ranges::for_each(queue, give_up);
+    queue.clear();
+  }
+  std::ranges::for_each(recvs_, give_up);
+  recvs_.clear();
+  for (const auto& early : early_) {
+    if (early->taken_by) give_up(early->taken_by);
+  }
+  early_.clear();
+  for (Arriving& arriving : arriving_) {
+    if (arriving.recv) give_up(arriving.recv);
+    // What still arrives is dropped.
+    arriving.recv = nullptr;
+    arriving.early = nullptr;
+    arriving.data = nullptr;
+  }
+}
+
+PointToPoint::AwaitedFlags PointToPoint::awaited() const {
+  AwaitedFlags flags;
+  for (int peer = 0; peer < transport_.world_size(); ++peer) {
+    if (peer == transport_.rank()) continue;
+    flags.add(links_.to_read(peer));
+    if (!sends_[static_cast<size_t>(peer)].empty()) flags.add(links_.to_send(peer));
+  }
+  return flags;
+}
+
+void PointToPoint::report(const Done& done) {
+  for (const RequestRef& request : done) request->on_done_();
+}
+
+}  // namespace rota

@@ -1,0 +1,184 @@
+// Send and recv between two ranks of a group: any number outstanding, of any length, matched by
+// source and tag in the order in which they were called, as in MPI (MPI-4.1, section 3.5).
+//
+// A message is a header and its elements, cut into as many messages of a link as it takes. A rank
+// that waits for one request moves the messages of all: both ranks of a pair may send first,
+// however much, because each takes in what the other sends while it waits for room. What arrives
+// before it is asked for is kept on the heap. Requests that nobody waits for are moved by a thread
+// that is borrowed for as long as there are any.
+//
+// Knows pointers and dtypes; torch stops in tensor/.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "base/dtype.h"
+#include "base/limits.h"
+#include "base/waiter.h"
+#include "core/progress_queue.h"
+#include "core/watch.h"
+#include "transport/links.h"
+
+namespace rota {
+
+class Communicator;
+
+// What both ends say of a message, and compare.
+struct Message {
+  uint64_t tag;
+  DType dtype;
+  uint64_t num_elems;
+
+  uint64_t num_bytes() const { return num_elems * info(dtype).num_bytes; }
+  bool operator==(const Message&) const = default;
+};
+
+// One send or recv, from its call until it is done.
+class Request {
+ public:
+  bool is_done() const { return is_done_.load(std::memory_order_acquire); }
+  // Of one that is done: what went wrong, and who was sent the message or has sent it.
+  const std::optional<Error>& error() const { return error_; }
+  int peer() const { return peer_; }
+
+ private:
+  friend class PointToPoint;
+
+  bool is_send_ = false;
+  int peer_ = 0;  // kAnyRank until a message matches
+  Message message_{};
+  std::byte* data_ = nullptr;
+  uint64_t num_moved_ = 0;                            // bytes
+  uint64_t number_ = 0;                               // among the requests of this rank, from 1
+  std::atomic<Nanoseconds> moved_at_{Nanoseconds()};  // when it began or moved last
+  std::function<void()> on_done_;
+  std::optional<Error> error_;  // set before is_done_, constant afterwards
+  std::atomic<bool> is_done_{false};
+};
+using RequestRef = std::shared_ptr<Request>;
+
+class PointToPoint {
+ public:
+  // communicator: owns this, and the transport.
+  PointToPoint(Communicator& communicator, transport::Transport& transport,
+               std::function<void()> check_interrupt);
+  ~PointToPoint() { close(); }
+
+  // Each starts a request, moves what can be moved at once, and returns without waiting. The memory
+  // must stay until the request is done; on_done is called once then, by any thread, with no lock
+  // held. Throw Error(kValue) for a peer that is none, and what the group has died of.
+  RequestRef send(const void* data, const Message& message, int peer,
+                  std::function<void()> on_done = {});
+  // peer: kAnyRank takes the first message with this tag, whoever sent it.
+  RequestRef recv(void* data, const Message& message, int peer, std::function<void()> on_done = {});
+
+  // Moves what can be moved at once, and returns whether the request is done.
+  bool test(const Request& request);
+  // Blocks until the request is done, or `patience` is over, and returns whether it is done. Throws
+  // what the request has failed with: Error(kMismatch) where sender and receiver disagree, which
+  // leaves the group alive; all else ends the group. The group's timeout is for a request that
+  // stands still.
+  bool wait(const Request& request, CallerThread thread,
+            std::optional<Nanoseconds> patience = std::nullopt);
+  // Sees to it that the request goes on where nobody waits for it. It has no timeout then. owner:
+  // of this, which must live as long as the borrowed thread works here.
+  void attend(const Request& request, std::shared_ptr<void> owner);
+
+  bool has_unfinished_sends();
+  // Waits until all that was sent is on its way.
+  void finish(CallerThread thread);
+  // Gives up what is outstanding. Idempotent.
+  void close();
+
+ private:
+  enum class Kind { kSend, kRecv };
+  // A message that came before its recv.
+  struct Early {
+    int source;
+    Message message;
+    std::unique_ptr<std::byte[]> data;
+    bool is_whole = false;
+    RequestRef taken_by;  // a recv that came while the message was still arriving
+  };
+  // What a link is in the middle of.
+  struct Arriving {
+    bool is_begun = false;
+    RequestRef recv;               // one of these two
+    std::shared_ptr<Early> early;  //
+    std::byte* data = nullptr;     // where the next bytes go; null: they are dropped
+    uint64_t num_bytes_left = 0;
+  };
+  // What ends a wait: on the stack, since short messages are waited for by the million.
+  class AwaitedFlags {
+   public:
+    void add(const Awaited& flag) { flags_[num_flags_++] = flag; }
+    std::span<const Awaited> all() const { return {flags_.data(), num_flags_}; }
+
+   private:
+    static_assert(2 * kMaxWorldSize <= Waiter::kMaxAwaited);
+    std::array<Awaited, 2 * kMaxWorldSize> flags_;
+    size_t num_flags_ = 0;
+  };
+  class Observer;
+
+  bool wait_until_done(const Request& request, CallerThread thread,
+                       std::optional<Nanoseconds> patience);
+  void attend_all();
+  bool step_in(std::unique_lock<std::mutex>& lock);
+  RequestRef start(Kind kind, void* data, const Message& message, int peer,
+                   std::function<void()> on_done);
+
+  // Those below are called with mutex_ held. What has ended is appended to `done`, and reported
+  // once the mutex is free: what on_done calls may call back.
+  using Done = std::vector<RequestRef>;
+  void move(Done& done);
+  void push(int peer, Done& done);
+  void pull(int peer, Done& done);
+  Arriving begin(int source, const std::byte* slot);
+  bool take_early(const RequestRef& recv, Done& done);
+  void deliver(const Early& early, const RequestRef& recv, Done& done);
+  static bool matches(const Request& recv, int source, uint64_t tag);
+  bool agree(Request& recv, int source, const Message& sent) const;
+  void end(const RequestRef& request, Done& done);
+  // Ends the group.
+  void fail(const Error& error, Done& done);
+  void end_all(const Error& error, Done& done);
+  AwaitedFlags awaited() const;
+  static void report(const Done& done);
+
+  Communicator& communicator_;
+  const transport::Transport& transport_;
+  std::function<void()> check_interrupt_;
+  Waiter waiter_;
+  WaitPolicy policy_;
+
+  std::mutex mutex_;  // guards all that follows
+  transport::Links links_;
+  std::vector<std::deque<RequestRef>> sends_;  // by receiver, in the order of their calls
+  std::list<RequestRef> recvs_;                // not matched yet, in the order of their calls
+  std::list<std::shared_ptr<Early>> early_;    // in the order of arrival
+  std::vector<Arriving> arriving_;             // by sender
+  uint64_t num_requests_ = 0;
+  uint64_t num_unfinished_ = 0;
+  uint64_t num_waits_ = 0;  // begun so far
+  int num_waiting_ = 0;     // threads in wait()
+  bool is_attended_ = false;
+  bool is_closing_ = false;
+  std::condition_variable attendant_;  // wakes the borrowed thread when this closes
+  ProgressQueue attendant_queue_;
+  uint64_t fork_generation_;
+};
+
+}  // namespace rota
