@@ -22,6 +22,7 @@
 #include "tensor/errors.h"
 #include "tensor/gpu_classes.h"
 #include "tensor/gpu_self_test.h"
+#include "tensor/options.h"
 #include "tensor/signals.h"
 #include "tensor/tensor_checks.h"
 #include "tensor/tensor_communicator.h"
@@ -150,13 +151,14 @@ auto reduce_bucket_call(Launch mode, Finish finish) {
              at::ScalarType wire_dtype, bool block_scaling, float contribution_factor,
              float divisor, float result_factor, const std::optional<at::Tensor>& residual,
              std::optional<uint64_t> stochastic_seed, std::string_view algorithm) {
-    const auto options = BucketOptions::parse(stats, wire_dtype, block_scaling,
+    const auto options = parse_bucket_options(wire_dtype, block_scaling,
                                               {.contribution_factor = contribution_factor,
                                                .divisor = divisor,
                                                .result_factor = result_factor,
+                                               .has_residual = residual.has_value(),
                                                .stochastic_seed = stochastic_seed},
-                                              residual, algorithm);
-    return finish(self.reduce_bucket(bucket, options, mode));
+                                              algorithm);
+    return finish(self.reduce_bucket({bucket, stats, residual}, options, mode));
   };
 }
 
@@ -214,7 +216,7 @@ PYBIND11_MODULE(_C, module) {
           "all_reduce_future",
           [](TensorCommunicator& self, const at::Tensor& tensor, std::string_view op,
              OptionalDType wire_dtype) {
-            const auto options = AllReduceOptions::parse(op, "auto", wire_dtype, std::nullopt);
+            const auto options = parse_all_reduce_options(op, "auto", wire_dtype, std::nullopt);
             return std::make_shared<torch::jit::PythonFutureWrapper>(
                 self.all_reduce(tensor, options, Launch::kAsync)->hook_future());
           },
@@ -247,8 +249,7 @@ PYBIND11_MODULE(_C, module) {
           "reduce_scatter",
           [](TensorCommunicator& self, const at::Tensor& output, const at::Tensor& input,
              std::string_view op) {
-            const auto options = AllReduceOptions::parse(op, "auto", std::nullopt, std::nullopt);
-            self.reduce_scatter(output, input, options.op, Launch::kBlocking);
+            self.reduce_scatter(output, input, parse_op(op), Launch::kBlocking);
           },
           py::arg("output"), py::arg("input"), py::arg("op") = "sum", ReleaseGil())
       .def(

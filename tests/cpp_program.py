@@ -118,7 +118,7 @@ def cases_of(flavour: Flavour) -> list[str]:
 
 def product_sources() -> list[Path]:
     """All that knows nothing of torch, by paths below csrc/."""
-    layers = ("base", "transport", "cpu", "cuda", "core")
+    layers = ("base", "schedule", "transport", "cpu", "cuda", "core")
     files = (path for layer in layers for path in sorted((CSRC / layer).glob("*.cpp")))
     return [path.relative_to(CSRC) for path in files]
 

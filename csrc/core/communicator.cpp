@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstring>
 #include <numeric>
 #include <type_traits>
 
 #include "base/fork_generation.h"
-#include "cpu/float_environment.h"
+#include "cpu/all_reduce.h"
+#include "cpu/copy_collectives.h"
 #include "schedule/direct.h"
 
 namespace rota {
@@ -26,16 +26,6 @@ std::vector<int> ranks_below(int world_size) {
   std::vector<int> ranks(static_cast<size_t>(world_size));
   std::iota(ranks.begin(), ranks.end(), 0);
   return ranks;
-}
-
-[[noreturn]] void refuse(CollectiveKind kind, ErrorKind error, const std::string& what) {
-  throw Error(error, join("rota.", kCollectiveNames[static_cast<size_t>(kind)], ": ", what));
-}
-
-void check_factor(std::string_view what, float factor) {
-  if (std::isnormal(factor) && factor > 0 && std::isnormal(1 / factor)) return;
-  refuse(CollectiveKind::kReduceBucket, ErrorKind::kValue,
-         join(what, " is ", factor, ", expected a positive number in float32's normal range"));
 }
 
 }  // namespace
@@ -57,126 +47,6 @@ Communicator::~Communicator() {
   waiter_.publish(transport_->own_control().departed, 1);
 }
 
-cpu::AllReduceArgs Communicator::plan(const AllReduceRequest& request) const {
-  const auto refuse = [](ErrorKind error, const std::string& what) {
-    rota::refuse(CollectiveKind::kAllReduce, error, what);
-  };
-  const DType dtype = request.dtype;
-  const DType wire = request.wire.value_or(dtype);
-  if (!is_defined(request.op, dtype)) {
-    refuse(ErrorKind::kType,
-           join(name(request.op), " is not defined for ", name(dtype),
-                info(dtype).is_floating ? "; use an integer or bool tensor"
-                                        : "; sum as integers and divide, or average as floats"));
-  }
-  if (wire != dtype && (!info(dtype).is_floating || !info(wire).is_floating ||
-                        info(wire).num_bytes > info(dtype).num_bytes)) {
-    refuse(ErrorKind::kType, join("wire_dtype ", name(wire), " for a ", name(dtype),
-                                  " tensor; expected a floating dtype that is not wider"));
-  }
-  const uint64_t num_wire_bytes = request.num_elems * info(wire).num_bytes;
-  const DType accumulate = info(wire).accumulate;
-  const DType hop = request.hop.value_or(accumulate);
-  if (request.hop && request.algorithm != schedule::Algorithm::kRing) {
-    refuse(ErrorKind::kValue, "hop_dtype only has a meaning with algorithm='ring'");
-  }
-  if (hop != accumulate && hop != wire) {
-    refuse(ErrorKind::kType, join("hop_dtype ", name(hop), "; expected ", name(accumulate),
-                                  " (the accumulate dtype) or ", name(wire), " (the wire dtype)"));
-  }
-  return {.data = nullptr,
-          .num_elems = request.num_elems,
-          .dtype = dtype,
-          .op = request.op,
-          .wire = {wire},
-          .hop = hop,
-          .algorithm = algorithm_for(request.algorithm, num_wire_bytes)};
-}
-
-cpu::AllReduceArgs Communicator::plan(const BucketRequest& request,
-                                      const cpu::BucketPass& pass) const {
-  const auto refuse = [](ErrorKind error, const std::string& what) {
-    rota::refuse(CollectiveKind::kReduceBucket, error, what);
-  };
-  const WireFormat& wire = request.wire;
-  if (!is_bucket_dtype(request.dtype) || !is_wire_dtype(wire.dtype)) {
-    refuse(ErrorKind::kType, join("a bucket of ", name(request.dtype), " with wire_dtype ",
-                                  name(wire.dtype), "; expected floats, and no float64 wire"));
-  }
-  if (wire.is_block_scaled && !has_block_scaling(wire.dtype)) {
-    refuse(ErrorKind::kValue, join("block_scaling with wire_dtype ", name(wire.dtype),
-                                   ", which has float32's range; use it with float16 or float8"));
-  }
-  check_factor("contribution_factor", pass.contribution_factor);
-  check_factor("divisor", pass.divisor);
-  check_factor("result_factor", pass.result_factor);
-  return {.data = nullptr,
-          .num_elems = request.num_elems,
-          .dtype = request.dtype,
-          .op = ReduceOp::kAvg,
-          .wire = wire,
-          .hop = DType::kFloat32,
-          .algorithm = algorithm_for(request.algorithm, wire.num_bytes(request.num_elems))};
-}
-
-schedule::Algorithm Communicator::algorithm_for(std::optional<schedule::Algorithm> requested,
-                                                uint64_t num_wire_bytes) const {
-  // Alone, every algorithm is the same: round once.
-  if (world_size() == 1) return schedule::Algorithm::kOneShot;
-  return requested.value_or(schedule::select(world_size(), num_wire_bytes));
-}
-
-void Communicator::check_root(int root) const {
-  if (root < 0 || root >= world_size()) {
-    throw Error(ErrorKind::kValue, join("rota.broadcast: root is ", root,
-                                        ", expected a rank in [0, ", world_size(), ")"));
-  }
-}
-
-Descriptor describe(const cpu::AllReduceArgs& args) {
-  Descriptor descriptor{.kind = CollectiveKind::kAllReduce,
-                        .op = args.op,
-                        .dtype = args.dtype,
-                        .wire = args.wire,
-                        .hop = args.hop,
-                        .algorithm = args.algorithm,
-                        .num_elems = args.num_elems};
-  if (args.pass != nullptr) {
-    descriptor.kind = CollectiveKind::kReduceBucket;
-    descriptor.contribution_factor = args.pass->contribution_factor;
-    descriptor.divisor = args.pass->divisor;
-    descriptor.result_factor = args.pass->result_factor;
-    descriptor.has_residual = args.pass->residual != nullptr;
-    descriptor.stochastic_seed = args.pass->stochastic_seed;
-  }
-  return descriptor;
-}
-
-void Communicator::all_reduce(const cpu::AllReduceArgs& args, CallerThread thread) {
-  const cpu::IeeeFloatScope ieee;
-  run(describe(args), args, thread);
-}
-
-void Communicator::broadcast(const cpu::BroadcastArgs& args, DType dtype, CallerThread thread) {
-  check_root(args.root);
-  run({.kind = CollectiveKind::kBroadcast,
-       .dtype = dtype,
-       .root = args.root,
-       .num_elems = args.num_bytes / info(dtype).num_bytes},
-      args, thread);
-}
-
-void Communicator::all_gather(const cpu::AllGatherArgs& args, DType dtype, CallerThread thread) {
-  run({.kind = CollectiveKind::kAllGather,
-       .dtype = dtype,
-       .num_elems = args.num_bytes / info(dtype).num_bytes},
-      args, thread);
-}
-
-void Communicator::barrier(CallerThread thread) {
-  run({.kind = CollectiveKind::kBarrier}, cpu::BarrierArgs{}, thread);
-}
-
 void Communicator::abort(const std::string& reason) {
   if (fork_generation_ != fork_generation()) return;  // a child must not speak for its parent
   publish_abort(ErrorKind::kInternal, ErrorKind::kPeerFailed, reason);
@@ -185,33 +55,33 @@ void Communicator::abort(const std::string& reason) {
 // Why no collective needs an acknowledgement at its end: a rank posts epoch e after it completed
 // epoch e - 1. So once all have posted e, nobody reads anything of an earlier epoch: all slots are
 // free, and so is the mailbox and the post of the other parity, which epoch e + 1 will write.
-template <typename Args>
-void Communicator::run(const Descriptor& descriptor, const Args& args, CallerThread thread) {
+template <typename Buffers>
+void Communicator::run(const Call& call, const Buffers& buffers, CallerThread thread) {
   const std::lock_guard lock(mutex_);
-  check_usable(descriptor.kind_name());
+  check_usable(call.kind_name());
   ++epoch_;
-  watch_.begin_collective(descriptor.kind_name(), epoch_,
+  watch_.begin_collective(call.kind_name(), epoch_,
                           /*lets_signals_through=*/thread == CallerThread::kUser);
   try {
     // A rank that comes too late must hear of a failure even if every post that it needs is there.
     if (const auto error = watch_.poll()) throw *error;
     cpu::Exchange exchange(*transport_, waiter_, wait_policy_, watch_, num_rounds_);
-    const std::optional<uint64_t> num_bytes = message_bytes(args);
+    const std::optional<uint64_t> num_bytes = message_bytes(call, buffers);
     if (!has_reserved_ && num_bytes != 0) {
       transport_->reserve(transport_->geometry().collectives());
       has_reserved_ = true;
     }
     if (num_bytes && *num_bytes <= transport_->geometry().message_bytes) {
       const cpu::Mailboxes mailboxes(*transport_, epoch_, *num_bytes);
-      contribute(args, mailboxes);
-      rendezvous(descriptor);
-      num_rounds_ += complete(args, mailboxes, exchange);
+      contribute(call, buffers, mailboxes);
+      rendezvous(call);
+      num_rounds_ += complete(call, buffers, mailboxes, exchange);
     } else {
-      rendezvous(descriptor);
-      num_rounds_ += run_rounds(args, exchange);
+      rendezvous(call);
+      num_rounds_ += run_rounds(call, buffers, exchange);
     }
   } catch (const Error& error) {
-    // All ranks saw the same descriptors and stopped at the same place: they can go on.
+    // All ranks saw the same calls and stopped at the same place: they can go on.
     if (error.kind() != ErrorKind::kMismatch) fail(error);
     throw;
   } catch (...) {
@@ -219,6 +89,14 @@ void Communicator::run(const Descriptor& descriptor, const Args& args, CallerThr
                   join(watch_.prefix(), " was interrupted ", watch_.place()));
     throw;
   }
+}
+
+template void Communicator::run(const Call&, const cpu::AllReduceBuffers&, CallerThread);
+template void Communicator::run(const Call&, const cpu::BroadcastBuffers&, CallerThread);
+template void Communicator::run(const Call&, const cpu::AllGatherBuffers&, CallerThread);
+
+void Communicator::barrier(CallerThread thread) {
+  run({.kind = CollectiveKind::kBarrier}, cpu::BarrierBuffers{}, thread);
 }
 
 void Communicator::check_usable(std::string_view collective) const {
@@ -234,10 +112,10 @@ void Communicator::check_usable(std::string_view collective) const {
   }
 }
 
-// Posts the descriptor, waits until every rank has posted one, and compares.
-void Communicator::rendezvous(const Descriptor& descriptor) {
+// Posts the call, waits until every rank has posted one, and compares.
+void Communicator::rendezvous(const Call& call) {
   Flag& post = transport_->own_control().post[parity()];
-  const Descriptor::Words words = descriptor.to_words();
+  const Call::Words words = call.to_words();
   post.payload = words;
   waiter_.publish(post, epoch_);
 
@@ -252,20 +130,20 @@ void Communicator::rendezvous(const Descriptor& descriptor) {
     all_agree &= peer_post.payload == words;
   }
   if (!all_agree) {
-    throw mismatch(descriptor, epoch_, everyone_, [this](int rank) -> const Flag& {
+    throw mismatch(call, epoch_, everyone_, [this](int rank) -> const Flag& {
       return transport_->region(rank).control().post[parity()];
     });
   }
 }
 
-uint64_t Communicator::post_launch(const Descriptor& descriptor) {
-  return post_launch(descriptor, everyone_, [this](int rank) -> auto& {
+uint64_t Communicator::post_launch(const Call& call) {
+  return post_launch(call, everyone_, [this](int rank) -> auto& {
     return transport_->region(rank).control().launches;
   });
 }
 
-uint64_t Communicator::post_transfer(const Descriptor& descriptor, int sender, int receiver) {
-  return post_launch(descriptor, std::array{sender, receiver}, [&](int rank) -> auto& {
+uint64_t Communicator::post_transfer(const Call& call, int sender, int receiver) {
+  return post_launch(call, std::array{sender, receiver}, [&](int rank) -> auto& {
     const transport::ControlBlock& control = transport_->region(rank).control();
     return rank == sender ? control.sends[receiver] : control.receives[sender];
   });
@@ -275,31 +153,31 @@ uint64_t Communicator::post_transfer(const Descriptor& descriptor, int sender, i
 // sequentially consistent order, so of two ranks at least the later one sees the other's. A post is
 // written anew once every rank has gone on to the next launch, and so has compared it.
 template <typename PostsOf>
-uint64_t Communicator::post_launch(const Descriptor& descriptor, std::span<const int> ranks,
+uint64_t Communicator::post_launch(const Call& call, std::span<const int> ranks,
                                    const PostsOf& posts_of) {
   const std::lock_guard lock(mutex_);
-  check_usable(descriptor.kind_name());
+  check_usable(call.kind_name());
   using Posts = std::remove_cvref_t<decltype(posts_of(0))>;
   auto& own = const_cast<Posts&>(posts_of(rank()));  // this rank is its only writer
   const uint64_t launch = own.launched.load() + 1;
   try {
-    watch_.begin_collective(descriptor.kind_name(), launch, /*lets_signals_through=*/true);
+    watch_.begin_collective(call.kind_name(), launch, /*lets_signals_through=*/true);
     for (const int peer : ranks) {
       if (launch <= Posts::kNumPosts) break;
       watch_.begin_wait(peer, "queueing on the GPU", launch);
       waiter_.wait(posts_of(peer).launched, launch - Posts::kNumPosts + 1, wait_policy_, watch_);
     }
-    const Descriptor::Words words = descriptor.to_words();
+    const Call::Words words = call.to_words();
     own.post(launch).payload = words;
     waiter_.publish(own.post(launch), launch);
     waiter_.publish(own.launched, launch);
     const auto post_of = [&](int rank) -> const Flag& { return posts_of(rank).post(launch); };
     for (const int peer : ranks) {
       if (post_of(peer).load_ordered() == launch && post_of(peer).payload != words) {
-        throw mismatch(descriptor, launch, ranks, post_of);
+        throw mismatch(call, launch, ranks, post_of);
       }
     }
-    return Descriptor::fingerprint(words);
+    return Call::fingerprint(words);
   } catch (const Error& error) {
     fail(error);
     throw;
@@ -314,15 +192,15 @@ uint64_t Communicator::num_posted_launches() const {
   return transport_->own().control().launches.launched.load();
 }
 
-// Names the ranks behind each descriptor: "ranks 0, 2 called A; rank 1 called B".
+// Names the ranks behind each call: "ranks 0, 2 called A; rank 1 called B".
 template <typename PostOf>
-Error Communicator::mismatch(const Descriptor& own, uint64_t epoch, std::span<const int> ranks,
+Error Communicator::mismatch(const Call& own, uint64_t epoch, std::span<const int> ranks,
                              const PostOf& post_of) const {
   std::vector<std::pair<std::string, std::vector<int>>> calls;
   for (const int peer : ranks) {
     const Flag& post = post_of(peer);
     if (post.load() != epoch) continue;  // of a launch: this rank has not come to it
-    const std::string text = Descriptor::from_words(post.payload).to_string();
+    const std::string text = Call::from_words(post.payload).to_string();
     auto call = std::find_if(calls.begin(), calls.end(),
                              [&](const auto& entry) { return entry.first == text; });
     if (call == calls.end()) call = calls.insert(call, {text, {}});

@@ -1,6 +1,6 @@
-// A group of ranks and its collectives, one at a time: checks arguments, compares descriptors,
-// counts epochs, chooses the algorithm, and turns whatever goes wrong into an error on every rank.
-// Knows pointers and dtypes; torch stops in tensor/.
+// A group of ranks and the frame of its collectives, one at a time: counts epochs, compares what
+// ranks call, and turns whatever goes wrong into an error on every rank. What a call asks for is
+// planned in core/plan.h; what it does is in cpu/ and cuda/.
 #pragma once
 
 #include <atomic>
@@ -12,33 +12,12 @@
 #include <string>
 #include <vector>
 
-#include "core/descriptor.h"
 #include "core/point_to_point.h"
 #include "core/watch.h"
-#include "cpu/all_reduce.h"
-#include "cpu/copy_collectives.h"
+#include "schedule/call.h"
 #include "transport/transport.h"
 
 namespace rota {
-
-struct AllReduceRequest {
-  uint64_t num_elems;
-  DType dtype;
-  ReduceOp op = ReduceOp::kSum;
-  std::optional<schedule::Algorithm> algorithm;  // none: auto
-  std::optional<DType> wire;                     // none: dtype
-  std::optional<DType> hop;                      // none: accumulate dtype; only for ring
-};
-
-struct BucketRequest {
-  uint64_t num_elems;
-  DType dtype;
-  WireFormat wire;
-  std::optional<schedule::Algorithm> algorithm;  // none: auto
-};
-
-// What a rank says of an all-reduce, of a gradient bucket too.
-Descriptor describe(const cpu::AllReduceArgs& args);
 
 class Communicator {
  public:
@@ -52,26 +31,20 @@ class Communicator {
   int rank() const { return transport_->rank(); }
   int world_size() const { return transport_->world_size(); }
 
-  // Fill in what the request leaves open, all but the pointers; throw Error(kType) or Error(kValue)
-  // for what cannot be done.
-  cpu::AllReduceArgs plan(const AllReduceRequest& request) const;
-  cpu::AllReduceArgs plan(const BucketRequest& request, const cpu::BucketPass& pass) const;
-  void check_root(int root) const;
-
-  // Each blocks until this rank's part is done, and throws Error. Safe to call from several
-  // threads; all ranks must then agree on the order by other means.
-  void all_reduce(const cpu::AllReduceArgs& args, CallerThread thread);
-  void broadcast(const cpu::BroadcastArgs& args, DType dtype, CallerThread thread);
-  void all_gather(const cpu::AllGatherArgs& args, DType dtype, CallerThread thread);
+  // Blocks until this rank's part is done, and throws Error. Safe to call from several threads; all
+  // ranks must then agree on the order by other means. buffers: what the call's kind takes, of
+  // cpu/all_reduce.h and cpu/copy_collectives.h.
+  template <typename Buffers>
+  void run(const Call& call, const Buffers& buffers, CallerThread thread);
   void barrier(CallerThread thread);
 
   // Says which collective this rank queues on its GPU, in the order in which all ranks do. Does not
   // wait for them, unless one is far behind (transport/layout.h). Throws Error(kMismatch) where a
   // peer has said otherwise; that ends the group, since the peer's kernel is already waiting.
-  // Returns the descriptor's fingerprint, by which the kernels compare.
-  uint64_t post_launch(const Descriptor& descriptor);
+  // Returns the fingerprint of the call, by which the kernels compare.
+  uint64_t post_launch(const Call& call);
   // The same of a tensor from one rank to another, of which this is one.
-  uint64_t post_transfer(const Descriptor& descriptor, int sender, int receiver);
+  uint64_t post_transfer(const Call& call, int sender, int receiver);
   uint64_t num_posted_launches() const;
 
   // Messages between two ranks, which need no turn among the collectives.
@@ -92,21 +65,13 @@ class Communicator {
   Nanoseconds timeout() const { return watch_.timeout(); }
 
  private:
-  // What runs if this is requested; none: auto.
-  schedule::Algorithm algorithm_for(std::optional<schedule::Algorithm> requested,
-                                    uint64_t num_wire_bytes) const;
-  // The frame of every collective: post, rendezvous, and in one message or in rounds do what args
-  // say.
-  template <typename Args>
-  void run(const Descriptor& descriptor, const Args& args, CallerThread thread);
-  void rendezvous(const Descriptor& descriptor);
+  void rendezvous(const Call& call);
   // posts_of(rank): where those that take part say so.
   template <typename PostsOf>
-  uint64_t post_launch(const Descriptor& descriptor, std::span<const int> ranks,
-                       const PostsOf& posts_of);
-  // post_of(rank): where each of these ranks has its descriptor.
+  uint64_t post_launch(const Call& call, std::span<const int> ranks, const PostsOf& posts_of);
+  // post_of(rank): where each of these ranks has said what it calls.
   template <typename PostOf>
-  Error mismatch(const Descriptor& own, uint64_t epoch, std::span<const int> ranks,
+  Error mismatch(const Call& own, uint64_t epoch, std::span<const int> ranks,
                  const PostOf& post_of) const;
   // kind_here: of the errors that later calls on this rank get; kind: of those on its peers.
   void publish_abort(ErrorKind kind_here, ErrorKind kind, const std::string& text);

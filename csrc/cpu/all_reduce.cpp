@@ -3,6 +3,7 @@
 #include "base/limits.h"
 #include "cpu/bucket_reducer.h"
 #include "cpu/copy.h"
+#include "cpu/float_environment.h"
 #include "cpu/reducer.h"
 #include "schedule/chunk.h"
 #include "schedule/direct.h"
@@ -261,11 +262,14 @@ uint64_t AllReduce<AnyReducer>::ring(Exchange& exchange) const {
 
 // body(all_reduce), with the reducer that these elements need.
 template <typename Body>
-auto with_all_reduce(const AllReduceArgs& args, int rank, int world_size, Body&& body) {
-  if (args.pass != nullptr) {
-    return body(AllReduce(BucketReducer(args, rank, world_size), args.num_elems, rank, world_size));
+auto with_all_reduce(const Call& call, const AllReduceBuffers& buffers, int rank, int world_size,
+                     Body&& body) {
+  const IeeeFloatScope ieee;
+  if (call.kind == CollectiveKind::kReduceBucket) {
+    return body(AllReduce(BucketReducer(call, buffers, rank, world_size), call.num_elems, rank,
+                          world_size));
   }
-  return body(AllReduce(Reducer(args, world_size), args.num_elems, rank, world_size));
+  return body(AllReduce(Reducer(call, buffers.data, world_size), call.num_elems, rank, world_size));
 }
 
 bool is_direct(schedule::Algorithm algorithm) {
@@ -274,27 +278,29 @@ bool is_direct(schedule::Algorithm algorithm) {
 
 }  // namespace
 
-std::optional<uint64_t> message_bytes(const AllReduceArgs& args) {
-  if (!is_direct(args.algorithm)) return std::nullopt;
+std::optional<uint64_t> message_bytes(const Call& call, const AllReduceBuffers&) {
+  if (!is_direct(call.algorithm)) return std::nullopt;
   // Contributing renews a residual, which must not happen before it is known that ranks agree.
-  if (args.pass != nullptr && args.pass->residual != nullptr) return std::nullopt;
-  return args.wire.num_bytes(args.num_elems);
+  if (call.pass.has_residual) return std::nullopt;
+  return call.wire.num_bytes(call.num_elems);
 }
 
-void contribute(const AllReduceArgs& args, const Mailboxes& mailboxes) {
-  with_all_reduce(args, mailboxes.rank(), mailboxes.world_size(), [&](const auto& all_reduce) {
-    if (args.algorithm == schedule::Algorithm::kOneShot) {
-      all_reduce.contribute_all(all_reduce.whole(), mailboxes.own());
-    } else {
-      all_reduce.contribute_shards(all_reduce.whole(), mailboxes.own());
-    }
-  });
+void contribute(const Call& call, const AllReduceBuffers& buffers, const Mailboxes& mailboxes) {
+  with_all_reduce(call, buffers, mailboxes.rank(), mailboxes.world_size(),
+                  [&](const auto& all_reduce) {
+                    if (call.algorithm == schedule::Algorithm::kOneShot) {
+                      all_reduce.contribute_all(all_reduce.whole(), mailboxes.own());
+                    } else {
+                      all_reduce.contribute_shards(all_reduce.whole(), mailboxes.own());
+                    }
+                  });
 }
 
-uint64_t complete(const AllReduceArgs& args, const Mailboxes& mailboxes, Exchange& exchange) {
+uint64_t complete(const Call& call, const AllReduceBuffers& buffers, const Mailboxes& mailboxes,
+                  Exchange& exchange) {
   const auto slot_of = [&](int peer) { return mailboxes.of(peer); };
   const auto finish = [&](const auto& all_reduce) -> uint64_t {
-    if (args.algorithm == schedule::Algorithm::kOneShot) {
+    if (call.algorithm == schedule::Algorithm::kOneShot) {
       all_reduce.reduce_all(all_reduce.whole(), slot_of);
       return 0;
     }
@@ -303,12 +309,12 @@ uint64_t complete(const AllReduceArgs& args, const Mailboxes& mailboxes, Exchang
     all_reduce.collect_shards(all_reduce.whole(), mailboxes.own(), 0, exchange);
     return 1;
   };
-  return with_all_reduce(args, mailboxes.rank(), mailboxes.world_size(), finish);
+  return with_all_reduce(call, buffers, mailboxes.rank(), mailboxes.world_size(), finish);
 }
 
-uint64_t run_rounds(const AllReduceArgs& args, Exchange& exchange) {
+uint64_t run_rounds(const Call& call, const AllReduceBuffers& buffers, Exchange& exchange) {
   const auto run = [&](const auto& all_reduce) -> uint64_t {
-    switch (args.algorithm) {
+    switch (call.algorithm) {
       case schedule::Algorithm::kOneShot:
         return all_reduce.one_shot(exchange);
       case schedule::Algorithm::kTwoShot:
@@ -322,7 +328,7 @@ uint64_t run_rounds(const AllReduceArgs& args, Exchange& exchange) {
     }
     return 0;
   };
-  return with_all_reduce(args, exchange.rank(), exchange.world_size(), run);
+  return with_all_reduce(call, buffers, exchange.rank(), exchange.world_size(), run);
 }
 
 }  // namespace rota::cpu

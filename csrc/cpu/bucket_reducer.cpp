@@ -45,16 +45,18 @@ uint64_t count_non_finite(const float* values, size_t num_elems) {
 
 }  // namespace
 
-BucketReducer::BucketReducer(const AllReduceArgs& args, int rank, int world_size)
-    : data_(static_cast<std::byte*>(args.data)),
-      dtype_(args.dtype),
-      wire_(args.wire),
-      pass_(*args.pass),
-      measures_(*args.measures),
+BucketReducer::BucketReducer(const Call& call, const AllReduceBuffers& buffers, int rank,
+                             int world_size)
+    : data_(static_cast<std::byte*>(buffers.data)),
+      dtype_(call.dtype),
+      wire_(call.wire),
+      pass_(call.pass),
+      residual_(buffers.residual),
+      measures_(buffers.measures),
       rank_(rank),
       world_size_(world_size),
       loops_(element_loops()),
-      wire_loops_(loops_.wire(args.wire)) {}
+      wire_loops_(loops_.wire(call.wire)) {}
 
 void BucketReducer::encode(const float* src, const WirePlace& wire, const Range& tile, float factor,
                            int stream) const {
@@ -71,12 +73,12 @@ void BucketReducer::pack_tile(const Range& tile, const WirePlace& wire) const {
     loops_.convert(dtype_, DType::kFloat32)(data(tile.begin), converted.values, tile.num_elems);
     gradients = converted.values;
   }
-  if (pass_.residual == nullptr) {
+  if (residual_ == nullptr) {
     return encode(gradients, wire, tile, pass_.contribution_factor, rank_);
   }
   // Error feedback (Seide et al. 2014): the residual is kept in units of the result, which stay
   // the same when the loss scale changes.
-  float* residual = pass_.residual + tile.begin;
+  float* residual = residual_ + tile.begin;
   Floats wanted, sent;
   for (size_t i = 0; i < tile.num_elems; ++i) {
     wanted.values[i] = gradients[i] * pass_.contribution_factor + residual[i] / pass_.result_factor;
@@ -118,9 +120,9 @@ void BucketReducer::unpack_tile(const WirePlace& wire, const Range& tile) const 
     }
   }
   const double squares = loops_.sum_of_squares(results, tile.num_elems);
-  measures_.squares[tile.begin / kTileElems] = squares;
+  measures_->squares[tile.begin / kTileElems] = squares;
   if (!std::isfinite(squares)) {
-    measures_.num_non_finite += count_non_finite(results, tile.num_elems);
+    measures_->num_non_finite += count_non_finite(results, tile.num_elems);
   }
 }
 

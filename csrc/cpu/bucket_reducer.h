@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <span>
 
-#include "cpu/all_reduce_args.h"
+#include "cpu/all_reduce_buffers.h"
 #include "cpu/element_loops.h"
 #include "cpu/reducer.h"
 #include "schedule/chunk.h"
@@ -21,7 +21,7 @@ class BucketReducer {
  public:
   static constexpr uint64_t kGranuleElems = kTileElems;
 
-  BucketReducer(const AllReduceArgs& args, int rank, int world_size);
+  BucketReducer(const Call& call, const AllReduceBuffers& buffers, int rank, int world_size);
 
   const WireFormat& wire() const { return wire_; }
   size_t hop_bytes() const { return sizeof(float); }
@@ -51,8 +51,9 @@ class BucketReducer {
   std::byte* data_;
   DType dtype_;
   WireFormat wire_;
-  const BucketPass& pass_;
-  BucketMeasures& measures_;
+  BucketPass pass_;
+  float* residual_;
+  BucketMeasures* measures_;
   int rank_;
   int world_size_;
   const ElementLoops& loops_;

@@ -6,38 +6,44 @@
 #include <optional>
 
 #include "cpu/exchange.h"
+#include "schedule/call.h"
 
 namespace rota::cpu {
 
-struct BroadcastArgs {
+struct BroadcastBuffers {
   void* data;  // read on root, written elsewhere
-  uint64_t num_bytes;
-  int root;
 };
 
-struct AllGatherArgs {
-  const void* input;  // num_bytes of this rank
-  // By rank: where that rank's num_bytes go; the own entry may be input itself.
+struct AllGatherBuffers {
+  const void* input;
+  // By rank: where that rank's input goes; the own entry may be input itself.
   void* const* outputs;
-  uint64_t num_bytes;
 };
 
 // As in all_reduce.h: one message, or rounds.
-inline std::optional<uint64_t> message_bytes(const BroadcastArgs& args) { return args.num_bytes; }
-void contribute(const BroadcastArgs& args, const Mailboxes& mailboxes);
-uint64_t complete(const BroadcastArgs& args, const Mailboxes& mailboxes, Exchange& exchange);
-uint64_t run_rounds(const BroadcastArgs& args, Exchange& exchange);
+inline std::optional<uint64_t> message_bytes(const Call& call, const BroadcastBuffers&) {
+  return call.num_bytes();
+}
+void contribute(const Call& call, const BroadcastBuffers& buffers, const Mailboxes& mailboxes);
+uint64_t complete(const Call& call, const BroadcastBuffers& buffers, const Mailboxes& mailboxes,
+                  Exchange& exchange);
+uint64_t run_rounds(const Call& call, const BroadcastBuffers& buffers, Exchange& exchange);
 
-inline std::optional<uint64_t> message_bytes(const AllGatherArgs& args) { return args.num_bytes; }
-void contribute(const AllGatherArgs& args, const Mailboxes& mailboxes);
-uint64_t complete(const AllGatherArgs& args, const Mailboxes& mailboxes, Exchange& exchange);
-uint64_t run_rounds(const AllGatherArgs& args, Exchange& exchange);
+inline std::optional<uint64_t> message_bytes(const Call& call, const AllGatherBuffers&) {
+  return call.num_bytes();
+}
+void contribute(const Call& call, const AllGatherBuffers& buffers, const Mailboxes& mailboxes);
+uint64_t complete(const Call& call, const AllGatherBuffers& buffers, const Mailboxes& mailboxes,
+                  Exchange& exchange);
+uint64_t run_rounds(const Call& call, const AllGatherBuffers& buffers, Exchange& exchange);
 
 // All there is to a barrier is that every rank has posted.
-struct BarrierArgs {};
-inline std::optional<uint64_t> message_bytes(const BarrierArgs&) { return 0; }
-inline void contribute(const BarrierArgs&, const Mailboxes&) {}
-inline uint64_t complete(const BarrierArgs&, const Mailboxes&, Exchange&) { return 0; }
-inline uint64_t run_rounds(const BarrierArgs&, Exchange&) { return 0; }
+struct BarrierBuffers {};
+inline std::optional<uint64_t> message_bytes(const Call&, const BarrierBuffers&) { return 0; }
+inline void contribute(const Call&, const BarrierBuffers&, const Mailboxes&) {}
+inline uint64_t complete(const Call&, const BarrierBuffers&, const Mailboxes&, Exchange&) {
+  return 0;
+}
+inline uint64_t run_rounds(const Call&, const BarrierBuffers&, Exchange&) { return 0; }
 
 }  // namespace rota::cpu

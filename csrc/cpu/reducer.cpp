@@ -34,16 +34,16 @@ void convert_or_copy(const ElementLoops& loops, DType from, DType to, const void
 
 }  // namespace
 
-Reducer::Reducer(const AllReduceArgs& args, int world_size)
-    : data_(static_cast<std::byte*>(args.data)),
-      dtype_(args.dtype),
-      wire_(args.wire),
-      hop_(args.hop),
+Reducer::Reducer(const Call& call, void* data, int world_size)
+    : data_(static_cast<std::byte*>(data)),
+      dtype_(call.dtype),
+      wire_(call.wire),
+      hop_(call.hop),
       world_size_(world_size),
       loops_(element_loops()),
-      reduce_wire_(loops_.reduce(args.wire.dtype, args.op)),
-      add_hop_(loops_.reduce(args.hop, args.op == ReduceOp::kAvg ? ReduceOp::kSum : args.op)),
-      finish_hop_(loops_.reduce(args.hop, args.op)) {}
+      reduce_wire_(loops_.reduce(call.wire.dtype, call.op)),
+      add_hop_(loops_.reduce(call.hop, call.op == ReduceOp::kAvg ? ReduceOp::kSum : call.op)),
+      finish_hop_(loops_.reduce(call.hop, call.op)) {}
 
 void Reducer::pack(const Range& range, const WirePlace& wire) const {
   convert_or_copy(loops_, dtype_, wire_.dtype, data(range.begin), wire.payload, range.num_elems);

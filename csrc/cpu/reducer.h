@@ -9,8 +9,9 @@
 #include <cstdint>
 #include <span>
 
-#include "cpu/all_reduce_args.h"
+#include "base/tile.h"
 #include "cpu/element_loops.h"
+#include "schedule/call.h"
 #include "schedule/chunk.h"
 
 namespace rota::cpu {
@@ -24,7 +25,7 @@ class Reducer {
   // Shards start at multiples of this.
   static constexpr uint64_t kGranuleElems = rota::kGranuleElems;
 
-  Reducer(const AllReduceArgs& args, int world_size);
+  Reducer(const Call& call, void* data, int world_size);
 
   const WireFormat& wire() const { return wire_; }
   size_t hop_bytes() const { return info(hop_).num_bytes; }

@@ -29,9 +29,6 @@ constexpr uint64_t most_packet_bytes(const transport::DeviceGeometry& geometry) 
   return static_cast<uint64_t>(geometry.num_channels) * geometry.packet_bytes / 2;
 }
 
-// What is only copied is copied as bytes.
-inline constexpr WireFormat kBytes{DType::kUInt8};
-
 // Words in memory of the host that the GPU maps.
 struct HostWords {
   alignas(64) uint32_t abort;

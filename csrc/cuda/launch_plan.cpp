@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "base/error.h"
+#include "base/random_bits.h"
 #include "schedule/chunk.h"
 
 namespace rota::cuda {
@@ -282,6 +283,50 @@ Kernel kernel_for(schedule::Algorithm algorithm) {
       return Kernel::kLowLatency;
   }
   return Kernel::kOneShot;
+}
+
+bool is_packed(const Call& call) {
+  return call.kind == CollectiveKind::kReduceBucket ||
+         (call.kind == CollectiveKind::kAllReduce && call.wire != WireFormat{call.dtype});
+}
+
+Rounding rounding_of(const Call& call, int stream) {
+  return {.is_stochastic = call.pass.stochastic_seed.has_value(),
+          .seed = call.pass.stochastic_seed.value_or(0),
+          .stream = static_cast<uint64_t>(stream)};
+}
+
+LaunchRequest request_for(const Call& call, int world_size) {
+  const auto reduction = [&](Kernel kernel) -> LaunchRequest {
+    const bool is_bucket = is_packed(call);
+    const uint64_t num_tiles = schedule::ceil_div(call.num_elems, kTileElems);
+    return {.kernel = kernel,
+            .num_elems = is_bucket ? num_tiles * kTileElems : call.num_elems,
+            .format = call.wire,
+            .op = call.op,
+            .divisor = call.pass.divisor,
+            .is_bucket = is_bucket,
+            .rounding = rounding_of(call, kResultStream)};
+  };
+  const auto copy = [&](Kernel kernel, uint64_t num_bytes) -> LaunchRequest {
+    return {.kernel = kernel, .num_elems = num_bytes, .format = kBytes, .source = call.root};
+  };
+  switch (call.kind) {
+    case CollectiveKind::kAllReduce:
+    case CollectiveKind::kReduceBucket:
+      return reduction(kernel_for(call.algorithm));
+    case CollectiveKind::kReduceScatter:
+      return reduction(Kernel::kReduceScatter);
+    case CollectiveKind::kBroadcast:
+      return copy(Kernel::kBroadcast, call.num_bytes());
+    case CollectiveKind::kAllGather:
+      return copy(Kernel::kAllGather, static_cast<uint64_t>(world_size) * call.num_bytes());
+    case CollectiveKind::kSendRecv:
+      return copy(Kernel::kTransfer, call.num_bytes());
+    case CollectiveKind::kBarrier:
+      break;
+  }
+  refuse(call.kind_name(), " has no kernel");
 }
 
 LaunchPlan plan_launch(const LaunchRequest& request, const Peers& peers,

@@ -12,6 +12,7 @@
 #include "cuda/bucket_args.h"
 #include "cuda/collective_args.h"
 #include "cuda/peers.h"
+#include "schedule/call.h"
 #include "schedule/select.h"
 #include "schedule/tuning.h"
 
@@ -38,6 +39,9 @@ constexpr std::string_view name(Kernel kernel) { return kKernelNames[static_cast
 // The kernel of an all-reduce that goes through links.
 Kernel kernel_for(schedule::Algorithm algorithm);
 
+// What is only copied is copied as bytes.
+inline constexpr WireFormat kBytes{DType::kUInt8};
+
 struct LaunchRequest {
   Kernel kernel;
   // By place among the launch's local ranks. num_elems: of the larger of both tensors, for
@@ -56,6 +60,15 @@ struct LaunchRequest {
   const MappedTensors* tensors = nullptr;  // two_shot_in_place
   uint64_t fingerprint = 0;                // CollectiveArgs; the same everywhere: not compared
 };
+
+// Whether the tensor is packed into memory in the call's wire format, in whole tiles, for its
+// kernel, and unpacked from there.
+bool is_packed(const Call& call);
+// What is rounded at random, in this stream of random bits (base/random_bits.h).
+Rounding rounding_of(const Call& call, int stream);
+// All but the tensors, the ends of a transfer, and the fingerprint. Not of a barrier, which has no
+// kernel.
+LaunchRequest request_for(const Call& call, int world_size);
 
 struct LaunchPlan {
   CollectiveArgs args;

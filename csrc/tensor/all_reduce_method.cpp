@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "tensor/errors.h"
+#include "tensor/options.h"
 #include "tensor/tensor_communicator.h"
 
 namespace rota::tensors {
@@ -108,8 +109,8 @@ PyObject* all_reduce(PyObject* self, PyObject* const* args, Py_ssize_t num_args,
       TensorCommunicator& communicator = communicator_of(self);
       const at::Tensor& tensor = THPVariable_Unpack(arguments[kTensor]);
       const auto options =
-          AllReduceOptions::parse(text(arguments, kOp, "sum"), text(arguments, kAlgorithm, "auto"),
-                                  dtype(arguments, kWireDtype), dtype(arguments, kHopDtype));
+          parse_all_reduce_options(text(arguments, kOp, "sum"), text(arguments, kAlgorithm, "auto"),
+                                   dtype(arguments, kWireDtype), dtype(arguments, kHopDtype));
       const Launch mode = launch_mode(arguments);
       WorkRef work;
       {

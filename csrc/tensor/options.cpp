@@ -2,6 +2,7 @@
 
 #include "base/error.h"
 #include "tensor/errors.h"
+#include "tensor/tensor_checks.h"
 
 namespace rota::tensors {
 namespace {
@@ -24,28 +25,36 @@ std::optional<schedule::Algorithm> parse_algorithm(std::string_view collective,
                     schedule::parse_algorithm(text));
 }
 
+std::optional<DType> optional_dtype(const std::optional<at::ScalarType>& dtype,
+                                    std::string_view what) {
+  if (!dtype) return std::nullopt;
+  return reducible_dtype(*dtype, what);
+}
+
 }  // namespace
 
-AllReduceOptions AllReduceOptions::parse(std::string_view op, std::string_view algorithm,
-                                         std::optional<at::ScalarType> wire_dtype,
-                                         std::optional<at::ScalarType> hop_dtype) {
+ReduceOp parse_op(std::string_view op) {
+  return with_python_errors(
+      [&] { return parse_name("all_reduce", "op", op, "", kReduceOpNames, parse_reduce_op(op)); });
+}
+
+AllReduceOptions parse_all_reduce_options(std::string_view op, std::string_view algorithm,
+                                          std::optional<at::ScalarType> wire_dtype,
+                                          std::optional<at::ScalarType> hop_dtype) {
   return with_python_errors([&]() -> AllReduceOptions {
-    return {.op = parse_name("all_reduce", "op", op, "", kReduceOpNames, parse_reduce_op(op)),
+    return {.op = parse_op(op),
             .algorithm = parse_algorithm("all_reduce", algorithm),
-            .wire_dtype = wire_dtype,
-            .hop_dtype = hop_dtype};
+            .wire = optional_dtype(wire_dtype, "wire_dtype"),
+            .hop = optional_dtype(hop_dtype, "hop_dtype")};
   });
 }
 
-BucketOptions BucketOptions::parse(at::Tensor stats, at::ScalarType wire_dtype, bool block_scaling,
-                                   const cpu::BucketPass& pass, std::optional<at::Tensor> residual,
-                                   std::string_view algorithm) {
+BucketOptions parse_bucket_options(at::ScalarType wire_dtype, bool block_scaling,
+                                   const BucketPass& pass, std::string_view algorithm) {
   return with_python_errors([&]() -> BucketOptions {
-    return {.stats = std::move(stats),
-            .wire_dtype = wire_dtype,
-            .block_scaling = block_scaling,
+    return {.wire = {known_dtype(wire_dtype, "reduce_bucket", "wire_dtype", is_wire_dtype),
+                     block_scaling},
             .pass = pass,
-            .residual = std::move(residual),
             .algorithm = parse_algorithm("reduce_bucket", algorithm)};
   });
 }

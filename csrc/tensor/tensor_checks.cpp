@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "base/wire_format.h"
+#include "tensor/collectives.h"
 #include "tensor/errors.h"
 
 namespace rota::tensors {
@@ -73,6 +74,19 @@ bool is_non_overlapping(const at::Tensor& tensor) {
   return true;
 }
 
+void check_companion(const at::Tensor& tensor, std::string_view what, at::ScalarType dtype,
+                     int64_t num_elems, at::Device device) {
+  check_tensor(tensor, "reduce_bucket", device);
+  if (tensor.scalar_type() == dtype && tensor.numel() == num_elems && tensor.is_contiguous()) {
+    return;
+  }
+  throw Error(ErrorKind::kValue,
+              join("rota.reduce_bucket: ", what, " has ", tensor.numel(), " elements of ",
+                   c10::toString(tensor.scalar_type()),
+                   tensor.is_contiguous() ? "" : " and is not contiguous", ", expected ", num_elems,
+                   " contiguous ones of ", c10::toString(dtype)));
+}
+
 }  // namespace
 
 std::vector<std::string_view> dtype_names(bool (*is_usable)(DType)) {
@@ -98,6 +112,10 @@ DType known_dtype(at::ScalarType dtype, std::string_view collective, std::string
 DType reducible_dtype(at::ScalarType dtype, std::string_view what) {
   return known_dtype(dtype, "all_reduce", what,
                      [](DType candidate) { return info(candidate).is_reducible; });
+}
+
+DType bucket_dtype(const at::Tensor& bucket) {
+  return known_dtype(bucket.scalar_type(), "reduce_bucket", "the bucket's dtype", is_bucket_dtype);
 }
 
 DType movable_dtype(const at::Tensor& tensor, std::string_view collective) {
@@ -145,9 +163,38 @@ void check_tensor(const at::Tensor& tensor, std::string_view collective, at::Dev
   }
 }
 
-uint64_t num_bytes(const at::Tensor& tensor) {
-  return static_cast<uint64_t>(tensor.numel()) * tensor.element_size();
+void check_bucket(const BucketTensors& tensors) {
+  const at::Device device = tensors.bucket.device();
+  check_tensor(tensors.bucket, "reduce_bucket", device);
+  check_companion(tensors.stats, "stats", at::kDouble, 2, device);
+  if (tensors.residual) {
+    check_companion(*tensors.residual, "residual", at::kFloat, tensors.bucket.numel(), device);
+  }
 }
+
+void check_gather(const AllGatherTensors& gather, int world_size) {
+  const at::Device device = gather.input.device();
+  check_tensor(gather.input, "all_gather", device);
+  movable_dtype(gather.input, "all_gather");
+  if (gather.outputs.size() != static_cast<size_t>(world_size)) {
+    throw Error(ErrorKind::kValue, join("rota.all_gather: ", gather.outputs.size(),
+                                        " output tensors, expected world_size = ", world_size));
+  }
+  for (const at::Tensor& output : gather.outputs) {
+    check_tensor(output, "all_gather", device);
+    if (output.numel() != gather.input.numel() ||
+        output.scalar_type() != gather.input.scalar_type()) {
+      throw Error(ErrorKind::kValue,
+                  join("rota.all_gather: an output has ", output.numel(), " elements of ",
+                       output.dtype().name(), ", the input has ", gather.input.numel(), " of ",
+                       gather.input.dtype().name(), "; make them equal"));
+    }
+  }
+}
+
+uint64_t num_elems(const at::Tensor& tensor) { return static_cast<uint64_t>(tensor.numel()); }
+
+uint64_t num_bytes(const at::Tensor& tensor) { return num_elems(tensor) * tensor.element_size(); }
 
 Packed::Packed(const at::Tensor& tensor, Content content) : tensor_(tensor) {
   // A lazily negated or conjugated view holds other bits than its values.

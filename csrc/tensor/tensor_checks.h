@@ -10,6 +10,9 @@
 
 namespace rota::tensors {
 
+struct AllGatherTensors;
+struct BucketTensors;
+
 // The names of the dtypes for which is_usable holds, as torch spells them.
 std::vector<std::string_view> dtype_names(bool (*is_usable)(DType));
 
@@ -17,6 +20,7 @@ std::vector<std::string_view> dtype_names(bool (*is_usable)(DType));
 DType known_dtype(at::ScalarType dtype, std::string_view collective, std::string_view what,
                   bool (*is_usable)(DType));
 DType reducible_dtype(at::ScalarType dtype, std::string_view what);
+DType bucket_dtype(const at::Tensor& bucket);
 // For collectives that only move bytes.
 DType movable_dtype(const at::Tensor& tensor, std::string_view collective);
 
@@ -28,6 +32,11 @@ uint32_t block_elems(at::ScalarType wire_dtype);
 void check_tensor(const at::Tensor& tensor, std::string_view collective,
                   at::Device device = at::kCPU);
 
+// Throw Error(kType) or Error(kValue) for tensors that do not fit together.
+void check_bucket(const BucketTensors& tensors);
+void check_gather(const AllGatherTensors& gather, int world_size);
+
+uint64_t num_elems(const at::Tensor& tensor);
 uint64_t num_bytes(const at::Tensor& tensor);
 
 // A tensor, which must outlive this, and the contiguous memory that holds its values: its own, or

@@ -1,5 +1,5 @@
-// The communicator that takes tensors: checks them, packs strided ones, and runs each collective in
-// the caller's thread or on the progress thread. Torch types stop here.
+// The communicator that takes tensors, for Python and for c10d: hands each call to the
+// implementation for the device that its tensors are on. Torch types stop in this layer.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,11 +10,7 @@
 #include <optional>
 #include <string>
 
-#include "core/communicator.h"
-#include "core/progress_queue.h"
-#include "tensor/device_collectives.h"
-#include "tensor/tensor_collectives.h"
-#include "tensor/work.h"
+#include "tensor/cpu_collectives.h"
 
 namespace rota::tensors {
 
@@ -43,10 +39,9 @@ class TensorCommunicator {
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
 
-  // Each checks its arguments before anything moves. Of several tensors each is one collective, in
-  // order; the work covers them all. Strided tensors are packed, and unpacked afterwards.
+  // As Collectives says; what is wrong is thrown as PythonError.
   WorkRef all_reduce(at::TensorList tensors, const AllReduceOptions& options, Launch mode);
-  WorkRef reduce_bucket(const at::Tensor& bucket, const BucketOptions& options, Launch mode);
+  WorkRef reduce_bucket(const BucketTensors& tensors, const BucketOptions& options, Launch mode);
   WorkRef broadcast(at::TensorList tensors, int root, Launch mode);
   WorkRef all_gather(std::vector<AllGatherTensors> gathers, Launch mode);
   // CUDA tensors only.
@@ -67,8 +62,8 @@ class TensorCommunicator {
   // How GPUs reach each other; none before they are joined.
   std::optional<std::string> peer_access() const;
   // Whether send() and recv() will do, as soon as GPUs are joined.
-  bool has_transfers() const { return !devices_ || devices_->has_transfers(); }
-  // Whether reduce_scatter() will do for CUDA tensors like this one; connects its device.
+  bool has_transfers() const { return !gpu_ || gpu_->has_transfers(); }
+  // Whether reduce_scatter() will do for tensors like this one; connects its device.
   bool has_reduce_scatter(const at::Tensor& input);
 
   // Waits for what is queued, and for peers' kernels (core/joined_regions.h), then leaves the
@@ -78,27 +73,24 @@ class TensorCommunicator {
   void abort(const std::string& reason);
 
  private:
+  // Joining GPUs takes all ranks.
+  enum class Callers { kAllRanks, kSomeRanks };
+
   TensorCommunicator(c10::intrusive_ptr<::c10d::Store> store, int rank, int world_size,
                      std::function<void()> check_interrupt,
                      std::shared_ptr<Communicator> communicator);
   void end_progress();
-  void drop_devices();
-  // Runs body(communicator, tensors, thread) here and now, or on the progress thread.
-  template <typename Body>
-  WorkRef launch(Launch mode, ::c10d::OpType op_type, const char* title, at::TensorList tensors,
-                 Body&& body);
-  Communicator& usable_communicator(std::string_view collective) const;
-  // Of CUDA tensors like this one.
-  DeviceCollectives& device_collectives(const at::Tensor& tensor, std::string_view collective);
-  DeviceCollectives& joined_devices(const at::Tensor& tensor, std::string_view call);
+  void drop_gpu();
+  // The one place where a tensor's device decides who works for it; joins the GPUs when it must.
+  Collectives& collectives_for(at::TensorList tensors, std::string_view call,
+                               Callers callers = Callers::kAllRanks);
 
   c10::intrusive_ptr<::c10d::Store> store_;
   int rank_;
   int world_size_;
   std::function<void()> check_interrupt_;
-  std::shared_ptr<Communicator> communicator_;  // null once closed; queued tasks share it
-  std::unique_ptr<DeviceCollectives> devices_;  // null until CUDA tensors come
-  ProgressQueue queue_;
+  CpuCollectives cpu_;
+  std::unique_ptr<Collectives> gpu_;  // null until CUDA tensors come
 };
 
 }  // namespace rota::tensors

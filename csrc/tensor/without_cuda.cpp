@@ -2,7 +2,7 @@
 #if !defined(ROTA_WITH_CUDA)
 
 #include "base/error.h"
-#include "tensor/device_collectives.h"
+#include "tensor/connect_gpus.h"
 #include "tensor/gpu_classes.h"
 #include "tensor/gpu_self_test.h"
 
@@ -17,10 +17,10 @@ namespace {
 
 bool is_capturing(at::Device) { return false; }
 
-std::unique_ptr<DeviceCollectives> connect_devices(std::shared_ptr<Communicator>,
-                                                   const c10::intrusive_ptr<::c10d::Store>&,
-                                                   at::Device device, CallerThread,
-                                                   std::unique_ptr<DeviceCollectives>) {
+std::unique_ptr<Collectives> connect_gpus(std::shared_ptr<Communicator>,
+                                          const c10::intrusive_ptr<::c10d::Store>&,
+                                          at::Device device, CallerThread,
+                                          std::unique_ptr<Collectives>) {
   throw Error(ErrorKind::kTransport,
               join("rota: a tensor is on ", device.str(),
                    ", but this build of rota is for the CPU; build it anew where nvcc and a CUDA "

@@ -3,6 +3,9 @@
 #include <algorithm>
 
 #include "check.h"
+#include "core/plan.h"
+#include "cpu/all_reduce_buffers.h"
+#include "cpu/copy_collectives.h"
 #include "numbers.h"
 #include "ranks.h"
 #include "reference.h"
@@ -32,31 +35,30 @@ class Tensor {
   std::vector<std::byte> bytes_;
 };
 
-int64_t contribution(const Call& call, int world_size, uint64_t seed, int rank, uint64_t elem) {
+int64_t contribution(const TestCall& call, int world_size, uint64_t seed, int rank, uint64_t elem) {
   return exact_integer(call.wire.value_or(call.dtype), call.op, world_size, hash(seed, rank, elem));
 }
 
-void check_elem(const Call& call, Tensor& tensor, uint64_t elem, uint64_t expected, int rank) {
+void check_elem(const TestCall& call, Tensor& tensor, uint64_t elem, uint64_t expected, int rank) {
   if (tensor.get(elem) == expected) return;
   fail(join("rank ", rank, ", ", call.to_string(), ": element ", elem, " has bits ",
             tensor.get(elem), ", expected ", expected));
 }
 
-void all_reduce(Communicator& communicator, const Call& call, uint64_t seed, CallerThread thread) {
+void all_reduce(Communicator& communicator, const TestCall& call, uint64_t seed,
+                CallerThread thread) {
   const int world_size = communicator.world_size();
   Tensor tensor(call.dtype, call.num_elems, call.misalignment);
   const auto bits_of = [&](int rank, uint64_t elem) {
     return bits_of_integer(call.dtype, contribution(call, world_size, seed, rank, elem));
   };
   for (uint64_t i = 0; i < call.num_elems; ++i) tensor.set(i, bits_of(communicator.rank(), i));
-  cpu::AllReduceArgs args = communicator.plan({.num_elems = call.num_elems,
-                                               .dtype = call.dtype,
-                                               .op = call.op,
-                                               .algorithm = call.algorithm,
-                                               .wire = call.wire,
-                                               .hop = call.hop});
-  args.data = tensor.data();
-  communicator.all_reduce(args, thread);
+  const Call planned =
+      Planner(world_size)
+          .all_reduce(
+              call.dtype, call.num_elems,
+              {.op = call.op, .algorithm = call.algorithm, .wire = call.wire, .hop = call.hop});
+  communicator.run(planned, cpu::AllReduceBuffers{.data = tensor.data()}, thread);
   std::vector<uint64_t> srcs(static_cast<size_t>(world_size));
   for (uint64_t i = 0; i < call.num_elems; ++i) {
     for (int rank = 0; rank < world_size; ++rank) {
@@ -69,7 +71,7 @@ void all_reduce(Communicator& communicator, const Call& call, uint64_t seed, Cal
 }
 
 // An average, of which every number that a block may hold is exact in every wire dtype.
-void reduce_bucket(Communicator& communicator, const Call& call, uint64_t seed,
+void reduce_bucket(Communicator& communicator, const TestCall& call, uint64_t seed,
                    CallerThread thread) {
   const int world_size = communicator.world_size();
   Tensor tensor(call.dtype, call.num_elems, call.misalignment);
@@ -81,19 +83,18 @@ void reduce_bucket(Communicator& communicator, const Call& call, uint64_t seed,
   }
   // Every other time with error feedback, which then has nothing to feed back.
   std::vector<float> residual(seed % 2 == 0 ? call.num_elems : 0);
-  const cpu::BucketPass pass{.divisor = static_cast<float>(world_size) / 2,
-                             .result_factor = 0.5f,
-                             .residual = residual.empty() ? nullptr : residual.data()};
+  const Call planned = Planner(world_size)
+                           .reduce_bucket(call.dtype, call.num_elems,
+                                          {.wire = {*call.wire, call.block_scaling},
+                                           .pass = {.divisor = static_cast<float>(world_size) / 2,
+                                                    .result_factor = 0.5f,
+                                                    .has_residual = !residual.empty()},
+                                           .algorithm = call.algorithm});
   cpu::BucketMeasures measures(call.num_elems);
-  cpu::AllReduceArgs args = communicator.plan({.num_elems = call.num_elems,
-                                               .dtype = call.dtype,
-                                               .wire = {*call.wire, call.block_scaling},
-                                               .algorithm = call.algorithm},
-                                              pass);
-  args.data = tensor.data();
-  args.pass = &pass;
-  args.measures = &measures;
-  communicator.all_reduce(args, thread);
+  communicator.run(planned,
+                   cpu::AllReduceBuffers{
+                       .data = tensor.data(), .residual = residual.data(), .measures = &measures},
+                   thread);
   double squares = 0;
   for (uint64_t i = 0; i < call.num_elems; ++i) {
     int64_t sum = 0;
@@ -109,7 +110,7 @@ void reduce_bucket(Communicator& communicator, const Call& call, uint64_t seed,
 // Collectives that only move: compared byte by byte, for elements of any size.
 uint64_t byte_of(uint64_t seed, int rank, uint64_t index) { return hash(seed, rank, index) & 0xff; }
 
-Tensor make_bytes(const Call& call) {
+Tensor make_bytes(const TestCall& call) {
   return Tensor(DType::kUInt8, call.num_elems * info(call.dtype).num_bytes, call.misalignment);
 }
 
@@ -117,16 +118,20 @@ void fill(Tensor& bytes, uint64_t seed, int rank) {
   for (uint64_t i = 0; i < bytes.num_elems(); ++i) bytes.set(i, byte_of(seed, rank, i));
 }
 
-void broadcast(Communicator& communicator, const Call& call, uint64_t seed, CallerThread thread) {
+void broadcast(Communicator& communicator, const TestCall& call, uint64_t seed,
+               CallerThread thread) {
   Tensor tensor = make_bytes(call);
   fill(tensor, seed, communicator.rank());
-  communicator.broadcast({tensor.data(), tensor.num_elems(), call.root}, call.dtype, thread);
+  communicator.run(
+      Planner(communicator.world_size()).broadcast(call.dtype, call.num_elems, call.root),
+      cpu::BroadcastBuffers{tensor.data()}, thread);
   for (uint64_t i = 0; i < tensor.num_elems(); ++i) {
     check_elem(call, tensor, i, byte_of(seed, call.root, i), communicator.rank());
   }
 }
 
-void all_gather(Communicator& communicator, const Call& call, uint64_t seed, CallerThread thread) {
+void all_gather(Communicator& communicator, const TestCall& call, uint64_t seed,
+                CallerThread thread) {
   std::vector<Tensor> tensors;
   std::vector<void*> outputs;
   for (int rank = 0; rank < communicator.world_size(); ++rank) tensors.push_back(make_bytes(call));
@@ -135,7 +140,8 @@ void all_gather(Communicator& communicator, const Call& call, uint64_t seed, Cal
   Tensor separate = make_bytes(call);
   Tensor& input = seed % 2 == 0 ? separate : tensors[static_cast<size_t>(communicator.rank())];
   fill(input, seed, communicator.rank());
-  communicator.all_gather({input.data(), outputs.data(), input.num_elems()}, call.dtype, thread);
+  communicator.run(Planner(communicator.world_size()).all_gather(call.dtype, call.num_elems),
+                   cpu::AllGatherBuffers{input.data(), outputs.data()}, thread);
   for (int rank = 0; rank < communicator.world_size(); ++rank) {
     Tensor& tensor = tensors[static_cast<size_t>(rank)];
     for (uint64_t i = 0; i < tensor.num_elems(); ++i) {
@@ -146,16 +152,15 @@ void all_gather(Communicator& communicator, const Call& call, uint64_t seed, Cal
 
 }  // namespace
 
-std::string Call::to_string() const {
-  std::string text = join(kCollectiveNames[static_cast<size_t>(kind)], '(', name(dtype), '[',
-                          num_elems, "], ", name(op));
+std::string TestCall::to_string() const {
+  std::string text = join(name(kind), '(', name(dtype), '[', num_elems, "], ", name(op));
   if (algorithm) text += join(", ", schedule::name(*algorithm));
   if (wire) text += join(", wire ", name(*wire), block_scaling ? " in scaled blocks" : "");
   if (hop) text += join(", hop ", name(*hop));
   return text + join(", root ", root, ", misaligned by ", misalignment, ')');
 }
 
-void call_and_check(Communicator& communicator, const Call& call, uint64_t seed,
+void call_and_check(Communicator& communicator, const TestCall& call, uint64_t seed,
                     CallerThread thread) {
   switch (call.kind) {
     case CollectiveKind::kAllReduce:
@@ -171,8 +176,8 @@ void call_and_check(Communicator& communicator, const Call& call, uint64_t seed,
   }
 }
 
-Call random_call(Random& random, const Communicator& communicator) {
-  Call call;
+TestCall random_call(Random& random, const Communicator& communicator) {
+  TestCall call;
   // Half of all calls reduce: they have the most ways.
   call.kind = random.choose(std::array{CollectiveKind::kAllReduce, CollectiveKind::kAllReduce,
                                        CollectiveKind::kReduceBucket, CollectiveKind::kReduceBucket,

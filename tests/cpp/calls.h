@@ -11,7 +11,7 @@
 
 namespace rota::test {
 
-struct Call {
+struct TestCall {
   CollectiveKind kind = CollectiveKind::kAllReduce;
   uint64_t num_elems = 0;
   DType dtype = DType::kFloat32;
@@ -27,12 +27,12 @@ struct Call {
 };
 
 // Makes the call and checks its result. The seed picks the numbers and is the same on all ranks.
-void call_and_check(Communicator& communicator, const Call& call, uint64_t seed,
+void call_and_check(Communicator& communicator, const TestCall& call, uint64_t seed,
                     CallerThread thread = CallerThread::kUser);
 
 // Any kind, dtype and algorithm, from nothing to several slots long; the same on all ranks that
 // hand in the same state.
-Call random_call(Random& random, const Communicator& communicator);
+TestCall random_call(Random& random, const Communicator& communicator);
 
 inline constexpr schedule::Algorithm kAlgorithms[] = {
     schedule::Algorithm::kOneShot, schedule::Algorithm::kTwoShot, schedule::Algorithm::kOrderedRing,

@@ -4,6 +4,8 @@
 
 #include "calls.h"
 #include "check.h"
+#include "core/plan.h"
+#include "cpu/all_reduce_buffers.h"
 #include "ranks.h"
 #include "reference.h"
 #include "schedule/chunk.h"
@@ -57,11 +59,11 @@ void all_reduce_through_narrower_wire_is_exact(int world_size) {
         for (const schedule::Algorithm algorithm : kAlgorithms) {
           for (const uint64_t num_elems : interesting_sizes(world_size, wire)) {
             ++seed;
-            Call call{.num_elems = num_elems,
-                      .dtype = dtype,
-                      .op = op,
-                      .algorithm = algorithm,
-                      .wire = wire};
+            TestCall call{.num_elems = num_elems,
+                          .dtype = dtype,
+                          .op = op,
+                          .algorithm = algorithm,
+                          .wire = wire};
             if (algorithm == schedule::Algorithm::kRing && seed % 2 == 0) call.hop = wire;
             call_and_check(communicator, call, seed, thread_for(communicator, seed));
           }
@@ -87,10 +89,10 @@ std::vector<std::byte> reduce_uneven(Communicator& communicator, DType dtype, DT
   for (uint64_t i = 0; i < num_elems; ++i) {
     store_bits(dtype, data.data(), i, uneven_input(dtype, communicator.rank(), i));
   }
-  cpu::AllReduceArgs args = communicator.plan(
-      {.num_elems = num_elems, .dtype = dtype, .op = op, .algorithm = algorithm, .wire = wire});
-  args.data = data.data();
-  communicator.all_reduce(args, CallerThread::kUser);
+  const Call call =
+      Planner(communicator.world_size())
+          .all_reduce(dtype, num_elems, {.op = op, .algorithm = algorithm, .wire = wire});
+  communicator.run(call, cpu::AllReduceBuffers{.data = data.data()}, CallerThread::kUser);
   return data;
 }
 
@@ -178,10 +180,10 @@ void misaligned_tensors_are_exact() {
         for (const size_t misalignment : {1, 3, 8, 60}) {
           for (const uint64_t num_elems : {5, 3000}) {
             ++seed;
-            Call call{.num_elems = num_elems,
-                      .dtype = dtype,
-                      .algorithm = algorithm,
-                      .misalignment = misalignment};
+            TestCall call{.num_elems = num_elems,
+                          .dtype = dtype,
+                          .algorithm = algorithm,
+                          .misalignment = misalignment};
             call_and_check(communicator, call, seed);
             if (info(dtype).is_floating && info(dtype).num_bytes > 1) {
               call.wire = dtype == DType::kBFloat16 ? DType::kFloat16 : DType::kBFloat16;

@@ -2,14 +2,16 @@
 // waits for ever. The times here only bound how long a test may hang, or end a wait on purpose.
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <thread>
 
 #include "calls.h"
 #include "check.h"
+#include "core/plan.h"
+#include "cpu/all_reduce_buffers.h"
 #include "cpu/float_environment.h"
 #include "ranks.h"
-#include "transport/thread_transport.h"
 
 namespace rota::test {
 namespace {
@@ -21,7 +23,8 @@ void barrier(Communicator& communicator) { communicator.barrier(CallerThread::kP
 // ---- ranks that disagree ----
 
 // Rank 1 calls `odd`, all others `usual`: all learn of it, nothing is written, and they go on.
-void disagreement_is_an_error_everywhere(int world_size, const Call& usual, const Call& odd) {
+void disagreement_is_an_error_everywhere(int world_size, const TestCall& usual,
+                                         const TestCall& odd) {
   run_ranks(world_size, [&](Communicator& communicator) {
     const bool is_odd = communicator.rank() == 1;
     for (uint64_t seed = 0; seed < 20; ++seed) {
@@ -36,19 +39,18 @@ void disagreement_is_an_error_everywhere(int world_size, const Call& usual, cons
 
 constexpr uint64_t kLong = 5000;  // elements that take several slots
 
-constexpr Call kUsual{.num_elems = 10};
-constexpr Call kUsualLong{.num_elems = kLong};
+constexpr TestCall kUsual{.num_elems = 10};
+constexpr TestCall kUsualLong{.num_elems = kLong};
 
 void mismatch_writes_nothing() {
   run_ranks(2, [](Communicator& communicator) {
     for (const uint64_t num_elems : {uint64_t{10}, kLong}) {
       std::vector<float> data(num_elems + 1, 7.0f);
-      cpu::AllReduceArgs args =
-          communicator.plan({.num_elems = num_elems + static_cast<uint64_t>(communicator.rank()),
-                             .dtype = DType::kFloat32});
-      args.data = data.data();
-      expect_error(ErrorKind::kMismatch,
-                   [&] { communicator.all_reduce(args, CallerThread::kUser); });
+      const Call call = Planner(2).all_reduce(
+          DType::kFloat32, num_elems + static_cast<uint64_t>(communicator.rank()), {});
+      expect_error(ErrorKind::kMismatch, [&] {
+        communicator.run(call, cpu::AllReduceBuffers{.data = data.data()}, CallerThread::kUser);
+      });
       for (const float value : data) check_equal(value, 7.0f, "an element after a mismatch");
     }
   });
@@ -208,50 +210,78 @@ void progress_thread_is_not_interrupted() {
 // ---- arguments ----
 
 void plan_refuses_what_cannot_be() {
-  auto transports = transport::ThreadTransport::make_world(2, kSmall);
-  const Communicator communicator(std::move(transports[0]), kPatience, [] {});
-  const auto refuse = [&](ErrorKind kind, const AllReduceRequest& request) {
-    expect_error(kind, [&] { communicator.plan(request); });
+  const Planner planner(2);
+  const auto refuse = [&](ErrorKind kind, DType dtype, const AllReduceOptions& options) {
+    expect_error(kind, [&] { planner.all_reduce(dtype, 1, options); });
   };
-  refuse(ErrorKind::kType, {.num_elems = 1, .dtype = DType::kInt32, .op = ReduceOp::kAvg});
-  refuse(ErrorKind::kType, {.num_elems = 1, .dtype = DType::kFloat32, .op = ReduceOp::kBand});
-  refuse(ErrorKind::kType, {.num_elems = 1, .dtype = DType::kFloat16, .wire = DType::kFloat32});
-  refuse(ErrorKind::kType, {.num_elems = 1, .dtype = DType::kInt32, .wire = DType::kInt16});
-  refuse(ErrorKind::kValue, {.num_elems = 1, .dtype = DType::kFloat16, .hop = DType::kFloat16});
-  refuse(ErrorKind::kType, {.num_elems = 1,
-                            .dtype = DType::kFloat16,
-                            .algorithm = schedule::Algorithm::kRing,
-                            .hop = DType::kFloat64});
+  refuse(ErrorKind::kType, DType::kInt32, {.op = ReduceOp::kAvg});
+  refuse(ErrorKind::kType, DType::kFloat32, {.op = ReduceOp::kBand});
+  refuse(ErrorKind::kType, DType::kFloat16, {.wire = DType::kFloat32});
+  refuse(ErrorKind::kType, DType::kInt32, {.wire = DType::kInt16});
+  refuse(ErrorKind::kValue, DType::kFloat16, {.hop = DType::kFloat16});
+  refuse(ErrorKind::kType, DType::kFloat16,
+         {.algorithm = schedule::Algorithm::kRing, .hop = DType::kFloat64});
+  refuse(ErrorKind::kValue, DType::kFloat32, {.algorithm = schedule::Algorithm::kLowLatency});
   for (const int root : {-1, 2}) {
-    expect_error(ErrorKind::kValue, [&] { communicator.check_root(root); });
+    expect_error(ErrorKind::kValue, [&] { planner.broadcast(DType::kFloat32, 1, root); });
   }
 }
 
-void descriptor_survives_its_words() {
+// A GPU where the kernels of some algorithms compute something else.
+void plan_for_gpu_uses_what_can_be_trusted() {
+  using schedule::Algorithm;
+  schedule::Tuning tuning = schedule::kLocalTuning;
+  tuning.max_one_shot_bytes = 1024;
+  std::vector<Algorithm> untrusted;
+  const Planner planner(2, Planner::Gpu{.tuning = tuning,
+                                        .most_packet_bytes = 0,
+                                        .why_not = [&](Algorithm algorithm, const WireFormat&) {
+                                          return std::ranges::find(untrusted, algorithm) !=
+                                                         untrusted.end()
+                                                     ? std::optional<std::string>("a wrong number")
+                                                     : std::nullopt;
+                                        }});
+  const auto chosen = [&] { return planner.all_reduce(DType::kFloat32, 1, {}).algorithm; };
+  check(chosen() == Algorithm::kOneShot, "the fastest");
+  untrusted.push_back(Algorithm::kOneShot);
+  check(chosen() == Algorithm::kTwoShot, "the next with the same bits");
+  const Error error = expect_error(ErrorKind::kValue, [&] {
+    planner.all_reduce(DType::kFloat32, 1, {.algorithm = Algorithm::kOneShot});
+  });
+  check_contains(error.what(), "a wrong number");
+  untrusted.insert(untrusted.end(), {Algorithm::kTwoShot, Algorithm::kOrderedRing});
+  check(chosen() == Algorithm::kOneShot, "the fastest, where none can be trusted");
+}
+
+void call_survives_its_words() {
   for (size_t kind = 0; kind < kCollectiveNames.size(); ++kind) {
     for (const DType dtype : reducible_dtypes()) {
       for (const ReduceOp op : defined_ops(dtype)) {
         for (const schedule::Algorithm algorithm : kAlgorithms) {
-          const Descriptor descriptor{.kind = static_cast<CollectiveKind>(kind),
-                                      .op = op,
-                                      .dtype = dtype,
-                                      .wire = dtype,
-                                      .hop = info(dtype).accumulate,
-                                      .algorithm = algorithm,
-                                      .root = 3,
-                                      .num_elems = uint64_t{1} << 40};
-          check(Descriptor::from_words(descriptor.to_words()) == descriptor,
-                descriptor.to_string());
-          check(descriptor.to_words()[0] != 0, "a descriptor is told from memory at rest");
+          const Call call{.kind = static_cast<CollectiveKind>(kind),
+                          .op = op,
+                          .dtype = dtype,
+                          .wire = dtype,
+                          .hop = info(dtype).accumulate,
+                          .algorithm = algorithm,
+                          .root = 3,
+                          .num_elems = uint64_t{1} << 40,
+                          .pass = {.contribution_factor = 2,
+                                   .divisor = 3,
+                                   .result_factor = 5,
+                                   .has_residual = true,
+                                   .stochastic_seed = 7}};
+          check(Call::from_words(call.to_words()) == call, call.to_string());
+          check(call.to_words()[0] != 0, "a call is told from memory at rest");
         }
       }
     }
   }
   // What another process wrote is bounded, whatever it is.
   for (uint64_t seed = 0; seed < 1000; ++seed) {
-    Descriptor::Words words;
+    Call::Words words;
     for (size_t i = 0; i < words.size(); ++i) words[i] = mix(seed * 8 + i);
-    check(!Descriptor::from_words(words).to_string().empty(), "a text");
+    check(!Call::from_words(words).to_string().empty(), "a text");
   }
 }
 
@@ -268,11 +298,9 @@ void float_mode_of_caller_changes_nothing() {
       for (const unsigned mode : kModes) {
         const unsigned usual = _mm_getcsr();
         float data[] = {rank_half, rank_tie};
-        cpu::AllReduceArgs args =
-            communicator.plan({.num_elems = 2, .dtype = DType::kFloat32, .algorithm = algorithm});
-        args.data = data;
+        const Call call = Planner(2).all_reduce(DType::kFloat32, 2, {.algorithm = algorithm});
         _mm_setcsr(usual | mode);
-        communicator.all_reduce(args, CallerThread::kUser);
+        communicator.run(call, cpu::AllReduceBuffers{.data = data}, CallerThread::kUser);
         const unsigned after = _mm_getcsr();
         _mm_setcsr(usual);
         check_equal(after & 0xffc0u, (usual | mode) & 0xffc0u, "the caller's mode afterwards");
@@ -329,7 +357,8 @@ const CaseTable kCases{
      [] { interruption_passes_and_peers_hear(CallerThread::kProgress); }},
     {"progress_thread_not_interrupted-ws2", progress_thread_is_not_interrupted},
     {"plan_refuses", plan_refuses_what_cannot_be},
-    {"descriptor_words", descriptor_survives_its_words},
+    {"plan_for_gpu", plan_for_gpu_uses_what_can_be_trusted},
+    {"call_words", call_survives_its_words},
     {"float_mode_of_caller-ws2", float_mode_of_caller_changes_nothing},
 };
 

@@ -193,9 +193,14 @@ class PackAndUnpack {
 // The CPU, one tensor after another, in the same places of the wire format.
 template <DType dtype, DType wire, bool is_scaled>
 void PackAndUnpack<dtype, wire, is_scaled>::check_all() {
-  cpu::BucketPass pass{.contribution_factor = kContributionFactor, .result_factor = kResultFactor};
-  if (case_.is_stochastic) pass.stochastic_seed = kSeed;
-  if (case_.has_residual) pass.residual = bucket_.cpu_residual.data();
+  Call call{.kind = CollectiveKind::kReduceBucket,
+            .op = ReduceOp::kAvg,
+            .dtype = dtype,
+            .wire = case_.wire,
+            .hop = DType::kFloat32,
+            .num_elems = bucket_.num_elems(),
+            .pass = {.contribution_factor = kContributionFactor, .result_factor = kResultFactor}};
+  if (case_.is_stochastic) call.pass.stochastic_seed = kSeed;
   cpu::BucketMeasures measures(bucket_.num_elems());
   const auto for_each_tensor = [&](const auto& body) {
     for (Gradients& tensor : bucket_.tensors) {
@@ -204,17 +209,12 @@ void PackAndUnpack<dtype, wire, is_scaled>::check_all() {
       // As if the bucket began so far before the tensor: places count from its start.
       const size_t elem_bytes = info(dtype).num_bytes;
       std::byte* data = tensor.cpu.data() + case_.misalignment - first * elem_bytes;
-      const cpu::AllReduceArgs reduce_args{.data = data,
-                                           .num_elems = bucket_.num_elems(),
-                                           .dtype = dtype,
-                                           .op = ReduceOp::kAvg,
-                                           .wire = case_.wire,
-                                           .hop = DType::kFloat32,
-                                           .algorithm = schedule::Algorithm::kOneShot,
-                                           .pass = &pass,
-                                           .measures = &measures};
+      const cpu::AllReduceBuffers buffers{
+          .data = data,
+          .residual = case_.has_residual ? bucket_.cpu_residual.data() : nullptr,
+          .measures = &measures};
       const Range range{first, tensor.num_elems};
-      body(cpu::BucketReducer(reduce_args, kRank, 1), range, cpu_wire(first));
+      body(cpu::BucketReducer(call, buffers, kRank, 1), range, cpu_wire(first));
     }
   };
   for_each_tensor([](const cpu::BucketReducer& reducer, const Range& range, const WirePlace& dst) {

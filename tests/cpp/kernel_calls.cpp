@@ -8,6 +8,8 @@
 #include "calls.h"
 #include "check.h"
 #include "core/communicator.h"
+#include "core/plan.h"
+#include "cpu/all_reduce_buffers.h"
 #include "cpu/element_loops.h"
 #include "numbers.h"
 #include "reference.h"
@@ -410,25 +412,19 @@ std::vector<std::vector<uint64_t>> cpu_bits(const std::vector<KernelCall>& calls
         store_bits(dtype, tensor.data(), elem,
                    input_bits(call, world_size, communicator.rank(), elem));
       }
-      const cpu::BucketPass pass{
-          .divisor = static_cast<float>(call.op == ReduceOp::kAvg ? world_size : 1),
-          .stochastic_seed = call.stochastic_seed};
+      const Planner planner(world_size);
+      const Call planned =
+          call.is_bucket
+              ? planner.reduce_bucket(dtype, call.num_elems,
+                                      {.wire = call.format,
+                                       .pass = {.divisor = static_cast<float>(
+                                                    call.op == ReduceOp::kAvg ? world_size : 1),
+                                                .stochastic_seed = call.stochastic_seed},
+                                       .algorithm = algorithm})
+              : planner.all_reduce(dtype, call.num_elems, {.op = call.op, .algorithm = algorithm});
       cpu::BucketMeasures measures(call.num_elems);
-      cpu::AllReduceArgs args{};
-      if (call.is_bucket) {
-        args = communicator.plan({.num_elems = call.num_elems,
-                                  .dtype = dtype,
-                                  .wire = call.format,
-                                  .algorithm = algorithm},
-                                 pass);
-        args.pass = &pass;
-        args.measures = &measures;
-      } else {
-        args = communicator.plan(
-            {.num_elems = call.num_elems, .dtype = dtype, .op = call.op, .algorithm = algorithm});
-      }
-      args.data = tensor.data();
-      communicator.all_reduce(args, CallerThread::kProgress);
+      communicator.run(planned, cpu::AllReduceBuffers{.data = tensor.data(), .measures = &measures},
+                       CallerThread::kProgress);
       if (communicator.rank() != 0) continue;
       for (uint64_t elem = 0; elem < call.num_elems; ++elem) {
         results[i].push_back(load_bits(dtype, tensor.data(), elem));

@@ -19,7 +19,7 @@ using std::chrono::milliseconds;
 constexpr uint64_t kNumPosts = decltype(transport::ControlBlock::launches)::kNumPosts;
 constexpr uint64_t kManyLaunches = 3 * kNumPosts;
 
-Descriptor launch_number(uint64_t number) {
+Call launch_number(uint64_t number) {
   return {.kind = CollectiveKind::kAllReduce, .num_elems = number};
 }
 
@@ -109,7 +109,7 @@ void transfers_agree_pair_by_pair() {
   run_ranks(3, [](Communicator& communicator) {
     const int rank = communicator.rank();
     for (uint64_t i = 0; i < 50; ++i) {
-      const Descriptor transfer{.kind = CollectiveKind::kSendRecv, .num_elems = i};
+      const Call transfer{.kind = CollectiveKind::kSendRecv, .num_elems = i};
       communicator.post_transfer(transfer, rank, (rank + 1) % 3);
       communicator.post_transfer(transfer, (rank + 2) % 3, rank);
     }

@@ -25,7 +25,7 @@ void mixed_calls(int world_size, int num_calls) {
     Random same_on_all_ranks(static_cast<uint64_t>(world_size));
     Random own(1000 + static_cast<uint64_t>(communicator.rank()));
     for (int i = 0; i < num_calls; ++i) {
-      const Call call = random_call(same_on_all_ranks, communicator);
+      const TestCall call = random_call(same_on_all_ranks, communicator);
       dawdle(own);
       call_and_check(communicator, call, static_cast<uint64_t>(i),
                      own.below(2) == 0 ? CallerThread::kUser : CallerThread::kProgress);
@@ -70,7 +70,7 @@ void mixed_calls_with_mismatches(int world_size, int num_calls) {
     Random same_on_all_ranks(77);
     Random own(2000 + static_cast<uint64_t>(communicator.rank()));
     for (int i = 0; i < num_calls; ++i) {
-      Call call = random_call(same_on_all_ranks, communicator);
+      TestCall call = random_call(same_on_all_ranks, communicator);
       const int odd_rank =
           static_cast<int>(same_on_all_ranks.below(3 * static_cast<uint64_t>(world_size)));
       const bool fits = odd_rank >= world_size || call.kind == CollectiveKind::kBarrier;
@@ -89,7 +89,7 @@ void mixed_calls_with_mismatches(int world_size, int num_calls) {
 }
 
 // Several threads of each rank share its communicator; all calls are alike, so any order will do.
-void calls_from_several_threads(int world_size, const Call& call, int num_calls) {
+void calls_from_several_threads(int world_size, const TestCall& call, int num_calls) {
   run_ranks(world_size, [&](Communicator& communicator) {
     run_threads(3, [&](int thread) {
       for (int i = 0; i < num_calls; ++i) {

@@ -11,6 +11,7 @@
 #include <string_view>
 
 #include "base/error.h"
+#include "cpu/copy_collectives.h"
 #include "cuda/executor.h"
 #include "tensor/cuda/native_stream.h"
 #include "tensor/cuda/self_test.h"
@@ -39,7 +40,8 @@ transport::AllGatherText all_gather_over(Communicator& communicator, CallerThrea
     std::vector<Text> texts(num_ranks);
     std::vector<void*> places;
     for (Text& place : texts) places.push_back(&place);
-    communicator.all_gather({&text, places.data(), sizeof(Text)}, DType::kUInt8, thread);
+    communicator.run({.kind = CollectiveKind::kAllGather, .num_elems = sizeof(Text)},
+                     cpu::AllGatherBuffers{.input = &text, .outputs = places.data()}, thread);
     std::vector<std::string> all;
     for (const Text& each : texts) {
       all.emplace_back(each.chars, std::min(size_t{each.length}, sizeof(Text::chars)));

@@ -78,8 +78,6 @@ std::array<void*, kMaxLocalRanks> data_of(const std::vector<at::Tensor>& tensors
   return data;
 }
 
-ReduceOp parse_op(std::string_view op) { return AllReduceOptions::parse(op, "auto", {}, {}).op; }
-
 }  // namespace
 
 LocalGroup::LocalGroup(const Options& options)

@@ -497,17 +497,14 @@ void expect_words_at_rest(Builder& builder, const BucketPlaces& places) {
                  "of the blocks done");
 }
 
-cpu::AllReduceArgs bucket_args(const TestedKernel& tested, std::byte* gradients,
-                               const cpu::BucketPass& pass, cpu::BucketMeasures& measures) {
-  return {.data = gradients,
-          .num_elems = kNumElems,
-          .dtype = tested.gradients,
+Call bucket_call(const TestedKernel& tested) {
+  return {.kind = CollectiveKind::kReduceBucket,
           .op = ReduceOp::kAvg,
+          .dtype = tested.gradients,
           .wire = tested.format,
           .hop = DType::kFloat32,
-          .algorithm = schedule::Algorithm::kOneShot,
-          .pass = &pass,
-          .measures = &measures};
+          .num_elems = kNumElems,
+          .pass = {.contribution_factor = kContributionFactor, .result_factor = kResultFactor}};
 }
 
 // With error feedback.
@@ -526,14 +523,11 @@ void add_pack(Trials& all, size_t number, const Variant& variant) {
       .words = builder.place(Bytes(sizeof(cuda::UnpackWords), std::byte{1}), 0, "of words")};
   const size_t residual_place = builder.place(residual, 0, "of residuals");
 
-  const cpu::BucketPass pass{
-      .contribution_factor = kContributionFactor,
-      .result_factor = kResultFactor,
+  const cpu::AllReduceBuffers buffers{
+      .data = builder.before(places.gradients),
       .residual = reinterpret_cast<float*>(builder.expected(residual_place))};
-  cpu::BucketMeasures measures(kNumElems);
   const WirePlace packed = wire.place(builder.expected(places.wire), kNumTiles * kTileElems);
-  cpu::BucketReducer(bucket_args(tested, builder.before(places.gradients), pass, measures), 0, 1)
-      .pack({0, kNumElems}, packed);
+  cpu::BucketReducer(bucket_call(tested), buffers, 0, 1).pack({0, kNumElems}, packed);
   builder.expect(places.wire, kNumElems, wire.dtype, "on the wire");
   builder.expect(places.wire + wire.payload_bytes(kNumTiles * kTileElems),
                  wire.num_scales(kNumElems), DType::kUInt8, "of the scales");
@@ -564,10 +558,10 @@ void add_unpack(Trials& all, size_t number, const Variant& variant) {
   const size_t squares = builder.place(Bytes(num_groups * sizeof(double)), 0, "of squares");
   const size_t stats = builder.place(Bytes(2 * sizeof(double)), 0, "of stats");
 
-  const cpu::BucketPass pass{.contribution_factor = kContributionFactor,
-                             .result_factor = kResultFactor};
   cpu::BucketMeasures measures(kNumElems);
-  cpu::BucketReducer(bucket_args(tested, builder.expected(places.gradients), pass, measures), 0, 1)
+  const cpu::AllReduceBuffers buffers{.data = builder.expected(places.gradients),
+                                      .measures = &measures};
+  cpu::BucketReducer(bucket_call(tested), buffers, 0, 1)
       .unpack(wire.place(builder.before(places.wire), kNumTiles * kTileElems), {0, kNumElems});
   const double expected_stats[] = {static_cast<double>(measures.num_non_finite),
                                    measures.sum_of_squares()};

@@ -1,10 +1,10 @@
-#include "tensor/through_host.h"
+#include "tensor/staging_collectives.h"
 
 #include <ATen/core/grad_mode.h>
 
 #include "base/error.h"
+#include "tensor/connect_gpus.h"
 #include "tensor/tensor_checks.h"
-#include "tensor/tensor_communicator.h"
 
 namespace rota::tensors {
 namespace {
@@ -19,8 +19,9 @@ namespace {
 }  // namespace
 
 template <typename Body>
-WorkRef ThroughHost::run(Launch mode, ::c10d::OpType op_type, std::vector<at::Tensor> tensors,
-                         size_t num_results, const Body& body) {
+WorkRef StagingCollectives::run(Launch mode, ::c10d::OpType op_type,
+                                std::vector<at::Tensor> tensors, size_t num_results,
+                                const Body& body) {
   if (is_capturing(device_)) {
     throw Error(
         ErrorKind::kValue,
@@ -37,33 +38,32 @@ WorkRef ThroughHost::run(Launch mode, ::c10d::OpType op_type, std::vector<at::Te
   for (size_t i = 0; i < num_results; ++i) tensors[i].copy_(copies[i]);
   if (mode == Launch::kBlocking) return {};
   tensors.resize(num_results);
-  return HostWork::completed(host_.rank(), op_type, std::move(tensors));
+  return HostWork::completed(cpu_.communicator()->rank(), op_type, std::move(tensors));
 }
 
-WorkRef ThroughHost::all_reduce(at::TensorList tensors, const AllReduceOptions& options,
-                                Launch mode) {
+WorkRef StagingCollectives::all_reduce(at::TensorList tensors, const AllReduceOptions& options,
+                                       Launch mode) {
   return run(mode, ::c10d::OpType::ALLREDUCE, tensors.vec(), tensors.size(),
-             [&](at::TensorList copies) { host_.all_reduce(copies, options, Launch::kBlocking); });
+             [&](at::TensorList copies) { cpu_.all_reduce(copies, options, Launch::kBlocking); });
 }
 
-WorkRef ThroughHost::reduce_bucket(const at::Tensor& bucket, const BucketOptions& options,
-                                   Launch mode) {
-  std::vector<at::Tensor> tensors{bucket, options.stats};
-  if (options.residual) tensors.push_back(*options.residual);
-  return run(mode, ::c10d::OpType::ALLREDUCE, tensors, tensors.size(), [&](at::TensorList copies) {
-    BucketOptions on_host = options;
-    on_host.stats = copies[1];
-    if (options.residual) on_host.residual = copies[2];
-    host_.reduce_bucket(copies[0], on_host, Launch::kBlocking);
+WorkRef StagingCollectives::reduce_bucket(const BucketTensors& tensors,
+                                          const BucketOptions& options, Launch mode) {
+  std::vector<at::Tensor> all{tensors.bucket, tensors.stats};
+  if (tensors.residual) all.push_back(*tensors.residual);
+  return run(mode, ::c10d::OpType::ALLREDUCE, all, all.size(), [&](at::TensorList copies) {
+    BucketTensors staged{.bucket = copies[0], .stats = copies[1], .residual = std::nullopt};
+    if (tensors.residual) staged.residual = copies[2];
+    cpu_.reduce_bucket(staged, options, Launch::kBlocking);
   });
 }
 
-WorkRef ThroughHost::broadcast(at::TensorList tensors, int root, Launch mode) {
+WorkRef StagingCollectives::broadcast(at::TensorList tensors, int root, Launch mode) {
   return run(mode, ::c10d::OpType::BROADCAST, tensors.vec(), tensors.size(),
-             [&](at::TensorList copies) { host_.broadcast(copies, root, Launch::kBlocking); });
+             [&](at::TensorList copies) { cpu_.broadcast(copies, root, Launch::kBlocking); });
 }
 
-WorkRef ThroughHost::all_gather(const std::vector<AllGatherTensors>& gathers, Launch mode) {
+WorkRef StagingCollectives::all_gather(std::vector<AllGatherTensors> gathers, Launch mode) {
   std::vector<at::Tensor> tensors;  // all outputs, then all inputs
   for (const AllGatherTensors& gather : gathers) {
     tensors.insert(tensors.end(), gather.outputs.begin(), gather.outputs.end());
@@ -71,23 +71,23 @@ WorkRef ThroughHost::all_gather(const std::vector<AllGatherTensors>& gathers, La
   const size_t num_outputs = tensors.size();
   for (const AllGatherTensors& gather : gathers) tensors.push_back(gather.input);
   return run(mode, ::c10d::OpType::ALLGATHER, tensors, num_outputs, [&](at::TensorList copies) {
-    std::vector<AllGatherTensors> on_host;
+    std::vector<AllGatherTensors> staged;
     size_t next = 0;
     for (size_t i = 0; i < gathers.size(); ++i) {
       const size_t num_ranks = gathers[i].outputs.size();
-      on_host.push_back({copies.slice(next, num_ranks).vec(), copies[num_outputs + i]});
+      staged.push_back({copies.slice(next, num_ranks).vec(), copies[num_outputs + i]});
       next += num_ranks;
     }
-    host_.all_gather(std::move(on_host), Launch::kBlocking);
+    cpu_.all_gather(std::move(staged), Launch::kBlocking);
   });
 }
 
-WorkRef ThroughHost::reduce_scatter(const at::Tensor&, const at::Tensor&, ReduceOp, Launch) {
+WorkRef StagingCollectives::reduce_scatter(const at::Tensor&, const at::Tensor&, ReduceOp, Launch) {
   refuse("reduce_scatter");
 }
 
-WorkRef ThroughHost::send(const at::Tensor&, int, Launch) { refuse("send"); }
+WorkRef StagingCollectives::send(const at::Tensor&, int, Launch) { refuse("send"); }
 
-WorkRef ThroughHost::recv(const at::Tensor&, int, Launch) { refuse("recv"); }
+WorkRef StagingCollectives::recv(const at::Tensor&, int, Launch) { refuse("recv"); }
 
 }  // namespace rota::tensors

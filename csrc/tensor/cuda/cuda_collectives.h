@@ -8,30 +8,30 @@
 #include "core/device_monitor.h"
 #include "core/joined_regions.h"
 #include "cuda/executor.h"
+#include "tensor/collectives.h"
 #include "tensor/cuda/join_gpus.h"
-#include "tensor/device_collectives.h"
 
 namespace rota::tensors {
 
-class DeviceCommunicator final : public DeviceCollectives {
+class CudaCollectives final : public Collectives {
  public:
-  // On `device`, which is the current one. Collective; blocks. through_host does what no kernel can
+  // On `device`, which is the current one. Collective; blocks. staging does what no kernel can
   // be trusted with. Throws Error(kTransport) on every rank where the GPUs cannot be joined.
-  DeviceCommunicator(std::shared_ptr<Communicator> communicator,
-                     const c10::intrusive_ptr<::c10d::Store>& store, at::Device device,
-                     CallerThread thread, std::unique_ptr<DeviceCollectives> through_host);
+  CudaCollectives(std::shared_ptr<Communicator> communicator,
+                  const c10::intrusive_ptr<::c10d::Store>& store, at::Device device,
+                  CallerThread thread, std::unique_ptr<Collectives> staging);
   // Waits for what is queued, and aborts it once a kernel has waited long for another rank; then
   // for the other ranks to do so (core/joined_regions.h).
-  ~DeviceCommunicator() override;
+  ~CudaCollectives() override;
 
   at::Device device() const override { return device_; }
-  std::string means() const override { return std::string(gpus_.regions->means()); }
+  std::string peer_access() const override { return std::string(gpus_.regions->means()); }
 
   WorkRef all_reduce(at::TensorList tensors, const AllReduceOptions& options, Launch mode) override;
-  WorkRef reduce_bucket(const at::Tensor& bucket, const BucketOptions& options,
+  WorkRef reduce_bucket(const BucketTensors& tensors, const BucketOptions& options,
                         Launch mode) override;
   WorkRef broadcast(at::TensorList tensors, int root, Launch mode) override;
-  WorkRef all_gather(const std::vector<AllGatherTensors>& gathers, Launch mode) override;
+  WorkRef all_gather(std::vector<AllGatherTensors> gathers, Launch mode) override;
   bool has_reduce_scatter(at::ScalarType dtype) const override;
   WorkRef reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
                          Launch mode) override;
@@ -53,22 +53,18 @@ class DeviceCommunicator final : public DeviceCollectives {
   // This rank is one of both.
   WorkRef transfer(const at::Tensor& tensor, int source, int destination, Launch mode);
 
-  // What runs if this is requested (none: auto), all of the same bits; none: no kernel can be
-  // trusted with it. Throws Error(kValue) where that is so of the one that is requested.
-  std::optional<schedule::Algorithm> choose(std::optional<schedule::Algorithm> requested,
-                                            const WireFormat& wire, uint64_t num_elems,
-                                            std::string_view collective) const;
-  // Whether all kernels can be trusted that tensors of this dtype need to travel in this format.
-  bool has_format(DType dtype, const WireFormat& wire) const;
-  // Queues a kernel on the current stream.
+  // What is wrong with the kernels that the call needs; none: they can be trusted.
+  std::optional<std::string> why_not(const Call& call) const;
+  // Queues the call's kernel on the current stream.
+  void run(const Call& call, uint64_t fingerprint, void* input, void* output);
   void run(const cuda::LaunchRequest& request);
-  void run_all_reduce(const at::Tensor& tensor, const cpu::AllReduceArgs& plan);
-  void run_reduce_bucket(const at::Tensor& bucket, const BucketOptions& options,
-                         const cpu::AllReduceArgs& plan);
-  // Of a tensor that travels in another format than its own; stats: null where nobody asks.
-  void run_in_wire_format(const cpu::AllReduceArgs& args, const cpu::BucketPass& pass,
-                          double divisor, double* stats, uint64_t fingerprint);
-  void run_all_gather(const AllGatherTensors& gather);
+  void run_all_reduce(const at::Tensor& tensor, const Call& call);
+  void run_reduce_bucket(const BucketTensors& tensors, const Call& call);
+  // Packs the tensor into the call's wire format, and unpacks it; residual, stats: null for none.
+  void run_packed(const Call& call, uint64_t fingerprint, void* data, float* residual,
+                  double* stats);
+  void run_broadcast(const at::Tensor& tensor, const Call& call);
+  void run_all_gather(const AllGatherTensors& gather, const Call& call);
 
   std::shared_ptr<Communicator> communicator_;
   at::Device device_;
@@ -78,7 +74,8 @@ class DeviceCommunicator final : public DeviceCollectives {
   schedule::Tuning tuning_;
   transport::DeviceGeometry geometry_;
   JoinedGpus gpus_;
-  std::unique_ptr<DeviceCollectives> through_host_;
+  Planner planner_;
+  std::unique_ptr<Collectives> staging_;
   cuda::Executor executor_;
   DeviceMonitor monitor_;
 };

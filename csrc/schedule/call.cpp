@@ -1,4 +1,4 @@
-#include "core/descriptor.h"
+#include "schedule/call.h"
 
 #include <charconv>
 
@@ -31,7 +31,7 @@ std::string wire_text(const WireFormat& wire) {
 
 }  // namespace
 
-Descriptor Descriptor::from_words(const Words& words) {
+Call Call::from_words(const Words& words) {
   const uint64_t packed = words[0] - 1;
   return {.kind = enum_at<CollectiveKind>(packed, 0, kCollectiveNames.size()),
           .op = enum_at<ReduceOp>(packed, 8, kNumReduceOps),
@@ -41,20 +41,21 @@ Descriptor Descriptor::from_words(const Words& words) {
           .algorithm = enum_at<schedule::Algorithm>(packed, 40, schedule::kAlgorithmNames.size()),
           .root = static_cast<int>(words[2]),
           .num_elems = words[1],
-          .contribution_factor = float_at(words[3], 0),
-          .divisor = float_at(words[3], 32),
-          .result_factor = float_at(words[4], 0),
-          .has_residual = enum_at<bool>(words[4], 32, 2),
-          .stochastic_seed = enum_at<bool>(packed, 56, 2) ? std::optional(words[5]) : std::nullopt};
+          .pass = {.contribution_factor = float_at(words[3], 0),
+                   .divisor = float_at(words[3], 32),
+                   .result_factor = float_at(words[4], 0),
+                   .has_residual = enum_at<bool>(words[4], 32, 2),
+                   .stochastic_seed =
+                       enum_at<bool>(packed, 56, 2) ? std::optional(words[5]) : std::nullopt}};
 }
 
-uint64_t Descriptor::fingerprint(const Words& words) {
+uint64_t Call::fingerprint(const Words& words) {
   uint64_t fingerprint = 0;
   for (const uint64_t word : words) fingerprint = mix(fingerprint ^ word);
   return fingerprint;
 }
 
-std::string Descriptor::to_string() const {
+std::string Call::to_string() const {
   const std::string tensor = join(name(dtype), '[', num_elems, ']');
   switch (kind) {
     case CollectiveKind::kAllReduce: {
@@ -65,10 +66,10 @@ std::string Descriptor::to_string() const {
     }
     case CollectiveKind::kReduceBucket: {
       std::string text = join(kind_name(), '(', tensor, ", ", name(algorithm), wire_text(wire),
-                              ", ", text_of(contribution_factor), " * sum / ", text_of(divisor),
-                              " * ", text_of(result_factor));
-      if (has_residual) text += ", residual";
-      if (stochastic_seed) text += join(", stochastic_seed ", *stochastic_seed);
+                              ", ", text_of(pass.contribution_factor), " * sum / ",
+                              text_of(pass.divisor), " * ", text_of(pass.result_factor));
+      if (pass.has_residual) text += ", residual";
+      if (pass.stochastic_seed) text += join(", stochastic_seed ", *pass.stochastic_seed);
       return text + ')';
     }
     case CollectiveKind::kBroadcast:

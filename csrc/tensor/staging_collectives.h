@@ -3,25 +3,23 @@
 // call waits for the GPU.
 #pragma once
 
-#include "tensor/device_collectives.h"
+#include "tensor/cpu_collectives.h"
 
 namespace rota::tensors {
 
-class TensorCommunicator;
-
-class ThroughHost final : public DeviceCollectives {
+class StagingCollectives final : public Collectives {
  public:
-  // host owns this.
-  ThroughHost(TensorCommunicator& host, at::Device device) : host_(host), device_(device) {}
+  // cpu outlives this.
+  StagingCollectives(CpuCollectives& cpu, at::Device device) : cpu_(cpu), device_(device) {}
 
   at::Device device() const override { return device_; }
-  std::string means() const override { return "the host's memory"; }
+  std::string peer_access() const override { return cpu_.peer_access(); }
 
   WorkRef all_reduce(at::TensorList tensors, const AllReduceOptions& options, Launch mode) override;
-  WorkRef reduce_bucket(const at::Tensor& bucket, const BucketOptions& options,
+  WorkRef reduce_bucket(const BucketTensors& tensors, const BucketOptions& options,
                         Launch mode) override;
   WorkRef broadcast(at::TensorList tensors, int root, Launch mode) override;
-  WorkRef all_gather(const std::vector<AllGatherTensors>& gathers, Launch mode) override;
+  WorkRef all_gather(std::vector<AllGatherTensors> gathers, Launch mode) override;
   bool has_reduce_scatter(at::ScalarType) const override { return false; }
   WorkRef reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
                          Launch mode) override;
@@ -36,7 +34,7 @@ class ThroughHost final : public DeviceCollectives {
   WorkRef run(Launch mode, ::c10d::OpType op_type, std::vector<at::Tensor> tensors,
               size_t num_results, const Body& body);
 
-  TensorCommunicator& host_;
+  CpuCollectives& cpu_;
   at::Device device_;
 };
 

@@ -1,0 +1,151 @@
+#include "core/plan.h"
+
+#include <cmath>
+
+#include "base/error.h"
+
+namespace rota {
+namespace {
+
+[[noreturn]] void refuse(const Call& call, ErrorKind error, const std::string& what) {
+  throw Error(error, join("rota.", call.kind_name(), ": ", what));
+}
+
+void check_op(const Call& call) {
+  if (is_defined(call.op, call.dtype)) return;
+  refuse(call, ErrorKind::kType,
+         join(name(call.op), " is not defined for ", name(call.dtype),
+              info(call.dtype).is_floating ? "; use an integer or bool tensor"
+                                           : "; sum as integers and divide, or average as floats"));
+}
+
+void check_factor(const Call& call, std::string_view what, float factor) {
+  if (std::isnormal(factor) && factor > 0 && std::isnormal(1 / factor)) return;
+  refuse(call, ErrorKind::kValue,
+         join(what, " is ", factor, ", expected a positive number in float32's normal range"));
+}
+
+}  // namespace
+
+Call Planner::all_reduce(DType dtype, uint64_t num_elems, const AllReduceOptions& options) const {
+  const DType wire = options.wire.value_or(dtype);
+  const DType accumulate = info(wire).accumulate;
+  Call call{.kind = CollectiveKind::kAllReduce,
+            .op = options.op,
+            .dtype = dtype,
+            .wire = {wire},
+            .hop = options.hop.value_or(accumulate),
+            .num_elems = num_elems,
+            .pass = {.divisor = static_cast<float>(world_size_)}};
+  check_op(call);
+  if (wire != dtype && (!info(dtype).is_floating || !info(wire).is_floating ||
+                        info(wire).num_bytes > info(dtype).num_bytes)) {
+    refuse(call, ErrorKind::kType,
+           join("wire_dtype ", name(wire), " for a ", name(dtype),
+                " tensor; expected a floating dtype that is not wider"));
+  }
+  if (options.hop && gpu_) {
+    refuse(call, ErrorKind::kValue,
+           "hop_dtype is given; on GPUs partial sums travel in the accumulate dtype, leave it out");
+  }
+  if (options.hop && options.algorithm != schedule::Algorithm::kRing) {
+    refuse(call, ErrorKind::kValue, "hop_dtype only has a meaning with algorithm='ring'");
+  }
+  if (call.hop != accumulate && call.hop != wire) {
+    refuse(call, ErrorKind::kType,
+           join("hop_dtype ", name(call.hop), "; expected ", name(accumulate),
+                " (the accumulate dtype) or ", name(wire), " (the wire dtype)"));
+  }
+  choose_algorithm(call, options.algorithm);
+  return call;
+}
+
+Call Planner::reduce_bucket(DType dtype, uint64_t num_elems, const BucketOptions& options) const {
+  const WireFormat& wire = options.wire;
+  Call call{.kind = CollectiveKind::kReduceBucket,
+            .op = ReduceOp::kAvg,
+            .dtype = dtype,
+            .wire = wire,
+            .hop = DType::kFloat32,
+            .num_elems = num_elems,
+            .pass = options.pass};
+  if (!is_bucket_dtype(dtype) || !is_wire_dtype(wire.dtype)) {
+    refuse(call, ErrorKind::kType,
+           join("a bucket of ", name(dtype), " with wire_dtype ", name(wire.dtype),
+                "; expected floats, and no float64 wire"));
+  }
+  if (wire.is_block_scaled && !has_block_scaling(wire.dtype)) {
+    refuse(call, ErrorKind::kValue,
+           join("block_scaling with wire_dtype ", name(wire.dtype),
+                ", which has float32's range; use it with float16 or float8"));
+  }
+  check_factor(call, "contribution_factor", call.pass.contribution_factor);
+  check_factor(call, "divisor", call.pass.divisor);
+  check_factor(call, "result_factor", call.pass.result_factor);
+  choose_algorithm(call, options.algorithm);
+  return call;
+}
+
+Call Planner::broadcast(DType dtype, uint64_t num_elems, int root) const {
+  const Call call{
+      .kind = CollectiveKind::kBroadcast, .dtype = dtype, .root = root, .num_elems = num_elems};
+  if (root < 0 || root >= world_size_) {
+    refuse(call, ErrorKind::kValue,
+           join("root is ", root, ", expected a rank in [0, ", world_size_, ")"));
+  }
+  return call;
+}
+
+Call Planner::all_gather(DType dtype, uint64_t num_elems) const {
+  return {.kind = CollectiveKind::kAllGather, .dtype = dtype, .num_elems = num_elems};
+}
+
+Call Planner::reduce_scatter(DType dtype, uint64_t num_elems, ReduceOp op) const {
+  const Call call{.kind = CollectiveKind::kReduceScatter,
+                  .op = op,
+                  .dtype = dtype,
+                  .wire = {dtype},
+                  .num_elems = num_elems,
+                  .pass = {.divisor = static_cast<float>(world_size_)}};
+  check_op(call);
+  return call;
+}
+
+void Planner::choose_algorithm(Call& call, std::optional<schedule::Algorithm> requested) const {
+  if (requested == schedule::Algorithm::kLowLatency && !gpu_) {
+    refuse(call, ErrorKind::kValue,
+           "algorithm='low_latency' is for CUDA tensors; for CPU tensors 'one_shot' is the fastest "
+           "of short ones");
+  }
+  if (world_size_ == 1) {
+    call.algorithm = schedule::Algorithm::kOneShot;  // all are the same: round once
+  } else if (gpu_) {
+    call.algorithm = choose_on_gpu(call, requested);
+  } else {
+    call.algorithm =
+        requested.value_or(schedule::select(world_size_, call.wire.num_bytes(call.num_elems)));
+  }
+}
+
+schedule::Algorithm Planner::choose_on_gpu(const Call& call,
+                                           std::optional<schedule::Algorithm> requested) const {
+  using schedule::Algorithm;
+  if (requested) {
+    const auto finding = gpu_->why_not(*requested, call.wire);
+    if (!finding) return *requested;
+    refuse(
+        call, ErrorKind::kValue,
+        join("algorithm='", name(*requested), "' is not used on this GPU, whose self-test found ",
+             *finding, "; leave the algorithm to rota (\"auto\")"));
+  }
+  const uint64_t most_packet_bytes = call.wire.is_block_scaled ? 0 : gpu_->most_packet_bytes;
+  const Algorithm fastest = schedule::select_on_gpu(
+      gpu_->tuning, world_size_, call.wire.num_bytes(call.num_elems), most_packet_bytes);
+  for (const Algorithm algorithm :
+       {fastest, Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kOrderedRing}) {
+    if (!gpu_->why_not(algorithm, call.wire)) return algorithm;
+  }
+  return fastest;
+}
+
+}  // namespace rota

@@ -1,0 +1,90 @@
+// What is asked of all ranks, once: every layer below the tensors works by it, on the CPU and on
+// GPUs. core/plan.h makes it. Its words are what ranks compare: every rank reads every other's
+// before anything is written to an output, so a mismatch is an error on all of them and never a
+// wrong number.
+#pragma once
+
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "base/dtype.h"
+#include "base/wire_format.h"
+#include "schedule/select.h"
+
+namespace rota {
+
+enum class CollectiveKind : uint8_t {
+  kAllReduce,
+  kReduceBucket,
+  kBroadcast,
+  kAllGather,
+  kReduceScatter,
+  kSendRecv,
+  kBarrier,
+};
+
+inline constexpr std::array<std::string_view, 7> kCollectiveNames{
+    "all_reduce",     "reduce_bucket", "broadcast", "all_gather",
+    "reduce_scatter", "send_recv",     "barrier"};
+
+constexpr std::string_view name(CollectiveKind kind) {
+  return kCollectiveNames[static_cast<size_t>(kind)];
+}
+
+// What happens to a gradient bucket on its way through an all-reduce, besides the sum.
+struct BucketPass {
+  float contribution_factor = 1;            // of each rank's gradients, before they are rounded
+  float divisor = 1;                        // of the sum; of any all-reduce that averages
+  float result_factor = 1;                  // of the result, after it is rounded
+  bool has_residual = false;                // error feedback
+  std::optional<uint64_t> stochastic_seed;  // none: to nearest
+
+  bool operator==(const BucketPass&) const = default;
+};
+
+struct Call {
+  CollectiveKind kind;
+  ReduceOp op = ReduceOp::kSum;
+  DType dtype = DType::kUInt8;     // of the tensor
+  WireFormat wire{DType::kUInt8};  // what contributions and results are rounded to
+  DType hop = DType::kUInt8;       // what rings pass partial sums on in
+  schedule::Algorithm algorithm = schedule::Algorithm::kOneShot;
+  int root = 0;            // of a broadcast
+  uint64_t num_elems = 0;  // of the rank's tensor; of the input, where there is an output apart
+  BucketPass pass;
+
+  bool operator==(const Call&) const = default;
+
+  std::string_view kind_name() const { return name(kind); }
+  // Of the rank's tensor.
+  uint64_t num_bytes() const { return num_elems * info(dtype).num_bytes; }
+  // "all_reduce(sum, float32[1024], two_shot)"
+  std::string to_string() const;
+
+  // As it travels beside a flag. The kind is stored plus one, so that no call is all zero.
+  using Words = std::array<uint64_t, 7>;
+  Words to_words() const {
+    return {(static_cast<uint64_t>(kind) + 1) | static_cast<uint64_t>(op) << 8 |
+                static_cast<uint64_t>(dtype) << 16 | static_cast<uint64_t>(wire.dtype) << 24 |
+                static_cast<uint64_t>(hop) << 32 | static_cast<uint64_t>(algorithm) << 40 |
+                static_cast<uint64_t>(wire.is_block_scaled) << 48 |
+                static_cast<uint64_t>(pass.stochastic_seed.has_value()) << 56,
+            num_elems,
+            static_cast<uint64_t>(root),
+            bits_of(pass.contribution_factor) | bits_of(pass.divisor) << 32,
+            bits_of(pass.result_factor) | static_cast<uint64_t>(pass.has_residual) << 32,
+            pass.stochastic_seed.value_or(0)};
+  }
+  static Call from_words(const Words& words);
+  // The same in one word, which differs where calls differ, but for one in 2^64.
+  static uint64_t fingerprint(const Words& words);
+
+ private:
+  static uint64_t bits_of(float value) { return std::bit_cast<uint32_t>(value); }
+};
+
+}  // namespace rota

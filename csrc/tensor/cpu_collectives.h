@@ -1,0 +1,65 @@
+// The collectives of CPU tensors: each is checked, planned and packed, and runs in the caller's
+// thread or, in order, on the progress thread.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "core/communicator.h"
+#include "core/progress_queue.h"
+#include "tensor/collectives.h"
+
+namespace rota::tensors {
+
+class CpuCollectives final : public Collectives {
+ public:
+  // check_interrupt runs while a caller waits for the progress thread, and may throw.
+  CpuCollectives(std::shared_ptr<Communicator> communicator, std::function<void()> check_interrupt);
+
+  at::Device device() const override { return at::kCPU; }
+  std::string peer_access() const override { return "the host's memory"; }
+
+  WorkRef all_reduce(at::TensorList tensors, const AllReduceOptions& options, Launch mode) override;
+  WorkRef reduce_bucket(const BucketTensors& tensors, const BucketOptions& options,
+                        Launch mode) override;
+  WorkRef broadcast(at::TensorList tensors, int root, Launch mode) override;
+  WorkRef all_gather(std::vector<AllGatherTensors> gathers, Launch mode) override;
+  bool has_reduce_scatter(at::ScalarType) const override { return false; }
+  WorkRef reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
+                         Launch mode) override;
+  bool has_transfers() const override { return false; }
+  WorkRef send(const at::Tensor& tensor, int peer, Launch mode) override;
+  WorkRef recv(const at::Tensor& tensor, int peer, Launch mode) override;
+  WorkRef barrier(Launch mode);
+  void finish(const std::function<void()>& check_interrupt) override;
+
+  // Runs task(thread) behind what is queued, and blocks until it has ended or check_interrupt
+  // throws: what it refers to must live on.
+  void run_in_turn(const char* title, std::function<void(CallerThread)> task);
+
+  // Null once closed.
+  const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
+  // Throws Error(kInternal) once closed, and what Communicator::check_usable() throws; to be called
+  // before a task is queued, since in a forked child there is no thread that would run it.
+  void check_usable(std::string_view call) const;
+
+  // Ends the progress thread, aborting what is pending. Idempotent.
+  void end_progress();
+  // Ends the progress thread behind what is queued, and leaves the group. Idempotent.
+  void close();
+
+ private:
+  // Runs body(communicator, tensors, thread) here and now, or on the progress thread.
+  template <typename Body>
+  WorkRef launch(Launch mode, ::c10d::OpType op_type, const char* title, at::TensorList tensors,
+                 Body&& body);
+
+  int rank_;
+  std::shared_ptr<Communicator> communicator_;  // null once closed; queued tasks share it
+  std::function<void()> check_interrupt_;
+  Planner planner_;
+  ProgressQueue queue_;
+};
+
+}  // namespace rota::tensors
