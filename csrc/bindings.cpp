@@ -34,6 +34,7 @@ namespace {
 
 using namespace rota::tensors;  // NOLINT: this file is a list of its names
 using rota::c10d_backend::ProcessGroupRota;
+using rota::c10d_backend::WorkPtr;
 namespace schedule = rota::schedule;
 
 using StorePtr = c10::intrusive_ptr<::c10d::Store>;
@@ -235,16 +236,33 @@ PYBIND11_MODULE(_C, module) {
           py::arg("output"), py::arg("input"), ReleaseGil())
       .def(
           "send",
-          [](TensorCommunicator& self, const at::Tensor& tensor, int peer) {
-            self.send(tensor, peer, Launch::kBlocking);
+          [](TensorCommunicator& self, const at::Tensor& tensor, int peer, int64_t tag) {
+            self.send(tensor, peer, tag, Launch::kBlocking);
           },
-          py::arg("tensor"), py::arg("peer"), ReleaseGil())
+          py::arg("tensor"), py::arg("peer"), py::arg("tag") = 0, ReleaseGil())
       .def(
           "recv",
-          [](TensorCommunicator& self, const at::Tensor& tensor, int peer) {
-            self.recv(tensor, peer, Launch::kBlocking);
+          [](TensorCommunicator& self, const at::Tensor& tensor, std::optional<int> peer,
+             int64_t tag) {
+            const WorkRef work =
+                self.recv(tensor, peer.value_or(rota::kAnyRank), tag, Launch::kBlocking);
+            return work ? work->sourceRank() : *peer;
           },
-          py::arg("tensor"), py::arg("peer"), ReleaseGil())
+          py::arg("tensor"), py::arg("peer") = py::none(), py::arg("tag") = 0, ReleaseGil())
+      .def(
+          "isend",
+          [](TensorCommunicator& self, const at::Tensor& tensor, int peer, int64_t tag) {
+            return WorkPtr(self.send(tensor, peer, tag, Launch::kAsync));
+          },
+          py::arg("tensor"), py::arg("peer"), py::arg("tag") = 0, ReleaseGil())
+      .def(
+          "irecv",
+          [](TensorCommunicator& self, const at::Tensor& tensor, std::optional<int> peer,
+             int64_t tag) {
+            return WorkPtr(
+                self.recv(tensor, peer.value_or(rota::kAnyRank), tag, Launch::kAsync));
+          },
+          py::arg("tensor"), py::arg("peer") = py::none(), py::arg("tag") = 0, ReleaseGil())
       .def(
           "reduce_scatter",
           [](TensorCommunicator& self, const at::Tensor& output, const at::Tensor& input,

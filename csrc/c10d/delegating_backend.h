@@ -38,7 +38,7 @@ class DelegatingBackend : public ::c10d::Backend {
                    const ::c10d::AllToAllOptions& opts) final;
   WorkPtr send(std::vector<at::Tensor>& tensors, int peer, int tag) override;
   WorkPtr recv(std::vector<at::Tensor>& tensors, int peer, int tag) override;
-  WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) final;
+  WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
 
  protected:
   // The delegate, if one has been made.

@@ -36,6 +36,12 @@ ReduceOp reduce_op(const ::c10d::ReduceOp& op) {
                           "PRODUCT, MIN, MAX, BAND, BOR or BXOR"));
 }
 
+const at::Tensor& only_tensor(std::string_view call, const std::vector<at::Tensor>& tensors) {
+  TORCH_CHECK_VALUE(tensors.size() == 1, "rota.", call, ": ", tensors.size(),
+                    " tensors, expected one");
+  return tensors[0];
+}
+
 }  // namespace
 
 ProcessGroupRota::ProcessGroupRota(const c10::intrusive_ptr<::c10d::Store>& store, int rank,
@@ -114,17 +120,22 @@ WorkPtr ProcessGroupRota::_reduce_scatter_base(at::Tensor& output, at::Tensor& i
                       OpType::REDUCE_SCATTER, output);
 }
 
-// Where GPUs cannot be joined, NCCL may have a way. Tags are not told apart, as by NCCL.
+// Where GPUs cannot be joined, NCCL may have a way. Tags of CUDA tensors are not told apart, as by
+// NCCL.
 WorkPtr ProcessGroupRota::send(std::vector<at::Tensor>& tensors, int peer, int tag) {
   if (!has_transfers_of(tensors)) return DelegatingBackend::send(tensors, peer, tag);
-  TORCH_CHECK_VALUE(tensors.size() == 1, "rota.send: ", tensors.size(), " tensors, expected one");
-  return communicator_->send(tensors[0], peer, Launch::kAsync);
+  return communicator_->send(only_tensor("send", tensors), peer, tag, Launch::kAsync);
 }
 
 WorkPtr ProcessGroupRota::recv(std::vector<at::Tensor>& tensors, int peer, int tag) {
   if (!has_transfers_of(tensors)) return DelegatingBackend::recv(tensors, peer, tag);
-  TORCH_CHECK_VALUE(tensors.size() == 1, "rota.recv: ", tensors.size(), " tensors, expected one");
-  return communicator_->recv(tensors[0], peer, Launch::kAsync);
+  return communicator_->recv(only_tensor("recv", tensors), peer, tag, Launch::kAsync);
+}
+
+WorkPtr ProcessGroupRota::recvAnysource(std::vector<at::Tensor>& tensors, int tag) {
+  const at::Tensor& tensor = only_tensor("recv", tensors);
+  if (tensor.is_cuda()) return DelegatingBackend::recvAnysource(tensors, tag);
+  return communicator_->recv(tensor, kAnyRank, tag, Launch::kAsync);
 }
 
 WorkPtr ProcessGroupRota::barrier(const ::c10d::BarrierOptions& opts) {
@@ -132,7 +143,7 @@ WorkPtr ProcessGroupRota::barrier(const ::c10d::BarrierOptions& opts) {
 }
 
 bool ProcessGroupRota::has_transfers_of(const std::vector<at::Tensor>& tensors) const {
-  return !tensors.empty() && tensors[0].is_cuda() && communicator_->has_transfers();
+  return tensors.empty() || !tensors[0].is_cuda() || communicator_->has_transfers();
 }
 
 void ProcessGroupRota::shutdown() {

@@ -40,6 +40,7 @@ class ProcessGroupRota final : public DelegatingBackend {
                                const ::c10d::ReduceScatterOptions& opts) override;
   WorkPtr send(std::vector<at::Tensor>& tensors, int peer, int tag) override;
   WorkPtr recv(std::vector<at::Tensor>& tensors, int peer, int tag) override;
+  WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
   WorkPtr barrier(const ::c10d::BarrierOptions& opts) override;
 
   // For callers of torch's Backend. init_process_group(device_id=...) asks only backends that

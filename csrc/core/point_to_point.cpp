@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "base/fork_generation.h"
 #include "core/communicator.h"
@@ -49,6 +50,17 @@ std::vector<const Flag*> peers_sleeping(const transport::Transport& transport) {
   return flags;
 }
 
+// From which groups of this process are looked up. Whoever holds its mutex waits for no other.
+struct Living {
+  std::mutex mutex;
+  std::vector<PointToPoint*> groups;
+};
+
+Living& all_living() {
+  static auto* living = new Living;  // never destroyed: the order of static destructors is unknown
+  return *living;
+}
+
 }  // namespace
 
 // Ends a wait for flags where the request stands still for too long, and for good where its group
@@ -89,21 +101,24 @@ PointToPoint::PointToPoint(Communicator& communicator, transport::Transport& tra
       links_(transport, waiter_),
       sends_(static_cast<size_t>(transport.world_size())),
       arriving_(static_cast<size_t>(transport.world_size())),
-      fork_generation_(fork_generation()) {}
+      fork_generation_(fork_generation()) {
+  const std::lock_guard lock(all_living().mutex);
+  all_living().groups.push_back(this);
+}
 
 RequestRef PointToPoint::send(const void* data, const Message& message, int peer,
-                              std::function<void()> on_done) {
+                              OnDone on_done) {
   // Only read: the request of a send writes nothing to its data.
   return start(Kind::kSend, const_cast<void*>(data), message, peer, std::move(on_done));
 }
 
 RequestRef PointToPoint::recv(void* data, const Message& message, int peer,
-                              std::function<void()> on_done) {
+                              OnDone on_done) {
   return start(Kind::kRecv, data, message, peer, std::move(on_done));
 }
 
 RequestRef PointToPoint::start(Kind kind, void* data, const Message& message, int peer,
-                               std::function<void()> on_done) {
+                               OnDone on_done) {
   const std::string_view call = call_name(kind == Kind::kSend);
   communicator_.check_usable(call);
   const bool is_any = kind == Kind::kRecv && peer == kAnyRank && transport_.world_size() > 1;
@@ -202,6 +217,24 @@ bool PointToPoint::wait_until_done(const Request& request, CallerThread thread,
   return request.is_done();
 }
 
+void PointToPoint::move_all_groups() {
+  Done done;
+  {
+    const std::lock_guard lock(all_living().mutex);
+    for (PointToPoint* group : all_living().groups) {
+      // Who holds the mutex moves messages already.
+      const std::unique_lock own_lock(group->mutex_, std::try_to_lock);
+      if (!own_lock.owns_lock() || group->fork_generation_ != fork_generation()) continue;
+      try {
+        group->move(done);
+      } catch (const Error& error) {
+        group->fail(error, done);
+      }
+    }
+  }
+  report(done);
+}
+
 void PointToPoint::attend(const Request& request, std::shared_ptr<void> owner) {
   const std::lock_guard lock(mutex_);
   if (request.is_done() || is_attended_ || is_closing_) return;
@@ -214,10 +247,10 @@ void PointToPoint::attend(const Request& request, std::shared_ptr<void> owner) {
 void PointToPoint::attend_all() {
   std::unique_lock lock(mutex_);
   Nanoseconds used_at = now();
-  while (!is_closing_ && now() - used_at < kLinger) {
+  while (!is_closing_ && (num_unfinished_ > 0 || now() - used_at < kLinger)) {
+    if (num_unfinished_ > 0) used_at = now();
     const uint64_t num_waits = num_waits_;
     attendant_.wait_for(lock, kTick, [this] { return is_closing_; });
-    if (num_unfinished_ > 0) used_at = now();
     while (!is_closing_ && num_unfinished_ > 0 && num_waiting_ == 0 && num_waits == num_waits_) {
       if (!step_in(lock)) break;
     }
@@ -290,6 +323,10 @@ void PointToPoint::finish(CallerThread thread) {
 
 void PointToPoint::close() {
   if (fork_generation_ == fork_generation()) {
+    {
+      const std::lock_guard lock(all_living().mutex);
+      std::erase(all_living().groups, this);
+    }
     Done done;
     {
       const std::lock_guard lock(mutex_);
@@ -471,7 +508,10 @@ PointToPoint::AwaitedFlags PointToPoint::awaited() const {
 }
 
 void PointToPoint::report(const Done& done) {
-  for (const RequestRef& request : done) request->on_done_();
+  for (const RequestRef& request : done) {
+    // What it holds, which may hold the request, goes with it.
+    std::exchange(request->on_done_, nullptr)(*request);
+  }
 }
 
 }  // namespace rota

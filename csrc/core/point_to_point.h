@@ -63,7 +63,7 @@ class Request {
   uint64_t num_moved_ = 0;                            // bytes
   uint64_t number_ = 0;                               // among the requests of this rank, from 1
   std::atomic<Nanoseconds> moved_at_{Nanoseconds()};  // when it began or moved last
-  std::function<void()> on_done_;
+  std::function<void(const Request&)> on_done_;
   std::optional<Error> error_;  // set before is_done_, constant afterwards
   std::atomic<bool> is_done_{false};
 };
@@ -71,6 +71,8 @@ using RequestRef = std::shared_ptr<Request>;
 
 class PointToPoint {
  public:
+  using OnDone = std::function<void(const Request&)>;
+
   // communicator: owns this, and the transport.
   PointToPoint(Communicator& communicator, transport::Transport& transport,
                std::function<void()> check_interrupt);
@@ -80,9 +82,9 @@ class PointToPoint {
   // must stay until the request is done; on_done is called once then, by any thread, with no lock
   // held. Throw Error(kValue) for a peer that is none, and what the group has died of.
   RequestRef send(const void* data, const Message& message, int peer,
-                  std::function<void()> on_done = {});
+                  OnDone on_done = {});
   // peer: kAnyRank takes the first message with this tag, whoever sent it.
-  RequestRef recv(void* data, const Message& message, int peer, std::function<void()> on_done = {});
+  RequestRef recv(void* data, const Message& message, int peer, OnDone on_done = {});
 
   // Moves what can be moved at once, and returns whether the request is done.
   bool test(const Request& request);
@@ -95,6 +97,10 @@ class PointToPoint {
   // Sees to it that the request goes on where nobody waits for it. It has no timeout then. owner:
   // of this, which must live as long as the borrowed thread works here.
   void attend(const Request& request, std::shared_ptr<void> owner);
+
+  // Moves what can be moved at once in every group of this process: called now and then by whoever
+  // waits for anything, so that no rank waits for room in a group to which this one comes later.
+  static void move_all_groups();
 
   bool has_unfinished_sends();
   // Waits until all that was sent is on its way.
@@ -138,7 +144,7 @@ class PointToPoint {
   void attend_all();
   bool step_in(std::unique_lock<std::mutex>& lock);
   RequestRef start(Kind kind, void* data, const Message& message, int peer,
-                   std::function<void()> on_done);
+                   OnDone on_done);
 
   // Those below are called with mutex_ held. What has ended is appended to `done`, and reported
   // once the mutex is free: what on_done calls may call back.

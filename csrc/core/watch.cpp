@@ -4,6 +4,8 @@
 #include <cstring>
 #include <iostream>
 
+#include "core/point_to_point.h"
+
 namespace rota {
 namespace {
 
@@ -44,6 +46,7 @@ std::optional<Error> Watch::tick(Nanoseconds waited) {
     next_interrupt_check_ = waited + kInterruptCheckEvery;
     check_interrupt_();
   }
+  PointToPoint::move_all_groups();
   if (auto error = find_abort()) return error;
   if (auto error = find_death()) return error;
   if (are_awaited_gone()) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <limits>
 #include <string>
 #include <string_view>
 
@@ -14,7 +15,7 @@ namespace rota {
 inline constexpr Nanoseconds kStallAfter = std::chrono::seconds(1);
 
 // In place of a peer: whichever comes first.
-inline constexpr int kAnyRank = -1;
+inline constexpr int kAnyRank = std::numeric_limits<int>::min();
 
 // Which thread calls: Python delivers signals to user threads only.
 enum class CallerThread { kUser, kProgress };

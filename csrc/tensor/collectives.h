@@ -58,8 +58,10 @@ class Collectives {
   virtual WorkRef reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
                                  Launch mode) = 0;
   virtual bool has_transfers() const = 0;  // else these two throw
-  virtual WorkRef send(const at::Tensor& tensor, int peer, Launch mode) = 0;
-  virtual WorkRef recv(const at::Tensor& tensor, int peer, Launch mode) = 0;
+  // Matched by source and tag in the order of the calls; peer: kAnyRank receives from any rank. The
+  // work of a recv, which may come from a blocking call too, knows the other rank.
+  virtual WorkRef send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) = 0;
+  virtual WorkRef recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) = 0;
 
   // Blocks until what was queued is done; check_interrupt runs meanwhile and may throw.
   virtual void finish(const std::function<void()>& check_interrupt) = 0;

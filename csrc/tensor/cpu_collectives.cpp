@@ -15,13 +15,6 @@ namespace {
 // Most calls are of one tensor, for which these allocate nothing.
 using Calls = c10::SmallVector<Call, 1>;
 
-[[noreturn]] void refuse_transfer(std::string_view call) {
-  throw Error(ErrorKind::kType, join("rota.", call,
-                                     ": the tensor is not a CUDA tensor, for which "
-                                     "alone there is a ",
-                                     call, "; use Gloo for CPU tensors"));
-}
-
 void run_all_reduce(Communicator& communicator, const at::Tensor& tensor, const Call& call,
                     CallerThread thread) {
   const Packed packed(tensor, Packed::Content::kRead);
@@ -172,9 +165,26 @@ WorkRef CpuCollectives::reduce_scatter(const at::Tensor&, const at::Tensor&, Red
               "reduce_scatter; all_reduce a CPU tensor and take a part");
 }
 
-WorkRef CpuCollectives::send(const at::Tensor&, int, Launch) { refuse_transfer("send"); }
+WorkRef CpuCollectives::send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) {
+  return request(Direction::kSend, tensor, peer, tag, mode);
+}
 
-WorkRef CpuCollectives::recv(const at::Tensor&, int, Launch) { refuse_transfer("recv"); }
+WorkRef CpuCollectives::recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) {
+  return request(Direction::kRecv, tensor, peer, tag, mode);
+}
+
+WorkRef CpuCollectives::request(Direction direction, const at::Tensor& tensor, int peer,
+                                int64_t tag, Launch mode) {
+  check_tensor(tensor, name(direction));
+  if (tag < 0) {
+    throw Error(ErrorKind::kValue,
+                join("rota.", name(direction), ": tag is ", tag, ", expected 0 or more"));
+  }
+  const auto work = RequestWork::start(direction, communicator_, tensor, peer,
+                                       static_cast<uint64_t>(tag), check_interrupt_);
+  if (mode == Launch::kBlocking) work->wait(kNoTimeout);
+  return work;
+}
 
 WorkRef CpuCollectives::barrier(Launch mode) {
   return launch(mode, ::c10d::OpType::BARRIER, "rota:barrier", {},
@@ -198,6 +208,7 @@ void CpuCollectives::check_usable(std::string_view call) const {
 }
 
 void CpuCollectives::finish(const std::function<void()>& check_interrupt) {
+  communicator_->point_to_point().finish(CallerThread::kUser);
   if (queue_.is_idle()) return;
   // Runs behind everything that is queued.
   const auto last = c10::make_intrusive<HostWork>(rank_, ::c10d::OpType::UNKNOWN, nullptr,
@@ -207,14 +218,19 @@ void CpuCollectives::finish(const std::function<void()>& check_interrupt) {
 }
 
 void CpuCollectives::end_progress() {
-  if (communicator_ && !queue_.is_idle()) {
-    communicator_->abort(join("rank ", rank_, " dropped its communicator with work pending"));
+  if (communicator_) {
+    PointToPoint& links = communicator_->point_to_point();
+    if (!queue_.is_idle() || links.has_unfinished_sends()) {
+      communicator_->abort(join("rank ", rank_, " dropped its communicator with work pending"));
+    }
+    links.close();
   }
   queue_.close();
 }
 
 void CpuCollectives::close() {
   queue_.close();
+  communicator_->point_to_point().close();
   communicator_.reset();
 }
 

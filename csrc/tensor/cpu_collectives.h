@@ -9,6 +9,7 @@
 #include "core/communicator.h"
 #include "core/progress_queue.h"
 #include "tensor/collectives.h"
+#include "tensor/request_work.h"
 
 namespace rota::tensors {
 
@@ -28,9 +29,9 @@ class CpuCollectives final : public Collectives {
   bool has_reduce_scatter(at::ScalarType) const override { return false; }
   WorkRef reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
                          Launch mode) override;
-  bool has_transfers() const override { return false; }
-  WorkRef send(const at::Tensor& tensor, int peer, Launch mode) override;
-  WorkRef recv(const at::Tensor& tensor, int peer, Launch mode) override;
+  bool has_transfers() const override { return true; }
+  WorkRef send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
+  WorkRef recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
   WorkRef barrier(Launch mode);
   void finish(const std::function<void()>& check_interrupt) override;
 
@@ -50,6 +51,8 @@ class CpuCollectives final : public Collectives {
   void close();
 
  private:
+  WorkRef request(Direction direction, const at::Tensor& tensor, int peer, int64_t tag,
+                  Launch mode);
   // Runs body(communicator, tensors, thread) here and now, or on the progress thread.
   template <typename Body>
   WorkRef launch(Launch mode, ::c10d::OpType op_type, const char* title, at::TensorList tensors,

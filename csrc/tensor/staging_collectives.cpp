@@ -86,8 +86,8 @@ WorkRef StagingCollectives::reduce_scatter(const at::Tensor&, const at::Tensor&,
   refuse("reduce_scatter");
 }
 
-WorkRef StagingCollectives::send(const at::Tensor&, int, Launch) { refuse("send"); }
+WorkRef StagingCollectives::send(const at::Tensor&, int, int64_t, Launch) { refuse("send"); }
 
-WorkRef StagingCollectives::recv(const at::Tensor&, int, Launch) { refuse("recv"); }
+WorkRef StagingCollectives::recv(const at::Tensor&, int, int64_t, Launch) { refuse("recv"); }
 
 }  // namespace rota::tensors

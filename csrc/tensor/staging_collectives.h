@@ -24,8 +24,8 @@ class StagingCollectives final : public Collectives {
   WorkRef reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
                          Launch mode) override;
   bool has_transfers() const override { return false; }
-  WorkRef send(const at::Tensor& tensor, int peer, Launch mode) override;
-  WorkRef recv(const at::Tensor& tensor, int peer, Launch mode) override;
+  WorkRef send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
+  WorkRef recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
   void finish(const std::function<void()>&) override {}
 
  private:

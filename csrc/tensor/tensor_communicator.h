@@ -48,8 +48,8 @@ class TensorCommunicator {
   WorkRef reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
                          Launch mode);
   // CUDA tensors only, of ranks whose GPUs are joined: that takes all ranks.
-  WorkRef send(const at::Tensor& tensor, int peer, Launch mode);
-  WorkRef recv(const at::Tensor& tensor, int peer, Launch mode);
+  WorkRef send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode);
+  WorkRef recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode);
   WorkRef barrier(Launch mode);
 
   // The parts of `output`, one for each rank, that an all-gather of `input` fills.

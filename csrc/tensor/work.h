@@ -35,7 +35,7 @@ class Work : public ::c10d::Work {
 };
 
 // Done by a thread of this host.
-class HostWork final : public Work {
+class HostWork : public Work {
  public:
   HostWork(int rank, ::c10d::OpType op_type, const char* title, std::vector<at::Tensor> tensors,
            std::function<void()> check_interrupt);

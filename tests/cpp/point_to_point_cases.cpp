@@ -217,7 +217,7 @@ void requests_go_on_while_nobody_waits() {
     std::atomic<bool> is_reported{false};
     PointToPoint& links = communicator.point_to_point();
     const RequestRef request =
-        links.send(bytes.data(), message_of(bytes), 1, [&] { is_reported = true; });
+        links.send(bytes.data(), message_of(bytes), 1, [&](const Request&) { is_reported = true; });
     links.attend(*request, nullptr);
     has_arrived.wait(false);
     check(links.test(*request) && is_reported, "the send is done, and has said so");
@@ -352,7 +352,7 @@ void closing_ends_what_is_outstanding() {
     Bytes bytes(1);
     bool is_reported = false;
     const RequestRef request =
-        links.recv(bytes.data(), message_of(bytes), kAnyRank, [&] { is_reported = true; });
+        links.recv(bytes.data(), message_of(bytes), kAnyRank, [&](const Request&) { is_reported = true; });
     links.attend(*request, nullptr);
     links.close();
     check(request->is_done() && request->error() && is_reported, "the recv was given up");

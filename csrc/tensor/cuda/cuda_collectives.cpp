@@ -312,11 +312,11 @@ bool CudaCollectives::has_transfers() const {
   return !gpus_.unusable.why_not(cuda::Kernel::kTransfer, cuda::kBytes);
 }
 
-WorkRef CudaCollectives::send(const at::Tensor& tensor, int peer, Launch mode) {
+WorkRef CudaCollectives::send(const at::Tensor& tensor, int peer, int64_t, Launch mode) {
   return transfer(tensor, communicator_->rank(), peer, mode);
 }
 
-WorkRef CudaCollectives::recv(const at::Tensor& tensor, int peer, Launch mode) {
+WorkRef CudaCollectives::recv(const at::Tensor& tensor, int peer, int64_t, Launch mode) {
   return transfer(tensor, peer, communicator_->rank(), mode);
 }
 

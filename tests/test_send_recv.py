@@ -1,0 +1,436 @@
+"""Send and recv of CPU tensors, through rota.Communicator and through torch.distributed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import rota
+from oracle import DTYPES, assert_same, name_of, random_patterns
+from ranks import Rank, Ranks, error_of, run_ranks
+
+OTHER_DTYPES = (torch.complex64, torch.uint16, torch.uint64)
+LINK_BYTES = 8 * (32 << 10)  # csrc/transport/layout.h
+# None, one, about a slot of a link with its header of 64 bytes, about a link, many links.
+SIZES = [0, 1, (32 << 10) - 65, (32 << 10) - 64, (32 << 10) - 63, LINK_BYTES, 40 * LINK_BYTES + 13]
+LONG = 4 * LINK_BYTES  # elements of float32
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def numbers(rank: int, num_elems: int = 1000) -> torch.Tensor:
+    return torch.arange(num_elems, dtype=torch.float32) + rank * 0.5
+
+
+def exchange_every_size(rank: Rank, dtype: torch.dtype) -> None:
+    comm = rank.communicator()
+    peer = 1 - rank.rank
+    for size in SIZES:
+        inputs = random_patterns(2, size // dtype.itemsize, dtype)
+        output = torch.zeros_like(inputs[0])
+        if rank.rank == 0:
+            comm.send(inputs[0], peer)
+            assert comm.recv(output, peer) == peer
+        else:
+            assert comm.recv(output, peer) == peer
+            comm.send(inputs[1], peer)
+        assert_same(as_bytes(output), as_bytes(inputs[peer]), f"size {size}")
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, *OTHER_DTYPES], ids=name_of)
+def test_send_every_size_and_dtype_arrives(dtype: torch.dtype) -> None:
+    run_ranks(2, exchange_every_size, dtype)
+
+
+def send_first(rank: Rank) -> None:
+    """Both ranks send far more than their links hold before either receives."""
+    comm = rank.communicator()
+    for send, recv in ((comm.send, comm.recv), (dist.send, dist.recv)):
+        output = torch.zeros(LONG)
+        send(numbers(rank.rank, LONG), 1 - rank.rank)
+        recv(output, 1 - rank.rank)
+        assert_same(output, numbers(1 - rank.rank, LONG), "both first")
+
+
+def test_send_both_ranks_first_does_not_hang() -> None:
+    run_ranks(2, send_first)
+
+
+def ask_by_tag(rank: Rank) -> None:
+    rank.init()
+    if rank.rank == 0:
+        works = [dist.isend(numbers(tag, 10 + tag), 1, tag=tag) for tag in range(50)]
+    else:
+        outputs = [torch.zeros(10 + tag) for tag in range(50)]
+        works = [dist.irecv(outputs[tag], 0, tag=tag) for tag in reversed(range(50))]
+    for work in works:
+        assert work is not None
+        work.wait()
+        assert work.is_completed()
+    if rank.rank == 1:
+        for tag, output in enumerate(outputs):
+            assert_same(output, numbers(tag, 10 + tag), f"tag {tag}")
+
+
+def test_irecv_takes_the_message_with_its_tag() -> None:
+    run_ranks(2, ask_by_tag)
+
+
+def serve_any(rank: Rank) -> None:
+    comm = rank.communicator()
+    num_messages = 20
+    if rank.rank > 0:
+        for number in range(num_messages):
+            dist.send(torch.tensor([rank.rank, number]), 0)
+            comm.send(torch.tensor([rank.rank, number]), 0, tag=3)
+        return
+    for recv in (
+        lambda output: dist.recv(output),
+        lambda output: comm.recv(output, tag=3),
+    ):
+        counts = [0] * rank.world_size
+        for _ in range(num_messages * (rank.world_size - 1)):
+            output = torch.zeros(2, dtype=torch.int64)
+            source = recv(output)
+            assert output.tolist() == [source, counts[source]]
+            counts[source] += 1
+
+
+def test_recv_from_any_source_says_whose_it_was() -> None:
+    run_ranks(4, serve_any)
+
+
+def pass_around(rank: Rank) -> None:
+    """As pipeline stages and ring attention do."""
+    rank.init()
+    following, previous = (rank.rank + 1) % 4, (rank.rank - 1) % 4
+    tensor, output = numbers(rank.rank, LONG), torch.zeros(LONG)
+    for lap in range(1, 5):
+        ops = [
+            dist.P2POp(dist.isend, tensor, following),
+            dist.P2POp(dist.irecv, output, previous),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        assert_same(output, numbers((rank.rank - lap) % 4, LONG), f"lap {lap}")
+        tensor, output = output, torch.zeros(LONG)
+
+
+def test_batch_isend_irecv_passes_around() -> None:
+    run_ranks(4, pass_around)
+
+
+def move_strided(rank: Rank) -> None:
+    comm = rank.communicator()
+    whole = numbers(0, 3000).view(100, 30)
+    views: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda t: t.t(),
+        lambda t: t[:, ::3],
+        lambda t: t[5:50],
+    ]
+    for view in views:
+        for is_async in (False, True):
+            output = torch.zeros_like(whole)
+            if rank.rank == 0:
+                if is_async:
+                    dist.isend(view(whole), 1).wait()
+                else:
+                    comm.send(view(whole), 1)
+            else:
+                if is_async:
+                    dist.irecv(view(output), 0).wait()
+                else:
+                    comm.recv(view(output), 0)
+                expected = torch.zeros_like(whole)
+                view(expected).copy_(view(whole))
+                assert_same(output, expected, "only the view is written")
+
+
+def test_send_strided_tensors_are_packed_and_unpacked() -> None:
+    run_ranks(2, move_strided)
+
+
+def disagree(rank: Rank) -> tuple[str, str] | None:
+    comm = rank.communicator()
+    if rank.rank == 0:
+        comm.send(numbers(0, 10), 1, tag=4)
+        comm.send(numbers(0, 10), 1, tag=4)
+        error = None
+    else:
+        output = torch.full((11,), 7.0)
+        error = error_of(lambda: comm.recv(output, 0, tag=4))
+        assert (output == 7).all()
+        kind, text = error_of(lambda: comm.recv(output[:10].to(torch.int32), tag=4))
+        assert kind == "Mismatch" and "int32[10]" in text
+    total = numbers(rank.rank)
+    comm.all_reduce(total)  # the group is alive
+    assert_same(total, numbers(0) + numbers(1), "all_reduce")
+    return error
+
+
+def test_recv_of_another_length_or_dtype_names_both_sides() -> None:
+    error = run_ranks(2, disagree)[1]
+    assert error is not None
+    kind, text = error
+    assert kind == "Mismatch"
+    assert "rank 0 called send(float32[10], tag 4)" in text
+    assert "rank 1 called recv(float32[11], tag 4)" in text
+
+
+def ask_for_nonsense(rank: Rank) -> list[tuple[str, str]]:
+    comm = rank.communicator()
+    tensor = numbers(0)
+    return [
+        error_of(lambda: comm.send(tensor, rank.rank)),
+        error_of(lambda: comm.recv(tensor, 2)),
+        error_of(lambda: comm.recv(tensor, -1)),
+        error_of(lambda: comm.send(tensor, 1 - rank.rank, tag=-1)),
+        error_of(lambda: comm.recv(tensor, tag=-1)),
+        error_of(lambda: dist.group.WORLD.send([tensor], 1 - rank.rank, -5)),
+        error_of(lambda: dist.group.WORLD.send([tensor, tensor], 1 - rank.rank, 0)),
+        error_of(lambda: comm.send(tensor.expand(2, 1000), 1 - rank.rank)),
+    ]
+
+
+def test_send_bad_peer_tag_or_tensor_is_refused() -> None:
+    for rank, errors in enumerate(run_ranks(2, ask_for_nonsense)):
+        assert all(kind == "ValueError" for kind, _ in errors), errors
+        texts = [text for _, text in errors]
+        assert f"rota.send: the peer is {rank}, expected another rank" in texts[0]
+        assert "rota.recv: the peer is 2" in texts[1]
+        assert "rota.recv: the peer is -1" in texts[2]
+        assert "rota.send: tag is -1, expected 0 or more" in texts[3]
+        assert "rota.recv: tag is -1" in texts[4]
+        assert "tag is -5" in texts[5]
+        assert "2 tensors, expected one" in texts[6]
+
+
+def send_to_nobody(rank: Rank) -> tuple[str, str] | None:
+    comm = rank.communicator(timeout_s=1)
+    if rank.rank == 1:
+        rank.hear()
+        return None
+    error = error_of(lambda: comm.send(numbers(0, LONG), 1, tag=6))
+    return error
+
+
+def test_send_that_nobody_receives_times_out_and_names_who_was_awaited() -> None:
+    with Ranks(2, send_to_nobody) as ranks:
+        error = ranks.hear_result(0)
+        ranks.tell(1)
+        pid = ranks.pid(1)
+    kind, text = error
+    assert kind == "Timeout"
+    assert "rota.send: rank 0/2 waited 1" in text and f"for rank 1 (pid {pid})" in text
+    assert "tag 6" in text
+
+
+def wait_for_the_dead(rank: Rank, is_any: bool) -> tuple[str, str] | None:
+    rank.init()
+    output = torch.zeros(LONG)
+    rank.tell()
+    if rank.rank == 1:
+        time.sleep(60)
+    return error_of(lambda: dist.recv(output, None if is_any else 1))
+
+
+@pytest.mark.parametrize("is_any", [False, True], ids=["from-it", "from-any"])
+def test_recv_from_a_rank_that_dies_names_it(is_any: bool) -> None:
+    with Ranks(2, wait_for_the_dead, is_any) as ranks:
+        ranks.hear(0)
+        ranks.hear(1)
+        time.sleep(0.1)
+        pid = ranks.pid(1)
+        ranks.kill(1)
+        kind, text = ranks.results(killed={1})[0]
+    assert kind == "PeerFailed" and f"rank 1 (pid {pid})" in text
+
+
+def be_interrupted(rank: Rank) -> str | None:
+    comm = rank.communicator()
+    output = torch.zeros(1)
+    if rank.rank == 0:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            comm.recv(output, 1)
+        assert time.monotonic() - began < 5
+        return None
+    return error_of(lambda: comm.recv(output, 0))[1]
+
+
+def test_recv_interrupted_by_ctrl_c_tells_its_peer() -> None:
+    assert "was interrupted" in str(run_ranks(2, be_interrupted)[1])
+
+
+def leave_a_send_alone(rank: Rank) -> None:
+    """Rank 0 turns to a barrier, which rank 1 enters once it has received: nothing hangs."""
+    rank.init()
+    if rank.rank == 0:
+        work = dist.isend(numbers(0, LONG), 1)
+        dist.barrier()
+        work.wait()
+    else:
+        output = torch.zeros(LONG)
+        dist.recv(output, 0)
+        dist.barrier()
+        assert_same(output, numbers(0, LONG), "sent meanwhile")
+
+
+def test_isend_goes_on_while_its_rank_does_something_else() -> None:
+    run_ranks(2, leave_a_send_alone)
+
+
+def follow_a_future(rank: Rank) -> None:
+    rank.init()
+    peer = 1 - rank.rank
+    output = torch.zeros(LONG)
+    received: list[torch.Tensor] = []
+    recv = dist.irecv(output, peer)
+    done = recv.get_future().then(lambda future: received.extend(future.value()))
+    send = dist.isend(numbers(rank.rank, LONG), peer)
+    done.wait()
+    assert_same(received[0], numbers(peer, LONG), "future")
+    assert recv.is_completed() and recv.is_success()
+    send.wait()
+
+
+def test_irecv_future_is_set_while_nobody_waits() -> None:
+    run_ranks(2, follow_a_future)
+
+
+def give_up_waiting(rank: Rank) -> None:
+    rank.init()
+    if rank.rank == 0:
+        rank.hear()
+        dist.send(numbers(0), 1)
+        return
+    output = torch.zeros(1000)
+    work = dist.irecv(output, 0)
+    kind, text = error_of(lambda: work.wait(timedelta(milliseconds=50)))
+    assert kind == "Timeout" and "gave up after 50 ms" in text
+    assert not work.is_completed()
+    rank.tell()
+    work.wait()
+    assert_same(output, numbers(0), "after all")
+
+
+def test_work_wait_gives_up_and_the_recv_goes_on() -> None:
+    with Ranks(2, give_up_waiting) as ranks:
+        ranks.hear(1)
+        ranks.tell(0)
+        ranks.results()
+
+
+def drop_works(rank: Rank) -> None:
+    """A work that is dropped is done all the same, and then lets go of its tensor."""
+    rank.init()
+    peer = 1 - rank.rank
+    output = torch.zeros(LONG)
+    dist.isend(numbers(rank.rank, LONG), peer)
+    dist.irecv(output, peer)
+    gc.collect()
+    dist.barrier()
+    deadline = time.monotonic() + 30
+    while not torch.equal(output, numbers(peer, LONG)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    dist.barrier()  # the other rank has what this one sent
+
+
+def test_work_that_is_dropped_is_done() -> None:
+    run_ranks(2, drop_works)
+
+
+def close_with_messages(rank: Rank) -> None:
+    comm = rank.communicator()
+    if rank.rank == 0:
+        comm.send(numbers(0), 1)
+        comm.close()
+        rank.tell()
+        assert error_of(lambda: comm.send(numbers(0), 1))[0] == "RotaError"
+        return
+    rank.hear()
+    output = torch.zeros(1000)
+    comm.recv(output, 0)  # has come before
+    assert_same(output, numbers(0), "from a rank that has left")
+    kind, text = error_of(lambda: comm.recv(output, 0))
+    assert kind == "PeerFailed" and "has left the group" in text
+
+
+def test_recv_from_a_rank_that_has_left_gets_what_it_sent() -> None:
+    with Ranks(2, close_with_messages) as ranks:
+        ranks.hear(0)
+        ranks.tell(1)
+        ranks.results()
+
+
+def send_objects(rank: Rank) -> None:
+    rank.init()
+    if rank.rank == 0:
+        dist.send_object_list([{"a": 1}, "text"], 1)
+    else:
+        objects: list[object] = [None, None]
+        dist.recv_object_list(objects, 0)
+        assert objects == [{"a": 1}, "text"]
+
+
+def test_send_object_list_arrives() -> None:
+    run_ranks(2, send_objects)
+
+
+def use_a_subgroup(rank: Rank) -> None:
+    """Ranks of a subgroup are counted from 0, and its messages are apart from the others'."""
+    rank.init()
+    group = dist.new_group([1, 2], backend="rota")
+    if rank.rank == 0:
+        return
+    peer = 3 - rank.rank
+    ours, theirs = torch.zeros(1000), torch.zeros(1000)
+    works = [
+        dist.isend(numbers(rank.rank), peer),
+        dist.isend(numbers(10 + rank.rank), peer, group=group),
+    ]
+    dist.recv(theirs, peer, group=group)
+    dist.recv(ours, peer)
+    assert_same(ours, numbers(peer), "world")
+    assert_same(theirs, numbers(10 + peer), "subgroup")
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+def test_send_in_a_subgroup_is_apart() -> None:
+    run_ranks(3, use_a_subgroup)
+
+
+def use_in_child(rank: Rank) -> str | None:
+    comm = rank.communicator()
+    comm.barrier()
+    if rank.rank == 1:
+        comm.barrier()
+        return None
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.write(writer, error_of(lambda: comm.send(numbers(0), 1))[1].encode())
+        os._exit(0)
+    text = os.read(reader, 1000).decode()
+    comm.barrier()
+    return text
+
+
+def test_send_in_a_forked_child_is_refused() -> None:
+    assert "belongs to the parent process" in str(run_ranks(2, use_in_child)[0])
+
+
