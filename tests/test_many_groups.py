@@ -1,4 +1,4 @@
-"""Many groups in one process: they share descriptors and threads, and do not wait for each other."""
+"""Many groups in one process share descriptors and threads, and do not wait for each other."""
 
 from __future__ import annotations
 
