@@ -26,7 +26,7 @@
 #include "tensor/signals.h"
 #include "tensor/tensor_checks.h"
 #include "tensor/tensor_communicator.h"
-#include "transport/bootstrap.h"
+#include "transport/host.h"
 
 namespace py = pybind11;
 

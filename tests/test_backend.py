@@ -240,7 +240,7 @@ def test_backend_subgroups_reduce_among_their_members_only() -> None:
 
 
 def interleave_groups(rank: Rank) -> list[float]:
-    """Each group has its own progress thread; their async calls overlap."""
+    """Each busy group has a progress thread; their async calls overlap."""
     rank.init()
     groups = [dist.new_group(backend="rota") for _ in range(3)]
     tensors = [torch.full((50_000,), float(i + rank.rank)) for i in range(3)]

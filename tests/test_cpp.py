@@ -51,6 +51,7 @@ THREAD_CASES = (
     "launches_cases",
     "joined_regions_cases",
     "point_to_point_cases",
+    "host_cases",
 )
 # One thread needs no ThreadSanitizer, and it does not follow a fork.
 OTHER_CASES = (

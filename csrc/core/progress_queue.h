@@ -1,10 +1,10 @@
-// A communicator's one progress thread: runs what is queued, first in, first out.
+// What a communicator has queued: runs first in, first out, on a thread that it borrows from the
+// process's pool while there is something.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <thread>
 
 namespace rota {
 
@@ -23,12 +23,13 @@ class ProgressQueue {
   ProgressQueue(const ProgressQueue&) = delete;
   ProgressQueue& operator=(const ProgressQueue&) = delete;
 
-  // Starts the thread at the first call. Tasks must not throw. Throws Error(kInternal) once closed.
+  // Borrows a thread if the queue has none. Tasks must not throw. Throws Error(kInternal) once
+  // closed.
   void enqueue(std::function<void()> task);
 
-  // Runs what is still queued, then ends the thread. Idempotent. In a forked child, where there is
-  // no such thread, it only forgets. Called by a task, it returns at once, and the thread ends by
-  // itself.
+  // Returns when all that is queued has run, and the thread is given back. Idempotent. In a forked
+  // child, where there is no such thread, it only forgets. Called by a task of this queue, it
+  // returns at once, and the thread runs what is left.
   void close();
 
   // True when nothing is queued or running: the caller may then do its work itself, in order. So
@@ -38,13 +39,10 @@ class ProgressQueue {
  private:
   // Shared with the thread, which may outlive the queue when a task destroys it.
   struct State;
-  static void run(const std::shared_ptr<State>& state);
-  void move_to_core_of_caller();
+  static void run(State& state);
 
   Placement placement_;
-  int core_ = -1;  // that the thread is bound to; guarded by the state's mutex
   std::shared_ptr<State> state_;
-  std::thread thread_;  // guarded by the state's mutex
   uint64_t fork_generation_;
 };
 

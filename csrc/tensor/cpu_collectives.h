@@ -1,5 +1,5 @@
 // The collectives of CPU tensors: each is checked, planned and packed, and runs in the caller's
-// thread or, in order, on the progress thread.
+// thread or, in order, on a progress thread.
 #pragma once
 
 #include <memory>
@@ -45,15 +45,15 @@ class CpuCollectives final : public Collectives {
   // before a task is queued, since in a forked child there is no thread that would run it.
   void check_usable(std::string_view call) const;
 
-  // Ends the progress thread, aborting what is pending. Idempotent.
+  // Ends what is queued, aborting what is pending. Idempotent.
   void end_progress();
-  // Ends the progress thread behind what is queued, and leaves the group. Idempotent.
+  // Leaves the group behind what is queued. Idempotent.
   void close();
 
  private:
   WorkRef request(Direction direction, const at::Tensor& tensor, int peer, int64_t tag,
                   Launch mode);
-  // Runs body(communicator, tensors, thread) here and now, or on the progress thread.
+  // Runs body(communicator, tensors, thread) here and now, or on a progress thread.
   template <typename Body>
   WorkRef launch(Launch mode, ::c10d::OpType op_type, const char* title, at::TensorList tensors,
                  Body&& body);

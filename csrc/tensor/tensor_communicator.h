@@ -31,7 +31,7 @@ class TensorCommunicator {
   TensorCommunicator(const TensorCommunicator&) = delete;
   TensorCommunicator& operator=(const TensorCommunicator&) = delete;
 
-  // To be called before Python finalises: ends every progress thread, aborting what is pending. A
+  // To be called before Python finalises: ends all that is queued, aborting what is pending. A
   // progress thread that asks for the GIL later, if only to release a tensor, is killed by Python
   // in the middle of C++ frames, and takes the process with it.
   static void end_progress_of_all();

@@ -10,13 +10,12 @@
 #include <array>
 #include <cerrno>
 #include <climits>
-#include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <optional>
 #include <sstream>
 
 #include "base/error.h"
+#include "base/per_process.h"
 
 #ifndef SO_PEERPIDFD
 #define SO_PEERPIDFD 77  // Linux 6.5; Debian 12's headers are older than that
@@ -134,21 +133,7 @@ UniqueFd open_process(const UniqueFd& connection, pid_t pid) {
   return process;
 }
 
-std::string read_line(const char* path) {
-  std::ifstream file(path);
-  std::string line;
-  std::getline(file, line);
-  return line;
-}
-
 }  // namespace
-
-std::string host_id() {
-  if (const char* id = std::getenv("ROTA_HOST_ID")) return id;
-  char network[64] = {};
-  if (readlink("/proc/self/ns/net", network, sizeof(network) - 1) < 0) network[0] = '\0';
-  return join(read_line("/proc/sys/kernel/random/boot_id"), "/", network);
-}
 
 Bootstrap::Bootstrap(Store& store, int rank, int world_size, const Geometry& geometry,
                      std::chrono::milliseconds timeout, std::function<void()> check_interrupt)
@@ -299,8 +284,9 @@ std::vector<Introduction> Bootstrap::receive_all(const UniqueFd& listener) {
         !is_missing(peer)) {
       continue;  // a stranger
     }
+    UniqueFd pidfd = open_process(connection, credentials.pid);
     introductions[static_cast<size_t>(peer)] = {
-        credentials.pid, open_process(connection, credentials.pid), std::move(memory)};
+        per_process<Host>().find_process(credentials.pid, std::move(pidfd)), std::move(memory)};
     --num_missing;
   }
   return introductions;

@@ -5,13 +5,13 @@
 // every rank first sends everything and then receives everything, and no order can deadlock.
 #pragma once
 
-#include <sys/types.h>
-
 #include <chrono>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "transport/host.h"
 #include "transport/layout.h"
 #include "transport/store.h"
 #include "transport/unique_fd.h"
@@ -21,8 +21,7 @@ namespace rota::transport {
 // What a peer's connection tells: the kernel vouches for the process, the message carries the
 // memory.
 struct Introduction {
-  pid_t pid = 0;
-  UniqueFd process;  // pidfd
+  std::shared_ptr<const PeerProcess> process;
   UniqueFd memory;
 };
 
@@ -51,9 +50,5 @@ class Bootstrap {
   std::chrono::steady_clock::time_point deadline_;
   std::function<void()> check_interrupt_;
 };
-
-// Identifies what can share memory: the kernel's boot id and the network namespace in which the
-// sockets live. ROTA_HOST_ID overrides it.
-std::string host_id();
 
 }  // namespace rota::transport

@@ -2,16 +2,12 @@
 
 #include <fcntl.h>
 #include <linux/memfd.h>
-#include <poll.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
-#include <cinttypes>
-#include <cstdio>
-#include <cstring>
 
 #include "transport/available_memory.h"
 #include "transport/bootstrap.h"
@@ -98,26 +94,6 @@ std::vector<Region> regions_of(const std::vector<Peer>& peers, const Geometry& g
   return regions;
 }
 
-UniqueFd open_status(pid_t pid) {
-  return UniqueFd(open(join("/proc/", pid, "/stat").c_str(), O_RDONLY | O_CLOEXEC));
-}
-
-// Whether the kernel has begun to end the process. False where that cannot be read, and once it has
-// ended, when its pidfd says so.
-bool is_exiting(const UniqueFd& status) {
-  constexpr uint64_t kPfExiting = 4;
-  char text[1024];
-  const ssize_t size = pread(status.get(), text, sizeof(text) - 1, 0);
-  if (size <= 0) return false;
-  text[size] = '\0';
-  // "4711 (name) S ppid pgrp session tty tpgid flags ...", where the name may hold anything.
-  const char* after_name = std::strrchr(text, ')');
-  uint64_t flags = 0;
-  return after_name != nullptr &&
-         std::sscanf(after_name, ") %*c %*d %*d %*d %*d %*d %" SCNu64, &flags) == 1 &&
-         (flags & kPfExiting) != 0;
-}
-
 }  // namespace
 
 Mapping::Mapping(const UniqueFd& memory, size_t num_bytes, Access access) : num_bytes_(num_bytes) {
@@ -160,13 +136,13 @@ std::unique_ptr<Transport> SharedMemoryTransport::connect(
   std::vector<Peer> peers;
   for (int peer = 0; peer < world_size; ++peer) {
     if (peer == rank) {
-      peers.push_back({getpid(), UniqueFd(), UniqueFd(), std::move(own)});
+      peers.push_back(
+          {std::make_shared<PeerProcess>(getpid(), UniqueFd(), UniqueFd()), std::move(own)});
       continue;
     }
     Introduction& introduction = introductions[static_cast<size_t>(peer)];
     verify_sealed(introduction.memory, num_bytes, peer);
-    peers.push_back({introduction.pid, std::move(introduction.process),
-                     open_status(introduction.pid),
+    peers.push_back({std::move(introduction.process),
                      Mapping(introduction.memory, num_bytes, Mapping::Access::kPeer)});
   }
   return std::unique_ptr<Transport>(
@@ -185,20 +161,16 @@ void SharedMemoryTransport::reserve(const Span& span) {
 }
 
 std::string SharedMemoryTransport::describe(int peer) const {
-  return join("rank ", peer, " (pid ", peers_[static_cast<size_t>(peer)].pid, ")");
+  return join("rank ", peer, " (pid ", peers_[static_cast<size_t>(peer)].process->pid(), ")");
 }
 
 std::vector<int> SharedMemoryTransport::find_dead_peers(int awaited) const {
-  std::vector<pollfd> polls;
-  for (const Peer& peer : peers_) {
-    // poll() skips negative descriptors, such as the own one.
-    polls.push_back({.fd = peer.process.get(), .events = POLLIN, .revents = 0});
-  }
+  std::vector<const PeerProcess*> processes;
+  for (const Peer& peer : peers_) processes.push_back(peer.process.get());
   std::vector<int> dead;
-  if (is_exiting(peers_[static_cast<size_t>(awaited)].status)) dead.push_back(awaited);
-  if (poll(polls.data(), polls.size(), 0) <= 0) return dead;
-  for (size_t peer = 0; peer < polls.size(); ++peer) {
-    if (polls[peer].revents != 0) dead.push_back(static_cast<int>(peer));
+  if (processes[static_cast<size_t>(awaited)]->is_exiting()) dead.push_back(awaited);
+  for (const size_t peer : PeerProcess::find_ended(processes)) {
+    dead.push_back(static_cast<int>(peer));
   }
   return dead;
 }

@@ -6,13 +6,12 @@
 // own; and a full /dev/shm is an error instead of a SIGBUS in the middle of a step.
 #pragma once
 
-#include <sys/types.h>
-
 #include <chrono>
 #include <functional>
 #include <memory>
 #include <vector>
 
+#include "transport/host.h"
 #include "transport/store.h"
 #include "transport/transport.h"
 #include "transport/unique_fd.h"
@@ -40,9 +39,7 @@ class Mapping {
 
 // What a rank holds of a peer.
 struct Peer {
-  pid_t pid;
-  UniqueFd process;  // pidfd: readable once the process has ended
-  UniqueFd status;   // /proc/<pid>/stat, whose flags say sooner that it is about to; -1 without it
+  std::shared_ptr<const PeerProcess> process;
   Mapping region;
 };
 

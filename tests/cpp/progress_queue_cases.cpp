@@ -1,8 +1,15 @@
-// The progress thread's queue: order, idleness, and an end that loses nothing.
+// What a communicator has queued: order, idleness, an end that loses nothing, and threads that
+// communicators share.
 #include "core/progress_queue.h"
 
+#include <algorithm>
 #include <atomic>
+#include <barrier>
+#include <functional>
+#include <list>
 #include <memory>
+#include <mutex>
+#include <set>
 #include <thread>
 
 #include "base/cores.h"
@@ -125,6 +132,175 @@ void collectives_through_the_queue() {
   });
 }
 
+// ---- threads that queues share ----
+
+// The threads that have run tasks.
+class Threads {
+ public:
+  void add_this() {
+    const std::lock_guard lock(mutex_);
+    ids_.insert(std::this_thread::get_id());
+  }
+  size_t count() {
+    const std::lock_guard lock(mutex_);
+    return ids_.size();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::set<std::thread::id> ids_;
+};
+
+void wait_until_idle(const ProgressQueue& queue) {
+  while (!queue.is_idle()) std::this_thread::yield();
+}
+
+// Also when it queues work again before its thread has gone back to the pool.
+void queue_keeps_to_one_thread() {
+  Threads threads;
+  ProgressQueue queue;
+  for (int i = 0; i < 2000; ++i) {
+    queue.enqueue([&] { threads.add_this(); });
+    if (i % 5 != 0) wait_until_idle(queue);
+  }
+  queue.close();
+  check_equal(threads.count(), size_t{1}, "threads of one queue");
+}
+
+void queues_one_after_another_share_a_thread() {
+  Threads threads;
+  for (int i = 0; i < 100; ++i) {
+    ProgressQueue queue;
+    queue.enqueue([&] { threads.add_this(); });
+  }
+  check_equal(threads.count(), size_t{1}, "threads of a hundred queues");
+}
+
+// A queue that is empty keeps no thread. Its last one may be on its way back when the next queue
+// looks for one, so there may be a few.
+void idle_queues_keep_no_thread() {
+  constexpr size_t kNumQueues = 100;
+  Threads threads;
+  std::list<ProgressQueue> queues(kNumQueues);
+  for (int round = 0; round < 5; ++round) {
+    for (ProgressQueue& queue : queues) {
+      queue.enqueue([&] { threads.add_this(); });
+      wait_until_idle(queue);
+    }
+  }
+  check(threads.count() < kNumQueues / 4, join(threads.count(), " threads are few"));
+}
+
+// Tasks of two groups that wait for their peers, queued by the two ranks in different orders: each
+// group gets a thread, as one for both would wait for itself.
+void groups_in_different_orders_do_not_block_each_other() {
+  constexpr int kNumGroups = 3;
+  for (int round = 0; round < 50; ++round) {
+    std::list<std::barrier<>> rendezvous;
+    for (int group = 0; group < kNumGroups; ++group) rendezvous.emplace_back(2);
+    run_threads(2, [&](int rank) {
+      std::list<ProgressQueue> queues(kNumGroups);
+      std::vector<std::function<void()>> starts;
+      auto meeting = rendezvous.begin();
+      for (ProgressQueue& queue : queues) {
+        starts.push_back([&queue, &meeting = *meeting] {
+          queue.enqueue([&meeting] { meeting.arrive_and_wait(); });
+        });
+        ++meeting;
+      }
+      if (rank == 1) std::reverse(starts.begin(), starts.end());
+      for (const auto& start : starts) start();
+    });
+  }
+}
+
+void close_does_not_wait_for_other_queues() {
+  ProgressQueue other;
+  std::atomic<bool> may_end{false};
+  other.enqueue([&] { may_end.wait(false); });
+  for (int i = 0; i < 100; ++i) {
+    int num_run = 0;
+    ProgressQueue queue;
+    for (int task = 0; task < 3; ++task) queue.enqueue([&] { ++num_run; });
+    queue.close();
+    check_equal(num_run, 3, "tasks run");
+  }
+  check(!other.is_idle(), "the other queue's task runs still");
+  may_end = true;
+  may_end.notify_all();
+}
+
+// Whatever enqueue() has taken has run when close() returns, and nothing runs afterwards.
+void nothing_runs_after_close() {
+  for (int round = 0; round < 100; ++round) {
+    ProgressQueue queue;
+    std::atomic<int> num_taken{0}, num_run{0};
+    std::atomic<bool> is_closed{false};
+    run_threads(3, [&](int thread) {
+      if (thread == 0) {
+        while (num_taken.load() < round) std::this_thread::yield();
+        queue.close();
+        is_closed = true;
+        return;
+      }
+      try {
+        while (true) {
+          queue.enqueue([&] {
+            check(!is_closed.load(), "a task runs before close() returns");
+            ++num_run;
+          });
+          ++num_taken;
+        }
+      } catch (const Error& error) {
+        check_contains(error.what(), "closed");
+      }
+    });
+    check_equal(num_run.load(), num_taken.load(), "tasks run");
+  }
+}
+
+// Its thread runs what is left, and goes back to the pool.
+void task_destroys_its_queue() {
+  Threads threads;
+  for (int i = 0; i < 100; ++i) {
+    std::atomic<int> num_run{0};
+    std::atomic<bool> may_start{false};
+    auto queue = std::make_shared<ProgressQueue>();
+    ProgressQueue& last_chance = *queue;
+    queue->enqueue([&, queue]() mutable {
+      may_start.wait(false);
+      queue.reset();
+      threads.add_this();
+      ++num_run;
+    });
+    for (int task = 0; task < 3; ++task) last_chance.enqueue([&] { ++num_run; });
+    queue.reset();
+    may_start = true;
+    may_start.notify_all();
+    while (num_run.load() < 4) std::this_thread::yield();
+  }
+  check(threads.count() < 25, join(threads.count(), " threads are few"));
+}
+
+void thread_leaves_the_core_of_another_queues_caller() {
+  Threads threads;
+  const auto run_on = [&](ProgressQueue::Placement placement) {
+    int num_cores = 0;
+    ProgressQueue queue(placement);
+    queue.enqueue([&] {
+      threads.add_this();
+      num_cores = num_usable_cores();
+    });
+    queue.close();
+    return num_cores;
+  };
+  for (int i = 0; i < 10; ++i) {
+    check_equal(run_on(ProgressQueue::Placement::kCoreOfCaller), 1, "cores where none is to spare");
+    check_equal(run_on(ProgressQueue::Placement::kAnyCore), num_usable_cores(), "cores otherwise");
+  }
+  check_equal(threads.count(), size_t{1}, "threads");
+}
+
 const CaseTable kCases{
     {"progress_queue_order", tasks_run_in_order},
     {"progress_queue_idle", idle_queue_has_done_its_tasks},
@@ -134,6 +310,14 @@ const CaseTable kCases{
     {"progress_queue_releases", task_releases_what_it_holds_before_idle},
     {"progress_queue_threads", several_threads_enqueue},
     {"progress_queue_collectives-ws2", collectives_through_the_queue},
+    {"progress_pool_one_queue", queue_keeps_to_one_thread},
+    {"progress_pool_queues_in_turn", queues_one_after_another_share_a_thread},
+    {"progress_pool_idle_queues", idle_queues_keep_no_thread},
+    {"progress_pool_orders-ws2", groups_in_different_orders_do_not_block_each_other},
+    {"progress_pool_close_beside_others", close_does_not_wait_for_other_queues},
+    {"progress_pool_nothing_after_close", nothing_runs_after_close},
+    {"progress_pool_queue_destroyed_by_task", task_destroys_its_queue},
+    {"progress_pool_placement", thread_leaves_the_core_of_another_queues_caller},
 };
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <sys/time.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <thread>
 
 #include "calls.h"
@@ -84,7 +85,7 @@ transport::Introduction meet_rank_0(const UniqueFd& own_memory,
   FileStore store(directory);
   transport::Bootstrap bootstrap(store, 1, 2, kSmall, std::chrono::seconds(30), [] {});
   auto introductions = bootstrap.exchange(own_memory);
-  check_equal(introductions[0].pid, rank_0, "pid of rank 0");
+  check_equal(introductions[0].process->pid(), rank_0, "pid of rank 0");
   check_equal(wait_for_process(rank_0), Exit{}, "end of rank 0");
   return std::move(introductions[0]);
 }
@@ -264,6 +265,36 @@ void child_closes_its_queue() {
   check_equal(wait_for_process(start_process([&] { queue.close(); })), Exit{}, "end of the child");
 }
 
+void child_queues_work_of_its_own() {
+  ProgressQueue queue;
+  std::atomic<bool> may_end{false};
+  queue.enqueue([&] { may_end.wait(false); });
+  const pid_t child = start_process([] {
+    int sum = 0;
+    ProgressQueue own_queue;
+    for (int i = 0; i < 10; ++i) own_queue.enqueue([&sum] { ++sum; });
+    own_queue.close();
+    check_equal(sum, 10, "tasks run in the child");
+  });
+  check_equal(wait_for_process(child), Exit{}, "end of the child");
+  may_end = true;
+  may_end.notify_all();
+}
+
+// The children of ranks form a group beside that of their parents, and with other peers.
+void children_make_a_group_of_their_own() {
+  const StoreDirectory directory, directory_of_children;
+  run_processes(2, [&](int rank) {
+    Communicator communicator = make_communicator(directory, rank, 2);
+    const pid_t child = start_process([&] {
+      Communicator of_children = make_communicator(directory_of_children, rank, 2);
+      for (int i = 0; i < 10; ++i) barrier(of_children);
+    });
+    for (int i = 0; i < 10; ++i) barrier(communicator);
+    check_equal(wait_for_process(child), Exit{}, "end of the child");
+  });
+}
+
 // ---- descriptors ----
 
 void descriptors_are_closed() {
@@ -271,8 +302,12 @@ void descriptors_are_closed() {
   run_processes(3, [&](int rank) {
     const int num_files = num_open_files();
     {
-      const auto transport = connect(directory, rank, 3);
+      auto transport = connect(directory, rank, 3);
       check_equal(num_open_files(), num_files + 2 * 2, "two descriptors for each peer's process");
+      const auto second = connect(directory, rank, 3);
+      check_equal(num_open_files(), num_files + 2 * 2, "none for another group of the same peers");
+      transport.reset();
+      check_equal(num_open_files(), num_files + 2 * 2, "the second group still needs them");
       Communicator communicator(connect(StoreDirectory(), 0, 1), kPatience, [] {});
       barrier(communicator);
     }
@@ -301,6 +336,8 @@ const CaseTable kCases{
     {"forked_child_closes-ws2", child_closes_its_copy},
     {"forked_child_aborts-ws2", child_aborts_its_copy},
     {"forked_child_closes_queue", child_closes_its_queue},
+    {"forked_child_queues", child_queues_work_of_its_own},
+    {"forked_children_make_group-ws2", children_make_a_group_of_their_own},
     {"descriptors_closed-ws3", descriptors_are_closed},
 };
 

@@ -1,0 +1,216 @@
+"""What a subgroup costs: time to make it and to use it first, shared memory, descriptors.
+
+    python benchmarks/groups.py
+    python benchmarks/groups.py --groups 500 --ranks 8 --backends rota
+
+Every rank makes subgroups of all ranks with dist.new_group, then all-reduces four bytes in each,
+and keeps them all, as jobs with many device meshes do. A backend that gives up has its row end with
+the reason. The last line of the output is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+
+import driver
+from arguments import Parser, parse_list, parse_natural
+
+try:
+    import rota  # noqa: F401
+except ImportError as error:
+    sys.exit(f"error: rota is not built: run make venv ({error})")
+
+# Gloo otherwise resolves the host's name, and a network is not what is measured.
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+TIMEOUT = timedelta(seconds=60)
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "rota"])
+
+
+@dataclass
+class Held:
+    """What a process has open, and the host's shared memory."""
+
+    descriptors: int
+    shared_kib: int
+
+    @classmethod
+    def now(cls) -> Held:
+        """Of this process; the host's memory is that of all programs."""
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return cls(len(os.listdir("/proc/self/fd")), int(lines["Shmem"].split()[0]))
+
+
+@dataclass
+class Row:
+    """One backend with one number of ranks; times are of the slowest rank, one for each group."""
+
+    backend: str
+    ranks: int
+    groups: int
+    make_ms: list[float]
+    first_use_ms: list[float]
+    descriptors: int  # of one rank, for all groups
+    made_kib: int  # of shared memory on the host, for all groups
+    used_kib: int
+    failure: str | None = None
+
+
+def timed(call: Callable[[], object]) -> float:
+    """The milliseconds that `call` takes."""
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3
+
+
+def rank_main(
+    args: argparse.Namespace, backend: str, rank: int, num_ranks: int, port: int, pipe: Connection
+) -> None:
+    """One rank: sends its times and what it holds at the start, with all groups made, and used."""
+    torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (args.descriptors, args.descriptors))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)  # whatever is made once is made before
+    groups: list[dist.ProcessGroup] = []
+    try:
+        held = [Held.now()]
+        make_ms = [
+            timed(lambda: groups.append(dist.new_group(backend=backend, timeout=TIMEOUT)))
+            for _ in range(args.groups)
+        ]
+        dist.barrier()
+        held.append(Held.now())
+        dist.barrier()
+        first_use_ms = [timed(partial(dist.all_reduce, tensor, group=group)) for group in groups]
+        dist.barrier()
+        held.append(Held.now())
+        pipe.send((make_ms, first_use_ms, held))
+    except Exception as error:
+        pipe.send(f"after {len(groups)} groups: {str(error).splitlines()[0]}")
+    pipe.recv()  # nobody leaves while others still look around
+
+
+def measure(args: argparse.Namespace, backend: str, num_ranks: int) -> Row:
+    """Starts ranks of their own; ends them as soon as one has failed, for which the others wait."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes, processes = [], []
+    for rank in range(num_ranks):
+        pipe, rank_pipe = CONTEXT.Pipe()
+        arguments = (args, backend, rank, num_ranks, server.port, rank_pipe)
+        processes.append(CONTEXT.Process(target=rank_main, args=arguments, daemon=True))
+        processes[-1].start()
+        rank_pipe.close()
+        pipes.append(pipe)
+    replies: dict[Connection, Any] = {}
+    failure = None
+    try:
+        while len(replies) < num_ranks and failure is None:
+            awaited = [pipe for pipe in pipes if pipe not in replies]
+            ready = wait(awaited)
+            for pipe in awaited:
+                if pipe in ready:
+                    replies[pipe] = pipe.recv()
+            failure = next((reply for reply in replies.values() if isinstance(reply, str)), None)
+    except EOFError:
+        failure = "a rank died"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    if failure is not None:
+        return Row(backend, num_ranks, args.groups, [], [], 0, 0, 0, failure)
+    make_ms, first_use_ms, held = zip(*(replies[pipe] for pipe in pipes), strict=True)
+    start, made, used = held[0]
+    return Row(
+        backend,
+        num_ranks,
+        args.groups,
+        [max(times) for times in zip(*make_ms, strict=True)],
+        [max(times) for times in zip(*first_use_ms, strict=True)],
+        used.descriptors - start.descriptors,
+        made.shared_kib - start.shared_kib,
+        used.shared_kib - start.shared_kib,
+    )
+
+
+def print_table(run: driver.Run, rows: list[Row]) -> None:
+    """Everything for one subgroup; memory is that of all ranks together."""
+    table = Table(title="one subgroup", caption="descriptors: of one rank; memory: of the host")
+    for heading in ("backend", "ranks", "groups"):
+        table.add_column(heading, justify="left" if heading == "backend" else "right")
+    for heading in ("make ms p50", "mean", "first use ms p50", "mean"):
+        table.add_column(heading, justify="right")
+    for heading in ("made KiB", "used KiB", "descriptors"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        cells = [row.backend, str(row.ranks), str(row.groups)]
+        if row.failure is None:
+            for times in (row.make_ms, row.first_use_ms):
+                cells += [f"{median(times):.2f}", f"{mean(times):.2f}"]
+            cells += [f"{kib / row.groups:.0f}" for kib in (row.made_kib, row.used_kib)]
+            cells.append(f"{row.descriptors / row.groups:.2f}")
+        else:
+            run.note(f"{row.backend}, {row.ranks} ranks, failed {row.failure}")
+        table.add_row(*cells)
+    run.console.print(table)
+
+
+def benchmark(args: argparse.Namespace) -> dict[str, Any]:
+    """The whole run: measures, prints the table, writes the record and sums up."""
+    run = driver.Run("groups", "groups", max(args.ranks), args)
+    rows = [
+        measure(args, backend, num_ranks) for num_ranks in args.ranks for backend in args.backends
+    ]
+    print_table(run, rows)
+    run.write_record({"subgroups": [asdict(row) for row in rows]})
+    return {
+        "benchmark": "groups",
+        "json": str(run.json_path),
+        "num_failed": sum(row.failure is not None for row in rows),
+    }
+
+
+def parse_ranks(text: str) -> list[int]:
+    """An argparse type: numbers of ranks, separated by commas."""
+    return [parse_natural(2, 64)(number) for number in text.split(",")]
+
+
+def main() -> int:
+    """The exit status: 0 also where a backend failed, which is a result."""
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add("--ranks", type=parse_ranks, default="4,8", help="default: %(default)s")
+    add("--groups", type=parse_natural(1), default=50, help="default: %(default)s")
+    add("--backends", type=parse_list(["rota", "gloo"]), default="rota,gloo", help="default: both")
+    add(
+        "--descriptors",
+        type=parse_natural(64),
+        default=1024,
+        help="the limit of each rank, as `ulimit -n` sets it (default: %(default)s)",
+    )
+    add("--json", type=Path, help="the record (default: in benchmarks/results)")
+    args = parser.parse_args()
+    return driver.exit_status(lambda: benchmark(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

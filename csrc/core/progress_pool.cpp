@@ -1,0 +1,73 @@
+#include "core/progress_pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <system_error>
+#include <utility>
+
+#include "base/error.h"
+
+namespace rota {
+
+ProgressThread::ProgressThread() : thread_([this] { run(); }) {}
+
+void ProgressThread::start(std::function<void()> job) {
+  {
+    const std::lock_guard lock(mutex_);
+    job_ = std::move(job);
+  }
+  has_job_.notify_one();
+}
+
+void ProgressThread::run() {
+  while (true) {
+    std::function<void()> job;
+    {
+      std::unique_lock lock(mutex_);
+      has_job_.wait(lock, [this] { return job_ != nullptr; });
+      job = std::exchange(job_, nullptr);
+    }
+    job();
+  }
+}
+
+void ProgressThread::bind_to_core_of_caller() {
+  const int core = sched_getcpu();
+  if (core == core_ || core < 0 || core >= CPU_SETSIZE) return;
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  CPU_SET(core, &cores);
+  if (pthread_setaffinity_np(thread_.native_handle(), sizeof(cores), &cores) == 0) core_ = core;
+}
+
+void ProgressThread::unbind() {
+  cpu_set_t cores;
+  if (core_ < 0 || sched_getaffinity(0, sizeof(cores), &cores) != 0) return;
+  if (pthread_setaffinity_np(thread_.native_handle(), sizeof(cores), &cores) == 0) core_ = -1;
+}
+
+ProgressThread& ProgressPool::borrow() {
+  const std::lock_guard lock(mutex_);
+  if (idle_.empty()) return start_thread();
+  ProgressThread& thread = *idle_.back();
+  idle_.pop_back();
+  return thread;
+}
+
+ProgressThread& ProgressPool::start_thread() {
+  try {
+    return *threads_.emplace_back(std::make_unique<ProgressThread>());
+  } catch (const std::system_error& error) {
+    throw Error(ErrorKind::kTransport,
+                join("rota: cannot start a progress thread beside ", threads_.size(), " (",
+                     error.what(), "); raise `ulimit -u` or the container's limit of processes"));
+  }
+}
+
+void ProgressPool::give_back(ProgressThread& thread) {
+  const std::lock_guard lock(mutex_);
+  idle_.push_back(&thread);
+}
+
+}  // namespace rota

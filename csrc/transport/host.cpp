@@ -1,0 +1,83 @@
+#include "transport/host.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <unistd.h>
+
+#include <cinttypes>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+
+#include "base/error.h"
+
+namespace rota::transport {
+namespace {
+
+std::string read_line(const char* path) {
+  std::ifstream file(path);
+  std::string line;
+  std::getline(file, line);
+  return line;
+}
+
+UniqueFd open_status(pid_t pid) {
+  return UniqueFd(open(join("/proc/", pid, "/stat").c_str(), O_RDONLY | O_CLOEXEC));
+}
+
+}  // namespace
+
+std::string host_id() {
+  if (const char* id = std::getenv("ROTA_HOST_ID")) return id;
+  char network[64] = {};
+  if (readlink("/proc/self/ns/net", network, sizeof(network) - 1) < 0) network[0] = '\0';
+  return join(read_line("/proc/sys/kernel/random/boot_id"), "/", network);
+}
+
+bool PeerProcess::is_exiting() const {
+  constexpr uint64_t kPfExiting = 4;
+  char text[1024];
+  const ssize_t size = pread(status_.get(), text, sizeof(text) - 1, 0);
+  if (size <= 0) return false;
+  text[size] = '\0';
+  // "4711 (name) S ppid pgrp session tty tpgid flags ...", where the name may hold anything.
+  const char* after_name = std::strrchr(text, ')');
+  uint64_t flags = 0;
+  return after_name != nullptr &&
+         std::sscanf(after_name, ") %*c %*d %*d %*d %*d %*d %" SCNu64, &flags) == 1 &&
+         (flags & kPfExiting) != 0;
+}
+
+std::vector<size_t> PeerProcess::find_ended(const std::vector<const PeerProcess*>& processes) {
+  std::vector<pollfd> polls;
+  for (const PeerProcess* process : processes) {
+    // poll() skips negative descriptors, such as the own one.
+    polls.push_back({.fd = process->pidfd_.get(), .events = POLLIN, .revents = 0});
+  }
+  std::vector<size_t> ended;
+  if (poll(polls.data(), polls.size(), 0) <= 0) return ended;
+  for (size_t i = 0; i < polls.size(); ++i) {
+    if (polls[i].revents != 0) ended.push_back(i);
+  }
+  return ended;
+}
+
+std::shared_ptr<const PeerProcess> Host::find_process(pid_t pid, UniqueFd pidfd) {
+  auto process = std::make_shared<const PeerProcess>(pid, std::move(pidfd), open_status(pid));
+  // Processes of other PID namespaces all have this number here, so it identifies none.
+  if (pid == 0) return process;
+  const std::lock_guard lock(mutex_);
+  std::erase_if(processes_, [](const auto& entry) { return entry.second.expired(); });
+  std::weak_ptr<const PeerProcess>& known = processes_[pid];
+  // A pid is given to another process only after its owner has ended. So two that have not ended
+  // have the same one because they are the same: the known one had it before this call.
+  if (auto same = known.lock();
+      same && PeerProcess::find_ended({process.get(), same.get()}).empty()) {
+    return same;
+  }
+  known = process;
+  return process;
+}
+
+}  // namespace rota::transport

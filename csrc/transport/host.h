@@ -1,0 +1,56 @@
+// What a process knows of its host, once for all its groups: which host it is, and the processes in
+// which peers run. Knows nothing of ranks and of memory.
+#pragma once
+
+#include <sys/types.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "transport/unique_fd.h"
+
+namespace rota::transport {
+
+// Identifies what can share memory: the kernel's boot id and the network namespace in which the
+// sockets live. ROTA_HOST_ID overrides it.
+std::string host_id();
+
+// A process in which a peer runs, and how it is told to be alive.
+class PeerProcess {
+ public:
+  PeerProcess(pid_t pid, UniqueFd pidfd, UniqueFd status)
+      : pid_(pid), pidfd_(std::move(pidfd)), status_(std::move(status)) {}
+
+  pid_t pid() const { return pid_; }
+
+  // Whether the kernel has begun to end the process: it unmaps its memory before its pidfd says
+  // that it has ended, which takes milliseconds. False where that cannot be read, and once the
+  // process has ended. A system call.
+  bool is_exiting() const;
+
+  // The indices of those that have ended, in one system call.
+  static std::vector<size_t> find_ended(const std::vector<const PeerProcess*>& processes);
+
+ private:
+  pid_t pid_;
+  UniqueFd pidfd_;   // readable once the process has ended; -1 of the own process
+  UniqueFd status_;  // /proc/<pid>/stat; -1 where it cannot be opened
+};
+
+// The peers' processes, each with two descriptors however many groups it is met in.
+class Host {
+ public:
+  // The process with this pid to which `pidfd` refers. It lives as long as a group holds it; while
+  // one does, later groups get the same one, and their `pidfd` is closed. Threads may call it at
+  // the same time.
+  std::shared_ptr<const PeerProcess> find_process(pid_t pid, UniqueFd pidfd);
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<pid_t, std::weak_ptr<const PeerProcess>> processes_;
+};
+
+}  // namespace rota::transport

@@ -1,0 +1,104 @@
+// What a process holds of its peers' processes: one entry for each, however many groups meet it. An
+// eventfd stands in for a pidfd, which is readable too once its process has ended.
+#include "transport/host.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <filesystem>
+
+#include "check.h"
+#include "ranks.h"
+
+namespace rota::test {
+namespace {
+
+using transport::Host;
+using transport::PeerProcess;
+using transport::UniqueFd;
+using ProcessRef = std::shared_ptr<const PeerProcess>;
+
+UniqueFd make_pidfd(bool has_ended = false) {
+  return UniqueFd(eventfd(has_ended ? 1 : 0, EFD_CLOEXEC));
+}
+
+// Another descriptor of the same process.
+UniqueFd copy(int pidfd) { return UniqueFd(dup(pidfd)); }
+
+void end_process(int pidfd) { check(eventfd_write(pidfd, 1) == 0, "eventfd_write"); }
+
+int64_t num_open_files() {
+  using std::filesystem::directory_iterator;
+  return std::distance(directory_iterator("/proc/self/fd"), directory_iterator());
+}
+
+void process_met_again_is_the_same() {
+  Host host;
+  const int64_t num_files = num_open_files();
+  {
+    std::vector<ProcessRef> of_groups{host.find_process(getpid(), make_pidfd())};
+    for (int i = 0; i < 20; ++i) of_groups.push_back(host.find_process(getpid(), make_pidfd()));
+    for (const ProcessRef& process : of_groups) check(process == of_groups[0], "one process");
+    check_equal(of_groups[0]->pid(), getpid(), "pid");
+    check_equal(num_open_files(), num_files + 2, "descriptors of one process in 21 groups");
+    of_groups.erase(of_groups.begin());
+    check_equal(num_open_files(), num_files + 2, "descriptors after the first group is gone");
+    check(host.find_process(getppid(), make_pidfd()) != of_groups[0], "two processes");
+  }
+  check_equal(num_open_files(), num_files, "descriptors after all groups are gone");
+  host.find_process(getpid(), make_pidfd());
+  check_equal(num_open_files(), num_files, "descriptors of one that nobody keeps");
+}
+
+// The number of a process that has ended goes to another one.
+void reused_pid_is_another_process() {
+  Host host;
+  UniqueFd pidfd = make_pidfd();
+  const UniqueFd first_pidfd = copy(pidfd.get());
+  const ProcessRef first = host.find_process(getpid(), std::move(pidfd));
+  check(PeerProcess::find_ended({first.get()}).empty(), "the first process is there");
+  end_process(first_pidfd.get());
+  const ProcessRef second = host.find_process(getpid(), make_pidfd());
+  check(second != first, "the second process is not taken for the first");
+  check(PeerProcess::find_ended({second.get(), first.get()}) == std::vector<size_t>{1},
+        "the first process has ended, the second has not");
+  check(host.find_process(getpid(), make_pidfd()) == second, "the second process is found again");
+  const ProcessRef ended = host.find_process(getpid(), make_pidfd(/*has_ended=*/true));
+  check(ended != second, "one that has ended is not taken for one that has not");
+}
+
+// What lives in another PID namespace has no number here.
+void processes_without_pid_are_kept_apart() {
+  Host host;
+  const ProcessRef first = host.find_process(0, make_pidfd());
+  check(host.find_process(0, make_pidfd()) != first, "two processes");
+}
+
+void own_process_never_ends() {
+  const PeerProcess own(getpid(), UniqueFd(), UniqueFd());
+  check(PeerProcess::find_ended({&own}).empty(), "the own process is there");
+  check(!own.is_exiting(), "the own process is not about to end");
+}
+
+void threads_find_one_process() {
+  constexpr int kNumThreads = 4;
+  Host host;
+  for (int round = 0; round < 50; ++round) {
+    std::vector<ProcessRef> found(kNumThreads);
+    run_threads(kNumThreads, [&](int thread) {
+      found[static_cast<size_t>(thread)] = host.find_process(getpid(), make_pidfd());
+    });
+    for (const ProcessRef& process : found) check(process == found[0], "one process");
+  }
+}
+
+const CaseTable kCases{
+    {"host_process_met_again", process_met_again_is_the_same},
+    {"host_reused_pid", reused_pid_is_another_process},
+    {"host_no_pid", processes_without_pid_are_kept_apart},
+    {"host_own_process", own_process_never_ends},
+    {"host_threads", threads_find_one_process},
+};
+
+}  // namespace
+}  // namespace rota::test

@@ -1,0 +1,109 @@
+"""Many groups in one process share descriptors and threads, and do not wait for each other."""
+
+from __future__ import annotations
+
+import resource
+from itertools import combinations
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ranks import Rank, run_ranks
+
+WORLD_SIZE = 4
+# Every set of at least two ranks, and how many groups each of them makes.
+MEMBERS = [ranks for size in (2, 3, 4) for ranks in combinations(range(WORLD_SIZE), size)]
+NUM_ROUNDS = 5
+# What making one group takes for a moment, and what the process holds of its peers.
+SPARE_DESCRIPTORS = 32
+
+
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def limit_descriptors() -> None:
+    limit = num_descriptors() + SPARE_DESCRIPTORS
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+
+
+def use_many_groups(rank: Rank) -> tuple[list[int], list[int]]:
+    """Descriptors and threads after each round."""
+    rank.init()
+    limit_descriptors()
+    groups = []  # they live on to the end
+    descriptors, threads = [], []
+    for _ in range(NUM_ROUNDS):
+        for ranks in MEMBERS:
+            group = dist.new_group(list(ranks), backend="rota")
+            if rank.rank not in ranks:
+                continue
+            groups.append(group)
+            tensor = torch.full((1000,), float(rank.rank))
+            dist.all_reduce(tensor, group=group)
+            dist.all_reduce(tensor, group=group, async_op=True).wait()
+            assert tensor[-1].item() == sum(ranks) * len(ranks)
+        dist.barrier()
+        descriptors.append(num_descriptors())
+        threads.append(num_threads())
+    return descriptors, threads
+
+
+def test_many_groups_keep_their_descriptors_and_threads_few() -> None:
+    for descriptors, threads in run_ranks(WORLD_SIZE, use_many_groups):
+        assert len(set(descriptors)) == 1, descriptors
+        # A group's thread may be on its way back when the next group looks for one.
+        assert threads[-1] <= threads[0] + 3, threads
+
+
+def destroy_and_make_groups(rank: Rank) -> list[int]:
+    """What is held of a peer goes with its last group, and is there again for the next."""
+    rank.init("gloo")
+    dist.barrier()
+    samples = []
+    for _ in range(3):
+        samples.append(num_descriptors())
+        groups = [dist.new_group(backend="rota") for _ in range(3)]
+        for group in groups:
+            dist.all_reduce(torch.ones(1), group=group)
+        for group in groups:
+            dist.destroy_process_group(group)
+        del group, groups
+    samples.append(num_descriptors())
+    dist.barrier()
+    return samples
+
+
+def test_last_group_of_a_peer_closes_its_descriptors() -> None:
+    for samples in run_ranks(2, destroy_and_make_groups):
+        assert len(set(samples)) == 1, samples
+
+
+def use_groups_in_own_order(rank: Rank) -> list[float]:
+    """Each rank queues the same collectives, those of one group in order, but the groups in its own
+    order, so that every one waits for another rank's last."""
+    rank.init()
+    groups = [dist.new_group(backend="rota") for _ in range(WORLD_SIZE)]
+    order = groups[rank.rank :] + groups[: rank.rank]
+    tensors = {group: torch.full((50_000,), float(rank.rank)) for group in groups}
+    for _ in range(20):
+        works = [
+            dist.all_reduce(tensors[group], op, group=group, async_op=True)
+            for group in order
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+        ]
+        for work in works:
+            work.wait()
+        for tensor in tensors.values():
+            tensor.div_(WORLD_SIZE)
+    return [tensors[group][-1].item() for group in groups]
+
+
+def test_groups_used_in_different_orders_on_different_ranks_finish() -> None:
+    mean = (WORLD_SIZE - 1) / 2
+    assert run_ranks(WORLD_SIZE, use_groups_in_own_order) == [[mean] * WORLD_SIZE] * WORLD_SIZE
