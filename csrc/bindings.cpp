@@ -1,4 +1,4 @@
-// Names for Python, no logic. python/rota/_C.pyi documents what stands here.
+// Names for Python, no logic. python/rota/_C/ documents what stands here.
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>

@@ -3,8 +3,8 @@
 Each case of tests/cpp/ is a test of its own in every flavour that can run it:
 
   plain     as it is
-  tsan      ThreadSanitizer, with two slots of each kind: the fewest that the protocol allows, where
-            memory comes round soonest
+  tsan      ThreadSanitizer, with one place in each mailbox: the fewest that the protocol allows,
+            where memory comes round soonest
   asan      AddressSanitizer with leak check, UndefinedBehaviorSanitizer, checked containers
   endless   without the tick that ends a sleep in any case, so one lost wake-up stops the program
 
@@ -66,10 +66,7 @@ SLEEPING_CASES = ("sequences_cases", "waiter_cases")
 LINKS = "transport/links.h"
 
 LAYOUT = "transport/layout.h"
-FEWEST_SLOTS = (
-    Patch(LAYOUT, r"kNumSlots = \d+;", "kNumSlots = 2;"),
-    Patch(LAYOUT, r"kPlacesPerMailbox = \d+;", "kPlacesPerMailbox = 1;"),
-)
+ONE_PLACE = (Patch(LAYOUT, r"kPlacesPerMailbox = \d+;", "kPlacesPerMailbox = 1;"),)
 ENDLESS_SLEEP = (
     Patch("base/waiter.cpp", r"&tick\b", "nullptr"),
     Patch("base/waiter.cpp", r"&end, CLOCK_MONOTONIC\)", "nullptr, CLOCK_MONOTONIC)"),
@@ -81,7 +78,7 @@ FLAVOURS = (
         "tsan",
         (*COMMON, *THREAD_CASES),
         flags=TSAN_FLAGS,
-        patches=FEWEST_SLOTS,
+        patches=ONE_PLACE,
         environment=TSAN,
     ),
     Flavour(
