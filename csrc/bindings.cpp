@@ -1,4 +1,4 @@
-// Names for Python, no logic. python/rota/_C.pyi documents what stands here.
+// Names for Python, no logic. python/rota/_C/ documents what stands here.
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -98,15 +98,9 @@ void bind_cost(py::module_ module) {
       .def_readonly("memory_bytes_of_all", &schedule::Cost::memory_bytes_of_all)
       .def_readonly("num_messages", &schedule::Cost::num_messages)
       .def_readonly("num_waits", &schedule::Cost::num_waits);
-  module.def(
-      "cost",
-      [](std::string_view what, double tensor, double wire, double hop, int world_size,
-         int group_size) {
-        return schedule::cost(schedule::parse_cost(what).value(), {tensor, wire, hop}, world_size,
-                              group_size);
-      },
-      py::arg("what"), py::kw_only(), py::arg("tensor"), py::arg("wire"), py::arg("hop"),
-      py::arg("world_size"), py::arg("group_size") = 1);
+  module.attr("COST_NAMES") = py::tuple(py::cast(schedule::kCostNames));
+  module.def("cost", &cost, py::arg("what"), py::kw_only(), py::arg("tensor"), py::arg("wire"),
+             py::arg("hop"), py::arg("world_size"), py::arg("group_size") = 1);
 }
 
 void bind_tuning(py::module_& module) {

@@ -2,7 +2,7 @@
 
 They are integer functions that the CPU loops and the CUDA kernels share; here they are called
 through the extension and their meaning is simulated with lists of ranks instead of numbers.
-test_slot_reuse.py checks what the executors make of them.
+test_cpp.py checks what the executors make of them.
 """
 
 from __future__ import annotations

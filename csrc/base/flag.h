@@ -1,8 +1,9 @@
 // The one word that ranks synchronise on: a monotonic counter in shared memory.
 //
-// Invariants: one writer; its own cache line; the value only grows; 0 at rest. A reader that sees
-// value v sees everything its writer did before it published v, the payload included, which shares
-// the line so that a few words cost no second cache miss.
+// Invariants: one writer; its own cache line; 0 at rest; the value only grows, except for that of
+// ControlBlock::sleeping, which goes back to 0. A reader that sees value v sees everything its
+// writer did before it published v, the payload included, which shares the line so that a few words
+// cost no second cache miss.
 #pragma once
 
 #include <array>

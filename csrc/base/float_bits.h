@@ -32,8 +32,9 @@ HOST_DEVICE_INLINE constexpr FloatFormat float_format(DType dtype, bool is_scale
   if (dtype == DType::kFloat16) return {16, 10, 15, 0x7bff, 0x7c00, 0x7e00};
   if (dtype == DType::kBFloat16) return {16, 7, 127, 0x7f7f, 0x7f80, 0x7fc0};
   if (dtype == DType::kFloat8E5M2) return {8, 2, 15, 0x7b, 0x7c, 0x7f};
-  if (is_scaled) return {8, 3, 7, 0x7d, 0x7e, 0x7f};
-  return {8, 3, 7, 0x7e, 0x7f, 0x7f};
+  if (dtype == DType::kFloat8E4M3 && is_scaled) return {8, 3, 7, 0x7d, 0x7e, 0x7f};
+  if (dtype == DType::kFloat8E4M3) return {8, 3, 7, 0x7e, 0x7f, 0x7f};
+  __builtin_unreachable();  // formats are constants, so another dtype does not compile
 }
 
 // ---- float32

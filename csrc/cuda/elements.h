@@ -6,6 +6,8 @@
 // count from the start of the range.
 #pragma once
 
+#include <utility>
+
 #include "base/combine.h"
 #include "cuda/codec.h"
 #include "cuda/collective_args.h"
@@ -281,21 +283,29 @@ class Elements {
     });
   }
   // Around the loop over elements: told apart inside of it, operations would take most of its
-  // instructions. In scaled blocks there are sums only (launch_plan.cpp).
+  // instructions. What is not defined does not get here: launch_plan.cpp refuses it.
   template <typename Body>
   HOST_DEVICE_INLINE void with_op(const Body& body) const {
-    const ReduceOp op = args_.op;
-    if (Codec::format().is_block_scaled || op == ReduceOp::kSum || op == ReduceOp::kAvg) {
-      return body.template operator()<ReduceOp::kSum>();
+    if constexpr (Codec::format().is_block_scaled) {
+      body.template operator()<ReduceOp::kSum>();  // or kAvg: no other is defined
+    } else {
+      with_any_op(body, std::make_index_sequence<kNumReduceOps>{});
     }
-    if constexpr (!info(Codec::format().dtype).is_floating) {
-      if (op == ReduceOp::kBand) return body.template operator()<ReduceOp::kBand>();
-      if (op == ReduceOp::kBor) return body.template operator()<ReduceOp::kBor>();
-      if (op == ReduceOp::kBxor) return body.template operator()<ReduceOp::kBxor>();
-    }
-    if (op == ReduceOp::kMin) return body.template operator()<ReduceOp::kMin>();
-    if (op == ReduceOp::kMax) return body.template operator()<ReduceOp::kMax>();
-    return body.template operator()<ReduceOp::kProduct>();
+  }
+  // An average is a sum until it is divided.
+  template <typename Body, size_t... numbers>
+  HOST_DEVICE_INLINE void with_any_op(const Body& body, std::index_sequence<numbers...>) const {
+    const ReduceOp op = args_.op == ReduceOp::kAvg ? ReduceOp::kSum : args_.op;
+    const auto is_done_by = [&]<ReduceOp candidate>() {
+      if constexpr (candidate != ReduceOp::kAvg && is_defined(candidate, Codec::format().dtype)) {
+        if (op != candidate) return false;
+        body.template operator()<candidate>();
+        return true;
+      }
+      return false;
+    };
+    const bool is_done = (is_done_by.template operator()<static_cast<ReduceOp>(numbers)>() || ...);
+    if (!is_done) __builtin_unreachable();
   }
 
   const Block& block_;

@@ -144,6 +144,14 @@ void load_kernels() {
   }
 }
 
+bool is_compiled(Kernel kernel, const WireFormat& format) {
+  return kernel_of(kernel, format) != nullptr;
+}
+
+bool is_bucket_compiled(DType gradients, const WireFormat& wire) {
+  return pack_kernel_of(gradients, wire) != nullptr && unpack_kernel_of(gradients, wire) != nullptr;
+}
+
 int num_multiprocessors() { return attribute(cudaDevAttrMultiProcessorCount); }
 
 bool starts_grids_as_a_whole() { return attribute(cudaDevAttrCooperativeLaunch) != 0; }

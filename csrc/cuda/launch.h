@@ -14,6 +14,10 @@ using Stream = CUstream_st*;  // cudaStream_t, for headers that know no CUDA
 // might then wait for kernels that run, which may wait for this process.
 void load_kernels();
 
+// Whether a collective is compiled for a format, and whether pack and unpack are.
+bool is_compiled(Kernel kernel, const WireFormat& format);
+bool is_bucket_compiled(DType gradients, const WireFormat& wire);
+
 // Of the current GPU: as many blocks of any collective that waits are resident together.
 int num_multiprocessors();
 // Of the current GPU: what launches of local ranks need.

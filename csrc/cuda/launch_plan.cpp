@@ -282,7 +282,7 @@ Kernel kernel_for(schedule::Algorithm algorithm) {
     case schedule::Algorithm::kLowLatency:
       return Kernel::kLowLatency;
   }
-  return Kernel::kOneShot;
+  __builtin_unreachable();
 }
 
 bool is_packed(const Call& call) {

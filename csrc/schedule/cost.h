@@ -1,6 +1,5 @@
-// What a collective on GPUs costs, in closed form: for bounds on paper (benchmarks/paper.py) and
-// for whoever plans which one to run. Counted in one round, without rounding up to chunks and
-// granules.
+// What a collective on GPUs moves, in closed form: for tables (benchmarks/paper.py) and for whoever
+// plans which one to run. Counted in one round, without rounding up to chunks and granules.
 //
 // Every ordered pair of ranks is a first-in-first-out link: the sender stores a message into a slot
 // in the receiver's memory, and the receiver loads it from there.

@@ -73,4 +73,18 @@ schedule::Tuning gpu_tuning(std::string_view gpu, std::string_view topology, int
   });
 }
 
+schedule::Cost cost(std::string_view what, double tensor, double wire, double hop, int world_size,
+                    int group_size) {
+  return with_python_errors([&] {
+    const schedule::CostOf parsed =
+        parse_name("cost", "what", what, "", schedule::kCostNames, schedule::parse_cost(what));
+    if (world_size < 2 || group_size < 1 || world_size % group_size != 0) {
+      throw Error(ErrorKind::kValue,
+                  join("rota.cost: world_size is ", world_size, " and group_size ", group_size,
+                       ", expected 2 ranks or more, and a divisor of their number"));
+    }
+    return schedule::cost(parsed, {tensor, wire, hop}, world_size, group_size);
+  });
+}
+
 }  // namespace rota::tensors

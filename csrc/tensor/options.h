@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "core/plan.h"
+#include "schedule/cost.h"
 #include "schedule/tuning.h"
 
 namespace rota::tensors {
@@ -21,5 +22,9 @@ BucketOptions parse_bucket_options(at::ScalarType wire_dtype, bool block_scaling
 
 // The table's row; topology: "local", "nvlink" or "pcie".
 schedule::Tuning gpu_tuning(std::string_view gpu, std::string_view topology, int world_size);
+
+// Of a collective on GPUs, by a name of schedule::kCostNames.
+schedule::Cost cost(std::string_view what, double tensor, double wire, double hop, int world_size,
+                    int group_size);
 
 }  // namespace rota::tensors

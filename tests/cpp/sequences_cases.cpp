@@ -33,6 +33,26 @@ void mixed_calls(int world_size, int num_calls) {
   });
 }
 
+// As above where narrow floats no longer hold every sum: each algorithm in turn, through more slots
+// than there are.
+void every_algorithm(int world_size, int num_turns) {
+  run_ranks(world_size, [&](Communicator& communicator) {
+    Random own(static_cast<uint64_t>(communicator.rank()));
+    for (int i = 0; i < num_turns; ++i) {
+      std::vector<TestCall> calls{{.kind = CollectiveKind::kBroadcast, .root = i % world_size},
+                                  {.kind = CollectiveKind::kAllGather}};
+      for (const schedule::Algorithm algorithm : kAlgorithms) {
+        calls.push_back({.algorithm = algorithm});
+      }
+      for (TestCall& call : calls) {
+        call.num_elems = 3 * kSmall.slot_bytes / 4 + static_cast<uint64_t>(i);
+        dawdle(own);
+        call_and_check(communicator, call, static_cast<uint64_t>(i));
+      }
+    }
+  });
+}
+
 // Nothing but sleeping and waking: no rank ever spins or yields, and none is late.
 void calls_that_always_sleep(int world_size, int num_calls) {
   run_ranks(world_size, [&](Communicator& communicator) {
@@ -105,7 +125,10 @@ const CaseTable kCases{
     {"mixed_calls-ws2", [] { mixed_calls(2, 3000); }},
     {"mixed_calls-ws3", [] { mixed_calls(3, 2000); }},
     {"mixed_calls-ws4", [] { mixed_calls(4, 1500); }},
+    {"mixed_calls-ws5", [] { mixed_calls(5, 800); }},
     {"mixed_calls-ws8", [] { mixed_calls(8, 400); }},
+    {"every_algorithm-ws16", [] { every_algorithm(16, 5); }},
+    {"every_algorithm-ws64", [] { every_algorithm(64, 1); }},
     {"sleeping_calls-ws2", [] { calls_that_always_sleep(2, 2000); }},
     {"sleeping_calls-ws4", [] { calls_that_always_sleep(4, 1000); }},
     {"longest_messages-ws2", [] { longest_messages(2, 1500); }},

@@ -87,16 +87,20 @@ class Cost:
     @property
     def num_waits(self) -> int: ...
 
+COST_NAMES: tuple[str, ...]
+
 def cost(
     what: str, *, tensor: float, wire: float, hop: float, world_size: int, group_size: int = 1
 ) -> Cost:
     """What a collective on GPUs costs, in closed form.
 
     Args:
-        what: an algorithm of all_reduce, "hierarchical", "local two_shot_in_place",
-            "reduce_scatter", "all_gather", "broadcast" or "send_recv".
+        what: one of COST_NAMES; local ranks are those of one launch.
         tensor, wire, hop: bytes of the whole message as the tensor holds it, as contributions and
             results travel, and as partial sums travel.
         world_size: 2 or more.
         group_size: of "hierarchical", a divisor of world_size.
+
+    Raises:
+        ValueError: there is no such name, or the ranks do not make such groups.
     """
