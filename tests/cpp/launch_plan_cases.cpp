@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "check.h"
+#include "core/plan.h"
 #include "cuda/launch_plan.h"
 #include "schedule/chunk.h"
 #include "schedule/tuning.h"
@@ -561,7 +562,47 @@ void wrong_buckets_are_refused() {
   }
 }
 
+// ---- from a call to what is asked of its kernel
+
+void calls_are_asked_of_their_kernels() {
+  constexpr int kWorldSize = 4;
+  const Planner planner(kWorldSize);
+  const auto request_for = [](const Call& call) { return cuda::request_for(call, kWorldSize); };
+  const schedule::Algorithm two_shot = schedule::Algorithm::kTwoShot;
+
+  const LaunchRequest plain =
+      request_for(planner.all_reduce(DType::kFloat32, 1000, {.algorithm = two_shot}));
+  check(plain.kernel == Kernel::kTwoShot && !plain.is_bucket, "all_reduce");
+  check_equal(plain.num_elems, uint64_t{1000}, "elements of all_reduce");
+  check_equal(plain.divisor, 4.0, "the divisor of all_reduce");
+
+  const LaunchRequest narrow = request_for(
+      planner.all_reduce(DType::kFloat32, 1000, {.algorithm = two_shot, .wire = DType::kFloat16}));
+  check(narrow.format == WireFormat{DType::kFloat16} && narrow.is_bucket, "a narrow all_reduce");
+  check_equal(narrow.num_elems, 2 * kTileElems, "elements of a narrow all_reduce");
+
+  const LaunchRequest bucket = request_for(planner.reduce_bucket(
+      DType::kFloat32, 1000,
+      {.wire = {DType::kFloat16, true}, .pass = {.divisor = 3, .stochastic_seed = 7}}));
+  check(bucket.format == WireFormat{DType::kFloat16, true} && bucket.is_bucket, "a bucket");
+  check(bucket.op == ReduceOp::kAvg && bucket.divisor == 3, "the average of a bucket");
+  check(bucket.rounding.is_stochastic && bucket.rounding.seed == 7, "the rounding of a bucket");
+
+  const LaunchRequest broadcast = request_for(planner.broadcast(DType::kFloat32, 10, 3));
+  check(broadcast.kernel == Kernel::kBroadcast && broadcast.source == 3, "broadcast");
+  check_equal(broadcast.num_elems, uint64_t{40}, "bytes of broadcast");
+  const LaunchRequest gather = request_for(planner.all_gather(DType::kFloat32, 10));
+  check(gather.kernel == Kernel::kAllGather && gather.format == cuda::kBytes, "all_gather");
+  check_equal(gather.num_elems, uint64_t{160}, "bytes of all_gather");
+  const LaunchRequest scatter =
+      request_for(planner.reduce_scatter(DType::kFloat16, 40, ReduceOp::kMax));
+  check(scatter.kernel == Kernel::kReduceScatter && scatter.op == ReduceOp::kMax, "reduce_scatter");
+  check_equal(scatter.num_elems, uint64_t{40}, "elements of reduce_scatter");
+  expect_error(ErrorKind::kValue, [&] { request_for({.kind = CollectiveKind::kBarrier}); });
+}
+
 const CaseTable kCases{
+    {"launch_request", calls_are_asked_of_their_kernels},
     {"launch_wrong_worlds", wrong_worlds_are_refused},
     {"launch_small_slots", slots_too_small_are_refused},
     {"launch_wrong_arithmetic", wrong_arithmetic_is_refused},
