@@ -253,8 +253,7 @@ PYBIND11_MODULE(_C, module) {
           "irecv",
           [](TensorCommunicator& self, const at::Tensor& tensor, std::optional<int> peer,
              int64_t tag) {
-            return WorkPtr(
-                self.recv(tensor, peer.value_or(rota::kAnyRank), tag, Launch::kAsync));
+            return WorkPtr(self.recv(tensor, peer.value_or(rota::kAnyRank), tag, Launch::kAsync));
           },
           py::arg("tensor"), py::arg("peer") = py::none(), py::arg("tag") = 0, ReleaseGil())
       .def(

@@ -106,14 +106,12 @@ PointToPoint::PointToPoint(Communicator& communicator, transport::Transport& tra
   all_living().groups.push_back(this);
 }
 
-RequestRef PointToPoint::send(const void* data, const Message& message, int peer,
-                              OnDone on_done) {
+RequestRef PointToPoint::send(const void* data, const Message& message, int peer, OnDone on_done) {
   // Only read: the request of a send writes nothing to its data.
   return start(Kind::kSend, const_cast<void*>(data), message, peer, std::move(on_done));
 }
 
-RequestRef PointToPoint::recv(void* data, const Message& message, int peer,
-                              OnDone on_done) {
+RequestRef PointToPoint::recv(void* data, const Message& message, int peer, OnDone on_done) {
   return start(Kind::kRecv, data, message, peer, std::move(on_done));
 }
 

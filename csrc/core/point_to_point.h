@@ -81,8 +81,7 @@ class PointToPoint {
   // Each starts a request, moves what can be moved at once, and returns without waiting. The memory
   // must stay until the request is done; on_done is called once then, by any thread, with no lock
   // held. Throw Error(kValue) for a peer that is none, and what the group has died of.
-  RequestRef send(const void* data, const Message& message, int peer,
-                  OnDone on_done = {});
+  RequestRef send(const void* data, const Message& message, int peer, OnDone on_done = {});
   // peer: kAnyRank takes the first message with this tag, whoever sent it.
   RequestRef recv(void* data, const Message& message, int peer, OnDone on_done = {});
 
@@ -143,8 +142,7 @@ class PointToPoint {
                        std::optional<Nanoseconds> patience);
   void attend_all();
   bool step_in(std::unique_lock<std::mutex>& lock);
-  RequestRef start(Kind kind, void* data, const Message& message, int peer,
-                   OnDone on_done);
+  RequestRef start(Kind kind, void* data, const Message& message, int peer, OnDone on_done);
 
   // Those below are called with mutex_ held. What has ended is appended to `done`, and reported
   // once the mutex is free: what on_done calls may call back.

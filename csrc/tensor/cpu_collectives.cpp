@@ -180,10 +180,8 @@ WorkRef CpuCollectives::request(Direction direction, const at::Tensor& tensor, i
     throw Error(ErrorKind::kValue,
                 join("rota.", name(direction), ": tag is ", tag, ", expected 0 or more"));
   }
-  const auto work = RequestWork::start(direction, communicator_, tensor, peer,
-                                       static_cast<uint64_t>(tag), check_interrupt_);
-  if (mode == Launch::kBlocking) work->wait(kNoTimeout);
-  return work;
+  return RequestWork::start(direction, communicator_, tensor, peer, static_cast<uint64_t>(tag),
+                            check_interrupt_, mode);
 }
 
 WorkRef CpuCollectives::barrier(Launch mode) {

@@ -28,19 +28,23 @@ RequestWork::RequestWork(Direction direction, std::shared_ptr<Communicator> comm
 c10::intrusive_ptr<RequestWork> RequestWork::start(Direction direction,
                                                    std::shared_ptr<Communicator> communicator,
                                                    const at::Tensor& tensor, int peer, uint64_t tag,
-                                                   std::function<void()> check_interrupt) {
+                                                   std::function<void()> check_interrupt,
+                                                   Launch mode) {
   auto work = c10::make_intrusive<RequestWork>(direction, std::move(communicator), tensor,
                                                std::move(check_interrupt));
-  const Message message{.tag = tag,
-                        .dtype = movable_dtype(tensor, name(direction)),
-                        .num_elems = num_elems(tensor)};
+  const Message message{
+      .tag = tag, .dtype = movable_dtype(tensor, name(direction)), .num_elems = num_elems(tensor)};
   PointToPoint& links = work->communicator_->point_to_point();
   // The request holds the work, and with it the tensor, until it is done.
   const auto on_done = [work](const Request& request) { work->complete_request(request); };
   void* data = work->packed_.data();
   work->request_ = direction == Direction::kSend ? links.send(data, message, peer, on_done)
                                                  : links.recv(data, message, peer, on_done);
-  links.attend(*work->request_, work->communicator_);
+  if (mode == Launch::kBlocking) {
+    work->wait(kNoTimeout);
+  } else {
+    links.attend(*work->request_, work->communicator_);
+  }
   return work;
 }
 

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "core/communicator.h"
+#include "tensor/collectives.h"
 #include "tensor/tensor_checks.h"
 #include "tensor/work.h"
 
@@ -14,12 +15,12 @@ std::string_view name(Direction direction);
 
 class RequestWork final : public HostWork {
  public:
-  // Starts the request, which goes on whether or not anybody waits. peer: kAnyRank takes a message
-  // of any rank. Throws Error.
+  // Starts the request, which then goes on whether or not anybody waits; a blocking one is done
+  // when this returns. peer: kAnyRank takes a message of any rank. Throws Error.
   static c10::intrusive_ptr<RequestWork> start(Direction direction,
                                                std::shared_ptr<Communicator> communicator,
                                                const at::Tensor& tensor, int peer, uint64_t tag,
-                                               std::function<void()> check_interrupt);
+                                               std::function<void()> check_interrupt, Launch mode);
   // Called by start() alone; public because intrusive pointers make their objects.
   RequestWork(Direction direction, std::shared_ptr<Communicator> communicator,
               const at::Tensor& tensor, std::function<void()> check_interrupt);

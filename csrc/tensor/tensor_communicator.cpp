@@ -202,15 +202,13 @@ WorkRef TensorCommunicator::reduce_scatter(const at::Tensor& output, const at::T
   });
 }
 
-WorkRef TensorCommunicator::send(const at::Tensor& tensor, int peer, int64_t tag,
-                                 Launch mode) {
+WorkRef TensorCommunicator::send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) {
   return with_python_errors([&] {
     return collectives_for(tensor, "send", Callers::kSomeRanks).send(tensor, peer, tag, mode);
   });
 }
 
-WorkRef TensorCommunicator::recv(const at::Tensor& tensor, int peer, int64_t tag,
-                                 Launch mode) {
+WorkRef TensorCommunicator::recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) {
   return with_python_errors([&] {
     return collectives_for(tensor, "recv", Callers::kSomeRanks).recv(tensor, peer, tag, mode);
   });

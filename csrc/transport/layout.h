@@ -29,7 +29,7 @@ struct LaunchPosts {
   static constexpr size_t kNumPosts = kNum;
 
   Flag launched;     // how many
-  Flag posts[kNum];  // [number % kNum]: number, counted from 1; payload: its descriptor
+  Flag posts[kNum];  // [number % kNum]: number, counted from 1; payload: its Call
 
   const Flag& post(uint64_t number) const { return posts[number % kNum]; }
   Flag& post(uint64_t number) { return posts[number % kNum]; }
@@ -37,7 +37,7 @@ struct LaunchPosts {
 
 // Written by the owner, read by all; every word rests at 0.
 struct alignas(kPageBytes) ControlBlock {
-  Flag post[2];  // [epoch % 2]: the epoch that the owner has entered; payload: its descriptor
+  Flag post[2];  // [epoch % 2]: the epoch that the owner has entered; payload: its Call
   Flag filled;   // rounds (ring: steps) whose slot the owner has filled
   Flag drained;  // rounds of which the owner has read, and in two_shot reduced, what is its to read
   Flag sleeping;          // 1 while the owner sleeps on a flag: the one word here that also shrinks

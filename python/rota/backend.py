@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import _DistributedBackendOptions
 
 from rota import _C
 from rota.communicator import DEFAULT_SLOT_BYTES
 
 
-def _create(
-    store: dist.Store, rank: int, world_size: int, timeout: timedelta
-) -> _C.ProcessGroupRota:
+def _create(options: _DistributedBackendOptions, _: object) -> _C.ProcessGroupRota:
+    store, timeout = options.store, options.timeout
+    rank, world_size = options.group_rank, options.group_size
+
     def make_nccl(collective: str) -> dist._Backend:
         if not dist.is_nccl_available():
             raise RuntimeError(
@@ -34,4 +35,4 @@ def _create(
 
 def register() -> None:
     """Makes `dist.init_process_group("rota")` known, for CPU and CUDA tensors."""
-    dist.Backend.register_backend("rota", _create, devices=["cpu", "cuda"])
+    dist.Backend.register_backend("rota", _create, extended_api=True, devices=["cpu", "cuda"])

@@ -351,8 +351,8 @@ void closing_ends_what_is_outstanding() {
     PointToPoint& links = communicator.point_to_point();
     Bytes bytes(1);
     bool is_reported = false;
-    const RequestRef request =
-        links.recv(bytes.data(), message_of(bytes), kAnyRank, [&](const Request&) { is_reported = true; });
+    const RequestRef request = links.recv(bytes.data(), message_of(bytes), kAnyRank,
+                                          [&](const Request&) { is_reported = true; });
     links.attend(*request, nullptr);
     links.close();
     check(request->is_done() && request->error() && is_reported, "the recv was given up");

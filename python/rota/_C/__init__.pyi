@@ -301,16 +301,57 @@ class Communicator:
             op: as all_reduce.
         """
 
-    def send(self, tensor: torch.Tensor, peer: int) -> None:
-        """Sends `tensor` to rank `peer`, which calls recv(); CUDA tensors only.
+    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> None:
+        """Sends `tensor` to rank `peer`, which calls recv() or irecv() with the same tag.
 
-        Transfers of a pair are matched in their order, and compared as collectives are. A send may
-        wait for its recv. The GPUs must be joined, which takes all ranks: connect_device() does it,
-        or any collective.
+        Messages of the same sender and tag are received in the order in which they were sent. Of a
+        CPU tensor it blocks until the tensor may be changed again: a short message then waits in
+        shared memory for its recv, a long one needs a receiver that waits for something in rota,
+        be it another message. So both ranks of a pair may send first, whatever the length. What
+        arrives before its recv is kept on the heap.
+
+        Of a CUDA tensor it is queued on the current stream; tags are not told apart, and the GPUs
+        must be joined, which takes all ranks: connect_device() does it, or any collective.
+
+        Args:
+            tensor: any shape and dtype; strided ones are packed.
+            peer: another rank than this one.
+            tag: 0 or more.
+
+        Raises:
+            ValueError: peer or tag is none.
+            rota.Timeout: nobody took the message in the communicator's timeout; names the peer.
+            rota.PeerFailed: the peer died, left, or failed.
         """
 
-    def recv(self, tensor: torch.Tensor, peer: int) -> None:
-        """Receives into `tensor` what rank `peer` sends: as many elements, of its dtype."""
+    def recv(self, tensor: torch.Tensor, peer: int | None = None, tag: int = 0) -> int:
+        """Receives into `tensor` the next message with this tag from rank `peer`, and blocks.
+
+        Args:
+            tensor: of the dtype and number of elements that are sent; strided ones are unpacked.
+            peer: None takes a message of any rank (CPU tensors only).
+            tag: 0 or more.
+
+        Returns:
+            The rank that has sent it.
+
+        Raises:
+            ValueError: as send().
+            rota.Mismatch: the message has another dtype or number of elements; names both sides.
+                The message is dropped, nothing is written, and the group goes on.
+            rota.Timeout, rota.PeerFailed: as send().
+        """
+
+    def isend(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> torch.distributed.Work:
+        """send() that returns at once; `tensor` must not be changed before the work is done.
+
+        It goes on while nobody waits for it, and sooner while anybody waits for anything in rota.
+        """
+
+    def irecv(
+        self, tensor: torch.Tensor, peer: int | None = None, tag: int = 0
+    ) -> torch.distributed.Work:
+        """recv() that returns at once; `tensor` must not be used before the work is done."""
 
     def connect_device(self, device: torch.device) -> None:
         """Joins the GPUs of all ranks, of which `device` is this rank's; collective, blocks.

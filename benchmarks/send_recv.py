@@ -1,0 +1,152 @@
+"""Round trips of one message between two ranks: rota's send and recv beside Gloo's.
+
+    python benchmarks/send_recv.py --sizes 4,4K,64K,1M,16M
+
+A round trip is a send and a recv on each rank. Through rota.Communicator, and through dist.send and
+dist.recv on both backends, in turns, so that all of them see the same machine. Every received
+message is checked once for each size. The last line of the output is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+import machine
+from arguments import Parser, parse_size
+
+try:
+    import rota
+except ImportError as error:
+    sys.exit(f"error: rota is not built: run make venv ({error})")
+
+# Gloo otherwise resolves the host's name, and a network is not what is measured.
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+ENTRIES = ("rota.Communicator", "dist on rota", "dist on gloo")
+TARGET_S = 0.1  # of one turn
+Calls = dict[str, tuple[Callable[..., object], Callable[..., object]]]
+
+
+def round_trips(
+    calls: tuple[Callable[..., object], Callable[..., object]],
+    rank: int,
+    tensor: torch.Tensor,
+    num_trips: int,
+) -> float:
+    """Microseconds of a round trip, the mean of num_trips."""
+    send, recv = calls
+    began = time.perf_counter()
+    for _ in range(num_trips):
+        if rank == 0:
+            send(tensor, 1)
+            recv(tensor, 1)
+        else:
+            recv(tensor, 0)
+            send(tensor, 0)
+    return (time.perf_counter() - began) / num_trips * 1e6
+
+
+def measure(rank: int, calls: Calls, num_bytes: int, num_turns: int) -> dict[str, list[float]]:
+    tensor = torch.full((num_bytes,), rank + 1, dtype=torch.uint8)
+    num_trips = {}
+    for entry, call in calls.items():
+        tensor.fill_(rank + 1)
+        seconds = round_trips(call, rank, tensor, 3) / 1e6
+        # What rank 0 has sent has come back.
+        if not bool((tensor == 1).all()):
+            raise RuntimeError(f"{entry}: another message of {num_bytes} bytes has come")
+        counts: list[object] = [max(3, min(5000, int(TARGET_S / seconds)))]
+        dist.broadcast_object_list(counts, 0, group=dist.group.WORLD)
+        num_trips[entry] = int(str(counts[0]))
+    times: dict[str, list[float]] = {entry: [] for entry in calls}
+    for _ in range(num_turns):
+        for entry, call in calls.items():
+            dist.barrier()
+            times[entry].append(round_trips(call, rank, tensor, num_trips[entry]))
+    return times
+
+
+def run_rank(rank: int, folder: str, sizes: list[int], num_turns: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    on_rota = dist.new_group(backend="rota")
+    communicator = rota.Communicator()
+    calls: Calls = {
+        "rota.Communicator": (communicator.send, communicator.recv),
+        "dist on rota": (
+            lambda tensor, peer: dist.send(tensor, peer, group=on_rota),
+            lambda tensor, peer: dist.recv(tensor, peer, group=on_rota),
+        ),
+        "dist on gloo": (dist.send, dist.recv),
+    }
+    pipe.send([measure(rank, calls, size, num_turns) for size in sizes])
+    dist.barrier()
+
+
+def main() -> int:
+    parser = Parser(description=__doc__)
+    parser.add_argument(
+        "--sizes",
+        type=lambda text: [parse_size(size) for size in text.split(",")],
+        default=[4, 4 << 10, 64 << 10, 1 << 20, 16 << 20],
+        help="bytes of a message (default: 4,4K,64K,1M,16M)",
+    )
+    parser.add_argument("--turns", type=int, default=15, help="of each entry and size")
+    args: argparse.Namespace = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(2):
+            pipe, far_end = context.Pipe()
+            process = context.Process(
+                target=run_rank, args=(rank, folder, args.sizes, args.turns, far_end)
+            )
+            process.start()
+            far_end.close()
+            pipes.append(pipe)
+            processes.append(process)
+        try:
+            of_ranks = [pipe.recv() for pipe in pipes]
+        except EOFError:
+            return 1  # the rank has said why
+        for process in processes:
+            process.join()
+    table = Table(title="round trip, µs (p50, and as a multiple of rota.Communicator)")
+    table.add_column("bytes", justify="right")
+    for entry in ENTRIES:
+        table.add_column(entry, justify="right")
+    rows = []
+    for number, size in enumerate(args.sizes):
+        # A round trip is as long as the slower rank takes.
+        p50 = {
+            entry: median(map(max, zip(*(times[number][entry] for times in of_ranks), strict=True)))
+            for entry in ENTRIES
+        }
+        fastest = p50["rota.Communicator"]
+        cells = [f"{p50[entry]:.1f} ({p50[entry] / fastest:.1f}x)" for entry in ENTRIES]
+        table.add_row(str(size), *cells)
+        rows.append({"bytes": size, **{entry: round(p50[entry], 2) for entry in ENTRIES}})
+    Console().print(table)
+    print(json.dumps({"benchmark": "send_recv", "machine": machine.describe(), "rows": rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
