@@ -163,7 +163,7 @@ def draw_step_times(axes: Axes, results: dict[str, Result]) -> None:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Mean of each value and those before it, SMOOTHING_STEPS in all where there are so many."""
+    """Mean of each value and those before it, over at most SMOOTHING_STEPS values."""
     return [
         statistics.fmean(values[max(0, end - SMOOTHING_STEPS) : end])
         for end in range(1, len(values) + 1)

@@ -18,7 +18,7 @@ TYPICAL = 1e-3  # magnitude of a gradient
 
 
 def recorded(num_ranks: int, steps: tuple[int, ...]) -> dict[str, Tensor]:
-    """The demo's gradients, each rank's own batch, after so many `steps` of training by rank 0."""
+    """The demo's gradients, each rank's own batch, after `steps` steps of training by rank 0."""
     train, _ = train_gpt.read_corpus()
     config = train_gpt.GPTConfig()
     torch.manual_seed(0)

@@ -19,7 +19,7 @@ class Gpus:
     """The GPUs of this host that the demo can use."""
 
     count: int
-    why_none: str = ""  # where there are none
+    why_none: str = ""  # why there is no GPU
     have_nccl: bool = True
 
 
@@ -39,7 +39,7 @@ def find_gpus(wanted: str) -> Gpus:
         wanted: "auto" takes what there is, "cpu" none, and "cuda" refuses to do without.
 
     Raises:
-        ValueError: "cuda", and there is none.
+        ValueError: "cuda" was asked for and there is no GPU.
     """
     if wanted == "cpu":
         return Gpus(0, "--device cpu")

@@ -19,10 +19,10 @@ namespace rota {
 inline constexpr uint32_t kTreeGroup = 4;
 inline constexpr uint32_t kTreeBins = 512;
 
-// A thread takes so many neighbouring bins, which it loads together, 16 bytes at once.
+// Neighbouring bins that a thread takes, and loads together, 16 bytes at once.
 inline constexpr uint32_t kBinsOfThread = 4;
-// And adds so many times as many numbers at once: a GPU then waits for them together. More would
-// take more registers than the rest of unpack.
+// Loads in flight per thread: a GPU waits for them together. More would take more registers than
+// the rest of unpack.
 inline constexpr uint32_t kLoadsInFlight = 4;
 // Sums that each thread of the last but one step adds up. Two steps have two barriers, where one
 // for each level of the tree would be seven.

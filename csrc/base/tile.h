@@ -6,7 +6,7 @@
 
 namespace rota {
 
-// Plain tensors are cut at multiples of so many elements, which keeps shards of every dtype on
+// Plain tensors are cut at multiples of this many elements, which keeps shards of every dtype on
 // cache lines.
 inline constexpr uint64_t kGranuleElems = 64;
 

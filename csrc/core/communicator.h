@@ -60,7 +60,7 @@ class Communicator {
   void fail(const Error& cause);
 
   const transport::Transport& transport() const { return *transport_; }
-  // Of flags that are none of a collective, so that it needs no turn.
+  // For flags outside collectives, which need no turn.
   Waiter& waiter() { return waiter_; }
   Nanoseconds timeout() const { return watch_.timeout(); }
 

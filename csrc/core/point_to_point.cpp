@@ -1,10 +1,14 @@
 #include "core/point_to_point.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cstring>
+#include <iterator>
+#include <string_view>
 #include <utility>
 
 #include "base/fork_generation.h"
+#include "base/per_process.h"
 #include "core/communicator.h"
 #include "cpu/copy.h"
 #include "schedule/direct.h"
@@ -50,16 +54,26 @@ std::vector<const Flag*> peers_sleeping(const transport::Transport& transport) {
   return flags;
 }
 
-// From which groups of this process are looked up. Whoever holds its mutex waits for no other.
+// Every group of this process that is not closed. Whoever holds the mutex waits for no other.
 struct Living {
   std::mutex mutex;
   std::vector<PointToPoint*> groups;
 };
 
-Living& all_living() {
-  static auto* living = new Living;  // never destroyed: the order of static destructors is unknown
-  return *living;
-}
+// "tag 7", without the cost of a stream: every short message is waited for.
+class TagText {
+ public:
+  explicit TagText(uint64_t tag) {
+    end_ = std::to_chars(text_ + kPrefix.size(), std::end(text_), tag).ptr;
+    kPrefix.copy(text_, kPrefix.size());
+  }
+  operator std::string_view() const { return {text_, end_}; }
+
+ private:
+  static constexpr std::string_view kPrefix = "tag ";
+  char text_[kPrefix.size() + 20];
+  char* end_;
+};
 
 }  // namespace
 
@@ -102,8 +116,9 @@ PointToPoint::PointToPoint(Communicator& communicator, transport::Transport& tra
       sends_(static_cast<size_t>(transport.world_size())),
       arriving_(static_cast<size_t>(transport.world_size())),
       fork_generation_(fork_generation()) {
-  const std::lock_guard lock(all_living().mutex);
-  all_living().groups.push_back(this);
+  Living& living = per_process<Living>();
+  const std::lock_guard lock(living.mutex);
+  living.groups.push_back(this);
 }
 
 RequestRef PointToPoint::send(const void* data, const Message& message, int peer, OnDone on_done) {
@@ -139,8 +154,8 @@ RequestRef PointToPoint::start(Kind kind, void* data, const Message& message, in
     ++num_unfinished_;
     try {
       if (kind == Kind::kSend) {
-        links_.open(peer);
         sends_[static_cast<size_t>(peer)].push_back(request);
+        links_.open(peer);
       } else if (!take_early(request, done)) {
         recvs_.push_back(request);
       }
@@ -181,7 +196,7 @@ bool PointToPoint::wait_until_done(const Request& request, CallerThread thread,
   watch.begin_collective(call_name(request.is_send_), request.number_,
                          /*lets_signals_through=*/thread == CallerThread::kUser);
   Observer observer(watch, request, patience);
-  const std::string phase = join("tag ", request.message_.tag);
+  const TagText phase(request.message_.tag);
   std::unique_lock lock(mutex_);
   ++num_waits_;
   ++num_waiting_;
@@ -218,11 +233,12 @@ bool PointToPoint::wait_until_done(const Request& request, CallerThread thread,
 void PointToPoint::move_all_groups() {
   Done done;
   {
-    const std::lock_guard lock(all_living().mutex);
-    for (PointToPoint* group : all_living().groups) {
+    Living& living = per_process<Living>();
+    const std::lock_guard lock(living.mutex);
+    for (PointToPoint* group : living.groups) {
       // Who holds the mutex moves messages already.
       const std::unique_lock own_lock(group->mutex_, std::try_to_lock);
-      if (!own_lock.owns_lock() || group->fork_generation_ != fork_generation()) continue;
+      if (!own_lock.owns_lock()) continue;
       try {
         group->move(done);
       } catch (const Error& error) {
@@ -265,7 +281,7 @@ bool PointToPoint::step_in(std::unique_lock<std::mutex>& lock) {
 
     std::optional<Error> poll() override { return watch_.poll(); }
     std::optional<Error> tick(Nanoseconds waited) override {
-      if (auto error = watch_.find_death()) return error;
+      if (auto error = watch_.tick(Nanoseconds(0))) return error;
       is_over = waited >= kTick;
       if (is_over) return Error(ErrorKind::kTimeout, "");  // goes no further than below
       return std::nullopt;
@@ -276,11 +292,11 @@ bool PointToPoint::step_in(std::unique_lock<std::mutex>& lock) {
   };
   Watch watch(transport_, communicator_.timeout(), check_interrupt_);
   watch.begin_collective("send_recv", num_requests_, /*lets_signals_through=*/false);
-  watch.begin_wait(kAnyRank, "attended", 0);
   OneTick one_tick(watch);
   Done done;
   try {
     move(done);
+    watch.begin_wait(departed_peer().value_or(kAnyRank), "attended", 0);
     AwaitedFlags flags = awaited();
     lock.unlock();
     report(done);
@@ -322,8 +338,9 @@ void PointToPoint::finish(CallerThread thread) {
 void PointToPoint::close() {
   if (fork_generation_ == fork_generation()) {
     {
-      const std::lock_guard lock(all_living().mutex);
-      std::erase(all_living().groups, this);
+      Living& living = per_process<Living>();
+      const std::lock_guard lock(living.mutex);
+      std::erase(living.groups, this);
     }
     Done done;
     {
@@ -493,6 +510,19 @@ void PointToPoint::end_all(const Error& error, Done& done) {
     arriving.early = nullptr;
     arriving.data = nullptr;
   }
+}
+
+std::optional<int> PointToPoint::departed_peer() const {
+  const auto has_departed = [&](int peer) {
+    return transport_.region(peer).control().departed.load() != 0;
+  };
+  for (const RequestRef& recv : recvs_) {
+    if (recv->peer_ != kAnyRank && has_departed(recv->peer_)) return recv->peer_;
+  }
+  for (int peer = 0; peer < transport_.world_size(); ++peer) {
+    if (!sends_[static_cast<size_t>(peer)].empty() && has_departed(peer)) return peer;
+  }
+  return std::nullopt;
 }
 
 PointToPoint::AwaitedFlags PointToPoint::awaited() const {

@@ -80,7 +80,7 @@ class PointToPoint {
 
   // Each starts a request, moves what can be moved at once, and returns without waiting. The memory
   // must stay until the request is done; on_done is called once then, by any thread, with no lock
-  // held. Throw Error(kValue) for a peer that is none, and what the group has died of.
+  // held. Throw Error(kValue) for a bad peer, and the error that the group has died of.
   RequestRef send(const void* data, const Message& message, int peer, OnDone on_done = {});
   // peer: kAnyRank takes the first message with this tag, whoever sent it.
   RequestRef recv(void* data, const Message& message, int peer, OnDone on_done = {});
@@ -160,6 +160,8 @@ class PointToPoint {
   void fail(const Error& error, Done& done);
   void end_all(const Error& error, Done& done);
   AwaitedFlags awaited() const;
+  // A rank that has left, and for which a request waits all the same.
+  std::optional<int> departed_peer() const;
   static void report(const Done& done);
 
   Communicator& communicator_;

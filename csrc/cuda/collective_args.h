@@ -18,7 +18,7 @@ struct CollectiveArgs {
   uint64_t shard_elems;  // of each rank's shard; where there are none, of the whole
   uint64_t chunk_elems;  // what a slot takes
   uint64_t num_chunks;   // of the longest shard
-  int group_size;        // sums are formed in groups of so many ranks, then over the groups
+  int group_size;        // ranks whose contributions are summed before groups are
   bool is_aligned;       // all tensors and shards, to 16 bytes
   ReduceOp op;
   double divisor;     // kAvg: of the sum

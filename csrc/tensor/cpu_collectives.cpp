@@ -161,8 +161,7 @@ WorkRef CpuCollectives::all_gather(std::vector<AllGatherTensors> gathers, Launch
 
 WorkRef CpuCollectives::reduce_scatter(const at::Tensor&, const at::Tensor&, ReduceOp, Launch) {
   throw Error(ErrorKind::kType,
-              "rota.reduce_scatter: the input is not a CUDA tensor, for which alone there is a "
-              "reduce_scatter; all_reduce a CPU tensor and take a part");
+              "rota.reduce_scatter: CPU tensors are not supported; use all_reduce and slice");
 }
 
 WorkRef CpuCollectives::send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) {

@@ -38,19 +38,20 @@ class _Gradients:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler without its pass over the gradients: rota.fused_hook has done its work.
+    """torch.amp.GradScaler without its pass over the gradients: rota.fused_hook unscales them.
 
-    Used as torch's, with clipping before or after unscale_(): gradients that the hook has reduced
-    are unscaled when backward() returns. Those that it has not are unscaled as by torch's scaler,
-    with one warning. Optimizers with fused=True get no grad_scale from it.
+    Use it like torch's, and clip before or after unscale_(): gradients that the hook has reduced
+    are already unscaled when backward() returns. The scaler unscales others as torch's does, with
+    one warning. It gives optimizers with fused=True no grad_scale.
 
     Args:
-        states: that of each DDP model whose loss is scaled; their loss_scale is set by the scaler.
-        device: where the scale is kept.
+        states: the HookState of each DDP model whose loss is scaled; the scaler sets their
+            loss_scale.
+        device: the device of the scale.
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
 
     Raises:
-        TypeError: states that are none.
+        TypeError: an element is not a HookState.
 
     Example:
         >>> scaler = rota.amp.GradScaler(state)

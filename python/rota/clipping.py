@@ -1,4 +1,4 @@
-"""torch.nn.utils.clip_grad_norm_ with the norm that rota.fused_hook has measured on the way."""
+"""torch.nn.utils.clip_grad_norm_ with the norm that rota.fused_hook has already measured."""
 
 from __future__ import annotations
 
@@ -36,32 +36,31 @@ def clip_grad_norm_(
     *,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> torch.Tensor:
-    """Clips the norm of the gradients as torch's function of this name, if it can without a pass.
+    """Clips gradients like torch's function of this name, without a pass to measure the norm.
 
-    The L2 norm of all gradients that rota.fused_hook reduced in the last backward pass is known, so
-    gradients are touched only if they must shrink, or the norm is not finite. Anything else (other
-    norms, some of those parameters or others too, gradients changed or added to since) is left to
-    torch, with one warning for each model. Every rank does the same.
+    rota.fused_hook has measured the L2 norm of all gradients that it reduced in the last backward
+    pass, so gradients are only touched if they have to shrink or the norm is not finite. torch's
+    function takes over, with one warning per model, for other norms, for other sets of parameters,
+    and if gradients were changed or added to since. Every rank decides alike.
 
-    With a rota.amp.GradScaler, call it before or after scaler.unscale_(optimizer). Gradients that
-    the hook has not reduced must be unscaled before, as with torch.
+    With a rota.amp.GradScaler, call it before or after scaler.unscale_(optimizer). Unscale
+    gradients that the hook has not reduced first, as with torch.
 
     Args:
-        parameters: whose gradients to clip together; all of the model, or of several models that
-            are trained together.
-        max_norm: what the norm shall not exceed.
-        norm_type: 2.0 for the fused norm; others as torch's.
-        error_if_nonfinite: raise instead of clipping where the norm is Inf or NaN.
+        parameters: all parameters of the model, or of several models that are trained together.
+        max_norm: the largest norm allowed.
+        norm_type: 2.0 for the measured norm; others as torch's.
+        error_if_nonfinite: raise instead of clipping if the norm is Inf or NaN.
         foreach: as torch's.
-        optimizer: that of exactly these parameters. If it was made with fused=True, gradients are
-            not touched here: its next step multiplies them, by way of its grad_scale. Should that
-            be skipped, they stay as they are.
+        optimizer: the optimizer of exactly these parameters. If it was made with fused=True, this
+            call leaves the gradients alone and the optimizer's next step multiplies them, through
+            its grad_scale. If that step is skipped, they stay as they are.
 
     Returns:
-        the norm before clipping, a scalar; the fused one is float32.
+        The norm before clipping, a scalar; float32 if the hook has measured it.
 
     Raises:
-        RuntimeError: the norm is not finite, and error_if_nonfinite.
+        RuntimeError: the norm is not finite, and error_if_nonfinite is set.
 
     Example:
         >>> norm = rota.clip_grad_norm_(ddp.parameters(), 1.0, optimizer=optimizer)

@@ -97,7 +97,7 @@ def communicator_named(name: str) -> Communicator:
     """The living communicator of this process with this name.
 
     Raises:
-        rota.RotaError: there is none.
+        rota.RotaError: no living communicator has this name.
     """
     communicator = _by_name.get(name)
     if communicator is None:

@@ -1,7 +1,7 @@
 """The fused DDP hook: casts, reduces, averages, unscales, checks and measures in one pass.
 
-The work is `Communicator.reduce_bucket`; here are its options, and what a training loop asks about
-a backward pass when it is over. AMP and clipping, which ask most, are in amp.py and clipping.py.
+`Communicator.reduce_bucket` does the work. This module holds its options, and the results of a
+backward pass that a training loop reads afterwards. amp.py and clipping.py build on them.
 """
 
 # No `from __future__ import annotations` here: DDP compares the annotations of a hook with the
@@ -24,7 +24,7 @@ from rota.hooks import communicator_of
 from rota.residuals import Residuals
 from rota.results import Results
 
-# Those that are in use, for clip_grad_norm_ to find by the parameters that they saw.
+# All states in use: clip_grad_norm_ finds one by the parameters that it saw.
 live_states: "weakref.WeakSet[HookState]" = weakref.WeakSet()
 
 
@@ -42,16 +42,17 @@ class _Bucket(NamedTuple):
 
 
 class HookState:
-    """Options and memory of `rota.fused_hook`; one for each DDP model, on every rank alike.
+    """Options and memory of `rota.fused_hook`; make one per DDP model, with the same options on
+    every rank.
 
-    After a backward pass the gradients are averaged and divided by `loss_scale`, and `found_inf`
-    and `grad_norm()` are known, on every rank the same, without looking at a gradient again.
-    `rota.amp.GradScaler` and `rota.clip_grad_norm_` use them.
+    After a backward pass the gradients are averaged and divided by `loss_scale`, and every rank has
+    the same `found_inf` and `grad_norm()` without reading a gradient again. `rota.amp.GradScaler`
+    and `rota.clip_grad_norm_` use them.
 
-    Accumulate gradients under DDP's no_sync() in all but the last backward pass of a step: it costs
-    no pass over the gradients. Where every backward pass reduces, the gradients are averaged anew
-    each time, as by torch's hooks; with a `loss_scale` other than 1 they are then wrong, as they
-    hold results already divided by it, unless a rota.amp.GradScaler looks after that.
+    Accumulate gradients under DDP's no_sync() in all but the last backward pass of a step: that
+    needs no extra pass over the gradients. If every backward pass reduces, the gradients are
+    averaged again each time, as with torch's hooks; with a `loss_scale` other than 1 they are then
+    wrong, because they already were divided by it, unless a rota.amp.GradScaler is in use.
 
     Args:
         group: the ranks, those of the model's DDP, on any backend; None is the default group.
@@ -66,25 +67,25 @@ class HookState:
         seed: of stochastic rounding, in [0, 2**64), the same on every rank. Reduction number i of
             this state uses output i of the generator SplitMix64 (Steele, Lea & Flood 2014) that
             starts from it.
-        error_feedback: add what encoding has lost of a gradient to the next one (Seide et al.
-            2014); needs 4 bytes for each parameter.
-        loss_scale: what the loss was multiplied by: results are divided by it. Finite and positive;
-            may be set between backward passes. A rota.amp.GradScaler sets it, and back to 1.
+        error_feedback: add the rounding error of a gradient to the next one (Seide et al. 2014);
+            needs 4 bytes per parameter.
+        loss_scale: the factor of the loss; results are divided by it. Finite and positive; may be
+            set between backward passes. A rota.amp.GradScaler sets it, and resets it to 1.
         gradient_predivide_factor: f divides gradients by f before they are summed, and the sum by
             world_size / f, as Horovod and FSDP do; for gradients that overflow the wire dtype where
             blocks are not scaled.
         algorithm: as Communicator.all_reduce takes it.
-        model: the DistributedDataParallel that the state is for, or the module that it wraps; held
-            weakly. It names parameters in errors and in state_dict(), which error feedback needs
-            to be saved. A DistributedDataParallel also brings its group.
+        model: the DistributedDataParallel that the state is for, or the module inside it; held
+            weakly. Errors and state_dict() name its parameters; error feedback cannot be saved
+            without it. The group defaults to that of a DistributedDataParallel.
 
     Raises:
-        TypeError: a group that is none, or a wire dtype that is none of those above.
-        ValueError: an option that cannot work; the text says what can.
+        TypeError: group is not a process group, or wire_dtype is not one of those above.
+        ValueError: an option cannot work; the text says what can.
 
-    DDP does not tell hooks which ranks it averages over: without `model`, a group that is not DDP's
-    goes unnoticed, as with torch's hooks. Several models on one state, and gradients that cannot be
-    reduced, are refused out of backward.
+    DDP does not tell hooks which ranks it averages over, so without `model` a group that differs
+    from DDP's goes unnoticed, as with torch's hooks. backward() raises if several models share one
+    state, or if gradients cannot be reduced.
 
     Example:
         >>> state = rota.HookState(model=ddp, wire_dtype=torch.float16)
@@ -146,7 +147,7 @@ class HookState:
         """Whether any gradient of the last backward pass has an Inf or NaN; the same on all ranks.
 
         Raises:
-            RuntimeError: there is no complete backward pass, or gradients were added since.
+            RuntimeError: no backward pass is complete, or gradients were added since.
         """
         self._check_complete()
         return self.results.found_inf
@@ -154,14 +155,14 @@ class HookState:
     def grad_norm(self) -> torch.Tensor:
         """The L2 norm of all gradients of the last backward pass; the same bits on all ranks.
 
-        Squares are summed in float64. What rota.clip_grad_norm_ did is taken into account, other
-        changes of gradients since are not.
+        Squares are summed in float64. The norm accounts for rota.clip_grad_norm_, but not for other
+        changes of the gradients since.
 
         Returns:
-            a float32 scalar.
+            A float32 scalar.
 
         Raises:
-            RuntimeError: there is no complete backward pass, or gradients were added since.
+            RuntimeError: no backward pass is complete, or gradients were added since.
         """
         self._check_complete()
         return torch.tensor(math.sqrt(self.results.sum_of_squares), dtype=torch.float32)
@@ -177,17 +178,17 @@ class HookState:
     # ---- saving and restoring
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run that goes on from here needs: the rounding stream and the residuals.
+        """The state of the rounding stream and the residuals, with which a run can be resumed.
 
-        Residuals are those of this rank: with error_feedback each rank saves and loads its own.
+        The residuals belong to this rank: with error_feedback each rank saves and loads its own.
 
         Returns:
-            a dict of "seed", "num_reductions" and "residuals": float32 tensors (copies) with the
-            shapes of the parameters, by their names in the module that DDP wraps.
+            A dict of "seed", "num_reductions" and "residuals": float32 tensors (copies) with the
+            shapes of the parameters, keyed by their names in the module that DDP wraps.
 
         Raises:
-            RuntimeError: there are residuals, and the state was made without `model`, or the model
-                is gone and the residuals with it.
+            RuntimeError: there are residuals, but the state was made without `model`, or the model
+                no longer exists.
         """
         if self.error_feedback and self._model is not None and not self._model.is_alive:
             raise RuntimeError(
@@ -201,17 +202,17 @@ class HookState:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from where state_dict() was called, also before the first backward pass.
+        """Resumes from a state_dict(); may be called before the first backward pass.
 
-        A run continued this way gives the bits of one that was never stopped, where buckets are the
-        same: DDP starts each process with buckets in another order than after the first step,
-        which block scaling and stochastic rounding depend on.
+        A resumed run gives the bits of one that never stopped if its buckets are the same. DDP
+        orders the buckets of a new process differently from those after the first step, and block
+        scaling and stochastic rounding depend on that order.
 
         Args:
-            state_dict: of a state of the same model and rank.
+            state_dict: from a state of the same model and rank.
 
         Raises:
-            ValueError: on the first bucket, if names or shapes are not those of the model.
+            ValueError: on the first bucket, if names or shapes differ from the model's.
         """
         self._seed = state_dict["seed"]
         self._num_reductions = state_dict["num_reductions"]
@@ -241,7 +242,7 @@ class HookState:
     # ---- one bucket
 
     def reduce(self, grad_bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Starts to reduce a bucket on the progress thread; what fused_hook does."""
+        """Starts the reduction of a bucket; fused_hook calls it."""
         index = grad_bucket.index()
         parameters = grad_bucket.parameters()
         if index == 0:
@@ -379,19 +380,19 @@ def fused_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Futur
     """Averages the bucket over the ranks in one pass in and one pass out.
 
     Args:
-        state: what to do with it; one for each model.
+        state: the options; one state per model.
         bucket: DDP's bucket of dense float32, float64, float16 or bfloat16 gradients; its buffer
             is reduced in place.
 
     Returns:
-        a future of the buffer. The reduction runs on the communicator's progress thread, or, of
-        CUDA gradients, on its stream; the first bucket of a process makes the communicator, which
-        is a collective call.
+        A future of the buffer. The reduction of CPU gradients runs on a progress thread, that of
+        CUDA gradients on the communicator's stream. The first bucket of a process makes the
+        communicator, which is a collective call.
 
     Raises:
-        TypeError, ValueError: gradients or a group that cannot work; other ranks raise it too, or
-            rota.PeerFailed with its text.
-        rota.Mismatch: ranks have states of different options.
+        TypeError, ValueError: the gradients or the group cannot be used. Other ranks raise the same
+            error, or rota.PeerFailed with its text.
+        rota.Mismatch: the ranks' states have different options.
 
     Example:
         >>> ddp.register_comm_hook(rota.HookState(), rota.fused_hook)

@@ -21,7 +21,7 @@ _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = (
 
 
 def communicator_of(process_group: dist.ProcessGroup | None) -> Communicator:
-    """The communicator that all hooks share over a group; the first call of a process makes it."""
+    """The communicator that all hooks of a group share; the first call makes it."""
     group = process_group if process_group is not None else dist.group.WORLD
     if group is None:
         raise ValueError(
@@ -53,7 +53,7 @@ def allreduce_hook(
         bucket: DDP's bucket; its buffer is averaged in place, in its own dtype.
 
     Returns:
-        a future of the buffer. The reduction runs on the communicator's progress thread.
+        A future of the buffer. The reduction runs on a progress thread.
 
     Example:
         >>> ddp.register_comm_hook(None, rota.allreduce_hook)

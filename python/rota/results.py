@@ -1,12 +1,12 @@
-"""What a backward pass has left in the gradients, as far as the fused hook knows.
+"""The results of a backward pass: which gradients they cover, and whether they still hold.
 
-DDP tells a hook when a bucket is full, not when the backward pass is over and the results have been
-copied into the gradients. Autograd does: its final callbacks run in the order in which they were
-queued, and DDP queues its own, in which it waits for the buckets, after the last bucket's hook. So
-a callback that the last bucket's hook queues, and that queues another, has the other one run after
-DDP's, and not at all if DDP's raises.
+DDP calls a hook when a bucket is full, but tells it nothing when the backward pass is over and the
+results are in the gradients. Autograd's final callbacks do: they run in the order in which they
+were queued, and DDP queues its own, which waits for the buckets, after the last bucket's hook. So
+the last bucket's hook queues a callback that queues another one: the second runs after DDP's, and
+not at all if DDP's raises.
 
-A gradient that is changed in place, or set to another tensor, is known by its version and identity.
+A gradient that was changed in place has another version, one that was replaced another identity.
 """
 
 from __future__ import annotations

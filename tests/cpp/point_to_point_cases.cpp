@@ -332,6 +332,25 @@ void a_rank_that_leaves_is_not_waited_for() {
   });
 }
 
+// Nobody waits for the requests: the thread that attends to them must find it out.
+void a_rank_that_leaves_ends_what_is_attended() {
+  run_ranks(3, [](Communicator& communicator) {
+    if (communicator.rank() != 1) return communicator.barrier(CallerThread::kUser);
+    PointToPoint& links = communicator.point_to_point();
+    Bytes bytes(1);
+    std::atomic<bool> is_reported{false};
+    const RequestRef request = links.recv(bytes.data(), message_of(bytes), 2, [&](const Request&) {
+      is_reported = true;
+      is_reported.notify_all();
+    });
+    links.attend(*request, nullptr);
+    communicator.barrier(CallerThread::kUser);
+    is_reported.wait(false);
+    check(request->error() && request->error()->kind() == ErrorKind::kPeerFailed, "it has failed");
+    check_contains(request->error()->what(), "rank 2 (a thread) has left the group");
+  });
+}
+
 void an_abort_ends_every_wait() {
   run_ranks(3, [](Communicator& communicator) {
     if (communicator.rank() == 0) {
@@ -375,6 +394,7 @@ const CaseTable kCases{
     {"p2p_recv_timeout", a_recv_for_which_nothing_comes_times_out},
     {"p2p_given_up", a_wait_may_be_given_up},
     {"p2p_departure", a_rank_that_leaves_is_not_waited_for},
+    {"p2p_departure_attended", a_rank_that_leaves_ends_what_is_attended},
     {"p2p_abort", an_abort_ends_every_wait},
     {"p2p_close", closing_ends_what_is_outstanding},
 };

@@ -32,7 +32,7 @@ def cuda_devices() -> list[str]:
     """Names of the GPUs that the CUDA runtime sees, such as "NVIDIA H200 (sm_90)".
 
     Raises:
-        rota.TransportError: there is none, and why, or this is a build for the CPU.
+        rota.TransportError: no GPU is usable, and why, or this is a build for the CPU.
     """
 
 class GpuTuning:
@@ -98,27 +98,27 @@ class KernelReport:
         """Launches, copies and comparisons, all formats together."""
 
 def gpu_self_test(device: int) -> list[KernelReport]:
-    """Runs every kernel on the GPU of this index and compares with the CPU's bits.
+    """Runs every kernel on the GPU of this index and compares the bits with those of the CPU.
 
-    Whatever is on record; the record is renewed. Ranks of one launch stand in for processes, so no
-    peer is needed. Blocks, on a stream of its own.
+    It runs even if a record exists, and replaces the record. Ranks of one launch stand in for
+    processes, so no peer is needed. Blocks; uses a stream of its own.
 
     Raises:
-        rota.TransportError: a kernel did not come to an end, or what the CUDA runtime says; or this
-            is a build for the CPU.
+        rota.TransportError: a kernel did not finish, the CUDA runtime reported an error, or this is
+            a build for the CPU.
     """
 
 def recorded_gpu_self_test(device: int) -> list[str] | None:
     """What failed in the last self-test of this GPU, with this driver and this build.
 
-    None: there is no record. Makes no CUDA context.
+    Returns None if there is no record. Makes no CUDA context.
 
     Raises:
         rota.TransportError: there is no such GPU, or this is a build for the CPU.
     """
 
 def gpu_driver(device: int) -> str:
-    """The driver's version, such as "580.65.06 (CUDA 13.0)"; "CUDA 13.0" where no more is known.
+    """The driver's version, such as "580.65.06 (CUDA 13.0)"; "CUDA 13.0" if only that is known.
 
     Raises:
         rota.TransportError: there is no such GPU, or this is a build for the CPU.
@@ -134,18 +134,18 @@ def block_elems(dtype: torch.dtype) -> int:
 class Communicator:
     """Collectives on CPU and CUDA tensors; `rota.Communicator` makes one over a process group.
 
-    All calls must come in the same order on every rank. On CPU tensors they block until this rank's
-    part is done, unless they say otherwise. On CUDA tensors they are queued on the current stream,
-    and may be captured in a graph once the GPUs are joined; what goes wrong later is printed, and
-    raised by the next call. Tensors may be strided; sparse and overlapping ones, and those on other
-    devices, are refused before anything moves.
+    Every rank calls the same collectives in the same order. On CPU tensors a call blocks until this
+    rank's part is done, unless its documentation says otherwise. On CUDA tensors it is queued on
+    the current stream, and can be captured in a graph once the GPUs are joined; a later failure is
+    printed, and raised by the next call. Tensors may be strided; sparse tensors, overlapping
+    tensors and tensors on other devices are refused before anything moves.
 
-    Raises, all of them:
-        TypeError, ValueError: unusable arguments; nothing has moved and peers know nothing of it.
-        rota.Mismatch: ranks called different collectives; nothing was written. The group lives on,
-            unless it was about CUDA tensors.
-        rota.PeerFailed: a peer died, left, or raised; the group is dead.
-        rota.Timeout: a peer did not come in time; the group is dead.
+    Every call raises:
+        TypeError, ValueError: bad arguments; nothing has moved, and peers do not notice.
+        rota.Mismatch: ranks called different collectives; nothing was written. The group stays
+            usable after a mismatch of CPU tensors, not after one of CUDA tensors.
+        rota.PeerFailed: a peer died, left, or raised; the group is unusable from then on.
+        rota.Timeout: a peer did not come in time; the group is unusable from then on.
         rota.RotaError: the communicator is closed, aborted by this rank, or belongs to the parent
             of a fork. After any other failure, later calls raise the same type as the first.
     """
@@ -187,13 +187,13 @@ class Communicator:
                 "ring" sums each shard in another order, which depends on the number of elements and
                 of ranks only; "auto" chooses by size from a measured table. "low_latency", for
                 short CUDA tensors, gives the bits of "one_shot". One that failed a GPU's
-                self-test is refused, and not chosen by "auto".
+                self-test is refused, and "auto" does not choose it.
             wire_dtype: what travels between ranks; None is the tensor's dtype. Floating, and not
                 wider than the tensor's.
-            hop_dtype: for "ring" on CPU tensors, what partial sums travel in; None is the
-                accumulate dtype.
-            async_op: return a Work at once; the tensor must not be touched before it is done. Its
-                wait() makes the current stream wait where the tensor is a CUDA one.
+            hop_dtype: the dtype of partial sums on their way around the "ring", CPU tensors only;
+                None is the accumulate dtype.
+            async_op: return a Work at once; leave the tensor alone until the work is done. For a
+                CUDA tensor its wait() makes the current stream wait.
         """
 
     @overload
@@ -257,8 +257,8 @@ class Communicator:
             residual: contiguous float32 of as many elements as bucket, in units of the result: what
                 encoding this rank's contributions has lost so far; in and out. 0 where x is not
                 finite.
-            stochastic_seed: None rounds to nearest even. An int in [0, 2**64), another one in each
-                call, rounds to one of the two neighbours, at random, the nearer the likelier.
+            stochastic_seed: None rounds to nearest even. An int in [0, 2**64), a new one for each
+                call, rounds to one of the two neighbours at random, to the nearer one more often.
             algorithm: as all_reduce; "ring" sums each shard in another order.
         """
 
@@ -276,7 +276,7 @@ class Communicator:
         stochastic_seed: int | None = None,
         algorithm: str = "auto",
     ) -> torch.futures.Future[torch.Tensor]:
-        """As `reduce_bucket`, on the progress thread; returns the future of the bucket.
+        """As `reduce_bucket`, on a progress thread; returns the future of the bucket.
 
         `bucket`, `stats` and `residual` must not be touched before the future is done.
         """
@@ -293,10 +293,10 @@ class Communicator:
         """
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: str = "sum") -> None:
-        """Reduces every rank's `input`, of which rank i gets part i. CUDA tensors only.
+        """Reduces every rank's `input`; rank i gets shard i of the result. CUDA tensors only.
 
         Args:
-            output: contiguous; may be this rank's part of input.
+            output: contiguous; may be this rank's shard of input.
             input: contiguous, world_size times as many elements as output, of its dtype.
             op: as all_reduce.
         """
@@ -319,7 +319,7 @@ class Communicator:
             tag: 0 or more.
 
         Raises:
-            ValueError: peer or tag is none.
+            ValueError: peer is not another rank of the group, or tag is negative.
             rota.Timeout: nobody took the message in the communicator's timeout; names the peer.
             rota.PeerFailed: the peer died, left, or failed.
         """
@@ -413,7 +413,7 @@ class LocalGroup:
             algorithm: "low_latency", "one_shot", "two_shot", "two_shot_in_place", "ordered_ring",
                 "ring", "hierarchical", or "auto": what the group's tuning says, by default
                 "two_shot_in_place" at every size, which waits for nobody and moves least.
-            group_size: sums are formed in groups of so many ranks first, then over the groups.
+            group_size: ranks per group; sums are formed within each group first, then over groups.
         """
 
     def reduce_scatter(
