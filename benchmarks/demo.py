@@ -252,7 +252,7 @@ def gpus_of(device: torch.device) -> dict[str, str]:
 
 
 def become_ranks(num_ranks: int) -> None:
-    """Starts this program again under torchrun, one process per rank, unless it is a rank itself."""
+    """Starts this program again under torchrun, one process per rank, unless this is a rank."""
     if "RANK" not in os.environ:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # a rank is one core
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

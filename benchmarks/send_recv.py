@@ -10,7 +10,6 @@ message is checked once for each size. The last line of the output is JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
@@ -19,15 +18,16 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 
-import machine
-from arguments import Parser, parse_size
+import driver
+from arguments import Parser, parse_natural, parse_size
 
 try:
     import rota
@@ -100,24 +100,15 @@ def run_rank(rank: int, folder: str, sizes: list[int], num_turns: int, pipe: Con
     dist.barrier()
 
 
-def main() -> int:
-    parser = Parser(description=__doc__)
-    parser.add_argument(
-        "--sizes",
-        type=lambda text: [parse_size(size) for size in text.split(",")],
-        default=[4, 4 << 10, 64 << 10, 1 << 20, 16 << 20],
-        help="bytes of a message (default: 4,4K,64K,1M,16M)",
-    )
-    parser.add_argument("--turns", type=int, default=15, help="of each entry and size")
-    args: argparse.Namespace = parser.parse_args()
+def run_pair(sizes: list[int], num_turns: int) -> list[list[dict[str, list[float]]]]:
+    """Of each rank, for each size: the times of each entry's turns."""
     context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
     with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
         for rank in range(2):
             pipe, far_end = context.Pipe()
-            process = context.Process(
-                target=run_rank, args=(rank, folder, args.sizes, args.turns, far_end)
-            )
+            arguments = (rank, folder, sizes, num_turns, far_end)
+            process = context.Process(target=run_rank, args=arguments)
             process.start()
             far_end.close()
             pipes.append(pipe)
@@ -125,13 +116,20 @@ def main() -> int:
         try:
             of_ranks = [pipe.recv() for pipe in pipes]
         except EOFError:
-            return 1  # the rank has said why
-        for process in processes:
-            process.join()
+            raise RuntimeError("a rank failed; what it said stands above") from None
+        finally:
+            for process in processes:
+                process.join()
+    return of_ranks
+
+
+def benchmark(args: argparse.Namespace) -> dict[str, Any]:
+    """The whole run: measures, prints the table, writes the record and sums up."""
+    run = driver.Run("send_recv", "send_recv", 2, args)
+    of_ranks = run_pair(args.sizes, args.turns)
     table = Table(title="round trip, µs (p50, and as a multiple of rota.Communicator)")
-    table.add_column("bytes", justify="right")
-    for entry in ENTRIES:
-        table.add_column(entry, justify="right")
+    for heading in ("bytes", *ENTRIES):
+        table.add_column(heading, justify="right")
     rows = []
     for number, size in enumerate(args.sizes):
         # A round trip is as long as the slower rank takes.
@@ -142,10 +140,26 @@ def main() -> int:
         fastest = p50["rota.Communicator"]
         cells = [f"{p50[entry]:.1f} ({p50[entry] / fastest:.1f}x)" for entry in ENTRIES]
         table.add_row(str(size), *cells)
-        rows.append({"bytes": size, **{entry: round(p50[entry], 2) for entry in ENTRIES}})
-    Console().print(table)
-    print(json.dumps({"benchmark": "send_recv", "machine": machine.describe(), "rows": rows}))
-    return 0
+        rows.append({"bytes": size, "p50_us": p50})
+    run.console.print(table)
+    run.write_record({"round_trips": rows})
+    return {"benchmark": "send_recv", "json": str(run.json_path), "round_trips": rows}
+
+
+def parse_sizes(text: str) -> list[int]:
+    """An argparse type: bytes of "4K,1M"."""
+    return [parse_size(size) for size in text.split(",")]
+
+
+def main() -> int:
+    """The exit status: 0 if everything was measured and every message was right."""
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add("--sizes", type=parse_sizes, default="4,4K,64K,1M,16M", help="default: %(default)s")
+    add("--turns", type=parse_natural(1), default=15, help="of each entry (default: %(default)s)")
+    add("--json", type=Path, help="the record (default: in benchmarks/results)")
+    args = parser.parse_args()
+    return driver.exit_status(lambda: benchmark(args))
 
 
 if __name__ == "__main__":
