@@ -296,7 +296,7 @@ bool PointToPoint::step_in(std::unique_lock<std::mutex>& lock) {
   Done done;
   try {
     move(done);
-    watch.begin_wait(departed_peer().value_or(kAnyRank), "attended", 0);
+    watch.begin_wait_for_all(needed_peers(), "attended", 0);
     AwaitedFlags flags = awaited();
     lock.unlock();
     report(done);
@@ -512,17 +512,15 @@ void PointToPoint::end_all(const Error& error, Done& done) {
   }
 }
 
-std::optional<int> PointToPoint::departed_peer() const {
-  const auto has_departed = [&](int peer) {
-    return transport_.region(peer).control().departed.load() != 0;
-  };
+uint64_t PointToPoint::needed_peers() const {
+  uint64_t peers = 0;
   for (const RequestRef& recv : recvs_) {
-    if (recv->peer_ != kAnyRank && has_departed(recv->peer_)) return recv->peer_;
+    if (recv->peer_ != kAnyRank) peers |= uint64_t{1} << recv->peer_;
   }
-  for (int peer = 0; peer < transport_.world_size(); ++peer) {
-    if (!sends_[static_cast<size_t>(peer)].empty() && has_departed(peer)) return peer;
+  for (size_t peer = 0; peer < sends_.size(); ++peer) {
+    if (!sends_[peer].empty()) peers |= uint64_t{1} << peer;
   }
-  return std::nullopt;
+  return peers;
 }
 
 PointToPoint::AwaitedFlags PointToPoint::awaited() const {

@@ -160,8 +160,8 @@ class PointToPoint {
   void fail(const Error& error, Done& done);
   void end_all(const Error& error, Done& done);
   AwaitedFlags awaited() const;
-  // A rank that has left, and for which a request waits all the same.
-  std::optional<int> departed_peer() const;
+  // Those that a request names, by bits of their ranks.
+  uint64_t needed_peers() const;
   static void report(const Done& done);
 
   Communicator& communicator_;

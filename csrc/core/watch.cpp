@@ -1,5 +1,6 @@
 #include "core/watch.h"
 
+#include <bit>
 #include <chrono>
 #include <cstring>
 #include <iostream>
@@ -34,9 +35,15 @@ void Watch::begin_collective(std::string_view collective, uint64_t epoch,
 
 void Watch::begin_wait(int peer, std::string_view phase, uint64_t step) {
   peer_ = peer;
+  needed_ = peer == kAnyRank ? 0 : uint64_t{1} << peer;
   phase_ = phase;
   step_ = step;
   next_interrupt_check_ = kInterruptCheckEvery;
+}
+
+void Watch::begin_wait_for_all(uint64_t peers, std::string_view phase, uint64_t step) {
+  begin_wait(kAnyRank, phase, step);
+  needed_ = peers;
 }
 
 std::optional<Error> Watch::poll() { return find_abort(); }
@@ -49,11 +56,7 @@ std::optional<Error> Watch::tick(Nanoseconds waited) {
   PointToPoint::move_all_groups();
   if (auto error = find_abort()) return error;
   if (auto error = find_death()) return error;
-  if (are_awaited_gone()) {
-    return Error(ErrorKind::kPeerFailed,
-                 join(prefix(), ": ", awaited(), " has left the group ", place(),
-                      "; every rank must do its part of all calls before it closes"));
-  }
+  if (auto error = find_departure()) return error;
   if (waited >= timeout_) {
     const std::string who = peer_ == kAnyRank ? "any of them" : join("rank ", peer_);
     return Error(ErrorKind::kTimeout, join(prefix(), " waited ", milliseconds(waited), " ms for ",
@@ -77,12 +80,23 @@ bool Watch::has_departed(int peer) const {
   return transport_.region(peer).control().departed.load() != 0;
 }
 
-bool Watch::are_awaited_gone() const {
-  if (peer_ != kAnyRank) return has_departed(peer_);
+std::optional<Error> Watch::find_departure() const {
+  const auto error = [this](std::string_view who) {
+    return Error(ErrorKind::kPeerFailed,
+                 join(prefix(), ": ", who, " has left the group ", place(),
+                      "; every rank must do its part of all calls before it closes"));
+  };
+  bool are_all_gone = true;
   for (int peer = 0; peer < transport_.world_size(); ++peer) {
-    if (peer != transport_.rank() && !has_departed(peer)) return false;
+    if (peer == transport_.rank()) continue;
+    if (!has_departed(peer)) {
+      are_all_gone = false;
+    } else if (needed_ >> peer & 1) {
+      return error(transport_.describe(peer));
+    }
   }
-  return true;
+  if (needed_ == 0 && are_all_gone) return error("every other rank");
+  return std::nullopt;
 }
 
 std::string Watch::awaited() const {

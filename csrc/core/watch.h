@@ -29,6 +29,8 @@ class Watch final : public cpu::PeerWaitObserver {
   // lets_signals_through: false on the progress thread, where Python delivers none.
   void begin_collective(std::string_view collective, uint64_t epoch, bool lets_signals_through);
   void begin_wait(int peer, std::string_view phase, uint64_t step) override;
+  // For several peers at once, by bits of their ranks: each must still be in the group.
+  void begin_wait_for_all(uint64_t peers, std::string_view phase, uint64_t step);
   std::optional<Error> poll() override;
   std::optional<Error> tick(Nanoseconds waited) override;
   // A rank that has died without leaving first; costs system calls.
@@ -44,8 +46,7 @@ class Watch final : public cpu::PeerWaitObserver {
  private:
   std::optional<Error> find_abort() const;
   bool has_departed(int peer) const;
-  // Nobody that this rank waits for will come any more.
-  bool are_awaited_gone() const;
+  std::optional<Error> find_departure() const;
   std::string awaited() const;
   void warn_about_stall(Nanoseconds waited);
 
@@ -56,7 +57,8 @@ class Watch final : public cpu::PeerWaitObserver {
   std::string_view collective_;
   uint64_t epoch_ = 0;
   bool lets_signals_through_ = false;
-  int peer_ = 0;
+  int peer_ = 0;         // whom errors name
+  uint64_t needed_ = 0;  // bits of the ranks that must not leave; none: not all others may
   std::string_view phase_;
   uint64_t step_ = 0;
   Nanoseconds next_interrupt_check_{0};  // measured from the start of the wait

@@ -267,8 +267,14 @@ void child_closes_its_queue() {
 
 void child_queues_work_of_its_own() {
   ProgressQueue queue;
-  std::atomic<bool> may_end{false};
-  queue.enqueue([&] { may_end.wait(false); });
+  std::atomic<bool> has_begun{false}, may_end{false};
+  queue.enqueue([&] {
+    has_begun = true;
+    may_end.wait(false);
+  });
+  // A thread that starts allocates, and AddressSanitizer's allocator does not survive a fork in the
+  // middle of that, as glibc's does.
+  while (!has_begun) std::this_thread::yield();
   const pid_t child = start_process([] {
     int sum = 0;
     ProgressQueue own_queue;
