@@ -211,7 +211,8 @@ PYBIND11_MODULE(_C, module) {
           "all_reduce_future",
           [](TensorCommunicator& self, const at::Tensor& tensor, std::string_view op,
              OptionalDType wire_dtype) {
-            const auto options = parse_all_reduce_options(op, "auto", wire_dtype, std::nullopt);
+            const auto options =
+                parse_all_reduce_options(op, "auto", wire_dtype, std::nullopt, std::nullopt);
             return std::make_shared<torch::jit::PythonFutureWrapper>(
                 self.all_reduce(tensor, options, Launch::kAsync)->hook_future());
           },

@@ -107,6 +107,7 @@ def contract(
     wire_dtype: torch.dtype | None = None,
     hop_dtype: torch.dtype | None = None,
     first_rank: int = 0,
+    group_size: int | None = None,
 ) -> torch.Tensor:
     """By the numeric contract: one rounding in, ascending rank in the accumulate dtype, one out.
 
@@ -116,6 +117,7 @@ def contract(
         wire_dtype: None is the tensors' own.
         hop_dtype: what partial sums are rounded to on the way; None is the accumulate dtype.
         first_rank: whose contribution the sum starts with; only a ring starts elsewhere than at 0.
+        group_size: so many ranks are summed first, then the sums; None is all in one group.
     """
     dtype = inputs[0].dtype
     inputs = [*inputs[first_rank:], *inputs[:first_rank]]
@@ -127,12 +129,16 @@ def contract(
         values = [to_numpy(tensor) for tensor in inputs]
         if wire != dtype:
             values = [round_to(contribution, wire) for contribution in values]
-        total, *others = [contribution.astype(accumulate) for contribution in values]
-        for i, other in enumerate(others):
-            total = _FLOAT_OPS[op](total, other)
-            is_last = i == len(others) - 1
-            if hop_dtype is not None and not is_last:
+        values = [contribution.astype(accumulate) for contribution in values]
+
+        def add(total: Array, other: Array) -> Array:
+            if hop_dtype is not None:
                 total = round_to(total, hop_dtype).astype(accumulate)
+            return _FLOAT_OPS[op](total, other)
+
+        group_size = group_size or len(values)
+        groups = [values[i : i + group_size] for i in range(0, len(values), group_size)]
+        total = functools.reduce(add, [functools.reduce(add, group) for group in groups])
         if op == "avg":
             total = total / accumulate(len(inputs))
         return _tensor(round_to(round_to(total, wire), dtype), dtype)

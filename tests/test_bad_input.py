@@ -163,9 +163,9 @@ CASES: dict[str, Case] = {
         ("rota.all_reduce", "op", "twice"),
     ),
     "too-many": Case(
-        lambda c: c.all_reduce(floats(), "sum", "auto", None, None, False, 7),
+        lambda c: c.all_reduce(floats(), "sum", "auto", None, None, False, None, 8),
         "TypeError",
-        ("rota.all_reduce", "7", "6"),
+        ("rota.all_reduce", "8", "7"),
     ),
     "not-made": Case(
         lambda c: rota.Communicator.all_reduce(
@@ -186,6 +186,27 @@ CASES: dict[str, Case] = {
         lambda c: c.all_reduce(floats(), algorithm="ring", hop_dtype=torch.bfloat16),
         "TypeError",
         ("rota.all_reduce", "hop_dtype", "bfloat16", "float32"),
+    ),
+    "groups-of-unequal-size": Case(
+        lambda c: c.all_reduce(floats(), group_size=3),
+        "ValueError",
+        ("rota.all_reduce", "group_size is 3", "divisor of world_size 2"),
+    ),
+    "groups-of-none": Case(
+        lambda c: c.all_reduce(floats(), group_size=0), "ValueError", ("rota.all_reduce", "is 0")
+    ),
+    "groups-of-too-many": Case(
+        lambda c: c.all_reduce(floats(), group_size=-(1 << 80)), "ValueError", ("group_size is -9",)
+    ),
+    "group-as-bool": Case(
+        lambda c: c.all_reduce(floats(), group_size=True),
+        "TypeError",
+        ("rota.all_reduce", "group_size", "bool", "int"),
+    ),
+    "groups-in-a-ring": Case(
+        lambda c: c.all_reduce(floats(), algorithm="ordered_ring", group_size=2),
+        "ValueError",
+        ("rota.all_reduce", "ordered_ring", "group_size", "two_shot"),
     ),
     # ---- broadcast
     "negative-root": Case(

@@ -174,6 +174,18 @@ def test_mismatch_of_wire_names_it() -> None:
         assert all("wire float16" in text for _, text in errors)
 
 
+def sum_in_other_groups(rank: Rank) -> tuple[str, str]:
+    communicator = rank.communicator()
+    group_size = 2 if rank.rank == ODD_RANK else None
+    return error_of(lambda: communicator.all_reduce(torch.ones(8), group_size=group_size))
+
+
+def test_mismatch_of_group_size_names_it() -> None:
+    for error, text in run_ranks(4, sum_in_other_groups):
+        assert error == "Mismatch"
+        assert "rank 1 called all_reduce(sum, float32[8], one_shot, groups of 2)" in text
+
+
 def move_unnamed_dtypes(
     rank: Rank, first: tuple[torch.dtype, int], second: tuple[torch.dtype, int]
 ) -> tuple[str, str]:

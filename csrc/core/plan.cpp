@@ -25,6 +25,10 @@ void check_factor(const Call& call, std::string_view what, float factor) {
          join(what, " is ", factor, ", expected a positive number in float32's normal range"));
 }
 
+bool adds_one_by_one(schedule::Algorithm algorithm) {
+  return algorithm == schedule::Algorithm::kRing || algorithm == schedule::Algorithm::kOrderedRing;
+}
+
 }  // namespace
 
 Call Planner::all_reduce(DType dtype, uint64_t num_elems, const AllReduceOptions& options) const {
@@ -56,8 +60,26 @@ Call Planner::all_reduce(DType dtype, uint64_t num_elems, const AllReduceOptions
            join("hop_dtype ", name(call.hop), "; expected ", name(accumulate),
                 " (the accumulate dtype) or ", name(wire), " (the wire dtype)"));
   }
+  call.group_size = group_size(call, options);
   choose_algorithm(call, options.algorithm);
   return call;
+}
+
+// 0 where groups change nothing.
+int Planner::group_size(const Call& call, const AllReduceOptions& options) const {
+  if (!options.group_size) return 0;
+  const int64_t num_ranks = *options.group_size;
+  if (num_ranks < 1 || world_size_ % num_ranks != 0) {
+    refuse(call, ErrorKind::kValue,
+           join("group_size is ", num_ranks, ", expected a divisor of world_size ", world_size_));
+  }
+  if (options.algorithm && adds_one_by_one(*options.algorithm)) {
+    refuse(
+        call, ErrorKind::kValue,
+        join("algorithm='", name(*options.algorithm), "' adds ranks one after another and takes ",
+             "no group_size; use 'one_shot', 'two_shot' or 'auto'"));
+  }
+  return num_ranks == 1 || num_ranks == world_size_ ? 0 : static_cast<int>(num_ranks);
 }
 
 Call Planner::reduce_bucket(DType dtype, uint64_t num_elems, const BucketOptions& options) const {
@@ -143,6 +165,7 @@ schedule::Algorithm Planner::choose_on_gpu(const Call& call,
       gpu_->tuning, world_size_, call.wire.num_bytes(call.num_elems), most_packet_bytes);
   for (const Algorithm algorithm :
        {fastest, Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kOrderedRing}) {
+    if (call.group_size != 0 && adds_one_by_one(algorithm)) continue;
     if (!gpu_->why_not(algorithm, call.wire)) return algorithm;
   }
   return fastest;

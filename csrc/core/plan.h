@@ -17,6 +17,7 @@ struct AllReduceOptions {
   std::optional<schedule::Algorithm> algorithm;  // none: auto
   std::optional<DType> wire;                     // none: the tensor's dtype
   std::optional<DType> hop;                      // none: the accumulate dtype; only for ring
+  std::optional<int64_t> group_size;             // none: no groups
 };
 
 struct BucketOptions {
@@ -52,6 +53,8 @@ class Planner {
   void choose_algorithm(Call& call, std::optional<schedule::Algorithm> requested) const;
   schedule::Algorithm choose_on_gpu(const Call& call,
                                     std::optional<schedule::Algorithm> requested) const;
+
+  int group_size(const Call& call, const AllReduceOptions& options) const;
 
   int world_size_;
   std::optional<Gpu> gpu_;  // none: for the CPU

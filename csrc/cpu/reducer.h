@@ -38,8 +38,8 @@ class Reducer {
   void pack(const schedule::Range& range, const WirePlace& wire) const;
   // Wire -> tensor, exact.
   void unpack(const WirePlace& wire, const schedule::Range& range) const;
-  // Sums every rank's contribution in ascending order; the result goes to the tensor and to each of
-  // wire_outs, which may be among srcs.
+  // Sums every rank's contribution in ascending order, group by group where there are groups; the
+  // result goes to the tensor and to each of wire_outs, which may be among srcs.
   void reduce(const WirePlace* srcs, const schedule::Range& range,
               std::span<const WirePlace> wire_outs) const;
 
@@ -54,6 +54,7 @@ class Reducer {
   // The tensor itself is a source in the wire dtype.
   bool is_plain() const { return dtype_ == wire_.dtype; }
   std::byte* data(uint64_t elem) const { return data_ + elem * info(dtype_).num_bytes; }
+  void reduce_block(const void* const* srcs, void* dst, size_t num_elems) const;
   void widen_contribution(const schedule::Range& range, std::byte* hop) const;
 
   std::byte* data_;
@@ -61,6 +62,7 @@ class Reducer {
   WireFormat wire_;
   DType hop_;
   int world_size_;
+  int group_size_;
   const ElementLoops& loops_;
   ReduceFn reduce_wire_;  // complete sums of wire elements
   ReduceFn add_hop_;      // partial sums of hop elements: never divides

@@ -40,6 +40,7 @@ Call Call::from_words(const Words& words) {
           .hop = enum_at<DType>(packed, 32, kNumDTypes),
           .algorithm = enum_at<schedule::Algorithm>(packed, 40, schedule::kAlgorithmNames.size()),
           .root = static_cast<int>(words[2]),
+          .group_size = static_cast<int>(words[2] >> 32),
           .num_elems = words[1],
           .pass = {.contribution_factor = float_at(words[3], 0),
                    .divisor = float_at(words[3], 32),
@@ -62,6 +63,7 @@ std::string Call::to_string() const {
       std::string text = join(kind_name(), '(', name(op), ", ", tensor, ", ", name(algorithm));
       if (wire.dtype != dtype) text += wire_text(wire);
       if (hop != info(wire.dtype).accumulate) text += join(", hop ", name(hop));
+      if (group_size != 0) text += join(", groups of ", group_size);
       return text + ')';
     }
     case CollectiveKind::kReduceBucket: {

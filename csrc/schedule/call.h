@@ -54,6 +54,7 @@ struct Call {
   DType hop = DType::kUInt8;       // what rings pass partial sums on in
   schedule::Algorithm algorithm = schedule::Algorithm::kOneShot;
   int root = 0;            // of a broadcast
+  int group_size = 0;      // ranks that are summed before the sums of groups are; 0: no groups
   uint64_t num_elems = 0;  // of the rank's tensor; of the input, where there is an output apart
   BucketPass pass;
 
@@ -74,7 +75,7 @@ struct Call {
                 static_cast<uint64_t>(wire.is_block_scaled) << 48 |
                 static_cast<uint64_t>(pass.stochastic_seed.has_value()) << 56,
             num_elems,
-            static_cast<uint64_t>(root),
+            static_cast<uint32_t>(root) | static_cast<uint64_t>(group_size) << 32,
             bits_of(pass.contribution_factor) | bits_of(pass.divisor) << 32,
             bits_of(pass.result_factor) | static_cast<uint64_t>(pass.has_residual) << 32,
             pass.stochastic_seed.value_or(0)};

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <string_view>
 
 #include "tensor/errors.h"
@@ -18,9 +19,18 @@ namespace {
 
 namespace py = pybind11;
 
-enum Parameter { kTensor, kOp, kAlgorithm, kWireDtype, kHopDtype, kAsyncOp, kNumParameters };
-constexpr std::array<const char*, kNumParameters> kNames = {"tensor",     "op",        "algorithm",
-                                                            "wire_dtype", "hop_dtype", "async_op"};
+enum Parameter {
+  kTensor,
+  kOp,
+  kAlgorithm,
+  kWireDtype,
+  kHopDtype,
+  kAsyncOp,
+  kGroupSize,
+  kNumParameters
+};
+constexpr std::array<const char*, kNumParameters> kNames = {
+    "tensor", "op", "algorithm", "wire_dtype", "hop_dtype", "async_op", "group_size"};
 
 using Arguments = std::array<PyObject*, kNumParameters>;  // borrowed; null where left out
 
@@ -84,6 +94,17 @@ std::optional<at::ScalarType> dtype(const Arguments& arguments, Parameter parame
   return reinterpret_cast<THPDtype*>(argument)->scalar_type;
 }
 
+std::optional<int64_t> integer(const Arguments& arguments, Parameter parameter) {
+  PyObject* argument = arguments[parameter];
+  if (argument == nullptr || argument == Py_None) return std::nullopt;
+  if (!PyLong_Check(argument) || PyBool_Check(argument)) {
+    refuse(parameter, "int or None", argument);
+  }
+  int overflow = 0;
+  const int64_t value = PyLong_AsLongLongAndOverflow(argument, &overflow);
+  return overflow != 0 ? overflow * std::numeric_limits<int64_t>::max() : value;
+}
+
 Launch launch_mode(const Arguments& arguments) {
   PyObject* argument = arguments[kAsyncOp];
   if (argument == nullptr || argument == Py_False) return Launch::kBlocking;
@@ -110,7 +131,8 @@ PyObject* all_reduce(PyObject* self, PyObject* const* args, Py_ssize_t num_args,
       const at::Tensor& tensor = THPVariable_Unpack(arguments[kTensor]);
       const auto options =
           parse_all_reduce_options(text(arguments, kOp, "sum"), text(arguments, kAlgorithm, "auto"),
-                                   dtype(arguments, kWireDtype), dtype(arguments, kHopDtype));
+                                   dtype(arguments, kWireDtype), dtype(arguments, kHopDtype),
+                                   integer(arguments, kGroupSize));
       const Launch mode = launch_mode(arguments);
       WorkRef work;
       {
@@ -133,7 +155,7 @@ PyMethodDef all_reduce_def = {
     METH_FASTCALL | METH_KEYWORDS,
     // Up to the dashes it is the signature, as inspect and help() read it.
     "all_reduce($self, tensor, op='sum', algorithm='auto', wire_dtype=None, hop_dtype=None, "
-    "async_op=False)\n--\n\n"
+    "async_op=False, group_size=None)\n--\n\n"
     "Reduces tensor over all ranks, in place; rota/_C/__init__.pyi has the whole contract."};
 
 }  // namespace

@@ -40,12 +40,14 @@ ReduceOp parse_op(std::string_view op) {
 
 AllReduceOptions parse_all_reduce_options(std::string_view op, std::string_view algorithm,
                                           std::optional<at::ScalarType> wire_dtype,
-                                          std::optional<at::ScalarType> hop_dtype) {
+                                          std::optional<at::ScalarType> hop_dtype,
+                                          std::optional<int64_t> group_size) {
   return with_python_errors([&]() -> AllReduceOptions {
     return {.op = parse_op(op),
             .algorithm = parse_algorithm("all_reduce", algorithm),
             .wire = optional_dtype(wire_dtype, "wire_dtype"),
-            .hop = optional_dtype(hop_dtype, "hop_dtype")};
+            .hop = optional_dtype(hop_dtype, "hop_dtype"),
+            .group_size = group_size};
   });
 }
 

@@ -6,7 +6,6 @@ marked torch_kernels, nothing here has torch compute on the GPU, so they run on 
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 import ranks
 import rota
-from oracle import assert_same, round_to, to_numpy
+from oracle import assert_same
 
 DEVICE = torch.device("cuda", 0)
 # A simulated GPU computes on the CPU.
@@ -58,19 +57,6 @@ def check_each(
     for rank, one in enumerate(guarded):
         wanted = expected if isinstance(expected, torch.Tensor) else expected[rank]
         assert_same(one.get(f"{case}, rank {rank}"), wanted, f"{case}, rank {rank}")
-
-
-def grouped_sum(inputs: Sequence[torch.Tensor], op: str, group_size: int) -> torch.Tensor:
-    """Sums in ascending rank inside each group, then over the groups, in the accumulate dtype."""
-    dtype = inputs[0].dtype
-    accumulate = "float64" if dtype == torch.float64 else "float32"
-    values = [to_numpy(tensor).astype(accumulate) for tensor in inputs]
-    groups = [values[i : i + group_size] for i in range(0, len(values), group_size)]
-    totals = [functools.reduce(lambda a, b: a + b, group) for group in groups]
-    total = functools.reduce(lambda a, b: a + b, totals)
-    if op == "avg":
-        total = total / total.dtype.type(len(inputs))
-    return torch.from_numpy(round_to(total, dtype)).to(dtype)
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: object) -> list[Any]:

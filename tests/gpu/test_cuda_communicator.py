@@ -90,6 +90,22 @@ def test_cuda_all_reduce_with_a_wire_dtype_gives_the_bits_of_the_cpu(world_size:
     run_ranks(world_size, reduce_with_wires)
 
 
+def reduce_in_groups(rank: Rank) -> None:
+    comm = connect(rank)
+    for dtype in (torch.float16, torch.float32, torch.int32):
+        for algorithm in ("auto", "low_latency", "one_shot", "two_shot"):
+            size = 1025
+            source = random_inputs(rank.world_size, size, dtype)[rank.rank]
+            case = f"{name_of(dtype)} {algorithm}"
+            same_on_both(comm, source, case, algorithm, op="sum", group_size=2)
+    source = random_inputs(rank.world_size, 5001, torch.float32)[rank.rank]
+    same_on_both(comm, source, "wire", "auto", op="avg", wire_dtype=torch.float16, group_size=2)
+
+
+def test_cuda_all_reduce_in_groups_gives_the_bits_of_the_cpu() -> None:
+    run_ranks(4, reduce_in_groups)
+
+
 def move(rank: Rank) -> None:
     comm = connect(rank)
     for dtype in (torch.float32, torch.float16, torch.int64, torch.bool):

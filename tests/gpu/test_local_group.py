@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rota
-from on_gpu import DEVICE, MAX_LOW_LATENCY_BYTES, SIZES, Guarded, capture, check_each, grouped_sum
+from on_gpu import DEVICE, MAX_LOW_LATENCY_BYTES, SIZES, Guarded, capture, check_each
 from oracle import (
     DTYPES,
     FLOAT8_DTYPES,
@@ -143,7 +143,7 @@ def test_local_all_reduce_in_groups_sums_groups_first(
             guarded = [Guarded(tensor) for tensor in inputs]
             tensors = [one.tensor for one in guarded]
             group_of(4).all_reduce(tensors, op, algorithm, group_size=group_size)
-            expected = grouped_sum(inputs, op, group_size)
+            expected = contract(inputs, op, group_size=group_size)
             check_each(guarded, expected, f"{op} {algorithm} size {size} groups of {group_size}")
 
 

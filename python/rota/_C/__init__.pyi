@@ -171,6 +171,7 @@ class Communicator:
         wire_dtype: torch.dtype | None = None,
         hop_dtype: torch.dtype | None = None,
         async_op: Literal[False] = False,
+        group_size: int | None = None,
     ) -> None:
         """Reduces `tensor` over all ranks, in place, with the same bits on every rank.
 
@@ -194,6 +195,10 @@ class Communicator:
                 None is the accumulate dtype.
             async_op: return a Work at once; leave the tensor alone until the work is done. For a
                 CUDA tensor its wait() makes the current stream wait.
+            group_size: a divisor of the world size. The sum of each group of so many consecutive
+                ranks is formed first, then those sums are added, all in the accumulate dtype: the
+                order of a hierarchical all-reduce over hosts of so many ranks, with its bits. Not
+                with the rings. None, 1 and the world size are the plain ascending order.
         """
 
     @overload
@@ -206,6 +211,7 @@ class Communicator:
         hop_dtype: torch.dtype | None = None,
         *,
         async_op: Literal[True],
+        group_size: int | None = None,
     ) -> dist.Work: ...
     def all_reduce_future(
         self, tensor: torch.Tensor, op: str, wire_dtype: torch.dtype | None
