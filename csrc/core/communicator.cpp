@@ -14,14 +14,6 @@
 namespace rota {
 namespace {
 
-std::vector<const Flag*> peers_sleeping(const transport::Transport& transport) {
-  std::vector<const Flag*> flags;
-  for (int peer = 0; peer < transport.world_size(); ++peer) {
-    if (peer != transport.rank()) flags.push_back(&transport.region(peer).control().sleeping);
-  }
-  return flags;
-}
-
 std::vector<int> ranks_below(int world_size) {
   std::vector<int> ranks(static_cast<size_t>(world_size));
   std::iota(ranks.begin(), ranks.end(), 0);
@@ -33,7 +25,8 @@ std::vector<int> ranks_below(int world_size) {
 Communicator::Communicator(std::unique_ptr<transport::Transport> transport, Nanoseconds timeout,
                            std::function<void()> check_interrupt)
     : transport_(std::move(transport)),
-      waiter_(&transport_->own_control().sleeping, peers_sleeping(*transport_)),
+      waiter_(&transport_->own_control().sleeping,
+              transport_->peers_flags(&transport::ControlBlock::sleeping)),
       watch_(*transport_, timeout, check_interrupt),
       wait_policy_(WaitPolicy::for_ranks(transport_->world_size())),
       everyone_(ranks_below(transport_->world_size())),

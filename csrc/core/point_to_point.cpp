@@ -37,22 +37,11 @@ void check_header(const Header& header, int source) {
                                          " is damaged; does another program write to its memory?"));
 }
 
-std::string_view call_name(bool is_send) { return is_send ? "send" : "recv"; }
-
 std::string text_of(const Message& message) {
   return join("(", name(message.dtype), '[', message.num_elems, "], tag ", message.tag, ')');
 }
 
 Nanoseconds now() { return Clock::now().time_since_epoch(); }
-
-std::vector<const Flag*> peers_sleeping(const transport::Transport& transport) {
-  std::vector<const Flag*> flags;
-  for (int peer = 0; peer < transport.world_size(); ++peer) {
-    if (peer == transport.rank()) continue;
-    flags.push_back(&transport.region(peer).control().sleeping_on_links);
-  }
-  return flags;
-}
 
 // Every group of this process that is not closed. Whoever holds the mutex waits for no other.
 struct Living {
@@ -110,7 +99,8 @@ PointToPoint::PointToPoint(Communicator& communicator, transport::Transport& tra
     : communicator_(communicator),
       transport_(transport),
       check_interrupt_(std::move(check_interrupt)),
-      waiter_(&transport.own_control().sleeping_on_links, peers_sleeping(transport)),
+      waiter_(&transport.own_control().sleeping_on_links,
+              transport.peers_flags(&transport::ControlBlock::sleeping_on_links)),
       policy_(WaitPolicy::for_ranks(transport.world_size())),
       links_(transport, waiter_),
       sends_(static_cast<size_t>(transport.world_size())),
@@ -123,25 +113,26 @@ PointToPoint::PointToPoint(Communicator& communicator, transport::Transport& tra
 
 RequestRef PointToPoint::send(const void* data, const Message& message, int peer, OnDone on_done) {
   // Only read: the request of a send writes nothing to its data.
-  return start(Kind::kSend, const_cast<void*>(data), message, peer, std::move(on_done));
+  return start(Direction::kSend, const_cast<void*>(data), message, peer, std::move(on_done));
 }
 
 RequestRef PointToPoint::recv(void* data, const Message& message, int peer, OnDone on_done) {
-  return start(Kind::kRecv, data, message, peer, std::move(on_done));
+  return start(Direction::kRecv, data, message, peer, std::move(on_done));
 }
 
-RequestRef PointToPoint::start(Kind kind, void* data, const Message& message, int peer,
+RequestRef PointToPoint::start(Direction direction, void* data, const Message& message, int peer,
                                OnDone on_done) {
-  const std::string_view call = call_name(kind == Kind::kSend);
+  const std::string_view call = name(direction);
   communicator_.check_usable(call);
-  const bool is_any = kind == Kind::kRecv && peer == kAnyRank && transport_.world_size() > 1;
+  const bool is_any =
+      direction == Direction::kRecv && peer == kAnyRank && transport_.world_size() > 1;
   if (!is_any && (peer < 0 || peer >= transport_.world_size() || peer == transport_.rank())) {
     throw Error(ErrorKind::kValue, join("rota.", call, ": the peer is ", peer,
                                         ", expected another rank than the own, ", transport_.rank(),
                                         ", in [0, ", transport_.world_size(), ")"));
   }
   auto request = std::make_shared<Request>();
-  request->is_send_ = kind == Kind::kSend;
+  request->direction_ = direction;
   request->peer_ = peer;
   request->message_ = message;
   request->data_ = static_cast<std::byte*>(data);
@@ -153,7 +144,7 @@ RequestRef PointToPoint::start(Kind kind, void* data, const Message& message, in
     request->number_ = ++num_requests_;
     ++num_unfinished_;
     try {
-      if (kind == Kind::kSend) {
+      if (direction == Direction::kSend) {
         sends_[static_cast<size_t>(peer)].push_back(request);
         links_.open(peer);
       } else if (!take_early(request, done)) {
@@ -174,7 +165,7 @@ bool PointToPoint::test(const Request& request) {
     const std::lock_guard lock(mutex_);
     try {
       move(done);
-      if (!request.is_done()) communicator_.check_usable(call_name(request.is_send_));
+      if (!request.is_done()) communicator_.check_usable(name(request.direction_));
     } catch (const Error& error) {
       fail(error, done);
     }
@@ -193,7 +184,7 @@ bool PointToPoint::wait(const Request& request, CallerThread thread,
 bool PointToPoint::wait_until_done(const Request& request, CallerThread thread,
                                    std::optional<Nanoseconds> patience) {
   Watch watch(transport_, communicator_.timeout(), check_interrupt_);
-  watch.begin_collective(call_name(request.is_send_), request.number_,
+  watch.begin_collective(name(request.direction_), request.number_,
                          /*lets_signals_through=*/thread == CallerThread::kUser);
   Observer observer(watch, request, patience);
   const TagText phase(request.message_.tag);

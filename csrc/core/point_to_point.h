@@ -22,6 +22,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "base/dtype.h"
@@ -34,6 +35,11 @@
 namespace rota {
 
 class Communicator;
+
+enum class Direction { kSend, kRecv };
+constexpr std::string_view name(Direction direction) {
+  return direction == Direction::kSend ? "send" : "recv";
+}
 
 // What both ends say of a message, and compare.
 struct Message {
@@ -56,7 +62,7 @@ class Request {
  private:
   friend class PointToPoint;
 
-  bool is_send_ = false;
+  Direction direction_ = Direction::kSend;
   int peer_ = 0;  // kAnyRank until a message matches
   Message message_{};
   std::byte* data_ = nullptr;
@@ -108,7 +114,6 @@ class PointToPoint {
   void close();
 
  private:
-  enum class Kind { kSend, kRecv };
   // A message that came before its recv.
   struct Early {
     int source;
@@ -142,7 +147,8 @@ class PointToPoint {
                        std::optional<Nanoseconds> patience);
   void attend_all();
   bool step_in(std::unique_lock<std::mutex>& lock);
-  RequestRef start(Kind kind, void* data, const Message& message, int peer, OnDone on_done);
+  RequestRef start(Direction direction, void* data, const Message& message, int peer,
+                   OnDone on_done);
 
   // Those below are called with mutex_ held. What has ended is appended to `done`, and reported
   // once the mutex is free: what on_done calls may call back.

@@ -11,10 +11,6 @@ Packed::Content content(Direction direction) {
 
 }  // namespace
 
-std::string_view name(Direction direction) {
-  return direction == Direction::kSend ? "send" : "recv";
-}
-
 RequestWork::RequestWork(Direction direction, std::shared_ptr<Communicator> communicator,
                          const at::Tensor& tensor, std::function<void()> check_interrupt)
     : HostWork(communicator->rank(),

@@ -10,9 +10,6 @@
 
 namespace rota::tensors {
 
-enum class Direction { kSend, kRecv };
-std::string_view name(Direction direction);
-
 class RequestWork final : public HostWork {
  public:
   // Starts the request, which then goes on whether or not anybody waits; a blocking one is done

@@ -18,6 +18,14 @@ class Transport {
   const Geometry& geometry() const { return geometry_; }
   const Region& region(int rank) const { return regions_[static_cast<size_t>(rank)]; }
   const Region& own() const { return region(rank_); }
+  // One word of each peer.
+  std::vector<const Flag*> peers_flags(Flag ControlBlock::* word) const {
+    std::vector<const Flag*> flags;
+    for (int peer = 0; peer < world_size(); ++peer) {
+      if (peer != rank_) flags.push_back(&(region(peer).control().*word));
+    }
+    return flags;
+  }
   // This rank is its only writer.
   ControlBlock& own_control() const { return const_cast<ControlBlock&>(own().control()); }
 
