@@ -25,7 +25,7 @@ void check_factor(const Call& call, std::string_view what, float factor) {
          join(what, " is ", factor, ", expected a positive number in float32's normal range"));
 }
 
-bool adds_one_by_one(schedule::Algorithm algorithm) {
+bool is_ring(schedule::Algorithm algorithm) {
   return algorithm == schedule::Algorithm::kRing || algorithm == schedule::Algorithm::kOrderedRing;
 }
 
@@ -73,7 +73,7 @@ int Planner::group_size(const Call& call, const AllReduceOptions& options) const
     refuse(call, ErrorKind::kValue,
            join("group_size is ", num_ranks, ", expected a divisor of world_size ", world_size_));
   }
-  if (options.algorithm && adds_one_by_one(*options.algorithm)) {
+  if (options.algorithm && is_ring(*options.algorithm)) {
     refuse(
         call, ErrorKind::kValue,
         join("algorithm='", name(*options.algorithm), "' adds ranks one after another and takes ",
@@ -165,7 +165,7 @@ schedule::Algorithm Planner::choose_on_gpu(const Call& call,
       gpu_->tuning, world_size_, call.wire.num_bytes(call.num_elems), most_packet_bytes);
   for (const Algorithm algorithm :
        {fastest, Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kOrderedRing}) {
-    if (call.group_size != 0 && adds_one_by_one(algorithm)) continue;
+    if (call.group_size != 0 && is_ring(algorithm)) continue;
     if (!gpu_->why_not(algorithm, call.wire)) return algorithm;
   }
   return fastest;

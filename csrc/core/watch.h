@@ -29,7 +29,7 @@ class Watch final : public cpu::PeerWaitObserver {
   // lets_signals_through: false on the progress thread, where Python delivers none.
   void begin_collective(std::string_view collective, uint64_t epoch, bool lets_signals_through);
   void begin_wait(int peer, std::string_view phase, uint64_t step) override;
-  // For several peers at once, by bits of their ranks: each must still be in the group.
+  // For several peers at once, by bits of their ranks: none may leave; if there are none, not all.
   void begin_wait_for_all(uint64_t peers, std::string_view phase, uint64_t step);
   std::optional<Error> poll() override;
   std::optional<Error> tick(Nanoseconds waited) override;

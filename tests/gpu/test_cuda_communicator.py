@@ -94,8 +94,7 @@ def reduce_in_groups(rank: Rank) -> None:
     comm = connect(rank)
     for dtype in (torch.float16, torch.float32, torch.int32):
         for algorithm in ("auto", "low_latency", "one_shot", "two_shot"):
-            size = 1025
-            source = random_inputs(rank.world_size, size, dtype)[rank.rank]
+            source = random_inputs(rank.world_size, 1025, dtype)[rank.rank]
             case = f"{name_of(dtype)} {algorithm}"
             same_on_both(comm, source, case, algorithm, op="sum", group_size=2)
     source = random_inputs(rank.world_size, 5001, torch.float32)[rank.rank]
