@@ -85,8 +85,8 @@ class PointToPoint {
   ~PointToPoint() { close(); }
 
   // Each starts a request, moves what can be moved at once, and returns without waiting. The memory
-  // must stay until the request is done; on_done is called once then, by any thread, with no lock
-  // held. Throw Error(kValue) for a bad peer, and the error that the group has died of.
+  // must stay until the request is done; on_done is called once, soon after, by any thread, with no
+  // lock held. Throw Error(kValue) for a bad peer, and the error that the group has died of.
   RequestRef send(const void* data, const Message& message, int peer, OnDone on_done = {});
   // peer: kAnyRank takes the first message with this tag, whoever sent it.
   RequestRef recv(void* data, const Message& message, int peer, OnDone on_done = {});
