@@ -265,15 +265,18 @@ void a_peer_that_is_none_is_refused() {
 RanksOptions with_timeout(milliseconds timeout) { return {.timeout = timeout}; }
 
 void a_send_that_nobody_receives_names_who_was_awaited() {
-  std::atomic<bool> is_over{false};
+  std::atomic<bool> is_closed{false}, is_over{false};
   run_ranks(
       2,
       [&](Communicator& communicator) {
         if (communicator.rank() == 1) {
           // Ranks share this process, and who waits moves the messages of all its groups.
           communicator.point_to_point().close();
+          is_closed = true;
+          is_closed.notify_all();
           return is_over.wait(false);
         }
+        is_closed.wait(false);
         const Error error = expect_error(
             ErrorKind::kTimeout, [&] { send(communicator, content(0, 1, 2 * kLinkBytes), 1, 3); });
         check_contains(error.what(), "rota.send: rank 0/2 waited");
