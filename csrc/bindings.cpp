@@ -200,7 +200,7 @@ PYBIND11_MODULE(_C, module) {
   communicator
       .def(py::init([](const StorePtr& store, int rank, int world_size,
                        std::chrono::milliseconds timeout, size_t slot_bytes) {
-             return TensorCommunicator::connect(store, rank, world_size,
+             return TensorCommunicator::make(store, rank, world_size,
                                                 make_options(timeout, slot_bytes));
            }),
            py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("timeout"),
@@ -287,11 +287,13 @@ PYBIND11_MODULE(_C, module) {
                                                                      backend)
       .def(py::init([](const StorePtr& store, int rank, int world_size,
                        std::chrono::milliseconds timeout, size_t slot_bytes,
-                       ProcessGroupRota::MakeDelegate make_delegate) {
-             return c10::make_intrusive<ProcessGroupRota>(store, rank, world_size,
-                                                          make_options(timeout, slot_bytes),
+                       bool connects_at_first_use, ProcessGroupRota::MakeDelegate make_delegate) {
+             TensorCommunicatorOptions options = make_options(timeout, slot_bytes);
+             options.connects_at_first_use = connects_at_first_use;
+             return c10::make_intrusive<ProcessGroupRota>(store, rank, world_size, options,
                                                           std::move(make_delegate));
            }),
            py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("timeout"),
-           py::arg("slot_bytes"), py::arg("make_delegate"), ReleaseGil());
+           py::arg("slot_bytes"), py::arg("connects_at_first_use"), py::arg("make_delegate"),
+           ReleaseGil());
 }

@@ -48,7 +48,7 @@ ProcessGroupRota::ProcessGroupRota(const c10::intrusive_ptr<::c10d::Store>& stor
                                    int world_size, const TensorCommunicatorOptions& options,
                                    MakeDelegate make_delegate)
     : DelegatingBackend(rank, world_size, std::move(make_delegate)),
-      communicator_(TensorCommunicator::connect(store, rank, world_size, options)) {}
+      communicator_(TensorCommunicator::make(store, rank, world_size, options)) {}
 
 WorkPtr ProcessGroupRota::done_if_null(WorkRef work, OpType op_type, at::TensorList results) {
   if (work) return work;

@@ -14,7 +14,7 @@ using namespace tensors;  // NOLINT: the layer below, whose calls these are
 
 class ProcessGroupRota final : public DelegatingBackend {
  public:
-  // Collective: blocks until all ranks have connected through the store.
+  // As TensorCommunicator::make().
   ProcessGroupRota(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int world_size,
                    const TensorCommunicatorOptions& options, MakeDelegate make_delegate);
 

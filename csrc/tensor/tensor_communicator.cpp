@@ -3,8 +3,8 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <iostream>
-#include <mutex>
 
+#include "base/fork_generation.h"
 #include "base/limits.h"
 #include "cuda/device_info.h"
 #include "tensor/connect_gpus.h"
@@ -12,8 +12,6 @@
 #include "tensor/gil.h"
 #include "tensor/staging_collectives.h"
 #include "tensor/tensor_checks.h"
-#include "tensor/torch_store.h"
-#include "transport/shared_memory.h"
 
 namespace rota::tensors {
 namespace {
@@ -33,21 +31,6 @@ transport::Geometry make_geometry(size_t slot_bytes) {
   return {.message_bytes = kMessageBytes, .slot_bytes = slot_bytes};
 }
 
-std::shared_ptr<Communicator> connect_ranks(const c10::intrusive_ptr<::c10d::Store>& store,
-                                            int rank, int world_size,
-                                            const TensorCommunicatorOptions& options) {
-  if (world_size > kMaxWorldSize) {
-    throw Error(ErrorKind::kValue, join("rota.Communicator: world_size is ", world_size,
-                                        ", expected at most ", kMaxWorldSize, " on one host"));
-  }
-  TorchStore torch_store(store);
-  return std::make_shared<Communicator>(
-      transport::SharedMemoryTransport::connect(torch_store, rank, world_size,
-                                                make_geometry(options.slot_bytes), options.timeout,
-                                                options.check_interrupt),
-      options.timeout, options.check_interrupt);
-}
-
 struct Living {
   std::mutex mutex;
   std::vector<std::weak_ptr<TensorCommunicator>> communicators;
@@ -60,12 +43,12 @@ Living& all_living() {
 
 }  // namespace
 
-std::shared_ptr<TensorCommunicator> TensorCommunicator::connect(
+std::shared_ptr<TensorCommunicator> TensorCommunicator::make(
     const c10::intrusive_ptr<::c10d::Store>& store, int rank, int world_size,
     const TensorCommunicatorOptions& options) {
-  std::shared_ptr<TensorCommunicator> communicator(new TensorCommunicator(
-      store, rank, world_size, options.check_interrupt,
-      with_python_errors([&] { return connect_ranks(store, rank, world_size, options); })));
+  std::shared_ptr<TensorCommunicator> communicator(with_python_errors(
+      [&] { return new TensorCommunicator(store, rank, world_size, options); }));
+  if (!options.connects_at_first_use) with_python_errors([&] { communicator->connect(); });
   Living& living = all_living();
   const std::lock_guard lock(living.mutex);
   std::erase_if(living.communicators, [](const auto& weak) { return weak.expired(); });
@@ -73,14 +56,58 @@ std::shared_ptr<TensorCommunicator> TensorCommunicator::connect(
   return communicator;
 }
 
-TensorCommunicator::TensorCommunicator(c10::intrusive_ptr<::c10d::Store> store, int rank,
-                                       int world_size, std::function<void()> check_interrupt,
-                                       std::shared_ptr<Communicator> communicator)
-    : store_(std::move(store)),
+TensorCommunicator::TensorCommunicator(const c10::intrusive_ptr<::c10d::Store>& store, int rank,
+                                       int world_size, const TensorCommunicatorOptions& options)
+    : store_(store),
       rank_(rank),
       world_size_(world_size),
-      check_interrupt_(std::move(check_interrupt)),
-      cpu_(std::move(communicator), check_interrupt_) {}
+      options_(options),
+      fork_generation_(fork_generation()) {
+  if (world_size > kMaxWorldSize) {
+    throw Error(ErrorKind::kValue, join("rota.Communicator: world_size is ", world_size,
+                                        ", expected at most ", kMaxWorldSize, " on one host"));
+  }
+  unconnected_ = std::make_unique<transport::SharedMemoryRank>(store_, rank, world_size,
+                                                               make_geometry(options.slot_bytes));
+}
+
+void TensorCommunicator::connect() {
+  if (fork_generation_ != fork_generation()) {
+    throw Error(ErrorKind::kInternal,
+                "rota: this communicator belongs to the parent process; make a new one after fork");
+  }
+  const std::lock_guard lock(connect_mutex_);
+  if (is_connected_) return;
+  const auto check = [this] {
+    if (has_left_) {
+      throw Error(ErrorKind::kInternal, "rota: this communicator is closed; make a new one");
+    }
+    // A peer may wait for room in another group before it makes this one.
+    PointToPoint::move_all_groups();
+    options_.check_interrupt();
+  };
+  check();
+  cpu_.emplace(std::make_shared<Communicator>(unconnected_->connect(options_.timeout, check),
+                                              options_.timeout, options_.check_interrupt),
+               options_.check_interrupt);
+  unconnected_.reset();
+  is_connected_ = true;
+}
+
+bool TensorCommunicator::leave_unconnected() {
+  if (is_connected_) return false;
+  if (fork_generation_ != fork_generation()) return true;  // the parent's
+  has_left_ = true;  // ends a connect() of another thread
+  const std::lock_guard lock(connect_mutex_);
+  unconnected_.reset();
+  return !is_connected_;
+}
+
+CpuCollectives& TensorCommunicator::cpu_for(std::string_view call) {
+  if (!is_connected_) connect();
+  cpu_->check_usable(call);
+  return *cpu_;
+}
 
 void TensorCommunicator::end_progress_of_all() {
   std::vector<std::weak_ptr<TensorCommunicator>> communicators;
@@ -96,7 +123,8 @@ void TensorCommunicator::end_progress_of_all() {
 
 void TensorCommunicator::end_progress() {
   const GilReleased gil_released;
-  cpu_.end_progress();
+  if (leave_unconnected()) return;
+  cpu_->end_progress();
   drop_gpu();
 }
 
@@ -112,8 +140,8 @@ void TensorCommunicator::drop_gpu() {
 
 Collectives& TensorCommunicator::collectives_for(at::TensorList tensors, std::string_view call,
                                                  Callers callers) {
-  cpu_.check_usable(call);
-  if (tensors.empty() || !tensors[0].defined() || !tensors[0].is_cuda()) return cpu_;
+  CpuCollectives& cpu = cpu_for(call);
+  if (tensors.empty() || !tensors[0].defined() || !tensors[0].is_cuda()) return cpu;
   if (callers == Callers::kAllRanks || (!gpu_ && world_size_ == 2)) {
     connect_device(tensors[0].device());
   }
@@ -129,7 +157,7 @@ Collectives& TensorCommunicator::collectives_for(at::TensorList tensors, std::st
 void TensorCommunicator::connect_device(at::Device device) {
   if (gpu_ && gpu_->device() == device) return;
   with_python_errors([&] {
-    cpu_.check_usable("connect_device");
+    CpuCollectives& cpu = cpu_for("connect_device");
     if (!device.is_cuda() || !device.has_index()) {
       throw Error(ErrorKind::kValue, join("rota.connect_device: device is ", device.str(),
                                           ", expected a CUDA device with its index"));
@@ -145,15 +173,15 @@ void TensorCommunicator::connect_device(at::Device device) {
                   "rota: a graph is being captured, and the GPUs are not joined yet; call "
                   "Communicator.connect_device(device) on every rank before");
     }
-    cpu_.run_in_turn("rota:connect_device", [this, device](CallerThread thread) {
+    cpu.run_in_turn("rota:connect_device", [this, &cpu, device](CallerThread thread) {
       try {
-        gpu_ = connect_gpus(cpu_.communicator(), store_, device, thread,
-                            std::make_unique<StagingCollectives>(cpu_, device));
+        gpu_ = connect_gpus(cpu.communicator(), store_.store(), device, thread,
+                            std::make_unique<StagingCollectives>(cpu, device));
       } catch (const Error& error) {
         if (error.kind() != ErrorKind::kTransport || cuda::archs().empty()) throw;
         std::cerr << join(error.what(), ". Collectives on CUDA tensors of rank ", rank_,
                           " go through the host's memory, which is slow\n");
-        gpu_ = std::make_unique<StagingCollectives>(cpu_, device);
+        gpu_ = std::make_unique<StagingCollectives>(cpu, device);
       }
     });
   });
@@ -215,10 +243,7 @@ WorkRef TensorCommunicator::recv(const at::Tensor& tensor, int peer, int64_t tag
 }
 
 WorkRef TensorCommunicator::barrier(Launch mode) {
-  return with_python_errors([&] {
-    cpu_.check_usable("barrier");
-    return cpu_.barrier(mode);
-  });
+  return with_python_errors([&] { return cpu_for("barrier").barrier(mode); });
 }
 
 AllGatherTensors TensorCommunicator::split_by_rank(const at::Tensor& output,
@@ -237,15 +262,16 @@ AllGatherTensors TensorCommunicator::split_by_rank(const at::Tensor& output,
 }
 
 void TensorCommunicator::close() {
-  if (!cpu_.communicator()) return;
-  cpu_.finish(check_interrupt_);
-  if (gpu_) gpu_->finish(check_interrupt_);
+  if (leave_unconnected() || !cpu_->communicator()) return;
+  cpu_->finish(options_.check_interrupt);
+  if (gpu_) gpu_->finish(options_.check_interrupt);
   drop_gpu();
-  cpu_.close();
+  cpu_->close();
 }
 
 void TensorCommunicator::abort(const std::string& reason) {
-  if (cpu_.communicator()) cpu_.communicator()->abort(reason);
+  if (leave_unconnected() || !cpu_->communicator()) return;
+  cpu_->communicator()->abort(reason);
 }
 
 }  // namespace rota::tensors

@@ -5,27 +5,35 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <atomic>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 
 #include "tensor/cpu_collectives.h"
+#include "tensor/torch_store.h"
+#include "transport/shared_memory.h"
 
 namespace rota::tensors {
 
 struct TensorCommunicatorOptions {
   std::chrono::milliseconds timeout;
   size_t slot_bytes = 256 << 10;
+  // Otherwise at once. Whoever uses the group first waits until all ranks have made it, whether or
+  // not they use it too.
+  bool connects_at_first_use = false;
   std::function<void()> check_interrupt;
 };
 
 class TensorCommunicator {
  public:
-  // Collective: blocks until all ranks have connected through the store.
-  static std::shared_ptr<TensorCommunicator> connect(const c10::intrusive_ptr<::c10d::Store>& store,
-                                                     int rank, int world_size,
-                                                     const TensorCommunicatorOptions& options);
+  // Every rank makes one over the same store. Blocks until all have, unless the options say that
+  // it connects at its first use.
+  static std::shared_ptr<TensorCommunicator> make(const c10::intrusive_ptr<::c10d::Store>& store,
+                                                  int rank, int world_size,
+                                                  const TensorCommunicatorOptions& options);
   // Aborts what is still pending; peers are told.
   ~TensorCommunicator() { end_progress(); }
   TensorCommunicator(const TensorCommunicator&) = delete;
@@ -76,20 +84,30 @@ class TensorCommunicator {
   // Joining GPUs takes all ranks.
   enum class Callers { kAllRanks, kSomeRanks };
 
-  TensorCommunicator(c10::intrusive_ptr<::c10d::Store> store, int rank, int world_size,
-                     std::function<void()> check_interrupt,
-                     std::shared_ptr<Communicator> communicator);
+  TensorCommunicator(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int world_size,
+                     const TensorCommunicatorOptions& options);
+  void connect();
+  // For a group that was never used. False where it is connected.
+  bool leave_unconnected();
+  // Connects at the first use; throws what Communicator::check_usable() throws.
+  CpuCollectives& cpu_for(std::string_view call);
   void end_progress();
   void drop_gpu();
   // The one place where a tensor's device decides who works for it; joins the GPUs when it must.
   Collectives& collectives_for(at::TensorList tensors, std::string_view call,
                                Callers callers = Callers::kAllRanks);
 
-  c10::intrusive_ptr<::c10d::Store> store_;
+  TorchStore store_;
   int rank_;
   int world_size_;
-  std::function<void()> check_interrupt_;
-  CpuCollectives cpu_;
+  TensorCommunicatorOptions options_;
+  uint64_t fork_generation_;
+
+  std::mutex connect_mutex_;
+  std::unique_ptr<transport::SharedMemoryRank> unconnected_;  // guarded by it; null once connected
+  std::atomic<bool> has_left_{false};                         // before it was connected
+  std::atomic<bool> is_connected_{false};
+  std::optional<CpuCollectives> cpu_;  // constant once connected
   std::unique_ptr<Collectives> gpu_;  // null until CUDA tensors come
 };
 

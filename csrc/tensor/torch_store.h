@@ -11,6 +11,7 @@ class TorchStore final : public transport::Store {
  public:
   explicit TorchStore(c10::intrusive_ptr<::c10d::Store> store) : store_(std::move(store)) {}
 
+  const c10::intrusive_ptr<::c10d::Store>& store() const { return store_; }
   int64_t add(const std::string& key, int64_t amount) override { return store_->add(key, amount); }
   void set(const std::string& key, const std::string& value) override { store_->set(key, value); }
   bool has(const std::string& key) override { return store_->check({key}); }

@@ -66,9 +66,11 @@ std::vector<Controller> memory_controllers() {
 }
 
 uint64_t left_in(const fs::path& cgroup, const Controller& controller) {
+  constexpr uint64_t kNoLimit = uint64_t{1} << 62;  // version 1 has a number for it
   const auto limit = number_in(cgroup / controller.limit);
+  if (!limit || *limit >= kNoLimit) return kUnlimited;
   const auto usage = number_in(cgroup / controller.usage);
-  if (!limit || !usage) return kUnlimited;
+  if (!usage) return kUnlimited;
   const uint64_t droppable = number_in(cgroup / "memory.stat", controller.droppable).value_or(0);
   const uint64_t held = *usage - std::min(*usage, droppable);
   return *limit - std::min(*limit, held);

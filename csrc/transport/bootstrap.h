@@ -1,54 +1,44 @@
-// How the ranks of one host find each other: addresses through the Store, then each rank sends the
-// descriptor of its memory to every other over a UNIX socket.
-//
-// Nobody waits for an accept: a connection and its first message rest in the listener's backlog, so
-// every rank first sends everything and then receives everything, and no order can deadlock.
+// How the ranks of one host find each other: each says in the Store where it can be met
+// (transport/reception.h) and what it expects of the others, and whoever uses the group first meets
+// all. So ranks need not call anything at the same time.
 #pragma once
 
 #include <chrono>
 #include <functional>
-#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
-#include "transport/host.h"
 #include "transport/layout.h"
+#include "transport/reception.h"
 #include "transport/store.h"
-#include "transport/unique_fd.h"
 
 namespace rota::transport {
 
-// What a peer's connection tells: the kernel vouches for the process, the message carries the
-// memory.
-struct Introduction {
-  std::shared_ptr<const PeerProcess> process;
-  UniqueFd memory;
-};
-
 class Bootstrap {
  public:
-  Bootstrap(Store& store, int rank, int world_size, const Geometry& geometry,
-            std::chrono::milliseconds timeout, std::function<void()> check_interrupt);
+  // Peers can meet this rank from then on. own_memory: of the geometry's size. The store must live
+  // as long. Throws Error(kTransport).
+  Bootstrap(Store& store, int rank, int world_size, const Geometry& geometry, UniqueFd own_memory);
 
-  // Returns one Introduction for each rank; the own one stays empty.
-  std::vector<Introduction> exchange(const UniqueFd& own_memory);
+  // Blocks until all ranks have been met, and returns them; the own entry is empty. Throws
+  // Error(kTransport), and may then be called again.
+  std::vector<std::optional<Peer>> meet_all(std::chrono::milliseconds timeout,
+                                            const std::function<void()>& check_interrupt);
 
  private:
-  void claim_rank();
-  void publish_card(const std::string& address);
+  void publish_card();
   std::string card_key(int rank) const;
-  std::string read_card(int peer);
-  std::string address_of(int peer);
-  void send_memory(int peer, const std::string& peer_address, const UniqueFd& own_memory);
-  std::vector<Introduction> receive_all(const UniqueFd& listener);
+  std::string read_card(int peer, const std::function<void()>& check);
+  // Where the peer is to be met.
+  std::string address_of(int peer, const std::string& card) const;
 
   Store& store_;
   int rank_;
   int world_size_;
-  int64_t incarnation_ = 0;  // groups that this rank has made over the store, this one included
   Geometry geometry_;
-  std::chrono::steady_clock::time_point deadline_;
-  std::function<void()> check_interrupt_;
+  MeetingRank own_;
+  int64_t incarnation_;  // groups that this rank has made over the store, this one included
 };
 
 }  // namespace rota::transport

@@ -30,7 +30,11 @@ def _create(options: _DistributedBackendOptions, _: object) -> _C.ProcessGroupRo
         options._timeout = timeout
         return dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, world_size, options)
 
-    return _C.ProcessGroupRota(store, rank, world_size, timeout, DEFAULT_SLOT_BYTES, make_nccl)
+    # torch gives these of subgroups only. The default group tells at once who is missing.
+    is_subgroup = len(options.global_ranks_in_group) > 0
+    return _C.ProcessGroupRota(
+        store, rank, world_size, timeout, DEFAULT_SLOT_BYTES, is_subgroup, make_nccl
+    )
 
 
 def register() -> None:

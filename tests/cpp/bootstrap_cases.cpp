@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstring>
+#include <optional>
 #include <sstream>
 
 #include "calls.h"
@@ -23,6 +24,7 @@ namespace rota::test {
 namespace {
 
 using std::chrono::milliseconds;
+using transport::SharedMemoryRank;
 using transport::SharedMemoryTransport;
 using transport::UniqueFd;
 
@@ -87,7 +89,9 @@ void rank_outside_world_is_refused() {
 // Everything that rank 0 sends with its connection. The magic number stays its own secret.
 struct Greeting {
   uint64_t magic = 0;
+  uint64_t ticket = 0;
   uint64_t rank = 0;
+  char refusal[232] = {};
 };
 
 // A socket of the bootstrap's kind, and a name that nobody else has.
@@ -100,7 +104,7 @@ socklen_t address_of(const std::string& name, sockaddr_un& address) {
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
 }
 
-// Announces itself under a rank's key, takes connections, and never makes one.
+// Announces itself under a rank's key, takes connections, and never answers or makes one.
 class SilentRank {
  public:
   SilentRank(const StoreDirectory& directory, int rank) : socket_(open_socket()) {
@@ -116,15 +120,16 @@ class SilentRank {
     store.set(join("card/1/", rank), name + rest);
   }
 
+  // Rank 0 then waits for an answer.
   Greeting greeting_of_rank_0() {
-    const UniqueFd connection(accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    connection_ = UniqueFd(accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC));
     Greeting greeting;
-    check(recv(connection.get(), &greeting, sizeof(greeting), 0) == sizeof(greeting), "recv");
+    check(recv(connection_.get(), &greeting, sizeof(greeting), 0) == sizeof(greeting), "recv");
     return greeting;
   }
 
  private:
-  UniqueFd socket_;
+  UniqueFd socket_, connection_;
 };
 
 void missing_ranks_are_named() {
@@ -217,8 +222,10 @@ void send_greeting(const UniqueFd& connection, Greeting greeting, size_t num_byt
         "sendmsg");
 }
 
-// Somebody connects to rank 0 before rank 1 does. It is ignored and leaves nothing behind.
-void stranger_is_ignored(const std::function<void(const UniqueFd&)>& speak) {
+// Somebody connects to rank 0 before rank 1 does, and knows what it says in the store. It is ignored
+// and leaves nothing behind.
+void stranger_is_ignored(
+    const std::function<void(const UniqueFd& connection, uint64_t ticket)>& speak) {
   const StoreDirectory directory;
   const auto run_rank = [&](int rank) {
     return start_process([&, rank] {
@@ -233,28 +240,144 @@ void stranger_is_ignored(const std::function<void(const UniqueFd&)>& speak) {
   };
   const pid_t rank_0 = run_rank(0);
   std::string name;
-  std::istringstream(FileStore(directory).await("card/1/0")) >> name;
+  uint64_t ticket = 0;
+  std::istringstream(FileStore(directory).await("card/1/0")) >> name >> ticket;
   sockaddr_un address;
   const socklen_t length = address_of(name, address);
   const UniqueFd connection = open_socket();
   check(connect(connection.get(), reinterpret_cast<sockaddr*>(&address), length) == 0, "connect");
-  speak(connection);
+  speak(connection, ticket);
   check_equal(wait_for_process(run_rank(1)), Exit{}, "end of rank 1");
   check_equal(wait_for_process(rank_0), Exit{}, "end of rank 0");
 }
 
 void stranger_who_hangs_up() {
-  stranger_is_ignored([](const UniqueFd& connection) { shutdown(connection.get(), SHUT_RDWR); });
+  stranger_is_ignored(
+      [](const UniqueFd& connection, uint64_t) { shutdown(connection.get(), SHUT_RDWR); });
 }
 
-void stranger_with_wrong_greeting(bool knows_magic, uint64_t rank, size_t num_bytes,
+struct Known {
+  bool magic = true;
+  bool ticket = true;
+};
+
+void stranger_with_wrong_greeting(Known known, uint64_t rank, size_t num_bytes,
                                   size_t num_descriptors) {
-  const uint64_t magic = knows_magic ? overhear_magic() : 0x1234;
-  stranger_is_ignored([&](const UniqueFd& connection) {
-    send_greeting(connection, {magic, rank}, num_bytes, num_descriptors);
+  const uint64_t magic = known.magic ? overhear_magic() : 0x1234;
+  stranger_is_ignored([&](const UniqueFd& connection, uint64_t ticket) {
+    send_greeting(connection, {magic, known.ticket ? ticket : ticket + 1, rank}, num_bytes,
+                  num_descriptors);
   });
 }
 
+// ---- ranks that do not meet ----
+
+// A rank that connects later, or never.
+SharedMemoryRank make_rank(FileStore& store, int rank) { return {store, rank, 2, kSmall}; }
+
+std::unique_ptr<Communicator> connect_now(SharedMemoryRank& rank) {
+  return std::make_unique<Communicator>(rank.connect(kPatience, [] {}), kPatience, [] {});
+}
+
+// Rank 0 connects and sends while rank 1 does nothing, and has left when rank 1 connects.
+void rank_is_met_while_it_does_nothing() {
+  const StoreDirectory directory;
+  run_processes(2, [&](int index) {
+    FileStore store(directory);
+    SharedMemoryRank rank = make_rank(store, index);
+    std::byte byte{42};
+    const Message message{.tag = 0, .dtype = DType::kUInt8, .num_elems = 1};
+    if (index == 0) {
+      const auto communicator = connect_now(rank);
+      communicator->point_to_point().send(&byte, message, 1);
+      store.set("sent", "1");
+      return;
+    }
+    store.await("sent");
+    byte = {};
+    const auto communicator = connect_now(rank);
+    PointToPoint& links = communicator->point_to_point();
+    links.wait(*links.recv(&byte, message, 0), CallerThread::kUser);
+    check(byte == std::byte{42}, "the message that was sent before this rank connected");
+  });
+}
+
+void rank_that_leaves_unconnected_has_left() {
+  const StoreDirectory directory;
+  run_processes(2, [&](int index) {
+    FileStore store(directory);
+    std::optional<SharedMemoryRank> rank(std::in_place, store, index, 2, kSmall);
+    if (index == 1) {
+      store.await("met");
+      rank.reset();
+      store.set("left", "1");
+      store.await("end");
+      return;
+    }
+    const auto communicator = connect_now(*rank);
+    store.set("met", "1");
+    const Error error = expect_error(ErrorKind::kPeerFailed,
+                                     [&] { communicator->barrier(CallerThread::kUser); });
+    check_contains(error.what(), "rank 1");
+    check_contains(error.what(), "has left the group");
+    store.await("left");
+    store.set("end", "1");
+  });
+}
+
+void rank_that_left_before_cannot_be_met() {
+  const StoreDirectory directory;
+  run_processes(2, [&](int index) {
+    FileStore store(directory);
+    std::optional<SharedMemoryRank> rank(std::in_place, store, index, 2, kSmall);
+    // Its process goes on listening for another group.
+    const SharedMemoryRank other = make_rank(store, index);
+    if (index == 1) {
+      rank.reset();
+      store.set("left", "1");
+      store.await("end");
+      return;
+    }
+    store.await("left");
+    const Error error =
+        expect_error(ErrorKind::kTransport, [&] { rank->connect(kPatience, [] {}); });
+    check_contains(error.what(), "rank 1 has left the group");
+    store.set("end", "1");
+  });
+}
+
+// Only what waits for peers holds a descriptor and the listener.
+void unconnected_ranks_hold_few_descriptors() {
+  const StoreDirectory directory;
+  run_processes(2, [&](int index) {
+    FileStore store(directory);
+    const int num_files = num_open_files();
+    {
+      SharedMemoryRank first = make_rank(store, index);
+      check_equal(num_open_files(), num_files + 2, "descriptors: the memory and the listener");
+      const SharedMemoryRank second = make_rank(store, index);
+      check_equal(num_open_files(), num_files + 3, "descriptors of two groups");
+      store.set(join("counted/", index), "1");
+      store.await(join("counted/", 1 - index));
+      connect_now(first)->barrier(CallerThread::kUser);
+    }
+    check_equal(num_open_files(), num_files, "descriptors at the end");
+  });
+}
+
+// The child can neither answer for its parent nor take its place.
+void forked_child_drops_an_unconnected_rank() {
+  const StoreDirectory directory;
+  run_processes(2, [&](int index) {
+    FileStore store(directory);
+    std::optional<SharedMemoryRank> rank(std::in_place, store, index, 2, kSmall);
+    const pid_t child = start_process([&] { rank.reset(); });
+    check_equal(wait_for_process(child), Exit{}, "end of the child");
+    connect_now(*rank)->barrier(CallerThread::kUser);
+  });
+}
+
+constexpr size_t kWhole = sizeof(Greeting);
 constexpr transport::Geometry kOtherSlots{.message_bytes = 1024, .slot_bytes = 8192};
 
 const CaseTable kCases{
@@ -277,12 +400,21 @@ const CaseTable kCases{
     {"bootstrap_rank_never_starts", rank_that_never_starts_is_named},
     {"bootstrap_interruption", connecting_lets_an_interruption_through},
     {"stranger_hangs_up", stranger_who_hangs_up},
-    {"stranger_without_magic", [] { stranger_with_wrong_greeting(false, 1, 16, 1); }},
-    {"stranger_short_greeting", [] { stranger_with_wrong_greeting(true, 1, 8, 1); }},
-    {"stranger_without_memory", [] { stranger_with_wrong_greeting(true, 1, 16, 0); }},
-    {"stranger_own_rank", [] { stranger_with_wrong_greeting(true, 0, 16, 1); }},
-    {"stranger_rank_outside_world", [] { stranger_with_wrong_greeting(true, 1u << 31, 16, 1); }},
-    {"stranger_two_descriptors", [] { stranger_with_wrong_greeting(false, 1, 16, 2); }},
+    {"stranger_without_magic", [] { stranger_with_wrong_greeting({.magic = false}, 1, kWhole, 1); }},
+    {"stranger_without_ticket",
+     [] { stranger_with_wrong_greeting({.ticket = false}, 1, kWhole, 1); }},
+    {"stranger_short_greeting", [] { stranger_with_wrong_greeting({}, 1, kWhole - 8, 1); }},
+    {"stranger_without_memory", [] { stranger_with_wrong_greeting({}, 1, kWhole, 0); }},
+    {"stranger_wrong_memory", [] { stranger_with_wrong_greeting({}, 1, kWhole, 1); }},
+    {"stranger_own_rank", [] { stranger_with_wrong_greeting({}, 0, kWhole, 1); }},
+    {"stranger_rank_outside_world",
+     [] { stranger_with_wrong_greeting({}, 1u << 31, kWhole, 1); }},
+    {"stranger_two_descriptors", [] { stranger_with_wrong_greeting({}, 1, kWhole, 2); }},
+    {"unconnected_met", rank_is_met_while_it_does_nothing},
+    {"unconnected_leaves", rank_that_leaves_unconnected_has_left},
+    {"unconnected_has_left", rank_that_left_before_cannot_be_met},
+    {"unconnected_descriptors", unconnected_ranks_hold_few_descriptors},
+    {"unconnected_forked", forked_child_drops_an_unconnected_rank},
 };
 
 }  // namespace

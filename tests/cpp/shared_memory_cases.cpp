@@ -76,25 +76,9 @@ UniqueFd make_memory(size_t num_bytes, int seals) {
 
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
-// This process plays rank 1 with the bootstrap alone; rank 0 runs `body` in a child. Returns what
-// rank 0 handed over.
-transport::Introduction meet_rank_0(const UniqueFd& own_memory,
-                                    const std::function<void(const StoreDirectory&)>& body) {
-  const StoreDirectory directory;
-  const pid_t rank_0 = start_process([&] { body(directory); });
-  FileStore store(directory);
-  transport::Bootstrap bootstrap(store, 1, 2, kSmall, std::chrono::seconds(30), [] {});
-  auto introductions = bootstrap.exchange(own_memory);
-  check_equal(introductions[0].process->pid(), rank_0, "pid of rank 0");
-  check_equal(wait_for_process(rank_0), Exit{}, "end of rank 0");
-  return std::move(introductions[0]);
-}
-
 void memory_is_sealed() {
-  const auto rank_0 =
-      meet_rank_0(make_memory(kSmall.num_bytes(2), kSeals),
-                  [](const StoreDirectory& directory) { connect(directory, 0, 2); });
-  const int memory = rank_0.memory.get();
+  const auto own = transport::OwnMemory::make(kSmall, 2);
+  const int memory = own.memory.get();
   check_equal(fcntl(memory, F_GET_SEALS) & kSeals, kSeals, "seals");
   check((fcntl(memory, F_GETFD) & FD_CLOEXEC) != 0, "the descriptor ends with exec");
   struct stat status{};
@@ -108,10 +92,26 @@ void memory_is_sealed() {
   check(fcntl(memory, F_ADD_SEALS, F_SEAL_WRITE) != 0, "another seal fails");
 }
 
+// Neither by who calls on the rank that has such memory, nor by whom that rank calls on.
 void unsafe_memory_is_refused(size_t num_bytes, int seals) {
-  meet_rank_0(make_memory(num_bytes, seals), [](const StoreDirectory& directory) {
-    const Error error = expect_error(ErrorKind::kTransport, [&] { connect(directory, 0, 2); });
-    check_contains(error.what(), "rank 1 handed over memory");
+  const StoreDirectory directory;
+  run_processes(2, [&](int index) {
+    FileStore store(directory);
+    if (index == 0) {
+      transport::SharedMemoryRank rank(store, 0, 2, kSmall);
+      store.await("refused");
+      const Error error =
+          expect_error(ErrorKind::kTransport, [&] { rank.connect(kPatience, [] {}); });
+      check_contains(error.what(), "rank 1 handed over memory");
+      store.set("end", "1");
+      return;
+    }
+    transport::Bootstrap bootstrap(store, 1, 2, kSmall, make_memory(num_bytes, seals));
+    const Error error =
+        expect_error(ErrorKind::kTransport, [&] { bootstrap.meet_all(kPatience, [] {}); });
+    check_contains(error.what(), "rank 0 cannot be met; it says: rota: rank 1 handed over memory");
+    store.set("refused", "1");
+    store.await("end");
   });
 }
 

@@ -485,5 +485,6 @@ class ProcessGroupRota(dist.ProcessGroup):
         world_size: int,
         timeout: timedelta,
         slot_bytes: int,
+        connects_at_first_use: bool,
         make_delegate: Callable[[str], dist._Backend],
     ) -> None: ...

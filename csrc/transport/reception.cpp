@@ -1,0 +1,371 @@
+#include "transport/reception.h"
+
+#include <poll.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+#include <mutex>
+#include <sstream>
+#include <system_error>
+#include <thread>
+#include <unordered_map>
+
+#include "base/error.h"
+#include "base/fork_generation.h"
+#include "base/per_process.h"
+
+#ifndef SO_PEERPIDFD
+#define SO_PEERPIDFD 77  // Linux 6.5; Debian 12's headers are older than that
+#endif
+
+namespace rota::transport {
+namespace {
+
+constexpr uint64_t kHelloMagic = 0x0135'6174'6f72ULL;  // "rota5", changed with the layout
+constexpr int kPollSliceMs = 50;                       // how late a Ctrl-C may be noticed
+
+struct Hello {
+  uint64_t magic;
+  uint64_t ticket;  // of the rank that the connection was made to
+  uint64_t rank;    // of the sender
+  char refusal[232];  // why the receiver's memory is not taken; empty where it is
+};
+
+[[noreturn]] void fail(const std::string& what) {
+  throw Error(ErrorKind::kTransport, join("rota: ", what));
+}
+
+uint64_t random_number() {
+  uint64_t number;
+  if (getrandom(&number, sizeof(number), 0) != static_cast<ssize_t>(sizeof(number))) {
+    fail(with_errno("getrandom", errno));
+  }
+  return number;
+}
+
+// An abstract name (leading zero byte): no file, so nothing to clean up after a kill.
+socklen_t abstract_address(const std::string& name, sockaddr_un& address) {
+  address = {};
+  address.sun_family = AF_UNIX;
+  if (name.size() >= sizeof(address.sun_path)) fail("a rank's address is damaged");
+  std::memcpy(address.sun_path + 1, name.data(), name.size());
+  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+}
+
+UniqueFd open_socket() {
+  UniqueFd fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  if (fd.get() < 0) fail(with_errno("socket", errno) + "; raise `ulimit -n`");
+  return fd;
+}
+
+UniqueFd listen_at(const std::string& name) {
+  UniqueFd listener = open_socket();
+  sockaddr_un address;
+  const socklen_t length = abstract_address(name, address);
+  if (bind(listener.get(), reinterpret_cast<sockaddr*>(&address), length) != 0) {
+    fail(with_errno("bind", errno));
+  }
+  if (listen(listener.get(), SOMAXCONN) != 0) fail(with_errno("listen", errno));
+  return listener;
+}
+
+// A message of one Hello and at most one descriptor, for both directions.
+struct HelloMessage {
+  explicit HelloMessage(Hello& hello) : part{&hello, sizeof(hello)} {
+    header.msg_iov = &part;
+    header.msg_iovlen = 1;
+    header.msg_control = control;
+    header.msg_controllen = sizeof(control);
+  }
+
+  iovec part;
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr header = {};
+};
+
+bool send_hello(const UniqueFd& connection, Hello hello, const UniqueFd& memory) {
+  HelloMessage message(hello);
+  cmsghdr* control = CMSG_FIRSTHDR(&message.header);
+  control->cmsg_level = SOL_SOCKET;
+  control->cmsg_type = SCM_RIGHTS;
+  control->cmsg_len = CMSG_LEN(sizeof(int));
+  const int fd = memory.get();
+  std::memcpy(CMSG_DATA(control), &fd, sizeof(fd));
+  return sendmsg(connection.get(), &message.header, MSG_NOSIGNAL) == sizeof(hello);
+}
+
+// The descriptor that came with a message; none if there is not exactly one. Padding leaves room
+// for two, and what the kernel has handed over must be closed.
+UniqueFd take_descriptor(msghdr& header) {
+  cmsghdr* control = CMSG_FIRSTHDR(&header);
+  if (control == nullptr || control->cmsg_level != SOL_SOCKET || control->cmsg_type != SCM_RIGHTS) {
+    return UniqueFd();
+  }
+  std::vector<UniqueFd> descriptors;
+  for (size_t offset = 0; CMSG_LEN(offset + sizeof(int)) <= control->cmsg_len;
+       offset += sizeof(int)) {
+    int fd;
+    std::memcpy(&fd, CMSG_DATA(control) + offset, sizeof(fd));
+    descriptors.emplace_back(fd);
+  }
+  return descriptors.size() == 1 ? std::move(descriptors[0]) : UniqueFd();
+}
+
+struct ReceivedHello {
+  bool is_there = false;  // false: the other side has hung up, or speaks otherwise
+  Hello hello{};
+  UniqueFd memory;  // none where this process has no descriptor free
+};
+
+ReceivedHello receive_hello(const UniqueFd& connection) {
+  ReceivedHello received;
+  HelloMessage message(received.hello);
+  ssize_t num_received;
+  do {
+    num_received = recvmsg(connection.get(), &message.header, MSG_CMSG_CLOEXEC);
+  } while (num_received < 0 && errno == EINTR);
+  if (num_received < 0) return received;
+  const bool is_cut = (message.header.msg_flags & MSG_CTRUNC) != 0;
+  const bool has_no_room = is_cut && message.header.msg_controllen == 0;
+  received.memory = take_descriptor(message.header);
+  received.is_there = num_received == sizeof(Hello) && received.hello.magic == kHelloMagic &&
+                      (has_no_room || received.memory.get() >= 0);
+  received.hello.refusal[sizeof(received.hello.refusal) - 1] = '\0';
+  return received;
+}
+
+// Who is at the other end: who has connected, or who listens there.
+pid_t pid_of_own_user(const UniqueFd& connection) {
+  ucred credentials{};
+  socklen_t length = sizeof(credentials);
+  // Anybody may connect to an abstract address; only the own user is listened to.
+  if (getsockopt(connection.get(), SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0 ||
+      credentials.uid != geteuid()) {
+    fail("a stranger's connection");
+  }
+  return credentials.pid;
+}
+
+std::shared_ptr<const PeerProcess> process_of(const UniqueFd& connection) {
+  const pid_t pid = pid_of_own_user(connection);
+  int fd = -1;
+  socklen_t length = sizeof(fd);
+  if (getsockopt(connection.get(), SOL_SOCKET, SO_PEERPIDFD, &fd, &length) != 0) {
+    fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+  }
+  if (fd < 0) {
+    fail(join(with_errno("pidfd_open", errno), " for pid ", pid,
+              "; rota needs Linux 5.3 and ranks in one PID namespace to notice a peer's death"));
+  }
+  return per_process<Host>().find_process(pid, UniqueFd(fd));
+}
+
+}  // namespace
+
+class Reception {
+ public:
+  // This process's; a new one where no rank has peers to come.
+  static std::shared_ptr<Reception> open();
+
+  Reception();
+  ~Reception();
+
+  const std::string& name() const { return name_; }
+  std::mutex& mutex() { return mutex_; }
+  void add(MeetingRank& rank);
+  void remove(const MeetingRank& rank);
+
+ private:
+  struct Latest {
+    std::mutex mutex;
+    std::weak_ptr<Reception> reception;
+  };
+  struct ThreadsOfParent {
+    std::mutex mutex;
+    std::vector<std::thread> threads;
+  };
+
+  void serve();
+  void answer(const UniqueFd& connection);
+
+  const uint64_t fork_generation_ = fork_generation();
+  const std::string name_;
+  UniqueFd listener_;
+  std::mutex mutex_;
+  std::unordered_map<uint64_t, MeetingRank*> ranks_;  // by ticket; guarded by the mutex
+  std::thread thread_;
+};
+
+std::shared_ptr<Reception> Reception::open() {
+  Latest& latest = per_process<Latest>();
+  const std::lock_guard lock(latest.mutex);
+  std::shared_ptr<Reception> reception = latest.reception.lock();
+  if (!reception) {
+    reception = std::make_shared<Reception>();
+    latest.reception = reception;
+  }
+  return reception;
+}
+
+Reception::Reception()
+    : name_([] {
+        std::ostringstream name;
+        name << "rota-" << std::hex << random_number() << random_number();
+        return name.str();
+      }()),
+      listener_(listen_at(name_)) {
+  try {
+    thread_ = std::thread([this] { serve(); });
+  } catch (const std::system_error& error) {
+    fail(join("cannot start the thread that answers peers (", error.what(),
+              "); raise `ulimit -u` or the container's limit of processes"));
+  }
+}
+
+Reception::~Reception() {
+  if (fork_generation_ == fork_generation()) {
+    shutdown(listener_.get(), SHUT_RDWR);
+    thread_.join();
+  } else {
+    // The thread does not exist here: it can be neither joined nor detached, and must not be
+    // destroyed.
+    ThreadsOfParent& lost = per_process<ThreadsOfParent>();
+    const std::lock_guard lock(lost.mutex);
+    lost.threads.push_back(std::move(thread_));
+  }
+}
+
+void Reception::add(MeetingRank& rank) {
+  const std::lock_guard lock(mutex_);
+  ranks_[rank.ticket_] = &rank;
+}
+
+void Reception::remove(const MeetingRank& rank) {
+  if (fork_generation_ != fork_generation()) return;  // nobody may let go of the mutex any more
+  const std::lock_guard lock(mutex_);
+  ranks_.erase(rank.ticket_);
+}
+
+void Reception::serve() {
+  while (true) {
+    const UniqueFd connection(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    if (connection.get() >= 0) {
+      answer(connection);
+    } else if (errno == EINVAL) {
+      return;  // shut down
+    } else if (errno != EINTR && errno != ECONNABORTED) {
+      // No descriptor is free: who has connected waits.
+      std::this_thread::sleep_for(std::chrono::milliseconds(kPollSliceMs));
+    }
+  }
+}
+
+void Reception::answer(const UniqueFd& connection) {
+  // Who connects and stays silent does not hold up the others for ever.
+  const timeval patience{.tv_sec = 1, .tv_usec = 0};
+  setsockopt(connection.get(), SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
+  const ReceivedHello received = receive_hello(connection);
+  if (!received.is_there) return;
+  const std::lock_guard lock(mutex_);
+  const auto found = ranks_.find(received.hello.ticket);
+  if (found == ranks_.end()) return;
+  MeetingRank& rank = *found->second;
+  if (received.hello.rank >= rank.peers_.size()) return;
+  const auto peer = static_cast<int>(received.hello.rank);
+  if (peer == rank.rank_) return;
+  Hello own{kHelloMagic, rank.ticket_, static_cast<uint64_t>(rank.rank_), {}};
+  try {
+    rank.welcome(peer, connection, received.memory);
+  } catch (const Error& error) {
+    std::strncpy(own.refusal, error.what(), sizeof(own.refusal) - 1);
+  }
+  send_hello(connection, own, rank.memory_);
+}
+
+MeetingRank::MeetingRank(int rank, int world_size, UniqueFd memory, size_t num_bytes)
+    : rank_(rank),
+      num_bytes_(num_bytes),
+      memory_(std::move(memory)),
+      ticket_(random_number()),
+      reception_(Reception::open()),
+      peers_(static_cast<size_t>(world_size)) {
+  reception_->add(*this);
+}
+
+MeetingRank::~MeetingRank() { reception_->remove(*this); }
+
+std::string MeetingRank::address() const { return join(reception_->name(), ' ', ticket_); }
+
+bool MeetingRank::has_met(int peer) const {
+  const std::lock_guard lock(reception_->mutex());
+  return peers_[static_cast<size_t>(peer)].has_value();
+}
+
+void MeetingRank::meet(int peer, const std::string& peer_address,
+                       const std::function<void()>& check) {
+  if (has_met(peer)) return;
+  try {
+    call_on(peer, peer_address, check);
+  } catch (const Error&) {
+    // It may have come while it was called on, and have left the group since.
+    if (!has_met(peer)) throw;
+  }
+}
+
+void MeetingRank::call_on(int peer, const std::string& peer_address,
+                          const std::function<void()>& check) {
+  std::istringstream parts(peer_address);
+  std::string name;
+  uint64_t ticket = 0;
+  parts >> name >> ticket;
+  const UniqueFd connection = open_socket();
+  sockaddr_un address;
+  const socklen_t length = abstract_address(name, address);
+  if (connect(connection.get(), reinterpret_cast<sockaddr*>(&address), length) != 0) {
+    fail(
+        join(with_errno(join("cannot connect to rank ", peer), errno), "; has its process ended?"));
+  }
+  const std::shared_ptr<const PeerProcess> process = process_of(connection);
+  if (!send_hello(connection, {kHelloMagic, ticket, static_cast<uint64_t>(rank_), {}}, memory_)) {
+    fail(with_errno(join("cannot send to rank ", peer), errno));
+  }
+  // A child of the peer's process may hold the listener open after the peer's end.
+  pollfd ready{.fd = connection.get(), .events = POLLIN, .revents = 0};
+  while (poll(&ready, 1, kPollSliceMs) <= 0) {
+    check();
+    if (!PeerProcess::find_ended({process.get()}).empty()) {
+      fail(join("the process of rank ", peer, " has ended"));
+    }
+  }
+  const ReceivedHello received = receive_hello(connection);
+  if (!received.is_there || received.hello.ticket != ticket ||
+      received.hello.rank != static_cast<uint64_t>(peer)) {
+    fail(join("rank ", peer, " has left the group; make a new one on every rank"));
+  }
+  if (received.hello.refusal[0] != '\0') {
+    fail(join("rank ", peer, " cannot be met; it says: ", received.hello.refusal));
+  }
+  const std::lock_guard lock(reception_->mutex());
+  welcome(peer, connection, received.memory);
+}
+
+void MeetingRank::welcome(int peer, const UniqueFd& connection, const UniqueFd& memory) {
+  std::optional<Peer>& place = peers_[static_cast<size_t>(peer)];
+  if (place) return;  // each has called on the other
+  if (memory.get() < 0) {
+    fail(with_errno("cannot take over a peer's memory", EMFILE) + "; raise `ulimit -n`");
+  }
+  place.emplace(Peer{process_of(connection), map_peer(memory, num_bytes_, peer)});
+}
+
+std::vector<std::optional<Peer>> MeetingRank::take_peers() {
+  const std::lock_guard lock(reception_->mutex());
+  return std::move(peers_);
+}
+
+}  // namespace rota::transport
