@@ -201,7 +201,7 @@ PYBIND11_MODULE(_C, module) {
       .def(py::init([](const StorePtr& store, int rank, int world_size,
                        std::chrono::milliseconds timeout, size_t slot_bytes) {
              return TensorCommunicator::make(store, rank, world_size,
-                                                make_options(timeout, slot_bytes));
+                                             make_options(timeout, slot_bytes));
            }),
            py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("timeout"),
            py::arg("slot_bytes"), ReleaseGil())

@@ -46,8 +46,8 @@ Living& all_living() {
 std::shared_ptr<TensorCommunicator> TensorCommunicator::make(
     const c10::intrusive_ptr<::c10d::Store>& store, int rank, int world_size,
     const TensorCommunicatorOptions& options) {
-  std::shared_ptr<TensorCommunicator> communicator(with_python_errors(
-      [&] { return new TensorCommunicator(store, rank, world_size, options); }));
+  std::shared_ptr<TensorCommunicator> communicator(
+      with_python_errors([&] { return new TensorCommunicator(store, rank, world_size, options); }));
   if (!options.connects_at_first_use) with_python_errors([&] { communicator->connect(); });
   Living& living = all_living();
   const std::lock_guard lock(living.mutex);
@@ -97,7 +97,7 @@ void TensorCommunicator::connect() {
 bool TensorCommunicator::leave_unconnected() {
   if (is_connected_) return false;
   if (fork_generation_ != fork_generation()) return true;  // the parent's
-  has_left_ = true;  // ends a connect() of another thread
+  has_left_ = true;                                        // ends a connect() of another thread
   const std::lock_guard lock(connect_mutex_);
   unconnected_.reset();
   return !is_connected_;

@@ -108,7 +108,7 @@ class TensorCommunicator {
   std::atomic<bool> has_left_{false};                         // before it was connected
   std::atomic<bool> is_connected_{false};
   std::optional<CpuCollectives> cpu_;  // constant once connected
-  std::unique_ptr<Collectives> gpu_;  // null until CUDA tensors come
+  std::unique_ptr<Collectives> gpu_;   // null until CUDA tensors come
 };
 
 }  // namespace rota::tensors

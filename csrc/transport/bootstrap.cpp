@@ -58,8 +58,8 @@ Bootstrap::Bootstrap(Store& store, int rank, int world_size, const Geometry& geo
   publish_card();
 }
 
-std::vector<std::optional<Peer>> Bootstrap::meet_all(
-    std::chrono::milliseconds timeout, const std::function<void()>& check_interrupt) {
+std::vector<std::optional<Peer>> Bootstrap::meet_all(std::chrono::milliseconds timeout,
+                                                     const std::function<void()>& check_interrupt) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   const auto check = [&](const std::function<bool(int)>& is_missing) {
     check_interrupt();
@@ -78,8 +78,8 @@ std::vector<std::optional<Peer>> Bootstrap::meet_all(
   std::vector<std::string> addresses(static_cast<size_t>(world_size_));
   for (int peer = 0; peer < world_size_; ++peer) {
     if (peer == rank_) continue;
-    const std::string card = read_card(
-        peer, [&] { check([this](int rank) { return !store_.has(card_key(rank)); }); });
+    const std::string card =
+        read_card(peer, [&] { check([this](int rank) { return !store_.has(card_key(rank)); }); });
     addresses[static_cast<size_t>(peer)] = address_of(peer, card);
   }
   for (int peer = 0; peer < world_size_; ++peer) {
@@ -92,9 +92,9 @@ std::vector<std::optional<Peer>> Bootstrap::meet_all(
 
 // One line per rank: address, world size, geometry; the rest of the line is the host.
 void Bootstrap::publish_card() {
-  store_.set(card_key(rank_), join(own_.address(), ' ', world_size_, ' ', geometry_.message_bytes,
-                                   ' ', geometry_.slot_bytes, ' ', geometry_.link_slot_bytes, ' ',
-                                   host_id()));
+  store_.set(card_key(rank_),
+             join(own_.address(), ' ', world_size_, ' ', geometry_.message_bytes, ' ',
+                  geometry_.slot_bytes, ' ', geometry_.link_slot_bytes, ' ', host_id()));
 }
 
 std::string Bootstrap::card_key(int rank) const { return join("card/", incarnation_, '/', rank); }

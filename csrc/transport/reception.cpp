@@ -31,8 +31,8 @@ constexpr int kPollSliceMs = 50;                       // how late a Ctrl-C may 
 
 struct Hello {
   uint64_t magic;
-  uint64_t ticket;  // of the rank that the connection was made to
-  uint64_t rank;    // of the sender
+  uint64_t ticket;    // of the rank that the connection was made to
+  uint64_t rank;      // of the sender
   char refusal[232];  // why the receiver's memory is not taken; empty where it is
 };
 

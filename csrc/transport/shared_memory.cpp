@@ -48,12 +48,11 @@ std::vector<int> SharedMemoryTransport::find_dead_peers(int awaited) const {
   return dead;
 }
 
-SharedMemoryRank::SharedMemoryRank(Store& store, int rank, int world_size,
-                                   const Geometry& geometry)
+SharedMemoryRank::SharedMemoryRank(Store& store, int rank, int world_size, const Geometry& geometry)
     : SharedMemoryRank(store, rank, world_size, geometry, OwnMemory::make(geometry, world_size)) {}
 
-SharedMemoryRank::SharedMemoryRank(Store& store, int rank, int world_size,
-                                   const Geometry& geometry, OwnMemory own)
+SharedMemoryRank::SharedMemoryRank(Store& store, int rank, int world_size, const Geometry& geometry,
+                                   OwnMemory own)
     : fork_generation_(fork_generation()),
       rank_(rank),
       geometry_(geometry),
@@ -67,8 +66,8 @@ SharedMemoryRank::~SharedMemoryRank() {
   reinterpret_cast<ControlBlock*>(region_->base())->departed.publish(1);
 }
 
-std::unique_ptr<Transport> SharedMemoryRank::connect(
-    std::chrono::milliseconds timeout, const std::function<void()>& check_interrupt) {
+std::unique_ptr<Transport> SharedMemoryRank::connect(std::chrono::milliseconds timeout,
+                                                     const std::function<void()>& check_interrupt) {
   // Where the first collective could not have its memory, nobody needs to meet.
   check_available(geometry_.collectives().num_bytes);
   std::vector<Peer> peers;

@@ -50,8 +50,7 @@ class SharedMemoryRank {
                                      const std::function<void()>& check_interrupt);
 
  private:
-  SharedMemoryRank(Store& store, int rank, int world_size, const Geometry& geometry,
-                   OwnMemory own);
+  SharedMemoryRank(Store& store, int rank, int world_size, const Geometry& geometry, OwnMemory own);
 
   uint64_t fork_generation_;
   int rank_;

@@ -222,8 +222,8 @@ void send_greeting(const UniqueFd& connection, Greeting greeting, size_t num_byt
         "sendmsg");
 }
 
-// Somebody connects to rank 0 before rank 1 does, and knows what it says in the store. It is ignored
-// and leaves nothing behind.
+// Somebody connects to rank 0 before rank 1 does, and knows what it says in the store. It is
+// ignored and leaves nothing behind.
 void stranger_is_ignored(
     const std::function<void(const UniqueFd& connection, uint64_t ticket)>& speak) {
   const StoreDirectory directory;
@@ -316,8 +316,8 @@ void rank_that_leaves_unconnected_has_left() {
     }
     const auto communicator = connect_now(*rank);
     store.set("met", "1");
-    const Error error = expect_error(ErrorKind::kPeerFailed,
-                                     [&] { communicator->barrier(CallerThread::kUser); });
+    const Error error =
+        expect_error(ErrorKind::kPeerFailed, [&] { communicator->barrier(CallerThread::kUser); });
     check_contains(error.what(), "rank 1");
     check_contains(error.what(), "has left the group");
     store.await("left");
@@ -400,15 +400,15 @@ const CaseTable kCases{
     {"bootstrap_rank_never_starts", rank_that_never_starts_is_named},
     {"bootstrap_interruption", connecting_lets_an_interruption_through},
     {"stranger_hangs_up", stranger_who_hangs_up},
-    {"stranger_without_magic", [] { stranger_with_wrong_greeting({.magic = false}, 1, kWhole, 1); }},
+    {"stranger_without_magic",
+     [] { stranger_with_wrong_greeting({.magic = false}, 1, kWhole, 1); }},
     {"stranger_without_ticket",
      [] { stranger_with_wrong_greeting({.ticket = false}, 1, kWhole, 1); }},
     {"stranger_short_greeting", [] { stranger_with_wrong_greeting({}, 1, kWhole - 8, 1); }},
     {"stranger_without_memory", [] { stranger_with_wrong_greeting({}, 1, kWhole, 0); }},
     {"stranger_wrong_memory", [] { stranger_with_wrong_greeting({}, 1, kWhole, 1); }},
     {"stranger_own_rank", [] { stranger_with_wrong_greeting({}, 0, kWhole, 1); }},
-    {"stranger_rank_outside_world",
-     [] { stranger_with_wrong_greeting({}, 1u << 31, kWhole, 1); }},
+    {"stranger_rank_outside_world", [] { stranger_with_wrong_greeting({}, 1u << 31, kWhole, 1); }},
     {"stranger_two_descriptors", [] { stranger_with_wrong_greeting({}, 1, kWhole, 2); }},
     {"unconnected_met", rank_is_met_while_it_does_nothing},
     {"unconnected_leaves", rank_that_leaves_unconnected_has_left},

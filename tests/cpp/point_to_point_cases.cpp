@@ -214,11 +214,10 @@ void requests_go_on_while_nobody_waits() {
       return;
     }
     PointToPoint& links = communicator.point_to_point();
-    const RequestRef request =
-        links.send(bytes.data(), message_of(bytes), 1, [&](const Request&) {
-          is_reported = true;
-          is_reported.notify_all();
-        });
+    const RequestRef request = links.send(bytes.data(), message_of(bytes), 1, [&](const Request&) {
+      is_reported = true;
+      is_reported.notify_all();
+    });
     links.attend(*request, nullptr);
     has_arrived.wait(false);
     check(links.test(*request), "the send is done");
