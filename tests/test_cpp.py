@@ -52,6 +52,7 @@ THREAD_CASES = (
     "joined_regions_cases",
     "point_to_point_cases",
     "host_cases",
+    "reception_cases",
 )
 # One thread needs no ThreadSanitizer, and it does not follow a fork.
 OTHER_CASES = (
@@ -171,6 +172,15 @@ EARLY_POSTS = mutant(
     Patch("core/communicator.cpp", r"waiter_\.wait\(posts_of\(peer\)\.launched,[^;]*;", ""),
     cases="launches_cases",
 )
+UNLOCKED_ANSWERS = mutant(
+    "unlocked-answers",
+    Patch(
+        "transport/reception.cpp",
+        r"const std::lock_guard lock\(mutex_\);(\s+const auto found)",
+        r"\1",
+    ),
+    cases="reception_cases",
+)
 EARLY_ENDS = tuple(
     mutant(
         f"no-step-before-{part}",
@@ -227,6 +237,11 @@ def test_cpp_without_one_wait_is_found(phase: str) -> None:
 def test_cpp_with_posts_written_anew_too_early_is_found() -> None:
     code, output = run(EARLY_POSTS, "launches_agree-ws4", "launches_too_far_ahead")
     assert code in (1, TSAN_REPORT_CODE), f"exit code {code}\n{output}"
+
+
+def test_cpp_with_unlocked_answers_is_reported() -> None:
+    code, output = run(UNLOCKED_ANSWERS, "meeting-ws5", "meeting_groups-ws3")
+    assert code == TSAN_REPORT_CODE, f"exit code {code}\n{output}"
 
 
 @pytest.mark.parametrize("flavour", EARLY_ENDS, ids=lambda flavour: flavour.name)

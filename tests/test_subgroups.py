@@ -103,9 +103,9 @@ def wait_for_a_peer(rank: Rank, end: Callable[[dist.ProcessGroup], None] | None)
         return "", ""
     timeout = timedelta(seconds=30 if end else 1)
     group = dist.new_group([0, 1], timeout, use_local_synchronization=True)
-    if end:
-        threading.Timer(0.3, end, (group,)).start()
     with pytest.raises((rota.RotaError, KeyboardInterrupt)) as caught:
+        if end:
+            threading.Timer(0.3, end, (group,)).start()
         group.allreduce([torch.ones(4)]).wait()  # dist.all_reduce looks the group up once more
     return type(caught.value).__name__, str(caught.value)
 
@@ -141,8 +141,8 @@ def interrupt_and_go_on(rank: Rank) -> float:
     group = dist.new_group([0, 1], use_local_synchronization=True)
     tensor = torch.full((10,), float(rank.rank + 1))
     if rank.rank == 0:
-        threading.Timer(0.3, interrupt, (group,)).start()
         with pytest.raises(KeyboardInterrupt):
+            threading.Timer(0.3, interrupt, (group,)).start()
             dist.all_reduce(tensor, group=group)
         rank.tell()
     dist.all_reduce(tensor, group=group)

@@ -327,8 +327,8 @@ void MeetingRank::call_on(int peer, const std::string& peer_address,
   sockaddr_un address;
   const socklen_t length = abstract_address(name, address);
   if (connect(connection.get(), reinterpret_cast<sockaddr*>(&address), length) != 0) {
-    fail(
-        join(with_errno(join("cannot connect to rank ", peer), errno), "; has its process ended?"));
+    fail(join(with_errno(join("cannot connect to rank ", peer), errno),
+              "; has it left the group, or has its process ended?"));
   }
   const std::shared_ptr<const PeerProcess> process = process_of(connection);
   if (!send_hello(connection, {kHelloMagic, ticket, static_cast<uint64_t>(rank_), {}}, memory_)) {

@@ -1,0 +1,112 @@
+// Ranks of this process that meet through its listener at any moment: the thread that answers there
+// beside those that call, make and drop ranks.
+#include "transport/reception.h"
+
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include "check.h"
+#include "core/communicator.h"
+#include "ranks.h"
+#include "transport/shared_memory.h"
+
+namespace rota::test {
+namespace {
+
+using transport::SharedMemoryRank;
+
+class MemoryStore final : public transport::Store {
+ public:
+  int64_t add(const std::string& key, int64_t amount) override {
+    const std::lock_guard lock(mutex_);
+    return numbers_[key] += amount;
+  }
+  void set(const std::string& key, const std::string& value) override {
+    const std::lock_guard lock(mutex_);
+    values_[key] = value;
+  }
+  bool has(const std::string& key) override {
+    const std::lock_guard lock(mutex_);
+    return values_.contains(key);
+  }
+  std::string get(const std::string& key) override {
+    const std::lock_guard lock(mutex_);
+    return values_.at(key);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, int64_t> numbers_;
+  std::map<std::string, std::string> values_;
+};
+
+void connect_and_use(SharedMemoryRank& rank) {
+  Communicator communicator(rank.connect(kPatience, [] {}), kPatience, [] {});
+  communicator.barrier(CallerThread::kProgress);
+}
+
+// Now and then the last has gone before the next begins, and the listener with it.
+void ranks_meet(int world_size) {
+  for (int i = 0; i < 40; ++i) {
+    MemoryStore store;
+    run_threads(world_size, [&](int index) {
+      SharedMemoryRank rank(store, index, world_size, kSmall);
+      connect_and_use(rank);
+    });
+  }
+}
+
+void groups_meet_in_different_orders() {
+  constexpr int kWorldSize = 3;
+  for (int i = 0; i < 20; ++i) {
+    MemoryStore stores[kWorldSize];
+    run_threads(kWorldSize, [&](int index) {
+      std::vector<std::unique_ptr<SharedMemoryRank>> ranks;
+      for (MemoryStore& store : stores) {
+        ranks.push_back(std::make_unique<SharedMemoryRank>(store, index, kWorldSize, kSmall));
+      }
+      std::vector<std::unique_ptr<Communicator>> communicators(kWorldSize);
+      for (int turn = 0; turn < kWorldSize; ++turn) {
+        const auto group = static_cast<size_t>((index + turn) % kWorldSize);
+        communicators[group] = std::make_unique<Communicator>(
+            ranks[group]->connect(kPatience, [] {}), kPatience, [] {});
+      }
+      for (const auto& communicator : communicators) {
+        communicator->barrier(CallerThread::kProgress);
+      }
+    });
+  }
+}
+
+// Rank 1 goes before, while or after rank 0 meets it.
+void rank_leaves_at_any_moment() {
+  for (int i = 0; i < 100; ++i) {
+    MemoryStore store;
+    run_threads(2, [&](int index) {
+      SharedMemoryRank rank(store, index, 2, kSmall);
+      if (index == 1) {
+        for (int pause = 0; pause < i; ++pause) std::this_thread::yield();
+        return;
+      }
+      try {
+        connect_and_use(rank);
+        fail("the barrier ended without rank 1");
+      } catch (const Error& error) {
+        check(error.kind() == ErrorKind::kTransport || error.kind() == ErrorKind::kPeerFailed,
+              error.what());
+        check_contains(error.what(), "rank 1");
+      }
+    });
+  }
+}
+
+const CaseTable kCases{
+    {"meeting-ws2", [] { ranks_meet(2); }},
+    {"meeting-ws5", [] { ranks_meet(5); }},
+    {"meeting_groups-ws3", groups_meet_in_different_orders},
+    {"meeting_leaver-ws2", rank_leaves_at_any_moment},
+};
+
+}  // namespace
+}  // namespace rota::test
