@@ -52,7 +52,7 @@ THREAD_CASES = (
     "joined_regions_cases",
     "point_to_point_cases",
     "host_cases",
-    "reception_cases",
+    "endpoint_cases",
 )
 # One thread needs no ThreadSanitizer, and it does not follow a fork.
 OTHER_CASES = (
@@ -175,11 +175,11 @@ EARLY_POSTS = mutant(
 UNLOCKED_ANSWERS = mutant(
     "unlocked-answers",
     Patch(
-        "transport/reception.cpp",
+        "transport/endpoint.cpp",
         r"const std::lock_guard lock\(mutex_\);(\s+const auto found)",
         r"\1",
     ),
-    cases="reception_cases",
+    cases="endpoint_cases",
 )
 EARLY_ENDS = tuple(
     mutant(
@@ -240,7 +240,7 @@ def test_cpp_with_posts_written_anew_too_early_is_found() -> None:
 
 
 def test_cpp_with_unlocked_answers_is_reported() -> None:
-    code, output = run(UNLOCKED_ANSWERS, "meeting-ws5", "meeting_groups-ws3")
+    code, output = run(UNLOCKED_ANSWERS, "rendezvous-ws5", "rendezvous_groups-ws3")
     assert code == TSAN_REPORT_CODE, f"exit code {code}\n{output}"
 
 

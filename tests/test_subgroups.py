@@ -70,7 +70,7 @@ def test_subgroup_that_a_rank_has_left_unused_names_it() -> None:
 
 
 def leave_while_awaited(rank: Rank) -> str:
-    """Rank 0 has met rank 1, which then leaves without ever using the group."""
+    """Rank 0 is connected to rank 1, which then leaves without ever using the group."""
     rank.init()
     group = dist.new_group([0, 1])
     if rank.rank == 1:

@@ -1,6 +1,6 @@
-// A group of ranks and the frame of its collectives, one at a time: counts epochs, compares what
-// ranks call, and turns whatever goes wrong into an error on every rank. What a call asks for is
-// planned in core/plan.h; what it does is in cpu/ and cuda/.
+// A group of ranks. Runs one collective at a time: counts epochs, compares the ranks' calls, and
+// turns any failure into an error on every rank. Calls are planned in core/plan.h and executed in
+// cpu/ and cuda/.
 #pragma once
 
 #include <atomic>
@@ -21,8 +21,8 @@ namespace rota {
 
 class Communicator {
  public:
-  // timeout: for each wait of a collective. check_interrupt runs several times a second in a
-  // long wait of the user's thread, and may throw.
+  // timeout applies to each wait of a collective. check_interrupt runs several times a second while
+  // a user's thread waits, and may throw.
   Communicator(std::unique_ptr<transport::Transport> transport, Nanoseconds timeout,
                std::function<void()> check_interrupt);
   // Tells peers that this rank has left.
@@ -31,49 +31,49 @@ class Communicator {
   int rank() const { return transport_->rank(); }
   int world_size() const { return transport_->world_size(); }
 
-  // Blocks until this rank's part is done, and throws Error. Safe to call from several threads; all
-  // ranks must then agree on the order by other means. buffers: what the call's kind takes, of
-  // cpu/all_reduce.h and cpu/copy_collectives.h.
+  // Blocks until this rank's part is done. Throws Error. Thread-safe, but all ranks must call in
+  // the same order. Buffers is the type for the call's kind, from cpu/all_reduce.h or
+  // cpu/copy_collectives.h.
   template <typename Buffers>
   void run(const Call& call, const Buffers& buffers, CallerThread thread);
   void barrier(CallerThread thread);
 
-  // Says which collective this rank queues on its GPU, in the order in which all ranks do. Does not
-  // wait for them, unless one is far behind (transport/layout.h). Throws Error(kMismatch) where a
-  // peer has said otherwise; that ends the group, since the peer's kernel is already waiting.
-  // Returns the fingerprint of the call, by which the kernels compare.
+  // Posts the collective that this rank is about to queue on its GPU. All ranks post in the same
+  // order. Waits only if a peer is far behind (transport/layout.h). Throws Error(kMismatch) if a
+  // peer has posted another call; that ends the group, since the peer's kernel already waits.
+  // Returns the call's fingerprint, which the kernels compare.
   uint64_t post_launch(const Call& call);
-  // The same of a tensor from one rank to another, of which this is one.
+  // The same for a transfer between two ranks, of which this rank is one.
   uint64_t post_transfer(const Call& call, int sender, int receiver);
   uint64_t num_posted_launches() const;
 
   // Messages between two ranks, which need no turn among the collectives.
   PointToPoint& point_to_point() { return point_to_point_; }
 
-  // Throws Error(kInternal) in a forked child, and in a group that has failed before an error of
-  // the kind that it failed with: of several calls in flight any may be the first to be looked at.
+  // Throws Error(kInternal) in a forked child. In a group that has failed, throws the kind of error
+  // that it failed with, because a user may look at any of several failed calls first.
   void check_usable(std::string_view collective) const;
 
-  // Makes every later and every waiting call on every rank fail with this text.
+  // Fails every waiting and later call on every rank with this text.
   void abort(const std::string& reason);
-  // The same, where the cause is known: later calls on all ranks raise an error of this kind.
+  // The same with a known cause: later calls on all ranks raise this kind of error.
   void fail(const Error& cause);
 
   const transport::Transport& transport() const { return *transport_; }
-  // For flags outside collectives, which need no turn.
+  // For flags outside collectives.
   Waiter& waiter() { return waiter_; }
   Nanoseconds timeout() const { return watch_.timeout(); }
 
  private:
   void rendezvous(const Call& call);
-  // posts_of(rank): where those that take part say so.
+  // posts_of(rank) returns the posts of a participating rank.
   template <typename PostsOf>
   uint64_t post_launch(const Call& call, std::span<const int> ranks, const PostsOf& posts_of);
-  // post_of(rank): where each of these ranks has said what it calls.
+  // post_of(rank) returns the flag with that rank's Call.
   template <typename PostOf>
   Error mismatch(const Call& own, uint64_t epoch, std::span<const int> ranks,
                  const PostOf& post_of) const;
-  // kind_here: of the errors that later calls on this rank get; kind: of those on its peers.
+  // Later calls raise kind_here on this rank and kind on its peers.
   void publish_abort(ErrorKind kind_here, ErrorKind kind, const std::string& text);
   int parity() const { return static_cast<int>(epoch_ % 2); }
 

@@ -15,10 +15,10 @@ class JoinedRegions {
  public:
   // The communicator outlives it. Every rank has its own part.
   JoinedRegions(Communicator& communicator, transport::DeviceRegions regions);
-  // To be called where no kernel of this rank touches regions any more; on the GPU that they were
-  // made on. Waits until that is so on every rank, unmaps those of the peers, waits until nobody
-  // maps the own one, and frees it. Each wait is bounded, and nobody is waited for who is dead or
-  // has left (joined_regions.cpp). A forked child waits for nobody, and tells nobody.
+  // Call it on the regions' GPU once no kernel of this rank touches them. Waits until that holds on
+  // every rank, unmaps the peers' regions, waits until no peer maps this rank's region, and frees
+  // it. Each wait is bounded and skips ranks that are dead or have left (joined_regions.cpp). A
+  // forked child neither waits nor signals.
   ~JoinedRegions();
   JoinedRegions(const JoinedRegions&) = delete;
   JoinedRegions& operator=(const JoinedRegions&) = delete;
@@ -27,8 +27,8 @@ class JoinedRegions {
   std::string_view means() const { return regions_.means; }
 
  private:
-  // Says that this rank has come to the next step, and waits for those of awaited_; forgets who
-  // does not come.
+  // Signals this rank's next step and waits for the ranks in awaited_; removes those that do not
+  // come in time.
   void take_step();
 
   Communicator& communicator_;

@@ -1,6 +1,6 @@
-// From what a caller chooses to a Call: what was left open is filled in, and what cannot be done is
-// refused. The one place where that happens, for the CPU and for GPUs, and where the algorithm of
-// an all-reduce is chosen, by the measurements of schedule/select.h.
+// Turns a caller's options into a Call: fills in defaults and refuses what is not supported. The
+// one place where that happens for CPU and GPUs, and where the algorithm of an all-reduce is
+// chosen, from the measurements in schedule/select.h.
 #pragma once
 
 #include <functional>
@@ -28,18 +28,18 @@ struct BucketOptions {
 
 class Planner {
  public:
-  // What there is to choose from on a GPU.
+  // The algorithms available on a GPU.
   struct Gpu {
     schedule::Tuning tuning;
     uint64_t most_packet_bytes;  // that low_latency takes
-    // What is wrong with the kernel of an algorithm; none: it can be trusted.
+    // Why an algorithm's kernel must not be used; empty if it passed the self-test.
     std::function<std::optional<std::string>(schedule::Algorithm, const WireFormat&)> why_not;
   };
 
   explicit Planner(int world_size, std::optional<Gpu> gpu = std::nullopt)
       : world_size_(world_size), gpu_(std::move(gpu)) {}
 
-  // Each throws Error(kType) or Error(kValue) for what cannot be done.
+  // Each throws Error(kType) or Error(kValue) for unsupported arguments.
   Call all_reduce(DType dtype, uint64_t num_elems, const AllReduceOptions& options) const;
   Call reduce_bucket(DType dtype, uint64_t num_elems, const BucketOptions& options) const;
   Call broadcast(DType dtype, uint64_t num_elems, int root) const;
@@ -48,8 +48,8 @@ class Planner {
   Call reduce_scatter(DType dtype, uint64_t num_elems, ReduceOp op) const;
 
  private:
-  // Fills in the algorithm, by the call's wire format and length. Of those with the same bits it is
-  // the fastest that can be trusted; where none can, it is one that cannot.
+  // Chooses the algorithm by the call's wire format and length: the fastest usable one among those
+  // with the same bits. If none is usable it returns one that is not, which the caller refuses.
   void choose_algorithm(Call& call, std::optional<schedule::Algorithm> requested) const;
   schedule::Algorithm choose_on_gpu(const Call& call,
                                     std::optional<schedule::Algorithm> requested) const;

@@ -7,7 +7,7 @@
 // before it is asked for is kept on the heap. Requests that nobody waits for are moved by a thread
 // that is borrowed for as long as there are any.
 //
-// Knows pointers and dtypes; torch stops in tensor/.
+// Works on pointers and dtypes; tensors are handled in tensor/.
 #pragma once
 
 #include <array>
@@ -41,7 +41,7 @@ constexpr std::string_view name(Direction direction) {
   return direction == Direction::kSend ? "send" : "recv";
 }
 
-// What both ends say of a message, and compare.
+// What sender and receiver must agree on.
 struct Message {
   uint64_t tag;
   DType dtype;
@@ -55,7 +55,7 @@ struct Message {
 class Request {
  public:
   bool is_done() const { return is_done_.load(std::memory_order_acquire); }
-  // Of one that is done: what went wrong, and who was sent the message or has sent it.
+  // Valid once done: the failure, if any, and the other rank.
   const std::optional<Error>& error() const { return error_; }
   int peer() const { return peer_; }
 
@@ -84,33 +84,32 @@ class PointToPoint {
                std::function<void()> check_interrupt);
   ~PointToPoint() { close(); }
 
-  // Each starts a request, moves what can be moved at once, and returns without waiting. The memory
-  // must stay until the request is done; on_done is called once, soon after, by any thread, with no
-  // lock held. Throw Error(kValue) for a bad peer, and the error that the group has died of.
+  // Start a request, move what can be moved at once, and return without waiting. The memory must
+  // stay valid until the request is done. on_done is called once, soon after that, on any thread
+  // and with no lock held. Throw Error(kValue) for a bad peer, and a dead group's error.
   RequestRef send(const void* data, const Message& message, int peer, OnDone on_done = {});
-  // peer: kAnyRank takes the first message with this tag, whoever sent it.
+  // With kAnyRank as peer, takes the first message with this tag from any rank.
   RequestRef recv(void* data, const Message& message, int peer, OnDone on_done = {});
 
   // Moves what can be moved at once, and returns whether the request is done.
   bool test(const Request& request);
-  // Blocks until the request is done, or `patience` is over, and returns whether it is done. Throws
-  // what the request has failed with: Error(kMismatch) where sender and receiver disagree, which
-  // leaves the group alive; all else ends the group. The group's timeout is for a request that
-  // stands still.
+  // Blocks until the request is done or `patience` is over, and returns whether it is done. Throws
+  // the request's error: Error(kMismatch) if sender and receiver disagree, which leaves the group
+  // alive; any other error ends the group. The group's timeout applies while no byte moves.
   bool wait(const Request& request, CallerThread thread,
             std::optional<Nanoseconds> patience = std::nullopt);
-  // Sees to it that the request goes on where nobody waits for it. It has no timeout then. owner:
-  // of this, which must live as long as the borrowed thread works here.
+  // Lets a borrowed thread move the request while nobody waits for it; no timeout applies then.
+  // owner keeps this object alive for that thread.
   void attend(const Request& request, std::shared_ptr<void> owner);
 
-  // Moves what can be moved at once in every group of this process: called now and then by whoever
-  // waits for anything, so that no rank waits for room in a group to which this one comes later.
+  // Moves what can be moved at once in every group of this process. Every wait calls it now and
+  // then, so that no peer is stuck on a full link of a group that this rank uses later.
   static void move_all_groups();
 
   bool has_unfinished_sends();
-  // Waits until all that was sent is on its way.
+  // Waits until all outgoing messages are in the links.
   void finish(CallerThread thread);
-  // Gives up what is outstanding. Idempotent.
+  // Fails all outstanding requests. Idempotent.
   void close();
 
  private:
@@ -122,7 +121,7 @@ class PointToPoint {
     bool is_whole = false;
     RequestRef taken_by;  // a recv that came while the message was still arriving
   };
-  // What a link is in the middle of.
+  // A message that a link has received in part.
   struct Arriving {
     bool is_begun = false;
     RequestRef recv;               // one of these two
@@ -130,7 +129,7 @@ class PointToPoint {
     std::byte* data = nullptr;     // where the next bytes go; null: they are dropped
     uint64_t num_bytes_left = 0;
   };
-  // What ends a wait: on the stack, since short messages are waited for by the million.
+  // The flags to wait for: on the stack, because waits for short messages are frequent.
   class AwaitedFlags {
    public:
     void add(const Awaited& flag) { flags_[num_flags_++] = flag; }
@@ -150,8 +149,8 @@ class PointToPoint {
   RequestRef start(Direction direction, void* data, const Message& message, int peer,
                    OnDone on_done);
 
-  // Those below are called with mutex_ held. What has ended is appended to `done`, and reported
-  // once the mutex is free: what on_done calls may call back.
+  // Call these with mutex_ held. They append finished requests to `done`, to be reported after the
+  // mutex is released, because on_done may call back into this.
   using Done = std::vector<RequestRef>;
   void move(Done& done);
   void push(int peer, Done& done);
@@ -162,11 +161,11 @@ class PointToPoint {
   static bool matches(const Request& recv, int source, uint64_t tag);
   bool agree(Request& recv, int source, const Message& sent) const;
   void end(const RequestRef& request, Done& done);
-  // Ends the group.
+  // Fails the whole group.
   void fail(const Error& error, Done& done);
   void end_all(const Error& error, Done& done);
   AwaitedFlags awaited() const;
-  // Those that a request names, by bits of their ranks.
+  // The ranks that pending requests name, as a bit mask.
   uint64_t needed_peers() const;
   static void report(const Done& done);
 

@@ -1,7 +1,6 @@
-// The threads on which groups make progress: a group borrows one while it has work queued. There
-// are as many as there were groups with queued work at one time. Fewer would not do: executors
-// block, so two groups on one thread would wait for each other where ranks use them in different
-// orders.
+// Progress threads, which groups borrow while they have work queued. The pool grows to the largest
+// number of groups that were busy at one time. Groups cannot share a thread: executors block, so
+// two groups on one thread would deadlock if ranks used them in different orders.
 #pragma once
 
 #include <condition_variable>
@@ -19,11 +18,11 @@ class ProgressThread {
   ProgressThread(const ProgressThread&) = delete;
   ProgressThread& operator=(const ProgressThread&) = delete;
 
-  // These are for who has borrowed it.
-  // Once; the job gives the thread back.
+  // For the borrower only.
+  // Call once per loan; the job returns the thread to the pool.
   void start(std::function<void()> job);
-  // Where it runs: on the core of the caller, or wherever the caller may. Only hints: where they
-  // fail, the thread stays where it is.
+  // Pin the thread to the caller's core, or let it run on all of the caller's cores. Failures are
+  // ignored.
   void bind_to_core_of_caller();
   void unbind();
 
@@ -37,16 +36,15 @@ class ProgressThread {
   std::thread thread_;
 };
 
-// One for each process (base/per_process.h). Its threads wait for the next group until the process
-// ends; they hold nothing of the last one.
+// One per process (base/per_process.h). Idle threads live until the process ends and hold no
+// group's state.
 class ProgressPool {
  public:
-  // The one that was given back last, which is the likeliest to be in a core's caches; a new one
-  // where all are borrowed. Throws Error(kTransport) where no thread can be started.
+  // Returns the most recently used idle thread, whose caches are warmest, or starts a new one.
+  // Throws Error(kTransport) if no thread can be started.
   ProgressThread& borrow();
-  // By the thread itself, in its job. It may be borrowed again, and started, before that job has
-  // returned: it goes on with the next one then. So a group that queues work right behind its last
-  // gets the same thread again, and not one more.
+  // Called by the thread itself, in its job. The thread may be borrowed and started again before
+  // that job returns, so a group that queues more work right away gets the same thread.
   void give_back(ProgressThread& thread);
 
  private:

@@ -1,5 +1,5 @@
-// What a communicator has queued: runs first in, first out, on a thread that it borrows from the
-// process's pool while there is something.
+// A communicator's queue of asynchronous work. Runs tasks in order on a thread that it borrows from
+// the process's pool while there are any.
 #pragma once
 
 #include <cstdint>
@@ -27,17 +27,17 @@ class ProgressQueue {
   // closed.
   void enqueue(std::function<void()> task);
 
-  // Returns when all that is queued has run, and the thread is given back. Idempotent. In a forked
-  // child, where there is no such thread, it only forgets. Called by a task of this queue, it
-  // returns at once, and the thread runs what is left.
+  // Waits until all queued tasks have run and the thread is returned. Idempotent. In a forked
+  // child, which lacks the thread, it only drops the tasks. Called from a task of this queue, it
+  // returns at once and the thread runs the remaining tasks.
   void close();
 
-  // True when nothing is queued or running: the caller may then do its work itself, in order. So
-  // may a task, which would wait for itself otherwise.
+  // True when nothing is queued or running, so that the caller may run its work itself. Also true
+  // for a running task, which would otherwise wait for itself.
   bool is_idle() const;
 
  private:
-  // Shared with the thread, which may outlive the queue when a task destroys it.
+  // Shared with the thread, because a task may destroy the queue.
   struct State;
   static void run(State& state);
 

@@ -1,5 +1,5 @@
-// What a rank watches for while it waits: a peer's abort, death or departure, the deadline, a
-// signal; and, after a second, who is awaited.
+// What ends a rank's wait early: a peer's abort, death or departure, the deadline, or a signal.
+// Also names the awaited rank on stderr after a second.
 #pragma once
 
 #include <functional>
@@ -17,7 +17,7 @@ inline constexpr Nanoseconds kStallAfter = std::chrono::seconds(1);
 // In place of a peer: whichever comes first.
 inline constexpr int kAnyRank = std::numeric_limits<int>::min();
 
-// Which thread calls: Python delivers signals to user threads only.
+// The calling thread's kind: Python delivers signals to user threads only.
 enum class CallerThread { kUser, kProgress };
 
 class Watch final : public cpu::PeerWaitObserver {
@@ -26,21 +26,22 @@ class Watch final : public cpu::PeerWaitObserver {
   Watch(const transport::Transport& transport, Nanoseconds timeout,
         std::function<void()> check_interrupt);
 
-  // lets_signals_through: false on the progress thread, where Python delivers none.
+  // lets_signals_through is false on progress threads, to which Python delivers no signals.
   void begin_collective(std::string_view collective, uint64_t epoch, bool lets_signals_through);
   void begin_wait(int peer, std::string_view phase, uint64_t step) override;
-  // For several peers at once, by bits of their ranks: none may leave; if there are none, not all.
+  // For several peers at once, as a bit mask of ranks: fails when any of them leaves. An empty mask
+  // fails when all have left.
   void begin_wait_for_all(uint64_t peers, std::string_view phase, uint64_t step);
   std::optional<Error> poll() override;
   std::optional<Error> tick(Nanoseconds waited) override;
-  // A rank that has died without leaving first; costs system calls.
+  // A rank that died without leaving the group. Costs system calls.
   std::optional<Error> find_death() const;
 
   Nanoseconds timeout() const { return timeout_; }
 
-  // "rota.all_reduce: rank 2/4": how every message of this collective starts.
+  // "rota.all_reduce: rank 2/4", the start of every message of this collective.
   std::string prefix() const;
-  // "(epoch 17, two_shot reduce, step 3)": where the rank is.
+  // "(epoch 17, two_shot reduce, step 3)", this rank's position.
   std::string place() const;
 
  private:

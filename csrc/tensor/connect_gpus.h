@@ -1,4 +1,4 @@
-// The door to tensor/cuda/, which a build for the CPU lacks (without_cuda.cpp).
+// The entry to tensor/cuda/; CPU builds use without_cuda.cpp instead.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -10,12 +10,12 @@
 
 namespace rota::tensors {
 
-// Whether what this thread queues on its current stream of `device` goes into a graph.
+// Whether this thread's current stream on `device` is being captured into a CUDA graph.
 bool is_capturing(at::Device device);
 
-// Collective, over `store` too; blocks. Every rank's tensors are to be on the device that it names
-// here. staging does what no kernel of this GPU can be trusted with. Throws Error(kTransport) where
-// this build, or this machine, has nothing for it.
+// Collective, also over `store`; blocks. Each rank's tensors must be on the device it passes.
+// `staging` runs operations whose kernels failed the self-test. Throws Error(kTransport) if this
+// build or machine does not support it.
 std::unique_ptr<Collectives> connect_gpus(std::shared_ptr<Communicator> communicator,
                                           const c10::intrusive_ptr<::c10d::Store>& store,
                                           at::Device device, CallerThread thread,

@@ -1,5 +1,5 @@
-// The collectives of CPU tensors: each is checked, planned and packed, and runs in the caller's
-// thread or, in order, on a progress thread.
+// Collectives on CPU tensors: checks, plans and packs them, and runs them in the caller's thread
+// or, in order, on a progress thread.
 #pragma once
 
 #include <memory>
@@ -35,25 +35,25 @@ class CpuCollectives final : public Collectives {
   WorkRef barrier(Launch mode);
   void finish(const std::function<void()>& check_interrupt) override;
 
-  // Runs task(thread) behind what is queued, and blocks until it has ended or check_interrupt
-  // throws: what it refers to must live on.
+  // Runs task(thread) after all queued work and blocks until it ends. What the task refers to must
+  // outlive it, because check_interrupt may throw before it ends.
   void run_in_turn(const char* title, std::function<void(CallerThread)> task);
 
   // Null once closed.
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
-  // Throws Error(kInternal) once closed, and what Communicator::check_usable() throws; to be called
-  // before a task is queued, since in a forked child there is no thread that would run it.
+  // Throws Error(kInternal) once closed, and what Communicator::check_usable() throws. Call it
+  // before queueing a task: a forked child has no thread to run it.
   void check_usable(std::string_view call) const;
 
-  // Ends what is queued, aborting what is pending. Idempotent.
+  // Finishes queued work and aborts pending work. Idempotent.
   void end_progress();
-  // Leaves the group behind what is queued. Idempotent.
+  // Leaves the group after queued work is done. Idempotent.
   void close();
 
  private:
   WorkRef request(Direction direction, const at::Tensor& tensor, int peer, int64_t tag,
                   Launch mode);
-  // Runs body(communicator, tensors, thread) here and now, or on a progress thread.
+  // Runs body(communicator, tensors, thread) in this thread or on a progress thread.
   template <typename Body>
   WorkRef launch(Launch mode, ::c10d::OpType op_type, const char* title, at::TensorList tensors,
                  Body&& body);

@@ -1,5 +1,5 @@
-// Carries rota's errors into Python as rota.PeerFailed and its kin, also through torch's own code
-// (DDP's backward), which would turn any other C++ exception into a bare RuntimeError.
+// Raises rota's errors in Python as rota.PeerFailed and so on, even through torch's own C++ code
+// (DDP's backward), which turns other C++ exceptions into a bare RuntimeError.
 #pragma once
 
 #include <torch/csrc/Exceptions.h>
@@ -21,7 +21,7 @@ class PythonError final : public torch::PyTorchError {
   ErrorKind kind_;
 };
 
-// Runs body; a rota::Error leaves as PythonError.
+// Runs body and converts rota::Error to PythonError.
 template <typename Body>
 auto with_python_errors(Body&& body) -> decltype(body()) {
   try {

@@ -1,12 +1,12 @@
-// Python's interpreter lock: whoever waits for a progress thread, a GPU or a peer must not hold it,
-// since what it waits for may have a callback in Python to run first.
+// Releases Python's global interpreter lock. A thread that waits for a progress thread, a GPU or a
+// peer must not hold it, because a Python callback may have to run first.
 #pragma once
 
 #include <Python.h>
 
 namespace rota::tensors {
 
-// For threads that may hold it or not.
+// Works whether or not the thread holds the GIL.
 class GilReleased {
  public:
   GilReleased()
@@ -21,7 +21,7 @@ class GilReleased {
   PyThreadState* state_;
 };
 
-// For objects of Python whose destructors wait; Python drops them with the lock held.
+// For Python objects whose destructors wait; Python destroys them with the GIL held.
 struct DeleteWithoutGil {
   template <typename T>
   void operator()(T* object) const {

@@ -1,5 +1,5 @@
-// What callers of a collective may choose, from the names and dtypes that Python users write.
-// "auto" leaves the algorithm open. Each throws PythonError for what it does not know.
+// Parses the options of collectives from Python's names and dtypes. "auto" lets core/plan.h choose
+// the algorithm. Each throws PythonError for unknown names.
 #pragma once
 
 #include <ATen/core/Tensor.h>

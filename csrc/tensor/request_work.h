@@ -1,4 +1,4 @@
-// A send or recv of a CPU tensor that torch can wait for.
+// The handle of a send or recv of a CPU tensor.
 #pragma once
 
 #include <memory>
@@ -12,17 +12,17 @@ namespace rota::tensors {
 
 class RequestWork final : public HostWork {
  public:
-  // Starts the request, which then goes on whether or not anybody waits; a blocking one is done
-  // when this returns. peer: kAnyRank takes a message of any rank. Throws Error.
+  // Starts the request, which proceeds whether or not anybody waits. A blocking one is done on
+  // return. With kAnyRank as peer, receives from any rank. Throws Error.
   static c10::intrusive_ptr<RequestWork> start(Direction direction,
                                                std::shared_ptr<Communicator> communicator,
                                                const at::Tensor& tensor, int peer, uint64_t tag,
                                                std::function<void()> check_interrupt, Launch mode);
-  // Called by start() alone; public because intrusive pointers make their objects.
+  // For start() only; public because make_intrusive needs it.
   RequestWork(Direction direction, std::shared_ptr<Communicator> communicator,
               const at::Tensor& tensor, std::function<void()> check_interrupt);
 
-  // Moves the messages of all requests of this communicator meanwhile.
+  // Meanwhile moves messages for all requests of this communicator.
   bool wait(std::chrono::milliseconds timeout) override;
   bool isCompleted() override;
   int sourceRank() const override { return request_->peer(); }

@@ -1,6 +1,6 @@
-// Collectives of CUDA tensors where GPUs cannot be joined, or kernels not be trusted: through the
-// memory of the host, by the collectives of CPU tensors, whose results have the same bits. Every
-// call waits for the GPU.
+// Collectives on CUDA tensors when GPUs cannot be joined or a kernel failed its self-test. Copies
+// through the host's memory and runs the CPU collectives, which give the same bits. Every call
+// waits for the GPU.
 #pragma once
 
 #include "tensor/cpu_collectives.h"

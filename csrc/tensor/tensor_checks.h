@@ -1,4 +1,4 @@
-// What rota asks of a tensor, and how a strided one is packed.
+// Checks on tensors, and packing of strided ones.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,7 +21,7 @@ DType known_dtype(at::ScalarType dtype, std::string_view collective, std::string
                   bool (*is_usable)(DType));
 DType reducible_dtype(at::ScalarType dtype, std::string_view what);
 DType bucket_dtype(const at::Tensor& bucket);
-// For collectives that only move bytes.
+// The same for collectives that only move bytes.
 DType movable_dtype(const at::Tensor& tensor, std::string_view collective);
 
 // Elements of a scaled block of the wire format; throws PythonError for a dtype without any.

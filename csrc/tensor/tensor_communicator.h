@@ -21,33 +21,33 @@ namespace rota::tensors {
 struct TensorCommunicatorOptions {
   std::chrono::milliseconds timeout;
   size_t slot_bytes = 256 << 10;
-  // Otherwise at once. Whoever uses the group first waits until all ranks have made it, whether or
-  // not they use it too.
+  // Connect at the first call instead of in make(). That call waits until all ranks have made the
+  // group; they need not use it.
   bool connects_at_first_use = false;
   std::function<void()> check_interrupt;
 };
 
 class TensorCommunicator {
  public:
-  // Every rank makes one over the same store. Blocks until all have, unless the options say that
-  // it connects at its first use.
+  // Called by every rank with the same store. Blocks until all have called it, unless
+  // options.connects_at_first_use.
   static std::shared_ptr<TensorCommunicator> make(const c10::intrusive_ptr<::c10d::Store>& store,
                                                   int rank, int world_size,
                                                   const TensorCommunicatorOptions& options);
-  // Aborts what is still pending; peers are told.
+  // Aborts pending work, also on the peers.
   ~TensorCommunicator() { end_progress(); }
   TensorCommunicator(const TensorCommunicator&) = delete;
   TensorCommunicator& operator=(const TensorCommunicator&) = delete;
 
-  // To be called before Python finalises: ends all that is queued, aborting what is pending. A
-  // progress thread that asks for the GIL later, if only to release a tensor, is killed by Python
-  // in the middle of C++ frames, and takes the process with it.
+  // Call before Python finalises: finishes queued work and aborts pending work. Python would kill a
+  // progress thread that later asks for the GIL, if only to release a tensor, in the middle of C++
+  // frames, and crash the process.
   static void end_progress_of_all();
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
 
-  // As Collectives says; what is wrong is thrown as PythonError.
+  // As in Collectives, with errors as PythonError.
   WorkRef all_reduce(at::TensorList tensors, const AllReduceOptions& options, Launch mode);
   WorkRef reduce_bucket(const BucketTensors& tensors, const BucketOptions& options, Launch mode);
   WorkRef broadcast(at::TensorList tensors, int root, Launch mode);
@@ -55,29 +55,29 @@ class TensorCommunicator {
   // CUDA tensors only.
   WorkRef reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
                          Launch mode);
-  // CUDA tensors only, of ranks whose GPUs are joined: that takes all ranks.
+  // CUDA tensors need joined GPUs, which takes all ranks (connect_device()).
   WorkRef send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode);
   WorkRef recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode);
   WorkRef barrier(Launch mode);
 
-  // The parts of `output`, one for each rank, that an all-gather of `input` fills.
+  // Splits `output` into the parts that an all-gather of `input` fills, by rank.
   AllGatherTensors split_by_rank(const at::Tensor& output, const at::Tensor& input) const;
 
-  // Collective: joins the GPUs of the ranks, which the first collective on a CUDA tensor does
-  // otherwise. All CUDA tensors of this rank are to be on this device. Blocks. Where GPUs cannot be
-  // joined, it says so once, and collectives go through the host's memory.
+  // Collective: joins the ranks' GPUs; otherwise the first collective on a CUDA tensor does. All
+  // CUDA tensors of this rank must be on this device. Blocks. If GPUs cannot be joined, it warns
+  // once and collectives go through the host's memory.
   void connect_device(at::Device device);
-  // How GPUs reach each other; none before they are joined.
+  // How GPUs reach each other; empty before they are joined.
   std::optional<std::string> peer_access() const;
-  // Whether send() and recv() will do, as soon as GPUs are joined.
+  // Whether send() and recv() support CUDA tensors, once GPUs are joined.
   bool has_transfers() const { return !gpu_ || gpu_->has_transfers(); }
-  // Whether reduce_scatter() will do for tensors like this one; connects its device.
+  // Whether reduce_scatter() supports tensors like this one. Connects its device.
   bool has_reduce_scatter(const at::Tensor& input);
 
-  // Waits for what is queued, and for peers' kernels (core/joined_regions.h), then leaves the
-  // group; later calls fail. Idempotent.
+  // Waits for queued work and for peers' kernels (core/joined_regions.h), then leaves the group.
+  // Later calls fail. Idempotent.
   void close();
-  // Makes every waiting and later call fail on every rank.
+  // Fails every waiting and later call on every rank.
   void abort(const std::string& reason);
 
  private:
@@ -87,13 +87,13 @@ class TensorCommunicator {
   TensorCommunicator(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int world_size,
                      const TensorCommunicatorOptions& options);
   void connect();
-  // For a group that was never used. False where it is connected.
+  // Leaves the group if it was never used. Returns false if it is connected.
   bool leave_unconnected();
-  // Connects at the first use; throws what Communicator::check_usable() throws.
+  // Connects at the first call. Throws what Communicator::check_usable() throws.
   CpuCollectives& cpu_for(std::string_view call);
   void end_progress();
   void drop_gpu();
-  // The one place where a tensor's device decides who works for it; joins the GPUs when it must.
+  // The one place that picks an implementation by the tensors' device; joins the GPUs if needed.
   Collectives& collectives_for(at::TensorList tensors, std::string_view call,
                                Callers callers = Callers::kAllRanks);
 

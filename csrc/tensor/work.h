@@ -1,4 +1,4 @@
-// A collective that torch can wait for.
+// A collective's handle for torch.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -13,10 +13,10 @@ namespace rota::tensors {
 
 class Work : public ::c10d::Work {
  public:
-  // Of the list of tensors, as torch.distributed gives it.
+  // Holds the list of tensors, as torch.distributed expects.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() final;
-  // Of the first tensor alone, as a Python object, which DDP expects of a hook written in Python.
-  // Call it with the GIL held.
+  // Holds the first tensor as a Python object, as DDP expects from a Python hook. Call it with the
+  // GIL held.
   c10::intrusive_ptr<c10::ivalue::Future> hook_future();
 
   const std::vector<at::Tensor>& tensors() const { return tensors_; }
@@ -34,22 +34,21 @@ class Work : public ::c10d::Work {
   const std::vector<at::Tensor> tensors_;
 };
 
-// Done by a thread of this host.
+// Work that a thread of this host completes.
 class HostWork : public Work {
  public:
   HostWork(int rank, ::c10d::OpType op_type, const char* title, std::vector<at::Tensor> tensors,
            std::function<void()> check_interrupt);
 
-  // The work of a call that has blocked until it was done, or has been queued on the current stream
-  // of the tensors' GPU.
+  // For calls that have blocked until done, or have queued their work on the GPU's current stream.
   static c10::intrusive_ptr<Work> completed(int rank, ::c10d::OpType op_type,
                                             std::vector<at::Tensor> tensors);
 
-  // Done, successfully if there is no exception. Called once.
+  // Completes the work, with an error if there is an exception. Call once.
   void complete(std::exception_ptr exception);
 
-  // Blocks until done; throws what the collective threw, and rota::Error(kTimeout) after `timeout`
-  // unless that is 0. Lets Ctrl-C through. The collective goes on in either case.
+  // Blocks until done. Throws the collective's error, or rota::Error(kTimeout) after `timeout`
+  // unless that is kNoTimeout. Ctrl-C interrupts the wait; the collective goes on in either case.
   bool wait(std::chrono::milliseconds timeout) override;
 
  private:

@@ -21,7 +21,7 @@ int checked_rank(int rank, int world_size) {
   return rank;
 }
 
-// The number of a rank, which only one process may have while it meets the others.
+// Reserves a rank's number, so that two processes with the same one are found.
 class Claim {
  public:
   Claim(Store& store, int rank, int world_size) : store_(store), key_(join("claim/", rank)) {
@@ -58,8 +58,8 @@ Bootstrap::Bootstrap(Store& store, int rank, int world_size, const Geometry& geo
   publish_card();
 }
 
-std::vector<std::optional<Peer>> Bootstrap::meet_all(std::chrono::milliseconds timeout,
-                                                     const std::function<void()>& check_interrupt) {
+std::vector<std::optional<Peer>> Bootstrap::rendezvous(
+    std::chrono::milliseconds timeout, const std::function<void()>& check_interrupt) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   const auto check = [&](const std::function<bool(int)>& is_missing) {
     check_interrupt();
@@ -74,7 +74,7 @@ std::vector<std::optional<Peer>> Bootstrap::meet_all(std::chrono::milliseconds t
   };
   const Claim claim(store_, rank_, world_size_);
   // All cards first: a rank that differs is then named by everybody, before those that have read
-  // its card give up and cannot be met any more.
+  // its card give up and close their endpoints.
   std::vector<std::string> addresses(static_cast<size_t>(world_size_));
   for (int peer = 0; peer < world_size_; ++peer) {
     if (peer == rank_) continue;
@@ -84,8 +84,8 @@ std::vector<std::optional<Peer>> Bootstrap::meet_all(std::chrono::milliseconds t
   }
   for (int peer = 0; peer < world_size_; ++peer) {
     if (peer == rank_) continue;
-    own_.meet(peer, addresses[static_cast<size_t>(peer)],
-              [&] { check([this](int rank) { return !own_.has_met(rank); }); });
+    own_.connect(peer, addresses[static_cast<size_t>(peer)],
+                 [&] { check([this](int rank) { return !own_.has_peer(rank); }); });
   }
   return own_.take_peers();
 }
@@ -111,10 +111,10 @@ std::string Bootstrap::read_card(int peer, const std::function<void()>& check) {
 
 std::string Bootstrap::address_of(int peer, const std::string& card) const {
   std::istringstream parts(card);
-  std::string name, ticket, host;
+  std::string name, token, host;
   int world_size = 0;
   Geometry geometry{};
-  parts >> name >> ticket >> world_size >> geometry.message_bytes >> geometry.slot_bytes >>
+  parts >> name >> token >> world_size >> geometry.message_bytes >> geometry.slot_bytes >>
       geometry.link_slot_bytes;
   std::getline(parts >> std::ws, host);
   if (world_size != world_size_) {
@@ -130,7 +130,7 @@ std::string Bootstrap::address_of(int peer, const std::string& card) const {
               "; this version connects the ranks of one host: make one group per host, or use "
               "Gloo or NCCL between hosts"));
   }
-  return join(name, ' ', ticket);
+  return join(name, ' ', token);
 }
 
 }  // namespace rota::transport

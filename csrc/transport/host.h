@@ -1,5 +1,4 @@
-// What a process knows of its host, once for all its groups: which host it is, and the processes in
-// which peers run. Knows nothing of ranks and of memory.
+// Per-process state shared by all groups: the host's identity and the processes of peers.
 #pragma once
 
 #include <sys/types.h>
@@ -14,11 +13,11 @@
 
 namespace rota::transport {
 
-// Identifies what can share memory: the kernel's boot id and the network namespace in which the
-// sockets live. ROTA_HOST_ID overrides it.
+// Equal for processes that can share memory: the kernel's boot id and the network namespace of the
+// sockets. ROTA_HOST_ID overrides it.
 std::string host_id();
 
-// A process in which a peer runs, and how it is told to be alive.
+// A peer's process, and whether it is alive.
 class PeerProcess {
  public:
   PeerProcess(pid_t pid, UniqueFd pidfd, UniqueFd status)
@@ -40,7 +39,7 @@ class PeerProcess {
   UniqueFd status_;  // /proc/<pid>/stat; -1 where it cannot be opened
 };
 
-// The peers' processes, each with two descriptors however many groups it is met in.
+// The peers' processes: two descriptors each, however many groups they share with this one.
 class Host {
  public:
   // The process with this pid to which `pidfd` refers. It lives as long as a group holds it; while

@@ -19,15 +19,15 @@ namespace rota::transport {
 
 class Links {
  public:
-  // waiter: the one whose sleep flag is sleeping_on_links.
+  // waiter must use the sleep flag sleeping_on_links.
   Links(Transport& transport, Waiter& waiter) : transport_(transport), waiter_(waiter) {}
 
-  // Before the first message to this peer. Throws Error(kTransport) where memory is short.
+  // Call before the first message to this peer. Throws Error(kTransport) if memory is short.
   void open(int peer) {
     if (sent_[peer] == 0) transport_.reserve(transport_.geometry().link(peer));
   }
 
-  // A slot is free: of the last kNumHostLinkSlots messages, the peer has read the first.
+  // Holds once a slot is free: the peer has read the oldest of the last kNumHostLinkSlots messages.
   Awaited to_send(int peer) const {
     const uint64_t num_read =
         sent_[peer] < kNumHostLinkSlots ? 0 : sent_[peer] + 1 - kNumHostLinkSlots;
@@ -40,7 +40,7 @@ class Links {
     waiter_.publish(transport_.own_control().link_filled[peer], ++sent_[peer]);
   }
 
-  // The next message has arrived.
+  // Holds once the next message has arrived.
   Awaited to_read(int peer) const {
     const ControlBlock& control = transport_.region(peer).control();
     return {&control.link_filled[transport_.rank()], received_[peer] + 1};

@@ -1,6 +1,6 @@
-// Memory that the ranks of a host share: anonymous (memfd), sealed, and reserved before it is used.
+// Shared memory of the ranks of one host: anonymous (memfd), sealed, and reserved before use.
 //
-// What that buys over shm_open: nothing has a name in /dev/shm, so nothing leaks when a process is
+// Compared with shm_open: nothing has a name in /dev/shm, so nothing leaks when a process is
 // killed and nobody else can attach; a peer can neither resize nor write a region that is not its
 // own; and a full /dev/shm is an error instead of a SIGBUS in the middle of a step.
 #pragma once
@@ -31,25 +31,25 @@ class Mapping {
   size_t num_bytes_;
 };
 
-// The region of this rank, of which only the control block is reserved.
+// This rank's region. Only the control block is reserved.
 struct OwnMemory {
   UniqueFd memory;
   Mapping region;
-  bool is_reserved;  // the whole region is; it must be, where the kernel cannot do parts
+  bool is_reserved;  // the whole region is: this kernel cannot reserve parts (before Linux 5.14)
 
   // Throws Error(kTransport) where memory is short.
   static OwnMemory make(const Geometry& geometry, int world_size);
 };
 
-// Throws Error(kTransport) where fewer bytes are free. Beyond a cgroup's limit the kernel does not
-// refuse pages, it wakes the OOM killer; hence a look before each reservation.
+// Throws Error(kTransport) if fewer bytes are free. Call it before each reservation: beyond a
+// cgroup's limit the kernel does not refuse pages but wakes the OOM killer.
 void check_available(size_t num_bytes);
 
-// Takes pages of an own region now: a shortage is an Error(kTransport) here and never a SIGBUS at
-// first touch.
+// Allocates the pages of an own region, so that a shortage is an Error(kTransport) here and not a
+// SIGBUS at first touch.
 void reserve_pages(std::byte* base, const Span& span);
 
-// Maps what a peer has handed over. Throws Error(kTransport) unless it has this size and keeps it.
+// Maps a peer's memory. Throws Error(kTransport) unless it is sealed at this size.
 Mapping map_peer(const UniqueFd& memory, size_t num_bytes, int peer);
 
 }  // namespace rota::transport

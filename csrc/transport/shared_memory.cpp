@@ -68,10 +68,10 @@ SharedMemoryRank::~SharedMemoryRank() {
 
 std::unique_ptr<Transport> SharedMemoryRank::connect(std::chrono::milliseconds timeout,
                                                      const std::function<void()>& check_interrupt) {
-  // Where the first collective could not have its memory, nobody needs to meet.
+  // Fails before the rendezvous if there is no memory for the first collective.
   check_available(geometry_.collectives().num_bytes);
   std::vector<Peer> peers;
-  for (std::optional<Peer>& peer : bootstrap_.meet_all(timeout, check_interrupt)) {
+  for (std::optional<Peer>& peer : bootstrap_.rendezvous(timeout, check_interrupt)) {
     if (peer) {
       peers.push_back(std::move(*peer));
     } else {

@@ -16,7 +16,7 @@ namespace rota::transport {
 
 class SharedMemoryTransport final : public Transport {
  public:
-  // Collective, a SharedMemoryRank that connects at once.
+  // Collective: makes a SharedMemoryRank and connects it.
   static std::unique_ptr<Transport> connect(Store& store, int rank, int world_size,
                                             const Geometry& geometry,
                                             std::chrono::milliseconds timeout,
@@ -34,18 +34,18 @@ class SharedMemoryTransport final : public Transport {
   bool is_reserved_;
 };
 
-// A rank whose memory its peers may take, while it has none of theirs yet.
+// A rank that has published its memory and has not connected yet.
 class SharedMemoryRank {
  public:
-  // Every rank of the group makes one over the same store, with the same world_size and geometry;
-  // waits for none of them. The store must live as long. Throws Error(kTransport).
+  // Does not wait for other ranks. They use the same store, world_size and geometry. The store must
+  // outlive this. Throws Error(kTransport).
   SharedMemoryRank(Store& store, int rank, int world_size, const Geometry& geometry);
-  // Where it has not connected, it has left the group, for those that have met it.
+  // Without a connect(), marks this rank as departed for the peers that have mapped its memory.
   ~SharedMemoryRank();
 
-  // Blocks until all regions are mapped; throws Error(kTransport) when that cannot be, or takes
-  // longer than `timeout`, and may then be tried again; once it has returned, never more.
-  // check_interrupt runs several times a second meanwhile and may throw.
+  // Blocks until all regions are mapped. Throws Error(kTransport) if that fails or exceeds
+  // `timeout`; the call can then be repeated. check_interrupt runs several times a second and may
+  // throw. Must not be called again once it has returned.
   std::unique_ptr<Transport> connect(std::chrono::milliseconds timeout,
                                      const std::function<void()>& check_interrupt);
 

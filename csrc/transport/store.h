@@ -1,4 +1,4 @@
-// The little that bootstrap needs of a key-value store; tensor/ adapts torch's Store to it.
+// The key-value store interface that bootstrap needs; tensor/torch_store.h adapts torch's Store.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ class Store {
   virtual int64_t add(const std::string& key, int64_t amount) = 0;
   virtual void set(const std::string& key, const std::string& value) = 0;
   virtual bool has(const std::string& key) = 0;
-  // Of a key that is there.
+  // The key must exist.
   virtual std::string get(const std::string& key) = 0;
 };
 

@@ -1,4 +1,4 @@
-// What an executor needs of a transport: everybody's region, and who is still there.
+// The executors' view of a transport: all ranks' regions, and which ranks are alive.
 #pragma once
 
 #include <string>
@@ -18,7 +18,7 @@ class Transport {
   const Geometry& geometry() const { return geometry_; }
   const Region& region(int rank) const { return regions_[static_cast<size_t>(rank)]; }
   const Region& own() const { return region(rank_); }
-  // One word of each peer.
+  // The same word of every peer.
   std::vector<const Flag*> peers_flags(Flag ControlBlock::* word) const {
     std::vector<const Flag*> flags;
     for (int peer = 0; peer < world_size(); ++peer) {
@@ -26,18 +26,18 @@ class Transport {
     }
     return flags;
   }
-  // This rank is its only writer.
+  // Only this rank writes it.
   ControlBlock& own_control() const { return const_cast<ControlBlock&>(own().control()); }
 
-  // Reserves memory of the own region, which this rank and its peers may touch from then on; again
-  // it does nothing. Throws Error(kTransport) where memory is short.
+  // Reserves part of this rank's region, after which all ranks may touch it. Repeated calls do
+  // nothing. Throws Error(kTransport) if memory is short.
   virtual void reserve(const Span& span) = 0;
 
-  // "rank 1 (pid 4711)", as errors name a peer.
+  // The peer's name in errors: "rank 1 (pid 4711)".
   virtual std::string describe(int peer) const = 0;
 
-  // The ranks whose processes have ended; of `awaited`, also one that is about to: before the
-  // kernel says that a process has ended, it unmaps its memory, which takes milliseconds. Costs two
+  // The ranks whose processes have ended. Reports `awaited` earlier, as soon as it starts to exit:
+  // the kernel takes milliseconds to unmap a process's memory before it reports the end. Costs two
   // system calls.
   virtual std::vector<int> find_dead_peers(int awaited) const = 0;
 

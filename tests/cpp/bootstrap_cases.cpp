@@ -89,7 +89,7 @@ void rank_outside_world_is_refused() {
 // Everything that rank 0 sends with its connection. The magic number stays its own secret.
 struct Greeting {
   uint64_t magic = 0;
-  uint64_t ticket = 0;
+  uint64_t token = 0;
   uint64_t rank = 0;
   char refusal[232] = {};
 };
@@ -225,7 +225,7 @@ void send_greeting(const UniqueFd& connection, Greeting greeting, size_t num_byt
 // Somebody connects to rank 0 before rank 1 does, and knows what it says in the store. It is
 // ignored and leaves nothing behind.
 void stranger_is_ignored(
-    const std::function<void(const UniqueFd& connection, uint64_t ticket)>& speak) {
+    const std::function<void(const UniqueFd& connection, uint64_t token)>& speak) {
   const StoreDirectory directory;
   const auto run_rank = [&](int rank) {
     return start_process([&, rank] {
@@ -240,13 +240,13 @@ void stranger_is_ignored(
   };
   const pid_t rank_0 = run_rank(0);
   std::string name;
-  uint64_t ticket = 0;
-  std::istringstream(FileStore(directory).await("card/1/0")) >> name >> ticket;
+  uint64_t token = 0;
+  std::istringstream(FileStore(directory).await("card/1/0")) >> name >> token;
   sockaddr_un address;
   const socklen_t length = address_of(name, address);
   const UniqueFd connection = open_socket();
   check(connect(connection.get(), reinterpret_cast<sockaddr*>(&address), length) == 0, "connect");
-  speak(connection, ticket);
+  speak(connection, token);
   check_equal(wait_for_process(run_rank(1)), Exit{}, "end of rank 1");
   check_equal(wait_for_process(rank_0), Exit{}, "end of rank 0");
 }
@@ -258,21 +258,20 @@ void stranger_who_hangs_up() {
 
 struct Known {
   bool magic = true;
-  bool ticket = true;
+  bool token = true;
 };
 
 void stranger_with_wrong_greeting(Known known, uint64_t rank, size_t num_bytes,
                                   size_t num_descriptors) {
   const uint64_t magic = known.magic ? overhear_magic() : 0x1234;
-  stranger_is_ignored([&](const UniqueFd& connection, uint64_t ticket) {
-    send_greeting(connection, {magic, known.ticket ? ticket : ticket + 1, rank}, num_bytes,
+  stranger_is_ignored([&](const UniqueFd& connection, uint64_t token) {
+    send_greeting(connection, {magic, known.token ? token : token + 1, rank}, num_bytes,
                   num_descriptors);
   });
 }
 
-// ---- ranks that do not meet ----
+// ---- ranks that connect later, or never ----
 
-// A rank that connects later, or never.
 SharedMemoryRank make_rank(FileStore& store, int rank) { return {store, rank, 2, kSmall}; }
 
 std::unique_ptr<Communicator> connect_now(SharedMemoryRank& rank) {
@@ -280,7 +279,7 @@ std::unique_ptr<Communicator> connect_now(SharedMemoryRank& rank) {
 }
 
 // Rank 0 connects and sends while rank 1 does nothing, and has left when rank 1 connects.
-void rank_is_met_while_it_does_nothing() {
+void idle_rank_is_connected_to() {
   const StoreDirectory directory;
   run_processes(2, [&](int index) {
     FileStore store(directory);
@@ -308,14 +307,14 @@ void rank_that_leaves_unconnected_has_left() {
     FileStore store(directory);
     std::optional<SharedMemoryRank> rank(std::in_place, store, index, 2, kSmall);
     if (index == 1) {
-      store.await("met");
+      store.await("connected");
       rank.reset();
       store.set("left", "1");
       store.await("end");
       return;
     }
     const auto communicator = connect_now(*rank);
-    store.set("met", "1");
+    store.set("connected", "1");
     const Error error =
         expect_error(ErrorKind::kPeerFailed, [&] { communicator->barrier(CallerThread::kUser); });
     check_contains(error.what(), "rank 1");
@@ -325,7 +324,7 @@ void rank_that_leaves_unconnected_has_left() {
   });
 }
 
-void rank_that_left_before_cannot_be_met() {
+void rank_that_has_left_is_named() {
   const StoreDirectory directory;
   run_processes(2, [&](int index) {
     FileStore store(directory);
@@ -346,7 +345,7 @@ void rank_that_left_before_cannot_be_met() {
   });
 }
 
-// Only what waits for peers holds a descriptor and the listener.
+// Connected ranks hold neither a descriptor of their memory nor the socket.
 void unconnected_ranks_hold_few_descriptors() {
   const StoreDirectory directory;
   run_processes(2, [&](int index) {
@@ -354,7 +353,7 @@ void unconnected_ranks_hold_few_descriptors() {
     const int num_files = num_open_files();
     {
       SharedMemoryRank first = make_rank(store, index);
-      check_equal(num_open_files(), num_files + 2, "descriptors: the memory and the listener");
+      check_equal(num_open_files(), num_files + 2, "descriptors: the memory and the socket");
       const SharedMemoryRank second = make_rank(store, index);
       check_equal(num_open_files(), num_files + 3, "descriptors of two groups");
       store.set(join("counted/", index), "1");
@@ -365,7 +364,6 @@ void unconnected_ranks_hold_few_descriptors() {
   });
 }
 
-// The child can neither answer for its parent nor take its place.
 void forked_child_drops_an_unconnected_rank() {
   const StoreDirectory directory;
   run_processes(2, [&](int index) {
@@ -402,17 +400,17 @@ const CaseTable kCases{
     {"stranger_hangs_up", stranger_who_hangs_up},
     {"stranger_without_magic",
      [] { stranger_with_wrong_greeting({.magic = false}, 1, kWhole, 1); }},
-    {"stranger_without_ticket",
-     [] { stranger_with_wrong_greeting({.ticket = false}, 1, kWhole, 1); }},
+    {"stranger_without_token",
+     [] { stranger_with_wrong_greeting({.token = false}, 1, kWhole, 1); }},
     {"stranger_short_greeting", [] { stranger_with_wrong_greeting({}, 1, kWhole - 8, 1); }},
     {"stranger_without_memory", [] { stranger_with_wrong_greeting({}, 1, kWhole, 0); }},
     {"stranger_wrong_memory", [] { stranger_with_wrong_greeting({}, 1, kWhole, 1); }},
     {"stranger_own_rank", [] { stranger_with_wrong_greeting({}, 0, kWhole, 1); }},
     {"stranger_rank_outside_world", [] { stranger_with_wrong_greeting({}, 1u << 31, kWhole, 1); }},
     {"stranger_two_descriptors", [] { stranger_with_wrong_greeting({}, 1, kWhole, 2); }},
-    {"unconnected_met", rank_is_met_while_it_does_nothing},
+    {"unconnected_idle", idle_rank_is_connected_to},
     {"unconnected_leaves", rank_that_leaves_unconnected_has_left},
-    {"unconnected_has_left", rank_that_left_before_cannot_be_met},
+    {"unconnected_has_left", rank_that_has_left_is_named},
     {"unconnected_descriptors", unconnected_ranks_hold_few_descriptors},
     {"unconnected_forked", forked_child_drops_an_unconnected_rank},
 };

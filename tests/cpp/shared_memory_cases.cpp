@@ -92,7 +92,7 @@ void memory_is_sealed() {
   check(fcntl(memory, F_ADD_SEALS, F_SEAL_WRITE) != 0, "another seal fails");
 }
 
-// Neither by who calls on the rank that has such memory, nor by whom that rank calls on.
+// By both sides of the handshake.
 void unsafe_memory_is_refused(size_t num_bytes, int seals) {
   const StoreDirectory directory;
   run_processes(2, [&](int index) {
@@ -108,14 +108,14 @@ void unsafe_memory_is_refused(size_t num_bytes, int seals) {
     }
     transport::Bootstrap bootstrap(store, 1, 2, kSmall, make_memory(num_bytes, seals));
     const Error error =
-        expect_error(ErrorKind::kTransport, [&] { bootstrap.meet_all(kPatience, [] {}); });
-    check_contains(error.what(), "rank 0 cannot be met; it says: rota: rank 1 handed over memory");
+        expect_error(ErrorKind::kTransport, [&] { bootstrap.rendezvous(kPatience, [] {}); });
+    check_contains(error.what(), "rank 0 refused the handshake: rota: rank 1 handed over memory");
     store.set("refused", "1");
     store.await("end");
   });
 }
 
-// More memory than may be: an error before anybody is met, not a signal later.
+// More memory than may be: an error before the rendezvous, not a signal later.
 void memory_shortage_is_an_error() {
   const StoreDirectory directory;
   run_processes(1, [&](int rank) {

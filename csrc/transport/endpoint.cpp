@@ -1,4 +1,4 @@
-#include "transport/reception.h"
+#include "transport/endpoint.h"
 
 #include <poll.h>
 #include <sys/random.h>
@@ -31,9 +31,9 @@ constexpr int kPollSliceMs = 50;                       // how late a Ctrl-C may 
 
 struct Hello {
   uint64_t magic;
-  uint64_t ticket;    // of the rank that the connection was made to
+  uint64_t token;     // of the endpoint that the client connects to
   uint64_t rank;      // of the sender
-  char refusal[232];  // why the receiver's memory is not taken; empty where it is
+  char refusal[232];  // in a reply: why the client was refused; empty if it was not
 };
 
 [[noreturn]] void fail(const std::string& what) {
@@ -117,9 +117,9 @@ UniqueFd take_descriptor(msghdr& header) {
 }
 
 struct ReceivedHello {
-  bool is_there = false;  // false: the other side has hung up, or speaks otherwise
+  bool is_there = false;  // false: the peer hung up or sent something else
   Hello hello{};
-  UniqueFd memory;  // none where this process has no descriptor free
+  UniqueFd memory;  // -1 if this process is out of descriptors
 };
 
 ReceivedHello receive_hello(const UniqueFd& connection) {
@@ -139,11 +139,11 @@ ReceivedHello receive_hello(const UniqueFd& connection) {
   return received;
 }
 
-// Who is at the other end: who has connected, or who listens there.
+// The process at the other end of a connection, whichever side called connect().
 pid_t pid_of_own_user(const UniqueFd& connection) {
   ucred credentials{};
   socklen_t length = sizeof(credentials);
-  // Anybody may connect to an abstract address; only the own user is listened to.
+  // Any user may connect to an abstract address; only this user's processes are trusted.
   if (getsockopt(connection.get(), SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0 ||
       credentials.uid != geteuid()) {
     fail("a stranger's connection");
@@ -167,23 +167,23 @@ std::shared_ptr<const PeerProcess> process_of(const UniqueFd& connection) {
 
 }  // namespace
 
-class Reception {
+class Listener {
  public:
-  // This process's; a new one where no rank has peers to come.
-  static std::shared_ptr<Reception> open();
+  // Returns the process's listener, starting one if none is running.
+  static std::shared_ptr<Listener> open();
 
-  Reception();
-  ~Reception();
+  Listener();
+  ~Listener();
 
   const std::string& name() const { return name_; }
   std::mutex& mutex() { return mutex_; }
-  void add(MeetingRank& rank);
-  void remove(const MeetingRank& rank);
+  void add(Endpoint& rank);
+  void remove(const Endpoint& rank);
 
  private:
   struct Latest {
     std::mutex mutex;
-    std::weak_ptr<Reception> reception;
+    std::weak_ptr<Listener> listener;
   };
   struct ThreadsOfParent {
     std::mutex mutex;
@@ -195,30 +195,30 @@ class Reception {
 
   const uint64_t fork_generation_ = fork_generation();
   const std::string name_;
-  UniqueFd listener_;
+  UniqueFd socket_;
   std::mutex mutex_;
-  std::unordered_map<uint64_t, MeetingRank*> ranks_;  // by ticket; guarded by the mutex
+  std::unordered_map<uint64_t, Endpoint*> ranks_;  // by token; guarded by the mutex
   std::thread thread_;
 };
 
-std::shared_ptr<Reception> Reception::open() {
+std::shared_ptr<Listener> Listener::open() {
   Latest& latest = per_process<Latest>();
   const std::lock_guard lock(latest.mutex);
-  std::shared_ptr<Reception> reception = latest.reception.lock();
-  if (!reception) {
-    reception = std::make_shared<Reception>();
-    latest.reception = reception;
+  std::shared_ptr<Listener> listener = latest.listener.lock();
+  if (!listener) {
+    listener = std::make_shared<Listener>();
+    latest.listener = listener;
   }
-  return reception;
+  return listener;
 }
 
-Reception::Reception()
+Listener::Listener()
     : name_([] {
         std::ostringstream name;
         name << "rota-" << std::hex << random_number() << random_number();
         return name.str();
       }()),
-      listener_(listen_at(name_)) {
+      socket_(listen_at(name_)) {
   try {
     thread_ = std::thread([this] { serve(); });
   } catch (const std::system_error& error) {
@@ -227,114 +227,114 @@ Reception::Reception()
   }
 }
 
-Reception::~Reception() {
+Listener::~Listener() {
   if (fork_generation_ == fork_generation()) {
-    shutdown(listener_.get(), SHUT_RDWR);
+    shutdown(socket_.get(), SHUT_RDWR);
     thread_.join();
   } else {
-    // The thread does not exist here: it can be neither joined nor detached, and must not be
-    // destroyed.
+    // The thread exists only in the parent, so its handle can be neither joined nor detached. It
+    // is kept: destroying a joinable handle would terminate the process.
     ThreadsOfParent& lost = per_process<ThreadsOfParent>();
     const std::lock_guard lock(lost.mutex);
     lost.threads.push_back(std::move(thread_));
   }
 }
 
-void Reception::add(MeetingRank& rank) {
+void Listener::add(Endpoint& rank) {
   const std::lock_guard lock(mutex_);
-  ranks_[rank.ticket_] = &rank;
+  ranks_[rank.token_] = &rank;
 }
 
-void Reception::remove(const MeetingRank& rank) {
-  if (fork_generation_ != fork_generation()) return;  // nobody may let go of the mutex any more
+void Listener::remove(const Endpoint& rank) {
+  if (fork_generation_ != fork_generation()) return;  // the mutex may be locked for ever
   const std::lock_guard lock(mutex_);
-  ranks_.erase(rank.ticket_);
+  ranks_.erase(rank.token_);
 }
 
-void Reception::serve() {
+void Listener::serve() {
   while (true) {
-    const UniqueFd connection(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    const UniqueFd connection(accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC));
     if (connection.get() >= 0) {
       answer(connection);
     } else if (errno == EINVAL) {
       return;  // shut down
     } else if (errno != EINTR && errno != ECONNABORTED) {
-      // No descriptor is free: who has connected waits.
+      // Out of descriptors. The peer keeps waiting in the backlog.
       std::this_thread::sleep_for(std::chrono::milliseconds(kPollSliceMs));
     }
   }
 }
 
-void Reception::answer(const UniqueFd& connection) {
-  // Who connects and stays silent does not hold up the others for ever.
+void Listener::answer(const UniqueFd& connection) {
+  // A silent client must not block the others for long.
   const timeval patience{.tv_sec = 1, .tv_usec = 0};
   setsockopt(connection.get(), SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
   const ReceivedHello received = receive_hello(connection);
   if (!received.is_there) return;
   const std::lock_guard lock(mutex_);
-  const auto found = ranks_.find(received.hello.ticket);
+  const auto found = ranks_.find(received.hello.token);
   if (found == ranks_.end()) return;
-  MeetingRank& rank = *found->second;
+  Endpoint& rank = *found->second;
   if (received.hello.rank >= rank.peers_.size()) return;
   const auto peer = static_cast<int>(received.hello.rank);
   if (peer == rank.rank_) return;
-  Hello own{kHelloMagic, rank.ticket_, static_cast<uint64_t>(rank.rank_), {}};
+  Hello own{kHelloMagic, rank.token_, static_cast<uint64_t>(rank.rank_), {}};
   try {
-    rank.welcome(peer, connection, received.memory);
+    rank.accept_peer(peer, connection, received.memory);
   } catch (const Error& error) {
     std::strncpy(own.refusal, error.what(), sizeof(own.refusal) - 1);
   }
   send_hello(connection, own, rank.memory_);
 }
 
-MeetingRank::MeetingRank(int rank, int world_size, UniqueFd memory, size_t num_bytes)
+Endpoint::Endpoint(int rank, int world_size, UniqueFd memory, size_t num_bytes)
     : rank_(rank),
       num_bytes_(num_bytes),
       memory_(std::move(memory)),
-      ticket_(random_number()),
-      reception_(Reception::open()),
+      token_(random_number()),
+      listener_(Listener::open()),
       peers_(static_cast<size_t>(world_size)) {
-  reception_->add(*this);
+  listener_->add(*this);
 }
 
-MeetingRank::~MeetingRank() { reception_->remove(*this); }
+Endpoint::~Endpoint() { listener_->remove(*this); }
 
-std::string MeetingRank::address() const { return join(reception_->name(), ' ', ticket_); }
+std::string Endpoint::address() const { return join(listener_->name(), ' ', token_); }
 
-bool MeetingRank::has_met(int peer) const {
-  const std::lock_guard lock(reception_->mutex());
+bool Endpoint::has_peer(int peer) const {
+  const std::lock_guard lock(listener_->mutex());
   return peers_[static_cast<size_t>(peer)].has_value();
 }
 
-void MeetingRank::meet(int peer, const std::string& peer_address,
+void Endpoint::connect(int peer, const std::string& peer_address,
                        const std::function<void()>& check) {
-  if (has_met(peer)) return;
+  if (has_peer(peer)) return;
   try {
-    call_on(peer, peer_address, check);
+    handshake(peer, peer_address, check);
   } catch (const Error&) {
-    // It may have come while it was called on, and have left the group since.
-    if (!has_met(peer)) throw;
+    // The peer may have connected to this rank meanwhile, and closed its endpoint afterwards.
+    if (!has_peer(peer)) throw;
   }
 }
 
-void MeetingRank::call_on(int peer, const std::string& peer_address,
-                          const std::function<void()>& check) {
+void Endpoint::handshake(int peer, const std::string& peer_address,
+                         const std::function<void()>& check) {
   std::istringstream parts(peer_address);
   std::string name;
-  uint64_t ticket = 0;
-  parts >> name >> ticket;
+  uint64_t token = 0;
+  parts >> name >> token;
   const UniqueFd connection = open_socket();
   sockaddr_un address;
   const socklen_t length = abstract_address(name, address);
-  if (connect(connection.get(), reinterpret_cast<sockaddr*>(&address), length) != 0) {
+  if (::connect(connection.get(), reinterpret_cast<sockaddr*>(&address), length) != 0) {
     fail(join(with_errno(join("cannot connect to rank ", peer), errno),
               "; has it left the group, or has its process ended?"));
   }
   const std::shared_ptr<const PeerProcess> process = process_of(connection);
-  if (!send_hello(connection, {kHelloMagic, ticket, static_cast<uint64_t>(rank_), {}}, memory_)) {
+  if (!send_hello(connection, {kHelloMagic, token, static_cast<uint64_t>(rank_), {}}, memory_)) {
     fail(with_errno(join("cannot send to rank ", peer), errno));
   }
-  // A child of the peer's process may hold the listener open after the peer's end.
+  // A forked child of the peer may keep the socket open after the peer has died.
   pollfd ready{.fd = connection.get(), .events = POLLIN, .revents = 0};
   while (poll(&ready, 1, kPollSliceMs) <= 0) {
     check();
@@ -343,28 +343,28 @@ void MeetingRank::call_on(int peer, const std::string& peer_address,
     }
   }
   const ReceivedHello received = receive_hello(connection);
-  if (!received.is_there || received.hello.ticket != ticket ||
+  if (!received.is_there || received.hello.token != token ||
       received.hello.rank != static_cast<uint64_t>(peer)) {
     fail(join("rank ", peer, " has left the group; make a new one on every rank"));
   }
   if (received.hello.refusal[0] != '\0') {
-    fail(join("rank ", peer, " cannot be met; it says: ", received.hello.refusal));
+    fail(join("rank ", peer, " refused the handshake: ", received.hello.refusal));
   }
-  const std::lock_guard lock(reception_->mutex());
-  welcome(peer, connection, received.memory);
+  const std::lock_guard lock(listener_->mutex());
+  accept_peer(peer, connection, received.memory);
 }
 
-void MeetingRank::welcome(int peer, const UniqueFd& connection, const UniqueFd& memory) {
+void Endpoint::accept_peer(int peer, const UniqueFd& connection, const UniqueFd& memory) {
   std::optional<Peer>& place = peers_[static_cast<size_t>(peer)];
-  if (place) return;  // each has called on the other
+  if (place) return;  // both sides connected at once
   if (memory.get() < 0) {
     fail(with_errno("cannot take over a peer's memory", EMFILE) + "; raise `ulimit -n`");
   }
   place.emplace(Peer{process_of(connection), map_peer(memory, num_bytes_, peer)});
 }
 
-std::vector<std::optional<Peer>> MeetingRank::take_peers() {
-  const std::lock_guard lock(reception_->mutex());
+std::vector<std::optional<Peer>> Endpoint::take_peers() {
+  const std::lock_guard lock(listener_->mutex());
   return std::move(peers_);
 }
 

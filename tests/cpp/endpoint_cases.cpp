@@ -1,6 +1,5 @@
-// Ranks of this process that meet through its listener at any moment: the thread that answers there
-// beside those that call, make and drop ranks.
-#include "transport/reception.h"
+// Endpoints made, connected and dropped by several threads at once, beside the listener's thread.
+#include "transport/endpoint.h"
 
 #include <map>
 #include <mutex>
@@ -46,8 +45,8 @@ void connect_and_use(SharedMemoryRank& rank) {
   communicator.barrier(CallerThread::kProgress);
 }
 
-// Now and then the last has gone before the next begins, and the listener with it.
-void ranks_meet(int world_size) {
+// Sometimes the listener ends before the next rank starts, and sometimes it is shared.
+void ranks_connect(int world_size) {
   for (int i = 0; i < 40; ++i) {
     MemoryStore store;
     run_threads(world_size, [&](int index) {
@@ -57,7 +56,7 @@ void ranks_meet(int world_size) {
   }
 }
 
-void groups_meet_in_different_orders() {
+void groups_connect_in_different_orders() {
   constexpr int kWorldSize = 3;
   for (int i = 0; i < 20; ++i) {
     MemoryStore stores[kWorldSize];
@@ -79,7 +78,7 @@ void groups_meet_in_different_orders() {
   }
 }
 
-// Rank 1 goes before, while or after rank 0 meets it.
+// Rank 1 leaves before, during or after rank 0's handshake.
 void rank_leaves_at_any_moment() {
   for (int i = 0; i < 100; ++i) {
     MemoryStore store;
@@ -102,10 +101,10 @@ void rank_leaves_at_any_moment() {
 }
 
 const CaseTable kCases{
-    {"meeting-ws2", [] { ranks_meet(2); }},
-    {"meeting-ws5", [] { ranks_meet(5); }},
-    {"meeting_groups-ws3", groups_meet_in_different_orders},
-    {"meeting_leaver-ws2", rank_leaves_at_any_moment},
+    {"rendezvous-ws2", [] { ranks_connect(2); }},
+    {"rendezvous-ws5", [] { ranks_connect(5); }},
+    {"rendezvous_groups-ws3", groups_connect_in_different_orders},
+    {"rendezvous_leaver-ws2", rank_leaves_at_any_moment},
 };
 
 }  // namespace

@@ -1,0 +1,64 @@
+// Exchanges memory descriptors between processes of one host without a collective call: each
+// process has one listening socket and one thread that answers for all its unconnected ranks. A
+// peer connects, sends the descriptor of its memory and receives that of the rank. Socket and
+// thread exist only while the process has such ranks.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "transport/host.h"
+#include "transport/mapping.h"
+#include "transport/unique_fd.h"
+
+namespace rota::transport {
+
+// What a rank holds of a peer.
+struct Peer {
+  std::shared_ptr<const PeerProcess> process;  // the kernel vouches for it
+  Mapping region;
+};
+
+// The socket and the thread that answers on it.
+class Listener;
+
+// A rank that peers can connect to, from construction to destruction.
+class Endpoint {
+ public:
+  // memory: this rank's; every rank's has num_bytes. Throws Error(kTransport).
+  Endpoint(int rank, int world_size, UniqueFd memory, size_t num_bytes);
+  ~Endpoint();
+  Endpoint(const Endpoint&) = delete;
+  Endpoint& operator=(const Endpoint&) = delete;
+
+  // What connect() takes: two words.
+  std::string address() const;
+  bool has_peer(int peer) const;
+  // Exchanges memory with a peer, unless the peer has done so first. Needs no call on the peer's
+  // side. check runs several times a second and may throw. Throws Error(kTransport) if the peer has
+  // closed its endpoint or died.
+  void connect(int peer, const std::string& peer_address, const std::function<void()>& check);
+  // Returns all peers by rank, with an empty entry for this rank. Call once, when all are
+  // connected.
+  std::vector<std::optional<Peer>> take_peers();
+
+ private:
+  friend class Listener;
+
+  // Maps what a peer has sent.
+  void accept_peer(int peer, const UniqueFd& connection, const UniqueFd& memory);
+  void handshake(int peer, const std::string& peer_address, const std::function<void()>& check);
+
+  const int rank_;
+  const size_t num_bytes_;
+  const UniqueFd memory_;
+  const uint64_t token_;  // names this endpoint in a handshake; known to the group only
+  std::shared_ptr<Listener> listener_;
+  std::vector<std::optional<Peer>> peers_;  // by rank; guarded by the listener's mutex
+};
+
+}  // namespace rota::transport
