@@ -187,7 +187,7 @@ PYBIND11_MODULE(_C, module) {
   module.attr("BUCKET_DTYPES") = py::tuple(py::cast(dtype_names(rota::is_bucket_dtype)));
   module.attr("WIRE_DTYPES") = py::tuple(py::cast(dtype_names(rota::is_wire_dtype)));
   module.attr("BLOCK_SCALED_DTYPES") = py::tuple(py::cast(dtype_names(rota::has_block_scaling)));
-  module.def("host_id", &rota::transport::host_id);
+  module.def("host_id", [] { return with_python_errors(rota::transport::host_id); });
   module.def("block_elems", &block_elems, py::arg("wire_dtype"));
   module.def("isa", [] { return rota::cpu::element_loops().isa; });
   module.def("cuda_archs", &rota::cuda::archs);

@@ -225,6 +225,7 @@ def drop_in_forked_child(rank: int, store_path: str) -> float:
     holder = [connect(rank, store_path)]
     holder[0].barrier()
     if rank == 0:
+        time.sleep(LATE_S)  # what a child has trouble with: rota's threads wait by now
         pid = os.fork()
         if pid == 0:
             holder.clear()

@@ -300,6 +300,20 @@ def test_communicator_short_of_descriptors_raises(num_free: int) -> None:
     assert peer_error in ("TransportError", "nothing"), peer_text  # it may have all that it needs
 
 
+def host_without_descriptors(rank: Rank) -> tuple[str, str]:
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard_limit))
+    error = error_of(_C.host_id)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft_limit, hard_limit))
+    return error
+
+
+def test_host_that_cannot_be_read_is_not_taken_for_another() -> None:
+    [(error, text)] = run_ranks(1, host_without_descriptors)
+    assert error == "TransportError"
+    assert "boot id: Too many open files; raise `ulimit -n`" in text
+
+
 def listening_name(pid: int) -> str | None:
     """The abstract address at which a process awaits its peers."""
     sockets = set()

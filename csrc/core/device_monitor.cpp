@@ -2,7 +2,6 @@
 
 #include <iostream>
 
-#include "base/fork_generation.h"
 #include "schedule/ring.h"
 
 namespace rota {
@@ -32,26 +31,22 @@ DeviceMonitor::DeviceMonitor(Communicator& communicator, Kernels kernels)
       watch_(communicator.transport(), communicator.timeout(), nullptr),
       has_left_(static_cast<size_t>(communicator.world_size())),
       regions_left_(communicator.transport().own().control().regions_left.load()),
-      fork_generation_(fork_generation()),
       thread_([this] { run(); }) {}
 
 DeviceMonitor::~DeviceMonitor() {
-  if (fork_generation_ != fork_generation()) {
-    thread_.detach();  // it is the parent's
-    return;
-  }
+  if (thread_.is_of_parent()) return;
   {
     const std::lock_guard lock(mutex_);
     is_ending_ = true;
   }
-  ended_.notify_all();
-  thread_.join();
+  ended_->notify_all();
+  thread_->join();
 }
 
 void DeviceMonitor::run() {
   std::unique_lock lock(mutex_);
   int awaited_peer = communicator_.rank();
-  while (!ended_.wait_for(lock, kLookEvery, [this] { return is_ending_; })) {
+  while (!ended_->wait_for(lock, kLookEvery, [this] { return is_ending_; })) {
     awaited_peer = schedule::next_rank(awaited_peer, communicator_.world_size());
     watch_.begin_collective("collective on the GPU", communicator_.num_posted_launches(), false);
     watch_.begin_wait(awaited_peer, "queued", 0);

@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/fork_safe.h"
 #include "core/communicator.h"
 #include "core/watch.h"
 #include "cuda/peers.h"
@@ -57,11 +58,10 @@ class DeviceMonitor {
   uint64_t regions_left_;       // when GPUs were joined, on every rank (core/joined_regions.h)
   std::atomic<std::chrono::steady_clock::time_point> stalled_at_{};  // last
 
-  uint64_t fork_generation_;
   std::mutex mutex_;
-  std::condition_variable ended_;
+  ForkSafe<std::condition_variable> ended_;
   bool is_ending_ = false;  // guarded by mutex_
-  std::thread thread_;
+  ForkSafe<std::thread> thread_;
 };
 
 }  // namespace rota

@@ -255,7 +255,7 @@ void PointToPoint::attend_all() {
   while (!is_closing_ && (num_unfinished_ > 0 || now() - used_at < kLinger)) {
     if (num_unfinished_ > 0) used_at = now();
     const uint64_t num_waits = num_waits_;
-    attendant_.wait_for(lock, kTick, [this] { return is_closing_; });
+    attendant_->wait_for(lock, kTick, [this] { return is_closing_; });
     while (!is_closing_ && num_unfinished_ > 0 && num_waiting_ == 0 && num_waits == num_waits_) {
       if (!step_in(lock)) break;
     }
@@ -342,7 +342,7 @@ void PointToPoint::close() {
                     "came; wait for a recv before you close"),
               done);
     }
-    attendant_.notify_all();
+    attendant_->notify_all();
     report(done);
   }
   attendant_queue_.close();

@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "base/fork_safe.h"
 #include "base/limits.h"
 #include "base/waiter.h"
 #include "core/progress_queue.h"
@@ -187,7 +188,7 @@ class PointToPoint {
   int num_waiting_ = 0;     // threads in wait()
   bool is_attended_ = false;
   bool is_closing_ = false;
-  std::condition_variable attendant_;  // wakes the borrowed thread when this closes
+  ForkSafe<std::condition_variable> attendant_;  // wakes the borrowed thread when this closes
   ProgressQueue attendant_queue_;
   uint64_t fork_generation_;
 };

@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "base/fork_generation.h"
+#include "base/fork_safe.h"
 #include "base/per_process.h"
 #include "core/progress_pool.h"
 
@@ -17,7 +18,7 @@ struct ProgressQueue::State {
   std::mutex mutex;
   std::deque<std::function<void()>> tasks;
   ProgressThread* thread = nullptr;  // borrowed; there is one whenever a task is queued or runs
-  std::condition_variable has_given_back;
+  ForkSafe<std::condition_variable> has_given_back;
   bool is_closing = false;
   std::atomic<int64_t> num_pending{0};
 };
@@ -44,7 +45,7 @@ void ProgressQueue::close() {
   std::unique_lock lock(state_->mutex);
   state_->is_closing = true;
   if (running == state_.get()) return;
-  state_->has_given_back.wait(lock, [this] { return state_->thread == nullptr; });
+  state_->has_given_back->wait(lock, [this] { return state_->thread == nullptr; });
 }
 
 void ProgressQueue::enqueue(std::function<void()> task) {
@@ -86,7 +87,7 @@ void ProgressQueue::run(State& state) {
   // tasks any more.
   per_process<ProgressPool>().give_back(*std::exchange(state.thread, nullptr));
   lock.unlock();
-  state.has_given_back.notify_all();
+  state.has_given_back->notify_all();
 }
 
 }  // namespace rota

@@ -53,6 +53,7 @@ Bootstrap::Bootstrap(Store& store, int rank, int world_size, const Geometry& geo
       rank_(checked_rank(rank, world_size)),
       world_size_(world_size),
       geometry_(geometry),
+      host_(host_id()),
       own_(rank, world_size, std::move(own_memory), geometry.num_bytes(world_size)),
       incarnation_(store.add(join("made/", rank), 1)) {
   publish_card();
@@ -94,7 +95,7 @@ std::vector<std::optional<Peer>> Bootstrap::rendezvous(
 void Bootstrap::publish_card() {
   store_.set(card_key(rank_),
              join(own_.address(), ' ', world_size_, ' ', geometry_.message_bytes, ' ',
-                  geometry_.slot_bytes, ' ', geometry_.link_slot_bytes, ' ', host_id()));
+                  geometry_.slot_bytes, ' ', geometry_.link_slot_bytes, ' ', host_));
 }
 
 std::string Bootstrap::card_key(int rank) const { return join("card/", incarnation_, '/', rank); }
@@ -125,8 +126,8 @@ std::string Bootstrap::address_of(int peer, const std::string& card) const {
     fail(join("rank ", peer, " has slots of ", geometry.slot_bytes, " bytes, this rank ", rank_,
               " of ", geometry_.slot_bytes, "; give every rank the same slot_bytes"));
   }
-  if (host != host_id()) {
-    fail(join("rank ", peer, " is on host ", host, ", rank ", rank_, " on ", host_id(),
+  if (host != host_) {
+    fail(join("rank ", peer, " is on host ", host, ", rank ", rank_, " on ", host_,
               "; this version connects the ranks of one host: make one group per host, or use "
               "Gloo or NCCL between hosts"));
   }

@@ -37,6 +37,7 @@ class Bootstrap {
   int rank_;
   int world_size_;
   Geometry geometry_;
+  const std::string host_;  // read once: later, descriptors for it may be short
   Endpoint own_;
   int64_t incarnation_;  // groups that this rank has made over the store, this one included
 };

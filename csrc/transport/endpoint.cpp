@@ -14,9 +14,10 @@
 #include <system_error>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 
 #include "base/error.h"
-#include "base/fork_generation.h"
+#include "base/fork_safe.h"
 #include "base/per_process.h"
 
 #ifndef SO_PEERPIDFD
@@ -185,20 +186,15 @@ class Listener {
     std::mutex mutex;
     std::weak_ptr<Listener> listener;
   };
-  struct ThreadsOfParent {
-    std::mutex mutex;
-    std::vector<std::thread> threads;
-  };
 
   void serve();
   void answer(const UniqueFd& connection);
 
-  const uint64_t fork_generation_ = fork_generation();
   const std::string name_;
   UniqueFd socket_;
   std::mutex mutex_;
   std::unordered_map<uint64_t, Endpoint*> ranks_;  // by token; guarded by the mutex
-  std::thread thread_;
+  ForkSafe<std::thread> thread_;
 };
 
 std::shared_ptr<Listener> Listener::open() {
@@ -220,7 +216,7 @@ Listener::Listener()
       }()),
       socket_(listen_at(name_)) {
   try {
-    thread_ = std::thread([this] { serve(); });
+    *thread_ = std::thread([this] { serve(); });
   } catch (const std::system_error& error) {
     fail(join("cannot start the thread that answers peers (", error.what(),
               "); raise `ulimit -u` or the container's limit of processes"));
@@ -228,16 +224,9 @@ Listener::Listener()
 }
 
 Listener::~Listener() {
-  if (fork_generation_ == fork_generation()) {
-    shutdown(socket_.get(), SHUT_RDWR);
-    thread_.join();
-  } else {
-    // The thread exists only in the parent, so its handle can be neither joined nor detached. It
-    // is kept: destroying a joinable handle would terminate the process.
-    ThreadsOfParent& lost = per_process<ThreadsOfParent>();
-    const std::lock_guard lock(lost.mutex);
-    lost.threads.push_back(std::move(thread_));
-  }
+  if (thread_.is_of_parent()) return;
+  shutdown(socket_.get(), SHUT_RDWR);
+  thread_->join();
 }
 
 void Listener::add(Endpoint& rank) {
@@ -246,7 +235,7 @@ void Listener::add(Endpoint& rank) {
 }
 
 void Listener::remove(const Endpoint& rank) {
-  if (fork_generation_ != fork_generation()) return;  // the mutex may be locked for ever
+  if (thread_.is_of_parent()) return;  // the mutex may be locked for ever
   const std::lock_guard lock(mutex_);
   ranks_.erase(rank.token_);
 }
@@ -283,6 +272,7 @@ void Listener::answer(const UniqueFd& connection) {
     rank.accept_peer(peer, connection, received.memory);
   } catch (const Error& error) {
     std::strncpy(own.refusal, error.what(), sizeof(own.refusal) - 1);
+    rank.refusals_[static_cast<size_t>(peer)] = error.what();
   }
   send_hello(connection, own, rank.memory_);
 }
@@ -293,7 +283,8 @@ Endpoint::Endpoint(int rank, int world_size, UniqueFd memory, size_t num_bytes)
       memory_(std::move(memory)),
       token_(random_number()),
       listener_(Listener::open()),
-      peers_(static_cast<size_t>(world_size)) {
+      peers_(static_cast<size_t>(world_size)),
+      refusals_(static_cast<size_t>(world_size)) {
   listener_->add(*this);
 }
 
@@ -312,8 +303,13 @@ void Endpoint::connect(int peer, const std::string& peer_address,
   try {
     handshake(peer, peer_address, check);
   } catch (const Error&) {
+    const std::lock_guard lock(listener_->mutex());
     // The peer may have connected to this rank meanwhile, and closed its endpoint afterwards.
-    if (!has_peer(peer)) throw;
+    if (peers_[static_cast<size_t>(peer)]) return;
+    // Or it has given up because this rank had to refuse it: then that is what went wrong.
+    std::string& refusal = refusals_[static_cast<size_t>(peer)];
+    if (!refusal.empty()) throw Error(ErrorKind::kTransport, std::exchange(refusal, {}));
+    throw;
   }
 }
 

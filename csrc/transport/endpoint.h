@@ -40,7 +40,7 @@ class Endpoint {
   bool has_peer(int peer) const;
   // Exchanges memory with a peer, unless the peer has done so first. Needs no call on the peer's
   // side. check runs several times a second and may throw. Throws Error(kTransport) if the peer has
-  // closed its endpoint or died.
+  // closed its endpoint or died, or could not be accepted when it connected.
   void connect(int peer, const std::string& peer_address, const std::function<void()>& check);
   // Returns all peers by rank, with an empty entry for this rank. Call once, when all are
   // connected.
@@ -58,7 +58,9 @@ class Endpoint {
   const UniqueFd memory_;
   const uint64_t token_;  // names this endpoint in a handshake; known to the group only
   std::shared_ptr<Listener> listener_;
-  std::vector<std::optional<Peer>> peers_;  // by rank; guarded by the listener's mutex
+  // By rank; guarded by the listener's mutex.
+  std::vector<std::optional<Peer>> peers_;
+  std::vector<std::string> refusals_;  // why this rank refused a handshake, until connect() says it
 };
 
 }  // namespace rota::transport

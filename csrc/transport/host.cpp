@@ -4,22 +4,32 @@
 #include <poll.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <cinttypes>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
+#include <string_view>
 
 #include "base/error.h"
 
 namespace rota::transport {
 namespace {
 
-std::string read_line(const char* path) {
-  std::ifstream file(path);
-  std::string line;
-  std::getline(file, line);
-  return line;
+// Empty where the system has none. To read nothing for another reason, such as a lack of
+// descriptors, would look like another host.
+std::string boot_id() {
+  const UniqueFd file(open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC));
+  char id[64];
+  const ssize_t size = file.get() < 0 ? -1 : read(file.get(), id, sizeof(id));
+  if (size < 0 && errno != ENOENT) {
+    throw Error(ErrorKind::kTransport,
+                join(with_errno("rota: cannot read this host's boot id", errno),
+                     errno == EMFILE ? "; raise `ulimit -n`" : ""));
+  }
+  const std::string_view text(id, static_cast<size_t>(std::max(size, ssize_t{0})));
+  return std::string(text.substr(0, text.find('\n')));
 }
 
 UniqueFd open_status(pid_t pid) {
@@ -32,7 +42,7 @@ std::string host_id() {
   if (const char* id = std::getenv("ROTA_HOST_ID")) return id;
   char network[64] = {};
   if (readlink("/proc/self/ns/net", network, sizeof(network) - 1) < 0) network[0] = '\0';
-  return join(read_line("/proc/sys/kernel/random/boot_id"), "/", network);
+  return join(boot_id(), "/", network);
 }
 
 bool PeerProcess::is_exiting() const {

@@ -93,6 +93,7 @@ struct Greeting {
   uint64_t rank = 0;
   char refusal[232] = {};
 };
+constexpr size_t kWhole = sizeof(Greeting);
 
 // A socket of the bootstrap's kind, and a name that nobody else has.
 UniqueFd open_socket() { return UniqueFd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)); }
@@ -222,6 +223,23 @@ void send_greeting(const UniqueFd& connection, Greeting greeting, size_t num_byt
         "sendmsg");
 }
 
+struct ConnectionToRank0 {
+  UniqueFd socket;
+  uint64_t token;
+};
+
+// With what rank 0 says in the store.
+ConnectionToRank0 connect_to_rank_0(const StoreDirectory& directory) {
+  ConnectionToRank0 connection{open_socket(), 0};
+  std::string name;
+  std::istringstream(FileStore(directory).await("card/1/0")) >> name >> connection.token;
+  sockaddr_un address;
+  const socklen_t length = address_of(name, address);
+  check(connect(connection.socket.get(), reinterpret_cast<sockaddr*>(&address), length) == 0,
+        "connect");
+  return connection;
+}
+
 // Somebody connects to rank 0 before rank 1 does, and knows what it says in the store. It is
 // ignored and leaves nothing behind.
 void stranger_is_ignored(
@@ -239,14 +257,8 @@ void stranger_is_ignored(
     });
   };
   const pid_t rank_0 = run_rank(0);
-  std::string name;
-  uint64_t token = 0;
-  std::istringstream(FileStore(directory).await("card/1/0")) >> name >> token;
-  sockaddr_un address;
-  const socklen_t length = address_of(name, address);
-  const UniqueFd connection = open_socket();
-  check(connect(connection.get(), reinterpret_cast<sockaddr*>(&address), length) == 0, "connect");
-  speak(connection, token);
+  const ConnectionToRank0 connection = connect_to_rank_0(directory);
+  speak(connection.socket, connection.token);
   check_equal(wait_for_process(run_rank(1)), Exit{}, "end of rank 1");
   check_equal(wait_for_process(rank_0), Exit{}, "end of rank 0");
 }
@@ -268,6 +280,28 @@ void stranger_with_wrong_greeting(Known known, uint64_t rank, size_t num_bytes,
     send_greeting(connection, {magic, known.token ? token : token + 1, rank}, num_bytes,
                   num_descriptors);
   });
+}
+
+// Rank 1, which brings memory that cannot be used, is refused and leaves. That it has left is not
+// all that rank 0 says.
+void rank_that_had_to_refuse_says_so() {
+  const StoreDirectory directory;
+  const uint64_t magic = overhear_magic();
+  const pid_t rank_0 = start_process([&] {
+    FileStore store(directory);
+    const Error error = expect_error(ErrorKind::kTransport, [&] {
+      SharedMemoryTransport::connect(store, 0, 2, kSmall, kPatience, [] {});
+    });
+    check_contains(error.what(), "rank 1 handed over memory of 0 bytes");
+  });
+  {
+    const SilentRank rank_1(directory, 1);
+    const ConnectionToRank0 connection = connect_to_rank_0(directory);
+    send_greeting(connection.socket, {magic, connection.token, 1}, kWhole, 1);
+    char answer;
+    check(recv(connection.socket.get(), &answer, sizeof(answer), 0) == 1, "the refusal");
+  }
+  check_equal(wait_for_process(rank_0), Exit{}, "end of rank 0");
 }
 
 // ---- ranks that connect later, or never ----
@@ -375,7 +409,6 @@ void forked_child_drops_an_unconnected_rank() {
   });
 }
 
-constexpr size_t kWhole = sizeof(Greeting);
 constexpr transport::Geometry kOtherSlots{.message_bytes = 1024, .slot_bytes = 8192};
 
 const CaseTable kCases{
@@ -408,6 +441,7 @@ const CaseTable kCases{
     {"stranger_own_rank", [] { stranger_with_wrong_greeting({}, 0, kWhole, 1); }},
     {"stranger_rank_outside_world", [] { stranger_with_wrong_greeting({}, 1u << 31, kWhole, 1); }},
     {"stranger_two_descriptors", [] { stranger_with_wrong_greeting({}, 1, kWhole, 2); }},
+    {"bootstrap_refused", rank_that_had_to_refuse_says_so},
     {"unconnected_idle", idle_rank_is_connected_to},
     {"unconnected_leaves", rank_that_leaves_unconnected_has_left},
     {"unconnected_has_left", rank_that_has_left_is_named},

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <iostream>
+#include <latch>
 #include <sstream>
 #include <thread>
 
@@ -168,10 +169,12 @@ struct FakeKernels {
 // same.
 void a_kernel_that_gives_up_ends_the_group(cuda::FailureKind kind, ErrorKind expected,
                                            std::string_view fact) {
+  std::latch all_posted(3);  // a rank that posts its first launch after the failure gets the error
   run_ranks(3, [&](Communicator& communicator) {
     FakeKernels fake;
     const DeviceMonitor monitor(communicator, fake.kernels());
     communicator.post_launch(launch_number(1));
+    all_posted.arrive_and_wait();
     if (communicator.rank() == 2) {
       fake.failure =
           cuda::Failure{

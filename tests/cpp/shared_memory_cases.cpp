@@ -11,10 +11,15 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <optional>
 #include <thread>
 
+#include "base/fork_safe.h"
 #include "calls.h"
 #include "check.h"
+#include "core/point_to_point.h"
 #include "core/progress_queue.h"
 #include "core/watch.h"
 #include "processes.h"
@@ -287,6 +292,50 @@ void child_queues_work_of_its_own() {
   may_end.notify_all();
 }
 
+void child_drops_what_a_thread_waits_on() {
+  std::optional<ForkSafe<std::condition_variable>> ended(std::in_place);
+  std::mutex mutex;
+  bool is_waiting = false, is_ending = false;
+  ForkSafe<std::thread> waiter([&] {
+    std::unique_lock lock(mutex);
+    is_waiting = true;
+    (*ended)->wait(lock, [&] { return is_ending; });
+  });
+  const auto has_begun_to_wait = [&] {
+    const std::lock_guard lock(mutex);
+    return is_waiting;
+  };
+  while (!has_begun_to_wait()) std::this_thread::yield();
+  check_equal(wait_for_process(start_process([&] { ended.reset(); })), Exit{}, "end of the child");
+  {
+    const std::lock_guard lock(mutex);
+    is_ending = true;
+  }
+  (*ended)->notify_all();
+  waiter->join();
+}
+
+// The thread that attends to requests stays a while after the last one, and waits for the next.
+void child_closes_links_that_a_thread_attends() {
+  const StoreDirectory directory;
+  run_processes(2, [&](int rank) {
+    auto communicator =
+        std::make_unique<Communicator>(connect(directory, rank, 2), kPatience, [] {});
+    PointToPoint& links = communicator->point_to_point();
+    std::byte received{}, sent{};
+    const Message message{.tag = 0, .dtype = DType::kUInt8, .num_elems = 1};
+    const RequestRef recv = links.recv(&received, message, 1 - rank, nullptr);
+    links.attend(*recv, nullptr);
+    barrier(*communicator);
+    const RequestRef send = links.send(&sent, message, 1 - rank, nullptr);
+    for (const auto& request : {recv, send}) links.wait(*request, CallerThread::kUser, {});
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    const pid_t child = start_process([&] { communicator.reset(); });
+    check_equal(wait_for_process(child), Exit{}, "end of the child");
+    barrier(*communicator);
+  });
+}
+
 // The children of ranks form a group beside that of their parents, and with other peers.
 void children_make_a_group_of_their_own() {
   const StoreDirectory directory, directory_of_children;
@@ -343,6 +392,8 @@ const CaseTable kCases{
     {"forked_child_aborts-ws2", child_aborts_its_copy},
     {"forked_child_closes_queue", child_closes_its_queue},
     {"forked_child_queues", child_queues_work_of_its_own},
+    {"forked_child_drops_condition", child_drops_what_a_thread_waits_on},
+    {"forked_child_drops_links-ws2", child_closes_links_that_a_thread_attends},
     {"forked_children_make_group-ws2", children_make_a_group_of_their_own},
     {"descriptors_closed-ws3", descriptors_are_closed},
 };
