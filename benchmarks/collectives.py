@@ -26,7 +26,7 @@ import picture
 import report
 from arguments import Parser, add_common_arguments, parse_list, parse_natural, parse_size, plan_of
 from interleave import Measurement
-from protocol import Entry, Reply, Turn
+from protocol import ROTA_EMPTY, Entry, Reply, Turn
 from ranks import RankGroup
 
 OPS = ("all_reduce", "broadcast", "all_gather", "barrier")
@@ -75,6 +75,7 @@ def parse_arguments() -> argparse.Namespace:
         default="none",
         help=f"of rota.Communicator.all_reduce: some of {', '.join(WIRE_DTYPES)} (default: none)",
     )
+    add("--empty", action="store_true", help="rota.Communicator on tensors of rota.empty(), too")
     add_common_arguments(parser)
     add("--png", type=Path, help="where to draw the picture (default: beside the record)")
     add("--mpi-root", type=Path, default=mpi_env.DEFAULT_ROOT, help="MPI environments (.venv-mpi)")
@@ -125,6 +126,8 @@ def entries_of(args: argparse.Namespace, mpis: list[str]) -> list[Entry]:
                 label += [wire_dtype] if wire_dtype != "none" else []
                 wire = None if wire_dtype == "none" else wire_dtype
                 entries.append(Entry(" ".join(label), "rota", "rota.Communicator", algorithm, wire))
+        if args.empty:
+            entries.append(Entry("rota empty", "rota", ROTA_EMPTY))
     if "gloo" in args.backends:
         entries.append(Entry("gloo", "gloo", "torch.distributed"))
     entries += [Entry(name, name, "mpi4py") for name in mpis]

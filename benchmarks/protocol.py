@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Client
 from time import perf_counter_ns
 
+# An api: rota.Communicator on tensors of rota.empty().
+ROTA_EMPTY = "rota.empty"
+
 
 @dataclass(frozen=True)
 class Entry:

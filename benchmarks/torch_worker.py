@@ -17,7 +17,7 @@ import amp_turn
 import ddp_turn
 import hook_turn
 import tiles
-from protocol import Entry, Hello, Reply, Turn, serve, time_samples
+from protocol import ROTA_EMPTY, Entry, Hello, Reply, Turn, serve, time_samples
 
 # torch 2.13 renamed it; the old name warns at every call, which would be timed too.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -80,9 +80,13 @@ class TorchRank:
         """
         num_parts = self.world_size if turn.op == "all_gather" else 1
         dtype = getattr(torch, turn.dtype)
-        output = torch.zeros(turn.num_elems, dtype=dtype)
-        input = torch.zeros(turn.num_elems // num_parts, dtype=dtype)
-        if turn.entry.api == "rota.Communicator":
+        empty: Callable[..., torch.Tensor] = torch.empty
+        if turn.entry.api == ROTA_EMPTY:
+            assert self.rota is not None
+            empty = self.rota.empty
+        output = empty(turn.num_elems, dtype=dtype).zero_()
+        input = empty(turn.num_elems // num_parts, dtype=dtype).zero_()
+        if turn.entry.api in ("rota.Communicator", ROTA_EMPTY):
             call = self._communicator_call(turn.entry, turn.op, output, input)
         else:
             call = dist_call(turn.op, output, input, self.groups[turn.entry.backend])

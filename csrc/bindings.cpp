@@ -22,6 +22,7 @@
 #include "tensor/errors.h"
 #include "tensor/gpu_classes.h"
 #include "tensor/gpu_self_test.h"
+#include "tensor/heap_tensor.h"
 #include "tensor/options.h"
 #include "tensor/signals.h"
 #include "tensor/tensor_checks.h"
@@ -188,6 +189,12 @@ PYBIND11_MODULE(_C, module) {
   module.attr("WIRE_DTYPES") = py::tuple(py::cast(dtype_names(rota::is_wire_dtype)));
   module.attr("BLOCK_SCALED_DTYPES") = py::tuple(py::cast(dtype_names(rota::has_block_scaling)));
   module.def("host_id", [] { return with_python_errors(rota::transport::host_id); });
+  module.def(
+      "make_heap_tensor",
+      [](const std::vector<int64_t>& size, at::ScalarType dtype) {
+        return with_python_errors([&] { return rota::tensors::make_heap_tensor(size, dtype); });
+      },
+      py::arg("size"), py::arg("dtype"));
   module.def("block_elems", &block_elems, py::arg("wire_dtype"));
   module.def("isa", [] { return rota::cpu::element_loops().isa; });
   module.def("cuda_archs", &rota::cuda::archs);

@@ -61,6 +61,7 @@ OTHER_CASES = (
     "loops_cases",
     "wire_loops_cases",
     "float_bits_cases",
+    "heap_cases",
     "shared_memory_cases",
     "bootstrap_cases",
 )

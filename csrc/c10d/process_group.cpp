@@ -1,6 +1,7 @@
 #include "c10d/process_group.h"
 
 #include "tensor/errors.h"
+#include "tensor/heap_tensor.h"
 
 namespace rota::c10d_backend {
 namespace {
@@ -140,6 +141,13 @@ WorkPtr ProcessGroupRota::recvAnysource(std::vector<at::Tensor>& tensors, int ta
 
 WorkPtr ProcessGroupRota::barrier(const ::c10d::BarrierOptions& opts) {
   return done_if_null(communicator_->barrier(launch_mode(opts.asyncOp)), OpType::BARRIER, {});
+}
+
+at::Tensor ProcessGroupRota::allocateTensor(long num_elems, at::TensorOptions options) {
+  TORCH_CHECK_VALUE(options.device().is_cpu(), "rota.empty: a tensor on ", options.device(),
+                    ", expected the CPU; make it with torch.empty");
+  return with_python_errors(
+      [&] { return make_heap_tensor(num_elems, options.dtype().toScalarType()); });
 }
 
 bool ProcessGroupRota::has_transfers_of(const std::vector<at::Tensor>& tensors) const {

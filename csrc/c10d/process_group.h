@@ -43,6 +43,10 @@ class ProcessGroupRota final : public DelegatingBackend {
   WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
   WorkPtr barrier(const ::c10d::BarrierOptions& opts) override;
 
+  // rota.empty(): on the CPU, whose tensors carry no device number.
+  bool supportsTensorAlloc(c10::DeviceIndex device) override { return device < 0; }
+  at::Tensor allocateTensor(long num_elems, at::TensorOptions options) override;
+
   // For callers of torch's Backend. init_process_group(device_id=...) asks only backends that
   // split.
   void eagerConnectSingleDevice(at::Device device) override {

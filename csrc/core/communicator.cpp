@@ -7,9 +7,11 @@
 #include <type_traits>
 
 #include "base/fork_generation.h"
+#include "base/per_process.h"
 #include "cpu/all_reduce.h"
 #include "cpu/copy_collectives.h"
 #include "schedule/direct.h"
+#include "transport/heap.h"
 
 namespace rota {
 namespace {
@@ -70,8 +72,18 @@ void Communicator::run(const Call& call, const Buffers& buffers, CallerThread th
       rendezvous(call);
       num_rounds_ += complete(call, buffers, mailboxes, exchange);
     } else {
+      const cpu::Source source = source_of(call, buffers, rank());
+      post_source(source);
       rendezvous(call);
-      num_rounds_ += run_rounds(call, buffers, exchange);
+      if (const auto sources = find_sources(call, source)) {
+        num_rounds_ += run_in_place(call, buffers, *sources, exchange);
+        // A peer that has given up meanwhile no longer waits for this rank to have read its tensor,
+        // and may have written to it. It said so first, and this rank said that it has read before
+        // it looks: in this order, because all three are sequentially consistent.
+        if (const auto error = watch_.poll()) throw *error;
+      } else {
+        num_rounds_ += run_rounds(call, buffers, exchange);
+      }
     }
   } catch (const Error& error) {
     // All ranks saw the same calls and stopped at the same place: they can go on.
@@ -127,6 +139,49 @@ void Communicator::rendezvous(const Call& call) {
       return transport_->region(rank).control().post[parity()];
     });
   }
+}
+
+// The word says where: 0, nowhere that peers can read; 1, this rank has nothing to read; otherwise
+// the offset in its heap, plus 2.
+constexpr uint64_t kNothingToRead = 1;
+
+void Communicator::post_source(const cpu::Source& source) {
+  uint64_t& word = transport_->own_control().source[parity()];
+  word = 0;
+  if (source.kind == cpu::Source::Kind::kSlots) return;
+  for (const int peer : everyone_) {
+    if (peer != rank() && transport_->heap_of(peer).empty()) return;
+  }
+  if (source.kind == cpu::Source::Kind::kNothing) {
+    word = kNothingToRead;
+  } else if (const auto offset = per_process<transport::Heap>().offset_of(source.tensor)) {
+    word = *offset + kNothingToRead + 1;
+  }
+}
+
+std::optional<cpu::Sources> Communicator::find_sources(const Call& call,
+                                                       const cpu::Source& own) const {
+  if (own.kind == cpu::Source::Kind::kSlots) return std::nullopt;
+  const auto word_of = [this](int rank) {
+    return transport_->region(rank).control().source[parity()];
+  };
+  if (std::ranges::any_of(everyone_, [&](int rank) { return word_of(rank) == 0; })) {
+    return std::nullopt;
+  }
+  cpu::Sources sources{};
+  for (const int peer : everyone_) {
+    const uint64_t word = word_of(peer);
+    if (word == kNothingToRead || peer == rank()) continue;
+    const std::span<const std::byte> heap = transport_->heap_of(peer);
+    const uint64_t offset = word - kNothingToRead - 1;
+    if (offset > heap.size() || call.num_bytes() > heap.size() - offset) {
+      throw Error(ErrorKind::kTransport,
+                  join(watch_.prefix(), ": ", transport_->describe(peer),
+                       " says that its tensor lies outside its heap; its memory is damaged"));
+    }
+    sources[static_cast<size_t>(peer)] = const_cast<std::byte*>(heap.data()) + offset;
+  }
+  return sources;
 }
 
 uint64_t Communicator::post_launch(const Call& call) {

@@ -66,6 +66,10 @@ class Communicator {
 
  private:
   void rendezvous(const Call& call);
+  // Says where peers find this rank's tensor, before the rendezvous.
+  void post_source(const cpu::Source& source);
+  // Every rank's, after it; none if one of them cannot be read in place.
+  std::optional<cpu::Sources> find_sources(const Call& call, const cpu::Source& own) const;
   // posts_of(rank) returns the posts of a participating rank.
   template <typename PostsOf>
   uint64_t post_launch(const Call& call, std::span<const int> ranks, const PostsOf& posts_of);

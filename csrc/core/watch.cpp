@@ -114,7 +114,7 @@ std::string Watch::place() const {
 std::optional<Error> Watch::find_abort() const {
   for (int peer = 0; peer < transport_.world_size(); ++peer) {
     const transport::ControlBlock& control = transport_.region(peer).control();
-    if (control.abort.load() == 0) continue;
+    if (control.abort.load_ordered() == 0) continue;  // Communicator::run() says why in order
     // Bounded: the text comes from another process.
     const std::string text(control.abort_text,
                            strnlen(control.abort_text, sizeof(control.abort_text)));

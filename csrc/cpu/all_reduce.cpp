@@ -25,6 +25,7 @@ class AllReduce {
 
   uint64_t one_shot(Exchange& exchange) const;
   uint64_t two_shot(Exchange& exchange) const;
+  uint64_t two_shot_in_place(const Sources& sources, Exchange& exchange) const;
   uint64_t ordered_ring(Exchange& exchange) const;
   uint64_t ring(Exchange& exchange) const;
 
@@ -50,12 +51,6 @@ class AllReduce {
   // Where a shard lies in the slot of its round.
   WirePlace place_of(const Range& shard, std::byte* slot, const Range& round) const {
     return wire().from(wire().place(slot, round.num_elems), shard.begin);
-  }
-
-  void wait_filled_by_peers(Exchange& exchange, uint64_t round, std::string_view phase) const {
-    for (int i = 0; i < world_size_ - 1; ++i) {
-      exchange.wait_filled(schedule::rotated_peer(rank_, world_size_, i), round, phase);
-    }
   }
 
   // Rounds of equal length, of at most round_elems each.
@@ -103,7 +98,7 @@ uint64_t AllReduce<AnyReducer>::one_shot(Exchange& exchange) const {
     const Range range = round_range(rounds, round);
     contribute_all(range, exchange.own_slot(round));
     exchange.publish_filled(round);
-    wait_filled_by_peers(exchange, round, "one_shot");
+    exchange.wait_filled_by_peers(round, "one_shot");
     reduce_all(range, [&](int peer) { return exchange.slot(peer, round); });
   }
   return rounds;
@@ -161,12 +156,52 @@ uint64_t AllReduce<AnyReducer>::two_shot(Exchange& exchange) const {
     if (reduce >= 0) {
       const auto round = static_cast<uint64_t>(reduce);
       const Range range = round_range(rounds, round);
-      wait_filled_by_peers(exchange, round, "two_shot reduce");
+      exchange.wait_filled_by_peers(round, "two_shot reduce");
       reduce_shard(range, [&](int peer) { return exchange.slot(peer, round); });
       exchange.publish_drained(round);
       collect_shards(range, exchange.own_slot(round), round, exchange);
     }
   }
+  return rounds;
+}
+
+// As two_shot, with the tensors in place of the slots: this rank reads its shard of a round from
+// all of them and writes the sum to its own, from where the others collect it. So a rank writes
+// only its own tensor, and of that a shard of others only after its owner has read it. The sums are
+// collected one step later, while they still lie in the caches.
+template <typename AnyReducer>
+uint64_t AllReduce<AnyReducer>::two_shot_in_place(const Sources& sources,
+                                                  Exchange& exchange) const {
+  const auto place_of_range = [&](int peer, const Range& range) {
+    return wire().from(wire().place(sources[static_cast<size_t>(peer)], num_elems_), range.begin);
+  };
+  const uint64_t rounds = num_rounds(wire().capacity(exchange.slot_bytes(), kGranuleElems));
+  const int64_t num_steps = schedule::two_shot_num_steps(static_cast<int64_t>(rounds));
+  for (int64_t step = 0; step < num_steps; ++step) {
+    const auto [reduce, collect] = schedule::two_shot_step(static_cast<int64_t>(rounds), step);
+    if (reduce >= 0) {
+      const auto round = static_cast<uint64_t>(reduce);
+      const Range range = round_range(rounds, round);
+      const Range shard = in_tensor(range, shard_of(range, rank_));
+      WirePlace srcs[kMaxWorldSize];
+      for (int peer = 0; peer < world_size_; ++peer) srcs[peer] = place_of_range(peer, shard);
+      srcs[rank_] = kFromTensor;
+      reducer_.reduce(srcs, shard, {});
+      exchange.publish_filled(round);
+    }
+    if (collect >= 0) {
+      const auto round = static_cast<uint64_t>(collect);
+      const Range range = round_range(rounds, round);
+      for (int i = 0; i < world_size_ - 1; ++i) {
+        const int owner = schedule::rotated_peer(rank_, world_size_, i);
+        const Range shard = in_tensor(range, shard_of(range, owner));
+        exchange.wait_filled(owner, round, "two_shot in place");
+        reducer_.unpack(place_of_range(owner, shard), shard);
+      }
+    }
+  }
+  exchange.publish_drained(rounds - 1);
+  exchange.wait_drained_by_peers(rounds - 1, "two_shot in place end");
   return rounds;
 }
 
@@ -310,6 +345,22 @@ uint64_t complete(const Call& call, const AllReduceBuffers& buffers, const Mailb
     return 1;
   };
   return with_all_reduce(call, buffers, mailboxes.rank(), mailboxes.world_size(), finish);
+}
+
+// Contributions that have to be rounded, or changed, need another place than the tensor.
+Source source_of(const Call& call, const AllReduceBuffers& buffers, int) {
+  const bool is_plain = call.kind == CollectiveKind::kAllReduce &&
+                        call.algorithm == schedule::Algorithm::kTwoShot &&
+                        call.wire == WireFormat{call.dtype};
+  if (!is_plain) return {.kind = Source::Kind::kSlots};
+  return {.kind = Source::Kind::kTensor, .tensor = buffers.data};
+}
+
+uint64_t run_in_place(const Call& call, const AllReduceBuffers& buffers, const Sources& sources,
+                      Exchange& exchange) {
+  return with_all_reduce(
+      call, buffers, exchange.rank(), exchange.world_size(),
+      [&](const auto& all_reduce) { return all_reduce.two_shot_in_place(sources, exchange); });
 }
 
 uint64_t run_rounds(const Call& call, const AllReduceBuffers& buffers, Exchange& exchange) {

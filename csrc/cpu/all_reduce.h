@@ -19,6 +19,13 @@ void contribute(const Call& call, const AllReduceBuffers& buffers, const Mailbox
 uint64_t complete(const Call& call, const AllReduceBuffers& buffers, const Mailboxes& mailboxes,
                   Exchange& exchange);
 
+// What this rank has for peers that read its tensor in place.
+Source source_of(const Call& call, const AllReduceBuffers& buffers, int rank);
+// Once all ranks have posted a source: two_shot without slots. No rank returns before its peers
+// have read its tensor. Returns the number of rounds used.
+uint64_t run_in_place(const Call& call, const AllReduceBuffers& buffers, const Sources& sources,
+                      Exchange& exchange);
+
 // Pipelined through slots, once all ranks have posted. Returns the number of rounds used.
 uint64_t run_rounds(const Call& call, const AllReduceBuffers& buffers, Exchange& exchange);
 

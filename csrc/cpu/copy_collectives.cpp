@@ -39,6 +39,22 @@ uint64_t complete(const Call& call, const BroadcastBuffers& buffers, const Mailb
   return 0;
 }
 
+Source source_of(const Call& call, const BroadcastBuffers& buffers, int rank) {
+  if (rank != call.root) return {.kind = Source::Kind::kNothing};
+  return {.kind = Source::Kind::kTensor, .tensor = buffers.data};
+}
+
+uint64_t run_in_place(const Call& call, const BroadcastBuffers& buffers, const Sources& sources,
+                      Exchange& exchange) {
+  if (exchange.rank() == call.root) {
+    exchange.wait_drained_by_peers(0, "broadcast in place");
+  } else {
+    copy_bytes(buffers.data, sources[static_cast<size_t>(call.root)], call.num_bytes());
+    exchange.publish_drained(0);
+  }
+  return 1;
+}
+
 // Two slots suffice: the root fills that of round r again in round r + 2, once all others have
 // drained round r.
 uint64_t run_rounds(const Call& call, const BroadcastBuffers& buffers, Exchange& exchange) {
@@ -47,10 +63,7 @@ uint64_t run_rounds(const Call& call, const BroadcastBuffers& buffers, Exchange&
   for (uint64_t round = 0; round < num_rounds; ++round) {
     const Range chunk = schedule::chunk_of(call.num_bytes(), exchange.slot_bytes(), round);
     if (is_root) {
-      for (int i = 0; round >= 2 && i < exchange.world_size() - 1; ++i) {
-        const int peer = schedule::rotated_peer(exchange.rank(), exchange.world_size(), i);
-        exchange.wait_drained(peer, round - 2, "broadcast send");
-      }
+      if (round >= 2) exchange.wait_drained_by_peers(round - 2, "broadcast send");
       copy_bytes(exchange.own_slot(round), at(buffers.data, chunk.begin), chunk.num_elems);
       exchange.publish_filled(round);
     } else {
@@ -74,6 +87,22 @@ uint64_t complete(const Call& call, const AllGatherBuffers& buffers, const Mailb
     copy_bytes(buffers.outputs[peer], mailboxes.of(peer), call.num_bytes());
   }
   return 0;
+}
+
+Source source_of(const Call&, const AllGatherBuffers& buffers, int) {
+  return {.kind = Source::Kind::kTensor, .tensor = buffers.input};
+}
+
+uint64_t run_in_place(const Call& call, const AllGatherBuffers& buffers, const Sources& sources,
+                      Exchange& exchange) {
+  for (int i = 0; i < exchange.world_size() - 1; ++i) {
+    const int peer = schedule::rotated_peer(exchange.rank(), exchange.world_size(), i);
+    copy_bytes(buffers.outputs[peer], sources[static_cast<size_t>(peer)], call.num_bytes());
+  }
+  exchange.publish_drained(0);
+  copy_own_input(call, buffers, exchange.rank());
+  exchange.wait_drained_by_peers(0, "all_gather in place");
+  return 1;
 }
 
 // Two slots suffice: that of round r is filled again in round r + 2, after this rank waited for all

@@ -5,9 +5,13 @@
 // executor counts from 0 and adds first_round here. Slot r % 2 belongs to round r.
 #pragma once
 
+#include <array>
+#include <cstdint>
 #include <string_view>
 
+#include "base/limits.h"
 #include "base/waiter.h"
+#include "schedule/direct.h"
 #include "transport/transport.h"
 
 namespace rota::cpu {
@@ -17,6 +21,20 @@ class PeerWaitObserver : public WaitObserver {
  public:
   virtual void begin_wait(int peer, std::string_view phase, uint64_t step) = 0;
 };
+
+// What a rank has for its peers, where it is not sent through slots but read in its heap.
+struct Source {
+  enum class Kind : uint8_t {
+    kSlots,    // this call goes through slots
+    kNothing,  // of this rank, peers read nothing
+    kTensor,
+  };
+  Kind kind = Kind::kSlots;
+  const void* tensor = nullptr;
+};
+
+// Every rank's, by rank, where peers read it. Not const, because places of slots are not.
+using Sources = std::array<std::byte*, kMaxWorldSize>;
 
 // Where the messages of a one-round collective lie; the flag of a message is the post of its epoch.
 class Mailboxes {
@@ -68,6 +86,16 @@ class Exchange {
   }
   void wait_drained(int peer, uint64_t round, std::string_view phase) {
     wait(transport_.region(peer).control().drained, round, peer, phase);
+  }
+  void wait_filled_by_peers(uint64_t round, std::string_view phase) {
+    for (int i = 0; i < world_size() - 1; ++i) {
+      wait_filled(schedule::rotated_peer(rank(), world_size(), i), round, phase);
+    }
+  }
+  void wait_drained_by_peers(uint64_t round, std::string_view phase) {
+    for (int i = 0; i < world_size() - 1; ++i) {
+      wait_drained(schedule::rotated_peer(rank(), world_size(), i), round, phase);
+    }
   }
 
  private:

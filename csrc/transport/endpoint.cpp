@@ -19,6 +19,7 @@
 #include "base/error.h"
 #include "base/fork_safe.h"
 #include "base/per_process.h"
+#include "transport/heap.h"
 
 #ifndef SO_PEERPIDFD
 #define SO_PEERPIDFD 77  // Linux 6.5; Debian 12's headers are older than that
@@ -27,7 +28,7 @@
 namespace rota::transport {
 namespace {
 
-constexpr uint64_t kHelloMagic = 0x0135'6174'6f72ULL;  // "rota5", changed with the layout
+constexpr uint64_t kHelloMagic = 0x0136'6174'6f72ULL;  // "rota6", changed with the layout
 constexpr int kPollSliceMs = 50;                       // how late a Ctrl-C may be noticed
 
 struct Hello {
@@ -75,7 +76,10 @@ UniqueFd listen_at(const std::string& name) {
   return listener;
 }
 
-// A message of one Hello and at most one descriptor, for both directions.
+// With each Hello come the sender's memory for the group and the heap of its process.
+constexpr size_t kNumDescriptors = 2;
+
+// A message of one Hello and its descriptors, for both directions.
 struct HelloMessage {
   explicit HelloMessage(Hello& hello) : part{&hello, sizeof(hello)} {
     header.msg_iov = &part;
@@ -85,42 +89,43 @@ struct HelloMessage {
   }
 
   iovec part;
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  alignas(cmsghdr) char control[CMSG_SPACE(kNumDescriptors * sizeof(int))] = {};
   msghdr header = {};
 };
 
-bool send_hello(const UniqueFd& connection, Hello hello, const UniqueFd& memory) {
+bool send_hello(const UniqueFd& connection, Hello hello, const UniqueFd& memory,
+                const UniqueFd& heap) {
   HelloMessage message(hello);
   cmsghdr* control = CMSG_FIRSTHDR(&message.header);
   control->cmsg_level = SOL_SOCKET;
   control->cmsg_type = SCM_RIGHTS;
-  control->cmsg_len = CMSG_LEN(sizeof(int));
-  const int fd = memory.get();
-  std::memcpy(CMSG_DATA(control), &fd, sizeof(fd));
+  const int descriptors[kNumDescriptors] = {memory.get(), heap.get()};
+  control->cmsg_len = CMSG_LEN(sizeof(descriptors));
+  std::memcpy(CMSG_DATA(control), descriptors, sizeof(descriptors));
   return sendmsg(connection.get(), &message.header, MSG_NOSIGNAL) == sizeof(hello);
 }
 
-// The descriptor that came with a message; none if there is not exactly one. Padding leaves room
-// for two, and what the kernel has handed over must be closed.
-UniqueFd take_descriptor(msghdr& header) {
+// The descriptors that came with a message. Whatever the kernel has handed over must be closed.
+std::vector<UniqueFd> take_descriptors(msghdr& header) {
+  std::vector<UniqueFd> descriptors;
   cmsghdr* control = CMSG_FIRSTHDR(&header);
   if (control == nullptr || control->cmsg_level != SOL_SOCKET || control->cmsg_type != SCM_RIGHTS) {
-    return UniqueFd();
+    return descriptors;
   }
-  std::vector<UniqueFd> descriptors;
   for (size_t offset = 0; CMSG_LEN(offset + sizeof(int)) <= control->cmsg_len;
        offset += sizeof(int)) {
     int fd;
     std::memcpy(&fd, CMSG_DATA(control) + offset, sizeof(fd));
     descriptors.emplace_back(fd);
   }
-  return descriptors.size() == 1 ? std::move(descriptors[0]) : UniqueFd();
+  return descriptors;
 }
 
 struct ReceivedHello {
   bool is_there = false;  // false: the peer hung up or sent something else
   Hello hello{};
-  UniqueFd memory;  // -1 if this process is out of descriptors
+  UniqueFd memory;  // these are -1 if this process is out of descriptors
+  UniqueFd heap;
 };
 
 ReceivedHello receive_hello(const UniqueFd& connection) {
@@ -131,11 +136,16 @@ ReceivedHello receive_hello(const UniqueFd& connection) {
     num_received = recvmsg(connection.get(), &message.header, MSG_CMSG_CLOEXEC);
   } while (num_received < 0 && errno == EINTR);
   if (num_received < 0) return received;
+  std::vector<UniqueFd> descriptors = take_descriptors(message.header);
   const bool is_cut = (message.header.msg_flags & MSG_CTRUNC) != 0;
-  const bool has_no_room = is_cut && message.header.msg_controllen == 0;
-  received.memory = take_descriptor(message.header);
+  const bool has_all = descriptors.size() == kNumDescriptors && !is_cut;
+  const bool has_no_room = descriptors.size() < kNumDescriptors && is_cut;
   received.is_there = num_received == sizeof(Hello) && received.hello.magic == kHelloMagic &&
-                      (has_no_room || received.memory.get() >= 0);
+                      (has_all || has_no_room);
+  if (has_all) {
+    received.memory = std::move(descriptors[0]);
+    received.heap = std::move(descriptors[1]);
+  }
   received.hello.refusal[sizeof(received.hello.refusal) - 1] = '\0';
   return received;
 }
@@ -152,7 +162,7 @@ pid_t pid_of_own_user(const UniqueFd& connection) {
   return credentials.pid;
 }
 
-std::shared_ptr<const PeerProcess> process_of(const UniqueFd& connection) {
+std::shared_ptr<PeerProcess> process_of(const UniqueFd& connection) {
   const pid_t pid = pid_of_own_user(connection);
   int fd = -1;
   socklen_t length = sizeof(fd);
@@ -269,18 +279,19 @@ void Listener::answer(const UniqueFd& connection) {
   if (peer == rank.rank_) return;
   Hello own{kHelloMagic, rank.token_, static_cast<uint64_t>(rank.rank_), {}};
   try {
-    rank.accept_peer(peer, connection, received.memory);
+    rank.accept_peer(peer, connection, received.memory, received.heap);
   } catch (const Error& error) {
     std::strncpy(own.refusal, error.what(), sizeof(own.refusal) - 1);
     rank.refusals_[static_cast<size_t>(peer)] = error.what();
   }
-  send_hello(connection, own, rank.memory_);
+  send_hello(connection, own, rank.memory_, rank.heap_);
 }
 
 Endpoint::Endpoint(int rank, int world_size, UniqueFd memory, size_t num_bytes)
     : rank_(rank),
       num_bytes_(num_bytes),
       memory_(std::move(memory)),
+      heap_(per_process<Heap>().memory()),
       token_(random_number()),
       listener_(Listener::open()),
       peers_(static_cast<size_t>(world_size)),
@@ -327,7 +338,8 @@ void Endpoint::handshake(int peer, const std::string& peer_address,
               "; has it left the group, or has its process ended?"));
   }
   const std::shared_ptr<const PeerProcess> process = process_of(connection);
-  if (!send_hello(connection, {kHelloMagic, token, static_cast<uint64_t>(rank_), {}}, memory_)) {
+  if (!send_hello(connection, {kHelloMagic, token, static_cast<uint64_t>(rank_), {}}, memory_,
+                  heap_)) {
     fail(with_errno(join("cannot send to rank ", peer), errno));
   }
   // A forked child of the peer may keep the socket open after the peer has died.
@@ -347,16 +359,20 @@ void Endpoint::handshake(int peer, const std::string& peer_address,
     fail(join("rank ", peer, " refused the handshake: ", received.hello.refusal));
   }
   const std::lock_guard lock(listener_->mutex());
-  accept_peer(peer, connection, received.memory);
+  accept_peer(peer, connection, received.memory, received.heap);
 }
 
-void Endpoint::accept_peer(int peer, const UniqueFd& connection, const UniqueFd& memory) {
+void Endpoint::accept_peer(int peer, const UniqueFd& connection, const UniqueFd& memory,
+                           const UniqueFd& heap) {
   std::optional<Peer>& place = peers_[static_cast<size_t>(peer)];
   if (place) return;  // both sides connected at once
   if (memory.get() < 0) {
     fail(with_errno("cannot take over a peer's memory", EMFILE) + "; raise `ulimit -n`");
   }
-  place.emplace(Peer{process_of(connection), map_peer(memory, num_bytes_, peer)});
+  Mapping region = map_peer(memory, num_bytes_, peer);
+  const std::shared_ptr<PeerProcess> process = process_of(connection);
+  process->take_heap(heap);
+  place.emplace(Peer{process, std::move(region)});
 }
 
 std::vector<std::optional<Peer>> Endpoint::take_peers() {

@@ -50,12 +50,14 @@ class Endpoint {
   friend class Listener;
 
   // Maps what a peer has sent.
-  void accept_peer(int peer, const UniqueFd& connection, const UniqueFd& memory);
+  void accept_peer(int peer, const UniqueFd& connection, const UniqueFd& memory,
+                   const UniqueFd& heap);
   void handshake(int peer, const std::string& peer_address, const std::function<void()>& check);
 
   const int rank_;
   const size_t num_bytes_;
   const UniqueFd memory_;
+  const UniqueFd& heap_;  // of this process
   const uint64_t token_;  // names this endpoint in a handshake; known to the group only
   std::shared_ptr<Listener> listener_;
   // By rank; guarded by the listener's mutex.

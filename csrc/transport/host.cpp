@@ -73,13 +73,35 @@ std::vector<size_t> PeerProcess::find_ended(const std::vector<const PeerProcess*
   return ended;
 }
 
-std::shared_ptr<const PeerProcess> Host::find_process(pid_t pid, UniqueFd pidfd) {
-  auto process = std::make_shared<const PeerProcess>(pid, std::move(pidfd), open_status(pid));
+void PeerProcess::take_heap(const UniqueFd& memory) {
+  const std::lock_guard lock(mutex_);
+  if (heap_) return;
+  const std::optional<size_t> num_bytes = sealed_bytes(memory);
+  if (!num_bytes) {
+    throw Error(ErrorKind::kTransport,
+                join("rota: pid ", pid_, " handed over a heap that is not sealed"));
+  }
+  try {
+    heap_.emplace(memory, *num_bytes, Mapping::Access::kReader);
+    heap_bytes_ = *num_bytes;
+  } catch (const Error&) {
+    // Addresses are short, as under `ulimit -v`. Everything works without, through slots.
+  }
+}
+
+std::span<const std::byte> PeerProcess::heap() const {
+  const std::lock_guard lock(mutex_);
+  if (!heap_) return {};
+  return {heap_->base(), heap_bytes_};
+}
+
+std::shared_ptr<PeerProcess> Host::find_process(pid_t pid, UniqueFd pidfd) {
+  auto process = std::make_shared<PeerProcess>(pid, std::move(pidfd), open_status(pid));
   // Processes of other PID namespaces all have this number here, so it identifies none.
   if (pid == 0) return process;
   const std::lock_guard lock(mutex_);
   std::erase_if(processes_, [](const auto& entry) { return entry.second.expired(); });
-  std::weak_ptr<const PeerProcess>& known = processes_[pid];
+  std::weak_ptr<PeerProcess>& known = processes_[pid];
   // A pid is given to another process only after its owner has ended. So two that have not ended
   // have the same one because they are the same: the known one had it before this call.
   if (auto same = known.lock();

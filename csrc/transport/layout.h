@@ -37,8 +37,10 @@ struct LaunchPosts {
 
 // Written by the owner, read by all; every word rests at 0.
 struct alignas(kPageBytes) ControlBlock {
-  Flag post[2];  // [epoch % 2]: the epoch that the owner has entered; payload: its Call
-  Flag filled;   // rounds (ring: steps) whose slot the owner has filled
+  Flag post[2];        // [epoch % 2]: the epoch that the owner has entered; payload: its Call
+  uint64_t source[2];  // [epoch % 2], written before the post: where in its heap the owner's tensor
+                       // lies, see core/communicator.cpp
+  Flag filled;         // rounds (ring: steps) whose slot the owner has filled
   Flag drained;  // rounds of which the owner has read, and in two_shot reduced, what is its to read
   Flag sleeping;          // 1 while the owner sleeps on a flag: the one word here that also shrinks
   Flag departed;          // 1 once the owner has closed its communicator

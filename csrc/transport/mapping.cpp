@@ -29,15 +29,6 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
                    "smaller slot_bytes"));
 }
 
-UniqueFd create_memory(size_t num_bytes) {
-  UniqueFd memory(memfd_create("rota", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (memory.get() < 0) throw Error(ErrorKind::kTransport, with_errno("memfd_create", errno));
-  if (ftruncate(memory.get(), static_cast<off_t>(num_bytes)) != 0) {
-    refuse_reservation(num_bytes, with_errno("ftruncate", errno));
-  }
-  return memory;
-}
-
 void reserve_in_file(const UniqueFd& memory, size_t num_bytes) {
   if (const int error = posix_fallocate(memory.get(), 0, static_cast<off_t>(num_bytes))) {
     refuse_reservation(num_bytes, with_errno("posix_fallocate", error));
@@ -52,16 +43,35 @@ int populate(std::byte* base, const Span& span) {
   return madvise(base + begin, end - begin, MADV_POPULATE_WRITE) == 0 ? 0 : errno;
 }
 
+}  // namespace
+
+UniqueFd create_memory(const char* name, size_t num_bytes) {
+  UniqueFd memory(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (memory.get() < 0) throw Error(ErrorKind::kTransport, with_errno("memfd_create", errno));
+  if (ftruncate(memory.get(), static_cast<off_t>(num_bytes)) != 0) {
+    refuse_reservation(num_bytes, with_errno("ftruncate", errno));
+  }
+  return memory;
+}
+
 void seal(const UniqueFd& memory) {
   if (fcntl(memory.get(), F_ADD_SEALS, kSeals) != 0) {
     throw Error(ErrorKind::kTransport, with_errno("rota: cannot seal shared memory", errno));
   }
 }
 
-}  // namespace
+std::optional<size_t> sealed_bytes(const UniqueFd& memory) {
+  struct stat status{};
+  const int seals = fcntl(memory.get(), F_GET_SEALS);
+  if (seals < 0 || (seals & kSeals) != kSeals || fstat(memory.get(), &status) != 0) {
+    return std::nullopt;
+  }
+  return static_cast<size_t>(status.st_size);
+}
 
 Mapping::Mapping(const UniqueFd& memory, size_t num_bytes, Access access) : num_bytes_(num_bytes) {
-  void* address = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memory.get(), 0);
+  const int protection = access == Access::kReader ? PROT_READ : PROT_READ | PROT_WRITE;
+  void* address = mmap(nullptr, num_bytes, protection, MAP_SHARED, memory.get(), 0);
   if (address == MAP_FAILED) {
     throw Error(ErrorKind::kTransport, with_errno("rota: cannot map shared memory", errno));
   }
@@ -83,7 +93,7 @@ Mapping::~Mapping() {
 
 OwnMemory OwnMemory::make(const Geometry& geometry, int world_size) {
   const size_t num_bytes = geometry.num_bytes(world_size);
-  UniqueFd memory = create_memory(num_bytes);
+  UniqueFd memory = create_memory("rota", num_bytes);
   reserve_in_file(memory, sizeof(ControlBlock));
   Mapping region(memory, num_bytes, Mapping::Access::kOwner);
   const bool can_reserve_later = populate(region.base(), {0, sizeof(ControlBlock)}) == 0;
@@ -109,14 +119,13 @@ void reserve_pages(std::byte* base, const Span& span) {
 }
 
 Mapping map_peer(const UniqueFd& memory, size_t num_bytes, int peer) {
-  struct stat status{};
-  const int seals = fcntl(memory.get(), F_GET_SEALS);
-  if (seals < 0 || (seals & kSeals) != kSeals || fstat(memory.get(), &status) != 0 ||
-      static_cast<size_t>(status.st_size) != num_bytes) {
+  const std::optional<size_t> received_bytes = sealed_bytes(memory);
+  if (received_bytes != num_bytes) {
+    const std::string received = received_bytes ? join("memory of ", *received_bytes, " bytes")
+                                                : "memory that is not sealed";
     throw Error(ErrorKind::kTransport,
-                join("rota: rank ", peer, " handed over memory of ", status.st_size,
-                     " bytes with seals ", seals, ", expected ", num_bytes, " and ", kSeals,
-                     "; do all ranks run the same version of rota?"));
+                join("rota: rank ", peer, " handed over ", received, ", expected ", num_bytes,
+                     " sealed bytes; do all ranks run the same version of rota?"));
   }
   return Mapping(memory, num_bytes, Mapping::Access::kPeer);
 }

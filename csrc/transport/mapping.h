@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 
 #include "transport/layout.h"
 #include "transport/unique_fd.h"
@@ -18,6 +19,7 @@ class Mapping {
   enum class Access {
     kOwner,
     kPeer,  // the control block, where the flags are, is read-only: a flag has one writer
+    kReader,
   };
 
   Mapping(const UniqueFd& memory, size_t num_bytes, Access access);
@@ -30,6 +32,13 @@ class Mapping {
   std::byte* base_;
   size_t num_bytes_;
 };
+
+// Anonymous memory, not sealed yet; the name is for /proc. Throws Error(kTransport).
+UniqueFd create_memory(const char* name, size_t num_bytes);
+// Nobody can change its size any more.
+void seal(const UniqueFd& memory);
+// The size, if it is sealed.
+std::optional<size_t> sealed_bytes(const UniqueFd& memory);
 
 // This rank's region. Only the control block is reserved.
 struct OwnMemory {

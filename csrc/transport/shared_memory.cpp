@@ -33,6 +33,10 @@ void SharedMemoryTransport::reserve(const Span& span) {
   if (!is_reserved_) reserve_pages(own().at(0), span);
 }
 
+std::span<const std::byte> SharedMemoryTransport::heap_of(int peer) const {
+  return peers_[static_cast<size_t>(peer)].process->heap();
+}
+
 std::string SharedMemoryTransport::describe(int peer) const {
   return join("rank ", peer, " (pid ", peers_[static_cast<size_t>(peer)].process->pid(), ")");
 }

@@ -26,6 +26,7 @@ class SharedMemoryTransport final : public Transport {
                         bool is_reserved);
 
   void reserve(const Span& span) override;
+  std::span<const std::byte> heap_of(int peer) const override;
   std::string describe(int peer) const override;
   std::vector<int> find_dead_peers(int awaited) const override;
 

@@ -3,6 +3,9 @@
 #include <cstring>
 #include <new>
 
+#include "base/per_process.h"
+#include "transport/heap.h"
+
 namespace rota::transport {
 namespace {
 
@@ -43,6 +46,10 @@ std::vector<std::unique_ptr<Transport>> ThreadTransport::make_world(int world_si
     transports.emplace_back(new ThreadTransport(rank, geometry, world));
   }
   return transports;
+}
+
+std::span<const std::byte> ThreadTransport::heap_of(int) const {
+  return per_process<Heap>().contents();
 }
 
 std::string ThreadTransport::describe(int peer) const { return join("rank ", peer, " (a thread)"); }

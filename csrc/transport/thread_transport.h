@@ -16,6 +16,7 @@ class ThreadTransport final : public Transport {
                                                             const Geometry& geometry);
 
   void reserve(const Span&) override {}  // all of it is there
+  std::span<const std::byte> heap_of(int) const override;
   std::string describe(int peer) const override;
   std::vector<int> find_dead_peers(int) const override { return {}; }
 

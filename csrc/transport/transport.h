@@ -1,6 +1,7 @@
 // The executors' view of a transport: all ranks' regions, and which ranks are alive.
 #pragma once
 
+#include <span>
 #include <string>
 #include <vector>
 
@@ -32,6 +33,9 @@ class Transport {
   // Reserves part of this rank's region, after which all ranks may touch it. Repeated calls do
   // nothing. Throws Error(kTransport) if memory is short.
   virtual void reserve(const Span& span) = 0;
+
+  // What lies in the heap of the peer's process, to read. Empty where it cannot be mapped.
+  virtual std::span<const std::byte> heap_of(int peer) const = 0;
 
   // The peer's name in errors: "rank 1 (pid 4711)".
   virtual std::string describe(int peer) const = 0;

@@ -11,6 +11,7 @@ from rota.errors import Mismatch, PeerFailed, RotaError, Timeout, TransportError
 from rota.fused import HookState, fused_hook
 from rota.gpu import GradientBucket, LocalGroup
 from rota.hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
+from rota.memory import empty
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "amp",
     "bf16_compress_hook",
     "clip_grad_norm_",
+    "empty",
     "fp16_compress_hook",
     "fused_hook",
     "ops",

@@ -94,6 +94,7 @@ struct Greeting {
   char refusal[232] = {};
 };
 constexpr size_t kWhole = sizeof(Greeting);
+constexpr size_t kNumDescriptors = 2;  // that come with it
 
 // A socket of the bootstrap's kind, and a name that nobody else has.
 UniqueFd open_socket() { return UniqueFd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)); }
@@ -203,12 +204,12 @@ uint64_t overhear_magic() {
 void send_greeting(const UniqueFd& connection, Greeting greeting, size_t num_bytes,
                    size_t num_descriptors) {
   iovec part{&greeting, num_bytes};
-  alignas(cmsghdr) char control[CMSG_SPACE(2 * sizeof(int))] = {};
+  alignas(cmsghdr) char control[CMSG_SPACE(3 * sizeof(int))] = {};
   msghdr header{};
   header.msg_iov = &part;
   header.msg_iovlen = 1;
   const UniqueFd memory(memfd_create("rota-test", MFD_CLOEXEC));
-  const int descriptors[] = {memory.get(), memory.get()};
+  const int descriptors[] = {memory.get(), memory.get(), memory.get()};
   const size_t descriptor_bytes = num_descriptors * sizeof(int);
   if (num_descriptors > 0) {
     header.msg_control = control;
@@ -292,12 +293,12 @@ void rank_that_had_to_refuse_says_so() {
     const Error error = expect_error(ErrorKind::kTransport, [&] {
       SharedMemoryTransport::connect(store, 0, 2, kSmall, kPatience, [] {});
     });
-    check_contains(error.what(), "rank 1 handed over memory of 0 bytes");
+    check_contains(error.what(), "rank 1 handed over memory that is not sealed");
   });
   {
     const SilentRank rank_1(directory, 1);
     const ConnectionToRank0 connection = connect_to_rank_0(directory);
-    send_greeting(connection.socket, {magic, connection.token, 1}, kWhole, 1);
+    send_greeting(connection.socket, {magic, connection.token, 1}, kWhole, kNumDescriptors);
     char answer;
     check(recv(connection.socket.get(), &answer, sizeof(answer), 0) == 1, "the refusal");
   }
@@ -432,15 +433,18 @@ const CaseTable kCases{
     {"bootstrap_interruption", connecting_lets_an_interruption_through},
     {"stranger_hangs_up", stranger_who_hangs_up},
     {"stranger_without_magic",
-     [] { stranger_with_wrong_greeting({.magic = false}, 1, kWhole, 1); }},
+     [] { stranger_with_wrong_greeting({.magic = false}, 1, kWhole, kNumDescriptors); }},
     {"stranger_without_token",
-     [] { stranger_with_wrong_greeting({.token = false}, 1, kWhole, 1); }},
-    {"stranger_short_greeting", [] { stranger_with_wrong_greeting({}, 1, kWhole - 8, 1); }},
+     [] { stranger_with_wrong_greeting({.token = false}, 1, kWhole, kNumDescriptors); }},
+    {"stranger_short_greeting",
+     [] { stranger_with_wrong_greeting({}, 1, kWhole - 8, kNumDescriptors); }},
     {"stranger_without_memory", [] { stranger_with_wrong_greeting({}, 1, kWhole, 0); }},
-    {"stranger_wrong_memory", [] { stranger_with_wrong_greeting({}, 1, kWhole, 1); }},
-    {"stranger_own_rank", [] { stranger_with_wrong_greeting({}, 0, kWhole, 1); }},
-    {"stranger_rank_outside_world", [] { stranger_with_wrong_greeting({}, 1u << 31, kWhole, 1); }},
-    {"stranger_two_descriptors", [] { stranger_with_wrong_greeting({}, 1, kWhole, 2); }},
+    {"stranger_wrong_memory", [] { stranger_with_wrong_greeting({}, 1, kWhole, kNumDescriptors); }},
+    {"stranger_own_rank", [] { stranger_with_wrong_greeting({}, 0, kWhole, kNumDescriptors); }},
+    {"stranger_rank_outside_world",
+     [] { stranger_with_wrong_greeting({}, 1u << 31, kWhole, kNumDescriptors); }},
+    {"stranger_one_descriptor", [] { stranger_with_wrong_greeting({}, 1, kWhole, 1); }},
+    {"stranger_three_descriptors", [] { stranger_with_wrong_greeting({}, 1, kWhole, 3); }},
     {"bootstrap_refused", rank_that_had_to_refuse_says_so},
     {"unconnected_idle", idle_rank_is_connected_to},
     {"unconnected_leaves", rank_that_leaves_unconnected_has_left},

@@ -1,7 +1,10 @@
 #include "calls.h"
 
 #include <algorithm>
+#include <bitset>
+#include <memory>
 
+#include "base/per_process.h"
 #include "check.h"
 #include "core/plan.h"
 #include "cpu/all_reduce_buffers.h"
@@ -9,21 +12,29 @@
 #include "numbers.h"
 #include "ranks.h"
 #include "reference.h"
+#include "transport/heap.h"
 
 namespace rota::test {
 namespace {
 
-// Memory of a tensor, no byte longer, so that AddressSanitizer sees any step beyond its end.
+// Memory of a tensor. Outside the heap it is no byte longer, so that AddressSanitizer sees any step
+// beyond its end.
 class Tensor {
  public:
-  Tensor(DType dtype, uint64_t num_elems, size_t misalignment)
-      : dtype_(dtype),
-        num_elems_(num_elems),
-        misalignment_(misalignment),
-        bytes_(misalignment + num_elems * info(dtype).num_bytes) {}
+  Tensor(const TestCall& call, DType dtype, uint64_t num_elems, int rank)
+      : dtype_(dtype), num_elems_(num_elems), misalignment_(call.misalignment) {
+    const size_t num_bytes = call.misalignment + num_elems * info(dtype).num_bytes;
+    if ((call.in_heap >> rank & 1) != 0) {
+      auto& heap = per_process<transport::Heap>();
+      bytes_.reset(static_cast<std::byte*>(heap.allocate(num_bytes)),
+                   [&heap](std::byte* bytes) { heap.release(bytes); });
+    } else {
+      bytes_.reset(new std::byte[num_bytes](), std::default_delete<std::byte[]>());
+    }
+  }
 
   // Null where there is nothing, as torch hands it over.
-  void* data() { return num_elems_ == 0 ? nullptr : bytes_.data() + misalignment_; }
+  void* data() { return num_elems_ == 0 ? nullptr : bytes_.get() + misalignment_; }
   uint64_t num_elems() const { return num_elems_; }
   void set(uint64_t elem, uint64_t bits) { store_bits(dtype_, data(), elem, bits); }
   uint64_t get(uint64_t elem) { return load_bits(dtype_, data(), elem); }
@@ -32,7 +43,7 @@ class Tensor {
   DType dtype_;
   uint64_t num_elems_;
   size_t misalignment_;
-  std::vector<std::byte> bytes_;
+  std::shared_ptr<std::byte> bytes_;
 };
 
 int64_t contribution(const TestCall& call, int world_size, uint64_t seed, int rank, uint64_t elem) {
@@ -48,7 +59,7 @@ void check_elem(const TestCall& call, Tensor& tensor, uint64_t elem, uint64_t ex
 void all_reduce(Communicator& communicator, const TestCall& call, uint64_t seed,
                 CallerThread thread) {
   const int world_size = communicator.world_size();
-  Tensor tensor(call.dtype, call.num_elems, call.misalignment);
+  Tensor tensor(call, call.dtype, call.num_elems, communicator.rank());
   const auto bits_of = [&](int rank, uint64_t elem) {
     return bits_of_integer(call.dtype, contribution(call, world_size, seed, rank, elem));
   };
@@ -74,7 +85,7 @@ void all_reduce(Communicator& communicator, const TestCall& call, uint64_t seed,
 void reduce_bucket(Communicator& communicator, const TestCall& call, uint64_t seed,
                    CallerThread thread) {
   const int world_size = communicator.world_size();
-  Tensor tensor(call.dtype, call.num_elems, call.misalignment);
+  Tensor tensor(call, call.dtype, call.num_elems, communicator.rank());
   const auto value_of = [&](int rank, uint64_t elem) {
     return contribution(call, world_size, seed, rank, elem);
   };
@@ -110,8 +121,8 @@ void reduce_bucket(Communicator& communicator, const TestCall& call, uint64_t se
 // Collectives that only move: compared byte by byte, for elements of any size.
 uint64_t byte_of(uint64_t seed, int rank, uint64_t index) { return hash(seed, rank, index) & 0xff; }
 
-Tensor make_bytes(const TestCall& call) {
-  return Tensor(DType::kUInt8, call.num_elems * info(call.dtype).num_bytes, call.misalignment);
+Tensor make_bytes(const TestCall& call, int rank) {
+  return Tensor(call, DType::kUInt8, call.num_elems * info(call.dtype).num_bytes, rank);
 }
 
 void fill(Tensor& bytes, uint64_t seed, int rank) {
@@ -120,7 +131,7 @@ void fill(Tensor& bytes, uint64_t seed, int rank) {
 
 void broadcast(Communicator& communicator, const TestCall& call, uint64_t seed,
                CallerThread thread) {
-  Tensor tensor = make_bytes(call);
+  Tensor tensor = make_bytes(call, communicator.rank());
   fill(tensor, seed, communicator.rank());
   communicator.run(
       Planner(communicator.world_size()).broadcast(call.dtype, call.num_elems, call.root),
@@ -134,10 +145,12 @@ void all_gather(Communicator& communicator, const TestCall& call, uint64_t seed,
                 CallerThread thread) {
   std::vector<Tensor> tensors;
   std::vector<void*> outputs;
-  for (int rank = 0; rank < communicator.world_size(); ++rank) tensors.push_back(make_bytes(call));
+  for (int i = 0; i < communicator.world_size(); ++i) {
+    tensors.push_back(make_bytes(call, communicator.rank()));
+  }
   for (Tensor& tensor : tensors) outputs.push_back(tensor.data());
   // Every other time in place: the input is the own part of the output.
-  Tensor separate = make_bytes(call);
+  Tensor separate = make_bytes(call, communicator.rank());
   Tensor& input = seed % 2 == 0 ? separate : tensors[static_cast<size_t>(communicator.rank())];
   fill(input, seed, communicator.rank());
   communicator.run(Planner(communicator.world_size()).all_gather(call.dtype, call.num_elems),
@@ -157,7 +170,8 @@ std::string TestCall::to_string() const {
   if (algorithm) text += join(", ", schedule::name(*algorithm));
   if (wire) text += join(", wire ", name(*wire), block_scaling ? " in scaled blocks" : "");
   if (hop) text += join(", hop ", name(*hop));
-  return text + join(", root ", root, ", misaligned by ", misalignment, ')');
+  return text + join(", root ", root, ", misaligned by ", misalignment, ", in heaps of ranks ",
+                     std::bitset<kMaxWorldSize>(in_heap), ')');
 }
 
 void call_and_check(Communicator& communicator, const TestCall& call, uint64_t seed,
@@ -207,6 +221,7 @@ TestCall random_call(Random& random, const Communicator& communicator) {
                              4 * kSmall.slot_bytes / elem_bytes};
   call.num_elems = random.below(random.choose(limits) + 1);
   call.misalignment = random.below(3) * elem_bytes;
+  call.in_heap = random.choose(std::array{uint64_t{0}, ~uint64_t{0}, random.below(16)});
   return call;
 }
 

@@ -22,6 +22,7 @@ struct TestCall {
   std::optional<DType> hop;
   int root = 0;
   size_t misalignment = 0;  // bytes in front of the tensor
+  uint64_t in_heap = 0;     // bits of the ranks whose tensors peers can read in place
 
   std::string to_string() const;
 };

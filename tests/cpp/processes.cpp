@@ -12,8 +12,10 @@
 #include <thread>
 #include <vector>
 
+#include "base/per_process.h"
 #include "check.h"
 #include "ranks.h"
+#include "transport/heap.h"
 #include "transport/shared_memory.h"
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -50,7 +52,10 @@ pid_t start_process(const std::function<void()>& body) {
   if (pid > 0) return pid;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != parent) _exit(1);
-  _exit(run_child(body));
+  _exit(run_child([&] {
+    per_process<transport::Heap>();  // keeps a descriptor, beside which tests count others
+    body();
+  }));
 }
 
 Exit wait_for_process(pid_t pid) {

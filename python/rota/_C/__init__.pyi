@@ -35,6 +35,9 @@ def cuda_devices() -> list[str]:
         rota.TransportError: no GPU is usable, and why, or this is a build for the CPU.
     """
 
+def make_heap_tensor(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """See rota.empty()."""
+
 class GpuTuning:
     """What collectives on GPUs are tuned by; csrc/schedule/tuning.h is the table.
 

@@ -1,0 +1,116 @@
+#include "transport/heap.h"
+
+#include <fcntl.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <functional>
+
+#include "base/error.h"
+#include "base/fork_generation.h"
+#include "transport/available_memory.h"
+
+namespace rota::transport {
+namespace {
+
+// A signal ends a reservation without result, so each part must be done before the next one comes.
+constexpr size_t kReservedAtOnce = 4 << 20;
+
+[[noreturn]] void refuse(size_t num_bytes, const std::string& why) {
+  throw Error(ErrorKind::kTransport,
+              join("rota.empty: cannot reserve ", num_bytes, " bytes of shared memory (", why, "; ",
+                   available_memory(), " bytes free); free memory or raise the container's limit"));
+}
+
+size_t whole_pages(size_t num_bytes) {
+  const auto page_bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return std::max(num_bytes + page_bytes - 1, page_bytes) / page_bytes * page_bytes;
+}
+
+// Addresses are reserved for the heap of each peer's process, and a process has 2^47.
+constexpr size_t kMostBytes = size_t{1} << 38;
+
+size_t heap_bytes() {
+  const auto num_pages = static_cast<size_t>(sysconf(_SC_PHYS_PAGES));
+  rlimit file_size{};
+  getrlimit(RLIMIT_FSIZE, &file_size);  // `ulimit -f`
+  return std::min({num_pages * static_cast<size_t>(sysconf(_SC_PAGESIZE)), kMostBytes,
+                   static_cast<size_t>(file_size.rlim_cur)});
+}
+
+}  // namespace
+
+Heap::Heap()
+    : num_bytes_(heap_bytes()),
+      memory_(create_memory("rota-heap", num_bytes_)),
+      fork_generation_(fork_generation()) {
+  seal(memory_);
+}
+
+void* Heap::allocate(size_t num_bytes) {
+  const std::lock_guard lock(mutex_);
+  if (num_bytes > std::min<size_t>(available_memory(), num_bytes_)) {
+    refuse(num_bytes, "that is more than there is");
+  }
+  const Span span{find_room(whole_pages(num_bytes)), whole_pages(num_bytes)};
+  if (!mapping_) mapping_.emplace(memory_, num_bytes_, Mapping::Access::kOwner);
+  reserve(span);
+  in_use_.emplace(span.offset, span.num_bytes);
+  return mapping_->base() + span.offset;
+}
+
+size_t Heap::find_room(size_t num_bytes) const {
+  size_t end = 0;
+  for (const auto& [offset, bytes] : in_use_) {
+    if (offset - end >= num_bytes) break;
+    end = offset + bytes;
+  }
+  if (num_bytes > num_bytes_ - end) refuse(num_bytes, "no gap between other tensors is so long");
+  return end;
+}
+
+void Heap::reserve(const Span& span) {
+  const size_t end = span.offset + span.num_bytes;
+  for (size_t begin = span.offset; begin < end; begin += kReservedAtOnce) {
+    const size_t part_bytes = std::min(kReservedAtOnce, end - begin);
+    int error;
+    do {
+      error =
+          posix_fallocate(memory_.get(), static_cast<off_t>(begin), static_cast<off_t>(part_bytes));
+    } while (error == EINTR);
+    if (error != 0) {
+      fallocate(memory_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                static_cast<off_t>(span.offset), static_cast<off_t>(span.num_bytes));
+      refuse(span.num_bytes, with_errno("posix_fallocate", error));
+    }
+  }
+}
+
+void Heap::release(void* data) {
+  if (fork_generation_ != fork_generation()) return;
+  const std::lock_guard lock(mutex_);
+  const auto block =
+      in_use_.find(static_cast<size_t>(static_cast<std::byte*>(data) - mapping_->base()));
+  fallocate(memory_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+            static_cast<off_t>(block->first), static_cast<off_t>(block->second));
+  in_use_.erase(block);
+}
+
+std::optional<size_t> Heap::offset_of(const void* data) const {
+  const std::span<const std::byte> all = contents();
+  const auto* first = static_cast<const std::byte*>(data);
+  if (std::less<>()(first, all.data()) || !std::less<>()(first, all.data() + all.size())) {
+    return std::nullopt;
+  }
+  return static_cast<size_t>(first - all.data());
+}
+
+std::span<const std::byte> Heap::contents() const {
+  const std::lock_guard lock(mutex_);
+  if (!mapping_) return {};
+  return {mapping_->base(), num_bytes_};
+}
+
+}  // namespace rota::transport

@@ -1,0 +1,51 @@
+"""Tensors in memory that the other ranks of the host can read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rota import _C
+
+
+def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A CPU tensor that collectives need not copy, because peers read it where it lies.
+
+    `all_reduce` (of "sum", "avg" and all other ops) reads it there if the tensors of all ranks were
+    made here, `all_gather` if all inputs were, and `broadcast` if the root's was; also parts of it,
+    if they are contiguous. Results are the same bits as of other tensors. Only speed and memory
+    traffic differ, from messages on that are longer than a mailbox (64 KiB); other wire dtypes and
+    algorithms than the tensor's own and "two_shot" go through slots as always.
+
+    No group is needed and no other rank takes part: the memory belongs to the process, and all its
+    groups can use it, also those made before. It is reserved at once, in whole pages of zeroes, and
+    goes back to the system when the last tensor that shares it is gone. A forked child shares it
+    with its parent, as after `torch.Tensor.share_memory_`, but does not move it in place.
+
+    `torch.distributed`'s door to it is `backend.allocate_tensor(num_elems, dtype=..., device=...)`.
+
+    Args:
+        size: of each dimension, as for `torch.empty`: separate numbers or one sequence.
+        dtype: any; torch's default dtype if None.
+
+    Returns:
+        A contiguous tensor of zeroes, aligned to a page.
+
+    Raises:
+        TypeError: a size is not an int, or dtype is not a torch.dtype.
+        ValueError: a size is negative.
+        rota.TransportError: memory is short: how much was asked for and how much there is.
+    """
+    if dtype is None:
+        dtype = torch.get_default_dtype()
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"rota.empty: dtype is {dtype!r}, expected a torch.dtype or None")
+    lengths = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+    try:
+        shape = torch.Size(lengths)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise TypeError(
+            f"rota.empty: size is {lengths!r}, expected ints, or one sequence of them"
+        ) from error
+    return _C.make_heap_tensor(shape, dtype)

@@ -1,0 +1,157 @@
+// Memory that peers read where it lies: how it is handed out, and that no rank takes what it read
+// there for a result when its owner had given up. ThreadSanitizer sees a race in the latter, which
+// is why the reader must find out.
+#include <sys/mman.h>
+#include <sys/time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <csignal>
+#include <cstring>
+#include <thread>
+
+#include "base/per_process.h"
+#include "check.h"
+#include "core/plan.h"
+#include "cpu/copy_collectives.h"
+#include "processes.h"
+#include "ranks.h"
+#include "transport/heap.h"
+#include "transport/host.h"
+
+namespace rota::test {
+namespace {
+
+using transport::Heap;
+using transport::PeerProcess;
+using transport::UniqueFd;
+
+size_t page_bytes() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
+
+std::byte* allocate(Heap& heap, size_t num_bytes) {
+  return static_cast<std::byte*>(heap.allocate(num_bytes));
+}
+
+void gaps_are_used_again() {
+  Heap heap;
+  check(heap.contents().empty(), "nothing is mapped before it is used");
+  std::byte* first = allocate(heap, 1);
+  std::byte* second = allocate(heap, 3 * page_bytes() - 1);
+  std::byte* third = allocate(heap, 0);
+  check(second == first + page_bytes() && third == second + 3 * page_bytes(), "whole pages");
+  std::memset(second, 1, 3 * page_bytes());
+  heap.release(second);
+  std::byte* in_gap = allocate(heap, 2 * page_bytes());
+  check(in_gap == second, "the gap is used again");
+  check(*in_gap == std::byte{0}, "and holds zeroes");
+  check(allocate(heap, 2 * page_bytes()) == third + page_bytes(), "what is left is too short");
+  check(allocate(heap, page_bytes()) == second + 2 * page_bytes(), "but long enough for a page");
+
+  int elsewhere = 0;
+  check_equal(heap.offset_of(first).value_or(1), size_t{0}, "the offset of the first");
+  check_equal(heap.offset_of(third - 1).value_or(0), 4 * page_bytes() - 1, "an offset inside");
+  check(!heap.offset_of(&elsewhere), "memory that lies elsewhere has no offset");
+  check(!heap.offset_of(nullptr), "nor has none");
+}
+
+// Each signal ends the kernel's reservation without a result.
+void signals_do_not_end_a_reservation() {
+  struct sigaction action{};
+  action.sa_handler = [](int) {};
+  check(sigaction(SIGALRM, &action, nullptr) == 0, "sigaction");
+  const itimerval every_ms{.it_interval = {0, 1000}, .it_value = {0, 1000}};
+  check(setitimer(ITIMER_REAL, &every_ms, nullptr) == 0, "setitimer");
+  Heap heap;
+  heap.allocate(size_t{256} << 20);
+  const itimerval never{};
+  setitimer(ITIMER_REAL, &never, nullptr);
+}
+
+void more_than_there_is_is_refused() {
+  Heap heap;
+  for (const size_t num_bytes : {size_t{1} << 50, ~size_t{0}}) {
+    const Error error = expect_error(ErrorKind::kTransport, [&] { heap.allocate(num_bytes); });
+    check_contains(error.what(), join("cannot reserve ", num_bytes, " bytes of shared memory"));
+    check_contains(error.what(), "bytes free");
+  }
+  heap.allocate(1);
+}
+
+void peers_read_and_do_not_write() {
+  Heap heap;
+  allocate(heap, 1)[0] = std::byte{7};
+  PeerProcess peer(getpid(), UniqueFd(), UniqueFd());
+  const UniqueFd unsealed = transport::create_memory("rota-test", 1);
+  expect_error(ErrorKind::kTransport,
+               [&] { PeerProcess(getpid(), UniqueFd(), UniqueFd()).take_heap(unsealed); });
+  peer.take_heap(heap.memory());
+  peer.take_heap(heap.memory());  // another group of the same process brings it again
+  check_equal(static_cast<int>(peer.heap()[0]), 7, "what the owner wrote");
+  const Exit exit = wait_for_process(start_process([&] {
+    signal(SIGSEGV, SIG_DFL);
+    const_cast<std::byte&>(peer.heap()[0]) = std::byte{1};
+  }));
+  check_equal(exit.signal, SIGSEGV, "the end of a process that writes");
+}
+
+// ---- a rank that gives up while a peer reads its tensor ----
+
+// Memory that stops whoever touches it first, until resume() is called.
+class StoppingPage {
+ public:
+  StoppingPage() {
+    data_ = mmap(nullptr, kNumBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    check(data_ != MAP_FAILED, "mmap");
+    struct sigaction action{};
+    action.sa_handler = [](int) {
+      mprotect(data_, kNumBytes, PROT_READ | PROT_WRITE);
+      is_touched = true;
+      while (!is_resumed) usleep(100);
+    };
+    check(sigaction(SIGSEGV, &action, nullptr) == 0, "sigaction");
+  }
+
+  static constexpr size_t kNumBytes = 64 << 10;
+  static inline std::atomic<bool> is_touched{false};
+  static inline std::atomic<bool> is_resumed{false};
+  void* data() const { return data_; }
+
+ private:
+  static inline void* data_;
+};
+
+void what_was_read_of_a_rank_that_gave_up_is_an_error() {
+  const StoppingPage page;
+  const Call call = Planner(2).broadcast(DType::kUInt8, StoppingPage::kNumBytes, 0);
+  run_ranks(2, [&](Communicator& communicator) {
+    const auto broadcast = [&](void* data) {
+      return expect_error(ErrorKind::kPeerFailed, [&] {
+        communicator.run(call, cpu::BroadcastBuffers{data}, CallerThread::kProgress);
+      });
+    };
+    if (communicator.rank() == 1) {
+      check_contains(broadcast(page.data()).what(), "rank 0 (a thread) failed: enough");
+      return;
+    }
+    const std::jthread other([&] {
+      while (!StoppingPage::is_touched) std::this_thread::yield();
+      communicator.abort("enough");
+    });
+    auto& heap = per_process<Heap>();
+    void* tensor = heap.allocate(StoppingPage::kNumBytes);
+    broadcast(tensor);
+    heap.release(tensor);  // rank 1 goes on to read zeroes, or what comes to lie here
+    StoppingPage::is_resumed = true;
+  });
+}
+
+const CaseTable kCases{
+    {"heap_gaps", gaps_are_used_again},
+    {"heap_signals", signals_do_not_end_a_reservation},
+    {"heap_shortage", more_than_there_is_is_refused},
+    {"heap_readers", peers_read_and_do_not_write},
+    {"heap_given_up", what_was_read_of_a_rank_that_gave_up_is_an_error},
+};
+
+}  // namespace
+}  // namespace rota::test

@@ -1,0 +1,261 @@
+"""rota.empty: collectives of tensors that peers read where they lie, and the memory of those."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import rota
+from oracle import DTYPES, assert_same, exact_inputs, name_of, ops_of, random_patterns
+from ranks import Rank, Ranks, run_ranks
+
+SLOT_BYTES = 4096
+MAILBOX_BYTES = 64 << 10
+LONG = 3 * MAILBOX_BYTES + 260  # bytes that end in the middle of a round, not of an element
+
+
+def in_heap(tensor: torch.Tensor) -> torch.Tensor:
+    copy = rota.empty(tensor.shape, dtype=tensor.dtype)
+    copy.copy_(tensor)
+    return copy
+
+
+def heap_bytes() -> int:
+    """What this process's heap takes of the machine's memory."""
+    for fd in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{fd}"
+        if os.path.exists(path) and "memfd:rota-heap" in os.readlink(path):
+            return os.stat(path).st_blocks * 512
+    return 0
+
+
+# ---- results -------------------------------------------------------------------------------------
+
+
+def check_all_reduce(rank: Rank, dtype: torch.dtype) -> None:
+    communicator = rank.communicator(slot_bytes=SLOT_BYTES)
+    for op in ops_of(dtype):
+        for num_elems in (0, 1, MAILBOX_BYTES // dtype.itemsize + 1, LONG // dtype.itemsize):
+            inputs = random_patterns(rank.world_size, num_elems, dtype)
+            expected = inputs[rank.rank].clone()
+            communicator.all_reduce(expected, op=op, algorithm="two_shot")
+            tensor = in_heap(inputs[rank.rank])
+            communicator.all_reduce(tensor, op=op, algorithm="two_shot")
+            assert_same(tensor, expected, f"{op} of {num_elems}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_all_reduce_in_place_gives_the_bits_of_slots(dtype: torch.dtype) -> None:
+    run_ranks(3, check_all_reduce, dtype)
+
+
+def check_all_calls(rank: Rank) -> None:
+    """Parts of tensors, several groups, asynchronous calls, and what goes through slots."""
+    rank.init()
+    subgroup = dist.new_group(backend="rota")
+    whole = rota.empty(2, LONG // 4 + 5)
+    inputs = exact_inputs(rank.world_size, LONG // 4, torch.float32, "sum")
+    total = torch.stack(list(inputs)).sum(0)
+    for group in (None, subgroup):
+        part = whole[1, 5:]
+        part.copy_(inputs[rank.rank])
+        work = dist.all_reduce(part, group=group, async_op=True)
+        assert work is not None
+        work.wait()
+        assert torch.equal(part, total)
+        assert whole[0].count_nonzero() == 0 and whole[1, :5].count_nonzero() == 0
+
+    for root in range(rank.world_size):
+        tensor = in_heap(inputs[rank.rank]) if rank.rank == root else inputs[rank.rank].clone()
+        dist.broadcast(tensor, root)
+        assert torch.equal(tensor, inputs[root])
+
+    output = rota.empty(rank.world_size, LONG // 4)
+    output[rank.rank] = inputs[rank.rank]
+    dist.all_gather_into_tensor(output, output[rank.rank])  # in place, as FSDP does
+    assert torch.equal(output, torch.stack(list(inputs)))
+    output.zero_()
+    dist.all_gather(list(output), in_heap(inputs[rank.rank]))
+    assert torch.equal(output, torch.stack(list(inputs)))
+
+    communicator = rota.Communicator()
+    for algorithm in ("one_shot", "ordered_ring", "ring"):
+        tensor = in_heap(inputs[rank.rank])
+        communicator.all_reduce(tensor, algorithm=algorithm)
+        assert torch.equal(tensor, total), algorithm
+    tensor = in_heap(inputs[rank.rank])
+    communicator.all_reduce(tensor, wire_dtype=torch.float16)
+    expected = inputs[rank.rank].clone()
+    communicator.all_reduce(expected, wire_dtype=torch.float16)
+    assert torch.equal(tensor, expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5], ids="ws{}".format)
+def test_every_call_of_tensors_in_the_heap(world_size: int) -> None:
+    run_ranks(world_size, check_all_calls)
+
+
+def check_mixed(rank: Rank) -> None:
+    communicator = rank.communicator(slot_bytes=SLOT_BYTES)
+    inputs = exact_inputs(rank.world_size, LONG // 4, torch.float32, "sum")
+    for ranks_in_heap in range(1 << rank.world_size):
+        own = inputs[rank.rank]
+        is_in_heap = bool(ranks_in_heap >> rank.rank & 1)
+        tensor = in_heap(own) if is_in_heap else own.clone()
+        communicator.all_reduce(tensor)
+        assert torch.equal(tensor, torch.stack(list(inputs)).sum(0))
+        output = torch.zeros(rank.world_size, LONG // 4)
+        communicator.all_gather(output, in_heap(own) if is_in_heap else own)
+        assert torch.equal(output, torch.stack(list(inputs)))
+
+
+def test_some_ranks_in_the_heap_and_some_not() -> None:
+    run_ranks(3, check_mixed)
+
+
+def check_without_addresses(rank: Rank) -> None:
+    """Rank 1 cannot map its peers' heaps, so nobody reads in place."""
+    if rank.rank == 1:
+        with open("/proc/self/statm") as file:
+            now = int(file.read().split()[0]) * resource.getpagesize()
+        limit = now + (1 << 30)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    communicator = rank.communicator()
+    ones = torch.ones(LONG // 4)
+    tensor = ones if rank.rank == 1 else in_heap(ones)
+    communicator.all_reduce(tensor)
+    assert torch.equal(tensor, torch.full((LONG // 4,), 3.0))
+    if rank.rank == 1:
+        with pytest.raises(rota.TransportError, match="cannot map shared memory"):
+            rota.empty(1)
+
+
+def test_a_rank_without_addresses_for_heaps_goes_through_slots() -> None:
+    run_ranks(3, check_without_addresses)
+
+
+# ---- the memory ----------------------------------------------------------------------------------
+
+
+def test_size_and_dtype_are_those_of_torch_empty() -> None:
+    for size in [((),), (0,), (3,), (2, 3), ((2, 3),), ([4],), (torch.Size([5, 0]),)]:
+        tensor = rota.empty(*size)  # type: ignore[arg-type]
+        assert tensor.shape == torch.empty(*size).shape  # type: ignore[arg-type]
+        assert tensor.dtype == torch.float32 and tensor.is_contiguous()
+        assert tensor.count_nonzero() == 0
+    assert rota.empty(7, dtype=torch.float8_e4m3fn).dtype == torch.float8_e4m3fn
+
+
+def test_memory_goes_back_and_is_found_again() -> None:
+    before = heap_bytes()
+    first, second = rota.empty(1 << 20, dtype=torch.uint8), rota.empty(3)
+    view = first[5:].view(torch.int8)
+    assert heap_bytes() - before == (1 << 20) + resource.getpagesize()
+    address = first.data_ptr()
+    del first
+    assert heap_bytes() - before == (1 << 20) + resource.getpagesize()  # the view still has it
+    view.fill_(1)
+    del view
+    assert heap_bytes() - before == resource.getpagesize()
+    again = rota.empty(1 << 20, dtype=torch.uint8)
+    assert again.data_ptr() == address and again.count_nonzero() == 0
+    assert second.count_nonzero() == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "error", "message"),
+    [
+        ((-1,), {}, ValueError, "a length of -1, expected 0 or more"),
+        ((1 << 40, 1 << 40), {}, ValueError, "more bytes than 64 bits can count"),
+        ((1 << 50,), {}, rota.TransportError, "cannot reserve 4503599627370496 bytes"),
+        ((2.5,), {}, TypeError, "expected ints, or one sequence of them"),
+        ((2, "3"), {}, TypeError, "expected ints, or one sequence of them"),
+        ((2,), {"dtype": "float32"}, TypeError, "expected a torch.dtype or None"),
+    ],
+)
+def test_bad_sizes_are_refused(
+    size: tuple[int, ...], options: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        rota.empty(*size, **options)  # type: ignore[arg-type]
+
+
+def check_fork(rank: Rank) -> None:
+    communicator = rank.communicator()
+    tensor = rota.empty(LONG // 4)
+    pid = os.fork()
+    if pid == 0:
+        tensor += 2  # shared, as after share_memory_()
+        own = rota.empty(LONG // 4)
+        assert own.count_nonzero() == 0
+        del tensor, own
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert torch.equal(tensor, torch.full_like(tensor, 2))
+    communicator.all_reduce(tensor)
+    assert torch.equal(tensor, torch.full_like(tensor, 4))
+
+
+def test_forked_child_shares_tensors_and_makes_its_own() -> None:
+    run_ranks(2, check_fork)
+
+
+def check_door(rank: Rank) -> None:
+    rank.init()
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    cpu = torch.device("cpu")
+    assert backend.supports_tensor_alloc(cpu)
+    before = heap_bytes()
+    tensor = backend.allocate_tensor(1 << 20, dtype=torch.int8, device=cpu)
+    assert heap_bytes() - before == 1 << 20 and tensor.shape == (1 << 20,)
+    assert not backend.supports_tensor_alloc(torch.device("cuda", 0))
+    with pytest.raises(ValueError, match="a tensor on cuda:0, expected the CPU"):
+        backend.allocate_tensor(1, dtype=torch.int8, device=torch.device("cuda", 0))
+
+
+def test_torch_allocates_through_the_backend() -> None:
+    run_ranks(1, check_door)
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+def check_mismatch(rank: Rank) -> None:
+    communicator = rank.communicator()
+    tensor = rota.empty(LONG + rank.rank).fill_(7)
+    with pytest.raises(rota.Mismatch, match="nothing was written"):
+        communicator.all_reduce(tensor)
+    assert torch.equal(tensor, torch.full_like(tensor, 7))
+    same = rota.empty(LONG).fill_(1)
+    communicator.all_reduce(same)
+    assert torch.equal(same, torch.full_like(same, rank.world_size))
+
+
+def test_mismatch_writes_nothing_and_the_group_goes_on() -> None:
+    run_ranks(2, check_mismatch)
+
+
+def wait_for_the_dead(rank: Rank) -> None:
+    communicator = rank.communicator(timeout_s=30)
+    tensor = rota.empty(LONG)
+    communicator.all_reduce(tensor)
+    rank.tell()
+    if rank.rank == 1:
+        time.sleep(60)
+    with pytest.raises(rota.PeerFailed, match=r"rank 1 \(pid \d+\) has died"):
+        communicator.all_reduce(tensor)
+    # The memory is still there, and other groups may use it.
+    assert rota.empty(LONG).count_nonzero() == 0
+
+
+def test_death_of_a_peer_is_an_error() -> None:
+    with Ranks(3, wait_for_the_dead) as ranks:
+        for rank in range(3):
+            ranks.hear(rank)
+        ranks.kill(1)
+        ranks.results(killed={1})
