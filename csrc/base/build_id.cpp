@@ -11,7 +11,7 @@ namespace rota {
 namespace {
 
 struct Search {
-  uintptr_t address;  // in the library that is looked for
+  uintptr_t address;  // inside the library to find
   std::string id;
 };
 

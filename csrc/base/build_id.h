@@ -1,12 +1,13 @@
-// Which build of this library runs: what is remembered of one build says nothing about another.
+// Identifies the running build of this library: results cached by one build are invalid for
+// another.
 #pragma once
 
 #include <string>
 
 namespace rota {
 
-// The linker's checksum of this library (.note.gnu.build-id), in hexadecimal; empty where it was
-// linked without one.
+// The linker's checksum of this library (.note.gnu.build-id), in hexadecimal; empty if the library
+// was linked without one.
 std::string build_id();
 
 }  // namespace rota

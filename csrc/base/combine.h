@@ -1,5 +1,5 @@
-// What the reduction operations do to two elements, each of the accumulate dtype: one text for
-// scalars, on the host and in CUDA kernels, and for GCC's vectors.
+// How each reduction operation combines two elements of the accumulate dtype. One implementation
+// serves scalars, on the host and in CUDA kernels, and GCC's vectors.
 #pragma once
 
 #include <type_traits>
@@ -9,9 +9,9 @@
 
 namespace rota {
 
-// Signed lanes of vectors wrap because what uses them is compiled with -fwrapv, signed scalars
-// because they are added as unsigned ones: nvcc knows no such flag. A comparison with NaN is false,
-// so the second test lets a NaN of either side through, as torch does.
+// Signed integers wrap: vectors because their callers are compiled with -fwrapv, scalars because
+// they are added as unsigned (nvcc has no such flag). Comparisons with NaN are false; the extra
+// test a != a makes a NaN on either side propagate, as in torch.
 template <DType dtype, ReduceOp op, typename V>
 HOST_DEVICE_INLINE constexpr V combine(V a, V b) {
   constexpr bool is_bool = dtype == DType::kBool;

@@ -17,7 +17,7 @@ enum class DType : uint8_t {
   kFloat64,
   kFloat16,
   kBFloat16,
-  kFloat8E4M3,  // without Inf: what is too large becomes NaN, as in torch
+  kFloat8E4M3,  // no Inf: overflow becomes NaN, as in torch
   kFloat8E5M2,
   kUInt8,
   kInt8,
@@ -39,10 +39,10 @@ struct DTypeInfo {
   size_t num_bytes;
   bool is_reducible;
   bool is_floating;
-  DType accumulate;  // what sums are kept in
+  DType accumulate;  // sums are kept in this dtype
 };
 
-// A switch, because device code reads no table of the host's.
+// A switch, because device code cannot read a table in host memory.
 HOST_DEVICE constexpr DTypeInfo info(DType dtype) {
   switch (dtype) {
     case DType::kFloat32:
@@ -104,8 +104,8 @@ constexpr std::optional<ReduceOp> parse_reduce_op(std::string_view text) {
   return std::nullopt;
 }
 
-// An average of integers has no exact value in its own dtype, and bits of a float have no meaning
-// as a number: both are refused rather than answered with a surprise.
+// Averages of integers are refused because their dtype cannot hold them exactly, bitwise operations
+// on floats because the result has no numeric meaning.
 HOST_DEVICE constexpr bool is_defined(ReduceOp op, DType dtype) {
   if (!info(dtype).is_reducible) return false;
   switch (op) {

@@ -12,9 +12,9 @@ namespace rota {
 
 enum class ErrorKind : uint64_t {
   kNone,        // value at rest of a region's abort word
-  kInternal,    // RotaError: the group is unusable, or rota itself is wrong
+  kInternal,    // RotaError: the group is unusable, or rota has a bug
   kPeerFailed,  // a peer died, left, or raised
-  kTimeout,     // a peer did not come before the deadline
+  kTimeout,     // a peer did not arrive before the deadline
   kMismatch,    // ranks called different collectives
   kTransport,   // shared memory or bootstrap could not be set up
   kValue,       // an argument has an unusable value

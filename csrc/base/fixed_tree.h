@@ -1,11 +1,9 @@
-// The sum of many float64 numbers, of tiles (base/tile.h), in an order that depends on nothing but
-// how many there are: the CPU forms it with one thread, a GPU with a block of them, and both get
-// the same bits.
+// Sums float64 numbers, one per tile (base/tile.h), in an order that depends only on how many there
+// are. The CPU uses one thread and a GPU one block of threads; both get the same bits.
 //
-//   1. Groups of kTreeGroup neighbouring tiles: (t0 + t1) + (t2 + t3). Tiles that are not there
-//      count as 0.
+//   1. Groups of kTreeGroup neighbouring tiles: (t0 + t1) + (t2 + t3). Missing tiles count as 0.
 //   2. Group i is added to bin i % kTreeBins, in ascending order.
-//   3. Neighbouring bins are added in pairs, their sums again, until one is left.
+//   3. Neighbouring bins are added in pairs, then their sums in pairs, until one is left.
 #pragma once
 
 #include <cstddef>
@@ -15,24 +13,24 @@
 
 namespace rota {
 
-// On a GPU, the tiles that a warp works on at the same time.
+// On a GPU, the number of tiles that a warp works on at a time.
 inline constexpr uint32_t kTreeGroup = 4;
 inline constexpr uint32_t kTreeBins = 512;
 
-// Neighbouring bins that a thread takes, and loads together, 16 bytes at once.
+// Neighbouring bins that one thread sums; it loads them together, 16 bytes at a time.
 inline constexpr uint32_t kBinsOfThread = 4;
-// Loads in flight per thread: a GPU waits for them together. More would take more registers than
-// the rest of unpack.
+// Loads in flight per thread, to hide memory latency. More would need more registers than the rest
+// of unpack.
 inline constexpr uint32_t kLoadsInFlight = 4;
-// Sums that each thread of the last but one step adds up. Two steps have two barriers, where one
-// for each level of the tree would be seven.
+// Sums that each thread adds in the second-to-last step. Two steps need two barriers; one step per
+// level of the tree would need seven.
 inline constexpr uint32_t kSumsTogether = 8;
 inline constexpr uint32_t kNumThreadSums = kTreeBins / kBinsOfThread;
 inline constexpr uint32_t kNumLastSums = kNumThreadSums / kSumsTogether;
-// What the threads of a block share, in doubles.
+// Size of the block's shared memory, in doubles.
 inline constexpr uint32_t kTreeDoubles = kNumThreadSums + kNumLastSums;
 
-// Of neighbours in pairs: steps 1 and 3.
+// Sums neighbours in pairs, as in steps 1 and 3.
 template <uint32_t kNumValues>
 HOST_DEVICE_INLINE double sum_in_pairs(const double* values) {
   if constexpr (kNumValues == 1) {
@@ -43,13 +41,13 @@ HOST_DEVICE_INLINE double sum_in_pairs(const double* values) {
   }
 }
 
-// Step 2 for the bins from `first` on, and the first levels of step 3.
+// Step 2 for the kBinsOfThread bins from `first` on, and the first levels of step 3.
 HOST_DEVICE_INLINE double sum_of_bins(const double* groups, uint64_t num_groups, uint32_t first) {
   double bins[kBinsOfThread] = {};
   const uint64_t end_of_whole = num_groups / kBinsOfThread * kBinsOfThread;
   ROTA_NO_UNROLL
   for (uint64_t i = first; i < end_of_whole; i += kLoadsInFlight * kTreeBins) {
-    double loaded[kLoadsInFlight][kBinsOfThread] = {};  // to add 0 changes no sum of squares
+    double loaded[kLoadsInFlight][kBinsOfThread] = {};  // adding 0 does not change a sum of squares
     for (uint32_t load = 0; load < kLoadsInFlight; ++load) {
       if (i + load * kTreeBins >= end_of_whole) continue;
       const double* src = groups + i + load * kTreeBins;
@@ -68,8 +66,8 @@ HOST_DEVICE_INLINE double sum_of_bins(const double* groups, uint64_t num_groups,
   return sum_in_pairs<kBinsOfThread>(bins);
 }
 
-// Steps 2 and 3. All threads of the block call this; the first gets the sum, the others 0. groups:
-// aligned to 16 bytes. shared: kTreeDoubles of the block.
+// Steps 2 and 3. All threads of the block call this; thread 0 gets the sum, the others 0. groups:
+// aligned to 16 bytes. shared: kTreeDoubles doubles in memory that the block shares.
 template <typename Block>
 HOST_DEVICE double sum_in_fixed_tree(const Block& block, const double* groups, uint64_t num_groups,
                                      double* shared) {
@@ -89,7 +87,7 @@ HOST_DEVICE double sum_in_fixed_tree(const Block& block, const double* groups, u
   return thread == 0 ? sum_in_pairs<kNumLastSums>(last_sums) : 0;
 }
 
-// One thread is a block, too.
+// A block of one thread, for the CPU.
 struct LoneThread {
   int thread() const { return 0; }
   int num_threads() const { return 1; }

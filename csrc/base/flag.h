@@ -1,9 +1,9 @@
 // The one word that ranks synchronise on: a monotonic counter in shared memory.
 //
-// Invariants: one writer; its own cache line; 0 at rest; the value only grows, except for that of
-// ControlBlock::sleeping, which goes back to 0. A reader that sees value v sees everything its
-// writer did before it published v, the payload included, which shares the line so that a few words
-// cost no second cache miss.
+// Invariants: one writer; its own cache line; 0 at rest; the value only grows, except in
+// ControlBlock::sleeping, which returns to 0. A reader that sees value v also sees everything the
+// writer did before publishing v, including the payload. The payload shares the flag's cache line,
+// so that reading it costs no second cache miss.
 #pragma once
 
 #include <array>
@@ -15,7 +15,7 @@ namespace rota {
 
 inline constexpr size_t kCacheLineBytes = 64;
 
-// The only way shared words are accessed; kernels use cuda/system_word.h.
+// Every access to a shared word goes through this alias; kernels use cuda/system_word.h.
 template <typename T>
 using SharedWord = std::atomic_ref<T>;
 
@@ -29,14 +29,15 @@ struct alignas(kCacheLineBytes) Flag {
     return SharedWord<uint64_t>(const_cast<uint64_t&>(value)).load(std::memory_order_acquire);
   }
 
-  // Release, and more: sequentially consistent, because the writer goes on to look whether a reader
-  // sleeps, and the reader says that it sleeps before it looks at the flag once more. With less,
-  // both could miss the other (Dekker's pattern; see waiter.h).
+  // Sequentially consistent, which includes release: after the store the writer checks whether a
+  // reader sleeps, and a reader announces that it sleeps before it checks the flag again. With a
+  // weaker order each could miss the other (Dekker's pattern; see waiter.h).
   void publish(uint64_t new_value) {
     SharedWord<uint64_t>(value).store(new_value, std::memory_order_seq_cst);
   }
 
-  // As load(), for the second look of a reader that has just said it sleeps.
+  // As load(), but sequentially consistent: for a reader that checks the flag again after
+  // announcing that it sleeps, and for a writer that checks for sleepers.
   uint64_t load_ordered() const {
     return SharedWord<uint64_t>(const_cast<uint64_t&>(value)).load(std::memory_order_seq_cst);
   }

@@ -1,9 +1,9 @@
-// The formulas of the narrow floating formats, on bits: one text for one element at a time, on the
-// host and in CUDA kernels, and for GCC's vectors of them, so that all give the same bits.
+// Bit-level formulas of the narrow floating formats. One implementation serves single elements, on
+// the host and in CUDA kernels, and GCC's vectors, so all give the same bits.
 //
-// F is float or a vector of floats, U uint32_t or a vector with as many of them. Elements of a
-// narrow format travel as codes: their bits in the low end of a U. Arithmetic needs denormals kept
-// and nothing contracted. All is inlined: see HOST_DEVICE_INLINE.
+// F is float or a vector of floats; U is uint32_t or a vector with as many elements. Elements of a
+// narrow format are passed as codes: their bits in the low end of a U. The arithmetic needs
+// denormals kept and no contraction. Everything is inlined: see HOST_DEVICE_INLINE.
 #pragma once
 
 #include <cstdint>
@@ -16,18 +16,18 @@ namespace rota {
 
 // ---- formats
 
-// Codes of magnitudes, which are without the sign, grow with what they stand for; NaN is last.
+// The code of a magnitude (without the sign) grows with its value; NaN comes last.
 struct FloatFormat {
   int num_bits;
   int mantissa_bits;
   uint32_t bias;  // of the exponent
   uint32_t max_finite;
-  uint32_t too_large;  // what rounds beyond max_finite becomes: Inf, or NaN where there is none
+  uint32_t too_large;  // the code for overflow: Inf, or NaN in a format without Inf
   uint32_t nan;
 };
 
-// Of float16, bfloat16 and the two float8. In scaled blocks the largest code of float8_e4m3fn is
-// free, and stands for Inf (base/wire_format.h).
+// The formats of float16, bfloat16 and the two float8. In scaled blocks no number needs the largest
+// finite code of float8_e4m3fn, so that code represents Inf (base/wire_format.h).
 HOST_DEVICE_INLINE constexpr FloatFormat float_format(DType dtype, bool is_scaled = false) {
   if (dtype == DType::kFloat16) return {16, 10, 15, 0x7bff, 0x7c00, 0x7e00};
   if (dtype == DType::kBFloat16) return {16, 7, 127, 0x7f7f, 0x7f80, 0x7fc0};
@@ -49,13 +49,14 @@ HOST_DEVICE_INLINE constexpr To bit_as(From value) {
   return __builtin_bit_cast(To, value);
 }
 
-// Without the fraction, of what lies in [0, 2^31).
+// Truncates a value in [0, 2^31).
 template <typename U, typename F>
 HOST_DEVICE_INLINE constexpr U to_integer(F value) {
   if constexpr (std::is_arithmetic_v<F>) {
     return static_cast<U>(static_cast<int32_t>(value));
   } else {
-    // To the signed lanes of a comparison: only for them do all machines have an instruction.
+    // Through signed lanes (the type of a comparison), the only conversion with an instruction on
+    // every machine.
     return (U) __builtin_convertvector(value, decltype(value < value));
   }
 }
@@ -75,13 +76,13 @@ HOST_DEVICE_INLINE constexpr float round_to_odd(double value) {
 
 // ---- float32 to a narrow format
 
-// The code of a rounded magnitude becomes that of the number.
+// Completes the code of a rounded magnitude: overflow, NaN and the sign, from the float's bits.
 template <FloatFormat format, typename U>
 HOST_DEVICE_INLINE constexpr U finish_narrow(U bits, U rounded) {
   constexpr int kSignShift = 32 - format.num_bits;
   constexpr uint32_t kSign = 0x80000000u >> kSignShift;
   U result = rounded > format.max_finite ? U{} + format.too_large : rounded;
-  if constexpr (format.nan != format.too_large) {  // else a NaN, which lies beyond too, is done
+  if constexpr (format.nan != format.too_large) {  // otherwise the line above handles NaN as well
     result = (bits & kMagnitudeMask) > kInfinityBits ? U{} + format.nan : result;
   }
   return result | ((bits >> kSignShift) & kSign);
@@ -92,10 +93,11 @@ template <FloatFormat format, typename U = uint32_t, typename F>
 HOST_DEVICE_INLINE constexpr U narrow_to_nearest(F value) {
   constexpr int kDropped = kMantissaBits - format.mantissa_bits;
   const U bits = bit_as<U>(value);
-  // By carry: add just under half a unit, and one more if the result is odd.
+  // Rounds by carry: adds just under half a unit, plus one if the truncated result is odd.
   constexpr uint32_t kUnderHalf = (1u << (kDropped - 1)) - 1;
   if constexpr (format.bias == kExponentBias) {
-    // The upper bits of a float32. A NaN must not be carried into Inf: it is made quiet instead.
+    // The code is the upper bits of a float32. Rounding could turn a NaN into Inf, so a NaN is made
+    // quiet instead.
     constexpr uint32_t kQuiet = 1u << (format.mantissa_bits - 1);
     const U rounded = (bits + kUnderHalf + ((bits >> kDropped) & 1)) >> kDropped;
     const U quiet = (bits >> kDropped) | kQuiet;
@@ -105,7 +107,7 @@ HOST_DEVICE_INLINE constexpr U narrow_to_nearest(F value) {
     const U magnitude = bits & kMagnitudeMask;
     const U carried = magnitude + kUnderHalf + ((magnitude >> kDropped) & 1);
     const U normal = (carried >> kDropped) - (kRebias << format.mantissa_bits);
-    // Below the smallest normal number an addition rounds: its sum's last place is this format's.
+    // Denormals are rounded by an addition: the last place of the sum is that of this format.
     constexpr uint32_t kShifter = (kRebias + kDropped + 1) << kMantissaBits;
     const F shifted = bit_as<F>(magnitude) + bit_as<float>(kShifter);
     const U denormal = bit_as<U>(shifted) - kShifter;
@@ -114,8 +116,8 @@ HOST_DEVICE_INLINE constexpr U narrow_to_nearest(F value) {
   }
 }
 
-// To one of the two neighbours, the nearer the likelier: a random fraction of the last place is
-// added, and what lies below the last place cut off. Of `random` the upper bits count.
+// Stochastic rounding to one of the two neighbours, the nearer one being likelier: adds a random
+// fraction of the last place and truncates. Uses the upper bits of `random`.
 template <FloatFormat format, typename U, typename F>
 HOST_DEVICE_INLINE constexpr U narrow_at_random(F value, U random) {
   constexpr int kDropped = kMantissaBits - format.mantissa_bits;
@@ -125,7 +127,7 @@ HOST_DEVICE_INLINE constexpr U narrow_at_random(F value, U random) {
   const U fraction = random >> (32 - kDropped);
   U rounded = ((magnitude + fraction) >> kDropped) - (kRebias << format.mantissa_bits);
   if constexpr (kRebias > 0) {
-    // Below the smallest normal number, in fixed point: units of the last place, times 2^kDropped.
+    // Denormals, in fixed point: units of the last place, times 2^kDropped.
     constexpr uint32_t kUnits = (kExponentBias + format.bias + kMantissaBits - 1) << kMantissaBits;
     const auto is_denormal = magnitude < ((kRebias + 1) << kMantissaBits);
     const F small = bit_as<F>(is_denormal ? magnitude : U{});
@@ -137,8 +139,8 @@ HOST_DEVICE_INLINE constexpr U narrow_at_random(F value, U random) {
 
 // ---- a narrow format to float32, which is exact
 
-// A float8 is the float16 that float16_of() gives, times float16_factor(). H is uint32_t or a
-// vector of uint16_t or uint32_t.
+// A float8 equals float16_of() its code times float16_factor(). H is uint32_t or a vector of
+// uint16_t or uint32_t.
 HOST_DEVICE_INLINE constexpr float float16_factor(FloatFormat float8) {
   return static_cast<float>(1u << (15 - float8.bias));
 }
@@ -146,7 +148,7 @@ template <FloatFormat format, typename H>
 HOST_DEVICE_INLINE constexpr H float16_of(H code) {
   static_assert(format.num_bits == 8);
   if constexpr (format.bias == 15) {
-    return code << 8;  // its upper half
+    return code << 8;  // the upper half of a float16
   } else {
     const H magnitude = code & 0x7f;
     const H sign = (code & 0x80) << 8;
@@ -154,7 +156,7 @@ HOST_DEVICE_INLINE constexpr H float16_of(H code) {
     if constexpr (format.too_large == format.nan) {
       return magnitude == 0x7f ? H{} + 0x7e00 : half;
     } else {
-      const H special = sign | (0x7c00 + (magnitude - 0x7e));  // Inf, and a NaN behind it
+      const H special = sign | (0x7c00 + (magnitude - 0x7e));  // Inf, then NaN
       return magnitude > format.max_finite ? special : half;
     }
   }
@@ -169,7 +171,7 @@ HOST_DEVICE_INLINE constexpr F widen(U code) {
     return bit_as<F>(code << 16);  // the upper half of a float32
   } else {
     const U magnitude = code & 0x7fff;
-    // With float32's exponent field the number is 2^112 times too small, denormals included.
+    // Read with float32's exponent bias, the number is 2^112 times too small, denormals included.
     const U finite = bit_as<U>(bit_as<F>(magnitude << 13) * 0x1p112f);
     const U result = magnitude < 0x7c00 ? finite : (magnitude << 13) | kInfinityBits;
     return bit_as<F>(result | ((code & 0x8000) << 16));

@@ -1,4 +1,4 @@
-// Members that belong to threads, of classes whose objects a forked child may destroy.
+// For members tied to threads, in classes whose objects a forked child may destroy.
 #pragma once
 
 #include <utility>
@@ -7,9 +7,9 @@
 
 namespace rota {
 
-// A T that a forked child does not destroy. The child has a copy of the object, but not of the
-// threads that run or wait on it: to destroy a std::condition_variable waits until its waiters have
-// left it, which there they never do, and a std::thread that is not joined ends the process.
+// A T that a forked child does not destroy. The child has a copy of the object but not the threads
+// that use it: destroying a std::condition_variable blocks until its waiters leave, which never
+// happens in the child, and destroying a joinable std::thread terminates the process.
 template <typename T>
 class ForkSafe {
  public:
@@ -21,7 +21,7 @@ class ForkSafe {
   ForkSafe(const ForkSafe&) = delete;
   ForkSafe& operator=(const ForkSafe&) = delete;
 
-  // Whether this is the copy of a forked child.
+  // Whether this is a forked child's copy.
   bool is_of_parent() const { return fork_generation_ != fork_generation(); }
   T& operator*() { return value_; }
   T* operator->() { return &value_; }

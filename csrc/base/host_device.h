@@ -1,4 +1,4 @@
-// One spelling for functions that the CPU loops and the CUDA kernels share.
+// Attributes for functions that the CPU loops and the CUDA kernels share.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -7,13 +7,14 @@
 #define HOST_DEVICE
 #endif
 
-// In front of a loop that a GPU's registers would not hold several rounds of.
+// Goes before a loop that would need too many GPU registers if it were unrolled.
 #if defined(__CUDA_ARCH__)
 #define ROTA_NO_UNROLL _Pragma("unroll 1")
 #else
 #define ROTA_NO_UNROLL
 #endif
 
-// For what the element loops of each instruction set call: inlined, it leaves no copy that the
-// linker could share between them. cpu/element_loops_avx2.cpp says what would come of that.
+// For functions that the element loops of each instruction set call. Inlining leaves no copy that
+// the linker could share between instruction sets; cpu/element_loops_avx2.cpp explains why that
+// matters.
 #define HOST_DEVICE_INLINE HOST_DEVICE inline __attribute__((always_inline))

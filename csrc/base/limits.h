@@ -3,10 +3,10 @@
 
 namespace rota {
 
-// Ranks that share memory on one host; a larger group is refused when it is made.
+// Ranks that share memory on one host; creating a larger group is refused.
 inline constexpr int kMaxWorldSize = 64;
 
-// Ranks of one process whose kernels are one launch.
+// Ranks of one process that share one kernel launch.
 inline constexpr int kMaxLocalRanks = 16;
 
 }  // namespace rota

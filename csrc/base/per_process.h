@@ -1,4 +1,4 @@
-// What there is one of in each process, also in a forked one.
+// One instance per process, also in a forked child.
 #pragma once
 
 #include <atomic>
@@ -7,10 +7,10 @@
 
 namespace rota {
 
-// This process's T, made at its first use. A forked child makes one of its own: its parent's may
-// have been locked by a thread that does not exist in the child, which would wait for it for ever.
-// None is destroyed, because the order of static destructors is unknown; the chain shows leak
-// checkers that nothing is lost.
+// This process's T, created at first use. A forked child creates its own: the parent's may be
+// locked by a thread that does not exist in the child, so the child would wait forever. Instances
+// are never destroyed, because the order of static destructors is unknown; they are chained so that
+// leak checkers find them reachable.
 template <typename T>
 T& per_process() {
   struct Instance {
@@ -22,7 +22,7 @@ T& per_process() {
   Instance* instance = latest.load(std::memory_order_acquire);
   if (instance == nullptr || instance->generation != fork_generation()) {
     auto* made = new Instance{fork_generation(), instance};
-    // Of two threads that get here at once, the second takes what the first has made.
+    // If two threads get here at once, the second uses the first one's instance.
     if (latest.compare_exchange_strong(instance, made, std::memory_order_acq_rel)) {
       instance = made;
     } else {

@@ -1,5 +1,5 @@
-// Where stochastic rounding draws its random numbers from: functions of seed, stream and place, so
-// that they depend on no algorithm and on no machine. No state, and nothing of cryptography.
+// The random numbers of stochastic rounding: stateless functions of seed, stream and position, so
+// they depend on neither algorithm nor machine. Not cryptographic.
 #pragma once
 
 #include <cstdint>
@@ -17,11 +17,11 @@ HOST_DEVICE_INLINE constexpr uint64_t mix(uint64_t value) {
   return value ^ (value >> 31);
 }
 
-// The stream of results; contributions draw from that of their rank.
+// The stream for rounding results; contributions use the stream numbered by their rank.
 inline constexpr int kResultStream = kMaxWorldSize;
 
-// The key of a tile: its element i draws random_of(key + i). The seed is mixed before the stream is
-// added, or stream 1 of a seed would be stream 0 of the next.
+// The key of a tile: its element i uses random_of(key + i). The seed is mixed before the stream is
+// added; otherwise stream 1 of one seed would be stream 0 of the next.
 HOST_DEVICE_INLINE constexpr uint32_t tile_key(uint64_t seed, uint64_t stream, uint64_t tile) {
   return static_cast<uint32_t>(mix(mix(mix(seed) + stream) + tile));
 }

@@ -19,7 +19,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Between two looks at the abort words and the clock, which cost more than a look at the flag.
+// Checks of the flag per check of the abort words and the clock, which costs more.
 constexpr int kSpinsPerPoll = 32;
 
 void cpu_relax() {
@@ -30,14 +30,14 @@ void cpu_relax() {
 #endif
 }
 
-// A futex is 32 bits wide: the half of the flag that changes with every step.
+// A futex is 32 bits wide, so this is the half of the flag that changes with every step.
 uint32_t* futex_word(const Flag& flag) {
   auto* halves = reinterpret_cast<uint32_t*>(const_cast<uint64_t*>(&flag.value));
   return halves + (std::endian::native == std::endian::little ? 0 : 1);
 }
 
-// Each returns at once if a flag has moved since it was `seen`; a time-out, a wake-up and a signal
-// all lead back to the caller's loop, which looks again.
+// Both return at once if a flag no longer has its `seen` value. After a timeout, a wake-up or a
+// signal the caller's loop checks again.
 void sleep_on(const Flag& flag, uint64_t seen) {
   const timespec tick{.tv_sec = 0, .tv_nsec = kTick.count()};
   syscall(SYS_futex, futex_word(flag), FUTEX_WAIT, static_cast<uint32_t>(seen), &tick, nullptr, 0);
@@ -61,15 +61,16 @@ void sleep_on_any(std::span<const Awaited> awaited, const uint64_t* seen) {
       syscall(SYS_futex_waitv, waits.data(), awaited.size(), 0, &end, CLOCK_MONOTONIC);
   if (result >= 0 || errno != ENOSYS) return;
 #endif
-  // An older kernel wakes for the first of them, and for the others at the next tick.
+  // An older Linux wakes up only for the first flag; a change of the others is noticed at the next
+  // tick.
   sleep_on(*awaited[0].flag, seen[0]);
 }
 
 }  // namespace
 
-// Measured with benchmarks/collectives.py on 2 cores that other programs keep busy: the ranks often
-// share one core then, and each wait costs twice its spin (4 bytes, p50: 102 us with a spin of 50
-// us, 24 with 10, 6 with 2, 4 with 1). On idle cores the flag mostly comes within 2 us anyway.
+// Measured with benchmarks/collectives.py on 2 cores kept busy by other programs: the ranks then
+// often share one core, and each wait costs twice its spin (4 bytes, p50: 102 us with a spin of 50
+// us, 24 with 10, 6 with 2, 4 with 1). On idle cores the flag usually arrives within 2 us.
 WaitPolicy WaitPolicy::for_ranks(int num_ranks) {
   using std::chrono::microseconds;
   const bool own_core = num_ranks <= num_usable_cores();
@@ -89,7 +90,8 @@ void Waiter::wait_any(std::span<const Awaited> awaited, const WaitPolicy& policy
   const auto spin_end = start + policy.spin;
   const auto yield_end = spin_end + policy.yield_for;
   const auto arrived = [&] { return std::ranges::any_of(awaited, &Awaited::is_there); };
-  // A peer that published and then died or left has done its part: the flag has the last word.
+  // A peer that published before it died or left has done its part, so an arrived flag overrides an
+  // error.
   const auto check = [&](const std::optional<Error>& error) {
     if (error && !arrived()) throw *error;
   };

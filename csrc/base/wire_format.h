@@ -1,6 +1,6 @@
-// How elements travel between ranks: their dtype and, where blocks are scaled, the power of two
-// that each block was divided by, one byte a block, biased by 127: E8M0 of the OCP Microscaling
-// Formats specification 1.0. All payload comes first, then all scales.
+// How elements travel between ranks: their dtype and, with block scaling, one byte per block: the
+// power of two that the block was divided by, biased by 127 (E8M0 of the OCP Microscaling Formats
+// specification 1.0). All payload comes first, then all scales.
 #pragma once
 
 #include <cstddef>
@@ -17,18 +17,19 @@ struct WirePlace {
   std::byte* scales;
 };
 
-// A block's largest finite magnitude is brought into [2^kTop, 2^(kTop + 1)), from where no rounding
-// reaches the dtype's largest number. Of float8_e4m3fn, which has no Inf, this leaves the largest
-// code free to stand for it.
+// Scaling brings a block's largest finite magnitude into [2^top_exponent, 2^(top_exponent + 1)),
+// and rounding it never reaches the dtype's largest number. In float8_e4m3fn, which has no Inf, the
+// largest code is therefore free to represent Inf.
 //
-// Block lengths: 64, because shorter blocks take longer (benchmarks/LOG.md) and are no more exact
-// on gradients; 32, the specification's, for float8_e4m3fn, whose range is shortest.
+// Block lengths: 64, because shorter blocks take longer (benchmarks/LOG.md) and are no more
+// accurate on gradients; for float8_e4m3fn, which has the smallest range, 32 as in the
+// specification.
 struct BlockScaling {
   uint32_t block_elems;
   int top_exponent;
 };
 
-// What a gradient bucket may be of, and what it may travel as.
+// The dtypes that gradients may have, and the dtypes that they may travel in.
 HOST_DEVICE constexpr bool is_bucket_dtype(DType dtype) {
   return info(dtype).is_floating && info(dtype).num_bytes > 1;
 }
@@ -44,8 +45,8 @@ HOST_DEVICE constexpr BlockScaling block_scaling(DType dtype) {
   return {64, 14};
 }
 
-// Scales stay within what float32 multiplies without loss: its denormals are whole multiples of
-// float16's smallest one at 2^-125.
+// Limits scales so that multiplying by them in float32 loses nothing: at 2^-125 the smallest
+// denormal of float16 (2^-24) becomes that of float32 (2^-149).
 inline constexpr int kMinScaleExponent = -125;
 inline constexpr int kScaleBias = 127;
 
@@ -64,7 +65,7 @@ struct WireFormat {
   HOST_DEVICE constexpr size_t num_bytes(uint64_t num_elems) const {
     return payload_bytes(num_elems) + num_scales(num_elems);
   }
-  // The most elements that num_bytes hold, in multiples of granule_elems.
+  // The most elements that fit in num_bytes_given, a multiple of granule_elems.
   HOST_DEVICE constexpr uint64_t capacity(size_t num_bytes_given, uint64_t granule_elems) const {
     return num_bytes_given / num_bytes(granule_elems) * granule_elems;
   }
@@ -72,7 +73,7 @@ struct WireFormat {
   HOST_DEVICE WirePlace place(std::byte* base, uint64_t num_elems) const {
     return {base, base + payload_bytes(num_elems)};
   }
-  // The place of the elements from `elem` on, which starts a block.
+  // The place of the elements from `elem` on; `elem` must start a block.
   HOST_DEVICE WirePlace from(const WirePlace& place, uint64_t elem) const {
     return {place.payload + payload_bytes(elem), place.scales + num_scales(elem)};
   }

@@ -1,4 +1,4 @@
-// What the kernels of gradient buckets, pack and unpack, are told.
+// The arguments of pack and unpack, the kernels for gradient buckets.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +11,8 @@
 
 namespace rota::cuda {
 
-// Part of a list of gradients: each tensor starts a tile of its own, so that what is read and
-// written stays aligned, and the last tile of each may be short.
+// Part of a list of gradients. Each tensor starts a new tile, so that accesses stay aligned; the
+// last tile of a tensor may be short.
 struct alignas(16) Tile {
   std::byte* data;
   uint64_t num_elems;
@@ -22,15 +22,15 @@ struct alignas(16) Tile {
   }
 };
 
-// Neighbours that work on rows of a tile together (cuda/tiles.h), and the four teams of them that a
-// warp is.
+// A team is kTeamThreads neighbouring threads that work on rows of a tile together (cuda/tiles.h);
+// a warp is four teams.
 inline constexpr uint32_t kTeamThreads = 8;
 inline constexpr uint32_t kTeams = 4;
 inline constexpr uint32_t kWarpThreads = kTeams * kTeamThreads;
 
-// Gradients and their place in the wire format, in whole tiles.
+// Gradients and their buffer in the wire format, in whole tiles.
 struct BucketArgs {
-  const Tile* tiles;  // of a list of tensors; null for the one that `contiguous` is
+  const Tile* tiles;  // of a list of tensors; null: the one tensor is `contiguous`
   Tile contiguous;    // of any length
   uint64_t num_tiles;
   std::byte* wire;  // num_tiles * kTileElems elements, aligned to 16 bytes
@@ -46,8 +46,8 @@ struct BucketArgs {
   }
 };
 
-// What blocks of unpack count together. Both are 0 at rest: pack sets them so, for memory that is
-// new, and unpack leaves them so.
+// Counters that the blocks of unpack share. Both are 0 at rest: pack zeroes them, because the
+// memory may be new, and unpack leaves them at 0.
 struct UnpackWords {
   uint64_t num_non_finite;
   uint32_t num_blocks_done;
@@ -61,16 +61,16 @@ struct UnpackWords {
 struct PackArgs {
   BucketArgs bucket;
   // Error feedback (Seide et al. 2014): num_elems() floats in units of the result, which are added
-  // to the contributions and renewed; or null.
+  // to the contributions and then updated; or null.
   float* residual;
   Rounding rounding;
-  UnpackWords* words;  // of the unpack that comes after
+  UnpackWords* words;  // of the unpack that follows
 };
 
 struct UnpackArgs {
   BucketArgs bucket;
-  double* squares;  // by group of tiles (base/fixed_tree.h), aligned to 16 bytes
-  double* stats;    // of all tiles: number of non-finite results, sum of their squares
+  double* squares;  // one per group of tiles (base/fixed_tree.h), aligned to 16 bytes
+  double* stats;    // of all tiles: number of non-finite results, sum of squares
   UnpackWords* words;
 };
 

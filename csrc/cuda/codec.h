@@ -1,6 +1,5 @@
-// How a thread reads, sums and writes a few neighbouring elements of one wire format
-// (base/wire_format.h), 16 bytes of them; the scale of a block is found by the threads that share
-// it.
+// How a thread reads, decodes, encodes and writes 16 bytes of neighbouring elements in one wire
+// format (base/wire_format.h). Threads that share a scaled block find its scale together.
 #pragma once
 
 #include "base/block_scale.h"
@@ -25,14 +24,14 @@ struct Codec {
   struct Values {
     Acc of[kElems];
   };
-  // As it travels; blocks without a scale have none to store.
+  // Elements in the wire format; `scale` is used only with block scaling.
   struct Encoded {
     Words<kAccessBytes> payload;
     uint32_t scale;
   };
 
-  // Elements [elem, elem + kElems) of a place, of which the first num_elems are there. kIsWhole:
-  // all are, or none, and the place is aligned.
+  // Reads elements [elem, elem + kElems) of a place, of which only the first num_elems exist.
+  // kIsWhole: all or none exist, and the place is aligned.
   template <bool kIsWhole, typename Block>
   HOST_DEVICE_INLINE static Encoded read(const Block& block, const WirePlace& place, uint32_t elem,
                                          uint32_t num_elems) {
@@ -98,7 +97,8 @@ struct Codec {
     return encoded;
   }
 
-  // Partial sums, which stay in the accumulate dtype and lie in a slot: whole, or not there.
+  // Partial sums, in the accumulate dtype in a slot. They are moved whole, or not at all if
+  // num_elems is 0.
   template <typename Block>
   HOST_DEVICE_INLINE static Values read_partial(const Block& block, const std::byte* src,
                                                 uint32_t elem, uint32_t num_elems) {
@@ -116,7 +116,7 @@ struct Codec {
   }
 
  private:
-  // Inf and NaN left out.
+  // Ignores Inf and NaN.
   template <typename Block>
   HOST_DEVICE_INLINE static uint32_t largest_finite_of_block(const Block& block,
                                                              const Values& values) {

@@ -1,4 +1,4 @@
-// What a collective's kernel is told of its data; of the other ranks it is told in cuda/peers.h.
+// A kernel's arguments about a collective's data; cuda/peers.h has those about the other ranks.
 #pragma once
 
 #include <cstddef>
@@ -10,28 +10,28 @@
 
 namespace rota::cuda {
 
-// What every collective is told of its data. Tensors are in the wire format.
+// Tensors are in the wire format.
 struct CollectiveArgs {
   std::byte* input[kMaxLocalRanks];   // by place among the launch's local ranks
   std::byte* output[kMaxLocalRanks];  // may be the input
   uint64_t num_elems;
-  uint64_t shard_elems;  // of each rank's shard; where there are none, of the whole
-  uint64_t chunk_elems;  // what a slot takes
+  uint64_t shard_elems;  // of each shard; of the whole tensor if it has no shards
+  uint64_t chunk_elems;  // of each chunk; fits in a slot
   uint64_t num_chunks;   // of the longest shard
-  int group_size;        // ranks whose contributions are summed before groups are
+  int group_size;        // ranks summed as a group, before groups are summed
   bool is_aligned;       // all tensors and shards, to 16 bytes
   ReduceOp op;
-  double divisor;     // kAvg: of the sum
+  double divisor;     // kAvg: divides the sum
   double reciprocal;  // 1 / divisor where that is exact, else 0
   Rounding rounding;
   int source;       // broadcast: the root; transfer: who sends
   int destination;  // transfer: who receives
-  // Of what all ranks are to call: where two ranks' differ, a kernel gives up. Replays of a CUDA
-  // graph pass no code of the host that could compare what ranks call.
+  // Identifies the call: a kernel gives up if two ranks' fingerprints differ. Replays of a CUDA
+  // graph run no host code that could compare calls.
   uint64_t fingerprint;
 };
 
-// Every rank's tensor, mapped by this rank; the own one is input and output.
+// Every rank's tensor, mapped by this rank; this rank's own is input and output.
 struct MappedTensors {
   std::byte* of[kMaxWorldSize];  // by rank
 };

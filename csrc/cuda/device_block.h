@@ -1,6 +1,5 @@
-// A block of threads on the GPU, in the words that kernel bodies are written in. Bodies are
-// templates over it: tests run the same ones on the host, where threads stand for threads
-// (tests/cpp/host_block.h).
+// A block of threads on the GPU, with the operations that kernel bodies use. Bodies are templates
+// over it, so that tests run the same bodies on the host, on CPU threads (tests/cpp/host_block.h).
 #pragma once
 
 #include <cuda_fp16.h>
@@ -17,11 +16,11 @@ class DeviceBlock {
   __device__ int num_threads() const { return static_cast<int>(blockDim.x); }
   __device__ int index() const { return static_cast<int>(blockIdx.x); }
   __device__ int num_blocks() const { return static_cast<int>(gridDim.x); }
-  // Which of the ranks that the launch works for.
+  // Which of the launch's local ranks this block works for.
   __device__ int local_rank() const { return static_cast<int>(blockIdx.y); }
 
-  // Barriers: what a thread wrote before, every thread of the block reads after. all: whether every
-  // thread says so.
+  // Barriers: what a thread wrote before, every thread of the block can read after. all(): whether
+  // `value` is true in every thread.
   __device__ void sync() const { __syncthreads(); }
   __device__ bool all(bool value) const { return __syncthreads_and(value) != 0; }
 
@@ -34,13 +33,13 @@ class DeviceBlock {
     }
     return value;
   }
-  // What the thread whose number differs by the bit `distance` has; as above.
+  // The value of the thread whose number differs in the bit `distance`; kLanes as above.
   template <uint32_t kLanes, typename T>
   __device__ T from_lane(T value, uint32_t distance) const {
     return __shfl_xor_sync(neighbours<kLanes>(), value, distance);
   }
 
-  // 16 bytes at a time, or all of it if it is less; aligned to that.
+  // Each access moves 16 bytes, or kBytes if that is less, and is aligned to its size.
   template <size_t kBytes>
   __device__ __forceinline__ Words<kBytes> load(const std::byte* src) const {
     using Access = Words < kBytes<kAccessBytes ? kBytes : kAccessBytes>;
@@ -73,7 +72,7 @@ class DeviceBlock {
     uint64_t first;
     uint64_t second;
   };
-  // Two neighbouring words, each of them atomically, in no order, at system scope.
+  // Two neighbouring words, each accessed atomically at system scope, with relaxed order.
   __device__ __forceinline__ void store_pair(uint64_t* dst, uint64_t first, uint64_t second) const {
     asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(dst), "l"(first), "l"(second)
                  : "memory");
@@ -87,7 +86,7 @@ class DeviceBlock {
     return pair;
   }
 
-  // Memory of the block, for the sum of squares.
+  // Shared memory of the block, for the sum of squares.
   __device__ double* shared_doubles() const {
     __shared__ double doubles[kTreeDoubles];
     return doubles;
@@ -100,7 +99,7 @@ class DeviceBlock {
     return __half_as_ushort(__float2half_rn(value));
   }
 
-  // Of a spinning wait.
+  // For a spinning wait.
   __device__ void pause() const {}
   __device__ uint64_t now_ns() const {
     uint64_t time_ns;
@@ -109,13 +108,13 @@ class DeviceBlock {
   }
 
  private:
-  // The kLanes neighbouring threads of which this is one, as a mask of the warp.
+  // This thread's group of kLanes neighbouring threads, as a mask of the warp.
   template <uint32_t kLanes>
   __device__ __forceinline__ static uint32_t neighbours() {
-    const uint32_t lane = threadIdx.x % 32;  // warpSize is no constant: it would be divided by
+    const uint32_t lane = threadIdx.x % 32;  // warpSize is not a constant, so % would divide
     return ~0u >> (32 - kLanes) << (lane / kLanes * kLanes);
   }
-  // By hand: the compiler splits a load whose halves it uses apart.
+  // In assembly, because the compiler splits a load whose halves are used separately.
   __device__ __forceinline__ static Words<16> load_once(const Words<16>* src) {
     Words<16> value;
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -125,7 +124,7 @@ class DeviceBlock {
                  : "memory");
     return value;
   }
-  // The compiler is told that the memory is global, so that it need not find out at run time.
+  // Tells the compiler that the memory is global, so that this is not determined at run time.
   __device__ __forceinline__ static Words<8> load_once(const Words<8>* src) {
     const auto* global = reinterpret_cast<const uint2*>(src);
     __builtin_assume(__isGlobal(global));

@@ -14,13 +14,14 @@ namespace {
 
 using transport::check_cuda;
 
-// What setup.py compiles for, ascending: 80 is compute capability 8.0. PTX is of the last alone.
+// The architectures that setup.py compiles for, ascending; 80 is compute capability 8.0. Only the
+// last has PTX.
 constexpr int kArchs[] = {ROTA_CUDA_ARCHS};
 
 int driver_version() {
   int version = 0;
   check_cuda(cudaDriverGetVersion(&version), "cudaDriverGetVersion");
-  // cudaGetDeviceCount would say that its version is insufficient.
+  // cudaGetDeviceCount would report an insufficient driver version instead.
   if (version == 0) throw Error(ErrorKind::kTransport, "no NVIDIA driver is installed");
   return version;
 }

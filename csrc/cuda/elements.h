@@ -1,9 +1,9 @@
-// What a block does to a range of elements: copy them, or sum them from several sources. Knows
-// neither ranks nor flags: sources and sinks say where elements come from and go to.
+// What a block does with a range of elements: copies them, or sums them from several sources. Knows
+// neither ranks nor flags: sources and sinks define where elements come from and go.
 //
 // A source has num(), load<kIsWhole>(index, units, loaded), which fills one Loaded for each unit,
-// and decode(loaded), which gives Codec::Values; a sink has put<kIsWhole>(units, values). Elements
-// count from the start of the range.
+// and decode(loaded), which returns Codec::Values; a sink has put<kIsWhole>(units, values).
+// Elements count from the start of the range.
 #pragma once
 
 #include <utility>
@@ -17,11 +17,11 @@ namespace rota::cuda {
 
 using schedule::Range;
 
-// What one thread works on at a time: so that many loads are under way together.
+// The units that one thread works on at a time, so that several loads are in flight.
 template <uint32_t kUnits>
 struct Units {
-  uint32_t elem[kUnits];       // the first of each unit that is this thread's
-  uint32_t num_elems[kUnits];  // how many are; 0: the unit does not exist
+  uint32_t elem[kUnits];       // this thread's first element of each unit
+  uint32_t num_elems[kUnits];  // this thread's elements of it; 0: there is no such unit
 };
 
 template <typename Codec, typename Block>
@@ -35,14 +35,14 @@ class Elements {
   HOST_DEVICE const Block& block() const { return block_; }
   HOST_DEVICE const CollectiveArgs& args() const { return args_; }
 
-  // Chunks are never longer than 2^31 elements: launch_plan.cpp sees to it.
+  // Chunks have at most 2^31 elements: launch_plan.cpp ensures that.
   HOST_DEVICE static uint32_t length_of(const Range& chunk) {
     return static_cast<uint32_t>(chunk.num_elems);
   }
-  // Of the rank that the block works for.
+  // The tensors of the rank that the block works for.
   HOST_DEVICE std::byte* own_input() const { return args_.input[block_.local_rank()]; }
   HOST_DEVICE std::byte* own_output() const { return args_.output[block_.local_rank()]; }
-  // Elements from first_elem on, of a tensor of num_elems.
+  // The place of the elements from first_elem on, in a tensor of num_elems.
   HOST_DEVICE static WirePlace at(std::byte* base, uint64_t num_elems, uint64_t first_elem) {
     return Codec::format().from(Codec::format().place(base, num_elems), first_elem);
   }
@@ -57,7 +57,7 @@ class Elements {
     return Codec::format().place(slot, range.num_elems);
   }
 
-  // Threads that work on one range together, of which this one is number `thread`.
+  // Threads that work on one range together; this one is number `thread`.
   struct Team {
     uint32_t thread;
     uint32_t num_threads;
@@ -66,8 +66,8 @@ class Elements {
     return {static_cast<uint32_t>(block_.thread()), static_cast<uint32_t>(block_.num_threads())};
   }
 
-  // body<kIsWhole>(units) for all units of a range, each worked on by one thread of the team or, in
-  // scaled blocks, by the neighbours that share it.
+  // Calls body<kIsWhole>(units) for all units of a range. Each unit is handled by one thread of the
+  // team or, in scaled blocks, by the neighbouring threads that share the block.
   template <uint32_t kUnits, typename Body>
   HOST_DEVICE_INLINE void for_each_unit(const Team& team, uint32_t num_elems,
                                         const Body& body) const {
@@ -120,16 +120,17 @@ class Elements {
     }
   }
 
-  // To num_places places, each of which place_of(index) gives.
+  // Copies a range to num_places places: place_of(0), place_of(1), ...
   template <typename PlaceOf>
   HOST_DEVICE void copy(const Range& range, const WirePlace& from, int num_places,
                         const PlaceOf& place_of) const {
-    if (num_places == 0) return;  // the compiler keeps loads of which nothing comes
+    if (num_places == 0) return;  // the compiler would keep the unused loads
     copy_by(whole_block(), length_of(range), from, num_places, place_of);
   }
 
-  // Several copies, each of which copy_of(index) gives, by a team of neighbouring threads each: one
-  // after another, short ones would each take the whole latency of memory.
+  // Makes num_copies copies: copy_of(0), copy_of(1), ... Each has its own team of neighbouring
+  // threads, because short copies made one after another would each wait for the full memory
+  // latency.
   struct Copy {
     WirePlace from;
     WirePlace to;
@@ -143,7 +144,7 @@ class Elements {
         schedule::min_of(static_cast<uint64_t>(num_copies), num_threads / kTeamThreads));
     const uint32_t team_threads = num_threads / num_teams / kTeamThreads * kTeamThreads;
     const uint32_t own_team = thread / team_threads;
-    if (own_team >= num_teams) return;  // too few are left over for a team
+    if (own_team >= num_teams) return;  // leftover threads, too few for a team
     for (uint32_t i = own_team; i < static_cast<uint32_t>(num_copies); i += num_teams) {
       const Copy copy = copy_of(static_cast<int>(i));
       const auto place_of = [&](int) { return copy.to; };
@@ -151,7 +152,7 @@ class Elements {
     }
   }
 
-  // (source 0 + source 1) + source 2 ..., to the sink.
+  // Puts (source 0 + source 1) + source 2 ... into the sink.
   template <typename Sources, typename Sink>
   HOST_DEVICE void reduce(const Range& range, const Sources& sources, const Sink& sink) const {
     const auto reduce_units = [&]<bool kIsWhole, uint32_t kUnits>(const Units<kUnits>& units) {
@@ -162,7 +163,7 @@ class Elements {
     for_each_unit<kReducedUnits>(whole_block(), length_of(range), reduce_units);
   }
 
-  // The same in groups of group_size sources, and then over the groups.
+  // The same within groups of group_size sources, and then across the groups.
   template <typename Sources, typename Sink>
   HOST_DEVICE void reduce_in_groups(const Range& range, const Sources& sources, int group_size,
                                     const Sink& sink) const {
@@ -183,7 +184,7 @@ class Elements {
     for_each_unit<kReducedUnits>(whole_block(), length_of(range), reduce_units);
   }
 
-  // From complete sums to results, still in the accumulate dtype.
+  // Turns complete sums into results, still in the accumulate dtype.
   template <uint32_t kUnits>
   HOST_DEVICE_INLINE void divide(Values (&values)[kUnits]) const {
     if constexpr (info(Codec::format().dtype).is_floating) {
@@ -200,7 +201,7 @@ class Elements {
   }
 
  private:
-  // Teams are multiples of it: the threads that work on a unit together stay together.
+  // Team sizes are multiples of this, so that threads that share a unit are in one team.
   static constexpr uint32_t kTeamThreads = 8;
 
   template <typename PlaceOf>
@@ -214,15 +215,15 @@ class Elements {
     for_each_unit<kCopiedUnits>(team, num_elems, copy_units);
   }
 
-  // With fewer units in flight the latency of memory shows; with more, registers run out: of each
-  // unit, two sources take 4 of 32 bits or more, a sum and a total one or two for each element, and
-  // a narrow integer others to be sign-extended in.
+  // Fewer units in flight would expose memory latency; more would run out of registers. Per unit,
+  // each of two sources takes four 32-bit registers or more, a sum and a total one or two for each
+  // element, and sign-extending a narrow integer takes others.
   static constexpr uint32_t kCopiedUnits = 4;
   static constexpr uint32_t kReducedUnits = sizeof(typename Codec::Acc) < 4 ? 1
                                             : Codec::kElems < 4             ? 3
                                                                             : 16 / Codec::kElems;
 
-  // body(value, unit, index) for each element.
+  // Calls body(value, unit, index) for each element.
   template <uint32_t kUnits, typename Body>
   HOST_DEVICE_INLINE static void for_each_elem(Values (&values)[kUnits], const Body& body) {
     ROTA_UNROLL
@@ -232,10 +233,10 @@ class Elements {
     }
   }
 
-  // Of group_size sources from `first` on. They are added one after the other, but loaded two at a
-  // time, so that the latency of memory shows once for both. Between the loads of a pair stands
-  // nothing that would wait for the first, not even a branch, in front of which the compiler moves
-  // registers: so where sources are odd, the first goes alone.
+  // Sums group_size sources from `first` on. They are added one after another but loaded in pairs,
+  // so that each pair costs one memory latency. Nothing between the two loads may wait for the
+  // first, not even a branch, because the compiler moves registers in front of it. So if the number
+  // of sources is odd, the first is loaded alone.
   template <bool kIsWhole, typename Sources, uint32_t kUnits>
   HOST_DEVICE_INLINE void sum_group(const Sources& sources, int first, int group_size,
                                     const Units<kUnits>& units, Values (&sums)[kUnits]) const {
@@ -282,8 +283,8 @@ class Elements {
       });
     });
   }
-  // Around the loop over elements: told apart inside of it, operations would take most of its
-  // instructions. What is not defined does not get here: launch_plan.cpp refuses it.
+  // Selects the operation outside the loop over elements; inside it, the selection would be most of
+  // the instructions. Undefined operations do not get here: launch_plan.cpp refuses them.
   template <typename Body>
   HOST_DEVICE_INLINE void with_op(const Body& body) const {
     if constexpr (Codec::format().is_block_scaled) {

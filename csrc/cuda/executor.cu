@@ -17,7 +17,7 @@ HostWords* make_words() {
   return new (words) HostWords{};
 }
 
-// The address under which the GPU sees the host's memory.
+// The GPU's address of a word in host memory.
 template <typename Word>
 Word* on_gpu(Word* word) {
   void* address = nullptr;
@@ -26,7 +26,7 @@ Word* on_gpu(Word* word) {
   return static_cast<Word*>(address);
 }
 
-// What another thread does with events must not disturb a capture that goes on in this one.
+// Lets this thread query events without invalidating a stream capture in another thread.
 class CaptureUndisturbed {
  public:
   CaptureUndisturbed() {
@@ -86,7 +86,7 @@ std::optional<Failure> Executor::failure() const {
 std::optional<Failure> Executor::take_stall() {
   SharedWord<uint64_t> stall(words_->stall);
   const uint64_t word = stall.load(std::memory_order_relaxed);
-  stall.store(0, std::memory_order_relaxed);  // what comes in between comes again
+  stall.store(0, std::memory_order_relaxed);  // a stall reported in between is reported again
   return Failure::unpack_any(word);
 }
 

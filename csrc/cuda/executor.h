@@ -1,6 +1,6 @@
-// Kernels of one rank, or of local ranks, on one GPU, one collective after the other: what they are
-// told of their peers, the words through which they and the host tell each other to give up, and
-// their order.
+// Runs the kernels of one rank, or of local ranks, on one GPU, one collective after another. Holds
+// what kernels need to know of their peers and the words by which kernels and host tell each other
+// to give up, and keeps the kernels in order.
 #pragma once
 
 #include <chrono>
@@ -13,7 +13,8 @@
 
 namespace rota::cuda {
 
-// What one rank sends in packets, in one channel (transport/device_layout.h); not yet measured.
+// Bytes that one rank sends as packets in one channel (transport/device_layout.h); not yet
+// measured.
 inline constexpr size_t kPacketBytes = 4 << 10;
 
 constexpr transport::DeviceGeometry geometry_of(int world_size, int num_channels,
@@ -29,7 +30,7 @@ constexpr uint64_t most_packet_bytes(const transport::DeviceGeometry& geometry) 
   return static_cast<uint64_t>(geometry.num_channels) * geometry.packet_bytes / 2;
 }
 
-// Words in memory of the host that the GPU maps.
+// Words in host memory that the GPU maps.
 struct HostWords {
   alignas(64) uint32_t abort;
   alignas(64) uint64_t failure;
@@ -39,32 +40,33 @@ struct HostWords {
 class Executor {
  public:
   struct Options {
-    int rank;                 // this rank, or the first of local ones
-    int num_local_ranks = 1;  // that one launch works for
+    int rank;                 // this rank, or the first local rank
+    int num_local_ranks = 1;  // number of ranks that one launch works for
     schedule::Tuning tuning;
     transport::DeviceGeometry geometry;
-    std::vector<std::byte*> regions;  // by rank; they outlive the executor
+    std::vector<std::byte*> regions;  // by rank; must outlive the executor
     std::chrono::nanoseconds stall_after = std::chrono::nanoseconds::max();  // take_stall()
     std::chrono::nanoseconds timeout;
   };
-  // On the current GPU, as every call.
+  // Uses the current GPU, as all methods do.
   explicit Executor(const Options& options);
 
-  // What run() takes. Throws Error(kValue) where a kernel does not take the request.
+  // Plans a launch for run(). Throws Error(kValue) if the kernel does not take the request.
   ResidentPlan plan(const LaunchRequest& request) const;
-  // Queues a collective on `stream`, behind every one before; but a send does not wait for
-  // receives, nor they for it, which could be each other's. Throws Error.
+  // Queues a collective on `stream`, after all earlier ones, except that sends and receives do not
+  // wait for each other, which could deadlock two ranks. Throws Error.
   void run(const ResidentPlan& plan, Stream stream);
 
-  // Whether all that was queued has ended. Can be asked from another thread than run() is called
-  // by, while a stream is captured.
+  // Whether everything queued has finished. May be called from another thread than run(), also
+  // while a stream is being captured.
   bool is_idle() const;
 
-  // Why a kernel has given up, if one has. The rank cannot go on then: its links are out of step.
+  // Why a kernel has given up, if one has. The rank is unusable then: its links are out of step.
   std::optional<Failure> failure() const;
-  // For whom a kernel has waited longer than Options::stall_after; said again while it waits.
+  // The peer that a kernel has waited for longer than Options::stall_after; reported repeatedly
+  // while it waits.
   std::optional<Failure> take_stall();
-  // Kernels that wait, and those to come, return at once.
+  // Makes waiting kernels and later ones return at once.
   void abort();
 
  private:
@@ -72,17 +74,18 @@ class Executor {
     void operator()(HostWords* words) const;
   };
 
-  // Whether one end of a transfer is another launch's. Local ranks send and receive in one, as in
-  // any collective.
+  // Whether the two ends of a transfer are different launches. Local ranks send and receive in one
+  // launch, as in any collective.
   bool has_transfers() const { return peers_.num_local_ranks == 1 && peers_.world_size() > 1; }
 
   std::unique_ptr<HostWords, HostWordsDeleter> words_;
   Peers peers_{};
   schedule::Tuning tuning_;
   StreamOrder order_;  // of collectives and sends
-  // Of collectives and receives, where there are transfers. Kept from the first collective on, not
-  // from the first receive: that one would have to wait for all of order_, the own sends among it,
-  // and graphs captured before it would not know of receives when they are replayed beside them.
+  // Of collectives and receives, if has_transfers(). Kept from the first collective on, not from
+  // the first receive: that receive would have to wait for everything in order_, including this
+  // rank's sends, and graphs captured before it would not be ordered with receives when replayed
+  // beside them.
   std::optional<StreamOrder> receives_;
 };
 

@@ -1,4 +1,4 @@
-// From a format that is known at run time to what was compiled for it.
+// Maps a format that is known at run time to the code compiled for it.
 #pragma once
 
 #include <type_traits>
@@ -7,7 +7,7 @@
 
 namespace rota::cuda {
 
-// body(Codec<...>{}) for a format without scales; a null of what it returns where nothing is summed
+// Calls body(Codec<...>{}) for a format without scales; returns a null result if nothing is summed
 // in the format.
 template <typename Body>
 auto with_plain_codec(const WireFormat& format, const Body& body) {
@@ -48,7 +48,7 @@ auto with_plain_codec(const WireFormat& format, const Body& body) {
   return Result{};
 }
 
-// And for formats in scaled blocks.
+// The same, also for formats in scaled blocks.
 template <typename Body>
 auto with_codec(const WireFormat& format, const Body& body) {
   using Result = decltype(body(Codec<DType::kFloat32>{}));
@@ -65,7 +65,7 @@ auto with_codec(const WireFormat& format, const Body& body) {
   return Result{};
 }
 
-// body(DTypeConstant<...>{}, Codec<...>{}) for what gradients are and what they travel as.
+// Calls body(DTypeConstant<...>{}, Codec<...>{}) for the gradients' dtype and their wire format.
 template <DType dtype>
 using DTypeConstant = std::integral_constant<DType, dtype>;
 

@@ -1,11 +1,11 @@
-// Hierarchical all-reduce, in groups of group_size consecutive ranks: a reduce-scatter in each
+// Hierarchical all-reduce in groups of group_size consecutive ranks: a reduce-scatter in each
 // group, a sum across groups of the shard that a rank owns, and an all-gather in each group. Ranks
-// are added ascending within a group, then groups ascending. Three waits in a row for each chunk; a
-// rank sends 2 * (group_size - 1) / group_size * num_bytes within its group, and of its shard
-// (num_groups - 1) partial sums in the accumulate dtype to other groups.
+// are added in ascending order within a group, then groups in ascending order. Three waits in a row
+// for each chunk; a rank sends 2 * (group_size - 1) / group_size * num_bytes within its group, and
+// to other groups (num_groups - 1) partial sums of its shard in the accumulate dtype.
 //
-// The phases are functions of their own, because between hosts another engine forms the sum across
-// groups: it takes the partial sum of the first phase and hands its result to the third.
+// Each phase is a separate function, because between hosts another engine sums across groups: it
+// takes the first phase's partial sum and passes its result to the third.
 #pragma once
 
 #include "cuda/two_shot.h"
@@ -25,12 +25,12 @@ class Hierarchy {
             schedule::across_groups(links.rank(), links.world_size(), elements.args().group_size)),
         shards_(links, elements, group_) {}
 
-  // Round i of a channel sends two messages on the links within the group, and one on those across.
-  // All phases: false when a wait was given up. Each opens its links anew: kept from phase to
-  // phase, the counts of both sets would take registers that the sums need.
+  // Round i of a channel sends two messages on the links within the group, and one on those across
+  // groups. Every phase returns false if a wait was given up. Each opens its links again: if the
+  // counts of both sets were kept, they would take registers that the sums need.
 
-  // Leaves the group's sum of chunk `chunk` of the own shard in the slots of every group's owner of
-  // that shard, the own ones included.
+  // Writes the group's sum of chunk `chunk` of this rank's shard into the slots of the shard's
+  // owner in every group, this rank included.
   HOST_DEVICE bool reduce_in_group(uint64_t chunk, uint64_t round) const {
     const LinkSet group = links_.open(group_), across = links_.open(across_);
     const uint64_t message = 2 * round;
@@ -53,7 +53,7 @@ class Hierarchy {
     return true;
   }
 
-  // Adds up the groups' sums, and sends the result to the group.
+  // Adds up the groups' sums and sends the result to the group.
   HOST_DEVICE bool sum_across_groups(uint64_t chunk, uint64_t round) const {
     const LinkSet group = links_.open(group_), across = links_.open(across_);
     const Range own = shards_.own_chunk(chunk);
@@ -79,8 +79,8 @@ class Hierarchy {
     return true;
   }
 
-  // After the last round: what the launch leaves to later ones. Results are released only here:
-  // before, the next round's contribution says as much.
+  // After the last round: updates the counts for later launches. Results are released only here; in
+  // earlier rounds the next round's contribution implies the release.
   HOST_DEVICE void finish(uint64_t num_rounds) const {
     const LinkSet group = links_.open(group_), across = links_.open(across_);
     block_.sync();

@@ -1,15 +1,16 @@
-// Which compiled kernel does what: each of these is defined in the .cu file of its name, and gives
-// what cudaLaunchKernel takes, or null for a format that the kernel is not made for.
+// Looks up compiled kernels. Each function is defined in the .cu file of its name or in
+// copy_kernels.cu, and returns what cudaLaunchKernel takes, or null if the kernel is not compiled
+// for the format.
 #pragma once
 
 #include "base/dtype.h"
 #include "base/wire_format.h"
 #include "cuda/block_threads.h"
 
-// In front of a kernel's name: what the compiler may count on, for registers' sake.
+// Go before a kernel's name: the launch bounds, from which the compiler allots registers.
 #define ROTA_COLLECTIVE_KERNEL __global__ __launch_bounds__(kThreadsPerBlock, 1) void
 #define ROTA_PACK_KERNEL __global__ __launch_bounds__(kBucketThreads, kBucketBlocks) void
-// With 80 registers a thread, one block more shares a multiprocessor.
+// 80 registers per thread let one more block share a multiprocessor.
 #define ROTA_UNPACK_KERNEL __global__ __launch_bounds__(kBucketThreads, kBucketBlocks + 1) void
 
 namespace rota::cuda {

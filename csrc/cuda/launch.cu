@@ -61,7 +61,7 @@ int attribute(cudaDeviceAttr which) {
 }
 
 // How many blocks of a kernel the current GPU runs at the same time. Asking the runtime costs more
-// than a launch, so answers are kept.
+// than a launch, so answers are cached.
 int num_resident_blocks(const void* kernel, int num_threads) {
   static std::mutex mutex;
   static std::map<std::pair<int, const void*>, int> known;
@@ -98,8 +98,8 @@ void load(const void* kernel) {
     check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
 }
 
-// As a whole: the GPU starts no block before it has room for all, so that of two launches none
-// holds the room that the other one's blocks wait for (csrc/README.md, residency).
+// kAsAWhole: the GPU starts no block before all fit, so two launches cannot each hold room that the
+// other one's blocks wait for (csrc/README.md, residency).
 enum class Start { kBlockByBlock, kAsAWhole };
 
 void launch(const void* kernel, dim3 num_blocks, int num_threads, void** args, Stream stream,
@@ -116,9 +116,9 @@ void launch(const void* kernel, dim3 num_blocks, int num_threads, void** args, S
   check_cuda(cudaLaunchKernelExC(&config, kernel, args), "cudaLaunchKernelExC");
 }
 
-// Blocks whose warps take num_items one after another: no more than run at once, and so many that
-// all warps take equally many, but for the last ones, in the last round. One block where there is
-// nothing, for the words and the stats of a bucket: its squares sum up to 0.
+// The number of blocks whose warps take num_items in turn: at most as many as run at once, and such
+// that all warps take equally many items, except in the last round. One block if there are no
+// items, to set the bucket's words and stats (the sum of squares is 0).
 unsigned num_bucket_blocks(const void* kernel, uint64_t num_items) {
   if (num_items == 0) return 1;
   constexpr uint64_t kWarps = kBucketThreads / kWarpThreads;
@@ -168,7 +168,7 @@ ResidentPlan plan_resident(const LaunchRequest& request, const Peers& peers,
 }
 
 void launch_collective(const ResidentPlan& plan, const Peers& peers, Stream stream) {
-  // The runtime copies them, and takes them as void* only.
+  // The runtime copies the arguments, and takes only void*.
   void* args[] = {const_cast<Peers*>(&peers), const_cast<CollectiveArgs*>(&plan.launch.args),
                   const_cast<MappedTensors*>(&plan.tensors)};
   const dim3 num_blocks(static_cast<unsigned>(plan.launch.num_blocks),

@@ -1,5 +1,5 @@
-// Queues kernels on a stream. Everything is checked first; what comes back throws Error: kValue for
-// what was asked for, kTransport for what the CUDA runtime says. Nothing here waits for the GPU.
+// Queues kernels on a stream, after checking everything. Throws Error: kValue for a bad request,
+// kTransport for errors of the CUDA runtime. Nothing here waits for the GPU.
 #pragma once
 
 #include "cuda/launch_plan.h"
@@ -8,22 +8,23 @@ struct CUstream_st;
 
 namespace rota::cuda {
 
-using Stream = CUstream_st*;  // cudaStream_t, for headers that know no CUDA
+using Stream = CUstream_st*;  // cudaStream_t, for headers that do not include CUDA's
 
-// Has the driver load every kernel for the current GPU. It would load each at its first launch, and
-// might then wait for kernels that run, which may wait for this process.
+// Has the driver load every kernel for the current GPU. A kernel loaded only at its first launch
+// might wait for running kernels, which may wait for this process.
 void load_kernels();
 
 // Whether a collective is compiled for a format, and whether pack and unpack are.
 bool is_compiled(Kernel kernel, const WireFormat& format);
 bool is_bucket_compiled(DType gradients, const WireFormat& wire);
 
-// Of the current GPU: as many blocks of any collective that waits are resident together.
+// Multiprocessors of the current GPU. That many blocks of any collective that waits can be resident
+// together.
 int num_multiprocessors();
-// Of the current GPU: what launches of local ranks need.
+// Whether the current GPU has cooperative launches, which local ranks need.
 bool starts_grids_as_a_whole();
 
-// A collective's kernel for the current GPU, and all that it is told but of its peers.
+// A collective's kernel for the current GPU, with all its arguments except Peers.
 struct ResidentPlan {
   Kernel kernel;
   const void* function;  // null: there is nothing to do
@@ -31,11 +32,11 @@ struct ResidentPlan {
   MappedTensors tensors;
 };
 
-// Blocks that wait must all be resident together, or they would wait for one that never starts:
-// more are refused.
+// Blocks that wait must all be resident together, or they would wait for a block that never starts.
+// Refuses more blocks than that.
 ResidentPlan plan_resident(const LaunchRequest& request, const Peers& peers,
                            const schedule::Tuning& tuning);
-// Of a plan that has something to do.
+// The plan must have something to do.
 void launch_collective(const ResidentPlan& plan, const Peers& peers, Stream stream);
 
 // dtype: of the gradients.

@@ -55,8 +55,8 @@ int num_shards(const LaunchRequest& request, int world_size, int group_size) {
   return 1;
 }
 
-// two_shot_in_place has nothing to say to local ranks: their tensors are there before the launch,
-// their results after it.
+// two_shot_in_place of local ranks waits for nothing: their tensors are ready before the launch,
+// and their results when it ends.
 bool waits(const LaunchRequest& request, const Peers& peers) {
   return request.kernel != Kernel::kTwoShotInPlace || !peers.are_all_local();
 }
@@ -77,7 +77,7 @@ bool is_aligned_to(const void* address, size_t num_bytes) {
 
 void check_peers(const Peers& peers, Kernel kernel) {
   const transport::DeviceGeometry& geometry = peers.geometry;
-  const int least_ranks = kernel == Kernel::kOneShot ? 1 : 2;  // alone: round once
+  const int least_ranks = kernel == Kernel::kOneShot ? 1 : 2;  // a single rank only rounds
   if (geometry.world_size < least_ranks || geometry.world_size > kMaxWorldSize) {
     refuse("world_size is ", geometry.world_size, ", ", name(kernel), " takes ", least_ranks,
            " to ", kMaxWorldSize);
@@ -159,7 +159,8 @@ OwnTensors own_tensors(const LaunchRequest& request, const Peers& peers, int pla
           .writes = !is_transfer || rank == request.destination};
 }
 
-// In place is where the own shard lies, or the whole; any other overlap would be read half written.
+// In place means at this rank's shard, or at the whole tensor; any other overlap would be read half
+// written.
 void check_overlap(const LaunchRequest& request, const Peers& peers, const OwnTensors& own) {
   const bool has_shards = has_equal_shards(request.kernel);
   const auto num_shards = static_cast<uint64_t>(has_shards ? peers.world_size() : 1);
@@ -231,7 +232,7 @@ void check_ends(const LaunchRequest& request, const Peers& peers) {
   }
 }
 
-// Kernels that move 16 bytes at a time do so where everything starts at a multiple of that.
+// Whether kernels may move 16 bytes at a time: everything starts at a multiple of 16 bytes.
 bool is_everything_aligned(const LaunchRequest& request, const Peers& peers) {
   bool is_aligned = true;
   for (const void* tensor : request.input) is_aligned &= is_aligned_to(tensor, kAccessBytes);
@@ -249,7 +250,7 @@ bool is_everything_aligned(const LaunchRequest& request, const Peers& peers) {
 // The most elements that a message takes; a multiple of granule_elems.
 uint64_t message_capacity(const LaunchRequest& request, const transport::DeviceGeometry& geometry,
                           uint64_t granule_elems) {
-  constexpr uint64_t kMostElems = uint64_t{1} << 31;  // what kernels count in 32 bits
+  constexpr uint64_t kMostElems = uint64_t{1} << 31;  // kernels count elements in 32 bits
   if (request.kernel == Kernel::kTwoShotInPlace) return kMostElems;  // it needs no slots
   size_t num_bytes = geometry.slot_bytes;
   if (request.kernel == Kernel::kOrderedRing) num_bytes = geometry.slot_bytes / 2;
@@ -375,8 +376,8 @@ LaunchPlan plan_launch(const LaunchRequest& request, const Peers& peers,
     return plan;
   }
 
-  // Chunks as long as a message may be, or so short that every channel has one, but not less than
-  // what a block moves at once.
+  // Chunks are as long as a message may be, or short enough that every channel has one, but not
+  // shorter than what a block moves at once.
   const auto num_channels = static_cast<uint64_t>(peers.geometry.num_channels);
   const uint64_t at_once = kThreadsPerBlock * kAccessBytes / info(request.format.dtype).num_bytes;
   const uint64_t share = std::max(schedule::ceil_div(longest_elems, num_channels), at_once);
@@ -398,7 +399,7 @@ void check_tuning(const schedule::Tuning& tuning) {
     refuse("num_channels is ", tuning.num_channels,
            ", expected 0 for all that are resident, or more");
   }
-  // Less does not take the granule of every kernel and dtype; more, no kernel counts.
+  // Less would not hold the granule of every kernel and dtype; kernels cannot count more.
   constexpr size_t kLeastBytes = 4096, kMostBytes = size_t{1} << 30;
   const auto check_bytes = [&](std::string_view what, size_t num_bytes) {
     if (num_bytes >= kLeastBytes && num_bytes <= kMostBytes &&

@@ -1,6 +1,6 @@
-// From what a caller wants of a kernel to what the kernel is told: how the tensor is cut, how many
-// blocks run. Everything that a kernel does not take is refused here, before anything is launched.
-// Host code without CUDA, so that it is tested on machines without a GPU.
+// Turns a request into a kernel's arguments: how the tensor is cut, how many blocks run. Refuses
+// whatever the kernel does not take, before anything is launched. Host code without CUDA, so that
+// it is tested on machines without a GPU.
 #pragma once
 
 #include <array>
@@ -39,15 +39,15 @@ constexpr std::string_view name(Kernel kernel) { return kKernelNames[static_cast
 // The kernel of an all-reduce that goes through links.
 Kernel kernel_for(schedule::Algorithm algorithm);
 
-// What is only copied is copied as bytes.
+// The format of collectives that only copy.
 inline constexpr WireFormat kBytes{DType::kUInt8};
 
 struct LaunchRequest {
   Kernel kernel;
-  // By place among the launch's local ranks. num_elems: of the larger of both tensors, for
-  // reduce_scatter and all_gather.
+  // By place among the launch's local ranks. For reduce_scatter and all_gather, num_elems counts
+  // the larger tensor.
   std::array<void*, kMaxLocalRanks> input{};
-  std::array<void*, kMaxLocalRanks> output{};  // the input, or apart from it
+  std::array<void*, kMaxLocalRanks> output{};  // the input, or separate from it
   uint64_t num_elems = 0;
   WireFormat format{DType::kFloat32};
   ReduceOp op = ReduceOp::kSum;
@@ -58,34 +58,34 @@ struct LaunchRequest {
   int source = 0;                          // broadcast: the root; transfer: who sends
   int destination = 0;                     // transfer: who receives
   const MappedTensors* tensors = nullptr;  // two_shot_in_place
-  uint64_t fingerprint = 0;                // CollectiveArgs; the same everywhere: not compared
+  uint64_t fingerprint = 0;                // see CollectiveArgs; 0 on all ranks compares nothing
 };
 
-// Whether the tensor is packed into memory in the call's wire format, in whole tiles, for its
-// kernel, and unpacked from there.
+// Whether the tensor is packed into a buffer in the call's wire format, in whole tiles, for the
+// kernel, and unpacked afterwards.
 bool is_packed(const Call& call);
-// What is rounded at random, in this stream of random bits (base/random_bits.h).
+// The call's rounding; if it is stochastic, with this stream of random bits (base/random_bits.h).
 Rounding rounding_of(const Call& call, int stream);
-// All but the tensors, the ends of a transfer, and the fingerprint. Not of a barrier, which has no
-// kernel.
+// The request without the tensors, the ends of a transfer and the fingerprint. Throws for a
+// barrier, which has no kernel.
 LaunchRequest request_for(const Call& call, int world_size);
 
 struct LaunchPlan {
   CollectiveArgs args;
   int num_blocks;   // of each local rank; 0: there is nothing to do
   int num_threads;  // of each block
-  bool waits;       // for other blocks: so all must be resident together
+  bool waits;       // for other blocks, so all must be resident together
 };
 
-// Throws Error(kValue), which says what was given and what is taken. `peers` has the geometry that
-// the tuning led to.
+// Throws Error(kValue), which states what was given and what is expected. `peers` has the geometry
+// that follows from the tuning.
 LaunchPlan plan_launch(const LaunchRequest& request, const Peers& peers,
                        const schedule::Tuning& tuning);
 
-// Throws likewise where no kernel could work by a tuning.
+// Throws likewise if no kernel could use a tuning.
 void check_tuning(const schedule::Tuning& tuning);
 
-// What pack and unpack do not take: throws likewise.
+// Throws likewise for what pack and unpack do not take.
 void check_bucket(const BucketArgs& args, DType dtype, const WireFormat& wire);
 
 }  // namespace rota::cuda

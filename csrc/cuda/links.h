@@ -1,20 +1,20 @@
-// One channel's links to the other ranks (transport/device_layout.h), in the verbs that collectives
-// are written in. A collective numbers its messages from 0 on every link; what earlier launches
-// sent is added here. With the first message goes the fingerprint of the launch, which the receiver
-// compares with its own.
+// One channel's links to the other ranks (transport/device_layout.h), as the operations that
+// collectives are written in. A collective numbers its messages from 0 on every link; Links adds
+// the number that earlier launches sent. The first message carries the launch's fingerprint, which
+// the receiver compares with its own.
 //
 //   sender    wait(to_send) ... write the slots ... block.sync(), publish
 //   receiver  wait(to_read) ... read the slots ...  block.sync(), release
 //
-// Where both follow one barrier, publish comes first: the message is awaited now, the slot only
-// later. Either order is correct: nothing waits in between, and the barrier has made both true. Who
-// gets the message may go on before the release is out, but writes no slot here that it has not
-// seen to be free: by the release, whenever that comes, or by a message that was sent after the
-// slot had been read (two_shot).
+// If both follow one barrier, publish comes first, because a peer waits for the message now and for
+// the slot only later. Either order is correct: nothing waits in between, and the barrier has made
+// both true. A peer that gets the message may go on before the release arrives, but it writes a
+// slot here only once it knows that the slot is free: from the release, or from a message that was
+// sent after the slot had been read (two_shot).
 //
-// All threads of a block call each verb. Thread i waits for, tells and counts the i-th rank of a
-// set, all at once, of which there are no more than threads; the barriers around make the others'
-// accesses part of what it orders.
+// All threads of a block call each operation. Thread i waits for, signals and counts for the i-th
+// rank of a set, all at once; a set has no more ranks than the block has threads. The barriers
+// around these accesses extend their order to the other threads' accesses.
 #pragma once
 
 #include "cuda/peers.h"
@@ -27,8 +27,8 @@ namespace rota::cuda {
 using schedule::RankSet;
 using transport::kNumLinkSlots;
 
-// The links with the ranks of a set, and what this thread knows of the one that it handles. No link
-// is in two sets of a launch that send, or in two that receive: both would number their messages
+// The links with the ranks of a set, and this thread's counts for the rank that it handles. In one
+// launch no link is in two sets that send, or in two that receive: both would number their messages
 // from the same count.
 struct LinkSet {
   RankSet ranks = schedule::nobody();
@@ -36,12 +36,12 @@ struct LinkSet {
   uint64_t received = 0;  // by earlier launches, from it
 };
 
-// What wait() waits for, of every rank in a set except the own.
-struct ToSend {  // that a slot is free for message `message` to them
+// What wait() waits for, from every other rank in a set.
+struct ToSend {  // a free slot for message `message` to each of them
   LinkSet links;
   uint64_t message;
 };
-struct ToRead {  // that message `message` of theirs has arrived
+struct ToRead {  // the arrival of message `message` from each of them
   LinkSet links;
   uint64_t message;
 };
@@ -54,7 +54,7 @@ class Links {
 
   HOST_DEVICE int rank() const { return peers_.rank_of(block_); }
   HOST_DEVICE int world_size() const { return peers_.world_size(); }
-  // Where a message to `peer` is written, and where one of `peer` is read.
+  // Where a message to `peer` is written, and where one from `peer` is read.
   HOST_DEVICE std::byte* outgoing(int peer, uint64_t message) const {
     return peers_.regions[peer] + peers_.geometry.slot(block_.index(), rank(), message);
   }
@@ -62,8 +62,8 @@ class Links {
     return peers_.regions[rank()] + peers_.geometry.slot(block_.index(), peer, message);
   }
 
-  // Loads this thread's counts, once for many verbs: no other thread writes them, and this one does
-  // so at the end of the launch, so that no barrier is needed.
+  // Loads this thread's counts, once for many operations. Needs no barrier: no other thread writes
+  // them, and this one does so only at the end of the launch.
   HOST_DEVICE LinkSet open(const RankSet& ranks) const {
     LinkSet set{ranks};
     for_own(ranks, [&](int peer) {
@@ -74,14 +74,15 @@ class Links {
     return set;
   }
 
-  // The block goes on together, once everything is there. False: it has been given up.
+  // Returns in all threads of the block together, once everything awaited is there. False: the wait
+  // was given up.
   template <typename... Awaited>
   HOST_DEVICE bool wait(const Awaited&... awaited) const {
     const bool is_there = (... && wait_for_own_part(awaited));
     return block_.all(is_there);
   }
 
-  // After block.sync(): what was written to the slots of `message` may be read.
+  // Call after block.sync(). Tells receivers that the slots of `message` may be read.
   HOST_DEVICE void publish(const LinkSet& to, uint64_t message) const {
     for_own(to.ranks, [&](int peer) {
       transport::DeviceFlag& filled = end_at(peer).filled;
@@ -89,13 +90,14 @@ class Links {
       store(filled, to.sent + message + 1);
     });
   }
-  // After block.sync(): the slots of `message` have been read and may be written again.
+  // Call after block.sync(). Tells senders that the slots of `message` have been read and may be
+  // written again.
   HOST_DEVICE void release(const LinkSet& from, uint64_t message) const {
     for_own(from.ranks,
             [&](int peer) { store(end_at(peer).drained, from.received + message + 1); });
   }
 
-  // At the end of a launch: how many messages went over each link.
+  // At the end of a launch: records how many messages went over each link.
   HOST_DEVICE void count_sent(const LinkSet& to, uint64_t num_messages) const {
     for_own(to.ranks, [&](int peer) { own_end(peer).counts.sent = to.sent + num_messages; });
   }
@@ -105,7 +107,7 @@ class Links {
   }
 
  private:
-  // This thread's rank of a set, if it has one.
+  // Calls body(peer) with this thread's rank of a set, if it has one.
   template <typename Body>
   HOST_DEVICE void for_own(const RankSet& ranks, const Body& body) const {
     const int peer = ranks.rank_at(block_.thread());
@@ -115,7 +117,8 @@ class Links {
   HOST_DEVICE bool wait_for_own_part(const ToSend& awaited) const {
     bool is_free = true;
     for_own(awaited.links.ranks, [&](int peer) {
-      // A slot's first message of this launch finds it empty once all earlier launches' were read.
+      // A slot is free for this launch's first message once all messages of earlier launches were
+      // read.
       const uint64_t message = awaited.message;
       const uint64_t num_read = message < kNumLinkSlots ? 0 : message + 1 - kNumLinkSlots;
       is_free = wait_for(own_end(peer).drained, awaited.links.sent + num_read, peer,
@@ -129,7 +132,8 @@ class Links {
       transport::DeviceFlag& filled = own_end(peer).filled;
       is_there =
           wait_for(filled, awaited.links.received + awaited.message + 1, peer, WaitPhase::kArrival);
-      // The peer sends nothing of a later launch before the own block has gone on from here.
+      // The payload stays as it is: the peer sends nothing of a later launch before this block goes
+      // on from here.
       if (is_there && awaited.message == 0) {
         is_there =
             is_same_launch(block_, peers_, peer, WaitPhase::kArrival, fingerprint_, filled.payload);

@@ -1,12 +1,13 @@
-// low_latency: one_shot for the smallest messages. Data and flag travel in one packet that is
-// written and read at once, so that nothing is ordered and nobody waits twice: 4 bytes of data, and
-// 4 of the number of the round, which says that they are there. One wait in a row; each rank sends
-// 2 * (world_size - 1) * num_bytes. A header of two packets more, which threads that have no data
-// exchange, carries the fingerprint of the launch.
+// low_latency: one_shot for the smallest messages. A packet is written and read at once: 4 bytes of
+// data, and 4 bytes with the number of the round, which show that the data has arrived. So nothing
+// needs ordering, and there is no second wait. One wait in a row; each rank sends 2 * (world_size -
+// 1) * num_bytes. A header of two more packets, exchanged by threads that have no data, carries the
+// launch's fingerprint.
 //
-// Rounds take turns in two buffers. A packet of round r overwrites one of round r - 2, which its
-// reader has read: this rank has had a packet of round r - 1 from it, which it sent after its
-// launch of round r - 2 had ended. That is why every channel of a launch moves something.
+// Rounds alternate between two buffers. A packet of round r overwrites one of round r - 2, which
+// its reader has already read: the reader has sent this rank a packet of round r - 1, and did so
+// after its own launch of round r - 2 had ended. That is why every channel of a launch must move
+// something.
 #pragma once
 
 #include "cuda/peers.h"
@@ -51,7 +52,7 @@ class Packets {
     });
   }
 
-  // As a source of contributions, by rank.
+  // A source of contributions (cuda/elements.h), by rank.
   using Loaded = typename Codec::Encoded;
   HOST_DEVICE int num() const { return peers_.world_size(); }
   template <bool kIsWhole, uint32_t kUnits>
@@ -69,7 +70,8 @@ class Packets {
     return Codec::decode(elements_.block(), loaded);
   }
 
-  // After the data, which need not wait for it. Gives up where a peer is in another launch.
+  // Called after the sum, so that the data does not wait for the comparison. Gives up if a peer is
+  // in another launch.
   HOST_DEVICE void compare_launches() const {
     for_own_peer([&](int peer) {
       const Block& block = elements_.block();
@@ -86,13 +88,13 @@ class Packets {
     });
   }
 
-  // After a barrier: all threads have read the number of the round.
+  // Called after a barrier, when all threads have read the number of the round.
   HOST_DEVICE void count_round() const {
     if (elements_.block().thread() == 0) state().packet_rounds = round_;
   }
 
  private:
-  // The packets of one unit.
+  // Receives the packets of one unit.
   HOST_DEVICE_INLINE Loaded recv(int source, uint32_t elem, uint32_t num_elems) const {
     const Block& block = elements_.block();
     uint64_t* packets = packets_at(rank(), source, elem);
@@ -108,7 +110,7 @@ class Packets {
       }
       return is_there;
     };
-    // Once one packet is missing for good, so are the others of that launch.
+    // After one wait was given up, the launch's other packets are not waited for.
     if (num_elems != 0 && is_complete_) {
       is_complete_ = wait_until(block, peers_, source, WaitPhase::kPacket, have_arrived);
     }
@@ -132,8 +134,8 @@ class Packets {
   HOST_DEVICE uint32_t fingerprint_word(int index) const {
     return static_cast<uint32_t>(elements_.args().fingerprint >> (32 * index));
   }
-  // This thread's peer, if it has one: of the last threads, which a short message leaves without
-  // data.
+  // Calls body(peer) with this thread's peer, if it has one. The last threads have peers, because a
+  // short message leaves them without data.
   template <typename Body>
   HOST_DEVICE void for_own_peer(const Body& body) const {
     const Block& block = elements_.block();
@@ -154,7 +156,7 @@ class Packets {
   mutable bool is_complete_ = true;
 };
 
-// Channel i moves chunk i, and there are as many of one as of the other.
+// Channel i moves chunk i; there are as many channels as chunks.
 template <typename Codec, typename Block>
 HOST_DEVICE void low_latency(const Block& block, const Peers& peers, const CollectiveArgs& args) {
   const Elements<Codec, Block> elements(block, args);

@@ -1,5 +1,6 @@
-// one_shot: every rank sends all it has to every other, and sums everything itself, in ascending
-// rank. One wait in a row for each chunk; each rank sends (world_size - 1) * num_bytes.
+// one_shot: every rank sends its whole tensor to every other rank and computes the whole sum
+// itself, in ascending rank order. One wait in a row for each chunk; each rank sends (world_size -
+// 1) * num_bytes.
 #pragma once
 
 #include "cuda/links.h"
@@ -19,8 +20,8 @@ HOST_DEVICE void one_shot(const Block& block, const Peers& peers, const Collecti
   for (uint64_t i = block.index(); i < args.num_chunks; i += block.num_blocks(), ++message) {
     const Range chunk = schedule::chunk_of(args.num_elems, args.chunk_elems, i);
 
-    // Opened anew for the waits, which hide the load, and behind the sum: kept over it, the counts
-    // would take registers that it needs.
+    // The links are opened again for each wait, which hides the load, and after the sum: if the
+    // counts were kept during the sum, they would take registers that it needs.
     const LinkSet to_peers = links.open(everyone);
     if (!links.wait(ToSend{to_peers, message})) return;
     elements.copy(chunk, elements.input(chunk), num_peers, [&](int index) {

@@ -1,7 +1,7 @@
-// The ordered ring: sums run from rank 0 to the last rank in the accumulate dtype, so in ascending
-// rank, and results go around from there; both waves overlap. One message a step carries a partial
-// sum in the first half of its slot and a result in the second. As many waits in a row as a channel
-// has chunks, and 2 * (world_size - 1) more.
+// The ordered ring: partial sums go from rank 0 to the last rank in the accumulate dtype, so ranks
+// are added in ascending order, and results go around the ring from there. Both overlap: the
+// message of a step carries a partial sum in the first half of its slot and a result in the second.
+// A channel has 2 * (world_size - 1) more waits in a row than chunks.
 #pragma once
 
 #include "cuda/links.h"

@@ -1,6 +1,6 @@
-// From gradients to the wire format, a list of tensors in one launch and one pass: scale, add what
-// the last rounding lost, and round in scaled blocks. As the CPU does it in cpu/bucket_reducer.cpp,
-// with the same bits.
+// Packs gradients into the wire format, a list of tensors in one launch and one pass: scales them,
+// adds what the last rounding lost, and rounds, in scaled blocks if asked for. Gives the same bits
+// as the CPU (cpu/bucket_reducer.cpp).
 #pragma once
 
 #include "cuda/tiles.h"
@@ -16,7 +16,7 @@ class Packer {
 
   HOST_DEVICE void run() {
     UnpackWords& words = *args_.words;
-    // A memset would be one launch more. The end of this one comes before unpack.
+    // A memset would be another launch. This launch ends before unpack starts.
     if (block_.index() == 0 && block_.thread() == 0) words.put_to_rest();
     const uint64_t num_tiles = args_.bucket.num_tiles;
     const uint64_t stride = thread_.item_stride();
@@ -25,7 +25,7 @@ class Packer {
     if (index < num_tiles) next = args_.bucket.tile(index, kElemBytes);
     for (; index < num_tiles; index += stride) {
       const Tile tile = next;
-      // Ahead of this tile's loads, so that the next one's need not wait for it.
+      // Loaded before this tile's data, so that the next tile's loads need not wait for it.
       if (index + stride < num_tiles) next = args_.bucket.tile(index + stride, kElemBytes);
       if (tile.is_whole()) {
         pack_rows<true>(tile, index);
@@ -41,7 +41,7 @@ class Packer {
   static constexpr uint32_t kRowsPerBlock = block_scaling(wire).block_elems / kRowElems;
   static_assert(kRowsInFlight % kRowsPerBlock == 0, "a team has whole scaled blocks");
 
-  // This team's quarter of a tile.
+  // Packs this team's quarter of a tile.
   template <bool kIsWhole>
   HOST_DEVICE void pack_rows(const Tile& tile, uint64_t index) const {
     const WirePlace place = format().from(
@@ -57,7 +57,7 @@ class Packer {
     uint32_t scales[kRowsInFlight];
     RowBits<wire> sent[kRowsInFlight];
     find_scales(wanted, place, row, scales);
-    // Asked once, not for each element: a branch would keep their instructions apart.
+    // One branch here, not one per element, which would keep the elements' instructions apart.
     const Rounding& rounding = args_.rounding;
     if (rounding.is_stochastic) {
       round_rows(wanted, scales, {true, rounding.seed, rounding.stream}, index * kTileElems, row,
@@ -93,7 +93,8 @@ class Packer {
     });
   }
 
-  // One for each row; rows that share a scale find it together. The first thread stores it.
+  // Finds the scale of each row; rows of one scaled block share it. The team's first thread stores
+  // it.
   HOST_DEVICE_INLINE void find_scales(const RowPart (&wanted)[kRowsInFlight],
                                       const WirePlace& place, uint32_t row,
                                       uint32_t (&scales)[kRowsInFlight]) const {
@@ -130,7 +131,7 @@ class Packer {
     });
   }
 
-  // What rounding has lost, in units of the result.
+  // Stores what rounding has lost, in units of the result.
   HOST_DEVICE_INLINE void store_residual(const RowPart (&wanted)[kRowsInFlight],
                                          const uint32_t (&scales)[kRowsInFlight],
                                          const RowBits<wire> (&sent)[kRowsInFlight],

@@ -1,4 +1,4 @@
-// What every kernel that talks to other ranks is told of them, and how it says that it gave up.
+// What kernels know of the other ranks, and how a kernel reports that it gave up.
 #pragma once
 
 #include <cstddef>
@@ -12,20 +12,21 @@
 namespace rota::cuda {
 
 struct Peers {
-  int first_rank;           // the launch's own rank, or the first of its local ranks
-  int num_local_ranks = 1;  // which one launch works for: rank_of() says which a block is of
+  int first_rank;           // the launch's rank, or the first of its local ranks
+  int num_local_ranks = 1;  // that one launch works for; rank_of() gives a block's rank
   transport::DeviceGeometry geometry;
   std::byte* regions[kMaxWorldSize];  // by rank; all mapped into this rank's address space
-  // In host memory that the GPU maps, as are the next two: 1 once the host wants kernels to return.
+  // In host memory that the GPU maps, like the next two words: the host sets it to 1 to make
+  // kernels return.
   const uint32_t* abort;
   uint64_t* failure;  // a Failure, packed; 0 at rest; any channel writes it
-  uint64_t* stall;    // the same, written again and again by a wait longer than stall_after_ns
+  uint64_t* stall;    // the same, written repeatedly by a wait longer than stall_after_ns
   uint64_t stall_after_ns;
   uint64_t timeout_ns;
 
   HOST_DEVICE int world_size() const { return geometry.world_size; }
-  // Whether one launch works for every rank: what the stream has done before is done for all, and
-  // the end of the kernel is everybody's.
+  // Whether one launch works for every rank. If so, stream order takes the place of messages at the
+  // start and the end of the kernel.
   HOST_DEVICE bool are_all_local() const { return num_local_ranks == world_size(); }
   template <typename Block>
   HOST_DEVICE int rank_of(const Block& block) const {
@@ -37,13 +38,13 @@ struct Peers {
 enum class FailureKind : uint8_t { kNone, kTimeout, kAborted, kMismatch, kStall };
 enum class WaitPhase : uint8_t { kArrival, kFreeSlot, kPacket };
 
-// Why a kernel returned early, or (kStall) for whom it has waited long: one word, so that writing
-// it needs no order. Where several channels say something, one of their words remains.
+// Why a kernel returned early or, with kStall, whom it has waited long for. One word, so that
+// writing it needs no memory order. If several channels write it, one of their words remains.
 struct Failure {
   FailureKind kind;
   WaitPhase phase;
   uint16_t peer;
-  uint16_t rank;  // that waited
+  uint16_t rank;  // the rank that waited
   uint16_t channel;
 
   HOST_DEVICE constexpr uint64_t pack() const {
@@ -55,7 +56,7 @@ struct Failure {
             static_cast<uint16_t>(word >> 16), static_cast<uint16_t>(word >> 32),
             static_cast<uint16_t>(word >> 48)};
   }
-  // None where the word is at rest.
+  // None if the word is at rest.
   static std::optional<Failure> unpack_any(uint64_t word) {
     return word != 0 ? std::optional(unpack(word)) : std::nullopt;
   }

@@ -1,6 +1,6 @@
-// Bytes from one rank to others: a transfer, and broadcast as a chain of them along the ring.
-// One wait in a row for each chunk, and for broadcast world_size - 2 more; nobody sends more than
-// num_bytes.
+// Moves bytes from one rank to others: a transfer, or a broadcast as a chain of transfers along the
+// ring. One wait in a row for each chunk, and for broadcast world_size - 2 more; no rank sends more
+// than num_bytes.
 #pragma once
 
 #include "cuda/links.h"
@@ -11,8 +11,8 @@ namespace rota::cuda {
 
 using Bytes = Codec<DType::kUInt8>;
 
-// What passes through a rank: data that it has sent, or that it receives, sends on, or both.
-// from_rank, to_rank: one rank or nobody.
+// One rank's part in a chain: a rank without from_rank sends its own data; any other receives data
+// and sends it on to to_rank, if there is one. from_rank, to_rank: one rank or nobody.
 template <typename Block>
 HOST_DEVICE void pass_on(const Block& block, const Peers& peers, const CollectiveArgs& args,
                          const RankSet& from_rank, const RankSet& to_rank) {
@@ -44,7 +44,7 @@ HOST_DEVICE void pass_on(const Block& block, const Peers& peers, const Collectiv
   links.count_received(from, message);
 }
 
-// From args.source to args.destination; any other rank has no part.
+// From args.source to args.destination; other ranks do nothing.
 template <typename Block>
 HOST_DEVICE void transfer(const Block& block, const Peers& peers, const CollectiveArgs& args) {
   const int rank = peers.rank_of(block);

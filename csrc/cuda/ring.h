@@ -1,7 +1,8 @@
-// The classic ring (Patarasuk & Yuan 2009): every shard's sum runs once around the ring in the
-// accumulate dtype, and its result once more in the wire dtype. 2 * (world_size - 1) waits in a row
-// for each chunk; each rank sends (world_size - 1) / world_size of the tensor in either dtype, to
-// its successor only. Sums start at another rank for each shard: see schedule/ring.h.
+// The classic ring (Patarasuk & Yuan 2009): every shard's sum goes once around the ring in the
+// accumulate dtype, then its result once more in the wire dtype. 2 * (world_size - 1) waits in a
+// row for each chunk; each rank sends (world_size - 1) / world_size of the tensor in each of the
+// two dtypes, to its successor only. Each shard's sum starts at a different rank: see
+// schedule/ring.h.
 #pragma once
 
 #include "cuda/links.h"
@@ -22,13 +23,13 @@ HOST_DEVICE void ring(const Block& block, const Peers& peers, const CollectiveAr
   const LinkSet from_previous = links.open(schedule::only(previous));
   const int num_steps = schedule::ring_num_steps(world_size);
 
-  uint64_t message = 0;  // what arrives; what is sent on is the one after
+  uint64_t message = 0;  // number of the message that arrives; the one sent on is the next
   for (uint64_t round = block.index(); round < args.num_chunks; round += block.num_blocks()) {
     const auto chunk_of = [&](int shard) {
       return schedule::chunk_of_shard(args.num_elems, args.shard_elems, shard, args.chunk_elems,
                                       round);
     };
-    // Before anything has arrived, the own shard starts on its way.
+    // Before anything has arrived, this rank sends its own shard.
     const Range first = chunk_of(schedule::ring_step(rank, world_size, 0).send_shard);
     if (!links.wait(ToSend{to_next, message})) return;
     const auto own_first = [&](int) { return elements.input(first); };
@@ -41,7 +42,7 @@ HOST_DEVICE void ring(const Block& block, const Peers& peers, const CollectiveAr
     for (int step = 0; step < num_steps; ++step, ++message) {
       const auto [send_shard, recv_shard, action] = schedule::ring_step(rank, world_size, step);
       const Range chunk = chunk_of(recv_shard);
-      // Nobody needs the last shard any more.
+      // In the last step nobody needs the shard any more.
       const LinkSet to = step == num_steps - 1 ? LinkSet{} : to_next;
       if (!links.wait(ToRead{from_previous, message}, ToSend{to, message + 1})) return;
 

@@ -1,6 +1,6 @@
-// One element of each dtype: how it is widened to the accumulate dtype and rounded back. Formulas
-// are base/float_bits.h's, which the CPU's loops use too; for float16 a block may have instructions
-// that give the same bits.
+// Widens one element of any dtype to the accumulate dtype and rounds it back. The formulas are in
+// base/float_bits.h, which the CPU's loops use too; for float16 a block may have instructions that
+// give the same bits.
 #pragma once
 
 #include <cstdint>
@@ -69,7 +69,7 @@ HOST_DEVICE constexpr bool is_narrow(DType dtype) {
   return info(dtype).is_floating && info(dtype).num_bytes < 4;
 }
 
-// Bits of an element to the accumulate dtype.
+// Converts an element's bits to the accumulate dtype.
 template <DType dtype, bool is_scaled, typename Block>
 HOST_DEVICE_INLINE AccOf<dtype> decode(const Block& block, ElemBits<dtype> bits) {
   if constexpr (dtype == DType::kFloat64)
@@ -87,7 +87,7 @@ HOST_DEVICE_INLINE AccOf<dtype> decode(const Block& block, ElemBits<dtype> bits)
     return static_cast<AccOf<dtype>>(bits);
 }
 
-// And back, rounded once. elem: counted from the start of the tensor.
+// Converts back, rounding once. elem: counted from the start of the tensor.
 template <DType dtype, bool is_scaled, typename Block>
 HOST_DEVICE_INLINE ElemBits<dtype> encode(const Block& block, AccOf<dtype> value,
                                           const Rounding& rounding, uint64_t elem) {
@@ -101,7 +101,7 @@ HOST_DEVICE_INLINE ElemBits<dtype> encode(const Block& block, AccOf<dtype> value
     if constexpr (dtype == DType::kFloat16) return block.narrow_half(value);
     return narrow_to_nearest<kFormat>(value);
   } else {
-    // Without the sign's copies above it.
+    // Through the unsigned type, which drops the sign extension.
     return static_cast<std::make_unsigned_t<AccOf<dtype>>>(value);
   }
 }

@@ -1,6 +1,6 @@
-// The halves of two_shot as collectives of their own: reduce_scatter leaves each rank the result of
+// The two halves of two_shot as separate collectives: reduce_scatter gives each rank the result of
 // its shard, all_gather gives each rank every shard. One wait in a row for each chunk; each rank
-// sends (world_size - 1) / world_size of the whole tensor. Shards are equally long.
+// sends (world_size - 1) / world_size of the whole tensor. All shards have the same length.
 #pragma once
 
 #include "cuda/two_shot.h"

@@ -1,12 +1,12 @@
-// Where the elements of a reduction come from and go to (cuda/elements.h says what a source and a
-// sink are). Places are those of a range's first element.
+// Sources and sinks of reductions (cuda/elements.h defines both). A place is that of a range's
+// first element.
 #pragma once
 
 #include "cuda/elements.h"
 
 namespace rota::cuda {
 
-// Contributions in the wire format: place_of(index) says where.
+// Contributions in the wire format, at place_of(index).
 template <typename Codec, typename Block, typename PlaceOf>
 class Contributions {
  public:
@@ -31,7 +31,7 @@ class Contributions {
   const PlaceOf& place_of_;
 };
 
-// Partial sums in the accumulate dtype: partial_of(index) says where.
+// Partial sums in the accumulate dtype, at partial_of(index).
 template <typename Codec, typename Block, typename PartialOf>
 class Partials {
  public:
@@ -82,11 +82,11 @@ class PartialAndOwn {
   WirePlace own_;
 };
 
-// Divides, rounds once, and stores to num_places places, each of which place_of(index) gives.
+// Divides, rounds once, and stores to num_places places: place_of(0), place_of(1), ...
 template <typename Codec, typename Block, typename PlaceOf>
 class Results {
  public:
-  // first_elem: of the range, in the tensor.
+  // first_elem: the range's first element, counted from the start of the tensor.
   HOST_DEVICE Results(const Elements<Codec, Block>& elements, uint64_t first_elem, int num_places,
                       const PlaceOf& place_of)
       : elements_(elements),
@@ -116,7 +116,7 @@ class Results {
   const PlaceOf& place_of_;
 };
 
-// Stores a sum that is not complete, to num_places slots, each of which partial_of(index) gives.
+// Stores an incomplete sum to num_places slots: partial_of(0), partial_of(1), ...
 template <typename Codec, typename Block, typename PartialOf>
 class PartialResults {
  public:

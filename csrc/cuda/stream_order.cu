@@ -15,7 +15,7 @@ cudaEvent_t make_event() {
   return event;
 }
 
-// The number of the graph that `stream` is captured in; 0: none.
+// The number of the graph that `stream` is being captured into; 0: none.
 uint64_t capture_of(Stream stream) {
   auto status = cudaStreamCaptureStatusNone;
   unsigned long long number = 0;
@@ -31,7 +31,7 @@ void record(cudaEvent_t event, Stream stream) {
   check_cuda(cudaEventRecord(event, stream), "cudaEventRecord");
 }
 
-// What is captured on a stream next comes after these.
+// The nodes that the next work captured on a stream will depend on.
 struct CapturedNodes {
   cudaGraph_t graph = nullptr;
   const cudaGraphNode_t* nodes = nullptr;
@@ -52,7 +52,7 @@ CapturedNodes captured_on(Stream stream) {
   return last;
 }
 
-// `node` comes after these, too.
+// Makes `node` depend on these as well.
 void put_behind(const CapturedNodes& last, cudaGraphNode_t node) {
   const std::vector<cudaGraphNode_t> nodes(last.num, node);
 #if CUDART_VERSION >= 13000
@@ -67,7 +67,7 @@ void put_behind(const CapturedNodes& last, cudaGraphNode_t node) {
 
 }  // namespace
 
-// Recorded at once, for a graph that waits for it before anything else does.
+// done_ is recorded at once, because a graph may be the first to wait for it.
 StreamOrder::StreamOrder() : done_(make_event()), captured_done_(make_event()) {
   record(done_, nullptr);
 }
@@ -77,8 +77,8 @@ StreamOrder::~StreamOrder() {
   transport::forget_error(cudaEventDestroy(captured_done_));
 }
 
-// A graph waits for `done_`, and records it, as an event outside of it: each time it runs, once. So
-// its replays are in order with what is queued beside them.
+// A graph waits for `done_` and records it as an external event, once each time it runs. So its
+// replays are ordered with what is queued outside the graph.
 void StreamOrder::enter(Stream stream) {
   const uint64_t capture = capture_of(stream);
   if (capture != 0) has_captured_ = true;
@@ -104,8 +104,9 @@ void StreamOrder::leave(Stream stream) {
   record_in_graph(stream);
 }
 
-// One node for all collectives of the graph, in nobody's way: the stream goes on from the kernel. A
-// graph may be added to while it is captured, but not taken from (cudaStreamGetCaptureInfo).
+// One node for all collectives of the graph. Nothing waits for it: the stream goes on from the
+// kernel. During capture, nodes and edges may be added to a graph but not removed
+// (cudaStreamGetCaptureInfo).
 void StreamOrder::record_in_graph(Stream stream) {
   const CapturedNodes last = captured_on(stream);
   if (record_node_ != nullptr) return put_behind(last, record_node_);

@@ -1,6 +1,6 @@
-// How kernels access words that others access too, atomically: at system scope what other GPUs or
-// the host read or write, at the GPU's what only its own blocks do. Each is one alias for the
-// device and for the tests that run the kernels' bodies as threads of the host.
+// Atomic access to shared words in kernels: SystemWord, at system scope, for words that other GPUs
+// or the host also access; GpuWord, at device scope, for words that only this GPU's blocks access.
+// Each alias serves both the device and the tests that run kernel bodies as host threads.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ using GpuWord = std::atomic_ref<T>;
 using MemoryOrder = std::memory_order;
 #endif
 
-// To a count of this GPU that says nothing of anything else.
+// Adds to a count of this GPU; publishes nothing else.
 HOST_DEVICE inline void add_to_count(uint64_t& count, uint64_t value) {
   GpuWord<uint64_t>(count).fetch_add(value, MemoryOrder::relaxed);
 }

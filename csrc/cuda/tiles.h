@@ -1,14 +1,13 @@
-// Gradients on their way to the wire format and back, a tile of 512 elements at a time
-// (base/tile.h).
+// How pack and unpack read and write gradients, a tile of 512 elements at a time (base/tile.h).
 //
-// A tile is 16 rows of 32 elements. A team of 8 neighbouring threads works on 4 rows at a time; in
-// each a thread has 4 neighbouring elements. So scales are found within a team, and a thread's
-// elements belong to the same four of the 32 partial sums of squares. Memory is moved 16 bytes at a
-// time in every dtype: rows of narrow ones several together.
+// A tile is 16 rows of 32 elements. A team of 8 neighbouring threads works on 4 rows at a time,
+// with 4 neighbouring elements of each row per thread. So scales are found within a team, and a
+// thread's elements always belong to the same 4 of the 32 partial sums of squares. Memory is moved
+// 16 bytes at a time in every dtype; in narrow dtypes several rows are moved together.
 //
-// A warp is four teams. pack gives them the four quarters of a tile: nothing crosses 4 rows. unpack
-// gives each a tile of its own, of four neighbouring ones, and the rows in ascending order, in
-// which the CPU adds their squares (cpu/wire_loops.inl).
+// A warp is four teams. pack gives each team a quarter of one tile, because nothing spans more than
+// 4 rows. unpack gives each team one of four neighbouring tiles, with the rows in ascending order,
+// as the CPU adds their squares (cpu/wire_loops.inl).
 #pragma once
 
 #include "base/block_scale.h"
@@ -25,7 +24,7 @@ inline constexpr uint32_t kRowElems = 32;
 inline constexpr uint32_t kTileRows = kTileElems / kRowElems;
 inline constexpr uint32_t kElemsPerRow = kRowElems / kTeamThreads;  // of one thread
 
-// So many rows are loaded before the first is used: whole scaled blocks of every wire format.
+// Rows that are loaded before the first is used; they are whole scaled blocks in every wire format.
 inline constexpr uint32_t kRowsInFlight = 4;
 static_assert(kTileRows == kTeams * kRowsInFlight, "the teams of a warp share a tile");
 static_assert(kTreeGroup == kTeams, "or have one of a group each");
@@ -38,7 +37,7 @@ struct RowPart {
 template <DType dtype>
 using RowBits = Words<kElemsPerRow * info(dtype).num_bytes>;
 
-// body(row, elem) for a thread's elements of the rows in flight, row by row.
+// Calls body(row, elem) for a thread's elements of the rows in flight, row by row.
 template <typename Body>
 HOST_DEVICE_INLINE void for_each_elem(const Body& body) {
   ROTA_UNROLL
@@ -64,7 +63,8 @@ class TileThread {
   HOST_DEVICE bool is_first_of_team() const { return place() == 0; }
   HOST_DEVICE bool is_first_of_warp() const { return lane_ == 0; }
 
-  // What this warp takes, of what all warps of the launch take in turn: first, first + stride, ...
+  // The items that this warp takes when all warps of the launch take turns: first, first + stride,
+  // ...
   HOST_DEVICE uint64_t first_item() const {
     return static_cast<uint64_t>(block_.index()) * warps_per_block() +
            static_cast<uint32_t>(block_.thread()) / kWarpThreads;
@@ -76,8 +76,8 @@ class TileThread {
   // The first of this thread's elements of a row, counted from the start of the tile.
   HOST_DEVICE uint32_t elem(uint32_t row) const { return row * kRowElems + place() * kElemsPerRow; }
 
-  // This thread's elements of neighbouring rows, as bits. num_elems: of the tile. kIsWhole: all are
-  // there, and the tile is aligned; else what is not there reads as 0.
+  // Reads this thread's elements of neighbouring rows, as bits. num_elems: of the tile. kIsWhole:
+  // the tile is aligned and has all its elements; otherwise missing elements read as 0.
   template <DType dtype, bool kIsWhole = true>
   HOST_DEVICE_INLINE void read(const std::byte* tile, uint32_t row,
                                RowBits<dtype> (&rows)[kRowsInFlight],
@@ -98,8 +98,8 @@ class TileThread {
       }
     }
   }
-  // The halves of reading what is whole. Between them, while the loads are under way, the bits of
-  // narrow dtypes may be a neighbour's.
+  // The two halves of reading a whole tile. Between them, while the loads are in flight, the bits
+  // of narrow dtypes may be a neighbour's.
   template <DType dtype>
   HOST_DEVICE_INLINE void fetch(const std::byte* tile, uint32_t row,
                                 RowBits<dtype> (&rows)[kRowsInFlight]) const {
@@ -147,19 +147,19 @@ class TileThread {
       }
     }
   }
-  // How many of them are there.
+  // How many of this thread's elements of a row exist.
   HOST_DEVICE_INLINE uint32_t num_left(uint32_t row, uint64_t num_elems) const {
     if (elem(row) >= num_elems) return 0;
     const uint64_t left = num_elems - elem(row);
     return left < kElemsPerRow ? static_cast<uint32_t>(left) : kElemsPerRow;
   }
 
-  // The largest value of the team's threads, whose numbers share a scale.
+  // The largest value among the team's threads, whose numbers share a scale.
   HOST_DEVICE uint32_t largest_of_team(uint32_t value) const {
     return block_.template largest_of_lanes<kTeamThreads>(value);
   }
-  // The sum over the team of 32 partial sums, of which each thread has four: upper half to lower
-  // half. Every thread gets it.
+  // Sums the 32 partial sums of the team, four per thread, by adding the upper half to the lower
+  // half. Every thread gets the sum.
   HOST_DEVICE double sum_of_team(const double (&partials)[kElemsPerRow]) const {
     double sums[kElemsPerRow];
     ROTA_UNROLL
@@ -173,8 +173,8 @@ class TileThread {
     }
     return (sums[0] + sums[2]) + (sums[1] + sums[3]);
   }
-  // Of one value of each team, as base/fixed_tree.h adds a group of tiles. The whole warp calls
-  // this, and every thread gets it.
+  // Sums one value per team, as base/fixed_tree.h adds a group of tiles. The whole warp calls this,
+  // and every thread gets the sum.
   HOST_DEVICE double sum_of_teams(double value) const {
     ROTA_UNROLL
     for (uint32_t distance = kTeamThreads; distance < kWarpThreads; distance *= 2) {
@@ -182,7 +182,7 @@ class TileThread {
     }
     return value;
   }
-  // Adds what the threads of the warp, all of which call this, have counted.
+  // Adds the counts of the warp's threads to `total`. The whole warp calls this.
   HOST_DEVICE void add_up(uint64_t& total, uint32_t count) const {
     ROTA_UNROLL
     for (uint32_t distance = 1; distance < kWarpThreads; distance *= 2) {
@@ -192,13 +192,14 @@ class TileThread {
   }
 
  private:
-  // So many rows of a narrow dtype make 16 bytes for each thread. They are moved together: each of
-  // as many neighbours moves 16 bytes of one row, and then they exchange what is the others'.
+  // How many rows of a narrow dtype make 16 bytes for each thread. They are moved together: that
+  // many neighbouring threads each move 16 bytes of one row, then exchange the parts that belong to
+  // each other.
   HOST_DEVICE static constexpr uint32_t rows_together(DType dtype) {
     const size_t row_bytes = kElemsPerRow * info(dtype).num_bytes;
     return row_bytes < kAccessBytes ? kAccessBytes / row_bytes : 1;
   }
-  // Where this thread's 16 bytes lie, of the rows from `row` on.
+  // The offset of this thread's 16 bytes, in the rows from `row` on.
   template <DType dtype>
   HOST_DEVICE_INLINE size_t wide_offset(uint32_t row) const {
     constexpr uint32_t kTogether = rows_together(dtype);
@@ -206,13 +207,13 @@ class TileThread {
     const uint32_t column = place() / kTogether * kTogether * kElemsPerRow;
     return size_t{own_row * kRowElems + column} * info(dtype).num_bytes;
   }
-  // Whether a thread's part of a row of a tile that is short or misaligned is there and aligned.
+  // Whether a thread's part of a row, in a short or misaligned tile, exists in full and is aligned.
   template <DType dtype>
   HOST_DEVICE static bool is_one_access(const std::byte* part, uint32_t num_there) {
     return num_there == kElemsPerRow && is_aligned(part, alignof(RowBits<dtype>));
   }
-  // Thread i's part r becomes thread r's part i, among kTogether neighbours: a transposition, which
-  // undoes itself.
+  // Among kTogether neighbouring threads, thread i's part r becomes thread r's part i: a
+  // transposition, which is its own inverse.
   template <uint32_t kTogether, typename Part>
   HOST_DEVICE_INLINE void transpose(Part (&parts)[kRowsInFlight], uint32_t first) const {
     ROTA_UNROLL

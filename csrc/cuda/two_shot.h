@@ -1,7 +1,7 @@
-// two_shot: every rank sends the shard that another owns to its owner; the owner sums it, in
-// ascending rank, and sends the result to all. Two waits in a row for each chunk; each rank sends
-// 2 * (world_size - 1) / world_size * num_bytes. Its halves are collectives of their own:
-// reduce_scatter and all_gather.
+// two_shot: every rank sends its contribution to each shard to the shard's owner; the owner sums
+// the contributions in ascending rank order and sends the result to all. Two waits in a row for
+// each chunk; each rank sends 2 * (world_size - 1) / world_size * num_bytes. Its halves are also
+// separate collectives: reduce_scatter and all_gather.
 #pragma once
 
 #include "cuda/links.h"
@@ -10,8 +10,8 @@
 
 namespace rota::cuda {
 
-// The verbs of two_shot among the ranks of a set, each of which owns one shard of the tensor: as
-// many shards as ranks. Chunk i of every shard is worked on at a time.
+// The operations of two_shot among the ranks of a set, each of which owns one shard of the tensor.
+// Chunk i of all shards is worked on at the same time.
 template <typename Codec, typename Block>
 class Shards {
  public:
@@ -28,7 +28,7 @@ class Shards {
   }
   HOST_DEVICE Range own_chunk(uint64_t i) const { return chunk_of(links_.rank(), i); }
   HOST_DEVICE int num_peers() const { return ranks_.num_ranks - 1; }
-  // The others, each rank beginning at its successor: writers do not meet at one rank.
+  // The other ranks. Each rank starts at its successor, so that writers spread over the ranks.
   HOST_DEVICE int peer(int index) const {
     const int own_place = ranks_.place_of(links_.rank());
     return ranks_.rank_at(schedule::rotated_peer(own_place, ranks_.num_ranks, index));
@@ -54,14 +54,14 @@ class Shards {
     return index == 0 ? elements_.output(chunk)
                       : elements_.in_slot(links_.outgoing(peer(index - 1), message), chunk);
   }
-  // In a tensor that holds this rank's shard alone.
+  // The place in a tensor that holds only this rank's shard.
   HOST_DEVICE WirePlace in_own_shard(std::byte* base, const Range& own) const {
     const CollectiveArgs& args = elements_.args();
     const Range shard =
         schedule::shard_of(args.num_elems, args.shard_elems, ranks_.place_of(links_.rank()));
     return elements_.at(base, shard.num_elems, own.begin - shard.begin);
   }
-  // Takes the results of the others' chunks.
+  // Copies the results of the other ranks' chunks to the output.
   HOST_DEVICE void collect(uint64_t i, uint64_t message) const {
     elements_.copy_each(num_peers(), [&](int index) {
       const Range chunk = chunk_of(peer(index), i);
@@ -91,16 +91,16 @@ HOST_DEVICE void two_shot(const Block& block, const Peers& peers, const Collecti
     const uint64_t contribution = message;
     const uint64_t result = message + 1;
 
-    // Opened anew where a wait hides the load: kept over the copies and the sum, the counts would
-    // take registers that those need.
+    // The links are opened again where a wait hides the load: if the counts were kept during the
+    // copies and the sum, they would take registers that those need.
     const LinkSet to_owners = links.open(everyone);
     if (!links.wait(ToSend{to_owners, contribution})) return;
     shards.scatter(i, contribution);
     block.sync();
     links.publish(to_owners, contribution);
 
-    // The slots of the results are free: a peer sends this contribution after it has read all that
-    // came before.
+    // The arrival also frees the slots of the results: a peer sends this contribution after it has
+    // read all earlier messages.
     if (!links.wait(ToRead{links.open(everyone), contribution})) return;
     const auto contribution_of = [&](int rank) {
       return shards.contribution(rank, own, contribution);
@@ -117,7 +117,7 @@ HOST_DEVICE void two_shot(const Block& block, const Peers& peers, const Collecti
     if (!links.wait(ToRead{peers_links, result})) return;
     shards.collect(i, result);
   }
-  // Results are released for later launches only: in this one, the next contribution does.
+  // Results are released for later launches only: in this launch, the next contribution implies it.
   const LinkSet world = links.open(everyone);
   block.sync();
   links.release(world, message - 1);

@@ -1,10 +1,10 @@
-// two_shot without slots, where ranks map each other's tensors: the owner of a shard reads it from
-// every tensor and writes the result to every tensor. Nothing is moved twice: ranks of one GPU read
-// and write each tensor once, which is the least there is. Over a connection a rank reads
-// (world_size - 1) / world_size * num_bytes and writes as much; two waits in a row altogether.
+// two_shot without slots, for ranks that map each other's tensors: the owner of a shard reads it
+// from every tensor and writes the result to every tensor. No data is moved twice: ranks on one GPU
+// read and write each tensor once, which is the minimum. Between GPUs a rank reads (world_size - 1)
+// / world_size * num_bytes and writes as much; two waits in a row altogether.
 //
-// Where all ranks are local ones of one launch, nobody waits for anybody: the links stay as they
-// are, and there may be more blocks than channels, and than are resident together.
+// If all ranks are local ranks of one launch, no block waits for another: the links are not used,
+// and there may be more blocks than channels, and than can be resident together.
 #pragma once
 
 #include "cuda/two_shot.h"
@@ -19,7 +19,7 @@ HOST_DEVICE void two_shot_in_place(const Block& block, const Peers& peers,
   const RankSet everyone = schedule::everyone(links.world_size());
   const Shards shards(links, elements, everyone);
 
-  // Messages without slots: my tensor is there; my results are.
+  // Messages without slots: this rank's tensor is ready; its results are written.
   constexpr uint64_t kReady = 0, kDone = 1;
   const bool is_one_launch = peers.are_all_local();
   const LinkSet world = is_one_launch ? LinkSet{} : links.open(everyone);

@@ -1,7 +1,7 @@
-// From the wire format to gradients, a list of tensors in one launch and one pass: unscale, store,
-// count what is not finite and sum up the squares of what is stored. As the CPU does it in
-// cpu/bucket_reducer.cpp, with the same bits, the norm's included: squares are summed by tile,
-// tiles by group, and groups in the fixed tree of base/fixed_tree.h by the block that ends last.
+// Unpacks the wire format into gradients, a list of tensors in one launch and one pass: unscales
+// and stores them, counts non-finite results and sums the squares of what is stored. Gives the same
+// bits as the CPU (cpu/bucket_reducer.cpp), also for the norm: squares are summed by tile, tiles by
+// group, and groups by the block that ends last, in the fixed tree of base/fixed_tree.h.
 #pragma once
 
 #include "base/fixed_tree.h"
@@ -33,7 +33,7 @@ class Unpacker {
   static constexpr size_t kElemBytes = info(dtype).num_bytes;
   static constexpr uint32_t kRowsPerBlock = block_scaling(wire).block_elems / kRowElems;
 
-  // What is loaded of some rows; the scale of row r is the byte r / kRowsPerBlock.
+  // The bits of some rows as loaded; the scale of row r is the byte r / kRowsPerBlock of `scales`.
   struct Received {
     RowBits<wire> rows[kRowsInFlight];
     uint32_t scales;
@@ -56,7 +56,7 @@ class Unpacker {
     Received next = fetch(place, 0);
     for (uint32_t row = 0; row < kTileRows; row += kRowsInFlight) {
       Received received = next;
-      // Under way while these rows are worked on.
+      // Loads the next rows while these are worked on.
       if (row + kRowsInFlight < kTileRows) next = fetch(place, row + kRowsInFlight);
       RowBits<dtype> results[kRowsInFlight];
       thread_.template sort<wire>(received.rows);
@@ -71,7 +71,8 @@ class Unpacker {
     Received received;
     thread_.template fetch<wire>(place.payload, row, received.rows);
     if constexpr (is_scaled) {
-      // Of a tile they start at a multiple of 8 bytes; those of these rows are half a word, or one.
+      // A tile's scales start at a multiple of 8 bytes; those of these rows fill half a word, or
+      // one.
       const uint32_t first = row / kRowsPerBlock;
       const auto word = block_.template load<4>(place.scales + first / 4 * 4);
       received.scales = word.words[0] >> first % 4 * 8;
@@ -99,7 +100,7 @@ class Unpacker {
     });
   }
 
-  // What is measured is what is stored; float64 holds it unchanged.
+  // Measures what is stored. The cast to float is exact: a float64 result is a widened float.
   template <bool kIsWhole>
   HOST_DEVICE_INLINE void measure(const RowBits<dtype> (&results)[kRowsInFlight], const Tile& tile,
                                   uint32_t row, double (&squares)[kElemsPerRow]) {
@@ -112,7 +113,7 @@ class Unpacker {
     });
   }
 
-  // Every block says that its tiles are summed and counted; the last one to say so sees the sums
+  // Every block reports that its tiles are summed and counted; the last one to report sees the sums
   // and the count of all.
   HOST_DEVICE void sum_up_in_last_block() const {
     UnpackWords& words = *args_.words;
@@ -130,7 +131,7 @@ class Unpacker {
     const GpuWord<uint64_t> num_non_finite(words.num_non_finite);
     args_.stats[0] = static_cast<double>(num_non_finite.load(MemoryOrder::relaxed));
     args_.stats[1] = sum;
-    words.put_to_rest();  // the next unpack need not come after a pack
+    words.put_to_rest();  // the next unpack may run without a pack before it
   }
 
   HOST_DEVICE static constexpr WireFormat format() { return {wire, is_scaled}; }

@@ -1,5 +1,5 @@
-// The one way in which a kernel waits: a spin that meets a deadline and sees an abort. It never
-// traps: it says in one word why it gave up, and the kernel returns.
+// The only way in which a kernel waits: a spin with a deadline that also polls for an abort. It
+// never traps: it writes one word that says why it gave up, and the kernel returns.
 #pragma once
 
 #include "cuda/peers.h"
@@ -7,11 +7,11 @@
 
 namespace rota::cuda {
 
-// How many looks at the awaited word go between two at the abort word and the clock, which lie
-// further away (the abort word behind PCIe: about a microsecond).
+// Polls of the awaited word per poll of the abort word and the clock, which take longer to read
+// (the abort word is behind PCIe: about a microsecond).
 inline constexpr uint32_t kLooksPerTick = 256;
 
-// Writes to `word` what has come of a wait.
+// Writes the outcome of a wait to `word`.
 template <typename Block>
 HOST_DEVICE void report(const Block& block, const Peers& peers, FailureKind kind, WaitPhase phase,
                         int peer, uint64_t* word) {
@@ -21,12 +21,12 @@ HOST_DEVICE void report(const Block& block, const Peers& peers, FailureKind kind
   SystemWord<uint64_t>(*word).store(failure.pack(), MemoryOrder::relaxed);
 }
 
-// Returns once is_there() does; false when the wait was given up. `block` is either a DeviceBlock
-// or what stands for one on the host.
+// Returns true once is_there() does, false if the wait was given up. `block` is a DeviceBlock or
+// its stand-in on the host.
 template <typename Block, typename IsThere>
 HOST_DEVICE bool wait_until(const Block& block, const Peers& peers, int peer, WaitPhase phase,
                             const IsThere& is_there) {
-  uint64_t begin_ns = 0;  // not before the first tick, so that a short wait reads no clock
+  uint64_t begin_ns = 0;  // set at the first tick, so that a short wait reads no clock
   for (uint32_t looks = 1; !is_there(); ++looks) {
     block.pause();
     if (looks % kLooksPerTick != 0) continue;
@@ -49,7 +49,7 @@ HOST_DEVICE bool wait_until(const Block& block, const Peers& peers, int peer, Wa
   return true;
 }
 
-// Whether a peer, of whose launch the fingerprint has come, is in this very launch.
+// Whether a peer, whose fingerprint has arrived, is in the same launch; reports a mismatch if not.
 template <typename Block>
 HOST_DEVICE bool is_same_launch(const Block& block, const Peers& peers, int peer, WaitPhase phase,
                                 uint64_t own_fingerprint, uint64_t fingerprint) {

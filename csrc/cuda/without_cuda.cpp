@@ -1,4 +1,4 @@
-// What stands in for this folder's .cu files in a build for the CPU.
+// Replaces this folder's .cu files in a CPU-only build.
 #if !defined(ROTA_WITH_CUDA)
 
 #include "base/error.h"

@@ -8,7 +8,8 @@
 #include "base/float_bits.h"
 #include "base/host_device.h"
 
-// In front of a loop whose counter indexes registers; a host compiler warns of it.
+// Goes before a loop whose counter indexes registers. Empty on the host, whose compiler warns about
+// the pragma.
 #if defined(__CUDA_ARCH__)
 #define ROTA_UNROLL _Pragma("unroll")
 #else
@@ -28,8 +29,7 @@ struct alignas(kBytes < kAccessBytes ? kBytes : kAccessBytes) Words {
 template <size_t kElemBytes>
 using BitsOf = std::conditional_t<kElemBytes == 8, uint64_t, uint32_t>;
 
-// Element `index`, as its bits, of elements that are packed into words. The index must be known to
-// the compiler.
+// The bits of element `index` among elements packed into words. The compiler must know the index.
 template <size_t kElemBytes, size_t kBytes>
 HOST_DEVICE_INLINE BitsOf<kElemBytes> get_bits(const Words<kBytes>& packed, size_t index) {
   if constexpr (kElemBytes == 8) {
@@ -43,7 +43,7 @@ HOST_DEVICE_INLINE BitsOf<kElemBytes> get_bits(const Words<kBytes>& packed, size
   }
 }
 
-// Into words that were 0 there.
+// Stores an element's bits in words that are 0 there.
 template <size_t kElemBytes, size_t kBytes>
 HOST_DEVICE_INLINE void put_bits(Words<kBytes>& packed, size_t index, BitsOf<kElemBytes> bits) {
   if constexpr (kElemBytes == 8) {
@@ -57,7 +57,7 @@ HOST_DEVICE_INLINE void put_bits(Words<kBytes>& packed, size_t index, BitsOf<kEl
   }
 }
 
-// Part `index` of words that are the size of several parts.
+// Part `index` of words that hold several parts.
 template <size_t kPartBytes, size_t kBytes>
 HOST_DEVICE_INLINE Words<kPartBytes> part_of(const Words<kBytes>& words, uint32_t index) {
   constexpr size_t kPartWords = kPartBytes / sizeof(uint32_t);
@@ -78,15 +78,15 @@ HOST_DEVICE_INLINE bool is_aligned(const std::byte* address, size_t num_bytes) {
   return reinterpret_cast<uintptr_t>(address) % num_bytes == 0;
 }
 
-// Elements that are aligned to their own size alone, or of which only the first num_elems are
-// there: one at a time, the others 0.
+// Loads elements one at a time: they are aligned only to their own size, or only the first
+// num_elems exist. The others are 0.
 template <size_t kElemBytes, size_t kBytes>
 HOST_DEVICE_INLINE Words<kBytes> load_part(const std::byte* src, uint32_t num_elems) {
   Words<kBytes> packed{};
   ROTA_UNROLL
   for (size_t i = 0; i < kBytes / kElemBytes; ++i) {
     if (i >= num_elems) continue;
-    BitsOf<kElemBytes> bits = 0;  // of which a narrow element is the low end
+    BitsOf<kElemBytes> bits = 0;  // a narrow element is its low end
     __builtin_memcpy(&bits, __builtin_assume_aligned(src + i * kElemBytes, kElemBytes), kElemBytes);
     put_bits<kElemBytes>(packed, i, bits);
   }

@@ -8,7 +8,7 @@
 namespace rota {
 namespace {
 
-// Bounded: the words come from another process.
+// Reduced to a valid value, because the words come from another process.
 template <typename Enum>
 Enum enum_at(uint64_t word, int shift, size_t num_values) {
   return static_cast<Enum>(((word >> shift) & 0xff) % num_values);
@@ -18,7 +18,7 @@ float float_at(uint64_t word, int shift) {
   return std::bit_cast<float>(static_cast<uint32_t>(word >> shift));
 }
 
-// The shortest text that reads back as the same number: different factors never look alike.
+// The shortest text that parses to the same number, so different factors never look alike.
 std::string text_of(float value) {
   char text[32];
   const auto [end, error] = std::to_chars(text, text + sizeof(text), value);

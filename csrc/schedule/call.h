@@ -1,7 +1,6 @@
-// What is asked of all ranks, once: every layer below the tensors works by it, on the CPU and on
-// GPUs. core/plan.h makes it. Its words are what ranks compare: every rank reads every other's
-// before anything is written to an output, so a mismatch is an error on all of them and never a
-// wrong number.
+// The one description of a collective, which every layer below the tensors uses, on the CPU and on
+// GPUs. core/plan.h creates it. Ranks compare its words: each reads every other rank's words before
+// anything is written to an output, so a mismatch is an error on all ranks, never a wrong number.
 #pragma once
 
 #include <array>
@@ -35,13 +34,13 @@ constexpr std::string_view name(CollectiveKind kind) {
   return kCollectiveNames[static_cast<size_t>(kind)];
 }
 
-// What happens to a gradient bucket on its way through an all-reduce, besides the sum.
+// What an all-reduce does to a gradient bucket besides summing it.
 struct BucketPass {
-  float contribution_factor = 1;            // of each rank's gradients, before they are rounded
-  float divisor = 1;                        // of the sum; of any all-reduce that averages
-  float result_factor = 1;                  // of the result, after it is rounded
+  float contribution_factor = 1;            // multiplies each rank's gradients, before rounding
+  float divisor = 1;                        // divides the sum, in every all-reduce that averages
+  float result_factor = 1;                  // multiplies the result, after rounding
   bool has_residual = false;                // error feedback
-  std::optional<uint64_t> stochastic_seed;  // none: to nearest
+  std::optional<uint64_t> stochastic_seed;  // none: round to nearest
 
   bool operator==(const BucketPass&) const = default;
 };
@@ -51,22 +50,23 @@ struct Call {
   ReduceOp op = ReduceOp::kSum;
   DType dtype = DType::kUInt8;     // of the tensor
   WireFormat wire{DType::kUInt8};  // what contributions and results are rounded to
-  DType hop = DType::kUInt8;       // what rings pass partial sums on in
+  DType hop = DType::kUInt8;       // the dtype of partial sums in rings
   schedule::Algorithm algorithm = schedule::Algorithm::kOneShot;
   int root = 0;            // of a broadcast
-  int group_size = 0;      // ranks that are summed before the sums of groups are; 0: no groups
-  uint64_t num_elems = 0;  // of the rank's tensor; of the input, where there is an output apart
+  int group_size = 0;      // ranks summed as a group, before groups are summed; 0: no groups
+  uint64_t num_elems = 0;  // of the rank's tensor; of the input if there is a separate output
   BucketPass pass;
 
   bool operator==(const Call&) const = default;
 
   std::string_view kind_name() const { return name(kind); }
-  // Of the rank's tensor.
+  // Size of the rank's tensor.
   uint64_t num_bytes() const { return num_elems * info(dtype).num_bytes; }
   // "all_reduce(sum, float32[1024], two_shot)"
   std::string to_string() const;
 
-  // As it travels beside a flag. The kind is stored plus one, so that no call is all zero.
+  // The encoding that travels as a flag's payload. The kind is stored plus one, so no call is all
+  // zeros.
   using Words = std::array<uint64_t, 7>;
   Words to_words() const {
     return {(static_cast<uint64_t>(kind) + 1) | static_cast<uint64_t>(op) << 8 |
@@ -81,7 +81,7 @@ struct Call {
             pass.stochastic_seed.value_or(0)};
   }
   static Call from_words(const Words& words);
-  // The same in one word, which differs where calls differ, but for one in 2^64.
+  // A hash of the words: different calls collide with probability 2^-64.
   static uint64_t fingerprint(const Words& words);
 
  private:

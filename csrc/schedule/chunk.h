@@ -26,10 +26,10 @@ HOST_DEVICE constexpr Range chunk_of(uint64_t num_elems, uint64_t chunk_elems, u
   return {begin, min_of(chunk_elems, num_elems - begin)};
 }
 
-// Shards: `num_elems` elements in `num_shards` parts of equal length, rounded up to `granule`
-// elements so that shards start aligned; the last ones may be short or empty. Their length is found
-// apart from what it is used for: a 64-bit division takes a GPU about a hundred instructions, so
-// kernels are told it.
+// The length of a shard when `num_elems` elements are cut into `num_shards` equal parts, rounded up
+// to `granule` elements so that shards start aligned; the last ones may be short or empty. The host
+// computes it and passes it to kernels, because a 64-bit division costs a GPU about a hundred
+// instructions.
 HOST_DEVICE constexpr uint64_t shard_length(uint64_t num_elems, uint64_t num_shards,
                                             uint64_t granule) {
   return ceil_div(ceil_div(num_elems, num_shards), granule) * granule;
@@ -40,8 +40,8 @@ HOST_DEVICE constexpr Range shard_of(uint64_t num_elems, uint64_t shard_elems, i
   return chunk_of(num_elems, shard_elems, static_cast<uint64_t>(index));
 }
 
-// The chunk `index` of `shard`, counted from the start of the tensor. Past the shard's end it is
-// empty, and goes through protocols as any other.
+// Chunk `index` of `shard`, counted from the start of the tensor. Past the shard's end the chunk is
+// empty; protocols treat it like any other.
 HOST_DEVICE constexpr Range chunk_of_shard(uint64_t num_elems, uint64_t shard_elems, int shard,
                                            uint64_t chunk_elems, uint64_t index) {
   const Range whole = shard_of(num_elems, shard_elems, shard);
@@ -49,14 +49,13 @@ HOST_DEVICE constexpr Range chunk_of_shard(uint64_t num_elems, uint64_t shard_el
   return {whole.begin + chunk.begin, chunk.num_elems};
 }
 
-// The same where the number of shards is known and not their length.
+// The same as shard_of(), given the number of shards instead of their length.
 HOST_DEVICE constexpr Range even_shard(uint64_t num_elems, uint64_t num_shards, uint64_t index,
                                        uint64_t granule) {
   return chunk_of(num_elems, shard_length(num_elems, num_shards, granule), index);
 }
 
-// Chunks of the longest shard, of a tensor in num_shards shards whose chunks hold chunk_elems, a
-// multiple of `granule`.
+// Returns the chunk count of the longest shard. chunk_elems: a multiple of `granule`.
 HOST_DEVICE constexpr uint64_t num_chunks_of_shards(uint64_t num_elems, int num_shards,
                                                     uint64_t chunk_elems, uint64_t granule) {
   const Range longest = even_shard(num_elems, static_cast<uint64_t>(num_shards), 0, granule);

@@ -1,5 +1,5 @@
-// What a collective on GPUs moves, in closed form: for tables (benchmarks/paper.py) and for whoever
-// plans which one to run. Counted in one round, without rounding up to chunks and granules.
+// What a collective on GPUs moves, in closed form: for tables (benchmarks/paper.py) and for
+// choosing which one to run. Counts one round, without rounding up to chunks and granules.
 //
 // Every ordered pair of ranks is a first-in-first-out link: the sender stores a message into a slot
 // in the receiver's memory, and the receiver loads it from there.
@@ -12,24 +12,24 @@
 
 namespace rota::schedule {
 
-// Bytes of one message: as the tensor holds it, as contributions and results travel, as partial
-// sums travel.
+// Bytes of one message: in the tensor's dtype, in the wire format of contributions and results, and
+// in the dtype of partial sums.
 struct MessageBytes {
   double tensor;
   double wire;
   double hop;
 };
 
-// Of the busiest rank, unless it says otherwise.
+// For the busiest rank, unless a field says otherwise.
 struct Cost {
-  double links_out_bytes = 0;  // what it stores into peers' memory, and they load from its own
+  double links_out_bytes = 0;  // what it stores into peers' memory plus what they load from its own
   double links_in_bytes = 0;
-  // In its memory, whoever loads or stores; no cache is assumed to save any.
+  // Traffic of its memory, by any rank; caches are assumed to save nothing.
   double memory_read_bytes = 0;
   double memory_written_bytes = 0;
-  double memory_bytes_of_all = 0;  // read and written, of all ranks together
+  double memory_bytes_of_all = 0;  // read and written, all ranks together
   int num_messages = 0;            // each with one flag (low_latency: one in each packet)
-  // The longest chain of waits, each for what a rank did after the one before.
+  // The longest chain of waits in which each depends on the one before.
   int num_waits = 0;
 };
 
@@ -59,8 +59,8 @@ constexpr std::optional<CostOf> parse_cost(std::string_view text) {
   return std::nullopt;
 }
 
-// Where every rank sends and receives the same: through_links bytes in either direction, which lie
-// in slots on their way, beside what it reads and writes of tensors and of memory of its own.
+// The cost where every rank sends and receives equally: through_links bytes each way, which pass
+// through slots, plus what it reads and writes in tensors and in its own memory.
 constexpr Cost even_cost(double num_ranks, double through_links, double read, double written,
                          int num_messages, int num_waits) {
   return {.links_out_bytes = through_links,
@@ -80,7 +80,7 @@ constexpr Cost cost(CostOf what, const MessageBytes& bytes, int world_size, int 
   const int peers = world_size - 1;
   const double others_share = peers / ranks;  // of a tensor in shards
   switch (what) {
-    // The own contribution is read twice: to be sent, and to be summed.
+    // A rank reads its own contribution twice: to send it, and to sum it.
     case CostOf::kOneShot:
       return even_cost(ranks, peers * wire, 2 * tensor, tensor, peers, 1);
     // In packets of 8 bytes, 4 of data and 4 of flag.
@@ -88,7 +88,7 @@ constexpr Cost cost(CostOf what, const MessageBytes& bytes, int world_size, int 
       return even_cost(ranks, 2 * peers * wire, 2 * tensor, tensor, peers, 1);
     case CostOf::kTwoShot:
       return even_cost(ranks, 2 * others_share * wire, tensor, tensor, 2 * peers, 2);
-    // From tensor to tensor, without slots; messages are bare flags.
+    // From tensor to tensor, without slots; messages are flags without data.
     case CostOf::kTwoShotInPlace:
       return {.links_out_bytes = 2 * others_share * tensor,
               .links_in_bytes = 2 * others_share * tensor,
@@ -97,7 +97,7 @@ constexpr Cost cost(CostOf what, const MessageBytes& bytes, int world_size, int 
               .memory_bytes_of_all = ranks * 2 * tensor,
               .num_messages = 2 * peers,
               .num_waits = 2};
-    // Of ranks of one launch: stream order and the end of the kernel say it all.
+    // The ranks share one launch: stream order and the end of the kernel replace all messages.
     case CostOf::kLocalTwoShotInPlace:
       return even_cost(ranks, 0, tensor, tensor, 0, 0);
     case CostOf::kRing:
@@ -110,7 +110,7 @@ constexpr Cost cost(CostOf what, const MessageBytes& bytes, int world_size, int 
       cost.memory_bytes_of_all = ranks * 2 * tensor + 2 * peers * (hop + wire);
       return cost;
     }
-    // Partial sums of groups go unrounded, everybody's to everybody; the own one is kept meanwhile.
+    // Groups exchange unrounded partial sums, all to all; each rank also stores its own.
     case CostOf::kHierarchical: {
       const double groups = ranks / group_ranks;
       const double kept = groups > 1 ? hop / group_ranks : 0;
@@ -119,18 +119,18 @@ constexpr Cost cost(CostOf what, const MessageBytes& bytes, int world_size, int 
           tensor + kept, tensor + kept, 2 * (group_size - 1) + world_size / group_size - 1,
           (group_size > 1 ? 2 : 0) + (groups > 1 ? 1 : 0));
     }
-    // tensor: all shards.
+    // `tensor` counts all shards.
     case CostOf::kReduceScatter:
       return even_cost(ranks, others_share * wire, tensor, tensor / ranks, peers, 1);
     case CostOf::kAllGather:
       return even_cost(ranks, others_share * wire, tensor / ranks, tensor, peers, 1);
-    // A chain along the ring: busiest is a rank in its middle, which sends on from the slot.
+    // A chain along the ring. The busiest rank is one in the middle, which forwards from its slot.
     case CostOf::kBroadcast: {
       Cost cost = even_cost(ranks, wire, 0, tensor, 1, peers);
       cost.memory_bytes_of_all = tensor + peers * (tensor + 2 * wire);
       return cost;
     }
-    // Of two ranks: one sends, the other receives.
+    // Between two ranks: one sends, the other receives.
     case CostOf::kSendRecv: {
       Cost cost = even_cost(1, wire, 0, tensor, 1, 1);
       cost.memory_bytes_of_all = 2 * tensor + 2 * wire;

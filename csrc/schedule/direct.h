@@ -1,7 +1,7 @@
 // Direct schedules: every rank reads every other rank's slots. Integers only.
 //
-//   one_shot  everybody reads everything: 1 stage, (world_size-1) * num_bytes read per rank
-//   two_shot  each rank reduces its shard, then collects the others': 2 stages,
+//   one_shot  every rank reads all contributions: 1 stage, (world_size-1) * num_bytes read per rank
+//   two_shot  each rank reduces its shard, then collects the others: 2 stages,
 //             2*(world_size-1)/world_size * num_bytes read per rank
 #pragma once
 
@@ -12,12 +12,12 @@
 namespace rota::schedule {
 
 // What a rank does at `step` of a pipelined two-shot over num_rounds rounds, in this order:
-// contribute, reduce, collect. Rounds are -1 where there is nothing to do.
+// contribute, reduce, collect. A round is -1 if there is nothing to do.
 //
-// Round r is contributed one step ahead of being reduced, so that peers find it when they come to
-// it. Why two slots suffice: a rank contributes round r+2 after it collected round r, for which it
-// waited until every peer had reduced round r, and with that had read and written its slot for the
-// last time.
+// Round r is contributed one step before it is reduced, so peers find it when they need it. Two
+// slots suffice: a rank contributes round r+2 only after it has collected round r. To collect, it
+// waited until every peer had reduced round r, and by then each peer had read and written this
+// rank's slot for the last time.
 struct TwoShotStep {
   int64_t contribute_round;
   int64_t reduce_round;
@@ -29,9 +29,9 @@ HOST_DEVICE constexpr TwoShotStep two_shot_step(int64_t num_rounds, int64_t step
   return {step < num_rounds ? step : -1, step - 1};
 }
 
-// The peer that `rank` reads as number `index` in [0, world_size-1): each starts at its successor,
-// so that readers do not meet at one rank. Loads rotate; additions never do. Index world_size-1 is
-// the rank itself.
+// The peer that `rank` accesses as number `index` in [0, world_size-1). Each rank starts at its
+// successor, so that readers spread over the ranks. Only loads rotate, never additions. Index
+// world_size-1 is the rank itself.
 HOST_DEVICE constexpr int rotated_peer(int rank, int world_size, int index) {
   const int peer = rank + 1 + index;
   return peer < world_size ? peer : peer - world_size;  // a remainder takes a GPU 30 instructions

@@ -1,5 +1,5 @@
-// Which ranks a phase of a collective is among: all of them, those of one group, or those that have
-// the same place in every group. Integers only.
+// The ranks that take part in a phase of a collective: all, those of one group, or those with the
+// same place in each group. Integers only.
 #pragma once
 
 #include "base/host_device.h"

@@ -16,8 +16,8 @@ HOST_DEVICE constexpr int previous_rank(int rank, int world_size) {
 
 // What a rank does with the shard that arrives from the previous rank.
 enum class RingAction : uint8_t {
-  kReduce,  // add the own contribution; the result is sent on in the next step
-  kFinish,  // add the own contribution; the sum is complete: round it, keep it, send it on
+  kReduce,  // add this rank's contribution; the result is sent on in the next step
+  kFinish,  // add this rank's contribution; the sum is complete: round it, keep it, send it on
   kCopy,    // a complete sum: keep it and send it on
 };
 
@@ -30,10 +30,10 @@ struct RingStep {
 HOST_DEVICE constexpr int ring_num_steps(int world_size) { return 2 * (world_size - 1); }
 
 // One rank's work at `step` of the classic ring all-reduce, step in [0,
-// ring_num_steps(world_size)). The first world_size-1 steps reduce-scatter, the others all-gather;
-// shard p is complete on rank (p - 1) mod world_size, so its sum starts at rank p and runs around
-// the ring: an order that differs from shard to shard. Each rank sends 2*(world_size-1)/world_size
-// * num_bytes (Patarasuk & Yuan 2009).
+// ring_num_steps(world_size)). The first world_size-1 steps reduce-scatter, the others all-gather.
+// Shard p is complete on rank (p - 1) mod world_size, so its sum starts at rank p and goes around
+// the ring: the order differs from shard to shard. Each rank sends 2*(world_size-1)/world_size *
+// num_bytes (Patarasuk & Yuan 2009).
 HOST_DEVICE constexpr RingStep ring_step(int rank, int world_size, int step) {
   const int send = (rank + 2 * world_size - step) % world_size;
   const int recv = (send + world_size - 1) % world_size;
@@ -46,15 +46,15 @@ HOST_DEVICE constexpr RingStep ring_step(int rank, int world_size, int step) {
 
 // The classic ring cuts the whole tensor into world_size shards, and round r runs all steps once
 // for chunk r of every shard. So the rank where an element's sum starts depends on num_elems,
-// world_size and the granule, a constant of the element loops, never on how long chunks are: any
-// slot size and any number of channels give the same bits.
+// world_size and the granule (a constant of the element loops), not on the chunk length: any slot
+// size and any number of channels give the same bits.
 
 // The ordered ring keeps ascending rank order: every chunk's sum starts at rank 0 and is complete
-// on the last rank, from where it goes around once more. In `step` a rank reads what the previous
-// rank wrote in step - 1. Both waves overlap: each link carries 2 * num_bytes in num_chunks +
-// 2*(world_size-1) steps, the last of which only reads.
+// on the last rank, and the result then goes around the ring once. In `step` a rank reads what the
+// previous rank wrote in step - 1. Partial sums and results overlap: each link carries 2 *
+// num_bytes in num_chunks + 2*(world_size-1) steps, the last of which only reads.
 struct OrderedRingStep {
-  int64_t partial_chunk;  // sum of ranks [0, rank) to add the own contribution to; -1: none
+  int64_t partial_chunk;  // sum of ranks [0, rank), to which this rank adds its own; -1: none
   int64_t result_chunk;  // complete sum to keep, and send on unless the next rank made it; -1: none
 };
 

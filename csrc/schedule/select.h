@@ -1,5 +1,5 @@
-// Which all-reduce runs when the caller does not say: the one place, and measured tables; that of
-// GPUs is schedule/tuning.h.
+// Chooses the all-reduce algorithm when the caller names none, from measured tables; the table for
+// GPUs is in schedule/tuning.h.
 #pragma once
 
 #include <array>
@@ -34,17 +34,17 @@ constexpr std::optional<Algorithm> parse_algorithm(std::string_view text) {
   return std::nullopt;
 }
 
-// Messages of at most max_one_shot_bytes go one_shot, longer ones two_shot; both give the same
-// bits, so the choice can never show in a result.
+// Messages of at most max_one_shot_bytes use one_shot, longer ones two_shot. Both give the same
+// bits, so the choice never changes a result.
 struct Choice {
   int max_world_size;
   uint64_t max_one_shot_bytes;
 };
 
-// Where the two take equally long, Xeon with 2 cores, 2026-11-21, `benchmarks/collectives.py
-// --algorithms one_shot,two_shot`: 2 ranks 1.2 us each at 4 KiB (5.0 and 7.0 us at 64 KiB), 4 ranks
-// 7 us between 8 and 16 KiB. More ranks than cores were measured only there: on a machine with a
-// core for each rank the second line may be too high.
+// The size at which both take equally long. Xeon with 2 cores, 2026-11-21,
+// `benchmarks/collectives.py --algorithms one_shot,two_shot`: with 2 ranks each takes 1.2 us at 4
+// KiB (5.0 and 7.0 us at 64 KiB), with 4 ranks 7 us between 8 and 16 KiB. More ranks than cores
+// were measured only on that machine; with a core for each rank the second row may be too high.
 inline constexpr Choice kMeasured[] = {
     {2, 4 << 10},
     {64, 8 << 10},
@@ -60,7 +60,7 @@ constexpr Algorithm select(int world_size, uint64_t num_wire_bytes) {
   return Algorithm::kTwoShot;
 }
 
-// On GPUs. most_packet_bytes: what low_latency can take.
+// The choice on GPUs. most_packet_bytes: the longest message that low_latency takes.
 constexpr Algorithm select_on_gpu(const Tuning& tuning, int world_size, uint64_t num_wire_bytes,
                                   uint64_t most_packet_bytes) {
   const uint64_t most_low_latency_bytes = std::min(tuning.max_low_latency_bytes, most_packet_bytes);

@@ -9,7 +9,7 @@
 namespace rota::tensors {
 namespace {
 
-constexpr size_t kGranuleBytes = 256;  // what parts of the memory start at
+constexpr size_t kGranuleBytes = 256;  // alignment of the memory's parts
 
 size_t rounded_up(size_t num_bytes) {
   return schedule::ceil_div(num_bytes, kGranuleBytes) * kGranuleBytes;

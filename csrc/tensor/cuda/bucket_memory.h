@@ -1,4 +1,4 @@
-// The memory that pack and unpack need beside the gradients.
+// The memory that pack and unpack need besides the gradients.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,7 +8,7 @@
 
 namespace rota::tensors {
 
-// One allocation, on the stream that is current, with anything in it.
+// One uninitialised allocation, on the current stream.
 struct BucketMemory {
   BucketMemory(at::Device device, uint64_t num_tiles, const WireFormat& wire);
 

@@ -18,7 +18,7 @@ namespace rota::tensors {
 namespace {
 
 constexpr auto kFinishPoll = std::chrono::microseconds(100);
-// How long kernels of a communicator that is dropped go on waiting for other ranks.
+// How long kernels of a destroyed communicator keep waiting for other ranks.
 constexpr auto kPatienceOfDropped = std::chrono::seconds(10);
 
 transport::DeviceGeometry make_geometry(int world_size, const schedule::Tuning& tuning) {
@@ -27,7 +27,7 @@ transport::DeviceGeometry make_geometry(int world_size, const schedule::Tuning& 
   return cuda::geometry_of(world_size, num_channels, tuning);
 }
 
-// Of what does not go through the host's memory.
+// For calls that cannot fall back to the host's memory.
 [[noreturn]] void refuse_untrusted(std::string_view call, const std::string& finding,
                                    std::string_view instead) {
   throw Error(ErrorKind::kTransport,
@@ -67,7 +67,8 @@ CudaCollectives::CudaCollectives(std::shared_ptr<Communicator> communicator,
                                 .abort = [this] { executor_.abort(); }}) {}
 
 CudaCollectives::~CudaCollectives() {
-  // Results of the last collectives may still be wanted; ranks that do not come are not.
+  // The last collectives' results may still be wanted, so wait for them, but not for ranks that
+  // never come.
   try {
     auto waiting_since = std::chrono::steady_clock::now();
     finish([&] {
@@ -79,9 +80,10 @@ CudaCollectives::~CudaCollectives() {
       executor_.abort();
     });
   } catch (const std::exception&) {
-    // The driver is gone, with all that ran.
+    // The driver is gone, and with it all that ran.
   }
-  // The monitor and the executor go before the regions, and nothing of this rank runs then.
+  // The monitor and the executor are destroyed before the regions, when nothing of this rank runs
+  // any more.
 }
 
 void CudaCollectives::finish(const std::function<void()>& check_interrupt) {
@@ -95,7 +97,7 @@ void CudaCollectives::finish(const std::function<void()>& check_interrupt) {
 template <typename Body>
 WorkRef CudaCollectives::launch(Launch mode, const c10::Stream& stream, ::c10d::OpType op_type,
                                 const char* title, at::TensorList tensors, const Body& body) {
-  // The range of the launch, on the caller's thread; profilers show the kernels below it.
+  // A profiler range for the launch, on the caller's thread; profilers show the kernels below it.
   RECORD_USER_SCOPE(title);
   const c10::DeviceGuard on_device(device_);
   if (mode == Launch::kBlocking) {
@@ -108,7 +110,7 @@ WorkRef CudaCollectives::launch(Launch mode, const c10::Stream& stream, ::c10d::
   const c10::StreamGuard on_stream(stream);
   body();
   for (const at::Tensor& tensor : tensors) {
-    // Not to be given away by the allocator while this stream works on it.
+    // Keeps the allocator from reusing the memory while this stream works on it.
     guard_.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
   }
   return c10::make_intrusive<DeviceWork>(communicator_, op_type, title, tensors.vec(), stream);
@@ -241,7 +243,8 @@ WorkRef CudaCollectives::all_gather(std::vector<AllGatherTensors> gathers, Launc
   });
 }
 
-// The kernel fills one tensor; outputs that lie in one as they should are filled at once.
+// The kernel fills one tensor. Outputs that are consecutive parts of one tensor are filled
+// directly.
 void CudaCollectives::run_all_gather(const AllGatherTensors& gather, const Call& call) {
   const uint64_t fingerprint = communicator_->post_launch(call);
   const at::NoGradGuard no_grad;

@@ -1,5 +1,5 @@
-// The collectives of one rank's CUDA tensors on the kernels of this project. Nothing here waits for
-// the GPU, but for making one.
+// Collectives on one rank's CUDA tensors, by rota's own kernels. Only the constructor, the
+// destructor and finish() wait for the GPU.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -15,13 +15,13 @@ namespace rota::tensors {
 
 class CudaCollectives final : public Collectives {
  public:
-  // On `device`, which is the current one. Collective; blocks. staging does what no kernel can
-  // be trusted with. Throws Error(kTransport) on every rank where the GPUs cannot be joined.
+  // `device` must be the current one. Collective; blocks. `staging` runs the calls whose kernels
+  // failed the self-test. Throws Error(kTransport) on every rank if the GPUs cannot be joined.
   CudaCollectives(std::shared_ptr<Communicator> communicator,
                   const c10::intrusive_ptr<::c10d::Store>& store, at::Device device,
                   CallerThread thread, std::unique_ptr<Collectives> staging);
-  // Waits for what is queued, and aborts it once a kernel has waited long for another rank; then
-  // for the other ranks to do so (core/joined_regions.h).
+  // Waits for queued work, and aborts it once a kernel has waited long for another rank; then waits
+  // for the other ranks to do the same (core/joined_regions.h).
   ~CudaCollectives() override;
 
   at::Device device() const override { return device_; }
@@ -41,7 +41,7 @@ class CudaCollectives final : public Collectives {
   void finish(const std::function<void()>& check_interrupt) override;
 
  private:
-  // Queues body() on the current stream, or on `stream` behind the current one.
+  // Queues body() on the current stream or, if asynchronous, on `stream` after the current one.
   template <typename Body>
   WorkRef launch(Launch mode, const c10::Stream& stream, ::c10d::OpType op_type, const char* title,
                  at::TensorList tensors, const Body& body);
@@ -50,17 +50,18 @@ class CudaCollectives final : public Collectives {
                  const Body& body) {
     return launch(mode, stream_, op_type, title, tensors, body);
   }
-  // This rank is one of both.
+  // This rank is the source or the destination.
   WorkRef transfer(const at::Tensor& tensor, int source, int destination, Launch mode);
 
-  // What is wrong with the kernels that the call needs; none: they can be trusted.
+  // What the self-test found wrong with the kernels that the call needs; none if they can be used.
   std::optional<std::string> why_not(const Call& call) const;
   // Queues the call's kernel on the current stream.
   void run(const Call& call, uint64_t fingerprint, void* input, void* output);
   void run(const cuda::LaunchRequest& request);
   void run_all_reduce(const at::Tensor& tensor, const Call& call);
   void run_reduce_bucket(const BucketTensors& tensors, const Call& call);
-  // Packs the tensor into the call's wire format, and unpacks it; residual, stats: null for none.
+  // Packs the tensor into the call's wire format, runs the kernel and unpacks the result. residual,
+  // stats: null for none.
   void run_packed(const Call& call, uint64_t fingerprint, void* data, float* residual,
                   double* stats);
   void run_broadcast(const at::Tensor& tensor, const Call& call);

@@ -9,7 +9,7 @@ namespace rota::tensors {
 
 DeviceWork::DeviceWork(std::shared_ptr<const Communicator> communicator, ::c10d::OpType op_type,
                        const char* title, std::vector<at::Tensor> tensors, c10::Stream stream)
-    // No title for the base, which nobody would tell that the range ends; the launch has shown one.
+    // The base gets no title: nothing would end its profiler range, and launch() has recorded one.
     : Work(communicator->rank(), op_type, nullptr, std::move(tensors)),
       communicator_(std::move(communicator)),
       title_(title),
@@ -24,7 +24,7 @@ bool DeviceWork::wait(std::chrono::milliseconds) {
   return true;
 }
 
-// Complete as soon as it is asked for: it carries the stream, and who waits for it waits for that.
+// Complete at once: the future carries the stream, and whoever waits for it waits for the stream.
 c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::make_future(c10::TypePtr type,
                                                                 c10::IValue value) {
   auto future = c10::make_intrusive<c10::ivalue::Future>(

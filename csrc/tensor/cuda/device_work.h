@@ -11,12 +11,12 @@ namespace rota::tensors {
 
 class DeviceWork final : public Work {
  public:
-  // Of what has been queued on `stream` so far.
+  // Covers what has been queued on `stream` so far.
   DeviceWork(std::shared_ptr<const Communicator> communicator, ::c10d::OpType op_type,
              const char* title, std::vector<at::Tensor> tensors, c10::Stream stream);
 
-  // Makes the current stream wait. Throws what has ended the group, if that is known by now;
-  // the timeout is the group's, in the kernel.
+  // Makes the current stream wait. Throws the error that ended the group, if it is known by now.
+  // Ignores `timeout`: kernels apply the group's.
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override { wait(kNoTimeout); }
   bool isCompleted() override { return event_.query(); }

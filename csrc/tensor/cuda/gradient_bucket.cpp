@@ -65,7 +65,7 @@ GradientBucket::GradientBucket(std::vector<at::Tensor> gradients, at::ScalarType
   if (!tiles.empty()) std::memcpy(list.data_ptr(), tiles.data(), tiles.size() * sizeof(cuda::Tile));
   tiles_ = list.to(first.device());
   memory_.emplace(first.device(), num_tiles_, wire_);
-  memory_->whole.zero_();  // words at rest, for an unpack that no pack comes before
+  memory_->whole.zero_();  // words at rest, for an unpack without a pack before it
   stats_ = at::empty({2}, at::TensorOptions(at::kDouble).device(first.device()));
   cuda::check_bucket(args(1, 1), dtype_, wire_);
 }

@@ -1,5 +1,5 @@
-// Gradients and the wire buffer that they are packed into, in one launch, and unpacked from, in
-// another: what the fused hook does around its all-reduce, for those who bring their own.
+// Packs gradients into a wire buffer in one launch, and unpacks them in another: what the fused
+// hook does around its all-reduce, for use with another all-reduce.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,8 +14,8 @@ namespace rota::tensors {
 
 class GradientBucket {
  public:
-  // gradients: contiguous, of one float dtype, on one GPU; they and their memory must stay.
-  // Copies the list of their places to the GPU, and waits for that.
+  // gradients: contiguous, of one float dtype, on one GPU; their memory must stay where it is.
+  // Copies the list of their addresses to the GPU, and waits for that.
   GradientBucket(std::vector<at::Tensor> gradients, at::ScalarType wire_dtype, bool block_scaling);
 
   // One launch each, on the current stream. Throw Error(kValue).
@@ -36,7 +36,7 @@ class GradientBucket {
   WireFormat wire_;
   uint64_t num_bytes_ = 0;
   uint64_t num_tiles_ = 0;
-  at::Tensor tiles_;  // uint8; of cuda::Tile
+  at::Tensor tiles_;  // cuda::Tile[num_tiles_], as uint8
   std::optional<BucketMemory> memory_;
   at::Tensor stats_;
 };

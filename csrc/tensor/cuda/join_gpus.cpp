@@ -22,16 +22,16 @@
 namespace rota::tensors {
 namespace {
 
-// How long a first message between GPUs may take.
+// How long the first message between GPUs may take.
 constexpr auto kVerifyTimeout = std::chrono::seconds(10);
 
-// What one rank tells the others.
+// A text that one rank sends to the others.
 struct Text {
   uint32_t length;
   char chars[2044];
 };
 
-// Texts of any length up to a bound, by way of the CPU's all-gather.
+// All-gathers texts of any length up to a bound, through the CPU's all-gather.
 transport::AllGatherText all_gather_over(Communicator& communicator, CallerThread thread) {
   return [&communicator, thread](const std::string& own) {
     const auto num_ranks = static_cast<size_t>(communicator.world_size());
@@ -50,7 +50,7 @@ transport::AllGatherText all_gather_over(Communicator& communicator, CallerThrea
   };
 }
 
-// By which means: as the environment says, or by the first of both that works.
+// Connects by the means that ROTA_PEER_MEMORY names, or by the first of the two that works.
 transport::DeviceRegions connect_regions(const Communicator& communicator,
                                          const c10::intrusive_ptr<::c10d::Store>& store,
                                          at::Device device, size_t num_bytes,
@@ -72,8 +72,8 @@ transport::DeviceRegions connect_regions(const Communicator& communicator,
   return transport::connect_by_ipc(communicator.rank(), num_bytes, all_gather);
 }
 
-// With the kernels that collectives use. Every pair, every channel: each rank's shard is
-// a pattern of its own.
+// Checks every pair of GPUs, in every channel, with a kernel that collectives use. Each rank's
+// shard is a different pattern.
 void verify(const Communicator& communicator, at::Device device, const schedule::Tuning& tuning,
             const transport::DeviceGeometry& geometry, const JoinedRegions& regions,
             const transport::AllGatherText& all_gather) {
@@ -115,7 +115,7 @@ void verify(const Communicator& communicator, at::Device device, const schedule:
   });
 }
 
-// The way from this rank's GPU to those of all others.
+// How this rank's GPU reaches those of all other ranks.
 schedule::Topology topology_to(const std::vector<transport::GpuIdentity>& gpus, int rank) {
   for (int peer = 0; peer < static_cast<int>(gpus.size()); ++peer) {
     if (peer == rank) continue;
@@ -126,8 +126,8 @@ schedule::Topology topology_to(const std::vector<transport::GpuIdentity>& gpus, 
   return schedule::Topology::kNvlink;
 }
 
-// What the self-test finds on any of the ranks. Throws Error(kTransport) on every rank where a
-// kernel does not come to an end on one.
+// The kernels that fail the self-test on any rank. Throws Error(kTransport) on every rank if a
+// kernel does not finish on one.
 UnusableKernels find_unusable(Communicator& communicator, at::Device device,
                               const transport::AllGatherText& all_gather) {
   constexpr char kFound = '+', kFailed = '!';
@@ -185,7 +185,8 @@ JoinedGpus join_gpus(Communicator& communicator, const c10::intrusive_ptr<::c10d
   check_self_test_setting();
   const transport::AllGatherText all_gather = all_gather_over(communicator, thread);
   transport::agree(all_gather, communicator.rank(), cuda::load_kernels);
-  // Before the ranks meet: what is wrong with a kernel is not blamed on the way between two GPUs.
+  // Before the GPUs are joined, so that a broken kernel is not blamed on the connection between two
+  // GPUs.
   UnusableKernels unusable = find_unusable(communicator, device, all_gather);
   if (communicator.world_size() == 1) {
     return {std::make_unique<JoinedRegions>(communicator,

@@ -1,5 +1,5 @@
-// Joins the GPUs of a communicator's ranks: one tuning for all, the proof that kernels compute what
-// they should there, memory that all map, and the proof that what a rank writes there arrives.
+// Joins the GPUs of a communicator's ranks: agrees on one tuning, tests the kernels, maps memory on
+// all ranks, and verifies that what a rank writes there arrives.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,8 +15,8 @@
 
 namespace rota::tensors {
 
-// The row for the current GPUs of all ranks, the same on each. Collective; blocks. Throws
-// Error(kTransport) on every rank where one cannot ask about its GPU.
+// The tuning for the current GPUs of all ranks, the same on each. Collective; blocks. Throws
+// Error(kTransport) on every rank if one cannot query its GPU.
 schedule::Tuning agree_on_tuning(Communicator& communicator, CallerThread thread);
 
 struct JoinedGpus {
@@ -24,9 +24,9 @@ struct JoinedGpus {
   UnusableKernels unusable;  // the same kernels on all ranks
 };
 
-// On `device`, which is the current one. Collective, over `store` too; blocks. All kernels are
-// loaded then. Throws Error(kTransport) on every rank where the GPUs cannot be joined, or where the
-// self-test of one did not come to an end.
+// `device` must be the current one. Collective, also over `store`; blocks. Loads all kernels.
+// Throws Error(kTransport) on every rank if the GPUs cannot be joined, or if the self-test of one
+// does not finish.
 JoinedGpus join_gpus(Communicator& communicator, const c10::intrusive_ptr<::c10d::Store>& store,
                      at::Device device, const schedule::Tuning& tuning,
                      const transport::DeviceGeometry& geometry, CallerThread thread);

@@ -46,10 +46,10 @@ transport::DeviceGeometry make_geometry(const LocalGroup::Options& options,
              " takes no cooperative launches, expected a GPU that does: the ranks' blocks wait for "
              "each other; use another GPU, or one process for each rank"));
   }
-  // A block that spins keeps its multiprocessor, so there is one for each, of all ranks together.
+  // A spinning block occupies its multiprocessor, so there is one for each, all ranks together.
   const int most_channels = cuda::num_multiprocessors() / options.world_size;
   int tuned_channels = tuning.num_channels == 0 ? most_channels : tuning.num_channels;
-  // A row may be that of a larger GPU whose name begins alike.
+  // The row may be for a larger GPU whose name starts the same way.
   if (!options.tuning) tuned_channels = std::min(tuned_channels, most_channels);
   const int num_channels = options.num_channels.value_or(tuned_channels);
   if (num_channels < 1 || num_channels > most_channels) {
@@ -102,7 +102,7 @@ LocalGroup::~LocalGroup() {
     executor_.reset();
     regions_ = {};
   } catch (const std::exception&) {
-    // The driver is gone, with all that ran.
+    // The driver is gone, and with it all that ran.
   }
 }
 
@@ -149,7 +149,7 @@ void LocalGroup::launch(const cuda::LaunchRequest& request) {
 cuda::Kernel LocalGroup::choose(uint64_t num_bytes) const {
   const schedule::Algorithm algorithm =
       schedule::select_on_gpu(tuning_, world_size(), num_bytes, cuda::most_packet_bytes(geometry_));
-  // Everybody's tensor is in reach, so nothing need be moved twice. It sums in groups, too.
+  // All tensors are mapped, so two_shot_in_place moves nothing twice. It also sums in groups.
   if (algorithm == schedule::Algorithm::kTwoShot) return cuda::Kernel::kTwoShotInPlace;
   return cuda::kernel_for(algorithm);
 }

@@ -1,4 +1,4 @@
-// torch's streams, as kernels are launched on them.
+// torch's streams as native ones, for launching kernels.
 #pragma once
 
 #include <c10/core/impl/VirtualGuardImpl.h>

@@ -28,15 +28,14 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long a kernel waits for another rank's block of the same launch: microseconds where all is
-// well.
+// How long a kernel waits for another rank's block of the same launch: microseconds if all works.
 constexpr auto kKernelTimeout = std::chrono::seconds(5);
 // How long the host waits for all launches of one kernel, which may share the GPU with others.
 constexpr auto kHostTimeout = std::chrono::seconds(10);
 constexpr auto kPoll = std::chrono::microseconds(50);
 constexpr auto kSignalPoll = std::chrono::milliseconds(100);
 
-// Slots are small, so that short tensors are sent in several messages; packets take all of one.
+// Slots are small, so that short tensors take several messages; packets hold a whole tensor.
 constexpr transport::DeviceGeometry kGeometry{.world_size = kSelfTestRanks,
                                               .num_channels = 2,
                                               .slot_bytes = 4 << 10,
@@ -54,7 +53,7 @@ Setting read_setting() {
               join("rota: ROTA_GPU_SELF_TEST is '", text, "', expected once, always or never"));
 }
 
-// The memory is from torch's allocator, which takes it back without waiting for the GPU.
+// Memory from torch's allocator, which takes it back without waiting for the GPU.
 at::Tensor zeros_on(at::Device device, size_t num_bytes) {
   const auto options = at::TensorOptions(at::kByte).device(device);
   return at::empty({static_cast<int64_t>(num_bytes)}, options).zero_();
@@ -75,8 +74,8 @@ cuda::Executor::Options executor_options(const at::Tensor& regions) {
           .timeout = kKernelTimeout};
 }
 
-// What kernels of the self-test touch, and the stream that they run on, which is the current one
-// throughout.
+// The memory that the self-test's kernels use. They run on the current stream, which must stay the
+// same.
 class Bench {
  public:
   explicit Bench(at::Device device)
@@ -84,13 +83,13 @@ class Bench {
         regions_(zeros_on(device, kSelfTestRanks * kGeometry.num_bytes())),
         executor_(executor_options(regions_)) {}
 
-  // Queues all of them and waits for their end; returns their memory. Throws Error(kTransport) if
+  // Queues all trials and waits for their end; returns their memory. Throws Error(kTransport) if
   // they do not end, or end at their deadline.
   std::vector<std::byte> run(const Trials& trials, std::string_view kernel,
                              UnusableKernels& unusable);
 
  private:
-  // Whether what is queued has ended before the deadline. Throws what a signal's handler raises.
+  // Whether queued work ends before the deadline. Throws what a signal's handler raises.
   bool ends_in_time();
 
   at::Device device_;
@@ -107,7 +106,7 @@ bool Bench::ends_in_time() {
   for (auto next_signals = Clock::now(); !end.query(); std::this_thread::sleep_for(kPoll)) {
     const auto now = Clock::now();
     if (now > deadline) return false;
-    // Links are out of step: later kernels would wait as long, each.
+    // After a failure the links are out of step, so each later kernel would wait as long.
     if (executor_.failure()) executor_.abort();
     if (now < next_signals) continue;
     check_python_signals();
@@ -120,7 +119,7 @@ std::vector<std::byte> Bench::run(const Trials& trials, std::string_view kernel,
                                   UnusableKernels& unusable) {
   const auto num_bytes = static_cast<int64_t>(trials.before.size());
   memory_ = at::empty({num_bytes}, regions_.options());
-  // from_blob() takes no const; what is copied is only read.
+  // from_blob() takes no const pointer; the source of the copy is only read.
   memory_.copy_(
       at::from_blob(const_cast<std::byte*>(trials.before.data()), {num_bytes}, at::kByte));
   for (const Trial& trial : trials.trials) {
@@ -197,7 +196,7 @@ Report run(at::Device device, const cuda::GpuInfo& gpu) {
     write_self_test_record(gpu, report.unusable);
     return report;
   } catch (const Error& error) {
-    bench.release();  // a kernel may still run, and write: it is never freed
+    bench.release();  // a kernel may still be writing to it, so it is never freed
     throw Error(error.kind(), join(title(gpu), ": ", error.what()));
   } catch (...) {
     bench.release();
@@ -205,10 +204,10 @@ Report run(at::Device device, const cuda::GpuInfo& gpu) {
   }
 }
 
-// Per GPU of this process.
+// What this process knows of one GPU.
 struct Known {
   UnusableKernels unusable;
-  std::optional<Error> failure;  // of the test itself: then nothing is used
+  std::optional<Error> failure;  // of the test itself: the GPU is not used then
 };
 
 struct Process {
@@ -242,7 +241,7 @@ void check_self_test_setting() { read_setting(); }
 
 UnusableKernels find_unusable_kernels(at::Device device) {
   const Setting setting = read_setting();
-  // Held while the test runs: others who want this GPU wait for its result. Python's lock is not.
+  // Held while the test runs, so that other threads wait for its result. The GIL is not held.
   const std::lock_guard lock(process().mutex);
   auto& by_device = process().by_device;
   if (!by_device.contains(device.index())) {

@@ -24,10 +24,10 @@ std::string environment(const char* name) {
   return text == nullptr ? "" : text;
 }
 
-// Empty where there is no place for it.
+// Empty if there is no place for the record.
 fs::path folder() {
   if (const std::string own = environment("ROTA_CACHE_DIR"); !own.empty()) return own;
-  // The XDG base directory specification has relative paths ignored.
+  // The XDG base directory specification says to ignore relative paths.
   if (const fs::path cache = environment("XDG_CACHE_HOME"); cache.is_absolute()) {
     return cache / "rota";
   }
@@ -39,7 +39,7 @@ fs::path path_of(const cuda::GpuInfo& gpu) {
   return folder() / join("self-test-", gpu.uuid, ".txt");
 }
 
-// What the results hold for; they follow line by line, and `ending` is last.
+// States what the results are valid for. They follow line by line, then comes `ending`.
 std::string heading(const cuda::GpuInfo& gpu) {
   return join("rota self-test\ngpu ", gpu.name, ' ', gpu.uuid, "\ndriver ", gpu.driver, "\nbuild ",
               build_id(), '\n');
@@ -55,7 +55,7 @@ std::string text_of(const cuda::GpuInfo& gpu, const UnusableKernels& unusable) {
   return text + ending(unusable.findings().size());
 }
 
-// A new file beside the one that it replaces, under a name of its own.
+// Writes a new file with a unique name beside `path`, then renames it to `path`.
 void replace(const fs::path& path, const std::string& text) {
   std::string temporary = path.string() + ".XXXXXX";
   const int file = mkstemp(temporary.data());
@@ -68,7 +68,7 @@ void replace(const fs::path& path, const std::string& text) {
   if (!is_written || error) fs::remove(temporary, error);
 }
 
-// None for what differs from what would be written now.
+// None if the text differs from what would be written now.
 std::optional<UnusableKernels> parse(const std::string& text, const cuda::GpuInfo& gpu) {
   const std::string begin = heading(gpu);
   if (!text.starts_with(begin)) return std::nullopt;
@@ -95,7 +95,7 @@ std::optional<UnusableKernels> read_self_test_record(const cuda::GpuInfo& gpu) {
     std::ifstream file(path_of(gpu), std::ios::binary);
     return parse({std::istreambuf_iterator<char>(file), {}}, gpu);
   } catch (const std::ios_base::failure&) {
-    return std::nullopt;  // a folder
+    return std::nullopt;  // the path is a folder
   }
 }
 
@@ -106,7 +106,7 @@ void write_self_test_record(const cuda::GpuInfo& gpu, const UnusableKernels& unu
     fs::create_directories(folder(), error);
     replace(path_of(gpu), text_of(gpu, unusable));
   } catch (const std::exception&) {
-    // No memory, or a path that is none.
+    // Out of memory, or an invalid path.
   }
 }
 

@@ -9,10 +9,10 @@
 
 namespace rota::tensors {
 
-// None where there is no record of this GPU with this driver and this build, or no readable one.
+// None if there is no record of this GPU with this driver and this build, or it cannot be read.
 std::optional<UnusableKernels> read_self_test_record(const cuda::GpuInfo& gpu);
 
-// As a whole or not at all. Where nothing can be written, the next process tests again.
+// Writes the whole record or nothing. If it cannot be written, the next process tests again.
 void write_self_test_record(const cuda::GpuInfo& gpu, const UnusableKernels& unusable) noexcept;
 
 }  // namespace rota::tensors

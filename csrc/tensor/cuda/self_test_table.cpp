@@ -8,7 +8,7 @@ namespace {
 
 using Role = TestedKernel::Role;
 
-// body(format) for each that there is.
+// Calls body(format) for every format.
 template <typename Body>
 void for_each_format(const Body& body) {
   for (size_t i = 0; i < kNumDTypes; ++i) {

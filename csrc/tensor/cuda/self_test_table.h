@@ -9,20 +9,21 @@
 
 namespace rota::tensors {
 
-// A kernel in one format. Only what has failed here is left out of use.
+// A kernel in one format. If it fails, only this combination is not used.
 struct TestedKernel {
   enum class Role : uint8_t { kCollective, kPack, kUnpack };
 
   Role role;
   cuda::Kernel collective;  // of kCollective
   DType gradients;          // of kPack and kUnpack
-  WireFormat format;        // of what travels
+  WireFormat format;        // what travels between ranks
 
   std::string_view kernel() const;  // "two_shot", "pack"
   std::string to_string() const;    // "two_shot of float16", "pack of float32 as float16"
 };
 
-// All of them, each kernel's in a row. The order is the same wherever the same build runs.
+// All of them, the formats of each kernel in a row. The order is the same wherever the same build
+// runs.
 const std::vector<TestedKernel>& tested_kernels();
 
 }  // namespace rota::tensors

@@ -22,8 +22,8 @@ using Contributions = std::array<Bytes, kSelfTestRanks>;
 using Order = std::array<int, kSelfTestRanks>;
 using schedule::Range;
 
-constexpr size_t kAlignment = 256;  // of what the trials' memory is cut into
-constexpr size_t kGuardBytes = 64;  // behind each tensor: must stay as they are
+constexpr size_t kAlignment = 256;  // of the parts of the trials' memory
+constexpr size_t kGuardBytes = 64;  // after each tensor; must not change
 constexpr auto kGuard = std::byte{0xa5};
 // Several chunks, tiles and channels, and no multiple of 16 bytes in any dtype.
 constexpr uint64_t kNumElems = 2061;
@@ -37,7 +37,7 @@ constexpr float kResultFactor = 1.5f;
 enum class Extremes : bool { kNone, kSome };
 
 // A kernel is tried twice: with tensors that start at multiples of 16 bytes and hold extremes, and
-// with others, of which sums are finite.
+// with tensors that start elsewhere (unless in scaled blocks) and have finite sums.
 struct Variant {
   Extremes extremes;
   bool is_aligned;
@@ -79,7 +79,7 @@ void store_bits(uint64_t bits, DType dtype, std::byte* dst) {
   std::memcpy(dst, &bits, info(dtype).num_bytes);  // the low bytes: hosts of GPUs are little-endian
 }
 
-// Of like magnitudes, so that their sums round.
+// A number of similar magnitude to the others, so that their sums round.
 void store_number(uint64_t random, DType dtype, std::byte* dst) {
   const double mantissa = 1 + std::ldexp(static_cast<double>(random >> 12), -52);
   const double magnitude = std::ldexp(mantissa, static_cast<int>(random & 15) - 12);
@@ -96,7 +96,7 @@ void store_number(uint64_t random, DType dtype, std::byte* dst) {
   }
 }
 
-// What is where depends on the place alone, so that extremes meet extremes in a sum.
+// The kind of number depends on the place alone, so that extremes are summed with extremes.
 void store_float(uint64_t place, uint64_t random, DType dtype, Extremes extremes, std::byte* dst) {
   const int num_bits = static_cast<int>(info(dtype).num_bytes) * 8;
   const uint64_t sign = uint64_t{1} << (num_bits - 1);
@@ -111,7 +111,7 @@ void store_float(uint64_t place, uint64_t random, DType dtype, Extremes extremes
     case 6:
       return store_bits(1 | (random & sign), dtype, dst);  // the smallest denormal
     case 7:
-      return store_bits(mantissa | (random & sign), dtype, dst);  // the largest
+      return store_bits(mantissa | (random & sign), dtype, dst);  // the largest denormal
     default:
       return store_number(random, dtype, dst);
   }
@@ -147,7 +147,8 @@ class Sums {
   Sums(const WireFormat& format, ReduceOp op, uint64_t num_elems, Contributions& contributions)
       : format_(format), op_(op), num_elems_(num_elems), contributions_(contributions) {}
 
-  // Of the elements of the range, from left to right; the rest of the result is zero.
+  // Sums the elements of the range from left to right in `order`; does not change the rest of the
+  // result.
   void add(const Order& order, const Range& range, std::byte* result) {
     if (format_.is_block_scaled) {
       std::vector<float> sums = decode_sum(order, range);
@@ -159,7 +160,7 @@ class Sums {
                                                     range.num_elems, kDivisor);
   }
 
-  // Within groups, then over the groups, in the accumulate dtype.
+  // Sums within groups, then across groups, in the accumulate dtype.
   void add_in_groups(std::byte* result) {
     const Range all{0, num_elems_};
     if (format_.is_block_scaled) {
@@ -233,7 +234,7 @@ constexpr Order order_from(int first) {
   return order;
 }
 
-// Cuts the memory, and fills both of its images.
+// Lays out the memory, and fills both its contents before and those expected after the launch.
 class Builder {
  public:
   Builder(Trials& all, size_t number)
@@ -241,7 +242,7 @@ class Builder {
 
   const TestedKernel& tested() const { return tested_kernels()[trial_.number]; }
 
-  // With a guard behind it; returns its offset.
+  // Places a tensor with a guard after it; returns its offset.
   size_t place(const Bytes& contents, size_t misalignment, const std::string& owner) {
     const size_t offset =
         schedule::ceil_div(all_.before.size(), kAlignment) * kAlignment + misalignment;
@@ -258,7 +259,7 @@ class Builder {
   std::byte* before(size_t offset) { return all_.before.data() + offset; }
   std::byte* expected(size_t offset) { return all_.expected.data() + offset; }
 
-  // Compared first, before guards.
+  // Adds a result, which is compared before the guards.
   void expect(size_t offset, uint64_t num_elems, DType dtype, const std::string& place) {
     trial_.results.insert(trial_.results.begin() + num_expected_++,
                           {offset, num_elems, dtype, place});
@@ -472,7 +473,7 @@ void add_collective(Trials& all, size_t number, const Variant& variant) {
 
 constexpr uint64_t kNumTiles = schedule::ceil_div(kNumElems, kTileElems);
 
-// What pack and unpack are told of a bucket, as both sides have it.
+// Where the parts of a bucket lie in the trials' memory, on the host as on the GPU.
 struct BucketPlaces {
   size_t gradients, wire, words;
 

@@ -1,7 +1,7 @@
 // The self-test's launches: small tensors that hold what kernels get wrong first (numbers that
-// round, denormals, negative zeros, Inf, NaN; lengths and starts that are no multiples of 16 bytes)
-// and what each launch must leave behind, computed by the CPU's own loops in the same order of
-// sums. Knows nothing of streams, time or what becomes of a failure.
+// round, denormals, negative zeros, Inf, NaN; lengths and starts that are no multiples of 16
+// bytes), and the expected contents after each launch, computed by the CPU's own loops in the same
+// order of sums. Knows nothing of streams, time or the handling of failures.
 #pragma once
 
 #include <functional>
@@ -13,8 +13,8 @@
 
 namespace rota::tensors {
 
-// Ranks of one launch: hierarchical needs groups of more than one, and orders of sums show from
-// three on.
+// Ranks of one launch: hierarchical needs groups of more than one, and the order of a sum only
+// shows with three ranks or more.
 inline constexpr int kSelfTestRanks = 4;
 
 // Part of what a launch leaves behind.
@@ -34,15 +34,15 @@ struct Trial {
 
 // Trials whose data share one allocation.
 struct Trials {
-  std::vector<std::byte> before, expected;  // the allocation's contents, around the launches
+  std::vector<std::byte> before, expected;  // the allocation's contents, before and after launches
   std::vector<Trial> trials;
 };
 
-// Of these kernels: places in tested_kernels(), from begin to end.
+// Makes the trials of the kernels tested_kernels()[begin] to tested_kernels()[end - 1].
 Trials make_trials(size_t begin, size_t end);
 
-// What the first wrong element of a result is and should be; empty where all have the expected
-// bits. Any NaN is as good as another. memory: as `expected`.
+// Describes the first wrong element of a result: its bits and the expected ones. Empty if all bits
+// are as expected; any NaN equals any other. memory: laid out as `expected`.
 std::string find_difference(const TrialResult& result, const std::vector<std::byte>& memory,
                             const std::vector<std::byte>& expected);
 

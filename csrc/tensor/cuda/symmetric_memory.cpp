@@ -15,12 +15,13 @@ namespace {
 
 namespace symmetric = ::c10d::symmetric_memory;
 
-// How long ranks wait for each other's handles: where one has made memory with other groups before,
-// torch 2.11 to 2.13 let them look under different keys of the store.
+// How long ranks wait for each other's handles. In torch 2.11 to 2.13, a rank that has made memory
+// with other groups before looks under other keys of the store than its peers.
 constexpr auto kRendezvousTimeout = std::chrono::seconds(10);
 
-// A group as torch's symmetric memory looks them up, by name within a process; it has a store and
-// moves nothing. c10d's registry refers to it weakly: it is there as long as this object.
+// A process group for torch's symmetric memory, which looks groups up by name within a process. It
+// has a store and moves no data. c10d's registry refers to it weakly, so it exists as long as this
+// object.
 class NamedGroup {
  public:
   NamedGroup(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int world_size) {
@@ -41,8 +42,8 @@ class NamedGroup {
   c10::intrusive_ptr<::c10d::ProcessGroup> group_;
 };
 
-// Memory of this rank, and the group of those that it was made for: torch asks for it by name when
-// ranks meet, and again in what a mapping can do. So it outlives both.
+// This rank's memory and the group that it was made for. torch looks the group up by name in
+// rendezvous() and again when a mapping is used, so the group must outlive both memory and mapping.
 struct NamedMemory {
   std::optional<NamedGroup> group;
   at::Tensor tensor;
@@ -50,7 +51,7 @@ struct NamedMemory {
 
 using Mapping = c10::intrusive_ptr<symmetric::SymmetricMemory>;
 
-// torch 2.11 to 2.15 ask it which GPUs are joined by a fabric, and crash where it is missing.
+// torch 2.11 to 2.15 ask NVML which GPUs are joined by a fabric, and crash if it is missing.
 void check_nvml() {
   void* library = dlopen("libnvidia-ml.so.1", RTLD_LAZY);
   if (library == nullptr) throw Error(ErrorKind::kTransport, "libnvidia-ml.so.1 is not found");
@@ -74,7 +75,8 @@ transport::DeviceRegions connect_by_symmetric_memory(const c10::intrusive_ptr<::
     const c10::impl::VirtualGuardImpl guard(device.type());
     guard.synchronizeStream(guard.getStream(device));
   });
-  // torch's memory refers to its mapping, too, and counts who maps it: it goes with the last one.
+  // torch's memory also refers to its mapping and counts who maps it: it is freed with the last
+  // one.
   transport::DeviceRegions regions{
       .means = "torch's symmetric memory", .own = own, .mapped = mapped};
   transport::agree(all_gather, rank, [&] {

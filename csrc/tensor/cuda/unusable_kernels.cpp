@@ -46,7 +46,7 @@ std::string UnusableKernels::summary() const {
   return join(first, "; and ", findings_.size() - 1, " more");
 }
 
-// Every finding's number in one line, then the words of as many as there is room for.
+// The number of every finding in one line, then the texts of as many as fit.
 std::string UnusableKernels::encode(size_t max_bytes) const {
   std::string text;
   for (const auto& [number, finding] : findings_) text += join(number, ' ');

@@ -1,5 +1,5 @@
-// What a GPU's self-test found wrong, and how ranks tell each other: what fails on one is used by
-// none.
+// What a GPU's self-test found wrong, and how ranks share it: no rank uses what fails on one of
+// them.
 #pragma once
 
 #include <map>
@@ -20,17 +20,18 @@ class UnusableKernels {
   // By number.
   const std::map<size_t, std::string>& findings() const { return findings_; }
 
-  // What was found about it ("two_shot of float16: element 17 ..."); none: it can be used.
+  // The finding about a kernel ("two_shot of float16: element 17 ..."); none if it can be used.
   std::optional<std::string> why_not(cuda::Kernel kernel, const WireFormat& format) const;
-  // Of pack or unpack.
+  // The same for pack and unpack.
   std::optional<std::string> why_not_bucket(DType gradients, const WireFormat& wire) const;
 
   // The first finding and how many more there are.
   std::string summary() const;
 
-  // As a text of at most max_bytes, which leaves out words rather than findings; and back.
+  // Encodes the findings in at most max_bytes; if that is too short, texts are left out, not
+  // findings.
   std::string encode(size_t max_bytes) const;
-  // Adds another rank's.
+  // Adds another rank's encoded findings.
   void merge(const std::string& encoded, int rank);
 
  private:
