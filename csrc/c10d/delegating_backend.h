@@ -1,5 +1,5 @@
-// What has no kernel in this project runs on another backend, for CUDA tensors; it is made when it
-// is needed first. CPU tensors are refused, as by any backend that lacks a collective.
+// Runs collectives of CUDA tensors for which rota has no kernels on another backend, made when
+// first needed. For CPU tensors they raise, as in any backend that lacks a collective.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -15,7 +15,8 @@ using BackendPtr = c10::intrusive_ptr<::c10d::Backend>;
 
 class DelegatingBackend : public ::c10d::Backend {
  public:
-  // Is told which collective is missing, and says so once. May throw.
+  // Called when the delegate is first needed, with the collective that needs it; warns about it
+  // once. May throw.
   using MakeDelegate = std::function<BackendPtr(const std::string& collective)>;
 
   DelegatingBackend(int rank, int world_size, MakeDelegate make_delegate)
@@ -41,11 +42,12 @@ class DelegatingBackend : public ::c10d::Backend {
   WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
 
  protected:
-  // The delegate, if one has been made.
+  // Null until it is needed.
   const BackendPtr& delegate() const { return delegate_; }
 
  private:
-  // Throws torch's error for a collective that a backend lacks, unless these are CUDA tensors.
+  // Makes the delegate if needed. Throws torch's error for an unsupported collective, unless these
+  // are CUDA tensors.
   ::c10d::Backend& delegate_for(const char* collective, const at::Tensor& tensor);
   ::c10d::Backend& delegate_for(const char* collective, const std::vector<at::Tensor>& tensors);
 

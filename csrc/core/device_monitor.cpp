@@ -7,9 +7,9 @@
 namespace rota {
 namespace {
 
-// A death is to be known within 5 ms; a look takes about 10 us.
+// A death must be noticed within 5 ms; a look takes about 10 us.
 constexpr auto kLookEvery = std::chrono::milliseconds(2);
-// A wait that goes on says so many times in this time; so one that says nothing is over.
+// A stalled kernel reports many times within this time; without a report the stall is over.
 constexpr auto kStallEndsAfter = std::chrono::milliseconds(500);
 
 std::string_view what_of(cuda::WaitPhase phase) {
@@ -53,7 +53,8 @@ void DeviceMonitor::run() {
     look_for_leavers();
     const std::optional<cuda::Failure> stall = kernels_.take_stall();
     if (const std::optional<Error> error = look(stall)) {
-      // Said at once: kernels return, results are not to be used, and the next call may come late.
+      // Printed at once: kernels return with invalid results, and the next call, which would throw,
+      // may come late.
       std::cerr << join(error->what(), "; results of collectives on GPUs since are not valid\n");
       communicator_.fail(*error);
       kernels_.abort();
@@ -77,16 +78,16 @@ void DeviceMonitor::look_for_leavers() {
   had_left_ = has_left_;
   for (int peer = 0; peer < communicator_.world_size(); ++peer) {
     const auto& control = communicator_.transport().region(peer).control();
-    // One that lets go of its regions launches nothing more, and may wait for this rank before it
-    // departs.
+    // A rank that releases its regions launches no more kernels, and may wait for this rank before
+    // it departs.
     has_left_[static_cast<size_t>(peer)] =
         control.departed.load() != 0 || control.regions_left.load() > regions_left_;
   }
 }
 
-// A rank that leaves has done its part: what it sent, kernels here may still be about to read. So
-// it is missed only where one says that it waits after the rank was seen to have left: `stall` was
-// written after the last look, which began with the ranks.
+// A rank that leaves has done its part, but kernels here may not have read all that it sent. So its
+// departure is an error only if a kernel still reports a stall on it after it was seen to have
+// left: `stall` was written after the previous look, which first recorded who had left.
 std::optional<Error> DeviceMonitor::find_departure(
     const std::optional<cuda::Failure>& stall) const {
   if (!stall || !had_left_[stall->peer]) return std::nullopt;
@@ -101,7 +102,7 @@ bool DeviceMonitor::is_stalled() const {
   return std::chrono::steady_clock::now() - stalled_at_.load() < kStallEndsAfter;
 }
 
-// Once for each wait.
+// Warns once per wait.
 void DeviceMonitor::warn_about_stall(const cuda::Failure& stall) {
   const bool is_another_wait = !is_stalled();
   stalled_at_ = std::chrono::steady_clock::now();

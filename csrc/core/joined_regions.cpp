@@ -10,32 +10,32 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long a rank waits in each of both steps for peers that are alive and do not come. Ranks
-// mostly end together. One that lives on without closing its communicator, or that is later than
-// this, costs the others one such wait: who has missed a step is not waited for in the next.
+// How long a rank waits, in each of the two steps, for live peers that do not come. Ranks mostly
+// end together. A peer that never closes its communicator, or closes it later than this, costs each
+// of the others one such wait: a peer that missed one step is not awaited in the next.
 //
-// The region is freed then although that peer maps it. CUDA's documentation leaves open what an
-// access does there; its driver counts who maps memory handed over by cudaIpcGetMemHandle, and
-// keeps it until the last one has unmapped it, as it does for torch's symmetric memory by design.
-// That is the second line of defence; these steps are the first.
+// The region is then freed while that peer still maps it. CUDA's documentation does not define what
+// an access does there; the driver counts the processes that map memory shared with
+// cudaIpcGetMemHandle, and keeps it until the last one has unmapped it, as it does by design for
+// torch's symmetric memory. That is the second line of defence; these steps are the first.
 constexpr Nanoseconds kPatience = std::chrono::seconds(2);
-// In a group that has failed, ranks may not get as far as closing it. Their kernels return: the
-// monitors see a failure within a few ms.
+// In a failed group, ranks may never reach close(). Their kernels return: the monitors see a
+// failure within a few ms.
 constexpr Nanoseconds kPatienceOfFailed = std::chrono::milliseconds(200);
 
-// Gives up a peer that has no kernels any more, or does not come.
+// Gives up on a peer that has no kernels left or does not come.
 class PeerObserver final : public WaitObserver {
  public:
   PeerObserver(const transport::Transport& transport, int peer, Clock::time_point since)
       : transport_(transport), peer_(peer), since_(since) {}
 
-  // A rank leaves when it has let go of its regions.
+  // A rank departs only after it has released its regions.
   std::optional<Error> poll() override {
     return give_up(transport_.region(peer_).control().departed.load() != 0);
   }
 
-  // A process that the kernel has begun to end may still have kernels on its GPU; so only one that
-  // has ended counts, and this rank is named as the awaited one.
+  // A process that has begun to exit may still have kernels on its GPU, so only an ended one counts
+  // as dead. Passing this rank as the awaited one makes find_dead_peers() report no peer early.
   std::optional<Error> tick(Nanoseconds) override {
     if (auto gone = poll()) return gone;
     const std::vector<int> dead = transport_.find_dead_peers(transport_.rank());
@@ -80,7 +80,7 @@ JoinedRegions::~JoinedRegions() {
   regions_.own.reset();
 }
 
-// A count, since ranks may join their GPUs again after it went wrong, all of them.
+// regions_left is a count, because all ranks may join their GPUs again after a failed attempt.
 void JoinedRegions::take_step() {
   if (fork_generation_ != fork_generation()) return;
   const transport::Transport& transport = communicator_.transport();

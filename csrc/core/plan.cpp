@@ -65,7 +65,7 @@ Call Planner::all_reduce(DType dtype, uint64_t num_elems, const AllReduceOptions
   return call;
 }
 
-// 0 where groups change nothing.
+// Returns 0 if groups make no difference.
 int Planner::group_size(const Call& call, const AllReduceOptions& options) const {
   if (!options.group_size) return 0;
   const int64_t num_ranks = *options.group_size;
@@ -140,7 +140,7 @@ void Planner::choose_algorithm(Call& call, std::optional<schedule::Algorithm> re
            "of short ones");
   }
   if (world_size_ == 1) {
-    call.algorithm = schedule::Algorithm::kOneShot;  // all are the same: round once
+    call.algorithm = schedule::Algorithm::kOneShot;  // all give the same result: one rounding
   } else if (gpu_) {
     call.algorithm = choose_on_gpu(call, requested);
   } else {

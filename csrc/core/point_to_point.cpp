@@ -19,10 +19,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // How long a borrowed thread stays when nothing is outstanding: longer than the gap between two
-// steps of a pipeline, because to wake a thread costs more than to send a short message.
+// steps of a pipeline, because waking a thread costs more than sending a short message.
 constexpr auto kLinger = std::chrono::milliseconds(100);
 
-// What the first link message of a message begins with.
+// The start of a message's first link message.
 struct alignas(kCacheLineBytes) Header {
   uint64_t tag;
   uint64_t dtype;
@@ -30,7 +30,7 @@ struct alignas(kCacheLineBytes) Header {
 };
 
 void check_header(const Header& header, int source) {
-  // Bounded: the words come from another process.
+  // Checks the ranges, because the words come from another process.
   constexpr uint64_t kMaxElems = uint64_t{1} << 56;
   if (header.dtype < kNumDTypes && header.num_elems < kMaxElems) return;
   throw Error(ErrorKind::kInternal, join("rota.recv: the header of a message from rank ", source,
@@ -43,13 +43,13 @@ std::string text_of(const Message& message) {
 
 Nanoseconds now() { return Clock::now().time_since_epoch(); }
 
-// Every group of this process that is not closed. Whoever holds the mutex waits for no other.
+// All open groups of this process. A thread that holds the mutex never blocks on another one.
 struct Living {
   std::mutex mutex;
   std::vector<PointToPoint*> groups;
 };
 
-// "tag 7", without the cost of a stream: every short message is waited for.
+// "tag 7", formatted without a slow stream, because every wait for a short message needs it.
 class TagText {
  public:
   explicit TagText(uint64_t tag) {
@@ -66,8 +66,8 @@ class TagText {
 
 }  // namespace
 
-// Ends a wait for flags where the request stands still for too long, and for good where its group
-// has failed.
+// Ends a wait for flags when `patience` is over, and with an error when the request makes no
+// progress for the group's timeout or the group has failed.
 class PointToPoint::Observer final : public WaitObserver {
  public:
   Observer(Watch& watch, const Request& request, std::optional<Nanoseconds> patience)
@@ -78,12 +78,13 @@ class PointToPoint::Observer final : public WaitObserver {
   std::optional<Error> poll() override { return watch_.poll(); }
   std::optional<Error> tick(Nanoseconds) override {
     const Nanoseconds time = now();
-    // Another thread may have moved it, and other messages end waits in between.
+    // Measured since the request last moved: another thread may move it, and a wait also ends when
+    // other messages arrive.
     const Nanoseconds still = time - std::max(start_, request_.moved_at_.load());
     if (auto error = watch_.tick(still)) return error;
     if (!patience_ || time - start_ < *patience_) return std::nullopt;
     has_given_up_ = true;
-    return Error(ErrorKind::kTimeout, "");  // goes no further than wait()
+    return Error(ErrorKind::kTimeout, "");  // caught by wait_until_done()
   }
 
  private:
@@ -112,7 +113,7 @@ PointToPoint::PointToPoint(Communicator& communicator, transport::Transport& tra
 }
 
 RequestRef PointToPoint::send(const void* data, const Message& message, int peer, OnDone on_done) {
-  // Only read: the request of a send writes nothing to its data.
+  // A send only reads its data.
   return start(Direction::kSend, const_cast<void*>(data), message, peer, std::move(on_done));
 }
 
@@ -205,7 +206,7 @@ bool PointToPoint::wait_until_done(const Request& request, CallerThread thread,
   } catch (const Error& error) {
     if (!lock.owns_lock()) lock.lock();
     if (!observer.has_given_up()) fail(error, done);
-  } catch (...) {  // a signal's
+  } catch (...) {  // from a signal handler
     if (!lock.owns_lock()) lock.lock();
     --num_waiting_;
     const std::string text = join(watch.prefix(), " was interrupted ", watch.place());
@@ -227,7 +228,7 @@ void PointToPoint::move_all_groups() {
     Living& living = per_process<Living>();
     const std::lock_guard lock(living.mutex);
     for (PointToPoint* group : living.groups) {
-      // Who holds the mutex moves messages already.
+      // The thread that holds the mutex moves messages already.
       const std::unique_lock own_lock(group->mutex_, std::try_to_lock);
       if (!own_lock.owns_lock()) continue;
       try {
@@ -247,8 +248,8 @@ void PointToPoint::attend(const Request& request, std::shared_ptr<void> owner) {
   attendant_queue_.enqueue([this, owner = std::move(owner)] { attend_all(); });
 }
 
-// Whoever waits moves everything, and sooner than this thread: so it looks only now and then, and
-// steps in where for a whole tick nobody has waited.
+// A waiting thread moves all messages, and sooner than this one. So this thread only looks now and
+// then, and steps in after a whole tick in which nobody waited.
 void PointToPoint::attend_all() {
   std::unique_lock lock(mutex_);
   Nanoseconds used_at = now();
@@ -263,7 +264,7 @@ void PointToPoint::attend_all() {
   is_attended_ = false;
 }
 
-// Moves what can be moved, and waits for more for about a tick. False: nothing has come.
+// Moves what can be moved, then waits for more for about a tick. Returns false if nothing came.
 bool PointToPoint::step_in(std::unique_lock<std::mutex>& lock) {
   class OneTick final : public WaitObserver {
    public:
@@ -274,7 +275,7 @@ bool PointToPoint::step_in(std::unique_lock<std::mutex>& lock) {
     std::optional<Error> tick(Nanoseconds waited) override {
       if (auto error = watch_.tick(Nanoseconds(0))) return error;
       is_over = waited >= kTick;
-      if (is_over) return Error(ErrorKind::kTimeout, "");  // goes no further than below
+      if (is_over) return Error(ErrorKind::kTimeout, "");  // caught below
       return std::nullopt;
     }
 
@@ -456,7 +457,7 @@ bool PointToPoint::matches(const Request& recv, int source, uint64_t tag) {
   return (recv.peer_ == source || recv.peer_ == kAnyRank) && recv.message_.tag == tag;
 }
 
-// Where they do not, the message has been meant for this recv all the same: it is dropped.
+// A message that disagrees was still meant for this recv, so it is dropped.
 bool PointToPoint::agree(Request& recv, int source, const Message& sent) const {
   recv.peer_ = source;
   if (sent == recv.message_) return true;
@@ -526,7 +527,7 @@ PointToPoint::AwaitedFlags PointToPoint::awaited() const {
 
 void PointToPoint::report(const Done& done) {
   for (const RequestRef& request : done) {
-    // What it holds, which may hold the request, goes with it.
+    // Also destroys the callback, whose captures may keep the request alive.
     std::exchange(request->on_done_, nullptr)(*request);
   }
 }

@@ -17,7 +17,7 @@ namespace rota {
 struct ProgressQueue::State {
   std::mutex mutex;
   std::deque<std::function<void()>> tasks;
-  ProgressThread* thread = nullptr;  // borrowed; there is one whenever a task is queued or runs
+  ProgressThread* thread = nullptr;  // borrowed; not null while a task is queued or runs
   ForkSafe<std::condition_variable> has_given_back;
   bool is_closing = false;
   std::atomic<int64_t> num_pending{0};
@@ -63,8 +63,8 @@ void ProgressQueue::enqueue(std::function<void()> task) {
     state_->num_pending.fetch_add(1, std::memory_order_relaxed);
     state_->tasks.push_back(std::move(task));
   }
-  // Outside the lock, which its first step takes. Nobody else starts it: who queues work meanwhile
-  // finds that there is a thread, and only run() gives it back.
+  // Outside the lock, because run() takes it first. No other thread starts it: one that queues work
+  // meanwhile finds that there is a thread, and only run() gives it back.
   if (borrowed != nullptr) borrowed->start([state = state_] { run(*state); });
 }
 
@@ -77,14 +77,14 @@ void ProgressQueue::run(State& state) {
       state.tasks.pop_front();
       lock.unlock();
       task();
-    }  // what the task holds is released before it counts as done
+    }  // releases the task's captures before it counts as done
     state.num_pending.fetch_sub(1, std::memory_order_release);
     lock.lock();
   }
   running = nullptr;
-  // Under the lock, and before the queue is seen to have no thread: who then queues work finds this
-  // one in the pool. Whoever waits in close() sees a thread that touches nothing of the queue's
-  // tasks any more.
+  // Under the lock, and before others see the queue without a thread: whoever then queues work
+  // finds this thread in the pool, and close() returns only when the thread no longer touches the
+  // queue's tasks.
   per_process<ProgressPool>().give_back(*std::exchange(state.thread, nullptr));
   lock.unlock();
   state.has_given_back->notify_all();

@@ -1,4 +1,4 @@
-// Where one rank's part of an all-reduce lies; what is asked is in schedule/call.h.
+// One rank's buffers in an all-reduce; its arguments are in schedule/call.h.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +10,9 @@
 
 namespace rota::cpu {
 
-// What is found out about the result on its way into the tensor.
+// What is measured of the result while it is written to the tensor.
 struct BucketMeasures {
-  std::vector<double> squares;  // by tile, in whole groups of the tree
+  std::vector<double> squares;  // by tile, padded to whole groups of the tree
   uint64_t num_non_finite = 0;
 
   explicit BucketMeasures(uint64_t num_elems)
@@ -29,10 +29,10 @@ struct BucketMeasures {
 
 struct AllReduceBuffers {
   void* data;  // num_elems elements of dtype, contiguous
-  // Of reduce_bucket. What rounding the own contributions lost, in units of the result; added to
-  // the next ones and then renewed. Null: no error feedback.
+  // For reduce_bucket: the rounding errors of this rank's contributions, in units of the result.
+  // They are added to the next contributions and then replaced. Null: no error feedback.
   float* residual = nullptr;
-  BucketMeasures* measures = nullptr;
+  BucketMeasures* measures = nullptr;  // for reduce_bucket
 };
 
 }  // namespace rota::cpu

@@ -15,7 +15,7 @@ struct alignas(64) Floats {
   float values[kTileElems];
 };
 
-// Of the longest format, with a scale for each of its shortest blocks.
+// A tile in the wire format, sized for the widest dtype and the shortest blocks.
 struct alignas(64) Encoded {
   std::byte payload[kTileElems * sizeof(float)];
   std::byte scales[kTileElems / block_scaling(DType::kFloat8E4M3).block_elems];
@@ -23,8 +23,8 @@ struct alignas(64) Encoded {
   WirePlace place() { return {payload, scales}; }
 };
 
-// Ranges start at a tile; body gets each tile as elements of the tensor, and its offset in the
-// range.
+// Ranges start at a tile. Calls body(tile, offset): the tile in elements of the tensor, and its
+// offset in the range.
 template <typename Body>
 void for_each_tile(const Range& range, Body&& body) {
   for (uint64_t begin = 0; begin < range.num_elems; begin += kTileElems) {
@@ -91,7 +91,7 @@ void BucketReducer::pack_tile(const Range& tile, const WirePlace& wire) const {
   }
 }
 
-// The own contribution as its receivers would read it.
+// This rank's contribution as its receivers decode it.
 void BucketReducer::round_contribution(const Range& tile, float* rounded) const {
   Encoded own;
   const WirePlace place = own.place();
@@ -114,7 +114,7 @@ void BucketReducer::unpack_tile(const WirePlace& wire, const Range& tile) const 
   wire_loops_.decode_sum(&wire, 1, results, tile.num_elems, pass_.result_factor);
   if (!is_float32) {
     loops_.convert(DType::kFloat32, dtype_)(results, out, tile.num_elems);
-    // What is measured is what is stored; float64 holds it unchanged.
+    // Measures the values as stored; float64 stores them unchanged.
     if (dtype_ != DType::kFloat64) {
       loops_.convert(dtype_, DType::kFloat32)(out, results, tile.num_elems);
     }
@@ -126,7 +126,7 @@ void BucketReducer::unpack_tile(const WirePlace& wire, const Range& tile) const 
   }
 }
 
-// From a complete sum to the wire and to the bucket.
+// Writes the result of a complete sum to the wire and to the bucket.
 void BucketReducer::finish_tile(float* sums, const Range& tile, const WirePlace& wire) const {
   float factor = 1;
   if (is_power_of_two(pass_.divisor)) {
@@ -165,7 +165,7 @@ void BucketReducer::reduce(const WirePlace* srcs, const Range& range,
       if (is_from_tensor(srcs[i])) pack_tile(tile, own.place());
     }
     wire_loops_.decode_sum(tile_srcs, world_size_, sums.values, tile.num_elems, 1);
-    // Into a source's place, where the line already is: see reducer.cpp.
+    // Overwrites a source, whose cache lines this core already has: see reducer.cpp.
     const WirePlace out = wire_outs.empty() ? result.place() : wire_.from(wire_outs[0], begin);
     finish_tile(sums.values, tile, out);
     for (size_t i = 1; i < wire_outs.size(); ++i) {

@@ -1,9 +1,9 @@
-// The element work of the all-reduce of a gradient bucket, in one pass each way. Contributions are
+// Element work of a gradient bucket's all-reduce, in one pass each way. Contributions are
 // multiplied, rounded to the wire format and written to the slots; sums are kept in float32,
 // divided, and rounded once more; results are multiplied, measured, and written to the bucket.
 //
-// Methods as reducer.h says. Each element of the bucket is contributed once and written once, by
-// whichever of them the algorithm calls.
+// The methods are those of reducer.h. Whichever of them an algorithm calls, each element of the
+// bucket is contributed once and written once.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +25,7 @@ class BucketReducer {
 
   const WireFormat& wire() const { return wire_; }
   size_t hop_bytes() const { return sizeof(float); }
-  // Contributions are made once: what lies in a slot already is taken from there.
+  // A contribution is encoded only once: one that is already in a slot is read from there.
   WirePlace own_source(const WirePlace& packed) const { return packed; }
 
   void pack(const schedule::Range& range, const WirePlace& wire) const;

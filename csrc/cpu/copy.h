@@ -1,4 +1,4 @@
-// Copying bytes, none included.
+// memcpy that accepts empty ranges.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 
 namespace rota::cpu {
 
-// A tensor without elements has a null pointer, which memcpy must not be given.
+// An empty tensor has a null pointer, which memcpy does not allow.
 inline void copy_bytes(void* dst, const void* src, size_t num_bytes) {
   if (num_bytes != 0) std::memcpy(dst, src, num_bytes);
 }

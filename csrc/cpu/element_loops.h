@@ -1,9 +1,9 @@
-// Loops over elements: reduce several sources into one destination, convert between dtypes. One
-// table of functions for each instruction set, chosen once at run time. No loop knows ranks or
-// slots.
+// Loops over elements: reduce several sources into one destination, convert between dtypes. There
+// is one table of functions per instruction set, chosen once at run time. The loops know neither
+// ranks nor slots.
 //
-// All tables give the same bits: sources are added left to right in the accumulate dtype, nothing
-// is contracted, and every rounding is to nearest, ties to even.
+// All tables give the same bits: sources are added left to right in the accumulate dtype, without
+// contraction to fused multiply-adds, and every rounding is to nearest, ties to even.
 #pragma once
 
 #include <cstddef>
@@ -23,12 +23,12 @@ using ReduceFn = void (*)(const void* const* srcs, int num_srcs, void* dst, size
 // dst[i] = round(src[i]); dst and src do not overlap.
 using ConvertFn = void (*)(const void* src, void* dst, size_t num_elems);
 
-// Float32 to the wire format and back; null for what is no format.
+// Float32 to a wire format and back; null for a dtype that is no wire format.
 struct WireLoops {
   // dst = round(src * factor), each block by its own scale.
   void (*encode)(const float* src, const WirePlace& dst, size_t num_elems, float factor);
-  // The same, rounded to one of both neighbours, the nearer the likelier. The random numbers are a
-  // function of key and place: of key + 0, key + 1, ...
+  // The same with stochastic rounding: to one of the two neighbours, more likely to the nearer one.
+  // Element i uses the random number of key + i.
   void (*encode_at_random)(const float* src, const WirePlace& dst, size_t num_elems, float factor,
                            uint32_t key);
   // dst = ((srcs[0] + srcs[1]) + srcs[2] ...) * factor
@@ -39,10 +39,10 @@ struct WireLoops {
 struct ElementLoops {
   std::string_view isa;
   ReduceFn reduce_fns[kNumDTypes][kNumReduceOps];  // nullptr where the op is not defined
-  ConvertFn convert_fns[kNumDTypes][kNumDTypes];   // [from][to]; nullptr but among floating dtypes
+  ConvertFn convert_fns[kNumDTypes][kNumDTypes];   // [from][to]; nullptr unless both are floating
 
   WireLoops wire_loops[kNumDTypes][2];  // [dtype][is_block_scaled]
-  // Of squares in float64, in a fixed order. Not finite exactly if an element is not.
+  // Sums in float64, in a fixed order. The result is finite if and only if all elements are.
   double (*sum_of_squares)(const float* src, size_t num_elems);
 
   ReduceFn reduce(DType dtype, ReduceOp op) const {
@@ -56,8 +56,8 @@ struct ElementLoops {
   }
 };
 
-// The best table that this CPU runs; ROTA_ISA=portable|avx2|avx512 asks for one by name.
-// Throws Error(kValue) when the name is unknown or the CPU lacks it.
+// The best table for this CPU, unless ROTA_ISA or `isa` names one: portable, avx2 or avx512. Throws
+// Error(kValue) when the name is unknown or the CPU lacks it.
 const ElementLoops& element_loops();
 const ElementLoops& element_loops(std::string_view isa);
 

@@ -1,13 +1,13 @@
-// The element loops, compiled once for each instruction set by the files that include this one.
+// The element loops, compiled once per instruction set by the files that include this one.
 // ROTA_ISA_NAMESPACE names the table, ROTA_VECTOR_BYTES is the register width: 64 for AVX-512, 32
 // for AVX2 with F16C, 16 elsewhere (the target pragma does not define the compiler's own macros in
-// C++). Arithmetic is written with the compiler's generic vectors, so only the conversions of
-// float16 name an instruction.
+// C++). Arithmetic uses the compiler's generic vectors; only conversions of float16 and, with
+// AVX-512, sums of squares need intrinsics.
 //
-// Includes nothing but its parts and what is always inlined, and calls no library template: see the
-// comment in element_loops_avx2.cpp.
+// Includes only its own parts and headers whose functions are always inlined, and calls no library
+// template: see the comment in element_loops_avx2.cpp.
 
-// In this order, which is that of their use.
+// Each part uses those before it.
 // clang-format off
 #include "cpu/lanes.inl"
 #include "cpu/wire_roundings.inl"
@@ -19,7 +19,7 @@ namespace {
 
 // ---- reduce
 
-// What turns a sum into a result. Function objects rather than lambdas, because the target pragma
+// These turn a sum into a result. Function objects rather than lambdas, because the target pragma
 // of the including file does not reach lambdas inside templates.
 template <typename Acc>
 struct Keep {
@@ -65,7 +65,7 @@ void reduce_with(const void* const* srcs, int num_srcs, void* dst, size_t num_el
                    finish(acc[u]));
     }
   }
-  // The rest, a vector at a time through a padded copy: the arithmetic must be the vectors' own.
+  // The tail goes through a padded vector, so that its arithmetic is that of whole vectors.
   while (elem < num_elems) {
     const size_t rest = num_elems - elem;
     const size_t num_lanes = rest < Lanes::kNumLanes ? rest : Lanes::kNumLanes;
@@ -98,7 +98,7 @@ void reduce(const void* const* srcs, int num_srcs, void* dst, size_t num_elems, 
 
 // ---- convert
 
-// Among floats of 32 bits and fewer, by way of float32: exact on the way up, one rounding down.
+// Between floats of at most 32 bits, through float32: widening is exact, narrowing rounds once.
 template <DType from, DType to>
 void convert(const void* src, void* dst, size_t num_elems) {
   using From = LanesOf<from>;

@@ -5,9 +5,9 @@
 #include "base/dtype.h"
 #include "cpu/element_loops.h"
 
-// Only what is defined below is compiled for AVX2. Headers stay above: an inline function of theirs
-// could otherwise be the copy that the linker keeps for every caller. lanes.inl adds the few in
-// which no function has a copy.
+// Only the code below is compiled for AVX2. Headers come before the pragma: otherwise the linker
+// could keep the AVX2 copy of one of their inline functions for every caller. lanes.inl includes a
+// few more headers, whose functions have no copies because they are always inlined.
 #pragma GCC target("avx2,f16c")
 #define ROTA_ISA_NAMESPACE avx2
 #define ROTA_VECTOR_BYTES 32

@@ -1,5 +1,5 @@
-// Denormals are kept in reductions, whatever the calling thread has set (torch.set_flush_denormal):
-// otherwise a result would depend on which thread formed it.
+// Keeps denormals in reductions, whatever the calling thread has set (torch.set_flush_denormal):
+// otherwise a result would depend on the thread that computes it.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace rota::cpu {
 
-// While it lives: no flush to zero, denormals are not zero, rounding to nearest even.
+// During its lifetime: no flush to zero, denormals are not zero, rounding to nearest even.
 class IeeeFloatScope {
  public:
   IeeeFloatScope() : saved_(read()) {

@@ -1,10 +1,10 @@
 // Vectors of one instruction set, and how each dtype is loaded into them, accumulated and stored.
-// Included by the file of each instruction set before element_loops.inl; what is said there holds
-// here too.
+// Included by element_loops.inl, whose opening comment applies here too.
 
-// Unlike all other headers these stand below the target pragma: of vectors that are wider than the
-// machine it compiles for, GCC 12 takes comparisons apart, even where it inlines them later (up to
-// 25 times as slow). All in them is always inlined, and what they include was included before.
+// Unlike all other headers, these are included below the target pragma: GCC 12 splits comparisons
+// of vectors wider than the target's registers, even when it inlines them later (up to 25 times
+// as slow). All their functions are always inlined, and the headers that they include were included
+// before.
 #include "base/block_scale.h"
 #include "base/combine.h"
 #include "base/float_bits.h"
@@ -43,7 +43,7 @@ V broadcast(decltype(V{}[0] + 0) value) {
   return V{} + static_cast<__typeof__(V{}[0])>(value);
 }
 
-// ---- narrow floats: by base/float_bits.h, except where there is an instruction for float16
+// ---- narrow floats: base/float_bits.h, or the CPU's instruction for float16
 
 template <FloatFormat format, typename Bits>
 Bits narrow_bits(Vec<float> value) {
@@ -55,7 +55,8 @@ Vec<float> widen_bits(HalfBits bits) {
 }
 
 #if ROTA_VECTOR_BYTES == 64
-// The forms with a mask, all set: g++ 12 warns about its own header otherwise (GCC bug 105593).
+// The masked forms, with all bits set: with the plain ones g++ 12 warns about its own header (GCC
+// bug 105593).
 Vec<float> widen_half(HalfBits bits) { return _mm512_maskz_cvtph_ps(0xffff, (__m256i)bits); }
 HalfBits narrow_half(Vec<float> value) {
   return (HalfBits)_mm512_maskz_cvtps_ph(0xffff, value,
@@ -101,7 +102,7 @@ struct NarrowLanes {
 template <FloatFormat format, typename Bits>
 using GenericLanes = NarrowLanes<Bits, widen_bits<format>, narrow_bits<format, Bits>>;
 
-// Any byte but 0 is true, as torch reads it; what is written is 0 or 1.
+// Any nonzero byte is true, as in torch; stores write 0 or 1.
 struct BoolLanes : PlainLanes<uint8_t> {
   static Acc load(const void* src) { return (Acc)(load_bytes<Acc>(src) != 0) & 1; }
 };

@@ -8,14 +8,14 @@ namespace {
 
 using schedule::Range;
 
-// Elements of a block: two float64 temporaries take half of a 32 KiB first-level cache.
+// Elements per block: two float64 temporaries take half of a 32 KiB first-level cache.
 constexpr size_t kBlockElems = 1024;
 struct alignas(64) Block {
   std::byte bytes[kBlockElems * sizeof(double)];
 };
 
-// Cuts a range into blocks whose temporaries stay in the first-level cache; body gets each block as
-// elements of the tensor, and its offset in the range.
+// Splits a range into blocks whose temporaries stay in the first-level cache. Calls body(block,
+// offset): the block in elements of the tensor, and its offset in the range.
 template <typename Body>
 void for_each_block(const Range& range, Body&& body) {
   for (uint64_t begin = 0; begin < range.num_elems; begin += kBlockElems) {
@@ -75,8 +75,8 @@ void Reducer::reduce(const WirePlace* srcs, const Range& range,
         block_srcs[i] = own.bytes;
       }
     }
-    // Into the first source that a core has just fetched, not into a place of its own: the line
-    // changes hands once instead of twice.
+    // The sum overwrites the first output, a source that this core has just fetched, rather than a
+    // separate place: each cache line moves between cores once instead of twice.
     const WirePlace sum =
         wire_outs.empty() ? WirePlace{sums.bytes, nullptr} : wire_.from(wire_outs[0], begin);
     reduce_block(block_srcs, sum.payload, block.num_elems);
@@ -88,12 +88,12 @@ void Reducer::reduce(const WirePlace* srcs, const Range& range,
   });
 }
 
-// From wire elements to wire elements.
+// srcs and dst hold elements of the wire dtype.
 void Reducer::reduce_block(const void* const* srcs, void* dst, size_t num_elems) const {
   if (group_size_ == world_size_) {
     return reduce_wire_(srcs, world_size_, dst, num_elems, world_size_);
   }
-  // With each addition a pass of its own, over blocks that stay in the first-level cache.
+  // Each addition is a separate pass, over blocks that stay in the first-level cache.
   Block total, sum, next;
   const auto widen = [&](int source, Block& wide) {
     convert_or_copy(loops_, wire_.dtype, hop_, srcs[source], wide.bytes, num_elems);
@@ -115,7 +115,8 @@ void Reducer::reduce_block(const void* const* srcs, void* dst, size_t num_elems)
   convert_or_copy(loops_, hop_, wire_.dtype, total.bytes, dst, num_elems);
 }
 
-// A contribution is rounded to the wire dtype in every algorithm, also where it then travels wider.
+// Every algorithm rounds contributions to the wire dtype, even if it then sends them in a wider
+// one.
 void Reducer::widen_contribution(const Range& range, std::byte* hop) const {
   if (is_plain() || wire_.dtype == hop_) {
     return convert_or_copy(loops_, dtype_, hop_, data(range.begin), hop, range.num_elems);

@@ -1,8 +1,9 @@
-// The element work of one all-reduce: tensor to wire, sums, wire to tensor. A sum is rounded once
-// to the wire dtype, whichever algorithm forms it; a tensor of another dtype is cast block by block
-// on the way, so no copy of it in the wire dtype exists outside the slots.
+// Element work of one all-reduce: tensor to wire, sums, wire to tensor. Every algorithm rounds a
+// sum once to the wire dtype. A tensor of another dtype is cast block by block, so no copy of it in
+// the wire dtype exists outside the slots.
 //
-// This one does every dtype and op; bucket_reducer.h does gradient buckets, with the same methods.
+// Reducer handles every dtype and op; BucketReducer (bucket_reducer.h) handles gradient buckets,
+// with the same methods.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +17,7 @@
 
 namespace rota::cpu {
 
-// Among the sources of a sum: the own contribution, straight from the tensor.
+// As a source of a sum: this rank's contribution, read straight from the tensor.
 inline constexpr WirePlace kFromTensor{nullptr, nullptr};
 constexpr bool is_from_tensor(const WirePlace& place) { return place.payload == nullptr; }
 
@@ -29,29 +30,30 @@ class Reducer {
 
   const WireFormat& wire() const { return wire_; }
   size_t hop_bytes() const { return info(hop_).num_bytes; }
-  // Where a sum takes the own contribution from if it also lies in this place.
+  // The source of this rank's contribution in a sum, given where it is packed.
   WirePlace own_source(const WirePlace& packed) const { return is_plain() ? kFromTensor : packed; }
 
-  // Ranges are elements of the tensor. All of them are const, and none has a memory of others.
+  // Ranges are in elements of the tensor. Calls do not depend on earlier ones.
 
   // Tensor -> wire, rounding once.
   void pack(const schedule::Range& range, const WirePlace& wire) const;
   // Wire -> tensor, exact.
   void unpack(const WirePlace& wire, const schedule::Range& range) const;
-  // Sums every rank's contribution in ascending order, group by group where there are groups; the
-  // result goes to the tensor and to each of wire_outs, which may be among srcs.
+  // Sums all ranks' contributions in ascending order, by groups if there are any. Writes the result
+  // to the tensor and to each of wire_outs, which may be among srcs.
   void reduce(const WirePlace* srcs, const schedule::Range& range,
               std::span<const WirePlace> wire_outs) const;
 
-  // Ring hops: a partial sum in the hop dtype plus the own contribution, still as a partial sum.
+  // Ring hops: write this rank's contribution, added to `partial` if there is one, as a partial sum
+  // in the hop dtype.
   void start_partial(const schedule::Range& range, std::byte* hop) const;
   void add_to_partial(const std::byte* partial, const schedule::Range& range, std::byte* hop) const;
-  // The last addition of a ring: the sum, rounded, to tensor and wire.
+  // The last addition of a ring: writes the rounded sum to the tensor and the wire.
   void finish_partial(const std::byte* partial, const schedule::Range& range,
                       const WirePlace& wire) const;
 
  private:
-  // The tensor itself is a source in the wire dtype.
+  // The tensor has the wire dtype, so sums can read it directly.
   bool is_plain() const { return dtype_ == wire_.dtype; }
   std::byte* data(uint64_t elem) const { return data_ + elem * info(dtype_).num_bytes; }
   void reduce_block(const void* const* srcs, void* dst, size_t num_elems) const;

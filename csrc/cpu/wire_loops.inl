@@ -1,12 +1,12 @@
 // The wire loops: float32 into the wire format (base/wire_format.h) and back, sums of what several
-// ranks sent, and the squares of a result. Included by the file of each instruction set after
-// wire_roundings.inl; what is said in element_loops.inl holds here too.
+// ranks sent, and sums of squares of a result. Included after wire_roundings.inl by
+// element_loops.inl, whose opening comment applies here too.
 
 namespace rota::cpu::ROTA_ISA_NAMESPACE {
 namespace {
 
-// How encoded elements are rounded and stored. `elem` counts from the start of the loop; is_finite:
-// it is known that they are, and that they do not overflow.
+// Round and store encoded elements. `elem` counts from the start of the loop; is_finite: all are
+// known to be finite and not to overflow.
 template <DType dtype, bool is_scaled>
 struct ToNearest {
   template <bool is_finite>
@@ -40,7 +40,7 @@ struct AtRandom {
 
 // ---- blocks and their scales
 
-// Elements that share a scale; without scales, as many as a loop takes at a time.
+// Elements that share a scale; without scales, elements per iteration of a loop.
 template <DType dtype, bool is_scaled>
 constexpr size_t kBlockElems = is_scaled ? block_scaling(dtype).block_elems : 64;
 
@@ -61,7 +61,7 @@ Vec<uint32_t> largest_lane(Vec<uint32_t> value) {
   }
 }
 
-// Inf and NaN left out. Apart, because it is rare and would take registers.
+// Ignores Inf and NaN. Not inlined, because it is rare and would take registers.
 template <size_t kVecs>
 __attribute__((noinline)) Vec<uint32_t> largest_finite_magnitude(
     const Vec<float> (&values)[kVecs]) {
@@ -87,16 +87,16 @@ Vec<float> load_scale(std::byte biased) {
   return scale_of<Vec<float>>(Vec<uint32_t>{} + static_cast<uint32_t>(biased));
 }
 
-// How far ahead memory is asked for. A block takes so many instructions that the core does not look
-// past the next one by itself (25 MiB of float32, 2 ranks, float16 in scaled blocks: 3.33 ms with
-// neither, 2.81 with the first, 2.47 with both; half or twice as far is slower; Xeon, AVX-512,
-// 2026-11-21). The plain sums of element_loops.inl gain nothing.
+// Prefetch distances. A block takes so many instructions that the core does not run ahead past the
+// next one by itself (25 MiB of float32, 2 ranks, float16 in scaled blocks: 3.33 ms with neither
+// prefetch, 2.81 with the first, 2.47 with both; half or twice the distance is slower; Xeon,
+// AVX-512, 2026-11-21). The plain sums of element_loops.inl gain nothing.
 constexpr size_t kPrefetchTensorBytes = 2048;
 constexpr size_t kPrefetchWireBytes = 1024;
 
-// As an integer: what lies ahead may be no part of the array. Inlined, because g++ 12 takes a
-// function that only prefetches for one without effect, and drops the calls that it has not inlined
-// by then.
+// Adds to the address as an integer, because it may point outside the array. Always inlined,
+// because g++ 12 assumes that a function that only prefetches has no effect, and drops calls not
+// inlined by then.
 inline __attribute__((always_inline)) void prefetch(const char* address, size_t num_bytes_ahead) {
   __builtin_prefetch(
       reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(address) + num_bytes_ahead));
@@ -113,7 +113,7 @@ inline __attribute__((always_inline)) void store_block(const Vec<float> (&values
   }
 }
 
-// These are inlined by hand: a call would move the block through memory.
+// Always inlined: a call would pass the block through memory.
 template <DType dtype, bool is_scaled, typename Rounding>
 inline __attribute__((always_inline)) void encode_block(const char* src, char* payload,
                                                         std::byte* scale, float factor, size_t elem,
@@ -173,7 +173,7 @@ void encode_at_random(const float* src, const WirePlace& dst, size_t num_elems, 
   encode_with<dtype, is_scaled>(src, dst, num_elems, factor, AtRandom<dtype, is_scaled>{key});
 }
 
-// A block of one source, times its scale.
+// Loads a block of one source, times its scale.
 template <DType dtype, bool is_scaled, size_t kVecs>
 inline __attribute__((always_inline)) void load_block(const WirePlace& src, size_t elem,
                                                       Vec<float> (&values)[kVecs]) {
@@ -190,7 +190,7 @@ inline __attribute__((always_inline)) void load_block(const WirePlace& src, size
   }
 }
 
-// Sums left to right, times `factor`.
+// Sums one block of the sources left to right, times `factor`.
 template <DType dtype, bool is_scaled>
 void sum_block(const WirePlace* srcs, int num_srcs, size_t elem, float factor, char* dst) {
   constexpr size_t kVecs = kBlockElems<dtype, is_scaled> / kFloatLanes;
@@ -204,7 +204,7 @@ void sum_block(const WirePlace* srcs, int num_srcs, size_t elem, float factor, c
   for (size_t v = 0; v < kVecs; ++v) store_bytes(dst + v * kVectorBytes, sums[v] * factor);
 }
 
-// The vector at `elem`, of which num_lanes are there.
+// Loads num_lanes elements from `elem`, at most one vector.
 template <DType dtype, bool is_scaled>
 Vec<float> load_rest(const WirePlace& src, size_t elem, size_t num_lanes) {
   using Lanes = WireLanes<dtype, is_scaled>;
@@ -234,11 +234,11 @@ void decode_sum(const WirePlace* srcs, int num_srcs, float* dst, size_t num_elem
 
 // ---- squares
 
-// Partial sums: element i is added to number i % kNumPartials, in every instruction set alike.
+// Element i is added to partial sum i % kNumPartials, in every instruction set.
 constexpr size_t kNumPartials = 32;
 typedef float HalfFloats __attribute__((vector_size(kVectorBytes / 2)));
 
-// The square of a float32 is exact in float64, so that it does not matter whether it is rounded.
+// The square of a float32 is exact in float64, so a fused multiply-add gives the same bits.
 #if ROTA_VECTOR_BYTES == 64
 Vec<double> widen_to_double(HalfFloats value) {
   return (Vec<double>)_mm512_maskz_cvtps_pd(0xff, (__m256)value);  // g++ 12 would split it

@@ -1,7 +1,6 @@
-// How single elements of the wire format are loaded and stored, beyond what lanes.inl does for
-// tensors: Inf in scaled float8_e4m3fn, and a shorter way for what is known to be finite. Included
-// by the file of each instruction set after lanes.inl; what is said in element_loops.inl holds here
-// too.
+// How elements of the wire format are loaded and stored where that differs from tensors
+// (lanes.inl): Inf in scaled float8_e4m3fn, and a faster path for values known to be finite.
+// Included after lanes.inl by element_loops.inl, whose opening comment applies here too.
 
 namespace rota::cpu::ROTA_ISA_NAMESPACE {
 namespace {
@@ -12,10 +11,11 @@ template <>
 struct WireLanes<DType::kFloat8E4M3, true>
     : GenericLanes<float_format(DType::kFloat8E4M3, true), ByteBits> {};
 
-// ---- finite numbers of scaled blocks to float8, which takes half of what narrow_to_nearest does
+// ---- finite numbers of scaled blocks to float8, at half the cost of narrow_to_nearest
 
 #if ROTA_VECTOR_BYTES > 16
-// To the format's places by an addition: its sum's last place is theirs.
+// Rounds to the format's precision by adding a number so large that the sum's last place is that of
+// the format.
 template <FloatFormat format>
 Vec<float> round_places(Vec<float> value) {
   constexpr uint32_t kMinNormal = (kExponentBias - format.bias + 1) << kMantissaBits;
@@ -24,9 +24,9 @@ Vec<float> round_places(Vec<float> value) {
   const auto exponent = larger_of(bits & kInfinityBits, Vec<uint32_t>{} + kMinNormal);
   const auto sign = bits & ~kMagnitudeMask;
   const auto shifter = (Vec<float>)((exponent + kDropped) | sign);
-  return (Vec<float>)((Vec<uint32_t>)((value + shifter) - shifter) | sign);  // also that of zeros
+  return (Vec<float>)((Vec<uint32_t>)((value + shifter) - shifter) | sign);  // keeps zeros' signs
 }
-// Exact from here on: by way of float16, which has the same fields or longer ones.
+// Exact after that: goes through float16, whose fields are at least as long.
 ByteBits narrow_finite_e5m2(Vec<float> value) {
   return __builtin_convertvector(
       narrow_half(round_places<float_format(DType::kFloat8E5M2)>(value)) >> 8, ByteBits);

@@ -43,7 +43,7 @@ using Arguments = std::array<PyObject*, kNumParameters>;  // borrowed; null wher
       join(kNames[parameter], " is of type ", Py_TYPE(argument)->tp_name, ", expected ", expected));
 }
 
-// Python hands keywords over as interned strings, so that most comparisons are of pointers.
+// Python passes keywords as interned strings, so most comparisons are of pointers.
 Parameter parameter_named(PyObject* keyword) {
   static const Arguments interned = [] {
     Arguments strings;
@@ -59,7 +59,8 @@ Parameter parameter_named(PyObject* keyword) {
   refuse(join("unknown keyword argument ", py::repr(keyword).cast<std::string>()));
 }
 
-// As Python binds arguments: positional ones first, then keywords, whose values follow in `args`.
+// Binds arguments as Python does: positional ones first, then keywords, whose values follow in
+// `args`.
 Arguments bind(PyObject* const* args, Py_ssize_t num_positional, PyObject* keywords) {
   if (num_positional > kNumParameters) {
     refuse(join(num_positional, " arguments, expected at most ", int{kNumParameters}));
@@ -150,10 +151,10 @@ PyObject* all_reduce(PyObject* self, PyObject* const* args, Py_ssize_t num_args,
 
 PyMethodDef all_reduce_def = {
     "all_reduce",
-    // The cast by way of void(*)() is how CPython itself spells a method with keywords.
+    // CPython itself casts methods with keywords through void(*)().
     reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(all_reduce)),
     METH_FASTCALL | METH_KEYWORDS,
-    // Up to the dashes it is the signature, as inspect and help() read it.
+    // inspect and help() read the part before the dashes as the signature.
     "all_reduce($self, tensor, op='sum', algorithm='auto', wire_dtype=None, hop_dtype=None, "
     "async_op=False, group_size=None)\n--\n\n"
     "Reduces tensor over all ranks, in place; rota/_C/__init__.pyi has the whole contract."};

@@ -16,15 +16,14 @@
 namespace rota::tensors {
 
 enum class Launch {
-  kBlocking,  // on the CPU it returns when done, on a GPU when queued on the current stream; no
-              // work
+  kBlocking,  // returns no work: on the CPU when done, on a GPU when queued on the current stream
   kAsync,     // returns at once; the tensors must not be touched before the work is done
 };
 
 // One rank's tensors of one gradient bucket.
 struct BucketTensors {
   at::Tensor bucket;
-  at::Tensor stats;  // float64[2]: becomes the number of non-finite elements, the sum of squares
+  at::Tensor stats;  // float64[2], output: number of non-finite elements, sum of squares
   std::optional<at::Tensor> residual;  // float32, as many elements as the bucket
 };
 
@@ -57,7 +56,7 @@ class Collectives {
   // input: world_size parts as long as output; rank i gets the sum of all parts i.
   virtual WorkRef reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
                                  Launch mode) = 0;
-  virtual bool has_transfers() const = 0;  // else these two throw
+  virtual bool has_transfers() const = 0;  // otherwise send() and recv() throw
   // Messages match by source and tag, in call order; kAnyRank receives from any rank. A recv's
   // work, which blocking calls return too, holds the sender's rank.
   virtual WorkRef send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) = 0;

@@ -12,7 +12,7 @@
 namespace rota::tensors {
 namespace {
 
-// Most calls are of one tensor, for which these allocate nothing.
+// Most calls have one tensor, for which these allocate nothing.
 using Calls = c10::SmallVector<Call, 1>;
 
 void run_all_reduce(Communicator& communicator, const at::Tensor& tensor, const Call& call,
@@ -75,9 +75,10 @@ template <typename Body>
 WorkRef CpuCollectives::launch(Launch mode, ::c10d::OpType op_type, const char* title,
                                at::TensorList tensors, Body&& body) {
   if (mode == Launch::kBlocking && queue_.is_idle()) {
-    // What profilers show of this call, as Work shows a queued one; 16 ns where none runs.
+    // Shows this call to profilers, as Work does for a queued one; costs 16 ns without a profiler.
     RECORD_USER_SCOPE(title);
-    // The communicator is shared: a signal handler or a callback may close it meanwhile.
+    // A copy of the pointer, because a signal handler or a callback may close the communicator
+    // meanwhile.
     const std::shared_ptr<Communicator> communicator = communicator_;
     body(*communicator, tensors, CallerThread::kUser);
     return {};
@@ -207,7 +208,7 @@ void CpuCollectives::check_usable(std::string_view call) const {
 void CpuCollectives::finish(const std::function<void()>& check_interrupt) {
   communicator_->point_to_point().finish(CallerThread::kUser);
   if (queue_.is_idle()) return;
-  // Runs behind everything that is queued.
+  // Runs after everything that is queued.
   const auto last = c10::make_intrusive<HostWork>(rank_, ::c10d::OpType::UNKNOWN, nullptr,
                                                   std::vector<at::Tensor>(), check_interrupt);
   queue_.enqueue([last] { last->complete(nullptr); });

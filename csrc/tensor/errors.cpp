@@ -30,7 +30,7 @@ PyObject* PythonError::python_type() {
   THPObjectPtr errors(PyImport_ImportModule("rota.errors"));
   if (!errors) return PyExc_RuntimeError;
   PyObject* type = PyObject_GetAttrString(errors.get(), class_name(kind_));
-  return type != nullptr ? type : PyExc_RuntimeError;  // a class of a module: it is never freed
+  return type != nullptr ? type : PyExc_RuntimeError;  // owned by its module, never freed
 }
 
 }  // namespace rota::tensors

@@ -11,7 +11,7 @@
 
 namespace rota::tensors {
 
-// Named as its Python type; torch asks python_type() with the GIL held.
+// Raised as the Python type for its kind; torch calls python_type() with the GIL held.
 class PythonError final : public torch::PyTorchError {
  public:
   explicit PythonError(const Error& error) : kind_(error.kind()) { msg = error.what(); }

@@ -1,4 +1,4 @@
-// Classes that only a build for CUDA has.
+// Classes that only CUDA builds have.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

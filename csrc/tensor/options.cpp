@@ -7,7 +7,7 @@
 namespace rota::tensors {
 namespace {
 
-// What was parsed, or an error that lists what could have been given.
+// Returns the parsed value, or throws an error that lists the valid names.
 template <typename Value, typename Names>
 Value parse_name(std::string_view collective, std::string_view what, std::string_view text,
                  std::string_view default_name, const Names& names, std::optional<Value> value) {

@@ -21,10 +21,10 @@ AllReduceOptions parse_all_reduce_options(std::string_view op, std::string_view 
 BucketOptions parse_bucket_options(at::ScalarType wire_dtype, bool block_scaling,
                                    const BucketPass& pass, std::string_view algorithm);
 
-// The table's row; topology: "local", "nvlink" or "pcie".
+// Returns the tuning table's row for these; topology: "local", "nvlink" or "pcie".
 schedule::Tuning gpu_tuning(std::string_view gpu, std::string_view topology, int world_size);
 
-// Of a collective on GPUs, by a name of schedule::kCostNames.
+// Returns the cost of a collective on GPUs; what: one of schedule::kCostNames.
 schedule::Cost cost(std::string_view what, double tensor, double wire, double hop, int world_size,
                     int group_size);
 

@@ -31,7 +31,7 @@ c10::intrusive_ptr<RequestWork> RequestWork::start(Direction direction,
   const Message message{
       .tag = tag, .dtype = movable_dtype(tensor, name(direction)), .num_elems = num_elems(tensor)};
   PointToPoint& links = work->communicator_->point_to_point();
-  // The request holds the work, and with it the tensor, until it is done.
+  // The callback keeps the work, and with it the tensor, alive until the request is done.
   const auto on_done = [work](const Request& request) { work->complete_request(request); };
   void* data = work->packed_.data();
   work->request_ = direction == Direction::kSend ? links.send(data, message, peer, on_done)
@@ -63,7 +63,7 @@ bool RequestWork::wait(std::chrono::milliseconds timeout) {
       throw Error(ErrorKind::kTimeout, join("rota: Work.wait() gave up after ", timeout.count(),
                                             " ms; the ", name(direction_), " goes on"));
     }
-    // Done, but whichever thread has seen it may still be unpacking.
+    // The request is done, but the thread that completed it may still be unpacking.
     return HostWork::wait(kNoTimeout);
   });
 }

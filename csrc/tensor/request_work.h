@@ -22,7 +22,7 @@ class RequestWork final : public HostWork {
   RequestWork(Direction direction, std::shared_ptr<Communicator> communicator,
               const at::Tensor& tensor, std::function<void()> check_interrupt);
 
-  // Meanwhile moves messages for all requests of this communicator.
+  // Also moves messages for all other requests of this communicator while it waits.
   bool wait(std::chrono::milliseconds timeout) override;
   bool isCompleted() override;
   int sourceRank() const override { return request_->peer(); }

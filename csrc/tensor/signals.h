@@ -1,4 +1,4 @@
-// Ctrl-C in the middle of a wait.
+// Lets Ctrl-C interrupt a wait.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

@@ -58,8 +58,9 @@ std::optional<DType> find_dtype(at::ScalarType dtype) {
   }
 }
 
-// Whether no two elements can share memory: with dimensions in order of stride, each steps over all
-// that the smaller ones span. Slices and transposes pass; expanded and interleaved views do not.
+// Whether no two elements can share memory: with dimensions sorted by stride, each stride covers
+// the span of the smaller dimensions. Slices and transposes pass; expanded and interleaved views do
+// not.
 bool is_non_overlapping(const at::Tensor& tensor) {
   std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
@@ -197,7 +198,7 @@ uint64_t num_elems(const at::Tensor& tensor) { return static_cast<uint64_t>(tens
 uint64_t num_bytes(const at::Tensor& tensor) { return num_elems(tensor) * tensor.element_size(); }
 
 Packed::Packed(const at::Tensor& tensor, Content content) : tensor_(tensor) {
-  // A lazily negated or conjugated view holds other bits than its values.
+  // The memory of a lazily negated or conjugated view does not hold the view's values.
   if (tensor.is_contiguous() && !tensor.is_neg() && !tensor.is_conj()) return;
   const at::NoGradGuard no_grad;
   if (content == Content::kRead) {

@@ -24,11 +24,11 @@ DType bucket_dtype(const at::Tensor& bucket);
 // The same for collectives that only move bytes.
 DType movable_dtype(const at::Tensor& tensor, std::string_view collective);
 
-// Elements of a scaled block of the wire format; throws PythonError for a dtype without any.
+// Elements per block of a block-scaled wire dtype; throws PythonError for a dtype without scales.
 uint32_t block_elems(at::ScalarType wire_dtype);
 
-// Throws Error(kType) unless it is a dense tensor on this device, and Error(kValue) if its elements
-// overlap or, on a GPU, are misaligned.
+// Throws Error(kType) unless it is a dense CPU or CUDA tensor, and Error(kValue) if it is on
+// another device, if its elements overlap or, on a GPU, if it is misaligned.
 void check_tensor(const at::Tensor& tensor, std::string_view collective,
                   at::Device device = at::kCPU);
 
@@ -48,12 +48,12 @@ class Packed {
   Packed(const at::Tensor& tensor, Content content);
 
   void* data() const { return packed_.defined() ? packed_.data_ptr() : tensor_.data_ptr(); }
-  // Brings a packed copy back; does nothing for a contiguous tensor.
+  // Copies a packed copy back into the tensor; does nothing for a contiguous tensor.
   void unpack() const;
 
  private:
   const at::Tensor& tensor_;
-  at::Tensor packed_;  // undefined where the tensor itself will do
+  at::Tensor packed_;  // undefined if the tensor itself is used
 };
 
 }  // namespace rota::tensors

@@ -16,9 +16,9 @@
 namespace rota::tensors {
 namespace {
 
-// One collective fits here when it is small, so that it needs one flag and no handshake before it.
+// Space for one small collective, which then needs one flag and no handshake before it.
 constexpr size_t kMessageBytes = 64 << 10;
-// Slots hold whole cache lines of every dtype, in shards of any world size.
+// Multiples of this hold whole cache lines of every dtype, in shards of any world size.
 constexpr size_t kSlotGranuleBytes = 4096;
 constexpr size_t kMaxSlotBytes = 1 << 30;
 
@@ -82,7 +82,7 @@ void TensorCommunicator::connect() {
     if (has_left_) {
       throw Error(ErrorKind::kInternal, "rota: this communicator is closed; make a new one");
     }
-    // A peer may wait for room in another group before it makes this one.
+    // A peer may be waiting for a free slot in another group before it makes this one.
     PointToPoint::move_all_groups();
     options_.check_interrupt();
   };
@@ -115,7 +115,7 @@ void TensorCommunicator::end_progress_of_all() {
     const std::lock_guard lock(all_living().mutex);
     communicators = all_living().communicators;
   }
-  // Outside the lock: a task that has to end first may make or drop a communicator.
+  // Outside the lock: end_progress() waits for tasks, which may make or drop communicators.
   for (const auto& weak : communicators) {
     if (const auto communicator = weak.lock()) communicator->end_progress();
   }
@@ -128,7 +128,7 @@ void TensorCommunicator::end_progress() {
   drop_gpu();
 }
 
-// What it has on its GPU is freed there; in a forked child there is no GPU.
+// Frees GPU resources with their device current; a forked child has no GPU.
 void TensorCommunicator::drop_gpu() {
   c10::OptionalDeviceGuard on_device;
   try {

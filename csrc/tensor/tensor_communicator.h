@@ -1,5 +1,5 @@
 // The communicator that takes tensors, for Python and for c10d: hands each call to the
-// implementation for the device that its tensors are on. Torch types stop in this layer.
+// implementation for the device that its tensors are on. Lower layers know no torch types.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -108,7 +108,7 @@ class TensorCommunicator {
   std::atomic<bool> has_left_{false};                         // before it was connected
   std::atomic<bool> is_connected_{false};
   std::optional<CpuCollectives> cpu_;  // constant once connected
-  std::unique_ptr<Collectives> gpu_;   // null until CUDA tensors come
+  std::unique_ptr<Collectives> gpu_;   // null until the first CUDA tensor
 };
 
 }  // namespace rota::tensors

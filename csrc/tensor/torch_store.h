@@ -1,4 +1,4 @@
-// torch's Store as the bootstrap sees it.
+// Adapts torch's Store to the bootstrap's interface.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>

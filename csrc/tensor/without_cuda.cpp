@@ -1,4 +1,4 @@
-// What stands in for tensor/cuda/ in a build for the CPU.
+// Replaces tensor/cuda/ in CPU builds.
 #if !defined(ROTA_WITH_CUDA)
 
 #include "base/error.h"

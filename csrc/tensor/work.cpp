@@ -7,10 +7,10 @@
 namespace rota::tensors {
 namespace {
 
-// How late a Ctrl-C may be noticed.
+// The longest delay before Ctrl-C is noticed.
 constexpr auto kInterruptSlice = std::chrono::milliseconds(50);
 
-// A future of tensors on a GPU must know it: whoever waits for it then waits for the stream.
+// A future of GPU tensors must know their device: waiting for it then waits for the stream.
 std::vector<c10::Device> gpus_of(const std::vector<at::Tensor>& tensors) {
   if (tensors.empty() || !tensors[0].is_cuda()) return {};
   return {tensors[0].device()};
@@ -44,13 +44,13 @@ HostWork::HostWork(int rank, ::c10d::OpType op_type, const char* title,
 c10::intrusive_ptr<Work> HostWork::completed(int rank, ::c10d::OpType op_type,
                                              std::vector<at::Tensor> tensors) {
   auto work = c10::make_intrusive<HostWork>(rank, op_type, nullptr, std::move(tensors), nullptr);
-  work->completed_ = true;  // nobody else has seen it yet
+  work->completed_ = true;  // no other thread has seen it yet
   return work;
 }
 
 void HostWork::complete(std::exception_ptr exception) {
   finish(exception);
-  // Outside the lock: callbacks of a future may call back into this work.
+  // Outside the lock: a future's callbacks may call back into this work.
   std::vector<Pending> futures;
   {
     const std::lock_guard lock(mutex_);

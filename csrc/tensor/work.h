@@ -23,11 +23,11 @@ class Work : public ::c10d::Work {
   std::vector<at::Tensor> result() final { return tensors_; }
 
  protected:
-  // tensors: what the future of an unfinished or finished work holds.
+  // tensors: the value of its futures, before and after it is done.
   Work(int rank, ::c10d::OpType op_type, const char* title, std::vector<at::Tensor> tensors)
       : ::c10d::Work(rank, op_type, title), tensors_(std::move(tensors)) {}
 
-  // A future that `value` will be in, once this work is done.
+  // Returns a future that holds `value` once this work is done.
   virtual c10::intrusive_ptr<c10::ivalue::Future> make_future(c10::TypePtr type,
                                                               c10::IValue value) = 0;
 

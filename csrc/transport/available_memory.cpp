@@ -16,16 +16,16 @@ namespace fs = std::filesystem;
 
 constexpr uint64_t kUnlimited = std::numeric_limits<uint64_t>::max();
 
-// A memory controller's files: the names differ between cgroup versions.
+// The files of a memory controller; their names differ between cgroup versions.
 struct Controller {
   fs::path mount;
   fs::path path;  // of this process's cgroup, below the mount
   const char* limit;
   const char* usage;
-  std::string_view droppable;  // a key of memory.stat
+  std::string_view droppable;  // a key in memory.stat
 };
 
-// The number behind `key` in a file of lines "key number"; none if it is not there.
+// The number after `key` in a file of lines "key number"; none if the key is missing.
 std::optional<uint64_t> number_in(const fs::path& file, std::string_view key) {
   std::ifstream stream(file);
   std::string word;
@@ -36,7 +36,7 @@ std::optional<uint64_t> number_in(const fs::path& file, std::string_view key) {
   return std::nullopt;
 }
 
-// None for "max", as for a file that is not there.
+// None for "max" and for a missing file.
 std::optional<uint64_t> number_in(const fs::path& file) {
   std::ifstream stream(file);
   uint64_t number = 0;
@@ -44,7 +44,7 @@ std::optional<uint64_t> number_in(const fs::path& file) {
   return std::nullopt;
 }
 
-// Lines "7:memory:/path" in version 1, "0::/path" in version 2; both where a system has both.
+// Lines are "7:memory:/path" in version 1 and "0::/path" in version 2; a system may have both.
 std::vector<Controller> memory_controllers() {
   const fs::path root = "/sys/fs/cgroup";
   std::vector<Controller> controllers;
@@ -66,7 +66,7 @@ std::vector<Controller> memory_controllers() {
 }
 
 uint64_t left_in(const fs::path& cgroup, const Controller& controller) {
-  constexpr uint64_t kNoLimit = uint64_t{1} << 62;  // version 1 has a number for it
+  constexpr uint64_t kNoLimit = uint64_t{1} << 62;  // version 1 writes a huge number for it
   const auto limit = number_in(cgroup / controller.limit);
   if (!limit || *limit >= kNoLimit) return kUnlimited;
   const auto usage = number_in(cgroup / controller.usage);
@@ -77,7 +77,7 @@ uint64_t left_in(const fs::path& cgroup, const Controller& controller) {
 }
 
 uint64_t left_below(const Controller& controller) {
-  // In a container the path may be the host's, where this mount already is the container's own.
+  // In a container the path may be the host's, while the mount already is the container's own.
   std::error_code error;
   fs::path path =
       fs::is_directory(controller.mount / controller.path, error) ? controller.path : "";

@@ -10,7 +10,7 @@
 namespace rota::transport {
 namespace {
 
-constexpr int kStorePollMs = 2;  // a store may be a server: a few requests while a peer starts
+constexpr int kStorePollMs = 2;  // few enough requests for a store on a server
 
 [[noreturn]] void fail(const std::string& what) {
   throw Error(ErrorKind::kTransport, join("rota: ", what));
@@ -21,7 +21,7 @@ int checked_rank(int rank, int world_size) {
   return rank;
 }
 
-// Reserves a rank's number, so that two processes with the same one are found.
+// Claims a rank, so that two processes with the same rank are detected.
 class Claim {
  public:
   Claim(Store& store, int rank, int world_size) : store_(store), key_(join("claim/", rank)) {
@@ -30,11 +30,11 @@ class Claim {
                 "; give each process its own RANK"));
     }
   }
-  // Another group may follow over the same store.
+  // Releases the rank, because another group may use the store later.
   ~Claim() {
     try {
       store_.add(key_, -1);
-    } catch (const std::exception&) {  // the store has gone
+    } catch (const std::exception&) {  // the store is gone
     }
   }
   Claim(const Claim&) = delete;
@@ -74,7 +74,7 @@ std::vector<std::optional<Peer>> Bootstrap::rendezvous(
               " to make this group; has its process ended?"));
   };
   const Claim claim(store_, rank_, world_size_);
-  // All cards first: a rank that differs is then named by everybody, before those that have read
+  // Reads all cards first: then every rank names the one that differs, before ranks that have read
   // its card give up and close their endpoints.
   std::vector<std::string> addresses(static_cast<size_t>(world_size_));
   for (int peer = 0; peer < world_size_; ++peer) {
@@ -91,7 +91,7 @@ std::vector<std::optional<Peer>> Bootstrap::rendezvous(
   return own_.take_peers();
 }
 
-// One line per rank: address, world size, geometry; the rest of the line is the host.
+// One line per rank: address, world size, geometry; the host is the rest of the line.
 void Bootstrap::publish_card() {
   store_.set(card_key(rank_),
              join(own_.address(), ' ', world_size_, ' ', geometry_.message_bytes, ' ',
@@ -100,7 +100,7 @@ void Bootstrap::publish_card() {
 
 std::string Bootstrap::card_key(int rank) const { return join("card/", incarnation_, '/', rank); }
 
-// Asked for again and again, rather than awaited in the store, so that a signal gets through.
+// Polls instead of waiting in the store, so that a signal can interrupt it.
 std::string Bootstrap::read_card(int peer, const std::function<void()>& check) {
   const std::string key = card_key(peer);
   while (!store_.has(key)) {

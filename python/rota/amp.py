@@ -1,21 +1,21 @@
-"""torch.amp.GradScaler for gradients that rota.fused_hook has unscaled and checked already.
+"""torch.amp.GradScaler for gradients that rota.fused_hook has already unscaled and checked.
 
-From one update() to the next, gradients are in scaled units, or they are results: what the hook has
+From one update() to the next, a gradient is either in scaled units or a result, which the hook has
 divided by the scale.
 
-    scale(loss)      The hook is to divide by the scale (the states' loss_scale). Gradients that are
-                     results since the last update() are about to be added to: they are multiplied
-                     by the scale again. That takes a pass over them, so accumulate under no_sync(),
-                     where the hook does not run.
-    backward()       Under no_sync() it gathers gradients in scaled units; outside, the hook reduces
-                     and unscales all that has gathered, and makes them results.
-    unscale_, step   Results stay as they are. If the hook found no Inf or NaN, and nothing was
-                     changed since, nobody looks at them; else those of this optimizer are looked
-                     at, so that it skips its step where it would with torch's scaler. All other
+    scale(loss)      Sets the states' loss_scale, so that the hook divides by the scale. Gradients
+                     that became results since the last update() will be added to, so they are
+                     multiplied by the scale again. That takes a pass over them: accumulate under
+                     no_sync(), where the hook does not run.
+    backward()       Under no_sync() gradients accumulate in scaled units. Otherwise the hook
+                     reduces and unscales the accumulated gradients, which become results.
+    unscale_, step   Results stay as they are. If the hook found no Inf or NaN and no gradient has
+                     changed since, they are not read. Otherwise this optimizer's results are
+                     checked, so that it skips its step when it would with torch's scaler. All other
                      gradients are unscaled and checked by torch's own code.
-    update()         The hook is to divide by 1, and nothing counts as a result any more.
+    update()         Makes the hook divide by 1; no gradient counts as a result any more.
 
-The hook's results are the same bits on all ranks, and so is every decision here.
+The hook's results have the same bits on all ranks, so all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rota.fused import HookState
 
 
 class _Gradients:
-    """Stands for an optimizer where torch unscales: the parameters that are left to it."""
+    """Takes an optimizer's place in torch's unscaling: holds the parameters left to torch."""
 
     def __init__(self, parameters: list[torch.Tensor]) -> None:
         self.param_groups = [{"params": parameters}]
@@ -42,7 +42,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Use it like torch's, and clip before or after unscale_(): gradients that the hook has reduced
     are already unscaled when backward() returns. The scaler unscales others as torch's does, with
-    one warning. It gives optimizers with fused=True no grad_scale.
+    one warning. It sets no grad_scale on optimizers with fused=True.
 
     Args:
         states: the HookState of each DDP model whose loss is scaled; the scaler sets their
@@ -85,7 +85,7 @@ class GradScaler(torch.amp.GradScaler):
         self._start_iteration()
 
     def scale(self, outputs: Any) -> Any:
-        """Multiplies outputs by the scale, as torch's; call it right before their backward pass."""
+        """Multiplies outputs by the scale like torch's; call it right before the backward pass."""
         if self._enabled:
             scale = self.get_scale()
             for state in self._states:
@@ -95,25 +95,25 @@ class GradScaler(torch.amp.GradScaler):
         return super().scale(outputs)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """optimizer.step(*args, **kwargs), unless its gradients have an Inf or NaN; as torch's."""
+        """Calls optimizer.step(*args, **kwargs) if its gradients are finite, like torch's."""
         if self._enabled:
             if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-                self.unscale_(optimizer)  # torch would have a fused optimizer unscale
+                self.unscale_(optimizer)  # otherwise torch lets a fused optimizer unscale
             self._stepped.update(id(parameter) for parameter in _parameters_of(optimizer))
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Adapts the scale, as torch's."""
+        """Adapts the scale like torch's."""
         super().update(new_scale)
         self._start_iteration()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's: the two classes load each other's state_dict()."""
+        """Like torch's; the two classes can load each other's state_dict()."""
         super().load_state_dict(state_dict)
         self._start_iteration()
 
     def _start_iteration(self) -> None:
-        # The results that the last iteration has used up, by state.
+        # The generation of the results that the last iteration used, by state.
         self._used = {state: state.results.generation for state in self._states}
         self._stepped: set[int] = set()  # parameters, by identity
         if self._enabled:
@@ -132,7 +132,7 @@ class GradScaler(torch.amp.GradScaler):
         gradients = [
             gradient
             for parameter, gradient in state.results.gradients()
-            if id(parameter) not in self._stepped  # nobody will use those
+            if id(parameter) not in self._stepped  # its optimizer has already stepped
         ]
         state.results.forget()
         if gradients:
@@ -191,7 +191,7 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _are_finite(parameters: list[torch.Tensor], states: list[HookState]) -> bool:
-    """Whether no gradient has an Inf or NaN; looks at them only where the hook did not."""
+    """Whether all gradients are finite; reads them only if the hook's results cannot tell."""
     if not any(state.found_inf for state in states) and all(
         any(state.results.is_current(parameter) for state in states) for parameter in parameters
     ):

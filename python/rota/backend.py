@@ -30,7 +30,8 @@ def _create(options: _DistributedBackendOptions, _: object) -> _C.ProcessGroupRo
         options._timeout = timeout
         return dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, world_size, options)
 
-    # torch gives these of subgroups only. The default group tells at once who is missing.
+    # torch lists ranks for subgroups only. A subgroup connects at its first use; the default group
+    # connects now and so names missing ranks at once.
     is_subgroup = len(options.global_ranks_in_group) > 0
     return _C.ProcessGroupRota(
         store, rank, world_size, timeout, DEFAULT_SLOT_BYTES, is_subgroup, make_nccl
@@ -38,5 +39,5 @@ def _create(options: _DistributedBackendOptions, _: object) -> _C.ProcessGroupRo
 
 
 def register() -> None:
-    """Makes `dist.init_process_group("rota")` known, for CPU and CUDA tensors."""
+    """Registers `dist.init_process_group("rota")`, for CPU and CUDA tensors."""
     dist.Backend.register_backend("rota", _create, extended_api=True, devices=["cpu", "cuda"])

@@ -15,7 +15,7 @@ from rota.fused import HookState, live_states
 
 
 class _Fold(NamedTuple):
-    """What an optimizer's next step is to multiply its gradients by."""
+    """The factor by which an optimizer's next step will multiply its gradients."""
 
     factor: float
     previous: torch.Tensor | None  # the grad_scale that the optimizer had before, if any
@@ -41,7 +41,7 @@ def clip_grad_norm_(
     rota.fused_hook has measured the L2 norm of all gradients that it reduced in the last backward
     pass, so gradients are only touched if they have to shrink or the norm is not finite. torch's
     function takes over, with one warning per model, for other norms, for other sets of parameters,
-    and if gradients were changed or added to since. Every rank decides alike.
+    and if gradients were changed or added to since. All ranks decide alike.
 
     With a rota.amp.GradScaler, call it before or after scaler.unscale_(optimizer). Unscale
     gradients that the hook has not reduced first, as with torch.
@@ -88,7 +88,7 @@ def clip_grad_norm_(
     if fold:
         assert optimizer is not None
         _fold(optimizer, coefficient)
-        for state in states:  # whichever is trained next, should this step be skipped
+        for state in states:  # if the step is skipped, undo at the next backward pass
             state.results.at_next_backward(functools.partial(_unfold, weakref.ref(optimizer)))
     else:
         torch.nn.utils.clip_grads_with_norm_(with_gradient.values(), max_norm, norm, foreach)
@@ -98,7 +98,7 @@ def clip_grad_norm_(
 
 
 def _measured(with_gradient: dict[int, torch.Tensor]) -> list[HookState]:
-    """The states whose norms together are that of these parameters' gradients; [] if none are."""
+    """The states that together measured the norm of exactly these gradients; [] if none did."""
     owners: dict[HookState, None] = {}  # in the order of parameters, the same on every rank
     live = list(live_states)
     for parameter in with_gradient.values():
@@ -154,13 +154,13 @@ def _fold(optimizer: torch.optim.Optimizer, factor: float) -> None:
 
 def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     if hasattr(optimizer, "found_inf"):
-        _folds.pop(optimizer, None)  # a GradScaler steps it, and takes its own marks away
+        _folds.pop(optimizer, None)  # a GradScaler made this step and removes grad_scale
     else:
         _unfold(weakref.ref(optimizer))
 
 
 def _unfold(ref: weakref.ref[torch.optim.Optimizer]) -> None:
-    """Gives the optimizer the grad_scale back that it had."""
+    """Restores the optimizer's previous grad_scale."""
     optimizer = ref()
     fold = _folds.pop(optimizer, None) if optimizer is not None else None
     if fold is None:
@@ -172,7 +172,7 @@ def _unfold(ref: weakref.ref[torch.optim.Optimizer]) -> None:
 
 
 def _multiply_folded(with_gradient: dict[int, torch.Tensor]) -> None:
-    """Does now what optimizers were to do with these gradients, before somebody else reads them."""
+    """Applies pending folds to these gradients now, before they are read."""
     for optimizer, fold in list(_folds.items()):
         gradients = {
             id(p): p.grad

@@ -16,12 +16,12 @@ DEFAULT_SLOT_BYTES = 256 * 1024
 class Communicator(_C.Communicator):
     """Collectives on CPU and CUDA tensors between the ranks of one host.
 
-    CUDA tensors of a rank are all on one device. The first collective on one joins the ranks' GPUs,
-    as connect_device() does: it reserves memory, maps that of the peers, and proves that what each
-    writes arrives. The first use of a GPU on a machine also tests every kernel; one that does not
-    give the CPU's bits is not used (`python -m rota doctor --gpu` shows which). After that nothing
-    waits for a GPU: a blocking call is queued on the current stream, an asynchronous one on the
-    communicator's own stream, behind the current one.
+    All CUDA tensors of a rank must be on one device. The first collective on CUDA tensors joins the
+    ranks' GPUs, as connect_device() does: it reserves memory, maps the peers' memory, and tests
+    that each rank's writes arrive. The first use of a GPU on a machine also tests every kernel;
+    kernels that do not give the CPU's bits are not used (`python -m rota doctor --gpu` shows
+    which). After that no call waits for a GPU: a blocking call is queued on the current stream, an
+    asynchronous one on the communicator's own stream, after the work on the current one.
 
     The communicator has its own shared memory and shares nothing with the group but the store that
     it bootstraps through, so the group may run on any backend. Making one is a collective call:
@@ -63,7 +63,7 @@ class Communicator(_C.Communicator):
                 f"a communicator over it"
             )
         number = _next_number(pg)
-        # A part of the group's store that no other communicator uses.
+        # A namespace in the group's store that no other communicator uses.
         store = dist.PrefixStore(f"rota/{number}/", pg.get_group_store())
         super().__init__(
             store=store,
@@ -78,11 +78,11 @@ class Communicator(_C.Communicator):
 
     @property
     def name(self) -> str:
-        """What `rota.ops` calls it by: like no other's of this process, and equal on all ranks."""
+        """The name that `rota.ops` uses: unique in this process, and the same on all ranks."""
         return self._name
 
 
-# How many communicators this process has made over a group; ranks count alike, so it names them.
+# The number of communicators made over each group; all ranks count alike, so it names them.
 _num_made: dict[str, int] = {}
 _by_name: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
 

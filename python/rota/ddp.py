@@ -1,7 +1,7 @@
 """What a hook's state knows of the model whose gradients it reduces.
 
-DDP does not tell its hooks whose a bucket is: the user may name the model, and otherwise the
-parameters that have come in buckets tell one model from another.
+DDP does not tell its hooks which model a bucket belongs to. The user may pass the model; otherwise
+the parameters seen in buckets tell models apart.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class NamedModel:
-    """A model that the user handed over; held weakly."""
+    """The model that the user passed; held weakly."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         ddp = model if isinstance(model, DistributedDataParallel) else None
         module = model if ddp is None else ddp.module
         self._module = weakref.ref(module)
-        # By identity, which means something while the module lives.
+        # By id(), which is valid while the module lives.
         self._names = {id(p): name for name, p in module.named_parameters()}
         ignored: set[str] = set() if ddp is None else ddp.parameters_to_ignore
-        # Of all parameters whose gradients come in buckets.
+        # The names of all parameters whose gradients come in buckets.
         self.reduced_names = {
             name for name, p in module.named_parameters() if p.requires_grad
         } - ignored
-        # Whether a parameter may go without a gradient, which DDP then leaves as it was.
+        # Whether a parameter may get no gradient; DDP then leaves its old gradient as it was.
         self.may_have_unused: bool = ddp is None or ddp.find_unused_parameters or ddp.static_graph
 
     @property
@@ -43,8 +43,8 @@ class NamedModel:
 class SeenParameters:
     """The parameters of the first complete backward pass, held weakly.
 
-    DDP rebuilds its buckets, but from the same parameters. So another one, while these live, is of
-    another model on the same state.
+    DDP rebuilds its buckets, but from the same parameters. So a new parameter, while these live,
+    belongs to another model that uses the same state.
     """
 
     def __init__(self) -> None:
@@ -59,9 +59,9 @@ class SeenParameters:
         return all(ref() is None for ref in self._refs.values())
 
     def add_bucket(self, parameters: Sequence[torch.Tensor], is_last: bool) -> bool:
-        """Whether these can be of the same model as those before."""
+        """Returns whether these can belong to the same model as those before."""
         if self._is_complete and not all(self._has(parameter) for parameter in parameters):
-            gc.collect()  # a model that nobody holds any more does not count
+            gc.collect()  # a model without references does not count
             if not self._are_gone():
                 return False
             self._refs, self._is_complete = {}, False

@@ -1,4 +1,4 @@
-"""`python -m rota doctor`: says whether rota works here, and if not, what to do."""
+"""`python -m rota doctor`: checks whether rota works here and, if not, says what to do."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def run() -> int:
     for what, check in _CHECKS.items():
         try:
             print(f"  ok    {what}: {check()}")
-        except Exception as error:  # whatever is wrong is what the user wants to read
+        except Exception as error:  # the user wants to read every kind of error
             num_failed += 1
             print(f"  FAIL  {what}: {error}")
         sys.stdout.flush()

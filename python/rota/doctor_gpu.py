@@ -1,7 +1,7 @@
-"""`python -m rota doctor --gpu`: does this GPU compute what it should, and about how fast?
+"""`python -m rota doctor --gpu`: checks that this GPU computes correctly, and about how fast.
 
-It tests every kernel against the CPU's bits, takes a few times, prints a table, and writes a record
-that can be sent in: nothing in it tells one GPU of a kind, or its owner, from another.
+It compares every kernel's results with the CPU's bits, takes a few times, prints a table, and
+writes a record that is safe to send in: it identifies neither the individual GPU nor its owner.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rota import _C, gpu_smoke
 from rota.gpu_smoke import Figure, Sizes
 
 _FORMAT_VERSION = 1
-# What nvidia-smi is asked for, and the name in the record.
+# nvidia-smi's query fields, and their names in the record.
 _GPU_STATE = {
     "clocks.sm": "sm_clock_mhz",
     "clocks.max.sm": "max_sm_clock_mhz",
@@ -39,7 +39,7 @@ _GPU_STATE = {
 
 
 class Refusal(Exception):
-    """Why there is nothing to do, and what to do about it: one sentence."""
+    """Why nothing can be tested, and what to do about it: one sentence."""
 
 
 def run(output: Path, *, is_small: bool = False) -> int:
@@ -47,7 +47,7 @@ def run(output: Path, *, is_small: bool = False) -> int:
 
     Args:
         output: the folder for the record.
-        is_small: tiny sizes, whose times mean nothing: for a trial of this command itself.
+        is_small: use tiny sizes, whose times mean nothing, to try out this command.
 
     Returns:
         The exit status: 0 if the self-test passed and the benchmark ran, 1 if not, 2 if nothing
@@ -68,9 +68,9 @@ def run(output: Path, *, is_small: bool = False) -> int:
     record["self_test"] = self_test
     figures: list[Figure] = []
     try:
-        if passed:  # what is wrong need not be fast
+        if passed:  # wrong results need no times
             figures = gpu_smoke.measure(device, sizes)
-    except Exception as error:  # the record of the self-test is worth keeping
+    except Exception as error:  # the self-test's record is worth keeping
         record["smoke_error"] = f"{type(error).__name__}: {error}"
         print(f"  FAIL  smoke benchmark: {record['smoke_error']}")
     record["smoke"] = [asdict(figure) for figure in figures]
@@ -80,7 +80,7 @@ def run(output: Path, *, is_small: bool = False) -> int:
     path.write_text(json.dumps(record, indent=2) + "\n")
     print(f"{'the self-test passed' if passed else 'THE SELF-TEST FAILED'}; record: {path}")
     if "error" in self_test:
-        # A kernel may still run, for whose end CUDA waits at exit.
+        # A kernel may still be running, and CUDA would wait for it at exit.
         sys.stdout.flush()
         os._exit(1)
     return 0 if passed and "smoke_error" not in record else 1
@@ -110,7 +110,7 @@ def _check_memory(device: torch.device, sizes: Sizes) -> None:
     try:
         free_bytes, _ = torch.cuda.mem_get_info(device)
         free = f"{free_bytes / 1e9:.1f} GB"
-    except RuntimeError as error:  # not even CUDA itself finds room
+    except RuntimeError as error:  # not even enough memory for CUDA itself
         if "out of memory" not in str(error):
             raise
         free_bytes, free = 0, "nothing"
@@ -151,7 +151,7 @@ def _facts(device: torch.device, is_small: bool) -> dict[str, Any]:
 
 
 def _self_test(device: torch.device) -> dict[str, Any]:
-    """Runs it and prints a line for each kernel."""
+    """Runs the self-test and prints a line for each kernel."""
     started = time.monotonic()
     try:
         reports = _C.gpu_self_test(device.index)
@@ -223,7 +223,7 @@ def _nvidia_smi(*arguments: str) -> str | None:
 
 
 def _memory_holders() -> str | None:
-    """ "process 123 (python, 9000 MiB)", and so on, of all GPUs."""
+    """Lists the processes on all GPUs, as "process 123 (python, 9000 MiB), ..."."""
     answer = _nvidia_smi("--query-compute-apps=pid,process_name,used_memory")
     if not answer:
         return None
@@ -232,7 +232,7 @@ def _memory_holders() -> str | None:
 
 
 def _gpu_state(device: torch.device) -> dict[str, str] | None:
-    """Right after the benchmark, so that clocks are those under load; None without nvidia-smi."""
+    """Clocks, power and temperature; None without nvidia-smi. Call it right after a benchmark."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     if uuid is None:
         return None

@@ -4,7 +4,7 @@ from torch.distributed import DistBackendError
 
 
 class RotaError(DistBackendError):
-    """Something in rota failed; also raised by every use of a group that has failed before."""
+    """Something in rota failed; every later use of a failed group raises it, too."""
 
 
 class PeerFailed(RotaError):
@@ -12,7 +12,7 @@ class PeerFailed(RotaError):
 
 
 class Timeout(RotaError):
-    """A peer did not come before the group's timeout; the text names it and the phase."""
+    """A peer did not arrive within the group's timeout; the text names it and the phase."""
 
 
 class Mismatch(RotaError):

@@ -1,7 +1,7 @@
 """The fused DDP hook: casts, reduces, averages, unscales, checks and measures in one pass.
 
-`Communicator.reduce_bucket` does the work. This module holds its options, and the results of a
-backward pass that a training loop reads afterwards. amp.py and clipping.py build on them.
+`Communicator.reduce_bucket` does the work. This module holds its options and the results that a
+training loop reads after a backward pass. amp.py and clipping.py build on them.
 """
 
 # No `from __future__ import annotations` here: DDP compares the annotations of a hook with the
@@ -24,12 +24,12 @@ from rota.hooks import communicator_of
 from rota.residuals import Residuals
 from rota.results import Results
 
-# All states in use: clip_grad_norm_ finds one by the parameters that it saw.
+# All live states: clip_grad_norm_ finds a state by the parameters that it saw.
 live_states: "weakref.WeakSet[HookState]" = weakref.WeakSet()
 
 
 class _Bucket(NamedTuple):
-    """What the state keeps for one of DDP's buckets while its parameters are the same."""
+    """What the state keeps for one of DDP's buckets until its parameters change."""
 
     parameters: list[weakref.ref[torch.Tensor]]
     stats: torch.Tensor
@@ -51,20 +51,20 @@ class HookState:
 
     Accumulate gradients under DDP's no_sync() in all but the last backward pass of a step: that
     needs no extra pass over the gradients. If every backward pass reduces, the gradients are
-    averaged again each time, as with torch's hooks; with a `loss_scale` other than 1 they are then
-    wrong, because they already were divided by it, unless a rota.amp.GradScaler is in use.
+    averaged again each time, as with torch's hooks. They are then wrong with a `loss_scale` other
+    than 1, because they were already divided by it, unless a rota.amp.GradScaler is in use.
 
     Args:
-        group: the ranks, those of the model's DDP, on any backend; None is the default group.
-        wire_dtype: what travels between ranks: torch.float32, bfloat16, float16, float8_e4m3fn or
+        group: the process group of the model's DDP, on any backend; None is the default group.
+        wire_dtype: the dtype on the wire, one of torch.float32, bfloat16, float16, float8_e4m3fn or
             float8_e5m2. Sums are kept in float32.
-        block_scaling: give each block of 32 or 64 elements a power of two of its own, so that none
+        block_scaling: scale each block of 32 or 64 elements by its own power of two, so that none
             overflows and few underflow (E8M0 scales as in the OCP Microscaling specification 1.0);
             for float16 and float8, where it is the default. Blocks are counted from the start of
             a bucket, so results then depend, within the error bound, on how DDP makes its buckets.
         stochastic_rounding: round to one of the two neighbours at random, so that the expected
             result is exact, instead of to the nearest.
-        seed: of stochastic rounding, in [0, 2**64), the same on every rank. Reduction number i of
+        seed: for stochastic rounding, in [0, 2**64), the same on every rank. Reduction number i of
             this state uses output i of the generator SplitMix64 (Steele, Lea & Flood 2014) that
             starts from it.
         error_feedback: add the rounding error of a gradient to the next one (Seide et al. 2014);
@@ -72,16 +72,16 @@ class HookState:
         loss_scale: the factor of the loss; results are divided by it. Finite and positive; may be
             set between backward passes. A rota.amp.GradScaler sets it, and resets it to 1.
         gradient_predivide_factor: f divides gradients by f before they are summed, and the sum by
-            world_size / f, as Horovod and FSDP do; for gradients that overflow the wire dtype where
-            blocks are not scaled.
-        algorithm: as Communicator.all_reduce takes it.
+            world_size / f, as Horovod and FSDP do; for gradients that overflow a wire dtype without
+            block scaling.
+        algorithm: as in Communicator.all_reduce.
         model: the DistributedDataParallel that the state is for, or the module inside it; held
             weakly. Errors and state_dict() name its parameters; error feedback cannot be saved
             without it. The group defaults to that of a DistributedDataParallel.
 
     Raises:
         TypeError: group is not a process group, or wire_dtype is not one of those above.
-        ValueError: an option cannot work; the text says what can.
+        ValueError: an option is invalid; the text says what is valid.
 
     DDP does not tell hooks which ranks it averages over, so without `model` a group that differs
     from DDP's goes unnoticed, as with torch's hooks. backward() raises if several models share one
@@ -178,7 +178,7 @@ class HookState:
     # ---- saving and restoring
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the rounding stream and the residuals, with which a run can be resumed.
+        """The state of the rounding stream and the residuals, to resume a run.
 
         The residuals belong to this rank: with error_feedback each rank saves and loads its own.
 
@@ -220,7 +220,7 @@ class HookState:
         self._buckets = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles and copies the options and state_dict(); the copy is registered nowhere."""
+        """Pickles and copies the options and state_dict(); the copy is not registered with DDP."""
         if self.group is not None:
             raise TypeError(
                 "rota.HookState: cannot be pickled or copied with a process group of its own; "
@@ -277,7 +277,7 @@ class HookState:
         return future
 
     def _enter(self, grad_bucket: dist.GradBucket, parameters: Sequence[torch.Tensor]) -> _Bucket:
-        """Checks a bucket that is new, or holds other parameters than before."""
+        """Checks a bucket that is new or has other parameters than before."""
         if not self._parameters.add_bucket(parameters, grad_bucket.is_last()):
             raise ValueError(
                 f"rota.fused_hook: bucket {grad_bucket.index()} holds parameters that are not of "
@@ -344,7 +344,7 @@ class HookState:
 def _group_of(
     group: dist.ProcessGroup | None, model: torch.nn.Module | None
 ) -> dist.ProcessGroup | None:
-    """The group given, which must have the ranks of DDP's, or that one; None is the default."""
+    """Returns the group, which must have DDP's ranks, or else DDP's; None is the default group."""
     if not isinstance(model, DistributedDataParallel):
         return group
     if group is None:
@@ -377,7 +377,7 @@ def _split_mix_64(seed: int, index: int) -> int:
 
 
 def fused_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Averages the bucket over the ranks in one pass in and one pass out.
+    """Averages the bucket over the ranks, with one pass to read it and one to write it.
 
     Args:
         state: the options; one state per model.
@@ -405,14 +405,14 @@ def fused_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Futur
             )
         return state.reduce(bucket)
     except RotaError:
-        raise  # peers know
+        raise  # peers already know
     except Exception as error:
         _tell_peers(state, str(error))
         raise
 
 
 def _tell_peers(state: object, reason: str) -> None:
-    """Has the hooks of the other ranks fail with the reason."""
+    """Makes the hooks of the other ranks fail with this reason."""
     group = state.group if isinstance(state, HookState) else None
-    with contextlib.suppress(RotaError, ValueError):  # `reason` says more than that there is none
+    with contextlib.suppress(RotaError, ValueError):  # an error here would only hide `reason`
         communicator_of(group).abort(reason)

@@ -1,4 +1,4 @@
-"""What needs no other process: ranks that share a GPU, and a list of gradients in a wire format."""
+"""GPU classes for a single process: ranks that share a GPU, and gradients in a wire format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rota._C import GradientBucket as _GradientBucket
     from rota._C import LocalGroup as _LocalGroup
 else:
-    # A build for the CPU does not have them.
+    # CPU builds lack them.
     _LocalGroup = getattr(_C, "LocalGroup", object)
     _GradientBucket = getattr(_C, "GradientBucket", object)
 
@@ -25,29 +25,29 @@ def _check_build(what: str) -> None:
             f"rota.{what}: this build of rota is for the CPU; build it anew where nvcc and a CUDA "
             f"build of torch are (ROTA_CUDA=1 pip install --no-build-isolation .)"
         )
-    _C.cuda_devices()  # says why there is none
+    _C.cuda_devices()  # raises if there is no GPU, and says why
 
 
 class LocalGroup(_LocalGroup):
-    """Several ranks of one process on one GPU.
+    """Several ranks in one process on one GPU.
 
-    To try and to measure collectives where there is one GPU, and to write research code whose ranks
-    are a loop. Lists of tensors are by rank: contiguous, alike, and on the group's device. Every
-    call is queued on the current stream, and the host does not wait. Calls may be captured in a
-    CUDA graph. The kernels are those of `rota.Communicator`, of all ranks in one launch.
+    Use it to try out and measure collectives on a single GPU, and for research code that loops over
+    ranks. Lists of tensors are by rank: contiguous, alike, and on the group's device. Every call is
+    queued on the current stream, and the host does not wait. Calls may be captured in a CUDA graph.
+    The kernels are those of `rota.Communicator`, with all ranks in one launch.
 
     Args:
         world_size: ranks, from 2 to 16.
         device: a CUDA device.
-        num_channels: blocks of each rank; None is what the tuning says, by default as many as can
-            run at the same time. Blocks of different ranks wait for each other, so more are
-            refused.
+        num_channels: blocks per rank; None takes the tuning's number, by default as many as can run
+            at the same time. More raise ValueError, because blocks of different ranks wait for each
+            other.
         timeout: how long a rank waits for another one.
-        tuning: by what algorithms are chosen and tensors cut; None is the row of the tuning table
-            for this GPU. It changes speed, never results.
+        tuning: how algorithms are chosen and tensors cut; None takes this GPU's row of the tuning
+            table. It affects speed, never results.
 
     Raises:
-        ValueError: what cannot work; nothing has been queued.
+        ValueError: an argument is invalid; nothing has been queued.
         rota.TransportError: there is no GPU, or the CUDA runtime fails.
         RuntimeError: this build is for the CPU.
 
@@ -71,19 +71,19 @@ class LocalGroup(_LocalGroup):
 
 
 class GradientBucket(_GradientBucket):
-    """A list of CUDA gradients and its wire format: packed in one launch, unpacked in another.
+    """CUDA gradients and their wire format: packed in one launch, unpacked in another.
 
-    What `rota.fused_hook` does around its all-reduce, for those who bring their own. The numbers
-    are those of `Communicator.reduce_bucket`. Both calls are queued on the current stream.
+    Does what `rota.fused_hook` does around its all-reduce, for use with your own all-reduce. The
+    numbers are those of `Communicator.reduce_bucket`. Both calls are queued on the current stream.
 
     Args:
         gradients: contiguous, of one dtype (float32, float64, float16 or bfloat16), on one CUDA
             device. Their memory is read and written by every call.
         wire_dtype: float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
-        block_scaling: None is yes for float16 and float8.
+        block_scaling: None means True for float16 and float8.
 
     Raises:
-        ValueError, TypeError: what cannot work.
+        ValueError, TypeError: an argument is invalid.
         RuntimeError: this build is for the CPU.
 
     Example:
@@ -107,7 +107,7 @@ class GradientBucket(_GradientBucket):
 
 
 def _with_index(device: torch.device | str | int) -> torch.device:
-    """Names the current device where none is named."""
+    """The device with its index, by default that of the current CUDA device."""
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if found.type != "cuda":
         return found

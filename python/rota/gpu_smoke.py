@@ -1,6 +1,6 @@
-"""A benchmark of one GPU in seconds: enough to see whether its rates are what they should be.
+"""A benchmark of one GPU that takes seconds: enough to see whether its rates are as expected.
 
-Times are medians over replays of a CUDA graph, taken by CUDA events. `benchmarks/gpu/` measures
+Times are medians over replays of a CUDA graph, taken with CUDA events. `benchmarks/gpu/` measures
 more, and longer.
 """
 
@@ -21,7 +21,7 @@ from rota.communicator import DEFAULT_SLOT_BYTES
 _FLOAT32_BYTES = 4
 _NUM_LOCAL_RANKS = 2
 _SMALL_ALL_REDUCE_BYTES = 8 << 10
-# Calls in a graph of short ones, so that the launch of the graph does not count.
+# Calls per graph if they are short, so that the graph's launch does not count.
 _CALLS_IN_A_ROW = 20
 
 
@@ -33,7 +33,7 @@ class Sizes:
 
     @property
     def needed_bytes(self) -> int:
-        """Most GPU memory in use at a time, with half as much again for allocators."""
+        """Peak GPU memory, plus half as much again for allocators."""
         return 3 * max(2 * self.copy_bytes, 4 * self.bucket_bytes) // 2
 
 
@@ -46,8 +46,8 @@ class Figure:
     """One line of the smoke benchmark.
 
     `got` is in `unit`: "GB/s" (1e9 bytes read and written), "share" of the copy rate or of a bound
-    by it, or "us". `asked` is what the project asks of it, where it asks for something: at least
-    that many GB/s or that share, at most that many us.
+    by it, or "us". `asked` is the project's target, if it has one: the least GB/s or share, or the
+    most us.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Figure:
 
 
 def measure(device: torch.device, sizes: Sizes) -> list[Figure]:
-    """All figures. Blocks; uses the current stream, which it waits for."""
+    """Measures all figures on the current stream. Blocks."""
     with torch.cuda.device(device):
         copy_rate = _copy_rate(sizes)
         return [
@@ -76,8 +76,8 @@ def measure(device: torch.device, sizes: Sizes) -> list[Figure]:
 
 
 def _seconds(call: Callable[[], object], sizes: Sizes, calls_in_a_row: int = 1) -> float:
-    """What one call takes, from the start of its first kernel to the end of its last."""
-    call()  # whatever is made once
+    """The time of one call, from the start of its first kernel to the end of its last."""
+    call()  # one-time setup
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -103,7 +103,7 @@ def _zeros(num_bytes: int) -> torch.Tensor:
 
 
 def _copy_rate(sizes: Sizes) -> float:
-    """Bytes read and written in a second."""
+    """Bytes read and written per second."""
     source, target = _zeros(sizes.copy_bytes), _zeros(sizes.copy_bytes)
     return 2 * sizes.copy_bytes / _seconds(lambda: target.copy_(source), sizes)
 
@@ -136,7 +136,7 @@ def _small_all_reduce(sizes: Sizes) -> Figure:
 
 
 def _reduce_bucket(sizes: Sizes) -> Figure:
-    """A rank alone: pack, round, unpack, measure."""
+    """With one rank: pack, round, unpack, measure."""
     comm = _C.Communicator(
         store=dist.HashStore(),
         rank=0,

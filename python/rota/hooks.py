@@ -1,7 +1,7 @@
-"""DDP communication hooks: torch's hooks of these names, without their copies.
+"""DDP communication hooks: replace torch's hooks of the same names, without their copies.
 
-The gradient bucket is cast into the transport slots and out of them again, so no 16-bit copy of it
-is ever made; contributions and the result are rounded once each, and sums are kept in float32.
+The gradient bucket is cast on its way into and out of the transport slots, so no 16-bit copy of it
+is ever made. Contributions and the result are rounded once each, and sums are kept in float32.
 """
 
 # No `from __future__ import annotations` here: DDP compares the annotations of a hook with the
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from rota.communicator import Communicator
 
-# The communicator that hooks use over a group; it goes with the group.
+# Each group's communicator for hooks; dropped with the group.
 _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = (
     weakref.WeakKeyDictionary()
 )
@@ -45,7 +45,7 @@ def _average(
 def allreduce_hook(
     process_group: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Averages the bucket over the ranks; the drop-in for torch's `allreduce_hook`.
+    """Averages the bucket over the ranks; a drop-in for torch's `allreduce_hook`.
 
     Args:
         process_group: the ranks, on any backend; None is the default group. The first call of a
@@ -64,7 +64,7 @@ def allreduce_hook(
 def fp16_compress_hook(
     process_group: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Averages the bucket with float16 on the wire; the drop-in for torch's `fp16_compress_hook`.
+    """Averages the bucket with float16 on the wire; a drop-in for torch's `fp16_compress_hook`.
 
     Unlike torch's, sums are kept in float32 and divided before the one rounding of the result. Like
     torch's, a gradient beyond 65504 becomes Inf, and one below 6e-8 becomes 0.
@@ -77,12 +77,12 @@ def fp16_compress_hook(
 def bf16_compress_hook(
     process_group: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Averages the bucket with bfloat16 on the wire; the drop-in for torch's `bf16_compress_hook`.
+    """Averages the bucket with bfloat16 on the wire; a drop-in for torch's `bf16_compress_hook`.
 
-    float32's range with 8 bits of precision. Args and result as `allreduce_hook`.
+    bfloat16 has float32's range with 8 bits of precision. Args and result as `allreduce_hook`.
     """
     return _average(process_group, bucket, torch.bfloat16)
 
 
-# DDP refuses a hook of torch's own name without CUDA and NCCL, judging by `__name__` alone.
+# Without CUDA and NCCL, DDP refuses a hook with torch's own name, going by `__name__` alone.
 bf16_compress_hook.__name__ = "rota_bf16_compress_hook"

@@ -1,17 +1,18 @@
-"""Collectives that torch.compile leaves whole: functions over the operators `torch.ops.rota.*`.
+"""Collectives without graph breaks: functions over the operators `torch.ops.rota.*`.
 
 Under torch.compile use these instead of the methods of `rota.Communicator`, at which Dynamo breaks
-the graph. To an operator a communicator is its name, so that graphs hold no objects.
+the graph. Operators take a communicator by its name, so graphs hold no objects.
 
-Where a compiler drops or reorders a collective on one rank, ranks wait for each other for ever; and
-two collectives need not share any tensor that would keep them in order. So every operator claims to
-write to `_order`, which none of them touches: each depends on all before it, whatever its
-communicator, and an input's last value may not be dropped. torch has effect tokens for this purpose
-(torch/_library/effects.py), but inductor 2.11 to 2.13 reorders operators that have them.
+If a compiler drops or reorders a collective on one rank, the ranks wait for each other forever. Two
+collectives need not share a tensor that keeps them in order. So every operator declares that it
+writes to `_order`, although none of them touches it: each then depends on all before it, whatever
+its communicator, and none can be dropped, because a write to an input counts as a result. torch has
+effect tokens for this purpose (torch/_library/effects.py), but inductor 2.11 to 2.13 reorders
+operators that have them.
 
-Nor does a compiled operator mutate users' tensors: where inductor 2.11 to 2.15 takes the copy of a
-slice for superfluous, it hands such an operator the wrong elements. So a collective in place is
-compiled as one that returns a new tensor, and a copy.
+A compiled operator does not mutate users' tensors either: when inductor 2.11 to 2.15 considers the
+copy of a slice superfluous, it passes such an operator the wrong elements. So an in-place
+collective is compiled as one that returns a new tensor, followed by a copy.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from rota.communicator import Communicator, communicator_named
 
 __all__ = ["all_gather", "all_reduce", "all_reduce_", "barrier", "broadcast", "broadcast_"]
 
-# On the CPU for collectives of all devices, so that those keep one order. inductor therefore leaves
-# collectives out of the CUDA graphs that it makes itself.
+# On the CPU for collectives on all devices, so that they share one order. For this reason inductor
+# leaves collectives out of the CUDA graphs that it makes itself.
 _order = torch.zeros(1)
 _rota = torch.ops.rota
 
@@ -42,11 +43,11 @@ def all_reduce(
     """Reduces `tensor` over all ranks into a new tensor, with the same bits on every rank.
 
     Differentiable for "sum" and "avg": gradients are those of the sum of all ranks' losses, reduced
-    in the same way. The backward pass is a collective then, on every rank.
+    in the same way. The backward pass is then a collective on every rank.
 
     Args:
         tensor: any shape, strided; dtype and device as `Communicator.all_reduce` takes them.
-        communicator: over the ranks; compiled code needs it alive whenever it runs.
+        communicator: over the ranks; keep it alive as long as compiled code may run.
         op, algorithm, wire_dtype: as `Communicator.all_reduce`.
 
     Returns:
@@ -54,7 +55,7 @@ def all_reduce(
 
     Raises:
         rota.RotaError: the communicator is gone; and what `Communicator.all_reduce` raises.
-        NotImplementedError: in the backward pass, for another op than "sum" and "avg".
+        NotImplementedError: in the backward pass, for ops other than "sum" and "avg".
 
     Blocks, and uses streams, as `Communicator.all_reduce` does.
 
@@ -76,7 +77,7 @@ def all_reduce_(
 ) -> Tensor:
     """Reduces `tensor` over all ranks in place and returns it; otherwise as `all_reduce`.
 
-    Compiled it costs up to two copies of the tensor, of which `all_reduce` saves one or both.
+    When compiled, it costs up to two copies of the tensor; `all_reduce` saves one or both.
     """
     if _needs_gradient(tensor):
         return tensor.copy_(all_reduce(tensor, communicator, op, algorithm, wire_dtype))
@@ -85,13 +86,13 @@ def all_reduce_(
 
 
 def broadcast(tensor: Tensor, communicator: Communicator, root: int = 0) -> Tensor:
-    """Returns the values of rank `root` in a new tensor; that of other ranks gives the shape.
+    """Returns rank `root`'s values in a new tensor; other ranks' `tensor` only gives the shape.
 
     Differentiable: the root gets the sum of all ranks' gradients, the others zeros.
 
     Args:
         tensor: same shape and dtype on every rank, strided.
-        communicator: over the ranks; compiled code needs it alive whenever it runs.
+        communicator: over the ranks; keep it alive as long as compiled code may run.
         root: in [0, world_size).
 
     Returns:
@@ -107,7 +108,7 @@ def broadcast(tensor: Tensor, communicator: Communicator, root: int = 0) -> Tens
 
 
 def broadcast_(tensor: Tensor, communicator: Communicator, root: int = 0) -> Tensor:
-    """Copies rank `root`'s tensor into that of every rank and returns it; else as `broadcast`."""
+    """Copies rank `root`'s values into every rank's `tensor`, returns it; else as `broadcast`."""
     if _needs_gradient(tensor):
         return tensor.copy_(broadcast(tensor, communicator, root))
     _rota.broadcast_(tensor, _order, root, communicator.name)
@@ -121,7 +122,7 @@ def all_gather(tensor: Tensor, communicator: Communicator) -> Tensor:
 
     Args:
         tensor: (length, ...), same shape and dtype on every rank, strided; a scalar counts as (1,).
-        communicator: over the ranks; compiled code needs it alive whenever it runs.
+        communicator: over the ranks; keep it alive as long as compiled code may run.
 
     Returns:
         (world_size * length, ...), contiguous, of the same dtype and device.
@@ -136,7 +137,7 @@ def all_gather(tensor: Tensor, communicator: Communicator) -> Tensor:
 
 
 def barrier(communicator: Communicator) -> None:
-    """Returns once every rank has called it; compiled, it keeps its place among collectives."""
+    """Returns once every rank has called it; when compiled, stays in order with collectives."""
     _rota.barrier(_order, communicator.name)
 
 
@@ -144,14 +145,14 @@ def _needs_gradient(tensor: Tensor) -> bool:
     return torch.is_grad_enabled() and tensor.requires_grad
 
 
-# A name is never used again, so the rank is a constant of the graph.
+# Names are never reused, so the rank is a constant of the graph.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _rank_of(communicator: str) -> int:
     return communicator_named(communicator).rank
 
 
 # -------------------------------------------------------------------------------------------------
-# What runs: the same on every device, as a communicator takes tensors of all that it knows.
+# The implementations: one for all devices, because a communicator takes tensors of each.
 
 
 def _run_all_reduce_(
@@ -185,7 +186,7 @@ def _run_barrier(_order: Tensor, communicator: str) -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# What torch is told. Not by torch.library.custom_op, whose calls cost 10 us more.
+# Registration with torch. Not by torch.library.custom_op, whose calls cost 10 us more.
 
 _library = torch.library.Library("rota", "DEF")
 
@@ -196,7 +197,7 @@ def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> N
 
 
 def _define_both_forms(name: str, arguments: str, run: Callable[..., None]) -> None:
-    """Defines `name`, which returns a new tensor, and `name_`, which `run` is."""
+    """Defines `name`, which returns a new tensor, and the in-place `name_`, which calls `run`."""
 
     def run_on_copy(tensor: Tensor, *args: Any) -> Tensor:
         out = tensor.clone(memory_format=torch.contiguous_format)
@@ -208,7 +209,7 @@ def _define_both_forms(name: str, arguments: str, run: Callable[..., None]) -> N
 
     def run_in_place(tensor: Tensor, *args: Any) -> None:
         run(tensor, *args)
-        if not tensor.is_inference():  # lets autograd notice that a tensor which it keeps changed
+        if not tensor.is_inference():  # tells autograd that a saved tensor has changed
             torch.autograd.graph.increment_version(tensor)
 
     def replace(tensor: Tensor, *args: Any) -> None:
@@ -216,7 +217,7 @@ def _define_both_forms(name: str, arguments: str, run: Callable[..., None]) -> N
 
     _define(f"{name}(Tensor tensor, Tensor(a!) order, {arguments}) -> Tensor", run_on_copy, fake)
     _implement(f"{name}_(Tensor(a!) tensor, Tensor(b!) order, {arguments}) -> ()", run_in_place)
-    # What compilers take it apart into.
+    # Compilers decompose it into this.
     _library.impl(f"{name}_", replace, "CompositeImplicitAutograd")
 
 
@@ -243,7 +244,7 @@ _define("barrier(Tensor(a!) order, str communicator) -> ()", _run_barrier, lambd
 
 
 # -------------------------------------------------------------------------------------------------
-# Gradients: those of the sum of all ranks' losses. ctx is autograd's, which has no type for it.
+# Gradients: those of the sum of all ranks' losses. autograd has no type for its ctx.
 
 
 class _AllReduce(torch.autograd.Function):

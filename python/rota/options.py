@@ -1,4 +1,4 @@
-"""What rota.HookState can be made with: checks, whose errors say what is possible."""
+"""Checks of rota.HookState's options; their errors say what is valid."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NARROW_DTYPES = _dtypes(_C.BLOCK_SCALED_DTYPES)  # the others have float32's ra
 
 
 def is_narrow(wire_dtype: object) -> bool:
-    """Whether a wire dtype has so little range that blocks are scaled by default."""
+    """Whether a wire dtype's range is so small that blocks are scaled by default."""
     return wire_dtype in _NARROW_DTYPES
 
 

@@ -1,8 +1,8 @@
-"""Error feedback (Seide et al. 2014): what encoding lost of a gradient is added to the next one.
+"""Error feedback (Seide et al. 2014): adds a gradient's encoding error to the next gradient.
 
 DDP rebuilds its buckets after the first step, in the order in which gradients came, and again in a
-new process. So each bucket's residual is cut into pieces that belong to parameters, and a bucket
-that is made anew is put together from its parameters' pieces, bit by bit.
+new process. So each bucket's residual is split into pieces that belong to parameters, and a rebuilt
+bucket's residual is assembled from its parameters' pieces, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Residuals:
     def of_bucket(
         self, parameters: Sequence[torch.Tensor], name_of: Callable[[torch.Tensor], str]
     ) -> torch.Tensor:
-        """The residual of a bucket of these parameters: flat, float32, laid out as the bucket.
+        """The residual of a bucket of these parameters: flat, float32, laid out like the bucket.
 
         Raises:
-            ValueError: what was loaded does not fit.
+            ValueError: a loaded residual does not fit its parameter.
         """
         flat = torch.cat([self._piece(parameter, name_of) for parameter in parameters])
         start = 0
@@ -57,7 +57,7 @@ class Residuals:
         return piece
 
     def by_name(self, name_of: Callable[[torch.Tensor], str]) -> dict[str, torch.Tensor]:
-        """Copies with the shapes of the parameters; also of what was loaded and not yet met."""
+        """Copies with the parameters' shapes, including loaded ones that no bucket has used yet."""
         copies = {name: residual.clone() for name, residual in self._loaded.items()}
         for parameter, piece in self._pieces.items():
             copies[name_of(parameter)] = _shaped(piece, parameter).clone()
@@ -70,19 +70,19 @@ class Residuals:
 
     @property
     def loaded_names(self) -> set[str]:
-        """Whose residuals were loaded and have met no bucket yet."""
+        """The names of loaded residuals that no bucket has used yet."""
         return set(self._loaded)
 
 
 def _num_reals(parameter: torch.Tensor) -> int:
-    """How many elements of the bucket are the parameter's: DDP hands over complex ones as pairs."""
+    """The parameter's number of elements in the bucket, where DDP stores complex ones as pairs."""
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
 def _shaped(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A piece as a view with the parameter's shape.
+    """A view of the piece with the parameter's shape.
 
-    DDP lays a gradient out as its parameter where that fills its memory densely, else contiguously.
+    DDP lays a gradient out like its parameter if that fills its memory densely, else contiguously.
     """
     if parameter.is_complex():
         piece = torch.view_as_complex(piece.view(-1, 2))

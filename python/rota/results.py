@@ -1,12 +1,12 @@
-"""The results of a backward pass: which gradients they cover, and whether they still hold.
+"""The results of a backward pass: which gradients they cover, and whether they are still valid.
 
-DDP calls a hook when a bucket is full, but tells it nothing when the backward pass is over and the
-results are in the gradients. Autograd's final callbacks do: they run in the order in which they
+DDP calls a hook when a bucket is full, but does not tell it when the backward pass is over and the
+results are in the gradients. Autograd's final callbacks do. They run in the order in which they
 were queued, and DDP queues its own, which waits for the buckets, after the last bucket's hook. So
 the last bucket's hook queues a callback that queues another one: the second runs after DDP's, and
-not at all if DDP's raises.
+does not run if DDP's raises.
 
-A gradient that was changed in place has another version, one that was replaced another identity.
+Changing a gradient in place changes its version; replacing it changes its identity.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 
 class _Mark(NamedTuple):
-    """A gradient as it was when its backward pass was over."""
+    """A gradient's identity and version at the end of its backward pass."""
 
     parameter: weakref.ref[torch.Tensor]
     gradient: weakref.ref[torch.Tensor]
@@ -40,11 +40,11 @@ class _Mark(NamedTuple):
 
 
 class _Bucket(NamedTuple):
-    """What to look at when the backward pass is over."""
+    """What to check of a bucket at the end of the backward pass."""
 
     parameters: Sequence[torch.Tensor]
-    # By position, of gradients that are not views into the bucket: a version that is still the same
-    # after backward means that DDP has written nothing there, as no rank used the parameter.
+    # By position, for gradients that are not views into the bucket. If a version is the same after
+    # backward, DDP has not written that gradient, because no rank used the parameter.
     versions: dict[int, int]
 
 
@@ -52,24 +52,24 @@ class Results:
     """The gradients of a state's last backward pass, valid until the next one begins."""
 
     def __init__(self) -> None:
-        # Of the last backward pass: complete once DDP has written all gradients.
+        # Whether DDP has written all gradients of the last backward pass.
         self.is_complete = False
-        # How many backward passes were complete so far; so it names the last of them.
+        # The number of complete backward passes so far, which identifies the last one.
         self.generation = 0
-        self.loss_scale = 1.0  # what its gradients were divided by
-        self._buckets: list[_Bucket] = []  # until then
-        # Of each bucket, float64: number of non-finite elements, sum of squares.
+        self.loss_scale = 1.0  # by which its gradients were divided
+        self._buckets: list[_Bucket] = []  # until it is complete
+        # For each bucket, float64: number of non-finite elements, sum of squares.
         self._stats: list[torch.Tensor] = []
-        self._totals: tuple[bool, float] | None = None  # what they add up to, once asked for
+        self._totals: tuple[bool, float] | None = None  # the totals of _stats, once read
         self._marks: dict[int, _Mark] = {}  # by identity of the parameter
-        self._dropped = False  # something is in the stats that is in no gradient
+        self._dropped = False  # the stats count something that is in no gradient
         self._norm_factor = 1.0
         self._at_next_backward: list[Callable[[], None]] = []
 
     # ---- written by the hook
 
     def begin(self, loss_scale: float) -> None:
-        """The first bucket of a backward pass has come."""
+        """Call it when the first bucket of a backward pass comes."""
         self.is_complete = False
         self.loss_scale = loss_scale
         self._buckets = []
@@ -87,7 +87,7 @@ class Results:
         buffer: torch.Tensor,
         may_have_unused: bool,
     ) -> None:
-        """A bucket is about to be reduced; `stats` is written then."""
+        """Call it before a bucket is reduced, which writes `stats`."""
         versions = {}
         if may_have_unused:
             memory = buffer.untyped_storage().data_ptr()
@@ -99,7 +99,7 @@ class Results:
         self._stats.append(stats)
 
     def end_with_backward(self, sends_without_gradient: bool) -> None:
-        """All buckets have come: the results are complete when the backward pass is over.
+        """Call it after the last bucket: completes the results when the backward pass is over.
 
         Args:
             sends_without_gradient: a parameter without a gradient may add to the stats.
@@ -109,7 +109,7 @@ class Results:
             self._end(sends_without_gradient)
 
         if torch._C._current_graph_task_id() == -1:
-            end()  # called by hand, on a bucket that was kept
+            end()  # the hook was called by hand, on a saved bucket
             return
         queue_callback = torch.autograd.Variable._execution_engine.queue_callback
         queue_callback(lambda: queue_callback(end))
@@ -137,8 +137,8 @@ class Results:
     # ---- read by the state, the scaler and clipping, between backward passes
 
     def _read_stats(self) -> tuple[bool, float]:
-        # Once, and together: after a bucket has gone through the caches, each torch call costs some
-        # 50 us; on a GPU each copy waits for all that is queued.
+        # Reads all stats once and together: with caches cold after a bucket, each torch call costs
+        # some 50 us; on a GPU each copy waits for all queued work.
         if self._totals is None:
             stats = self._stats
             rows = (
@@ -153,7 +153,7 @@ class Results:
 
     @property
     def sum_of_squares(self) -> float:
-        """Of all buckets, rounded once; the same number on every rank."""
+        """Over all buckets, rounded once; the same number on every rank."""
         return self._read_stats()[1] * self._norm_factor**2
 
     def saw(self, parameter: torch.Tensor) -> bool:
@@ -167,14 +167,14 @@ class Results:
         return self.is_complete and mark is not None and mark.is_current()
 
     def gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters that the hook saw and that still have a gradient, each with it."""
+        """The parameters that the hook saw and that still have a gradient, with their gradients."""
         for mark in self._marks.values():
             parameter = mark.parameter()
             if parameter is not None and parameter.grad is not None:
                 yield parameter, parameter.grad
 
     def is_norm_of(self, parameters: Collection[int]) -> bool:
-        """Whether all that was summed is in gradients of `parameters`, given by identity."""
+        """Whether the stats count only gradients of `parameters`, which are given by id()."""
         return (
             self.is_complete
             and not self._dropped
@@ -187,16 +187,16 @@ class Results:
     # ---- what the scaler and clipping do to the gradients
 
     def scaled_by(self, factor: float, in_place: bool) -> None:
-        """The gradients have been multiplied, or (not in_place) an optimizer will do it."""
+        """Call it after multiplying the gradients, or if an optimizer will (not in_place)."""
         self._norm_factor *= factor
         if in_place:
             for parameter, gradient in list(self.gradients()):
                 self._mark(parameter, gradient)
 
     def forget(self) -> None:
-        """The gradients are in other units now, and more will be added to them."""
+        """Call it when the gradients change units, and more will be added to them."""
         self.is_complete = False
 
     def at_next_backward(self, callback: Callable[[], None]) -> None:
-        """Calls back once, when the first bucket of the next backward pass comes."""
+        """Calls `callback` once, when the first bucket of the next backward pass comes."""
         self._at_next_backward.append(callback)

@@ -1,4 +1,4 @@
-"""The schedule functions of csrc/schedule/, which document them; bound for tests and teaching."""
+"""The schedule functions of csrc/schedule/, documented there; bound for tests and teaching."""
 
 from enum import Enum
 
@@ -70,7 +70,7 @@ def two_shot_step(num_rounds: int, step: int, /) -> TwoShotStep: ...
 def select(world_size: int, num_wire_bytes: int, /) -> str: ...
 
 class Cost:
-    """Of the busiest rank, unless a field says otherwise (csrc/schedule/cost.h)."""
+    """The costs of the busiest rank, unless a field says otherwise (csrc/schedule/cost.h)."""
 
     @property
     def links_out_bytes(self) -> float: ...
@@ -92,15 +92,15 @@ COST_NAMES: tuple[str, ...]
 def cost(
     what: str, *, tensor: float, wire: float, hop: float, world_size: int, group_size: int = 1
 ) -> Cost:
-    """What a collective on GPUs costs, in closed form.
+    """The cost of a collective on GPUs, in closed form.
 
     Args:
-        what: one of COST_NAMES; local ranks are those of one launch.
-        tensor, wire, hop: bytes of the whole message as the tensor holds it, as contributions and
-            results travel, and as partial sums travel.
+        what: one of COST_NAMES; "local" means ranks that share one launch.
+        tensor, wire, hop: bytes of the whole message in the tensor, on the wire (contributions and
+            results), and as partial sums on the wire.
         world_size: 2 or more.
-        group_size: of "hierarchical", a divisor of world_size.
+        group_size: for "hierarchical", a divisor of world_size.
 
     Raises:
-        ValueError: there is no such name, or the ranks do not make such groups.
+        ValueError: the name is unknown, or groups of that size are not possible.
     """
