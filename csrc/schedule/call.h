@@ -1,6 +1,7 @@
 // The one description of a collective, which every layer below the tensors uses, on the CPU and on
-// GPUs. core/plan.h creates it. Ranks compare its words: each reads every other rank's words before
-// anything is written to an output, so a mismatch is an error on all ranks, never a wrong number.
+// GPUs. core/plan.h creates it. Ranks compare its words, so a mismatch is an error on all ranks,
+// never a wrong number. On the CPU each rank reads every other's before anything is written to an
+// output.
 #pragma once
 
 #include <array>

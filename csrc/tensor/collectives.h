@@ -16,8 +16,10 @@
 namespace rota::tensors {
 
 enum class Launch {
-  kBlocking,  // returns no work: on the CPU when done, on a GPU when queued on the current stream
-  kAsync,     // returns at once; the tensors must not be touched before the work is done
+  // Returns no work (but see recv): on the CPU when done, on a GPU when queued on the current
+  // stream.
+  kBlocking,
+  kAsync,  // returns at once; the tensors must not be touched before the work is done
 };
 
 // One rank's tensors of one gradient bucket.

@@ -18,7 +18,7 @@ class GradientBucket {
   // Copies the list of their addresses to the GPU, and waits for that.
   GradientBucket(std::vector<at::Tensor> gradients, at::ScalarType wire_dtype, bool block_scaling);
 
-  // One launch each, on the current stream. Throw Error(kValue).
+  // One launch each, on the current stream. Throw Error.
   void pack(float contribution_factor, const std::optional<at::Tensor>& residual,
             std::optional<uint64_t> stochastic_seed);
   void unpack(float result_factor);
