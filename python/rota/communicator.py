@@ -25,8 +25,9 @@ class Communicator(_C.Communicator):
 
     The communicator has its own shared memory and shares nothing with the group but the store that
     it bootstraps through, so the group may run on any backend. Making one is a collective call:
-    every rank of the group makes its communicators in the same order. Under torch.compile use
-    `rota.ops`, whose functions take a communicator.
+    every rank of the group makes its communicators in the same order. CPU tensors made by
+    `rota.empty` are read where they lie. Under torch.compile use `rota.ops`, whose functions take a
+    communicator.
 
     Args:
         group: the ranks; None is the default group.

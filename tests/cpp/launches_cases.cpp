@@ -202,9 +202,10 @@ class ErrorOutput {
   std::streambuf* before_;
 };
 
-// Kernels say it again and again while they wait, the user hears it once.
+// Kernels report a wait again and again; the user is told once, unless reports stop for 500 ms.
 void a_kernel_that_waits_long_names_whom_it_awaits() {
   const ErrorOutput output;
+  const auto begin = std::chrono::steady_clock::now();
   std::atomic<bool> is_over{false};
   run_ranks(2, [&](Communicator& communicator) {
     FakeKernels fake;
@@ -212,15 +213,16 @@ void a_kernel_that_waits_long_names_whom_it_awaits() {
     communicator.post_launch(launch_number(1));
     if (communicator.rank() == 1) return is_over.wait(false);
     check(!monitor.is_stalled(), "a wait before there is one");
+    while (!monitor.is_stalled()) fake.wait_for(0, 1);
     for (int i = 0; i < 20; ++i) fake.wait_for(0, 1);
-    check(monitor.is_stalled(), "no wait while there is one");
     is_over = true;
     is_over.notify_all();
   });
   const std::string text = output.text();
   check_contains(text, "rank 0/2 has waited 1 s for a free slot of rank 1");
   check_contains(text, "in channel 5");
-  check_equal(std::count(text.begin(), text.end(), '\n'), ptrdiff_t{1}, "lines");
+  const auto most_pauses = (std::chrono::steady_clock::now() - begin) / milliseconds(500);
+  check(std::count(text.begin(), text.end(), '\n') <= 1 + most_pauses, "told once");
 }
 
 void an_abort_ends_kernels() {
