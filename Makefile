@@ -1,21 +1,21 @@
-# Every target does its own set-up from a bare clone; python3, make and g++ are all it needs,
-# and check-cuda nvcc.
+# Every target sets itself up from a bare clone; it needs only python3, make and g++, and check-cuda
+# also nvcc.
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 PIP := -m pip --disable-pip-version-check --quiet
-# A CUDA torch and rota built against it, beside $(VENV): installed, not editable, since two builds
-# cannot share python/rota/.
+# A second environment, with a CUDA torch and rota built against it: installed, not editable, since
+# two builds cannot share python/rota/.
 CUDA_VENV := .venv-cuda
 CUDA_PYTHON := $(CUDA_VENV)/bin/python
-# Two tests at a time: most wait for ranks that wait for each other.
+# Two tests at a time: most spend their time in ranks that wait for each other.
 TEST := -m pytest --numprocesses=2 --dist=worksteal
-# nvcc reads them from its environment: no warning passes here, and none stops a user's build. ptxas
-# warns of stack and spills only where it is asked to.
+# nvcc reads this from its environment, so warnings are errors here but never stop a user's build.
+# ptxas warns of stack and spills only when asked.
 NVCC_STRICT := -Werror=all-warnings -Xcompiler=-Werror -Xptxas=--warn-on-spills,--warn-on-local-memory-usage
-# Where there is an NVIDIA GPU, the newest torch, which brings CUDA; elsewhere one fixed version.
+# With an NVIDIA GPU the newest torch, which includes CUDA; otherwise one fixed version.
 TORCH := $(if $(shell command -v nvidia-smi 2>/dev/null),torch,torch==2.13.0)
 
-# Prints what pyproject.toml asks for: the dependencies and the extras that are named.
+# Prints the dependencies in pyproject.toml and those of the extras that are named.
 REQUIREMENTS := python3 -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*project["dependencies"], *(line for extra in sys.argv[1:] for line in project["optional-dependencies"][extra]), sep="\n")'
 
 SOURCES := $(shell find csrc -type f)
@@ -57,8 +57,8 @@ test: venv
 test-long: venv
 	ROTA_PROPERTY_CASES=10000 $(PYTHON) -m pytest tests/test_reduce_bucket_properties.py
 
-# The oldest torch in range, whose headers have the least; of 5 GB, not worth its time where there is
-# no nvcc.
+# The oldest supported torch, whose headers have the least. It takes 5 GB, so this checks for nvcc
+# first.
 $(CUDA_VENV)/.packages: pyproject.toml
 	@PATH="$$CUDA_HOME/bin:$$PATH" command -v nvcc > /dev/null || { echo "rota: there is no nvcc on PATH or in CUDA_HOME; install the CUDA toolkit 13.0, of which nvcc and the runtime suffice" >&2; exit 1; }
 	python3 -m venv $(CUDA_VENV)
@@ -78,15 +78,15 @@ check-cuda: $(CUDA_VENV)/.built
 	$(MAKE) gpu-dry
 	$(CUDA_PYTHON) $(TEST) -m "not no_extension"
 
-# With the python3 that is there, its torch and pytest, and no network. STAGES="build bench" chooses
-# stages or steps, OUTPUT=folder takes all that it makes, COMMIT=name is for a copy without git.
+# Uses the python3 on PATH with its torch and pytest, and no network. STAGES="build bench" selects
+# stages or steps, OUTPUT=folder collects all output, COMMIT=name is for a copy without git.
 gpu:
 	PYTHONPATH=benchmarks$${PYTHONPATH:+:$$PYTHONPATH} python3 -m gpu.run $(if $(STAGES),--stages "$(STAGES)") $(if $(OUTPUT),--output "$(OUTPUT)") $(if $(COMMIT),--commit "$(COMMIT)")
 
 gpu-dry: $(CUDA_VENV)/.built
 	PYTHONPATH=benchmarks $(CUDA_PYTHON) tests/simulated_gpu.py --torch-operators $(CUDA_PYTHON) -m gpu.run --small
 
-# An MPI that cannot be installed is left out of the run, which says so.
+# The run skips an MPI that cannot be installed, with a message.
 bench: venv
 	-$(PYTHON) benchmarks/mpi_env.py
 	$(PYTHON) benchmarks/collectives.py --backends rota,gloo,mpi --ranks 2 -b 4 -e 64M -f 4 -c
@@ -95,7 +95,7 @@ bench: venv
 	$(PYTHON) benchmarks/hooks.py --hook fp16_compress_hook --sizes 25M,64M -c
 	$(PYTHON) benchmarks/failures.py
 
-# About 15 minutes, of which convergence takes 9.
+# About 15 minutes, 9 of them for convergence.
 bench-fused: venv
 	$(PYTHON) benchmarks/fused.py --sizes 25M,64M --ranks 2 -c
 	$(PYTHON) benchmarks/accuracy.py

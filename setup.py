@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import NoReturn
 
 TORCH_VERSIONS = ((2, 11), (2, 15))
-# The oldest that reads all of pyproject.toml and installs in editable mode.
+# The oldest setuptools that reads all of pyproject.toml and installs in editable mode.
 SETUPTOOLS_VERSION = 64
-# What ships: machine code for each, and PTX of the last, which drivers compile for newer GPUs.
+# Shipped: machine code for each, and PTX of the last, which drivers compile for newer GPUs.
 SHIPPED_ARCHS = [80, 90, 100]
 
 
@@ -109,7 +109,7 @@ def find_cuda_home() -> str:
         raise NoCudaBuild(
             f"there is no nvcc {where}; install the CUDA toolkit {wanted} or set CUDA_HOME to it"
         )
-    # nvcc itself has to be asked where its toolkit is: the one on PATH may be a link or a script.
+    # Asks nvcc where its toolkit is, because the nvcc on PATH may be a link or a script.
     dry_run = subprocess.run(
         [nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True
     ).stderr
@@ -144,7 +144,7 @@ check_toolchain()
 ARCHS = cuda_archs()
 IS_CUDA_BUILD = is_cuda_build()
 
-# Only now: setuptools may be missing, and torch looks for the toolkit while this is imported.
+# Imported late: setuptools may be missing, and torch looks for the toolkit during the import.
 import setuptools  # noqa: E402
 from setuptools.command.egg_info import egg_info  # noqa: E402
 from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402
@@ -153,7 +153,7 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtensio
 CXX_FLAGS = [
     "-std=c++20",
     "-O3",
-    "-g0",  # Python's own -g would take a third of the build's time
+    "-g0",  # Python's own -g would take a third of the build time
     "-ffp-contract=off",
     "-fwrapv",
     "-fvisibility=hidden",
@@ -200,13 +200,13 @@ def sources(*suffixes: str, without: str | None = None) -> list[str]:
     ]
 
 
-# Tells one build from another (csrc/base/build_id.h); not every linker's default.
+# Identifies the build (csrc/base/build_id.h); not every linker adds it by default.
 LINK_FLAGS = ["-Wl,--build-id=sha1"]
 INCLUDE_DIRS = [str(Path("csrc").resolve())]
 if IS_CUDA_BUILD:
     extension = CUDAExtension(
         "rota._C",
-        sources(".cu", ".cpp"),  # those that take longest first, so that no core waits for one
+        sources(".cu", ".cpp"),  # longest compilations first, to keep all cores busy
         include_dirs=INCLUDE_DIRS,
         define_macros=[("ROTA_WITH_CUDA", None)],
         extra_compile_args={"cxx": CXX_FLAGS, "nvcc": nvcc_flags()},
@@ -227,7 +227,7 @@ class EggInfo(egg_info):
 
     def initialize_options(self) -> None:
         if int(setuptools.__version__.split(".")[0]) < SETUPTOOLS_VERSION:
-            # It would pass over pyproject.toml, or stop at it with pages.
+            # It would ignore pyproject.toml, or fail on it with pages of output.
             stop(
                 f"setuptools is {setuptools.__version__}, expected {SETUPTOOLS_VERSION} or newer; "
                 f"run `pip install --upgrade setuptools`"
@@ -236,12 +236,12 @@ class EggInfo(egg_info):
 
 
 setuptools.setup(
-    # Not in pyproject.toml: its two ways to name a licence exclude each other. setuptools refuses
-    # the string before version 77 and is to refuse the table from 2027 on.
+    # Not in pyproject.toml, where no form suits all versions: setuptools refuses the string before
+    # version 77, and will refuse the table from 2027 on.
     license="BSD-3-Clause",
     ext_modules=[extension],
     package_dir={"": "python"},
     cmdclass={"build_ext": BuildExtension, "egg_info": EggInfo},
-    # Builds of the two kinds do not take each other's objects.
+    # CPU and CUDA builds must not use each other's object files.
     options={"build": {"build_base": "build/cuda" if IS_CUDA_BUILD else "build"}},
 )

@@ -1,4 +1,4 @@
-// Names for Python, no logic. python/rota/_C/ documents what stands here.
+// Python bindings, without logic; python/rota/_C/ documents them.
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -140,7 +140,7 @@ void bind_gpu_self_test(py::module_ module) {
       py::arg("device"), ReleaseGil());
 }
 
-// Both ways to call reduce_bucket; the arguments are those of the .pyi.
+// Both ways to call reduce_bucket, blocking and with a future. The .pyi documents the arguments.
 template <typename Finish>
 auto reduce_bucket_call(Launch mode, Finish finish) {
   return [=](TensorCommunicator& self, const at::Tensor& bucket, const at::Tensor& stats,
@@ -166,7 +166,7 @@ void bind_reduce_bucket(CommunicatorClass& communicator, const char* name, auto 
       py::arg("stochastic_seed") = py::none(), py::arg("algorithm") = "auto", ReleaseGil());
 }
 
-// What every `algorithm` argument takes.
+// The values that every `algorithm` argument accepts.
 py::tuple algorithm_names() {
   std::vector<std::string_view> names{"auto"};
   names.insert(names.end(), schedule::kAlgorithmNames.begin(), schedule::kAlgorithmNames.end());

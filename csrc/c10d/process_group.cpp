@@ -84,7 +84,7 @@ WorkPtr ProcessGroupRota::allgather(std::vector<std::vector<at::Tensor>>& output
 WorkPtr ProcessGroupRota::allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
                                               std::vector<at::Tensor>& inputs,
                                               const ::c10d::AllgatherOptions& opts) {
-  // Here outputs are listed by rank first: outputs[rank][i] belongs to inputs[i].
+  // Outputs are indexed by rank first: outputs[rank][i] belongs to inputs[i].
   std::vector<std::vector<at::Tensor>> outputs_by_input(inputs.size());
   for (const std::vector<at::Tensor>& of_rank : outputs) {
     TORCH_CHECK_VALUE(of_rank.size() == inputs.size(), "rota.all_gather: ", of_rank.size(),
@@ -121,8 +121,8 @@ WorkPtr ProcessGroupRota::_reduce_scatter_base(at::Tensor& output, at::Tensor& i
                       OpType::REDUCE_SCATTER, output);
 }
 
-// Where GPUs cannot be joined, NCCL may have a way. Tags of CUDA tensors are not told apart, as by
-// NCCL.
+// If rota cannot join the GPUs, NCCL may still connect them. Tags of CUDA tensors are ignored, as
+// in NCCL.
 WorkPtr ProcessGroupRota::send(std::vector<at::Tensor>& tensors, int peer, int tag) {
   if (!has_transfers_of(tensors)) return DelegatingBackend::send(tensors, peer, tag);
   return communicator_->send(only_tensor("send", tensors), peer, tag, Launch::kAsync);

@@ -1,4 +1,4 @@
-// The torch.distributed backend "rota": c10d's calls on a TensorCommunicator, nothing else.
+// The torch.distributed backend "rota": maps c10d's calls to a TensorCommunicator, nothing else.
 #pragma once
 
 #include <memory>
@@ -14,7 +14,7 @@ using namespace tensors;  // NOLINT: the layer below, whose calls these are
 
 class ProcessGroupRota final : public DelegatingBackend {
  public:
-  // As TensorCommunicator::make().
+  // Arguments as in TensorCommunicator::make().
   ProcessGroupRota(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int world_size,
                    const TensorCommunicatorOptions& options, MakeDelegate make_delegate);
 
@@ -43,12 +43,12 @@ class ProcessGroupRota final : public DelegatingBackend {
   WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
   WorkPtr barrier(const ::c10d::BarrierOptions& opts) override;
 
-  // rota.empty(): on the CPU, whose tensors carry no device number.
+  // For rota.empty(). CPU only: CPU tensors have no device index.
   bool supportsTensorAlloc(c10::DeviceIndex device) override { return device < 0; }
   at::Tensor allocateTensor(long num_elems, at::TensorOptions options) override;
 
-  // For callers of torch's Backend. init_process_group(device_id=...) asks only backends that
-  // split.
+  // For direct callers of torch's Backend: init_process_group(device_id=...) calls this only on
+  // backends that can split.
   void eagerConnectSingleDevice(at::Device device) override {
     communicator_->connect_device(device);
   }
@@ -57,7 +57,7 @@ class ProcessGroupRota final : public DelegatingBackend {
 
  private:
   bool has_transfers_of(const std::vector<at::Tensor>& tensors) const;
-  // c10d wants a work even from a call that has blocked.
+  // c10d expects a Work even from a blocking call.
   WorkPtr done_if_null(WorkRef work, ::c10d::OpType op_type, at::TensorList results);
   static std::vector<AllGatherTensors> zip(const std::vector<std::vector<at::Tensor>>& outputs,
                                            const std::vector<at::Tensor>& inputs);

@@ -37,19 +37,20 @@ Communicator::Communicator(std::unique_ptr<transport::Transport> transport, Nano
 
 Communicator::~Communicator() {
   point_to_point_.close();
-  // A forked child must not speak for its parent, whose memory it shares.
+  // A forked child shares its parent's memory, but must not announce the parent's departure.
   if (fork_generation_ != fork_generation()) return;
   waiter_.publish(transport_->own_control().departed, 1);
 }
 
 void Communicator::abort(const std::string& reason) {
-  if (fork_generation_ != fork_generation()) return;  // a child must not speak for its parent
+  if (fork_generation_ != fork_generation()) return;  // not the parent's group
   publish_abort(ErrorKind::kInternal, ErrorKind::kPeerFailed, reason);
 }
 
-// Why no collective needs an acknowledgement at its end: a rank posts epoch e after it completed
-// epoch e - 1. So once all have posted e, nobody reads anything of an earlier epoch: all slots are
-// free, and so is the mailbox and the post of the other parity, which epoch e + 1 will write.
+// No collective needs an acknowledgement at its end: a rank posts epoch e after it has completed
+// epoch e - 1. Once all ranks have posted e, nobody reads anything of an earlier epoch any more:
+// all slots are free, and so are the mailbox and the post of the other parity, which epoch e + 1
+// will write.
 template <typename Buffers>
 void Communicator::run(const Call& call, const Buffers& buffers, CallerThread thread) {
   const std::lock_guard lock(mutex_);
@@ -58,7 +59,7 @@ void Communicator::run(const Call& call, const Buffers& buffers, CallerThread th
   watch_.begin_collective(call.kind_name(), epoch_,
                           /*lets_signals_through=*/thread == CallerThread::kUser);
   try {
-    // A rank that comes too late must hear of a failure even if every post that it needs is there.
+    // A late rank must see a failure even if every post that it needs is already there.
     if (const auto error = watch_.poll()) throw *error;
     cpu::Exchange exchange(*transport_, waiter_, wait_policy_, watch_, num_rounds_);
     const std::optional<uint64_t> num_bytes = message_bytes(call, buffers);
@@ -77,16 +78,17 @@ void Communicator::run(const Call& call, const Buffers& buffers, CallerThread th
       rendezvous(call);
       if (const auto sources = find_sources(call, source)) {
         num_rounds_ += run_in_place(call, buffers, *sources, exchange);
-        // A peer that has given up meanwhile no longer waits for this rank to have read its tensor,
-        // and may have written to it. It said so first, and this rank said that it has read before
-        // it looks: in this order, because all three are sequentially consistent.
+        // A peer that gives up no longer waits until this rank has read its tensor, and may
+        // overwrite it. The peer publishes its abort before that; this rank publishes that it has
+        // read before it looks for aborts. All three accesses are sequentially consistent, which
+        // guarantees this order.
         if (const auto error = watch_.poll()) throw *error;
       } else {
         num_rounds_ += run_rounds(call, buffers, exchange);
       }
     }
   } catch (const Error& error) {
-    // All ranks saw the same calls and stopped at the same place: they can go on.
+    // All ranks compared the same calls and stopped at the same point: the group stays usable.
     if (error.kind() != ErrorKind::kMismatch) fail(error);
     throw;
   } catch (...) {
@@ -141,8 +143,8 @@ void Communicator::rendezvous(const Call& call) {
   }
 }
 
-// The word says where: 0, nowhere that peers can read; 1, this rank has nothing to read; otherwise
-// the offset in its heap, plus 2.
+// Values of ControlBlock::source: 0, peers cannot read the tensor in place; 1, peers read
+// nothing from this rank; otherwise, the tensor's offset in the rank's heap, plus 2.
 constexpr uint64_t kNothingToRead = 1;
 
 void Communicator::post_source(const cpu::Source& source) {
@@ -197,9 +199,9 @@ uint64_t Communicator::post_transfer(const Call& call, int sender, int receiver)
   });
 }
 
-// Each rank posts its launch and then looks at the others' posts of the same launch; both in
-// sequentially consistent order, so of two ranks at least the later one sees the other's. A post is
-// written anew once every rank has gone on to the next launch, and so has compared it.
+// Each rank posts its launch and then reads the others' posts of the same launch. Both accesses are
+// sequentially consistent, so of two ranks at least the later one sees the other's post. A post is
+// overwritten once every rank has posted its next launch, and so has compared this one.
 template <typename PostsOf>
 uint64_t Communicator::post_launch(const Call& call, std::span<const int> ranks,
                                    const PostsOf& posts_of) {
@@ -247,7 +249,7 @@ Error Communicator::mismatch(const Call& own, uint64_t epoch, std::span<const in
   std::vector<std::pair<std::string, std::vector<int>>> calls;
   for (const int peer : ranks) {
     const Flag& post = post_of(peer);
-    if (post.load() != epoch) continue;  // of a launch: this rank has not come to it
+    if (post.load() != epoch) continue;  // in post_launch(): not posted yet
     const std::string text = Call::from_words(post.payload).to_string();
     auto call = std::find_if(calls.begin(), calls.end(),
                              [&](const auto& entry) { return entry.first == text; });
@@ -272,7 +274,7 @@ void Communicator::fail(const Error& cause) {
 
 void Communicator::publish_abort(ErrorKind kind_here, ErrorKind kind, const std::string& text) {
   const std::lock_guard lock(abort_mutex_);
-  if (is_dead_.load(std::memory_order_relaxed)) return;  // the first reason is the cause
+  if (is_dead_.load(std::memory_order_relaxed)) return;  // keep the first reason
   dead_reason_ = text;
   dead_kind_ = kind_here;
   is_dead_.store(true, std::memory_order_release);

@@ -10,7 +10,7 @@
 namespace rota {
 namespace {
 
-// Looking for a signal takes the GIL, for which a busy Python thread may keep this one waiting.
+// Checking for signals takes the GIL, and a busy Python thread may make this one wait for it.
 constexpr Nanoseconds kInterruptCheckEvery = std::chrono::milliseconds(50);
 
 int64_t milliseconds(Nanoseconds duration) {
@@ -68,7 +68,7 @@ std::optional<Error> Watch::tick(Nanoseconds waited) {
 
 std::optional<Error> Watch::find_death() const {
   for (const int peer : transport_.find_dead_peers(peer_ == kAnyRank ? transport_.rank() : peer_)) {
-    // One that closed its communicator before it ended has done its part.
+    // A peer that closed its communicator before it ended has done its part.
     if (has_departed(peer)) continue;
     return Error(ErrorKind::kPeerFailed, join(prefix(), ": ", transport_.describe(peer),
                                               " has died ", place(), "; restart the job"));
@@ -114,7 +114,7 @@ std::string Watch::place() const {
 std::optional<Error> Watch::find_abort() const {
   for (int peer = 0; peer < transport_.world_size(); ++peer) {
     const transport::ControlBlock& control = transport_.region(peer).control();
-    if (control.abort.load_ordered() == 0) continue;  // Communicator::run() says why in order
+    if (control.abort.load_ordered() == 0) continue;  // Communicator::run() explains the order
     // Bounded: the text comes from another process.
     const std::string text(control.abort_text,
                            strnlen(control.abort_text, sizeof(control.abort_text)));

@@ -14,9 +14,9 @@ namespace {
 
 using schedule::Range;
 
-// One all-reduce in flight, of elements that a Reducer or a BucketReducer works on. The stages of
-// the direct algorithms take the place of the slots as slot_of(rank), because a message in the
-// mailboxes goes through the same ones.
+// One all-reduce in flight, with the arithmetic of a Reducer or a BucketReducer. The stages of the
+// direct algorithms get each rank's slot from slot_of(rank), because one-message calls run the same
+// stages on mailboxes.
 template <typename AnyReducer>
 class AllReduce {
  public:
@@ -30,14 +30,14 @@ class AllReduce {
   uint64_t ring(Exchange& exchange) const;
 
   Range whole() const { return {0, num_elems_}; }
-  // one_shot: everything is contributed, and everything reduced from everybody's slot.
+  // one_shot: each rank contributes the whole range and reduces all of it from every rank's slot.
   void contribute_all(const Range& range, std::byte* own_slot) const {
     reducer_.pack(range, wire().place(own_slot, range.num_elems));
   }
   template <typename SlotOf>
   void reduce_all(const Range& range, SlotOf slot_of) const;
-  // two_shot: the shards are contributed; each rank reduces its own from everybody's slot and puts
-  // the sum back there; then it collects the others' from its own slot.
+  // two_shot: each rank contributes the other ranks' shards, reduces its own shard from every
+  // rank's slot and writes the sum back there; then it collects the other shards from its own slot.
   void contribute_shards(const Range& range, std::byte* own_slot) const;
   template <typename SlotOf>
   void reduce_shard(const Range& range, SlotOf slot_of) const;
@@ -53,7 +53,7 @@ class AllReduce {
     return wire().from(wire().place(slot, round.num_elems), shard.begin);
   }
 
-  // Rounds of equal length, of at most round_elems each.
+  // Rounds of equal length, at most round_elems each.
   uint64_t num_rounds(uint64_t round_elems) const {
     return schedule::ceil_div(num_elems_, round_elems);
   }
@@ -66,7 +66,7 @@ class AllReduce {
   uint64_t hop_capacity(size_t num_bytes) const {
     return num_bytes / reducer_.hop_bytes() / kGranuleElems * kGranuleElems;
   }
-  // A shard counts from the start of its round.
+  // The shard's begin counts from the start of the round.
   Range shard_of(const Range& round, int owner) const {
     return schedule::even_shard(round.num_elems, static_cast<uint64_t>(world_size_),
                                 static_cast<uint64_t>(owner), kGranuleElems);
@@ -89,8 +89,8 @@ void AllReduce<AnyReducer>::reduce_all(const Range& range, SlotOf slot_of) const
   reducer_.reduce(srcs, range, {});
 }
 
-// Two slots suffice: that of round r is written again in round r + 2, after this rank waited for
-// all peers to fill round r + 1, which they do after they have read round r.
+// Two slots suffice: round r + 2 overwrites the slot of round r, but only after every peer has
+// filled round r + 1, which a peer does after it has read round r.
 template <typename AnyReducer>
 uint64_t AllReduce<AnyReducer>::one_shot(Exchange& exchange) const {
   const uint64_t rounds = num_rounds(wire().capacity(exchange.slot_bytes(), kGranuleElems));
@@ -141,7 +141,7 @@ void AllReduce<AnyReducer>::collect_shards(const Range& range, std::byte* own_sl
   }
 }
 
-// schedule/direct.h says why two slots suffice.
+// schedule/direct.h explains why two slots suffice.
 template <typename AnyReducer>
 uint64_t AllReduce<AnyReducer>::two_shot(Exchange& exchange) const {
   const uint64_t rounds = num_rounds(wire().capacity(exchange.slot_bytes(), kGranuleElems));
@@ -165,10 +165,10 @@ uint64_t AllReduce<AnyReducer>::two_shot(Exchange& exchange) const {
   return rounds;
 }
 
-// As two_shot, with the tensors in place of the slots: this rank reads its shard of a round from
-// all of them and writes the sum to its own, from where the others collect it. So a rank writes
-// only its own tensor, and of that a shard of others only after its owner has read it. The sums are
-// collected one step later, while they still lie in the caches.
+// Like two_shot, with tensors instead of slots: this rank reads its shard of a round from all
+// tensors and writes the sum to its own, from which the others collect it. A rank writes only its
+// own tensor, and overwrites another rank's shard there only after that shard's owner has read it.
+// The sums are collected one step later, while they are still in the caches.
 template <typename AnyReducer>
 uint64_t AllReduce<AnyReducer>::two_shot_in_place(const Sources& sources,
                                                   Exchange& exchange) const {
@@ -205,8 +205,8 @@ uint64_t AllReduce<AnyReducer>::two_shot_in_place(const Sources& sources,
   return rounds;
 }
 
-// Rings: slot i is written after the next rank has filled its slot i - 1, for which it has read
-// this rank's slot i - 2, the former content of the same memory.
+// Rings: slot i reuses the memory of slot i - 2. It is written after the next rank has filled its
+// own slot i - 1, for which it has read this rank's slot i - 2.
 
 template <typename AnyReducer>
 uint64_t AllReduce<AnyReducer>::ordered_ring(Exchange& exchange) const {
@@ -256,13 +256,13 @@ uint64_t AllReduce<AnyReducer>::ring(Exchange& exchange) const {
   const uint64_t chunk_elems = hop_capacity(exchange.slot_bytes());
   const uint64_t rounds =
       schedule::num_chunks_of_shards(num_elems_, world_size_, chunk_elems, kGranuleElems);
-  uint64_t slot = 0;  // numbers what this rank writes, over all rounds
+  uint64_t slot = 0;  // index of this rank's writes, counted over all rounds
   for (uint64_t round = 0; round < rounds; ++round) {
     const auto chunk_of = [&](int shard) {
       return schedule::chunk_of_even_shard(num_elems_, world_size_, shard, chunk_elems, round,
                                            kGranuleElems);
     };
-    // Before anything has arrived, the own shard starts on its way.
+    // Nothing has arrived yet: the first chunk to send is the own shard's.
     const Range first = chunk_of(schedule::ring_step(rank_, world_size_, 0).send_shard);
     if (slot > 1) exchange.wait_filled(next, slot - 1, "ring send");
     reducer_.start_partial(first, exchange.own_slot(slot));
@@ -271,7 +271,7 @@ uint64_t AllReduce<AnyReducer>::ring(Exchange& exchange) const {
     for (int step = 0; step < num_steps; ++step, ++slot) {
       const auto [send_shard, recv_shard, action] = schedule::ring_step(rank_, world_size_, step);
       const Range chunk = chunk_of(recv_shard);
-      const bool is_last = step == num_steps - 1;  // nobody needs the last chunk any more
+      const bool is_last = step == num_steps - 1;  // the last chunk is not forwarded
       std::byte* to_next = exchange.own_slot(slot + 1);
 
       exchange.wait_filled(previous, slot, "ring receive");
@@ -295,7 +295,7 @@ uint64_t AllReduce<AnyReducer>::ring(Exchange& exchange) const {
   return slot;
 }
 
-// body(all_reduce), with the reducer that these elements need.
+// Calls body(all_reduce) with the reducer for this call.
 template <typename Body>
 auto with_all_reduce(const Call& call, const AllReduceBuffers& buffers, int rank, int world_size,
                      Body&& body) {
@@ -315,7 +315,7 @@ bool is_direct(schedule::Algorithm algorithm) {
 
 std::optional<uint64_t> message_bytes(const Call& call, const AllReduceBuffers&) {
   if (!is_direct(call.algorithm)) return std::nullopt;
-  // Contributing renews a residual, which must not happen before it is known that ranks agree.
+  // Contributing updates the residual, which must wait until the ranks are known to agree.
   if (call.pass.has_residual) return std::nullopt;
   return call.wire.num_bytes(call.num_elems);
 }
@@ -347,7 +347,7 @@ uint64_t complete(const Call& call, const AllReduceBuffers& buffers, const Mailb
   return with_all_reduce(call, buffers, mailboxes.rank(), mailboxes.world_size(), finish);
 }
 
-// Contributions that have to be rounded, or changed, need another place than the tensor.
+// A contribution that must be rounded or changed cannot be read from the tensor itself.
 Source source_of(const Call& call, const AllReduceBuffers& buffers, int) {
   const bool is_plain = call.kind == CollectiveKind::kAllReduce &&
                         call.algorithm == schedule::Algorithm::kTwoShot &&
@@ -375,7 +375,7 @@ uint64_t run_rounds(const Call& call, const AllReduceBuffers& buffers, Exchange&
       case schedule::Algorithm::kRing:
         return all_reduce.ring(exchange);
       case schedule::Algorithm::kLowLatency:
-        break;  // has been refused
+        break;  // refused by Planner
     }
     return 0;
   };

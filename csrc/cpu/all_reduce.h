@@ -1,5 +1,5 @@
-// All-reduce on the CPU: one rank's part, in place, in the caller's thread. What each
-// algorithm costs is in csrc/README.md.
+// All-reduce on the CPU: one rank's part, in place, in the caller's thread. csrc/README.md lists
+// the cost of each algorithm.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +11,16 @@
 
 namespace rota::cpu {
 
-// Bytes of the one message that does for the whole collective; none for rings, which need steps.
-// One message: every rank contributes, posts, and completes once all have posted.
+// The size of the message if one message is enough for the whole collective; none for rings, which
+// need steps, and with a residual. Every rank then contributes, posts, and completes once all ranks
+// have posted.
 std::optional<uint64_t> message_bytes(const Call& call, const AllReduceBuffers&);
 void contribute(const Call& call, const AllReduceBuffers& buffers, const Mailboxes& mailboxes);
 // Returns the number of rounds used, which is the same on every rank.
 uint64_t complete(const Call& call, const AllReduceBuffers& buffers, const Mailboxes& mailboxes,
                   Exchange& exchange);
 
-// What this rank has for peers that read its tensor in place.
+// What peers can read in place from this rank.
 Source source_of(const Call& call, const AllReduceBuffers& buffers, int rank);
 // Once all ranks have posted a source: two_shot without slots. No rank returns before its peers
 // have read its tensor. Returns the number of rounds used.

@@ -18,7 +18,7 @@ const std::byte* at(const void* base, uint64_t offset) {
 
 void copy_own_input(const Call& call, const AllGatherBuffers& buffers, int rank) {
   void* own_output = buffers.outputs[rank];
-  // memmove: an all-gather in place hands in a part of its output.
+  // memmove, because the input of an in-place all-gather is part of its output.
   if (own_output != buffers.input && call.num_bytes() != 0) {
     std::memmove(own_output, buffers.input, call.num_bytes());
   }
@@ -55,7 +55,7 @@ uint64_t run_in_place(const Call& call, const BroadcastBuffers& buffers, const S
   return 1;
 }
 
-// Two slots suffice: the root fills that of round r again in round r + 2, once all others have
+// Two slots suffice: the root refills the slot of round r in round r + 2, once all other ranks have
 // drained round r.
 uint64_t run_rounds(const Call& call, const BroadcastBuffers& buffers, Exchange& exchange) {
   const uint64_t num_rounds = schedule::ceil_div(call.num_bytes(), exchange.slot_bytes());
@@ -105,8 +105,8 @@ uint64_t run_in_place(const Call& call, const AllGatherBuffers& buffers, const S
   return 1;
 }
 
-// Two slots suffice: that of round r is filled again in round r + 2, after this rank waited for all
-// peers to fill round r + 1, which they do after they have read round r.
+// Two slots suffice: round r + 2 overwrites the slot of round r, but only after every peer has
+// filled round r + 1, which a peer does after it has read round r.
 uint64_t run_rounds(const Call& call, const AllGatherBuffers& buffers, Exchange& exchange) {
   const uint64_t num_rounds = schedule::ceil_div(call.num_bytes(), exchange.slot_bytes());
   for (uint64_t round = 0; round < num_rounds; ++round) {

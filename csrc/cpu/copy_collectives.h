@@ -1,5 +1,6 @@
-// Broadcast, all-gather and barrier on the CPU: bytes only, no arithmetic. Like all-reduce, a
-// message that fits a mailbox goes with the post; a longer one is pipelined through slots.
+// Broadcast, all-gather and barrier on the CPU: bytes only, no arithmetic. As in all-reduce, a
+// message that fits a mailbox travels with the post; a longer one is read in place or pipelined
+// through slots.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +17,7 @@ struct BroadcastBuffers {
 
 struct AllGatherBuffers {
   const void* input;
-  // By rank: where that rank's input goes; the own entry may be input itself.
+  // The destination of each rank's input, by rank; the own entry may be `input` itself.
   void* const* outputs;
 };
 
@@ -43,7 +44,7 @@ uint64_t run_in_place(const Call& call, const AllGatherBuffers& buffers, const S
                       Exchange& exchange);
 uint64_t run_rounds(const Call& call, const AllGatherBuffers& buffers, Exchange& exchange);
 
-// All there is to a barrier is that every rank has posted.
+// A barrier is complete once every rank has posted.
 struct BarrierBuffers {};
 inline std::optional<uint64_t> message_bytes(const Call&, const BarrierBuffers&) { return 0; }
 inline void contribute(const Call&, const BarrierBuffers&, const Mailboxes&) {}

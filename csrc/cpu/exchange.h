@@ -1,8 +1,8 @@
-// One rank's part of one pipelined collective: where the slots of a round are, and how to say or
-// await that a round is filled or drained. Executors are written in these verbs.
+// One rank's part of a pipelined collective: locates the slots of a round, and publishes or awaits
+// that a round is filled or drained. Executors are written in these verbs.
 //
-// Rounds are numbered through the whole life of a communicator, so that flags only grow; an
-// executor counts from 0 and adds first_round here. Slot r % 2 belongs to round r.
+// Rounds are numbered over the communicator's whole life, so that flags only grow; an executor
+// counts from 0 and Exchange adds first_round. Slot r % 2 belongs to round r.
 #pragma once
 
 #include <array>
@@ -16,27 +16,28 @@
 
 namespace rota::cpu {
 
-// Told whom a wait is for, so that errors can name the peer.
+// Is told which peer each wait is for, so that errors can name it.
 class PeerWaitObserver : public WaitObserver {
  public:
   virtual void begin_wait(int peer, std::string_view phase, uint64_t step) = 0;
 };
 
-// What a rank has for its peers, where it is not sent through slots but read in its heap.
+// What peers can read in this rank's heap instead of receiving it through slots.
 struct Source {
   enum class Kind : uint8_t {
     kSlots,    // this call goes through slots
-    kNothing,  // of this rank, peers read nothing
+    kNothing,  // peers read nothing from this rank
     kTensor,
   };
   Kind kind = Kind::kSlots;
   const void* tensor = nullptr;
 };
 
-// Every rank's, by rank, where peers read it. Not const, because places of slots are not.
+// Where this rank can read each rank's source, by rank. Not const, because pointers into slots are
+// not.
 using Sources = std::array<std::byte*, kMaxWorldSize>;
 
-// Where the messages of a one-round collective lie; the flag of a message is the post of its epoch.
+// Locates the messages of a one-round collective. A message's flag is the post of its epoch.
 class Mailboxes {
  public:
   Mailboxes(const transport::Transport& transport, uint64_t epoch, size_t num_bytes)
@@ -71,11 +72,11 @@ class Exchange {
     return transport_.region(peer).slot(first_round_ + round);
   }
 
-  // The own slot of `round` may be read from now on.
+  // Peers may now read the own slot of `round`.
   void publish_filled(uint64_t round) {
     waiter_.publish(transport_.own_control().filled, first_round_ + round + 1);
   }
-  // This rank has read what it reads of others' slots of `round`; in two_shot, it has put the sums
+  // This rank has read its part of the peers' slots of `round` and, in two_shot, written the sums
   // there.
   void publish_drained(uint64_t round) {
     waiter_.publish(transport_.own_control().drained, first_round_ + round + 1);

@@ -29,7 +29,7 @@ namespace rota::transport {
 namespace {
 
 constexpr uint64_t kHelloMagic = 0x0136'6174'6f72ULL;  // "rota6", changed with the layout
-constexpr int kPollSliceMs = 50;                       // how late a Ctrl-C may be noticed
+constexpr int kPollSliceMs = 50;                       // the longest delay until Ctrl-C is noticed
 
 struct Hello {
   uint64_t magic;
@@ -76,10 +76,10 @@ UniqueFd listen_at(const std::string& name) {
   return listener;
 }
 
-// With each Hello come the sender's memory for the group and the heap of its process.
+// Each Hello carries two descriptors: the sender's memory for the group and its process's heap.
 constexpr size_t kNumDescriptors = 2;
 
-// A message of one Hello and its descriptors, for both directions.
+// The buffers of one message, sent or received: a Hello and its descriptors.
 struct HelloMessage {
   explicit HelloMessage(Hello& hello) : part{&hello, sizeof(hello)} {
     header.msg_iov = &part;
@@ -105,7 +105,7 @@ bool send_hello(const UniqueFd& connection, Hello hello, const UniqueFd& memory,
   return sendmsg(connection.get(), &message.header, MSG_NOSIGNAL) == sizeof(hello);
 }
 
-// The descriptors that came with a message. Whatever the kernel has handed over must be closed.
+// Takes ownership of all descriptors that came with a message, so that none stays open.
 std::vector<UniqueFd> take_descriptors(msghdr& header) {
   std::vector<UniqueFd> descriptors;
   cmsghdr* control = CMSG_FIRSTHDR(&header);
@@ -124,7 +124,7 @@ std::vector<UniqueFd> take_descriptors(msghdr& header) {
 struct ReceivedHello {
   bool is_there = false;  // false: the peer hung up or sent something else
   Hello hello{};
-  UniqueFd memory;  // these are -1 if this process is out of descriptors
+  UniqueFd memory;  // this and heap are -1 if this process is out of descriptors
   UniqueFd heap;
 };
 
@@ -245,7 +245,7 @@ void Listener::add(Endpoint& rank) {
 }
 
 void Listener::remove(const Endpoint& rank) {
-  if (thread_.is_of_parent()) return;  // the mutex may be locked for ever
+  if (thread_.is_of_parent()) return;  // in a forked child the mutex may stay locked for ever
   const std::lock_guard lock(mutex_);
   ranks_.erase(rank.token_);
 }
@@ -317,7 +317,7 @@ void Endpoint::connect(int peer, const std::string& peer_address,
     const std::lock_guard lock(listener_->mutex());
     // The peer may have connected to this rank meanwhile, and closed its endpoint afterwards.
     if (peers_[static_cast<size_t>(peer)]) return;
-    // Or it has given up because this rank had to refuse it: then that is what went wrong.
+    // Or it gave up because this rank refused it: then the refusal is the cause to report.
     std::string& refusal = refusals_[static_cast<size_t>(peer)];
     if (!refusal.empty()) throw Error(ErrorKind::kTransport, std::exchange(refusal, {}));
     throw;

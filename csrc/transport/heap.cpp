@@ -15,7 +15,7 @@
 namespace rota::transport {
 namespace {
 
-// A signal ends a reservation without result, so each part must be done before the next one comes.
+// A signal cancels a reservation, so each part must be done before the next signal comes.
 constexpr size_t kReservedAtOnce = 4 << 20;
 
 [[noreturn]] void refuse(size_t num_bytes, const std::string& why) {
@@ -29,7 +29,7 @@ size_t whole_pages(size_t num_bytes) {
   return std::max(num_bytes + page_bytes - 1, page_bytes) / page_bytes * page_bytes;
 }
 
-// Addresses are reserved for the heap of each peer's process, and a process has 2^47.
+// The heap of every peer's process takes address space here, of which a process has 2^47 bytes.
 constexpr size_t kMostBytes = size_t{1} << 38;
 
 size_t heap_bytes() {

@@ -1,6 +1,6 @@
-// Memory that the processes of peers can read: the tensors of rota.empty() lie in it. A process has
-// one, for all its groups. Peers map it whole when they connect, read-only; pages are reserved as
-// they are allocated. (OpenSHMEM's symmetric heap, but nothing has to lie at equal offsets.)
+// Memory that peers' processes can read; it holds the tensors of rota.empty(). A process has one
+// heap for all its groups. Peers map all of it, read-only, when they connect; pages are reserved
+// when they are allocated. (Like OpenSHMEM's symmetric heap, but ranks' offsets need not be equal.)
 #pragma once
 
 #include <cstddef>
@@ -14,28 +14,28 @@
 
 namespace rota::transport {
 
-// Thread-safe. Use this process's: per_process<Heap>().
+// Thread-safe. Use the process's instance, per_process<Heap>().
 class Heap {
  public:
-  // As large as the machine's memory, up to 256 GiB; no page is there yet. Throws
+  // As large as the machine's memory, up to 256 GiB; no page is allocated yet. Throws
   // Error(kTransport).
   Heap();
 
-  // For peers.
+  // The descriptor that peers get.
   const UniqueFd& memory() const { return memory_; }
 
-  // Whole pages of zeroes. Throws Error(kTransport) if memory is short.
+  // Returns whole pages of zeroes. Throws Error(kTransport) if memory is short.
   void* allocate(size_t num_bytes);
   // Returns the pages to the system. Does nothing in a forked child, whose parent still has them.
   void release(void* data);
 
-  // Of what has been allocated; none for other memory.
+  // The offset of `data` in the heap; none for memory outside it.
   std::optional<size_t> offset_of(const void* data) const;
   // Empty before the first allocation.
   std::span<const std::byte> contents() const;
 
  private:
-  // Of the first gap that is long enough.
+  // The offset of the first gap that is long enough.
   size_t find_room(size_t num_bytes) const;
   void reserve(const Span& span);
 

@@ -17,8 +17,8 @@
 namespace rota::transport {
 namespace {
 
-// Empty where the system has none. To read nothing for another reason, such as a lack of
-// descriptors, would look like another host.
+// Empty if the system has none. Any other failure to read it, such as a lack of descriptors,
+// throws, because an empty id would look like another host.
 std::string boot_id() {
   const UniqueFd file(open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC));
   char id[64];
@@ -51,7 +51,7 @@ bool PeerProcess::is_exiting() const {
   const ssize_t size = pread(status_.get(), text, sizeof(text) - 1, 0);
   if (size <= 0) return false;
   text[size] = '\0';
-  // "4711 (name) S ppid pgrp session tty tpgid flags ...", where the name may hold anything.
+  // "4711 (name) S ppid pgrp session tty tpgid flags ...", where the name may contain anything.
   const char* after_name = std::strrchr(text, ')');
   uint64_t flags = 0;
   return after_name != nullptr &&
@@ -62,7 +62,7 @@ bool PeerProcess::is_exiting() const {
 std::vector<size_t> PeerProcess::find_ended(const std::vector<const PeerProcess*>& processes) {
   std::vector<pollfd> polls;
   for (const PeerProcess* process : processes) {
-    // poll() skips negative descriptors, such as the own one.
+    // poll() skips negative descriptors, such as that of the own process.
     polls.push_back({.fd = process->pidfd_.get(), .events = POLLIN, .revents = 0});
   }
   std::vector<size_t> ended;
@@ -85,7 +85,7 @@ void PeerProcess::take_heap(const UniqueFd& memory) {
     heap_.emplace(memory, *num_bytes, Mapping::Access::kReader);
     heap_bytes_ = *num_bytes;
   } catch (const Error&) {
-    // Addresses are short, as under `ulimit -v`. Everything works without, through slots.
+    // Too little address space, as under `ulimit -v`. Data then goes through slots instead.
   }
 }
 
@@ -97,13 +97,13 @@ std::span<const std::byte> PeerProcess::heap() const {
 
 std::shared_ptr<PeerProcess> Host::find_process(pid_t pid, UniqueFd pidfd) {
   auto process = std::make_shared<PeerProcess>(pid, std::move(pidfd), open_status(pid));
-  // Processes of other PID namespaces all have this number here, so it identifies none.
+  // All processes of other PID namespaces appear as pid 0, so it identifies none of them.
   if (pid == 0) return process;
   const std::lock_guard lock(mutex_);
   std::erase_if(processes_, [](const auto& entry) { return entry.second.expired(); });
   std::weak_ptr<PeerProcess>& known = processes_[pid];
-  // A pid is given to another process only after its owner has ended. So two that have not ended
-  // have the same one because they are the same: the known one had it before this call.
+  // A pid is reused only after its owner has ended. If neither the known process nor the new one
+  // has ended, they are the same process.
   if (auto same = known.lock();
       same && PeerProcess::find_ended({process.get(), same.get()}).empty()) {
     return same;

@@ -28,36 +28,35 @@ class PeerProcess {
 
   pid_t pid() const { return pid_; }
 
-  // Whether the kernel has begun to end the process: it unmaps its memory before its pidfd says
-  // that it has ended, which takes milliseconds. False where that cannot be read, and once the
-  // process has ended. A system call.
+  // Whether the kernel has begun to end the process. It first unmaps the process's memory, which
+  // takes milliseconds, and only then reports the end through the pidfd. False if that cannot be
+  // read, and once the process has ended. Costs one system call.
   bool is_exiting() const;
 
-  // Maps the process's heap (transport/heap.h), unless that is done. Throws Error(kTransport) if it
-  // is not sealed. Threads may call it at the same time.
+  // Maps the process's heap (transport/heap.h), unless it is already mapped. Throws
+  // Error(kTransport) if it is not sealed. Thread-safe.
   void take_heap(const UniqueFd& memory);
-  // Read-only. Empty where it could not be mapped.
+  // Read-only. Empty if it could not be mapped.
   std::span<const std::byte> heap() const;
 
-  // The indices of those that have ended, in one system call.
+  // The indices of the processes that have ended. Costs one system call.
   static std::vector<size_t> find_ended(const std::vector<const PeerProcess*>& processes);
 
  private:
   pid_t pid_;
-  UniqueFd pidfd_;   // readable once the process has ended; -1 of the own process
-  UniqueFd status_;  // /proc/<pid>/stat; -1 where it cannot be opened
+  UniqueFd pidfd_;   // readable once the process has ended; -1 for the own process
+  UniqueFd status_;  // /proc/<pid>/stat; -1 if it could not be opened
 
   mutable std::mutex mutex_;
   std::optional<Mapping> heap_;
   size_t heap_bytes_ = 0;
 };
 
-// The peers' processes: two descriptors each, however many groups they share with this one.
+// The processes of peers. Each takes two descriptors, however many groups it shares with this one.
 class Host {
  public:
-  // The process with this pid to which `pidfd` refers. It lives as long as a group holds it; while
-  // one does, later groups get the same one, and their `pidfd` is closed. Threads may call it at
-  // the same time.
+  // Returns the process with this pid, to which `pidfd` refers. It lives as long as a group holds
+  // it; meanwhile, later calls return the same object and close their `pidfd`. Thread-safe.
   std::shared_ptr<PeerProcess> find_process(pid_t pid, UniqueFd pidfd);
 
  private:

@@ -3,13 +3,13 @@
 //
 //   ControlBlock | mailbox 0 | mailbox 1 | slot 0 | slot 1 | link slots [receiver][slot]
 //
-// The control block has one writer, its owner; everybody else maps it read-only. Messages and slots
-// are written by their owner too, but in two_shot each shard of them changes hands: its reducer
-// writes the sum back to where the contribution came from. Memory behind the control block is
-// reserved by its owner before anybody touches it: for collectives at the first one, for a link at
-// the first message. No pointer is ever stored here, and
-// every bound comes from the reader's own Geometry, never from what a peer wrote. csrc/README.md
-// has the table of sync words with orders and the argument for each reuse of a slot.
+// Only its owner writes the control block; everybody else maps it read-only. Messages and slots are
+// written by their owner too, except that in two_shot the rank that reduces a shard writes the sum
+// back over the contribution. The owner reserves the memory behind the control block before anybody
+// touches it: for collectives at the first one, for a link at its first message. No pointer is ever
+// stored here, and every bound comes from the reader's own Geometry, never from what a peer wrote.
+// csrc/README.md has the table of sync words with their memory orders, and explains why each reuse
+// of a slot is safe.
 #pragma once
 
 #include <cstddef>
@@ -22,58 +22,58 @@ namespace rota::transport {
 
 inline constexpr size_t kPageBytes = 4096;
 
-// What a rank says of what it queues on its GPU, one after the other. It may be kNum ahead of the
-// slowest rank that does the same.
+// A rank's posts of the launches that it queues on its GPU, in order. It may be up to kNum launches
+// ahead of the slowest participant.
 template <size_t kNum>
 struct LaunchPosts {
   static constexpr size_t kNumPosts = kNum;
 
-  Flag launched;     // how many
+  Flag launched;     // number of launches so far
   Flag posts[kNum];  // [number % kNum]: number, counted from 1; payload: its Call
 
   const Flag& post(uint64_t number) const { return posts[number % kNum]; }
   Flag& post(uint64_t number) { return posts[number % kNum]; }
 };
 
-// Written by the owner, read by all; every word rests at 0.
+// Written by the owner, read by all; every word is 0 at rest.
 struct alignas(kPageBytes) ControlBlock {
   Flag post[2];        // [epoch % 2]: the epoch that the owner has entered; payload: its Call
   uint64_t source[2];  // [epoch % 2], written before the post: where in its heap the owner's tensor
                        // lies, see core/communicator.cpp
   Flag filled;         // rounds (ring: steps) whose slot the owner has filled
-  Flag drained;  // rounds of which the owner has read, and in two_shot reduced, what is its to read
-  Flag sleeping;          // 1 while the owner sleeps on a flag: the one word here that also shrinks
-  Flag departed;          // 1 once the owner has closed its communicator
-  Flag regions_left;      // steps that the owner has taken to let go of GPUs' regions: odd, its
+  Flag drained;   // rounds in which the owner has read (two_shot: reduced) its part of peers' slots
+  Flag sleeping;  // 1 while the owner sleeps on a flag, then 0 again
+  Flag departed;  // 1 once the owner has closed its communicator
+  Flag regions_left;      // steps that the owner has taken to release GPU regions: odd, its
                           // kernels have ended; even, it has unmapped those of its peers
   Flag abort;             // 1 once the owner has failed; payload[0]: ErrorKind
   char abort_text[1024];  // zero-terminated; written before abort
   Flag link_filled[kMaxWorldSize];   // by receiver: messages that the owner has put into that link
   Flag link_drained[kMaxWorldSize];  // by sender: messages that the owner has read from that link
-  Flag sleeping_on_links;            // as sleeping, of threads that wait for messages of links
+  Flag sleeping_on_links;            // like sleeping, for threads that wait for messages of links
   LaunchPosts<128> launches;         // collectives on GPUs
   LaunchPosts<8> sends[kMaxWorldSize];     // from the owner's GPU, by receiver
   LaunchPosts<8> receives[kMaxWorldSize];  // to it, by sender
 };
 
-// Bytes of a region, from an offset on.
+// A range of bytes in a region.
 struct Span {
   size_t offset;
   size_t num_bytes;
 };
 
-// Round r of a pipelined collective uses slot r % kNumSlots. The protocol needs 2, and more are
-// slower: what is in flight should stay in the second-level cache (two_shot, 2 ranks, 256 KiB
-// slots, 16 MiB: 1.50 ms with 2 slots, 1.57 with 3, 1.69 with 8).
+// Round r of a pipelined collective uses slot r % kNumSlots. The protocol needs 2. More are slower,
+// because data in flight should stay in the second-level cache (two_shot, 2 ranks, 256 KiB slots,
+// 16 MiB: 1.50 ms with 2 slots, 1.57 with 3, 1.69 with 8).
 inline constexpr int kNumSlots = 2;
 
-// Messages of consecutive epochs take turns in this many places of a mailbox: one that is written
-// again while it still lies in its readers' first-level caches costs more (one_shot, 2 ranks, 16
-// KiB: 3.3 us with one place, 2.6 with 4).
+// The messages in a mailbox rotate through this many places. Overwriting one that is still in its
+// readers' first-level caches costs more (one_shot, 2 ranks, 16 KiB: 3.3 us with one place, 2.6
+// with 4).
 inline constexpr size_t kPlacesPerMailbox = 4;
 
-// Message m of a link uses slot m % kNumHostLinkSlots. With more of them a sender can be further
-// ahead; with fewer, what is in flight stays in the second-level cache.
+// Message m of a link uses slot m % kNumHostLinkSlots. More slots let a sender run further ahead;
+// fewer keep data in flight in the second-level cache.
 inline constexpr int kNumHostLinkSlots = 8;
 
 // What every rank must agree on; bootstrap compares it.
@@ -84,8 +84,8 @@ struct Geometry {
 
   bool operator==(const Geometry&) const = default;
 
-  // Offsets, in the order of the picture above. A mailbox is written in every other epoch, and is
-  // then free as a whole: where in it a message lies is only a question of speed.
+  // Offsets, in the order of the diagram above. A mailbox is written every other epoch and is then
+  // entirely free, so a message's place in it affects only speed.
   constexpr size_t message(uint64_t epoch, size_t num_bytes) const {
     const size_t stride = (num_bytes / kCacheLineBytes + 1) * kCacheLineBytes;
     const size_t num_places = mailbox_bytes() / stride;
@@ -100,7 +100,7 @@ struct Geometry {
   }
   constexpr size_t num_bytes(int world_size) const { return link_slot(world_size, 0); }
 
-  // What is reserved together.
+  // The memory of all collectives, reserved in one go.
   constexpr Span collectives() const {
     return {sizeof(ControlBlock), link_slot(0, 0) - sizeof(ControlBlock)};
   }
@@ -113,7 +113,7 @@ struct Geometry {
   }
 };
 
-// The region of any rank: its control block to read, its messages and slots to read and write.
+// Any rank's region: its control block is read-only, its messages and slots are read and written.
 class Region {
  public:
   Region(std::byte* base, const Geometry& geometry) : base_(base), geometry_(geometry) {}

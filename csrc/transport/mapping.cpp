@@ -18,7 +18,7 @@ namespace {
 #define MADV_POPULATE_WRITE 23  // Linux 5.14
 #endif
 
-// Nobody can change the size under a mapping, or lift that.
+// Nobody can resize memory under a mapping, or add further seals.
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 [[noreturn]] void refuse_reservation(size_t num_bytes, const std::string& why) {
@@ -35,7 +35,7 @@ void reserve_in_file(const UniqueFd& memory, size_t num_bytes) {
   }
 }
 
-// Whole pages from the one in which the span begins.
+// Populates whole pages, from the one in which the span begins.
 int populate(std::byte* base, const Span& span) {
   const auto page_bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   const size_t begin = span.offset / page_bytes * page_bytes;
@@ -76,7 +76,7 @@ Mapping::Mapping(const UniqueFd& memory, size_t num_bytes, Access access) : num_
     throw Error(ErrorKind::kTransport, with_errno("rota: cannot map shared memory", errno));
   }
   base_ = static_cast<std::byte*>(address);
-  // Where a page is larger than the control block, it holds messages too and must stay writable.
+  // If a page is larger than the control block, it also holds messages and must stay writable.
   const bool is_protectable = sysconf(_SC_PAGESIZE) <= static_cast<long>(sizeof(ControlBlock));
   if (access == Access::kPeer && is_protectable &&
       mprotect(address, sizeof(ControlBlock), PROT_READ) != 0) {

@@ -33,20 +33,20 @@ class Mapping {
   size_t num_bytes_;
 };
 
-// Anonymous memory, not sealed yet; the name is for /proc. Throws Error(kTransport).
+// Anonymous memory, not sealed yet; the name appears in /proc. Throws Error(kTransport).
 UniqueFd create_memory(const char* name, size_t num_bytes);
-// Nobody can change its size any more.
+// After this, nobody can change its size.
 void seal(const UniqueFd& memory);
-// The size, if it is sealed.
+// The size; none if the memory is not sealed.
 std::optional<size_t> sealed_bytes(const UniqueFd& memory);
 
 // This rank's region. Only the control block is reserved.
 struct OwnMemory {
   UniqueFd memory;
   Mapping region;
-  bool is_reserved;  // the whole region is: this kernel cannot reserve parts (before Linux 5.14)
+  bool is_reserved;  // true where the kernel can only reserve all of it (before Linux 5.14)
 
-  // Throws Error(kTransport) where memory is short.
+  // Throws Error(kTransport) if memory is short.
   static OwnMemory make(const Geometry& geometry, int world_size);
 };
 
@@ -54,7 +54,7 @@ struct OwnMemory {
 // cgroup's limit the kernel does not refuse pages but wakes the OOM killer.
 void check_available(size_t num_bytes);
 
-// Allocates the pages of an own region, so that a shortage is an Error(kTransport) here and not a
+// Allocates pages of the own region, so that a shortage is an Error(kTransport) here and not a
 // SIGBUS at first touch.
 void reserve_pages(std::byte* base, const Span& span);
 

@@ -65,7 +65,7 @@ SharedMemoryRank::SharedMemoryRank(Store& store, int rank, int world_size, const
       bootstrap_(store, rank, world_size, geometry, std::move(own.memory)) {}
 
 SharedMemoryRank::~SharedMemoryRank() {
-  // A forked child must not speak for its parent, whose memory it shares.
+  // A forked child shares its parent's memory, but must not announce the parent's departure.
   if (!region_ || fork_generation_ != fork_generation()) return;
   reinterpret_cast<ControlBlock*>(region_->base())->departed.publish(1);
 }

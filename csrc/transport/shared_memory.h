@@ -35,13 +35,13 @@ class SharedMemoryTransport final : public Transport {
   bool is_reserved_;
 };
 
-// A rank that has published its memory and has not connected yet.
+// A rank that has published its memory but has not connected yet.
 class SharedMemoryRank {
  public:
-  // Does not wait for other ranks. They use the same store, world_size and geometry. The store must
-  // outlive this. Throws Error(kTransport).
+  // Does not wait for other ranks, which must use the same store, world_size and geometry. The
+  // store must outlive this. Throws Error(kTransport).
   SharedMemoryRank(Store& store, int rank, int world_size, const Geometry& geometry);
-  // Without a connect(), marks this rank as departed for the peers that have mapped its memory.
+  // If it never connected, marks this rank as departed for peers that have mapped its memory.
   ~SharedMemoryRank();
 
   // Blocks until all regions are mapped. Throws Error(kTransport) if that fails or exceeds

@@ -1,5 +1,5 @@
-// Ranks as threads of one process, over plain memory: the same layout, flags and executors as
-// between processes, where ThreadSanitizer can see every access.
+// Ranks as threads of one process, over plain memory. Layout, flags and executors are the same as
+// between processes, but ThreadSanitizer can see every access.
 #pragma once
 
 #include <memory>
@@ -11,11 +11,11 @@ namespace rota::transport {
 
 class ThreadTransport final : public Transport {
  public:
-  // One transport for each rank; they keep the shared memory alive together.
+  // One transport for each rank; together they own the shared memory.
   static std::vector<std::unique_ptr<Transport>> make_world(int world_size,
                                                             const Geometry& geometry);
 
-  void reserve(const Span&) override {}  // all of it is there
+  void reserve(const Span&) override {}  // allocated in full from the start
   std::span<const std::byte> heap_of(int) const override;
   std::string describe(int peer) const override;
   std::vector<int> find_dead_peers(int) const override { return {}; }

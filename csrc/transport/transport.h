@@ -19,7 +19,7 @@ class Transport {
   const Geometry& geometry() const { return geometry_; }
   const Region& region(int rank) const { return regions_[static_cast<size_t>(rank)]; }
   const Region& own() const { return region(rank_); }
-  // The same word of every peer.
+  // The same word in every peer's control block.
   std::vector<const Flag*> peers_flags(Flag ControlBlock::* word) const {
     std::vector<const Flag*> flags;
     for (int peer = 0; peer < world_size(); ++peer) {
@@ -34,7 +34,7 @@ class Transport {
   // nothing. Throws Error(kTransport) if memory is short.
   virtual void reserve(const Span& span) = 0;
 
-  // What lies in the heap of the peer's process, to read. Empty where it cannot be mapped.
+  // The heap of the peer's process, read-only. Empty if it could not be mapped.
   virtual std::span<const std::byte> heap_of(int peer) const = 0;
 
   // The peer's name in errors: "rank 1 (pid 4711)".

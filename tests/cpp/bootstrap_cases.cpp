@@ -1,5 +1,5 @@
-// How ranks find each other, and what they say when they do not: wrong arguments, ranks that never
-// come, and strangers at the door.
+// How ranks find each other, and the errors when they do not: wrong arguments, absent ranks, and
+// connections from strangers.
 #include "transport/bootstrap.h"
 
 #include <fcntl.h>
@@ -28,7 +28,7 @@ using transport::SharedMemoryRank;
 using transport::SharedMemoryTransport;
 using transport::UniqueFd;
 
-// ---- ranks that do not fit together ----
+// ---- ranks with arguments that do not match ----
 
 struct Arguments {
   int rank;
@@ -44,7 +44,7 @@ void connect_with(const StoreDirectory& directory, const Arguments& arguments) {
                                  kPatience, [] {});
 }
 
-// Ranks with these arguments all fail to connect, and each says all of `parts`.
+// All ranks with these arguments fail to connect; every error contains all of `parts`.
 void unfit_ranks_are_told(const std::vector<Arguments>& ranks,
                           const std::vector<std::string>& parts) {
   const StoreDirectory directory;
@@ -57,7 +57,7 @@ void unfit_ranks_are_told(const std::vector<Arguments>& ranks,
   });
 }
 
-// The second process with a number is refused at once; the two that fit go on.
+// A second process with the same rank is refused at once; the two valid ranks go on.
 void second_process_with_one_number_is_refused() {
   const StoreDirectory directory;
   const auto run_rank = [&](int rank) {
@@ -84,9 +84,10 @@ void rank_outside_world_is_refused() {
   }
 }
 
-// ---- a rank of which only the store knows ----
+// ---- ranks that do not answer or never start ----
 
-// Everything that rank 0 sends with its connection. The magic number stays its own secret.
+// Laid out as Hello in transport/endpoint.cpp. The magic number is not repeated here: the tests
+// read it from rank 0's greeting.
 struct Greeting {
   uint64_t magic = 0;
   uint64_t token = 0;
@@ -94,9 +95,9 @@ struct Greeting {
   char refusal[232] = {};
 };
 constexpr size_t kWhole = sizeof(Greeting);
-constexpr size_t kNumDescriptors = 2;  // that come with it
+constexpr size_t kNumDescriptors = 2;  // sent with it
 
-// A socket of the bootstrap's kind, and a name that nobody else has.
+// A socket of the type that endpoints use.
 UniqueFd open_socket() { return UniqueFd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)); }
 
 socklen_t address_of(const std::string& name, sockaddr_un& address) {
@@ -106,7 +107,7 @@ socklen_t address_of(const std::string& name, sockaddr_un& address) {
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
 }
 
-// Announces itself under a rank's key, takes connections, and never answers or makes one.
+// Announces itself under a rank's key and accepts connections, but never answers or connects.
 class SilentRank {
  public:
   SilentRank(const StoreDirectory& directory, int rank) : socket_(open_socket()) {
@@ -178,7 +179,7 @@ void connecting_lets_an_interruption_through() {
 
 // ---- strangers ----
 
-// The magic number of the bootstrap's messages, overheard from a rank 0 that then finds nobody.
+// The magic number of the handshake, from the greeting of a rank 0 that then gives up.
 uint64_t overhear_magic() {
   const StoreDirectory directory;
   const pid_t rank_0 = start_process([&] {
@@ -229,7 +230,7 @@ struct ConnectionToRank0 {
   uint64_t token;
 };
 
-// With what rank 0 says in the store.
+// Uses the address and the token that rank 0 has put into the store.
 ConnectionToRank0 connect_to_rank_0(const StoreDirectory& directory) {
   ConnectionToRank0 connection{open_socket(), 0};
   std::string name;
@@ -241,8 +242,8 @@ ConnectionToRank0 connect_to_rank_0(const StoreDirectory& directory) {
   return connection;
 }
 
-// Somebody connects to rank 0 before rank 1 does, and knows what it says in the store. It is
-// ignored and leaves nothing behind.
+// A stranger who knows what rank 0 has put into the store connects to it before rank 1 does. The
+// stranger is ignored and leaves no descriptors behind.
 void stranger_is_ignored(
     const std::function<void(const UniqueFd& connection, uint64_t token)>& speak) {
   const StoreDirectory directory;
@@ -283,8 +284,8 @@ void stranger_with_wrong_greeting(Known known, uint64_t rank, size_t num_bytes,
   });
 }
 
-// Rank 1, which brings memory that cannot be used, is refused and leaves. That it has left is not
-// all that rank 0 says.
+// Rank 1 hands over unusable memory, is refused and leaves. Rank 0 must report the refusal, not
+// just that rank 1 has left.
 void rank_that_had_to_refuse_says_so() {
   const StoreDirectory directory;
   const uint64_t magic = overhear_magic();
@@ -313,7 +314,7 @@ std::unique_ptr<Communicator> connect_now(SharedMemoryRank& rank) {
   return std::make_unique<Communicator>(rank.connect(kPatience, [] {}), kPatience, [] {});
 }
 
-// Rank 0 connects and sends while rank 1 does nothing, and has left when rank 1 connects.
+// Rank 0 connects and sends while rank 1 is idle, and has left by the time rank 1 connects.
 void idle_rank_is_connected_to() {
   const StoreDirectory directory;
   run_processes(2, [&](int index) {
@@ -364,7 +365,7 @@ void rank_that_has_left_is_named() {
   run_processes(2, [&](int index) {
     FileStore store(directory);
     std::optional<SharedMemoryRank> rank(std::in_place, store, index, 2, kSmall);
-    // Its process goes on listening for another group.
+    // Keeps the process's listener running, for another group.
     const SharedMemoryRank other = make_rank(store, index);
     if (index == 1) {
       rank.reset();

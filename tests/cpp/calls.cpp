@@ -17,8 +17,8 @@
 namespace rota::test {
 namespace {
 
-// Memory of a tensor. Outside the heap it is no byte longer, so that AddressSanitizer sees any step
-// beyond its end.
+// A tensor's memory. Outside the heap it has exactly the tensor's size, so that AddressSanitizer
+// catches any access beyond its end.
 class Tensor {
  public:
   Tensor(const TestCall& call, DType dtype, uint64_t num_elems, int rank)
@@ -33,7 +33,7 @@ class Tensor {
     }
   }
 
-  // Null where there is nothing, as torch hands it over.
+  // Null for an empty tensor, as in torch.
   void* data() { return num_elems_ == 0 ? nullptr : bytes_.get() + misalignment_; }
   uint64_t num_elems() const { return num_elems_; }
   void set(uint64_t elem, uint64_t bits) { store_bits(dtype_, data(), elem, bits); }
@@ -75,13 +75,13 @@ void all_reduce(Communicator& communicator, const TestCall& call, uint64_t seed,
     for (int rank = 0; rank < world_size; ++rank) {
       srcs[static_cast<size_t>(rank)] = bits_of(rank, i);
     }
-    // Exact in any order, so one oracle does for every algorithm and wire dtype.
+    // Exact in any order, so one reference result serves every algorithm and wire dtype.
     check_elem(call, tensor, i, reduce_scalars(call.dtype, call.op, srcs, world_size),
                communicator.rank());
   }
 }
 
-// An average, of which every number that a block may hold is exact in every wire dtype.
+// An average of numbers that are exact in every wire dtype, with or without block scaling.
 void reduce_bucket(Communicator& communicator, const TestCall& call, uint64_t seed,
                    CallerThread thread) {
   const int world_size = communicator.world_size();
@@ -92,7 +92,7 @@ void reduce_bucket(Communicator& communicator, const TestCall& call, uint64_t se
   for (uint64_t i = 0; i < call.num_elems; ++i) {
     tensor.set(i, bits_of_integer(call.dtype, value_of(communicator.rank(), i)));
   }
-  // Every other time with error feedback, which then has nothing to feed back.
+  // Every other seed uses error feedback; the residual must stay 0, because nothing is rounded.
   std::vector<float> residual(seed % 2 == 0 ? call.num_elems : 0);
   const Call planned = Planner(world_size)
                            .reduce_bucket(call.dtype, call.num_elems,
@@ -118,7 +118,7 @@ void reduce_bucket(Communicator& communicator, const TestCall& call, uint64_t se
   check_equal(measures.num_non_finite, uint64_t{0}, "the number of non-finite elements");
 }
 
-// Collectives that only move: compared byte by byte, for elements of any size.
+// Collectives that only move data are compared byte by byte, for elements of any size.
 uint64_t byte_of(uint64_t seed, int rank, uint64_t index) { return hash(seed, rank, index) & 0xff; }
 
 Tensor make_bytes(const TestCall& call, int rank) {
@@ -149,7 +149,7 @@ void all_gather(Communicator& communicator, const TestCall& call, uint64_t seed,
     tensors.push_back(make_bytes(call, communicator.rank()));
   }
   for (Tensor& tensor : tensors) outputs.push_back(tensor.data());
-  // Every other time in place: the input is the own part of the output.
+  // Every other seed runs in place: the input is the own part of the output.
   Tensor separate = make_bytes(call, communicator.rank());
   Tensor& input = seed % 2 == 0 ? separate : tensors[static_cast<size_t>(communicator.rank())];
   fill(input, seed, communicator.rank());
@@ -192,7 +192,7 @@ void call_and_check(Communicator& communicator, const TestCall& call, uint64_t s
 
 TestCall random_call(Random& random, const Communicator& communicator) {
   TestCall call;
-  // Half of all calls reduce: they have the most ways.
+  // Half of all calls reduce, because reductions have the most variants.
   call.kind = random.choose(std::array{CollectiveKind::kAllReduce, CollectiveKind::kAllReduce,
                                        CollectiveKind::kReduceBucket, CollectiveKind::kReduceBucket,
                                        CollectiveKind::kBroadcast, CollectiveKind::kAllGather,

@@ -1,5 +1,5 @@
-// One collective as a test calls it: inputs whose result is exact in every dtype, the call on one
-// rank, and the comparison of what it left behind, bit for bit.
+// Runs one collective in a test: inputs whose result is exact in every dtype, the call on one rank,
+// and a bit-exact check of its result.
 #pragma once
 
 #include <optional>
@@ -18,11 +18,11 @@ struct TestCall {
   ReduceOp op = ReduceOp::kSum;
   std::optional<schedule::Algorithm> algorithm;
   std::optional<DType> wire;
-  bool block_scaling = false;  // of reduce_bucket
+  bool block_scaling = false;  // reduce_bucket only
   std::optional<DType> hop;
   int root = 0;
   size_t misalignment = 0;  // bytes in front of the tensor
-  uint64_t in_heap = 0;     // bits of the ranks whose tensors peers can read in place
+  uint64_t in_heap = 0;     // bit mask of the ranks whose tensors peers can read in place
 
   std::string to_string() const;
 };
@@ -31,8 +31,8 @@ struct TestCall {
 void call_and_check(Communicator& communicator, const TestCall& call, uint64_t seed,
                     CallerThread thread = CallerThread::kUser);
 
-// Any kind, dtype and algorithm, from nothing to several slots long; the same on all ranks that
-// hand in the same state.
+// A call of random kind, dtype and algorithm, with a length from 0 to several slots. The same on
+// all ranks that pass the same random state.
 TestCall random_call(Random& random, const Communicator& communicator);
 
 inline constexpr schedule::Algorithm kAlgorithms[] = {

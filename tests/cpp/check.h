@@ -1,4 +1,4 @@
-// The least that a test program needs: checks that throw, and cases with names.
+// A minimal test framework: checks that throw, and named cases.
 //
 // A file of cases ends in one table of {"name", function}. test_cpp.py reads the names from these
 // tables, so that pytest lists cases without building anything; each runs in a process of its own.
@@ -43,7 +43,7 @@ inline void check_contains(std::string_view text, std::string_view part,
   }
 }
 
-// The error of this kind that body throws.
+// Returns the error of this kind that body must throw.
 template <typename Body>
 Error expect_error(ErrorKind kind, Body&& body,
                    std::source_location where = std::source_location::current()) {
@@ -63,7 +63,7 @@ struct Case {
   void (*run)();
 };
 
-// All tables that are linked into the program.
+// The cases of all tables that are linked into the program.
 inline std::vector<Case>& all_cases() {
   static std::vector<Case> cases;
   return cases;

@@ -14,7 +14,7 @@
 namespace rota::test {
 namespace {
 
-// Around everything that a size is compared with on its way.
+// Sizes around every limit that a size is compared with.
 std::set<uint64_t> interesting_sizes(int world_size, DType wire) {
   const auto p = static_cast<uint64_t>(world_size);
   const uint64_t message = kSmall.message_bytes / info(wire).num_bytes;
@@ -23,7 +23,7 @@ std::set<uint64_t> interesting_sizes(int world_size, DType wire) {
           message + 1, slot - 1, slot,  slot + 1, 2 * slot + p, p * slot - 1, 5 * slot / 2 + 3};
 }
 
-// Ranks differ in how they wait, and change it from call to call.
+// Ranks wait in different ways, and change theirs from call to call.
 CallerThread thread_for(const Communicator& communicator, uint64_t seed) {
   return (seed + static_cast<uint64_t>(communicator.rank())) % 2 == 0 ? CallerThread::kUser
                                                                       : CallerThread::kProgress;
@@ -73,8 +73,7 @@ void all_reduce_through_narrower_wire_is_exact(int world_size) {
   });
 }
 
-// The ranks' order is one of the number formats' too: inputs of any magnitude, whose rounded sum
-// depends on it.
+// Inputs of varied magnitudes, whose rounded sum depends on the order of the ranks.
 uint64_t uneven_input(DType dtype, int rank, uint64_t elem) {
   Random random(elem * 64 + static_cast<uint64_t>(rank));
   const double mantissa = 1 + static_cast<double>(random.below(1 << 20)) / (1 << 20);
@@ -196,7 +195,7 @@ void misaligned_tensors_are_exact() {
   });
 }
 
-// No rank may leave a barrier before the last one has come.
+// No rank may leave a barrier before the last one has arrived.
 void barrier_holds_until_all_have_come(int world_size) {
   constexpr int kNumBarriers = 200;
   std::atomic<int> num_arrived{0};

@@ -1,4 +1,4 @@
-// Endpoints made, connected and dropped by several threads at once, beside the listener's thread.
+// Endpoints created, connected and dropped by several threads at once, while the listener runs.
 #include "transport/endpoint.h"
 
 #include <map>
@@ -45,7 +45,7 @@ void connect_and_use(SharedMemoryRank& rank) {
   communicator.barrier(CallerThread::kProgress);
 }
 
-// Sometimes the listener ends before the next rank starts, and sometimes it is shared.
+// Sometimes the listener ends before the next rank starts; sometimes ranks share it.
 void ranks_connect(int world_size) {
   for (int i = 0; i < 40; ++i) {
     MemoryStore store;

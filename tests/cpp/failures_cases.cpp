@@ -1,5 +1,6 @@
-// What goes wrong in a collective: every rank gets an error that says what and who, and nobody
-// waits for ever. The times here only bound how long a test may hang, or end a wait on purpose.
+// Failures in a collective: every rank gets an error that names the problem and the culprit, and
+// nobody waits for ever. Timeouts here only bound how long a test may hang, or end a wait on
+// purpose.
 #include <unistd.h>
 
 #include <algorithm>
@@ -22,7 +23,7 @@ void barrier(Communicator& communicator) { communicator.barrier(CallerThread::kP
 
 // ---- ranks that disagree ----
 
-// Rank 1 calls `odd`, all others `usual`: all learn of it, nothing is written, and they go on.
+// Rank 1 calls `odd`, all others `usual`: every rank gets an error, and the group stays usable.
 void disagreement_is_an_error_everywhere(int world_size, const TestCall& usual,
                                          const TestCall& odd) {
   run_ranks(world_size, [&](Communicator& communicator) {
@@ -56,7 +57,7 @@ void mismatch_writes_nothing() {
   });
 }
 
-// ---- peers that do not come ----
+// ---- absent peers ----
 
 void absent_peer_is_a_timeout(CallerThread thread) {
   std::atomic<bool> has_failed{false};
@@ -65,7 +66,7 @@ void absent_peer_is_a_timeout(CallerThread thread) {
               barrier(communicator);  // from here on rank 1 is the only late one
               if (communicator.rank() == 1) {
                 has_failed.wait(false);
-                // Whoever comes too late hears what the first one who gave up said.
+                // A rank that comes too late gets the error of the first rank that gave up.
                 const Error error =
                     expect_error(ErrorKind::kTimeout, [&] { communicator.barrier(thread); });
                 check_contains(error.what(), "failed: rota.barrier: rank ");
@@ -93,7 +94,7 @@ void departed_peer_is_a_failure(CallerThread thread) {
   });
 }
 
-// A rank that closes right behind the last collective has done its part in it.
+// A rank that closes right after the last collective has done its part in it.
 void departure_behind_last_collective_is_no_failure() {
   for (uint64_t seed = 0; seed < 20; ++seed) {
     for (const schedule::Algorithm algorithm : kAlgorithms) {
@@ -107,7 +108,7 @@ void departure_behind_last_collective_is_no_failure() {
 
 // ---- abort and interruption ----
 
-// abort() from another thread of any rank ends the waits of all, and every later call.
+// abort() from another thread of any rank ends the waits of all ranks, and every later call.
 void abort_ends_waits(int aborting_rank, CallerThread thread) {
   std::atomic<int> num_waiting{0};
   std::atomic<bool> has_aborted{false};
@@ -129,18 +130,18 @@ void abort_ends_waits(int aborting_rank, CallerThread thread) {
       }
       fail("a barrier returned in spite of an abort");
     };
-    if (communicator.rank() != 2) {  // for whom the others wait
+    if (communicator.rank() != 2) {  // the others wait for rank 2
       num_waiting.fetch_add(1);
       expect_the_reason();
     }
     has_aborted.wait(false);
-    // Also for the one who was not there, and for ever.
+    // Rank 2 gets the reason too, although it did not wait, and so does every later call.
     expect_the_reason();
     expect_the_reason();
   });
 }
 
-// An abort may come at any moment of any collective, and ends it for all.
+// An abort at any moment of any collective ends it on all ranks.
 void abort_at_any_moment(int world_size, int num_groups) {
   for (int group = 0; group < num_groups; ++group) {
     std::atomic<int> num_failed{0};
@@ -156,7 +157,7 @@ void abort_at_any_moment(int world_size, int num_groups) {
       try {
         for (uint64_t seed = 0;; ++seed) {
           TestCall call = random_call(same_on_all_ranks, communicator);
-          call.in_heap = 0;  // peers may still read it there, see heap_cases.cpp
+          call.in_heap = 0;  // peers may read it after an abort, see heap_cases.cpp
           call_and_check(communicator, call, seed, CallerThread::kProgress);
         }
       } catch (const Error& error) {
@@ -196,7 +197,7 @@ void interruption_passes_and_peers_hear(CallerThread thread) {
             }});
 }
 
-// The progress thread is none to which Python delivers a signal.
+// Python does not deliver signals to the progress thread.
 void progress_thread_is_not_interrupted() {
   std::atomic<bool> was_asked{false};
   run_ranks(2,
@@ -228,7 +229,7 @@ void plan_refuses_what_cannot_be() {
   }
 }
 
-// A GPU where the kernels of some algorithms compute something else.
+// A GPU on which the kernels of some algorithms give wrong results.
 void plan_for_gpu_uses_what_can_be_trusted() {
   using schedule::Algorithm;
   schedule::Tuning tuning = schedule::kLocalTuning;
@@ -278,7 +279,7 @@ void call_survives_its_words() {
       }
     }
   }
-  // What another process wrote is bounded, whatever it is.
+  // Words from another process may hold anything; to_string() must cope with that.
   for (uint64_t seed = 0; seed < 1000; ++seed) {
     Call::Words words;
     for (size_t i = 0; i < words.size(); ++i) words[i] = mix(seed * 8 + i);
@@ -288,7 +289,7 @@ void call_survives_its_words() {
 
 // ---- the caller's floating-point mode ----
 
-// Flushing denormals or rounding towards zero, as a caller may have set, changes no result.
+// Results do not change if the caller has set the CPU to flush denormals or to round towards zero.
 void float_mode_of_caller_changes_nothing() {
 #if defined(__x86_64__)
   constexpr unsigned kModes[] = {0x8000, 0x0040, 0x8040, 0x6000};  // FZ, DAZ, both, RC to zero

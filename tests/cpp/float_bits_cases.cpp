@@ -1,6 +1,6 @@
-// The formulas of the number formats, one scalar at a time, against the definitions of reference.h:
-// all codes, and floats around all places where a rounding changes. CUDA kernels use these
-// instances; those of vectors are behind the loops of loops_cases.cpp and wire_loops_cases.cpp.
+// Checks the formulas of the number formats, one scalar at a time, against the definitions in
+// reference.h: all codes, and floats around every point where the rounding changes. CUDA kernels
+// use these scalar instances; loops_cases.cpp and wire_loops_cases.cpp check the vector ones.
 #include "base/float_bits.h"
 
 #include <algorithm>
@@ -21,7 +21,7 @@ namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-// A format by its definition. Codes of scaled float8_e4m3fn differ from the dtype's own in one.
+// A format by its definition. Scaled float8_e4m3fn differs from the dtype itself in one code.
 template <DType kDType, bool kIsScaled = false>
 struct Format {
   static constexpr FloatFormat kBits = float_format(kDType, kIsScaled);
@@ -40,8 +40,7 @@ struct Format {
   static bool is_same(uint64_t a, uint64_t b) { return test::is_same(kDType, a, b); }
 };
 
-// Every number of the format that is not negative, in ascending order, and the one that would come
-// next.
+// All non-negative numbers of the format in ascending order, and the one that would come next.
 template <typename Format>
 std::vector<double> all_magnitudes() {
   std::vector<double> values;
@@ -52,8 +51,8 @@ std::vector<double> all_magnitudes() {
   return values;
 }
 
-// All numbers of the format, the ties between them, and the floats on both sides of each; beyond
-// them any bits: small and large magnitudes, Inf and NaN.
+// All numbers of the format, the ties between them, and the floats on both sides of each; also
+// random bits, which give small and large magnitudes, Inf and NaN.
 template <typename Format>
 std::vector<float> floats_around_edges() {
   std::vector<float> values{kInf, NAN, 0x1p-149f, 0x1.fffffep-127f, 0x1.fffffep127f};
@@ -82,7 +81,7 @@ void nearest_is_reference() {
   }
 }
 
-// The neighbour towards zero, or the next one if a random fraction reaches it.
+// Expects the neighbour towards zero, or the next one if adding the random fraction reaches it.
 template <typename Format>
 void at_random_adds_fraction() {
   constexpr int kFractionBits = kMantissaBits - Format::kBits.mantissa_bits;
@@ -127,7 +126,8 @@ void format_is_reference() {
   widen_is_reference<Format<dtype, is_scaled>>();
 }
 
-// To one of the two floats around a float64, the odd one, so that rounding again is rounding once.
+// Rounds to the odd one of the two floats around a float64, so that rounding again gives the same
+// result as rounding once.
 void odd_rounding_keeps_ties_apart() {
   for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
     for (uint64_t code = 0; code + 1 < round_to(dtype, INFINITY); ++code) {
@@ -223,7 +223,8 @@ void combine_of_all_dtypes_is_reference() {
   combine_is_reference<DType::kBool, uint8_t>();
 }
 
-// Neighbouring seeds, streams and tiles share nothing: with seed + stream they would.
+// Neighbouring seeds, streams and tiles have different keys; with seed + stream some would
+// coincide.
 void keys_of_neighbours_differ() {
   constexpr uint64_t kNumEach = 20;
   std::set<uint32_t> keys;

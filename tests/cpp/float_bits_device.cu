@@ -1,6 +1,6 @@
 // The formulas of the number formats as device code: nvcc compiles the kernels, which instantiate
-// all that CUDA kernels may use; nvcc and g++ both evaluate the assertions, so host and device
-// agree on what the formulas say. float_bits_cases.cpp holds the same instances against the
+// everything that CUDA kernels may use. nvcc and g++ both evaluate the assertions, so host and
+// device agree on the results. float_bits_cases.cpp checks the same instances against the
 // definitions.
 #include "base/block_scale.h"
 #include "base/combine.h"
@@ -19,7 +19,7 @@ constexpr FloatFormat kScaledE4M3 = float_format(DType::kFloat8E4M3, true);
 constexpr float kInf = __builtin_inff();
 constexpr float kNan = __builtin_nanf("");
 
-// ---- float_bits.h: one, a tie, the largest number, the smallest one, what is too large, NaN
+// ---- float_bits.h: one, a tie, the largest number, the smallest one, overflow, NaN
 static_assert(narrow_to_nearest<kHalf>(1.0f) == 0x3c00);
 static_assert(narrow_to_nearest<kHalf>(1 + 0x1p-11f) == 0x3c00);
 static_assert(narrow_to_nearest<kHalf>(1 + 0x3p-11f) == 0x3c02);
@@ -55,7 +55,7 @@ static_assert(widen<kScaledE4M3>(0x7fu) != widen<kScaledE4M3>(0x7fu));
 
 static_assert(round_to_odd(1 + 0x1p-40) == 1 + 0x1p-23f && round_to_odd(1.5) == 1.5f);
 
-// ---- combine.h: signed sums and products wrap, and that is no undefined behaviour
+// ---- combine.h: signed sums and products wrap without undefined behaviour
 static_assert(combine<DType::kInt32, ReduceOp::kSum>(0x7fffffff, 1) == -0x7fffffff - 1);
 static_assert(combine<DType::kInt32, ReduceOp::kProduct>(0x10000, 0x10000) == 0);
 static_assert(combine<DType::kInt64, ReduceOp::kProduct>(int64_t{1} << 62, int64_t{4}) == 0);
@@ -71,7 +71,7 @@ static_assert(biased_scale<DType::kFloat8E4M3>(bit_as<uint32_t>(0x1p20f)) == 127
 static_assert(biased_scale<DType::kFloat16>(1u) == 2 && biased_scale<DType::kFloat16>(0u) == 127);
 static_assert(scale_of(127u - 14) == 0x1p-14f && inverse_scale_of(127u - 14) == 0x1p14f);
 
-// ---- random_bits.h: what a seed's next stream gives is not what the next seed gives
+// ---- random_bits.h: a seed's next stream differs from the next seed
 static_assert(tile_key(5, 1, 0) != tile_key(6, 0, 0) && random_of(1u) != random_of(2u));
 
 #if defined(__CUDACC__)

@@ -1,6 +1,6 @@
-// Memory that peers read where it lies: how it is handed out, and that no rank takes what it read
-// there for a result when its owner had given up. ThreadSanitizer sees a race in the latter, which
-// is why the reader must find out.
+// The heap that peers read in place: allocation, and that a rank reports an error instead of using
+// data that it read from a rank which had given up. That read races with the owner's writes, as
+// ThreadSanitizer reports, so the reader must notice.
 #include <sys/mman.h>
 #include <sys/time.h>
 #include <unistd.h>
@@ -54,7 +54,7 @@ void gaps_are_used_again() {
   check(!heap.offset_of(nullptr), "nor has none");
 }
 
-// Each signal ends the kernel's reservation without a result.
+// Each signal cancels the kernel's reservation in progress.
 void signals_do_not_end_a_reservation() {
   struct sigaction action{};
   action.sa_handler = [](int) {};
@@ -85,7 +85,7 @@ void peers_read_and_do_not_write() {
   expect_error(ErrorKind::kTransport,
                [&] { PeerProcess(getpid(), UniqueFd(), UniqueFd()).take_heap(unsealed); });
   peer.take_heap(heap.memory());
-  peer.take_heap(heap.memory());  // another group of the same process brings it again
+  peer.take_heap(heap.memory());  // as for another group of the same process
   check_equal(static_cast<int>(peer.heap()[0]), 7, "what the owner wrote");
   const Exit exit = wait_for_process(start_process([&] {
     signal(SIGSEGV, SIG_DFL);
@@ -96,7 +96,7 @@ void peers_read_and_do_not_write() {
 
 // ---- a rank that gives up while a peer reads its tensor ----
 
-// Memory that stops whoever touches it first, until resume() is called.
+// Memory that blocks the first thread that touches it until is_resumed is set.
 class StoppingPage {
  public:
   StoppingPage() {
@@ -140,7 +140,7 @@ void what_was_read_of_a_rank_that_gave_up_is_an_error() {
     auto& heap = per_process<Heap>();
     void* tensor = heap.allocate(StoppingPage::kNumBytes);
     broadcast(tensor);
-    heap.release(tensor);  // rank 1 goes on to read zeroes, or what comes to lie here
+    heap.release(tensor);  // rank 1 goes on reading zeroes, or whatever is allocated here next
     StoppingPage::is_resumed = true;
   });
 }

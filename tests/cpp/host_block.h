@@ -1,6 +1,6 @@
-// What stands for a block of GPU threads when kernel bodies run on the host: every GPU thread is a
-// thread here, with the barriers and exchanges of its block, so that ThreadSanitizer sees what the
-// bodies order and what they do not. csrc/cuda/device_block.h is the same for the GPU.
+// A stand-in for a block of GPU threads, to run kernel bodies on the host: every GPU thread is a
+// host thread, with the barriers and exchanges of its block, so that ThreadSanitizer checks whether
+// the bodies order their accesses. csrc/cuda/device_block.h is the counterpart on the GPU.
 #pragma once
 
 #include <sched.h>
@@ -20,8 +20,8 @@
 
 namespace rota::test {
 
-// Of a fixed number of threads, with the conjunction of what each of them says. It spins:
-// std::atomic::wait would order threads of different barriers, too, by way of its table of waiters.
+// A barrier for a fixed number of threads, which returns the logical AND of their values. It spins:
+// std::atomic::wait uses a table of waiters that would also order threads of different barriers.
 class HostBarrier {
  public:
   explicit HostBarrier(int num_threads) : num_threads_(num_threads) {}
@@ -47,7 +47,7 @@ class HostBarrier {
   std::array<std::atomic<bool>, 2> all_{true, true};
 };
 
-// What the threads of one block share.
+// State that the threads of one block share.
 class SharedBlock {
  public:
   explicit SharedBlock(int num_threads) : barrier(num_threads) {
@@ -59,19 +59,19 @@ class SharedBlock {
     }
   }
 
-  // Neighbours that exchange values: 1, 2, 4, ... or a warp.
+  // Neighbours exchange values in groups of 1, 2, 4, ... threads, up to a warp.
   static constexpr int kMostLanes = 32;
 
   HostBarrier barrier;
   std::array<std::vector<std::unique_ptr<HostBarrier>>, kMostLanes + 1> groups;  // by lanes
   std::array<double, kTreeDoubles> doubles;
-  // By lanes and thread; two, so that one barrier suffices between the same neighbours.
+  // By lanes and thread; two values, used in turn, so that one barrier per exchange suffices.
   std::array<std::vector<std::array<uint64_t, 2>>, kMostLanes + 1> values;
 };
 
 enum class Pace {
   kQuick,  // yields now and then
-  kLate,   // and naps: before its first barrier and its first packet, and at random
+  kLate,   // also naps: before its first barrier and its first packet, and at random
 };
 
 class HostBlock {
@@ -139,7 +139,7 @@ class HostBlock {
     uint64_t first;
     uint64_t second;
   };
-  // Either word may be there before the other.
+  // Either word may become visible before the other.
   void store_pair(uint64_t* dst, uint64_t first, uint64_t second) const {
     dawdle();
     const bool is_in_order = random_.below(2) == 0;
@@ -175,12 +175,12 @@ class HostBlock {
     }
     if (random_.below(4) == 0) sched_yield();
   }
-  // Whatever this thread has done so far, others get as far as that lets them.
+  // Lets the other threads get as far as this thread's work so far allows.
   void nap_before(bool& is_first) const {
     if (pace_ == Pace::kLate && is_first) usleep(kNapUs);
     is_first = false;
   }
-  // Puts the value where the neighbours find it.
+  // Stores the value for the neighbours, and waits until they have stored theirs.
   template <uint32_t kLanes>
   void exchange(uint64_t value) const {
     parity_[kLanes] ^= 1;
@@ -199,7 +199,7 @@ class HostBlock {
   int index_;
   int num_blocks_;
   int local_rank_;
-  // Naps at random in a launch, and how long each is.
+  // Random naps in a launch, and the length of each nap.
   static constexpr int kMaxNaps = 2;
   static constexpr useconds_t kNapUs = 2000;
 

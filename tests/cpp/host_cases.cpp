@@ -1,5 +1,5 @@
-// What a process holds of its peers' processes: one entry for each, however many groups meet it. An
-// eventfd stands in for a pidfd, which is readable too once its process has ended.
+// A process's table of its peers' processes: one entry for each, however many groups share it. An
+// eventfd stands in for a pidfd, which also becomes readable, once its process has ended.
 #include "transport/host.h"
 
 #include <sys/eventfd.h>
@@ -22,7 +22,7 @@ UniqueFd make_pidfd(bool has_ended = false) {
   return UniqueFd(eventfd(has_ended ? 1 : 0, EFD_CLOEXEC));
 }
 
-// Another descriptor of the same process.
+// Another descriptor for the same process.
 UniqueFd copy(int pidfd) { return UniqueFd(dup(pidfd)); }
 
 void end_process(int pidfd) { check(eventfd_write(pidfd, 1) == 0, "eventfd_write"); }
@@ -50,7 +50,7 @@ void process_met_again_is_the_same() {
   check_equal(num_open_files(), num_files, "descriptors of one that nobody keeps");
 }
 
-// The number of a process that has ended goes to another one.
+// The pid of a process that has ended is given to another one.
 void reused_pid_is_another_process() {
   Host host;
   UniqueFd pidfd = make_pidfd();
@@ -67,7 +67,7 @@ void reused_pid_is_another_process() {
   check(ended != second, "one that has ended is not taken for one that has not");
 }
 
-// What lives in another PID namespace has no number here.
+// Processes in another PID namespace have no pid here: it reads as 0.
 void processes_without_pid_are_kept_apart() {
   Host host;
   const ProcessRef first = host.find_process(0, make_pidfd());

@@ -1,5 +1,5 @@
-// Kernel bodies on the host: a world of ranks, each with blocks of threads and a region of its own,
-// which run one launch after another as a stream would.
+// Runs kernel bodies on the host: a world of ranks, each with its own blocks of threads and its own
+// region, runs one launch after another as a stream would.
 #pragma once
 
 #include <algorithm>
@@ -14,9 +14,9 @@ namespace rota::test {
 
 struct GridShape {
   int world_size = 2;
-  bool is_one_launch = false;  // of all ranks; else each has its own
+  bool is_one_launch = false;  // one launch for all ranks; otherwise one per rank
   int num_blocks = 2;
-  int num_channels = 0;  // 0: as many
+  int num_channels = 0;  // 0: equal to num_blocks
   int num_threads = 8;
   size_t slot_bytes = 1024;
   size_t packet_bytes = 1024;
@@ -57,7 +57,7 @@ class HostGrid {
   cuda::Failure stall(int rank) const {
     return cuda::Failure::unpack(ranks_[static_cast<size_t>(rank)].stall);
   }
-  // Whether all of a rank's region is 0, as it is at rest before the first launch.
+  // Whether a rank's region is still all zeroes, as before the first launch.
   bool is_untouched(int rank) const {
     const auto is_zero = [](const Line& line) {
       return std::ranges::all_of(line.bytes, [](std::byte byte) { return byte == std::byte{0}; });
@@ -72,16 +72,16 @@ class HostGrid {
     for (int rank = 0; rank < shape_.world_size; ++rank) abort(rank);
   }
 
-  // All launches of all ranks, number = 0, 1, ... num_launches - 1, each of which has blocks in
+  // Runs the launches number = 0, 1, ... num_launches - 1 of all ranks, each with blocks in
   // [0, work.num_blocks(number)):
   //   work.prepare(rank, number)        one thread of the rank, before the launch begins
   //   work.launch(block, rank, number)  every thread of every block
-  //   work.finish(rank, number)         one thread of the rank, after all of the launch; false: the
-  //                                     rank stops here, and the others' waits are given up
+  //   work.finish(rank, number)         one thread of the rank, after the launch; false: the rank
+  //                                     stops here, and the others' waits are aborted
   //   work.late_rank(number)            which rank is late, if any; only tests of order need one
-  // All threads of a rank meet in between, as they do between kernels of a stream. Ranks never
-  // meet but through their links, so that nothing else orders what they do; those of one launch
-  // have one stream.
+  // Between these steps all threads of a rank meet at a barrier, as between kernels of a stream.
+  // Ranks synchronise only through their links, so that nothing else orders what they do; but the
+  // ranks of one launch share one stream.
   template <typename Work>
   void run(int num_launches, Work& work) {
     const int threads_of_rank = shape_.num_blocks * shape_.num_threads;

@@ -1,5 +1,5 @@
-// The end of memory that GPUs of several ranks write into: in which order ranks let go of it, and
-// whom they wait for. There is no GPU here; regions are nothing but what notes that it goes.
+// Releasing memory that GPUs of several ranks write into: in which order ranks let go of it, and
+// whom they wait for. There is no GPU here; the regions are stubs that notice their release.
 #include <atomic>
 #include <chrono>
 #include <optional>
@@ -17,17 +17,17 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
 constexpr milliseconds kLate{100};
-// Less than ranks wait for one that does not come, and more than they wait in a group that has
-// failed (core/joined_regions.cpp).
+// Shorter than ranks wait for an absent one, and longer than they wait in a group that has failed
+// (core/joined_regions.cpp).
 constexpr milliseconds kPrompt{1500};
 
 // What all ranks have done so far.
 struct Progress {
-  std::atomic<int> num_done{0};      // whose kernels have ended
-  std::atomic<int> num_unmapped{0};  // who maps none but the own region
+  std::atomic<int> num_done{0};      // ranks whose kernels have ended
+  std::atomic<int> num_unmapped{0};  // ranks that map only their own region
 };
 
-// Of one rank; each part checks, when it goes, who has come how far.
+// One rank's regions. Each part checks, when it is released, how far all ranks have come.
 transport::DeviceRegions make_regions(Progress& progress, int world_size,
                                       std::atomic<bool>& is_right) {
   static int nothing;
@@ -50,7 +50,7 @@ Clock::duration time_to_drop(std::optional<JoinedRegions>& regions) {
   return Clock::now() - begin;
 }
 
-// Whichever rank comes last.
+// Each rank in turn is the last one.
 void nobody_frees_what_others_use() {
   constexpr int kWorldSize = 3;
   for (int late = 0; late < kWorldSize; ++late) {
@@ -65,7 +65,7 @@ void nobody_frees_what_others_use() {
   }
 }
 
-// As where GPUs are joined again after what came first has not proven itself.
+// As when GPUs are joined again because the first attempt did not prove to work.
 void regions_can_be_made_anew() {
   for (int i = 0; i < 20; ++i) {
     Progress progress[2];
@@ -80,7 +80,7 @@ void regions_can_be_made_anew() {
   }
 }
 
-// It has let go of its regions before, or never had any.
+// The rank has released its regions before, or never had any.
 void a_rank_that_has_left_is_not_waited_for() {
   Progress progress;
   std::atomic<bool> is_right{true};
@@ -94,7 +94,7 @@ void a_rank_that_has_left_is_not_waited_for() {
   check(is_right, "regions were let go of in another order");
 }
 
-// Rank 1 holds on to its regions until rank 0 has let go of its own.
+// Rank 1 keeps its regions until rank 0 has released its own.
 Clock::duration time_to_drop_alone(bool has_failed) {
   Progress progress;
   std::atomic<bool> is_right{true}, is_through{false};
@@ -125,7 +125,8 @@ void a_rank_that_has_failed_is_waited_for_briefly() {
   check(time_to_drop_alone(true) < kPrompt, "waited long in a group that has failed");
 }
 
-// Its kernels have ended, so that a peer's kernel waits for it in vain; and it waits for that peer.
+// The leaving rank's kernels have ended, so a peer's kernel waits for it in vain, while it waits
+// for that peer.
 void kernels_do_not_wait_for_a_rank_that_leaves() {
   std::atomic<bool> is_watched{false};
   run_ranks(2, [&](Communicator& communicator) {

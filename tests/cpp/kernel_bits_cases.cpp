@@ -1,5 +1,5 @@
-// Numbers whose sums are rounded, NaN, Inf and denormals among them: kernel bodies give the bits of
-// the CPU's collectives, and of scalars that are added in the same groups.
+// Numbers whose sums are rounded, including NaN, Inf and denormals: kernel bodies give the same
+// bits as the CPU's collectives, and as scalars that are added in the same groups.
 #include "calls.h"
 #include "check.h"
 #include "kernel_calls.h"
@@ -19,7 +19,7 @@ void have_the_bits_of_the_cpu(int world_size, size_t slot_bytes,
   call_and_check(grid, checked);
 }
 
-// low_latency has no more blocks than a launch may have, so its tensors are short.
+// low_latency cannot use more blocks than a launch may have, so its tensors are short.
 uint64_t length_of(Kernel kernel, uint64_t variant) {
   return kernel == Kernel::kLowLatency ? kLengths[variant % 4] % 128 + 1 : kLengths[variant % 4];
 }
@@ -33,7 +33,7 @@ void every_dtype_and_op() {
         const KernelCall call{.kernel = kernel,
                               .format = {dtype},
                               .op = op,
-                              // Groups of one add up as all ranks do.
+                              // Groups of one rank add in the same order as one group of all ranks.
                               .group_size = kernel == Kernel::kHierarchical ? 1 : 0,
                               .numbers = Numbers::kMixed};
         calls.push_back(varied(call, kWorldSize, calls.size()));
@@ -67,7 +67,7 @@ void every_bucket_format() {
   have_the_bits_of_the_cpu(kWorldSize, kBucketSlotBytes, calls);
 }
 
-// Flat kernels add up in the groups of the hierarchical one.
+// Flat kernels with a group size add in the same groups as the hierarchical one.
 void groups_of_two_in_four_ranks() {
   HostGrid grid({.world_size = 4, .slot_bytes = kPlainSlotBytes});
   std::vector<KernelCall> calls;

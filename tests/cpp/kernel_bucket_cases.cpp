@@ -1,5 +1,5 @@
 // pack and unpack against the CPU's bucket reducer, bit for bit: lists of tensors, every dtype and
-// wire format, rounding to nearest and at random, error feedback, Inf and NaN, and the norm.
+// wire format, nearest and stochastic rounding, error feedback, Inf and NaN, and the norm.
 #include <cmath>
 #include <cstring>
 #include <deque>
@@ -27,7 +27,7 @@ constexpr int kNumThreads = 2 * cuda::kWarpThreads;
 struct BucketCase {
   DType dtype;
   WireFormat wire;
-  std::vector<uint64_t> lengths;  // of the tensors of the list
+  std::vector<uint64_t> lengths;  // of the tensors in the list
   size_t misalignment = 0;        // bytes in front of each tensor
   bool is_stochastic = false;
   bool has_residual = false;
@@ -40,16 +40,16 @@ struct BucketCase {
   }
 };
 
-// Gradients of many magnitudes, and now and then what is not finite.
+// Gradients of many magnitudes, some of them zero or not finite.
 std::vector<float> random_gradients(uint64_t num_elems, Random& random) {
   std::vector<float> gradients(num_elems);
   for (float& gradient : gradients) {
     const double mantissa = static_cast<double>(random.below(1 << 24)) / (1 << 23) - 1;
     gradient = static_cast<float>(std::ldexp(mantissa, static_cast<int>(random.below(60)) - 40));
     const uint64_t pick = random.below(4000);
+    if (pick < 20) gradient = 0;
     if (pick == 0) gradient = INFINITY;
     if (pick == 1) gradient = NAN;
-    if (pick < 20) gradient = 0;
   }
   return gradients;
 }
@@ -61,7 +61,7 @@ struct Gradients {
   uint64_t first_tile;
 };
 
-// What both sides work on; buffers of the wire format are aligned.
+// The data of both sides; buffers of the wire format are aligned.
 struct Bucket {
   Bucket(const BucketCase& bucket_case, uint64_t seed) {
     Random random(seed);
@@ -120,7 +120,7 @@ void check_same_bits(const std::vector<std::byte>& got, const std::vector<std::b
   const size_t elem_bytes = info(dtype).num_bytes;
   for (size_t i = 0; i + elem_bytes <= got.size(); i += elem_bytes) {
     if (std::memcmp(&got[i], &expected[i], elem_bytes) == 0) continue;
-    float values[2];  // which NaN is not promised
+    float values[2];  // for NaN, whose bits may differ
     for (int side = 0; side < 2; ++side) {
       const std::byte* src = side == 0 ? &got[i] : &expected[i];
       if (dtype == DType::kFloat32) {
@@ -135,7 +135,7 @@ void check_same_bits(const std::vector<std::byte>& got, const std::vector<std::b
   }
 }
 
-// One case on the GPU's side: two launches, and what must have come of them.
+// One case on the GPU's side: two launches and the check of their results.
 template <DType dtype, DType wire, bool is_scaled>
 class PackAndUnpack {
  public:
@@ -164,7 +164,7 @@ class PackAndUnpack {
   void check_results(const cpu::BucketMeasures& measures);
 
   std::byte* wire_buffer() { return reinterpret_cast<std::byte*>(bucket_.gpu_wire.data()); }
-  // From an element on.
+  // Starting at an element.
   WirePlace gpu_wire(uint64_t elem) { return wire_from(wire_buffer(), elem); }
   WirePlace cpu_wire(uint64_t elem) {
     return wire_from(reinterpret_cast<std::byte*>(bucket_.cpu_wire.data()), elem);
@@ -186,11 +186,11 @@ class PackAndUnpack {
   std::vector<cuda::Tile> tiles_;
   bool has_list_;  // one tensor needs no list, but may have one
   std::vector<double> squares_;
-  cuda::UnpackWords words_{99, 99};  // memory that is new
+  cuda::UnpackWords words_{99, 99};  // as in uninitialised memory
   double stats_[2] = {-1, -1};
 };
 
-// The CPU, one tensor after another, in the same places of the wire format.
+// Runs the CPU's reducer, one tensor after another, with the same places in the wire format.
 template <DType dtype, DType wire, bool is_scaled>
 void PackAndUnpack<dtype, wire, is_scaled>::check_all() {
   Call call{.kind = CollectiveKind::kReduceBucket,
@@ -206,7 +206,7 @@ void PackAndUnpack<dtype, wire, is_scaled>::check_all() {
     for (Gradients& tensor : bucket_.tensors) {
       if (tensor.num_elems == 0) continue;
       const uint64_t first = tensor.first_tile * kTileElems;
-      // As if the bucket began so far before the tensor: places count from its start.
+      // Pretends that the bucket begins this far before the tensor: places count from its start.
       const size_t elem_bytes = info(dtype).num_bytes;
       std::byte* data = tensor.cpu.data() + case_.misalignment - first * elem_bytes;
       const cpu::AllReduceBuffers buffers{
@@ -265,7 +265,7 @@ void PackAndUnpack<dtype, wire, is_scaled>::check_results(const cpu::BucketMeasu
   check_equal(words_.num_blocks_done, 0u, what + ": blocks done, at rest");
 }
 
-// All cases of one kernel on the same threads, which take longer to start than most cases.
+// Runs all cases of one kernel on the same threads, which take longer to start than most cases.
 template <DType dtype, DType wire, bool is_scaled>
 void pack_and_unpack(const std::vector<BucketCase>& cases, uint64_t first_seed) {
   struct Launches {
@@ -333,13 +333,13 @@ void float64_gradients_have_the_cpus_bits() { check_dtype(DType::kFloat64); }
 void float16_gradients_have_the_cpus_bits() { check_dtype(DType::kFloat16); }
 void bfloat16_gradients_have_the_cpus_bits() { check_dtype(DType::kBFloat16); }
 
-// A little of everything, for mutants.
+// One small case with a bit of everything, for mutants.
 void a_list_of_gradients_has_the_cpus_bits() {
   pack_and_unpack<DType::kFloat32, DType::kFloat16, true>(
       {{.dtype = DType::kFloat32, .wire = {DType::kFloat16, true}, .lengths = kLists.back()}}, 1);
 }
 
-// By the words of base/fixed_tree.h.
+// Follows the description in base/fixed_tree.h step by step.
 double sum_by_definition(const std::vector<double>& groups) {
   std::vector<double> sums(kTreeBins);
   for (size_t i = 0; i < groups.size(); ++i) sums[i % kTreeBins] += groups[i];
@@ -350,7 +350,7 @@ double sum_by_definition(const std::vector<double>& groups) {
   return sums[0];
 }
 
-// Groups that fill bins not at all, once, and several rounds of loads over.
+// From no groups at all to enough for several rounds of loads.
 void squares_are_summed_in_the_fixed_tree() {
   struct Launches {
     std::vector<std::vector<double>> groups;

@@ -41,7 +41,7 @@ uint64_t granule_elems(const KernelCall& call) {
   return call.is_bucket ? kTileElems : kGranuleElems;
 }
 
-// Of reduce_scatter and all_gather: what a rank has, or gets, alone.
+// For reduce_scatter and all_gather: the shard that one rank gets or contributes.
 Range equal_shard(const KernelCall& call, int world_size, int rank) {
   return schedule::even_shard(call.num_elems, static_cast<uint64_t>(world_size),
                               static_cast<uint64_t>(rank), 1);
@@ -57,7 +57,7 @@ uint64_t input_bits(const KernelCall& call, int world_size, int rank, uint64_t e
   return bits_of_integer(elem_dtype(call), integer);
 }
 
-// Float32 to and from the format, as buckets travel.
+// Convert between float32 and the wire format, as for buckets.
 void encode_bucket(const KernelCall& call, int rank, const std::vector<float>& values,
                    std::byte* wire) {
   const cpu::WireLoops& loops = cpu::element_loops().wire(call.format);
@@ -85,7 +85,7 @@ struct Pair {
   int sender, receiver;
 };
 
-// Which of the pairs of kTransfer a rank belongs to; none: the rank has no part.
+// The pair of kTransfer that a rank belongs to; none if it has no part.
 std::optional<Pair> pair_of(const KernelCall& call, int world_size, int rank) {
   if (rank == call.root || rank == call.receiver) return Pair{call.root, call.receiver};
   if (world_size < 4) return std::nullopt;
@@ -96,7 +96,7 @@ std::optional<Pair> pair_of(const KernelCall& call, int world_size, int rank) {
   return Pair{others[0], others[1]};
 }
 
-// Groups are added up in the accumulate dtype, then their sums: rounded once.
+// Adds each group in the accumulate dtype, then the groups' sums, and rounds once.
 uint64_t reduce_in_order(const KernelCall& call, std::vector<uint64_t> srcs, int first_rank) {
   const int world_size = static_cast<int>(srcs.size());
   const DType dtype = elem_dtype(call);
@@ -120,7 +120,7 @@ uint64_t reduce_in_order(const KernelCall& call, std::vector<uint64_t> srcs, int
 
 // ---- one rank's launch
 
-// Memory of a tensor, no byte longer, so that AddressSanitizer sees any step beyond its end.
+// A tensor's memory, exactly its size, so that AddressSanitizer catches any access beyond its end.
 struct TensorBytes {
   std::vector<std::byte> bytes;
   size_t misalignment = 0;
@@ -128,7 +128,7 @@ struct TensorBytes {
   std::byte* data() { return bytes.data() + misalignment; }
 };
 
-// The launches of all ranks, and what came of them.
+// The launches of all ranks, and the check of their results.
 class CheckedCalls {
  public:
   CheckedCalls(HostGrid& grid, const std::vector<CheckedCall>& calls) : grid_(grid) {
@@ -198,7 +198,7 @@ class CheckedCalls {
     Range input_range, output_range;  // in the whole tensor
     bool is_one;
     KernelLaunch launch;
-    std::string refusal;  // of the launch
+    std::string refusal;  // why the launch was refused
 
     std::byte* input_data() { return is_one ? output.data() : input.data(); }
   };
@@ -278,7 +278,7 @@ class CheckedCalls {
     }
     for (uint64_t i = 0; i < tensors.output_range.num_elems; ++i) {
       const uint64_t elem = tensors.output_range.begin + i;
-      // What is sent differs from receiver to receiver.
+      // Each receiver gets the data of its own sender.
       const uint64_t expected = call.kernel == Kernel::kTransfer
                                     ? input_bits(call, world_size(), sender, elem)
                                     : planned.expected[elem];
@@ -293,7 +293,7 @@ class CheckedCalls {
   HostGrid& grid_;
   std::vector<Planned> calls_;
   std::mutex mutex_;
-  std::string what_;  // what was wrong first
+  std::string what_;  // the first error
 };
 
 }  // namespace
@@ -339,7 +339,7 @@ DType elem_dtype(const KernelCall& call) {
 
 uint64_t chunk_elems(const KernelCall& call, const GridShape& shape) {
   const uint64_t granule = granule_elems(call);
-  // Packets are half flags.
+  // Half of a packet is flags.
   if (call.kernel == Kernel::kLowLatency) {
     return call.format.capacity(shape.packet_bytes / 2, granule);
   }
@@ -367,7 +367,7 @@ std::vector<uint64_t> edge_lengths(const KernelCall& call, const GridShape& shap
   }
   std::ranges::sort(lengths);
   lengths.erase(std::ranges::unique(lengths).begin(), lengths.end());
-  // Equal shards are as long, and all of them longer.
+  // With equal shards, these are the lengths of one shard.
   if (has_equal_shards(call)) {
     for (uint64_t& length : lengths) length *= world_size;
   }

@@ -1,5 +1,5 @@
-// One collective on GPUs as a test calls it, on threads of the host: inputs, the launch of each
-// rank, the result that all must leave behind, and the comparison, bit for bit.
+// Runs one GPU collective in a test, on host threads: inputs, the launch of each rank, the expected
+// result on all ranks, and a bit-exact check.
 #pragma once
 
 #include <optional>
@@ -26,15 +26,15 @@ inline constexpr int kNobody = -1;
 struct KernelCall {
   Kernel kernel = Kernel::kOneShot;
   WireFormat format{DType::kFloat32};
-  // As a gradient bucket: float32, rounded to the format on the way and cut into tiles.
+  // A gradient bucket: float32, rounded to the format in transit and cut into tiles.
   bool is_bucket = false;
-  std::optional<uint64_t> stochastic_seed;  // of a bucket
+  std::optional<uint64_t> stochastic_seed;  // buckets only
   ReduceOp op = ReduceOp::kSum;
   uint64_t num_elems = 0;  // of the longest tensor
   int group_size = 0;      // 0: all ranks are one group
-  int num_blocks = 2;      // of low_latency: what its length asks for
+  int num_blocks = 2;      // low_latency: set by its length instead
   int root = 0;
-  int receiver = 1;         // of what the root sends; of four ranks the other two do the same
+  int receiver = 1;         // of the root's data; with four ranks, the other two are a pair too
   size_t misalignment = 0;  // bytes in front of each tensor
   bool is_in_place = false;
   int late_rank = kNobody;
@@ -44,30 +44,31 @@ struct KernelCall {
   std::string to_string() const;
 };
 
-// What a bucket may travel as.
+// The wire formats of buckets.
 inline constexpr WireFormat kBucketFormats[] = {
     {DType::kFloat32},          {DType::kFloat16},         {DType::kBFloat16},
     {DType::kFloat8E4M3},       {DType::kFloat8E5M2},      {DType::kFloat16, true},
     {DType::kFloat8E4M3, true}, {DType::kFloat8E5M2, true}};
 
-// Whether there is such a kernel: low_latency has no packets for scales.
+// Whether this kernel exists for the format: low_latency has no packets for scales.
 bool is_defined(Kernel kernel, const WireFormat& format);
-// Another place, root and number of blocks for each variant.
+// Changes misalignment, in-place use, root and number of blocks with the variant.
 KernelCall varied(KernelCall call, int world_size, uint64_t variant);
 
-// A bucket's slots take a tile of partial sums in each half.
+// A bucket's slot holds a tile of partial sums in each half.
 inline constexpr size_t kPlainSlotBytes = 1024;
 inline constexpr size_t kBucketSlotBytes = 4096;
 
-// What a slot takes, for each block, of what the kernel sends.
+// The number of elements that a block sends per slot.
 uint64_t chunk_elems(const KernelCall& call, const GridShape& shape);
-// Lengths around everything that a tensor is cut at.
+// Lengths around every limit at which a tensor is cut.
 std::vector<uint64_t> edge_lengths(const KernelCall& call, const GridShape& shape);
 
-// The result of the whole tensor, element by element, as the bits of elem_dtype(call): the scalars
-// of reference.h, added in the order that the kernel promises. Buckets: only of exact numbers.
+// The expected result of the whole tensor, element by element, as bits of elem_dtype(call): scalars
+// of reference.h, added in the order that the kernel promises. For buckets, only with exact
+// numbers.
 std::vector<uint64_t> expected_bits(const KernelCall& call, int world_size);
-// The same of an all-reduce, as the CPU's collectives have it.
+// The same for all-reduces, as computed by the CPU's collectives.
 std::vector<std::vector<uint64_t>> cpu_bits(const std::vector<KernelCall>& calls, int world_size);
 DType elem_dtype(const KernelCall& call);
 
@@ -76,9 +77,9 @@ struct CheckedCall {
   std::vector<uint64_t> expected;
 };
 
-// Makes the calls one after another on the same links, and throws what is wrong first.
+// Makes the calls one after another on the same links, and throws the first error.
 void call_and_check(HostGrid& grid, const std::vector<CheckedCall>& calls);
-// Against the scalars.
+// Checks against expected_bits().
 void call_and_check(HostGrid& grid, const std::vector<KernelCall>& calls);
 
 std::string to_string(const cuda::Failure& failure);

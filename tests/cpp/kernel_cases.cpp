@@ -1,5 +1,5 @@
-// Every collective's kernel body, at every length that it cuts tensors at, for every dtype and
-// operation: exact numbers, against scalars.
+// Every collective's kernel body, at every length at which it cuts tensors, for every dtype and
+// operation: exact numbers, checked against scalars.
 #include "calls.h"
 #include "check.h"
 #include "kernel_calls.h"
@@ -7,7 +7,7 @@
 namespace rota::test {
 namespace {
 
-// Short copies are shared out among teams of eight threads: here one, two, and two with threads
+// Short copies are divided among teams of eight threads: here one team, two, and two with threads
 // left over.
 int num_threads_of(int world_size) { return world_size == 2 ? 8 : world_size == 3 ? 24 : 16; }
 
@@ -18,7 +18,7 @@ GridShape shape_of(int world_size, bool is_bucket) {
           .packet_bytes = is_bucket ? 2 * kBucketSlotBytes : 2 * kPlainSlotBytes};
 }
 
-// Of two ranks where there is more than one group; else of one.
+// Two ranks if world_size is even, otherwise one.
 int group_size_of(Kernel kernel, int world_size) {
   if (kernel != Kernel::kHierarchical) return 0;
   return world_size % 2 == 0 ? 2 : 1;
@@ -43,7 +43,7 @@ void edges() {
   for (const int world_size : {2, 3, 4}) edges(world_size, kKernel);
 }
 
-// In tiles, and in scaled blocks, which lanes share.
+// Buckets are cut into tiles and into scaled blocks, which several lanes share.
 template <int kWorldSize>
 void edges_of_buckets() {
   HostGrid grid(shape_of(kWorldSize, /*is_bucket=*/true));
@@ -56,7 +56,7 @@ void edges_of_buckets() {
                       .is_bucket = true,
                       .group_size = group_size_of(kernel, kWorldSize)};
       for (const uint64_t length : edge_lengths(call, grid.shape())) {
-        // The longest of every other format suffice.
+        // Some of the long ones suffice.
         if (length > 4000 && calls.size() % 4 != 0) continue;
         call.num_elems = length;
         call.op = calls.size() % 2 == 0 ? ReduceOp::kSum : ReduceOp::kAvg;
@@ -78,7 +78,7 @@ void dtypes_and_ops() {
                               .format = {dtype},
                               .op = op,
                               .group_size = group_size_of(kernel, kWorldSize)};
-        // All lengths in turns.
+        // Lengths vary from call to call.
         const std::vector<uint64_t> lengths = edge_lengths(call, grid.shape());
         for (int i = 0; i < 2; ++i) {
           calls.push_back(varied(call, kWorldSize, calls.size()));
@@ -96,7 +96,7 @@ GridShape local_shape_of(int world_size) {
   return shape;
 }
 
-// Every other call is two_shot_in_place, which leaves the links to the others as they are.
+// Every other call is two_shot_in_place, which must leave the other kernels' links as they are.
 template <int kWorldSize>
 void local_ranks() {
   HostGrid grid(local_shape_of(kWorldSize));
@@ -115,7 +115,7 @@ void local_ranks() {
   call_and_check(grid, calls);
 }
 
-// Chunks of blocks that wait for nobody, of which there are more than channels.
+// Blocks that wait for nobody need no channel, so there may be more of them than channels.
 template <int kWorldSize>
 void local_ranks_need_no_channel() {
   GridShape shape = local_shape_of(kWorldSize);

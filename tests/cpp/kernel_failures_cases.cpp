@@ -1,6 +1,5 @@
-// Waits that come to nothing: a rank that never launches, an abort, and a rank that launches
-// something else. Every thread of every block returns, the failure says why, and nothing is
-// counted.
+// Waits that fail: a rank never launches, a rank aborts, or a rank launches something else. Every
+// thread of every block returns, the failure gives the reason, and no message is counted.
 #include <atomic>
 #include <thread>
 
@@ -16,18 +15,18 @@ using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 using std::chrono::steady_clock;
 
-// Long beside what a busy machine keeps a thread waiting: a rank that is there is not to be missed.
+// Long compared with scheduling delays on a busy machine, so that no present rank seems absent.
 constexpr nanoseconds kShort = milliseconds(250);
-// Kernels that have not returned after so long are told to.
+// Kernels that have not returned after this time are aborted.
 constexpr nanoseconds kLong = std::chrono::seconds(5);
 constexpr int kWorldSize = 3;
-constexpr int kOdd = 1;  // where both of its neighbours wait for it in rings
+constexpr int kOdd = 1;  // in rings, both of its neighbours wait for it
 
 enum class Trouble : uint8_t { kIsAbsent, kIsAbsentUntilAbort, kHasAnotherLaunch };
 
 class LaunchWithTrouble {
  public:
-  // watched: the rank whose failure is looked at.
+  // watched: the rank whose failure is checked.
   LaunchWithTrouble(HostGrid& grid, const KernelCall& call, Trouble trouble, int watched)
       : grid_(grid), call_(call), trouble_(trouble), watched_(watched), tensors_(kWorldSize) {
     for (auto& tensor : tensors_) tensor.resize(call.format.num_bytes(call.num_elems));
@@ -69,7 +68,7 @@ class LaunchWithTrouble {
   }
   bool finish(int rank, int) {
     if (rank != kOdd) ++num_finished_;
-    // Others may wait for it in vain.
+    // Other ranks may wait in vain for the watched one.
     if (trouble_ == Trouble::kHasAnotherLaunch && rank == watched_) grid_.abort_everywhere();
     return true;
   }
@@ -95,7 +94,7 @@ class LaunchWithTrouble {
     }
     return 1;
   }
-  // The absent rank's only work.
+  // All that the absent rank does.
   void stand_by() {
     const auto begin = steady_clock::now();
     if (trouble_ == Trouble::kIsAbsentUntilAbort) {
@@ -182,14 +181,14 @@ void gives_up(const KernelCall& call, Trouble trouble, const GivenUp& expected) 
 void every_kernel_gives_up(Trouble trouble) {
   constexpr WaitPhase kArrival = WaitPhase::kArrival;
   const bool is_absent = trouble != Trouble::kHasAnotherLaunch;
-  // Rank 2 awaits the odd one wherever it sends in a ring.
+  // Rank 2, the odd rank's successor in rings, waits for it.
   const GivenUp by_next{kArrival, 2};
   for (const Kernel kernel :
        {Kernel::kOneShot, Kernel::kTwoShot, Kernel::kTwoShotInPlace, Kernel::kRing,
         Kernel::kHierarchical, Kernel::kReduceScatter, Kernel::kAllGather}) {
     gives_up({.kernel = kernel, .num_elems = 3000}, trouble, by_next);
   }
-  // Here the odd one hears of rank 0 before it sends anything.
+  // Here the odd rank receives from rank 0 before it sends anything.
   for (const Kernel kernel : {Kernel::kOrderedRing, Kernel::kBroadcast}) {
     gives_up({.kernel = kernel, .num_elems = 3000}, trouble,
              is_absent ? by_next : GivenUp{kArrival, kOdd, 0});
@@ -197,7 +196,7 @@ void every_kernel_gives_up(Trouble trouble) {
   gives_up({.kernel = Kernel::kHierarchical, .num_elems = 3000, .group_size = 1}, trouble,
            {kArrival, 0});
   gives_up({.kernel = Kernel::kLowLatency, .num_elems = 200}, trouble, {WaitPhase::kPacket, 0});
-  // Slots are full before the odd one is asked for anything.
+  // The sender notices an absent receiver only once its slots are full.
   gives_up({.kernel = Kernel::kTransfer, .num_elems = 3000, .root = 0, .receiver = kOdd}, trouble,
            is_absent ? GivenUp{WaitPhase::kFreeSlot, 0} : GivenUp{kArrival, kOdd, 0});
   gives_up({.kernel = Kernel::kTransfer, .num_elems = 3000, .root = kOdd, .receiver = 0}, trouble,

@@ -1,5 +1,5 @@
-// One launch of a kernel body on threads of the host, picked by what is known at run time only. As
-// the launches on a GPU, but for what host_block.h stands for.
+// Launches a kernel body on host threads, selected by run-time values as on a GPU; host_block.h
+// replaces the GPU's block.
 #pragma once
 
 #include "cuda/launch_plan.h"
@@ -13,14 +13,14 @@ struct KernelLaunch {
   Kernel kernel;
   WireFormat format;
   cuda::CollectiveArgs args;
-  cuda::MappedTensors tensors;  // of two_shot_in_place
-  bool has_part = true;         // this rank, in what two ranks do
+  cuda::MappedTensors tensors;  // two_shot_in_place only
+  bool has_part = true;         // whether this rank takes part in a transfer
 };
 
-// On one thread of one rank.
+// Runs on one thread of one rank.
 void launch(const HostBlock& block, const cuda::Peers& peers, const KernelLaunch& launch);
 
-// The same in parts, which take the compiler a while each.
+// launch() in parts, because each takes the compiler a while.
 void launch_direct(const HostBlock& block, const cuda::Peers& peers, const KernelLaunch& launch);
 void launch_ring(const HostBlock& block, const cuda::Peers& peers, const KernelLaunch& launch);
 void launch_groups(const HostBlock& block, const cuda::Peers& peers, const KernelLaunch& launch);

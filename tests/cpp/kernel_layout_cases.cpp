@@ -1,4 +1,4 @@
-// Where things lie in a region on a GPU: on cache lines, inside it, and apart from each other.
+// The layout of a GPU's region: every part is on cache lines, inside the region and disjoint.
 #include <algorithm>
 #include <vector>
 
@@ -60,7 +60,7 @@ void small_geometries() {
   }
 }
 
-// Messages take slots in turns, and rounds take buffers of packets.
+// Messages rotate through slots, and rounds through packet buffers.
 void places_recur() {
   const DeviceGeometry geometry{4, 3, 256, 128};
   for (uint64_t i = 0; i < 100; ++i) {
@@ -70,7 +70,7 @@ void places_recur() {
   }
 }
 
-// Each word that another rank writes has a line of its own.
+// Each word that another rank writes has its own cache line.
 void flags_lie_on_lines_of_their_own() {
   using transport::LinkEnd;
   check_equal(sizeof(transport::DeviceFlag), kDeviceLineBytes, "bytes of a flag");

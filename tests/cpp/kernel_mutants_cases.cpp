@@ -1,5 +1,5 @@
-// What every mutant of the kernels must fail: each collective between messages that go one way
-// only, of which the sender learns nothing but through its own waits.
+// The cases in which every mutant of the kernels must fail: each collective runs between one-way
+// messages, about which the sender learns nothing except through its own waits.
 #include <algorithm>
 
 #include "check.h"
@@ -10,7 +10,7 @@
 namespace rota::test {
 namespace {
 
-// A wait that comes to nothing is one way for a mutant to fail.
+// A mutant may fail by waiting for ever, so its waits time out early.
 constexpr std::chrono::seconds kMutantPatience{2};
 
 GridShape shape_of(int world_size) {
@@ -18,8 +18,8 @@ GridShape shape_of(int world_size) {
   return {.world_size = world_size, .timeout_ns = static_cast<uint64_t>(patience.count())};
 }
 
-// So many messages of each link in each channel. Two fill its slots, and their sender has waited
-// for nothing; more come round to them.
+// Gives every link num_messages messages in each channel. Two fill its slots, and the sender has
+// not waited yet; more reuse the slots.
 uint64_t num_elems_of(const KernelCall& call, const GridShape& shape, uint64_t num_messages) {
   const auto num_blocks = static_cast<uint64_t>(call.num_blocks);
   const uint64_t num_elems = num_messages * num_blocks * chunk_elems(call, shape);
@@ -42,8 +42,9 @@ uint64_t num_elems_of(const KernelCall& call, const GridShape& shape, uint64_t n
   return 0;
 }
 
-// Sends, broadcasts and the kernel in turns; every rank sends to every other. Who receives first is
-// late, so that the sender goes on without having heard of it. Of the kernel, everyone is in turn.
+// Alternates sends, broadcasts and the kernel; every rank sends to every other. The first receiver
+// is late, so that the sender goes on without having heard from it. In calls of the kernel, ranks
+// are late in turn.
 void among_one_way_messages(int world_size, Kernel kernel) {
   HostGrid grid(shape_of(world_size));
   std::vector<KernelCall> calls;

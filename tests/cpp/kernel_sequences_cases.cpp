@@ -1,5 +1,5 @@
-// Sequences of different collectives on the same links, on ranks that are late in turns: what a
-// slot, a flag and a count hold passes from one launch to the next, and nothing else orders them.
+// Sequences of different collectives on the same links, with ranks late in turn. Slots, flags and
+// counts carry over from one launch to the next, and nothing else orders the launches.
 #include <algorithm>
 
 #include "calls.h"
@@ -25,7 +25,7 @@ KernelCall random_call(Random& random, const GridShape& shape) {
     call.format = random.choose(kBucketFormats);
     call.op = random.below(2) == 0 ? ReduceOp::kSum : ReduceOp::kAvg;
     if (!is_defined(call.kernel, call.format)) call.format.is_block_scaled = false;
-    // Bytes and equal shards are cut anywhere, so in no blocks.
+    // Kernels that move bytes or equal shards cut them anywhere, so not into blocks.
     const bool moves = call.kernel == Kernel::kAllGather || call.kernel == Kernel::kBroadcast ||
                        call.kernel == Kernel::kTransfer;
     if (moves) call = {.kernel = call.kernel};
@@ -40,9 +40,9 @@ KernelCall random_call(Random& random, const GridShape& shape) {
       (static_cast<uint64_t>(call.root) + 1 + random.below(world_size - 1)) % world_size);
   call.num_blocks = 1 + static_cast<int>(random.below(static_cast<uint64_t>(shape.num_blocks)));
   call.seed = random.next();
-  // Nobody is late in some.
+  // In some calls nobody is late.
   call.late_rank = static_cast<int>(random.below(world_size + 1)) - 1;
-  // Up to three slots of each channel, and mostly less.
+  // Up to three slots of each channel, mostly fewer.
   const uint64_t chunk = chunk_elems(call, shape);
   const uint64_t limits[] = {16, chunk, 3 * chunk, 6 * chunk};
   call.num_elems = random.below(random.choose(limits)) + 1;
@@ -70,7 +70,7 @@ void mixed_calls(int world_size, int num_threads, int num_calls) {
   call_and_check(grid, calls);
 }
 
-// Both buffers of packets take turns, and a rank that is late finds its packets still there.
+// The two packet buffers alternate, and a late rank still finds its packets.
 void packets_one_after_another(int world_size, int num_calls) {
   HostGrid grid(shape_of(world_size, /*num_threads=*/8));
   std::vector<KernelCall> calls;

@@ -1,4 +1,4 @@
-// What launches are refused for, with which words, and how tensors are cut for those that are not.
+// Which launches are refused, with which messages, and how the others cut tensors.
 #include <array>
 #include <cmath>
 
@@ -42,7 +42,7 @@ LaunchRequest good_request(Kernel kernel) {
           .destination = 2};
 }
 
-// Another one than any table's.
+// Differs from every table entry.
 constexpr schedule::Tuning kTuning{.max_low_latency_bytes = 4096,
                                    .max_one_shot_bytes = 16384,
                                    .num_channels = 3,
@@ -119,7 +119,7 @@ void slots_too_small_are_refused() {
   is_refused(bucket, {"slot_bytes", "1920", "512 elements"}, peers);
 }
 
-// ---- what is to be done
+// ---- the operation
 
 void wrong_arithmetic_is_refused() {
   LaunchRequest request = good_request(Kernel::kTwoShot);
@@ -210,7 +210,7 @@ void wrong_tensors_are_refused() {
   is_refused(request, {"scaled blocks", "16 bytes"});
 }
 
-// Everything of the world, on one GPU.
+// All ranks of the world, on one GPU.
 cuda::Peers local_peers() {
   cuda::Peers peers = good_peers();
   peers.first_rank = 0;
@@ -278,7 +278,7 @@ void mapped_tensors_are_checked() {
   check(!plan_launch(request, good_peers()).args.is_aligned, "not aligned");
 }
 
-// ---- what comes out
+// ---- the resulting plans
 
 constexpr Kernel kKernels[] = {Kernel::kLowLatency,    Kernel::kOneShot,   Kernel::kTwoShot,
                                Kernel::kOrderedRing,   Kernel::kRing,      Kernel::kHierarchical,
@@ -296,14 +296,14 @@ void nothing_to_do_launches_nothing() {
 
 void long_packets_are_refused() {
   LaunchRequest request = good_request(Kernel::kLowLatency);
-  request.num_elems = 3 * 512;  // 3 channels of 4096 bytes, to one half data
+  request.num_elems = 3 * 512;  // 3 channels of 4096 bytes, half of them data
   check_equal(plan_launch(request, good_peers()).num_blocks, 3, "blocks");
   request.num_elems += 1;
   is_refused(request, {"low_latency", "1536 elements of float32", "1537", "use one_shot"});
 }
 
-// Four ranks, in two groups where there are any; shards start at whole granules, but equal ones are
-// as long as the caller's tensors.
+// For four ranks, in two groups if the kernel has groups. Shards are whole granules long, but equal
+// shards are as long as the caller's tensors.
 uint64_t shard_elems_of(Kernel kernel, uint64_t num_elems) {
   const auto rounded = [](uint64_t elems) {
     return (elems + kGranuleElems - 1) / kGranuleElems * kGranuleElems;
@@ -328,7 +328,7 @@ uint64_t shard_elems_of(Kernel kernel, uint64_t num_elems) {
   return 0;
 }
 
-// Every chunk fits what it travels in, and every element is in one chunk of some channel.
+// Every chunk fits the slot or packet buffer that it travels in, and chunks cover every element.
 void chunks_fit_and_cover() {
   const cuda::Peers peers = good_peers();
   for (const Kernel kernel : kKernels) {
@@ -375,14 +375,15 @@ void averages_by_powers_of_two_multiply() {
   check_equal(plan_launch(request, good_peers()).args.reciprocal, 0.0, "reciprocal");
 }
 
-// Local ranks that need not wait are cut into chunks of one length, however few channels there are.
+// Tensors of local ranks that need not wait are cut into chunks of one length, however few channels
+// there are.
 void blocks_that_wait_for_nobody_outnumber_channels() {
   cuda::MappedTensors tensors{};
   LaunchRequest request = good_request(Kernel::kTwoShotInPlace);
   request.num_elems = 100'000;
   request.tensors = &tensors;
   for (size_t rank = 0; rank < 4; ++rank) {
-    tensors.of[rank] = g_tensor + 16 * rank;  // never looked at
+    tensors.of[rank] = g_tensor + 16 * rank;  // never read
     request.input[rank] = request.output[rank] = tensors.of[rank];
   }
   const cuda::LaunchPlan local = plan_launch(request, local_peers());
@@ -437,7 +438,7 @@ void every_row_of_the_table_is_taken() {
   }
 }
 
-// The least that check_tuning() takes has room for what any kernel moves at once.
+// The smallest tuning that check_tuning() accepts has room for what any kernel moves at once.
 void least_slots_and_chunks_take_every_dtype() {
   schedule::Tuning tuning = kTuning;
   tuning.slot_bytes = tuning.free_chunk_bytes = 4096;
@@ -470,7 +471,7 @@ constexpr schedule::TuningRow row(std::string_view gpu, schedule::Topology topol
 
 void the_row_that_fits_closest_is_found() {
   using schedule::Topology;
-  // In no order.
+  // Deliberately not sorted.
   constexpr schedule::TuningRow kRows[] = {row("", Topology::kNvlink, 64, 1),
                                            row("NVIDIA H200", Topology::kNvlink, 8, 2),
                                            row("NVIDIA H200", Topology::kNvlink, 2, 3),
@@ -519,7 +520,7 @@ void a_tuning_says_which_all_reduce_runs() {
   selects(4096, Algorithm::kOneShot, 4095);
   selects(4097, Algorithm::kTwoShot, 1 << 20);
   selects(4096 * 4, Algorithm::kTwoShot, 1 << 20);
-  // Nobody waits for anybody in what local ranks run instead (tensor/cuda/local_group.cpp).
+  // What local ranks run instead (tensor/cuda/local_group.cpp) has no waits between ranks.
   for (const uint64_t num_bytes : {1, 4096, 1 << 20}) {
     check_equal(name(schedule::select_on_gpu(schedule::kLocalTuning, 2, num_bytes, 1 << 20)),
                 name(Algorithm::kTwoShot), "of local ranks");
@@ -562,7 +563,7 @@ void wrong_buckets_are_refused() {
   }
 }
 
-// ---- from a call to what is asked of its kernel
+// ---- from a call to the launch request of its kernel
 
 void calls_are_asked_of_their_kernels() {
   constexpr int kWorldSize = 4;

@@ -1,5 +1,5 @@
-// Collectives on GPUs as the host sees them: ranks say what they queue, and hear when a kernel, or
-// another rank, has given up. There is no GPU here; what stands for the kernels is a test's own.
+// Collectives on GPUs as the host sees them: ranks post what they queue, and learn when a kernel or
+// another rank has given up. There is no GPU here; the tests use stub kernels.
 #include <algorithm>
 #include <atomic>
 #include <iostream>
@@ -32,7 +32,7 @@ void post_many_launches(Communicator& communicator, uint64_t num_launches, uint6
   }
 }
 
-// Ranks run ahead of each other as far as they may, and posts are used again.
+// Ranks run as far ahead of each other as they may, and posts are reused.
 template <int kWorldSize>
 void equal_launches_agree() {
   run_ranks(kWorldSize, [](Communicator& communicator) {
@@ -41,7 +41,7 @@ void equal_launches_agree() {
   });
 }
 
-// Whoever comes later is told, at once, and whoever came before by its next call.
+// The later rank gets the error at once, the earlier ones at their next call.
 void another_launch_is_a_mismatch() {
   for (uint64_t seed = 0; seed < 20; ++seed) {
     std::atomic<int> num_mismatches{0};
@@ -105,7 +105,7 @@ void a_rank_that_does_not_follow_is_a_timeout() {
             {.timeout = milliseconds(200)});
 }
 
-// Each ordered pair of ranks counts for itself.
+// Each ordered pair of ranks counts its own transfers.
 void transfers_agree_pair_by_pair() {
   run_ranks(3, [](Communicator& communicator) {
     const int rank = communicator.rank();
@@ -137,13 +137,13 @@ void another_length_is_a_mismatch_of_the_pair() {
 
 // ---- the monitor
 
-// Stands for an executor whose kernels wait until they are aborted.
+// A stub for an executor whose kernels wait until they are aborted.
 struct FakeKernels {
   std::atomic<uint64_t> failure{0};
   std::atomic<uint64_t> stall{0};
   std::atomic<bool> is_aborted{false};
 
-  // As a kernel of rank `rank` does again and again while it waits for `peer`.
+  // Acts like a kernel of rank `rank` that repeatedly reports its wait for `peer`.
   void wait_for(uint16_t rank, uint16_t peer) {
     stall = cuda::Failure{.kind = cuda::FailureKind::kStall,
                           .phase = cuda::WaitPhase::kFreeSlot,
@@ -165,8 +165,7 @@ struct FakeKernels {
   }
 };
 
-// A kernel's failure on one rank ends the kernels of all, and every later call, which says the
-// same.
+// A kernel's failure on one rank ends the kernels of all ranks; every later call gets that error.
 void a_kernel_that_gives_up_ends_the_group(cuda::FailureKind kind, ErrorKind expected,
                                            std::string_view fact) {
   std::latch all_posted(3);  // a rank that posts its first launch after the failure gets the error
@@ -187,7 +186,7 @@ void a_kernel_that_gives_up_ends_the_group(cuda::FailureKind kind, ErrorKind exp
   });
 }
 
-// What is written to std::cerr in its lifetime.
+// Captures what is written to std::cerr during its lifetime.
 class ErrorOutput {
  public:
   ErrorOutput() : before_(std::cerr.rdbuf(text_.rdbuf())) {}
@@ -202,7 +201,11 @@ class ErrorOutput {
   std::streambuf* before_;
 };
 
+<<<<<<< HEAD
 // Kernels report a wait again and again; the user is told once, unless reports stop for 500 ms.
+=======
+// Kernels report it repeatedly while they wait; the user reads it once.
+>>>>>>> plain-a
 void a_kernel_that_waits_long_names_whom_it_awaits() {
   const ErrorOutput output;
   const auto begin = std::chrono::steady_clock::now();
@@ -236,7 +239,7 @@ void an_abort_ends_kernels() {
   });
 }
 
-// A rank that has left is nobody's trouble while no kernel waits for it, whatever is queued.
+// A rank that has left is no error as long as no kernel waits for it, whatever is queued.
 void a_rank_that_leaves_ends_kernels_that_wait_for_it() {
   std::atomic<bool> has_waited{false};
   run_ranks(3, [&](Communicator& communicator) {

@@ -1,4 +1,4 @@
-// Where things lie in a region: inside it, on cache lines, and apart from each other.
+// The layout of a region: every part is inside it, on cache lines and disjoint.
 #include "check.h"
 #include "transport/layout.h"
 
@@ -16,7 +16,7 @@ void messages_lie_in_the_mailbox_of_their_epoch() {
     const size_t begin = sizeof(ControlBlock), end = geometry.slot(0);
     const size_t middle = begin + (end - begin) / 2;
     for (size_t num_bytes = 0; num_bytes <= geometry.message_bytes; ++num_bytes) {
-      // Epochs enough to come to each of a few hundred places.
+      // Enough epochs to reach each of a few hundred places.
       for (uint64_t epoch = 0; epoch < (num_bytes % 64 == 0 ? 400 : 8); ++epoch) {
         const size_t place = geometry.message(epoch, num_bytes);
         const bool is_even = epoch % 2 == 0;

@@ -17,7 +17,7 @@ constexpr size_t kMaxLength = 130;
 constexpr size_t kBigLength = 4099;
 constexpr int kMaxSrcs = 5;
 
-// Memory of exactly this many bytes, at any alignment: a step outside is AddressSanitizer's to see.
+// Memory of exactly this many bytes, at any alignment: AddressSanitizer catches any access outside.
 class Bytes {
  public:
   Bytes(size_t num_bytes, size_t misalignment)
@@ -29,7 +29,7 @@ class Bytes {
   size_t misalignment_;
 };
 
-// Zeros, infinities, NaN, the ends of denormals and normals, and ones: by bits, for each format.
+// As bits: zeros, infinities, NaN, ones, and the limits of denormal and normal numbers.
 std::vector<uint64_t> special_bits(DType dtype) {
   if (!info(dtype).is_floating)
     return {0, 1, ~0ull, ~0ull << 7, ~0ull >> 1, 1ull << 31, 1ull << 63};
@@ -53,7 +53,8 @@ std::vector<uint64_t> special_bits(DType dtype) {
   return bits;
 }
 
-// A third special, a third any bits, a third of like magnitude so that sums round.
+// One third special values, one third random bits, one third of similar magnitude so that sums
+// round.
 uint64_t random_bits(DType dtype, Random& random) {
   const uint64_t kind = random.below(3);
   const uint64_t any = random.next();
@@ -99,7 +100,7 @@ ReduceProblem make_problem(DType dtype, ReduceOp op, int num_srcs) {
   return problem;
 }
 
-// alias: the source that dst is as well, or -1.
+// alias: the source that is also dst, or -1.
 void run_reduce(const cpu::ElementLoops& table, const ReduceProblem& problem, size_t num_elems,
                 int alias) {
   const size_t num_bytes = num_elems * info(problem.dtype).num_bytes;
@@ -185,7 +186,7 @@ void convert_exists_only_among_floats() {
   }
 }
 
-// Every one of the 65536 values, to each wider format and back.
+// Each of the 65536 values, to each wider format and back.
 void all_halves_round_trip(DType half) {
   std::vector<uint64_t> all(1 << 16);
   for (size_t bits = 0; bits < all.size(); ++bits) all[bits] = bits;
@@ -204,14 +205,14 @@ void all_halves_round_trip(DType half) {
   }
 }
 
-// Around every value of `to` that lies between two neighbours, the tie itself and what is next to
-// it in `from`. In float64 these are the values that a detour through float32 rounds wrongly.
+// For every two neighbours in `to`: the tie between them and the values next to the tie in `from`.
+// In float64 a detour through float32 would round these values wrongly.
 void ties_round_to_even(DType from, DType to) {
   const uint64_t infinity = round_to(to, INFINITY);
   const uint64_t stride = infinity > (1 << 16) ? 49999 : 1;  // not each of 2^32
   std::vector<uint64_t> elems;
   for (uint64_t bits = 0; bits < infinity; bits += stride) {
-    // Behind the greatest finite value, the one that would come next.
+    // After the largest finite value, uses the value that would come next.
     const double low = to_double(to, bits);
     const double high =
         bits + 1 < infinity ? to_double(to, bits + 1) : 2 * low - to_double(to, bits - 1);

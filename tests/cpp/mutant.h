@@ -1,5 +1,5 @@
-// Which fault this process has, of all those that tests/kernel_mutants.py has put into the kernels'
-// headers: one program serves for every mutant.
+// Selects this process's fault among those that tests/kernel_mutants.py has put into the kernels'
+// headers, so that one program serves for every mutant.
 #pragma once
 
 #include <cstdlib>
@@ -14,7 +14,7 @@ inline const int the_mutant = [] {
   return text == nullptr ? kNoMutant : std::atoi(text);
 }();
 
-// Constants are those of the sound program.
+// Constants are evaluated without the fault.
 constexpr bool is_mutant(int id) { return !std::is_constant_evaluated() && the_mutant == id; }
 
 }  // namespace rota::test

@@ -1,5 +1,5 @@
-// Send and recv between ranks that are threads: what is matched with what, in which order, and what
-// becomes of messages that do not fit, are not awaited, or never come.
+// Send and recv between ranks that are threads: how messages are matched, in which order, and what
+// becomes of messages that do not fit, are not received, or never come.
 #include <sched.h>
 
 #include <numeric>
@@ -19,7 +19,7 @@ using Bytes = std::vector<uint8_t>;
 
 constexpr size_t kSlot = kSmall.link_slot_bytes;
 constexpr size_t kLinkBytes = transport::kNumHostLinkSlots * kSlot;
-// None, few, about one slot with its header and without, about a whole link, many times that.
+// Zero, one, around one slot with its header and without, a whole link, many times that.
 constexpr size_t kLengths[] = {0,
                                1,
                                kSlot - 65,
@@ -30,7 +30,7 @@ constexpr size_t kLengths[] = {0,
                                kLinkBytes,
                                9 * kLinkBytes + 7};
 
-// What `source` sends as its message `number`; no two are alike from the first byte on.
+// The content of message `number` of `source`; any two differ from the first byte on.
 Bytes content(int source, uint64_t number, size_t num_bytes) {
   Bytes bytes(num_bytes);
   uint64_t value = mix(number * 64 + static_cast<uint64_t>(source));
@@ -51,7 +51,7 @@ void send(Communicator& communicator, const Bytes& bytes, int peer, uint64_t tag
   links.wait(*request, CallerThread::kUser);
 }
 
-// Returns who has sent it.
+// Returns the sender's rank.
 int recv(Communicator& communicator, Bytes& bytes, int peer, uint64_t tag = 0) {
   PointToPoint& links = communicator.point_to_point();
   const RequestRef request = links.recv(bytes.data(), message_of(bytes, tag), peer);
@@ -80,7 +80,7 @@ void messages_of_all_lengths_arrive() {
   });
 }
 
-// Far more than a link holds: each rank takes in what the other sends while it waits for room.
+// Sends far more than a link holds: each rank receives while it waits for room.
 void both_ranks_send_first() {
   run_ranks(2, [](Communicator& communicator) {
     const int peer = 1 - communicator.rank();
@@ -92,8 +92,8 @@ void both_ranks_send_first() {
   });
 }
 
-// Every rank sends to every other with a few tags, as isend, and receives in an order of its own:
-// in each (source, tag) it must be the order of sending.
+// Every rank sends to every other with a few tags, as isend does, and receives in random order.
+// Messages of one (source, tag) must arrive in the order in which they were sent.
 template <int kWorldSize>
 void mixed_messages_keep_their_order() {
   constexpr uint64_t kNumMessages = 60, kNumTags = 3;
@@ -115,7 +115,7 @@ void mixed_messages_keep_their_order() {
     std::vector<Expected> recvs;
     recvs.reserve(kNumMessages * kWorldSize);
     std::vector<uint64_t> num_sent(kWorldSize, 0);
-    // By source and tag: the number of the next message.
+    // The number of the next message, by source and tag.
     std::vector<std::array<uint64_t, kNumTags>> next(kWorldSize, {0, 1, 2});
     sent.reserve(kNumMessages * kWorldSize);
     const uint64_t num_all = kNumMessages * (kWorldSize - 1);
@@ -141,7 +141,7 @@ void mixed_messages_keep_their_order() {
         number += kNumTags, ++num_recvs;
       }
     }
-    // In any order: each wait moves all.
+    // The order does not matter, because each wait moves all messages.
     for (size_t i = recvs.size(); i-- > 0;) {
       links.wait(*recvs[i].request, CallerThread::kUser);
       check(recvs[i].bytes == recvs[i].content, "another message has come");
@@ -169,7 +169,7 @@ void any_rank_is_the_first_that_came() {
   });
 }
 
-// Messages and collectives of one group do not wait for each other's turn.
+// Messages and collectives of one group do not wait for each other.
 void messages_go_on_beside_collectives() {
   run_ranks(3, [](Communicator& communicator) {
     const int rank = communicator.rank(), next = (rank + 1) % 3, previous = (rank + 2) % 3;
@@ -202,7 +202,7 @@ void threads_share_the_links() {
   });
 }
 
-// Rank 0 sends more than the link holds, and then has no time for it until rank 1 has it all.
+// Rank 0 sends more than the link holds, then ignores the link until rank 1 has received it all.
 void requests_go_on_while_nobody_waits() {
   std::atomic<bool> has_arrived{false}, is_reported{false};
   run_ranks(2, [&](Communicator& communicator) {
@@ -221,7 +221,7 @@ void requests_go_on_while_nobody_waits() {
     links.attend(*request, nullptr);
     has_arrived.wait(false);
     check(links.test(*request), "the send is done");
-    is_reported.wait(false);  // by the thread that has moved it, once it has let go of the mutex
+    is_reported.wait(false);  // set by the thread that moved it, once it has released the mutex
   });
 }
 
@@ -246,7 +246,7 @@ void another_length_or_dtype_is_a_mismatch() {
           links.recv(bytes.data(), {.tag = 8, .dtype = DType::kInt8, .num_elems = length}, 0);
       expect_error(ErrorKind::kMismatch, [&] { links.wait(*other, CallerThread::kUser); });
     }
-    communicator.barrier(CallerThread::kUser);  // the group is alive
+    communicator.barrier(CallerThread::kUser);  // the group stays usable
   });
 }
 
@@ -269,7 +269,7 @@ void a_send_that_nobody_receives_names_who_was_awaited() {
       2,
       [&](Communicator& communicator) {
         if (communicator.rank() == 1) {
-          // Ranks share this process, and who waits moves the messages of all its groups.
+          // Ranks share this process, where a waiting thread moves the messages of all groups.
           communicator.point_to_point().close();
           is_closed = true;
           is_closed.notify_all();
@@ -281,7 +281,7 @@ void a_send_that_nobody_receives_names_who_was_awaited() {
         check_contains(error.what(), "rota.send: rank 0/2 waited");
         check_contains(error.what(), "for rank 1");
         check_contains(error.what(), "tag 3");
-        // What the group has died of ends later calls, and what is outstanding.
+        // The error that ended the group also ends later calls and outstanding requests.
         Bytes bytes(1);
         expect_error(ErrorKind::kTimeout, [&] { recv(communicator, bytes, 1); });
         is_over = true;
@@ -326,7 +326,7 @@ void a_wait_may_be_given_up() {
   });
 }
 
-// What it has sent before is still there.
+// Messages that it sent before it left can still be received.
 void a_rank_that_leaves_is_not_waited_for() {
   run_ranks(2, [](Communicator& communicator) {
     if (communicator.rank() == 0) return send(communicator, Bytes{1, 2, 3}, 1);
@@ -338,7 +338,7 @@ void a_rank_that_leaves_is_not_waited_for() {
   });
 }
 
-// Nobody waits for the requests: the thread that attends to them must find it out.
+// Nobody waits for the request, so the thread that attends to it must notice.
 void a_rank_that_leaves_ends_what_is_attended() {
   run_ranks(3, [](Communicator& communicator) {
     if (communicator.rank() != 1) return communicator.barrier(CallerThread::kUser);

@@ -53,7 +53,7 @@ pid_t start_process(const std::function<void()>& body) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != parent) _exit(1);
   _exit(run_child([&] {
-    per_process<transport::Heap>();  // keeps a descriptor, beside which tests count others
+    per_process<transport::Heap>();  // opens its descriptor before tests count theirs
     body();
   }));
 }

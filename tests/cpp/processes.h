@@ -1,4 +1,4 @@
-// Ranks as processes of their own: forked children, and a Store in a directory that they share.
+// Ranks as separate processes: forked children, and a Store in a directory that they share.
 #pragma once
 
 #include <sys/types.h>
@@ -31,7 +31,7 @@ Exit wait_for_process(pid_t pid);
 // One child for each rank; fails unless all of them exit with 0.
 void run_processes(int world_size, const std::function<void(int)>& body);
 
-// A directory that goes away with its owner; children only use it.
+// A directory that its creator's process removes; children only use it.
 class StoreDirectory {
  public:
   StoreDirectory();
@@ -45,7 +45,7 @@ class StoreDirectory {
   pid_t owner_;
 };
 
-// A file for each key.
+// Keeps each key in a file.
 class FileStore final : public transport::Store {
  public:
   explicit FileStore(const StoreDirectory& directory) : directory_(directory.path()) {}
@@ -54,7 +54,7 @@ class FileStore final : public transport::Store {
   bool has(const std::string& key) override;
   std::string get(const std::string& key) override;
 
-  // get() of a key that is still to come.
+  // get() that waits until the key appears.
   std::string await(const std::string& key);
 
  private:
@@ -63,12 +63,12 @@ class FileStore final : public transport::Store {
   std::filesystem::path directory_;
 };
 
-// SharedMemoryTransport::connect() with what tests do not care about filled in.
+// SharedMemoryTransport::connect() with defaults for what most tests do not vary.
 std::unique_ptr<transport::Transport> connect(
     const StoreDirectory& directory, int rank, int world_size,
     std::chrono::milliseconds timeout = std::chrono::seconds(30));
 
-// Open descriptors of this process.
+// The number of open descriptors of this process.
 int num_open_files();
 
 }  // namespace rota::test

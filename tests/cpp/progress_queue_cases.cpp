@@ -1,4 +1,4 @@
-// What a communicator has queued: order, idleness, an end that loses nothing, and threads that
+// A communicator's queue: order, idleness, a close that loses no task, and threads that
 // communicators share.
 #include "core/progress_queue.h"
 
@@ -30,7 +30,7 @@ void tasks_run_in_order() {
   for (int i = 0; i < 1000; ++i) check_equal(order[static_cast<size_t>(i)], i, "task");
 }
 
-// Whoever finds the queue idle sees what its tasks did, without any other synchronisation.
+// A caller that finds the queue idle sees what its tasks did, without other synchronisation.
 void idle_queue_has_done_its_tasks() {
   ProgressQueue queue;
   check(queue.is_idle(), "a new queue is idle");
@@ -155,7 +155,7 @@ void wait_until_idle(const ProgressQueue& queue) {
   while (!queue.is_idle()) std::this_thread::yield();
 }
 
-// Also when it queues work again before its thread has gone back to the pool.
+// Also when work is queued again before the thread has gone back to the pool.
 void queue_keeps_to_one_thread() {
   Threads threads;
   ProgressQueue queue;
@@ -176,8 +176,8 @@ void queues_one_after_another_share_a_thread() {
   check_equal(threads.count(), size_t{1}, "threads of a hundred queues");
 }
 
-// A queue that is empty keeps no thread. Its last one may be on its way back when the next queue
-// looks for one, so there may be a few.
+// An empty queue keeps no thread. A queue's thread may still be on its way back to the pool when
+// the next queue needs one, so there may be a few.
 void idle_queues_keep_no_thread() {
   constexpr size_t kNumQueues = 100;
   Threads threads;
@@ -191,8 +191,8 @@ void idle_queues_keep_no_thread() {
   check(threads.count() < kNumQueues / 4, join(threads.count(), " threads are few"));
 }
 
-// Tasks of two groups that wait for their peers, queued by the two ranks in different orders: each
-// group gets a thread, as one for both would wait for itself.
+// Tasks of several groups wait for their peers, and the two ranks queue them in different orders.
+// Each group gets its own thread, since a shared one would deadlock.
 void groups_in_different_orders_do_not_block_each_other() {
   constexpr int kNumGroups = 3;
   for (int round = 0; round < 50; ++round) {
@@ -230,7 +230,7 @@ void close_does_not_wait_for_other_queues() {
   may_end.notify_all();
 }
 
-// Whatever enqueue() has taken has run when close() returns, and nothing runs afterwards.
+// When close() returns, every task that enqueue() accepted has run, and none runs afterwards.
 void nothing_runs_after_close() {
   for (int round = 0; round < 100; ++round) {
     ProgressQueue queue;
@@ -259,7 +259,7 @@ void nothing_runs_after_close() {
   }
 }
 
-// Its thread runs what is left, and goes back to the pool.
+// The queue's thread runs the remaining tasks, and goes back to the pool.
 void task_destroys_its_queue() {
   Threads threads;
   for (int i = 0; i < 100; ++i) {

@@ -1,4 +1,4 @@
-// Small, seeded, and the same on every rank and machine.
+// A small seeded generator with the same numbers on every rank and machine.
 #pragma once
 
 #include <cstdint>

@@ -11,7 +11,7 @@ namespace rota::test {
 inline constexpr transport::Geometry kSmall{
     .message_bytes = 1024, .slot_bytes = 4096, .link_slot_bytes = 256};
 
-// Longer than any wait that goes well, also where a sanitizer and other people share the cores.
+// Longer than any successful wait, even with a sanitizer on cores shared with other work.
 inline constexpr std::chrono::seconds kPatience{60};
 
 struct RanksOptions {
@@ -20,13 +20,13 @@ struct RanksOptions {
   std::function<void()> check_interrupt = [] {};
 };
 
-// Runs body on every rank, each in a thread with a communicator of its own, which it closes when it
-// is done, whoever else still works. A rank that throws aborts the group; the first such exception
-// is thrown again here.
+// Runs body on every rank, each in its own thread with its own communicator, which closes as soon
+// as that rank is done. A rank that throws aborts the group; the first such exception is rethrown
+// here.
 void run_ranks(int world_size, const std::function<void(Communicator&)>& body,
                const RanksOptions& options = {});
 
-// The same for ranks that share a transport but build what they need themselves.
+// Runs body in threads, for ranks that build what they need themselves; rethrows likewise.
 void run_threads(int num_threads, const std::function<void(int)>& body);
 
 }  // namespace rota::test

@@ -11,12 +11,12 @@ namespace {
 struct FloatFormat {
   int exponent_bits;
   int mantissa_bits;
-  bool has_infinity = true;  // if not, all bits set are NaN, and all others of this exponent finite
+  bool has_infinity = true;  // if not, NaN has all bits set and every other code is finite
 
   int bias() const { return (1 << (exponent_bits - 1)) - 1; }
   int min_exponent() const { return 1 - bias(); }  // of the smallest normal number
   uint64_t exponent_mask() const { return ((uint64_t{1} << exponent_bits) - 1) << mantissa_bits; }
-  // Finite magnitudes lie below; it stands for what is too large.
+  // The code for overflow; finite magnitudes lie below it.
   uint64_t limit() const { return has_infinity ? exponent_mask() : sign() - 1; }
   bool is_nan(uint64_t magnitude) const {
     return has_infinity ? magnitude > limit() : magnitude == limit();
@@ -64,7 +64,7 @@ uint64_t reduce_floats(DType dtype, ReduceOp op, std::span<const uint64_t> srcs,
   return round_to(dtype, static_cast<double>(acc));
 }
 
-// The integer of dtype that the low bits of a word stand for.
+// The integer of dtype that the low bits of a word represent.
 int64_t to_integer(DType dtype, uint64_t bits) {
   if (dtype == DType::kBool || dtype == DType::kUInt8) return static_cast<int64_t>(bits & 0xff);
   const int unused = 64 - 8 * static_cast<int>(info(dtype).num_bytes);
@@ -137,7 +137,7 @@ uint64_t round_to(DType dtype, double value) {
   int exponent = 0;
   std::frexp(value, &exponent);  // |value| in [0.5, 1) * 2^exponent
   exponent = std::max(exponent - 1, format.min_exponent());
-  // In units of the last place the mantissa is exact up to the one rounding of nearbyint.
+  // The value in units of the last place: nearbyint is the only rounding.
   const double units =
       std::nearbyint(std::ldexp(std::fabs(value), format.mantissa_bits - exponent));
   // The leading bit of a normal number counts as one step of the exponent; so does a carry.

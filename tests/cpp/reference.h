@@ -1,6 +1,6 @@
-// What the element loops must give, one scalar at a time, from the definitions: formats from their
-// bit widths, roundings from nearbyint, sums in the accumulate dtype from left to right. Slow, and
-// shares no line with csrc/cpu/.
+// The results that the element loops must give, one scalar at a time, from the definitions: formats
+// from their bit widths, roundings from nearbyint, sums in the accumulate dtype from left to right.
+// Slow, and shares no code with csrc/cpu/.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace rota::test {
 
-// Elements travel here as their bits, in the low end of a word.
+// Elements are passed as their bits, in the low end of a word.
 double to_double(DType dtype, uint64_t bits);
 
 // The float of `dtype` nearest to value, ties to even: one rounding.
@@ -18,7 +18,7 @@ uint64_t round_to(DType dtype, double value);
 
 bool is_nan(DType dtype, uint64_t bits);
 
-// Equal bits, or both NaN: which NaN is not promised.
+// Equal bits, or both NaN: NaN payloads may differ.
 bool is_same(DType dtype, uint64_t a, uint64_t b);
 
 // (((srcs[0] op srcs[1]) op srcs[2]) ...), for kAvg divided by `divisor`, rounded once.
@@ -27,7 +27,8 @@ uint64_t reduce_scalars(DType dtype, ReduceOp op, std::span<const uint64_t> srcs
 uint64_t load_bits(DType dtype, const void* base, uint64_t index);
 void store_bits(DType dtype, void* base, uint64_t index, uint64_t bits);
 
-// An integer as the bits of dtype: exact or, for integers, wrapped; bool: whether it is not 0.
+// The bits of an integer in dtype: exact or, for integer dtypes, wrapped; for bool, whether it is
+// not 0.
 uint64_t bits_of_integer(DType dtype, int64_t value);
 
 }  // namespace rota::test

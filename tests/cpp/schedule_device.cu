@@ -1,6 +1,6 @@
-// The schedules as device code. nvcc compiles the kernel, which calls every function of
-// csrc/schedule/ that the CUDA kernels will use; nvcc and g++ both evaluate the assertions, so host
-// and device agree on what the functions say.
+// The schedules as device code: nvcc compiles the kernel, which calls every function of
+// csrc/schedule/ that the CUDA kernels use. nvcc and g++ both evaluate the assertions, so host and
+// device agree on the results.
 #include "schedule/chunk.h"
 #include "schedule/direct.h"
 #include "schedule/rank_set.h"
@@ -58,7 +58,7 @@ static_assert(select(2, 1024) == Algorithm::kOneShot);
 static_assert(parse_algorithm("two_shot") == Algorithm::kTwoShot);
 
 #if defined(__CUDACC__)
-// One thread for each step of one rank; the sums only keep the calls alive.
+// One thread for each step of one rank; the sums only keep calls from being optimised away.
 __global__ void schedule_kernel(int rank, int world_size, uint64_t num_elems, uint64_t* sums) {
   const int step = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   const auto num_shards = static_cast<uint64_t>(world_size);

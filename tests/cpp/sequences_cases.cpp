@@ -1,5 +1,5 @@
-// Long random sequences of collectives, so that every kind follows every other at every size, on
-// ranks that are late in turns. What a slot, a post and a flag hold passes from one to the next.
+// Long random sequences of collectives, so that every kind follows every other at every size, with
+// ranks late in turn. Slots, posts and flags carry over from one collective to the next.
 #include <sched.h>
 #include <unistd.h>
 
@@ -10,7 +10,7 @@
 namespace rota::test {
 namespace {
 
-// Most ranks most of the time go on at once; else they let others run, or are clearly late.
+// Mostly goes on at once; otherwise lets other threads run, or is clearly late.
 void dawdle(Random& random) {
   const uint64_t chance = random.below(16);
   if (chance == 0) {
@@ -33,8 +33,8 @@ void mixed_calls(int world_size, int num_calls) {
   });
 }
 
-// As above where narrow floats no longer hold every sum: each algorithm in turn, through more slots
-// than there are.
+// Like mixed_calls, for worlds in which narrow floats no longer hold every sum: each algorithm in
+// turn, through more rounds than there are slots.
 void every_algorithm(int world_size, int num_turns) {
   run_ranks(world_size, [&](Communicator& communicator) {
     Random own(static_cast<uint64_t>(communicator.rank()));
@@ -83,7 +83,7 @@ void longest_messages(int world_size, int num_calls) {
   });
 }
 
-// Now and then one rank calls something longer than the others. All refuse, and go on with slots,
+// Sometimes one rank's call is longer than the others'. All ranks refuse it, and go on with slots,
 // mailboxes and flags as they were.
 void mixed_calls_with_mismatches(int world_size, int num_calls) {
   run_ranks(world_size, [&](Communicator& communicator) {

@@ -52,7 +52,7 @@ void collectives_between_processes(int world_size) {
 
 // ---- protection ----
 
-// A child that writes to a byte of another rank's control block ends there.
+// A child that writes to a byte of another rank's control block is killed.
 void peers_control_block_is_read_only() {
   const StoreDirectory directory;
   run_processes(2, [&](int rank) {
@@ -97,7 +97,7 @@ void memory_is_sealed() {
   check(fcntl(memory, F_ADD_SEALS, F_SEAL_WRITE) != 0, "another seal fails");
 }
 
-// By both sides of the handshake.
+// Both sides of the handshake refuse it.
 void unsafe_memory_is_refused(size_t num_bytes, int seals) {
   const StoreDirectory directory;
   run_processes(2, [&](int index) {
@@ -120,7 +120,7 @@ void unsafe_memory_is_refused(size_t num_bytes, int seals) {
   });
 }
 
-// More memory than may be: an error before the rendezvous, not a signal later.
+// More memory than the limit allows is an error before the rendezvous, not a signal later.
 void memory_shortage_is_an_error() {
   const StoreDirectory directory;
   run_processes(1, [&](int rank) {
@@ -156,8 +156,8 @@ void signals_do_not_disturb_connect() {
 
 // ---- death ----
 
-// Rank 2 ends in its way, and rank 0 looks around while it waits for `awaited`. It must complain
-// with expected_error, or, where that is empty, not at all.
+// Rank 2 ends by end(), and rank 0 looks for failures while it waits for `awaited`. It must report
+// expected_error, or nothing if that is empty.
 void watch_a_rank_end(const std::function<void(Communicator&)>& end, int awaited, Exit expected_end,
                       std::string_view expected_error) {
   const StoreDirectory directory;
@@ -201,8 +201,8 @@ void killed_peer_is_noticed_whoever_is_awaited() {
   }
 }
 
-// A rank may close and end as soon as it is done, while others still move the last pieces among
-// themselves: a failure only for who waits for this rank.
+// A rank may close and end as soon as it is done, while others still exchange the last chunks. That
+// is a failure only for a rank that waits for it.
 void peer_that_closed_before_it_ended_is_no_failure() {
   watch_a_rank_end([](Communicator&) {}, /*awaited=*/1, Exit{}, "");
   watch_a_rank_end([](Communicator&) {}, /*awaited=*/2, Exit{}, "rank 2");
@@ -277,8 +277,8 @@ void child_queues_work_of_its_own() {
     has_begun = true;
     may_end.wait(false);
   });
-  // A thread that starts allocates, and AddressSanitizer's allocator does not survive a fork in the
-  // middle of that, as glibc's does.
+  // A starting thread allocates memory. Unlike glibc's allocator, AddressSanitizer's does not
+  // survive a fork in the middle of that.
   while (!has_begun) std::this_thread::yield();
   const pid_t child = start_process([] {
     int sum = 0;
@@ -315,7 +315,7 @@ void child_drops_what_a_thread_waits_on() {
   waiter->join();
 }
 
-// The thread that attends to requests stays a while after the last one, and waits for the next.
+// The thread that attends to requests stays a while after the last one, waiting for another.
 void child_closes_links_that_a_thread_attends() {
   const StoreDirectory directory;
   run_processes(2, [&](int rank) {
@@ -336,7 +336,7 @@ void child_closes_links_that_a_thread_attends() {
   });
 }
 
-// The children of ranks form a group beside that of their parents, and with other peers.
+// The children of ranks form their own group, beside that of their parents.
 void children_make_a_group_of_their_own() {
   const StoreDirectory directory, directory_of_children;
   run_processes(2, [&](int rank) {

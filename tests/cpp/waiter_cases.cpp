@@ -1,8 +1,8 @@
-// The waiter's sleep and wake-up, hard on its one argument: a publisher that sees nobody asleep and
-// a sleeper that sees nothing published cannot both be right (base/waiter.h).
+// Stresses the waiter's sleep and wake-up, which rests on one argument: it cannot be that the
+// publisher sees nobody asleep and the sleeper sees nothing published (base/waiter.h).
 //
-// In the build named "endless" a sleep has no tick that would end it anyway, so a single lost
-// wake-up stops the program.
+// In the build named "endless" sleeps have no periodic tick, so a single lost wake-up hangs the
+// program.
 #include <sched.h>
 
 #include <atomic>
@@ -36,7 +36,7 @@ class Patience final : public WaitObserver {
 struct Words {
   Flag flag{};
   Flag sleeping{};
-  uint64_t payload = 0;  // plain memory that the flag orders
+  uint64_t payload = 0;  // plain memory, ordered by the flag
 };
 
 // Ranks pass a number around and add one each time; with a policy of zeros every wait sleeps.
@@ -64,7 +64,7 @@ void pass_around(int num_ranks, const WaitPolicy& policy, int num_laps, bool daw
                   (value - 1) * static_cast<uint64_t>(num_ranks) + static_cast<uint64_t>(rank),
                   "what was passed on");
       own.payload = before + 1;
-      // Anything from nothing to a few µs, so that the publisher meets every point of the sleeper.
+      // A delay of up to a few µs, so that the publication hits every stage of the sleeper.
       for (uint64_t i = dawdles ? random.below(2000) : 0; i > 0; --i) {
         std::atomic_signal_fence(std::memory_order_seq_cst);
       }
@@ -103,7 +103,7 @@ void reached_flag_asks_nobody() {
   check_equal(patience.num_polls + patience.num_ticks, int64_t{0}, "calls of the observer");
 }
 
-// An error that the observer reports ends the wait; if the flag is there by then, it does not.
+// An error from the observer ends the wait, unless the flag is there by then.
 class Complaint final : public WaitObserver {
  public:
   explicit Complaint(Flag* flag) : flag_(flag) {}

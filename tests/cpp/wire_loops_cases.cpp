@@ -19,7 +19,7 @@ constexpr size_t kLength = 517;
 constexpr int kMaxSrcs = 3;
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-// Blocks of like magnitude, of wild ones, of denormals and zeros; Inf and NaN here and there.
+// Blocks of similar magnitudes, of very different ones, of denormals and zeros; some Inf and NaN.
 std::vector<float> random_floats(uint64_t seed) {
   Random random(seed);
   std::vector<float> values(kLength);
@@ -72,7 +72,7 @@ Scalars encode_scalars(const WireFormat& format, const float* values, size_t num
   return expected;
 }
 
-// Memory for exactly so many elements: a step outside is AddressSanitizer's to see.
+// Memory for exactly num_elems elements: AddressSanitizer catches any access outside.
 struct Encoded {
   Encoded(const WireFormat& format, size_t num_elems)
       : payload(format.payload_bytes(num_elems)), scales(format.num_scales(num_elems)) {}
@@ -96,7 +96,7 @@ void check_encoded(const cpu::ElementLoops& table, const WireFormat& format, Enc
   }
 }
 
-// As the loops add: in float32, left to right.
+// Adds as the loops do: in float32, left to right.
 float sum_scalars(const std::vector<Scalars>& srcs, size_t elem) {
   auto sum = static_cast<float>(srcs[0].values[elem]);
   for (size_t s = 1; s < srcs.size(); ++s) sum += static_cast<float>(srcs[s].values[elem]);
@@ -117,7 +117,7 @@ void loops_give_scalar_bits(DType dtype, bool is_block_scaled) {
         values.shrink_to_fit();
         expected.push_back(encode_scalars(format, values.data(), num_elems));
         Encoded& encoded = srcs.emplace_back(format, num_elems);
-        for (float& value : values) value *= 2;  // exact, and the factor takes it back
+        for (float& value : values) value *= 2;  // exact, and the factor undoes it
         loops.encode(values.data(), encoded.place(), num_elems, 0.5f);
         check_encoded(*table, format, encoded, expected.back());
       }
@@ -175,7 +175,7 @@ void squares_do_not_depend_on_isa() {
     for (const cpu::ElementLoops* table : all_tables()) {
       const double squares = table->sum_of_squares(values.data(), num_elems);
       check_equal(squares, first, join(table->isa, ": the sum of ", num_elems, " squares"));
-      // Each of its additions rounds once.
+      // The tolerance is for the rounding of each addition.
       check(std::fabs(squares - expected) <= 1e-12 * expected, "the sum of squares is wrong");
     }
     if (num_elems == 0) continue;
