@@ -1,10 +1,10 @@
-"""How exact averaged gradients are: rota's fused hook beside torch's hooks, against float64.
+"""Accuracy of averaged gradients: rota's fused hook and torch's hooks, compared with float64.
 
     python benchmarks/accuracy.py
 
-Ranks are processes of this machine, which average what gradient_sets.py gives them. An element's
-error is measured in float64 and in units of what error_bound.py allows rota; torch's hooks are held
-against the bound of a single conversion each way too. The last line of the output is JSON.
+Ranks are processes on this machine that average the gradients of gradient_sets.py. An element's
+error is measured in float64, in units of rota's bound (error_bound.py); torch's hooks are also
+judged by that bound, of one conversion each way. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ except ImportError as error:
 WORLD_SIZES = (2, 4, 8, 16)
 MAX_RANKS = max(WORLD_SIZES)
 RECORDED_STEPS = (0, 40)
-# Ranks judge parts of the result that begin where a block does, whatever its length.
+# Ranks judge parts of the result that start at a block boundary for every block length.
 PART_ELEMS = 256
 CONTEXT = multiprocessing.get_context("forkserver")
-# The last one is what DistributedDataParallel imports when the first one is made, in a second.
+# The first DistributedDataParallel imports torch._dynamo, which takes a second.
 CONTEXT.set_forkserver_preload(["rota", "rich.table", "matplotlib.figure", "torch._dynamo"])
 
 
 @dataclass(frozen=True)
 class Hook:
-    """One of rota's or torch's, and the wire dtype that it is judged by."""
+    """A hook of rota or torch, and the wire format whose bound applies to it."""
 
     label: str
     is_rota: bool
@@ -60,7 +60,7 @@ class Hook:
     block_scaling: bool
 
     def over(self, group: dist.ProcessGroup) -> Callable[[dist.GradBucket], Tensor]:
-        """Averages a bucket over the ranks of `group`."""
+        """A function that averages a bucket over the ranks of `group`."""
         hook: Any
         state: Any
         if self.is_rota:
@@ -86,7 +86,7 @@ HOOKS = (
 
 @dataclass
 class Errors:
-    """What is wrong with an average, or a part of it.
+    """The errors of an average, or of a part of it.
 
     Args:
         num_outside: elements further from the exact average than the bound.
@@ -128,7 +128,7 @@ class Errors:
         )
 
     def add(self, other: Errors) -> None:
-        """Takes in those of another part."""
+        """Adds the errors of another part."""
         for name, value in vars(other).items():
             mine = getattr(self, name)
             setattr(self, name, max(mine, value) if name == "worst" else mine + value)
@@ -149,22 +149,22 @@ class GradientFile:
 
     @classmethod
     def write(cls, name: str, values: Tensor, path: Path) -> GradientFile:
-        """Keeps `values` at `path`."""
+        """Writes `values` to `path`."""
         values.numpy().tofile(path)
         return cls(name, str(path), values.shape[1])
 
     def map(self) -> Tensor:
-        """The values; they are read when they are used."""
+        """The values, mapped: they are read when they are used."""
         num_elems = MAX_RANKS * self.num_elems
         values = torch.from_file(self.path, shared=False, size=num_elems, dtype=torch.float32)
         return values.view(MAX_RANKS, self.num_elems)
 
 
-Judged = tuple[str, str, int, Errors]  # set, hook, ranks, and what is wrong
+Judged = tuple[str, str, int, Errors]  # set, hook, number of ranks, errors
 
 
 def rank_main(rank: int, files: Sequence[GradientFile], store_path: str, pipe: Connection) -> None:
-    """One of MAX_RANKS processes: averages with the others, and sends what it judged."""
+    """One of MAX_RANKS processes: averages with the others, and sends the errors that it found."""
     torch.set_num_threads(1)
     store = dist.FileStore(store_path, MAX_RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=MAX_RANKS)
@@ -200,10 +200,10 @@ def part_of(rank: int, world_size: int, num_elems: int) -> slice:
 
 
 def judge(files: Sequence[GradientFile], run_dir: Path) -> list[Judged]:
-    """Starts the ranks, and puts their parts together.
+    """Starts the ranks, and merges their parts.
 
     Raises:
-        RankError: one of them failed; it has said why.
+        RankError: a rank failed; it has printed why.
     """
     pipes, processes = [], []
     for rank in range(MAX_RANKS):
@@ -227,7 +227,7 @@ def judge(files: Sequence[GradientFile], run_dir: Path) -> list[Judged]:
 
 
 def receive(rank: int, pipe: Connection) -> list[Judged]:
-    """What a rank judged over one group."""
+    """A rank's results over one group."""
     try:
         judged: list[Judged] = pipe.recv()
     except EOFError:
@@ -236,12 +236,12 @@ def receive(rank: int, pipe: Connection) -> list[Judged]:
 
 
 def finite(value: float) -> float | None:
-    """Four digits of it; JSON has no infinity, so None."""
+    """`value` with four digits; None if infinite, which JSON cannot represent."""
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
 def row(judged: Judged) -> dict[str, Any]:
-    """One line of the record; null is infinite."""
+    """One row of the record; null means infinite."""
     name, label, num_ranks, errors = judged
     return {
         "gradients": name,
@@ -298,25 +298,25 @@ def print_table(console: Console, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def worst(values: Iterable[float | None]) -> float | None:
-    """The largest, of which None is one."""
+    """The largest value; None, which means infinite, is larger than any."""
     known = list(values)
     return None if None in known else max(value for value in known if value is not None)
 
 
 def count(number: int) -> str:
-    """As the table shows it: 12, 3.4k, 5.6M."""
+    """`number` as the table shows it: 12, 3.4k, 5.6M."""
     if number < 1000:
         return str(number)
     return f"{number / 1e3:.3g}k" if number < 999_500 else f"{number / 1e6:.3g}M"
 
 
 def text(value: float | None) -> str:
-    """As the table shows it."""
+    """`value` as the table shows it."""
     return "inf" if value is None else f"{value:.2g}"
 
 
 def benchmark(args: argparse.Namespace) -> dict[str, Any]:
-    """The whole run: makes gradients, averages them, writes, prints and sums up."""
+    """The whole run: makes gradients, averages them, writes the record, prints and sums up."""
     run = driver.Run("accuracy", "accuracy", MAX_RANKS, args)
     with tempfile.TemporaryDirectory(prefix="rota-bench-") as folder:
         run_dir = Path(folder)
@@ -349,5 +349,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the loopback, to work without a network
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # loopback, to work without a network
     sys.exit(main())

@@ -1,10 +1,10 @@
 """The mixed-precision turn as a call to time: a bucket reduced, unscaled, checked for Inf, clipped.
 
-That is what a step of training does between backward and the optimiser's update. A turn leaves the
-gradient as it found it, so that turns follow each other without a refill in between: all ranks hold
-the same values, whose average is the same again; and where unscale_ and clip_grad_norm_ write the
-gradient, it doubles (the loss scale is 1/2) and then halves (max_norm is half of the norm). Where
-the factor of 1/2 is left to the optimiser, the loss scale is 1.
+A training step does that between backward and the optimiser's update. A turn leaves the gradient
+unchanged, so that turns can follow each other without a refill: all ranks hold the same values, so
+the average equals them; where unscale_ and clip_grad_norm_ write the gradient, it is doubled (the
+loss scale is 1/2) and then halved (max_norm is half of the norm). Where clipping is left to the
+optimiser, the loss scale is 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hook_turn import make_bucket
 from protocol import Entry, Turn
 from tiles import spread
 
-# What a turn is made of, by the entry's api.
+# The parts of a turn; an entry's api is one of these.
 TORCH_AMP = "torch hook, torch amp"
 ROTA_HOOK_TORCH_AMP = "rota hook, torch amp"
 FUSED = "rota fused"
@@ -34,10 +34,10 @@ FUSED_IN_PLACE = "rota fused, clipped in place"
 HOOK_ALONE = "rota hook alone"
 APIS = (TORCH_AMP, ROTA_HOOK_TORCH_AMP, FUSED, FUSED_UNSCALED, FUSED_IN_PLACE, HOOK_ALONE)
 
-# Inputs repeat after this many elements: whole blocks, a prime number of them, so that a chunk
-# which lands at a wrong place shows.
+# Inputs repeat after this many elements: a prime number of whole blocks, so that a misplaced chunk
+# is detected.
 PERIOD_ELEMS = 64 * 509
-# Of float32 arithmetic after the reduction: unscale, clip factor, clip.
+# Error of the float32 arithmetic after the reduction: unscale, clip factor, clip.
 ARITHMETIC_ERROR = 2.0**-20
 
 
@@ -45,7 +45,7 @@ ARITHMETIC_ERROR = 2.0**-20
 class Pipeline:
     """One way to do the turn. `run` takes max_norm and returns the norm; None if it does not clip.
 
-    An optimiser divides gradients by its `grad_scale`, where it has one.
+    An optimiser divides gradients by its `grad_scale`, if it has one.
     """
 
     run: Callable[[float], torch.Tensor | None]
@@ -59,13 +59,13 @@ def amp_call(
     """The turn to time, and the number of wrong elements after a first one on random gradients.
 
     Args:
-        rota: the module, None where it is not built.
-        group: what torch's hook runs on.
-        device: where the bucket is.
+        rota: the module; None if it is not built.
+        group: the process group of torch's hook.
+        device: the bucket's device.
     """
     bucket = make_bucket(turn.num_elems, device=device)
     gradient = bucket.buffer()
-    # Where rota warns, it leaves the work to torch, whose time would pass for rota's.
+    # If rota warns, it falls back to torch, and torch's time would be reported as rota's.
     warnings.filterwarnings("error", message=r"rota\.")
     pipeline = make_pipeline(turn.entry, rota, group, bucket)
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -83,7 +83,7 @@ def amp_call(
 
 
 def random_gradient(rank: int, seed: int) -> torch.Tensor:
-    """PERIOD_ELEMS normal numbers."""
+    """PERIOD_ELEMS normally distributed numbers."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return torch.randn(PERIOD_ELEMS, generator=generator)
 
@@ -91,7 +91,7 @@ def random_gradient(rank: int, seed: int) -> torch.Tensor:
 def make_pipeline(
     entry: Entry, rota: Any, group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> Pipeline:
-    """The entry's way."""
+    """The pipeline of an entry."""
     parameters = bucket.parameters()
     optimizer = torch.optim.AdamW(parameters, fused=True)
     if entry.api == HOOK_ALONE:
@@ -105,7 +105,7 @@ def make_pipeline(
     loss = torch.zeros((), device=device)
     in_place = entry.api not in (FUSED, FUSED_UNSCALED)
     loss_scale = 0.5 if in_place else 1.0
-    # A scale that grew would change the gradient.
+    # The scale must not grow, because that would change the gradient.
     options: Any = {"init_scale": loss_scale, "growth_interval": 1 << 30}
     if entry.api in (TORCH_AMP, ROTA_HOOK_TORCH_AMP):
         hooks = default_hooks if entry.api == TORCH_AMP else rota
@@ -139,8 +139,8 @@ def count_wrong(
     inputs: list[torch.Tensor],
     bound: torch.Tensor,
 ) -> int:
-    """Runs a first turn on `inputs`, and counts elements that are further from the exact result
-    than `bound`, which is that of the average; a norm that is so counts as one more."""
+    """Runs a first turn on `inputs`, and counts the elements whose error exceeds `bound`, the error
+    bound of the average; a wrong norm counts as one more."""
     exact = error_bound.exact_average(inputs) / pipeline.loss_scale
     bound = bound / pipeline.loss_scale + ARITHMETIC_ERROR * exact.abs()
     exact_norm, norm_bound = (
@@ -149,10 +149,10 @@ def count_wrong(
     max_norm = exact_norm / 2
 
     norm = pipeline.run(max_norm)
-    factor = 1.0  # that the result was multiplied with, to clip it
+    factor = 1.0  # by which clipping multiplied the result
     num_wrong = 0
     if norm is not None:
-        factor = min(1.0, max_norm / (float(norm) + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+        factor = min(1.0, max_norm / (float(norm) + 1e-6))  # as in torch.nn.utils.clip_grad_norm_
         num_wrong += not abs(float(norm) - exact_norm) <= norm_bound
     exact, bound = exact.to(gradient.device), bound.to(gradient.device)
     divisor = float(getattr(pipeline.optimizer, "grad_scale", None) or 1.0)
@@ -164,13 +164,13 @@ def count_wrong(
 
 
 def wire_of(entry: Entry) -> Wire:
-    """What travels."""
+    """The wire format of an entry."""
     dtype: torch.dtype = getattr(torch, str(entry.wire_dtype))
     return error_bound.rota_wire(dtype, entry.api in (FUSED, FUSED_IN_PLACE))
 
 
 def bound_of(entry: Entry, inputs: list[torch.Tensor]) -> torch.Tensor:
-    """How far the average that the entry's hook makes of `inputs` may be from the exact one."""
+    """Error bound of the average that the entry's hook computes of `inputs`."""
     if entry.api == TORCH_AMP:
         return error_bound.torch_hook_bound(inputs, wire_of(entry).dtype)
     return error_bound.average_bound(inputs, wire_of(entry))

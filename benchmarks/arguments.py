@@ -1,4 +1,4 @@
-"""Command-line arguments that the benchmark scripts share, and the types of arguments."""
+"""Command-line arguments that the benchmark scripts share, and argparse types."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ FLOAT32_BYTES = 4
 
 
 class Parser(argparse.ArgumentParser):
-    """Keeps the lines of the description, and answers a bad argument in one line."""
+    """Keeps the description's line breaks, and reports a bad argument in one line."""
 
     def __init__(self, description: str | None) -> None:
         layout = argparse.RawDescriptionHelpFormatter
         super().__init__(description=description, formatter_class=layout)
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process; the usage, which argparse would print here too, is left to --help."""
+        """Ends the process without the usage that argparse would print; --help prints it."""
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
 
 
@@ -70,7 +70,7 @@ def parse_bucket_sizes(text: str) -> list[int]:
 
 
 def add_bucket_sizes(parser: argparse.ArgumentParser) -> None:
-    """The sizes of the buckets that hooks are timed on."""
+    """Adds the argument for the bucket sizes on which hooks are timed."""
     parser.add_argument(
         "--sizes",
         type=parse_bucket_sizes,
@@ -80,9 +80,9 @@ def add_bucket_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments for how much is measured, by how many ranks, and where it is written."""
+    """Adds the arguments for the number of ranks and samples, and for output files."""
     add = parser.add_argument
-    # Sums of more ranks would not be exact in every dtype.
+    # With more ranks, sums would not be exact in every dtype.
     add("--ranks", type=parse_natural(2, MAX_SUM), default=2, help="ranks to start (default: 2)")
     add(
         "-n",
@@ -119,5 +119,5 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
-    """How much to measure, as the arguments say."""
+    """How much to measure, from the arguments."""
     return Plan(args.warmup, args.iters, args.repeats, args.check)

@@ -1,10 +1,10 @@
-"""How long a DDP step with rota's fused hook takes, by DDP's bucket_cap_mb.
+"""Time of a DDP step with rota's fused hook, by DDP's bucket_cap_mb.
 
     python benchmarks/bucket_cap.py --models gpt,many_small,few_large
 
-A step is forward, backward with communication behind it, and AdamW's update, in float32 with
-float16 on the wire. Small buckets start to travel early; each costs a start. The caps take turns
-within one run. The last line of the output is JSON.
+A step is forward, backward overlapped with communication, and AdamW's update, in float32 with
+float16 on the wire. Small buckets start earlier, but every bucket has a fixed cost. The caps take
+turns within one run. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def parse_caps(text: str) -> list[float]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; ends the process with one line when it makes no sense."""
+    """Parses the command line; a bad one ends the process with a one-line error."""
     parser = Parser(description=__doc__)
     models = list(ddp_turn.MODELS)
     parser.add_argument(
@@ -66,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def rows_of(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """One row per model and cap: the step, and what it takes beyond the best cap's."""
+    """One row per model and cap: the step time, and how much longer it is than the best cap's."""
     rows = []
     for model, of_model in groupby(measurements, key=lambda result: result.op):
         results = list(of_model)
@@ -127,7 +127,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    """The exit status: 0 if everything was measured."""
+    """Returns the exit status: 0 if everything was measured."""
     args = parse_arguments()
     return driver.exit_status(lambda: benchmark(args))
 

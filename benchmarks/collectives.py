@@ -1,10 +1,10 @@
-"""Collective microbenchmark in the manner of nccl-tests: rota, Gloo, MPI, a memcpy roofline.
+"""Collective microbenchmark like nccl-tests: rota, Gloo, MPI, and a memcpy roofline.
 
     python benchmarks/collectives.py --op all_reduce --ranks 2 -b 4 -e 64M -f 4 -c
 
-It starts its own ranks. All backends stay alive for the whole run and take turns at each size,
-asleep when it is not their turn. Both entries of rota are measured: torch.distributed ("rota dist")
-and rota.Communicator ("rota comm"). The last line of the output is JSON.
+It starts its own ranks. All backends stay alive for the whole run, take turns at each size, and
+sleep between turns. Both interfaces of rota are measured: torch.distributed ("rota dist") and
+rota.Communicator ("rota comm"). The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MEMCPY = Entry(report.ROOFLINE, report.ROOFLINE, "numpy")
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; ends the process with one line when it makes no sense."""
+    """Parses the command line; a bad one ends the process with a one-line error."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--op", choices=OPS, default="all_reduce", help="the collective (default: all_reduce)")
@@ -91,7 +91,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def message_elems(args: argparse.Namespace) -> list[int]:
-    """Elements of the result at each size, at least one; in all_gather, one from each rank."""
+    """Elements of the result at each size: at least one, or in all_gather one per rank."""
     if args.op == "barrier":
         return [0]
     item_bytes = ITEM_BYTES[args.dtype]
@@ -105,7 +105,7 @@ def message_elems(args: argparse.Namespace) -> list[int]:
 
 
 def usable_mpis(args: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """The MPIs to measure, and a note for each that was asked for and cannot be."""
+    """The MPIs to measure, and a note for each requested MPI that is not available."""
     asked = [name for name in mpi_env.IMPLEMENTATIONS if {"mpi", name} & set(args.backends)]
     if asked and args.dtype in NOT_IN_MPI:
         return [], [f"{', '.join(asked)}: not measured, MPI has no datatype for {args.dtype}"]
@@ -196,7 +196,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    """The exit status: 0 if everything was measured and nothing was wrong."""
+    """Returns the exit status: 0 if everything was measured and no result was wrong."""
     args = parse_arguments()
     return driver.exit_status(lambda: benchmark(args))
 

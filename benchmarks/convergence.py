@@ -1,11 +1,11 @@
-"""Whether the demo learns as well with low-precision gradients as with float32, beside its spread.
+"""Compares the demo's convergence with low-precision and with float32 gradients.
 
     python benchmarks/convergence.py     # starts its own ranks; a table, a picture and JSON
 
 Trains the demo's GPT with gradients averaged in float32 and by rota's fused hook, from several
-seeds; a seed decides weights and batches, so runs of one seed differ in nothing but the wire dtype.
-Judged are the bits per byte of held-out text after the last step, by how far float32's own lie
-apart from seed to seed. The last line of the output is JSON.
+seeds. A seed determines weights and batches, so runs of one seed differ only in the wire dtype.
+Differences of the held-out bits per byte after the last step are compared with float32's own spread
+between seeds. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LABELS = {
     "rota_fused_fp8": "fused float8_e4m3fn",
     "rota_fused_fp8_e5m2": "fused float8_e5m2",
 }
-Results = dict[str, list[demo_report.Result]]  # by variant; one for each seed
+Results = dict[str, list[demo_report.Result]]  # by variant; one result per seed
 
 
 def train(args: Any, console: Console) -> tuple[Results, float]:
@@ -51,7 +51,7 @@ def train(args: Any, console: Console) -> tuple[Results, float]:
 
 
 def summarize(results: Results) -> list[dict[str, Any]]:
-    """One row per variant: its held-out bits per byte beside those of float32."""
+    """One row per variant: its held-out bits per byte compared with float32's."""
     final = {name: [run.held_out[-1][1] for run in runs] for name, runs in results.items()}
     low, high = min(final[BASE]), max(final[BASE])
     rows = []
@@ -103,8 +103,8 @@ def print_table(console: Console, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def draw(results: Results, baseline_bits: float, title: str, path: Path) -> None:
-    """Loss curves, the band from the best to the worst seed around their mean, and the end of each
-    run beside float32's spread."""
+    """Draws mean loss curves with a band from best to worst seed, and each run's final loss with
+    float32's spread."""
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     curves, ends = figure.subplots(1, 2, width_ratios=(1.2, 1))
     for axes in (curves, ends):
@@ -115,7 +115,7 @@ def draw(results: Results, baseline_bits: float, title: str, path: Path) -> None
         low, high = [min(values) for values in by_step], [max(values) for values in by_step]
         color = runs[0].color
         curves.fill_between(range(len(mean)), low, high, color=color, alpha=0.2, lw=0)
-        # Curves lie on one another: earlier ones are wider and show at the edges.
+        # Curves overlap, so earlier ones are drawn wider and show at the edges.
         curves.plot(mean, color=color, lw=len(results) - line, label=LABELS[name])
         bits = [run.held_out[-1][1] for run in runs]
         ends.plot(bits, [line] * len(bits), "o", color=color)
@@ -123,7 +123,7 @@ def draw(results: Results, baseline_bits: float, title: str, path: Path) -> None
     ends.axvspan(min(base_bits), max(base_bits), color="#e6e6e6", lw=0, zorder=0)
     curves.set_title(f"Training loss, mean of {demo_report.SMOOTHING_STEPS} steps, by seed")
     curves.set(xlabel="step", ylabel="bits per byte")
-    curves.set_ylim(top=1.25 * baseline_bits)  # cuts off the first steps, which come down from 8
+    curves.set_ylim(top=1.25 * baseline_bits)  # cuts off the first steps, which start at 8
     curves.legend(frameon=False)
     ends.set_yticks(range(len(results)), [LABELS[name] for name in results])
     ends.invert_yaxis()
@@ -137,7 +137,7 @@ def draw(results: Results, baseline_bits: float, title: str, path: Path) -> None
 
 
 def parse_arguments() -> Any:
-    """The command line, with the arguments that the demo's training takes."""
+    """Parses the command line, and adds the arguments that the demo's training needs."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--seeds", type=parse_natural(1), default=3, help="runs of each variant (default: 3)")
@@ -153,7 +153,7 @@ def parse_arguments() -> Any:
 
 
 def main() -> None:
-    """Becomes the ranks, trains, and lets rank 0 publish."""
+    """Restarts as ranks and trains; rank 0 publishes the results."""
     args = parse_arguments()
     demo.become_ranks(args.ranks)
     dist.init_process_group("gloo")
@@ -185,7 +185,7 @@ def main() -> None:
 
 
 def rounded(values: Sequence[float]) -> list[float]:
-    """To what a picture shows."""
+    """Rounds to the precision of a picture."""
     return [round(value, 4) for value in values]
 
 

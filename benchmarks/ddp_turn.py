@@ -1,4 +1,4 @@
-"""A step of DDP training with rota's fused hook as a call to time, on a model by its name."""
+"""A step of DDP training with rota's fused hook as a call to time, on a model given by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BATCH = 8
 
 
 class Layers(nn.Module):
-    """`num_layers` square linear layers of `width`, and a loss."""
+    """`num_layers` square linear layers of `width`; forward returns a loss."""
 
     def __init__(self, num_layers: int, width: int) -> None:
         super().__init__()
@@ -36,12 +36,12 @@ def gpt() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def many_small() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """32 MiB of gradients in 256 tensors: what DDP does for each parameter counts."""
+    """32 MiB of gradients in 256 tensors, so that DDP's cost per parameter matters."""
     return Layers(128, 256), (torch.randn(BATCH, 256),)
 
 
 def few_large() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """64 MiB of gradients in 8 tensors, of which each matrix is a bucket at small caps."""
+    """64 MiB of gradients in 8 tensors; at small caps each matrix is a bucket."""
     return Layers(4, 2048), (torch.randn(BATCH, 2048),)
 
 
@@ -60,9 +60,9 @@ def num_parameters(model: str) -> int:
 
 
 def step_call(turn: Turn) -> Callable[[], object]:
-    """Forward, backward with communication, and update, of the model that `turn.op` names.
+    """Forward, backward with communication, and update of the model that `turn.op` names.
 
-    A new replica for every turn: replicas that stay would each hold parameters and gradients.
+    Makes a new replica for every turn, as kept replicas would each hold parameters and gradients.
     """
     import rota
 

@@ -1,17 +1,17 @@
-"""Trains the same GPT with rota and Gloo or NCCL, in turns, and shows what communication costs.
+"""Trains the same GPT with rota and Gloo or NCCL, in turns, and shows the cost of communication.
 
     python benchmarks/demo.py     # starts its own ranks; ends in a table, a picture and JSON
 
-One job holds every variant: its own process group, replica and optimizer. All start from the same
-weights and see the same batches. They take turns in blocks of a few steps, so that whatever else
-the machine does meets all of them alike.
+All variants run in one job, each with its own process group, replica and optimizer. They start from
+the same weights and use the same batches. They take turns in blocks of a few steps, so that other
+load on the machine affects all of them alike.
 
-A step takes as long as on its slowest rank. Communication is what a variant's median step takes
-beyond that of the variant without communication, which is the same DistributedDataParallel with
-torch's noop_hook: its gradients stay on their rank, so its parameters differ between ranks.
+A step's time is that of its slowest rank. Communication is a variant's median step minus that of
+the variant without communication: the same DistributedDataParallel with torch's noop_hook, whose
+gradients stay on their rank, so that parameters differ between ranks.
 
-Where there are GPUs, ranks compute on them; examples/devices.py decides where, and beside which
-backend.
+Ranks compute on GPUs if there are any; examples/devices.py chooses the devices and the backend to
+compare with.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import machine
 from demo_model import devices, train_gpt
 from demo_report import Result, draw, print_table, summarize
 
-BLOCK_STEPS = 5  # a turn is about half a second: long beside the switch, short beside the noise
+BLOCK_STEPS = 5  # about half a second: longer than the switch takes, shorter than the noise lasts
 EVAL_STEPS = 8 * BLOCK_STEPS
 CPU = torch.device("cpu")
 OUTPUT = machine.REPOSITORY / "build" / "demo"
@@ -51,7 +51,7 @@ class Variant:
     backend: str
     hook: str
     color: str
-    wire_dtype: str = "float16"  # of the fused hook
+    wire_dtype: str = "float16"  # used by the fused hook
 
 
 VARIANTS = {
@@ -69,20 +69,20 @@ VARIANTS = {
 
 
 def default_variants(baseline: str) -> list[str]:
-    """As many as train 320 steps in 5 minutes on the CPU."""
+    """As many variants as can train 320 steps in 5 minutes on the CPU."""
     return ["none", baseline, f"{baseline}_fp16", "rota", "rota_fused", "rota_fused_fp8"]
 
 
 @dataclass
 class Run:
-    """One variant's replica on this rank, and what this rank has seen of it, step by step."""
+    """One variant's replica on this rank, and this rank's measurements of it by step."""
 
     model: train_gpt.GPT
     ddp: DistributedDataParallel
     optimizer: torch.optim.Optimizer
     losses: list[float] = field(default_factory=list)  # bits per byte
     step_ms: list[float] = field(default_factory=list)
-    cpu_ms: float = 0.0  # of all steps
+    cpu_ms: float = 0.0  # CPU time of all steps
     held_out: list[tuple[int, float]] = field(default_factory=list)  # (steps done, bits per byte)
 
 
@@ -96,7 +96,7 @@ def start_run(variant: Variant, initial: train_gpt.GPT) -> Run:
 def take_turn(
     run: Run, steps: range, num_steps: int, train: Tensor, args: argparse.Namespace
 ) -> None:
-    """Trains `steps` of a run of `num_steps`; the ranks set out together, with idle GPUs."""
+    """Trains `steps` of a run of `num_steps`; the ranks start together, with idle GPUs."""
     rank, context = dist.get_rank(), train_gpt.SCALES[train.device.type].config.context
     timer = train_gpt.StepTimer(train.device)
     bits = []
@@ -116,8 +116,8 @@ def take_turn(
 
 
 def affordable_steps(done: int, elapsed_s: float, args: argparse.Namespace) -> int:
-    """How many steps the run shall have in all, judged by its pace so far: args.steps, or on a slow
-    or busy machine as many as fit into the time. Rank 0's clock decides, as ranks must agree."""
+    """The run's total number of steps, by its pace so far: args.steps, or on a slow or busy machine
+    as many as fit into the time limit. Rank 0's clock decides, as ranks must agree."""
     fitting = int(args.max_minutes * 60 / elapsed_s * done) // BLOCK_STEPS * BLOCK_STEPS
     num_steps = torch.tensor(min(args.steps, max(done, fitting, 2 * BLOCK_STEPS)))
     dist.broadcast(num_steps, src=0)
@@ -160,7 +160,7 @@ def train_in_turns(
                 take_turn(runs[name], steps, num_steps, train, args)
                 loss = f"loss {runs[name].losses[-1]:.3f}"
                 progress.update(bars[name], completed=steps.stop, total=num_steps, loss=loss)
-            turns.rotate(-1)  # no variant always comes first
+            turns.rotate(-1)  # so that no variant always comes first
             done = steps.stop
             num_steps = affordable_steps(done, time.perf_counter() - start, args)
             if done % EVAL_STEPS == 0 or done == num_steps:
@@ -176,7 +176,7 @@ def train_in_turns(
 
 
 def gather(variant: Variant, run: Run) -> Result:
-    """Puts all ranks' measurements together, the same on every rank."""
+    """Combines all ranks' measurements; returns the same on every rank."""
     per_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(per_rank, (run.losses, run.step_ms, run.cpu_ms / sum(run.step_ms)))
     losses, step_ms, core_share = zip(*per_rank, strict=True)
@@ -185,7 +185,7 @@ def gather(variant: Variant, run: Run) -> Result:
         color=variant.color,
         losses=[statistics.fmean(values) for values in zip(*losses, strict=True)],
         held_out=run.held_out,
-        # The first block pays for allocations and DDP's own start.
+        # The first block includes allocations and DDP's own start-up.
         step_ms=[max(values) for values in zip(*step_ms, strict=True)][BLOCK_STEPS:],
         spread=train_gpt.parameter_spread(run.model),
         core_share=None if next(run.model.parameters()).is_cuda else min(core_share),
@@ -254,7 +254,7 @@ def gpus_of(device: torch.device) -> dict[str, str]:
 def become_ranks(num_ranks: int) -> None:
     """Starts this program again under torchrun, one process per rank, unless this is a rank."""
     if "RANK" not in os.environ:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # a rank is one core
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core per rank
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         os.execv(sys.executable, [sys.executable, *launcher, str(num_ranks), *sys.argv])
 

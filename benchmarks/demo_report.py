@@ -1,5 +1,4 @@
-"""What demo.py shows at its end: the table and the picture. Knows numbers, not where they come
-from."""
+"""The table and picture that demo.py shows at its end. Independent of how numbers were taken."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ UNDISTURBED = 0.95  # share of a core
 
 @dataclass(frozen=True)
 class Result:
-    """What all ranks together say about one variant. Losses are in bits per byte."""
+    """One variant's results over all ranks. Losses are in bits per byte."""
 
     label: str
     color: str
@@ -32,7 +31,7 @@ class Result:
     held_out: list[tuple[int, float]]  # (steps done, bits per byte)
     step_ms: list[float]  # by step, slowest rank
     spread: float  # largest difference of a parameter between two ranks
-    core_share: float | None  # CPU time over wall time, of the rank that had least; on the CPU
+    core_share: float | None  # lowest CPU time over wall time of any rank; on the CPU
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def print_table(results: dict[str, Result], console: Console) -> None:
                 f"{ratio:.2f} x {results[theirs].label}",
                 soft_wrap=True,
             )
-    core_share = results["none"].core_share  # which waits for nobody: below 1, others had the core
+    core_share = results["none"].core_share  # never waits: below 1, other work had the core
     if core_share is not None and core_share < UNDISTURBED:
         console.print(
             f"a rank had only {core_share:.0%} of a core: other work on this machine disturbs "
@@ -104,7 +103,7 @@ def print_table(results: dict[str, Result], console: Console) -> None:
 
 
 def draw(results: dict[str, Result], baseline_bits: float, path: Path, note: str = "") -> None:
-    """Loss curves on the left, step times on the right, as a PNG; `note` stands above them."""
+    """Writes a PNG with loss curves on the left, step times on the right, and `note` above."""
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     curves, bars = figure.subplots(1, 2, width_ratios=(1.2, 1))
     for axes in (curves, bars):
@@ -118,7 +117,7 @@ def draw(results: dict[str, Result], baseline_bits: float, path: Path, note: str
 
 
 def draw_curves(axes: Axes, results: dict[str, Result], baseline_bits: float) -> None:
-    # Variants with equal sums lie on one another: earlier ones are wider and show at the edges.
+    # Curves of variants with equal sums overlap: earlier ones are wider and show at the edges.
     for line, result in enumerate(results.values()):
         axes.plot(
             smooth(result.losses), color=result.color, lw=len(results) - line, label=result.label
@@ -134,7 +133,7 @@ def draw_curves(axes: Axes, results: dict[str, Result], baseline_bits: float) ->
     )
     axes.set_title(f"Training loss, mean of {SMOOTHING_STEPS} steps")
     axes.set(xlabel="step", ylabel="bits per byte")
-    axes.set_ylim(top=1.25 * baseline_bits)  # cuts off the first steps, which come down from 8
+    axes.set_ylim(top=1.25 * baseline_bits)  # cuts off the first steps, which start at 8
     axes.legend(frameon=False)
 
 
@@ -163,7 +162,7 @@ def draw_step_times(axes: Axes, results: dict[str, Result]) -> None:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Mean of each value and those before it, over at most SMOOTHING_STEPS values."""
+    """Running mean of each value and those before it, over at most SMOOTHING_STEPS values."""
     return [
         statistics.fmean(values[max(0, end - SMOOTHING_STEPS) : end])
         for end in range(1, len(values) + 1)

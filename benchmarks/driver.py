@@ -1,4 +1,4 @@
-"""What every benchmark script here shares: its ranks from start to end, and where results go."""
+"""Shared by the benchmark scripts: starting and ending ranks, and publishing results."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from ranks import RankError, RankGroup
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-# Arguments that name places on this machine: no part of a record.
+# Arguments that are paths on this machine; not recorded.
 PATHS = ("json", "png", "mpi_root")
-# What an idle machine uses anyway; above this, a note says that others were running.
+# Load of an idle machine; above this, a note says that other programs were running.
 QUIET_CORES = 0.1
 
 
 class Run:
-    """One run of a benchmark: what is known when it starts, and what is published when it ends.
+    """One run of a benchmark: its facts at the start, and its results at the end.
 
     Args:
         benchmark: the script's name, for the record.
         name: what is measured, as part of a file name.
-        num_ranks: the most that are at work at once.
+        num_ranks: the largest number of ranks that work at once.
         args: the command line.
     """
 
@@ -64,7 +64,7 @@ class Run:
             )
 
     def note(self, text: str) -> None:
-        """What a reader of the numbers has to know: printed now, and kept in the record."""
+        """Prints and records a note that readers of the numbers need."""
         self._notes.append(text)
         self.console.print(f"note: {text}", markup=False, soft_wrap=True)
 
@@ -91,10 +91,10 @@ class Run:
         mpis: Sequence[str],
         more: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Writes the record, with what there is `more`, and prints the tables; returns the summary,
-        for programs."""
+        """Writes the record, including `more`, and prints the tables; returns the summary for
+        programs."""
         ratios = report.speedups(measurements, mpis)
-        # What ranks move while they wait for a core says nothing about a link.
+        # If ranks outnumber cores, they also wait for cores, so busbw says nothing about a link.
         busbw_ranks = None if self._num_ranks > machine.num_cores() else self._num_ranks
         rows = [report.row(result, busbw_ranks) for result in measurements]
         self.write_record(
@@ -115,7 +115,7 @@ class Run:
         }
 
     def write_record(self, results: dict[str, Any]) -> None:
-        """Writes `results` with all that a reader needs to judge or repeat them."""
+        """Writes `results` with everything needed to judge or repeat them."""
         self._note_load("after")
         arguments = vars(self._args)
         record = {
@@ -134,13 +134,13 @@ def torch_ranks(args: argparse.Namespace, backends: Sequence[str], run_dir: Path
     command = [sys.executable, str(HERE / "torch_worker.py"), "--ranks", str(args.ranks)]
     command += ["--rendezvous", str(run_dir / "rendezvous"), "--backends", ",".join(backends)]
     commands = [[*command, "--rank", str(rank)] for rank in range(args.ranks)]
-    # The loopback, to work without a network; one thread a rank, because ranks share the cores.
+    # Loopback, to work without a network; one thread per rank, because ranks share the cores.
     env = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     return RankGroup("torch", args.ranks, commands, env, run_dir, args.timeout)
 
 
 def drop_missing(run: Run, entries: Sequence[Entry], group: RankGroup) -> list[Entry]:
-    """The entries whose backend the ranks have; notes why they lack the others."""
+    """Returns the entries whose backend is available; notes why the others are not."""
     missing = group.hellos[0].missing
     for reason in missing.values():
         run.note(reason)
@@ -149,7 +149,7 @@ def drop_missing(run: Run, entries: Sequence[Entry], group: RankGroup) -> list[E
 
 @contextmanager
 def running(groups: Sequence[RankGroup]) -> Iterator[None]:
-    """Starts the groups; ends their processes in any case, also those of a start that failed."""
+    """Starts the groups; always ends their processes, even after a failed start."""
     with ExitStack() as stack:
         for group in groups:
             stack.callback(group.kill)
@@ -163,7 +163,7 @@ def measure_buckets(
     run: Run, args: argparse.Namespace, entries: Sequence[Entry], op: str
 ) -> tuple[list[Measurement], RankGroup]:
     """Starts torch ranks with rota and Gloo, and measures the entries on float32 buckets of every
-    size of `args`; also returns the ranks, which have ended."""
+    size in `args`; also returns the group of ranks, which has ended."""
     with tempfile.TemporaryDirectory(prefix="rota-bench-") as folder:
         group = torch_ranks(args, ["rota", "gloo"], Path(folder))
         with running([group]):
@@ -185,7 +185,7 @@ def measure_buckets(
 
 def exit_status(benchmark: Callable[[], dict[str, Any]]) -> int:
     """Runs `benchmark`, prints its summary as the last line, and returns the exit status."""
-    # As an exception, so that the ranks are ended on the way out.
+    # Turns the signal into an exception, so that the ranks are ended on the way out.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         result = benchmark()

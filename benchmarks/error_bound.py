@@ -1,13 +1,12 @@
-"""How far an averaged gradient may be from the exact average, element by element.
+"""Error bounds of averaged gradients, per element.
 
-A conversion to a wire dtype rounds to nearest. It errs by at most u·|x|, u being half of the
-dtype's eps, or, where |x|/scale is below the dtype's smallest normal number, by half of the spacing
-there, u·smallest_normal·scale; so by u·max(|x|, smallest_normal·scale). `scale` is 1, or, where
-blocks are scaled, the power of two that the block was divided by. rota converts every contribution
-once and the average once; between them it computes in float32. torch's 16-bit hooks round at every
-addition.
+A conversion to a wire dtype rounds to nearest. It errs by at most u·|x|, where u is half of the
+dtype's eps, or, if |x|/scale is below the dtype's smallest normal number, by half of the spacing
+there, u·smallest_normal·scale; so by at most u·max(|x|, smallest_normal·scale). `scale` is the
+power of two by which a scaled block was divided, else 1. rota converts every contribution once and
+the average once, and computes in float32 in between. torch's 16-bit hooks round at every addition.
 
-Knows formats, not how anybody reduces.
+This file depends on formats only, not on how a reduction works.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ MIN_SCALE_EXPONENT, MAX_SCALE_EXPONENT = -125, 127
 
 @dataclass(frozen=True)
 class Wire:
-    """What travels: a float dtype, its blocks of `block_elems` scaled unless that is None."""
+    """A wire format: a float dtype, with scaled blocks of `block_elems` unless that is None."""
 
     dtype: torch.dtype
     block_elems: int | None = None
@@ -38,41 +37,41 @@ class Wire:
 
     @property
     def top_exponent(self) -> int:
-        """A block is scaled so that its largest magnitude lies in [2**top, 2**(top + 1)), which
-        leaves room for rounding up below the dtype's largest number."""
+        """A block is scaled so that its largest magnitude lies in [2**top, 2**(top + 1)), so that
+        rounding up cannot exceed the dtype's largest number."""
         return math.frexp(torch.finfo(self.dtype).max)[1] - 2
 
 
 def rota_wire(dtype: torch.dtype, block_scaling: bool) -> Wire:
-    """What travels with these arguments of rota.HookState; wide dtypes are never scaled."""
+    """The wire format for these arguments of rota.HookState; wide dtypes are never scaled."""
     if not block_scaling or dtype in (torch.float32, torch.bfloat16):
         return Wire(dtype)
-    from rota._C import block_elems  # not above: ranks that do not measure rota do not load it
+    from rota._C import block_elems  # here, so that only ranks that measure rota load it
 
     return Wire(dtype, block_elems(dtype))
 
 
 def exact_average(contributions: Sequence[torch.Tensor]) -> torch.Tensor:
-    """In float64, by elements; the exact one up to 2**-53."""
+    """The average per element in float64, exact to a relative error of 2**-53."""
     return torch.stack([x.double() for x in contributions]).sum(dim=0) / len(contributions)
 
 
 def average_bound(contributions: Sequence[torch.Tensor], wire: Wire) -> torch.Tensor:
-    """How far rota's average may be from `exact_average`, by elements, in float64.
+    """Bound of the distance of rota's average from `exact_average`, per element, in float64.
 
-    The result is converted as it is, error and all; so its conversion is bounded at the largest
-    magnitude that it can have. Additions, division and factors in float32 add what they add.
+    The converted result already has an error, so its conversion is bounded at the largest magnitude
+    that it can have. Additions, division and factors in float32 add their own errors.
 
     Args:
-        contributions: by rank, 1-D float32, from the start of the bucket or of a block on.
+        contributions: by rank, 1-D float32, starting at the start of the bucket or of a block.
 
     Returns:
-        inf where nothing is promised: where the exact average is not finite, or, without block
+        inf where there is no bound: where the exact average is not finite, or, without block
         scaling, a value is beyond the wire dtype's range.
     """
     world_size = len(contributions)
     average = exact_average(contributions).abs()
-    magnitudes = torch.zeros_like(average)  # mean of them, with their errors
+    magnitudes = torch.zeros_like(average)  # mean magnitude of the contributions, errors included
     error = torch.zeros_like(average)
     for contribution in contributions:
         magnitude = contribution.double().abs()
@@ -85,7 +84,7 @@ def average_bound(contributions: Sequence[torch.Tensor], wire: Wire) -> torch.Te
 
 
 def conversion_bound(magnitudes: torch.Tensor, wire: Wire) -> torch.Tensor:
-    """What one conversion of values of these `magnitudes` (1-D, float64) may err by."""
+    """Error bound of one conversion of values of these `magnitudes` (1-D, float64)."""
     info = torch.finfo(wire.dtype)
     scales = block_scales(magnitudes, wire)
     bound = wire.unit * magnitudes.clamp(min=info.smallest_normal * scales)
@@ -95,7 +94,7 @@ def conversion_bound(magnitudes: torch.Tensor, wire: Wire) -> torch.Tensor:
 
 
 def block_scales(magnitudes: torch.Tensor, wire: Wire) -> torch.Tensor:
-    """The power of two that each element is divided by before it is rounded, in float64."""
+    """The power of two by which each element is divided before rounding, in float64."""
     if wire.block_elems is None:
         return torch.ones_like(magnitudes)
     num_elems = magnitudes.numel()
@@ -111,8 +110,8 @@ def block_scales(magnitudes: torch.Tensor, wire: Wire) -> torch.Tensor:
 
 
 def torch_hook_bound(contributions: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The same for torch's hook of that dtype, which divides each contribution after it was cast
-    and rounds every partial sum, so that errors grow with the number of ranks."""
+    """Like average_bound, for torch's hook of that dtype, which divides each contribution after
+    casting it and rounds every partial sum, so that errors grow with the number of ranks."""
     info = torch.finfo(dtype)
     mean = torch.stack([x.double().abs() for x in contributions]).mean(dim=0)
     return (len(contributions) + 1) * info.eps / 2 * (mean + info.smallest_normal)

@@ -1,7 +1,7 @@
-"""Inputs whose sums are exact in every dtype, and the results that they must give.
+"""Inputs whose sums are exact in every dtype, and their expected results.
 
-Values are small integers, so that sums over ranks are exact even in float16, bfloat16 and int8, and
-a wrong element is one that is not equal: no tolerance. numpy only.
+Values are small integers, so sums over ranks are exact even in float16, bfloat16 and int8, and
+results are compared without a tolerance. numpy only.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import numpy.typing as npt
 
 Tile = npt.NDArray[np.int64]
 
-# Prime, so that a chunk which lands at a wrong place (chunk sizes are mostly powers of two) shows.
+# Prime, so that a misplaced chunk is detected (chunk sizes are mostly powers of two).
 PERIOD = 1021
 
-# The largest sum that int8 holds; bfloat16 and float16 hold it exactly as well.
+# The largest sum that int8 can hold; bfloat16 and float16 also hold it exactly.
 MAX_SUM = 127
 
 
 def input_tile(rank: int, world_size: int, seed: int) -> Tile:
-    """What `rank` contributes, to be repeated over its buffer: PERIOD values in [1, 16].
+    """The contribution of `rank`, to be repeated over its buffer: PERIOD values in [1, 16].
 
-    Never 0, so that memory which nobody wrote counts as wrong.
+    Never 0, so that memory that was never written counts as wrong.
     """
     max_value = max(1, min(16, MAX_SUM // world_size))
     return np.random.default_rng((seed, rank)).integers(1, max_value, PERIOD, endpoint=True)

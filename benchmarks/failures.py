@@ -1,8 +1,8 @@
-"""How soon failures are heard of: a rank killed, a mismatch, a Ctrl-C.
+"""How soon ranks notice failures: a rank killed, a mismatch, a Ctrl-C.
 
     python benchmarks/failures.py --trials 30
 
-Each trial starts its own ranks. Times are from the event to the exception in Python, by the clock
+Each trial starts its own ranks. Times are from the event to the exception in Python, by a clock
 that all processes of the machine share. The last line of the output is JSON.
 """
 
@@ -34,16 +34,16 @@ try:
 except ImportError as error:
     sys.exit(f"error: rota is not built: run make venv ({error})")
 
-# The victim is no empty process: its memory is what the kernel takes its time with.
+# The victim has memory like a real process: the kernel needs most of the time to free it.
 BALLAST_ELEMS = 64 << 20
-# Long enough for the waiting ranks to have gone to sleep, which is when news takes longest.
+# Long enough for the waiting ranks to fall asleep, the case with the highest latency.
 SETTLE_S = 0.05
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "rota"])
 
 
 def exception_time(call: Callable[[], object], expected: type[BaseException]) -> int:
-    """When `call` raised `expected`, in nanoseconds."""
+    """The time at which `call` raised `expected`, in nanoseconds."""
     try:
         call()
     except expected:
@@ -52,8 +52,8 @@ def exception_time(call: Callable[[], object], expected: type[BaseException]) ->
 
 
 def rank_main(scenario: str, rank: int, num_ranks: int, store_path: str, pipe: Connection) -> None:
-    """One rank: tells its pid when it is ready, then when it called and when it failed."""
-    # Shells have it ignored in what they start in the background.
+    """One rank: sends its pid when it is ready, then the times of its call and its failure."""
+    # Shells let background jobs ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     store = dist.FileStore(store_path, num_ranks)
@@ -79,7 +79,7 @@ def rank_main(scenario: str, rank: int, num_ranks: int, store_path: str, pipe: C
 
 
 def trial(scenario: str, num_ranks: int) -> dict[int, float]:
-    """One event; the milliseconds until each rank that survives had its exception."""
+    """Causes one event; returns the milliseconds until each surviving rank had its exception."""
     with tempfile.TemporaryDirectory(prefix="rota-bench-") as folder:
         pipes, processes = [], []
         for rank in range(num_ranks):
@@ -109,7 +109,7 @@ def trial(scenario: str, num_ranks: int) -> dict[int, float]:
 
 
 def measure(num_trials: int) -> dict[str, list[float]]:
-    """Milliseconds by event, one for each trial; of several ranks, the last to hear."""
+    """Milliseconds by event, one value per trial: the slowest rank's."""
     times: dict[str, list[float]] = {
         "killed rank: PeerFailed on the survivor": [],
         "mismatch: Mismatch on both ranks, from the later call": [],
@@ -149,7 +149,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    """The exit status: 0 if every trial ended as it should."""
+    """Returns the exit status: 0 if every trial ended as expected."""
     parser = Parser(description=__doc__)
     parser.add_argument("--trials", type=parse_natural(1), default=30, help="default: %(default)s")
     parser.add_argument("--json", type=Path, help="the record (default: in benchmarks/results)")

@@ -1,11 +1,11 @@
-"""The mixed-precision turn on one bucket: rota's fused hook beside torch's hook and torch's AMP.
+"""The mixed-precision turn on one bucket: rota's fused hook, torch's hook and torch's AMP.
 
     python benchmarks/fused.py --sizes 25M,64M --ranks 2 -c
 
-Times what a step does with a float32 bucket that DDP made, from the hook to clipped gradients:
-`hook(state, bucket).wait()`, GradScaler.unscale_ with its Inf check, and clip_grad_norm_, of a
-gradient that has to shrink. amp_turn.py says what the values are. The base of the last ratio is
-rota's float32 hook with nothing after it. The last line of the output is JSON.
+Times a step's work on a float32 bucket made by DDP, from the hook to clipped gradients:
+`hook(state, bucket).wait()`, GradScaler.unscale_ with its Inf check, and clip_grad_norm_ of a
+gradient above max_norm. amp_turn.py describes the values. The base of the last ratio is rota's
+float32 hook with nothing after it. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from interleave import Measurement
 from protocol import Entry
 
 BASE = "rota float32 allreduce_hook, alone"
-# Label, backend, api and wire dtype of each.
+# Label, backend, api and wire dtype of each entry.
 ENTRIES = [
     Entry(label, backend, api, wire_dtype=wire_dtype)
     for label, backend, api, wire_dtype in (
@@ -47,7 +47,7 @@ ENTRIES = [
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; ends the process with one line when it makes no sense."""
+    """Parses the command line; a bad one ends the process with a one-line error."""
     parser = Parser(description=__doc__)
     add_bucket_sizes(parser)
     add_common_arguments(parser)
@@ -56,7 +56,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def bytes_per_element(entry: Entry, num_ranks: int) -> float:
-    """What the entry reads and writes of memory, as traffic.py counts it."""
+    """The entry's memory traffic, as counted by traffic.py."""
     wire = amp_turn.wire_of(entry)
     elem_bytes = wire.dtype.itemsize
     if entry.api == amp_turn.HOOK_ALONE:
@@ -73,7 +73,7 @@ def bytes_per_element(entry: Entry, num_ranks: int) -> float:
 
 
 def compare(measurements: Sequence[Measurement], num_ranks: int) -> list[dict[str, Any]]:
-    """One row per size and entry: memory traffic, and time beside that of rota's float32 hook."""
+    """One row per size and entry: memory traffic, and time relative to rota's float32 hook."""
     rows = []
     for _, at_size in groupby(measurements, key=lambda result: result.num_bytes):
         results = list(at_size)
@@ -112,7 +112,7 @@ def print_comparison(console: Console, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def by_entry(row: dict[str, Any]) -> tuple[int, int]:
-    """Sorts rows as ENTRIES, then by size."""
+    """Sort key: the order of ENTRIES, then size."""
     labels = [entry.label for entry in ENTRIES]
     return labels.index(row["label"]), row["num_bytes"]
 
@@ -131,7 +131,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    """The exit status: 0 if everything was measured and nothing was wrong."""
+    """Returns the exit status: 0 if everything was measured and no result was wrong."""
     args = parse_arguments()
     return driver.exit_status(lambda: benchmark(args))
 

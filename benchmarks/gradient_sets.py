@@ -1,6 +1,6 @@
-"""Gradients to judge hooks by: some recorded from the demo, and some made to be hard.
+"""Gradients for testing hooks: some recorded from the demo, and some made to be hard.
 
-Each set is a float32 tensor (ranks, elements): what every rank contributes.
+Each set is a float32 tensor (ranks, elements) with every rank's contribution.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from demo_model import train_gpt
 
-NUM_ELEMS = 1 << 18  # of a set that is made
+NUM_ELEMS = 1 << 18  # of a generated set
 MIN_MAGNITUDE_LOG10, MAX_MAGNITUDE_LOG10 = -12, 12
 TYPICAL = 1e-3  # magnitude of a gradient
 
 
 def recorded(num_ranks: int, steps: tuple[int, ...]) -> dict[str, Tensor]:
-    """The demo's gradients, each rank's own batch, after `steps` steps of training by rank 0."""
+    """The demo's gradients, with a batch per rank, after `steps` training steps of rank 0."""
     train, _ = train_gpt.read_corpus()
     config = train_gpt.GPTConfig()
     torch.manual_seed(0)
@@ -46,7 +46,7 @@ def recorded(num_ranks: int, steps: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def log_uniform(num_ranks: int) -> Tensor:
-    """Magnitudes from 1e-12 to 1e12, all in every block."""
+    """Magnitudes from 1e-12 to 1e12, mixed in every block."""
     span = MAX_MAGNITUDE_LOG10 - MIN_MAGNITUDE_LOG10
     exponents = torch.rand(num_ranks, NUM_ELEMS) * span + MIN_MAGNITUDE_LOG10
     signs = torch.randint(0, 2, exponents.shape) * 2 - 1
@@ -54,20 +54,20 @@ def log_uniform(num_ranks: int) -> Tensor:
 
 
 def log_uniform_sorted(num_ranks: int) -> Tensor:
-    """The same in ascending order of magnitude, so that those of a block are close."""
+    """The same in ascending order of magnitude, so that a block's values are close."""
     values = log_uniform(num_ranks)
     return values.gather(1, values.abs().argsort(dim=1))
 
 
 def denormals(num_ranks: int) -> Tensor:
-    """Positive numbers below float32's smallest normal one, of all magnitudes in every block."""
+    """Positive numbers below float32's smallest normal one, magnitudes mixed in every block."""
     bits = torch.randint(0, 1 << 23, (num_ranks, NUM_ELEMS), dtype=torch.int32)
     shift = torch.randint(0, 23, bits.shape, dtype=torch.int32)
     return (bits >> shift).view(torch.float32)
 
 
 def one_special(value: float) -> Callable[[int], Tensor]:
-    """Typical gradients, and `value` once, on the last of two ranks."""
+    """Typical gradients, with `value` once, on the last of two ranks."""
 
     def make(num_ranks: int) -> Tensor:
         values = torch.randn(num_ranks, NUM_ELEMS) * TYPICAL

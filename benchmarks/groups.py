@@ -1,11 +1,11 @@
-"""What a subgroup costs: time to make it and to use it first, shared memory, descriptors.
+"""The cost of a subgroup: time to make it and for its first use, shared memory, descriptors.
 
     python benchmarks/groups.py
     python benchmarks/groups.py --groups 500 --ranks 8 --backends rota
 
 Every rank makes subgroups of all ranks with dist.new_group, then all-reduces four bytes in each,
-and keeps them all, as jobs with many device meshes do. A backend that gives up has its row end with
-the reason. The last line of the output is JSON.
+and keeps them all, like jobs with many device meshes. If a backend fails, its row ends with the
+reason. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ try:
 except ImportError as error:
     sys.exit(f"error: rota is not built: run make venv ({error})")
 
-# Gloo otherwise resolves the host's name, and a network is not what is measured.
+# Gloo otherwise resolves the host's name; the network must not be measured.
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 TIMEOUT = timedelta(seconds=60)
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -46,21 +46,21 @@ CONTEXT.set_forkserver_preload(["torch", "rota"])
 
 @dataclass
 class Held:
-    """What a process has open, and the host's shared memory."""
+    """Descriptors of a process, and the host's shared memory."""
 
     descriptors: int
     shared_kib: int
 
     @classmethod
     def now(cls) -> Held:
-        """Of this process; the host's memory is that of all programs."""
+        """The current values for this process; the host's memory includes all programs."""
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         return cls(len(os.listdir("/proc/self/fd")), int(lines["Shmem"].split()[0]))
 
 
 @dataclass
 class Row:
-    """One backend with one number of ranks; times are of the slowest rank, one for each group."""
+    """One backend with one number of ranks; times are of the slowest rank, one per group."""
 
     backend: str
     ranks: int
@@ -83,13 +83,13 @@ def timed(call: Callable[[], object]) -> float:
 def rank_main(
     args: argparse.Namespace, backend: str, rank: int, num_ranks: int, port: int, pipe: Connection
 ) -> None:
-    """One rank: sends its times and what it holds at the start, with all groups made, and used."""
+    """One rank: sends its times, and Held at the start, with all groups made, and after use."""
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_NOFILE, (args.descriptors, args.descriptors))
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
     tensor = torch.ones(1)
-    dist.all_reduce(tensor)  # whatever is made once is made before
+    dist.all_reduce(tensor)  # one-time setup happens here
     groups: list[dist.ProcessGroup] = []
     try:
         held = [Held.now()]
@@ -106,11 +106,11 @@ def rank_main(
         pipe.send((make_ms, first_use_ms, held))
     except Exception as error:
         pipe.send(f"after {len(groups)} groups: {str(error).splitlines()[0]}")
-    pipe.recv()  # nobody leaves while others still look around
+    pipe.recv()  # no rank ends while others still measure
 
 
 def measure(args: argparse.Namespace, backend: str, num_ranks: int) -> Row:
-    """Starts ranks of their own; ends them as soon as one has failed, for which the others wait."""
+    """Starts new ranks; ends them as soon as one fails, since the others would wait for it."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(num_ranks):
@@ -153,7 +153,7 @@ def measure(args: argparse.Namespace, backend: str, num_ranks: int) -> Row:
 
 
 def print_table(run: driver.Run, rows: list[Row]) -> None:
-    """Everything for one subgroup; memory is that of all ranks together."""
+    """Prints all costs per subgroup; memory is that of all ranks together."""
     table = Table(title="one subgroup", caption="descriptors: of one rank; memory: of the host")
     for heading in ("backend", "ranks", "groups"):
         table.add_column(heading, justify="left" if heading == "backend" else "right")
@@ -195,7 +195,7 @@ def parse_ranks(text: str) -> list[int]:
 
 
 def main() -> int:
-    """The exit status: 0 also where a backend failed, which is a result."""
+    """Returns the exit status: 0 even if a backend failed, which is a valid result."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--ranks", type=parse_ranks, default="4,8", help="default: %(default)s")

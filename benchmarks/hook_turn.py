@@ -1,6 +1,6 @@
-"""A DDP communication hook as a call to time: on a real bucket, without the model around it.
+"""A DDP communication hook as a call to time: on a real bucket, without a model.
 
-No postponed annotations here: DDP compares the annotations of a hook with the types themselves.
+No postponed annotations here: DDP compares a hook's annotations with the types themselves.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import tiles
 from protocol import Turn
 
-# A hook of torch, and the hook of the same meaning in rota, by the entry's api.
+# An entry's api: a hook of torch, or rota's equivalent.
 TORCH_HOOK = "torch hook"
 ROTA_HOOK = "rota hook"
 
@@ -31,11 +31,11 @@ class OneParameter(torch.nn.Module):
         return self.weight.sum()
 
 
-@lru_cache(maxsize=1)  # all entries take their turns on the same memory
+@lru_cache(maxsize=1)  # all entries use the same memory
 def make_bucket(
     num_elems: int, group: dist.ProcessGroup | None = None, device: str = "cpu"
 ) -> GradBucket:
-    """A float32 bucket as DDP hands it to a hook; nobody else can make a GradBucket.
+    """A float32 bucket as DDP passes it to a hook; only DDP can make a GradBucket.
 
     Its memory is the gradient of its one parameter, so a reduced bucket is a reduced gradient.
     """
@@ -61,10 +61,10 @@ def make_bucket(
 def hook_call(
     turn: Turn, rota: ModuleType | None, group: dist.ProcessGroup | None
 ) -> tuple[Callable[[], torch.Tensor], int | None]:
-    """What DDP does with a bucket, and the number of wrong elements after a first call.
+    """The call that DDP makes for a bucket, and the number of wrong elements after a first call.
 
-    Timed on zeros, as the collectives are. Results are the averages over ranks, so they are exact,
-    and can be checked, only when world_size is a power of two.
+    Timed on zeros, like the collectives. Results are averages over ranks, so they are exact and can
+    be checked only if world_size is a power of two.
     """
     hook = getattr(rota if turn.entry.api == ROTA_HOOK else default_hooks, turn.op)
     bucket = make_bucket(turn.num_elems)

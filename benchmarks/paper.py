@@ -1,9 +1,9 @@
-"""What a collective on GPUs moves, from the closed formulas of csrc/schedule/cost.h.
+"""The data that a collective on GPUs moves, from the closed formulas of csrc/schedule/cost.h.
 
     python benchmarks/paper.py --ranks 8 --dtype float16
 
-Bytes of the busiest rank over its links and in its memory, for each element of a tensor; messages
-and waits of one round. Partial sums travel in the dtype that sums are kept in. Nothing is measured.
+Bytes of the busiest rank over its links and in its memory, per element of a tensor; messages and
+waits of one round. Partial sums travel in the accumulate dtype. Nothing is measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 
 def table(num_ranks: int, dtype: str) -> str:
-    """Markdown. hierarchical is of two groups, where ranks are even."""
+    """A Markdown table. hierarchical uses two groups, if num_ranks is even."""
     header = [f"{num_ranks} ranks, {dtype}", "links out", "links in", "memory read"]
     header += ["memory written", "messages", "waits in a row"]
     rows = [header, ["---", *["---:"] * (len(header) - 1)]]

@@ -1,4 +1,4 @@
-"""The picture of a run. Apart from report.py, which serves where there is no matplotlib."""
+"""The picture of a run. Separate from report.py, which must work without matplotlib."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 import report
 from interleave import Measurement
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart: a fixed colour and marker for
-# each peer, warm ones for the entries of rota in turn.
+# Okabe and Ito's palette, which colour-blind readers can distinguish: a fixed colour and marker for
+# each peer; entries of rota use the warm colours in turn.
 PEER_STYLES = {
     "gloo": ("#0072B2", "^"),
     "openmpi": ("#009E73", "D"),
@@ -24,7 +24,7 @@ ROTA_STYLES = (("#D55E00", "o"), ("#E69F00", "s"), ("#8C2D04", "X"), ("#F0C30F",
 
 
 def draw(path: Path, measurements: Sequence[Measurement], title: str, subtitle: str) -> None:
-    """The picture: median time over message size, both axes logarithmic."""
+    """Draws median time over message size, both axes logarithmic."""
     figure = Figure(figsize=(8, 5.5), layout="constrained")  # draws with Agg: needs no display
     axes = figure.add_subplot()
     labels = list(dict.fromkeys(result.entry.label for result in measurements))

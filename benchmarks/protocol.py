@@ -1,8 +1,8 @@
-"""What the driver and its ranks say to each other, and the one timing loop that all ranks run.
+"""The messages between the driver and its ranks, and the timing loop that all ranks use.
 
-Standard library only: the ranks of an MPI live in an environment without torch. Every rank holds
-one UNIX socket to the driver and sleeps in `recv` until it is its turn. It must not spin there:
-ranks usually fill the cores, so a spinning idle rank would slow down whoever is being measured.
+Standard library only: MPI ranks run in an environment without torch. Every rank has a UNIX socket
+to the driver and sleeps in `recv` until its turn. It must not spin there: ranks usually fill the
+cores, so a spinning idle rank would slow down the backend being measured.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Client
 from time import perf_counter_ns
 
-# An api: rota.Communicator on tensors of rota.empty().
+# An entry's api: rota.Communicator on tensors of rota.empty().
 ROTA_EMPTY = "rota.empty"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One way to call a collective: one line of the table per message size.
+    """One way to call a collective; the table has a line for it at each message size.
 
     Args:
         label: name in tables and pictures, unique in a run.
         backend: `rota`, `gloo`, the name of an MPI, or `memcpy`.
-        api: the Python entry that is called, for example `torch.distributed`.
-        algorithm: that argument of `rota.Communicator.all_reduce`.
-        wire_dtype: that argument of `rota.Communicator.all_reduce` or `rota.HookState`, by name.
-        bucket_cap_mb: that argument of DistributedDataParallel.
+        api: the Python interface that is called, for example `torch.distributed`.
+        algorithm: argument of `rota.Communicator.all_reduce`.
+        wire_dtype: argument of `rota.Communicator.all_reduce` or `rota.HookState`, by name.
+        bucket_cap_mb: argument of DistributedDataParallel.
     """
 
     label: str
@@ -42,17 +42,18 @@ class Entry:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one rank has to measure before the next backend gets the cores.
+    """The measurement that one rank must make before the next backend's turn.
 
     Args:
         entry: what to call.
         op: the collective.
         dtype: element type by its torch name.
         num_elems: elements of the result on each rank; a multiple of world_size for all_gather.
-        num_warmups: samples that are run and thrown away.
-        num_samples: samples that are timed.
-        batch: calls per sample, so that a sample is long against the clock's own cost.
-        check_seed: for one more call, before the warm-up, whose result is checked; None for none.
+        num_warmups: untimed samples.
+        num_samples: timed samples.
+        batch: calls per sample, so that a sample is long compared with the clock's overhead.
+        check_seed: seed of an extra call before the warm-up, whose result is checked; None for no
+            check.
     """
 
     entry: Entry
@@ -67,7 +68,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Hello:
-    """A rank is ready: what it runs on, and why it lacks a backend that was asked for."""
+    """A rank is ready: its software, and why a requested backend is missing."""
 
     rank: int
     pid: int
@@ -77,7 +78,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Reply:
-    """A rank's measurement: ns per sample, and elements of the checked result that were wrong."""
+    """A rank's measurement: ns per sample, and the number of wrong elements, if checked."""
 
     sample_ns: list[int]
     num_wrong: int | None
@@ -93,8 +94,8 @@ class Failure:
 def time_samples(call: Callable[[], object], turn: Turn) -> list[int]:
     """Durations in ns of `turn.num_samples` samples of `turn.batch` calls, after the warm-up.
 
-    There is no barrier between samples: ranks are kept in step only by the collective itself, as in
-    a training loop. The garbage collector is off, as in `timeit`.
+    There is no barrier between samples: as in a training loop, only the collective itself
+    synchronises ranks. The garbage collector is off, as in `timeit`.
     """
     for _ in range(turn.num_warmups * turn.batch):
         call()
@@ -111,10 +112,10 @@ def time_samples(call: Callable[[], object], turn: Turn) -> list[int]:
 
 
 def serve(socket_path: str, hello: Hello, take_turn: Callable[[Turn], Reply]) -> None:
-    """Answers the driver's turns until it says stop (None).
+    """Answers the driver's turns until it sends a stop (None).
 
-    Leaves at once, without any farewell to peers, when the driver is gone: they see the same, and a
-    library's finalizer might wait for a peer that does not come.
+    If the driver is gone, exits at once without finalizers: peers notice the same, and a library's
+    finalizer might wait for a peer that never answers.
     """
     with Client(socket_path, family="AF_UNIX") as driver:
         driver.send(hello)

@@ -1,6 +1,6 @@
-"""Starts the ranks of one launcher, asks them for turns, and leaves no process behind.
+"""Starts the ranks of one launcher, gives them turns, and leaves no process behind.
 
-A rank that dies, fails or is late ends the run with a `RankError` that names it.
+A rank that dies, fails or times out ends the run with a `RankError` that names it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from protocol import Failure, Hello, Reply, Turn
 
-# How long a process may take to end after it was asked to, before it is killed.
+# How long a process may take to end after a request, before it is killed.
 GRACE_S = 5.0
 NUM_LOG_LINES = 15
 
@@ -30,13 +30,13 @@ class RankError(RuntimeError):
 
 
 class RankGroup:
-    """The ranks that one library measures with: started once, then asked for one turn at a time.
+    """The ranks of one library: started once, then given one turn at a time.
 
     Args:
         name: for messages.
         num_ranks: how many ranks the commands start.
         commands: one that starts all ranks (mpiexec), or one per rank; `--socket PATH` is added.
-        env: variables to set on top of this process's own.
+        env: variables to set in addition to this process's own.
         run_dir: an empty folder that only this user can enter, for sockets and logs.
         timeout_s: how long the start, and each turn, may take.
     """
@@ -60,14 +60,14 @@ class RankGroup:
         self._timeout_s = timeout_s
         self._launchers: list[subprocess.Popen[bytes]] = []
         self._links: dict[int, Connection] = {}
-        # Of the ranks themselves, which may not be our children: a pidfd cannot hit a reused pid.
+        # Of the ranks, which may not be our children; signals to a pidfd cannot hit a reused pid.
         self._pidfds: dict[int, int] = {}
 
     def start(self) -> None:
         """Starts the ranks and waits until each has said hello.
 
         Raises:
-            RankError: a launcher ended, or a rank was late.
+            RankError: a launcher ended, or a rank timed out.
         """
         deadline_s = time.monotonic() + self._timeout_s
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -84,7 +84,7 @@ class RankGroup:
     def _launch(self) -> None:
         with self._log_path.open("wb") as log:
             for command in self._commands:
-                # A session of its own keeps Ctrl-C here: the driver ends the ranks in order.
+                # A new session, so that Ctrl-C reaches only the driver, which ends the ranks.
                 launcher = subprocess.Popen(
                     [*command, "--socket", str(self._socket_path)],
                     stdin=subprocess.DEVNULL,
@@ -126,10 +126,10 @@ class RankGroup:
             )
 
     def ask(self, turn: Turn) -> list[Reply]:
-        """Every rank's measurement of `turn`, by rank; blocks, asleep, until all have answered.
+        """Every rank's measurement of `turn`, by rank; blocks, sleeping, until all have answered.
 
         Raises:
-            RankError: a rank died, raised, or was later than `timeout_s`.
+            RankError: a rank died, raised, or took longer than `timeout_s`.
         """
         what = f"{turn.op} of {turn.num_elems} {turn.dtype} by {turn.entry.label}"
         deadline_s = time.monotonic() + self._timeout_s
@@ -180,7 +180,7 @@ class RankGroup:
                 raise RankError(f"{self.name}: exit status {status} at the end{self._log_tail()}")
 
     def kill(self) -> None:
-        """Ends whatever still runs; safe to call at any time and more than once."""
+        """Ends all processes that still run; may be called at any time and repeatedly."""
         for link in self._links.values():
             link.close()
         self._links.clear()

@@ -1,4 +1,4 @@
-"""Tables and the JSON record of a run. Knows nothing of how the numbers were taken.
+"""Tables and the JSON record of a run, independent of how the numbers were taken.
 
 GB is 1e9 bytes, times are in us. algbw is message bytes over the median time; busbw is algbw times
 the factor of nccl-tests' doc/PERFORMANCE.md, which makes it comparable with a link's bandwidth.
@@ -41,11 +41,11 @@ def busbw_factor(op: str, num_ranks: int) -> float:
             return 1.0
         case "all_gather":
             return (num_ranks - 1) / num_ranks
-    return 2 * (num_ranks - 1) / num_ranks  # all_reduce, and the hooks that are made of one
+    return 2 * (num_ranks - 1) / num_ranks  # all_reduce, and hooks that consist of one
 
 
 def speedups(measurements: Sequence[Measurement], mpi_names: Iterable[str]) -> list[Ratio]:
-    """Every entry of rota against Gloo, the best MPI and the memcpy roofline, at every size."""
+    """Speed-ups of every rota entry over Gloo, the best MPI and the memcpy roofline, per size."""
     groups = {"gloo": {"gloo"}, BEST_MPI: set(mpi_names), ROOFLINE: {ROOFLINE}}
     ratios = []
     for num_bytes, at_size in groupby(measurements, key=lambda result: result.num_bytes):
@@ -78,7 +78,7 @@ def nested(ratios: Sequence[Ratio]) -> dict[str, dict[str, dict[int, float]]]:
 
 
 def row(result: Measurement, num_ranks: int | None) -> dict[str, Any]:
-    """One measurement as it stands in the JSON record; without busbw if `num_ranks` is None."""
+    """One measurement as a row of the JSON record; without busbw if `num_ranks` is None."""
     algbw = result.num_bytes / result.p50_us / 1e3 if result.num_bytes else None
     busbw = None
     if algbw is not None and num_ranks is not None and result.entry.label != ROOFLINE:
@@ -144,7 +144,7 @@ def print_speedups(console: Console, ratios: Sequence[Ratio]) -> None:
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Writes the record of one run, one measurement a line, so that records can be compared."""
+    """Writes the record of one run, one measurement per line, so that records are easy to diff."""
     lists = {key: value for key, value in record.items() if isinstance(value, list)}
     head = {key: value for key, value in record.items() if key not in lists}
     parts = [f'  "{key}": {json.dumps(value)}' for key, value in head.items()]
@@ -155,7 +155,7 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Whoever reads the file, whenever that is, finds what it was before, or all of `text`."""
+    """Replaces the file atomically: readers see the old contents or all of `text`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.unfinished")
     unfinished.write_text(text)
@@ -163,7 +163,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """4, 64K, 1M: as on the command line."""
+    """Formats as on the command line: 4, 64K, 1M."""
     if num_bytes == 0:
         return "-"
     for shift, unit in ((30, "G"), (20, "M"), (10, "K")):
@@ -173,7 +173,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_time(time_us: float) -> str:
-    """Four digits of µs."""
+    """Microseconds with four digits."""
     return f"{time_us:.0f}" if time_us >= 1000 else f"{time_us:.4g}"
 
 

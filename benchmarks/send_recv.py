@@ -1,10 +1,10 @@
-"""Round trips of one message between two ranks: rota's send and recv beside Gloo's.
+"""Round trips of one message between two ranks: rota's send and recv compared with Gloo's.
 
     python benchmarks/send_recv.py --sizes 4,4K,64K,1M,16M
 
-A round trip is a send and a recv on each rank. Through rota.Communicator, and through dist.send and
-dist.recv on both backends, in turns, so that all of them see the same machine. Every received
-message is checked once for each size. The last line of the output is JSON.
+A round trip is a send and a recv on each rank. rota.Communicator, and dist.send and dist.recv on
+both backends, take turns, so that changes of the machine affect all of them. Received messages are
+checked once per size. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ try:
 except ImportError as error:
     sys.exit(f"error: rota is not built: run make venv ({error})")
 
-# Gloo otherwise resolves the host's name, and a network is not what is measured.
+# Gloo otherwise resolves the host's name; the network must not be measured.
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 ENTRIES = ("rota.Communicator", "dist on rota", "dist on gloo")
-TARGET_S = 0.1  # of one turn
+TARGET_S = 0.1  # duration of one turn
 Calls = dict[str, tuple[Callable[..., object], Callable[..., object]]]
 
 
@@ -47,7 +47,7 @@ def round_trips(
     tensor: torch.Tensor,
     num_trips: int,
 ) -> float:
-    """Microseconds of a round trip, the mean of num_trips."""
+    """Microseconds per round trip, the mean of num_trips."""
     send, recv = calls
     began = time.perf_counter()
     for _ in range(num_trips):
@@ -66,7 +66,7 @@ def measure(rank: int, calls: Calls, num_bytes: int, num_turns: int) -> dict[str
     for entry, call in calls.items():
         tensor.fill_(rank + 1)
         seconds = round_trips(call, rank, tensor, 3) / 1e6
-        # What rank 0 has sent has come back.
+        # Rank 0's message has come back.
         if not bool((tensor == 1).all()):
             raise RuntimeError(f"{entry}: another message of {num_bytes} bytes has come")
         counts: list[object] = [max(3, min(5000, int(TARGET_S / seconds)))]
@@ -101,7 +101,7 @@ def run_rank(rank: int, folder: str, sizes: list[int], num_turns: int, pipe: Con
 
 
 def run_pair(sizes: list[int], num_turns: int) -> list[list[dict[str, list[float]]]]:
-    """Of each rank, for each size: the times of each entry's turns."""
+    """For each rank and size: the times of each entry's turns."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -132,7 +132,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         table.add_column(heading, justify="right")
     rows = []
     for number, size in enumerate(args.sizes):
-        # A round trip is as long as the slower rank takes.
+        # A round trip's time is that of the slower rank.
         p50 = {
             entry: median(map(max, zip(*(times[number][entry] for times in of_ranks), strict=True)))
             for entry in ENTRIES
@@ -152,7 +152,7 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def main() -> int:
-    """The exit status: 0 if everything was measured and every message was right."""
+    """Returns the exit status: 0 if everything was measured and every message was correct."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--sizes", type=parse_sizes, default="4,4K,64K,1M,16M", help="default: %(default)s")

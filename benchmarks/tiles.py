@@ -8,19 +8,19 @@ import exact
 
 
 def spread(tile: torch.Tensor, num_elems: int) -> torch.Tensor:
-    """`tile` over and over, `num_elems` long."""
+    """`tile` repeated to a length of `num_elems`."""
     return tile.repeat(-(-num_elems // tile.numel()))[:num_elems]
 
 
 def fill_with_input(buffer: torch.Tensor, rank: int, world_size: int, seed: int) -> None:
-    """Writes what `rank` contributes."""
+    """Writes the contribution of `rank`."""
     tile = torch.from_numpy(exact.input_tile(rank, world_size, seed))
     tile = tile.to(buffer.device, buffer.dtype)
     buffer.copy_(spread(tile, buffer.numel()))
 
 
 def count_wrong(result: torch.Tensor, op: str, world_size: int, seed: int, divisor: int = 1) -> int:
-    """Elements of `result` that are not exactly what `op` gives, divided by `divisor`."""
+    """Counts elements of `result` that differ from the exact result of `op` over `divisor`."""
     tiles = exact.expected_tiles(op, world_size, seed)
     num_wrong = 0
     for part, tile in zip(result.chunk(len(tiles)), tiles, strict=True):

@@ -19,14 +19,14 @@ import hook_turn
 import tiles
 from protocol import ROTA_EMPTY, Entry, Hello, Reply, Turn, serve, time_samples
 
-# torch 2.13 renamed it; the old name warns at every call, which would be timed too.
+# torch 2.13 renamed it; the old name warns at every call, and the warning would be timed too.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Call = Callable[[], object]
 
 
 class TorchRank:
-    """The process groups of this rank; Gloo's is the default group, and keeps ranks in step."""
+    """The process groups of this rank; Gloo's is the default group, and synchronises ranks."""
 
     def __init__(self, backends: list[str]) -> None:
         self.rank = dist.get_rank()
@@ -51,7 +51,7 @@ class TorchRank:
         self.communicator = rota.Communicator()
 
     def take_turn(self, turn: Turn) -> Reply:
-        """Checks one call if asked to, then times calls; all ranks begin together."""
+        """Checks one call if requested, then times calls; all ranks start together."""
         call: Call
         num_wrong: int | None = None
         match turn.entry.api:
@@ -75,7 +75,7 @@ class TorchRank:
     def _collective_call(self, turn: Turn) -> tuple[Call, int | None]:
         """The call to time, and the number of wrong elements after a first one.
 
-        It is timed on zeros: an all_reduce in place of anything else grows from call to call until
+        It is timed on zeros: with other values an in-place all_reduce grows from call to call until
         it overflows.
         """
         num_parts = self.world_size if turn.op == "all_gather" else 1
@@ -135,10 +135,10 @@ def dist_call(
 
 
 def copy_call(turn: Turn) -> Call:
-    """A memcpy of as many bytes as the collective's result has: one call of libc's, one thread."""
+    """A memcpy of as many bytes as the collective's result: one call of libc's, one thread."""
     num_bytes = turn.num_elems * getattr(torch, turn.dtype).itemsize
     target, source = np.empty(num_bytes, np.uint8), np.empty(num_bytes, np.uint8)
-    source.fill(1)  # an untouched page is not memory yet
+    source.fill(1)  # an untouched page has no memory yet
     return partial(np.copyto, target, source)
 
 

@@ -1,6 +1,6 @@
-"""Where the demo's ranks compute, and what stands beside rota there.
+"""Where the demo's ranks compute, and which backend rota is compared with there.
 
-`place` decides, from numbers alone; the others gather them.
+`place` decides from numbers alone; the other functions gather them.
 """
 
 import os
@@ -25,18 +25,18 @@ class Gpus:
 
 @dataclass(frozen=True)
 class Placement:
-    """One rank's place; the same on all ranks of a host but for the device's number."""
+    """One rank's place; the same on all ranks of a host except for the device's number."""
 
     device: torch.device
     baseline: str  # the backend that rota is compared with: "gloo" or "nccl"
-    note: str  # says both and why, to whoever reads the numbers
+    note: str  # names both and the reason, for readers of the numbers
 
 
 def find_gpus(wanted: str) -> Gpus:
     """Counts usable GPUs.
 
     Args:
-        wanted: "auto" takes what there is, "cpu" none, and "cuda" refuses to do without.
+        wanted: "auto" uses GPUs if there are any, "cpu" uses none, and "cuda" requires one.
 
     Raises:
         ValueError: "cuda" was asked for and there is no GPU.
@@ -55,22 +55,22 @@ def find_gpus(wanted: str) -> Gpus:
 
 
 def use(device: torch.device) -> None:
-    """Makes `device` this process's own, with TF32 where it is a GPU."""
+    """Makes `device` this process's current device; on a GPU also enables TF32."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
 
 
 def default_num_ranks(gpus: Gpus) -> int:
-    """One for each GPU, and two where that would leave nobody to communicate with."""
+    """One per GPU, but at least two, so that there is a peer to communicate with."""
     return max(2, gpus.count)
 
 
 def place(local_rank: int, num_local_ranks: int, gpus: Gpus) -> Placement:
     """Where a rank of this host computes, and which baseline can run there.
 
-    One GPU each where there are enough, else ranks share them in turn. NCCL refuses two ranks on
-    one GPU, so Gloo, which goes through the host's memory, is the baseline then.
+    One GPU each if there are enough, else ranks share them round-robin. NCCL refuses two ranks on
+    one GPU, so the baseline is then Gloo, which goes through the host's memory.
     """
     if gpus.count == 0:
         note = f"{num_local_ranks} ranks on the CPU ({gpus.why_none}); baseline: Gloo"
@@ -90,7 +90,7 @@ def place(local_rank: int, num_local_ranks: int, gpus: Gpus) -> Placement:
 
 
 def place_this_rank(gpus: Gpus) -> Placement:
-    """`place` of the rank that torchrun has started; others that set RANK alone have one host."""
+    """`place` of the rank that torchrun started; launchers that set only RANK must use one host."""
     local_rank = os.environ.get("LOCAL_RANK") or os.environ["RANK"]
     num_local_ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"]
     return place(int(local_rank), int(num_local_ranks), gpus)

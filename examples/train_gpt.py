@@ -2,11 +2,11 @@
 
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --backend rota --hook fp16
 
-Plain PyTorch with DistributedDataParallel. rota is two lines of it: `import rota`, which registers
-the backend that init_process_group() then finds by name, and, if gradients shall travel in fewer
-bits, one of its communication hooks: fp16, or fused, which takes any --wire-dtype. With --backend
-none no gradient leaves its rank: the time of that run is what a step costs without communication,
-and the ranks' parameters drift apart. Where there are GPUs, ranks compute on them.
+Plain PyTorch with DistributedDataParallel. rota needs two lines: `import rota`, which registers the
+backend that init_process_group() finds by name, and, to send gradients in fewer bits, one of its
+communication hooks: fp16, or fused, which takes any --wire-dtype. With --backend none no gradient
+leaves its rank: that run shows a step's time without communication, and the ranks' parameters drift
+apart. Ranks compute on GPUs if there are any.
 
 benchmarks/demo.py trains the same steps with every backend in turn.
 """
@@ -57,7 +57,7 @@ class GPTConfig:
 
 @dataclass(frozen=True)
 class Scale:
-    """What a kind of device trains in a few minutes: the defaults of the command line."""
+    """Defaults of the command line: what a kind of device can train in a few minutes."""
 
     config: GPTConfig
     batch: int  # sequences per rank
@@ -129,8 +129,8 @@ class GPT(nn.Module):
 
         half = config.width // config.num_heads // 2
         angles = torch.outer(torch.arange(config.context), 1000.0 ** -(torch.arange(half) / half))
-        # Plain tensors: DDP would broadcast buffers before every forward. So a model is made on the
-        # device where it stays.
+        # Plain tensors, since DDP would broadcast buffers before every forward. So the model must
+        # be made on its final device.
         self.cos, self.sin = angles.cos()[:, None], angles.sin()[:, None]
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def read_corpus() -> tuple[Tensor, Tensor]:
     """Every .py file of the standard library, split by file: (train, held_out), 1-D uint8.
 
     A file's path decides its side, so the split is the same wherever this Python is installed, and
-    no file is half in one side.
+    no file is on both sides.
     """
     root = Path(sysconfig.get_path("stdlib"))
     installed = {"site-packages", "dist-packages"}  # third-party code below the same folder
@@ -167,7 +167,7 @@ def read_corpus() -> tuple[Tensor, Tensor]:
 def windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets, both (len(starts), context) int64; targets are one byte ahead.
 
-    All on the device of `text`, where `starts` must be.
+    All are on the device of `text`, where `starts` must be, too.
     """
     block = text[starts[:, None] + torch.arange(context + 1, device=text.device)].long()
     return block[:, :-1], block[:, 1:]
@@ -176,15 +176,15 @@ def windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]
 def sample_batch(
     text: Tensor, num_sequences: int, context: int, key: tuple[int, int, int]
 ) -> tuple[Tensor, Tensor]:
-    """A rank's batch of one step, a function of key = (seed, rank, step): runs can be compared."""
+    """A rank's batch of one step, determined by key = (seed, rank, step): comparable runs."""
     rng = random.Random(str(key))
     starts = torch.tensor([rng.randrange(len(text) - context) for _ in range(num_sequences)])
     return windows(text, starts.to(text.device), context)
 
 
 def order0_bits(train: Tensor, held_out: Tensor) -> float:
-    """Bits per byte of `held_out` under the byte frequencies of `train` (each byte counted once
-    more, so that none has probability zero): what a model without any context can reach."""
+    """Bits per byte of `held_out` under the byte frequencies of `train`, the best that a model
+    without context can reach. Each byte is counted once more, so that no probability is zero."""
     counts = torch.bincount(train, minlength=BYTES).double() + 1
     bits = -(counts / counts.sum()).log2()
     return float((torch.bincount(held_out, minlength=BYTES) * bits).sum() / len(held_out))
@@ -197,8 +197,8 @@ def order0_bits(train: Tensor, held_out: Tensor) -> float:
 class StepTimer:
     """Times steps, each from the end of the one before, and never makes a GPU wait for the host.
 
-    On a GPU, CUDA events on the current stream, which waits for a step's communication before its
-    optimizer; on the CPU, the wall clock.
+    Uses the wall clock on the CPU. On a GPU it uses CUDA events on the current stream, which waits
+    for a step's communication before the optimizer.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -213,7 +213,7 @@ class StepTimer:
         self.mark()
 
     def mark(self) -> None:
-        """A step ends here."""
+        """Marks the end of a step."""
         if self._is_cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -254,7 +254,7 @@ def make_optimizer(model: GPT) -> torch.optim.Optimizer:
 
 
 def learning_rate(step: int, num_steps: int, peak: float) -> float:
-    """Linear warm-up, flat, then from 40 % of the steps on linearly down to 5 % of the peak."""
+    """Linear warm-up, constant, then from 40 % of the steps a linear decay to 5 % of the peak."""
     warmup = (step + 1) / WARMUP_STEPS
     decay = (1 - step / num_steps) / 0.6
     return peak * max(0.05, min(1.0, warmup, decay))
@@ -290,7 +290,7 @@ def held_out_bits(model: GPT, text: Tensor, context: int, num_windows: int = 128
 
 @torch.no_grad()
 def parameter_spread(model: GPT) -> float:
-    """The largest difference that any parameter has between any two ranks."""
+    """The largest difference of any parameter between two ranks."""
     high = torch.cat([parameter.flatten() for parameter in model.parameters()])
     low = high.clone()
     dist.all_reduce(high, dist.ReduceOp.MAX)
@@ -324,7 +324,7 @@ def by_scale(name: str) -> str:
 
 
 def fill_in(args: argparse.Namespace, scale: Scale) -> None:
-    """Gives what the command line left out the defaults of `scale`."""
+    """Sets arguments missing from the command line to the defaults of `scale`."""
     for name in ("batch", "lr", "max_minutes"):
         if getattr(args, name, 0) is None:
             setattr(args, name, getattr(scale, name))
@@ -360,7 +360,7 @@ def main() -> None:
     args, placement = parse_args()
     device = placement.device
     use(device)
-    # Without communication of gradients, Gloo still adds up the held-out losses.
+    # Without gradient communication, Gloo still sums the held-out losses.
     dist.init_process_group("gloo" if args.backend == "none" else args.backend)
     rank = dist.get_rank()
     console = Console(quiet=rank != 0)

@@ -1,7 +1,7 @@
-"""What reduce_bucket must give, in plain numpy, from the definition; shares no code with rota.
+"""The expected result of reduce_bucket, in plain numpy by its definition; uses no code of rota.
 
-Elements are float64 here; every step that rota does in float32 is rounded to float32, which for a
-single sum, product or quotient of float32 numbers is the same as doing it in float32.
+Elements are float64 here, rounded to float32 after every step that rota does in float32. For a
+single sum, product or quotient of float32 numbers, that equals float32 arithmetic.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BLOCKS = {
     torch.float8_e4m3fn: Blocks(32, 7),
     torch.float8_e5m2: Blocks(64, 14),
 }
-# Half of the distance between two numbers of the format, over the number and in absolute terms.
+# Half the spacing of the format's numbers: relative to the number, and absolute for denormals.
 HALF_ULP = {
     torch.float32: 2.0**-24,
     torch.float16: 2.0**-11,
@@ -83,14 +83,14 @@ def block_exponents(values: Array, wire: Format) -> Array:
 
 
 def through_wire(values: Array, wire: Format) -> Array:
-    """Rounded to the wire format and read back."""
+    """Rounds to the wire format and converts back."""
     if not wire.block_scaling:
         return round_to(values, wire.dtype)
     exponents = block_exponents(values, wire)
     scaled = round_to(np.ldexp(values, -exponents), wire.dtype)
-    # float8_e4m3fn has no Inf; in blocks its largest code, which no finite number uses, is one.
+    # float8_e4m3fn has no Inf; in scaled blocks its largest code, unused by finite numbers, is Inf.
     scaled = np.where(np.isinf(values), values, scaled)
-    # At the end of float32's range, what was rounded up may lie beyond it.
+    # Near float32's maximum, rounding up may overflow.
     return round_to(np.ldexp(scaled, exponents), torch.float32)
 
 
@@ -102,7 +102,7 @@ def reduce_bucket(
     divisor: float = 1.0,
     result_factor: float = 1.0,
 ) -> torch.Tensor:
-    """The bucket after the collective, from the buckets of all ranks before it."""
+    """The bucket after the collective, given all ranks' buckets before it."""
     dtype = inputs[0].dtype
     float32 = torch.float32
     with np.errstate(all="ignore"):
@@ -120,18 +120,17 @@ def reduce_bucket(
 
 
 def stats_of(result: torch.Tensor) -> tuple[int, float]:
-    """The number of elements that are not finite, and the sum of all squares."""
+    """The number of non-finite elements, and the sum of squares."""
     values = to_numpy(result).ravel()
     with np.errstate(all="ignore"):
         return int((~np.isfinite(values)).sum()), float((values * values).sum())
 
 
 def error_bound(inputs: Sequence[torch.Tensor], wire: Format) -> tuple[Array, Array]:
-    """The exact average, and how far from it the averaged bucket may lie, element by element.
+    """The exact average, and how far the averaged bucket may be from it, per element.
 
-    Each conversion errs by half a unit in the last place, below the normal range of its block by
-    half the spacing there: one conversion for each contribution, and one for the result. The sum
-    itself is formed in float32.
+    Each conversion (one per contribution, one of the result) errs by up to half a unit in the last
+    place or, below the normal range of its block, half the spacing there. The sum is in float32.
     """
     values = [to_numpy(bucket).ravel() for bucket in inputs]
     exact = np.sum(values, axis=0) / len(values)
@@ -140,7 +139,7 @@ def error_bound(inputs: Sequence[torch.Tensor], wire: Format) -> tuple[Array, Ar
         bound += _conversion_error(contribution, wire) / len(values)
     magnitudes = np.sum(np.abs(values), axis=0) / len(values)
     bound += magnitudes * len(values) * 2.0**-24
-    # The result that is converted lies this far from the exact one, and so may its block's largest.
+    # The converted result already has this error, and so may the largest element of its block.
     bound += _conversion_error(np.abs(exact) + bound, wire)
     return exact, bound
 

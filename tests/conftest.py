@@ -1,4 +1,4 @@
-"""What every test relies on, before torch is loaded anywhere."""
+"""Fixtures and settings of all tests; the environment must be set before torch is loaded."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ import pytest
 if TYPE_CHECKING:
     from simulated_processes import SimulatedProcesses
 
-# Its checks are to say what they saw, as those of the tests do.
+# Makes its failed assertions show their values, as in test modules.
 pytest.register_assert_rewrite("cpp_program")
-# Ranks share few cores: a thread pool in each of them would only get in the way.
+# Ranks share few cores, so a thread pool per rank would only slow them down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Gloo otherwise resolves the host's name, which sandboxes often cannot.
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-# The self-test of a GPU runs once for all tests, and leaves nothing in the user's home.
+# The GPU self-test runs once for all tests and writes nothing to the user's home.
 if "ROTA_CACHE_DIR" not in os.environ:
     os.environ["ROTA_CACHE_DIR"] = tempfile.mkdtemp(prefix="rota-tests-")
     atexit.register(shutil.rmtree, os.environ["ROTA_CACHE_DIR"], ignore_errors=True)
-# A script that starts the tests in the background (`make test &`) has them ignore Ctrl-C,
-# which every process they start would inherit.
+# If a script starts the tests in the background (`make test &`), they ignore Ctrl-C, and so
+# would every process that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[SimulatedProcesses]:
-    """Runs functions on simulated GPUs; skips the test where there can be none."""
+    """Runs functions on simulated GPUs; skips the test if they are not available."""
     import simulated_gpu
     from simulated_processes import SimulatedProcesses
 
@@ -49,7 +49,7 @@ def processes() -> Iterator[SimulatedProcesses]:
 def print_at_end(
     record_property: Callable[[str, object], None],
 ) -> Callable[[str, list[str]], None]:
-    """Takes a title and lines that belong into the log of a run that passes."""
+    """Takes a title and lines to print at the end of the run if the test passes."""
     return record_property
 
 

@@ -1,8 +1,8 @@
 """Builds the C++ test program of tests/cpp/ in several flavours, and runs single cases of it.
 
-Objects are kept in build/tests/ under a hash of all that goes into them: flags, compiler, the
-source and every project header that it reaches. A rerun compiles nothing, a change only what
-depends on it, and flavours share what is the same for them.
+Objects are cached in build/tests/ under a hash of all their inputs: flags, compiler, source and
+every project header that it includes. A rerun compiles nothing, a change recompiles only what
+depends on it, and flavours share identical objects.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CASES = ROOT / "tests" / "cpp"
 BUILD = ROOT / "build" / "tests"
 
 CXX = os.environ.get("CXX", "g++").split()
-# As setup.py, for the numeric contract; -O1 because compiling takes longer than running.
+# setup.py's flags for the numeric contract; -O1 because compiling takes longer than running.
 CXX_FLAGS = [
     "-std=c++20",
     "-O1",
@@ -46,7 +46,7 @@ CXX_FLAGS = [
 TSAN_FLAGS = ("-fsanitize=thread",)
 TSAN_REPORT_CODE = 66
 TSAN = {"TSAN_OPTIONS": f"halt_on_error=1:exitcode={TSAN_REPORT_CODE}"}
-# -Og compiles twice as fast with these, and runs as fast.
+# With these sanitizers -Og compiles twice as fast as -O1, and runs as fast.
 ASAN_FLAGS = (
     "-Og",
     "-fsanitize=address,undefined",
@@ -58,22 +58,22 @@ ASAN = {
     "UBSAN_OPTIONS": "print_stacktrace=1",
 }
 
-# How long a case may hang before it has failed. ThreadSanitizer's longest takes 35 s of two idle
-# cores, and several times as long beside other work.
+# Time limit of a case. ThreadSanitizer's longest takes 35 s on two idle cores, and several times
+# as long on a busy machine.
 CASE_TIMEOUT_S = 300.0
 TIMEOUT_CODE = -signal.SIGALRM
-# What nothing has used for so long goes; sooner, a build of another state may still want it.
+# Files unused for this long are deleted; a build of another commit may still need newer ones.
 STALE_AFTER_S = 86400.0
 
 _QUOTED_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 class Change(Protocol):
-    """To a product file, for one flavour."""
+    """A change to a product file, for one flavour."""
 
     @property
     def file(self) -> str:
-        """Below csrc/."""
+        """Path below csrc/."""
         ...
 
     def apply(self, text: str) -> str: ...
@@ -104,7 +104,7 @@ class Flavour:
     environment: dict[str, str] = field(default_factory=dict, hash=False)
 
     def patched_files(self) -> dict[str, str]:
-        """Texts by path below csrc/."""
+        """The patched text of each file, by path below csrc/."""
         texts: dict[str, str] = {}
         for patch in self.patches:
             text = texts.get(patch.file) or (CSRC / patch.file).read_text()
@@ -118,7 +118,7 @@ def cases_of(flavour: Flavour) -> list[str]:
 
 
 def product_sources() -> list[Path]:
-    """All that knows nothing of torch, by paths below csrc/."""
+    """All sources that do not depend on torch, as paths below csrc/."""
     layers = ("base", "schedule", "transport", "cpu", "cuda", "core")
     files = (path for layer in layers for path in sorted((CSRC / layer).glob("*.cpp")))
     return [path.relative_to(CSRC) for path in files]
@@ -150,7 +150,7 @@ def _reachable(source: Path, include_dirs: list[Path]) -> Iterator[Path]:
 
 
 def make_file(result: Path, command: list[str]) -> None:
-    """Makes the result in one move, so that what runs beside this never sees half of it."""
+    """Creates the file atomically, so that concurrent processes never see half of it."""
     partial = result.with_suffix(f".{os.getpid()}.partial")
     done = subprocess.run([*command, "-o", str(partial)], capture_output=True, text=True)
     if done.returncode != 0:
@@ -160,7 +160,7 @@ def make_file(result: Path, command: list[str]) -> None:
 
 @contextlib.contextmanager
 def _alone_with(result: Path) -> Iterator[None]:
-    """Tests run in several processes: who comes second waits until the first has made it."""
+    """A lock on the file across test processes: the second waits until the first has made it."""
     with result.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -177,7 +177,7 @@ def compile_object(source: Path, flags: list[str], include_dirs: list[Path]) -> 
 
 
 def _patched_directory(flavour: Flavour) -> Path:
-    """Files that take the place of the product's own."""
+    """A directory with the patched files, which replace the product's."""
     files = flavour.patched_files()
     directory = BUILD / f"patched-{digest(*files, *files.values())}"
     for file, text in files.items():
@@ -190,7 +190,7 @@ def _patched_directory(flavour: Flavour) -> Path:
 
 
 def build(flavour: Flavour) -> Path:
-    """The program; compiles what has changed since it was last made."""
+    """Returns the program, after compiling what has changed."""
     program = _build_once(flavour)
     if isinstance(program, AssertionError):
         raise program
@@ -199,7 +199,7 @@ def build(flavour: Flavour) -> Path:
 
 @functools.cache
 def _build_once(flavour: Flavour) -> Path | AssertionError:
-    """The program or why there is none: what does not compile costs one trial, not one per test."""
+    """The program, or the build error; cached, so a failing build is not retried by every test."""
     try:
         return _build(flavour)
     except AssertionError as error:
@@ -215,7 +215,7 @@ def _build(flavour: Flavour) -> Path:
         patched / file if (patched / file).exists() else CSRC / file for file in product_sources()
     ]
     sources += [CASES / f"{name}.cpp" for name in flavour.sources]
-    # Those that include most take longest, and are not to come last.
+    # Sources with the most includes take longest, so they start first.
     sources.sort(key=lambda source: -len(list(_reachable(source, include_dirs))))
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         objects = list(
@@ -223,7 +223,7 @@ def _build(flavour: Flavour) -> Path:
         )
     names = [path.name for path in objects]
     program = BUILD / f"{flavour.name}-{digest(*flavour.flags, *names)}"
-    if not program.exists():  # quickly made, so that two processes may both do it
+    if not program.exists():  # linking is quick, so it takes no lock
         make_file(program, [*CXX, *flavour.flags, *map(str, objects), "-lpthread"])
     for path in (program, *objects):
         path.touch()
@@ -233,7 +233,7 @@ def _build(flavour: Flavour) -> Path:
 
 def _remove_stale() -> None:
     for path in BUILD.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # another build was quicker
+        with contextlib.suppress(FileNotFoundError):  # another process has deleted it
             if path.is_file() and time.time() - path.stat().st_mtime > STALE_AFTER_S:
                 path.unlink()
 
@@ -244,9 +244,9 @@ def run(
     timeout_s: float = CASE_TIMEOUT_S,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[int, str]:
-    """Exit code and output of the program; what it started and left behind goes with it.
+    """Returns the program's exit code and output; kills any processes that it leaves behind.
 
-    The exit code is TIMEOUT_CODE where it had to be stopped.
+    The exit code is TIMEOUT_CODE if the program had to be stopped.
     """
     program = build(flavour)
     inherited = {name: value for name, value in os.environ.items() if "SAN_OPTIONS" not in name}
@@ -275,7 +275,7 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
 
 
 def check_listed(flavour: Flavour) -> None:
-    """The program has the cases that pytest knows of, each once."""
+    """Checks that the program has exactly the cases that pytest knows, each once."""
     code, output = run(flavour)
     assert code == 0, output
     names = output.split()
@@ -284,16 +284,16 @@ def check_listed(flavour: Flavour) -> None:
 
 
 def check_case(flavour: Flavour, case: str) -> None:
-    """The case passes, and no sanitizer has anything to say."""
+    """Checks that the case passes without a sanitizer report."""
     code, output = run(flavour, case)
-    # A forked child may report what its parent does not look at.
+    # A forked child may report an error that does not show in its parent's exit code.
     assert code == 0 and "Sanitizer" not in output and "runtime error" not in output, (
         f"exit code {code}\n{output}"
     )
 
 
 def case_names(source: str) -> list[str]:
-    """The cases of one file, from its table: known without a compiler."""
+    """The cases of one source, read from its table, so no compiler is needed."""
     _, _, table = (CASES / f"{source}.cpp").read_text().partition("const CaseTable kCases{")
     names = re.findall(r'^\s*\{"([\w-]+)",', table, re.MULTILINE)
     assert names, f"{source}.cpp has no table of cases"

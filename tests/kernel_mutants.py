@@ -1,8 +1,8 @@
-"""Finds everything in the CUDA kernels' bodies that orders what threads and ranks do, and makes a
-mutant of each: an order weakened, a barrier, a flag or a wait left out, a count off by one.
+"""Finds all synchronisation in the CUDA kernels' bodies and makes mutants of each: an order
+weakened, a barrier, a flag or a wait left out, a count off by one.
 
-All mutants are compiled into one program, which has the fault that ROTA_MUTANT names by its number
-(mutant schemata: Untch, Offutt & Harrold 1993): to build each would take longer than all tests.
+All mutants are compiled into one program, and ROTA_MUTANT selects one by its number (mutant
+schemata: Untch, Offutt & Harrold 1993): building each alone would take longer than all tests.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from pathlib import Path
 
 from cpp_program import CSRC
 
-# What only a GPU sees, and the alias that gives it its names.
+# Headers for the GPU only: its block primitives, and the alias of its atomics.
 NO_BODIES = {"device_block.h", "system_word.h"}
-# What bodies share with the CPU, and what says where their words lie.
+# Code that bodies share with the CPU, and the layout of their sync words.
 FIXED_TREE = "base/fixed_tree.h"
 LAYOUT = "transport/device_layout.h"
 
-# Whatever looks like synchronisation in a body must be part of a mutant, so that nothing new can
-# go without.
+# Whatever looks like synchronisation in a body must be part of a mutant, so that new code cannot
+# be missed.
 WATCHED = re.compile(
     r"MemoryOrder::|memory_order|\batomic|__sync|__threadfence|__nanosleep|\bvolatile\b"
     r"|(?:\.|->)(?:sync|all|wait|publish|release|put_to_rest|count_\w+|fetch_\w+|exchange|compare_exchange\w*)\("
     r"|\bTo(?:Send|Read)\{|\bwait_until\(|\bpeers\.are_all_local\("
 )
-# Except for what there is nothing to take from.
+# Except what cannot be weakened.
 NOT_MUTATED = re.compile(r"MemoryOrder::relaxed|bool wait_until\(")
 
 
@@ -40,7 +40,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Site:
-    """A place in a header, and the edits that give it its fault where a condition is true."""
+    """A place in a header, and the edits that insert its fault under a condition."""
 
     begin: int
     end: int
@@ -52,7 +52,7 @@ class Site:
 class Mutant:
     number: int
     where: str  # file:line
-    code: str  # of that line
+    code: str  # text of that line
     fault: str
 
     @property
@@ -61,17 +61,17 @@ class Mutant:
 
     @property
     def condition(self) -> str:
-        """Of tests/cpp/mutant.h."""
+        """C++ expression; see tests/cpp/mutant.h."""
         return f"rota::test::is_mutant({self.number})"
 
 
 def without_comments(text: str) -> str:
-    """Blanks in their place, so that every offset stays."""
+    """Replaces comments by blanks, so that offsets stay the same."""
     return re.sub(r"//[^\n]*", lambda comment: " " * len(comment[0]), text)
 
 
 def _end_of_call(text: str, begin: int) -> int:
-    """Behind the parenthesis that closes the first one after `begin`."""
+    """The offset after the parenthesis that closes the first one after `begin`."""
     depth = 0
     for i in range(text.index("(", begin), len(text)):
         depth += {"(": 1, ")": -1}.get(text[i], 0)
@@ -81,7 +81,7 @@ def _end_of_call(text: str, begin: int) -> int:
 
 
 def _around(begin: int, end: int, fault: str, before: str, after: str) -> Site:
-    """Code that stays, between two texts; `?` stands for the condition."""
+    """Puts text before and after the code; `?` is replaced by the condition."""
 
     def edits(condition: str) -> list[Edit]:
         return [
@@ -93,7 +93,7 @@ def _around(begin: int, end: int, fault: str, before: str, after: str) -> Site:
 
 
 def _instead(begin: int, end: int, fault: str, text: str) -> Site:
-    """Other code; `?` stands for the condition."""
+    """Replaces the code by `text`, in which `?` is replaced by the condition."""
 
     def edits(condition: str) -> list[Edit]:
         return [Edit(begin, end, text.replace("?", condition, 1))]
@@ -116,8 +116,8 @@ def _orders(text: str) -> Iterator[Site]:
 
 
 def _statements(text: str) -> Iterator[Site]:
-    """What is done for others, and what earlier launches left: barriers, flags and their payload,
-    counts, words that say why or that the next launch finds at rest."""
+    """Statements that other threads, ranks or launches depend on: barriers, flags and their
+    payload, counts, error words, and resets to the value at rest."""
     done = r"\b\w+\.(?:sync|publish|release|put_to_rest|count_\w+)\("
     stored = r"SystemWord<uint64_t>\(\*word\)|\barrived\.payload = |\bset\.(?:sent|received) = "
     for match in re.finditer(rf"{done}|{stored}", text):
@@ -140,7 +140,7 @@ def _waits(text: str) -> Iterator[Site]:
 
 
 def _conditions(text: str) -> Iterator[Site]:
-    """What a wait looks at."""
+    """Conditions that waits test."""
     for match in re.finditer(r"(?<!bool )\bis_of_this_round\([^()]*\)", text):
         yield _around(match.start(), match.end(), "is true", "(? || ", ")")
     ends = r"waited_ns > peers\.\w+_ns|SystemWord<uint32_t>\(abort\)\.load\([^()]*\) != 0"
@@ -186,7 +186,7 @@ def _is_covered(watched: re.Match[str], text: str, sites: list[Site]) -> bool:
     spans = [(site.begin, site.end) for site in sites]
     if watched[0].startswith("To"):  # the wait around it is another mutant
         return any(begin == watched.end() for begin, _ in spans)
-    # From the object on that it is called on.
+    # The site starts at the object of a member call.
     start = watched.start() - len(re.search(r"\w*$", text[: watched.start()])[0])
     is_of_order = re.search("MemoryOrder|fetch_|exchange", watched[0])
     if is_of_order:
@@ -201,7 +201,7 @@ def bodies() -> list[Path]:
 
 @dataclass(frozen=True)
 class MutatedFile:
-    """A header with all its mutants, each behind its condition: a patch for cpp_program."""
+    """A header with all its mutants, each under its condition: a patch for cpp_program."""
 
     file: str
     text: str
@@ -211,10 +211,10 @@ class MutatedFile:
 
 
 def sites_of(file: str, text: str) -> list[Site]:
-    """All places of a header, in its order.
+    """All sites of a header, in source order.
 
     Raises:
-        AssertionError: it holds something that orders and that no mutant takes away.
+        AssertionError: the header has synchronisation that no mutant covers.
     """
     text = without_comments(text)
     sites = sorted(_sites(file, text), key=lambda site: site.begin)
@@ -225,7 +225,7 @@ def sites_of(file: str, text: str) -> list[Site]:
 
 
 def make_mutants() -> tuple[list[Mutant], tuple[MutatedFile, ...]]:
-    """All mutants, and the headers that have them. Raises as sites_of()."""
+    """All mutants, and the headers that contain them. Raises like sites_of()."""
     one_slot = Mutant(0, LAYOUT, "kNumLinkSlots = 2", "one slot")
     mutants = [one_slot]
     files = []
@@ -247,7 +247,7 @@ def make_mutants() -> tuple[list[Mutant], tuple[MutatedFile, ...]]:
 
 
 def _edited(text: str, edits: list[Edit]) -> str:
-    # From the last on, so that the others' offsets stay.
+    # Last edit first, so that the offsets of the others stay valid.
     for edit in sorted(edits, key=lambda edit: (edit.begin, edit.end), reverse=True):
         text = text[: edit.begin] + edit.text + text[edit.end :]
     return text.replace("#pragma once\n", '#pragma once\n\n#include "mutant.h"\n', 1)

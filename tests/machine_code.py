@@ -1,14 +1,15 @@
-"""Checks the machine code of the CUDA kernels for what ptxas does not warn of.
+"""Checks the machine code of the CUDA kernels for faults that ptxas does not warn about.
 
     python tests/machine_code.py [FILE]
 
-FILE is an object or library, by default the extension that `import rota` finds. It must hold every
-kernel of KERNELS for every architecture, and each template instance must have the instructions that
-are named there. Registers are bounded by __launch_bounds__ (cuda/kernels.h), and where ptxas warns
-of spills or stack the build fails (NVCC_STRICT in the Makefile), so this looks at neither.
+FILE is an object or library, by default the extension that `import rota` finds. It must contain
+every kernel of KERNELS for every architecture, and each template instance must have the
+instructions listed there. Registers and spills are not checked here: __launch_bounds__ limits
+registers (cuda/kernels.h), and ptxas warnings of spills or stack use fail the build (NVCC_STRICT in
+the Makefile).
 
-It prints one line for each thing that is not as expected, and then exits with 1. It needs cuobjdump
-and nvdisasm, which the extra `check-cuda` installs, and no GPU.
+It prints one line per fault, and exits with 1 if there is any. It needs cuobjdump and nvdisasm,
+which the extra `check-cuda` installs, and no GPU.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ARCHS = ("sm_80", "sm_90", "sm_100")
-# Of the newest architecture, for GPUs that come after it.
+# PTX of the newest architecture, for GPUs newer than that.
 PTX = "PTX of sm_100"
 
 WIDE = {"16-byte loads", "16-byte stores"}
-# Data that is its own flag: strong accesses at system scope, in the order of no other access.
+# Data that is its own flag: relaxed accesses at system scope, which order no other access.
 RELAXED = WIDE | {"loads at system scope", "stores at system scope"}
-# Flags that order data: a fence comes before the store that publishes.
+# Flags that order data: a fence precedes the store that publishes.
 RELEASE = RELAXED | {"fences at system scope"}
 KERNELS = {
     "all_gather_kernel": RELEASE,
@@ -55,7 +56,7 @@ _OPCODE = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)")
 
 
 def kinds_of(opcode: str) -> Iterator[str]:
-    """Which of the instructions that kernels must have this one is."""
+    """The kinds of required instruction that this opcode counts as."""
     name, *modifiers = opcode.split(".")
     ways = []
     if name in ("LD", "LDG", "ATOM", "ATOMG"):
@@ -71,12 +72,12 @@ def kinds_of(opcode: str) -> Iterator[str]:
 
 
 def kernel_of(mangled: str) -> str:
-    """The name in KERNELS, or the whole one: identifiers follow their lengths (Itanium C++ ABI)."""
+    """The name in KERNELS, else the mangled name; the Itanium C++ ABI puts lengths before names."""
     return next((name for name in KERNELS if f"{len(name)}{name}" in mangled), mangled)
 
 
 def complaints(sass: Iterable[str]) -> list[str]:
-    """What is not as expected in the output of `cuobjdump --dump-sass`."""
+    """The faults found in the output of `cuobjdump --dump-sass`."""
     found: dict[tuple[str, str], set[str]] = {}  # instructions of each function
     arch, instructions, is_ptx, has_ptx = "", set[str](), False, False
     for line in sass:

@@ -1,4 +1,4 @@
-"""Models for DDP tests, most of them with gradients that are small integers: sums are exact."""
+"""Models for DDP tests; most have small integers as gradients, so that sums are exact."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-SMALL_BUCKETS_MB = 0.004  # several buckets, the first of which is smaller still
-TINY_BUCKETS_MB = 1e-6  # one for each parameter
+SMALL_BUCKETS_MB = 0.004  # several buckets; the first one is even smaller
+TINY_BUCKETS_MB = 1e-6  # one bucket per parameter
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
@@ -42,17 +42,17 @@ class ExactGradients(torch.nn.Module):
 
 
 def exact_batch(rank: int, step: int, num_elems: int = 2050) -> torch.Tensor:
-    """Small integers; every step and rank has others."""
+    """Small integers, different for every step and rank."""
     return ((torch.arange(num_elems) * 3 + rank * 5 + step) % 17 - 8).float()
 
 
 def gradients_of(model: torch.nn.Module) -> torch.Tensor:
-    """All that there are, one after the other, in float64."""
+    """All existing gradients, concatenated, in float64."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     reals = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
     return torch.cat([gradient.flatten().double() for gradient in reals])
 
 
 def norm_of(model: torch.nn.Module) -> torch.Tensor:
-    """Of all gradients, as float32; exact but for the last rounding if the gradients are small."""
+    """The norm of all gradients as float32, rounded only once if the gradients are small."""
     return gradients_of(model).square().sum().sqrt().float()

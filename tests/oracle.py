@@ -1,4 +1,4 @@
-"""What an all-reduce must give by DESIGN.md section 3, in plain numpy; shares no code with rota."""
+"""All-reduce by DESIGN.md section 3, in plain numpy; uses no code of rota."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-Array = Any  # numpy's own types say less than they cost to read
+Array = Any  # numpy's precise types are long and would add little
 
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 DTYPES = FLOAT_DTYPES + INTEGER_DTYPES
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)  # too coarse for exact_inputs
 ALGORITHMS = ("one_shot", "two_shot", "ordered_ring", "ring", "auto")
-# Sums in ascending rank: all give the same bits.
+# These sum in ascending rank, so all give the same bits.
 CANONICAL_ALGORITHMS = ("one_shot", "two_shot", "ordered_ring", "auto")
 
 
 def ops_of(dtype: torch.dtype) -> tuple[str, ...]:
-    """The ops that are defined for a dtype."""
+    """The ops defined for a dtype."""
     last = ("avg",) if dtype.is_floating_point else ("band", "bor", "bxor")
     return ("sum", "product", "min", "max", *last)
 
@@ -34,7 +34,7 @@ class _Format(NamedTuple):
     precision: int  # significant bits, the hidden one included
     min_exponent: int  # of the smallest normal number, as in 1.x * 2**min_exponent
     max_finite: float
-    overflow: float = np.inf  # what is larger becomes this
+    overflow: float = np.inf  # larger values become this
 
 
 _FORMATS = {
@@ -54,7 +54,7 @@ def round_to(values: Array, dtype: torch.dtype) -> Array:
     form = _FORMATS[dtype]
     with np.errstate(all="ignore"):
         exponent = np.frexp(values)[1] - 1
-        # Distance of representable numbers here; below min_exponent they lie as close as there.
+        # Spacing of representable numbers here; constant below min_exponent.
         unit = np.ldexp(1.0, np.maximum(exponent, form.min_exponent) - (form.precision - 1))
         rounded = np.where(np.isfinite(values), np.rint(values / unit) * unit, values)
         overflow = np.copysign(form.overflow, values)
@@ -62,7 +62,7 @@ def round_to(values: Array, dtype: torch.dtype) -> Array:
 
 
 def to_numpy(tensor: torch.Tensor) -> Array:
-    """As float64 where the tensor is floating, which is exact, else in its own dtype."""
+    """Floating tensors as float64, which is exact; others in their own dtype."""
     return (tensor.double() if tensor.is_floating_point() else tensor).numpy()
 
 
@@ -93,7 +93,7 @@ _INTEGER_OPS: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def exact(inputs: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """In float64 or integers, for inputs whose result needs no rounding but the last one."""
+    """The result in float64 or integers, for inputs that need no rounding except the last."""
     dtype = inputs[0].dtype
     if not dtype.is_floating_point:
         return _reduce_integers(inputs, op)
@@ -109,15 +109,16 @@ def contract(
     first_rank: int = 0,
     group_size: int | None = None,
 ) -> torch.Tensor:
-    """By the numeric contract: one rounding in, ascending rank in the accumulate dtype, one out.
+    """The result by the numeric contract: contributions are rounded once, summed in ascending rank
+    in the accumulate dtype, and the sum is rounded once.
 
     Args:
         inputs: by rank, all of one shape and dtype.
-        op: as all_reduce takes it.
-        wire_dtype: None is the tensors' own.
-        hop_dtype: what partial sums are rounded to on the way; None is the accumulate dtype.
-        first_rank: whose contribution the sum starts with; only a ring starts elsewhere than at 0.
-        group_size: so many ranks are summed first, then the sums; None is all in one group.
+        op: as for all_reduce.
+        wire_dtype: None means the tensors' own.
+        hop_dtype: partial sums are rounded to it at each hop; None means the accumulate dtype.
+        first_rank: the rank whose contribution comes first in the sum; not 0 in a ring only.
+        group_size: ranks per group; groups are summed first, then their sums. None: one group.
     """
     dtype = inputs[0].dtype
     inputs = [*inputs[first_rank:], *inputs[:first_rank]]
@@ -145,14 +146,14 @@ def contract(
 
 
 def _reduce_integers(inputs: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """Wraps as two's complement does; of bools, sums are "any" and products "all"."""
+    """Wraps like two's complement; for bools, a sum is "any" and a product is "all"."""
     if inputs[0].dtype == torch.bool:
         op = {"sum": "bor", "product": "band", "min": "band", "max": "bor"}.get(op, op)
     return torch.from_numpy(functools.reduce(_INTEGER_OPS[op], [to_numpy(t) for t in inputs]))
 
 
 def _tensor(values: Array, dtype: torch.dtype) -> torch.Tensor:
-    """float64 values that the dtype can represent, as a tensor of it."""
+    """Converts float64 values, which the dtype must represent exactly, to a tensor."""
     return torch.from_numpy(np.ascontiguousarray(values)).to(dtype)
 
 
@@ -165,7 +166,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor, case: str) -> None:
-    """Equal bits in every element; any NaN equals any NaN, for their payload is not promised."""
+    """Asserts equal bits in every element; all NaNs are equal, as payloads are unspecified."""
     same = bits_of(actual) == bits_of(expected)
     if actual.is_floating_point():
         same |= actual.isnan() & expected.isnan()
@@ -182,10 +183,10 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor, case: str) -> None
 def exact_inputs(
     world_size: int, num_elems: int, dtype: torch.dtype, op: str = "sum"
 ) -> list[torch.Tensor]:
-    """By rank: values whose sums every dtype holds exactly; for a product, powers of two.
+    """By rank: values whose sums are exact in every dtype; for a product, powers of two.
 
-    Neighbours differ, among ranks and among elements, so that a contribution that is lost, doubled
-    or misplaced shows.
+    Neighbouring ranks and elements differ, so that a lost, doubled or misplaced contribution is
+    detected.
     """
     index = np.arange(num_elems)
     inputs = []
@@ -202,7 +203,7 @@ def exact_inputs(
 
 
 def random_inputs(world_size: int, num_elems: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """By rank: values over the whole range of magnitudes that sums meet, the same in every process.
+    """By rank: values over a wide range of magnitudes, the same in every process.
 
     Integers span their dtype, so that sums wrap.
     """
@@ -223,11 +224,11 @@ def random_inputs(world_size: int, num_elems: int, dtype: torch.dtype) -> list[t
 
 
 def random_patterns(world_size: int, num_elems: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """By rank: any bit pattern with the same chance, so NaN, Inf and denormals are among them."""
+    """By rank: uniformly random bit patterns, including NaN, Inf and denormals."""
     inputs = []
     for rank in range(world_size):
         generator = np.random.default_rng([rank, num_elems, 1])
-        # One more than asked for, because torch cannot view no bytes as another dtype.
+        # One extra element, because torch cannot view zero bytes as another dtype.
         num_patterns = 2 if dtype == torch.bool else 256
         pattern = generator.integers(0, num_patterns, (num_elems + 1) * dtype.itemsize, np.uint8)
         inputs.append(torch.from_numpy(pattern).view(dtype)[:num_elems])
@@ -246,9 +247,9 @@ def special_values(world_size: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def rounding_traps(world_size: int, wire_dtype: torch.dtype) -> list[torch.Tensor]:
-    """By rank: float64 values at, just above and just below the middle of two wire values.
+    """By rank: float64 values at, just above and just below midpoints of two wire values.
 
-    Rounding them to float32 on the way moves them onto the middle, which then rounds to even.
+    Rounding them to float32 first moves them onto the midpoint, which then rounds to even.
     """
     form = _FORMATS[wire_dtype]
     inputs = []

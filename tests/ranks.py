@@ -1,7 +1,7 @@
 """Runs a function on several ranks: one process each, forked from a server that has torch loaded.
 
-A fork takes milliseconds where a start of torch takes seconds, so every test gets ranks of its own:
-no test can break the next one, and each sees the whole life of a group. A rank that hangs is
+A fork takes milliseconds and importing torch takes seconds, so every test can have its own ranks:
+no test can break the next one, and each covers the whole life of a group. A rank that hangs is
 stopped, and the test fails with the Python stacks of all ranks.
 """
 
@@ -29,16 +29,16 @@ import rota
 
 # How long ranks may outlive a test process that was killed and could not stop them.
 _ORPHAN_S = 30.0
-# Enough for a handler to write the stacks of all threads.
+# Time for a handler to write the stacks of all threads.
 _DUMP_S = 1.0
 
 _context = multiprocessing.get_context("forkserver")
-# The last one is what DistributedDataParallel imports when the first one is made, in a second.
+# The first DistributedDataParallel imports torch._dynamo, which takes a second.
 _context.set_forkserver_preload(["numpy", "torch", "pytest", "rota", "torch._dynamo"])
 
 
 class Rank:
-    """What the function that runs on a rank is given."""
+    """The first argument of a function that runs on a rank."""
 
     def __init__(self, rank: int, world_size: int, directory: str, pipe: Connection) -> None:
         self.rank = rank
@@ -48,9 +48,9 @@ class Rank:
         self._num_stores = 0
 
     def make_store(self, timeout_s: float = 30.0) -> dist.Store:
-        """An empty store; the first one of each rank is the same one, and so on."""
+        """An empty store; the i-th call on each rank gives the same store."""
         self._num_stores += 1
-        # A file needs no server and no name look-ups, which stall where there is no DNS.
+        # A file needs no server and no name look-ups, which stall without DNS.
         store = dist.FileStore(os.path.join(self._directory, f"store{self._num_stores}"))
         store.set_timeout(timedelta(seconds=timeout_s))
         return store
@@ -68,7 +68,7 @@ class Rank:
     def communicator(
         self, *, slot_bytes: int | None = None, timeout_s: float | None = None
     ) -> rota.Communicator:
-        """A communicator over the default group, which is made if there is none."""
+        """A communicator over the default group, which is made if it does not exist."""
         if not dist.is_initialized():
             self.init()
         options: dict[str, Any] = {}
@@ -79,11 +79,11 @@ class Rank:
         return rota.Communicator(**options)
 
     def tell(self, note: object = None) -> None:
-        """Sends a note to the test, which gets it from Ranks.hear."""
+        """Sends a note to the test, which receives it with Ranks.hear."""
         self._pipe.send_bytes(pickle.dumps(("note", note)))
 
     def hear(self) -> Any:
-        """Waits for what the test sends with Ranks.tell."""
+        """Waits for a note that the test sends with Ranks.tell."""
         return pickle.loads(self._pipe.recv_bytes())
 
 
@@ -109,7 +109,7 @@ def _rank_main(
 
 
 class Ranks:
-    """The processes of one run; a context manager, which leaves none of them behind."""
+    """The processes of one run; a context manager that leaves none of them behind."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class Ranks:
         return path.read_text() if path.exists() else ""
 
     def wait_for_stderr(self, rank: int, text: str = "\n") -> None:
-        """Waits until a rank has written `text` there."""
+        """Waits until a rank has written `text` to stderr."""
         while text not in self.stderr(rank):
             if self._processes[rank].exitcode is not None or self._seconds_left() == 0:
                 raise AssertionError(f"rank {rank} did not write {text!r} to stderr")
@@ -183,7 +183,7 @@ class Ranks:
         raise AssertionError(f"rank {rank} returned without the note that the test waits for")
 
     def hear_result(self, rank: int) -> Any:
-        """What the function returned on one rank, before all have ended."""
+        """What the function returned on one rank; does not wait for the other ranks."""
         if not self._pipes[rank].poll(self._seconds_left()):
             self._fail_as_hung([rank], "did not return")
         self._receive(rank)
@@ -193,7 +193,7 @@ class Ranks:
     def results(self, *, killed: Collection[int] = ()) -> list[Any]:
         """What the function returned on each rank, once all have ended; None for a killed one.
 
-        Fails the test when a rank raised, ended otherwise, or did not end in time.
+        Fails the test if a rank raised, died, or did not end in time.
         """
         waiting = {
             self._pipes[rank]: rank
@@ -216,7 +216,7 @@ class Ranks:
     def _receive(self, rank: int) -> None:
         try:
             reply = pickle.loads(self._pipes[rank].recv_bytes())
-            while reply[0] == "note":  # nobody waited for it
+            while reply[0] == "note":  # a note that no test waited for
                 reply = pickle.loads(self._pipes[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
             self._processes[rank].join(_DUMP_S)
@@ -272,7 +272,7 @@ def run_ranks(
 
 
 def error_of(call: Callable[[], object]) -> tuple[str, str]:
-    """The type and the text of what `call` raises: small enough to send to the test."""
+    """The type and text of the exception that `call` raises, as strings to send to the test."""
     try:
         call()
     except BaseException as error:

@@ -1,40 +1,39 @@
-"""A GPU for machines that have none: rota's whole CUDA path, from torch tensors to its kernels.
+"""A simulated GPU, to test rota's whole CUDA path, from torch tensors to kernels, without a GPU.
 
-`environment()` gives what a process needs to see it, LD_PRELOAD among it; from a shell:
+`environment()` returns the variables that a process needs, such as LD_PRELOAD; from a shell:
 
     python tests/simulated_gpu.py [--gpus 2] [--torch-operators] python -m pytest tests/test_cuda.py
 
-The library that it loads (tests/simulated_gpu/) stands in for those functions of the CUDA runtime
-that torch's CUDA build and rota._C call. What is simulated:
+The preloaded library (tests/simulated_gpu/) replaces the functions of the CUDA runtime that torch's
+CUDA build and rota._C call. What is simulated:
 
   memory     device memory is host memory, filled with 0xff (NaN) and fenced: writes outside an
-             allocation fault or are reported when it is freed, and so is what other processes do
-             with memory that its owner has freed. torch's caching allocator puts many tensors into
-             one; PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives each its own.
-  streams    threads, which run beside each other and nap at random, so that work is late, or early,
-             where no event orders it. Events, host functions, the default stream's own rules.
-  kernels    rota's: their .cu files compiled by g++ (instead/cuda/device_block.h), with few threads
-             in a block but all blocks, for which a device has room as an H100 has for rota's: an
-             ordinary launch's start one by one where there is room, a cooperative launch's all at
-             once. Of torch's own, only fill_() of contiguous tensors; any
-             other launch fails and names the kernel.
-  operators  torch's, if asked for: the CPU's kernels run instead, on the stream and in graphs
-             (torch/operators.cpp), which is enough to train a model. Otherwise, make data on the
-             CPU, and copy it.
+             allocation fault or are reported when it is freed, and so are accesses by other
+             processes to memory that its owner has freed. torch's caching allocator puts many
+             tensors into one allocation; PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives each its own.
+  streams    threads that run concurrently and nap at random, so that work runs late or early unless
+             an event orders it. Also events, host functions and the rules of the default stream.
+  kernels    rota's, from .cu files compiled by g++ (instead/cuda/device_block.h), with all blocks
+             but few threads per block. As many blocks are resident as on an H100: those of an
+             ordinary launch start one by one as there is room, those of a cooperative launch all at
+             once. Of torch's kernels, only fill_() of contiguous tensors; any other launch fails
+             and names the kernel.
+  operators  torch's, on request: CPU kernels run in their place, on the stream and in graphs
+             (torch/operators.cpp), which is enough to train a model. Without them, make data on
+             the CPU and copy it.
   loading    a kernel's first use, like cudaFree, waits for the whole device.
-  graphs     captures with CUDA's rules on what they forbid, and launches in which nodes are ordered
-             by nothing but their edges.
-  processes  device memory that several processes map (cudaIpcOpenMemHandle), and, in processes
-             with SIMULATED_GPU_SYMMETRIC_MEMORY=1, torch's symmetric memory by the same means
+  graphs     capture, with CUDA's rules on what is forbidden, and launch; only edges order nodes.
+  processes  device memory that several processes map (cudaIpcOpenMemHandle) and, in processes
+             with SIMULATED_GPU_SYMMETRIC_MEMORY=1, torch's symmetric memory built on it
              (torch/symmetric_memory.cpp).
-  devices    several; H100s by their properties.
-  faults     kernels that compute something else, or never end, and old drivers, as the environment
-             asks for them (kernel_faults.h, settings.h).
+  devices    several, with the properties of an H100.
+  faults     kernels that compute wrong results or never end, and old drivers, as set in the
+             environment (kernel_faults.h, settings.h).
 
-What is not: time, caches, weak memory order (the host's own is stronger; tests/cpp/ has
-ThreadSanitizer look at that), processes that share a device's room (each has all of it), clusters,
-memory pools, virtual memory management, events of several processes, NCCL, cuBLAS and whatever
-else brings kernels without the CUDA runtime that torch links.
+Not simulated: time, caches, weak memory order (the host's is stronger; ThreadSanitizer checks that
+in tests/cpp/), residency shared between processes (each has the whole device), clusters, memory
+pools, virtual memory management, inter-process events, NCCL, cuBLAS, and any other library that
+launches kernels without the CUDA runtime that torch links.
 """
 
 from __future__ import annotations
@@ -53,24 +52,24 @@ from cpp_program import BUILD, CSRC, CXX, CXX_FLAGS, ROOT, compile_object, diges
 
 SOURCES = ROOT / "tests" / "simulated_gpu"
 RUNTIME_LIBRARY = "libsimulated_cudart.so"
-# As kernel_launch.h and devices.cpp have them.
+# The same names as in kernel_launch.h and devices.cpp.
 KERNELS_LIBRARY = "librota_kernels.so"
 OPERATORS_LIBRARY = "libtorch_operators.so"
 SYMMETRIC_MEMORY_LIBRARY = "libtorch_symmetric_memory.so"
 
 FLAGS = (*CXX_FLAGS, "-fPIC", "-fno-gnu-unique", "-U_FORTIFY_SOURCE")
-# Of the library that has rota's kernels; all others make up the runtime.
+# Sources of the library with rota's kernels; all others belong to the runtime library.
 KERNELS_SOURCES = ("block", "kernel_faults", "rota_kernels")
-# Of torch/: a library each.
+# Sources in torch/, each built into its own library.
 TORCH_SOURCES = ("operators", "symmetric_memory")
 
 
 class NotAvailable(Exception):
-    """Why nothing can be simulated here."""
+    """The reason why simulation is impossible here."""
 
 
 def check_available() -> None:
-    """Raises NotAvailable."""
+    """Raises NotAvailable if simulation is impossible here."""
     import torch
 
     if torch.version.cuda is None:
@@ -85,12 +84,12 @@ def environment(
     max_nap_us: int | None = None,
     has_torch_operators: bool = False,
 ) -> dict[str, str]:
-    """What a process is to find in its environment to see simulated GPUs.
+    """The environment variables with which a process sees simulated GPUs.
 
     Args:
-        seed: Of the naps that streams and blocks take, and of the order in which threads run.
-        max_nap_us: How long they may be; 0 for none, None for the default.
-        has_torch_operators: Whether torch's own operators work, too.
+        seed: random seed of the naps of streams and blocks, and of the order in which threads run.
+        max_nap_us: longest nap; 0 for none, None for the default.
+        has_torch_operators: whether torch's own operators work, too.
     """
     variables = {
         "LD_PRELOAD": str(build()),
@@ -105,7 +104,7 @@ def environment(
 
 @functools.cache
 def build() -> Path:
-    """The library to load first; compiles what has changed since it was last made."""
+    """Returns the library to preload, after compiling what has changed."""
     import torch
 
     BUILD.mkdir(parents=True, exist_ok=True)
@@ -130,7 +129,7 @@ def build() -> Path:
         if source.suffix == ".cu":
             return compile_object(source, [*FLAGS, "-x", "c++"], include_dirs)
         if source in torch_sources:
-            version = f'-DFOR_TORCH="{torch.__version__}"'  # so that another one compiles it anew
+            version = f'-DFOR_TORCH="{torch.__version__}"'  # recompiles it for another torch
             return compile_object(source, [*FLAGS, version, *torch_headers, *headers], include_dirs)
         return compile_object(source, [*FLAGS, *headers], include_dirs)
 
@@ -148,13 +147,13 @@ def build() -> Path:
             SYMMETRIC_MEMORY_LIBRARY: [
                 symmetric_memory,
                 *torch_libraries,
-                # So that whoever looks for NVML finds it here.
+                # Loaders that look for NVML find this library.
                 "-Wl,-soname,libnvidia-ml.so.1",
             ],
             RUNTIME_LIBRARY: [
                 *map(str, runtime_objects),
                 f"-Wl,--version-script={exports}",
-                # So that whoever is linked to the driver finds it here.
+                # Libraries that are linked to the driver find this library.
                 "-Wl,-soname,libcuda.so.1",
             ],
         },
@@ -167,7 +166,7 @@ def _source(name: str) -> Path:
 
 
 def _link(libraries: dict[str, list[str]], exports: str) -> Path:
-    """Makes the libraries, side by side; returns the path of the one to load first."""
+    """Links the libraries into one directory; returns the path of the one to preload."""
     inputs = [word for arguments in libraries.values() for word in arguments]
     directory = BUILD / f"simulated_gpu-{digest(exports, *inputs)}"
     directory.mkdir(exist_ok=True)
@@ -177,13 +176,13 @@ def _link(libraries: dict[str, list[str]], exports: str) -> Path:
             make_file(library, [*CXX, "-shared", *arguments, "-lpthread", "-ldl"])
         for word in arguments:
             if word.endswith(".o"):
-                Path(word).touch()  # still in use: not to be removed as stale
+                Path(word).touch()  # still in use, so it must not be removed as stale
     return directory / RUNTIME_LIBRARY
 
 
 @functools.cache
 def _cuda_headers() -> Path:
-    """Of the toolkit whose nvcc is found as setup.py finds it."""
+    """The headers of the CUDA toolkit that setup.py would use."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc", path=home and f"{home}/bin")
     if nvcc is None:

@@ -1,8 +1,8 @@
 """Runs functions in processes that see simulated GPUs (simulated_gpu.py).
 
-They are forked from a server that has torch and rota loaded, so that each test has a CUDA of its
-own and none waits for a start of torch. Functions are found by name: module-level ones of a module
-that lies in tests/.
+They are forked from a server that has torch and rota loaded, so each test has its own CUDA state
+and none waits for torch to load. Functions are passed by name, so they must be at the top of a
+module in tests/.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ from typing import Any
 import simulated_gpu
 
 TIMEOUT_S = 60.0
-# Enough for a process to write the stacks of all its threads.
+# Time for a process to write the stacks of all its threads.
 _DUMP_S = 2.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    value: Any  # what the function returned; None where it did not
+    value: Any  # what the function returned; None if it did not return
     error: str | None  # a traceback, or how the process died
     stderr: str
 
     @property
     def warnings(self) -> list[str]:
-        """The lines of stderr, without those of a rank that awaits another for a second: on a busy
-        machine they are right, whatever is tested."""
+        """The lines of stderr, without warnings that a rank has waited for another for a second:
+        on a busy machine those can appear in any test."""
         return [line for line in self.stderr.splitlines() if not line.endswith("; still waiting")]
 
 
 class SimulatedProcesses:
-    """A server, which starts when it is first needed and ends with close()."""
+    """A server that starts when it is first needed and ends with close()."""
 
     def __init__(self) -> None:
         self._server: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, **environment: str) -> Any:
-        """What the function returns, in a process of its own; an exception fails the test.
+        """Returns what the function returns in a new process; an exception fails the test.
 
-        Keywords are variables of that process's environment.
+        Keywords are environment variables of that process.
         """
         return self.run_together([(function, args)], **environment)[0]
 
     def run_together(
         self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]], **environment: str
     ) -> list[Any]:
-        """The same for several processes that run at the same time."""
+        """Like run(), for several processes that run at the same time."""
         outcomes = self.outcomes(calls, **environment)
         failures = [
             f"process {number}: {outcome.error}\n{outcome.stderr}"
@@ -72,7 +72,7 @@ class SimulatedProcesses:
     def outcomes(
         self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]], **environment: str
     ) -> list[Outcome]:
-        """How each process ended, also where it died."""
+        """How each process ended, including those that died."""
         if self._pipe is None:
             self._start()
         assert self._pipe is not None
@@ -120,7 +120,7 @@ def _serve(pipe: Connection) -> None:
 
 def _fork(call: tuple[str, str, tuple[Any, ...]], environment: dict[str, str]) -> _Child:
     results, own_end = Pipe(duplex=False)
-    # Stays open: the parent reads it at the end.
+    # Stays open, because the parent reads it at the end.
     stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
     pid = os.fork()
     if pid != 0:
@@ -136,12 +136,12 @@ def _fork(call: tuple[str, str, tuple[Any, ...]], environment: dict[str, str]) -
         value = getattr(__import__(module), function)(*args)
     except BaseException:
         error = traceback.format_exc()
-    # A communicator that only a caught exception's frames hold leaves its group, as it does when an
-    # interpreter ends; else its peers would rightly say that this process has died.
+    # A communicator that only the frames of a caught exception refer to must leave its group now,
+    # as at interpreter exit; otherwise its peers would report this process as dead.
     gc.collect()
     own_end.send((value, error))
     sys.stderr.flush()
-    os._exit(0)  # without finalisers: there may be threads in the middle of something
+    os._exit(0)  # without finalizers, because other threads may still be running
 
 
 def _await(child: _Child, deadline: float) -> None:
@@ -169,7 +169,7 @@ if __name__ == "__main__":
 
     import rota  # noqa: F401
 
-    # Functions come back as instances of the module that the tests import.
+    # Outcomes are pickled as instances of the module that the tests import.
     sys.modules["simulated_processes"] = sys.modules["__main__"]
     Outcome.__module__ = "simulated_processes"
     _serve(Connection(int(sys.argv[1])))

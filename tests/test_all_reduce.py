@@ -11,7 +11,7 @@ from oracle import ALGORITHMS, DTYPES, assert_same, exact, exact_inputs, name_of
 from ranks import Rank, run_ranks
 
 MAILBOX_BYTES = 64 << 10  # longer messages go through slots
-SMALL_SLOT_BYTES = 4096  # the smallest: many rounds in few bytes
+SMALL_SLOT_BYTES = 4096  # the smallest allowed: many rounds with few bytes
 CANARY_ELEMS = 64
 CANARY = 1
 
@@ -23,7 +23,7 @@ LARGE_WORLDS = [
 
 
 def interesting_sizes(world_size: int, dtype: torch.dtype) -> list[int]:
-    """Around every bound of a message: the world, a slot, several slots, the mailbox."""
+    """Sizes around every threshold: world size, slot, several slots, mailbox."""
     slot = SMALL_SLOT_BYTES // dtype.itemsize
     mailbox = MAILBOX_BYTES // dtype.itemsize
     around = [world_size, slot, 2 * slot, world_size * slot, mailbox]
@@ -32,7 +32,7 @@ def interesting_sizes(world_size: int, dtype: torch.dtype) -> list[int]:
 
 
 class Reducer:
-    """All-reduces the same inputs cut to any size, and compares."""
+    """All-reduces the same inputs, cut to any size, and compares the results."""
 
     def __init__(self, rank: Rank, dtype: torch.dtype, slot_bytes: int = SMALL_SLOT_BYTES) -> None:
         self._rank = rank
@@ -118,7 +118,7 @@ def test_all_reduce_many_slots_equals_oracle(world_size: int) -> None:
 
 def reduce_huge(rank: Rank, num_elems: int) -> int:
     communicator = rank.communicator()
-    # A prime period shares no factor with a slot or a shard, so that a shifted block shows.
+    # A prime period shares no factor with slots or shards, so a shifted block is detected.
     period = torch.arange(251, dtype=torch.uint8)
     tensor = period.repeat(num_elems // 251 + 1)[:num_elems]
     tensor.add_(rank.rank)

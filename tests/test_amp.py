@@ -23,7 +23,7 @@ INF_STEPS = {2: 0, 5: 1, 6: 1}  # the one rank whose batch has an Inf
 class Training:
     """A model, its optimizers and its scaler: rota's with fused_hook, or torch's with plain DDP.
 
-    With float32 on the wire all gradients of the two have the same bits: torch's side reduces with
+    With float32 on the wire both get gradients with the same bits: torch's side reduces with
     rota.allreduce_hook, which sums in the same order.
     """
 
@@ -41,7 +41,7 @@ class Training:
         self.is_exact = is_exact
         model = ExactGradients() if is_exact else make_model()
         self.ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS_MB, **ddp_options)
-        # Its parameters are each rank's own.
+        # Outside DDP, so each rank trains its own copy.
         self.outside = torch.nn.Linear(8, 4) if with_outside else torch.nn.Identity()
         self.state = rota.HookState(wire_dtype=torch.float32)
         options = {"init_scale": 2.0**10, "growth_interval": 3, **(scaler_options or {})}
@@ -61,7 +61,7 @@ class Training:
     def loss(self, rank: int, step: int, **used: Any) -> torch.Tensor:
         batch = exact_batch(rank, step) if self.is_exact else batch_of(rank, step)
         if INF_STEPS.get(step) == rank:
-            batch.flatten()[-7] = torch.inf  # of the exact gradients, only the last has this one
+            batch.flatten()[-7] = torch.inf  # in ExactGradients, only the last gradient has it
         output: torch.Tensor = self.outside(self.ddp(batch, **used))
         return output if self.is_exact else output.square().mean()
 
@@ -82,7 +82,7 @@ class Training:
         return torch.cat([p.detach().flatten() for p in parameters])
 
 
-# ---- one training step in many ways; the same code for both
+# ---- ways to train one step; the same code for both scalers
 
 
 def simply(training: Training, rank: int, step: int) -> None:
@@ -98,7 +98,7 @@ def onto_zeros(training: Training, rank: int, step: int) -> None:
 
 
 def unscale_first(training: Training, rank: int, step: int) -> None:
-    """As a loop does that looks at gradients, or changes them."""
+    """Like a loop that inspects or changes gradients."""
     training.zero_grad()
     training.backward(rank, step)
     for optimizer in training.optimizers:
@@ -139,7 +139,7 @@ def accumulate_with_sync(training: Training, rank: int, step: int) -> None:
 
 
 def accumulate_after_sync(training: Training, rank: int, step: int) -> None:
-    """What comes last stays on its rank; so all ranks get the same."""
+    """The last gradients are not reduced, so all ranks use the same batch for them."""
     training.zero_grad()
     training.backward(rank, step)
     with training.ddp.no_sync():
@@ -148,7 +148,7 @@ def accumulate_after_sync(training: Training, rank: int, step: int) -> None:
 
 
 def throw_away(training: Training, rank: int, step: int) -> None:
-    """Results that no step uses; then others."""
+    """Discards reduced gradients without a step, then makes new ones."""
     training.zero_grad()
     training.backward(rank, step)
     training.zero_grad()
@@ -167,7 +167,7 @@ def train_alone(training: Training, rank: int, step: int) -> None:
 
 
 def step_in_between(training: Training, rank: int, step: int) -> None:
-    """A loss for each optimizer, as a GAN has them, and one update."""
+    """One loss per optimizer, as in a GAN, and one update."""
     for i, optimizer in enumerate(training.optimizers):
         training.zero_grad(set_to_none=i == 0)
         training.backward(rank, step + 100 * i)
@@ -209,7 +209,7 @@ def scale_by_hand(training: Training, rank: int, step: int) -> None:
 
 
 def use_less_and_less(training: Training, rank: int, step: int) -> None:
-    """DDP reduces gradients that the second pass does not add to, and then leaves them alone."""
+    """DDP also reduces gradients that the second pass does not use, but leaves them unchanged."""
     training.zero_grad()
     training.backward(rank, step + 100)
     training.backward(rank, step, used=[1, 4])
@@ -337,7 +337,7 @@ def test_grad_scaler_of_two_models_skips_where_the_inf_is() -> None:
 
 
 def train_in_turns(rank: Rank) -> None:
-    """As GANs are trained: what has been stepped is not scaled again for the other model's loss."""
+    """Like GAN training: scaling the other model's loss does not rescale gradients already used."""
     rank.init("gloo")
     trainings = [Training(True, is_exact=True) for _ in range(2)]
     scaler = rota.amp.GradScaler([training.state for training in trainings], init_scale=4.0)

@@ -1,4 +1,4 @@
-"""torch.distributed with backend "rota": what DDP and user code call, beside each other."""
+"""torch.distributed with backend "rota": the calls that DDP and user code make, mixed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def use_futures(rank: Rank) -> list[Any]:
         work.wait(),
         work.is_completed(),
         work.is_success(),
-        work.get_future().wait()[0][0].item(),  # also of a work that is done
+        work.get_future().wait()[0][0].item(),  # also works after the work is done
         [result[0].item() for result in work.result()],
     ]
 
@@ -230,7 +230,7 @@ def use_subgroups(rank: Rank) -> list[Any]:
     dist.all_reduce(total, group=everyone)
     dist.barrier()
     dist.destroy_process_group(everyone)
-    dist.all_reduce(total)  # the default group does not mind
+    dist.all_reduce(total)  # the default group still works
     return [tensor.tolist(), root, total.item()]
 
 
@@ -311,7 +311,7 @@ def destroy_and_init_again(rank: Rank) -> list[float]:
         work = dist.all_reduce(tensor, async_op=True)
         communicator = rank.communicator()
         communicator.all_reduce(again := torch.full((2,), 1.0))
-        dist.destroy_process_group()  # waits for what is pending
+        dist.destroy_process_group()  # waits for pending work
         work.wait()
         results += [tensor[0].item(), again[0].item()]
     return results
@@ -322,7 +322,7 @@ def test_backend_destroyed_group_can_be_made_again() -> None:
 
 
 def init_twice_over_one_store(rank: Rank) -> list[float]:
-    """As under torchrun, whose agent keeps the store of all groups."""
+    """Like torchrun, whose agent keeps one store for all groups."""
     store = rank.make_store()
     totals = []
     for _ in range(2):

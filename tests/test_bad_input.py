@@ -1,4 +1,4 @@
-"""Arguments that cannot work: a clear error before anything moves, and the group goes on."""
+"""Bad arguments: a clear error before anything moves, and the group stays usable."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def overlapping() -> torch.Tensor:
 NAMES_OF_DTYPES = ("float32", "float64", "float16", "bfloat16", "uint8", "int64", "bool")
 
 CASES: dict[str, Case] = {
-    # ---- all_reduce: what is no tensor, or no tensor that can be reduced
+    # ---- all_reduce: arguments that are not tensors, or tensors that cannot be reduced
     "list": Case(
         lambda c: c.all_reduce([1.0, 2.0]), "TypeError", ("rota.all_reduce", "list", "torch.Tensor")
     ),
@@ -247,7 +247,7 @@ CASES: dict[str, Case] = {
 
 
 def try_everywhere(rank: Rank, name: str) -> tuple[str, str, list[float]]:
-    """One rank tries what cannot work; then all do what can, which shows that nothing moved."""
+    """One rank makes a bad call; then all make a good one, which shows that nothing moved."""
     communicator = rank.communicator()
     error = ("", "")
     if rank.rank == 0:
@@ -287,7 +287,7 @@ def try_on_backend(rank: Rank, name: str, async_op: bool) -> tuple[str, str, lis
     rank.init()
     error = ("", "")
     if rank.rank == 0:
-        if async_op:  # then a queued call is before it, and errors still come at once
+        if async_op:  # an earlier call is queued; the error must still be raised at once
             work: Any = dist.all_reduce(floats(), async_op=True)
         error = error_of(BACKEND_CALLS[name][0])
         if async_op:

@@ -1,6 +1,6 @@
-"""A build that cannot work says so in one sentence, before a compiler prints pages.
+"""A build that cannot work fails with one sentence before any compiler output.
 
-setup.py runs with a torch and an nvcc that are only a few lines of text.
+setup.py runs with a fake torch and a fake nvcc of a few lines each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.no_extension
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Says which kind of extension was asked for, and with what.
+# Prints which kind of extension setup.py requests, and its arguments.
 CPP_EXTENSION = """
 import os
 from setuptools import Extension
@@ -53,7 +53,7 @@ def make_torch(folder: Path, version: str) -> None:
 
 
 def make_nvcc(folder: Path, output: str) -> Path:
-    """An nvcc that says this on standard error."""
+    """A fake nvcc that prints `output` to standard error."""
     folder.mkdir(parents=True)
     nvcc = folder / "nvcc"
     nvcc.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{output}\nEND\n")
@@ -62,7 +62,7 @@ def make_nvcc(folder: Path, output: str) -> Path:
 
 
 def dry_run(top: Path, major: int) -> str:
-    """The lines of `nvcc --dryrun` that count, among others."""
+    """The lines of `nvcc --dryrun` that setup.py reads, and some others."""
     return (
         f"#$ _HERE_={top}/bin\n#$ TOP={top}/bin/..\n"
         f"#$ gcc -D__CUDACC__ -D__CUDACC_VER_MAJOR__={major} -D__CUDACC_VER_MINOR__=0 x.cu"
@@ -72,10 +72,10 @@ def dry_run(top: Path, major: int) -> str:
 def run_setup(
     tmp_path: Path, command: str = "--name", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs setup.py, far enough to see what it would build."""
+    """Runs setup.py far enough to see what it would build."""
     ours = ("CXX", "CUDA_HOME", "CUDA_PATH", "ROTA_CUDA", "ROTA_CUDA_ARCHS")
     env = {name: value for name, value in os.environ.items() if name not in ours}
-    # Neither a compiler nor an nvcc of this machine.
+    # Hides the compiler and nvcc of this machine.
     (tmp_path / "bin").mkdir(exist_ok=True)
     for name, target in (("g++", "/bin/true"), ("cat", "/bin/cat")):
         if not (tmp_path / "bin" / name).exists():
@@ -92,7 +92,7 @@ def run_setup(
 
 
 def sentence_of(result: subprocess.CompletedProcess[str]) -> str:
-    """The only line of a build that failed."""
+    """The single error line of a failed build."""
     assert result.returncode != 0
     assert result.stdout == ""
     lines = result.stderr.splitlines()
@@ -102,14 +102,14 @@ def sentence_of(result: subprocess.CompletedProcess[str]) -> str:
 
 
 def asked_for(result: subprocess.CompletedProcess[str]) -> str:
-    """What a build that goes on asks torch for."""
+    """The extension that a successful build requests from torch."""
     assert result.returncode == 0, result.stderr
     (line,) = (line for line in result.stdout.splitlines() if line.startswith(("for", "with")))
     return line
 
 
 def nvcc_flags(tmp_path: Path, archs: str | None = None) -> list[str]:
-    """What nvcc gets in a build with these ROTA_CUDA_ARCHS."""
+    """nvcc's flags in a build with these ROTA_CUDA_ARCHS."""
     if not (tmp_path / "torch").exists():
         make_torch(tmp_path, CUDA_TORCH)
         make_nvcc(tmp_path / "bin", dry_run(tmp_path / "toolkit", 13))
@@ -124,7 +124,7 @@ def targets(flags: list[str]) -> list[str]:
 
 # ---- setuptools ----------------------------------------------------------------------------------
 
-# GPU machines have what their Linux came with: 59.6 is Ubuntu 22.04's, 68.1 is Ubuntu 24.04's.
+# GPU machines often have their distribution's setuptools: 59.6 on Ubuntu 22.04, 68.1 on 24.04.
 
 
 def pretend_setuptools(folder: Path, version: str) -> None:
@@ -142,7 +142,7 @@ def test_build_in_place_takes_any_setuptools(version: str, tmp_path: Path) -> No
     assert "builds in place" in result.stdout
 
 
-# pip asks the first for the metadata of a wheel, an old pip the second.
+# pip runs the first for a wheel's metadata; old versions of pip run the second.
 @pytest.mark.parametrize("command", ["dist_info --output-dir", "egg_info --egg-base"])
 def test_build_for_pip_with_old_setuptools_names_both_versions(
     command: str, tmp_path: Path
@@ -163,7 +163,7 @@ def test_build_without_setuptools_says_how_to_get_it(tmp_path: Path) -> None:
 
 
 def test_pyproject_has_nothing_that_setuptools_64_refuses() -> None:
-    """All of [project] that an unknown key or a licence without a table would make unreadable."""
+    """setuptools 64 rejects unknown keys in [project], and a licence that is not a table."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "setuptools>=64" in pyproject["build-system"]["requires"]
     assert pyproject["project"].keys() <= {
@@ -270,7 +270,7 @@ def test_build_cuda_with_nvcc_that_answers_something_else_says_so(tmp_path: Path
 def test_build_cuda_takes_the_toolkit_of_nvcc_wherever_nvcc_is(
     wish: str | None, tmp_path: Path
 ) -> None:
-    """nvcc on PATH is a script in a folder that is no toolkit."""
+    """nvcc on PATH is a script outside of the toolkit's folder."""
     make_torch(tmp_path, CUDA_TORCH)
     make_nvcc(tmp_path / "bin", dry_run(tmp_path / "toolkit", 13))
     line = asked_for(run_setup(tmp_path, **({"ROTA_CUDA": wish} if wish else {})))
@@ -347,7 +347,7 @@ def test_build_cuda_for_gpu_compiles_the_shipped_code_that_it_runs(
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
 def test_build_cuda_machine_code_is_the_same_alone_and_in_what_ships(tmp_path: Path) -> None:
-    """As nvcc makes it, byte for byte, of the .cu file that it compiles fastest."""
+    """Compares nvcc's output byte for byte, for the .cu file that compiles fastest."""
 
     def machine_code(archs: str | None) -> bytes:
         folder = tmp_path / (archs or "shipped")

@@ -1,4 +1,4 @@
-"""rota.clip_grad_norm_ beside torch.nn.utils.clip_grad_norm_, after rota.fused_hook."""
+"""rota.clip_grad_norm_ compared with torch.nn.utils.clip_grad_norm_, after rota.fused_hook."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import rota
 from models import SMALL_BUCKETS_MB, ExactGradients, batch_of, exact_batch, make_model, norm_of
 from ranks import Rank, error_of, run_ranks
 
-# Of float32: norms differ in how their squares are summed, coefficients and gradients so too.
+# In float32 the order in which squares are summed changes norms, coefficients and gradients.
 REL = 2e-6
 
 
@@ -50,7 +50,7 @@ def num_warnings(expected: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def torch_must_not_look() -> Iterator[None]:
-    """Nobody may compute a norm in here."""
+    """Computing a norm with torch fails in this context."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("clip_grad_norm_", "get_total_norm"):
             patch.setattr(torch.nn.utils, name, None)
@@ -134,7 +134,7 @@ def test_clip_with_unused_parameters() -> None:
 
 
 def clip_without_stale(rank: Rank) -> None:
-    """DDP has reduced again what the last pass did not use, and so the hook has measured it."""
+    """DDP reduces gradients that the last pass did not use, so the hook's norm includes them."""
     rank.init("gloo")
     ddp, _ = make_ddp(find_unused_parameters=True)
     parameters = list(ddp.parameters())
@@ -179,7 +179,7 @@ def test_clip_of_a_norm_that_is_not_finite_does_as_torch(value: float) -> None:
     run_ranks(2, clip_non_finite, value)
 
 
-# ---- what is left to torch, with one warning
+# ---- cases that fall back to torch, with one warning
 
 
 def change_in_place(ddp: DistributedDataParallel, rank: int) -> None:
@@ -190,7 +190,7 @@ def replace(ddp: DistributedDataParallel, rank: int) -> None:
     parameter = next(ddp.parameters())
     version = parameter.grad._version
     parameter.grad = parameter.grad + 1.0
-    while parameter.grad._version < version:  # the number alone shall not tell
+    while parameter.grad._version < version:  # the version number alone must not reveal the change
         parameter.grad.add_(0.0)
 
 
@@ -296,7 +296,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def clip_folded(rank: Rank, name: str, with_scaler: bool) -> None:
-    """Beside the same model whose gradients are multiplied."""
+    """Compares with the same model clipped in place."""
     rank.init("gloo")
     ddps, states = zip(*(make_ddp(make_model()) for _ in range(2)), strict=True)
     folding, plain = (OPTIMIZERS[name](ddp.parameters(), fused=True) for ddp in ddps)
@@ -323,9 +323,9 @@ def clip_folded(rank: Rank, name: str, with_scaler: bool) -> None:
             scaler.update()
         assert not hasattr(folding, "grad_scale")
         for p, q in zip(ddps[0].parameters(), ddps[1].parameters(), strict=True):
-            # One multiplies by the coefficient, the other divides by its rounded inverse, and then
-            # writes the gradient back. Both start from the same parameters each time, so these
-            # differ by a step of the same direction.
+            # One multiplies by the coefficient; the other divides by its rounded inverse and writes
+            # the gradient back. Both start each step from the same parameters, so these differ
+            # only by the rounding of one step.
             torch.testing.assert_close(p.grad, q.grad, rtol=REL, atol=0, equal_nan=True)
             torch.testing.assert_close(p, q, rtol=0, atol=10 * REL)
         ddps[1].module.load_state_dict(ddps[0].module.state_dict())
@@ -376,7 +376,7 @@ def skip_folded(rank: Rank) -> None:
     ddp(exact_batch(rank.rank, 0)).backward()
     rota.clip_grad_norm_(ddp.parameters(), 1.0, optimizer=optimizer)
     assert hasattr(optimizer, "grad_scale")
-    ddp.zero_grad()  # no step
+    ddp.zero_grad()  # discards the gradients without a step
     ddp(exact_batch(rank.rank, 1)).backward()
     assert not hasattr(optimizer, "grad_scale")
     gradient = next(ddp.parameters()).grad.clone()

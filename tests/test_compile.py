@@ -1,4 +1,4 @@
-"""rota.ops: torch.compile keeps collectives whole and in order, and none of them gets lost."""
+"""rota.ops: torch.compile must not drop, split or reorder collectives."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ TIMEOUT_S = 300.0
 def compiled(function: Callable[..., Any], backend: str, **options: Any) -> Callable[..., Any]:
     import torch._inductor.config
 
-    torch._inductor.config.compile_threads = 1  # more would start processes
+    torch._inductor.config.compile_threads = 1  # more threads would start processes
     return torch.compile(function, backend=backend, fullgraph=True, **options)
 
 
 def small_integers(rank: int, *shape: int) -> Tensor:
-    """float32 whose sums and averages over two ranks are exact."""
+    """float32 tensor whose sums and averages over two ranks are exact."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(-100, 100, shape, generator=generator).float()
 
 
 class Recorder:
-    """Notes the collectives that run, and passes them on; `rota.ops` looks them up by its name."""
+    """Records and forwards collectives; registered by name, as `rota.ops` looks it up."""
 
     def __init__(self, communicator: rota.Communicator) -> None:
         self._communicator = communicator
@@ -82,9 +82,9 @@ def test_operators_opcheck_passes() -> None:
 
 
 def _everything(x: Tensor, y: Tensor, communicator: rota.Communicator) -> list[Tensor]:
-    """Uses of every form, on inputs, intermediates, and strided, expanded and empty views.
+    """Every kind of use: on inputs, intermediates, and strided, expanded and empty views.
 
-    Multiplied by 1 and cloned, since inductor leaves that out.
+    `* 1` and clone() are there because inductor removes them.
     """
     ops = rota.ops
     ops.all_reduce_(x, communicator)
@@ -134,7 +134,7 @@ def _run_eager(rank: Rank) -> None:
     assert torch.equal(ops.all_reduce(own, communicator, "avg"), everyones.mean(0))
     assert torch.equal(ops.broadcast(own, communicator, 1), everyones[1])
     assert torch.equal(ops.all_gather(own, communicator), everyones.flatten(0, 1))
-    assert torch.equal(own, everyones[rank.rank])  # is only read
+    assert torch.equal(own, everyones[rank.rank])  # the input was not changed
     assert ops.all_reduce_(own, communicator) is own
     assert torch.equal(own, everyones.sum(0))
     own = small_integers(rank.rank, 3, 5)
@@ -147,10 +147,10 @@ def test_eager_operators_reduce_broadcast_and_gather() -> None:
 
 
 def _many_unrelated(tensors: list[Tensor], rank: int, communicator: Recorder) -> Tensor:
-    """Collectives that share no data, most results of which nobody reads, in graphs that differ."""
+    """Collectives that share no data, with mostly unused results; graphs differ between ranks."""
     comm: Any = communicator
     if rank == 0:
-        tensors[3] = tensors[3].sin().cos()  # work that inductor likes to put off
+        tensors[3] = tensors[3].sin().cos()  # work that inductor tends to postpone
     rota.ops.all_reduce(tensors[0] * 2, comm)
     rota.ops.all_reduce_(tensors[3], comm, "max")
     rota.ops.barrier(comm)
@@ -211,7 +211,7 @@ def test_compiled_with_dynamic_shapes_is_one_graph(backend: str) -> None:
 
 
 class _Enter(torch.autograd.Function):
-    """Into a tensor-parallel layer: its backward pass adds up the gradients of all shards."""
+    """Enters a tensor-parallel layer; the backward pass sums the gradients of all shards."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, communicator: rota.Communicator) -> Tensor:
@@ -245,10 +245,9 @@ def _tensor_parallel(
 
 def _run_tensor_parallel(rank: Rank, backend: str) -> None:
     communicator = rank.communicator(timeout_s=TIMEOUT_S)
-    generator = torch.Generator().manual_seed(
-        0
-    )  # the same weights on every rank, of which it takes
-    width, half = 8, 8 // WORLD_SIZE  # its part
+    # All ranks generate the same weights, and each uses its own part.
+    generator = torch.Generator().manual_seed(0)
+    width, half = 8, 8 // WORLD_SIZE
     own = slice(rank.rank * half, (rank.rank + 1) * half)
     whole, parts = [], []
     for _ in range(2):
@@ -269,7 +268,7 @@ def _run_tensor_parallel(rank: Rank, backend: str) -> None:
     loss = run(inputs[1], parts, communicator)
     loss.backward()
 
-    # The sum over shards adds up in another order than the product with the whole matrix.
+    # The sum over shards has another order of additions than the product with the whole matrix.
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
     for (into, out_of), (own_into, own_out_of) in zip(whole, parts, strict=True):
@@ -283,7 +282,7 @@ def test_tensor_parallel_layers_have_the_gradients_of_whole_ones(backend: str) -
 
 
 def _run_gradients(rank: Rank, backend: str) -> None:
-    """Loss of rank r: weights[r] * outputs; gradients are those of the sum of both losses."""
+    """Rank r's loss is weights[r] * outputs; gradients must be those of the sum of both losses."""
     communicator = rank.communicator(timeout_s=TIMEOUT_S)
     weights = [small_integers(other + 7, 6, 2) for other in range(WORLD_SIZE)]
     total = weights[0] + weights[1]
@@ -323,7 +322,7 @@ def _run_bad_gradients(rank: Rank) -> list[tuple[str, str]]:
     largest = rota.ops.all_reduce(x, communicator, "max").sum()
 
     y = x * 1
-    square = y.square()  # keeps y for its gradient
+    square = y.square()  # saves y for its backward pass
     with torch.no_grad():
         rota.ops.all_reduce_(y, communicator)
     return [error_of(largest.backward), error_of(square.sum().backward)]
@@ -340,7 +339,7 @@ def test_gradient_that_would_be_wrong_raises() -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# Names, and failures
+# Names and failures
 
 
 def _run_names(rank: Rank) -> list[str]:

@@ -1,4 +1,4 @@
-"""Broadcast, all-gather and barrier of rota.Communicator: bytes must arrive, whatever they mean."""
+"""Broadcast, all-gather and barrier of rota.Communicator: bytes must arrive unchanged."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_barrier_nobody_leaves_before_the_last_has_entered(world_size: int) -> N
     with Ranks(world_size, wait_for_the_last) as ranks:
         for rank in range(world_size):
             ranks.hear(rank)
-        time.sleep(0.1)  # for a rank that does not wait to leave too early
+        time.sleep(0.1)  # a rank that does not wait would leave too early
         last_enters = time.monotonic()
         ranks.tell(world_size - 1)
         left = [ranks.hear(rank) for rank in range(world_size)]
@@ -118,7 +118,7 @@ def test_barrier_nobody_leaves_before_the_last_has_entered(world_size: int) -> N
 
 
 def mix_collectives(rank: Rank) -> None:
-    """The parity of posts, mailboxes and slots differs from one round of the loop to the next."""
+    """The parity of posts, mailboxes and slots changes from one iteration to the next."""
     communicator = rank.communicator(slot_bytes=SLOT_BYTES)
     world_size = rank.world_size
     for turn in range(60):

@@ -3,12 +3,12 @@
 Each case of tests/cpp/ is a test of its own in every flavour that can run it:
 
   plain     as it is
-  tsan      ThreadSanitizer, with one place in each mailbox: the fewest that the protocol allows,
-            where memory comes round soonest
+  tsan      ThreadSanitizer, with one place in each mailbox: the minimum for the protocol, so that
+            memory is reused as soon as possible
   asan      AddressSanitizer with leak check, UndefinedBehaviorSanitizer, checked containers
-  endless   without the tick that ends a sleep in any case, so one lost wake-up stops the program
+  endless   without the timeout that ends every sleep, so a lost wake-up hangs the program
 
-No report is suppressed. The mutants at the end show that the sanitizer does see what it is for.
+No report is suppressed. The mutants at the end show that the tests detect real faults.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ THREAD_CASES = (
     "host_cases",
     "endpoint_cases",
 )
-# One thread needs no ThreadSanitizer, and it does not follow a fork.
+# Single-threaded cases need no ThreadSanitizer, and it does not support forks.
 OTHER_CASES = (
     "layout_cases",
     "launch_plan_cases",
@@ -95,7 +95,7 @@ FLAVOURS = (
 
 
 def mutant(name: str, *patches: Patch, cases: str = "sequences_cases") -> Flavour:
-    """The program under ThreadSanitizer, with a fault that it must find."""
+    """The program under ThreadSanitizer, with a fault that must be detected."""
     return Flavour(
         f"mutant-{name}",
         (*COMMON, cases),
@@ -121,7 +121,7 @@ EARLY_REUSES = (
         Patch("core/communicator.cpp", r"peer_post\.load\(\) < epoch_", "false"),
     ),
 )
-# Without the waits of one phase, which is named when it runs: one program for all of them.
+# Skips the waits of one phase, named in the environment, so one program serves for all phases.
 LOST_WAIT = mutant(
     "lost-wait",
     Patch(
@@ -130,7 +130,7 @@ LOST_WAIT = mutant(
         r'\1    if (phase == std::getenv("LOST_WAIT")) return;\n',
     ),
 )
-# Of the executors, as errors name them: whatever waits there has a phase.
+# Every phase in which executors wait, by the name used in errors.
 WAITED_PHASES = sorted(
     {
         phase
@@ -141,7 +141,7 @@ WAITED_PHASES = sorted(
 
 
 def earlier(before: str, call: str) -> Patch:
-    """A call of the engine, moved up to the line behind another."""
+    """Moves a call in the engine up to the line after another one."""
     lines = rf"({re.escape(before)}[^\n]*\n)([\s\S]*?)( *{re.escape(call)}\n)"
     return Patch("core/point_to_point.cpp", lines, r"\1\3\2")
 
@@ -219,7 +219,7 @@ def test_cpp_with_weakened_order_is_reported(flavour: Flavour) -> None:
 @pytest.mark.parametrize("flavour", EARLY_REUSES, ids=lambda flavour: flavour.name)
 def test_cpp_with_early_reuse_is_found(flavour: Flavour) -> None:
     code, output = run(flavour, "mixed_calls-ws3", "longest_messages-ws2")
-    # The sanitizer mostly comes first; else a wrong number is found, or ranks that disagree.
+    # Usually the sanitizer reports first; otherwise a case finds wrong numbers or a mismatch.
     assert code in (1, TSAN_REPORT_CODE), f"exit code {code}\n{output}"
 
 
@@ -263,19 +263,19 @@ def test_cpp_without_wake_up_stops() -> None:
 
 @pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
 def test_element_loops_leave_the_linker_no_function(isa: str, tmp_path: Path) -> None:
-    """Else it could keep the copy of one instruction set for all callers."""
+    """Otherwise the linker could keep one instruction set's copy for all callers."""
     result = tmp_path / "loops.o"
     flags = [*CXX_FLAGS, "-fno-inline", "-I", str(CSRC), "-o", str(result)]
     subprocess.run([*CXX, *flags, "-c", str(CSRC / f"cpu/element_loops_{isa}.cpp")], check=True)
     nm = ["nm", "--demangle", "--defined-only", "--extern-only", "--format=posix", str(result)]
     lines = subprocess.run(nm, capture_output=True, text=True, check=True).stdout.splitlines()
-    # None where the file is empty: on other machines than x86-64.
+    # No symbols if the file is empty, as on machines other than x86-64.
     assert [line for line in lines if not line.startswith(f"rota::cpu::{isa}::kTable D")] == []
 
 
-# ---- host code that is device code too -----------------------------------------------------------
+# ---- host code that is also device code ----------------------------------------------------------
 
-# Each with an assertion of it, and what makes that one wrong.
+# For each source: one of its assertions, and a change that makes it fail.
 DEVICE_SOURCES = {
     "schedule_device": ("ring_num_steps(4) == 6", "ring_num_steps(4) == 7"),
     "float_bits_device": ("(1.0f) == 0x3c00", "(1.0f) == 0x3c01"),

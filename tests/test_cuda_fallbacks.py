@@ -1,8 +1,8 @@
-"""CUDA tensors where kernels of rota cannot do it: the host's memory, NCCL, and what is said of it.
+"""CUDA tensors without rota's kernels: fallbacks to host memory and NCCL, and their warnings.
 
-On simulated GPUs, whatever there is: these have no symmetric memory, so that asking for it alone,
-or forbidding what is left, leaves no way to join them. Nor do they have NCCL, so that what goes
-there ends in NCCL's own error.
+Always on simulated GPUs. These have no symmetric memory, so allowing only that, or forbidding the
+other means, leaves no way to join them. They have no NCCL either, so calls that fall back to it end
+in NCCL's own error.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def go_through_host(rank: int, store_path: str) -> str | None:
     assert torch.equal(gathered.cpu(), torch.cat([contribution(r) for r in range(WORLD_SIZE)]))
     with pytest.raises(rota.TransportError, match="could not be joined"):
         comm.send(tensor, 1 - rank)
-    # torch would take an error that is left for that of its next kernel.
+    # torch would attribute a leftover error to its next kernel.
     assert ctypes.CDLL(None).cudaPeekAtLastError() == 0
     return comm.peer_access
 
@@ -105,10 +105,10 @@ def hand_over_to_nccl(rank: int, store_path: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            # There is none here: it fails in NCCL, and not before.
+            # NCCL is not available here: the call must fail in NCCL, not earlier.
             with pytest.raises(dist.DistBackendError, match="NCCL"):
                 dist.reduce(tensor, 0)
-    dist.all_reduce(tensor)  # rota itself goes on
+    dist.all_reduce(tensor)  # rota itself still works
     assert torch.equal(tensor.cpu(), sum(contribution(peer) for peer in range(WORLD_SIZE)))
     return [str(warning.message) for warning in caught if "rota" in str(warning.message)]
 

@@ -1,7 +1,7 @@
-"""Ranks that close their communicators take no memory from under each other's kernels.
+"""Ranks that close their communicators free no memory that kernels of other ranks still use.
 
-On simulated GPUs, whatever there is: there an access to memory that another process has freed is a
-fault, and unmapping such memory is reported.
+Always on simulated GPUs, where accessing memory that another process has freed faults, and
+unmapping such memory is reported.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from simulated_processes import Outcome, SimulatedProcesses
 WORLD_SIZE = 2
 NUM_ELEMS = 1000
 PATIENCE_S = 2.0  # how long ranks wait for each other (core/joined_regions.cpp)
-LATE_S = 0.5  # far less, and far more than a kernel takes
+LATE_S = 0.5  # far less than that, but far more than a kernel takes
 FREED_TOO_EARLY = "another process has freed"
 
 
-# How ranks map each other's memory: the environment, and what it comes to.
+# How ranks map each other's memory: the environment, and the resulting peer_access.
 IPC = ({"ROTA_PEER_MEMORY": "ipc"}, "CUDA IPC")
 SYMMETRIC = (
     {"ROTA_PEER_MEMORY": "symmetric", "SIMULATED_GPU_SYMMETRIC_MEMORY": "1"},
@@ -60,13 +60,13 @@ def sleep(_: int | None) -> None:
 
 
 def hold_up_stream() -> None:
-    """What is queued on the current stream from now on runs late."""
+    """Delays work that is queued on the current stream from now on."""
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     assert ctypes.CDLL(None).cudaLaunchHostFunc(stream, sleep, None) == 0
 
 
 def leave(holder: list[rota.Communicator], how: str) -> float:
-    """Ends the communicator that `holder` has; returns the seconds that it took."""
+    """Ends the communicator in `holder`; returns how many seconds that took."""
     began = time.monotonic()
     if how == "close":
         holder[0].close()
@@ -85,7 +85,7 @@ def run_ranks(
     world_size: int = WORLD_SIZE,
     **environment: str,
 ) -> list[object]:
-    """What each rank returned, after memory was unmapped before it was freed, everywhere."""
+    """Returns what each rank returned; checks that memory was unmapped before it was freed."""
     calls = [(function, (rank, f"{tmp_path}/store", *args)) for rank in range(world_size)]
     outcomes = processes.outcomes(calls, **environment)
     check(outcomes)
@@ -99,11 +99,11 @@ def check(outcomes: list[Outcome]) -> None:
         assert outcome.error is None, f"{outcome.error}\n{outcome.stderr}"
 
 
-# ---- a rank that is done before its peer has begun
+# ---- a rank that finishes before its peer starts
 
 
 def leave_before_late_kernel(rank: int, store_path: str, how: str, means: str) -> float:
-    """The root of a short broadcast need not wait for anybody who receives it."""
+    """The root of a short broadcast does not wait for the receivers."""
     holder = [connect(rank, store_path)]
     assert holder[0].peer_access == means
     tensor = contribution(rank).cuda()
@@ -120,7 +120,7 @@ def leave_before_late_kernel(rank: int, store_path: str, how: str, means: str) -
 def test_rank_that_leaves_early_waits_for_a_late_kernel(
     how: str, memory: tuple[dict[str, str], str], processes: SimulatedProcesses, tmp_path: Path
 ) -> None:
-    """Which tells the root, by a store into the root's memory, that it has read its message."""
+    """The late kernel stores into the root's memory to signal that it has read the message."""
     environment, means = memory
     of_root, of_peer = run_ranks(
         processes, leave_before_late_kernel, tmp_path, how, means, **environment
@@ -149,7 +149,7 @@ def test_ranks_leave_behind_kernels_that_run_as_they_like(
     run_ranks(processes, leave_behind_every_algorithm, tmp_path, world_size=3, **naps)
 
 
-# ---- peers that do not come
+# ---- peers that do not close
 
 
 def leave_while_peer_is_killed(rank: int, store_path: str) -> float:
@@ -178,7 +178,7 @@ def leave_one_that_stays(rank: int, store_path: str) -> float:
     other.all_reduce(tensor)
     assert torch.equal(tensor.cpu(), WORLD_SIZE * sum(contribution(peer) for peer in range(2)))
     if rank == 1:
-        # By now it maps memory that rank 0 has freed; it has no use for it.
+        # It still maps memory that rank 0 has freed, but no longer uses it.
         seconds = leave(holder, "close")
     leave([other], "close")
     return seconds
@@ -192,7 +192,7 @@ def test_peer_that_never_closes_is_waited_for_in_bounds(
     check(outcomes)
     first, second = (outcome.value for outcome in outcomes)
     assert PATIENCE_S * 0.8 < first < PATIENCE_S * 1.5
-    assert second < PATIENCE_S * 0.5  # the other one has left
+    assert second < PATIENCE_S * 0.5  # the other rank has already left
 
 
 def leave_in_another_order(rank: int, store_path: str) -> float:
@@ -213,7 +213,7 @@ def test_communicators_dropped_in_another_order_end_in_bounds(
     calls = [(leave_in_another_order, (rank, f"{tmp_path}/store")) for rank in range(2)]
     outcomes = processes.outcomes(calls)
     check(outcomes)
-    for outcome in outcomes:  # each waits once in vain, and then finds that the other has left
+    for outcome in outcomes:  # each waits once until the limit, then finds that the other has left
         assert PATIENCE_S * 0.8 < outcome.value < PATIENCE_S * 1.8
 
 
@@ -221,11 +221,11 @@ def test_communicators_dropped_in_another_order_end_in_bounds(
 
 
 def drop_in_forked_child(rank: int, store_path: str) -> float:
-    """The child has the parent's memory, and must not say that the parent's kernels are done."""
+    """The child shares the parent's memory and must not report the parent's kernels as done."""
     holder = [connect(rank, store_path)]
     holder[0].barrier()
     if rank == 0:
-        time.sleep(LATE_S)  # what a child has trouble with: rota's threads wait by now
+        time.sleep(LATE_S)  # by then rota's threads wait: the hard case for a forked child
         pid = os.fork()
         if pid == 0:
             holder.clear()

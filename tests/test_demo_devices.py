@@ -1,4 +1,4 @@
-"""The demo's choice of devices and of the baseline, for hosts that nobody has."""
+"""The demo's choice of devices and baseline, for made-up hosts."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ def test_find_gpus_takes_them_if_rota_has_kernels(
 
 
 class _FakeStream:
-    """CUDA events and synchronize on a stream whose clock moves when the test says so."""
+    """Fake CUDA events and synchronize on a stream whose clock the test sets."""
 
     def __init__(self) -> None:
         self.now_ms = 0.0
-        self.done_ms = 0.0  # all up to here has been waited for
+        self.done_ms = 0.0  # work up to this time has been waited for
 
     def synchronize(self, device: torch.device) -> None:
         self.done_ms = self.now_ms
@@ -120,7 +120,7 @@ def test_step_timer_on_gpu_times_events_once_they_are_done(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "Event", stream.event)
     monkeypatch.setattr(torch.cuda, "synchronize", stream.synchronize)
     timer = StepTimer(torch.device("cuda", 1))
-    for _ in range(2):  # a second turn knows nothing of the first
+    for _ in range(2):  # the second turn must not be affected by the first
         timer.start()
         for step_ms in (3.0, 5.0):
             stream.now_ms += step_ms

@@ -1,4 +1,4 @@
-"""Every code block of README.md and docs/ runs as it stands, on two ranks where it is Python."""
+"""Every code block of README.md and docs/ must run unchanged; Python blocks run on two ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMIT_S = 120
 
 
 class Block(NamedTuple):
-    """The info string's words, and the code."""
+    """A code block: the words of its info string, and the code."""
 
     language: str
     needs: str  # "cuda", or nothing
@@ -48,7 +48,7 @@ def cases(language: str) -> list[Any]:
     ]
 
 
-# What a reader of a block has at hand, made when the block first uses it.
+# Names that blocks use without defining them; each is made at its first use.
 AT_HAND: dict[str, Callable[[dict[str, Any]], Any]] = {
     "tensor": lambda names: torch.ones(1000),
     "comm": lambda names: rota.Communicator(),
@@ -72,7 +72,7 @@ def run_statements(code: str) -> None:
 
 def run_block(rank: Rank, code: str) -> None:
     if "init_process_group" in code:
-        # What torchrun would tell it by the environment.
+        # The values that torchrun would pass through the environment.
         about = {"store": rank.make_store(), "rank": rank.rank, "world_size": rank.world_size}
         dist.init_process_group = functools.partial(dist.init_process_group, **about)
     else:
@@ -99,7 +99,7 @@ def test_shell_block_runs(block: Block) -> None:
             module = ["-m", "torch.distributed.run"] if program == "torchrun" else []
             command = [sys.executable, *module, *arguments]
         elif program == "pip":
-            continue  # make venv does it, with an editable install
+            continue  # `make venv` has already installed rota, in editable mode
         else:
             pytest.fail(f"nothing is known about running {program}")
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)

@@ -1,5 +1,5 @@
-"""What `python -m rota doctor` says about GPUs, for each kind of build and machine, and its test of
-one GPU, which is a simulated one here.
+"""What `python -m rota doctor` reports about GPUs, for each kind of build and machine, and its test
+of one GPU, here a simulated one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def gpus_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.fixture(autouse=True)
 def no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes each time would take seconds; other tests are all about them."""
+    """Skips doctor's trial run: it would take seconds per test, and other tests cover it."""
     monkeypatch.setitem(doctor._CHECKS, "trial", lambda: "left out")
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, archs: list[str], devices: list[str] | str) -> None:
-    """A build for these architectures and a machine with these GPUs, or with this error."""
+    """Fakes a build for these architectures and a machine with these GPUs, or this error."""
 
     def cuda_devices() -> list[str]:
         if isinstance(devices, str):
@@ -71,7 +71,7 @@ def test_doctor_cuda_build_with_gpus_names_them(
 
 
 def test_doctor_of_this_build_and_machine_is_true(capsys: pytest.CaptureFixture[str]) -> None:
-    """The extension's own answers, in whichever kind of build the tests run with."""
+    """Uses the extension's own answers, in whichever kind of build the tests run with."""
     archs = _C.cuda_archs()
     line = gpus_line(capsys)
     if not archs:
@@ -96,7 +96,7 @@ def test_doctor_of_this_build_and_machine_is_true(capsys: pytest.CaptureFixture[
 def doctor_gpu(
     folder: Path, *arguments: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs it on a simulated GPU; skips the test where there can be none."""
+    """Runs doctor on a simulated GPU; skips the test if that is not available."""
     if not _C.cuda_archs():
         pytest.skip("needs a build of rota with CUDA kernels (ROTA_CUDA=1)")
     try:
@@ -133,7 +133,7 @@ def test_doctor_gpu_tests_and_measures_and_writes_a_record(tmp_path: Path) -> No
 
 
 def test_doctor_says_how_the_self_test_on_record_ended(tmp_path: Path) -> None:
-    """Also of one that failed; --gpu runs it afresh, whatever is on record."""
+    """Also if it failed; --gpu always runs it again."""
 
     def gpus_line_now() -> str:
         lines = doctor_gpu(tmp_path).stdout.splitlines()

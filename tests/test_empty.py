@@ -1,4 +1,4 @@
-"""rota.empty: collectives of tensors that peers read where they lie, and the memory of those."""
+"""rota.empty: collectives on tensors that peers read in place, and their memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ranks import Rank, Ranks, run_ranks
 
 SLOT_BYTES = 4096
 MAILBOX_BYTES = 64 << 10
-LONG = 3 * MAILBOX_BYTES + 260  # bytes that end in the middle of a round, not of an element
+LONG = 3 * MAILBOX_BYTES + 260  # bytes; ends in the middle of a round, on a whole element
 
 
 def in_heap(tensor: torch.Tensor) -> torch.Tensor:
@@ -26,7 +26,7 @@ def in_heap(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def heap_bytes() -> int:
-    """What this process's heap takes of the machine's memory."""
+    """The machine's memory that this process's heap uses."""
     for fd in os.listdir("/proc/self/fd"):
         path = f"/proc/self/fd/{fd}"
         if os.path.exists(path) and "memfd:rota-heap" in os.readlink(path):
@@ -55,7 +55,7 @@ def test_all_reduce_in_place_gives_the_bits_of_slots(dtype: torch.dtype) -> None
 
 
 def check_all_calls(rank: Rank) -> None:
-    """Parts of tensors, several groups, asynchronous calls, and what goes through slots."""
+    """Parts of tensors, several groups, asynchronous calls, and calls that go through slots."""
     rank.init()
     subgroup = dist.new_group(backend="rota")
     whole = rota.empty(2, LONG // 4 + 5)
@@ -119,7 +119,7 @@ def test_some_ranks_in_the_heap_and_some_not() -> None:
 
 
 def check_without_addresses(rank: Rank) -> None:
-    """Rank 1 cannot map its peers' heaps, so nobody reads in place."""
+    """Rank 1 cannot map its peers' heaps, so no rank reads in place."""
     if rank.rank == 1:
         with open("/proc/self/statm") as file:
             now = int(file.read().split()[0]) * resource.getpagesize()
@@ -158,7 +158,7 @@ def test_memory_goes_back_and_is_found_again() -> None:
     assert heap_bytes() - before == (1 << 20) + resource.getpagesize()
     address = first.data_ptr()
     del first
-    assert heap_bytes() - before == (1 << 20) + resource.getpagesize()  # the view still has it
+    assert heap_bytes() - before == (1 << 20) + resource.getpagesize()  # the view still holds it
     view.fill_(1)
     del view
     assert heap_bytes() - before == resource.getpagesize()

@@ -1,4 +1,4 @@
-"""Error feedback of rota.fused_hook: residuals go with their parameters, whatever DDP's buckets."""
+"""Error feedback of rota.fused_hook: residuals follow their parameters across DDP's buckets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from models import (
 from oracle import random_inputs
 from ranks import Rank, error_of, run_ranks
 
-# Without blocks, which bucket an element is in makes no difference to it.
+# Without block scaling, an element's result does not depend on its bucket.
 UNSCALED = {"wire_dtype": torch.bfloat16, "error_feedback": True}
 
 
@@ -36,7 +36,7 @@ def make_ddp(
 
 
 def follow_definition(rank: Rank, dtypes: tuple[torch.dtype, ...], **ddp_options: Any) -> None:
-    """Each parameter on its own, in plain torch, through DDP's rebuild of its buckets."""
+    """Compares with plain torch, one parameter at a time, across DDP's bucket rebuild."""
     rank.init("gloo")
     loss_scale = 4.0
     model = ExactGradients(dtypes)
@@ -84,7 +84,7 @@ def test_error_feedback_in_buckets_of_several_dtypes() -> None:
 
 
 class Layouts(torch.nn.Module):
-    """Parameters that DDP lays out in three ways, and a complex one."""
+    """Parameters with three memory layouts, and a complex one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,13 +139,13 @@ def test_residuals_are_saved_in_the_shape_of_their_parameters() -> None:
     run_ranks(1, train_layouts)
 
 
-# ---- a run that is stopped, and goes on in other processes
+# ---- a run that is stopped and resumed in new processes
 
 NUM_STEPS = 6
 
 
 def train(rank: Rank, directory: str, steps: range, options: dict[str, Any]) -> list[float]:
-    """Trains `steps`, from the checkpoint before them and to the one after; returns parameters."""
+    """Trains `steps` from the checkpoint before them, saves one after; returns parameters."""
     rank.init("gloo")
     model = make_model()
     state = rota.HookState(model=model, **options)
@@ -179,7 +179,7 @@ def test_stopped_run_gives_the_bits_of_a_straight_one(tmp_path: Any, stop_at: in
 
 
 def load_again(rank: Rank) -> None:
-    """In the middle of a run, and before any bucket has come."""
+    """Loads a state in the middle of a run and reads it back before the next backward pass."""
     rank.init("gloo")
     model = ExactGradients()
     state = rota.HookState(model=model, **UNSCALED)
@@ -210,7 +210,7 @@ def test_state_can_be_loaded_in_the_middle_of_a_run() -> None:
     run_ranks(2, load_again)
 
 
-# ---- what cannot be restored
+# ---- states that cannot be restored
 
 
 def load_other(rank: Rank, change: str) -> tuple[str, str]:

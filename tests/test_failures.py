@@ -14,7 +14,7 @@ import rota
 from ranks import Rank, Ranks, error_of, run_ranks
 
 FOREVER = 10**9
-# By then the victim is in the midst of its collectives.
+# After so many collectives the victim is surely inside one.
 WARM_UP = 20
 
 
@@ -64,7 +64,7 @@ def test_peer_killed_during_all_reduce_raises_peer_failed(
 
 
 def reduce_when_told(rank: Rank, use: str) -> list[tuple[str, str]]:
-    """The last rank never enters: it waits for a word that does not come."""
+    """The last rank never enters the collective: it waits for a note that is never sent."""
     rank.init()
     communicator = rota.Communicator()
     tensor = torch.ones(100_000)
@@ -207,7 +207,7 @@ def test_timeout_names_the_peer_and_the_late_peer_learns_of_it() -> None:
             assert fact in text
         error, text = results[rank][1]
         assert error == "Timeout" and "the group is dead" in text
-    # The late one finds all contributions and may finish; it hears of the failure in its next call.
+    # The late rank finds all contributions and may finish; its next call reports the failure.
     error, text = results[1][1]
     assert error == "Timeout", text
     assert "failed" in text and "waited" in text and "for rank 1" in text
@@ -228,7 +228,7 @@ def test_slow_peer_is_named_once_on_stderr_and_then_awaited() -> None:
     with Ranks(3, be_late, 3) as ranks:
         ranks.wait_for_stderr(0)
         ranks.wait_for_stderr(1)
-        time.sleep(1.2)  # long enough for a second line, were there one
+        time.sleep(1.2)  # long enough for an unwanted second line
         ranks.tell(2)
         assert ranks.results() == [3.0] * 3
         pid = ranks.pid(2)

@@ -1,4 +1,4 @@
-"""Options, models and groups that rota.fused_hook cannot work with: refused, on every rank."""
+"""Options, models and groups that rota.fused_hook does not support are refused on every rank."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_sparse_gradient_is_refused_with_the_parameters_name() -> None:
 
 
 class Bucket:
-    """As DDP would hand it over if it knew of other dtypes."""
+    """The bucket that DDP would pass if it supported other dtypes."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
@@ -228,7 +228,7 @@ def test_one_state_on_two_models_is_refused(how: str) -> None:
 
 
 def train_one_after_the_other(rank: Rank) -> list[float]:
-    """A state may go on with another model once the first one is gone."""
+    """A state may be used with another model once the first one is gone."""
     rank.init("gloo")
     state = rota.HookState(error_feedback=True)
     norms = []
@@ -243,7 +243,7 @@ def test_state_of_a_model_that_is_gone_takes_another() -> None:
         assert norms[0] == norms[1] > 0
 
 
-# ---- what names depend on
+# ---- parameter names
 
 
 def name_sparse(rank: Rank) -> str:
@@ -268,7 +268,7 @@ def be_wrong_alone(rank: Rank, what: str) -> tuple[str, str]:
     is_wrong = rank.rank == 1
     if what == "sparse":
         words = torch.tensor([1])
-        model = Words(is_wrong, alone=True)  # or bucket 0, without it, is another one already
+        model = Words(is_wrong, alone=True)  # otherwise ranks would already differ in bucket 0
         state = rota.HookState(model=model)
         return error_of(lambda: train(model, state, rota.fused_hook, words))
     return use(rota.HookState() if not is_wrong else None, rank)

@@ -1,4 +1,4 @@
-"""rota.fused_hook: the numbers it gives, for every kind of model and way to train with DDP."""
+"""rota.fused_hook: its results, for every kind of model and way to train with DDP."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rota.fused import _split_mix_64
 def make_ddp(
     model: torch.nn.Module, state: rota.HookState | None, **options: Any
 ) -> DistributedDataParallel:
-    """With rota.fused_hook, or without a hook if there is no state."""
+    """DDP with rota.fused_hook, or without a hook if state is None."""
     options.setdefault("bucket_cap_mb", SMALL_BUCKETS_MB)
     ddp = DistributedDataParallel(model, **options)
     if state is not None:
@@ -45,7 +45,7 @@ def make_ddp(
 
 
 def follow_oracle(rank: Rank, wire: Format, options: dict[str, Any]) -> list[str]:
-    """Random gradients, over the rebuild of DDP's buckets; returns the hook's results, by step."""
+    """Random gradients, across DDP's bucket rebuild; returns the hook's results by step."""
     rank.init("gloo")
     state = rota.HookState(wire_dtype=wire.dtype, block_scaling=wire.block_scaling, **options)
     buckets: list[list[torch.Tensor]] = []
@@ -80,12 +80,12 @@ def follow_oracle(rank: Rank, wire: Format, options: dict[str, Any]) -> list[str
             stats = stats_of(expected)
             num_non_finite += stats[0]
             sum_of_squares += stats[1]
-        assert (len(buckets) > 1) == (step > 0)  # DDP makes them after the first step
+        assert (len(buckets) > 1) == (step > 0)  # DDP makes its final buckets after the first step
         assert state.found_inf == (num_non_finite > 0) == (step == 2)
         norm = state.grad_norm()
         assert norm.dtype == torch.float32 and norm.shape == ()
         if step < 2:
-            # Sums of squares may be formed in another order.
+            # The sum of squares may have another order of additions.
             assert norm.item() == pytest.approx(math.sqrt(sum_of_squares), rel=1e-7)
         else:
             assert norm.isnan()
@@ -124,17 +124,17 @@ def predivide(rank: Rank, factor: float) -> list[float]:
 
 def test_gradient_predivide_factor_keeps_contributions_from_overflowing() -> None:
     assert run_ranks(2, predivide, 1.0) == [[math.inf]] * 2
-    # 50000 lies between 49984 and 50016 in float16, the first of which is even.
+    # 50000 is the midpoint of 49984 and 50016 in float16; 49984 is the even one.
     assert run_ranks(2, predivide, 2.0) == [[49984.0]] * 2
 
 
 def train_apart(rank: Rank) -> list[list[float]]:
-    """Two models, each with a state and a wire dtype of its own, in one backward pass."""
+    """Two models, each with its own state and wire dtype, in one backward pass."""
     rank.init("gloo")
     results = []
     wires = (torch.bfloat16, torch.float16)
     ddps = [make_ddp(ExactGradients(), rota.HookState(None, wire)) for wire in wires]
-    # 2**10 + 1 takes 11 bits: float16 has them, bfloat16 rounds to 2**10.
+    # 2**10 + 1 needs 11 bits: float16 has them, bfloat16 rounds to 2**10.
     loss = ddps[0](torch.full((2050,), 1025.0)) + ddps[1](torch.full((2050,), 1025.0))
     loss.backward()
     for ddp in ddps:
@@ -177,11 +177,11 @@ def test_fused_hook_future_can_be_chained() -> None:
     assert run_ranks(2, average_inside_other_hook) == [[1.0], [1.0]]
 
 
-# ---- kinds of models and ways to train, beside DDP without a hook on the same exact gradients
+# ---- kinds of models and ways to train, compared with plain DDP on the same exact gradients
 
 
 class Scenario(NamedTuple):
-    """How to train. `train` yields after each step: whether the hook's norm is that of all."""
+    """How to train. After each step `train` yields whether the hook's norm covers all gradients."""
 
     train: Callable[[DistributedDataParallel, int], Iterator[bool]]
     model: Callable[[], torch.nn.Module] = ExactGradients
@@ -221,7 +221,7 @@ def accumulate_with_sync(ddp: DistributedDataParallel, rank: int) -> Iterator[bo
 
 
 def leave_some_unused(ddp: DistributedDataParallel, rank: int) -> Iterator[bool]:
-    """Used by all, by rank 0 alone, by nobody; in turns."""
+    """Each parameter is used by all ranks, by rank 0 only, or by none, in turn."""
     for step in range(5):
         ddp.zero_grad()
         used = [(step + i) % 5 for i in range(3)] + ([(step + 3) % 5] if rank == 0 else [])
@@ -239,7 +239,7 @@ def leave_some_unused_in_the_end(ddp: DistributedDataParallel, rank: int) -> Ite
 
 
 def leave_what_was_reduced_unused(ddp: DistributedDataParallel, rank: int) -> Iterator[bool]:
-    """DDP reduces such gradients again, and then keeps them as they were, unless they are views."""
+    """DDP reduces such gradients again, but leaves them unchanged unless they are bucket views."""
     for step in range(3):
         ddp.zero_grad()
         ddp(exact_batch(rank, step)).backward()
@@ -312,7 +312,7 @@ def test_fused_hook_equals_ddp_without_hook(name: str, as_view: bool) -> None:
     assert min(run_ranks(2, train_beside_torch, name, as_view)) > 2
 
 
-# ---- what the state knows about the last backward pass
+# ---- the state's results of the last backward pass
 
 
 def meet_inf(rank: Rank) -> list[tuple[bool, float]]:
@@ -327,7 +327,7 @@ def meet_inf(rank: Rank) -> list[tuple[bool, float]]:
         if step in (1, 2) and rank.rank == step:
             batch[0] = torch.inf
         ddp.zero_grad()
-        ddp(batch, [0] if step == 1 else [4]).backward()  # which are in different buckets
+        ddp(batch, [0] if step == 1 else [4]).backward()  # in different buckets
         seen.append((state.found_inf, state.grad_norm().item()))
     return seen
 
@@ -376,20 +376,20 @@ def test_results_of_a_failed_backward_pass_are_refused() -> None:
 
 
 def test_split_mix_64_gives_the_published_sequence() -> None:
-    """That of https://prng.di.unimi.it/splitmix64.c, from seed 1234567."""
+    """The sequence of https://prng.di.unimi.it/splitmix64.c from seed 1234567."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert [_split_mix_64(1234567, i) for i in range(3)] == expected
 
 
 def round_at_random(rank: Rank, seed: int, stop_at: int | None) -> list[list[float]]:
-    """The gradients of each step; with `stop_at`, another state goes on from there."""
+    """Returns each step's gradients; with `stop_at`, a new state continues from that step."""
     rank.init("gloo")
 
     def start(**options: Any) -> tuple[rota.HookState, DistributedDataParallel]:
         state = rota.HookState(
             None, torch.bfloat16, stochastic_rounding=True, error_feedback=False, **options
         )
-        # One parameter, so that a new DDP has the buckets that the old one had.
+        # One parameter, so that a new DDP has the same buckets.
         return state, make_ddp(ExactGradients(sizes=(2050,)), state)
 
     state, ddp = start(seed=seed)

@@ -1,6 +1,6 @@
-"""What `make gpu` must do when things go wrong, tried where there is no GPU.
+"""What `make gpu` must do when things go wrong, tested without a GPU.
 
-`make gpu-dry` runs all of its lines; here are the ways in which a minute on a GPU could be lost.
+`make gpu-dry` runs all of its lines; these tests cover failures that would waste time on a GPU.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Run = Callable[[Callable[[Path], list[Step]]], tuple[int, dict[str, Any]]]
 
 @pytest.fixture
 def run_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Runs steps as on an H200; returns the exit status, and the record."""
+    """Runs steps as if on an H200; returns the exit status and the record."""
 
     def run_them(steps: Callable[[Path], list[Step]]) -> tuple[int, dict[str, Any]]:
         monkeypatch.setattr(facts, "gather", lambda: H200)
@@ -72,14 +72,14 @@ def run_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
 def test_step_that_fails_stops_no_other_and_what_was_measured_is_kept(
     run_steps: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "EXTENSION", Path(__file__))  # of an earlier build
+    monkeypatch.setattr(run, "EXTENSION", Path(__file__))  # as if built earlier
 
     def steps(rows: Path) -> list[Step]:
         return [
             step("raise SystemExit('no compiler')", "build", stage="build"),
             step("", "memcheck", reason="it is not there"),
             step("print('==ERROR== ERR_NVGPUCTRPERM'); raise SystemExit(1)", is_optional=True),
-            # Measures, then crashes as it writes.
+            # Measures, then crashes while writing.
             step(f"import os; {write_row(rows)} {write_row(rows, json.dumps(ROW)[:9])} os.abort()"),
             step("print('fine')"),
         ]
@@ -118,7 +118,7 @@ def test_run_without_failures_has_status_0_and_is_recorded_after_each_step(
 
 
 def test_step_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
-    """Its child ignores the requests to end; the step itself hears the first, as pytest does."""
+    """The step's child ignores signals; the step itself ends at the first one, like pytest."""
     child = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; print(1); "
     code = (
         "import signal, subprocess, sys, time\n"
@@ -260,7 +260,7 @@ def test_clocks_are_read_by_nvidia_smi_where_there_is_no_pynvml(
 
 
 def test_row_that_was_measured_while_the_gpu_was_throttled_is_marked() -> None:
-    """By a reading in its time, or by the next one before or after it."""
+    """If a reading during it, or the next one before or after it, shows throttling."""
     watched = clocks.Clocks.__new__(clocks.Clocks)
     watched._readings = list(
         zip([1.0, 2.0, 3.0, 4.0], [READINGS[i] for i in (0, 0, 1, 0)], strict=True)
@@ -275,7 +275,7 @@ def test_row_that_was_measured_while_the_gpu_was_throttled_is_marked() -> None:
 
 
 def test_job_that_fails_costs_one_job(tmp_path: Path) -> None:
-    """On a simulated GPU: when it is made, checked or timed, or when it is checked at last."""
+    """On a simulated GPU; jobs fail when made, checked, timed, or checked again at the end."""
     import simulated_gpu
 
     try:

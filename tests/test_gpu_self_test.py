@@ -1,7 +1,7 @@
-"""The self-test of a GPU: what it finds, what it remembers, and what becomes of what fails.
+"""The self-test of a GPU: what it finds, what it records, and how failed kernels are avoided.
 
-On simulated GPUs, whose kernels go wrong where the environment names them
-(simulated_gpu/kernel_faults.h); NCCL, to which some calls go then, ends in its own error there.
+On simulated GPUs, where the environment names kernels that give wrong results
+(simulated_gpu/kernel_faults.h). Calls that then fall back to NCCL end in NCCL's own error there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HANG_S = 10.0  # kHostTimeout of csrc/tensor/cuda/self_test.cpp
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    """Where a test's processes keep their records; none when it begins."""
+    """The folder for a test's self-test records; empty at first."""
     return tmp_path / "cache"
 
 
@@ -93,7 +93,7 @@ def test_self_test_that_passes_is_silent_and_remembered(
     [record] = records(cache)
     text = record.read_text()
     assert text.startswith("rota self-test\ngpu simulated GPU ") and text.endswith("\n0 failed\n")
-    # A kernel that has gone wrong since then is not tested again, so nothing is said of it.
+    # With a record, kernels are not tested again, so a kernel that is wrong now goes unnoticed.
     for outcome in run_ranks(
         processes, join_only, tmp_path, 1, SIMULATED_GPU_FLIP_BIT="two_shot_kernel"
     ):
@@ -174,7 +174,7 @@ def get_wrong_bits(rank: int, folder: str) -> None:
 def test_self_test_never_runs_if_told_so(
     processes: SimulatedProcesses, tmp_path: Path, cache: Path
 ) -> None:
-    """And what it would have kept from use then gives wrong results."""
+    """The wrong kernel, which the self-test would have excluded, is then used."""
     env = {"ROTA_GPU_SELF_TEST": "never", "SIMULATED_GPU_FLIP_BIT": "two_shot_kernel"}
     for outcome in run_ranks(processes, get_wrong_bits, tmp_path, **env):
         assert outcome.warnings == []
@@ -200,7 +200,7 @@ def test_self_test_setting_that_is_none_is_refused(
 def use_around_two_shot(rank: int, folder: str) -> list[str]:
     if rank == 1:
         os.environ["SIMULATED_GPU_FLIP_BIT"] = "two_shot_kernel"
-    # Each rank has a record of its own, as GPUs of their own would.
+    # One record per rank, as if each had its own GPU.
     os.environ["ROTA_CACHE_DIR"] += f"/{rank}"
     comm = start(rank, folder)
     check_all_reduce(comm)
@@ -212,7 +212,7 @@ def use_around_two_shot(rank: int, folder: str) -> list[str]:
     check_all_reduce(again)
     with pytest.raises(ValueError) as refused:
         comm.all_reduce(contribution(rank).cuda(), algorithm="two_shot")
-    check_all_reduce(comm)  # the refusal has moved nothing
+    check_all_reduce(comm)  # the refused call moved nothing
     return [str(refused.value)]
 
 
@@ -231,7 +231,7 @@ def test_wrong_kernel_of_one_rank_is_used_by_none_and_named_once(
         assert "two_shot of float32: element 0" in refusal
 
 
-# float16 only: the others go on.
+# The two_shot kernel of float16 only; other dtypes still work.
 FLOAT16 = "two_shot_kernel<rota::cuda::Codec<(rota::DType)2, false>"
 
 
@@ -299,7 +299,7 @@ def use_reduce_scatter(rank: int, folder: str) -> None:
     shard, whole = torch.zeros(100).cuda(), contribution(rank, 200).cuda()
     with pytest.raises(rota.TransportError, match="self-test found reduce_scatter of float32"):
         comm.reduce_scatter(shard, whole)
-    # There is no NCCL here: it fails in NCCL, and not before.
+    # NCCL is not available here: the call must fail in NCCL, not earlier.
     with (
         pytest.warns(UserWarning, match="reduce_scatter of CUDA tensors"),
         pytest.raises(dist.DistBackendError, match="NCCL"),

@@ -1,4 +1,4 @@
-"""What goes wrong inside a DDP hook's collective comes out of backward as rota's own exception."""
+"""Errors inside a DDP hook's collective are raised by backward() as rota's own exceptions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_ddp(hook: Any) -> DistributedDataParallel:
 
 
 def make_trained_ddp(hook: Any) -> DistributedDataParallel:
-    """Past the steps in which DDP itself talks to peers, to agree on its buckets."""
+    """Trains past the steps in which DDP itself communicates, to agree on its buckets."""
     model = make_ddp(hook)
     for _ in range(3):
         step(model)
@@ -40,7 +40,7 @@ def train_until_error(rank: Rank, backend: str, name: str) -> list[tuple[str, st
     model = make_trained_ddp(HOOKS[name])
     rank.tell()
     if rank.rank == 1:
-        rank.hear()  # a word that does not come
+        rank.hear()  # waits for a note that is never sent
     return [error_of(lambda: step(model)), error_of(lambda: step(model))]
 
 

@@ -1,4 +1,4 @@
-"""The DDP communication hooks against torch's of the same names, on the same model and inputs."""
+"""The DDP communication hooks compared with torch's hooks of the same names."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def gradients(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
 def compare_with_torch(
     rank: Rank, backend: str, name: str, as_view: bool
 ) -> tuple[float, float, list[float]]:
-    """Largest difference from torch's hook and the bound, both over the largest gradient."""
+    """Largest difference from torch's hook and its bound, relative to the largest gradient."""
     rank.init(backend)
     ours, torchs = HOOKS[name]
     reference_group = dist.new_group(backend="gloo")
     mine = make_ddp(ours, gradient_as_bucket_view=as_view)
     reference = make_ddp(
-        # Without its name: DDP lets torch's bf16_compress_hook be used only where there is NCCL.
+        # Wrapped: DDP checks the name, and allows torch's bf16_compress_hook only with NCCL.
         lambda state, bucket: torchs(state, bucket),
         reference_group,
         process_group=reference_group,
@@ -67,7 +67,7 @@ def compare_with_torch(
         expected = gradients(reference, batch_of(rank.rank, step))
         worst = max(worst, float(((got - expected).abs() / expected.abs().max()).max()))
         optimizer.step()
-    # torch divides, rounds every contribution and every sum; rota rounds once each way.
+    # torch rounds after the division and after every addition; rota rounds once each way.
     eps = torch.finfo(WIRE_DTYPES[name]).eps
     parameters = torch.cat([p.detach().flatten() for p in mine.parameters()])
     return worst, eps * (rank.world_size + 1), parameters.tolist()
@@ -118,7 +118,7 @@ def average_random(rank: Rank, name: str) -> None:
     model = DistributedDataParallel(ExactGradients(torch.float32), bucket_cap_mb=SMALL_BUCKETS_MB)
     model.register_comm_hook(None, HOOKS[name][0])
     batches = random_inputs(rank.world_size, 2050, torch.float32)
-    batches[0][:4] = torch.tensor([1e5, 1e-9, torch.inf, torch.nan])  # beyond float16, both ways
+    batches[0][:4] = torch.tensor([1e5, 1e-9, torch.inf, torch.nan])  # beyond float16's range
     got = gradients(model, batches[rank.rank])
     average = contract(batches, "avg", WIRE_DTYPES[name])
     assert_same(got, torch.cat([average[: p.numel()] for p in model.parameters()]), name)
@@ -131,7 +131,7 @@ def test_hook_average_of_random_gradients_follows_contract(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["allreduce", "fp16_compress"])
 def test_torch_hook_average_of_exact_inputs_is_exact(name: str) -> None:
-    """So the inputs above do tell whether two hooks agree."""
+    """Shows that the inputs above can reveal a difference between hooks."""
     results = run_ranks(2, average_exact, "gloo", name, torch.float32, "torch")
     assert results == [[True] * 3] * 2
 
@@ -202,7 +202,7 @@ def double_average(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuse
 
 
 def share_bucket_with_then(rank: Rank) -> list[float]:
-    """A hook of the user's own around ours, as torch's wrappers do it."""
+    """A user's hook around ours, like torch's hook wrappers."""
     rank.init("gloo")
 
     model = DistributedDataParallel(ExactGradients(torch.float32), bucket_cap_mb=SMALL_BUCKETS_MB)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.no_extension
 CSRC = Path(__file__).parent.parent / "csrc"
 SUFFIXES = {".h", ".cpp", ".inl", ".cu", ".cuh"}
 
-# Each layer, and which layers it may include. bindings.cpp is one of its own.
+# Each layer, and the layers that it may include. bindings.cpp is a layer by itself.
 ALLOWED: dict[str, set[str]] = {
     "base": set(),
     "schedule": {"base"},
@@ -25,9 +25,9 @@ ALLOWED: dict[str, set[str]] = {
     "c10d": {"base", "schedule", "transport", "cpu", "cuda", "core", "tensor"},
     "bindings": {"base", "schedule", "transport", "cpu", "cuda", "core", "tensor", "c10d"},
 }
-# Kernels and their launches; the memory that GPUs map.
+# Layers that may use CUDA: kernels and their launches, and the memory that GPUs map.
 CUDA_LAYERS = {"cuda", "transport"}
-# Where torch, and with it pybind11 and Python, may be seen.
+# Layers that may use torch, and with it pybind11 and Python.
 TORCH_LAYERS = {"tensor", "c10d", "bindings"}
 
 TORCH = re.compile(r"^(torch|ATen|c10|caffe2|pybind11)/|^(Python|ATen/.*|torch/.*)\.h$")
@@ -40,7 +40,7 @@ def layer_of(path: str) -> str:
 
 
 def complaints(path: str, text: str, project_files: Iterable[str]) -> list[str]:
-    """What is wrong with one file.
+    """The forbidden includes of one file.
 
     Args:
         path: below csrc/, with slashes.

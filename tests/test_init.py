@@ -1,4 +1,4 @@
-"""Making a communicator: over any group, and a clear error where that cannot be."""
+"""Making a communicator: over any group, or a clear error."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def rendezvous_over_tcp(rank: Rank) -> list[float]:
 
 
 def test_communicator_rendezvous_over_tcp_store() -> None:
-    """What torchrun uses; all other tests meet over a file."""
+    """torchrun uses a TCPStore; all other tests use a FileStore."""
     with Ranks(3, rendezvous_over_tcp) as ranks:
         port = ranks.hear(0)
         ranks.tell(1, port)
@@ -110,7 +110,7 @@ def test_communicator_before_init_raises_value_error() -> None:
 
 def make_with_slots(rank: Rank, slot_bytes: int) -> tuple[str, str]:
     rank.init()
-    # Without it, a missing check would take all memory of the machine.
+    # Without this limit, a missing check in rota would take all memory of the machine.
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, 1 << 30))
     return error_of(lambda: rota.Communicator(slot_bytes=slot_bytes))
 
@@ -124,7 +124,7 @@ def test_communicator_slot_bytes_that_are_no_pages_raise_value_error(slot_bytes:
 
 @pytest.mark.parametrize("slot_bytes", [1 << 61, 1 << 62, 1 << 63], ids=str)
 def test_communicator_more_memory_than_addresses_raises(slot_bytes: int) -> None:
-    """The sum of all slots overflows, and must not come out as a small number."""
+    """The sum of all slots overflows; it must not wrap around to a small number."""
     error, text = run_ranks(1, make_with_slots, slot_bytes)[0]
     assert error in ("ValueError", "TransportError"), text
     assert "slot_bytes" in text
@@ -132,7 +132,7 @@ def test_communicator_more_memory_than_addresses_raises(slot_bytes: int) -> None
 
 @pytest.fixture
 def small_cgroup() -> Iterator[Path]:
-    """A memory cgroup of 256 MiB, of either version, that processes can be moved into."""
+    """A memory cgroup (v1 or v2) of 256 MiB that processes can be moved into."""
     version1 = Path("/sys/fs/cgroup/memory")
     parent, limit = (
         (version1, "memory.limit_in_bytes")
@@ -163,7 +163,7 @@ def reserve_in_cgroup(rank: Rank, cgroup: Path) -> tuple[str, str, float]:
 
 
 def test_memory_beyond_the_containers_limit_is_an_error(small_cgroup: Path) -> None:
-    """Reserving it would wake the OOM killer, which ends a rank without a word."""
+    """Reserving it would trigger the OOM killer, which kills a rank without any message."""
     error, text, total = run_ranks(1, reserve_in_cgroup, small_cgroup)[0]
     assert error == "TransportError", text
     assert "cannot reserve" in text and "slot_bytes" in text
@@ -272,7 +272,7 @@ def limit_and_make(rank: Rank, limit: str, amount: int) -> tuple[str, str]:
     rank.init("gloo", timeout_s=3)
     if rank.rank == 0:
         if limit == "descriptors":
-            # All numbers below the limit but `amount` are taken.
+            # All descriptors below the limit except `amount` are taken.
             taken = [os.dup(0) for _ in range(64)]
             resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1, taken[-1] + 1))
             for fd in taken[len(taken) - amount :]:
@@ -294,10 +294,10 @@ def test_communicator_short_of_memory_raises_transport_error_with_need_and_have(
 @pytest.mark.parametrize("num_free", range(5))
 def test_communicator_short_of_descriptors_raises(num_free: int) -> None:
     (error, text), (peer_error, peer_text) = run_ranks(2, limit_and_make, "descriptors", num_free)
-    # The store of this test opens a file for each call, which may be what fails first.
+    # The test's store opens a file for each call, so it may fail first.
     assert error in ("TransportError", "DistStoreError"), text
     assert "open files" in text
-    assert peer_error in ("TransportError", "nothing"), peer_text  # it may have all that it needs
+    assert peer_error in ("TransportError", "nothing"), peer_text  # it may lack nothing
 
 
 def host_without_descriptors(rank: Rank) -> tuple[str, str]:
@@ -315,7 +315,7 @@ def test_host_that_cannot_be_read_is_not_taken_for_another() -> None:
 
 
 def listening_name(pid: int) -> str | None:
-    """The abstract address at which a process awaits its peers."""
+    """The abstract socket address at which a process listens for its peers."""
     sockets = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -329,7 +329,7 @@ def listening_name(pid: int) -> str | None:
 
 
 def connect_as_stranger(rank: Rank) -> list[float]:
-    """Rank 1 sends garbage to the socket on which rank 0 awaits it."""
+    """Rank 1 sends garbage to the socket on which rank 0 listens."""
     rank.init("gloo")
     rank.tell()
     if rank.rank == 1:

@@ -1,4 +1,4 @@
-"""Ctrl-C in a wait, and what a forked child may not do."""
+"""Ctrl-C in a wait, and calls that a forked child may not make."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch.distributed as dist
 import rota
 from ranks import Rank, Ranks, error_of, run_ranks
 
-PROMPT_S = 5.0  # the contract says 200 ms; a test on a busy machine only tells it from a time-out
+PROMPT_S = 5.0  # the contract says 200 ms; on a busy machine, a test can only rule out a time-out
 IN_THE_WAIT_S = 0.3
 
 
 def wait_and_be_interrupted(rank: Rank, use: str) -> tuple[tuple[str, str], float]:
-    """Rank 0 waits for rank 1, which comes only after rank 0 was interrupted."""
+    """Rank 0 waits for rank 1, which calls only after rank 0 was interrupted."""
     rank.init()
     communicator = rota.Communicator()
     tensor = torch.ones(100_000)
@@ -45,7 +45,7 @@ def wait_and_be_interrupted(rank: Rank, use: str) -> tuple[tuple[str, str], floa
         noticed = time.monotonic()
         return error, noticed
     rank.hear()
-    # Where rank 0 had done its part, the first call may still complete.
+    # If rank 0 had already done its part, the first call may still complete.
     if use in ("behind-async", "close"):
         use = "communicator"
     errors = [error_of(calls[use]) for _ in range(2)]
@@ -69,7 +69,7 @@ def wait_and_be_interrupted(rank: Rank, use: str) -> tuple[tuple[str, str], floa
 def test_ctrl_c_in_a_wait_raises_keyboard_interrupt_and_peers_are_told(use: str) -> None:
     with Ranks(2, wait_and_be_interrupted, use) as ranks:
         ranks.hear(0)
-        time.sleep(IN_THE_WAIT_S)  # nothing tells from outside that a rank waits
+        time.sleep(IN_THE_WAIT_S)  # nothing shows from outside whether a rank waits
         sent = time.monotonic()
         ranks.kill(0, signal.SIGINT)
         ranks.hear_result(0)
@@ -103,7 +103,7 @@ def test_ctrl_c_while_a_communicator_is_made_raises_keyboard_interrupt() -> None
 
 
 def run_in_child(call: Callable[[], object], timeout_s: float = 10.0) -> tuple[str, str]:
-    """What `call` raises in a forked child."""
+    """The error that `call` raises in a forked child."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""The CUDA kernels' bodies, run on the host: ranks, blocks and lanes are threads (tests/cpp/).
+"""The CUDA kernels' bodies, run on the CPU: ranks, blocks and lanes are threads (tests/cpp/).
 
 Each case is a test of its own in every flavour that can run it:
 
@@ -6,8 +6,8 @@ Each case is a test of its own in every flavour that can run it:
   tsan   ThreadSanitizer, while threads yield at random and one rank at a time is late
   asan   AddressSanitizer with leak check, UndefinedBehaviorSanitizer, checked containers
 
-No report is suppressed. The mutants at the end (kernel_mutants.py) show that the cases do see what
-they are for; which check caught each of them stands at the end of the log.
+No report is suppressed. The mutants at the end (kernel_mutants.py) show that the cases detect
+faults; the end of the log lists which check caught each mutant.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_kernel(flavour: Flavour, case: str) -> None:
 
 # ---- mutants -------------------------------------------------------------------------------------
 
-# Where a mutant of a file shows. Those of any other file must do so in one of all cases.
+# The cases that must catch a file's mutants; for other files, any case may.
 CASES_OF_FILE = {
     f"cuda/{name}.h": (f"kernel_mutants-{name}",)
     for name in (
@@ -98,7 +98,7 @@ CASES_OF_FILE = {
     "base/fixed_tree.h": ("kernel_bucket-once",),
     LAYOUT: ("kernel_mutants-ring", "kernel_mutants-low_latency"),
 }
-# What a case that fails says.
+# Parts of the messages of failing cases.
 CHECKS = (
     "wrong number",
     "did not give up",
@@ -109,7 +109,7 @@ CHECKS = (
     "sum of squares",
     "at rest",
 )
-# How long a mutant may take to show in a case; each takes 3 s at most on two cores.
+# Time limit of a case with a mutant; each takes 3 s at most on two cores.
 MUTANT_TIMEOUT_S = 30.0
 
 
@@ -130,7 +130,7 @@ def mutated_program(changes: tuple[MutatedFile, ...]) -> Flavour:
 
 
 def what_caught(program: Flavour, mutant: Mutant) -> str | None:
-    """The check that failed and its case; None: no case did."""
+    """The check that failed and its case; None if no case failed."""
     for case in CASES_OF_FILE.get(mutant.file, cases_of(program)):
         environment = {"ROTA_MUTANT": str(mutant.number)}
         code, output = run(program, case, timeout_s=MUTANT_TIMEOUT_S, environment=environment)

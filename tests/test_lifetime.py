@@ -1,4 +1,4 @@
-"""From the making of a communicator to its end: nothing leaks, and no end hangs."""
+"""Making and ending communicators: nothing leaks, and no way to end one hangs."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def make_and_close(rank: Rank, end: str) -> list[tuple[int, ...]]:
     samples = []
     for number in range(NUM_CYCLES + 5):
         cycle()
-        if number in (4, NUM_CYCLES + 4):  # the first ones fill caches
-            dist.barrier()  # the peer has let go of the last one, too
+        if number in (4, NUM_CYCLES + 4):  # the first cycles fill caches
+            dist.barrier()  # until the peer has released the last one, too
             gc.collect()
             samples.append((num_descriptors(), num_threads(), num_mappings(), resident_bytes()))
     return samples
@@ -68,7 +68,7 @@ def test_fifty_communicators_leak_nothing(end: str) -> None:
         assert after[0] == before[0], "file descriptors"
         assert after[1] == before[1], "threads"
         assert after[2] <= before[2] + 5, "mappings"  # malloc may add an arena
-        # One region of this process is more than 1 MiB, and it maps its peer's as well.
+        # A leak would show: each cycle maps two regions, its own and the peer's, over 1 MiB each.
         assert after[3] <= before[3] + NUM_CYCLES * (100 << 10), "memory"
 
 
@@ -98,7 +98,7 @@ def test_close_waits_for_what_is_queued_and_later_calls_raise() -> None:
 
 
 def drop_with_pending_work(rank: Rank) -> tuple[str, str]:
-    """Rank 1 never calls, so what rank 0 has queued cannot be done."""
+    """Rank 1 never calls, so rank 0's queued work cannot complete."""
     communicator = rank.communicator()
     communicator.barrier()
     tensor = torch.ones(300_000)
@@ -123,7 +123,7 @@ def test_dropped_communicator_fails_its_pending_work_and_tells_peers() -> None:
 
 
 def drop_inside_callback(rank: Rank) -> list[float]:
-    """The last reference goes on the progress thread, which cannot wait for itself."""
+    """The progress thread drops the last reference, and cannot wait for itself."""
     holder = [rank.communicator()]
     tensor = torch.ones(100_000)
     dropped = threading.Event()
@@ -146,7 +146,7 @@ def test_communicator_dropped_by_a_callback_ends_well() -> None:
 
 
 def call_inside_callback(rank: Rank) -> list[object]:
-    """A blocking call on the progress thread would wait for its own end."""
+    """A blocking call on the progress thread would wait for itself."""
     rank.init()
     first, second = torch.ones(100_000), torch.ones(10)
     outcome: list[object] = []
@@ -163,7 +163,7 @@ def call_inside_callback(rank: Rank) -> list[object]:
 
 
 def test_blocking_call_inside_callback_does_not_hang() -> None:
-    """Either it runs, or it is refused with an error that says why."""
+    """It either runs or is refused with an error that says why."""
     for outcome in run_ranks(2, call_inside_callback, timeout_s=20):
         assert outcome != ["hang"]
         error, total = outcome
@@ -220,7 +220,7 @@ if end == "raise":
 
 @pytest.mark.parametrize("end", ["callback", "destroy", "exit", "pending", "raise"])
 def test_interpreter_end_is_quiet_and_prompt(end: str, tmp_path: Path) -> None:
-    """With real interpreters: everything else here runs in forks, which never finalise Python."""
+    """Uses new interpreters: all other tests run in forks, which never finalise Python."""
     env = dict(os.environ, ROTA_TEST_STORE=str(tmp_path / "store"))
     processes = [
         subprocess.Popen(

@@ -1,6 +1,6 @@
-"""The check of the machine code finds what it is for: on a recorded dump, changed in one place.
+"""The check of the machine code (machine_code.py) finds one-place changes in a recorded dump.
 
-The dump is what cuobjdump 13.2 prints for nvcc 13.0's code of a small kernel, shortened.
+The dump is cuobjdump 13.2's output for a small kernel compiled by nvcc 13.0, shortened.
 """
 
 from __future__ import annotations

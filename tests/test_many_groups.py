@@ -13,10 +13,10 @@ import rota
 from ranks import Rank, run_ranks
 
 WORLD_SIZE = 4
-# Every set of at least two ranks, and how many groups each of them makes.
+# Every set of at least two ranks, and the number of groups that each set makes.
 MEMBERS = [ranks for size in (2, 3, 4) for ranks in combinations(range(WORLD_SIZE), size)]
 NUM_ROUNDS = 5
-# What making one group takes for a moment, and what the process holds of its peers.
+# Descriptors that making a group needs temporarily, plus those held for peers.
 SPARE_DESCRIPTORS = 32
 
 
@@ -34,10 +34,10 @@ def limit_descriptors() -> None:
 
 
 def use_many_groups(rank: Rank) -> tuple[list[int], list[int]]:
-    """Descriptors and threads after each round."""
+    """The numbers of descriptors and threads after each round."""
     rank.init()
     limit_descriptors()
-    groups = []  # they live on to the end
+    groups = []  # keeps them alive to the end
     descriptors, threads = [], []
     for _ in range(NUM_ROUNDS):
         for ranks in MEMBERS:
@@ -58,14 +58,14 @@ def use_many_groups(rank: Rank) -> tuple[list[int], list[int]]:
 def test_many_groups_keep_their_descriptors_and_threads_few() -> None:
     for descriptors, threads in run_ranks(WORLD_SIZE, use_many_groups):
         assert len(set(descriptors)) == 1, descriptors
-        # A group's thread may be on its way back when the next group looks for one.
+        # A group's thread may not be back in the pool yet when the next group needs one.
         assert threads[-1] <= threads[0] + 3, threads
 
 
 def destroy_and_make_groups(rank: Rank) -> list[int]:
-    """What is held of a peer goes with its last group, and is there again for the next."""
+    """A peer's descriptors are closed with its last group, and reopened for the next group."""
     rank.init("gloo")
-    rota.empty(0)  # of the heap, the process keeps one descriptor
+    rota.empty(0)  # the process keeps one descriptor of the heap
     dist.barrier()
     samples = []
     for _ in range(3):
@@ -87,8 +87,8 @@ def test_last_group_of_a_peer_closes_its_descriptors() -> None:
 
 
 def use_groups_in_own_order(rank: Rank) -> list[float]:
-    """Each rank queues the same collectives, those of one group in order, but the groups in its own
-    order, so that every one waits for another rank's last."""
+    """Each rank queues the same collectives, in the same order per group, but visits the groups in
+    its own order, so that each rank's first collective waits for another rank's last."""
     rank.init()
     groups = [dist.new_group(backend="rota") for _ in range(WORLD_SIZE)]
     order = groups[rank.rank :] + groups[: rank.rank]

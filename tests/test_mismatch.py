@@ -1,4 +1,4 @@
-"""Ranks that call different collectives: an error on all, no output, and the group goes on."""
+"""Ranks that call different collectives: an error on all, no output, and a usable group."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch.distributed as dist
 import rota
 from ranks import Rank, error_of, run_ranks
 
-ODD_RANK = 1  # calls something else than all the others
-PROMPT_S = 5.0  # the contract says 10 ms; a test on a busy machine only tells it from a time-out
+ODD_RANK = 1  # calls something other than the rest
+PROMPT_S = 5.0  # the contract says 10 ms; on a busy machine, a test can only rule out a time-out
 
 
 class Call(NamedTuple):
@@ -22,7 +22,7 @@ class Call(NamedTuple):
 
     text: str
     run: Callable[[rota.Communicator, list[torch.Tensor]], object]
-    sizes: tuple[int, ...]  # of the tensors that it is given
+    sizes: tuple[int, ...]  # of its tensors
     dtype: torch.dtype = torch.float32
 
 
@@ -101,7 +101,7 @@ CASES = {
         bucket_call("one_shot, wire float16, 1 * sum / 3 * 1)", divisor=3.0),
     ),
     "bucket-result_factor": (
-        # so alike that six digits would not tell them apart
+        # factors so close that six digits would not distinguish them
         bucket_call("one_shot, wire float16, 1 * sum / 1 * 0.1)", result_factor=0.1),
         bucket_call(
             "one_shot, wire float16, 1 * sum / 1 * 0.10000001)", result_factor=0.1 * (1 + 2**-23)

@@ -1,4 +1,4 @@
-"""The numeric contract (DESIGN.md section 3): every result to the bit, whatever the inputs."""
+"""The numeric contract (DESIGN.md section 3): bit-exact results for all inputs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ WIRES = [
 
 
 def sizes_of(dtype: torch.dtype) -> list[int]:
-    """One mailbox message, and several rounds through slots."""
+    """Sizes for one mailbox message and for several rounds through slots."""
     slot = SLOT_BYTES // dtype.itemsize
     return [129, (64 << 10) // dtype.itemsize + 3 * slot + 37]
 
@@ -232,14 +232,14 @@ def test_all_reduce_bool_bytes_beyond_1_count_as_true(op: str, expected: list[in
 
 
 def digest_of_results(rank: Rank) -> tuple[str, str]:
-    """Of every dtype and op on any bit pattern, at lengths that end inside a vector."""
+    """A digest of all dtypes and ops on random bit patterns, at sizes that end inside a vector."""
     communicator = rank.communicator()
     digest = hashlib.sha256()
 
     def add(tensor: torch.Tensor) -> None:
         if tensor.is_floating_point():
-            tensor = tensor.double()  # exact, and torch can fill it
-            tensor = tensor.masked_fill(tensor.isnan(), torch.nan)  # the payload is not promised
+            tensor = tensor.double()  # exact, and masked_fill supports it
+            tensor = tensor.masked_fill(tensor.isnan(), torch.nan)  # payloads are unspecified
         digest.update(bits_of(tensor).numpy().tobytes())
 
     for dtype in DTYPES + FLOAT8_DTYPES:

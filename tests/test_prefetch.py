@@ -1,7 +1,7 @@
-"""The wire loops ask for memory ahead, in the machine code and not only in the source.
+"""The wire loops must prefetch in the machine code, not only in the source.
 
-g++ 12 may take a function that only prefetches for one without effect and drop its calls, which
-costs a third of the speed of scaled blocks, and no result shows it (csrc/cpu/wire_loops.inl).
+g++ 12 may treat a function that only prefetches as one without effect and drop its calls. That
+costs a third of the speed of scaled blocks and changes no result (csrc/cpu/wire_loops.inl).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 import rota._C
 
-# A function's head in objdump's listing, and what tells the wire loops apart: instruction set,
+# A function's head in objdump's listing, and the parts of a wire loop's name: instruction set,
 # loop, number of the dtype, whether blocks are scaled, and the rounding.
 HEAD = re.compile(r"^[0-9a-f]+ <(.*)>:$")
 LOOP = re.compile(
@@ -46,9 +46,9 @@ def loops_that_prefetch() -> set[tuple[str, ...]]:
 def test_wire_loops_prefetch_in_every_instruction_set() -> None:
     found = loops_that_prefetch()
     for isa, (dtype, is_scaled) in product(("portable", "avx2", "avx512"), FORMATS):
-        # float32 is not rounded, so its loop at random is that to nearest.
+        # float32 is not rounded, so stochastic rounding uses the round-to-nearest loop.
         for rounding in ("ToNearest",) if dtype == "0" else ("ToNearest", "AtRandom"):
             assert (isa, "encode_with", dtype, is_scaled, rounding) in found
-        # Where it is not inlined, sum_block does what decode_sum does for all blocks.
+        # If sum_block is not inlined into decode_sum, it has the prefetches instead.
         decoders = {(isa, loop, dtype, is_scaled, "") for loop in ("decode_sum", "sum_block")}
         assert decoders & found, (isa, dtype, is_scaled)

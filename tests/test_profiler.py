@@ -1,4 +1,4 @@
-"""What a profiler shows: each collective as a range, named as it is."""
+"""In a profiler, each collective is a range with the collective's name."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ from bucket_oracle import (
 from oracle import CANONICAL_ALGORITHMS, assert_same, name_of, to_numpy
 from ranks import Rank, run_ranks
 
-SMALL_SLOT = 4096  # a few rounds already for thousands of elements
+SMALL_SLOT = 4096  # several rounds with only thousands of elements
 LENGTHS = (0, 1, 31, 33, 63, 64, 65, 511, 512, 513, 1025, 4097, 40_001)
 
 
 def gradients(num_ranks: int, num_elems: int, dtype: torch.dtype, seed: int = 0) -> list[Any]:
-    """Of every magnitude: calm blocks, wild ones, zeros, denormals, here and there Inf and NaN."""
+    """Blocks of narrow and of wide range, zeros, denormals, and some Inf and NaN."""
     generator = torch.Generator().manual_seed(seed + num_elems)
     buckets = []
     for rank in range(num_ranks):
@@ -65,7 +65,7 @@ def check(rank: Rank, comm: rota.Communicator, what: str, wire: Format, **option
     num_non_finite, squares = stats_of(expected)
     assert stats[0] == num_non_finite
     if num_non_finite == 0:
-        # Sums of float64 in another order: each of the few thousand additions rounds once.
+        # float64 sums in another order; each of the few thousand additions rounds once.
         assert math.isclose(stats[1], squares, rel_tol=1e-12), (what, num_elems)
     else:
         assert not math.isfinite(stats[1])
@@ -170,7 +170,7 @@ def stay_within_bound(rank: Rank, wire: Format) -> None:
     tiny = torch.randn(shape, generator=generator) * 1e-41
     for name, buckets in {"wild": wild, "calm": calm, "tiny": tiny}.items():
         if not wire.block_scaling and name != "calm":
-            continue  # beyond the format's range, which is what block scaling is for
+            continue  # beyond the format's range; needs block scaling
         inputs = list(buckets)
         got, _ = reduce_once(comm, inputs[rank.rank], wire, divisor=float(rank.world_size))
         exact, bound = error_bound(inputs, wire)
@@ -186,7 +186,7 @@ def test_reduce_bucket_error_is_within_bound(world_size: int, wire: Format) -> N
 
 def round_at_random(rank: Rank, wire: Format) -> None:
     comm = rank.communicator()
-    # In every block one 1, which fixes the scale; all others lie between two neighbours.
+    # One 1 in every block fixes the scale; all other values lie between two representable ones.
     values = torch.linspace(0.1, 0.9, 3200)
     values[::32] = 1.0
     mean = torch.zeros(values.numel(), dtype=torch.float64)
@@ -200,7 +200,7 @@ def round_at_random(rank: Rank, wire: Format) -> None:
         mean += got.double() / num_draws
     assert len(results) == num_draws
     nearest, _ = reduce_once(comm, values, wire, divisor=2.0)
-    # Three independent roundings, each uniform within two half-units: the mean of many comes close.
+    # Three independent, unbiased roundings, each within one unit, so the mean of many is close.
     error = (mean - values.double()).mean().abs()
     bias = (nearest.double() - values.double()).abs().mean()
     assert error < bias / 20, (error, bias)
@@ -237,7 +237,7 @@ def feed_errors_back(rank: Rank, wire: Format) -> None:
     finite = torch.arange(1000) != 7
     drift = (total / num_steps - exact)[finite].abs().mean()
     plain_error = (plain.double() - exact)[finite].abs().mean()
-    # What is left is the last residual, spread over all steps, and the rounding of the results.
+    # The remaining error is the last residual, averaged over all steps, and the results' rounding.
     assert drift < plain_error
 
 

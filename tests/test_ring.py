@@ -1,5 +1,5 @@
-"""The classic ring: another order of additions than the canonical one, but a fixed one, which
-depends on the number of elements and of ranks only.
+"""The classic ring: its order of additions is not the canonical one, but depends only on the
+numbers of elements and ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def expected_ring(
     wire_dtype: torch.dtype | None,
     hop_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Shard p of the tensor starts at rank p and collects the others around the ring."""
+    """The sum of shard p starts at rank p and adds the other ranks in ring order."""
     world_size = len(inputs)
     rotations = [contract(inputs, op, wire_dtype, hop_dtype, first) for first in range(world_size)]
     result = torch.empty_like(inputs[0])
@@ -94,7 +94,7 @@ def check_slot_sizes(rank: Rank, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=name_of)
-@pytest.mark.parametrize("world_size", [3, 5], ids="ws{}".format)  # two ranks have one order
+@pytest.mark.parametrize("world_size", [3, 5], ids="ws{}".format)  # two ranks have only one order
 def test_ring_inexact_inputs_two_slot_sizes_same_bits(world_size: int, dtype: torch.dtype) -> None:
     run_ranks(world_size, check_slot_sizes, dtype)
 
@@ -108,5 +108,5 @@ def differs_from_canonical(rank: Rank) -> bool:
 
 
 def test_ring_random_inputs_differ_from_canonical_order() -> None:
-    """Else the tests above could not tell one order from the other."""
+    """Shows that the tests above can distinguish the two orders."""
     assert run_ranks(3, differs_from_canonical) == [True] * 3

@@ -1,8 +1,8 @@
 """The schedules, exhaustively for world sizes 1 to 16, without processes.
 
-They are integer functions that the CPU loops and the CUDA kernels share; here they are called
-through the extension and their meaning is simulated with lists of ranks instead of numbers.
-test_cpp.py checks what the executors make of them.
+They are integer functions shared by the CPU loops and the CUDA kernels. Here they are called
+through the extension and simulated on lists of ranks instead of numbers. test_cpp.py tests the
+executors that use them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_shard_of_any_length_covers_each_element_once(num_shards: int, granule: 
         shards = [schedule.even_shard(num_elems, num_shards, i, granule) for i in range(num_shards)]
         assert_covers_once([(shard.begin, shard.num_elems) for shard in shards], num_elems)
         longest = shards[0].num_elems
-        # Equal but for the rounding to a granule, and short only at the end.
+        # Equal except for rounding to granules; only the last ones may be shorter.
         assert longest * num_shards < num_elems + granule * num_shards + num_shards
         for shard, following in itertools.pairwise(shards):
             assert shard.num_elems in (longest, num_elems - shard.begin)
@@ -64,7 +64,7 @@ def test_chunk_of_any_length_covers_each_element_once(chunk_elems: int) -> None:
 
 
 class Message(NamedTuple):
-    """What travels: a shard or chunk, and the ranks whose contributions are in it, in order."""
+    """A shard or chunk in transit, and the ranks whose contributions it contains, in order."""
 
     shard: int
     ranks: tuple[int, ...]
@@ -92,7 +92,7 @@ def test_ring_step_received_shard_is_what_previous_rank_sends(world_size: int) -
 @each_world_size
 def test_ring_all_steps_sum_every_shard_once_in_ring_order(world_size: int) -> None:
     num_steps = schedule.ring_num_steps(world_size)
-    assert num_steps == 2 * (world_size - 1)  # and so many shards does each rank send
+    assert num_steps == 2 * (world_size - 1)  # also the number of shards that each rank sends
     kept: list[dict[int, Message]] = [{} for _ in range(world_size)]
 
     def sends(rank: int, step: int) -> int:
@@ -119,7 +119,7 @@ def test_ring_all_steps_sum_every_shard_once_in_ring_order(world_size: int) -> N
     for shards in kept if world_size > 1 else []:
         assert sorted(shards) == list(range(world_size))
         for shard, message in shards.items():
-            # Every rank once, and around the ring from the rank of the shard's number.
+            # Every rank once, in ring order, starting at the rank with the shard's number.
             order = tuple((shard + i) % world_size for i in range(world_size))
             assert message.ranks == order
 
@@ -132,7 +132,7 @@ def test_chunk_of_even_shard_all_rounds_cover_the_same_shards_whatever_the_chunk
     for num_elems in LENGTHS:
         shards = [schedule.even_shard(num_elems, world_size, i, granule) for i in range(world_size)]
         longest = max(shard.num_elems for shard in shards)
-        # From one granule up to everything at once; long tensors in few rounds.
+        # From one granule to the whole shard; bounded below so that long tensors need few rounds.
         at_least = -(-longest // (50 * granule))
         for chunk_granules in sorted({max(at_least, k) for k in (1, 2, 3, 7)} | {2**34}):
             chunk_elems = chunk_granules * granule
@@ -157,7 +157,7 @@ def test_chunk_of_even_shard_all_rounds_cover_the_same_shards_whatever_the_chunk
 
 
 class Written(NamedTuple):
-    """What a rank leaves for the next one in a step of the ordered ring."""
+    """What a rank writes for the next rank in a step of the ordered ring."""
 
     partial: Message | None = None
     result: Message | None = None
@@ -200,8 +200,8 @@ def test_ordered_ring_any_chunks_sums_in_ascending_rank_everywhere(world_size: i
 
 @each_world_size
 def test_ordered_ring_num_steps_is_minimal(world_size: int) -> None:
-    # A link takes one chunk a step, so the last chunk enters in step num_chunks - 1; from rank 0 it
-    # has world_size - 1 hops to the last rank, and as many on to the last one that lacks the sum.
+    # A link carries one chunk per step, so the last chunk enters in step num_chunks - 1. It takes
+    # world_size - 1 hops from rank 0 to the last rank; the sum takes as many to reach every rank.
     for num_chunks in range(1, 2 * world_size + 4):
         num_steps = schedule.ordered_ring_num_steps(world_size, num_chunks)
         assert num_steps == (num_chunks - 1) + (world_size - 1) + (world_size - 1) + 1
@@ -228,7 +228,7 @@ def test_rank_sets_two_levels_meet_every_rank_once(world_size: int) -> None:
         for rank in everyone:
             group = schedule.group_of(rank, group_size)
             across = schedule.across_groups(rank, world_size, group_size)
-            # Ascending, and this rank in both.
+            # Both are ascending and contain this rank.
             for ranks in (group, across):
                 assert ranks_of(ranks) == sorted(ranks_of(ranks))
                 assert ranks.rank_at(ranks.place_of(rank)) == rank
@@ -238,7 +238,7 @@ def test_rank_sets_two_levels_meet_every_rank_once(world_size: int) -> None:
             for other in ranks_of(across):
                 again = schedule.across_groups(other, world_size, group_size)
                 assert ranks_of(again) == ranks_of(across)
-            # Groups in ascending order, each with its ranks, are all ranks in ascending order.
+            # The groups in ascending order, joined, are all ranks in ascending order.
             groups = [ranks_of(schedule.group_of(other, group_size)) for other in ranks_of(across)]
             assert [other for members in groups for other in members] == everyone
 
@@ -252,7 +252,7 @@ def test_rotated_peer_any_index_reads_each_peer_once(world_size: int) -> None:
     for rank in ranks:
         peers = [schedule.rotated_peer(rank, world_size, i) for i in range(world_size - 1)]
         assert sorted(peers) == [peer for peer in ranks if peer != rank]
-    for index in range(world_size - 1):  # at one time, no two ranks read the same peer
+    for index in range(world_size - 1):  # at each index, no two ranks read the same peer
         assert len({schedule.rotated_peer(rank, world_size, index) for rank in ranks}) == world_size
 
 
@@ -277,9 +277,9 @@ def test_two_shot_step_each_round_is_contributed_one_step_before_it_is_reduced()
 def test_select_any_size_chooses_only_among_equal_bits(world_size: int) -> None:
     sizes = sorted({0, 1, *(2**k + d for k in range(48) for d in (-1, 0, 1))})
     chosen = [schedule.select(world_size, num_bytes) for num_bytes in sizes]
-    # The classic ring sums in another order: the choice would show in the result.
+    # Never the classic ring: it sums in another order, so the choice would change results.
     assert set(chosen) <= {"one_shot", "two_shot", "ordered_ring"}
-    # One threshold: what has become too long for one_shot stays so.
+    # One threshold: once a message is too long for one_shot, all longer ones are.
     assert chosen == sorted(chosen, key=lambda name: name != "one_shot")
 
 

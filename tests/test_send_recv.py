@@ -19,7 +19,7 @@ from ranks import Rank, Ranks, error_of, run_ranks
 
 OTHER_DTYPES = (torch.complex64, torch.uint16, torch.uint64)
 LINK_BYTES = 8 * (32 << 10)  # csrc/transport/layout.h
-# None, one, about a slot of a link with its header of 64 bytes, about a link, many links.
+# Zero, one, around a link's slot less its header of 64 bytes, a whole link, many links.
 SIZES = [0, 1, (32 << 10) - 65, (32 << 10) - 64, (32 << 10) - 63, LINK_BYTES, 40 * LINK_BYTES + 13]
 LONG = 4 * LINK_BYTES  # elements of float32
 
@@ -111,7 +111,7 @@ def test_recv_from_any_source_says_whose_it_was() -> None:
 
 
 def pass_around(rank: Rank) -> None:
-    """As pipeline stages and ring attention do."""
+    """The pattern of pipeline stages and ring attention."""
     rank.init()
     following, previous = (rank.rank + 1) % 4, (rank.rank - 1) % 4
     tensor, output = numbers(rank.rank, LONG), torch.zeros(LONG)
@@ -124,7 +124,7 @@ def pass_around(rank: Rank) -> None:
             work.wait()
         assert_same(output, numbers((rank.rank - lap) % 4, LONG), f"lap {lap}")
         tensor, output = output, torch.zeros(LONG)
-    dist.barrier()  # a process that ends before others are done has died for them
+    dist.barrier()  # a process that ends before the others finish counts as dead
 
 
 def test_batch_isend_irecv_passes_around() -> None:
@@ -275,7 +275,7 @@ def test_recv_interrupted_by_ctrl_c_tells_its_peer() -> None:
 
 
 def leave_a_send_alone(rank: Rank) -> None:
-    """Rank 0 turns to a barrier, which rank 1 enters once it has received: nothing hangs."""
+    """Rank 0 enters a barrier, which rank 1 enters only once it has received: nothing hangs."""
     rank.init()
     if rank.rank == 0:
         work = dist.isend(numbers(0, LONG), 1)
@@ -334,7 +334,7 @@ def test_work_wait_gives_up_and_the_recv_goes_on() -> None:
 
 
 def drop_works(rank: Rank) -> None:
-    """A work that is dropped is done all the same, and then lets go of its tensor."""
+    """A dropped work still completes, and then releases its tensor."""
     rank.init()
     peer = 1 - rank.rank
     output = torch.zeros(LONG)
@@ -346,7 +346,7 @@ def drop_works(rank: Rank) -> None:
     while not torch.equal(output, numbers(peer, LONG)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    dist.barrier()  # the other rank has what this one sent
+    dist.barrier()  # the other rank has received this rank's message
 
 
 def test_work_that_is_dropped_is_done() -> None:
@@ -363,7 +363,7 @@ def close_with_messages(rank: Rank) -> None:
         return
     rank.hear()
     output = torch.zeros(1000)
-    comm.recv(output, 0)  # has come before
+    comm.recv(output, 0)  # arrived before rank 0 left
     assert_same(output, numbers(0), "from a rank that has left")
     kind, text = error_of(lambda: comm.recv(output, 0))
     assert kind == "PeerFailed" and "has left the group" in text
@@ -391,7 +391,7 @@ def test_send_object_list_arrives() -> None:
 
 
 def use_a_subgroup(rank: Rank) -> None:
-    """Ranks of a subgroup are counted from 0, and its messages are apart from the others'."""
+    """Ranks of a subgroup are numbered from 0, and its messages are separate from other groups'."""
     rank.init()
     group = dist.new_group([1, 2], backend="rota")
     if rank.rank == 0:

@@ -1,4 +1,4 @@
-"""Random sequences of calls on one communicator: what one leaves behind, the next one meets."""
+"""Random sequences of calls on one communicator: no call may disturb the next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 NUM_CALLS = 250
 SLOT_BYTES = 4096
-# Of messages in bytes: nothing, within a mailbox, around its end, and many rounds.
+# Message sizes in bytes: zero, within a mailbox, around its end, and many rounds.
 SIZES = (0, 8, 72, 4000, 4104, 20_000, 65_536, 65_600, 150_000)
 NUM_IN_FLIGHT = 4
 

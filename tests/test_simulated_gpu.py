@@ -1,6 +1,6 @@
-"""The simulated GPU (simulated_gpu.py) behaves as a GPU does.
+"""The simulated GPU (simulated_gpu.py) behaves like a GPU.
 
-Whether there is a real GPU plays no part.
+Whether the machine has a real GPU makes no difference.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ DTYPES = (
     torch.complex64,
 )
 NUM_ELEMS = 1 << 14
-# How often something is tried that goes wrong at times; about one time in three when it is wrong.
+# How often to try something that fails only at times: about once in three tries if it is wrong.
 NUM_TRIALS = 60
 
 
 def cuda_runtime() -> ctypes.CDLL:
-    """The functions that torch calls, for what torch does not offer."""
+    """The CUDA runtime itself, for functions that torch does not offer."""
     return ctypes.CDLL(None)
 
 
@@ -55,7 +55,7 @@ def test_devices_are_as_many_as_asked_for_and_visible(processes: SimulatedProces
 
 
 def copy_there_and_back() -> None:
-    assert torch.empty(1000, device="cuda").cpu().isnan().all()  # what nobody has written
+    assert torch.empty(1000, device="cuda").cpu().isnan().all()  # memory that was never written
     for dtype in DTYPES:
         there = (torch.arange(1000) % 7).to(dtype)
         on_device = there.to("cuda")
@@ -140,7 +140,7 @@ def test_host_memory_is_mapped_where_it_was_allocated_so(processes: SimulatedPro
 
 
 def count_stale_copies(waits: bool) -> int:
-    """Of a copy on one stream of what another one copies before."""
+    """Counts wrong results of a copy on one stream from a tensor that another stream fills."""
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     source = torch.arange(float(NUM_ELEMS)).pin_memory()
     middle, last = (torch.empty(NUM_ELEMS, device="cuda") for _ in range(2))
@@ -183,7 +183,7 @@ def test_events_tell_when_work_is_done(processes: SimulatedProcesses) -> None:
 
 
 def count_late_queries() -> int:
-    """How often a stream still works when the call that queued it has returned."""
+    """How often a stream is still busy after the call that queued the work has returned."""
     source = torch.arange(float(NUM_ELEMS)).pin_memory()
     tensor = torch.empty(NUM_ELEMS, device="cuda")
     num_late = 0
@@ -234,7 +234,7 @@ def test_kernel_of_torch_fails_by_name(processes: SimulatedProcesses) -> None:
 
 
 def train(device: str) -> list[float]:
-    """Losses; attention, mixed precision, clipping and an optimizer of many tensors among it."""
+    """Returns losses; uses attention, mixed precision, clipping and a multi-tensor optimizer."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True),
@@ -260,7 +260,7 @@ def train(device: str) -> list[float]:
 
 def test_torch_trains_a_model_as_on_the_cpu(processes: SimulatedProcesses) -> None:
     on_gpu = processes.run(train, "cuda", SIMULATED_GPU_TORCH_OPERATORS="1")
-    # Attention is composed of other operators there, with other roundings.
+    # On the GPU, attention is composed of other operators, with other roundings.
     assert on_gpu == pytest.approx(processes.run(train, "cpu"), rel=1e-5)
 
 
@@ -329,7 +329,7 @@ def count_unordered_replays() -> int:
         side.wait_stream(torch.cuda.current_stream())
         second.copy_(first)
         with torch.cuda.stream(side):
-            third.copy_(second)  # which nothing has it wait for
+            third.copy_(second)  # without waiting for the copy into `second`
         torch.cuda.current_stream().wait_stream(side)
     num_stale = 0
     for value in range(1, NUM_TRIALS):
@@ -344,7 +344,7 @@ def test_graph_orders_nodes_by_edges_alone(processes: SimulatedProcesses) -> Non
 
 
 def wait_for_event_in_graph() -> None:
-    """A stream outside waits for what is in the middle of a graph."""
+    """A stream outside of a graph waits for an event in the middle of the graph."""
     source, target, copy = (torch.zeros(NUM_ELEMS, device="cuda") for _ in range(3))
     event = torch.cuda.Event(external=True)
     graph = torch.cuda.CUDAGraph()
@@ -419,7 +419,7 @@ class IpcHandle(ctypes.Structure):
 
 
 def map_memory(path: str) -> int:
-    """The address of what another process shares there."""
+    """The address of the memory that another process shares at `path`."""
     handle, address = IpcHandle(), ctypes.c_void_p()
     with open(path, "rb") as file:
         ctypes.memmove(ctypes.byref(handle), file.read(64), 64)
@@ -432,7 +432,7 @@ def map_memory(path: str) -> int:
 
 
 def share_memory(path: str, is_owner: bool) -> float:
-    """One process allocates and fills, the other one maps and reads; what it wrote, too."""
+    """One process allocates and fills, the other maps and reads; also in the other direction."""
     runtime = cuda_runtime()
     if not is_owner:
         floats = (ctypes.c_float * 1000).from_address(map_memory(path))
@@ -466,7 +466,7 @@ def test_processes_map_each_others_memory(
 
 
 def use_freed_memory(path: str, what: str) -> None:
-    """One process frees what the other one has mapped, which then writes there, or unmaps it."""
+    """One process frees memory that the other has mapped; the other then writes to or unmaps it."""
     if what == "free":
         runtime, handle = cuda_runtime(), IpcHandle()
         tensor = torch.arange(1000.0).to("cuda")
@@ -479,7 +479,7 @@ def use_freed_memory(path: str, what: str) -> None:
         del tensor
         with open(path, "wb"):
             return
-    torch.zeros(1, device="cuda")  # a process that shares memory has some of its own
+    torch.zeros(1, device="cuda")  # a process that maps memory also has its own
     address = ctypes.c_void_p(map_memory(path))
     with open(path + ".done", "w"):
         pass

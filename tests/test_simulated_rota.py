@@ -1,6 +1,7 @@
 """rota's kernels run on the simulated GPU (simulated_gpu.py), through torch, as on a real one.
 
-Whether there is a real GPU plays no part. What they compute is for tests/gpu, which runs here too.
+Whether the machine has a real GPU makes no difference. tests/gpu, which also runs on simulated
+GPUs, tests what the kernels compute.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def test_every_kernel_of_rota_can_run(processes: SimulatedProcesses) -> None:
 
 
 def make_contributions(num_elems: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """By rank; their sums are exact."""
+    """One tensor per rank; their sums are exact."""
     generator = torch.Generator().manual_seed(num_elems)
     return [
         torch.randint(-9, 10, (num_elems,), generator=generator).to(dtype)
@@ -78,7 +79,7 @@ def replay_all_reduce() -> None:
     contributions = make_contributions(1000, torch.float32)
     sources = [contribution.to("cuda") for contribution in contributions]
     tensors = [torch.empty_like(source) for source in sources]
-    group.all_reduce([source.clone() for source in sources])  # connected and loaded
+    group.all_reduce([source.clone() for source in sources])  # connects, and loads kernels
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for tensor, source in zip(tensors, sources, strict=True):
@@ -97,7 +98,7 @@ def test_captured_all_reduce_can_be_replayed(processes: SimulatedProcesses) -> N
 
 
 def types_of_captured_nodes(body: Callable[[], object]) -> list[int]:
-    """cudaGraphNodeType of each node of a graph of what `body` queues."""
+    """cudaGraphNodeType of each node in a graph captured from `body`."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         body()
@@ -144,17 +145,17 @@ def nodes_of_reduced_bucket(num_elems: int) -> list[int]:
             bucket, stats, wire_dtype=torch.float16, block_scaling=True, divisor=1.0
         )
 
-    reduce()  # joined
+    reduce()  # joins the GPUs
     return types_of_captured_nodes(reduce)
 
 
 def test_bucket_is_three_launches(processes: SimulatedProcesses) -> None:
-    """pack, the all-reduce and unpack: nothing prepares memory for them."""
+    """pack, the all-reduce and unpack, without launches that prepare memory."""
     assert processes.run(nodes_of_reduced_bucket, 5000) == [KERNEL] * 3 + [WAIT, RECORD]
 
 
 def reduce_in_two_full_groups(is_captured: bool) -> None:
-    """Each as wide as the device, on a stream of its own; what waits for nobody does not count."""
+    """Each fills the device, on its own stream; two_shot, because two_shot_in_place never waits."""
     limit = timedelta(seconds=2)
     groups = [rota.LocalGroup(WORLD_SIZE, device="cuda", timeout=limit) for _ in range(2)]
     assert [group.num_channels for group in groups] == [1, 1]
@@ -174,7 +175,7 @@ def reduce_in_two_full_groups(is_captured: bool) -> None:
                 group.all_reduce(own, algorithm="two_shot")
         torch.cuda.current_stream().wait_stream(side)
 
-    reduce_in_both()  # loaded
+    reduce_in_both()  # loads kernels
     graph = torch.cuda.CUDAGraph()
     if is_captured:
         with torch.cuda.graph(graph):
@@ -194,7 +195,7 @@ def reduce_in_two_full_groups(is_captured: bool) -> None:
 def test_two_groups_that_each_fill_the_device_do_not_hold_each_other_up(
     processes: SimulatedProcesses, is_captured: bool
 ) -> None:
-    """Half of each on the device would be two halves that wait for blocks which never start."""
+    """If half of each grid were resident, both would wait for blocks that never start."""
     processes.run(
         reduce_in_two_full_groups, is_captured, SIMULATED_GPU_MULTIPROCESSORS=str(WORLD_SIZE)
     )
@@ -244,7 +245,7 @@ def run_python(_: int | None) -> None:
 
 
 def queue_python() -> None:
-    """Puts a function onto the current stream that waits for the interpreter's lock."""
+    """Queues a host function that needs the interpreter's lock on the current stream."""
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     assert ctypes.CDLL(None).cudaLaunchHostFunc(stream, run_python, None) == 0
 
@@ -271,5 +272,5 @@ def drop_local_group_behind_python() -> None:
 def test_nobody_waits_for_the_gpu_with_the_lock_of_the_interpreter(
     processes: SimulatedProcesses, wait: Callable[[], None]
 ) -> None:
-    """What the GPU has to do first may need it: a callback, or an operator's last reference."""
+    """Earlier work on the GPU may need the lock: a callback, or an operator's last reference."""
     processes.run(wait)

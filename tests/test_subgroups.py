@@ -1,4 +1,4 @@
-"""A subgroup waits for nobody when it is made, and for those that make it when it is first used."""
+"""Making a subgroup waits for no rank; its first use waits for the ranks that make it."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def wait_for_a_peer(rank: Rank, end: Callable[[dist.ProcessGroup], None] | None)
     with pytest.raises((rota.RotaError, KeyboardInterrupt)) as caught:
         if end:
             threading.Timer(0.3, end, (group,)).start()
-        group.allreduce([torch.ones(4)]).wait()  # dist.all_reduce looks the group up once more
+        group.allreduce([torch.ones(4)]).wait()  # dist.all_reduce would look the group up again
     return type(caught.value).__name__, str(caught.value)
 
 

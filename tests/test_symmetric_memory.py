@@ -1,6 +1,7 @@
-"""GPUs that are joined by torch's symmetric memory: on simulated ones, with a simulated allocator.
+"""GPUs joined by torch's symmetric memory: simulated GPUs with a simulated allocator.
 
-It asks for the process group by name, as torch's own does: c10d's registry has weak references.
+Like torch's own, the allocator looks the process group up by name in c10d's registry, which holds
+weak references.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from ranks import Rank, run_ranks
 
 SLOT_BYTES = 4096
 
-# From a storage of 64 * 96 elements to a view of some of them.
+# Views of some elements of a storage of 64 * 96.
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rows": lambda base: base.view(64, 96)[3:60],
     "columns": lambda base: base.view(64, 96)[:, 5:90],
@@ -94,7 +94,7 @@ def test_async_all_reduce_of_view_reduces_it_and_leaves_the_rest() -> None:
 
 
 def reduce_negated(rank: Rank, op: str) -> list[float]:
-    """torch stores the negation as a flag on the tensor; the memory holds the values before it."""
+    """torch stores the negation as a flag on the tensor; the memory holds the unnegated values."""
     communicator = rank.communicator()
     tensor = torch._neg_view(torch.tensor([1.0, -2.0, 3.0]) + rank.rank)
     communicator.all_reduce(tensor, op)
@@ -112,7 +112,7 @@ def test_all_reduce_of_lazily_negated_tensor_reduces_its_values(
 
 
 def move_conjugated(rank: Rank) -> list[list[complex]]:
-    """As above, with the conjugation on one rank only."""
+    """Like reduce_negated, with conjugation on one rank only."""
     communicator = rank.communicator()
     values = torch.tensor([1 + 2j, 3 - 4j])
     sent = values.conj() if rank.rank == 0 else torch.zeros(2, dtype=values.dtype)
@@ -132,7 +132,7 @@ def test_copies_of_lazily_conjugated_tensor_move_its_values() -> None:
 def reduce_complex(rank: Rank) -> list[complex]:
     rank.init()
     tensor = torch.tensor([1 + 2j, 3 - 4j]) * (rank.rank + 1)
-    dist.all_reduce(tensor)  # torch hands it over as pairs of reals
+    dist.all_reduce(tensor)  # torch passes it as pairs of reals
     return tensor.tolist()
 
 

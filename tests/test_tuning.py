@@ -1,6 +1,6 @@
-"""rota._C.GpuTuning and the table behind it (csrc/schedule/tuning.h), which need no GPU.
+"""rota._C.GpuTuning and its table (csrc/schedule/tuning.h), which need no GPU.
 
-Which row fits closest is tested where rows can be made up: tests/cpp/launch_plan_cases.cpp.
+The choice of the closest row is tested with made-up rows in tests/cpp/launch_plan_cases.cpp.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_gpu_tuning_any_gpu_has_a_row_that_says_where_it_comes_from(
 
 
 def test_gpu_tuning_local_ranks_never_wait() -> None:
-    """two_shot_in_place, at every size."""
+    """Local ranks use two_shot_in_place at every size."""
     tuning = _C.gpu_tuning("", "local", 2)
     assert tuning.max_low_latency_bytes == tuning.max_one_shot_bytes == 0
 

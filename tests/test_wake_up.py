@@ -1,9 +1,9 @@
-"""No wake-up is lost: the argument of base/waiter.h, over every interleaving of a small machine.
+"""No wake-up is lost: checks base/waiter.h's protocol over every interleaving of a small model.
 
-One rank publishes a flag a few times and looks each time whether its peer sleeps; the peer waits
-for each value and sleeps when it does not find it. Stores may linger in a buffer of their core
-before others see them, as on x86, unless they are sequentially consistent; the kernel compares the
-flag once more before it lets anybody sleep. test_cpp.py runs the real waiter, flavour "endless".
+One rank publishes a flag a few times and checks each time whether its peer sleeps. The peer waits
+for each value and sleeps if it is not there yet. As on x86, stores may stay in a store buffer
+before others see them, unless they are sequentially consistent. The kernel (futex) compares the
+flag once more before a thread sleeps. test_cpp.py runs the real waiter, flavour "endless".
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ NUM_VALUES = 3
 
 
 class Protocol(NamedTuple):
-    """The orders that the waiter relies on, as they are; tests break one at a time."""
+    """The guarantees that the waiter relies on; tests break one at a time."""
 
-    publish_is_ordered: bool = True  # the flag's store is visible before `sleeping` is looked at
+    publish_is_ordered: bool = True  # the flag's store is visible before `sleeping` is loaded
     stores_before_it_looks: bool = True
     announces_sleep: bool = True
     kernel_compares: bool = True
 
 
 class State(NamedTuple):
-    """Everything that matters between two steps. Buffers hold what others cannot see yet."""
+    """The model's state between two steps. Buffers hold stores that others cannot see yet."""
 
     flag: int = 0
     flag_buffer: tuple[int, ...] = ()
     sleeping: int = 0
-    published: int = 0  # values that the publisher is done with
+    published: int = 0  # values published so far
     publisher: str = "start"
     saw_sleeper: bool = False
-    received: int = 0  # values that the sleeper has waited for
+    received: int = 0  # values received so far
     sleeper: str = "look"
     seen: int = 0
     is_asleep: bool = False
 
 
 def publisher_steps(state: State, protocol: Protocol) -> list[State]:
-    """store the flag; look at `sleeping`; wake who sleeps."""
+    """Store the flag; load `sleeping`; wake the sleeper."""
     if state.published == NUM_VALUES:
         return []
     value = state.published + 1
@@ -61,7 +61,7 @@ def publisher_steps(state: State, protocol: Protocol) -> list[State]:
 
 
 def sleeper_steps(state: State, protocol: Protocol) -> list[State]:
-    """look; say that it sleeps; look once more; let the kernel compare and sleep; start again."""
+    """Load the flag; set `sleeping`; load the flag again; compare in the kernel, sleep; repeat."""
     if state.received == NUM_VALUES or state.is_asleep:
         return []
     wanted = state.received + 1
@@ -89,7 +89,7 @@ def drain_steps(state: State) -> list[State]:
 
 
 def find_lost_wake_up(protocol: Protocol) -> State | None:
-    """A state in which the sleeper sleeps and nobody is left to wake it."""
+    """A state in which the sleeper sleeps and no step can wake it."""
     seen = {State()}
     stack = [State()]
     while stack:

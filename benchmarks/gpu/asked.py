@@ -1,7 +1,7 @@
-"""What is asked of a GPU, beside what the rows of a run have: asked and got.
+"""The performance targets for a GPU, compared with the rows of a run.
 
-A figure is met if its worst row is. It is None, "not measured", where no row tells. Rows with wrong
-elements do not count: a quick wrong result is no result.
+A target is met if its worst row meets it. It is None, "not measured", if no row applies. Rows with
+wrong elements do not count.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BUILT = ("build", "passed")
 
 
 def asked(rows: Sequence[Row], steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All figures, in the order of README's table."""
+    """All targets and results, in the order of README's table."""
     right = [row for row in rows if not row.get("num_wrong")]
     builds = [(one["seconds"], "-") for one in steps if (one["name"], one["verdict"]) == BUILT]
     found = [_figure("the build, s", 180, builds, smaller_is_better=True)]

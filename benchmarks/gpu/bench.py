@@ -1,8 +1,8 @@
-"""What the GPU benchmarks share: command line, data, rows.
+"""Shared by the GPU benchmarks: command line, data, rows.
 
-Entries are measured in turns, so that a change of the clocks meets all of them. The first entry is
-measured once more under a second label: their ratio is the noise of the run. A job that fails costs
-that job alone. Rows are written as soon as they are known, and outlive a process that is ended.
+Entries take turns, so that clock changes affect all of them. The first entry is measured again
+under a second label: their ratio is the noise of the run. A failing job does not affect the others.
+Rows are written as soon as they are measured, so they survive if the process is killed.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Bench:
         return num_sets(touched_bytes, self.is_small)
 
     def note(self, text: str) -> None:
-        """Keeps a sentence that a reader of the numbers needs."""
+        """Records a sentence that readers of the numbers need."""
         print(f"note: {text}", flush=True)
         self._write({"note": text})
 
     def attempt(self, what: str, make: Callable[[], T], may_be_refused: bool = False) -> list[T]:
-        """What `make` returns, alone in a list; where it fails, no element and a note."""
+        """A list with the result of `make`; if it fails, an empty list, and a note is recorded."""
         try:
             return [make()]
         except Exception as error:
@@ -90,12 +90,12 @@ class Bench:
         )
 
     def measure(self, jobs: Sequence[Job], op: str, num_bytes: int, **shape: Any) -> None:
-        """Measures all jobs in turns and keeps a row of each.
+        """Measures all jobs in turns and records a row for each.
 
         Args:
-            op: what they do.
-            num_bytes: the size that they belong to.
-            shape: what else distinguishes these rows from others of the size.
+            op: what the jobs do.
+            num_bytes: the jobs' size.
+            shape: other fields that distinguish these rows from others of the same size.
         """
         where = ", ".join([op, report.format_bytes(num_bytes), *map(str, shape.values())])
         if jobs:
@@ -129,7 +129,7 @@ class Bench:
         tables.print_rows(self.console, self.rows[-len(ready) :] if ready else [])
 
     def keep(self, row: dict[str, Any]) -> None:
-        """Keeps and writes a row, without what is not known."""
+        """Records and writes a row, without its unknown fields."""
         row = {key: value for key, value in row.items() if value is not None}
         self.rows.append(row)
         self._write(row)
@@ -141,13 +141,13 @@ class Bench:
 
 
 def first_line(error: Exception) -> str:
-    """Of its text; of an error in another process, the last line, which says what it was."""
+    """The first line of the error's text; for an error in another process, the last line."""
     lines = str(error).strip().splitlines() or ["no text"]
     return lines[-1 if isinstance(error, ProcessRaisedException) else 0]
 
 
 def check_copy(source: Tensor, copied: Tensor, call: Callable[[], object]) -> int:
-    """Elements that `call` does not copy from one tensor to the other."""
+    """The number of elements that `call` fails to copy from one tensor to the other."""
     copied.fill_(torch.nan)
     call()
     return int((source != copied).sum())
@@ -161,7 +161,7 @@ def parse_sizes(text: str) -> list[int]:
 def main(
     name: str, doc: str | None, benchmark: Callable[[Bench], None], sizes: str, small_sizes: str
 ) -> None:
-    """Runs a benchmark; ends the process with 0 if everything was measured and was right."""
+    """Runs a benchmark; exits with 0 if everything was measured and correct."""
     parser = Parser(doc)
     add = parser.add_argument
     add("--sizes", type=parse_sizes, help=f"default: {sizes}; with --small {small_sizes}")

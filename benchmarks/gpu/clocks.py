@@ -16,7 +16,7 @@ import torch
 Reading = tuple[float, float, float, float, int]
 
 PERIOD_S = 0.02
-# Bits of nvmlClocksEventReasons. An idle GPU and clocks set by a person do not count.
+# Bits of nvmlClocksEventReasons, except for an idle GPU and clocks set by a user.
 THROTTLE = {
     0x4: "software power cap",
     0x8: "hardware slowdown",
@@ -54,7 +54,7 @@ def _from_smi(uuid: str) -> Iterator[Reading]:
 
 
 class Clocks:
-    """Reads them in a thread of its own: with pynvml, else with nvidia-smi, else not at all."""
+    """Reads the clocks in a thread, with pynvml, else with nvidia-smi, else not at all."""
 
     def __init__(self) -> None:
         self._readings: list[tuple[float, Reading]] = []
@@ -66,11 +66,11 @@ class Clocks:
             try:
                 for reading in source(uuid):
                     self._readings.append((monotonic(), reading))
-            except Exception:  # neither may be there; rows then say nothing of clocks
+            except Exception:  # both may be missing; rows then have no clocks
                 continue
 
     def during(self, spans: Sequence[tuple[float, float]]) -> dict[str, Any]:
-        """What was read in these spans of time, with one reading before and one after each."""
+        """Summary of the readings in these spans of time, and one before and after each."""
         readings = list(self._readings)
         chosen = []
         for begin, end in spans:

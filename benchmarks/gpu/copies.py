@@ -1,9 +1,9 @@
-"""The ceilings of everything that moves bytes: copies by the copy engine's graph node, by the
-stream, by kernels of torch and of rota.
+"""Upper bounds for all data movement: copies by a graph's memcpy node, on the stream, and by
+kernels of torch and rota.
 
     PYTHONPATH=python:benchmarks python3 -m gpu.copies --sizes 1M,64M,1G
 
-A size is that of the source; its copy reads and writes twice as many bytes.
+A size is the source's; the copy reads and writes twice as many bytes in all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from protocol import Entry
 
 
 def benchmark(bench: Bench) -> None:
-    """A row for each size and kind of copy."""
+    """Measures each size and kind of copy."""
     for num_bytes in bench.sizes:
         jobs = bench.attempt("copy", partial(bench.copy_job, 2 * num_bytes))
         jobs += [
@@ -39,7 +39,7 @@ def benchmark(bench: Bench) -> None:
 
 
 def buffers(bench: Bench, num_bytes: int) -> list[tuple[Tensor, Tensor]]:
-    """Pairs to copy between."""
+    """Pairs of tensors to copy between."""
     num_elems = num_bytes // FLOAT32_BYTES
     return [
         (bench.random(num_elems, 2 * seed), bench.random(num_elems, 2 * seed + 1))
@@ -48,7 +48,7 @@ def buffers(bench: Bench, num_bytes: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def kernel_job(bench: Bench, num_bytes: int) -> Job:
-    """torch's elementwise kernel, which copy_ between tensors of one dtype is not."""
+    """torch's elementwise kernel; copy_ between tensors of one dtype would be a memcpy."""
     pairs = buffers(bench, num_bytes)
     calls: list[Body] = [partial(torch.add, source, 0, out=copied) for source, copied in pairs]
     check = partial(check_copy, *pairs[0], calls[0])
@@ -56,7 +56,7 @@ def kernel_job(bench: Bench, num_bytes: int) -> Job:
 
 
 def pack_job(bench: Bench, num_bytes: int) -> Job:
-    """rota's pack to float32 changes no bit."""
+    """rota's pack to float32, which is an exact copy."""
     sources = [source for source, _ in buffers(bench, num_bytes)]
     buckets = [rota.GradientBucket([source], wire_dtype=torch.float32) for source in sources]
     wire = buckets[0].wire[:num_bytes].view(torch.float32)

@@ -1,4 +1,4 @@
-"""What a run on a GPU is judged by, and whether there can be one: GPU, driver, torch, nvcc."""
+"""Facts about the GPU, driver, torch and nvcc, and whether a run is possible with them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 90.0  # to import torch and to start CUDA
+LIMIT_S = 90.0  # to import torch and start CUDA
 GIB = 1 << 30
 
 Facts = dict[str, Any]
@@ -26,7 +26,7 @@ def find_tool(name: str) -> str | None:
 
 
 def gather() -> Facts:
-    """What is here. torch is asked in a process of its own, which leaves the GPU free again."""
+    """Gathers the facts. A separate process queries torch, so that the GPU is released again."""
     try:
         command = [sys.executable, "-m", "gpu.facts"]
         asked = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
@@ -44,7 +44,7 @@ def gather() -> Facts:
 
 
 def refusal(facts: Facts, needed_bytes: int) -> str | None:
-    """Why there cannot be a run, in one sentence, with what to do; None if there can."""
+    """Why a run is impossible and what to do, in one sentence; None if it is possible."""
     torch, built_for = facts.get("torch"), facts.get("torch_cuda")
     if torch is not None and built_for is None:
         return f"torch {torch} is a build for the CPU; use a python3 with a CUDA build of torch"
@@ -66,7 +66,7 @@ def refusal(facts: Facts, needed_bytes: int) -> str | None:
 
 
 def arch(facts: Facts) -> str:
-    """What ROTA_CUDA_ARCHS is to be for this GPU, so that what is measured is what is shipped."""
+    """ROTA_CUDA_ARCHS for this GPU, chosen so that the measured code is what is shipped."""
     return f"shipped:{facts['capability']}"
 
 
@@ -97,7 +97,7 @@ def _probe() -> Facts:
         facts["capability"] = f"{properties.major}.{properties.minor}"
         facts["l2_bytes"] = properties.L2_cache_size
         facts["total_bytes"] = properties.total_memory
-        facts["free_bytes"] = 0  # there may be too little to start CUDA with
+        facts["free_bytes"] = 0  # possibly too little memory to start CUDA
         facts["free_bytes"] = torch.cuda.mem_get_info(0)[0]
     except Exception as error:
         facts["why"] = str(error).splitlines()[0]

@@ -1,19 +1,19 @@
-"""A mixed-precision step's work on a bucket: rota's pack and unpack beside torch's sequence.
+"""A mixed-precision step's work on a bucket: rota's pack and unpack, and torch's sequence.
 
     PYTHONPATH=python:benchmarks python3 -m gpu.fused_turn --sizes 64M,256M
 
-What a step does between backward and the optimizer's update: to the wire format and back, unscale
-and look for Inf, norm, clip. torch's sequence is that of fp16_compress_hook, GradScaler.unscale_
-and clip_grad_norm_, kernel by kernel. A size is that of the float32 gradients in DDP's flat bucket,
-of which the parameters' gradients are views.
+A step's work between backward and the optimizer's update: convert to the wire format and back,
+unscale and check for Inf, norm, clip. torch's sequence is that of fp16_compress_hook,
+GradScaler.unscale_ and clip_grad_norm_, kernel by kernel. A size is that of the float32 gradients
+in DDP's flat bucket; the parameters' gradients are views of it.
 
 - One rank: nothing is reduced, on either side.
 - Two local ranks: both sides reduce float16 with rota.LocalGroup.
-- Through the hooks: one rank again, as a training loop calls them, host and all, in one bucket.
+- Through the hooks: one rank again, as a training loop calls them, host time included, one bucket.
 
-rota leaves the factor of clipping to the optimizer, which reads the gradients anyway; "clip in
-place" makes a pass of its own for it, as torch does. The scale and the factor are 1 here, which
-costs the same and leaves the data as they are. TB/s are of what each entry's passes move.
+rota leaves the clipping factor to the optimizer, which reads the gradients anyway; "clip in place"
+makes a separate pass for it, as torch does. The scale and the factor are 1 here, which costs the
+same and leaves the data unchanged. TB/s count the bytes that each entry's passes move.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ ROTA_IN_PLACE = "rota pack, unpack, clip in place"
 TORCH = "torch hook, unscale, clip"
 MAX_NORM = 1e9  # never reached: the factor is 1
 WIRE = torch.float16
-# Read and written for each element on one rank: in and out; by torch's hook, unscale_ and clipping.
+# Bytes read and written per element on one rank: by rota's pack and unpack, and by torch's hook,
+# unscale_ and clipping.
 FUSED_BYTES = 2 * (FLOAT32_BYTES + WIRE.itemsize)
 TORCH_BYTES = traffic.torch_hook(WIRE.itemsize, all_reduce=0) + traffic.TORCH_AMP
 REDUCE_BYTES = 2 * WIRE.itemsize
 
-# Through the hooks: label, what amp_turn calls it.
+# Through the hooks: label, and api in amp_turn.
 HOOKS = (
     ("rota fused_hook, amp, clip", amp_turn.FUSED),
     ("rota fused_hook, amp, clip in place", amp_turn.FUSED_IN_PLACE),
@@ -56,12 +57,12 @@ HOOKS = (
 )
 
 
-# Makes the call of the ranks that a set's buckets belong to.
+# Makes the call for a set's buckets, one per rank.
 CallOf = Callable[[Sequence["Bucket"]], Body]
 
 
 class Bucket:
-    """DDP's bucket of one rank, and what torch's sequence needs beside it."""
+    """One rank's DDP bucket, and the other tensors that torch's sequence needs."""
 
     def __init__(self, bench: Bench, num_bytes: int, num_tensors: int, seed: int) -> None:
         self.flat, self.gradients = gradients.make(bench, num_bytes, num_tensors, seed)
@@ -84,7 +85,7 @@ class Bucket:
         torch.nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
 
     def torch_turn(self) -> None:
-        """What torch does in one rank's step, without an all-reduce."""
+        """torch's work in one rank's step, without an all-reduce."""
         self.decompress(self.compress(1))
 
 
@@ -94,7 +95,7 @@ def benchmark(bench: Bench) -> None:
         for shape, num_tensors in gradients.shapes(bench).items():
             bench.attempt("one rank", partial(alone, bench, num_bytes, shape, num_tensors))
             bench.attempt("local ranks", partial(in_pairs, bench, num_bytes, shape, num_tensors))
-    # Last, with all that DDP's hooks and NCCL bring: no figure is made of it.
+    # Last, because it involves DDP's hooks and NCCL; no target depends on it.
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(f"{folder}/store", 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -129,7 +130,7 @@ def alone(bench: Bench, num_bytes: int, shape: str, num_tensors: int) -> None:
 
 
 def rota_call(bucket: Bucket, parts: Sequence[Tensor], clip: bool = False) -> Body:
-    """Scaled blocks there and back."""
+    """Converts to scaled blocks and back."""
     packed = rota.GradientBucket(parts, wire_dtype=WIRE)
 
     def call() -> None:
@@ -190,7 +191,7 @@ def in_pairs(bench: Bench, num_bytes: int, shape: str, num_tensors: int) -> None
 
 
 def through_hooks(bench: Bench, num_bytes: int) -> None:
-    """As a training loop calls them; the host reads the norm and whether there was an Inf."""
+    """Calls hooks as a training loop does; the host reads the norm and the Inf flag."""
     jobs = []
     for label, api in HOOKS:
         backend = label.split()[0]
@@ -203,7 +204,7 @@ def through_hooks(bench: Bench, num_bytes: int) -> None:
         def make(turn: Turn = turn) -> Job:
             group = dist.new_group(backend="nccl") if turn.entry.backend == "torch" else None
             call, num_wrong = amp_turn.amp_call(turn, rota, group, "cuda")
-            wrong = [num_wrong or 0]  # of the first turn: later ones are of other numbers
+            wrong = [num_wrong or 0]  # of the first turn only: later turns have other data
             return Job(
                 turn.entry, [call], check=lambda: wrong.pop() if wrong else 0, in_graph=False
             )
@@ -219,7 +220,7 @@ def make_job(
     call_of: CallOf,
     sets: Sequence[Sequence[Bucket]],
 ) -> Job:
-    """An entry whose result is the average of the buckets of a set, within `bound`."""
+    """A job whose result must be the average of a set's buckets, within `bound`."""
     calls = [call_of(buckets) for buckets in sets]
 
     def check() -> int:
@@ -235,7 +236,7 @@ def make_job(
 
 
 def torch_bound(contributions: Sequence[Tensor]) -> Tensor:
-    """Of torch's hook."""
+    """Error bound of torch's hook."""
     return error_bound.torch_hook_bound(contributions, WIRE)
 
 

@@ -1,4 +1,4 @@
-"""Gradients as training has them, and how results are held against the wire format's bound."""
+"""Gradients like those of training, and the comparison of results with the format's bound."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from error_bound import Wire
 from gpu.bench import Bench
 
 MANY = 300
-# Elements that are held against a bound, at the start and at the end of each tensor.
+# Elements compared with a bound, at the start and at the end of each tensor.
 CHECKED_ELEMS = 1 << 18
 TILE_ELEMS = 512  # blocks never cross these, counted from a tensor's start
 
@@ -21,7 +21,7 @@ Bound = Callable[[Sequence[Tensor]], Tensor]
 
 
 def shapes(bench: Bench) -> dict[str, int]:
-    """The lists of gradients that are measured: their names, and how many tensors each has."""
+    """The measured lists of gradients: name, and number of tensors."""
     many = 20 if bench.is_small else MANY
     return {"1 tensor": 1, f"{many} tensors": many}
 
@@ -29,7 +29,7 @@ def shapes(bench: Bench) -> dict[str, int]:
 def mixed_sizes(num_elems: int, num_tensors: int) -> list[int]:
     """Elements of each of `num_tensors` tensors, `num_elems` in all.
 
-    As a model has them: log-uniform over four decades, whole powers and odd numbers side by side.
+    Like a model's: log-uniform over four decades, every second one a multiple of 256.
     """
     generator = torch.Generator().manual_seed(1)
     weights = 10 ** (4 * torch.rand(num_tensors, generator=generator, dtype=torch.float64))
@@ -47,8 +47,8 @@ def make(bench: Bench, num_bytes: int, num_tensors: int, seed: int) -> tuple[Ten
 
 
 def one_way(wire: Wire, unit: float = error_bound.FLOAT32_UNIT) -> Bound:
-    """How far a gradient may be from itself after pack and unpack with a factor; `unit` is the
-    relative error of its own dtype."""
+    """Error bound of a gradient after pack and unpack with a factor; `unit` is the relative error
+    of its own dtype."""
 
     def bound(contributions: Sequence[Tensor]) -> Tensor:
         magnitude = contributions[0].double().abs()
@@ -59,7 +59,7 @@ def one_way(wire: Wire, unit: float = error_bound.FLOAT32_UNIT) -> Bound:
 
 
 def num_wrong(result: Tensor, contributions: Sequence[Tensor], bound: Bound) -> int:
-    """Elements of `result` further than `bound` from the average, at both ends; elsewhere NaN."""
+    """Counts wrong elements of `result`: beyond `bound` at both ends, and NaN anywhere."""
     wrong = int(result.isnan().sum())
     last = max(0, result.numel() - CHECKED_ELEMS) // TILE_ELEMS * TILE_ELEMS
     for begin in {0, last}:

@@ -1,12 +1,12 @@
-"""All-reduce between ranks of one process that share a GPU: latency, then the memory's bound.
+"""All-reduce between ranks of one process on one GPU: latency, and closeness to memory bandwidth.
 
     PYTHONPATH=python:benchmarks python3 -m gpu.local_all_reduce --sizes 64K,64M
 
-Latency: a graph holds many, each of which starts when the one before it is complete, on the same
-tensors; a time is that of a replay over their number. "copy of 16 bytes" is the least that a graph
-can start. The bound: a size is that of each rank's float32 tensor, S. N ranks' tensors are read
-once and written once, so no all-reduce takes less than 2·N·S over the copy rate: "of copy" is how
-near an entry comes.
+Latency: a graph runs many all-reduces on the same tensors, each after the one before it; a time is
+that of a replay divided by their number. "copy of 16 bytes" is the smallest work that a graph can
+start. Bandwidth: a size is that of each rank's float32 tensor, S. N ranks' tensors must be read
+once and written once, so an all-reduce takes at least 2·N·S over the copy rate; "of copy" is the
+fraction of that limit that an entry reaches.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ ALGORITHMS = (
     "ring",
     "hierarchical",
 )
-GROUP_SIZE = 2  # of hierarchical
+GROUP_SIZE = 2  # for hierarchical
 LATENCY = "all_reduce, one after another"
 SMALL_ALGORITHMS = ("auto", "low_latency", "one_shot", "two_shot_in_place")
 SMALL_BYTES = (8, 1 << 10, 4 << 10, 8 << 10, 16 << 10, 64 << 10)
 
 
 def benchmark(bench: Bench) -> None:
-    """Every number of ranks, every size, every algorithm."""
+    """Measures every number of ranks, size and algorithm."""
     for num_ranks, num_bytes in product(RANKS, SMALL_BYTES[:: 5 if bench.is_small else 1]):
         sets = make_sets(bench, num_ranks, num_bytes, num_sets=1)
         jobs = [tiny_copy(bench)]
@@ -69,7 +69,7 @@ def tiny_copy(bench: Bench) -> Job:
 def make_sets(
     bench: Bench, num_ranks: int, num_bytes: int, num_sets: int = 0
 ) -> list[list[Tensor]]:
-    """Sets of the ranks' tensors: `num_sets`, or as many as leave the cache."""
+    """Sets of the ranks' tensors: `num_sets`, or as many as exceed the cache."""
     num_elems = max(1, num_bytes // FLOAT32_BYTES)
     return [
         [bench.random(num_elems, seed * num_ranks + rank) for rank in range(num_ranks)]
@@ -85,9 +85,8 @@ def make_job(
     group: rota.LocalGroup | None = None,
     label: str | None = None,
 ) -> Job:
-    """One algorithm. What is timed is an average, which stays random and finite however often it is
-    taken again. Unless one is given, the group is the job's own: one that has timed out is of no
-    use to other jobs.
+    """Times averages by one algorithm; their data stay random and finite however often they repeat.
+    By default each job has its own group, since a group that timed out is useless to other jobs.
     """
     num_ranks = len(sets[0])
     group = group or rota.LocalGroup(num_ranks, bench.device)

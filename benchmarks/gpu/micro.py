@@ -1,10 +1,11 @@
-"""Small facts that the cost model assumes: what a graph's node costs, how long a flag travels.
+"""Constants of the cost model: the cost of a graph's node, and the latency of a flag.
 
     PYTHONPATH=python:benchmarks python3 -m gpu.micro
 
-The gap between nodes is the time of a chain of tiny kernels over their number, with and without an
-event awaited and recorded between them, as rota orders its streams. A flag's way is the slope of
-`ring` on a few bytes over its steps: each step is one message and one wait for its flag.
+The gap between nodes is the time of a chain of tiny kernels divided by their number, with and
+without events awaited and recorded in between, as rota orders its streams. A flag's latency is the
+slope of the time of `ring` on a few bytes over its number of steps: each step is one message and
+one wait for its flag.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ RING_RANKS = (2, 3, 4, 6, 8)
 
 
 def benchmark(bench: Bench) -> None:
-    """Nodes, then flags."""
+    """Measures nodes, then flags."""
     source, copied = bench.random(4, 0), bench.random(4, 1)
     event = torch.cuda.Event(external=True)
     kernel = partial(torch.add, source, 0, out=copied)

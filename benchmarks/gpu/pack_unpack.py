@@ -1,9 +1,9 @@
-"""Gradients to the wire format and back, one launch each, beside a copy and torch's own ways.
+"""Gradients to the wire format and back, one launch each, compared with a copy and with torch.
 
     PYTHONPATH=python:benchmarks python3 -m gpu.pack_unpack --sizes 64M,256M
 
-A size is that of the float32 gradients. Bytes are those of the gradients and of the wire, whatever
-an entry really moves, so TB/s compare between entries of a wire dtype.
+A size is that of the float32 gradients. Bytes are those of the gradients and the wire buffer,
+whatever an entry actually moves, so that TB/s of entries with the same wire dtype are comparable.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DIVISOR = 2.0  # torch's hook divides by world_size
 
 
 def benchmark(bench: Bench) -> None:
-    """Every size and shape of the list."""
+    """Measures every size and list of gradients."""
     for num_bytes in bench.sizes:
         for shape, num_tensors in gradients.shapes(bench).items():
             measure(bench, num_bytes, shape, num_tensors)
@@ -70,7 +70,7 @@ def rota_jobs(
         for _, views in sets
     ]
     for bucket in buckets:
-        bucket.pack()  # what unpack starts from
+        bucket.pack()  # the input of unpack
     moved_bytes = buckets[0].num_bytes + buckets[0].num_wire_bytes
     check = partial(both_ways, buckets[0], *sets[0], rota_wire(wire_dtype, is_scaled))
     entry = Entry(f"rota {label}", "rota", "GradientBucket", wire_dtype=label)
@@ -82,7 +82,7 @@ def rota_jobs(
 
 
 def both_ways(bucket: rota.GradientBucket, flat: Tensor, views: list[Tensor], wire: Wire) -> int:
-    """Wrong elements after pack and unpack with factors; restores the gradients, and packs them."""
+    """Counts wrong elements after pack and unpack with factors; then restores and packs again."""
     flat.normal_()
     saved = flat.clone()
     bucket.wire.fill_(255)  # NaN in every format
@@ -103,7 +103,7 @@ def both_ways(bucket: rota.GradientBucket, flat: Tensor, views: list[Tensor], wi
 
 
 def torch_jobs(sets: list[tuple[Tensor, list[Tensor]]]) -> tuple[Job, Job]:
-    """What torch's fp16_compress_hook does around its all-reduce, to every tensor of a list."""
+    """The work of torch's fp16_compress_hook around its all-reduce, on every tensor of a list."""
     pairs = [(views, [view.to(torch.float16) for view in views]) for _, views in sets]
 
     def pack(views: list[Tensor], halves: list[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Launches pack, unpack and two_shot_in_place on 64 MiB (or --small), for ncu to look on."""
+"""Launches pack, unpack and two_shot_in_place on 64 MiB (or --small), to be profiled by ncu."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files that tell of a run: <gpu>-<date>.json for programs, .md for people."""
+"""The files that describe a run: <gpu>-<date>.json for programs, .md for people."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTHING = "**Nothing was measured: every line ran, on few bytes. No number below
 
 
 class Record:
-    """What is known of a run so far."""
+    """The results of a run so far."""
 
     def __init__(self, output: Path, facts: Facts, commit: str, is_small: bool) -> None:
         started = datetime.now(timezone.utc)
@@ -50,7 +50,7 @@ class Record:
         rows, notes = self._read_rows()
         try:
             figures = asked(rows, self.steps)
-        except Exception as error:  # a row may lack what it should have
+        except Exception as error:  # a row may lack a field
             figures = []
             notes.append(f"no figures: {type(error).__name__}: {error}")
         if self._is_small:
@@ -67,7 +67,7 @@ class Record:
         report.write_whole(self.summary_path, "\n".join(lines))
 
     def show(self, page: Console) -> None:
-        """Prints what ran, what was asked and got, and what is to be pasted."""
+        """Prints the steps, the targets with their results, and the lines to paste."""
         record = json.loads(self.json_path.read_text())
         heading = [f"# GPU run, {record['started']}", "", *([NOTHING] if self._is_small else [])]
         heading += [f"{name}: {record[name]}" for name in ("git_commit", "machine")]
@@ -95,7 +95,7 @@ class Record:
             try:
                 row = json.loads(line)
                 is_note = "note" in row
-            except (ValueError, TypeError):  # of a process that was ended as it wrote
+            except (ValueError, TypeError):  # from a process that was killed while writing
                 notes.append(f"not a row: {line[:100]}")
                 continue
             if is_note:

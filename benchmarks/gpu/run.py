@@ -1,17 +1,18 @@
-"""Everything that a machine with an NVIDIA GPU is wanted for, in one command.
+"""Runs everything that needs a machine with an NVIDIA GPU, in one command.
 
     make gpu
     make gpu STAGES="build bench" OUTPUT=folder COMMIT=name
 
 Builds rota in place for the GPU found, tries it, and runs the benchmarks, the tests, the memory
-checker and the profiler, in the order of their worth. Each step has a limit, at which it is ended
-with all that it started; none starts after the whole run's time. A step that fails stops no other,
-except for a build that leaves nothing to run. <gpu>-<date>.json and .md are written after each
-step, and when a signal ends the run; what a killed run had measured is in <gpu>-<date>.rows.jsonl.
-The exit status is 0 if no step failed, and 2 if there can be no run here. Needs Python 3.11.
+checker and the profiler, most important first. Each step has a time limit, at which it is ended
+with all its processes; none starts after the whole run's limit. A failed step does not stop the
+others, except for a build that leaves nothing to run. <gpu>-<date>.json and .md are written after
+each step, and when a signal ends the run; the measurements of a killed run are in
+<gpu>-<date>.rows.jsonl. The exit status is 0 if no step failed, and 2 if no run is possible here.
+Needs Python 3.11.
 
---small runs every line on few bytes, with the rota that is installed, and measures nothing: for a
-simulated GPU (make gpu-dry).
+--small runs every line on few bytes with the installed rota and measures nothing: for a simulated
+GPU (make gpu-dry).
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ from gpu.record import Record
 
 ROOT = machine.REPOSITORY
 RESULTS = ROOT / "benchmarks" / "results"
-# What a build leaves for this interpreter.
+# The result of a build for this interpreter.
 EXTENSION = ROOT / "python" / "rota" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 
-# Fits into 10 minutes; the rest is for ending what hangs.
+# Fits into 10 minutes, with time left to end hanging processes.
 TOTAL_S = 570
 GRACE_S = 3.0  # from one signal to the next
-STACKS_AFTER_S = 30  # of one test: longer than its ranks may take
+STACKS_AFTER_S = 30  # per test; longer than the time limit of its ranks
 NEEDED_BYTES = 16 * GIB  # several kinds of copies of 1 GiB, on two sets of buffers each
-# Local ranks run in pytest's own process, which a bad kernel may end: a step of their own.
+# Local ranks run in pytest's own process, which a bad kernel may kill, so they are a separate step.
 LOCAL_TESTS = ("test_local_group.py", "test_gradient_bucket.py")
 BENCH_LIMITS_S = {
     "copies": 20,
@@ -60,7 +61,7 @@ BENCH_LIMITS_S = {
     "local_all_reduce": 60,
     "fused_turn": 45,
 }
-# What the memory checker looks on: every kernel, most dtypes, and tensors that are not aligned.
+# Tests for the memory checker: every kernel, most dtypes, and misaligned tensors.
 CHECKED = "misaligned or hierarchical or copying or mixed_sizes or (ws3 and reduce_scatter)"
 CHECKED += " or (ws2 and every_size and (float64 or bfloat16))"
 CHECKER = ["compute-sanitizer", "--tool=memcheck", "--error-exitcode=86", "--print-limit=20"]
@@ -72,7 +73,7 @@ METRICS = (
     "launch__registers_per_thread",
     "sm__warps_active.avg.pct_of_peak_sustained_active",
 )
-# Clocks are left as they are: the machine may be shared.
+# The profiler must not change the clocks, as the machine may be shared.
 PROFILER = ["ncu", "--csv", "--clock-control=none", "--kernel-name=regex:pack|two_shot"]
 PROFILER += [f"--metrics={','.join(METRICS)}"]
 FAILURES = ("failed", "stopped")
@@ -83,10 +84,10 @@ class Step:
     """A command.
 
     Args:
-        limit_s: when it is ended.
-        env: what it sees beside this process's environment.
-        is_optional: its failure is told, and is none of the run.
-        reason: why it is left out; None if it is not.
+        limit_s: time limit.
+        env: variables in addition to this process's environment.
+        is_optional: its failure is reported, but does not fail the run.
+        reason: why it is skipped; None if it is not.
     """
 
     stage: str
@@ -99,14 +100,14 @@ class Step:
 
 
 def make_steps(args: argparse.Namespace, facts: Facts, record: Record) -> list[Step]:
-    """All that can be done, in the order of worth."""
+    """All steps that are possible, most important first."""
     own = [] if args.small else ["python"]
     env = {"PYTHONPATH": _paths(*own, "benchmarks"), "COMMIT": args.commit}
     for_tests = {"PYTHONPATH": _paths(*own)}
-    # torch's cache would hide what lies beyond a tensor's end.
+    # torch's caching allocator would hide accesses beyond a tensor's end.
     uncached = {**for_tests, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     small = ["--small"] if args.small else []
-    slowness = 3 if args.small else 1  # of a simulated GPU
+    slowness = 3 if args.small else 1  # a simulated GPU is slower
 
     def step(stage: str, name: str, limit_s: float, *command: str, **more: Any) -> Step:
         return Step(stage, name, slowness * limit_s, _module(*command), **{"env": env, **more})
@@ -142,18 +143,18 @@ def _module(name: str, *arguments: str) -> list[str]:
 
 
 def _paths(*folders: str) -> str:
-    """These of the repository, and what is given beside benchmarks/: modules of benchmarks/ and of
-    tests/ share names."""
+    """PYTHONPATH of these folders of the repository, plus the given one without benchmarks/, since
+    modules of benchmarks/ and tests/ share names."""
     given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     others = [path for path in given if Path(path).resolve() != ROOT / "benchmarks"]
     return os.pathsep.join([*(str(ROOT / folder) for folder in folders), *others])
 
 
 def _build_step(args: argparse.Namespace, facts: Facts) -> Step:
-    """In place, for this GPU alone."""
+    """Builds in place, for this GPU only."""
     env = {"ROTA_CUDA": "1", "MAX_JOBS": str(machine.num_cores()), "PYTHONPATH": _paths()}
     env["ROTA_CUDA_ARCHS"] = gpu_facts.arch(facts)
-    # Last: for a ninja that came with torch's python, where there is no other.
+    # Appended, so that a ninja installed beside this Python is found if there is no other.
     env["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
     nvcc = gpu_facts.find_tool("nvcc")
     if nvcc is not None and not (os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")):
@@ -172,8 +173,8 @@ def _under(tool: Sequence[str], step: Step) -> Step:
 
 
 def run_step(step: Step, limit_s: float, log_path: Path) -> dict[str, Any]:
-    """Runs a step, its output going to the log; nothing that it started remains, also where an
-    exception such as SystemExit ends the wait for it."""
+    """Runs a step with its output in the log; leaves none of its processes behind, even if an
+    exception such as SystemExit ends the wait."""
     if step.reason is not None:
         return {"verdict": "left out", "text": step.reason}
     if limit_s <= 0:
@@ -183,8 +184,8 @@ def run_step(step: Step, limit_s: float, log_path: Path) -> dict[str, Any]:
         log.write(f"\n=== {step.name}, at most {limit_s:.0f} s: {' '.join(step.command)}\n")
         log.flush()
         begin = log.tell()
-        # A group of its own, so that what it starts ends with it; in this process's session, so
-        # that whoever ends that leaves nothing on the GPU.
+        # A process group of its own, so that its children end with it; in this process's session,
+        # so that ending the session leaves nothing on the GPU.
         process = subprocess.Popen(
             step.command,
             cwd=ROOT,
@@ -200,7 +201,7 @@ def run_step(step: Step, limit_s: float, log_path: Path) -> dict[str, Any]:
         if process.wait(limit_s) != 0:
             verdict = "failed"
     except subprocess.TimeoutExpired:
-        # pytest then tells what has failed so far.
+        # On SIGINT, pytest reports the failures so far.
         verdict, signals = "stopped", [signal.SIGINT, signal.SIGTERM]
     finally:
         end_group(process, signals)
@@ -222,7 +223,7 @@ def run_step(step: Step, limit_s: float, log_path: Path) -> dict[str, Any]:
 
 
 def end_group(process: subprocess.Popen[bytes], signals: Sequence[signal.Signals]) -> None:
-    """Asks all processes of the step to end, by one signal after the other, then makes them."""
+    """Asks all processes of the step to end, by one signal after another, then kills them."""
     for number in signals:
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)
@@ -230,13 +231,13 @@ def end_group(process: subprocess.Popen[bytes], signals: Sequence[signal.Signals
             break
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    deadline = time.monotonic() + GRACE_S  # a driver may hold even what is killed
+    deadline = time.monotonic() + GRACE_S  # the driver may delay even killed processes
     while _group_lives(process) and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def _group_lives(process: subprocess.Popen[bytes]) -> bool:
-    """Whether any of it runs; what waits for a parent to take its status does not."""
+    """Whether any process of the group still runs; zombies do not count."""
     process.poll()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has just ended
@@ -247,8 +248,8 @@ def _group_lives(process: subprocess.Popen[bytes]) -> bool:
 
 
 def run_steps(steps: Sequence[Step], record: Record, end: float) -> None:
-    """One after the other, until `end`, by time.monotonic(). An exception that ends the run, such
-    as SystemExit, ends the step."""
+    """Runs steps one after another until `end`, by time.monotonic(). An exception that ends the
+    run, such as SystemExit, also ends the current step."""
     reason = None
     for step in steps:
         if reason is not None:
@@ -265,7 +266,7 @@ def run_steps(steps: Sequence[Step], record: Record, end: float) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; ends the process with one line when it makes no sense."""
+    """Parses the command line; a bad one ends the process with a one-line error."""
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--stages", default="", help="stages or steps, separated by spaces (default: all)")
@@ -281,7 +282,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status."""
+    """Returns the exit status."""
     args = parse_arguments(arguments)
     end = time.monotonic() + TOTAL_S
     facts = gpu_facts.gather()
@@ -310,8 +311,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def end_on_signals() -> None:
-    """Makes the first request to end the process a SystemExit, and ignores later ones: what runs
-    is to be ended, and the record written."""
+    """Turns the first signal to end the process into SystemExit and ignores later ones, so that the
+    current step is ended and the record written."""
     asking = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -320,7 +321,7 @@ def end_on_signals() -> None:
         sys.exit(128 + number)
 
     for number in asking:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, end)
 
 

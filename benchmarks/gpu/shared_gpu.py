@@ -2,9 +2,9 @@
 
     PYTHONPATH=python:benchmarks python3 -m gpu.shared_gpu --sizes 8K,1M,64M
 
-The GPU switches between processes in time slices, and a rank that waits for another one waits for
-its slice: times of an all-reduce say that it works and nothing of its speed. A slice is how long a
-process that always has work is kept off the GPU by another one that has, too.
+The GPU switches between processes in time slices, and a rank that waits for another waits for that
+rank's slice, so the all-reduce's times show that it works but not how fast it is. A slice is
+measured as the time for which one busy process keeps another busy process off the GPU.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from gpu.bench import Bench
 
 RANKS = 2
 LIMIT_S = 30.0
-SLICE_CALLS = 2000  # for each sample, that each process queues
+SLICE_CALLS = 2000  # queued by each process for each sample
 
 
 def work(rank: int, folder: str, sizes: Sequence[int], num_samples: int) -> None:
-    """One rank; rank 0 leaves the rows in the folder."""
+    """One rank; rank 0 writes the rows to the folder."""
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     torch.cuda.set_device(0)
     store = dist.FileStore(f"{folder}/store", RANKS)
@@ -47,15 +47,15 @@ def work(rank: int, folder: str, sizes: Sequence[int], num_samples: int) -> None
     rows.append(time_slices(num_samples * SLICE_CALLS))
     if rank == 0:
         Path(folder, "rows").write_text(json.dumps(rows))
-    dist.barrier()  # a peer may still read what is this rank's
-    # Without a farewell: what a library leaves running must not hold the others up.
+    dist.barrier()  # a peer may still read this rank's memory
+    # Skips finalizers: a library's leftover threads must not delay the other rank.
     os._exit(0)
 
 
 def all_reduces(
     communicator: rota.Communicator, num_bytes: int, num_samples: int
 ) -> dict[str, Any]:
-    """The row of one size."""
+    """Measures one size and returns its row."""
     source = torch.empty(num_bytes // FLOAT32_BYTES)
     tiles.fill_with_input(source, dist.get_rank(), RANKS, seed=num_bytes)
     tensor = source.cuda()
@@ -75,7 +75,7 @@ def all_reduces(
 
 
 def time_slices(num_calls: int) -> dict[str, Any]:
-    """Both ranks queue short kernels, each between events; long gaps are the other one's slices."""
+    """Both ranks queue short kernels between events; long gaps are the other rank's slices."""
     source, copied = torch.randn(1 << 16, device="cuda"), torch.empty(1 << 16, device="cuda")
     events = [torch.cuda.Event(enable_timing=True) for _ in range(num_calls)]
     dist.barrier()
@@ -90,7 +90,7 @@ def time_slices(num_calls: int) -> dict[str, Any]:
 
 
 def of_both(row: dict[str, Any], num_wrong: int, times_us: Sequence[float]) -> dict[str, Any]:
-    """The row by the slower rank of each sample."""
+    """The row with the slower rank's time of each sample."""
     found: list[Any] = [None] * RANKS
     dist.all_gather_object(found, (num_wrong, times_us))
     times = [max(both) for both in zip(*(times for _, times in found), strict=False)]
@@ -100,7 +100,7 @@ def of_both(row: dict[str, Any], num_wrong: int, times_us: Sequence[float]) -> d
 
 
 def benchmark(bench: Bench) -> None:
-    """Raises what a rank raises, or TimeoutError; no rank remains."""
+    """Raises a rank's exception, or TimeoutError; leaves no rank behind."""
     with tempfile.TemporaryDirectory(prefix="rota-gpu-") as folder:
         args = (folder, bench.sizes, 1 if bench.is_small else 10)
         context = mp.spawn(work, args, nprocs=RANKS, join=False)

@@ -1,10 +1,10 @@
-"""What csrc/schedule/tuning.h should say of this GPU's local ranks: measured, and as text to paste.
+"""Measures the row of csrc/schedule/tuning.h for this GPU's local ranks, as text to paste.
 
     PYTHONPATH=python:benchmarks COMMIT=name python3 -m gpu.sweep
 
-For each number of ranks: free_chunk_bytes by free_threads of two_shot_in_place, slot_bytes by
-num_channels of two_shot, both on tensors of 64 MiB, and the sizes up to which low_latency and
-one_shot are the fastest. Links between GPUs are not measured here.
+For each number of ranks it measures free_chunk_bytes by free_threads of two_shot_in_place and
+slot_bytes by num_channels of two_shot, both on tensors of 64 MiB, and the sizes up to which
+low_latency and one_shot are the fastest. Links between GPUs are not measured here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOPOLOGY: Final = "local"
 FREE_CHUNK_BYTES = (8 << 10, 16 << 10, 32 << 10, 64 << 10)
 FREE_THREADS = (64, 128, 256, 512)
 SLOT_BYTES = (32 << 10, 64 << 10, 128 << 10, 256 << 10)
-CHANNEL_SHARES = (1, 2, 4)  # of as many channels as can be resident
+CHANNEL_SHARES = (1, 2, 4)  # divisors of the number of resident channels
 CROSSOVER_BYTES = tuple(1 << shift for shift in range(10, 23))
 NOISE = 1.02
 FIELDS = (
@@ -44,7 +44,7 @@ CROSSOVER_ALGORITHMS = ("low_latency", "one_shot", "two_shot_in_place")
 
 
 def benchmark(bench: Bench) -> None:
-    """One row of the table for each number of ranks."""
+    """Makes one row of the table for each number of ranks."""
     gpu = torch.cuda.get_device_name(bench.device)
     for num_ranks in RANKS:
         tuning = _C.gpu_tuning(gpu, TOPOLOGY, num_ranks)
@@ -64,7 +64,7 @@ def benchmark(bench: Bench) -> None:
 def fastest(
     bench: Bench, num_ranks: int, algorithm: str, choices: Iterable[dict[str, int]]
 ) -> dict[str, int]:
-    """Measures an all-reduce with each choice; returns the fastest right one, {} if none is."""
+    """Measures an all-reduce with each choice; returns the fastest correct one, {} if none is."""
     gpu = torch.cuda.get_device_name(bench.device)
     (num_bytes,) = bench.sizes
     sets = make_sets(bench, num_ranks, num_bytes)
@@ -91,7 +91,7 @@ def fastest(
 
 
 def crossovers(bench: Bench, num_ranks: int) -> dict[str, int]:
-    """The largest sizes up to which low_latency, and then one_shot, are not beaten."""
+    """The largest sizes up to which low_latency, and then one_shot, are the fastest."""
     begin = len(bench.rows)
     for num_bytes in CROSSOVER_BYTES[:2] if bench.is_small else CROSSOVER_BYTES:
         sets = make_sets(bench, num_ranks, num_bytes, num_sets=1)
@@ -112,7 +112,7 @@ def crossovers(bench: Bench, num_ranks: int) -> dict[str, int]:
 
 
 def last_win(times_us: dict[int, dict[str, float]], who: str, rivals: Iterable[str]) -> int:
-    """The largest size up to which `who` is, but for noise, as fast as all rivals; 0 if none is."""
+    """The largest size up to which `who` is as fast as all rivals, within noise; 0 if none is."""
     last = 0
     for num_bytes, times in sorted(times_us.items()):
         at_most = NOISE * min(
@@ -125,7 +125,7 @@ def last_win(times_us: dict[int, dict[str, float]], who: str, rivals: Iterable[s
 
 
 def cpp_row(tuning: _C.GpuTuning, gpu: str, num_ranks: int) -> str:
-    """A TuningRow of csrc/schedule/tuning.h, with its provenance."""
+    """A TuningRow of csrc/schedule/tuning.h as C++ text, with its provenance."""
     commit = os.environ.get("COMMIT", "unknown commit")
     fields = [f".{name} = {getattr(tuning, name)}" for name in FIELDS]
     fields.append(f'.provenance = "{gpu}, {date.today()}, {commit}, make gpu STAGES=sweep"')

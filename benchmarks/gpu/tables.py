@@ -26,7 +26,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def print_rows(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """A table for each size and shape of what is done."""
+    """Prints a table for each operation, size and shape."""
     by_title: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         parts = [row.get("op", "?"), report.format_bytes(row.get("num_bytes", 0)), row.get("shape")]

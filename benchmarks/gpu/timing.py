@@ -1,10 +1,10 @@
 """Times calls on a GPU: CUDA graphs over rotating buffers, replayed between events.
 
-Own code, since torch.utils.benchmark reads the host's clock, and triton.testing.do_bench_cudagraph
-repeats a call on one set of buffers, which stays in the L2 cache if it fits, and captures it anew
-each time, so entries cannot take turns while the clocks change. Here a sample replays a graph of
-many calls on sets of buffers that together exceed the L2 cache four times. What cannot be captured
-runs on the stream, which `timed` says.
+Not a library's, since torch.utils.benchmark reads the host's clock, and
+triton.testing.do_bench_cudagraph repeats a call on one set of buffers, which stays in the L2 cache
+if it fits, and captures it again each time, so entries cannot take turns to share clock changes.
+Here a sample replays a graph of many calls on sets of buffers that together exceed the L2 cache
+four times. Calls that cannot be captured run on the stream; `timed` says which was used.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from protocol import Entry
 
 Body = Callable[[], object]
 
-# Shortest sample: events resolve 0.5 µs, and a graph takes some µs to start.
+# Shortest sample: events resolve 0.5 µs, and a graph takes several µs to start.
 MIN_SAMPLE_US = 2000.0
 MAX_CALLS = 256  # in one graph
 MAX_SETS = 64  # of buffers, in rotation
-L2_TIMES = 4  # what all sets together exceed
+L2_TIMES = 4  # all sets together exceed the L2 cache this many times
 MAX_TURN_US = 3e5
 
 
@@ -35,11 +35,11 @@ class Job:
     """One entry at one size.
 
     Args:
-        calls: the call, for each set of buffers.
-        moved_bytes: bytes that one call reads and writes, counted; 0 where they do not matter.
+        calls: one call for each set of buffers.
+        moved_bytes: bytes that one call reads and writes, calculated; 0 where they do not matter.
         check: runs the call on known data, restores the set, and returns the wrong elements.
-        in_graph: False for what is to be timed on the stream.
-        may_be_refused: whether a ValueError means that rota does not take this size.
+        in_graph: False to time the calls on the stream.
+        may_be_refused: whether a ValueError means that rota does not support this size.
     """
 
     entry: Entry
@@ -59,7 +59,7 @@ def num_sets(touched_bytes: int, is_small: bool) -> int:
 def capture(body: Body) -> Body:
     """Records `body` as a graph and returns its replay."""
     graph = torch.cuda.CUDAGraph()
-    # Other threads of a process, such as NCCL's, may go on calling CUDA meanwhile.
+    # Other threads of the process, such as NCCL's, may call CUDA meanwhile.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         body()
     replay: Body = graph.replay
@@ -81,7 +81,7 @@ def sample_us(body: Body, num_samples: int) -> list[float]:
 
 
 class Sampler:
-    """A job that is checked, warmed up and captured, and what was measured of it."""
+    """A job that has been checked, warmed up and captured, and its measurements."""
 
     def __init__(self, job: Job, op: str, num_bytes: int, is_small: bool) -> None:
         self.job = job
@@ -125,13 +125,13 @@ class Sampler:
         )
 
     def take_turn(self) -> None:
-        """Takes samples; their times are of one call."""
+        """Takes samples; records times per call."""
         begin = monotonic()
         times_us = sample_us(self._run, min(2 if self._is_small else 10, self._max_samples))
         self.spans.append((begin, monotonic()))
         self.measurement.times_us += [time_us / self.measurement.batch for time_us in times_us]
 
     def check_again(self) -> None:
-        """After all turns: replays must have left everything in order."""
+        """Checks again after all turns, since replays must not have broken anything."""
         if self.job.check is not None:
             self.measurement.num_wrong = (self.measurement.num_wrong or 0) + self.job.check()

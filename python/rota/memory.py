@@ -12,21 +12,22 @@ from rota import _C
 def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
     """A CPU tensor that collectives need not copy, because peers read it where it lies.
 
-    `all_reduce` (of "sum", "avg" and all other ops) reads it there if the tensors of all ranks were
-    made here, `all_gather` if all inputs were, and `broadcast` if the root's was; also parts of it,
-    if they are contiguous. Results are the same bits as of other tensors. Only speed and memory
-    traffic differ, from messages on that are longer than a mailbox (64 KiB); other wire dtypes and
-    algorithms than the tensor's own and "two_shot" go through slots as always.
+    `all_reduce` (with any op) reads it in place if the tensors of all ranks were made by this
+    function, `all_gather` if all inputs were, and `broadcast` if the root's was. Contiguous parts
+    of such tensors work, too. Results have the same bits as with other tensors; only speed and
+    memory traffic differ, for messages longer than a mailbox (64 KiB). With a wire dtype other than
+    the tensor's own, or an algorithm other than "two_shot", messages go through slots as always.
 
     No group is needed and no other rank takes part: the memory belongs to the process, and all its
-    groups can use it, also those made before. It is reserved at once, in whole pages of zeroes, and
-    goes back to the system when the last tensor that shares it is gone. A forked child shares it
-    with its parent, as after `torch.Tensor.share_memory_`, but does not move it in place.
+    groups can use it, including those made before. It is reserved at once, in whole pages of
+    zeroes, and returns to the system when the last tensor that shares it is gone. A forked child
+    shares it with its parent, as after `torch.Tensor.share_memory_`, but its collectives do not
+    read it in place.
 
-    `torch.distributed`'s door to it is `backend.allocate_tensor(num_elems, dtype=..., device=...)`.
+    With `torch.distributed`, call `backend.allocate_tensor(num_elems, dtype=..., device=...)`.
 
     Args:
-        size: of each dimension, as for `torch.empty`: separate numbers or one sequence.
+        size: the size of each dimension, as for `torch.empty`: separate numbers or one sequence.
         dtype: any; torch's default dtype if None.
 
     Returns:
@@ -35,7 +36,7 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     Raises:
         TypeError: a size is not an int, or dtype is not a torch.dtype.
         ValueError: a size is negative.
-        rota.TransportError: memory is short: how much was asked for and how much there is.
+        rota.TransportError: there is too little memory; names the bytes needed and available.
     """
     if dtype is None:
         dtype = torch.get_default_dtype()

@@ -1,4 +1,4 @@
-"""Skips what is here, with the reason, where there is no GPU that this build of rota can use."""
+"""Skips the tests of this folder, with a reason, without a GPU that this build of rota can use."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """At once, beside at the end: a run on a GPU may be stopped before that."""
+    """Prints failures at once as well: a run on a GPU may be stopped before its summary."""
     if report.failed:
         print(f"\n{report.nodeid}, {report.when}\n{report.longreprtext}", flush=True)

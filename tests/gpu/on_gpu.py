@@ -1,7 +1,7 @@
-"""What the tests of this folder share: data that the CPU has made, on the GPU and back.
+"""Helpers of this folder's tests: copy data made on the CPU to the GPU and back.
 
-All ranks are on the first GPU, as processes or as local ranks of one. Except for the tests that are
-marked torch_kernels, nothing here has torch compute on the GPU, so they run on a simulated one too.
+All ranks use the first GPU, as processes or as local ranks of one process. Only tests marked
+torch_kernels let torch compute on the GPU; all others also run on a simulated GPU.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from oracle import assert_same
 DEVICE = torch.device("cuda", 0)
 # A simulated GPU computes on the CPU.
 SLOWNESS = 3.0 if "SIMULATED_GPUS" in os.environ else 1.0
-# What ranks may take from start to end, so that a hang costs little of a GPU's time; and one wait
-# of theirs: less, so that a rank that waits in vain says for whom.
+# Time limit of ranks, so that a hang wastes little GPU time, and of a single wait: shorter, so that
+# a rank that waits in vain can still name its peer.
 LIMIT_S = 20.0 * SLOWNESS
 WAIT_S = 10.0 * SLOWNESS
 CANARY_ELEMS = 64
 CANARY = 1
-MAX_LOW_LATENCY_BYTES = 8192  # more than that is not tried with low_latency
-# Around the ends of 16-byte accesses, of a block's share, of granules, tiles and shards.
+MAX_LOW_LATENCY_BYTES = 8192  # longer messages are not tested with low_latency
+# Around the boundaries of 16-byte accesses, a block's share, granules, tiles and shards.
 SIZES = (0, 1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 511, 512, 513, 2049, 65_537, 300_007)
 
 
@@ -41,7 +41,7 @@ class Guarded:
         self.tensor = self._storage[offset : offset + source.numel()]
 
     def get(self, case: str) -> torch.Tensor:
-        """What is there now, on the CPU."""
+        """The current contents, on the CPU; fails if a canary has changed."""
         storage = self._storage.cpu()
         around = [storage[: self._offset], storage[self._offset + self._num_elems :]]
         for canaries in around:
@@ -53,19 +53,19 @@ class Guarded:
 def check_each(
     guarded: Sequence[Guarded], expected: torch.Tensor | Sequence[torch.Tensor], case: str
 ) -> None:
-    """The tensor of each rank has the expected bits: the same on all, or one for each rank."""
+    """Checks each rank's tensor bit for bit; `expected` is one for all ranks, or one per rank."""
     for rank, one in enumerate(guarded):
         wanted = expected if isinstance(expected, torch.Tensor) else expected[rank]
         assert_same(one.get(f"{case}, rank {rank}"), wanted, f"{case}, rank {rank}")
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: object) -> list[Any]:
-    """As ranks.run_ranks, in the time that a GPU is given for it."""
+    """Like ranks.run_ranks, with the time limit for GPUs."""
     return ranks.run_ranks(world_size, function, *args, timeout_s=LIMIT_S)
 
 
 def connect(rank: ranks.Rank, *, timeout_s: float = WAIT_S) -> rota.Communicator:
-    """A communicator whose GPU is connected: not through the host, which gives the same bits."""
+    """A communicator with connected GPUs: staging through the host would give the same bits."""
     torch.cuda.set_device(DEVICE)
     communicator = rank.communicator(timeout_s=timeout_s)
     communicator.connect_device(DEVICE)
@@ -74,7 +74,7 @@ def connect(rank: ranks.Rank, *, timeout_s: float = WAIT_S) -> rota.Communicator
 
 
 def capture(body: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of what `body` queues."""
+    """A graph captured from `body`."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         body()

@@ -1,4 +1,4 @@
-"""rota.Communicator on CUDA tensors: the bits that the same communicator gives on CPU tensors."""
+"""rota.Communicator on CUDA tensors gives the same bits as on CPU tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from oracle import (
 )
 from ranks import Rank
 
-# Processes on one GPU run in time slices, so each collective takes milliseconds: few sizes.
+# Few sizes: processes on one GPU run in time slices, so each collective takes milliseconds.
 SIZES = (0, 1, 5, 513, 66_001)
 CANONICAL = ("auto", "low_latency", "one_shot", "two_shot", "ordered_ring")
 
@@ -42,7 +42,7 @@ worlds = pytest.mark.parametrize("world_size", [1, 2, 3, 4], ids="ws{}".format)
 def same_on_both(
     comm: rota.Communicator, source: torch.Tensor, case: str, algorithm: str, **options: Any
 ) -> None:
-    """All-reduces `source` on the CPU and on the GPU, and compares."""
+    """All-reduces `source` on the CPU and on the GPU, and compares the results."""
     on_cpu = source.clone()
     on_gpu = Guarded(source)
     on_cpus_algorithm = "one_shot" if algorithm == "low_latency" else algorithm
@@ -210,7 +210,7 @@ def test_cuda_error_feedback_and_stochastic_rounding_give_the_bits_of_the_cpu(
 
 
 def reduce_in_order(rank: Rank) -> None:
-    """Nothing waits on the host between what fills a tensor, reduces it and reads it."""
+    """The host does not wait between filling a tensor, reducing it and reading it."""
     comm = connect(rank)
     size = 3000
     inputs = [tensor.pin_memory() for tensor in exact_inputs(rank.world_size, size, torch.float32)]
@@ -272,8 +272,8 @@ def test_cuda_all_reduce_replays_with_other_values(world_size: int) -> None:
 
 
 def reduce_and_transfer_in_graphs(rank: Rank) -> None:
-    """Collectives and transfers in turns: the first transfers of all are captured, dist.recv is on
-    another stream than dist.all_reduce, and replays of both graphs take turns with eager calls."""
+    """Alternates collectives and transfers: the very first transfers are captured, dist.recv and
+    dist.all_reduce use different streams, and replays of all graphs alternate with eager calls."""
     torch.cuda.set_device(DEVICE)
     rank.init("rota", timeout_s=WAIT_S)
     inputs = exact_inputs(2, 20_000, torch.float32)
@@ -292,7 +292,7 @@ def reduce_and_transfer_in_graphs(rank: Rank) -> None:
             dist.all_reduce(reduced)
             transfer()
 
-    # The first graph is captured before there was a transfer.
+    # The first graph is captured before any transfer.
     without_transfers = capture(lambda: dist.all_reduce(reduced))
     with_transfers = [capture(body) for _ in range(2)]
     for turn in range(6):
@@ -315,8 +315,8 @@ def test_cuda_transfers_are_captured_behind_collectives() -> None:
 
 
 def receive_beside_a_graph(rank: Rank) -> None:
-    """A replay of a graph that was captured before the first receive: nothing but the communicator
-    orders them, and both use its links: the message is too long for low_latency."""
+    """Replays a graph that was captured before the first receive. Both use the communicator's links
+    (the message is too long for low_latency), and only the communicator orders them."""
     torch.cuda.set_device(DEVICE)
     rank.init("rota", timeout_s=WAIT_S)
     inputs = exact_inputs(2, 20_000, torch.float32)
@@ -342,7 +342,7 @@ def test_cuda_recv_waits_for_a_graph_from_before_the_first_one() -> None:
 
 
 def exchange_first(rank: Rank) -> None:
-    """More than the links hold: no send ends before the other rank receives."""
+    """Sends more than the links hold, so no send ends before the other rank receives."""
     torch.cuda.set_device(DEVICE)
     rank.init("rota", timeout_s=WAIT_S)
     inputs = random_inputs(2, 2_000_000, torch.float32)
@@ -360,7 +360,7 @@ def test_cuda_first_recv_does_not_wait_for_the_own_send() -> None:
 
 
 def replay_buckets(rank: Rank) -> None:
-    """Two buckets of one graph; what each replay counts starts at 0 again."""
+    """Two buckets in one graph; each replay must count from 0 again."""
     comm = connect(rank)
     sizes = (5000, 300)
     buckets = [torch.zeros(size).to(DEVICE) for size in sizes]
@@ -402,7 +402,7 @@ def compile_step(rank: Rank) -> None:
         comm.all_reduce(doubled)
         return doubled + 1
 
-    # Without a compiler behind it, which would take most of a minute.
+    # aot_eager runs no compiler, which would take most of a minute.
     compiled = torch.compile(step, backend="aot_eager")
     for turn in range(3):
         inputs = [source + turn for source in exact_inputs(rank.world_size, 700, torch.float32)]

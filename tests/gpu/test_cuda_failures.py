@@ -1,4 +1,4 @@
-"""What goes wrong between ranks on GPUs: an exception that names it, never a hang."""
+"""Failures between ranks on GPUs: an exception that names the cause, never a hang."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ranks import Rank, Ranks, error_of
 
 FOREVER = 10**9
 WARM_UP = 5
-PROMPT_S = WAIT_S / 2  # far from a time-out; death is to show in milliseconds
+PROMPT_S = WAIT_S / 2  # far below the time-out; a death is noticed in milliseconds
 
 
 def until_error(call: Callable[[], object]) -> tuple[str, str]:
-    """Calls queue work; what went wrong shows in one of the next calls, or in waiting."""
+    """Repeats `call`: calls only queue work, so an error is raised by a later call or a wait."""
 
     def loop() -> None:
         for _ in range(FOREVER):
@@ -57,7 +57,7 @@ def test_cuda_peer_killed_during_all_reduce_raises_peer_failed(algorithm: str) -
 
 
 def wait_for_late_rank(rank: Rank) -> list[tuple[str, str]]:
-    # Joining, in which ranks start CUDA one after the other, has to do with it too.
+    # Joining must fit in this timeout too, and there ranks start CUDA one after the other.
     comm = connect(rank, timeout_s=3.0)
     tensor = torch.zeros(2000).to(DEVICE)
     comm.all_reduce(tensor)
@@ -143,7 +143,7 @@ def replay_in_another_order(rank: Rank, algorithm: str) -> tuple[str, str]:
     def reduce(tensor: torch.Tensor) -> None:
         comm.all_reduce(tensor, "sum", algorithm)
 
-    reduce(tensors[0])  # connected and loaded
+    reduce(tensors[0])  # connects, and loads kernels
     graphs = [capture(functools.partial(reduce, tensor)) for tensor in tensors]
     for graph in reversed(graphs) if rank.rank == 1 else graphs:
         graph.replay()
@@ -182,7 +182,7 @@ def test_cuda_capture_before_connect_device_says_what_to_do(world_size: int) -> 
 
 
 def misaligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Elements that start one byte into it, as another library may hand them over."""
+    """A tensor that starts one byte into `tensor`'s memory, as from another library."""
     num_bytes = tensor.nbytes - tensor.element_size()
     storage = torch._C._construct_storage_from_data_pointer(
         tensor.data_ptr() + 1, tensor.device, num_bytes

@@ -1,4 +1,4 @@
-"""The DDP hooks on CUDA gradients: the bits of the CPU, and training as on the CPU."""
+"""The DDP hooks on CUDA gradients: the same bits as on the CPU, and the same training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from on_gpu import DEVICE, WAIT_S, run_ranks
 from oracle import assert_same, contract, random_inputs
 from ranks import Rank
 
-# DDP and models compute on the GPU.
+# Here DDP and the models compute on the GPU.
 pytestmark = pytest.mark.torch_kernels
 
 HOOKS = {
@@ -36,7 +36,7 @@ def make_ddp(device: torch.device | str, **options: Any) -> DistributedDataParal
 
 
 def gradients(ddp: torch.nn.Module) -> torch.Tensor:
-    """All that there are, on the CPU."""
+    """All existing gradients, concatenated, on the CPU."""
     return torch.cat([p.grad.flatten().cpu() for p in ddp.parameters() if p.grad is not None])
 
 
@@ -114,7 +114,7 @@ def test_cuda_fused_hook_follows_oracle(world_size: int) -> None:
 
 
 def train(rank: Rank, device: str) -> list[Any]:
-    """With GradScaler and clipping; an Inf on one rank in one step. Returns what each step saw."""
+    """Trains with GradScaler, clipping, and an Inf on one rank; returns each step's results."""
     state = rota.HookState(wire_dtype=torch.float16)
     ddp = make_ddp(device)
     ddp.register_comm_hook(state, rota.fused_hook)
@@ -158,7 +158,7 @@ def test_cuda_training_with_scaler_and_clipping_is_that_of_the_cpu(world_size: i
 
 
 def clip(rank: Rank) -> None:
-    """Gradients that have to shrink, in place and in the optimizer."""
+    """Gradients above max_norm, clipped in place and in the optimizer."""
     torch.cuda.set_device(DEVICE)
     rank.init("rota", timeout_s=WAIT_S)
     for in_optimizer in (False, True):

@@ -1,4 +1,4 @@
-"""The demo trains on GPUs, with every variant that it shows there: small, and a few steps."""
+"""The demo trains on GPUs, in every variant that it shows there: a small model, a few steps."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ SIZES = (1, 2, 31, 33, 63, 64, 65, 511, 512, 513, 1024, 4097, 40_001)
 
 
 def values_of(size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Calm blocks, blocks of every magnitude, zeros."""
+    """Blocks of narrow and of wide range, and zeros."""
     generator = torch.Generator().manual_seed(1000 * seed + size)
     values = torch.randn(size, generator=generator, dtype=torch.float64)
     place = torch.arange(size) // 100 % 4
@@ -33,7 +33,7 @@ def values_of(size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 def expected_of(
     source: torch.Tensor, wire: Format, contribution_factor: float, result_factor: float
 ) -> torch.Tensor:
-    """Every step that rota does in float32 is rounded to float32."""
+    """The result by definition; every step that rota does in float32 is rounded to float32."""
     gradients = round_to(to_numpy(source), torch.float32)
     wanted = round_to(gradients * float(np.float32(contribution_factor)), torch.float32)
     decoded = through_wire(wanted, wire)
@@ -48,7 +48,7 @@ def both_ways(
     result_factor: float = 1.0,
     offset: int = 0,
 ) -> rota.GradientBucket:
-    """Packs, poisons, unpacks, and compares bits and what was counted."""
+    """Packs, overwrites the gradients, unpacks, and compares bits and stats."""
     guarded = [Guarded(source, offset) for source in sources]
     bucket = rota.GradientBucket(
         [one.tensor for one in guarded], wire_dtype=wire.dtype, block_scaling=wire.block_scaling
@@ -69,7 +69,7 @@ def both_ways(
     got = bucket.stats.cpu().tolist()
     assert got[0] == num_non_finite
     if num_non_finite == 0:
-        # Sums of squares may be formed in another order.
+        # The sum of squares may have another order of additions.
         assert math.isclose(got[1], squares, rel_tol=1e-12, abs_tol=1e-300)
     else:
         assert not math.isfinite(got[1])
@@ -107,7 +107,7 @@ def test_bucket_of_300_tensors_follows_oracle_and_tells_its_bytes() -> None:
     bucket = both_ways(sources, Format(torch.float16, True))
     num_elems = sum(source.numel() for source in sources)
     assert bucket.num_bytes == 4 * num_elems
-    # Each tensor starts a tile of 512 elements; a block of 64 has a scale of one byte.
+    # Each tensor starts a new tile of 512 elements; each block of 64 has a scale of one byte.
     assert 2 * num_elems < bucket.num_wire_bytes <= (2 * 512 + 8) * (num_elems // 512 + 300)
     assert bucket.wire.dtype == torch.uint8 and bucket.wire.device == DEVICE
 
@@ -173,7 +173,7 @@ def test_bucket_stochastic_rounding_depends_on_the_seed_alone() -> None:
         bucket.pack(stochastic_seed=seed)
         bucket.unpack()
         results.append(gradient.cpu())
-        # To one of both neighbours: bfloat16 has eight bits.
+        # Rounded to one of the two neighbours; bfloat16 has eight significant bits.
         assert ((results[-1] - source).abs() <= source.abs() * 2.0**-7).all()
     assert torch.equal(results[0], results[1])
     assert not torch.equal(results[0], results[2])

@@ -36,7 +36,7 @@ GroupOf = Callable[[int], "rota.LocalGroup"]
 
 @pytest.fixture(scope="module")
 def groups() -> dict[int, rota.LocalGroup]:
-    """By number of ranks."""
+    """The groups made so far, by number of ranks."""
     return {}
 
 
@@ -44,8 +44,8 @@ def groups() -> dict[int, rota.LocalGroup]:
 def group_of(
     request: pytest.FixtureRequest, groups: dict[int, rota.LocalGroup]
 ) -> Iterator[GroupOf]:
-    """One group for each number of ranks: the tests use them in turn, so they see old flags. After
-    one that fails there are new ones, since a group that has timed out stays unusable."""
+    """One group per number of ranks, shared by the tests, so that each finds flags of earlier ones.
+    After a failed test new groups are made, because a group that timed out stays unusable."""
     num_failed = request.session.testsfailed
 
     def get(world_size: int) -> rota.LocalGroup:
@@ -65,7 +65,7 @@ worlds = pytest.mark.parametrize("world_size", WORLDS, ids="ws{}".format)
 def known(
     world_size: int, size: int, dtype: torch.dtype, op: str
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Exact inputs, and their result; they serve many tests, none of which may write them."""
+    """Exact inputs and their result; shared by many tests, which must not write to them."""
     inputs = exact_inputs(world_size, size, dtype, op)
     return inputs, exact(inputs, op)
 
@@ -189,7 +189,7 @@ def test_local_reduce_scatter_gives_each_rank_its_shard(
 
 
 def tuning_with(world_size: int, **fields: int) -> rota._C.GpuTuning:
-    """The table's row, with other numbers in some fields."""
+    """The table's row with some fields replaced."""
     tuning = rota._C.gpu_tuning(torch.cuda.get_device_name(), "local", world_size)
     for field, value in fields.items():
         setattr(tuning, field, value)
@@ -255,7 +255,7 @@ def test_local_group_refuses_tunings_that_cannot_work(
 def test_local_all_reduce_waits_for_the_current_stream_and_is_awaited_by_it(
     group_of: GroupOf, algorithm: str
 ) -> None:
-    """Inputs arrive and results leave on a stream of the caller's, and the host never waits."""
+    """Inputs and results are copied on the caller's stream, and the host never waits."""
     inputs = [tensor.pin_memory() for tensor in exact_inputs(2, 2000, torch.float32)]
     expected = exact(inputs, "sum")
     results = [[torch.empty(2000).pin_memory() for _ in inputs] for _ in range(20)]
@@ -305,7 +305,7 @@ def test_local_all_reduce_replays_with_other_values(
 def test_local_all_reduce_and_a_graph_on_another_stream_wait_for_each_other(
     is_captured_first: bool,
 ) -> None:
-    """Nothing but the group orders them, and both use its links."""
+    """Both use the group's links, and only the group orders them."""
     group, inputs = rota.LocalGroup(2, DEVICE), exact_inputs(2, 3000, torch.float32)
     captured, direct = ([tensor.to(DEVICE) for tensor in inputs] for _ in range(2))
     if not is_captured_first:

@@ -1,4 +1,4 @@
-"""The self-test of the GPU that is here; tests/test_gpu_self_test.py is about what fails."""
+"""The self-test on the GPU of this machine; tests/test_gpu_self_test.py tests failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled extension. Users take what they need by its name in `rota`."""
+"""The compiled extension. Users import its public names from `rota`."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -9,46 +9,46 @@ import torch.distributed as dist
 
 from rota._C import schedule as schedule
 
-# What every `algorithm` argument takes; the dtypes that a gradient bucket can have, that can travel
-# between ranks, and that block scaling is for, as torch spells them.
+# The values of every `algorithm` argument; the dtypes (torch's names) of gradient buckets, of the
+# wire, and of block scaling.
 ALGORITHMS: tuple[str, ...]
 BUCKET_DTYPES: tuple[str, ...]
 WIRE_DTYPES: tuple[str, ...]
 BLOCK_SCALED_DTYPES: tuple[str, ...]
 
 def host_id() -> str:
-    """What can share memory: the kernel's boot id and the network namespace, or ROTA_HOST_ID."""
+    """Equal for processes that can share memory: boot id and network namespace, or ROTA_HOST_ID."""
 
 def isa() -> str:
     """Instruction set of the element loops: "avx512", "avx2" or "portable" (see ROTA_ISA)."""
 
 def cuda_archs() -> list[str]:
-    """What the CUDA kernels were compiled for, as nvcc names it; empty in a build for the CPU.
+    """The architectures of the CUDA kernels, by nvcc's names; empty in a build for the CPU.
 
-    Machine code first, ascending ("sm_80"), then the PTX that serves newer GPUs ("compute_100").
+    Machine code first, ascending ("sm_80"), then the PTX for newer GPUs ("compute_100").
     """
 
 def cuda_devices() -> list[str]:
     """Names of the GPUs that the CUDA runtime sees, such as "NVIDIA H200 (sm_90)".
 
     Raises:
-        rota.TransportError: no GPU is usable, and why, or this is a build for the CPU.
+        rota.TransportError: no GPU is usable (says why), or this is a build for the CPU.
     """
 
 def make_heap_tensor(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """See rota.empty()."""
 
 class GpuTuning:
-    """What collectives on GPUs are tuned by; csrc/schedule/tuning.h is the table.
+    """Tuning parameters of collectives on GPUs; csrc/schedule/tuning.h is the table.
 
     Attributes:
-        max_low_latency_bytes: up to this message "auto" is "low_latency".
-        max_one_shot_bytes: of all ranks' messages together; up to there it is "one_shot", beyond
-            "two_shot" (in a LocalGroup, "two_shot_in_place").
-        num_channels: blocks of each rank; 0 is as many as run at the same time.
-        slot_bytes: of one link in one channel, a multiple of 128.
-        free_chunk_bytes: what a block of "two_shot_in_place" in a LocalGroup takes of a tensor, a
-            multiple of 128.
+        max_low_latency_bytes: "auto" is "low_latency" up to this message size.
+        max_one_shot_bytes: "auto" is "one_shot" up to this size of all ranks' messages together,
+            and "two_shot" beyond (in a LocalGroup, "two_shot_in_place").
+        num_channels: blocks of each rank; 0 means as many as can run at the same time.
+        slot_bytes: size of a slot of one link in one channel, a multiple of 128.
+        free_chunk_bytes: part of a tensor that a block of "two_shot_in_place" in a LocalGroup
+            processes, a multiple of 128.
         free_threads: threads of such a block, a multiple of 32 up to 512.
     """
 
@@ -60,51 +60,51 @@ class GpuTuning:
     free_threads: int
 
     def __init__(self, other: GpuTuning) -> None:
-        """Copies `other`, so that the copy can be changed."""
+        """Copies `other`; the copy can be changed."""
 
     @property
     def provenance(self) -> str:
-        """Where the row that this was copied from comes from: machine, date, command."""
+        """The origin of the table's row that this was copied from: machine, date, command."""
 
 def gpu_tuning(
     gpu: str, topology: Literal["local", "nvlink", "pcie"], world_size: int
 ) -> GpuTuning:
-    """Copies the row of the tuning table that fits closest.
+    """Copies the closest row of the tuning table.
 
     Args:
         gpu: name of the device, as torch.cuda.get_device_name gives it; "" finds the row for any.
-        topology: "local" for ranks of one launch on one GPU, "nvlink" where every pair of GPUs is
-            joined by it, else "pcie".
+        topology: "local" for ranks of one launch on one GPU, "nvlink" if it connects every pair of
+            GPUs, else "pcie".
         world_size: ranks, from 1 to 64.
 
     Raises:
-        ValueError: no such topology, or no such number of ranks.
+        ValueError: unknown topology, or world_size out of range.
     """
 
 def build_id() -> str:
-    """The linker's checksum of this extension, in hexadecimal: tells one build from another."""
+    """The linker's checksum of this extension, in hexadecimal; identifies the build."""
 
 class KernelReport:
-    """What the self-test of a GPU says of one kernel, in all its formats."""
+    """The self-test's results for one kernel on a GPU, in all its formats."""
 
     @property
     def kernel(self) -> str:
-        """Such as "two_shot" or "pack"."""
+        """The kernel's name, such as "two_shot" or "pack"."""
     @property
     def num_formats(self) -> int:
-        """Tested; of pack and unpack, pairs of the gradients' dtype and the wire format."""
+        """Formats tested; for pack and unpack, pairs of the gradients' dtype and wire format."""
     @property
     def findings(self) -> list[str]:
-        """What was wrong first, in each format that failed; empty: nothing."""
+        """The first error in each format that failed; empty if none failed."""
     @property
     def milliseconds(self) -> float:
-        """Launches, copies and comparisons, all formats together."""
+        """Time of launches, copies and comparisons, all formats together."""
 
 def gpu_self_test(device: int) -> list[KernelReport]:
-    """Runs every kernel on the GPU of this index and compares the bits with those of the CPU.
+    """Runs every kernel on the GPU with this index and compares the bits with the CPU's.
 
-    It runs even if a record exists, and replaces the record. Ranks of one launch stand in for
-    processes, so no peer is needed. Blocks; uses a stream of its own.
+    It runs even if a record exists, and replaces the record. Ranks of one launch act as the
+    processes, so no peer is needed. Blocks; uses its own stream.
 
     Raises:
         rota.TransportError: a kernel did not finish, the CUDA runtime reported an error, or this is
@@ -112,7 +112,7 @@ def gpu_self_test(device: int) -> list[KernelReport]:
     """
 
 def recorded_gpu_self_test(device: int) -> list[str] | None:
-    """What failed in the last self-test of this GPU, with this driver and this build.
+    """The failures in the last self-test of this GPU, with this driver and this build.
 
     Returns None if there is no record. Makes no CUDA context.
 
@@ -190,18 +190,18 @@ class Communicator:
             algorithm: "one_shot", "two_shot" and "ordered_ring" give the same bits as each other;
                 "ring" sums each shard in another order, which depends on the number of elements and
                 of ranks only; "auto" chooses by size from a measured table. "low_latency", for
-                short CUDA tensors, gives the bits of "one_shot". One that failed a GPU's
+                short CUDA tensors, gives the bits of "one_shot". An algorithm that failed a GPU's
                 self-test is refused, and "auto" does not choose it.
-            wire_dtype: what travels between ranks; None is the tensor's dtype. Floating, and not
-                wider than the tensor's.
+            wire_dtype: the dtype of data between ranks; None means the tensor's dtype. Floating,
+                and not wider than the tensor's.
             hop_dtype: the dtype of partial sums on their way around the "ring", CPU tensors only;
                 None is the accumulate dtype.
             async_op: return a Work at once; leave the tensor alone until the work is done. For a
                 CUDA tensor its wait() makes the current stream wait.
-            group_size: a divisor of the world size. The sum of each group of so many consecutive
-                ranks is formed first, then those sums are added, all in the accumulate dtype: the
-                order of a hierarchical all-reduce over hosts of so many ranks, with its bits. Not
-                with the rings. None, 1 and the world size are the plain ascending order.
+            group_size: a divisor of the world size. Each group of group_size consecutive ranks is
+                summed first, then those sums are added, all in the accumulate dtype: the order and
+                bits of a hierarchical all-reduce over hosts of that many ranks. Not supported by
+                the rings. None, 1 and the world size give the plain ascending order.
         """
 
     @overload
@@ -219,7 +219,7 @@ class Communicator:
     def all_reduce_future(
         self, tensor: torch.Tensor, op: str, wire_dtype: torch.dtype | None
     ) -> torch.futures.Future[torch.Tensor]:
-        """As `all_reduce(async_op=True)`, with the future of the tensor that a DDP hook returns."""
+        """Like `all_reduce(async_op=True)`, but returns the future that a DDP hook must return."""
 
     def reduce_bucket(
         self,
@@ -237,22 +237,22 @@ class Communicator:
     ) -> None:
         """Reduces a gradient bucket in place, in one pass each way, to the same bits on every rank.
 
-        In float32: x = bucket * contribution_factor, plus residual / result_factor where there is a
-        residual. x is encoded, the decoded contributions are summed in ascending rank and divided
-        by divisor, the quotient is encoded and decoded once more, multiplied by result_factor, and
+        In float32: x = bucket * contribution_factor, plus residual / result_factor if there is a
+        residual. x is encoded; the decoded contributions are summed in ascending rank and divided
+        by divisor; the quotient is encoded and decoded once more, multiplied by result_factor, and
         rounded to the bucket's dtype.
 
-        To encode is to round to wire_dtype. Block scaled, each block of `block_elems(wire_dtype)`
-        elements, counted from the bucket's first, is divided by a power of two before, which
-        travels as one byte (E8M0, as in the OCP Microscaling specification 1.0): with amax the
-        largest finite magnitude of the block, 2**e for e = clamp(floor(log2(amax)) - T, -125, 127),
-        T = 7 for float8_e4m3fn and 14 for the others, so that nothing finite overflows. Inf and NaN
-        arrive as such.
+        Encoding rounds to wire_dtype. With block scaling, each block of `block_elems(wire_dtype)`
+        elements, counted from the bucket's first, is first divided by a power of two, which is sent
+        as one byte (E8M0, as in the OCP Microscaling specification 1.0): 2**e with
+        e = clamp(floor(log2(amax)) - T, -125, 127), where amax is the largest finite magnitude of
+        the block, and T = 7 for float8_e4m3fn and 14 for the others, so that nothing finite
+        overflows. Inf and NaN are preserved.
 
-        A conversion, one of each contribution and one of the result, errs by at most u * |x|, or by
-        half the spacing of wire_dtype below its smallest normal number where the scaled x lies
-        there; u is 2**-24 for float32, 2**-11 float16, 2**-8 bfloat16, 2**-4 float8_e4m3fn, 2**-3
-        float8_e5m2. Stochastic rounding errs by at most twice that.
+        There is one conversion of each contribution and one of the result. Each errs by at most
+        u * |x| or, where the scaled x is below wire_dtype's smallest normal number, half the
+        spacing there; u is 2**-24 for float32, 2**-11 float16, 2**-8 bfloat16, 2**-4 float8_e4m3fn,
+        2**-3 float8_e5m2. Stochastic rounding errs by at most twice that.
 
         Args:
             bucket: any shape, strided; float32, float64, float16 or bfloat16; in and out.
@@ -263,12 +263,12 @@ class Communicator:
             block_scaling: for float16 and float8 only.
             contribution_factor, divisor, result_factor: positive; they and their reciprocals lie in
                 float32's normal range.
-            residual: contiguous float32 of as many elements as bucket, in units of the result: what
-                encoding this rank's contributions has lost so far; in and out. 0 where x is not
-                finite.
+            residual: contiguous float32 of as many elements as bucket, in units of the result: the
+                accumulated encoding error of this rank's contributions; in and out. 0 where x is
+                not finite.
             stochastic_seed: None rounds to nearest even. An int in [0, 2**64), a new one for each
                 call, rounds to one of the two neighbours at random, to the nearer one more often.
-            algorithm: as all_reduce; "ring" sums each shard in another order.
+            algorithm: as in all_reduce; "ring" sums each shard in another order.
         """
 
     def reduce_bucket_future(
@@ -285,13 +285,13 @@ class Communicator:
         stochastic_seed: int | None = None,
         algorithm: str = "auto",
     ) -> torch.futures.Future[torch.Tensor]:
-        """As `reduce_bucket`, on a progress thread; returns the future of the bucket.
+        """Like `reduce_bucket`, on a progress thread; returns the future of the bucket.
 
         `bucket`, `stats` and `residual` must not be touched before the future is done.
         """
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
-        """Copies `tensor` of rank `root` into that of every rank; same shape and dtype on all."""
+        """Copies rank `root`'s `tensor` to all ranks; same shape and dtype on all."""
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
         """Concatenates every rank's `input` into `output`, in ascending rank.
@@ -307,29 +307,29 @@ class Communicator:
         Args:
             output: contiguous; may be this rank's shard of input.
             input: contiguous, world_size times as many elements as output, of its dtype.
-            op: as all_reduce.
+            op: as in all_reduce.
         """
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> None:
         """Sends `tensor` to rank `peer`, which calls recv() or irecv() with the same tag.
 
-        Messages of the same sender and tag are received in the order in which they were sent. Of a
-        CPU tensor it blocks until the tensor may be changed again: a short message then waits in
-        shared memory for its recv, a long one needs a receiver that waits for something in rota,
-        be it another message. So both ranks of a pair may send first, whatever the length. What
-        arrives before its recv is kept on the heap.
+        Messages of the same sender and tag are received in the order in which they were sent. With
+        a CPU tensor the call blocks until the tensor may be changed again: a short message then
+        waits in shared memory for its recv; a long one needs a receiver that is waiting in any rota
+        call, even for another message. So both ranks of a pair may send first, whatever the length.
+        Messages that arrive before their recv are kept on the heap.
 
-        Of a CUDA tensor it is queued on the current stream; tags are not told apart, and the GPUs
-        must be joined, which takes all ranks: connect_device() does it, or any collective.
+        With a CUDA tensor the call is queued on the current stream. Tags are ignored, and the GPUs
+        must be joined, by connect_device() or any collective, in which all ranks take part.
 
         Args:
             tensor: any shape and dtype; strided ones are packed.
-            peer: another rank than this one.
+            peer: a rank other than this one.
             tag: 0 or more.
 
         Raises:
             ValueError: peer is not another rank of the group, or tag is negative.
-            rota.Timeout: nobody took the message in the communicator's timeout; names the peer.
+            rota.Timeout: the peer did not receive within the communicator's timeout; names it.
             rota.PeerFailed: the peer died, left, or failed.
         """
 
@@ -337,24 +337,24 @@ class Communicator:
         """Receives into `tensor` the next message with this tag from rank `peer`, and blocks.
 
         Args:
-            tensor: of the dtype and number of elements that are sent; strided ones are unpacked.
-            peer: None takes a message of any rank (CPU tensors only).
+            tensor: same dtype and number of elements as the sent one; strided ones are unpacked.
+            peer: None receives a message from any rank (CPU tensors only).
             tag: 0 or more.
 
         Returns:
-            The rank that has sent it.
+            The sender's rank.
 
         Raises:
-            ValueError: as send().
+            ValueError: as in send().
             rota.Mismatch: the message has another dtype or number of elements; names both sides.
-                The message is dropped, nothing is written, and the group goes on.
-            rota.Timeout, rota.PeerFailed: as send().
+                The message is dropped, nothing is written, and the group stays usable.
+            rota.Timeout, rota.PeerFailed: as in send().
         """
 
     def isend(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> torch.distributed.Work:
         """send() that returns at once; `tensor` must not be changed before the work is done.
 
-        It goes on while nobody waits for it, and sooner while anybody waits for anything in rota.
+        It makes progress in the background, and sooner while a thread waits in any rota call.
         """
 
     def irecv(
@@ -363,13 +363,13 @@ class Communicator:
         """recv() that returns at once; `tensor` must not be used before the work is done."""
 
     def connect_device(self, device: torch.device) -> None:
-        """Joins the GPUs of all ranks, of which `device` is this rank's; collective, blocks.
+        """Joins the GPUs of all ranks; `device` is this rank's GPU. Collective; blocks.
 
         The first collective on CUDA tensors does it too, except in a graph capture.
 
         Raises:
             ValueError: the communicator has another device, or a graph is being captured.
-            rota.TransportError: the GPUs cannot reach each other, and why.
+            rota.TransportError: the GPUs cannot reach each other; says why.
         """
 
     @property
@@ -383,10 +383,10 @@ class Communicator:
         """Makes every waiting and every later call fail, on every rank, with this text."""
 
     def close(self) -> None:
-        """Waits for what is queued, then leaves the group. Later calls raise; idempotent.
+        """Waits for queued work, then leaves the group. Later calls raise; idempotent.
 
-        Once GPUs are joined, it also waits until the other ranks' kernels have ended, so that none
-        of them writes to memory that this rank has freed: up to 2 s for ranks that do not close.
+        Once GPUs are joined, it also waits for the other ranks' kernels to end, so that none of
+        them writes to memory that this rank has freed: up to 2 s for ranks that do not close.
         """
 
 class LocalGroup:
@@ -414,15 +414,15 @@ class LocalGroup:
         algorithm: str = "auto",
         group_size: int | None = None,
     ) -> None:
-        """Reduces over all ranks, in place; numbers as of Communicator.all_reduce.
+        """Reduces over all ranks, in place; same numeric results as Communicator.all_reduce.
 
         Args:
-            tensors: one for each rank.
-            op: as Communicator.all_reduce.
+            tensors: one per rank.
+            op: as in Communicator.all_reduce.
             algorithm: "low_latency", "one_shot", "two_shot", "two_shot_in_place", "ordered_ring",
-                "ring", "hierarchical", or "auto": what the group's tuning says, by default
-                "two_shot_in_place" at every size, which waits for nobody and moves least.
-            group_size: ranks per group; sums are formed within each group first, then over groups.
+                "ring", "hierarchical", or "auto": chosen by the group's tuning, by default
+                "two_shot_in_place" at every size, which never waits and moves the fewest bytes.
+            group_size: ranks per group; each group is summed first, then the groups' sums.
         """
 
     def reduce_scatter(
@@ -431,7 +431,7 @@ class LocalGroup:
         """Reduces the inputs; outputs[i] becomes part i of world_size equal ones."""
 
     def all_gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """Each output becomes all inputs, one after the other."""
+        """Concatenates all inputs into each output."""
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
         """Copies tensors[root] into all others."""
@@ -455,26 +455,26 @@ class GradientBucket:
         """Writes the gradients times contribution_factor to the wire buffer.
 
         Args:
-            residual: contiguous float32 of num_elems elements, laid out as the wire: what encoding
-                has lost is added and renewed, as reduce_bucket does.
-            stochastic_seed: as of reduce_bucket.
+            residual: contiguous float32 of num_elems elements, laid out like the wire: the encoding
+                error so far, added and updated as in reduce_bucket.
+            stochastic_seed: as in reduce_bucket.
         """
 
     def unpack(self, *, result_factor: float = 1.0) -> None:
-        """Writes the wire buffer times result_factor to the gradients, and measures them."""
+        """Writes the wire buffer times result_factor to the gradients, and updates stats."""
 
     @property
     def wire(self) -> torch.Tensor:
         """uint8 of num_wire_bytes: each gradient starts at a multiple of 512 elements."""
     @property
     def stats(self) -> torch.Tensor:
-        """float64 of 2 elements, of the last unpack: non-finite results, sum of squares."""
+        """Of the last unpack, float64 of 2 elements: non-finite results, sum of squares."""
     @property
     def num_elems(self) -> int:
-        """Elements of the wire, what fills tiles up included."""
+        """Elements of the wire, including the padding of tiles."""
     @property
     def num_bytes(self) -> int:
-        """Of all gradients."""
+        """Bytes of all gradients."""
     @property
     def num_wire_bytes(self) -> int: ...
 
