@@ -8,7 +8,7 @@ PIP := -m pip --disable-pip-version-check --quiet
 CUDA_VENV := .venv-cuda
 CUDA_PYTHON := $(CUDA_VENV)/bin/python
 # Two tests at a time: most spend their time in ranks that wait for each other.
-TEST := -m pytest --numprocesses=2 --dist=worksteal
+TEST := -m pytest --numprocesses=2 --dist=worksteal --durations=20
 # nvcc reads this from its environment, so warnings are errors here but never stop a user's build.
 # ptxas warns of stack and spills only when asked.
 NVCC_STRICT := -Werror=all-warnings -Xcompiler=-Werror -Xptxas=--warn-on-spills,--warn-on-local-memory-usage
