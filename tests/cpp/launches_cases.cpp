@@ -201,11 +201,7 @@ class ErrorOutput {
   std::streambuf* before_;
 };
 
-<<<<<<< HEAD
-// Kernels report a wait again and again; the user is told once, unless reports stop for 500 ms.
-=======
-// Kernels report it repeatedly while they wait; the user reads it once.
->>>>>>> plain-a
+// Kernels report a wait repeatedly; the user is told once, unless reports stop for 500 ms.
 void a_kernel_that_waits_long_names_whom_it_awaits() {
   const ErrorOutput output;
   const auto begin = std::chrono::steady_clock::now();
