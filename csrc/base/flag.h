@@ -1,9 +1,9 @@
 // The one word that ranks synchronise on: a monotonic counter in shared memory.
 //
 // Invariants: one writer; its own cache line; 0 at rest; the value only grows, except in
-// sleep flags (ControlBlock), which return to 0. A reader that sees value v also sees everything the
-// writer did before publishing v, including the payload. The payload shares the flag's cache line,
-// so that reading it costs no second cache miss.
+// sleep flags (ControlBlock), which return to 0. A reader that sees value v also sees everything
+// the writer did before publishing v, including the payload. The payload shares the flag's cache
+// line, so that reading it costs no second cache miss.
 #pragma once
 
 #include <array>
