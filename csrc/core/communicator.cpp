@@ -151,14 +151,16 @@ void Communicator::post_source(const cpu::Source& source) {
   uint64_t& word = transport_->own_control().source[parity()];
   word = 0;
   if (source.kind == cpu::Source::Kind::kSlots) return;
+  uint64_t place = kNothingToRead;
+  if (source.kind == cpu::Source::Kind::kTensor) {
+    const auto offset = per_process<transport::Heap>().offset_of(source.tensor);
+    if (!offset) return;  // most tensors: nothing else is looked at
+    place = *offset + kNothingToRead + 1;
+  }
   for (const int peer : everyone_) {
     if (peer != rank() && transport_->heap_of(peer).empty()) return;
   }
-  if (source.kind == cpu::Source::Kind::kNothing) {
-    word = kNothingToRead;
-  } else if (const auto offset = per_process<transport::Heap>().offset_of(source.tensor)) {
-    word = *offset + kNothingToRead + 1;
-  }
+  word = place;
 }
 
 std::optional<cpu::Sources> Communicator::find_sources(const Call& call,

@@ -40,6 +40,11 @@ size_t heap_bytes() {
                    static_cast<size_t>(file_size.rlim_cur)});
 }
 
+void return_pages(const UniqueFd& memory, const Span& span) {
+  fallocate(memory.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+            static_cast<off_t>(span.offset), static_cast<off_t>(span.num_bytes));
+}
+
 }  // namespace
 
 Heap::Heap()
@@ -54,7 +59,8 @@ void* Heap::allocate(size_t num_bytes) {
   if (num_bytes > std::min<size_t>(available_memory(), num_bytes_)) {
     refuse(num_bytes, "that is more than there is");
   }
-  const Span span{find_room(whole_pages(num_bytes)), whole_pages(num_bytes)};
+  const size_t whole_bytes = whole_pages(num_bytes);
+  const Span span{find_room(whole_bytes), whole_bytes};
   if (!mapping_) mapping_.emplace(memory_, num_bytes_, Mapping::Access::kOwner);
   reserve(span);
   in_use_.emplace(span.offset, span.num_bytes);
@@ -81,8 +87,7 @@ void Heap::reserve(const Span& span) {
           posix_fallocate(memory_.get(), static_cast<off_t>(begin), static_cast<off_t>(part_bytes));
     } while (error == EINTR);
     if (error != 0) {
-      fallocate(memory_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-                static_cast<off_t>(span.offset), static_cast<off_t>(span.num_bytes));
+      return_pages(memory_, span);
       refuse(span.num_bytes, with_errno("posix_fallocate", error));
     }
   }
@@ -93,8 +98,7 @@ void Heap::release(void* data) {
   const std::lock_guard lock(mutex_);
   const auto block =
       in_use_.find(static_cast<size_t>(static_cast<std::byte*>(data) - mapping_->base()));
-  fallocate(memory_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-            static_cast<off_t>(block->first), static_cast<off_t>(block->second));
+  return_pages(memory_, {block->first, block->second});
   in_use_.erase(block);
 }
 
