@@ -60,11 +60,19 @@ void check_as_many(std::string_view call, size_t num_outputs, size_t num_inputs)
                     num_inputs, " inputs; expected as many");
 }
 
+at::TensorList by_rank(std::string_view call, const Tensors& tensors, int world_size) {
+  TORCH_CHECK_VALUE(tensors.size() == static_cast<size_t>(world_size), "rota.", call,
+                    ": a list of ", tensors.size(), " tensors, expected world_size = ", world_size);
+  return tensors;
+}
+
 // The list of the root, or none on other ranks, where c10d passes an empty list of lists.
-at::TensorList list_of_root(std::string_view call, const std::vector<Tensors>& lists) {
+at::TensorList list_of_root(std::string_view call, const std::vector<Tensors>& lists,
+                            int world_size) {
   TORCH_CHECK_VALUE(lists.size() <= 1, "rota.", call, ": ", lists.size(),
                     " lists of tensors, expected one");
-  return lists.empty() ? at::TensorList() : at::TensorList(lists[0]);
+  if (lists.empty() || lists[0].empty()) return {};
+  return by_rank(call, lists[0], world_size);
 }
 
 Operations each_in_place(CollectiveKind kind, const Tensors& tensors, const Reduction& reduction,
@@ -193,7 +201,7 @@ WorkPtr ProcessGroupRota::allgather(std::vector<Tensors>& outputs, Tensors& inpu
   check_as_many("all_gather", outputs.size(), inputs.size());
   Operations operations;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    operations.push_back(all_gather_of(inputs[i], outputs[i]));
+    operations.push_back(all_gather_of(inputs[i], by_rank("all_gather", outputs[i], getSize())));
   }
   return run(operations, opts.asyncOp,
              [&](::c10d::Backend& other) { return other.allgather(outputs, inputs, opts); });
@@ -232,7 +240,7 @@ WorkPtr ProcessGroupRota::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                  const ::c10d::GatherOptions& opts) {
   const Operation operation{.kind = CollectiveKind::kGather,
                             .inputs = inputs,
-                            .outputs = list_of_root("gather", outputs),
+                            .outputs = list_of_root("gather", outputs, getSize()),
                             .root = static_cast<int>(opts.rootRank)};
   return run(operation, opts.asyncOp,
              [&](::c10d::Backend& other) { return other.gather(outputs, inputs, opts); });
@@ -241,7 +249,7 @@ WorkPtr ProcessGroupRota::gather(std::vector<Tensors>& outputs, Tensors& inputs,
 WorkPtr ProcessGroupRota::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                   const ::c10d::ScatterOptions& opts) {
   const Operation operation{.kind = CollectiveKind::kScatter,
-                            .inputs = list_of_root("scatter", inputs),
+                            .inputs = list_of_root("scatter", inputs, getSize()),
                             .outputs = outputs,
                             .root = static_cast<int>(opts.rootRank)};
   return run(operation, opts.asyncOp,
@@ -266,8 +274,9 @@ WorkPtr ProcessGroupRota::alltoall_base(at::Tensor& output, at::Tensor& input,
 
 WorkPtr ProcessGroupRota::alltoall(Tensors& outputs, Tensors& inputs,
                                    const ::c10d::AllToAllOptions& opts) {
-  const Operation operation{
-      .kind = CollectiveKind::kAllToAll, .inputs = inputs, .outputs = outputs};
+  const Operation operation{.kind = CollectiveKind::kAllToAll,
+                            .inputs = by_rank("all_to_all", inputs, getSize()),
+                            .outputs = by_rank("all_to_all", outputs, getSize())};
   return run(operation, opts.asyncOp,
              [&](::c10d::Backend& other) { return other.alltoall(outputs, inputs, opts); });
 }

@@ -55,14 +55,21 @@ Lengths lengths_of(const Side& side, int world_size) {
   return lengths;
 }
 
+// A side with one tensor for all ranks' parts. part: the length that all must have, if the other
+// side knows it.
+void check_equal_parts(const Operation& operation, const Side& side, int world_size,
+                       std::optional<int64_t> part) {
+  const int64_t length = side.tensors[0].numel();
+  if (part ? length == *part * world_size : length % world_size == 0) return;
+  refuse(operation, ErrorKind::kValue,
+         part ? join("the ", side.what, " has ", length, " elements, expected ", world_size, " * ",
+                     *part, ", a part for each rank")
+              : join("the ", side.what, " has ", length, " elements, which do not divide into ",
+                     world_size, " equal parts; pass splits"));
+}
+
 void check_splits(const Operation& operation, const Side& side, int world_size) {
   const int64_t length = side.tensors[0].numel();
-  if (side.splits.empty()) {
-    if (length % world_size == 0) return;
-    refuse(operation, ErrorKind::kValue,
-           join("the ", side.what, " has ", length, " elements, which do not divide into ",
-                world_size, " equal parts; pass one part for each rank"));
-  }
   if (side.splits.size() != static_cast<size_t>(world_size)) {
     refuse(operation, ErrorKind::kValue,
            join(side.what, " splits have ", side.splits.size(),
@@ -95,7 +102,7 @@ void check_side(const Operation& operation, const Side& side, int world_size, at
   }
   const size_t num_tensors = side.tensors.size();
   if (num_tensors == 1) {
-    if (side.is_per_rank) check_splits(operation, side, world_size);
+    if (!side.splits.empty()) check_splits(operation, side, world_size);
     return;
   }
   if (!side.is_per_rank || num_tensors != static_cast<size_t>(world_size)) {
@@ -239,6 +246,14 @@ Call plan(const Operation& operation, const Planner& planner, int rank, at::Devi
   const at::ScalarType dtype = operation.any_tensor().scalar_type();
   check_same_dtype(operation, inputs, dtype);
   check_same_dtype(operation, outputs, dtype);
+
+  for (const auto& [side, other] : {std::pair(inputs, outputs), std::pair(outputs, inputs)}) {
+    if (!side.is_used || !side.is_per_rank || side.tensors.size() != 1 || !side.splits.empty()) {
+      continue;
+    }
+    check_equal_parts(operation, side, world_size,
+                      other.is_per_rank ? std::nullopt : std::optional(other.tensors[0].numel()));
+  }
 
   Call call = planner.collective(operation.kind, dtype_of(operation), 0, operation.reduction.op,
                                  operation.root);
