@@ -347,18 +347,30 @@ PYBIND11_MODULE(_C, module) {
 
   add_gpu_classes(module);
 
+  using rota::c10d_backend::BackendOptions;
   const py::object backend = py::module_::import("torch._C._distributed_c10d").attr("Backend");
+  py::class_<BackendOptions, c10::intrusive_ptr<BackendOptions>>(module, "BackendOptions",
+                                                                 backend.attr("Options"))
+      .def(py::init([](std::chrono::milliseconds timeout, size_t slot_bytes,
+                       OptionalDType wire_dtype) {
+             auto options = c10::make_intrusive<BackendOptions>(timeout, slot_bytes, wire_dtype);
+             options->check_interrupt = check_python_signals;
+             return options;
+           }),
+           py::arg("timeout"), py::arg("slot_bytes"), py::arg("wire_dtype"))
+      .def_readonly("slot_bytes", &BackendOptions::slot_bytes)
+      .def_readonly("wire_dtype", &BackendOptions::wire_dtype)
+      .def_readwrite("connects_at_first_use", &BackendOptions::connects_at_first_use)
+      .def("__deepcopy__", [](const BackendOptions& self, const py::object&) {
+        return c10::make_intrusive<BackendOptions>(self);
+      });
   py::class_<ProcessGroupRota, c10::intrusive_ptr<ProcessGroupRota>>(module, "ProcessGroupRota",
                                                                      backend)
-      .def(py::init([](const StorePtr& store, int rank, int world_size,
-                       std::chrono::milliseconds timeout, size_t slot_bytes,
-                       bool connects_at_first_use, Delegate::Make make_delegate) {
-             TensorCommunicatorOptions options = make_options(timeout, slot_bytes);
-             options.connects_at_first_use = connects_at_first_use;
-             return c10::make_intrusive<ProcessGroupRota>(store, rank, world_size, options,
-                                                          std::move(make_delegate));
-           }),
-           py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("timeout"),
-           py::arg("slot_bytes"), py::arg("connects_at_first_use"), py::arg("make_delegate"),
-           ReleaseGil());
+      .def(py::init<const StorePtr&, int, int, ProcessGroupRota::OptionsPtr, Delegate::Make>(),
+           py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("options"),
+           py::arg("make_delegate"), ReleaseGil())
+      .def_property_readonly("options", &ProcessGroupRota::getBackendOptions)
+      .def("get_error", &ProcessGroupRota::getError)
+      // torch calls it on ranks outside of a new group if the default one is bound to a device.
+      .def("perform_nocolor_split", [](ProcessGroupRota&, at::Device) {}, py::arg("device"));
 }

@@ -55,7 +55,7 @@ class Rank:
         store.set_timeout(timedelta(seconds=timeout_s))
         return store
 
-    def init(self, backend: str = "rota", timeout_s: float = 30.0) -> None:
+    def init(self, backend: str = "rota", timeout_s: float = 30.0, pg_options: Any = None) -> None:
         """Makes the default group."""
         dist.init_process_group(
             backend,
@@ -63,6 +63,7 @@ class Rank:
             rank=self.rank,
             world_size=self.world_size,
             timeout=timedelta(seconds=timeout_s),
+            pg_options=pg_options,
         )
 
     def communicator(

@@ -323,7 +323,10 @@ def test_bad_argument_raises_at_once_and_the_group_goes_on(name: str) -> None:
 
 
 BACKEND_CALLS: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
-    "sparse": (lambda: dist.all_reduce(torch.eye(3).to_sparse()), ("parse",)),
+    "sparse-average": (
+        lambda: dist.all_reduce(torch.eye(3).to_sparse(), dist.ReduceOp.AVG),
+        ("sparse", "SUM"),
+    ),
     "uint16": (lambda: dist.all_reduce(torch.ones(3, dtype=torch.uint16)), ("UInt16", "float32")),
     "expanded": (lambda: dist.all_reduce(floats(1).expand(5)), ("contiguous()",)),
     "integer-average": (

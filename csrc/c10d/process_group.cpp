@@ -1,7 +1,13 @@
 #include "c10d/process_group.h"
 
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <algorithm>
+
 #include "tensor/errors.h"
 #include "tensor/heap_tensor.h"
+#include "tensor/joint_work.h"
+#include "tensor/tensor_checks.h"
 
 namespace rota::c10d_backend {
 namespace {
@@ -101,6 +107,13 @@ Operation all_gather_of(const at::Tensor& input, at::TensorList outputs) {
   return {.kind = CollectiveKind::kAllGather, .inputs = input, .outputs = outputs};
 }
 
+// Rounds a wider float to the wire dtype.
+void set_wire(Operation& operation, at::ScalarType wire_dtype) {
+  const at::Tensor& tensor = operation.outputs[0];
+  if (!tensor.is_floating_point() || tensor.element_size() <= c10::elementSize(wire_dtype)) return;
+  operation.reduction.wire = reducible_dtype(wire_dtype, "all_reduce", "wire_dtype");
+}
+
 // In elements: c10d counts splits in slices along the first dimension.
 Tensors::size_type slice_elems(const at::Tensor& tensor) {
   return tensor.dim() == 0 || tensor.size(0) == 0 ? 1 : tensor.numel() / tensor.size(0);
@@ -115,10 +128,10 @@ std::vector<int64_t> in_elems(const std::vector<int64_t>& splits, const at::Tens
 }  // namespace
 
 ProcessGroupRota::ProcessGroupRota(const StorePtr& store, int rank, int world_size,
-                                   const TensorCommunicatorOptions& options,
-                                   Delegate::Make make_delegate)
+                                   OptionsPtr options, Delegate::Make make_delegate)
     : Backend(rank, world_size),
-      communicator_(TensorCommunicator::make(store, rank, world_size, options)),
+      options_(std::move(options)),
+      communicator_(TensorCommunicator::make(store, rank, world_size, options_->of_communicator())),
       delegate_(std::move(make_delegate), store, rank, world_size) {}
 
 template <typename OnDelegate>
@@ -127,22 +140,44 @@ WorkPtr ProcessGroupRota::run(OperationList operations, bool is_async,
   if (operations.empty()) return HostWork::completed(getRank(), ::c10d::OpType::UNKNOWN, {});
   const Operation& first = operations[0];
   const at::Tensor tensor = first.any_tensor();
+  ++num_calls_;
   if (tensor.defined() && tensor.is_cuda() && !communicator_->supports(first)) {
-    return on_delegate(delegate_.backend_for(name(first.kind)));
+    return coalesced(on_delegate(delegate_.backend_for(name(first.kind))));
   }
-  if (const WorkRef work =
-          communicator_->run(operations, is_async ? Launch::kAsync : Launch::kBlocking)) {
-    return work;
-  }
-  // c10d expects a Work even from a blocking call.
+  const WorkRef work =
+      communicator_->run(operations, is_async ? Launch::kAsync : Launch::kBlocking);
   Tensors results;
-  for (const Operation& operation : operations) {
-    results.insert(results.end(), operation.outputs.begin(), operation.outputs.end());
+  for (size_t i = 0; !work && i < operations.size(); ++i) {
+    results.insert(results.end(), operations[i].outputs.begin(), operations[i].outputs.end());
   }
-  return HostWork::completed(getRank(), op_type_of(first.kind), std::move(results));
+  return coalesced(work_of(work, first.kind, std::move(results)));
+}
+
+WorkPtr ProcessGroupRota::work_of(const WorkRef& work, CollectiveKind kind, Tensors results) const {
+  if (work) return work;
+  return HostWork::completed(getRank(), op_type_of(kind), std::move(results));
+}
+
+WorkPtr ProcessGroupRota::coalesced(WorkPtr work) {
+  if (coalescing_) coalescing_->push_back(work);
+  return work;
+}
+
+void ProcessGroupRota::startCoalescing() {
+  TORCH_CHECK(!coalescing_, "rota: startCoalescing() in a coalesced call; end that one first");
+  coalescing_.emplace();
+}
+
+WorkPtr ProcessGroupRota::endCoalescing() {
+  TORCH_CHECK(coalescing_, "rota: endCoalescing() without startCoalescing()");
+  std::vector<WorkPtr> works = std::move(*coalescing_);
+  coalescing_.reset();
+  return c10::make_intrusive<JointWork>(getRank(), std::move(works));
 }
 
 WorkPtr ProcessGroupRota::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
+  // As on Gloo, sparse CPU tensors come this way.
+  if (!tensors.empty() && tensors[0].is_sparse()) return allreduce_sparse(tensors, opts);
   return run(
       each_in_place(CollectiveKind::kAllReduce, tensors, reduction_of("all_reduce", opts.reduceOp)),
       opts.asyncOp, [&](::c10d::Backend& other) { return other.allreduce(tensors, opts); });
@@ -151,6 +186,18 @@ WorkPtr ProcessGroupRota::allreduce(Tensors& tensors, const ::c10d::AllreduceOpt
 WorkPtr ProcessGroupRota::allreduce_coalesced(Tensors& tensors,
                                               const ::c10d::AllreduceCoalescedOptions& opts) {
   return allreduce(tensors, opts);
+}
+
+WorkPtr ProcessGroupRota::allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
+  const at::Tensor& tensor = only_tensor("all_reduce", tensors);
+  if (tensor.is_cuda()) return delegate_.backend_for("all_reduce").allreduce_sparse(tensors, opts);
+  const Reduction reduction = reduction_of("all_reduce", opts.reduceOp);
+  TORCH_CHECK_VALUE(reduction.op == ReduceOp::kSum && !reduction.premul_factor,
+                    "rota.all_reduce: sparse tensors support SUM only");
+  ++num_calls_;
+  return coalesced(work_of(
+      communicator_->all_reduce_sparse(tensor, opts.asyncOp ? Launch::kAsync : Launch::kBlocking),
+      CollectiveKind::kAllReduce, tensors));
 }
 
 WorkPtr ProcessGroupRota::reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) {
@@ -284,24 +331,79 @@ WorkPtr ProcessGroupRota::alltoall(Tensors& outputs, Tensors& inputs,
 // If rota cannot join the GPUs, NCCL may still connect them. Tags of CUDA tensors are ignored, as
 // in NCCL.
 WorkPtr ProcessGroupRota::send(Tensors& tensors, int peer, int tag) {
-  if (!has_transfers_of(tensors)) return delegate_.backend_for("send").send(tensors, peer, tag);
-  return communicator_->send(only_tensor("send", tensors), peer, tag, Launch::kAsync);
+  ++num_calls_;
+  if (!has_transfers_of(tensors)) {
+    return coalesced(delegate_.backend_for("send").send(tensors, peer, tag));
+  }
+  return coalesced(communicator_->send(only_tensor("send", tensors), peer, tag, Launch::kAsync));
 }
 
 WorkPtr ProcessGroupRota::recv(Tensors& tensors, int peer, int tag) {
-  if (!has_transfers_of(tensors)) return delegate_.backend_for("recv").recv(tensors, peer, tag);
-  return communicator_->recv(only_tensor("recv", tensors), peer, tag, Launch::kAsync);
+  ++num_calls_;
+  if (!has_transfers_of(tensors)) {
+    return coalesced(delegate_.backend_for("recv").recv(tensors, peer, tag));
+  }
+  return coalesced(communicator_->recv(only_tensor("recv", tensors), peer, tag, Launch::kAsync));
 }
 
 WorkPtr ProcessGroupRota::recvAnysource(Tensors& tensors, int tag) {
+  ++num_calls_;
   const at::Tensor& tensor = only_tensor("recv", tensors);
   if (tensor.is_cuda()) return delegate_.backend_for("recv").recvAnysource(tensors, tag);
-  return communicator_->recv(tensor, kAnyRank, tag, Launch::kAsync);
+  return coalesced(communicator_->recv(tensor, kAnyRank, tag, Launch::kAsync));
 }
 
 WorkPtr ProcessGroupRota::barrier(const ::c10d::BarrierOptions& opts) {
   return run(Operation{.kind = CollectiveKind::kBarrier}, opts.asyncOp,
              [&](::c10d::Backend& other) { return other.barrier(opts); });
+}
+
+void ProcessGroupRota::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool) {
+  const std::chrono::milliseconds usual = communicator_->timeout();
+  const bool is_own = opts.timeout != ::c10d::kUnsetTimeout;
+  if (is_own) communicator_->set_timeout(opts.timeout);
+  try {
+    communicator_->run(Operation{.kind = CollectiveKind::kBarrier}, Launch::kBlocking);
+  } catch (...) {
+    communicator_->set_timeout(usual);
+    throw;
+  }
+  communicator_->set_timeout(usual);
+}
+
+c10::intrusive_ptr<::c10d::Backend> ProcessGroupRota::split(
+    const StorePtr& store, const std::vector<int>& ranks,
+    const c10::intrusive_ptr<Options>& options) {
+  const auto own = std::ranges::find(ranks, getRank());
+  if (own == ranks.end()) return {};
+  OptionsPtr of_rota = c10::dynamic_intrusive_pointer_cast<BackendOptions>(options);
+  of_rota = c10::make_intrusive<BackendOptions>(of_rota ? *of_rota : *options_);
+  if (options) of_rota->timeout = options->timeout;
+  of_rota->connects_at_first_use = true;
+  of_rota->check_interrupt = options_->check_interrupt;
+  const auto prefix = join("rota/split/", options ? options->group_name : "", "/");
+  return c10::make_intrusive<ProcessGroupRota>(
+      c10::make_intrusive<::c10d::PrefixStore>(prefix, store),
+      static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size()), std::move(of_rota),
+      delegate_.make());
+}
+
+void ProcessGroupRota::setTimeout(std::chrono::milliseconds timeout) {
+  options_->timeout = timeout;
+  communicator_->set_timeout(timeout);
+}
+
+::c10d::ErrorType ProcessGroupRota::getError() {
+  const auto failure = communicator_->failure();
+  if (!failure) return ::c10d::ErrorType::SUCCESS;
+  switch (*failure) {
+    case ErrorKind::kTimeout:
+      return ::c10d::ErrorType::TIMEOUT;
+    case ErrorKind::kPeerFailed:
+      return ::c10d::ErrorType::REMOTE_ERROR;
+    default:
+      return ::c10d::ErrorType::COMM_ERROR;
+  }
 }
 
 at::Tensor ProcessGroupRota::allocateTensor(long num_elems, at::TensorOptions options) {

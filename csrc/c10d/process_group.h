@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "c10d/delegate.h"
+#include "c10d/options.h"
 #include "tensor/tensor_communicator.h"
 
 namespace rota::c10d_backend {
@@ -18,15 +19,18 @@ using Tensors = std::vector<at::Tensor>;
 
 class ProcessGroupRota final : public ::c10d::Backend {
  public:
+  using OptionsPtr = c10::intrusive_ptr<BackendOptions>;
+
   // Arguments as in TensorCommunicator::make().
-  ProcessGroupRota(const StorePtr& store, int rank, int world_size,
-                   const TensorCommunicatorOptions& options, Delegate::Make make_delegate);
+  ProcessGroupRota(const StorePtr& store, int rank, int world_size, OptionsPtr options,
+                   Delegate::Make make_delegate);
 
   const std::string getBackendName() const override { return "rota"; }
 
   WorkPtr allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
   WorkPtr allreduce_coalesced(Tensors& tensors,
                               const ::c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
   WorkPtr reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) override;
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                          const ::c10d::ReduceScatterOptions& opts) override;
@@ -55,6 +59,25 @@ class ProcessGroupRota final : public ::c10d::Backend {
   WorkPtr recv(Tensors& tensors, int peer, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
   WorkPtr barrier(const ::c10d::BarrierOptions& opts) override;
+  // A barrier with a timeout of its own, whose error names every rank that has not come.
+  void monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) override;
+
+  // The works of all calls between the two become one. For one thread at a time, as in torch.
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+
+  // A group of some of this group's ranks; null on ranks that are not among them.
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<Backend> split(const StorePtr& store, const std::vector<int>& ranks,
+                                    const c10::intrusive_ptr<Options>& options) override;
+
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  // The number of calls that this rank has made.
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return num_calls_; }
+  ::c10d::ErrorType getError() override;
 
   // For rota.empty(). CPU only: CPU tensors have no device index.
   bool supportsTensorAlloc(c10::DeviceIndex device) override { return device < 0; }
@@ -74,9 +97,16 @@ class ProcessGroupRota final : public ::c10d::Backend {
   // tensors that rota has no kernels for.
   template <typename OnDelegate>
   WorkPtr run(OperationList operations, bool is_async, const OnDelegate& on_delegate);
+  // c10d expects a Work even from a blocking call.
+  WorkPtr work_of(const WorkRef& work, CollectiveKind kind, Tensors results) const;
+  // What a caller gets: adds the work to those that are being coalesced.
+  WorkPtr coalesced(WorkPtr work);
 
+  OptionsPtr options_;
   std::shared_ptr<TensorCommunicator> communicator_;
   Delegate delegate_;
+  std::atomic<uint64_t> num_calls_{0};
+  std::optional<std::vector<WorkPtr>> coalescing_;  // none: each call has its own
 };
 
 }  // namespace rota::c10d_backend

@@ -113,6 +113,30 @@ void Communicator::check_usable(std::string_view collective) const {
   }
 }
 
+std::optional<ErrorKind> Communicator::failure() const {
+  if (!is_dead_.load(std::memory_order_acquire)) return std::nullopt;
+  return dead_kind_;
+}
+
+// A timeout names all ranks that have not come.
+void Communicator::wait_for_post(int peer) {
+  const auto post_of = [this](int rank) -> const Flag& {
+    return transport_->region(rank).control().post[parity()];
+  };
+  watch_.begin_wait(peer, "start", 0);
+  try {
+    waiter_.wait(post_of(peer), epoch_, wait_policy_, watch_);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kTimeout) throw;
+    std::string others;
+    for (const int rank : everyone_) {
+      if (rank == peer || post_of(rank).load() >= epoch_) continue;
+      others += join(others.empty() ? "; also awaited: " : ", ", "rank ", rank);
+    }
+    throw Error(error.kind(), error.what() + others);
+  }
+}
+
 // Posts the call, waits until every rank has posted one, and compares.
 void Communicator::rendezvous(const Call& call) {
   Flag& post = transport_->own_control().post[parity()];
@@ -124,10 +148,7 @@ void Communicator::rendezvous(const Call& call) {
   for (int i = 0; i < world_size() - 1; ++i) {
     const int peer = schedule::rotated_peer(rank(), world_size(), i);
     const Flag& peer_post = transport_->region(peer).control().post[parity()];
-    if (peer_post.load() < epoch_) {
-      watch_.begin_wait(peer, "start", 0);
-      waiter_.wait(peer_post, epoch_, wait_policy_, watch_);
-    }
+    if (peer_post.load() < epoch_) wait_for_post(peer);
     all_agree &= peer_post.payload == words;
   }
   if (!all_agree) {

@@ -53,6 +53,9 @@ class Communicator {
   // that it failed with, because a user may look at any of several failed calls first.
   void check_usable(std::string_view collective) const;
 
+  // The kind of error that later calls throw; none while the group is usable.
+  std::optional<ErrorKind> failure() const;
+
   // Fails every waiting and later call on every rank with this text.
   void abort(const std::string& reason);
   // The same with a known cause: later calls on all ranks raise this kind of error.
@@ -62,9 +65,12 @@ class Communicator {
   // For flags outside collectives.
   Waiter& waiter() { return waiter_; }
   Nanoseconds timeout() const { return watch_.timeout(); }
+  // For later waits.
+  void set_timeout(Nanoseconds timeout) { watch_.set_timeout(timeout); }
 
  private:
   void rendezvous(const Call& call);
+  void wait_for_post(int peer);
   // Says where peers find this rank's tensor, before the rendezvous.
   void post_source(const cpu::Source& source);
   // Every rank's, after it; none if one of them cannot be read in place.

@@ -57,7 +57,7 @@ std::optional<Error> Watch::tick(Nanoseconds waited) {
   if (auto error = find_abort()) return error;
   if (auto error = find_death()) return error;
   if (auto error = find_departure()) return error;
-  if (waited >= timeout_) {
+  if (waited >= timeout()) {
     const std::string who = peer_ == kAnyRank ? "any of them" : join("rank ", peer_);
     return Error(ErrorKind::kTimeout, join(prefix(), " waited ", milliseconds(waited), " ms for ",
                                            awaited(), ' ', place(), "; is ", who, " alive?"));

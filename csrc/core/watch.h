@@ -2,6 +2,7 @@
 // Also names the awaited rank on stderr after a second.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <limits>
 #include <string>
@@ -37,7 +38,8 @@ class Watch final : public cpu::PeerWaitObserver {
   // A rank that died without leaving the group. Costs system calls.
   std::optional<Error> find_death() const;
 
-  Nanoseconds timeout() const { return timeout_; }
+  Nanoseconds timeout() const { return timeout_.load(std::memory_order_relaxed); }
+  void set_timeout(Nanoseconds timeout) { timeout_.store(timeout, std::memory_order_relaxed); }
 
   // "rota.all_reduce: rank 2/4", the start of every message of this collective.
   std::string prefix() const;
@@ -52,7 +54,7 @@ class Watch final : public cpu::PeerWaitObserver {
   void warn_about_stall(Nanoseconds waited);
 
   const transport::Transport& transport_;
-  Nanoseconds timeout_;
+  std::atomic<Nanoseconds> timeout_;  // any thread may set it
   std::function<void()> check_interrupt_;
 
   std::string_view collective_;

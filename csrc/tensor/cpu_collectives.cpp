@@ -5,6 +5,7 @@
 
 #include "base/cores.h"
 #include "tensor/errors.h"
+#include "tensor/sparse_all_reduce.h"
 #include "tensor/tensor_checks.h"
 
 namespace rota::tensors {
@@ -106,6 +107,17 @@ WorkRef CpuCollectives::reduce_bucket(const BucketTensors& tensors, const Bucket
   };
   if (!runs_at_once(mode)) return enqueue(mode, call.kind, {tensors.bucket}, body);
   run_here(row_of(call.kind).title, body);
+  return {};
+}
+
+WorkRef CpuCollectives::all_reduce_sparse(const at::Tensor& tensor, Launch mode) {
+  check_sparse(tensor);
+  const auto body = [tensor](Communicator& communicator, CallerThread thread) {
+    tensors::all_reduce_sparse(tensor, communicator, thread);
+  };
+  const CollectiveKind kind = CollectiveKind::kAllReduce;
+  if (!runs_at_once(mode)) return enqueue(mode, kind, {tensor}, body);
+  run_here(row_of(kind).title, body);
   return {};
 }
 

@@ -213,6 +213,10 @@ WorkRef TensorCommunicator::reduce_bucket(const BucketTensors& tensors,
   });
 }
 
+WorkRef TensorCommunicator::all_reduce_sparse(const at::Tensor& tensor, Launch mode) {
+  return with_python_errors([&] { return cpu_for("all_reduce").all_reduce_sparse(tensor, mode); });
+}
+
 WorkRef TensorCommunicator::send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) {
   return with_python_errors([&] {
     return collectives_for(tensor, "send", Callers::kSomeRanks).send(tensor, peer, tag, mode);
@@ -236,6 +240,17 @@ void TensorCommunicator::close() {
 void TensorCommunicator::abort(const std::string& reason) {
   if (leave_unconnected() || !cpu_->communicator()) return;
   cpu_->communicator()->abort(reason);
+}
+
+std::optional<ErrorKind> TensorCommunicator::failure() const {
+  if (!is_connected_ || !cpu_->communicator()) return std::nullopt;
+  return cpu_->communicator()->failure();
+}
+
+void TensorCommunicator::set_timeout(std::chrono::milliseconds timeout) {
+  const std::lock_guard lock(connect_mutex_);
+  options_.timeout = timeout;
+  if (is_connected_ && cpu_->communicator()) cpu_->communicator()->set_timeout(timeout);
 }
 
 }  // namespace rota::tensors

@@ -52,6 +52,8 @@ class TensorCommunicator {
   // Whether run() supports it; connects the tensors' device.
   bool supports(const Operation& operation);
   WorkRef reduce_bucket(const BucketTensors& tensors, const BucketOptions& options, Launch mode);
+  // CPU tensors only.
+  WorkRef all_reduce_sparse(const at::Tensor& tensor, Launch mode);
   // CUDA tensors need joined GPUs, which takes all ranks (connect_device()).
   WorkRef send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode);
   WorkRef recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode);
@@ -70,6 +72,12 @@ class TensorCommunicator {
   void close();
   // Fails every waiting and later call on every rank.
   void abort(const std::string& reason);
+  // What the group has failed of; none if it has not, or was never used.
+  std::optional<ErrorKind> failure() const;
+
+  std::chrono::milliseconds timeout() const { return options_.timeout; }
+  // For later calls on CPU tensors.
+  void set_timeout(std::chrono::milliseconds timeout);
 
  private:
   // Joining GPUs takes all ranks.

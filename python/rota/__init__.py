@@ -4,6 +4,7 @@ Importing it registers the torch.distributed backend "rota". See README.md.
 """
 
 from rota import amp, errors, ops  # noqa: F401  (rota._C looks its exceptions up in errors)
+from rota.backend import BackendOptions
 from rota.backend import register as _register_backend
 from rota.clipping import clip_grad_norm_
 from rota.communicator import Communicator
@@ -15,6 +16,7 @@ from rota.memory import empty
 
 __version__ = "0.1.0"
 __all__ = [
+    "BackendOptions",
     "Communicator",
     "GradientBucket",
     "HookState",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _DistributedBackendOptions
 
@@ -11,8 +13,34 @@ from rota import _C
 from rota.communicator import DEFAULT_SLOT_BYTES
 
 
-def _create(options: _DistributedBackendOptions, _: object) -> _C.ProcessGroupRota:
+class BackendOptions(_C.BackendOptions):
+    """Options of the backend, for `init_process_group` and `new_group` as `pg_options`.
+
+    Args:
+        slot_bytes: as in `rota.Communicator`.
+        wire_dtype: what `all_reduce` rounds wider floating tensors to, once on their way in and
+            once on their way out: torch.float16, torch.bfloat16 or torch.float32. None: no
+            rounding.
+
+    Example:
+        >>> options = rota.BackendOptions(wire_dtype=torch.bfloat16)
+        >>> dist.init_process_group("rota", pg_options=options)
+    """
+
+    def __init__(
+        self, *, slot_bytes: int = DEFAULT_SLOT_BYTES, wire_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(dist.default_pg_timeout, slot_bytes, wire_dtype)
+
+
+def _create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGroupRota:
     timeout = options.timeout
+    if given is None:
+        given = BackendOptions()
+    elif not isinstance(given, _C.BackendOptions):
+        raise TypeError(
+            f"rota: pg_options is of type {type(given).__name__}, expected rota.BackendOptions"
+        )
 
     def make_nccl(collective: str, store: dist.Store, rank: int, world_size: int) -> dist._Backend:
         if not dist.is_nccl_available():
@@ -32,14 +60,11 @@ def _create(options: _DistributedBackendOptions, _: object) -> _C.ProcessGroupRo
     # torch lists ranks for subgroups only. A subgroup connects at its first use; the default group
     # connects now and so names missing ranks at once.
     is_subgroup = len(options.global_ranks_in_group) > 0
+    own = copy.deepcopy(given)  # the caller may use it for other groups
+    own._timeout = timeout
+    own.connects_at_first_use = is_subgroup
     return _C.ProcessGroupRota(
-        options.store,
-        options.group_rank,
-        options.group_size,
-        timeout,
-        DEFAULT_SLOT_BYTES,
-        is_subgroup,
-        make_nccl,
+        options.store, options.group_rank, options.group_size, own, make_nccl
     )
 
 

@@ -1,0 +1,34 @@
+// The backend's options, as torch's pg_options.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <optional>
+
+#include "base/dtype.h"
+#include "tensor/tensor_communicator.h"
+
+namespace rota::c10d_backend {
+
+struct BackendOptions final : ::c10d::Backend::Options {
+  BackendOptions(std::chrono::milliseconds timeout, size_t slot_bytes,
+                 std::optional<at::ScalarType> wire_dtype)
+      : Options("rota", timeout), slot_bytes(slot_bytes), wire_dtype(wire_dtype) {}
+
+  size_t slot_bytes;
+  // What all_reduce rounds wider floats to, once on the way in and once on the way out; none: it
+  // does not round.
+  std::optional<at::ScalarType> wire_dtype;
+  // As in TensorCommunicatorOptions.
+  bool connects_at_first_use = false;
+  std::function<void()> check_interrupt;
+
+  tensors::TensorCommunicatorOptions of_communicator() const {
+    return {.timeout = timeout,
+            .slot_bytes = slot_bytes,
+            .connects_at_first_use = connects_at_first_use,
+            .check_interrupt = check_interrupt};
+  }
+};
+
+}  // namespace rota::c10d_backend

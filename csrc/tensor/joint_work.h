@@ -1,0 +1,76 @@
+// Several works as one, for coalesced calls.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <chrono>
+#include <utility>
+#include <vector>
+
+namespace rota::tensors {
+
+class JointWork final : public ::c10d::Work {
+ public:
+  using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
+
+  JointWork(int rank, std::vector<WorkPtr> works)
+      : Work(rank, ::c10d::OpType::COALESCED), works_(std::move(works)) {}
+
+  bool isCompleted() override {
+    bool are_all = true;
+    for (const WorkPtr& work : works_) are_all &= work->isCompleted();
+    return are_all;
+  }
+
+  bool isSuccess() const override {
+    for (const WorkPtr& work : works_) {
+      if (!work->isSuccess()) return false;
+    }
+    return true;
+  }
+
+  // Waits for each; throws the first error, once all are done. The timeout applies to all together.
+  bool wait(std::chrono::milliseconds timeout) override {
+    const auto start = std::chrono::steady_clock::now();
+    std::exception_ptr error;
+    for (const WorkPtr& work : works_) {
+      try {
+        const auto passed = std::chrono::duration_cast<std::chrono::milliseconds>(
+            std::chrono::steady_clock::now() - start);
+        const auto one = std::chrono::milliseconds(1);
+        work->wait(timeout == kNoTimeout ? timeout : std::max(timeout - passed, one));
+      } catch (...) {
+        if (!error) error = std::current_exception();
+      }
+    }
+    if (error) std::rethrow_exception(error);
+    return true;
+  }
+
+  std::vector<at::Tensor> result() override {
+    std::vector<at::Tensor> results;
+    for (const WorkPtr& work : works_) {
+      const std::vector<at::Tensor> of_one = work->result();
+      results.insert(results.end(), of_one.begin(), of_one.end());
+    }
+    return results;
+  }
+
+  // Holds the tensors of all.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(
+        c10::FutureType::create(c10::ListType::create(c10::TensorType::get())));
+    for (const WorkPtr& work : works_) futures.push_back(work->getFuture());
+    return c10::collectAll(futures)->then(
+        [results = result()](c10::ivalue::Future& all) -> c10::IValue {
+          for (const c10::IValue& value : all.value().toListRef()) value.toFuture()->value();
+          return results;
+        },
+        c10::ListType::create(c10::TensorType::get()));
+  }
+
+ private:
+  std::vector<WorkPtr> works_;
+};
+
+}  // namespace rota::tensors

@@ -1,0 +1,88 @@
+#include "tensor/sparse_all_reduce.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
+
+#include <vector>
+
+#include "tensor/operation.h"
+#include "tensor/tensor_checks.h"
+
+namespace rota::tensors {
+namespace {
+
+// Gathers one-dimensional tensors of the given lengths.
+std::vector<at::Tensor> gather(const at::Tensor& own, const std::vector<int64_t>& lengths,
+                               Communicator& communicator, CallerThread thread) {
+  std::vector<at::Tensor> outputs;
+  for (const int64_t length : lengths) outputs.push_back(at::empty({length}, own.options()));
+  const Operation operation{.kind = CollectiveKind::kAllGather, .inputs = own, .outputs = outputs};
+  const Call call =
+      plan(operation, Planner(communicator.world_size()), communicator.rank(), at::kCPU);
+  run_on_cpu(operation, call, communicator, thread);
+  return outputs;
+}
+
+}  // namespace
+
+void check_sparse(const at::Tensor& tensor) {
+  if (tensor.layout() != at::kSparse || !tensor.is_cpu()) {
+    throw Error(ErrorKind::kType,
+                join("rota.all_reduce: the tensor's layout is ", tensor.layout(), " on ",
+                     tensor.device().str(), ", expected a sparse COO tensor on the CPU"));
+  }
+  reducible_dtype(tensor.scalar_type(), "all_reduce");
+}
+
+void all_reduce_sparse(const at::Tensor& tensor, Communicator& communicator, CallerThread thread) {
+  const at::NoGradGuard no_grad;
+  const auto num_ranks = static_cast<size_t>(communicator.world_size());
+  const at::Tensor own = tensor.coalesce();
+  const at::Tensor indices = own.indices();
+  const at::Tensor values = own.values();
+
+  // Ranks with different numbers of dimensions differ in this call's length, which is an error.
+  std::vector<int64_t> shape = tensor.sizes().vec();
+  shape.push_back(tensor.sparse_dim());
+  shape.push_back(values.size(0));
+  const std::vector<int64_t> equal(num_ranks, static_cast<int64_t>(shape.size()));
+  const std::vector<at::Tensor> shapes =
+      gather(at::tensor(shape, at::kLong), equal, communicator, thread);
+  std::vector<int64_t> index_lengths, value_lengths;
+  int64_t elems_of_one = 1;
+  for (int64_t dim = tensor.sparse_dim(); dim < tensor.dim(); ++dim)
+    elems_of_one *= tensor.size(dim);
+  for (size_t rank = 0; rank < num_ranks; ++rank) {
+    const at::Tensor& other = shapes[rank];
+    const int64_t last = other.size(0) - 1;
+    for (int64_t i = 0; i < last; ++i) {
+      if (other[i].item<int64_t>() == shape[static_cast<size_t>(i)]) continue;
+      throw Error(ErrorKind::kMismatch,
+                  join("rota.all_reduce: rank ", communicator.rank(), " has a sparse tensor of ",
+                       tensor.sizes(), ", rank ", rank, " one of other sizes; make them equal"));
+    }
+    const int64_t num_places = other[last].item<int64_t>();
+    index_lengths.push_back(tensor.sparse_dim() * num_places);
+    value_lengths.push_back(elems_of_one * num_places);
+  }
+
+  // Indices are stored by dimension; by place, the ranks' can be put one after the other.
+  const std::vector<at::Tensor> all_indices =
+      gather(indices.t().reshape({-1}), index_lengths, communicator, thread);
+  const std::vector<at::Tensor> all_values =
+      gather(values.reshape({-1}), value_lengths, communicator, thread);
+  std::vector<int64_t> value_sizes = values.sizes().vec();
+  const at::Tensor places = at::cat(all_indices).reshape({-1, tensor.sparse_dim()}).t();
+  value_sizes[0] = places.size(1);
+  // coalesce() adds the elements of one place in the order in which they are listed.
+  const at::Tensor sum =
+      at::_sparse_coo_tensor_unsafe(places, at::cat(all_values).reshape(value_sizes),
+                                    tensor.sizes(), tensor.options())
+          .coalesce();
+  tensor.copy_(sum);
+}
+
+}  // namespace rota::tensors
