@@ -58,6 +58,8 @@ THREAD_CASES = (
 OTHER_CASES = (
     "layout_cases",
     "launch_plan_cases",
+    "launch_refusals_cases",
+    "tuning_cases",
     "loops_cases",
     "wire_loops_cases",
     "float_bits_cases",
