@@ -34,11 +34,13 @@ namespace py = pybind11;
 namespace {
 
 using namespace rota::tensors;  // NOLINT: this file is a list of its names
+using rota::CollectiveKind;
+using rota::c10d_backend::Delegate;
 using rota::c10d_backend::ProcessGroupRota;
 using rota::c10d_backend::WorkPtr;
 namespace schedule = rota::schedule;
 
-using StorePtr = c10::intrusive_ptr<::c10d::Store>;
+using rota::c10d_backend::StorePtr;
 using OptionalDType = std::optional<at::ScalarType>;
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 using CommunicatorClass = py::class_<TensorCommunicator, std::shared_ptr<TensorCommunicator>>;
@@ -140,6 +142,14 @@ void bind_gpu_self_test(py::module_ module) {
       py::arg("device"), ReleaseGil());
 }
 
+void run(TensorCommunicator& communicator, const Operation& operation) {
+  communicator.run(operation, Launch::kBlocking);
+}
+
+at::TensorList list_of(const std::optional<at::Tensor>& tensor) {
+  return tensor ? at::TensorList(*tensor) : at::TensorList();
+}
+
 // Both ways to call reduce_bucket, blocking and with a future. The .pyi documents the arguments.
 template <typename Finish>
 auto reduce_bucket_call(Launch mode, Finish finish) {
@@ -218,24 +228,68 @@ PYBIND11_MODULE(_C, module) {
           "all_reduce_future",
           [](TensorCommunicator& self, const at::Tensor& tensor, std::string_view op,
              OptionalDType wire_dtype) {
-            const auto options =
-                parse_all_reduce_options(op, "auto", wire_dtype, std::nullopt, std::nullopt);
+            const Operation operation{
+                .kind = CollectiveKind::kAllReduce,
+                .outputs = tensor,
+                .reduction = parse_all_reduce_options(op, "auto", wire_dtype)};
             return std::make_shared<torch::jit::PythonFutureWrapper>(
-                self.all_reduce(tensor, options, Launch::kAsync)->hook_future());
+                self.run(operation, Launch::kAsync)->hook_future());
           },
           py::arg("tensor"), py::arg("op"), py::arg("wire_dtype"), ReleaseGil())
       .def(
           "broadcast",
           [](TensorCommunicator& self, const at::Tensor& tensor, int root) {
-            self.broadcast(tensor, root, Launch::kBlocking);
+            run(self, {.kind = CollectiveKind::kBroadcast, .outputs = tensor, .root = root});
           },
           py::arg("tensor"), py::arg("root") = 0, ReleaseGil())
       .def(
+          "reduce",
+          [](TensorCommunicator& self, const at::Tensor& tensor, int root, std::string_view op) {
+            run(self, {.kind = CollectiveKind::kReduce,
+                       .outputs = tensor,
+                       .root = root,
+                       .reduction = {.op = parse_op("reduce", op)}});
+          },
+          py::arg("tensor"), py::arg("root") = 0, py::arg("op") = "sum", ReleaseGil())
+      .def(
           "all_gather",
           [](TensorCommunicator& self, const at::Tensor& output, const at::Tensor& input) {
-            self.all_gather({self.split_by_rank(output, input)}, Launch::kBlocking);
+            run(self, {.kind = CollectiveKind::kAllGather, .inputs = input, .outputs = output});
           },
           py::arg("output"), py::arg("input"), ReleaseGil())
+      .def(
+          "gather",
+          [](TensorCommunicator& self, const std::optional<at::Tensor>& output,
+             const at::Tensor& input, int root) {
+            run(self, {.kind = CollectiveKind::kGather,
+                       .inputs = input,
+                       .outputs = list_of(output),
+                       .root = root});
+          },
+          py::arg("output"), py::arg("input"), py::arg("root") = 0, ReleaseGil())
+      .def(
+          "scatter",
+          [](TensorCommunicator& self, const at::Tensor& output,
+             const std::optional<at::Tensor>& input, int root) {
+            run(self, {.kind = CollectiveKind::kScatter,
+                       .inputs = list_of(input),
+                       .outputs = output,
+                       .root = root});
+          },
+          py::arg("output"), py::arg("input"), py::arg("root") = 0, ReleaseGil())
+      .def(
+          "all_to_all",
+          [](TensorCommunicator& self, const at::Tensor& output, const at::Tensor& input,
+             const std::vector<int64_t>& output_splits, const std::vector<int64_t>& input_splits) {
+            run(self, {.kind = CollectiveKind::kAllToAll,
+                       .inputs = input,
+                       .outputs = output,
+                       .input_splits = input_splits,
+                       .output_splits = output_splits});
+          },
+          py::arg("output"), py::arg("input"), py::kw_only(),
+          py::arg("output_splits") = std::vector<int64_t>(),
+          py::arg("input_splits") = std::vector<int64_t>(), ReleaseGil())
       .def(
           "send",
           [](TensorCommunicator& self, const at::Tensor& tensor, int peer, int64_t tag) {
@@ -268,11 +322,15 @@ PYBIND11_MODULE(_C, module) {
           "reduce_scatter",
           [](TensorCommunicator& self, const at::Tensor& output, const at::Tensor& input,
              std::string_view op) {
-            self.reduce_scatter(output, input, parse_op(op), Launch::kBlocking);
+            run(self, {.kind = CollectiveKind::kReduceScatter,
+                       .inputs = input,
+                       .outputs = output,
+                       .reduction = {.op = parse_op("reduce_scatter", op)}});
           },
           py::arg("output"), py::arg("input"), py::arg("op") = "sum", ReleaseGil())
       .def(
-          "barrier", [](TensorCommunicator& self) { self.barrier(Launch::kBlocking); },
+          "barrier",
+          [](TensorCommunicator& self) { run(self, {.kind = CollectiveKind::kBarrier}); },
           ReleaseGil())
       .def("connect_device", &TensorCommunicator::connect_device, py::arg("device"), ReleaseGil())
       .def_property_readonly("peer_access", &TensorCommunicator::peer_access)
@@ -294,7 +352,7 @@ PYBIND11_MODULE(_C, module) {
                                                                      backend)
       .def(py::init([](const StorePtr& store, int rank, int world_size,
                        std::chrono::milliseconds timeout, size_t slot_bytes,
-                       bool connects_at_first_use, ProcessGroupRota::MakeDelegate make_delegate) {
+                       bool connects_at_first_use, Delegate::Make make_delegate) {
              TensorCommunicatorOptions options = make_options(timeout, slot_bytes);
              options.connects_at_first_use = connects_at_first_use;
              return c10::make_intrusive<ProcessGroupRota>(store, rank, world_size, options,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -351,23 +350,6 @@ def test_backend_use_after_destroy_raises_rota_error() -> None:
     for kind, text in run_ranks(2, use_after_destroy):
         assert kind == "RotaError"
         assert "closed" in text and "make a new one" in text
-
-
-def call_what_is_missing(rank: Rank, name: str) -> tuple[str, str]:
-    rank.init()
-    calls: dict[str, Callable[[], object]] = {
-        "reduce": lambda: dist.reduce(torch.ones(2), 0),
-        "all_to_all": lambda: dist.all_to_all_single(torch.ones(2), torch.ones(2)),
-        "premul_sum": lambda: dist.all_reduce(torch.ones(2), dist._make_nccl_premul_sum(2.0)),
-    }
-    return error_of(calls[name])
-
-
-@pytest.mark.parametrize("name", ["reduce", "all_to_all", "premul_sum"])
-def test_backend_missing_collective_raises_and_names_rota(name: str) -> None:
-    for kind, text in run_ranks(2, call_what_is_missing, name):
-        assert kind in ("RuntimeError", "ValueError", "RotaError"), text
-        assert "rota" in text.lower()
 
 
 def reduce_dtype(rank: Rank, dtype: torch.dtype) -> list[float]:

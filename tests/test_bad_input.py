@@ -230,18 +230,73 @@ CASES: dict[str, Case] = {
     ),
     "output-of-other-dtype": Case(
         lambda c: c.all_gather(floats(8), floats().double()),
-        "ValueError",
-        ("rota.all_gather", "float", "double"),
-    ),
-    "strided-output": Case(
-        lambda c: c.all_gather(torch.ones(4, 2).t(), floats()),
-        "ValueError",
-        ("rota.all_gather", "contiguous"),
+        "TypeError",
+        ("rota.all_gather", "Float", "Double"),
     ),
     "gather-meta": Case(
         lambda c: c.all_gather(floats(8), torch.ones(4, device="meta")),
         "TypeError",
         ("rota.all_gather", "meta"),
+    ),
+    # ---- the others
+    "reduce-root": Case(lambda c: c.reduce(floats(), 2), "ValueError", ("rota.reduce", "[0, 2)")),
+    "reduce-op": Case(
+        lambda c: c.reduce(floats(), op="mean"), "ValueError", ("rota.reduce", "'mean'", "avg")
+    ),
+    "gather-root": Case(
+        lambda c: c.gather(floats(8), floats(), -1), "ValueError", ("rota.gather", "-1", "[0, 2)")
+    ),
+    "gather-without-output": Case(
+        lambda c: c.gather(None, floats()),
+        "ValueError",
+        ("rota.gather", "0 output", "world_size = 2"),
+    ),
+    "gather-output-elsewhere": Case(
+        lambda c: c.gather(floats(8), floats(), 1),
+        "ValueError",
+        ("rota.gather", "output", "root 1"),
+    ),
+    "gather-output-length": Case(
+        lambda c: c.gather(floats(9), floats()), "ValueError", ("rota.gather", "9", "2 * 4")
+    ),
+    "scatter-input-length": Case(
+        lambda c: c.scatter(floats(4), floats(9)), "ValueError", ("rota.scatter", "9", "2 * 4")
+    ),
+    "scatter-input-elsewhere": Case(
+        lambda c: c.scatter(floats(4), floats(8), 1), "ValueError", ("rota.scatter", "root 1")
+    ),
+    "reduce_scatter-length": Case(
+        lambda c: c.reduce_scatter(floats(4), floats(7)),
+        "ValueError",
+        ("rota.reduce_scatter", "7", "2 * 4"),
+    ),
+    "reduce_scatter-dtype": Case(
+        lambda c: c.reduce_scatter(torch.ones(2, dtype=torch.complex64), torch.ones(4).cfloat()),
+        "TypeError",
+        ("rota.reduce_scatter", "ComplexFloat", "float32"),
+    ),
+    "all_to_all-odd": Case(
+        lambda c: c.all_to_all(floats(8), floats(7)), "ValueError", ("rota.all_to_all", "7", "2")
+    ),
+    "all_to_all-sum-of-splits": Case(
+        lambda c: c.all_to_all(floats(8), floats(8), input_splits=[4, 5]),
+        "ValueError",
+        ("rota.all_to_all", "input splits", "9", "8"),
+    ),
+    "all_to_all-number-of-splits": Case(
+        lambda c: c.all_to_all(floats(8), floats(8), output_splits=[8]),
+        "ValueError",
+        ("rota.all_to_all", "output splits", "1", "2 ranks"),
+    ),
+    "all_to_all-negative-split": Case(
+        lambda c: c.all_to_all(floats(8), floats(8), input_splits=[9, -1]),
+        "ValueError",
+        ("rota.all_to_all", "-1"),
+    ),
+    "all_to_all-own-part": Case(
+        lambda c: c.all_to_all(floats(8), floats(8), input_splits=[3, 5]),
+        "ValueError",
+        ("rota.all_to_all", "this rank's", "3", "4"),
     ),
 }
 
@@ -277,7 +332,7 @@ BACKEND_CALLS: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     ),
     "outputs": (lambda: dist.all_gather([floats()], floats()), ("rota.all_gather", "1", "2")),
     "output-length": (
-        lambda: dist.all_gather([floats(), floats(5)], floats()),
+        lambda: dist.all_gather([floats(5), floats()], floats()),
         ("rota.all_gather", "5", "4"),
     ),
 }

@@ -6,141 +6,302 @@
 namespace rota::c10d_backend {
 namespace {
 
-using ::c10d::OpType;
+using Operations = c10::SmallVector<Operation, 1>;
 
-Launch launch_mode(bool is_async) { return is_async ? Launch::kAsync : Launch::kBlocking; }
+// What a reduction of c10d is in rota.
+struct Reduction {
+  ReduceOp op;
+  std::optional<double> premul_factor;
+};
 
-ReduceOp reduce_op(const ::c10d::ReduceOp& op) {
+Reduction reduction_of(std::string_view collective, const ::c10d::ReduceOp& op) {
   switch (static_cast<::c10d::ReduceOp::RedOpType>(op)) {
     case ::c10d::ReduceOp::SUM:
-      return ReduceOp::kSum;
+      return {ReduceOp::kSum, {}};
     case ::c10d::ReduceOp::AVG:
-      return ReduceOp::kAvg;
+      return {ReduceOp::kAvg, {}};
     case ::c10d::ReduceOp::PRODUCT:
-      return ReduceOp::kProduct;
+      return {ReduceOp::kProduct, {}};
     case ::c10d::ReduceOp::MIN:
-      return ReduceOp::kMin;
+      return {ReduceOp::kMin, {}};
     case ::c10d::ReduceOp::MAX:
-      return ReduceOp::kMax;
+      return {ReduceOp::kMax, {}};
     case ::c10d::ReduceOp::BAND:
-      return ReduceOp::kBand;
+      return {ReduceOp::kBand, {}};
     case ::c10d::ReduceOp::BOR:
-      return ReduceOp::kBor;
+      return {ReduceOp::kBor, {}};
     case ::c10d::ReduceOp::BXOR:
-      return ReduceOp::kBxor;
-    case ::c10d::ReduceOp::PREMUL_SUM:
+      return {ReduceOp::kBxor, {}};
+    case ::c10d::ReduceOp::PREMUL_SUM: {
+      const auto* factor =
+          dynamic_cast<const ::c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+      if (factor == nullptr) break;
+      const bool is_tensor = factor->tensor_factor.defined();
+      return {ReduceOp::kSum,
+              is_tensor ? factor->tensor_factor.item<double>() : factor->double_factor};
+    }
     case ::c10d::ReduceOp::UNUSED:
       break;
   }
   throw PythonError(Error(ErrorKind::kValue,
-                          "rota.all_reduce: this reduce op is not supported; expected SUM, AVG, "
-                          "PRODUCT, MIN, MAX, BAND, BOR or BXOR"));
+                          join("rota.", collective,
+                               ": this reduce op is not supported; expected SUM, AVG, PRODUCT, "
+                               "MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM with its factor")));
 }
 
-const at::Tensor& only_tensor(std::string_view call, const std::vector<at::Tensor>& tensors) {
+const at::Tensor& only_tensor(std::string_view call, const Tensors& tensors) {
   TORCH_CHECK_VALUE(tensors.size() == 1, "rota.", call, ": ", tensors.size(),
                     " tensors, expected one");
   return tensors[0];
 }
 
+void check_as_many(std::string_view call, size_t num_outputs, size_t num_inputs) {
+  TORCH_CHECK_VALUE(num_outputs == num_inputs, "rota.", call, ": ", num_outputs, " outputs for ",
+                    num_inputs, " inputs; expected as many");
+}
+
+at::TensorList by_rank(std::string_view call, const Tensors& tensors, int world_size) {
+  TORCH_CHECK_VALUE(tensors.size() == static_cast<size_t>(world_size), "rota.", call,
+                    ": a list of ", tensors.size(), " tensors, expected world_size = ", world_size);
+  return tensors;
+}
+
+// The list of the root, or none on other ranks, where c10d passes an empty list of lists.
+at::TensorList list_of_root(std::string_view call, const std::vector<Tensors>& lists,
+                            int world_size) {
+  TORCH_CHECK_VALUE(lists.size() <= 1, "rota.", call, ": ", lists.size(),
+                    " lists of tensors, expected one");
+  if (lists.empty() || lists[0].empty()) return {};
+  return by_rank(call, lists[0], world_size);
+}
+
+Operations each_in_place(CollectiveKind kind, const Tensors& tensors, const Reduction& reduction,
+                         int64_t root = 0) {
+  Operations operations;
+  for (const at::Tensor& tensor : tensors) {
+    operations.push_back({.kind = kind,
+                          .outputs = tensor,
+                          .root = static_cast<int>(root),
+                          .reduction = {.op = reduction.op},
+                          .premul_factor = reduction.premul_factor});
+  }
+  return operations;
+}
+
+Operation reduce_scatter_of(at::TensorList inputs, const at::Tensor& output,
+                            const Reduction& reduction) {
+  return {.kind = CollectiveKind::kReduceScatter,
+          .inputs = inputs,
+          .outputs = output,
+          .reduction = {.op = reduction.op},
+          .premul_factor = reduction.premul_factor};
+}
+
+Operation all_gather_of(const at::Tensor& input, at::TensorList outputs) {
+  return {.kind = CollectiveKind::kAllGather, .inputs = input, .outputs = outputs};
+}
+
+// In elements: c10d counts splits in slices along the first dimension.
+Tensors::size_type slice_elems(const at::Tensor& tensor) {
+  return tensor.dim() == 0 || tensor.size(0) == 0 ? 1 : tensor.numel() / tensor.size(0);
+}
+
+std::vector<int64_t> in_elems(const std::vector<int64_t>& splits, const at::Tensor& tensor) {
+  std::vector<int64_t> elems = splits;
+  for (int64_t& split : elems) split *= static_cast<int64_t>(slice_elems(tensor));
+  return elems;
+}
+
 }  // namespace
 
-ProcessGroupRota::ProcessGroupRota(const c10::intrusive_ptr<::c10d::Store>& store, int rank,
-                                   int world_size, const TensorCommunicatorOptions& options,
-                                   MakeDelegate make_delegate)
-    : DelegatingBackend(rank, world_size, std::move(make_delegate)),
-      communicator_(TensorCommunicator::make(store, rank, world_size, options)) {}
+ProcessGroupRota::ProcessGroupRota(const StorePtr& store, int rank, int world_size,
+                                   const TensorCommunicatorOptions& options,
+                                   Delegate::Make make_delegate)
+    : Backend(rank, world_size),
+      communicator_(TensorCommunicator::make(store, rank, world_size, options)),
+      delegate_(std::move(make_delegate), store, rank, world_size) {}
 
-WorkPtr ProcessGroupRota::done_if_null(WorkRef work, OpType op_type, at::TensorList results) {
-  if (work) return work;
-  return HostWork::completed(getRank(), op_type, results.vec());
+template <typename OnDelegate>
+WorkPtr ProcessGroupRota::run(OperationList operations, bool is_async,
+                              const OnDelegate& on_delegate) {
+  if (operations.empty()) return HostWork::completed(getRank(), ::c10d::OpType::UNKNOWN, {});
+  const Operation& first = operations[0];
+  const at::Tensor tensor = first.any_tensor();
+  if (tensor.defined() && tensor.is_cuda() && !communicator_->supports(first)) {
+    return on_delegate(delegate_.backend_for(name(first.kind)));
+  }
+  if (const WorkRef work =
+          communicator_->run(operations, is_async ? Launch::kAsync : Launch::kBlocking)) {
+    return work;
+  }
+  // c10d expects a Work even from a blocking call.
+  Tensors results;
+  for (const Operation& operation : operations) {
+    results.insert(results.end(), operation.outputs.begin(), operation.outputs.end());
+  }
+  return HostWork::completed(getRank(), op_type_of(first.kind), std::move(results));
 }
 
-WorkPtr ProcessGroupRota::allreduce(std::vector<at::Tensor>& tensors,
-                                    const ::c10d::AllreduceOptions& opts) {
-  return done_if_null(communicator_->all_reduce(tensors, {.op = reduce_op(opts.reduceOp)},
-                                                launch_mode(opts.asyncOp)),
-                      OpType::ALLREDUCE, tensors);
+WorkPtr ProcessGroupRota::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
+  return run(
+      each_in_place(CollectiveKind::kAllReduce, tensors, reduction_of("all_reduce", opts.reduceOp)),
+      opts.asyncOp, [&](::c10d::Backend& other) { return other.allreduce(tensors, opts); });
 }
 
-WorkPtr ProcessGroupRota::allreduce_coalesced(std::vector<at::Tensor>& tensors,
+WorkPtr ProcessGroupRota::allreduce_coalesced(Tensors& tensors,
                                               const ::c10d::AllreduceCoalescedOptions& opts) {
   return allreduce(tensors, opts);
 }
 
-WorkPtr ProcessGroupRota::broadcast(std::vector<at::Tensor>& tensors,
-                                    const ::c10d::BroadcastOptions& opts) {
-  return done_if_null(
-      communicator_->broadcast(tensors, static_cast<int>(opts.rootRank), launch_mode(opts.asyncOp)),
-      OpType::BROADCAST, tensors);
+WorkPtr ProcessGroupRota::reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) {
+  return run(each_in_place(CollectiveKind::kReduce, tensors, reduction_of("reduce", opts.reduceOp),
+                           opts.rootRank),
+             opts.asyncOp, [&](::c10d::Backend& other) { return other.reduce(tensors, opts); });
 }
 
-WorkPtr ProcessGroupRota::allgather(std::vector<std::vector<at::Tensor>>& outputs,
-                                    std::vector<at::Tensor>& inputs,
-                                    const ::c10d::AllgatherOptions& opts) {
-  return gather_all(zip(outputs, inputs), opts);
-}
-
-WorkPtr ProcessGroupRota::allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
-                                              std::vector<at::Tensor>& inputs,
-                                              const ::c10d::AllgatherOptions& opts) {
-  // Outputs are indexed by rank first: outputs[rank][i] belongs to inputs[i].
-  std::vector<std::vector<at::Tensor>> outputs_by_input(inputs.size());
-  for (const std::vector<at::Tensor>& of_rank : outputs) {
-    TORCH_CHECK_VALUE(of_rank.size() == inputs.size(), "rota.all_gather: ", of_rank.size(),
-                      " outputs of a rank for ", inputs.size(), " inputs; expected as many");
-    for (size_t i = 0; i < inputs.size(); ++i) outputs_by_input[i].push_back(of_rank[i]);
+WorkPtr ProcessGroupRota::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                         const ::c10d::ReduceScatterOptions& opts) {
+  check_as_many("reduce_scatter", outputs.size(), inputs.size());
+  const Reduction reduction = reduction_of("reduce_scatter", opts.reduceOp);
+  Operations operations;
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    operations.push_back(reduce_scatter_of(inputs[i], outputs[i], reduction));
   }
-  return gather_all(zip(outputs_by_input, inputs), opts);
-}
-
-WorkPtr ProcessGroupRota::_allgather_base(at::Tensor& output, at::Tensor& input,
-                                          const ::c10d::AllgatherOptions& opts) {
-  return gather_all({communicator_->split_by_rank(output, input)}, opts);
-}
-
-WorkPtr ProcessGroupRota::allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
-                                                          std::vector<at::Tensor>& inputs,
-                                                          const ::c10d::AllgatherOptions& opts) {
-  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "rota.all_gather: ", outputs.size(),
-                    " outputs for ", inputs.size(), " inputs; expected as many");
-  std::vector<AllGatherTensors> gathers;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    gathers.push_back(communicator_->split_by_rank(outputs[i], inputs[i]));
-  }
-  return gather_all(std::move(gathers), opts);
+  return run(operations, opts.asyncOp,
+             [&](::c10d::Backend& other) { return other.reduce_scatter(outputs, inputs, opts); });
 }
 
 WorkPtr ProcessGroupRota::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                const ::c10d::ReduceScatterOptions& opts) {
-  if (input.is_cuda() && !communicator_->has_reduce_scatter(input)) {
-    return DelegatingBackend::_reduce_scatter_base(output, input, opts);
+  return run(
+      reduce_scatter_of(input, output, reduction_of("reduce_scatter", opts.reduceOp)), opts.asyncOp,
+      [&](::c10d::Backend& other) { return other._reduce_scatter_base(output, input, opts); });
+}
+
+WorkPtr ProcessGroupRota::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const ::c10d::ReduceScatterOptions& opts) {
+  check_as_many("reduce_scatter", outputs.size(), inputs.size());
+  const Reduction reduction = reduction_of("reduce_scatter", opts.reduceOp);
+  Operations operations;
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    operations.push_back(reduce_scatter_of(inputs[i], outputs[i], reduction));
   }
-  return done_if_null(communicator_->reduce_scatter(output, input, reduce_op(opts.reduceOp),
-                                                    launch_mode(opts.asyncOp)),
-                      OpType::REDUCE_SCATTER, output);
+  return run(operations, opts.asyncOp, [&](::c10d::Backend& other) {
+    return other.reduce_scatter_tensor_coalesced(outputs, inputs, opts);
+  });
+}
+
+WorkPtr ProcessGroupRota::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) {
+  return run(each_in_place(CollectiveKind::kBroadcast, tensors, {}, opts.rootRank), opts.asyncOp,
+             [&](::c10d::Backend& other) { return other.broadcast(tensors, opts); });
+}
+
+WorkPtr ProcessGroupRota::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                    const ::c10d::AllgatherOptions& opts) {
+  check_as_many("all_gather", outputs.size(), inputs.size());
+  Operations operations;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    operations.push_back(all_gather_of(inputs[i], by_rank("all_gather", outputs[i], getSize())));
+  }
+  return run(operations, opts.asyncOp,
+             [&](::c10d::Backend& other) { return other.allgather(outputs, inputs, opts); });
+}
+
+WorkPtr ProcessGroupRota::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                          const ::c10d::AllgatherOptions& opts) {
+  return run(all_gather_of(input, output), opts.asyncOp,
+             [&](::c10d::Backend& other) { return other._allgather_base(output, input, opts); });
+}
+
+WorkPtr ProcessGroupRota::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                              const ::c10d::AllgatherOptions& opts) {
+  // Outputs are indexed by rank first: outputs[rank][i] belongs to inputs[i].
+  std::vector<Tensors> outputs_by_input(inputs.size());
+  for (const Tensors& of_rank : outputs) {
+    check_as_many("all_gather", of_rank.size(), inputs.size());
+    for (size_t i = 0; i < inputs.size(); ++i) outputs_by_input[i].push_back(of_rank[i]);
+  }
+  return allgather(outputs_by_input, inputs, opts);
+}
+
+WorkPtr ProcessGroupRota::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                          const ::c10d::AllgatherOptions& opts) {
+  check_as_many("all_gather", outputs.size(), inputs.size());
+  Operations operations;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    operations.push_back(all_gather_of(inputs[i], outputs[i]));
+  }
+  return run(operations, opts.asyncOp, [&](::c10d::Backend& other) {
+    return other.allgather_into_tensor_coalesced(outputs, inputs, opts);
+  });
+}
+
+WorkPtr ProcessGroupRota::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                 const ::c10d::GatherOptions& opts) {
+  const Operation operation{.kind = CollectiveKind::kGather,
+                            .inputs = inputs,
+                            .outputs = list_of_root("gather", outputs, getSize()),
+                            .root = static_cast<int>(opts.rootRank)};
+  return run(operation, opts.asyncOp,
+             [&](::c10d::Backend& other) { return other.gather(outputs, inputs, opts); });
+}
+
+WorkPtr ProcessGroupRota::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                  const ::c10d::ScatterOptions& opts) {
+  const Operation operation{.kind = CollectiveKind::kScatter,
+                            .inputs = list_of_root("scatter", inputs, getSize()),
+                            .outputs = outputs,
+                            .root = static_cast<int>(opts.rootRank)};
+  return run(operation, opts.asyncOp,
+             [&](::c10d::Backend& other) { return other.scatter(outputs, inputs, opts); });
+}
+
+WorkPtr ProcessGroupRota::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                        std::vector<int64_t>& output_splits,
+                                        std::vector<int64_t>& input_splits,
+                                        const ::c10d::AllToAllOptions& opts) {
+  const std::vector<int64_t> input_elems = in_elems(input_splits, input);
+  const std::vector<int64_t> output_elems = in_elems(output_splits, output);
+  const Operation operation{.kind = CollectiveKind::kAllToAll,
+                            .inputs = input,
+                            .outputs = output,
+                            .input_splits = input_elems,
+                            .output_splits = output_elems};
+  return run(operation, opts.asyncOp, [&](::c10d::Backend& other) {
+    return other.alltoall_base(output, input, output_splits, input_splits, opts);
+  });
+}
+
+WorkPtr ProcessGroupRota::alltoall(Tensors& outputs, Tensors& inputs,
+                                   const ::c10d::AllToAllOptions& opts) {
+  const Operation operation{.kind = CollectiveKind::kAllToAll,
+                            .inputs = by_rank("all_to_all", inputs, getSize()),
+                            .outputs = by_rank("all_to_all", outputs, getSize())};
+  return run(operation, opts.asyncOp,
+             [&](::c10d::Backend& other) { return other.alltoall(outputs, inputs, opts); });
 }
 
 // If rota cannot join the GPUs, NCCL may still connect them. Tags of CUDA tensors are ignored, as
 // in NCCL.
-WorkPtr ProcessGroupRota::send(std::vector<at::Tensor>& tensors, int peer, int tag) {
-  if (!has_transfers_of(tensors)) return DelegatingBackend::send(tensors, peer, tag);
+WorkPtr ProcessGroupRota::send(Tensors& tensors, int peer, int tag) {
+  if (!has_transfers_of(tensors)) return delegate_.backend_for("send").send(tensors, peer, tag);
   return communicator_->send(only_tensor("send", tensors), peer, tag, Launch::kAsync);
 }
 
-WorkPtr ProcessGroupRota::recv(std::vector<at::Tensor>& tensors, int peer, int tag) {
-  if (!has_transfers_of(tensors)) return DelegatingBackend::recv(tensors, peer, tag);
+WorkPtr ProcessGroupRota::recv(Tensors& tensors, int peer, int tag) {
+  if (!has_transfers_of(tensors)) return delegate_.backend_for("recv").recv(tensors, peer, tag);
   return communicator_->recv(only_tensor("recv", tensors), peer, tag, Launch::kAsync);
 }
 
-WorkPtr ProcessGroupRota::recvAnysource(std::vector<at::Tensor>& tensors, int tag) {
+WorkPtr ProcessGroupRota::recvAnysource(Tensors& tensors, int tag) {
   const at::Tensor& tensor = only_tensor("recv", tensors);
-  if (tensor.is_cuda()) return DelegatingBackend::recvAnysource(tensors, tag);
+  if (tensor.is_cuda()) return delegate_.backend_for("recv").recvAnysource(tensors, tag);
   return communicator_->recv(tensor, kAnyRank, tag, Launch::kAsync);
 }
 
 WorkPtr ProcessGroupRota::barrier(const ::c10d::BarrierOptions& opts) {
-  return done_if_null(communicator_->barrier(launch_mode(opts.asyncOp)), OpType::BARRIER, {});
+  return run(Operation{.kind = CollectiveKind::kBarrier}, opts.asyncOp,
+             [&](::c10d::Backend& other) { return other.barrier(opts); });
 }
 
 at::Tensor ProcessGroupRota::allocateTensor(long num_elems, at::TensorOptions options) {
@@ -150,37 +311,18 @@ at::Tensor ProcessGroupRota::allocateTensor(long num_elems, at::TensorOptions op
       [&] { return make_heap_tensor(num_elems, options.dtype().toScalarType()); });
 }
 
-bool ProcessGroupRota::has_transfers_of(const std::vector<at::Tensor>& tensors) const {
+bool ProcessGroupRota::has_transfers_of(const Tensors& tensors) const {
   return tensors.empty() || !tensors[0].is_cuda() || communicator_->has_transfers();
 }
 
 void ProcessGroupRota::shutdown() {
-  if (delegate()) delegate()->shutdown();
+  if (delegate_.backend()) delegate_.backend()->shutdown();
   communicator_->close();
 }
 
 void ProcessGroupRota::abort() {
-  if (delegate()) delegate()->abort();
+  if (delegate_.backend()) delegate_.backend()->abort();
   communicator_->abort(join("rank ", getRank(), " aborted its process group"));
-}
-
-std::vector<AllGatherTensors> ProcessGroupRota::zip(
-    const std::vector<std::vector<at::Tensor>>& outputs, const std::vector<at::Tensor>& inputs) {
-  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "rota.all_gather: ", outputs.size(),
-                    " lists of outputs for ", inputs.size(), " inputs; expected as many");
-  std::vector<AllGatherTensors> gathers;
-  for (size_t i = 0; i < inputs.size(); ++i) gathers.push_back({outputs[i], inputs[i]});
-  return gathers;
-}
-
-WorkPtr ProcessGroupRota::gather_all(std::vector<AllGatherTensors> gathers,
-                                     const ::c10d::AllgatherOptions& opts) {
-  std::vector<at::Tensor> results;
-  for (const AllGatherTensors& gather : gathers) {
-    results.insert(results.end(), gather.outputs.begin(), gather.outputs.end());
-  }
-  return done_if_null(communicator_->all_gather(std::move(gathers), launch_mode(opts.asyncOp)),
-                      OpType::ALLGATHER, results);
 }
 
 }  // namespace rota::c10d_backend

@@ -1,46 +1,59 @@
 // The torch.distributed backend "rota": maps c10d's calls to a TensorCommunicator, nothing else.
+// Collectives of CUDA tensors for which rota has no kernels go to another backend.
 #pragma once
 
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "c10d/delegating_backend.h"
+#include "c10d/delegate.h"
 #include "tensor/tensor_communicator.h"
 
 namespace rota::c10d_backend {
 
 using namespace tensors;  // NOLINT: the layer below, whose calls these are
 
-class ProcessGroupRota final : public DelegatingBackend {
+using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
+using Tensors = std::vector<at::Tensor>;
+
+class ProcessGroupRota final : public ::c10d::Backend {
  public:
   // Arguments as in TensorCommunicator::make().
-  ProcessGroupRota(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int world_size,
-                   const TensorCommunicatorOptions& options, MakeDelegate make_delegate);
+  ProcessGroupRota(const StorePtr& store, int rank, int world_size,
+                   const TensorCommunicatorOptions& options, Delegate::Make make_delegate);
 
   const std::string getBackendName() const override { return "rota"; }
 
-  WorkPtr allreduce(std::vector<at::Tensor>& tensors,
-                    const ::c10d::AllreduceOptions& opts) override;
-  WorkPtr allreduce_coalesced(std::vector<at::Tensor>& tensors,
+  WorkPtr allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors,
                               const ::c10d::AllreduceCoalescedOptions& opts) override;
-  WorkPtr broadcast(std::vector<at::Tensor>& tensors,
-                    const ::c10d::BroadcastOptions& opts) override;
-  WorkPtr allgather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+  WorkPtr reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) override;
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const ::c10d::ReduceScatterOptions& opts) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const ::c10d::ReduceScatterOptions& opts) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const ::c10d::ReduceScatterOptions& opts) override;
+  WorkPtr broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) override;
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                     const ::c10d::AllgatherOptions& opts) override;
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
                           const ::c10d::AllgatherOptions& opts) override;
-  WorkPtr allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
-                              std::vector<at::Tensor>& inputs,
+  WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                               const ::c10d::AllgatherOptions& opts) override;
-  WorkPtr allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
-                                          std::vector<at::Tensor>& inputs,
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const ::c10d::AllgatherOptions& opts) override;
-  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                               const ::c10d::ReduceScatterOptions& opts) override;
-  WorkPtr send(std::vector<at::Tensor>& tensors, int peer, int tag) override;
-  WorkPtr recv(std::vector<at::Tensor>& tensors, int peer, int tag) override;
-  WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                 const ::c10d::GatherOptions& opts) override;
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                  const ::c10d::ScatterOptions& opts) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits,
+                        const ::c10d::AllToAllOptions& opts) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& opts) override;
+  WorkPtr send(Tensors& tensors, int peer, int tag) override;
+  WorkPtr recv(Tensors& tensors, int peer, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
   WorkPtr barrier(const ::c10d::BarrierOptions& opts) override;
 
   // For rota.empty(). CPU only: CPU tensors have no device index.
@@ -56,14 +69,14 @@ class ProcessGroupRota final : public DelegatingBackend {
   void abort() override;
 
  private:
-  bool has_transfers_of(const std::vector<at::Tensor>& tensors) const;
-  // c10d expects a Work even from a blocking call.
-  WorkPtr done_if_null(WorkRef work, ::c10d::OpType op_type, at::TensorList results);
-  static std::vector<AllGatherTensors> zip(const std::vector<std::vector<at::Tensor>>& outputs,
-                                           const std::vector<at::Tensor>& inputs);
-  WorkPtr gather_all(std::vector<AllGatherTensors> gathers, const ::c10d::AllgatherOptions& opts);
+  bool has_transfers_of(const Tensors& tensors) const;
+  // Runs operations of one kind, or what `on_delegate` calls on the delegate if they are of CUDA
+  // tensors that rota has no kernels for.
+  template <typename OnDelegate>
+  WorkPtr run(OperationList operations, bool is_async, const OnDelegate& on_delegate);
 
   std::shared_ptr<TensorCommunicator> communicator_;
+  Delegate delegate_;
 };
 
 }  // namespace rota::c10d_backend

@@ -8,8 +8,7 @@
 
 #include "base/fork_generation.h"
 #include "base/per_process.h"
-#include "cpu/all_reduce.h"
-#include "cpu/copy_collectives.h"
+#include "cpu/executor.h"
 #include "schedule/direct.h"
 #include "transport/heap.h"
 
@@ -51,8 +50,7 @@ void Communicator::abort(const std::string& reason) {
 // epoch e - 1. Once all ranks have posted e, nobody reads anything of an earlier epoch any more:
 // all slots are free, and so are the mailbox and the post of the other parity, which epoch e + 1
 // will write.
-template <typename Buffers>
-void Communicator::run(const Call& call, const Buffers& buffers, CallerThread thread) {
+void Communicator::run(const Call& call, const cpu::Buffers& buffers, CallerThread thread) {
   const std::lock_guard lock(mutex_);
   check_usable(call.kind_name());
   ++epoch_;
@@ -62,29 +60,33 @@ void Communicator::run(const Call& call, const Buffers& buffers, CallerThread th
     // A late rank must see a failure even if every post that it needs is already there.
     if (const auto error = watch_.poll()) throw *error;
     cpu::Exchange exchange(*transport_, waiter_, wait_policy_, watch_, num_rounds_);
-    const std::optional<uint64_t> num_bytes = message_bytes(call, buffers);
+    const cpu::Executor& executor = cpu::executor_of(call.kind);
+    const size_t max_bytes = transport_->geometry().message_bytes;
+    const std::optional<uint64_t> num_bytes =
+        executor.message_bytes(call, buffers, world_size(), max_bytes);
     if (!has_reserved_ && num_bytes != 0) {
       transport_->reserve(transport_->geometry().collectives());
       has_reserved_ = true;
     }
-    if (num_bytes && *num_bytes <= transport_->geometry().message_bytes) {
+    if (num_bytes && *num_bytes <= max_bytes) {
       const cpu::Mailboxes mailboxes(*transport_, epoch_, *num_bytes);
-      contribute(call, buffers, mailboxes);
+      executor.contribute(call, buffers, mailboxes);
       rendezvous(call);
-      num_rounds_ += complete(call, buffers, mailboxes, exchange);
+      num_rounds_ += executor.complete(call, buffers, mailboxes, exchange);
     } else {
-      const cpu::Source source = source_of(call, buffers, rank());
+      const cpu::Source source = executor.source_of(call, buffers, rank());
       post_source(source);
       rendezvous(call);
-      if (const auto sources = find_sources(call, source)) {
-        num_rounds_ += run_in_place(call, buffers, *sources, exchange);
+      const auto bytes_of = [&](int peer) { return executor.source_bytes(call, buffers, peer); };
+      if (const auto sources = find_sources(source, bytes_of)) {
+        num_rounds_ += executor.run_in_place(call, buffers, *sources, exchange);
         // A peer that gives up no longer waits until this rank has read its tensor, and may
         // overwrite it. The peer publishes its abort before that; this rank publishes that it has
         // read before it looks for aborts. All three accesses are sequentially consistent, which
         // guarantees this order.
         if (const auto error = watch_.poll()) throw *error;
       } else {
-        num_rounds_ += run_rounds(call, buffers, exchange);
+        num_rounds_ += executor.run_rounds(call, buffers, exchange);
       }
     }
   } catch (const Error& error) {
@@ -96,14 +98,6 @@ void Communicator::run(const Call& call, const Buffers& buffers, CallerThread th
                   join(watch_.prefix(), " was interrupted ", watch_.place()));
     throw;
   }
-}
-
-template void Communicator::run(const Call&, const cpu::AllReduceBuffers&, CallerThread);
-template void Communicator::run(const Call&, const cpu::BroadcastBuffers&, CallerThread);
-template void Communicator::run(const Call&, const cpu::AllGatherBuffers&, CallerThread);
-
-void Communicator::barrier(CallerThread thread) {
-  run({.kind = CollectiveKind::kBarrier}, cpu::BarrierBuffers{}, thread);
 }
 
 void Communicator::check_usable(std::string_view collective) const {
@@ -163,8 +157,9 @@ void Communicator::post_source(const cpu::Source& source) {
   word = place;
 }
 
-std::optional<cpu::Sources> Communicator::find_sources(const Call& call,
-                                                       const cpu::Source& own) const {
+template <typename BytesOf>
+std::optional<cpu::Sources> Communicator::find_sources(const cpu::Source& own,
+                                                       BytesOf bytes_of) const {
   if (own.kind == cpu::Source::Kind::kSlots) return std::nullopt;
   const auto word_of = [this](int rank) {
     return transport_->region(rank).control().source[parity()];
@@ -178,7 +173,7 @@ std::optional<cpu::Sources> Communicator::find_sources(const Call& call,
     if (word == kNothingToRead || peer == rank()) continue;
     const std::span<const std::byte> heap = transport_->heap_of(peer);
     const uint64_t offset = word - kNothingToRead - 1;
-    if (offset > heap.size() || call.num_bytes() > heap.size() - offset) {
+    if (offset > heap.size() || bytes_of(peer) > heap.size() - offset) {
       throw Error(ErrorKind::kTransport,
                   join(watch_.prefix(), ": ", transport_->describe(peer),
                        " says that its tensor lies outside its heap; its memory is damaged"));

@@ -14,6 +14,7 @@
 
 #include "core/point_to_point.h"
 #include "core/watch.h"
+#include "cpu/buffers.h"
 #include "schedule/call.h"
 #include "transport/transport.h"
 
@@ -32,11 +33,9 @@ class Communicator {
   int world_size() const { return transport_->world_size(); }
 
   // Blocks until this rank's part is done. Throws Error. Thread-safe, but all ranks must call in
-  // the same order. Buffers is the type for the call's kind, from cpu/all_reduce.h or
-  // cpu/copy_collectives.h.
-  template <typename Buffers>
-  void run(const Call& call, const Buffers& buffers, CallerThread thread);
-  void barrier(CallerThread thread);
+  // the same order.
+  void run(const Call& call, const cpu::Buffers& buffers, CallerThread thread);
+  void barrier(CallerThread thread) { run({.kind = CollectiveKind::kBarrier}, {}, thread); }
 
   // Posts the collective that this rank is about to queue on its GPU. All ranks post in the same
   // order. Waits only if a peer is far behind (transport/layout.h). Throws Error(kMismatch) if a
@@ -69,7 +68,9 @@ class Communicator {
   // Says where peers find this rank's tensor, before the rendezvous.
   void post_source(const cpu::Source& source);
   // Every rank's, after it; none if one of them cannot be read in place.
-  std::optional<cpu::Sources> find_sources(const Call& call, const cpu::Source& own) const;
+  // bytes_of(peer): what this rank reads there.
+  template <typename BytesOf>
+  std::optional<cpu::Sources> find_sources(const cpu::Source& own, BytesOf bytes_of) const;
   // posts_of(rank) returns the posts of a participating rank.
   template <typename PostsOf>
   uint64_t post_launch(const Call& call, std::span<const int> ranks, const PostsOf& posts_of);

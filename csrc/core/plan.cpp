@@ -25,10 +25,6 @@ void check_factor(const Call& call, std::string_view what, float factor) {
          join(what, " is ", factor, ", expected a positive number in float32's normal range"));
 }
 
-bool is_ring(schedule::Algorithm algorithm) {
-  return algorithm == schedule::Algorithm::kRing || algorithm == schedule::Algorithm::kOrderedRing;
-}
-
 }  // namespace
 
 Call Planner::all_reduce(DType dtype, uint64_t num_elems, const AllReduceOptions& options) const {
@@ -108,29 +104,27 @@ Call Planner::reduce_bucket(DType dtype, uint64_t num_elems, const BucketOptions
   return call;
 }
 
-Call Planner::broadcast(DType dtype, uint64_t num_elems, int root) const {
-  const Call call{
-      .kind = CollectiveKind::kBroadcast, .dtype = dtype, .root = root, .num_elems = num_elems};
-  if (root < 0 || root >= world_size_) {
-    refuse(call, ErrorKind::kValue,
-           join("root is ", root, ", expected a rank in [0, ", world_size_, ")"));
+Call Planner::collective(CollectiveKind kind, DType dtype, uint64_t num_elems, ReduceOp op,
+                         int root) const {
+  const CollectiveRow& row = row_of(kind);
+  Call call{
+      .kind = kind, .dtype = dtype, .root = row.has_root() ? root : 0, .num_elems = num_elems};
+  check_root(kind, root);
+  if (row.reduces) {
+    call.op = op;
+    call.wire = {dtype};
+    call.hop = info(dtype).accumulate;
+    call.pass.divisor = static_cast<float>(world_size_);
+    check_op(call);
   }
+  if (kind == CollectiveKind::kReduce) choose_algorithm(call, std::nullopt);
   return call;
 }
 
-Call Planner::all_gather(DType dtype, uint64_t num_elems) const {
-  return {.kind = CollectiveKind::kAllGather, .dtype = dtype, .num_elems = num_elems};
-}
-
-Call Planner::reduce_scatter(DType dtype, uint64_t num_elems, ReduceOp op) const {
-  const Call call{.kind = CollectiveKind::kReduceScatter,
-                  .op = op,
-                  .dtype = dtype,
-                  .wire = {dtype},
-                  .num_elems = num_elems,
-                  .pass = {.divisor = static_cast<float>(world_size_)}};
-  check_op(call);
-  return call;
+void Planner::check_root(CollectiveKind kind, int root) const {
+  if (!row_of(kind).has_root() || (root >= 0 && root < world_size_)) return;
+  refuse({.kind = kind}, ErrorKind::kValue,
+         join("root is ", root, ", expected a rank in [0, ", world_size_, ")"));
 }
 
 void Planner::choose_algorithm(Call& call, std::optional<schedule::Algorithm> requested) const {

@@ -39,13 +39,16 @@ class Planner {
   explicit Planner(int world_size, std::optional<Gpu> gpu = std::nullopt)
       : world_size_(world_size), gpu_(std::move(gpu)) {}
 
+  int world_size() const { return world_size_; }
+
   // Each throws Error(kType) or Error(kValue) for unsupported arguments.
   Call all_reduce(DType dtype, uint64_t num_elems, const AllReduceOptions& options) const;
   Call reduce_bucket(DType dtype, uint64_t num_elems, const BucketOptions& options) const;
-  Call broadcast(DType dtype, uint64_t num_elems, int root) const;
-  Call all_gather(DType dtype, uint64_t num_elems) const;
-  // num_elems: of the input.
-  Call reduce_scatter(DType dtype, uint64_t num_elems, ReduceOp op) const;
+  // Any other collective. num_elems: as in Call; op: of those that reduce; root: of those that have
+  // one.
+  Call collective(CollectiveKind kind, DType dtype, uint64_t num_elems,
+                  ReduceOp op = ReduceOp::kSum, int root = 0) const;
+  void check_root(CollectiveKind kind, int root) const;
 
  private:
   // Chooses the algorithm by the call's wire format and length: the fastest usable one among those

@@ -1,8 +1,9 @@
-#include "cpu/all_reduce.h"
-
+// All-reduce, of plain tensors and of gradient buckets, and reduce, which is an all-reduce whose
+// sum only the root receives.
 #include "base/limits.h"
 #include "cpu/bucket_reducer.h"
 #include "cpu/copy.h"
+#include "cpu/executor.h"
 #include "cpu/float_environment.h"
 #include "cpu/reducer.h"
 #include "schedule/chunk.h"
@@ -20,8 +21,13 @@ using schedule::Range;
 template <typename AnyReducer>
 class AllReduce {
  public:
-  AllReduce(AnyReducer reducer, uint64_t num_elems, int rank, int world_size)
-      : reducer_(reducer), num_elems_(num_elems), rank_(rank), world_size_(world_size) {}
+  AllReduce(AnyReducer reducer, const Call& call, int rank, int world_size)
+      : reducer_(reducer),
+        num_elems_(call.num_elems),
+        rank_(rank),
+        world_size_(world_size),
+        receivers_(row_of(call.kind).receivers),
+        root_(call.root) {}
 
   uint64_t one_shot(Exchange& exchange) const;
   uint64_t two_shot(Exchange& exchange) const;
@@ -30,14 +36,16 @@ class AllReduce {
   uint64_t ring(Exchange& exchange) const;
 
   Range whole() const { return {0, num_elems_}; }
-  // one_shot: each rank contributes the whole range and reduces all of it from every rank's slot.
+  // one_shot: each rank contributes the whole range; receivers reduce all of it from every rank's
+  // slot.
   void contribute_all(const Range& range, std::byte* own_slot) const {
     reducer_.pack(range, wire().place(own_slot, range.num_elems));
   }
   template <typename SlotOf>
   void reduce_all(const Range& range, SlotOf slot_of) const;
   // two_shot: each rank contributes the other ranks' shards, reduces its own shard from every
-  // rank's slot and writes the sum back there; then it collects the other shards from its own slot.
+  // rank's slot and writes the sum back into the receivers'; they collect the other shards from
+  // their own slots.
   void contribute_shards(const Range& range, std::byte* own_slot) const;
   template <typename SlotOf>
   void reduce_shard(const Range& range, SlotOf slot_of) const;
@@ -72,15 +80,20 @@ class AllReduce {
                                 static_cast<uint64_t>(owner), kGranuleElems);
   }
 
+  bool is_receiver(int rank) const { return is_among(receivers_, rank, root_); }
+
   AnyReducer reducer_;
   uint64_t num_elems_;
   int rank_;
   int world_size_;
+  Ranks receivers_;
+  int root_;
 };
 
 template <typename AnyReducer>
 template <typename SlotOf>
 void AllReduce<AnyReducer>::reduce_all(const Range& range, SlotOf slot_of) const {
+  if (!is_receiver(rank_)) return;
   WirePlace srcs[kMaxWorldSize];
   for (int peer = 0; peer < world_size_; ++peer) {
     srcs[peer] = wire().place(slot_of(peer), range.num_elems);
@@ -124,7 +137,8 @@ void AllReduce<AnyReducer>::reduce_shard(const Range& range, SlotOf slot_of) con
     if (peer == rank_) {
       srcs[peer] = kFromTensor;
     } else {
-      srcs[peer] = wire_outs[num_outs++] = place_of(shard, slot_of(peer), range);
+      srcs[peer] = place_of(shard, slot_of(peer), range);
+      if (is_receiver(peer)) wire_outs[num_outs++] = srcs[peer];
     }
   }
   reducer_.reduce(srcs, in_tensor(range, shard), {wire_outs, num_outs});
@@ -137,6 +151,7 @@ void AllReduce<AnyReducer>::collect_shards(const Range& range, std::byte* own_sl
     const int owner = schedule::rotated_peer(rank_, world_size_, i);
     const Range shard = shard_of(range, owner);
     exchange.wait_drained(owner, round, "two_shot collect");
+    if (!is_receiver(rank_)) continue;
     reducer_.unpack(place_of(shard, own_slot, range), in_tensor(range, shard));
   }
 }
@@ -297,89 +312,96 @@ uint64_t AllReduce<AnyReducer>::ring(Exchange& exchange) const {
 
 // Calls body(all_reduce) with the reducer for this call.
 template <typename Body>
-auto with_all_reduce(const Call& call, const AllReduceBuffers& buffers, int rank, int world_size,
+auto with_all_reduce(const Call& call, const Buffers& buffers, int rank, int world_size,
                      Body&& body) {
   const IeeeFloatScope ieee;
   if (call.kind == CollectiveKind::kReduceBucket) {
-    return body(AllReduce(BucketReducer(call, buffers, rank, world_size), call.num_elems, rank,
-                          world_size));
+    return body(AllReduce(BucketReducer(call, buffers, rank, world_size), call, rank, world_size));
   }
-  return body(AllReduce(Reducer(call, buffers.data, world_size), call.num_elems, rank, world_size));
+  const bool is_receiver = is_among(row_of(call.kind).receivers, rank, call.root);
+  return body(
+      AllReduce(Reducer(call, buffers.data, is_receiver, world_size), call, rank, world_size));
 }
 
-bool is_direct(schedule::Algorithm algorithm) {
-  return algorithm == schedule::Algorithm::kOneShot || algorithm == schedule::Algorithm::kTwoShot;
-}
+class AllReduceExecutor final : public Executor {
+ public:
+  std::optional<uint64_t> message_bytes(const Call& call, const Buffers&, int,
+                                        uint64_t) const override {
+    if (schedule::is_ring(call.algorithm)) return std::nullopt;  // it needs steps
+    // Contributing updates the residual, which must wait until the ranks are known to agree.
+    if (call.pass.has_residual) return std::nullopt;
+    return call.wire.num_bytes(call.num_elems);
+  }
+
+  void contribute(const Call& call, const Buffers& buffers,
+                  const Mailboxes& mailboxes) const override {
+    with_all_reduce(call, buffers, mailboxes.rank(), mailboxes.world_size(),
+                    [&](const auto& all_reduce) {
+                      if (call.algorithm == schedule::Algorithm::kOneShot) {
+                        all_reduce.contribute_all(all_reduce.whole(), mailboxes.own());
+                      } else {
+                        all_reduce.contribute_shards(all_reduce.whole(), mailboxes.own());
+                      }
+                    });
+  }
+
+  uint64_t complete(const Call& call, const Buffers& buffers, const Mailboxes& mailboxes,
+                    Exchange& exchange) const override {
+    const auto slot_of = [&](int peer) { return mailboxes.of(peer); };
+    const auto finish = [&](const auto& all_reduce) -> uint64_t {
+      if (call.algorithm == schedule::Algorithm::kOneShot) {
+        all_reduce.reduce_all(all_reduce.whole(), slot_of);
+        return 0;
+      }
+      all_reduce.reduce_shard(all_reduce.whole(), slot_of);
+      exchange.publish_drained(0);
+      all_reduce.collect_shards(all_reduce.whole(), mailboxes.own(), 0, exchange);
+      return 1;
+    };
+    return with_all_reduce(call, buffers, mailboxes.rank(), mailboxes.world_size(), finish);
+  }
+
+  // A contribution that must be rounded or changed cannot be read from the tensor itself.
+  Source source_of(const Call& call, const Buffers& buffers, int) const override {
+    const bool is_plain = call.kind == CollectiveKind::kAllReduce &&
+                          call.algorithm == schedule::Algorithm::kTwoShot &&
+                          call.wire == WireFormat{call.dtype};
+    if (!is_plain) return {.kind = Source::Kind::kSlots};
+    return {.kind = Source::Kind::kTensor, .tensor = buffers.data};
+  }
+
+  uint64_t run_in_place(const Call& call, const Buffers& buffers, const Sources& sources,
+                        Exchange& exchange) const override {
+    return with_all_reduce(
+        call, buffers, exchange.rank(), exchange.world_size(),
+        [&](const auto& all_reduce) { return all_reduce.two_shot_in_place(sources, exchange); });
+  }
+
+  uint64_t run_rounds(const Call& call, const Buffers& buffers, Exchange& exchange) const override {
+    const auto run = [&](const auto& all_reduce) -> uint64_t {
+      switch (call.algorithm) {
+        case schedule::Algorithm::kOneShot:
+          return all_reduce.one_shot(exchange);
+        case schedule::Algorithm::kTwoShot:
+          return all_reduce.two_shot(exchange);
+        case schedule::Algorithm::kOrderedRing:
+          return all_reduce.ordered_ring(exchange);
+        case schedule::Algorithm::kRing:
+          return all_reduce.ring(exchange);
+        case schedule::Algorithm::kLowLatency:
+          break;  // refused by Planner
+      }
+      return 0;
+    };
+    return with_all_reduce(call, buffers, exchange.rank(), exchange.world_size(), run);
+  }
+};
 
 }  // namespace
 
-std::optional<uint64_t> message_bytes(const Call& call, const AllReduceBuffers&) {
-  if (!is_direct(call.algorithm)) return std::nullopt;
-  // Contributing updates the residual, which must wait until the ranks are known to agree.
-  if (call.pass.has_residual) return std::nullopt;
-  return call.wire.num_bytes(call.num_elems);
-}
-
-void contribute(const Call& call, const AllReduceBuffers& buffers, const Mailboxes& mailboxes) {
-  with_all_reduce(call, buffers, mailboxes.rank(), mailboxes.world_size(),
-                  [&](const auto& all_reduce) {
-                    if (call.algorithm == schedule::Algorithm::kOneShot) {
-                      all_reduce.contribute_all(all_reduce.whole(), mailboxes.own());
-                    } else {
-                      all_reduce.contribute_shards(all_reduce.whole(), mailboxes.own());
-                    }
-                  });
-}
-
-uint64_t complete(const Call& call, const AllReduceBuffers& buffers, const Mailboxes& mailboxes,
-                  Exchange& exchange) {
-  const auto slot_of = [&](int peer) { return mailboxes.of(peer); };
-  const auto finish = [&](const auto& all_reduce) -> uint64_t {
-    if (call.algorithm == schedule::Algorithm::kOneShot) {
-      all_reduce.reduce_all(all_reduce.whole(), slot_of);
-      return 0;
-    }
-    all_reduce.reduce_shard(all_reduce.whole(), slot_of);
-    exchange.publish_drained(0);
-    all_reduce.collect_shards(all_reduce.whole(), mailboxes.own(), 0, exchange);
-    return 1;
-  };
-  return with_all_reduce(call, buffers, mailboxes.rank(), mailboxes.world_size(), finish);
-}
-
-// A contribution that must be rounded or changed cannot be read from the tensor itself.
-Source source_of(const Call& call, const AllReduceBuffers& buffers, int) {
-  const bool is_plain = call.kind == CollectiveKind::kAllReduce &&
-                        call.algorithm == schedule::Algorithm::kTwoShot &&
-                        call.wire == WireFormat{call.dtype};
-  if (!is_plain) return {.kind = Source::Kind::kSlots};
-  return {.kind = Source::Kind::kTensor, .tensor = buffers.data};
-}
-
-uint64_t run_in_place(const Call& call, const AllReduceBuffers& buffers, const Sources& sources,
-                      Exchange& exchange) {
-  return with_all_reduce(
-      call, buffers, exchange.rank(), exchange.world_size(),
-      [&](const auto& all_reduce) { return all_reduce.two_shot_in_place(sources, exchange); });
-}
-
-uint64_t run_rounds(const Call& call, const AllReduceBuffers& buffers, Exchange& exchange) {
-  const auto run = [&](const auto& all_reduce) -> uint64_t {
-    switch (call.algorithm) {
-      case schedule::Algorithm::kOneShot:
-        return all_reduce.one_shot(exchange);
-      case schedule::Algorithm::kTwoShot:
-        return all_reduce.two_shot(exchange);
-      case schedule::Algorithm::kOrderedRing:
-        return all_reduce.ordered_ring(exchange);
-      case schedule::Algorithm::kRing:
-        return all_reduce.ring(exchange);
-      case schedule::Algorithm::kLowLatency:
-        break;  // refused by Planner
-    }
-    return 0;
-  };
-  return with_all_reduce(call, buffers, exchange.rank(), exchange.world_size(), run);
+const Executor& all_reduce_executor() {
+  static const AllReduceExecutor executor;
+  return executor;
 }
 
 }  // namespace rota::cpu

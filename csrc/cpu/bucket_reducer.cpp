@@ -45,8 +45,7 @@ uint64_t count_non_finite(const float* values, size_t num_elems) {
 
 }  // namespace
 
-BucketReducer::BucketReducer(const Call& call, const AllReduceBuffers& buffers, int rank,
-                             int world_size)
+BucketReducer::BucketReducer(const Call& call, const Buffers& buffers, int rank, int world_size)
     : data_(static_cast<std::byte*>(buffers.data)),
       dtype_(call.dtype),
       wire_(call.wire),

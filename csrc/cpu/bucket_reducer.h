@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <span>
 
-#include "cpu/all_reduce_buffers.h"
+#include "cpu/buffers.h"
 #include "cpu/element_loops.h"
 #include "cpu/reducer.h"
 #include "schedule/chunk.h"
@@ -21,7 +21,7 @@ class BucketReducer {
  public:
   static constexpr uint64_t kGranuleElems = kTileElems;
 
-  BucketReducer(const Call& call, const AllReduceBuffers& buffers, int rank, int world_size);
+  BucketReducer(const Call& call, const Buffers& buffers, int rank, int world_size);
 
   const WireFormat& wire() const { return wire_; }
   size_t hop_bytes() const { return sizeof(float); }

@@ -1,8 +1,7 @@
-#include "cpu/copy_collectives.h"
-
-#include <cstring>
-
+// Broadcast, all-gather, gather and scatter: bytes only, no arithmetic.
 #include "cpu/copy.h"
+#include "cpu/executor.h"
+#include "cpu/parts.h"
 #include "schedule/chunk.h"
 #include "schedule/direct.h"
 
@@ -11,117 +10,283 @@ namespace {
 
 using schedule::Range;
 
-std::byte* at(void* base, uint64_t offset) { return static_cast<std::byte*>(base) + offset; }
-const std::byte* at(const void* base, uint64_t offset) {
-  return static_cast<const std::byte*>(base) + offset;
-}
+// Two slots suffice where a root fills them: it refills the slot of round r in round r + 2, once
+// all other ranks have drained round r.
 
-void copy_own_input(const Call& call, const AllGatherBuffers& buffers, int rank) {
-  void* own_output = buffers.outputs[rank];
-  // memmove, because the input of an in-place all-gather is part of its output.
-  if (own_output != buffers.input && call.num_bytes() != 0) {
-    std::memmove(own_output, buffers.input, call.num_bytes());
+class Broadcast final : public Executor {
+ public:
+  std::optional<uint64_t> message_bytes(const Call& call, const Buffers&, int,
+                                        uint64_t) const override {
+    return call.num_bytes();
   }
-}
+
+  void contribute(const Call& call, const Buffers& buffers,
+                  const Mailboxes& mailboxes) const override {
+    if (mailboxes.rank() != call.root) return;
+    copy_bytes(mailboxes.own(), buffers.data, call.num_bytes());
+  }
+
+  uint64_t complete(const Call& call, const Buffers& buffers, const Mailboxes& mailboxes,
+                    Exchange&) const override {
+    if (mailboxes.rank() != call.root) {
+      copy_bytes(buffers.data, mailboxes.of(call.root), call.num_bytes());
+    }
+    return 0;
+  }
+
+  Source source_of(const Call& call, const Buffers& buffers, int rank) const override {
+    if (rank != call.root) return {.kind = Source::Kind::kNothing};
+    return {.kind = Source::Kind::kTensor, .tensor = buffers.data};
+  }
+
+  uint64_t run_in_place(const Call& call, const Buffers& buffers, const Sources& sources,
+                        Exchange& exchange) const override {
+    if (exchange.rank() == call.root) {
+      exchange.wait_drained_by_peers(0, "broadcast in place");
+    } else {
+      copy_bytes(buffers.data, sources[static_cast<size_t>(call.root)], call.num_bytes());
+      exchange.publish_drained(0);
+    }
+    return 1;
+  }
+
+  uint64_t run_rounds(const Call& call, const Buffers& buffers, Exchange& exchange) const override {
+    const Part whole{buffers.data, call.num_elems};
+    const uint64_t num_rounds = schedule::ceil_div(call.num_bytes(), exchange.slot_bytes());
+    const bool is_root = exchange.rank() == call.root;
+    for (uint64_t round = 0; round < num_rounds; ++round) {
+      const Range chunk = schedule::chunk_of(call.num_bytes(), exchange.slot_bytes(), round);
+      if (is_root) {
+        if (round >= 2) exchange.wait_drained_by_peers(round - 2, "broadcast send");
+        copy_bytes(exchange.own_slot(round), at(whole, chunk.begin), chunk.num_elems);
+        exchange.publish_filled(round);
+      } else {
+        exchange.wait_filled(call.root, round, "broadcast receive");
+        copy_bytes(at(whole, chunk.begin), exchange.slot(call.root, round), chunk.num_elems);
+        exchange.publish_drained(round);
+      }
+    }
+    return num_rounds;
+  }
+};
+
+class AllGather final : public Executor {
+ public:
+  std::optional<uint64_t> message_bytes(const Call& call, const Buffers& buffers, int world_size,
+                                        uint64_t) const override {
+    return longest_of(call, buffers.outputs, world_size);
+  }
+
+  void contribute(const Call& call, const Buffers& buffers,
+                  const Mailboxes& mailboxes) const override {
+    copy_bytes(mailboxes.own(), buffers.inputs->data, bytes_of(call, *buffers.inputs));
+  }
+
+  uint64_t complete(const Call& call, const Buffers& buffers, const Mailboxes& mailboxes,
+                    Exchange&) const override {
+    move_own(call, *buffers.inputs, buffers.outputs[mailboxes.rank()]);
+    for (int i = 0; i < mailboxes.world_size() - 1; ++i) {
+      const int peer = schedule::rotated_peer(mailboxes.rank(), mailboxes.world_size(), i);
+      const Part& output = buffers.outputs[peer];
+      copy_bytes(output.data, mailboxes.of(peer), bytes_of(call, output));
+    }
+    return 0;
+  }
+
+  Source source_of(const Call&, const Buffers& buffers, int) const override {
+    return {.kind = Source::Kind::kTensor, .tensor = buffers.inputs->data};
+  }
+
+  uint64_t source_bytes(const Call& call, const Buffers& buffers, int peer) const override {
+    return bytes_of(call, buffers.outputs[peer]);
+  }
+
+  uint64_t run_in_place(const Call& call, const Buffers& buffers, const Sources& sources,
+                        Exchange& exchange) const override {
+    for (int i = 0; i < exchange.world_size() - 1; ++i) {
+      const int peer = schedule::rotated_peer(exchange.rank(), exchange.world_size(), i);
+      const Part& output = buffers.outputs[peer];
+      copy_bytes(output.data, sources[static_cast<size_t>(peer)], bytes_of(call, output));
+    }
+    exchange.publish_drained(0);
+    move_own(call, *buffers.inputs, buffers.outputs[exchange.rank()]);
+    exchange.wait_drained_by_peers(0, "all_gather in place");
+    return 1;
+  }
+
+  // Two slots suffice: round r + 2 overwrites the slot of round r, but only after every peer has
+  // filled round r + 1, which a peer does after it has read round r. A rank whose part has ended
+  // fills empty chunks.
+  uint64_t run_rounds(const Call& call, const Buffers& buffers, Exchange& exchange) const override {
+    const uint64_t num_rounds = schedule::ceil_div(
+        longest_of(call, buffers.outputs, exchange.world_size()), exchange.slot_bytes());
+    const auto chunk_of = [&](const Part& part, uint64_t round) {
+      return schedule::chunk_of(bytes_of(call, part), exchange.slot_bytes(), round);
+    };
+    for (uint64_t round = 0; round < num_rounds; ++round) {
+      const Range own = chunk_of(*buffers.inputs, round);
+      copy_bytes(exchange.own_slot(round), at(*buffers.inputs, own.begin), own.num_elems);
+      exchange.publish_filled(round);
+      for (int i = 0; i < exchange.world_size() - 1; ++i) {
+        const int peer = schedule::rotated_peer(exchange.rank(), exchange.world_size(), i);
+        const Range chunk = chunk_of(buffers.outputs[peer], round);
+        exchange.wait_filled(peer, round, "all_gather receive");
+        copy_bytes(at(buffers.outputs[peer], chunk.begin), exchange.slot(peer, round),
+                   chunk.num_elems);
+      }
+    }
+    move_own(call, *buffers.inputs, buffers.outputs[exchange.rank()]);
+    return num_rounds;
+  }
+};
+
+class Gather final : public Executor {
+ public:
+  std::optional<uint64_t> message_bytes(const Call& call, const Buffers&, int,
+                                        uint64_t) const override {
+    return call.num_bytes();
+  }
+
+  void contribute(const Call& call, const Buffers& buffers,
+                  const Mailboxes& mailboxes) const override {
+    if (mailboxes.rank() == call.root) return;
+    copy_bytes(mailboxes.own(), buffers.inputs->data, call.num_bytes());
+  }
+
+  uint64_t complete(const Call& call, const Buffers& buffers, const Mailboxes& mailboxes,
+                    Exchange&) const override {
+    if (mailboxes.rank() != call.root) return 0;
+    move_own(call, *buffers.inputs, buffers.outputs[call.root]);
+    for (int i = 0; i < mailboxes.world_size() - 1; ++i) {
+      const int peer = schedule::rotated_peer(mailboxes.rank(), mailboxes.world_size(), i);
+      copy_bytes(buffers.outputs[peer].data, mailboxes.of(peer), call.num_bytes());
+    }
+    return 0;
+  }
+
+  Source source_of(const Call& call, const Buffers& buffers, int rank) const override {
+    if (rank == call.root) return {.kind = Source::Kind::kNothing};
+    return {.kind = Source::Kind::kTensor, .tensor = buffers.inputs->data};
+  }
+
+  uint64_t run_in_place(const Call& call, const Buffers& buffers, const Sources& sources,
+                        Exchange& exchange) const override {
+    if (exchange.rank() != call.root) {
+      exchange.wait_drained(call.root, 0, "gather in place");
+      return 1;
+    }
+    for (int i = 0; i < exchange.world_size() - 1; ++i) {
+      const int peer = schedule::rotated_peer(exchange.rank(), exchange.world_size(), i);
+      copy_bytes(buffers.outputs[peer].data, sources[static_cast<size_t>(peer)], call.num_bytes());
+    }
+    exchange.publish_drained(0);
+    move_own(call, *buffers.inputs, buffers.outputs[call.root]);
+    return 1;
+  }
+
+  // Two slots suffice: a rank refills the slot of round r in round r + 2, once the root has drained
+  // round r.
+  uint64_t run_rounds(const Call& call, const Buffers& buffers, Exchange& exchange) const override {
+    const uint64_t num_rounds = schedule::ceil_div(call.num_bytes(), exchange.slot_bytes());
+    const bool is_root = exchange.rank() == call.root;
+    for (uint64_t round = 0; round < num_rounds; ++round) {
+      const Range chunk = schedule::chunk_of(call.num_bytes(), exchange.slot_bytes(), round);
+      if (!is_root) {
+        if (round >= 2) exchange.wait_drained(call.root, round - 2, "gather send");
+        copy_bytes(exchange.own_slot(round), at(*buffers.inputs, chunk.begin), chunk.num_elems);
+        exchange.publish_filled(round);
+        continue;
+      }
+      for (int i = 0; i < exchange.world_size() - 1; ++i) {
+        const int peer = schedule::rotated_peer(exchange.rank(), exchange.world_size(), i);
+        exchange.wait_filled(peer, round, "gather receive");
+        copy_bytes(at(buffers.outputs[peer], chunk.begin), exchange.slot(peer, round),
+                   chunk.num_elems);
+      }
+      exchange.publish_drained(round);
+    }
+    if (is_root) move_own(call, *buffers.inputs, buffers.outputs[call.root]);
+    return num_rounds;
+  }
+};
+
+class Scatter final : public Executor {
+ public:
+  // The root's message holds the parts of all ranks.
+  std::optional<uint64_t> message_bytes(const Call& call, const Buffers&, int world_size,
+                                        uint64_t) const override {
+    return static_cast<uint64_t>(world_size) * call.num_bytes();
+  }
+
+  void contribute(const Call& call, const Buffers& buffers,
+                  const Mailboxes& mailboxes) const override {
+    if (mailboxes.rank() != call.root) return;
+    for (int peer = 0; peer < mailboxes.world_size(); ++peer) {
+      if (peer == call.root) continue;
+      copy_bytes(mailboxes.own() + static_cast<uint64_t>(peer) * call.num_bytes(),
+                 buffers.inputs[peer].data, call.num_bytes());
+    }
+  }
+
+  uint64_t complete(const Call& call, const Buffers& buffers, const Mailboxes& mailboxes,
+                    Exchange&) const override {
+    const auto rank = static_cast<uint64_t>(mailboxes.rank());
+    if (mailboxes.rank() == call.root) {
+      move_own(call, buffers.inputs[rank], *buffers.outputs);
+    } else {
+      copy_bytes(buffers.outputs->data, mailboxes.of(call.root) + rank * call.num_bytes(),
+                 call.num_bytes());
+    }
+    return 0;
+  }
+
+  uint64_t run_rounds(const Call& call, const Buffers& buffers, Exchange& exchange) const override {
+    const uint64_t share = exchange.share_of_slot();
+    const uint64_t num_rounds = schedule::ceil_div(call.num_bytes(), share);
+    const bool is_root = exchange.rank() == call.root;
+    for (uint64_t round = 0; round < num_rounds; ++round) {
+      const Range chunk = schedule::chunk_of(call.num_bytes(), share, round);
+      const auto place_of = [&](int peer) {
+        return exchange.slot(call.root, round) + static_cast<uint64_t>(peer) * share;
+      };
+      if (!is_root) {
+        exchange.wait_filled(call.root, round, "scatter receive");
+        copy_bytes(at(*buffers.outputs, chunk.begin), place_of(exchange.rank()), chunk.num_elems);
+        exchange.publish_drained(round);
+        continue;
+      }
+      if (round >= 2) exchange.wait_drained_by_peers(round - 2, "scatter send");
+      for (int peer = 0; peer < exchange.world_size(); ++peer) {
+        if (peer == call.root) continue;
+        copy_bytes(place_of(peer), at(buffers.inputs[peer], chunk.begin), chunk.num_elems);
+      }
+      exchange.publish_filled(round);
+    }
+    if (is_root) move_own(call, buffers.inputs[call.root], *buffers.outputs);
+    return num_rounds;
+  }
+};
 
 }  // namespace
 
-void contribute(const Call& call, const BroadcastBuffers& buffers, const Mailboxes& mailboxes) {
-  if (mailboxes.rank() != call.root) return;
-  copy_bytes(mailboxes.own(), buffers.data, call.num_bytes());
+const Executor& broadcast_executor() {
+  static const Broadcast executor;
+  return executor;
 }
 
-uint64_t complete(const Call& call, const BroadcastBuffers& buffers, const Mailboxes& mailboxes,
-                  Exchange&) {
-  if (mailboxes.rank() != call.root) {
-    copy_bytes(buffers.data, mailboxes.of(call.root), call.num_bytes());
-  }
-  return 0;
+const Executor& all_gather_executor() {
+  static const AllGather executor;
+  return executor;
 }
 
-Source source_of(const Call& call, const BroadcastBuffers& buffers, int rank) {
-  if (rank != call.root) return {.kind = Source::Kind::kNothing};
-  return {.kind = Source::Kind::kTensor, .tensor = buffers.data};
+const Executor& gather_executor() {
+  static const Gather executor;
+  return executor;
 }
 
-uint64_t run_in_place(const Call& call, const BroadcastBuffers& buffers, const Sources& sources,
-                      Exchange& exchange) {
-  if (exchange.rank() == call.root) {
-    exchange.wait_drained_by_peers(0, "broadcast in place");
-  } else {
-    copy_bytes(buffers.data, sources[static_cast<size_t>(call.root)], call.num_bytes());
-    exchange.publish_drained(0);
-  }
-  return 1;
-}
-
-// Two slots suffice: the root refills the slot of round r in round r + 2, once all other ranks have
-// drained round r.
-uint64_t run_rounds(const Call& call, const BroadcastBuffers& buffers, Exchange& exchange) {
-  const uint64_t num_rounds = schedule::ceil_div(call.num_bytes(), exchange.slot_bytes());
-  const bool is_root = exchange.rank() == call.root;
-  for (uint64_t round = 0; round < num_rounds; ++round) {
-    const Range chunk = schedule::chunk_of(call.num_bytes(), exchange.slot_bytes(), round);
-    if (is_root) {
-      if (round >= 2) exchange.wait_drained_by_peers(round - 2, "broadcast send");
-      copy_bytes(exchange.own_slot(round), at(buffers.data, chunk.begin), chunk.num_elems);
-      exchange.publish_filled(round);
-    } else {
-      exchange.wait_filled(call.root, round, "broadcast receive");
-      copy_bytes(at(buffers.data, chunk.begin), exchange.slot(call.root, round), chunk.num_elems);
-      exchange.publish_drained(round);
-    }
-  }
-  return num_rounds;
-}
-
-void contribute(const Call& call, const AllGatherBuffers& buffers, const Mailboxes& mailboxes) {
-  copy_bytes(mailboxes.own(), buffers.input, call.num_bytes());
-}
-
-uint64_t complete(const Call& call, const AllGatherBuffers& buffers, const Mailboxes& mailboxes,
-                  Exchange&) {
-  copy_own_input(call, buffers, mailboxes.rank());
-  for (int i = 0; i < mailboxes.world_size() - 1; ++i) {
-    const int peer = schedule::rotated_peer(mailboxes.rank(), mailboxes.world_size(), i);
-    copy_bytes(buffers.outputs[peer], mailboxes.of(peer), call.num_bytes());
-  }
-  return 0;
-}
-
-Source source_of(const Call&, const AllGatherBuffers& buffers, int) {
-  return {.kind = Source::Kind::kTensor, .tensor = buffers.input};
-}
-
-uint64_t run_in_place(const Call& call, const AllGatherBuffers& buffers, const Sources& sources,
-                      Exchange& exchange) {
-  for (int i = 0; i < exchange.world_size() - 1; ++i) {
-    const int peer = schedule::rotated_peer(exchange.rank(), exchange.world_size(), i);
-    copy_bytes(buffers.outputs[peer], sources[static_cast<size_t>(peer)], call.num_bytes());
-  }
-  exchange.publish_drained(0);
-  copy_own_input(call, buffers, exchange.rank());
-  exchange.wait_drained_by_peers(0, "all_gather in place");
-  return 1;
-}
-
-// Two slots suffice: round r + 2 overwrites the slot of round r, but only after every peer has
-// filled round r + 1, which a peer does after it has read round r.
-uint64_t run_rounds(const Call& call, const AllGatherBuffers& buffers, Exchange& exchange) {
-  const uint64_t num_rounds = schedule::ceil_div(call.num_bytes(), exchange.slot_bytes());
-  for (uint64_t round = 0; round < num_rounds; ++round) {
-    const Range chunk = schedule::chunk_of(call.num_bytes(), exchange.slot_bytes(), round);
-    copy_bytes(exchange.own_slot(round), at(buffers.input, chunk.begin), chunk.num_elems);
-    exchange.publish_filled(round);
-    for (int i = 0; i < exchange.world_size() - 1; ++i) {
-      const int peer = schedule::rotated_peer(exchange.rank(), exchange.world_size(), i);
-      exchange.wait_filled(peer, round, "all_gather receive");
-      copy_bytes(at(buffers.outputs[peer], chunk.begin), exchange.slot(peer, round),
-                 chunk.num_elems);
-    }
-  }
-  copy_own_input(call, buffers, exchange.rank());
-  return num_rounds;
+const Executor& scatter_executor() {
+  static const Scatter executor;
+  return executor;
 }
 
 }  // namespace rota::cpu

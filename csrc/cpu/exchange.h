@@ -41,16 +41,20 @@ using Sources = std::array<std::byte*, kMaxWorldSize>;
 class Mailboxes {
  public:
   Mailboxes(const transport::Transport& transport, uint64_t epoch, size_t num_bytes)
-      : transport_(transport), offset_(transport.geometry().message(epoch, num_bytes)) {}
+      : transport_(transport),
+        num_bytes_(num_bytes),
+        offset_(transport.geometry().message(epoch, num_bytes)) {}
 
   int rank() const { return transport_.rank(); }
   int world_size() const { return transport_.world_size(); }
+  size_t num_bytes() const { return num_bytes_; }
   std::byte* own() const { return of(rank()); }
   std::byte* of(int peer) const { return transport_.region(peer).at(offset_); }
 
  private:
   const transport::Transport& transport_;
-  size_t offset_;  // the same in every region
+  size_t num_bytes_;  // of each message
+  size_t offset_;     // the same in every region
 };
 
 class Exchange {
@@ -66,6 +70,10 @@ class Exchange {
   int rank() const { return transport_.rank(); }
   int world_size() const { return transport_.world_size(); }
   size_t slot_bytes() const { return transport_.geometry().slot_bytes; }
+  // Each rank's share of a slot that holds chunks for all of them, in whole cache lines.
+  size_t share_of_slot() const {
+    return slot_bytes() / static_cast<size_t>(world_size()) / kCacheLineBytes * kCacheLineBytes;
+  }
 
   std::byte* own_slot(uint64_t round) const { return slot(rank(), round); }
   std::byte* slot(int peer, uint64_t round) const {

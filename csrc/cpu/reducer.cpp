@@ -34,8 +34,9 @@ void convert_or_copy(const ElementLoops& loops, DType from, DType to, const void
 
 }  // namespace
 
-Reducer::Reducer(const Call& call, void* data, int world_size)
+Reducer::Reducer(const Call& call, void* data, bool writes_sums, int world_size)
     : data_(static_cast<std::byte*>(data)),
+      writes_sums_(writes_sums),
       dtype_(call.dtype),
       wire_(call.wire),
       hop_(call.hop),
@@ -84,7 +85,7 @@ void Reducer::reduce(const WirePlace* srcs, const Range& range,
       copy_bytes(wire_.from(wire_outs[i], begin).payload, sum.payload,
                  wire_.payload_bytes(block.num_elems));
     }
-    unpack(sum, block);
+    if (writes_sums_) unpack(sum, block);
   });
 }
 

@@ -26,7 +26,8 @@ class Reducer {
   // Shards start at multiples of this.
   static constexpr uint64_t kGranuleElems = rota::kGranuleElems;
 
-  Reducer(const Call& call, void* data, int world_size);
+  // writes_sums: whether reduce() writes to the tensor, too.
+  Reducer(const Call& call, void* data, bool writes_sums, int world_size);
 
   const WireFormat& wire() const { return wire_; }
   size_t hop_bytes() const { return info(hop_).num_bytes; }
@@ -40,7 +41,7 @@ class Reducer {
   // Wire -> tensor, exact.
   void unpack(const WirePlace& wire, const schedule::Range& range) const;
   // Sums all ranks' contributions in ascending order, by groups if there are any. Writes the result
-  // to the tensor and to each of wire_outs, which may be among srcs.
+  // to the tensor, if sums are written there, and to each of wire_outs, which may be among srcs.
   void reduce(const WirePlace* srcs, const schedule::Range& range,
               std::span<const WirePlace> wire_outs) const;
 
@@ -60,6 +61,7 @@ class Reducer {
   void widen_contribution(const schedule::Range& range, std::byte* hop) const;
 
   std::byte* data_;
+  bool writes_sums_;
   DType dtype_;
   WireFormat wire_;
   DType hop_;

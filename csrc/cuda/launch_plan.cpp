@@ -298,11 +298,11 @@ Rounding rounding_of(const Call& call, int stream) {
 }
 
 LaunchRequest request_for(const Call& call, int world_size) {
-  const auto reduction = [&](Kernel kernel) -> LaunchRequest {
+  const auto reduction = [&](Kernel kernel, uint64_t num_elems) -> LaunchRequest {
     const bool is_bucket = is_packed(call);
-    const uint64_t num_tiles = schedule::ceil_div(call.num_elems, kTileElems);
+    const uint64_t num_tiles = schedule::ceil_div(num_elems, kTileElems);
     return {.kernel = kernel,
-            .num_elems = is_bucket ? num_tiles * kTileElems : call.num_elems,
+            .num_elems = is_bucket ? num_tiles * kTileElems : num_elems,
             .format = call.wire,
             .op = call.op,
             .divisor = call.pass.divisor,
@@ -316,15 +316,19 @@ LaunchRequest request_for(const Call& call, int world_size) {
   switch (call.kind) {
     case CollectiveKind::kAllReduce:
     case CollectiveKind::kReduceBucket:
-      return reduction(kernel_for(call.algorithm));
+      return reduction(kernel_for(call.algorithm), call.num_elems);
     case CollectiveKind::kReduceScatter:
-      return reduction(Kernel::kReduceScatter);
+      return reduction(Kernel::kReduceScatter, static_cast<uint64_t>(world_size) * call.num_elems);
     case CollectiveKind::kBroadcast:
       return copy(Kernel::kBroadcast, call.num_bytes());
     case CollectiveKind::kAllGather:
       return copy(Kernel::kAllGather, static_cast<uint64_t>(world_size) * call.num_bytes());
     case CollectiveKind::kSendRecv:
       return copy(Kernel::kTransfer, call.num_bytes());
+    case CollectiveKind::kReduce:
+    case CollectiveKind::kGather:
+    case CollectiveKind::kScatter:
+    case CollectiveKind::kAllToAll:
     case CollectiveKind::kBarrier:
       break;
   }

@@ -33,7 +33,7 @@ std::string wire_text(const WireFormat& wire) {
 
 Call Call::from_words(const Words& words) {
   const uint64_t packed = words[0] - 1;
-  return {.kind = enum_at<CollectiveKind>(packed, 0, kCollectiveNames.size()),
+  return {.kind = enum_at<CollectiveKind>(packed, 0, kCollectives.size()),
           .op = enum_at<ReduceOp>(packed, 8, kNumReduceOps),
           .dtype = enum_at<DType>(packed, 16, kNumDTypes),
           .wire = {enum_at<DType>(packed, 24, kNumDTypes), enum_at<bool>(packed, 48, 2)},
@@ -42,6 +42,7 @@ Call Call::from_words(const Words& words) {
           .root = static_cast<int>(words[2]),
           .group_size = static_cast<int>(words[2] >> 32),
           .num_elems = words[1],
+          .uneven = words[6],
           .pass = {.contribution_factor = float_at(words[3], 0),
                    .divisor = float_at(words[3], 32),
                    .result_factor = float_at(words[4], 0),
@@ -57,34 +58,28 @@ uint64_t Call::fingerprint(const Words& words) {
 }
 
 std::string Call::to_string() const {
-  const std::string tensor = join(name(dtype), '[', num_elems, ']');
-  switch (kind) {
-    case CollectiveKind::kAllReduce: {
-      std::string text = join(kind_name(), '(', name(op), ", ", tensor, ", ", name(algorithm));
-      if (wire.dtype != dtype) text += wire_text(wire);
-      if (hop != info(wire.dtype).accumulate) text += join(", hop ", name(hop));
-      if (group_size != 0) text += join(", groups of ", group_size);
-      return text + ')';
-    }
-    case CollectiveKind::kReduceBucket: {
-      std::string text = join(kind_name(), '(', tensor, ", ", name(algorithm), wire_text(wire),
-                              ", ", text_of(pass.contribution_factor), " * sum / ",
-                              text_of(pass.divisor), " * ", text_of(pass.result_factor));
-      if (pass.has_residual) text += ", residual";
-      if (pass.stochastic_seed) text += join(", stochastic_seed ", *pass.stochastic_seed);
-      return text + ')';
-    }
-    case CollectiveKind::kBroadcast:
-      return join(kind_name(), '(', tensor, ", root ", root, ')');
-    case CollectiveKind::kAllGather:
-    case CollectiveKind::kSendRecv:
-      return join(kind_name(), '(', tensor, ')');
-    case CollectiveKind::kReduceScatter:
-      return join(kind_name(), '(', name(op), ", ", tensor, ')');
-    case CollectiveKind::kBarrier:
-      return join(kind_name(), "()");
+  const CollectiveRow& row = row_of(kind);
+  if (kind == CollectiveKind::kBarrier) return join(row.name(), "()");
+  std::string text = join(row.name(), '(');
+  if (row.reduces && kind != CollectiveKind::kReduceBucket) text += join(name(op), ", ");
+  text += std::string(name(dtype));
+  if (kind != CollectiveKind::kAllToAll) text += join('[', num_elems, ']');
+  if (uneven != 0) text += join(" in unequal parts ", uneven);
+  if (row.has_root()) text += join(", root ", root);
+  if (kind == CollectiveKind::kAllReduce || kind == CollectiveKind::kReduceBucket) {
+    text += join(", ", name(algorithm));
   }
-  return "unknown collective";
+  if (kind == CollectiveKind::kReduceBucket) {
+    text += join(wire_text(wire), ", ", text_of(pass.contribution_factor), " * sum / ",
+                 text_of(pass.divisor), " * ", text_of(pass.result_factor));
+    if (pass.has_residual) text += ", residual";
+    if (pass.stochastic_seed) text += join(", stochastic_seed ", *pass.stochastic_seed);
+  } else if (row.reduces) {
+    if (wire.dtype != dtype) text += wire_text(wire);
+    if (hop != info(wire.dtype).accumulate) text += join(", hop ", name(hop));
+    if (group_size != 0) text += join(", groups of ", group_size);
+  }
+  return text + ')';
 }
 
 }  // namespace rota

@@ -13,27 +13,10 @@
 
 #include "base/dtype.h"
 #include "base/wire_format.h"
+#include "schedule/collective.h"
 #include "schedule/select.h"
 
 namespace rota {
-
-enum class CollectiveKind : uint8_t {
-  kAllReduce,
-  kReduceBucket,
-  kBroadcast,
-  kAllGather,
-  kReduceScatter,
-  kSendRecv,
-  kBarrier,
-};
-
-inline constexpr std::array<std::string_view, 7> kCollectiveNames{
-    "all_reduce",     "reduce_bucket", "broadcast", "all_gather",
-    "reduce_scatter", "send_recv",     "barrier"};
-
-constexpr std::string_view name(CollectiveKind kind) {
-  return kCollectiveNames[static_cast<size_t>(kind)];
-}
 
 // What an all-reduce does to a gradient bucket besides summing it.
 struct BucketPass {
@@ -53,15 +36,16 @@ struct Call {
   WireFormat wire{DType::kUInt8};  // what contributions and results are rounded to
   DType hop = DType::kUInt8;       // the dtype of partial sums in rings
   schedule::Algorithm algorithm = schedule::Algorithm::kOneShot;
-  int root = 0;            // of a broadcast
+  int root = 0;            // of those that have one
   int group_size = 0;      // ranks summed as a group, before groups are summed; 0: no groups
-  uint64_t num_elems = 0;  // of the rank's tensor; of the input if there is a separate output
+  uint64_t num_elems = 0;  // of the rank's tensor, or of each rank's part; 0 for all_to_all, whose
+                           // ranks compare the parts of each pair (cpu/all_to_all.h)
+  uint64_t uneven = 0;  // a hash of the parts' lengths if they differ, then num_elems is their sum
   BucketPass pass;
 
   bool operator==(const Call&) const = default;
 
   std::string_view kind_name() const { return name(kind); }
-  // Size of the rank's tensor.
   uint64_t num_bytes() const { return num_elems * info(dtype).num_bytes; }
   // "all_reduce(sum, float32[1024], two_shot)"
   std::string to_string() const;
@@ -79,7 +63,8 @@ struct Call {
             static_cast<uint32_t>(root) | static_cast<uint64_t>(group_size) << 32,
             bits_of(pass.contribution_factor) | bits_of(pass.divisor) << 32,
             bits_of(pass.result_factor) | static_cast<uint64_t>(pass.has_residual) << 32,
-            pass.stochastic_seed.value_or(0)};
+            pass.stochastic_seed.value_or(0),
+            uneven};
   }
   static Call from_words(const Words& words);
   // A hash of the words: different calls collide with probability 2^-64.

@@ -19,6 +19,7 @@ HOST_DEVICE constexpr uint64_t ceil_div(uint64_t value, uint64_t divisor) {
 }
 
 HOST_DEVICE constexpr uint64_t min_of(uint64_t a, uint64_t b) { return a < b ? a : b; }
+HOST_DEVICE constexpr uint64_t max_of(uint64_t a, uint64_t b) { return a < b ? b : a; }
 
 // The chunk `index` when chunks hold `chunk_elems` each; the last one may be short.
 HOST_DEVICE constexpr Range chunk_of(uint64_t num_elems, uint64_t chunk_elems, uint64_t index) {

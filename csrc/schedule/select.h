@@ -27,6 +27,11 @@ constexpr std::string_view name(Algorithm algorithm) {
   return kAlgorithmNames[static_cast<size_t>(algorithm)];
 }
 
+// Whether partial sums travel from rank to rank.
+constexpr bool is_ring(Algorithm algorithm) {
+  return algorithm == Algorithm::kRing || algorithm == Algorithm::kOrderedRing;
+}
+
 constexpr std::optional<Algorithm> parse_algorithm(std::string_view text) {
   for (size_t i = 0; i < kAlgorithmNames.size(); ++i) {
     if (kAlgorithmNames[i] == text) return static_cast<Algorithm>(i);

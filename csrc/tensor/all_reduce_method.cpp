@@ -138,7 +138,9 @@ PyObject* all_reduce(PyObject* self, PyObject* const* args, Py_ssize_t num_args,
       WorkRef work;
       {
         const py::gil_scoped_release gil_released;
-        work = communicator.all_reduce(tensor, options, mode);
+        work = communicator.run(
+            Operation{.kind = CollectiveKind::kAllReduce, .outputs = tensor, .reduction = options},
+            mode);
       }
       if (!work) Py_RETURN_NONE;
       return py::cast(c10::intrusive_ptr<::c10d::Work>(std::move(work))).release().ptr();

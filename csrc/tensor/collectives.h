@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/plan.h"
+#include "tensor/operation.h"
 #include "tensor/work.h"
 
 namespace rota::tensors {
@@ -29,11 +30,7 @@ struct BucketTensors {
   std::optional<at::Tensor> residual;  // float32, as many elements as the bucket
 };
 
-// One rank's tensors of one all-gather.
-struct AllGatherTensors {
-  std::vector<at::Tensor> outputs;  // by rank, each of the length and dtype of input
-  at::Tensor input;
-};
+using OperationList = at::ArrayRef<Operation>;
 
 class Collectives {
  public:
@@ -44,20 +41,13 @@ class Collectives {
   // How the ranks reach each other's tensors.
   virtual std::string peer_access() const = 0;
 
-  // Each checks its tensors before moving anything, and throws Error. Several tensors are several
-  // collectives, in order, covered by one work. Strided tensors are packed and unpacked.
-  virtual WorkRef all_reduce(at::TensorList tensors, const AllReduceOptions& options,
-                             Launch mode) = 0;
+  // Checks the tensors before anything moves, and throws Error. Several operations of one kind run
+  // in order and are covered by one work. Strided tensors are packed and unpacked.
+  virtual WorkRef run(OperationList operations, Launch mode) = 0;
+  // Whether run() supports an operation of this rank; throws Error if no device does.
+  virtual bool supports(const Operation& operation) const = 0;
   virtual WorkRef reduce_bucket(const BucketTensors& tensors, const BucketOptions& options,
                                 Launch mode) = 0;
-  virtual WorkRef broadcast(at::TensorList tensors, int root, Launch mode) = 0;
-  virtual WorkRef all_gather(std::vector<AllGatherTensors> gathers, Launch mode) = 0;
-  // Whether reduce_scatter() supports the dtype. Throws Error(kType) for one that cannot be
-  // reduced.
-  virtual bool has_reduce_scatter(at::ScalarType dtype) const = 0;
-  // input: world_size parts as long as output; rank i gets the sum of all parts i.
-  virtual WorkRef reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
-                                 Launch mode) = 0;
   virtual bool has_transfers() const = 0;  // otherwise send() and recv() throw
   // Messages match by source and tag, in call order; kAnyRank receives from any rank. A recv's
   // work, which blocking calls return too, holds the sender's rank.

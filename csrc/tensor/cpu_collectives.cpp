@@ -4,59 +4,25 @@
 #include <c10/util/SmallVector.h>
 
 #include "base/cores.h"
-#include "cpu/all_reduce_buffers.h"
-#include "cpu/copy_collectives.h"
 #include "tensor/errors.h"
 #include "tensor/tensor_checks.h"
 
 namespace rota::tensors {
 namespace {
 
-// Most calls have one tensor, for which these allocate nothing.
-using Calls = c10::SmallVector<Call, 1>;
-
-void run_all_reduce(Communicator& communicator, const at::Tensor& tensor, const Call& call,
-                    CallerThread thread) {
-  const Packed packed(tensor, Packed::Content::kRead);
-  communicator.run(call, cpu::AllReduceBuffers{.data = packed.data()}, thread);
-  packed.unpack();
-}
-
 void run_reduce_bucket(Communicator& communicator, const BucketTensors& tensors, const Call& call,
                        CallerThread thread) {
   const Packed packed(tensors.bucket, Packed::Content::kRead);
   cpu::BucketMeasures measures(call.num_elems);
   communicator.run(call,
-                   cpu::AllReduceBuffers{
-                       .data = packed.data(),
-                       .residual = tensors.residual ? tensors.residual->data_ptr<float>() : nullptr,
-                       .measures = &measures},
+                   {.data = packed.data(),
+                    .residual = tensors.residual ? tensors.residual->data_ptr<float>() : nullptr,
+                    .measures = &measures},
                    thread);
   packed.unpack();
   auto* stats = tensors.stats.data_ptr<double>();
   stats[0] = static_cast<double>(measures.num_non_finite);
   stats[1] = measures.sum_of_squares();
-}
-
-void run_broadcast(Communicator& communicator, const at::Tensor& tensor, const Call& call,
-                   CallerThread thread) {
-  const bool is_root = call.root == communicator.rank();
-  const Packed packed(tensor, is_root ? Packed::Content::kRead : Packed::Content::kOverwritten);
-  communicator.run(call, cpu::BroadcastBuffers{.data = packed.data()}, thread);
-  if (!is_root) packed.unpack();
-}
-
-void run_all_gather(Communicator& communicator, const AllGatherTensors& gather, const Call& call,
-                    CallerThread thread) {
-  const Packed input(gather.input, Packed::Content::kRead);
-  std::vector<Packed> outputs;
-  std::vector<void*> pointers;
-  for (const at::Tensor& tensor : gather.outputs) {
-    pointers.push_back(outputs.emplace_back(tensor, Packed::Content::kOverwritten).data());
-  }
-  communicator.run(call, cpu::AllGatherBuffers{.input = input.data(), .outputs = pointers.data()},
-                   thread);
-  for (const Packed& output : outputs) output.unpack();
 }
 
 }  // namespace
@@ -72,22 +38,24 @@ CpuCollectives::CpuCollectives(std::shared_ptr<Communicator> communicator,
                  : ProgressQueue::Placement::kCoreOfCaller) {}
 
 template <typename Body>
-WorkRef CpuCollectives::launch(Launch mode, ::c10d::OpType op_type, const char* title,
-                               at::TensorList tensors, Body&& body) {
-  if (mode == Launch::kBlocking && queue_.is_idle()) {
-    // Shows this call to profilers, as Work does for a queued one; costs 16 ns without a profiler.
-    RECORD_USER_SCOPE(title);
-    // A copy of the pointer, because a signal handler or a callback may close the communicator
-    // meanwhile.
-    const std::shared_ptr<Communicator> communicator = communicator_;
-    body(*communicator, tensors, CallerThread::kUser);
-    return {};
-  }
-  auto work = c10::make_intrusive<HostWork>(rank_, op_type, title, tensors.vec(), check_interrupt_);
-  queue_.enqueue([communicator = communicator_, work, body = std::forward<Body>(body)] {
+void CpuCollectives::run_here(const char* title, const Body& body) {
+  // Shows this call to profilers, as Work does for a queued one; costs 16 ns without a profiler.
+  RECORD_USER_SCOPE(title);
+  // A copy of the pointer, because a signal handler or a callback may close the communicator
+  // meanwhile.
+  const std::shared_ptr<Communicator> communicator = communicator_;
+  body(*communicator, CallerThread::kUser);
+}
+
+template <typename Body>
+WorkRef CpuCollectives::enqueue(Launch mode, CollectiveKind kind, std::vector<at::Tensor> results,
+                                Body body) {
+  auto work = c10::make_intrusive<HostWork>(rank_, op_type_of(kind), row_of(kind).title,
+                                            std::move(results), check_interrupt_);
+  queue_.enqueue([communicator = communicator_, work, body = std::move(body)] {
     std::exception_ptr exception;
     try {
-      with_python_errors([&] { body(*communicator, work->tensors(), CallerThread::kProgress); });
+      with_python_errors([&] { body(*communicator, CallerThread::kProgress); });
     } catch (...) {
       exception = std::current_exception();
     }
@@ -98,21 +66,34 @@ WorkRef CpuCollectives::launch(Launch mode, ::c10d::OpType op_type, const char* 
   return {};
 }
 
-WorkRef CpuCollectives::all_reduce(at::TensorList tensors, const AllReduceOptions& options,
-                                   Launch mode) {
-  Calls calls;
-  for (const at::Tensor& tensor : tensors) {
-    check_tensor(tensor, "all_reduce");
-    const DType dtype = reducible_dtype(tensor.scalar_type(), "the tensor's dtype");
-    calls.push_back(planner_.all_reduce(dtype, num_elems(tensor), options));
+WorkRef CpuCollectives::run(OperationList operations, Launch mode) {
+  // Most calls have one operation, for which this allocates nothing.
+  c10::SmallVector<Call, 1> calls;
+  for (const Operation& operation : operations) {
+    calls.push_back(plan(operation, planner_, rank_, at::kCPU));
   }
-  return launch(mode, ::c10d::OpType::ALLREDUCE, "rota:all_reduce", tensors,
-                [calls = std::move(calls)](Communicator& communicator, at::TensorList tensors,
-                                           CallerThread thread) {
-                  for (size_t i = 0; i < tensors.size(); ++i) {
-                    run_all_reduce(communicator, tensors[i], calls[i], thread);
-                  }
-                });
+  if (operations.empty()) return {};
+  const CollectiveKind kind = operations[0].kind;
+  if (runs_at_once(mode)) {
+    run_here(row_of(kind).title, [&](Communicator& communicator, CallerThread thread) {
+      for (size_t i = 0; i < operations.size(); ++i) {
+        run_on_cpu(operations[i], calls[i], communicator, thread);
+      }
+    });
+    return {};
+  }
+  std::vector<OwnedOperation> owned(operations.begin(), operations.end());
+  std::vector<at::Tensor> results;
+  for (const OwnedOperation& operation : owned) {
+    results.insert(results.end(), operation.outputs().begin(), operation.outputs().end());
+  }
+  return enqueue(mode, kind, std::move(results),
+                 [owned = std::move(owned), calls = std::move(calls)](Communicator& communicator,
+                                                                      CallerThread thread) {
+                   for (size_t i = 0; i < owned.size(); ++i) {
+                     run_on_cpu(owned[i].view(), calls[i], communicator, thread);
+                   }
+                 });
 }
 
 WorkRef CpuCollectives::reduce_bucket(const BucketTensors& tensors, const BucketOptions& options,
@@ -120,49 +101,12 @@ WorkRef CpuCollectives::reduce_bucket(const BucketTensors& tensors, const Bucket
   check_bucket(tensors);
   const Call call =
       planner_.reduce_bucket(bucket_dtype(tensors.bucket), num_elems(tensors.bucket), options);
-  return launch(mode, ::c10d::OpType::ALLREDUCE, "rota:reduce_bucket", tensors.bucket,
-                [tensors, call](Communicator& communicator, at::TensorList, CallerThread thread) {
-                  run_reduce_bucket(communicator, tensors, call, thread);
-                });
-}
-
-WorkRef CpuCollectives::broadcast(at::TensorList tensors, int root, Launch mode) {
-  Calls calls;
-  for (const at::Tensor& tensor : tensors) {
-    check_tensor(tensor, "broadcast");
-    calls.push_back(
-        planner_.broadcast(movable_dtype(tensor, "broadcast"), num_elems(tensor), root));
-  }
-  return launch(mode, ::c10d::OpType::BROADCAST, "rota:broadcast", tensors,
-                [calls = std::move(calls)](Communicator& communicator, at::TensorList tensors,
-                                           CallerThread thread) {
-                  for (size_t i = 0; i < tensors.size(); ++i) {
-                    run_broadcast(communicator, tensors[i], calls[i], thread);
-                  }
-                });
-}
-
-WorkRef CpuCollectives::all_gather(std::vector<AllGatherTensors> gathers, Launch mode) {
-  Calls calls;
-  std::vector<at::Tensor> results;
-  for (const AllGatherTensors& gather : gathers) {
-    check_gather(gather, communicator_->world_size());
-    calls.push_back(
-        planner_.all_gather(movable_dtype(gather.input, "all_gather"), num_elems(gather.input)));
-    results.insert(results.end(), gather.outputs.begin(), gather.outputs.end());
-  }
-  return launch(mode, ::c10d::OpType::ALLGATHER, "rota:all_gather", results,
-                [gathers = std::move(gathers), calls = std::move(calls)](
-                    Communicator& communicator, at::TensorList, CallerThread thread) {
-                  for (size_t i = 0; i < gathers.size(); ++i) {
-                    run_all_gather(communicator, gathers[i], calls[i], thread);
-                  }
-                });
-}
-
-WorkRef CpuCollectives::reduce_scatter(const at::Tensor&, const at::Tensor&, ReduceOp, Launch) {
-  throw Error(ErrorKind::kType,
-              "rota.reduce_scatter: CPU tensors are not supported; use all_reduce and slice");
+  const auto body = [tensors, call](Communicator& communicator, CallerThread thread) {
+    run_reduce_bucket(communicator, tensors, call, thread);
+  };
+  if (!runs_at_once(mode)) return enqueue(mode, call.kind, {tensors.bucket}, body);
+  run_here(row_of(call.kind).title, body);
+  return {};
 }
 
 WorkRef CpuCollectives::send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) {
@@ -184,18 +128,10 @@ WorkRef CpuCollectives::request(Direction direction, const at::Tensor& tensor, i
                             check_interrupt_, mode);
 }
 
-WorkRef CpuCollectives::barrier(Launch mode) {
-  return launch(mode, ::c10d::OpType::BARRIER, "rota:barrier", {},
-                [](Communicator& communicator, at::TensorList, CallerThread thread) {
-                  communicator.barrier(thread);
-                });
-}
-
 void CpuCollectives::run_in_turn(const char* title, std::function<void(CallerThread)> task) {
-  launch(Launch::kBlocking, ::c10d::OpType::UNKNOWN, title, {},
-         [task = std::move(task)](Communicator&, at::TensorList, CallerThread thread) {
-           task(thread);
-         });
+  const auto body = [task = std::move(task)](Communicator&, CallerThread thread) { task(thread); };
+  if (runs_at_once(Launch::kBlocking)) return run_here(title, body);
+  enqueue(Launch::kBlocking, CollectiveKind::kBarrier, {}, body);
 }
 
 void CpuCollectives::check_usable(std::string_view call) const {

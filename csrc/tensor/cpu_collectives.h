@@ -21,18 +21,13 @@ class CpuCollectives final : public Collectives {
   at::Device device() const override { return at::kCPU; }
   std::string peer_access() const override { return "the host's memory"; }
 
-  WorkRef all_reduce(at::TensorList tensors, const AllReduceOptions& options, Launch mode) override;
+  WorkRef run(OperationList operations, Launch mode) override;
+  bool supports(const Operation&) const override { return true; }
   WorkRef reduce_bucket(const BucketTensors& tensors, const BucketOptions& options,
                         Launch mode) override;
-  WorkRef broadcast(at::TensorList tensors, int root, Launch mode) override;
-  WorkRef all_gather(std::vector<AllGatherTensors> gathers, Launch mode) override;
-  bool has_reduce_scatter(at::ScalarType) const override { return false; }
-  WorkRef reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
-                         Launch mode) override;
   bool has_transfers() const override { return true; }
   WorkRef send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
   WorkRef recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
-  WorkRef barrier(Launch mode);
   void finish(const std::function<void()>& check_interrupt) override;
 
   // Runs task(thread) after all queued work and blocks until it ends. What the task refers to must
@@ -53,10 +48,13 @@ class CpuCollectives final : public Collectives {
  private:
   WorkRef request(Direction direction, const at::Tensor& tensor, int peer, int64_t tag,
                   Launch mode);
-  // Runs body(communicator, tensors, thread) in this thread or on a progress thread.
+  bool runs_at_once(Launch mode) const { return mode == Launch::kBlocking && queue_.is_idle(); }
+  // Runs body(communicator, thread) in this thread.
   template <typename Body>
-  WorkRef launch(Launch mode, ::c10d::OpType op_type, const char* title, at::TensorList tensors,
-                 Body&& body);
+  void run_here(const char* title, const Body& body);
+  // Runs body(communicator, thread) on a progress thread. results: of the work.
+  template <typename Body>
+  WorkRef enqueue(Launch mode, CollectiveKind kind, std::vector<at::Tensor> results, Body body);
 
   int rank_;
   std::shared_ptr<Communicator> communicator_;  // null once closed; queued tasks share it

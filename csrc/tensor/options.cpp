@@ -28,14 +28,14 @@ std::optional<schedule::Algorithm> parse_algorithm(std::string_view collective,
 std::optional<DType> optional_dtype(const std::optional<at::ScalarType>& dtype,
                                     std::string_view what) {
   if (!dtype) return std::nullopt;
-  return reducible_dtype(*dtype, what);
+  return reducible_dtype(*dtype, "all_reduce", what);
 }
 
 }  // namespace
 
-ReduceOp parse_op(std::string_view op) {
+ReduceOp parse_op(std::string_view collective, std::string_view op) {
   return with_python_errors(
-      [&] { return parse_name("all_reduce", "op", op, "", kReduceOpNames, parse_reduce_op(op)); });
+      [&] { return parse_name(collective, "op", op, "", kReduceOpNames, parse_reduce_op(op)); });
 }
 
 AllReduceOptions parse_all_reduce_options(std::string_view op, std::string_view algorithm,
@@ -43,7 +43,7 @@ AllReduceOptions parse_all_reduce_options(std::string_view op, std::string_view 
                                           std::optional<at::ScalarType> hop_dtype,
                                           std::optional<int64_t> group_size) {
   return with_python_errors([&]() -> AllReduceOptions {
-    return {.op = parse_op(op),
+    return {.op = parse_op("all_reduce", op),
             .algorithm = parse_algorithm("all_reduce", algorithm),
             .wire = optional_dtype(wire_dtype, "wire_dtype"),
             .hop = optional_dtype(hop_dtype, "hop_dtype"),

@@ -13,11 +13,11 @@
 
 namespace rota::tensors {
 
-ReduceOp parse_op(std::string_view op);
+ReduceOp parse_op(std::string_view collective, std::string_view op);
 AllReduceOptions parse_all_reduce_options(std::string_view op, std::string_view algorithm,
                                           std::optional<at::ScalarType> wire_dtype,
-                                          std::optional<at::ScalarType> hop_dtype,
-                                          std::optional<int64_t> group_size);
+                                          std::optional<at::ScalarType> hop_dtype = std::nullopt,
+                                          std::optional<int64_t> group_size = std::nullopt);
 BucketOptions parse_bucket_options(at::ScalarType wire_dtype, bool block_scaling,
                                    const BucketPass& pass, std::string_view algorithm);
 

@@ -18,72 +18,68 @@ namespace {
 
 }  // namespace
 
-template <typename Body>
-WorkRef StagingCollectives::run(Launch mode, ::c10d::OpType op_type,
-                                std::vector<at::Tensor> tensors, size_t num_results,
-                                const Body& body) {
-  if (is_capturing(device_)) {
-    throw Error(
-        ErrorKind::kValue,
-        "rota: this collective goes through the host's memory here (a message on stderr said "
-        "why), which a CUDA graph cannot capture; call it outside of the capture");
-  }
-  const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> copies;
-  for (const at::Tensor& tensor : tensors) {
-    check_tensor(tensor, "collective", device_);
-    copies.push_back(tensor.contiguous().cpu());
-  }
-  body(at::TensorList(copies));
-  for (size_t i = 0; i < num_results; ++i) tensors[i].copy_(copies[i]);
-  if (mode == Launch::kBlocking) return {};
-  tensors.resize(num_results);
-  return HostWork::completed(cpu_.communicator()->rank(), op_type, std::move(tensors));
+void StagingCollectives::check_not_capturing() const {
+  if (!is_capturing(device_)) return;
+  throw Error(ErrorKind::kValue,
+              "rota: this collective goes through the host's memory here (a message on stderr said "
+              "why), which a CUDA graph cannot capture; call it outside of the capture");
 }
 
-WorkRef StagingCollectives::all_reduce(at::TensorList tensors, const AllReduceOptions& options,
-                                       Launch mode) {
-  return run(mode, ::c10d::OpType::ALLREDUCE, tensors.vec(), tensors.size(),
-             [&](at::TensorList copies) { cpu_.all_reduce(copies, options, Launch::kBlocking); });
+WorkRef StagingCollectives::done(Launch mode, CollectiveKind kind,
+                                 std::vector<at::Tensor> results) const {
+  if (mode == Launch::kBlocking) return {};
+  return HostWork::completed(cpu_.communicator()->rank(), op_type_of(kind), std::move(results));
+}
+
+// The others run faster on NCCL, where it can join the GPUs.
+bool StagingCollectives::supports(const Operation& operation) const {
+  return operation.kind == CollectiveKind::kAllReduce ||
+         operation.kind == CollectiveKind::kBroadcast ||
+         operation.kind == CollectiveKind::kAllGather;
+}
+
+WorkRef StagingCollectives::run(OperationList operations, Launch mode) {
+  check_not_capturing();
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> results;
+  for (const Operation& operation : operations) {
+    if (!supports(operation)) refuse(name(operation.kind));
+    const auto copy = [&](at::TensorList tensors) {
+      std::vector<at::Tensor> copies;
+      for (const at::Tensor& tensor : tensors) {
+        check_tensor(tensor, name(operation.kind), device_);
+        copies.push_back(tensor.contiguous().cpu());
+      }
+      return copies;
+    };
+    const std::vector<at::Tensor> inputs = copy(operation.inputs);
+    const std::vector<at::Tensor> outputs = copy(operation.outputs);
+    Operation staged = operation;
+    staged.inputs = inputs;
+    staged.outputs = outputs;
+    cpu_.run(staged, Launch::kBlocking);
+    for (size_t i = 0; i < outputs.size(); ++i) operation.outputs[i].copy_(outputs[i]);
+    results.insert(results.end(), operation.outputs.begin(), operation.outputs.end());
+  }
+  return operations.empty() ? WorkRef() : done(mode, operations[0].kind, std::move(results));
 }
 
 WorkRef StagingCollectives::reduce_bucket(const BucketTensors& tensors,
                                           const BucketOptions& options, Launch mode) {
-  std::vector<at::Tensor> all{tensors.bucket, tensors.stats};
-  if (tensors.residual) all.push_back(*tensors.residual);
-  return run(mode, ::c10d::OpType::ALLREDUCE, all, all.size(), [&](at::TensorList copies) {
-    BucketTensors staged{.bucket = copies[0], .stats = copies[1], .residual = std::nullopt};
-    if (tensors.residual) staged.residual = copies[2];
-    cpu_.reduce_bucket(staged, options, Launch::kBlocking);
-  });
-}
-
-WorkRef StagingCollectives::broadcast(at::TensorList tensors, int root, Launch mode) {
-  return run(mode, ::c10d::OpType::BROADCAST, tensors.vec(), tensors.size(),
-             [&](at::TensorList copies) { cpu_.broadcast(copies, root, Launch::kBlocking); });
-}
-
-WorkRef StagingCollectives::all_gather(std::vector<AllGatherTensors> gathers, Launch mode) {
-  std::vector<at::Tensor> tensors;  // all outputs, then all inputs
-  for (const AllGatherTensors& gather : gathers) {
-    tensors.insert(tensors.end(), gather.outputs.begin(), gather.outputs.end());
-  }
-  const size_t num_outputs = tensors.size();
-  for (const AllGatherTensors& gather : gathers) tensors.push_back(gather.input);
-  return run(mode, ::c10d::OpType::ALLGATHER, tensors, num_outputs, [&](at::TensorList copies) {
-    std::vector<AllGatherTensors> staged;
-    size_t next = 0;
-    for (size_t i = 0; i < gathers.size(); ++i) {
-      const size_t num_ranks = gathers[i].outputs.size();
-      staged.push_back({copies.slice(next, num_ranks).vec(), copies[num_outputs + i]});
-      next += num_ranks;
-    }
-    cpu_.all_gather(std::move(staged), Launch::kBlocking);
-  });
-}
-
-WorkRef StagingCollectives::reduce_scatter(const at::Tensor&, const at::Tensor&, ReduceOp, Launch) {
-  refuse("reduce_scatter");
+  check_not_capturing();
+  const at::NoGradGuard no_grad;
+  const auto copy = [&](const at::Tensor& tensor) {
+    check_tensor(tensor, "reduce_bucket", device_);
+    return tensor.contiguous().cpu();
+  };
+  BucketTensors staged{
+      .bucket = copy(tensors.bucket), .stats = copy(tensors.stats), .residual = std::nullopt};
+  if (tensors.residual) staged.residual = copy(*tensors.residual);
+  cpu_.reduce_bucket(staged, options, Launch::kBlocking);
+  tensors.bucket.copy_(staged.bucket);
+  tensors.stats.copy_(staged.stats);
+  if (tensors.residual) tensors.residual->copy_(*staged.residual);
+  return done(mode, CollectiveKind::kReduceBucket, {tensors.bucket});
 }
 
 WorkRef StagingCollectives::send(const at::Tensor&, int, int64_t, Launch) { refuse("send"); }

@@ -110,8 +110,8 @@ DType known_dtype(at::ScalarType dtype, std::string_view collective, std::string
                                      ", expected one of ", expected));
 }
 
-DType reducible_dtype(at::ScalarType dtype, std::string_view what) {
-  return known_dtype(dtype, "all_reduce", what,
+DType reducible_dtype(at::ScalarType dtype, std::string_view collective, std::string_view what) {
+  return known_dtype(dtype, collective, what,
                      [](DType candidate) { return info(candidate).is_reducible; });
 }
 
@@ -173,31 +173,17 @@ void check_bucket(const BucketTensors& tensors) {
   }
 }
 
-void check_gather(const AllGatherTensors& gather, int world_size) {
-  const at::Device device = gather.input.device();
-  check_tensor(gather.input, "all_gather", device);
-  movable_dtype(gather.input, "all_gather");
-  if (gather.outputs.size() != static_cast<size_t>(world_size)) {
-    throw Error(ErrorKind::kValue, join("rota.all_gather: ", gather.outputs.size(),
-                                        " output tensors, expected world_size = ", world_size));
-  }
-  for (const at::Tensor& output : gather.outputs) {
-    check_tensor(output, "all_gather", device);
-    if (output.numel() != gather.input.numel() ||
-        output.scalar_type() != gather.input.scalar_type()) {
-      throw Error(ErrorKind::kValue,
-                  join("rota.all_gather: an output has ", output.numel(), " elements of ",
-                       output.dtype().name(), ", the input has ", gather.input.numel(), " of ",
-                       gather.input.dtype().name(), "; make them equal"));
-    }
-  }
-}
-
 uint64_t num_elems(const at::Tensor& tensor) { return static_cast<uint64_t>(tensor.numel()); }
 
 uint64_t num_bytes(const at::Tensor& tensor) { return num_elems(tensor) * tensor.element_size(); }
 
-Packed::Packed(const at::Tensor& tensor, Content content) : tensor_(tensor) {
+Packed::Packed(const at::Tensor& tensor, Content content, std::optional<double> factor)
+    : tensor_(tensor) {
+  if (factor) {
+    const at::NoGradGuard no_grad;
+    packed_ = tensor.contiguous().mul(*factor);
+    return;
+  }
   // The memory of a lazily negated or conjugated view does not hold the view's values.
   if (tensor.is_contiguous() && !tensor.is_neg() && !tensor.is_conj()) return;
   const at::NoGradGuard no_grad;

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -10,7 +11,6 @@
 
 namespace rota::tensors {
 
-struct AllGatherTensors;
 struct BucketTensors;
 
 // The names of the dtypes for which is_usable holds, as torch spells them.
@@ -19,7 +19,8 @@ std::vector<std::string_view> dtype_names(bool (*is_usable)(DType));
 // The dtype of a torch tensor; throws Error(kType) naming those that can be used.
 DType known_dtype(at::ScalarType dtype, std::string_view collective, std::string_view what,
                   bool (*is_usable)(DType));
-DType reducible_dtype(at::ScalarType dtype, std::string_view what);
+DType reducible_dtype(at::ScalarType dtype, std::string_view collective,
+                      std::string_view what = "the tensor's dtype");
 DType bucket_dtype(const at::Tensor& bucket);
 // The same for collectives that only move bytes.
 DType movable_dtype(const at::Tensor& tensor, std::string_view collective);
@@ -32,23 +33,23 @@ uint32_t block_elems(at::ScalarType wire_dtype);
 void check_tensor(const at::Tensor& tensor, std::string_view collective,
                   at::Device device = at::kCPU);
 
-// Throw Error(kType) or Error(kValue) for tensors that do not fit together.
+// Throws Error(kType) or Error(kValue) for tensors that do not fit together.
 void check_bucket(const BucketTensors& tensors);
-void check_gather(const AllGatherTensors& gather, int world_size);
 
 uint64_t num_elems(const at::Tensor& tensor);
 uint64_t num_bytes(const at::Tensor& tensor);
 
 // A tensor, which must outlive this, and the contiguous memory that holds its values: its own, or
-// that of a packed copy.
+// that of a copy.
 class Packed {
  public:
   enum class Content { kRead, kOverwritten };
 
-  Packed(const at::Tensor& tensor, Content content);
+  // factor: multiplies the values that are read, in a copy.
+  Packed(const at::Tensor& tensor, Content content, std::optional<double> factor = std::nullopt);
 
   void* data() const { return packed_.defined() ? packed_.data_ptr() : tensor_.data_ptr(); }
-  // Copies a packed copy back into the tensor; does nothing for a contiguous tensor.
+  // Copies a copy back into the tensor; does nothing for a contiguous tensor.
   void unpack() const;
 
  private:

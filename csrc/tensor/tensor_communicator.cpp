@@ -138,12 +138,12 @@ void TensorCommunicator::drop_gpu() {
   gpu_.reset();
 }
 
-Collectives& TensorCommunicator::collectives_for(at::TensorList tensors, std::string_view call,
+Collectives& TensorCommunicator::collectives_for(const at::Tensor& tensor, std::string_view call,
                                                  Callers callers) {
   CpuCollectives& cpu = cpu_for(call);
-  if (tensors.empty() || !tensors[0].defined() || !tensors[0].is_cuda()) return cpu;
+  if (!tensor.defined() || !tensor.is_cuda()) return cpu;
   if (callers == Callers::kAllRanks || (!gpu_ && world_size_ == 2)) {
-    connect_device(tensors[0].device());
+    connect_device(tensor.device());
   }
   if (!gpu_) {
     throw Error(ErrorKind::kTransport,
@@ -192,41 +192,24 @@ std::optional<std::string> TensorCommunicator::peer_access() const {
   return gpu_->peer_access();
 }
 
-WorkRef TensorCommunicator::all_reduce(at::TensorList tensors, const AllReduceOptions& options,
-                                       Launch mode) {
-  return with_python_errors(
-      [&] { return collectives_for(tensors, "all_reduce").all_reduce(tensors, options, mode); });
+WorkRef TensorCommunicator::run(OperationList operations, Launch mode) {
+  return with_python_errors([&]() -> WorkRef {
+    if (operations.empty()) return {};
+    const Operation& first = operations[0];
+    return collectives_for(first.any_tensor(), name(first.kind)).run(operations, mode);
+  });
+}
+
+bool TensorCommunicator::supports(const Operation& operation) {
+  return with_python_errors([&] {
+    return collectives_for(operation.any_tensor(), name(operation.kind)).supports(operation);
+  });
 }
 
 WorkRef TensorCommunicator::reduce_bucket(const BucketTensors& tensors,
                                           const BucketOptions& options, Launch mode) {
   return with_python_errors([&] {
     return collectives_for(tensors.bucket, "reduce_bucket").reduce_bucket(tensors, options, mode);
-  });
-}
-
-WorkRef TensorCommunicator::broadcast(at::TensorList tensors, int root, Launch mode) {
-  return with_python_errors(
-      [&] { return collectives_for(tensors, "broadcast").broadcast(tensors, root, mode); });
-}
-
-WorkRef TensorCommunicator::all_gather(std::vector<AllGatherTensors> gathers, Launch mode) {
-  return with_python_errors([&] {
-    const auto inputs = gathers.empty() ? at::TensorList() : at::TensorList(gathers[0].input);
-    return collectives_for(inputs, "all_gather").all_gather(std::move(gathers), mode);
-  });
-}
-
-bool TensorCommunicator::has_reduce_scatter(const at::Tensor& input) {
-  return with_python_errors([&] {
-    return collectives_for(input, "reduce_scatter").has_reduce_scatter(input.scalar_type());
-  });
-}
-
-WorkRef TensorCommunicator::reduce_scatter(const at::Tensor& output, const at::Tensor& input,
-                                           ReduceOp op, Launch mode) {
-  return with_python_errors([&] {
-    return collectives_for(input, "reduce_scatter").reduce_scatter(output, input, op, mode);
   });
 }
 
@@ -239,25 +222,6 @@ WorkRef TensorCommunicator::send(const at::Tensor& tensor, int peer, int64_t tag
 WorkRef TensorCommunicator::recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) {
   return with_python_errors([&] {
     return collectives_for(tensor, "recv", Callers::kSomeRanks).recv(tensor, peer, tag, mode);
-  });
-}
-
-WorkRef TensorCommunicator::barrier(Launch mode) {
-  return with_python_errors([&] { return cpu_for("barrier").barrier(mode); });
-}
-
-AllGatherTensors TensorCommunicator::split_by_rank(const at::Tensor& output,
-                                                   const at::Tensor& input) const {
-  return with_python_errors([&]() -> AllGatherTensors {
-    check_tensor(input, "all_gather", input.device());
-    check_tensor(output, "all_gather", input.device());
-    if (!output.is_contiguous() || output.numel() != input.numel() * world_size_) {
-      throw Error(ErrorKind::kValue,
-                  join("rota.all_gather: the output has ", output.numel(), " elements",
-                       output.is_contiguous() ? "" : " and is not contiguous",
-                       ", expected a contiguous tensor of ", input.numel(), " * ", world_size_));
-    }
-    return {output.view({world_size_, input.numel()}).unbind(), input};
   });
 }
 

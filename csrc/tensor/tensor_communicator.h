@@ -48,20 +48,13 @@ class TensorCommunicator {
   int world_size() const { return world_size_; }
 
   // As in Collectives, with errors as PythonError.
-  WorkRef all_reduce(at::TensorList tensors, const AllReduceOptions& options, Launch mode);
+  WorkRef run(OperationList operations, Launch mode);
+  // Whether run() supports it; connects the tensors' device.
+  bool supports(const Operation& operation);
   WorkRef reduce_bucket(const BucketTensors& tensors, const BucketOptions& options, Launch mode);
-  WorkRef broadcast(at::TensorList tensors, int root, Launch mode);
-  WorkRef all_gather(std::vector<AllGatherTensors> gathers, Launch mode);
-  // CUDA tensors only.
-  WorkRef reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
-                         Launch mode);
   // CUDA tensors need joined GPUs, which takes all ranks (connect_device()).
   WorkRef send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode);
   WorkRef recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode);
-  WorkRef barrier(Launch mode);
-
-  // Splits `output` into the parts that an all-gather of `input` fills, by rank.
-  AllGatherTensors split_by_rank(const at::Tensor& output, const at::Tensor& input) const;
 
   // Collective: joins the ranks' GPUs; otherwise the first collective on a CUDA tensor does. All
   // CUDA tensors of this rank must be on this device. Blocks. If GPUs cannot be joined, it warns
@@ -71,8 +64,6 @@ class TensorCommunicator {
   std::optional<std::string> peer_access() const;
   // Whether send() and recv() support CUDA tensors, once GPUs are joined.
   bool has_transfers() const { return !gpu_ || gpu_->has_transfers(); }
-  // Whether reduce_scatter() supports tensors like this one. Connects its device.
-  bool has_reduce_scatter(const at::Tensor& input);
 
   // Waits for queued work and for peers' kernels (core/joined_regions.h), then leaves the group.
   // Later calls fail. Idempotent.
@@ -94,7 +85,7 @@ class TensorCommunicator {
   void end_progress();
   void drop_gpu();
   // The one place that picks an implementation by the tensors' device; joins the GPUs if needed.
-  Collectives& collectives_for(at::TensorList tensors, std::string_view call,
+  Collectives& collectives_for(const at::Tensor& tensor, std::string_view call,
                                Callers callers = Callers::kAllRanks);
 
   TorchStore store_;

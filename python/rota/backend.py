@@ -12,10 +12,9 @@ from rota.communicator import DEFAULT_SLOT_BYTES
 
 
 def _create(options: _DistributedBackendOptions, _: object) -> _C.ProcessGroupRota:
-    store, timeout = options.store, options.timeout
-    rank, world_size = options.group_rank, options.group_size
+    timeout = options.timeout
 
-    def make_nccl(collective: str) -> dist._Backend:
+    def make_nccl(collective: str, store: dist.Store, rank: int, world_size: int) -> dist._Backend:
         if not dist.is_nccl_available():
             raise RuntimeError(
                 f"rota: {collective} of CUDA tensors has no kernel in rota, and this torch has no "
@@ -34,7 +33,13 @@ def _create(options: _DistributedBackendOptions, _: object) -> _C.ProcessGroupRo
     # connects now and so names missing ranks at once.
     is_subgroup = len(options.global_ranks_in_group) > 0
     return _C.ProcessGroupRota(
-        store, rank, world_size, timeout, DEFAULT_SLOT_BYTES, is_subgroup, make_nccl
+        options.store,
+        options.group_rank,
+        options.group_size,
+        timeout,
+        DEFAULT_SLOT_BYTES,
+        is_subgroup,
+        make_nccl,
     )
 
 

@@ -7,8 +7,7 @@
 #include "base/per_process.h"
 #include "check.h"
 #include "core/plan.h"
-#include "cpu/all_reduce_buffers.h"
-#include "cpu/copy_collectives.h"
+#include "cpu/buffers.h"
 #include "numbers.h"
 #include "ranks.h"
 #include "reference.h"
@@ -56,6 +55,17 @@ void check_elem(const TestCall& call, Tensor& tensor, uint64_t elem, uint64_t ex
             tensor.get(elem), ", expected ", expected));
 }
 
+Call plan(const Communicator& communicator, const TestCall& call) {
+  const Planner planner(communicator.world_size());
+  if (call.kind != CollectiveKind::kAllReduce) {
+    return planner.collective(call.kind, call.dtype, call.num_elems, call.op, call.root);
+  }
+  return planner.all_reduce(
+      call.dtype, call.num_elems,
+      {.op = call.op, .algorithm = call.algorithm, .wire = call.wire, .hop = call.hop});
+}
+
+// And reduce, which leaves the tensors of all ranks but the root as they are.
 void all_reduce(Communicator& communicator, const TestCall& call, uint64_t seed,
                 CallerThread thread) {
   const int world_size = communicator.world_size();
@@ -64,20 +74,18 @@ void all_reduce(Communicator& communicator, const TestCall& call, uint64_t seed,
     return bits_of_integer(call.dtype, contribution(call, world_size, seed, rank, elem));
   };
   for (uint64_t i = 0; i < call.num_elems; ++i) tensor.set(i, bits_of(communicator.rank(), i));
-  const Call planned =
-      Planner(world_size)
-          .all_reduce(
-              call.dtype, call.num_elems,
-              {.op = call.op, .algorithm = call.algorithm, .wire = call.wire, .hop = call.hop});
-  communicator.run(planned, cpu::AllReduceBuffers{.data = tensor.data()}, thread);
+  const Call planned = plan(communicator, call);
+  communicator.run(planned, {.data = tensor.data()}, thread);
   std::vector<uint64_t> srcs(static_cast<size_t>(world_size));
   for (uint64_t i = 0; i < call.num_elems; ++i) {
     for (int rank = 0; rank < world_size; ++rank) {
       srcs[static_cast<size_t>(rank)] = bits_of(rank, i);
     }
     // Exact in any order, so one reference result serves every algorithm and wire dtype.
-    check_elem(call, tensor, i, reduce_scalars(call.dtype, call.op, srcs, world_size),
-               communicator.rank());
+    const bool receives = is_among(row_of(call.kind).receivers, communicator.rank(), call.root);
+    const uint64_t expected = receives ? reduce_scalars(call.dtype, call.op, srcs, world_size)
+                                       : bits_of(communicator.rank(), i);
+    check_elem(call, tensor, i, expected, communicator.rank());
   }
 }
 
@@ -102,10 +110,8 @@ void reduce_bucket(Communicator& communicator, const TestCall& call, uint64_t se
                                                     .has_residual = !residual.empty()},
                                            .algorithm = call.algorithm});
   cpu::BucketMeasures measures(call.num_elems);
-  communicator.run(planned,
-                   cpu::AllReduceBuffers{
-                       .data = tensor.data(), .residual = residual.data(), .measures = &measures},
-                   thread);
+  communicator.run(
+      planned, {.data = tensor.data(), .residual = residual.data(), .measures = &measures}, thread);
   double squares = 0;
   for (uint64_t i = 0; i < call.num_elems; ++i) {
     int64_t sum = 0;
@@ -133,33 +139,107 @@ void broadcast(Communicator& communicator, const TestCall& call, uint64_t seed,
                CallerThread thread) {
   Tensor tensor = make_bytes(call, communicator.rank());
   fill(tensor, seed, communicator.rank());
-  communicator.run(
-      Planner(communicator.world_size()).broadcast(call.dtype, call.num_elems, call.root),
-      cpu::BroadcastBuffers{tensor.data()}, thread);
+  communicator.run(plan(communicator, call), {.data = tensor.data()}, thread);
   for (uint64_t i = 0; i < tensor.num_elems(); ++i) {
     check_elem(call, tensor, i, byte_of(seed, call.root, i), communicator.rank());
   }
 }
 
-void all_gather(Communicator& communicator, const TestCall& call, uint64_t seed,
-                CallerThread thread) {
-  std::vector<Tensor> tensors;
-  std::vector<void*> outputs;
-  for (int i = 0; i < communicator.world_size(); ++i) {
-    tensors.push_back(make_bytes(call, communicator.rank()));
-  }
-  for (Tensor& tensor : tensors) outputs.push_back(tensor.data());
-  // Every other seed runs in place: the input is the own part of the output.
-  Tensor separate = make_bytes(call, communicator.rank());
-  Tensor& input = seed % 2 == 0 ? separate : tensors[static_cast<size_t>(communicator.rank())];
-  fill(input, seed, communicator.rank());
-  communicator.run(Planner(communicator.world_size()).all_gather(call.dtype, call.num_elems),
-                   cpu::AllGatherBuffers{input.data(), outputs.data()}, thread);
-  for (int rank = 0; rank < communicator.world_size(); ++rank) {
-    Tensor& tensor = tensors[static_cast<size_t>(rank)];
-    for (uint64_t i = 0; i < tensor.num_elems(); ++i) {
-      check_elem(call, tensor, i, byte_of(seed, rank, i), communicator.rank());
+// The tensors of a side with a part for each rank.
+class Parts {
+ public:
+  template <typename LengthOf>
+  Parts(const TestCall& call, int rank, int world_size, LengthOf length_of) {
+    for (int peer = 0; peer < world_size; ++peer) {
+      TestCall part = call;
+      part.num_elems = length_of(peer);
+      tensors_.push_back(make_bytes(part, rank));
+      parts_.push_back({tensors_.back().data(), part.num_elems});
     }
+  }
+
+  Tensor& operator[](int rank) { return tensors_[static_cast<size_t>(rank)]; }
+  const cpu::Part* parts() const { return parts_.data(); }
+
+ private:
+  std::vector<Tensor> tensors_;
+  std::vector<cpu::Part> parts_;
+};
+
+// The stream of bytes that `from` has for `to`.
+int pair_of(int from, int to) { return from * kMaxWorldSize + to; }
+
+// all_gather, gather, scatter and all_to_all: rank `from` has a part for rank `to`, unless it sends
+// the same to all. Every third seed gives the parts of all_gather and all_to_all different lengths.
+void copy_parts(Communicator& communicator, const TestCall& call, uint64_t seed,
+                CallerThread thread) {
+  const CollectiveRow& row = row_of(call.kind);
+  const int rank = communicator.rank();
+  const int world_size = communicator.world_size();
+  const bool is_uneven = seed % 3 == 0 && !row.has_root();
+  const auto length_of = [&](int from, int to) {
+    const int stream = row.is_input_per_rank ? pair_of(from, to) : from;
+    return is_uneven ? call.num_elems * static_cast<uint64_t>(stream % 4) / 2 : call.num_elems;
+  };
+  const auto stream_of = [&](int from, int to) {
+    return row.is_input_per_rank ? pair_of(from, to) : from;
+  };
+  const int num_inputs = row.is_input_per_rank ? world_size : 1;
+  const int num_outputs = row.is_output_per_rank ? world_size : 1;
+  const auto sender_of = [&](int output) { return row.is_output_per_rank ? output : call.root; };
+  Parts inputs(call, rank, num_inputs, [&](int to) { return length_of(rank, to); });
+  Parts outputs(call, rank, num_outputs, [&](int i) { return length_of(sender_of(i), rank); });
+  for (int to = 0; to < num_inputs; ++to) fill(inputs[to], seed, stream_of(rank, to));
+  // Every other seed runs all_gather in place: the input is the own part of the output.
+  const bool is_in_place = call.kind == CollectiveKind::kAllGather && seed % 2 == 0;
+  if (is_in_place) fill(outputs[rank], seed, rank);
+
+  Call planned = plan(communicator, call);
+  if (is_uneven && call.kind == CollectiveKind::kAllGather) planned.uneven = seed;
+  if (call.kind == CollectiveKind::kAllToAll) planned.num_elems = 0;
+  communicator.run(
+      planned,
+      {.inputs = is_in_place ? outputs.parts() + rank : inputs.parts(), .outputs = outputs.parts()},
+      thread);
+  if (!is_among(row.receivers, rank, call.root)) return;
+  for (int i = 0; i < num_outputs; ++i) {
+    for (uint64_t byte = 0; byte < outputs[i].num_elems(); ++byte) {
+      check_elem(call, outputs[i], byte, byte_of(seed, stream_of(sender_of(i), rank), byte), rank);
+    }
+  }
+}
+
+// Sums of a part for each rank, which every other seed makes unequal.
+void reduce_scatter(Communicator& communicator, const TestCall& call, uint64_t seed,
+                    CallerThread thread) {
+  const int rank = communicator.rank();
+  const int world_size = communicator.world_size();
+  const bool is_uneven = seed % 2 == 0;
+  const auto length_of = [&](int owner) {
+    return is_uneven ? call.num_elems * static_cast<uint64_t>(owner % 3) / 2 : call.num_elems;
+  };
+  const auto bits_of = [&](int from, int to, uint64_t elem) {
+    return bits_of_integer(call.dtype,
+                           contribution(call, world_size, seed, pair_of(from, to), elem));
+  };
+  std::vector<Tensor> inputs;
+  std::vector<cpu::Part> parts;
+  for (int owner = 0; owner < world_size; ++owner) {
+    Tensor& input = inputs.emplace_back(call, call.dtype, length_of(owner), rank);
+    for (uint64_t i = 0; i < input.num_elems(); ++i) input.set(i, bits_of(rank, owner, i));
+    parts.push_back({input.data(), input.num_elems()});
+  }
+  Tensor sum(call, call.dtype, length_of(rank), rank);
+  const cpu::Part output{sum.data(), sum.num_elems()};
+  Call planned = plan(communicator, call);
+  if (is_uneven) planned.uneven = seed + 1;
+  communicator.run(planned, {.inputs = parts.data(), .outputs = &output}, thread);
+  std::vector<uint64_t> srcs(static_cast<size_t>(world_size));
+  for (uint64_t i = 0; i < sum.num_elems(); ++i) {
+    for (int from = 0; from < world_size; ++from) {
+      srcs[static_cast<size_t>(from)] = bits_of(from, rank, i);
+    }
+    check_elem(call, sum, i, reduce_scalars(call.dtype, call.op, srcs, world_size), rank);
   }
 }
 
@@ -178,13 +258,20 @@ void call_and_check(Communicator& communicator, const TestCall& call, uint64_t s
                     CallerThread thread) {
   switch (call.kind) {
     case CollectiveKind::kAllReduce:
+    case CollectiveKind::kReduce:
       return all_reduce(communicator, call, seed, thread);
     case CollectiveKind::kReduceBucket:
       return reduce_bucket(communicator, call, seed, thread);
     case CollectiveKind::kBroadcast:
       return broadcast(communicator, call, seed, thread);
+    case CollectiveKind::kReduceScatter:
+      return reduce_scatter(communicator, call, seed, thread);
     case CollectiveKind::kAllGather:
-      return all_gather(communicator, call, seed, thread);
+    case CollectiveKind::kGather:
+    case CollectiveKind::kScatter:
+    case CollectiveKind::kAllToAll:
+      return copy_parts(communicator, call, seed, thread);
+    case CollectiveKind::kSendRecv:
     case CollectiveKind::kBarrier:
       return communicator.barrier(thread);
   }
@@ -192,15 +279,15 @@ void call_and_check(Communicator& communicator, const TestCall& call, uint64_t s
 
 TestCall random_call(Random& random, const Communicator& communicator) {
   TestCall call;
-  // Half of all calls reduce, because reductions have the most variants.
-  call.kind = random.choose(std::array{CollectiveKind::kAllReduce, CollectiveKind::kAllReduce,
-                                       CollectiveKind::kReduceBucket, CollectiveKind::kReduceBucket,
-                                       CollectiveKind::kBroadcast, CollectiveKind::kAllGather,
-                                       CollectiveKind::kBarrier});
-  if (call.kind == CollectiveKind::kAllReduce) {
+  // Half of all calls are all-reduces, because they have the most variants.
+  using enum CollectiveKind;
+  call.kind = random.choose(std::array{kAllReduce, kAllReduce, kAllReduce, kReduceBucket,
+                                       kReduceBucket, kReduce, kReduceScatter, kBroadcast,
+                                       kAllGather, kGather, kScatter, kAllToAll, kBarrier});
+  if (row_of(call.kind).reduces && call.kind != kReduceBucket) {
     call.dtype = random.choose(reducible_dtypes());
     call.op = random.choose(defined_ops(call.dtype));
-  } else if (call.kind == CollectiveKind::kReduceBucket) {
+  } else if (call.kind == kReduceBucket) {
     call.op = ReduceOp::kAvg;
     call.dtype = random.choose(std::array{DType::kFloat32, DType::kFloat64, DType::kFloat16});
     call.wire = random.choose(std::array{DType::kFloat32, DType::kFloat16, DType::kBFloat16,
@@ -210,8 +297,7 @@ TestCall random_call(Random& random, const Communicator& communicator) {
     call.dtype = static_cast<DType>(random.below(kNumDTypes));
   }
   if (random.below(5) > 0) call.algorithm = random.choose(kAlgorithms);
-  if (call.kind == CollectiveKind::kAllReduce && call.dtype == DType::kFloat32 &&
-      random.below(2) == 0) {
+  if (call.kind == kAllReduce && call.dtype == DType::kFloat32 && random.below(2) == 0) {
     call.wire = random.choose(std::array{DType::kFloat16, DType::kBFloat16});
     if (call.algorithm == schedule::Algorithm::kRing && random.below(2) == 0) call.hop = call.wire;
   }

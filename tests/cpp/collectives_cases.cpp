@@ -5,7 +5,7 @@
 #include "calls.h"
 #include "check.h"
 #include "core/plan.h"
-#include "cpu/all_reduce_buffers.h"
+#include "cpu/buffers.h"
 #include "ranks.h"
 #include "reference.h"
 #include "schedule/chunk.h"
@@ -91,7 +91,7 @@ std::vector<std::byte> reduce_uneven(Communicator& communicator, DType dtype, DT
   const Call call =
       Planner(communicator.world_size())
           .all_reduce(dtype, num_elems, {.op = op, .algorithm = algorithm, .wire = wire});
-  communicator.run(call, cpu::AllReduceBuffers{.data = data.data()}, CallerThread::kUser);
+  communicator.run(call, {.data = data.data()}, CallerThread::kUser);
   return data;
 }
 
@@ -153,13 +153,17 @@ void ring_sums_from_the_rank_of_the_shard(int world_size) {
   });
 }
 
-void copies_are_exact(int world_size) {
+// With a root and with parts, in all their lengths.
+void others_are_exact(int world_size) {
   run_ranks(world_size, [&](Communicator& communicator) {
     uint64_t seed = 0;
-    for (const CollectiveKind kind : {CollectiveKind::kBroadcast, CollectiveKind::kAllGather}) {
+    using enum CollectiveKind;
+    for (const CollectiveKind kind :
+         {kReduce, kReduceScatter, kBroadcast, kAllGather, kGather, kScatter, kAllToAll}) {
       for (const DType dtype : {DType::kFloat32, DType::kUInt8, DType::kComplex128}) {
+        if (row_of(kind).reduces && !info(dtype).is_reducible) continue;
         for (const uint64_t num_elems : interesting_sizes(world_size, dtype)) {
-          for (int root = 0; root < world_size; ++root) {
+          for (int root = 0; root < (row_of(kind).has_root() ? world_size : 1); ++root) {
             ++seed;
             call_and_check(communicator,
                            {.kind = kind, .num_elems = num_elems, .dtype = dtype, .root = root},
@@ -231,10 +235,10 @@ const CaseTable kCases{
     {"ring_order-ws2", [] { ring_sums_from_the_rank_of_the_shard(2); }},
     {"ring_order-ws4", [] { ring_sums_from_the_rank_of_the_shard(4); }},
     {"ring_order-ws8", [] { ring_sums_from_the_rank_of_the_shard(8); }},
-    {"broadcast_all_gather-ws1", [] { copies_are_exact(1); }},
-    {"broadcast_all_gather-ws2", [] { copies_are_exact(2); }},
-    {"broadcast_all_gather-ws3", [] { copies_are_exact(3); }},
-    {"broadcast_all_gather-ws4", [] { copies_are_exact(4); }},
+    {"others-ws1", [] { others_are_exact(1); }},
+    {"others-ws2", [] { others_are_exact(2); }},
+    {"others-ws3", [] { others_are_exact(3); }},
+    {"others-ws4", [] { others_are_exact(4); }},
     {"misaligned_tensors-ws2", [] { misaligned_tensors_are_exact(); }},
     {"barrier-ws2", [] { barrier_holds_until_all_have_come(2); }},
     {"barrier-ws4", [] { barrier_holds_until_all_have_come(4); }},

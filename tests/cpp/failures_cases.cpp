@@ -10,7 +10,7 @@
 #include "calls.h"
 #include "check.h"
 #include "core/plan.h"
-#include "cpu/all_reduce_buffers.h"
+#include "cpu/buffers.h"
 #include "cpu/float_environment.h"
 #include "ranks.h"
 
@@ -49,9 +49,8 @@ void mismatch_writes_nothing() {
       std::vector<float> data(num_elems + 1, 7.0f);
       const Call call = Planner(2).all_reduce(
           DType::kFloat32, num_elems + static_cast<uint64_t>(communicator.rank()), {});
-      expect_error(ErrorKind::kMismatch, [&] {
-        communicator.run(call, cpu::AllReduceBuffers{.data = data.data()}, CallerThread::kUser);
-      });
+      expect_error(ErrorKind::kMismatch,
+                   [&] { communicator.run(call, {.data = data.data()}, CallerThread::kUser); });
       for (const float value : data) check_equal(value, 7.0f, "an element after a mismatch");
     }
   });
@@ -225,7 +224,7 @@ void plan_refuses_what_cannot_be() {
          {.algorithm = schedule::Algorithm::kRing, .hop = DType::kFloat64});
   refuse(ErrorKind::kValue, DType::kFloat32, {.algorithm = schedule::Algorithm::kLowLatency});
   for (const int root : {-1, 2}) {
-    expect_error(ErrorKind::kValue, [&] { planner.broadcast(DType::kFloat32, 1, root); });
+    expect_error(ErrorKind::kValue, [&] { planner.check_root(CollectiveKind::kBroadcast, root); });
   }
 }
 
@@ -256,7 +255,7 @@ void plan_for_gpu_uses_what_can_be_trusted() {
 }
 
 void call_survives_its_words() {
-  for (size_t kind = 0; kind < kCollectiveNames.size(); ++kind) {
+  for (size_t kind = 0; kind < kCollectives.size(); ++kind) {
     for (const DType dtype : reducible_dtypes()) {
       for (const ReduceOp op : defined_ops(dtype)) {
         for (const schedule::Algorithm algorithm : kAlgorithms) {
@@ -268,6 +267,7 @@ void call_survives_its_words() {
                           .algorithm = algorithm,
                           .root = 3,
                           .num_elems = uint64_t{1} << 40,
+                          .uneven = 11,
                           .pass = {.contribution_factor = 2,
                                    .divisor = 3,
                                    .result_factor = 5,
@@ -287,6 +287,27 @@ void call_survives_its_words() {
   }
 }
 
+// Only the two ranks of a pair know how long its part is, and yet all ranks learn that they
+// disagree.
+void all_to_all_of_other_lengths_is_an_error_everywhere() {
+  run_ranks(3, [](Communicator& communicator) {
+    const int rank = communicator.rank();
+    std::byte bytes[8]{};
+    for (const uint64_t expected : {uint64_t{2}, uint64_t{0}, ~uint64_t{0}}) {
+      // Rank 2 sends 1 element to rank 0.
+      std::vector<cpu::Part> inputs(3, {bytes, 1}), outputs(3, {bytes, 1});
+      if (rank == 0) outputs[2].num_elems = expected;
+      const Error error = expect_error(ErrorKind::kMismatch, [&] {
+        communicator.run({.kind = CollectiveKind::kAllToAll},
+                         {.inputs = inputs.data(), .outputs = outputs.data()}, CallerThread::kUser);
+      });
+      check_contains(error.what(),
+                     join("rank 2 sends 1 elements to rank 0, which expects ", expected));
+      communicator.barrier(CallerThread::kUser);  // the group stays usable
+    }
+  });
+}
+
 // ---- the caller's floating-point mode ----
 
 // Results do not change if the caller has set the CPU to flush denormals or to round towards zero.
@@ -302,7 +323,7 @@ void float_mode_of_caller_changes_nothing() {
         float data[] = {rank_half, rank_tie};
         const Call call = Planner(2).all_reduce(DType::kFloat32, 2, {.algorithm = algorithm});
         _mm_setcsr(usual | mode);
-        communicator.run(call, cpu::AllReduceBuffers{.data = data}, CallerThread::kUser);
+        communicator.run(call, {.data = data}, CallerThread::kUser);
         const unsigned after = _mm_getcsr();
         _mm_setcsr(usual);
         check_equal(after & 0xffc0u, (usual | mode) & 0xffc0u, "the caller's mode afterwards");
@@ -360,6 +381,7 @@ const CaseTable kCases{
     {"progress_thread_not_interrupted-ws2", progress_thread_is_not_interrupted},
     {"plan_refuses", plan_refuses_what_cannot_be},
     {"plan_for_gpu", plan_for_gpu_uses_what_can_be_trusted},
+    {"all_to_all_of_other_lengths-ws3", all_to_all_of_other_lengths_is_an_error_everywhere},
     {"call_words", call_survives_its_words},
     {"float_mode_of_caller-ws2", float_mode_of_caller_changes_nothing},
 };

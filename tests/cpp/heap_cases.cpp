@@ -13,7 +13,7 @@
 #include "base/per_process.h"
 #include "check.h"
 #include "core/plan.h"
-#include "cpu/copy_collectives.h"
+#include "cpu/buffers.h"
 #include "processes.h"
 #include "ranks.h"
 #include "transport/heap.h"
@@ -122,12 +122,12 @@ class StoppingPage {
 
 void what_was_read_of_a_rank_that_gave_up_is_an_error() {
   const StoppingPage page;
-  const Call call = Planner(2).broadcast(DType::kUInt8, StoppingPage::kNumBytes, 0);
+  const Call call = Planner(2).collective(CollectiveKind::kBroadcast, DType::kUInt8,
+                                          StoppingPage::kNumBytes, ReduceOp::kSum, 0);
   run_ranks(2, [&](Communicator& communicator) {
     const auto broadcast = [&](void* data) {
-      return expect_error(ErrorKind::kPeerFailed, [&] {
-        communicator.run(call, cpu::BroadcastBuffers{data}, CallerThread::kProgress);
-      });
+      return expect_error(ErrorKind::kPeerFailed,
+                          [&] { communicator.run(call, {.data = data}, CallerThread::kProgress); });
     };
     if (communicator.rank() == 1) {
       check_contains(broadcast(page.data()).what(), "rank 0 (a thread) failed: enough");

@@ -209,7 +209,7 @@ void PackAndUnpack<dtype, wire, is_scaled>::check_all() {
       // Pretends that the bucket begins this far before the tensor: places count from its start.
       const size_t elem_bytes = info(dtype).num_bytes;
       std::byte* data = tensor.cpu.data() + case_.misalignment - first * elem_bytes;
-      const cpu::AllReduceBuffers buffers{
+      const cpu::Buffers buffers{
           .data = data,
           .residual = case_.has_residual ? bucket_.cpu_residual.data() : nullptr,
           .measures = &measures};

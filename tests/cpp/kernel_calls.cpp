@@ -9,7 +9,7 @@
 #include "check.h"
 #include "core/communicator.h"
 #include "core/plan.h"
-#include "cpu/all_reduce_buffers.h"
+#include "cpu/buffers.h"
 #include "cpu/element_loops.h"
 #include "numbers.h"
 #include "reference.h"
@@ -423,7 +423,7 @@ std::vector<std::vector<uint64_t>> cpu_bits(const std::vector<KernelCall>& calls
                                        .algorithm = algorithm})
               : planner.all_reduce(dtype, call.num_elems, {.op = call.op, .algorithm = algorithm});
       cpu::BucketMeasures measures(call.num_elems);
-      communicator.run(planned, cpu::AllReduceBuffers{.data = tensor.data(), .measures = &measures},
+      communicator.run(planned, {.data = tensor.data(), .measures = &measures},
                        CallerThread::kProgress);
       if (communicator.rank() != 0) continue;
       for (uint64_t elem = 0; elem < call.num_elems; ++elem) {

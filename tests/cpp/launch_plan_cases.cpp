@@ -42,14 +42,16 @@ void calls_are_asked_of_their_kernels() {
   check(bucket.op == ReduceOp::kAvg && bucket.divisor == 3, "the average of a bucket");
   check(bucket.rounding.is_stochastic && bucket.rounding.seed == 7, "the rounding of a bucket");
 
-  const LaunchRequest broadcast = request_for(planner.broadcast(DType::kFloat32, 10, 3));
+  const LaunchRequest broadcast = request_for(planner.collective(
+      CollectiveKind::kBroadcast, DType::kFloat32, 10, ReduceOp::kSum, /*root=*/3));
   check(broadcast.kernel == Kernel::kBroadcast && broadcast.source == 3, "broadcast");
   check_equal(broadcast.num_elems, uint64_t{40}, "bytes of broadcast");
-  const LaunchRequest gather = request_for(planner.all_gather(DType::kFloat32, 10));
+  const LaunchRequest gather =
+      request_for(planner.collective(CollectiveKind::kAllGather, DType::kFloat32, 10));
   check(gather.kernel == Kernel::kAllGather && gather.format == cuda::kBytes, "all_gather");
   check_equal(gather.num_elems, uint64_t{160}, "bytes of all_gather");
-  const LaunchRequest scatter =
-      request_for(planner.reduce_scatter(DType::kFloat16, 40, ReduceOp::kMax));
+  const LaunchRequest scatter = request_for(
+      planner.collective(CollectiveKind::kReduceScatter, DType::kFloat16, 10, ReduceOp::kMax));
   check(scatter.kernel == Kernel::kReduceScatter && scatter.op == ReduceOp::kMax, "reduce_scatter");
   check_equal(scatter.num_elems, uint64_t{40}, "elements of reduce_scatter");
   expect_error(ErrorKind::kValue, [&] { request_for({.kind = CollectiveKind::kBarrier}); });

@@ -1,6 +1,7 @@
 #include "tensor/cuda/cuda_collectives.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
@@ -135,23 +136,65 @@ void CudaCollectives::run(const cuda::LaunchRequest& request) {
   executor_.run(executor_.plan(request), current_stream(device_));
 }
 
-WorkRef CudaCollectives::all_reduce(at::TensorList tensors, const AllReduceOptions& options,
-                                    Launch mode) {
-  std::vector<Call> calls;
-  for (const at::Tensor& tensor : tensors) {
-    check_tensor(tensor, "all_reduce", device_);
-    const DType dtype = reducible_dtype(tensor.scalar_type(), "the tensor's dtype");
-    calls.push_back(planner_.all_reduce(dtype, num_elems(tensor), options));
-    if (why_not(calls.back())) return staging_->all_reduce(tensors, options, mode);
+bool CudaCollectives::supports(const Operation& operation) const {
+  switch (operation.kind) {
+    case CollectiveKind::kAllReduce:
+    case CollectiveKind::kReduceBucket:
+    case CollectiveKind::kBroadcast:
+      return true;
+    case CollectiveKind::kAllGather:
+      return plan(operation, planner_, communicator_->rank(), device_).uneven == 0;
+    case CollectiveKind::kReduceScatter: {
+      const Call call = plan(operation, planner_, communicator_->rank(), device_);
+      return call.uneven == 0 && !why_not(call);
+    }
+    case CollectiveKind::kReduce:
+    case CollectiveKind::kGather:
+    case CollectiveKind::kScatter:
+    case CollectiveKind::kAllToAll:
+    case CollectiveKind::kSendRecv:
+    case CollectiveKind::kBarrier:
+      return false;
   }
-  return launch(mode, ::c10d::OpType::ALLREDUCE, "rota:all_reduce", tensors, [&] {
-    for (size_t i = 0; i < tensors.size(); ++i) run_all_reduce(tensors[i], calls[i]);
+  return false;
+}
+
+WorkRef CudaCollectives::run(OperationList operations, Launch mode) {
+  std::vector<Call> calls;
+  std::vector<at::Tensor> tensors;
+  for (const Operation& operation : operations) {
+    const Call call = plan(operation, planner_, communicator_->rank(), device_);
+    const std::string_view kind = call.kind_name();
+    if (call.uneven != 0) {
+      throw Error(ErrorKind::kValue, join("rota.", kind,
+                                          ": parts of different lengths are not "
+                                          "supported on GPUs; pad them, or use NCCL"));
+    }
+    const auto finding = why_not(call);
+    if (finding && call.kind == CollectiveKind::kReduceScatter) {
+      refuse_untrusted(kind, *finding, "all_reduce and take a part, or use NCCL");
+    }
+    if (finding) return staging_->run(operations, mode);
+    calls.push_back(call);
+    for (const at::TensorList side : {operation.outputs, operation.inputs}) {
+      tensors.insert(tensors.end(), side.begin(), side.end());
+    }
+  }
+  if (operations.empty()) return {};
+  const CollectiveKind kind = operations[0].kind;
+  return launch(mode, op_type_of(kind), row_of(kind).title, tensors, [&] {
+    for (size_t i = 0; i < operations.size(); ++i) {
+      if (kind == CollectiveKind::kAllReduce) run_all_reduce(operations[i], calls[i]);
+      if (kind == CollectiveKind::kBroadcast) run_broadcast(operations[i].outputs[0], calls[i]);
+      if (kind == CollectiveKind::kAllGather) run_all_gather(operations[i], calls[i]);
+      if (kind == CollectiveKind::kReduceScatter) run_reduce_scatter(operations[i], calls[i]);
+    }
   });
 }
 
-void CudaCollectives::run_all_reduce(const at::Tensor& tensor, const Call& call) {
+void CudaCollectives::run_all_reduce(const Operation& operation, const Call& call) {
   const uint64_t fingerprint = communicator_->post_launch(call);
-  const Packed packed(tensor, Packed::Content::kRead);
+  const Packed packed(operation.outputs[0], Packed::Content::kRead, operation.premul_factor);
   if (cuda::is_packed(call)) {
     run_packed(call, fingerprint, packed.data(), nullptr, nullptr);
   } else {
@@ -205,19 +248,6 @@ void CudaCollectives::run_packed(const Call& call, uint64_t fingerprint, void* d
                       call.dtype, call.wire, stream);
 }
 
-WorkRef CudaCollectives::broadcast(at::TensorList tensors, int root, Launch mode) {
-  std::vector<Call> calls;
-  for (const at::Tensor& tensor : tensors) {
-    check_tensor(tensor, "broadcast", device_);
-    calls.push_back(
-        planner_.broadcast(movable_dtype(tensor, "broadcast"), num_elems(tensor), root));
-    if (why_not(calls.back())) return staging_->broadcast(tensors, root, mode);
-  }
-  return launch(mode, ::c10d::OpType::BROADCAST, "rota:broadcast", tensors, [&] {
-    for (size_t i = 0; i < tensors.size(); ++i) run_broadcast(tensors[i], calls[i]);
-  });
-}
-
 void CudaCollectives::run_broadcast(const at::Tensor& tensor, const Call& call) {
   const uint64_t fingerprint = communicator_->post_launch(call);
   if (communicator_->world_size() == 1) return;
@@ -227,88 +257,48 @@ void CudaCollectives::run_broadcast(const at::Tensor& tensor, const Call& call) 
   if (!is_root) packed.unpack();
 }
 
-WorkRef CudaCollectives::all_gather(std::vector<AllGatherTensors> gathers, Launch mode) {
-  std::vector<Call> calls;
-  std::vector<at::Tensor> tensors;
-  for (const AllGatherTensors& gather : gathers) {
-    check_gather(gather, communicator_->world_size());
-    check_tensor(gather.input, "all_gather", device_);
-    calls.push_back(
-        planner_.all_gather(movable_dtype(gather.input, "all_gather"), num_elems(gather.input)));
-    tensors.insert(tensors.end(), gather.outputs.begin(), gather.outputs.end());
-    tensors.push_back(gather.input);
-  }
-  return launch(mode, ::c10d::OpType::ALLGATHER, "rota:all_gather", tensors, [&] {
-    for (size_t i = 0; i < gathers.size(); ++i) run_all_gather(gathers[i], calls[i]);
-  });
-}
-
-// The kernel fills one tensor. Outputs that are consecutive parts of one tensor are filled
-// directly.
-void CudaCollectives::run_all_gather(const AllGatherTensors& gather, const Call& call) {
+// The kernel fills one contiguous tensor.
+void CudaCollectives::run_all_gather(const Operation& operation, const Call& call) {
   const uint64_t fingerprint = communicator_->post_launch(call);
   const at::NoGradGuard no_grad;
+  const at::Tensor& input = operation.inputs[0];
+  const at::TensorList outputs = operation.outputs;
   if (communicator_->world_size() == 1) {
-    gather.outputs[0].copy_(gather.input);
+    outputs[0].copy_(input.view_as(outputs[0]));
     return;
   }
-  const Packed input(gather.input, Packed::Content::kRead);
-  const uint64_t shard_bytes = call.num_bytes();
-  auto* whole = static_cast<std::byte*>(gather.outputs[0].data_ptr());
-  bool is_whole = true;
-  for (size_t i = 0; i < gather.outputs.size(); ++i) {
-    is_whole &= gather.outputs[i].is_contiguous() &&
-                gather.outputs[i].data_ptr() == whole + i * shard_bytes;
+  const Packed packed_input(input, Packed::Content::kRead);
+  if (outputs.size() == 1) {
+    const Packed packed_output(outputs[0], Packed::Content::kOverwritten);
+    run(call, fingerprint, packed_input.data(), packed_output.data());
+    return packed_output.unpack();
   }
-  at::Tensor gathered;
-  if (!is_whole) {
-    const auto num_ranks = static_cast<int64_t>(gather.outputs.size());
-    gathered = at::empty({num_ranks, gather.input.numel()}, gather.input.options());
-    whole = static_cast<std::byte*>(gathered.data_ptr());
-  }
-  run(call, fingerprint, input.data(), whole);
-  if (is_whole) return;
-  for (size_t i = 0; i < gather.outputs.size(); ++i) {
-    const at::Tensor& output = gather.outputs[i];
-    output.copy_(gathered.select(0, static_cast<int64_t>(i)).view(output.sizes()));
+  const at::Tensor gathered =
+      at::empty({communicator_->world_size(), input.numel()}, input.options());
+  run(call, fingerprint, packed_input.data(), gathered.data_ptr());
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    outputs[i].copy_(gathered.select(0, static_cast<int64_t>(i)).view(outputs[i].sizes()));
   }
 }
 
-bool CudaCollectives::has_reduce_scatter(at::ScalarType dtype) const {
-  const DType known = reducible_dtype(dtype, "the tensor's dtype");
-  return !gpus_.unusable.why_not(cuda::Kernel::kReduceScatter, {known});
-}
-
-WorkRef CudaCollectives::reduce_scatter(const at::Tensor& output, const at::Tensor& input,
-                                        ReduceOp op, Launch mode) {
-  for (const at::Tensor& tensor : {output, input}) {
-    check_tensor(tensor, "reduce_scatter", device_);
-    if (!tensor.is_contiguous()) {
-      throw Error(ErrorKind::kValue,
-                  "rota.reduce_scatter: a tensor is not contiguous; call contiguous() first");
-    }
+void CudaCollectives::run_reduce_scatter(const Operation& operation, const Call& call) {
+  const uint64_t fingerprint = communicator_->post_launch(call);
+  const at::NoGradGuard no_grad;
+  const at::Tensor& output = operation.outputs[0];
+  at::Tensor input = operation.inputs[0];
+  if (operation.inputs.size() > 1) {
+    std::vector<at::Tensor> parts;
+    for (const at::Tensor& part : operation.inputs) parts.push_back(part.reshape({-1}));
+    input = at::cat(parts);
   }
-  const int world_size = communicator_->world_size();
-  if (input.numel() != output.numel() * world_size || input.scalar_type() != output.scalar_type()) {
-    throw Error(ErrorKind::kValue,
-                join("rota.reduce_scatter: the input has ", input.numel(), " elements of ",
-                     c10::toString(input.scalar_type()), ", the output ", output.numel(), " of ",
-                     c10::toString(output.scalar_type()), "; expected ", world_size,
-                     " times as many of one dtype"));
+  if (communicator_->world_size() == 1) {
+    output.copy_(input.reshape(output.sizes()).mul(operation.premul_factor.value_or(1)));
+    return;
   }
-  const DType dtype = reducible_dtype(input.scalar_type(), "the tensor's dtype");
-  const Call call = planner_.reduce_scatter(dtype, num_elems(input), op);
-  if (const auto finding = why_not(call)) {
-    refuse_untrusted("reduce_scatter", *finding, "all_reduce and take a part, or use NCCL");
-  }
-  return launch(mode, ::c10d::OpType::REDUCE_SCATTER, "rota:reduce_scatter", {output, input}, [&] {
-    const uint64_t fingerprint = communicator_->post_launch(call);
-    if (world_size == 1) {
-      output.copy_(input.view(output.sizes()));
-    } else {
-      run(call, fingerprint, input.data_ptr(), output.data_ptr());
-    }
-  });
+  const Packed packed_input(input, Packed::Content::kRead, operation.premul_factor);
+  const Packed packed_output(output, Packed::Content::kOverwritten);
+  run(call, fingerprint, packed_input.data(), packed_output.data());
+  packed_output.unpack();
 }
 
 bool CudaCollectives::has_transfers() const {

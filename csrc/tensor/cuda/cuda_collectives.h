@@ -27,14 +27,10 @@ class CudaCollectives final : public Collectives {
   at::Device device() const override { return device_; }
   std::string peer_access() const override { return std::string(gpus_.regions->means()); }
 
-  WorkRef all_reduce(at::TensorList tensors, const AllReduceOptions& options, Launch mode) override;
+  WorkRef run(OperationList operations, Launch mode) override;
+  bool supports(const Operation& operation) const override;
   WorkRef reduce_bucket(const BucketTensors& tensors, const BucketOptions& options,
                         Launch mode) override;
-  WorkRef broadcast(at::TensorList tensors, int root, Launch mode) override;
-  WorkRef all_gather(std::vector<AllGatherTensors> gathers, Launch mode) override;
-  bool has_reduce_scatter(at::ScalarType dtype) const override;
-  WorkRef reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
-                         Launch mode) override;
   bool has_transfers() const override;
   WorkRef send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
   WorkRef recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
@@ -58,14 +54,15 @@ class CudaCollectives final : public Collectives {
   // Queues the call's kernel on the current stream.
   void run(const Call& call, uint64_t fingerprint, void* input, void* output);
   void run(const cuda::LaunchRequest& request);
-  void run_all_reduce(const at::Tensor& tensor, const Call& call);
+  void run_all_reduce(const Operation& operation, const Call& call);
   void run_reduce_bucket(const BucketTensors& tensors, const Call& call);
   // Packs the tensor into the call's wire format, runs the kernel and unpacks the result. residual,
   // stats: null for none.
   void run_packed(const Call& call, uint64_t fingerprint, void* data, float* residual,
                   double* stats);
   void run_broadcast(const at::Tensor& tensor, const Call& call);
-  void run_all_gather(const AllGatherTensors& gather, const Call& call);
+  void run_all_gather(const Operation& operation, const Call& call);
+  void run_reduce_scatter(const Operation& operation, const Call& call);
 
   std::shared_ptr<Communicator> communicator_;
   at::Device device_;

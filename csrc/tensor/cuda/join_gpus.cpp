@@ -11,7 +11,7 @@
 #include <string_view>
 
 #include "base/error.h"
-#include "cpu/copy_collectives.h"
+#include "cpu/buffers.h"
 #include "cuda/executor.h"
 #include "tensor/cuda/native_stream.h"
 #include "tensor/cuda/self_test.h"
@@ -38,10 +38,11 @@ transport::AllGatherText all_gather_over(Communicator& communicator, CallerThrea
     Text text{.length = static_cast<uint32_t>(std::min(own.size(), sizeof(Text::chars)))};
     std::memcpy(text.chars, own.data(), text.length);
     std::vector<Text> texts(num_ranks);
-    std::vector<void*> places;
-    for (Text& place : texts) places.push_back(&place);
+    const cpu::Part input{&text, sizeof(Text)};
+    std::vector<cpu::Part> outputs;
+    for (Text& place : texts) outputs.push_back({&place, sizeof(Text)});
     communicator.run({.kind = CollectiveKind::kAllGather, .num_elems = sizeof(Text)},
-                     cpu::AllGatherBuffers{.input = &text, .outputs = places.data()}, thread);
+                     {.inputs = &input, .outputs = outputs.data()}, thread);
     std::vector<std::string> all;
     for (const Text& each : texts) {
       all.emplace_back(each.chars, std::min(size_t{each.length}, sizeof(Text::chars)));

@@ -158,9 +158,9 @@ void LocalGroup::all_reduce(const std::vector<at::Tensor>& tensors, std::string_
                             std::string_view algorithm, std::optional<int> group_size) {
   check_usable("all_reduce");
   check_tensors(tensors, "all_reduce");
-  const WireFormat format{reducible_dtype(tensors[0].scalar_type(), "the tensors' dtype")};
+  const WireFormat format{reducible_dtype(tensors[0].scalar_type(), "all_reduce")};
   const auto num_elems = static_cast<uint64_t>(tensors[0].numel());
-  const ReduceOp reduce_op = parse_op(op);
+  const ReduceOp reduce_op = parse_op("all_reduce", op);
   const cuda::Kernel kernel =
       algorithm == "auto" ? choose(format.num_bytes(num_elems)) : parse_kernel(algorithm);
   cuda::MappedTensors mapped{};
@@ -192,8 +192,8 @@ void LocalGroup::reduce_scatter(const std::vector<at::Tensor>& outputs,
           .input = data_of(inputs),
           .output = data_of(outputs),
           .num_elems = static_cast<uint64_t>(inputs[0].numel()),
-          .format = {reducible_dtype(inputs[0].scalar_type(), "the tensors' dtype")},
-          .op = parse_op(op),
+          .format = {reducible_dtype(inputs[0].scalar_type(), "reduce_scatter")},
+          .op = parse_op("reduce_scatter", op),
           .divisor = static_cast<double>(world_size())});
 }
 

@@ -524,7 +524,7 @@ void add_pack(Trials& all, size_t number, const Variant& variant) {
       .words = builder.place(Bytes(sizeof(cuda::UnpackWords), std::byte{1}), 0, "of words")};
   const size_t residual_place = builder.place(residual, 0, "of residuals");
 
-  const cpu::AllReduceBuffers buffers{
+  const cpu::Buffers buffers{
       .data = builder.before(places.gradients),
       .residual = reinterpret_cast<float*>(builder.expected(residual_place))};
   const WirePlace packed = wire.place(builder.expected(places.wire), kNumTiles * kTileElems);
@@ -560,8 +560,7 @@ void add_unpack(Trials& all, size_t number, const Variant& variant) {
   const size_t stats = builder.place(Bytes(2 * sizeof(double)), 0, "of stats");
 
   cpu::BucketMeasures measures(kNumElems);
-  const cpu::AllReduceBuffers buffers{.data = builder.expected(places.gradients),
-                                      .measures = &measures};
+  const cpu::Buffers buffers{.data = builder.expected(places.gradients), .measures = &measures};
   cpu::BucketReducer(bucket_call(tested), buffers, 0, 1)
       .unpack(wire.place(builder.before(places.wire), kNumTiles * kTileElems), {0, kNumElems});
   const double expected_stats[] = {static_cast<double>(measures.num_non_finite),

@@ -290,24 +290,71 @@ class Communicator:
         `bucket`, `stats` and `residual` must not be touched before the future is done.
         """
 
+    # All of these block as all_reduce does. Tensors may be strided, and are then packed. reduce,
+    # gather, scatter and all_to_all take CPU tensors only. Each raises TypeError or ValueError
+    # before anything moves, rota.Mismatch if ranks disagree, and what all_reduce raises.
+
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
-        """Copies rank `root`'s `tensor` to all ranks; same shape and dtype on all."""
+        """Copies rank `root`'s `tensor` to all ranks; same number of elements and dtype on all."""
+
+    def reduce(self, tensor: torch.Tensor, root: int = 0, op: str = "sum") -> None:
+        """Reduces `tensor` over all ranks into rank `root`'s, with the bits of all_reduce.
+
+        The other ranks' tensors stay as they are.
+        """
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
         """Concatenates every rank's `input` into `output`, in ascending rank.
 
         Args:
-            output: contiguous, world_size times as many elements as input, of its dtype.
-            input: same number of elements and dtype on every rank.
+            output: world_size times as many elements as input, of its dtype.
+            input: same number of elements and dtype on every rank; may be this rank's part of
+                output.
+        """
+
+    def gather(self, output: torch.Tensor | None, input: torch.Tensor, root: int = 0) -> None:
+        """Concatenates every rank's `input` into rank `root`'s `output`, in ascending rank.
+
+        Args:
+            output: on root as in all_gather, None on the other ranks.
+            input: as in all_gather.
+        """
+
+    def scatter(self, output: torch.Tensor, input: torch.Tensor | None, root: int = 0) -> None:
+        """Rank i's `output` becomes part i of world_size equal parts of rank `root`'s `input`.
+
+        Args:
+            output: same number of elements and dtype on every rank.
+            input: on root world_size times as many elements, None on the other ranks.
         """
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: str = "sum") -> None:
-        """Reduces every rank's `input`; rank i gets shard i of the result. CUDA tensors only.
+        """Reduces every rank's `input`; rank i gets part i of the result, with all_reduce's bits.
 
         Args:
-            output: contiguous; may be this rank's shard of input.
-            input: contiguous, world_size times as many elements as output, of its dtype.
+            output: may be this rank's part of input.
+            input: world_size times as many elements as output, of its dtype.
             op: as in all_reduce.
+        """
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        *,
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
+    ) -> None:
+        """Sends part i of `input` to rank i, and receives part i of `output` from it.
+
+        Args:
+            output: of input's dtype; may be the same tensor, which is then copied first.
+            input: the parts for all ranks, one after the other.
+            output_splits: elements received from each rank; empty: equal parts.
+            input_splits: elements sent to each rank; empty: equal parts.
+
+        Raises:
+            rota.Mismatch: on every rank, if one rank expects a part of another length than is sent.
         """
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> None:
@@ -489,5 +536,5 @@ class ProcessGroupRota(dist.ProcessGroup):
         timeout: timedelta,
         slot_bytes: int,
         connects_at_first_use: bool,
-        make_delegate: Callable[[str], dist._Backend],
+        make_delegate: Callable[[str, dist.Store, int, int], dist._Backend],
     ) -> None: ...

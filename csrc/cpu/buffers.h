@@ -1,4 +1,4 @@
-// One rank's buffers in an all-reduce; its arguments are in schedule/call.h.
+// One rank's memory in a collective, whose arguments are in schedule/call.h.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,19 @@ struct BucketMeasures {
   }
 };
 
-struct AllReduceBuffers {
-  void* data;  // num_elems elements of dtype, contiguous
+// A rank's part of a tensor, contiguous.
+struct Part {
+  void* data;
+  uint64_t num_elems;
+};
+
+// Which members a collective uses says its row in schedule/collective.h.
+struct Buffers {
+  void* data = nullptr;  // of one in place
+  // Otherwise one part, or one for each rank, in order; null on ranks that do not contribute or
+  // receive. Where a rank's own part is input and output, both may be the same memory.
+  const Part* inputs = nullptr;
+  const Part* outputs = nullptr;
   // For reduce_bucket: the rounding errors of this rank's contributions, in units of the result.
   // They are added to the next contributions and then replaced. Null: no error feedback.
   float* residual = nullptr;

@@ -1,0 +1,47 @@
+#include "cpu/executor.h"
+
+namespace rota::cpu {
+namespace {
+
+// A barrier is complete once every rank has posted.
+class Barrier final : public Executor {
+ public:
+  std::optional<uint64_t> message_bytes(const Call&, const Buffers&, int, uint64_t) const override {
+    return 0;
+  }
+  void contribute(const Call&, const Buffers&, const Mailboxes&) const override {}
+  uint64_t complete(const Call&, const Buffers&, const Mailboxes&, Exchange&) const override {
+    return 0;
+  }
+  uint64_t run_rounds(const Call&, const Buffers&, Exchange&) const override { return 0; }
+};
+
+}  // namespace
+
+const Executor& executor_of(CollectiveKind kind) {
+  switch (kind) {
+    case CollectiveKind::kAllReduce:
+    case CollectiveKind::kReduceBucket:
+    case CollectiveKind::kReduce:
+      return all_reduce_executor();
+    case CollectiveKind::kReduceScatter:
+      return reduce_scatter_executor();
+    case CollectiveKind::kBroadcast:
+      return broadcast_executor();
+    case CollectiveKind::kAllGather:
+      return all_gather_executor();
+    case CollectiveKind::kGather:
+      return gather_executor();
+    case CollectiveKind::kScatter:
+      return scatter_executor();
+    case CollectiveKind::kAllToAll:
+      return all_to_all_executor();
+    case CollectiveKind::kSendRecv:
+    case CollectiveKind::kBarrier:
+      break;
+  }
+  static const Barrier barrier;
+  return barrier;
+}
+
+}  // namespace rota::cpu

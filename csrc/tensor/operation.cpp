@@ -1,0 +1,339 @@
+#include "tensor/operation.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
+#include <numeric>
+#include <string_view>
+
+#include "base/random_bits.h"
+#include "tensor/tensor_checks.h"
+
+namespace rota::tensors {
+namespace {
+
+// By rank, or one.
+using Lengths = c10::SmallVector<uint64_t, 8>;
+
+[[noreturn]] void refuse(const Operation& operation, ErrorKind kind, const std::string& what) {
+  throw Error(kind, join("rota.", name(operation.kind), ": ", what));
+}
+
+// The inputs or the outputs of an operation.
+struct Side {
+  std::string_view what;
+  at::TensorList tensors;
+  at::IntArrayRef splits;
+  bool is_per_rank;
+  bool is_used;  // by this rank
+};
+
+Side input_side(const Operation& operation, int rank) {
+  const CollectiveRow& row = row_of(operation.kind);
+  return {"input", operation.inputs, operation.input_splits, row.is_input_per_rank,
+          is_among(row.contributors, rank, operation.root)};
+}
+
+Side output_side(const Operation& operation, int rank) {
+  const CollectiveRow& row = row_of(operation.kind);
+  return {"output", operation.outputs, operation.output_splits, row.is_output_per_rank,
+          is_among(row.receivers, rank, operation.root)};
+}
+
+// Of checked sides.
+Lengths lengths_of(const Side& side, int world_size) {
+  Lengths lengths;
+  if (!side.is_used) return lengths;
+  if (side.is_per_rank && side.tensors.size() == 1) {
+    if (!side.splits.empty()) return {side.splits.begin(), side.splits.end()};
+    const auto num_ranks = static_cast<size_t>(world_size);
+    lengths.assign(num_ranks, num_elems(side.tensors[0]) / num_ranks);
+    return lengths;
+  }
+  for (const at::Tensor& tensor : side.tensors) lengths.push_back(num_elems(tensor));
+  return lengths;
+}
+
+// A side with one tensor for all ranks' parts. part: the length that all must have, if the other
+// side knows it.
+void check_equal_parts(const Operation& operation, const Side& side, int world_size,
+                       std::optional<int64_t> part) {
+  const int64_t length = side.tensors[0].numel();
+  if (part ? length == *part * world_size : length % world_size == 0) return;
+  refuse(operation, ErrorKind::kValue,
+         part ? join("the ", side.what, " has ", length, " elements, expected ", world_size, " * ",
+                     *part, ", a part for each rank")
+              : join("the ", side.what, " has ", length, " elements, which do not divide into ",
+                     world_size, " equal parts; pass splits"));
+}
+
+void check_splits(const Operation& operation, const Side& side, int world_size) {
+  const int64_t length = side.tensors[0].numel();
+  if (side.splits.size() != static_cast<size_t>(world_size)) {
+    refuse(operation, ErrorKind::kValue,
+           join(side.what, " splits have ", side.splits.size(),
+                " entries, expected one for each of ", world_size, " ranks"));
+  }
+  int64_t sum = 0;
+  for (const int64_t split : side.splits) {
+    if (split < 0) {
+      refuse(operation, ErrorKind::kValue,
+             join(side.what, " splits contain ", split, ", expected 0 or more"));
+    }
+    sum += split;
+  }
+  if (sum != length) {
+    refuse(operation, ErrorKind::kValue,
+           join(side.what, " splits sum to ", sum, " elements, but the ", side.what, " has ",
+                length, "; make them equal"));
+  }
+}
+
+void check_side(const Operation& operation, const Side& side, int world_size, at::Device device) {
+  if (!side.is_used) {
+    if (side.tensors.empty()) return;
+    refuse(operation, ErrorKind::kValue,
+           join("this rank passes an ", side.what, ", expected one on root ", operation.root,
+                " only"));
+  }
+  for (const at::Tensor& tensor : side.tensors) {
+    check_tensor(tensor, name(operation.kind), device);
+  }
+  const size_t num_tensors = side.tensors.size();
+  if (num_tensors == 1) {
+    if (!side.splits.empty()) check_splits(operation, side, world_size);
+    return;
+  }
+  if (!side.is_per_rank || num_tensors != static_cast<size_t>(world_size)) {
+    refuse(operation, ErrorKind::kValue,
+           join(num_tensors, " ", side.what, " tensors, expected ",
+                side.is_per_rank ? join("world_size = ", world_size) : "one"));
+  }
+}
+
+void check_same_dtype(const Operation& operation, const Side& side, at::ScalarType dtype) {
+  for (const at::Tensor& tensor : side.tensors) {
+    if (tensor.scalar_type() == dtype) continue;
+    refuse(operation, ErrorKind::kType,
+           join("an ", side.what, " is of ", c10::toString(tensor.scalar_type()),
+                ", another tensor of ", c10::toString(dtype), "; make them equal"));
+  }
+}
+
+bool are_equal(const Lengths& lengths) {
+  return std::ranges::all_of(lengths, [&](uint64_t length) { return length == lengths[0]; });
+}
+
+// Sets the lengths that ranks compare. parts: the side with a part for each rank, of which this
+// rank's own must be as long as `single`.
+void set_lengths(Call& call, const Operation& operation, const Lengths& parts, uint64_t single,
+                 int rank) {
+  const uint64_t own = parts[static_cast<size_t>(rank)];
+  if (own != single) {
+    const bool is_input = row_of(operation.kind).is_input_per_rank;
+    refuse(operation, ErrorKind::kValue,
+           join("the ", is_input ? "output" : "input", " has ", single, " elements, this rank's ",
+                is_input ? "input" : "output", " has ", own, "; make them equal"));
+  }
+  call.num_elems = single;
+  if (are_equal(parts)) return;
+  if (row_of(operation.kind).has_root()) {
+    refuse(operation, ErrorKind::kValue,
+           "parts have different lengths; make them equal, or use send and recv");
+  }
+  call.num_elems = std::accumulate(parts.begin(), parts.end(), uint64_t{0});
+  for (const uint64_t length : parts) call.uneven = mix(call.uneven ^ (length + 1));
+  call.uneven |= 1;  // 0 means equal parts
+}
+
+DType dtype_of(const Operation& operation) {
+  const at::Tensor tensor = operation.any_tensor();
+  if (!row_of(operation.kind).reduces) return movable_dtype(tensor, name(operation.kind));
+  return reducible_dtype(tensor.scalar_type(), name(operation.kind));
+}
+
+Call plan_in_place(const Operation& operation, const Planner& planner, at::Device device) {
+  if (operation.outputs.size() != 1) {
+    refuse(operation, ErrorKind::kValue, join(operation.outputs.size(), " tensors, expected one"));
+  }
+  const at::Tensor& tensor = operation.outputs[0];
+  check_tensor(tensor, name(operation.kind), device);
+  const DType dtype = dtype_of(operation);
+  if (operation.kind == CollectiveKind::kAllReduce) {
+    return planner.all_reduce(dtype, num_elems(tensor), operation.reduction);
+  }
+  return planner.collective(operation.kind, dtype, num_elems(tensor), operation.reduction.op,
+                            operation.root);
+}
+
+// A side's tensors as contiguous memory, and where each part lies there.
+class PackedSide {
+ public:
+  PackedSide(const Side& side, Packed::Content content, int world_size,
+             std::optional<double> factor = std::nullopt) {
+    if (!side.is_used) return;
+    const Lengths lengths = lengths_of(side, world_size);
+    for (const at::Tensor& tensor : side.tensors) packed_.emplace_back(tensor, content, factor);
+    if (packed_.size() == lengths.size()) {
+      for (size_t i = 0; i < lengths.size(); ++i) parts_.push_back({packed_[i].data(), lengths[i]});
+      return;
+    }
+    auto* begin = static_cast<std::byte*>(packed_[0].data());
+    for (const uint64_t length : lengths) {
+      parts_.push_back({begin, length});
+      begin += length * side.tensors[0].element_size();
+    }
+  }
+
+  const cpu::Part* parts() const { return parts_.empty() ? nullptr : parts_.data(); }
+  void unpack() const {
+    for (const Packed& packed : packed_) packed.unpack();
+  }
+
+ private:
+  std::vector<Packed> packed_;
+  c10::SmallVector<cpu::Part, 8> parts_;
+};
+
+bool share_memory(at::TensorList some, at::TensorList others) {
+  const auto begin_of = [](const at::Tensor& tensor) {
+    return static_cast<const std::byte*>(tensor.storage().data());
+  };
+  return std::ranges::any_of(some, [&](const at::Tensor& tensor) {
+    return std::ranges::any_of(others, [&](const at::Tensor& other) {
+      return tensor.numel() != 0 && other.numel() != 0 && begin_of(tensor) == begin_of(other);
+    });
+  });
+}
+
+}  // namespace
+
+at::Tensor Operation::any_tensor() const {
+  for (const at::TensorList side : {outputs, inputs}) {
+    if (!side.empty()) return side[0];
+  }
+  return {};
+}
+
+OwnedOperation::OwnedOperation(const Operation& operation)
+    : operation_(operation),
+      inputs_(operation.inputs.vec()),
+      outputs_(operation.outputs.vec()),
+      input_splits_(operation.input_splits.vec()),
+      output_splits_(operation.output_splits.vec()) {}
+
+Operation OwnedOperation::view() const {
+  Operation view = operation_;
+  view.inputs = inputs_;
+  view.outputs = outputs_;
+  view.input_splits = input_splits_;
+  view.output_splits = output_splits_;
+  return view;
+}
+
+Call plan(const Operation& operation, const Planner& planner, int rank, at::Device device) {
+  const CollectiveRow& row = row_of(operation.kind);
+  const int world_size = planner.world_size();
+  if (operation.kind == CollectiveKind::kBarrier) return {.kind = operation.kind};
+  if (row.is_in_place) return plan_in_place(operation, planner, device);
+
+  planner.check_root(operation.kind, operation.root);
+  const Side inputs = input_side(operation, rank);
+  const Side outputs = output_side(operation, rank);
+  check_side(operation, inputs, world_size, device);
+  check_side(operation, outputs, world_size, device);
+  const at::ScalarType dtype = operation.any_tensor().scalar_type();
+  check_same_dtype(operation, inputs, dtype);
+  check_same_dtype(operation, outputs, dtype);
+
+  for (const auto& [side, other] : {std::pair(inputs, outputs), std::pair(outputs, inputs)}) {
+    if (!side.is_used || !side.is_per_rank || side.tensors.size() != 1 || !side.splits.empty()) {
+      continue;
+    }
+    check_equal_parts(operation, side, world_size,
+                      other.is_per_rank ? std::nullopt : std::optional(other.tensors[0].numel()));
+  }
+
+  Call call = planner.collective(operation.kind, dtype_of(operation), 0, operation.reduction.op,
+                                 operation.root);
+  const Lengths input_lengths = lengths_of(inputs, world_size);
+  const Lengths output_lengths = lengths_of(outputs, world_size);
+  if (row.is_input_per_rank && row.is_output_per_rank) {
+    // Ranks compare the parts of each pair (cpu/all_to_all.cpp).
+    const auto own = static_cast<size_t>(rank);
+    if (input_lengths[own] == output_lengths[own]) return call;
+    refuse(operation, ErrorKind::kValue,
+           join("this rank's part of the input has ", input_lengths[own],
+                " elements, of the output ", output_lengths[own], "; make them equal"));
+  }
+  const Lengths& parts = row.is_input_per_rank ? input_lengths : output_lengths;
+  const Lengths& single = row.is_input_per_rank ? output_lengths : input_lengths;
+  if (parts.empty()) {
+    call.num_elems = single[0];
+  } else {
+    set_lengths(call, operation, parts, single[0], rank);
+  }
+  return call;
+}
+
+void run_on_cpu(const Operation& operation, const Call& call, Communicator& communicator,
+                CallerThread thread) {
+  const CollectiveRow& row = row_of(operation.kind);
+  const int rank = communicator.rank();
+  if (operation.kind == CollectiveKind::kBarrier) return communicator.barrier(thread);
+  if (row.is_in_place) {
+    const bool contributes = is_among(row.contributors, rank, call.root);
+    const Packed packed(operation.outputs[0],
+                        contributes ? Packed::Content::kRead : Packed::Content::kOverwritten,
+                        operation.premul_factor);
+    communicator.run(call, {.data = packed.data()}, thread);
+    if (is_among(row.receivers, rank, call.root)) packed.unpack();
+    return;
+  }
+  // An all-to-all may write a part before it has sent the one that lies there.
+  std::vector<at::Tensor> copies;
+  Operation separate = operation;
+  if (operation.kind == CollectiveKind::kAllToAll &&
+      share_memory(operation.inputs, operation.outputs)) {
+    const at::NoGradGuard no_grad;
+    for (const at::Tensor& tensor : operation.inputs) copies.push_back(tensor.clone());
+    separate.inputs = copies;
+  }
+  const int world_size = communicator.world_size();
+  const PackedSide inputs(input_side(separate, rank), Packed::Content::kRead, world_size,
+                          operation.premul_factor);
+  const PackedSide outputs(output_side(operation, rank), Packed::Content::kOverwritten, world_size);
+  communicator.run(call, {.inputs = inputs.parts(), .outputs = outputs.parts()}, thread);
+  outputs.unpack();
+}
+
+::c10d::OpType op_type_of(CollectiveKind kind) {
+  using ::c10d::OpType;
+  switch (kind) {
+    case CollectiveKind::kAllReduce:
+    case CollectiveKind::kReduceBucket:
+      return OpType::ALLREDUCE;
+    case CollectiveKind::kReduce:
+      return OpType::REDUCE;
+    case CollectiveKind::kReduceScatter:
+      return OpType::REDUCE_SCATTER;
+    case CollectiveKind::kBroadcast:
+      return OpType::BROADCAST;
+    case CollectiveKind::kAllGather:
+      return OpType::ALLGATHER;
+    case CollectiveKind::kGather:
+      return OpType::GATHER;
+    case CollectiveKind::kScatter:
+      return OpType::SCATTER;
+    case CollectiveKind::kAllToAll:
+      return OpType::ALLTOALL;
+    case CollectiveKind::kSendRecv:
+      return OpType::SEND;
+    case CollectiveKind::kBarrier:
+      return OpType::BARRIER;
+  }
+  return OpType::UNKNOWN;
+}
+
+}  // namespace rota::tensors

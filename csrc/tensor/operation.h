@@ -1,0 +1,58 @@
+// A collective of one rank's tensors, as its caller asks for it; its checks and its plan; and its
+// memory on the CPU. Everything here follows from the row of schedule/collective.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <vector>
+
+#include "core/communicator.h"
+#include "core/plan.h"
+
+namespace rota::tensors {
+
+// Refers to the tensors, and owns nothing.
+struct Operation {
+  CollectiveKind kind;
+  // Either one tensor, or one for each rank; where the row says that a side has a part for each
+  // rank, one tensor holds all parts, by rank. A collective in place has its tensor in `outputs`.
+  // A side is empty on a rank that has no part in it.
+  at::TensorList inputs;
+  at::TensorList outputs;
+  int root = 0;
+  AllReduceOptions reduction;           // op: of those that reduce; the rest only of all_reduce
+  std::optional<double> premul_factor;  // multiplies this rank's contribution
+  // The elements of each rank's part of a side with one tensor; empty: all parts are equal.
+  at::IntArrayRef input_splits;
+  at::IntArrayRef output_splits;
+
+  at::Tensor any_tensor() const;  // undefined if there is none
+};
+
+// A copy that another thread can use.
+class OwnedOperation {
+ public:
+  explicit OwnedOperation(const Operation& operation);
+  Operation view() const;
+  const std::vector<at::Tensor>& outputs() const { return outputs_; }
+
+ private:
+  Operation operation_;  // its references are stale
+  std::vector<at::Tensor> inputs_;
+  std::vector<at::Tensor> outputs_;
+  std::vector<int64_t> input_splits_;
+  std::vector<int64_t> output_splits_;
+};
+
+// Checks the tensors, which must be on `device`, and plans the call. Throws Error(kType) or
+// Error(kValue).
+Call plan(const Operation& operation, const Planner& planner, int rank, at::Device device);
+
+// Runs a planned operation on CPU tensors. Strided ones are packed and unpacked.
+void run_on_cpu(const Operation& operation, const Call& call, Communicator& communicator,
+                CallerThread thread);
+
+::c10d::OpType op_type_of(CollectiveKind kind);
+
+}  // namespace rota::tensors
