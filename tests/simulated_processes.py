@@ -7,6 +7,7 @@ module in tests/.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import os
@@ -18,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,33 @@ class SimulatedProcesses:
         if self._pipe is not None and self._server is not None:
             self._pipe.close()
             self._server.wait()
+
+
+def init_group(rank: int, world_size: int, store_path: str, timeout_s: float = 30.0) -> None:
+    """Makes the default group, of this process and those that give the same path.
+
+    Args:
+        rank: in [0, world_size).
+        world_size: the number of processes, which share the first GPU.
+        store_path: a file that does not exist, for the store.
+        timeout_s: the group's.
+    """
+    import torch
+    import torch.distributed as dist
+
+    torch.cuda.set_device(0)
+    dist.init_process_group(
+        "rota",
+        store=dist.FileStore(store_path, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def cuda_runtime() -> ctypes.CDLL:
+    """The CUDA runtime of this process, for functions that torch does not offer."""
+    return ctypes.CDLL(None)
 
 
 @dataclass

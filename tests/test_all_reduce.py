@@ -66,6 +66,7 @@ def check_every_size(rank: Rank, dtype: torch.dtype, ops: tuple[str, ...]) -> No
             reducer.check(op, algorithm, sizes)
 
 
+@pytest.mark.same_in_every_build
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4], ids="ws{}".format)
 def test_all_reduce_every_size_op_and_algorithm_equals_oracle(
@@ -83,6 +84,7 @@ def check_few_sizes(rank: Rank, dtype: torch.dtype) -> None:
         reducer.check("sum", algorithm, sizes)
 
 
+@pytest.mark.same_in_every_build
 @pytest.mark.parametrize(
     ("world_size", "dtype"), LARGE_WORLDS, ids=[f"ws{w}-{name_of(d)}" for w, d in LARGE_WORLDS]
 )
@@ -111,6 +113,7 @@ def check_many_default_slots(rank: Rank) -> None:
         reducer.check("avg", algorithm, [slot - 1, slot + 1, 20 * slot + 1025])
 
 
+@pytest.mark.same_in_every_build
 @pytest.mark.parametrize("world_size", [2, 3], ids="ws{}".format)
 def test_all_reduce_many_slots_equals_oracle(world_size: int) -> None:
     run_ranks(world_size, check_many_default_slots)
@@ -133,6 +136,7 @@ def available_bytes() -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
 
 
+@pytest.mark.same_in_every_build
 @pytest.mark.skipif(available_bytes() < 16 << 30, reason="needs 16 GiB of free memory")
 def test_all_reduce_more_than_2_31_elements_equals_oracle() -> None:
     assert run_ranks(2, reduce_huge, 2**31 + 1025) == [0, 0]

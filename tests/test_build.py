@@ -310,6 +310,21 @@ def test_build_cuda_for_one_arch_compiles_it_as_what_ships(arch: str, tmp_path: 
     assert without_archs(alone) == without_archs(shipped)
 
 
+def test_build_cuda_compiles_cpp_files_with_the_flags_of_a_build_for_the_cpu(
+    tmp_path: Path,
+) -> None:
+    """`make check-cuda` therefore does without the tests marked same_in_every_build."""
+
+    def cxx_flags(build: str) -> list[str]:
+        line = asked_for(run_setup(tmp_path, ROTA_CUDA=build))
+        flags = ast.literal_eval(line[line.index("{") :])["extra_compile_args"]
+        return flags["cxx"] if build == "1" else flags
+
+    make_torch(tmp_path, CUDA_TORCH)
+    make_nvcc(tmp_path / "bin", dry_run(tmp_path / "toolkit", 13))
+    assert cxx_flags("1") == cxx_flags("0") != []
+
+
 def test_build_cuda_starts_with_the_files_that_take_longest(tmp_path: Path) -> None:
     make_torch(tmp_path, CUDA_TORCH)
     make_nvcc(tmp_path / "bin", dry_run(tmp_path / "toolkit", 13))

@@ -8,7 +8,7 @@ Each case of tests/cpp/ is a test of its own in every flavour that can run it:
   asan      AddressSanitizer with leak check, UndefinedBehaviorSanitizer, checked containers
   endless   without the timeout that ends every sleep, so a lost wake-up hangs the program
 
-No report is suppressed. The mutants at the end show that the tests detect real faults.
+No report is suppressed. The mutants show that the tests detect real faults.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from cpp_program import (
     ASAN,
     ASAN_FLAGS,
+    CASE_TIMEOUT_S,
     CASES,
     CSRC,
     CXX,
@@ -58,6 +61,8 @@ THREAD_CASES = (
 OTHER_CASES = (
     "layout_cases",
     "launch_plan_cases",
+    "launch_refusals_cases",
+    "tuning_cases",
     "loops_cases",
     "wire_loops_cases",
     "float_bits_cases",
@@ -94,41 +99,128 @@ FLAVOURS = (
 )
 
 
-def mutant(name: str, *patches: Patch, cases: str = "sequences_cases") -> Flavour:
-    """The program under ThreadSanitizer, with a fault that must be detected."""
-    return Flavour(
-        f"mutant-{name}",
-        (*COMMON, cases),
-        flags=TSAN_FLAGS,
-        patches=patches,
-        environment=TSAN,
-    )
+# ---- mutants: faults that the cases must find under ThreadSanitizer
+
+SLOTS = ("mixed_calls-ws3", "longest_messages-ws2")
+MESSAGES = ("p2p_lengths", "p2p_both_first", "p2p_mixed-ws4")
+POSTS = ("launches_agree-ws4", "launches_too_far_ahead")
+ANSWERS = ("rendezvous-ws5", "rendezvous_groups-ws3")
+ENDS = ("joined_regions_order", "joined_regions_anew")
+SLEEPS = ("waiter_sleeping-ws2",)
+CASE_FAILED = 1
 
 
-def relaxed(name: str, order: str) -> Flavour:
-    return mutant(name, Patch("base/flag.h", order, r"\g<1>std::memory_order_relaxed"))
+class Mutant(NamedTuple):
+    name: str
+    # `IS_MUTANT` in a replacement is true in the process that runs this mutant.
+    patches: tuple[Patch, ...]
+    cases: tuple[str, ...]
+    # Usually the sanitizer reports first; otherwise a case finds wrong numbers or a mismatch.
+    codes: tuple[int, ...] = (CASE_FAILED, TSAN_REPORT_CODE)
 
 
-WEAKENED_ORDERS = (
-    relaxed("load-relaxed", r"(const_cast<uint64_t&>\(value\)\)\.load\()std::memory_order_acquire"),
-    relaxed("publish-relaxed", r"(store\(new_value, )std::memory_order_\w+"),
-)
-EARLY_REUSES = (
-    mutant("one-slot", Patch(LAYOUT, r"kNumSlots = \d+;", "kNumSlots = 1;")),
-    mutant("one-mailbox", Patch(LAYOUT, r"epoch % 2 \* mailbox_bytes\(\)", "0")),
-    mutant(
+def relaxed(name: str, access: str, order: str) -> Mutant:
+    """Two accesses, because compilers take an order that is not constant for the strongest."""
+    either = rf"IS_MUTANT ? \1std::memory_order_relaxed) : \1std::memory_order_{order})"
+    patch = Patch("base/flag.h", rf"({access})std::memory_order_{order}\)", either)
+    return Mutant(name, (patch,), SLOTS[:1], (TSAN_REPORT_CODE,))
+
+
+def earlier(name: str, before: str, call: str) -> Mutant:
+    """Moves a call in the engine up to the line after another one."""
+    lines = rf"({re.escape(before)}[^\n]*\n)([\s\S]*?)( *)({re.escape(call)}\n)"
+    either = r"\1\3if (IS_MUTANT) \4\2\3if (!IS_MUTANT) \4"
+    return Mutant(name, (Patch("core/point_to_point.cpp", lines, either),), MESSAGES)
+
+
+MUTANTS = (
+    relaxed(
+        "load-relaxed", r"SharedWord<uint64_t>\(const_cast<uint64_t&>\(value\)\)\.load\(", "acquire"
+    ),
+    relaxed("publish-relaxed", r"SharedWord<uint64_t>\(value\)\.store\(new_value, ", "seq_cst"),
+    Mutant(
+        "one-slot",
+        (Patch(LAYOUT, r"round % kNumSlots", "round % (IS_MUTANT ? 1 : kNumSlots)"),),
+        SLOTS,
+    ),
+    Mutant(
+        "one-mailbox",
+        (Patch(LAYOUT, r"epoch % 2 \* mailbox", "(IS_MUTANT ? 0 : epoch % 2) * mailbox"),),
+        SLOTS,
+    ),
+    Mutant(
         "no-wait-for-posts",
-        Patch("core/communicator.cpp", r"peer_post\.load\(\) < epoch_", "false"),
+        (Patch("core/communicator.cpp", r"peer_post\.load\(\) < epoch_", r"!IS_MUTANT && \g<0>"),),
+        SLOTS,
+    ),
+    Mutant(
+        "link-slot-too-early",
+        (Patch(LINKS, r"sent_\[peer\] \+ 1 - kNum", "sent_[peer] + (IS_MUTANT ? 0 : 1) - kNum"),),
+        MESSAGES,
+    ),
+    Mutant(
+        "link-read-too-early",
+        (Patch(LINKS, r"received_\[peer\] \+ 1\}", "received_[peer] + (IS_MUTANT ? 0 : 1)}"),),
+        MESSAGES,
+    ),
+    earlier("link-release-too-early", "min(num_there", "links_.release(peer);"),
+    earlier("link-publish-too-early", "min(num_free", "links_.publish(peer);"),
+    Mutant(
+        "no-wait-launched",
+        (
+            Patch(
+                "core/communicator.cpp",
+                r"waiter_\.wait\(posts_of\(peer\)\.launched,[^;]*;",
+                r"if (!IS_MUTANT) \g<0>",
+            ),
+        ),
+        POSTS,
+    ),
+    Mutant(
+        "unlocked-answers",
+        (
+            Patch(
+                "transport/endpoint.cpp",
+                r"const std::lock_guard lock\(mutex_\);(\s+const auto found)",
+                r"std::unique_lock lock(mutex_, std::defer_lock);"
+                r" if (!IS_MUTANT) lock.lock();\1",
+            ),
+        ),
+        ANSWERS,
+        (TSAN_REPORT_CODE,),
+    ),
+    *(
+        Mutant(
+            f"no-step-before-{part}",
+            (
+                Patch(
+                    "core/joined_regions.cpp",
+                    rf"take_step\(\);(\s+regions_\.{part})",
+                    r"if (!IS_MUTANT) \g<0>",
+                ),
+            ),
+            ENDS,
+            (CASE_FAILED,),
+        )
+        for part in ("mapped", "own")
+    ),
+    # Without the timeout that ends every sleep, which would hide it.
+    Mutant(
+        "no-wake-up",
+        (
+            Patch("base/waiter.cpp", r"&tick\b", r"IS_MUTANT ? nullptr : \g<0>"),
+            Patch("base/waiter.cpp", r"&end, CLOCK_MONOTONIC\)", r"IS_MUTANT ? nullptr : \g<0>"),
+            Patch("base/waiter.h", r"return wake_all\(flag\)", r"if (!IS_MUTANT) \g<0>"),
+        ),
+        SLEEPS,
+        (TIMEOUT_CODE,),
     ),
 )
-# Skips the waits of one phase, named in the environment, so one program serves for all phases.
-LOST_WAIT = mutant(
-    "lost-wait",
-    Patch(
-        "cpu/exchange.h",
-        r"(void wait\(.*\) \{\n)",
-        r'\1    if (phase == std::getenv("LOST_WAIT")) return;\n',
-    ),
+# Skips the waits of one phase, named in the environment.
+LOST_WAIT = Patch(
+    "cpu/exchange.h",
+    r"(void wait\(.*\) \{\n)",
+    r'\1    if (const char* lost = std::getenv("LOST_WAIT"); lost && phase == lost) return;\n',
 )
 # Every phase in which executors wait, by the name used in errors.
 WAITED_PHASES = sorted(
@@ -140,55 +232,31 @@ WAITED_PHASES = sorted(
 )
 
 
-def earlier(before: str, call: str) -> Patch:
-    """Moves a call in the engine up to the line after another one."""
-    lines = rf"({re.escape(before)}[^\n]*\n)([\s\S]*?)( *{re.escape(call)}\n)"
-    return Patch("core/point_to_point.cpp", lines, r"\1\3\2")
+def patches_of_mutants() -> Iterator[Patch]:
+    """For one program with all faults, of which each process has the one that ROTA_MUTANT selects:
+    a program for each would compile most sources again (tests/cpp/mutant.h)."""
+    for number, mutant in enumerate(MUTANTS):
+        for patch in mutant.patches:
+            chosen = patch.replacement.replace("IS_MUTANT", f"rota::test::is_mutant({number})")
+            yield Patch(patch.file, patch.pattern, chosen)
+    for file in dict.fromkeys(patch.file for mutant in MUTANTS for patch in mutant.patches):
+        yield Patch(file, r"\A", '#include "mutant.h"\n')
 
 
-EARLY_MESSAGES = (
-    mutant(
-        "link-slot-too-early",
-        Patch(LINKS, r"sent_\[peer\] \+ 1 - kNum", "sent_[peer] - kNum"),
-        cases="point_to_point_cases",
+WITH_MUTANTS = Flavour(
+    "mutants",
+    (
+        *COMMON,
+        "sequences_cases",
+        "point_to_point_cases",
+        "launches_cases",
+        "endpoint_cases",
+        "joined_regions_cases",
+        "waiter_cases",
     ),
-    mutant(
-        "link-read-too-early",
-        Patch(LINKS, r"received_\[peer\] \+ 1\}", "received_[peer]}"),
-        cases="point_to_point_cases",
-    ),
-    mutant(
-        "link-release-too-early",
-        earlier("min(num_there", "links_.release(peer);"),
-        cases="point_to_point_cases",
-    ),
-    mutant(
-        "link-publish-too-early",
-        earlier("min(num_free", "links_.publish(peer);"),
-        cases="point_to_point_cases",
-    ),
-)
-EARLY_POSTS = mutant(
-    "no-wait-launched",
-    Patch("core/communicator.cpp", r"waiter_\.wait\(posts_of\(peer\)\.launched,[^;]*;", ""),
-    cases="launches_cases",
-)
-UNLOCKED_ANSWERS = mutant(
-    "unlocked-answers",
-    Patch(
-        "transport/endpoint.cpp",
-        r"const std::lock_guard lock\(mutex_\);(\s+const auto found)",
-        r"\1",
-    ),
-    cases="endpoint_cases",
-)
-EARLY_ENDS = tuple(
-    mutant(
-        f"no-step-before-{part}",
-        Patch("core/joined_regions.cpp", rf"take_step\(\);(\s+regions_\.{part})", r"\1"),
-        cases="joined_regions_cases",
-    )
-    for part in ("mapped", "own")
+    flags=TSAN_FLAGS,
+    patches=(*patches_of_mutants(), LOST_WAIT),
+    environment=TSAN,
 )
 
 
@@ -209,53 +277,25 @@ def test_cpp(flavour: Flavour, case: str) -> None:
     check_case(flavour, case)
 
 
-@pytest.mark.parametrize("flavour", WEAKENED_ORDERS, ids=lambda flavour: flavour.name)
-def test_cpp_with_weakened_order_is_reported(flavour: Flavour) -> None:
-    code, output = run(flavour, "mixed_calls-ws3")
-    assert code == TSAN_REPORT_CODE, f"exit code {code}\n{output}"
-    assert "WARNING: ThreadSanitizer: data race" in output
+def test_cpp_with_mutants_but_without_fault_passes() -> None:
+    code, output = run(WITH_MUTANTS, *SLOTS, *MESSAGES, *POSTS, *ANSWERS, *ENDS, *SLEEPS)
+    assert code == 0, f"exit code {code}\n{output}"
 
 
-@pytest.mark.parametrize("flavour", EARLY_REUSES, ids=lambda flavour: flavour.name)
-def test_cpp_with_early_reuse_is_found(flavour: Flavour) -> None:
-    code, output = run(flavour, "mixed_calls-ws3", "longest_messages-ws2")
-    # Usually the sanitizer reports first; otherwise a case finds wrong numbers or a mismatch.
-    assert code in (1, TSAN_REPORT_CODE), f"exit code {code}\n{output}"
-
-
-@pytest.mark.parametrize("flavour", EARLY_MESSAGES, ids=lambda flavour: flavour.name)
-def test_cpp_with_early_message_is_found(flavour: Flavour) -> None:
-    code, output = run(flavour, "p2p_lengths", "p2p_both_first", "p2p_mixed-ws4")
-    assert code in (1, TSAN_REPORT_CODE), f"exit code {code}\n{output}"
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_cpp_mutant_is_found(mutant: Mutant) -> None:
+    # Only a program that hangs needs the limit.
+    timeout_s = 3 if mutant.codes == (TIMEOUT_CODE,) else CASE_TIMEOUT_S
+    environment = {"ROTA_MUTANT": str(MUTANTS.index(mutant))}
+    code, output = run(WITH_MUTANTS, *mutant.cases, environment=environment, timeout_s=timeout_s)
+    assert code in mutant.codes, f"exit code {code}\n{output}"
+    assert code != TSAN_REPORT_CODE or "WARNING: ThreadSanitizer: data race" in output
 
 
 @pytest.mark.parametrize("phase", WAITED_PHASES, ids=lambda phase: phase.replace(" ", "-"))
 def test_cpp_without_one_wait_is_found(phase: str) -> None:
-    code, output = run(LOST_WAIT, "mixed_calls-ws3", environment={"LOST_WAIT": phase})
-    assert code in (1, TSAN_REPORT_CODE), f"exit code {code}\n{output}"
-
-
-def test_cpp_with_posts_written_anew_too_early_is_found() -> None:
-    code, output = run(EARLY_POSTS, "launches_agree-ws4", "launches_too_far_ahead")
-    assert code in (1, TSAN_REPORT_CODE), f"exit code {code}\n{output}"
-
-
-def test_cpp_with_unlocked_answers_is_reported() -> None:
-    code, output = run(UNLOCKED_ANSWERS, "rendezvous-ws5", "rendezvous_groups-ws3")
-    assert code == TSAN_REPORT_CODE, f"exit code {code}\n{output}"
-
-
-@pytest.mark.parametrize("flavour", EARLY_ENDS, ids=lambda flavour: flavour.name)
-def test_cpp_with_regions_let_go_too_early_is_found(flavour: Flavour) -> None:
-    code, output = run(flavour, "joined_regions_order", "joined_regions_anew")
-    assert code == 1, f"exit code {code}\n{output}"
-
-
-def test_cpp_without_wake_up_stops() -> None:
-    patches = (*ENDLESS_SLEEP, Patch("base/waiter.h", r"return wake_all\(flag\)", "return"))
-    flavour = Flavour("mutant-no-wake-up", (*COMMON, *SLEEPING_CASES), patches=patches)
-    code, _ = run(flavour, "waiter_sleeping-ws2", timeout_s=3)
-    assert code == TIMEOUT_CODE
+    code, output = run(WITH_MUTANTS, "mixed_calls-ws3", environment={"LOST_WAIT": phase})
+    assert code in (CASE_FAILED, TSAN_REPORT_CODE), f"exit code {code}\n{output}"
 
 
 # ---- one program, several instruction sets -------------------------------------------------------

@@ -7,27 +7,17 @@ in NCCL's own error.
 
 from __future__ import annotations
 
-import ctypes
 import warnings
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import rota
-from simulated_processes import SimulatedProcesses
+from simulated_processes import SimulatedProcesses, cuda_runtime, init_group
 
 WORLD_SIZE = 2
 NUM_ELEMS = 1000
-
-
-def start(rank: int, store_path: str) -> None:
-    torch.cuda.set_device(0)
-    store = dist.FileStore(store_path, WORLD_SIZE)
-    dist.init_process_group(
-        "rota", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=30)
-    )
 
 
 def contribution(rank: int) -> torch.Tensor:
@@ -35,7 +25,7 @@ def contribution(rank: int) -> torch.Tensor:
 
 
 def go_through_host(rank: int, store_path: str) -> str | None:
-    start(rank, store_path)
+    init_group(rank, WORLD_SIZE, store_path)
     comm = rota.Communicator()
     total = sum(contribution(peer) for peer in range(WORLD_SIZE))
 
@@ -61,7 +51,7 @@ def go_through_host(rank: int, store_path: str) -> str | None:
     with pytest.raises(rota.TransportError, match="could not be joined"):
         comm.send(tensor, 1 - rank)
     # torch would attribute a leftover error to its next kernel.
-    assert ctypes.CDLL(None).cudaPeekAtLastError() == 0
+    assert cuda_runtime().cudaPeekAtLastError() == 0
     return comm.peer_access
 
 
@@ -87,7 +77,7 @@ def test_gpus_that_cannot_be_joined_go_through_the_host(
 
 
 def refuse_unknown_means(rank: int, store_path: str) -> str:
-    start(rank, store_path)
+    init_group(rank, WORLD_SIZE, store_path)
     with pytest.raises(ValueError, match="expected auto, symmetric or ipc") as refused:
         rota.Communicator().connect_device(torch.device("cuda", 0))
     return str(refused.value)
@@ -100,7 +90,7 @@ def test_unknown_means_are_refused(processes: SimulatedProcesses, tmp_path: obje
 
 
 def hand_over_to_nccl(rank: int, store_path: str) -> list[str]:
-    start(rank, store_path)
+    init_group(rank, WORLD_SIZE, store_path)
     tensor = contribution(rank).cuda()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -12,7 +12,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import rota
-from simulated_processes import Outcome, SimulatedProcesses
+from simulated_processes import Outcome, SimulatedProcesses, cuda_runtime, init_group
 
 WORLD_SIZE = 2
 NUM_ELEMS = 1000
@@ -39,11 +38,7 @@ SYMMETRIC = (
 
 def connect(rank: int, store_path: str, world_size: int = WORLD_SIZE) -> rota.Communicator:
     if not dist.is_initialized():
-        torch.cuda.set_device(0)
-        store = dist.FileStore(store_path, world_size)
-        dist.init_process_group(
-            "rota", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=30)
-        )
+        init_group(rank, world_size, store_path)
     comm = rota.Communicator()
     comm.connect_device(torch.device("cuda", 0))
     assert comm.peer_access != "the host's memory"
@@ -62,7 +57,7 @@ def sleep(_: int | None) -> None:
 def hold_up_stream() -> None:
     """Delays work that is queued on the current stream from now on."""
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    assert ctypes.CDLL(None).cudaLaunchHostFunc(stream, sleep, None) == 0
+    assert cuda_runtime().cudaLaunchHostFunc(stream, sleep, None) == 0
 
 
 def leave(holder: list[rota.Communicator], how: str) -> float:

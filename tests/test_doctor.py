@@ -4,20 +4,26 @@ of one GPU, here a simulated one.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import rota
 import simulated_gpu
-from rota import _C, doctor
-from rota import doctor_gpu as rota_doctor_gpu
+from rota import _C, doctor, doctor_gpu
+from rota import __main__ as rota_main
+from simulated_processes import Outcome, SimulatedProcesses
 
 
 def gpus_line(capsys: pytest.CaptureFixture[str]) -> str:
@@ -92,21 +98,19 @@ def test_doctor_of_this_build_and_machine_is_true(capsys: pytest.CaptureFixture[
 
 # ---- doctor --gpu
 
+SMALL = ("--gpu", "--small")
 
-def doctor_gpu(
-    folder: Path, *arguments: str, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """Runs doctor on a simulated GPU; skips the test if that is not available."""
-    if not _C.cuda_archs():
-        pytest.skip("needs a build of rota with CUDA kernels (ROTA_CUDA=1)")
-    try:
-        simulated_gpu.check_available()
-    except simulated_gpu.NotAvailable as reason:
-        pytest.skip(f"no GPU can be simulated: {reason}")
-    variables = simulated_gpu.environment()
+
+def run_in_interpreter(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs doctor --gpu as a person would, on a simulated GPU."""
     return subprocess.run(
-        [sys.executable, "-m", "rota", "doctor", *arguments],
-        env={**os.environ, **variables, "ROTA_CACHE_DIR": str(folder / "cache"), **environment},
+        [sys.executable, "-m", "rota", "doctor", *SMALL],
+        env={
+            **os.environ,
+            **simulated_gpu.environment(),
+            "ROTA_CACHE_DIR": str(folder / "cache"),
+            **environment,
+        },
         capture_output=True,
         text=True,
         timeout=60,
@@ -114,13 +118,71 @@ def doctor_gpu(
     )
 
 
-def test_doctor_gpu_tests_and_measures_and_writes_a_record(tmp_path: Path) -> None:
-    done = doctor_gpu(tmp_path, "--gpu", "--small")
+def run_in_fork(folder: str, arguments: tuple[str, ...]) -> tuple[int, str]:
+    """The exit status and standard output of doctor, without the seconds of loading torch."""
+    os.chdir(folder)
+    sys.argv = ["rota", "doctor", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        status = rota_main.main()
+    return status, output.getvalue()
+
+
+def gpus_in_fork() -> str:
+    return doctor._CHECKS["GPUs"]()
+
+
+class SimulatedGpu:
+    """Runs doctor on a simulated GPU, where `folder` is the current one."""
+
+    def __init__(self, processes: SimulatedProcesses, folder: Path) -> None:
+        self._processes = processes
+        self._folder = folder
+
+    def doctor(self, *arguments: str, **environment: str) -> tuple[int, str, str]:
+        """The exit status, standard output and standard error."""
+        outcome = self._run(run_in_fork, str(self._folder), arguments, **environment)
+        return *outcome.value, outcome.stderr
+
+    def gpus_line(self) -> str:
+        line: str = self._run(gpus_in_fork).value
+        return line
+
+    def _run(self, function: Callable[..., Any], *args: Any, **environment: str) -> Outcome:
+        environment = {"ROTA_CACHE_DIR": str(self._folder / "cache"), **environment}
+        [outcome] = self._processes.outcomes([(function, args)], **environment)
+        assert outcome.error is None, f"{outcome.error}\n{outcome.stderr}"
+        return outcome
+
+
+needs_kernels = pytest.mark.skipif(
+    not _C.cuda_archs(), reason="needs a build of rota with CUDA kernels (ROTA_CUDA=1)"
+)
+
+
+@pytest.fixture
+def gpu(processes: SimulatedProcesses, tmp_path: Path) -> SimulatedGpu:
+    return SimulatedGpu(processes, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def passed(
+    processes: SimulatedProcesses, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """A run in which all went well, and its folder."""
+    folder = tmp_path_factory.mktemp("passed")
+    return run_in_interpreter(folder), folder
+
+
+@needs_kernels
+def test_doctor_gpu_tests_and_measures_and_writes_a_record(
+    passed: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    done, folder = passed
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert "simulated GPU, driver CUDA 13.2" in lines[0]
     assert sum(line.startswith("  ok    ") for line in lines) == 13
-    [path] = tmp_path.glob("gpu-simulated-gpu-20??-??-??.json")
+    [path] = folder.glob("gpu-simulated-gpu-20??-??-??.json")
     assert lines[-1] == f"the self-test passed; record: {path.name}"
     record = json.loads(path.read_text())
     assert record["small"] and record["gpu"] == "simulated GPU"
@@ -132,34 +194,37 @@ def test_doctor_gpu_tests_and_measures_and_writes_a_record(tmp_path: Path) -> No
     assert "73696d756c61746564" not in path.read_text()  # the UUID
 
 
-def test_doctor_says_how_the_self_test_on_record_ended(tmp_path: Path) -> None:
+@needs_kernels
+def test_doctor_says_how_the_self_test_on_record_ended(
+    passed: tuple[subprocess.CompletedProcess[str], Path], gpu: SimulatedGpu, tmp_path: Path
+) -> None:
     """Also if it failed; --gpu always runs it again."""
-
-    def gpus_line_now() -> str:
-        lines = doctor_gpu(tmp_path).stdout.splitlines()
-        return next(line for line in lines if "GPUs: " in line)
-
-    assert "simulated GPU (sm_90), self-test not yet run" in gpus_line_now()
-    assert doctor_gpu(tmp_path, "--gpu", "--small").returncode == 0
-    assert "simulated GPU (sm_90), self-test passed;" in gpus_line_now()
-    failed = doctor_gpu(tmp_path, "--gpu", "--small", SIMULATED_GPU_FLIP_BIT="cuda::ring_kernel")
-    assert failed.returncode == 1
-    assert "  FAIL  ring " in failed.stdout and "ring of float16: element 0" in failed.stdout
-    assert "THE SELF-TEST FAILED" in failed.stdout
+    assert "simulated GPU (sm_90), self-test not yet run" in gpu.gpus_line()
+    shutil.copytree(passed[1] / "cache", tmp_path / "cache")
+    assert "simulated GPU (sm_90), self-test passed;" in gpu.gpus_line()
+    status, output, _ = gpu.doctor(*SMALL, SIMULATED_GPU_FLIP_BIT="cuda::ring_kernel")
+    assert status == 1
+    assert "  FAIL  ring " in output and "ring of float16: element 0" in output
+    assert "THE SELF-TEST FAILED" in output
     [path] = tmp_path.glob("gpu-*.json")
     record = json.loads(path.read_text())
     assert not record["self_test"]["passed"] and record["smoke"] == []
-    assert "self-test FAILED, so that rota does without: ring of float32: e" in gpus_line_now()
+    assert "self-test FAILED, so that rota does without: ring of float32: e" in gpu.gpus_line()
 
 
-def test_doctor_gpu_with_a_kernel_that_hangs_ends_and_names_it(tmp_path: Path) -> None:
-    done = doctor_gpu(tmp_path, "--gpu", "--small", SIMULATED_GPU_HANG="cuda::ring_kernel")
+@needs_kernels
+def test_doctor_gpu_with_a_kernel_that_hangs_ends_and_names_it(
+    processes: SimulatedProcesses, tmp_path: Path
+) -> None:
+    """In an interpreter of its own, which the kernel must not keep from ending."""
+    done = run_in_interpreter(tmp_path, SIMULATED_GPU_HANG="cuda::ring_kernel")
     assert done.returncode == 1
     assert "FAIL  rota: self-test of simulated GPU (driver CUDA 13.2): ring has not" in done.stdout
     [path] = tmp_path.glob("gpu-*.json")
     assert "ring has not come" in json.loads(path.read_text())["self_test"]["error"]
 
 
+@needs_kernels
 @pytest.mark.parametrize(
     ("arguments", "environment", "said"),
     [
@@ -179,23 +244,28 @@ def test_doctor_gpu_with_a_kernel_that_hangs_ends_and_names_it(tmp_path: Path) -
     ids=["no-gpu", "old-driver", "no-memory", "no-folder"],
 )
 def test_doctor_gpu_that_has_nothing_to_test_says_why_in_one_line(
-    arguments: list[str], environment: dict[str, str], said: str, tmp_path: Path
+    arguments: list[str],
+    environment: dict[str, str],
+    said: str,
+    gpu: SimulatedGpu,
+    tmp_path: Path,
 ) -> None:
-    done = doctor_gpu(tmp_path, "--gpu", *arguments, **environment)
-    assert done.returncode == 2
-    [line] = done.stderr.splitlines()
+    status, output, errors = gpu.doctor("--gpu", *arguments, **environment)
+    assert status == 2
+    [line] = errors.splitlines()
     assert line.startswith(f"rota doctor --gpu: {said}")
-    assert (done.stdout, list(tmp_path.glob("gpu-*"))) == ("", [])
+    assert (output, list(tmp_path.glob("gpu-*"))) == ("", [])
 
 
-def test_doctor_gpu_names_who_holds_the_memory(tmp_path: Path) -> None:
+@needs_kernels
+def test_doctor_gpu_names_who_holds_the_memory(gpu: SimulatedGpu, tmp_path: Path) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho '4711, python, 9000'\necho '4712, a.out, 80'\n")
     tool.chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    done = doctor_gpu(tmp_path, "--gpu", SIMULATED_GPU_MEMORY_MIB="300", PATH=path)
-    assert done.returncode == 2
-    assert done.stderr.endswith(
+    status, _, errors = gpu.doctor("--gpu", SIMULATED_GPU_MEMORY_MIB="300", PATH=path)
+    assert status == 2
+    assert errors.endswith(
         "; it is held by process 4711 (python, 9000 MiB), process 4712 (a.out, 80 MiB)\n"
     )
 
@@ -204,15 +274,16 @@ def test_doctor_gpu_of_a_cpu_build_says_how_to_get_another(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     pretend(monkeypatch, [], "must not be asked")
-    assert rota_doctor_gpu.run(tmp_path) == 2
+    assert doctor_gpu.run(tmp_path) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("rota doctor --gpu: this build of rota is for the CPU; ")
 
 
-def test_doctor_options_of_gpu_without_it_are_refused() -> None:
-    for option in (["--small"], ["--output", "."]):
-        done = subprocess.run(
-            [sys.executable, "-m", "rota", "doctor", *option], capture_output=True, text=True
-        )
-        assert done.returncode == 2
-        assert "--output and --small are for --gpu" in done.stderr
+@pytest.mark.parametrize("option", [["--small"], ["--output", "."]], ids=["small", "output"])
+def test_doctor_options_of_gpu_without_it_are_refused(
+    option: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["rota", "doctor", *option])
+    with pytest.raises(SystemExit, match="2"):
+        rota_main.main()
+    assert "--output and --small are for --gpu" in capsys.readouterr().err

@@ -32,6 +32,8 @@ TORCH_LAYERS = {"tensor", "c10d", "bindings"}
 
 TORCH = re.compile(r"^(torch|ATen|c10|caffe2|pybind11)/|^(Python|ATen/.*|torch/.*)\.h$")
 CUDA = re.compile(r"^(cuda|cooperative_groups|cub/|thrust/|nccl|nvml|device_launch_parameters)")
+# Defined in builds with kernels.
+KERNELS = "ROTA_WITH_CUDA"
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 
 
@@ -123,3 +125,10 @@ def test_includes_wrong_example_is_found(path: str, text: str, expected: str) ->
 def test_includes_right_example_is_not_found() -> None:
     text = '#pragma once\n#include <cstdint>\n#include "base/flag.h"\n#include "core/b.h"\n'
     assert complaints("core/a.h", text, ["core/b.h", *EXAMPLE_FILES]) == []
+
+
+def test_only_stubs_know_whether_the_build_has_kernels() -> None:
+    """So all other files below tensor/ are the same machine code in every build."""
+    files = (path for path in CSRC.rglob("*") if path.suffix in SUFFIXES)
+    knowing = {path.relative_to(CSRC).as_posix() for path in files if KERNELS in path.read_text()}
+    assert knowing == {"cuda/without_cuda.cpp", "tensor/without_cuda.cpp"}

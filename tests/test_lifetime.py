@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,26 +16,10 @@ import torch
 import torch.distributed as dist
 
 import rota
+from own_process import num_descriptors, num_mappings, num_threads, resident_bytes
 from ranks import Rank, Ranks, error_of, run_ranks
 
 NUM_CYCLES = 50
-
-
-def num_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def num_threads() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
-def num_mappings() -> int:
-    return len(Path("/proc/self/maps").read_text().splitlines())
-
-
-def resident_bytes() -> int:
-    pages = Path("/proc/self/statm").read_text().split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def make_and_close(rank: Rank, end: str) -> list[tuple[int, ...]]:
@@ -192,11 +178,34 @@ def test_killed_ranks_leave_nothing_in_the_file_system() -> None:
         assert not Path(f"/proc/{pid}").exists()
 
 
+# How an interpreter can end, and what it then prints.
+ENDS = {
+    "callback": "",
+    "destroy": "",
+    "exit": "",
+    "pending": "",
+    "raise": "stopped on purpose\n",
+}
+# Forks two ranks for each way to end, so that torch is loaded once. The forks leave by the end of
+# the script, so each finalises Python and the process like an interpreter of its own.
 SCRIPT = """
 import os, sys, time, torch, torch.distributed as dist, rota
-end = sys.argv[1]
-store = "file://" + os.environ["ROTA_TEST_STORE"]
-dist.init_process_group("rota", init_method=store, rank=int(os.environ["RANK"]), world_size=2)
+folder, *ends = sys.argv[1:]
+path_of_child = {}
+for end, rank in [(end, rank) for end in ends for rank in range(2)]:
+    path = f"{folder}/{end}{rank}"
+    pid = os.fork()
+    if pid == 0:
+        break
+    path_of_child[pid] = path
+else:
+    while path_of_child:
+        pid, status = os.wait()
+        with open(path_of_child.pop(pid) + ".code", "w") as file:
+            file.write(str(os.waitstatus_to_exitcode(status)))
+    sys.exit()
+os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), 2)
+dist.init_process_group("rota", init_method=f"file://{folder}/{end}", rank=rank, world_size=2)
 communicator = rota.Communicator()
 tensor = torch.ones(100_000)
 dist.all_reduce(tensor)
@@ -218,24 +227,21 @@ if end == "raise":
 """
 
 
-@pytest.mark.parametrize("end", ["callback", "destroy", "exit", "pending", "raise"])
-def test_interpreter_end_is_quiet_and_prompt(end: str, tmp_path: Path) -> None:
-    """Uses new interpreters: all other tests run in forks, which never finalise Python."""
-    env = dict(os.environ, ROTA_TEST_STORE=str(tmp_path / "store"))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, end],
-            env=dict(env, RANK=str(rank), PYTHONPATH=os.pathsep.join(sys.path)),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        texts = [process.communicate(timeout=60)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    expected = "stopped on purpose\n" if end == "raise" else ""
-    assert texts == [expected] * 2
-    assert [process.returncode for process in processes] == [int(end == "raise")] * 2
+def test_interpreter_end_is_quiet_and_prompt(tmp_path: Path) -> None:
+    """All other tests run in forks that never finalise Python."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path), *ENDS],
+        env=dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)),
+        start_new_session=True,
+    )
+    # If it does not end, the ranks that hang have no exit code below.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=60)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    paths = {f"{end}{rank}": end for end in ENDS for rank in range(2)}
+    texts = {name: (tmp_path / name).read_text() for name in paths}
+    assert texts == {name: ENDS[end] for name, end in paths.items()}
+    codes = {path.stem: int(path.read_text()) for path in tmp_path.glob("*.code")}
+    assert codes == {name: int(end == "raise") for name, end in paths.items()}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import resource
 from itertools import combinations
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import rota
+from own_process import num_descriptors, num_threads
 from ranks import Rank, run_ranks
 
 WORLD_SIZE = 4
@@ -18,14 +18,6 @@ MEMBERS = [ranks for size in (2, 3, 4) for ranks in combinations(range(WORLD_SIZ
 NUM_ROUNDS = 5
 # Descriptors that making a group needs temporarily, plus those held for peers.
 SPARE_DESCRIPTORS = 32
-
-
-def num_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def num_threads() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def limit_descriptors() -> None:

@@ -28,6 +28,8 @@ from oracle import (
 )
 from ranks import Rank, run_ranks
 
+pytestmark = pytest.mark.same_in_every_build
+
 SLOT_BYTES = 4096
 WIRES = [
     (torch.float32, torch.float16),

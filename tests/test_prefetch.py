@@ -16,6 +16,8 @@ import pytest
 
 import rota._C
 
+pytestmark = pytest.mark.same_in_every_build
+
 # A function's head in objdump's listing, and the parts of a wire loop's name: instruction set,
 # loop, number of the dtype, whether blocks are scaled, and the rounding.
 HEAD = re.compile(r"^[0-9a-f]+ <(.*)>:$")

@@ -22,6 +22,8 @@ from bucket_oracle import (
 from oracle import CANONICAL_ALGORITHMS, assert_same, name_of, to_numpy
 from ranks import Rank, run_ranks
 
+pytestmark = pytest.mark.same_in_every_build
+
 SMALL_SLOT = 4096  # several rounds with only thousands of elements
 LENGTHS = (0, 1, 31, 33, 63, 64, 65, 511, 512, 513, 1025, 4097, 40_001)
 

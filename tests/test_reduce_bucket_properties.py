@@ -20,6 +20,8 @@ from bucket_oracle import BUCKET_DTYPES, FORMATS, Format, reduce_bucket, stats_o
 from oracle import CANONICAL_ALGORITHMS, assert_same
 from ranks import Rank, Ranks
 
+pytestmark = pytest.mark.same_in_every_build
+
 NUM_CASES = int(os.environ.get("ROTA_PROPERTY_CASES", "300"))
 WORLD_SIZES = (1, 2, 3, 5)
 SLOT_BYTES = (4096, 16384, 256 << 10)

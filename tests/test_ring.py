@@ -13,6 +13,8 @@ from oracle import FLOAT_DTYPES, assert_same, bits_of, contract, name_of, ops_of
 from ranks import Rank, run_ranks
 from rota import _C
 
+pytestmark = pytest.mark.same_in_every_build
+
 SLOT_BYTES = 4096
 GRANULE_ELEMS = 64  # shards start at multiples of it
 

@@ -14,6 +14,8 @@ import pytest
 
 import rota._C
 
+pytestmark = pytest.mark.same_in_every_build
+
 schedule = rota._C.schedule
 RingAction = schedule.RingAction
 

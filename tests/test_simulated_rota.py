@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import rota
-from simulated_processes import SimulatedProcesses
+from simulated_processes import SimulatedProcesses, cuda_runtime
 
 ALGORITHMS = (
     "low_latency",
@@ -35,7 +35,7 @@ needs_local_group = pytest.mark.skipif(
 
 def count_kernels() -> tuple[int, int]:
     num_registered, num_known = ctypes.c_int(), ctypes.c_int()
-    ctypes.CDLL(None).simulated_gpu_count_kernels(
+    cuda_runtime().simulated_gpu_count_kernels(
         ctypes.byref(num_registered), ctypes.byref(num_known)
     )
     return num_registered.value, num_known.value
@@ -102,7 +102,7 @@ def types_of_captured_nodes(body: Callable[[], object]) -> list[int]:
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         body()
-    runtime = ctypes.CDLL(None)
+    runtime = cuda_runtime()
     handle, num_nodes = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
     assert runtime.cudaGraphGetNodes(handle, None, ctypes.byref(num_nodes)) == 0
     nodes = (ctypes.c_void_p * num_nodes.value)()
@@ -247,7 +247,7 @@ def run_python(_: int | None) -> None:
 def queue_python() -> None:
     """Queues a host function that needs the interpreter's lock on the current stream."""
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    assert ctypes.CDLL(None).cudaLaunchHostFunc(stream, run_python, None) == 0
+    assert cuda_runtime().cudaLaunchHostFunc(stream, run_python, None) == 0
 
 
 def connect_behind_python() -> None:

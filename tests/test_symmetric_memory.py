@@ -6,27 +6,21 @@ weak references.
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 
 import rota
-from simulated_processes import SimulatedProcesses
+from simulated_processes import SimulatedProcesses, init_group
 
 WORLD_SIZE = 3
 NUM_ELEMS = 1000
 
 
 def reduce_over_symmetric_memory(rank: int, store_path: str) -> None:
-    torch.cuda.set_device(0)
-    store = dist.FileStore(store_path, WORLD_SIZE)
-    dist.init_process_group(
-        "rota", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=30)
-    )
+    init_group(rank, WORLD_SIZE, store_path)
     contributions = [torch.arange(NUM_ELEMS) * (peer + 1.0) for peer in range(WORLD_SIZE)]
     for number in range(2):
         name = f"rota/{number}"

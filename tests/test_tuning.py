@@ -1,6 +1,6 @@
 """rota._C.GpuTuning and its table (csrc/schedule/tuning.h), which need no GPU.
 
-The choice of the closest row is tested with made-up rows in tests/cpp/launch_plan_cases.cpp.
+The choice of the closest row is tested with made-up rows in tests/cpp/tuning_cases.cpp.
 """
 
 from __future__ import annotations

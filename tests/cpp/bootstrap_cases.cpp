@@ -16,6 +16,7 @@
 
 #include "calls.h"
 #include "check.h"
+#include "open_files.h"
 #include "processes.h"
 #include "ranks.h"
 #include "transport/shared_memory.h"
@@ -49,7 +50,7 @@ void unfit_ranks_are_told(const std::vector<Arguments>& ranks,
                           const std::vector<std::string>& parts) {
   const StoreDirectory directory;
   run_processes(static_cast<int>(ranks.size()), [&](int index) {
-    const int num_files = num_open_files();
+    const int64_t num_files = num_open_files();
     const Error error = expect_error(
         ErrorKind::kTransport, [&] { connect_with(directory, ranks[static_cast<size_t>(index)]); });
     for (const std::string& part : parts) check_contains(error.what(), part);
@@ -138,7 +139,7 @@ class SilentRank {
 void missing_ranks_are_named() {
   const StoreDirectory directory;
   const pid_t rank_0 = start_process([&] {
-    const int num_files = num_open_files();
+    const int64_t num_files = num_open_files();
     const Error error =
         expect_error(ErrorKind::kTransport, [&] { connect(directory, 0, 3, milliseconds(1000)); });
     check_contains(error.what(), "rank 0/3 still waits for rank 1, 2");
@@ -249,7 +250,7 @@ void stranger_is_ignored(
   const StoreDirectory directory;
   const auto run_rank = [&](int rank) {
     return start_process([&, rank] {
-      const int num_files = num_open_files();
+      const int64_t num_files = num_open_files();
       {
         Communicator communicator(connect(directory, rank, 2), kPatience, [] {});
         check_equal(num_open_files(), num_files + 2, "descriptors beside the strangers'");
@@ -386,7 +387,7 @@ void unconnected_ranks_hold_few_descriptors() {
   const StoreDirectory directory;
   run_processes(2, [&](int index) {
     FileStore store(directory);
-    const int num_files = num_open_files();
+    const int64_t num_files = num_open_files();
     {
       SharedMemoryRank first = make_rank(store, index);
       check_equal(num_open_files(), num_files + 2, "descriptors: the memory and the socket");

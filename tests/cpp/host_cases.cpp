@@ -5,9 +5,8 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#include <filesystem>
-
 #include "check.h"
+#include "open_files.h"
 #include "ranks.h"
 
 namespace rota::test {
@@ -26,11 +25,6 @@ UniqueFd make_pidfd(bool has_ended = false) {
 UniqueFd copy(int pidfd) { return UniqueFd(dup(pidfd)); }
 
 void end_process(int pidfd) { check(eventfd_write(pidfd, 1) == 0, "eventfd_write"); }
-
-int64_t num_open_files() {
-  using std::filesystem::directory_iterator;
-  return std::distance(directory_iterator("/proc/self/fd"), directory_iterator());
-}
 
 void process_met_again_is_the_same() {
   Host host;

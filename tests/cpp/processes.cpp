@@ -137,12 +137,4 @@ std::unique_ptr<transport::Transport> connect(const StoreDirectory& directory, i
   return transport::SharedMemoryTransport::connect(store, rank, world_size, kSmall, timeout, [] {});
 }
 
-int num_open_files() {
-  int num_files = 0;
-  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
-    ++num_files;
-  }
-  return num_files;
-}
-
 }  // namespace rota::test

@@ -68,7 +68,4 @@ std::unique_ptr<transport::Transport> connect(
     const StoreDirectory& directory, int rank, int world_size,
     std::chrono::milliseconds timeout = std::chrono::seconds(30));
 
-// The number of open descriptors of this process.
-int num_open_files();
-
 }  // namespace rota::test

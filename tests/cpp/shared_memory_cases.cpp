@@ -22,6 +22,7 @@
 #include "core/point_to_point.h"
 #include "core/progress_queue.h"
 #include "core/watch.h"
+#include "open_files.h"
 #include "processes.h"
 #include "ranks.h"
 #include "transport/bootstrap.h"
@@ -128,7 +129,7 @@ void memory_shortage_is_an_error() {
     const rlimit limit{.rlim_cur = 1 << 20, .rlim_max = 1 << 20};
     check(setrlimit(RLIMIT_FSIZE, &limit) == 0, "setrlimit");
     FileStore store(directory);
-    const int num_files = num_open_files();
+    const int64_t num_files = num_open_files();
     const Error error = expect_error(ErrorKind::kTransport, [&] {
       SharedMemoryTransport::connect(store, rank, 1, {.message_bytes = 1024, .slot_bytes = 1 << 20},
                                      kPatience, [] {});
@@ -355,7 +356,7 @@ void children_make_a_group_of_their_own() {
 void descriptors_are_closed() {
   const StoreDirectory directory;
   run_processes(3, [&](int rank) {
-    const int num_files = num_open_files();
+    const int64_t num_files = num_open_files();
     {
       auto transport = connect(directory, rank, 3);
       check_equal(num_open_files(), num_files + 2 * 2, "two descriptors for each peer's process");

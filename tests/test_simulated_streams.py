@@ -1,0 +1,232 @@
+"""The simulated GPU (simulated_gpu.py) orders work like a GPU: streams, events and graphs.
+
+Whether the machine has a real GPU makes no difference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from simulated_processes import SimulatedProcesses, cuda_runtime
+
+NUM_ELEMS = 1 << 14
+# How often to try something that fails only at times: about once in three tries if it is wrong.
+NUM_TRIALS = 60
+
+
+# ---- streams and events --------------------------------------------------------------------------
+
+
+def count_stale_copies(waits: bool) -> int:
+    """Counts wrong results of a copy on one stream from a tensor that another stream fills."""
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    source = torch.arange(float(NUM_ELEMS)).pin_memory()
+    middle, last = (torch.empty(NUM_ELEMS, device="cuda") for _ in range(2))
+    num_stale = 0
+    for _ in range(NUM_TRIALS):
+        middle.zero_()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(first):
+            middle.copy_(source, non_blocking=True)
+            event = first.record_event()
+        with torch.cuda.stream(second):
+            if waits:
+                second.wait_event(event)
+            last.copy_(middle)
+        torch.cuda.synchronize()
+        num_stale += not torch.equal(last.cpu(), source)
+    return num_stale
+
+
+def test_streams_are_ordered_by_events_alone(processes: SimulatedProcesses) -> None:
+    assert processes.run(count_stale_copies, True) == 0
+    assert processes.run(count_stale_copies, False) > 0
+
+
+def use_events() -> None:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    assert end.query()  # never recorded
+    begin.record()
+    tensor = torch.arange(float(NUM_ELEMS)).pin_memory().to("cuda", non_blocking=True)
+    end.record()
+    end.synchronize()
+    assert end.query()
+    assert begin.elapsed_time(end) >= 0
+    assert torch.cuda.current_stream().query()
+    assert tensor.cpu()[-1] == NUM_ELEMS - 1
+
+
+def test_events_tell_when_work_is_done(processes: SimulatedProcesses) -> None:
+    processes.run(use_events)
+
+
+def count_late_queries() -> int:
+    """How often a stream is still busy after the call that queued the work has returned."""
+    source = torch.arange(float(NUM_ELEMS)).pin_memory()
+    tensor = torch.empty(NUM_ELEMS, device="cuda")
+    num_late = 0
+    for _ in range(NUM_TRIALS):
+        tensor.copy_(source, non_blocking=True)
+        num_late += not torch.cuda.current_stream().query()
+        torch.cuda.synchronize()
+    return num_late
+
+
+def test_calls_return_before_the_work_is_done(processes: SimulatedProcesses) -> None:
+    assert processes.run(count_late_queries) > NUM_TRIALS // 4
+
+
+def order_by_default_stream() -> None:
+    """Streams made without cudaStreamNonBlocking wait for the default stream."""
+    handle = ctypes.c_void_p()
+    assert cuda_runtime().cudaStreamCreate(ctypes.byref(handle)) == 0
+    assert handle.value is not None
+    stream = torch.cuda.ExternalStream(handle.value)
+    source = torch.arange(float(NUM_ELEMS)).pin_memory()
+    middle, last = (torch.empty(NUM_ELEMS, device="cuda") for _ in range(2))
+    for _ in range(NUM_TRIALS):
+        middle.zero_()
+        torch.cuda.synchronize()
+        middle.copy_(source, non_blocking=True)
+        with torch.cuda.stream(stream):
+            last.copy_(middle)
+        assert torch.equal(last.cpu(), source)  # on the default stream again
+
+
+def test_default_stream_orders_blocking_streams(processes: SimulatedProcesses) -> None:
+    processes.run(order_by_default_stream)
+
+
+# ---- graphs --------------------------------------------------------------------------------------
+
+
+def replay_fork_and_join() -> None:
+    first, second, third = (torch.zeros(NUM_ELEMS, device="cuda") for _ in range(3))
+    side = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        second.copy_(first)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            third.copy_(second)
+        torch.cuda.current_stream().wait_stream(side)
+        second.zero_()
+    assert not third.cpu().any()  # capturing runs nothing
+    for value in range(1, NUM_TRIALS):
+        first.fill_(float(value))
+        graph.replay()
+        assert (third.cpu() == value).all()
+        assert not second.cpu().any()
+
+
+def test_graph_replays_what_was_captured(processes: SimulatedProcesses) -> None:
+    processes.run(replay_fork_and_join)
+
+
+def replay_torch_operators() -> list[list[float]]:
+    tensor = torch.zeros(3, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        next_one = tensor + 1
+        tensor.copy_(next_one.double().mul_(2))
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        seen.append(tensor.tolist())
+    return seen
+
+
+def test_torch_operators_are_captured(processes: SimulatedProcesses) -> None:
+    seen = processes.run(replay_torch_operators, SIMULATED_GPU_TORCH_OPERATORS="1")
+    assert seen == [[value] * 3 for value in (2.0, 6.0, 14.0)]
+
+
+def count_unordered_replays() -> int:
+    first, second, third = (torch.zeros(NUM_ELEMS, device="cuda") for _ in range(3))
+    side = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        side.wait_stream(torch.cuda.current_stream())
+        second.copy_(first)
+        with torch.cuda.stream(side):
+            third.copy_(second)  # without waiting for the copy into `second`
+        torch.cuda.current_stream().wait_stream(side)
+    num_stale = 0
+    for value in range(1, NUM_TRIALS):
+        first.fill_(float(value))
+        graph.replay()
+        num_stale += not bool((third.cpu() == value).all())
+    return num_stale
+
+
+def test_graph_orders_nodes_by_edges_alone(processes: SimulatedProcesses) -> None:
+    assert processes.run(count_unordered_replays) > 0
+
+
+def wait_for_event_in_graph() -> None:
+    """A stream outside of a graph waits for an event in the middle of the graph."""
+    source, target, copy = (torch.zeros(NUM_ELEMS, device="cuda") for _ in range(3))
+    event = torch.cuda.Event(external=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        target.copy_(source)
+        event.record()
+    other = torch.cuda.Stream()
+    for value in range(1, NUM_TRIALS):
+        source.fill_(float(value))
+        graph.replay()
+        with torch.cuda.stream(other):
+            other.wait_event(event)
+            copy.copy_(target)
+            assert (copy.cpu() == value).all()
+        torch.cuda.synchronize()
+
+
+def test_external_event_is_recorded_by_each_replay(processes: SimulatedProcesses) -> None:
+    processes.run(wait_for_event_in_graph)
+
+
+def capture_what_is_forbidden(what: str) -> str:
+    tensor = torch.zeros(10, device="cuda")
+    side = torch.cuda.Stream()
+    early = torch.cuda.Event()
+    early.record()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError) as raised, torch.cuda.graph(graph):
+        if what == "synchronize":
+            torch.cuda.synchronize()
+        elif what == "malloc":
+            address = ctypes.c_void_p()
+            assert cuda_runtime().cudaMalloc(ctypes.byref(address), ctypes.c_size_t(8)) != 0
+        elif what == "query":
+            early.query()
+        elif what == "unjoined":
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                tensor.zero_()
+        elif what == "isolation":
+            torch.cuda.current_stream().wait_event(early)
+    torch.cuda.synchronize()
+    tensor.zero_()  # the capture has failed, not the device
+    assert not tensor.cpu().any()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("synchronize", "cudaDeviceSynchronize"),
+        ("malloc", "cudaMalloc"),
+        ("query", "cudaEventQuery"),
+        ("unjoined", "unjoined work"),
+        ("isolation", "not captured"),
+    ],
+)
+def test_capture_refuses_what_cuda_refuses(
+    processes: SimulatedProcesses, what: str, message: str
+) -> None:
+    assert message in processes.run(capture_what_is_forbidden, what)
