@@ -286,7 +286,11 @@ void Listener::answer(const UniqueFd& connection) {
   Hello own{kHelloMagic, rank.token_, static_cast<uint64_t>(rank.rank_), {}};
   try {
     rank.make_memory_once();
-    rank.accept_peer(peer, connection, received.memory, received.heap);
+    std::optional<Peer>& place = rank.peers_[static_cast<size_t>(peer)];
+    // Otherwise both sides have connected at once.
+    if (!place) {
+      place.emplace(rank.map(peer, process_of(connection), received.memory, received.heap));
+    }
   } catch (const Error& error) {
     std::strncpy(own.refusal, error.what(), sizeof(own.refusal) - 1);
     rank.refusals_[static_cast<size_t>(peer)] = error.what();
@@ -354,7 +358,7 @@ void Endpoint::handshake(int peer, const std::string& peer_address,
     fail(join(with_errno(join("cannot connect to rank ", peer), errno),
               "; has it left the group, or has its process ended?"));
   }
-  const std::shared_ptr<const PeerProcess> process = process_of(connection);
+  const std::shared_ptr<PeerProcess> process = process_of(connection);
   if (!send_hello(connection, {kHelloMagic, token, static_cast<uint64_t>(rank_), {}}, memory_,
                   heap_)) {
     fail(with_errno(join("cannot send to rank ", peer), errno));
@@ -375,21 +379,20 @@ void Endpoint::handshake(int peer, const std::string& peer_address,
   if (received.hello.refusal[0] != '\0') {
     fail(join("rank ", peer, " refused the handshake: ", received.hello.refusal));
   }
+  Peer mapped = map(peer, process, received.memory, received.heap);
   const std::lock_guard lock(listener_->mutex());
-  accept_peer(peer, connection, received.memory, received.heap);
+  std::optional<Peer>& place = peers_[static_cast<size_t>(peer)];
+  if (!place) place.emplace(std::move(mapped));  // otherwise both sides have connected at once
 }
 
-void Endpoint::accept_peer(int peer, const UniqueFd& connection, const UniqueFd& memory,
-                           const UniqueFd& heap) {
-  std::optional<Peer>& place = peers_[static_cast<size_t>(peer)];
-  if (place) return;  // both sides connected at once
+Peer Endpoint::map(int peer, std::shared_ptr<PeerProcess> process, const UniqueFd& memory,
+                   const UniqueFd& heap) const {
   if (memory.get() < 0) {
     fail(with_errno("cannot take over a peer's memory", EMFILE) + "; raise `ulimit -n`");
   }
   Mapping region = map_peer(memory, num_bytes_, peer);
-  const std::shared_ptr<PeerProcess> process = process_of(connection);
   process->take_heap(heap);
-  place.emplace(Peer{process, std::move(region)});
+  return {std::move(process), std::move(region)};
 }
 
 std::vector<std::optional<Peer>> Endpoint::take_peers() {

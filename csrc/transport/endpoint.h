@@ -55,8 +55,8 @@ class Endpoint {
   // The mutex must be locked.
   void make_memory_once();
   // Maps what a peer has sent.
-  void accept_peer(int peer, const UniqueFd& connection, const UniqueFd& memory,
-                   const UniqueFd& heap);
+  Peer map(int peer, std::shared_ptr<PeerProcess> process, const UniqueFd& memory,
+           const UniqueFd& heap) const;
   void handshake(int peer, const std::string& peer_address, const std::function<void()>& check);
 
   const int rank_;
