@@ -5,7 +5,8 @@
 
 Every rank makes subgroups of all ranks with dist.new_group, then all-reduces four bytes in each,
 and keeps them all, like jobs with many device meshes. If a backend fails, its row ends with the
-reason. The last line of the output is JSON.
+reason. Backend "fake" is torch's own share: it makes nothing and moves nothing. The last line of
+the output is JSON.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from rich.table import Table
 
 import driver
@@ -200,7 +202,12 @@ def main() -> int:
     add = parser.add_argument
     add("--ranks", type=parse_ranks, default="4,8", help="default: %(default)s")
     add("--groups", type=parse_natural(1), default=50, help="default: %(default)s")
-    add("--backends", type=parse_list(["rota", "gloo"]), default="rota,gloo", help="default: both")
+    add(
+        "--backends",
+        type=parse_list(["rota", "gloo", "fake"]),
+        default="rota,gloo",
+        help="default: %(default)s",
+    )
     add(
         "--descriptors",
         type=parse_natural(64),
