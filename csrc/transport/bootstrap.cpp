@@ -7,7 +7,6 @@
 #include <sstream>
 
 #include "base/error.h"
-#include "schedule/direct.h"
 
 namespace rota::transport {
 namespace {
@@ -95,10 +94,8 @@ std::vector<std::optional<Peer>> Bootstrap::rendezvous(
     check(is_unknown);
     poll(nullptr, 0, kStorePollMs);
   }
-  // Each rank begins with its successor: if all connect at once, half of them to each rank, then
-  // every pair needs one handshake.
-  for (int i = 0; i < world_size_ - 1; ++i) {
-    const int peer = schedule::rotated_peer(rank_, world_size_, i);
+  for (int peer = 0; peer < world_size_; ++peer) {
+    if (peer == rank_) continue;
     own_.connect(peer, addresses[static_cast<size_t>(peer)],
                  [&] { check([this](int rank) { return !own_.has_peer(rank); }); });
   }
