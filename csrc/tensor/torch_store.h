@@ -13,8 +13,9 @@ class TorchStore final : public transport::Store {
 
   const c10::intrusive_ptr<::c10d::Store>& store() const { return store_; }
   int64_t add(const std::string& key, int64_t amount) override { return store_->add(key, amount); }
-  void set(const std::string& key, const std::string& value) override { store_->set(key, value); }
-  bool has(const std::string& key) override { return store_->check({key}); }
+  void append(const std::string& key, const std::string& text) override {
+    store_->append(key, {text.begin(), text.end()});
+  }
   std::string get(const std::string& key) override { return store_->get_to_str(key); }
 
  private:

@@ -2,6 +2,7 @@
 
 #include <poll.h>
 
+#include <algorithm>
 #include <exception>
 #include <sstream>
 
@@ -10,6 +11,7 @@
 namespace rota::transport {
 namespace {
 
+constexpr const char* kCardsKey = "cards";
 constexpr int kStorePollMs = 2;  // few enough requests for a store on a server
 
 [[noreturn]] void fail(const std::string& what) {
@@ -47,16 +49,18 @@ class Claim {
 
 }  // namespace
 
+// A card is one line: rank, address, world size, geometry; the host is the rest of the line.
 Bootstrap::Bootstrap(Store& store, int rank, int world_size, const Geometry& geometry,
-                     UniqueFd own_memory)
+                     std::function<UniqueFd()> make_memory)
     : store_(store),
       rank_(checked_rank(rank, world_size)),
       world_size_(world_size),
       geometry_(geometry),
       host_(host_id()),
-      own_(rank, world_size, std::move(own_memory), geometry.num_bytes(world_size)),
-      incarnation_(store.add(join("made/", rank), 1)) {
-  publish_card();
+      own_(rank, world_size, std::move(make_memory), geometry.num_bytes(world_size)),
+      card_(join(rank, ' ', own_.address(), ' ', world_size, ' ', geometry.message_bytes, ' ',
+                 geometry.slot_bytes, ' ', geometry.link_slot_bytes, ' ', host_)) {
+  store.append(kCardsKey, card_ + '\n');
 }
 
 std::vector<std::optional<Peer>> Bootstrap::rendezvous(
@@ -74,14 +78,21 @@ std::vector<std::optional<Peer>> Bootstrap::rendezvous(
               " to make this group; has its process ended?"));
   };
   const Claim claim(store_, rank_, world_size_);
+  own_.prepare();
   // Reads all cards first: then every rank names the one that differs, before ranks that have read
-  // its card give up and close their endpoints.
+  // its card give up and close their endpoints. Polls instead of waiting in the store, so that a
+  // signal can interrupt it.
   std::vector<std::string> addresses(static_cast<size_t>(world_size_));
-  for (int peer = 0; peer < world_size_; ++peer) {
-    if (peer == rank_) continue;
-    const std::string card =
-        read_card(peer, [&] { check([this](int rank) { return !store_.has(card_key(rank)); }); });
-    addresses[static_cast<size_t>(peer)] = address_of(peer, card);
+  const auto is_unknown = [&](int peer) { return addresses[static_cast<size_t>(peer)].empty(); };
+  while (true) {
+    const std::vector<std::string> cards = read_cards();
+    for (int rank = 0; rank < world_size_; ++rank) {
+      const std::string& card = cards[static_cast<size_t>(rank)];
+      if (!card.empty()) addresses[static_cast<size_t>(rank)] = address_of(rank, card);
+    }
+    if (std::ranges::none_of(addresses, &std::string::empty)) break;
+    check(is_unknown);
+    poll(nullptr, 0, kStorePollMs);
   }
   for (int peer = 0; peer < world_size_; ++peer) {
     if (peer == rank_) continue;
@@ -91,31 +102,32 @@ std::vector<std::optional<Peer>> Bootstrap::rendezvous(
   return own_.take_peers();
 }
 
-// One line per rank: address, world size, geometry; the host is the rest of the line.
-void Bootstrap::publish_card() {
-  store_.set(card_key(rank_),
-             join(own_.address(), ' ', world_size_, ' ', geometry_.message_bytes, ' ',
-                  geometry_.slot_bytes, ' ', geometry_.link_slot_bytes, ' ', host_));
-}
-
-std::string Bootstrap::card_key(int rank) const { return join("card/", incarnation_, '/', rank); }
-
-// Polls instead of waiting in the store, so that a signal can interrupt it.
-std::string Bootstrap::read_card(int peer, const std::function<void()>& check) {
-  const std::string key = card_key(peer);
-  while (!store_.has(key)) {
-    check();
-    poll(nullptr, 0, kStorePollMs);
+// The cards of this group by rank, empty for a rank that has not made it yet. Groups that the ranks
+// make one after the other over one store are told apart by counting: each rank's n-th card is of
+// the n-th group.
+std::vector<std::string> Bootstrap::read_cards() const {
+  std::vector<std::vector<std::string>> cards_of(static_cast<size_t>(world_size_));
+  std::istringstream text(store_.get(kCardsKey));
+  for (std::string card; std::getline(text, card);) {
+    size_t rank = 0;
+    std::istringstream(card) >> rank;
+    if (rank < cards_of.size()) cards_of[rank].push_back(card);
   }
-  return store_.get(key);
+  const std::vector<std::string>& own = cards_of[static_cast<size_t>(rank_)];
+  const auto number = static_cast<size_t>(std::ranges::find(own, card_) - own.begin());
+  std::vector<std::string> cards;
+  for (const std::vector<std::string>& of_rank : cards_of) {
+    cards.push_back(number < of_rank.size() ? of_rank[number] : "");
+  }
+  return cards;
 }
 
 std::string Bootstrap::address_of(int peer, const std::string& card) const {
   std::istringstream parts(card);
-  std::string name, token, host;
+  std::string rank, name, token, host;
   int world_size = 0;
   Geometry geometry{};
-  parts >> name >> token >> world_size >> geometry.message_bytes >> geometry.slot_bytes >>
+  parts >> rank >> name >> token >> world_size >> geometry.message_bytes >> geometry.slot_bytes >>
       geometry.link_slot_bytes;
   std::getline(parts >> std::ws, host);
   if (world_size != world_size_) {

@@ -1,6 +1,6 @@
-// The rendezvous of one host's ranks: each publishes its endpoint's address (transport/endpoint.h)
-// and its configuration in the Store. The first rank to use the group connects to all others, which
-// need not call anything for it.
+// The rendezvous of one host's ranks: each appends a card, its endpoint's address
+// (transport/endpoint.h) and its configuration, to one text in the Store. The first rank to use the
+// group reads all cards and connects to all others, which need not call anything for it.
 #pragma once
 
 #include <chrono>
@@ -17,9 +17,10 @@ namespace rota::transport {
 
 class Bootstrap {
  public:
-  // Publishes this rank; does not wait for others. own_memory has the geometry's size. The store
-  // must outlive this. Throws Error(kTransport).
-  Bootstrap(Store& store, int rank, int world_size, const Geometry& geometry, UniqueFd own_memory);
+  // Publishes this rank; does not wait for others. make_memory is as in Endpoint; the memory has
+  // the geometry's size. The store must outlive this. Throws Error(kTransport).
+  Bootstrap(Store& store, int rank, int world_size, const Geometry& geometry,
+            std::function<UniqueFd()> make_memory);
 
   // Blocks until all ranks are connected and returns them, with an empty entry for this rank. May
   // be called again after Error(kTransport).
@@ -27,9 +28,7 @@ class Bootstrap {
                                               const std::function<void()>& check_interrupt);
 
  private:
-  void publish_card();
-  std::string card_key(int rank) const;
-  std::string read_card(int peer, const std::function<void()>& check);
+  std::vector<std::string> read_cards() const;
   // Checks the peer's configuration against this rank's and returns its endpoint's address.
   std::string address_of(int peer, const std::string& card) const;
 
@@ -39,7 +38,7 @@ class Bootstrap {
   Geometry geometry_;
   const std::string host_;  // read once: later, descriptors for it may be short
   Endpoint own_;
-  int64_t incarnation_;  // groups that this rank has made over the store, this one included
+  const std::string card_;  // unique: it holds the endpoint's token
 };
 
 }  // namespace rota::transport

@@ -28,7 +28,7 @@
 namespace rota::transport {
 namespace {
 
-constexpr uint64_t kHelloMagic = 0x0136'6174'6f72ULL;  // "rota6", changed with the layout
+constexpr uint64_t kHelloMagic = 0x0137'6174'6f72ULL;  // "rota7", changed with the layout
 constexpr int kPollSliceMs = 50;                       // the longest delay until Ctrl-C is noticed
 
 struct Hello {
@@ -93,9 +93,14 @@ struct HelloMessage {
   msghdr header = {};
 };
 
+// Sends no descriptors if there is no memory, which must then be the reason for a refusal.
 bool send_hello(const UniqueFd& connection, Hello hello, const UniqueFd& memory,
                 const UniqueFd& heap) {
   HelloMessage message(hello);
+  if (memory.get() < 0) {
+    message.header.msg_controllen = 0;
+    return sendmsg(connection.get(), &message.header, MSG_NOSIGNAL) == sizeof(hello);
+  }
   cmsghdr* control = CMSG_FIRSTHDR(&message.header);
   control->cmsg_level = SOL_SOCKET;
   control->cmsg_type = SCM_RIGHTS;
@@ -136,17 +141,18 @@ ReceivedHello receive_hello(const UniqueFd& connection) {
     num_received = recvmsg(connection.get(), &message.header, MSG_CMSG_CLOEXEC);
   } while (num_received < 0 && errno == EINTR);
   if (num_received < 0) return received;
+  received.hello.refusal[sizeof(received.hello.refusal) - 1] = '\0';
   std::vector<UniqueFd> descriptors = take_descriptors(message.header);
   const bool is_cut = (message.header.msg_flags & MSG_CTRUNC) != 0;
   const bool has_all = descriptors.size() == kNumDescriptors && !is_cut;
   const bool has_no_room = descriptors.size() < kNumDescriptors && is_cut;
+  const bool is_refusal = descriptors.empty() && received.hello.refusal[0] != '\0';
   received.is_there = num_received == sizeof(Hello) && received.hello.magic == kHelloMagic &&
-                      (has_all || has_no_room);
+                      (has_all || has_no_room || is_refusal);
   if (has_all) {
     received.memory = std::move(descriptors[0]);
     received.heap = std::move(descriptors[1]);
   }
-  received.hello.refusal[sizeof(received.hello.refusal) - 1] = '\0';
   return received;
 }
 
@@ -269,7 +275,7 @@ void Listener::answer(const UniqueFd& connection) {
   const timeval patience{.tv_sec = 1, .tv_usec = 0};
   setsockopt(connection.get(), SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
   const ReceivedHello received = receive_hello(connection);
-  if (!received.is_there) return;
+  if (!received.is_there || received.hello.refusal[0] != '\0') return;
   const std::lock_guard lock(mutex_);
   const auto found = ranks_.find(received.hello.token);
   if (found == ranks_.end()) return;
@@ -279,7 +285,12 @@ void Listener::answer(const UniqueFd& connection) {
   if (peer == rank.rank_) return;
   Hello own{kHelloMagic, rank.token_, static_cast<uint64_t>(rank.rank_), {}};
   try {
-    rank.accept_peer(peer, connection, received.memory, received.heap);
+    rank.make_memory_once();
+    std::optional<Peer>& place = rank.peers_[static_cast<size_t>(peer)];
+    // Otherwise both sides have connected at once.
+    if (!place) {
+      place.emplace(rank.map(peer, process_of(connection), received.memory, received.heap));
+    }
   } catch (const Error& error) {
     std::strncpy(own.refusal, error.what(), sizeof(own.refusal) - 1);
     rank.refusals_[static_cast<size_t>(peer)] = error.what();
@@ -287,10 +298,11 @@ void Listener::answer(const UniqueFd& connection) {
   send_hello(connection, own, rank.memory_, rank.heap_);
 }
 
-Endpoint::Endpoint(int rank, int world_size, UniqueFd memory, size_t num_bytes)
+Endpoint::Endpoint(int rank, int world_size, std::function<UniqueFd()> make_memory,
+                   size_t num_bytes)
     : rank_(rank),
       num_bytes_(num_bytes),
-      memory_(std::move(memory)),
+      make_memory_(std::move(make_memory)),
       heap_(per_process<Heap>().memory()),
       token_(random_number()),
       listener_(Listener::open()),
@@ -306,6 +318,15 @@ std::string Endpoint::address() const { return join(listener_->name(), ' ', toke
 bool Endpoint::has_peer(int peer) const {
   const std::lock_guard lock(listener_->mutex());
   return peers_[static_cast<size_t>(peer)].has_value();
+}
+
+void Endpoint::prepare() {
+  const std::lock_guard lock(listener_->mutex());
+  make_memory_once();
+}
+
+void Endpoint::make_memory_once() {
+  if (memory_.get() < 0) memory_ = make_memory_();
 }
 
 void Endpoint::connect(int peer, const std::string& peer_address,
@@ -337,7 +358,7 @@ void Endpoint::handshake(int peer, const std::string& peer_address,
     fail(join(with_errno(join("cannot connect to rank ", peer), errno),
               "; has it left the group, or has its process ended?"));
   }
-  const std::shared_ptr<const PeerProcess> process = process_of(connection);
+  const std::shared_ptr<PeerProcess> process = process_of(connection);
   if (!send_hello(connection, {kHelloMagic, token, static_cast<uint64_t>(rank_), {}}, memory_,
                   heap_)) {
     fail(with_errno(join("cannot send to rank ", peer), errno));
@@ -358,21 +379,20 @@ void Endpoint::handshake(int peer, const std::string& peer_address,
   if (received.hello.refusal[0] != '\0') {
     fail(join("rank ", peer, " refused the handshake: ", received.hello.refusal));
   }
+  Peer mapped = map(peer, process, received.memory, received.heap);
   const std::lock_guard lock(listener_->mutex());
-  accept_peer(peer, connection, received.memory, received.heap);
+  std::optional<Peer>& place = peers_[static_cast<size_t>(peer)];
+  if (!place) place.emplace(std::move(mapped));  // otherwise both sides have connected at once
 }
 
-void Endpoint::accept_peer(int peer, const UniqueFd& connection, const UniqueFd& memory,
-                           const UniqueFd& heap) {
-  std::optional<Peer>& place = peers_[static_cast<size_t>(peer)];
-  if (place) return;  // both sides connected at once
+Peer Endpoint::map(int peer, std::shared_ptr<PeerProcess> process, const UniqueFd& memory,
+                   const UniqueFd& heap) const {
   if (memory.get() < 0) {
     fail(with_errno("cannot take over a peer's memory", EMFILE) + "; raise `ulimit -n`");
   }
   Mapping region = map_peer(memory, num_bytes_, peer);
-  const std::shared_ptr<PeerProcess> process = process_of(connection);
   process->take_heap(heap);
-  place.emplace(Peer{process, std::move(region)});
+  return {std::move(process), std::move(region)};
 }
 
 std::vector<std::optional<Peer>> Endpoint::take_peers() {

@@ -29,8 +29,9 @@ class Listener;
 // A rank that peers can connect to, from construction to destruction.
 class Endpoint {
  public:
-  // memory: this rank's; every rank's has num_bytes. Throws Error(kTransport).
-  Endpoint(int rank, int world_size, UniqueFd memory, size_t num_bytes);
+  // make_memory: makes this rank's memory when a peer connects or in prepare(), whichever comes
+  // first; may run in the listener's thread. Every rank's has num_bytes. Throws Error(kTransport).
+  Endpoint(int rank, int world_size, std::function<UniqueFd()> make_memory, size_t num_bytes);
   ~Endpoint();
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
@@ -38,6 +39,8 @@ class Endpoint {
   // What connect() takes: two words.
   std::string address() const;
   bool has_peer(int peer) const;
+  // Makes this rank's memory unless it is there. Call before connect().
+  void prepare();
   // Exchanges memory with a peer, unless the peer has done so first. Needs no call on the peer's
   // side. check runs several times a second and may throw. Throws Error(kTransport) if the peer has
   // closed its endpoint or died, or could not be accepted when it connected.
@@ -49,19 +52,22 @@ class Endpoint {
  private:
   friend class Listener;
 
+  // The mutex must be locked.
+  void make_memory_once();
   // Maps what a peer has sent.
-  void accept_peer(int peer, const UniqueFd& connection, const UniqueFd& memory,
-                   const UniqueFd& heap);
+  Peer map(int peer, std::shared_ptr<PeerProcess> process, const UniqueFd& memory,
+           const UniqueFd& heap) const;
   void handshake(int peer, const std::string& peer_address, const std::function<void()>& check);
 
   const int rank_;
   const size_t num_bytes_;
-  const UniqueFd memory_;
+  const std::function<UniqueFd()> make_memory_;
   const UniqueFd& heap_;  // of this process
   const uint64_t token_;  // names this endpoint in a handshake; known to the group only
   std::shared_ptr<Listener> listener_;
-  // By rank; guarded by the listener's mutex.
-  std::vector<std::optional<Peer>> peers_;
+  // Guarded by the listener's mutex, except that memory_ is constant after prepare().
+  UniqueFd memory_;
+  std::vector<std::optional<Peer>> peers_;  // by rank, as the next one
   std::vector<std::string> refusals_;  // why this rank refused a handshake, until connect() says it
 };
 

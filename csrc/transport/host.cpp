@@ -32,10 +32,6 @@ std::string boot_id() {
   return std::string(text.substr(0, text.find('\n')));
 }
 
-UniqueFd open_status(pid_t pid) {
-  return UniqueFd(open(join("/proc/", pid, "/stat").c_str(), O_RDONLY | O_CLOEXEC));
-}
-
 }  // namespace
 
 std::string host_id() {
@@ -43,6 +39,10 @@ std::string host_id() {
   char network[64] = {};
   if (readlink("/proc/self/ns/net", network, sizeof(network) - 1) < 0) network[0] = '\0';
   return join(boot_id(), "/", network);
+}
+
+void PeerProcess::open_status() {
+  status_ = UniqueFd(open(join("/proc/", pid_, "/stat").c_str(), O_RDONLY | O_CLOEXEC));
 }
 
 bool PeerProcess::is_exiting() const {
@@ -96,7 +96,7 @@ std::span<const std::byte> PeerProcess::heap() const {
 }
 
 std::shared_ptr<PeerProcess> Host::find_process(pid_t pid, UniqueFd pidfd) {
-  auto process = std::make_shared<PeerProcess>(pid, std::move(pidfd), open_status(pid));
+  auto process = std::make_shared<PeerProcess>(pid, std::move(pidfd));
   // All processes of other PID namespaces appear as pid 0, so it identifies none of them.
   if (pid == 0) return process;
   const std::lock_guard lock(mutex_);
@@ -108,6 +108,7 @@ std::shared_ptr<PeerProcess> Host::find_process(pid_t pid, UniqueFd pidfd) {
       same && PeerProcess::find_ended({process.get(), same.get()}).empty()) {
     return same;
   }
+  process->open_status();
   known = process;
   return process;
 }

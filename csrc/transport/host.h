@@ -23,10 +23,12 @@ std::string host_id();
 // A peer's process: whether it is alive, and its heap.
 class PeerProcess {
  public:
-  PeerProcess(pid_t pid, UniqueFd pidfd, UniqueFd status)
-      : pid_(pid), pidfd_(std::move(pidfd)), status_(std::move(status)) {}
+  PeerProcess(pid_t pid, UniqueFd pidfd) : pid_(pid), pidfd_(std::move(pidfd)) {}
 
   pid_t pid() const { return pid_; }
+
+  // Before the first is_exiting().
+  void open_status();
 
   // Whether the kernel has begun to end the process. It first unmaps the process's memory, which
   // takes milliseconds, and only then reports the end through the pidfd. False if that cannot be
@@ -45,7 +47,7 @@ class PeerProcess {
  private:
   pid_t pid_;
   UniqueFd pidfd_;   // readable once the process has ended; -1 for the own process
-  UniqueFd status_;  // /proc/<pid>/stat; -1 if it could not be opened
+  UniqueFd status_;  // /proc/<pid>/stat; -1 if it was not or could not be opened
 
   mutable std::mutex mutex_;
   std::optional<Mapping> heap_;

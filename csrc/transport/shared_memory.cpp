@@ -53,18 +53,17 @@ std::vector<int> SharedMemoryTransport::find_dead_peers(int awaited) const {
 }
 
 SharedMemoryRank::SharedMemoryRank(Store& store, int rank, int world_size, const Geometry& geometry)
-    : SharedMemoryRank(store, rank, world_size, geometry, OwnMemory::make(geometry, world_size)) {}
-
-SharedMemoryRank::SharedMemoryRank(Store& store, int rank, int world_size, const Geometry& geometry,
-                                   OwnMemory own)
-    : fork_generation_(fork_generation()),
-      rank_(rank),
-      geometry_(geometry),
-      region_(std::move(own.region)),
-      is_reserved_(own.is_reserved),
-      bootstrap_(store, rank, world_size, geometry, std::move(own.memory)) {}
+    : fork_generation_(fork_generation()), rank_(rank), geometry_(geometry) {
+  bootstrap_.emplace(store, rank, world_size, geometry, [this, world_size] {
+    OwnMemory own = OwnMemory::make(geometry_, world_size);
+    region_.emplace(std::move(own.region));
+    is_reserved_ = own.is_reserved;
+    return std::move(own.memory);
+  });
+}
 
 SharedMemoryRank::~SharedMemoryRank() {
+  bootstrap_.reset();  // nobody else uses region_ from now on
   // A forked child shares its parent's memory, but must not announce the parent's departure.
   if (!region_ || fork_generation_ != fork_generation()) return;
   reinterpret_cast<ControlBlock*>(region_->base())->departed.publish(1);
@@ -75,11 +74,11 @@ std::unique_ptr<Transport> SharedMemoryRank::connect(std::chrono::milliseconds t
   // Fails before the rendezvous if there is no memory for the first collective.
   check_available(geometry_.collectives().num_bytes);
   std::vector<Peer> peers;
-  for (std::optional<Peer>& peer : bootstrap_.rendezvous(timeout, check_interrupt)) {
+  for (std::optional<Peer>& peer : bootstrap_->rendezvous(timeout, check_interrupt)) {
     if (peer) {
       peers.push_back(std::move(*peer));
     } else {
-      peers.push_back({std::make_shared<PeerProcess>(getpid(), UniqueFd(), UniqueFd()),
+      peers.push_back({std::make_shared<PeerProcess>(getpid(), UniqueFd()),
                        *std::exchange(region_, std::nullopt)});
     }
   }

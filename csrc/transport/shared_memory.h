@@ -35,7 +35,8 @@ class SharedMemoryTransport final : public Transport {
   bool is_reserved_;
 };
 
-// A rank that has published its memory but has not connected yet.
+// A rank that peers can connect to but that has not connected yet. It has no memory before a peer
+// connects, or it does.
 class SharedMemoryRank {
  public:
   // Does not wait for other ranks, which must use the same store, world_size and geometry. The
@@ -43,6 +44,8 @@ class SharedMemoryRank {
   SharedMemoryRank(Store& store, int rank, int world_size, const Geometry& geometry);
   // If it never connected, marks this rank as departed for peers that have mapped its memory.
   ~SharedMemoryRank();
+  SharedMemoryRank(const SharedMemoryRank&) = delete;
+  SharedMemoryRank& operator=(const SharedMemoryRank&) = delete;
 
   // Blocks until all regions are mapped. Throws Error(kTransport) if that fails or exceeds
   // `timeout`; the call can then be repeated. check_interrupt runs several times a second and may
@@ -51,14 +54,12 @@ class SharedMemoryRank {
                                      const std::function<void()>& check_interrupt);
 
  private:
-  SharedMemoryRank(Store& store, int rank, int world_size, const Geometry& geometry, OwnMemory own);
-
   uint64_t fork_generation_;
   int rank_;
   Geometry geometry_;
-  std::optional<Mapping> region_;  // empty once connected
-  bool is_reserved_;
-  Bootstrap bootstrap_;
+  std::optional<Mapping> region_;  // empty before there is memory, and once connected
+  bool is_reserved_ = false;
+  std::optional<Bootstrap> bootstrap_;  // its listener's thread may set the two above
 };
 
 }  // namespace rota::transport

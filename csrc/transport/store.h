@@ -11,8 +11,8 @@ class Store {
   virtual ~Store() = default;
   // Adds to the number under key, 0 at first, and returns the sum.
   virtual int64_t add(const std::string& key, int64_t amount) = 0;
-  virtual void set(const std::string& key, const std::string& value) = 0;
-  virtual bool has(const std::string& key) = 0;
+  // Appends to the text under key, empty at first. Need not wait for the store's answer.
+  virtual void append(const std::string& key, const std::string& text) = 0;
   // The key must exist.
   virtual std::string get(const std::string& key) = 0;
 };

@@ -68,7 +68,7 @@ void second_process_with_one_number_is_refused() {
     });
   };
   const pid_t rank_0 = run_rank(0);
-  FileStore(directory).await("card/1/0");
+  FileStore(directory).await("cards");
   run_processes(1, [&](int) {
     const Error error = expect_error(ErrorKind::kTransport, [&] { connect(directory, 0, 2); });
     check_contains(error.what(), "two processes say they are rank 0 of 2");
@@ -113,15 +113,15 @@ class SilentRank {
  public:
   SilentRank(const StoreDirectory& directory, int rank) : socket_(open_socket()) {
     FileStore store(directory);
-    std::istringstream card(store.await("card/1/0"));
-    std::string address_of_rank_0, rest;
-    std::getline(card >> address_of_rank_0, rest);
+    std::istringstream card(store.await("cards"));
+    std::string rank_0, address_of_rank_0, rest;
+    std::getline(card >> rank_0 >> address_of_rank_0, rest);
     const std::string name = join("rota-test-", getpid(), '-', rank);
     sockaddr_un address;
     const socklen_t length = address_of(name, address);
     check(bind(socket_.get(), reinterpret_cast<sockaddr*>(&address), length) == 0, "bind");
     check(listen(socket_.get(), 4) == 0, "listen");
-    store.set(join("card/1/", rank), name + rest);
+    store.append("cards", join(rank, ' ', name, rest, '\n'));
   }
 
   // Rank 0 then waits for an answer.
@@ -234,8 +234,8 @@ struct ConnectionToRank0 {
 // Uses the address and the token that rank 0 has put into the store.
 ConnectionToRank0 connect_to_rank_0(const StoreDirectory& directory) {
   ConnectionToRank0 connection{open_socket(), 0};
-  std::string name;
-  std::istringstream(FileStore(directory).await("card/1/0")) >> name >> connection.token;
+  std::string rank_0, name;
+  std::istringstream(FileStore(directory).await("cards")) >> rank_0 >> name >> connection.token;
   sockaddr_un address;
   const socklen_t length = address_of(name, address);
   check(connect(connection.socket.get(), reinterpret_cast<sockaddr*>(&address), length) == 0,
@@ -382,7 +382,8 @@ void rank_that_has_left_is_named() {
   });
 }
 
-// Connected ranks hold neither a descriptor of their memory nor the socket.
+// Connected ranks hold neither a descriptor of their memory nor the socket, and unconnected ones
+// no memory.
 void unconnected_ranks_hold_few_descriptors() {
   const StoreDirectory directory;
   run_processes(2, [&](int index) {
@@ -390,14 +391,55 @@ void unconnected_ranks_hold_few_descriptors() {
     const int64_t num_files = num_open_files();
     {
       SharedMemoryRank first = make_rank(store, index);
-      check_equal(num_open_files(), num_files + 2, "descriptors: the memory and the socket");
+      check_equal(num_open_files(), num_files + 1, "descriptors: the socket");
       const SharedMemoryRank second = make_rank(store, index);
-      check_equal(num_open_files(), num_files + 3, "descriptors of two groups");
+      check_equal(num_open_files(), num_files + 1, "descriptors of two groups");
       store.set(join("counted/", index), "1");
       store.await(join("counted/", 1 - index));
       connect_now(first)->barrier(CallerThread::kUser);
     }
     check_equal(num_open_files(), num_files, "descriptors at the end");
+  });
+}
+
+// Rank 1 lacks memory when rank 0 connects to it, although it does not use the group itself.
+void rank_without_memory_refuses() {
+  const StoreDirectory directory;
+  run_processes(2, [&](int index) {
+    FileStore store(directory);
+    if (index == 1) {
+      const transport::Bootstrap bootstrap(store, 1, 2, kSmall, []() -> UniqueFd {
+        throw Error(ErrorKind::kTransport, "rota: there is no memory");
+      });
+      store.await("refused");
+      return;
+    }
+    SharedMemoryRank rank = make_rank(store, index);
+    const int num_files = num_open_files();
+    const Error error =
+        expect_error(ErrorKind::kTransport, [&] { rank.connect(kPatience, [] {}); });
+    check_contains(error.what(), "rank 1 refused the handshake: rota: there is no memory");
+    check_equal(num_open_files(), num_files + 1, "descriptors: the own memory");
+    store.set("refused", "1");
+  });
+}
+
+// Rank 0 makes a group anew over the same store while rank 1 still has the first one.
+void group_made_again_waits_for_the_peer_to_make_it_again() {
+  const StoreDirectory directory;
+  run_processes(2, [&](int index) {
+    FileStore store(directory);
+    std::optional<SharedMemoryRank> first(std::in_place, store, index, 2, kSmall);
+    if (index == 1) store.await("used");
+    first.reset();
+    SharedMemoryRank second = make_rank(store, index);
+    if (index == 0) {
+      const Error error =
+          expect_error(ErrorKind::kTransport, [&] { second.connect(milliseconds(100), [] {}); });
+      check_contains(error.what(), "still waits for rank 1 to make this group");
+      store.set("used", "1");
+    }
+    connect_now(second)->barrier(CallerThread::kUser);
   });
 }
 
@@ -452,6 +494,8 @@ const CaseTable kCases{
     {"unconnected_leaves", rank_that_leaves_unconnected_has_left},
     {"unconnected_has_left", rank_that_has_left_is_named},
     {"unconnected_descriptors", unconnected_ranks_hold_few_descriptors},
+    {"unconnected_without_memory", rank_without_memory_refuses},
+    {"bootstrap_made_again", group_made_again_waits_for_the_peer_to_make_it_again},
     {"unconnected_forked", forked_child_drops_an_unconnected_rank},
 };
 

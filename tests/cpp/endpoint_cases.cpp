@@ -21,23 +21,19 @@ class MemoryStore final : public transport::Store {
     const std::lock_guard lock(mutex_);
     return numbers_[key] += amount;
   }
-  void set(const std::string& key, const std::string& value) override {
+  void append(const std::string& key, const std::string& text) override {
     const std::lock_guard lock(mutex_);
-    values_[key] = value;
-  }
-  bool has(const std::string& key) override {
-    const std::lock_guard lock(mutex_);
-    return values_.contains(key);
+    texts_[key] += text;
   }
   std::string get(const std::string& key) override {
     const std::lock_guard lock(mutex_);
-    return values_.at(key);
+    return texts_.at(key);
   }
 
  private:
   std::mutex mutex_;
   std::map<std::string, int64_t> numbers_;
-  std::map<std::string, std::string> values_;
+  std::map<std::string, std::string> texts_;
 };
 
 void connect_and_use(SharedMemoryRank& rank) {

@@ -80,10 +80,10 @@ void more_than_there_is_is_refused() {
 void peers_read_and_do_not_write() {
   Heap heap;
   allocate(heap, 1)[0] = std::byte{7};
-  PeerProcess peer(getpid(), UniqueFd(), UniqueFd());
+  PeerProcess peer(getpid(), UniqueFd());
   const UniqueFd unsealed = transport::create_memory("rota-test", 1);
   expect_error(ErrorKind::kTransport,
-               [&] { PeerProcess(getpid(), UniqueFd(), UniqueFd()).take_heap(unsealed); });
+               [&] { PeerProcess(getpid(), UniqueFd()).take_heap(unsealed); });
   peer.take_heap(heap.memory());
   peer.take_heap(heap.memory());  // as for another group of the same process
   check_equal(static_cast<int>(peer.heap()[0]), 7, "what the owner wrote");

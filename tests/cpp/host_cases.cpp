@@ -69,7 +69,7 @@ void processes_without_pid_are_kept_apart() {
 }
 
 void own_process_never_ends() {
-  const PeerProcess own(getpid(), UniqueFd(), UniqueFd());
+  const PeerProcess own(getpid(), UniqueFd());
   check(PeerProcess::find_ended({&own}).empty(), "the own process is there");
   check(!own.is_exiting(), "the own process is not about to end");
 }

@@ -96,15 +96,24 @@ std::filesystem::path FileStore::path_of(const std::string& key) const {
   return directory_ / name;
 }
 
-int64_t FileStore::add(const std::string& key, int64_t amount) {
-  const transport::UniqueFd lock(
-      open((directory_ / "lock").c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0600));
+transport::UniqueFd FileStore::lock() const {
+  transport::UniqueFd lock(open((directory_ / "lock").c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0600));
   check(flock(lock.get(), LOCK_EX) == 0, "flock");
+  return lock;
+}
+
+int64_t FileStore::add(const std::string& key, int64_t amount) {
+  const transport::UniqueFd locked = lock();
   int64_t sum = 0;
   std::ifstream(path_of(key)) >> sum;
   sum += amount;
   std::ofstream(path_of(key)) << sum;
   return sum;
+}
+
+void FileStore::append(const std::string& key, const std::string& text) {
+  const transport::UniqueFd locked = lock();
+  set(key, get(key) + text);
 }
 
 void FileStore::set(const std::string& key, const std::string& value) {

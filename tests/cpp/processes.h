@@ -11,6 +11,7 @@
 
 #include "transport/store.h"
 #include "transport/transport.h"
+#include "transport/unique_fd.h"
 
 namespace rota::test {
 
@@ -50,14 +51,17 @@ class FileStore final : public transport::Store {
  public:
   explicit FileStore(const StoreDirectory& directory) : directory_(directory.path()) {}
   int64_t add(const std::string& key, int64_t amount) override;
-  void set(const std::string& key, const std::string& value) override;
-  bool has(const std::string& key) override;
+  void append(const std::string& key, const std::string& text) override;
   std::string get(const std::string& key) override;
+
+  void set(const std::string& key, const std::string& value);
+  bool has(const std::string& key);
 
   // get() that waits until the key appears.
   std::string await(const std::string& key);
 
  private:
+  transport::UniqueFd lock() const;
   std::filesystem::path path_of(const std::string& key) const;
 
   std::filesystem::path directory_;

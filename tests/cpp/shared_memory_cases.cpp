@@ -112,7 +112,8 @@ void unsafe_memory_is_refused(size_t num_bytes, int seals) {
       store.set("end", "1");
       return;
     }
-    transport::Bootstrap bootstrap(store, 1, 2, kSmall, make_memory(num_bytes, seals));
+    transport::Bootstrap bootstrap(store, 1, 2, kSmall,
+                                   [&] { return make_memory(num_bytes, seals); });
     const Error error =
         expect_error(ErrorKind::kTransport, [&] { bootstrap.rendezvous(kPatience, [] {}); });
     check_contains(error.what(), "rank 0 refused the handshake: rota: rank 1 handed over memory");
