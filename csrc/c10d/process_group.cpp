@@ -178,9 +178,13 @@ WorkPtr ProcessGroupRota::endCoalescing() {
 WorkPtr ProcessGroupRota::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
   // As on Gloo, sparse CPU tensors come this way.
   if (!tensors.empty() && tensors[0].is_sparse()) return allreduce_sparse(tensors, opts);
-  return run(
-      each_in_place(CollectiveKind::kAllReduce, tensors, reduction_of("all_reduce", opts.reduceOp)),
-      opts.asyncOp, [&](::c10d::Backend& other) { return other.allreduce(tensors, opts); });
+  Operations operations =
+      each_in_place(CollectiveKind::kAllReduce, tensors, reduction_of("all_reduce", opts.reduceOp));
+  if (options_->wire_dtype) {
+    for (Operation& operation : operations) set_wire(operation, *options_->wire_dtype);
+  }
+  return run(operations, opts.asyncOp,
+             [&](::c10d::Backend& other) { return other.allreduce(tensors, opts); });
 }
 
 WorkPtr ProcessGroupRota::allreduce_coalesced(Tensors& tensors,
@@ -364,6 +368,11 @@ void ProcessGroupRota::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool
   if (is_own) communicator_->set_timeout(opts.timeout);
   try {
     communicator_->run(Operation{.kind = CollectiveKind::kBarrier}, Launch::kBlocking);
+  } catch (const PythonError& error) {
+    communicator_->set_timeout(usual);
+    if (error.kind() != ErrorKind::kTimeout) throw;
+    throw PythonError(Error(
+        error.kind(), join("Rank ", getRank(), " timed out in monitoredBarrier: ", error.what())));
   } catch (...) {
     communicator_->set_timeout(usual);
     throw;

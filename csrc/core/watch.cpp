@@ -59,8 +59,9 @@ std::optional<Error> Watch::tick(Nanoseconds waited) {
   if (auto error = find_departure()) return error;
   if (waited >= timeout()) {
     const std::string who = peer_ == kAnyRank ? "any of them" : join("rank ", peer_);
-    return Error(ErrorKind::kTimeout, join(prefix(), " waited ", milliseconds(waited), " ms for ",
-                                           awaited(), ' ', place(), "; is ", who, " alive?"));
+    return Error(ErrorKind::kTimeout,
+                 join(prefix(), " waited ", milliseconds(waited), " ms for ", awaited(), ' ',
+                      place(), ", the timeout of this call; is ", who, " alive?"));
   }
   if (waited >= kStallAfter) warn_about_stall(waited);
   return std::nullopt;

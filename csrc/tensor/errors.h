@@ -16,6 +16,7 @@ class PythonError final : public torch::PyTorchError {
  public:
   explicit PythonError(const Error& error) : kind_(error.kind()) { msg = error.what(); }
   PyObject* python_type() override;
+  ErrorKind kind() const { return kind_; }
 
  private:
   ErrorKind kind_;

@@ -177,9 +177,12 @@ void copy_parts(Communicator& communicator, const TestCall& call, uint64_t seed,
   const int rank = communicator.rank();
   const int world_size = communicator.world_size();
   const bool is_uneven = seed % 3 == 0 && !row.has_root();
+  // Short parts travel with the post, while those of other ranks need rounds.
   const auto length_of = [&](int from, int to) {
-    const int stream = row.is_input_per_rank ? pair_of(from, to) : from;
-    return is_uneven ? call.num_elems * static_cast<uint64_t>(stream % 4) / 2 : call.num_elems;
+    if (!is_uneven) return call.num_elems;
+    if (from == 0) return call.num_elems / 64;
+    return call.num_elems * static_cast<uint64_t>((from + (row.is_input_per_rank ? to : 0)) % 4) /
+           2;
   };
   const auto stream_of = [&](int from, int to) {
     return row.is_input_per_rank ? pair_of(from, to) : from;
