@@ -107,6 +107,16 @@ Operation all_gather_of(const at::Tensor& input, at::TensorList outputs) {
   return {.kind = CollectiveKind::kAllGather, .inputs = input, .outputs = outputs};
 }
 
+// make(input, output) of each pair.
+template <typename Inputs, typename Outputs, typename Make>
+Operations of_pairs(std::string_view call, const Inputs& inputs, const Outputs& outputs,
+                    const Make& make) {
+  check_as_many(call, outputs.size(), inputs.size());
+  Operations operations;
+  for (size_t i = 0; i < inputs.size(); ++i) operations.push_back(make(inputs[i], outputs[i]));
+  return operations;
+}
+
 // Rounds a wider float to the wire dtype.
 void set_wire(Operation& operation, at::ScalarType wire_dtype) {
   const at::Tensor& tensor = operation.outputs[0];
@@ -115,14 +125,11 @@ void set_wire(Operation& operation, at::ScalarType wire_dtype) {
 }
 
 // In elements: c10d counts splits in slices along the first dimension.
-Tensors::size_type slice_elems(const at::Tensor& tensor) {
-  return tensor.dim() == 0 || tensor.size(0) == 0 ? 1 : tensor.numel() / tensor.size(0);
-}
-
-std::vector<int64_t> in_elems(const std::vector<int64_t>& splits, const at::Tensor& tensor) {
-  std::vector<int64_t> elems = splits;
-  for (int64_t& split : elems) split *= static_cast<int64_t>(slice_elems(tensor));
-  return elems;
+std::vector<int64_t> in_elems(std::vector<int64_t> splits, const at::Tensor& tensor) {
+  const bool is_empty = tensor.dim() == 0 || tensor.size(0) == 0;
+  const int64_t slice_elems = is_empty ? 1 : tensor.numel() / tensor.size(0);
+  for (int64_t& split : splits) split *= slice_elems;
+  return splits;
 }
 
 }  // namespace
@@ -139,7 +146,7 @@ WorkPtr ProcessGroupRota::run(OperationList operations, bool is_async,
                               const OnDelegate& on_delegate) {
   if (operations.empty()) return HostWork::completed(getRank(), ::c10d::OpType::UNKNOWN, {});
   const Operation& first = operations[0];
-  const at::Tensor tensor = first.any_tensor();
+  const at::Tensor& tensor = first.any_tensor();
   ++num_calls_;
   if (tensor.defined() && tensor.is_cuda() && !communicator_->supports(first)) {
     return coalesced(on_delegate(delegate_.backend_for(name(first.kind))));
@@ -212,13 +219,11 @@ WorkPtr ProcessGroupRota::reduce(Tensors& tensors, const ::c10d::ReduceOptions& 
 
 WorkPtr ProcessGroupRota::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                          const ::c10d::ReduceScatterOptions& opts) {
-  check_as_many("reduce_scatter", outputs.size(), inputs.size());
   const Reduction reduction = reduction_of("reduce_scatter", opts.reduceOp);
-  Operations operations;
-  for (size_t i = 0; i < outputs.size(); ++i) {
-    operations.push_back(reduce_scatter_of(inputs[i], outputs[i], reduction));
-  }
-  return run(operations, opts.asyncOp,
+  const auto make = [&](const Tensors& parts, const at::Tensor& output) {
+    return reduce_scatter_of(by_rank("reduce_scatter", parts, getSize()), output, reduction);
+  };
+  return run(of_pairs("reduce_scatter", inputs, outputs, make), opts.asyncOp,
              [&](::c10d::Backend& other) { return other.reduce_scatter(outputs, inputs, opts); });
 }
 
@@ -231,15 +236,14 @@ WorkPtr ProcessGroupRota::_reduce_scatter_base(at::Tensor& output, at::Tensor& i
 
 WorkPtr ProcessGroupRota::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const ::c10d::ReduceScatterOptions& opts) {
-  check_as_many("reduce_scatter", outputs.size(), inputs.size());
   const Reduction reduction = reduction_of("reduce_scatter", opts.reduceOp);
-  Operations operations;
-  for (size_t i = 0; i < outputs.size(); ++i) {
-    operations.push_back(reduce_scatter_of(inputs[i], outputs[i], reduction));
-  }
-  return run(operations, opts.asyncOp, [&](::c10d::Backend& other) {
-    return other.reduce_scatter_tensor_coalesced(outputs, inputs, opts);
-  });
+  const auto make = [&](const at::Tensor& input, const at::Tensor& output) {
+    return reduce_scatter_of(input, output, reduction);
+  };
+  return run(of_pairs("reduce_scatter", inputs, outputs, make), opts.asyncOp,
+             [&](::c10d::Backend& other) {
+               return other.reduce_scatter_tensor_coalesced(outputs, inputs, opts);
+             });
 }
 
 WorkPtr ProcessGroupRota::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) {
@@ -249,12 +253,10 @@ WorkPtr ProcessGroupRota::broadcast(Tensors& tensors, const ::c10d::BroadcastOpt
 
 WorkPtr ProcessGroupRota::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                     const ::c10d::AllgatherOptions& opts) {
-  check_as_many("all_gather", outputs.size(), inputs.size());
-  Operations operations;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    operations.push_back(all_gather_of(inputs[i], by_rank("all_gather", outputs[i], getSize())));
-  }
-  return run(operations, opts.asyncOp,
+  const auto make = [&](const at::Tensor& input, const Tensors& parts) {
+    return all_gather_of(input, by_rank("all_gather", parts, getSize()));
+  };
+  return run(of_pairs("all_gather", inputs, outputs, make), opts.asyncOp,
              [&](::c10d::Backend& other) { return other.allgather(outputs, inputs, opts); });
 }
 
@@ -277,14 +279,13 @@ WorkPtr ProcessGroupRota::allgather_coalesced(std::vector<Tensors>& outputs, Ten
 
 WorkPtr ProcessGroupRota::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                           const ::c10d::AllgatherOptions& opts) {
-  check_as_many("all_gather", outputs.size(), inputs.size());
-  Operations operations;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    operations.push_back(all_gather_of(inputs[i], outputs[i]));
-  }
-  return run(operations, opts.asyncOp, [&](::c10d::Backend& other) {
-    return other.allgather_into_tensor_coalesced(outputs, inputs, opts);
-  });
+  const auto make = [](const at::Tensor& input, const at::Tensor& output) {
+    return all_gather_of(input, output);
+  };
+  return run(of_pairs("all_gather", inputs, outputs, make), opts.asyncOp,
+             [&](::c10d::Backend& other) {
+               return other.allgather_into_tensor_coalesced(outputs, inputs, opts);
+             });
 }
 
 WorkPtr ProcessGroupRota::gather(std::vector<Tensors>& outputs, Tensors& inputs,

@@ -148,7 +148,7 @@ void set_lengths(Call& call, const Operation& operation, const Lengths& parts, u
 }
 
 DType dtype_of(const Operation& operation) {
-  const at::Tensor tensor = operation.any_tensor();
+  const at::Tensor& tensor = operation.any_tensor();
   if (!row_of(operation.kind).reduces) return movable_dtype(tensor, name(operation.kind));
   return reducible_dtype(tensor.scalar_type(), name(operation.kind));
 }
@@ -209,11 +209,10 @@ bool share_memory(at::TensorList some, at::TensorList others) {
 
 }  // namespace
 
-at::Tensor Operation::any_tensor() const {
-  for (const at::TensorList side : {outputs, inputs}) {
-    if (!side.empty()) return side[0];
-  }
-  return {};
+const at::Tensor& Operation::any_tensor() const {
+  static const at::Tensor none;
+  if (!outputs.empty()) return outputs[0];
+  return inputs.empty() ? none : inputs[0];
 }
 
 OwnedOperation::OwnedOperation(const Operation& operation)

@@ -27,7 +27,7 @@ struct Operation {
   at::IntArrayRef input_splits;
   at::IntArrayRef output_splits;
 
-  at::Tensor any_tensor() const;  // undefined if there is none
+  const at::Tensor& any_tensor() const;  // undefined if there is none
 };
 
 // A copy that another thread can use.
