@@ -26,7 +26,7 @@ enum class CollectiveKind : uint8_t {
 enum class Ranks : uint8_t { kNone, kAll, kRoot, kAllButRoot };
 
 struct CollectiveRow {
-  const char* title;        // as profilers show it
+  std::string_view title;   // as profilers show it; a literal, so zero-terminated
   Ranks contributors;       // whose inputs are read
   Ranks receivers;          // whose outputs are written
   bool is_in_place;         // the one tensor is input and output
@@ -34,7 +34,7 @@ struct CollectiveRow {
   bool is_output_per_rank;  // likewise
   bool reduces;
 
-  constexpr std::string_view name() const { return std::string_view(title).substr(5); }
+  constexpr std::string_view name() const { return {title.data() + 5, title.size() - 5}; }
   constexpr bool has_root() const { return is_of_root(contributors) || is_of_root(receivers); }
 
  private:

@@ -51,7 +51,7 @@ void CpuCollectives::run_here(const char* title, const Body& body) {
 template <typename Body>
 WorkRef CpuCollectives::enqueue(Launch mode, CollectiveKind kind, std::vector<at::Tensor> results,
                                 Body body) {
-  auto work = c10::make_intrusive<HostWork>(rank_, op_type_of(kind), row_of(kind).title,
+  auto work = c10::make_intrusive<HostWork>(rank_, op_type_of(kind), row_of(kind).title.data(),
                                             std::move(results), check_interrupt_);
   queue_.enqueue([communicator = communicator_, work, body = std::move(body)] {
     std::exception_ptr exception;
@@ -76,7 +76,7 @@ WorkRef CpuCollectives::run(OperationList operations, Launch mode) {
   if (operations.empty()) return {};
   const CollectiveKind kind = operations[0].kind;
   if (runs_at_once(mode)) {
-    run_here(row_of(kind).title, [&](Communicator& communicator, CallerThread thread) {
+    run_here(row_of(kind).title.data(), [&](Communicator& communicator, CallerThread thread) {
       for (size_t i = 0; i < operations.size(); ++i) {
         run_on_cpu(operations[i], calls[i], communicator, thread);
       }
@@ -106,7 +106,7 @@ WorkRef CpuCollectives::reduce_bucket(const BucketTensors& tensors, const Bucket
     run_reduce_bucket(communicator, tensors, call, thread);
   };
   if (!runs_at_once(mode)) return enqueue(mode, call.kind, {tensors.bucket}, body);
-  run_here(row_of(call.kind).title, body);
+  run_here(row_of(call.kind).title.data(), body);
   return {};
 }
 
@@ -117,7 +117,7 @@ WorkRef CpuCollectives::all_reduce_sparse(const at::Tensor& tensor, Launch mode)
   };
   const CollectiveKind kind = CollectiveKind::kAllReduce;
   if (!runs_at_once(mode)) return enqueue(mode, kind, {tensor}, body);
-  run_here(row_of(kind).title, body);
+  run_here(row_of(kind).title.data(), body);
   return {};
 }
 

@@ -182,7 +182,7 @@ WorkRef CudaCollectives::run(OperationList operations, Launch mode) {
   }
   if (operations.empty()) return {};
   const CollectiveKind kind = operations[0].kind;
-  return launch(mode, op_type_of(kind), row_of(kind).title, tensors, [&] {
+  return launch(mode, op_type_of(kind), row_of(kind).title.data(), tensors, [&] {
     for (size_t i = 0; i < operations.size(); ++i) {
       if (kind == CollectiveKind::kAllReduce) run_all_reduce(operations[i], calls[i]);
       if (kind == CollectiveKind::kBroadcast) run_broadcast(operations[i].outputs[0], calls[i]);
