@@ -19,13 +19,13 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
+from typing import TypeAlias
 
 import expected
 import suite
@@ -35,7 +35,25 @@ from expected import BACKENDS, WORLD_SIZES, Expectation
 _START_S = 120
 # How long a test may exceed its own time limit, after which torch stops it.
 _GRACE_S = 30
+TITLES = {
+    "p": "pass",
+    "l": "torch lets only Gloo or MPI run these; they pass with that gate lifted",
+    "x": "these cannot pass for a backend that is not part of torch",
+    "f": "these fail",
+    "s": "torch skips these",
+}
+COUNTED = {
+    "p": "passed",
+    "l": "passed with a gate lifted",
+    "x": "excluded by torch",
+    "f": "failed",
+    "s": "skipped",
+}
 _context = multiprocessing.get_context("spawn")
+
+
+# None for a test that was not selected.
+Results: TypeAlias = "dict[str, suite.Result | None]"
 
 
 class Server:
@@ -60,11 +78,11 @@ class Server:
     def run(self, name: str) -> suite.Result:
         self._pipe.send(name)
         if not self._pipe.poll(self._timeout_s + _GRACE_S):
-            return suite.Result("fail", f"hung for {self._timeout_s + _GRACE_S} s")
+            return suite.Result("fail", error=f"hung for {self._timeout_s + _GRACE_S} s")
         try:
             result: suite.Result = self._pipe.recv()
         except (EOFError, ConnectionResetError):
-            return suite.Result("fail", "the process that started the ranks died")
+            return suite.Result("fail", error="the process that started the ranks died")
         return result
 
     def close(self) -> None:
@@ -89,11 +107,11 @@ class Options:
         return name in self.select
 
 
-def run_suite(backend: str, world_size: int, options: Options) -> dict[str, suite.Result | None]:
-    """Runs the selected tests on several servers; None for a test that was not selected."""
+def run_suite(backend: str, world_size: int, options: Options) -> Results:
+    """Runs the selected tests on several servers."""
     logs = options.logs / f"{backend}-ws{world_size}"
     logs.mkdir(parents=True, exist_ok=True)
-    results: dict[str, suite.Result | None] = {}
+    results: Results = {}
     queue: SimpleQueue[str] = SimpleQueue()
     is_filled = threading.Event()
 
@@ -112,13 +130,16 @@ def run_suite(backend: str, world_size: int, options: Options) -> dict[str, suit
                         queue.put(name)
                 is_filled.set()
             is_filled.wait(_START_S)
-            while not queue.empty():
-                name = queue.get()
+            while True:
+                try:
+                    name = queue.get_nowait()
+                except Empty:
+                    return
                 start_s = time.monotonic()
                 result = results[name] = server.run(name)
                 print(
-                    f"{backend} ws{world_size} {name}: {result.status} "
-                    f"({time.monotonic() - start_s:.1f} s) {result.reason}",
+                    f"{backend} ws{world_size} {name}: {result.letter} "
+                    f"({time.monotonic() - start_s:.1f} s) {result}",
                     flush=True,
                 )
                 if result.status == "fail":
@@ -136,94 +157,100 @@ def run_suite(backend: str, world_size: int, options: Options) -> dict[str, suit
 
 
 def compare(
-    expectations: dict[str, Expectation],
-    backend: str,
-    world_size: int,
-    results: dict[str, suite.Result | None],
+    expectations: Mapping[str, Expectation], backend: str, world_size: int, results: Results
 ) -> Iterator[str]:
-    """Lines that say where results and list differ."""
+    """A line for each difference between results and list."""
     for name in sorted(expectations.keys() - results.keys()):
-        yield f"{name}: the list has it, the suite does not"
-    for name in sorted(results.keys() - expectations.keys()):
-        yield f"{name}: the suite has it, the list does not"
+        yield f"{name}: in the list, but not in the suite"
     for name, result in sorted(results.items()):
-        if result is None or name not in expectations:
-            continue
-        letter = expectations[name].get(backend, world_size)
-        if result.status[0] != letter:
+        if name not in expectations:
+            yield f"{name}: in the suite, but not in the list"
+        elif result is not None and not expectations[name].is_met_by(backend, world_size, result):
+            letter = expectations[name].get(backend, world_size)
             yield (
-                f"{name}: {backend} at {world_size} ranks: expected {letter}, got "
-                f"{result.status} {result.reason}"
+                f"{name}: {backend} at {world_size} ranks: expected {letter}, "
+                f"got {result.letter} {result}"
             )
 
 
 def record(
-    expectations: dict[str, Expectation],
-    backend: str,
-    world_size: int,
-    results: dict[str, suite.Result | None],
+    expectations: dict[str, Expectation], backend: str, world_size: int, results: Results
 ) -> None:
-    """Enters results into the list; reasons of failures stay, those of skips are renewed."""
+    """Enters results into the list; an x that is still right, and reasons of x and f, stay."""
     for name in expectations.keys() - results.keys():
         del expectations[name]
     for name, result in results.items():
         entry = expectations.setdefault(name, Expectation())
-        if result is None:
+        if result is None or entry.is_met_by(backend, world_size, result):
             continue
-        entry.set(backend, world_size, result.status[0])
-        if backend == "rota" and (result.status == "skip" or not entry.reason):
-            entry.reason = result.reason
+        entry.set(backend, world_size, result.letter)
+        if backend == "rota":
+            entry.reason = str(result)
 
 
 def summary(
-    expectations: dict[str, Expectation], results: dict[tuple[str, int], dict[str, suite.Result | None]]
+    expectations: Mapping[str, Expectation], backend: str, world_size: int, results: Results
 ) -> Iterator[str]:
-    """The excluded and the failed tests and the counts."""
-    for (backend, world_size), by_name in results.items():
-        done = {name: result for name, result in by_name.items() if result is not None}
-        if backend == "rota":
-            groups: dict[str, list[str]] = {"excluded": [], "failed": []}
-            for name, result in sorted(done.items()):
-                entry = expectations.get(name, Expectation())
-                if result.status == "skip" and entry.get("gloo", world_size) == "p":
-                    groups["excluded"].append(f"  {name}: {result.reason}")
-                elif result.status == "fail":
-                    also = " (so does Gloo)" if entry.get("gloo", world_size) == "f" else ""
-                    groups["failed"].append(f"  {name}{also}: {entry.reason or result.reason}")
-            for what, lines in groups.items():
-                if lines:
-                    title = {
-                        "excluded": "torch excludes from these tests, which Gloo passes, every third party",
-                        "failed": "these tests fail",
-                    }[what]
-                    yield f"\nrota at {world_size} ranks: {title}:"
-                    yield from lines
-    yield ""
-    for (backend, world_size), by_name in results.items():
-        counts = Counter(result.status for result in by_name.values() if result is not None)
-        yield (
-            f"{backend} at {world_size} ranks: {counts['pass']} passed, {counts['fail']} failed, "
-            f"{counts['skip']} skipped by torch, of {len(by_name)}"
+    """The tests that torch gates, those that fail, and the counts."""
+    done = {name: result for name, result in sorted(results.items()) if result is not None}
+    groups: dict[str, dict[str, suite.Result]] = {letter: {} for letter in TITLES}
+    for name, result in done.items():
+        entry = expectations.get(name, Expectation())
+        is_excluded = entry.get(backend, world_size) == "x" and entry.is_met_by(
+            backend, world_size, result
         )
+        groups["x" if is_excluded else result.letter][name] = result
+    for letter in "lxf":
+        if groups[letter]:
+            yield f"\n{backend} at {world_size} ranks: {TITLES[letter]}:"
+            for name, result in groups[letter].items():
+                entry = expectations.get(name, Expectation())
+                yield f"  {name} (Gloo: {entry.get('gloo', world_size)}): {entry.reason or result}"
+    counts = ", ".join(f"{len(groups[letter])} {COUNTED[letter]}" for letter in TITLES)
+    yield f"\n{backend} at {world_size} ranks: {counts}; {len(done)} of {len(results)} tests"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("-w", "--world-sizes", type=int, nargs="+", default=WORLD_SIZES, choices=WORLD_SIZES)
-    parser.add_argument("-b", "--backends", nargs="+", default=None, choices=BACKENDS, help="default: rota; with --record also gloo")
+    parser.add_argument(
+        "-w", "--world-sizes", type=int, nargs="+", default=WORLD_SIZES, choices=WORLD_SIZES
+    )
+    parser.add_argument(
+        "-b",
+        "--backends",
+        nargs="+",
+        default=None,
+        choices=BACKENDS,
+        help="default: rota; with --record also gloo",
+    )
     parser.add_argument("-k", default="", metavar="REGEX", help="only tests whose name matches")
-    parser.add_argument("-j", "--jobs", type=int, default=2, help="tests at a time (default: %(default)s)")
-    parser.add_argument("--timeout", type=int, default=120, metavar="S", help="seconds per test (default: %(default)s)")
-    parser.add_argument("--logs", type=Path, default=Path("build/conformance"), help="folder for the output of failed tests")
+    parser.add_argument(
+        "-j", "--jobs", type=int, default=2, help="tests at a time (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=int,
+        default=120,
+        metavar="S",
+        help="seconds per test (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--logs",
+        type=Path,
+        default=Path("build/conformance"),
+        help="folder for the output of failed tests",
+    )
     parser.add_argument("--record", action="store_true", help="write the list instead of comparing")
     args = parser.parse_args(arguments)
     options = Options(re.compile(args.k), args.jobs, args.timeout, args.logs.resolve())
     torch_version = metadata.version("torch")
     path = expected.list_path(torch_version)
     if not path.exists() and not args.record:
-        print(f"there is no list for torch {torch_version}; write one with --record", file=sys.stderr)
+        print(
+            f"there is no list for torch {torch_version}; write one with --record", file=sys.stderr
+        )
         return 2
     expectations = expected.read(path) if path.exists() else {}
     backends = args.backends or (BACKENDS if args.record else ["rota"])
@@ -234,14 +261,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if args.record:
                 record(expectations, backend, world_size, results[backend, world_size])
                 expected.write(path, expectations)
-    differences = sorted(
-        {
-            line
-            for (backend, world_size), by_name in results.items()
-            for line in compare(expectations, backend, world_size, by_name)
-        }
-    )
-    print("\n".join(summary(expectations, results)))
+    differences: list[str] = []
+    for (backend, world_size), by_name in results.items():
+        print(*summary(expectations, backend, world_size, by_name), sep="\n")
+        differences += compare(expectations, backend, world_size, by_name)
     if differences:
         print(f"\n{len(differences)} differences from {path.name}:", *differences, sep="\n  ")
     return 1 if differences else 0

@@ -17,20 +17,47 @@ import re
 import sys
 import textwrap
 import unittest
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
-Status = Literal["pass", "skip", "fail"]
-
 # What DistTestCases.backend_feature has to list for torch to run the tests of a feature.
 FEATURES = ("gpu", "cuda", "ddp", "subgroup", "plugin")
+# Decorators that let only Gloo or MPI run a test; those of other devices stay.
+_NAME_GATE = re.compile(
+    r"""BACKEND != ["'](gloo|mpi)["']|require_backend_is_available\(\{["']gloo["']\}\)"""
+)
+_ERROR = re.compile(r"[\w.]*(Error|Exception|PeerFailed|Timeout|Mismatch): .*")
 
 
 class Result(NamedTuple):
-    status: Status
-    reason: str = ""  # of a skip: the line of torch that causes it; of a failure: the error
+    status: Literal["pass", "skip", "fail"]
+    gate: str = ""  # the line of torch that skips the test
+    error: str = ""
+
+    @property
+    def letter(self) -> str:
+        """As in the list of expected results; see expected.py."""
+        if self.status == "pass":
+            return "l" if self.gate else "p"
+        return self.status[0]
+
+    def __str__(self) -> str:
+        return "; ".join(text for text in (self.gate, self.error) if text)
+
+
+class _NameLikeGloo(str):
+    """The name of a backend that the suite's tests take for Gloo's, and torch for what it is."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return other == "gloo" or str.__eq__(self, other)  # type: ignore[arg-type]
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
 
 def serve(backend: str, world_size: int, timeout_s: int, log: Path, pipe: Connection) -> None:
@@ -56,6 +83,7 @@ def load(backend: str, world_size: int, timeout_s: int) -> ModuleType:
     """Imports the suite for a backend and a world size; once per process."""
     os.environ["BACKEND"] = backend
     os.environ["WORLD_SIZE"] = str(world_size)
+    os.environ["INIT_METHOD"] = "file://"  # some tests need a file; each test has its own
     os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(timeout_s)
     # Ranks outnumber the cores, so a thread pool per rank would only slow them down.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -77,11 +105,11 @@ def make_case(suite: ModuleType) -> type[unittest.TestCase]:
     """The suite's TestCase, with ranks that are forked instead of spawned: 10 ms instead of 6 s."""
 
     class Conformance(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
-        def setUp(self) -> None:  # noqa: N802
+        def setUp(self) -> None:
             super().setUp()
             self._start_processes(multiprocessing.get_context("fork").Process)
 
-        def tearDown(self) -> None:  # noqa: N802
+        def tearDown(self) -> None:
             for process in self.processes:
                 process.kill()
                 process.join()
@@ -92,6 +120,10 @@ def make_case(suite: ModuleType) -> type[unittest.TestCase]:
             # A spawned rank would read this while it imports the suite.
             suite.INIT_METHOD = os.environ["INIT_METHOD"]
             super()._run(*args, **options)
+
+        def run_test(self, *args: Any) -> None:
+            assert suite.dist.get_backend() == os.environ["BACKEND"]
+            super().run_test(*args)
 
         def _check_return_codes(self, fn: Any, elapsed_time: float) -> None:
             super()._check_return_codes(fn, elapsed_time)
@@ -104,44 +136,73 @@ def make_case(suite: ModuleType) -> type[unittest.TestCase]:
 
 
 def run_test(suite: ModuleType, case: type[unittest.TestCase], name: str) -> Result:
+    """Runs a test, also one that torch lets only Gloo or MPI run, for no reason but the name."""
+    method = getattr(case, name)
+    gates = list(_gates(suite, method))
+    gate = gates[0].reason if gates else ""
+    if gates and all(gate.is_name for gate in gates):
+        method.__unittest_skip__ = False
+        suite.BACKEND = _NameLikeGloo(suite.BACKEND)
+    elif gates:
+        return Result("skip", gate)
     result = unittest.TestResult()
-    case(name).run(result)
+    try:
+        case(name).run(result)
+    finally:
+        suite.BACKEND = str(suite.BACKEND)
     for _, text in result.errors + result.failures:
         print(text, file=sys.stderr, flush=True)
-        return Result("fail", _error_line(text))
+        return Result("fail", gate, _error_line(text))
     for _, why in result.skipped:
-        return Result("skip", _skip_line(suite, case, name, why))
-    return Result("pass")
+        return Result("skip", gate or f"{_file(suite)}:{_first_line(method)} {why}")
+    return Result("pass", gate)
 
 
 def _error_line(traceback: str) -> str:
-    """The line of a traceback that names the error of the first rank that failed."""
-    lines = traceback.splitlines()
-    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Failed|Timeout|Mismatch):", line)]
-    # The last is the parent's, which quotes those of the ranks.
-    return (errors or lines or ["no message"])[0].strip()
+    """The error of the first rank that failed, from a traceback that quotes all ranks' errors."""
+    errors = [line for line in traceback.splitlines() if _ERROR.match(line)]
+    of_ranks = [line for line in errors if not line.startswith("RuntimeError: Process")]
+    return next(iter(of_ranks or errors), "no message")
 
 
-def _skip_line(suite: ModuleType, case: type[unittest.TestCase], name: str, why: str) -> str:
-    """The decorator in the suite that skips a test, as `file:line why`."""
-    test = inspect.unwrap(getattr(case, name))
+class _Gate(NamedTuple):
+    reason: str
+    is_name: bool
+
+
+def _gates(suite: ModuleType, method: Any) -> Iterator[_Gate]:
+    """The decorators of a test that skip it on this machine, from the outermost."""
+    test = inspect.unwrap(method)
     lines, first_line = inspect.getsourcelines(test)
     (function,) = ast.parse(textwrap.dedent("".join(lines))).body
     assert isinstance(function, ast.FunctionDef)
     for node in function.decorator_list:
         text = ast.unparse(node)
-        if re.match(r"(unittest\.)?(nccl_)?(skip|require)", text) and _skips(suite, text):
-            return f"{Path(str(suite.__file__)).name}:{first_line + node.lineno - 1} {why}"
-    return f"{Path(str(suite.__file__)).name}:{first_line} {why}"
+        if not re.match(r"(unittest\.)?(nccl_)?(skip|require)", text):
+            continue
+        why = _why_skipped(eval(text, vars(suite)))
+        if why is not None:
+            line = first_line + node.lineno - 1
+            yield _Gate(f"{_file(suite)}:{line} {why}", _NAME_GATE.search(text) is not None)
 
 
-def _skips(suite: ModuleType, decorator: str) -> bool:
-    """Whether a decorator of the suite skips a test that does nothing."""
-    test = eval(decorator, vars(suite))(lambda self: None)
+def _why_skipped(decorator: Callable[[Any], Any]) -> str | None:
+    """Why a decorator of the suite skips a test, here one that does nothing; None if it does not."""
+    from torch.testing._internal.common_distributed import TEST_SKIPS
+
+    test = decorator(lambda self: None)
     if getattr(test, "__unittest_skip__", False):
-        return True
+        return str(test.__unittest_skip_why__)
     try:
         test(None)
-    except (unittest.SkipTest, SystemExit):
-        return True
-    return False
+    except SystemExit as exit:
+        return next(skip.message for skip in TEST_SKIPS.values() if skip.exit_code == exit.code)
+    return None
+
+
+def _file(suite: ModuleType) -> str:
+    return Path(str(suite.__file__)).name
+
+
+def _first_line(method: Any) -> int:
+    return int(inspect.unwrap(method).__code__.co_firstlineno)
