@@ -1,9 +1,12 @@
 """torch's own conformance suite for backends, runnable one test at a time.
 
-The suite is `torch.testing._internal.distributed.distributed_test`, which torch's wheel contains. It
-reads the backend and the world size from the environment when it is imported, so a process of its
-own (`serve`) runs all tests of one backend at one world size. Every test gets fresh ranks, forked
-from that process, which has torch loaded but has no threads and no group.
+The suite is `torch.testing._internal.distributed.distributed_test`, which torch's wheel contains.
+It reads the backend and the world size from the environment when it is imported, so a process of
+its own (`serve`) runs all tests of one backend at one world size. Every test gets fresh ranks,
+forked from that process, which has torch loaded but has no threads and no group.
+
+Torch lets only Gloo or MPI run some tests, by name. They run on rota nevertheless: without the
+decorator, and with a name that the tests take for Gloo's.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
+from exclusions import EXCLUSIONS
+
 # What DistTestCases.backend_feature has to list for torch to run the tests of a feature.
 FEATURES = ("gpu", "cuda", "ddp", "subgroup", "plugin")
 # Decorators that let only Gloo or MPI run a test; those of other devices stay.
@@ -32,17 +37,24 @@ _NAME_GATE = re.compile(
 _ERROR = re.compile(r"[\w.]*(Error|Exception|PeerFailed|Timeout|Mismatch): .*")
 
 
+class Settings(NamedTuple):
+    backend: str
+    world_size: int
+    timeout_s: int  # of a test
+    lift_name_gates: bool
+
+
 class Result(NamedTuple):
-    status: Literal["pass", "skip", "fail"]
-    gate: str = ""  # the line of torch that skips the test
-    error: str = ""
+    status: Literal["pass", "skip", "excluded", "fail"]
+    gate: str = ""  # the line of torch that lets only others run the test, or that excludes it
+    error: str = ""  # with N for each number, since pids and times differ from run to run
 
     @property
     def letter(self) -> str:
         """As in the list of expected results; see expected.py."""
         if self.status == "pass":
             return "l" if self.gate else "p"
-        return self.status[0]
+        return {"skip": "s", "excluded": "x", "fail": "f"}[self.status]
 
     def __str__(self) -> str:
         return "; ".join(text for text in (self.gate, self.error) if text)
@@ -60,7 +72,7 @@ class _NameLikeGloo(str):
         return not self == other
 
 
-def serve(backend: str, world_size: int, timeout_s: int, log: Path, pipe: Connection) -> None:
+def serve(settings: Settings, log: Path, pipe: Connection) -> None:
     """Runs tests for the parent: sends their names, then receives a name and sends its Result.
 
     All output of a test goes to the file `log`, which then holds that of the latest test.
@@ -69,22 +81,23 @@ def serve(backend: str, world_size: int, timeout_s: int, log: Path, pipe: Connec
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    suite = load(backend, world_size, timeout_s)
+    suite = load(settings)
     case = make_case(suite)
     pipe.send(unittest.TestLoader().getTestCaseNames(case))
     with contextlib.suppress(EOFError):
         while True:
             name = pipe.recv()
             os.truncate(log, 0)
-            pipe.send(run_test(suite, case, name))
+            pipe.send(run_test(suite, case, name, settings.lift_name_gates))
 
 
-def load(backend: str, world_size: int, timeout_s: int) -> ModuleType:
-    """Imports the suite for a backend and a world size; once per process."""
-    os.environ["BACKEND"] = backend
-    os.environ["WORLD_SIZE"] = str(world_size)
+def load(settings: Settings) -> ModuleType:
+    """Imports the suite; once per process, before anything else imports torch."""
+    os.environ["BACKEND"] = settings.backend
+    os.environ["WORLD_SIZE"] = str(settings.world_size)
+    os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(settings.timeout_s)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the list is about CPU tensors
     os.environ["INIT_METHOD"] = "file://"  # some tests need a file; each test has its own
-    os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(timeout_s)
     # Ranks outnumber the cores, so a thread pool per rank would only slow them down.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Gloo otherwise resolves the host's name, which sandboxes often cannot.
@@ -94,7 +107,7 @@ def load(backend: str, world_size: int, timeout_s: int) -> ModuleType:
     import rota  # noqa: F401  (registers the backend)
 
     for feature in FEATURES:
-        common_distributed.DistTestCases.backend_feature[feature].add(backend)
+        common_distributed.DistTestCases.backend_feature[feature].add(settings.backend)
     common_distributed.TIMEOUT_OVERRIDE.clear()
     from torch.testing._internal.distributed import distributed_test
 
@@ -135,16 +148,19 @@ def make_case(suite: ModuleType) -> type[unittest.TestCase]:
     return Conformance
 
 
-def run_test(suite: ModuleType, case: type[unittest.TestCase], name: str) -> Result:
-    """Runs a test, also one that torch lets only Gloo or MPI run, for no reason but the name."""
+def run_test(
+    suite: ModuleType, case: type[unittest.TestCase], name: str, lift_name_gates: bool
+) -> Result:
+    """Runs a test, even if torch has a decorator that skips it for the backend's name."""
     method = getattr(case, name)
     gates = list(_gates(suite, method))
-    gate = gates[0].reason if gates else ""
-    if gates and all(gate.is_name for gate in gates):
+    closed = [gate for gate in gates if not (gate.is_name and lift_name_gates)]
+    if closed:
+        return Result("skip", closed[0].line)
+    lifted = gates[0].line if gates else ""
+    if lifted:
         method.__unittest_skip__ = False
         suite.BACKEND = _NameLikeGloo(suite.BACKEND)
-    elif gates:
-        return Result("skip", gate)
     result = unittest.TestResult()
     try:
         case(name).run(result)
@@ -152,28 +168,33 @@ def run_test(suite: ModuleType, case: type[unittest.TestCase], name: str) -> Res
         suite.BACKEND = str(suite.BACKEND)
     for _, text in result.errors + result.failures:
         print(text, file=sys.stderr, flush=True)
-        return Result("fail", gate, _error_line(text))
+        error = _error_line(text)
+        exclusion = EXCLUSIONS.get(name)
+        if exclusion is not None and exclusion.error in error:
+            torch_folder = Path(str(suite.torch.__file__)).parent
+            return Result("excluded", exclusion.find(torch_folder), error)
+        return Result("fail", lifted, error)
     for _, why in result.skipped:
-        return Result("skip", gate or f"{_file(suite)}:{_first_line(method)} {why}")
-    return Result("pass", gate)
+        first_line = inspect.unwrap(method).__code__.co_firstlineno
+        return Result("skip", f"{_file(suite)}:{first_line} {why}")
+    return Result("pass", lifted)
 
 
 def _error_line(traceback: str) -> str:
     """The error of the first rank that failed, from a traceback that quotes all ranks' errors."""
     errors = [line for line in traceback.splitlines() if _ERROR.match(line)]
     of_ranks = [line for line in errors if not line.startswith("RuntimeError: Process")]
-    return next(iter(of_ranks or errors), "no message")
+    return re.sub(r"\d+", "N", next(iter(of_ranks or errors), "no message"))
 
 
 class _Gate(NamedTuple):
-    reason: str
-    is_name: bool
+    line: str
+    is_name: bool  # whether it looks at the backend's name only
 
 
 def _gates(suite: ModuleType, method: Any) -> Iterator[_Gate]:
     """The decorators of a test that skip it on this machine, from the outermost."""
-    test = inspect.unwrap(method)
-    lines, first_line = inspect.getsourcelines(test)
+    lines, first_line = inspect.getsourcelines(inspect.unwrap(method))
     (function,) = ast.parse(textwrap.dedent("".join(lines))).body
     assert isinstance(function, ast.FunctionDef)
     for node in function.decorator_list:
@@ -187,7 +208,7 @@ def _gates(suite: ModuleType, method: Any) -> Iterator[_Gate]:
 
 
 def _why_skipped(decorator: Callable[[Any], Any]) -> str | None:
-    """Why a decorator of the suite skips a test, here one that does nothing; None if it does not."""
+    """Why a decorator of the suite skips a test, found on one that does nothing, or None."""
     from torch.testing._internal.common_distributed import TEST_SKIPS
 
     test = decorator(lambda self: None)
@@ -202,7 +223,3 @@ def _why_skipped(decorator: Callable[[Any], Any]) -> str | None:
 
 def _file(suite: ModuleType) -> str:
     return Path(str(suite.__file__)).name
-
-
-def _first_line(method: Any) -> int:
-    return int(inspect.unwrap(method).__code__.co_firstlineno)
