@@ -17,14 +17,14 @@ class Exclusion:
     error: str  # part of the error that it causes
 
     def find(self, torch_folder: Path) -> str:
-        """`file:line text` in the installed torch.
+        """File, number and text of the line in the installed torch.
 
         Raises: ValueError if torch does not have the line.
         """
         lines = (torch_folder / self.file).read_text().splitlines()
         for number, line in enumerate(lines, start=1):
             if line.strip() == self.line:
-                return f"{Path(self.file).name}:{number} {self.line}"
+                return f"{Path(self.file).name}:{number} `{self.line}`"
         raise ValueError(f"{self.file} of this torch has no line {self.line!r}")
 
 

@@ -34,7 +34,7 @@ FEATURES = ("gpu", "cuda", "ddp", "subgroup", "plugin")
 _NAME_GATE = re.compile(
     r"""BACKEND != ["'](gloo|mpi)["']|require_backend_is_available\(\{["']gloo["']\}\)"""
 )
-_ERROR = re.compile(r"[\w.]*(Error|Exception|PeerFailed|Timeout|Mismatch): .*")
+_ERROR = re.compile(r"^[\w.]*(?:Error|Exception|PeerFailed|Timeout|Mismatch): .*", re.MULTILINE)
 
 
 class Settings(NamedTuple):
@@ -182,9 +182,9 @@ def run_test(
 
 def _error_line(traceback: str) -> str:
     """The error of the first rank that failed, from a traceback that quotes all ranks' errors."""
-    errors = [line for line in traceback.splitlines() if _ERROR.match(line)]
-    of_ranks = [line for line in errors if not line.startswith("RuntimeError: Process")]
-    return re.sub(r"\d+", "N", next(iter(of_ranks or errors), "no message"))
+    of_parent, *of_ranks = re.split(r"^.*Process \d+ exited.*$", traceback, flags=re.MULTILINE)
+    errors = _ERROR.findall(of_ranks[0] if of_ranks else of_parent)
+    return re.sub(r"\d+", "N", errors[-1] if errors else "no message")
 
 
 class _Gate(NamedTuple):
