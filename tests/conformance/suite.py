@@ -23,7 +23,6 @@ import unittest
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 from exclusions import EXCLUSIONS
@@ -66,7 +65,7 @@ class _NameLikeGloo(str):
     __hash__ = str.__hash__
 
     def __eq__(self, other: object) -> bool:
-        return other == "gloo" or str.__eq__(self, other)  # type: ignore[arg-type]
+        return other == "gloo" or str.__eq__(self, other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -91,7 +90,7 @@ def serve(settings: Settings, log: Path, pipe: Connection) -> None:
             pipe.send(run_test(suite, case, name, settings.lift_name_gates))
 
 
-def load(settings: Settings) -> ModuleType:
+def load(settings: Settings) -> Any:
     """Imports the suite; once per process, before anything else imports torch."""
     os.environ["BACKEND"] = settings.backend
     os.environ["WORLD_SIZE"] = str(settings.world_size)
@@ -114,7 +113,7 @@ def load(settings: Settings) -> ModuleType:
     return distributed_test
 
 
-def make_case(suite: ModuleType) -> type[unittest.TestCase]:
+def make_case(suite: Any) -> type[unittest.TestCase]:
     """The suite's TestCase, with ranks that are forked instead of spawned: 10 ms instead of 6 s."""
 
     class Conformance(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
@@ -148,9 +147,7 @@ def make_case(suite: ModuleType) -> type[unittest.TestCase]:
     return Conformance
 
 
-def run_test(
-    suite: ModuleType, case: type[unittest.TestCase], name: str, lift_name_gates: bool
-) -> Result:
+def run_test(suite: Any, case: type[unittest.TestCase], name: str, lift_name_gates: bool) -> Result:
     """Runs a test, even if torch has a decorator that skips it for the backend's name."""
     method = getattr(case, name)
     gates = list(_gates(suite, method))
@@ -192,7 +189,7 @@ class _Gate(NamedTuple):
     is_name: bool  # whether it looks at the backend's name only
 
 
-def _gates(suite: ModuleType, method: Any) -> Iterator[_Gate]:
+def _gates(suite: Any, method: Any) -> Iterator[_Gate]:
     """The decorators of a test that skip it on this machine, from the outermost."""
     lines, first_line = inspect.getsourcelines(inspect.unwrap(method))
     (function,) = ast.parse(textwrap.dedent("".join(lines))).body
@@ -221,5 +218,5 @@ def _why_skipped(decorator: Callable[[Any], Any]) -> str | None:
     return None
 
 
-def _file(suite: ModuleType) -> str:
+def _file(suite: Any) -> str:
     return Path(str(suite.__file__)).name
