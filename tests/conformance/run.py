@@ -106,12 +106,12 @@ class Server:
 
     def close(self) -> None:
         """Ends the process and its ranks; `run` starts another."""
-        if self._process is not None:
+        process, self._process = self._process, None
+        if process is not None and process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid or 0, signal.SIGKILL)
-            self._process.kill()
-            self._process.join()
-            self._process = None
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
 
 
 def run_suite(backend: str, world_size: int, options: Options) -> Results:
@@ -138,10 +138,16 @@ def run_suite(backend: str, world_size: int, options: Options) -> Results:
             if result.status == "fail":
                 (logs / f"{name}.log").write_bytes(server.log.read_bytes())
 
-    # On the way out the servers end first, or the threads would wait for them.
+    def drain_queue() -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                queue.get_nowait()
+
+    # After Ctrl-C no test may start, and the servers end before the threads that wait for them.
     with ThreadPoolExecutor(options.num_jobs) as threads, contextlib.ExitStack() as stack:
         for server in servers:
             stack.callback(server.close)
+        stack.callback(drain_queue)
         names, *_ = threads.map(Server.start, servers)
         for name in names:
             results[name] = None
