@@ -22,12 +22,13 @@ SOURCES := $(shell find csrc -type f)
 MODULES := $(shell find python -name '*.py' -o -name '*.pyi')
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu')
 
-.PHONY: help venv test test-long check-cuda gpu gpu-dry lint format bench bench-fused demo clean
+.PHONY: help venv test test-long conformance check-cuda gpu gpu-dry lint format bench bench-fused demo clean
 
 help:
 	@echo "make demo        train a byte-level GPT data-parallel, rota beside Gloo or NCCL"
 	@echo "make test        the whole test suite"
 	@echo "make test-long   10,000 random cases of the fused all-reduce, 1 minute"
+	@echo "make conformance torch's own tests for backends on rota, against what Gloo passes, 3 minutes"
 	@echo "make check-cuda  build for CUDA without a GPU, check the machine code, run the CPU suite on it"
 	@echo "make bench       collectives (rota, Gloo, every MPI, memcpy), a DDP hook, news of failures"
 	@echo "make bench-fused the fused hook beside torch's: time, accuracy, convergence, bucket sizes"
@@ -56,6 +57,10 @@ test: venv
 
 test-long: venv
 	ROTA_PROPERTY_CASES=10000 $(PYTHON) -m pytest tests/test_reduce_bucket_properties.py
+
+# TESTS=regex selects tests by name.
+conformance: venv
+	$(PYTHON) tests/conformance/run.py $(if $(TESTS),-k "$(TESTS)")
 
 # The oldest supported torch, whose headers have the least. It takes 5 GB, so this checks for nvcc
 # first.

@@ -1,0 +1,246 @@
+"""Runs torch's conformance suite on rota and compares the results with the recorded list.
+
+    python tests/conformance/run.py                        everything, at 2, 3, 4 and 8 ranks
+    python tests/conformance/run.py -w 2 -k all_gather     tests whose name matches, at 2 ranks
+    python tests/conformance/run.py --record               writes the list anew, for Gloo and rota
+
+The run fails if a test does anything but what the list says, even if that is to pass, if the suite
+and the list do not name the same tests, and if a test that Gloo passes fails on rota. See
+expected.py for the list.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TypeAlias
+
+import expected
+import suite
+from expected import BACKENDS, WORLD_SIZES, Expectation
+
+# For the import of torch and the suite, on a busy machine.
+_START_S = 120
+# torch ends a test at its time limit; this much later the runner does.
+_GRACE_S = 30
+TITLES = {
+    "l": "torch lets only Gloo or MPI run these; with that gate lifted they pass",
+    "x": "torch excludes every third party from these",
+    "f": "these fail",
+}
+COUNTED = {
+    "p": "passed",
+    "l": "passed with a gate lifted",
+    "x": "excluded by torch",
+    "f": "failed",
+    "s": "skipped",
+}
+_context = multiprocessing.get_context("spawn")
+
+# None for a test that was not selected.
+Results: TypeAlias = "dict[str, suite.Result | None]"
+
+
+@dataclass(frozen=True)
+class Options:
+    select: re.Pattern[str]
+    num_jobs: int
+    timeout_s: int
+    logs: Path
+
+
+class Server:
+    """A process that runs tests of one backend at one world size; see suite.serve."""
+
+    def __init__(self, backend: str, world_size: int, timeout_s: int, log: Path) -> None:
+        self.log = log
+        self._settings = suite.Settings(
+            backend,
+            world_size,
+            timeout_s,
+            # Gloo sets the standard by what it passes as torch runs it.
+            lift_name_gates=backend != "gloo",
+        )
+        self._process: multiprocessing.process.BaseProcess | None = None
+
+    def start(self) -> Collection[str]:
+        """Returns the names of the suite's tests."""
+        self._pipe, pipe = _context.Pipe()
+        self._process = _context.Process(target=suite.serve, args=(self._settings, self.log, pipe))
+        self._process.start()
+        pipe.close()
+        if not self._pipe.poll(_START_S):
+            raise RuntimeError(f"the suite did not start within {_START_S} s; see {self.log}")
+        try:
+            names: list[str] = self._pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"the suite could not be imported; see {self.log}") from None
+        return names
+
+    def run(self, name: str) -> suite.Result:
+        if self._process is None:
+            self.start()
+        self._pipe.send(name)
+        limit_s = self._settings.timeout_s + _GRACE_S
+        if not self._pipe.poll(limit_s):
+            self.close()
+            return suite.Result("fail", error=f"hung for {limit_s} s")
+        try:
+            result: suite.Result = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self.close()
+            return suite.Result("fail", error="the process that started the ranks died")
+        return result
+
+    def close(self) -> None:
+        """Ends the process and its ranks; `run` starts another."""
+        process, self._process = self._process, None
+        if process is not None and process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
+
+
+def run_suite(backend: str, world_size: int, options: Options) -> Results:
+    """Runs the selected tests at one world size, several at a time."""
+    logs = options.logs / f"{backend}-ws{world_size}"
+    logs.mkdir(parents=True, exist_ok=True)
+    servers = [
+        Server(backend, world_size, options.timeout_s, logs / f"server{index}.log")
+        for index in range(options.num_jobs)
+    ]
+    queue: SimpleQueue[str] = SimpleQueue()
+    results: Results = {}
+
+    def run_queue(server: Server) -> None:
+        while True:
+            try:
+                name = queue.get_nowait()
+            except Empty:
+                return
+            start_s = time.monotonic()
+            result = results[name] = server.run(name)
+            duration_s = time.monotonic() - start_s
+            print(f"{backend} ws{world_size} {name}: {result.letter} ({duration_s:.1f} s) {result}")
+            if result.status == "fail":
+                (logs / f"{name}.log").write_bytes(server.log.read_bytes())
+
+    def drain_queue() -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                queue.get_nowait()
+
+    # After Ctrl-C no test may start, and the servers end before the threads that wait for them.
+    with ThreadPoolExecutor(options.num_jobs) as threads, contextlib.ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.close)
+        stack.callback(drain_queue)
+        names, *_ = threads.map(Server.start, servers)
+        for name in names:
+            results[name] = None
+            if options.select.search(name):
+                queue.put(name)
+        list(threads.map(run_queue, servers))
+    return results
+
+
+def compare(
+    expectations: Mapping[str, Expectation], backend: str, world_size: int, results: Results
+) -> Iterator[str]:
+    """A line for each difference between results and list."""
+    for name in sorted(expectations.keys() - results.keys()):
+        yield f"{name}: in the list, but not in the suite"
+    for name, result in sorted(results.items()):
+        if name not in expectations:
+            yield f"{name}: in the suite, but not in the list"
+        elif result is not None:
+            letter = expectations[name].get(backend, world_size)
+            if letter != result.letter:
+                yield (
+                    f"{name}: {backend} at {world_size} ranks: expected {letter}, "
+                    f"got {result.letter} {result}"
+                )
+
+
+def record(
+    expectations: dict[str, Expectation], backend: str, world_size: int, results: Results
+) -> None:
+    """Enters results into the list, and drops tests that the suite does not have."""
+    for name in expectations.keys() - results.keys():
+        del expectations[name]
+    for name, result in results.items():
+        entry = expectations.setdefault(name, Expectation())
+        if result is not None:
+            entry.enter(backend, world_size, result)
+
+
+def summary(
+    expectations: Mapping[str, Expectation], backend: str, world_size: int, results: Results
+) -> Iterator[str]:
+    """The tests that torch gates or excludes, those that fail, and the counts."""
+    done = {name: result for name, result in sorted(results.items()) if result is not None}
+    by_letter = {
+        letter: {name: result for name, result in done.items() if result.letter == letter}
+        for letter in COUNTED
+    }
+    for letter, title in TITLES.items():
+        if by_letter[letter]:
+            yield f"\n{backend} at {world_size} ranks: {title}:"
+            for name, result in by_letter[letter].items():
+                yield f"  {name}: {result}"
+    counts = ", ".join(f"{len(by_letter[letter])} {what}" for letter, what in COUNTED.items())
+    yield f"\n{backend} at {world_size} ranks: {counts}; {len(done)} of {len(results)} tests"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    option = parser.add_argument
+    option("-w", "--world-sizes", type=int, nargs="+", default=WORLD_SIZES, choices=WORLD_SIZES)
+    option("-b", "--backends", nargs="+", choices=BACKENDS, help="rota; both with --record")
+    option("-k", default="", metavar="REGEX", help="only tests whose name matches")
+    option("-j", "--jobs", type=int, default=2, help="tests at a time (default: %(default)s)")
+    option("--timeout", type=int, default=120, metavar="S", help="per test (default: %(default)s)")
+    option("--logs", type=Path, default=Path("build/conformance"), help="what failed tests wrote")
+    option("--record", action="store_true", help="write the list instead of comparing")
+    args = parser.parse_args(arguments)
+    options = Options(re.compile(args.k), args.jobs, args.timeout, args.logs.resolve())
+    path = expected.list_path(metadata.version("torch"))
+    if not path.exists() and not args.record:
+        parser.error(f"there is no {path}; write it with --record")
+    expectations = expected.read(path) if path.exists() else {}
+    problems: list[str] = []
+    for world_size in args.world_sizes:
+        for backend in args.backends or (BACKENDS if args.record else ["rota"]):
+            results = run_suite(backend, world_size, options)
+            print(*summary(expectations, backend, world_size, results), sep="\n", flush=True)
+            if args.record:
+                record(expectations, backend, world_size, results)
+                expected.write(path, expectations)
+            problems += compare(expectations, backend, world_size, results)
+    problems += [
+        f"{name}: Gloo passes it and rota does not, for no line of torch"
+        for name, entry in expectations.items()
+        if entry.lags()
+    ]
+    if problems:
+        print(f"\n{len(problems)} problems:", *problems, sep="\n  ")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
