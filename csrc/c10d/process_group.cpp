@@ -371,7 +371,9 @@ void ProcessGroupRota::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool
     communicator_->run(Operation{.kind = CollectiveKind::kBarrier}, Launch::kBlocking);
   } catch (const PythonError& error) {
     communicator_->set_timeout(usual);
-    if (error.kind() != ErrorKind::kTimeout) throw;
+    const bool is_late = error.kind() == ErrorKind::kTimeout ||
+                         error.kind() == ErrorKind::kTransport;  // a rank has not made the group
+    if (!is_late) throw;
     throw PythonError(Error(
         error.kind(), join("Rank ", getRank(), " timed out in monitoredBarrier: ", error.what())));
   } catch (...) {

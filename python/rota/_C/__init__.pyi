@@ -525,7 +525,21 @@ class GradientBucket:
     @property
     def num_wire_bytes(self) -> int: ...
 
-class ProcessGroupRota(dist.ProcessGroup):
+class BackendOptions(dist._Backend.Options):
+    """See rota.BackendOptions."""
+
+    connects_at_first_use: bool
+    """Whether the group connects at its first call, as subgroups do, or when it is made."""
+
+    def __init__(
+        self, timeout: timedelta, slot_bytes: int, wire_dtype: torch.dtype | None
+    ) -> None: ...
+    @property
+    def slot_bytes(self) -> int: ...
+    @property
+    def wire_dtype(self) -> torch.dtype | None: ...
+
+class ProcessGroupRota(dist._Backend):
     """The torch.distributed backend "rota"; init_process_group makes it."""
 
     def __init__(
@@ -533,8 +547,8 @@ class ProcessGroupRota(dist.ProcessGroup):
         store: dist.Store,
         rank: int,
         world_size: int,
-        timeout: timedelta,
-        slot_bytes: int,
-        connects_at_first_use: bool,
+        options: BackendOptions,
         make_delegate: Callable[[str, dist.Store, int, int], dist._Backend],
     ) -> None: ...
+    @property
+    def options(self) -> BackendOptions: ...
