@@ -28,7 +28,7 @@ help:
 	@echo "make demo        train a byte-level GPT data-parallel, rota beside Gloo or NCCL"
 	@echo "make test        the whole test suite"
 	@echo "make test-long   10,000 random cases of the fused all-reduce, 1 minute"
-	@echo "make conformance torch's own tests for backends on rota, against what Gloo passes, 3 minutes"
+	@echo "make conformance torch's own tests for backends on rota, against what Gloo passes"
 	@echo "make check-cuda  build for CUDA without a GPU, check the machine code, run the CPU suite on it"
 	@echo "make bench       collectives (rota, Gloo, every MPI, memcpy), a DDP hook, news of failures"
 	@echo "make bench-fused the fused hook beside torch's: time, accuracy, convergence, bucket sizes"
