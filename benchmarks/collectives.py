@@ -26,10 +26,10 @@ import picture
 import report
 from arguments import Parser, add_common_arguments, parse_list, parse_natural, parse_size, plan_of
 from interleave import Measurement
+from operations import OPERATIONS
 from protocol import ROTA_EMPTY, Entry, Reply, Turn
 from ranks import RankGroup
 
-OPS = ("all_reduce", "broadcast", "all_gather", "barrier")
 ALGORITHMS = ("auto", "one_shot", "two_shot", "ordered_ring", "ring")
 WIRE_DTYPES = ("none", "float16", "bfloat16", "float32")
 BACKENDS = ("rota", "gloo", "mpi", *mpi_env.IMPLEMENTATIONS)
@@ -51,7 +51,12 @@ def parse_arguments() -> argparse.Namespace:
     """Parses the command line; a bad one ends the process with a one-line error."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
-    add("--op", choices=OPS, default="all_reduce", help="the collective (default: all_reduce)")
+    add(
+        "--op",
+        choices=OPERATIONS,
+        default="all_reduce",
+        help="the collective (default: all_reduce)",
+    )
     add(
         "--backends",
         type=parse_list(BACKENDS),
@@ -91,11 +96,11 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def message_elems(args: argparse.Namespace) -> list[int]:
-    """Elements of the result at each size: at least one, or in all_gather one per rank."""
+    """Elements of the message at each size: at least one, or one per rank where it has parts."""
     if args.op == "barrier":
         return [0]
     item_bytes = ITEM_BYTES[args.dtype]
-    parts = args.ranks if args.op == "all_gather" else 1
+    parts = OPERATIONS[args.op].num_parts(args.ranks)
     sizes = []
     num_bytes = args.begin
     while num_bytes <= args.end:

@@ -28,16 +28,17 @@ def input_tile(rank: int, world_size: int, seed: int) -> Tile:
 
 
 def expected_tiles(op: str, world_size: int, seed: int) -> list[Tile]:
-    """The result of `op`, the same on every rank, as tiles.
+    """The result of `op` on a rank that gets one, as tiles.
 
-    The result has as many equal parts as there are tiles; each part is its tile, repeated.
+    The result has as many equal parts as there are tiles; each part is its tile, repeated. An input
+    with a part for each rank has the same tile in all of them.
     """
     tiles = [input_tile(rank, world_size, seed) for rank in range(world_size)]
     match op:
-        case "all_reduce":
+        case "all_reduce" | "reduce" | "reduce_scatter":
             return [np.sum(tiles, axis=0)]
-        case "broadcast":
+        case "broadcast" | "scatter":
             return tiles[:1]
-        case "all_gather":
+        case "all_gather" | "gather" | "all_to_all":
             return tiles
     raise ValueError(f"{op} has no result to check")

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from mpi4py import MPI  # type: ignore[import-not-found]  # in the environments of mpi_env.py
 
 import exact
+from operations import OPERATIONS
 from protocol import Hello, Reply, Turn, serve, time_samples
 
 comm = MPI.COMM_WORLD
@@ -19,18 +20,22 @@ comm = MPI.COMM_WORLD
 
 def take_turn(turn: Turn) -> Reply:
     """Checks one call if asked to, then times the collective on zeros, as torch_worker.py does."""
-    output = np.zeros(turn.num_elems, turn.dtype)
-    num_input_elems = turn.num_elems // (comm.size if turn.op == "all_gather" else 1)
-    input = np.zeros(num_input_elems, turn.dtype)
-    source = input if turn.op == "all_gather" else output
+    operation = OPERATIONS[turn.op]
+    output = np.zeros(operation.output_elems(turn.num_elems, comm.size), turn.dtype)
     output.fill(0)  # numpy's zeros are mapped only at the first write
-    input.fill(0)
-    call = collective(turn.op, output, input)
+    source = output
+    if not operation.in_place:
+        source = np.zeros(operation.input_elems(turn.num_elems, comm.size), turn.dtype)
+        source.fill(0)
+    call = collective(turn.op, output, source)
     num_wrong = None
     if turn.check_seed is not None:
-        source[:] = np.resize(exact.input_tile(comm.rank, comm.size, turn.check_seed), source.shape)
+        tile = exact.input_tile(comm.rank, comm.size, turn.check_seed)
+        for part in np.split(source, comm.size if operation.input_parts else 1):
+            part[:] = np.resize(tile, part.shape)
         call()
-        num_wrong = count_wrong(output, turn.op, turn.check_seed)
+        has_result = comm.rank == 0 or not operation.at_root
+        num_wrong = count_wrong(output, turn.op, turn.check_seed) if has_result else 0
         source.fill(0)
     comm.Barrier()
     return Reply(time_samples(call, turn), num_wrong)
@@ -41,13 +46,27 @@ def collective(
 ) -> Callable[[], object]:
     """The call to time, with prebuilt buffer specifications, mpi4py's fastest form."""
     datatype = MPI.Datatype.fromcode(output.dtype.char)
+    sent, received = [input, datatype], [output, datatype]
+    is_root = comm.rank == 0
     match op:
         case "all_reduce":
-            return partial(comm.Allreduce, MPI.IN_PLACE, [output, datatype])
+            return partial(comm.Allreduce, MPI.IN_PLACE, received)
+        case "reduce" if is_root:
+            return partial(comm.Reduce, MPI.IN_PLACE, received, MPI.SUM, 0)
+        case "reduce":
+            return partial(comm.Reduce, sent, None, MPI.SUM, 0)
+        case "reduce_scatter":
+            return partial(comm.Reduce_scatter_block, sent, received)
         case "broadcast":
-            return partial(comm.Bcast, [output, datatype], 0)
+            return partial(comm.Bcast, received, 0)
         case "all_gather":
-            return partial(comm.Allgather, [input, datatype], [output, datatype])
+            return partial(comm.Allgather, sent, received)
+        case "gather":
+            return partial(comm.Gather, sent, received if is_root else None, 0)
+        case "scatter":
+            return partial(comm.Scatter, sent if is_root else None, received, 0)
+        case "all_to_all":
+            return partial(comm.Alltoall, sent, received)
         case "barrier":
             return partial(comm.Barrier)
     raise ValueError(f"unknown collective {op}")

@@ -46,9 +46,9 @@ class Turn:
 
     Args:
         entry: what to call.
-        op: the collective.
+        op: the collective, of operations.py.
         dtype: element type by its torch name.
-        num_elems: elements of the result on each rank; a multiple of world_size for all_gather.
+        num_elems: elements of the message, a multiple of what Operation.num_parts returns.
         num_warmups: untimed samples.
         num_samples: timed samples.
         batch: calls per sample, so that a sample is long compared with the clock's overhead.

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from interleave import Measurement
+from operations import OPERATIONS
 
 ROOFLINE = "memcpy"
 BEST_MPI = "best MPI"
@@ -35,13 +36,8 @@ class Ratio:
 
 
 def busbw_factor(op: str, num_ranks: int) -> float:
-    """busbw over algbw (nccl-tests, doc/PERFORMANCE.md)."""
-    match op:
-        case "broadcast":
-            return 1.0
-        case "all_gather":
-            return (num_ranks - 1) / num_ranks
-    return 2 * (num_ranks - 1) / num_ranks  # all_reduce, and hooks that consist of one
+    """busbw over algbw; hooks are counted as the all-reduce that they consist of."""
+    return OPERATIONS.get(op, OPERATIONS["all_reduce"]).busbw_factor(num_ranks)
 
 
 def speedups(measurements: Sequence[Measurement], mpi_names: Iterable[str]) -> list[Ratio]:

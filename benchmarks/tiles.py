@@ -12,11 +12,14 @@ def spread(tile: torch.Tensor, num_elems: int) -> torch.Tensor:
     return tile.repeat(-(-num_elems // tile.numel()))[:num_elems]
 
 
-def fill_with_input(buffer: torch.Tensor, rank: int, world_size: int, seed: int) -> None:
-    """Writes the contribution of `rank`."""
+def fill_with_input(
+    buffer: torch.Tensor, rank: int, world_size: int, seed: int, num_parts: int = 1
+) -> None:
+    """Writes the contribution of `rank`, the same in each of num_parts equal parts."""
     tile = torch.from_numpy(exact.input_tile(rank, world_size, seed))
     tile = tile.to(buffer.device, buffer.dtype)
-    buffer.copy_(spread(tile, buffer.numel()))
+    for part in buffer.chunk(num_parts):
+        part.copy_(spread(tile, part.numel()))
 
 
 def count_wrong(result: torch.Tensor, op: str, world_size: int, seed: int, divisor: int = 1) -> int:

@@ -17,10 +17,12 @@ import amp_turn
 import ddp_turn
 import hook_turn
 import tiles
+from operations import OPERATIONS
 from protocol import ROTA_EMPTY, Entry, Hello, Reply, Turn, serve, time_samples
 
-# torch 2.13 renamed it; the old name warns at every call, and the warning would be timed too.
+# torch 2.13 renamed them; the old names warn at every call, and the warning would be timed too.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Call = Callable[[], object]
 
@@ -78,53 +80,73 @@ class TorchRank:
         It is timed on zeros: with other values an in-place all_reduce grows from call to call until
         it overflows.
         """
-        num_parts = self.world_size if turn.op == "all_gather" else 1
+        operation = OPERATIONS[turn.op]
         dtype = getattr(torch, turn.dtype)
         empty: Callable[..., torch.Tensor] = torch.empty
         if turn.entry.api == ROTA_EMPTY:
             assert self.rota is not None
             empty = self.rota.empty
-        output = empty(turn.num_elems, dtype=dtype).zero_()
-        input = empty(turn.num_elems // num_parts, dtype=dtype).zero_()
+        output = empty(operation.output_elems(turn.num_elems, self.world_size), dtype=dtype).zero_()
+        source = output
+        if not operation.in_place:
+            source = empty(operation.input_elems(turn.num_elems, self.world_size), dtype=dtype)
+            source.zero_()
         if turn.entry.api in ("rota.Communicator", ROTA_EMPTY):
-            call = self._communicator_call(turn.entry, turn.op, output, input)
+            call = self._communicator_call(turn.entry, turn.op, output, source)
         else:
-            call = dist_call(turn.op, output, input, self.groups[turn.entry.backend])
+            call = dist_call(turn.op, output, source, self.groups[turn.entry.backend])
         if turn.check_seed is None:
             return call, None
-        source = input if turn.op == "all_gather" else output  # the others work in place
-        tiles.fill_with_input(source, self.rank, self.world_size, turn.check_seed)
+        num_parts = self.world_size if operation.input_parts else 1
+        tiles.fill_with_input(source, self.rank, self.world_size, turn.check_seed, num_parts)
         call()
-        num_wrong = tiles.count_wrong(output, turn.op, self.world_size, turn.check_seed)
+        num_wrong = 0
+        if self.rank == 0 or not operation.at_root:
+            num_wrong = tiles.count_wrong(output, turn.op, self.world_size, turn.check_seed)
         source.zero_()
         return call, num_wrong
 
     def _communicator_call(
         self, entry: Entry, op: str, output: torch.Tensor, input: torch.Tensor
     ) -> Call:
-        comm = self.communicator
+        is_root = self.rank == 0
+        arguments: dict[str, Any] = {"output": output, "input": input}
         match op:
             case "all_reduce":
-                options: dict[str, Any] = {"algorithm": entry.algorithm}
+                arguments = {"tensor": output, "algorithm": entry.algorithm}
                 if entry.wire_dtype is not None:
-                    options["wire_dtype"] = getattr(torch, entry.wire_dtype)
-                return partial(comm.all_reduce, output, **options)
-            case "broadcast":
-                return partial(comm.broadcast, output, root=0)
-            case "all_gather":
-                return partial(comm.all_gather, output, input)
+                    arguments["wire_dtype"] = getattr(torch, entry.wire_dtype)
+            case "reduce" | "broadcast":
+                arguments = {"tensor": output}
+            case "gather":
+                arguments["output"] = output if is_root else None
+            case "scatter":
+                arguments["input"] = input if is_root else None
             case "barrier":
-                return partial(comm.barrier)
-        raise ValueError(f"unknown collective {op}")
+                arguments = {}
+        return partial(getattr(self.communicator, op), **arguments)
 
 
 def dist_call(
     op: str, output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup | None
 ) -> Call:
     """The collective through torch.distributed."""
+    is_root, num_ranks = dist.get_rank() == 0, dist.get_world_size()
     match op:
         case "all_reduce":
             return partial(dist.all_reduce, output, group=group)
+        case "reduce":
+            return partial(dist.reduce, output, 0, group=group)
+        case "reduce_scatter":
+            return partial(reduce_scatter_single, output, input, group=group)
+        case "gather":
+            parts = list(output.chunk(num_ranks)) if is_root else None
+            return partial(dist.gather, input, parts, 0, group=group)
+        case "scatter":
+            parts = list(input.chunk(num_ranks)) if is_root else None
+            return partial(dist.scatter, output, parts, 0, group=group)
+        case "all_to_all":
+            return partial(dist.all_to_all_single, output, input, group=group)
         case "broadcast":
             return partial(dist.broadcast, output, src=0, group=group)
         case "all_gather":

@@ -28,6 +28,25 @@ transport::DeviceGeometry make_geometry(int world_size, const schedule::Tuning& 
   return cuda::geometry_of(world_size, num_channels, tuning);
 }
 
+bool has_kernel(CollectiveKind kind) {
+  switch (kind) {
+    case CollectiveKind::kAllReduce:
+    case CollectiveKind::kReduceBucket:
+    case CollectiveKind::kReduceScatter:
+    case CollectiveKind::kBroadcast:
+    case CollectiveKind::kAllGather:
+    case CollectiveKind::kSendRecv:
+      return true;
+    case CollectiveKind::kReduce:
+    case CollectiveKind::kGather:
+    case CollectiveKind::kScatter:
+    case CollectiveKind::kAllToAll:
+    case CollectiveKind::kBarrier:
+      return false;
+  }
+  return false;
+}
+
 // For calls that cannot fall back to the host's memory.
 [[noreturn]] void refuse_untrusted(std::string_view call, const std::string& finding,
                                    std::string_view instead) {
@@ -137,34 +156,24 @@ void CudaCollectives::run(const cuda::LaunchRequest& request) {
 }
 
 bool CudaCollectives::supports(const Operation& operation) const {
-  switch (operation.kind) {
-    case CollectiveKind::kAllReduce:
-    case CollectiveKind::kReduceBucket:
-    case CollectiveKind::kBroadcast:
-      return true;
-    case CollectiveKind::kAllGather:
-      return plan(operation, planner_, communicator_->rank(), device_).uneven == 0;
-    case CollectiveKind::kReduceScatter: {
-      const Call call = plan(operation, planner_, communicator_->rank(), device_);
-      return call.uneven == 0 && !why_not(call);
-    }
-    case CollectiveKind::kReduce:
-    case CollectiveKind::kGather:
-    case CollectiveKind::kScatter:
-    case CollectiveKind::kAllToAll:
-    case CollectiveKind::kSendRecv:
-    case CollectiveKind::kBarrier:
-      return false;
-  }
-  return false;
+  if (!has_kernel(operation.kind)) return false;
+  const bool is_scatter = operation.kind == CollectiveKind::kReduceScatter;
+  if (!is_scatter && operation.kind != CollectiveKind::kAllGather) return true;
+  const Call call = plan(operation, planner_, communicator_->rank(), device_);
+  // What has no kernel that can be trusted goes through the host's memory, but reduce_scatter.
+  return call.uneven == 0 && (!is_scatter || !why_not(call));
 }
 
 WorkRef CudaCollectives::run(OperationList operations, Launch mode) {
   std::vector<Call> calls;
   std::vector<at::Tensor> tensors;
   for (const Operation& operation : operations) {
+    const std::string_view kind = name(operation.kind);
+    if (!has_kernel(operation.kind)) {
+      throw Error(ErrorKind::kType,
+                  join("rota.", kind, ": CUDA tensors are not supported; use NCCL for them"));
+    }
     const Call call = plan(operation, planner_, communicator_->rank(), device_);
-    const std::string_view kind = call.kind_name();
     if (call.uneven != 0) {
       throw Error(ErrorKind::kValue, join("rota.", kind,
                                           ": parts of different lengths are not "

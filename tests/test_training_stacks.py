@@ -1,0 +1,234 @@
+"""What people train with, on rota and on Gloo: equal losses and parameters, bit for bit.
+
+Two ranks, since the sum of two floats does not depend on their order.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from ranks import Rank, run_ranks
+
+WIDTH = 16
+STEPS = 3
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, WIDTH))
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    torch.manual_seed(100 * step + rank)
+    return torch.randn(8, WIDTH)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> list[float]:
+    losses = []
+    for step in range(STEPS):
+        loss = model(batch(step, rank)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def values_of(model: nn.Module) -> list[float]:
+    values = []
+    for parameter in model.parameters():
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        values += whole.detach().flatten().tolist()
+    return values
+
+
+Result = list[float]
+
+
+def ddp(rank: Rank, folder: str) -> Result:
+    """With its three ways to find what a step has not used, and gradients that are views."""
+    results = []
+    for options in (
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True},
+    ):
+        model = DistributedDataParallel(make_model(), **options)  # type: ignore[arg-type]
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        results += train(model, optimizer, rank.rank)
+        if "static_graph" not in options:  # which torch does not allow with no_sync
+            with model.no_sync():
+                model(batch(9, rank.rank)).sum().backward()
+        results += train(model, optimizer, rank.rank) + values_of(model)
+    return results
+
+
+def join(rank: Rank, folder: str) -> Result:
+    """Uneven inputs."""
+    model = DistributedDataParallel(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Join([model]):
+        for step in range(2 + rank.rank):
+            model(batch(step, rank.rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return values_of(model)
+
+
+def zero(rank: Rank, folder: str) -> Result:
+    model = DistributedDataParallel(make_model())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+    results = train(model, optimizer, rank.rank) + values_of(model)
+    optimizer.consolidate_state_dict(to=0)
+    return results
+
+
+def fsdp(rank: Rank, folder: str) -> Result:
+    results = []
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
+        model = make_model()
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mp_policy=policy, mesh=init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        results += train(model, optimizer, rank.rank)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        results += [norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()]
+        results += values_of(model)
+    return results
+
+
+def hybrid_fsdp(rank: Rank, folder: str) -> Result:
+    """Replicated over one dimension of the mesh, sharded over the other."""
+    results = []
+    for sizes in ((1, 2), (2, 1)):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+        model = fully_shard(make_model(), mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        results += train(model, optimizer, rank.rank) + values_of(model)
+    return results
+
+
+def tensor_parallel(rank: Rank, folder: str) -> Result:
+    mesh = init_device_mesh("cpu", (2,))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    model = parallelize_module(make_model(), mesh, plan)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return train(model, optimizer, 0) + values_of(model)  # all ranks have the same batch
+
+
+def pipeline(rank: Rank, folder: str) -> Result:
+    """GPipe, 1F1B, interleaved 1F1B with two stages on each rank, and a forward pass alone."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    results: Result = []
+    whole = batch(0, 0)
+
+    def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output - target).square().mean()
+
+    for schedule_of, num_stages in (
+        (ScheduleGPipe, 2),
+        (Schedule1F1B, 2),
+        (ScheduleInterleaved1F1B, 4),
+    ):
+        own = [index for index in range(num_stages) if index % 2 == rank.rank]
+        size = 4 // num_stages
+        stages = [
+            PipelineStage(
+                nn.Sequential(*copy.deepcopy(layers[index * size : (index + 1) * size])),
+                index,
+                num_stages,
+                torch.device("cpu"),
+            )
+            for index in own
+        ]
+        schedule = schedule_of(  # type: ignore[abstract]
+            stages if num_stages == 4 else stages[0],  # type: ignore[arg-type]
+            n_microbatches=4,
+            loss_fn=loss_of,
+        )
+        losses: list[torch.Tensor] = []
+        for step in range(2):
+            if rank.rank == 0:
+                schedule.step(batch(step, 0))
+            else:
+                schedule.step(target=batch(step, 1), losses=losses)
+        results += [loss.item() for loss in losses]
+        for stage in stages:
+            results += [p.grad.sum().item() for p in stage.submod.parameters() if p.grad is not None]
+    with torch.no_grad():
+        stage = PipelineStage(layers[rank.rank], rank.rank, 2, torch.device("cpu"))
+        forward = ScheduleGPipe(stage, n_microbatches=2)
+        output = forward.step(whole) if rank.rank == 0 else forward.step()
+    return results + ([] if rank.rank == 0 else output.flatten().tolist())
+
+
+def checkpoint(rank: Rank, folder: str) -> Result:
+    """What FSDP2 has saved is loaded into another model."""
+    mesh = init_device_mesh("cpu", (2,))
+    saved = fully_shard(make_model(), mesh=mesh)
+    train(saved, torch.optim.SGD(saved.parameters(), 0.1), rank.rank)
+    dcp.save({"model": saved.state_dict()}, checkpoint_id=folder)
+    loaded = fully_shard(make_model(), mesh=mesh)
+    state = {"model": loaded.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    loaded.load_state_dict(state["model"])
+    assert values_of(loaded) == values_of(saved)
+    return values_of(loaded)
+
+
+STACKS: list[Callable[[Rank, str], Result]] = [
+    ddp,
+    join,
+    zero,
+    fsdp,
+    hybrid_fsdp,
+    tensor_parallel,
+    pipeline,
+    checkpoint,
+]
+
+
+def run_on(rank: Rank, backend: str, stack: Callable[[Rank, str], Result], folder: str) -> Result:
+    torch.set_num_threads(1)
+    rank.init(backend)
+    try:
+        return stack(rank, folder)
+    finally:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_training_stack_on_rota_equals_gloo(
+    stack: Callable[[Rank, str], Result], tmp_path: Path
+) -> None:
+    on_rota = run_ranks(2, run_on, "rota", stack, str(tmp_path / "rota"))
+    on_gloo = run_ranks(2, run_on, "gloo", stack, str(tmp_path / "gloo"))
+    assert on_rota == on_gloo
+    assert all(len(result) > 0 for result in on_rota)
