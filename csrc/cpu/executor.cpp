@@ -1,6 +1,16 @@
 #include "cpu/executor.h"
 
 namespace rota::cpu {
+
+// Each is defined in the file of its collective.
+const Executor& all_reduce_executor();  // also reduce_bucket and reduce
+const Executor& reduce_scatter_executor();
+const Executor& broadcast_executor();
+const Executor& all_gather_executor();
+const Executor& gather_executor();
+const Executor& scatter_executor();
+const Executor& all_to_all_executor();
+
 namespace {
 
 // A barrier is complete once every rank has posted.

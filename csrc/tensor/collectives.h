@@ -44,7 +44,7 @@ class Collectives {
   // Checks the tensors before anything moves, and throws Error. Several operations of one kind run
   // in order and are covered by one work. Strided tensors are packed and unpacked.
   virtual WorkRef run(OperationList operations, Launch mode) = 0;
-  // Whether run() supports an operation of this rank; throws Error if no device does.
+  // Whether run() supports an operation. Throws Error for tensors that no device would take.
   virtual bool supports(const Operation& operation) const = 0;
   virtual WorkRef reduce_bucket(const BucketTensors& tensors, const BucketOptions& options,
                                 Launch mode) = 0;

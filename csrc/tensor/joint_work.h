@@ -3,6 +3,7 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 #include <vector>
@@ -29,21 +30,15 @@ class JointWork final : public ::c10d::Work {
     return true;
   }
 
-  // Waits for each; throws the first error, once all are done. The timeout applies to all together.
+  // Waits for each, in order; the first error ends the wait. The timeout applies to all together.
   bool wait(std::chrono::milliseconds timeout) override {
     const auto start = std::chrono::steady_clock::now();
-    std::exception_ptr error;
     for (const WorkPtr& work : works_) {
-      try {
-        const auto passed = std::chrono::duration_cast<std::chrono::milliseconds>(
-            std::chrono::steady_clock::now() - start);
-        const auto one = std::chrono::milliseconds(1);
-        work->wait(timeout == kNoTimeout ? timeout : std::max(timeout - passed, one));
-      } catch (...) {
-        if (!error) error = std::current_exception();
-      }
+      const auto passed = std::chrono::duration_cast<std::chrono::milliseconds>(
+          std::chrono::steady_clock::now() - start);
+      const auto least = std::chrono::milliseconds(1);
+      work->wait(timeout == kNoTimeout ? timeout : std::max(timeout - passed, least));
     }
-    if (error) std::rethrow_exception(error);
     return true;
   }
 
