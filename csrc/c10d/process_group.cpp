@@ -120,7 +120,8 @@ Operations of_pairs(std::string_view call, const Inputs& inputs, const Outputs& 
 // Rounds a wider float to the wire dtype.
 void set_wire(Operation& operation, at::ScalarType wire_dtype) {
   const at::Tensor& tensor = operation.outputs[0];
-  if (!tensor.is_floating_point() || tensor.dtype().itemsize() <= c10::elementSize(wire_dtype)) return;
+  if (!tensor.is_floating_point() || tensor.dtype().itemsize() <= c10::elementSize(wire_dtype))
+    return;
   operation.reduction.wire = reducible_dtype(wire_dtype, "all_reduce", "wire_dtype");
 }
 
