@@ -180,7 +180,8 @@ def pipeline(rank: Rank, folder: str) -> Result:
                 schedule.step(target=batch(step, 1), losses=losses)
         results += [loss.item() for loss in losses]
         for stage in stages:
-            results += [p.grad.sum().item() for p in stage.submod.parameters() if p.grad is not None]
+            gradients = [parameter.grad for parameter in stage.submod.parameters()]
+            results += [gradient.sum().item() for gradient in gradients if gradient is not None]
     with torch.no_grad():
         stage = PipelineStage(layers[rank.rank], rank.rank, 2, torch.device("cpu"))
         forward = ScheduleGPipe(stage, n_microbatches=2)
