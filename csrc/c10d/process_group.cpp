@@ -1,5 +1,6 @@
 #include "c10d/process_group.h"
 
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
@@ -365,23 +366,18 @@ WorkPtr ProcessGroupRota::barrier(const ::c10d::BarrierOptions& opts) {
 }
 
 void ProcessGroupRota::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool) {
-  const std::chrono::milliseconds usual = communicator_->timeout();
-  const bool is_own = opts.timeout != ::c10d::kUnsetTimeout;
-  if (is_own) communicator_->set_timeout(opts.timeout);
+  const auto restore = c10::make_scope_exit(
+      [this, usual = communicator_->timeout()] { communicator_->set_timeout(usual); });
+  if (opts.timeout != ::c10d::kUnsetTimeout) communicator_->set_timeout(opts.timeout);
   try {
     communicator_->run(Operation{.kind = CollectiveKind::kBarrier}, Launch::kBlocking);
   } catch (const PythonError& error) {
-    communicator_->set_timeout(usual);
     const bool is_late = error.kind() == ErrorKind::kTimeout ||
                          error.kind() == ErrorKind::kTransport;  // a rank has not made the group
     if (!is_late) throw;
     throw PythonError(Error(
         error.kind(), join("Rank ", getRank(), " timed out in monitoredBarrier: ", error.what())));
-  } catch (...) {
-    communicator_->set_timeout(usual);
-    throw;
   }
-  communicator_->set_timeout(usual);
 }
 
 c10::intrusive_ptr<::c10d::Backend> ProcessGroupRota::split(

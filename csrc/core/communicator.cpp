@@ -21,6 +21,11 @@ std::vector<int> ranks_below(int world_size) {
   return ranks;
 }
 
+// A rank's post of this epoch.
+const Flag& post_of(const transport::Transport& transport, int rank, uint64_t epoch) {
+  return transport.region(rank).control().post[epoch % 2];
+}
+
 }  // namespace
 
 Communicator::Communicator(std::unique_ptr<transport::Transport> transport, Nanoseconds timeout,
@@ -120,17 +125,14 @@ std::optional<ErrorKind> Communicator::failure() const {
 
 // A timeout names all ranks that have not come.
 void Communicator::wait_for_post(int peer) {
-  const auto post_of = [this](int rank) -> const Flag& {
-    return transport_->region(rank).control().post[parity()];
-  };
   watch_.begin_wait(peer, "start", 0);
   try {
-    waiter_.wait(post_of(peer), epoch_, wait_policy_, watch_);
+    waiter_.wait(post_of(*transport_, peer, epoch_), epoch_, wait_policy_, watch_);
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kTimeout) throw;
     std::string others;
     for (const int rank : everyone_) {
-      if (rank == peer || post_of(rank).load() >= epoch_) continue;
+      if (rank == peer || post_of(*transport_, rank, epoch_).load() >= epoch_) continue;
       others += join(others.empty() ? "; also awaited: " : ", ", "rank ", rank);
     }
     throw Error(error.kind(), error.what() + others);
@@ -147,14 +149,13 @@ void Communicator::rendezvous(const Call& call) {
   bool all_agree = true;
   for (int i = 0; i < world_size() - 1; ++i) {
     const int peer = schedule::rotated_peer(rank(), world_size(), i);
-    const Flag& peer_post = transport_->region(peer).control().post[parity()];
+    const Flag& peer_post = post_of(*transport_, peer, epoch_);
     if (peer_post.load() < epoch_) wait_for_post(peer);
     all_agree &= peer_post.payload == words;
   }
   if (!all_agree) {
-    throw mismatch(call, epoch_, everyone_, [this](int rank) -> const Flag& {
-      return transport_->region(rank).control().post[parity()];
-    });
+    throw mismatch(call, epoch_, everyone_,
+                   [this](int rank) -> const Flag& { return post_of(*transport_, rank, epoch_); });
   }
 }
 

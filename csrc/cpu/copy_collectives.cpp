@@ -10,6 +10,17 @@ namespace {
 
 using schedule::Range;
 
+// Fills the outputs of all other ranks' parts; source_of(peer) is where this rank finds one.
+template <typename SourceOf>
+void copy_from_peers(const Call& call, const Buffers& buffers, int rank, int world_size,
+                     SourceOf source_of) {
+  for (int i = 0; i < world_size - 1; ++i) {
+    const int peer = schedule::rotated_peer(rank, world_size, i);
+    const Part& output = buffers.outputs[peer];
+    copy_bytes(output.data, source_of(peer), bytes_of(call, output));
+  }
+}
+
 // Two slots suffice where a root fills them: it refills the slot of round r in round r + 2, once
 // all other ranks have drained round r.
 
@@ -85,11 +96,8 @@ class AllGather final : public Executor {
   uint64_t complete(const Call& call, const Buffers& buffers, const Mailboxes& mailboxes,
                     Exchange&) const override {
     move_own(call, *buffers.inputs, buffers.outputs[mailboxes.rank()]);
-    for (int i = 0; i < mailboxes.world_size() - 1; ++i) {
-      const int peer = schedule::rotated_peer(mailboxes.rank(), mailboxes.world_size(), i);
-      const Part& output = buffers.outputs[peer];
-      copy_bytes(output.data, mailboxes.of(peer), bytes_of(call, output));
-    }
+    copy_from_peers(call, buffers, mailboxes.rank(), mailboxes.world_size(),
+                    [&](int peer) { return mailboxes.of(peer); });
     return 0;
   }
 
@@ -103,11 +111,8 @@ class AllGather final : public Executor {
 
   uint64_t run_in_place(const Call& call, const Buffers& buffers, const Sources& sources,
                         Exchange& exchange) const override {
-    for (int i = 0; i < exchange.world_size() - 1; ++i) {
-      const int peer = schedule::rotated_peer(exchange.rank(), exchange.world_size(), i);
-      const Part& output = buffers.outputs[peer];
-      copy_bytes(output.data, sources[static_cast<size_t>(peer)], bytes_of(call, output));
-    }
+    copy_from_peers(call, buffers, exchange.rank(), exchange.world_size(),
+                    [&](int peer) { return sources[static_cast<size_t>(peer)]; });
     exchange.publish_drained(0);
     move_own(call, *buffers.inputs, buffers.outputs[exchange.rank()]);
     exchange.wait_drained_by_peers(0, "all_gather in place");
@@ -157,10 +162,8 @@ class Gather final : public Executor {
                     Exchange&) const override {
     if (mailboxes.rank() != call.root) return 0;
     move_own(call, *buffers.inputs, buffers.outputs[call.root]);
-    for (int i = 0; i < mailboxes.world_size() - 1; ++i) {
-      const int peer = schedule::rotated_peer(mailboxes.rank(), mailboxes.world_size(), i);
-      copy_bytes(buffers.outputs[peer].data, mailboxes.of(peer), call.num_bytes());
-    }
+    copy_from_peers(call, buffers, mailboxes.rank(), mailboxes.world_size(),
+                    [&](int peer) { return mailboxes.of(peer); });
     return 0;
   }
 
@@ -175,10 +178,8 @@ class Gather final : public Executor {
       exchange.wait_drained(call.root, 0, "gather in place");
       return 1;
     }
-    for (int i = 0; i < exchange.world_size() - 1; ++i) {
-      const int peer = schedule::rotated_peer(exchange.rank(), exchange.world_size(), i);
-      copy_bytes(buffers.outputs[peer].data, sources[static_cast<size_t>(peer)], call.num_bytes());
-    }
+    copy_from_peers(call, buffers, exchange.rank(), exchange.world_size(),
+                    [&](int peer) { return sources[static_cast<size_t>(peer)]; });
     exchange.publish_drained(0);
     move_own(call, *buffers.inputs, buffers.outputs[call.root]);
     return 1;
