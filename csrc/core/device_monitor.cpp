@@ -29,7 +29,7 @@ DeviceMonitor::DeviceMonitor(Communicator& communicator, Kernels kernels)
     : communicator_(communicator),
       kernels_(std::move(kernels)),
       watch_(communicator.transport(), communicator.timeout(), nullptr),
-      has_left_(static_cast<size_t>(communicator.world_size())),
+      left_as_(static_cast<size_t>(communicator.world_size())),
       regions_left_(communicator.transport().own().control().regions_left.load()),
       thread_([this] { run(); }) {}
 
@@ -75,22 +75,28 @@ std::optional<Error> DeviceMonitor::look(const std::optional<cuda::Failure>& sta
 }
 
 void DeviceMonitor::look_for_leavers() {
-  had_left_ = has_left_;
   for (int peer = 0; peer < communicator_.world_size(); ++peer) {
     const auto& control = communicator_.transport().region(peer).control();
+    int& left_as = left_as_[static_cast<size_t>(peer)];
     // A rank that releases its regions launches no more kernels, and may wait for this rank before
     // it departs.
-    has_left_[static_cast<size_t>(peer)] =
-        control.departed.load() != 0 || control.regions_left.load() > regions_left_;
+    if (left_as == 0 &&
+        (control.departed.load() != 0 || control.regions_left.load() > regions_left_)) {
+      left_as = ++num_left_;
+      kernels_.set_num_left(num_left_);
+    }
   }
 }
 
 // A rank that leaves has done its part, but kernels here may not have read all that it sent. So its
-// departure is an error only if a kernel still reports a stall on it after it was seen to have
-// left: `stall` was written after the previous look, which first recorded who had left.
+// departure is an error only if a kernel that knew of it looked once more and found nothing. When
+// the report was written proves nothing: the kernel may have been held up between its look and its
+// report, while the data arrived and the peer left.
 std::optional<Error> DeviceMonitor::find_departure(
     const std::optional<cuda::Failure>& stall) const {
-  if (!stall || !had_left_[stall->peer]) return std::nullopt;
+  if (!stall) return std::nullopt;
+  const int left_as = left_as_[stall->peer];
+  if (left_as == 0 || stall->num_left < left_as) return std::nullopt;
   return Error(ErrorKind::kPeerFailed,
                join(watch_.prefix(), ": ", communicator_.transport().describe(stall->peer),
                     " has left the group ", watch_.place(),

@@ -26,6 +26,7 @@ class DeviceMonitor {
   struct Kernels {
     std::function<std::optional<cuda::Failure>()> failure;
     std::function<std::optional<cuda::Failure>()> take_stall;
+    std::function<void(int num_left)> set_num_left;
     std::function<void()> abort;
   };
 
@@ -52,10 +53,11 @@ class DeviceMonitor {
 
   Communicator& communicator_;
   Kernels kernels_;
-  Watch watch_;                 // the thread's own
-  std::vector<bool> has_left_;  // by rank
-  std::vector<bool> had_left_;  // at the last look
-  uint64_t regions_left_;       // when GPUs were joined, on every rank (core/joined_regions.h)
+  Watch watch_;  // the thread's own
+  // By rank: the how-manieth rank to leave it was; 0: it has not left.
+  std::vector<int> left_as_;
+  int num_left_ = 0;
+  uint64_t regions_left_;  // when GPUs were joined, on every rank (core/joined_regions.h)
   std::atomic<std::chrono::steady_clock::time_point> stalled_at_{};  // last
 
   std::mutex mutex_;

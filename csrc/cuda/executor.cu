@@ -50,6 +50,7 @@ Executor::Executor(const Options& options) : words_(make_words()), tuning_(optio
   peers_.geometry = options.geometry;
   std::copy(options.regions.begin(), options.regions.end(), peers_.regions);
   peers_.abort = on_gpu(&words_->abort);
+  peers_.num_left = on_gpu(&words_->num_left);
   peers_.failure = on_gpu(&words_->failure);
   peers_.stall = on_gpu(&words_->stall);
   peers_.stall_after_ns = static_cast<uint64_t>(options.stall_after.count());
@@ -88,6 +89,11 @@ std::optional<Failure> Executor::take_stall() {
   const uint64_t word = stall.load(std::memory_order_relaxed);
   stall.store(0, std::memory_order_relaxed);  // a stall reported in between is reported again
   return Failure::unpack_any(word);
+}
+
+void Executor::set_num_left(int num_left) {
+  SharedWord<uint32_t>(words_->num_left)
+      .store(static_cast<uint32_t>(num_left), std::memory_order_release);
 }
 
 void Executor::abort() { SharedWord<uint32_t>(words_->abort).store(1, std::memory_order_relaxed); }

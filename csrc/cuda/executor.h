@@ -33,6 +33,7 @@ constexpr uint64_t most_packet_bytes(const transport::DeviceGeometry& geometry) 
 // Words in host memory that the GPU maps.
 struct HostWords {
   alignas(64) uint32_t abort;
+  alignas(64) uint32_t num_left;
   alignas(64) uint64_t failure;
   alignas(64) uint64_t stall;
 };
@@ -66,6 +67,9 @@ class Executor {
   // The peer that a kernel has waited for longer than Options::stall_after; reported repeatedly
   // while it waits.
   std::optional<Failure> take_stall();
+  // Tells kernels how many ranks have left the group; their stalls say whether they knew
+  // (Failure::num_left).
+  void set_num_left(int num_left);
   // Makes waiting kernels and later ones return at once.
   void abort();
 

@@ -104,8 +104,9 @@ void check_peers(const Peers& peers, Kernel kernel) {
              ", expected an address that is a multiple of ", transport::kDeviceLineBytes);
     }
   }
-  if (peers.abort == nullptr || peers.failure == nullptr || peers.stall == nullptr) {
-    refuse("there is no abort word, no failure word or no word for stalls");
+  if (peers.abort == nullptr || peers.num_left == nullptr || peers.failure == nullptr ||
+      peers.stall == nullptr) {
+    refuse("there is no word for aborts, for ranks that left, for failures or for stalls");
   }
 }
 

@@ -16,9 +16,12 @@ struct Peers {
   int num_local_ranks = 1;  // that one launch works for; rank_of() gives a block's rank
   transport::DeviceGeometry geometry;
   std::byte* regions[kMaxWorldSize];  // by rank; all mapped into this rank's address space
-  // In host memory that the GPU maps, like the next two words: the host sets it to 1 to make
+  // In host memory that the GPU maps, like the next three words: the host sets it to 1 to make
   // kernels return.
   const uint32_t* abort;
+  // The number of ranks that the host has seen leave. The host's release and the kernel's acquire
+  // order it after everything that those ranks have sent.
+  const uint32_t* num_left;
   uint64_t* failure;  // a Failure, packed; 0 at rest; any channel writes it
   uint64_t* stall;    // the same, written repeatedly by a wait longer than stall_after_ns
   uint64_t stall_after_ns;
@@ -46,15 +49,19 @@ struct Failure {
   uint16_t peer;
   uint16_t rank;  // the rank that waited
   uint16_t channel;
+  // Of a stall: the value of Peers::num_left that was loaded before the kernel last looked for what
+  // it awaits.
+  uint8_t num_left = 0;
 
   HOST_DEVICE constexpr uint64_t pack() const {
     return uint64_t{channel} << 48 | uint64_t{rank} << 32 | uint64_t{peer} << 16 |
-           uint64_t{static_cast<uint8_t>(phase)} << 8 | static_cast<uint8_t>(kind);
+           uint64_t{num_left} << 8 | uint64_t{static_cast<uint8_t>(phase)} << 4 |
+           static_cast<uint8_t>(kind);
   }
   HOST_DEVICE static constexpr Failure unpack(uint64_t word) {
-    return {static_cast<FailureKind>(word & 0xff), static_cast<WaitPhase>(word >> 8 & 0xff),
-            static_cast<uint16_t>(word >> 16), static_cast<uint16_t>(word >> 32),
-            static_cast<uint16_t>(word >> 48)};
+    return {static_cast<FailureKind>(word & 0xf), static_cast<WaitPhase>(word >> 4 & 0xf),
+            static_cast<uint16_t>(word >> 16),    static_cast<uint16_t>(word >> 32),
+            static_cast<uint16_t>(word >> 48),    static_cast<uint8_t>(word >> 8)};
   }
   // None if the word is at rest.
   static std::optional<Failure> unpack_any(uint64_t word) {

@@ -14,10 +14,13 @@ inline constexpr uint32_t kLooksPerTick = 256;
 // Writes the outcome of a wait to `word`.
 template <typename Block>
 HOST_DEVICE void report(const Block& block, const Peers& peers, FailureKind kind, WaitPhase phase,
-                        int peer, uint64_t* word) {
-  const Failure failure{kind, phase, static_cast<uint16_t>(peer),
+                        int peer, uint64_t* word, uint32_t num_left = 0) {
+  const Failure failure{kind,
+                        phase,
+                        static_cast<uint16_t>(peer),
                         static_cast<uint16_t>(peers.rank_of(block)),
-                        static_cast<uint16_t>(block.index())};
+                        static_cast<uint16_t>(block.index()),
+                        static_cast<uint8_t>(num_left)};
   SystemWord<uint64_t>(*word).store(failure.pack(), MemoryOrder::relaxed);
 }
 
@@ -27,6 +30,7 @@ template <typename Block, typename IsThere>
 HOST_DEVICE bool wait_until(const Block& block, const Peers& peers, int peer, WaitPhase phase,
                             const IsThere& is_there) {
   uint64_t begin_ns = 0;  // set at the first tick, so that a short wait reads no clock
+  uint32_t num_left = 0;  // at the last tick: is_there() has been false since
   for (uint32_t looks = 1; !is_there(); ++looks) {
     block.pause();
     if (looks % kLooksPerTick != 0) continue;
@@ -34,11 +38,14 @@ HOST_DEVICE bool wait_until(const Block& block, const Peers& peers, int peer, Wa
     if (begin_ns == 0) begin_ns = now_ns;
     const uint64_t waited_ns = now_ns - begin_ns;
     if (waited_ns > peers.stall_after_ns) {
-      report(block, peers, FailureKind::kStall, phase, peer, peers.stall);
+      report(block, peers, FailureKind::kStall, phase, peer, peers.stall, num_left);
+      // atomic_ref<const T> comes with C++26
+      auto& word = const_cast<uint32_t&>(*peers.num_left);
+      num_left = SystemWord<uint32_t>(word).load(MemoryOrder::acquire);
     }
     auto give_up = FailureKind::kNone;
     if (waited_ns > peers.timeout_ns) give_up = FailureKind::kTimeout;
-    auto& abort = const_cast<uint32_t&>(*peers.abort);  // atomic_ref<const T> comes with C++26
+    auto& abort = const_cast<uint32_t&>(*peers.abort);
     if (SystemWord<uint32_t>(abort).load(MemoryOrder::relaxed) != 0) {
       give_up = FailureKind::kAborted;
     }

@@ -39,6 +39,7 @@ class HostGrid {
                     .geometry = geometry_,
                     .regions = {},
                     .abort = &rank.abort,
+                    .num_left = &rank.num_left,
                     .failure = &rank.failure,
                     .stall = &rank.stall,
                     .stall_after_ns = shape.timeout_ns / 2,
@@ -129,6 +130,7 @@ class HostGrid {
   struct Rank {
     std::vector<Line> region;  // zeroed
     uint32_t abort = 0;
+    uint32_t num_left = 0;
     uint64_t failure = 0;
     uint64_t stall = 0;
     cuda::Peers peers{};

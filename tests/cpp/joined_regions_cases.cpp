@@ -141,9 +141,11 @@ void kernels_do_not_wait_for_a_rank_that_leaves() {
                               .phase = cuda::WaitPhase::kArrival,
                               .peer = 0,
                               .rank = 1,
-                              .channel = 0};
+                              .channel = 0,
+                              .num_left = 1};
     const DeviceMonitor monitor(communicator, {.failure = [] { return std::nullopt; },
                                                .take_stall = [&] { return stall; },
+                                               .set_num_left = [](int) {},
                                                .abort =
                                                    [&] {
                                                      is_aborted = true;

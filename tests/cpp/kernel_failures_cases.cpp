@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "check.h"
+#include "cuda/wait.h"
 #include "kernel_calls.h"
 
 namespace rota::test {
@@ -203,7 +204,53 @@ void every_kernel_gives_up(Trouble trouble) {
            {kArrival, 0});
 }
 
+// What it awaits arrives, and the sender leaves, after the kernel has looked for it and before the
+// kernel reports that it waits: reading the clock comes between the two.
+struct BlockHeldUpBeforeItsReport {
+  uint32_t* num_left;
+  bool* is_there;
+  mutable uint64_t num_readings = 0;
+
+  int index() const { return 0; }
+  int local_rank() const { return 0; }
+  void pause() const {}
+  uint64_t now_ns() const {
+    if (++num_readings == 3) {
+      *is_there = true;
+      *num_left = 1;
+    }
+    return 10 * num_readings;
+  }
+};
+
+void a_stall_does_not_know_who_left_since_the_last_look() {
+  uint32_t abort = 0;
+  uint32_t num_left = 0;
+  uint64_t failure = 0;
+  uint64_t stall = 0;
+  bool is_there = false;
+  const cuda::Peers peers{.first_rank = 0,
+                          .geometry = {},
+                          .regions = {},
+                          .abort = &abort,
+                          .num_left = &num_left,
+                          .failure = &failure,
+                          .stall = &stall,
+                          .stall_after_ns = 1,
+                          .timeout_ns = 1000};
+  const BlockHeldUpBeforeItsReport block{&num_left, &is_there};
+  const auto wait = [&] {
+    return cuda::wait_until(block, peers, 1, WaitPhase::kPacket, [&] { return is_there; });
+  };
+  check(wait(), "gave up on what is there");
+  check_equal(int{cuda::Failure::unpack(stall).num_left}, 0, "a report from before the departure");
+  is_there = false;
+  check(!wait(), "did not give up");
+  check_equal(int{cuda::Failure::unpack(stall).num_left}, 1, "a report from after it");
+}
+
 const CaseTable kCases{
+    {"kernel_stall_and_departure", a_stall_does_not_know_who_left_since_the_last_look},
     {"kernel_timeout", [] { every_kernel_gives_up(Trouble::kIsAbsent); }},
     {"kernel_abort", [] { every_kernel_gives_up(Trouble::kIsAbsentUntilAbort); }},
     {"kernel_another_launch", [] { every_kernel_gives_up(Trouble::kHasAnotherLaunch); }},

@@ -56,8 +56,11 @@ void wrong_worlds_are_refused() {
   is_refused(request, {"region of rank 3", "multiple of 128"}, peers);
   peers = good_peers();
   peers.abort = nullptr;
-  is_refused(request, {"abort word"}, peers);
-  peers.abort = &g_abort;
+  is_refused(request, {"aborts"}, peers);
+  peers = good_peers();
+  peers.num_left = nullptr;
+  is_refused(request, {"ranks that left"}, peers);
+  peers = good_peers();
   peers.stall = nullptr;
   is_refused(request, {"stalls"}, peers);
 }

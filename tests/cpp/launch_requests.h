@@ -13,6 +13,7 @@ namespace rota::test {
 alignas(128) inline std::byte g_regions[4][128];
 alignas(128) inline std::byte g_tensor[1 << 16];
 inline uint32_t g_abort;
+inline uint32_t g_num_left;
 inline uint64_t g_failure;
 inline uint64_t g_stall;
 
@@ -23,6 +24,7 @@ inline cuda::Peers good_peers() {
       .geometry = {.world_size = 4, .num_channels = 3, .slot_bytes = 8192, .packet_bytes = 4096},
       .regions = {},
       .abort = &g_abort,
+      .num_left = &g_num_left,
       .failure = &g_failure,
       .stall = &g_stall,
       .timeout_ns = 1};

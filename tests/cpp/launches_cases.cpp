@@ -142,14 +142,20 @@ struct FakeKernels {
   std::atomic<uint64_t> failure{0};
   std::atomic<uint64_t> stall{0};
   std::atomic<bool> is_aborted{false};
+  std::atomic<int> num_left{0};
 
   // Acts like a kernel of rank `rank` that repeatedly reports its wait for `peer`.
-  void wait_for(uint16_t rank, uint16_t peer) {
+  void wait_for(uint16_t rank, uint16_t peer) { report(rank, peer, num_left); }
+  // Like one that was held up between its last look, before it knew who left, and its report.
+  void report_late(uint16_t rank, uint16_t peer) { report(rank, peer, 0); }
+
+  void report(uint16_t rank, uint16_t peer, int known_to_have_left) {
     stall = cuda::Failure{.kind = cuda::FailureKind::kStall,
                           .phase = cuda::WaitPhase::kFreeSlot,
                           .peer = peer,
                           .rank = rank,
-                          .channel = 5}
+                          .channel = 5,
+                          .num_left = static_cast<uint8_t>(known_to_have_left)}
                 .pack();
     std::this_thread::sleep_for(milliseconds(5));
   }
@@ -157,6 +163,7 @@ struct FakeKernels {
   DeviceMonitor::Kernels kernels() {
     return {.failure = [this] { return cuda::Failure::unpack_any(failure); },
             .take_stall = [this] { return cuda::Failure::unpack_any(stall.exchange(0)); },
+            .set_num_left = [this](int value) { num_left = value; },
             .abort =
                 [this] {
                   is_aborted = true;
@@ -250,6 +257,8 @@ void a_rank_that_leaves_ends_kernels_that_wait_for_it() {
     }
     has_waited.wait(false);
     check(!fake.is_aborted, "aborted, though no kernel waits");
+    for (int i = 0; i < 40; ++i) fake.report_late(2, 0);
+    check(!fake.is_aborted, "aborted, though its data may have arrived since the kernel looked");
     while (!fake.is_aborted) fake.wait_for(2, 0);
     const Error error =
         expect_error(ErrorKind::kPeerFailed, [&] { communicator.post_launch(launch_number(1)); });

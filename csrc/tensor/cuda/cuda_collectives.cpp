@@ -84,6 +84,7 @@ CudaCollectives::CudaCollectives(std::shared_ptr<Communicator> communicator,
                  .timeout = communicator_->timeout()}),
       monitor_(*communicator_, {.failure = [this] { return executor_.failure(); },
                                 .take_stall = [this] { return executor_.take_stall(); },
+                                .set_num_left = [this](int n) { executor_.set_num_left(n); },
                                 .abort = [this] { executor_.abort(); }}) {}
 
 CudaCollectives::~CudaCollectives() {
