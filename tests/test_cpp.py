@@ -140,7 +140,7 @@ MUTANTS = (
     relaxed("publish-relaxed", r"SharedWord<uint64_t>\(value\)\.store\(new_value, ", "seq_cst"),
     Mutant(
         "one-slot",
-        (Patch(LAYOUT, r"round % kNumSlots", "round % (IS_MUTANT ? 1 : kNumSlots)"),),
+        (Patch("cpu/exchange.h", r"% num_slots_", "% (IS_MUTANT ? 1 : num_slots_)"),),
         SLOTS,
     ),
     Mutant(

@@ -69,10 +69,7 @@ void Communicator::run(const Call& call, const cpu::Buffers& buffers, CallerThre
     const size_t max_bytes = transport_->geometry().message_bytes;
     const std::optional<uint64_t> num_bytes =
         executor.message_bytes(call, buffers, world_size(), max_bytes);
-    if (!has_reserved_ && num_bytes != 0) {
-      transport_->reserve(transport_->geometry().collectives());
-      has_reserved_ = true;
-    }
+    if (num_bytes != 0) transport_->reserve_slots(transport::kNumSlots);
     if (num_bytes && *num_bytes <= max_bytes) {
       const cpu::Mailboxes mailboxes(*transport_, epoch_, *num_bytes);
       executor.contribute(call, buffers, mailboxes);

@@ -124,20 +124,22 @@ class AllToAll final : public Executor {
     }
   }
 
-  // Two slots suffice: a rank refills the slot of round r in round r + 2, once all its peers have
-  // drained round r. Ranks whose parts travelled with the post only drain.
+  // A rank refills the slot of round r once all its peers have drained round r. Ranks whose parts
+  // travelled with the post only drain.
   static uint64_t run_rounds(const Call& call, const Buffers& buffers, const bool* is_in_rounds,
                              uint64_t longest_bytes, Exchange& exchange) {
     const int rank = exchange.rank();
     const int world_size = exchange.world_size();
     const uint64_t share = exchange.share_of_slot();
     const uint64_t num_rounds = schedule::ceil_div(longest_bytes, share);
+    const uint64_t num_slots = exchange.use_copy_slots(num_rounds);
     const auto chunk_of = [&](const Part& part, uint64_t round) {
       return schedule::chunk_of(bytes_of(call, part), share, round);
     };
     for (uint64_t round = 0; round < num_rounds; ++round) {
       if (is_in_rounds[rank]) {
-        if (round >= 2) exchange.wait_drained_by_peers(round - 2, "all_to_all send");
+        if (round >= num_slots)
+          exchange.wait_drained_by_peers(round - num_slots, "all_to_all send");
         for (int i = 0; i < world_size - 1; ++i) {
           const int peer = schedule::rotated_peer(rank, world_size, i);
           const Range chunk = chunk_of(buffers.inputs[peer], round);

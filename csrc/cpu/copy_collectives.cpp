@@ -21,8 +21,7 @@ void copy_from_peers(const Call& call, const Buffers& buffers, int rank, int wor
   }
 }
 
-// Two slots suffice where a root fills them: it refills the slot of round r in round r + 2, once
-// all other ranks have drained round r.
+// Where a root fills slots, it refills that of round r once all other ranks have drained round r.
 
 class Broadcast final : public Executor {
  public:
@@ -64,11 +63,12 @@ class Broadcast final : public Executor {
   uint64_t run_rounds(const Call& call, const Buffers& buffers, Exchange& exchange) const override {
     const Part whole{buffers.data, call.num_elems};
     const uint64_t num_rounds = schedule::ceil_div(call.num_bytes(), exchange.slot_bytes());
+    const uint64_t num_slots = exchange.use_copy_slots(num_rounds);
     const bool is_root = exchange.rank() == call.root;
     for (uint64_t round = 0; round < num_rounds; ++round) {
       const Range chunk = schedule::chunk_of(call.num_bytes(), exchange.slot_bytes(), round);
       if (is_root) {
-        if (round >= 2) exchange.wait_drained_by_peers(round - 2, "broadcast send");
+        if (round >= num_slots) exchange.wait_drained_by_peers(round - num_slots, "broadcast send");
         copy_bytes(exchange.own_slot(round), at(whole, chunk.begin), chunk.num_elems);
         exchange.publish_filled(round);
       } else {
@@ -119,12 +119,13 @@ class AllGather final : public Executor {
     return 1;
   }
 
-  // Two slots suffice: round r + 2 overwrites the slot of round r, but only after every peer has
-  // filled round r + 1, which a peer does after it has read round r. A rank whose part has ended
-  // fills empty chunks.
+  // Round r + num_slots overwrites the slot of round r, but only after every peer has filled the
+  // round before it, which a peer does after it has read round r. A rank whose part has ended fills
+  // empty chunks.
   uint64_t run_rounds(const Call& call, const Buffers& buffers, Exchange& exchange) const override {
     const uint64_t num_rounds = schedule::ceil_div(
         longest_of(call, buffers.outputs, exchange.world_size()), exchange.slot_bytes());
+    exchange.use_copy_slots(num_rounds);
     const auto chunk_of = [&](const Part& part, uint64_t round) {
       return schedule::chunk_of(bytes_of(call, part), exchange.slot_bytes(), round);
     };
@@ -185,15 +186,15 @@ class Gather final : public Executor {
     return 1;
   }
 
-  // Two slots suffice: a rank refills the slot of round r in round r + 2, once the root has drained
-  // round r.
+  // A rank refills the slot of round r once the root has drained round r.
   uint64_t run_rounds(const Call& call, const Buffers& buffers, Exchange& exchange) const override {
     const uint64_t num_rounds = schedule::ceil_div(call.num_bytes(), exchange.slot_bytes());
+    const uint64_t num_slots = exchange.use_copy_slots(num_rounds);
     const bool is_root = exchange.rank() == call.root;
     for (uint64_t round = 0; round < num_rounds; ++round) {
       const Range chunk = schedule::chunk_of(call.num_bytes(), exchange.slot_bytes(), round);
       if (!is_root) {
-        if (round >= 2) exchange.wait_drained(call.root, round - 2, "gather send");
+        if (round >= num_slots) exchange.wait_drained(call.root, round - num_slots, "gather send");
         copy_bytes(exchange.own_slot(round), at(*buffers.inputs, chunk.begin), chunk.num_elems);
         exchange.publish_filled(round);
         continue;
@@ -244,6 +245,7 @@ class Scatter final : public Executor {
   uint64_t run_rounds(const Call& call, const Buffers& buffers, Exchange& exchange) const override {
     const uint64_t share = exchange.share_of_slot();
     const uint64_t num_rounds = schedule::ceil_div(call.num_bytes(), share);
+    const uint64_t num_slots = exchange.use_copy_slots(num_rounds);
     const bool is_root = exchange.rank() == call.root;
     for (uint64_t round = 0; round < num_rounds; ++round) {
       const Range chunk = schedule::chunk_of(call.num_bytes(), share, round);
@@ -256,7 +258,7 @@ class Scatter final : public Executor {
         exchange.publish_drained(round);
         continue;
       }
-      if (round >= 2) exchange.wait_drained_by_peers(round - 2, "scatter send");
+      if (round >= num_slots) exchange.wait_drained_by_peers(round - num_slots, "scatter send");
       for (int peer = 0; peer < exchange.world_size(); ++peer) {
         if (peer == call.root) continue;
         copy_bytes(place_of(peer), at(buffers.inputs[peer], chunk.begin), chunk.num_elems);

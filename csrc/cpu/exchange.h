@@ -2,7 +2,7 @@
 // that a round is filled or drained. Executors are written in these verbs.
 //
 // Rounds are numbered over the communicator's whole life, so that flags only grow; an executor
-// counts from 0 and Exchange adds first_round. Slot r % 2 belongs to round r.
+// counts from 0 and Exchange adds first_round. A call starts with all slots free.
 #pragma once
 
 #include <array>
@@ -59,7 +59,7 @@ class Mailboxes {
 
 class Exchange {
  public:
-  Exchange(const transport::Transport& transport, Waiter& waiter, const WaitPolicy& policy,
+  Exchange(transport::Transport& transport, Waiter& waiter, const WaitPolicy& policy,
            PeerWaitObserver& observer, uint64_t first_round)
       : transport_(transport),
         waiter_(waiter),
@@ -75,9 +75,19 @@ class Exchange {
     return slot_bytes() / static_cast<size_t>(world_size()) / kCacheLineBytes * kCacheLineBytes;
   }
 
+  // For collectives that copy and do not reduce; call before the first round. Returns the number of
+  // slots that the rounds rotate through. All ranks must have the same number of rounds.
+  uint64_t use_copy_slots(uint64_t num_rounds) {
+    if (num_rounds > transport::kNumSlots) {
+      transport_.reserve_slots(transport::kNumCopySlots);
+      num_slots_ = transport::kNumCopySlots;
+    }
+    return num_slots_;
+  }
+
   std::byte* own_slot(uint64_t round) const { return slot(rank(), round); }
   std::byte* slot(int peer, uint64_t round) const {
-    return transport_.region(peer).slot(first_round_ + round);
+    return transport_.region(peer).slot((first_round_ + round) % num_slots_);
   }
 
   // Peers may now read the own slot of `round`.
@@ -115,11 +125,12 @@ class Exchange {
     waiter_.wait(flag, target, policy_, observer_);
   }
 
-  const transport::Transport& transport_;
+  transport::Transport& transport_;
   Waiter& waiter_;
   const WaitPolicy& policy_;
   PeerWaitObserver& observer_;
   uint64_t first_round_;
+  uint64_t num_slots_ = transport::kNumSlots;
 };
 
 }  // namespace rota::cpu

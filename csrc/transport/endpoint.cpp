@@ -28,7 +28,7 @@
 namespace rota::transport {
 namespace {
 
-constexpr uint64_t kHelloMagic = 0x0137'6174'6f72ULL;  // "rota7", changed with the layout
+constexpr uint64_t kHelloMagic = 0x0138'6174'6f72ULL;  // "rota8", changed with the layout
 constexpr int kPollSliceMs = 50;                       // the longest delay until Ctrl-C is noticed
 
 struct Hello {

@@ -1,12 +1,13 @@
 // The memory of one rank's region: the only place that knows offsets. One layout for shared memory
 // between processes and plain memory between threads.
 //
-//   ControlBlock | mailbox 0 | mailbox 1 | slot 0 | slot 1 | link slots [receiver][slot]
+//   ControlBlock | mailbox 0 | mailbox 1 | slots | link slots [receiver][slot]
 //
 // Only its owner writes the control block; everybody else maps it read-only. Messages and slots are
 // written by their owner too, except that in two_shot the rank that reduces a shard writes the sum
 // back over the contribution. The owner reserves the memory behind the control block before anybody
-// touches it: for collectives at the first one, for a link at its first message. No pointer is ever
+// touches it: for collectives at the first one, and more at the first long copy, for a link at its
+// first message. No pointer is ever
 // stored here, and every bound comes from the reader's own Geometry, never from what a peer wrote.
 // csrc/README.md has the table of sync words with their memory orders, and explains why each reuse
 // of a slot is safe.
@@ -62,10 +63,13 @@ struct Span {
   size_t num_bytes;
 };
 
-// Round r of a pipelined collective uses slot r % kNumSlots. The protocol needs 2. More are slower,
-// because data in flight should stay in the second-level cache (two_shot, 2 ranks, 256 KiB slots,
-// 16 MiB: 1.50 ms with 2 slots, 1.57 with 3, 1.69 with 8).
+// The rounds of a pipelined collective rotate through its slots. The protocols need 2. A reduction
+// is slower with more, because its owner reads a slot again, which should still be in its
+// second-level cache (two_shot, 2 ranks, 256 KiB slots, 16 MiB: 1.50 ms with 2 slots, 1.57 with 3,
+// 1.69 with 8). A copy is faster with more: its reader finds a slot in the third-level cache, to
+// which the writer's second level has given it back, sooner than in that second level itself.
 inline constexpr int kNumSlots = 2;
+inline constexpr int kNumCopySlots = 8;
 
 // The messages in a mailbox rotate through this many places. Overwriting one that is still in its
 // readers' first-level caches costs more (one_shot, 2 ranks, 16 KiB: 3.3 us with one place, 2.6
@@ -91,18 +95,18 @@ struct Geometry {
     const size_t num_places = mailbox_bytes() / stride;
     return sizeof(ControlBlock) + epoch % 2 * mailbox_bytes() + epoch / 2 % num_places * stride;
   }
-  constexpr size_t slot(uint64_t round) const {
-    return sizeof(ControlBlock) + 2 * mailbox_bytes() + round % kNumSlots * slot_bytes;
+  constexpr size_t slot(uint64_t index) const {
+    return sizeof(ControlBlock) + 2 * mailbox_bytes() + index * slot_bytes;
   }
   constexpr size_t link_slot(int receiver, uint64_t message) const {
-    return slot(0) + kNumSlots * slot_bytes + static_cast<size_t>(receiver) * link_bytes() +
+    return slot(kNumCopySlots) + static_cast<size_t>(receiver) * link_bytes() +
            message % kNumHostLinkSlots * link_slot_bytes;
   }
   constexpr size_t num_bytes(int world_size) const { return link_slot(world_size, 0); }
 
-  // The memory of all collectives, reserved in one go.
-  constexpr Span collectives() const {
-    return {sizeof(ControlBlock), link_slot(0, 0) - sizeof(ControlBlock)};
+  // The memory of collectives that use the first num_slots slots.
+  constexpr Span collectives(int num_slots) const {
+    return {sizeof(ControlBlock), slot(static_cast<uint64_t>(num_slots)) - sizeof(ControlBlock)};
   }
   constexpr Span link(int receiver) const { return {link_slot(receiver, 0), link_bytes()}; }
 
@@ -120,7 +124,7 @@ class Region {
 
   const ControlBlock& control() const { return *reinterpret_cast<const ControlBlock*>(base_); }
   std::byte* at(size_t offset) const { return base_ + offset; }
-  std::byte* slot(uint64_t round) const { return base_ + geometry_.slot(round); }
+  std::byte* slot(uint64_t index) const { return base_ + geometry_.slot(index); }
 
  private:
   std::byte* base_;

@@ -72,7 +72,7 @@ SharedMemoryRank::~SharedMemoryRank() {
 std::unique_ptr<Transport> SharedMemoryRank::connect(std::chrono::milliseconds timeout,
                                                      const std::function<void()>& check_interrupt) {
   // Fails before the rendezvous if there is no memory for the first collective.
-  check_available(geometry_.collectives().num_bytes);
+  check_available(geometry_.collectives(kNumSlots).num_bytes);
   std::vector<Peer> peers;
   for (std::optional<Peer>& peer : bootstrap_->rendezvous(timeout, check_interrupt)) {
     if (peer) {

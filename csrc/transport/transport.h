@@ -34,6 +34,13 @@ class Transport {
   // nothing. Throws Error(kTransport) if memory is short.
   virtual void reserve(const Span& span) = 0;
 
+  // Reserves what collectives with this many slots use, unless it is already.
+  void reserve_slots(int num_slots) {
+    if (num_slots <= num_reserved_slots_) return;
+    reserve(geometry_.collectives(num_slots));
+    num_reserved_slots_ = num_slots;
+  }
+
   // The heap of the peer's process, read-only. Empty if it could not be mapped.
   virtual std::span<const std::byte> heap_of(int peer) const = 0;
 
@@ -53,6 +60,7 @@ class Transport {
   int rank_;
   Geometry geometry_;
   std::vector<Region> regions_;  // by rank
+  int num_reserved_slots_ = 0;
 };
 
 }  // namespace rota::transport

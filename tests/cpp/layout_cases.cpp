@@ -30,20 +30,21 @@ void messages_lie_in_the_mailbox_of_their_epoch() {
 
 void slots_lie_behind_each_other() {
   for (const Geometry& geometry : kGeometries) {
-    for (uint64_t round = 0; round < 3 * transport::kNumSlots; ++round) {
-      check_equal(geometry.slot(round),
-                  geometry.slot(0) + round % transport::kNumSlots * geometry.slot_bytes, "slot");
+    for (uint64_t index = 0; index < transport::kNumCopySlots; ++index) {
+      check_equal(geometry.slot(index), geometry.slot(0) + index * geometry.slot_bytes, "slot");
     }
     check_equal(geometry.slot(0) % kCacheLineBytes, size_t{0}, "offset in a cache line");
     check_equal(geometry.link_slot(0, 0),
-                geometry.slot(0) + transport::kNumSlots * geometry.slot_bytes, "end of the slots");
+                geometry.slot(0) + transport::kNumCopySlots * geometry.slot_bytes,
+                "end of the slots");
   }
 }
 
 void links_lie_behind_each_other() {
   constexpr int kWorldSize = 3;
   for (const Geometry& geometry : kGeometries) {
-    size_t end = geometry.collectives().offset + geometry.collectives().num_bytes;
+    const transport::Span collectives = geometry.collectives(transport::kNumCopySlots);
+    size_t end = collectives.offset + collectives.num_bytes;
     for (int receiver = 0; receiver < kWorldSize; ++receiver) {
       check_equal(geometry.link(receiver).offset, end, "begin of a link");
       for (uint64_t message = 0; message < 3 * transport::kNumHostLinkSlots; ++message) {
