@@ -393,7 +393,7 @@ void PointToPoint::pull(int peer, Done& done) {
     }
     const size_t num_bytes = std::min(num_there, arriving.num_bytes_left);
     if (arriving.data != nullptr) {
-      cpu::copy_bytes(arriving.data, in, num_bytes);
+      arriving.copier.copy(arriving.data, in, num_bytes);
       arriving.data += num_bytes;
     }
     links_.release(peer);
@@ -424,6 +424,7 @@ PointToPoint::Arriving PointToPoint::begin(int source, const std::byte* slot) {
       recvs_, [&](const RequestRef& request) { return matches(*request, source, message.tag); });
   if (recv != recvs_.end()) {
     arriving.recv = *recv;
+    arriving.copier = {message.num_bytes(), transport_.world_size()};
     recvs_.erase(recv);
     if (agree(*arriving.recv, source, message)) arriving.data = arriving.recv->data_;
     return arriving;

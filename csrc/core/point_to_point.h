@@ -31,6 +31,7 @@
 #include "base/waiter.h"
 #include "core/progress_queue.h"
 #include "core/watch.h"
+#include "cpu/copy.h"
 #include "transport/links.h"
 
 namespace rota {
@@ -129,6 +130,7 @@ class PointToPoint {
     std::shared_ptr<Early> early;  //
     std::byte* data = nullptr;     // where the next bytes go; null: they are dropped
     uint64_t num_bytes_left = 0;
+    cpu::OutputCopier copier{0, 1};
   };
   // The flags to wait for: on the stack, because waits for short messages are frequent.
   class AwaitedFlags {

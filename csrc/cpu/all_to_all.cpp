@@ -73,7 +73,8 @@ class AllToAll final : public Executor {
     const int rank = mailboxes.rank();
     const int world_size = mailboxes.world_size();
     check_views(mailboxes);
-    move_own(call, buffers.inputs[rank], buffers.outputs[rank]);
+    const OutputCopier copier(total_of(call, buffers.outputs, world_size), world_size);
+    move_own(call, buffers.inputs[rank], buffers.outputs[rank], copier);
     bool is_in_rounds[kMaxWorldSize];  // by sender
     uint64_t longest = 0;              // part of those
     for (int sender = 0; sender < world_size; ++sender) {
@@ -85,9 +86,9 @@ class AllToAll final : public Executor {
       if (sender == rank || is_in_rounds[sender]) continue;
       const uint64_t offset = view.offset_of(rank, elem_bytes(call), room(mailboxes));
       const Part& output = buffers.outputs[sender];
-      copy_bytes(output.data, view.parts() + offset, bytes_of(call, output));
+      copier.copy(output.data, view.parts() + offset, bytes_of(call, output));
     }
-    return run_rounds(call, buffers, is_in_rounds, longest * elem_bytes(call), exchange);
+    return run_rounds(call, buffers, is_in_rounds, longest * elem_bytes(call), copier, exchange);
   }
 
   // Every message has a view, so complete() starts the rounds.
@@ -127,7 +128,8 @@ class AllToAll final : public Executor {
   // A rank refills the slot of round r once all its peers have drained round r. Ranks whose parts
   // travelled with the post only drain.
   static uint64_t run_rounds(const Call& call, const Buffers& buffers, const bool* is_in_rounds,
-                             uint64_t longest_bytes, Exchange& exchange) {
+                             uint64_t longest_bytes, const OutputCopier& copier,
+                             Exchange& exchange) {
     const int rank = exchange.rank();
     const int world_size = exchange.world_size();
     const uint64_t share = exchange.share_of_slot();
@@ -138,8 +140,9 @@ class AllToAll final : public Executor {
     };
     for (uint64_t round = 0; round < num_rounds; ++round) {
       if (is_in_rounds[rank]) {
-        if (round >= num_slots)
+        if (round >= num_slots) {
           exchange.wait_drained_by_peers(round - num_slots, "all_to_all send");
+        }
         for (int i = 0; i < world_size - 1; ++i) {
           const int peer = schedule::rotated_peer(rank, world_size, i);
           const Range chunk = chunk_of(buffers.inputs[peer], round);
@@ -153,9 +156,9 @@ class AllToAll final : public Executor {
         if (!is_in_rounds[peer]) continue;
         const Range chunk = chunk_of(buffers.outputs[peer], round);
         exchange.wait_filled(peer, round, "all_to_all receive");
-        copy_bytes(at(buffers.outputs[peer], chunk.begin),
-                   exchange.slot(peer, round) + static_cast<uint64_t>(rank) * share,
-                   chunk.num_elems);
+        copier.copy(at(buffers.outputs[peer], chunk.begin),
+                    exchange.slot(peer, round) + static_cast<uint64_t>(rank) * share,
+                    chunk.num_elems);
       }
       exchange.publish_drained(round);
     }

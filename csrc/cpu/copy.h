@@ -1,7 +1,8 @@
-// memcpy that accepts empty ranges.
+// Copies of bytes: into memory that is read again soon, and into the outputs of collectives.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 
 namespace rota::cpu {
@@ -10,5 +11,27 @@ namespace rota::cpu {
 inline void copy_bytes(void* dst, const void* src, size_t num_bytes) {
   if (num_bytes != 0) std::memcpy(dst, src, num_bytes);
 }
+
+// Stores past the caches where the processor can. The ranges must not overlap.
+void stream_bytes(void* dst, const void* src, size_t num_bytes);
+
+// Copies into a call's outputs. A call whose tensors exceed the last-level cache streams them: the
+// caller would not find them in a cache anyway, and an ordinary store first reads the line that it
+// overwrites (csrc/README.md).
+class OutputCopier {
+ public:
+  // num_bytes: of one rank's outputs.
+  OutputCopier(uint64_t num_bytes, int world_size);
+
+  void copy(void* dst, const void* src, size_t num_bytes) const {
+    if (streams_) return stream_bytes(dst, src, num_bytes);
+    copy_bytes(dst, src, num_bytes);
+  }
+  // The ranges may overlap.
+  void move(void* dst, const void* src, size_t num_bytes) const;
+
+ private:
+  bool streams_;
+};
 
 }  // namespace rota::cpu

@@ -13,12 +13,16 @@ using schedule::Range;
 // Fills the outputs of all other ranks' parts; source_of(peer) is where this rank finds one.
 template <typename SourceOf>
 void copy_from_peers(const Call& call, const Buffers& buffers, int rank, int world_size,
-                     SourceOf source_of) {
+                     const OutputCopier& copier, SourceOf source_of) {
   for (int i = 0; i < world_size - 1; ++i) {
     const int peer = schedule::rotated_peer(rank, world_size, i);
     const Part& output = buffers.outputs[peer];
-    copy_bytes(output.data, source_of(peer), bytes_of(call, output));
+    copier.copy(output.data, source_of(peer), bytes_of(call, output));
   }
+}
+
+OutputCopier copier_for(const Call& call, const Buffers& buffers, int world_size) {
+  return {total_of(call, buffers.outputs, world_size), world_size};
 }
 
 // Where a root fills slots, it refills that of round r once all other ranks have drained round r.
@@ -54,7 +58,8 @@ class Broadcast final : public Executor {
     if (exchange.rank() == call.root) {
       exchange.wait_drained_by_peers(0, "broadcast in place");
     } else {
-      copy_bytes(buffers.data, sources[static_cast<size_t>(call.root)], call.num_bytes());
+      const OutputCopier copier(call.num_bytes(), exchange.world_size());
+      copier.copy(buffers.data, sources[static_cast<size_t>(call.root)], call.num_bytes());
       exchange.publish_drained(0);
     }
     return 1;
@@ -62,6 +67,7 @@ class Broadcast final : public Executor {
 
   uint64_t run_rounds(const Call& call, const Buffers& buffers, Exchange& exchange) const override {
     const Part whole{buffers.data, call.num_elems};
+    const OutputCopier copier(call.num_bytes(), exchange.world_size());
     const uint64_t num_rounds = schedule::ceil_div(call.num_bytes(), exchange.slot_bytes());
     const uint64_t num_slots = exchange.use_copy_slots(num_rounds);
     const bool is_root = exchange.rank() == call.root;
@@ -73,7 +79,7 @@ class Broadcast final : public Executor {
         exchange.publish_filled(round);
       } else {
         exchange.wait_filled(call.root, round, "broadcast receive");
-        copy_bytes(at(whole, chunk.begin), exchange.slot(call.root, round), chunk.num_elems);
+        copier.copy(at(whole, chunk.begin), exchange.slot(call.root, round), chunk.num_elems);
         exchange.publish_drained(round);
       }
     }
@@ -95,8 +101,9 @@ class AllGather final : public Executor {
 
   uint64_t complete(const Call& call, const Buffers& buffers, const Mailboxes& mailboxes,
                     Exchange&) const override {
-    move_own(call, *buffers.inputs, buffers.outputs[mailboxes.rank()]);
-    copy_from_peers(call, buffers, mailboxes.rank(), mailboxes.world_size(),
+    const OutputCopier copier = copier_for(call, buffers, mailboxes.world_size());
+    move_own(call, *buffers.inputs, buffers.outputs[mailboxes.rank()], copier);
+    copy_from_peers(call, buffers, mailboxes.rank(), mailboxes.world_size(), copier,
                     [&](int peer) { return mailboxes.of(peer); });
     return 0;
   }
@@ -111,10 +118,11 @@ class AllGather final : public Executor {
 
   uint64_t run_in_place(const Call& call, const Buffers& buffers, const Sources& sources,
                         Exchange& exchange) const override {
-    copy_from_peers(call, buffers, exchange.rank(), exchange.world_size(),
+    const OutputCopier copier = copier_for(call, buffers, exchange.world_size());
+    copy_from_peers(call, buffers, exchange.rank(), exchange.world_size(), copier,
                     [&](int peer) { return sources[static_cast<size_t>(peer)]; });
     exchange.publish_drained(0);
-    move_own(call, *buffers.inputs, buffers.outputs[exchange.rank()]);
+    move_own(call, *buffers.inputs, buffers.outputs[exchange.rank()], copier);
     exchange.wait_drained_by_peers(0, "all_gather in place");
     return 1;
   }
@@ -126,6 +134,7 @@ class AllGather final : public Executor {
     const uint64_t num_rounds = schedule::ceil_div(
         longest_of(call, buffers.outputs, exchange.world_size()), exchange.slot_bytes());
     exchange.use_copy_slots(num_rounds);
+    const OutputCopier copier = copier_for(call, buffers, exchange.world_size());
     const auto chunk_of = [&](const Part& part, uint64_t round) {
       return schedule::chunk_of(bytes_of(call, part), exchange.slot_bytes(), round);
     };
@@ -137,11 +146,11 @@ class AllGather final : public Executor {
         const int peer = schedule::rotated_peer(exchange.rank(), exchange.world_size(), i);
         const Range chunk = chunk_of(buffers.outputs[peer], round);
         exchange.wait_filled(peer, round, "all_gather receive");
-        copy_bytes(at(buffers.outputs[peer], chunk.begin), exchange.slot(peer, round),
-                   chunk.num_elems);
+        copier.copy(at(buffers.outputs[peer], chunk.begin), exchange.slot(peer, round),
+                    chunk.num_elems);
       }
     }
-    move_own(call, *buffers.inputs, buffers.outputs[exchange.rank()]);
+    move_own(call, *buffers.inputs, buffers.outputs[exchange.rank()], copier);
     return num_rounds;
   }
 };
@@ -162,8 +171,9 @@ class Gather final : public Executor {
   uint64_t complete(const Call& call, const Buffers& buffers, const Mailboxes& mailboxes,
                     Exchange&) const override {
     if (mailboxes.rank() != call.root) return 0;
-    move_own(call, *buffers.inputs, buffers.outputs[call.root]);
-    copy_from_peers(call, buffers, mailboxes.rank(), mailboxes.world_size(),
+    const OutputCopier copier = copier_for(call, buffers, mailboxes.world_size());
+    move_own(call, *buffers.inputs, buffers.outputs[call.root], copier);
+    copy_from_peers(call, buffers, mailboxes.rank(), mailboxes.world_size(), copier,
                     [&](int peer) { return mailboxes.of(peer); });
     return 0;
   }
@@ -179,10 +189,11 @@ class Gather final : public Executor {
       exchange.wait_drained(call.root, 0, "gather in place");
       return 1;
     }
-    copy_from_peers(call, buffers, exchange.rank(), exchange.world_size(),
+    const OutputCopier copier = copier_for(call, buffers, exchange.world_size());
+    copy_from_peers(call, buffers, exchange.rank(), exchange.world_size(), copier,
                     [&](int peer) { return sources[static_cast<size_t>(peer)]; });
     exchange.publish_drained(0);
-    move_own(call, *buffers.inputs, buffers.outputs[call.root]);
+    move_own(call, *buffers.inputs, buffers.outputs[call.root], copier);
     return 1;
   }
 
@@ -190,6 +201,8 @@ class Gather final : public Executor {
   uint64_t run_rounds(const Call& call, const Buffers& buffers, Exchange& exchange) const override {
     const uint64_t num_rounds = schedule::ceil_div(call.num_bytes(), exchange.slot_bytes());
     const uint64_t num_slots = exchange.use_copy_slots(num_rounds);
+    const OutputCopier copier(static_cast<uint64_t>(exchange.world_size()) * call.num_bytes(),
+                              exchange.world_size());
     const bool is_root = exchange.rank() == call.root;
     for (uint64_t round = 0; round < num_rounds; ++round) {
       const Range chunk = schedule::chunk_of(call.num_bytes(), exchange.slot_bytes(), round);
@@ -202,12 +215,12 @@ class Gather final : public Executor {
       for (int i = 0; i < exchange.world_size() - 1; ++i) {
         const int peer = schedule::rotated_peer(exchange.rank(), exchange.world_size(), i);
         exchange.wait_filled(peer, round, "gather receive");
-        copy_bytes(at(buffers.outputs[peer], chunk.begin), exchange.slot(peer, round),
-                   chunk.num_elems);
+        copier.copy(at(buffers.outputs[peer], chunk.begin), exchange.slot(peer, round),
+                    chunk.num_elems);
       }
       exchange.publish_drained(round);
     }
-    if (is_root) move_own(call, *buffers.inputs, buffers.outputs[call.root]);
+    if (is_root) move_own(call, *buffers.inputs, buffers.outputs[call.root], copier);
     return num_rounds;
   }
 };
@@ -233,11 +246,12 @@ class Scatter final : public Executor {
   uint64_t complete(const Call& call, const Buffers& buffers, const Mailboxes& mailboxes,
                     Exchange&) const override {
     const auto rank = static_cast<uint64_t>(mailboxes.rank());
+    const OutputCopier copier(call.num_bytes(), mailboxes.world_size());
     if (mailboxes.rank() == call.root) {
-      move_own(call, buffers.inputs[rank], *buffers.outputs);
+      move_own(call, buffers.inputs[rank], *buffers.outputs, copier);
     } else {
-      copy_bytes(buffers.outputs->data, mailboxes.of(call.root) + rank * call.num_bytes(),
-                 call.num_bytes());
+      copier.copy(buffers.outputs->data, mailboxes.of(call.root) + rank * call.num_bytes(),
+                  call.num_bytes());
     }
     return 0;
   }
@@ -246,6 +260,7 @@ class Scatter final : public Executor {
     const uint64_t share = exchange.share_of_slot();
     const uint64_t num_rounds = schedule::ceil_div(call.num_bytes(), share);
     const uint64_t num_slots = exchange.use_copy_slots(num_rounds);
+    const OutputCopier copier(call.num_bytes(), exchange.world_size());
     const bool is_root = exchange.rank() == call.root;
     for (uint64_t round = 0; round < num_rounds; ++round) {
       const Range chunk = schedule::chunk_of(call.num_bytes(), share, round);
@@ -254,7 +269,7 @@ class Scatter final : public Executor {
       };
       if (!is_root) {
         exchange.wait_filled(call.root, round, "scatter receive");
-        copy_bytes(at(*buffers.outputs, chunk.begin), place_of(exchange.rank()), chunk.num_elems);
+        copier.copy(at(*buffers.outputs, chunk.begin), place_of(exchange.rank()), chunk.num_elems);
         exchange.publish_drained(round);
         continue;
       }
@@ -265,7 +280,7 @@ class Scatter final : public Executor {
       }
       exchange.publish_filled(round);
     }
-    if (is_root) move_own(call, buffers.inputs[call.root], *buffers.outputs);
+    if (is_root) move_own(call, buffers.inputs[call.root], *buffers.outputs, copier);
     return num_rounds;
   }
 };

@@ -3,9 +3,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 
 #include "cpu/buffers.h"
+#include "cpu/copy.h"
 #include "schedule/call.h"
 
 namespace rota::cpu {
@@ -26,11 +26,17 @@ inline uint64_t longest_of(const Call& call, const Part* parts, int num_parts) {
   return longest;
 }
 
+inline uint64_t total_of(const Call& call, const Part* parts, int num_parts) {
+  uint64_t total = 0;
+  for (int i = 0; i < num_parts; ++i) total += bytes_of(call, parts[i]);
+  return total;
+}
+
 // This rank's own part. They may overlap, because the input of an in-place collective is a part of
 // its output.
-inline void move_own(const Call& call, const Part& from, const Part& to) {
-  const uint64_t num_bytes = bytes_of(call, from);
-  if (from.data != to.data && num_bytes != 0) std::memmove(to.data, from.data, num_bytes);
+inline void move_own(const Call& call, const Part& from, const Part& to,
+                     const OutputCopier& output) {
+  if (from.data != to.data) output.move(to.data, from.data, bytes_of(call, from));
 }
 
 }  // namespace rota::cpu

@@ -76,15 +76,15 @@ inline constexpr int kNumCopySlots = 8;
 // with 4).
 inline constexpr size_t kPlacesPerMailbox = 4;
 
-// Message m of a link uses slot m % kNumHostLinkSlots. More slots let a sender run further ahead;
-// fewer keep data in flight in the second-level cache.
-inline constexpr int kNumHostLinkSlots = 8;
+// Message m of a link uses slot m % kNumHostLinkSlots. What was said of copies holds here, too, but
+// a rank has a link for each peer: with these and its slots, 8 ranks stay below 64 MiB.
+inline constexpr int kNumHostLinkSlots = 12;
 
 // What every rank must agree on; bootstrap compares it.
 struct Geometry {
   size_t message_bytes;  // the longest message of a one-round collective
   size_t slot_bytes;     // one round of a pipelined collective
-  size_t link_slot_bytes = 32 << 10;
+  size_t link_slot_bytes = 64 << 10;
 
   bool operator==(const Geometry&) const = default;
 

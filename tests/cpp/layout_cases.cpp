@@ -57,6 +57,14 @@ void links_lie_behind_each_other() {
   }
 }
 
+void eight_ranks_share_at_most_64_mib() {
+  const Geometry geometry{.message_bytes = 64 << 10, .slot_bytes = 256 << 10};
+  const size_t of_rank = sizeof(ControlBlock) +
+                         geometry.collectives(transport::kNumCopySlots).num_bytes +
+                         7 * geometry.link(0).num_bytes;
+  check(8 * of_rank <= 64 << 20, join(8 * of_rank, " bytes"));
+}
+
 void control_block_has_pages_of_its_own() {
   check_equal(sizeof(ControlBlock) % transport::kPageBytes, size_t{0}, "bytes beyond a page");
   check_equal(alignof(ControlBlock) % transport::kPageBytes, size_t{0}, "alignment to pages");
@@ -67,6 +75,7 @@ const CaseTable kCases{
     {"layout_slots", slots_lie_behind_each_other},
     {"layout_links", links_lie_behind_each_other},
     {"layout_control_block", control_block_has_pages_of_its_own},
+    {"layout_memory", eight_ranks_share_at_most_64_mib},
 };
 
 }  // namespace

@@ -4,7 +4,9 @@
 #include <cmath>
 #include <memory>
 
+#include "base/flag.h"
 #include "check.h"
+#include "cpu/copy.h"
 #include "cpu/element_loops.h"
 #include "random.h"
 #include "reference.h"
@@ -237,7 +239,39 @@ void all_casts_of(DType from) {
   }
 }
 
+// Longer than any cache.
+const cpu::OutputCopier kStreaming(uint64_t{1} << 40, 1);
+
+void streamed_outputs_equal_their_sources() {
+  for (size_t num_bytes = 0; num_bytes <= 3 * kCacheLineBytes; ++num_bytes) {
+    for (size_t misalignment = 0; misalignment < kCacheLineBytes; misalignment += 7) {
+      Bytes src(num_bytes, 64 - misalignment);
+      Bytes dst(num_bytes, misalignment);
+      for (size_t i = 0; i < num_bytes; ++i) src.data()[i] = static_cast<std::byte>(i + 1);
+      kStreaming.copy(dst.data(), src.data(), num_bytes);
+      check(std::equal(src.data(), src.data() + num_bytes, dst.data()),
+            join("streamed ", num_bytes, " bytes to an offset of ", misalignment));
+    }
+  }
+}
+
+void moved_outputs_may_overlap() {
+  constexpr size_t kNumBytes = 1000;
+  for (const size_t src : {0, 1, 500, 999, 1000}) {
+    for (const size_t dst : {0, 1, 500, 999, 1000}) {
+      std::vector<std::byte> bytes(2 * kNumBytes);
+      for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::byte>(i % 251);
+      const std::vector<std::byte> before = bytes;
+      kStreaming.move(&bytes[dst], &bytes[src], kNumBytes);
+      check(std::equal(&bytes[dst], &bytes[dst] + kNumBytes, &before[src]),
+            join("moved from ", src, " to ", dst));
+    }
+  }
+}
+
 const CaseTable kCases{
+    {"loops_stream", streamed_outputs_equal_their_sources},
+    {"loops_move", moved_outputs_may_overlap},
     {"loops_reduce-float32", [] { reduce_loops_give_scalar_bits(DType::kFloat32); }},
     {"loops_reduce-float64", [] { reduce_loops_give_scalar_bits(DType::kFloat64); }},
     {"loops_reduce-float16", [] { reduce_loops_give_scalar_bits(DType::kFloat16); }},

@@ -1,0 +1,60 @@
+#include "cpu/copy.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "base/flag.h"
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace rota::cpu {
+namespace {
+
+uint64_t last_level_cache_bytes() {
+  static const long num_bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  return num_bytes > 0 ? static_cast<uint64_t>(num_bytes) : 32 << 20;  // unknown in some containers
+}
+
+}  // namespace
+
+#if defined(__SSE2__)
+void stream_bytes(void* dst, const void* src, size_t num_bytes) {
+  auto* to = static_cast<std::byte*>(dst);
+  const auto* from = static_cast<const std::byte*>(src);
+  // Whole cache lines, so that the processor combines their stores.
+  const size_t misaligned = reinterpret_cast<uintptr_t>(to) % kCacheLineBytes;
+  const size_t head = misaligned == 0 ? 0 : std::min(num_bytes, kCacheLineBytes - misaligned);
+  copy_bytes(to, from, head);
+  size_t i = head;
+  for (; i + kCacheLineBytes <= num_bytes; i += kCacheLineBytes) {
+    const auto* in = reinterpret_cast<const __m128i*>(from + i);
+    auto* out = reinterpret_cast<__m128i*>(to + i);
+    const __m128i words[] = {_mm_loadu_si128(in), _mm_loadu_si128(in + 1), _mm_loadu_si128(in + 2),
+                             _mm_loadu_si128(in + 3)};
+    for (int word = 0; word < 4; ++word) _mm_stream_si128(out + word, words[word]);
+  }
+  copy_bytes(to + i, from + i, num_bytes - i);
+  // Other stores do not wait for these: whoever is told that the output is there must find it.
+  _mm_sfence();
+}
+#else
+void stream_bytes(void* dst, const void* src, size_t num_bytes) { copy_bytes(dst, src, num_bytes); }
+#endif
+
+OutputCopier::OutputCopier(uint64_t num_bytes, int world_size)
+    : streams_(2 * static_cast<uint64_t>(world_size) * num_bytes >= last_level_cache_bytes()) {}
+
+void OutputCopier::move(void* dst, const void* src, size_t num_bytes) const {
+  const auto* to = static_cast<const std::byte*>(dst);
+  const auto* from = static_cast<const std::byte*>(src);
+  if (streams_ && (to + num_bytes <= from || from + num_bytes <= to)) {
+    stream_bytes(dst, src, num_bytes);
+  } else if (num_bytes != 0) {
+    std::memmove(dst, src, num_bytes);
+  }
+}
+
+}  // namespace rota::cpu
