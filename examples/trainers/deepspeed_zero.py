@@ -1,7 +1,8 @@
-"""DeepSpeed on the CPU: torchrun --standalone --nproc-per-node 2 examples/trainers/deepspeed_zero.py"""
+"""DeepSpeed: torchrun --standalone --nproc-per-node 2 examples/trainers/deepspeed_zero.py"""
 
 import os
 import sys
+from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before DeepSpeed is imported
 
@@ -27,7 +28,7 @@ engine, _, _, _ = deepspeed.initialize(
     },
 )
 dataset = make_dataset(dist.get_world_size())
-sampler = DistributedSampler(dataset, shuffle=False)
+sampler: DistributedSampler[Any] = DistributedSampler(dataset, shuffle=False)
 losses = []
 for inputs, targets in DataLoader(dataset, BATCH_SIZE, sampler=sampler):
     loss = engine(inputs, targets)["loss"]

@@ -15,14 +15,14 @@ backend = sys.argv[1] if len(sys.argv) > 1 else "rota"
 WORLD_SIZE = 2
 
 
-class Module(lightning.LightningModule):
+class Module(lightning.LightningModule):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.model = Model()
         self.losses: list[float] = []
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        loss = self.model(*batch)["loss"]
+        loss: Tensor = self.model(*batch)["loss"]
         self.losses.append(loss.item())
         self.log("loss", loss, sync_dist=True)  # an all-reduce of Lightning's own
         return loss

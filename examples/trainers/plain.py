@@ -1,6 +1,7 @@
 """torch alone: torchrun --standalone --nproc-per-node 2 examples/trainers/plain.py"""
 
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ backend = sys.argv[1] if len(sys.argv) > 1 else "rota"
 dist.init_process_group(backend)
 
 dataset = make_dataset(dist.get_world_size())
-sampler = DistributedSampler(dataset, shuffle=False)
+sampler: DistributedSampler[Any] = DistributedSampler(dataset, shuffle=False)
 model = DistributedDataParallel(Model())
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 losses = []

@@ -1,4 +1,4 @@
-"""Transformers: torchrun --standalone --nproc-per-node 2 examples/trainers/transformers_trainer.py"""
+"""Transformers: torchrun --standalone --nproc-per-node 2 examples/trainers/hf_trainer.py"""
 
 import sys
 import tempfile
