@@ -39,18 +39,21 @@ def reduced(value: float, group: Any = None) -> float:
 
 def nest_meshes(rank: Rank) -> list[float]:
     rank.init()
-    # What init_process_group(device_id=...) does, which it does for GPUs only.
-    default_group().bound_device_id = torch.device("cpu:0")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     inner = mesh["inner"]._unflatten(0, (2, 1), ("left", "right"))
-    halves = dist.split_group(split_ranks=[[0, 1], [2, 3]])
+    # Only with a GPU does init_process_group(device_id=...) bind one; torch splits such groups.
+    default_group().bound_device_id = torch.device("cuda:0")
+    half = dist.split_group(split_ranks=[[0, 1], [2, 3]])
+    half.bound_device_id = torch.device("cuda:0")
+    alone = dist.split_group(half, split_ranks=[[0], [1]])
     groups = [
         mesh["outer"].get_group(),
         mesh["inner"].get_group(),
         mesh["outer", "inner"]._flatten("all").get_group(),
         inner["left"].get_group(),
         inner["right"].get_group(),
-        halves,
+        half,
+        alone,
     ]
     return [reduced(float(rank.rank), group) for group in groups]
 
@@ -58,10 +61,10 @@ def nest_meshes(rank: Rank) -> list[float]:
 def test_nested_mesh_of_a_group_with_a_bound_device_splits() -> None:
     """pytorch#186548"""
     assert run_ranks(4, nest_meshes) == [
-        [2.0, 1.0, 6.0, 1.0, 0.0, 1.0],
-        [4.0, 1.0, 6.0, 1.0, 1.0, 1.0],
-        [2.0, 5.0, 6.0, 5.0, 2.0, 5.0],
-        [4.0, 5.0, 6.0, 5.0, 3.0, 5.0],
+        [2.0, 1.0, 6.0, 1.0, 0.0, 1.0, 0.0],
+        [4.0, 1.0, 6.0, 1.0, 1.0, 1.0, 1.0],
+        [2.0, 5.0, 6.0, 5.0, 2.0, 5.0, 2.0],
+        [4.0, 5.0, 6.0, 5.0, 3.0, 5.0, 3.0],
     ]
 
 

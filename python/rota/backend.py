@@ -46,8 +46,8 @@ def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGrou
     """
     if getattr(options, "enable_reconfigure", False):  # from torch 2.15 on
         raise NotImplementedError(
-            "rota: enable_reconfigure is True, but a group of rota cannot change its members; leave "
-            "it out, and make a new group when members change"
+            "rota: enable_reconfigure is True, but a group of rota cannot change its members; "
+            "leave it out, and make a new group when members change"
         )
     timeout = options.timeout
     if given is None:
