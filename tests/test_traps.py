@@ -41,7 +41,9 @@ def nest_meshes(rank: Rank) -> list[float]:
     rank.init()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     inner = mesh["inner"]._unflatten(0, (2, 1), ("left", "right"))
-    # Only with a GPU does init_process_group(device_id=...) bind one; torch splits such groups.
+    # torch binds and splits groups only where there is a GPU, so this process claims to have one.
+    torch.accelerator.is_available = lambda: True
+    torch.accelerator.current_accelerator = lambda: CPU  # type: ignore[assignment]
     default_group().bound_device_id = torch.device("cuda:0")
     half = dist.split_group(split_ranks=[[0, 1], [2, 3]])
     half.bound_device_id = torch.device("cuda:0")

@@ -84,9 +84,10 @@ class ProcessGroupRota final : public ::c10d::Backend {
   bool supportsTensorAlloc(c10::DeviceIndex device) override { return device < 0; }
   at::Tensor allocateTensor(long num_elems, at::TensorOptions options) override;
 
-  // For the device that a group is bound to; the CPU needs no connecting.
+  // For direct callers of torch's Backend: init_process_group(device_id=...) calls this only on
+  // backends that can split.
   void eagerConnectSingleDevice(at::Device device) override {
-    if (!device.is_cpu()) communicator_->connect_device(device);
+    communicator_->connect_device(device);
   }
   void shutdown() override;
   void abort() override;
