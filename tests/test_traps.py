@@ -5,7 +5,7 @@ Rows that other tests cover:
 - coalesced send and recv, pipelines that pop one work of many (pytorch#132644, pytorch#152938):
   test_backend_methods.py, test_training_stacks.py
 - tags (pytorch#109401), both ranks send first: test_send_recv.py
-- two groups over one store: test_backend.py
+- who shares a host (ROTA_HOST_ID): test_init.py; two groups over one store: test_backend.py
 """
 
 from __future__ import annotations
