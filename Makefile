@@ -22,12 +22,13 @@ SOURCES := $(shell find csrc -type f)
 MODULES := $(shell find python -name '*.py' -o -name '*.pyi')
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu')
 
-.PHONY: help venv test test-long conformance check-cuda gpu gpu-dry lint format bench bench-fused demo clean
+.PHONY: help venv test test-long trainers conformance check-cuda gpu gpu-dry lint format bench bench-fused demo clean
 
 help:
 	@echo "make demo        train a byte-level GPT data-parallel, rota beside Gloo or NCCL"
 	@echo "make test        the whole test suite"
 	@echo "make test-long   10,000 random cases of the fused all-reduce, 1 minute"
+	@echo "make trainers    the recipes for trainers, with DeepSpeed and Transformers; 1 to 3 minutes"
 	@echo "make conformance torch's own tests for backends on rota, against what Gloo passes"
 	@echo "make check-cuda  build for CUDA without a GPU, check the machine code, run the CPU suite on it"
 	@echo "make bench       collectives (rota, Gloo, every MPI, memcpy), a DDP hook, news of failures"
@@ -42,7 +43,7 @@ help:
 $(VENV)/.packages: pyproject.toml
 	python3 -m venv $(VENV)
 	$(PYTHON) $(PIP) install "setuptools>=64" wheel ninja $(TORCH)
-	$(REQUIREMENTS) dev bench > $(VENV)/requirements.txt
+	$(REQUIREMENTS) dev bench trainers > $(VENV)/requirements.txt
 	$(PYTHON) $(PIP) install -r $(VENV)/requirements.txt
 	touch $@
 
@@ -57,6 +58,12 @@ test: venv
 
 test-long: venv
 	ROTA_PROPERTY_CASES=10000 $(PYTHON) -m pytest tests/test_reduce_bucket_properties.py
+
+# DeepSpeed is built on installation, and compiles an operator of its own at its first use.
+trainers: venv
+	$(REQUIREMENTS) more-trainers > $(VENV)/more-trainers.txt
+	DS_BUILD_OPS=0 $(PYTHON) $(PIP) install --no-build-isolation -r $(VENV)/more-trainers.txt
+	$(PYTHON) -m pytest --durations=0 tests/test_trainers.py
 
 # TESTS=regex selects tests by name.
 conformance: venv

@@ -146,6 +146,7 @@ ProcessGroupRota::ProcessGroupRota(const StorePtr& store, int rank, int world_si
 template <typename OnDelegate>
 WorkPtr ProcessGroupRota::run(OperationList operations, bool is_async,
                               const OnDelegate& on_delegate) {
+  const auto called = HostWork::Clock::now();
   if (operations.empty()) return HostWork::completed(getRank(), ::c10d::OpType::UNKNOWN, {});
   const Operation& first = operations[0];
   const at::Tensor& tensor = first.any_tensor();
@@ -159,12 +160,13 @@ WorkPtr ProcessGroupRota::run(OperationList operations, bool is_async,
   for (size_t i = 0; !work && i < operations.size(); ++i) {
     results.insert(results.end(), operations[i].outputs.begin(), operations[i].outputs.end());
   }
-  return coalesced(work_of(work, first.kind, std::move(results)));
+  return coalesced(work_of(work, first.kind, std::move(results), called));
 }
 
-WorkPtr ProcessGroupRota::work_of(const WorkRef& work, CollectiveKind kind, Tensors results) const {
+WorkPtr ProcessGroupRota::work_of(const WorkRef& work, CollectiveKind kind, Tensors results,
+                                  HostWork::Clock::time_point called) const {
   if (work) return work;
-  return HostWork::completed(getRank(), op_type_of(kind), std::move(results));
+  return HostWork::completed(getRank(), op_type_of(kind), std::move(results), called);
 }
 
 WorkPtr ProcessGroupRota::coalesced(WorkPtr work) {
@@ -208,9 +210,10 @@ WorkPtr ProcessGroupRota::allreduce_sparse(Tensors& tensors, const ::c10d::Allre
   TORCH_CHECK_VALUE(reduction.op == ReduceOp::kSum && !reduction.premul_factor,
                     "rota.all_reduce: sparse tensors support SUM only");
   ++num_calls_;
+  const auto called = HostWork::Clock::now();
   return coalesced(work_of(
       communicator_->all_reduce_sparse(tensor, opts.asyncOp ? Launch::kAsync : Launch::kBlocking),
-      CollectiveKind::kAllReduce, tensors));
+      CollectiveKind::kAllReduce, tensors, called));
 }
 
 WorkPtr ProcessGroupRota::reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) {

@@ -76,6 +76,7 @@ class ProcessGroupRota final : public ::c10d::Backend {
   void setTimeout(std::chrono::milliseconds timeout) override;
   // The number of calls that this rank has made.
   void setSequenceNumberForGroup() override {}
+  void enableCollectivesTiming() override {}  // works on the CPU always have their duration
   uint64_t getSequenceNumberForGroup() override { return num_calls_; }
   ::c10d::ErrorType getError() override;
 
@@ -97,8 +98,9 @@ class ProcessGroupRota final : public ::c10d::Backend {
   // tensors that rota has no kernels for.
   template <typename OnDelegate>
   WorkPtr run(OperationList operations, bool is_async, const OnDelegate& on_delegate);
-  // c10d expects a Work even from a blocking call.
-  WorkPtr work_of(const WorkRef& work, CollectiveKind kind, Tensors results) const;
+  // c10d expects a Work even from a blocking call. called: when that began.
+  WorkPtr work_of(const WorkRef& work, CollectiveKind kind, Tensors results,
+                  HostWork::Clock::time_point called) const;
   // What a caller gets: adds the work to those that are being coalesced.
   WorkPtr coalesced(WorkPtr work);
 

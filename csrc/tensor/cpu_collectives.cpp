@@ -26,6 +26,14 @@ void run_reduce_bucket(Communicator& communicator, const BucketTensors& tensors,
   stats[1] = measures.sum_of_squares();
 }
 
+std::vector<at::Tensor> results_of(OperationList operations) {
+  std::vector<at::Tensor> results;
+  for (const Operation& operation : operations) {
+    results.insert(results.end(), operation.outputs.begin(), operation.outputs.end());
+  }
+  return results;
+}
+
 }  // namespace
 
 CpuCollectives::CpuCollectives(std::shared_ptr<Communicator> communicator,
@@ -38,10 +46,15 @@ CpuCollectives::CpuCollectives(std::shared_ptr<Communicator> communicator,
                  ? ProgressQueue::Placement::kAnyCore
                  : ProgressQueue::Placement::kCoreOfCaller) {}
 
-template <typename Body>
-void CpuCollectives::run_here(const char* title, const Body& body) {
-  // Shows this call to profilers, as Work does for a queued one; costs 16 ns without a profiler.
-  RECORD_USER_SCOPE(title);
+template <typename Results, typename Body>
+void CpuCollectives::run_here(const char* title, const Results& results, const Body& body) {
+  const auto shown = [&] {
+    const std::vector<at::Tensor> tensors = results();
+    return std::vector<c10::IValue>(tensors.begin(), tensors.end());
+  };
+  // Shows this call to profilers, as Work does for a queued one; costs 16 ns without a profiler,
+  // since only one evaluates shown().
+  RECORD_USER_SCOPE_WITH_INPUTS(title, shown());
   // A copy of the pointer, because a signal handler or a callback may close the communicator
   // meanwhile.
   const std::shared_ptr<Communicator> communicator = communicator_;
@@ -76,19 +89,16 @@ WorkRef CpuCollectives::run(OperationList operations, Launch mode) {
   if (operations.empty()) return {};
   const CollectiveKind kind = operations[0].kind;
   if (runs_at_once(mode)) {
-    run_here(row_of(kind).title.data(), [&](Communicator& communicator, CallerThread thread) {
+    const auto body = [&](Communicator& communicator, CallerThread thread) {
       for (size_t i = 0; i < operations.size(); ++i) {
         run_on_cpu(operations[i], calls[i], communicator, thread);
       }
-    });
+    };
+    run_here(row_of(kind).title.data(), [&] { return results_of(operations); }, body);
     return {};
   }
   std::vector<OwnedOperation> owned(operations.begin(), operations.end());
-  std::vector<at::Tensor> results;
-  for (const OwnedOperation& operation : owned) {
-    results.insert(results.end(), operation.outputs().begin(), operation.outputs().end());
-  }
-  return enqueue(mode, kind, std::move(results),
+  return enqueue(mode, kind, results_of(operations),
                  [owned = std::move(owned), calls = std::move(calls)](Communicator& communicator,
                                                                       CallerThread thread) {
                    for (size_t i = 0; i < owned.size(); ++i) {
@@ -106,7 +116,7 @@ WorkRef CpuCollectives::reduce_bucket(const BucketTensors& tensors, const Bucket
     run_reduce_bucket(communicator, tensors, call, thread);
   };
   if (!runs_at_once(mode)) return enqueue(mode, call.kind, {tensors.bucket}, body);
-  run_here(row_of(call.kind).title.data(), body);
+  run_here(row_of(call.kind).title.data(), [&] { return std::vector{tensors.bucket}; }, body);
   return {};
 }
 
@@ -117,7 +127,7 @@ WorkRef CpuCollectives::all_reduce_sparse(const at::Tensor& tensor, Launch mode)
   };
   const CollectiveKind kind = CollectiveKind::kAllReduce;
   if (!runs_at_once(mode)) return enqueue(mode, kind, {tensor}, body);
-  run_here(row_of(kind).title.data(), body);
+  run_here(row_of(kind).title.data(), [&] { return std::vector{tensor}; }, body);
   return {};
 }
 
@@ -142,7 +152,9 @@ WorkRef CpuCollectives::request(Direction direction, const at::Tensor& tensor, i
 
 void CpuCollectives::run_in_turn(const char* title, std::function<void(CallerThread)> task) {
   const auto body = [task = std::move(task)](Communicator&, CallerThread thread) { task(thread); };
-  if (runs_at_once(Launch::kBlocking)) return run_here(title, body);
+  if (runs_at_once(Launch::kBlocking)) {
+    return run_here(title, [] { return std::vector<at::Tensor>(); }, body);
+  }
   enqueue(Launch::kBlocking, CollectiveKind::kBarrier, {}, body);
 }
 

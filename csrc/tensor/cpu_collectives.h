@@ -51,9 +51,9 @@ class CpuCollectives final : public Collectives {
   WorkRef request(Direction direction, const at::Tensor& tensor, int peer, int64_t tag,
                   Launch mode);
   bool runs_at_once(Launch mode) const { return mode == Launch::kBlocking && queue_.is_idle(); }
-  // Runs body(communicator, thread) in this thread.
-  template <typename Body>
-  void run_here(const char* title, const Body& body);
+  // Runs body(communicator, thread) in this thread. A profiler shows the sizes of results().
+  template <typename Results, typename Body>
+  void run_here(const char* title, const Results& results, const Body& body);
   // Runs body(communicator, thread) on a progress thread. results: of the work.
   template <typename Body>
   WorkRef enqueue(Launch mode, CollectiveKind kind, std::vector<at::Tensor> results, Body body);

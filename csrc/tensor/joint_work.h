@@ -42,6 +42,13 @@ class JointWork final : public ::c10d::Work {
     return true;
   }
 
+  // The calls start together, so the longest lasts until all are done.
+  float getDuration() const override {
+    float longest_ms = 0;
+    for (const WorkPtr& work : works_) longest_ms = std::max(longest_ms, work->getDuration());
+    return longest_ms;
+  }
+
   std::vector<at::Tensor> result() override {
     std::vector<at::Tensor> results;
     for (const WorkPtr& work : works_) {

@@ -35,7 +35,6 @@ class OwnedOperation {
  public:
   explicit OwnedOperation(const Operation& operation);
   Operation view() const;
-  const std::vector<at::Tensor>& outputs() const { return outputs_; }
 
  private:
   Operation operation_;  // its references are stale

@@ -5,6 +5,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
+#include <c10/core/InferenceMode.h>
 
 #include <vector>
 
@@ -38,6 +39,7 @@ void check_sparse(const at::Tensor& tensor) {
 }
 
 void all_reduce_sparse(const at::Tensor& tensor, Communicator& communicator, CallerThread thread) {
+  const c10::InferenceMode as_caller(tensor.is_inference());  // as in Packed::unpack()
   const at::NoGradGuard no_grad;
   const auto num_ranks = static_cast<size_t>(communicator.world_size());
   const at::Tensor own = tensor.coalesce();

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <optional>
@@ -196,6 +197,9 @@ Packed::Packed(const at::Tensor& tensor, Content content, std::optional<double> 
 
 void Packed::unpack() const {
   if (!packed_.defined()) return;
+  // Inference mode is the caller's, and this may be another thread. It comes first, since to leave
+  // it turns gradients on.
+  const c10::InferenceMode as_caller(tensor_.is_inference());
   const at::NoGradGuard no_grad;
   tensor_.copy_(packed_);
 }

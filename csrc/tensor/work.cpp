@@ -39,16 +39,21 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::hook_future() {
 HostWork::HostWork(int rank, ::c10d::OpType op_type, const char* title,
                    std::vector<at::Tensor> tensors, std::function<void()> check_interrupt)
     : Work(rank, op_type, title, std::move(tensors)),
-      check_interrupt_(std::move(check_interrupt)) {}
+      check_interrupt_(std::move(check_interrupt)),
+      called_(Clock::now()) {}
 
 c10::intrusive_ptr<Work> HostWork::completed(int rank, ::c10d::OpType op_type,
-                                             std::vector<at::Tensor> tensors) {
+                                             std::vector<at::Tensor> tensors,
+                                             std::optional<Clock::time_point> called) {
   auto work = c10::make_intrusive<HostWork>(rank, op_type, nullptr, std::move(tensors), nullptr);
+  work->called_ = called;
+  work->ended_ = Clock::now();
   work->completed_ = true;  // no other thread has seen it yet
   return work;
 }
 
 void HostWork::complete(std::exception_ptr exception) {
+  ended_ = Clock::now();
   finish(exception);
   // Outside the lock: a future's callbacks may call back into this work.
   std::vector<Pending> futures;
@@ -74,6 +79,13 @@ bool HostWork::wait(std::chrono::milliseconds timeout) {
   }
   if (exception_) std::rethrow_exception(exception_);
   return true;
+}
+
+float HostWork::getDuration() const {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(completed_, "rota: Work._get_duration() of a call that is not done; wait for it");
+  TORCH_CHECK(called_, "rota: the duration of this call is unknown; call it with async_op=True");
+  return std::chrono::duration<float, std::milli>(ended_ - *called_).count();
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> HostWork::make_future(c10::TypePtr type,

@@ -4,8 +4,10 @@
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <chrono>
 #include <exception>
 #include <functional>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -23,9 +25,9 @@ class Work : public ::c10d::Work {
   std::vector<at::Tensor> result() final { return tensors_; }
 
  protected:
-  // tensors: the value of its futures, before and after it is done.
+  // tensors: the value of its futures, before and after it is done; a profiler shows their sizes.
   Work(int rank, ::c10d::OpType op_type, const char* title, std::vector<at::Tensor> tensors)
-      : ::c10d::Work(rank, op_type, title), tensors_(std::move(tensors)) {}
+      : ::c10d::Work(rank, op_type, title, tensors), tensors_(std::move(tensors)) {}
 
   // Returns a future that holds `value` once this work is done.
   virtual c10::intrusive_ptr<c10::ivalue::Future> make_future(c10::TypePtr type,
@@ -37,12 +39,16 @@ class Work : public ::c10d::Work {
 // Work that a thread of this host completes.
 class HostWork : public Work {
  public:
+  using Clock = std::chrono::steady_clock;
+
   HostWork(int rank, ::c10d::OpType op_type, const char* title, std::vector<at::Tensor> tensors,
            std::function<void()> check_interrupt);
 
   // For calls that have blocked until done, or have queued their work on the GPU's current stream.
+  // called: when the call began; none: its duration is unknown.
   static c10::intrusive_ptr<Work> completed(int rank, ::c10d::OpType op_type,
-                                            std::vector<at::Tensor> tensors);
+                                            std::vector<at::Tensor> tensors,
+                                            std::optional<Clock::time_point> called = {});
 
   // Completes the work, with an error if there is an exception. Call once.
   void complete(std::exception_ptr exception);
@@ -51,11 +57,17 @@ class HostWork : public Work {
   // unless that is kNoTimeout. Ctrl-C interrupts the wait; the collective goes on in either case.
   bool wait(std::chrono::milliseconds timeout) override;
 
+  // In milliseconds, from the call to its end: includes the wait for other ranks and for earlier
+  // calls. Throws if the work is not done.
+  float getDuration() const override;
+
  private:
   c10::intrusive_ptr<c10::ivalue::Future> make_future(c10::TypePtr type,
                                                       c10::IValue value) override;
 
   std::function<void()> check_interrupt_;
+  std::optional<Clock::time_point> called_;
+  Clock::time_point ended_;  // set before completed_
 
   struct Pending {
     c10::intrusive_ptr<c10::ivalue::Future> future;

@@ -3,9 +3,9 @@
 Importing it registers the torch.distributed backend "rota". See README.md.
 """
 
+import rota_autoload
 from rota import amp, errors, ops  # noqa: F401  (rota._C looks its exceptions up in errors)
 from rota.backend import BackendOptions
-from rota.backend import register as _register_backend
 from rota.clipping import clip_grad_norm_
 from rota.communicator import Communicator
 from rota.errors import Mismatch, PeerFailed, RotaError, Timeout, TransportError
@@ -36,4 +36,4 @@ __all__ = [
     "ops",
 ]
 
-_register_backend()
+rota_autoload.register()

@@ -1,4 +1,4 @@
-"""Registers the torch.distributed backend "rota"."""
+"""Makes groups of the torch.distributed backend "rota", which rota_autoload registers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,22 @@ class BackendOptions(_C.BackendOptions):
         super().__init__(dist.default_pg_timeout, slot_bytes, wire_dtype)
 
 
-def _create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGroupRota:
+def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGroupRota:
+    """Makes a group's backend.
+
+    Args:
+        options: the group's, from torch.
+        given: what the user passed as pg_options.
+
+    Raises:
+        TypeError: `given` is of another backend.
+        NotImplementedError: torch is asked for a group whose members may change.
+    """
+    if getattr(options, "enable_reconfigure", False):  # from torch 2.15 on
+        raise NotImplementedError(
+            "rota: enable_reconfigure is True, but a group of rota cannot change its members; "
+            "leave it out, and make a new group when members change"
+        )
     timeout = options.timeout
     if given is None:
         given = BackendOptions()
@@ -66,8 +81,3 @@ def _create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGro
     return _C.ProcessGroupRota(
         options.store, options.group_rank, options.group_size, own, make_nccl
     )
-
-
-def register() -> None:
-    """Registers `dist.init_process_group("rota")`, for CPU and CUDA tensors."""
-    dist.Backend.register_backend("rota", _create, extended_api=True, devices=["cpu", "cuda"])

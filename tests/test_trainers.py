@@ -1,0 +1,64 @@
+"""The recipes of docs/trainers.md, run with torchrun on rota and on Gloo: equal losses.
+
+`make trainers` installs the trainers; without them only the recipe of torch alone runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "examples" / "trainers"
+PAGE = ROOT / "docs" / "trainers.md"
+# Each recipe with the package that it needs.
+PACKAGES = {
+    "plain": "torch",
+    "lightning_ddp": "lightning",
+    "accelerate_loop": "accelerate",
+    "hf_trainer": "transformers",
+    "deepspeed_zero": "deepspeed",
+}
+LIMIT_S = 300  # DeepSpeed compiles an operator of its own at its first use
+
+
+def losses_on(backend: str, recipe: str) -> dict[int, str]:
+    """What each rank reports, by rank."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, "--nproc-per-node=2", str(RECIPES / f"{recipe}.py"), backend]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = re.findall(rf"^{backend} rank (\d) losses \[(.+)\]$", done.stdout, re.MULTILINE)
+    assert len(lines) == 2, done.stdout
+    return {int(rank): losses for rank, losses in lines}
+
+
+@pytest.mark.parametrize("recipe", PACKAGES)
+def test_recipe_on_rota_has_the_losses_of_gloo(recipe: str) -> None:
+    package = PACKAGES[recipe]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed; `make trainers` installs it")
+    on_rota = losses_on("rota", recipe)
+    assert on_rota == losses_on("gloo", recipe)
+    assert all(len(losses.split(",")) == 8 for losses in on_rota.values())
+
+
+def test_page_quotes_every_recipe() -> None:
+    """A block that starts with the name of a recipe is made of lines of that recipe, in order."""
+    text = PAGE.read_text()
+    blocks = re.findall(r"^```python recipe\n# (.+?)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert {Path(name).stem for name, _ in blocks} == set(PACKAGES)
+    for name, code in blocks:
+        lines = iter((ROOT / name).read_text().splitlines())
+        for line in code.splitlines():
+            assert line in ("", "...") or line in lines, f"{name}: {line}"
+
+
+def test_every_recipe_has_a_test() -> None:
+    names = {path.stem for path in RECIPES.glob("*.py")} - {"task"}
+    assert names == set(PACKAGES)

@@ -1,0 +1,265 @@
+"""What backends of third parties are known to get wrong, each with the thread that reports it.
+
+Rows that other tests cover:
+- split_group, coalescing, get_error, set_timeout: test_backend_methods.py
+- coalesced send and recv, pipelines that pop one work of many (pytorch#132644, pytorch#152938):
+  test_backend_methods.py, test_training_stacks.py
+- tags (pytorch#109401), both ranks send first: test_send_recv.py
+- who shares a host (ROTA_HOST_ID): test_init.py; two groups over one store: test_backend.py
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import rota.backend
+from ranks import Rank, Ranks, error_of, run_ranks
+
+CPU = torch.device("cpu")
+LONG = 300_000  # elements of float32: more than a link holds
+
+
+def default_group() -> Any:
+    return dist.group.WORLD
+
+
+def reduced(value: float, group: Any = None) -> float:
+    dist.all_reduce(tensor := torch.full((3,), value), group=group)
+    return tensor[-1].item()
+
+
+def nest_meshes(rank: Rank) -> list[float]:
+    rank.init()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    inner = mesh["inner"]._unflatten(0, (2, 1), ("left", "right"))
+    # torch binds and splits groups only where there is a GPU, so this process claims to have one.
+    torch.accelerator.is_available = lambda: True
+    torch.accelerator.current_accelerator = lambda: CPU  # type: ignore[assignment]
+    default_group().bound_device_id = torch.device("cuda:0")
+    half = dist.split_group(split_ranks=[[0, 1], [2, 3]])
+    half.bound_device_id = torch.device("cuda:0")
+    alone = dist.split_group(half, split_ranks=[[0], [1]])
+    groups = [
+        mesh["outer"].get_group(),
+        mesh["inner"].get_group(),
+        mesh["outer", "inner"]._flatten("all").get_group(),
+        inner["left"].get_group(),
+        inner["right"].get_group(),
+        half,
+        alone,
+    ]
+    return [reduced(float(rank.rank), group) for group in groups]
+
+
+def test_nested_mesh_of_a_group_with_a_bound_device_splits() -> None:
+    """pytorch#186548"""
+    assert run_ranks(4, nest_meshes) == [
+        [2.0, 1.0, 6.0, 1.0, 0.0, 1.0, 0.0],
+        [4.0, 1.0, 6.0, 1.0, 1.0, 1.0, 1.0],
+        [2.0, 5.0, 6.0, 5.0, 2.0, 5.0, 2.0],
+        [4.0, 5.0, 6.0, 5.0, 3.0, 5.0, 3.0],
+    ]
+
+
+def call_inherited(rank: Rank) -> list[tuple[str, str]]:
+    rank.init()
+    group = default_group()
+    backend = group._get_backend(CPU)
+    assert backend.options.backend == "rota"
+    group.set_timeout(timedelta(seconds=7))
+    assert backend.options._timeout == timedelta(seconds=7)
+    assert backend.get_error().name == "SUCCESS"
+    calls: list[Callable[[], object]] = [
+        backend.suspend,
+        backend.resume,
+        backend.memory_stats,
+        lambda: backend.shrink([1]),
+        lambda: backend.mem_allocator,
+        lambda: group._register_on_completion_hook(print),
+    ]
+    errors = [error_of(call) for call in calls]
+    assert reduced(1.0) == 2.0  # the group still works
+    return errors
+
+
+def test_methods_that_rota_lacks_raise_and_name_it() -> None:
+    """torch-xpu-ops#5385, #2659, #5071, #3305, #3376"""
+    for errors in run_ranks(2, call_inherited):
+        for kind, text in errors:
+            assert kind == "RuntimeError" and "rota" in text, text
+
+
+def end_group(rank: Rank, method: str) -> tuple[str, str]:
+    rank.init()
+    backend = default_group()._get_backend(CPU)
+    assert reduced(1.0) == 2.0
+    if method == "abort" and rank.rank == 1:  # one rank's abort ends the wait of the other
+        return error_of(lambda: reduced(1.0))
+    getattr(backend, method)()
+    return error_of(lambda: reduced(1.0))
+
+
+@pytest.mark.parametrize("method", ["abort", "shutdown"])
+def test_call_after_abort_or_shutdown_raises(method: str) -> None:
+    """torch-xpu-ops#5385"""
+    expected = {"abort": "rank 0 aborted", "shutdown": "closed"}[method]
+    for kind, text in run_ranks(2, end_group, method):
+        assert kind in ("RotaError", "PeerFailed") and expected in text, text
+
+
+def test_enable_reconfigure_is_refused() -> None:
+    """torch-xpu-ops#5409; torch has the option from 2.15 on"""
+    options: Any = SimpleNamespace(enable_reconfigure=True)
+    with pytest.raises(NotImplementedError, match="rota: enable_reconfigure is True"):
+        rota.backend.create(options, None)
+
+
+def exchange(rank: Rank, recv_first: bool) -> None:
+    rank.init()
+    peer = 1 - rank.rank
+    for number in range(3):
+        sent = torch.full((LONG,), float(10 * number + rank.rank))
+        output = torch.zeros(LONG)
+        operations = [
+            lambda output=output: dist.irecv(output, peer),
+            lambda sent=sent: dist.isend(sent, peer),
+        ]
+        works = [start() for start in (operations if recv_first else reversed(operations))]
+        for work in works:
+            work.wait(timedelta(seconds=20))
+        assert output.eq(10 * number + peer).all()
+    # Listed together, the recv first.
+    output = torch.zeros(LONG)
+    batch = [dist.P2POp(dist.irecv, output, peer), dist.P2POp(dist.isend, sent, peer)]
+    for work in dist.batch_isend_irecv(batch if recv_first else batch[::-1]):
+        work.wait(timedelta(seconds=20))
+    assert output.eq(20 + peer).all()
+
+
+@pytest.mark.parametrize("recv_first", [True, False], ids=["recv-first", "send-first"])
+def test_same_order_of_send_and_recv_on_both_ranks_does_not_hang(recv_first: bool) -> None:
+    """torchcomms#2885 and torchcomms#2992, with messages that do not fit a link"""
+    run_ranks(2, exchange, recv_first)
+
+
+def reduce_wrongly(rank: Rank) -> list[tuple[str, str]]:
+    rank.init()
+    whole = torch.tensor([1.0, 3.0]) + 2 * rank.rank
+    dist.reduce_scatter_tensor(part := torch.zeros(1), whole, dist.ReduceOp.AVG)
+    assert part.item() == 2.0 + 2 * rank.rank, "an average, not the sum"
+    integers, floats = torch.ones(2, dtype=torch.int32), torch.ones(2)
+    return [
+        error_of(lambda: dist.all_reduce(integers, dist.ReduceOp.AVG)),
+        error_of(lambda: dist.all_reduce(floats, dist.ReduceOp.BAND)),
+        error_of(lambda: dist.reduce(floats, 0, dist.ReduceOp.BXOR)),
+    ]
+
+
+def test_reduce_op_that_is_not_supported_raises() -> None:
+    """pytorch#162338, pytorch#192281"""
+    for errors in run_ranks(2, reduce_wrongly):
+        for kind, text in errors:
+            assert kind in ("ValueError", "TypeError") and "rota." in text, (kind, text)
+
+
+def infer(rank: Rank) -> None:
+    """Strided tensors, which the thread that does the work copies back."""
+    rank.init()
+    peer = 1 - rank.rank
+    with torch.inference_mode():
+        tensor = torch.full((4, 6), float(rank.rank + 1))
+        dist.all_reduce(tensor[:, ::2], async_op=True).wait()
+        dist.all_reduce(tensor[:, ::2])
+        sparse = torch.eye(3).to_sparse()
+        dist.all_reduce(sparse, async_op=True).wait()
+        assert torch.equal(sparse.to_dense(), 2 * torch.eye(3))
+        assert tensor[:, ::2].eq(6).all() and tensor[:, 1::2].eq(rank.rank + 1).all()
+        outputs = torch.zeros(2, 4, 6)
+        parts = [outputs[number, :, ::2] for number in range(2)]
+        dist.all_gather(parts, torch.full((4, 3), float(rank.rank)), async_op=True).wait()
+        assert outputs[1, :, ::2].eq(1).all()
+        works = [dist.irecv(tensor[:, ::2], peer), dist.isend(outputs[rank.rank, :, ::2], peer)]
+        for work in works:
+            work.wait()
+        assert tensor[:, ::2].eq(peer).all()
+
+
+def test_inference_mode_reaches_the_threads_that_write_results() -> None:
+    """pytorch#86830"""
+    run_ranks(2, infer)
+
+
+def use_two_backends(rank: Rank) -> list[Any]:
+    rank.init("cpu:rota,cuda:gloo")  # stands for NCCL, which makes no group without a GPU
+    group = default_group()
+    assert group._get_backend(CPU).name() == "rota"
+    gathered: list[Any] = [None] * 2
+    dist.all_gather_object(gathered, rank.rank)
+    sent = [f"from {rank.rank}"]
+    dist.broadcast_object_list(sent, 1)
+    scattered: list[Any] = [None]
+    dist.scatter_object_list(scattered, ["a", "b"] if rank.rank == 0 else None, 0)
+    dist.barrier()
+    subgroup = dist.new_group([0, 1])
+    results = [gathered, sent, scattered, reduced(1.0), reduced(2.0, subgroup)]
+    assert group._get_backend(CPU)._get_sequence_number_for_group() > 5
+    dist.destroy_process_group()
+    return results
+
+
+def test_group_of_rota_and_another_backend_runs_cpu_tensors_and_objects_on_rota() -> None:
+    """pytorch#187467"""
+    expected = [[0, 1], ["from 1"], ["a"], 2.0, 4.0]
+    assert run_ranks(2, use_two_backends) == [expected, [*expected[:2], ["b"], *expected[3:]]]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so the group can be made")
+def test_rota_beside_nccl_without_a_gpu_raises_torchs_error() -> None:
+    kind, text = run_ranks(1, init_with_nccl)[0]
+    assert kind in ("RuntimeError", "ValueError") and "NCCL" in text, text
+
+
+def init_with_nccl(rank: Rank) -> tuple[str, str]:
+    return error_of(lambda: rank.init("cpu:rota,cuda:nccl"))
+
+
+def reduce_often(rank: Rank) -> float:
+    rank.init()
+    rank.tell()
+    rank.hear()
+    return [reduced(float(rank.rank + 1)) for _ in range(50)][-1]
+
+
+@pytest.mark.parametrize("local_world_size", ["1", "2", "16"])
+def test_local_world_size_does_not_say_who_shares_a_host(local_world_size: str) -> None:
+    """gloo#458"""
+    env = {"LOCAL_WORLD_SIZE": local_world_size, "LOCAL_RANK": "0"}
+    assert run_ranks(2, reduced_once, env=env) == [3.0, 3.0]
+
+
+def reduced_once(rank: Rank) -> float:
+    rank.init()
+    return reduced(float(rank.rank + 1))
+
+
+def test_two_jobs_at_once_share_no_memory() -> None:
+    """vllm#33628, vllm#34169, vllm#40150; both have the same names of groups and the same ranks"""
+    names = set(os.listdir("/dev/shm"))
+    with Ranks(2, reduce_often) as first, Ranks(3, reduce_often) as second:
+        jobs = [(first, number) for number in range(2)] + [(second, number) for number in range(3)]
+        for job, number in jobs:
+            job.hear(number)
+        assert not [name for name in set(os.listdir("/dev/shm")) - names if "rota" in name]
+        for job, number in jobs:
+            job.tell(number)
+        assert first.results() == [3.0] * 2
+        assert second.results() == [6.0] * 3
