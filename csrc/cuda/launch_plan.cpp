@@ -287,7 +287,7 @@ Kernel kernel_for(schedule::Algorithm algorithm) {
 }
 
 bool is_packed(const Call& call) {
-  return call.kind == CollectiveKind::kReduceBucket ||
+  return call.kind == CollectiveKind::kReduceBucket || call.encodes_parts() ||
          (call.kind == CollectiveKind::kAllReduce && call.wire != WireFormat{call.dtype});
 }
 
