@@ -576,7 +576,8 @@ def check_errors_of_calls(rank: Rank) -> None:
     with pytest.raises(ValueError, match=r"AllGather: group is on the backend 'gloo' .* 'rota'"):
         model(batch(0, rank.rank))  # type: ignore[operator]
 
-    mixed = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()))
+    frozen = nn.Linear(2, 2).bfloat16().requires_grad_(False)
+    mixed = fully_shard(nn.Sequential(nn.Linear(2, 2), frozen))
     rota.fsdp.use(mixed, parameter_wire_dtype=torch.bfloat16)
     with pytest.raises(TypeError, match=r"input_tensor is torch\.uint8, expected floats"):
         mixed(torch.ones(1, 2))
