@@ -264,7 +264,7 @@ def test_buffers_are_read_in_place_and_used_again() -> None:
     first = comm.allocate((1000, 3), dtype=torch.float32, device=cpu)
     assert first.shape == (1000, 3) and first.is_contiguous()
     assert first.data_ptr() in heap_range()
-    view = first[10:]
+    view = first.fill_(7)[10:]
     address = first.data_ptr()
     del first
     second = comm.allocate((3000,), dtype=torch.float32, device=cpu)
@@ -272,6 +272,7 @@ def test_buffers_are_read_in_place_and_used_again() -> None:
     del view
     third = comm.allocate((6000,), dtype=torch.bfloat16, device=cpu)
     assert third.data_ptr() == address and third.dtype == torch.bfloat16
+    assert third.count_nonzero() > 0  # new memory would be zeroes
     assert comm.allocate((0,), dtype=torch.float32, device=cpu).shape == (0,)
     before = heap_bytes()
     del comm, second, third

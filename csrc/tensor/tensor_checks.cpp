@@ -17,31 +17,45 @@
 namespace rota::tensors {
 namespace {
 
-// Torch's dtypes that rota knows; torch's enum grows with every release.
-constexpr std::pair<at::ScalarType, DType> kDTypes[] = {
-    {at::kFloat, DType::kFloat32},
-    {at::kDouble, DType::kFloat64},
-    {at::kHalf, DType::kFloat16},
-    {at::kBFloat16, DType::kBFloat16},
-    {at::kByte, DType::kUInt8},
-    {at::kChar, DType::kInt8},
-    {at::kShort, DType::kInt16},
-    {at::kInt, DType::kInt32},
-    {at::kLong, DType::kInt64},
-    {at::kBool, DType::kBool},
-    {at::kUInt16, DType::kUInt16},
-    {at::kUInt32, DType::kUInt32},
-    {at::kUInt64, DType::kUInt64},
-    {at::kComplexFloat, DType::kComplex64},
-    {at::kComplexDouble, DType::kComplex128},
-    {at::kFloat8_e4m3fn, DType::kFloat8E4M3},
-    {at::kFloat8_e5m2, DType::kFloat8E5M2},
-};
-
 std::optional<DType> find_dtype(at::ScalarType dtype) {
-  const auto* found =
-      std::ranges::find(kDTypes, dtype, [](const auto& pair) { return pair.first; });
-  return found == std::end(kDTypes) ? std::nullopt : std::optional(found->second);
+  switch (dtype) {
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kDouble:
+      return DType::kFloat64;
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kByte:
+      return DType::kUInt8;
+    case at::kChar:
+      return DType::kInt8;
+    case at::kShort:
+      return DType::kInt16;
+    case at::kInt:
+      return DType::kInt32;
+    case at::kLong:
+      return DType::kInt64;
+    case at::kBool:
+      return DType::kBool;
+    case at::kUInt16:
+      return DType::kUInt16;
+    case at::kUInt32:
+      return DType::kUInt32;
+    case at::kUInt64:
+      return DType::kUInt64;
+    case at::kComplexFloat:
+      return DType::kComplex64;
+    case at::kComplexDouble:
+      return DType::kComplex128;
+    case at::kFloat8_e4m3fn:
+      return DType::kFloat8E4M3;
+    case at::kFloat8_e5m2:
+      return DType::kFloat8E5M2;
+    default:  // torch's enum grows with every release
+      return std::nullopt;
+  }
 }
 
 // Whether no two elements can share memory: with dimensions sorted by stride, each stride covers
@@ -103,10 +117,6 @@ DType reducible_dtype(at::ScalarType dtype, std::string_view collective, std::st
 
 DType bucket_dtype(const at::Tensor& bucket) {
   return known_dtype(bucket.scalar_type(), "reduce_bucket", "the bucket's dtype", is_bucket_dtype);
-}
-
-at::ScalarType torch_dtype(DType dtype) {
-  return std::ranges::find(kDTypes, dtype, [](const auto& pair) { return pair.second; })->first;
 }
 
 DType movable_dtype(const at::Tensor& tensor, std::string_view collective) {

@@ -24,7 +24,6 @@ DType reducible_dtype(at::ScalarType dtype, std::string_view collective,
 DType bucket_dtype(const at::Tensor& bucket);
 // The same for collectives that only move bytes.
 DType movable_dtype(const at::Tensor& tensor, std::string_view collective);
-at::ScalarType torch_dtype(DType dtype);
 
 // Elements per block of a block-scaled wire dtype; throws PythonError for a dtype without scales.
 uint32_t block_elems(at::ScalarType wire_dtype);

@@ -345,19 +345,36 @@ void CudaCollectives::run_reduce_scatter(const Operation& operation, const Call&
     for (const at::Tensor& part : operation.inputs) parts.push_back(part.reshape({-1}));
     input = at::cat(parts);
   }
-  if (operation.premul_factor) input = input.mul(*operation.premul_factor);
-  const bool is_rounded = call.wire.dtype != call.dtype;
-  if (is_rounded) input = input.to(torch_dtype(call.wire.dtype));
-  if (communicator_->world_size() == 1) {
-    output.copy_(input.reshape(output.sizes()));
+  const bool is_packed = cuda::is_packed(call);
+  if (communicator_->world_size() == 1 && !is_packed) {
+    output.copy_(input.reshape(output.sizes()).mul(operation.premul_factor.value_or(1)));
     return;
   }
-  const Packed packed_input(input, Packed::Content::kRead);
-  const at::Tensor sums = is_rounded ? at::empty(output.sizes(), input.options()) : output;
-  const Packed packed_output(sums, Packed::Content::kOverwritten);
-  run(call, fingerprint, packed_input.data(), packed_output.data());
+  const Packed packed_input(input, Packed::Content::kRead, operation.premul_factor);
+  const Packed packed_output(output, Packed::Content::kOverwritten);
+  if (is_packed) {
+    run_packed_reduce_scatter(call, fingerprint, packed_input.data(), packed_output.data());
+  } else {
+    run(call, fingerprint, packed_input.data(), packed_output.data());
+  }
   packed_output.unpack();
-  if (is_rounded) output.copy_(sums);
+}
+
+// Without scales the wire buffer is the input, element by element, and only its end is padded.
+void CudaCollectives::run_packed_reduce_scatter(const Call& call, uint64_t fingerprint, void* input,
+                                                void* output) {
+  if (call.num_elems == 0) return;
+  const int world_size = communicator_->world_size();
+  Call whole = call;
+  whole.num_elems *= static_cast<uint64_t>(world_size);
+  const BucketMemory memory(device_, num_tiles_of(whole), call.wire);
+  launch_pack(whole, memory, input, nullptr);
+  if (world_size == 1) return launch_unpack(call, memory, memory.wire, output, memory.stats);
+  const size_t part_bytes = call.wire.payload_bytes(num_tiles_of(call) * kTileElems);
+  const at::Tensor sums = at::empty({static_cast<int64_t>(part_bytes)}, memory.whole.options());
+  auto* wire = static_cast<std::byte*>(sums.data_ptr());
+  run(call, fingerprint, memory.wire, wire);
+  launch_unpack(call, memory, wire, output, memory.stats);
 }
 
 bool CudaCollectives::has_transfers() const {

@@ -70,6 +70,7 @@ class CudaCollectives final : public Collectives {
   // Packs this rank's part into the call's wire format, gathers what is packed and unpacks it all.
   void run_encoded_all_gather(const Operation& operation, const Call& call);
   void run_reduce_scatter(const Operation& operation, const Call& call);
+  void run_packed_reduce_scatter(const Call& call, uint64_t fingerprint, void* input, void* output);
 
   std::shared_ptr<Communicator> communicator_;
   at::Device device_;
