@@ -7,7 +7,8 @@ Shards the demo's GPT, each block on its own, and trains it on the CPU. As in be
 all variants run in one job and take turns in blocks of a few steps, and a step's time is that of
 its slowest rank. Communication is a variant's median step minus that of a variant whose collectives
 do nothing, on buffers that are made once; so it includes the waits for the slower rank, and the
-pages of FSDP's own buffers. The last line of the output is JSON.
+pages of FSDP's own buffers. Where other programs keep the cores busy, the medians are noise; the
+CPU time of a step, on the rank that takes the most, then says more. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -118,16 +119,30 @@ def train_in_turns(args: Any, console: Console) -> dict[str, demo.Run]:
     return runs
 
 
-def slowest_rank_ms(run: demo.Run) -> list[float]:
-    """Each step's time on its slowest rank, without the first block; the same on all ranks."""
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, run.step_ms)
-    return [max(times) for times in zip(*of_ranks, strict=True)][demo.BLOCK_STEPS :]
+@dataclass
+class Result:
+    """All ranks' measurements of one variant."""
+
+    step_ms: list[float]  # of each step's slowest rank, without the first block
+    cpu_ms: float  # of a step, on average
+    last_loss: float  # bits per byte, on this rank's batch
+
+    @classmethod
+    def of(cls, run: demo.Run) -> Result:
+        """Collective; the times are the same on every rank."""
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, (run.step_ms, run.cpu_ms))
+        step_ms, cpu_ms = zip(*of_ranks, strict=True)
+        return cls(
+            [max(times) for times in zip(*step_ms, strict=True)][demo.BLOCK_STEPS :],
+            max(cpu_ms) / len(run.step_ms),
+            run.losses[-1],
+        )
 
 
-def summarize(step_ms: dict[str, list[float]], losses: dict[str, float]) -> list[dict[str, Any]]:
+def summarize(results: dict[str, Result]) -> list[dict[str, Any]]:
     """One row per variant: its median step, and its communication compared with Gloo's."""
-    median = {name: statistics.median(times) for name, times in step_ms.items()}
+    median = {name: statistics.median(result.step_ms) for name, result in results.items()}
     cost = {name: value - median[BASE] for name, value in median.items()}
     return [
         {
@@ -137,11 +152,13 @@ def summarize(step_ms: dict[str, list[float]], losses: dict[str, float]) -> list
             "communication_ms": round(cost[name], 3),
             "share_of_step": round(cost[name] / median[name], 4),
             "share_of_gloo": round(cost[name] / cost[BASELINE], 4),
+            "cpu_ms": round(result.cpu_ms, 3),
+            "communication_cpu_ms": round(result.cpu_ms - results[BASE].cpu_ms, 3),
             # Without communication the losses mean nothing.
-            "last_loss": None if name == BASE else round(losses[name], 5),
-            "step_ms_of_all": [round(value, 2) for value in step_ms[name]],
+            "last_loss": None if name == BASE else round(result.last_loss, 5),
+            "step_ms_of_all": [round(value, 2) for value in result.step_ms],
         }
-        for name in step_ms
+        for name, result in results.items()
     ]
 
 
@@ -149,7 +166,15 @@ def print_table(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     """One line per variant."""
     table = Table(title=f"FSDP2 steps of the demo's GPT, in ms (goal: {GOAL:.0%} of Gloo's)")
     table.add_column("variant", no_wrap=True)
-    for heading in ("step", "communication", "share of step", "share of Gloo's", "last loss"):
+    for heading in (
+        "step",
+        "communication",
+        "share\nof step",
+        "share\nof Gloo's",
+        "CPU time\nof a step",
+        "of communi-\ncation",
+        "last\nloss",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         is_base = row["variant"] == BASE
@@ -159,6 +184,8 @@ def print_table(console: Console, rows: Sequence[dict[str, Any]]) -> None:
             "-" if is_base else f"{row['communication_ms']:.1f}",
             "-" if is_base else f"{row['share_of_step']:.1%}",
             "-" if is_base else f"{row['share_of_gloo']:.1%}",
+            f"{row['cpu_ms']:.1f}",
+            "-" if is_base else f"{row['communication_cpu_ms']:.1f}",
             "-" if is_base else f"{row['last_loss']:.4f}",
         )
     console.print(table)
@@ -189,8 +216,7 @@ def main() -> None:
     is_first = dist.get_rank() == 0
     run = driver.Run("fsdp", "fsdp", args.ranks, args) if is_first else None
     runs = train_in_turns(args, Console(quiet=not is_first))
-    step_ms = {name: slowest_rank_ms(one) for name, one in runs.items()}
-    rows = summarize(step_ms, {name: one.losses[-1] for name, one in runs.items()})
+    rows = summarize({name: Result.of(one) for name, one in runs.items()})
     if run is not None:
         run.write_record({"variants": rows})
         print_table(run.console, rows)
