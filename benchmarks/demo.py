@@ -32,8 +32,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
 
 import machine
 from demo_model import devices, train_gpt
@@ -78,7 +77,7 @@ class Run:
     """One variant's replica on this rank, and this rank's measurements of it by step."""
 
     model: train_gpt.GPT
-    ddp: DistributedDataParallel
+    parallel: nn.Module  # the model under DistributedDataParallel or FSDP
     optimizer: torch.optim.Optimizer
     losses: list[float] = field(default_factory=list)  # bits per byte
     step_ms: list[float] = field(default_factory=list)
@@ -108,7 +107,7 @@ def take_turn(
     for step in steps:
         batch = train_gpt.sample_batch(train, args.batch, context, (args.seed, rank, step))
         lr = train_gpt.learning_rate(step, num_steps, args.lr)
-        bits.append(train_gpt.train_step(run.ddp, run.optimizer, batch, lr))
+        bits.append(train_gpt.train_step(run.parallel, run.optimizer, batch, lr))
         timer.mark()
     run.step_ms += timer.step_ms()
     run.cpu_ms += (time.process_time() - cpu_start) * 1e3

@@ -22,6 +22,7 @@
 #include "tensor/errors.h"
 #include "tensor/gpu_classes.h"
 #include "tensor/gpu_self_test.h"
+#include "tensor/heap_pool.h"
 #include "tensor/heap_tensor.h"
 #include "tensor/options.h"
 #include "tensor/signals.h"
@@ -205,6 +206,14 @@ PYBIND11_MODULE(_C, module) {
         return with_python_errors([&] { return rota::tensors::make_heap_tensor(size, dtype); });
       },
       py::arg("size"), py::arg("dtype"));
+  py::class_<HeapPool>(module, "HeapPool")
+      .def(py::init<>())
+      .def(
+          "empty",
+          [](HeapPool& self, int64_t num_elems, at::ScalarType dtype) {
+            return with_python_errors([&] { return self.empty(num_elems, dtype); });
+          },
+          py::arg("num_elems"), py::arg("dtype"));
   module.def("block_elems", &block_elems, py::arg("wire_dtype"));
   module.def("isa", [] { return rota::cpu::element_loops().isa; });
   module.def("cuda_archs", &rota::cuda::archs);
@@ -370,6 +379,24 @@ PYBIND11_MODULE(_C, module) {
            py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("options"),
            py::arg("make_delegate"), ReleaseGil())
       .def_property_readonly("options", &ProcessGroupRota::getBackendOptions)
+      .def(
+          "all_gather_in",
+          [](ProcessGroupRota& self, at::ScalarType wire_dtype, bool block_scaling,
+             const at::Tensor& output, const at::Tensor& input, bool async_op) {
+            const auto wire = parse_wire("all_gather", wire_dtype, block_scaling);
+            return self.all_gather_in(output, input, wire, async_op);
+          },
+          py::arg("wire_dtype"), py::arg("block_scaling"), py::arg("output"), py::arg("input"),
+          py::arg("async_op"), ReleaseGil())
+      .def(
+          "reduce_scatter_in",
+          [](ProcessGroupRota& self, at::ScalarType wire_dtype, const at::Tensor& output,
+             const at::Tensor& input, const ::c10d::ReduceOp& op, bool async_op) {
+            const auto wire = parse_wire("reduce_scatter", wire_dtype, /*block_scaling=*/false);
+            return self.reduce_scatter_in(output, input, op, wire.dtype, async_op);
+          },
+          py::arg("wire_dtype"), py::arg("output"), py::arg("input"), py::arg("op"),
+          py::arg("async_op"), ReleaseGil())
       .def("get_error", &ProcessGroupRota::getError)
       // torch calls it on ranks outside of a new group if the default one is bound to a device.
       .def("perform_nocolor_split", [](ProcessGroupRota&, at::Device) {}, py::arg("device"));

@@ -261,7 +261,7 @@ def learning_rate(step: int, num_steps: int, peak: float) -> float:
 
 
 def train_step(
-    ddp: DistributedDataParallel,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batch: tuple[Tensor, Tensor],
     lr: float,
@@ -270,7 +270,7 @@ def train_step(
     for param_group in optimizer.param_groups:
         param_group["lr"] = lr
     optimizer.zero_grad()
-    loss = ddp(*batch)
+    loss: Tensor = model(*batch)
     loss.backward()
     optimizer.step()
     bits: Tensor = loss.detach() / math.log(2)

@@ -34,7 +34,9 @@ _DUMP_S = 1.0
 
 _context = multiprocessing.get_context("forkserver")
 # The first DistributedDataParallel imports torch._dynamo, which takes a second.
-_context.set_forkserver_preload(["numpy", "torch", "pytest", "rota", "torch._dynamo"])
+_context.set_forkserver_preload(
+    ["numpy", "torch", "pytest", "rota", "torch._dynamo", "torch.distributed.fsdp"]
+)
 
 
 class Rank:

@@ -143,10 +143,20 @@ ProcessGroupRota::ProcessGroupRota(const StorePtr& store, int rank, int world_si
       communicator_(TensorCommunicator::make(store, rank, world_size, options_->of_communicator())),
       delegate_(std::move(make_delegate), store, rank, world_size) {}
 
+WorkPtr ProcessGroupRota::run_own(OperationList operations, bool is_async) {
+  const auto called = HostWork::Clock::now();
+  const WorkRef work =
+      communicator_->run(operations, is_async ? Launch::kAsync : Launch::kBlocking);
+  Tensors results;
+  for (size_t i = 0; !work && i < operations.size(); ++i) {
+    results.insert(results.end(), operations[i].outputs.begin(), operations[i].outputs.end());
+  }
+  return coalesced(work_of(work, operations[0].kind, std::move(results), called));
+}
+
 template <typename OnDelegate>
 WorkPtr ProcessGroupRota::run(OperationList operations, bool is_async,
                               const OnDelegate& on_delegate) {
-  const auto called = HostWork::Clock::now();
   if (operations.empty()) return HostWork::completed(getRank(), ::c10d::OpType::UNKNOWN, {});
   const Operation& first = operations[0];
   const at::Tensor& tensor = first.any_tensor();
@@ -154,13 +164,7 @@ WorkPtr ProcessGroupRota::run(OperationList operations, bool is_async,
   if (tensor.defined() && tensor.is_cuda() && !communicator_->supports(first)) {
     return coalesced(on_delegate(delegate_.backend_for(name(first.kind))));
   }
-  const WorkRef work =
-      communicator_->run(operations, is_async ? Launch::kAsync : Launch::kBlocking);
-  Tensors results;
-  for (size_t i = 0; !work && i < operations.size(); ++i) {
-    results.insert(results.end(), operations[i].outputs.begin(), operations[i].outputs.end());
-  }
-  return coalesced(work_of(work, first.kind, std::move(results), called));
+  return run_own(operations, is_async);
 }
 
 WorkPtr ProcessGroupRota::work_of(const WorkRef& work, CollectiveKind kind, Tensors results,
@@ -269,6 +273,23 @@ WorkPtr ProcessGroupRota::_allgather_base(at::Tensor& output, at::Tensor& input,
                                           const ::c10d::AllgatherOptions& opts) {
   return run(all_gather_of(input, output), opts.asyncOp,
              [&](::c10d::Backend& other) { return other._allgather_base(output, input, opts); });
+}
+
+WorkPtr ProcessGroupRota::all_gather_in(const at::Tensor& output, const at::Tensor& input,
+                                        const WireFormat& wire, bool is_async) {
+  Operation operation = all_gather_of(input, output);
+  operation.wire = wire;
+  ++num_calls_;
+  return run_own(operation, is_async);
+}
+
+WorkPtr ProcessGroupRota::reduce_scatter_in(const at::Tensor& output, const at::Tensor& input,
+                                            const ::c10d::ReduceOp& op, DType wire_dtype,
+                                            bool is_async) {
+  Operation operation = reduce_scatter_of(input, output, reduction_of("reduce_scatter", op));
+  operation.wire = WireFormat{wire_dtype};
+  ++num_calls_;
+  return run_own(operation, is_async);
 }
 
 WorkPtr ProcessGroupRota::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,

@@ -43,6 +43,12 @@ class ProcessGroupRota final : public ::c10d::Backend {
                     const ::c10d::AllgatherOptions& opts) override;
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
                           const ::c10d::AllgatherOptions& opts) override;
+  // As _allgather_base, but each part is rounded to the wire format, on its own rank too.
+  WorkPtr all_gather_in(const at::Tensor& output, const at::Tensor& input, const WireFormat& wire,
+                        bool is_async);
+  // As _reduce_scatter_base, with contributions and sums rounded to the wire dtype once.
+  WorkPtr reduce_scatter_in(const at::Tensor& output, const at::Tensor& input,
+                            const ::c10d::ReduceOp& op, DType wire_dtype, bool is_async);
   WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                               const ::c10d::AllgatherOptions& opts) override;
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -94,8 +100,10 @@ class ProcessGroupRota final : public ::c10d::Backend {
 
  private:
   bool has_transfers_of(const Tensors& tensors) const;
-  // Runs operations of one kind, or what `on_delegate` calls on the delegate if they are of CUDA
-  // tensors that rota has no kernels for.
+  // Runs operations of one kind.
+  WorkPtr run_own(OperationList operations, bool is_async);
+  // The same, or what `on_delegate` calls on the delegate if they are of CUDA tensors that rota has
+  // no kernels for.
   template <typename OnDelegate>
   WorkPtr run(OperationList operations, bool is_async, const OnDelegate& on_delegate);
   // c10d expects a Work even from a blocking call. called: when that began.

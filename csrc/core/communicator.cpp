@@ -65,7 +65,7 @@ void Communicator::run(const Call& call, const cpu::Buffers& buffers, CallerThre
     // A late rank must see a failure even if every post that it needs is already there.
     if (const auto error = watch_.poll()) throw *error;
     cpu::Exchange exchange(*transport_, waiter_, wait_policy_, watch_, num_rounds_);
-    const cpu::Executor& executor = cpu::executor_of(call.kind);
+    const cpu::Executor& executor = cpu::executor_of(call);
     const size_t max_bytes = transport_->geometry().message_bytes;
     const std::optional<uint64_t> num_bytes =
         executor.message_bytes(call, buffers, world_size(), max_bytes);
@@ -76,10 +76,12 @@ void Communicator::run(const Call& call, const cpu::Buffers& buffers, CallerThre
       rendezvous(call);
       num_rounds_ += executor.complete(call, buffers, mailboxes, exchange);
     } else {
-      const cpu::Source source = executor.source_of(call, buffers, rank());
+      const cpu::Source source = executor.source_of(call, buffers, rank(), world_size());
       post_source(source);
       rendezvous(call);
-      const auto bytes_of = [&](int peer) { return executor.source_bytes(call, buffers, peer); };
+      const auto bytes_of = [&](int peer) {
+        return executor.source_bytes(call, buffers, peer, world_size());
+      };
       if (const auto sources = find_sources(source, bytes_of)) {
         num_rounds_ += executor.run_in_place(call, buffers, *sources, exchange);
         // A peer that gives up no longer waits until this rank has read its tensor, and may

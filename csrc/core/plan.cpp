@@ -19,6 +19,24 @@ void check_op(const Call& call) {
                                            : "; sum as integers and divide, or average as floats"));
 }
 
+void check_wire(const Call& call) {
+  const DType wire = call.wire.dtype;
+  if (wire == call.dtype || (info(call.dtype).is_floating && info(wire).is_floating &&
+                             info(wire).num_bytes <= info(call.dtype).num_bytes)) {
+    return;
+  }
+  refuse(call, ErrorKind::kType,
+         join("wire_dtype ", name(wire), " for a ", name(call.dtype),
+              " tensor; expected a floating dtype that is not wider"));
+}
+
+void check_block_scaling(const Call& call) {
+  if (!call.wire.is_block_scaled || has_block_scaling(call.wire.dtype)) return;
+  refuse(call, ErrorKind::kValue,
+         join("block_scaling with wire_dtype ", name(call.wire.dtype),
+              ", which has float32's range; use it with float16 or float8"));
+}
+
 void check_factor(const Call& call, std::string_view what, float factor) {
   if (std::isnormal(factor) && factor > 0 && std::isnormal(1 / factor)) return;
   refuse(call, ErrorKind::kValue,
@@ -38,12 +56,7 @@ Call Planner::all_reduce(DType dtype, uint64_t num_elems, const AllReduceOptions
             .num_elems = num_elems,
             .pass = {.divisor = static_cast<float>(world_size_)}};
   check_op(call);
-  if (wire != dtype && (!info(dtype).is_floating || !info(wire).is_floating ||
-                        info(wire).num_bytes > info(dtype).num_bytes)) {
-    refuse(call, ErrorKind::kType,
-           join("wire_dtype ", name(wire), " for a ", name(dtype),
-                " tensor; expected a floating dtype that is not wider"));
-  }
+  check_wire(call);
   if (options.hop && gpu_) {
     refuse(call, ErrorKind::kValue,
            "hop_dtype is given; on GPUs partial sums travel in the accumulate dtype, leave it out");
@@ -92,11 +105,7 @@ Call Planner::reduce_bucket(DType dtype, uint64_t num_elems, const BucketOptions
            join("a bucket of ", name(dtype), " with wire_dtype ", name(wire.dtype),
                 "; expected floats, and no float64 wire"));
   }
-  if (wire.is_block_scaled && !has_block_scaling(wire.dtype)) {
-    refuse(call, ErrorKind::kValue,
-           join("block_scaling with wire_dtype ", name(wire.dtype),
-                ", which has float32's range; use it with float16 or float8"));
-  }
+  check_block_scaling(call);
   check_factor(call, "contribution_factor", call.pass.contribution_factor);
   check_factor(call, "divisor", call.pass.divisor);
   check_factor(call, "result_factor", call.pass.result_factor);
@@ -105,17 +114,22 @@ Call Planner::reduce_bucket(DType dtype, uint64_t num_elems, const BucketOptions
 }
 
 Call Planner::collective(CollectiveKind kind, DType dtype, uint64_t num_elems, ReduceOp op,
-                         int root) const {
+                         int root, std::optional<WireFormat> wire) const {
   const CollectiveRow& row = row_of(kind);
   Call call{
       .kind = kind, .dtype = dtype, .root = row.has_root() ? root : 0, .num_elems = num_elems};
   check_root(kind, root);
   if (row.reduces) {
     call.op = op;
-    call.wire = {dtype};
-    call.hop = info(dtype).accumulate;
+    call.wire = wire.value_or(WireFormat{dtype});
+    call.hop = info(call.wire.dtype).accumulate;
     call.pass.divisor = static_cast<float>(world_size_);
     check_op(call);
+    check_wire(call);
+  } else if (wire && *wire != WireFormat{dtype}) {
+    call.wire = *wire;
+    check_wire(call);
+    check_block_scaling(call);
   }
   if (kind == CollectiveKind::kReduce) choose_algorithm(call, std::nullopt);
   return call;

@@ -45,9 +45,10 @@ class Planner {
   Call all_reduce(DType dtype, uint64_t num_elems, const AllReduceOptions& options) const;
   Call reduce_bucket(DType dtype, uint64_t num_elems, const BucketOptions& options) const;
   // Any other collective. num_elems: as in Call; op: of those that reduce; root: of those that have
-  // one.
+  // one; wire: of reduce_scatter (without scales) and all_gather, none: the tensor's dtype.
   Call collective(CollectiveKind kind, DType dtype, uint64_t num_elems,
-                  ReduceOp op = ReduceOp::kSum, int root = 0) const;
+                  ReduceOp op = ReduceOp::kSum, int root = 0,
+                  std::optional<WireFormat> wire = std::nullopt) const;
   void check_root(CollectiveKind kind, int root) const;
 
  private:

@@ -362,7 +362,7 @@ class AllReduceExecutor final : public Executor {
   }
 
   // A contribution that must be rounded or changed cannot be read from the tensor itself.
-  Source source_of(const Call& call, const Buffers& buffers, int) const override {
+  Source source_of(const Call& call, const Buffers& buffers, int, int) const override {
     const bool is_plain = call.kind == CollectiveKind::kAllReduce &&
                           call.algorithm == schedule::Algorithm::kTwoShot &&
                           call.wire == WireFormat{call.dtype};

@@ -48,7 +48,7 @@ class Broadcast final : public Executor {
     return 0;
   }
 
-  Source source_of(const Call& call, const Buffers& buffers, int rank) const override {
+  Source source_of(const Call& call, const Buffers& buffers, int rank, int) const override {
     if (rank != call.root) return {.kind = Source::Kind::kNothing};
     return {.kind = Source::Kind::kTensor, .tensor = buffers.data};
   }
@@ -108,11 +108,11 @@ class AllGather final : public Executor {
     return 0;
   }
 
-  Source source_of(const Call&, const Buffers& buffers, int) const override {
+  Source source_of(const Call&, const Buffers& buffers, int, int) const override {
     return {.kind = Source::Kind::kTensor, .tensor = buffers.inputs->data};
   }
 
-  uint64_t source_bytes(const Call& call, const Buffers& buffers, int peer) const override {
+  uint64_t source_bytes(const Call& call, const Buffers& buffers, int peer, int) const override {
     return bytes_of(call, buffers.outputs[peer]);
   }
 
@@ -178,7 +178,7 @@ class Gather final : public Executor {
     return 0;
   }
 
-  Source source_of(const Call& call, const Buffers& buffers, int rank) const override {
+  Source source_of(const Call& call, const Buffers& buffers, int rank, int) const override {
     if (rank == call.root) return {.kind = Source::Kind::kNothing};
     return {.kind = Source::Kind::kTensor, .tensor = buffers.inputs->data};
   }

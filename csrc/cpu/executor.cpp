@@ -7,6 +7,7 @@ const Executor& all_reduce_executor();  // also reduce_bucket and reduce
 const Executor& reduce_scatter_executor();
 const Executor& broadcast_executor();
 const Executor& all_gather_executor();
+const Executor& encoded_all_gather_executor();
 const Executor& gather_executor();
 const Executor& scatter_executor();
 const Executor& all_to_all_executor();
@@ -28,8 +29,8 @@ class Barrier final : public Executor {
 
 }  // namespace
 
-const Executor& executor_of(CollectiveKind kind) {
-  switch (kind) {
+const Executor& executor_of(const Call& call) {
+  switch (call.kind) {
     case CollectiveKind::kAllReduce:
     case CollectiveKind::kReduceBucket:
     case CollectiveKind::kReduce:
@@ -39,7 +40,7 @@ const Executor& executor_of(CollectiveKind kind) {
     case CollectiveKind::kBroadcast:
       return broadcast_executor();
     case CollectiveKind::kAllGather:
-      return all_gather_executor();
+      return call.encodes_parts() ? encoded_all_gather_executor() : all_gather_executor();
     case CollectiveKind::kGather:
       return gather_executor();
     case CollectiveKind::kScatter:

@@ -34,9 +34,12 @@ class Executor {
                             Exchange& exchange) const = 0;
 
   // What peers can read in place from this rank.
-  virtual Source source_of(const Call&, const Buffers&, int /*rank*/) const { return {}; }
+  virtual Source source_of(const Call&, const Buffers&, int /*rank*/, int /*world_size*/) const {
+    return {};
+  }
   // The size of what this rank reads there from a peer.
-  virtual uint64_t source_bytes(const Call& call, const Buffers&, int /*peer*/) const {
+  virtual uint64_t source_bytes(const Call& call, const Buffers&, int /*peer*/,
+                                int /*world_size*/) const {
     return call.num_bytes();
   }
   // Once all ranks have posted a source. No rank returns before its peers have read its tensor.
@@ -48,6 +51,6 @@ class Executor {
                               Exchange& exchange) const = 0;
 };
 
-const Executor& executor_of(CollectiveKind kind);
+const Executor& executor_of(const Call& call);
 
 }  // namespace rota::cpu

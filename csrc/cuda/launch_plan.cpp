@@ -288,8 +288,10 @@ Kernel kernel_for(schedule::Algorithm algorithm) {
 }
 
 bool is_packed(const Call& call) {
-  return call.kind == CollectiveKind::kReduceBucket ||
-         (call.kind == CollectiveKind::kAllReduce && call.wire != WireFormat{call.dtype});
+  const bool is_plain_reduction =
+      call.kind == CollectiveKind::kAllReduce || call.kind == CollectiveKind::kReduceScatter;
+  return call.kind == CollectiveKind::kReduceBucket || call.encodes_parts() ||
+         (is_plain_reduction && call.wire != WireFormat{call.dtype});
 }
 
 Rounding rounding_of(const Call& call, int stream) {
@@ -300,7 +302,8 @@ Rounding rounding_of(const Call& call, int stream) {
 
 LaunchRequest request_for(const Call& call, int world_size) {
   const auto reduction = [&](Kernel kernel, uint64_t num_elems) -> LaunchRequest {
-    const bool is_bucket = is_packed(call);
+    // Shards of a reduce_scatter are equally long, so they are not cut at tiles.
+    const bool is_bucket = is_packed(call) && kernel != Kernel::kReduceScatter;
     const uint64_t num_tiles = schedule::ceil_div(num_elems, kTileElems);
     return {.kernel = kernel,
             .num_elems = is_bucket ? num_tiles * kTileElems : num_elems,

@@ -74,6 +74,8 @@ std::string Call::to_string() const {
                  text_of(pass.divisor), " * ", text_of(pass.result_factor));
     if (pass.has_residual) text += ", residual";
     if (pass.stochastic_seed) text += join(", stochastic_seed ", *pass.stochastic_seed);
+  } else if (encodes_parts()) {
+    text += wire_text(wire);
   } else if (row.reduces) {
     if (wire.dtype != dtype) text += wire_text(wire);
     if (hop != info(wire.dtype).accumulate) text += join(", hop ", name(hop));

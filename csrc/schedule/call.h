@@ -32,9 +32,10 @@ struct BucketPass {
 struct Call {
   CollectiveKind kind;
   ReduceOp op = ReduceOp::kSum;
-  DType dtype = DType::kUInt8;     // of the tensor
-  WireFormat wire{DType::kUInt8};  // what contributions and results are rounded to
-  DType hop = DType::kUInt8;       // the dtype of partial sums in rings
+  DType dtype = DType::kUInt8;  // of the tensor
+  // What contributions and results are rounded to; where there is no arithmetic, kUInt8: bytes.
+  WireFormat wire{DType::kUInt8};
+  DType hop = DType::kUInt8;  // the dtype of partial sums in rings
   schedule::Algorithm algorithm = schedule::Algorithm::kOneShot;
   int root = 0;            // of those that have one
   int group_size = 0;      // ranks summed as a group, before groups are summed; 0: no groups
@@ -46,6 +47,10 @@ struct Call {
   bool operator==(const Call&) const = default;
 
   std::string_view kind_name() const { return name(kind); }
+  // An all_gather that encodes parts instead of copying them.
+  bool encodes_parts() const {
+    return kind == CollectiveKind::kAllGather && wire.dtype != DType::kUInt8;
+  }
   uint64_t num_bytes() const { return num_elems * info(dtype).num_bytes; }
   // "all_reduce(sum, float32[1024], two_shot)"
   std::string to_string() const;

@@ -255,7 +255,7 @@ Call plan(const Operation& operation, const Planner& planner, int rank, at::Devi
   }
 
   Call call = planner.collective(operation.kind, dtype_of(operation), 0, operation.reduction.op,
-                                 operation.root);
+                                 operation.root, operation.wire);
   const Lengths input_lengths = lengths_of(inputs, world_size);
   const Lengths output_lengths = lengths_of(outputs, world_size);
   if (row.is_input_per_rank && row.is_output_per_rank) {

@@ -51,11 +51,16 @@ AllReduceOptions parse_all_reduce_options(std::string_view op, std::string_view 
   });
 }
 
+WireFormat parse_wire(std::string_view collective, at::ScalarType wire_dtype, bool block_scaling) {
+  return with_python_errors([&]() -> WireFormat {
+    return {known_dtype(wire_dtype, collective, "wire_dtype", is_wire_dtype), block_scaling};
+  });
+}
+
 BucketOptions parse_bucket_options(at::ScalarType wire_dtype, bool block_scaling,
                                    const BucketPass& pass, std::string_view algorithm) {
   return with_python_errors([&]() -> BucketOptions {
-    return {.wire = {known_dtype(wire_dtype, "reduce_bucket", "wire_dtype", is_wire_dtype),
-                     block_scaling},
+    return {.wire = parse_wire("reduce_bucket", wire_dtype, block_scaling),
             .pass = pass,
             .algorithm = parse_algorithm("reduce_bucket", algorithm)};
   });

@@ -18,6 +18,7 @@ AllReduceOptions parse_all_reduce_options(std::string_view op, std::string_view 
                                           std::optional<at::ScalarType> wire_dtype,
                                           std::optional<at::ScalarType> hop_dtype = std::nullopt,
                                           std::optional<int64_t> group_size = std::nullopt);
+WireFormat parse_wire(std::string_view collective, at::ScalarType wire_dtype, bool block_scaling);
 BucketOptions parse_bucket_options(at::ScalarType wire_dtype, bool block_scaling,
                                    const BucketPass& pass, std::string_view algorithm);
 

@@ -3,6 +3,9 @@
 Importing it registers the torch.distributed backend "rota". See README.md.
 """
 
+import importlib
+from typing import TYPE_CHECKING
+
 import rota_autoload
 from rota import amp, errors, ops  # noqa: F401  (rota._C looks its exceptions up in errors)
 from rota.backend import BackendOptions
@@ -13,6 +16,9 @@ from rota.fused import HookState, fused_hook
 from rota.gpu import GradientBucket, LocalGroup
 from rota.hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from rota.memory import empty
+
+if TYPE_CHECKING:
+    from rota import fsdp
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,8 +38,16 @@ __all__ = [
     "clip_grad_norm_",
     "empty",
     "fp16_compress_hook",
+    "fsdp",
     "fused_hook",
     "ops",
 ]
 
 rota_autoload.register()
+
+
+def __getattr__(name: str) -> object:
+    # torch.distributed.fsdp takes long to import, and most programs do not need it.
+    if name == "fsdp":
+        return importlib.import_module("rota.fsdp")
+    raise AttributeError(f"module 'rota' has no attribute {name!r}")

@@ -13,10 +13,11 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     """A CPU tensor that collectives need not copy, because peers read it where it lies.
 
     `all_reduce` (with any op) reads it in place if the tensors of all ranks were made by this
-    function, `all_gather` if all inputs were, and `broadcast` if the root's was. Contiguous parts
-    of such tensors work, too. Results have the same bits as with other tensors; only speed and
-    memory traffic differ, for messages longer than a mailbox (64 KiB). With a wire dtype other than
-    the tensor's own, or an algorithm other than "two_shot", messages go through slots as always.
+    function, `all_gather` and `reduce_scatter` if all inputs were, and `broadcast` if the root's
+    was. Contiguous parts of such tensors work, too. Results have the same bits as with other
+    tensors; only speed and memory traffic differ, for messages longer than a mailbox (64 KiB). An
+    all_reduce with a wire dtype other than the tensor's own, or an algorithm other than "two_shot",
+    goes through slots as always.
 
     No group is needed and no other rank takes part: the memory belongs to the process, and all its
     groups can use it, including those made before. It is reserved at once, in whole pages of

@@ -54,6 +54,23 @@ void calls_are_asked_of_their_kernels() {
       planner.collective(CollectiveKind::kReduceScatter, DType::kFloat16, 10, ReduceOp::kMax));
   check(scatter.kernel == Kernel::kReduceScatter && scatter.op == ReduceOp::kMax, "reduce_scatter");
   check_equal(scatter.num_elems, uint64_t{40}, "elements of reduce_scatter");
+
+  const Call rounded =
+      planner.collective(CollectiveKind::kReduceScatter, DType::kFloat32, 10, ReduceOp::kAvg,
+                         /*root=*/0, WireFormat{DType::kBFloat16});
+  const LaunchRequest narrow_scatter = request_for(rounded);
+  check(cuda::is_packed(rounded) && !narrow_scatter.is_bucket, "equal shards of packed elements");
+  check(narrow_scatter.format == WireFormat{DType::kBFloat16}, "format of a narrow reduce_scatter");
+  check_equal(narrow_scatter.num_elems, uint64_t{40}, "elements of a narrow reduce_scatter");
+  const WireFormat blocks{DType::kFloat8E4M3, true};
+  const auto gather_in = [&](std::optional<WireFormat> wire, DType dtype) {
+    return planner.collective(CollectiveKind::kAllGather, dtype, 10, ReduceOp::kSum, 0, wire);
+  };
+  check(cuda::is_packed(gather_in(blocks, DType::kFloat32)), "a narrow all_gather");
+  check(!cuda::is_packed(gather_in(WireFormat{DType::kFloat32}, DType::kFloat32)), "its own dtype");
+  expect_error(ErrorKind::kType, [&] { gather_in(blocks, DType::kUInt8); });
+  expect_error(ErrorKind::kValue,
+               [&] { gather_in(WireFormat{DType::kBFloat16, true}, DType::kFloat32); });
   expect_error(ErrorKind::kValue, [&] { request_for({.kind = CollectiveKind::kBarrier}); });
 }
 

@@ -10,7 +10,6 @@
 #include <thread>
 
 #include "tensor/connect_gpus.h"
-#include "tensor/cuda/bucket_memory.h"
 #include "tensor/cuda/device_work.h"
 #include "tensor/cuda/native_stream.h"
 #include "tensor/tensor_checks.h"
@@ -45,6 +44,17 @@ bool has_kernel(CollectiveKind kind) {
       return false;
   }
   return false;
+}
+
+uint64_t num_tiles_of(const Call& call) { return schedule::ceil_div(call.num_elems, kTileElems); }
+
+// One tensor of call.num_elems elements, and its wire buffer.
+cuda::BucketArgs bucket_of(const Call& call, std::byte* wire, void* data) {
+  return {.contiguous = {static_cast<std::byte*>(data), call.num_elems},
+          .num_tiles = num_tiles_of(call),
+          .wire = wire,
+          .contribution_factor = call.pass.contribution_factor,
+          .result_factor = call.pass.result_factor};
 }
 
 // For calls that cannot fall back to the host's memory.
@@ -237,25 +247,28 @@ void CudaCollectives::run_reduce_bucket(const BucketTensors& tensors, const Call
 
 void CudaCollectives::run_packed(const Call& call, uint64_t fingerprint, void* data,
                                  float* residual, double* stats) {
-  const uint64_t num_tiles = schedule::ceil_div(call.num_elems, kTileElems);
-  const BucketMemory memory(device_, num_tiles, call.wire);
-  const cuda::Stream stream = current_stream(device_);
-  const cuda::BucketArgs bucket{.contiguous = {static_cast<std::byte*>(data), call.num_elems},
-                                .num_tiles = num_tiles,
-                                .wire = memory.wire,
-                                .contribution_factor = call.pass.contribution_factor,
-                                .result_factor = call.pass.result_factor};
-  cuda::launch_pack({.bucket = bucket,
+  const BucketMemory memory(device_, num_tiles_of(call), call.wire);
+  launch_pack(call, memory, data, residual);
+  run(call, fingerprint, memory.wire, memory.wire);
+  launch_unpack(call, memory, memory.wire, data, stats != nullptr ? stats : memory.stats);
+}
+
+void CudaCollectives::launch_pack(const Call& call, const BucketMemory& memory, void* data,
+                                  float* residual) {
+  cuda::launch_pack({.bucket = bucket_of(call, memory.wire, data),
                      .residual = residual,
                      .rounding = cuda::rounding_of(call, communicator_->rank()),
                      .words = memory.words},
-                    call.dtype, call.wire, stream);
-  run(call, fingerprint, memory.wire, memory.wire);
-  cuda::launch_unpack({.bucket = bucket,
+                    call.dtype, call.wire, current_stream(device_));
+}
+
+void CudaCollectives::launch_unpack(const Call& call, const BucketMemory& memory, std::byte* wire,
+                                    void* data, double* stats) {
+  cuda::launch_unpack({.bucket = bucket_of(call, wire, data),
                        .squares = memory.squares,
-                       .stats = stats != nullptr ? stats : memory.stats,
+                       .stats = stats,
                        .words = memory.words},
-                      call.dtype, call.wire, stream);
+                      call.dtype, call.wire, current_stream(device_));
 }
 
 void CudaCollectives::run_broadcast(const at::Tensor& tensor, const Call& call) {
@@ -269,6 +282,7 @@ void CudaCollectives::run_broadcast(const at::Tensor& tensor, const Call& call) 
 
 // The kernel fills one contiguous tensor.
 void CudaCollectives::run_all_gather(const Operation& operation, const Call& call) {
+  if (call.encodes_parts()) return run_encoded_all_gather(operation, call);
   const uint64_t fingerprint = communicator_->post_launch(call);
   const at::NoGradGuard no_grad;
   const at::Tensor& input = operation.inputs[0];
@@ -291,6 +305,37 @@ void CudaCollectives::run_all_gather(const Operation& operation, const Call& cal
   }
 }
 
+// Each rank's wire buffer is in whole tiles, padded to whole accesses of unpack.
+void CudaCollectives::run_encoded_all_gather(const Operation& operation, const Call& call) {
+  const uint64_t fingerprint = communicator_->post_launch(call);
+  if (call.num_elems == 0) return;
+  const auto world_size = static_cast<size_t>(communicator_->world_size());
+  const BucketMemory own(device_, num_tiles_of(call), call.wire);
+  const Packed packed_input(operation.inputs[0], Packed::Content::kRead);
+  launch_pack(call, own, packed_input.data(), nullptr);
+
+  const size_t part_bytes =
+      schedule::ceil_div(own.num_wire_bytes, cuda::kAccessBytes) * cuda::kAccessBytes;
+  at::Tensor gathered = own.whole;
+  if (world_size > 1) {
+    gathered = at::empty({static_cast<int64_t>(world_size * part_bytes)}, own.whole.options());
+    const Call bytes{.kind = call.kind, .num_elems = part_bytes};
+    run(bytes, fingerprint, own.wire, gathered.data_ptr());
+  }
+  std::vector<Packed> outputs;
+  for (const at::Tensor& output : operation.outputs) {
+    outputs.emplace_back(output, Packed::Content::kOverwritten);
+  }
+  const bool is_one_output = outputs.size() < world_size;
+  for (size_t rank = 0; rank < world_size; ++rank) {
+    auto* data = static_cast<std::byte*>(outputs[is_one_output ? 0 : rank].data());
+    if (is_one_output) data += rank * call.num_bytes();
+    auto* wire = static_cast<std::byte*>(gathered.data_ptr()) + rank * part_bytes;
+    launch_unpack(call, own, wire, data, own.stats);
+  }
+  for (const Packed& output : outputs) output.unpack();
+}
+
 void CudaCollectives::run_reduce_scatter(const Operation& operation, const Call& call) {
   const uint64_t fingerprint = communicator_->post_launch(call);
   const at::NoGradGuard no_grad;
@@ -301,14 +346,36 @@ void CudaCollectives::run_reduce_scatter(const Operation& operation, const Call&
     for (const at::Tensor& part : operation.inputs) parts.push_back(part.reshape({-1}));
     input = at::cat(parts);
   }
-  if (communicator_->world_size() == 1) {
+  const bool is_packed = cuda::is_packed(call);
+  if (communicator_->world_size() == 1 && !is_packed) {
     output.copy_(input.reshape(output.sizes()).mul(operation.premul_factor.value_or(1)));
     return;
   }
   const Packed packed_input(input, Packed::Content::kRead, operation.premul_factor);
   const Packed packed_output(output, Packed::Content::kOverwritten);
-  run(call, fingerprint, packed_input.data(), packed_output.data());
+  if (is_packed) {
+    run_packed_reduce_scatter(call, fingerprint, packed_input.data(), packed_output.data());
+  } else {
+    run(call, fingerprint, packed_input.data(), packed_output.data());
+  }
   packed_output.unpack();
+}
+
+// Without scales the wire buffer is the input, element by element, and only its end is padded.
+void CudaCollectives::run_packed_reduce_scatter(const Call& call, uint64_t fingerprint, void* input,
+                                                void* output) {
+  if (call.num_elems == 0) return;
+  const int world_size = communicator_->world_size();
+  Call whole = call;
+  whole.num_elems *= static_cast<uint64_t>(world_size);
+  const BucketMemory memory(device_, num_tiles_of(whole), call.wire);
+  launch_pack(whole, memory, input, nullptr);
+  if (world_size == 1) return launch_unpack(call, memory, memory.wire, output, memory.stats);
+  const size_t part_bytes = call.wire.payload_bytes(num_tiles_of(call) * kTileElems);
+  const at::Tensor sums = at::empty({static_cast<int64_t>(part_bytes)}, memory.whole.options());
+  auto* wire = static_cast<std::byte*>(sums.data_ptr());
+  run(call, fingerprint, memory.wire, wire);
+  launch_unpack(call, memory, wire, output, memory.stats);
 }
 
 bool CudaCollectives::has_transfers() const {

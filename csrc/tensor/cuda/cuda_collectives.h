@@ -9,6 +9,7 @@
 #include "core/joined_regions.h"
 #include "cuda/executor.h"
 #include "tensor/collectives.h"
+#include "tensor/cuda/bucket_memory.h"
 #include "tensor/cuda/join_gpus.h"
 
 namespace rota::tensors {
@@ -60,9 +61,16 @@ class CudaCollectives final : public Collectives {
   // stats: null for none.
   void run_packed(const Call& call, uint64_t fingerprint, void* data, float* residual,
                   double* stats);
+  // The packing alone: from `data` to the memory's wire buffer, and from a wire buffer to `data`.
+  void launch_pack(const Call& call, const BucketMemory& memory, void* data, float* residual);
+  void launch_unpack(const Call& call, const BucketMemory& memory, std::byte* wire, void* data,
+                     double* stats);
   void run_broadcast(const at::Tensor& tensor, const Call& call);
   void run_all_gather(const Operation& operation, const Call& call);
+  // Packs this rank's part into the call's wire format, gathers what is packed and unpacks it all.
+  void run_encoded_all_gather(const Operation& operation, const Call& call);
   void run_reduce_scatter(const Operation& operation, const Call& call);
+  void run_packed_reduce_scatter(const Call& call, uint64_t fingerprint, void* input, void* output);
 
   std::shared_ptr<Communicator> communicator_;
   at::Device device_;

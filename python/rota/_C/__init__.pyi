@@ -38,6 +38,17 @@ def cuda_devices() -> list[str]:
 def make_heap_tensor(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """See rota.empty()."""
 
+class HeapPool:
+    """Tensors of rota.empty()'s memory, which is kept for the next tensor of the same length.
+
+    For buffers that are made again and again: new memory must be zeroed, and mapped by every rank.
+    The memory returns to the system with the pool and the last tensor. Thread-safe.
+    """
+
+    def __init__(self) -> None: ...
+    def empty(self, num_elems: int, dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous CPU tensor of any values; raises as rota.empty()."""
+
 class GpuTuning:
     """Tuning parameters of collectives on GPUs; csrc/schedule/tuning.h is the table.
 
@@ -552,3 +563,39 @@ class ProcessGroupRota(dist._Backend):
     ) -> None: ...
     @property
     def options(self) -> BackendOptions: ...
+    def all_gather_in(
+        self,
+        wire_dtype: torch.dtype,
+        block_scaling: bool,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        async_op: bool,
+    ) -> dist.Work:
+        """Concatenates the inputs of all ranks, each rounded once to the wire dtype.
+
+        The owner decodes its part from the same bytes as its peers, so all ranks hold the same
+        values. Blocks count from the start of each part.
+
+        Args:
+            wire_dtype, block_scaling: as in Communicator.reduce_bucket; not wider than the tensors.
+            output: world_size times as many elements as `input`, which may be this rank's part of
+                it.
+            async_op: as in torch.distributed.
+        """
+
+    def reduce_scatter_in(
+        self,
+        wire_dtype: torch.dtype,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool,
+    ) -> dist.Work:
+        """Reduces the inputs and leaves part `rank` of world_size equal ones in `output`.
+
+        The part has the bits of Communicator.all_reduce with the same wire_dtype.
+
+        Args:
+            output: 1 / world_size as many elements as `input`.
+            async_op: as in torch.distributed.
+        """
