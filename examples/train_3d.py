@@ -56,7 +56,7 @@ class Tolerance(NamedTuple):
 
 # Matrices that are cut are summed in another order. In float16 each product is also rounded.
 FLOAT32 = Tolerance(loss=1e-5, norm=1e-4)
-FLOAT16 = Tolerance(loss=1e-2, norm=1e-2)
+FLOAT16 = Tolerance(loss=1e-3, norm=1e-3)
 
 
 @dataclasses.dataclass
