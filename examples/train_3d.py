@@ -17,13 +17,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import math
 import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +46,9 @@ NUM_RANKS = NUM_COPIES * NUM_STAGES * NUM_SHARDS
 NUM_MICROBATCHES = 4  # of one sequence
 MAX_NORM = 1.0
 CONFIG = SCALES["cpu"].config
+# Imported once for all ranks. The first optimizer imports torch._dynamo.
+PRELOAD = ["rich.progress", "rota", "torch._dynamo", "torch.distributed.pipelining"]
+PRELOAD += ["torch.distributed.tensor.parallel"]
 
 
 class Tolerance(NamedTuple):
@@ -294,15 +298,18 @@ def run(num_ranks: int, folder: Path, args: argparse.Namespace) -> list[Report]:
     return [Report(**torch.load(path)) for path in paths]
 
 
+def largest(differences: Iterable[float]) -> float:
+    """The largest magnitude; NaN if there is one."""
+    return torch.tensor(list(differences)).abs().max().item()
+
+
 def problems_of(alone: Report, ranks: list[Report], tolerance: Tolerance) -> list[str]:
     """Prints how the two runs compare, and returns what differs."""
     losses = [rank.losses for rank in ranks if rank.losses]
     means = [statistics.fmean(values) for values in zip(*losses, strict=True)]
-    pairs = list(zip(alone.losses, means, strict=True))
-    loss_difference = max(abs(a - b) for a, b in pairs)
-    norm_difference = max(
-        abs(a - b) / a for a, b in zip(alone.norms, ranks[0].norms, strict=True) if a < float("inf")
-    )
+    loss_difference = largest(a - b for a, b in zip(alone.losses, means, strict=True))
+    norms = zip(alone.norms, ranks[0].norms, strict=True)
+    norm_difference = largest((a - b) / a for a, b in norms if math.isfinite(a))
     print(f"loss of the first step {alone.losses[0]:.5f}, of the last {alone.losses[-1]:.5f}")
     print(f"largest difference of a loss from 1 rank: {loss_difference:.2g} nats per byte")
     print(f"largest difference of a norm from 1 rank: {norm_difference:.2g} of the norm")
@@ -334,7 +341,7 @@ def main() -> None:
     args = parser.parse_args()
 
     os.environ["OMP_NUM_THREADS"] = "1"  # read by the ranks
-    multiprocessing.set_forkserver_preload(["rota", "train_gpt"])
+    multiprocessing.set_forkserver_preload(PRELOAD)
     text, _ = read_corpus()
     samples = [
         sample_batch(text, NUM_MICROBATCHES, args.context, (args.seed, copy, step))
