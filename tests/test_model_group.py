@@ -70,9 +70,9 @@ def train_parts(rank: Rank) -> list[tuple[float, list[float], float]]:
             batch = torch.full((2050,), 2.0)
             batch[700:] *= 1 + rank.rank % NUM_PARTS
             if step == 1 and rank.rank == 2:
-                batch[701] = torch.inf
+                batch[5] = torch.inf  # in the gradients of most parameters, and of replicas
             if step == 2 and rank.rank == 3:
-                batch[5] = torch.nan  # in the gradients of most parameters, and of replicas
+                batch[701] = torch.nan  # in the last gradient only
             optimizer.zero_grad()
             backward(wrapped, state, scaler, batch)
             norm = rota.clip_grad_norm_(model.parameters(), 1.0)

@@ -144,7 +144,6 @@ class HookState:
         options.check_algorithm(algorithm)
         self._model = NamedModel(model) if model is not None else None
         self.group = group_of(group, model)
-        self.model_group = ModelGroup(model_group, replicas) if model_group is not None else None
         self.wire_dtype = wire_dtype
         self.block_scaling = block_scaling
         self.stochastic_rounding = stochastic_rounding
@@ -152,6 +151,8 @@ class HookState:
         self.gradient_predivide_factor = gradient_predivide_factor
         self.algorithm = algorithm
         self.loss_scale = loss_scale
+        # After all checks, since it waits for the other ranks.
+        self.model_group = ModelGroup(model_group, replicas) if model_group is not None else None
         self.results = Results(self.model_group)
         self._seed = seed
         self._num_reductions = 0

@@ -65,6 +65,9 @@ def overlap_gradients(
 ) -> Iterator[None]:
     """A context whose backward passes overlap with rota.reduce_gradients.
 
+    Gradients must not be changed after their last backward pass: divide the loss by the number of
+    microbatches, and make a schedule of torch.distributed.pipelining with scale_grads=False.
+
     A bucket is reduced as soon as all of its gradients have come `num_backwards` times and the
     buckets before it have started. Those that never do are reduced at the end of the context, which
     waits for all. If it is left by an exception, nothing more is reduced; the other ranks raise it,

@@ -32,7 +32,6 @@ class ModelGroup:
     """
 
     def __init__(self, group: dist.ProcessGroup, replicas: Replicas | None) -> None:
-        self.group = group
         self._ranks = dist.get_process_group_ranks(group)
         self._replicas = replicas
         self._communicator = Communicator(group)
