@@ -334,11 +334,17 @@ def main() -> None:
     parser.add_argument(
         "--context", type=positive(int), default=CONFIG.context, help="bytes in a sequence"
     )
-    parser.add_argument("--float16", action="store_true", help="compute, and send gradients, so")
-    parser.add_argument("--overlap", action="store_true", help="reduce gradients while they come")
-    parser.add_argument("--inf-step", type=int, default=-1, help="needs --float16")
+    parser.add_argument(
+        "--float16", action="store_true", help="autocast, and gradients on the wire"
+    )
+    parser.add_argument(
+        "--overlap", action="store_true", help="reduce gradients in the backward pass"
+    )
+    parser.add_argument("--inf-step", type=int, help="for --float16, whose scaler skips it")
     parser.add_argument("--inf-in", choices=("embedding", "head"), default="head")
     args = parser.parse_args()
+    if args.inf_step is not None and not args.float16:
+        parser.error("--inf-step needs --float16: in float32 no scaler skips the step")
 
     os.environ["OMP_NUM_THREADS"] = "1"  # read by the ranks
     multiprocessing.set_forkserver_preload(PRELOAD)
