@@ -93,20 +93,21 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         width = config.width
-        self.num_heads = config.num_heads
+        self.head_width = width // config.num_heads
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width, bias=False)
         self.mlp_in = nn.Linear(width, 4 * width, bias=False)
         self.mlp_out = nn.Linear(4 * width, width, bias=False)
 
     def attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, time_, width = x.shape
-        qkv = self.qkv(x).view(batch, time_, 3, self.num_heads, width // self.num_heads)
+        batch, time_, _ = x.shape
+        # Of tensor-parallel ranks, each has some of the heads.
+        qkv = self.qkv(x).view(batch, time_, 3, -1, self.head_width)
         q, k, v = qkv.unbind(dim=2)  # each (batch, time, heads, head_width)
         q, k = norm(rotate(q, cos, sin)), norm(rotate(k, cos, sin))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.attention_out(y.transpose(1, 2).reshape(batch, time_, width))
+        out: Tensor = self.attention_out(y.transpose(1, 2).reshape(batch, time_, -1))
         return out
 
     def mlp(self, x: Tensor) -> Tensor:

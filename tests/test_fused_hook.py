@@ -27,7 +27,7 @@ from models import (
 )
 from oracle import assert_same, random_inputs
 from ranks import Rank, error_of, run_ranks
-from rota.fused import _split_mix_64
+from rota.rounding import split_mix_64
 
 
 def make_ddp(
@@ -378,7 +378,7 @@ def test_results_of_a_failed_backward_pass_are_refused() -> None:
 def test_split_mix_64_gives_the_published_sequence() -> None:
     """The sequence of https://prng.di.unimi.it/splitmix64.c from seed 1234567."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    assert [_split_mix_64(1234567, i) for i in range(3)] == expected
+    assert [split_mix_64(1234567, i) for i in range(3)] == expected
 
 
 def round_at_random(rank: Rank, seed: int, stop_at: int | None) -> list[list[float]]:

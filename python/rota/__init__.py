@@ -14,6 +14,7 @@ from rota.communicator import Communicator
 from rota.errors import Mismatch, PeerFailed, RotaError, Timeout, TransportError
 from rota.fused import HookState, fused_hook
 from rota.gpu import GradientBucket, LocalGroup
+from rota.gradients import overlap_gradients, reduce_gradients
 from rota.hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from rota.memory import empty
 
@@ -41,6 +42,8 @@ __all__ = [
     "fsdp",
     "fused_hook",
     "ops",
+    "overlap_gradients",
+    "reduce_gradients",
 ]
 
 rota_autoload.register()

@@ -15,7 +15,8 @@ divided by the scale.
                      gradients are unscaled and checked by torch's own code.
     update()         Makes the hook divide by 1; no gradient counts as a result any more.
 
-The hook's results have the same bits on all ranks, so all ranks decide alike.
+The hook's results have the same bits on all ranks, so all ranks decide alike. If a model lies on
+several ranks, an Inf or NaN in any of its gradients skips the step on all of them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from rota.fused import HookState
+from rota.sharding import local_of
 
 
 class _Gradients:
@@ -44,8 +46,11 @@ class GradScaler(torch.amp.GradScaler):
     are already unscaled when backward() returns. The scaler unscales others as torch's does, with
     one warning. It sets no grad_scale on optimizers with fused=True.
 
+    If a state has a model_group, all of its ranks skip a step together. Call scale() on every rank,
+    also on pipeline stages without a loss: scaler.scale(torch.ones(())) is the factor of the loss.
+
     Args:
-        states: the HookState of each DDP model whose loss is scaled; the scaler sets their
+        states: the HookState of each model whose loss is scaled; the scaler sets their
             loss_scale.
         device: the device of the scale.
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
@@ -130,7 +135,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _scale_again(self, state: HookState, scale: float) -> None:
         gradients = [
-            gradient
+            local_of(gradient)
             for parameter, gradient in state.results.gradients()
             if id(parameter) not in self._stepped  # its optimizer has already stepped
         ]
@@ -196,4 +201,11 @@ def _are_finite(parameters: list[torch.Tensor], states: list[HookState]) -> bool
         any(state.results.is_current(parameter) for state in states) for parameter in parameters
     ):
         return True
-    return all(bool(p.grad.isfinite().all()) for p in parameters if p.grad is not None)
+    if any(
+        state.model_group is not None
+        and state.found_inf
+        and any(state.results.saw(parameter) for parameter in parameters)
+        for state in states
+    ):
+        return False  # wherever in the model it was
+    return all(bool(local_of(p.grad).isfinite().all()) for p in parameters if p.grad is not None)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
+import types
 import warnings
 import weakref
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from rota.fused import HookState, live_states
+from rota.sharding import local_of
 
 
 class _Fold(NamedTuple):
@@ -41,7 +43,8 @@ def clip_grad_norm_(
     rota.fused_hook has measured the L2 norm of all gradients that it reduced in the last backward
     pass, so gradients are only touched if they have to shrink or the norm is not finite. torch's
     function takes over, with one warning per model, for other norms, for other sets of parameters,
-    and if gradients were changed or added to since. All ranks decide alike.
+    and if gradients were changed or added to since. All ranks decide alike. With a HookState of a
+    model_group there is no falling back, since torch would take the norm of this rank's parameters.
 
     With a rota.amp.GradScaler, call it before or after scaler.unscale_(optimizer). Unscale
     gradients that the hook has not reduced first, as with torch.
@@ -60,7 +63,8 @@ def clip_grad_norm_(
         The norm before clipping, a scalar; float32 if the hook has measured it.
 
     Raises:
-        RuntimeError: the norm is not finite, and error_if_nonfinite is set.
+        RuntimeError: the norm is not finite, and error_if_nonfinite is set; or torch would have to
+            compute it, and the model lies on several ranks.
 
     Example:
         >>> norm = rota.clip_grad_norm_(ddp.parameters(), 1.0, optimizer=optimizer)
@@ -69,6 +73,7 @@ def clip_grad_norm_(
     with_gradient = {id(p): p for p in parameters if p.grad is not None}
     states = _measured(with_gradient) if norm_type == 2 else []
     if not states:
+        _refuse_part_of_a_model(parameters)
         _warn(with_gradient)
         _multiply_folded(with_gradient)
         return torch.nn.utils.clip_grad_norm_(
@@ -91,7 +96,9 @@ def clip_grad_norm_(
         for state in states:  # if the step is skipped, undo at the next backward pass
             state.results.at_next_backward(functools.partial(_unfold, weakref.ref(optimizer)))
     else:
-        torch.nn.utils.clip_grads_with_norm_(with_gradient.values(), max_norm, norm, foreach)
+        # torch multiplies no list of DTensors and plain tensors, so it gets plain ones.
+        local: Any = [types.SimpleNamespace(grad=local_of(g)) for g in _gradients(with_gradient)]
+        torch.nn.utils.clip_grads_with_norm_(local, max_norm, norm, foreach)
     for state in states:
         state.results.scaled_by(coefficient, in_place=not fold)
     return norm
@@ -109,6 +116,21 @@ def _measured(with_gradient: dict[int, torch.Tensor]) -> list[HookState]:
     if not all(state.results.is_norm_of(with_gradient) for state in owners):
         return []
     return list(owners)
+
+
+def _refuse_part_of_a_model(parameters: list[torch.Tensor]) -> None:
+    for state in list(live_states):
+        if state.model_group is not None and any(state.reduces(p) for p in parameters):
+            raise RuntimeError(
+                "rota.clip_grad_norm_: the norm over the HookState's model_group is that of all "
+                "gradients of the model as they were reduced, and cannot be computed otherwise; "
+                "clip with norm_type=2 and all parameters of this rank together, after the "
+                "reduction and before anything else changes their gradients"
+            )
+
+
+def _gradients(parameters: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    return [p.grad for p in parameters.values() if p.grad is not None]
 
 
 def _warn(with_gradient: dict[int, torch.Tensor]) -> None:
@@ -181,5 +203,5 @@ def _multiply_folded(with_gradient: dict[int, torch.Tensor]) -> None:
             if p.grad is not None
         }
         if gradients.keys() & with_gradient.keys():
-            torch._foreach_mul_(list(gradients.values()), fold.factor)
+            torch._foreach_mul_([local_of(g) for g in gradients.values()], fold.factor)
             _unfold(weakref.ref(optimizer))

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -51,7 +52,8 @@ class SeenParameters:
         self._refs: dict[int, weakref.ref[torch.Tensor]] = {}
         self._is_complete = False
 
-    def _has(self, parameter: torch.Tensor) -> bool:
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether it is one of them."""
         ref = self._refs.get(id(parameter))
         return ref is not None and ref() is parameter
 
@@ -60,7 +62,7 @@ class SeenParameters:
 
     def add_bucket(self, parameters: Sequence[torch.Tensor], is_last: bool) -> bool:
         """Returns whether these can belong to the same model as those before."""
-        if self._is_complete and not all(self._has(parameter) for parameter in parameters):
+        if self._is_complete and not all(self.has(parameter) for parameter in parameters):
             gc.collect()  # a model without references does not count
             if not self._are_gone():
                 return False
@@ -69,3 +71,37 @@ class SeenParameters:
             self._refs |= {id(parameter): weakref.ref(parameter) for parameter in parameters}
             self._is_complete = is_last
         return True
+
+    def replace(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Takes a whole list of parameters instead of those before.
+
+        Returns whether it can belong to the same model: it may be longer or shorter, as layers are
+        frozen and thawed, but has one of the parameters before.
+        """
+        if parameters and self._refs and not any(self.has(parameter) for parameter in parameters):
+            gc.collect()
+            if not self._are_gone():
+                return False
+        self._refs = {id(parameter): weakref.ref(parameter) for parameter in parameters}
+        self._is_complete = True
+        return True
+
+
+def group_of(
+    group: dist.ProcessGroup | None, model: torch.nn.Module | None
+) -> dist.ProcessGroup | None:
+    """Returns the group, which must have DDP's ranks, or else DDP's; None is the default group."""
+    if not isinstance(model, DistributedDataParallel):
+        return group
+    if group is None:
+        is_default = model.process_group is dist.group.WORLD
+        return None if is_default else model.process_group
+    ranks = dist.get_process_group_ranks(group)
+    ranks_of_model = dist.get_process_group_ranks(model.process_group)
+    if ranks != ranks_of_model:
+        raise ValueError(
+            f"rota.HookState: group has {len(ranks)} ranks {ranks}, that of the model's "
+            f"DistributedDataParallel has {len(ranks_of_model)} ranks {ranks_of_model}; leave "
+            f"group out, or give both the same one"
+        )
+    return group

@@ -1,7 +1,7 @@
 """The fused DDP hook: casts, reduces, averages, unscales, checks and measures in one pass.
 
 `Communicator.reduce_bucket` does the work. This module holds its options and the results that a
-training loop reads after a backward pass. amp.py and clipping.py build on them.
+training loop reads after a backward pass. gradients.py, amp.py and clipping.py build on them.
 """
 
 # No `from __future__ import annotations` here: DDP compares the annotations of a hook with the
@@ -10,26 +10,36 @@ training loop reads after a backward pass. amp.py and clipping.py build on them.
 import contextlib
 import math
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from rota import options
-from rota.ddp import NamedModel, SeenParameters
+from rota.ddp import NamedModel, SeenParameters, group_of
 from rota.errors import RotaError
 from rota.hooks import communicator_of
+from rota.model_group import ModelGroup, Replicas
 from rota.residuals import Residuals
 from rota.results import Results
+from rota.rounding import split_mix_64
 
 # All live states: clip_grad_norm_ finds a state by the parameters that it saw.
 live_states: "weakref.WeakSet[HookState]" = weakref.WeakSet()
 
 
-class _Bucket(NamedTuple):
-    """What the state keeps for one of DDP's buckets until its parameters change."""
+class Bucket(Protocol):
+    """Flat gradients: a dist.GradBucket, or one that reduce_gradients packs."""
+
+    def index(self) -> int: ...
+    def is_last(self) -> bool: ...
+    def parameters(self) -> list[torch.Tensor]: ...
+    def buffer(self) -> torch.Tensor: ...
+
+
+class _Entry(NamedTuple):
+    """What the state keeps for one bucket until its parameters change."""
 
     parameters: list[weakref.ref[torch.Tensor]]
     stats: torch.Tensor
@@ -42,8 +52,8 @@ class _Bucket(NamedTuple):
 
 
 class HookState:
-    """Options and memory of `rota.fused_hook`; make one per DDP model, with the same options on
-    every rank.
+    """Options and memory of `rota.fused_hook` and `rota.reduce_gradients`; make one per model, with
+    the same options on every rank.
 
     After a backward pass the gradients are averaged and divided by `loss_scale`, and every rank has
     the same `found_inf` and `grad_norm()` without reading a gradient again. `rota.amp.GradScaler`
@@ -55,7 +65,8 @@ class HookState:
     than 1, because they were already divided by it, unless a rota.amp.GradScaler is in use.
 
     Args:
-        group: the process group of the model's DDP, on any backend; None is the default group.
+        group: the ranks to average over, on any backend, such as the process group of the model's
+            DDP; None is the default group.
         wire_dtype: the dtype on the wire, one of torch.float32, bfloat16, float16, float8_e4m3fn or
             float8_e5m2. Sums are kept in float32.
         block_scaling: scale each block of 32 or 64 elements by its own power of two, so that none
@@ -78,9 +89,19 @@ class HookState:
         model: the DistributedDataParallel that the state is for, or the module inside it; held
             weakly. Errors and state_dict() name its parameters; error feedback cannot be saved
             without it. The group defaults to that of a DistributedDataParallel.
+        model_group: the ranks that together hold one copy of the model, as pipeline stages and
+            tensor-parallel ranks do. grad_norm() and found_inf are then those of the whole model,
+            so that rota.clip_grad_norm_ and rota.amp.GradScaler do the same on all of them. Every
+            rank of model_group makes its states in the same order: that is a collective call. Each
+            reduction then adds a sum of 16 bytes over model_group, which nobody waits for before
+            reading the results.
+        replicas: replicas(parameter) is the number of ranks of model_group that hold the same
+            parameter, such as a norm's weight that tensor-parallel ranks share. Each counts that
+            part of its squares. Only for plain tensors, where None means 1: the placements of a
+            DTensor tell its replicas. (Megatron-LM asks an attribute, tensor_model_parallel.)
 
     Raises:
-        TypeError: group is not a process group, or wire_dtype is not one of those above.
+        TypeError: a group is not a process group, or wire_dtype is not one of those above.
         ValueError: an option is invalid; the text says what is valid.
 
     DDP does not tell hooks which ranks it averages over, so without `model` a group that differs
@@ -108,16 +129,21 @@ class HookState:
         gradient_predivide_factor: float = 1.0,
         algorithm: str = "auto",
         model: torch.nn.Module | None = None,
+        model_group: dist.ProcessGroup | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         if block_scaling is None:
             block_scaling = options.is_narrow(wire_dtype)
-        options.check_group(group)
+        options.check_group("group", group)
+        options.check_group("model_group", model_group)
+        if replicas is not None and model_group is None:
+            raise ValueError("rota.HookState: replicas is about model_group, which is missing")
         options.check_wire(wire_dtype, block_scaling)
         options.check_factor("gradient_predivide_factor", gradient_predivide_factor)
         options.check_seed(seed)
         options.check_algorithm(algorithm)
         self._model = NamedModel(model) if model is not None else None
-        self.group = _group_of(group, model)
+        self.group = group_of(group, model)
         self.wire_dtype = wire_dtype
         self.block_scaling = block_scaling
         self.stochastic_rounding = stochastic_rounding
@@ -125,12 +151,14 @@ class HookState:
         self.gradient_predivide_factor = gradient_predivide_factor
         self.algorithm = algorithm
         self.loss_scale = loss_scale
-        self.results = Results()
+        # After all checks, since it waits for the other ranks.
+        self.model_group = ModelGroup(model_group, replicas) if model_group is not None else None
+        self.results = Results(self.model_group)
         self._seed = seed
         self._num_reductions = 0
         self._residuals = Residuals()
         self._parameters = SeenParameters()
-        self._buckets: dict[int, _Bucket] = {}
+        self._entries: dict[int, _Entry] = {}
         live_states.add(self)
 
     @property
@@ -145,6 +173,9 @@ class HookState:
     @property
     def found_inf(self) -> bool:
         """Whether any gradient of the last backward pass has an Inf or NaN; the same on all ranks.
+
+        With a model_group: any gradient of the model. It then waits until all of its ranks have
+        reduced their gradients, as does grad_norm().
 
         Raises:
             RuntimeError: no backward pass is complete, or gradients were added since.
@@ -172,7 +203,7 @@ class HookState:
             raise RuntimeError(
                 "rota.HookState: there are no results: no backward pass has reduced the gradients "
                 "to the end, or a GradScaler has had more added to them since; call backward() "
-                "outside no_sync() first"
+                "outside no_sync(), or rota.reduce_gradients, first"
             )
 
     # ---- saving and restoring
@@ -217,11 +248,11 @@ class HookState:
         self._seed = state_dict["seed"]
         self._num_reductions = state_dict["num_reductions"]
         self._residuals.load(state_dict["residuals"])
-        self._buckets = {}
+        self._entries = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles and copies the options and state_dict(); the copy is not registered with DDP."""
-        if self.group is not None:
+        if self.group is not None or self.model_group is not None:
             raise TypeError(
                 "rota.HookState: cannot be pickled or copied with a process group of its own; "
                 "save state_dict() and load it into a new HookState"
@@ -242,73 +273,107 @@ class HookState:
     # ---- one bucket
 
     def reduce(self, grad_bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Starts the reduction of a bucket; fused_hook calls it."""
-        index = grad_bucket.index()
-        parameters = grad_bucket.parameters()
-        if index == 0:
-            self.results.begin(self.loss_scale)
-            if self._model is not None and not self._model.is_alive:
-                self._model = None
-        bucket = self._buckets.get(index)
-        if bucket is None or not bucket.holds(parameters):
-            bucket = self._buckets[index] = self._enter(grad_bucket, parameters)
+        """Starts the reduction of a bucket of DDP's; fused_hook calls it."""
+        if grad_bucket.index() == 0:
+            self.begin()
+        may_have_unused = self._model is None or self._model.may_have_unused
+        future = self.start(grad_bucket, may_have_unused)
+        if grad_bucket.is_last():
+            self.results.end_with_backward(sends_without_gradient=self.error_feedback)
+        return future
+
+    def begin(self) -> None:
+        """Call it before the first bucket of a reduction."""
+        self.results.begin(self.loss_scale)
+        if self._model is not None and not self._model.is_alive:
+            self._model = None
+
+    def start(self, bucket: Bucket, may_have_unused: bool) -> torch.futures.Future[torch.Tensor]:
+        """Starts the reduction of a bucket, in place.
+
+        Args:
+            bucket: the next one, on every rank.
+            may_have_unused: the bucket may hold what will not be written to its gradient.
+        """
+        index, parameters, buffer = bucket.index(), bucket.parameters(), bucket.buffer()
+        entry = self._entries.get(index)
+        if entry is None or not entry.holds(parameters):
+            entry = self._entries[index] = self._enter(bucket, parameters)
         communicator = communicator_of(self.group)
-        buffer = grad_bucket.buffer()
         seed = None
         if self.stochastic_rounding:
-            seed = _split_mix_64(self._seed, self._num_reductions)
+            seed = split_mix_64(self._seed, self._num_reductions)
         future = communicator.reduce_bucket_future(
             buffer,
-            bucket.stats,
+            entry.stats,
             wire_dtype=self.wire_dtype,
             block_scaling=self.block_scaling,
             contribution_factor=1 / self.gradient_predivide_factor,
             divisor=communicator.world_size / self.gradient_predivide_factor,
             result_factor=1 / self.loss_scale,
-            residual=bucket.residual,
+            residual=entry.residual,
             stochastic_seed=seed,
             algorithm=self.algorithm,
         )
         self._num_reductions += 1
-        may_have_unused = self._model is None or self._model.may_have_unused
-        self.results.add_bucket(parameters, bucket.stats, buffer, may_have_unused)
-        if grad_bucket.is_last():
-            self.results.end_with_backward(sends_without_gradient=self.error_feedback)
+        self.results.add_bucket(parameters, entry.stats, buffer, may_have_unused)
         return future
 
-    def _enter(self, grad_bucket: dist.GradBucket, parameters: Sequence[torch.Tensor]) -> _Bucket:
-        """Checks a bucket that is new or has other parameters than before."""
-        if not self._parameters.add_bucket(parameters, grad_bucket.is_last()):
+    def replace_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Call it when the list of parameters that are reduced, or a shape in it, is new.
+
+        Raises:
+            ValueError: the list shares no parameter with the one before, whose model still exists.
+        """
+        if not self._parameters.replace(parameters):
             raise ValueError(
-                f"rota.fused_hook: bucket {grad_bucket.index()} holds parameters that are not of "
+                "rota.reduce_gradients: the state has reduced the gradients of other parameters "
+                "before; make one rota.HookState for each model"
+            )
+        self._entries = {}
+
+    def reduces(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter is one of those whose gradients this state reduces."""
+        return self._parameters.has(parameter)
+
+    def name_of(self, parameter: torch.Tensor, place: str) -> str:
+        """The parameter's name in the model, or its place and shape if the model is not known.
+
+        Raises:
+            ValueError: it is not in the model.
+        """
+        name = f"parameter {place}, shape {list(parameter.shape)}"
+        if self._model is None:
+            return name
+        known_name = self._model.name(parameter)
+        if known_name is None:
+            raise ValueError(
+                f"rota.fused_hook: {name}, is not in the model that rota.HookState was made with; "
+                f"make one rota.HookState for each model"
+            )
+        return repr(known_name)
+
+    def _enter(self, bucket: Bucket, parameters: Sequence[torch.Tensor]) -> _Entry:
+        """Checks a bucket that is new or has other parameters than before."""
+        if not self._parameters.add_bucket(parameters, bucket.is_last()):
+            raise ValueError(
+                f"rota.fused_hook: bucket {bucket.index()} holds parameters that are not of "
                 f"the model whose buckets came before; make one rota.HookState for each model"
             )
-        self._check_parameters(grad_bucket, parameters)
+        self._check_parameters(bucket, parameters)
         residual = None
         if self.error_feedback:
-            if grad_bucket.index() == 0:
+            if bucket.index() == 0:
                 self._check_loaded()
             residual = self._residuals.of_bucket(parameters, self._name_to_save)
         refs = [weakref.ref(parameter) for parameter in parameters]
-        stats = torch.zeros(2, dtype=torch.float64, device=grad_bucket.buffer().device)
-        return _Bucket(refs, stats, residual)
+        stats = torch.zeros(2, dtype=torch.float64, device=bucket.buffer().device)
+        return _Entry(refs, stats, residual)
 
-    def _check_parameters(
-        self, grad_bucket: dist.GradBucket, parameters: Sequence[torch.Tensor]
-    ) -> None:
-        names = []
-        for i, parameter in enumerate(parameters):
-            name = f"parameter {i} of bucket {grad_bucket.index()}, shape {list(parameter.shape)}"
-            if self._model is not None:
-                known_name = self._model.name(parameter)
-                if known_name is None:
-                    raise ValueError(
-                        f"rota.fused_hook: {name}, is not in the model that rota.HookState was "
-                        f"made with; make one rota.HookState for each model"
-                    )
-                name = repr(known_name)
-            names.append(name)
-        buffer = grad_bucket.buffer()
+    def _check_parameters(self, bucket: Bucket, parameters: Sequence[torch.Tensor]) -> None:
+        places = (f"{i} of bucket {bucket.index()}" for i in range(len(parameters)))
+        names = [self.name_of(p, place) for p, place in zip(parameters, places, strict=True)]
+        buffer = bucket.buffer()
         if buffer.layout is not torch.strided:
             raise TypeError(
                 f"rota.fused_hook: the gradient of {names[0]} is {buffer.layout}, expected a dense "
@@ -341,39 +406,10 @@ class HookState:
         return name
 
 
-def _group_of(
-    group: dist.ProcessGroup | None, model: torch.nn.Module | None
-) -> dist.ProcessGroup | None:
-    """Returns the group, which must have DDP's ranks, or else DDP's; None is the default group."""
-    if not isinstance(model, DistributedDataParallel):
-        return group
-    if group is None:
-        is_default = model.process_group is dist.group.WORLD
-        return None if is_default else model.process_group
-    ranks = dist.get_process_group_ranks(group)
-    ranks_of_model = dist.get_process_group_ranks(model.process_group)
-    if ranks != ranks_of_model:
-        raise ValueError(
-            f"rota.HookState: group has {len(ranks)} ranks {ranks}, that of the model's "
-            f"DistributedDataParallel has {len(ranks_of_model)} ranks {ranks_of_model}; leave "
-            f"group out, or give both the same one"
-        )
-    return group
-
-
 def _restore(options: dict[str, Any], state_dict: dict[str, Any]) -> HookState:
     state = HookState(**options)
     state.load_state_dict(state_dict)
     return state
-
-
-def _split_mix_64(seed: int, index: int) -> int:
-    """Output number `index` of the generator SplitMix64 that starts from `seed`."""
-    mask = 2**64 - 1
-    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return z ^ (z >> 31)
 
 
 def fused_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -397,22 +433,31 @@ def fused_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Futur
     Example:
         >>> ddp.register_comm_hook(rota.HookState(), rota.fused_hook)
     """
-    try:
+    with telling_peers(state):
         if not isinstance(state, HookState):
             raise TypeError(
                 f"rota.fused_hook: its state is of type {type(state).__name__}; register it as "
                 f"ddp.register_comm_hook(rota.HookState(...), rota.fused_hook)"
             )
         return state.reduce(bucket)
+
+
+@contextlib.contextmanager
+def telling_peers(state: object) -> Iterator[None]:
+    """An error that is raised inside makes the other ranks' reductions fail with its text."""
+    try:
+        yield
     except RotaError:
         raise  # peers already know
     except Exception as error:
-        _tell_peers(state, str(error))
+        tell_peers(state, str(error))
         raise
 
 
-def _tell_peers(state: object, reason: str) -> None:
-    """Makes the hooks of the other ranks fail with this reason."""
+def tell_peers(state: object, reason: str) -> None:
+    """Makes the reductions of the other ranks fail with this reason."""
     group = state.group if isinstance(state, HookState) else None
     with contextlib.suppress(RotaError, ValueError):  # an error here would only hide `reason`
         communicator_of(group).abort(reason)
+    if isinstance(state, HookState) and state.model_group is not None:
+        state.model_group.abort(reason)

@@ -24,16 +24,15 @@ def is_narrow(wire_dtype: object) -> bool:
     return wire_dtype in _NARROW_DTYPES
 
 
-def check_group(group: object) -> None:
+def check_group(name: str, group: object) -> None:
     if group is None or isinstance(group, dist.ProcessGroup):
         return
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
-            "rota.HookState: this rank is not in the group; only its members make a state over it"
+            f"rota.HookState: this rank is not in the {name}; only its members make a state over it"
         )
     raise TypeError(
-        f"rota.HookState: group is of type {type(group).__name__}, expected a ProcessGroup, or "
-        f"None for the default group"
+        f"rota.HookState: {name} is of type {type(group).__name__}, expected a ProcessGroup or None"
     )
 
 

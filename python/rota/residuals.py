@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from rota.layout import num_reals, shaped
+from rota.sharding import local_of
+
 
 class Residuals:
     """One float32 residual for each element of each gradient, in units of the gradient."""
@@ -32,7 +35,7 @@ class Residuals:
         flat = torch.cat([self._piece(parameter, name_of) for parameter in parameters])
         start = 0
         for parameter in parameters:
-            length = _num_reals(parameter)
+            length = num_reals(parameter)
             self._pieces[parameter] = flat[start : start + length]
             start += length
         return flat
@@ -41,26 +44,27 @@ class Residuals:
         self, parameter: torch.Tensor, name_of: Callable[[torch.Tensor], str]
     ) -> torch.Tensor:
         piece: torch.Tensor | None = self._pieces.get(parameter)
-        if piece is not None:
+        if piece is not None and piece.numel() == num_reals(parameter):  # else it changed shape
             return piece
-        piece = torch.zeros(_num_reals(parameter), device=parameter.device)
+        piece = torch.zeros(num_reals(parameter), device=parameter.device)
         if self._loaded:
             name = name_of(parameter)
             residual = self._loaded.pop(name)
-            if residual.shape != parameter.shape:
+            shape = local_of(parameter).shape
+            if residual.shape != shape:
                 raise ValueError(
                     f"rota.HookState: the residual of {name!r} that was loaded has shape "
-                    f"{list(residual.shape)}, the parameter has {list(parameter.shape)}; load the "
+                    f"{list(residual.shape)}, the parameter has {list(shape)}; load the "
                     f"state of the same model"
                 )
-            _shaped(piece, parameter).copy_(residual)
+            shaped(piece, parameter).copy_(residual)
         return piece
 
     def by_name(self, name_of: Callable[[torch.Tensor], str]) -> dict[str, torch.Tensor]:
         """Copies with the parameters' shapes, including loaded ones that no bucket has used yet."""
         copies = {name: residual.clone() for name, residual in self._loaded.items()}
         for parameter, piece in self._pieces.items():
-            copies[name_of(parameter)] = _shaped(piece, parameter).clone()
+            copies[name_of(parameter)] = shaped(piece, parameter).clone()
         return copies
 
     def load(self, residuals: Mapping[str, torch.Tensor]) -> None:
@@ -72,20 +76,3 @@ class Residuals:
     def loaded_names(self) -> set[str]:
         """The names of loaded residuals that no bucket has used yet."""
         return set(self._loaded)
-
-
-def _num_reals(parameter: torch.Tensor) -> int:
-    """The parameter's number of elements in the bucket, where DDP stores complex ones as pairs."""
-    return parameter.numel() * (2 if parameter.is_complex() else 1)
-
-
-def _shaped(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A view of the piece with the parameter's shape.
-
-    DDP lays a gradient out like its parameter if that fills its memory densely, else contiguously.
-    """
-    if parameter.is_complex():
-        piece = torch.view_as_complex(piece.view(-1, 2))
-    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
-        return piece.as_strided(parameter.size(), parameter.stride())
-    return piece.view(parameter.size())

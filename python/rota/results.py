@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import torch
 
+from rota.model_group import ModelGroup
+
 
 class _Mark(NamedTuple):
     """A gradient's identity and version at the end of its backward pass."""
@@ -51,8 +53,9 @@ class _Bucket(NamedTuple):
 class Results:
     """The gradients of a state's last backward pass, valid until the next one begins."""
 
-    def __init__(self) -> None:
-        # Whether DDP has written all gradients of the last backward pass.
+    def __init__(self, model_group: ModelGroup | None) -> None:
+        self._model_group = model_group
+        # Whether all gradients of the last backward pass have been written.
         self.is_complete = False
         # The number of complete backward passes so far, which identifies the last one.
         self.generation = 0
@@ -60,7 +63,9 @@ class Results:
         self._buckets: list[_Bucket] = []  # until it is complete
         # For each bucket, float64: number of non-finite elements, sum of squares.
         self._stats: list[torch.Tensor] = []
-        self._totals: tuple[bool, float] | None = None  # the totals of _stats, once read
+        # The sum of all ranks' stats, if the model lies on several ranks.
+        self._model_stats: torch.futures.Future[torch.Tensor] | None = None
+        self._totals: tuple[bool, float] | None = None  # the totals of the stats, once read
         self._marks: dict[int, _Mark] = {}  # by identity of the parameter
         self._dropped = False  # the stats count something that is in no gradient
         self._norm_factor = 1.0
@@ -74,6 +79,7 @@ class Results:
         self.loss_scale = loss_scale
         self._buckets = []
         self._stats = []
+        self._model_stats = None
         self._totals = None
         self._marks = {}
         callbacks, self._at_next_backward = self._at_next_backward, []
@@ -106,7 +112,7 @@ class Results:
         """
 
         def end() -> None:
-            self._end(sends_without_gradient)
+            self.end(sends_without_gradient)
 
         if torch._C._current_graph_task_id() == -1:
             end()  # the hook was called by hand, on a saved bucket
@@ -114,7 +120,8 @@ class Results:
         queue_callback = torch.autograd.Variable._execution_engine.queue_callback
         queue_callback(lambda: queue_callback(end))
 
-    def _end(self, sends_without_gradient: bool) -> None:
+    def end(self, sends_without_gradient: bool) -> None:
+        """Completes the results; call it when the reduced gradients have been written."""
         self._dropped = False
         self._norm_factor = 1.0
         for bucket in self._buckets:
@@ -127,6 +134,10 @@ class Results:
                 else:
                     self._mark(parameter, gradient)
         self._buckets = []
+        if self._model_group is not None:
+            self._model_stats = self._model_group.start(
+                self._stats, [parameter for parameter, _ in self.gradients()]
+            )
         self.is_complete = True
         self.generation += 1
 
@@ -140,7 +151,7 @@ class Results:
         # Reads all stats once and together: with caches cold after a bucket, each torch call costs
         # some 50 us; on a GPU each copy waits for all queued work.
         if self._totals is None:
-            stats = self._stats
+            stats = [self._model_stats.wait()] if self._model_stats is not None else self._stats
             rows = (
                 torch.stack(stats).tolist() if len(stats) > 1 else [row.tolist() for row in stats]
             )
@@ -153,7 +164,7 @@ class Results:
 
     @property
     def sum_of_squares(self) -> float:
-        """Over all buckets, rounded once; the same number on every rank."""
+        """Over all buckets of the model, rounded once; the same number on every rank."""
         return self._read_stats()[1] * self._norm_factor**2
 
     def saw(self, parameter: torch.Tensor) -> bool:

@@ -1,0 +1,202 @@
+"""What rota.fused_hook does, for training loops without DDP: pipeline stages, plain loops."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from rota.errors import RotaError
+from rota.fused import HookState, tell_peers, telling_peers
+from rota.hooks import communicator_of
+from rota.packing import PackedBucket, Plan, check_gradient
+
+Parameters = torch.Tensor | Iterable[torch.Tensor]
+
+# Each state's buckets, which its next reduction can use again.
+_plans: weakref.WeakKeyDictionary[HookState, Plan] = weakref.WeakKeyDictionary()
+
+
+def reduce_gradients(
+    parameters: Parameters, state: HookState, *, bucket_cap_mb: float = 25.0
+) -> None:
+    """Averages gradients over the ranks of a state, as rota.fused_hook does in a DDP model.
+
+    Call it after the last backward pass of a step, on every rank of the state's group. Afterwards
+    `state.found_inf`, `state.grad_norm()`, rota.clip_grad_norm_ and rota.amp.GradScaler work as
+    they do with the hook. Gradients are copied to flat buckets, which the state keeps, and back.
+
+    Args:
+        parameters: the same list on every rank, dense, of float32, float64, float16, bfloat16 or
+            complex dtypes, on the CPU or one CUDA device. Of a DTensor, this rank's shard is
+            reduced. Those that require no gradient are left out. One whose gradient is None counts
+            as zeros; if it is None on all ranks, it stays None.
+        state: the options; one state per model.
+        bucket_cap_mb: a bucket is full when it has this many MiB. Buckets hold parameters in the
+            reverse of their order, as DDP's do.
+
+    Raises:
+        TypeError, ValueError: the gradients cannot be used; other ranks raise rota.PeerFailed with
+            the text of the error.
+        rota.Mismatch: the ranks' lists or their states' options differ.
+
+    Blocks until CPU gradients are reduced; the current stream waits for CUDA gradients.
+
+    Example:
+        >>> state = rota.HookState(data_parallel_group, model=stage)
+        >>> schedule.step(inputs)
+        >>> rota.reduce_gradients(stage.parameters(), state)
+        >>> rota.clip_grad_norm_(stage.parameters(), 1.0)
+    """
+    with telling_peers(state):
+        _Reduction(parameters, state, bucket_cap_mb).finish()
+
+
+@contextlib.contextmanager
+def overlap_gradients(
+    parameters: Parameters,
+    state: HookState,
+    *,
+    num_backwards: int = 1,
+    bucket_cap_mb: float = 25.0,
+) -> Iterator[None]:
+    """A context whose backward passes overlap with rota.reduce_gradients.
+
+    Gradients must not be changed after their last backward pass: divide the loss by the number of
+    microbatches, and make a schedule of torch.distributed.pipelining with scale_grads=False.
+
+    A bucket is reduced as soon as all of its gradients have come `num_backwards` times and the
+    buckets before it have started. Those that never do are reduced at the end of the context, which
+    waits for all. If it is left by an exception, nothing more is reduced; the other ranks raise it,
+    too, if a bucket had started.
+
+    Args:
+        parameters, state, bucket_cap_mb: as for rota.reduce_gradients.
+        num_backwards: backward passes in the context that reach a parameter, such as a pipeline's
+            microbatches.
+
+    Raises:
+        RuntimeError: a gradient came more often than num_backwards.
+        What rota.reduce_gradients raises.
+
+    Example:
+        >>> with rota.overlap_gradients(stage.parameters(), state, num_backwards=num_microbatches):
+        ...     schedule.step(inputs)
+    """
+    with telling_peers(state):
+        if num_backwards < 1:
+            raise ValueError(
+                f"rota.overlap_gradients: num_backwards is {num_backwards}, expected 1 or more"
+            )
+        reduction = _Reduction(parameters, state, bucket_cap_mb)
+    try:
+        with reduction.on_gradients(num_backwards):
+            yield
+    except Exception as error:
+        if reduction.has_started and not isinstance(error, RotaError):
+            tell_peers(state, str(error))
+        raise
+    with telling_peers(state):
+        reduction.finish()
+
+
+class _Reduction:
+    """One reduction of a list of gradients; its buckets start in order."""
+
+    def __init__(self, parameters: Parameters, state: HookState, bucket_cap_mb: float) -> None:
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        unique = {id(p): p for p in listed if p.requires_grad}
+        self._parameters = list(unique.values())
+        self._positions = {identity: i for i, identity in enumerate(unique)}
+        self._state = state
+        self._buckets = _plan_of(self._parameters, state, bucket_cap_mb).buckets
+        self._futures: list[torch.futures.Future[torch.Tensor]] = []
+
+    @property
+    def has_started(self) -> bool:
+        return len(self._futures) > 0
+
+    @contextlib.contextmanager
+    def on_gradients(self, num_backwards: int) -> Iterator[None]:
+        """Starts buckets in backward passes, when their gradients have come so many times."""
+        bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters()}
+        num_awaited = Counter({bucket: len(bucket.parameters()) for bucket in self._buckets})
+        num_seen = Counter[int]()
+
+        def on_gradient(parameter: torch.Tensor) -> None:
+            num_seen[id(parameter)] += 1
+            if num_seen[id(parameter)] > num_backwards:
+                raise RuntimeError(
+                    f"rota.overlap_gradients: the gradient of {self._name(parameter)} has come "
+                    f"{num_seen[id(parameter)]} times, expected {num_backwards}; pass the number "
+                    f"of backward passes in the context as num_backwards"
+                )
+            if num_seen[id(parameter)] == num_backwards:
+                num_awaited[bucket_of[id(parameter)]] -= 1
+            with telling_peers(self._state):
+                while not self._all_started and num_awaited[self._next_bucket] == 0:
+                    self._start()
+
+        hooks = [p.register_post_accumulate_grad_hook(on_gradient) for p in self._parameters]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def finish(self) -> None:
+        """Starts the buckets that have not started, and writes the results of all."""
+        if not self._buckets:
+            self._state.begin()
+        while not self._all_started:
+            self._start()
+        used = torch.tensor([p.grad is not None for p in self._parameters] + [True])
+        for future in self._futures:
+            future.wait()
+        communicator_of(self._state.group).all_reduce(used, "max")
+        is_used = used.tolist()
+        wanted = {id(p) for i, p in enumerate(self._parameters) if is_used[i]}
+        for bucket in self._buckets:
+            bucket.unpack(wanted)
+        self._state.results.end(sends_without_gradient=self._state.error_feedback)
+
+    @property
+    def _all_started(self) -> bool:
+        return len(self._futures) == len(self._buckets)
+
+    @property
+    def _next_bucket(self) -> PackedBucket:
+        return self._buckets[len(self._futures)]
+
+    def _start(self) -> None:
+        bucket = self._next_bucket
+        for parameter in bucket.parameters():
+            check_gradient(parameter, self._name(parameter))
+        if not self.has_started:
+            self._state.begin()
+        bucket.pack()
+        self._futures.append(self._state.start(bucket, may_have_unused=False))
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        return self._state.name_of(parameter, f"{self._positions[id(parameter)]} of the list")
+
+
+def _plan_of(parameters: list[torch.Tensor], state: HookState, bucket_cap_mb: float) -> Plan:
+    if not isinstance(state, HookState):
+        raise TypeError(
+            f"rota.reduce_gradients: its state is of type {type(state).__name__}; call it as "
+            f"rota.reduce_gradients(model.parameters(), rota.HookState(...))"
+        )
+    if not bucket_cap_mb > 0:
+        raise ValueError(
+            f"rota.reduce_gradients: bucket_cap_mb is {bucket_cap_mb}, expected more than 0"
+        )
+    bucket_cap_bytes = int(bucket_cap_mb * 2**20)
+    plan = _plans.get(state)
+    if plan is None or not plan.fits(parameters, bucket_cap_bytes):
+        state.replace_parameters(parameters)
+        plan = _plans[state] = Plan(parameters, bucket_cap_bytes, state)
+    return plan

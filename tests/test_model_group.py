@@ -1,0 +1,242 @@
+"""HookState(model_group=...): ranks that hold one model clip by one norm and skip the same steps.
+
+Four ranks are two copies of a model in two parts: ranks 0 and 1 hold the first copy, 2 and 3 the
+second one. A rank's part of the model is its number modulo 2.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+import rota
+from models import SMALL_BUCKETS_MB, ExactGradients
+from ranks import Rank, error_of, run_ranks
+
+NUM_COPIES, NUM_PARTS = 2, 2
+
+
+def groups_of(rank: Rank) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This rank's peers in the other copy, and in the other part of its copy."""
+    rank.init("rota")
+    mesh = init_device_mesh("cpu", (NUM_COPIES, NUM_PARTS), mesh_dim_names=("copy", "part"))
+    return mesh.get_group("copy"), mesh.get_group("part")
+
+
+def by_hook(model: nn.Module, group: dist.ProcessGroup, state: rota.HookState) -> nn.Module:
+    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=SMALL_BUCKETS_MB)
+    ddp.register_comm_hook(state, rota.fused_hook)
+    return ddp
+
+
+def by_list(model: nn.Module, group: dist.ProcessGroup, state: rota.HookState) -> nn.Module:
+    return model
+
+
+def backward(
+    model: nn.Module, state: rota.HookState, scaler: rota.amp.GradScaler, batch: torch.Tensor
+) -> None:
+    loss_scale = scaler.scale(torch.ones(()))
+    (model(batch) * loss_scale).backward()
+    if not isinstance(model, DistributedDataParallel):
+        rota.reduce_gradients(model.parameters(), state, bucket_cap_mb=SMALL_BUCKETS_MB)
+
+
+def train_parts(rank: Rank) -> list[tuple[float, list[float], float]]:
+    """Norms, the first weights and the scale by step; the parameters of size 700 are replicas."""
+    copies, parts = groups_of(rank)
+    seen = []
+    for wrap in (by_hook, by_list):
+        model = ExactGradients()
+        state = rota.HookState(
+            copies,
+            model_group=parts,
+            replicas=lambda p: NUM_PARTS if p.numel() == 700 else 1,
+        )
+        wrapped = wrap(model, copies, state)
+        scaler = rota.amp.GradScaler(state, init_scale=8.0)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        for step in range(4):
+            # The gradients of the first part are 2, of the second one 4; all replicas' are 2.
+            batch = torch.full((2050,), 2.0)
+            batch[700:] *= 1 + rank.rank % NUM_PARTS
+            if step == 1 and rank.rank == 2:
+                batch[5] = torch.inf  # in the gradients of most parameters, and of replicas
+            if step == 2 and rank.rank == 3:
+                batch[701] = torch.nan  # in the last gradient only
+            optimizer.zero_grad()
+            backward(wrapped, state, scaler, batch)
+            norm = rota.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            weights = [weight[0].item() for weight in model.weights]
+            seen.append((norm.item(), weights, scaler.get_scale()))
+    return seen
+
+
+def test_parts_of_a_model_clip_by_one_norm_and_skip_the_same_step() -> None:
+    results = run_ranks(4, train_parts)
+    # Elements 700 and later are only in the last weight, so all others are 2 in both parts.
+    squares = 4 * (2 * (3 + 64 + 1 + 700) + 700) + (2050 - 700) * (4 + 16)
+    norm = torch.tensor(math.sqrt(squares)).item()
+    for result in results:
+        norms, weights, scales = zip(*result, strict=True)
+        for i in (0, 4):  # by the hook, by the list
+            assert norms[i] == norms[i + 3] == norm
+            assert norms[i + 1] == math.inf and math.isnan(norms[i + 2])
+            moves = [-2 / (norm + 1e-6) * steps for steps in (1, 1, 1, 2)]
+            for step, move in enumerate(moves):
+                torch.testing.assert_close(weights[i + step], [move] * 5, rtol=1e-6, atol=0)
+            assert scales[i : i + 4] == (8.0, 4.0, 2.0, 2.0)
+        assert str(result) == str(results[0])  # nan is not equal to itself
+
+
+# ---- DTensors tell their replicas themselves
+
+
+def train_sharded(rank: Rank) -> None:
+    rank.init("rota")
+    mesh = init_device_mesh("cpu", (NUM_COPIES, NUM_PARTS), mesh_dim_names=("copy", "part"))
+    part = mesh["part"]
+    whole = torch.arange(24.0).view(6, 4)
+
+    def distribute(placement: Any) -> nn.Parameter:
+        own = whole.chunk(2)[part.get_local_rank()] if placement == Shard(0) else whole
+        return nn.Parameter(DTensor.from_local(own.clone(), part, [placement]))
+
+    cut, shared = distribute(Shard(0)), distribute(Replicate())
+    plain = nn.Parameter(torch.zeros(3))
+    asked = []
+
+    def replicas(parameter: torch.Tensor) -> int:
+        asked.append(parameter is plain)
+        return 2
+
+    state = rota.HookState(
+        mesh.get_group("copy"), torch.float32, model_group=part.get_group(), replicas=replicas
+    )
+    for step in range(3):
+        with torch.no_grad():
+            # The copies' gradients differ by 2, and average to the parameters' values.
+            cut.grad, shared.grad = (
+                p.detach() + 2.0 * (rank.rank // 2) - 1.0 for p in (cut, shared)
+            )
+        plain.grad = torch.full((3,), 5.0)
+        if step == 1 and rank.rank < NUM_PARTS:
+            cut.grad = None  # in one copy, so the average is half of the other one's gradient
+        rota.reduce_gradients([cut, plain, shared], state)
+        expected = (whole + 1.0) / 2 if step == 1 else whole
+        squares = (expected.square().sum() + whole.square().sum() + 75.0).item()
+        assert state.grad_norm().item() == torch.tensor(math.sqrt(squares)).item()
+        assert isinstance(cut.grad, DTensor) and cut.grad.placements == (Shard(0),)
+        assert torch.equal(cut.grad.full_tensor(), expected)
+        assert rota.clip_grad_norm_([cut, plain, shared], 1.0) > 1
+        clipped = [torch.tensor([*cut.grad.full_tensor().flatten(), *plain.grad])]
+        clipped.append(shared.grad.full_tensor().flatten())
+        torch.testing.assert_close(torch.cat(clipped).norm().item(), 1.0)
+        cut.grad = shared.grad = plain.grad = None
+    assert asked and all(asked)
+
+    shared.grad = DTensor.from_local(whole.clone(), part, [Partial()])
+    error, text = error_of(lambda: rota.reduce_gradients([cut, plain, shared], state))
+    assert error == "ValueError" and "Partial" in text and "redistribute" in text
+
+
+def test_model_group_counts_dtensors_by_their_placements() -> None:
+    run_ranks(4, train_sharded)
+
+
+# ---- who waits for whom
+
+
+def reduce_in_turn(rank: Rank) -> float:
+    """The second part reduces when the first one has, as the stages of a pipeline might."""
+    copies, parts = groups_of(rank)
+    state = rota.HookState(copies, model_group=parts)
+    weight = nn.Parameter(torch.zeros(4))
+    weight.grad = torch.full((4,), 1.0 + rank.rank % NUM_PARTS)
+    token = torch.zeros(1)
+    if rank.rank % NUM_PARTS == 1:
+        dist.recv(token, rank.rank - 1)
+    rota.reduce_gradients([weight], state)
+    if rank.rank % NUM_PARTS == 0:
+        dist.send(token, rank.rank + 1)
+    return state.grad_norm().item()
+
+
+def test_reduction_does_not_wait_for_the_other_parts() -> None:
+    norm = torch.tensor(math.sqrt(4 * (1 + 4))).item()
+    assert run_ranks(4, reduce_in_turn) == [norm] * 4
+
+
+# ---- errors
+
+
+def fail_in_one_part(rank: Rank) -> tuple[str, str]:
+    copies, parts = groups_of(rank)
+    state = rota.HookState(copies, model_group=parts)
+    weight = nn.Parameter(torch.zeros(4))
+    weight.grad = torch.ones(4) if rank.rank % NUM_PARTS == 0 else torch.ones(4).to_sparse()
+
+    def reduce() -> None:
+        rota.reduce_gradients([weight], state)
+        state.grad_norm()
+
+    error = error_of(reduce)
+    dist.barrier()  # nobody leaves, which would be an error as well
+    return error
+
+
+def test_error_in_one_part_is_raised_in_the_others() -> None:
+    first, second, *_ = run_ranks(4, fail_in_one_part)
+    assert second[0] == "TypeError"
+    assert first[0] == "PeerFailed" and "sparse_coo" in first[1], first
+
+
+def misuse(rank: Rank) -> list[tuple[str, str]]:
+    copies, parts = groups_of(rank)
+
+    def with_result(change: Callable[[nn.Parameter], Any], **options: Any) -> tuple[str, str]:
+        weight = nn.Parameter(torch.zeros(3))
+        weight.grad = torch.ones(3)
+        state = rota.HookState(copies, model_group=parts)
+        rota.reduce_gradients([weight], state)
+        change(weight)
+        return error_of(lambda: rota.clip_grad_norm_([weight], 1.0, **options))
+
+    many = rota.HookState(copies, model_group=parts, replicas=lambda p: 3)
+    weight = nn.Parameter(torch.zeros(3))
+    weight.grad = torch.ones(3)
+    group: Any = "parts"
+    return [
+        with_result(lambda p: p.grad.add_(1.0)),
+        with_result(lambda p: None, norm_type=1.0),
+        error_of(lambda: rota.HookState(copies, replicas=lambda p: 2)),
+        error_of(lambda: rota.HookState(copies, model_group=group)),
+        error_of(lambda: pickle.dumps(rota.HookState(model_group=parts))),
+        error_of(lambda: rota.reduce_gradients([weight], many)),
+    ]
+
+
+def test_misuse_of_model_group_is_refused() -> None:
+    for errors in run_ranks(4, misuse):
+        assert [error for error, _ in errors] == [
+            "RuntimeError",
+            "RuntimeError",
+            "ValueError",
+            "TypeError",
+            "TypeError",
+            "ValueError",
+        ]
+        facts = ("model_group", "norm_type=2", "model_group", "str", "state_dict()", "3, expected")
+        for fact, (_, text) in zip(facts, errors, strict=True):
+            assert fact in text

@@ -1,0 +1,59 @@
+"""examples/train_3d.py: the same losses, norms and skipped steps on 8 ranks as on one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.append(str(EXAMPLES))
+
+import train_3d  # noqa: E402
+
+LIMIT_S = 240
+
+
+@pytest.mark.parametrize(
+    ("options", "skipped"),
+    [
+        ("--steps 2", "skipped steps: none"),
+        ("--steps 2 --float16 --inf-step 0 --inf-in embedding --overlap", "skipped steps: [0]"),
+    ],
+    ids=["float32", "float16-inf"],
+)
+def test_train_3d_equals_one_rank(options: str, skipped: str) -> None:
+    command = [sys.executable, str(EXAMPLES / "train_3d.py"), "--context", "8", *options.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for fact in (skipped, "of the pipeline's time", "memory of a rank"):
+        assert fact in done.stdout
+
+
+def report(**changes: list[float] | list[bool]) -> train_3d.Report:
+    same = {"losses": [3.0, 2.0], "norms": [1.0, 0.5], "skipped": [False, False]}
+    return train_3d.Report(**(same | changes))
+
+
+@pytest.mark.parametrize(
+    ("rank", "problem"),
+    [
+        (report(), None),
+        (report(losses=[3.0, 2.0 + 5e-5]), "losses"),
+        (report(losses=[3.0, torch.nan]), "losses"),
+        (report(norms=[1.0, 0.501]), "norms differ"),
+        (report(skipped=[False, True]), "skipped other steps"),
+    ],
+    ids=["none", "loss", "nan", "norm", "skipped"],
+)
+def test_train_3d_finds_a_difference(rank: train_3d.Report, problem: str | None) -> None:
+    problems = train_3d.problems_of(report(), [rank, rank], train_3d.FLOAT32)
+    assert [problem is not None and problem in text for text in problems] == [True] * bool(problem)
+
+
+def test_train_3d_finds_ranks_with_different_norms() -> None:
+    ranks = [report(), report(norms=[1.0, 0.5 + 1e-7])]
+    assert train_3d.problems_of(report(), ranks, train_3d.FLOAT32) == ["ranks have different norms"]
