@@ -1,15 +1,14 @@
 """Registers the torch.distributed backend "rota" for programs that do not import rota.
 
 torch finds `register` by the entry points in pyproject.toml. It runs whenever torch is imported, in
-programs that never use rota too, so this module imports nothing but torch, which is loaded by then,
-and stands outside the package, whose import takes a second.
+programs that never use rota too, so this module stands outside the package, whose import takes a
+second. It imports torch only in functions: where `import rota` comes first and so imports torch,
+torch looks for `register` in this module before its own import ends.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-
-import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import _DistributedBackendOptions
@@ -25,5 +24,7 @@ def _create(options: _DistributedBackendOptions, given: object) -> ProcessGroupR
 
 def register() -> None:
     """Registers the backend, for CPU and CUDA tensors; rota is imported when a group is made."""
+    import torch.distributed as dist
+
     if dist.is_available() and not hasattr(dist.Backend, "ROTA"):
         dist.Backend.register_backend("rota", _create, extended_api=True, devices=["cpu", "cuda"])
