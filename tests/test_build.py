@@ -175,6 +175,7 @@ def test_pyproject_has_nothing_that_setuptools_64_refuses() -> None:
         "requires-python",
         "dependencies",
         "optional-dependencies",
+        "entry-points",
     }
     assert pyproject["project"]["dynamic"] == ["license"]
 

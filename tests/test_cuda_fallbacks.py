@@ -92,12 +92,14 @@ def test_unknown_means_are_refused(processes: SimulatedProcesses, tmp_path: obje
 def hand_over_to_nccl(rank: int, store_path: str) -> list[str]:
     init_group(rank, WORLD_SIZE, store_path)
     tensor = contribution(rank).cuda()
+    parts = [tensor[:1], tensor[1:3]]  # of different lengths
+    shard = torch.zeros(rank + 1).cuda()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             # NCCL is not available here: the call must fail in NCCL, not earlier.
             with pytest.raises(dist.DistBackendError, match="NCCL"):
-                dist.reduce(tensor, 0)
+                dist.reduce_scatter(shard, parts)
     dist.all_reduce(tensor)  # rota itself still works
     assert torch.equal(tensor.cpu(), sum(contribution(peer) for peer in range(WORLD_SIZE)))
     return [str(warning.message) for warning in caught if "rota" in str(warning.message)]
@@ -109,4 +111,4 @@ def test_what_has_no_kernel_goes_to_nccl_and_is_said_once(
     calls = [(hand_over_to_nccl, (rank, f"{tmp_path}/store")) for rank in range(WORLD_SIZE)]
     for said in processes.run_together(calls):
         assert len(said) == 1
-        assert "rota: reduce of CUDA tensors has no kernel in rota and runs on NCCL" in said[0]
+        assert "rota: reduce_scatter of these CUDA tensors has no kernel in rota" in said[0]

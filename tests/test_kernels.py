@@ -92,7 +92,12 @@ CASES_OF_FILE = {
     )
 } | {
     "cuda/shards.h": ("kernel_mutants-reduce_scatter", "kernel_mutants-all_gather"),
-    "cuda/wait.h": ("kernel_timeout", "kernel_abort", "kernel_another_launch"),
+    "cuda/wait.h": (
+        "kernel_timeout",
+        "kernel_abort",
+        "kernel_another_launch",
+        "kernel_stall_and_departure",
+    ),
     "cuda/pack.h": ("kernel_bucket-once",),
     "cuda/unpack.h": ("kernel_bucket-once",),
     "base/fixed_tree.h": ("kernel_bucket-once",),

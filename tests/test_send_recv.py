@@ -93,6 +93,7 @@ def serve_any(rank: Rank) -> None:
         for number in range(num_messages):
             dist.send(torch.tensor([rank.rank, number]), 0)
             comm.send(torch.tensor([rank.rank, number]), 0, tag=3)
+        comm.barrier()  # a process that ends without closing its group counts as dead
         return
     for recv in (
         lambda output: dist.recv(output),
@@ -104,6 +105,7 @@ def serve_any(rank: Rank) -> None:
             source = recv(output)
             assert output.tolist() == [source, counts[source]]
             counts[source] += 1
+    comm.barrier()
 
 
 def test_recv_from_any_source_says_whose_it_was() -> None:

@@ -178,6 +178,12 @@ void launch_collective(const ResidentPlan& plan, const Peers& peers, Stream stre
          waits_for_itself ? Start::kAsAWhole : Start::kBlockByBlock);
 }
 
+void launch_copy(void* dst, const void* src, size_t num_bytes, Stream stream) {
+  if (num_bytes == 0) return;
+  transport::check_cuda(cudaMemcpyAsync(dst, src, num_bytes, cudaMemcpyDeviceToDevice, stream),
+                        "cudaMemcpyAsync");
+}
+
 void launch_pack(const PackArgs& args, DType dtype, const WireFormat& wire, Stream stream) {
   check_bucket(args.bucket, dtype, wire);
   const void* kernel = pack_kernel_of(dtype, wire);

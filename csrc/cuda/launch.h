@@ -39,6 +39,9 @@ ResidentPlan plan_resident(const LaunchRequest& request, const Peers& peers,
 // The plan must have something to do.
 void launch_collective(const ResidentPlan& plan, const Peers& peers, Stream stream);
 
+// Queues a copy between buffers of the current GPU.
+void launch_copy(void* dst, const void* src, size_t num_bytes, Stream stream);
+
 // dtype: of the gradients.
 void launch_pack(const PackArgs& args, DType dtype, const WireFormat& wire, Stream stream);
 void launch_unpack(const UnpackArgs& args, DType dtype, const WireFormat& wire, Stream stream);

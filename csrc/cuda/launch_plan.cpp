@@ -320,6 +320,7 @@ LaunchRequest request_for(const Call& call, int world_size) {
   switch (call.kind) {
     case CollectiveKind::kAllReduce:
     case CollectiveKind::kReduceBucket:
+    case CollectiveKind::kReduce:
       return reduction(kernel_for(call.algorithm), call.num_elems);
     case CollectiveKind::kReduceScatter:
       return reduction(Kernel::kReduceScatter, static_cast<uint64_t>(world_size) * call.num_elems);
@@ -329,7 +330,6 @@ LaunchRequest request_for(const Call& call, int world_size) {
       return copy(Kernel::kAllGather, static_cast<uint64_t>(world_size) * call.num_bytes());
     case CollectiveKind::kSendRecv:
       return copy(Kernel::kTransfer, call.num_bytes());
-    case CollectiveKind::kReduce:
     case CollectiveKind::kGather:
     case CollectiveKind::kScatter:
     case CollectiveKind::kAllToAll:

@@ -1,7 +1,6 @@
 #include "tensor/operation.h"
 
 #include <ATen/core/grad_mode.h>
-#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <numeric>
@@ -167,35 +166,6 @@ Call plan_in_place(const Operation& operation, const Planner& planner, at::Devic
                             operation.root);
 }
 
-// A side's tensors as contiguous memory, and where each part lies there.
-class PackedSide {
- public:
-  PackedSide(const Side& side, Packed::Content content, int world_size,
-             std::optional<double> factor = std::nullopt) {
-    if (!side.is_used) return;
-    const Lengths lengths = lengths_of(side, world_size);
-    for (const at::Tensor& tensor : side.tensors) packed_.emplace_back(tensor, content, factor);
-    if (packed_.size() == lengths.size()) {
-      for (size_t i = 0; i < lengths.size(); ++i) parts_.push_back({packed_[i].data(), lengths[i]});
-      return;
-    }
-    auto* begin = static_cast<std::byte*>(packed_[0].data());
-    for (const uint64_t length : lengths) {
-      parts_.push_back({begin, length});
-      begin += length * side.tensors[0].element_size();
-    }
-  }
-
-  const cpu::Part* parts() const { return parts_.empty() ? nullptr : parts_.data(); }
-  void unpack() const {
-    for (const Packed& packed : packed_) packed.unpack();
-  }
-
- private:
-  std::vector<Packed> packed_;
-  c10::SmallVector<cpu::Part, 8> parts_;
-};
-
 bool share_memory(at::TensorList some, at::TensorList others) {
   const auto begin_of = [](const at::Tensor& tensor) {
     return static_cast<const std::byte*>(tensor.storage().data());
@@ -205,6 +175,17 @@ bool share_memory(at::TensorList some, at::TensorList others) {
       return tensor.numel() != 0 && other.numel() != 0 && begin_of(tensor) == begin_of(other);
     });
   });
+}
+
+// An all-to-all may write a part before it has sent the one that lies there.
+std::vector<at::Tensor> copies_of_shared_inputs(const Operation& operation) {
+  std::vector<at::Tensor> copies;
+  if (operation.kind == CollectiveKind::kAllToAll &&
+      share_memory(operation.inputs, operation.outputs)) {
+    const at::NoGradGuard no_grad;
+    for (const at::Tensor& tensor : operation.inputs) copies.push_back(tensor.clone());
+  }
+  return copies;
 }
 
 }  // namespace
@@ -276,6 +257,32 @@ Call plan(const Operation& operation, const Planner& planner, int rank, at::Devi
   return call;
 }
 
+PackedSide::PackedSide(at::TensorList tensors, c10::ArrayRef<uint64_t> lengths,
+                       Packed::Content content, std::optional<double> factor) {
+  for (const at::Tensor& tensor : tensors) packed_.emplace_back(tensor, content, factor);
+  if (packed_.size() == lengths.size()) {
+    for (size_t i = 0; i < lengths.size(); ++i) parts_.push_back({packed_[i].data(), lengths[i]});
+    return;
+  }
+  auto* begin = static_cast<std::byte*>(packed_[0].data());
+  for (const uint64_t length : lengths) {
+    parts_.push_back({begin, length});
+    begin += length * tensors[0].element_size();
+  }
+}
+
+void PackedSide::unpack() const {
+  for (const Packed& packed : packed_) packed.unpack();
+}
+
+PackedOperation::PackedOperation(const Operation& operation, int rank, int world_size)
+    : copies_(copies_of_shared_inputs(operation)),
+      inputs_(copies_.empty() ? operation.inputs : copies_,
+              lengths_of(input_side(operation, rank), world_size), Packed::Content::kRead,
+              operation.premul_factor),
+      outputs_(operation.outputs, lengths_of(output_side(operation, rank), world_size),
+               Packed::Content::kOverwritten) {}
+
 void run_on_cpu(const Operation& operation, const Call& call, Communicator& communicator,
                 CallerThread thread) {
   const CollectiveRow& row = row_of(operation.kind);
@@ -290,21 +297,9 @@ void run_on_cpu(const Operation& operation, const Call& call, Communicator& comm
     if (is_among(row.receivers, rank, call.root)) packed.unpack();
     return;
   }
-  // An all-to-all may write a part before it has sent the one that lies there.
-  std::vector<at::Tensor> copies;
-  Operation separate = operation;
-  if (operation.kind == CollectiveKind::kAllToAll &&
-      share_memory(operation.inputs, operation.outputs)) {
-    const at::NoGradGuard no_grad;
-    for (const at::Tensor& tensor : operation.inputs) copies.push_back(tensor.clone());
-    separate.inputs = copies;
-  }
-  const int world_size = communicator.world_size();
-  const PackedSide inputs(input_side(separate, rank), Packed::Content::kRead, world_size,
-                          operation.premul_factor);
-  const PackedSide outputs(output_side(operation, rank), Packed::Content::kOverwritten, world_size);
-  communicator.run(call, {.inputs = inputs.parts(), .outputs = outputs.parts()}, thread);
-  outputs.unpack();
+  const PackedOperation packed(operation, rank, communicator.world_size());
+  communicator.run(call, packed.buffers(), thread);
+  packed.unpack();
 }
 
 ::c10d::OpType op_type_of(CollectiveKind kind) {

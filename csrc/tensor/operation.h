@@ -3,12 +3,14 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <vector>
 
 #include "core/communicator.h"
 #include "core/plan.h"
+#include "tensor/tensor_checks.h"
 
 namespace rota::tensors {
 
@@ -48,6 +50,37 @@ class OwnedOperation {
 // Checks the tensors, which must be on `device`, and plans the call. Throws Error(kType) or
 // Error(kValue).
 Call plan(const Operation& operation, const Planner& planner, int rank, at::Device device);
+
+// One side's tensors as contiguous memory on their device, and where each part lies there.
+class PackedSide {
+ public:
+  // tensors: one for each part, or one for all.
+  PackedSide(at::TensorList tensors, c10::ArrayRef<uint64_t> lengths, Packed::Content content,
+             std::optional<double> factor = std::nullopt);
+
+  const cpu::Part* parts() const { return parts_.empty() ? nullptr : parts_.data(); }
+  void unpack() const;
+
+ private:
+  std::vector<Packed> packed_;
+  c10::SmallVector<cpu::Part, 8> parts_;
+};
+
+// Both sides of a planned operation that is not in place; refers to its tensors. Sides that this
+// rank has no part in are null.
+class PackedOperation {
+ public:
+  PackedOperation(const Operation& operation, int rank, int world_size);
+
+  cpu::Buffers buffers() const { return {.inputs = inputs_.parts(), .outputs = outputs_.parts()}; }
+  // Call it once the outputs are there.
+  void unpack() const { outputs_.unpack(); }
+
+ private:
+  std::vector<at::Tensor> copies_;  // of inputs that an output shares memory with
+  PackedSide inputs_;
+  PackedSide outputs_;
+};
 
 // Runs a planned operation on CPU tensors. Strided ones are packed and unpacked.
 void run_on_cpu(const Operation& operation, const Call& call, Communicator& communicator,

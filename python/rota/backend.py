@@ -64,8 +64,8 @@ def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGrou
                 f"NCCL to hand it to"
             )
         warnings.warn(
-            f"rota: {collective} of CUDA tensors has no kernel in rota and runs on NCCL, as do "
-            f"reduce, gather, scatter and all_to_all",
+            f"rota: {collective} of these CUDA tensors has no kernel in rota, or none that the "
+            f"GPU's self-test trusts, and runs on NCCL",
             stacklevel=2,
         )
         options = dist.ProcessGroupNCCL.Options()

@@ -225,12 +225,22 @@ void reduce_scatter(Communicator& communicator, const TestCall& call, uint64_t s
     return bits_of_integer(call.dtype,
                            contribution(call, world_size, seed, pair_of(from, to), elem));
   };
+  // Parts of one tensor can be read in place.
+  const bool is_one_tensor = seed % 3 != 0;
+  uint64_t total = 0;
+  for (int owner = 0; owner < world_size; ++owner) total += length_of(owner);
   std::vector<Tensor> inputs;
+  if (is_one_tensor) inputs.emplace_back(call, call.dtype, total, rank);
   std::vector<cpu::Part> parts;
+  uint64_t begin = 0;  // of the part in its tensor
   for (int owner = 0; owner < world_size; ++owner) {
-    Tensor& input = inputs.emplace_back(call, call.dtype, length_of(owner), rank);
-    for (uint64_t i = 0; i < input.num_elems(); ++i) input.set(i, bits_of(rank, owner, i));
-    parts.push_back({input.data(), input.num_elems()});
+    const uint64_t length = length_of(owner);
+    if (!is_one_tensor) inputs.emplace_back(call, call.dtype, length, rank);
+    Tensor& input = inputs.back();
+    for (uint64_t i = 0; i < length; ++i) input.set(begin + i, bits_of(rank, owner, i));
+    auto* data = static_cast<std::byte*>(input.data());
+    parts.push_back({data + begin * info(call.dtype).num_bytes, length});
+    if (is_one_tensor) begin += length;
   }
   Tensor sum(call, call.dtype, length_of(rank), rank);
   const cpu::Part output{sum.data(), sum.num_elems()};
@@ -306,8 +316,11 @@ TestCall random_call(Random& random, const Communicator& communicator) {
   }
   call.root = static_cast<int>(random.below(static_cast<uint64_t>(communicator.world_size())));
   const size_t elem_bytes = info(call.dtype).num_bytes;
+  // More rounds than the call has slots.
+  const uint64_t num_slots =
+      2 + (row_of(call.kind).reduces ? transport::kNumSlots : transport::kNumCopySlots);
   const uint64_t limits[] = {16, kSmall.message_bytes / elem_bytes, kSmall.slot_bytes / elem_bytes,
-                             4 * kSmall.slot_bytes / elem_bytes};
+                             num_slots * kSmall.slot_bytes / elem_bytes};
   call.num_elems = random.below(random.choose(limits) + 1);
   call.misalignment = random.below(3) * elem_bytes;
   call.in_heap = random.choose(std::array{uint64_t{0}, ~uint64_t{0}, random.below(16)});

@@ -223,6 +223,16 @@ struct BlockHeldUpBeforeItsReport {
   }
 };
 
+// A block that only tells the time.
+struct WaitingBlock {
+  int index() const { return 0; }
+  int local_rank() const { return 0; }
+  void pause() const {}
+  uint64_t now_ns() const {
+    return static_cast<uint64_t>(steady_clock::now().time_since_epoch() / nanoseconds(1));
+  }
+};
+
 void a_stall_does_not_know_who_left_since_the_last_look() {
   uint32_t abort = 0;
   uint32_t num_left = 0;
@@ -249,8 +259,38 @@ void a_stall_does_not_know_who_left_since_the_last_look() {
   check_equal(int{cuda::Failure::unpack(stall).num_left}, 1, "a report from after it");
 }
 
+// What a rank has written before it left is there for a kernel that knows that it has left.
+void a_stall_that_knows_who_left_comes_after_what_they_sent() {
+  uint32_t abort = 0;
+  uint32_t num_left = 0;
+  uint64_t failure = 0;
+  uint64_t stall = 0;
+  int sent = 0;
+  const cuda::Peers peers{.first_rank = 0,
+                          .geometry = {},
+                          .regions = {},
+                          .abort = &abort,
+                          .num_left = &num_left,
+                          .failure = &failure,
+                          .stall = &stall,
+                          .stall_after_ns = 1,
+                          .timeout_ns = static_cast<uint64_t>(kLong.count())};
+  std::thread host([&] {
+    sent = 42;
+    std::atomic_ref(num_left).store(1, std::memory_order_release);
+  });
+  const auto is_there = [&] { return cuda::Failure::unpack(stall).num_left == 1 && sent == 42; };
+  const bool has_come = cuda::wait_until(WaitingBlock(), peers, 1, WaitPhase::kPacket, is_there);
+  host.join();
+  check(has_come, "gave up");
+}
+
 const CaseTable kCases{
-    {"kernel_stall_and_departure", a_stall_does_not_know_who_left_since_the_last_look},
+    {"kernel_stall_and_departure",
+     [] {
+       a_stall_does_not_know_who_left_since_the_last_look();
+       a_stall_that_knows_who_left_comes_after_what_they_sent();
+     }},
     {"kernel_timeout", [] { every_kernel_gives_up(Trouble::kIsAbsent); }},
     {"kernel_abort", [] { every_kernel_gives_up(Trouble::kIsAbsentUntilAbort); }},
     {"kernel_another_launch", [] { every_kernel_gives_up(Trouble::kHasAnotherLaunch); }},

@@ -30,7 +30,7 @@ from oracle import (
     random_inputs,
     random_patterns,
 )
-from ranks import Rank
+from ranks import Rank, error_of
 
 # Few sizes: processes on one GPU run in time slices, so each collective takes milliseconds.
 SIZES = (0, 1, 5, 513, 66_001)
@@ -124,6 +124,79 @@ def move(rank: Rank) -> None:
 @worlds
 def test_cuda_broadcast_and_all_gather_move_every_bit(world_size: int) -> None:
     run_ranks(world_size, move)
+
+
+def move_parts(rank: Rank) -> None:
+    comm = connect(rank)
+    own, world_size = rank.rank, rank.world_size
+    root = world_size - 1
+
+    def parts(size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(size * world_size).to(dtype)
+
+    for dtype in (torch.float32, torch.int8):
+        for size in (0, 1, 5, 513, 6001):
+            case = f"{name_of(dtype)} size {size}"
+            inputs = random_patterns(world_size, size * world_size, dtype)
+            same_on_both(comm, inputs[own], f"before {case}", "auto", op="max")
+
+            on_cpu, on_gpu = inputs[own].clone(), Guarded(inputs[own])
+            comm.reduce(on_cpu, root, "sum")
+            comm.reduce(on_gpu.tensor, root, "sum")
+            assert_same(on_gpu.get(case), on_cpu, f"reduce {case}")
+
+            gathered = Guarded(parts(size, dtype))
+            part = inputs[own][:size].to(DEVICE)
+            comm.gather(gathered.tensor if own == root else None, part, root)
+            if own == root:
+                expected = torch.cat([source[:size] for source in inputs])
+                assert_same(gathered.get(case), expected, f"gather {case}")
+
+            received = Guarded(inputs[own][:size])
+            comm.scatter(received.tensor, inputs[own].to(DEVICE) if own == root else None, root)
+            expected = inputs[root][size * own : size * (own + 1)]
+            assert_same(received.get(case), expected, f"scatter {case}")
+
+            exchanged = Guarded(parts(size, dtype))
+            comm.all_to_all(exchanged.tensor, inputs[own].to(DEVICE))
+            expected = torch.cat([source[size * own : size * (own + 1)] for source in inputs])
+            assert_same(exchanged.get(case), expected, f"all_to_all {case}")
+            in_place = Guarded(inputs[own])
+            comm.all_to_all(in_place.tensor, in_place.tensor)
+            assert_same(in_place.get(case), expected, f"all_to_all in place {case}")
+
+    # Rank i sends 100 * i + j elements to rank j, out of and into every other element.
+    splits = [100 * own + peer for peer in range(world_size)]
+    sources = random_inputs(world_size, 1000, torch.float32)
+    strided = torch.zeros(2 * sum(splits)).to(DEVICE)[::2]
+    strided.copy_(sources[own][: sum(splits)])
+    output_splits = [100 * peer + own for peer in range(world_size)]
+    output = torch.zeros(2 * sum(output_splits)).to(DEVICE)[1::2]
+    comm.all_to_all(output, strided, output_splits=output_splits, input_splits=splits)
+    pieces = [
+        source[: 100 * peer * world_size + sum(range(world_size))].split(
+            [100 * peer + other for other in range(world_size)]
+        )[own]
+        for peer, source in enumerate(sources)
+    ]
+    assert_same(output.cpu(), torch.cat(pieces), "all_to_all with splits")
+
+
+@worlds
+def test_cuda_reduce_gather_scatter_and_all_to_all_move_every_bit(world_size: int) -> None:
+    run_ranks(world_size, move_parts)
+
+
+def gather_with_other_roots(rank: Rank) -> str:
+    comm = connect(rank)
+    output = torch.zeros(8).to(DEVICE)
+    error, text = error_of(lambda: comm.gather(output, torch.zeros(4).to(DEVICE), rank.rank))
+    return f"{error}: {text}"
+
+
+def test_cuda_gather_to_other_roots_is_a_mismatch() -> None:
+    # The first rank to call may hear of it from the other one.
+    assert any("Mismatch" in text for text in run_ranks(2, gather_with_other_roots))
 
 
 # ---- gradient buckets
@@ -446,6 +519,24 @@ def use_backend(rank: Rank) -> None:
     shard = torch.zeros(6).to(DEVICE)
     dist.reduce_scatter_tensor(shard, inputs[own].to(DEVICE))
     assert_same(shard.cpu(), total[6 * own : 6 * own + 6], "reduce_scatter_tensor")
+
+    summed = inputs[own].to(DEVICE)
+    dist.reduce(summed, world_size - 1)
+    if own == world_size - 1:
+        assert_same(summed.cpu(), total, "reduce")
+
+    part = inputs[own][: 2 * own + 1].to(DEVICE)
+    uneven = [torch.zeros(2 * peer + 1).to(DEVICE) for peer in range(world_size)]
+    dist.all_gather(uneven, part)
+    for peer, received in enumerate(uneven):
+        assert_same(received.cpu(), inputs[peer][: 2 * peer + 1], "all_gather, other lengths")
+
+    exchanged = torch.zeros(6 * world_size).to(DEVICE)
+    work = dist.all_to_all_single(exchanged, inputs[own].to(DEVICE), async_op=True)
+    assert work is not None
+    work.wait()
+    mine = torch.cat([source[6 * own : 6 * own + 6] for source in inputs])
+    assert_same(exchanged.cpu(), mine, "all_to_all_single, async")
 
     if world_size > 1:
         tensor = inputs[own].to(DEVICE)

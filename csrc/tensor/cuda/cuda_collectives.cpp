@@ -27,19 +27,21 @@ transport::DeviceGeometry make_geometry(int world_size, const schedule::Tuning& 
   return cuda::geometry_of(world_size, num_channels, tuning);
 }
 
-bool has_kernel(CollectiveKind kind) {
-  switch (kind) {
-    case CollectiveKind::kAllReduce:
-    case CollectiveKind::kReduceBucket:
-    case CollectiveKind::kReduceScatter:
-    case CollectiveKind::kBroadcast:
-    case CollectiveKind::kAllGather:
-    case CollectiveKind::kSendRecv:
-      return true;
-    case CollectiveKind::kReduce:
+// Whether a collective is made of transfers between pairs of ranks instead of one kernel.
+bool is_of_transfers(const Call& call) {
+  switch (call.kind) {
     case CollectiveKind::kGather:
     case CollectiveKind::kScatter:
     case CollectiveKind::kAllToAll:
+      return true;
+    case CollectiveKind::kAllGather:
+      return call.uneven != 0;
+    case CollectiveKind::kAllReduce:
+    case CollectiveKind::kReduceBucket:
+    case CollectiveKind::kReduce:
+    case CollectiveKind::kReduceScatter:
+    case CollectiveKind::kBroadcast:
+    case CollectiveKind::kSendRecv:
     case CollectiveKind::kBarrier:
       return false;
   }
@@ -148,6 +150,7 @@ WorkRef CudaCollectives::launch(Launch mode, const c10::Stream& stream, ::c10d::
 }
 
 std::optional<std::string> CudaCollectives::why_not(const Call& call) const {
+  if (is_of_transfers(call)) return gpus_.unusable.why_not(cuda::Kernel::kTransfer, cuda::kBytes);
   const cuda::LaunchRequest request = cuda::request_for(call, communicator_->world_size());
   const auto finding = gpus_.unusable.why_not(request.kernel, request.format);
   if (finding || !cuda::is_packed(call)) return finding;
@@ -166,13 +169,11 @@ void CudaCollectives::run(const cuda::LaunchRequest& request) {
   executor_.run(executor_.plan(request), current_stream(device_));
 }
 
+// What has no kernel that can be trusted may go through the host's memory.
 bool CudaCollectives::supports(const Operation& operation) const {
-  if (!has_kernel(operation.kind)) return false;
-  const bool is_scatter = operation.kind == CollectiveKind::kReduceScatter;
-  if (!is_scatter && operation.kind != CollectiveKind::kAllGather) return true;
+  if (staging_->supports(operation)) return true;
   const Call call = plan(operation, planner_, communicator_->rank(), device_);
-  // What has no kernel that can be trusted goes through the host's memory, but reduce_scatter.
-  return call.uneven == 0 && (!is_scatter || !why_not(call));
+  return (call.uneven == 0 || is_of_transfers(call)) && !why_not(call);
 }
 
 WorkRef CudaCollectives::run(OperationList operations, Launch mode) {
@@ -180,20 +181,14 @@ WorkRef CudaCollectives::run(OperationList operations, Launch mode) {
   std::vector<at::Tensor> tensors;
   for (const Operation& operation : operations) {
     const std::string_view kind = name(operation.kind);
-    if (!has_kernel(operation.kind)) {
-      throw Error(ErrorKind::kType,
-                  join("rota.", kind, ": CUDA tensors are not supported; use NCCL for them"));
-    }
     const Call call = plan(operation, planner_, communicator_->rank(), device_);
-    if (call.uneven != 0) {
+    if (call.uneven != 0 && !is_of_transfers(call)) {
       throw Error(ErrorKind::kValue, join("rota.", kind,
                                           ": parts of different lengths are not "
                                           "supported on GPUs; pad them, or use NCCL"));
     }
     const auto finding = why_not(call);
-    if (finding && call.kind == CollectiveKind::kReduceScatter) {
-      refuse_untrusted(kind, *finding, "all_reduce and take a part, or use NCCL");
-    }
+    if (finding && !staging_->supports(operation)) refuse_untrusted(kind, *finding, "use NCCL");
     if (finding) return staging_->run(operations, mode);
     calls.push_back(call);
     for (const at::TensorList side : {operation.outputs, operation.inputs}) {
@@ -203,13 +198,31 @@ WorkRef CudaCollectives::run(OperationList operations, Launch mode) {
   if (operations.empty()) return {};
   const CollectiveKind kind = operations[0].kind;
   return launch(mode, op_type_of(kind), row_of(kind).title.data(), tensors, [&] {
-    for (size_t i = 0; i < operations.size(); ++i) {
-      if (kind == CollectiveKind::kAllReduce) run_all_reduce(operations[i], calls[i]);
-      if (kind == CollectiveKind::kBroadcast) run_broadcast(operations[i].outputs[0], calls[i]);
-      if (kind == CollectiveKind::kAllGather) run_all_gather(operations[i], calls[i]);
-      if (kind == CollectiveKind::kReduceScatter) run_reduce_scatter(operations[i], calls[i]);
-    }
+    for (size_t i = 0; i < operations.size(); ++i) run_planned(operations[i], calls[i]);
   });
+}
+
+void CudaCollectives::run_planned(const Operation& operation, const Call& call) {
+  if (is_of_transfers(call)) return run_transfers(operation, call);
+  switch (call.kind) {
+    case CollectiveKind::kAllReduce:
+      return run_all_reduce(operation, call);
+    case CollectiveKind::kReduce:
+      return run_reduce(operation, call);
+    case CollectiveKind::kReduceScatter:
+      return run_reduce_scatter(operation, call);
+    case CollectiveKind::kBroadcast:
+      return run_broadcast(operation.outputs[0], call);
+    case CollectiveKind::kAllGather:
+      return run_all_gather(operation, call);
+    case CollectiveKind::kReduceBucket:
+    case CollectiveKind::kGather:
+    case CollectiveKind::kScatter:
+    case CollectiveKind::kAllToAll:
+    case CollectiveKind::kSendRecv:
+    case CollectiveKind::kBarrier:
+      break;  // other methods' calls
+  }
 }
 
 void CudaCollectives::run_all_reduce(const Operation& operation, const Call& call) {
@@ -220,6 +233,69 @@ void CudaCollectives::run_all_reduce(const Operation& operation, const Call& cal
   } else {
     run(call, fingerprint, packed.data(), packed.data());
   }
+  packed.unpack();
+}
+
+// An all_reduce, whose sum ranks other than the root put aside.
+void CudaCollectives::run_reduce(const Operation& operation, const Call& call) {
+  const uint64_t fingerprint = communicator_->post_launch(call);
+  const at::NoGradGuard no_grad;
+  const bool is_root = call.root == communicator_->rank();
+  const at::Tensor sum = is_root ? operation.outputs[0] : operation.outputs[0].clone();
+  const Packed packed(sum, Packed::Content::kRead, operation.premul_factor);
+  run(call, fingerprint, packed.data(), packed.data());
+  if (is_root) packed.unpack();
+}
+
+// Every rank sends to its successors in turn, and receives from its predecessors: at the same time,
+// because a send may wait for the peer to receive.
+void CudaCollectives::run_transfers(const Operation& operation, const Call& call) {
+  communicator_->post_launch(call);  // a mismatch is better found here than by a pair of ranks
+  const CollectiveRow& row = row_of(call.kind);
+  const int rank = communicator_->rank();
+  const int world_size = communicator_->world_size();
+  const PackedOperation packed(operation, rank, world_size);
+  const cpu::Buffers buffers = packed.buffers();
+  const bool contributes = is_among(row.contributors, rank, call.root);
+  const bool receives = is_among(row.receivers, rank, call.root);
+  const auto input_for = [&](int peer) { return buffers.inputs[row.is_input_per_rank ? peer : 0]; };
+  const auto output_from = [&](int peer) {
+    return buffers.outputs[row.is_output_per_rank ? peer : 0];
+  };
+  const auto transfer = [&](const cpu::Part& part, int source, int destination) {
+    const Call one{.kind = call.kind, .dtype = call.dtype, .num_elems = part.num_elems};
+    run_transfer(one, part.data, source, destination);
+  };
+
+  const c10::Stream sending = guard_.getStream(device_);
+  c10::Event event(device_.type());
+  event.record(sending);
+  event.block(receive_stream_);
+  {
+    const c10::StreamGuard on_stream(receive_stream_);
+    for (int i = 1; i < world_size; ++i) {
+      const int source = (rank - i + world_size) % world_size;
+      if (receives && is_among(row.contributors, source, call.root)) {
+        transfer(output_from(source), source, rank);
+      }
+    }
+  }
+  for (int i = 1; i < world_size; ++i) {
+    const int destination = (rank + i) % world_size;
+    if (contributes && is_among(row.receivers, destination, call.root)) {
+      transfer(input_for(destination), rank, destination);
+    }
+  }
+  if (contributes && receives) {
+    const cpu::Part from = input_for(rank), to = output_from(rank);
+    if (from.data != to.data) {
+      cuda::launch_copy(to.data, from.data, from.num_elems * info(call.dtype).num_bytes,
+                        current_stream(device_));
+    }
+  }
+  c10::Event received(device_.type());
+  received.record(receive_stream_);
+  received.block(sending);
   packed.unpack();
 }
 
@@ -408,18 +484,24 @@ WorkRef CudaCollectives::transfer(const at::Tensor& tensor, int source, int dest
     refuse_untrusted(is_send ? "send" : "recv", *finding, "use NCCL");
   }
   const auto body = [&] {
-    cuda::LaunchRequest request = cuda::request_for(call, communicator_->world_size());
-    request.source = source;
-    request.destination = destination;
-    request.fingerprint = communicator_->post_transfer(call, source, destination);
     const Packed packed(tensor, is_send ? Packed::Content::kRead : Packed::Content::kOverwritten);
-    request.input = request.output = {packed.data()};
-    run(request);
+    run_transfer(call, packed.data(), source, destination);
     if (!is_send) packed.unpack();
   };
   return launch(mode, is_send ? stream_ : receive_stream_,
                 is_send ? ::c10d::OpType::SEND : ::c10d::OpType::RECV,
                 is_send ? "rota:send" : "rota:recv", tensor, body);
+}
+
+void CudaCollectives::run_transfer(const Call& call, void* data, int source, int destination) {
+  run({.kernel = cuda::Kernel::kTransfer,
+       .input = {data},
+       .output = {data},
+       .num_elems = call.num_bytes(),
+       .format = cuda::kBytes,
+       .source = source,
+       .destination = destination,
+       .fingerprint = communicator_->post_transfer(call, source, destination)});
 }
 
 bool is_capturing(at::Device device) { return cuda::is_capturing(current_stream(device)); }

@@ -55,7 +55,13 @@ class CudaCollectives final : public Collectives {
   // Queues the call's kernel on the current stream.
   void run(const Call& call, uint64_t fingerprint, void* input, void* output);
   void run(const cuda::LaunchRequest& request);
+  void run_planned(const Operation& operation, const Call& call);
   void run_all_reduce(const Operation& operation, const Call& call);
+  void run_reduce(const Operation& operation, const Call& call);
+  // A collective that only copies, by one transfer for each pair of ranks.
+  void run_transfers(const Operation& operation, const Call& call);
+  // `call` is what the two ranks compare.
+  void run_transfer(const Call& call, void* data, int source, int destination);
   void run_reduce_bucket(const BucketTensors& tensors, const Call& call);
   // Packs the tensor into the call's wire format, runs the kernel and unpacks the result. residual,
   // stats: null for none.

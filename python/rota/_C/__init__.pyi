@@ -301,9 +301,10 @@ class Communicator:
         `bucket`, `stats` and `residual` must not be touched before the future is done.
         """
 
-    # All of these block as all_reduce does. Tensors may be strided, and are then packed. reduce,
-    # gather, scatter and all_to_all take CPU tensors only. Each raises TypeError or ValueError
-    # before anything moves, rota.Mismatch if ranks disagree, and what all_reduce raises.
+    # All of these block as all_reduce does. Tensors may be strided, and are then packed. Each
+    # raises TypeError or ValueError before anything moves, rota.Mismatch if ranks disagree, and
+    # what all_reduce raises. On CUDA tensors gather, scatter and all_to_all are made of transfers
+    # between pairs of ranks, and reduce sums on all of them.
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Copies rank `root`'s `tensor` to all ranks; same number of elements and dtype on all."""
