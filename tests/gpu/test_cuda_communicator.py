@@ -167,7 +167,7 @@ def move_parts(rank: Rank) -> None:
 
     # Rank i sends 100 * i + j elements to rank j, out of and into every other element.
     splits = [100 * own + peer for peer in range(world_size)]
-    sources = random_inputs(world_size, 1000, torch.float32)
+    sources = random_inputs(world_size, 2000, torch.float32)
     strided = torch.zeros(2 * sum(splits)).to(DEVICE)[::2]
     strided.copy_(sources[own][: sum(splits)])
     output_splits = [100 * peer + own for peer in range(world_size)]
