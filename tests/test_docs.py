@@ -21,6 +21,7 @@ import rota
 from ranks import Rank, run_ranks
 
 ROOT = Path(__file__).parents[1]
+CONFORMANCE = ROOT / "tests" / "conformance"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLE = ROOT / "examples" / "ddp.py"
 LIMIT_S = 120
@@ -30,7 +31,9 @@ class Block(NamedTuple):
     """A code block: the words of its info string, and the code."""
 
     language: str
-    needs: str  # "cuda", "recipe" for a part of a recipe (test_trainers.py), or nothing
+    # "cuda"; "conformance": a list for this torch (tests/conformance); "recipe" for a part of a
+    # recipe (test_trainers.py); or nothing
+    needs: str
     code: str
 
 
@@ -91,6 +94,9 @@ def test_python_block_runs(block: Block) -> None:
 
 @pytest.mark.parametrize("block", cases("sh"))
 def test_shell_block_runs(block: Block) -> None:
+    version = ".".join(torch.__version__.split(".")[:2])
+    if block.needs == "conformance" and not (CONFORMANCE / f"torch-{version}.txt").exists():
+        pytest.skip(f"there is no list for torch {version}")
     for line in block.code.splitlines():
         program, *arguments = shlex.split(line, comments=True)
         if program == "make":

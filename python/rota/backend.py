@@ -64,8 +64,8 @@ def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGrou
                 f"NCCL to hand it to"
             )
         warnings.warn(
-            f"rota: {collective} of these CUDA tensors has no kernel in rota, or none that the "
-            f"GPU's self-test trusts, and runs on NCCL",
+            f"rota: {collective} of CUDA tensors runs on NCCL here: rota has no kernel for them, or "
+            f"none that the GPU's self-test trusts",
             stacklevel=2,
         )
         options = dist.ProcessGroupNCCL.Options()
