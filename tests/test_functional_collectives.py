@@ -34,7 +34,6 @@ def _every_collective(x: Tensor, group: Any) -> list[Tensor]:
         second,
         part,
         other_part,
-        funcol.all_gather_tensor(x, 1, group),
         funcol.reduce_scatter_tensor(gathered, "sum", 0, group),
         funcol.reduce_scatter_tensor(x.t().contiguous(), "max", 0, group),
         funcol.all_to_all_single(x, None, None, group),

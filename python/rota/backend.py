@@ -64,8 +64,8 @@ def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGrou
                 f"NCCL to hand it to"
             )
         warnings.warn(
-            f"rota: {collective} of CUDA tensors runs on NCCL here: rota has no kernel for them, or "
-            f"none that the GPU's self-test trusts",
+            f"rota: {collective} of CUDA tensors runs on NCCL here: rota has no kernel for them, "
+            f"or none that the GPU's self-test trusts",
             stacklevel=2,
         )
         options = dist.ProcessGroupNCCL.Options()
