@@ -74,9 +74,10 @@ class RecordedStage(PipelineStage):
     def loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
         start = time.perf_counter()
         loss = train_3d.loss_of(logits, targets)
-        last = self.computations.pop()
-        seconds = last.seconds + time.perf_counter() - start
-        self.computations.append(last._replace(seconds=seconds))
+        seconds = time.perf_counter() - start
+        if self.computations:  # otherwise torch only infers shapes, before the first step
+            last = self.computations[-1]
+            self.computations[-1] = last._replace(seconds=last.seconds + seconds)
         return loss
 
 
