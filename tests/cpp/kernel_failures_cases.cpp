@@ -233,54 +233,53 @@ struct WaitingBlock {
   }
 };
 
-void a_stall_does_not_know_who_left_since_the_last_look() {
+// The host's words of a rank that waits for rank 1 and reports a stall at once.
+struct LoneWait {
   uint32_t abort = 0;
   uint32_t num_left = 0;
   uint64_t failure = 0;
   uint64_t stall = 0;
+
+  template <typename Block, typename IsThere>
+  bool wait_until(const Block& block, nanoseconds timeout, const IsThere& is_there) {
+    const cuda::Peers peers{.first_rank = 0,
+                            .geometry = {},
+                            .regions = {},
+                            .abort = &abort,
+                            .num_left = &num_left,
+                            .failure = &failure,
+                            .stall = &stall,
+                            .stall_after_ns = 1,
+                            .timeout_ns = static_cast<uint64_t>(timeout.count())};
+    return cuda::wait_until(block, peers, 1, WaitPhase::kPacket, is_there);
+  }
+  int num_left_in_stall() const { return cuda::Failure::unpack(stall).num_left; }
+};
+
+void a_stall_does_not_know_who_left_since_the_last_look() {
+  LoneWait words;
   bool is_there = false;
-  const cuda::Peers peers{.first_rank = 0,
-                          .geometry = {},
-                          .regions = {},
-                          .abort = &abort,
-                          .num_left = &num_left,
-                          .failure = &failure,
-                          .stall = &stall,
-                          .stall_after_ns = 1,
-                          .timeout_ns = 1000};
-  const BlockHeldUpBeforeItsReport block{&num_left, &is_there};
+  const BlockHeldUpBeforeItsReport block{&words.num_left, &is_there};
   const auto wait = [&] {
-    return cuda::wait_until(block, peers, 1, WaitPhase::kPacket, [&] { return is_there; });
+    return words.wait_until(block, nanoseconds(1000), [&] { return is_there; });
   };
   check(wait(), "gave up on what is there");
-  check_equal(int{cuda::Failure::unpack(stall).num_left}, 0, "a report from before the departure");
+  check_equal(words.num_left_in_stall(), 0, "a report from before the departure");
   is_there = false;
   check(!wait(), "did not give up");
-  check_equal(int{cuda::Failure::unpack(stall).num_left}, 1, "a report from after it");
+  check_equal(words.num_left_in_stall(), 1, "a report from after it");
 }
 
 // What a rank has written before it left is there for a kernel that knows that it has left.
 void a_stall_that_knows_who_left_comes_after_what_they_sent() {
-  uint32_t abort = 0;
-  uint32_t num_left = 0;
-  uint64_t failure = 0;
-  uint64_t stall = 0;
+  LoneWait words;
   int sent = 0;
-  const cuda::Peers peers{.first_rank = 0,
-                          .geometry = {},
-                          .regions = {},
-                          .abort = &abort,
-                          .num_left = &num_left,
-                          .failure = &failure,
-                          .stall = &stall,
-                          .stall_after_ns = 1,
-                          .timeout_ns = static_cast<uint64_t>(kLong.count())};
   std::thread host([&] {
     sent = 42;
-    std::atomic_ref(num_left).store(1, std::memory_order_release);
+    std::atomic_ref(words.num_left).store(1, std::memory_order_release);
   });
-  const auto is_there = [&] { return cuda::Failure::unpack(stall).num_left == 1 && sent == 42; };
-  const bool has_come = cuda::wait_until(WaitingBlock(), peers, 1, WaitPhase::kPacket, is_there);
+  const auto is_there = [&] { return words.num_left_in_stall() == 1 && sent == 42; };
+  const bool has_come = words.wait_until(WaitingBlock(), kLong, is_there);
   host.join();
   check(has_come, "gave up");
 }
