@@ -44,43 +44,38 @@ struct AtRandom {
 template <DType dtype, bool is_scaled>
 constexpr size_t kBlockElems = is_scaled ? block_scaling(dtype).block_elems : 64;
 
-template <size_t kShift, size_t... kLanes>
-Vec<uint32_t> rotate_lanes(Vec<uint32_t> value, std::index_sequence<kLanes...>) {
-  return __builtin_shufflevector(value, value, ((kLanes + kShift) % kFloatLanes)...);
+// Lanes kFirst, kFirst + 1 ... as a vector of their own.
+template <size_t kFirst, typename V, size_t... kLanes>
+auto lanes_from(V value, std::index_sequence<kLanes...>) {
+  constexpr size_t kNumLanes = sizeof(V) / sizeof(value[0]);
+  return __builtin_shufflevector(value, value, ((kFirst + kLanes) % kNumLanes)...);
 }
 
-// The largest lane, in every lane.
-template <size_t kShift = kFloatLanes / 2>
-Vec<uint32_t> largest_lane(Vec<uint32_t> value) {
-  const auto rotated = rotate_lanes<kShift>(value, std::make_index_sequence<kFloatLanes>{});
-  const auto larger = larger_of(value, rotated);
-  if constexpr (kShift == 1) {
-    return larger;
+// Vectors of half the length cost half as much on some processors.
+template <typename V>
+uint32_t largest_lane(V value) {
+  if constexpr (sizeof(V) > 16) {
+    constexpr size_t kHalf = sizeof(V) / sizeof(uint32_t) / 2;
+    constexpr auto kLanes = std::make_index_sequence<kHalf>{};
+    return largest_lane(larger_of(lanes_from<0>(value, kLanes), lanes_from<kHalf>(value, kLanes)));
   } else {
-    return largest_lane<kShift / 2>(larger);
+    constexpr auto kLanes = std::make_index_sequence<4>{};
+    value = larger_of(value, lanes_from<2>(value, kLanes));
+    return larger_of(value, lanes_from<1>(value, kLanes))[0];
   }
 }
 
-// Ignores Inf and NaN. Not inlined, because it is rare and would take registers.
-template <size_t kVecs>
-__attribute__((noinline)) Vec<uint32_t> largest_finite_magnitude(
-    const Vec<float> (&values)[kVecs]) {
+// The largest of the finite elements times `factor`. Not inlined, because it is rare; reads them
+// again, because passing them would put every block into memory.
+__attribute__((noinline)) uint32_t largest_finite_magnitude(const char* src, size_t num_elems,
+                                                            float factor) {
   Vec<uint32_t> largest = {};
-  for (size_t v = 0; v < kVecs; ++v) {
-    const auto magnitude = (Vec<uint32_t>)values[v] & kMagnitudeMask;
+  for (size_t elem = 0; elem < num_elems; elem += kFloatLanes) {
+    const auto value = load_bytes<Vec<float>>(src + elem * sizeof(float)) * factor;
+    const auto magnitude = (Vec<uint32_t>)value & kMagnitudeMask;
     largest = larger_of(largest, magnitude < kInfinityBits ? magnitude : Vec<uint32_t>{});
   }
-  return largest_lane<>(largest);
-}
-
-template <size_t kVecs>
-inline __attribute__((always_inline)) Vec<uint32_t> largest_magnitude(
-    const Vec<float> (&values)[kVecs]) {
-  Vec<uint32_t> largest = {};
-  for (size_t v = 0; v < kVecs; ++v) {
-    largest = larger_of(largest, (Vec<uint32_t>)values[v] & kMagnitudeMask);
-  }
-  return largest_lane<>(largest);
+  return largest_lane(largest);
 }
 
 Vec<float> load_scale(std::byte biased) {
@@ -102,42 +97,70 @@ inline __attribute__((always_inline)) void prefetch(const char* address, size_t 
       reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(address) + num_bytes_ahead));
 }
 
-template <DType dtype, bool is_finite, typename Rounding, size_t kVecs>
-inline __attribute__((always_inline)) void store_block(const Vec<float> (&values)[kVecs],
-                                                       Vec<float> factor, char* payload,
-                                                       size_t elem, const Rounding& rounding) {
-  for (size_t v = 0; v < kVecs; ++v) {
-    const size_t offset = v * kFloatLanes;
-    rounding.template store<is_finite>(payload + offset * LanesOf<dtype>::kElemBytes,
-                                       values[v] * factor, elem + offset);
+// Writes the scale of a block times `factor`; false if an element of it is Inf or NaN.
+template <DType dtype>
+inline __attribute__((always_inline)) bool write_scale(const char* src, float factor,
+                                                       std::byte* scale) {
+  constexpr size_t kBlock = kBlockElems<dtype, true>;
+  Vec<uint32_t> magnitudes = {};
+  for (size_t elem = 0; elem < kBlock; elem += kFloatLanes) {
+    const char* vector = src + elem * sizeof(float);
+    prefetch(vector, kPrefetchTensorBytes);
+    const auto value = load_bytes<Vec<float>>(vector) * factor;
+    magnitudes = larger_of(magnitudes, (Vec<uint32_t>)value & kMagnitudeMask);
+  }
+  uint32_t largest = largest_lane(magnitudes);
+  const bool is_finite = largest < kInfinityBits;
+  if (__builtin_expect(!is_finite, false)) largest = largest_finite_magnitude(src, kBlock, factor);
+  *scale = static_cast<std::byte>(biased_scale<dtype>(largest));
+  return is_finite;
+}
+
+template <DType dtype, bool is_scaled, bool is_finite, typename Rounding>
+inline __attribute__((always_inline)) void write_block(const char* src, char* payload,
+                                                       std::byte* scale, float factor, size_t elem,
+                                                       const Rounding& rounding) {
+  auto inverse = Vec<float>{} + 1;
+  if constexpr (is_scaled) {
+    inverse = Vec<float>{} + inverse_scale_of(static_cast<uint32_t>(*scale));
+  }
+  for (size_t lane = 0; lane < kBlockElems<dtype, is_scaled>; lane += kFloatLanes) {
+    const char* vector = src + lane * sizeof(float);
+    if constexpr (!is_scaled) prefetch(vector, kPrefetchTensorBytes);
+    const auto value = load_bytes<Vec<float>>(vector) * factor;
+    rounding.template store<is_finite>(payload + lane * LanesOf<dtype>::kElemBytes,
+                                       value * inverse, elem + lane);
   }
 }
 
-// Always inlined: a call would pass the block through memory.
+// Blocks whose scales are computed before the first of them is written. The scale of a single block
+// is known so late that the core's queues fill with operations that wait for it.
+constexpr size_t kGroupBlocks = 8;
+
 template <DType dtype, bool is_scaled, typename Rounding>
-inline __attribute__((always_inline)) void encode_block(const char* src, char* payload,
-                                                        std::byte* scale, float factor, size_t elem,
-                                                        const Rounding& rounding) {
-  constexpr size_t kVecs = kBlockElems<dtype, is_scaled> / kFloatLanes;
-  Vec<float> values[kVecs];
-  for (size_t v = 0; v < kVecs; ++v) {
-    prefetch(src + v * kVectorBytes, kPrefetchTensorBytes);
-    values[v] = load_bytes<Vec<float>>(src + v * kVectorBytes) * factor;
-  }
+inline __attribute__((always_inline)) void encode_blocks(const char* src, char* payload,
+                                                         std::byte* scales, size_t num_blocks,
+                                                         float factor, size_t elem,
+                                                         const Rounding& rounding) {
+  constexpr size_t kBlock = kBlockElems<dtype, is_scaled>;
+  constexpr size_t kElemBytes = LanesOf<dtype>::kElemBytes;
+  bool are_finite = is_scaled;
   if constexpr (is_scaled) {
-    auto largest = largest_magnitude(values);
-    const bool is_finite = largest[0] < kInfinityBits;
-    if (__builtin_expect(!is_finite, false)) largest = largest_finite_magnitude(values);
-    const auto biased = biased_scale<dtype>(largest);
-    *scale = static_cast<std::byte>(biased[0]);
-    const auto inverse = inverse_scale_of<Vec<float>>(biased);
-    if (__builtin_expect(is_finite, true)) {
-      store_block<dtype, true>(values, inverse, payload, elem, rounding);
-    } else {
-      store_block<dtype, false>(values, inverse, payload, elem, rounding);
+    for (size_t b = 0; b < num_blocks; ++b) {
+      are_finite &= write_scale<dtype>(src + b * kBlock * sizeof(float), factor, scales + b);
     }
+  }
+  const auto write = [&](auto is_finite) __attribute__((always_inline)) {
+    for (size_t b = 0; b < num_blocks; ++b) {
+      write_block<dtype, is_scaled, is_finite>(src + b * kBlock * sizeof(float),
+                                               payload + b * kBlock * kElemBytes, scales + b,
+                                               factor, elem + b * kBlock, rounding);
+    }
+  };
+  if (__builtin_expect(are_finite, true)) {
+    write(std::bool_constant<is_scaled>{});
   } else {
-    store_block<dtype, false>(values, Vec<float>{} + 1, payload, elem, rounding);
+    write(std::false_type{});
   }
 }
 
@@ -148,17 +171,21 @@ void encode_with(const float* src, const WirePlace& dst, size_t num_elems, float
   constexpr size_t kElemBytes = LanesOf<dtype>::kElemBytes;
   const auto* in = reinterpret_cast<const char*>(src);
   auto* out = reinterpret_cast<char*>(dst.payload);
-  std::byte* scale = dst.scales;
+  std::byte* scales = dst.scales;
   size_t elem = 0;
-  for (; elem + kBlock <= num_elems; elem += kBlock, ++scale) {
-    encode_block<dtype, is_scaled>(in + elem * sizeof(float), out + elem * kElemBytes, scale,
-                                   factor, elem, rounding);
+  while (elem + kBlock <= num_elems) {
+    const size_t rest = (num_elems - elem) / kBlock;
+    const size_t num_blocks = rest < kGroupBlocks ? rest : kGroupBlocks;
+    encode_blocks<dtype, is_scaled>(in + elem * sizeof(float), out + elem * kElemBytes, scales,
+                                    num_blocks, factor, elem, rounding);
+    elem += num_blocks * kBlock;
+    scales += num_blocks;
   }
   if (elem < num_elems) {
     alignas(kVectorBytes) char padded[kBlock * sizeof(float)] = {};
     __builtin_memcpy(padded, in + elem * sizeof(float), (num_elems - elem) * sizeof(float));
     alignas(kVectorBytes) char encoded[kBlock * kElemBytes];
-    encode_block<dtype, is_scaled>(padded, encoded, scale, factor, elem, rounding);
+    encode_blocks<dtype, is_scaled>(padded, encoded, scales, 1, factor, elem, rounding);
     __builtin_memcpy(out + elem * kElemBytes, encoded, (num_elems - elem) * kElemBytes);
   }
 }
