@@ -69,7 +69,7 @@ class Broadcast final : public Executor {
     const Part whole{buffers.data, call.num_elems};
     const OutputCopier copier(call.num_bytes(), exchange.world_size());
     const uint64_t num_rounds = schedule::ceil_div(call.num_bytes(), exchange.slot_bytes());
-    const uint64_t num_slots = exchange.use_copy_slots(num_rounds);
+    const uint64_t num_slots = exchange.use_copy_slots();
     const bool is_root = exchange.rank() == call.root;
     for (uint64_t round = 0; round < num_rounds; ++round) {
       const Range chunk = schedule::chunk_of(call.num_bytes(), exchange.slot_bytes(), round);
@@ -133,8 +133,10 @@ class AllGather final : public Executor {
   uint64_t run_rounds(const Call& call, const Buffers& buffers, Exchange& exchange) const override {
     const uint64_t num_rounds = schedule::ceil_div(
         longest_of(call, buffers.outputs, exchange.world_size()), exchange.slot_bytes());
-    exchange.use_copy_slots(num_rounds);
+    exchange.use_copy_slots();
     const OutputCopier copier = copier_for(call, buffers, exchange.world_size());
+    const Part& own_output = buffers.outputs[exchange.rank()];
+    const bool copies_own = !overlap(call, *buffers.inputs, own_output);
     const auto chunk_of = [&](const Part& part, uint64_t round) {
       return schedule::chunk_of(bytes_of(call, part), exchange.slot_bytes(), round);
     };
@@ -142,6 +144,10 @@ class AllGather final : public Executor {
       const Range own = chunk_of(*buffers.inputs, round);
       copy_bytes(exchange.own_slot(round), at(*buffers.inputs, own.begin), own.num_elems);
       exchange.publish_filled(round);
+      // Once more from the caches, while the peers fill theirs.
+      if (copies_own) {
+        copier.copy(at(own_output, own.begin), at(*buffers.inputs, own.begin), own.num_elems);
+      }
       for (int i = 0; i < exchange.world_size() - 1; ++i) {
         const int peer = schedule::rotated_peer(exchange.rank(), exchange.world_size(), i);
         const Range chunk = chunk_of(buffers.outputs[peer], round);
@@ -150,7 +156,7 @@ class AllGather final : public Executor {
                     chunk.num_elems);
       }
     }
-    move_own(call, *buffers.inputs, buffers.outputs[exchange.rank()], copier);
+    if (!copies_own) move_own(call, *buffers.inputs, own_output, copier);
     return num_rounds;
   }
 };
@@ -200,7 +206,7 @@ class Gather final : public Executor {
   // A rank refills the slot of round r once the root has drained round r.
   uint64_t run_rounds(const Call& call, const Buffers& buffers, Exchange& exchange) const override {
     const uint64_t num_rounds = schedule::ceil_div(call.num_bytes(), exchange.slot_bytes());
-    const uint64_t num_slots = exchange.use_copy_slots(num_rounds);
+    const uint64_t num_slots = exchange.use_copy_slots();
     const OutputCopier copier(static_cast<uint64_t>(exchange.world_size()) * call.num_bytes(),
                               exchange.world_size());
     const bool is_root = exchange.rank() == call.root;
@@ -259,7 +265,7 @@ class Scatter final : public Executor {
   uint64_t run_rounds(const Call& call, const Buffers& buffers, Exchange& exchange) const override {
     const uint64_t share = exchange.share_of_slot();
     const uint64_t num_rounds = schedule::ceil_div(call.num_bytes(), share);
-    const uint64_t num_slots = exchange.use_copy_slots(num_rounds);
+    const uint64_t num_slots = exchange.use_copy_slots();
     const OutputCopier copier(call.num_bytes(), exchange.world_size());
     const bool is_root = exchange.rank() == call.root;
     for (uint64_t round = 0; round < num_rounds; ++round) {

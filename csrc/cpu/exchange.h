@@ -76,12 +76,10 @@ class Exchange {
   }
 
   // For collectives that copy and do not reduce; call before the first round. Returns the number of
-  // slots that the rounds rotate through. All ranks must have the same number of rounds.
-  uint64_t use_copy_slots(uint64_t num_rounds) {
-    if (num_rounds > transport::kNumSlots) {
-      transport_.reserve_slots(transport::kNumCopySlots);
-      num_slots_ = transport::kNumCopySlots;
-    }
+  // slots that the rounds rotate through.
+  uint64_t use_copy_slots() {
+    transport_.reserve_slots(transport::kNumCopySlots);
+    num_slots_ = transport::kNumCopySlots;
     return num_slots_;
   }
 

@@ -32,6 +32,10 @@ inline uint64_t total_of(const Call& call, const Part* parts, int num_parts) {
   return total;
 }
 
+inline bool overlap(const Call& call, const Part& a, const Part& b) {
+  return a.data < at(b, bytes_of(call, b)) && b.data < at(a, bytes_of(call, a));
+}
+
 // This rank's own part. They may overlap, because the input of an in-place collective is a part of
 // its output.
 inline void move_own(const Call& call, const Part& from, const Part& to,
