@@ -110,21 +110,22 @@ class TorchRank:
         self, entry: Entry, op: str, output: torch.Tensor, input: torch.Tensor
     ) -> Call:
         is_root = self.rank == 0
-        arguments: dict[str, Any] = {"output": output, "input": input}
+        call = getattr(self.communicator, op)
         match op:
             case "all_reduce":
-                arguments = {"tensor": output, "algorithm": entry.algorithm}
+                options: dict[str, Any] = {"algorithm": entry.algorithm}
                 if entry.wire_dtype is not None:
-                    arguments["wire_dtype"] = getattr(torch, entry.wire_dtype)
+                    options["wire_dtype"] = getattr(torch, entry.wire_dtype)
+                return partial(call, output, **options)
             case "reduce" | "broadcast":
-                arguments = {"tensor": output}
+                return partial(call, output)
             case "gather":
-                arguments["output"] = output if is_root else None
+                return partial(call, output if is_root else None, input)
             case "scatter":
-                arguments["input"] = input if is_root else None
+                return partial(call, output, input if is_root else None)
             case "barrier":
-                arguments = {}
-        return partial(getattr(self.communicator, op), **arguments)
+                return partial(call)
+        return partial(call, output, input)
 
 
 def dist_call(

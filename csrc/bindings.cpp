@@ -18,8 +18,8 @@
 #include "schedule/ring.h"
 #include "schedule/select.h"
 #include "schedule/tuning.h"
-#include "tensor/all_reduce_method.h"
 #include "tensor/errors.h"
+#include "tensor/fast_methods.h"
 #include "tensor/gpu_classes.h"
 #include "tensor/gpu_self_test.h"
 #include "tensor/heap_pool.h"
@@ -222,7 +222,7 @@ PYBIND11_MODULE(_C, module) {
   bind_gpu_self_test(module);
 
   CommunicatorClass communicator(module, "Communicator");
-  add_all_reduce_method(reinterpret_cast<PyTypeObject*>(communicator.ptr()));
+  add_fast_methods(reinterpret_cast<PyTypeObject*>(communicator.ptr()));
   communicator
       .def(py::init([](const StorePtr& store, int rank, int world_size,
                        std::chrono::milliseconds timeout, size_t slot_bytes) {
@@ -246,12 +246,6 @@ PYBIND11_MODULE(_C, module) {
           },
           py::arg("tensor"), py::arg("op"), py::arg("wire_dtype"), ReleaseGil())
       .def(
-          "broadcast",
-          [](TensorCommunicator& self, const at::Tensor& tensor, int root) {
-            run(self, {.kind = CollectiveKind::kBroadcast, .outputs = tensor, .root = root});
-          },
-          py::arg("tensor"), py::arg("root") = 0, ReleaseGil())
-      .def(
           "reduce",
           [](TensorCommunicator& self, const at::Tensor& tensor, int root, std::string_view op) {
             run(self, {.kind = CollectiveKind::kReduce,
@@ -260,12 +254,6 @@ PYBIND11_MODULE(_C, module) {
                        .reduction = {.op = parse_op("reduce", op)}});
           },
           py::arg("tensor"), py::arg("root") = 0, py::arg("op") = "sum", ReleaseGil())
-      .def(
-          "all_gather",
-          [](TensorCommunicator& self, const at::Tensor& output, const at::Tensor& input) {
-            run(self, {.kind = CollectiveKind::kAllGather, .inputs = input, .outputs = output});
-          },
-          py::arg("output"), py::arg("input"), ReleaseGil())
       .def(
           "gather",
           [](TensorCommunicator& self, const std::optional<at::Tensor>& output,
@@ -300,21 +288,6 @@ PYBIND11_MODULE(_C, module) {
           py::arg("output_splits") = std::vector<int64_t>(),
           py::arg("input_splits") = std::vector<int64_t>(), ReleaseGil())
       .def(
-          "send",
-          [](TensorCommunicator& self, const at::Tensor& tensor, int peer, int64_t tag) {
-            self.send(tensor, peer, tag, Launch::kBlocking);
-          },
-          py::arg("tensor"), py::arg("peer"), py::arg("tag") = 0, ReleaseGil())
-      .def(
-          "recv",
-          [](TensorCommunicator& self, const at::Tensor& tensor, std::optional<int> peer,
-             int64_t tag) {
-            const WorkRef work =
-                self.recv(tensor, peer.value_or(rota::kAnyRank), tag, Launch::kBlocking);
-            return work ? work->sourceRank() : *peer;
-          },
-          py::arg("tensor"), py::arg("peer") = py::none(), py::arg("tag") = 0, ReleaseGil())
-      .def(
           "isend",
           [](TensorCommunicator& self, const at::Tensor& tensor, int peer, int64_t tag) {
             return WorkPtr(self.send(tensor, peer, tag, Launch::kAsync));
@@ -327,16 +300,6 @@ PYBIND11_MODULE(_C, module) {
             return WorkPtr(self.recv(tensor, peer.value_or(rota::kAnyRank), tag, Launch::kAsync));
           },
           py::arg("tensor"), py::arg("peer") = py::none(), py::arg("tag") = 0, ReleaseGil())
-      .def(
-          "reduce_scatter",
-          [](TensorCommunicator& self, const at::Tensor& output, const at::Tensor& input,
-             std::string_view op) {
-            run(self, {.kind = CollectiveKind::kReduceScatter,
-                       .inputs = input,
-                       .outputs = output,
-                       .reduction = {.op = parse_op("reduce_scatter", op)}});
-          },
-          py::arg("output"), py::arg("input"), py::arg("op") = "sum", ReleaseGil())
       .def(
           "barrier",
           [](TensorCommunicator& self) { run(self, {.kind = CollectiveKind::kBarrier}); },
