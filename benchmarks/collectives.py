@@ -4,7 +4,7 @@
 
 It starts its own ranks. All backends stay alive for the whole run, take turns at each size, and
 sleep between turns. Both interfaces of rota are measured: torch.distributed ("rota dist") and
-rota.Communicator ("rota comm"). The last line of the output is JSON.
+rota.Communicator ("rota comm"). All have tensors of ordinary pages. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def parse_arguments() -> argparse.Namespace:
         "--op",
         choices=OPERATIONS,
         default="all_reduce",
-        help="the collective (default: all_reduce)",
+        help="the collective, or send_recv, a message from rank 0 to rank 1 and back "
+        "(default: all_reduce)",
     )
     add(
         "--backends",
@@ -90,6 +91,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"-e {args.end} bytes is less than -b {args.begin} bytes")
     if args.op != "all_reduce" and (args.algorithms, args.wire_dtype) != (["auto"], ["none"]):
         parser.error("--algorithms and --wire-dtype are for --op all_reduce")
+    if args.op == "send_recv" and args.ranks != 2:
+        parser.error(f"--ranks is {args.ranks}; --op send_recv measures two ranks")
     if args.op == "barrier" and args.png:
         parser.error("--png: a barrier has no sizes to draw")
     return args

@@ -37,7 +37,7 @@ def expected_tiles(op: str, world_size: int, seed: int) -> list[Tile]:
     match op:
         case "all_reduce" | "reduce" | "reduce_scatter":
             return [np.sum(tiles, axis=0)]
-        case "broadcast" | "scatter":
+        case "broadcast" | "scatter" | "send_recv":
             return tiles[:1]
         case "all_gather" | "gather" | "all_to_all":
             return tiles

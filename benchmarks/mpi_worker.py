@@ -67,9 +67,21 @@ def collective(
             return partial(comm.Scatter, sent if is_root else None, received, 0)
         case "all_to_all":
             return partial(comm.Alltoall, sent, received)
+        case "send_recv":
+            return partial(round_trip, received)
         case "barrier":
             return partial(comm.Barrier)
     raise ValueError(f"unknown collective {op}")
+
+
+def round_trip(message: list[object]) -> None:
+    """Sends rank 0's message to rank 1 and back."""
+    if comm.rank == 0:
+        comm.Send(message, 1)
+        comm.Recv(message, 1)
+    else:
+        comm.Recv(message, 0)
+        comm.Send(message, 0)
 
 
 def count_wrong(output: npt.NDArray[np.generic], op: str, seed: int) -> int:

@@ -1,4 +1,4 @@
-"""The collectives that are measured, as one table. Needs no package, since MPI's ranks read it too.
+"""The operations that are measured, as one table. Needs no package, since MPI's ranks read it too.
 
 Roots are rank 0. A message has the size that nccl-tests gives it: that of the tensor with the parts
 of all ranks, or of the one tensor where there are no parts.
@@ -51,5 +51,6 @@ OPERATIONS = {
     "gather": Operation(output_parts=True, at_root=True),
     "scatter": Operation(input_parts=True),
     "all_to_all": Operation(input_parts=True, output_parts=True),
+    "send_recv": Operation(in_place=True, busbw="1"),  # from rank 0 to rank 1 and back
     "barrier": Operation(in_place=True),
 }

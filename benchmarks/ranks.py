@@ -54,7 +54,9 @@ class RankGroup:
         self.hellos: list[Hello] = []
         self._num_ranks = num_ranks
         self._commands = commands
-        self._env = {**os.environ, **env}
+        # torch's allocator asks for no huge pages, so numpy must not either, or MPI's ranks would
+        # copy other memory than torch's.
+        self._env = {**os.environ, "NUMPY_MADVISE_HUGEPAGE": "0", **env}
         self._socket_path = run_dir / f"{name}.sock"
         self._log_path = run_dir / f"{name}.log"
         self._timeout_s = timeout_s

@@ -24,7 +24,7 @@ from protocol import ROTA_EMPTY, Entry, Hello, Reply, Turn, serve, time_samples
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-Call = Callable[[], object]
+Call = Callable[..., object]
 
 
 class TorchRank:
@@ -110,6 +110,8 @@ class TorchRank:
         self, entry: Entry, op: str, output: torch.Tensor, input: torch.Tensor
     ) -> Call:
         is_root = self.rank == 0
+        if op == "send_recv":
+            return partial(round_trip, output, self.communicator.send, self.communicator.recv)
         call = getattr(self.communicator, op)
         match op:
             case "all_reduce":
@@ -152,9 +154,22 @@ def dist_call(
             return partial(dist.broadcast, output, src=0, group=group)
         case "all_gather":
             return partial(all_gather_single, output, input, group=group)
+        case "send_recv":
+            send, recv = (partial(function, group=group) for function in (dist.send, dist.recv))
+            return partial(round_trip, output, send, recv)
         case "barrier":
             return partial(dist.barrier, group=group)
     raise ValueError(f"unknown collective {op}")
+
+
+def round_trip(message: torch.Tensor, send: Call, recv: Call) -> None:
+    """Sends rank 0's message to rank 1 and back."""
+    if dist.get_rank() == 0:
+        send(message, 1)
+        recv(message, 1)
+    else:
+        recv(message, 0)
+        send(message, 0)
 
 
 def copy_call(turn: Turn) -> Call:
