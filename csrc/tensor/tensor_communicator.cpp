@@ -71,7 +71,7 @@ TensorCommunicator::TensorCommunicator(const c10::intrusive_ptr<::c10d::Store>& 
                                                                make_geometry(options.slot_bytes));
 }
 
-void TensorCommunicator::connect() {
+void TensorCommunicator::connect(OwnTimeout own_timeout) {
   if (fork_generation_ != fork_generation()) {
     throw Error(ErrorKind::kInternal,
                 "rota: this communicator belongs to the parent process; make a new one after fork");
@@ -87,8 +87,9 @@ void TensorCommunicator::connect() {
     options_.check_interrupt();
   };
   check();
-  cpu_.emplace(std::make_shared<Communicator>(unconnected_->connect(options_.timeout, check),
-                                              options_.timeout, options_.check_interrupt),
+  auto transport = unconnected_->connect(own_timeout.value_or(options_.timeout), check);
+  cpu_.emplace(std::make_shared<Communicator>(std::move(transport), options_.timeout,
+                                              options_.check_interrupt),
                options_.check_interrupt);
   unconnected_.reset();
   is_connected_ = true;
@@ -103,8 +104,8 @@ bool TensorCommunicator::leave_unconnected() {
   return !is_connected_;
 }
 
-CpuCollectives& TensorCommunicator::cpu_for(std::string_view call) {
-  if (!is_connected_) connect();
+CpuCollectives& TensorCommunicator::cpu_for(std::string_view call, OwnTimeout own_timeout) {
+  if (!is_connected_) connect(own_timeout);
   cpu_->check_usable(call);
   return *cpu_;
 }
@@ -138,9 +139,14 @@ void TensorCommunicator::drop_gpu() {
   gpu_.reset();
 }
 
+Collectives& TensorCommunicator::collectives_for(const Operation& operation) {
+  return collectives_for(operation.any_tensor(), name(operation.kind), Callers::kAllRanks,
+                         operation.timeout);
+}
+
 Collectives& TensorCommunicator::collectives_for(const at::Tensor& tensor, std::string_view call,
-                                                 Callers callers) {
-  CpuCollectives& cpu = cpu_for(call);
+                                                 Callers callers, OwnTimeout own_timeout) {
+  CpuCollectives& cpu = cpu_for(call, own_timeout);
   if (!tensor.defined() || !tensor.is_cuda()) return cpu;
   if (callers == Callers::kAllRanks || (!gpu_ && world_size_ == 2)) {
     connect_device(tensor.device());
@@ -195,15 +201,12 @@ std::optional<std::string> TensorCommunicator::peer_access() const {
 WorkRef TensorCommunicator::run(OperationList operations, Launch mode) {
   return with_python_errors([&]() -> WorkRef {
     if (operations.empty()) return {};
-    const Operation& first = operations[0];
-    return collectives_for(first.any_tensor(), name(first.kind)).run(operations, mode);
+    return collectives_for(operations[0]).run(operations, mode);
   });
 }
 
 bool TensorCommunicator::supports(const Operation& operation) {
-  return with_python_errors([&] {
-    return collectives_for(operation.any_tensor(), name(operation.kind)).supports(operation);
-  });
+  return with_python_errors([&] { return collectives_for(operation).supports(operation); });
 }
 
 WorkRef TensorCommunicator::reduce_bucket(const BucketTensors& tensors,
@@ -213,8 +216,10 @@ WorkRef TensorCommunicator::reduce_bucket(const BucketTensors& tensors,
   });
 }
 
-WorkRef TensorCommunicator::all_reduce_sparse(const at::Tensor& tensor, Launch mode) {
-  return with_python_errors([&] { return cpu_for("all_reduce").all_reduce_sparse(tensor, mode); });
+WorkRef TensorCommunicator::all_reduce_sparse(const at::Tensor& tensor, Launch mode,
+                                              OwnTimeout timeout) {
+  return with_python_errors(
+      [&] { return cpu_for("all_reduce", timeout).all_reduce_sparse(tensor, mode, timeout); });
 }
 
 WorkRef TensorCommunicator::send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) {
