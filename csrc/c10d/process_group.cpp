@@ -433,9 +433,15 @@ void ProcessGroupRota::setTimeout(std::chrono::milliseconds timeout) {
       return ::c10d::ErrorType::TIMEOUT;
     case ErrorKind::kPeerFailed:
       return ::c10d::ErrorType::REMOTE_ERROR;
-    default:
+    case ErrorKind::kNone:
+    case ErrorKind::kInternal:
+    case ErrorKind::kMismatch:
+    case ErrorKind::kTransport:
+    case ErrorKind::kValue:
+    case ErrorKind::kType:
       return ::c10d::ErrorType::COMM_ERROR;
   }
+  return ::c10d::ErrorType::COMM_ERROR;
 }
 
 at::Tensor ProcessGroupRota::allocateTensor(long num_elems, at::TensorOptions options) {
