@@ -1,6 +1,7 @@
 #include "tensor/tensor_communicator.h"
 
 #include <c10/core/DeviceGuard.h>
+#include <c10/util/ScopeExit.h>
 
 #include <iostream>
 
@@ -78,13 +79,20 @@ void TensorCommunicator::connect(OwnTimeout own_timeout) {
   }
   const std::lock_guard lock(connect_mutex_);
   if (is_connected_) return;
+  if (is_connecting_) {
+    throw Error(ErrorKind::kInternal,
+                "rota: a callback or a signal handler uses a group whose first call it has "
+                "interrupted; use the group when that call has returned");
+  }
+  is_connecting_ = true;
+  const auto end = c10::make_scope_exit([this] { is_connecting_ = false; });
   const auto check = [this] {
-    if (has_left_) {
-      throw Error(ErrorKind::kInternal, "rota: this communicator is closed; make a new one");
-    }
     // A peer may be waiting for a free slot in another group before it makes this one.
     PointToPoint::move_all_groups();
     options_.check_interrupt();
+    if (has_left_) {
+      throw Error(ErrorKind::kInternal, "rota: this communicator is closed; make a new one");
+    }
   };
   check();
   auto transport = unconnected_->connect(own_timeout.value_or(options_.timeout), check);
@@ -98,9 +106,9 @@ void TensorCommunicator::connect(OwnTimeout own_timeout) {
 bool TensorCommunicator::leave_unconnected() {
   if (is_connected_) return false;
   if (fork_generation_ != fork_generation()) return true;  // the parent's
-  has_left_ = true;                                        // ends a connect() of another thread
+  has_left_ = true;                                        // ends a connect()
   const std::lock_guard lock(connect_mutex_);
-  unconnected_.reset();
+  if (!is_connecting_) unconnected_.reset();  // otherwise this is a callback of connect()
   return !is_connected_;
 }
 

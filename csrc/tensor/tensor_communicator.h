@@ -104,8 +104,11 @@ class TensorCommunicator {
   TensorCommunicatorOptions options_;
   uint64_t fork_generation_;
 
-  std::mutex connect_mutex_;
-  std::unique_ptr<transport::SharedMemoryRank> unconnected_;  // guarded by it; null once connected
+  // Recursive, because connect() holds it while it runs callbacks, which may come back: signal
+  // handlers, and those of other groups' futures.
+  std::recursive_mutex connect_mutex_;
+  bool is_connecting_ = false;                                // guarded by it, as the next one
+  std::unique_ptr<transport::SharedMemoryRank> unconnected_;  // null once connected
   std::atomic<bool> has_left_{false};                         // before it was connected
   std::atomic<bool> is_connected_{false};
   std::optional<CpuCollectives> cpu_;  // constant once connected
