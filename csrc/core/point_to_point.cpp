@@ -4,6 +4,7 @@
 #include <charconv>
 #include <cstring>
 #include <iterator>
+#include <new>
 #include <string_view>
 #include <utility>
 
@@ -405,11 +406,24 @@ PointToPoint::Arriving PointToPoint::begin(int source, const std::byte* slot) {
     if (agree(*arriving.recv, source, message)) arriving.data = arriving.recv->data_;
     return arriving;
   }
-  arriving.early = std::make_shared<Early>(
-      Early{source, message, std::make_unique_for_overwrite<std::byte[]>(message.num_bytes())});
+  arriving.early = std::make_shared<Early>(Early{source, message, memory_for(source, message)});
   arriving.data = arriving.early->data.get();
   early_.push_back(arriving.early);
   return arriving;
+}
+
+std::unique_ptr<std::byte[]> PointToPoint::memory_for(int source, const Message& message) const {
+  try {
+    return std::make_unique_for_overwrite<std::byte[]>(message.num_bytes());
+  } catch (const std::bad_alloc&) {
+    uint64_t kept_bytes = 0;
+    for (const auto& early : early_) kept_bytes += early->message.num_bytes();
+    throw Error(ErrorKind::kTransport,
+                join("rota.recv: rank ", transport_.rank(), " has no memory for a message of rank ",
+                     source, ' ', text_of(message),
+                     " that came before its recv: ", message.num_bytes(), " bytes, and it keeps ",
+                     kept_bytes, " of other such messages; call recv before the sender sends"));
+  }
 }
 
 bool PointToPoint::take_early(const RequestRef& recv, Done& done) {
