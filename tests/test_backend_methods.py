@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 import rota
 from ranks import Rank, Ranks, run_ranks
@@ -181,6 +184,154 @@ def test_set_timeout_applies_to_later_calls() -> None:
         ranks.tell(1)
         error, _ = ranks.results()[0]
     assert error == "Timeout"
+
+
+def calls_with_timeout(
+    backend: Any, rank: int, timeout: timedelta
+) -> dict[str, Callable[[], dist.Work]]:
+    """Every collective with a timeout of its own, between two ranks; rank 0 is the root."""
+
+    def options(make: Callable[[], Any]) -> Any:
+        result = make()
+        result.timeout = timeout
+        return result
+
+    def tensor(length: int = 4) -> torch.Tensor:
+        return torch.ones(length)
+
+    def pair() -> list[torch.Tensor]:
+        return [tensor(), tensor()]
+
+    sparse = torch.ones(4).to_sparse()
+    root_has_two = [pair()] if rank == 0 else []
+    gather, scatter = options(c10d.GatherOptions), options(c10d.ScatterOptions)
+    all_gather = options(c10d.AllgatherOptions)
+    all_reduce = options(c10d.AllreduceOptions)
+    all_to_all = options(c10d.AllToAllOptions)
+    reduce_scatter = options(c10d.ReduceScatterOptions)
+    return {
+        "all_reduce": lambda: backend.allreduce([tensor()], all_reduce),
+        "all_gather-sparse": lambda: backend.allreduce([sparse], all_reduce),
+        "broadcast": lambda: backend.broadcast([tensor()], options(c10d.BroadcastOptions)),
+        "reduce": lambda: backend.reduce([tensor()], options(c10d.ReduceOptions)),
+        "all_gather": lambda: backend.allgather([pair()], [tensor()], all_gather),
+        "all_gather-single": lambda: backend._allgather_base(tensor(8), tensor(), all_gather),
+        "gather": lambda: backend.gather(root_has_two, [tensor()], gather),
+        "scatter": lambda: backend.scatter([tensor()], root_has_two, scatter),
+        "reduce_scatter": lambda: backend.reduce_scatter([tensor()], [pair()], reduce_scatter),
+        "reduce_scatter-single": lambda: backend._reduce_scatter_base(
+            tensor(), tensor(8), reduce_scatter
+        ),
+        "all_to_all": lambda: backend.alltoall(pair(), pair(), all_to_all),
+        "all_to_all-single": lambda: backend.alltoall_base(tensor(), tensor(), [], [], all_to_all),
+        "barrier": lambda: backend.barrier(options(c10d.BarrierOptions)),
+    }
+
+
+SHORT = timedelta(milliseconds=150)
+LONG = timedelta(seconds=1000)
+
+
+def time_out_in_each_call(rank: Rank) -> dict[str, tuple[str, str]]:
+    rank.init()
+    errors: dict[str, tuple[str, str]] = {}
+    for name in calls_with_timeout(None, rank.rank, SHORT):
+        # A timeout ends a group. This one lives as long as the test unless the call's own counts.
+        backend = backend_of(dist.new_group(timeout=LONG))
+        call = calls_with_timeout(backend, rank.rank, SHORT)[name]
+        dist.barrier()
+        if rank.rank == 0:
+            errors[name] = error_of(lambda: call().wait())  # noqa: B023
+            assert backend.options._timeout == LONG
+    dist.barrier()
+    return errors
+
+
+def test_timeout_of_a_call_names_who_was_awaited() -> None:
+    errors = run_ranks(2, time_out_in_each_call)[0]
+    assert len(errors) == 13
+    for name, (error, text) in errors.items():
+        assert error == "Timeout", (name, text)
+        assert name.partition("-")[0] in text, "the call"
+        assert "for rank 1 (pid " in text, text
+
+
+def time_out_behind_a_late_call(rank: Rank) -> tuple[float, tuple[str, str]]:
+    """Rank 1 comes late to the first call, and to the second one never."""
+    rank.init()
+    backend = backend_of()
+    tensor = torch.ones(4)
+    short = c10d.AllreduceOptions()
+    short.timeout = SHORT
+    if rank.rank == 0:
+        first = backend.allreduce([tensor], c10d.AllreduceOptions())
+        second = backend.allreduce([torch.ones(4)], short)
+        rank.tell()
+        first.wait()
+        error = error_of(second.wait)
+        rank.tell()
+        return tensor[0].item(), error
+    rank.hear()
+    backend.allreduce([tensor], c10d.AllreduceOptions()).wait()
+    rank.hear()
+    return tensor[0].item(), ("", "")
+
+
+def test_timeout_of_a_queued_call_applies_to_its_own_waits_only() -> None:
+    with Ranks(2, time_out_behind_a_late_call) as ranks:
+        ranks.hear(0)
+        time.sleep(3 * SHORT.total_seconds())
+        ranks.tell(1)
+        ranks.hear(0)
+        ranks.tell(1)
+        (first, (error, text)), (on_peer, _) = ranks.results()
+    assert first == on_peer == 2.0
+    assert error == "Timeout", text
+
+
+def come_within_the_longer_timeout(rank: Rank) -> float:
+    rank.init()
+    backend = backend_of()
+    backend.set_timeout(SHORT)
+    options = c10d.AllreduceOptions()
+    options.timeout = LONG
+    options.asyncOp = False
+    if rank.rank == 0:
+        rank.tell()
+    else:
+        rank.hear()
+    backend.allreduce([tensor := torch.ones(4)], options).wait()
+    return tensor[0].item()
+
+
+def test_timeout_of_a_call_may_be_longer_than_that_of_the_group() -> None:
+    with Ranks(2, come_within_the_longer_timeout) as ranks:
+        ranks.hear(0)
+        time.sleep(3 * SHORT.total_seconds())
+        ranks.tell(1)
+        assert ranks.results() == [2.0, 2.0]
+
+
+def use_a_group_that_the_peer_has_not_made(rank: Rank) -> tuple[str, str]:
+    rank.init()
+    if rank.rank == 1:
+        rank.hear()
+        return "", ""
+    backend = backend_of(dist.new_group(timeout=LONG, use_local_synchronization=True))
+    options = c10d.AllreduceOptions()
+    options.timeout = SHORT
+    error = error_of(lambda: backend.allreduce([torch.ones(4)], options).wait())
+    rank.tell()
+    return error
+
+
+def test_timeout_of_the_first_call_bounds_its_connecting() -> None:
+    with Ranks(2, use_a_group_that_the_peer_has_not_made) as ranks:
+        ranks.hear(0)
+        ranks.tell(1)
+        error, text = ranks.results()[0]
+    assert error == "TransportError"
+    assert "still waits for rank 1" in text
 
 
 def add_sparse(rank: Rank, async_op: bool) -> None:

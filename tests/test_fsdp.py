@@ -572,10 +572,16 @@ def test_bad_arguments_are_refused(call: Callable[[], object], message: str) -> 
 
 
 def check_errors_of_calls(rank: Rank) -> None:
-    model = shard(make_model(), DeviceMesh.from_group(dist.new_group(backend="gloo"), "cpu"))
-    rota.fsdp.use(model)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"AllGather: group is on the backend 'gloo' .* 'rota'"):
-        model(batch(0, rank.rank))  # type: ignore[operator]
+    gloo = DeviceMesh.from_group(dist.new_group(backend="gloo"), "cpu")
+    model: Any = shard(make_model(), gloo)
+    with pytest.raises(ValueError, match=r"use: group '\d+' is on the backend 'gloo' .* 'rota'; m"):
+        rota.fsdp.use(model)
+    model(batch(0, rank.rank))  # as before
+    by_hand: Any = shard(make_model(), gloo)
+    for module in filter(lambda module: isinstance(module, FSDPModule), by_hand.modules()):
+        module.set_custom_all_gather(rota.fsdp.AllGather())
+    with pytest.raises(ValueError, match=r"AllGather: group '\d+' is on the backend 'gloo'"):
+        by_hand(batch(0, rank.rank))
 
     frozen = nn.Linear(2, 2).bfloat16().requires_grad_(False)
     mixed = fully_shard(nn.Sequential(nn.Linear(2, 2), frozen))

@@ -1,4 +1,7 @@
-"""Includes of csrc/ go from a layer to the same or a lower one, and torch stops in tensor/."""
+"""Rules for the text of csrc/: includes, and switches over enums.
+
+Includes go from a layer to the same or a lower one, and torch stops in tensor/.
+"""
 
 from __future__ import annotations
 
@@ -132,3 +135,25 @@ def test_only_stubs_know_whether_the_build_has_kernels() -> None:
     files = (path for path in CSRC.rglob("*") if path.suffix in SUFFIXES)
     knowing = {path.relative_to(CSRC).as_posix() for path in files if KERNELS in path.read_text()}
     assert knowing == {"cuda/without_cuda.cpp", "tensor/without_cuda.cpp"}
+
+
+# Switches that cannot be exhaustive: over torch's dtypes, which grow, and over remainders.
+OPEN_SWITCH = re.compile(r"switch \([^{]* % \d+\)|default:  // torch's enum")
+
+
+def switches_with_default(text: str) -> list[str]:
+    """The `default:` lines of switches over enums, which would hide a new enumerator."""
+    found = []
+    for match in re.finditer(r"^ *default:.*$", text, re.MULTILINE):
+        switch = text.rindex("switch (", 0, match.start())
+        if not OPEN_SWITCH.search(text[switch : match.end()]):
+            found.append(match.group().strip())
+    return found
+
+
+def test_switches_over_enums_have_no_default() -> None:
+    assert switches_with_default("switch (kind) {\n  case kA:\n  default:\n  }") == ["default:"]
+    assert switches_with_default("switch (place % 37) {\n  case 5:\n  default:\n  }") == []
+    for path in sorted(CSRC.rglob("*")):
+        if path.suffix in SUFFIXES:
+            assert switches_with_default(path.read_text()) == [], path

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -376,6 +378,36 @@ def test_recv_from_a_rank_that_has_left_gets_what_it_sent() -> None:
         ranks.hear(0)
         ranks.tell(1)
         ranks.results()
+
+
+EARLY_BYTES = 256 << 20
+
+
+def be_short_of_memory(rank: Rank) -> tuple[str, str]:
+    """Rank 1 waits in a barrier, so it takes in what rank 0 sends, for which it has no memory."""
+    rank.init()
+    dist.send(torch.ones(1), 1) if rank.rank == 0 else dist.recv(torch.ones(1), 0)
+    if rank.rank == 0:
+        rank.hear()
+        return error_of(lambda: dist.send(torch.zeros(EARLY_BYTES, dtype=torch.uint8), 1))
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most_bytes = pages * resource.getpagesize() + EARLY_BYTES // 4
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, limits[1]))
+    rank.tell()
+    error = error_of(dist.barrier)
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+    return error
+
+
+def test_early_message_without_memory_for_it_names_its_length() -> None:
+    with Ranks(2, be_short_of_memory) as ranks:
+        ranks.hear(1)
+        ranks.tell(0)
+        errors = ranks.results()
+    for error, text in errors:
+        assert error == "TransportError", text
+        assert f"(uint8[{EARLY_BYTES}], tag 0) that came before its recv" in text
 
 
 def send_objects(rank: Rank) -> None:

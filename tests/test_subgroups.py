@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import rota
-from ranks import Rank, Ranks, run_ranks
+from ranks import Rank, Ranks, error_of, run_ranks
 
 
 def make_before_the_peer(rank: Rank) -> float:
@@ -132,6 +132,42 @@ def test_first_use_waits_no_longer_than_it_must(
         ranks.results()
     assert name == error
     assert part in text
+
+
+def use_in_a_signal_handler(rank: Rank) -> list[tuple[str, str]]:
+    """Rank 1 never makes the group; a handler of rank 0 uses it while rank 0 connects."""
+    rank.init()
+    if rank.rank == 1:
+        rank.hear()
+        return []
+    group = dist.new_group([0, 1], use_local_synchronization=True)
+    backend = group._get_backend(torch.device("cpu"))
+    errors: list[tuple[str, str]] = []
+
+    def call() -> None:
+        group.allreduce([torch.ones(4)]).wait()
+
+    def handle(*_: object) -> None:
+        backend.set_timeout(timedelta(seconds=1000))
+        errors.append(error_of(call))
+        backend.shutdown()
+
+    signal.signal(signal.SIGUSR1, handle)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    errors.append(error_of(call))
+    errors.append(error_of(call))
+    return errors
+
+
+def test_first_use_may_be_ended_by_a_signal_handler() -> None:
+    with Ranks(2, use_in_a_signal_handler, timeout_s=25) as ranks:
+        in_handler, interrupted, later = ranks.hear_result(0)
+        ranks.tell(1)
+        ranks.results()
+    assert in_handler[0] == interrupted[0] == later[0] == "RotaError"
+    assert "signal handler uses a group" in in_handler[1]
+    assert "is closed" in interrupted[1]
+    assert "is closed" in later[1]
 
 
 def interrupt_and_go_on(rank: Rank) -> float:

@@ -84,8 +84,8 @@ void Waiter::wake_all(const Flag& flag) {
   syscall(SYS_futex, futex_word(flag), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-void Waiter::wait_any(std::span<const Awaited> awaited, const WaitPolicy& policy,
-                      WaitObserver& observer) {
+bool Waiter::wait_any(std::span<const Awaited> awaited, const WaitPolicy& policy,
+                      WaitObserver& observer, std::optional<Nanoseconds> patience) {
   const auto start = Clock::now();
   const auto spin_end = start + policy.spin;
   const auto yield_end = spin_end + policy.yield_for;
@@ -98,19 +98,21 @@ void Waiter::wait_any(std::span<const Awaited> awaited, const WaitPolicy& policy
 
   for (auto now = start; now < spin_end; now = Clock::now()) {
     for (int i = 0; i < kSpinsPerPoll; ++i) {
-      if (arrived()) return;
+      if (arrived()) return true;
       cpu_relax();
     }
     check(observer.poll());
   }
   for (auto now = Clock::now(); now < yield_end; now = Clock::now()) {
-    if (arrived()) return;
+    if (arrived()) return true;
     sched_yield();
     check(observer.poll());
   }
   auto next_tick = Clock::now();
   while (!arrived()) {
-    if (const auto now = Clock::now(); now >= next_tick) {
+    const auto now = Clock::now();
+    if (patience && now - start >= *patience) return false;
+    if (now >= next_tick) {
       check(observer.tick(now - start));
       next_tick = now + kTick;
     } else {
@@ -118,6 +120,7 @@ void Waiter::wait_any(std::span<const Awaited> awaited, const WaitPolicy& policy
     }
     sleep(awaited);
   }
+  return true;
 }
 
 void Waiter::sleep(std::span<const Awaited> awaited) {

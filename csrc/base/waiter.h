@@ -74,9 +74,11 @@ class Waiter {
     if (!awaited.is_there()) wait_any({&awaited, 1}, policy, observer);
   }
 
-  // Returns when at least one of at most kMaxAwaited flags has arrived.
+  // Returns true when at least one of at most kMaxAwaited flags has arrived; false if none has
+  // after `patience`, which is looked at once per sleep.
   static constexpr size_t kMaxAwaited = 128;
-  void wait_any(std::span<const Awaited> awaited, const WaitPolicy& policy, WaitObserver& observer);
+  bool wait_any(std::span<const Awaited> awaited, const WaitPolicy& policy, WaitObserver& observer,
+                std::optional<Nanoseconds> patience = std::nullopt);
 
  private:
   static void wake_all(const Flag& flag);

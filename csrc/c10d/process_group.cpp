@@ -1,6 +1,5 @@
 #include "c10d/process_group.h"
 
-#include <c10/util/ScopeExit.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
@@ -12,8 +11,6 @@
 
 namespace rota::c10d_backend {
 namespace {
-
-using Operations = c10::SmallVector<Operation, 1>;
 
 // What a reduction of c10d is in rota.
 struct Reduction {
@@ -108,6 +105,10 @@ Operation all_gather_of(const at::Tensor& input, at::TensorList outputs) {
   return {.kind = CollectiveKind::kAllGather, .inputs = input, .outputs = outputs};
 }
 
+OwnTimeout own_timeout(std::chrono::milliseconds timeout) {
+  return timeout == ::c10d::kUnsetTimeout ? std::nullopt : OwnTimeout(timeout);
+}
+
 // make(input, output) of each pair.
 template <typename Inputs, typename Outputs, typename Make>
 Operations of_pairs(std::string_view call, const Inputs& inputs, const Outputs& outputs,
@@ -154,9 +155,10 @@ WorkPtr ProcessGroupRota::run_own(OperationList operations, bool is_async) {
   return coalesced(work_of(work, operations[0].kind, std::move(results), called));
 }
 
-template <typename OnDelegate>
-WorkPtr ProcessGroupRota::run(OperationList operations, bool is_async,
+template <typename CallOptions, typename OnDelegate>
+WorkPtr ProcessGroupRota::run(Operations operations, const CallOptions& opts,
                               const OnDelegate& on_delegate) {
+  for (Operation& operation : operations) operation.timeout = own_timeout(opts.timeout);
   if (operations.empty()) return HostWork::completed(getRank(), ::c10d::OpType::UNKNOWN, {});
   const Operation& first = operations[0];
   const at::Tensor& tensor = first.any_tensor();
@@ -164,7 +166,7 @@ WorkPtr ProcessGroupRota::run(OperationList operations, bool is_async,
   if (tensor.defined() && tensor.is_cuda() && !communicator_->supports(first)) {
     return coalesced(on_delegate(delegate_.backend_for(name(first.kind))));
   }
-  return run_own(operations, is_async);
+  return run_own(operations, opts.asyncOp);
 }
 
 WorkPtr ProcessGroupRota::work_of(const WorkRef& work, CollectiveKind kind, Tensors results,
@@ -198,7 +200,7 @@ WorkPtr ProcessGroupRota::allreduce(Tensors& tensors, const ::c10d::AllreduceOpt
   if (options_->wire_dtype) {
     for (Operation& operation : operations) set_wire(operation, *options_->wire_dtype);
   }
-  return run(operations, opts.asyncOp,
+  return run(operations, opts,
              [&](::c10d::Backend& other) { return other.allreduce(tensors, opts); });
 }
 
@@ -215,15 +217,15 @@ WorkPtr ProcessGroupRota::allreduce_sparse(Tensors& tensors, const ::c10d::Allre
                     "rota.all_reduce: sparse tensors support SUM only");
   ++num_calls_;
   const auto called = HostWork::Clock::now();
-  return coalesced(work_of(
-      communicator_->all_reduce_sparse(tensor, opts.asyncOp ? Launch::kAsync : Launch::kBlocking),
-      CollectiveKind::kAllReduce, tensors, called));
+  const WorkRef work = communicator_->all_reduce_sparse(
+      tensor, opts.asyncOp ? Launch::kAsync : Launch::kBlocking, own_timeout(opts.timeout));
+  return coalesced(work_of(work, CollectiveKind::kAllReduce, tensors, called));
 }
 
 WorkPtr ProcessGroupRota::reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) {
   return run(each_in_place(CollectiveKind::kReduce, tensors, reduction_of("reduce", opts.reduceOp),
                            opts.rootRank),
-             opts.asyncOp, [&](::c10d::Backend& other) { return other.reduce(tensors, opts); });
+             opts, [&](::c10d::Backend& other) { return other.reduce(tensors, opts); });
 }
 
 WorkPtr ProcessGroupRota::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -232,14 +234,14 @@ WorkPtr ProcessGroupRota::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
   const auto make = [&](const Tensors& parts, const at::Tensor& output) {
     return reduce_scatter_of(by_rank("reduce_scatter", parts, getSize()), output, reduction);
   };
-  return run(of_pairs("reduce_scatter", inputs, outputs, make), opts.asyncOp,
+  return run(of_pairs("reduce_scatter", inputs, outputs, make), opts,
              [&](::c10d::Backend& other) { return other.reduce_scatter(outputs, inputs, opts); });
 }
 
 WorkPtr ProcessGroupRota::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                const ::c10d::ReduceScatterOptions& opts) {
   return run(
-      reduce_scatter_of(input, output, reduction_of("reduce_scatter", opts.reduceOp)), opts.asyncOp,
+      {reduce_scatter_of(input, output, reduction_of("reduce_scatter", opts.reduceOp))}, opts,
       [&](::c10d::Backend& other) { return other._reduce_scatter_base(output, input, opts); });
 }
 
@@ -249,14 +251,13 @@ WorkPtr ProcessGroupRota::reduce_scatter_tensor_coalesced(
   const auto make = [&](const at::Tensor& input, const at::Tensor& output) {
     return reduce_scatter_of(input, output, reduction);
   };
-  return run(of_pairs("reduce_scatter", inputs, outputs, make), opts.asyncOp,
-             [&](::c10d::Backend& other) {
-               return other.reduce_scatter_tensor_coalesced(outputs, inputs, opts);
-             });
+  return run(of_pairs("reduce_scatter", inputs, outputs, make), opts, [&](::c10d::Backend& other) {
+    return other.reduce_scatter_tensor_coalesced(outputs, inputs, opts);
+  });
 }
 
 WorkPtr ProcessGroupRota::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) {
-  return run(each_in_place(CollectiveKind::kBroadcast, tensors, {}, opts.rootRank), opts.asyncOp,
+  return run(each_in_place(CollectiveKind::kBroadcast, tensors, {}, opts.rootRank), opts,
              [&](::c10d::Backend& other) { return other.broadcast(tensors, opts); });
 }
 
@@ -265,13 +266,13 @@ WorkPtr ProcessGroupRota::allgather(std::vector<Tensors>& outputs, Tensors& inpu
   const auto make = [&](const at::Tensor& input, const Tensors& parts) {
     return all_gather_of(input, by_rank("all_gather", parts, getSize()));
   };
-  return run(of_pairs("all_gather", inputs, outputs, make), opts.asyncOp,
+  return run(of_pairs("all_gather", inputs, outputs, make), opts,
              [&](::c10d::Backend& other) { return other.allgather(outputs, inputs, opts); });
 }
 
 WorkPtr ProcessGroupRota::_allgather_base(at::Tensor& output, at::Tensor& input,
                                           const ::c10d::AllgatherOptions& opts) {
-  return run(all_gather_of(input, output), opts.asyncOp,
+  return run({all_gather_of(input, output)}, opts,
              [&](::c10d::Backend& other) { return other._allgather_base(output, input, opts); });
 }
 
@@ -308,10 +309,9 @@ WorkPtr ProcessGroupRota::allgather_into_tensor_coalesced(Tensors& outputs, Tens
   const auto make = [](const at::Tensor& input, const at::Tensor& output) {
     return all_gather_of(input, output);
   };
-  return run(of_pairs("all_gather", inputs, outputs, make), opts.asyncOp,
-             [&](::c10d::Backend& other) {
-               return other.allgather_into_tensor_coalesced(outputs, inputs, opts);
-             });
+  return run(of_pairs("all_gather", inputs, outputs, make), opts, [&](::c10d::Backend& other) {
+    return other.allgather_into_tensor_coalesced(outputs, inputs, opts);
+  });
 }
 
 WorkPtr ProcessGroupRota::gather(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -320,7 +320,7 @@ WorkPtr ProcessGroupRota::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                             .inputs = inputs,
                             .outputs = list_of_root("gather", outputs, getSize()),
                             .root = static_cast<int>(opts.rootRank)};
-  return run(operation, opts.asyncOp,
+  return run({operation}, opts,
              [&](::c10d::Backend& other) { return other.gather(outputs, inputs, opts); });
 }
 
@@ -330,7 +330,7 @@ WorkPtr ProcessGroupRota::scatter(Tensors& outputs, std::vector<Tensors>& inputs
                             .inputs = list_of_root("scatter", inputs, getSize()),
                             .outputs = outputs,
                             .root = static_cast<int>(opts.rootRank)};
-  return run(operation, opts.asyncOp,
+  return run({operation}, opts,
              [&](::c10d::Backend& other) { return other.scatter(outputs, inputs, opts); });
 }
 
@@ -345,7 +345,7 @@ WorkPtr ProcessGroupRota::alltoall_base(at::Tensor& output, at::Tensor& input,
                             .outputs = output,
                             .input_splits = input_elems,
                             .output_splits = output_elems};
-  return run(operation, opts.asyncOp, [&](::c10d::Backend& other) {
+  return run({operation}, opts, [&](::c10d::Backend& other) {
     return other.alltoall_base(output, input, output_splits, input_splits, opts);
   });
 }
@@ -355,7 +355,7 @@ WorkPtr ProcessGroupRota::alltoall(Tensors& outputs, Tensors& inputs,
   const Operation operation{.kind = CollectiveKind::kAllToAll,
                             .inputs = by_rank("all_to_all", inputs, getSize()),
                             .outputs = by_rank("all_to_all", outputs, getSize())};
-  return run(operation, opts.asyncOp,
+  return run({operation}, opts,
              [&](::c10d::Backend& other) { return other.alltoall(outputs, inputs, opts); });
 }
 
@@ -385,16 +385,15 @@ WorkPtr ProcessGroupRota::recvAnysource(Tensors& tensors, int tag) {
 }
 
 WorkPtr ProcessGroupRota::barrier(const ::c10d::BarrierOptions& opts) {
-  return run(Operation{.kind = CollectiveKind::kBarrier}, opts.asyncOp,
+  return run({{.kind = CollectiveKind::kBarrier}}, opts,
              [&](::c10d::Backend& other) { return other.barrier(opts); });
 }
 
 void ProcessGroupRota::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool) {
-  const auto restore = c10::make_scope_exit(
-      [this, usual = communicator_->timeout()] { communicator_->set_timeout(usual); });
-  if (opts.timeout != ::c10d::kUnsetTimeout) communicator_->set_timeout(opts.timeout);
   try {
-    communicator_->run(Operation{.kind = CollectiveKind::kBarrier}, Launch::kBlocking);
+    communicator_->run(
+        Operation{.kind = CollectiveKind::kBarrier, .timeout = own_timeout(opts.timeout)},
+        Launch::kBlocking);
   } catch (const PythonError& error) {
     const bool is_late = error.kind() == ErrorKind::kTimeout ||
                          error.kind() == ErrorKind::kTransport;  // a rank has not made the group
@@ -434,9 +433,15 @@ void ProcessGroupRota::setTimeout(std::chrono::milliseconds timeout) {
       return ::c10d::ErrorType::TIMEOUT;
     case ErrorKind::kPeerFailed:
       return ::c10d::ErrorType::REMOTE_ERROR;
-    default:
+    case ErrorKind::kNone:
+    case ErrorKind::kInternal:
+    case ErrorKind::kMismatch:
+    case ErrorKind::kTransport:
+    case ErrorKind::kValue:
+    case ErrorKind::kType:
       return ::c10d::ErrorType::COMM_ERROR;
   }
+  return ::c10d::ErrorType::COMM_ERROR;
 }
 
 at::Tensor ProcessGroupRota::allocateTensor(long num_elems, at::TensorOptions options) {

@@ -2,6 +2,8 @@
 // Collectives of CUDA tensors for which rota has no kernels go to another backend.
 #pragma once
 
+#include <c10/util/SmallVector.h>
+
 #include <memory>
 #include <string>
 #include <vector>
@@ -16,6 +18,7 @@ using namespace tensors;  // NOLINT: the layer below, whose calls these are
 
 using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
+using Operations = c10::SmallVector<Operation, 1>;
 
 class ProcessGroupRota final : public ::c10d::Backend {
  public:
@@ -65,7 +68,7 @@ class ProcessGroupRota final : public ::c10d::Backend {
   WorkPtr recv(Tensors& tensors, int peer, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
   WorkPtr barrier(const ::c10d::BarrierOptions& opts) override;
-  // A barrier with a timeout of its own, whose error names every rank that has not come.
+  // A barrier whose error names every rank that has not come.
   void monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
   // The works of all calls between the two become one. For one thread at a time, as in torch.
@@ -102,10 +105,10 @@ class ProcessGroupRota final : public ::c10d::Backend {
   bool has_transfers_of(const Tensors& tensors) const;
   // Runs operations of one kind.
   WorkPtr run_own(OperationList operations, bool is_async);
-  // The same, or what `on_delegate` calls on the delegate if they are of CUDA tensors that rota has
-  // no kernels for.
-  template <typename OnDelegate>
-  WorkPtr run(OperationList operations, bool is_async, const OnDelegate& on_delegate);
+  // The same with the options of c10d's call, or what `on_delegate` calls on the delegate if they
+  // are of CUDA tensors that rota has no kernels for.
+  template <typename CallOptions, typename OnDelegate>
+  WorkPtr run(Operations operations, const CallOptions& opts, const OnDelegate& on_delegate);
   // c10d expects a Work even from a blocking call. called: when that began.
   WorkPtr work_of(const WorkRef& work, CollectiveKind kind, Tensors results,
                   HostWork::Clock::time_point called) const;

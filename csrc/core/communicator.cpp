@@ -55,12 +55,13 @@ void Communicator::abort(const std::string& reason) {
 // epoch e - 1. Once all ranks have posted e, nobody reads anything of an earlier epoch any more:
 // all slots are free, and so are the mailbox and the post of the other parity, which epoch e + 1
 // will write.
-void Communicator::run(const Call& call, const cpu::Buffers& buffers, CallerThread thread) {
+void Communicator::run(const Call& call, const cpu::Buffers& buffers, CallerThread thread,
+                       std::optional<Nanoseconds> own_timeout) {
   const std::lock_guard lock(mutex_);
   check_usable(call.kind_name());
   ++epoch_;
   watch_.begin_collective(call.kind_name(), epoch_,
-                          /*lets_signals_through=*/thread == CallerThread::kUser);
+                          /*lets_signals_through=*/thread == CallerThread::kUser, own_timeout);
   try {
     // A late rank must see a failure even if every post that it needs is already there.
     if (const auto error = watch_.poll()) throw *error;

@@ -22,8 +22,8 @@ namespace rota {
 
 class Communicator {
  public:
-  // timeout applies to each wait of a collective. check_interrupt runs several times a second while
-  // a user's thread waits, and may throw.
+  // timeout applies to each wait of a collective that has none of its own. check_interrupt runs
+  // several times a second while a user's thread waits, and may throw.
   Communicator(std::unique_ptr<transport::Transport> transport, Nanoseconds timeout,
                std::function<void()> check_interrupt);
   // Tells peers that this rank has left.
@@ -33,8 +33,10 @@ class Communicator {
   int world_size() const { return transport_->world_size(); }
 
   // Blocks until this rank's part is done. Throws Error. Thread-safe, but all ranks must call in
-  // the same order.
-  void run(const Call& call, const cpu::Buffers& buffers, CallerThread thread);
+  // the same order. own_timeout: of each wait of this call; none: the group's. It is no part of the
+  // Call, because ranks may differ in it.
+  void run(const Call& call, const cpu::Buffers& buffers, CallerThread thread,
+           std::optional<Nanoseconds> own_timeout = std::nullopt);
   void barrier(CallerThread thread) { run({.kind = CollectiveKind::kBarrier}, {}, thread); }
 
   // Posts the collective that this rank is about to queue on its GPU. All ranks post in the same

@@ -4,6 +4,7 @@
 #include <charconv>
 #include <cstring>
 #include <iterator>
+#include <new>
 #include <string_view>
 #include <utility>
 
@@ -66,33 +67,24 @@ class TagText {
 
 }  // namespace
 
-// Ends a wait for flags when `patience` is over, and with an error when the request makes no
-// progress for the group's timeout or the group has failed.
+// Ends a wait for flags with an error when the request makes no progress for the group's timeout or
+// the group has failed.
 class PointToPoint::Observer final : public WaitObserver {
  public:
-  Observer(Watch& watch, const Request& request, std::optional<Nanoseconds> patience)
-      : watch_(watch), request_(request), patience_(patience) {}
-
-  bool has_given_up() const { return has_given_up_; }
+  Observer(Watch& watch, const Request& request, Nanoseconds start)
+      : watch_(watch), request_(request), start_(start) {}
 
   std::optional<Error> poll() override { return watch_.poll(); }
   std::optional<Error> tick(Nanoseconds) override {
-    const Nanoseconds time = now();
     // Measured since the request last moved: another thread may move it, and a wait also ends when
     // other messages arrive.
-    const Nanoseconds still = time - std::max(start_, request_.moved_at_.load());
-    if (auto error = watch_.tick(still)) return error;
-    if (!patience_ || time - start_ < *patience_) return std::nullopt;
-    has_given_up_ = true;
-    return Error(ErrorKind::kTimeout, "");  // caught by wait_until_done()
+    return watch_.tick(now() - std::max(start_, request_.moved_at_.load()));
   }
 
  private:
   Watch& watch_;
   const Request& request_;
-  std::optional<Nanoseconds> patience_;
-  Nanoseconds start_ = now();
-  bool has_given_up_ = false;
+  Nanoseconds start_;
 };
 
 PointToPoint::PointToPoint(Communicator& communicator, transport::Transport& transport,
@@ -187,25 +179,29 @@ bool PointToPoint::wait_until_done(const Request& request, CallerThread thread,
   Watch watch(transport_, communicator_.timeout(), check_interrupt_);
   watch.begin_collective(name(request.direction_), request.number_,
                          /*lets_signals_through=*/thread == CallerThread::kUser);
-  Observer observer(watch, request, patience);
+  const Nanoseconds start = now();
+  Observer observer(watch, request, start);
+  bool is_patient = true;
   const TagText phase(request.message_.tag);
   std::unique_lock lock(mutex_);
   ++num_waits_;
   ++num_waiting_;
   Done done;
   try {
-    for (move(done); !request.is_done(); move(done)) {
+    for (move(done); is_patient && !request.is_done(); move(done)) {
       AwaitedFlags flags = awaited();
       watch.begin_wait(request.peer_, phase, request.num_moved_);
       lock.unlock();
       report(done);
       done.clear();
-      waiter_.wait_any(flags.all(), policy_, observer);
+      const auto patience_left =
+          patience ? std::optional(*patience - (now() - start)) : std::nullopt;
+      is_patient = waiter_.wait_any(flags.all(), policy_, observer, patience_left);
       lock.lock();
     }
   } catch (const Error& error) {
     if (!lock.owns_lock()) lock.lock();
-    if (!observer.has_given_up()) fail(error, done);
+    fail(error, done);
   } catch (...) {  // from a signal handler
     if (!lock.owns_lock()) lock.lock();
     --num_waiting_;
@@ -266,25 +262,8 @@ void PointToPoint::attend_all() {
 
 // Moves what can be moved, then waits for more for about a tick. Returns false if nothing came.
 bool PointToPoint::step_in(std::unique_lock<std::mutex>& lock) {
-  class OneTick final : public WaitObserver {
-   public:
-    explicit OneTick(Watch& watch) : watch_(watch) {}
-    bool is_over = false;
-
-    std::optional<Error> poll() override { return watch_.poll(); }
-    std::optional<Error> tick(Nanoseconds waited) override {
-      if (auto error = watch_.tick(Nanoseconds(0))) return error;
-      is_over = waited >= kTick;
-      if (is_over) return Error(ErrorKind::kTimeout, "");  // caught below
-      return std::nullopt;
-    }
-
-   private:
-    Watch& watch_;
-  };
   Watch watch(transport_, communicator_.timeout(), check_interrupt_);
   watch.begin_collective("send_recv", num_requests_, /*lets_signals_through=*/false);
-  OneTick one_tick(watch);
   Done done;
   try {
     move(done);
@@ -293,18 +272,16 @@ bool PointToPoint::step_in(std::unique_lock<std::mutex>& lock) {
     lock.unlock();
     report(done);
     done.clear();
-    waiter_.wait_any(flags.all(), WaitPolicy{}, one_tick);
+    const bool has_come = waiter_.wait_any(flags.all(), WaitPolicy{}, watch, kTick);
     lock.lock();
-    return true;
+    return has_come;
   } catch (const Error& error) {
     if (!lock.owns_lock()) lock.lock();
-    if (!one_tick.is_over) fail(error, done);
+    fail(error, done);
   }
-  if (!done.empty()) {
-    lock.unlock();
-    report(done);
-    lock.lock();
-  }
+  lock.unlock();
+  report(done);
+  lock.lock();
   return false;
 }
 
@@ -429,11 +406,24 @@ PointToPoint::Arriving PointToPoint::begin(int source, const std::byte* slot) {
     if (agree(*arriving.recv, source, message)) arriving.data = arriving.recv->data_;
     return arriving;
   }
-  arriving.early = std::make_shared<Early>(
-      Early{source, message, std::make_unique_for_overwrite<std::byte[]>(message.num_bytes())});
+  arriving.early = std::make_shared<Early>(Early{source, message, memory_for(source, message)});
   arriving.data = arriving.early->data.get();
   early_.push_back(arriving.early);
   return arriving;
+}
+
+std::unique_ptr<std::byte[]> PointToPoint::memory_for(int source, const Message& message) const {
+  try {
+    return std::make_unique_for_overwrite<std::byte[]>(message.num_bytes());
+  } catch (const std::bad_alloc&) {
+    uint64_t kept_bytes = 0;
+    for (const auto& early : early_) kept_bytes += early->message.num_bytes();
+    throw Error(ErrorKind::kTransport,
+                join("rota.recv: rank ", transport_.rank(), " has no memory for a message of rank ",
+                     source, ' ', text_of(message),
+                     " that came before its recv: ", message.num_bytes(), " bytes, and it keeps ",
+                     kept_bytes, " of other such messages; call recv before the sender sends"));
+  }
 }
 
 bool PointToPoint::take_early(const RequestRef& recv, Done& done) {

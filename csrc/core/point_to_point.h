@@ -4,8 +4,10 @@
 // A message is a header and its elements, cut into as many messages of a link as it takes. A rank
 // that waits for one request moves the messages of all: both ranks of a pair may send first,
 // however much, because each takes in what the other sends while it waits for room. What arrives
-// before it is asked for is kept on the heap. Requests that nobody waits for are moved by a thread
-// that is borrowed for as long as there are any.
+// before it is asked for is kept on the heap, without a limit: beyond any limit, ranks that both
+// send first, or a collective behind a send, would wait for each other forever. A rank that waits
+// for nothing takes nothing in, so that its senders wait for free slots. Requests that nobody waits
+// for are moved by a thread that is borrowed for as long as there are any.
 //
 // Works on pointers and dtypes; tensors are handled in tensor/.
 #pragma once
@@ -159,6 +161,8 @@ class PointToPoint {
   void push(int peer, Done& done);
   void pull(int peer, Done& done);
   Arriving begin(int source, const std::byte* slot);
+  // Of a message that came before its recv. Throws Error(kTransport) if there is none.
+  std::unique_ptr<std::byte[]> memory_for(int source, const Message& message) const;
   bool take_early(const RequestRef& recv, Done& done);
   void deliver(const Early& early, const RequestRef& recv, Done& done);
   static bool matches(const Request& recv, int source, uint64_t tag);

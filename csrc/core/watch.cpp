@@ -23,11 +23,12 @@ Watch::Watch(const transport::Transport& transport, Nanoseconds timeout,
              std::function<void()> check_interrupt)
     : transport_(transport), timeout_(timeout), check_interrupt_(std::move(check_interrupt)) {}
 
-void Watch::begin_collective(std::string_view collective, uint64_t epoch,
-                             bool lets_signals_through) {
+void Watch::begin_collective(std::string_view collective, uint64_t epoch, bool lets_signals_through,
+                             std::optional<Nanoseconds> own_timeout) {
   collective_ = collective;
   epoch_ = epoch;
   lets_signals_through_ = lets_signals_through;
+  own_timeout_ = own_timeout;
   phase_ = "start";
   step_ = 0;
   has_warned_ = false;
@@ -57,7 +58,7 @@ std::optional<Error> Watch::tick(Nanoseconds waited) {
   if (auto error = find_abort()) return error;
   if (auto error = find_death()) return error;
   if (auto error = find_departure()) return error;
-  if (waited >= timeout()) {
+  if (waited >= own_timeout_.value_or(timeout())) {
     const std::string who = peer_ == kAnyRank ? "any of them" : join("rank ", peer_);
     return Error(ErrorKind::kTimeout,
                  join(prefix(), " waited ", milliseconds(waited), " ms for ", awaited(), ' ',

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <functional>
 #include <limits>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -28,7 +29,9 @@ class Watch final : public cpu::PeerWaitObserver {
         std::function<void()> check_interrupt);
 
   // lets_signals_through is false on progress threads, to which Python delivers no signals.
-  void begin_collective(std::string_view collective, uint64_t epoch, bool lets_signals_through);
+  // own_timeout: of each wait of this collective; none: the group's.
+  void begin_collective(std::string_view collective, uint64_t epoch, bool lets_signals_through,
+                        std::optional<Nanoseconds> own_timeout = std::nullopt);
   void begin_wait(int peer, std::string_view phase, uint64_t step) override;
   // For several peers at once, as a bit mask of ranks: fails when any of them leaves. An empty mask
   // fails when all have left.
@@ -38,6 +41,7 @@ class Watch final : public cpu::PeerWaitObserver {
   // A rank that died without leaving the group. Costs system calls.
   std::optional<Error> find_death() const;
 
+  // The group's.
   Nanoseconds timeout() const { return timeout_.load(std::memory_order_relaxed); }
   void set_timeout(Nanoseconds timeout) { timeout_.store(timeout, std::memory_order_relaxed); }
 
@@ -60,6 +64,7 @@ class Watch final : public cpu::PeerWaitObserver {
   std::string_view collective_;
   uint64_t epoch_ = 0;
   bool lets_signals_through_ = false;
+  std::optional<Nanoseconds> own_timeout_;
   int peer_ = 0;         // whom errors name
   uint64_t needed_ = 0;  // bits of the ranks that must not leave; none: not all others may
   std::string_view phase_;

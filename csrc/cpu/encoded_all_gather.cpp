@@ -122,7 +122,7 @@ class EncodedAllGather final : public Executor {
       for (int i = 0; i < world_size - 1; ++i) {
         const int owner = schedule::rotated_peer(rank, world_size, i);
         const Part& output = buffers.outputs[owner];
-        exchange.wait_filled(owner, round, "all_gather receive");
+        exchange.wait_filled(owner, round, "all_gather decode");
         codec.decode(exchange.slot(owner, round), output, chunk_of(output, round));
       }
     }

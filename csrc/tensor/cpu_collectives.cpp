@@ -120,10 +120,11 @@ WorkRef CpuCollectives::reduce_bucket(const BucketTensors& tensors, const Bucket
   return {};
 }
 
-WorkRef CpuCollectives::all_reduce_sparse(const at::Tensor& tensor, Launch mode) {
+WorkRef CpuCollectives::all_reduce_sparse(const at::Tensor& tensor, Launch mode,
+                                          OwnTimeout timeout) {
   check_sparse(tensor);
-  const auto body = [tensor](Communicator& communicator, CallerThread thread) {
-    tensors::all_reduce_sparse(tensor, communicator, thread);
+  const auto body = [tensor, timeout](Communicator& communicator, CallerThread thread) {
+    tensors::all_reduce_sparse(tensor, communicator, thread, timeout);
   };
   const CollectiveKind kind = CollectiveKind::kAllReduce;
   if (!runs_at_once(mode)) return enqueue(mode, kind, {tensor}, body);

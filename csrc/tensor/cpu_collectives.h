@@ -26,7 +26,7 @@ class CpuCollectives final : public Collectives {
   WorkRef reduce_bucket(const BucketTensors& tensors, const BucketOptions& options,
                         Launch mode) override;
   // The sum of sparse tensors (sparse_all_reduce.h).
-  WorkRef all_reduce_sparse(const at::Tensor& tensor, Launch mode);
+  WorkRef all_reduce_sparse(const at::Tensor& tensor, Launch mode, OwnTimeout timeout);
   bool has_transfers() const override { return true; }
   WorkRef send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
   WorkRef recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;

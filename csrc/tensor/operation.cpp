@@ -287,18 +287,20 @@ void run_on_cpu(const Operation& operation, const Call& call, Communicator& comm
                 CallerThread thread) {
   const CollectiveRow& row = row_of(operation.kind);
   const int rank = communicator.rank();
-  if (operation.kind == CollectiveKind::kBarrier) return communicator.barrier(thread);
+  if (operation.kind == CollectiveKind::kBarrier) {
+    return communicator.run(call, {}, thread, operation.timeout);
+  }
   if (row.is_in_place) {
     const bool contributes = is_among(row.contributors, rank, call.root);
     const Packed packed(operation.outputs[0],
                         contributes ? Packed::Content::kRead : Packed::Content::kOverwritten,
                         operation.premul_factor);
-    communicator.run(call, {.data = packed.data()}, thread);
+    communicator.run(call, {.data = packed.data()}, thread, operation.timeout);
     if (is_among(row.receivers, rank, call.root)) packed.unpack();
     return;
   }
   const PackedOperation packed(operation, rank, communicator.world_size());
-  communicator.run(call, packed.buffers(), thread);
+  communicator.run(call, packed.buffers(), thread, operation.timeout);
   packed.unpack();
 }
 

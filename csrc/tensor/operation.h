@@ -6,6 +6,8 @@
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <chrono>
+#include <optional>
 #include <vector>
 
 #include "core/communicator.h"
@@ -13,6 +15,9 @@
 #include "tensor/tensor_checks.h"
 
 namespace rota::tensors {
+
+// Of each wait of one call for another rank; none: the group's. Kernels apply the group's always.
+using OwnTimeout = std::optional<std::chrono::milliseconds>;
 
 // Refers to the tensors, and owns nothing.
 struct Operation {
@@ -29,6 +34,7 @@ struct Operation {
   // The elements of each rank's part of a side with one tensor; empty: all parts are equal.
   at::IntArrayRef input_splits;
   at::IntArrayRef output_splits;
+  OwnTimeout timeout;
 
   const at::Tensor& any_tensor() const;  // undefined if there is none
 };

@@ -17,10 +17,12 @@ namespace {
 
 // Gathers one-dimensional tensors of the given lengths.
 std::vector<at::Tensor> gather(const at::Tensor& own, const std::vector<int64_t>& lengths,
-                               Communicator& communicator, CallerThread thread) {
+                               Communicator& communicator, CallerThread thread,
+                               OwnTimeout timeout) {
   std::vector<at::Tensor> outputs;
   for (const int64_t length : lengths) outputs.push_back(at::empty({length}, own.options()));
-  const Operation operation{.kind = CollectiveKind::kAllGather, .inputs = own, .outputs = outputs};
+  const Operation operation{
+      .kind = CollectiveKind::kAllGather, .inputs = own, .outputs = outputs, .timeout = timeout};
   const Call call =
       plan(operation, Planner(communicator.world_size()), communicator.rank(), at::kCPU);
   run_on_cpu(operation, call, communicator, thread);
@@ -38,7 +40,8 @@ void check_sparse(const at::Tensor& tensor) {
   reducible_dtype(tensor.scalar_type(), "all_reduce");
 }
 
-void all_reduce_sparse(const at::Tensor& tensor, Communicator& communicator, CallerThread thread) {
+void all_reduce_sparse(const at::Tensor& tensor, Communicator& communicator, CallerThread thread,
+                       OwnTimeout timeout) {
   const c10::InferenceMode as_caller(tensor.is_inference());  // as in Packed::unpack()
   const at::NoGradGuard no_grad;
   const auto num_ranks = static_cast<size_t>(communicator.world_size());
@@ -52,7 +55,7 @@ void all_reduce_sparse(const at::Tensor& tensor, Communicator& communicator, Cal
   shape.push_back(values.size(0));
   const std::vector<int64_t> equal(num_ranks, static_cast<int64_t>(shape.size()));
   const std::vector<at::Tensor> shapes =
-      gather(at::tensor(shape, at::kLong), equal, communicator, thread);
+      gather(at::tensor(shape, at::kLong), equal, communicator, thread, timeout);
   std::vector<int64_t> index_lengths, value_lengths;
   int64_t elems_of_one = 1;
   for (int64_t dim = tensor.sparse_dim(); dim < tensor.dim(); ++dim)
@@ -73,9 +76,9 @@ void all_reduce_sparse(const at::Tensor& tensor, Communicator& communicator, Cal
 
   // Indices are stored by dimension; by place, the ranks' can be put one after the other.
   const std::vector<at::Tensor> all_indices =
-      gather(indices.t().reshape({-1}), index_lengths, communicator, thread);
+      gather(indices.t().reshape({-1}), index_lengths, communicator, thread, timeout);
   const std::vector<at::Tensor> all_values =
-      gather(values.reshape({-1}), value_lengths, communicator, thread);
+      gather(values.reshape({-1}), value_lengths, communicator, thread, timeout);
   std::vector<int64_t> value_sizes = values.sizes().vec();
   const at::Tensor places = at::cat(all_indices).reshape({-1, tensor.sparse_dim()}).t();
   value_sizes[0] = places.size(1);

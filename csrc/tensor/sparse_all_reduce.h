@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "core/communicator.h"
+#include "tensor/operation.h"
 
 namespace rota::tensors {
 
@@ -12,6 +13,7 @@ void check_sparse(const at::Tensor& tensor);
 
 // Gathers all ranks' elements and adds those of one place in ascending rank. Ranks may have
 // elements in different places, but the tensors' sizes must be equal. Blocks.
-void all_reduce_sparse(const at::Tensor& tensor, Communicator& communicator, CallerThread thread);
+void all_reduce_sparse(const at::Tensor& tensor, Communicator& communicator, CallerThread thread,
+                       OwnTimeout timeout);
 
 }  // namespace rota::tensors

@@ -1,6 +1,7 @@
 #include "tensor/tensor_communicator.h"
 
 #include <c10/core/DeviceGuard.h>
+#include <c10/util/ScopeExit.h>
 
 #include <iostream>
 
@@ -71,24 +72,32 @@ TensorCommunicator::TensorCommunicator(const c10::intrusive_ptr<::c10d::Store>& 
                                                                make_geometry(options.slot_bytes));
 }
 
-void TensorCommunicator::connect() {
+void TensorCommunicator::connect(OwnTimeout own_timeout) {
   if (fork_generation_ != fork_generation()) {
     throw Error(ErrorKind::kInternal,
                 "rota: this communicator belongs to the parent process; make a new one after fork");
   }
   const std::lock_guard lock(connect_mutex_);
   if (is_connected_) return;
+  if (is_connecting_) {
+    throw Error(ErrorKind::kInternal,
+                "rota: a callback or a signal handler uses a group whose first call it has "
+                "interrupted; use the group when that call has returned");
+  }
+  is_connecting_ = true;
+  const auto end = c10::make_scope_exit([this] { is_connecting_ = false; });
   const auto check = [this] {
-    if (has_left_) {
-      throw Error(ErrorKind::kInternal, "rota: this communicator is closed; make a new one");
-    }
     // A peer may be waiting for a free slot in another group before it makes this one.
     PointToPoint::move_all_groups();
     options_.check_interrupt();
+    if (has_left_) {
+      throw Error(ErrorKind::kInternal, "rota: this communicator is closed; make a new one");
+    }
   };
   check();
-  cpu_.emplace(std::make_shared<Communicator>(unconnected_->connect(options_.timeout, check),
-                                              options_.timeout, options_.check_interrupt),
+  auto transport = unconnected_->connect(own_timeout.value_or(options_.timeout), check);
+  cpu_.emplace(std::make_shared<Communicator>(std::move(transport), options_.timeout,
+                                              options_.check_interrupt),
                options_.check_interrupt);
   unconnected_.reset();
   is_connected_ = true;
@@ -97,14 +106,14 @@ void TensorCommunicator::connect() {
 bool TensorCommunicator::leave_unconnected() {
   if (is_connected_) return false;
   if (fork_generation_ != fork_generation()) return true;  // the parent's
-  has_left_ = true;                                        // ends a connect() of another thread
+  has_left_ = true;                                        // ends a connect()
   const std::lock_guard lock(connect_mutex_);
-  unconnected_.reset();
+  if (!is_connecting_) unconnected_.reset();  // otherwise this is a callback of connect()
   return !is_connected_;
 }
 
-CpuCollectives& TensorCommunicator::cpu_for(std::string_view call) {
-  if (!is_connected_) connect();
+CpuCollectives& TensorCommunicator::cpu_for(std::string_view call, OwnTimeout own_timeout) {
+  if (!is_connected_) connect(own_timeout);
   cpu_->check_usable(call);
   return *cpu_;
 }
@@ -138,9 +147,14 @@ void TensorCommunicator::drop_gpu() {
   gpu_.reset();
 }
 
+Collectives& TensorCommunicator::collectives_for(const Operation& operation) {
+  return collectives_for(operation.any_tensor(), name(operation.kind), Callers::kAllRanks,
+                         operation.timeout);
+}
+
 Collectives& TensorCommunicator::collectives_for(const at::Tensor& tensor, std::string_view call,
-                                                 Callers callers) {
-  CpuCollectives& cpu = cpu_for(call);
+                                                 Callers callers, OwnTimeout own_timeout) {
+  CpuCollectives& cpu = cpu_for(call, own_timeout);
   if (!tensor.defined() || !tensor.is_cuda()) return cpu;
   if (callers == Callers::kAllRanks || (!gpu_ && world_size_ == 2)) {
     connect_device(tensor.device());
@@ -195,15 +209,12 @@ std::optional<std::string> TensorCommunicator::peer_access() const {
 WorkRef TensorCommunicator::run(OperationList operations, Launch mode) {
   return with_python_errors([&]() -> WorkRef {
     if (operations.empty()) return {};
-    const Operation& first = operations[0];
-    return collectives_for(first.any_tensor(), name(first.kind)).run(operations, mode);
+    return collectives_for(operations[0]).run(operations, mode);
   });
 }
 
 bool TensorCommunicator::supports(const Operation& operation) {
-  return with_python_errors([&] {
-    return collectives_for(operation.any_tensor(), name(operation.kind)).supports(operation);
-  });
+  return with_python_errors([&] { return collectives_for(operation).supports(operation); });
 }
 
 WorkRef TensorCommunicator::reduce_bucket(const BucketTensors& tensors,
@@ -213,8 +224,10 @@ WorkRef TensorCommunicator::reduce_bucket(const BucketTensors& tensors,
   });
 }
 
-WorkRef TensorCommunicator::all_reduce_sparse(const at::Tensor& tensor, Launch mode) {
-  return with_python_errors([&] { return cpu_for("all_reduce").all_reduce_sparse(tensor, mode); });
+WorkRef TensorCommunicator::all_reduce_sparse(const at::Tensor& tensor, Launch mode,
+                                              OwnTimeout timeout) {
+  return with_python_errors(
+      [&] { return cpu_for("all_reduce", timeout).all_reduce_sparse(tensor, mode, timeout); });
 }
 
 WorkRef TensorCommunicator::send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) {

@@ -53,7 +53,7 @@ class TensorCommunicator {
   bool supports(const Operation& operation);
   WorkRef reduce_bucket(const BucketTensors& tensors, const BucketOptions& options, Launch mode);
   // CPU tensors only.
-  WorkRef all_reduce_sparse(const at::Tensor& tensor, Launch mode);
+  WorkRef all_reduce_sparse(const at::Tensor& tensor, Launch mode, OwnTimeout timeout);
   // CUDA tensors need joined GPUs, which takes all ranks (connect_device()).
   WorkRef send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode);
   WorkRef recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode);
@@ -75,8 +75,7 @@ class TensorCommunicator {
   // What the group has failed of; none if it has not, or was never used.
   std::optional<ErrorKind> failure() const;
 
-  std::chrono::milliseconds timeout() const { return options_.timeout; }
-  // For later calls on CPU tensors.
+  // Of later calls on CPU tensors that have none of their own.
   void set_timeout(std::chrono::milliseconds timeout);
 
  private:
@@ -85,16 +84,19 @@ class TensorCommunicator {
 
   TensorCommunicator(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int world_size,
                      const TensorCommunicatorOptions& options);
-  void connect();
+  // own_timeout: of the call that needs it; none: the group's.
+  void connect(OwnTimeout own_timeout = std::nullopt);
   // Leaves the group if it was never used. Returns false if it is connected.
   bool leave_unconnected();
   // Connects at the first call. Throws what Communicator::check_usable() throws.
-  CpuCollectives& cpu_for(std::string_view call);
+  CpuCollectives& cpu_for(std::string_view call, OwnTimeout own_timeout = std::nullopt);
   void end_progress();
   void drop_gpu();
   // The one place that picks an implementation by the tensors' device; joins the GPUs if needed.
   Collectives& collectives_for(const at::Tensor& tensor, std::string_view call,
-                               Callers callers = Callers::kAllRanks);
+                               Callers callers = Callers::kAllRanks,
+                               OwnTimeout own_timeout = std::nullopt);
+  Collectives& collectives_for(const Operation& operation);
 
   TorchStore store_;
   int rank_;
@@ -102,8 +104,11 @@ class TensorCommunicator {
   TensorCommunicatorOptions options_;
   uint64_t fork_generation_;
 
-  std::mutex connect_mutex_;
-  std::unique_ptr<transport::SharedMemoryRank> unconnected_;  // guarded by it; null once connected
+  // Recursive, because connect() holds it while it runs callbacks, which may come back: signal
+  // handlers, and those of other groups' futures.
+  std::recursive_mutex connect_mutex_;
+  bool is_connecting_ = false;                                // guarded by it, as the next one
+  std::unique_ptr<transport::SharedMemoryRank> unconnected_;  // null once connected
   std::atomic<bool> has_left_{false};                         // before it was connected
   std::atomic<bool> is_connected_{false};
   std::optional<CpuCollectives> cpu_;  // constant once connected

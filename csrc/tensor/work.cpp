@@ -71,9 +71,9 @@ bool HostWork::wait(std::chrono::milliseconds timeout) {
     lock.unlock();
     check_interrupt_();
     if (timeout != kNoTimeout && std::chrono::steady_clock::now() - start >= timeout) {
-      throw PythonError(Error(ErrorKind::kTimeout,
-                              join("rota: Work.wait() gave up after ", timeout.count(),
-                                   " ms; the collective goes on until the group's timeout")));
+      throw PythonError(
+          Error(ErrorKind::kTimeout, join("rota: Work.wait() gave up after ", timeout.count(),
+                                          " ms; the collective goes on until its own timeout")));
     }
     lock.lock();
   }

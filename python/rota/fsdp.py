@@ -8,7 +8,7 @@ same in torch 2.11 to 2.15).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
@@ -104,7 +104,7 @@ class AllGather(_Buffers, _fsdp_api.AllGather):
                 uint8 where the parameters of one module differ in dtype.
             Other errors as `rota.Communicator`.
         """
-        backend = _backend_of(self, group, input_tensor.device)
+        backend = _backend_of("AllGather", group, input_tensor.device)
         if self.wire_dtype is None or self.wire_dtype == input_tensor.dtype:
             work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
             return cast("dist.Work | None", work)
@@ -168,7 +168,7 @@ class ReduceScatter(_Buffers, _fsdp_api.ReduceScatter):
             TypeError: the gradients are narrower than the wire dtype.
             Other errors as `rota.Communicator`.
         """
-        backend = _backend_of(self, group, input_tensor.device)
+        backend = _backend_of("ReduceScatter", group, input_tensor.device)
         if self.wire_dtype is None or self.wire_dtype == input_tensor.dtype:
             work = _reduce_scatter(output_tensor, input_tensor, op, group, async_op)
             return cast("dist.Work | None", work)
@@ -199,6 +199,7 @@ def use(
 
     Raises:
         TypeError: there is no FSDPModule in the model, or a wire dtype is unknown.
+        ValueError: a module shards over a group of another backend; nothing has changed then.
 
     Example:
         >>> fully_shard(model)
@@ -213,6 +214,9 @@ def use(
             f"rota.fsdp.use: model is of type {type(model).__name__} without an FSDPModule in it, "
             f"expected one that torch.distributed.fsdp.fully_shard was called on"
         )
+    for module in modules:
+        for group, device in _groups_of(module):
+            _backend_of("use", group, device)
     all_gather = AllGather(parameter_wire_dtype)
     reduce_scatter = ReduceScatter(wire_dtype)
     for module in modules:
@@ -237,16 +241,30 @@ def _check_not_wider(caller: object, tensor: torch.Tensor, wire_dtype: torch.dty
         )
 
 
-def _backend_of(
-    caller: object, group: dist.ProcessGroup, device: torch.device
-) -> _C.ProcessGroupRota:
+def _groups_of(module: FSDPModule) -> Iterator[tuple[dist.ProcessGroup, torch.device]]:
+    """The groups that FSDP will pass to a module's collectives; it has them from `fully_shard` on.
+
+    They have no public name: a parameter's mesh may also have tensor parallelism's dimension.
+    """
+    state = module._get_fsdp_state()
+    # A list in torch 2.13; one or None in 2.11.
+    of_params = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    for of_param in filter(None, of_params):
+        for mesh_info in (of_param.mesh_info, of_param.post_forward_mesh_info):
+            for name in ("shard_process_group", "reduce_scatter_process_group"):
+                group = getattr(mesh_info, name, None)
+                if group is not None:
+                    yield group, of_param.device
+
+
+def _backend_of(caller: str, group: dist.ProcessGroup, device: torch.device) -> _C.ProcessGroupRota:
     backend = group._get_backend(device)
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
     if not isinstance(backend, _C.ProcessGroupRota):
         raise ValueError(
-            f"rota.fsdp.{type(caller).__name__}: group is on the backend {backend.name()!r} for "
-            f"{device.type} tensors, expected 'rota'; make the mesh's groups with "
-            f"dist.init_process_group('rota')"
+            f"rota.fsdp.{caller}: group {group.group_name!r} is on the backend {backend.name()!r} "
+            f"for {device.type} tensors, expected 'rota'; make the mesh after "
+            f"dist.init_process_group('rota'), or of groups of dist.new_group(backend='rota')"
         )
     return backend
 

@@ -58,7 +58,9 @@ void check_elem(const TestCall& call, Tensor& tensor, uint64_t elem, uint64_t ex
 Call plan(const Communicator& communicator, const TestCall& call) {
   const Planner planner(communicator.world_size());
   if (call.kind != CollectiveKind::kAllReduce) {
-    return planner.collective(call.kind, call.dtype, call.num_elems, call.op, call.root);
+    const auto wire =
+        call.wire ? std::optional(WireFormat{*call.wire, call.block_scaling}) : std::nullopt;
+    return planner.collective(call.kind, call.dtype, call.num_elems, call.op, call.root, wire);
   }
   return planner.all_reduce(
       call.dtype, call.num_elems,
@@ -124,24 +126,32 @@ void reduce_bucket(Communicator& communicator, const TestCall& call, uint64_t se
   check_equal(measures.num_non_finite, uint64_t{0}, "the number of non-finite elements");
 }
 
-// Collectives that only move data are compared byte by byte, for elements of any size.
-uint64_t byte_of(uint64_t seed, int rank, uint64_t index) { return hash(seed, rank, index) & 0xff; }
+// Collectives that do not reduce are compared byte by byte, for elements of any size. Elements that
+// travel in a wire format are numbers that are exact in it.
+uint64_t byte_of(const TestCall& call, uint64_t seed, int rank, uint64_t index) {
+  if (!call.wire) return hash(seed, rank, index) & 0xff;
+  const size_t elem_bytes = info(call.dtype).num_bytes;
+  std::byte elem[sizeof(double)];
+  store_bits(call.dtype, elem, 0,
+             bits_of_integer(call.dtype, contribution(call, 1, seed, rank, index / elem_bytes)));
+  return static_cast<uint64_t>(elem[index % elem_bytes]);
+}
 
 Tensor make_bytes(const TestCall& call, int rank) {
   return Tensor(call, DType::kUInt8, call.num_elems * info(call.dtype).num_bytes, rank);
 }
 
-void fill(Tensor& bytes, uint64_t seed, int rank) {
-  for (uint64_t i = 0; i < bytes.num_elems(); ++i) bytes.set(i, byte_of(seed, rank, i));
+void fill(Tensor& bytes, const TestCall& call, uint64_t seed, int rank) {
+  for (uint64_t i = 0; i < bytes.num_elems(); ++i) bytes.set(i, byte_of(call, seed, rank, i));
 }
 
 void broadcast(Communicator& communicator, const TestCall& call, uint64_t seed,
                CallerThread thread) {
   Tensor tensor = make_bytes(call, communicator.rank());
-  fill(tensor, seed, communicator.rank());
+  fill(tensor, call, seed, communicator.rank());
   communicator.run(plan(communicator, call), {.data = tensor.data()}, thread);
   for (uint64_t i = 0; i < tensor.num_elems(); ++i) {
-    check_elem(call, tensor, i, byte_of(seed, call.root, i), communicator.rank());
+    check_elem(call, tensor, i, byte_of(call, seed, call.root, i), communicator.rank());
   }
 }
 
@@ -192,10 +202,10 @@ void copy_parts(Communicator& communicator, const TestCall& call, uint64_t seed,
   const auto sender_of = [&](int output) { return row.is_output_per_rank ? output : call.root; };
   Parts inputs(call, rank, num_inputs, [&](int to) { return length_of(rank, to); });
   Parts outputs(call, rank, num_outputs, [&](int i) { return length_of(sender_of(i), rank); });
-  for (int to = 0; to < num_inputs; ++to) fill(inputs[to], seed, stream_of(rank, to));
+  for (int to = 0; to < num_inputs; ++to) fill(inputs[to], call, seed, stream_of(rank, to));
   // Every other seed runs all_gather in place: the input is the own part of the output.
   const bool is_in_place = call.kind == CollectiveKind::kAllGather && seed % 2 == 0;
-  if (is_in_place) fill(outputs[rank], seed, rank);
+  if (is_in_place) fill(outputs[rank], call, seed, rank);
 
   Call planned = plan(communicator, call);
   if (is_uneven && call.kind == CollectiveKind::kAllGather) planned.uneven = seed;
@@ -207,7 +217,8 @@ void copy_parts(Communicator& communicator, const TestCall& call, uint64_t seed,
   if (!is_among(row.receivers, rank, call.root)) return;
   for (int i = 0; i < num_outputs; ++i) {
     for (uint64_t byte = 0; byte < outputs[i].num_elems(); ++byte) {
-      check_elem(call, outputs[i], byte, byte_of(seed, stream_of(sender_of(i), rank), byte), rank);
+      check_elem(call, outputs[i], byte, byte_of(call, seed, stream_of(sender_of(i), rank), byte),
+                 rank);
     }
   }
 }
@@ -305,6 +316,11 @@ TestCall random_call(Random& random, const Communicator& communicator) {
     call.dtype = random.choose(std::array{DType::kFloat32, DType::kFloat64, DType::kFloat16});
     call.wire = random.choose(std::array{DType::kFloat32, DType::kFloat16, DType::kBFloat16,
                                          DType::kFloat8E4M3, DType::kFloat8E5M2});
+    call.block_scaling = has_block_scaling(*call.wire) && random.below(3) > 0;
+  } else if (call.kind == kAllGather && random.below(2) == 0) {
+    call.dtype = random.choose(std::array{DType::kFloat32, DType::kFloat64, DType::kFloat16});
+    call.wire = random.choose(
+        std::array{DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3, DType::kFloat8E5M2});
     call.block_scaling = has_block_scaling(*call.wire) && random.below(3) > 0;
   } else {
     call.dtype = static_cast<DType>(random.below(kNumDTypes));

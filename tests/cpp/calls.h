@@ -18,7 +18,7 @@ struct TestCall {
   ReduceOp op = ReduceOp::kSum;
   std::optional<schedule::Algorithm> algorithm;
   std::optional<DType> wire;
-  bool block_scaling = false;  // reduce_bucket only
+  bool block_scaling = false;  // of reduce_bucket and all_gather
   std::optional<DType> hop;
   int root = 0;
   size_t misalignment = 0;  // bytes in front of the tensor

@@ -127,6 +127,22 @@ void flag_has_the_last_word(const WaitPolicy& policy) {
   waiter.wait(flag, 1, policy, late);
 }
 
+// A wait that is over ends without an error, and one for a flag that comes does not end early.
+void wait_may_be_given_up() {
+  Words words;
+  Waiter waiter(&words.sleeping, {});
+  Patience patience;
+  const Awaited awaited{&words.flag, 1};
+  const auto wait = [&] {
+    return waiter.wait_any({&awaited, 1}, WaitPolicy{}, patience, 3 * kTick);
+  };
+  check(!wait(), "the flag has not come");
+  check(patience.num_ticks > 0, "the observer was not asked");
+  check_equal(words.sleeping.load(), uint64_t{0}, "the sleep flag at rest");
+  words.flag.publish(1);
+  check(wait(), "the flag has come");
+}
+
 constexpr WaitPolicy kSleep{};
 constexpr WaitPolicy kYield{.yield_for = std::chrono::seconds(100)};
 constexpr WaitPolicy kSpin{.spin = std::chrono::seconds(100)};
@@ -140,6 +156,7 @@ const CaseTable kCases{
     {"waiter_spinning-ws2", [] { pass_around(2, kSpin, 50, false); }},
     {"waiter_policy_of_ranks-ws4", [] { pass_around(4, WaitPolicy::for_ranks(4), 3000, true); }},
     {"waiter_reached_flag", reached_flag_asks_nobody},
+    {"waiter_given_up", wait_may_be_given_up},
     {"waiter_error_spinning", [] { flag_has_the_last_word(kSpin); }},
     {"waiter_error_yielding", [] { flag_has_the_last_word(kYield); }},
     {"waiter_error_sleeping", [] { flag_has_the_last_word(kSleep); }},

@@ -376,7 +376,11 @@ class Communicator:
         a CPU tensor the call blocks until the tensor may be changed again: a short message then
         waits in shared memory for its recv; a long one needs a receiver that is waiting in any rota
         call, even for another message. So both ranks of a pair may send first, whatever the length.
-        Messages that arrive before their recv are kept on the heap.
+
+        A receiver that waits in a rota call, or has an irecv() outstanding, takes in every message
+        and keeps those that nobody has asked for yet, without a limit. A sender that is always
+        ahead can therefore fill the receiver's memory: call irecv() early, or let the receiver
+        answer every few messages. A receiver that computes takes nothing in; its senders wait.
 
         With a CUDA tensor the call is queued on the current stream. Tags are ignored, and the GPUs
         must be joined, by connect_device() or any collective, in which all ranks take part.
@@ -390,6 +394,7 @@ class Communicator:
             ValueError: peer is not another rank of the group, or tag is negative.
             rota.Timeout: the peer did not receive within the communicator's timeout; names it.
             rota.PeerFailed: the peer died, left, or failed.
+            rota.TransportError: the peer has no memory to keep a message that it has not asked for.
         """
 
     def recv(self, tensor: torch.Tensor, peer: int | None = None, tag: int = 0) -> int:
