@@ -5,22 +5,22 @@
 
 Cuts the demo's GPT into one stage per rank and trains it on the CPU by torch's Schedule1F1B. All
 variants run in one job and take turns in blocks of a few steps. A pipeline also waits where
-communication costs nothing, because a stage needs what another one computes. So every computation
-of a step is timed, and the step is replayed with these times, in the order in which each stage ran
-them, and with messages that take no time. Communication is what the measured step takes longer: to
-send, to receive, to wake up, and in torch's own code between two computations. The last line is
-JSON.
+communication costs nothing, because a stage needs what another one computes, and torch's own code runs between two
+computations. So both are timed, and every step is replayed with these times, in the order in which
+each stage ran them, and with messages that take no time. Communication is what the measured step
+takes longer: to post messages, to wait for them, and to wake up. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, schedules
 
 import demo
 import driver
 from arguments import Parser, parse_natural
 from demo_model import train_gpt
-from pipeline_replay import Computation, seconds_without_communication
+from pipeline_replay import Computation, Step, seconds_without_communication
 
 import train_3d  # isort: skip  (demo_model has put the examples on the path)
 
@@ -48,20 +48,62 @@ GOAL = 0.25
 QUICK_STEPS = 40
 
 
+class Stopwatch:
+    """The seconds spent in some functions of this process."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, with its time added up."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        return call
+
+
+COMMUNICATION = Stopwatch()
+
+
 class RecordedStage(PipelineStage):
-    """Records its computations; a loss belongs to the forward one before it."""
+    """Records its computations, and torch's own code between them and after the last.
+
+    A loss belongs to the forward computation before it.
+    """
 
     def __init__(self, part: nn.Module, group: dist.ProcessGroup) -> None:
         rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
         super().__init__(part, rank, num_ranks, torch.device("cpu"), group=group)
         self.computations: list[Computation] = []
+        self._ended = self._communicated = 0.0
+
+    def begin_step(self) -> None:
+        self.computations = []
+        self._ended, self._communicated = time.perf_counter(), COMMUNICATION.seconds
+
+    def end_step(self) -> Step:
+        return Step(self.computations, self._pass_time()[1])
+
+    def _pass_time(self) -> tuple[float, float]:
+        """The time, and how much of it since the last call neither computed nor communicated."""
+        now, communicated = time.perf_counter(), COMMUNICATION.seconds
+        own_seconds = (now - self._ended) - (communicated - self._communicated)
+        self._ended, self._communicated = now, communicated
+        return now, own_seconds
 
     @contextlib.contextmanager
     def _recorded(self, is_forward: bool, microbatch: int) -> Iterator[None]:
-        start = time.perf_counter()
+        start, before_seconds = self._pass_time()
         yield
-        seconds = time.perf_counter() - start
-        self.computations.append(Computation(is_forward, microbatch, seconds))
+        self._ended = time.perf_counter()
+        computation = Computation(is_forward, microbatch, self._ended - start, before_seconds)
+        self.computations.append(computation)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._recorded(True, fwd_chunk_id):
@@ -72,12 +114,13 @@ class RecordedStage(PipelineStage):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
-        start = time.perf_counter()
+        start = self._ended
         loss = train_3d.loss_of(logits, targets)
-        seconds = time.perf_counter() - start
+        self._ended = time.perf_counter()
         if self.computations:  # otherwise torch only infers shapes, before the first step
             last = self.computations[-1]
-            self.computations[-1] = last._replace(seconds=last.seconds + seconds)
+            seconds = last.seconds + (self._ended - start)
+            self.computations[-1] = last._replace(seconds=seconds)
         return loss
 
 
@@ -90,7 +133,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     losses: list[float] = field(default_factory=list)  # nats per byte; in the last stage
     step_s: list[float] = field(default_factory=list)
-    computations: list[list[Computation]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
 
 
 def start_run(name: str, initial: train_gpt.GPT, args: Any) -> Run:
@@ -107,10 +150,10 @@ def start_run(name: str, initial: train_gpt.GPT, args: Any) -> Run:
 def train_step(run: Run, inputs: Tensor, targets: Tensor) -> None:
     """inputs, targets: (batch, time), of which a stage uses what it needs."""
     run.optimizer.zero_grad()
-    run.stage.computations = []
     losses: list[Tensor] = []
     dist.barrier()
     start = time.perf_counter()
+    run.stage.begin_step()
     if run.stage.is_first:
         run.schedule.step(inputs)
     elif run.stage.is_last:
@@ -118,7 +161,7 @@ def train_step(run: Run, inputs: Tensor, targets: Tensor) -> None:
     else:
         run.schedule.step()
     run.step_s.append(time.perf_counter() - start)
-    run.computations.append(run.stage.computations)
+    run.steps.append(run.stage.end_step())
     run.losses += [torch.stack(losses).mean().item()] if losses else []
     run.optimizer.step()
 
@@ -152,12 +195,11 @@ def summarize(runs: dict[str, Run]) -> list[dict[str, Any]]:
     rows = []
     for name, run in runs.items():
         of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, (run.step_s, run.computations, run.losses))
-        step_s, computations, losses = zip(*of_ranks, strict=True)
+        dist.all_gather_object(of_ranks, (run.step_s, run.steps, run.losses))
+        step_s, steps, losses = zip(*of_ranks, strict=True)
         step_ms = [max(times) * 1e3 for times in zip(*step_s, strict=True)]
         ideal_ms = [
-            seconds_without_communication(stages) * 1e3
-            for stages in zip(*computations, strict=True)
+            seconds_without_communication(stages) * 1e3 for stages in zip(*steps, strict=True)
         ]
         costs = [step - ideal for step, ideal in zip(step_ms, ideal_ms, strict=True)]
         rows.append(
@@ -229,6 +271,8 @@ def main() -> None:
     args = parse_arguments()
     demo.become_ranks(args.ranks)
     dist.init_process_group("rota")
+    for name in ("_batch_p2p", "_wait_batch_p2p"):
+        setattr(schedules, name, COMMUNICATION.timed(getattr(schedules, name)))
     is_first = dist.get_rank() == 0
     run = driver.Run("pipeline", "pipeline", args.ranks, args) if is_first else None
     rows = summarize(train_in_turns(args, Console(quiet=not is_first)))

@@ -44,6 +44,16 @@ std::string text_of(const Message& message) {
 
 Nanoseconds now() { return Clock::now().time_since_epoch(); }
 
+// The bytes of a message that travel together, at most. What fits in one slot is cut, so that the
+// receiver copies a piece while the sender copies the next one; longer messages fill several slots
+// anyway. Both compute it.
+uint64_t piece_bytes(const Message& message, uint64_t slot_bytes) {
+  constexpr uint64_t kShortest = 4096;
+  constexpr uint64_t kNumPieces = 8;
+  if (message.num_bytes() <= kShortest || message.num_bytes() > slot_bytes) return slot_bytes;
+  return std::max(kShortest, schedule::ceil_div(message.num_bytes(), kNumPieces));
+}
+
 // All open groups of this process. A thread that holds the mutex never blocks on another one.
 struct Living {
   std::mutex mutex;
@@ -71,20 +81,21 @@ class TagText {
 // the group has failed.
 class PointToPoint::Observer final : public WaitObserver {
  public:
-  Observer(Watch& watch, const Request& request, Nanoseconds start)
-      : watch_(watch), request_(request), start_(start) {}
+  Observer(Watch& watch, const Request& request) : watch_(watch), request_(request) {}
 
   std::optional<Error> poll() override { return watch_.poll(); }
-  std::optional<Error> tick(Nanoseconds) override {
+  std::optional<Error> tick(Nanoseconds waited) override {
+    const Nanoseconds time = now();
+    if (!start_) start_ = time - waited;
     // Measured since the request last moved: another thread may move it, and a wait also ends when
     // other messages arrive.
-    return watch_.tick(now() - std::max(start_, request_.moved_at_.load()));
+    return watch_.tick(time - std::max(*start_, request_.moved_at_.load()));
   }
 
  private:
   Watch& watch_;
   const Request& request_;
-  Nanoseconds start_;
+  std::optional<Nanoseconds> start_;  // known from the first tick on: reading the clock takes time
 };
 
 PointToPoint::PointToPoint(Communicator& communicator, transport::Transport& transport,
@@ -129,7 +140,6 @@ RequestRef PointToPoint::start(Direction direction, void* data, const Message& m
   request->peer_ = peer;
   request->message_ = message;
   request->data_ = static_cast<std::byte*>(data);
-  request->moved_at_ = now();
   request->on_done_ = std::move(on_done);
   Done done;
   {
@@ -179,8 +189,8 @@ bool PointToPoint::wait_until_done(const Request& request, CallerThread thread,
   Watch watch(transport_, communicator_.timeout(), check_interrupt_);
   watch.begin_collective(name(request.direction_), request.number_,
                          /*lets_signals_through=*/thread == CallerThread::kUser);
-  const Nanoseconds start = now();
-  Observer observer(watch, request, start);
+  const Nanoseconds start = patience ? now() : Nanoseconds();
+  Observer observer(watch, request);
   bool is_patient = true;
   const TagText phase(request.message_.tag);
   std::unique_lock lock(mutex_);
@@ -340,19 +350,23 @@ void PointToPoint::push(int peer, Done& done) {
     const RequestRef request = queue.front();
     const Message& message = request->message_;
     std::byte* out = links_.outgoing(peer);
-    size_t num_free = transport_.geometry().link_slot_bytes;
+    uint64_t num_free = transport_.geometry().link_slot_bytes;
     if (request->num_moved_ == 0) {
       const Header header{message.tag, static_cast<uint64_t>(message.dtype), message.num_elems};
       std::memcpy(out, &header, sizeof(header));
       out += sizeof(header);
       num_free -= sizeof(header);
     }
-    const size_t num_bytes = std::min(num_free, message.num_bytes() - request->num_moved_);
+    const uint64_t num_bytes =
+        std::min({num_free, piece_bytes(message, transport_.geometry().link_slot_bytes),
+                  message.num_bytes() - request->num_moved_});
     cpu::copy_bytes(out, request->data_ + request->num_moved_, num_bytes);
     links_.publish(peer);
     request->num_moved_ += num_bytes;
-    request->moved_at_ = now();
-    if (request->num_moved_ < message.num_bytes()) continue;
+    if (request->num_moved_ < message.num_bytes()) {
+      request->moved_at_ = now();
+      continue;
+    }
     queue.pop_front();
     end(request, done);
   }
@@ -362,13 +376,13 @@ void PointToPoint::pull(int peer, Done& done) {
   Arriving& arriving = arriving_[static_cast<size_t>(peer)];
   while (links_.to_read(peer).is_there()) {
     const std::byte* in = links_.incoming(peer);
-    size_t num_there = transport_.geometry().link_slot_bytes;
+    uint64_t num_there = transport_.geometry().link_slot_bytes;
     if (!arriving.is_begun) {
       arriving = begin(peer, in);
       in += sizeof(Header);
       num_there -= sizeof(Header);
     }
-    const size_t num_bytes = std::min(num_there, arriving.num_bytes_left);
+    const uint64_t num_bytes = std::min({num_there, arriving.piece_bytes, arriving.num_bytes_left});
     if (arriving.data != nullptr) {
       arriving.copier.copy(arriving.data, in, num_bytes);
       arriving.data += num_bytes;
@@ -376,11 +390,11 @@ void PointToPoint::pull(int peer, Done& done) {
     links_.release(peer);
     arriving.num_bytes_left -= num_bytes;
     const RequestRef& recv = arriving.early ? arriving.early->taken_by : arriving.recv;
-    if (recv) {
-      recv->num_moved_ += num_bytes;
-      recv->moved_at_ = now();
+    if (recv) recv->num_moved_ += num_bytes;
+    if (arriving.num_bytes_left > 0) {
+      if (recv) recv->moved_at_ = now();
+      continue;
     }
-    if (arriving.num_bytes_left > 0) continue;
     if (arriving.early) {
       arriving.early->is_whole = true;
       if (recv) deliver(*arriving.early, recv, done);
@@ -396,7 +410,9 @@ PointToPoint::Arriving PointToPoint::begin(int source, const std::byte* slot) {
   std::memcpy(&header, slot, sizeof(header));
   check_header(header, source);
   const Message message{header.tag, static_cast<DType>(header.dtype), header.num_elems};
-  Arriving arriving{.is_begun = true, .num_bytes_left = message.num_bytes()};
+  Arriving arriving{.is_begun = true,
+                    .piece_bytes = piece_bytes(message, transport_.geometry().link_slot_bytes),
+                    .num_bytes_left = message.num_bytes()};
   const auto recv = std::ranges::find_if(
       recvs_, [&](const RequestRef& request) { return matches(*request, source, message.tag); });
   if (recv != recvs_.end()) {

@@ -72,7 +72,7 @@ class Request {
   std::byte* data_ = nullptr;
   uint64_t num_moved_ = 0;                            // bytes
   uint64_t number_ = 0;                               // among the requests of this rank, from 1
-  std::atomic<Nanoseconds> moved_at_{Nanoseconds()};  // when it began or moved last
+  std::atomic<Nanoseconds> moved_at_{Nanoseconds()};  // when a part of it moved last
   std::function<void(const Request&)> on_done_;
   std::optional<Error> error_;  // set before is_done_, constant afterwards
   std::atomic<bool> is_done_{false};
@@ -128,10 +128,11 @@ class PointToPoint {
   // A message that a link has received in part.
   struct Arriving {
     bool is_begun = false;
+    uint64_t piece_bytes = 0;
+    uint64_t num_bytes_left = 0;
     RequestRef recv;               // one of these two
     std::shared_ptr<Early> early;  //
     std::byte* data = nullptr;     // where the next bytes go; null: they are dropped
-    uint64_t num_bytes_left = 0;
     cpu::OutputCopier copier{0, 1};
   };
   // The flags to wait for: on the stack, because waits for short messages are frequent.

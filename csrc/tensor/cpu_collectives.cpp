@@ -147,8 +147,29 @@ WorkRef CpuCollectives::request(Direction direction, const at::Tensor& tensor, i
     throw Error(ErrorKind::kValue,
                 join("rota.", name(direction), ": tag is ", tag, ", expected 0 or more"));
   }
+  if (mode == Launch::kBlocking && peer != kAnyRank) {
+    transfer(direction, tensor, peer, static_cast<uint64_t>(tag));
+    return {};
+  }
   return RequestWork::start(direction, communicator_, tensor, peer, static_cast<uint64_t>(tag),
                             check_interrupt_, mode);
+}
+
+void CpuCollectives::transfer(Direction direction, const at::Tensor& tensor, int peer,
+                              uint64_t tag) {
+  const bool sends = direction == Direction::kSend;
+  const auto body = [&](Communicator& communicator, CallerThread thread) {
+    const Message message{.tag = tag,
+                          .dtype = movable_dtype(tensor, name(direction)),
+                          .num_elems = num_elems(tensor)};
+    const Packed packed(tensor, sends ? Packed::Content::kRead : Packed::Content::kOverwritten);
+    PointToPoint& links = communicator.point_to_point();
+    const RequestRef request =
+        sends ? links.send(packed.data(), message, peer) : links.recv(packed.data(), message, peer);
+    links.wait(*request, thread);
+    if (!sends) packed.unpack();
+  };
+  run_here(sends ? "rota:send" : "rota:recv", [&] { return std::vector{tensor}; }, body);
 }
 
 void CpuCollectives::run_in_turn(const char* title, std::function<void(CallerThread)> task) {

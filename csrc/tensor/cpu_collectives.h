@@ -50,6 +50,7 @@ class CpuCollectives final : public Collectives {
  private:
   WorkRef request(Direction direction, const at::Tensor& tensor, int peer, int64_t tag,
                   Launch mode);
+  void transfer(Direction direction, const at::Tensor& tensor, int peer, uint64_t tag);
   bool runs_at_once(Launch mode) const { return mode == Launch::kBlocking && queue_.is_idle(); }
   // Runs body(communicator, thread) in this thread. A profiler shows the sizes of results().
   template <typename Results, typename Body>
