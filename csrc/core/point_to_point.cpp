@@ -30,6 +30,18 @@ struct alignas(kCacheLineBytes) Header {
   uint64_t num_elems;
 };
 
+// The bytes of a message that travel together, with its header. What fits in one slot is cut, so
+// that the receiver copies a piece while the sender copies the next one; longer messages fill
+// several slots anyway. Both compute it.
+uint64_t piece_bytes(const Message& message, uint64_t slot_bytes) {
+  constexpr uint64_t kShortest = 4096 + sizeof(Header);
+  constexpr uint64_t kNumPieces = 8;
+  const uint64_t num_bytes = message.num_bytes() + sizeof(Header);
+  if (num_bytes <= kShortest || message.num_bytes() > slot_bytes) return slot_bytes;
+  const uint64_t part = schedule::ceil_div(num_bytes, kNumPieces * kCacheLineBytes);
+  return std::max(kShortest, part * kCacheLineBytes);
+}
+
 void check_header(const Header& header, int source) {
   // Checks the ranges, because the words come from another process.
   constexpr uint64_t kMaxElems = uint64_t{1} << 56;
@@ -43,16 +55,6 @@ std::string text_of(const Message& message) {
 }
 
 Nanoseconds now() { return Clock::now().time_since_epoch(); }
-
-// The bytes of a message that travel together, at most. What fits in one slot is cut, so that the
-// receiver copies a piece while the sender copies the next one; longer messages fill several slots
-// anyway. Both compute it.
-uint64_t piece_bytes(const Message& message, uint64_t slot_bytes) {
-  constexpr uint64_t kShortest = 4096;
-  constexpr uint64_t kNumPieces = 8;
-  if (message.num_bytes() <= kShortest || message.num_bytes() > slot_bytes) return slot_bytes;
-  return std::max(kShortest, schedule::ceil_div(message.num_bytes(), kNumPieces));
-}
 
 // All open groups of this process. A thread that holds the mutex never blocks on another one.
 struct Living {
@@ -350,16 +352,14 @@ void PointToPoint::push(int peer, Done& done) {
     const RequestRef request = queue.front();
     const Message& message = request->message_;
     std::byte* out = links_.outgoing(peer);
-    uint64_t num_free = transport_.geometry().link_slot_bytes;
+    uint64_t num_free = piece_bytes(message, transport_.geometry().link_slot_bytes);
     if (request->num_moved_ == 0) {
       const Header header{message.tag, static_cast<uint64_t>(message.dtype), message.num_elems};
       std::memcpy(out, &header, sizeof(header));
       out += sizeof(header);
       num_free -= sizeof(header);
     }
-    const uint64_t num_bytes =
-        std::min({num_free, piece_bytes(message, transport_.geometry().link_slot_bytes),
-                  message.num_bytes() - request->num_moved_});
+    const uint64_t num_bytes = std::min(num_free, message.num_bytes() - request->num_moved_);
     cpu::copy_bytes(out, request->data_ + request->num_moved_, num_bytes);
     links_.publish(peer);
     request->num_moved_ += num_bytes;
@@ -376,13 +376,14 @@ void PointToPoint::pull(int peer, Done& done) {
   Arriving& arriving = arriving_[static_cast<size_t>(peer)];
   while (links_.to_read(peer).is_there()) {
     const std::byte* in = links_.incoming(peer);
-    uint64_t num_there = transport_.geometry().link_slot_bytes;
+    uint64_t header_bytes = 0;
     if (!arriving.is_begun) {
       arriving = begin(peer, in);
-      in += sizeof(Header);
-      num_there -= sizeof(Header);
+      header_bytes = sizeof(Header);
+      in += header_bytes;
     }
-    const uint64_t num_bytes = std::min({num_there, arriving.piece_bytes, arriving.num_bytes_left});
+    const uint64_t num_there = arriving.piece_bytes - header_bytes;
+    const uint64_t num_bytes = std::min(num_there, arriving.num_bytes_left);
     if (arriving.data != nullptr) {
       arriving.copier.copy(arriving.data, in, num_bytes);
       arriving.data += num_bytes;

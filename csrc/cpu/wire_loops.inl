@@ -128,8 +128,8 @@ inline __attribute__((always_inline)) void write_block(const char* src, char* pa
     const char* vector = src + lane * sizeof(float);
     if constexpr (!is_scaled) prefetch(vector, kPrefetchTensorBytes);
     const auto value = load_bytes<Vec<float>>(vector) * factor;
-    rounding.template store<is_finite>(payload + lane * LanesOf<dtype>::kElemBytes,
-                                       value * inverse, elem + lane);
+    rounding.template store<is_finite>(payload + lane * LanesOf<dtype>::kElemBytes, value * inverse,
+                                       elem + lane);
   }
 }
 
