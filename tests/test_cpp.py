@@ -127,10 +127,10 @@ def relaxed(name: str, access: str, order: str) -> Mutant:
 
 
 def earlier(name: str, before: str, call: str) -> Mutant:
-    """Moves a call in the engine up to the line after another one."""
+    """Moves a call in the queues up to the line after another one."""
     lines = rf"({re.escape(before)}[^\n]*\n)([\s\S]*?)( *)({re.escape(call)}\n)"
     either = r"\1\3if (IS_MUTANT) \4\2\3if (!IS_MUTANT) \4"
-    return Mutant(name, (Patch("core/point_to_point.cpp", lines, either),), MESSAGES)
+    return Mutant(name, (Patch("core/message_queues.cpp", lines, either),), MESSAGES)
 
 
 MUTANTS = (
