@@ -69,6 +69,7 @@ OTHER_CASES = (
     "heap_cases",
     "shared_memory_cases",
     "bootstrap_cases",
+    "unconnected_cases",
 )
 SLEEPING_CASES = ("sequences_cases", "waiter_cases")
 LINKS = "transport/links.h"
