@@ -36,9 +36,9 @@ from cpp_program import (
     TSAN_REPORT_CODE,
     Flavour,
     Patch,
-    cases_of,
     check_case,
     check_listed,
+    each_case,
     run,
 )
 
@@ -266,14 +266,7 @@ def test_program_lists_the_cases_that_pytest_lists(flavour: Flavour) -> None:
     check_listed(flavour)
 
 
-@pytest.mark.parametrize(
-    ("flavour", "case"),
-    [
-        pytest.param(flavour, case, id=f"{flavour.name}-{case}")
-        for flavour in FLAVOURS
-        for case in cases_of(flavour)
-    ],
-)
+@each_case(FLAVOURS)
 def test_cpp(flavour: Flavour, case: str) -> None:
     check_case(flavour, case)
 
