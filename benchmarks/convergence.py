@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 
 import demo
 import demo_report
 import driver
+import report
+import turns
 from arguments import Parser, parse_natural
 from demo_model import train_gpt
 
@@ -76,9 +76,8 @@ def summarize(results: Results) -> list[dict[str, Any]]:
 
 def print_table(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     """One line per variant."""
-    table = Table(title="bits per byte of held-out text after the last step, by seed")
-    table.add_column("gradients", no_wrap=True)
-    for heading in (
+    headings = (
+        "gradients",
         "each seed",
         "mean",
         "spread",
@@ -86,10 +85,9 @@ def print_table(console: Console, rows: Sequence[dict[str, Any]]) -> None:
         "below its\nspread",
         "mean\nwithin",
         "seeds\nwithin",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
+    )
+    cells = (
+        (
             row["gradients"],
             "  ".join(f"{value:.4f}" for value in row["held_out_bits"]),
             f"{row['mean']:.4f}",
@@ -99,7 +97,10 @@ def print_table(console: Console, rows: Sequence[dict[str, Any]]) -> None:
             "yes" if row["mean_within_spread"] else "no",
             str(row["num_within_spread"]),
         )
-    console.print(table)
+        for row in rows
+    )
+    title = "bits per byte of held-out text after the last step, by seed"
+    report.print_labelled(console, title, headings, cells)
 
 
 def draw(results: Results, baseline_bits: float, title: str, path: Path) -> None:
@@ -155,33 +156,30 @@ def parse_arguments() -> Any:
 def main() -> None:
     """Restarts as ranks and trains; rank 0 publishes the results."""
     args = parse_arguments()
-    demo.become_ranks(args.ranks)
-    dist.init_process_group("gloo")
-    is_first = dist.get_rank() == 0
-    run = driver.Run("convergence", "convergence", args.ranks, args) if is_first else None
-    results, baseline_bits = train(args, Console(quiet=not is_first))
-    if run is not None:
-        rows = summarize(results)
-        curves = [
-            {
-                "gradients": LABELS[name],
-                "seed": args.first_seed + number,
-                "losses": rounded(one.losses),
-            }
-            for name, runs in results.items()
-            for number, one in enumerate(runs)
-        ]
-        run.write_record(
-            {"order0_bits": round(baseline_bits, 4), "held_out": rows, "curves": curves}
-        )
-        png_path = run.json_path.with_suffix(".png")
-        draw(results, baseline_bits, run.subtitle(), png_path)
-        print_table(run.console, rows)
-        run.console.print(f"picture: {png_path}", soft_wrap=True)
-        print(
-            json.dumps({"benchmark": "convergence", "json": str(run.json_path), "held_out": rows})
-        )
-    dist.destroy_process_group()
+    with turns.job("convergence", args) as (run, console):
+        results, baseline_bits = train(args, console)
+        if run is not None:
+            publish(run, results, baseline_bits, args)
+
+
+def publish(run: driver.Run, results: Results, baseline_bits: float, args: Any) -> None:
+    """Writes the record and the picture, and prints the table and the last line."""
+    rows = summarize(results)
+    curves = [
+        {
+            "gradients": LABELS[name],
+            "seed": args.first_seed + number,
+            "losses": rounded(one.losses),
+        }
+        for name, runs in results.items()
+        for number, one in enumerate(runs)
+    ]
+    run.write_record({"order0_bits": round(baseline_bits, 4), "held_out": rows, "curves": curves})
+    png_path = run.json_path.with_suffix(".png")
+    draw(results, baseline_bits, run.subtitle(), png_path)
+    print_table(run.console, rows)
+    run.console.print(f"picture: {png_path}", soft_wrap=True)
+    print(json.dumps({"benchmark": "convergence", "json": str(run.json_path), "held_out": rows}))
 
 
 def rounded(values: Sequence[float]) -> list[float]:

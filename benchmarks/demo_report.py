@@ -10,7 +10,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
+
+from report import print_labelled
 
 SMOOTHING_STEPS = 20  # one step's batch is small and its loss noisy
 RIVALS = tuple(
@@ -62,20 +63,18 @@ def summarize(results: dict[str, Result]) -> dict[str, Row]:
 
 
 def print_table(results: dict[str, Result], console: Console) -> None:
-    table = Table(title="times: median of the slowest rank; losses: bits per byte")
-    table.add_column("variant", no_wrap=True)
-    for heading in (
+    headings = (
+        "variant",
         "ms per\nstep",
         "communi-\ncation ms",
         "share\nof step",
         "final\nloss",
         "held\nout",
         "max diff.\nof ranks",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
+    )
     rows = summarize(results)
-    for name, row in rows.items():
-        table.add_row(
+    cells = (
+        (
             results[name].label,
             f"{row.ms_per_step:.1f}",
             f"{row.communication_ms:.1f}",
@@ -84,7 +83,10 @@ def print_table(results: dict[str, Result], console: Console) -> None:
             f"{row.held_out_bits:.3f}",
             f"{row.max_parameter_difference:.2g}",
         )
-    console.print(table)
+        for name, row in rows.items()
+    )
+    title = "times: median of the slowest rank; losses: bits per byte"
+    print_labelled(console, title, headings, cells)
     for ours, theirs in RIVALS:
         if ours in rows and theirs in rows and rows[theirs].communication_share > 0:
             ratio = rows[ours].communication_share / rows[theirs].communication_share

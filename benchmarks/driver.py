@@ -46,7 +46,7 @@ class Run:
         console = Console()
         # A pipe has 80 columns by default, too few for the tables.
         self.console = Console(width=max(console.width, 120), highlight=False)
-        self._benchmark = benchmark
+        self.benchmark = benchmark
         self._num_ranks = num_ranks
         self._args = args
         self._started = datetime.now(timezone.utc)
@@ -108,7 +108,7 @@ class Run:
         report.print_times(self.console, rows)
         report.print_speedups(self.console, ratios)
         return {
-            "benchmark": self._benchmark,
+            "benchmark": self.benchmark,
             "json": str(self.json_path),
             "num_wrong": sum(result.num_wrong or 0 for result in measurements),
             "speedups": report.nested(ratios),
@@ -119,7 +119,7 @@ class Run:
         self._note_load("after")
         arguments = vars(self._args)
         record = {
-            "benchmark": self._benchmark,
+            "benchmark": self.benchmark,
             "started": self._started.isoformat(timespec="seconds"),
             "git_commit": self._git_commit,
             "machine": self._machine,

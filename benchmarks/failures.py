@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 
 import driver
+import report
 from arguments import Parser, parse_natural
 
 try:
@@ -138,13 +138,12 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
             ]
         }
     )
-    table = Table(title=f"milliseconds from the event to the exception, {args.trials} trials")
-    table.add_column("event")
-    for heading in ("median", "max"):
-        table.add_column(heading, justify="right")
-    for event, values in times.items():
-        table.add_row(event, f"{median(values):.2f}", f"{max(values):.2f}")
-    run.console.print(table)
+    report.print_labelled(
+        run.console,
+        f"milliseconds from the event to the exception, {args.trials} trials",
+        ("event", "median", "max"),
+        [(event, f"{median(values):.2f}", f"{max(values):.2f}") for event, values in times.items()],
+    )
     return {"benchmark": "failures", "json": str(run.json_path)}
 
 

@@ -14,33 +14,25 @@ CPU time of a step, on the rank that takes the most, then says more. The last li
 from __future__ import annotations
 
 import copy
-import json
 import statistics
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import demo
-import driver
 import rota.fsdp
+import turns
 from arguments import Parser, parse_natural
 from demo_model import train_gpt
 
 BASE = "none"
 BASELINE = "gloo"
-# At most this share of Gloo's communication; the goal of rota.fsdp.
-GOAL = 0.25
-QUICK_STEPS = 40
 
 
 @dataclass(frozen=True)
@@ -105,17 +97,8 @@ def train_in_turns(args: Any, console: Console) -> dict[str, demo.Run]:
     torch.manual_seed(args.seed)
     initial = train_gpt.GPT(train_gpt.SCALES["cpu"].config)
     runs = {name: start_run(name, initial) for name in VARIANTS}
-    turns = deque(runs)
-    for first in track(
-        range(0, args.steps, demo.BLOCK_STEPS),
-        console=console,
-        description="blocks of steps",
-        disable=not console.is_terminal,
-    ):
-        steps = range(first, min(first + demo.BLOCK_STEPS, args.steps))
-        for name in turns:
-            demo.take_turn(runs[name], steps, args.steps, train, args)
-        turns.rotate(-1)
+    for name, steps in turns.in_turns(VARIANTS, args.steps, console):
+        demo.take_turn(runs[name], steps, args.steps, train, args)
     return runs
 
 
@@ -162,67 +145,39 @@ def summarize(results: dict[str, Result]) -> list[dict[str, Any]]:
     ]
 
 
-def print_table(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """One line per variant."""
-    table = Table(title=f"FSDP2 steps of the demo's GPT, in ms (goal: {GOAL:.0%} of Gloo's)")
-    table.add_column("variant", no_wrap=True)
-    for heading in (
-        "step",
-        "communication",
-        "share\nof step",
-        "share\nof Gloo's",
-        "CPU time\nof a step",
-        "of communi-\ncation",
-        "last\nloss",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        is_base = row["variant"] == BASE
-        table.add_row(
-            row["label"],
-            f"{row['step_ms']:.1f}",
-            "-" if is_base else f"{row['communication_ms']:.1f}",
-            "-" if is_base else f"{row['share_of_step']:.1%}",
-            "-" if is_base else f"{row['share_of_gloo']:.1%}",
-            f"{row['cpu_ms']:.1f}",
-            "-" if is_base else f"{row['communication_cpu_ms']:.1f}",
-            "-" if is_base else f"{row['last_loss']:.4f}",
-        )
-    console.print(table)
+def unless_base(key: str, form: str) -> Callable[[dict[str, Any]], str]:
+    """A column of what means nothing without communication."""
+    return lambda row: "-" if row["variant"] == BASE else format(row[key], form)
+
+
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "step": lambda row: f"{row['step_ms']:.1f}",
+    "communication": unless_base("communication_ms", ".1f"),
+    "share\nof step": unless_base("share_of_step", ".1%"),
+    "share\nof Gloo's": unless_base("share_of_gloo", ".1%"),
+    "CPU time\nof a step": lambda row: f"{row['cpu_ms']:.1f}",
+    "of communi-\ncation": unless_base("communication_cpu_ms", ".1f"),
+    "last\nloss": unless_base("last_loss", ".4f"),
+}
 
 
 def parse_arguments() -> Any:
     """Parses the command line, and adds the arguments that the demo's training needs."""
     parser = Parser(description=__doc__)
-    add = parser.add_argument
-    add("--ranks", type=parse_natural(2), default=2, help="ranks to start (default: 2)")
-    add("--quick", action="store_true", help=f"at most {QUICK_STEPS} steps of each variant")
-    add("--json", type=Path, help="where to write the record (default: benchmarks/results/)")
-    train_gpt.add_training_arguments(parser)
-    args = parser.parse_args()
-    train_gpt.fill_in(args, train_gpt.SCALES["cpu"])
-    if args.quick:
-        args.steps = min(args.steps, QUICK_STEPS)
-    if args.steps <= demo.BLOCK_STEPS:
-        parser.error(f"--steps is {args.steps}; the first {demo.BLOCK_STEPS} are not timed")
-    return args
+    parser.add_argument(
+        "--ranks", type=parse_natural(2), default=2, help="ranks to start (default: 2)"
+    )
+    return turns.parse_arguments(parser)
 
 
 def main() -> None:
     """Restarts as ranks and trains; rank 0 publishes the results."""
     args = parse_arguments()
-    demo.become_ranks(args.ranks)
-    dist.init_process_group("gloo")
-    is_first = dist.get_rank() == 0
-    run = driver.Run("fsdp", "fsdp", args.ranks, args) if is_first else None
-    runs = train_in_turns(args, Console(quiet=not is_first))
-    rows = summarize({name: Result.of(one) for name, one in runs.items()})
-    if run is not None:
-        run.write_record({"variants": rows})
-        print_table(run.console, rows)
-        summary = [{k: v for k, v in row.items() if k != "step_ms_of_all"} for row in rows]
-        print(json.dumps({"benchmark": "fsdp", "json": str(run.json_path), "variants": summary}))
-    dist.destroy_process_group()
+    with turns.job("fsdp", args) as (run, console):
+        runs = train_in_turns(args, console)
+        rows = summarize({name: Result.of(one) for name, one in runs.items()})
+        if run is not None:
+            turns.publish(run, "FSDP2 steps of the demo's GPT", rows, COLUMNS)
 
 
 if __name__ == "__main__":

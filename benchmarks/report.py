@@ -121,6 +121,19 @@ def print_times(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     )
 
 
+def print_labelled(
+    console: Console, title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]
+) -> None:
+    """One line per row: a label, and numbers to its right."""
+    table = Table(title=title)
+    table.add_column(headings[0], no_wrap=True)
+    for heading in headings[1:]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
 def print_speedups(console: Console, ratios: Sequence[Ratio]) -> None:
     """One line per size and entry of rota: how many times faster than each peer."""
     if not ratios:

@@ -24,7 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,23 +117,32 @@ def cut_matrices(stage: Stage, mesh: Any) -> None:
 
 
 class TimedStage(PipelineStage):
-    """Measures how long its own computations take."""
+    """Reports each of its computations as report(is_forward, microbatch, seconds)."""
 
-    busy_s = 0.0
+    def __init__(
+        self,
+        part: nn.Module,
+        index: int,
+        num_stages: int,
+        group: dist.ProcessGroup,
+        report: Callable[[bool, int, float], None],
+    ) -> None:
+        super().__init__(part, index, num_stages, torch.device("cpu"), group=group)
+        self._report = report
 
     @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _timed(self, is_forward: bool, microbatch: int) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.busy_s += time.perf_counter() - start
+        self._report(is_forward, microbatch, time.perf_counter() - start)
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self._timed():
-            return super().forward_one_chunk(*args, **kwargs)
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._timed(True, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self._timed():
-            return super().backward_one_chunk(*args, **kwargs)
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._timed(False, bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -229,20 +238,26 @@ def train_in_parts(args: argparse.Namespace, model: GPT, batches: tuple[Tensor, 
     def scaled_loss(logits: Tensor, targets: Tensor) -> Tensor:
         return loss_of(logits, targets) * loss_scale / NUM_MICROBATCHES
 
-    stage = TimedStage(part, index, NUM_STAGES, torch.device("cpu"), group=mesh.get_group("stage"))
+    busy_s: list[float] = []  # of each computation of a step
+
+    def record(is_forward: bool, microbatch: int, seconds: float) -> None:
+        busy_s.append(seconds)
+
+    stage = TimedStage(part, index, NUM_STAGES, mesh.get_group("stage"), record)
     schedule = Schedule1F1B(stage, NUM_MICROBATCHES, loss_fn=scaled_loss, scale_grads=False)
     for inputs, targets in zip(*batches, strict=True):
         training.begin_step()
         loss_scale = scaler.scale(torch.ones(()))  # on every rank, whether it has a loss or not
         losses: list[Tensor] = []
-        start, stage.busy_s = time.perf_counter(), 0.0
+        busy_s.clear()
+        start = time.perf_counter()
         with reduction(args, training.parameters, state):
             if index == 0:
                 schedule.step(inputs[copy])
             else:
                 schedule.step(target=targets[copy], losses=losses)
             step_s = time.perf_counter() - start
-        training.report.idle_shares.append(1 - stage.busy_s / step_s)
+        training.report.idle_shares.append(1 - sum(busy_s) / step_s)
         if losses:
             training.report.losses.append((torch.stack(losses).sum() / loss_scale).item())
         scaler.unscale_(training.optimizer)

@@ -17,12 +17,14 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
@@ -115,6 +117,16 @@ class Flavour:
 def cases_of(flavour: Flavour) -> list[str]:
     sources = [source for source in flavour.sources if source.endswith("_cases")]
     return [name for source in sources for name in case_names(source)]
+
+
+def each_case(flavours: Iterable[Flavour]) -> pytest.MarkDecorator:
+    """Runs a test of `flavour` and `case` for all of them."""
+    every = [
+        pytest.param(flavour, case, id=f"{flavour.name}-{case}")
+        for flavour in flavours
+        for case in cases_of(flavour)
+    ]
+    return pytest.mark.parametrize(("flavour", "case"), every)
 
 
 def product_sources() -> list[Path]:

@@ -36,9 +36,9 @@ from cpp_program import (
     TSAN_REPORT_CODE,
     Flavour,
     Patch,
-    cases_of,
     check_case,
     check_listed,
+    each_case,
     run,
 )
 
@@ -69,6 +69,7 @@ OTHER_CASES = (
     "heap_cases",
     "shared_memory_cases",
     "bootstrap_cases",
+    "unconnected_cases",
 )
 SLEEPING_CASES = ("sequences_cases", "waiter_cases")
 LINKS = "transport/links.h"
@@ -127,10 +128,10 @@ def relaxed(name: str, access: str, order: str) -> Mutant:
 
 
 def earlier(name: str, before: str, call: str) -> Mutant:
-    """Moves a call in the engine up to the line after another one."""
+    """Moves a call in the queues up to the line after another one."""
     lines = rf"({re.escape(before)}[^\n]*\n)([\s\S]*?)( *)({re.escape(call)}\n)"
     either = r"\1\3if (IS_MUTANT) \4\2\3if (!IS_MUTANT) \4"
-    return Mutant(name, (Patch("core/point_to_point.cpp", lines, either),), MESSAGES)
+    return Mutant(name, (Patch("core/message_queues.cpp", lines, either),), MESSAGES)
 
 
 MUTANTS = (
@@ -265,14 +266,7 @@ def test_program_lists_the_cases_that_pytest_lists(flavour: Flavour) -> None:
     check_listed(flavour)
 
 
-@pytest.mark.parametrize(
-    ("flavour", "case"),
-    [
-        pytest.param(flavour, case, id=f"{flavour.name}-{case}")
-        for flavour in FLAVOURS
-        for case in cases_of(flavour)
-    ],
-)
+@each_case(FLAVOURS)
 def test_cpp(flavour: Flavour, case: str) -> None:
     check_case(flavour, case)
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import rota
+from heap import heap_bytes
 from oracle import DTYPES, assert_same, exact_inputs, name_of, ops_of, random_patterns
 from ranks import Rank, Ranks, run_ranks
 
@@ -23,15 +24,6 @@ def in_heap(tensor: torch.Tensor) -> torch.Tensor:
     copy = rota.empty(tensor.shape, dtype=tensor.dtype)
     copy.copy_(tensor)
     return copy
-
-
-def heap_bytes() -> int:
-    """The machine's memory that this process's heap uses."""
-    for fd in os.listdir("/proc/self/fd"):
-        path = f"/proc/self/fd/{fd}"
-        if os.path.exists(path) and "memfd:rota-heap" in os.readlink(path):
-            return os.stat(path).st_blocks * 512
-    return 0
 
 
 # ---- results -------------------------------------------------------------------------------------

@@ -1,17 +1,9 @@
-"""rota.fsdp: FSDP2's collectives in a narrow wire, alone and in training.
-
-The ranks of a size are shared by all tests: each runs its checks in the group that is already
-there.
-"""
+"""rota.fsdp in training: FSDP2 with a narrow wire beside DDP, Gloo and a reference."""
 
 from __future__ import annotations
 
 import copy
-import itertools
-import os
-import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rota
 import rota.fsdp
-from bucket_oracle import Format, reduce_bucket, through_wire
-from oracle import assert_same, name_of, random_patterns, round_to, to_numpy
-from ranks import Rank, Ranks
+from check_groups import CheckGroup, check_groups
+from heap import heap_bytes, heap_range
+from oracle import name_of
+from ranks import Rank
 
 STEPS = 3
 WIDTH = 160
-Check = Callable[[Rank], None]
 HOOKS = {
     torch.float32: rota.allreduce_hook,
     torch.bfloat16: rota.bf16_compress_hook,
@@ -39,247 +31,10 @@ HOOKS = {
 }
 
 
-# ---- the ranks -----------------------------------------------------------------------------------
-
-
-def serve(rank: Rank) -> None:
-    """Runs one check after the other, until the test says that there are no more."""
-    torch.set_num_threads(1)
-    rank.init()
-    while (call := rank.hear()) is not None:
-        check, args = call
-        try:
-            check(rank, *args)
-            rank.tell()
-        except Exception:
-            rank.tell(traceback.format_exc())
-    dist.destroy_process_group()
-
-
-class Group:
-    """Ranks that run checks; a failed one ends them, so that the next check gets new ones."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self._ranks: Ranks | None = None
-
-    def run(self, check: Callable[..., None], *args: object) -> None:
-        if self._ranks is None:
-            self._ranks = Ranks(self.world_size, serve, timeout_s=120)
-        for rank in range(self.world_size):
-            self._ranks.tell(rank, (check, args))
-        try:
-            errors = [self._ranks.hear(rank) for rank in range(self.world_size)]
-        except BaseException:
-            self.end()
-            raise
-        if any(errors):
-            self.end()
-            pytest.fail("\n".join(f"rank {rank}: {error}" for rank, error in enumerate(errors)))
-
-    def end(self) -> None:
-        if self._ranks is not None:
-            self._ranks.__exit__()
-            self._ranks = None
-
-    def finish(self) -> None:
-        if self._ranks is not None:
-            for rank in range(self.world_size):
-                self._ranks.tell(rank)
-            self._ranks.results()
-            self.end()
-
-
 @pytest.fixture(scope="module")
-def groups() -> Iterator[dict[int, Group]]:
-    made = {world_size: Group(world_size) for world_size in (2, 3, 4)}
-    yield made
-    for group in made.values():
-        group.finish()
-
-
-# ---- the collectives -----------------------------------------------------------------------------
-
-
-def default_group() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
-def in_memory(values: torch.Tensor, comm: Any, in_heap: bool) -> torch.Tensor:
-    if not in_heap:
-        return values.clone()
-    return comm.allocate(values.shape, dtype=values.dtype, device=values.device).copy_(values)
-
-
-# A mailbox is 64 KiB and a slot is 256 KiB: one message, several rounds, and an odd end.
-PART_ELEMS = (0, 1, 63, 513, 150_001)
-
-
-def check_reduce_scatter(rank: Rank, dtype: torch.dtype, wire: torch.dtype) -> None:
-    comm = rota.fsdp.ReduceScatter(wire)
-    for elems, in_heap in itertools.product(PART_ELEMS, (True, False)):
-        inputs = random_patterns(rank.world_size, elems * rank.world_size, dtype)
-        for op, divisor in ((dist.ReduceOp.AVG, rank.world_size), (dist.ReduceOp.SUM, 1)):
-            expected = reduce_bucket(list(inputs), Format(wire, False), divisor=divisor)
-            output = torch.zeros(elems, dtype=dtype)
-            whole = in_memory(inputs[rank.rank], comm, in_heap)
-            work = comm(output, whole, default_group(), op, async_op=in_heap)
-            assert (work is not None) == in_heap
-            if work is not None:
-                work.wait()
-            part = expected[rank.rank * elems : (rank.rank + 1) * elems]
-            assert_same(output, part, f"{op} of {elems}, in_heap={in_heap}")
-            assert_same(whole, inputs[rank.rank], "the input is left as it is")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "wire"),
-    [
-        (torch.float32, torch.bfloat16),
-        (torch.float32, torch.float16),
-        (torch.float32, torch.float32),
-        (torch.float16, torch.bfloat16),
-    ],
-    ids=name_of,
-)
-def test_reduce_scatter_rounds_contributions_and_sum_once(
-    groups: dict[int, Group], dtype: torch.dtype, wire: torch.dtype
-) -> None:
-    groups[3].run(check_reduce_scatter, dtype, wire)
-
-
-def check_no_rounding_per_hop(rank: Rank) -> None:
-    """1 + 2^-8 + 2^-8 in bfloat16 is 1 if each addition is rounded, and 1 + 2^-7 if the sum is."""
-    own = 1.0 if rank.rank == 0 else 2.0**-8
-    comm = rota.fsdp.ReduceScatter(torch.bfloat16)
-    output = torch.zeros(1)
-    comm(output, torch.full((3,), own), default_group(), dist.ReduceOp.SUM)
-    assert output.item() == 1 + 2**-7
-
-
-def test_sums_in_a_16_bit_wire_are_not_rounded_at_each_rank(groups: dict[int, Group]) -> None:
-    groups[3].run(check_no_rounding_per_hop)
-
-
-def check_parts_that_peers_cannot_read(rank: Rank) -> None:
-    """The output lies where peers would read: in place they would see it half written."""
-    elems = 100_000
-    comm = rota.fsdp.ReduceScatter()
-    inputs = [torch.full((2 * elems,), float(i + 1)) for i in range(2)]
-    whole = in_memory(inputs[rank.rank], comm, in_heap=True)
-    comm(whole[:elems], whole, default_group(), dist.ReduceOp.SUM)
-    assert torch.equal(whole[:elems], torch.full((elems,), 3.0))
-    own = in_memory(inputs[rank.rank], comm, in_heap=True)
-    part = own[rank.rank * elems :][:elems]
-    comm(part, own, default_group(), dist.ReduceOp.SUM)
-    assert torch.equal(part, torch.full((elems,), 3.0))
-    # Lists of parts that are no one tensor, some of them in the heap.
-    parts = [in_memory(inputs[rank.rank][:elems], comm, in_heap=i == 0) for i in range(2)]
-    output = torch.zeros(elems)
-    dist.reduce_scatter(output, parts)
-    assert torch.equal(output, torch.full((elems,), 3.0))
-
-
-def test_reduce_scatter_of_inputs_that_peers_cannot_read_in_place(
-    groups: dict[int, Group],
-) -> None:
-    groups[2].run(check_parts_that_peers_cannot_read)
-
-
-def check_all_gather(rank: Rank, dtype: torch.dtype, wire: torch.dtype) -> None:
-    comm = rota.fsdp.AllGather(wire)
-    form = Format(wire, wire.itemsize == 1)
-    for elems, is_async in itertools.product(PART_ELEMS, (True, False)):
-        inputs = random_patterns(rank.world_size, elems, dtype)
-        parts = [
-            round_to(through_wire(round_to(to_numpy(part), torch.float32), form), dtype)
-            for part in inputs
-        ]
-        expected = torch.cat([torch.from_numpy(part).to(dtype) for part in parts])
-        output = comm.allocate((rank.world_size * elems,), dtype=dtype, device=torch.device("cpu"))
-        own = output.narrow(0, rank.rank * elems, elems)
-        own.copy_(inputs[rank.rank])
-        work = comm(output, own, default_group(), async_op=is_async)
-        assert (work is not None) == is_async
-        if work is not None:
-            work.wait()
-        assert_same(output, expected, f"{elems}, async={is_async}")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "wire"),
-    [
-        (torch.float32, torch.bfloat16),
-        (torch.float32, torch.float16),
-        (torch.float32, torch.float8_e4m3fn),
-        (torch.float32, torch.float8_e5m2),
-        (torch.bfloat16, torch.float8_e4m3fn),
-    ],
-    ids=name_of,
-)
-def test_all_gather_gives_all_ranks_the_values_of_the_wire(
-    groups: dict[int, Group], dtype: torch.dtype, wire: torch.dtype
-) -> None:
-    groups[3].run(check_all_gather, dtype, wire)
-
-
-def check_mismatch(rank: Rank) -> None:
-    wires = (torch.bfloat16, torch.float16)
-    tensor = torch.ones(20)
-    with pytest.raises(rota.Mismatch, match=r"wire bfloat16.*wire float16"):
-        rota.fsdp.AllGather(wires[rank.rank])(tensor, torch.zeros(10), default_group())
-    with pytest.raises(rota.Mismatch, match=r"wire bfloat16.*wire float16"):
-        rota.fsdp.ReduceScatter(wires[rank.rank])(
-            torch.zeros(10), tensor, default_group(), dist.ReduceOp.SUM
-        )
-    assert torch.equal(tensor, torch.ones(20))
-
-
-def test_ranks_with_different_wires_are_a_mismatch(groups: dict[int, Group]) -> None:
-    groups[2].run(check_mismatch)
-
-
-# ---- the buffers ---------------------------------------------------------------------------------
-
-
-def heap_range() -> range:
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "memfd:rota-heap" in line and " rw-s " in line:
-            begin, end = (int(address, 16) for address in line.split()[0].split("-"))
-            return range(begin, end)
-    return range(0)
-
-
-def heap_bytes() -> int:
-    heaps = [
-        fd for fd in Path("/proc/self/fd").iterdir() if "rota-heap" in str(os.path.realpath(fd))
-    ]
-    return sum(os.stat(fd).st_blocks * 512 for fd in heaps[:1])
-
-
-def test_buffers_are_read_in_place_and_used_again() -> None:
-    comm = rota.fsdp.AllGather()
-    cpu = torch.device("cpu")
-    first = comm.allocate((1000, 3), dtype=torch.float32, device=cpu)
-    assert first.shape == (1000, 3) and first.is_contiguous()
-    assert first.data_ptr() in heap_range()
-    view = first.fill_(7)[10:]
-    address = first.data_ptr()
-    del first
-    second = comm.allocate((3000,), dtype=torch.float32, device=cpu)
-    assert second.data_ptr() != address  # the view still uses it
-    del view
-    third = comm.allocate((6000,), dtype=torch.bfloat16, device=cpu)
-    assert third.data_ptr() == address and third.dtype == torch.bfloat16
-    assert third.count_nonzero() > 0  # new memory would be zeroes
-    assert comm.allocate((0,), dtype=torch.float32, device=cpu).shape == (0,)
-    before = heap_bytes()
-    del comm, second, third
-    assert before - heap_bytes() >= 24000
-
-
-# ---- training ------------------------------------------------------------------------------------
+def groups() -> Iterator[dict[int, CheckGroup]]:
+    with check_groups(2, 3, 4) as made:
+        yield made
 
 
 def make_model() -> nn.Sequential:
@@ -348,7 +103,7 @@ def check_same_as_ddp(rank: Rank, wire: torch.dtype, optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("wire", HOOKS, ids=name_of)
 def test_training_has_the_bits_of_ddp_with_the_same_wire(
-    groups: dict[int, Group], wire: torch.dtype, optimizer: str, world_size: int
+    groups: dict[int, CheckGroup], wire: torch.dtype, optimizer: str, world_size: int
 ) -> None:
     groups[world_size].run(check_same_as_ddp, wire, optimizer)
 
@@ -407,7 +162,7 @@ def check_mixed_precision(rank: Rank) -> None:
 
 
 def test_mixed_precision_policy_narrows_parameters_and_the_wire_gradients(
-    groups: dict[int, Group],
+    groups: dict[int, CheckGroup],
 ) -> None:
     groups[2].run(check_mixed_precision)
 
@@ -433,7 +188,7 @@ def check_16_bit_parameters(rank: Rank, wire: torch.dtype) -> None:
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16], ids=name_of)
 def test_parameters_in_a_16_bit_wire_are_rounded_where_they_are_used(
-    groups: dict[int, Group], wire: torch.dtype
+    groups: dict[int, CheckGroup], wire: torch.dtype
 ) -> None:
     groups[2].run(check_16_bit_parameters, wire)
 
@@ -465,7 +220,7 @@ def check_fp8_parameters(rank: Rank, wire: torch.dtype) -> None:
 
 @pytest.mark.parametrize("wire", [torch.float8_e4m3fn, torch.float8_e5m2], ids=name_of)
 def test_parameters_in_fp8_blocks_are_equal_on_all_ranks_and_close(
-    groups: dict[int, Group], wire: torch.dtype
+    groups: dict[int, CheckGroup], wire: torch.dtype
 ) -> None:
     groups[3].run(check_fp8_parameters, wire)
 
@@ -485,7 +240,7 @@ def check_memory_of_training(rank: Rank) -> None:
         assert parameter.grad.to_local().data_ptr() in heap_range()
 
 
-def test_training_uses_its_buffers_again(groups: dict[int, Group]) -> None:
+def test_training_uses_its_buffers_again(groups: dict[int, CheckGroup]) -> None:
     groups[2].run(check_memory_of_training)
 
 
@@ -503,7 +258,7 @@ def check_same_as_gloo(rank: Rank) -> None:
     assert all(torch.equal(*pair) for pair in zip(parameters, expected, strict=True))
 
 
-def test_training_in_float32_equals_gloo(groups: dict[int, Group]) -> None:
+def test_training_in_float32_equals_gloo(groups: dict[int, CheckGroup]) -> None:
     groups[2].run(check_same_as_gloo)  # two ranks: their sum does not depend on the order
 
 
@@ -531,7 +286,7 @@ def check_hybrid(rank: Rank) -> None:
     assert_same_parameters(model, expected)  # type: ignore[arg-type]
 
 
-def test_hybrid_shard_rounds_once_in_each_dimension(groups: dict[int, Group]) -> None:
+def test_hybrid_shard_rounds_once_in_each_dimension(groups: dict[int, CheckGroup]) -> None:
     groups[4].run(check_hybrid)
 
 
@@ -596,5 +351,5 @@ def check_errors_of_calls(rank: Rank) -> None:
     dist.barrier()  # the group is as good as before
 
 
-def test_calls_that_cannot_work_raise_before_anything_moves(groups: dict[int, Group]) -> None:
+def test_calls_that_cannot_work_raise_before_anything_moves(groups: dict[int, CheckGroup]) -> None:
     groups[2].run(check_errors_of_calls)

@@ -29,6 +29,7 @@ from cpp_program import (
     cases_of,
     check_case,
     check_listed,
+    each_case,
     run,
 )
 from kernel_mutants import LAYOUT, Mutant, MutatedFile, make_mutants, sites_of
@@ -63,14 +64,7 @@ def test_kernel_program_lists_the_cases_that_pytest_lists(flavour: Flavour) -> N
     check_listed(flavour)
 
 
-@pytest.mark.parametrize(
-    ("flavour", "case"),
-    [
-        pytest.param(flavour, case, id=f"{flavour.name}-{case}")
-        for flavour in FLAVOURS
-        for case in cases_of(flavour)
-    ],
-)
+@each_case(FLAVOURS)
 def test_kernel(flavour: Flavour, case: str) -> None:
     check_case(flavour, case)
 

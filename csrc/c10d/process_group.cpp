@@ -144,6 +144,14 @@ ProcessGroupRota::ProcessGroupRota(const StorePtr& store, int rank, int world_si
       communicator_(TensorCommunicator::make(store, rank, world_size, options_->of_communicator())),
       delegate_(std::move(make_delegate), store, rank, world_size) {}
 
+template <typename Issue>
+WorkPtr ProcessGroupRota::call(const Issue& issue) {
+  ++num_calls_;
+  WorkPtr work = issue();
+  if (coalescing_) coalescing_->push_back(work);
+  return work;
+}
+
 WorkPtr ProcessGroupRota::run_own(OperationList operations, bool is_async) {
   const auto called = HostWork::Clock::now();
   const WorkRef work =
@@ -152,7 +160,7 @@ WorkPtr ProcessGroupRota::run_own(OperationList operations, bool is_async) {
   for (size_t i = 0; !work && i < operations.size(); ++i) {
     results.insert(results.end(), operations[i].outputs.begin(), operations[i].outputs.end());
   }
-  return coalesced(work_of(work, operations[0].kind, std::move(results), called));
+  return work_of(work, operations[0].kind, std::move(results), called);
 }
 
 template <typename CallOptions, typename OnDelegate>
@@ -162,22 +170,18 @@ WorkPtr ProcessGroupRota::run(Operations operations, const CallOptions& opts,
   if (operations.empty()) return HostWork::completed(getRank(), ::c10d::OpType::UNKNOWN, {});
   const Operation& first = operations[0];
   const at::Tensor& tensor = first.any_tensor();
-  ++num_calls_;
-  if (tensor.defined() && tensor.is_cuda() && !communicator_->supports(first)) {
-    return coalesced(on_delegate(delegate_.backend_for(name(first.kind))));
-  }
-  return run_own(operations, opts.asyncOp);
+  return call([&]() -> WorkPtr {
+    if (tensor.defined() && tensor.is_cuda() && !communicator_->supports(first)) {
+      return on_delegate(delegate_.backend_for(name(first.kind)));
+    }
+    return run_own(operations, opts.asyncOp);
+  });
 }
 
 WorkPtr ProcessGroupRota::work_of(const WorkRef& work, CollectiveKind kind, Tensors results,
                                   HostWork::Clock::time_point called) const {
   if (work) return work;
   return HostWork::completed(getRank(), op_type_of(kind), std::move(results), called);
-}
-
-WorkPtr ProcessGroupRota::coalesced(WorkPtr work) {
-  if (coalescing_) coalescing_->push_back(work);
-  return work;
 }
 
 void ProcessGroupRota::startCoalescing() {
@@ -215,11 +219,12 @@ WorkPtr ProcessGroupRota::allreduce_sparse(Tensors& tensors, const ::c10d::Allre
   const Reduction reduction = reduction_of("all_reduce", opts.reduceOp);
   TORCH_CHECK_VALUE(reduction.op == ReduceOp::kSum && !reduction.premul_factor,
                     "rota.all_reduce: sparse tensors support SUM only");
-  ++num_calls_;
-  const auto called = HostWork::Clock::now();
-  const WorkRef work = communicator_->all_reduce_sparse(
-      tensor, opts.asyncOp ? Launch::kAsync : Launch::kBlocking, own_timeout(opts.timeout));
-  return coalesced(work_of(work, CollectiveKind::kAllReduce, tensors, called));
+  return call([&] {
+    const auto called = HostWork::Clock::now();
+    const Launch mode = opts.asyncOp ? Launch::kAsync : Launch::kBlocking;
+    return work_of(communicator_->all_reduce_sparse(tensor, mode, own_timeout(opts.timeout)),
+                   CollectiveKind::kAllReduce, tensors, called);
+  });
 }
 
 WorkPtr ProcessGroupRota::reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) {
@@ -280,8 +285,7 @@ WorkPtr ProcessGroupRota::all_gather_in(const at::Tensor& output, const at::Tens
                                         const WireFormat& wire, bool is_async) {
   Operation operation = all_gather_of(input, output);
   operation.wire = wire;
-  ++num_calls_;
-  return run_own(operation, is_async);
+  return call([&] { return run_own(operation, is_async); });
 }
 
 WorkPtr ProcessGroupRota::reduce_scatter_in(const at::Tensor& output, const at::Tensor& input,
@@ -289,8 +293,7 @@ WorkPtr ProcessGroupRota::reduce_scatter_in(const at::Tensor& output, const at::
                                             bool is_async) {
   Operation operation = reduce_scatter_of(input, output, reduction_of("reduce_scatter", op));
   operation.wire = WireFormat{wire_dtype};
-  ++num_calls_;
-  return run_own(operation, is_async);
+  return call([&] { return run_own(operation, is_async); });
 }
 
 WorkPtr ProcessGroupRota::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -362,26 +365,25 @@ WorkPtr ProcessGroupRota::alltoall(Tensors& outputs, Tensors& inputs,
 // If rota cannot join the GPUs, NCCL may still connect them. Tags of CUDA tensors are ignored, as
 // in NCCL.
 WorkPtr ProcessGroupRota::send(Tensors& tensors, int peer, int tag) {
-  ++num_calls_;
-  if (!has_transfers_of(tensors)) {
-    return coalesced(delegate_.backend_for("send").send(tensors, peer, tag));
-  }
-  return coalesced(communicator_->send(only_tensor("send", tensors), peer, tag, Launch::kAsync));
+  return call([&]() -> WorkPtr {
+    if (!has_transfers_of(tensors)) return delegate_.backend_for("send").send(tensors, peer, tag);
+    return communicator_->send(only_tensor("send", tensors), peer, tag, Launch::kAsync);
+  });
 }
 
 WorkPtr ProcessGroupRota::recv(Tensors& tensors, int peer, int tag) {
-  ++num_calls_;
-  if (!has_transfers_of(tensors)) {
-    return coalesced(delegate_.backend_for("recv").recv(tensors, peer, tag));
-  }
-  return coalesced(communicator_->recv(only_tensor("recv", tensors), peer, tag, Launch::kAsync));
+  return call([&]() -> WorkPtr {
+    if (!has_transfers_of(tensors)) return delegate_.backend_for("recv").recv(tensors, peer, tag);
+    return communicator_->recv(only_tensor("recv", tensors), peer, tag, Launch::kAsync);
+  });
 }
 
 WorkPtr ProcessGroupRota::recvAnysource(Tensors& tensors, int tag) {
-  ++num_calls_;
-  const at::Tensor& tensor = only_tensor("recv", tensors);
-  if (tensor.is_cuda()) return delegate_.backend_for("recv").recvAnysource(tensors, tag);
-  return coalesced(communicator_->recv(tensor, kAnyRank, tag, Launch::kAsync));
+  return call([&]() -> WorkPtr {
+    const at::Tensor& tensor = only_tensor("recv", tensors);
+    if (tensor.is_cuda()) return delegate_.backend_for("recv").recvAnysource(tensors, tag);
+    return communicator_->recv(tensor, kAnyRank, tag, Launch::kAsync);
+  });
 }
 
 WorkPtr ProcessGroupRota::barrier(const ::c10d::BarrierOptions& opts) {

@@ -103,6 +103,9 @@ class ProcessGroupRota final : public ::c10d::Backend {
 
  private:
   bool has_transfers_of(const Tensors& tensors) const;
+  // Counts a call, and adds the work that issue() returns to those that are being coalesced.
+  template <typename Issue>
+  WorkPtr call(const Issue& issue);
   // Runs operations of one kind.
   WorkPtr run_own(OperationList operations, bool is_async);
   // The same with the options of c10d's call, or what `on_delegate` calls on the delegate if they
@@ -112,8 +115,6 @@ class ProcessGroupRota final : public ::c10d::Backend {
   // c10d expects a Work even from a blocking call. called: when that began.
   WorkPtr work_of(const WorkRef& work, CollectiveKind kind, Tensors results,
                   HostWork::Clock::time_point called) const;
-  // What a caller gets: adds the work to those that are being coalesced.
-  WorkPtr coalesced(WorkPtr work);
 
   OptionsPtr options_;
   std::shared_ptr<TensorCommunicator> communicator_;

@@ -27,27 +27,6 @@ transport::DeviceGeometry make_geometry(int world_size, const schedule::Tuning& 
   return cuda::geometry_of(world_size, num_channels, tuning);
 }
 
-// Whether a collective is made of transfers between pairs of ranks instead of one kernel.
-bool is_of_transfers(const Call& call) {
-  switch (call.kind) {
-    case CollectiveKind::kGather:
-    case CollectiveKind::kScatter:
-    case CollectiveKind::kAllToAll:
-      return true;
-    case CollectiveKind::kAllGather:
-      return call.uneven != 0;
-    case CollectiveKind::kAllReduce:
-    case CollectiveKind::kReduceBucket:
-    case CollectiveKind::kReduce:
-    case CollectiveKind::kReduceScatter:
-    case CollectiveKind::kBroadcast:
-    case CollectiveKind::kSendRecv:
-    case CollectiveKind::kBarrier:
-      return false;
-  }
-  return false;
-}
-
 uint64_t num_tiles_of(const Call& call) { return schedule::ceil_div(call.num_elems, kTileElems); }
 
 // One tensor of call.num_elems elements, and its wire buffer.
@@ -57,14 +36,6 @@ cuda::BucketArgs bucket_of(const Call& call, std::byte* wire, void* data) {
           .wire = wire,
           .contribution_factor = call.pass.contribution_factor,
           .result_factor = call.pass.result_factor};
-}
-
-// For calls that cannot fall back to the host's memory.
-[[noreturn]] void refuse_untrusted(std::string_view call, const std::string& finding,
-                                   std::string_view instead) {
-  throw Error(ErrorKind::kTransport,
-              join("rota.", call, ": not available on this GPU, whose self-test found ", finding,
-                   "; ", instead));
 }
 
 }  // namespace
@@ -127,9 +98,9 @@ void CudaCollectives::finish(const std::function<void()>& check_interrupt) {
   }
 }
 
-template <typename Body>
 WorkRef CudaCollectives::launch(Launch mode, const c10::Stream& stream, ::c10d::OpType op_type,
-                                const char* title, at::TensorList tensors, const Body& body) {
+                                const char* title, at::TensorList tensors,
+                                c10::function_ref<void()> body) {
   // A profiler range for the launch, on the caller's thread; profilers show the kernels below it.
   RECORD_USER_SCOPE(title);
   const c10::DeviceGuard on_device(device_);
@@ -147,6 +118,12 @@ WorkRef CudaCollectives::launch(Launch mode, const c10::Stream& stream, ::c10d::
     guard_.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
   }
   return c10::make_intrusive<DeviceWork>(communicator_, op_type, title, tensors.vec(), stream);
+}
+
+void CudaCollectives::refuse_untrusted(std::string_view call, const std::string& finding) {
+  throw Error(ErrorKind::kTransport,
+              join("rota.", call, ": not available on this GPU, whose self-test found ", finding,
+                   "; use NCCL"));
 }
 
 std::optional<std::string> CudaCollectives::why_not(const Call& call) const {
@@ -188,7 +165,7 @@ WorkRef CudaCollectives::run(OperationList operations, Launch mode) {
                                           "supported on GPUs; pad them, or use NCCL"));
     }
     const auto finding = why_not(call);
-    if (finding && !staging_->supports(operation)) refuse_untrusted(kind, *finding, "use NCCL");
+    if (finding && !staging_->supports(operation)) refuse_untrusted(kind, *finding);
     if (finding) return staging_->run(operations, mode);
     calls.push_back(call);
     for (const at::TensorList side : {operation.outputs, operation.inputs}) {
@@ -245,58 +222,6 @@ void CudaCollectives::run_reduce(const Operation& operation, const Call& call) {
   const Packed packed(sum, Packed::Content::kRead, operation.premul_factor);
   run(call, fingerprint, packed.data(), packed.data());
   if (is_root) packed.unpack();
-}
-
-// Every rank sends to its successors in turn, and receives from its predecessors: at the same time,
-// because a send may wait for the peer to receive.
-void CudaCollectives::run_transfers(const Operation& operation, const Call& call) {
-  communicator_->post_launch(call);  // a mismatch is better found here than by a pair of ranks
-  const CollectiveRow& row = row_of(call.kind);
-  const int rank = communicator_->rank();
-  const int world_size = communicator_->world_size();
-  const PackedOperation packed(operation, rank, world_size);
-  const cpu::Buffers buffers = packed.buffers();
-  const bool contributes = is_among(row.contributors, rank, call.root);
-  const bool receives = is_among(row.receivers, rank, call.root);
-  const auto input_for = [&](int peer) { return buffers.inputs[row.is_input_per_rank ? peer : 0]; };
-  const auto output_from = [&](int peer) {
-    return buffers.outputs[row.is_output_per_rank ? peer : 0];
-  };
-  const auto transfer = [&](const cpu::Part& part, int source, int destination) {
-    const Call one{.kind = call.kind, .dtype = call.dtype, .num_elems = part.num_elems};
-    run_transfer(one, part.data, source, destination);
-  };
-
-  const c10::Stream sending = guard_.getStream(device_);
-  c10::Event event(device_.type());
-  event.record(sending);
-  event.block(receive_stream_);
-  {
-    const c10::StreamGuard on_stream(receive_stream_);
-    for (int i = 1; i < world_size; ++i) {
-      const int source = (rank - i + world_size) % world_size;
-      if (receives && is_among(row.contributors, source, call.root)) {
-        transfer(output_from(source), source, rank);
-      }
-    }
-  }
-  for (int i = 1; i < world_size; ++i) {
-    const int destination = (rank + i) % world_size;
-    if (contributes && is_among(row.receivers, destination, call.root)) {
-      transfer(input_for(destination), rank, destination);
-    }
-  }
-  if (contributes && receives) {
-    const cpu::Part from = input_for(rank), to = output_from(rank);
-    if (from.data != to.data) {
-      cuda::launch_copy(to.data, from.data, from.num_elems * info(call.dtype).num_bytes,
-                        current_stream(device_));
-    }
-  }
-  c10::Event received(device_.type());
-  received.record(receive_stream_);
-  received.block(sending);
-  packed.unpack();
 }
 
 WorkRef CudaCollectives::reduce_bucket(const BucketTensors& tensors, const BucketOptions& options,
@@ -452,56 +377,6 @@ void CudaCollectives::run_packed_reduce_scatter(const Call& call, uint64_t finge
   auto* wire = static_cast<std::byte*>(sums.data_ptr());
   run(call, fingerprint, memory.wire, wire);
   launch_unpack(call, memory, wire, output, memory.stats);
-}
-
-bool CudaCollectives::has_transfers() const {
-  return !gpus_.unusable.why_not(cuda::Kernel::kTransfer, cuda::kBytes);
-}
-
-WorkRef CudaCollectives::send(const at::Tensor& tensor, int peer, int64_t, Launch mode) {
-  return transfer(tensor, communicator_->rank(), peer, mode);
-}
-
-WorkRef CudaCollectives::recv(const at::Tensor& tensor, int peer, int64_t, Launch mode) {
-  return transfer(tensor, peer, communicator_->rank(), mode);
-}
-
-WorkRef CudaCollectives::transfer(const at::Tensor& tensor, int source, int destination,
-                                  Launch mode) {
-  const int rank = communicator_->rank();
-  const bool is_send = source == rank;
-  const int peer = is_send ? destination : source;
-  check_tensor(tensor, "send_recv", device_);
-  if (peer < 0 || peer >= communicator_->world_size() || peer == rank) {
-    throw Error(ErrorKind::kValue,
-                join("rota.", is_send ? "send" : "recv", ": the other rank is ", peer,
-                     ", expected one in [0, ", communicator_->world_size(), ") other than ", rank));
-  }
-  const Call call{.kind = CollectiveKind::kSendRecv,
-                  .dtype = movable_dtype(tensor, "send_recv"),
-                  .num_elems = num_elems(tensor)};
-  if (const auto finding = why_not(call)) {
-    refuse_untrusted(is_send ? "send" : "recv", *finding, "use NCCL");
-  }
-  const auto body = [&] {
-    const Packed packed(tensor, is_send ? Packed::Content::kRead : Packed::Content::kOverwritten);
-    run_transfer(call, packed.data(), source, destination);
-    if (!is_send) packed.unpack();
-  };
-  return launch(mode, is_send ? stream_ : receive_stream_,
-                is_send ? ::c10d::OpType::SEND : ::c10d::OpType::RECV,
-                is_send ? "rota:send" : "rota:recv", tensor, body);
-}
-
-void CudaCollectives::run_transfer(const Call& call, void* data, int source, int destination) {
-  run({.kernel = cuda::Kernel::kTransfer,
-       .input = {data},
-       .output = {data},
-       .num_elems = call.num_bytes(),
-       .format = cuda::kBytes,
-       .source = source,
-       .destination = destination,
-       .fingerprint = communicator_->post_transfer(call, source, destination)});
 }
 
 bool is_capturing(at::Device device) { return cuda::is_capturing(current_stream(device)); }

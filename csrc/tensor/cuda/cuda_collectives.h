@@ -4,6 +4,7 @@
 
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/FunctionRef.h>
 
 #include "core/device_monitor.h"
 #include "core/joined_regions.h"
@@ -39,29 +40,23 @@ class CudaCollectives final : public Collectives {
 
  private:
   // Queues body() on the current stream or, if asynchronous, on `stream` after the current one.
-  template <typename Body>
   WorkRef launch(Launch mode, const c10::Stream& stream, ::c10d::OpType op_type, const char* title,
-                 at::TensorList tensors, const Body& body);
-  template <typename Body>
+                 at::TensorList tensors, c10::function_ref<void()> body);
   WorkRef launch(Launch mode, ::c10d::OpType op_type, const char* title, at::TensorList tensors,
-                 const Body& body) {
+                 c10::function_ref<void()> body) {
     return launch(mode, stream_, op_type, title, tensors, body);
   }
-  // This rank is the source or the destination.
-  WorkRef transfer(const at::Tensor& tensor, int source, int destination, Launch mode);
 
   // What the self-test found wrong with the kernels that the call needs; none if they can be used.
   std::optional<std::string> why_not(const Call& call) const;
+  // For calls that cannot fall back to the host's memory.
+  [[noreturn]] static void refuse_untrusted(std::string_view call, const std::string& finding);
   // Queues the call's kernel on the current stream.
   void run(const Call& call, uint64_t fingerprint, void* input, void* output);
   void run(const cuda::LaunchRequest& request);
   void run_planned(const Operation& operation, const Call& call);
   void run_all_reduce(const Operation& operation, const Call& call);
   void run_reduce(const Operation& operation, const Call& call);
-  // A collective that only copies, by one transfer for each pair of ranks.
-  void run_transfers(const Operation& operation, const Call& call);
-  // `call` is what the two ranks compare.
-  void run_transfer(const Call& call, void* data, int source, int destination);
   void run_reduce_bucket(const BucketTensors& tensors, const Call& call);
   // Packs the tensor into the call's wire format, runs the kernel and unpacks the result. residual,
   // stats: null for none.
@@ -77,6 +72,15 @@ class CudaCollectives final : public Collectives {
   void run_encoded_all_gather(const Operation& operation, const Call& call);
   void run_reduce_scatter(const Operation& operation, const Call& call);
   void run_packed_reduce_scatter(const Call& call, uint64_t fingerprint, void* input, void* output);
+
+  // In cuda_transfers.cpp, as send and recv.
+  // Whether a collective consists of transfers between pairs of ranks instead of one kernel.
+  static bool is_of_transfers(const Call& call);
+  void run_transfers(const Operation& operation, const Call& call);
+  // This rank is the source or the destination.
+  WorkRef transfer(const at::Tensor& tensor, int source, int destination, Launch mode);
+  // `call` is what the two ranks compare.
+  void run_transfer(const Call& call, void* data, int source, int destination);
 
   std::shared_ptr<Communicator> communicator_;
   at::Device device_;

@@ -20,6 +20,7 @@
 #include "cuda/device_info.h"
 #include "tensor/cuda/native_stream.h"
 #include "tensor/cuda/self_test_record.h"
+#include "tensor/cuda/self_test_sums.h"
 #include "tensor/cuda/self_test_trials.h"
 #include "tensor/signals.h"
 

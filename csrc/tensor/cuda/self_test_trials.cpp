@@ -8,33 +8,27 @@
 
 #include "base/error.h"
 #include "base/fixed_tree.h"
-#include "base/random_bits.h"
 #include "base/tile.h"
 #include "cpu/bucket_reducer.h"
 #include "cpu/element_loops.h"
 #include "schedule/chunk.h"
+#include "tensor/cuda/self_test_numbers.h"
+#include "tensor/cuda/self_test_sums.h"
 
 namespace rota::tensors {
 namespace {
 
 using Bytes = std::vector<std::byte>;
-using Contributions = std::array<Bytes, kSelfTestRanks>;
-using Order = std::array<int, kSelfTestRanks>;
-using schedule::Range;
 
 constexpr size_t kAlignment = 256;  // of the parts of the trials' memory
 constexpr size_t kGuardBytes = 64;  // after each tensor; must not change
 constexpr auto kGuard = std::byte{0xa5};
 // Several chunks, tiles and channels, and no multiple of 16 bytes in any dtype.
 constexpr uint64_t kNumElems = 2061;
-constexpr int kDivisor = 3;  // of averages; its reciprocal is not exact
-constexpr int kGroupSize = 2;
 constexpr int kRoot = 2;
 constexpr int kReceiver = 1;
 constexpr float kContributionFactor = 0.375f;
 constexpr float kResultFactor = 1.5f;
-
-enum class Extremes : bool { kNone, kSome };
 
 // A kernel is tried twice: with tensors that start at multiples of 16 bytes and hold extremes, and
 // with tensors that start elsewhere (unless in scaled blocks) and have finite sums.
@@ -43,196 +37,6 @@ struct Variant {
   bool is_aligned;
 };
 constexpr Variant kVariants[] = {{Extremes::kSome, true}, {Extremes::kNone, false}};
-
-int num_mantissa_bits(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return 23;
-    case DType::kFloat64:
-      return 52;
-    case DType::kFloat16:
-      return 10;
-    case DType::kBFloat16:
-      return 7;
-    case DType::kFloat8E4M3:
-      return 3;
-    case DType::kFloat8E5M2:
-      return 2;
-    case DType::kUInt8:
-    case DType::kInt8:
-    case DType::kInt16:
-    case DType::kInt32:
-    case DType::kInt64:
-    case DType::kBool:
-    case DType::kUInt16:
-    case DType::kUInt32:
-    case DType::kUInt64:
-    case DType::kComplex64:
-    case DType::kComplex128:
-      return 0;
-  }
-  return 0;
-}
-
-void store_bits(uint64_t bits, DType dtype, std::byte* dst) {
-  if (dtype == DType::kBool) bits &= 1;
-  std::memcpy(dst, &bits, info(dtype).num_bytes);  // the low bytes: hosts of GPUs are little-endian
-}
-
-// A number of similar magnitude to the others, so that their sums round.
-void store_number(uint64_t random, DType dtype, std::byte* dst) {
-  const double mantissa = 1 + std::ldexp(static_cast<double>(random >> 12), -52);
-  const double magnitude = std::ldexp(mantissa, static_cast<int>(random & 15) - 12);
-  const double number = (random & 16) != 0 ? -magnitude : magnitude;
-  if (dtype == DType::kFloat64) {
-    std::memcpy(dst, &number, sizeof(number));
-    return;
-  }
-  const auto rounded = static_cast<float>(number);
-  if (dtype == DType::kFloat32) {
-    std::memcpy(dst, &rounded, sizeof(rounded));
-  } else {
-    cpu::element_loops().convert(DType::kFloat32, dtype)(&rounded, dst, 1);
-  }
-}
-
-// The kind of number depends on the place alone, so that extremes are summed with extremes.
-void store_float(uint64_t place, uint64_t random, DType dtype, Extremes extremes, std::byte* dst) {
-  const int num_bits = static_cast<int>(info(dtype).num_bytes) * 8;
-  const uint64_t sign = uint64_t{1} << (num_bits - 1);
-  const uint64_t mantissa = (uint64_t{1} << num_mantissa_bits(dtype)) - 1;
-  if (extremes == Extremes::kSome && place / kGranuleElems % 3 == 2) {
-    const uint64_t inf = (sign - 1) & ~mantissa;
-    return store_bits(place % 5 == 0 ? inf | (random & sign) : random, dtype, dst);
-  }
-  switch (place % 37) {
-    case 5:
-      return store_bits(sign, dtype, dst);  // negative zero
-    case 6:
-      return store_bits(1 | (random & sign), dtype, dst);  // the smallest denormal
-    case 7:
-      return store_bits(mantissa | (random & sign), dtype, dst);  // the largest denormal
-    default:
-      return store_number(random, dtype, dst);
-  }
-}
-
-Bytes plain_numbers(DType dtype, uint64_t num_elems, Extremes extremes, uint64_t seed) {
-  const size_t elem_bytes = info(dtype).num_bytes;
-  Bytes numbers(num_elems * elem_bytes);
-  for (uint64_t i = 0; i < num_elems; ++i) {
-    const uint64_t random = mix(mix(seed) + i);
-    std::byte* dst = numbers.data() + i * elem_bytes;
-    if (info(dtype).is_floating) {
-      store_float(i, random, dtype, extremes, dst);
-    } else {
-      store_bits(random, dtype, dst);
-    }
-  }
-  return numbers;
-}
-
-Bytes numbers(const WireFormat& format, uint64_t num_elems, Extremes extremes, uint64_t seed) {
-  if (!format.is_block_scaled) return plain_numbers(format.dtype, num_elems, extremes, seed);
-  const Bytes floats = plain_numbers(DType::kFloat32, num_elems, extremes, seed);
-  Bytes encoded(format.num_bytes(num_elems));
-  cpu::element_loops().wire(format).encode(reinterpret_cast<const float*>(floats.data()),
-                                           format.place(encoded.data(), num_elems), num_elems, 1);
-  return encoded;
-}
-
-// The CPU's sums of whole tensors.
-class Sums {
- public:
-  Sums(const WireFormat& format, ReduceOp op, uint64_t num_elems, Contributions& contributions)
-      : format_(format), op_(op), num_elems_(num_elems), contributions_(contributions) {}
-
-  // Sums the elements of the range from left to right in `order`; does not change the rest of the
-  // result.
-  void add(const Order& order, const Range& range, std::byte* result) {
-    if (format_.is_block_scaled) {
-      std::vector<float> sums = decode_sum(order, range);
-      return encode(sums, range, result);
-    }
-    const void* srcs[kSelfTestRanks];
-    for (int i = 0; i < kSelfTestRanks; ++i) srcs[i] = elems(of(order[i]), range);
-    cpu::element_loops().reduce(format_.dtype, op_)(srcs, kSelfTestRanks, elems(result, range),
-                                                    range.num_elems, kDivisor);
-  }
-
-  // Sums within groups, then across groups, in the accumulate dtype.
-  void add_in_groups(std::byte* result) {
-    const Range all{0, num_elems_};
-    if (format_.is_block_scaled) {
-      std::vector<float> sums = decode_sum(std::array{0, 1}, all);
-      const std::vector<float> others = decode_sum(std::array{2, 3}, all);
-      for (uint64_t i = 0; i < num_elems_; ++i) sums[i] += others[i];
-      return encode(sums, all, result);
-    }
-    const DType accumulate = info(format_.dtype).accumulate;
-    const ReduceOp partial_op = op_ == ReduceOp::kAvg ? ReduceOp::kSum : op_;
-    const auto& loops = cpu::element_loops();
-    std::array<Bytes, kSelfTestRanks> widened;
-    for (int rank = 0; rank < kSelfTestRanks; ++rank) {
-      widened[rank] = converted(format_.dtype, accumulate, of(rank));
-    }
-    std::array<Bytes, 2> partials;
-    for (int group = 0; group < 2; ++group) {
-      partials[group].resize(num_elems_ * info(accumulate).num_bytes);
-      const void* srcs[] = {widened[kGroupSize * group].data(),
-                            widened[kGroupSize * group + 1].data()};
-      loops.reduce(accumulate, partial_op)(srcs, 2, partials[group].data(), num_elems_, kDivisor);
-    }
-    const void* srcs[] = {partials[0].data(), partials[1].data()};
-    Bytes sums(partials[0].size());
-    loops.reduce(accumulate, op_)(srcs, 2, sums.data(), num_elems_, kDivisor);
-    const Bytes rounded = converted(accumulate, format_.dtype, sums.data());
-    std::copy(rounded.begin(), rounded.end(), result);
-  }
-
- private:
-  std::byte* of(int rank) { return contributions_[static_cast<size_t>(rank)].data(); }
-  std::byte* elems(std::byte* data, const Range& range) const {
-    return data + format_.payload_bytes(range.begin);
-  }
-  WirePlace place(std::byte* data, const Range& range) const {
-    return format_.from(format_.place(data, num_elems_), range.begin);
-  }
-  Bytes converted(DType from, DType to, const std::byte* src) const {
-    Bytes result(num_elems_ * info(to).num_bytes);
-    if (from == to) {
-      std::copy_n(src, result.size(), result.begin());
-    } else {
-      cpu::element_loops().convert(from, to)(src, result.data(), num_elems_);
-    }
-    return result;
-  }
-  template <size_t num_ranks>
-  std::vector<float> decode_sum(const std::array<int, num_ranks>& order, const Range& range) {
-    WirePlace srcs[num_ranks];
-    for (size_t i = 0; i < num_ranks; ++i) srcs[i] = place(of(order[i]), range);
-    std::vector<float> sums(range.num_elems);
-    cpu::element_loops().wire(format_).decode_sum(srcs, num_ranks, sums.data(), sums.size(), 1);
-    return sums;
-  }
-  void encode(std::vector<float>& sums, const Range& range, std::byte* result) const {
-    for (float& sum : sums) {
-      if (op_ == ReduceOp::kAvg) sum /= kDivisor;
-    }
-    cpu::element_loops().wire(format_).encode(sums.data(), place(result, range), sums.size(), 1);
-  }
-
-  WireFormat format_;
-  ReduceOp op_;
-  uint64_t num_elems_;
-  Contributions& contributions_;
-};
-
-constexpr Order order_from(int first) {
-  Order order{};
-  for (int i = 0; i < kSelfTestRanks; ++i) order[i] = (first + i) % kSelfTestRanks;
-  return order;
-}
 
 // Lays out the memory, and fills both its contents before and those expected after the launch.
 class Builder {
@@ -309,25 +113,6 @@ Contributions make_contributions(Builder& builder, size_t number, uint64_t num_e
   return contributions;
 }
 
-Bytes all_reduced(cuda::Kernel kernel, const WireFormat& format, ReduceOp op, uint64_t num_elems,
-                  Contributions& contributions) {
-  Bytes result(format.num_bytes(num_elems));
-  Sums sums(format, op, num_elems, contributions);
-  if (kernel == cuda::Kernel::kHierarchical) {
-    sums.add_in_groups(result.data());
-  } else if (kernel == cuda::Kernel::kRing) {
-    // schedule/ring.h: the sum of shard p starts at rank p.
-    const uint64_t granule = format.is_block_scaled ? kTileElems : kGranuleElems;
-    for (int shard = 0; shard < kSelfTestRanks; ++shard) {
-      const Range range = schedule::even_shard(num_elems, kSelfTestRanks, shard, granule);
-      sums.add(order_from(shard), range, result.data());
-    }
-  } else {
-    sums.add(order_from(0), {0, num_elems}, result.data());
-  }
-  return result;
-}
-
 // Where a collective's tensors lie, by rank.
 struct Places {
   std::array<size_t, kSelfTestRanks> input;
@@ -371,8 +156,8 @@ void add_all_reduce(Trials& all, size_t number, const Variant& variant) {
                      .num_elems = num_elems,
                      .format = format,
                      .op = op,
-                     .divisor = kDivisor,
-                     .group_size = kernel == cuda::Kernel::kHierarchical ? kGroupSize : 0,
+                     .divisor = kSelfTestDivisor,
+                     .group_size = kernel == cuda::Kernel::kHierarchical ? kSelfTestGroupSize : 0,
                      .is_bucket = format.is_block_scaled},
                     places);
 }
@@ -401,7 +186,7 @@ void add_reduce_scatter(Trials& all, size_t number, const Variant& variant) {
                      .num_elems = num_elems,
                      .format = format,
                      .op = op,
-                     .divisor = kDivisor},
+                     .divisor = kSelfTestDivisor},
                     places);
 }
 

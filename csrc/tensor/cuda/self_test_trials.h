@@ -1,7 +1,6 @@
-// The self-test's launches: small tensors that hold what kernels get wrong first (numbers that
-// round, denormals, negative zeros, Inf, NaN; lengths and starts that are no multiples of 16
-// bytes), and the expected contents after each launch, computed by the CPU's own loops in the same
-// order of sums. Knows nothing of streams, time or the handling of failures.
+// The self-test's launches: small tensors whose lengths and starts are no multiples of 16 bytes,
+// and the expected contents after each launch. Knows nothing of streams, time or the handling of
+// failures.
 #pragma once
 
 #include <functional>
@@ -12,10 +11,6 @@
 #include "tensor/cuda/self_test_table.h"
 
 namespace rota::tensors {
-
-// Ranks of one launch: hierarchical needs groups of more than one, and the order of a sum only
-// shows with three ranks or more.
-inline constexpr int kSelfTestRanks = 4;
 
 // Part of what a launch leaves behind.
 struct TrialResult {

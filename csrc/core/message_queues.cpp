@@ -1,0 +1,260 @@
+#include "core/message_queues.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+#include "schedule/chunk.h"
+#include "schedule/direct.h"
+
+namespace rota {
+namespace {
+
+// The start of a message's first link message.
+struct alignas(kCacheLineBytes) Header {
+  uint64_t tag;
+  uint64_t dtype;
+  uint64_t num_elems;
+};
+
+// The bytes of a message that travel together, with its header. What fits in one slot is cut, so
+// that the receiver copies a piece while the sender copies the next one; longer messages fill
+// several slots anyway. Both compute it.
+uint64_t piece_bytes(const Message& message, uint64_t slot_bytes) {
+  constexpr uint64_t kShortest = 4096 + sizeof(Header);
+  constexpr uint64_t kNumPieces = 8;
+  const uint64_t num_bytes = message.num_bytes() + sizeof(Header);
+  if (num_bytes <= kShortest || message.num_bytes() > slot_bytes) return slot_bytes;
+  const uint64_t part = schedule::ceil_div(num_bytes, kNumPieces * kCacheLineBytes);
+  return std::max(kShortest, part * kCacheLineBytes);
+}
+
+void check_header(const Header& header, int source) {
+  // Checks the ranges, because the words come from another process.
+  constexpr uint64_t kMaxElems = uint64_t{1} << 56;
+  if (header.dtype < kNumDTypes && header.num_elems < kMaxElems) return;
+  throw Error(ErrorKind::kInternal, join("rota.recv: the header of a message from rank ", source,
+                                         " is damaged; does another program write to its memory?"));
+}
+
+std::string text_of(const Message& message) {
+  return join("(", name(message.dtype), '[', message.num_elems, "], tag ", message.tag, ')');
+}
+
+}  // namespace
+
+MessageQueues::MessageQueues(transport::Transport& transport, Waiter& waiter)
+    : transport_(transport),
+      links_(transport, waiter),
+      sends_(static_cast<size_t>(transport.world_size())),
+      arriving_(static_cast<size_t>(transport.world_size())) {}
+
+void MessageQueues::add(const RequestRef& request, Done& done) {
+  ++num_unfinished_;
+  if (request->direction_ == Direction::kSend) {
+    sends_[static_cast<size_t>(request->peer_)].push_back(request);
+    links_.open(request->peer_);
+  } else if (!take_early(request, done)) {
+    recvs_.push_back(request);
+  }
+}
+
+void MessageQueues::move(Done& done) {
+  for (int i = 0; i < transport_.world_size() - 1; ++i) {
+    const int peer = schedule::rotated_peer(transport_.rank(), transport_.world_size(), i);
+    push(peer, done);
+    pull(peer, done);
+  }
+}
+
+void MessageQueues::push(int peer, Done& done) {
+  std::deque<RequestRef>& queue = sends_[static_cast<size_t>(peer)];
+  while (!queue.empty() && links_.to_send(peer).is_there()) {
+    const RequestRef request = queue.front();
+    const Message& message = request->message_;
+    std::byte* out = links_.outgoing(peer);
+    uint64_t num_free = piece_bytes(message, transport_.geometry().link_slot_bytes);
+    if (request->num_moved_ == 0) {
+      const Header header{message.tag, static_cast<uint64_t>(message.dtype), message.num_elems};
+      std::memcpy(out, &header, sizeof(header));
+      out += sizeof(header);
+      num_free -= sizeof(header);
+    }
+    const uint64_t num_bytes = std::min(num_free, message.num_bytes() - request->num_moved_);
+    cpu::copy_bytes(out, request->data_ + request->num_moved_, num_bytes);
+    links_.publish(peer);
+    request->num_moved_ += num_bytes;
+    if (request->num_moved_ < message.num_bytes()) {
+      request->moved_at_ = steady_now();
+      continue;
+    }
+    queue.pop_front();
+    end(request, done);
+  }
+}
+
+void MessageQueues::pull(int peer, Done& done) {
+  Arriving& arriving = arriving_[static_cast<size_t>(peer)];
+  while (links_.to_read(peer).is_there()) {
+    const std::byte* in = links_.incoming(peer);
+    uint64_t header_bytes = 0;
+    if (!arriving.is_begun) {
+      arriving = begin(peer, in);
+      header_bytes = sizeof(Header);
+      in += header_bytes;
+    }
+    const uint64_t num_there = arriving.piece_bytes - header_bytes;
+    const uint64_t num_bytes = std::min(num_there, arriving.num_bytes_left);
+    if (arriving.data != nullptr) {
+      arriving.copier.copy(arriving.data, in, num_bytes);
+      arriving.data += num_bytes;
+    }
+    links_.release(peer);
+    arriving.num_bytes_left -= num_bytes;
+    const RequestRef& recv = arriving.early ? arriving.early->taken_by : arriving.recv;
+    if (recv) recv->num_moved_ += num_bytes;
+    if (arriving.num_bytes_left > 0) {
+      if (recv) recv->moved_at_ = steady_now();
+      continue;
+    }
+    if (arriving.early) {
+      arriving.early->is_whole = true;
+      if (recv) deliver(*arriving.early, recv, done);
+    } else if (recv) {  // otherwise it has failed already
+      end(recv, done);
+    }
+    arriving = {};
+  }
+}
+
+MessageQueues::Arriving MessageQueues::begin(int source, const std::byte* slot) {
+  Header header;
+  std::memcpy(&header, slot, sizeof(header));
+  check_header(header, source);
+  const Message message{header.tag, static_cast<DType>(header.dtype), header.num_elems};
+  Arriving arriving{.is_begun = true,
+                    .piece_bytes = piece_bytes(message, transport_.geometry().link_slot_bytes),
+                    .num_bytes_left = message.num_bytes()};
+  const auto recv = std::ranges::find_if(
+      recvs_, [&](const RequestRef& request) { return matches(*request, source, message.tag); });
+  if (recv != recvs_.end()) {
+    arriving.recv = *recv;
+    arriving.copier = {message.num_bytes(), transport_.world_size()};
+    recvs_.erase(recv);
+    if (agree(*arriving.recv, source, message)) arriving.data = arriving.recv->data_;
+    return arriving;
+  }
+  arriving.early = std::make_shared<Early>(Early{source, message, memory_for(source, message)});
+  arriving.data = arriving.early->data.get();
+  early_.push_back(arriving.early);
+  return arriving;
+}
+
+std::unique_ptr<std::byte[]> MessageQueues::memory_for(int source, const Message& message) const {
+  try {
+    return std::make_unique_for_overwrite<std::byte[]>(message.num_bytes());
+  } catch (const std::bad_alloc&) {
+    uint64_t kept_bytes = 0;
+    for (const auto& early : early_) kept_bytes += early->message.num_bytes();
+    throw Error(ErrorKind::kTransport,
+                join("rota.recv: rank ", transport_.rank(), " has no memory for a message of rank ",
+                     source, ' ', text_of(message),
+                     " that came before its recv: ", message.num_bytes(), " bytes, and it keeps ",
+                     kept_bytes, " of other such messages; call recv before the sender sends"));
+  }
+}
+
+bool MessageQueues::take_early(const RequestRef& recv, Done& done) {
+  const auto found = std::ranges::find_if(early_, [&](const auto& early) {
+    return !early->taken_by && matches(*recv, early->source, early->message.tag);
+  });
+  if (found == early_.end()) return false;
+  const std::shared_ptr<Early> early = *found;
+  agree(*recv, early->source, early->message);
+  early->taken_by = recv;
+  if (early->is_whole) deliver(*early, recv, done);
+  return true;
+}
+
+void MessageQueues::deliver(const Early& early, const RequestRef& recv, Done& done) {
+  if (!recv->error_) cpu::copy_bytes(recv->data_, early.data.get(), early.message.num_bytes());
+  end(recv, done);
+  early_.remove_if([&](const auto& other) { return other.get() == &early; });
+}
+
+bool MessageQueues::matches(const Request& recv, int source, uint64_t tag) {
+  return (recv.peer_ == source || recv.peer_ == kAnyRank) && recv.message_.tag == tag;
+}
+
+// A message that disagrees was still meant for this recv, so it is dropped.
+bool MessageQueues::agree(Request& recv, int source, const Message& sent) const {
+  recv.peer_ = source;
+  if (sent == recv.message_) return true;
+  recv.error_.emplace(
+      ErrorKind::kMismatch,
+      join("rota.recv: ranks disagree: rank ", source, " called send", text_of(sent), "; rank ",
+           transport_.rank(), " called recv", text_of(recv.message_),
+           "; nothing was written: make dtype and number of elements equal"));
+  return false;
+}
+
+void MessageQueues::end(const RequestRef& request, Done& done) {
+  --num_unfinished_;
+  request->is_done_.store(true, std::memory_order_release);
+  if (request->on_done_) done.push_back(request);
+}
+
+void MessageQueues::end_all(const Error& error, Done& done) {
+  const auto give_up = [&](const RequestRef& request) {
+    request->error_ = error;
+    end(request, done);
+  };
+  for (auto& queue : sends_) {
+    std::ranges::for_each(queue, give_up);
+    queue.clear();
+  }
+  std::ranges::for_each(recvs_, give_up);
+  recvs_.clear();
+  for (const auto& early : early_) {
+    if (early->taken_by) give_up(early->taken_by);
+  }
+  early_.clear();
+  for (Arriving& arriving : arriving_) {
+    if (arriving.recv) give_up(arriving.recv);
+    // What still arrives is dropped.
+    arriving.recv = nullptr;
+    arriving.early = nullptr;
+    arriving.data = nullptr;
+  }
+}
+
+uint64_t MessageQueues::needed_peers() const {
+  uint64_t peers = 0;
+  for (const RequestRef& recv : recvs_) {
+    if (recv->peer_ != kAnyRank) peers |= uint64_t{1} << recv->peer_;
+  }
+  for (size_t peer = 0; peer < sends_.size(); ++peer) {
+    if (!sends_[peer].empty()) peers |= uint64_t{1} << peer;
+  }
+  return peers;
+}
+
+MessageQueues::AwaitedFlags MessageQueues::awaited() const {
+  AwaitedFlags flags;
+  for (int peer = 0; peer < transport_.world_size(); ++peer) {
+    if (peer == transport_.rank()) continue;
+    flags.add(links_.to_read(peer));
+    if (!sends_[static_cast<size_t>(peer)].empty()) flags.add(links_.to_send(peer));
+  }
+  return flags;
+}
+
+RequestRef MessageQueues::last_send() const {
+  RequestRef last;
+  for (const auto& queue : sends_) {
+    if (!queue.empty()) last = queue.back();
+  }
+  return last;
+}
+
+}  // namespace rota

@@ -1,0 +1,149 @@
+// The messages of one rank that are under way. A message is a header and its elements, cut into as
+// many messages of a link as it takes. What arrives is matched with the recvs by source and tag,
+// and kept on the heap if it comes before its recv, without a limit: beyond any limit, ranks that
+// both send first, or a collective behind a send, would wait for each other forever. A rank that
+// waits for nothing takes nothing in, so that its senders wait for free slots.
+//
+// Knows nothing of waits, threads and the end of a group. Not safe for several threads at once.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <list>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "base/dtype.h"
+#include "base/limits.h"
+#include "base/waiter.h"
+#include "core/watch.h"
+#include "cpu/copy.h"
+#include "transport/links.h"
+
+namespace rota {
+
+enum class Direction { kSend, kRecv };
+constexpr std::string_view name(Direction direction) {
+  return direction == Direction::kSend ? "send" : "recv";
+}
+
+// What sender and receiver must agree on.
+struct Message {
+  uint64_t tag;
+  DType dtype;
+  uint64_t num_elems;
+
+  uint64_t num_bytes() const { return num_elems * info(dtype).num_bytes; }
+  bool operator==(const Message&) const = default;
+};
+
+// One send or recv, from its call until it is done.
+class Request {
+ public:
+  bool is_done() const { return is_done_.load(std::memory_order_acquire); }
+  // Valid once done: the failure, if any, and the other rank.
+  const std::optional<Error>& error() const { return error_; }
+  int peer() const { return peer_; }
+
+ private:
+  friend class MessageQueues;
+  friend class PointToPoint;
+
+  Direction direction_ = Direction::kSend;
+  int peer_ = 0;  // kAnyRank until a message matches
+  Message message_{};
+  std::byte* data_ = nullptr;
+  uint64_t num_moved_ = 0;                            // bytes
+  uint64_t number_ = 0;                               // among the requests of this rank, from 1
+  std::atomic<Nanoseconds> moved_at_{Nanoseconds()};  // steady_now() when a part of it moved last
+  std::function<void(const Request&)> on_done_;
+  std::optional<Error> error_;  // set before is_done_, constant afterwards
+  std::atomic<bool> is_done_{false};
+};
+using RequestRef = std::shared_ptr<Request>;
+
+inline Nanoseconds steady_now() { return std::chrono::steady_clock::now().time_since_epoch(); }
+
+class MessageQueues {
+ public:
+  // Requests that have finished, for their on_done to be called.
+  using Done = std::vector<RequestRef>;
+  // The flags to wait for: on the stack, because waits for short messages are frequent.
+  class AwaitedFlags {
+   public:
+    void add(const Awaited& flag) { flags_[num_flags_++] = flag; }
+    std::span<const Awaited> all() const { return {flags_.data(), num_flags_}; }
+
+   private:
+    static_assert(2 * kMaxWorldSize <= Waiter::kMaxAwaited);
+    std::array<Awaited, 2 * kMaxWorldSize> flags_;
+    size_t num_flags_ = 0;
+  };
+
+  // waiter: as for transport::Links.
+  MessageQueues(transport::Transport& transport, Waiter& waiter);
+
+  // Throws Error(kTransport) if memory for a first message is short; the request stays queued.
+  void add(const RequestRef& request, Done& done);
+  // Moves what can be moved at once. Throws Error(kInternal) for a damaged header.
+  void move(Done& done);
+  // Fails all outstanding requests, and drops what still arrives.
+  void end_all(const Error& error, Done& done);
+
+  uint64_t num_unfinished() const { return num_unfinished_; }
+  // The last send to some receiver; null if no send is outstanding.
+  RequestRef last_send() const;
+  // The flags that let move() go on.
+  AwaitedFlags awaited() const;
+  // The ranks that pending requests name, as a bit mask.
+  uint64_t needed_peers() const;
+
+ private:
+  // A message that came before its recv.
+  struct Early {
+    int source;
+    Message message;
+    std::unique_ptr<std::byte[]> data;
+    bool is_whole = false;
+    RequestRef taken_by;  // a recv that came while the message was still arriving
+  };
+  // A message that a link has received in part.
+  struct Arriving {
+    bool is_begun = false;
+    uint64_t piece_bytes = 0;
+    uint64_t num_bytes_left = 0;
+    RequestRef recv;               // one of these two
+    std::shared_ptr<Early> early;  //
+    std::byte* data = nullptr;     // where the next bytes go; null: they are dropped
+    cpu::OutputCopier copier{0, 1};
+  };
+
+  void push(int peer, Done& done);
+  void pull(int peer, Done& done);
+  Arriving begin(int source, const std::byte* slot);
+  // Of a message that came before its recv. Throws Error(kTransport) if there is none.
+  std::unique_ptr<std::byte[]> memory_for(int source, const Message& message) const;
+  bool take_early(const RequestRef& recv, Done& done);
+  void deliver(const Early& early, const RequestRef& recv, Done& done);
+  static bool matches(const Request& recv, int source, uint64_t tag);
+  bool agree(Request& recv, int source, const Message& sent) const;
+  void end(const RequestRef& request, Done& done);
+
+  const transport::Transport& transport_;
+  transport::Links links_;
+  std::vector<std::deque<RequestRef>> sends_;  // by receiver, in the order of their calls
+  std::list<RequestRef> recvs_;                // not matched yet, in the order of their calls
+  std::list<std::shared_ptr<Early>> early_;    // in the order of arrival
+  std::vector<Arriving> arriving_;             // by sender
+  uint64_t num_unfinished_ = 0;
+};
+
+}  // namespace rota

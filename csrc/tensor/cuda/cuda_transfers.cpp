@@ -1,0 +1,134 @@
+// Send and recv of CUDA tensors, and the collectives that consist of transfers between pairs of
+// ranks.
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+
+#include "tensor/cuda/cuda_collectives.h"
+#include "tensor/cuda/native_stream.h"
+#include "tensor/tensor_checks.h"
+
+namespace rota::tensors {
+
+bool CudaCollectives::is_of_transfers(const Call& call) {
+  switch (call.kind) {
+    case CollectiveKind::kGather:
+    case CollectiveKind::kScatter:
+    case CollectiveKind::kAllToAll:
+      return true;
+    case CollectiveKind::kAllGather:
+      return call.uneven != 0;
+    case CollectiveKind::kAllReduce:
+    case CollectiveKind::kReduceBucket:
+    case CollectiveKind::kReduce:
+    case CollectiveKind::kReduceScatter:
+    case CollectiveKind::kBroadcast:
+    case CollectiveKind::kSendRecv:
+    case CollectiveKind::kBarrier:
+      return false;
+  }
+  return false;
+}
+
+// Every rank sends to its successors in turn, and receives from its predecessors: at the same time,
+// because a send may wait for the peer to receive.
+void CudaCollectives::run_transfers(const Operation& operation, const Call& call) {
+  communicator_->post_launch(call);  // a mismatch is better found here than by a pair of ranks
+  const CollectiveRow& row = row_of(call.kind);
+  const int rank = communicator_->rank();
+  const int world_size = communicator_->world_size();
+  const PackedOperation packed(operation, rank, world_size);
+  const cpu::Buffers buffers = packed.buffers();
+  const bool contributes = is_among(row.contributors, rank, call.root);
+  const bool receives = is_among(row.receivers, rank, call.root);
+  const auto input_for = [&](int peer) { return buffers.inputs[row.is_input_per_rank ? peer : 0]; };
+  const auto output_from = [&](int peer) {
+    return buffers.outputs[row.is_output_per_rank ? peer : 0];
+  };
+  const auto transfer = [&](const cpu::Part& part, int source, int destination) {
+    const Call one{.kind = call.kind, .dtype = call.dtype, .num_elems = part.num_elems};
+    run_transfer(one, part.data, source, destination);
+  };
+
+  const c10::Stream sending = guard_.getStream(device_);
+  c10::Event event(device_.type());
+  event.record(sending);
+  event.block(receive_stream_);
+  {
+    const c10::StreamGuard on_stream(receive_stream_);
+    for (int i = 1; i < world_size; ++i) {
+      const int source = (rank - i + world_size) % world_size;
+      if (receives && is_among(row.contributors, source, call.root)) {
+        transfer(output_from(source), source, rank);
+      }
+    }
+  }
+  for (int i = 1; i < world_size; ++i) {
+    const int destination = (rank + i) % world_size;
+    if (contributes && is_among(row.receivers, destination, call.root)) {
+      transfer(input_for(destination), rank, destination);
+    }
+  }
+  if (contributes && receives) {
+    const cpu::Part from = input_for(rank), to = output_from(rank);
+    if (from.data != to.data) {
+      cuda::launch_copy(to.data, from.data, from.num_elems * info(call.dtype).num_bytes,
+                        current_stream(device_));
+    }
+  }
+  c10::Event received(device_.type());
+  received.record(receive_stream_);
+  received.block(sending);
+  packed.unpack();
+}
+
+bool CudaCollectives::has_transfers() const {
+  return !gpus_.unusable.why_not(cuda::Kernel::kTransfer, cuda::kBytes);
+}
+
+WorkRef CudaCollectives::send(const at::Tensor& tensor, int peer, int64_t, Launch mode) {
+  return transfer(tensor, communicator_->rank(), peer, mode);
+}
+
+WorkRef CudaCollectives::recv(const at::Tensor& tensor, int peer, int64_t, Launch mode) {
+  return transfer(tensor, peer, communicator_->rank(), mode);
+}
+
+WorkRef CudaCollectives::transfer(const at::Tensor& tensor, int source, int destination,
+                                  Launch mode) {
+  const int rank = communicator_->rank();
+  const bool is_send = source == rank;
+  const int peer = is_send ? destination : source;
+  check_tensor(tensor, "send_recv", device_);
+  if (peer < 0 || peer >= communicator_->world_size() || peer == rank) {
+    throw Error(ErrorKind::kValue,
+                join("rota.", is_send ? "send" : "recv", ": the other rank is ", peer,
+                     ", expected one in [0, ", communicator_->world_size(), ") other than ", rank));
+  }
+  const Call call{.kind = CollectiveKind::kSendRecv,
+                  .dtype = movable_dtype(tensor, "send_recv"),
+                  .num_elems = num_elems(tensor)};
+  if (const auto finding = why_not(call)) {
+    refuse_untrusted(is_send ? "send" : "recv", *finding);
+  }
+  const auto body = [&] {
+    const Packed packed(tensor, is_send ? Packed::Content::kRead : Packed::Content::kOverwritten);
+    run_transfer(call, packed.data(), source, destination);
+    if (!is_send) packed.unpack();
+  };
+  return launch(mode, is_send ? stream_ : receive_stream_,
+                is_send ? ::c10d::OpType::SEND : ::c10d::OpType::RECV,
+                is_send ? "rota:send" : "rota:recv", tensor, body);
+}
+
+void CudaCollectives::run_transfer(const Call& call, void* data, int source, int destination) {
+  run({.kernel = cuda::Kernel::kTransfer,
+       .input = {data},
+       .output = {data},
+       .num_elems = call.num_bytes(),
+       .format = cuda::kBytes,
+       .source = source,
+       .destination = destination,
+       .fingerprint = communicator_->post_transfer(call, source, destination)});
+}
+
+}  // namespace rota::tensors

@@ -1,0 +1,178 @@
+// Ranks that connect to their peers later than they make the group, or never: what the idle ones
+// hold, and what the others hear of them.
+#include <chrono>
+#include <memory>
+#include <optional>
+
+#include "check.h"
+#include "core/communicator.h"
+#include "open_files.h"
+#include "processes.h"
+#include "ranks.h"
+#include "transport/bootstrap.h"
+#include "transport/shared_memory.h"
+
+namespace rota::test {
+namespace {
+
+using std::chrono::milliseconds;
+using transport::SharedMemoryRank;
+using transport::UniqueFd;
+
+SharedMemoryRank make_rank(FileStore& store, int rank) { return {store, rank, 2, kSmall}; }
+
+std::unique_ptr<Communicator> connect_now(SharedMemoryRank& rank) {
+  return std::make_unique<Communicator>(rank.connect(kPatience, [] {}), kPatience, [] {});
+}
+
+// Rank 0 connects and sends while rank 1 is idle, and has left by the time rank 1 connects.
+void idle_rank_is_connected_to() {
+  const StoreDirectory directory;
+  run_processes(2, [&](int index) {
+    FileStore store(directory);
+    SharedMemoryRank rank = make_rank(store, index);
+    std::byte byte{42};
+    const Message message{.tag = 0, .dtype = DType::kUInt8, .num_elems = 1};
+    if (index == 0) {
+      const auto communicator = connect_now(rank);
+      communicator->point_to_point().send(&byte, message, 1);
+      store.set("sent", "1");
+      return;
+    }
+    store.await("sent");
+    byte = {};
+    const auto communicator = connect_now(rank);
+    PointToPoint& links = communicator->point_to_point();
+    links.wait(*links.recv(&byte, message, 0), CallerThread::kUser);
+    check(byte == std::byte{42}, "the message that was sent before this rank connected");
+  });
+}
+
+void rank_that_leaves_unconnected_has_left() {
+  const StoreDirectory directory;
+  run_processes(2, [&](int index) {
+    FileStore store(directory);
+    std::optional<SharedMemoryRank> rank(std::in_place, store, index, 2, kSmall);
+    if (index == 1) {
+      store.await("connected");
+      rank.reset();
+      store.set("left", "1");
+      store.await("end");
+      return;
+    }
+    const auto communicator = connect_now(*rank);
+    store.set("connected", "1");
+    const Error error =
+        expect_error(ErrorKind::kPeerFailed, [&] { communicator->barrier(CallerThread::kUser); });
+    check_contains(error.what(), "rank 1");
+    check_contains(error.what(), "has left the group");
+    store.await("left");
+    store.set("end", "1");
+  });
+}
+
+void rank_that_has_left_is_named() {
+  const StoreDirectory directory;
+  run_processes(2, [&](int index) {
+    FileStore store(directory);
+    std::optional<SharedMemoryRank> rank(std::in_place, store, index, 2, kSmall);
+    // Keeps the process's listener running, for another group.
+    const SharedMemoryRank other = make_rank(store, index);
+    if (index == 1) {
+      rank.reset();
+      store.set("left", "1");
+      store.await("end");
+      return;
+    }
+    store.await("left");
+    const Error error =
+        expect_error(ErrorKind::kTransport, [&] { rank->connect(kPatience, [] {}); });
+    check_contains(error.what(), "rank 1 has left the group");
+    store.set("end", "1");
+  });
+}
+
+// Connected ranks hold neither a descriptor of their memory nor the socket, and unconnected ones
+// no memory.
+void unconnected_ranks_hold_few_descriptors() {
+  const StoreDirectory directory;
+  run_processes(2, [&](int index) {
+    FileStore store(directory);
+    const int64_t num_files = num_open_files();
+    {
+      SharedMemoryRank first = make_rank(store, index);
+      check_equal(num_open_files(), num_files + 1, "descriptors: the socket");
+      const SharedMemoryRank second = make_rank(store, index);
+      check_equal(num_open_files(), num_files + 1, "descriptors of two groups");
+      store.set(join("counted/", index), "1");
+      store.await(join("counted/", 1 - index));
+      connect_now(first)->barrier(CallerThread::kUser);
+    }
+    check_equal(num_open_files(), num_files, "descriptors at the end");
+  });
+}
+
+// Rank 1 lacks memory when rank 0 connects to it, although it does not use the group itself.
+void rank_without_memory_refuses() {
+  const StoreDirectory directory;
+  run_processes(2, [&](int index) {
+    FileStore store(directory);
+    if (index == 1) {
+      const transport::Bootstrap bootstrap(store, 1, 2, kSmall, []() -> UniqueFd {
+        throw Error(ErrorKind::kTransport, "rota: there is no memory");
+      });
+      store.await("refused");
+      return;
+    }
+    SharedMemoryRank rank = make_rank(store, index);
+    const int num_files = num_open_files();
+    const Error error =
+        expect_error(ErrorKind::kTransport, [&] { rank.connect(kPatience, [] {}); });
+    check_contains(error.what(), "rank 1 refused the handshake: rota: there is no memory");
+    check_equal(num_open_files(), num_files + 1, "descriptors: the own memory");
+    store.set("refused", "1");
+  });
+}
+
+// Rank 0 makes a group anew over the same store while rank 1 still has the first one.
+void group_made_again_waits_for_the_peer_to_make_it_again() {
+  const StoreDirectory directory;
+  run_processes(2, [&](int index) {
+    FileStore store(directory);
+    std::optional<SharedMemoryRank> first(std::in_place, store, index, 2, kSmall);
+    if (index == 1) store.await("used");
+    first.reset();
+    SharedMemoryRank second = make_rank(store, index);
+    if (index == 0) {
+      const Error error =
+          expect_error(ErrorKind::kTransport, [&] { second.connect(milliseconds(100), [] {}); });
+      check_contains(error.what(), "still waits for rank 1 to make this group");
+      store.set("used", "1");
+    }
+    connect_now(second)->barrier(CallerThread::kUser);
+  });
+}
+
+void forked_child_drops_an_unconnected_rank() {
+  const StoreDirectory directory;
+  run_processes(2, [&](int index) {
+    FileStore store(directory);
+    std::optional<SharedMemoryRank> rank(std::in_place, store, index, 2, kSmall);
+    const pid_t child = start_process([&] { rank.reset(); });
+    check_equal(wait_for_process(child), Exit{}, "end of the child");
+    connect_now(*rank)->barrier(CallerThread::kUser);
+  });
+}
+
+const CaseTable kCases{
+    {"unconnected_idle", idle_rank_is_connected_to},
+    {"unconnected_leaves", rank_that_leaves_unconnected_has_left},
+    {"unconnected_has_left", rank_that_has_left_is_named},
+    {"unconnected_descriptors", unconnected_ranks_hold_few_descriptors},
+    {"unconnected_without_memory", rank_without_memory_refuses},
+    {"bootstrap_made_again", group_made_again_waits_for_the_peer_to_make_it_again},
+    {"unconnected_forked", forked_child_drops_an_unconnected_rank},
+};
+
+}  // namespace
+}  // namespace rota::test
