@@ -21,12 +21,12 @@ struct alignas(kCacheLineBytes) Header {
 // that the receiver copies a piece while the sender copies the next one; longer messages fill
 // several slots anyway. Both compute it.
 uint64_t piece_bytes(const Message& message, uint64_t slot_bytes) {
-  constexpr uint64_t kShortest = 4096 + sizeof(Header);
   constexpr uint64_t kNumPieces = 8;
+  const uint64_t shortest = slot_bytes / 16 + sizeof(Header);
   const uint64_t num_bytes = message.num_bytes() + sizeof(Header);
-  if (num_bytes <= kShortest || message.num_bytes() > slot_bytes) return slot_bytes;
+  if (num_bytes <= shortest || message.num_bytes() > slot_bytes) return slot_bytes;
   const uint64_t part = schedule::ceil_div(num_bytes, kNumPieces * kCacheLineBytes);
-  return std::max(kShortest, part * kCacheLineBytes);
+  return std::max(shortest, part * kCacheLineBytes);
 }
 
 void check_header(const Header& header, int source) {

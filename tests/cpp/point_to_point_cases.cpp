@@ -2,6 +2,7 @@
 // becomes of messages that do not fit, are not received, or never come.
 #include <sched.h>
 
+#include <barrier>
 #include <numeric>
 #include <thread>
 #include <vector>
@@ -371,6 +372,32 @@ void an_abort_ends_every_wait() {
   });
 }
 
+// Rank 1 fails in the middle of a message, of which the rest comes later.
+void the_rest_of_a_failed_message_is_dropped() {
+  std::barrier together(2);
+  run_ranks(2, [&](Communicator& communicator) {
+    PointToPoint& links = communicator.point_to_point();
+    Bytes bytes(kLinkBytes + 4 * kSlot);
+    if (communicator.rank() == 0) {
+      const RequestRef request = links.send(bytes.data(), message_of(bytes), 1);
+      check(!request->is_done(), "the link is full");
+      together.arrive_and_wait();
+      communicator.abort("on purpose");
+      together.arrive_and_wait();
+      check(links.test(*request), "the rest is in the link");
+      together.arrive_and_wait();
+    } else {
+      together.arrive_and_wait();
+      const RequestRef request = links.recv(bytes.data(), message_of(bytes), 0);
+      expect_error(ErrorKind::kPeerFailed, [&] { links.wait(*request, CallerThread::kUser); });
+      together.arrive_and_wait();
+      together.arrive_and_wait();
+      PointToPoint::move_all_groups();
+      check_contains(request->error()->what(), "on purpose");
+    }
+  });
+}
+
 void closing_ends_what_is_outstanding() {
   run_ranks(2, [](Communicator& communicator) {
     PointToPoint& links = communicator.point_to_point();
@@ -402,6 +429,7 @@ const CaseTable kCases{
     {"p2p_departure", a_rank_that_leaves_is_not_waited_for},
     {"p2p_departure_attended", a_rank_that_leaves_ends_what_is_attended},
     {"p2p_abort", an_abort_ends_every_wait},
+    {"p2p_failed_message", the_rest_of_a_failed_message_is_dropped},
     {"p2p_close", closing_ends_what_is_outstanding},
 };
 
