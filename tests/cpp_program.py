@@ -104,6 +104,7 @@ class Flavour:
     flags: tuple[str, ...] = ()
     patches: tuple[Change, ...] = ()
     environment: dict[str, str] = field(default_factory=dict, hash=False)
+    without: tuple[str, ...] = ()  # cases that this flavour cannot run
 
     def patched_files(self) -> dict[str, str]:
         """The patched text of each file, by path below csrc/."""
@@ -116,7 +117,8 @@ class Flavour:
 
 def cases_of(flavour: Flavour) -> list[str]:
     sources = [source for source in flavour.sources if source.endswith("_cases")]
-    return [name for source in sources for name in case_names(source)]
+    names = [name for source in sources for name in case_names(source)]
+    return [name for name in names if name not in flavour.without]
 
 
 def each_case(flavours: Iterable[Flavour]) -> pytest.MarkDecorator:

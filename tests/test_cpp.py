@@ -96,7 +96,12 @@ FLAVOURS = (
         flags=ASAN_FLAGS,
         environment=ASAN,
     ),
-    Flavour("endless", (*COMMON, *SLEEPING_CASES), patches=ENDLESS_SLEEP),
+    Flavour(
+        "endless",
+        (*COMMON, *SLEEPING_CASES),
+        patches=ENDLESS_SLEEP,
+        without=("waiter_given_up",),  # nobody wakes it
+    ),
 )
 
 
