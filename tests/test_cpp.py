@@ -160,8 +160,8 @@ MUTANTS = (
         SLOTS,
     ),
     Mutant(
-        "link-slot-too-early",
-        (Patch(LINKS, r"sent_\[peer\] \+ 1 - kNum", "sent_[peer] + (IS_MUTANT ? 0 : 1) - kNum"),),
+        "link-sent-too-early",
+        (Patch(LINKS, r"min\(end, num_lines_\)", "min(end, num_lines_ + (IS_MUTANT ? 1 : 0))"),),
         MESSAGES,
     ),
     Mutant(
@@ -169,8 +169,8 @@ MUTANTS = (
         (Patch(LINKS, r"received_\[peer\] \+ 1\}", "received_[peer] + (IS_MUTANT ? 0 : 1)}"),),
         MESSAGES,
     ),
-    earlier("link-release-too-early", "min(num_there", "links_.release(peer);"),
-    earlier("link-publish-too-early", "min(num_free", "links_.publish(peer);"),
+    earlier("link-release-too-early", "num_taken +=", "links_.release(peer, num_taken);"),
+    earlier("link-publish-too-early", "num_bytes = piece;", "links_.publish(peer, piece);"),
     Mutant(
         "no-wait-launched",
         (

@@ -10,23 +10,21 @@
 namespace rota {
 namespace {
 
-// The start of a message's first link message.
+// The start of an envelope.
 struct alignas(kCacheLineBytes) Header {
   uint64_t tag;
   uint64_t dtype;
   uint64_t num_elems;
 };
 
-// The bytes of a message that travel together, with its header. What fits in one slot is cut, so
-// that the receiver copies a piece while the sender copies the next one; longer messages fill
-// several slots anyway. Both compute it.
-uint64_t piece_bytes(const Message& message, uint64_t slot_bytes) {
-  constexpr uint64_t kNumPieces = 8;
-  const uint64_t shortest = slot_bytes / 16 + sizeof(Header);
-  const uint64_t num_bytes = message.num_bytes() + sizeof(Header);
-  if (num_bytes <= shortest || message.num_bytes() > slot_bytes) return slot_bytes;
-  const uint64_t part = schedule::ceil_div(num_bytes, kNumPieces * kCacheLineBytes);
-  return std::max(shortest, part * kCacheLineBytes);
+// The bytes of a message that fit into its envelope.
+uint64_t envelope_capacity(const transport::Geometry& geometry) {
+  return geometry.envelope_bytes - sizeof(Header);
+}
+
+// So that many are under way at once.
+uint64_t longest_piece(const transport::Geometry& geometry) {
+  return geometry.ring_bytes / 32 / kCacheLineBytes * kCacheLineBytes;
 }
 
 void check_header(const Header& header, int source) {
@@ -67,24 +65,49 @@ void MessageQueues::move(Done& done) {
   }
 }
 
+// A message is cut, so that the receiver copies a piece while the sender copies the next one. The
+// pieces of longer messages are longer, because their flags take time.
+uint64_t MessageQueues::piece_bytes(const Request& send) const {
+  const transport::Geometry& geometry = transport_.geometry();
+  const uint64_t num_bytes = send.message_.num_bytes();
+  const uint64_t piece = std::clamp(num_bytes / 8 / kCacheLineBytes * kCacheLineBytes,
+                                    std::min(geometry.envelope_bytes, longest_piece(geometry)), longest_piece(geometry));
+  return std::min({piece, num_bytes - send.num_moved_, links_.longest_piece(send.peer_)});
+}
+
+Awaited MessageQueues::room_for(const Request& send) const {
+  if (!send.is_begun_) return links_.to_begin(send.peer_);
+  return links_.to_send(send.peer_, piece_bytes(send));
+}
+
+bool MessageQueues::push_piece(Request& send) {
+  if (!room_for(send).is_there()) return false;
+  const Message& message = send.message_;
+  uint64_t num_bytes;
+  if (!send.is_begun_) {
+    num_bytes = std::min(message.num_bytes(), envelope_capacity(transport_.geometry()));
+    const Header header{message.tag, static_cast<uint64_t>(message.dtype), message.num_elems};
+    std::byte* out = links_.outgoing_envelope(send.peer_);
+    std::memcpy(out, &header, sizeof(header));
+    cpu::copy_bytes(out + sizeof(header), send.data_, num_bytes);
+    links_.publish_envelope(send.peer_);
+    send.is_begun_ = true;
+  } else {
+    num_bytes = piece_bytes(send);
+    std::byte* out = links_.outgoing(send.peer_);
+    cpu::copy_bytes(out, send.data_ + send.num_moved_, num_bytes);
+    links_.publish(send.peer_, num_bytes);
+  }
+  send.num_moved_ += num_bytes;
+  return true;
+}
+
 void MessageQueues::push(int peer, Done& done) {
   std::deque<RequestRef>& queue = sends_[static_cast<size_t>(peer)];
-  while (!queue.empty() && links_.to_send(peer).is_there()) {
+  while (!queue.empty()) {
     const RequestRef request = queue.front();
-    const Message& message = request->message_;
-    std::byte* out = links_.outgoing(peer);
-    uint64_t num_free = piece_bytes(message, transport_.geometry().link_slot_bytes);
-    if (request->num_moved_ == 0) {
-      const Header header{message.tag, static_cast<uint64_t>(message.dtype), message.num_elems};
-      std::memcpy(out, &header, sizeof(header));
-      out += sizeof(header);
-      num_free -= sizeof(header);
-    }
-    const uint64_t num_bytes = std::min(num_free, message.num_bytes() - request->num_moved_);
-    cpu::copy_bytes(out, request->data_ + request->num_moved_, num_bytes);
-    links_.publish(peer);
-    request->num_moved_ += num_bytes;
-    if (request->num_moved_ < message.num_bytes()) {
+    if (!push_piece(*request)) return;
+    if (request->num_moved_ < request->message_.num_bytes()) {
       request->moved_at_ = steady_now();
       continue;
     }
@@ -94,23 +117,22 @@ void MessageQueues::push(int peer, Done& done) {
 }
 
 void MessageQueues::pull(int peer, Done& done) {
+  const transport::Geometry& geometry = transport_.geometry();
   Arriving& arriving = arriving_[static_cast<size_t>(peer)];
   while (links_.to_read(peer).is_there()) {
-    const std::byte* in = links_.incoming(peer);
-    uint64_t header_bytes = 0;
+    uint64_t num_bytes;
     if (!arriving.is_begun) {
-      arriving = begin(peer, in);
-      header_bytes = sizeof(Header);
-      in += header_bytes;
+      const std::byte* envelope = links_.incoming_envelope(peer);
+      arriving = begin(peer, envelope);
+      num_bytes = std::min(envelope_capacity(geometry), arriving.num_bytes_left);
+      take(arriving, envelope + sizeof(Header), num_bytes);
+      links_.release_envelope(peer);
+    } else {
+      const std::span<const std::byte> in = links_.incoming(peer);
+      num_bytes = std::min({in.size(), longest_piece(geometry), arriving.num_bytes_left});
+      take(arriving, in.data(), num_bytes);
+      links_.release(peer, num_bytes);
     }
-    const uint64_t num_there = arriving.piece_bytes - header_bytes;
-    const uint64_t num_bytes = std::min(num_there, arriving.num_bytes_left);
-    if (arriving.data != nullptr) {
-      arriving.copier.copy(arriving.data, in, num_bytes);
-      arriving.data += num_bytes;
-    }
-    links_.release(peer);
-    arriving.num_bytes_left -= num_bytes;
     const RequestRef& recv = arriving.early ? arriving.early->taken_by : arriving.recv;
     if (recv) recv->num_moved_ += num_bytes;
     if (arriving.num_bytes_left > 0) {
@@ -127,13 +149,19 @@ void MessageQueues::pull(int peer, Done& done) {
   }
 }
 
-MessageQueues::Arriving MessageQueues::begin(int source, const std::byte* slot) {
+void MessageQueues::take(Arriving& arriving, const std::byte* in, uint64_t num_bytes) {
+  arriving.num_bytes_left -= num_bytes;
+  if (arriving.data == nullptr) return;
+  arriving.copier.copy(arriving.data, in, num_bytes);
+  arriving.data += num_bytes;
+}
+
+MessageQueues::Arriving MessageQueues::begin(int source, const std::byte* envelope) {
   Header header;
-  std::memcpy(&header, slot, sizeof(header));
+  std::memcpy(&header, envelope, sizeof(header));
   check_header(header, source);
   const Message message{header.tag, static_cast<DType>(header.dtype), header.num_elems};
   Arriving arriving{.is_begun = true,
-                    .piece_bytes = piece_bytes(message, transport_.geometry().link_slot_bytes),
                     .num_bytes_left = message.num_bytes()};
   const auto recv = std::ranges::find_if(
       recvs_, [&](const RequestRef& request) { return matches(*request, source, message.tag); });
@@ -244,7 +272,8 @@ MessageQueues::AwaitedFlags MessageQueues::awaited() const {
   for (int peer = 0; peer < transport_.world_size(); ++peer) {
     if (peer == transport_.rank()) continue;
     flags.add(links_.to_read(peer));
-    if (!sends_[static_cast<size_t>(peer)].empty()) flags.add(links_.to_send(peer));
+    const auto& sends = sends_[static_cast<size_t>(peer)];
+    if (!sends.empty()) flags.add(room_for(*sends.front()));
   }
   return flags;
 }

@@ -1,8 +1,8 @@
-// The messages of one rank that are under way. A message is a header and its elements, cut into as
-// many messages of a link as it takes. What arrives is matched with the recvs by source and tag,
+// The messages of one rank that are under way. A message is a header and its elements, and travels
+// through a link in pieces. What arrives is matched with the recvs by source and tag,
 // and kept on the heap if it comes before its recv, without a limit: beyond any limit, ranks that
 // both send first, or a collective behind a send, would wait for each other forever. A rank that
-// waits for nothing takes nothing in, so that its senders wait for free slots.
+// waits for nothing takes nothing in, so that its senders wait for room.
 //
 // Knows nothing of waits, threads and the end of a group. Not safe for several threads at once.
 #pragma once
@@ -61,6 +61,7 @@ class Request {
   int peer_ = 0;  // kAnyRank until a message matches
   Message message_{};
   std::byte* data_ = nullptr;
+  bool is_begun_ = false;                             // of a send: its envelope is in the link
   uint64_t num_moved_ = 0;                            // bytes
   uint64_t number_ = 0;                               // among the requests of this rank, from 1
   std::atomic<Nanoseconds> moved_at_{Nanoseconds()};  // steady_now() when a part of it moved last
@@ -118,7 +119,6 @@ class MessageQueues {
   // A message that a link has received in part.
   struct Arriving {
     bool is_begun = false;
-    uint64_t piece_bytes = 0;
     uint64_t num_bytes_left = 0;
     RequestRef recv;               // one of these two
     std::shared_ptr<Early> early;  //
@@ -128,7 +128,13 @@ class MessageQueues {
 
   void push(int peer, Done& done);
   void pull(int peer, Done& done);
-  Arriving begin(int source, const std::byte* slot);
+  // Returns false if there is no room.
+  bool push_piece(Request& send);
+  // The flag that says that there is room for the next piece of a send.
+  Awaited room_for(const Request& send) const;
+  uint64_t piece_bytes(const Request& send) const;
+  Arriving begin(int source, const std::byte* envelope);
+  static void take(Arriving& arriving, const std::byte* in, uint64_t num_bytes);
   // Of a message that came before its recv. Throws Error(kTransport) if there is none.
   std::unique_ptr<std::byte[]> memory_for(int source, const Message& message) const;
   bool take_early(const RequestRef& recv, Done& done);

@@ -22,6 +22,8 @@ constexpr size_t kMessageBytes = 64 << 10;
 // Multiples of this hold whole cache lines of every dtype, in shards of any world size.
 constexpr size_t kSlotGranuleBytes = 4096;
 constexpr size_t kMaxSlotBytes = 1 << 30;
+// A header and 4 KiB.
+constexpr size_t kEnvelopeBytes = kCacheLineBytes + (4 << 10);
 
 transport::Geometry make_geometry(size_t slot_bytes) {
   if (slot_bytes == 0 || slot_bytes % kSlotGranuleBytes != 0 || slot_bytes > kMaxSlotBytes) {
@@ -29,7 +31,10 @@ transport::Geometry make_geometry(size_t slot_bytes) {
                 join("rota.Communicator: slot_bytes is ", slot_bytes, ", expected a multiple of ",
                      kSlotGranuleBytes, " and at most ", kMaxSlotBytes));
   }
-  return {.message_bytes = kMessageBytes, .slot_bytes = slot_bytes};
+  return {.message_bytes = kMessageBytes,
+          .slot_bytes = slot_bytes,
+          .envelope_bytes = kEnvelopeBytes,
+          .ring_bytes = 2048 << 10};
 }
 
 struct Living {

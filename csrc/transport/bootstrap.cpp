@@ -59,7 +59,7 @@ Bootstrap::Bootstrap(Store& store, int rank, int world_size, const Geometry& geo
       host_(host_id()),
       own_(rank, world_size, std::move(make_memory), geometry.num_bytes(world_size)),
       card_(join(rank, ' ', own_.address(), ' ', world_size, ' ', geometry.message_bytes, ' ',
-                 geometry.slot_bytes, ' ', geometry.link_slot_bytes, ' ', host_)) {
+                 geometry.slot_bytes, ' ', geometry.envelope_bytes, ' ', geometry.ring_bytes, ' ', host_)) {
   store.append(kCardsKey, card_ + '\n');
 }
 
@@ -128,7 +128,7 @@ std::string Bootstrap::address_of(int peer, const std::string& card) const {
   int world_size = 0;
   Geometry geometry{};
   parts >> rank >> name >> token >> world_size >> geometry.message_bytes >> geometry.slot_bytes >>
-      geometry.link_slot_bytes;
+      geometry.envelope_bytes >> geometry.ring_bytes;
   std::getline(parts >> std::ws, host);
   if (world_size != world_size_) {
     fail(join("rank ", peer, " has world_size ", world_size, ", this rank ", rank_, " has ",

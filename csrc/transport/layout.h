@@ -1,7 +1,7 @@
 // The memory of one rank's region: the only place that knows offsets. One layout for shared memory
 // between processes and plain memory between threads.
 //
-//   ControlBlock | mailbox 0 | mailbox 1 | slots | link slots [receiver][slot]
+//   ControlBlock | mailbox 0 | mailbox 1 | slots | links [receiver]: envelopes | ring
 //
 // Only its owner writes the control block; everybody else maps it read-only. Messages and slots are
 // written by their owner too, except that in two_shot the rank that reduces a shard writes the sum
@@ -49,8 +49,8 @@ struct alignas(kPageBytes) ControlBlock {
                           // kernels have ended; even, it has unmapped those of its peers
   Flag abort;             // 1 once the owner has failed; payload[0]: ErrorKind
   char abort_text[1024];  // zero-terminated; written before abort
-  Flag link_filled[kMaxWorldSize];   // by receiver: messages that the owner has put into that link
-  Flag link_drained[kMaxWorldSize];  // by sender: messages that the owner has read from that link
+  Flag link_filled[kMaxWorldSize];   // by receiver: lines that the owner has put into that link
+  Flag link_drained[kMaxWorldSize];  // by sender: lines that the owner has read from that link
   Flag sleeping_on_links;            // like sleeping, for threads that wait for messages of links
   LaunchPosts<128> launches;         // collectives on GPUs
   LaunchPosts<8> sends[kMaxWorldSize];     // from the owner's GPU, by receiver
@@ -76,15 +76,15 @@ inline constexpr int kNumCopySlots = 8;
 // with 4).
 inline constexpr size_t kPlacesPerMailbox = 4;
 
-// Message m of a link uses slot m % kNumHostLinkSlots. What was said of copies holds here, too, but
-// a rank has a link for each peer: with these and its slots, 8 ranks stay below 64 MiB.
-inline constexpr int kNumHostLinkSlots = 12;
+// Message m of a link begins in envelope m % kNumEnvelopes.
+inline constexpr uint64_t kNumEnvelopes = 16;
 
 // What every rank must agree on; bootstrap compares it.
 struct Geometry {
   size_t message_bytes;  // the longest message of a one-round collective
   size_t slot_bytes;     // one round of a pipelined collective
-  size_t link_slot_bytes = 64 << 10;
+  size_t envelope_bytes;
+  size_t ring_bytes;  // of a link
 
   bool operator==(const Geometry&) const = default;
 
@@ -98,20 +98,24 @@ struct Geometry {
   constexpr size_t slot(uint64_t index) const {
     return sizeof(ControlBlock) + 2 * mailbox_bytes() + index * slot_bytes;
   }
-  constexpr size_t link_slot(int receiver, uint64_t message) const {
-    return slot(kNumCopySlots) + static_cast<size_t>(receiver) * link_bytes() +
-           message % kNumHostLinkSlots * link_slot_bytes;
+  constexpr size_t envelope(int receiver, uint64_t message) const {
+    return link(receiver).offset + message % kNumEnvelopes * envelope_bytes;
   }
-  constexpr size_t num_bytes(int world_size) const { return link_slot(world_size, 0); }
+  constexpr size_t ring(int receiver) const {
+    return link(receiver).offset + kNumEnvelopes * envelope_bytes;
+  }
+  constexpr size_t num_bytes(int world_size) const { return link(world_size).offset; }
 
   // The memory of collectives that use the first num_slots slots.
   constexpr Span collectives(int num_slots) const {
     return {sizeof(ControlBlock), slot(static_cast<uint64_t>(num_slots)) - sizeof(ControlBlock)};
   }
-  constexpr Span link(int receiver) const { return {link_slot(receiver, 0), link_bytes()}; }
+  constexpr Span link(int receiver) const {
+    const size_t num_bytes = kNumEnvelopes * envelope_bytes + ring_bytes;
+    return {slot(kNumCopySlots) + static_cast<size_t>(receiver) * num_bytes, num_bytes};
+  }
 
  private:
-  constexpr size_t link_bytes() const { return kNumHostLinkSlots * link_slot_bytes; }
   constexpr size_t mailbox_bytes() const {
     return kPlacesPerMailbox * (message_bytes + kCacheLineBytes);
   }

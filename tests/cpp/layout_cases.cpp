@@ -34,7 +34,7 @@ void slots_lie_behind_each_other() {
       check_equal(geometry.slot(index), geometry.slot(0) + index * geometry.slot_bytes, "slot");
     }
     check_equal(geometry.slot(0) % kCacheLineBytes, size_t{0}, "offset in a cache line");
-    check_equal(geometry.link_slot(0, 0),
+    check_equal(geometry.link(0).offset,
                 geometry.slot(0) + transport::kNumCopySlots * geometry.slot_bytes,
                 "end of the slots");
   }
@@ -47,10 +47,7 @@ void links_lie_behind_each_other() {
     size_t end = collectives.offset + collectives.num_bytes;
     for (int receiver = 0; receiver < kWorldSize; ++receiver) {
       check_equal(geometry.link(receiver).offset, end, "begin of a link");
-      for (uint64_t message = 0; message < 3 * transport::kNumHostLinkSlots; ++message) {
-        const size_t place = message % transport::kNumHostLinkSlots * geometry.link_slot_bytes;
-        check_equal(geometry.link_slot(receiver, message), end + place, "slot of a link");
-      }
+      check_equal(geometry.link(receiver).num_bytes, geometry.link_bytes, "bytes of a link");
       end += geometry.link(receiver).num_bytes;
     }
     check_equal(geometry.num_bytes(kWorldSize), end, "bytes of a region");

@@ -18,16 +18,16 @@ namespace {
 using std::chrono::milliseconds;
 using Bytes = std::vector<uint8_t>;
 
-constexpr size_t kSlot = kSmall.link_slot_bytes;
-constexpr size_t kLinkBytes = transport::kNumHostLinkSlots * kSlot;
-// Zero, one, around one slot with its header and without, a whole link, many times that.
+constexpr size_t kLinkBytes = kSmall.link_bytes;
+constexpr size_t kPiece = kLinkBytes / 12;  // the longest
+// Zero, one, around one piece with its header and without, a whole link, many times that.
 constexpr size_t kLengths[] = {0,
                                1,
-                               kSlot - 65,
-                               kSlot - 64,
-                               kSlot - 63,
-                               kSlot,
-                               2 * kSlot - 64,
+                               kPiece - 65,
+                               kPiece - 64,
+                               kPiece - 63,
+                               kPiece,
+                               2 * kPiece - 64,
                                kLinkBytes,
                                9 * kLinkBytes + 7};
 
@@ -378,7 +378,7 @@ void the_rest_of_a_failed_message_is_dropped() {
   std::barrier together(2);
   run_ranks(2, [&](Communicator& communicator) {
     PointToPoint& links = communicator.point_to_point();
-    Bytes bytes(kLinkBytes + 4 * kSlot);
+    Bytes bytes(kLinkBytes + 4 * kPiece);
     if (communicator.rank() == 0) {
       const RequestRef request = links.send(bytes.data(), message_of(bytes), 1);
       check(!request->is_done(), "the link is full");
