@@ -161,16 +161,22 @@ MUTANTS = (
     ),
     Mutant(
         "link-sent-too-early",
-        (Patch(LINKS, r"min\(end, num_lines_\)", "min(end, num_lines_ + (IS_MUTANT ? 1 : 0))"),),
+        (Patch(LINKS, r"min\(end, ring_lines_\)", "min(end, ring_lines_ + (IS_MUTANT ? 1 : 0))"),),
         MESSAGES,
     ),
     Mutant(
         "link-read-too-early",
-        (Patch(LINKS, r"received_\[peer\] \+ 1\}", "received_[peer] + (IS_MUTANT ? 0 : 1)}"),),
+        (Patch(LINKS, r"\.lines \+ 1\}", ".lines + (IS_MUTANT ? 0 : 1)}"),),
         MESSAGES,
     ),
-    earlier("link-release-too-early", "num_taken +=", "links_.release(peer, num_taken);"),
-    earlier("link-publish-too-early", "num_bytes = piece;", "links_.publish(peer, piece);"),
+    earlier("link-release-too-early", "in = links_.incoming(", "links_.release(peer, num_bytes);"),
+    earlier("link-publish-too-early", "= links_.outgoing(", "links_.publish(send.peer_, num_bytes);"),
+    earlier("envelope-released-too-early", "= begin(", "links_.release_envelope(peer);"),
+    earlier(
+        "envelope-published-too-early",
+        "= links_.outgoing_envelope(",
+        "links_.publish_envelope(send.peer_);",
+    ),
     Mutant(
         "no-wait-launched",
         (

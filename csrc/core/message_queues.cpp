@@ -17,14 +17,21 @@ struct alignas(kCacheLineBytes) Header {
   uint64_t num_elems;
 };
 
-// The bytes of a message that fit into its envelope.
-uint64_t envelope_capacity(const transport::Geometry& geometry) {
-  return geometry.envelope_bytes - sizeof(Header);
+// A message that fits lies in its envelope; a longer one goes through the ring as a whole, where
+// its pieces are aligned and all of one kind.
+uint64_t bytes_in_envelope(const Message& message, const transport::Geometry& geometry) {
+  const bool fits = message.num_bytes() <= geometry.envelope_bytes - sizeof(Header);
+  return fits ? message.num_bytes() : 0;
 }
 
-// So that many are under way at once.
-uint64_t longest_piece(const transport::Geometry& geometry) {
-  return geometry.ring_bytes / 32 / kCacheLineBytes * kCacheLineBytes;
+// A message is cut, so that the receiver copies a piece while the sender copies the next one. The
+// pieces of longer messages are longer, because flags take time, too.
+uint64_t piece_bytes(const Message& message, const transport::Geometry& geometry) {
+  constexpr uint64_t kNumPieces = 4, kShortest = 2 << 10;
+  const uint64_t longest = geometry.ring_bytes / 32;
+  const uint64_t piece =
+      std::clamp(message.num_bytes() / kNumPieces, std::min(kShortest, longest), longest);
+  return piece / kCacheLineBytes * kCacheLineBytes;
 }
 
 void check_header(const Header& header, int source) {
@@ -51,7 +58,9 @@ void MessageQueues::add(const RequestRef& request, Done& done) {
   ++num_unfinished_;
   if (request->direction_ == Direction::kSend) {
     sends_[static_cast<size_t>(request->peer_)].push_back(request);
-    links_.open(request->peer_);
+    const Message& message = request->message_;
+    const uint64_t num_bytes = bytes_in_envelope(message, transport_.geometry());
+    links_.open(request->peer_, /*needs_ring=*/num_bytes < message.num_bytes());
   } else if (!take_early(request, done)) {
     recvs_.push_back(request);
   }
@@ -65,27 +74,23 @@ void MessageQueues::move(Done& done) {
   }
 }
 
-// A message is cut, so that the receiver copies a piece while the sender copies the next one. The
-// pieces of longer messages are longer, because their flags take time.
-uint64_t MessageQueues::piece_bytes(const Request& send) const {
-  const transport::Geometry& geometry = transport_.geometry();
-  const uint64_t num_bytes = send.message_.num_bytes();
-  const uint64_t piece = std::clamp(num_bytes / 8 / kCacheLineBytes * kCacheLineBytes,
-                                    std::min(geometry.envelope_bytes, longest_piece(geometry)), longest_piece(geometry));
-  return std::min({piece, num_bytes - send.num_moved_, links_.longest_piece(send.peer_)});
+uint64_t MessageQueues::next_piece(const Request& send) const {
+  const Message& message = send.message_;
+  if (!send.is_begun_) return bytes_in_envelope(message, transport_.geometry());
+  return std::min({piece_bytes(message, transport_.geometry()),
+                   message.num_bytes() - send.num_moved_, links_.longest_piece(send.peer_)});
 }
 
 Awaited MessageQueues::room_for(const Request& send) const {
   if (!send.is_begun_) return links_.to_begin(send.peer_);
-  return links_.to_send(send.peer_, piece_bytes(send));
+  return links_.to_send(send.peer_, next_piece(send));
 }
 
 bool MessageQueues::push_piece(Request& send) {
   if (!room_for(send).is_there()) return false;
   const Message& message = send.message_;
-  uint64_t num_bytes;
+  const uint64_t num_bytes = next_piece(send);
   if (!send.is_begun_) {
-    num_bytes = std::min(message.num_bytes(), envelope_capacity(transport_.geometry()));
     const Header header{message.tag, static_cast<uint64_t>(message.dtype), message.num_elems};
     std::byte* out = links_.outgoing_envelope(send.peer_);
     std::memcpy(out, &header, sizeof(header));
@@ -93,7 +98,6 @@ bool MessageQueues::push_piece(Request& send) {
     links_.publish_envelope(send.peer_);
     send.is_begun_ = true;
   } else {
-    num_bytes = piece_bytes(send);
     std::byte* out = links_.outgoing(send.peer_);
     cpu::copy_bytes(out, send.data_ + send.num_moved_, num_bytes);
     links_.publish(send.peer_, num_bytes);
@@ -121,15 +125,16 @@ void MessageQueues::pull(int peer, Done& done) {
   Arriving& arriving = arriving_[static_cast<size_t>(peer)];
   while (links_.to_read(peer).is_there()) {
     uint64_t num_bytes;
-    if (!arriving.is_begun) {
+    if (!arriving.message) {
       const std::byte* envelope = links_.incoming_envelope(peer);
       arriving = begin(peer, envelope);
-      num_bytes = std::min(envelope_capacity(geometry), arriving.num_bytes_left);
+      num_bytes = bytes_in_envelope(*arriving.message, geometry);
       take(arriving, envelope + sizeof(Header), num_bytes);
       links_.release_envelope(peer);
     } else {
       const std::span<const std::byte> in = links_.incoming(peer);
-      num_bytes = std::min({in.size(), longest_piece(geometry), arriving.num_bytes_left});
+      num_bytes =
+          std::min({in.size(), piece_bytes(*arriving.message, geometry), arriving.num_bytes_left});
       take(arriving, in.data(), num_bytes);
       links_.release(peer, num_bytes);
     }
@@ -161,8 +166,7 @@ MessageQueues::Arriving MessageQueues::begin(int source, const std::byte* envelo
   std::memcpy(&header, envelope, sizeof(header));
   check_header(header, source);
   const Message message{header.tag, static_cast<DType>(header.dtype), header.num_elems};
-  Arriving arriving{.is_begun = true,
-                    .num_bytes_left = message.num_bytes()};
+  Arriving arriving{.message = message, .num_bytes_left = message.num_bytes()};
   const auto recv = std::ranges::find_if(
       recvs_, [&](const RequestRef& request) { return matches(*request, source, message.tag); });
   if (recv != recvs_.end()) {

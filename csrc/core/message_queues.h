@@ -116,9 +116,9 @@ class MessageQueues {
     bool is_whole = false;
     RequestRef taken_by;  // a recv that came while the message was still arriving
   };
-  // A message that a link has received in part.
+  // A message that a link has received in part, or none.
   struct Arriving {
-    bool is_begun = false;
+    std::optional<Message> message;
     uint64_t num_bytes_left = 0;
     RequestRef recv;               // one of these two
     std::shared_ptr<Early> early;  //
@@ -132,7 +132,8 @@ class MessageQueues {
   bool push_piece(Request& send);
   // The flag that says that there is room for the next piece of a send.
   Awaited room_for(const Request& send) const;
-  uint64_t piece_bytes(const Request& send) const;
+  // Its bytes.
+  uint64_t next_piece(const Request& send) const;
   Arriving begin(int source, const std::byte* envelope);
   static void take(Arriving& arriving, const std::byte* in, uint64_t num_bytes);
   // Of a message that came before its recv. Throws Error(kTransport) if there is none.

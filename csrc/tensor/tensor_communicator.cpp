@@ -22,10 +22,8 @@ constexpr size_t kMessageBytes = 64 << 10;
 // Multiples of this hold whole cache lines of every dtype, in shards of any world size.
 constexpr size_t kSlotGranuleBytes = 4096;
 constexpr size_t kMaxSlotBytes = 1 << 30;
-// A header and 4 KiB.
-constexpr size_t kEnvelopeBytes = kCacheLineBytes + (4 << 10);
 
-transport::Geometry make_geometry(size_t slot_bytes) {
+transport::Geometry make_geometry(size_t slot_bytes, int world_size) {
   if (slot_bytes == 0 || slot_bytes % kSlotGranuleBytes != 0 || slot_bytes > kMaxSlotBytes) {
     throw Error(ErrorKind::kValue,
                 join("rota.Communicator: slot_bytes is ", slot_bytes, ", expected a multiple of ",
@@ -33,8 +31,7 @@ transport::Geometry make_geometry(size_t slot_bytes) {
   }
   return {.message_bytes = kMessageBytes,
           .slot_bytes = slot_bytes,
-          .envelope_bytes = kEnvelopeBytes,
-          .ring_bytes = 2048 << 10};
+          .ring_bytes = transport::default_ring_bytes(world_size)};
 }
 
 struct Living {
@@ -73,8 +70,8 @@ TensorCommunicator::TensorCommunicator(const c10::intrusive_ptr<::c10d::Store>& 
     throw Error(ErrorKind::kValue, join("rota.Communicator: world_size is ", world_size,
                                         ", expected at most ", kMaxWorldSize, " on one host"));
   }
-  unconnected_ = std::make_unique<transport::SharedMemoryRank>(store_, rank, world_size,
-                                                               make_geometry(options.slot_bytes));
+  unconnected_ = std::make_unique<transport::SharedMemoryRank>(
+      store_, rank, world_size, make_geometry(options.slot_bytes, world_size));
 }
 
 void TensorCommunicator::connect(OwnTimeout own_timeout) {

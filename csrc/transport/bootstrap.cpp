@@ -59,7 +59,8 @@ Bootstrap::Bootstrap(Store& store, int rank, int world_size, const Geometry& geo
       host_(host_id()),
       own_(rank, world_size, std::move(make_memory), geometry.num_bytes(world_size)),
       card_(join(rank, ' ', own_.address(), ' ', world_size, ' ', geometry.message_bytes, ' ',
-                 geometry.slot_bytes, ' ', geometry.envelope_bytes, ' ', geometry.ring_bytes, ' ', host_)) {
+                 geometry.slot_bytes, ' ', geometry.envelope_bytes, ' ', geometry.ring_bytes, ' ',
+                 host_)) {
   store.append(kCardsKey, card_ + '\n');
 }
 

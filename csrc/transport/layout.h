@@ -7,7 +7,7 @@
 // written by their owner too, except that in two_shot the rank that reduces a shard writes the sum
 // back over the contribution. The owner reserves the memory behind the control block before anybody
 // touches it: for collectives at the first one, and more at the first long copy, for a link at its
-// first message. No pointer is ever
+// first message, for its ring at the first that needs one. No pointer is ever
 // stored here, and every bound comes from the reader's own Geometry, never from what a peer wrote.
 // csrc/README.md has the table of sync words with their memory orders, and explains why each reuse
 // of a slot is safe.
@@ -79,12 +79,18 @@ inline constexpr size_t kPlacesPerMailbox = 4;
 // Message m of a link begins in envelope m % kNumEnvelopes.
 inline constexpr uint64_t kNumEnvelopes = 16;
 
+// A ring of 2 MiB does not fit into a second-level cache; what was said of copies holds here, too.
+// But a rank has a ring for each peer: with these, up to 8 ranks share at most 64 MiB.
+constexpr size_t default_ring_bytes(int world_size) {
+  return world_size <= 5 ? 2 << 20 : 704 << 10;
+}
+
 // What every rank must agree on; bootstrap compares it.
 struct Geometry {
-  size_t message_bytes;  // the longest message of a one-round collective
-  size_t slot_bytes;     // one round of a pipelined collective
-  size_t envelope_bytes;
-  size_t ring_bytes;  // of a link
+  size_t message_bytes;             // the longest message of a one-round collective
+  size_t slot_bytes;                // one round of a pipelined collective
+  size_t ring_bytes;                // of a link
+  size_t envelope_bytes = 4 << 10;  // with a header
 
   bool operator==(const Geometry&) const = default;
 
@@ -99,20 +105,22 @@ struct Geometry {
     return sizeof(ControlBlock) + 2 * mailbox_bytes() + index * slot_bytes;
   }
   constexpr size_t envelope(int receiver, uint64_t message) const {
-    return link(receiver).offset + message % kNumEnvelopes * envelope_bytes;
+    return envelopes(receiver).offset + message % kNumEnvelopes * envelope_bytes;
   }
-  constexpr size_t ring(int receiver) const {
-    return link(receiver).offset + kNumEnvelopes * envelope_bytes;
-  }
-  constexpr size_t num_bytes(int world_size) const { return link(world_size).offset; }
+  constexpr size_t num_bytes(int world_size) const { return envelopes(world_size).offset; }
 
   // The memory of collectives that use the first num_slots slots.
   constexpr Span collectives(int num_slots) const {
     return {sizeof(ControlBlock), slot(static_cast<uint64_t>(num_slots)) - sizeof(ControlBlock)};
   }
-  constexpr Span link(int receiver) const {
-    const size_t num_bytes = kNumEnvelopes * envelope_bytes + ring_bytes;
-    return {slot(kNumCopySlots) + static_cast<size_t>(receiver) * num_bytes, num_bytes};
+  constexpr Span envelopes(int receiver) const {
+    const size_t num_bytes = kNumEnvelopes * envelope_bytes;
+    return {slot(kNumCopySlots) + static_cast<size_t>(receiver) * (num_bytes + ring_bytes),
+            num_bytes};
+  }
+  constexpr Span ring(int receiver) const {
+    const Span before = envelopes(receiver);
+    return {before.offset + before.num_bytes, ring_bytes};
   }
 
  private:

@@ -40,9 +40,14 @@ class Links {
         ring_lines_(geometry_.ring_bytes / kCacheLineBytes),
         envelope_lines_(ring_lines_ / kNumEnvelopes) {}
 
-  // Call before the first message to this peer. Throws Error(kTransport) if memory is short.
-  void open(int peer) {
-    if (sent_[peer].lines == 0) transport_.reserve(geometry_.link(peer));
+  // Call before a message to this peer. Throws Error(kTransport) if memory is short.
+  void open(int peer, bool needs_ring) {
+    const uint64_t peer_bit = uint64_t{1} << peer;
+    if (!(has_envelopes_ & peer_bit)) transport_.reserve(geometry_.envelopes(peer));
+    has_envelopes_ |= peer_bit;
+    if (!needs_ring) return;
+    if (!(has_ring_ & peer_bit)) transport_.reserve(geometry_.ring(peer));
+    has_ring_ |= peer_bit;
   }
 
   // Holds once an envelope is free.
@@ -114,7 +119,7 @@ class Links {
     return geometry_.envelope(receiver, progress.envelopes);
   }
   size_t ring(int receiver, const Progress& progress) const {
-    return geometry_.ring(receiver) + progress.ring_lines % ring_lines_ * kCacheLineBytes;
+    return geometry_.ring(receiver).offset + progress.ring_lines % ring_lines_ * kCacheLineBytes;
   }
   uint64_t to_end(const Progress& progress) const {
     return ring_lines_ - progress.ring_lines % ring_lines_;
@@ -140,6 +145,8 @@ class Links {
   Waiter& waiter_;
   uint64_t ring_lines_;
   uint64_t envelope_lines_;
+  uint64_t has_envelopes_ = 0;                      // receivers, as bit masks: of reserved memory
+  uint64_t has_ring_ = 0;                           //
   std::array<Progress, kMaxWorldSize> sent_{};      // by receiver
   std::array<Progress, kMaxWorldSize> received_{};  // by sender
 };

@@ -305,7 +305,8 @@ void rank_that_had_to_refuse_says_so() {
   check_equal(wait_for_process(rank_0), Exit{}, "end of rank 0");
 }
 
-constexpr transport::Geometry kOtherSlots{.message_bytes = 1024, .slot_bytes = 8192};
+constexpr transport::Geometry kOtherSlots{
+    .message_bytes = 1024, .slot_bytes = 8192, .ring_bytes = 6144};
 
 const CaseTable kCases{
     {"bootstrap_world_sizes_differ",

@@ -8,8 +8,9 @@ namespace {
 using transport::ControlBlock;
 using transport::Geometry;
 
-constexpr Geometry kGeometries[] = {{.message_bytes = 1024, .slot_bytes = 4096},
-                                    {.message_bytes = 64 << 10, .slot_bytes = 256 << 10}};
+constexpr Geometry kGeometries[] = {
+    {.message_bytes = 1024, .slot_bytes = 4096, .ring_bytes = 6144},
+    {.message_bytes = 64 << 10, .slot_bytes = 256 << 10, .ring_bytes = 2 << 20}};
 
 void messages_lie_in_the_mailbox_of_their_epoch() {
   for (const Geometry& geometry : kGeometries) {
@@ -34,7 +35,7 @@ void slots_lie_behind_each_other() {
       check_equal(geometry.slot(index), geometry.slot(0) + index * geometry.slot_bytes, "slot");
     }
     check_equal(geometry.slot(0) % kCacheLineBytes, size_t{0}, "offset in a cache line");
-    check_equal(geometry.link(0).offset,
+    check_equal(geometry.envelopes(0).offset,
                 geometry.slot(0) + transport::kNumCopySlots * geometry.slot_bytes,
                 "end of the slots");
   }
@@ -46,20 +47,28 @@ void links_lie_behind_each_other() {
     const transport::Span collectives = geometry.collectives(transport::kNumCopySlots);
     size_t end = collectives.offset + collectives.num_bytes;
     for (int receiver = 0; receiver < kWorldSize; ++receiver) {
-      check_equal(geometry.link(receiver).offset, end, "begin of a link");
-      check_equal(geometry.link(receiver).num_bytes, geometry.link_bytes, "bytes of a link");
-      end += geometry.link(receiver).num_bytes;
+      for (uint64_t message = 0; message < 3 * transport::kNumEnvelopes; ++message) {
+        const size_t place = message % transport::kNumEnvelopes * geometry.envelope_bytes;
+        check_equal(geometry.envelope(receiver, message), end + place, "envelope");
+      }
+      check_equal(geometry.envelopes(receiver).offset, end, "begin of the envelopes");
+      end += transport::kNumEnvelopes * geometry.envelope_bytes;
+      check_equal(geometry.ring(receiver).offset, end, "begin of a ring");
+      end += geometry.ring_bytes;
     }
     check_equal(geometry.num_bytes(kWorldSize), end, "bytes of a region");
   }
 }
 
-void eight_ranks_share_at_most_64_mib() {
-  const Geometry geometry{.message_bytes = 64 << 10, .slot_bytes = 256 << 10};
-  const size_t of_rank = sizeof(ControlBlock) +
-                         geometry.collectives(transport::kNumCopySlots).num_bytes +
-                         7 * geometry.link(0).num_bytes;
-  check(8 * of_rank <= 64 << 20, join(8 * of_rank, " bytes"));
+void up_to_eight_ranks_share_at_most_64_mib() {
+  for (int world_size = 2; world_size <= 8; ++world_size) {
+    const Geometry geometry{.message_bytes = 64 << 10,
+                            .slot_bytes = 256 << 10,
+                            .ring_bytes = transport::default_ring_bytes(world_size)};
+    // A rank has no link to itself.
+    const size_t num_bytes = static_cast<size_t>(world_size) * geometry.num_bytes(world_size - 1);
+    check(num_bytes <= 64 << 20, join(world_size, " ranks share ", num_bytes, " bytes"));
+  }
 }
 
 void control_block_has_pages_of_its_own() {
@@ -72,7 +81,7 @@ const CaseTable kCases{
     {"layout_slots", slots_lie_behind_each_other},
     {"layout_links", links_lie_behind_each_other},
     {"layout_control_block", control_block_has_pages_of_its_own},
-    {"layout_memory", eight_ranks_share_at_most_64_mib},
+    {"layout_memory", up_to_eight_ranks_share_at_most_64_mib},
 };
 
 }  // namespace

@@ -18,18 +18,20 @@ namespace {
 using std::chrono::milliseconds;
 using Bytes = std::vector<uint8_t>;
 
-constexpr size_t kLinkBytes = kSmall.link_bytes;
-constexpr size_t kPiece = kLinkBytes / 12;  // the longest
-// Zero, one, around one piece with its header and without, a whole link, many times that.
+constexpr size_t kEnvelope = kSmall.envelope_bytes - kCacheLineBytes;
+constexpr size_t kRing = kSmall.ring_bytes;
+constexpr size_t kPiece = kRing / 32;  // the longest
+// Zero, one, around what fits into an envelope, around pieces, a whole ring, many times that.
 constexpr size_t kLengths[] = {0,
                                1,
-                               kPiece - 65,
-                               kPiece - 64,
-                               kPiece - 63,
-                               kPiece,
-                               2 * kPiece - 64,
-                               kLinkBytes,
-                               9 * kLinkBytes + 7};
+                               kEnvelope - 1,
+                               kEnvelope,
+                               kEnvelope + 1,
+                               4 * kPiece - 1,
+                               4 * kPiece,
+                               4 * kPiece + 1,
+                               kRing,
+                               9 * kRing + 7};
 
 // The content of message `number` of `source`; any two differ from the first byte on.
 Bytes content(int source, uint64_t number, size_t num_bytes) {
@@ -86,7 +88,7 @@ void both_ranks_send_first() {
   run_ranks(2, [](Communicator& communicator) {
     const int peer = 1 - communicator.rank();
     for (uint64_t number = 0; number < 5; ++number) {
-      const size_t length = 20 * kLinkBytes + number;
+      const size_t length = 20 * kRing + number;
       send(communicator, content(communicator.rank(), number, length), peer);
       check_recv(communicator, content(peer, number, length), peer);
     }
@@ -195,7 +197,7 @@ void threads_share_the_links() {
     run_threads(2, [&](int thread) {
       const auto tag = static_cast<uint64_t>(thread);
       for (uint64_t number = 0; number < 100; ++number) {
-        const size_t length = kLengths[number % std::size(kLengths)] % (2 * kLinkBytes);
+        const size_t length = kLengths[number % std::size(kLengths)] % (2 * kRing);
         send(communicator, content(communicator.rank(), number * 2 + tag, length), peer, tag);
         check_recv(communicator, content(peer, number * 2 + tag, length), peer, tag);
       }
@@ -207,7 +209,7 @@ void threads_share_the_links() {
 void requests_go_on_while_nobody_waits() {
   std::atomic<bool> has_arrived{false}, is_reported{false};
   run_ranks(2, [&](Communicator& communicator) {
-    const Bytes bytes = content(0, 1, 50 * kLinkBytes);
+    const Bytes bytes = content(0, 1, 50 * kRing);
     if (communicator.rank() == 1) {
       check_recv(communicator, bytes, 0);
       has_arrived = true;
@@ -229,7 +231,7 @@ void requests_go_on_while_nobody_waits() {
 void another_length_or_dtype_is_a_mismatch() {
   run_ranks(2, [](Communicator& communicator) {
     PointToPoint& links = communicator.point_to_point();
-    for (const size_t length : {size_t{3}, 3 * kLinkBytes}) {
+    for (const size_t length : {size_t{3}, 3 * kRing}) {
       Bytes bytes = content(0, 1, length);
       if (communicator.rank() == 0) {
         send(communicator, bytes, 1, 8);
@@ -278,7 +280,7 @@ void a_send_that_nobody_receives_names_who_was_awaited() {
         }
         is_closed.wait(false);
         const Error error = expect_error(
-            ErrorKind::kTimeout, [&] { send(communicator, content(0, 1, 2 * kLinkBytes), 1, 3); });
+            ErrorKind::kTimeout, [&] { send(communicator, content(0, 1, 2 * kRing), 1, 3); });
         check_contains(error.what(), "rota.send: rank 0/2 waited");
         check_contains(error.what(), "for rank 1");
         check_contains(error.what(), "tag 3");
@@ -378,7 +380,7 @@ void the_rest_of_a_failed_message_is_dropped() {
   std::barrier together(2);
   run_ranks(2, [&](Communicator& communicator) {
     PointToPoint& links = communicator.point_to_point();
-    Bytes bytes(kLinkBytes + 4 * kPiece);
+    Bytes bytes(kRing + 4 * kPiece);
     if (communicator.rank() == 0) {
       const RequestRef request = links.send(bytes.data(), message_of(bytes), 1);
       check(!request->is_done(), "the link is full");
