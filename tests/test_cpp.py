@@ -108,7 +108,7 @@ FLAVOURS = (
 # ---- mutants: faults that the cases must find under ThreadSanitizer
 
 SLOTS = ("mixed_calls-ws3", "longest_messages-ws2")
-MESSAGES = ("p2p_lengths", "p2p_both_first", "p2p_mixed-ws4")
+MESSAGES = ("p2p_lengths", "p2p_short", "p2p_both_first", "p2p_mixed-ws4")
 POSTS = ("launches_agree-ws4", "launches_too_far_ahead")
 ANSWERS = ("rendezvous-ws5", "rendezvous_groups-ws3")
 ENDS = ("joined_regions_order", "joined_regions_anew")

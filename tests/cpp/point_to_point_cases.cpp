@@ -83,6 +83,26 @@ void messages_of_all_lengths_arrive() {
   });
 }
 
+// Rank 0 writes to each envelope as soon as rank 1 has read it.
+void a_link_full_of_short_messages_goes_on() {
+  std::atomic<bool> is_full{false};
+  run_ranks(2, [&](Communicator& communicator) {
+    for (uint64_t number = 0; number < 10 * transport::kNumEnvelopes; ++number) {
+      const Bytes bytes = content(0, number, kEnvelope);
+      if (communicator.rank() == 0) {
+        if (number == transport::kNumEnvelopes) {
+          is_full = true;
+          is_full.notify_all();
+        }
+        send(communicator, bytes, 1);
+      } else {
+        is_full.wait(false);
+        check_recv(communicator, bytes, 0);
+      }
+    }
+  });
+}
+
 // Sends far more than a link holds: each rank receives while it waits for room.
 void both_ranks_send_first() {
   run_ranks(2, [](Communicator& communicator) {
@@ -421,6 +441,7 @@ void closing_ends_what_is_outstanding() {
 
 const CaseTable kCases{
     {"p2p_lengths", messages_of_all_lengths_arrive},
+    {"p2p_short", a_link_full_of_short_messages_goes_on},
     {"p2p_both_first", both_ranks_send_first},
     {"p2p_mixed-ws2", mixed_messages_keep_their_order<2>},
     {"p2p_mixed-ws4", mixed_messages_keep_their_order<4>},
