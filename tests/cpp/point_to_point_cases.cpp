@@ -87,7 +87,7 @@ void messages_of_all_lengths_arrive() {
 void a_link_full_of_short_messages_goes_on() {
   std::atomic<bool> is_full{false};
   run_ranks(2, [&](Communicator& communicator) {
-    for (uint64_t number = 0; number < 10 * transport::kNumEnvelopes; ++number) {
+    for (uint64_t number = 0; number < 100 * transport::kNumEnvelopes; ++number) {
       const Bytes bytes = content(0, number, kEnvelope);
       if (communicator.rank() == 0) {
         if (number == transport::kNumEnvelopes) {
