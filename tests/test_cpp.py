@@ -170,7 +170,9 @@ MUTANTS = (
         MESSAGES,
     ),
     earlier("link-release-too-early", "in = links_.incoming(", "links_.release(peer, num_bytes);"),
-    earlier("link-publish-too-early", "= links_.outgoing(", "links_.publish(send.peer_, num_bytes);"),
+    earlier(
+        "link-publish-too-early", "= links_.outgoing(", "links_.publish(send.peer_, num_bytes);"
+    ),
     earlier("envelope-released-too-early", "= begin(", "links_.release_envelope(peer);"),
     earlier(
         "envelope-published-too-early",

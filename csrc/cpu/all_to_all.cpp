@@ -134,7 +134,7 @@ class AllToAll final : public Executor {
     const int world_size = exchange.world_size();
     const uint64_t share = exchange.share_of_slot();
     const uint64_t num_rounds = schedule::ceil_div(longest_bytes, share);
-    const uint64_t num_slots = exchange.use_copy_slots();
+    const uint64_t num_slots = exchange.use_copy_slots(exchange.slot_bytes());
     const auto chunk_of = [&](const Part& part, uint64_t round) {
       return schedule::chunk_of(bytes_of(call, part), share, round);
     };

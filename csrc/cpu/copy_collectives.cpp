@@ -69,7 +69,7 @@ class Broadcast final : public Executor {
     const Part whole{buffers.data, call.num_elems};
     const OutputCopier copier(call.num_bytes(), exchange.world_size());
     const uint64_t num_rounds = schedule::ceil_div(call.num_bytes(), exchange.slot_bytes());
-    const uint64_t num_slots = exchange.use_copy_slots();
+    const uint64_t num_slots = exchange.use_copy_slots(call.num_bytes());
     const bool is_root = exchange.rank() == call.root;
     for (uint64_t round = 0; round < num_rounds; ++round) {
       const Range chunk = schedule::chunk_of(call.num_bytes(), exchange.slot_bytes(), round);
@@ -88,10 +88,15 @@ class Broadcast final : public Executor {
 };
 
 class AllGather final : public Executor {
+  // Longer parts go through slots, also where they would fit into a mailbox: mailboxes are shorter
+  // than a second-level cache, from which a peer reads more slowly than from the shared one.
+  static constexpr uint64_t kLongestMessage = 8 << 10;
+
  public:
   std::optional<uint64_t> message_bytes(const Call& call, const Buffers& buffers, int world_size,
                                         uint64_t) const override {
-    return longest_of(call, buffers.outputs, world_size);
+    const uint64_t longest = longest_of(call, buffers.outputs, world_size);
+    return longest <= kLongestMessage ? std::optional(longest) : std::nullopt;
   }
 
   void contribute(const Call& call, const Buffers& buffers,
@@ -131,9 +136,9 @@ class AllGather final : public Executor {
   // round before it, which a peer does after it has read round r. A rank whose part has ended fills
   // empty chunks.
   uint64_t run_rounds(const Call& call, const Buffers& buffers, Exchange& exchange) const override {
-    const uint64_t num_rounds = schedule::ceil_div(
-        longest_of(call, buffers.outputs, exchange.world_size()), exchange.slot_bytes());
-    exchange.use_copy_slots();
+    const uint64_t longest = longest_of(call, buffers.outputs, exchange.world_size());
+    const uint64_t num_rounds = schedule::ceil_div(longest, exchange.slot_bytes());
+    exchange.use_copy_slots(longest);
     const OutputCopier copier = copier_for(call, buffers, exchange.world_size());
     const Part& own_output = buffers.outputs[exchange.rank()];
     const bool copies_own = !overlap(call, *buffers.inputs, own_output);
@@ -206,7 +211,7 @@ class Gather final : public Executor {
   // A rank refills the slot of round r once the root has drained round r.
   uint64_t run_rounds(const Call& call, const Buffers& buffers, Exchange& exchange) const override {
     const uint64_t num_rounds = schedule::ceil_div(call.num_bytes(), exchange.slot_bytes());
-    const uint64_t num_slots = exchange.use_copy_slots();
+    const uint64_t num_slots = exchange.use_copy_slots(call.num_bytes());
     const OutputCopier copier(static_cast<uint64_t>(exchange.world_size()) * call.num_bytes(),
                               exchange.world_size());
     const bool is_root = exchange.rank() == call.root;
@@ -265,7 +270,7 @@ class Scatter final : public Executor {
   uint64_t run_rounds(const Call& call, const Buffers& buffers, Exchange& exchange) const override {
     const uint64_t share = exchange.share_of_slot();
     const uint64_t num_rounds = schedule::ceil_div(call.num_bytes(), share);
-    const uint64_t num_slots = exchange.use_copy_slots();
+    const uint64_t num_slots = exchange.use_copy_slots(exchange.slot_bytes());
     const OutputCopier copier(call.num_bytes(), exchange.world_size());
     const bool is_root = exchange.rank() == call.root;
     for (uint64_t round = 0; round < num_rounds; ++round) {

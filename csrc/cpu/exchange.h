@@ -5,12 +5,14 @@
 // counts from 0 and Exchange adds first_round. A call starts with all slots free.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <string_view>
 
 #include "base/limits.h"
 #include "base/waiter.h"
+#include "schedule/chunk.h"
 #include "schedule/direct.h"
 #include "transport/transport.h"
 
@@ -75,17 +77,21 @@ class Exchange {
     return slot_bytes() / static_cast<size_t>(world_size()) / kCacheLineBytes * kCacheLineBytes;
   }
 
-  // For collectives that copy and do not reduce; call before the first round. Returns the number of
-  // slots that the rounds rotate through.
-  uint64_t use_copy_slots() {
+  // For collectives that copy and do not reduce; call before the first round. longest: bytes of the
+  // longest part of any rank. Where that is less than a slot, slots are as short, so that short
+  // parts also pass through all of their memory. Returns the number of slots that the rounds rotate
+  // through.
+  uint64_t use_copy_slots(uint64_t longest) {
     transport_.reserve_slots(transport::kNumCopySlots);
-    num_slots_ = transport::kNumCopySlots;
+    const uint64_t num_lines = schedule::ceil_div(longest, kCacheLineBytes);
+    stride_ = std::min<uint64_t>(num_lines * kCacheLineBytes, slot_bytes());
+    num_slots_ = transport::kNumCopySlots * slot_bytes() / stride_;
     return num_slots_;
   }
 
   std::byte* own_slot(uint64_t round) const { return slot(rank(), round); }
   std::byte* slot(int peer, uint64_t round) const {
-    return transport_.region(peer).slot((first_round_ + round) % num_slots_);
+    return transport_.region(peer).slot(0) + (first_round_ + round) % num_slots_ * stride_;
   }
 
   // Peers may now read the own slot of `round`.
@@ -129,6 +135,7 @@ class Exchange {
   PeerWaitObserver& observer_;
   uint64_t first_round_;
   uint64_t num_slots_ = transport::kNumSlots;
+  uint64_t stride_ = slot_bytes();  // from one slot to the next
 };
 
 }  // namespace rota::cpu
