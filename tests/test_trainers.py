@@ -25,13 +25,20 @@ PACKAGES = {
     "deepspeed_zero": "deepspeed",
 }
 LIMIT_S = 300  # DeepSpeed compiles an operator of its own at its first use
+# Now and then a process that has done its work on Gloo ends with this, more often on a busy
+# machine: a thread of Gloo's drops the last Work, and a tensor of Python's with it, when the
+# interpreter has begun to finalise and ends every thread that asks for its lock.
+ABORT_OF_GLOO = "terminate called without an active exception"
 
 
 def losses_on(backend: str, recipe: str) -> dict[int, str]:
     """What each rank reports, by rank."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*launcher, "--nproc-per-node=2", str(RECIPES / f"{recipe}.py"), backend]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT)
+    for _ in range(5):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT)
+        if backend != "gloo" or ABORT_OF_GLOO not in done.stderr:
+            break
     assert done.returncode == 0, done.stdout + done.stderr
     lines = re.findall(rf"^{backend} rank (\d) losses \[(.+)\]$", done.stdout, re.MULTILINE)
     assert len(lines) == 2, done.stdout

@@ -19,9 +19,11 @@ struct alignas(kCacheLineBytes) Header {
 
 // A message that fits lies in its envelope; a longer one goes through the ring as a whole, where
 // its pieces are aligned and all of one kind.
+bool fits_envelope(const Message& message, const transport::Geometry& geometry) {
+  return message.num_bytes() <= geometry.envelope_bytes - sizeof(Header);
+}
 uint64_t bytes_in_envelope(const Message& message, const transport::Geometry& geometry) {
-  const bool fits = message.num_bytes() <= geometry.envelope_bytes - sizeof(Header);
-  return fits ? message.num_bytes() : 0;
+  return fits_envelope(message, geometry) ? message.num_bytes() : 0;
 }
 
 // A message is cut, so that the receiver copies a piece while the sender copies the next one. The
@@ -58,9 +60,8 @@ void MessageQueues::add(const RequestRef& request, Done& done) {
   ++num_unfinished_;
   if (request->direction_ == Direction::kSend) {
     sends_[static_cast<size_t>(request->peer_)].push_back(request);
-    const Message& message = request->message_;
-    const uint64_t num_bytes = bytes_in_envelope(message, transport_.geometry());
-    links_.open(request->peer_, /*needs_ring=*/num_bytes < message.num_bytes());
+    const bool needs_ring = !fits_envelope(request->message_, transport_.geometry());
+    links_.open(request->peer_, needs_ring);
   } else if (!take_early(request, done)) {
     recvs_.push_back(request);
   }
@@ -81,15 +82,14 @@ uint64_t MessageQueues::next_piece(const Request& send) const {
                    message.num_bytes() - send.num_moved_, links_.longest_piece(send.peer_)});
 }
 
-Awaited MessageQueues::room_for(const Request& send) const {
-  if (!send.is_begun_) return links_.to_begin(send.peer_);
-  return links_.to_send(send.peer_, next_piece(send));
+Awaited MessageQueues::room_for(const Request& send, uint64_t num_bytes) const {
+  return send.is_begun_ ? links_.to_send(send.peer_, num_bytes) : links_.to_begin(send.peer_);
 }
 
 bool MessageQueues::push_piece(Request& send) {
-  if (!room_for(send).is_there()) return false;
   const Message& message = send.message_;
   const uint64_t num_bytes = next_piece(send);
+  if (!room_for(send, num_bytes).is_there()) return false;
   if (!send.is_begun_) {
     const Header header{message.tag, static_cast<uint64_t>(message.dtype), message.num_elems};
     std::byte* out = links_.outgoing_envelope(send.peer_);
@@ -277,7 +277,7 @@ MessageQueues::AwaitedFlags MessageQueues::awaited() const {
     if (peer == transport_.rank()) continue;
     flags.add(links_.to_read(peer));
     const auto& sends = sends_[static_cast<size_t>(peer)];
-    if (!sends.empty()) flags.add(room_for(*sends.front()));
+    if (!sends.empty()) flags.add(room_for(*sends.front(), next_piece(*sends.front())));
   }
   return flags;
 }

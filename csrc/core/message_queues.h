@@ -130,10 +130,9 @@ class MessageQueues {
   void pull(int peer, Done& done);
   // Returns false if there is no room.
   bool push_piece(Request& send);
-  // The flag that says that there is room for the next piece of a send.
-  Awaited room_for(const Request& send) const;
-  // Its bytes.
+  // The bytes of the next piece of a send, and the flag that says that there is room for it.
   uint64_t next_piece(const Request& send) const;
+  Awaited room_for(const Request& send, uint64_t num_bytes) const;
   Arriving begin(int source, const std::byte* envelope);
   static void take(Arriving& arriving, const std::byte* in, uint64_t num_bytes);
   // Of a message that came before its recv. Throws Error(kTransport) if there is none.

@@ -91,7 +91,7 @@ class Exchange {
 
   std::byte* own_slot(uint64_t round) const { return slot(rank(), round); }
   std::byte* slot(int peer, uint64_t round) const {
-    return transport_.region(peer).slot(0) + (first_round_ + round) % num_slots_ * stride_;
+    return transport_.region(peer).slots() + (first_round_ + round) % num_slots_ * stride_;
   }
 
   // Peers may now read the own slot of `round`.

@@ -151,25 +151,26 @@ WorkRef CpuCollectives::request(Direction direction, const at::Tensor& tensor, i
     transfer(direction, tensor, peer, static_cast<uint64_t>(tag));
     return {};
   }
-  return RequestWork::start(direction, communicator_, tensor, peer, static_cast<uint64_t>(tag),
-                            check_interrupt_, mode);
+  const auto work = RequestWork::start(direction, communicator_, tensor, peer,
+                                       static_cast<uint64_t>(tag), check_interrupt_);
+  if (mode == Launch::kBlocking) {
+    work->wait(kNoTimeout);
+  } else {
+    work->attend();
+  }
+  return work;
 }
 
 void CpuCollectives::transfer(Direction direction, const at::Tensor& tensor, int peer,
                               uint64_t tag) {
-  const bool sends = direction == Direction::kSend;
   const auto body = [&](Communicator& communicator, CallerThread thread) {
-    const Message message{.tag = tag,
-                          .dtype = movable_dtype(tensor, name(direction)),
-                          .num_elems = num_elems(tensor)};
-    const Packed packed(tensor, sends ? Packed::Content::kRead : Packed::Content::kOverwritten);
-    PointToPoint& links = communicator.point_to_point();
-    const RequestRef request =
-        sends ? links.send(packed.data(), message, peer) : links.recv(packed.data(), message, peer);
-    links.wait(*request, thread);
-    if (!sends) packed.unpack();
+    const PackedMessage message(direction, tensor);
+    const RequestRef request = message.start(communicator, peer, tag);
+    communicator.point_to_point().wait(*request, thread);
+    message.unpack();
   };
-  run_here(sends ? "rota:send" : "rota:recv", [&] { return std::vector{tensor}; }, body);
+  const char* title = direction == Direction::kSend ? "rota:send" : "rota:recv";
+  run_here(title, [&] { return std::vector{tensor}; }, body);
 }
 
 void CpuCollectives::run_in_turn(const char* title, std::function<void(CallerThread)> task) {

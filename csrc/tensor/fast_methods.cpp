@@ -13,7 +13,7 @@ namespace {
 
 namespace py = pybind11;
 
-// Each runs one call. Signatures are made at a method's first call, when Python is up.
+// Each is one method.
 
 PyObject* run_blocking(TensorCommunicator& communicator, const Operation& operation) {
   const py::gil_scoped_release gil_released;
@@ -21,95 +21,92 @@ PyObject* run_blocking(TensorCommunicator& communicator, const Operation& operat
   return Py_None;
 }
 
-PyObject* all_reduce(TensorCommunicator& communicator, const PythonArguments& arguments) {
+struct AllReduce {
   enum { kTensor, kOp, kAlgorithm, kWireDtype, kHopDtype, kAsyncOp, kGroupSize };
-  const Operation operation{
-      .kind = CollectiveKind::kAllReduce,
-      .outputs = arguments.tensor(kTensor),
-      .reduction = parse_all_reduce_options(
-          arguments.text(kOp, "sum"), arguments.text(kAlgorithm, "auto"),
-          arguments.dtype(kWireDtype), arguments.dtype(kHopDtype), arguments.integer(kGroupSize))};
-  if (!arguments.flag(kAsyncOp)) return run_blocking(communicator, operation);
-  WorkRef work;
-  {
-    const py::gil_scoped_release gil_released;
-    work = communicator.run(operation, Launch::kAsync);
+  static Signature signature() {
+    return {"all_reduce",
+            1,
+            {"tensor", "op", "algorithm", "wire_dtype", "hop_dtype", "async_op", "group_size"}};
   }
-  return py::cast(c10::intrusive_ptr<::c10d::Work>(std::move(work))).release().ptr();
-}
-const Signature& all_reduce_signature() {
-  static const Signature signature(
-      "all_reduce", 1,
-      {"tensor", "op", "algorithm", "wire_dtype", "hop_dtype", "async_op", "group_size"});
-  return signature;
-}
+  static PyObject* run(TensorCommunicator& communicator, const PythonArguments& arguments) {
+    const Operation operation{.kind = CollectiveKind::kAllReduce,
+                              .outputs = arguments.tensor(kTensor),
+                              .reduction = parse_all_reduce_options(
+                                  arguments.text(kOp, "sum"), arguments.text(kAlgorithm, "auto"),
+                                  arguments.dtype(kWireDtype), arguments.dtype(kHopDtype),
+                                  arguments.integer(kGroupSize))};
+    if (!arguments.flag(kAsyncOp)) return run_blocking(communicator, operation);
+    WorkRef work;
+    {
+      const py::gil_scoped_release gil_released;
+      work = communicator.run(operation, Launch::kAsync);
+    }
+    return py::cast(c10::intrusive_ptr<::c10d::Work>(std::move(work))).release().ptr();
+  }
+};
 
-PyObject* all_gather(TensorCommunicator& communicator, const PythonArguments& arguments) {
+struct AllGather {
   enum { kOutput, kInput };
-  return run_blocking(communicator, {.kind = CollectiveKind::kAllGather,
-                                     .inputs = arguments.tensor(kInput),
-                                     .outputs = arguments.tensor(kOutput)});
-}
-const Signature& all_gather_signature() {
-  static const Signature signature("all_gather", 2, {"output", "input"});
-  return signature;
-}
-
-PyObject* reduce_scatter(TensorCommunicator& communicator, const PythonArguments& arguments) {
-  enum { kOutput, kInput, kOp };
-  return run_blocking(
-      communicator, {.kind = CollectiveKind::kReduceScatter,
-                     .inputs = arguments.tensor(kInput),
-                     .outputs = arguments.tensor(kOutput),
-                     .reduction = {.op = parse_op("reduce_scatter", arguments.text(kOp, "sum"))}});
-}
-const Signature& reduce_scatter_signature() {
-  static const Signature signature("reduce_scatter", 2, {"output", "input", "op"});
-  return signature;
-}
-
-PyObject* broadcast(TensorCommunicator& communicator, const PythonArguments& arguments) {
-  enum { kTensor, kRoot };
-  return run_blocking(communicator, {.kind = CollectiveKind::kBroadcast,
-                                     .outputs = arguments.tensor(kTensor),
-                                     .root = arguments.rank(kRoot).value_or(0)});
-}
-const Signature& broadcast_signature() {
-  static const Signature signature("broadcast", 1, {"tensor", "root"});
-  return signature;
-}
-
-PyObject* send(TensorCommunicator& communicator, const PythonArguments& arguments) {
-  enum { kTensor, kPeer, kTag };
-  const at::Tensor& tensor = arguments.tensor(kTensor);
-  const int peer = *arguments.rank(kPeer);
-  const int64_t tag = arguments.integer(kTag).value_or(0);
-  const py::gil_scoped_release gil_released;
-  communicator.send(tensor, peer, tag, Launch::kBlocking);
-  return Py_None;
-}
-const Signature& send_signature() {
-  static const Signature signature("send", 2, {"tensor", "peer", "tag"});
-  return signature;
-}
-
-PyObject* recv(TensorCommunicator& communicator, const PythonArguments& arguments) {
-  enum { kTensor, kPeer, kTag };
-  const at::Tensor& tensor = arguments.tensor(kTensor);
-  const int peer = arguments.rank(kPeer).value_or(rota::kAnyRank);
-  const int64_t tag = arguments.integer(kTag).value_or(0);
-  int source = peer;
-  {
-    const py::gil_scoped_release gil_released;
-    const WorkRef work = communicator.recv(tensor, peer, tag, Launch::kBlocking);
-    if (work) source = work->sourceRank();
+  static Signature signature() { return {"all_gather", 2, {"output", "input"}}; }
+  static PyObject* run(TensorCommunicator& communicator, const PythonArguments& arguments) {
+    return run_blocking(communicator, {.kind = CollectiveKind::kAllGather,
+                                       .inputs = arguments.tensor(kInput),
+                                       .outputs = arguments.tensor(kOutput)});
   }
-  return PyLong_FromLong(source);
-}
-const Signature& recv_signature() {
-  static const Signature signature("recv", 1, {"tensor", "peer", "tag"});
-  return signature;
-}
+};
+
+struct ReduceScatter {
+  enum { kOutput, kInput, kOp };
+  static Signature signature() { return {"reduce_scatter", 2, {"output", "input", "op"}}; }
+  static PyObject* run(TensorCommunicator& communicator, const PythonArguments& arguments) {
+    return run_blocking(
+        communicator,
+        {.kind = CollectiveKind::kReduceScatter,
+         .inputs = arguments.tensor(kInput),
+         .outputs = arguments.tensor(kOutput),
+         .reduction = {.op = parse_op("reduce_scatter", arguments.text(kOp, "sum"))}});
+  }
+};
+
+struct Broadcast {
+  enum { kTensor, kRoot };
+  static Signature signature() { return {"broadcast", 1, {"tensor", "root"}}; }
+  static PyObject* run(TensorCommunicator& communicator, const PythonArguments& arguments) {
+    return run_blocking(communicator, {.kind = CollectiveKind::kBroadcast,
+                                       .outputs = arguments.tensor(kTensor),
+                                       .root = arguments.rank(kRoot).value_or(0)});
+  }
+};
+
+struct Send {
+  enum { kTensor, kPeer, kTag };
+  static Signature signature() { return {"send", 2, {"tensor", "peer", "tag"}}; }
+  static PyObject* run(TensorCommunicator& communicator, const PythonArguments& arguments) {
+    const at::Tensor& tensor = arguments.tensor(kTensor);
+    const int peer = *arguments.rank(kPeer);
+    const int64_t tag = arguments.integer(kTag).value_or(0);
+    const py::gil_scoped_release gil_released;
+    communicator.send(tensor, peer, tag, Launch::kBlocking);
+    return Py_None;
+  }
+};
+
+struct Recv {
+  enum { kTensor, kPeer, kTag };
+  static Signature signature() { return {"recv", 1, {"tensor", "peer", "tag"}}; }
+  static PyObject* run(TensorCommunicator& communicator, const PythonArguments& arguments) {
+    const at::Tensor& tensor = arguments.tensor(kTensor);
+    const int peer = arguments.rank(kPeer).value_or(rota::kAnyRank);
+    const int64_t tag = arguments.integer(kTag).value_or(0);
+    int source = peer;
+    {
+      const py::gil_scoped_release gil_released;
+      const WorkRef work = communicator.recv(tensor, peer, tag, Launch::kBlocking);
+      if (work) source = work->sourceRank();
+    }
+    return PyLong_FromLong(source);
+  }
+};
 
 TensorCommunicator& communicator_of(PyObject* self, const Signature& signature) {
   auto* instance = reinterpret_cast<py::detail::instance*>(self);
@@ -119,14 +116,14 @@ TensorCommunicator& communicator_of(PyObject* self, const Signature& signature) 
 }
 
 // What CPython calls.
-template <const Signature& (*kSignature)(),
-          PyObject* (*kMethod)(TensorCommunicator&, const PythonArguments&)>
+template <typename Method>
 PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t num_args, PyObject* keywords) {
   try {
     return with_python_errors([&] {
-      const Signature& signature = kSignature();
+      // Made at the first call, when Python is up.
+      static const Signature signature = Method::signature();
       const PythonArguments arguments(signature, args, num_args, keywords);
-      PyObject* result = kMethod(communicator_of(self, signature), arguments);
+      PyObject* result = Method::run(communicator_of(self, signature), arguments);
       if (result == Py_None) Py_INCREF(result);
       return result;
     });
@@ -136,37 +133,32 @@ PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t num_args, PyObj
   }
 }
 
-template <const Signature& (*kSignature)(),
-          PyObject* (*kMethod)(TensorCommunicator&, const PythonArguments&)>
+template <typename Method>
 PyMethodDef method(const char* name, const char* doc) {
   // CPython itself casts methods with keywords through void(*)().
-  return {name,
-          reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call<kSignature, kMethod>)),
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call<Method>)),
           METH_FASTCALL | METH_KEYWORDS, doc};
 }
 
 // inspect and help() read the part before the dashes as the signature; rota/_C/__init__.pyi has the
 // whole contract.
 PyMethodDef methods[] = {
-    method<all_reduce_signature, all_reduce>(
+    method<AllReduce>(
         "all_reduce",
         "all_reduce($self, tensor, op='sum', algorithm='auto', wire_dtype=None, hop_dtype=None, "
         "async_op=False, group_size=None)\n--\n\nReduces tensor over all ranks, in place."),
-    method<all_gather_signature, all_gather>(
+    method<AllGather>(
         "all_gather",
         "all_gather($self, output, input)\n--\n\nConcatenates every rank's input into output."),
-    method<reduce_scatter_signature, reduce_scatter>(
-        "reduce_scatter",
-        "reduce_scatter($self, output, input, op='sum')\n--\n\n"
-        "Reduces every rank's input; rank i gets part i of the result."),
-    method<broadcast_signature, broadcast>(
-        "broadcast", "broadcast($self, tensor, root=0)\n--\n\nCopies rank root's tensor to all."),
-    method<send_signature, send>(
-        "send", "send($self, tensor, peer, tag=0)\n--\n\nSends tensor to rank peer."),
-    method<recv_signature, recv>(
-        "recv",
-        "recv($self, tensor, peer=None, tag=0)\n--\n\n"
-        "Receives the next message from rank peer, or any, and returns its rank."),
+    method<ReduceScatter>("reduce_scatter",
+                          "reduce_scatter($self, output, input, op='sum')\n--\n\n"
+                          "Reduces every rank's input; rank i gets part i of the result."),
+    method<Broadcast>("broadcast",
+                      "broadcast($self, tensor, root=0)\n--\n\nCopies rank root's tensor to all."),
+    method<Send>("send", "send($self, tensor, peer, tag=0)\n--\n\nSends tensor to rank peer."),
+    method<Recv>("recv",
+                 "recv($self, tensor, peer=None, tag=0)\n--\n\n"
+                 "Receives the next message from rank peer, or any, and returns its rank."),
 };
 
 }  // namespace

@@ -3,13 +3,27 @@
 #include "tensor/errors.h"
 
 namespace rota::tensors {
-namespace {
 
-Packed::Content content(Direction direction) {
-  return direction == Direction::kSend ? Packed::Content::kRead : Packed::Content::kOverwritten;
+PackedMessage::PackedMessage(Direction direction, const at::Tensor& tensor)
+    : direction_(direction),
+      tensor_(tensor),
+      packed_(tensor, direction == Direction::kSend ? Packed::Content::kRead
+                                                    : Packed::Content::kOverwritten) {}
+
+RequestRef PackedMessage::start(Communicator& communicator, int peer, uint64_t tag,
+                                PointToPoint::OnDone on_done) const {
+  const Message message{.tag = tag,
+                        .dtype = movable_dtype(tensor_, name(direction_)),
+                        .num_elems = num_elems(tensor_)};
+  PointToPoint& links = communicator.point_to_point();
+  return direction_ == Direction::kSend
+             ? links.send(packed_.data(), message, peer, std::move(on_done))
+             : links.recv(packed_.data(), message, peer, std::move(on_done));
 }
 
-}  // namespace
+void PackedMessage::unpack() const {
+  if (direction_ == Direction::kRecv) packed_.unpack();
+}
 
 RequestWork::RequestWork(Direction direction, std::shared_ptr<Communicator> communicator,
                          const at::Tensor& tensor, std::function<void()> check_interrupt)
@@ -19,36 +33,27 @@ RequestWork::RequestWork(Direction direction, std::shared_ptr<Communicator> comm
                std::move(check_interrupt)),
       direction_(direction),
       communicator_(std::move(communicator)),
-      packed_(tensors()[0], content(direction)) {}
+      message_(direction, tensors()[0]) {}
 
 c10::intrusive_ptr<RequestWork> RequestWork::start(Direction direction,
                                                    std::shared_ptr<Communicator> communicator,
                                                    const at::Tensor& tensor, int peer, uint64_t tag,
-                                                   std::function<void()> check_interrupt,
-                                                   Launch mode) {
+                                                   std::function<void()> check_interrupt) {
   auto work = c10::make_intrusive<RequestWork>(direction, std::move(communicator), tensor,
                                                std::move(check_interrupt));
-  const Message message{
-      .tag = tag, .dtype = movable_dtype(tensor, name(direction)), .num_elems = num_elems(tensor)};
-  PointToPoint& links = work->communicator_->point_to_point();
   // The callback keeps the work, and with it the tensor, alive until the request is done.
   const auto on_done = [work](const Request& request) { work->complete_request(request); };
-  void* data = work->packed_.data();
-  work->request_ = direction == Direction::kSend ? links.send(data, message, peer, on_done)
-                                                 : links.recv(data, message, peer, on_done);
-  if (mode == Launch::kBlocking) {
-    work->wait(kNoTimeout);
-  } else {
-    links.attend(*work->request_, work->communicator_);
-  }
+  work->request_ = work->message_.start(*work->communicator_, peer, tag, on_done);
   return work;
 }
+
+void RequestWork::attend() { communicator_->point_to_point().attend(*request_, communicator_); }
 
 void RequestWork::complete_request(const Request& request) {
   std::exception_ptr exception;
   try {
     if (request.error()) throw PythonError(*request.error());
-    if (direction_ == Direction::kRecv) packed_.unpack();
+    message_.unpack();
   } catch (...) {
     exception = std::current_exception();
   }

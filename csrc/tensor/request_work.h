@@ -1,4 +1,4 @@
-// The handle of a send or recv of a CPU tensor.
+// A send or recv of a CPU tensor, and the handle of one that the caller does not wait for.
 #pragma once
 
 #include <memory>
@@ -10,18 +10,36 @@
 
 namespace rota::tensors {
 
+// What a send or recv moves; refers to the tensor.
+class PackedMessage {
+ public:
+  PackedMessage(Direction direction, const at::Tensor& tensor);
+
+  // Throws Error.
+  RequestRef start(Communicator& communicator, int peer, uint64_t tag,
+                   PointToPoint::OnDone on_done = {}) const;
+  // Call it once the request is done.
+  void unpack() const;
+
+ private:
+  Direction direction_;
+  const at::Tensor& tensor_;
+  Packed packed_;
+};
+
 class RequestWork final : public HostWork {
  public:
-  // Starts the request, which proceeds whether or not anybody waits. A blocking one is done on
-  // return. With kAnyRank as peer, receives from any rank. Throws Error.
+  // Starts the request. With kAnyRank as peer, receives from any rank. Throws Error.
   static c10::intrusive_ptr<RequestWork> start(Direction direction,
                                                std::shared_ptr<Communicator> communicator,
                                                const at::Tensor& tensor, int peer, uint64_t tag,
-                                               std::function<void()> check_interrupt, Launch mode);
+                                               std::function<void()> check_interrupt);
   // For start() only; public because make_intrusive needs it.
   RequestWork(Direction direction, std::shared_ptr<Communicator> communicator,
               const at::Tensor& tensor, std::function<void()> check_interrupt);
 
+  // Lets the request proceed whether or not anybody waits for it.
+  void attend();
   // Also moves messages for all other requests of this communicator while it waits.
   bool wait(std::chrono::milliseconds timeout) override;
   bool isCompleted() override;
@@ -32,7 +50,7 @@ class RequestWork final : public HostWork {
 
   Direction direction_;
   std::shared_ptr<Communicator> communicator_;
-  Packed packed_;
+  PackedMessage message_;
   RequestRef request_;
 };
 

@@ -135,9 +135,14 @@ std::string Bootstrap::address_of(int peer, const std::string& card) const {
     fail(join("rank ", peer, " has world_size ", world_size, ", this rank ", rank_, " has ",
               world_size_, "; start every rank with the same WORLD_SIZE"));
   }
-  if (geometry != geometry_) {
+  if (geometry.slot_bytes != geometry_.slot_bytes) {
     fail(join("rank ", peer, " has slots of ", geometry.slot_bytes, " bytes, this rank ", rank_,
               " of ", geometry_.slot_bytes, "; give every rank the same slot_bytes"));
+  }
+  if (geometry != geometry_) {
+    fail(
+        join("rank ", peer, " and rank ", rank_,
+             " lay out their shared memory differently; install the same version of rota for all"));
   }
   if (host != host_) {
     fail(join("rank ", peer, " is on host ", host, ", rank ", rank_, " on ", host_,

@@ -136,7 +136,7 @@ class Region {
 
   const ControlBlock& control() const { return *reinterpret_cast<const ControlBlock*>(base_); }
   std::byte* at(size_t offset) const { return base_ + offset; }
-  std::byte* slot(uint64_t index) const { return base_ + geometry_.slot(index); }
+  std::byte* slots() const { return base_ + geometry_.slot(0); }
 
  private:
   std::byte* base_;

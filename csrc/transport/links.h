@@ -42,12 +42,8 @@ class Links {
 
   // Call before a message to this peer. Throws Error(kTransport) if memory is short.
   void open(int peer, bool needs_ring) {
-    const uint64_t peer_bit = uint64_t{1} << peer;
-    if (!(has_envelopes_ & peer_bit)) transport_.reserve(geometry_.envelopes(peer));
-    has_envelopes_ |= peer_bit;
-    if (!needs_ring) return;
-    if (!(has_ring_ & peer_bit)) transport_.reserve(geometry_.ring(peer));
-    has_ring_ |= peer_bit;
+    if (sent_[peer].envelopes == 0) transport_.reserve(geometry_.envelopes(peer));
+    if (needs_ring && sent_[peer].ring_lines == 0) transport_.reserve(geometry_.ring(peer));
   }
 
   // Holds once an envelope is free.
@@ -145,8 +141,6 @@ class Links {
   Waiter& waiter_;
   uint64_t ring_lines_;
   uint64_t envelope_lines_;
-  uint64_t has_envelopes_ = 0;                      // receivers, as bit masks: of reserved memory
-  uint64_t has_ring_ = 0;                           //
   std::array<Progress, kMaxWorldSize> sent_{};      // by receiver
   std::array<Progress, kMaxWorldSize> received_{};  // by sender
 };

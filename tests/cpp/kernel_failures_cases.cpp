@@ -17,7 +17,7 @@ using std::chrono::nanoseconds;
 using std::chrono::steady_clock;
 
 // Long compared with scheduling delays on a busy machine, so that no present rank seems absent.
-constexpr nanoseconds kShort = milliseconds(250);
+constexpr nanoseconds kShort = milliseconds(500);
 // Kernels that have not returned after this time are aborted.
 constexpr nanoseconds kLong = std::chrono::seconds(5);
 constexpr int kWorldSize = 3;
@@ -35,7 +35,8 @@ class LaunchWithTrouble {
 
   int num_blocks(int) const { return call_.num_blocks; }
   int late_rank(int) const { return kNobody; }
-  void prepare(int, int) {}
+  // Ranks whose threads start late would seem absent.
+  void prepare(int, int) { have_started_.arrive_and_wait(); }
   void launch(const HostBlock& block, int rank, int) {
     if (rank == kOdd && trouble_ != Trouble::kHasAnotherLaunch) {
       if (block.thread() == 0 && block.index() == 0) stand_by();
@@ -100,6 +101,7 @@ class LaunchWithTrouble {
     const auto begin = steady_clock::now();
     if (trouble_ == Trouble::kIsAbsentUntilAbort) {
       std::this_thread::sleep_for(kShort);
+      while (!has_heard_all_that_are_there()) std::this_thread::sleep_for(milliseconds(1));
       grid_.abort_everywhere();
     }
     while (num_finished_ < kWorldSize - 1) {
@@ -110,11 +112,39 @@ class LaunchWithTrouble {
     }
   }
 
+  // Whether the watched rank, if it awaits both others at once, awaits only the odd one by now.
+  bool has_heard_all_that_are_there() const {
+    switch (call_.kernel) {
+      case Kernel::kOneShot:
+      case Kernel::kTwoShot:
+      case Kernel::kTwoShotInPlace:
+      case Kernel::kHierarchical:
+      case Kernel::kReduceScatter:
+      case Kernel::kAllGather:
+        break;
+      case Kernel::kRing:
+      case Kernel::kOrderedRing:
+      case Kernel::kBroadcast:
+      case Kernel::kTransfer:
+      case Kernel::kLowLatency:
+        return true;
+    }
+    const cuda::Peers& peers = grid_.peers(watched_);
+    const int third = kWorldSize - kOdd - watched_;
+    for (int channel = 0; channel < call_.num_blocks; ++channel) {
+      std::byte* end = peers.regions[watched_] + peers.geometry.link_end(channel, third);
+      uint64_t& filled = reinterpret_cast<transport::LinkEnd*>(end)->filled.value;
+      if (std::atomic_ref(filled).load(std::memory_order_relaxed) == 0) return false;
+    }
+    return true;
+  }
+
   HostGrid& grid_;
   KernelCall call_;
   Trouble trouble_;
   int watched_;
   std::vector<std::vector<std::byte>> tensors_;
+  HostBarrier have_started_{kWorldSize};
   std::atomic<int> num_finished_ = 0;
   bool was_stopped_ = false;
 };
