@@ -83,6 +83,10 @@ void bind_schedule(py::module_ module) {
   module.def("ring_step", &schedule::ring_step);
   module.def("everyone", &schedule::everyone);
   module.def("group_of", &schedule::group_of);
+  py::class_<schedule::TreeNode>(module, "TreeNode")
+      .def_readonly("first_shard", &schedule::TreeNode::first_shard)
+      .def_readonly("num_shards", &schedule::TreeNode::num_shards);
+  module.def("shards_of", &schedule::shards_of);
   module.def("across_groups", &schedule::across_groups);
   module.def("ordered_ring_num_steps", &schedule::ordered_ring_num_steps);
   module.def("ordered_ring_step", &schedule::ordered_ring_step);
@@ -157,24 +161,29 @@ auto reduce_bucket_call(Launch mode, Finish finish) {
   return [=](TensorCommunicator& self, const at::Tensor& bucket, const at::Tensor& stats,
              at::ScalarType wire_dtype, bool block_scaling, float contribution_factor,
              float divisor, float result_factor, const std::optional<at::Tensor>& residual,
-             std::optional<uint64_t> stochastic_seed, std::string_view algorithm) {
-    const auto options = parse_bucket_options(wire_dtype, block_scaling,
-                                              {.contribution_factor = contribution_factor,
-                                               .divisor = divisor,
-                                               .result_factor = result_factor,
-                                               .has_residual = residual.has_value(),
-                                               .stochastic_seed = stochastic_seed},
-                                              algorithm);
+             std::optional<uint64_t> stochastic_seed, std::string_view algorithm,
+             std::optional<int64_t> group_size, std::string_view order,
+             std::optional<int64_t> num_shards) {
+    const auto options = parse_bucket_options(
+        wire_dtype, block_scaling,
+        {.contribution_factor = contribution_factor,
+         .divisor = divisor,
+         .result_factor = result_factor,
+         .has_residual = residual.has_value(),
+         .stochastic_seed = stochastic_seed},
+        algorithm, parse_order("reduce_bucket", order, group_size, num_shards));
     return finish(self.reduce_bucket({bucket, stats, residual}, options, mode));
   };
 }
 
 void bind_reduce_bucket(CommunicatorClass& communicator, const char* name, auto call) {
-  communicator.def(
-      name, call, py::arg("bucket"), py::arg("stats"), py::kw_only(), py::arg("wire_dtype"),
-      py::arg("block_scaling"), py::arg("contribution_factor") = 1.0f, py::arg("divisor") = 1.0f,
-      py::arg("result_factor") = 1.0f, py::arg("residual") = py::none(),
-      py::arg("stochastic_seed") = py::none(), py::arg("algorithm") = "auto", ReleaseGil());
+  communicator.def(name, call, py::arg("bucket"), py::arg("stats"), py::kw_only(),
+                   py::arg("wire_dtype"), py::arg("block_scaling"),
+                   py::arg("contribution_factor") = 1.0f, py::arg("divisor") = 1.0f,
+                   py::arg("result_factor") = 1.0f, py::arg("residual") = py::none(),
+                   py::arg("stochastic_seed") = py::none(), py::arg("algorithm") = "auto",
+                   py::arg("group_size") = py::none(), py::arg("order") = "rank",
+                   py::arg("num_shards") = py::none(), ReleaseGil());
 }
 
 // The values that every `algorithm` argument accepts.
@@ -247,13 +256,19 @@ PYBIND11_MODULE(_C, module) {
           py::arg("tensor"), py::arg("op"), py::arg("wire_dtype"), ReleaseGil())
       .def(
           "reduce",
-          [](TensorCommunicator& self, const at::Tensor& tensor, int root, std::string_view op) {
-            run(self, {.kind = CollectiveKind::kReduce,
-                       .outputs = tensor,
-                       .root = root,
-                       .reduction = {.op = parse_op("reduce", op)}});
+          [](TensorCommunicator& self, const at::Tensor& tensor, int root, std::string_view op,
+             std::optional<int64_t> group_size, std::string_view order,
+             std::optional<int64_t> num_shards) {
+            run(self,
+                {.kind = CollectiveKind::kReduce,
+                 .outputs = tensor,
+                 .root = root,
+                 .reduction = {.op = parse_op("reduce", op),
+                               .order = parse_order("reduce", order, group_size, num_shards)}});
           },
-          py::arg("tensor"), py::arg("root") = 0, py::arg("op") = "sum", ReleaseGil())
+          py::arg("tensor"), py::arg("root") = 0, py::arg("op") = "sum",
+          py::arg("group_size") = py::none(), py::arg("order") = "rank",
+          py::arg("num_shards") = py::none(), ReleaseGil())
       .def(
           "gather",
           [](TensorCommunicator& self, const std::optional<at::Tensor>& output,
@@ -324,12 +339,16 @@ PYBIND11_MODULE(_C, module) {
   py::class_<BackendOptions, c10::intrusive_ptr<BackendOptions>>(module, "BackendOptions",
                                                                  backend.attr("Options"))
       .def(py::init([](std::chrono::milliseconds timeout, size_t slot_bytes,
-                       OptionalDType wire_dtype) {
-             auto options = c10::make_intrusive<BackendOptions>(timeout, slot_bytes, wire_dtype);
+                       OptionalDType wire_dtype, std::string_view order,
+                       std::optional<int64_t> num_shards) {
+             auto options = c10::make_intrusive<BackendOptions>(
+                 timeout, slot_bytes, wire_dtype,
+                 parse_order("BackendOptions", order, std::nullopt, num_shards));
              options->check_interrupt = check_python_signals;
              return options;
            }),
-           py::arg("timeout"), py::arg("slot_bytes"), py::arg("wire_dtype"))
+           py::arg("timeout"), py::arg("slot_bytes"), py::arg("wire_dtype"), py::arg("order"),
+           py::arg("num_shards"))
       .def_readonly("slot_bytes", &BackendOptions::slot_bytes)
       .def_readonly("wire_dtype", &BackendOptions::wire_dtype)
       .def_readwrite("connects_at_first_use", &BackendOptions::connects_at_first_use)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from oracle import Array, round_to, to_numpy
+from oracle import Array, reduce_in_order, round_to, to_numpy
 
 WIRE_DTYPES = (
     torch.float32,
@@ -101,17 +101,21 @@ def reduce_bucket(
     contribution_factor: float = 1.0,
     divisor: float = 1.0,
     result_factor: float = 1.0,
+    group_size: int | None = None,
+    order: str = "rank",
 ) -> torch.Tensor:
     """The bucket after the collective, given all ranks' buckets before it."""
     dtype = inputs[0].dtype
     float32 = torch.float32
     with np.errstate(all="ignore"):
-        total = None
+        sent = []
         for bucket in inputs:
             gradients = round_to(to_numpy(bucket).ravel(), float32)
             wanted = round_to(gradients * float(np.float32(contribution_factor)), float32)
-            sent = through_wire(wanted, wire)
-            total = sent if total is None else round_to(total + sent, float32)
+            sent.append(through_wire(wanted, wire))
+        total = reduce_in_order(
+            lambda a, b: round_to(a + b, float32), sent, group_size=group_size, order=order
+        )
         average = round_to(total / float(np.float32(divisor)), float32)
         rounded = through_wire(average, wire)
         result = round_to(rounded * float(np.float32(result_factor)), float32)

@@ -101,6 +101,28 @@ def exact(inputs: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     return _tensor(round_to(total / len(inputs) if op == "avg" else total, dtype), dtype)
 
 
+def reduce_in_order(
+    add: Callable[[Array, Array], Array],
+    values: Sequence[Array],
+    *,
+    group_size: int | None,
+    order: str,
+) -> Array:
+    """The sum of the ranks' values. group_size, order: as in contract."""
+    if order == "tree":
+        if len(values) == 1:
+            return values[0]
+        half = (len(values) + 1) // 2
+        halves = [
+            reduce_in_order(add, part, group_size=None, order=order)
+            for part in (values[:half], values[half:])
+        ]
+        return add(*halves)
+    group_size = group_size or len(values)
+    groups = [values[i : i + group_size] for i in range(0, len(values), group_size)]
+    return functools.reduce(add, [functools.reduce(add, group) for group in groups])
+
+
 def contract(
     inputs: Sequence[torch.Tensor],
     op: str,
@@ -108,9 +130,10 @@ def contract(
     hop_dtype: torch.dtype | None = None,
     first_rank: int = 0,
     group_size: int | None = None,
+    order: str = "rank",
 ) -> torch.Tensor:
-    """The result by the numeric contract: contributions are rounded once, summed in ascending rank
-    in the accumulate dtype, and the sum is rounded once.
+    """The result by the numeric contract: contributions are rounded once, summed in the accumulate
+    dtype, and the sum is rounded once.
 
     Args:
         inputs: by rank, all of one shape and dtype.
@@ -119,6 +142,7 @@ def contract(
         hop_dtype: partial sums are rounded to it at each hop; None means the accumulate dtype.
         first_rank: the rank whose contribution comes first in the sum; not 0 in a ring only.
         group_size: ranks per group; groups are summed first, then their sums. None: one group.
+        order: "rank" adds in ascending rank, "tree" in a balanced binary tree.
     """
     dtype = inputs[0].dtype
     inputs = [*inputs[first_rank:], *inputs[:first_rank]]
@@ -137,9 +161,7 @@ def contract(
                 total = round_to(total, hop_dtype).astype(accumulate)
             return _FLOAT_OPS[op](total, other)
 
-        group_size = group_size or len(values)
-        groups = [values[i : i + group_size] for i in range(0, len(values), group_size)]
-        total = functools.reduce(add, [functools.reduce(add, group) for group in groups])
+        total = reduce_in_order(add, values, group_size=group_size, order=order)
         if op == "avg":
             total = total / accumulate(len(inputs))
         return _tensor(round_to(round_to(total, wire), dtype), dtype)

@@ -163,9 +163,9 @@ CASES: dict[str, Case] = {
         ("rota.all_reduce", "op", "twice"),
     ),
     "too-many": Case(
-        lambda c: c.all_reduce(floats(), "sum", "auto", None, None, False, None, 8),
+        lambda c: c.all_reduce(floats(), "sum", "auto", None, None, False, None, "rank", None, 10),
         "TypeError",
-        ("rota.all_reduce", "8", "7"),
+        ("rota.all_reduce", "10", "9"),
     ),
     "not-made": Case(
         lambda c: rota.Communicator.all_reduce(
@@ -207,6 +207,36 @@ CASES: dict[str, Case] = {
         lambda c: c.all_reduce(floats(), algorithm="ordered_ring", group_size=2),
         "ValueError",
         ("rota.all_reduce", "ordered_ring", "group_size", "two_shot"),
+    ),
+    "strange-order": Case(
+        lambda c: c.all_reduce(floats(), order="hilbert"),
+        "ValueError",
+        ("rota.all_reduce", "order is 'hilbert'", "rank, tree"),
+    ),
+    "shards-without-a-tree": Case(
+        lambda c: c.all_reduce(floats(), num_shards=4),
+        "ValueError",
+        ("rota.all_reduce", "num_shards", "order='tree'"),
+    ),
+    "tree-of-groups": Case(
+        lambda c: c.all_reduce(floats(), order="tree", group_size=2),
+        "ValueError",
+        ("rota.all_reduce", "order='tree'", "group_size"),
+    ),
+    "tree-in-a-ring": Case(
+        lambda c: c.all_reduce(floats(), algorithm="ring", order="tree"),
+        "ValueError",
+        ("rota.all_reduce", "algorithm='ring'", "order='tree'", "two_shot"),
+    ),
+    "shards-no-power-of-two": Case(
+        lambda c: c.reduce(floats(), order="tree", num_shards=6),
+        "ValueError",
+        ("rota.reduce", "num_shards is 6", "power of two"),
+    ),
+    "fewer-shards-than-ranks": Case(
+        lambda c: c.reduce_scatter(floats(1), floats(2), order="tree", num_shards=1),
+        "ValueError",
+        ("rota.reduce_scatter", "num_shards is 1", "at least 2"),
     ),
     # ---- broadcast
     "negative-root": Case(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from pathlib import Path
 
 import pytest
@@ -91,27 +90,6 @@ def test_all_reduce_random_inputs_of_large_world_follow_contract(
     world_size: int, dtype: torch.dtype
 ) -> None:
     run_ranks(world_size, check_random, dtype)
-
-
-def check_groups(rank: Rank, group_size: int, dtype: torch.dtype) -> None:
-    communicator = rank.communicator(slot_bytes=SLOT_BYTES)
-    wires = (None, torch.float16) if dtype == torch.float32 else (None,)
-    for size in sizes_of(dtype):
-        inputs = random_inputs(rank.world_size, size, dtype)
-        for op, wire_dtype in itertools.product(ops_of(dtype), wires):
-            expected = contract(inputs, op, wire_dtype, group_size=group_size)
-            for algorithm in ("one_shot", "two_shot", "auto"):
-                tensor = inputs[rank.rank].clone()
-                communicator.all_reduce(tensor, op, algorithm, wire_dtype, group_size=group_size)
-                assert_same(tensor, expected, f"{op} {algorithm} wire {wire_dtype} size {size}")
-
-
-@pytest.mark.parametrize("dtype", [*FLOAT_DTYPES, FLOAT8_DTYPES[0], torch.int8], ids=name_of)
-@pytest.mark.parametrize(("world_size", "group_size"), [(4, 2), (6, 2), (6, 3), (4, 4), (2, 1)])
-def test_all_reduce_in_groups_sums_groups_first(
-    world_size: int, group_size: int, dtype: torch.dtype
-) -> None:
-    run_ranks(world_size, check_groups, group_size, dtype)
 
 
 def check_wire(rank: Rank, dtype: torch.dtype, wire_dtype: torch.dtype) -> None:

@@ -12,13 +12,14 @@ namespace rota::c10d_backend {
 
 struct BackendOptions final : ::c10d::Backend::Options {
   BackendOptions(std::chrono::milliseconds timeout, size_t slot_bytes,
-                 std::optional<at::ScalarType> wire_dtype)
-      : Options("rota", timeout), slot_bytes(slot_bytes), wire_dtype(wire_dtype) {}
+                 std::optional<at::ScalarType> wire_dtype, const OrderOptions& order)
+      : Options("rota", timeout), slot_bytes(slot_bytes), wire_dtype(wire_dtype), order(order) {}
 
   size_t slot_bytes;
   // What all_reduce rounds wider floats to, once on the way in and once on the way out; none: it
   // does not round.
   std::optional<at::ScalarType> wire_dtype;
+  OrderOptions order;  // of all_reduce, reduce and reduce_scatter
   // As in TensorCommunicatorOptions.
   bool connects_at_first_use = false;
   std::function<void()> check_interrupt;

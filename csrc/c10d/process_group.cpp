@@ -16,33 +16,37 @@ namespace {
 struct Reduction {
   ReduceOp op;
   std::optional<double> premul_factor;
+  OrderOptions order;
+
+  AllReduceOptions options() const { return {.op = op, .order = order}; }
 };
 
-Reduction reduction_of(std::string_view collective, const ::c10d::ReduceOp& op) {
+Reduction reduction_of(std::string_view collective, const ::c10d::ReduceOp& op,
+                       const OrderOptions& order) {
   switch (static_cast<::c10d::ReduceOp::RedOpType>(op)) {
     case ::c10d::ReduceOp::SUM:
-      return {ReduceOp::kSum, {}};
+      return {ReduceOp::kSum, {}, order};
     case ::c10d::ReduceOp::AVG:
-      return {ReduceOp::kAvg, {}};
+      return {ReduceOp::kAvg, {}, order};
     case ::c10d::ReduceOp::PRODUCT:
-      return {ReduceOp::kProduct, {}};
+      return {ReduceOp::kProduct, {}, order};
     case ::c10d::ReduceOp::MIN:
-      return {ReduceOp::kMin, {}};
+      return {ReduceOp::kMin, {}, order};
     case ::c10d::ReduceOp::MAX:
-      return {ReduceOp::kMax, {}};
+      return {ReduceOp::kMax, {}, order};
     case ::c10d::ReduceOp::BAND:
-      return {ReduceOp::kBand, {}};
+      return {ReduceOp::kBand, {}, order};
     case ::c10d::ReduceOp::BOR:
-      return {ReduceOp::kBor, {}};
+      return {ReduceOp::kBor, {}, order};
     case ::c10d::ReduceOp::BXOR:
-      return {ReduceOp::kBxor, {}};
+      return {ReduceOp::kBxor, {}, order};
     case ::c10d::ReduceOp::PREMUL_SUM: {
       const auto* factor =
           dynamic_cast<const ::c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
       if (factor == nullptr) break;
       const bool is_tensor = factor->tensor_factor.defined();
       return {ReduceOp::kSum,
-              is_tensor ? factor->tensor_factor.item<double>() : factor->double_factor};
+              is_tensor ? factor->tensor_factor.item<double>() : factor->double_factor, order};
     }
     case ::c10d::ReduceOp::UNUSED:
       break;
@@ -86,7 +90,7 @@ Operations each_in_place(CollectiveKind kind, const Tensors& tensors, const Redu
     operations.push_back({.kind = kind,
                           .outputs = tensor,
                           .root = static_cast<int>(root),
-                          .reduction = {.op = reduction.op},
+                          .reduction = reduction.options(),
                           .premul_factor = reduction.premul_factor});
   }
   return operations;
@@ -97,7 +101,7 @@ Operation reduce_scatter_of(at::TensorList inputs, const at::Tensor& output,
   return {.kind = CollectiveKind::kReduceScatter,
           .inputs = inputs,
           .outputs = output,
-          .reduction = {.op = reduction.op},
+          .reduction = reduction.options(),
           .premul_factor = reduction.premul_factor};
 }
 
@@ -199,8 +203,8 @@ WorkPtr ProcessGroupRota::endCoalescing() {
 WorkPtr ProcessGroupRota::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
   // As on Gloo, sparse CPU tensors come this way.
   if (!tensors.empty() && tensors[0].is_sparse()) return allreduce_sparse(tensors, opts);
-  Operations operations =
-      each_in_place(CollectiveKind::kAllReduce, tensors, reduction_of("all_reduce", opts.reduceOp));
+  Operations operations = each_in_place(CollectiveKind::kAllReduce, tensors,
+                                        reduction_of("all_reduce", opts.reduceOp, options_->order));
   if (options_->wire_dtype) {
     for (Operation& operation : operations) set_wire(operation, *options_->wire_dtype);
   }
@@ -216,7 +220,7 @@ WorkPtr ProcessGroupRota::allreduce_coalesced(Tensors& tensors,
 WorkPtr ProcessGroupRota::allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
   const at::Tensor& tensor = only_tensor("all_reduce", tensors);
   if (tensor.is_cuda()) return delegate_.backend_for("all_reduce").allreduce_sparse(tensors, opts);
-  const Reduction reduction = reduction_of("all_reduce", opts.reduceOp);
+  const Reduction reduction = reduction_of("all_reduce", opts.reduceOp, options_->order);
   TORCH_CHECK_VALUE(reduction.op == ReduceOp::kSum && !reduction.premul_factor,
                     "rota.all_reduce: sparse tensors support SUM only");
   return call([&] {
@@ -228,14 +232,14 @@ WorkPtr ProcessGroupRota::allreduce_sparse(Tensors& tensors, const ::c10d::Allre
 }
 
 WorkPtr ProcessGroupRota::reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) {
-  return run(each_in_place(CollectiveKind::kReduce, tensors, reduction_of("reduce", opts.reduceOp),
-                           opts.rootRank),
+  return run(each_in_place(CollectiveKind::kReduce, tensors,
+                           reduction_of("reduce", opts.reduceOp, options_->order), opts.rootRank),
              opts, [&](::c10d::Backend& other) { return other.reduce(tensors, opts); });
 }
 
 WorkPtr ProcessGroupRota::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                          const ::c10d::ReduceScatterOptions& opts) {
-  const Reduction reduction = reduction_of("reduce_scatter", opts.reduceOp);
+  const Reduction reduction = reduction_of("reduce_scatter", opts.reduceOp, options_->order);
   const auto make = [&](const Tensors& parts, const at::Tensor& output) {
     return reduce_scatter_of(by_rank("reduce_scatter", parts, getSize()), output, reduction);
   };
@@ -245,14 +249,16 @@ WorkPtr ProcessGroupRota::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
 
 WorkPtr ProcessGroupRota::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                const ::c10d::ReduceScatterOptions& opts) {
-  return run(
-      {reduce_scatter_of(input, output, reduction_of("reduce_scatter", opts.reduceOp))}, opts,
-      [&](::c10d::Backend& other) { return other._reduce_scatter_base(output, input, opts); });
+  return run({reduce_scatter_of(input, output,
+                                reduction_of("reduce_scatter", opts.reduceOp, options_->order))},
+             opts, [&](::c10d::Backend& other) {
+               return other._reduce_scatter_base(output, input, opts);
+             });
 }
 
 WorkPtr ProcessGroupRota::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const ::c10d::ReduceScatterOptions& opts) {
-  const Reduction reduction = reduction_of("reduce_scatter", opts.reduceOp);
+  const Reduction reduction = reduction_of("reduce_scatter", opts.reduceOp, options_->order);
   const auto make = [&](const at::Tensor& input, const at::Tensor& output) {
     return reduce_scatter_of(input, output, reduction);
   };
@@ -291,7 +297,8 @@ WorkPtr ProcessGroupRota::all_gather_in(const at::Tensor& output, const at::Tens
 WorkPtr ProcessGroupRota::reduce_scatter_in(const at::Tensor& output, const at::Tensor& input,
                                             const ::c10d::ReduceOp& op, DType wire_dtype,
                                             bool is_async) {
-  Operation operation = reduce_scatter_of(input, output, reduction_of("reduce_scatter", op));
+  Operation operation =
+      reduce_scatter_of(input, output, reduction_of("reduce_scatter", op, options_->order));
   operation.wire = WireFormat{wire_dtype};
   return call([&] { return run_own(operation, is_async); });
 }

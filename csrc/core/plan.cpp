@@ -1,5 +1,6 @@
 #include "core/plan.h"
 
+#include <bit>
 #include <cmath>
 
 #include "base/error.h"
@@ -69,26 +70,54 @@ Call Planner::all_reduce(DType dtype, uint64_t num_elems, const AllReduceOptions
            join("hop_dtype ", name(call.hop), "; expected ", name(accumulate),
                 " (the accumulate dtype) or ", name(wire), " (the wire dtype)"));
   }
-  call.group_size = group_size(call, options);
+  call.order = sum_order(call, options.order, options.algorithm);
   choose_algorithm(call, options.algorithm);
   return call;
 }
 
+schedule::SumOrder Planner::sum_order(const Call& call, const OrderOptions& options,
+                                      std::optional<schedule::Algorithm> requested) const {
+  if (!options.is_tree && options.num_shards) {
+    refuse(call, ErrorKind::kValue, "num_shards only has a meaning with order='tree'");
+  }
+  if (!options.is_tree && !options.group_size) return {};
+  const std::string_view what = options.is_tree ? "order='tree'" : "group_size";
+  if (options.is_tree && options.group_size) {
+    refuse(call, ErrorKind::kValue, "order='tree' knows no group_size; leave one of them out");
+  }
+  if (options.is_tree && gpu_) {
+    refuse(call, ErrorKind::kValue,
+           "order='tree' is for CPU tensors; kernels add in ascending rank, or by group_size");
+  }
+  if (requested && is_ring(*requested)) {
+    refuse(call, ErrorKind::kValue,
+           join("algorithm='", name(*requested), "' adds ranks one after another and takes no ",
+                what, "; use 'one_shot', 'two_shot' or 'auto'"));
+  }
+  if (options.is_tree) return {.num_shards = num_shards(call, options.num_shards)};
+  return {.group_size = group_size(call, *options.group_size)};
+}
+
 // Returns 0 if groups make no difference.
-int Planner::group_size(const Call& call, const AllReduceOptions& options) const {
-  if (!options.group_size) return 0;
-  const int64_t num_ranks = *options.group_size;
+int Planner::group_size(const Call& call, int64_t num_ranks) const {
   if (num_ranks < 1 || world_size_ % num_ranks != 0) {
     refuse(call, ErrorKind::kValue,
            join("group_size is ", num_ranks, ", expected a divisor of world_size ", world_size_));
   }
-  if (options.algorithm && is_ring(*options.algorithm)) {
-    refuse(
-        call, ErrorKind::kValue,
-        join("algorithm='", name(*options.algorithm), "' adds ranks one after another and takes ",
-             "no group_size; use 'one_shot', 'two_shot' or 'auto'"));
-  }
   return num_ranks == 1 || num_ranks == world_size_ ? 0 : static_cast<int>(num_ranks);
+}
+
+uint32_t Planner::num_shards(const Call& call, std::optional<int64_t> num_shards) const {
+  const uint32_t fewest = std::bit_ceil(static_cast<uint32_t>(world_size_));
+  if (!num_shards) return fewest;
+  constexpr int64_t kMost = int64_t{1} << 31;
+  if (*num_shards < fewest || *num_shards > kMost ||
+      !std::has_single_bit(static_cast<uint64_t>(*num_shards))) {
+    refuse(call, ErrorKind::kValue,
+           join("num_shards is ", *num_shards, ", expected a power of two, at least ", fewest,
+                " for world_size ", world_size_));
+  }
+  return static_cast<uint32_t>(*num_shards);
 }
 
 Call Planner::reduce_bucket(DType dtype, uint64_t num_elems, const BucketOptions& options) const {
@@ -109,12 +138,14 @@ Call Planner::reduce_bucket(DType dtype, uint64_t num_elems, const BucketOptions
   check_factor(call, "contribution_factor", call.pass.contribution_factor);
   check_factor(call, "divisor", call.pass.divisor);
   check_factor(call, "result_factor", call.pass.result_factor);
+  call.order = sum_order(call, options.order, options.algorithm);
   choose_algorithm(call, options.algorithm);
   return call;
 }
 
 Call Planner::collective(CollectiveKind kind, DType dtype, uint64_t num_elems, ReduceOp op,
-                         int root, std::optional<WireFormat> wire) const {
+                         int root, std::optional<WireFormat> wire,
+                         const OrderOptions& order) const {
   const CollectiveRow& row = row_of(kind);
   Call call{
       .kind = kind, .dtype = dtype, .root = row.has_root() ? root : 0, .num_elems = num_elems};
@@ -126,6 +157,7 @@ Call Planner::collective(CollectiveKind kind, DType dtype, uint64_t num_elems, R
     call.pass.divisor = static_cast<float>(world_size_);
     check_op(call);
     check_wire(call);
+    call.order = sum_order(call, order, std::nullopt);
   } else if (wire && *wire != WireFormat{dtype}) {
     call.wire = *wire;
     check_wire(call);
@@ -173,7 +205,7 @@ schedule::Algorithm Planner::choose_on_gpu(const Call& call,
       gpu_->tuning, world_size_, call.wire.num_bytes(call.num_elems), most_packet_bytes);
   for (const Algorithm algorithm :
        {fastest, Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kOrderedRing}) {
-    if (call.group_size != 0 && is_ring(algorithm)) continue;
+    if (call.order != schedule::SumOrder{} && is_ring(algorithm)) continue;
     if (!gpu_->why_not(algorithm, call.wire)) return algorithm;
   }
   return fastest;

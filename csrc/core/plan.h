@@ -12,18 +12,26 @@
 
 namespace rota {
 
+// The order of a sum; schedule/sum_order.h.
+struct OrderOptions {
+  bool is_tree = false;
+  std::optional<int64_t> group_size;  // none: no groups
+  std::optional<int64_t> num_shards;  // only of a tree; none: as few as world_size allows
+};
+
 struct AllReduceOptions {
   ReduceOp op = ReduceOp::kSum;
   std::optional<schedule::Algorithm> algorithm;  // none: auto
   std::optional<DType> wire;                     // none: the tensor's dtype
   std::optional<DType> hop;                      // none: the accumulate dtype; only for ring
-  std::optional<int64_t> group_size;             // none: no groups
+  OrderOptions order;
 };
 
 struct BucketOptions {
   WireFormat wire;
   BucketPass pass;
   std::optional<schedule::Algorithm> algorithm;  // none: auto
+  OrderOptions order;
 };
 
 class Planner {
@@ -44,11 +52,13 @@ class Planner {
   // Each throws Error(kType) or Error(kValue) for unsupported arguments.
   Call all_reduce(DType dtype, uint64_t num_elems, const AllReduceOptions& options) const;
   Call reduce_bucket(DType dtype, uint64_t num_elems, const BucketOptions& options) const;
-  // Any other collective. num_elems: as in Call; op: of those that reduce; root: of those that have
-  // one; wire: of reduce_scatter (without scales) and all_gather, none: the tensor's dtype.
+  // Any other collective. num_elems: as in Call; op and order: of those that reduce; root: of those
+  // that have one; wire: of reduce_scatter (without scales) and all_gather, none: the tensor's
+  // dtype.
   Call collective(CollectiveKind kind, DType dtype, uint64_t num_elems,
                   ReduceOp op = ReduceOp::kSum, int root = 0,
-                  std::optional<WireFormat> wire = std::nullopt) const;
+                  std::optional<WireFormat> wire = std::nullopt,
+                  const OrderOptions& order = {}) const;
   void check_root(CollectiveKind kind, int root) const;
 
  private:
@@ -58,7 +68,10 @@ class Planner {
   schedule::Algorithm choose_on_gpu(const Call& call,
                                     std::optional<schedule::Algorithm> requested) const;
 
-  int group_size(const Call& call, const AllReduceOptions& options) const;
+  schedule::SumOrder sum_order(const Call& call, const OrderOptions& options,
+                               std::optional<schedule::Algorithm> requested) const;
+  int group_size(const Call& call, int64_t num_ranks) const;
+  uint32_t num_shards(const Call& call, std::optional<int64_t> num_shards) const;
 
   int world_size_;
   std::optional<Gpu> gpu_;  // none: for the CPU

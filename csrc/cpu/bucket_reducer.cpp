@@ -54,6 +54,7 @@ BucketReducer::BucketReducer(const Call& call, const Buffers& buffers, int rank,
       measures_(buffers.measures),
       rank_(rank),
       world_size_(world_size),
+      additions_(call.order, world_size),
       loops_(element_loops()),
       wire_loops_(loops_.wire(call.wire)) {}
 
@@ -83,7 +84,7 @@ void BucketReducer::pack_tile(const Range& tile, const WirePlace& wire) const {
     wanted.values[i] = gradients[i] * pass_.contribution_factor + residual[i] / pass_.result_factor;
   }
   encode(wanted.values, wire, tile, 1, rank_);
-  wire_loops_.decode_sum(&wire, 1, sent.values, tile.num_elems, 1);
+  wire_loops_.decode_sum({&wire, 1}, sent.values, tile.num_elems, 1);
   for (size_t i = 0; i < tile.num_elems; ++i) {
     const float lost = (wanted.values[i] - sent.values[i]) * pass_.result_factor;
     residual[i] = std::isfinite(lost) ? lost : 0;
@@ -95,14 +96,14 @@ void BucketReducer::round_contribution(const Range& tile, float* rounded) const 
   Encoded own;
   const WirePlace place = own.place();
   pack_tile(tile, place);
-  wire_loops_.decode_sum(&place, 1, rounded, tile.num_elems, 1);
+  wire_loops_.decode_sum({&place, 1}, rounded, tile.num_elems, 1);
 }
 
 void BucketReducer::add_contribution(const float* partial, const Range& tile, float* sums) const {
   Floats own;
   round_contribution(tile, own.values);
   const void* srcs[] = {partial, own.values};
-  loops_.reduce(DType::kFloat32, ReduceOp::kSum)(srcs, 2, sums, tile.num_elems, 1);
+  loops_.reduce(DType::kFloat32, ReduceOp::kSum)({srcs, 2}, sums, tile.num_elems, 1);
 }
 
 void BucketReducer::unpack_tile(const WirePlace& wire, const Range& tile) const {
@@ -110,7 +111,7 @@ void BucketReducer::unpack_tile(const WirePlace& wire, const Range& tile) const 
   const bool is_float32 = dtype_ == DType::kFloat32;
   std::byte* out = data(tile.begin);
   float* results = is_float32 ? reinterpret_cast<float*>(out) : converted.values;
-  wire_loops_.decode_sum(&wire, 1, results, tile.num_elems, pass_.result_factor);
+  wire_loops_.decode_sum({&wire, 1}, results, tile.num_elems, pass_.result_factor);
   if (!is_float32) {
     loops_.convert(DType::kFloat32, dtype_)(results, out, tile.num_elems);
     // Measures the values as stored; float64 stores them unchanged.
@@ -163,7 +164,8 @@ void BucketReducer::reduce(const WirePlace* srcs, const Range& range,
       tile_srcs[i] = is_from_tensor(srcs[i]) ? own.place() : wire_.from(srcs[i], begin);
       if (is_from_tensor(srcs[i])) pack_tile(tile, own.place());
     }
-    wire_loops_.decode_sum(tile_srcs, world_size_, sums.values, tile.num_elems, 1);
+    wire_loops_.decode_sum({tile_srcs, world_size_, additions_.of_ranks()}, sums.values,
+                           tile.num_elems, 1);
     // Overwrites a source, whose cache lines this core already has: see reducer.cpp.
     const WirePlace out = wire_outs.empty() ? result.place() : wire_.from(wire_outs[0], begin);
     finish_tile(sums.values, tile, out);

@@ -56,6 +56,7 @@ class BucketReducer {
   BucketMeasures* measures_;
   int rank_;
   int world_size_;
+  schedule::Additions additions_;
   const ElementLoops& loops_;
   const WireLoops& wire_loops_;
 };

@@ -2,22 +2,32 @@
 // is one table of functions per instruction set, chosen once at run time. The loops know neither
 // ranks nor slots.
 //
-// All tables give the same bits: sources are added left to right in the accumulate dtype, without
-// contraction to fused multiply-adds, and every rounding is to nearest, ties to even.
+// All tables give the same bits: sources are added in the accumulate dtype, without contraction to
+// fused multiply-adds, and every rounding is to nearest, ties to even.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string_view>
 #include <utility>
 
 #include "base/dtype.h"
+#include "base/limits.h"
 #include "base/wire_format.h"
 
 namespace rota::cpu {
 
-// dst[i] = round(((srcs[0][i] op srcs[1][i]) op srcs[2][i]) ...), all of one dtype. kAvg is a sum
-// divided by `divisor` before the rounding. dst may be one of srcs.
-using ReduceFn = void (*)(const void* const* srcs, int num_srcs, void* dst, size_t num_elems,
+// What a sum adds, in the order that schedule/sum_order.h describes; none: left to right.
+template <typename Source>
+struct Summands {
+  const Source* srcs;
+  int num;
+  const uint8_t* num_additions = nullptr;  // by source
+};
+
+// dst[i] = round(srcs[0][i] op srcs[1][i] op srcs[2][i] ...), all of one dtype. kAvg is a sum
+// divided by `divisor` before the rounding. dst may be one of the sources.
+using ReduceFn = void (*)(const Summands<const void*>& summands, void* dst, size_t num_elems,
                           int divisor);
 
 // dst[i] = round(src[i]); dst and src do not overlap.
@@ -31,8 +41,8 @@ struct WireLoops {
   // Element i uses the random number of key + i.
   void (*encode_at_random)(const float* src, const WirePlace& dst, size_t num_elems, float factor,
                            uint32_t key);
-  // dst = ((srcs[0] + srcs[1]) + srcs[2] ...) * factor
-  void (*decode_sum)(const WirePlace* srcs, int num_srcs, float* dst, size_t num_elems,
+  // dst = (srcs[0] + srcs[1] + srcs[2] ...) * factor
+  void (*decode_sum)(const Summands<WirePlace>& summands, float* dst, size_t num_elems,
                      float factor);
 };
 

@@ -63,7 +63,7 @@ class PartCodec {
       const bool is_float32 = dtype_ == DType::kFloat32;
       float* floats = is_float32 ? reinterpret_cast<float*>(dst) : decoded.values;
       const WirePlace tile = wire_.from(place, elem);
-      loops_.wire(wire_).decode_sum(&tile, 1, floats, num_elems, 1);
+      loops_.wire(wire_).decode_sum({&tile, 1}, floats, num_elems, 1);
       if (!is_float32) loops_.convert(DType::kFloat32, dtype_)(floats, dst, num_elems);
     });
   }

@@ -4,7 +4,7 @@
 // Unlike all other headers, these are included below the target pragma: GCC 12 splits comparisons
 // of vectors wider than the target's registers, even when it inlines them later (up to 25 times
 // as slow). All their functions are always inlined, and the headers that they include were included
-// before.
+// before; so was base/limits.h.
 #include "base/block_scale.h"
 #include "base/combine.h"
 #include "base/float_bits.h"
@@ -139,6 +139,33 @@ typename Lanes::Acc load_part(const char* src, size_t num_lanes) {
   alignas(kVectorBytes) char lanes[kVectorBytes] = {};
   __builtin_memcpy(lanes, src, num_lanes * Lanes::kElemBytes);
   return Lanes::load(lanes);
+}
+
+// Sums kVecs vectors of each source, which `elements` loads and adds, in the order of the summands.
+template <typename Elements, typename Source, typename V, size_t kVecs>
+inline __attribute__((always_inline)) void sum_up(const Elements& elements,
+                                                  const Summands<Source>& summands,
+                                                  V (&sums)[kVecs]) {
+  elements.load(0, sums);
+  if (summands.num_additions == nullptr) {
+    for (int s = 1; s < summands.num; ++s) {
+      V values[kVecs];
+      elements.load(s, values);
+      for (size_t v = 0; v < kVecs; ++v) sums[v] = Elements::add(sums[v], values[v]);
+    }
+    return;
+  }
+  V pending[kMostSums - 1][kVecs];
+  int num_pending = 0;
+  for (int s = 1; s < summands.num; ++s) {
+    for (size_t v = 0; v < kVecs; ++v) pending[num_pending][v] = sums[v];
+    ++num_pending;
+    elements.load(s, sums);
+    for (int i = summands.num_additions[s]; i > 0; --i) {
+      --num_pending;
+      for (size_t v = 0; v < kVecs; ++v) sums[v] = Elements::add(pending[num_pending][v], sums[v]);
+    }
+  }
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Reduce-scatter: each rank sums its part of all ranks' inputs, in the canonical order. As in
+// Reduce-scatter: each rank sums its part of all ranks' inputs, in the call's order. As in
 // all_reduce, whose bits its part has, contributions and the sum are rounded to the wire dtype
 // once.
 #include "base/limits.h"
@@ -9,6 +9,7 @@
 #include "cpu/parts.h"
 #include "schedule/chunk.h"
 #include "schedule/direct.h"
+#include "schedule/sum_order.h"
 
 namespace rota::cpu {
 namespace {
@@ -48,9 +49,11 @@ void reduce_part(const Call& call, const Buffers& buffers, const Range& range, i
   const ReduceFn reduce = loops.reduce(call.wire.dtype, call.op);
   const auto ranks = static_cast<size_t>(world_size);
   const void* srcs[kMaxWorldSize];
+  const schedule::Additions additions(call.order, world_size);
+  const Summands<const void*> summands{srcs, world_size, additions.of_ranks()};
   if (is_plain(call)) {
     for (size_t i = 0; i < ranks; ++i) srcs[i] = contribution_of(static_cast<int>(i)).data;
-    return reduce(srcs, world_size, elem_at(call, *buffers.outputs, range.begin), range.num_elems,
+    return reduce(summands, elem_at(call, *buffers.outputs, range.begin), range.num_elems,
                   world_size);
   }
   const ConvertFn round = loops.convert(call.dtype, call.wire.dtype);
@@ -69,7 +72,7 @@ void reduce_part(const Call& call, const Buffers& buffers, const Range& range, i
         srcs[i] = rounded[i].bytes;
       }
     }
-    reduce(srcs, world_size, sums.bytes, num_elems, world_size);
+    reduce(summands, sums.bytes, num_elems, world_size);
     widen(sums.bytes, elem_at(call, *buffers.outputs, range.begin + begin), num_elems);
   }
 }

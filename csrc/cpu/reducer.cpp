@@ -41,7 +41,7 @@ Reducer::Reducer(const Call& call, void* data, bool writes_sums, int world_size)
       wire_(call.wire),
       hop_(call.hop),
       world_size_(world_size),
-      group_size_(call.group_size == 0 ? world_size : call.group_size),
+      additions_(call.order, world_size),
       loops_(element_loops()),
       reduce_wire_(loops_.reduce(call.wire.dtype, call.op)),
       add_hop_(loops_.reduce(call.hop, call.op == ReduceOp::kAvg ? ReduceOp::kSum : call.op)),
@@ -58,11 +58,12 @@ void Reducer::unpack(const WirePlace& wire, const Range& range) const {
 void Reducer::reduce(const WirePlace* srcs, const Range& range,
                      std::span<const WirePlace> wire_outs) const {
   const void* block_srcs[kMaxWorldSize];
-  if (is_plain() && wire_outs.empty() && group_size_ == world_size_) {
+  const Summands<const void*> summands{block_srcs, world_size_, additions_.of_ranks()};
+  if (is_plain() && wire_outs.empty()) {
     for (int i = 0; i < world_size_; ++i) {
       block_srcs[i] = is_from_tensor(srcs[i]) ? data(range.begin) : srcs[i].payload;
     }
-    return reduce_wire_(block_srcs, world_size_, data(range.begin), range.num_elems, world_size_);
+    return reduce_wire_(summands, data(range.begin), range.num_elems, world_size_);
   }
   Block own, sums;
   for_each_block(range, [&](const Range& block, uint64_t begin) {
@@ -80,40 +81,13 @@ void Reducer::reduce(const WirePlace* srcs, const Range& range,
     // separate place: each cache line moves between cores once instead of twice.
     const WirePlace sum =
         wire_outs.empty() ? WirePlace{sums.bytes, nullptr} : wire_.from(wire_outs[0], begin);
-    reduce_block(block_srcs, sum.payload, block.num_elems);
+    reduce_wire_(summands, sum.payload, block.num_elems, world_size_);
     for (size_t i = 1; i < wire_outs.size(); ++i) {
       copy_bytes(wire_.from(wire_outs[i], begin).payload, sum.payload,
                  wire_.payload_bytes(block.num_elems));
     }
     if (writes_sums_) unpack(sum, block);
   });
-}
-
-// srcs and dst hold elements of the wire dtype.
-void Reducer::reduce_block(const void* const* srcs, void* dst, size_t num_elems) const {
-  if (group_size_ == world_size_) {
-    return reduce_wire_(srcs, world_size_, dst, num_elems, world_size_);
-  }
-  // Each addition is a separate pass, over blocks that stay in the first-level cache.
-  Block total, sum, next;
-  const auto widen = [&](int source, Block& wide) {
-    convert_or_copy(loops_, wire_.dtype, hop_, srcs[source], wide.bytes, num_elems);
-  };
-  const auto add = [&](ReduceFn add_or_finish, Block& to, const Block& other) {
-    const void* both[] = {to.bytes, other.bytes};
-    add_or_finish(both, 2, to.bytes, num_elems, world_size_);
-  };
-  for (int first = 0; first < world_size_; first += group_size_) {
-    Block& group = first == 0 ? total : sum;
-    widen(first, group);
-    for (int source = first + 1; source < first + group_size_; ++source) {
-      widen(source, next);
-      add(add_hop_, group, next);
-    }
-    const bool is_last = first + group_size_ == world_size_;
-    if (first > 0) add(is_last ? finish_hop_ : add_hop_, total, sum);
-  }
-  convert_or_copy(loops_, hop_, wire_.dtype, total.bytes, dst, num_elems);
 }
 
 // Every algorithm rounds contributions to the wire dtype, even if it then sends them in a wider
@@ -138,7 +112,7 @@ void Reducer::add_to_partial(const std::byte* partial, const Range& range, std::
   for_each_block(range, [&](const Range& block, uint64_t begin) {
     widen_contribution(block, own.bytes);
     const void* srcs[] = {partial + begin * hop_bytes(), own.bytes};
-    add_hop_(srcs, 2, hop + begin * hop_bytes(), block.num_elems, world_size_);
+    add_hop_({srcs, 2}, hop + begin * hop_bytes(), block.num_elems, world_size_);
   });
 }
 
@@ -149,7 +123,7 @@ void Reducer::finish_partial(const std::byte* partial, const Range& range,
     const WirePlace wire_block = wire_.from(wire, begin);
     widen_contribution(block, own.bytes);
     const void* srcs[] = {partial + begin * hop_bytes(), own.bytes};
-    finish_hop_(srcs, 2, sum.bytes, block.num_elems, world_size_);
+    finish_hop_({srcs, 2}, sum.bytes, block.num_elems, world_size_);
     convert_or_copy(loops_, hop_, wire_.dtype, sum.bytes, wire_block.payload, block.num_elems);
     unpack(wire_block, block);
   });

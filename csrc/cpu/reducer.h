@@ -14,6 +14,7 @@
 #include "cpu/element_loops.h"
 #include "schedule/call.h"
 #include "schedule/chunk.h"
+#include "schedule/sum_order.h"
 
 namespace rota::cpu {
 
@@ -40,8 +41,8 @@ class Reducer {
   void pack(const schedule::Range& range, const WirePlace& wire) const;
   // Wire -> tensor, exact.
   void unpack(const WirePlace& wire, const schedule::Range& range) const;
-  // Sums all ranks' contributions in ascending order, by groups if there are any. Writes the result
-  // to the tensor, if sums are written there, and to each of wire_outs, which may be among srcs.
+  // Sums all ranks' contributions in the call's order. Writes the result to the tensor, if sums are
+  // written there, and to each of wire_outs, which may be among srcs.
   void reduce(const WirePlace* srcs, const schedule::Range& range,
               std::span<const WirePlace> wire_outs) const;
 
@@ -57,7 +58,6 @@ class Reducer {
   // The tensor has the wire dtype, so sums can read it directly.
   bool is_plain() const { return dtype_ == wire_.dtype; }
   std::byte* data(uint64_t elem) const { return data_ + elem * info(dtype_).num_bytes; }
-  void reduce_block(const void* const* srcs, void* dst, size_t num_elems) const;
   void widen_contribution(const schedule::Range& range, std::byte* hop) const;
 
   std::byte* data_;
@@ -66,7 +66,7 @@ class Reducer {
   WireFormat wire_;
   DType hop_;
   int world_size_;
-  int group_size_;
+  schedule::Additions additions_;
   const ElementLoops& loops_;
   ReduceFn reduce_wire_;  // complete sums of wire elements
   ReduceFn add_hop_;      // partial sums of hop elements: never divides

@@ -217,17 +217,25 @@ inline __attribute__((always_inline)) void load_block(const WirePlace& src, size
   }
 }
 
-// Sums one block of the sources left to right, times `factor`.
+// What sum_up() adds: a block from `elem` on.
 template <DType dtype, bool is_scaled>
-void sum_block(const WirePlace* srcs, int num_srcs, size_t elem, float factor, char* dst) {
+struct EncodedBlock {
+  const WirePlace* srcs;
+  size_t elem;
+
+  template <size_t kVecs>
+  void load(int source, Vec<float> (&values)[kVecs]) const {
+    load_block<dtype, is_scaled>(srcs[source], elem, values);
+  }
+  static Vec<float> add(Vec<float> a, Vec<float> b) { return a + b; }
+};
+
+// Sums one block of the sources, times `factor`.
+template <DType dtype, bool is_scaled>
+void sum_block(const Summands<WirePlace>& summands, size_t elem, float factor, char* dst) {
   constexpr size_t kVecs = kBlockElems<dtype, is_scaled> / kFloatLanes;
   Vec<float> sums[kVecs];
-  load_block<dtype, is_scaled>(srcs[0], elem, sums);
-  for (int s = 1; s < num_srcs; ++s) {
-    Vec<float> values[kVecs];
-    load_block<dtype, is_scaled>(srcs[s], elem, values);
-    for (size_t v = 0; v < kVecs; ++v) sums[v] += values[v];
-  }
+  sum_up(EncodedBlock<dtype, is_scaled>{summands.srcs, elem}, summands, sums);
   for (size_t v = 0; v < kVecs; ++v) store_bytes(dst + v * kVectorBytes, sums[v] * factor);
 }
 
@@ -241,21 +249,34 @@ Vec<float> load_rest(const WirePlace& src, size_t elem, size_t num_lanes) {
   return value * load_scale(src.scales[elem / kBlockElems<dtype, is_scaled>]);
 }
 
+// The same for num_lanes elements.
 template <DType dtype, bool is_scaled>
-void decode_sum(const WirePlace* srcs, int num_srcs, float* dst, size_t num_elems, float factor) {
+struct EncodedRest {
+  const WirePlace* srcs;
+  size_t elem;
+  size_t num_lanes;
+
+  void load(int source, Vec<float> (&values)[1]) const {
+    values[0] = load_rest<dtype, is_scaled>(srcs[source], elem, num_lanes);
+  }
+  static Vec<float> add(Vec<float> a, Vec<float> b) { return a + b; }
+};
+
+template <DType dtype, bool is_scaled>
+void decode_sum(const Summands<WirePlace>& summands, float* dst, size_t num_elems, float factor) {
   constexpr size_t kBlock = kBlockElems<dtype, is_scaled>;
   auto* out = reinterpret_cast<char*>(dst);
   size_t elem = 0;
   for (; elem + kBlock <= num_elems; elem += kBlock) {
-    sum_block<dtype, is_scaled>(srcs, num_srcs, elem, factor, out + elem * sizeof(float));
+    sum_block<dtype, is_scaled>(summands, elem, factor, out + elem * sizeof(float));
   }
   for (; elem < num_elems; elem += kFloatLanes) {
     const size_t rest = num_elems - elem;
     const size_t num_lanes = rest < kFloatLanes ? rest : kFloatLanes;
-    auto sum = load_rest<dtype, is_scaled>(srcs[0], elem, num_lanes);
-    for (int s = 1; s < num_srcs; ++s) sum += load_rest<dtype, is_scaled>(srcs[s], elem, num_lanes);
-    sum *= factor;
-    __builtin_memcpy(out + elem * sizeof(float), &sum, num_lanes * sizeof(float));
+    Vec<float> sum[1];
+    sum_up(EncodedRest<dtype, is_scaled>{summands.srcs, elem, num_lanes}, summands, sum);
+    sum[0] *= factor;
+    __builtin_memcpy(out + elem * sizeof(float), sum, num_lanes * sizeof(float));
   }
 }
 

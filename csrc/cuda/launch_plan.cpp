@@ -310,7 +310,7 @@ LaunchRequest request_for(const Call& call, int world_size) {
             .format = call.wire,
             .op = call.op,
             .divisor = call.pass.divisor,
-            .group_size = call.group_size,
+            .group_size = call.order.group_size,
             .is_bucket = is_bucket,
             .rounding = rounding_of(call, kResultStream)};
   };

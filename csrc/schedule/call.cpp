@@ -39,8 +39,9 @@ Call Call::from_words(const Words& words) {
           .wire = {enum_at<DType>(packed, 24, kNumDTypes), enum_at<bool>(packed, 48, 2)},
           .hop = enum_at<DType>(packed, 32, kNumDTypes),
           .algorithm = enum_at<schedule::Algorithm>(packed, 40, schedule::kAlgorithmNames.size()),
-          .root = static_cast<int>(words[2]),
-          .group_size = static_cast<int>(words[2] >> 32),
+          .root = static_cast<uint16_t>(words[2]),
+          .order = {.group_size = static_cast<uint16_t>(words[2] >> 16),
+                    .num_shards = static_cast<uint32_t>(words[2] >> 32)},
           .num_elems = words[1],
           .uneven = words[6],
           .pass = {.contribution_factor = float_at(words[3], 0),
@@ -79,8 +80,9 @@ std::string Call::to_string() const {
   } else if (row.reduces) {
     if (wire.dtype != dtype) text += wire_text(wire);
     if (hop != info(wire.dtype).accumulate) text += join(", hop ", name(hop));
-    if (group_size != 0) text += join(", groups of ", group_size);
   }
+  if (order.group_size != 0) text += join(", groups of ", order.group_size);
+  if (order.num_shards != 0) text += join(", tree of ", order.num_shards, " shards");
   return text + ')';
 }
 

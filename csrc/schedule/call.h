@@ -15,6 +15,7 @@
 #include "base/wire_format.h"
 #include "schedule/collective.h"
 #include "schedule/select.h"
+#include "schedule/sum_order.h"
 
 namespace rota {
 
@@ -37,8 +38,8 @@ struct Call {
   WireFormat wire{DType::kUInt8};
   DType hop = DType::kUInt8;  // the dtype of partial sums in rings
   schedule::Algorithm algorithm = schedule::Algorithm::kOneShot;
-  int root = 0;            // of those that have one
-  int group_size = 0;      // ranks summed as a group, before groups are summed; 0: no groups
+  int root = 0;  // of those that have one
+  schedule::SumOrder order;
   uint64_t num_elems = 0;  // of the rank's tensor, or of each rank's part; 0 for all_to_all, whose
                            // ranks compare the parts of each pair (cpu/all_to_all.h)
   uint64_t uneven = 0;  // a hash of the parts' lengths if they differ, then num_elems is their sum
@@ -65,7 +66,8 @@ struct Call {
                 static_cast<uint64_t>(wire.is_block_scaled) << 48 |
                 static_cast<uint64_t>(pass.stochastic_seed.has_value()) << 56,
             num_elems,
-            static_cast<uint32_t>(root) | static_cast<uint64_t>(group_size) << 32,
+            static_cast<uint16_t>(root) | static_cast<uint64_t>(order.group_size) << 16 |
+                static_cast<uint64_t>(order.num_shards) << 32,
             bits_of(pass.contribution_factor) | bits_of(pass.divisor) << 32,
             bits_of(pass.result_factor) | static_cast<uint64_t>(pass.has_residual) << 32,
             pass.stochastic_seed.value_or(0),

@@ -21,20 +21,38 @@ PyObject* run_blocking(TensorCommunicator& communicator, const Operation& operat
   return Py_None;
 }
 
+OrderOptions order_of(std::string_view collective, const PythonArguments& arguments, int group_size,
+                      int order, int num_shards) {
+  return parse_order(collective, arguments.text(order, "rank"), arguments.integer(group_size),
+                     arguments.integer(num_shards));
+}
+
 struct AllReduce {
-  enum { kTensor, kOp, kAlgorithm, kWireDtype, kHopDtype, kAsyncOp, kGroupSize };
+  enum {
+    kTensor,
+    kOp,
+    kAlgorithm,
+    kWireDtype,
+    kHopDtype,
+    kAsyncOp,
+    kGroupSize,
+    kOrder,
+    kNumShards
+  };
   static Signature signature() {
     return {"all_reduce",
             1,
-            {"tensor", "op", "algorithm", "wire_dtype", "hop_dtype", "async_op", "group_size"}};
+            {"tensor", "op", "algorithm", "wire_dtype", "hop_dtype", "async_op", "group_size",
+             "order", "num_shards"}};
   }
   static PyObject* run(TensorCommunicator& communicator, const PythonArguments& arguments) {
-    const Operation operation{.kind = CollectiveKind::kAllReduce,
-                              .outputs = arguments.tensor(kTensor),
-                              .reduction = parse_all_reduce_options(
-                                  arguments.text(kOp, "sum"), arguments.text(kAlgorithm, "auto"),
-                                  arguments.dtype(kWireDtype), arguments.dtype(kHopDtype),
-                                  arguments.integer(kGroupSize))};
+    const Operation operation{
+        .kind = CollectiveKind::kAllReduce,
+        .outputs = arguments.tensor(kTensor),
+        .reduction = parse_all_reduce_options(
+            arguments.text(kOp, "sum"), arguments.text(kAlgorithm, "auto"),
+            arguments.dtype(kWireDtype), arguments.dtype(kHopDtype),
+            order_of("all_reduce", arguments, kGroupSize, kOrder, kNumShards))};
     if (!arguments.flag(kAsyncOp)) return run_blocking(communicator, operation);
     WorkRef work;
     {
@@ -56,15 +74,18 @@ struct AllGather {
 };
 
 struct ReduceScatter {
-  enum { kOutput, kInput, kOp };
-  static Signature signature() { return {"reduce_scatter", 2, {"output", "input", "op"}}; }
+  enum { kOutput, kInput, kOp, kGroupSize, kOrder, kNumShards };
+  static Signature signature() {
+    return {"reduce_scatter", 2, {"output", "input", "op", "group_size", "order", "num_shards"}};
+  }
   static PyObject* run(TensorCommunicator& communicator, const PythonArguments& arguments) {
-    return run_blocking(
-        communicator,
-        {.kind = CollectiveKind::kReduceScatter,
-         .inputs = arguments.tensor(kInput),
-         .outputs = arguments.tensor(kOutput),
-         .reduction = {.op = parse_op("reduce_scatter", arguments.text(kOp, "sum"))}});
+    return run_blocking(communicator,
+                        {.kind = CollectiveKind::kReduceScatter,
+                         .inputs = arguments.tensor(kInput),
+                         .outputs = arguments.tensor(kOutput),
+                         .reduction = {.op = parse_op("reduce_scatter", arguments.text(kOp, "sum")),
+                                       .order = order_of("reduce_scatter", arguments, kGroupSize,
+                                                         kOrder, kNumShards)}});
   }
 };
 
@@ -146,12 +167,14 @@ PyMethodDef methods[] = {
     method<AllReduce>(
         "all_reduce",
         "all_reduce($self, tensor, op='sum', algorithm='auto', wire_dtype=None, hop_dtype=None, "
-        "async_op=False, group_size=None)\n--\n\nReduces tensor over all ranks, in place."),
+        "async_op=False, group_size=None, order='rank', num_shards=None)\n--\n\nReduces tensor "
+        "over all ranks, in place."),
     method<AllGather>(
         "all_gather",
         "all_gather($self, output, input)\n--\n\nConcatenates every rank's input into output."),
     method<ReduceScatter>("reduce_scatter",
-                          "reduce_scatter($self, output, input, op='sum')\n--\n\n"
+                          "reduce_scatter($self, output, input, op='sum', group_size=None, "
+                          "order='rank', num_shards=None)\n--\n\n"
                           "Reduces every rank's input; rank i gets part i of the result."),
     method<Broadcast>("broadcast",
                       "broadcast($self, tensor, root=0)\n--\n\nCopies rank root's tensor to all."),

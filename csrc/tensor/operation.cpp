@@ -163,7 +163,7 @@ Call plan_in_place(const Operation& operation, const Planner& planner, at::Devic
     return planner.all_reduce(dtype, num_elems(tensor), operation.reduction);
   }
   return planner.collective(operation.kind, dtype, num_elems(tensor), operation.reduction.op,
-                            operation.root);
+                            operation.root, std::nullopt, operation.reduction.order);
 }
 
 bool share_memory(at::TensorList some, at::TensorList others) {
@@ -236,7 +236,7 @@ Call plan(const Operation& operation, const Planner& planner, int rank, at::Devi
   }
 
   Call call = planner.collective(operation.kind, dtype_of(operation), 0, operation.reduction.op,
-                                 operation.root, operation.wire);
+                                 operation.root, operation.wire, operation.reduction.order);
   const Lengths input_lengths = lengths_of(inputs, world_size);
   const Lengths output_lengths = lengths_of(outputs, world_size);
   if (row.is_input_per_rank && row.is_output_per_rank) {

@@ -28,7 +28,7 @@ struct Operation {
   at::TensorList inputs;
   at::TensorList outputs;
   int root = 0;
-  AllReduceOptions reduction;           // op: of those that reduce; the rest only of all_reduce
+  AllReduceOptions reduction;  // op and order: of those that reduce; the rest only of all_reduce
   std::optional<double> premul_factor;  // multiplies this rank's contribution
   std::optional<WireFormat> wire;  // of reduce_scatter and all_gather; none: the tensor's dtype
   // The elements of each rank's part of a side with one tensor; empty: all parts are equal.

@@ -1,5 +1,8 @@
 #include "tensor/options.h"
 
+#include <algorithm>
+#include <array>
+
 #include "base/error.h"
 #include "tensor/errors.h"
 #include "tensor/tensor_checks.h"
@@ -41,13 +44,26 @@ ReduceOp parse_op(std::string_view collective, std::string_view op) {
 AllReduceOptions parse_all_reduce_options(std::string_view op, std::string_view algorithm,
                                           std::optional<at::ScalarType> wire_dtype,
                                           std::optional<at::ScalarType> hop_dtype,
-                                          std::optional<int64_t> group_size) {
+                                          const OrderOptions& order) {
   return with_python_errors([&]() -> AllReduceOptions {
     return {.op = parse_op("all_reduce", op),
             .algorithm = parse_algorithm("all_reduce", algorithm),
             .wire = optional_dtype(wire_dtype, "wire_dtype"),
             .hop = optional_dtype(hop_dtype, "hop_dtype"),
-            .group_size = group_size};
+            .order = order};
+  });
+}
+
+OrderOptions parse_order(std::string_view collective, std::string_view order,
+                         std::optional<int64_t> group_size, std::optional<int64_t> num_shards) {
+  return with_python_errors([&]() -> OrderOptions {
+    constexpr std::array<std::string_view, 2> kNames{"rank", "tree"};
+    const auto found = std::ranges::find(kNames, order);
+    const auto parsed =
+        found == kNames.end() ? std::nullopt : std::optional(found == kNames.begin() + 1);
+    return {.is_tree = parse_name(collective, "order", order, "", kNames, parsed),
+            .group_size = group_size,
+            .num_shards = num_shards};
   });
 }
 
@@ -58,11 +74,13 @@ WireFormat parse_wire(std::string_view collective, at::ScalarType wire_dtype, bo
 }
 
 BucketOptions parse_bucket_options(at::ScalarType wire_dtype, bool block_scaling,
-                                   const BucketPass& pass, std::string_view algorithm) {
+                                   const BucketPass& pass, std::string_view algorithm,
+                                   const OrderOptions& order) {
   return with_python_errors([&]() -> BucketOptions {
     return {.wire = parse_wire("reduce_bucket", wire_dtype, block_scaling),
             .pass = pass,
-            .algorithm = parse_algorithm("reduce_bucket", algorithm)};
+            .algorithm = parse_algorithm("reduce_bucket", algorithm),
+            .order = order};
   });
 }
 

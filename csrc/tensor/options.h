@@ -17,10 +17,14 @@ ReduceOp parse_op(std::string_view collective, std::string_view op);
 AllReduceOptions parse_all_reduce_options(std::string_view op, std::string_view algorithm,
                                           std::optional<at::ScalarType> wire_dtype,
                                           std::optional<at::ScalarType> hop_dtype = std::nullopt,
-                                          std::optional<int64_t> group_size = std::nullopt);
+                                          const OrderOptions& order = {});
+// order: "rank" or "tree".
+OrderOptions parse_order(std::string_view collective, std::string_view order,
+                         std::optional<int64_t> group_size, std::optional<int64_t> num_shards);
 WireFormat parse_wire(std::string_view collective, at::ScalarType wire_dtype, bool block_scaling);
 BucketOptions parse_bucket_options(at::ScalarType wire_dtype, bool block_scaling,
-                                   const BucketPass& pass, std::string_view algorithm);
+                                   const BucketPass& pass, std::string_view algorithm,
+                                   const OrderOptions& order);
 
 // Returns the tuning table's row for these; topology: "local", "nvlink" or "pcie".
 schedule::Tuning gpu_tuning(std::string_view gpu, std::string_view topology, int world_size);

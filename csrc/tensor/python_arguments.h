@@ -14,7 +14,7 @@
 
 namespace rota::tensors {
 
-inline constexpr int kMaxParameters = 7;
+inline constexpr int kMaxParameters = 9;
 
 // The parameters of one method, in order; those from num_required on have defaults.
 class Signature {

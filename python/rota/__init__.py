@@ -17,6 +17,7 @@ from rota.gpu import GradientBucket, LocalGroup
 from rota.gradients import overlap_gradients, reduce_gradients
 from rota.hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from rota.memory import empty
+from rota.shards import LogicalShards
 
 if TYPE_CHECKING:
     from rota import fsdp
@@ -28,6 +29,7 @@ __all__ = [
     "GradientBucket",
     "HookState",
     "LocalGroup",
+    "LogicalShards",
     "Mismatch",
     "PeerFailed",
     "RotaError",

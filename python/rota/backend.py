@@ -21,6 +21,8 @@ class BackendOptions(_C.BackendOptions):
         wire_dtype: what `all_reduce` rounds wider floating tensors to, once on their way in and
             once on their way out: torch.float16, torch.bfloat16 or torch.float32. None: no
             rounding.
+        order, num_shards: of `all_reduce`, `reduce` and `reduce_scatter`, as in
+            `rota.Communicator.all_reduce`.
 
     Example:
         >>> options = rota.BackendOptions(wire_dtype=torch.bfloat16)
@@ -28,9 +30,14 @@ class BackendOptions(_C.BackendOptions):
     """
 
     def __init__(
-        self, *, slot_bytes: int = DEFAULT_SLOT_BYTES, wire_dtype: torch.dtype | None = None
+        self,
+        *,
+        slot_bytes: int = DEFAULT_SLOT_BYTES,
+        wire_dtype: torch.dtype | None = None,
+        order: str = "rank",
+        num_shards: int | None = None,
     ) -> None:
-        super().__init__(dist.default_pg_timeout, slot_bytes, wire_dtype)
+        super().__init__(dist.default_pg_timeout, slot_bytes, wire_dtype, order, num_shards)
 
 
 def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGroupRota:

@@ -86,6 +86,10 @@ class HookState:
             world_size / f, as Horovod and FSDP do; for gradients that overflow a wire dtype without
             block scaling.
         algorithm: as in Communicator.all_reduce.
+        num_shards: gradients are the sums of the logical shards of each rank (rota.LogicalShards),
+            of which all ranks together have so many. They are added in a tree, as by
+            Communicator.all_reduce(order="tree"), and averaged over the shards, not the ranks. CPU
+            tensors only.
         model: the DistributedDataParallel that the state is for, or the module inside it; held
             weakly. Errors and state_dict() name its parameters; error feedback cannot be saved
             without it. The group defaults to that of a DistributedDataParallel.
@@ -128,6 +132,7 @@ class HookState:
         loss_scale: float = 1.0,
         gradient_predivide_factor: float = 1.0,
         algorithm: str = "auto",
+        num_shards: int | None = None,
         model: torch.nn.Module | None = None,
         model_group: dist.ProcessGroup | None = None,
         replicas: Replicas | None = None,
@@ -142,6 +147,7 @@ class HookState:
         options.check_factor("gradient_predivide_factor", gradient_predivide_factor)
         options.check_seed(seed)
         options.check_algorithm(algorithm)
+        options.check_num_shards(num_shards)
         self._model = NamedModel(model) if model is not None else None
         self.group = group_of(group, model)
         self.wire_dtype = wire_dtype
@@ -150,6 +156,7 @@ class HookState:
         self.error_feedback = error_feedback
         self.gradient_predivide_factor = gradient_predivide_factor
         self.algorithm = algorithm
+        self.num_shards = num_shards
         self.loss_scale = loss_scale
         # After all checks, since it waits for the other ranks.
         self.model_group = ModelGroup(model_group, replicas) if model_group is not None else None
@@ -268,6 +275,7 @@ class HookState:
             "loss_scale": self.loss_scale,
             "gradient_predivide_factor": self.gradient_predivide_factor,
             "algorithm": self.algorithm,
+            "num_shards": self.num_shards,
         }
 
     # ---- one bucket
@@ -300,6 +308,7 @@ class HookState:
         if entry is None or not entry.holds(parameters):
             entry = self._entries[index] = self._enter(bucket, parameters)
         communicator = communicator_of(self.group)
+        num_summands = self.num_shards or communicator.world_size
         seed = None
         if self.stochastic_rounding:
             seed = split_mix_64(self._seed, self._num_reductions)
@@ -309,11 +318,13 @@ class HookState:
             wire_dtype=self.wire_dtype,
             block_scaling=self.block_scaling,
             contribution_factor=1 / self.gradient_predivide_factor,
-            divisor=communicator.world_size / self.gradient_predivide_factor,
+            divisor=num_summands / self.gradient_predivide_factor,
             result_factor=1 / self.loss_scale,
             residual=entry.residual,
             stochastic_seed=seed,
             algorithm=self.algorithm,
+            order="rank" if self.num_shards is None else "tree",
+            num_shards=self.num_shards,
         )
         self._num_reductions += 1
         self.results.add_bucket(parameters, entry.stats, buffer, may_have_unused)

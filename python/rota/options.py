@@ -63,3 +63,12 @@ def check_algorithm(algorithm: object) -> None:
         raise ValueError(
             f"rota.HookState: algorithm is {algorithm!r}, expected one of {_C.ALGORITHMS}"
         )
+
+
+def check_num_shards(num_shards: object) -> None:
+    if num_shards is None:
+        return
+    if not (isinstance(num_shards, int) and num_shards > 0 and num_shards.bit_count() == 1):
+        raise ValueError(
+            f"rota.HookState: num_shards is {num_shards!r}, expected a power of two or None"
+        )

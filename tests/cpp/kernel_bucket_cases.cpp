@@ -235,8 +235,8 @@ void PackAndUnpack<dtype, wire, is_scaled>::check_wire() {
     const uint64_t first = tensor.first_tile * kTileElems;
     std::vector<float> got(tensor.num_elems), expected(tensor.num_elems);
     const WirePlace places[] = {gpu_wire(first), cpu_wire(first)};
-    loops.decode_sum(&places[0], 1, got.data(), tensor.num_elems, 1);
-    loops.decode_sum(&places[1], 1, expected.data(), tensor.num_elems, 1);
+    loops.decode_sum({&places[0], 1}, got.data(), tensor.num_elems, 1);
+    loops.decode_sum({&places[1], 1}, expected.data(), tensor.num_elems, 1);
     for (uint64_t i = 0; i < tensor.num_elems; ++i) {
       const bool is_same = got[i] == expected[i] || (std::isnan(got[i]) && std::isnan(expected[i]));
       check(is_same,

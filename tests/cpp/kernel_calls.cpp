@@ -77,7 +77,7 @@ void encode_bucket(const KernelCall& call, int rank, const std::vector<float>& v
 std::vector<float> decode_bucket(const KernelCall& call, std::byte* wire, uint64_t num_elems) {
   std::vector<float> values(num_elems);
   const WirePlace whole = call.format.place(wire, num_elems);
-  cpu::element_loops().wire(call.format).decode_sum(&whole, 1, values.data(), num_elems, 1);
+  cpu::element_loops().wire(call.format).decode_sum({&whole, 1}, values.data(), num_elems, 1);
   return values;
 }
 

@@ -1,6 +1,7 @@
 // The element loops of every instruction set that this CPU has, against scalars (reference.h): same
 // bits for every dtype, op, number of sources, length and alignment.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <memory>
 
@@ -10,6 +11,7 @@
 #include "cpu/element_loops.h"
 #include "random.h"
 #include "reference.h"
+#include "schedule/sum_order.h"
 #include "tables.h"
 
 namespace rota::test {
@@ -84,12 +86,39 @@ struct ReduceProblem {
   DType dtype;
   ReduceOp op;
   int divisor;
+  schedule::SumOrder order;
   std::vector<std::vector<uint64_t>> srcs;
   std::vector<uint64_t> expected;
 };
 
-ReduceProblem make_problem(DType dtype, ReduceOp op, int num_srcs) {
-  ReduceProblem problem{dtype, op, num_srcs, {}, {}};
+// As a balanced tree; the first half has one more if they are odd in number.
+uint64_t reduce_in_tree(DType dtype, ReduceOp op, std::span<const uint64_t> srcs) {
+  if (srcs.size() == 1) return srcs[0];
+  const size_t half = srcs.size() - srcs.size() / 2;
+  const uint64_t halves[] = {reduce_in_tree(dtype, op, srcs.first(half)),
+                             reduce_in_tree(dtype, op, srcs.subspan(half))};
+  return reduce_scalars(dtype, op, halves, 1);
+}
+
+// In groups of two, then their sums.
+uint64_t reduce_in_pairs(DType dtype, ReduceOp op, std::span<const uint64_t> srcs) {
+  std::vector<uint64_t> pairs;
+  for (size_t s = 0; s < srcs.size(); s += 2) {
+    pairs.push_back(reduce_scalars(dtype, op, srcs.subspan(s, 2), 1));
+  }
+  return reduce_scalars(dtype, op, pairs, 1);
+}
+
+uint64_t reduce_scalars_in(const schedule::SumOrder& order, DType dtype, ReduceOp op,
+                           std::span<const uint64_t> srcs, int divisor) {
+  if (order.num_shards != 0) return reduce_in_tree(dtype, op, srcs);
+  if (order.group_size == 2) return reduce_in_pairs(dtype, op, srcs);
+  return reduce_scalars(dtype, op, srcs, divisor);
+}
+
+ReduceProblem make_problem(DType dtype, ReduceOp op, int num_srcs,
+                           const schedule::SumOrder& order = {}) {
+  ReduceProblem problem{dtype, op, num_srcs, order, {}, {}};
   for (int s = 0; s < num_srcs; ++s) {
     const auto seed = static_cast<uint64_t>(s) + 100 * static_cast<uint64_t>(op);
     problem.srcs.push_back(random_elems(dtype, kBigLength, seed));
@@ -97,7 +126,7 @@ ReduceProblem make_problem(DType dtype, ReduceOp op, int num_srcs) {
   std::vector<uint64_t> srcs(static_cast<size_t>(num_srcs));
   for (size_t i = 0; i < kBigLength; ++i) {
     for (size_t s = 0; s < srcs.size(); ++s) srcs[s] = problem.srcs[s][i];
-    problem.expected.push_back(reduce_scalars(dtype, op, srcs, problem.divisor));
+    problem.expected.push_back(reduce_scalars_in(order, dtype, op, srcs, problem.divisor));
   }
   return problem;
 }
@@ -117,7 +146,9 @@ void run_reduce(const cpu::ElementLoops& table, const ReduceProblem& problem, si
   for (Bytes& src : srcs) pointers.push_back(src.data());
   Bytes separate(num_bytes, 5 * num_elems % 64);
   std::byte* dst = alias < 0 ? separate.data() : srcs[static_cast<size_t>(alias)].data();
-  table.reduce(problem.dtype, problem.op)(pointers.data(), static_cast<int>(srcs.size()), dst,
+  const auto num_srcs = static_cast<int>(srcs.size());
+  const schedule::Additions additions(problem.order, num_srcs);
+  table.reduce(problem.dtype, problem.op)({pointers.data(), num_srcs, additions.of_ranks()}, dst,
                                           num_elems, problem.divisor);
   for (size_t i = 0; i < num_elems; ++i) {
     const uint64_t got = load_bits(problem.dtype, dst, i);
@@ -142,6 +173,23 @@ void reduce_loops_give_scalar_bits(DType dtype) {
           run_reduce(*table, problem, num_elems, alias);
         }
         run_reduce(*table, problem, kBigLength, -1);
+      }
+    }
+  }
+}
+
+// Dtypes that are their own accumulate dtype, so that scalars may be added in steps.
+void reduce_loops_add_in_any_order(DType dtype) {
+  for (const cpu::ElementLoops* table : all_tables()) {
+    for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kProduct, ReduceOp::kMax}) {
+      for (const int num_srcs : {1, 2, 3, 4, 5, 7, 8, 16, kMaxWorldSize}) {
+        const auto num_shards = std::bit_ceil(static_cast<uint32_t>(num_srcs));
+        const ReduceProblem in_tree = make_problem(dtype, op, num_srcs, {.num_shards = num_shards});
+        for (const size_t num_elems : {1, 3, 100, 259}) {
+          run_reduce(*table, in_tree, num_elems, num_srcs / 2);
+        }
+        if (num_srcs % 2 != 0) continue;
+        run_reduce(*table, make_problem(dtype, op, num_srcs, {.group_size = 2}), kMaxLength, -1);
       }
     }
   }
@@ -282,6 +330,9 @@ const CaseTable kCases{
     {"loops_reduce-int32", [] { reduce_loops_give_scalar_bits(DType::kInt32); }},
     {"loops_reduce-int64", [] { reduce_loops_give_scalar_bits(DType::kInt64); }},
     {"loops_reduce-bool", [] { reduce_loops_give_scalar_bits(DType::kBool); }},
+    {"loops_order-float32", [] { reduce_loops_add_in_any_order(DType::kFloat32); }},
+    {"loops_order-float64", [] { reduce_loops_add_in_any_order(DType::kFloat64); }},
+    {"loops_order-int32", [] { reduce_loops_add_in_any_order(DType::kInt32); }},
     {"loops_convert-float32", [] { all_casts_of(DType::kFloat32); }},
     {"loops_convert-float64", [] { all_casts_of(DType::kFloat64); }},
     {"loops_convert-float16", [] { all_casts_of(DType::kFloat16); }},

@@ -10,13 +10,14 @@
 #include "cpu/element_loops.h"
 #include "random.h"
 #include "reference.h"
+#include "schedule/sum_order.h"
 #include "tables.h"
 
 namespace rota::test {
 namespace {
 
 constexpr size_t kLength = 517;
-constexpr int kMaxSrcs = 3;
+constexpr int kNumSrcs = 4;
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
 // Blocks of similar magnitudes, of very different ones, of denormals and zeros; some Inf and NaN.
@@ -96,11 +97,11 @@ void check_encoded(const cpu::ElementLoops& table, const WireFormat& format, Enc
   }
 }
 
-// Adds as the loops do: in float32, left to right.
-float sum_scalars(const std::vector<Scalars>& srcs, size_t elem) {
-  auto sum = static_cast<float>(srcs[0].values[elem]);
-  for (size_t s = 1; s < srcs.size(); ++s) sum += static_cast<float>(srcs[s].values[elem]);
-  return sum;
+// Adds as the loops do: in float32, left to right or in pairs.
+float sum_scalars(const std::vector<Scalars>& srcs, size_t elem, bool is_tree) {
+  const auto value = [&](size_t source) { return static_cast<float>(srcs[source].values[elem]); };
+  if (is_tree) return (value(0) + value(1)) + (value(2) + value(3));
+  return ((value(0) + value(1)) + value(2)) + value(3);
 }
 
 void loops_give_scalar_bits(DType dtype, bool is_block_scaled) {
@@ -111,7 +112,7 @@ void loops_give_scalar_bits(DType dtype, bool is_block_scaled) {
       std::vector<Encoded> srcs;
       std::vector<WirePlace> places;
       std::vector<Scalars> expected;
-      for (uint64_t s = 0; s < kMaxSrcs; ++s) {
+      for (uint64_t s = 0; s < kNumSrcs; ++s) {
         std::vector<float> values = random_floats(s + 1);
         values.resize(num_elems);
         values.shrink_to_fit();
@@ -123,12 +124,16 @@ void loops_give_scalar_bits(DType dtype, bool is_block_scaled) {
       }
       for (Encoded& src : srcs) places.push_back(src.place());
       std::vector<float> sums(num_elems);
-      loops.decode_sum(places.data(), kMaxSrcs, sums.data(), num_elems, 0.25f);
-      for (size_t i = 0; i < num_elems; ++i) {
-        const float sum = sum_scalars(expected, i) * 0.25f;
-        if (sums[i] == sum || (std::isnan(sums[i]) && std::isnan(sum))) continue;
-        fail(join(table->isa, ' ', name(dtype), ": sum ", i, " of ", num_elems, " is ", sums[i],
-                  ", expected ", sum));
+      for (const uint32_t num_shards : {0u, uint32_t{kNumSrcs}}) {
+        const schedule::Additions additions({.num_shards = num_shards}, kNumSrcs);
+        loops.decode_sum({places.data(), kNumSrcs, additions.of_ranks()}, sums.data(), num_elems,
+                         0.25f);
+        for (size_t i = 0; i < num_elems; ++i) {
+          const float sum = sum_scalars(expected, i, num_shards != 0) * 0.25f;
+          if (sums[i] == sum || (std::isnan(sums[i]) && std::isnan(sum))) continue;
+          fail(join(table->isa, ' ', name(dtype), ": sum ", i, " of ", num_elems, " is ", sums[i],
+                    ", expected ", sum));
+        }
       }
     }
   }

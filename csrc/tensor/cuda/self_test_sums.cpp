@@ -5,6 +5,7 @@
 #include "base/tile.h"
 #include "cpu/element_loops.h"
 #include "schedule/chunk.h"
+#include "schedule/sum_order.h"
 
 namespace rota::tensors {
 namespace {
@@ -21,46 +22,27 @@ class Sums {
 
   // Sums the elements of the range from left to right in `order`; does not change the rest of the
   // result.
-  void add(const Order& order, const Range& range, std::byte* result) {
+  void add(const Order& order, const Range& range, std::byte* result,
+           const uint8_t* num_additions = nullptr) {
     if (format_.is_block_scaled) {
-      std::vector<float> sums = decode_sum(order, range);
+      WirePlace srcs[kSelfTestRanks];
+      for (int i = 0; i < kSelfTestRanks; ++i) srcs[i] = place(of(order[i]), range);
+      std::vector<float> sums(range.num_elems);
+      cpu::element_loops().wire(format_).decode_sum({srcs, kSelfTestRanks, num_additions},
+                                                    sums.data(), sums.size(), 1);
       return encode(sums, range, result);
     }
     const void* srcs[kSelfTestRanks];
     for (int i = 0; i < kSelfTestRanks; ++i) srcs[i] = elems(of(order[i]), range);
-    cpu::element_loops().reduce(format_.dtype, op_)(srcs, kSelfTestRanks, elems(result, range),
-                                                    range.num_elems, kSelfTestDivisor);
+    cpu::element_loops().reduce(format_.dtype, op_)({srcs, kSelfTestRanks, num_additions},
+                                                    elems(result, range), range.num_elems,
+                                                    kSelfTestDivisor);
   }
 
-  // Sums within groups, then across groups, in the accumulate dtype.
+  // Sums within groups, then across groups.
   void add_in_groups(std::byte* result) {
-    const Range all{0, num_elems_};
-    if (format_.is_block_scaled) {
-      std::vector<float> sums = decode_sum(std::array{0, 1}, all);
-      const std::vector<float> others = decode_sum(std::array{2, 3}, all);
-      for (uint64_t i = 0; i < num_elems_; ++i) sums[i] += others[i];
-      return encode(sums, all, result);
-    }
-    const DType accumulate = info(format_.dtype).accumulate;
-    const ReduceOp partial_op = op_ == ReduceOp::kAvg ? ReduceOp::kSum : op_;
-    const auto& loops = cpu::element_loops();
-    std::array<Bytes, kSelfTestRanks> widened;
-    for (int rank = 0; rank < kSelfTestRanks; ++rank) {
-      widened[rank] = converted(format_.dtype, accumulate, of(rank));
-    }
-    std::array<Bytes, 2> partials;
-    for (int group = 0; group < 2; ++group) {
-      partials[group].resize(num_elems_ * info(accumulate).num_bytes);
-      const void* srcs[] = {widened[kSelfTestGroupSize * group].data(),
-                            widened[kSelfTestGroupSize * group + 1].data()};
-      loops.reduce(accumulate, partial_op)(srcs, 2, partials[group].data(), num_elems_,
-                                           kSelfTestDivisor);
-    }
-    const void* srcs[] = {partials[0].data(), partials[1].data()};
-    Bytes sums(partials[0].size());
-    loops.reduce(accumulate, op_)(srcs, 2, sums.data(), num_elems_, kSelfTestDivisor);
-    const Bytes rounded = converted(accumulate, format_.dtype, sums.data());
-    std::copy(rounded.begin(), rounded.end(), result);
+    const schedule::Additions additions({.group_size = kSelfTestGroupSize}, kSelfTestRanks);
+    add({0, 1, 2, 3}, {0, num_elems_}, result, additions.of_ranks());
   }
 
  private:
@@ -70,23 +52,6 @@ class Sums {
   }
   WirePlace place(std::byte* data, const Range& range) const {
     return format_.from(format_.place(data, num_elems_), range.begin);
-  }
-  Bytes converted(DType from, DType to, const std::byte* src) const {
-    Bytes result(num_elems_ * info(to).num_bytes);
-    if (from == to) {
-      std::copy_n(src, result.size(), result.begin());
-    } else {
-      cpu::element_loops().convert(from, to)(src, result.data(), num_elems_);
-    }
-    return result;
-  }
-  template <size_t num_ranks>
-  std::vector<float> decode_sum(const std::array<int, num_ranks>& order, const Range& range) {
-    WirePlace srcs[num_ranks];
-    for (size_t i = 0; i < num_ranks; ++i) srcs[i] = place(of(order[i]), range);
-    std::vector<float> sums(range.num_elems);
-    cpu::element_loops().wire(format_).decode_sum(srcs, num_ranks, sums.data(), sums.size(), 1);
-    return sums;
   }
   void encode(std::vector<float>& sums, const Range& range, std::byte* result) const {
     for (float& sum : sums) {

@@ -186,12 +186,14 @@ class Communicator:
         hop_dtype: torch.dtype | None = None,
         async_op: Literal[False] = False,
         group_size: int | None = None,
+        order: str = "rank",
+        num_shards: int | None = None,
     ) -> None:
         """Reduces `tensor` over all ranks, in place, with the same bits on every rank.
 
-        Contributions are rounded once to the wire dtype, summed in ascending rank in the accumulate
-        dtype (float32 for 16- and 8-bit floats, otherwise the dtype itself; integers wrap), and the
-        sum is rounded once to the wire dtype.
+        Contributions are rounded once to the wire dtype, summed in ascending rank (or as `order`
+        says) in the accumulate dtype (float32 for 16- and 8-bit floats, otherwise the dtype itself;
+        integers wrap), and the sum is rounded once to the wire dtype.
 
         Args:
             tensor: any shape; float32, float64, float16, bfloat16, float8_e4m3fn, float8_e5m2,
@@ -213,6 +215,13 @@ class Communicator:
                 summed first, then those sums are added, all in the accumulate dtype: the order and
                 bits of a hierarchical all-reduce over hosts of that many ranks. Not supported by
                 the rings. None, 1 and the world size give the plain ascending order.
+            order: "rank" adds in ascending rank. "tree" adds in a balanced binary tree over
+                num_shards logical shards, of which each rank holds an aligned block of 2**k. If it
+                contributes their sum in the same tree (`rota.LogicalShards`), the result has the
+                same bits for any number of ranks, where the wire dtype is the accumulate dtype. CPU
+                tensors only; not with the rings or group_size.
+            num_shards: a power of two, at least the world size; the same on every rank, which is
+                checked. None: the least that is possible.
         """
 
     @overload
@@ -226,6 +235,8 @@ class Communicator:
         *,
         async_op: Literal[True],
         group_size: int | None = None,
+        order: str = "rank",
+        num_shards: int | None = None,
     ) -> dist.Work: ...
     def all_reduce_future(
         self, tensor: torch.Tensor, op: str, wire_dtype: torch.dtype | None
@@ -245,6 +256,9 @@ class Communicator:
         residual: torch.Tensor | None = None,
         stochastic_seed: int | None = None,
         algorithm: str = "auto",
+        group_size: int | None = None,
+        order: str = "rank",
+        num_shards: int | None = None,
     ) -> None:
         """Reduces a gradient bucket in place, in one pass each way, to the same bits on every rank.
 
@@ -280,6 +294,7 @@ class Communicator:
             stochastic_seed: None rounds to nearest even. An int in [0, 2**64), a new one for each
                 call, rounds to one of the two neighbours at random, to the nearer one more often.
             algorithm: as in all_reduce; "ring" sums each shard in another order.
+            group_size, order, num_shards: as in all_reduce.
         """
 
     def reduce_bucket_future(
@@ -295,6 +310,9 @@ class Communicator:
         residual: torch.Tensor | None = None,
         stochastic_seed: int | None = None,
         algorithm: str = "auto",
+        group_size: int | None = None,
+        order: str = "rank",
+        num_shards: int | None = None,
     ) -> torch.futures.Future[torch.Tensor]:
         """Like `reduce_bucket`, on a progress thread; returns the future of the bucket.
 
@@ -309,10 +327,19 @@ class Communicator:
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Copies rank `root`'s `tensor` to all ranks; same number of elements and dtype on all."""
 
-    def reduce(self, tensor: torch.Tensor, root: int = 0, op: str = "sum") -> None:
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        root: int = 0,
+        op: str = "sum",
+        group_size: int | None = None,
+        order: str = "rank",
+        num_shards: int | None = None,
+    ) -> None:
         """Reduces `tensor` over all ranks into rank `root`'s, with the bits of all_reduce.
 
-        The other ranks' tensors stay as they are.
+        The other ranks' tensors stay as they are. op, group_size, order, num_shards: as in
+        all_reduce.
         """
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
@@ -340,13 +367,21 @@ class Communicator:
             input: on root world_size times as many elements, None on the other ranks.
         """
 
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: str = "sum") -> None:
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: str = "sum",
+        group_size: int | None = None,
+        order: str = "rank",
+        num_shards: int | None = None,
+    ) -> None:
         """Reduces every rank's `input`; rank i gets part i of the result, with all_reduce's bits.
 
         Args:
             output: may be this rank's part of input.
             input: world_size times as many elements as output, of its dtype.
-            op: as in all_reduce.
+            op, group_size, order, num_shards: as in all_reduce.
         """
 
     def all_to_all(
@@ -549,7 +584,12 @@ class BackendOptions(dist._Backend.Options):
     """Whether the group connects at its first call, as subgroups do, or when it is made."""
 
     def __init__(
-        self, timeout: timedelta, slot_bytes: int, wire_dtype: torch.dtype | None
+        self,
+        timeout: timedelta,
+        slot_bytes: int,
+        wire_dtype: torch.dtype | None,
+        order: str,
+        num_shards: int | None,
     ) -> None: ...
     @property
     def slot_bytes(self) -> int: ...

@@ -1,0 +1,269 @@
+"""Training whose bits do not depend on the number of ranks: a step is a fixed number of logical
+shards, each with its own data and random numbers, whose gradients are added in one fixed tree.
+
+With one micro-batch per shard this is EasyScale's idea (Li et al., SC 2023: virtual workers with
+their own random state), with a tree of sums instead of a recorded order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from rota._C import schedule
+from rota.fused import HookState
+from rota.gradients import reduce_gradients
+from rota.rounding import split_mix_64
+
+Gradients = list[torch.Tensor | None]
+
+
+class LogicalShards:
+    """The logical shards of this rank, and their gradients.
+
+    A step is num_shards forward and backward passes, spread evenly over the ranks in aligned blocks
+    of 2**k. This rank adds the gradients of its block in a balanced binary tree, which reduce()
+    continues over the ranks: 1, 2, 4 or any number of ranks up to num_shards give the same bits.
+    A step needs at most log2(len(shards)) + 1 copies of the gradients on this rank.
+
+    Args:
+        model: on every rank with the same parameters, as DistributedDataParallel makes them. Of a
+            DistributedDataParallel, every pass runs under no_sync(): reduce() does its work.
+        num_shards: a power of two, at least the number of ranks.
+        state: how gradients travel, made with rota.HookState(num_shards=num_shards); None: in
+            float32, over the default group. A narrower wire_dtype rounds the sum of each rank's
+            block, so the bits then depend on the number of ranks.
+        seed: of data order and random numbers, in [0, 2**64); the same on every rank.
+
+    Raises:
+        ValueError: num_shards is not a power of two, is less than the number of ranks, or is not
+            the state's.
+
+    Warns:
+        UserWarning: the model has BatchNorm layers, whose statistics follow the ranks, or is on
+            CUDA without torch.use_deterministic_algorithms.
+
+    Example:
+        >>> shards = rota.LogicalShards(model, num_shards=8, seed=1)
+        >>> for _ in range(num_steps):
+        ...     for shard in shards:
+        ...         with shards.backward_of(shard):
+        ...             inputs, targets = dataset[shards.samples(shard, len(dataset), batch_size=4)]
+        ...             loss_of(model(inputs), targets).backward()
+        ...     shards.reduce()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        num_shards: int,
+        *,
+        state: HookState | None = None,
+        seed: int = 0,
+    ) -> None:
+        if state is None:
+            state = HookState(wire_dtype=torch.float32, num_shards=num_shards)
+        if state.num_shards != num_shards:
+            raise ValueError(
+                f"rota.LogicalShards: num_shards is {num_shards}, the state's {state.num_shards}; "
+                f"make it with rota.HookState(num_shards={num_shards})"
+            )
+        self.state = state
+        self.num_shards = num_shards
+        self.num_steps = 0  # that reduce() has ended
+        self._model = model
+        self._seed = seed
+        world_size = dist.get_world_size(state.group)
+        if num_shards < world_size:
+            raise ValueError(
+                f"rota.LogicalShards: num_shards is {num_shards}, expected at least the number of "
+                f"ranks, {world_size}"
+            )
+        block = schedule.shards_of(num_shards, world_size, dist.get_rank(state.group))
+        self._block = range(block.first_shard, block.first_shard + block.num_shards)
+        self._num_done = 0  # shards of this step
+        self._sums: list[Gradients] = []  # of subtrees, which no addition has joined yet
+        self._order = (-1, torch.empty(0, dtype=torch.int64))  # an epoch, and its samples
+        _warn_about(model)
+
+    def __iter__(self) -> Iterator[int]:
+        """The numbers of this rank's shards, in the order in which their passes must run."""
+        return iter(self._block)
+
+    def __len__(self) -> int:
+        return len(self._block)
+
+    @contextlib.contextmanager
+    def backward_of(self, shard: int) -> Iterator[None]:
+        """A context for all forward and backward passes of one shard in this step.
+
+        torch's random numbers in it depend on the seed, the step and the shard alone; outside they
+        go on as if it had not been there. If it is left by an exception, the step's gradients are
+        dropped, and the step starts again.
+
+        Raises:
+            RuntimeError: shards run in another order, or a parameter has a gradient before.
+        """
+        self._check_next(shard)
+        if any(parameter.grad is not None for parameter in self._parameters()):
+            self._drop()
+            raise RuntimeError(
+                "rota.LogicalShards: a parameter has a gradient from elsewhere; call "
+                "optimizer.zero_grad() after every step"
+            )
+        no_sync: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if isinstance(self._model, DistributedDataParallel):
+            no_sync = self._model.no_sync()
+        device = next((p.device for p in self._parameters()), torch.device("cpu"))
+        devices = [device] if device.type == "cuda" else []
+        try:
+            with no_sync, torch.random.fork_rng(devices):
+                torch.manual_seed(self._random_seed(shard + 1))
+                yield
+        except BaseException:
+            self._drop()
+            raise
+        self._add_gradients()
+
+    def samples(self, shard: int, num_samples: int, batch_size: int) -> torch.Tensor:
+        """The samples of a shard in this step: each sample once in an epoch, in random order.
+
+        Args:
+            num_samples: of the dataset; those that do not fill a step are left out of an epoch.
+            batch_size: of one shard.
+
+        Returns:
+            int64 [batch_size], indices in [0, num_samples).
+
+        Raises:
+            ValueError: the dataset is too short for one step.
+        """
+        steps_in_epoch = num_samples // (self.num_shards * batch_size)
+        if steps_in_epoch == 0:
+            raise ValueError(
+                f"rota.LogicalShards: {num_samples} samples, expected at least {self.num_shards} "
+                f"shards * {batch_size} for one step"
+            )
+        epoch, step = divmod(self.num_steps, steps_in_epoch)
+        if self._order[0] != epoch or len(self._order[1]) != num_samples:
+            generator = torch.Generator().manual_seed(split_mix_64(self._seed, 2 * epoch))
+            self._order = epoch, torch.randperm(num_samples, generator=generator)
+        begin = (step * self.num_shards + shard) * batch_size
+        return self._order[1][begin : begin + batch_size]
+
+    def reduce(self) -> None:
+        """Sets every parameter's gradient to the mean over all logical shards; ends the step.
+
+        Blocks as rota.reduce_gradients does, on every rank of the group.
+
+        Raises:
+            RuntimeError: not all shards of this rank have run in this step.
+            What rota.reduce_gradients raises.
+        """
+        if self._num_done < len(self._block):
+            raise RuntimeError(
+                f"rota.LogicalShards: reduce() after {self._num_done} of this rank's "
+                f"{len(self._block)} shards; run them all, each in backward_of()"
+            )
+        (sums,) = self._sums
+        for parameter, gradient in zip(self._parameters(), sums, strict=True):
+            parameter.grad = gradient
+        self._drop()
+        reduce_gradients(self._parameters(), self.state)
+        self.num_steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in data and random numbers; the same on every rank.
+
+        Returns:
+            A dict of "num_shards", "seed" and "num_steps".
+        """
+        return {"num_shards": self.num_shards, "seed": self._seed, "num_steps": self.num_steps}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on after the last whole step of another run, with any number of ranks.
+
+        Raises:
+            ValueError: it had another number of shards.
+        """
+        if state_dict["num_shards"] != self.num_shards:
+            raise ValueError(
+                f"rota.LogicalShards: the saved run had {state_dict['num_shards']} shards, this "
+                f"one has {self.num_shards}; they must be equal for equal bits"
+            )
+        self._seed = state_dict["seed"]
+        self.num_steps = state_dict["num_steps"]
+        self._order = (-1, self._order[1])
+        self._drop()
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for p in self._model.parameters() if p.requires_grad]
+
+    def _random_seed(self, stream: int) -> int:
+        # Data order uses the even numbers of the first generator.
+        return split_mix_64(split_mix_64(self._seed, 2 * self.num_steps + 1), stream)
+
+    def _check_next(self, shard: int) -> None:
+        if self._num_done < len(self._block) and shard == self._block[self._num_done]:
+            return
+        expected = "reduce()"
+        if self._num_done < len(self._block):
+            expected = f"shard {self._block[self._num_done]}"
+        raise RuntimeError(
+            f"rota.LogicalShards: shard {shard}, expected {expected}; a step runs this rank's "
+            f"shards {list(self._block)} in this order, and then reduce()"
+        )
+
+    @torch.no_grad()
+    def _add_gradients(self) -> None:
+        """Takes a shard's gradients from the parameters, and adds them as far as the tree goes."""
+        sums: Gradients = []
+        for parameter in self._parameters():
+            sums.append(parameter.grad)
+            parameter.grad = None
+        # Shard i ends as many subtrees as i has trailing ones.
+        place = self._num_done
+        while place % 2 == 1:
+            sums = [_sum(*pair) for pair in zip(self._sums.pop(), sums, strict=True)]
+            place //= 2
+        self._sums.append(sums)
+        self._num_done += 1
+
+    def _drop(self) -> None:
+        self._sums = []
+        self._num_done = 0
+
+
+def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+    """first + second, in the memory of one of them. None counts as zeros, as between ranks."""
+    if first is None or second is None:
+        present = second if first is None else first
+        return present.add_(0.0) if present is not None else None  # 0 + -0 is 0
+    return first.add_(second)
+
+
+def _warn_about(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            warnings.warn(
+                f"rota.LogicalShards: {name or 'the model'} is a {type(module).__name__}, whose "
+                f"running statistics depend on which shards a rank has; use GroupNorm or "
+                f"LayerNorm, or put it into eval()",
+                stacklevel=3,
+            )
+    is_on_cuda = any(parameter.is_cuda for parameter in model.parameters())
+    if is_on_cuda and not torch.are_deterministic_algorithms_enabled():
+        warnings.warn(
+            "rota.LogicalShards: a model on CUDA may use kernels whose bits differ from run to "
+            "run; call torch.use_deterministic_algorithms(True)",
+            stacklevel=3,
+        )

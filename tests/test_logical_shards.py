@@ -1,0 +1,239 @@
+"""rota.LogicalShards: parameters have the same bits on any number of ranks."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import rota
+from oracle import assert_same
+from ranks import Rank, error_of, run_ranks
+
+NUM_SHARDS = 8
+NUM_SAMPLES = 200  # 6 steps of an epoch of 8 * 4
+BATCH_SIZE = 4
+State = dict[str, Any]
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
+
+
+class Model(nn.Module):
+    """Has dropout, a parameter that only some shards use, and one that none uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 8))
+        self.sometimes = nn.Parameter(torch.ones(8))
+        self.never = nn.Parameter(torch.ones(3))
+
+    def forward(self, inputs: torch.Tensor, uses_all: bool) -> torch.Tensor:
+        outputs: torch.Tensor = self.layers(inputs)
+        return outputs * self.sometimes if uses_all else outputs
+
+
+def dataset() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return (
+        torch.randn(NUM_SAMPLES, 16, generator=generator),
+        torch.randn(NUM_SAMPLES, 8, generator=generator),
+    )
+
+
+def train(
+    rank: Rank, optimizer_name: str, num_steps: int, resumed: State | None, is_ddp: bool
+) -> State:
+    rank.init("rota")
+    inputs, targets = dataset()
+    model = Model()
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    module = DistributedDataParallel(model, find_unused_parameters=True) if is_ddp else model
+    shards = rota.LogicalShards(module, NUM_SHARDS, seed=7)
+    if resumed is not None:
+        model.load_state_dict(resumed["model"])
+        # A copy, because the ranks share the memory of what the test hands them.
+        optimizer.load_state_dict(copy.deepcopy(resumed["optimizer"]))
+        shards.load_state_dict(resumed["shards"])
+    for _ in range(num_steps):
+        for shard in shards:
+            with shards.backward_of(shard):
+                chosen = shards.samples(shard, NUM_SAMPLES, BATCH_SIZE)
+                outputs = module(inputs[chosen], uses_all=shard % 3 == 0)
+                nn.functional.mse_loss(outputs, targets[chosen]).backward()
+        shards.reduce()
+        rota.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.never.grad is None
+    assert shards.num_steps == num_steps + (resumed["shards"]["num_steps"] if resumed else 0)
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "shards": shards.state_dict(),
+    }
+
+
+def run(
+    world_size: int,
+    num_steps: int = 8,
+    optimizer: str = "adamw",
+    resumed: State | None = None,
+    is_ddp: bool = False,
+) -> State:
+    states = run_ranks(
+        world_size, train, optimizer, num_steps, resumed, is_ddp, env={"OMP_NUM_THREADS": "1"}
+    )
+    for state in states:
+        check_equal(state, states[0])
+    return states[0]
+
+
+def check_equal(state: State, expected: State) -> None:
+    for name, tensor in expected["model"].items():
+        assert_same(state["model"][name], tensor, name)
+    assert state["shards"] == expected["shards"]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_parameters_have_the_same_bits_on_any_number_of_ranks(optimizer: str) -> None:
+    alone = run(1, optimizer=optimizer)
+    for world_size in (2, 3, 4, 8):
+        check_equal(run(world_size, optimizer=optimizer), alone)
+
+
+def test_the_number_of_ranks_may_change_between_steps() -> None:
+    state = None
+    for world_size in (4, 1, 8, 2):
+        state = run(world_size, num_steps=2, resumed=state)
+    assert state is not None
+    check_equal(state, run(1))
+
+
+def test_ddp_has_the_bits_of_a_plain_loop() -> None:
+    check_equal(run(2, is_ddp=True), run(1))
+
+
+def mean_of_gradients(rank: Rank) -> None:
+    """The result is the mean over the shards, of gradients that are their numbers."""
+    rank.init("gloo")
+    weight = nn.Linear(1, 1, bias=False)
+    shards = rota.LogicalShards(weight, 4)
+    for shard in shards:
+        with shards.backward_of(shard):
+            (weight.weight.sum() * shard).backward()
+            (weight.weight.sum() * 10).backward()
+    shards.reduce()
+    assert weight.weight.grad is not None
+    assert weight.weight.grad.item() == 11.5
+    assert shards.state.grad_norm().item() == 11.5
+
+
+def test_gradient_is_the_mean_over_the_shards() -> None:
+    run_ranks(2, mean_of_gradients)
+
+
+def random_numbers(rank: Rank) -> list[tuple[list[float], list[int]]]:
+    rank.init("rota")
+    shards = rota.LogicalShards(nn.Linear(1, 1), 4, seed=1)
+    torch.manual_seed(rank.rank)
+    seen = []
+    for _ in range(2):
+        for shard in shards:
+            outside = torch.random.get_rng_state()
+            with shards.backward_of(shard):
+                numbers = torch.rand(3).tolist()
+            assert torch.equal(torch.random.get_rng_state(), outside)
+            seen.append((numbers, shards.samples(shard, 30, 2).tolist()))
+        shards.reduce()
+    return seen
+
+
+def test_random_numbers_and_samples_belong_to_the_shard() -> None:
+    alone = run_ranks(1, random_numbers)[0]
+    first, second = run_ranks(2, random_numbers)
+    assert first[:2] + second[:2] + first[2:] + second[2:] == alone
+    assert len({tuple(numbers) for numbers, _ in alone}) == len(alone)
+    samples = [sample for _, chosen in alone for sample in chosen]
+    assert len(set(samples)) == len(samples) == 16
+
+
+def use_badly(rank: Rank) -> list[tuple[str, str]]:
+    rank.init("rota")
+    model = nn.Linear(2, 1)
+    shards = rota.LogicalShards(model, 4)
+    first, second = shards
+
+    def run_pass(shard: int) -> None:
+        with shards.backward_of(shard):
+            model(torch.ones(2)).sum().backward()
+
+    def fail() -> None:
+        with shards.backward_of(first):
+            raise ZeroDivisionError
+
+    errors = [
+        error_of(lambda: rota.LogicalShards(model, 6)),
+        error_of(lambda: rota.LogicalShards(model, 1)),
+        error_of(lambda: rota.LogicalShards(model, 4, state=rota.HookState())),
+        error_of(lambda: run_pass(second)),
+        error_of(shards.reduce),
+    ]
+    run_pass(first)
+    errors.append(error_of(shards.reduce))
+    errors.append(error_of(lambda: shards.samples(first, 3, 1)))
+    errors.append(error_of(lambda: shards.load_state_dict({"num_shards": 8})))
+    run_pass(second)
+    errors.append(error_of(lambda: run_pass(first)))
+    shards.reduce()
+    errors.append(error_of(lambda: run_pass(first)))
+    model.zero_grad()
+    # An exception inside drops the step, which then starts again.
+    run_pass(first)
+    shards_after_failure = error_of(lambda: run_pass(first))[0], error_of(fail)[0]
+    assert shards_after_failure == ("RuntimeError", "RuntimeError")
+    return errors
+
+
+def test_bad_use_is_an_error_that_says_what_to_do() -> None:
+    for errors in run_ranks(2, use_badly):
+        expected = [
+            ("ValueError", "num_shards is 6, expected a power of two"),
+            ("ValueError", "num_shards is 1, expected at least the number of ranks, 2"),
+            ("ValueError", "the state's None"),
+            ("RuntimeError", "expected shard"),
+            ("RuntimeError", "after 0 of this rank's 2 shards"),
+            ("RuntimeError", "after 1 of this rank's 2 shards"),
+            ("ValueError", "3 samples, expected at least 4 shards * 1"),
+            ("ValueError", "had 8 shards, this one has 4"),
+            ("RuntimeError", "expected reduce()"),
+            ("RuntimeError", "zero_grad()"),
+        ]
+        assert [error for error, _ in errors] == [error for error, _ in expected]
+        for (_, text), (_, part) in zip(errors, expected, strict=True):
+            assert part in text
+
+
+def warn_about_batch_norm(rank: Rank) -> list[str]:
+    rank.init("rota")
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rota.LogicalShards(model, 2)
+        rota.LogicalShards(model.eval(), 2)
+    return [str(warning.message) for warning in caught]
+
+
+def test_batch_norm_is_warned_about() -> None:
+    ((text,),) = run_ranks(1, warn_about_batch_norm)
+    assert "1 is a BatchNorm1d" in text
+    assert "LayerNorm" in text

@@ -1,0 +1,198 @@
+"""group_size and order="tree": whatever sums adds in the order that was asked for, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import rota
+from bucket_oracle import Format, reduce_bucket
+from oracle import (
+    FLOAT8_DTYPES,
+    FLOAT_DTYPES,
+    assert_same,
+    bits_of,
+    contract,
+    name_of,
+    ops_of,
+    random_inputs,
+)
+from ranks import Rank, error_of, run_ranks
+from rota._C import schedule
+
+pytestmark = pytest.mark.same_in_every_build
+
+SLOT_BYTES = 4096
+# One mailbox message, and several rounds through slots.
+LENGTHS = (129, 20_003)
+
+
+class Order(NamedTuple):
+    world_size: int
+    options: dict[str, Any]
+
+    def __str__(self) -> str:
+        name, value = next(iter(self.options.items()))
+        return f"ws{self.world_size}-{name}-{value}"
+
+
+ORDERS = [
+    *(Order(size, {"order": "tree"}) for size in (1, 3, 4, 5, 8)),
+    *(Order(4 if group != 3 else 6, {"group_size": group}) for group in (1, 2, 3, 4)),
+]
+
+
+def check_all_reduce(rank: Rank, options: dict[str, Any], dtype: torch.dtype) -> None:
+    communicator = rank.communicator(slot_bytes=SLOT_BYTES)
+    wires = (None, torch.float16) if dtype == torch.float32 else (None,)
+    for length in LENGTHS:
+        inputs = random_inputs(rank.world_size, length, dtype)
+        for op, wire_dtype in itertools.product(ops_of(dtype), wires):
+            expected = contract(inputs, op, wire_dtype, **options)
+            for algorithm in ("one_shot", "two_shot", "auto"):
+                tensor = inputs[rank.rank].clone()
+                communicator.all_reduce(tensor, op, algorithm, wire_dtype, **options)
+                assert_same(tensor, expected, f"{op} {algorithm} wire {wire_dtype} {length}")
+
+
+@pytest.mark.parametrize("dtype", [*FLOAT_DTYPES, FLOAT8_DTYPES[0], torch.int8], ids=name_of)
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_all_reduce_adds_in_order(order: Order, dtype: torch.dtype) -> None:
+    run_ranks(order.world_size, check_all_reduce, order.options, dtype)
+
+
+def check_others(rank: Rank, options: dict[str, Any]) -> None:
+    communicator = rank.communicator(slot_bytes=SLOT_BYTES)
+    for length, dtype in itertools.product(LENGTHS, (torch.float32, torch.bfloat16)):
+        inputs = random_inputs(rank.world_size, length * rank.world_size, dtype)
+        own = inputs[rank.rank]
+        for op in ("sum", "avg"):
+            expected = contract(inputs, op, **options)
+            part = torch.empty(length, dtype=dtype)
+            communicator.reduce_scatter(part, own, op, **options)
+            assert_same(part, expected.chunk(rank.world_size)[rank.rank], f"scatter {op} {length}")
+            root = rank.world_size - 1
+            whole = own.clone()
+            communicator.reduce(whole, root, op, **options)
+            assert_same(whole, expected if rank.rank == root else own, f"reduce {op} {length}")
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_reduce_and_reduce_scatter_have_the_bits_of_all_reduce(order: Order) -> None:
+    run_ranks(order.world_size, check_others, order.options)
+
+
+def check_bucket(rank: Rank, options: dict[str, Any]) -> None:
+    communicator = rank.communicator(slot_bytes=SLOT_BYTES)
+    wires = Format(torch.float32, False), Format(torch.float16, True), Format(torch.bfloat16, False)
+    for wire, length in itertools.product(wires, LENGTHS):
+        inputs = random_inputs(rank.world_size, length, torch.float32)
+        expected = reduce_bucket(inputs, wire, divisor=8.0, **options)
+        for algorithm in ("one_shot", "two_shot"):
+            bucket = inputs[rank.rank].clone()
+            communicator.reduce_bucket(
+                bucket,
+                torch.zeros(2, dtype=torch.float64),
+                wire_dtype=wire.dtype,
+                block_scaling=wire.block_scaling,
+                divisor=8.0,
+                algorithm=algorithm,
+                **options,
+            )
+            assert_same(bucket, expected, f"{algorithm} {wire} {length}")
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_bucket_is_added_in_order(order: Order) -> None:
+    run_ranks(order.world_size, check_bucket, order.options)
+
+
+def reduce_on_backend(rank: Rank) -> None:
+    rank.init(pg_options=rota.BackendOptions(order="tree", num_shards=16))
+    inputs = random_inputs(rank.world_size, LENGTHS[1] * rank.world_size, torch.float32)
+    own, expected = inputs[rank.rank], contract(inputs, "sum", order="tree")
+    dist.all_reduce(tensor := own.clone())
+    assert_same(tensor, expected, "all_reduce")
+    dist.reduce(tensor := own.clone(), 1)
+    assert_same(tensor, expected if rank.rank == 1 else own, "reduce")
+    dist.reduce_scatter_tensor(part := torch.empty(LENGTHS[1]), own)
+    assert_same(part, expected.chunk(rank.world_size)[rank.rank], "reduce_scatter")
+
+
+def test_backend_adds_in_the_order_of_its_options() -> None:
+    run_ranks(4, reduce_on_backend)
+
+
+# ---- the same bits on any number of ranks
+
+
+def sum_in_tree(values: list[torch.Tensor]) -> torch.Tensor:
+    if len(values) == 1:
+        return values[0].clone()
+    half = len(values) // 2
+    return sum_in_tree(values[:half]) + sum_in_tree(values[half:])
+
+
+def reduce_shards(rank: Rank, num_shards: int) -> torch.Tensor:
+    """Adds this rank's block, and then all_reduces; odd ranks in another algorithm's slots."""
+    shards = random_inputs(num_shards, LENGTHS[1], torch.float32)
+    block = schedule.shards_of(num_shards, rank.world_size, rank.rank)
+    begin, end = block.first_shard, block.first_shard + block.num_shards
+    results = []
+    for slot_bytes, algorithm in itertools.product((SLOT_BYTES, None), ("one_shot", "two_shot")):
+        communicator = rank.communicator(slot_bytes=slot_bytes)
+        tensor = sum_in_tree(shards[begin:end])
+        communicator.all_reduce(tensor, "sum", algorithm, order="tree", num_shards=num_shards)
+        results.append(tensor)
+    for result in results:
+        assert_same(result, results[0], "algorithm or slots")
+    return bits_of(results[0])
+
+
+def test_tree_has_the_same_bits_on_any_number_of_ranks() -> None:
+    num_shards = 16
+    one = run_ranks(1, reduce_shards, num_shards)[0]
+    for world_size in (2, 3, 4, 5, 6, 7, 8):
+        for result in run_ranks(world_size, reduce_shards, num_shards):
+            assert torch.equal(result, one), world_size
+
+
+@pytest.mark.parametrize("world_size", range(1, 65))
+def test_blocks_of_shards_are_aligned_and_complete(world_size: int) -> None:
+    for num_shards in (64, 128, 1 << 20):
+        end = 0
+        for rank in range(world_size):
+            block = schedule.shards_of(num_shards, world_size, rank)
+            assert block.first_shard == end
+            assert block.num_shards.bit_count() == 1
+            assert block.first_shard % block.num_shards == 0
+            end += block.num_shards
+        assert end == num_shards
+
+
+# ---- ranks that disagree
+
+
+def call_in_other_order(rank: Rank, options: dict[str, Any]) -> tuple[str, str]:
+    communicator = rank.communicator()
+    own = options if rank.rank == 1 else {"order": "tree", "num_shards": 4}
+    return error_of(lambda: communicator.all_reduce(torch.ones(8), **own))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"order": "tree", "num_shards": 8}, "one_shot, tree of 8 shards)"),
+        ({"order": "rank"}, "one_shot)"),
+    ],
+    ids=["another-tree", "no-tree"],
+)
+def test_mismatch_of_order_names_it(options: dict[str, Any], text: str) -> None:
+    for error, message in run_ranks(2, call_in_other_order, options):
+        assert error == "Mismatch"
+        assert f"rank 1 called all_reduce(sum, float32[8], {text}" in message
+        assert "rank 0 called all_reduce(sum, float32[8], one_shot, tree of 4 shards)" in message
