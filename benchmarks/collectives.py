@@ -11,6 +11,7 @@ JSON.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import tempfile
 from pathlib import Path
@@ -44,6 +45,8 @@ ITEM_BYTES = {
     "int32": 4,
     "int64": 8,
 }
+ORDERS = ("rank", "tree")
+SUMS = ("all_reduce", "reduce", "reduce_scatter")
 NOT_IN_MPI = ("float16", "bfloat16")
 MEMCPY = Entry(report.ROOFLINE, report.ROOFLINE, "numpy")
 
@@ -82,6 +85,12 @@ def parse_arguments() -> argparse.Namespace:
         default="none",
         help=f"of rota.Communicator.all_reduce: some of {', '.join(WIRE_DTYPES)} (default: none)",
     )
+    add(
+        "--orders",
+        type=parse_list(ORDERS),
+        default="rank",
+        help=f"of rota.Communicator's sums: some of {', '.join(ORDERS)} (default: rank)",
+    )
     add("--empty", action="store_true", help="rota.Communicator on tensors of rota.empty(), too")
     add_common_arguments(parser)
     add("--png", type=Path, help="where to draw the picture (default: beside the record)")
@@ -92,6 +101,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"-e {args.end} bytes is less than -b {args.begin} bytes")
     if args.op != "all_reduce" and (args.algorithms, args.wire_dtype) != (["auto"], ["none"]):
         parser.error("--algorithms and --wire-dtype are for --op all_reduce")
+    if args.op not in SUMS and args.orders != ["rank"]:
+        parser.error(f"--orders is for --op {', '.join(SUMS)}")
     if args.op == "send_recv" and args.ranks != 2:
         parser.error(f"--ranks is {args.ranks}; --op send_recv measures two ranks")
     if args.op == "barrier" and args.png:
@@ -128,13 +139,15 @@ def entries_of(args: argparse.Namespace, mpis: list[str]) -> list[Entry]:
     entries = []
     if "rota" in args.backends:
         entries.append(Entry("rota dist", "rota", "torch.distributed"))
-        for wire_dtype in args.wire_dtype:
-            for algorithm in args.algorithms:
-                label = ["rota comm"]
-                label += [algorithm] if algorithm != "auto" else []
-                label += [wire_dtype] if wire_dtype != "none" else []
-                wire = None if wire_dtype == "none" else wire_dtype
-                entries.append(Entry(" ".join(label), "rota", "rota.Communicator", algorithm, wire))
+        for wire_dtype, algorithm, order in itertools.product(
+            args.wire_dtype, args.algorithms, args.orders
+        ):
+            usual = "auto", "none", "rank"
+            chosen = algorithm, wire_dtype, order
+            named = [name for name, usually in zip(chosen, usual, strict=True) if name != usually]
+            label = " ".join(["rota comm", *named])
+            wire = None if wire_dtype == "none" else wire_dtype
+            entries.append(Entry(label, "rota", "rota.Communicator", algorithm, wire, order))
         if args.empty:
             entries.append(Entry("rota empty", "rota", ROTA_EMPTY))
     if "gloo" in args.backends:

@@ -29,6 +29,7 @@ class Entry:
         api: the Python interface that is called, for example `torch.distributed`.
         algorithm: argument of `rota.Communicator.all_reduce`.
         wire_dtype: argument of `rota.Communicator.all_reduce` or `rota.HookState`, by name.
+        order: argument of what sums in `rota.Communicator`.
         bucket_cap_mb: argument of DistributedDataParallel.
     """
 
@@ -37,6 +38,7 @@ class Entry:
     api: str
     algorithm: str = "auto"
     wire_dtype: str | None = None
+    order: str = "rank"
     bucket_cap_mb: float | None = None
 
 

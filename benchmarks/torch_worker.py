@@ -113,6 +113,8 @@ class TorchRank:
         if op == "send_recv":
             return partial(round_trip, output, self.communicator.send, self.communicator.recv)
         call = getattr(self.communicator, op)
+        if entry.order != "rank":
+            call = partial(call, order=entry.order)
         match op:
             case "all_reduce":
                 options: dict[str, Any] = {"algorithm": entry.algorithm}

@@ -94,7 +94,8 @@ class Links {
   // Of one side of a link. One count bounds both: an envelope counts as its share of the ring, so
   // that whoever sees room for it in the ring also knows that the envelope is free.
   struct Progress {
-    uint64_t lines = 0;  // what link_filled and link_drained count
+    uint64_t lines = 0;            // what link_filled and link_drained count
+    uint64_t published_lines = 0;  // of link_drained
     uint64_t envelopes = 0;
     uint64_t ring_lines = 0;
 
@@ -132,8 +133,13 @@ class Links {
   void publish_sent(int peer) {
     waiter_.publish(transport_.own_control().link_filled[peer], sent_[peer].lines);
   }
+  // Once for a quarter of the link: the sender waits for no less, and each time the flag's line has
+  // to move to this core and back.
   void publish_received(int peer) {
-    waiter_.publish(transport_.own_control().link_drained[peer], received_[peer].lines);
+    Progress& received = received_[peer];
+    if (received.lines - received.published_lines < ring_lines_ / 4) return;
+    received.published_lines = received.lines;
+    waiter_.publish(transport_.own_control().link_drained[peer], received.lines);
   }
 
   Transport& transport_;
