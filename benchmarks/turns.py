@@ -93,7 +93,7 @@ def publish(
     run.write_record({"variants": rows})
     report.print_labelled(
         run.console,
-        f"{title}, in ms (goal: {GOAL:.0%} of Gloo's)",
+        title,
         ("variant", *columns),
         [(row["label"], *(show(row) for show in columns.values())) for row in rows],
     )

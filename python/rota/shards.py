@@ -22,7 +22,7 @@ from rota.fused import HookState
 from rota.gradients import reduce_gradients
 from rota.rounding import split_mix_64
 
-Gradients = list[torch.Tensor | None]
+Gradient = torch.Tensor | None
 
 
 class LogicalShards:
@@ -91,7 +91,8 @@ class LogicalShards:
         block = schedule.shards_of(num_shards, world_size, dist.get_rank(state.group))
         self._block = range(block.first_shard, block.first_shard + block.num_shards)
         self._num_done = 0  # shards of this step
-        self._sums: list[Gradients] = []  # of subtrees, which no addition has joined yet
+        # By parameter: the sums of subtrees that no addition has joined yet.
+        self._sums: list[list[Gradient]] = []
         self._order = (-1, torch.empty(0, dtype=torch.int64))  # an epoch, and its samples
         _warn_about(model)
 
@@ -103,18 +104,24 @@ class LogicalShards:
         return len(self._block)
 
     @contextlib.contextmanager
-    def backward_of(self, shard: int) -> Iterator[None]:
+    def backward_of(self, shard: int, *, num_backwards: int = 1) -> Iterator[None]:
         """A context for all forward and backward passes of one shard in this step.
 
         torch's random numbers in it depend on the seed, the step and the shard alone; outside they
         go on as if it had not been there. If it is left by an exception, the step's gradients are
         dropped, and the step starts again.
 
+        Args:
+            num_backwards: backward passes in the context that reach a parameter. A gradient is
+                added to the tree as soon as it has come so often, while it is in the caches.
+
         Raises:
-            RuntimeError: shards run in another order, or a parameter has a gradient before.
+            RuntimeError: shards run in another order, a parameter has a gradient before, or a
+                gradient comes more often than num_backwards.
         """
         self._check_next(shard)
-        if any(parameter.grad is not None for parameter in self._parameters()):
+        parameters = self._parameters()
+        if any(parameter.grad is not None for parameter in parameters):
             self._drop()
             raise RuntimeError(
                 "rota.LogicalShards: a parameter has a gradient from elsewhere; call "
@@ -123,16 +130,22 @@ class LogicalShards:
         no_sync: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if isinstance(self._model, DistributedDataParallel):
             no_sync = self._model.no_sync()
-        device = next((p.device for p in self._parameters()), torch.device("cpu"))
+        device = next((p.device for p in parameters), torch.device("cpu"))
         devices = [device] if device.type == "cuda" else []
         try:
-            with no_sync, torch.random.fork_rng(devices):
+            with (
+                no_sync,
+                torch.random.fork_rng(devices),
+                self._adding(parameters, num_backwards),
+            ):
                 torch.manual_seed(self._random_seed(shard + 1))
                 yield
         except BaseException:
+            for parameter in parameters:
+                parameter.grad = None
             self._drop()
             raise
-        self._add_gradients()
+        self._num_done += 1
 
     def samples(self, shard: int, num_samples: int, batch_size: int) -> torch.Tensor:
         """The samples of a shard in this step: each sample once in an epoch, in random order.
@@ -174,8 +187,7 @@ class LogicalShards:
                 f"rota.LogicalShards: reduce() after {self._num_done} of this rank's "
                 f"{len(self._block)} shards; run them all, each in backward_of()"
             )
-        (sums,) = self._sums
-        for parameter, gradient in zip(self._parameters(), sums, strict=True):
+        for parameter, (gradient,) in zip(self._parameters(), self._sums, strict=True):
             parameter.grad = gradient
         self._drop()
         reduce_gradients(self._parameters(), self.state)
@@ -223,27 +235,51 @@ class LogicalShards:
             f"shards {list(self._block)} in this order, and then reduce()"
         )
 
+    @contextlib.contextmanager
+    def _adding(self, parameters: list[torch.Tensor], num_backwards: int) -> Iterator[None]:
+        """A context that takes each gradient when it is complete, the others at its end."""
+        if self._num_done == 0:
+            self._sums = [[] for _ in parameters]
+        place_of = {id(parameter): place for place, parameter in enumerate(parameters)}
+        num_seen = [0] * len(parameters)
+
+        def on_gradient(parameter: torch.Tensor) -> None:
+            place = place_of[id(parameter)]
+            num_seen[place] += 1
+            if num_seen[place] > num_backwards:
+                raise RuntimeError(
+                    f"rota.LogicalShards: a gradient of shape {list(parameter.shape)} has come "
+                    f"{num_seen[place]} times, expected {num_backwards}; pass the number of "
+                    f"backward passes of a shard as num_backwards"
+                )
+            if num_seen[place] == num_backwards:
+                self._add(place, parameter)
+
+        with contextlib.ExitStack() as hooks:
+            for parameter in parameters:
+                hooks.callback(parameter.register_post_accumulate_grad_hook(on_gradient).remove)
+            yield
+        for place, parameter in enumerate(parameters):
+            if num_seen[place] < num_backwards:
+                self._add(place, parameter)
+
     @torch.no_grad()
-    def _add_gradients(self) -> None:
-        """Takes a shard's gradients from the parameters, and adds them as far as the tree goes."""
-        sums: Gradients = []
-        for parameter in self._parameters():
-            sums.append(parameter.grad)
-            parameter.grad = None
-        # Shard i ends as many subtrees as i has trailing ones.
-        place = self._num_done
-        while place % 2 == 1:
-            sums = [_sum(*pair) for pair in zip(self._sums.pop(), sums, strict=True)]
-            place //= 2
-        self._sums.append(sums)
-        self._num_done += 1
+    def _add(self, place: int, parameter: torch.Tensor) -> None:
+        """Takes a shard's gradient from a parameter, and adds it as far as the tree goes."""
+        gradient, parameter.grad = parameter.grad, None
+        sums = self._sums[place]
+        ends = self._num_done  # shard i ends as many subtrees as i has trailing ones
+        while ends % 2 == 1:
+            gradient = _sum(sums.pop(), gradient)
+            ends //= 2
+        sums.append(gradient)
 
     def _drop(self) -> None:
         self._sums = []
         self._num_done = 0
 
 
-def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+def _sum(first: Gradient, second: Gradient) -> Gradient:
     """first + second, in the memory of one of them. None counts as zeros, as between ranks."""
     if first is None or second is None:
         present = second if first is None else first

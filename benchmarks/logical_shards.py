@@ -1,0 +1,119 @@
+"""What rota.LogicalShards costs: a step of the demo's GPT, with and without it.
+
+    python benchmarks/logical_shards.py            # starts its own ranks; a table and a record
+    python benchmarks/logical_shards.py --quick    # the same in a minute, with more noise
+
+Both variants run the same passes of one sequence each and reduce the same gradients. One lets
+autograd add up a rank's gradients, and adds those of the ranks in ascending order; the other adds
+in the tree of its logical shards. They take turns in blocks of a few steps. A step's time is that
+of its slowest rank, without its optimizer. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import demo
+import rota
+import turns
+from arguments import Parser, parse_natural
+from demo_model import train_gpt
+
+GOAL = 0.05  # of a step
+NUM_SHARDS = 8
+PLAIN, TREE = "plain", "tree"
+LABELS = {PLAIN: "gradients of autograd", TREE: "rota.LogicalShards"}
+
+
+@dataclass
+class Variant:
+    model: train_gpt.GPT
+    shards: rota.LogicalShards
+    state: rota.HookState  # of a reduction without shards
+    step_ms: list[float] = field(default_factory=list)
+
+
+def make_variant(initial: train_gpt.GPT) -> Variant:
+    model = copy.deepcopy(initial)
+    state = rota.HookState(wire_dtype=torch.float32)
+    return Variant(model, rota.LogicalShards(model, NUM_SHARDS), state)
+
+
+def backward(variant: Variant, text: torch.Tensor, shard: int) -> None:
+    context = train_gpt.SCALES["cpu"].config.context
+    chosen = variant.shards.samples(shard, len(text) // (context + 1), 1)
+    variant.model(*train_gpt.windows(text, chosen * (context + 1), context)).backward()
+
+
+def take_step(name: str, variant: Variant, text: torch.Tensor) -> None:
+    """All passes of this rank, and the reduction of their gradients."""
+    begin = time.perf_counter()
+    for shard in variant.shards:
+        if name == TREE:
+            with variant.shards.backward_of(shard):
+                backward(variant, text, shard)
+        else:
+            backward(variant, text, shard)
+    if name == TREE:
+        variant.shards.reduce()
+    else:
+        rota.reduce_gradients(variant.model.parameters(), variant.state)
+    variant.step_ms.append((time.perf_counter() - begin) * 1e3)
+    variant.model.zero_grad()
+
+
+def slowest_ranks(variant: Variant) -> list[float]:
+    """The times of the steps that count, of each one's slowest rank. Collective."""
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, variant.step_ms)
+    return [max(times) for times in zip(*of_ranks, strict=True)][demo.BLOCK_STEPS :]
+
+
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "step": lambda row: f"{row['step_ms']:.1f}",
+    "more than\nautograd's": lambda row: f"{row['share_more']:.1%}",
+}
+
+
+def main() -> None:
+    """Restarts as ranks and trains; rank 0 publishes the results."""
+    parser = Parser(description=__doc__)
+    parser.add_argument(
+        "--ranks", type=parse_natural(1), default=2, help="ranks to start (default: 2)"
+    )
+    args = turns.parse_arguments(parser)
+    with turns.job("logical_shards", args, backend="rota") as (run, console):
+        torch.manual_seed(args.seed)
+        initial = train_gpt.GPT(train_gpt.SCALES["cpu"].config)
+        text, _ = train_gpt.read_corpus()
+        variants = {name: make_variant(initial) for name in LABELS}
+        for name, steps in turns.in_turns(variants, args.steps, console):
+            for _ in steps:
+                take_step(name, variants[name], text)
+        times = {name: slowest_ranks(variant) for name, variant in variants.items()}
+        median = {name: statistics.median(step_ms) for name, step_ms in times.items()}
+        rows = [
+            {
+                "variant": name,
+                "label": LABELS[name],
+                "step_ms": round(median[name], 3),
+                "share_more": round(median[name] / median[PLAIN] - 1, 4),
+                "step_ms_of_all": [round(value, 2) for value in step_ms],
+            }
+            for name, step_ms in times.items()
+        ]
+        if run is not None:
+            title = f"a step of {NUM_SHARDS} logical shards, in ms (goal: {GOAL:.0%} more)"
+            turns.publish(run, title, rows, COLUMNS)
+
+
+if __name__ == "__main__":
+    main()
