@@ -31,7 +31,7 @@ class LogicalShards:
     A step is num_shards forward and backward passes, spread evenly over the ranks in aligned blocks
     of 2**k. This rank adds the gradients of its block in a balanced binary tree, which reduce()
     continues over the ranks: 1, 2, 4 or any number of ranks up to num_shards give the same bits.
-    A step needs at most log2(len(shards)) + 1 copies of the gradients on this rank.
+    This rank keeps at most log2(len(shards)) copies of its gradients besides its gradients.
 
     Args:
         model: on every rank with the same parameters, as DistributedDataParallel makes them. Of a
@@ -91,8 +91,9 @@ class LogicalShards:
         block = schedule.shards_of(num_shards, world_size, dist.get_rank(state.group))
         self._block = range(block.first_shard, block.first_shard + block.num_shards)
         self._num_done = 0  # shards of this step
-        # By parameter: the sums of subtrees that no addition has joined yet.
+        # By parameter: the sums of subtrees that no addition has joined yet, and memory for more.
         self._sums: list[list[Gradient]] = []
+        self._spares: list[list[torch.Tensor]] = []
         self._order = (-1, torch.empty(0, dtype=torch.int64))  # an epoch, and its samples
         _warn_about(model)
 
@@ -240,6 +241,8 @@ class LogicalShards:
         """A context that takes each gradient when it is complete, the others at its end."""
         if self._num_done == 0:
             self._sums = [[] for _ in parameters]
+        if len(self._spares) != len(parameters):
+            self._spares = [[] for _ in parameters]
         place_of = {id(parameter): place for place, parameter in enumerate(parameters)}
         num_seen = [0] * len(parameters)
 
@@ -267,24 +270,42 @@ class LogicalShards:
     def _add(self, place: int, parameter: torch.Tensor) -> None:
         """Takes a shard's gradient from a parameter, and adds it as far as the tree goes."""
         gradient, parameter.grad = parameter.grad, None
-        sums = self._sums[place]
-        ends = self._num_done  # shard i ends as many subtrees as i has trailing ones
-        while ends % 2 == 1:
-            gradient = _sum(sums.pop(), gradient)
-            ends //= 2
-        sums.append(gradient)
+        sums, spares = self._sums[place], self._spares[place]
+        is_last = self._num_done == len(self._block) - 1
+        # Shard i ends as many subtrees as i has trailing ones.
+        num_additions = (~self._num_done & (self._num_done + 1)).bit_length() - 1
+        # The last gradient's memory gets the result, and stays with the parameter. That of the others
+        # goes back to autograd for the next gradient: new memory costs more than a copy.
+        total = gradient if is_last or num_additions > 0 else _copy_of(gradient, spares)
+        for i in range(num_additions):
+            earlier = sums.pop()
+            total, freed = _sum(total, earlier) if is_last else _sum(earlier, total)
+            if freed is not None and (is_last or i > 0):
+                spares.append(freed)
+        sums.append(total)
 
     def _drop(self) -> None:
         self._sums = []
         self._num_done = 0
 
 
-def _sum(first: Gradient, second: Gradient) -> Gradient:
-    """first + second, in the memory of one of them. None counts as zeros, as between ranks."""
-    if first is None or second is None:
-        present = second if first is None else first
-        return present.add_(0.0) if present is not None else None  # 0 + -0 is 0
-    return first.add_(second)
+def _copy_of(gradient: Gradient, spares: list[torch.Tensor]) -> Gradient:
+    if gradient is None:
+        return None
+    # Other parameters may be trained than in the step before.
+    fits = bool(spares) and (spares[-1].shape, spares[-1].dtype) == (gradient.shape, gradient.dtype)
+    return (spares.pop() if fits else torch.empty_like(gradient)).copy_(gradient)
+
+
+def _sum(into: Gradient, other: Gradient) -> tuple[Gradient, Gradient]:
+    """The sum, in the memory of the first that is there, and what has become free.
+
+    None counts as zeros, as between ranks; 0 + -0 is 0.
+    """
+    if into is None or other is None:
+        present = other if into is None else into
+        return present.add_(0.0) if present is not None else None, None
+    return into.add_(other), other
 
 
 def _warn_about(model: torch.nn.Module) -> None:
