@@ -131,15 +131,16 @@ class LogicalShards:
         no_sync: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if isinstance(self._model, DistributedDataParallel):
             no_sync = self._model.no_sync()
-        device = next((p.device for p in parameters), torch.device("cpu"))
-        devices = [device] if device.type == "cuda" else []
+        on_cuda = [p.device for p in parameters if p.is_cuda][:1]
         try:
             with (
                 no_sync,
-                torch.random.fork_rng(devices),
+                torch.random.fork_rng(on_cuda),
                 self._adding(parameters, num_backwards),
             ):
-                torch.manual_seed(self._random_seed(shard + 1))
+                # torch.manual_seed, without the devices that are not used.
+                for generator in (torch.default_generator, *map(_generator_of, on_cuda)):
+                    generator.manual_seed(self._random_seed(shard + 1))
                 yield
         except BaseException:
             for parameter in parameters:
@@ -271,22 +272,29 @@ class LogicalShards:
         """Takes a shard's gradient from a parameter, and adds it as far as the tree goes."""
         gradient, parameter.grad = parameter.grad, None
         sums, spares = self._sums[place], self._spares[place]
-        is_last = self._num_done == len(self._block) - 1
         # Shard i ends as many subtrees as i has trailing ones.
         num_additions = (~self._num_done & (self._num_done + 1)).bit_length() - 1
-        # The last gradient's memory gets the result, and stays with the parameter. That of the others
-        # goes back to autograd for the next gradient: new memory costs more than a copy.
-        total = gradient if is_last or num_additions > 0 else _copy_of(gradient, spares)
+        # The memory of the last two gradients gets the result, and stays with the parameter. That
+        # of the others goes back to autograd: new memory costs more than a copy.
+        num_left = len(self._block) - 1 - self._num_done
+        total = _copy_of(gradient, spares) if num_additions == 0 and num_left > 1 else gradient
         for i in range(num_additions):
             earlier = sums.pop()
-            total, freed = _sum(total, earlier) if is_last else _sum(earlier, total)
-            if freed is not None and (is_last or i > 0):
+            if num_left == 0 and i > 0:
+                total, freed = _sum(total, earlier)
+            else:
+                total, freed = _sum(earlier, total)
+            if freed is not None and i > 0:
                 spares.append(freed)
         sums.append(total)
 
     def _drop(self) -> None:
         self._sums = []
         self._num_done = 0
+
+
+def _generator_of(device: torch.device) -> torch.Generator:
+    return torch.cuda.default_generators[device.index]
 
 
 def _copy_of(gradient: Gradient, spares: list[torch.Tensor]) -> Gradient:
