@@ -4,9 +4,9 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 
-#include "base/host_device.h"
 #include "base/limits.h"
 
 namespace rota::schedule {
