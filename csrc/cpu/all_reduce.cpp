@@ -21,7 +21,7 @@ using schedule::Range;
 template <typename AnyReducer>
 class AllReduce {
  public:
-  AllReduce(AnyReducer reducer, const Call& call, int rank, int world_size)
+  AllReduce(const AnyReducer& reducer, const Call& call, int rank, int world_size)
       : reducer_(reducer),
         num_elems_(call.num_elems),
         rank_(rank),
@@ -82,7 +82,7 @@ class AllReduce {
 
   bool is_receiver(int rank) const { return is_among(receivers_, rank, root_); }
 
-  AnyReducer reducer_;
+  const AnyReducer& reducer_;
   uint64_t num_elems_;
   int rank_;
   int world_size_;
@@ -316,11 +316,12 @@ auto with_all_reduce(const Call& call, const Buffers& buffers, int rank, int wor
                      Body&& body) {
   const IeeeFloatScope ieee;
   if (call.kind == CollectiveKind::kReduceBucket) {
-    return body(AllReduce(BucketReducer(call, buffers, rank, world_size), call, rank, world_size));
+    const BucketReducer reducer(call, buffers, rank, world_size);
+    return body(AllReduce(reducer, call, rank, world_size));
   }
   const bool is_receiver = is_among(row_of(call.kind).receivers, rank, call.root);
-  return body(
-      AllReduce(Reducer(call, buffers.data, is_receiver, world_size), call, rank, world_size));
+  const Reducer reducer(call, buffers.data, is_receiver, world_size);
+  return body(AllReduce(reducer, call, rank, world_size));
 }
 
 class AllReduceExecutor final : public Executor {

@@ -54,7 +54,7 @@ BucketReducer::BucketReducer(const Call& call, const Buffers& buffers, int rank,
       measures_(buffers.measures),
       rank_(rank),
       world_size_(world_size),
-      additions_(call.order, world_size),
+      order_(call.order),
       loops_(element_loops()),
       wire_loops_(loops_.wire(call.wire)) {}
 
@@ -156,6 +156,7 @@ void BucketReducer::unpack(const WirePlace& wire, const Range& range) const {
 
 void BucketReducer::reduce(const WirePlace* srcs, const Range& range,
                            std::span<const WirePlace> wire_outs) const {
+  const schedule::Additions additions(order_, world_size_);
   Floats sums;
   Encoded own, result;
   for_each_tile(range, [&](const Range& tile, uint64_t begin) {
@@ -164,7 +165,7 @@ void BucketReducer::reduce(const WirePlace* srcs, const Range& range,
       tile_srcs[i] = is_from_tensor(srcs[i]) ? own.place() : wire_.from(srcs[i], begin);
       if (is_from_tensor(srcs[i])) pack_tile(tile, own.place());
     }
-    wire_loops_.decode_sum({tile_srcs, world_size_, additions_.of_ranks()}, sums.values,
+    wire_loops_.decode_sum({tile_srcs, world_size_, additions.of_ranks()}, sums.values,
                            tile.num_elems, 1);
     // Overwrites a source, whose cache lines this core already has: see reducer.cpp.
     const WirePlace out = wire_outs.empty() ? result.place() : wire_.from(wire_outs[0], begin);

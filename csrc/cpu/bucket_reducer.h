@@ -56,7 +56,7 @@ class BucketReducer {
   BucketMeasures* measures_;
   int rank_;
   int world_size_;
-  schedule::Additions additions_;
+  schedule::SumOrder order_;
   const ElementLoops& loops_;
   const WireLoops& wire_loops_;
 };

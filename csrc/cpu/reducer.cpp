@@ -41,7 +41,7 @@ Reducer::Reducer(const Call& call, void* data, bool writes_sums, int world_size)
       wire_(call.wire),
       hop_(call.hop),
       world_size_(world_size),
-      additions_(call.order, world_size),
+      order_(call.order),
       loops_(element_loops()),
       reduce_wire_(loops_.reduce(call.wire.dtype, call.op)),
       add_hop_(loops_.reduce(call.hop, call.op == ReduceOp::kAvg ? ReduceOp::kSum : call.op)),
@@ -58,7 +58,8 @@ void Reducer::unpack(const WirePlace& wire, const Range& range) const {
 void Reducer::reduce(const WirePlace* srcs, const Range& range,
                      std::span<const WirePlace> wire_outs) const {
   const void* block_srcs[kMaxWorldSize];
-  const Summands<const void*> summands{block_srcs, world_size_, additions_.of_ranks()};
+  const schedule::Additions additions(order_, world_size_);
+  const Summands<const void*> summands{block_srcs, world_size_, additions.of_ranks()};
   if (is_plain() && wire_outs.empty()) {
     for (int i = 0; i < world_size_; ++i) {
       block_srcs[i] = is_from_tensor(srcs[i]) ? data(range.begin) : srcs[i].payload;

@@ -66,7 +66,7 @@ class Reducer {
   WireFormat wire_;
   DType hop_;
   int world_size_;
-  schedule::Additions additions_;
+  schedule::SumOrder order_;
   const ElementLoops& loops_;
   ReduceFn reduce_wire_;  // complete sums of wire elements
   ReduceFn add_hop_;      // partial sums of hop elements: never divides

@@ -77,7 +77,7 @@ class Additions {
   constexpr const uint8_t* of_ranks() const { return is_ascending_ ? nullptr : of_rank_.data(); }
 
  private:
-  std::array<uint8_t, kMaxWorldSize> of_rank_{};
+  std::array<uint8_t, kMaxWorldSize> of_rank_;  // unset if the sums are ascending
   bool is_ascending_ = true;
 };
 

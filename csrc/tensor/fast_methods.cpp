@@ -23,6 +23,9 @@ PyObject* run_blocking(TensorCommunicator& communicator, const Operation& operat
 
 OrderOptions order_of(std::string_view collective, const PythonArguments& arguments, int group_size,
                       int order, int num_shards) {
+  const bool is_default = !arguments.is_given(group_size) && !arguments.is_given(order) &&
+                          !arguments.is_given(num_shards);
+  if (is_default) return {};
   return parse_order(collective, arguments.text(order, "rank"), arguments.integer(group_size),
                      arguments.integer(num_shards));
 }

@@ -45,6 +45,7 @@ PythonArguments::PythonArguments(const Signature& signature, PyObject* const* ar
         join(num_positional, " arguments, expected at most ", signature.num_parameters()));
   }
   std::copy_n(args, num_positional, bound_.begin());
+  std::fill(bound_.begin() + num_positional, bound_.begin() + signature.num_parameters(), nullptr);
   const Py_ssize_t num_keywords = keywords != nullptr ? PyTuple_GET_SIZE(keywords) : 0;
   for (Py_ssize_t i = 0; i < num_keywords; ++i) {
     const int parameter = signature.parameter_named(PyTuple_GET_ITEM(keywords, i));

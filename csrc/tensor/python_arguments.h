@@ -43,6 +43,7 @@ class PythonArguments {
   PythonArguments(const Signature& signature, PyObject* const* args, Py_ssize_t num_positional,
                   PyObject* keywords);
 
+  bool is_given(int parameter) const { return bound_[parameter] != nullptr; }
   // The argument of one parameter; a default stands for None too, where the type names it.
   const at::Tensor& tensor(int parameter) const;
   std::string_view text(int parameter, std::string_view default_text) const;
@@ -56,7 +57,7 @@ class PythonArguments {
   [[noreturn]] void refuse(int parameter, const char* expected) const;
 
   const Signature& signature_;
-  std::array<PyObject*, kMaxParameters> bound_{};  // borrowed; null where left out
+  std::array<PyObject*, kMaxParameters> bound_;  // borrowed; null where left out
 };
 
 }  // namespace rota::tensors

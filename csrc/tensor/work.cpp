@@ -37,17 +37,18 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::hook_future() {
 }
 
 HostWork::HostWork(int rank, ::c10d::OpType op_type, const char* title,
-                   std::vector<at::Tensor> tensors, std::function<void()> check_interrupt)
+                   std::vector<at::Tensor> tensors, std::function<void()> check_interrupt,
+                   std::optional<Clock::time_point> called)
     : Work(rank, op_type, title, std::move(tensors)),
       check_interrupt_(std::move(check_interrupt)),
-      called_(Clock::now()) {}
+      called_(called) {}
 
 c10::intrusive_ptr<Work> HostWork::completed(int rank, ::c10d::OpType op_type,
                                              std::vector<at::Tensor> tensors,
                                              std::optional<Clock::time_point> called) {
-  auto work = c10::make_intrusive<HostWork>(rank, op_type, nullptr, std::move(tensors), nullptr);
-  work->called_ = called;
-  work->ended_ = Clock::now();
+  auto work =
+      c10::make_intrusive<HostWork>(rank, op_type, nullptr, std::move(tensors), nullptr, called);
+  if (called) work->ended_ = Clock::now();
   work->completed_ = true;  // no other thread has seen it yet
   return work;
 }
@@ -65,12 +66,13 @@ void HostWork::complete(std::exception_ptr exception) {
 }
 
 bool HostWork::wait(std::chrono::milliseconds timeout) {
-  const auto start = std::chrono::steady_clock::now();
   std::unique_lock lock(mutex_);
-  while (!cv_.wait_for(lock, kInterruptSlice, [this] { return completed_; })) {
+  // Most works are done, and the clock costs more than the rest.
+  const auto start = completed_ ? Clock::time_point() : Clock::now();
+  while (!completed_ && !cv_.wait_for(lock, kInterruptSlice, [this] { return completed_; })) {
     lock.unlock();
     check_interrupt_();
-    if (timeout != kNoTimeout && std::chrono::steady_clock::now() - start >= timeout) {
+    if (timeout != kNoTimeout && Clock::now() - start >= timeout) {
       throw PythonError(
           Error(ErrorKind::kTimeout, join("rota: Work.wait() gave up after ", timeout.count(),
                                           " ms; the collective goes on until its own timeout")));

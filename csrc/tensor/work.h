@@ -41,11 +41,12 @@ class HostWork : public Work {
  public:
   using Clock = std::chrono::steady_clock;
 
+  // called: when the call began; none: its duration is unknown.
   HostWork(int rank, ::c10d::OpType op_type, const char* title, std::vector<at::Tensor> tensors,
-           std::function<void()> check_interrupt);
+           std::function<void()> check_interrupt,
+           std::optional<Clock::time_point> called = Clock::now());
 
   // For calls that have blocked until done, or have queued their work on the GPU's current stream.
-  // called: when the call began; none: its duration is unknown.
   static c10::intrusive_ptr<Work> completed(int rank, ::c10d::OpType op_type,
                                             std::vector<at::Tensor> tensors,
                                             std::optional<Clock::time_point> called = {});
