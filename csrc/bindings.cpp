@@ -46,8 +46,10 @@ using OptionalDType = std::optional<at::ScalarType>;
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 using CommunicatorClass = py::class_<TensorCommunicator, std::shared_ptr<TensorCommunicator>>;
 
-TensorCommunicatorOptions make_options(std::chrono::milliseconds timeout, size_t slot_bytes) {
-  return {.timeout = timeout, .slot_bytes = slot_bytes, .check_interrupt = check_python_signals};
+// dtype: none if there is no such wire.
+std::optional<rota::WireFormat> parse_inter_wire(OptionalDType dtype, bool block_scaling) {
+  if (!dtype) return std::nullopt;
+  return parse_wire("Communicator", *dtype, block_scaling);
 }
 
 void bind_schedule(py::module_ module) {
@@ -147,6 +149,15 @@ void bind_gpu_self_test(py::module_ module) {
       py::arg("device"), ReleaseGil());
 }
 
+// The ranks of each host.
+std::vector<std::vector<int>> hosts_of(TensorCommunicator& communicator) {
+  const py::gil_scoped_release gil_released;
+  const schedule::Hosts& hosts = communicator.hosts();
+  std::vector<std::vector<int>> ranks;
+  for (int host = 0; host < hosts.num_hosts(); ++host) ranks.push_back(hosts.ranks_of(host));
+  return ranks;
+}
+
 void run(TensorCommunicator& communicator, const Operation& operation) {
   communicator.run(operation, Launch::kBlocking);
 }
@@ -234,14 +245,22 @@ PYBIND11_MODULE(_C, module) {
   add_fast_methods(reinterpret_cast<PyTypeObject*>(communicator.ptr()));
   communicator
       .def(py::init([](const StorePtr& store, int rank, int world_size,
-                       std::chrono::milliseconds timeout, size_t slot_bytes) {
-             return TensorCommunicator::make(store, rank, world_size,
-                                             make_options(timeout, slot_bytes));
+                       std::chrono::milliseconds timeout, size_t slot_bytes, MakeEngine make_engine,
+                       OptionalDType inter_wire_dtype, bool inter_block_scaling) {
+             return TensorCommunicator::make(
+                 store, rank, world_size,
+                 {.timeout = timeout,
+                  .slot_bytes = slot_bytes,
+                  .check_interrupt = check_python_signals,
+                  .make_engine = std::move(make_engine),
+                  .inter_wire = parse_inter_wire(inter_wire_dtype, inter_block_scaling)});
            }),
            py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("timeout"),
-           py::arg("slot_bytes"), ReleaseGil())
+           py::arg("slot_bytes"), py::arg("make_engine"), py::arg("inter_wire_dtype"),
+           py::arg("inter_block_scaling"), ReleaseGil())
       .def_property_readonly("rank", &TensorCommunicator::rank)
       .def_property_readonly("world_size", &TensorCommunicator::world_size)
+      .def_property_readonly("hosts", &hosts_of)
       .def(
           "all_reduce_future",
           [](TensorCommunicator& self, const at::Tensor& tensor, std::string_view op,
@@ -340,18 +359,21 @@ PYBIND11_MODULE(_C, module) {
                                                                  backend.attr("Options"))
       .def(py::init([](std::chrono::milliseconds timeout, size_t slot_bytes,
                        OptionalDType wire_dtype, std::string_view order,
-                       std::optional<int64_t> num_shards) {
+                       std::optional<int64_t> num_shards, OptionalDType inter_wire_dtype,
+                       bool inter_block_scaling) {
              auto options = c10::make_intrusive<BackendOptions>(
                  timeout, slot_bytes, wire_dtype,
-                 parse_order("BackendOptions", order, std::nullopt, num_shards));
+                 parse_order("BackendOptions", order, std::nullopt, num_shards),
+                 parse_inter_wire(inter_wire_dtype, inter_block_scaling));
              options->check_interrupt = check_python_signals;
              return options;
            }),
            py::arg("timeout"), py::arg("slot_bytes"), py::arg("wire_dtype"), py::arg("order"),
-           py::arg("num_shards"))
+           py::arg("num_shards"), py::arg("inter_wire_dtype"), py::arg("inter_block_scaling"))
       .def_readonly("slot_bytes", &BackendOptions::slot_bytes)
       .def_readonly("wire_dtype", &BackendOptions::wire_dtype)
       .def_readwrite("connects_at_first_use", &BackendOptions::connects_at_first_use)
+      .def_readwrite("make_engine", &BackendOptions::make_engine)
       .def("__deepcopy__", [](const BackendOptions& self, const py::object&) {
         return c10::make_intrusive<BackendOptions>(self);
       });
@@ -361,6 +383,8 @@ PYBIND11_MODULE(_C, module) {
            py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("options"),
            py::arg("make_delegate"), ReleaseGil())
       .def_property_readonly("options", &ProcessGroupRota::getBackendOptions)
+      .def_property_readonly(
+          "hosts", [](ProcessGroupRota& self) { return hosts_of(self.communicator()); })
       .def(
           "all_gather_in",
           [](ProcessGroupRota& self, at::ScalarType wire_dtype, bool block_scaling,

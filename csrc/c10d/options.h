@@ -12,14 +12,21 @@ namespace rota::c10d_backend {
 
 struct BackendOptions final : ::c10d::Backend::Options {
   BackendOptions(std::chrono::milliseconds timeout, size_t slot_bytes,
-                 std::optional<at::ScalarType> wire_dtype, const OrderOptions& order)
-      : Options("rota", timeout), slot_bytes(slot_bytes), wire_dtype(wire_dtype), order(order) {}
+                 std::optional<at::ScalarType> wire_dtype, const OrderOptions& order,
+                 std::optional<WireFormat> inter_wire)
+      : Options("rota", timeout),
+        slot_bytes(slot_bytes),
+        wire_dtype(wire_dtype),
+        order(order),
+        inter_wire(inter_wire) {}
 
   size_t slot_bytes;
   // What all_reduce rounds wider floats to, once on the way in and once on the way out; none: it
   // does not round.
   std::optional<at::ScalarType> wire_dtype;
   OrderOptions order;  // of all_reduce, reduce and reduce_scatter
+  std::optional<WireFormat> inter_wire;  // as in TensorCommunicatorOptions, as make_engine
+  tensors::MakeEngine make_engine;
   // As in TensorCommunicatorOptions.
   bool connects_at_first_use = false;
   std::function<void()> check_interrupt;
@@ -28,7 +35,9 @@ struct BackendOptions final : ::c10d::Backend::Options {
     return {.timeout = timeout,
             .slot_bytes = slot_bytes,
             .connects_at_first_use = connects_at_first_use,
-            .check_interrupt = check_interrupt};
+            .check_interrupt = check_interrupt,
+            .make_engine = make_engine,
+            .inter_wire = inter_wire};
   }
 };
 

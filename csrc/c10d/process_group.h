@@ -81,6 +81,7 @@ class ProcessGroupRota final : public ::c10d::Backend {
   c10::intrusive_ptr<Backend> split(const StorePtr& store, const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>& options) override;
 
+  TensorCommunicator& communicator() { return *communicator_; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override;
   // The number of calls that this rank has made.

@@ -55,8 +55,9 @@ void Communicator::abort(const std::string& reason) {
 // epoch e - 1. Once all ranks have posted e, nobody reads anything of an earlier epoch any more:
 // all slots are free, and so are the mailbox and the post of the other parity, which epoch e + 1
 // will write.
-void Communicator::run(const Call& call, const cpu::Buffers& buffers, CallerThread thread,
-                       std::optional<Nanoseconds> own_timeout) {
+template <typename Body>
+void Communicator::in_epoch(const Call& call, CallerThread thread,
+                            std::optional<Nanoseconds> own_timeout, const Body& body) {
   const std::lock_guard lock(mutex_);
   check_usable(call.kind_name());
   ++epoch_;
@@ -65,6 +66,26 @@ void Communicator::run(const Call& call, const cpu::Buffers& buffers, CallerThre
   try {
     // A late rank must see a failure even if every post that it needs is already there.
     if (const auto error = watch_.poll()) throw *error;
+    body();
+  } catch (const Error& error) {
+    // All ranks compared the same calls and stopped at the same point: the group stays usable.
+    if (error.kind() != ErrorKind::kMismatch) fail(error);
+    throw;
+  } catch (...) {
+    publish_abort(ErrorKind::kInternal, ErrorKind::kPeerFailed,
+                  join(watch_.prefix(), " was interrupted ", watch_.place()));
+    throw;
+  }
+}
+
+void Communicator::agree(const Call& call, CallerThread thread,
+                         std::optional<Nanoseconds> own_timeout) {
+  in_epoch(call, thread, own_timeout, [&] { rendezvous(call); });
+}
+
+void Communicator::run(const Call& call, const cpu::Buffers& buffers, CallerThread thread,
+                       std::optional<Nanoseconds> own_timeout) {
+  in_epoch(call, thread, own_timeout, [&] {
     cpu::Exchange exchange(*transport_, waiter_, wait_policy_, watch_, num_rounds_);
     const cpu::Executor& executor = cpu::executor_of(call);
     const size_t max_bytes = transport_->geometry().message_bytes;
@@ -94,15 +115,7 @@ void Communicator::run(const Call& call, const cpu::Buffers& buffers, CallerThre
         num_rounds_ += executor.run_rounds(call, buffers, exchange);
       }
     }
-  } catch (const Error& error) {
-    // All ranks compared the same calls and stopped at the same point: the group stays usable.
-    if (error.kind() != ErrorKind::kMismatch) fail(error);
-    throw;
-  } catch (...) {
-    publish_abort(ErrorKind::kInternal, ErrorKind::kPeerFailed,
-                  join(watch_.prefix(), " was interrupted ", watch_.place()));
-    throw;
-  }
+  });
 }
 
 void Communicator::check_usable(std::string_view collective) const {

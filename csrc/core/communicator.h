@@ -38,6 +38,9 @@ class Communicator {
   void run(const Call& call, const cpu::Buffers& buffers, CallerThread thread,
            std::optional<Nanoseconds> own_timeout = std::nullopt);
   void barrier(CallerThread thread) { run({.kind = CollectiveKind::kBarrier}, {}, thread); }
+  // Only compares the ranks' calls, as run() does.
+  void agree(const Call& call, CallerThread thread,
+             std::optional<Nanoseconds> own_timeout = std::nullopt);
 
   // Posts the collective that this rank is about to queue on its GPU. All ranks post in the same
   // order. Waits only if a peer is far behind (transport/layout.h). Throws Error(kMismatch) if a
@@ -71,6 +74,10 @@ class Communicator {
   void set_timeout(Nanoseconds timeout) { watch_.set_timeout(timeout); }
 
  private:
+  // Runs body() as this rank's next collective.
+  template <typename Body>
+  void in_epoch(const Call& call, CallerThread thread, std::optional<Nanoseconds> own_timeout,
+                const Body& body);
   void rendezvous(const Call& call);
   void wait_for_post(int peer);
   // Says where peers find this rank's tensor, before the rendezvous.

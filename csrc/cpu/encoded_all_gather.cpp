@@ -1,11 +1,9 @@
 // All-gather in a wire format: each rank encodes its part once, and every rank, the owner included,
 // decodes the same bytes, so all of them hold the same values. Scaled blocks count from the start
 // of each part.
-#include "base/tile.h"
-#include "cpu/element_loops.h"
 #include "cpu/executor.h"
 #include "cpu/float_environment.h"
-#include "cpu/parts.h"
+#include "cpu/part_codec.h"
 #include "schedule/chunk.h"
 #include "schedule/direct.h"
 
@@ -13,70 +11,6 @@ namespace rota::cpu {
 namespace {
 
 using schedule::Range;
-
-struct alignas(64) Floats {
-  float values[kTileElems];
-};
-
-// Calls body(elem, num_elems) for each tile of a range, counted from its start.
-template <typename Body>
-void for_each_tile(const Range& range, const Body& body) {
-  for (uint64_t elem = 0; elem < range.num_elems; elem += kTileElems) {
-    body(elem, schedule::min_of(kTileElems, range.num_elems - elem));
-  }
-}
-
-// Elements between a tensor and the wire.
-class PartCodec {
- public:
-  explicit PartCodec(const Call& call)
-      : dtype_(call.dtype), wire_(call.wire), loops_(element_loops()) {}
-
-  // Ranges start at a tile of the part.
-  void encode(const Part& part, const Range& range, std::byte* to) const {
-    const WirePlace place = wire_.place(to, range.num_elems);
-    if (!wire_.is_block_scaled) {
-      return loops_.convert(dtype_, wire_.dtype)(elem_at(part, range.begin), place.payload,
-                                                 range.num_elems);
-    }
-    for_each_tile(range, [&](uint64_t elem, uint64_t num_elems) {
-      Floats widened;
-      const std::byte* src = elem_at(part, range.begin + elem);
-      const auto* floats = reinterpret_cast<const float*>(src);
-      if (dtype_ != DType::kFloat32) {
-        loops_.convert(dtype_, DType::kFloat32)(src, widened.values, num_elems);
-        floats = widened.values;
-      }
-      loops_.wire(wire_).encode(floats, wire_.from(place, elem), num_elems, 1);
-    });
-  }
-
-  void decode(std::byte* from, const Part& part, const Range& range) const {
-    const WirePlace place = wire_.place(from, range.num_elems);
-    if (!wire_.is_block_scaled) {
-      return loops_.convert(wire_.dtype, dtype_)(place.payload, elem_at(part, range.begin),
-                                                 range.num_elems);
-    }
-    for_each_tile(range, [&](uint64_t elem, uint64_t num_elems) {
-      Floats decoded;
-      std::byte* dst = elem_at(part, range.begin + elem);
-      const bool is_float32 = dtype_ == DType::kFloat32;
-      float* floats = is_float32 ? reinterpret_cast<float*>(dst) : decoded.values;
-      const WirePlace tile = wire_.from(place, elem);
-      loops_.wire(wire_).decode_sum({&tile, 1}, floats, num_elems, 1);
-      if (!is_float32) loops_.convert(DType::kFloat32, dtype_)(floats, dst, num_elems);
-    });
-  }
-
- private:
-  std::byte* elem_at(const Part& part, uint64_t elem) const {
-    return at(part, elem * info(dtype_).num_bytes);
-  }
-
-  DType dtype_;
-  WireFormat wire_;
-  const ElementLoops& loops_;
-};
 
 class EncodedAllGather final : public Executor {
  public:

@@ -41,6 +41,7 @@ Reducer::Reducer(const Call& call, void* data, bool writes_sums, int world_size)
       wire_(call.wire),
       hop_(call.hop),
       world_size_(world_size),
+      divisor_(static_cast<int>(call.pass.divisor)),
       order_(call.order),
       loops_(element_loops()),
       reduce_wire_(loops_.reduce(call.wire.dtype, call.op)),
@@ -64,7 +65,7 @@ void Reducer::reduce(const WirePlace* srcs, const Range& range,
     for (int i = 0; i < world_size_; ++i) {
       block_srcs[i] = is_from_tensor(srcs[i]) ? data(range.begin) : srcs[i].payload;
     }
-    return reduce_wire_(summands, data(range.begin), range.num_elems, world_size_);
+    return reduce_wire_(summands, data(range.begin), range.num_elems, divisor_);
   }
   Block own, sums;
   for_each_block(range, [&](const Range& block, uint64_t begin) {
@@ -82,7 +83,7 @@ void Reducer::reduce(const WirePlace* srcs, const Range& range,
     // separate place: each cache line moves between cores once instead of twice.
     const WirePlace sum =
         wire_outs.empty() ? WirePlace{sums.bytes, nullptr} : wire_.from(wire_outs[0], begin);
-    reduce_wire_(summands, sum.payload, block.num_elems, world_size_);
+    reduce_wire_(summands, sum.payload, block.num_elems, divisor_);
     for (size_t i = 1; i < wire_outs.size(); ++i) {
       copy_bytes(wire_.from(wire_outs[i], begin).payload, sum.payload,
                  wire_.payload_bytes(block.num_elems));
@@ -113,7 +114,7 @@ void Reducer::add_to_partial(const std::byte* partial, const Range& range, std::
   for_each_block(range, [&](const Range& block, uint64_t begin) {
     widen_contribution(block, own.bytes);
     const void* srcs[] = {partial + begin * hop_bytes(), own.bytes};
-    add_hop_({srcs, 2}, hop + begin * hop_bytes(), block.num_elems, world_size_);
+    add_hop_({srcs, 2}, hop + begin * hop_bytes(), block.num_elems, divisor_);
   });
 }
 
@@ -124,7 +125,7 @@ void Reducer::finish_partial(const std::byte* partial, const Range& range,
     const WirePlace wire_block = wire_.from(wire, begin);
     widen_contribution(block, own.bytes);
     const void* srcs[] = {partial + begin * hop_bytes(), own.bytes};
-    finish_hop_({srcs, 2}, sum.bytes, block.num_elems, world_size_);
+    finish_hop_({srcs, 2}, sum.bytes, block.num_elems, divisor_);
     convert_or_copy(loops_, hop_, wire_.dtype, sum.bytes, wire_block.payload, block.num_elems);
     unpack(wire_block, block);
   });

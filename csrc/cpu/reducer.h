@@ -66,6 +66,7 @@ class Reducer {
   WireFormat wire_;
   DType hop_;
   int world_size_;
+  int divisor_;  // of kAvg
   schedule::SumOrder order_;
   const ElementLoops& loops_;
   ReduceFn reduce_wire_;  // complete sums of wire elements

@@ -1,6 +1,7 @@
-// The interface of collectives on tensors, with three implementations: the CPU (cpu_collectives.h),
-// CUDA kernels (cuda/cuda_collectives.h), and staging through the host's memory
-// (staging_collectives.h). TensorCommunicator picks one by the tensors' device.
+// The interface of collectives on tensors, with four implementations: the CPU (cpu_collectives.h),
+// several hosts (hosts/bridged_collectives.h), CUDA kernels (cuda/cuda_collectives.h), and staging
+// through the host's memory (staging_collectives.h). TensorCommunicator picks one by the group's
+// hosts and the tensors' device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,6 +32,14 @@ struct BucketTensors {
 };
 
 using OperationList = at::ArrayRef<Operation>;
+
+inline std::vector<at::Tensor> results_of(OperationList operations) {
+  std::vector<at::Tensor> results;
+  for (const Operation& operation : operations) {
+    results.insert(results.end(), operation.outputs.begin(), operation.outputs.end());
+  }
+  return results;
+}
 
 class Collectives {
  public:

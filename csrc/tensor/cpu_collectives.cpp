@@ -21,17 +21,7 @@ void run_reduce_bucket(Communicator& communicator, const BucketTensors& tensors,
                     .measures = &measures},
                    thread);
   packed.unpack();
-  auto* stats = tensors.stats.data_ptr<double>();
-  stats[0] = static_cast<double>(measures.num_non_finite);
-  stats[1] = measures.sum_of_squares();
-}
-
-std::vector<at::Tensor> results_of(OperationList operations) {
-  std::vector<at::Tensor> results;
-  for (const Operation& operation : operations) {
-    results.insert(results.end(), operation.outputs.begin(), operation.outputs.end());
-  }
-  return results;
+  write_stats(measures, tensors.stats);
 }
 
 }  // namespace
@@ -42,9 +32,11 @@ CpuCollectives::CpuCollectives(std::shared_ptr<Communicator> communicator,
       communicator_(std::move(communicator)),
       check_interrupt_(std::move(check_interrupt)),
       planner_(communicator_->world_size()),
-      queue_(communicator_->world_size() < num_usable_cores()
+      queue_(rank_,
+             communicator_->world_size() < num_usable_cores()
                  ? ProgressQueue::Placement::kAnyCore
-                 : ProgressQueue::Placement::kCoreOfCaller) {}
+                 : ProgressQueue::Placement::kCoreOfCaller,
+             check_interrupt_) {}
 
 template <typename Results, typename Body>
 void CpuCollectives::run_here(const char* title, const Results& results, const Body& body) {
@@ -64,17 +56,10 @@ void CpuCollectives::run_here(const char* title, const Results& results, const B
 template <typename Body>
 WorkRef CpuCollectives::enqueue(Launch mode, CollectiveKind kind, std::vector<at::Tensor> results,
                                 Body body) {
-  auto work = c10::make_intrusive<HostWork>(rank_, op_type_of(kind), row_of(kind).title.data(),
-                                            std::move(results), check_interrupt_);
-  queue_.enqueue([communicator = communicator_, work, body = std::move(body)] {
-    std::exception_ptr exception;
-    try {
-      with_python_errors([&] { body(*communicator, CallerThread::kProgress); });
-    } catch (...) {
-      exception = std::current_exception();
-    }
-    work->complete(exception);
-  });
+  WorkRef work = queue_.enqueue(kind, std::move(results),
+                                [communicator = communicator_, body = std::move(body)] {
+                                  body(*communicator, CallerThread::kProgress);
+                                });
   if (mode == Launch::kAsync) return work;
   work->wait(kNoTimeout);
   return {};
@@ -124,7 +109,13 @@ WorkRef CpuCollectives::all_reduce_sparse(const at::Tensor& tensor, Launch mode,
                                           OwnTimeout timeout) {
   check_sparse(tensor);
   const auto body = [tensor, timeout](Communicator& communicator, CallerThread thread) {
-    tensors::all_reduce_sparse(tensor, communicator, thread, timeout);
+    const Planner planner(communicator.world_size());
+    tensors::all_reduce_sparse(
+        tensor, communicator.rank(), communicator.world_size(), [&](Operation& operation) {
+          operation.timeout = timeout;
+          run_on_cpu(operation, plan(operation, planner, communicator.rank(), at::kCPU),
+                     communicator, thread);
+        });
   };
   const CollectiveKind kind = CollectiveKind::kAllReduce;
   if (!runs_at_once(mode)) return enqueue(mode, kind, {tensor}, body);
@@ -190,12 +181,7 @@ void CpuCollectives::check_usable(std::string_view call) const {
 
 void CpuCollectives::finish(const std::function<void()>& check_interrupt) {
   communicator_->point_to_point().finish(CallerThread::kUser);
-  if (queue_.is_idle()) return;
-  // Runs after everything that is queued.
-  const auto last = c10::make_intrusive<HostWork>(rank_, ::c10d::OpType::UNKNOWN, nullptr,
-                                                  std::vector<at::Tensor>(), check_interrupt);
-  queue_.enqueue([last] { last->complete(nullptr); });
-  last->wait(kNoTimeout);
+  queue_.finish(check_interrupt);
 }
 
 void CpuCollectives::end_progress() {

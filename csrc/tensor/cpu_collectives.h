@@ -7,9 +7,9 @@
 #include <string_view>
 
 #include "core/communicator.h"
-#include "core/progress_queue.h"
 #include "tensor/collectives.h"
 #include "tensor/request_work.h"
+#include "tensor/work_queue.h"
 
 namespace rota::tensors {
 
@@ -63,7 +63,7 @@ class CpuCollectives final : public Collectives {
   std::shared_ptr<Communicator> communicator_;  // null once closed; queued tasks share it
   std::function<void()> check_interrupt_;
   Planner planner_;
-  ProgressQueue queue_;
+  WorkQueue queue_;
 };
 
 }  // namespace rota::tensors

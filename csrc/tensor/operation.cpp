@@ -304,6 +304,12 @@ void run_on_cpu(const Operation& operation, const Call& call, Communicator& comm
   packed.unpack();
 }
 
+void write_stats(const cpu::BucketMeasures& measures, const at::Tensor& stats) {
+  auto* values = stats.data_ptr<double>();
+  values[0] = static_cast<double>(measures.num_non_finite);
+  values[1] = measures.sum_of_squares();
+}
+
 ::c10d::OpType op_type_of(CollectiveKind kind) {
   using ::c10d::OpType;
   switch (kind) {

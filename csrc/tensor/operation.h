@@ -92,6 +92,9 @@ class PackedOperation {
 void run_on_cpu(const Operation& operation, const Call& call, Communicator& communicator,
                 CallerThread thread);
 
+// stats: of BucketTensors.
+void write_stats(const cpu::BucketMeasures& measures, const at::Tensor& stats);
+
 ::c10d::OpType op_type_of(CollectiveKind kind);
 
 }  // namespace rota::tensors

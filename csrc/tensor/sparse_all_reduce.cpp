@@ -17,15 +17,11 @@ namespace {
 
 // Gathers one-dimensional tensors of the given lengths.
 std::vector<at::Tensor> gather(const at::Tensor& own, const std::vector<int64_t>& lengths,
-                               Communicator& communicator, CallerThread thread,
-                               OwnTimeout timeout) {
+                               const std::function<void(Operation&)>& run) {
   std::vector<at::Tensor> outputs;
   for (const int64_t length : lengths) outputs.push_back(at::empty({length}, own.options()));
-  const Operation operation{
-      .kind = CollectiveKind::kAllGather, .inputs = own, .outputs = outputs, .timeout = timeout};
-  const Call call =
-      plan(operation, Planner(communicator.world_size()), communicator.rank(), at::kCPU);
-  run_on_cpu(operation, call, communicator, thread);
+  Operation operation{.kind = CollectiveKind::kAllGather, .inputs = own, .outputs = outputs};
+  run(operation);
   return outputs;
 }
 
@@ -40,11 +36,11 @@ void check_sparse(const at::Tensor& tensor) {
   reducible_dtype(tensor.scalar_type(), "all_reduce");
 }
 
-void all_reduce_sparse(const at::Tensor& tensor, Communicator& communicator, CallerThread thread,
-                       OwnTimeout timeout) {
+void all_reduce_sparse(const at::Tensor& tensor, int own_rank, int world_size,
+                       const std::function<void(Operation&)>& run) {
   const c10::InferenceMode as_caller(tensor.is_inference());  // as in Packed::unpack()
   const at::NoGradGuard no_grad;
-  const auto num_ranks = static_cast<size_t>(communicator.world_size());
+  const auto num_ranks = static_cast<size_t>(world_size);
   const at::Tensor own = tensor.coalesce();
   const at::Tensor indices = own.indices();
   const at::Tensor values = own.values();
@@ -55,7 +51,7 @@ void all_reduce_sparse(const at::Tensor& tensor, Communicator& communicator, Cal
   shape.push_back(values.size(0));
   const std::vector<int64_t> equal(num_ranks, static_cast<int64_t>(shape.size()));
   const std::vector<at::Tensor> shapes =
-      gather(at::tensor(shape, at::kLong), equal, communicator, thread, timeout);
+      gather(at::tensor(shape, at::kLong), equal, run);
   std::vector<int64_t> index_lengths, value_lengths;
   int64_t elems_of_one = 1;
   for (int64_t dim = tensor.sparse_dim(); dim < tensor.dim(); ++dim)
@@ -66,7 +62,7 @@ void all_reduce_sparse(const at::Tensor& tensor, Communicator& communicator, Cal
     for (int64_t i = 0; i < last; ++i) {
       if (other[i].item<int64_t>() == shape[static_cast<size_t>(i)]) continue;
       throw Error(ErrorKind::kMismatch,
-                  join("rota.all_reduce: rank ", communicator.rank(), " has a sparse tensor of ",
+                  join("rota.all_reduce: rank ", own_rank, " has a sparse tensor of ",
                        tensor.sizes(), ", rank ", rank, " one of other sizes; make them equal"));
     }
     const int64_t num_places = other[last].item<int64_t>();
@@ -76,9 +72,9 @@ void all_reduce_sparse(const at::Tensor& tensor, Communicator& communicator, Cal
 
   // Indices are stored by dimension; by place, the ranks' can be put one after the other.
   const std::vector<at::Tensor> all_indices =
-      gather(indices.t().reshape({-1}), index_lengths, communicator, thread, timeout);
+      gather(indices.t().reshape({-1}), index_lengths, run);
   const std::vector<at::Tensor> all_values =
-      gather(values.reshape({-1}), value_lengths, communicator, thread, timeout);
+      gather(values.reshape({-1}), value_lengths, run);
   std::vector<int64_t> value_sizes = values.sizes().vec();
   const at::Tensor places = at::cat(all_indices).reshape({-1, tensor.sparse_dim()}).t();
   value_sizes[0] = places.size(1);

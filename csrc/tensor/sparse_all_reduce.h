@@ -3,7 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "core/communicator.h"
+#include <functional>
+
 #include "tensor/operation.h"
 
 namespace rota::tensors {
@@ -12,8 +13,9 @@ namespace rota::tensors {
 void check_sparse(const at::Tensor& tensor);
 
 // Gathers all ranks' elements and adds those of one place in ascending rank. Ranks may have
-// elements in different places, but the tensors' sizes must be equal. Blocks.
-void all_reduce_sparse(const at::Tensor& tensor, Communicator& communicator, CallerThread thread,
-                       OwnTimeout timeout);
+// elements in different places, but the tensors' sizes must be equal. run: runs an operation of
+// dense tensors, in this thread.
+void all_reduce_sparse(const at::Tensor& tensor, int rank, int world_size,
+                       const std::function<void(Operation&)>& run);
 
 }  // namespace rota::tensors

@@ -28,7 +28,7 @@ void StagingCollectives::check_not_capturing() const {
 WorkRef StagingCollectives::done(Launch mode, CollectiveKind kind,
                                  std::vector<at::Tensor> results) const {
   if (mode == Launch::kBlocking) return {};
-  return HostWork::completed(cpu_.communicator()->rank(), op_type_of(kind), std::move(results));
+  return HostWork::completed(rank_, op_type_of(kind), std::move(results));
 }
 
 // The others run faster on NCCL, where it can join the GPUs.

@@ -3,14 +3,15 @@
 // waits for the GPU.
 #pragma once
 
-#include "tensor/cpu_collectives.h"
+#include "tensor/collectives.h"
 
 namespace rota::tensors {
 
 class StagingCollectives final : public Collectives {
  public:
-  // cpu outlives this.
-  StagingCollectives(CpuCollectives& cpu, at::Device device) : cpu_(cpu), device_(device) {}
+  // cpu: of this rank's CPU tensors; outlives this.
+  StagingCollectives(Collectives& cpu, int rank, at::Device device)
+      : cpu_(cpu), rank_(rank), device_(device) {}
 
   at::Device device() const override { return device_; }
   std::string peer_access() const override { return cpu_.peer_access(); }
@@ -29,7 +30,8 @@ class StagingCollectives final : public Collectives {
   void check_not_capturing() const;
   WorkRef done(Launch mode, CollectiveKind kind, std::vector<at::Tensor> results) const;
 
-  CpuCollectives& cpu_;
+  Collectives& cpu_;
+  int rank_;
   at::Device device_;
 };
 

@@ -2,6 +2,7 @@
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/ScopeExit.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <iostream>
 
@@ -32,6 +33,12 @@ transport::Geometry make_geometry(size_t slot_bytes, int world_size) {
   return {.message_bytes = kMessageBytes,
           .slot_bytes = slot_bytes,
           .ring_bytes = transport::default_ring_bytes(world_size)};
+}
+
+void check_local_size(int local_size) {
+  if (local_size <= kMaxWorldSize) return;
+  throw Error(ErrorKind::kValue, join("rota.Communicator: ", local_size,
+                                      " ranks are on this host, expected at most ", kMaxWorldSize));
 }
 
 struct Living {
@@ -66,10 +73,6 @@ TensorCommunicator::TensorCommunicator(const c10::intrusive_ptr<::c10d::Store>& 
       world_size_(world_size),
       options_(options),
       fork_generation_(fork_generation()) {
-  if (world_size > kMaxWorldSize) {
-    throw Error(ErrorKind::kValue, join("rota.Communicator: world_size is ", world_size,
-                                        ", expected at most ", kMaxWorldSize, " on one host"));
-  }
   unconnected_ = std::make_unique<transport::SharedMemoryRank>(
       store_, rank, world_size, make_geometry(options.slot_bytes, world_size));
 }
@@ -97,12 +100,56 @@ void TensorCommunicator::connect(OwnTimeout own_timeout) {
     }
   };
   check();
-  auto transport = unconnected_->connect(own_timeout.value_or(options_.timeout), check);
+  const auto timeout = own_timeout.value_or(options_.timeout);
+  hosts_.emplace(unconnected_->hosts(timeout, check));
+  if (hosts_->num_hosts() > 1) {
+    connect_hosts(timeout, check);
+  } else {
+    check_local_size(world_size_);
+    make_cpu_collectives(unconnected_->connect(timeout, check));
+  }
+  unconnected_.reset();
+  is_connected_ = true;
+}
+
+void TensorCommunicator::make_cpu_collectives(std::unique_ptr<transport::Transport> transport) {
   cpu_.emplace(std::make_shared<Communicator>(std::move(transport), options_.timeout,
                                               options_.check_interrupt),
                options_.check_interrupt);
-  unconnected_.reset();
-  is_connected_ = true;
+}
+
+void TensorCommunicator::connect_hosts(std::chrono::milliseconds timeout,
+                                       const std::function<void()>& check) {
+  if (!options_.make_engine) {
+    throw Error(ErrorKind::kTransport,
+                join("rota: the ranks are on ", hosts_->num_hosts(),
+                     " hosts, and nothing carries messages between them; pass an engine"));
+  }
+  const auto [host, local_rank] = hosts_->place_of(rank_);
+  const int local_size = hosts_->local_size(host);
+  check_local_size(local_size);
+  const auto prefixed = [&](const std::string& prefix) {
+    return c10::make_intrusive<::c10d::PrefixStore>(prefix, store_.store());
+  };
+  TorchStore store_of_host(prefixed(join("host/", host)));
+  transport::SharedMemoryRank local(store_of_host, local_rank, local_size,
+                                    make_geometry(options_.slot_bytes, local_size));
+  make_cpu_collectives(local.connect(timeout, check));
+  BackendPtr engine = options_.make_engine(prefixed("engine"), rank_, world_size_);
+  bridged_ = std::make_unique<BridgedCollectives>(
+      std::make_unique<Bridge>(*hosts_, rank_, cpu_->communicator(), std::move(engine)), *cpu_,
+      options_.inter_wire, options_.check_interrupt);
+}
+
+const schedule::Hosts& TensorCommunicator::hosts() {
+  with_python_errors([&] { cpu_for("hosts"); });
+  return *hosts_;
+}
+
+Collectives& TensorCommunicator::host_collectives(std::string_view call, OwnTimeout own_timeout) {
+  CpuCollectives& cpu = cpu_for(call, own_timeout);
+  if (bridged_) return *bridged_;
+  return cpu;
 }
 
 bool TensorCommunicator::leave_unconnected() {
@@ -135,6 +182,7 @@ void TensorCommunicator::end_progress_of_all() {
 void TensorCommunicator::end_progress() {
   const GilReleased gil_released;
   if (leave_unconnected()) return;
+  if (bridged_) bridged_->end_progress();
   cpu_->end_progress();
   drop_gpu();
 }
@@ -156,8 +204,8 @@ Collectives& TensorCommunicator::collectives_for(const Operation& operation) {
 
 Collectives& TensorCommunicator::collectives_for(const at::Tensor& tensor, std::string_view call,
                                                  Callers callers, OwnTimeout own_timeout) {
-  CpuCollectives& cpu = cpu_for(call, own_timeout);
-  if (!tensor.defined() || !tensor.is_cuda()) return cpu;
+  Collectives& host = host_collectives(call, own_timeout);
+  if (!tensor.defined() || !tensor.is_cuda()) return host;
   if (callers == Callers::kAllRanks || (!gpu_ && world_size_ == 2)) {
     connect_device(tensor.device());
   }
@@ -189,15 +237,20 @@ void TensorCommunicator::connect_device(at::Device device) {
                   "rota: a graph is being captured, and the GPUs are not joined yet; call "
                   "Communicator.connect_device(device) on every rank before");
     }
+    if (bridged_) {
+      // Each host's GPUs by themselves would need a bridge of their own.
+      gpu_ = std::make_unique<StagingCollectives>(*bridged_, rank_, device);
+      return;
+    }
     cpu.run_in_turn("rota:connect_device", [this, &cpu, device](CallerThread thread) {
       try {
         gpu_ = connect_gpus(cpu.communicator(), store_.store(), device, thread,
-                            std::make_unique<StagingCollectives>(cpu, device));
+                            std::make_unique<StagingCollectives>(cpu, rank_, device));
       } catch (const Error& error) {
         if (error.kind() != ErrorKind::kTransport || cuda::archs().empty()) throw;
         std::cerr << join(error.what(), ". Collectives on CUDA tensors of rank ", rank_,
                           " go through the host's memory, which is slow\n");
-        gpu_ = std::make_unique<StagingCollectives>(cpu, device);
+        gpu_ = std::make_unique<StagingCollectives>(cpu, rank_, device);
       }
     });
   });
@@ -228,8 +281,11 @@ WorkRef TensorCommunicator::reduce_bucket(const BucketTensors& tensors,
 
 WorkRef TensorCommunicator::all_reduce_sparse(const at::Tensor& tensor, Launch mode,
                                               OwnTimeout timeout) {
-  return with_python_errors(
-      [&] { return cpu_for("all_reduce", timeout).all_reduce_sparse(tensor, mode, timeout); });
+  return with_python_errors([&] {
+    CpuCollectives& cpu = cpu_for("all_reduce", timeout);
+    return bridged_ ? bridged_->all_reduce_sparse(tensor, mode, timeout)
+                    : cpu.all_reduce_sparse(tensor, mode, timeout);
+  });
 }
 
 WorkRef TensorCommunicator::send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) {
@@ -246,14 +302,17 @@ WorkRef TensorCommunicator::recv(const at::Tensor& tensor, int peer, int64_t tag
 
 void TensorCommunicator::close() {
   if (leave_unconnected() || !cpu_->communicator()) return;
+  if (bridged_) bridged_->finish(options_.check_interrupt);
   cpu_->finish(options_.check_interrupt);
   if (gpu_) gpu_->finish(options_.check_interrupt);
   drop_gpu();
+  if (bridged_) bridged_->close();
   cpu_->close();
 }
 
 void TensorCommunicator::abort(const std::string& reason) {
   if (leave_unconnected() || !cpu_->communicator()) return;
+  if (bridged_) return bridged_->abort(reason);
   cpu_->communicator()->abort(reason);
 }
 

@@ -13,10 +13,14 @@
 #include <string>
 
 #include "tensor/cpu_collectives.h"
+#include "tensor/hosts/bridged_collectives.h"
 #include "tensor/torch_store.h"
 #include "transport/shared_memory.h"
 
 namespace rota::tensors {
+
+using MakeEngine = std::function<BackendPtr(const c10::intrusive_ptr<::c10d::Store>& store, int rank,
+                                            int world_size)>;
 
 struct TensorCommunicatorOptions {
   std::chrono::milliseconds timeout;
@@ -25,6 +29,11 @@ struct TensorCommunicatorOptions {
   // group; they need not use it.
   bool connects_at_first_use = false;
   std::function<void()> check_interrupt;
+  // Makes what carries messages between hosts, if there are several; collective. Null: ranks on
+  // several hosts are refused.
+  MakeEngine make_engine;
+  // As in BridgedCollectives.
+  std::optional<WireFormat> inter_wire;
 };
 
 class TensorCommunicator {
@@ -62,6 +71,8 @@ class TensorCommunicator {
   // CUDA tensors of this rank must be on this device. Blocks. If GPUs cannot be joined, it warns
   // once and collectives go through the host's memory.
   void connect_device(at::Device device);
+  // Each rank's host, by rank; connects the group.
+  const schedule::Hosts& hosts();
   // How GPUs reach each other; empty before they are joined.
   std::optional<std::string> peer_access() const;
   // Whether send() and recv() support CUDA tensors, once GPUs are joined.
@@ -86,10 +97,15 @@ class TensorCommunicator {
                      const TensorCommunicatorOptions& options);
   // own_timeout: of the call that needs it; none: the group's.
   void connect(OwnTimeout own_timeout = std::nullopt);
+  void make_cpu_collectives(std::unique_ptr<transport::Transport> transport);
+  // The part of connect() that differs where ranks are on several hosts.
+  void connect_hosts(std::chrono::milliseconds timeout, const std::function<void()>& check);
   // Leaves the group if it was never used. Returns false if it is connected.
   bool leave_unconnected();
   // Connects at the first call. Throws what Communicator::check_usable() throws.
   CpuCollectives& cpu_for(std::string_view call, OwnTimeout own_timeout = std::nullopt);
+  // What works for CPU tensors. Connects at the first call.
+  Collectives& host_collectives(std::string_view call, OwnTimeout own_timeout = std::nullopt);
   void end_progress();
   void drop_gpu();
   // The one place that picks an implementation by the tensors' device; joins the GPUs if needed.
@@ -111,7 +127,9 @@ class TensorCommunicator {
   std::unique_ptr<transport::SharedMemoryRank> unconnected_;  // null once connected
   std::atomic<bool> has_left_{false};                         // before it was connected
   std::atomic<bool> is_connected_{false};
-  std::optional<CpuCollectives> cpu_;  // constant once connected
+  std::optional<schedule::Hosts> hosts_;  // constant once connected, as the next two
+  std::optional<CpuCollectives> cpu_;     // of the ranks of this host
+  std::unique_ptr<BridgedCollectives> bridged_;  // null if all ranks are on this host
   std::unique_ptr<Collectives> gpu_;   // null until the first CUDA tensor
 };
 

@@ -49,7 +49,7 @@ class Claim {
 
 }  // namespace
 
-// A card is one line: rank, address, world size, geometry; the host is the rest of the line.
+// A card is one line of text: rank, address, world size, geometry; the host is the rest of the line.
 Bootstrap::Bootstrap(Store& store, int rank, int world_size, const Geometry& geometry,
                      std::function<UniqueFd()> make_memory)
     : store_(store),
@@ -58,16 +58,16 @@ Bootstrap::Bootstrap(Store& store, int rank, int world_size, const Geometry& geo
       geometry_(geometry),
       host_(host_id()),
       own_(rank, world_size, std::move(make_memory), geometry.num_bytes(world_size)),
-      card_(join(rank, ' ', own_.address(), ' ', world_size, ' ', geometry.message_bytes, ' ',
+      line_(join(rank, ' ', own_.address(), ' ', world_size, ' ', geometry.message_bytes, ' ',
                  geometry.slot_bytes, ' ', geometry.envelope_bytes, ' ', geometry.ring_bytes, ' ',
                  host_)) {
-  store.append(kCardsKey, card_ + '\n');
+  store.append(kCardsKey, line_ + '\n');
 }
 
-std::vector<std::optional<Peer>> Bootstrap::rendezvous(
-    std::chrono::milliseconds timeout, const std::function<void()>& check_interrupt) {
+std::function<void(const Bootstrap::IsMissing&)> Bootstrap::make_check(
+    std::chrono::milliseconds timeout, const std::function<void()>& check_interrupt) const {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
-  const auto check = [&](const std::function<bool(int)>& is_missing) {
+  return [this, deadline, &check_interrupt](const IsMissing& is_missing) {
     check_interrupt();
     if (std::chrono::steady_clock::now() < deadline) return;
     std::string missing;
@@ -78,53 +78,81 @@ std::vector<std::optional<Peer>> Bootstrap::rendezvous(
     fail(join("rank ", rank_, "/", world_size_, " still waits for rank ", missing,
               " to make this group; has its process ended?"));
   };
+}
+
+std::vector<std::string> Bootstrap::hosts(std::chrono::milliseconds timeout,
+                                          const std::function<void()>& check_interrupt) {
+  const Claim claim(store_, rank_, world_size_);
+  read_all_cards(make_check(timeout, check_interrupt));
+  std::vector<std::string> hosts;
+  for (const Card& card : cards_) hosts.push_back(card.host);
+  return hosts;
+}
+
+std::vector<std::optional<Peer>> Bootstrap::rendezvous(
+    std::chrono::milliseconds timeout, const std::function<void()>& check_interrupt) {
+  const auto check = make_check(timeout, check_interrupt);
   const Claim claim(store_, rank_, world_size_);
   own_.prepare();
   // Reads all cards first: then every rank names the one that differs, before ranks that have read
-  // its card give up and close their endpoints. Polls instead of waiting in the store, so that a
-  // signal can interrupt it.
-  std::vector<std::string> addresses(static_cast<size_t>(world_size_));
-  const auto is_unknown = [&](int peer) { return addresses[static_cast<size_t>(peer)].empty(); };
-  while (true) {
-    const std::vector<std::string> cards = read_cards();
-    for (int rank = 0; rank < world_size_; ++rank) {
-      const std::string& card = cards[static_cast<size_t>(rank)];
-      if (!card.empty()) addresses[static_cast<size_t>(rank)] = address_of(rank, card);
-    }
-    if (std::ranges::none_of(addresses, &std::string::empty)) break;
-    check(is_unknown);
-    poll(nullptr, 0, kStorePollMs);
+  // its card give up and close their endpoints.
+  read_all_cards(check);
+  for (int peer = 0; peer < world_size_; ++peer) {
+    const std::string& host = cards_[static_cast<size_t>(peer)].host;
+    if (host == host_) continue;
+    fail(join("rank ", peer, " is on host ", host, ", rank ", rank_, " on ", host_,
+              ", and they share no memory"));
   }
   for (int peer = 0; peer < world_size_; ++peer) {
     if (peer == rank_) continue;
-    own_.connect(peer, addresses[static_cast<size_t>(peer)],
+    own_.connect(peer, cards_[static_cast<size_t>(peer)].address,
                  [&] { check([this](int rank) { return !own_.has_peer(rank); }); });
   }
   return own_.take_peers();
 }
 
+// Polls instead of waiting in the store, so that a signal can interrupt it.
+void Bootstrap::read_all_cards(const std::function<void(const IsMissing&)>& check) {
+  if (!cards_.empty()) return;
+  std::vector<Card> cards(static_cast<size_t>(world_size_));
+  const auto is_missing = [&](int peer) {
+    return cards[static_cast<size_t>(peer)].address.empty();
+  };
+  while (true) {
+    const std::vector<std::string> lines = read_lines();
+    for (int rank = 0; rank < world_size_; ++rank) {
+      const std::string& line = lines[static_cast<size_t>(rank)];
+      if (!line.empty()) cards[static_cast<size_t>(rank)] = parse(rank, line);
+    }
+    if (std::ranges::none_of(cards, &std::string::empty, &Card::address)) break;
+    check(is_missing);
+    poll(nullptr, 0, kStorePollMs);
+  }
+  cards_ = std::move(cards);
+}
+
 // The cards of this group by rank, empty for a rank that has not made it yet. Groups that the ranks
 // make one after the other over one store are told apart by counting: each rank's n-th card is of
 // the n-th group.
-std::vector<std::string> Bootstrap::read_cards() const {
-  std::vector<std::vector<std::string>> cards_of(static_cast<size_t>(world_size_));
+std::vector<std::string> Bootstrap::read_lines() const {
+  std::vector<std::vector<std::string>> lines_of(static_cast<size_t>(world_size_));
   std::istringstream text(store_.get(kCardsKey));
-  for (std::string card; std::getline(text, card);) {
+  for (std::string line; std::getline(text, line);) {
     size_t rank = 0;
-    std::istringstream(card) >> rank;
-    if (rank < cards_of.size()) cards_of[rank].push_back(card);
+    std::istringstream(line) >> rank;
+    if (rank < lines_of.size()) lines_of[rank].push_back(line);
   }
-  const std::vector<std::string>& own = cards_of[static_cast<size_t>(rank_)];
-  const auto number = static_cast<size_t>(std::ranges::find(own, card_) - own.begin());
-  std::vector<std::string> cards;
-  for (const std::vector<std::string>& of_rank : cards_of) {
-    cards.push_back(number < of_rank.size() ? of_rank[number] : "");
+  const std::vector<std::string>& own = lines_of[static_cast<size_t>(rank_)];
+  const auto number = static_cast<size_t>(std::ranges::find(own, line_) - own.begin());
+  std::vector<std::string> lines;
+  for (const std::vector<std::string>& of_rank : lines_of) {
+    lines.push_back(number < of_rank.size() ? of_rank[number] : "");
   }
-  return cards;
+  return lines;
 }
 
-std::string Bootstrap::address_of(int peer, const std::string& card) const {
-  std::istringstream parts(card);
+Bootstrap::Card Bootstrap::parse(int peer, const std::string& line) const {
+  std::istringstream parts(line);
   std::string rank, name, token, host;
   int world_size = 0;
   Geometry geometry{};
@@ -144,12 +172,7 @@ std::string Bootstrap::address_of(int peer, const std::string& card) const {
         join("rank ", peer, " and rank ", rank_,
              " lay out their shared memory differently; install the same version of rota for all"));
   }
-  if (host != host_) {
-    fail(join("rank ", peer, " is on host ", host, ", rank ", rank_, " on ", host_,
-              "; this version connects the ranks of one host: make one group per host, or use "
-              "Gloo or NCCL between hosts"));
-  }
-  return join(name, ' ', token);
+  return {join(name, ' ', token), host};
 }
 
 }  // namespace rota::transport

@@ -22,15 +22,31 @@ class Bootstrap {
   Bootstrap(Store& store, int rank, int world_size, const Geometry& geometry,
             std::function<UniqueFd()> make_memory);
 
-  // Blocks until all ranks are connected and returns them, with an empty entry for this rank. May
-  // be called again after Error(kTransport).
+  // Blocks until all ranks have published themselves, and returns each one's host_id(). May be
+  // called again after Error(kTransport), as the next one.
+  std::vector<std::string> hosts(std::chrono::milliseconds timeout,
+                                 const std::function<void()>& check_interrupt);
+
+  // Blocks until all ranks, which must be on one host, are connected and returns them, with an
+  // empty entry for this rank.
   std::vector<std::optional<Peer>> rendezvous(std::chrono::milliseconds timeout,
                                               const std::function<void()>& check_interrupt);
 
  private:
-  std::vector<std::string> read_cards() const;
-  // Checks the peer's configuration against this rank's and returns its endpoint's address.
-  std::string address_of(int peer, const std::string& card) const;
+  using IsMissing = std::function<bool(int rank)>;
+  struct Card {
+    std::string address;  // of the endpoint; empty: the rank has not made this group yet
+    std::string host;
+  };
+
+  // Reads all ranks' cards into cards_, once. check is called while some are missing.
+  void read_all_cards(const std::function<void(const IsMissing&)>& check);
+  std::vector<std::string> read_lines() const;
+  // Checks the peer's configuration against this rank's.
+  Card parse(int peer, const std::string& line) const;
+  // What a wait for other ranks calls: throws after the timeout, and what check_interrupt throws.
+  std::function<void(const IsMissing&)> make_check(std::chrono::milliseconds timeout,
+                                                   const std::function<void()>& check_interrupt) const;
 
   Store& store_;
   int rank_;
@@ -38,7 +54,8 @@ class Bootstrap {
   Geometry geometry_;
   const std::string host_;  // read once: later, descriptors for it may be short
   Endpoint own_;
-  const std::string card_;  // unique: it holds the endpoint's token
+  const std::string line_;  // unique: it holds the endpoint's token
+  std::vector<Card> cards_;  // by rank; empty before all are there
 };
 
 }  // namespace rota::transport

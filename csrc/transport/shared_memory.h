@@ -47,6 +47,12 @@ class SharedMemoryRank {
   SharedMemoryRank(const SharedMemoryRank&) = delete;
   SharedMemoryRank& operator=(const SharedMemoryRank&) = delete;
 
+  // As in Bootstrap. Call it before connect(), if at all.
+  std::vector<std::string> hosts(std::chrono::milliseconds timeout,
+                                 const std::function<void()>& check_interrupt) {
+    return bootstrap_->hosts(timeout, check_interrupt);
+  }
+
   // Blocks until all regions are mapped. Throws Error(kTransport) if that fails or exceeds
   // `timeout`; the call can then be repeated. check_interrupt runs several times a second and may
   // throw. Must not be called again once it has returned.

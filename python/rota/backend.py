@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import _DistributedBackendOptions
 
 from rota import _C
 from rota.communicator import DEFAULT_SLOT_BYTES
+from rota.engine import engine_maker
 
 
 class BackendOptions(_C.BackendOptions):
@@ -23,6 +24,8 @@ class BackendOptions(_C.BackendOptions):
             rounding.
         order, num_shards: of `all_reduce`, `reduce` and `reduce_scatter`, as in
             `rota.Communicator.all_reduce`.
+        engine, inter_wire_dtype, inter_block_scaling: for ranks on several hosts, as in
+            `rota.Communicator`.
 
     Example:
         >>> options = rota.BackendOptions(wire_dtype=torch.bfloat16)
@@ -36,8 +39,20 @@ class BackendOptions(_C.BackendOptions):
         wire_dtype: torch.dtype | None = None,
         order: str = "rank",
         num_shards: int | None = None,
+        engine: dist.ProcessGroup | None = None,
+        inter_wire_dtype: torch.dtype | None = None,
+        inter_block_scaling: bool = False,
     ) -> None:
-        super().__init__(dist.default_pg_timeout, slot_bytes, wire_dtype, order, num_shards)
+        super().__init__(
+            dist.default_pg_timeout,
+            slot_bytes,
+            wire_dtype,
+            order,
+            num_shards,
+            inter_wire_dtype,
+            inter_block_scaling,
+        )
+        self.engine = engine
 
 
 def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGroupRota:
@@ -84,6 +99,7 @@ def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGrou
     is_subgroup = len(options.global_ranks_in_group) > 0
     own = copy.deepcopy(given)  # the caller may use it for other groups
     own._timeout = timeout
+    own.make_engine = engine_maker(getattr(given, "engine", None), timeout)
     own.connects_at_first_use = is_subgroup
     return _C.ProcessGroupRota(
         options.store, options.group_rank, options.group_size, own, make_nccl

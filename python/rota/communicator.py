@@ -5,16 +5,18 @@ from __future__ import annotations
 import weakref
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from rota import _C
+from rota.engine import engine_maker
 from rota.errors import RotaError
 
 DEFAULT_SLOT_BYTES = 256 * 1024
 
 
 class Communicator(_C.Communicator):
-    """Collectives on CPU and CUDA tensors between the ranks of one host.
+    """Collectives on CPU and CUDA tensors between ranks, on one host or several.
 
     All CUDA tensors of a rank must be on one device. The first collective on CUDA tensors joins the
     ranks' GPUs, as connect_device() does: it reserves memory, maps the peers' memory, and tests
@@ -35,10 +37,22 @@ class Communicator(_C.Communicator):
             which init_process_group sets.
         slot_bytes: size of a transport slot in bytes, a multiple of 4096; two slots are reserved
             for each rank. The default was measured best (benchmarks/LOG.md).
+        engine: what carries messages between hosts: a process group of the same ranks whose CPU
+            backend can send and recv, for rota alone. None: a Gloo group of its own.
+        inter_wire_dtype: what sums of wider floating tensors are rounded to between hosts, once on
+            their way out of a host and once as a result, where a call names no wire_dtype. None:
+            no rounding; sums of 16-bit tensors travel in float32.
+        inter_block_scaling: scale each block of inter_wire_dtype by a power of two, as
+            `rota.HookState` does; for float16 and float8.
+
+    Ranks share a host if their processes can share memory; ROTA_HOST_ID overrides that. On several
+    hosts, all_reduce, reduce, reduce_scatter, all_gather, broadcast and barrier are hierarchical:
+    a host sums the contributions of its ranks, in ascending rank, before the sums of the hosts are
+    added in the order of their lowest ranks. See docs/hosts.md.
 
     Raises:
         ValueError: this rank is not in the group, or slot_bytes is unusable.
-        rota.TransportError: ranks are on different hosts, memory is short, a rank did not connect.
+        rota.TransportError: memory is short, or a rank did not connect.
 
     Example:
         >>> comm = rota.Communicator()
@@ -51,6 +65,9 @@ class Communicator(_C.Communicator):
         *,
         timeout: timedelta | None = None,
         slot_bytes: int = DEFAULT_SLOT_BYTES,
+        engine: dist.ProcessGroup | None = None,
+        inter_wire_dtype: torch.dtype | None = None,
+        inter_block_scaling: bool = False,
     ) -> None:
         if not dist.is_initialized():
             raise ValueError(
@@ -66,13 +83,17 @@ class Communicator(_C.Communicator):
         number = _next_number(pg)
         # A namespace in the group's store that no other communicator uses.
         store = dist.PrefixStore(f"rota/{number}/", pg.get_group_store())
+        if timeout is None:
+            timeout = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
         super().__init__(
             store=store,
             rank=pg.rank(),
             world_size=pg.size(),
-            # type: torch's stubs lack this property.
-            timeout=timeout if timeout is not None else store.timeout,  # type: ignore[attr-defined]
+            timeout=timeout,
             slot_bytes=slot_bytes,
+            make_engine=engine_maker(engine, timeout),
+            inter_wire_dtype=inter_wire_dtype,
+            inter_block_scaling=inter_block_scaling,
         )
         self._name = f"{pg.group_name}/{number}"
         _by_name[self._name] = self

@@ -1,0 +1,134 @@
+#include "tensor/hosts/bridge.h"
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "tensor/hosts/tags.h"
+
+namespace rota::tensors {
+
+Bridge::Bridge(schedule::Hosts hosts, int rank, std::shared_ptr<Communicator> local,
+               BackendPtr backend)
+    : hosts_(std::move(hosts)),
+      rank_(rank),
+      local_(std::move(local)),
+      engine_(std::move(backend), [this](int peer) { return describe(peer); }),
+      greeted_(hosts_.whose_partner_is(rank)),
+      monitor_(
+          engine_, hosts_, *local_, rank, [this](int peer) { return describe(peer); },
+          [this](const Error& error) { fail(error); }) {}
+
+Bridge::~Bridge() = default;
+
+void Bridge::begin(const Call& call, std::optional<Nanoseconds> own_timeout) {
+  check_usable(call.kind_name());
+  ++epoch_;
+  kind_name_ = call.kind_name();
+  own_timeout_ = own_timeout;
+}
+
+// The ranks of a host agree first, so a greeting stands for its host. Messages of data follow only
+// once all hosts have agreed, so they have the length that their receivers expect.
+void Bridge::agree(const Call& call) {
+  static_assert(std::is_trivially_copyable_v<Greeting>);
+  Greeting own{.epoch = epoch_, .words = call.to_words()};
+  std::optional<Error> disagreement;
+  try {
+    local_->agree(call, CallerThread::kProgress, own_timeout_);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kMismatch) throw;
+    disagreement = error;
+    std::strncpy(own.disagreement.data(), error.what(), own.disagreement.size() - 1);
+  }
+  std::vector<Greeting> by_host(static_cast<size_t>(hosts_.num_hosts()));
+  std::vector<Engine::Transfer> transfers;
+  for (int other = 0; other < hosts_.num_hosts(); ++other) {
+    Greeting& greeting = by_host[static_cast<size_t>(other)];
+    if (other == host()) {
+      greeting = own;
+    } else {
+      transfers.push_back(
+          recv(&greeting, sizeof(greeting), hosts_.partner_of(rank_, other), kGreetingTag));
+    }
+  }
+  for (const int peer : greeted_) transfers.push_back(send(&own, sizeof(own), peer, kGreetingTag));
+  wait(transfers, "start");
+  if (disagreement) throw *disagreement;
+  const bool all_agree = std::ranges::all_of(by_host, [&](const Greeting& greeting) {
+    return greeting.words == own.words && greeting.epoch == epoch_ && greeting.disagreement[0] == 0;
+  });
+  if (!all_agree) throw mismatch(call, by_host);
+}
+
+Error Bridge::mismatch(const Call& call, const std::vector<Greeting>& by_host) const {
+  std::string all_calls;
+  for (int host = 0; host < hosts_.num_hosts(); ++host) {
+    const Greeting& greeting = by_host[static_cast<size_t>(host)];
+    all_calls += join(host > 0 ? "; " : "", "host ", host, " (ranks");
+    for (const int rank : hosts_.ranks_of(host)) all_calls += join(' ', rank);
+    const std::string text(greeting.disagreement.data(),
+                           strnlen(greeting.disagreement.data(), greeting.disagreement.size()));
+    if (text.empty()) {
+      all_calls += join(") called ", Call::from_words(greeting.words).to_string());
+      if (greeting.epoch != epoch_) all_calls += join(" as call ", greeting.epoch);
+    } else {
+      all_calls += join("): ", text);
+    }
+  }
+  return Error(ErrorKind::kMismatch,
+               join("rota.", call.kind_name(), ": ranks disagree (call ", epoch_, "): ", all_calls,
+                    "; nothing was written: make all ranks call the same collective"));
+}
+
+void Bridge::wait(Engine::Transfer& transfer, std::string_view phase) {
+  engine_.wait(transfer, timeout(), prefix(kind_name_), join("call ", epoch_, ", ", phase));
+}
+
+void Bridge::wait(std::vector<Engine::Transfer>& transfers, std::string_view phase) {
+  for (Engine::Transfer& transfer : transfers) wait(transfer, phase);
+  transfers.clear();
+}
+
+void Bridge::wait_outside(Engine::Transfer& transfer, std::string_view call) {
+  try {
+    engine_.wait(transfer, std::chrono::duration_cast<std::chrono::milliseconds>(local_->timeout()),
+                 prefix(call), "message");
+  } catch (const Error& error) {
+    fail(error);
+    throw;
+  }
+}
+
+void Bridge::run_local(const Call& call, const cpu::Buffers& buffers) {
+  local_->run(call, buffers, CallerThread::kProgress, own_timeout_);
+}
+
+void Bridge::fail(const Error& error) {
+  local_->fail(error);
+  engine_.abort(error);
+  monitor_.announce(error);
+}
+
+// Peers see a rank that has failed.
+void Bridge::abort(const std::string& reason) {
+  local_->abort(reason);
+  const Error error(ErrorKind::kPeerFailed, reason);
+  engine_.abort(error);
+  monitor_.announce(error);
+}
+
+std::chrono::milliseconds Bridge::timeout() const {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(
+      own_timeout_.value_or(local_->timeout()));
+}
+
+std::string Bridge::prefix(std::string_view call) const {
+  return join("rota.", call, ": rank ", rank_, '/', world_size());
+}
+
+std::string Bridge::describe(int rank) const {
+  return join("rank ", rank, " on host ", hosts_.place_of(rank).host);
+}
+
+}  // namespace rota::tensors

@@ -1,0 +1,109 @@
+// A group of ranks on several hosts: runs one collective at a time, compares the ranks' calls
+// across hosts, and turns any failure into an error on every rank, as core/communicator.h does on
+// one host. What collectives do is in hierarchical_sum.h and hierarchical_copies.h.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/communicator.h"
+#include "schedule/hosts.h"
+#include "tensor/hosts/engine.h"
+#include "tensor/hosts/host_monitor.h"
+
+namespace rota::tensors {
+
+class Bridge {
+ public:
+  // local: the ranks of this host. backend: of all ranks.
+  Bridge(schedule::Hosts hosts, int rank, std::shared_ptr<Communicator> local, BackendPtr backend);
+  // Leaves the group.
+  ~Bridge();
+
+  const schedule::Hosts& hosts() const { return hosts_; }
+  int rank() const { return rank_; }
+  int world_size() const { return hosts_.world_size(); }
+  int host() const { return hosts_.place_of(rank_).host; }
+  int local_rank() const { return hosts_.place_of(rank_).local_rank; }
+  int local_size() const { return hosts_.local_size(host()); }
+  Communicator& local() { return *local_; }
+  // The ranks of other hosts whose partner this rank is.
+  const std::vector<int>& greeted() const { return greeted_; }
+
+  // Runs body() as this rank's next collective, in this thread, once all ranks have made the same
+  // call. Throws Error; all but Error(kMismatch) end the group.
+  template <typename Body>
+  void run(const Call& call, std::optional<Nanoseconds> own_timeout, const Body& body) {
+    const std::lock_guard lock(mutex_);
+    begin(call, own_timeout);
+    try {
+      agree(call);
+      body();
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::kMismatch) fail(error);
+      throw;
+    } catch (const std::exception& error) {
+      abort(join("rank ", rank_, " failed in ", call.kind_name(), ": ", error.what()));
+      throw;
+    }
+  }
+
+  // ---- for the body
+
+  Engine::Transfer send(const void* data, size_t num_bytes, int peer, int tag) {
+    return engine_.send(data, num_bytes, peer, tag);
+  }
+  Engine::Transfer recv(void* data, size_t num_bytes, int peer, int tag) {
+    return engine_.recv(data, num_bytes, peer, tag);
+  }
+  void wait(Engine::Transfer& transfer, std::string_view phase);
+  void wait(std::vector<Engine::Transfer>& transfers, std::string_view phase);
+  void run_local(const Call& call, const cpu::Buffers& buffers);
+
+  // For a message outside collectives, in any thread. A failure ends the group.
+  void wait_outside(Engine::Transfer& transfer, std::string_view call);
+
+  // ---- the group's life, from any thread
+
+  void check_usable(std::string_view call) const { local_->check_usable(call); }
+  // Fails every waiting and later call on every rank.
+  void fail(const Error& error);
+  void abort(const std::string& reason);
+
+ private:
+  // A rank's call, and whether the ranks of its host agree on it.
+  struct Greeting {
+    uint64_t epoch = 0;
+    Call::Words words{};
+    std::array<char, 448> disagreement{};  // of that host, zero-terminated; empty: they agree
+  };
+
+  void begin(const Call& call, std::optional<Nanoseconds> own_timeout);
+  void agree(const Call& call);
+  Error mismatch(const Call& call, const std::vector<Greeting>& by_host) const;
+  std::chrono::milliseconds timeout() const;
+  std::string prefix(std::string_view call) const;
+  // "rank 3 on host 1".
+  std::string describe(int rank) const;
+
+  schedule::Hosts hosts_;
+  int rank_;
+  std::shared_ptr<Communicator> local_;
+  Engine engine_;
+  std::vector<int> greeted_;
+
+  std::mutex mutex_;  // one collective at a time
+  uint64_t epoch_ = 0;
+  std::string_view kind_name_;
+  std::optional<Nanoseconds> own_timeout_;
+
+  HostMonitor monitor_;  // last: goes first
+};
+
+}  // namespace rota::tensors

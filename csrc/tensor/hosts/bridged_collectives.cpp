@@ -1,0 +1,241 @@
+#include "tensor/hosts/bridged_collectives.h"
+
+#include <c10/util/SmallVector.h>
+
+#include <cstring>
+
+#include "tensor/errors.h"
+#include "tensor/hosts/exchange_parts.h"
+#include "tensor/hosts/hierarchical_copies.h"
+#include "tensor/sparse_all_reduce.h"
+#include "tensor/tensor_checks.h"
+
+namespace rota::tensors {
+namespace {
+
+// In scratch memory; those below are hierarchical_sum()'s.
+constexpr size_t kCopyOfOthers = 15;
+
+[[noreturn]] void refuse(const Call& call, const std::string& what) {
+  throw Error(ErrorKind::kValue, join("rota.", call.kind_name(), ": ", what));
+}
+
+void check_algorithm(const Call& call, std::optional<schedule::Algorithm> algorithm) {
+  if (!algorithm) return;
+  refuse(call, join("algorithm='", name(*algorithm),
+                    "', but the ranks are on several hosts, where sums are hierarchical; leave the "
+                    "algorithm to rota (\"auto\")"));
+}
+
+}  // namespace
+
+BridgedCollectives::BridgedCollectives(std::unique_ptr<Bridge> bridge, CpuCollectives& local,
+                                       std::optional<WireFormat> inter_wire,
+                                       std::function<void()> check_interrupt)
+    : rank_(bridge->rank()),
+      bridge_(std::move(bridge)),
+      local_(local),
+      inter_wire_(inter_wire),
+      planner_(bridge_->world_size()),
+      remote_(*bridge_, check_interrupt),
+      queue_(rank_, ProgressQueue::Placement::kAnyCore, check_interrupt) {}
+
+std::string BridgedCollectives::peer_access() const {
+  return join("the memory of ", bridge_->hosts().num_hosts(), " hosts and the network");
+}
+
+template <typename Body>
+WorkRef BridgedCollectives::enqueue(Launch mode, CollectiveKind kind,
+                                    std::vector<at::Tensor> results, Body body) {
+  const WorkRef work = queue_.enqueue(kind, std::move(results), std::move(body));
+  if (mode == Launch::kAsync) return work;
+  try {
+    work->wait(kNoTimeout);
+  } catch (...) {
+    // Not the call's own error, but a signal's.
+    if (!work->isCompleted()) {
+      bridge_->abort(join("rank ", rank_, " was interrupted in ", name(kind)));
+    }
+    throw;
+  }
+  return {};
+}
+
+// Between hosts, what a sum's contributions and results are rounded to.
+WireFormat BridgedCollectives::wire_of(const Call& call, bool is_asked_for) const {
+  if (is_asked_for) return call.wire;
+  const DTypeInfo& dtype = info(call.dtype);
+  const bool is_sum = call.op == ReduceOp::kSum || call.op == ReduceOp::kAvg;
+  if (inter_wire_ && is_sum && dtype.is_floating &&
+      info(inter_wire_->dtype).num_bytes < dtype.num_bytes) {
+    return *inter_wire_;
+  }
+  return {dtype.accumulate};
+}
+
+LevelOrders BridgedCollectives::orders_of(const Call& call) const {
+  const schedule::Hosts& hosts = bridge_->hosts();
+  if (call.order.num_shards != 0) {
+    if (!hosts.are_nodes_of_tree()) {
+      refuse(call,
+             "order='tree', but the ranks of a host are no subtree of it; give each host as many "
+             "consecutive ranks, on a number of hosts that is a power of two, or use order='rank'");
+    }
+    return {call.order, call.order};
+  }
+  if (call.order.group_size != 0 && !hosts.are_groups_of(call.order.group_size)) {
+    refuse(call, join("group_size is ", call.order.group_size,
+                      ", but sums over several hosts have the ranks of each host as a group; leave "
+                      "it out"));
+  }
+  return {};
+}
+
+Call BridgedCollectives::planned(const Operation& operation) const {
+  Call call = plan(operation, planner_, rank_, at::kCPU);
+  check_algorithm(call, operation.reduction.algorithm);
+  call.algorithm = schedule::Algorithm::kTwoShot;
+  if (row_of(call.kind).reduces) {
+    call.wire = wire_of(call, operation.wire || operation.reduction.wire);
+    orders_of(call);
+  }
+  return call;
+}
+
+WorkRef BridgedCollectives::run(OperationList operations, Launch mode) {
+  c10::SmallVector<Call, 1> calls;
+  for (const Operation& operation : operations) calls.push_back(planned(operation));
+  if (operations.empty()) return {};
+  std::vector<OwnedOperation> owned(operations.begin(), operations.end());
+  return enqueue(mode, operations[0].kind, results_of(operations),
+                 [this, owned = std::move(owned), calls = std::move(calls)] {
+                   for (size_t i = 0; i < owned.size(); ++i) run_here(owned[i].view(), calls[i]);
+                 });
+}
+
+void BridgedCollectives::run_here(const Operation& operation, const Call& call) {
+  if (row_of(call.kind).is_in_place || call.kind == CollectiveKind::kBarrier) {
+    return bridge_->run(call, operation.timeout, [&] {
+      if (call.kind != CollectiveKind::kBarrier) reduce(operation, call);
+    });
+  }
+  const PackedOperation packed(operation, rank_, bridge_->world_size());
+  const cpu::Buffers buffers = packed.buffers();
+  bridge_->run(call, operation.timeout, [&] {
+    switch (call.kind) {
+      case CollectiveKind::kReduceScatter:
+        return hierarchical_reduce_scatter(*bridge_, scratch_, call, orders_of(call), buffers);
+      case CollectiveKind::kAllGather:
+        return hierarchical_all_gather(*bridge_, scratch_, call, buffers);
+      case CollectiveKind::kGather:
+      case CollectiveKind::kScatter:
+      case CollectiveKind::kAllToAll:
+        return exchange_parts(*bridge_, call, buffers);
+      case CollectiveKind::kAllReduce:
+      case CollectiveKind::kReduceBucket:
+      case CollectiveKind::kReduce:
+      case CollectiveKind::kBroadcast:
+      case CollectiveKind::kSendRecv:
+      case CollectiveKind::kBarrier:
+        break;  // in place
+    }
+  });
+  packed.unpack();
+}
+
+// An operation in place: a broadcast, or a sum of a whole tensor.
+void BridgedCollectives::reduce(const Operation& operation, const Call& call) {
+  const CollectiveRow& row = row_of(call.kind);
+  const bool contributes = is_among(row.contributors, rank_, call.root);
+  const bool receives = is_among(row.receivers, rank_, call.root);
+  const Packed packed(operation.outputs[0],
+                      contributes ? Packed::Content::kRead : Packed::Content::kOverwritten,
+                      operation.premul_factor);
+  auto* data = static_cast<std::byte*>(packed.data());
+  if (!row.reduces) {
+    hierarchical_broadcast(*bridge_, call, data);
+  } else if (row.receivers == Ranks::kAll) {
+    hierarchical_sum(*bridge_, scratch_, call, orders_of(call), {.data = data});
+  } else {
+    // The root's sum takes the way of everybody's; the others' tensors stay as they are.
+    if (!receives) {
+      std::byte* copy = scratch_.at_least(kCopyOfOthers, num_bytes(operation.outputs[0]));
+      data = static_cast<std::byte*>(std::memcpy(copy, data, num_bytes(operation.outputs[0])));
+    }
+    hierarchical_sum(*bridge_, scratch_, call, orders_of(call), {.data = data});
+  }
+  if (receives) packed.unpack();
+}
+
+WorkRef BridgedCollectives::reduce_bucket(const BucketTensors& tensors,
+                                          const BucketOptions& options, Launch mode) {
+  check_bucket(tensors);
+  Call call =
+      planner_.reduce_bucket(bucket_dtype(tensors.bucket), num_elems(tensors.bucket), options);
+  check_algorithm(call, options.algorithm);
+  call.algorithm = schedule::Algorithm::kTwoShot;
+  orders_of(call);
+  return enqueue(mode, call.kind, {tensors.bucket}, [this, tensors, call] {
+    bridge_->run(call, std::nullopt, [&] {
+      const Packed packed(tensors.bucket, Packed::Content::kRead);
+      cpu::BucketMeasures measures(call.num_elems);
+      hierarchical_sum(
+          *bridge_, scratch_, call, orders_of(call),
+          {.data = packed.data(),
+           .residual = tensors.residual ? tensors.residual->data_ptr<float>() : nullptr,
+           .measures = &measures});
+      packed.unpack();
+      write_stats(measures, tensors.stats);
+    });
+  });
+}
+
+WorkRef BridgedCollectives::all_reduce_sparse(const at::Tensor& tensor, Launch mode,
+                                              OwnTimeout timeout) {
+  check_sparse(tensor);
+  return enqueue(mode, CollectiveKind::kAllReduce, {tensor}, [this, tensor, timeout] {
+    tensors::all_reduce_sparse(tensor, rank_, bridge_->world_size(), [&](Operation& operation) {
+      operation.timeout = timeout;
+      run_here(operation, planned(operation));
+    });
+  });
+}
+
+WorkRef BridgedCollectives::send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) {
+  return transfer(Direction::kSend, tensor, peer, tag, mode);
+}
+
+WorkRef BridgedCollectives::recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) {
+  return transfer(Direction::kRecv, tensor, peer, tag, mode);
+}
+
+WorkRef BridgedCollectives::transfer(Direction direction, const at::Tensor& tensor, int peer,
+                                     int64_t tag, Launch mode) {
+  const schedule::Hosts& hosts = bridge_->hosts();
+  const bool is_of_this_host = peer >= 0 && peer < hosts.world_size() && peer != rank_ &&
+                               hosts.place_of(peer).host == bridge_->host();
+  if (!is_of_this_host) return remote_.start(direction, tensor, peer, tag, mode);
+  const int local_peer = hosts.place_of(peer).local_rank;
+  return direction == Direction::kSend ? local_.send(tensor, local_peer, tag, mode)
+                                       : local_.recv(tensor, local_peer, tag, mode);
+}
+
+void BridgedCollectives::finish(const std::function<void()>& check_interrupt) {
+  queue_.finish(check_interrupt);
+  remote_.finish_sends(check_interrupt);
+}
+
+void BridgedCollectives::end_progress() {
+  if (!queue_.is_idle() || remote_.has_unfinished()) {
+    bridge_->abort(join("rank ", rank_, " dropped its communicator with work pending"));
+  }
+  queue_.close();
+  remote_.close();
+}
+
+void BridgedCollectives::close() {
+  end_progress();
+  bridge_.reset();
+}
+
+}  // namespace rota::tensors

@@ -1,0 +1,74 @@
+// Collectives on CPU tensors of ranks on several hosts: plans them for all ranks, and runs them in
+// order on a progress thread, since waits for other hosts cannot be interrupted. Reductions,
+// all-gather and broadcast are hierarchical; what goes from one rank to another goes through shared
+// memory or through the engine.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "core/plan.h"
+#include "tensor/collectives.h"
+#include "tensor/cpu_collectives.h"
+#include "tensor/hosts/bridge.h"
+#include "tensor/hosts/hierarchical_sum.h"
+#include "tensor/hosts/remote_transfers.h"
+#include "tensor/hosts/scratch.h"
+#include "tensor/work_queue.h"
+
+namespace rota::tensors {
+
+class BridgedCollectives final : public Collectives {
+ public:
+  // local: of this host's ranks; outlives this. inter_wire: what sums of wider floats travel in
+  // between hosts where the call names none; none: their accumulate dtype.
+  BridgedCollectives(std::unique_ptr<Bridge> bridge, CpuCollectives& local,
+                     std::optional<WireFormat> inter_wire, std::function<void()> check_interrupt);
+
+  at::Device device() const override { return at::kCPU; }
+  std::string peer_access() const override;
+
+  WorkRef run(OperationList operations, Launch mode) override;
+  bool supports(const Operation&) const override { return true; }
+  WorkRef reduce_bucket(const BucketTensors& tensors, const BucketOptions& options,
+                        Launch mode) override;
+  WorkRef all_reduce_sparse(const at::Tensor& tensor, Launch mode, OwnTimeout timeout);
+  bool has_transfers() const override { return true; }
+  WorkRef send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
+  WorkRef recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
+  void finish(const std::function<void()>& check_interrupt) override;
+
+  void check_usable(std::string_view call) const { bridge_->check_usable(call); }
+  void abort(const std::string& reason) { bridge_->abort(reason); }
+  // Aborts pending work. Idempotent.
+  void end_progress();
+  // Leaves the group, once queued work is done. Later calls must not come.
+  void close();
+  ~BridgedCollectives() override { end_progress(); }
+
+ private:
+  // Queues body(), which runs one operation.
+  template <typename Body>
+  WorkRef enqueue(Launch mode, CollectiveKind kind, std::vector<at::Tensor> results, Body body);
+  // What a caller asks of ranks on several hosts. Throws Error.
+  Call planned(const Operation& operation) const;
+  WireFormat wire_of(const Call& call, bool is_asked_for) const;
+  LevelOrders orders_of(const Call& call) const;
+  WorkRef transfer(Direction direction, const at::Tensor& tensor, int peer, int64_t tag,
+                   Launch mode);
+  // In the queue's thread.
+  void run_here(const Operation& operation, const Call& call);
+  void reduce(const Operation& operation, const Call& call);
+
+  int rank_;
+  std::unique_ptr<Bridge> bridge_;
+  CpuCollectives& local_;
+  std::optional<WireFormat> inter_wire_;
+  Planner planner_;
+  Scratch scratch_;  // of the queue's thread
+  RemoteTransfers remote_;
+  WorkQueue queue_;
+};
+
+}  // namespace rota::tensors

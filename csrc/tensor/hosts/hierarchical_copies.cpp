@@ -1,0 +1,346 @@
+#include "tensor/hosts/hierarchical_copies.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "cpu/element_loops.h"
+#include "cpu/float_environment.h"
+#include "cpu/part_codec.h"
+#include "cpu/parts.h"
+#include "cpu/reducer.h"
+#include "schedule/chunk.h"
+#include "tensor/hosts/local_calls.h"
+#include "tensor/hosts/tags.h"
+
+namespace rota::tensors {
+namespace {
+
+using cpu::at;
+using cpu::Part;
+using schedule::Range;
+using Transfers = std::vector<Engine::Transfer>;
+
+constexpr uint64_t kChunkBytes = 1 << 20;  // of each rank's part
+constexpr uint64_t kStarBytes = 64 << 10;  // the longest broadcast that its root sends to all hosts
+
+// Part `chunk` of a part of bytes.
+Part piece_of(const Part& part, uint64_t chunk) {
+  const Range range = schedule::chunk_of(part.num_elems, kChunkBytes, chunk);
+  return {at(part, range.begin), range.num_elems};
+}
+
+uint64_t num_chunks_of(std::span<const Part> parts, uint64_t chunk_elems) {
+  uint64_t longest = 0;
+  for (const Part& part : parts) longest = std::max(longest, part.num_elems);
+  return schedule::ceil_div(longest, chunk_elems);
+}
+
+// Calls body(ranks) for the ranks of a host, as many at a time as this host has: the i-th of them
+// is a matter of this host's rank i. Where there is none, it is -1.
+template <typename Body>
+void for_each_row(const Bridge& bridge, int host, const Body& body) {
+  const int local_size = bridge.local_size();
+  std::vector<int> ranks(static_cast<size_t>(local_size));
+  for (int first = 0; first < bridge.hosts().local_size(host); first += local_size) {
+    for (int i = 0; i < local_size; ++i) {
+      const bool is_there = first + i < bridge.hosts().local_size(host);
+      ranks[static_cast<size_t>(i)] = is_there ? bridge.hosts().rank_at(host, first + i) : -1;
+    }
+    body(ranks);
+  }
+}
+
+// All-gather of bytes. outputs: by rank; the own one holds the own part.
+void gather_bytes(Bridge& bridge, std::span<const Part> outputs) {
+  const uint64_t num_chunks = num_chunks_of(outputs, kChunkBytes);
+  const auto output = [&](int rank, uint64_t chunk) {
+    return piece_of(outputs[static_cast<size_t>(rank)], chunk);
+  };
+  const auto share = [&](int host, uint64_t chunk) {
+    for_each_row(bridge, host, [&](const std::vector<int>& ranks) {
+      std::vector<Part> parts;
+      for (const int rank : ranks) {
+        parts.push_back(rank < 0 ? Part{outputs[0].data, 0} : output(rank, chunk));
+      }
+      bridge.run_local(local_all_gather(parts),
+                       {.inputs = &parts[static_cast<size_t>(bridge.local_rank())],
+                        .outputs = parts.data()});
+    });
+  };
+  Transfers incoming, next_incoming, outgoing;
+  for (uint64_t step = 0; step <= num_chunks; ++step) {
+    if (step < num_chunks) {
+      for (const int rank : bridge.greeted()) {
+        const Part part = output(rank, step);
+        next_incoming.push_back(bridge.recv(part.data, part.num_elems, rank, kResultTag));
+      }
+      const Part own = output(bridge.rank(), step);
+      for (int host = 0; host < bridge.hosts().num_hosts(); ++host) {
+        if (host == bridge.host()) continue;
+        outgoing.push_back(bridge.send(own.data, own.num_elems,
+                                       bridge.hosts().partner_of(bridge.rank(), host), kResultTag));
+      }
+      share(bridge.host(), step);
+    }
+    if (step > 0) {
+      bridge.wait(incoming, "parts");
+      for (int host = 0; host < bridge.hosts().num_hosts(); ++host) {
+        if (host != bridge.host()) share(host, step - 1);
+      }
+    }
+    incoming.swap(next_incoming);
+  }
+  bridge.wait(outgoing, "the network");
+}
+
+}  // namespace
+
+void hierarchical_all_gather(Bridge& bridge, Scratch& scratch, const Call& call,
+                             const cpu::Buffers& buffers) {
+  const auto world_size = static_cast<size_t>(bridge.world_size());
+  const auto own = static_cast<size_t>(bridge.rank());
+  std::vector<Part> parts(buffers.outputs, buffers.outputs + world_size);
+  const bool encodes = call.encodes_parts();
+  size_t total = 0;
+  for (Part& part : parts) {
+    part.num_elems = encodes ? call.wire.num_bytes(part.num_elems)
+                             : part.num_elems * info(call.dtype).num_bytes;
+    total += part.num_elems;
+  }
+  if (!encodes) {
+    if (parts[own].data != buffers.inputs->data) {
+      std::memmove(parts[own].data, buffers.inputs->data, parts[own].num_elems);
+    }
+    return gather_bytes(bridge, parts);
+  }
+  const cpu::IeeeFloatScope ieee;
+  std::byte* encoded = scratch.at_least(0, total);
+  for (Part& part : parts) {
+    part.data = encoded;
+    encoded += part.num_elems;
+  }
+  const cpu::PartCodec codec(call);
+  codec.encode(*buffers.inputs, {0, buffers.inputs->num_elems}, at(parts[own], 0));
+  gather_bytes(bridge, parts);
+  for (size_t rank = 0; rank < world_size; ++rank) {
+    const Part& output = buffers.outputs[rank];
+    codec.decode(at(parts[rank], 0), output, {0, output.num_elems});
+  }
+}
+
+void hierarchical_broadcast(Bridge& bridge, const Call& call, std::byte* data) {
+  const schedule::Hosts& hosts = bridge.hosts();
+  const int root_host = hosts.place_of(call.root).host;
+  // The rank of a host that has the data first.
+  const auto leader_of = [&](int host) {
+    return host == root_host ? call.root : hosts.partner_of(call.root, host);
+  };
+  // The i-th host of the chain.
+  const auto host_at = [&](int i) { return (root_host + i) % hosts.num_hosts(); };
+  const int place = (bridge.host() - root_host + hosts.num_hosts()) % hosts.num_hosts();
+  const bool is_star = call.num_bytes() <= kStarBytes;
+  const int leader = leader_of(bridge.host());
+  const Part whole{data, call.num_bytes()};
+  const uint64_t num_chunks = num_chunks_of({&whole, 1}, kChunkBytes);
+
+  Transfers outgoing;
+  const auto forward = [&](const Part& piece) {
+    const int first = is_star ? 1 : place + 1;
+    const int end = is_star ? (place == 0 ? hosts.num_hosts() : 0)
+                            : std::min(place + 2, hosts.num_hosts());
+    for (int i = first; i < end; ++i) {
+      outgoing.push_back(
+          bridge.send(piece.data, piece.num_elems, leader_of(host_at(i)), kResultTag));
+    }
+  };
+  const auto expect = [&](uint64_t chunk) {
+    const Part piece = piece_of(whole, chunk);
+    const int sender = leader_of(host_at(is_star ? 0 : place - 1));
+    return bridge.recv(piece.data, piece.num_elems, sender, kResultTag);
+  };
+  const bool is_receiver = bridge.rank() == leader && place > 0;
+  Engine::Transfer next;
+  if (is_receiver && num_chunks > 0) next = expect(0);
+  for (uint64_t chunk = 0; chunk < num_chunks; ++chunk) {
+    const Part piece = piece_of(whole, chunk);
+    if (is_receiver) {
+      Engine::Transfer current = std::exchange(next, {});
+      if (chunk + 1 < num_chunks) next = expect(chunk + 1);
+      bridge.wait(current, "the root's data");
+    }
+    if (bridge.rank() == leader) forward(piece);
+    if (bridge.local_size() > 1) {
+      bridge.run_local({.kind = CollectiveKind::kBroadcast,
+                        .root = hosts.place_of(leader).local_rank,
+                        .num_elems = piece.num_elems},
+                       {.data = piece.data});
+    }
+  }
+  bridge.wait(outgoing, "the network");
+}
+
+namespace {
+
+class ReduceScatter {
+ public:
+  ReduceScatter(Bridge& bridge, Scratch& scratch, const Call& call, const LevelOrders& orders,
+                const cpu::Buffers& buffers)
+      : bridge_(bridge),
+        scratch_(scratch),
+        call_(call),
+        orders_(orders),
+        inputs_(buffers.inputs, static_cast<size_t>(bridge.world_size())),
+        output_(*buffers.outputs),
+        accumulate_(info(call.dtype).accumulate),
+        chunk_elems_(kChunkBytes / info(accumulate_).num_bytes),
+        final_(call, output_.data, /*writes_sums=*/false, bridge.hosts().num_hosts()) {}
+
+  void run() {
+    const cpu::IeeeFloatScope ieee;
+    const uint64_t num_chunks = num_chunks_of(inputs_, chunk_elems_);
+    for (uint64_t step = 0; step <= num_chunks; ++step) {
+      if (step < num_chunks) contribute(step);
+      if (step > 0) finish(step - 1);
+    }
+  }
+
+ private:
+  static constexpr uint64_t kNumPlaces = 2;
+  struct Place {
+    std::byte* own = nullptr;  // this host's sum of the own part
+    std::vector<WirePlace> contributions;  // by host
+    Transfers incoming, outgoing;
+  };
+
+  int num_hosts() const { return bridge_.hosts().num_hosts(); }
+  Range range_of(int rank, uint64_t chunk) const {
+    return schedule::chunk_of(inputs_[static_cast<size_t>(rank)].num_elems, chunk_elems_, chunk);
+  }
+  size_t chunk_bytes() const { return chunk_elems_ * info(accumulate_).num_bytes; }
+  size_t wire_bytes(uint64_t num_elems) const { return call_.wire.num_bytes(num_elems); }
+
+  // Consecutive memory for one chunk, of which each call takes some.
+  class Pages {
+   public:
+    Pages(Scratch& scratch, size_t number, size_t num_bytes)
+        : next_(scratch.at_least(number, num_bytes)) {}
+    std::byte* take(size_t num_bytes) {
+      std::byte* page = next_;
+      next_ += (num_bytes + 63) / 64 * 64;
+      return page;
+    }
+
+   private:
+    std::byte* next_;
+  };
+
+  cpu::Reducer over_hosts(std::byte* partial, const Range& range) const {
+    Call call = call_;
+    call.dtype = accumulate_;
+    call.hop = info(call_.wire.dtype).accumulate;
+    call.order = orders_.hosts;
+    return {call, element_zero(partial, range.begin * info(accumulate_).num_bytes),
+            /*writes_sums=*/false, num_hosts()};
+  }
+
+  // In the accumulate dtype.
+  Part widened(int rank, uint64_t chunk, Pages& pages) const {
+    const Part& part = inputs_[static_cast<size_t>(rank)];
+    const Range range = range_of(rank, chunk);
+    std::byte* src = at(part, range.begin * info(call_.dtype).num_bytes);
+    if (call_.dtype == accumulate_) return {src, range.num_elems};
+    std::byte* to = pages.take(range.num_elems * info(accumulate_).num_bytes);
+    cpu::element_loops().convert(call_.dtype, accumulate_)(src, to, range.num_elems);
+    return {to, range.num_elems};
+  }
+
+  // Sums a chunk of all parts within the host, and sends the sums to those whose parts they are.
+  void contribute(uint64_t chunk) {
+    Place& place = places_[chunk % kNumPlaces];
+    const size_t first_buffer = chunk % kNumPlaces * 4;
+    const auto world_size = static_cast<size_t>(bridge_.world_size());
+    Pages widened_pages(scratch_, first_buffer, world_size * (chunk_bytes() + 64));
+    Pages sums(scratch_, first_buffer + 1, (world_size + 1) * (chunk_bytes() + 64));
+    Pages outgoing(scratch_, first_buffer + 2, world_size * (chunk_bytes() + 64));
+    Pages incoming(scratch_, first_buffer + 3, (world_size + 1) * (chunk_bytes() + 64));
+
+    const Range own = range_of(bridge_.rank(), chunk);
+    place.contributions.clear();
+    for (int host = 0; host < num_hosts(); ++host) {
+      std::byte* to = incoming.take(wire_bytes(own.num_elems));
+      place.contributions.push_back(call_.wire.place(to, own.num_elems));
+      if (host == bridge_.host()) continue;
+      place.incoming.push_back(
+          bridge_.recv(to, wire_bytes(own.num_elems),
+                       bridge_.hosts().partner_of(bridge_.rank(), host), kContributionTag));
+    }
+    for (int i = 0; i < num_hosts(); ++i) {
+      // Other hosts first, so that their data is on its way early. All ranks of a host keep the
+      // same order.
+      const int host = (bridge_.host() + 1 + i) % num_hosts();
+      for_each_row(bridge_, host, [&](const std::vector<int>& ranks) {
+        std::vector<Part> parts;
+        for (const int rank : ranks) {
+          parts.push_back(rank < 0 ? Part{inputs_[0].data, 0} : widened(rank, chunk, widened_pages));
+        }
+        const int receiver = ranks[static_cast<size_t>(bridge_.local_rank())];
+        const Range range = receiver < 0 ? Range{0, 0} : range_of(receiver, chunk);
+        const Part sum{sums.take(range.num_elems * info(accumulate_).num_bytes), range.num_elems};
+        bridge_.run_local(local_reduce_scatter(accumulate_, call_.op, orders_.local, parts),
+                          {.inputs = parts.data(), .outputs = &sum});
+        if (receiver < 0) return;
+        auto* partial = static_cast<std::byte*>(sum.data);
+        const cpu::Reducer reducer = over_hosts(partial, range);
+        if (host == bridge_.host()) {
+          WirePlace& contribution = place.contributions[static_cast<size_t>(host)];
+          const WirePlace packed = contribution;
+          contribution = reducer.own_source(packed);
+          if (!cpu::is_from_tensor(contribution)) reducer.pack(range, packed);
+          place.own = partial;
+          return;
+        }
+        std::byte* message = outgoing.take(wire_bytes(range.num_elems));
+        reducer.pack(range, call_.wire.place(message, range.num_elems));
+        place.outgoing.push_back(
+            bridge_.send(message, wire_bytes(range.num_elems), receiver, kContributionTag));
+      });
+    }
+  }
+
+  void finish(uint64_t chunk) {
+    Place& place = places_[chunk % kNumPlaces];
+    bridge_.wait(place.incoming, "contributions");
+    const Range own = range_of(bridge_.rank(), chunk);
+    if (own.num_elems > 0) {
+      const WirePlace result =
+          call_.wire.place(scratch_.at_least(kNumPlaces * 4, chunk_bytes()), own.num_elems);
+      over_hosts(place.own, own).reduce(place.contributions.data(), own, {&result, 1});
+      final_.unpack(result, own);
+    }
+    bridge_.wait(place.outgoing, "the network");
+  }
+
+  Bridge& bridge_;
+  Scratch& scratch_;
+  const Call& call_;
+  LevelOrders orders_;
+  std::span<const Part> inputs_;
+  const Part output_;
+  DType accumulate_;
+  uint64_t chunk_elems_;
+  const cpu::Reducer final_;
+  std::array<Place, kNumPlaces> places_;
+};
+
+}  // namespace
+
+void hierarchical_reduce_scatter(Bridge& bridge, Scratch& scratch, const Call& call,
+                                 const LevelOrders& orders, const cpu::Buffers& buffers) {
+  ReduceScatter(bridge, scratch, call, orders, buffers).run();
+}
+
+}  // namespace rota::tensors

@@ -1,0 +1,336 @@
+#include "tensor/hosts/hierarchical_sum.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <vector>
+
+#include "cpu/bucket_reducer.h"
+#include "cpu/element_loops.h"
+#include "cpu/float_environment.h"
+#include "cpu/reducer.h"
+#include "schedule/chunk.h"
+#include "tensor/hosts/local_calls.h"
+#include "tensor/hosts/tags.h"
+
+namespace rota::tensors {
+namespace {
+
+using schedule::Range;
+
+// Of all ranks of a host, in the accumulate dtype.
+constexpr uint64_t kChunkBytes = 2 << 20;
+// In the wire format: up to here every host sums all of it.
+constexpr uint64_t kOneShotBytes = 32 << 10;
+// A chunk's memory is used again three chunks later: one is being contributed, one summed, one
+// collected.
+constexpr uint64_t kNumPlaces = 3;
+constexpr size_t kPlaceBytes = 64;  // what starts at a multiple of it
+
+constexpr size_t round_up(size_t num_bytes) {
+  return (num_bytes + kPlaceBytes - 1) / kPlaceBytes * kPlaceBytes;
+}
+
+template <typename R>
+R make_reducer(const Call& call, const cpu::Buffers& buffers, int rank, int num_contributors) {
+  if constexpr (std::is_same_v<R, cpu::BucketReducer>) {
+    return R(call, buffers, rank, num_contributors);
+  } else {
+    return R(call, buffers.data, /*writes_sums=*/false, num_contributors);
+  }
+}
+
+// R: cpu::Reducer or cpu::BucketReducer.
+template <typename R>
+class HierarchicalSum {
+ public:
+  HierarchicalSum(Bridge& bridge, Scratch& scratch, const Call& call, const LevelOrders& orders,
+                  const cpu::Buffers& buffers)
+      : bridge_(bridge),
+        scratch_(scratch),
+        call_(call),
+        orders_(orders),
+        data_(static_cast<std::byte*>(buffers.data)),
+        residual_(buffers.residual),
+        accumulate_(kIsBucket ? DType::kFloat32 : info(call.dtype).accumulate),
+        is_one_shot_(call.wire.num_bytes(call.num_elems) <= kOneShotBytes),
+        chunk_elems_(kChunkBytes / info(accumulate_).num_bytes),
+        num_chunks_(schedule::ceil_div(call.num_elems, chunk_elems_)),
+        partial_measures_(kIsBucket ? call.num_elems : 0),
+        final_(make_reducer<R>(call, buffers, bridge.host(), num_hosts())) {}
+
+  void run() {
+    const cpu::IeeeFloatScope ieee;
+    for (uint64_t step = 0; step < num_chunks_ + 2; ++step) {
+      if (step < num_chunks_) contribute(step);
+      if (step >= 1 && step <= num_chunks_) reduce(step - 1);
+      if (step >= 2) collect(step - 2);
+    }
+  }
+
+ private:
+  static constexpr bool kIsBucket = std::is_same_v<R, cpu::BucketReducer>;
+  using Transfers = std::vector<Engine::Transfer>;
+
+  // A chunk on its way.
+  struct Place {
+    std::byte* partial = nullptr;         // this host's sum of the own shard
+    std::vector<WirePlace> contributions;  // to the own part of the shard, by host
+    std::byte* results = nullptr;         // of all rails, as they are encoded
+    Transfers contributing, resulting;    // messages of other hosts
+    Transfers sends;
+  };
+
+  int num_hosts() const { return bridge_.hosts().num_hosts(); }
+  int num_rails() const { return bridge_.hosts().num_rails(); }
+  bool is_on_rail() const { return bridge_.local_rank() < num_rails(); }
+  int on_rail(int host) const { return bridge_.hosts().rank_at(host, bridge_.local_rank()); }
+  size_t elem_bytes() const { return info(accumulate_).num_bytes; }
+  Place& place_of(uint64_t chunk) { return places_[chunk % kNumPlaces]; }
+
+  Range range_of(uint64_t chunk) const {
+    return schedule::chunk_of(call_.num_elems, chunk_elems_, chunk);
+  }
+  static Range part_of(const Range& whole, int num_parts, int part) {
+    const Range range =
+        schedule::even_shard(whole.num_elems, static_cast<uint64_t>(num_parts),
+                             static_cast<uint64_t>(part), R::kGranuleElems);
+    return {whole.begin + range.begin, range.num_elems};
+  }
+  // The shard of a chunk that a rail sums, and the part of it that its rank on a host does.
+  Range shard_of(uint64_t chunk, int rail) const {
+    return part_of(range_of(chunk), num_rails(), rail);
+  }
+  Range share_of(uint64_t chunk, int rail, int host) const {
+    const Range shard = shard_of(chunk, rail);
+    return is_one_shot_ ? shard : part_of(shard, num_hosts(), host);
+  }
+  Range own_shard(uint64_t chunk) const { return shard_of(chunk, bridge_.local_rank()); }
+  Range share_of(uint64_t chunk, int host) const {
+    return share_of(chunk, bridge_.local_rank(), host);
+  }
+  size_t encoded_bytes(const Range& range) const {
+    return round_up(call_.wire.num_bytes(range.num_elems));
+  }
+  int num_shares() const { return is_one_shot_ ? 1 : num_hosts(); }
+  // The encoded results of one rail.
+  size_t rail_bytes(uint64_t chunk, int rail) const {
+    size_t num_bytes = 0;
+    for (int share = 0; share < num_shares(); ++share) {
+      num_bytes += encoded_bytes(share_of(chunk, rail, share));
+    }
+    return num_bytes;
+  }
+  // Calls body(place, range) for each share of a rail's encoded results.
+  template <typename Body>
+  void for_each_share(uint64_t chunk, int rail, std::byte* results, const Body& body) const {
+    for (int before = 0; before < rail; ++before) results += rail_bytes(chunk, before);
+    for (int share = 0; share < num_shares(); ++share) {
+      const Range range = share_of(chunk, rail, share);
+      body(share, call_.wire.place(results, range.num_elems), range);
+      results += encoded_bytes(range);
+    }
+  }
+
+  // Each place has buffers of its own.
+  std::byte* buffer(uint64_t chunk, size_t number, size_t num_bytes) {
+    constexpr size_t kNumBuffers = 5;
+    return scratch_.at_least((chunk % kNumPlaces) * kNumBuffers + number, num_bytes);
+  }
+
+  // The sum over the hosts of a chunk's own shard.
+  R sum_over_hosts(const Place& place, const Range& shard) {
+    Call call = call_;
+    call.dtype = accumulate_;
+    call.hop = info(call_.wire.dtype).accumulate;
+    call.order = orders_.hosts;
+    call.pass.contribution_factor = 1;  // already in the partial sum
+    const cpu::Buffers buffers{.data = element_zero(place.partial, shard.begin * elem_bytes()),
+                               .residual = residual_,
+                               .measures = &partial_measures_};
+    return make_reducer<R>(call, buffers, bridge_.host(), num_hosts());
+  }
+
+  // The tensor's elements in the accumulate dtype, which the ranks of a host sum exactly.
+  std::byte* widened(uint64_t chunk) {
+    const Range range = range_of(chunk);
+    std::byte* src = data_ + range.begin * info(call_.dtype).num_bytes;
+    const float factor = call_.pass.contribution_factor;
+    const bool is_scaled = kIsBucket && factor != 1;
+    if (call_.dtype == accumulate_ && !is_scaled) return src;
+    std::byte* to = buffer(chunk, 0, range.num_elems * elem_bytes());
+    if (call_.dtype == accumulate_) {
+      std::memcpy(to, src, range.num_elems * elem_bytes());
+    } else {
+      cpu::element_loops().convert(call_.dtype, accumulate_)(src, to, range.num_elems);
+    }
+    if (is_scaled) {
+      auto* floats = reinterpret_cast<float*>(to);
+      for (uint64_t i = 0; i < range.num_elems; ++i) floats[i] *= factor;
+    }
+    return to;
+  }
+
+  // Sums a chunk within the host, and sends to each other host what it is to sum.
+  void contribute(uint64_t chunk) {
+    Place& place = place_of(chunk);
+    const Range shard = is_on_rail() ? own_shard(chunk) : Range{0, 0};
+    place.partial = buffer(chunk, 1, shard.num_elems * elem_bytes());
+    size_t result_bytes = 0;
+    for (int rail = 0; rail < num_rails(); ++rail) result_bytes += rail_bytes(chunk, rail);
+    place.results = buffer(chunk, 2, result_bytes);
+    if (is_on_rail()) expect(chunk, place);
+    reduce_scatter(chunk, place, shard);
+    if (is_on_rail()) send_contributions(chunk, place, shard);
+  }
+
+  // A recv is there before its message, so that a message need not wait.
+  void expect(uint64_t chunk, Place& place) {
+    const Range own = share_of(chunk, bridge_.host());
+    const size_t own_bytes = encoded_bytes(own);
+    std::byte* incoming = buffer(chunk, 3, own_bytes * static_cast<size_t>(num_hosts()));
+    place.contributions.clear();
+    for (int host = 0; host < num_hosts(); ++host) {
+      place.contributions.push_back(call_.wire.place(incoming, own.num_elems));
+      if (host != bridge_.host()) {
+        place.contributing.push_back(
+            bridge_.recv(incoming, own_bytes, on_rail(host), kContributionTag));
+      }
+      incoming += own_bytes;
+    }
+    if (is_one_shot_) return;
+    for_each_share(chunk, bridge_.local_rank(), place.results,
+                   [&](int host, const WirePlace& result, const Range& range) {
+                     if (host == bridge_.host()) return;
+                     place.resulting.push_back(bridge_.recv(result.payload, encoded_bytes(range),
+                                                            on_rail(host), kResultTag));
+                   });
+  }
+
+  void reduce_scatter(uint64_t chunk, const Place& place, const Range& shard) {
+    std::byte* source = widened(chunk);
+    std::vector<cpu::Part> parts(static_cast<size_t>(bridge_.local_size()),
+                                 cpu::Part{source, 0});
+    for (int rail = 0; rail < num_rails(); ++rail) {
+      const Range range = shard_of(chunk, rail);
+      parts[static_cast<size_t>(rail)] = {
+          source + (range.begin - range_of(chunk).begin) * elem_bytes(), range.num_elems};
+    }
+    const cpu::Part output{place.partial, shard.num_elems};
+    bridge_.run_local(local_reduce_scatter(accumulate_, call_.op, orders_.local, parts),
+                      {.inputs = parts.data(), .outputs = &output});
+  }
+
+  void send_contributions(uint64_t chunk, Place& place, const Range& shard) {
+    const R reducer = sum_over_hosts(place, shard);
+    WirePlace& own = place.contributions[static_cast<size_t>(bridge_.host())];
+    const WirePlace packed = own;
+    own = reducer.own_source(packed);
+    if (!cpu::is_from_tensor(own) || is_one_shot_) {
+      const Range range = share_of(chunk, bridge_.host());
+      if (range.num_elems > 0) reducer.pack(range, packed);
+    }
+    size_t offset = 0;
+    for (int host = 0; host < num_hosts(); ++host) {
+      if (host == bridge_.host()) continue;
+      const Range range = share_of(chunk, host);
+      const std::byte* message = packed.payload;
+      if (!is_one_shot_) {
+        std::byte* outgoing = buffer(chunk, 4, encoded_bytes(shard) + num_hosts() * kPlaceBytes);
+        reducer.pack(range, call_.wire.place(outgoing + offset, range.num_elems));
+        message = outgoing + offset;
+        offset += encoded_bytes(range);
+      }
+      place.sends.push_back(
+          bridge_.send(message, encoded_bytes(range), on_rail(host), kContributionTag));
+    }
+  }
+
+  // Sums the own part of the own shard over the hosts, and sends them the result.
+  void reduce(uint64_t chunk) {
+    if (!is_on_rail()) return;
+    Place& place = place_of(chunk);
+    bridge_.wait(place.contributing, "contributions");
+    const R reducer = sum_over_hosts(place, own_shard(chunk));
+    const int own = is_one_shot_ ? 0 : bridge_.host();
+    for_each_share(chunk, bridge_.local_rank(), place.results,
+                   [&](int share, const WirePlace& result, const Range& range) {
+                     if (share != own || range.num_elems == 0) return;
+                     reducer.reduce(place.contributions.data(), range, {&result, 1});
+                     for (int host = 0; host < num_hosts() && !is_one_shot_; ++host) {
+                       if (host == bridge_.host()) continue;
+                       place.sends.push_back(bridge_.send(result.payload, encoded_bytes(range),
+                                                          on_rail(host), kResultTag));
+                     }
+                   });
+  }
+
+  // Gathers the results of all rails and writes them to the tensor.
+  void collect(uint64_t chunk) {
+    Place& place = place_of(chunk);
+    bridge_.wait(place.resulting, "results");
+    gather(chunk, place);
+    for (int rail = 0; rail < num_rails(); ++rail) {
+      for_each_share(chunk, rail, place.results,
+                     [&](int, const WirePlace& result, const Range& range) {
+                       if (range.num_elems > 0) final_.unpack(result, range);
+                     });
+    }
+    bridge_.wait(place.sends, "the network");
+  }
+
+  void gather(uint64_t chunk, const Place& place) {
+    if (bridge_.local_size() == 1) return;
+    std::vector<cpu::Part> parts(static_cast<size_t>(bridge_.local_size()),
+                                 cpu::Part{place.results, 0});
+    std::byte* begin = place.results;
+    for (int rail = 0; rail < num_rails(); ++rail) {
+      parts[static_cast<size_t>(rail)] = {begin, rail_bytes(chunk, rail)};
+      begin += rail_bytes(chunk, rail);
+    }
+    bridge_.run_local(local_all_gather(parts),
+                      {.inputs = &parts[static_cast<size_t>(bridge_.local_rank())],
+                       .outputs = parts.data()});
+  }
+
+  Bridge& bridge_;
+  Scratch& scratch_;
+  const Call& call_;
+  LevelOrders orders_;
+  std::byte* data_;
+  float* residual_;
+  DType accumulate_;  // of the sums within a host
+  bool is_one_shot_;
+  uint64_t chunk_elems_;
+  uint64_t num_chunks_;
+  cpu::BucketMeasures partial_measures_;  // of sums that are not final; unused
+  const R final_;                         // between the wire and the tensor
+  std::array<Place, kNumPlaces> places_;
+};
+
+// The sum in scaled blocks of a tensor that is no gradient bucket.
+Call as_bucket(const Call& call) {
+  Call bucket = call;
+  bucket.kind = CollectiveKind::kReduceBucket;
+  bucket.pass = {.divisor = call.op == ReduceOp::kAvg ? call.pass.divisor : 1};
+  return bucket;
+}
+
+}  // namespace
+
+void hierarchical_sum(Bridge& bridge, Scratch& scratch, const Call& call, const LevelOrders& orders,
+                      const cpu::Buffers& buffers) {
+  if (call.kind == CollectiveKind::kReduceBucket) {
+    HierarchicalSum<cpu::BucketReducer>(bridge, scratch, call, orders, buffers).run();
+  } else if (call.wire.is_block_scaled) {
+    cpu::BucketMeasures measures(call.num_elems);
+    cpu::Buffers measured = buffers;
+    measured.measures = &measures;
+    const Call bucket = as_bucket(call);
+    HierarchicalSum<cpu::BucketReducer>(bridge, scratch, bucket, orders, measured).run();
+  } else {
+    HierarchicalSum<cpu::Reducer>(bridge, scratch, call, orders, buffers).run();
+  }
+}
+
+}  // namespace rota::tensors

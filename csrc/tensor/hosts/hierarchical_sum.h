@@ -1,0 +1,30 @@
+// All-reduce over several hosts. Within a host, the ranks reduce-scatter a chunk in the accumulate
+// dtype; each rank then sums its shard with the ranks of its rail, one on each other host; at last
+// the host's ranks all-gather the results. Between hosts each host is one contributor: its sum is
+// rounded once to the wire format, the sum over the hosts is kept in the accumulate dtype, and
+// rounded once more.
+//
+// With N bytes in the wire format and H hosts, a host sends 2 (H - 1) / H N bytes and receives as
+// many (Patarasuk & Yuan 2009), or (H - 1) N of short tensors, which take one message instead of
+// two. Chunks are pipelined: while one is awaited, the messages of the next are on their way.
+#pragma once
+
+#include "cpu/buffers.h"
+#include "schedule/call.h"
+#include "schedule/sum_order.h"
+#include "tensor/hosts/bridge.h"
+#include "tensor/hosts/scratch.h"
+
+namespace rota::tensors {
+
+// The order of a sum within each host and over the hosts.
+struct LevelOrders {
+  schedule::SumOrder local;
+  schedule::SumOrder hosts;
+};
+
+// call: an all_reduce or reduce_bucket, whose `wire` travels between hosts. Run it in Bridge::run().
+void hierarchical_sum(Bridge& bridge, Scratch& scratch, const Call& call, const LevelOrders& orders,
+                      const cpu::Buffers& buffers);
+
+}  // namespace rota::tensors

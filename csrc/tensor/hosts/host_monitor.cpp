@@ -1,0 +1,186 @@
+#include "tensor/hosts/host_monitor.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <cstring>
+#include <iostream>
+
+#include "tensor/hosts/tags.h"
+
+namespace rota::tensors {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kSignEvery{300};
+// With the sign that is due and the network's delay, 2 s (DESIGN.md's contract).
+constexpr milliseconds kSilence{1500};
+// How soon a wait for another host ends once a rank of this host has failed.
+constexpr milliseconds kTickWhileWaiting{5};
+constexpr milliseconds kTick{20};
+// For the last words of a rank that ends.
+constexpr milliseconds kLastWords{200};
+// Signs whose sending nobody has waited for; more than a peer leaves unread before it is given up.
+constexpr size_t kMostSent = 64;
+
+}  // namespace
+
+HostMonitor::HostMonitor(Engine& engine, const schedule::Hosts& hosts, Communicator& local,
+                         int rank, std::function<std::string(int)> describe,
+                         std::function<void(const Error&)> fail)
+    : engine_(engine),
+      hosts_(hosts),
+      rank_(rank),
+      describe_(std::move(describe)),
+      fail_(std::move(fail)),
+      local_watch_(local.transport(), local.timeout(), nullptr),
+      receivers_(hosts.whose_partner_is(rank)) {
+  const int own_host = hosts.place_of(rank).host;
+  for (int host = 0; host < hosts.num_hosts(); ++host) {
+    if (host != own_host) heard_.emplace(hosts.partner_of(rank, host), Heard{});
+  }
+  local_watch_.begin_collective("monitor", 0, /*lets_signals_through=*/false);
+  local_watch_.begin_wait(kAnyRank, "another host's data", 0);
+  *listening_ = std::thread([this] { listen(); });
+  *watching_ = std::thread([this] { watch(); });
+}
+
+HostMonitor::~HostMonitor() {
+  if (listening_.is_of_parent()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    is_ending_ = true;
+  }
+  woken_->notify_one();
+  watching_->join();
+  engine_.abort(Error(ErrorKind::kInternal, "rota: this communicator is closed; make a new one"));
+  listening_->join();
+}
+
+void HostMonitor::announce(const Error& error) {
+  const std::lock_guard lock(mutex_);
+  if (has_failed_) return;
+  has_failed_ = true;
+  to_announce_ = error;
+  woken_->notify_one();
+}
+
+void HostMonitor::listen() {
+  while (true) {
+    Notice notice;
+    Engine::Transfer transfer;
+    try {
+      transfer = engine_.recv_any(&notice, sizeof(notice), kNoticeTag);
+    } catch (const Error&) {
+      return;
+    }
+    const std::optional<int> sender = engine_.wait_any(transfer);
+    if (!sender) return;
+    take(*sender, notice);
+  }
+}
+
+void HostMonitor::take(int sender, const Notice& notice) {
+  {
+    const std::lock_guard lock(mutex_);
+    const auto heard = heard_.find(sender);
+    if (heard != heard_.end()) {
+      heard->second.silent_for = milliseconds(0);
+      heard->second.has_been_heard = true;
+      heard->second.has_left |= notice.kind == Notice::Kind::kLeft;
+    }
+    if (notice.kind != Notice::Kind::kFailed || has_failed_) return;
+  }
+  const std::string text(notice.text.data(), strnlen(notice.text.data(), notice.text.size()));
+  fail_(Error(notice.error, join(describe_(sender), " failed: ", text)));
+}
+
+void HostMonitor::watch() {
+  pthread_setname_np(pthread_self(), "rota-hosts");
+  auto last = Clock::now();
+  auto next_sign = last;
+  std::unique_lock lock(mutex_);
+  while (!is_ending_) {
+    const std::optional<Error> news = std::exchange(to_announce_, std::nullopt);
+    const bool has_failed = has_failed_;
+    lock.unlock();
+    const bool is_waiting = engine_.awaited().has_value();
+    if (news) {
+      Notice notice{.kind = Notice::Kind::kFailed, .error = news->kind()};
+      std::strncpy(notice.text.data(), news->what(), notice.text.size() - 1);
+      send(notice, kLastWords);
+    } else if (!has_failed) {
+      std::optional<Error> error = local_watch_.poll();
+      if (!error) error = local_watch_.find_death();
+      if (error) fail_(*error);
+      const auto now = Clock::now();
+      if (now >= next_sign) {
+        next_sign = now + kSignEvery;
+        send({}, milliseconds(0));
+      }
+      // Where this thread was held up, others may have been, too: it counts what it has seen pass.
+      count_silence(std::min(std::chrono::duration_cast<milliseconds>(now - last), 2 * kTick));
+      last = now;
+      if (is_waiting) warn_about_stall();
+    }
+    lock.lock();
+    if (to_announce_) continue;
+    woken_->wait_for(lock, is_waiting ? kTickWhileWaiting : kTick);
+  }
+  const bool has_failed = has_failed_;
+  lock.unlock();
+  if (!has_failed) send({.kind = Notice::Kind::kLeft}, kLastWords);
+}
+
+// patience: how long to wait for all of them to be sent; 0: not at all.
+void HostMonitor::send(const Notice& notice, milliseconds patience) {
+  for (const int peer : receivers_) {
+    Sent sent{std::make_unique<Notice>(notice), {}};
+    try {
+      sent.transfer = engine_.send(sent.notice.get(), sizeof(Notice), peer, kNoticeTag);
+    } catch (const Error&) {
+      continue;  // whoever waits for it will know
+    }
+    sent_.push_back(std::move(sent));
+  }
+  if (patience > milliseconds(0)) {
+    const auto end = Clock::now() + patience;
+    for (Sent& sent : sent_) {
+      const auto left = std::chrono::duration_cast<milliseconds>(end - Clock::now());
+      if (left > milliseconds(0)) Engine::flush(sent.transfer, left);
+    }
+    sent_.clear();
+  }
+  while (sent_.size() > kMostSent * receivers_.size()) sent_.pop_front();
+}
+
+void HostMonitor::count_silence(milliseconds passed) {
+  std::optional<Error> error;
+  {
+    const std::lock_guard lock(mutex_);
+    for (auto& [peer, heard] : heard_) {
+      if (!heard.has_been_heard || heard.has_left) continue;
+      heard.silent_for += passed;
+      if (heard.silent_for < kSilence) continue;
+      error = Error(ErrorKind::kPeerFailed,
+                    join("rota: rank ", rank_, '/', hosts_.world_size(), ": ", describe_(peer),
+                         " has given no sign of life for ", heard.silent_for.count(),
+                         " ms; its host has vanished, or the network between the hosts is down"));
+    }
+  }
+  if (error) fail_(*error);
+}
+
+void HostMonitor::warn_about_stall() {
+  const std::optional<Engine::Awaited> awaited = engine_.awaited();
+  if (!awaited || awaited->since == warned_of_) return;
+  const auto waited = std::chrono::duration_cast<milliseconds>(Clock::now() - awaited->since);
+  if (waited < kStallAfter) return;
+  warned_of_ = awaited->since;
+  std::cerr << join("rota: rank ", rank_, '/', hosts_.world_size(), " has waited ", waited.count(),
+                    " ms for ", describe_(awaited->peer), " (", awaited->phase,
+                    "); still waiting\n");
+}
+
+}  // namespace rota::tensors

@@ -1,0 +1,96 @@
+// Watches over a group on several hosts while its threads wait for messages, which know nothing of
+// failures elsewhere: two threads that send and receive signs of life, so that a host that vanishes
+// without a word is noticed within 2 s; that look for failures among this host's ranks; that carry
+// the reason of any failure to the other hosts; and that tell the user for whom a wait has lasted
+// long.
+//
+// Each rank sends to those ranks of other hosts whose partner it is (schedule/hosts.h), and hears
+// from its own partners, one on each other host.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "base/fork_safe.h"
+#include "core/communicator.h"
+#include "core/watch.h"
+#include "schedule/hosts.h"
+#include "tensor/hosts/engine.h"
+
+namespace rota::tensors {
+
+class HostMonitor {
+ public:
+  // fail(error): runs in a thread of this, when another rank has failed.
+  HostMonitor(Engine& engine, const schedule::Hosts& hosts, Communicator& local, int rank,
+              std::function<std::string(int)> describe, std::function<void(const Error&)> fail);
+  // Tells the other hosts that this rank has left, unless it has failed.
+  ~HostMonitor();
+  HostMonitor(const HostMonitor&) = delete;
+  HostMonitor& operator=(const HostMonitor&) = delete;
+
+  // Tells the other hosts that this rank has failed, and returns at once. From any thread.
+  void announce(const Error& error);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  // What travels: one sign of life.
+  struct Notice {
+    enum class Kind : uint64_t { kAlive, kLeft, kFailed };
+
+    Kind kind = Kind::kAlive;
+    ErrorKind error = ErrorKind::kNone;
+    std::array<char, 1008> text{};  // of the error, zero-terminated
+  };
+  // One that is being sent.
+  struct Sent {
+    std::unique_ptr<Notice> notice;
+    Engine::Transfer transfer;
+  };
+  // A rank that this one hears from.
+  struct Heard {
+    std::chrono::milliseconds silent_for{0};
+    bool has_been_heard = false;
+    bool has_left = false;
+  };
+
+  void listen();
+  void watch();
+  void take(int sender, const Notice& notice);
+  void send(const Notice& notice, std::chrono::milliseconds patience);
+  void count_silence(std::chrono::milliseconds passed);
+  void warn_about_stall();
+
+  Engine& engine_;
+  const schedule::Hosts& hosts_;
+  int rank_;
+  std::function<std::string(int)> describe_;
+  std::function<void(const Error&)> fail_;
+  Watch local_watch_;        // the watching thread's own
+  std::vector<int> receivers_;  // of this rank's notices
+  std::deque<Sent> sent_;    // of the watching thread
+  Clock::time_point warned_of_{};  // the wait that the user knows of
+
+  std::mutex mutex_;
+  // Guarded by it.
+  std::unordered_map<int, Heard> heard_;  // by rank
+  std::optional<Error> to_announce_;
+  bool has_failed_ = false;
+  bool is_ending_ = false;
+
+  ForkSafe<std::condition_variable> woken_;
+  ForkSafe<std::thread> listening_;
+  ForkSafe<std::thread> watching_;
+};
+
+}  // namespace rota::tensors

@@ -1,0 +1,34 @@
+// A group's asynchronous calls: runs them in order on a progress thread, each with a Work.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "core/progress_queue.h"
+#include "schedule/collective.h"
+#include "tensor/work.h"
+
+namespace rota::tensors {
+
+class WorkQueue {
+ public:
+  // check_interrupt runs while a caller waits for a Work, and may throw.
+  WorkQueue(int rank, ProgressQueue::Placement placement, std::function<void()> check_interrupt)
+      : rank_(rank), check_interrupt_(std::move(check_interrupt)), queue_(placement) {}
+
+  // Queues body(). results: of the work.
+  WorkRef enqueue(CollectiveKind kind, std::vector<at::Tensor> results, std::function<void()> body);
+  // True where the caller may run its call itself (core/progress_queue.h).
+  bool is_idle() const { return queue_.is_idle(); }
+  // Blocks until all queued calls have ended.
+  void finish(const std::function<void()>& check_interrupt);
+  // As ProgressQueue::close().
+  void close() { queue_.close(); }
+
+ private:
+  int rank_;
+  std::function<void()> check_interrupt_;
+  ProgressQueue queue_;
+};
+
+}  // namespace rota::tensors

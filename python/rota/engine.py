@@ -1,0 +1,34 @@
+"""What carries messages between hosts: a torch process group that can send and recv."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+MakeEngine = Callable[[dist.Store, int, int], "dist._Backend"]
+
+
+def engine_maker(given: dist.ProcessGroup | None, timeout: timedelta) -> MakeEngine:
+    """Returns what makes, or hands over, the backend that carries messages between hosts.
+
+    Args:
+        given: the user's own group, of the same ranks in the same order. None: a Gloo group is made
+            when ranks turn out to be on several hosts; GLOO_SOCKET_IFNAME chooses its interface.
+        timeout: of the Gloo group's connections.
+    """
+
+    def make(store: dist.Store, rank: int, world_size: int) -> dist._Backend:
+        if given is None:
+            return dist.ProcessGroupGloo(store, rank, world_size, timeout=timeout)
+        if given.size() != world_size or given.rank() != rank:
+            raise ValueError(
+                f"rota: the engine is a group of {given.size()} ranks, in which this is rank "
+                f"{given.rank()}; expected {world_size} ranks and rank {rank}: pass a group of the "
+                f"same ranks in the same order"
+            )
+        return given._get_backend(torch.device("cpu"))
+
+    return make
