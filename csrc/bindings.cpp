@@ -261,6 +261,8 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("rank", &TensorCommunicator::rank)
       .def_property_readonly("world_size", &TensorCommunicator::world_size)
       .def_property_readonly("hosts", &hosts_of)
+      .def_property_readonly(
+          "num_hosts", [](TensorCommunicator& self) { return hosts_of(self).size(); })
       .def(
           "all_reduce_future",
           [](TensorCommunicator& self, const at::Tensor& tensor, std::string_view op,

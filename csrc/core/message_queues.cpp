@@ -208,6 +208,13 @@ bool MessageQueues::take_early(const RequestRef& recv, Done& done) {
   return true;
 }
 
+std::optional<int> MessageQueues::find_early(uint64_t tag) const {
+  for (const auto& early : early_) {
+    if (!early->taken_by && early->message.tag == tag) return early->source;
+  }
+  return std::nullopt;
+}
+
 void MessageQueues::deliver(const Early& early, const RequestRef& recv, Done& done) {
   if (!recv->error_) cpu::copy_bytes(recv->data_, early.data.get(), early.message.num_bytes());
   end(recv, done);
@@ -224,8 +231,8 @@ bool MessageQueues::agree(Request& recv, int source, const Message& sent) const 
   if (sent == recv.message_) return true;
   recv.error_.emplace(
       ErrorKind::kMismatch,
-      join("rota.recv: ranks disagree: rank ", source, " called send", text_of(sent), "; rank ",
-           transport_.rank(), " called recv", text_of(recv.message_),
+      join("rota.recv: ranks disagree: rank ", transport_.number_of(source), " called send", text_of(sent), "; rank ",
+           transport_.number_of(transport_.rank()), " called recv", text_of(recv.message_),
            "; nothing was written: make dtype and number of elements equal"));
   return false;
 }

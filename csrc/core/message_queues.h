@@ -99,6 +99,10 @@ class MessageQueues {
   // Fails all outstanding requests, and drops what still arrives.
   void end_all(const Error& error, Done& done);
 
+  // The sender of the first message with this tag that has come before its recv; none: there is
+  // none.
+  std::optional<int> find_early(uint64_t tag) const;
+
   uint64_t num_unfinished() const { return num_unfinished_; }
   // The last send to some receiver; null if no send is outstanding.
   RequestRef last_send() const;

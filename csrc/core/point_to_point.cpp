@@ -133,6 +133,22 @@ bool PointToPoint::test(const Request& request) {
   return request.is_done();
 }
 
+std::optional<int> PointToPoint::probe(uint64_t tag) {
+  Done done;
+  std::optional<int> sender;
+  {
+    const std::lock_guard lock(mutex_);
+    try {
+      queues_.move(done);
+      sender = queues_.find_early(tag);
+    } catch (const Error& error) {
+      fail(error, done);
+    }
+  }
+  report(done);
+  return sender;
+}
+
 bool PointToPoint::wait(const Request& request, CallerThread thread,
                         std::optional<Nanoseconds> patience) {
   if (!request.is_done() && !wait_until_done(request, thread, patience)) return false;

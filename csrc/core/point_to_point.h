@@ -53,6 +53,10 @@ class PointToPoint {
   // owner keeps this object alive for that thread.
   void attend(const Request& request, std::shared_ptr<void> owner);
 
+  // Moves what can be moved at once, and returns who has sent the first message with this tag that
+  // no recv has asked for; none: nobody has.
+  std::optional<int> probe(uint64_t tag);
+
   // Moves what can be moved at once in every group of this process. Every wait calls it now and
   // then, so that no peer is stuck on a full link of a group that this rank uses later.
   static void move_all_groups();

@@ -59,7 +59,7 @@ std::optional<Error> Watch::tick(Nanoseconds waited) {
   if (auto error = find_death()) return error;
   if (auto error = find_departure()) return error;
   if (waited >= own_timeout_.value_or(timeout())) {
-    const std::string who = peer_ == kAnyRank ? "any of them" : join("rank ", peer_);
+    const std::string who = peer_ == kAnyRank ? "any of them" : join("rank ", transport_.number_of(peer_));
     return Error(ErrorKind::kTimeout,
                  join(prefix(), " waited ", milliseconds(waited), " ms for ", awaited(), ' ',
                       place(), ", the timeout of this call; is ", who, " alive?"));
@@ -106,7 +106,7 @@ std::string Watch::awaited() const {
 }
 
 std::string Watch::prefix() const {
-  return join("rota.", collective_, ": rank ", transport_.rank(), '/', transport_.world_size());
+  return join("rota.", collective_, ": rank ", transport_.number_of_all());
 }
 
 std::string Watch::place() const {

@@ -134,7 +134,9 @@ void TensorCommunicator::connect_hosts(std::chrono::milliseconds timeout,
   TorchStore store_of_host(prefixed(join("host/", host)));
   transport::SharedMemoryRank local(store_of_host, local_rank, local_size,
                                     make_geometry(options_.slot_bytes, local_size));
-  make_cpu_collectives(local.connect(timeout, check));
+  std::unique_ptr<transport::Transport> transport = local.connect(timeout, check);
+  transport->set_numbering({hosts_->ranks_of(host), world_size_});
+  make_cpu_collectives(std::move(transport));
   BackendPtr engine = options_.make_engine(prefixed("engine"), rank_, world_size_);
   bridged_ = std::make_unique<BridgedCollectives>(
       std::make_unique<Bridge>(*hosts_, rank_, cpu_->communicator(), std::move(engine)), *cpu_,

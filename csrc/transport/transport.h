@@ -1,8 +1,10 @@
 // The executors' view of a transport: all ranks' regions, and which ranks are alive.
 #pragma once
 
+#include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -41,6 +43,21 @@ class Transport {
     num_reserved_slots_ = num_slots;
   }
 
+  // For errors: the ranks' numbers in the group of which they are one host's part, and how many
+  // that has. None: these ranks are the group.
+  struct Numbering {
+    std::vector<int> ranks;
+    int world_size;
+  };
+  void set_numbering(Numbering numbering) { numbering_ = std::move(numbering); }
+  int number_of(int rank) const {
+    return numbering_ ? numbering_->ranks[static_cast<size_t>(rank)] : rank;
+  }
+  // "2/4", this rank among all.
+  std::string number_of_all() const {
+    return join(number_of(rank_), '/', numbering_ ? numbering_->world_size : world_size());
+  }
+
   // The heap of the peer's process, read-only. Empty if it could not be mapped.
   virtual std::span<const std::byte> heap_of(int peer) const = 0;
 
@@ -61,6 +78,7 @@ class Transport {
   Geometry geometry_;
   std::vector<Region> regions_;  // by rank
   int num_reserved_slots_ = 0;
+  std::optional<Numbering> numbering_;
 };
 
 }  // namespace rota::transport

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,18 @@ class BackendOptions(_C.BackendOptions):
         self.engine = engine
 
 
+def _spans_hosts(ranks: Sequence[int]) -> bool:
+    """Whether these ranks of the default group are on several hosts, as far as rota knows them."""
+    try:
+        world = dist.group.WORLD
+        backend = world._get_backend(torch.device("cpu")) if world is not None else None
+    except RuntimeError:  # none for the CPU
+        return False
+    if not isinstance(backend, _C.ProcessGroupRota):
+        return False
+    return sum(not set(ranks).isdisjoint(host) for host in backend.hosts) > 1
+
+
 def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGroupRota:
     """Makes a group's backend.
 
@@ -94,13 +107,15 @@ def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGrou
         options._timeout = timeout
         return dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, world_size, options)
 
-    # torch lists ranks for subgroups only. A subgroup connects at its first use; the default group
-    # connects now and so names missing ranks at once.
-    is_subgroup = len(options.global_ranks_in_group) > 0
+    # torch lists ranks for subgroups only. A subgroup of one host connects at its first use; the
+    # default group connects now and so names missing ranks at once. So do subgroups over several
+    # hosts, because their engine connects all ranks together.
+    ranks = options.global_ranks_in_group
+    is_lazy = len(ranks) > 0 and not _spans_hosts(ranks)
     own = copy.deepcopy(given)  # the caller may use it for other groups
     own._timeout = timeout
     own.make_engine = engine_maker(getattr(given, "engine", None), timeout)
-    own.connects_at_first_use = is_subgroup
+    own.connects_at_first_use = is_lazy
     return _C.ProcessGroupRota(
         options.store, options.group_rank, options.group_size, own, make_nccl
     )

@@ -73,6 +73,9 @@ class HookState:
             overflows and few underflow (E8M0 scales as in the OCP Microscaling specification 1.0);
             for float16 and float8, where it is the default. Blocks are counted from the start of
             a bucket, so results then depend, within the error bound, on how DDP makes its buckets.
+        inter_wire_dtype: instead of wire_dtype, where the ranks are on several hosts, with scaled
+            blocks if it is float16 or float8. Only what crosses between hosts is rounded then: a
+            host's ranks add their gradients in float32, and error feedback is about their sum.
         stochastic_rounding: round to one of the two neighbours at random, so that the expected
             result is exact, instead of to the nearest.
         seed: for stochastic rounding, in [0, 2**64), the same on every rank. Reduction number i of
@@ -126,6 +129,7 @@ class HookState:
         wire_dtype: torch.dtype = torch.float16,
         *,
         block_scaling: bool | None = None,
+        inter_wire_dtype: torch.dtype | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
         error_feedback: bool = False,
@@ -144,6 +148,8 @@ class HookState:
         if replicas is not None and model_group is None:
             raise ValueError("rota.HookState: replicas is about model_group, which is missing")
         options.check_wire(wire_dtype, block_scaling)
+        if inter_wire_dtype is not None:
+            options.check_wire(inter_wire_dtype, options.is_narrow(inter_wire_dtype))
         options.check_factor("gradient_predivide_factor", gradient_predivide_factor)
         options.check_seed(seed)
         options.check_algorithm(algorithm)
@@ -152,6 +158,7 @@ class HookState:
         self.group = group_of(group, model)
         self.wire_dtype = wire_dtype
         self.block_scaling = block_scaling
+        self.inter_wire_dtype = inter_wire_dtype
         self.stochastic_rounding = stochastic_rounding
         self.error_feedback = error_feedback
         self.gradient_predivide_factor = gradient_predivide_factor
@@ -270,6 +277,7 @@ class HookState:
         return {
             "wire_dtype": self.wire_dtype,
             "block_scaling": self.block_scaling,
+            "inter_wire_dtype": self.inter_wire_dtype,
             "stochastic_rounding": self.stochastic_rounding,
             "error_feedback": self.error_feedback,
             "loss_scale": self.loss_scale,
@@ -312,11 +320,15 @@ class HookState:
         seed = None
         if self.stochastic_rounding:
             seed = split_mix_64(self._seed, self._num_reductions)
+        wire_dtype, block_scaling = self.wire_dtype, self.block_scaling
+        if self.inter_wire_dtype is not None and communicator.num_hosts > 1:
+            wire_dtype = self.inter_wire_dtype
+            block_scaling = options.is_narrow(wire_dtype)
         future = communicator.reduce_bucket_future(
             buffer,
             entry.stats,
-            wire_dtype=self.wire_dtype,
-            block_scaling=self.block_scaling,
+            wire_dtype=wire_dtype,
+            block_scaling=block_scaling,
             contribution_factor=1 / self.gradient_predivide_factor,
             divisor=num_summands / self.gradient_predivide_factor,
             result_factor=1 / self.loss_scale,

@@ -16,7 +16,7 @@ Bridge::Bridge(schedule::Hosts hosts, int rank, std::shared_ptr<Communicator> lo
       engine_(std::move(backend), [this](int peer) { return describe(peer); }),
       greeted_(hosts_.whose_partner_is(rank)),
       monitor_(
-          engine_, hosts_, *local_, rank, [this](int peer) { return describe(peer); },
+          engine_, inbox_, hosts_, *local_, rank, [this](int peer) { return describe(peer); },
           [this](const Error& error) { fail(error); }) {}
 
 Bridge::~Bridge() = default;
@@ -82,7 +82,9 @@ Error Bridge::mismatch(const Call& call, const std::vector<Greeting>& by_host) c
 }
 
 void Bridge::wait(Engine::Transfer& transfer, std::string_view phase) {
-  engine_.wait(transfer, timeout(), prefix(kind_name_), join("call ", epoch_, ", ", phase));
+  const auto timeout = own_timeout_.value_or(local_->timeout());
+  engine_.wait(transfer, std::chrono::duration_cast<std::chrono::milliseconds>(timeout),
+               prefix(kind_name_), join("call ", epoch_, ", ", phase));
 }
 
 void Bridge::wait(std::vector<Engine::Transfer>& transfers, std::string_view phase) {
@@ -92,8 +94,7 @@ void Bridge::wait(std::vector<Engine::Transfer>& transfers, std::string_view pha
 
 void Bridge::wait_outside(Engine::Transfer& transfer, std::string_view call) {
   try {
-    engine_.wait(transfer, std::chrono::duration_cast<std::chrono::milliseconds>(local_->timeout()),
-                 prefix(call), "message");
+    engine_.wait(transfer, timeout(), prefix(call), "message");
   } catch (const Error& error) {
     fail(error);
     throw;
@@ -106,21 +107,19 @@ void Bridge::run_local(const Call& call, const cpu::Buffers& buffers) {
 
 void Bridge::fail(const Error& error) {
   local_->fail(error);
-  engine_.abort(error);
-  monitor_.announce(error);
+  end_waits(error);
 }
 
 // Peers see a rank that has failed.
 void Bridge::abort(const std::string& reason) {
   local_->abort(reason);
-  const Error error(ErrorKind::kPeerFailed, reason);
-  engine_.abort(error);
-  monitor_.announce(error);
+  end_waits(Error(ErrorKind::kPeerFailed, reason));
 }
 
-std::chrono::milliseconds Bridge::timeout() const {
-  return std::chrono::duration_cast<std::chrono::milliseconds>(
-      own_timeout_.value_or(local_->timeout()));
+void Bridge::end_waits(const Error& error) {
+  engine_.abort(error);
+  inbox_.fail(error);
+  monitor_.announce(error);
 }
 
 std::string Bridge::prefix(std::string_view call) const {

@@ -16,6 +16,7 @@
 #include "schedule/hosts.h"
 #include "tensor/hosts/engine.h"
 #include "tensor/hosts/host_monitor.h"
+#include "tensor/hosts/inbox.h"
 
 namespace rota::tensors {
 
@@ -33,6 +34,7 @@ class Bridge {
   int local_rank() const { return hosts_.place_of(rank_).local_rank; }
   int local_size() const { return hosts_.local_size(host()); }
   Communicator& local() { return *local_; }
+  Inbox& inbox() { return inbox_; }
   // The ranks of other hosts whose partner this rank is.
   const std::vector<int>& greeted() const { return greeted_; }
 
@@ -75,6 +77,14 @@ class Bridge {
   // Fails every waiting and later call on every rank.
   void fail(const Error& error);
   void abort(const std::string& reason);
+  // Of waits outside collectives.
+  std::chrono::milliseconds timeout() const {
+    return std::chrono::duration_cast<std::chrono::milliseconds>(local_->timeout());
+  }
+  // "rota.recv: rank 2/4", the start of a message.
+  std::string prefix(std::string_view call) const;
+  // "rank 3 on host 1".
+  std::string describe(int rank) const;
 
  private:
   // A rank's call, and whether the ranks of its host agree on it.
@@ -87,15 +97,13 @@ class Bridge {
   void begin(const Call& call, std::optional<Nanoseconds> own_timeout);
   void agree(const Call& call);
   Error mismatch(const Call& call, const std::vector<Greeting>& by_host) const;
-  std::chrono::milliseconds timeout() const;
-  std::string prefix(std::string_view call) const;
-  // "rank 3 on host 1".
-  std::string describe(int rank) const;
+  void end_waits(const Error& error);
 
   schedule::Hosts hosts_;
   int rank_;
   std::shared_ptr<Communicator> local_;
   Engine engine_;
+  Inbox inbox_;
   std::vector<int> greeted_;
 
   std::mutex mutex_;  // one collective at a time

@@ -222,7 +222,7 @@ WorkRef BridgedCollectives::transfer(Direction direction, const at::Tensor& tens
 
 void BridgedCollectives::finish(const std::function<void()>& check_interrupt) {
   queue_.finish(check_interrupt);
-  remote_.finish_sends(check_interrupt);
+  remote_.finish_sends();
 }
 
 void BridgedCollectives::end_progress() {

@@ -26,10 +26,11 @@ constexpr size_t kMostSent = 64;
 
 }  // namespace
 
-HostMonitor::HostMonitor(Engine& engine, const schedule::Hosts& hosts, Communicator& local,
+HostMonitor::HostMonitor(Engine& engine, Inbox& inbox, const schedule::Hosts& hosts, Communicator& local,
                          int rank, std::function<std::string(int)> describe,
                          std::function<void(const Error&)> fail)
     : engine_(engine),
+      inbox_(inbox),
       hosts_(hosts),
       rank_(rank),
       describe_(std::move(describe)),
@@ -68,32 +69,33 @@ void HostMonitor::announce(const Error& error) {
 
 void HostMonitor::listen() {
   while (true) {
-    Notice notice;
+    Letter letter;
     Engine::Transfer transfer;
     try {
-      transfer = engine_.recv_any(&notice, sizeof(notice), kNoticeTag);
+      transfer = engine_.recv_any(&letter, sizeof(letter), kLetterTag);
     } catch (const Error&) {
       return;
     }
     const std::optional<int> sender = engine_.wait_any(transfer);
     if (!sender) return;
-    take(*sender, notice);
+    take(*sender, letter);
   }
 }
 
-void HostMonitor::take(int sender, const Notice& notice) {
+void HostMonitor::take(int sender, const Letter& letter) {
+  if (letter.kind == Letter::Kind::kEnvelope) return inbox_.deliver(sender, letter.envelope);
   {
     const std::lock_guard lock(mutex_);
     const auto heard = heard_.find(sender);
     if (heard != heard_.end()) {
       heard->second.silent_for = milliseconds(0);
       heard->second.has_been_heard = true;
-      heard->second.has_left |= notice.kind == Notice::Kind::kLeft;
+      heard->second.has_left |= letter.kind == Letter::Kind::kLeft;
     }
-    if (notice.kind != Notice::Kind::kFailed || has_failed_) return;
+    if (letter.kind != Letter::Kind::kFailed || has_failed_) return;
   }
-  const std::string text(notice.text.data(), strnlen(notice.text.data(), notice.text.size()));
-  fail_(Error(notice.error, join(describe_(sender), " failed: ", text)));
+  const std::string text(letter.text.data(), strnlen(letter.text.data(), letter.text.size()));
+  fail_(Error(letter.error, join(describe_(sender), " failed: ", text)));
 }
 
 void HostMonitor::watch() {
@@ -107,9 +109,9 @@ void HostMonitor::watch() {
     lock.unlock();
     const bool is_waiting = engine_.awaited().has_value();
     if (news) {
-      Notice notice{.kind = Notice::Kind::kFailed, .error = news->kind()};
-      std::strncpy(notice.text.data(), news->what(), notice.text.size() - 1);
-      send(notice, kLastWords);
+      Letter letter{.kind = Letter::Kind::kFailed, .error = news->kind()};
+      std::strncpy(letter.text.data(), news->what(), letter.text.size() - 1);
+      send(letter, kLastWords);
     } else if (!has_failed) {
       std::optional<Error> error = local_watch_.poll();
       if (!error) error = local_watch_.find_death();
@@ -130,15 +132,15 @@ void HostMonitor::watch() {
   }
   const bool has_failed = has_failed_;
   lock.unlock();
-  if (!has_failed) send({.kind = Notice::Kind::kLeft}, kLastWords);
+  if (!has_failed) send({.kind = Letter::Kind::kLeft}, kLastWords);
 }
 
 // patience: how long to wait for all of them to be sent; 0: not at all.
-void HostMonitor::send(const Notice& notice, milliseconds patience) {
+void HostMonitor::send(const Letter& letter, milliseconds patience) {
   for (const int peer : receivers_) {
-    Sent sent{std::make_unique<Notice>(notice), {}};
+    Sent sent{std::make_unique<Letter>(letter), {}};
     try {
-      sent.transfer = engine_.send(sent.notice.get(), sizeof(Notice), peer, kNoticeTag);
+      sent.transfer = engine_.send(sent.letter.get(), sizeof(Letter), peer, kLetterTag);
     } catch (const Error&) {
       continue;  // whoever waits for it will know
     }

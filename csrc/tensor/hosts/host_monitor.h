@@ -1,21 +1,20 @@
 // Watches over a group on several hosts while its threads wait for messages, which know nothing of
-// failures elsewhere: two threads that send and receive signs of life, so that a host that vanishes
-// without a word is noticed within 2 s; that look for failures among this host's ranks; that carry
-// the reason of any failure to the other hosts; and that tell the user for whom a wait has lasted
-// long.
+// failures elsewhere. One thread sends signs of life, so that a host that vanishes without a word is
+// noticed within 2 s, looks for failures among this host's ranks, carries the reason of any failure
+// to the other hosts, and tells the user for whom a wait has lasted long. The other takes the letters
+// of other hosts.
 //
 // Each rank sends to those ranks of other hosts whose partner it is (schedule/hosts.h), and hears
 // from its own partners, one on each other host.
 #pragma once
 
-#include <array>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <thread>
 #include <unordered_map>
 #include <vector>
@@ -25,13 +24,15 @@
 #include "core/watch.h"
 #include "schedule/hosts.h"
 #include "tensor/hosts/engine.h"
+#include "tensor/hosts/inbox.h"
+#include "tensor/hosts/letters.h"
 
 namespace rota::tensors {
 
 class HostMonitor {
  public:
   // fail(error): runs in a thread of this, when another rank has failed.
-  HostMonitor(Engine& engine, const schedule::Hosts& hosts, Communicator& local, int rank,
+  HostMonitor(Engine& engine, Inbox& inbox, const schedule::Hosts& hosts, Communicator& local, int rank,
               std::function<std::string(int)> describe, std::function<void(const Error&)> fail);
   // Tells the other hosts that this rank has left, unless it has failed.
   ~HostMonitor();
@@ -44,17 +45,9 @@ class HostMonitor {
  private:
   using Clock = std::chrono::steady_clock;
 
-  // What travels: one sign of life.
-  struct Notice {
-    enum class Kind : uint64_t { kAlive, kLeft, kFailed };
-
-    Kind kind = Kind::kAlive;
-    ErrorKind error = ErrorKind::kNone;
-    std::array<char, 1008> text{};  // of the error, zero-terminated
-  };
   // One that is being sent.
   struct Sent {
-    std::unique_ptr<Notice> notice;
+    std::unique_ptr<Letter> letter;
     Engine::Transfer transfer;
   };
   // A rank that this one hears from.
@@ -66,18 +59,19 @@ class HostMonitor {
 
   void listen();
   void watch();
-  void take(int sender, const Notice& notice);
-  void send(const Notice& notice, std::chrono::milliseconds patience);
+  void take(int sender, const Letter& letter);
+  void send(const Letter& letter, std::chrono::milliseconds patience);
   void count_silence(std::chrono::milliseconds passed);
   void warn_about_stall();
 
   Engine& engine_;
+  Inbox& inbox_;
   const schedule::Hosts& hosts_;
   int rank_;
   std::function<std::string(int)> describe_;
   std::function<void(const Error&)> fail_;
   Watch local_watch_;        // the watching thread's own
-  std::vector<int> receivers_;  // of this rank's notices
+  std::vector<int> receivers_;  // of this rank's signs
   std::deque<Sent> sent_;    // of the watching thread
   Clock::time_point warned_of_{};  // the wait that the user knows of
 

@@ -1,5 +1,7 @@
 #include "tensor/hosts/remote_transfers.h"
 
+#include <optional>
+
 #include "tensor/errors.h"
 #include "tensor/hosts/tags.h"
 #include "tensor/request_work.h"
@@ -8,129 +10,172 @@
 namespace rota::tensors {
 namespace {
 
-struct Envelope {
-  uint64_t dtype;
-  uint64_t num_elems;
-  int64_t data_tag;
-  uint64_t unused = 0;
-
-  size_t num_bytes() const { return num_elems * info(static_cast<DType>(dtype)).num_bytes; }
-  std::string to_string() const {
-    return join(name(static_cast<DType>(dtype)), '[', num_elems, ']');
-  }
-  bool fits(const Envelope& other) const {
-    return dtype == other.dtype && num_elems == other.num_elems;
-  }
-};
+// How often a recv from any rank looks for messages of this host.
+constexpr std::chrono::milliseconds kLookEvery{1};
 
 }  // namespace
 
-struct RemoteTransfers::Request {
-  Request(Direction direction, const at::Tensor& tensor, int peer, int64_t tag)
-      : tensor(tensor),
-        packed(this->tensor, direction == Direction::kSend ? Packed::Content::kRead
+// One send or recv, and its handle.
+class RemoteTransfers::Transfer final : public HostWork {
+ public:
+  Transfer(RemoteTransfers& transfers, Direction direction, const at::Tensor& tensor, int peer,
+           int64_t tag)
+      : HostWork(transfers.bridge_.rank(),
+                 direction == Direction::kSend ? ::c10d::OpType::SEND : ::c10d::OpType::RECV,
+                 direction == Direction::kSend ? "rota:send" : "rota:recv", {tensor},
+                 transfers.check_interrupt_),
+        transfers_(transfers),
+        bridge_(transfers.bridge_),
+        direction_(direction),
+        peer_(peer),
+        packed_(tensors_[0], direction == Direction::kSend ? Packed::Content::kRead
                                                            : Packed::Content::kOverwritten),
-        peer(peer),
-        tag(tag),
-        own{static_cast<uint64_t>(movable_dtype(tensor, name(direction))),
-            tensors::num_elems(tensor), 0} {}
+        letter_{.kind = Letter::Kind::kEnvelope,
+                .envelope = {.tag = tag,
+                             .dtype = static_cast<uint64_t>(movable_dtype(tensor, name(direction))),
+                             .num_elems = num_elems(tensor)}} {}
 
-  at::Tensor tensor;
-  Packed packed;
-  int peer;
-  int64_t tag;
-  Envelope own;
-  Envelope theirs{};
-  Engine::Transfer envelope, data;
+  // What must happen in the order of the calls.
+  void begin() {
+    Envelope& envelope = letter_.envelope;
+    if (direction_ == Direction::kRecv) {
+      place_ = bridge_.inbox().enter(peer_, envelope.tag);
+      return;
+    }
+    envelope.data_tag = kFirstDataTag + transfers_.num_sends_++ % kNumDataTags;
+    sent_letter_ = bridge_.send(&letter_, sizeof(letter_), peer_, kLetterTag);
+    data_ = bridge_.send(packed_.data(), envelope.num_bytes(), peer_,
+                         static_cast<int>(envelope.data_tag));
+  }
+
+  void run() {
+    if (direction_ == Direction::kSend) {
+      bridge_.wait_outside(sent_letter_, "send");
+      bridge_.wait_outside(data_, "send");
+    } else if (const auto arrival = peer_ == kAnyRank ? await_any() : await()) {
+      recv(*arrival);
+    }
+  }
+
+  int sourceRank() const override { return peer_; }
+
+ private:
+  Inbox::Arrival await() {
+    if (const auto arrival = bridge_.inbox().wait(*place_, bridge_.timeout())) return *arrival;
+    fail_of_timeout();
+  }
+
+  // Returns none if a message of this host came first, and has been received.
+  std::optional<Inbox::Arrival> await_any() {
+    const auto end = Clock::now() + bridge_.timeout();
+    while (Clock::now() < end) {
+      if (const auto arrival = bridge_.inbox().wait(*place_, kLookEvery)) return arrival;
+      if (recv_of_this_host()) return std::nullopt;
+    }
+    fail_of_timeout();
+  }
+
+  bool recv_of_this_host() {
+    const auto tag = static_cast<uint64_t>(letter_.envelope.tag);
+    RequestRef request;
+    const PackedMessage message(direction_, tensors_[0]);
+    {
+      const std::lock_guard lock(transfers_.any_mutex_);
+      const std::optional<int> sender = bridge_.local().point_to_point().probe(tag);
+      if (!sender || !bridge_.inbox().leave(place_)) return false;
+      request = message.start(bridge_.local(), *sender, tag);
+      peer_ = bridge_.hosts().rank_at(bridge_.host(), *sender);
+    }
+    bridge_.local().point_to_point().wait(*request, CallerThread::kProgress);
+    message.unpack();
+    return true;
+  }
+
+  void recv(const Inbox::Arrival& arrival) {
+    peer_ = arrival.source;
+    const Envelope& theirs = arrival.envelope;
+    const auto receive = [&](void* data) {
+      data_ = bridge_.recv(data, theirs.num_bytes(), peer_, static_cast<int>(theirs.data_tag));
+      bridge_.wait_outside(data_, "recv");
+    };
+    if (theirs.has_length_of(letter_.envelope)) {
+      receive(packed_.data());
+      return packed_.unpack();
+    }
+    // Taken in, so that the sender goes on.
+    std::vector<std::byte> dropped(theirs.num_bytes());
+    receive(dropped.data());
+    throw Error(
+        ErrorKind::kMismatch,
+        join("rota.recv: ranks disagree: rank ", peer_, " called send(", theirs.to_string(),
+             ", tag ", theirs.tag, "); rank ", bridge_.rank(), " called recv(",
+             letter_.envelope.to_string(), ", tag ", theirs.tag,
+             "); nothing was written: make dtype and number of elements equal"));
+  }
+
+  [[noreturn]] void fail_of_timeout() {
+    const std::string who = peer_ == kAnyRank ? "any other rank" : bridge_.describe(peer_);
+    const Error error(ErrorKind::kTimeout,
+                      join(bridge_.prefix("recv"), " waited ", bridge_.timeout().count(), " ms for ",
+                           who, " (tag ", letter_.envelope.tag,
+                           "), the timeout of this call; has it called send?"));
+    bridge_.fail(error);
+    throw error;
+  }
+
+  RemoteTransfers& transfers_;
+  Bridge& bridge_;
+  Direction direction_;
+  int peer_;  // kAnyRank until a message matches
+  Packed packed_;
+  Letter letter_;  // of a recv: what it expects
+  Inbox::PlaceRef place_;
+  Engine::Transfer sent_letter_, data_;
 };
 
 void RemoteTransfers::check(Direction direction, const at::Tensor& tensor, int peer,
                             int64_t tag) const {
+  check_tensor(tensor, name(direction));
   const auto refuse = [&](const std::string& what) {
     throw Error(ErrorKind::kValue, join("rota.", name(direction), ": ", what));
   };
-  check_tensor(tensor, name(direction));
-  if (peer == kAnyRank) {
-    refuse("from any rank, but the ranks are on several hosts; name the source");
+  const bool is_any = direction == Direction::kRecv && peer == kAnyRank;
+  if (!is_any && (peer < 0 || peer >= bridge_.world_size() || peer == bridge_.rank())) {
+    refuse(join("the peer is ", peer, ", expected another rank than the own, ", bridge_.rank(),
+                ", in [0, ", bridge_.world_size(), ")"));
   }
-  if (peer < 0 || peer >= bridge_.world_size() || peer == bridge_.rank()) {
-    refuse(join("the peer is ", peer, ", expected another rank in [0, ", bridge_.world_size(),
-                "); this is rank ", bridge_.rank()));
-  }
-  if (tag < 0 || tag >= kFirstDataTag) {
-    refuse(join("tag is ", tag, ", expected one in [0, ", kFirstDataTag,
-                ") between ranks of different hosts"));
-  }
+  if (tag < 0) refuse(join("tag is ", tag, ", expected 0 or more"));
 }
 
 WorkRef RemoteTransfers::start(Direction direction, const at::Tensor& tensor, int peer, int64_t tag,
                                Launch mode) {
-  const bool is_send = direction == Direction::kSend;
   bridge_.check_usable(name(direction));
   check(direction, tensor, peer, tag);
-  const auto request = std::make_shared<Request>(direction, tensor, peer, tag);
-  // Started here, since messages match in the order of these calls.
-  if (is_send) {
-    request->own.data_tag = kFirstDataTag + num_sends_++ % kNumDataTags;
-    request->envelope = bridge_.send(&request->own, sizeof(Envelope), peer, static_cast<int>(tag));
-    request->data = bridge_.send(request->packed.data(), request->own.num_bytes(), peer,
-                                 static_cast<int>(request->own.data_tag));
-  } else {
-    request->envelope =
-        bridge_.recv(&request->theirs, sizeof(Envelope), peer, static_cast<int>(tag));
-  }
-  const auto work = c10::make_intrusive<HostWork>(
-      bridge_.rank(), is_send ? ::c10d::OpType::SEND : ::c10d::OpType::RECV,
-      is_send ? "rota:send" : "rota:recv", std::vector<at::Tensor>{tensor}, check_interrupt_);
+  const auto transfer = c10::make_intrusive<Transfer>(*this, direction, tensor, peer, tag);
+  transfer->begin();
   ++num_unfinished_;
-  const auto job = [this, request, work, is_send] {
+  const auto job = [this, transfer] {
     std::exception_ptr exception;
     try {
-      with_python_errors([&] { is_send ? send(*request) : recv(*request); });
+      with_python_errors([&] { transfer->run(); });
     } catch (...) {
       exception = std::current_exception();
     }
     --num_unfinished_;
-    work->complete(exception);
+    transfer->complete(exception);
   };
   {
     const std::lock_guard lock(mutex_);
     threads_.remove_if([](const ProgressQueue& thread) { return thread.is_idle(); });
     sends_.remove_if([](const WorkRef& send) { return send->isCompleted(); });
     threads_.emplace_back().enqueue(job);
-    if (is_send) sends_.push_back(work);
+    if (direction == Direction::kSend) sends_.push_back(transfer);
   }
-  if (mode == Launch::kAsync) return work;
-  work->wait(kNoTimeout);
-  return {};
+  if (mode == Launch::kBlocking) transfer->wait(kNoTimeout);
+  return transfer;
 }
 
-void RemoteTransfers::send(Request& request) {
-  bridge_.wait_outside(request.envelope, "send");
-  bridge_.wait_outside(request.data, "send");
-}
-
-void RemoteTransfers::recv(Request& request) {
-  bridge_.wait_outside(request.envelope, "recv");
-  const Envelope& theirs = request.theirs;
-  const int data_tag = static_cast<int>(theirs.data_tag);
-  if (theirs.fits(request.own)) {
-    request.data =
-        bridge_.recv(request.packed.data(), theirs.num_bytes(), request.peer, data_tag);
-    bridge_.wait_outside(request.data, "recv");
-    return request.packed.unpack();
-  }
-  // Taken in, so that the sender and the messages behind it go on.
-  std::vector<std::byte> dropped(theirs.num_bytes());
-  request.data = bridge_.recv(dropped.data(), dropped.size(), request.peer, data_tag);
-  bridge_.wait_outside(request.data, "recv");
-  throw Error(ErrorKind::kMismatch,
-              join("rota.recv: rank ", bridge_.rank(), " expects ", request.own.to_string(),
-                   " from rank ", request.peer, " (tag ", request.tag, "), which has sent ",
-                   theirs.to_string(), "; make both the same"));
-}
-
-void RemoteTransfers::finish_sends(const std::function<void()>&) {
+void RemoteTransfers::finish_sends() {
   std::list<WorkRef> sends;
   {
     const std::lock_guard lock(mutex_);

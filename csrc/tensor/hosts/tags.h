@@ -1,19 +1,18 @@
-// The tags of messages between hosts.
+// The tags of messages between hosts. The engine is rota's alone.
 #pragma once
 
 #include <cstdint>
 
 namespace rota::tensors {
 
-// A send's envelope has the tag that its caller gave, which must be below this. Its data has the
-// next tag of these, in turn, which the envelope names.
-inline constexpr int64_t kFirstDataTag = 1 << 28;
-inline constexpr int64_t kNumDataTags = 1 << 24;
+inline constexpr int kLetterTag = 0;
+inline constexpr int kGreetingTag = 1;      // a call, to be compared
+inline constexpr int kContributionTag = 2;  // what a rank's partner sums
+inline constexpr int kResultTag = 3;        // what is final
+inline constexpr int kLengthTag = 4;        // of a part, to be compared
 
-inline constexpr int kNoticeTag = 1 << 29;            // signs of life
-inline constexpr int kGreetingTag = kNoticeTag + 1;      // a call, to be compared
-inline constexpr int kContributionTag = kNoticeTag + 2;  // what a rank's partner sums
-inline constexpr int kResultTag = kNoticeTag + 3;        // what is final
-inline constexpr int kLengthTag = kNoticeTag + 4;        // of a part, to be compared
+// Of a send's data: in turn, so that recvs that go on at the same time do not mix them up.
+inline constexpr int64_t kFirstDataTag = 16;
+inline constexpr int64_t kNumDataTags = 1 << 24;
 
 }  // namespace rota::tensors

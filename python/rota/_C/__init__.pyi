@@ -171,11 +171,22 @@ class Communicator:
         world_size: int,
         timeout: timedelta,
         slot_bytes: int,
+        make_engine: Callable[[dist.Store, int, int], dist._Backend],
+        inter_wire_dtype: torch.dtype | None,
+        inter_block_scaling: bool,
     ) -> None: ...
     @property
     def rank(self) -> int: ...
     @property
     def world_size(self) -> int: ...
+    @property
+    def hosts(self) -> list[list[int]]:
+        """The ranks of each host, which is numbered by its lowest. Connects the group."""
+
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts the ranks are on. Connects the group."""
+
     @overload
     def all_reduce(
         self,
@@ -582,6 +593,8 @@ class BackendOptions(dist._Backend.Options):
 
     connects_at_first_use: bool
     """Whether the group connects at its first call, as subgroups do, or when it is made."""
+    make_engine: Callable[[dist.Store, int, int], dist._Backend]
+    """make_engine(store, rank, world_size): collective, if ranks are on several hosts."""
 
     def __init__(
         self,
@@ -590,6 +603,8 @@ class BackendOptions(dist._Backend.Options):
         wire_dtype: torch.dtype | None,
         order: str,
         num_shards: int | None,
+        inter_wire_dtype: torch.dtype | None,
+        inter_block_scaling: bool,
     ) -> None: ...
     @property
     def slot_bytes(self) -> int: ...
@@ -609,6 +624,10 @@ class ProcessGroupRota(dist._Backend):
     ) -> None: ...
     @property
     def options(self) -> BackendOptions: ...
+    @property
+    def hosts(self) -> list[list[int]]:
+        """As in Communicator."""
+
     def all_gather_in(
         self,
         wire_dtype: torch.dtype,

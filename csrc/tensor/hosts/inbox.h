@@ -1,0 +1,51 @@
+// The envelopes that have come from other hosts, and the recvs that wait for one. They match by
+// source and tag, in the order in which the recvs were called and the envelopes came.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "base/fork_safe.h"
+#include "tensor/hosts/letters.h"
+
+namespace rota::tensors {
+
+class Inbox {
+ public:
+  struct Arrival {
+    int source;
+    Envelope envelope;
+  };
+  // A recv's place in the queue.
+  struct Place {
+    int source;  // kAnyRank: any
+    int64_t tag;
+    std::optional<Arrival> arrival;
+  };
+  using PlaceRef = std::shared_ptr<Place>;
+
+  void deliver(int source, const Envelope& envelope);
+  PlaceRef enter(int source, int64_t tag);
+  // Blocks until an envelope matches, or `patience` is over. Throws what fail() was given.
+  std::optional<Arrival> wait(Place& place, std::chrono::milliseconds patience);
+  // Gives the place up. Returns false if an envelope has matched it.
+  bool leave(const PlaceRef& place);
+  // Ends all waits with this error.
+  void fail(const Error& error);
+
+ private:
+  static bool matches(const Place& place, int source, int64_t tag);
+
+  std::mutex mutex_;
+  // Guarded by it.
+  std::list<PlaceRef> places_;    // that nothing has matched
+  std::list<Arrival> arrivals_;   // likewise
+  std::optional<Error> error_;
+  ForkSafe<std::condition_variable> changed_;
+};
+
+}  // namespace rota::tensors

@@ -1,0 +1,87 @@
+"""What ranks on several hosts see when one of them fails: DESIGN.md's failure contract."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import rota
+from hosts import Hosts
+from ranks import Rank, Ranks
+
+NUM_ELEMS = 1 << 20
+
+
+def pretend_hosts(rank: Rank, ranks_per_host: int = 2) -> None:
+    """Host ids of the rank's own making, on one network."""
+    os.environ["ROTA_HOST_ID"] = f"host{rank.rank // ranks_per_host}"
+
+
+def outcome(call) -> tuple[str, str, float]:
+    """The error's type and text, and the seconds until it came."""
+    start = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "none", "", time.monotonic() - start
+
+
+def connect(rank: Rank, timeout_s: float = 30.0) -> rota.Communicator:
+    pretend_hosts(rank)
+    rank.init("gloo", timeout_s)
+    return rota.Communicator(timeout=timedelta(seconds=timeout_s))
+
+
+def reduce_until_error(comm: rota.Communicator) -> tuple[str, str, float]:
+    tensor = torch.ones(NUM_ELEMS)
+
+    def reduce() -> None:
+        while True:
+            comm.all_reduce(tensor)
+
+    return outcome(reduce)
+
+
+def lose_a_rank(rank: Rank, victim: int) -> tuple[str, str, float]:
+    comm = connect(rank)
+    comm.barrier()
+    if rank.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    result = reduce_until_error(comm)
+    time.sleep(1)  # a rank that ends takes its connections with it
+    return result
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_all_hosts_hear_of_a_killed_rank(victim: int) -> None:
+    with Ranks(4, lose_a_rank, victim, timeout_s=40) as ranks:
+        results = ranks.results(killed={victim})
+    for rank, (error, text, seconds) in enumerate(results):
+        if rank == victim:
+            continue
+        assert error == "PeerFailed", (rank, error, text)
+        assert f"rank {victim}" in text, (rank, text)
+        assert seconds < 5, (rank, seconds)
+
+
+def be_late(rank: Rank) -> tuple[str, str, float]:
+    comm = connect(rank, timeout_s=2)
+    comm.barrier()
+    if rank.rank == 3:
+        time.sleep(4)
+    return outcome(lambda: comm.all_reduce(torch.ones(4)))
+
+
+def test_rank_that_is_late_is_named_on_all_hosts() -> None:
+    with Ranks(4, be_late, timeout_s=40) as ranks:
+        results = ranks.results()
+    for rank, (error, text, _) in enumerate(results[:3]):
+        assert error == "Timeout", (rank, error, text)
+    assert "rank 3" in results[2][1]
