@@ -17,7 +17,8 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,22 +40,47 @@ _context.set_forkserver_preload(
 )
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs, if not simply beside the test: hosts.py has such places.
+
+    Args:
+        enter: what the rank does before anything else.
+        env: its variables; MASTER_ADDR and MASTER_PORT name a server for its stores.
+    """
+
+    enter: Callable[[], object]
+    env: Mapping[str, str]
+
+
 class Rank:
     """The first argument of a function that runs on a rank."""
 
-    def __init__(self, rank: int, world_size: int, directory: str, pipe: Connection) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        directory: str,
+        pipe: Connection,
+        place: Place | None = None,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._directory = directory
         self._pipe = pipe
+        self._place = place
         self._num_stores = 0
 
     def make_store(self, timeout_s: float = 30.0) -> dist.Store:
         """An empty store; the i-th call on each rank gives the same store."""
         self._num_stores += 1
+        name, timeout = f"store{self._num_stores}", timedelta(seconds=timeout_s)
+        if self._place is not None:
+            address, port = (self._place.env[key] for key in ("MASTER_ADDR", "MASTER_PORT"))
+            return dist.PrefixStore(name, dist.TCPStore(address, int(port), timeout=timeout))
         # A file needs no server and no name look-ups, which stall without DNS.
-        store = dist.FileStore(os.path.join(self._directory, f"store{self._num_stores}"))
-        store.set_timeout(timedelta(seconds=timeout_s))
+        store = dist.FileStore(os.path.join(self._directory, name))
+        store.set_timeout(timeout)
         return store
 
     def init(self, backend: str = "rota", timeout_s: float = 30.0, pg_options: Any = None) -> None:
@@ -103,8 +129,11 @@ def _rank_main(
     os.close(stderr)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     faulthandler.dump_traceback_later(timeout_s + _ORPHAN_S, exit=True)
-    os.environ.update(env)
     try:
+        if rank._place is not None:
+            rank._place.enter()
+            os.environ.update(rank._place.env)
+        os.environ.update(env)
         reply = ("result", function(rank, *args))
     except BaseException:
         reply = ("error", traceback.format_exc())
@@ -121,8 +150,12 @@ class Ranks:
         *args: object,
         env: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
+        places: Sequence[Place] = (),
     ) -> None:
-        """Starts `function(rank, *args)` on every rank; it must be at the top of a module."""
+        """Starts `function(rank, *args)` on every rank; it must be at the top of a module.
+
+        With `places`, one for each rank, every rank runs in its own.
+        """
         self._deadline = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
         self._directory = tempfile.TemporaryDirectory(prefix="rota-test-")
@@ -131,7 +164,8 @@ class Ranks:
         self._processes: list[Any] = []
         for number in range(world_size):
             pipe, rank_pipe = _context.Pipe()
-            rank = Rank(number, world_size, self._directory.name, rank_pipe)
+            place = places[number] if places else None
+            rank = Rank(number, world_size, self._directory.name, rank_pipe, place)
             process = _context.Process(
                 target=_rank_main,
                 args=(rank, function, args, dict(env or {}), self._stderr(number), timeout_s),
