@@ -81,9 +81,16 @@ def add_bucket_sizes(parser: argparse.ArgumentParser) -> None:
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments for the number of ranks and samples, and for output files."""
-    add = parser.add_argument
     # With more ranks, sums would not be exact in every dtype.
-    add("--ranks", type=parse_natural(2, MAX_SUM), default=2, help="ranks to start (default: 2)")
+    parser.add_argument(
+        "--ranks", type=parse_natural(2, MAX_SUM), default=2, help="ranks to start (default: 2)"
+    )
+    add_measuring_arguments(parser)
+
+
+def add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments for the number of samples, and for output files."""
+    add = parser.add_argument
     add(
         "-n",
         "--iters",

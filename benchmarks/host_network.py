@@ -218,6 +218,7 @@ class HostNetwork:
         self._num_hosts = num_hosts
         self._rate = rate
         self._switch: Namespace | None = None
+        self._stores: list[dist.TCPStore] = []
 
     @property
     def switch(self) -> Namespace:
@@ -239,6 +240,7 @@ class HostNetwork:
 
     def close(self) -> None:
         """Gives up the namespaces; those with processes in them live as long as these."""
+        self._stores.clear()  # their sockets would keep the switch
         for namespace in [*self.hosts, *filter(None, [self._switch])]:
             namespace.close()
         self.hosts, self._switch = [], None
@@ -277,9 +279,9 @@ class HostNetwork:
             self.set_rate(self._rate)
 
     def serve_store(self, timeout_s: float = 30.0) -> dist.TCPStore:
-        """A store whose server runs in this process and listens at the switch, where it outlives
-        every host."""
-        return self.switch.call(
+        """An empty store, whose server runs in this process until the network ends, and listens at
+        the switch, where it outlives every host."""
+        store = self.switch.call(
             lambda: dist.TCPStore(
                 SWITCH_ADDRESS,
                 0,
@@ -288,6 +290,8 @@ class HostNetwork:
                 wait_for_workers=False,
             )
         )
+        self._stores.append(store)
+        return store
 
     def set_rate(self, rate: str | None, host: int | None = None) -> None:
         """Changes the rate of a host's link in both directions, or that of all."""

@@ -17,6 +17,9 @@ from time import perf_counter_ns
 
 # An entry's api: rota.Communicator on tensors of rota.empty().
 ROTA_EMPTY = "rota.empty"
+# Backends of hosts.py: plain sockets, and Gloo among one rank of each host.
+TCP = "tcp"
+GLOO_LEADERS = "gloo leaders"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from ranks import Place, Ranks
 
@@ -42,7 +41,6 @@ class Hosts(HostNetwork):
     def __init__(self, num_ranks_per_host: Sequence[int] = (2, 2), rate: str | None = None) -> None:
         super().__init__(len(num_ranks_per_host), rate)
         self.num_ranks_per_host = tuple(num_ranks_per_host)
-        self._stores: list[dist.TCPStore] = []
 
     def __enter__(self) -> Hosts:
         try:
@@ -53,10 +51,6 @@ class Hosts(HostNetwork):
                 pytest.fail(f"{text}; in CI they must be")
             pytest.skip(text)
         return self
-
-    def close(self) -> None:
-        self._stores.clear()
-        super().close()
 
     def ranks_of(self, host: int) -> list[int]:
         """The ranks of one host, for example to kill them."""
@@ -74,8 +68,7 @@ class Hosts(HostNetwork):
 
         Each start has an empty store, also for `init_process_group()` without arguments.
         """
-        self._stores.append(self.serve_store())
-        environments = rank_environments(self.num_ranks_per_host, self._stores[-1])
+        environments = rank_environments(self.num_ranks_per_host, self.serve_store())
         places = [
             Place(
                 functools.partial(enter_namespace, self.hosts[int(values["GROUP_RANK"])].path),
