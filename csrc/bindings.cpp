@@ -261,8 +261,8 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("rank", &TensorCommunicator::rank)
       .def_property_readonly("world_size", &TensorCommunicator::world_size)
       .def_property_readonly("hosts", &hosts_of)
-      .def_property_readonly(
-          "num_hosts", [](TensorCommunicator& self) { return hosts_of(self).size(); })
+      .def_property_readonly("num_hosts",
+                             [](TensorCommunicator& self) { return hosts_of(self).size(); })
       .def(
           "all_reduce_future",
           [](TensorCommunicator& self, const at::Tensor& tensor, std::string_view op,
@@ -385,8 +385,8 @@ PYBIND11_MODULE(_C, module) {
            py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("options"),
            py::arg("make_delegate"), ReleaseGil())
       .def_property_readonly("options", &ProcessGroupRota::getBackendOptions)
-      .def_property_readonly(
-          "hosts", [](ProcessGroupRota& self) { return hosts_of(self.communicator()); })
+      .def_property_readonly("hosts",
+                             [](ProcessGroupRota& self) { return hosts_of(self.communicator()); })
       .def(
           "all_gather_in",
           [](ProcessGroupRota& self, at::ScalarType wire_dtype, bool block_scaling,

@@ -24,7 +24,7 @@ struct BackendOptions final : ::c10d::Backend::Options {
   // What all_reduce rounds wider floats to, once on the way in and once on the way out; none: it
   // does not round.
   std::optional<at::ScalarType> wire_dtype;
-  OrderOptions order;  // of all_reduce, reduce and reduce_scatter
+  OrderOptions order;                    // of all_reduce, reduce and reduce_scatter
   std::optional<WireFormat> inter_wire;  // as in TensorCommunicatorOptions, as make_engine
   tensors::MakeEngine make_engine;
   // As in TensorCommunicatorOptions.

@@ -422,9 +422,8 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupRota::split(
   if (options) of_rota->timeout = options->timeout;
   // As in rota.backend: the engine between hosts connects all ranks together.
   const schedule::Hosts& hosts = communicator_->hosts();
-  of_rota->connects_at_first_use = std::ranges::all_of(ranks, [&](int rank) {
-    return hosts.place_of(rank).host == hosts.place_of(ranks[0]).host;
-  });
+  of_rota->connects_at_first_use = std::ranges::all_of(
+      ranks, [&](int rank) { return hosts.place_of(rank).host == hosts.place_of(ranks[0]).host; });
   of_rota->check_interrupt = options_->check_interrupt;
   const auto prefix = join("rota/split/", options ? options->group_name : "", "/");
   return c10::make_intrusive<ProcessGroupRota>(

@@ -146,7 +146,8 @@ void Communicator::wait_for_post(int peer) {
     std::string others;
     for (const int rank : everyone_) {
       if (rank == peer || post_of(*transport_, rank, epoch_).load() >= epoch_) continue;
-      others += join(others.empty() ? "; also awaited: " : ", ", "rank ", transport_->number_of(rank));
+      others +=
+          join(others.empty() ? "; also awaited: " : ", ", "rank ", transport_->number_of(rank));
     }
     throw Error(error.kind(), error.what() + others);
   }
@@ -291,7 +292,8 @@ Error Communicator::mismatch(const Call& own, uint64_t epoch, std::span<const in
   std::string all_calls;
   for (const auto& [text, ranks] : calls) {
     all_calls += join(all_calls.empty() ? "" : "; ", ranks.size() > 1 ? "ranks " : "rank ");
-    for (size_t i = 0; i < ranks.size(); ++i) all_calls += join(i > 0 ? ", " : "", transport_->number_of(ranks[i]));
+    for (size_t i = 0; i < ranks.size(); ++i)
+      all_calls += join(i > 0 ? ", " : "", transport_->number_of(ranks[i]));
     all_calls += " called " + text;
   }
   return Error(ErrorKind::kMismatch,

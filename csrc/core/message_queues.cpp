@@ -231,8 +231,9 @@ bool MessageQueues::agree(Request& recv, int source, const Message& sent) const 
   if (sent == recv.message_) return true;
   recv.error_.emplace(
       ErrorKind::kMismatch,
-      join("rota.recv: ranks disagree: rank ", transport_.number_of(source), " called send", text_of(sent), "; rank ",
-           transport_.number_of(transport_.rank()), " called recv", text_of(recv.message_),
+      join("rota.recv: ranks disagree: rank ", transport_.number_of(source), " called send",
+           text_of(sent), "; rank ", transport_.number_of(transport_.rank()), " called recv",
+           text_of(recv.message_),
            "; nothing was written: make dtype and number of elements equal"));
   return false;
 }

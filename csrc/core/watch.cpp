@@ -59,7 +59,8 @@ std::optional<Error> Watch::tick(Nanoseconds waited) {
   if (auto error = find_death()) return error;
   if (auto error = find_departure()) return error;
   if (waited >= own_timeout_.value_or(timeout())) {
-    const std::string who = peer_ == kAnyRank ? "any of them" : join("rank ", transport_.number_of(peer_));
+    const std::string who =
+        peer_ == kAnyRank ? "any of them" : join("rank ", transport_.number_of(peer_));
     return Error(ErrorKind::kTimeout,
                  join(prefix(), " waited ", milliseconds(waited), " ms for ", awaited(), ' ',
                       place(), ", the timeout of this call; is ", who, " alive?"));

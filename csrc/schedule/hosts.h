@@ -66,6 +66,7 @@ class Hosts {
 
   // Whether all hosts have as many ranks, with consecutive numbers.
   bool are_groups_of(int group_size) const {
+    if (world_size() != num_hosts() * group_size) return false;
     for (int rank = 0; rank < world_size(); ++rank) {
       const Place& place = place_of(rank);
       if (place.host != rank / group_size || place.local_rank != rank % group_size) return false;
@@ -74,8 +75,8 @@ class Hosts {
   }
 
   // Whether each host's ranks are all ranks under one node of a balanced tree over the group, whose
-  // nodes above the hosts form the balanced tree over the hosts. Then the sum in the tree is the sum
-  // over the hosts of the sums within them, each in its own tree.
+  // nodes above the hosts form the balanced tree over the hosts. Then the sum in the tree is the
+  // sum over the hosts of the sums within them, each in its own tree.
   bool are_nodes_of_tree() const {
     const SumOrder tree{.num_shards = 1u << 31};
     int first = 0;
@@ -94,7 +95,7 @@ class Hosts {
   }
 
  private:
-  std::vector<Place> places_;           // by rank
+  std::vector<Place> places_;            // by rank
   std::vector<std::vector<int>> ranks_;  // by host
 };
 

@@ -50,8 +50,7 @@ void all_reduce_sparse(const at::Tensor& tensor, int own_rank, int world_size,
   shape.push_back(tensor.sparse_dim());
   shape.push_back(values.size(0));
   const std::vector<int64_t> equal(num_ranks, static_cast<int64_t>(shape.size()));
-  const std::vector<at::Tensor> shapes =
-      gather(at::tensor(shape, at::kLong), equal, run);
+  const std::vector<at::Tensor> shapes = gather(at::tensor(shape, at::kLong), equal, run);
   std::vector<int64_t> index_lengths, value_lengths;
   int64_t elems_of_one = 1;
   for (int64_t dim = tensor.sparse_dim(); dim < tensor.dim(); ++dim)
@@ -71,10 +70,8 @@ void all_reduce_sparse(const at::Tensor& tensor, int own_rank, int world_size,
   }
 
   // Indices are stored by dimension; by place, the ranks' can be put one after the other.
-  const std::vector<at::Tensor> all_indices =
-      gather(indices.t().reshape({-1}), index_lengths, run);
-  const std::vector<at::Tensor> all_values =
-      gather(values.reshape({-1}), value_lengths, run);
+  const std::vector<at::Tensor> all_indices = gather(indices.t().reshape({-1}), index_lengths, run);
+  const std::vector<at::Tensor> all_values = gather(values.reshape({-1}), value_lengths, run);
   std::vector<int64_t> value_sizes = values.sizes().vec();
   const at::Tensor places = at::cat(all_indices).reshape({-1, tensor.sparse_dim()}).t();
   value_sizes[0] = places.size(1);

@@ -19,8 +19,8 @@
 
 namespace rota::tensors {
 
-using MakeEngine = std::function<BackendPtr(const c10::intrusive_ptr<::c10d::Store>& store, int rank,
-                                            int world_size)>;
+using MakeEngine = std::function<BackendPtr(const c10::intrusive_ptr<::c10d::Store>& store,
+                                            int rank, int world_size)>;
 
 struct TensorCommunicatorOptions {
   std::chrono::milliseconds timeout;
@@ -127,10 +127,10 @@ class TensorCommunicator {
   std::unique_ptr<transport::SharedMemoryRank> unconnected_;  // null once connected
   std::atomic<bool> has_left_{false};                         // before it was connected
   std::atomic<bool> is_connected_{false};
-  std::optional<schedule::Hosts> hosts_;  // constant once connected, as the next two
-  std::optional<CpuCollectives> cpu_;     // of the ranks of this host
+  std::optional<schedule::Hosts> hosts_;         // constant once connected, as the next two
+  std::optional<CpuCollectives> cpu_;            // of the ranks of this host
   std::unique_ptr<BridgedCollectives> bridged_;  // null if all ranks are on this host
-  std::unique_ptr<Collectives> gpu_;   // null until the first CUDA tensor
+  std::unique_ptr<Collectives> gpu_;             // null until the first CUDA tensor
 };
 
 }  // namespace rota::tensors

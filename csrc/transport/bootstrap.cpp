@@ -49,7 +49,8 @@ class Claim {
 
 }  // namespace
 
-// A card is one line of text: rank, address, world size, geometry; the host is the rest of the line.
+// A card is one line of text: rank, address, world size, geometry; the host is the rest of the
+// line.
 Bootstrap::Bootstrap(Store& store, int rank, int world_size, const Geometry& geometry,
                      std::function<UniqueFd()> make_memory)
     : store_(store),

@@ -45,8 +45,8 @@ class Bootstrap {
   // Checks the peer's configuration against this rank's.
   Card parse(int peer, const std::string& line) const;
   // What a wait for other ranks calls: throws after the timeout, and what check_interrupt throws.
-  std::function<void(const IsMissing&)> make_check(std::chrono::milliseconds timeout,
-                                                   const std::function<void()>& check_interrupt) const;
+  std::function<void(const IsMissing&)> make_check(
+      std::chrono::milliseconds timeout, const std::function<void()>& check_interrupt) const;
 
   Store& store_;
   int rank_;
@@ -54,7 +54,7 @@ class Bootstrap {
   Geometry geometry_;
   const std::string host_;  // read once: later, descriptors for it may be short
   Endpoint own_;
-  const std::string line_;  // unique: it holds the endpoint's token
+  const std::string line_;   // unique: it holds the endpoint's token
   std::vector<Card> cards_;  // by rank; empty before all are there
 };
 

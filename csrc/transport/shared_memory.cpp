@@ -38,7 +38,8 @@ std::span<const std::byte> SharedMemoryTransport::heap_of(int peer) const {
 }
 
 std::string SharedMemoryTransport::describe(int peer) const {
-  return join("rank ", number_of(peer), " (pid ", peers_[static_cast<size_t>(peer)].process->pid(), ")");
+  return join("rank ", number_of(peer), " (pid ", peers_[static_cast<size_t>(peer)].process->pid(),
+              ")");
 }
 
 std::vector<int> SharedMemoryTransport::find_dead_peers(int awaited) const {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <type_traits>
 
 #include "tensor/hosts/tags.h"
@@ -15,6 +16,7 @@ Bridge::Bridge(schedule::Hosts hosts, int rank, std::shared_ptr<Communicator> lo
       local_(std::move(local)),
       engine_(std::move(backend), [this](int peer) { return describe(peer); }),
       greeted_(hosts_.whose_partner_is(rank)),
+      messages_(static_cast<size_t>(hosts_.num_hosts())),
       monitor_(
           engine_, inbox_, hosts_, *local_, rank, [this](int peer) { return describe(peer); },
           [this](const Error& error) { fail(error); }) {}
@@ -29,42 +31,52 @@ void Bridge::begin(const Call& call, std::optional<Nanoseconds> own_timeout) {
 }
 
 // The ranks of a host agree first, so a greeting stands for its host. Messages of data follow only
-// once all hosts have agreed, so they have the length that their receivers expect.
-void Bridge::agree(const Call& call) {
+// once all hosts have agreed, so they have the length that their receivers expect. A contribution
+// that comes with the greeting may be shorter than the memory that waits for it.
+void Bridge::agree(const Call& call, const ShortMessage& contribute) {
   static_assert(std::is_trivially_copyable_v<Greeting>);
-  Greeting own{.epoch = epoch_, .words = call.to_words()};
+  Message& own = messages_[static_cast<size_t>(host())];
+  auto& greeting = *new (own.data()) Greeting{.epoch = epoch_, .words = call.to_words()};
+  size_t num_bytes = sizeof(Greeting);
   std::optional<Error> disagreement;
   try {
     local_->agree(call, CallerThread::kProgress, own_timeout_);
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kMismatch) throw;
     disagreement = error;
-    std::strncpy(own.disagreement.data(), error.what(), own.disagreement.size() - 1);
+    std::strncpy(greeting.disagreement.data(), error.what(), greeting.disagreement.size() - 1);
   }
-  std::vector<Greeting> by_host(static_cast<size_t>(hosts_.num_hosts()));
   std::vector<Engine::Transfer> transfers;
   for (int other = 0; other < hosts_.num_hosts(); ++other) {
-    Greeting& greeting = by_host[static_cast<size_t>(other)];
-    if (other == host()) {
-      greeting = own;
-    } else {
-      transfers.push_back(
-          recv(&greeting, sizeof(greeting), hosts_.partner_of(rank_, other), kGreetingTag));
-    }
+    if (other == host()) continue;
+    Message& message = messages_[static_cast<size_t>(other)];
+    transfers.push_back(
+        recv(message.data(), sizeof(Message), hosts_.partner_of(rank_, other), kGreetingTag));
   }
-  for (const int peer : greeted_) transfers.push_back(send(&own, sizeof(own), peer, kGreetingTag));
+  if (contribute && !disagreement) {
+    const std::span<const std::byte> contribution = contribute();
+    if (!contribution.empty()) {
+      std::memcpy(own.data() + num_bytes, contribution.data(), contribution.size());
+    }
+    num_bytes += contribution.size();
+  }
+  for (const int peer : greeted_) {
+    transfers.push_back(send(own.data(), num_bytes, peer, kGreetingTag));
+  }
   wait(transfers, "start");
   if (disagreement) throw *disagreement;
-  const bool all_agree = std::ranges::all_of(by_host, [&](const Greeting& greeting) {
-    return greeting.words == own.words && greeting.epoch == epoch_ && greeting.disagreement[0] == 0;
-  });
-  if (!all_agree) throw mismatch(call, by_host);
+  for (int other = 0; other < hosts_.num_hosts(); ++other) {
+    const Greeting& theirs = greeting_of(other);
+    if (theirs.words != greeting.words || theirs.epoch != epoch_ || theirs.disagreement[0] != 0) {
+      throw mismatch(call);
+    }
+  }
 }
 
-Error Bridge::mismatch(const Call& call, const std::vector<Greeting>& by_host) const {
+Error Bridge::mismatch(const Call& call) const {
   std::string all_calls;
   for (int host = 0; host < hosts_.num_hosts(); ++host) {
-    const Greeting& greeting = by_host[static_cast<size_t>(host)];
+    const Greeting& greeting = greeting_of(host);
     all_calls += join(host > 0 ? "; " : "", "host ", host, " (ranks");
     for (const int rank : hosts_.ranks_of(host)) all_calls += join(' ', rank);
     const std::string text(greeting.disagreement.data(),

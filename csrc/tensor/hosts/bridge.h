@@ -5,9 +5,11 @@
 
 #include <array>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -38,14 +40,21 @@ class Bridge {
   // The ranks of other hosts whose partner this rank is.
   const std::vector<int>& greeted() const { return greeted_; }
 
+  // At most kMaxShortBytes, which travel with the greeting.
+  using ShortMessage = std::function<std::span<const std::byte>()>;
+  static constexpr size_t kMaxShortBytes = 16 << 10;
+
   // Runs body() as this rank's next collective, in this thread, once all ranks have made the same
-  // call. Throws Error; all but Error(kMismatch) end the group.
+  // call. contribute() runs before that, once the ranks of this host have, and returns what this
+  // rank sends to those whose partner it is; null: nothing. Throws Error; all but Error(kMismatch)
+  // end the group.
   template <typename Body>
-  void run(const Call& call, std::optional<Nanoseconds> own_timeout, const Body& body) {
+  void run(const Call& call, std::optional<Nanoseconds> own_timeout, const Body& body,
+           const ShortMessage& contribute = nullptr) {
     const std::lock_guard lock(mutex_);
     begin(call, own_timeout);
     try {
-      agree(call);
+      agree(call, contribute);
       body();
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::kMismatch) fail(error);
@@ -57,6 +66,11 @@ class Bridge {
   }
 
   // ---- for the body
+
+  // What the partner on another host has contributed.
+  std::byte* contribution_of(int host) {
+    return messages_[static_cast<size_t>(host)].data() + sizeof(Greeting);
+  }
 
   Engine::Transfer send(const void* data, size_t num_bytes, int peer, int tag) {
     return engine_.send(data, num_bytes, peer, tag);
@@ -88,15 +102,18 @@ class Bridge {
 
  private:
   // A rank's call, and whether the ranks of its host agree on it.
-  struct Greeting {
+  struct alignas(64) Greeting {
     uint64_t epoch = 0;
     Call::Words words{};
     std::array<char, 448> disagreement{};  // of that host, zero-terminated; empty: they agree
   };
 
   void begin(const Call& call, std::optional<Nanoseconds> own_timeout);
-  void agree(const Call& call);
-  Error mismatch(const Call& call, const std::vector<Greeting>& by_host) const;
+  void agree(const Call& call, const ShortMessage& contribute);
+  const Greeting& greeting_of(int host) const {
+    return *reinterpret_cast<const Greeting*>(messages_[static_cast<size_t>(host)].data());
+  }
+  Error mismatch(const Call& call) const;
   void end_waits(const Error& error);
 
   schedule::Hosts hosts_;
@@ -110,6 +127,13 @@ class Bridge {
   uint64_t epoch_ = 0;
   std::string_view kind_name_;
   std::optional<Nanoseconds> own_timeout_;
+  // By host: its greeting, which may be followed by a contribution.
+  struct alignas(64) Message {
+    std::byte bytes[sizeof(Greeting) + kMaxShortBytes];
+    std::byte* data() { return bytes; }
+    const std::byte* data() const { return bytes; }
+  };
+  std::vector<Message> messages_;
 
   HostMonitor monitor_;  // last: goes first
 };

@@ -114,11 +114,10 @@ WorkRef BridgedCollectives::run(OperationList operations, Launch mode) {
 }
 
 void BridgedCollectives::run_here(const Operation& operation, const Call& call) {
-  if (row_of(call.kind).is_in_place || call.kind == CollectiveKind::kBarrier) {
-    return bridge_->run(call, operation.timeout, [&] {
-      if (call.kind != CollectiveKind::kBarrier) reduce(operation, call);
-    });
+  if (call.kind == CollectiveKind::kBarrier) {
+    return bridge_->run(call, operation.timeout, [] {});
   }
+  if (row_of(call.kind).is_in_place) return run_in_place(operation, call);
   const PackedOperation packed(operation, rank_, bridge_->world_size());
   const cpu::Buffers buffers = packed.buffers();
   bridge_->run(call, operation.timeout, [&] {
@@ -143,8 +142,8 @@ void BridgedCollectives::run_here(const Operation& operation, const Call& call) 
   packed.unpack();
 }
 
-// An operation in place: a broadcast, or a sum of a whole tensor.
-void BridgedCollectives::reduce(const Operation& operation, const Call& call) {
+// A broadcast, or the sum of a whole tensor.
+void BridgedCollectives::run_in_place(const Operation& operation, const Call& call) {
   const CollectiveRow& row = row_of(call.kind);
   const bool contributes = is_among(row.contributors, rank_, call.root);
   const bool receives = is_among(row.receivers, rank_, call.root);
@@ -152,17 +151,15 @@ void BridgedCollectives::reduce(const Operation& operation, const Call& call) {
                       contributes ? Packed::Content::kRead : Packed::Content::kOverwritten,
                       operation.premul_factor);
   auto* data = static_cast<std::byte*>(packed.data());
-  if (!row.reduces) {
-    hierarchical_broadcast(*bridge_, call, data);
-  } else if (row.receivers == Ranks::kAll) {
-    hierarchical_sum(*bridge_, scratch_, call, orders_of(call), {.data = data});
-  } else {
-    // The root's sum takes the way of everybody's; the others' tensors stay as they are.
+  if (row.reduces) {
     if (!receives) {
+      // The root's sum takes the way of everybody's; the others' tensors stay as they are.
       std::byte* copy = scratch_.at_least(kCopyOfOthers, num_bytes(operation.outputs[0]));
       data = static_cast<std::byte*>(std::memcpy(copy, data, num_bytes(operation.outputs[0])));
     }
-    hierarchical_sum(*bridge_, scratch_, call, orders_of(call), {.data = data});
+    hierarchical_sum(*bridge_, scratch_, call, orders_of(call), {.data = data}, operation.timeout);
+  } else {
+    bridge_->run(call, operation.timeout, [&] { hierarchical_broadcast(*bridge_, call, data); });
   }
   if (receives) packed.unpack();
 }
@@ -176,17 +173,15 @@ WorkRef BridgedCollectives::reduce_bucket(const BucketTensors& tensors,
   call.algorithm = schedule::Algorithm::kTwoShot;
   orders_of(call);
   return enqueue(mode, call.kind, {tensors.bucket}, [this, tensors, call] {
-    bridge_->run(call, std::nullopt, [&] {
-      const Packed packed(tensors.bucket, Packed::Content::kRead);
-      cpu::BucketMeasures measures(call.num_elems);
-      hierarchical_sum(
-          *bridge_, scratch_, call, orders_of(call),
-          {.data = packed.data(),
-           .residual = tensors.residual ? tensors.residual->data_ptr<float>() : nullptr,
-           .measures = &measures});
-      packed.unpack();
-      write_stats(measures, tensors.stats);
-    });
+    const Packed packed(tensors.bucket, Packed::Content::kRead);
+    cpu::BucketMeasures measures(call.num_elems);
+    hierarchical_sum(*bridge_, scratch_, call, orders_of(call),
+                     {.data = packed.data(),
+                      .residual = tensors.residual ? tensors.residual->data_ptr<float>() : nullptr,
+                      .measures = &measures},
+                     std::nullopt);
+    packed.unpack();
+    write_stats(measures, tensors.stats);
   });
 }
 

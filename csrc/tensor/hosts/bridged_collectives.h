@@ -59,7 +59,7 @@ class BridgedCollectives final : public Collectives {
                    Launch mode);
   // In the queue's thread.
   void run_here(const Operation& operation, const Call& call);
-  void reduce(const Operation& operation, const Call& call);
+  void run_in_place(const Operation& operation, const Call& call);
 
   int rank_;
   std::unique_ptr<Bridge> bridge_;

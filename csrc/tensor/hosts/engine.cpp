@@ -10,6 +10,15 @@ namespace {
 // Longer than any job; what waits without a timeout is ended by abort().
 constexpr auto kForever = std::chrono::hours(24 * 365);
 
+// "Connection reset by peer" of Gloo's "[file:line] Read error [address]: Connection reset by peer.
+// This is typically caused by ...".
+std::string cause_of(const std::exception& failure) {
+  const std::string text = failure.what();
+  const std::string cause = text.substr(0, text.find(". This is"));
+  const size_t begin = cause.rfind("] ");
+  return begin == std::string::npos ? cause : cause.substr(begin + 2);
+}
+
 std::vector<at::Tensor> bytes_of(const void* data, size_t num_bytes) {
   return {at::from_blob(const_cast<void*>(data), {static_cast<int64_t>(num_bytes)}, at::kByte)};
 }
@@ -21,8 +30,8 @@ Engine::Transfer Engine::start(const Start& start, int peer, bool is_send) {
   try {
     return {start(), peer, is_send};
   } catch (const std::exception& failure) {
-    throw Error(ErrorKind::kPeerFailed,
-                join("rota: the connection to ", describe_(peer), " is broken: ", failure.what()));
+    throw Error(ErrorKind::kPeerFailed, join("rota: the connection to ", describe_(peer),
+                                             " is broken (", cause_of(failure), ")"));
   }
 }
 
@@ -82,7 +91,7 @@ void Engine::wait(Transfer& transfer, std::chrono::milliseconds timeout, std::st
     }
     throw Error(ErrorKind::kPeerFailed,
                 join(prefix, ": ", describe_(peer), " has died or left, or the network is down (",
-                     phase, "): ", failure.what(), "; restart the job"));
+                     phase, "; ", cause_of(failure), "); restart the job"));
   }
 }
 

@@ -49,8 +49,8 @@ class Engine {
   Engine(BackendPtr backend, std::function<std::string(int)> describe)
       : backend_(std::move(backend)), describe_(std::move(describe)) {}
 
-  // Messages of one pair and tag arrive in the order of their calls, and are as long as their recv
-  // expects. An empty message is not sent. Throws Error(kPeerFailed).
+  // Messages of one pair and tag arrive in the order of their calls, and are at most as long as
+  // their recv expects. An empty message is not sent. Throws Error(kPeerFailed).
   Transfer send(const void* data, size_t num_bytes, int peer, int tag);
   Transfer recv(void* data, size_t num_bytes, int peer, int tag);
   // From any rank; wait_any() returns which.

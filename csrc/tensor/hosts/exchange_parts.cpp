@@ -59,12 +59,11 @@ void compare_lengths(Bridge& bridge, const Call& call, const std::vector<int>& o
   for (const int peer : others) {
     const auto i = static_cast<size_t>(peer);
     if (theirs[i][0] == own[i][1] && theirs[i][1] == own[i][0]) continue;
-    const Error error(
-        ErrorKind::kMismatch,
-        join("rota.", call.kind_name(), ": ranks disagree: rank ", bridge.rank(), " sends ",
-             own[i][0], " bytes to rank ", peer, " and expects ", own[i][1], "; rank ", peer,
-             " expects ", theirs[i][1], " and sends ", theirs[i][0],
-             "; nothing was written: give both the same splits"));
+    const Error error(ErrorKind::kMismatch,
+                      join("rota.", call.kind_name(), ": ranks disagree: rank ", bridge.rank(),
+                           " sends ", own[i][0], " bytes to rank ", peer, " and expects ",
+                           own[i][1], "; rank ", peer, " expects ", theirs[i][1], " and sends ",
+                           theirs[i][0], "; nothing was written: give both the same splits"));
     bridge.fail(error);  // the others do not know
     throw error;
   }

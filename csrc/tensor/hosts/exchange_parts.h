@@ -1,5 +1,5 @@
-// Gather, scatter and all-to-all over several hosts: each part goes from its rank to the one that it
-// is for, through the host's memory or the network. A rank sends to others at once.
+// Gather, scatter and all-to-all over several hosts: each part goes from its rank to the one that
+// it is for, through the host's memory or the network. A rank sends to others at once.
 #pragma once
 
 #include "cpu/buffers.h"

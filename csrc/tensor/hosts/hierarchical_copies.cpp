@@ -66,9 +66,9 @@ void gather_bytes(Bridge& bridge, std::span<const Part> outputs) {
       for (const int rank : ranks) {
         parts.push_back(rank < 0 ? Part{outputs[0].data, 0} : output(rank, chunk));
       }
-      bridge.run_local(local_all_gather(parts),
-                       {.inputs = &parts[static_cast<size_t>(bridge.local_rank())],
-                        .outputs = parts.data()});
+      bridge.run_local(
+          local_all_gather(parts),
+          {.inputs = &parts[static_cast<size_t>(bridge.local_rank())], .outputs = parts.data()});
     });
   };
   Transfers incoming, next_incoming, outgoing;
@@ -107,8 +107,8 @@ void hierarchical_all_gather(Bridge& bridge, Scratch& scratch, const Call& call,
   const bool encodes = call.encodes_parts();
   size_t total = 0;
   for (Part& part : parts) {
-    part.num_elems = encodes ? call.wire.num_bytes(part.num_elems)
-                             : part.num_elems * info(call.dtype).num_bytes;
+    part.num_elems =
+        encodes ? call.wire.num_bytes(part.num_elems) : part.num_elems * info(call.dtype).num_bytes;
     total += part.num_elems;
   }
   if (!encodes) {
@@ -150,8 +150,8 @@ void hierarchical_broadcast(Bridge& bridge, const Call& call, std::byte* data) {
   Transfers outgoing;
   const auto forward = [&](const Part& piece) {
     const int first = is_star ? 1 : place + 1;
-    const int end = is_star ? (place == 0 ? hosts.num_hosts() : 0)
-                            : std::min(place + 2, hosts.num_hosts());
+    const int end =
+        is_star ? (place == 0 ? hosts.num_hosts() : 0) : std::min(place + 2, hosts.num_hosts());
     for (int i = first; i < end; ++i) {
       outgoing.push_back(
           bridge.send(piece.data, piece.num_elems, leader_of(host_at(i)), kResultTag));
@@ -211,7 +211,7 @@ class ReduceScatter {
  private:
   static constexpr uint64_t kNumPlaces = 2;
   struct Place {
-    std::byte* own = nullptr;  // this host's sum of the own part
+    std::byte* own = nullptr;              // this host's sum of the own part
     std::vector<WirePlace> contributions;  // by host
     Transfers incoming, outgoing;
   };
@@ -274,9 +274,9 @@ class ReduceScatter {
       std::byte* to = incoming.take(wire_bytes(own.num_elems));
       place.contributions.push_back(call_.wire.place(to, own.num_elems));
       if (host == bridge_.host()) continue;
-      place.incoming.push_back(
-          bridge_.recv(to, wire_bytes(own.num_elems),
-                       bridge_.hosts().partner_of(bridge_.rank(), host), kContributionTag));
+      place.incoming.push_back(bridge_.recv(to, wire_bytes(own.num_elems),
+                                            bridge_.hosts().partner_of(bridge_.rank(), host),
+                                            kContributionTag));
     }
     for (int i = 0; i < num_hosts(); ++i) {
       // Other hosts first, so that their data is on its way early. All ranks of a host keep the
@@ -285,7 +285,8 @@ class ReduceScatter {
       for_each_row(bridge_, host, [&](const std::vector<int>& ranks) {
         std::vector<Part> parts;
         for (const int rank : ranks) {
-          parts.push_back(rank < 0 ? Part{inputs_[0].data, 0} : widened(rank, chunk, widened_pages));
+          parts.push_back(rank < 0 ? Part{inputs_[0].data, 0}
+                                   : widened(rank, chunk, widened_pages));
         }
         const int receiver = ranks[static_cast<size_t>(bridge_.local_rank())];
         const Range range = receiver < 0 ? Range{0, 0} : range_of(receiver, chunk);

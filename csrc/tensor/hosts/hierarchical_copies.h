@@ -1,6 +1,6 @@
 // Collectives over several hosts that move or sum parts for each rank. Every byte crosses between
-// two hosts once: each rank exchanges it with its partner there (schedule/hosts.h), and the ranks of
-// a host share it through their memory. Chunks are pipelined.
+// two hosts once: each rank exchanges it with its partner there (schedule/hosts.h), and the ranks
+// of a host share it through their memory. Chunks are pipelined.
 #pragma once
 
 #include "cpu/buffers.h"

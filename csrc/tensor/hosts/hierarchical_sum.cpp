@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <span>
 #include <vector>
 
 #include "cpu/bucket_reducer.h"
@@ -20,8 +21,6 @@ using schedule::Range;
 
 // Of all ranks of a host, in the accumulate dtype.
 constexpr uint64_t kChunkBytes = 2 << 20;
-// In the wire format: up to here every host sums all of it.
-constexpr uint64_t kOneShotBytes = 32 << 10;
 // A chunk's memory is used again three chunks later: one is being contributed, one summed, one
 // collected.
 constexpr uint64_t kNumPlaces = 3;
@@ -53,14 +52,31 @@ class HierarchicalSum {
         data_(static_cast<std::byte*>(buffers.data)),
         residual_(buffers.residual),
         accumulate_(kIsBucket ? DType::kFloat32 : info(call.dtype).accumulate),
-        is_one_shot_(call.wire.num_bytes(call.num_elems) <= kOneShotBytes),
         chunk_elems_(kChunkBytes / info(accumulate_).num_bytes),
         num_chunks_(schedule::ceil_div(call.num_elems, chunk_elems_)),
+        is_short_(num_chunks_ <= 1 && encoded_bytes(shard_of(0, 0)) <= Bridge::kMaxShortBytes),
         partial_measures_(kIsBucket ? call.num_elems : 0),
         final_(make_reducer<R>(call, buffers, bridge.host(), num_hosts())) {}
 
+  bool is_short() const { return is_short_; }
+
+  // Of a short sum: this host's sum, as other hosts are to get it.
+  std::span<const std::byte> contribution() {
+    if (num_chunks_ == 0) return {};
+    const cpu::IeeeFloatScope ieee;
+    Place& place = place_of(0);
+    const Range shard = begin(0, place);
+    if (!is_on_rail()) return {};
+    const R reducer = sum_over_hosts(place, shard);
+    std::byte* packed = buffer(0, 3, encoded_bytes(shard));
+    if (shard.num_elems > 0) reducer.pack(shard, call_.wire.place(packed, shard.num_elems));
+    own_contribution_ = reducer.own_source(call_.wire.place(packed, shard.num_elems));
+    return {packed, encoded_bytes(shard)};
+  }
+
   void run() {
     const cpu::IeeeFloatScope ieee;
+    if (is_short_) return num_chunks_ == 0 ? void() : run_short();
     for (uint64_t step = 0; step < num_chunks_ + 2; ++step) {
       if (step < num_chunks_) contribute(step);
       if (step >= 1 && step <= num_chunks_) reduce(step - 1);
@@ -74,10 +90,10 @@ class HierarchicalSum {
 
   // A chunk on its way.
   struct Place {
-    std::byte* partial = nullptr;         // this host's sum of the own shard
+    std::byte* partial = nullptr;          // this host's sum of the own shard
     std::vector<WirePlace> contributions;  // to the own part of the shard, by host
-    std::byte* results = nullptr;         // of all rails, as they are encoded
-    Transfers contributing, resulting;    // messages of other hosts
+    std::byte* results = nullptr;          // of all rails, as they are encoded
+    Transfers contributing, resulting;     // messages of other hosts
     Transfers sends;
   };
 
@@ -92,9 +108,8 @@ class HierarchicalSum {
     return schedule::chunk_of(call_.num_elems, chunk_elems_, chunk);
   }
   static Range part_of(const Range& whole, int num_parts, int part) {
-    const Range range =
-        schedule::even_shard(whole.num_elems, static_cast<uint64_t>(num_parts),
-                             static_cast<uint64_t>(part), R::kGranuleElems);
+    const Range range = schedule::even_shard(whole.num_elems, static_cast<uint64_t>(num_parts),
+                                             static_cast<uint64_t>(part), R::kGranuleElems);
     return {whole.begin + range.begin, range.num_elems};
   }
   // The shard of a chunk that a rail sums, and the part of it that its rank on a host does.
@@ -103,7 +118,7 @@ class HierarchicalSum {
   }
   Range share_of(uint64_t chunk, int rail, int host) const {
     const Range shard = shard_of(chunk, rail);
-    return is_one_shot_ ? shard : part_of(shard, num_hosts(), host);
+    return is_short_ ? shard : part_of(shard, num_hosts(), host);
   }
   Range own_shard(uint64_t chunk) const { return shard_of(chunk, bridge_.local_rank()); }
   Range share_of(uint64_t chunk, int host) const {
@@ -112,7 +127,7 @@ class HierarchicalSum {
   size_t encoded_bytes(const Range& range) const {
     return round_up(call_.wire.num_bytes(range.num_elems));
   }
-  int num_shares() const { return is_one_shot_ ? 1 : num_hosts(); }
+  int num_shares() const { return is_short_ ? 1 : num_hosts(); }
   // The encoded results of one rail.
   size_t rail_bytes(uint64_t chunk, int rail) const {
     size_t num_bytes = 0;
@@ -136,6 +151,12 @@ class HierarchicalSum {
   std::byte* buffer(uint64_t chunk, size_t number, size_t num_bytes) {
     constexpr size_t kNumBuffers = 5;
     return scratch_.at_least((chunk % kNumPlaces) * kNumBuffers + number, num_bytes);
+  }
+
+  std::byte* results_buffer(uint64_t chunk) {
+    size_t num_bytes = 0;
+    for (int rail = 0; rail < num_rails(); ++rail) num_bytes += rail_bytes(chunk, rail);
+    return buffer(chunk, 2, num_bytes);
   }
 
   // The sum over the hosts of a chunk's own shard.
@@ -171,21 +192,38 @@ class HierarchicalSum {
     return to;
   }
 
+  void run_short() {
+    Place& place = place_of(0);
+    for (int host = 0; host < num_hosts() && is_on_rail(); ++host) {
+      place.contributions.push_back(
+          host == bridge_.host()
+              ? own_contribution_
+              : call_.wire.place(bridge_.contribution_of(host), own_shard(0).num_elems));
+    }
+    reduce(0);
+    collect(0);
+  }
+
   // Sums a chunk within the host, and sends to each other host what it is to sum.
   void contribute(uint64_t chunk) {
     Place& place = place_of(chunk);
+    if (is_on_rail()) expect(chunk, place);
+    const Range shard = begin(chunk, place);
+    if (is_on_rail()) send_contributions(chunk, place, shard);
+  }
+
+  // Sums a chunk within the host, and returns the own shard of it.
+  Range begin(uint64_t chunk, Place& place) {
     const Range shard = is_on_rail() ? own_shard(chunk) : Range{0, 0};
     place.partial = buffer(chunk, 1, shard.num_elems * elem_bytes());
-    size_t result_bytes = 0;
-    for (int rail = 0; rail < num_rails(); ++rail) result_bytes += rail_bytes(chunk, rail);
-    place.results = buffer(chunk, 2, result_bytes);
-    if (is_on_rail()) expect(chunk, place);
+    place.results = results_buffer(chunk);
     reduce_scatter(chunk, place, shard);
-    if (is_on_rail()) send_contributions(chunk, place, shard);
+    return shard;
   }
 
   // A recv is there before its message, so that a message need not wait.
   void expect(uint64_t chunk, Place& place) {
+    place.results = results_buffer(chunk);
     const Range own = share_of(chunk, bridge_.host());
     const size_t own_bytes = encoded_bytes(own);
     std::byte* incoming = buffer(chunk, 3, own_bytes * static_cast<size_t>(num_hosts()));
@@ -198,7 +236,6 @@ class HierarchicalSum {
       }
       incoming += own_bytes;
     }
-    if (is_one_shot_) return;
     for_each_share(chunk, bridge_.local_rank(), place.results,
                    [&](int host, const WirePlace& result, const Range& range) {
                      if (host == bridge_.host()) return;
@@ -209,8 +246,7 @@ class HierarchicalSum {
 
   void reduce_scatter(uint64_t chunk, const Place& place, const Range& shard) {
     std::byte* source = widened(chunk);
-    std::vector<cpu::Part> parts(static_cast<size_t>(bridge_.local_size()),
-                                 cpu::Part{source, 0});
+    std::vector<cpu::Part> parts(static_cast<size_t>(bridge_.local_size()), cpu::Part{source, 0});
     for (int rail = 0; rail < num_rails(); ++rail) {
       const Range range = shard_of(chunk, rail);
       parts[static_cast<size_t>(rail)] = {
@@ -223,26 +259,20 @@ class HierarchicalSum {
 
   void send_contributions(uint64_t chunk, Place& place, const Range& shard) {
     const R reducer = sum_over_hosts(place, shard);
-    WirePlace& own = place.contributions[static_cast<size_t>(bridge_.host())];
-    const WirePlace packed = own;
-    own = reducer.own_source(packed);
-    if (!cpu::is_from_tensor(own) || is_one_shot_) {
-      const Range range = share_of(chunk, bridge_.host());
-      if (range.num_elems > 0) reducer.pack(range, packed);
-    }
-    size_t offset = 0;
+    const Range own = share_of(chunk, bridge_.host());
+    WirePlace& contribution = place.contributions[static_cast<size_t>(bridge_.host())];
+    const WirePlace packed = contribution;
+    contribution = reducer.own_source(packed);
+    if (!cpu::is_from_tensor(contribution)) reducer.pack(own, packed);
+    std::byte* outgoing =
+        buffer(chunk, 4, encoded_bytes(shard) + static_cast<size_t>(num_hosts()) * kPlaceBytes);
     for (int host = 0; host < num_hosts(); ++host) {
       if (host == bridge_.host()) continue;
       const Range range = share_of(chunk, host);
-      const std::byte* message = packed.payload;
-      if (!is_one_shot_) {
-        std::byte* outgoing = buffer(chunk, 4, encoded_bytes(shard) + num_hosts() * kPlaceBytes);
-        reducer.pack(range, call_.wire.place(outgoing + offset, range.num_elems));
-        message = outgoing + offset;
-        offset += encoded_bytes(range);
-      }
+      reducer.pack(range, call_.wire.place(outgoing, range.num_elems));
       place.sends.push_back(
-          bridge_.send(message, encoded_bytes(range), on_rail(host), kContributionTag));
+          bridge_.send(outgoing, encoded_bytes(range), on_rail(host), kContributionTag));
+      outgoing += encoded_bytes(range);
     }
   }
 
@@ -252,12 +282,12 @@ class HierarchicalSum {
     Place& place = place_of(chunk);
     bridge_.wait(place.contributing, "contributions");
     const R reducer = sum_over_hosts(place, own_shard(chunk));
-    const int own = is_one_shot_ ? 0 : bridge_.host();
+    const int own = is_short_ ? 0 : bridge_.host();
     for_each_share(chunk, bridge_.local_rank(), place.results,
                    [&](int share, const WirePlace& result, const Range& range) {
                      if (share != own || range.num_elems == 0) return;
                      reducer.reduce(place.contributions.data(), range, {&result, 1});
-                     for (int host = 0; host < num_hosts() && !is_one_shot_; ++host) {
+                     for (int host = 0; host < num_hosts() && !is_short_; ++host) {
                        if (host == bridge_.host()) continue;
                        place.sends.push_back(bridge_.send(result.payload, encoded_bytes(range),
                                                           on_rail(host), kResultTag));
@@ -288,9 +318,9 @@ class HierarchicalSum {
       parts[static_cast<size_t>(rail)] = {begin, rail_bytes(chunk, rail)};
       begin += rail_bytes(chunk, rail);
     }
-    bridge_.run_local(local_all_gather(parts),
-                      {.inputs = &parts[static_cast<size_t>(bridge_.local_rank())],
-                       .outputs = parts.data()});
+    bridge_.run_local(
+        local_all_gather(parts),
+        {.inputs = &parts[static_cast<size_t>(bridge_.local_rank())], .outputs = parts.data()});
   }
 
   Bridge& bridge_;
@@ -300,13 +330,23 @@ class HierarchicalSum {
   std::byte* data_;
   float* residual_;
   DType accumulate_;  // of the sums within a host
-  bool is_one_shot_;
   uint64_t chunk_elems_;
   uint64_t num_chunks_;
+  bool is_short_;                         // every host sums all of it
   cpu::BucketMeasures partial_measures_;  // of sums that are not final; unused
   const R final_;                         // between the wire and the tensor
   std::array<Place, kNumPlaces> places_;
+  WirePlace own_contribution_{};  // of a short sum
 };
+
+template <typename R>
+void run(Bridge& bridge, Scratch& scratch, const Call& call, const LevelOrders& orders,
+         const cpu::Buffers& buffers, std::optional<Nanoseconds> own_timeout) {
+  HierarchicalSum<R> sum(bridge, scratch, call, orders, buffers);
+  Bridge::ShortMessage contribute;
+  if (sum.is_short()) contribute = [&] { return sum.contribution(); };
+  bridge.run(call, own_timeout, [&] { sum.run(); }, contribute);
+}
 
 // The sum in scaled blocks of a tensor that is no gradient bucket.
 Call as_bucket(const Call& call) {
@@ -319,17 +359,16 @@ Call as_bucket(const Call& call) {
 }  // namespace
 
 void hierarchical_sum(Bridge& bridge, Scratch& scratch, const Call& call, const LevelOrders& orders,
-                      const cpu::Buffers& buffers) {
+                      const cpu::Buffers& buffers, std::optional<Nanoseconds> own_timeout) {
   if (call.kind == CollectiveKind::kReduceBucket) {
-    HierarchicalSum<cpu::BucketReducer>(bridge, scratch, call, orders, buffers).run();
+    run<cpu::BucketReducer>(bridge, scratch, call, orders, buffers, own_timeout);
   } else if (call.wire.is_block_scaled) {
     cpu::BucketMeasures measures(call.num_elems);
     cpu::Buffers measured = buffers;
     measured.measures = &measures;
-    const Call bucket = as_bucket(call);
-    HierarchicalSum<cpu::BucketReducer>(bridge, scratch, bucket, orders, measured).run();
+    run<cpu::BucketReducer>(bridge, scratch, as_bucket(call), orders, measured, own_timeout);
   } else {
-    HierarchicalSum<cpu::Reducer>(bridge, scratch, call, orders, buffers).run();
+    run<cpu::Reducer>(bridge, scratch, call, orders, buffers, own_timeout);
   }
 }
 

@@ -5,8 +5,9 @@
 // rounded once more.
 //
 // With N bytes in the wire format and H hosts, a host sends 2 (H - 1) / H N bytes and receives as
-// many (Patarasuk & Yuan 2009), or (H - 1) N of short tensors, which take one message instead of
-// two. Chunks are pipelined: while one is awaited, the messages of the next are on their way.
+// many (Patarasuk & Yuan 2009). Short tensors take one message instead of two, of N bytes to each
+// other host, which goes with the greeting of the call. Chunks are pipelined: while one is awaited,
+// the messages of the next are on their way.
 #pragma once
 
 #include "cpu/buffers.h"
@@ -23,8 +24,9 @@ struct LevelOrders {
   schedule::SumOrder hosts;
 };
 
-// call: an all_reduce or reduce_bucket, whose `wire` travels between hosts. Run it in Bridge::run().
+// call: an all_reduce, reduce or reduce_bucket, whose `wire` travels between hosts. Every rank's
+// data becomes the sum.
 void hierarchical_sum(Bridge& bridge, Scratch& scratch, const Call& call, const LevelOrders& orders,
-                      const cpu::Buffers& buffers);
+                      const cpu::Buffers& buffers, std::optional<Nanoseconds> own_timeout);
 
 }  // namespace rota::tensors

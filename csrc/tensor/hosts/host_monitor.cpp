@@ -26,8 +26,8 @@ constexpr size_t kMostSent = 64;
 
 }  // namespace
 
-HostMonitor::HostMonitor(Engine& engine, Inbox& inbox, const schedule::Hosts& hosts, Communicator& local,
-                         int rank, std::function<std::string(int)> describe,
+HostMonitor::HostMonitor(Engine& engine, Inbox& inbox, const schedule::Hosts& hosts,
+                         Communicator& local, int rank, std::function<std::string(int)> describe,
                          std::function<void(const Error&)> fail)
     : engine_(engine),
       inbox_(inbox),
@@ -41,7 +41,7 @@ HostMonitor::HostMonitor(Engine& engine, Inbox& inbox, const schedule::Hosts& ho
   for (int host = 0; host < hosts.num_hosts(); ++host) {
     if (host != own_host) heard_.emplace(hosts.partner_of(rank, host), Heard{});
   }
-  local_watch_.begin_collective("monitor", 0, /*lets_signals_through=*/false);
+  local_watch_.begin_collective("wait", 0, /*lets_signals_through=*/false);
   local_watch_.begin_wait(kAnyRank, "another host's data", 0);
   *listening_ = std::thread([this] { listen(); });
   *watching_ = std::thread([this] { watch(); });

@@ -1,8 +1,8 @@
 // Watches over a group on several hosts while its threads wait for messages, which know nothing of
-// failures elsewhere. One thread sends signs of life, so that a host that vanishes without a word is
-// noticed within 2 s, looks for failures among this host's ranks, carries the reason of any failure
-// to the other hosts, and tells the user for whom a wait has lasted long. The other takes the letters
-// of other hosts.
+// failures elsewhere. One thread sends signs of life, so that a host that vanishes without a word
+// is noticed within 2 s, looks for failures among this host's ranks, carries the reason of any
+// failure to the other hosts, and tells the user for whom a wait has lasted long. The other takes
+// the letters of other hosts.
 //
 // Each rank sends to those ranks of other hosts whose partner it is (schedule/hosts.h), and hears
 // from its own partners, one on each other host.
@@ -32,8 +32,9 @@ namespace rota::tensors {
 class HostMonitor {
  public:
   // fail(error): runs in a thread of this, when another rank has failed.
-  HostMonitor(Engine& engine, Inbox& inbox, const schedule::Hosts& hosts, Communicator& local, int rank,
-              std::function<std::string(int)> describe, std::function<void(const Error&)> fail);
+  HostMonitor(Engine& engine, Inbox& inbox, const schedule::Hosts& hosts, Communicator& local,
+              int rank, std::function<std::string(int)> describe,
+              std::function<void(const Error&)> fail);
   // Tells the other hosts that this rank has left, unless it has failed.
   ~HostMonitor();
   HostMonitor(const HostMonitor&) = delete;
@@ -70,9 +71,9 @@ class HostMonitor {
   int rank_;
   std::function<std::string(int)> describe_;
   std::function<void(const Error&)> fail_;
-  Watch local_watch_;        // the watching thread's own
-  std::vector<int> receivers_;  // of this rank's signs
-  std::deque<Sent> sent_;    // of the watching thread
+  Watch local_watch_;              // the watching thread's own
+  std::vector<int> receivers_;     // of this rank's signs
+  std::deque<Sent> sent_;          // of the watching thread
   Clock::time_point warned_of_{};  // the wait that the user knows of
 
   std::mutex mutex_;

@@ -26,9 +26,8 @@ void Inbox::deliver(int source, const Envelope& envelope) {
 Inbox::PlaceRef Inbox::enter(int source, int64_t tag) {
   auto place = std::make_shared<Place>(Place{source, tag, std::nullopt});
   const std::lock_guard lock(mutex_);
-  const auto arrival = std::ranges::find_if(arrivals_, [&](const Arrival& one) {
-    return matches(*place, one.source, one.envelope.tag);
-  });
+  const auto arrival = std::ranges::find_if(
+      arrivals_, [&](const Arrival& one) { return matches(*place, one.source, one.envelope.tag); });
   if (arrival == arrivals_.end()) {
     places_.push_back(place);
   } else {

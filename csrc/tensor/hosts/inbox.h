@@ -42,8 +42,8 @@ class Inbox {
 
   std::mutex mutex_;
   // Guarded by it.
-  std::list<PlaceRef> places_;    // that nothing has matched
-  std::list<Arrival> arrivals_;   // likewise
+  std::list<PlaceRef> places_;   // that nothing has matched
+  std::list<Arrival> arrivals_;  // likewise
   std::optional<Error> error_;
   ForkSafe<std::condition_variable> changed_;
 };

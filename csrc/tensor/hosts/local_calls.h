@@ -24,8 +24,8 @@ inline Call with_parts(Call call, std::span<const cpu::Part> parts) {
   return call;
 }
 
-// Where a tensor would begin whose byte `offset` lies at `place`: for code that counts elements from
-// a tensor's start, but is given a chunk of it.
+// Where a tensor would begin whose byte `offset` lies at `place`: for code that counts elements
+// from a tensor's start, but is given a chunk of it.
 inline void* element_zero(std::byte* place, uint64_t offset) {
   return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(place) - offset);
 }

@@ -105,20 +105,19 @@ class RemoteTransfers::Transfer final : public HostWork {
     // Taken in, so that the sender goes on.
     std::vector<std::byte> dropped(theirs.num_bytes());
     receive(dropped.data());
-    throw Error(
-        ErrorKind::kMismatch,
-        join("rota.recv: ranks disagree: rank ", peer_, " called send(", theirs.to_string(),
-             ", tag ", theirs.tag, "); rank ", bridge_.rank(), " called recv(",
-             letter_.envelope.to_string(), ", tag ", theirs.tag,
-             "); nothing was written: make dtype and number of elements equal"));
+    throw Error(ErrorKind::kMismatch,
+                join("rota.recv: ranks disagree: rank ", peer_, " called send(", theirs.to_string(),
+                     ", tag ", theirs.tag, "); rank ", bridge_.rank(), " called recv(",
+                     letter_.envelope.to_string(), ", tag ", theirs.tag,
+                     "); nothing was written: make dtype and number of elements equal"));
   }
 
   [[noreturn]] void fail_of_timeout() {
     const std::string who = peer_ == kAnyRank ? "any other rank" : bridge_.describe(peer_);
-    const Error error(ErrorKind::kTimeout,
-                      join(bridge_.prefix("recv"), " waited ", bridge_.timeout().count(), " ms for ",
-                           who, " (tag ", letter_.envelope.tag,
-                           "), the timeout of this call; has it called send?"));
+    const Error error(
+        ErrorKind::kTimeout,
+        join(bridge_.prefix("recv"), " waited ", bridge_.timeout().count(), " ms for ", who,
+             " (tag ", letter_.envelope.tag, "), the timeout of this call; has it called send?"));
     bridge_.fail(error);
     throw error;
   }

@@ -1,6 +1,6 @@
 // send and recv between ranks of different hosts, and recv from any rank of any host. A message is
-// an envelope, which says what follows, and its data, which the receiver asks for once it knows that
-// it fits.
+// an envelope, which says what follows, and its data, which the receiver asks for once it knows
+// that it fits.
 #pragma once
 
 #include <atomic>
