@@ -9,13 +9,15 @@ WorkRef WorkQueue::enqueue(CollectiveKind kind, std::vector<at::Tensor> results,
                            std::function<void()> body) {
   auto work = c10::make_intrusive<HostWork>(rank_, op_type_of(kind), row_of(kind).title.data(),
                                             std::move(results), check_interrupt_);
-  queue_.enqueue([work, body = std::move(body)] {
+  ++*num_unfinished_;
+  queue_.enqueue([work, body = std::move(body), num_unfinished = num_unfinished_] {
     std::exception_ptr exception;
     try {
       with_python_errors(body);
     } catch (...) {
       exception = std::current_exception();
     }
+    --*num_unfinished;
     work->complete(exception);
   });
   return work;

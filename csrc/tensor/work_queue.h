@@ -1,7 +1,9 @@
 // A group's asynchronous calls: runs them in order on a progress thread, each with a Work.
 #pragma once
 
+#include <atomic>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "core/progress_queue.h"
@@ -18,6 +20,8 @@ class WorkQueue {
 
   // Queues body(). results: of the work.
   WorkRef enqueue(CollectiveKind kind, std::vector<at::Tensor> results, std::function<void()> body);
+  // Whether a work is not done. The queue may be busy a little longer.
+  bool has_unfinished() const { return *num_unfinished_ > 0; }
   // True where the caller may run its call itself (core/progress_queue.h).
   bool is_idle() const { return queue_.is_idle(); }
   // Blocks until all queued calls have ended.
@@ -28,6 +32,7 @@ class WorkQueue {
  private:
   int rank_;
   std::function<void()> check_interrupt_;
+  std::shared_ptr<std::atomic<int>> num_unfinished_ = std::make_shared<std::atomic<int>>(0);
   ProgressQueue queue_;
 };
 

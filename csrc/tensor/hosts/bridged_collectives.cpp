@@ -20,6 +20,13 @@ constexpr size_t kCopyOfOthers = 15;
   throw Error(ErrorKind::kValue, join("rota.", call.kind_name(), ": ", what));
 }
 
+void check_group_size(const Call& call, const schedule::Hosts& hosts, const OrderOptions& order) {
+  if (!order.group_size || hosts.are_groups_of(static_cast<int>(*order.group_size))) return;
+  refuse(call, join("group_size is ", *order.group_size,
+                    ", but sums over several hosts have the ranks of each host as a group; leave "
+                    "it out"));
+}
+
 void check_algorithm(const Call& call, std::optional<schedule::Algorithm> algorithm) {
   if (!algorithm) return;
   refuse(call, join("algorithm='", name(*algorithm),
@@ -83,11 +90,6 @@ LevelOrders BridgedCollectives::orders_of(const Call& call) const {
     }
     return {call.order, call.order};
   }
-  if (call.order.group_size != 0 && !hosts.are_groups_of(call.order.group_size)) {
-    refuse(call, join("group_size is ", call.order.group_size,
-                      ", but sums over several hosts have the ranks of each host as a group; leave "
-                      "it out"));
-  }
   return {};
 }
 
@@ -97,6 +99,7 @@ Call BridgedCollectives::planned(const Operation& operation) const {
   call.algorithm = schedule::Algorithm::kTwoShot;
   if (row_of(call.kind).reduces) {
     call.wire = wire_of(call, operation.wire || operation.reduction.wire);
+    check_group_size(call, bridge_->hosts(), operation.reduction.order);
     orders_of(call);
   }
   return call;
@@ -129,7 +132,7 @@ void BridgedCollectives::run_here(const Operation& operation, const Call& call) 
       case CollectiveKind::kGather:
       case CollectiveKind::kScatter:
       case CollectiveKind::kAllToAll:
-        return exchange_parts(*bridge_, call, buffers);
+        return exchange_parts(*bridge_, scratch_, call, buffers);
       case CollectiveKind::kAllReduce:
       case CollectiveKind::kReduceBucket:
       case CollectiveKind::kReduce:
@@ -170,6 +173,7 @@ WorkRef BridgedCollectives::reduce_bucket(const BucketTensors& tensors,
   Call call =
       planner_.reduce_bucket(bucket_dtype(tensors.bucket), num_elems(tensors.bucket), options);
   check_algorithm(call, options.algorithm);
+  check_group_size(call, bridge_->hosts(), options.order);
   call.algorithm = schedule::Algorithm::kTwoShot;
   orders_of(call);
   return enqueue(mode, call.kind, {tensors.bucket}, [this, tensors, call] {
@@ -221,7 +225,7 @@ void BridgedCollectives::finish(const std::function<void()>& check_interrupt) {
 }
 
 void BridgedCollectives::end_progress() {
-  if (!queue_.is_idle() || remote_.has_unfinished()) {
+  if (queue_.has_unfinished() || remote_.has_unfinished()) {
     bridge_->abort(join("rank ", rank_, " dropped its communicator with work pending"));
   }
   queue_.close();

@@ -1,8 +1,8 @@
 #include "tensor/hosts/exchange_parts.h"
 
-#include <array>
 #include <vector>
 
+#include "tensor/hosts/hierarchical_copies.h"
 #include "tensor/hosts/tags.h"
 
 namespace rota::tensors {
@@ -39,39 +39,42 @@ Exchange plan(const Bridge& bridge, const Call& call, const cpu::Buffers& buffer
   return exchange;
 }
 
-// Of an all-to-all, only the two ranks of a pair know how long their parts are.
-void compare_lengths(Bridge& bridge, const Call& call, const std::vector<int>& others,
-                     const Exchange& exchange) {
-  using Lengths = std::array<uint64_t, 2>;  // sent, expected
+// Of an all-to-all, only the two ranks of a pair know how long their parts are. All ranks read what
+// all say, so all come to the same verdict.
+void compare_lengths(Bridge& bridge, Scratch& scratch, const Call& call, const Exchange& exchange) {
   const auto world_size = static_cast<size_t>(bridge.world_size());
-  std::vector<Lengths> own(world_size), theirs(world_size);
-  std::vector<Engine::Transfer> transfers;
-  for (const int peer : others) {
-    const auto i = static_cast<size_t>(peer);
-    own[i] = {exchange.sent[i].num_elems, exchange.expected[i].num_elems};
-    transfers.push_back(bridge.recv(&theirs[i], sizeof(Lengths), peer, kLengthTag));
+  // Row by row: what a rank sends to each, and what it expects of each.
+  const size_t row = 2 * world_size;
+  std::vector<uint64_t> lengths(world_size * row);
+  std::vector<Part> rows;
+  for (size_t rank = 0; rank < world_size; ++rank) {
+    rows.push_back({&lengths[rank * row], row * sizeof(uint64_t)});
   }
-  for (const int peer : others) {
-    transfers.push_back(
-        bridge.send(&own[static_cast<size_t>(peer)], sizeof(Lengths), peer, kLengthTag));
+  const auto own = static_cast<size_t>(bridge.rank());
+  for (size_t peer = 0; peer < world_size; ++peer) {
+    lengths[own * row + peer] = exchange.sent[peer].num_elems;
+    lengths[own * row + world_size + peer] = exchange.expected[peer].num_elems;
   }
-  bridge.wait(transfers, "lengths");
-  for (const int peer : others) {
-    const auto i = static_cast<size_t>(peer);
-    if (theirs[i][0] == own[i][1] && theirs[i][1] == own[i][0]) continue;
-    const Error error(ErrorKind::kMismatch,
-                      join("rota.", call.kind_name(), ": ranks disagree: rank ", bridge.rank(),
-                           " sends ", own[i][0], " bytes to rank ", peer, " and expects ",
-                           own[i][1], "; rank ", peer, " expects ", theirs[i][1], " and sends ",
-                           theirs[i][0], "; nothing was written: give both the same splits"));
-    bridge.fail(error);  // the others do not know
-    throw error;
+  hierarchical_all_gather(bridge, scratch, {.kind = CollectiveKind::kAllGather},
+                          {.inputs = &rows[own], .outputs = rows.data()});
+  for (size_t sender = 0; sender < world_size; ++sender) {
+    for (size_t receiver = 0; receiver < world_size; ++receiver) {
+      const uint64_t sent = lengths[sender * row + receiver];
+      const uint64_t expected = lengths[receiver * row + world_size + sender];
+      if (sent == expected) continue;
+      const size_t elem_bytes = info(call.dtype).num_bytes;
+      throw Error(ErrorKind::kMismatch,
+                  join("rota.", call.kind_name(), ": ranks disagree: rank ", sender, " sends ",
+                       sent / elem_bytes, " elements to rank ", receiver, ", which expects ",
+                       expected / elem_bytes, "; nothing was written: give both the same splits"));
+    }
   }
 }
 
 }  // namespace
 
-void exchange_parts(Bridge& bridge, const Call& call, const cpu::Buffers& buffers) {
+void exchange_parts(Bridge& bridge, Scratch& scratch, const Call& call,
+                    const cpu::Buffers& buffers) {
   const schedule::Hosts& hosts = bridge.hosts();
   const Exchange exchange = plan(bridge, call, buffers);
   std::vector<int> others;
@@ -80,7 +83,7 @@ void exchange_parts(Bridge& bridge, const Call& call, const cpu::Buffers& buffer
     const int peer = (bridge.rank() + i) % bridge.world_size();
     if (hosts.place_of(peer).host != bridge.host()) others.push_back(peer);
   }
-  if (call.kind == CollectiveKind::kAllToAll) compare_lengths(bridge, call, others, exchange);
+  if (call.kind == CollectiveKind::kAllToAll) compare_lengths(bridge, scratch, call, exchange);
 
   std::vector<Engine::Transfer> transfers;
   for (const int peer : others) {

@@ -5,9 +5,11 @@
 #include "cpu/buffers.h"
 #include "schedule/call.h"
 #include "tensor/hosts/bridge.h"
+#include "tensor/hosts/scratch.h"
 
 namespace rota::tensors {
 
-void exchange_parts(Bridge& bridge, const Call& call, const cpu::Buffers& buffers);
+void exchange_parts(Bridge& bridge, Scratch& scratch, const Call& call,
+                    const cpu::Buffers& buffers);
 
 }  // namespace rota::tensors

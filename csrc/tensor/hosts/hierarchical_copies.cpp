@@ -11,9 +11,9 @@
 #include "cpu/float_environment.h"
 #include "cpu/part_codec.h"
 #include "cpu/parts.h"
-#include "cpu/reducer.h"
 #include "schedule/chunk.h"
 #include "tensor/hosts/local_calls.h"
+#include "tensor/hosts/reducers.h"
 #include "tensor/hosts/tags.h"
 
 namespace rota::tensors {
@@ -185,6 +185,8 @@ void hierarchical_broadcast(Bridge& bridge, const Call& call, std::byte* data) {
 
 namespace {
 
+// R: cpu::Reducer or cpu::BucketReducer.
+template <typename R>
 class ReduceScatter {
  public:
   ReduceScatter(Bridge& bridge, Scratch& scratch, const Call& call, const LevelOrders& orders,
@@ -195,9 +197,11 @@ class ReduceScatter {
         orders_(orders),
         inputs_(buffers.inputs, static_cast<size_t>(bridge.world_size())),
         output_(*buffers.outputs),
-        accumulate_(info(call.dtype).accumulate),
+        accumulate_(kIsBucketReducer<R> ? DType::kFloat32 : info(call.dtype).accumulate),
         chunk_elems_(kChunkBytes / info(accumulate_).num_bytes),
-        final_(call, output_.data, /*writes_sums=*/false, bridge.hosts().num_hosts()) {}
+        measures_(kIsBucketReducer<R> ? output_.num_elems : 0),
+        final_(make_reducer<R>(call, {.data = output_.data, .measures = &measures_}, bridge.host(),
+                               bridge.hosts().num_hosts())) {}
 
   void run() {
     const cpu::IeeeFloatScope ieee;
@@ -238,13 +242,19 @@ class ReduceScatter {
     std::byte* next_;
   };
 
-  cpu::Reducer over_hosts(std::byte* partial, const Range& range) const {
+  R over_hosts(std::byte* partial, const Range& range) {
     Call call = call_;
     call.dtype = accumulate_;
     call.hop = info(call_.wire.dtype).accumulate;
     call.order = orders_.hosts;
-    return {call, element_zero(partial, range.begin * info(accumulate_).num_bytes),
-            /*writes_sums=*/false, num_hosts()};
+    // Those of sums that are not final go nowhere.
+    partial_measures_ = cpu::BucketMeasures(
+        kIsBucketReducer<R> ? range.begin + std::max(range.num_elems, output_.num_elems) : 0);
+    return make_reducer<R>(
+        call,
+        {.data = element_zero(partial, range.begin * info(accumulate_).num_bytes),
+         .measures = &partial_measures_},
+        bridge_.host(), num_hosts());
   }
 
   // In the accumulate dtype.
@@ -295,7 +305,7 @@ class ReduceScatter {
                           {.inputs = parts.data(), .outputs = &sum});
         if (receiver < 0) return;
         auto* partial = static_cast<std::byte*>(sum.data);
-        const cpu::Reducer reducer = over_hosts(partial, range);
+        const R reducer = over_hosts(partial, range);
         if (host == bridge_.host()) {
           WirePlace& contribution = place.contributions[static_cast<size_t>(host)];
           const WirePlace packed = contribution;
@@ -333,7 +343,9 @@ class ReduceScatter {
   const Part output_;
   DType accumulate_;
   uint64_t chunk_elems_;
-  const cpu::Reducer final_;
+  cpu::BucketMeasures measures_;  // unused, as the next ones
+  cpu::BucketMeasures partial_measures_{0};
+  const R final_;
   std::array<Place, kNumPlaces> places_;
 };
 
@@ -341,7 +353,12 @@ class ReduceScatter {
 
 void hierarchical_reduce_scatter(Bridge& bridge, Scratch& scratch, const Call& call,
                                  const LevelOrders& orders, const cpu::Buffers& buffers) {
-  ReduceScatter(bridge, scratch, call, orders, buffers).run();
+  if (call.wire.is_block_scaled) {
+    const Call bucket = as_bucket(call);
+    ReduceScatter<cpu::BucketReducer>(bridge, scratch, bucket, orders, buffers).run();
+  } else {
+    ReduceScatter<cpu::Reducer>(bridge, scratch, call, orders, buffers).run();
+  }
 }
 
 }  // namespace rota::tensors

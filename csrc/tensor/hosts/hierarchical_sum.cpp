@@ -6,12 +6,11 @@
 #include <span>
 #include <vector>
 
-#include "cpu/bucket_reducer.h"
 #include "cpu/element_loops.h"
 #include "cpu/float_environment.h"
-#include "cpu/reducer.h"
 #include "schedule/chunk.h"
 #include "tensor/hosts/local_calls.h"
+#include "tensor/hosts/reducers.h"
 #include "tensor/hosts/tags.h"
 
 namespace rota::tensors {
@@ -28,15 +27,6 @@ constexpr size_t kPlaceBytes = 64;  // what starts at a multiple of it
 
 constexpr size_t round_up(size_t num_bytes) {
   return (num_bytes + kPlaceBytes - 1) / kPlaceBytes * kPlaceBytes;
-}
-
-template <typename R>
-R make_reducer(const Call& call, const cpu::Buffers& buffers, int rank, int num_contributors) {
-  if constexpr (std::is_same_v<R, cpu::BucketReducer>) {
-    return R(call, buffers, rank, num_contributors);
-  } else {
-    return R(call, buffers.data, /*writes_sums=*/false, num_contributors);
-  }
 }
 
 // R: cpu::Reducer or cpu::BucketReducer.
@@ -85,7 +75,7 @@ class HierarchicalSum {
   }
 
  private:
-  static constexpr bool kIsBucket = std::is_same_v<R, cpu::BucketReducer>;
+  static constexpr bool kIsBucket = kIsBucketReducer<R>;
   using Transfers = std::vector<Engine::Transfer>;
 
   // A chunk on its way.
@@ -346,14 +336,6 @@ void run(Bridge& bridge, Scratch& scratch, const Call& call, const LevelOrders& 
   Bridge::ShortMessage contribute;
   if (sum.is_short()) contribute = [&] { return sum.contribution(); };
   bridge.run(call, own_timeout, [&] { sum.run(); }, contribute);
-}
-
-// The sum in scaled blocks of a tensor that is no gradient bucket.
-Call as_bucket(const Call& call) {
-  Call bucket = call;
-  bucket.kind = CollectiveKind::kReduceBucket;
-  bucket.pass = {.divisor = call.op == ReduceOp::kAvg ? call.pass.divisor : 1};
-  return bucket;
 }
 
 }  // namespace

@@ -83,7 +83,13 @@ void HostMonitor::listen() {
 }
 
 void HostMonitor::take(int sender, const Letter& letter) {
-  if (letter.kind == Letter::Kind::kEnvelope) return inbox_.deliver(sender, letter.envelope);
+  if (letter.kind == Letter::Kind::kEnvelope) {
+    try {
+      return inbox_.deliver(sender, letter.envelope, engine_);
+    } catch (const Error& error) {
+      return fail_(error);
+    }
+  }
   {
     const std::lock_guard lock(mutex_);
     const auto heard = heard_.find(sender);

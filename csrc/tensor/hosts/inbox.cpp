@@ -1,6 +1,7 @@
 #include "tensor/hosts/inbox.h"
 
 #include <algorithm>
+#include <new>
 
 #include "core/watch.h"
 
@@ -10,15 +11,30 @@ bool Inbox::matches(const Place& place, int source, int64_t tag) {
   return place.tag == tag && (place.source == source || place.source == kAnyRank);
 }
 
-void Inbox::deliver(int source, const Envelope& envelope) {
+std::shared_ptr<Inbox::EarlyData> Inbox::take_in(int source, const Envelope& envelope,
+                                                 Engine& engine) {
+  auto early = std::make_shared<EarlyData>();
+  try {
+    early->bytes.resize(envelope.num_bytes());
+  } catch (const std::bad_alloc&) {
+    throw Error(ErrorKind::kTransport,
+                join("rota.recv: no memory for ", envelope.to_string(), " of rank ", source,
+                     " that came before its recv; call recv before the sender sends"));
+  }
+  early->transfer = engine.recv(early->bytes.data(), early->bytes.size(), source,
+                                static_cast<int>(envelope.data_tag));
+  return early;
+}
+
+void Inbox::deliver(int source, const Envelope& envelope, Engine& engine) {
   const std::lock_guard lock(mutex_);
   const auto place = std::ranges::find_if(
       places_, [&](const PlaceRef& one) { return matches(*one, source, envelope.tag); });
   if (place == places_.end()) {
-    arrivals_.push_back({source, envelope});
+    arrivals_.push_back({source, envelope, take_in(source, envelope, engine)});
     return;
   }
-  (*place)->arrival = {source, envelope};
+  (*place)->arrival = {source, envelope, nullptr};
   places_.erase(place);
   changed_->notify_all();
 }

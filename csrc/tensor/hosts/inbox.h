@@ -8,17 +8,25 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <vector>
 
 #include "base/fork_safe.h"
+#include "tensor/hosts/engine.h"
 #include "tensor/hosts/letters.h"
 
 namespace rota::tensors {
 
 class Inbox {
  public:
+  // The data of a message that came before its recv, on its way or here.
+  struct EarlyData {
+    std::vector<std::byte> bytes;
+    Engine::Transfer transfer;
+  };
   struct Arrival {
     int source;
     Envelope envelope;
+    std::shared_ptr<EarlyData> early;  // null: its recv asks for the data
   };
   // A recv's place in the queue.
   struct Place {
@@ -28,7 +36,9 @@ class Inbox {
   };
   using PlaceRef = std::shared_ptr<Place>;
 
-  void deliver(int source, const Envelope& envelope);
+  // A message that no recv has asked for is taken in at once, so that both ranks of a pair may send
+  // first. Throws Error(kTransport) if there is no memory for it.
+  void deliver(int source, const Envelope& envelope, Engine& engine);
   PlaceRef enter(int source, int64_t tag);
   // Blocks until an envelope matches, or `patience` is over. Throws what fail() was given.
   std::optional<Arrival> wait(Place& place, std::chrono::milliseconds patience);
@@ -38,6 +48,7 @@ class Inbox {
   void fail(const Error& error);
 
  private:
+  static std::shared_ptr<EarlyData> take_in(int source, const Envelope& envelope, Engine& engine);
   static bool matches(const Place& place, int source, int64_t tag);
 
   std::mutex mutex_;

@@ -2,6 +2,7 @@
 
 #include <optional>
 
+#include "cpu/copy.h"
 #include "tensor/errors.h"
 #include "tensor/hosts/tags.h"
 #include "tensor/request_work.h"
@@ -94,17 +95,20 @@ class RemoteTransfers::Transfer final : public HostWork {
   void recv(const Inbox::Arrival& arrival) {
     peer_ = arrival.source;
     const Envelope& theirs = arrival.envelope;
-    const auto receive = [&](void* data) {
-      data_ = bridge_.recv(data, theirs.num_bytes(), peer_, static_cast<int>(theirs.data_tag));
+    const bool is_as_expected = theirs.has_length_of(letter_.envelope);
+    if (arrival.early) {
+      bridge_.wait_outside(arrival.early->transfer, "recv");
+      if (is_as_expected) {
+        cpu::copy_bytes(packed_.data(), arrival.early->bytes.data(), theirs.num_bytes());
+      }
+    } else {
+      // What disagrees is taken in and dropped, so that the sender goes on.
+      std::vector<std::byte> dropped(is_as_expected ? 0 : theirs.num_bytes());
+      data_ = bridge_.recv(is_as_expected ? packed_.data() : dropped.data(), theirs.num_bytes(),
+                           peer_, static_cast<int>(theirs.data_tag));
       bridge_.wait_outside(data_, "recv");
-    };
-    if (theirs.has_length_of(letter_.envelope)) {
-      receive(packed_.data());
-      return packed_.unpack();
     }
-    // Taken in, so that the sender goes on.
-    std::vector<std::byte> dropped(theirs.num_bytes());
-    receive(dropped.data());
+    if (is_as_expected) return packed_.unpack();
     throw Error(ErrorKind::kMismatch,
                 join("rota.recv: ranks disagree: rank ", peer_, " called send(", theirs.to_string(),
                      ", tag ", theirs.tag, "); rank ", bridge_.rank(), " called recv(",

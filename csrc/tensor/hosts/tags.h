@@ -9,7 +9,6 @@ inline constexpr int kLetterTag = 0;
 inline constexpr int kGreetingTag = 1;      // a call, to be compared
 inline constexpr int kContributionTag = 2;  // what a rank's partner sums
 inline constexpr int kResultTag = 3;        // what is final
-inline constexpr int kLengthTag = 4;        // of a part, to be compared
 
 // Of a send's data: in turn, so that recvs that go on at the same time do not mix them up.
 inline constexpr int64_t kFirstDataTag = 16;
