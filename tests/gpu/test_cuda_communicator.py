@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -142,6 +143,21 @@ def test_cuda_sums_in_groups_give_the_bits_of_the_cpu() -> None:
 
 def test_cuda_sums_in_a_tree_give_the_bits_of_the_cpu() -> None:
     run_ranks(5, reduce_in_tree)
+
+
+def warn_about_kernels_of_torch(rank: Rank) -> None:
+    rank.init("rota")
+    model = torch.nn.Linear(2, 2).to(DEVICE)
+    with pytest.warns(UserWarning, match="use_deterministic_algorithms"):
+        rota.LogicalShards(model, 2)
+    torch.use_deterministic_algorithms(True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rota.LogicalShards(model, 2)
+
+
+def test_logical_shards_of_a_model_on_cuda_warn_of_kernels_that_differ_from_run_to_run() -> None:
+    run_ranks(1, warn_about_kernels_of_torch)
 
 
 def move(rank: Rank) -> None:
