@@ -1,5 +1,6 @@
 """Finds all synchronisation in the CUDA kernels' bodies and makes mutants of each: an order
-weakened, a barrier, a flag or a wait left out, a count off by one.
+weakened, a barrier, a flag or a wait left out, a count off by one. So too of what decides the order
+of a tree's sums.
 
 All mutants are compiled into one program, and ROTA_MUTANT selects one by its number (mutant
 schemata: Untch, Offutt & Harrold 1993): building each alone would take longer than all tests.
@@ -155,6 +156,17 @@ def _targets(text: str) -> Iterator[Site]:
         yield _instead(match.start(), match.end(), "off by one", "(? ? 0 : 1)")
 
 
+def _sums(text: str) -> Iterator[Site]:
+    """The stack of a tree's pending sums."""
+    for match in re.finditer(r"args_\.tree\.after\(source\)", text):
+        ascending = "(? ? uint32_t{source > 0} : args_.tree.after(source))"
+        yield _instead(match.start(), match.end(), "ascending", ascending)
+    for match in re.finditer(r"(?<=num_additions > )1\b", text):
+        yield _instead(match.start(), match.end(), "one fewer", "(? ? 2u : 1u)")
+    for match in re.finditer(r"assign\(pending\.of.*?;", text):
+        yield _around(match.start(), match.end(), "left out", "if (!?) ", "")
+
+
 def _buffers(text: str) -> Iterator[Site]:
     for match in re.finditer(r"(?<=parity % )2\b", text):
         yield _instead(match.start(), match.end(), "one buffer", "(? ? 1 : 2)")
@@ -167,6 +179,8 @@ def _sites(file: str, text: str) -> Iterator[Site]:
     yield from _conditions(text)
     if file in ("cuda/links.h", "cuda/low_latency.h"):
         yield from _targets(text)
+    if file == "cuda/elements.h":
+        yield from _sums(text)
     if file == LAYOUT:
         yield from _buffers(text)
 

@@ -315,3 +315,12 @@ def error_of(call: Callable[[], object]) -> tuple[str, str]:
     except BaseException as error:
         return type(error).__name__, str(error)
     return "nothing", "no exception was raised"
+
+
+def isas_of_this_cpu() -> list[str]:
+    """The values that ROTA_ISA may have here."""
+    flags = Path("/proc/cpuinfo").read_text()
+    names = ["portable"]
+    names += ["avx2"] if "avx2" in flags and "f16c" in flags else []
+    names += ["avx512"] if all(f"avx512{part}" in flags for part in ("f", "bw", "vl", "dq")) else []
+    return names

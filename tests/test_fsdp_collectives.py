@@ -15,8 +15,16 @@ import rota.fsdp
 from bucket_oracle import Format, reduce_bucket, through_wire
 from check_groups import CheckGroup, check_groups
 from heap import heap_bytes, heap_range
-from oracle import assert_same, name_of, random_patterns, round_to, to_numpy
-from ranks import Rank
+from oracle import (
+    assert_same,
+    contract,
+    name_of,
+    random_inputs,
+    random_patterns,
+    round_to,
+    to_numpy,
+)
+from ranks import Rank, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +79,22 @@ def test_reduce_scatter_rounds_contributions_and_sum_once(
     groups: dict[int, CheckGroup], dtype: torch.dtype, wire: torch.dtype
 ) -> None:
     groups[3].run(check_reduce_scatter, dtype, wire)
+
+
+def reduce_scatter_in_a_tree(rank: Rank) -> None:
+    rank.init(pg_options=rota.BackendOptions(order="tree", num_shards=8))
+    inputs = random_inputs(rank.world_size, 5001 * rank.world_size, torch.float32)
+    for wire in (None, torch.float32, torch.bfloat16):
+        comm = rota.fsdp.ReduceScatter(wire)
+        expected = contract(inputs, "avg", wire, order="tree")
+        if wire != torch.bfloat16:  # sums of so few 8-bit fractions are exact
+            assert not torch.equal(expected, contract(inputs, "avg", wire))
+        comm(part := torch.empty(5001), inputs[rank.rank], default_group(), dist.ReduceOp.AVG)
+        assert_same(part, expected.chunk(rank.world_size)[rank.rank], f"wire {wire}")
+
+
+def test_reduce_scatter_adds_in_the_order_of_the_backend() -> None:
+    run_ranks(4, reduce_scatter_in_a_tree)
 
 
 def check_no_rounding_per_hop(rank: Rank) -> None:

@@ -85,6 +85,7 @@ CASES_OF_FILE = {
         "point_to_point",
     )
 } | {
+    "cuda/elements.h": ("kernel_mutants-tree",),
     "cuda/shards.h": ("kernel_mutants-reduce_scatter", "kernel_mutants-all_gather"),
     "cuda/wait.h": (
         "kernel_timeout",

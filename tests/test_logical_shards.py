@@ -240,3 +240,19 @@ def test_batch_norm_is_warned_about() -> None:
     ((text,),) = run_ranks(1, warn_about_batch_norm)
     assert "1 is a BatchNorm1d" in text
     assert "LayerNorm" in text
+
+
+def disagree_on_shards(rank: Rank) -> tuple[str, str]:
+    rank.init("rota")
+    model = nn.Linear(2, 1)
+    shards = rota.LogicalShards(model, 2 << rank.rank)
+    for shard in shards:
+        with shards.backward_of(shard):
+            model(torch.ones(2)).sum().backward()
+    return error_of(shards.reduce)
+
+
+def test_ranks_that_disagree_on_the_number_of_shards_are_a_mismatch() -> None:
+    for error, text in run_ranks(2, disagree_on_shards):
+        assert error == "Mismatch"
+        assert "tree of 2 shards" in text and "tree of 4 shards" in text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from oracle import (
     rounding_traps,
     special_values,
 )
-from ranks import Rank, run_ranks
+from ranks import Rank, isas_of_this_cpu, run_ranks
 
 pytestmark = pytest.mark.same_in_every_build
 
@@ -236,14 +235,6 @@ def digest_of_results(rank: Rank) -> tuple[str, str]:
             communicator.all_reduce(part, op, wire_dtype=wire_dtype)
             add(part)
     return rota._C.isa(), digest.hexdigest()
-
-
-def isas_of_this_cpu() -> list[str]:
-    flags = Path("/proc/cpuinfo").read_text()
-    names = ["portable"]
-    names += ["avx2"] if "avx2" in flags and "f16c" in flags else []
-    names += ["avx512"] if all(f"avx512{part}" in flags for part in ("f", "bw", "vl", "dq")) else []
-    return names
 
 
 @pytest.mark.parametrize("isa", ["avx2", "avx512"])

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "base/error.h"
+#include "cuda/sums.h"
 
 namespace rota {
 namespace {
@@ -85,9 +86,11 @@ schedule::SumOrder Planner::sum_order(const Call& call, const OrderOptions& opti
   if (options.is_tree && options.group_size) {
     refuse(call, ErrorKind::kValue, "order='tree' knows no group_size; leave one of them out");
   }
-  if (options.is_tree && gpu_) {
+  const bool needs_tree = options.is_tree && info(call.wire.dtype).is_floating;
+  if (needs_tree && gpu_ && world_size_ > cuda::kMostTreeRanks) {
     refuse(call, ErrorKind::kValue,
-           "order='tree' is for CPU tensors; kernels add in ascending rank, or by group_size");
+           join("order='tree' on GPUs is for up to ", cuda::kMostTreeRanks,
+                " ranks, world_size is ", world_size_, "; use group_size, or CPU tensors"));
   }
   if (requested && is_ring(*requested)) {
     refuse(call, ErrorKind::kValue,
@@ -193,7 +196,7 @@ schedule::Algorithm Planner::choose_on_gpu(const Call& call,
                                            std::optional<schedule::Algorithm> requested) const {
   using schedule::Algorithm;
   if (requested) {
-    const auto finding = gpu_->why_not(*requested, call.wire);
+    const auto finding = gpu_->why_not(*requested, call);
     if (!finding) return *requested;
     refuse(
         call, ErrorKind::kValue,
@@ -206,7 +209,7 @@ schedule::Algorithm Planner::choose_on_gpu(const Call& call,
   for (const Algorithm algorithm :
        {fastest, Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kOrderedRing}) {
     if (call.order != schedule::SumOrder{} && is_ring(algorithm)) continue;
-    if (!gpu_->why_not(algorithm, call.wire)) return algorithm;
+    if (!gpu_->why_not(algorithm, call)) return algorithm;
   }
   return fastest;
 }

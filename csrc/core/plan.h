@@ -40,8 +40,8 @@ class Planner {
   struct Gpu {
     schedule::Tuning tuning;
     uint64_t most_packet_bytes;  // that low_latency takes
-    // Why an algorithm's kernel must not be used; empty if it passed the self-test.
-    std::function<std::optional<std::string>(schedule::Algorithm, const WireFormat&)> why_not;
+    // Why the kernel of an algorithm must not be used for a call; empty if it passed the self-test.
+    std::function<std::optional<std::string>(schedule::Algorithm, const Call&)> why_not;
   };
 
   explicit Planner(int world_size, std::optional<Gpu> gpu = std::nullopt)

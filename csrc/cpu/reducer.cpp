@@ -40,13 +40,12 @@ Reducer::Reducer(const Call& call, void* data, bool writes_sums, int world_size)
       dtype_(call.dtype),
       wire_(call.wire),
       hop_(call.hop),
+      op_(call.op),
       world_size_(world_size),
       divisor_(static_cast<int>(call.pass.divisor)),
       order_(call.order),
       loops_(element_loops()),
-      reduce_wire_(loops_.reduce(call.wire.dtype, call.op)),
-      add_hop_(loops_.reduce(call.hop, call.op == ReduceOp::kAvg ? ReduceOp::kSum : call.op)),
-      finish_hop_(loops_.reduce(call.hop, call.op)) {}
+      reduce_wire_(loops_.reduce(call.wire.dtype, call.op)) {}
 
 void Reducer::pack(const Range& range, const WirePlace& wire) const {
   convert_or_copy(loops_, dtype_, wire_.dtype, data(range.begin), wire.payload, range.num_elems);
@@ -110,22 +109,25 @@ void Reducer::start_partial(const Range& range, std::byte* hop) const {
 }
 
 void Reducer::add_to_partial(const std::byte* partial, const Range& range, std::byte* hop) const {
+  // A partial sum is not divided.
+  const ReduceFn add = loops_.reduce(hop_, op_ == ReduceOp::kAvg ? ReduceOp::kSum : op_);
   Block own;
   for_each_block(range, [&](const Range& block, uint64_t begin) {
     widen_contribution(block, own.bytes);
     const void* srcs[] = {partial + begin * hop_bytes(), own.bytes};
-    add_hop_({srcs, 2}, hop + begin * hop_bytes(), block.num_elems, divisor_);
+    add({srcs, 2}, hop + begin * hop_bytes(), block.num_elems, divisor_);
   });
 }
 
 void Reducer::finish_partial(const std::byte* partial, const Range& range,
                              const WirePlace& wire) const {
+  const ReduceFn finish = loops_.reduce(hop_, op_);
   Block own, sum;
   for_each_block(range, [&](const Range& block, uint64_t begin) {
     const WirePlace wire_block = wire_.from(wire, begin);
     widen_contribution(block, own.bytes);
     const void* srcs[] = {partial + begin * hop_bytes(), own.bytes};
-    finish_hop_({srcs, 2}, sum.bytes, block.num_elems, divisor_);
+    finish({srcs, 2}, sum.bytes, block.num_elems, divisor_);
     convert_or_copy(loops_, hop_, wire_.dtype, sum.bytes, wire_block.payload, block.num_elems);
     unpack(wire_block, block);
   });

@@ -65,13 +65,12 @@ class Reducer {
   DType dtype_;
   WireFormat wire_;
   DType hop_;
+  ReduceOp op_;
   int world_size_;
   int divisor_;  // of kAvg
   schedule::SumOrder order_;
   const ElementLoops& loops_;
   ReduceFn reduce_wire_;  // complete sums of wire elements
-  ReduceFn add_hop_;      // partial sums of hop elements: never divides
-  ReduceFn finish_hop_;   // complete sums of hop elements
 };
 
 }  // namespace rota::cpu

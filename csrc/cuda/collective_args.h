@@ -7,6 +7,7 @@
 #include "base/dtype.h"
 #include "base/limits.h"
 #include "cuda/scalar.h"
+#include "cuda/sums.h"
 
 namespace rota::cuda {
 
@@ -18,7 +19,8 @@ struct CollectiveArgs {
   uint64_t shard_elems;  // of each shard; of the whole tensor if it has no shards
   uint64_t chunk_elems;  // of each chunk; fits in a slot
   uint64_t num_chunks;   // of the longest shard
-  int group_size;        // ranks summed as a group, before groups are summed
+  int group_size;        // kInGroups: ranks summed as a group, before groups are summed
+  TreeAdditions tree;    // kInTree
   bool is_aligned;       // all tensors and shards, to 16 bytes
   ReduceOp op;
   double divisor;     // kAvg: divides the sum

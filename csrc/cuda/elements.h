@@ -163,25 +163,14 @@ class Elements {
     for_each_unit<kReducedUnits>(whole_block(), length_of(range), reduce_units);
   }
 
-  // The same within groups of group_size sources, and then across the groups.
-  template <typename Sources, typename Sink>
-  HOST_DEVICE void reduce_in_groups(const Range& range, const Sources& sources, int group_size,
-                                    const Sink& sink) const {
-    const auto reduce_units = [&]<bool kIsWhole, uint32_t kUnits>(const Units<kUnits>& units) {
-      Values totals[kUnits];
-      for (int first = 0; first < sources.num(); first += group_size) {
-        Values sums[kUnits];
-        sum_group<kIsWhole>(sources, first, group_size, units, sums);
-        if (first == 0) {
-          ROTA_UNROLL
-          for (uint32_t u = 0; u < kUnits; ++u) totals[u] = sums[u];
-        } else {
-          combine_with(totals, sums);
-        }
-      }
-      sink.template put<kIsWhole>(units, totals);
-    };
-    for_each_unit<kReducedUnits>(whole_block(), length_of(range), reduce_units);
+  // Puts the sum of every rank's contribution, in the order of the args, into the sink.
+  template <Sums kSums, typename Sources, typename Sink>
+  HOST_DEVICE void reduce_all(const Range& range, const Sources& sources, const Sink& sink) const {
+    if constexpr (kSums == Sums::kInGroups) {
+      reduce_in_groups(range, sources, sink);
+    } else {
+      reduce_in_tree(range, sources, sink);
+    }
   }
 
   // Turns complete sums into results, still in the accumulate dtype.
@@ -203,6 +192,81 @@ class Elements {
  private:
   // Team sizes are multiples of this, so that threads that share a unit are in one team.
   static constexpr uint32_t kTeamThreads = 8;
+
+  template <typename Sources, typename Sink>
+  HOST_DEVICE void reduce_in_groups(const Range& range, const Sources& sources,
+                                    const Sink& sink) const {
+    const int group_size = args_.group_size;
+    const auto reduce_units = [&]<bool kIsWhole, uint32_t kUnits>(const Units<kUnits>& units) {
+      Values totals[kUnits];
+      for (int first = 0; first < sources.num(); first += group_size) {
+        Values sums[kUnits];
+        sum_group<kIsWhole>(sources, first, group_size, units, sums);
+        if (first == 0) {
+          ROTA_UNROLL
+          for (uint32_t u = 0; u < kUnits; ++u) totals[u] = sums[u];
+        } else {
+          combine_with(totals, sums);
+        }
+      }
+      sink.template put<kIsWhole>(units, totals);
+    };
+    for_each_unit<kReducedUnits>(whole_block(), length_of(range), reduce_units);
+  }
+
+  // Sources are loaded in pairs, as in sum_group().
+  template <typename Sources, typename Sink>
+  HOST_DEVICE void reduce_in_tree(const Range& range, const Sources& sources,
+                                  const Sink& sink) const {
+    const auto reduce_units = [&]<bool kIsWhole, uint32_t kUnits>(const Units<kUnits>& units) {
+      PendingSums<kUnits> pending{};
+      typename Sources::Loaded one[kUnits], other[kUnits];
+      int source = sources.num() % 2;
+      if (source != 0) {
+        sources.template load<kIsWhole>(0, units, one);
+        push(sources, one, 0, pending);
+      }
+      for (; source < sources.num(); source += 2) {
+        sources.template load<kIsWhole>(source, units, one);
+        sources.template load<kIsWhole>(source + 1, units, other);
+        push(sources, one, source, pending);
+        push(sources, other, source + 1, pending);
+      }
+      sink.template put<kIsWhole>(units, pending.of[0]);
+    };
+    for_each_unit<kReducedUnits>(whole_block(), length_of(range), reduce_units);
+  }
+
+  // Sums of a tree that wait for others, the newest first. There is one for each level at most,
+  // since a contribution that completes a sum is added to it at once. The stack is moved instead of
+  // indexed, because registers have no index.
+  template <uint32_t kUnits>
+  struct PendingSums {
+    Values of[kMostTreeLevels][kUnits];
+  };
+  template <typename Sources, uint32_t kUnits>
+  HOST_DEVICE_INLINE void push(const Sources& sources,
+                               const typename Sources::Loaded (&loaded)[kUnits], int source,
+                               PendingSums<kUnits>& pending) const {
+    uint32_t num_additions = args_.tree.after(source);
+    if (num_additions == 0) {
+      ROTA_UNROLL
+      for (int i = kMostTreeLevels - 1; i > 0; --i) assign(pending.of[i], pending.of[i - 1]);
+      decode(sources, loaded, pending.of[0]);
+      return;
+    }
+    add(sources, loaded, pending.of[0]);
+    for (; num_additions > 1; --num_additions) {
+      combine_with(pending.of[1], pending.of[0]);
+      ROTA_UNROLL
+      for (int i = 1; i < kMostTreeLevels; ++i) assign(pending.of[i - 1], pending.of[i]);
+    }
+  }
+  template <uint32_t kUnits>
+  HOST_DEVICE_INLINE static void assign(Values (&to)[kUnits], const Values (&from)[kUnits]) {
+    ROTA_UNROLL
+    for (uint32_t u = 0; u < kUnits; ++u) to[u] = from[u];
+  }
 
   template <typename PlaceOf>
   HOST_DEVICE void copy_by(const Team& team, uint32_t num_elems, const WirePlace& from,

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "cuda/codec.h"
+#include "cuda/collective_args.h"
 
 namespace rota::cuda {
 
@@ -61,6 +62,21 @@ auto with_codec(const WireFormat& format, const Body& body) {
   }
   if (format.dtype == DType::kFloat8E5M2) {
     return body(Codec<DType::kFloat8E5M2, true>{});
+  }
+  return Result{};
+}
+
+// Calls body(SumsConstant<...>{}) for sums of a codec's elements; returns a null result for
+// integers along a tree, since their sums are the same in any order.
+template <Sums sums>
+using SumsConstant = std::integral_constant<Sums, sums>;
+
+template <typename Codec, typename Body>
+auto with_sums(Sums sums, const Body& body) {
+  using Result = decltype(body(SumsConstant<Sums::kInGroups>{}));
+  if (sums == Sums::kInGroups) return body(SumsConstant<Sums::kInGroups>{});
+  if constexpr (info(Codec::format().dtype).is_floating) {
+    return body(SumsConstant<Sums::kInTree>{});
   }
   return Result{};
 }

@@ -6,9 +6,11 @@
 #include "base/dtype.h"
 #include "base/wire_format.h"
 #include "cuda/block_threads.h"
+#include "cuda/collective_args.h"
 
 // Go before a kernel's name: the launch bounds, from which the compiler allots registers.
 #define ROTA_COLLECTIVE_KERNEL __global__ __launch_bounds__(kThreadsPerBlock, 1) void
+#define ROTA_SUM_KERNEL(sums) __global__ __launch_bounds__(most_threads(sums), 1) void
 #define ROTA_PACK_KERNEL __global__ __launch_bounds__(kBucketThreads, kBucketBlocks) void
 // 80 registers per thread let one more block share a multiprocessor.
 #define ROTA_UNPACK_KERNEL __global__ __launch_bounds__(kBucketThreads, kBucketBlocks + 1) void
@@ -18,14 +20,14 @@ namespace rota::cuda {
 const void* all_gather_kernel_of(const WireFormat& format);
 const void* broadcast_kernel_of(const WireFormat& format);
 const void* hierarchical_kernel_of(const WireFormat& format);
-const void* low_latency_kernel_of(const WireFormat& format);
-const void* one_shot_kernel_of(const WireFormat& format);
+const void* low_latency_kernel_of(const WireFormat& format, Sums sums);
+const void* one_shot_kernel_of(const WireFormat& format, Sums sums);
 const void* ordered_ring_kernel_of(const WireFormat& format);
-const void* reduce_scatter_kernel_of(const WireFormat& format);
+const void* reduce_scatter_kernel_of(const WireFormat& format, Sums sums);
 const void* ring_kernel_of(const WireFormat& format);
 const void* transfer_kernel_of(const WireFormat& format);
-const void* two_shot_in_place_kernel_of(const WireFormat& format);
-const void* two_shot_kernel_of(const WireFormat& format);
+const void* two_shot_in_place_kernel_of(const WireFormat& format, Sums sums);
+const void* two_shot_kernel_of(const WireFormat& format, Sums sums);
 
 // dtype: of the gradients.
 const void* pack_kernel_of(DType dtype, const WireFormat& wire);

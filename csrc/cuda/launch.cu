@@ -15,16 +15,17 @@ namespace {
 
 using transport::check_cuda;
 
-const void* kernel_of(Kernel kernel, const WireFormat& format) {
+const void* kernel_of(Kernel kernel, const WireFormat& format, Sums sums) {
+  if (sums == Sums::kInTree && !adds_in_tree(kernel)) return nullptr;
   switch (kernel) {
     case Kernel::kLowLatency:
-      return low_latency_kernel_of(format);
+      return low_latency_kernel_of(format, sums);
     case Kernel::kOneShot:
-      return one_shot_kernel_of(format);
+      return one_shot_kernel_of(format, sums);
     case Kernel::kTwoShot:
-      return two_shot_kernel_of(format);
+      return two_shot_kernel_of(format, sums);
     case Kernel::kTwoShotInPlace:
-      return two_shot_in_place_kernel_of(format);
+      return two_shot_in_place_kernel_of(format, sums);
     case Kernel::kOrderedRing:
       return ordered_ring_kernel_of(format);
     case Kernel::kRing:
@@ -32,7 +33,7 @@ const void* kernel_of(Kernel kernel, const WireFormat& format) {
     case Kernel::kHierarchical:
       return hierarchical_kernel_of(format);
     case Kernel::kReduceScatter:
-      return reduce_scatter_kernel_of(format);
+      return reduce_scatter_kernel_of(format, sums);
     case Kernel::kAllGather:
       return all_gather_kernel_of(format);
     case Kernel::kBroadcast:
@@ -134,7 +135,7 @@ void load_kernels() {
     for (const bool is_block_scaled : {false, true}) {
       const WireFormat format{wire, is_block_scaled};
       for (size_t kernel = 0; kernel < kKernelNames.size(); ++kernel) {
-        load(kernel_of(static_cast<Kernel>(kernel), format));
+        for (const Sums sums : kAllSums) load(kernel_of(static_cast<Kernel>(kernel), format, sums));
       }
       for (const DType dtype : kAllDTypes) {
         load(pack_kernel_of(dtype, format));
@@ -144,8 +145,8 @@ void load_kernels() {
   }
 }
 
-bool is_compiled(Kernel kernel, const WireFormat& format) {
-  return kernel_of(kernel, format) != nullptr;
+bool is_compiled(Kernel kernel, const WireFormat& format, Sums sums) {
+  return kernel_of(kernel, format, sums) != nullptr;
 }
 
 bool is_bucket_compiled(DType gradients, const WireFormat& wire) {
@@ -160,7 +161,7 @@ ResidentPlan plan_resident(const LaunchRequest& request, const Peers& peers,
                            const schedule::Tuning& tuning) {
   ResidentPlan plan{request.kernel, nullptr, plan_launch(request, peers, tuning), {}};
   if (plan.launch.num_blocks == 0) return plan;
-  plan.function = kernel_of(request.kernel, request.format);
+  plan.function = kernel_of(request.kernel, request.format, request.sums);
   if (plan.function == nullptr) refuse_format(name(request.kernel), request.format);
   if (plan.launch.waits) check_resident(plan, peers);
   if (request.tensors != nullptr) plan.tensors = *request.tensors;

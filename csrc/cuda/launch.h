@@ -15,7 +15,7 @@ using Stream = CUstream_st*;  // cudaStream_t, for headers that do not include C
 void load_kernels();
 
 // Whether a collective is compiled for a format, and whether pack and unpack are.
-bool is_compiled(Kernel kernel, const WireFormat& format);
+bool is_compiled(Kernel kernel, const WireFormat& format, Sums sums);
 bool is_bucket_compiled(DType gradients, const WireFormat& wire);
 
 // Multiprocessors of the current GPU. That many blocks of any collective that waits can be resident

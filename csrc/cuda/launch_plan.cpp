@@ -1,6 +1,7 @@
 #include "cuda/launch_plan.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 
 #include "base/error.h"
@@ -110,6 +111,30 @@ void check_peers(const Peers& peers, Kernel kernel) {
   }
 }
 
+void check_adds_in_tree(Kernel kernel) {
+  if (adds_in_tree(kernel)) return;
+  refuse(name(kernel), " does not add along a tree; use one_shot or two_shot");
+}
+
+void check_tree(const LaunchRequest& request, const Peers& peers) {
+  check_adds_in_tree(request.kernel);
+  if (peers.world_size() > kMostTreeRanks) {
+    refuse("world_size is ", peers.world_size(), ", kernels add along trees of up to ",
+           kMostTreeRanks, " ranks");
+  }
+}
+
+// world_size: check_tree() has let it pass.
+TreeAdditions tree_additions(int world_size) {
+  const schedule::SumOrder order{.num_shards = std::bit_ceil(static_cast<uint32_t>(world_size))};
+  TreeAdditions additions{};
+  for (int rank = 0; rank < world_size; ++rank) {
+    const int num = schedule::num_additions(order, world_size, rank);
+    additions.of_ranks |= static_cast<uint64_t>(num) << (rank * TreeAdditions::kBits);
+  }
+  return additions;
+}
+
 void check_arithmetic(const LaunchRequest& request, const Peers& peers, int group_size) {
   const DType dtype = request.format.dtype;
   if (!is_defined(request.op, dtype)) {
@@ -134,6 +159,7 @@ void check_arithmetic(const LaunchRequest& request, const Peers& peers, int grou
   if (group_size < 1 || peers.world_size() % group_size != 0) {
     refuse("group_size is ", group_size, ", expected a divisor of world_size ", peers.world_size());
   }
+  if (request.sums == Sums::kInTree) check_tree(request, peers);
   const bool is_ring = request.kernel == Kernel::kRing || request.kernel == Kernel::kOrderedRing;
   if (is_ring && group_size != peers.world_size()) {
     refuse("group_size is ", group_size, ", but ", name(request.kernel),
@@ -287,6 +313,20 @@ Kernel kernel_for(schedule::Algorithm algorithm) {
   __builtin_unreachable();
 }
 
+bool adds_in_tree(Kernel kernel) {
+  return reduces(kernel) && kernel != Kernel::kRing && kernel != Kernel::kOrderedRing &&
+         kernel != Kernel::kHierarchical;
+}
+
+void set_order(LaunchRequest& request, const schedule::SumOrder& order, int world_size) {
+  if (order.num_shards != 0) check_adds_in_tree(request.kernel);
+  const std::optional<int> group_size = schedule::as_groups(order, world_size);
+  request.group_size = group_size.value_or(0);
+  // Integers have the same sum in any order.
+  const bool needs_tree = !group_size && info(request.format.dtype).is_floating;
+  request.sums = needs_tree ? Sums::kInTree : Sums::kInGroups;
+}
+
 bool is_packed(const Call& call) {
   const bool is_plain_reduction =
       call.kind == CollectiveKind::kAllReduce || call.kind == CollectiveKind::kReduceScatter;
@@ -305,14 +345,15 @@ LaunchRequest request_for(const Call& call, int world_size) {
     // Shards of a reduce_scatter are equally long, so they are not cut at tiles.
     const bool is_bucket = is_packed(call) && kernel != Kernel::kReduceScatter;
     const uint64_t num_tiles = schedule::ceil_div(num_elems, kTileElems);
-    return {.kernel = kernel,
-            .num_elems = is_bucket ? num_tiles * kTileElems : num_elems,
-            .format = call.wire,
-            .op = call.op,
-            .divisor = call.pass.divisor,
-            .group_size = call.order.group_size,
-            .is_bucket = is_bucket,
-            .rounding = rounding_of(call, kResultStream)};
+    LaunchRequest request{.kernel = kernel,
+                          .num_elems = is_bucket ? num_tiles * kTileElems : num_elems,
+                          .format = call.wire,
+                          .op = call.op,
+                          .divisor = call.pass.divisor,
+                          .is_bucket = is_bucket,
+                          .rounding = rounding_of(call, kResultStream)};
+    set_order(request, call.order, world_size);
+    return request;
   };
   const auto copy = [&](Kernel kernel, uint64_t num_bytes) -> LaunchRequest {
     return {.kernel = kernel, .num_elems = num_bytes, .format = kBytes, .source = call.root};
@@ -346,19 +387,21 @@ LaunchPlan plan_launch(const LaunchRequest& request, const Peers& peers,
   const int group_size = request.group_size == 0 ? world_size : request.group_size;
   if (reduces(request.kernel)) check_arithmetic(request, peers, group_size);
   check_ends(request, peers);
-  LaunchPlan plan{.args = {.input = {},
-                           .output = {},
-                           .num_elems = request.num_elems,
-                           .group_size = group_size,
-                           .op = request.op,
-                           .divisor = request.divisor,
-                           .rounding = request.rounding,
-                           .source = request.source,
-                           .destination = request.destination,
-                           .fingerprint = request.fingerprint},
-                  .num_blocks = 0,
-                  .num_threads = kThreadsPerBlock,
-                  .waits = waits(request, peers)};
+  LaunchPlan plan{
+      .args = {.input = {},
+               .output = {},
+               .num_elems = request.num_elems,
+               .group_size = group_size,
+               .tree = request.sums == Sums::kInTree ? tree_additions(world_size) : TreeAdditions{},
+               .op = request.op,
+               .divisor = request.divisor,
+               .rounding = request.rounding,
+               .source = request.source,
+               .destination = request.destination,
+               .fingerprint = request.fingerprint},
+      .num_blocks = 0,
+      .num_threads = most_threads(request.sums),
+      .waits = waits(request, peers)};
   if (request.num_elems == 0) return plan;
   check_tensors(request, peers);
 
@@ -380,14 +423,15 @@ LaunchPlan plan_launch(const LaunchRequest& request, const Peers& peers,
     args.chunk_elems = request.format.capacity(tuning.free_chunk_bytes, granule_elems);
     args.num_chunks = schedule::ceil_div(longest_elems, args.chunk_elems);
     plan.num_blocks = static_cast<int>(args.num_chunks);
-    plan.num_threads = tuning.free_threads;
+    plan.num_threads = std::min(tuning.free_threads, most_threads(request.sums));
     return plan;
   }
 
   // Chunks are as long as a message may be, or short enough that every channel has one, but not
   // shorter than what a block moves at once.
   const auto num_channels = static_cast<uint64_t>(peers.geometry.num_channels);
-  const uint64_t at_once = kThreadsPerBlock * kAccessBytes / info(request.format.dtype).num_bytes;
+  const uint64_t at_once =
+      static_cast<uint64_t>(plan.num_threads) * kAccessBytes / info(request.format.dtype).num_bytes;
   const uint64_t share = std::max(schedule::ceil_div(longest_elems, num_channels), at_once);
   args.chunk_elems = schedule::ceil_div(share, granule_elems) * granule_elems;
   args.chunk_elems =

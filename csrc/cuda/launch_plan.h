@@ -39,6 +39,9 @@ constexpr std::string_view name(Kernel kernel) { return kKernelNames[static_cast
 // The kernel of an all-reduce that goes through links.
 Kernel kernel_for(schedule::Algorithm algorithm);
 
+// Whether a kernel is also compiled to add along a tree.
+bool adds_in_tree(Kernel kernel);
+
 // The format of collectives that only copy.
 inline constexpr WireFormat kBytes{DType::kUInt8};
 
@@ -51,8 +54,9 @@ struct LaunchRequest {
   uint64_t num_elems = 0;
   WireFormat format{DType::kFloat32};
   ReduceOp op = ReduceOp::kSum;
-  double divisor = 0;      // of kAvg
-  int group_size = 0;      // 0: world_size, one group
+  double divisor = 0;  // of kAvg
+  Sums sums = Sums::kInGroups;
+  int group_size = 0;      // kInGroups; 0: world_size, one group
   bool is_bucket = false;  // cut at whole tiles
   Rounding rounding{};
   int source = 0;                          // broadcast: the root; transfer: who sends
@@ -60,6 +64,9 @@ struct LaunchRequest {
   const MappedTensors* tensors = nullptr;  // two_shot_in_place
   uint64_t fingerprint = 0;                // see CollectiveArgs; 0 on all ranks compares nothing
 };
+
+// Has the kernel add in this order. The request has its kernel and format.
+void set_order(LaunchRequest& request, const schedule::SumOrder& order, int world_size);
 
 // Whether the tensor is packed into a buffer in the call's wire format, in whole tiles, for the
 // kernel, and unpacked afterwards.

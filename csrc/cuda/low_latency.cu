@@ -6,16 +6,19 @@
 
 namespace rota::cuda {
 
-template <typename Codec>
-ROTA_COLLECTIVE_KERNEL low_latency_kernel(const __grid_constant__ Peers peers,
-                                          const __grid_constant__ CollectiveArgs args) {
+template <typename Codec, Sums kSums>
+ROTA_SUM_KERNEL(kSums)
+low_latency_kernel(const __grid_constant__ Peers peers,
+                   const __grid_constant__ CollectiveArgs args) {
   const DeviceBlock block;
-  low_latency<Codec>(block, peers, args);
+  low_latency<Codec, kSums>(block, peers, args);
 }
 
-const void* low_latency_kernel_of(const WireFormat& format) {
-  return with_plain_codec(format, [](auto codec) {
-    return reinterpret_cast<const void*>(&low_latency_kernel<decltype(codec)>);
+const void* low_latency_kernel_of(const WireFormat& format, Sums sums) {
+  return with_plain_codec(format, [sums](auto codec) {
+    return with_sums<decltype(codec)>(sums, [](auto sums_constant) {
+      return reinterpret_cast<const void*>(&low_latency_kernel<decltype(codec), sums_constant()>);
+    });
   });
 }
 

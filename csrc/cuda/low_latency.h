@@ -157,7 +157,7 @@ class Packets {
 };
 
 // Channel i moves chunk i; there are as many channels as chunks.
-template <typename Codec, typename Block>
+template <typename Codec, Sums kSums, typename Block>
 HOST_DEVICE void low_latency(const Block& block, const Peers& peers, const CollectiveArgs& args) {
   const Elements<Codec, Block> elements(block, args);
   const Range chunk =
@@ -165,8 +165,7 @@ HOST_DEVICE void low_latency(const Block& block, const Peers& peers, const Colle
   const Packets<Codec, Block> packets(elements, peers, chunk);
   packets.send();
   const auto output = [&](int) { return elements.output(chunk); };
-  elements.reduce_in_groups(chunk, packets, args.group_size,
-                            Results(elements, chunk.begin, 1, output));
+  elements.template reduce_all<kSums>(chunk, packets, Results(elements, chunk.begin, 1, output));
   packets.compare_launches();
   if (block.all(packets.is_complete())) packets.count_round();
 }

@@ -9,7 +9,7 @@
 
 namespace rota::cuda {
 
-template <typename Codec, typename Block>
+template <typename Codec, Sums kSums, typename Block>
 HOST_DEVICE void one_shot(const Block& block, const Peers& peers, const CollectiveArgs& args) {
   const Links links(block, peers, args.fingerprint);
   const Elements<Codec, Block> elements(block, args);
@@ -37,8 +37,9 @@ HOST_DEVICE void one_shot(const Block& block, const Peers& peers, const Collecti
                                   : elements.in_slot(links.incoming(rank, message), chunk);
     };
     const auto output = [&](int) { return elements.output(chunk); };
-    elements.reduce_in_groups(chunk, Contributions(elements, links.world_size(), contribution_of),
-                              args.group_size, Results(elements, chunk.begin, 1, output));
+    elements.template reduce_all<kSums>(
+        chunk, Contributions(elements, links.world_size(), contribution_of),
+        Results(elements, chunk.begin, 1, output));
     block.sync();
     links.release(links.open(everyone), message);
   }

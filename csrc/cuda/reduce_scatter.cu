@@ -6,16 +6,20 @@
 
 namespace rota::cuda {
 
-template <typename Codec>
-ROTA_COLLECTIVE_KERNEL reduce_scatter_kernel(const __grid_constant__ Peers peers,
-                                             const __grid_constant__ CollectiveArgs args) {
+template <typename Codec, Sums kSums>
+ROTA_SUM_KERNEL(kSums)
+reduce_scatter_kernel(const __grid_constant__ Peers peers,
+                      const __grid_constant__ CollectiveArgs args) {
   const DeviceBlock block;
-  reduce_scatter<Codec>(block, peers, args);
+  reduce_scatter<Codec, kSums>(block, peers, args);
 }
 
-const void* reduce_scatter_kernel_of(const WireFormat& format) {
-  return with_plain_codec(format, [](auto codec) {
-    return reinterpret_cast<const void*>(&reduce_scatter_kernel<decltype(codec)>);
+const void* reduce_scatter_kernel_of(const WireFormat& format, Sums sums) {
+  return with_plain_codec(format, [sums](auto codec) {
+    return with_sums<decltype(codec)>(sums, [](auto sums_constant) {
+      return reinterpret_cast<const void*>(
+          &reduce_scatter_kernel<decltype(codec), sums_constant()>);
+    });
   });
 }
 

@@ -8,7 +8,7 @@
 namespace rota::cuda {
 
 // input: all shards; output: this rank's. args.num_elems counts the input.
-template <typename Codec, typename Block>
+template <typename Codec, Sums kSums, typename Block>
 HOST_DEVICE void reduce_scatter(const Block& block, const Peers& peers,
                                 const CollectiveArgs& args) {
   const Links links(block, peers, args.fingerprint);
@@ -28,8 +28,9 @@ HOST_DEVICE void reduce_scatter(const Block& block, const Peers& peers,
     if (!links.wait(ToRead{world, message})) return;
     const auto contribution_of = [&](int rank) { return shards.contribution(rank, own, message); };
     const auto output = [&](int) { return shards.in_own_shard(elements.own_output(), own); };
-    elements.reduce_in_groups(own, Contributions(elements, links.world_size(), contribution_of),
-                              args.group_size, Results(elements, own.begin, 1, output));
+    elements.template reduce_all<kSums>(
+        own, Contributions(elements, links.world_size(), contribution_of),
+        Results(elements, own.begin, 1, output));
     block.sync();
     links.release(world, message);
   }

@@ -6,16 +6,18 @@
 
 namespace rota::cuda {
 
-template <typename Codec>
-ROTA_COLLECTIVE_KERNEL two_shot_kernel(const __grid_constant__ Peers peers,
-                                       const __grid_constant__ CollectiveArgs args) {
+template <typename Codec, Sums kSums>
+ROTA_SUM_KERNEL(kSums)
+two_shot_kernel(const __grid_constant__ Peers peers, const __grid_constant__ CollectiveArgs args) {
   const DeviceBlock block;
-  two_shot<Codec>(block, peers, args);
+  two_shot<Codec, kSums>(block, peers, args);
 }
 
-const void* two_shot_kernel_of(const WireFormat& format) {
-  return with_codec(format, [](auto codec) {
-    return reinterpret_cast<const void*>(&two_shot_kernel<decltype(codec)>);
+const void* two_shot_kernel_of(const WireFormat& format, Sums sums) {
+  return with_codec(format, [sums](auto codec) {
+    return with_sums<decltype(codec)>(sums, [](auto sums_constant) {
+      return reinterpret_cast<const void*>(&two_shot_kernel<decltype(codec), sums_constant()>);
+    });
   });
 }
 

@@ -78,7 +78,7 @@ class Shards {
   RankSet ranks_;
 };
 
-template <typename Codec, typename Block>
+template <typename Codec, Sums kSums, typename Block>
 HOST_DEVICE void two_shot(const Block& block, const Peers& peers, const CollectiveArgs& args) {
   const Links links(block, peers, args.fingerprint);
   const Elements<Codec, Block> elements(block, args);
@@ -106,9 +106,9 @@ HOST_DEVICE void two_shot(const Block& block, const Peers& peers, const Collecti
       return shards.contribution(rank, own, contribution);
     };
     const auto result_places = [&](int index) { return shards.result_place(index, own, result); };
-    elements.reduce_in_groups(own, Contributions(elements, links.world_size(), contribution_of),
-                              args.group_size,
-                              Results(elements, own.begin, links.world_size(), result_places));
+    elements.template reduce_all<kSums>(
+        own, Contributions(elements, links.world_size(), contribution_of),
+        Results(elements, own.begin, links.world_size(), result_places));
     const LinkSet peers_links = links.open(everyone);
     block.sync();
     links.publish(peers_links, result);

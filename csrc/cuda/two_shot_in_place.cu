@@ -6,17 +6,21 @@
 
 namespace rota::cuda {
 
-template <typename Codec>
-ROTA_COLLECTIVE_KERNEL two_shot_in_place_kernel(const __grid_constant__ Peers peers,
-                                                const __grid_constant__ CollectiveArgs args,
-                                                const __grid_constant__ MappedTensors tensors) {
+template <typename Codec, Sums kSums>
+ROTA_SUM_KERNEL(kSums)
+two_shot_in_place_kernel(const __grid_constant__ Peers peers,
+                         const __grid_constant__ CollectiveArgs args,
+                         const __grid_constant__ MappedTensors tensors) {
   const DeviceBlock block;
-  two_shot_in_place<Codec>(block, peers, args, tensors);
+  two_shot_in_place<Codec, kSums>(block, peers, args, tensors);
 }
 
-const void* two_shot_in_place_kernel_of(const WireFormat& format) {
-  return with_codec(format, [](auto codec) {
-    return reinterpret_cast<const void*>(&two_shot_in_place_kernel<decltype(codec)>);
+const void* two_shot_in_place_kernel_of(const WireFormat& format, Sums sums) {
+  return with_codec(format, [sums](auto codec) {
+    return with_sums<decltype(codec)>(sums, [](auto sums_constant) {
+      return reinterpret_cast<const void*>(
+          &two_shot_in_place_kernel<decltype(codec), sums_constant()>);
+    });
   });
 }
 

@@ -11,7 +11,7 @@
 
 namespace rota::cuda {
 
-template <typename Codec, typename Block>
+template <typename Codec, Sums kSums, typename Block>
 HOST_DEVICE void two_shot_in_place(const Block& block, const Peers& peers,
                                    const CollectiveArgs& args, const MappedTensors& tensors) {
   const Links links(block, peers, args.fingerprint);
@@ -36,9 +36,8 @@ HOST_DEVICE void two_shot_in_place(const Block& block, const Peers& peers,
     const auto place_at = [&](int index) {
       return place_in(schedule::rotated_peer(links.rank(), links.world_size(), index));
     };
-    elements.reduce_in_groups(own, Contributions(elements, links.world_size(), place_in),
-                              args.group_size,
-                              Results(elements, own.begin, links.world_size(), place_at));
+    elements.template reduce_all<kSums>(own, Contributions(elements, links.world_size(), place_in),
+                                        Results(elements, own.begin, links.world_size(), place_at));
   }
   if (is_one_launch) return;
   block.sync();

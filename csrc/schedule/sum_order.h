@@ -6,6 +6,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "base/limits.h"
 
@@ -59,6 +60,21 @@ constexpr int num_additions(const SumOrder& order, int world_size, int rank) {
   if (place > 0) ++num;
   if (rank >= group_size && place == group_size - 1) ++num;
   return num;
+}
+
+// The group size whose sums are in the same order, world_size if that is ascending rank; none if
+// groups do not give it.
+constexpr std::optional<int> as_groups(const SumOrder& order, int world_size) {
+  for (int group_size = world_size; group_size > 0; --group_size) {
+    if (world_size % group_size != 0) continue;
+    bool is_same = true;
+    for (int rank = 0; rank < world_size; ++rank) {
+      is_same &= num_additions({.group_size = group_size}, world_size, rank) ==
+                 num_additions(order, world_size, rank);
+    }
+    if (is_same) return group_size;
+  }
+  return std::nullopt;
 }
 
 // num_additions of each rank, for the loops that add.

@@ -125,9 +125,10 @@ class AllGather(_Buffers, _fsdp_api.AllGather):
 class ReduceScatter(_Buffers, _fsdp_api.ReduceScatter):
     """Reduces and scatters FSDP2's gradients; for `FSDPModule.set_custom_reduce_scatter`.
 
-    Contributions are rounded once to the wire dtype, summed in ascending rank in float32, and the
-    sum (or the average) is rounded once to the wire dtype, as in `rota.Communicator.all_reduce`:
-    each rank's shard has the bits that a DDP hook of rota with that wire gives.
+    Contributions are rounded once to the wire dtype, summed in float32 in the order of the group's
+    `rota.BackendOptions` (by default ascending rank), and the sum (or the average) is rounded once
+    to the wire dtype, as in `rota.Communicator.all_reduce`: each rank's shard has the bits that a
+    DDP hook of rota with that wire gives.
 
     Args:
         wire_dtype: torch.float32, bfloat16 or float16, not wider than the gradients (in FSDP's

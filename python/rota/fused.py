@@ -91,8 +91,7 @@ class HookState:
         algorithm: as in Communicator.all_reduce.
         num_shards: gradients are the sums of the logical shards of each rank (rota.LogicalShards),
             of which all ranks together have so many. They are added in a tree, as by
-            Communicator.all_reduce(order="tree"), and averaged over the shards, not the ranks. CPU
-            tensors only.
+            Communicator.all_reduce(order="tree"), and averaged over the shards, not the ranks.
         model: the DistributedDataParallel that the state is for, or the module inside it; held
             weakly. Errors and state_dict() name its parameters; error feedback cannot be saved
             without it. The group defaults to that of a DistributedDataParallel.

@@ -12,6 +12,7 @@
 #include "core/plan.h"
 #include "cpu/buffers.h"
 #include "cpu/float_environment.h"
+#include "cuda/sums.h"
 #include "ranks.h"
 
 namespace rota::test {
@@ -236,7 +237,7 @@ void plan_for_gpu_uses_what_can_be_trusted() {
   std::vector<Algorithm> untrusted;
   const Planner planner(2, Planner::Gpu{.tuning = tuning,
                                         .most_packet_bytes = 0,
-                                        .why_not = [&](Algorithm algorithm, const WireFormat&) {
+                                        .why_not = [&](Algorithm algorithm, const Call&) {
                                           return std::ranges::find(untrusted, algorithm) !=
                                                          untrusted.end()
                                                      ? std::optional<std::string>("a wrong number")
@@ -252,6 +253,26 @@ void plan_for_gpu_uses_what_can_be_trusted() {
   check_contains(error.what(), "a wrong number");
   untrusted.insert(untrusted.end(), {Algorithm::kTwoShot, Algorithm::kOrderedRing});
   check(chosen() == Algorithm::kOneShot, "the fastest, where none can be trusted");
+}
+
+// The pending sums of a tree are registers of a kernel. Integers need no tree, whatever their
+// number.
+void plan_for_gpu_takes_trees_of_few_ranks() {
+  const auto plan = [](int world_size, DType dtype) {
+    const Planner planner(world_size, Planner::Gpu{.tuning = schedule::kLocalTuning,
+                                                   .most_packet_bytes = 0,
+                                                   .why_not = [](schedule::Algorithm, const Call&) {
+                                                     return std::optional<std::string>();
+                                                   }});
+    return planner.all_reduce(dtype, 1, {.order = {.is_tree = true}}).order;
+  };
+  for (const DType dtype : {DType::kFloat32, DType::kFloat8E4M3, DType::kInt8}) {
+    check_equal(plan(cuda::kMostTreeRanks, dtype).num_shards, 16u, name(dtype));
+  }
+  check_equal(plan(cuda::kMostTreeRanks + 1, DType::kInt8).num_shards, 32u, "integers");
+  const Error error =
+      expect_error(ErrorKind::kValue, [&] { plan(cuda::kMostTreeRanks + 1, DType::kFloat32); });
+  check_contains(error.what(), "on GPUs is for up to 16 ranks, world_size is 17");
 }
 
 void call_survives_its_words() {
@@ -381,6 +402,7 @@ const CaseTable kCases{
     {"progress_thread_not_interrupted-ws2", progress_thread_is_not_interrupted},
     {"plan_refuses", plan_refuses_what_cannot_be},
     {"plan_for_gpu", plan_for_gpu_uses_what_can_be_trusted},
+    {"plan_gpu_trees", plan_for_gpu_takes_trees_of_few_ranks},
     {"all_to_all_of_other_lengths-ws3", all_to_all_of_other_lengths_is_an_error_everywhere},
     {"call_words", call_survives_its_words},
     {"float_mode_of_caller-ws2", float_mode_of_caller_changes_nothing},

@@ -17,7 +17,7 @@ struct GridShape {
   bool is_one_launch = false;  // one launch for all ranks; otherwise one per rank
   int num_blocks = 2;
   int num_channels = 0;  // 0: equal to num_blocks
-  int num_threads = 8;
+  int num_threads = 8;   // of each block; raised to world_size (links.h)
   size_t slot_bytes = 1024;
   size_t packet_bytes = 1024;
   uint64_t timeout_ns = std::chrono::nanoseconds(kPatience).count();
@@ -26,7 +26,7 @@ struct GridShape {
 class HostGrid {
  public:
   explicit HostGrid(const GridShape& shape)
-      : shape_(shape),
+      : shape_(with_a_thread_for_each_rank(shape)),
         geometry_{shape.world_size, shape.num_channels == 0 ? shape.num_blocks : shape.num_channels,
                   shape.slot_bytes, shape.packet_bytes} {
     const auto world_size = static_cast<size_t>(shape.world_size);
@@ -124,6 +124,11 @@ class HostGrid {
   }
 
  private:
+  static GridShape with_a_thread_for_each_rank(GridShape shape) {
+    shape.num_threads = std::max(shape.num_threads, shape.world_size);
+    return shape;
+  }
+
   struct alignas(transport::kDeviceLineBytes) Line {
     std::byte bytes[transport::kDeviceLineBytes];
   };

@@ -94,6 +94,54 @@ void groups_of_two_in_four_ranks() {
   check(in_groups != expected_bits(call, 4), "sums in groups have bits of their own");
 }
 
+constexpr Kernel kTreeKernels[] = {Kernel::kOneShot, Kernel::kTwoShot, Kernel::kTwoShotInPlace,
+                                   Kernel::kLowLatency};
+
+// Along a tree, kernels have the bits of the CPU's order="tree". With four ranks groups of two
+// would do, but the self-test of a GPU asks for the tree.
+template <int kWorldSize>
+void trees() {
+  std::vector<KernelCall> plain, buckets, shards;
+  const auto add = [](std::vector<KernelCall>& calls, const KernelCall& call) {
+    calls.push_back(varied(call, kWorldSize, calls.size()));
+    calls.back().num_elems = length_of(call.kernel, calls.size());
+  };
+  for (const Kernel kernel : kTreeKernels) {
+    for (const DType dtype : reducible_dtypes()) {
+      const bool is_floating = info(dtype).is_floating;
+      add(plain, {.kernel = kernel,
+                  .format = {dtype},
+                  .op = is_floating ? ReduceOp::kAvg : ReduceOp::kSum,
+                  .is_tree = true,
+                  .numbers = Numbers::kMixed});
+      if (kernel != Kernel::kOneShot) continue;
+      add(shards, {.kernel = Kernel::kReduceScatter,
+                   .format = {dtype},
+                   .is_tree = true,
+                   .numbers = Numbers::kMixed});
+      shards.back().num_elems = kWorldSize * (shards.back().num_elems / kWorldSize + 1);
+    }
+    for (const WireFormat& format : kBucketFormats) {
+      if (!is_defined(kernel, format)) continue;
+      add(buckets, {.kernel = kernel,
+                    .format = format,
+                    .is_bucket = true,
+                    .op = ReduceOp::kAvg,
+                    .is_tree = true,
+                    .numbers = Numbers::kMixed});
+    }
+  }
+  have_the_bits_of_the_cpu(kWorldSize, kPlainSlotBytes, plain);
+  have_the_bits_of_the_cpu(kWorldSize, kBucketSlotBytes, buckets);
+  HostGrid grid({.world_size = kWorldSize, .slot_bytes = kPlainSlotBytes});
+  call_and_check(grid, shards);
+
+  KernelCall call{.num_elems = 1000, .is_tree = true, .numbers = Numbers::kMixed};
+  const std::vector<uint64_t> in_tree = expected_bits(call, kWorldSize);
+  call.is_tree = false;
+  check(in_tree != expected_bits(call, kWorldSize), "sums along a tree have bits of their own");
+}
+
 const CaseTable kCases{
     {"kernel_bits_of_cpu-ws2", every_dtype_and_op<2>},
     {"kernel_bits_of_cpu-ws3", every_dtype_and_op<3>},
@@ -102,6 +150,11 @@ const CaseTable kCases{
     {"kernel_bits_of_cpu-buckets-ws3", every_bucket_format<3>},
     {"kernel_bits_of_cpu-buckets-ws4", every_bucket_format<4>},
     {"kernel_bits_of_groups-ws4", groups_of_two_in_four_ranks},
+    {"kernel_bits_of_trees-ws4", trees<4>},
+    {"kernel_bits_of_trees-ws5", trees<5>},
+    {"kernel_bits_of_trees-ws7", trees<7>},
+    {"kernel_bits_of_trees-ws8", trees<8>},
+    {"kernel_bits_of_trees-ws16", trees<16>},
 };
 
 }  // namespace

@@ -96,7 +96,22 @@ std::optional<Pair> pair_of(const KernelCall& call, int world_size, int rank) {
   return Pair{others[0], others[1]};
 }
 
-// Adds each group in the accumulate dtype, then the groups' sums, and rounds once.
+cuda::Sums sums_of(const KernelCall& call) {
+  const bool is_tree = call.is_tree && info(call.format.dtype).is_floating;
+  return is_tree ? cuda::Sums::kInTree : cuda::Sums::kInGroups;
+}
+
+// Of srcs in the accumulate dtype, by halves; the first half has one more if their number is odd.
+uint64_t reduce_tree(DType dtype, ReduceOp op, std::span<const uint64_t> srcs) {
+  if (srcs.size() == 1) return srcs[0];
+  const size_t num_left = (srcs.size() + 1) / 2;
+  const uint64_t halves[] = {reduce_tree(dtype, op, srcs.first(num_left)),
+                             reduce_tree(dtype, op, srcs.subspan(num_left))};
+  return reduce_scalars(dtype, op, halves, 1);
+}
+
+// Adds each group in the accumulate dtype, then the groups' sums, or along the tree, and rounds
+// once.
 uint64_t reduce_in_order(const KernelCall& call, std::vector<uint64_t> srcs, int first_rank) {
   const int world_size = static_cast<int>(srcs.size());
   const DType dtype = elem_dtype(call);
@@ -109,7 +124,8 @@ uint64_t reduce_in_order(const KernelCall& call, std::vector<uint64_t> srcs, int
   const ReduceOp partial_op = call.op == ReduceOp::kAvg ? ReduceOp::kSum : call.op;
   const int group_size = call.group_size == 0 ? world_size : call.group_size;
   std::vector<uint64_t> groups;
-  for (int first = 0; first < world_size; first += group_size) {
+  if (call.is_tree) groups.push_back(reduce_tree(accumulate, partial_op, srcs));
+  for (int first = 0; first < world_size && !call.is_tree; first += group_size) {
     const auto group =
         std::span(srcs).subspan(static_cast<size_t>(first), static_cast<size_t>(group_size));
     groups.push_back(reduce_scalars(accumulate, partial_op, group, 1));
@@ -230,7 +246,7 @@ class CheckedCalls {
   KernelLaunch launch_of(Planned& planned, int rank) {
     const KernelCall& call = *planned.call;
     const cuda::Peers& peers = grid_.peers(rank);
-    KernelLaunch launch{.kernel = call.kernel, .format = call.format};
+    KernelLaunch launch{.kernel = call.kernel, .format = call.format, .sums = sums_of(call)};
     for (size_t peer = 0; peer < planned.ranks.size(); ++peer) {
       launch.tensors.of[peer] = planned.ranks[peer].output.data();
     }
@@ -246,6 +262,7 @@ class CheckedCalls {
                                 .format = call.format,
                                 .op = call.op,
                                 .divisor = static_cast<double>(world_size()),
+                                .sums = launch.sums,
                                 .group_size = call.group_size,
                                 .is_bucket = call.is_bucket,
                                 .rounding = {.is_stochastic = call.stochastic_seed.has_value(),
@@ -303,6 +320,7 @@ std::string KernelCall::to_string() const {
                           format.is_block_scaled ? " in scaled blocks" : "", '[', num_elems, "], ",
                           name(op), ", ", num_blocks, " blocks");
   if (group_size != 0) text += join(", groups of ", group_size);
+  if (is_tree) text += ", tree";
   if (stochastic_seed) text += join(", rounded at random from ", *stochastic_seed);
   if (misalignment != 0) text += join(", misaligned by ", misalignment);
   if (is_in_place) text += ", in place";
@@ -420,8 +438,11 @@ std::vector<std::vector<uint64_t>> cpu_bits(const std::vector<KernelCall>& calls
                                        .pass = {.divisor = static_cast<float>(
                                                     call.op == ReduceOp::kAvg ? world_size : 1),
                                                 .stochastic_seed = call.stochastic_seed},
-                                       .algorithm = algorithm})
-              : planner.all_reduce(dtype, call.num_elems, {.op = call.op, .algorithm = algorithm});
+                                       .algorithm = algorithm,
+                                       .order = {.is_tree = call.is_tree}})
+              : planner.all_reduce(
+                    dtype, call.num_elems,
+                    {.op = call.op, .algorithm = algorithm, .order = {.is_tree = call.is_tree}});
       cpu::BucketMeasures measures(call.num_elems);
       communicator.run(planned, {.data = tensor.data(), .measures = &measures},
                        CallerThread::kProgress);

@@ -32,6 +32,7 @@ struct KernelCall {
   ReduceOp op = ReduceOp::kSum;
   uint64_t num_elems = 0;  // of the longest tensor
   int group_size = 0;      // 0: all ranks are one group
+  bool is_tree = false;    // instead of groups
   int num_blocks = 2;      // low_latency: set by its length instead
   int root = 0;
   int receiver = 1;         // of the root's data; with four ranks, the other two are a pair too

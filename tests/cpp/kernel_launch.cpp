@@ -10,14 +10,18 @@ namespace rota::test {
 void launch_other(const HostBlock& block, const cuda::Peers& peers, const KernelLaunch& launch) {
   cuda::with_codec(launch.format, [&](auto codec) {
     using Codec = decltype(codec);
-    if (launch.kernel == Kernel::kReduceScatter) {
-      cuda::reduce_scatter<Codec>(block, peers, launch.args);
-    } else if (launch.kernel == Kernel::kAllGather) {
+    if (launch.kernel == Kernel::kAllGather) {
       cuda::all_gather<Codec>(block, peers, launch.args);
-    } else if constexpr (!Codec::format().is_block_scaled) {
-      cuda::low_latency<Codec>(block, peers, launch.args);
+      return true;
     }
-    return true;
+    return cuda::with_sums<Codec>(launch.sums, [&](auto sums) {
+      if (launch.kernel == Kernel::kReduceScatter) {
+        cuda::reduce_scatter<Codec, sums()>(block, peers, launch.args);
+      } else if constexpr (!Codec::format().is_block_scaled) {
+        cuda::low_latency<Codec, sums()>(block, peers, launch.args);
+      }
+      return true;
+    });
   });
 }
 

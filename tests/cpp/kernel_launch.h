@@ -12,6 +12,7 @@ using cuda::Kernel;
 struct KernelLaunch {
   Kernel kernel;
   WireFormat format;
+  cuda::Sums sums = cuda::Sums::kInGroups;
   cuda::CollectiveArgs args;
   cuda::MappedTensors tensors;  // two_shot_in_place only
   bool has_part = true;         // whether this rank takes part in a transfer

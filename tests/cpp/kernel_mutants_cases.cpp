@@ -1,5 +1,6 @@
 // The cases in which every mutant of the kernels must fail: each collective runs between one-way
-// messages, about which the sender learns nothing except through its own waits.
+// messages, about which the sender learns nothing except through its own waits, or adds numbers
+// whose sum depends on the order.
 #include <algorithm>
 
 #include "check.h"
@@ -79,6 +80,13 @@ void of_three() {
   among_one_way_messages(3, kKernel);
 }
 
+// Numbers whose sum depends on the order in which they are added.
+void in_a_tree() {
+  HostGrid grid(shape_of(8));
+  call_and_check(grid,
+                 {KernelCall{.num_elems = 1000, .is_tree = true, .numbers = Numbers::kMixed}});
+}
+
 const CaseTable kCases{
     {"kernel_mutants-one_shot", of_three<Kernel::kOneShot>},
     {"kernel_mutants-two_shot", of_three<Kernel::kTwoShot>},
@@ -90,6 +98,7 @@ const CaseTable kCases{
     {"kernel_mutants-reduce_scatter", of_three<Kernel::kReduceScatter>},
     {"kernel_mutants-all_gather", of_three<Kernel::kAllGather>},
     {"kernel_mutants-point_to_point", of_three<Kernel::kBroadcast>},
+    {"kernel_mutants-tree", in_a_tree},
 };
 
 }  // namespace

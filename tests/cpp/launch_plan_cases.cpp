@@ -74,6 +74,37 @@ void calls_are_asked_of_their_kernels() {
   expect_error(ErrorKind::kValue, [&] { request_for({.kind = CollectiveKind::kBarrier}); });
 }
 
+// A tree that groups give runs in the kernel for groups, as does any tree of integers.
+void orders_pick_the_kernel_that_adds_in_them() {
+  const auto request_for = [](int world_size, DType dtype) {
+    const Planner planner(world_size);
+    return cuda::request_for(
+        planner.all_reduce(
+            dtype, 1000, {.algorithm = schedule::Algorithm::kTwoShot, .order = {.is_tree = true}}),
+        world_size);
+  };
+  const auto check_groups = [&](int world_size, int group_size) {
+    const LaunchRequest request = request_for(world_size, DType::kFloat16);
+    check(request.sums == cuda::Sums::kInGroups, join("groups of ", world_size, " ranks"));
+    check_equal(request.group_size, group_size, join("group size of ", world_size, " ranks"));
+  };
+  check_groups(2, 2);
+  check_groups(3, 3);
+  check_groups(4, 2);
+  check_groups(6, 3);
+  for (const int world_size : {5, 7, 8, 16}) {
+    const std::string what = join(world_size, " ranks");
+    check(request_for(world_size, DType::kFloat16).sums == cuda::Sums::kInTree, what);
+    check(request_for(world_size, DType::kInt8).sums == cuda::Sums::kInGroups, what);
+  }
+  for (const Kernel kernel : {Kernel::kRing, Kernel::kOrderedRing, Kernel::kHierarchical}) {
+    LaunchRequest request = good_request(kernel);
+    const Error error = expect_error(
+        ErrorKind::kValue, [&] { cuda::set_order(request, {.num_shards = 2}, /*world_size=*/2); });
+    check_contains(error.what(), "does not add along a tree");
+  }
+}
+
 // ---- the resulting plans
 
 void nothing_to_do_launches_nothing() {
@@ -190,8 +221,22 @@ void blocks_that_wait_for_nobody_outnumber_channels() {
   }
 }
 
+// A rank's additions, by rank: the first four levels of the tree are in one word.
+void trees_are_counted_for_kernels() {
+  LaunchRequest request = good_request(Kernel::kOneShot);
+  check_equal(plan_launch(request, good_peers()).args.tree.of_ranks, uint64_t{0}, "no tree");
+  request.sums = cuda::Sums::kInTree;
+  const cuda::LaunchPlan plan = plan_launch(request, good_peers());
+  for (const auto& [rank, num] : {std::pair{0, 0u}, {1, 1u}, {2, 0u}, {3, 2u}}) {
+    check_equal(plan.args.tree.after(rank), num, join("additions after rank ", rank));
+  }
+  check_equal(plan.num_threads, cuda::kTreeThreads, "threads");
+}
+
 const CaseTable kCases{
     {"launch_request", calls_are_asked_of_their_kernels},
+    {"launch_orders", orders_pick_the_kernel_that_adds_in_them},
+    {"launch_trees", trees_are_counted_for_kernels},
     {"launch_nothing", nothing_to_do_launches_nothing},
     {"launch_chunks", chunks_fit_and_cover},
     {"launch_free_blocks", blocks_that_wait_for_nobody_outnumber_channels},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -105,36 +106,58 @@ def test_cuda_all_reduce_in_groups_gives_the_bits_of_the_cpu() -> None:
     run_ranks(4, reduce_in_groups)
 
 
-def reduce_others_in_groups(rank: Rank) -> None:
+def reduce_in_groups_of_two(rank: Rank) -> None:
+    reduce_others(rank, group_size=2)
+
+
+def reduce_in_tree(rank: Rank) -> None:
+    comm = connect(rank)
+    for dtype, algorithm in itertools.product(
+        (torch.float16, torch.int32), ("auto", "low_latency", "one_shot", "two_shot")
+    ):
+        source = random_inputs(rank.world_size, 1025, dtype)[rank.rank]
+        same_on_both(comm, source, f"{name_of(dtype)} {algorithm}", algorithm, order="tree")
+    reduce_others(rank, order="tree", num_shards=16)
+
+
+def reduce_others(rank: Rank, **order: Any) -> None:
     comm = connect(rank)
     for dtype, size in itertools.product((torch.float16, torch.float32), (300, 5000)):
         source = random_inputs(rank.world_size, size * rank.world_size, dtype)[rank.rank]
         results = []
         for device in ("cpu", DEVICE):
             whole = source.clone().to(device)
-            comm.reduce(whole, 1, group_size=2)
+            comm.reduce(whole, 1, **order)
             part = torch.empty(size, dtype=dtype, device=device)
-            comm.reduce_scatter(part, source.to(device), "avg", group_size=2)
+            comm.reduce_scatter(part, source.to(device), "avg", **order)
             results.append((whole.cpu(), part.cpu()))
         for what, on_cpu, on_gpu in zip(("reduce", "reduce_scatter"), *results, strict=True):
             assert_same(on_gpu, on_cpu, f"{what} {name_of(dtype)} {size}")
     for wire in (Format(torch.float16, True), Format(torch.float32, False)):
-        reduce_bucket_on_both(rank, comm, wire, torch.float32, 5000, group_size=2)
+        reduce_bucket_on_both(rank, comm, wire, torch.float32, 5000, **order)
 
 
 def test_cuda_sums_in_groups_give_the_bits_of_the_cpu() -> None:
-    run_ranks(4, reduce_others_in_groups)
+    run_ranks(4, reduce_in_groups_of_two)
 
 
-def reduce_in_tree(rank: Rank) -> tuple[str, str]:
-    comm = connect(rank)
-    return error_of(lambda: comm.all_reduce(torch.ones(4, device=DEVICE), order="tree"))
+def test_cuda_sums_in_a_tree_give_the_bits_of_the_cpu() -> None:
+    run_ranks(5, reduce_in_tree)
 
 
-def test_cuda_tensors_are_refused_in_tree_order() -> None:
-    for error, text in run_ranks(2, reduce_in_tree):
-        assert error == "ValueError"
-        assert "order='tree' is for CPU tensors" in text
+def warn_about_kernels_of_torch(rank: Rank) -> None:
+    rank.init("rota")
+    model = torch.nn.Linear(2, 2).to(DEVICE)
+    with pytest.warns(UserWarning, match="use_deterministic_algorithms"):
+        rota.LogicalShards(model, 2)
+    torch.use_deterministic_algorithms(True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rota.LogicalShards(model, 2)
+
+
+def test_logical_shards_of_a_model_on_cuda_warn_of_kernels_that_differ_from_run_to_run() -> None:
+    run_ranks(1, warn_about_kernels_of_torch)
 
 
 def move(rank: Rank) -> None:

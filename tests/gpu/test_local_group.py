@@ -147,6 +147,53 @@ def test_local_all_reduce_in_groups_sums_groups_first(
             check_each(guarded, expected, f"{op} {algorithm} size {size} groups of {group_size}")
 
 
+@pytest.mark.parametrize(
+    "dtype", (torch.float16, torch.float64, torch.float8_e5m2, torch.int8), ids=name_of
+)
+@pytest.mark.parametrize("world_size", [4, 5, 8, 16])
+def test_local_sums_in_a_tree_follow_contract(
+    group_of: GroupOf, world_size: int, dtype: torch.dtype
+) -> None:
+    group = group_of(world_size)
+    inputs = random_inputs(world_size, 22_001 * world_size, dtype)
+    expected = contract(inputs, "sum", order="tree")
+    for algorithm in ("auto", "one_shot", "two_shot"):
+        guarded = [Guarded(tensor) for tensor in inputs]
+        group.all_reduce([one.tensor for one in guarded], "sum", algorithm, order="tree")
+        check_each(guarded, expected, algorithm)
+    outputs = [Guarded(torch.zeros(22_001).to(dtype)) for _ in inputs]
+    group.reduce_scatter(
+        [one.tensor for one in outputs], [t.to(DEVICE) for t in inputs], "sum", order="tree"
+    )
+    check_each(outputs, list(expected.chunk(world_size)), "reduce_scatter")
+
+
+@pytest.mark.parametrize("num_channels", [1, 3], ids="{}-channels".format)
+@pytest.mark.parametrize("slot_bytes", [4096, 65_536], ids="{}-bytes".format)
+def test_local_sums_in_a_tree_ignore_algorithm_slots_and_channels(
+    slot_bytes: int, num_channels: int
+) -> None:
+    tuning = tuning_with(8, slot_bytes=slot_bytes, num_channels=num_channels)
+    group = rota.LocalGroup(8, DEVICE, tuning=tuning)
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+        for algorithm in ("low_latency", "one_shot", "two_shot", "two_shot_in_place"):
+            inputs = random_inputs(8, 501 if algorithm == "low_latency" else 20_003, dtype)
+            guarded = [Guarded(tensor) for tensor in inputs]
+            group.all_reduce([one.tensor for one in guarded], "avg", algorithm, order="tree")
+            check_each(guarded, contract(inputs, "avg", order="tree"), f"{algorithm} {dtype}")
+
+
+def test_local_algorithm_that_adds_along_no_tree_refuses_one(group_of: GroupOf) -> None:
+    group = group_of(3)
+    for algorithm in ("ring", "ordered_ring", "hierarchical"):
+        tensors = [torch.ones(4, device=DEVICE) for _ in range(3)]
+        error, text = error_of(lambda: group.all_reduce(tensors, "sum", algorithm, order="tree"))  # noqa: B023
+        assert error == "ValueError"
+        assert f"{algorithm} does not add along a tree; use one_shot or two_shot" in text
+    error, text = error_of(lambda: group.all_reduce(tensors, order="tree", group_size=3))
+    assert error == "ValueError" and "knows no group_size" in text
+
+
 @worlds
 def test_local_copying_collectives_move_every_bit(group_of: GroupOf, world_size: int) -> None:
     group = group_of(world_size)

@@ -55,8 +55,10 @@ CudaCollectives::CudaCollectives(std::shared_ptr<Communicator> communicator,
                Planner::Gpu{.tuning = tuning_,
                             .most_packet_bytes = cuda::most_packet_bytes(geometry_),
                             .why_not =
-                                [this](schedule::Algorithm algorithm, const WireFormat& wire) {
-                                  return gpus_.unusable.why_not(cuda::kernel_for(algorithm), wire);
+                                [this](schedule::Algorithm algorithm, const Call& call) {
+                                  Call candidate = call;
+                                  candidate.algorithm = algorithm;
+                                  return why_no_kernel(candidate);
                                 }}),
       staging_(std::move(staging)),
       executor_({.rank = communicator_->rank(),
@@ -126,10 +128,14 @@ void CudaCollectives::refuse_untrusted(std::string_view call, const std::string&
                    "; use NCCL"));
 }
 
+std::optional<std::string> CudaCollectives::why_no_kernel(const Call& call) const {
+  const cuda::LaunchRequest request = cuda::request_for(call, communicator_->world_size());
+  return gpus_.unusable.why_not(request.kernel, request.format, request.sums);
+}
+
 std::optional<std::string> CudaCollectives::why_not(const Call& call) const {
   if (is_of_transfers(call)) return gpus_.unusable.why_not(cuda::Kernel::kTransfer, cuda::kBytes);
-  const cuda::LaunchRequest request = cuda::request_for(call, communicator_->world_size());
-  const auto finding = gpus_.unusable.why_not(request.kernel, request.format);
+  const auto finding = why_no_kernel(call);
   if (finding || !cuda::is_packed(call)) return finding;
   return gpus_.unusable.why_not_bucket(call.dtype, call.wire);
 }

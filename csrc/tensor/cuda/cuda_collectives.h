@@ -49,6 +49,7 @@ class CudaCollectives final : public Collectives {
 
   // What the self-test found wrong with the kernels that the call needs; none if they can be used.
   std::optional<std::string> why_not(const Call& call) const;
+  std::optional<std::string> why_no_kernel(const Call& call) const;
   // For calls that cannot fall back to the host's memory.
   [[noreturn]] static void refuse_untrusted(std::string_view call, const std::string& finding);
   // Queues the call's kernel on the current stream.

@@ -37,17 +37,20 @@ void add_local_group(py::module_& module) {
       .def(
           "all_reduce",
           [](LocalGroup& self, const Tensors& tensors, std::string_view op,
-             std::string_view algorithm, std::optional<int> group_size) {
-            with_python_errors([&] { self.all_reduce(tensors, op, algorithm, group_size); });
+             std::string_view algorithm, std::optional<int> group_size, std::string_view order) {
+            with_python_errors([&] { self.all_reduce(tensors, op, algorithm, group_size, order); });
           },
           py::arg("tensors"), py::arg("op") = "sum", py::arg("algorithm") = "auto",
-          py::arg("group_size") = py::none(), ReleaseGil())
+          py::arg("group_size") = py::none(), py::arg("order") = "rank", ReleaseGil())
       .def(
           "reduce_scatter",
-          [](LocalGroup& self, const Tensors& outputs, const Tensors& inputs, std::string_view op) {
-            with_python_errors([&] { self.reduce_scatter(outputs, inputs, op); });
+          [](LocalGroup& self, const Tensors& outputs, const Tensors& inputs, std::string_view op,
+             std::optional<int> group_size, std::string_view order) {
+            with_python_errors(
+                [&] { self.reduce_scatter(outputs, inputs, op, group_size, order); });
           },
-          py::arg("outputs"), py::arg("inputs"), py::arg("op") = "sum", ReleaseGil())
+          py::arg("outputs"), py::arg("inputs"), py::arg("op") = "sum",
+          py::arg("group_size") = py::none(), py::arg("order") = "rank", ReleaseGil())
       .def(
           "all_gather",
           [](LocalGroup& self, const Tensors& outputs, const Tensors& inputs) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <set>
 #include <string>
 #include <thread>
@@ -154,8 +155,20 @@ cuda::Kernel LocalGroup::choose(uint64_t num_bytes) const {
   return cuda::kernel_for(algorithm);
 }
 
+void LocalGroup::set_order(cuda::LaunchRequest& request, std::string_view collective,
+                           std::optional<int> group_size, std::string_view order) const {
+  if (!parse_order(collective, order, group_size, std::nullopt).is_tree) {
+    request.group_size = group_size.value_or(0);
+    return;
+  }
+  if (group_size) refuse("order='tree' knows no group_size; leave one of them out");
+  const uint32_t num_shards = std::bit_ceil(static_cast<uint32_t>(world_size()));
+  cuda::set_order(request, {.num_shards = num_shards}, world_size());
+}
+
 void LocalGroup::all_reduce(const std::vector<at::Tensor>& tensors, std::string_view op,
-                            std::string_view algorithm, std::optional<int> group_size) {
+                            std::string_view algorithm, std::optional<int> group_size,
+                            std::string_view order) {
   check_usable("all_reduce");
   check_tensors(tensors, "all_reduce");
   const WireFormat format{reducible_dtype(tensors[0].scalar_type(), "all_reduce")};
@@ -167,19 +180,21 @@ void LocalGroup::all_reduce(const std::vector<at::Tensor>& tensors, std::string_
   for (size_t rank = 0; rank < tensors.size(); ++rank) {
     mapped.of[rank] = static_cast<std::byte*>(tensors[rank].data_ptr());
   }
-  launch({.kernel = kernel,
-          .input = data_of(tensors),
-          .output = data_of(tensors),
-          .num_elems = num_elems,
-          .format = format,
-          .op = reduce_op,
-          .divisor = static_cast<double>(world_size()),
-          .group_size = group_size.value_or(0),
-          .tensors = &mapped});
+  cuda::LaunchRequest request{.kernel = kernel,
+                              .input = data_of(tensors),
+                              .output = data_of(tensors),
+                              .num_elems = num_elems,
+                              .format = format,
+                              .op = reduce_op,
+                              .divisor = static_cast<double>(world_size()),
+                              .tensors = &mapped};
+  set_order(request, "all_reduce", group_size, order);
+  launch(request);
 }
 
 void LocalGroup::reduce_scatter(const std::vector<at::Tensor>& outputs,
-                                const std::vector<at::Tensor>& inputs, std::string_view op) {
+                                const std::vector<at::Tensor>& inputs, std::string_view op,
+                                std::optional<int> group_size, std::string_view order) {
   check_usable("reduce_scatter");
   check_tensors(outputs, "reduce_scatter");
   check_tensors(inputs, "reduce_scatter");
@@ -188,13 +203,16 @@ void LocalGroup::reduce_scatter(const std::vector<at::Tensor>& outputs,
     refuse(join("reduce_scatter from ", inputs[0].numel(), " elements to ", outputs[0].numel(),
                 ", expected ", world_size(), " times as many, of one dtype"));
   }
-  launch({.kernel = cuda::Kernel::kReduceScatter,
-          .input = data_of(inputs),
-          .output = data_of(outputs),
-          .num_elems = static_cast<uint64_t>(inputs[0].numel()),
-          .format = {reducible_dtype(inputs[0].scalar_type(), "reduce_scatter")},
-          .op = parse_op("reduce_scatter", op),
-          .divisor = static_cast<double>(world_size())});
+  cuda::LaunchRequest request{
+      .kernel = cuda::Kernel::kReduceScatter,
+      .input = data_of(inputs),
+      .output = data_of(outputs),
+      .num_elems = static_cast<uint64_t>(inputs[0].numel()),
+      .format = {reducible_dtype(inputs[0].scalar_type(), "reduce_scatter")},
+      .op = parse_op("reduce_scatter", op),
+      .divisor = static_cast<double>(world_size())};
+  set_order(request, "reduce_scatter", group_size, order);
+  launch(request);
 }
 
 void LocalGroup::all_gather(const std::vector<at::Tensor>& outputs,

@@ -37,9 +37,10 @@ class LocalGroup {
   // Tensors are listed by rank: contiguous, of one length and dtype, on the group's device. Work is
   // queued on the current stream. Each throws Error.
   void all_reduce(const std::vector<at::Tensor>& tensors, std::string_view op,
-                  std::string_view algorithm, std::optional<int> group_size);
+                  std::string_view algorithm, std::optional<int> group_size,
+                  std::string_view order);
   void reduce_scatter(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
-                      std::string_view op);
+                      std::string_view op, std::optional<int> group_size, std::string_view order);
   void all_gather(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
   void broadcast(const std::vector<at::Tensor>& tensors, int root);
   // Copies rank src's tensor to rank dst's; the others do not change.
@@ -51,6 +52,10 @@ class LocalGroup {
   void check_tensors(const std::vector<at::Tensor>& tensors, std::string_view collective) const;
   // The kernel for algorithm "auto". num_bytes: of each rank's tensor.
   cuda::Kernel choose(uint64_t num_bytes) const;
+  // The request has its kernel and format. order: "rank", within which there may be groups, or
+  // "tree".
+  void set_order(cuda::LaunchRequest& request, std::string_view collective,
+                 std::optional<int> group_size, std::string_view order) const;
   // One launch for all ranks, on the current stream.
   void launch(const cuda::LaunchRequest& request);
 

@@ -39,9 +39,8 @@ class Sums {
                                                     kSelfTestDivisor);
   }
 
-  // Sums within groups, then across groups.
-  void add_in_groups(std::byte* result) {
-    const schedule::Additions additions({.group_size = kSelfTestGroupSize}, kSelfTestRanks);
+  void add_in(const schedule::SumOrder& order, std::byte* result) {
+    const schedule::Additions additions(order, kSelfTestRanks);
     add({0, 1, 2, 3}, {0, num_elems_}, result, additions.of_ranks());
   }
 
@@ -74,12 +73,15 @@ constexpr Order order_from(int first) {
 
 }  // namespace
 
-std::vector<std::byte> all_reduced(cuda::Kernel kernel, const WireFormat& format, ReduceOp op,
-                                   uint64_t num_elems, Contributions& contributions) {
+std::vector<std::byte> all_reduced(cuda::Kernel kernel, cuda::Sums sums_of_kernel,
+                                   const WireFormat& format, ReduceOp op, uint64_t num_elems,
+                                   Contributions& contributions) {
   Bytes result(format.num_bytes(num_elems));
   Sums sums(format, op, num_elems, contributions);
   if (kernel == cuda::Kernel::kHierarchical) {
-    sums.add_in_groups(result.data());
+    sums.add_in({.group_size = kSelfTestGroupSize}, result.data());
+  } else if (sums_of_kernel == cuda::Sums::kInTree) {
+    sums.add_in({.num_shards = kSelfTestRanks}, result.data());
   } else if (kernel == cuda::Kernel::kRing) {
     // schedule/ring.h: the sum of shard p starts at rank p.
     const uint64_t granule = format.is_block_scaled ? kTileElems : kGranuleElems;

@@ -24,7 +24,7 @@ using Contributions = std::array<std::vector<std::byte>, kSelfTestRanks>;
 
 // All elements of the all-reduced contributions; those of a rank's shard are what a reduce-scatter
 // gives it.
-std::vector<std::byte> all_reduced(cuda::Kernel kernel, const WireFormat& format, ReduceOp op,
-                                   uint64_t num_elems, Contributions& contributions);
+std::vector<std::byte> all_reduced(cuda::Kernel kernel, cuda::Sums sums, const WireFormat& format,
+                                   ReduceOp op, uint64_t num_elems, Contributions& contributions);
 
 }  // namespace rota::tensors

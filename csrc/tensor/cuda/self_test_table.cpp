@@ -20,13 +20,16 @@ void for_each_format(const Body& body) {
 void add_collectives(std::vector<TestedKernel>& all) {
   for (size_t i = 0; i < cuda::kKernelNames.size(); ++i) {
     const auto kernel = static_cast<cuda::Kernel>(i);
-    for_each_format([&](const WireFormat& format) {
-      if (!cuda::is_compiled(kernel, format)) return;
-      all.push_back({.role = Role::kCollective,
-                     .collective = kernel,
-                     .gradients = DType::kFloat32,
-                     .format = format});
-    });
+    for (const cuda::Sums sums : cuda::kAllSums) {
+      for_each_format([&](const WireFormat& format) {
+        if (!cuda::is_compiled(kernel, format, sums)) return;
+        all.push_back({.role = Role::kCollective,
+                       .collective = kernel,
+                       .sums = sums,
+                       .gradients = DType::kFloat32,
+                       .format = format});
+      });
+    }
   }
 }
 
@@ -37,6 +40,7 @@ void add_bucket_kernels(std::vector<TestedKernel>& all, Role role) {
       if (!cuda::is_bucket_compiled(gradients, format)) return;
       all.push_back({.role = role,
                      .collective = cuda::Kernel::kOneShot,
+                     .sums = cuda::Sums::kInGroups,
                      .gradients = gradients,
                      .format = format});
     });
@@ -59,7 +63,9 @@ std::string_view TestedKernel::kernel() const {
 
 std::string TestedKernel::to_string() const {
   const std::string wire = join(format.is_block_scaled ? "scaled " : "", name(format.dtype));
-  if (role == Role::kCollective) return join(kernel(), " of ", wire);
+  if (role == Role::kCollective) {
+    return join(kernel(), " of ", wire, sums == cuda::Sums::kInTree ? " in a tree" : "");
+  }
   return join(kernel(), " of ", name(gradients), role == Role::kPack ? " as " : " from ", wire);
 }
 

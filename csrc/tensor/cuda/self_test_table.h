@@ -15,11 +15,12 @@ struct TestedKernel {
 
   Role role;
   cuda::Kernel collective;  // of kCollective
+  cuda::Sums sums;          // of kCollective
   DType gradients;          // of kPack and kUnpack
   WireFormat format;        // what travels between ranks
 
   std::string_view kernel() const;  // "two_shot", "pack"
-  std::string to_string() const;    // "two_shot of float16", "pack of float32 as float16"
+  std::string to_string() const;    // "two_shot of float16", "two_shot of float16 in a tree"
 };
 
 // All of them, the formats of each kernel in a row. The order is the same wherever the same build

@@ -142,7 +142,8 @@ void add_all_reduce(Trials& all, size_t number, const Variant& variant) {
       format.is_block_scaled ? schedule::ceil_div(kNumElems, kTileElems) * kTileElems : kNumElems;
   const ReduceOp op = op_of(format, variant);
   Contributions contributions = make_contributions(builder, number, num_elems, variant);
-  const Bytes result = all_reduced(kernel, format, op, num_elems, contributions);
+  const cuda::Sums sums = builder.tested().sums;
+  const Bytes result = all_reduced(kernel, sums, format, op, num_elems, contributions);
   Places places{};
   for (int rank = 0; rank < kSelfTestRanks; ++rank) {
     const size_t offset =
@@ -157,6 +158,7 @@ void add_all_reduce(Trials& all, size_t number, const Variant& variant) {
                      .format = format,
                      .op = op,
                      .divisor = kSelfTestDivisor,
+                     .sums = sums,
                      .group_size = kernel == cuda::Kernel::kHierarchical ? kSelfTestGroupSize : 0,
                      .is_bucket = format.is_block_scaled},
                     places);
@@ -169,8 +171,9 @@ void add_reduce_scatter(Trials& all, size_t number, const Variant& variant) {
   const uint64_t shard_elems = kNumElems / kSelfTestRanks;
   const uint64_t num_elems = shard_elems * kSelfTestRanks;
   Contributions contributions = make_contributions(builder, number, num_elems, variant);
+  const cuda::Sums sums = builder.tested().sums;
   const Bytes result =
-      all_reduced(builder.tested().collective, format, op, num_elems, contributions);
+      all_reduced(builder.tested().collective, sums, format, op, num_elems, contributions);
   const size_t misalignment = misalignment_of(format, variant);
   const size_t shard_bytes = format.num_bytes(shard_elems);
   Places places{};
@@ -186,7 +189,8 @@ void add_reduce_scatter(Trials& all, size_t number, const Variant& variant) {
                      .num_elems = num_elems,
                      .format = format,
                      .op = op,
-                     .divisor = kSelfTestDivisor},
+                     .divisor = kSelfTestDivisor,
+                     .sums = sums},
                     places);
 }
 

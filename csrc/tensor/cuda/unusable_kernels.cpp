@@ -23,10 +23,10 @@ std::optional<std::string> UnusableKernels::find(const Predicate& is_it) const {
   return std::nullopt;
 }
 
-std::optional<std::string> UnusableKernels::why_not(cuda::Kernel kernel,
-                                                    const WireFormat& format) const {
+std::optional<std::string> UnusableKernels::why_not(cuda::Kernel kernel, const WireFormat& format,
+                                                    cuda::Sums sums) const {
   return find([&](const TestedKernel& tested) {
-    return tested.role == Role::kCollective && tested.collective == kernel &&
+    return tested.role == Role::kCollective && tested.collective == kernel && tested.sums == sums &&
            tested.format == format;
   });
 }

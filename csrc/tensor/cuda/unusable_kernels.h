@@ -21,7 +21,8 @@ class UnusableKernels {
   const std::map<size_t, std::string>& findings() const { return findings_; }
 
   // The finding about a kernel ("two_shot of float16: element 17 ..."); none if it can be used.
-  std::optional<std::string> why_not(cuda::Kernel kernel, const WireFormat& format) const;
+  std::optional<std::string> why_not(cuda::Kernel kernel, const WireFormat& format,
+                                     cuda::Sums sums = cuda::Sums::kInGroups) const;
   // The same for pack and unpack.
   std::optional<std::string> why_not_bucket(DType gradients, const WireFormat& wire) const;
 

@@ -60,7 +60,8 @@ class GpuTuning:
         slot_bytes: size of a slot of one link in one channel, a multiple of 128.
         free_chunk_bytes: part of a tensor that a block of "two_shot_in_place" in a LocalGroup
             processes, a multiple of 128.
-        free_threads: threads of such a block, a multiple of 32 up to 512.
+        free_threads: threads of such a block, a multiple of 32 up to 512; sums along a tree use at
+            most 256 of them.
     """
 
     max_low_latency_bytes: int
@@ -229,8 +230,8 @@ class Communicator:
             order: "rank" adds in ascending rank. "tree" adds in a balanced binary tree over
                 num_shards logical shards, of which each rank holds an aligned block of 2**k. If it
                 contributes their sum in the same tree (`rota.LogicalShards`), the result has the
-                same bits for any number of ranks, where the wire dtype is the accumulate dtype. CPU
-                tensors only; not with the rings or group_size.
+                same bits for any number of ranks, where the wire dtype is the accumulate dtype. Not
+                with the rings or group_size. Floats on CUDA: up to 16 ranks.
             num_shards: a power of two, at least the world size; the same on every rank, which is
                 checked. None: the least that is possible.
         """
@@ -523,6 +524,7 @@ class LocalGroup:
         op: str = "sum",
         algorithm: str = "auto",
         group_size: int | None = None,
+        order: str = "rank",
     ) -> None:
         """Reduces over all ranks, in place; same numeric results as Communicator.all_reduce.
 
@@ -533,12 +535,21 @@ class LocalGroup:
                 "ring", "hierarchical", or "auto": chosen by the group's tuning, by default
                 "two_shot_in_place" at every size, which never waits and moves the fewest bytes.
             group_size: ranks per group; each group is summed first, then the groups' sums.
+            order: "rank", or "tree" as in Communicator.all_reduce.
         """
 
     def reduce_scatter(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: str = "sum"
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        op: str = "sum",
+        group_size: int | None = None,
+        order: str = "rank",
     ) -> None:
-        """Reduces the inputs; outputs[i] becomes part i of world_size equal ones."""
+        """Reduces the inputs; outputs[i] becomes part i of world_size equal ones.
+
+        op, group_size, order: as in all_reduce.
+        """
 
     def all_gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         """Concatenates all inputs into each output."""
