@@ -329,6 +329,31 @@ def test_fragments_are_synchronised_in_turns() -> None:
     run_ranks(2, record_fragments)
 
 
+def sync_twice(rank: Rank) -> None:
+    rank.init()
+    for num_fragments in (1, 2):
+        model = make_model()
+        outer = make_diloco(model, 4, num_fragments=num_fragments)
+        train(rank, model, outer, range(4))
+        scheduled = flat(model)
+        outer.sync()  # of the fragment that was not synchronised in the last step, if any
+        once = flat(model)
+        assert torch.equal(once, scheduled) == (num_fragments == 1)
+        again = make_diloco(model, 4, num_fragments=num_fragments)
+        again.load_state_dict(copy.deepcopy(outer.state_dict()))
+        for one in (outer, again):
+            one.sync()
+            assert_same(flat(model), once, "parameters")
+        train(rank, model, outer, range(1))
+        outer.sync()
+        assert not torch.equal(flat(model), once)
+        check_equal_on_all_ranks(model, "at the end")
+
+
+def test_sync_passes_over_what_is_synchronised() -> None:
+    run_ranks(2, sync_twice)
+
+
 def record_delay(rank: Rank) -> list[float]:
     rank.init()
     model = nn.ParameterList([torch.zeros(4)])
@@ -461,8 +486,8 @@ def diverge(rank: Rank, value: float) -> None:
     for make in (rota.LocalSGD, make_diloco):
         for num_fragments in (1, 2):
             model = make_model()
-            outer = make(model, 2, num_fragments=num_fragments)
-            train(rank, model, outer, range(3))
+            outer = make(model, 4, num_fragments=num_fragments)
+            train(rank, model, outer, range(5))
             assert torch.isfinite(outer.state.grad_norm())
             before = {k: v.clone() for k, v in outer.state_dict()["parameters"].items()}
             if rank.rank == 1:
@@ -475,7 +500,7 @@ def diverge(rank: Rank, value: float) -> None:
             assert len(texts) == (rank.rank == 1)
             if texts:
                 assert "'2.weight'" in texts[0]
-                assert "rank 1 after step 3" in texts[0]
+                assert "rank 1 after step 5" in texts[0]
             assert outer.num_skipped == 1
             parameters = dict(model.named_parameters())
             kept = [name for name in before if torch.equal(parameters[name], before[name])]

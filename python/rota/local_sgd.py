@@ -45,7 +45,7 @@ class _Synced(NamedTuple):
 class _InFlight(NamedTuple):
     """An outer step that has begun."""
 
-    fragment: Sequence[_Synced]
+    number: int  # of the fragment
     reduction: Reduction
     end_step: int  # when its result is applied
 
@@ -128,6 +128,7 @@ class LocalSGD:
             )
         self._synced = [_Synced(name, tensor, _copy_of(tensor)) for name, tensor in tensors.items()]
         self._fragments = _cut(self._synced, num_fragments)
+        self._synced_at = [0] * num_fragments  # the step of each fragment's last difference
         self._in_flight: _InFlight | None = None
         self.state.take_copies({synced.name: synced.copy for synced in self._synced})
         self._check_agreement(
@@ -160,38 +161,43 @@ class LocalSGD:
         self.num_steps += 1
         if self._in_flight is not None and self.num_steps >= self._in_flight.end_step:
             self._finish(self._in_flight)
-        for i, fragment in enumerate(self._fragments):
+        for i in range(self.num_fragments):
             offset = (i + 1) * self.sync_every // self.num_fragments
             if (self.num_steps - offset) % self.sync_every == 0:
-                self._in_flight = self._start(fragment)
+                self._in_flight = self._start(i)
                 if self.fragment_sync_delay == 0:
                     self._finish(self._in_flight)
 
     def sync(self) -> None:
-        """Does the outer step of every fragment now, such as after the last inner step.
+        """Does the outer steps of all fragments now, such as after the last inner step.
+
+        Passes over a fragment without a step since its last: momentum alone would move it.
 
         Raises what step() raises.
         """
         if self._in_flight is not None:
             self._finish(self._in_flight)
-        for fragment in self._fragments:
-            self._in_flight = self._start(fragment)
-            self._finish(self._in_flight)
+        for i in range(self.num_fragments):
+            if self._synced_at[i] != self.num_steps:
+                self._in_flight = self._start(i)
+                self._finish(self._in_flight)
 
     @torch.no_grad()
-    def _start(self, fragment: Sequence[_Synced]) -> _InFlight:
+    def _start(self, number: int) -> _InFlight:
+        fragment = self._fragments[number]
+        self._synced_at[number] = self.num_steps
         for synced in fragment:
             synced.copy.grad = synced.copy.detach() - synced.local
         with telling_peers(self.state):
             copies = [synced.copy for synced in fragment]
             reduction = Reduction(copies, self.state, BUCKET_CAP_MB)
             reduction.start()
-        return _InFlight(fragment, reduction, self.num_steps + self.fragment_sync_delay)
+        return _InFlight(number, reduction, self.num_steps + self.fragment_sync_delay)
 
     @torch.no_grad()
     def _finish(self, in_flight: _InFlight) -> None:
         self._in_flight = None
-        fragment, reduction, _ = in_flight
+        fragment, reduction = self._fragments[in_flight.number], in_flight.reduction
         try:
             with telling_peers(self.state):
                 reduction.finish()
@@ -239,9 +245,10 @@ class LocalSGD:
         after a synchronisation. With error feedback each rank saves its own.
 
         Returns:
-            A dict of "num_steps", "num_skipped", "rank" and "world_size" in the state's group,
-            "parameters": the copies by name, which share their memory, and "state", as by
-            HookState.state_dict(). rota.DiLoCo adds "outer_optimizer".
+            A dict of "num_steps", "num_skipped", "synced_at": the step of each fragment's last
+            synchronisation, "rank" and "world_size" in the state's group, "parameters": the copies
+            by name, which share their memory, and "state", as by HookState.state_dict().
+            rota.DiLoCo adds "outer_optimizer".
 
         Raises:
             RuntimeError: a fragment is being reduced.
@@ -250,6 +257,7 @@ class LocalSGD:
         return {
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
+            "synced_at": list(self._synced_at),
             "rank": dist.get_rank(self.state.group),
             "world_size": dist.get_world_size(self.state.group),
             "parameters": {synced.name: synced.copy.detach() for synced in self._synced},
@@ -286,6 +294,11 @@ class LocalSGD:
         )
         self.num_steps = state_dict["num_steps"]
         self.num_skipped = state_dict["num_skipped"]
+        # Other fragments than were saved are synchronised by the next sync(), whatever their step.
+        synced_at = list(state_dict["synced_at"])
+        self._synced_at = (
+            synced_at if len(synced_at) == self.num_fragments else [-1] * self.num_fragments
+        )
 
     def _residuals_of(self, state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         place = dist.get_rank(self.state.group), dist.get_world_size(self.state.group)
