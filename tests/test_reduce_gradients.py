@@ -301,6 +301,26 @@ def share_state(rank: int) -> None:
     rota.reduce_gradients(second if rank == 1 else first, state)
 
 
+def reduce_parts_in_turns(rank: Rank) -> None:
+    rank.init("gloo")
+    model = nn.ModuleList(ExactGradients() for _ in range(2))
+    state = rota.HookState(wire_dtype=torch.bfloat16, error_feedback=True, model=model)
+    for step in range(3):
+        for part in model:
+            model.zero_grad()
+            part(exact_batch(rank.rank, step)).backward()
+            rota.reduce_gradients(part.parameters(), state)
+            batches = [exact_batch(i, step) for i in range(rank.world_size)]
+            for weight in part.parameters():
+                expected = sum(batch[: weight.numel()] for batch in batches) / len(batches)
+                assert torch.equal(weight.grad, expected)
+    assert len(state.state_dict()["residuals"]) == len(list(model.parameters()))
+
+
+def test_a_state_with_a_model_reduces_its_parts_in_turns() -> None:
+    run_ranks(2, reduce_parts_in_turns)
+
+
 def have_no_cap(rank: int) -> None:
     cap_mb = 1.0 - rank
     rota.reduce_gradients(weights_of(3), rota.HookState(), bucket_cap_mb=cap_mb)

@@ -16,6 +16,7 @@ from rota.fused import HookState, fused_hook
 from rota.gpu import GradientBucket, LocalGroup
 from rota.gradients import overlap_gradients, reduce_gradients
 from rota.hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
+from rota.local_sgd import DiLoCo, LocalSGD
 from rota.memory import empty
 from rota.shards import LogicalShards
 
@@ -26,9 +27,11 @@ __version__ = "0.1.0"
 __all__ = [
     "BackendOptions",
     "Communicator",
+    "DiLoCo",
     "GradientBucket",
     "HookState",
     "LocalGroup",
+    "LocalSGD",
     "LogicalShards",
     "Mismatch",
     "PeerFailed",

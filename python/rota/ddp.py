@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,25 @@ class NamedModel:
     def name(self, parameter: torch.Tensor) -> str | None:
         """As in the wrapped module's state_dict; None for a parameter of another model."""
         return self._names.get(id(parameter)) if self.is_alive else None
+
+
+class NamedCopies:
+    """Copies that stand for the parameters of a model, as those of rota.LocalSGD; held weakly."""
+
+    may_have_unused = False
+
+    def __init__(self, copies: Mapping[str, torch.Tensor]) -> None:
+        self._names = {id(copy): (name, weakref.ref(copy)) for name, copy in copies.items()}
+        self.reduced_names = set(copies)
+
+    @property
+    def is_alive(self) -> bool:
+        return any(ref() is not None for _, ref in self._names.values())
+
+    def name(self, copy: torch.Tensor) -> str | None:
+        """The name that it was given; None for another tensor."""
+        name, ref = self._names.get(id(copy), (None, None))
+        return name if ref is not None and ref() is copy else None
 
 
 class SeenParameters:
@@ -72,13 +91,18 @@ class SeenParameters:
             self._is_complete = is_last
         return True
 
-    def replace(self, parameters: Sequence[torch.Tensor]) -> bool:
+    @property
+    def are_none(self) -> bool:
+        return not self._refs
+
+    def replace(self, parameters: Sequence[torch.Tensor], is_same_model: bool) -> bool:
         """Takes a whole list of parameters instead of those before.
 
         Returns whether it can belong to the same model: it may be longer or shorter, as layers are
-        frozen and thawed, but has one of the parameters before.
+        frozen and thawed, but has one of the parameters before, unless `is_same_model`.
         """
-        if parameters and self._refs and not any(self.has(parameter) for parameter in parameters):
+        shares = is_same_model or any(self.has(parameter) for parameter in parameters)
+        if parameters and self._refs and not shares:
             gc.collect()
             if not self._are_gone():
                 return False

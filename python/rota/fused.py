@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rota import options
-from rota.ddp import NamedModel, SeenParameters, group_of
+from rota.ddp import NamedCopies, NamedModel, SeenParameters, group_of
 from rota.errors import RotaError
 from rota.hooks import communicator_of
 from rota.model_group import ModelGroup, Replicas
@@ -153,7 +153,9 @@ class HookState:
         options.check_seed(seed)
         options.check_algorithm(algorithm)
         options.check_num_shards(num_shards)
-        self._model = NamedModel(model) if model is not None else None
+        self._model: NamedModel | NamedCopies | None = None
+        if model is not None:
+            self._model = NamedModel(model)
         self.group = group_of(group, model)
         self.wire_dtype = wire_dtype
         self.block_scaling = block_scaling
@@ -170,6 +172,7 @@ class HookState:
         self._seed = seed
         self._num_reductions = 0
         self._residuals = Residuals()
+        self._is_load_checked = True
         self._parameters = SeenParameters()
         self._entries: dict[int, _Entry] = {}
         live_states.add(self)
@@ -261,6 +264,7 @@ class HookState:
         self._seed = state_dict["seed"]
         self._num_reductions = state_dict["num_reductions"]
         self._residuals.load(state_dict["residuals"])
+        self._is_load_checked = False
         self._entries = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -345,14 +349,46 @@ class HookState:
         """Call it when the list of parameters that are reduced, or a shape in it, is new.
 
         Raises:
-            ValueError: the list shares no parameter with the one before, whose model still exists.
+            ValueError: the list shares no parameter with the one before, whose model still exists,
+                and is not of the state's `model`.
         """
-        if not self._parameters.replace(parameters):
+        model = self._model
+        is_same_model = model is not None and None not in map(model.name, parameters)
+        if not self._parameters.replace(parameters, is_same_model):
             raise ValueError(
                 "rota.reduce_gradients: the state has reduced the gradients of other parameters "
                 "before; make one rota.HookState for each model"
             )
         self._entries = {}
+
+    def take_copies(self, copies: Mapping[str, torch.Tensor]) -> None:
+        """Makes this the state of copies of parameters, under the names of the parameters.
+
+        They may be reduced in parts; residuals of all exist from now on.
+
+        Raises:
+            ValueError: the state has reduced gradients before, or has an option that is only for
+                those.
+        """
+        if not self._parameters.are_none or isinstance(self._model, NamedCopies):
+            raise ValueError(
+                "rota.HookState: the state is in use for something else; make one of its own for "
+                "each rota.LocalSGD and rota.DiLoCo"
+            )
+        if self.num_shards is not None or self.loss_scale != 1:
+            raise ValueError(
+                f"rota.HookState: num_shards is {self.num_shards}, loss_scale {self.loss_scale}; "
+                f"they are for gradients, leave them out for rota.LocalSGD and rota.DiLoCo"
+            )
+        if self.model_group is not None and self.model_group.asks_replicas:
+            raise ValueError(
+                "rota.HookState: replicas would be asked about copies, which it does not know; "
+                "leave it out for rota.LocalSGD and rota.DiLoCo"
+            )
+        self._model = NamedCopies(copies)
+        if self.error_feedback:
+            for copy in copies.values():  # one by one, so that each can be freed
+                self._residuals.of_bucket([copy], self._name_to_save)
 
     def reduces(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter is one of those whose gradients this state reduces."""
@@ -385,8 +421,7 @@ class HookState:
         self._check_parameters(bucket, parameters)
         residual = None
         if self.error_feedback:
-            if bucket.index() == 0:
-                self._check_loaded()
+            self._check_loaded()
             residual = self._residuals.of_bucket(parameters, self._name_to_save)
         refs = [weakref.ref(parameter) for parameter in parameters]
         stats = torch.zeros(2, dtype=torch.float64, device=bucket.buffer().device)
@@ -408,8 +443,9 @@ class HookState:
             )
 
     def _check_loaded(self) -> None:
+        """Checks residuals when the first bucket comes after they were loaded."""
         loaded = self._residuals.loaded_names
-        if not loaded or self._model is None:
+        if self._is_load_checked or not loaded or self._model is None:
             return
         expected = self._model.reduced_names
         if loaded != expected:
@@ -417,6 +453,7 @@ class HookState:
                 f"rota.HookState: the residuals that were loaded are not those of this model: "
                 f"missing {sorted(expected - loaded)}, unexpected {sorted(loaded - expected)}"
             )
+        self._is_load_checked = True
 
     def _name_to_save(self, parameter: torch.Tensor) -> str:
         name = self._model.name(parameter) if self._model is not None else None

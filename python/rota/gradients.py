@@ -52,7 +52,7 @@ def reduce_gradients(
         >>> rota.clip_grad_norm_(stage.parameters(), 1.0)
     """
     with telling_peers(state):
-        _Reduction(parameters, state, bucket_cap_mb).finish()
+        Reduction(parameters, state, bucket_cap_mb).finish()
 
 
 @contextlib.contextmanager
@@ -91,7 +91,7 @@ def overlap_gradients(
             raise ValueError(
                 f"rota.overlap_gradients: num_backwards is {num_backwards}, expected 1 or more"
             )
-        reduction = _Reduction(parameters, state, bucket_cap_mb)
+        reduction = Reduction(parameters, state, bucket_cap_mb)
     try:
         with reduction.on_gradients(num_backwards):
             yield
@@ -103,7 +103,7 @@ def overlap_gradients(
         reduction.finish()
 
 
-class _Reduction:
+class Reduction:
     """One reduction of a list of gradients; its buckets start in order."""
 
     def __init__(self, parameters: Parameters, state: HookState, bucket_cap_mb: float) -> None:
@@ -147,12 +147,16 @@ class _Reduction:
             for hook in hooks:
                 hook.remove()
 
-    def finish(self) -> None:
-        """Starts the buckets that have not started, and writes the results of all."""
+    def start(self) -> None:
+        """Starts the buckets that have not started, and waits for none."""
         if not self._buckets:
             self._state.begin()
         while not self._all_started:
             self._start()
+
+    def finish(self) -> None:
+        """Starts the buckets that have not started, and writes the results of all."""
+        self.start()
         used = torch.tensor([p.grad is not None for p in self._parameters] + [True])
         for future in self._futures:
             future.wait()
@@ -182,6 +186,11 @@ class _Reduction:
 
     def _name(self, parameter: torch.Tensor) -> str:
         return self._state.name_of(parameter, f"{self._positions[id(parameter)]} of the list")
+
+
+def free_buckets(state: HookState) -> None:
+    """Frees the memory of a state's buckets; its next reduction makes new ones."""
+    _plans.pop(state, None)
 
 
 def _plan_of(parameters: list[torch.Tensor], state: HookState, bucket_cap_mb: float) -> Plan:

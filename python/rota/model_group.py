@@ -37,6 +37,10 @@ class ModelGroup:
         self._communicator = Communicator(group)
         self._communicator.barrier()  # connects the ranks, so that start() waits for nobody
 
+    @property
+    def asks_replicas(self) -> bool:
+        return self._replicas is not None
+
     def start(
         self, stats: Sequence[torch.Tensor], parameters: Iterable[torch.Tensor]
     ) -> torch.futures.Future[torch.Tensor]:

@@ -1,0 +1,175 @@
+"""How well the demo's GPT learns when its ranks communicate every few steps.
+
+    python benchmarks/local_sgd.py            # starts its own ranks; a table and a record
+    python benchmarks/local_sgd.py --quick    # a few steps, to see that it runs
+
+Under torchrun on every host it measures over a network: each rank is then a worker of its own. All
+variants start from the same weights, and rank i of each sees the same batches. AdamW is the inner
+optimizer, with the demo's learning rate. DiLoCo's outer one is SGD with Nesterov momentum and
+lr=0.7, as in the paper. Wires narrower than float32 have error feedback. Bytes are computed, not
+counted: what a rank sends in a reduction that scatters and gathers, over the steps that share it.
+Seconds are of training alone, of the slowest rank. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor
+
+import rota
+import turns
+from arguments import Parser, parse_list, parse_natural
+from demo_model import train_gpt
+
+ALONE, DDP, LOCAL_SGD, DILOCO = "alone", "ddp", "local_sgd", "diloco"
+
+
+@dataclass(frozen=True)
+class Variant:
+    label: str
+    method: str
+    sync_every: int = 1
+    wire_dtype: torch.dtype = torch.float32
+    num_fragments: int = 1
+    fragment_sync_delay: int = 0
+    fragment_update_alpha: float = 0.0
+    outer_momentum: float = 0.9  # the paper's
+
+
+E4M3 = torch.float8_e4m3fn
+VARIANTS = {
+    "ddp": Variant("DDP, float32", DDP),
+    "alone": Variant("no communication", ALONE),
+    "local_8": Variant("LocalSGD, 8 steps", LOCAL_SGD, 8),
+    "local_8_fp16": Variant("LocalSGD, 8 steps, float16", LOCAL_SGD, 8, torch.float16),
+    "local_8_fp8": Variant("LocalSGD, 8 steps, float8_e4m3fn", LOCAL_SGD, 8, E4M3),
+    "local_32": Variant("LocalSGD, 32 steps", LOCAL_SGD, 32),
+    "diloco_16": Variant("DiLoCo, 16 steps", DILOCO, 16),
+    "diloco_32": Variant("DiLoCo, 32 steps", DILOCO, 32),
+    "diloco_16_half": Variant("DiLoCo, 16 steps, momentum 0.5", DILOCO, 16, outer_momentum=0.5),
+    "diloco_32_half": Variant("DiLoCo, 32 steps, momentum 0.5", DILOCO, 32, outer_momentum=0.5),
+    "diloco_32_fp8": Variant(
+        "DiLoCo, 32 steps, momentum 0.5, float8_e4m3fn", DILOCO, 32, E4M3, outer_momentum=0.5
+    ),
+    "streaming_32_fp8": Variant(
+        "the same, 4 fragments, delay 2, alpha 0.5", DILOCO, 32, E4M3, 4, 2, 0.5, 0.5
+    ),
+}
+
+
+def make_outer(variant: Variant, model: train_gpt.GPT) -> rota.LocalSGD:
+    is_narrow = variant.wire_dtype != torch.float32
+    options: dict[str, Any] = {
+        "state": rota.HookState(wire_dtype=variant.wire_dtype, error_feedback=is_narrow),
+        "num_fragments": variant.num_fragments,
+        "fragment_sync_delay": variant.fragment_sync_delay,
+        "fragment_update_alpha": variant.fragment_update_alpha,
+    }
+    if variant.method == LOCAL_SGD:
+        return rota.LocalSGD(model, variant.sync_every, **options)
+    outer_optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.7, momentum=variant.outer_momentum, nesterov=True
+    )
+    return rota.DiLoCo(model, outer_optimizer, variant.sync_every, **options)
+
+
+def bytes_per_step(variant: Variant, num_parameters: int) -> float:
+    """What a rank sends: its part of every other rank's sum, and its own sum to all others."""
+    if variant.method == ALONE:
+        return 0.0
+    size = float(variant.wire_dtype.itemsize)
+    if size < 4:
+        size += 1 / rota._C.block_elems(variant.wire_dtype)  # a block's scale
+    world_size = dist.get_world_size()
+    return 2 * (world_size - 1) / world_size * num_parameters * size / variant.sync_every
+
+
+def train(
+    variant: Variant, initial: train_gpt.GPT, text: Tensor, held_out: Tensor, args: Any
+) -> dict[str, Any]:
+    """Trains a model; the same row on every rank."""
+    rank, context = dist.get_rank(), train_gpt.SCALES["cpu"].config.context
+    model = copy.deepcopy(initial)
+    optimizer = train_gpt.make_optimizer(model)
+    parallel: torch.nn.Module = model
+    outer = None
+    if variant.method == DDP:
+        parallel = train_gpt.data_parallel(model, "rota", "none")
+    elif variant.method != ALONE:
+        outer = make_outer(variant, model)
+    losses = []
+    dist.barrier()
+    begin = time.perf_counter()
+    for step in range(args.steps):
+        batch = train_gpt.sample_batch(text, args.batch, context, (args.seed, rank, step))
+        lr = train_gpt.learning_rate(step, args.steps, args.lr)
+        losses.append(float(train_gpt.train_step(parallel, optimizer, batch, lr)))
+        if outer is not None:
+            outer.step()
+    if outer is not None:
+        outer.sync()
+    figures = torch.tensor([time.perf_counter() - begin])
+    dist.all_reduce(figures, dist.ReduceOp.MAX)
+    mean_losses = torch.tensor(losses)
+    dist.all_reduce(mean_losses)
+    mean_losses /= dist.get_world_size()
+    return {
+        "label": variant.label,
+        "held_out_bits": round(train_gpt.held_out_bits(model, held_out, context), 4),
+        "bytes_per_step": round(
+            bytes_per_step(variant, sum(p.numel() for p in model.parameters()))
+        ),
+        "seconds": round(figures.item(), 1),
+        "parameter_spread": train_gpt.parameter_spread(model),
+        "losses_of_all": [round(loss, 4) for loss in mean_losses.tolist()],
+    }
+
+
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "held-out\nbits per byte": lambda row: f"{row['held_out_bits']:.4f}",
+    "MB sent by a\nrank per step": lambda row: f"{row['bytes_per_step'] / 1e6:.3f}",
+    "seconds": lambda row: f"{row['seconds']:.1f}",
+}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add("--ranks", type=parse_natural(2), default=2, help="ranks to start (default: 2)")
+    names = ",".join(VARIANTS)
+    add("--variants", type=parse_list(list(VARIANTS)), default=names, help=f"(default: {names})")
+    args: argparse.Namespace = turns.parse_arguments(parser)
+    return args
+
+
+def main() -> None:
+    """Restarts as ranks and trains; rank 0 publishes the results."""
+    args = parse_arguments()
+    with turns.job("local_sgd", args, backend="rota") as (run, console):
+        torch.manual_seed(args.seed)
+        initial = train_gpt.GPT(train_gpt.SCALES["cpu"].config)
+        text, held_out = train_gpt.read_corpus()
+        rows = []
+        for name in args.variants:
+            rows.append(train(VARIANTS[name], initial, text, held_out, args))
+            report_row(console, rows[-1])
+        if run is not None:
+            title = f"{args.steps} steps of the demo's GPT on {args.ranks} ranks"
+            turns.publish(run, title, rows, COLUMNS)
+
+
+def report_row(console: Console, row: dict[str, Any]) -> None:
+    console.print(f"{row['label']}: {row['held_out_bits']}, {row['seconds']} s", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

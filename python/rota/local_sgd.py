@@ -1,0 +1,488 @@
+"""Training that communicates every few steps: workers train alone, then average how far they came.
+
+Local SGD (Stich, ICLR 2019, arXiv 1805.09767) averages the parameters. DiLoCo (Douillard et al.,
+arXiv 2311.08105) gives the average difference to an outer optimizer as its gradient. Streaming
+DiLoCo (arXiv 2501.18512) synchronises the model in fragments, and goes on meanwhile.
+
+The difference of a parameter is the gradient of a float32 copy of it. So gradients.py reduces it,
+with all options of a HookState, and any optimizer can step the copy. This module decides what is
+synchronised when, and must not know how.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rota.errors import Mismatch
+from rota.fused import HookState, telling_peers
+from rota.gradients import Reduction, free_buckets
+from rota.hooks import communicator_of
+from rota.sharding import local_of
+
+BUCKET_CAP_MB = 25.0
+
+
+class _Synced(NamedTuple):
+    """A parameter or buffer of the model, and its copy, which is the same on all workers."""
+
+    name: str
+    tensor: torch.Tensor
+    copy: nn.Parameter  # what lies on this rank; its gradient is the difference
+
+    @property
+    def local(self) -> torch.Tensor:
+        """What lies on this rank of the model's tensor, sharing its memory."""
+        return local_of(self.tensor.detach())
+
+
+class _InFlight(NamedTuple):
+    """An outer step that has begun."""
+
+    number: int  # of the fragment
+    reduction: Reduction
+    end_step: int  # when its result is applied
+
+
+class LocalSGD:
+    """Local SGD: every `sync_every` steps, parameters become their average over the workers.
+
+    A worker is one rank, or several ranks whose parameters stay equal because their gradients are
+    averaged in every step, as by DistributedDataParallel. A state over all ranks of all workers
+    then counts each worker as often as it has ranks; one over the i-th rank of each worker counts
+    them alike.
+
+    What travels is the difference of each parameter since its last synchronisation, in the wire
+    dtype of the state, with float32 sums. This keeps a copy of the parameters: 4 bytes for each,
+    4 more with error feedback, and 8 while it synchronises.
+
+    Buffers of floating point that are in the model's state_dict, such as the statistics of
+    BatchNorm, are averaged with the parameters. Other buffers, and parameters that required no
+    gradient when this was made, stay as each rank has them.
+
+    If a difference is Inf or NaN on any rank, all ranks drop it and go on from the last
+    synchronisation: parameters and buffers get their values from there. A rank warns of its own.
+    Inner optimizers are not touched; one whose moments are NaN has to be made anew.
+
+    Args:
+        model: the same on every rank of the state's group; a DistributedDataParallel, or a module
+            that fully_shard has sharded, must be made before this. The group's rank 0 broadcasts
+            its parameters and buffers, as DistributedDataParallel does.
+        sync_every: H, inner steps between two synchronisations of a parameter.
+        state: over which ranks and how differences travel; one made for this alone. None: in
+            float32, over the default group. If a worker's ranks hold different parts of the model,
+            pass them as its model_group, so that they drop the same differences.
+        num_fragments: P, parts of about the same size, which are synchronised at P steps spread
+            over sync_every (Streaming DiLoCo). The bytes are the same; a step sends at most a P-th.
+        fragment_sync_delay: inner steps that run while a fragment is reduced; its result is applied
+            after them. Less than sync_every // num_fragments.
+        fragment_update_alpha: a synchronised parameter becomes alpha times this rank's, plus
+            1 - alpha times the workers' common one. With 0, what the steps of the delay have
+            changed is lost; Streaming DiLoCo uses 0.5.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid; the text says what is valid.
+        rota.Mismatch: the ranks' models or arguments differ.
+
+    It is a collective call over the state's group, and blocks. Names are those of torchft.
+
+    Example:
+        >>> outer = rota.LocalSGD(model, sync_every=8)
+        >>> for inputs, targets in loader:
+        ...     loss_of(model(inputs), targets).backward()
+        ...     optimizer.step()
+        ...     outer.step()
+        ...     optimizer.zero_grad()
+        >>> outer.sync()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sync_every: int,
+        *,
+        state: HookState | None = None,
+        num_fragments: int = 1,
+        fragment_sync_delay: int = 0,
+        fragment_update_alpha: float = 0.0,
+    ) -> None:
+        self.sync_every = sync_every
+        self.num_fragments = num_fragments
+        self.fragment_sync_delay = fragment_sync_delay
+        self.fragment_update_alpha = fragment_update_alpha
+        self.num_steps = 0  # that step() has counted
+        self.num_skipped = 0  # outer steps that were dropped, of one fragment each
+        module = model.module if isinstance(model, DistributedDataParallel) else model
+        tensors = _tensors_to_sync(module)
+        self._check_arguments(len(tensors))
+        self.state = HookState(wire_dtype=torch.float32) if state is None else state
+        if not isinstance(self.state, HookState):
+            raise TypeError(
+                f"{self._name}: state is of type {type(state).__name__}, expected a HookState"
+            )
+        self._synced = [_Synced(name, tensor, _copy_of(tensor)) for name, tensor in tensors.items()]
+        self._fragments = _cut(self._synced, num_fragments)
+        self._synced_at = [0] * num_fragments  # the step of each fragment's last difference
+        self._in_flight: _InFlight | None = None
+        self.state.take_copies({synced.name: synced.copy for synced in self._synced})
+        self._check_agreement(
+            sync_every=sync_every,
+            num_fragments=num_fragments,
+            fragment_sync_delay=fragment_sync_delay,
+            num_tensors=len(tensors),
+        )
+        for tensor in [*module.parameters(), *module.buffers()]:
+            self._broadcast(tensor)
+        for synced in self._synced:
+            synced.copy.detach().copy_(synced.local)
+
+    @property
+    def _name(self) -> str:
+        return f"rota.{type(self).__name__}"
+
+    # ---- the training loop
+
+    def step(self) -> None:
+        """Counts an inner step, and does the outer step that is due; call it on every rank.
+
+        Blocks when parameters are synchronised, until the other ranks of the state's group have
+        come; with a delay, not before its end. The gradients of the model are not touched.
+
+        Raises:
+            rota.Mismatch: the ranks are at different steps; parameters stay as they were.
+            rota.Timeout, rota.PeerFailed: a rank did not come, or failed; names it.
+        """
+        self.num_steps += 1
+        if self._in_flight is not None and self.num_steps >= self._in_flight.end_step:
+            self._finish(self._in_flight)
+        for i in range(self.num_fragments):
+            offset = (i + 1) * self.sync_every // self.num_fragments
+            if (self.num_steps - offset) % self.sync_every == 0:
+                self._in_flight = self._start(i)
+                if self.fragment_sync_delay == 0:
+                    self._finish(self._in_flight)
+
+    def sync(self) -> None:
+        """Does the outer steps of all fragments now, such as after the last inner step.
+
+        Passes over a fragment without a step since its last: momentum alone would move it.
+
+        Raises what step() raises.
+        """
+        if self._in_flight is not None:
+            self._finish(self._in_flight)
+        for i in range(self.num_fragments):
+            if self._synced_at[i] != self.num_steps:
+                self._in_flight = self._start(i)
+                self._finish(self._in_flight)
+
+    @torch.no_grad()
+    def _start(self, number: int) -> _InFlight:
+        fragment = self._fragments[number]
+        self._synced_at[number] = self.num_steps
+        for synced in fragment:
+            synced.copy.grad = synced.copy.detach() - synced.local
+        with telling_peers(self.state):
+            copies = [synced.copy for synced in fragment]
+            reduction = Reduction(copies, self.state, BUCKET_CAP_MB)
+            reduction.start()
+        return _InFlight(number, reduction, self.num_steps + self.fragment_sync_delay)
+
+    @torch.no_grad()
+    def _finish(self, in_flight: _InFlight) -> None:
+        self._in_flight = None
+        fragment, reduction = self._fragments[in_flight.number], in_flight.reduction
+        try:
+            with telling_peers(self.state):
+                reduction.finish()
+            self._check_agreement(step=self.num_steps)
+            if self.state.found_inf:
+                self._skip(fragment)
+                return
+            self._update_copies(fragment)
+        finally:
+            free_buckets(self.state)
+            for synced in fragment:
+                synced.copy.grad = None
+        for synced in fragment:
+            common, local = synced.copy.detach(), synced.local
+            if self.fragment_update_alpha > 0:
+                common = torch.lerp(common, local.to(common.dtype), self.fragment_update_alpha)
+            local.copy_(common)
+
+    def _update_copies(self, fragment: Sequence[_Synced]) -> None:
+        """Takes the outer step; the copies' gradients are the mean differences."""
+        for synced in fragment:
+            assert synced.copy.grad is not None
+            synced.copy.sub_(synced.copy.grad)
+
+    def _skip(self, fragment: Sequence[_Synced]) -> None:
+        self.num_skipped += 1
+        bad = [synced.name for synced in fragment if not synced.local.isfinite().all()]
+        if bad:
+            warnings.warn(
+                f"{self._name}: {bad[0]!r} and {len(bad) - 1} more are Inf or NaN on rank "
+                f"{dist.get_rank(self.state.group)} after step {self.num_steps}; all ranks go on "
+                f"from their last synchronisation. If it comes again, the moments of the inner "
+                f"optimizer may not be finite either",
+                stacklevel=4,
+            )
+        for synced in fragment:
+            synced.local.copy_(synced.copy)
+
+    # ---- saving and restoring
+
+    def state_dict(self) -> dict[str, Any]:
+        """What all workers have in common, and this rank's residuals, to resume a run.
+
+        Save it beside the model and the inner optimizer, which differ between workers except right
+        after a synchronisation. With error feedback each rank saves its own.
+
+        Returns:
+            A dict of "num_steps", "num_skipped", "synced_at": the step of each fragment's last
+            synchronisation, "rank" and "world_size" in the state's group, "parameters": the copies
+            by name, which share their memory, and "state", as by HookState.state_dict().
+            rota.DiLoCo adds "outer_optimizer".
+
+        Raises:
+            RuntimeError: a fragment is being reduced.
+        """
+        self._check_at_rest("state_dict")
+        return {
+            "num_steps": self.num_steps,
+            "num_skipped": self.num_skipped,
+            "synced_at": list(self._synced_at),
+            "rank": dist.get_rank(self.state.group),
+            "world_size": dist.get_world_size(self.state.group),
+            "parameters": {synced.name: synced.copy.detach() for synced in self._synced},
+            "state": self.state.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from a state_dict(), with the same or another number of workers.
+
+        Load the model, too: this leaves it alone. A worker that did not exist before takes the
+        model of another. Residuals are dropped unless the same rank of as many saved them.
+
+        Raises:
+            RuntimeError: a fragment is being reduced.
+            ValueError: the names or shapes are not those of this model.
+        """
+        self._check_at_rest("load_state_dict")
+        parameters = state_dict["parameters"]
+        expected = {synced.name: list(synced.copy.shape) for synced in self._synced}
+        given = {name: list(tensor.shape) for name, tensor in parameters.items()}
+        if given != expected:
+            differing = sorted(
+                name for name in expected | given if given.get(name) != expected.get(name)
+            )
+            raise ValueError(
+                f"{self._name}: the parameters that were saved are not those of this model: "
+                f"{differing[0]!r} is {given.get(differing[0], 'missing')}, expected "
+                f"{expected.get(differing[0], 'none of this name')}; {len(differing)} differ"
+            )
+        for synced in self._synced:
+            synced.copy.detach().copy_(parameters[synced.name])
+        self.state.load_state_dict(
+            {**state_dict["state"], "residuals": self._residuals_of(state_dict)}
+        )
+        self.num_steps = state_dict["num_steps"]
+        self.num_skipped = state_dict["num_skipped"]
+        # Other fragments than were saved are synchronised by the next sync(), whatever their step.
+        synced_at = list(state_dict["synced_at"])
+        self._synced_at = (
+            synced_at if len(synced_at) == self.num_fragments else [-1] * self.num_fragments
+        )
+
+    def _residuals_of(self, state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        place = dist.get_rank(self.state.group), dist.get_world_size(self.state.group)
+        residuals: dict[str, torch.Tensor] = state_dict["state"]["residuals"]
+        if not self.state.error_feedback:
+            return {}
+        if residuals and (state_dict["rank"], state_dict["world_size"]) == place:
+            return residuals
+        return {synced.name: torch.zeros(synced.copy.shape) for synced in self._synced}
+
+    # ---- checks
+
+    def _check_arguments(self, num_tensors: int) -> None:
+        for name in ("sync_every", "num_fragments"):
+            value = getattr(self, name)
+            if not (isinstance(value, int) and value >= 1):
+                raise ValueError(f"{self._name}: {name} is {value!r}, expected an int of 1 or more")
+        if self.num_fragments > min(self.sync_every, num_tensors):
+            raise ValueError(
+                f"{self._name}: num_fragments is {self.num_fragments}, expected at most sync_every "
+                f"({self.sync_every}) and the number of parameters and buffers ({num_tensors})"
+            )
+        delay, interval = self.fragment_sync_delay, self.sync_every // self.num_fragments
+        if not (isinstance(delay, int) and 0 <= delay < interval):
+            raise ValueError(
+                f"{self._name}: fragment_sync_delay is {delay!r}, expected an int from 0 to "
+                f"{interval - 1}: less than sync_every // num_fragments"
+            )
+        if not 0 <= self.fragment_update_alpha < 1:
+            raise ValueError(
+                f"{self._name}: fragment_update_alpha is {self.fragment_update_alpha}, expected "
+                f"at least 0 and less than 1"
+            )
+
+    def _check_at_rest(self, method: str) -> None:
+        if self._in_flight is not None:
+            raise RuntimeError(
+                f"{self._name}.{method}: a fragment is being reduced until step "
+                f"{self._in_flight.end_step}, this is step {self.num_steps}; call it then, or "
+                f"after sync() on every rank"
+            )
+
+    def _check_agreement(self, **values: int) -> None:
+        """Raises rota.Mismatch on all ranks if they have different values. Collective."""
+        own = torch.tensor(list(values.values()))
+        of_ranks = torch.empty(dist.get_world_size(self.state.group), len(own), dtype=own.dtype)
+        communicator_of(self.state.group).all_gather(of_ranks, own)
+        for name, column in zip(values, of_ranks.T.tolist(), strict=True):
+            other = next((rank for rank, value in enumerate(column) if value != column[0]), None)
+            if other is not None:
+                raise Mismatch(
+                    f"{self._name}: {name} is {column[0]} on rank 0, {column[other]} on rank "
+                    f"{other}; every rank of the state's group needs the same"
+                )
+
+    @torch.no_grad()
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        local = local_of(tensor.detach())
+        local = torch.view_as_real(local) if local.is_complex() else local
+        communicator_of(self.state.group).broadcast(local, 0)
+
+
+class DiLoCo(LocalSGD):
+    """DiLoCo: every `sync_every` steps, an outer optimizer steps along the mean difference.
+
+    What is said of rota.LocalSGD holds here: workers, memory, buffers (which are averaged), Inf and
+    NaN. The outer optimizer keeps its own state besides, such as 4 bytes of momentum for each
+    parameter. Outer SGD with lr=1 and no momentum is Local SGD.
+
+    Args:
+        outer_optimizer: of the model's parameters, without steps taken: this puts the float32
+            copies in their places, so that nothing else may step it. Its learning rate may change
+            at any time, alike on all ranks. The paper uses SGD with Nesterov momentum of 0.9 and
+            lr=0.7.
+        The others: as for rota.LocalSGD.
+
+    Raises:
+        What rota.LocalSGD raises.
+        ValueError: the optimizer lacks parameters, has others, or has taken steps.
+
+    Example:
+        >>> outer_optimizer = torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)
+        >>> state = rota.HookState(wire_dtype=torch.float8_e4m3fn, error_feedback=True)
+        >>> outer = rota.DiLoCo(model, outer_optimizer, sync_every=32, state=state)
+        >>> for inputs, targets in loader:
+        ...     loss_of(model(inputs), targets).backward()
+        ...     inner_optimizer.step()
+        ...     outer.step()
+        ...     inner_optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        outer_optimizer: torch.optim.Optimizer,
+        sync_every: int,
+        *,
+        state: HookState | None = None,
+        num_fragments: int = 1,
+        fragment_sync_delay: int = 0,
+        fragment_update_alpha: float = 0.0,
+    ) -> None:
+        _check_optimizer(model, outer_optimizer)
+        super().__init__(
+            model,
+            sync_every,
+            state=state,
+            num_fragments=num_fragments,
+            fragment_sync_delay=fragment_sync_delay,
+            fragment_update_alpha=fragment_update_alpha,
+        )
+        self.outer_optimizer = outer_optimizer
+        copies: dict[int, torch.Tensor] = {
+            id(synced.tensor): synced.copy for synced in self._synced
+        }
+        for group in outer_optimizer.param_groups:
+            # In place: some optimizers keep the list. Frozen parameters stay; they are not stepped.
+            group["params"][:] = [copies.get(id(p), p) for p in group["params"]]
+
+    def _update_copies(self, fragment: Sequence[_Synced]) -> None:
+        self.outer_optimizer.step()  # passes over the copies of other fragments: no gradients
+        super()._update_copies([s for s in fragment if not isinstance(s.tensor, nn.Parameter)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "outer_optimizer": self.outer_optimizer.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.outer_optimizer.load_state_dict(state_dict["outer_optimizer"])
+
+
+def _tensors_to_sync(module: nn.Module) -> dict[str, torch.Tensor]:
+    saved = module.state_dict().keys()
+    tensors: dict[str, torch.Tensor] = {}
+    tensors |= {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not tensors:
+        raise ValueError("rota.LocalSGD: the model has no parameter that requires a gradient")
+    for name, buffer in module.named_buffers():
+        if name in saved and (buffer.is_floating_point() or buffer.is_complex()):
+            tensors[name] = buffer
+    return tensors
+
+
+def _copy_of(tensor: torch.Tensor) -> nn.Parameter:
+    local = local_of(tensor.detach())
+    # 16-bit parameters would lose small outer steps.
+    dtype = torch.promote_types(local.dtype, torch.float32)
+    return nn.Parameter(local.to(dtype, copy=True))
+
+
+def _cut(synced: Sequence[_Synced], num_fragments: int) -> list[list[_Synced]]:
+    """Consecutive fragments of about the same size; none is empty."""
+    fragments: list[list[_Synced]] = []
+    rest = list(synced)
+    for num_left in range(num_fragments, 1, -1):
+        share = sum(s.copy.numel() for s in rest) / num_left
+        size, num_taken = 0, 0
+        while num_taken == 0 or (size < share and len(rest) - num_taken >= num_left):
+            size += rest[num_taken].copy.numel()
+            num_taken += 1
+        fragments.append(rest[:num_taken])
+        rest = rest[num_taken:]
+    return [*fragments, rest]
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"rota.DiLoCo: outer_optimizer is of type {type(optimizer).__name__}, expected a "
+            f"torch.optim.Optimizer of the model's parameters"
+        )
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    names = {id(p): name for name, p in module.named_parameters()}
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [
+        name for name, p in module.named_parameters() if p.requires_grad and id(p) not in given
+    ]
+    if missing or not given <= names.keys():
+        raise ValueError(
+            f"rota.DiLoCo: outer_optimizer lacks {missing} of the model's parameters and has "
+            f"{len(given - names.keys())} others; make it anew with model.parameters()"
+        )
+    if optimizer.state:
+        raise ValueError(
+            "rota.DiLoCo: outer_optimizer has taken steps; make a new one, and load its state with "
+            "rota.DiLoCo.load_state_dict"
+        )

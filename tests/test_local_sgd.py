@@ -1,0 +1,649 @@
+"""rota.LocalSGD and rota.DiLoCo beside DDP, beside the algorithm by hand, and used badly."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import rota
+from models import ExactGradients, batch_of, exact_batch, make_model
+from oracle import assert_same
+from ranks import Rank, Ranks, error_of, run_ranks
+
+NESTEROV = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+Make = Callable[..., rota.LocalSGD]
+
+
+def make_diloco(model: nn.Module, sync_every: int, **options: Any) -> rota.DiLoCo:
+    outer_optimizer = torch.optim.SGD(model.parameters(), **NESTEROV)
+    return rota.DiLoCo(model, outer_optimizer, sync_every, **options)
+
+
+def make_plain_diloco(model: nn.Module, sync_every: int, **options: Any) -> rota.DiLoCo:
+    outer_optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return rota.DiLoCo(model, outer_optimizer, sync_every, **options)
+
+
+MAKES: dict[str, Make] = {"LocalSGD": rota.LocalSGD, "DiLoCo": make_plain_diloco}
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    """Parameters and floating-point buffers, as float64."""
+    tensors = [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
+    reals = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    return torch.cat([tensor.detach().flatten().double() for tensor in reals])
+
+
+def train(
+    rank: Rank,
+    model: nn.Module,
+    outer: rota.LocalSGD | None,
+    steps: range,
+    lr: float = 0.125,
+    momentum: float = 0.0,
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    for step in steps:
+        model(batch_of(rank.rank, step)).float().square().mean().backward()
+        optimizer.step()
+        if outer is not None:
+            outer.step()
+        optimizer.zero_grad()
+
+
+def check_equal_on_all_ranks(model: nn.Module, what: str) -> None:
+    mine = flat(model)
+    first = mine.clone()
+    dist.broadcast(first, 0)
+    assert_same(mine, first, what)
+
+
+# ---- DDP
+
+
+def train_exactly_beside_ddp(rank: Rank) -> None:
+    """Gradients are small integers and rates powers of two, so every sum is exact."""
+    rank.init()
+    for name, make in MAKES.items():
+        alone, replica = ExactGradients(), ExactGradients()
+        outer, ddp = make(alone, 1), DistributedDataParallel(replica)
+        for step in range(4):
+            for model, forward in ((alone, alone), (replica, ddp)):
+                forward(exact_batch(rank.rank, step)).backward()
+                torch.optim.SGD(model.parameters(), lr=0.25).step()
+                if model is alone:
+                    outer.step()
+                model.zero_grad()
+            assert_same(flat(alone), flat(replica), f"{name}, step {step}")
+
+
+def test_every_step_with_exact_sums_has_the_bits_of_ddp() -> None:
+    run_ranks(2, train_exactly_beside_ddp)
+
+
+def train_beside_ddp(rank: Rank) -> None:
+    rank.init()
+    num_steps = 20
+    replica = make_model()
+    train(rank, DistributedDataParallel(replica), None, range(num_steps))
+    for name, make in MAKES.items():
+        alone = make_model()
+        train(rank, alone, make(alone, 1), range(num_steps))
+        # A step rounds a parameter twice where DDP rounds it once. Gradients carry that on.
+        tolerance = 4 * num_steps * torch.finfo(torch.float32).eps * flat(replica).abs().max()
+        error = (flat(alone) - flat(replica)).abs().max()
+        assert 0 < error <= tolerance, f"{name}: {error} of {tolerance}"
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_every_step_agrees_with_ddp_within_rounding(world_size: int) -> None:
+    run_ranks(world_size, train_beside_ddp)
+
+
+# ---- the outer reduction
+
+
+WIRES: dict[str, dict[str, Any]] = {
+    "float32": {"wire_dtype": torch.float32},
+    "bfloat16": {"wire_dtype": torch.bfloat16},
+    "float16": {"wire_dtype": torch.float16, "block_scaling": False},
+    "scaled": {"wire_dtype": torch.float16},
+    "e4m3": {"wire_dtype": torch.float8_e4m3fn},
+    "e5m2": {"wire_dtype": torch.float8_e5m2},
+}
+
+
+def reduce_like_a_communicator(rank: Rank) -> None:
+    communicator = rank.communicator()
+    for name, options in WIRES.items():
+        for feedback in (False, True):
+            torch.manual_seed(rank.rank)
+            model = nn.Linear(1000, 1, bias=False)
+            state = rota.HookState(error_feedback=feedback, **options)
+            outer = rota.LocalSGD(model, 2, state=state)
+            common = model.weight.detach().clone()
+            residual = torch.zeros(1000) if feedback else None
+            stats = torch.zeros(2, dtype=torch.float64)
+            for step in range(6):
+                with torch.no_grad():
+                    model.weight += torch.randn(1, 1000) * 10.0 ** torch.randint(-6, 2, (1, 1000))
+                if step % 2 == 1:
+                    difference = common - model.weight.detach()
+                    if not state.block_scaling and not feedback:
+                        wire_dtype = state.wire_dtype
+                        communicator.all_reduce(difference, "avg", wire_dtype=wire_dtype)
+                    else:
+                        communicator.reduce_bucket(
+                            difference,
+                            stats,
+                            wire_dtype=state.wire_dtype,
+                            block_scaling=state.block_scaling,
+                            divisor=rank.world_size,
+                            residual=residual,
+                        )
+                    common -= difference
+                outer.step()
+                if step % 2 == 1:
+                    assert_same(model.weight.detach(), common, f"{name} {feedback} {step}")
+            if residual is not None:
+                saved = outer.state_dict()["state"]["residuals"]["weight"]
+                assert_same(saved, residual.view(1, 1000), name)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_outer_reduction_has_the_bits_of_the_communicator(world_size: int) -> None:
+    run_ranks(world_size, reduce_like_a_communicator)
+
+
+def feed_back_errors(rank: Rank) -> None:
+    """A small difference beside a large one in the same block of float8."""
+    rank.init()
+    for feedback in (False, True):
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        state = rota.HookState(wire_dtype=torch.float8_e4m3fn, error_feedback=feedback)
+        outer = rota.LocalSGD(model, 1, state=state)
+        for _ in range(64):
+            with torch.no_grad():
+                model.weight += torch.tensor([[1.0, 2.0**-20]])
+            outer.step()
+        large, small = model.weight.tolist()[0]
+        assert large == 64
+        assert small == (2.0**-14 if feedback else 0), (feedback, small)
+
+
+def test_error_feedback_makes_up_for_what_was_rounded_away() -> None:
+    run_ranks(2, feed_back_errors)
+
+
+# ---- the algorithm
+
+
+class Mixed(nn.Module):
+    """Has several dtypes, statistics, a layout that is not contiguous, and a frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 24)
+        self.first.weight = nn.Parameter(torch.randn(32, 24).mul_(0.1).t())
+        self.norm = nn.BatchNorm1d(24)
+        self.narrow = nn.Linear(24, 24).bfloat16()
+        self.wave = nn.Parameter(torch.randn(24, dtype=torch.complex64))
+        self.last = nn.Linear(24, 8)
+        self.frozen = nn.Parameter(torch.randn(8), requires_grad=False)
+        self.register_buffer("scale", torch.full((8,), 1.1), persistent=False)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.first(batch))
+        hidden = self.narrow(hidden.bfloat16()).float() * self.wave.abs()
+        out: torch.Tensor = self.last(hidden) * self.scale + self.frozen
+        return out
+
+
+def train_mixed(rank: Rank) -> None:
+    rank.init()
+    for make in (rota.LocalSGD, make_diloco):
+        for name, options in WIRES.items():
+            for num_fragments in (1, 3):
+                torch.manual_seed(rank.rank)
+                model = Mixed()
+                state = rota.HookState(error_feedback=True, **options)
+                outer = make(model, 4, state=state, num_fragments=num_fragments)
+                what = f"{make.__name__} {name} {num_fragments}"
+                check_equal_on_all_ranks(model, f"{what} at the start")
+                start = flat(model)
+                train(rank, model, outer, range(6), lr=0.01, momentum=0.9)
+                assert (flat(model) != start).sum() > 1000
+                outer.sync()
+                check_equal_on_all_ranks(model, what)
+                assert outer.num_skipped == 0
+                assert model.norm.num_batches_tracked == 6
+                assert torch.isfinite(flat(model)).all()
+                assert set(outer.state_dict()["parameters"]) >= {"wave", "norm.running_mean"}
+
+
+def test_all_ranks_have_equal_parameters_and_statistics_after_an_outer_step() -> None:
+    run_ranks(2, train_mixed)
+
+
+def average_statistics(rank: Rank) -> None:
+    rank.init()
+    for make in (rota.LocalSGD, make_diloco):
+        model = nn.BatchNorm1d(2)
+        outer = make(model, 1)
+        assert model.running_mean is not None
+        model.running_mean.fill_(rank.rank)
+        outer.step()
+        assert model.running_mean.tolist() == [0.5, 0.5]
+
+
+def test_statistics_are_averaged() -> None:
+    run_ranks(2, average_statistics)
+
+
+def take_small_outer_steps(rank: Rank) -> None:
+    """Each outer step is 1/16 of what bfloat16 can add to 1."""
+    rank.init()
+    model = nn.ParameterList([torch.ones(1, dtype=torch.bfloat16)])
+    outer = rota.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=2.0**-4), 1)
+    for _ in range(16):
+        with torch.no_grad():
+            model[0] += 2.0**-7
+        outer.step()
+    assert model[0].item() == 1 + 2.0**-7
+
+
+def test_small_outer_steps_of_16_bit_parameters_add_up() -> None:
+    run_ranks(2, take_small_outer_steps)
+
+
+def diloco_by_hand(num_steps: int, sync_every: int) -> torch.Tensor:
+    """Both workers in this process, with the outer step as in the paper."""
+    common = make_model()
+    outer_optimizer = torch.optim.SGD(common.parameters(), **NESTEROV)
+    workers = [copy.deepcopy(common) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(w.parameters(), lr=0.01) for w in workers]
+    for step in range(num_steps):
+        for rank, (worker, optimizer) in enumerate(zip(workers, optimizers, strict=True)):
+            optimizer.zero_grad()
+            worker(batch_of(rank, step)).square().mean().backward()
+            optimizer.step()
+        if (step + 1) % sync_every == 0:
+            tensors = zip(common.parameters(), *(w.parameters() for w in workers), strict=True)
+            with torch.no_grad():
+                for global_, first, second in tensors:
+                    global_.grad = ((global_ - first) + (global_ - second)) / 2
+                outer_optimizer.step()
+                for worker in workers:
+                    worker.load_state_dict(common.state_dict())
+    return flat(common)
+
+
+def train_diloco(rank: Rank) -> torch.Tensor:
+    rank.init()
+    model = make_model()
+    outer = make_diloco(model, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(9):
+        optimizer.zero_grad()
+        model(batch_of(rank.rank, step)).square().mean().backward()
+        optimizer.step()
+        outer.step()
+    return flat(model)
+
+
+def test_diloco_has_the_bits_of_the_algorithm_by_hand() -> None:
+    env = {"OMP_NUM_THREADS": "1"}
+    for result in run_ranks(2, train_diloco, env=env):
+        assert_same(result, diloco_by_hand(9, 3), "parameters")
+
+
+def record_fragments(rank: Rank) -> None:
+    """Every step adds 1 on rank 0 and 3 on rank 1; a synchronised weight is the same on both."""
+    rank.init()
+    model = nn.ParameterList(torch.zeros(4) for _ in range(3))
+    outer = rota.LocalSGD(model, 6, num_fragments=3)
+    synced_at: list[set[int]] = [set(), set(), set()]
+    for step in range(1, 13):
+        with torch.no_grad():
+            for weight in model:
+                weight += 1 + 2 * rank.rank
+        outer.step()
+        for i, weight in enumerate(model):
+            if weight[0] == 2 * step:  # the mean of both
+                synced_at[i].add(step)
+    assert synced_at == [{2, 8}, {4, 10}, {6, 12}]
+
+
+def test_fragments_are_synchronised_in_turns() -> None:
+    run_ranks(2, record_fragments)
+
+
+def sync_twice(rank: Rank) -> None:
+    rank.init()
+    for num_fragments in (1, 2):
+        model = make_model()
+        outer = make_diloco(model, 4, num_fragments=num_fragments)
+        train(rank, model, outer, range(4))
+        scheduled = flat(model)
+        outer.sync()  # of the fragment that was not synchronised in the last step, if any
+        once = flat(model)
+        assert torch.equal(once, scheduled) == (num_fragments == 1)
+        again = make_diloco(model, 4, num_fragments=num_fragments)
+        again.load_state_dict(copy.deepcopy(outer.state_dict()))
+        for one in (outer, again):
+            one.sync()
+            assert_same(flat(model), once, "parameters")
+        train(rank, model, outer, range(1))
+        outer.sync()
+        assert not torch.equal(flat(model), once)
+        check_equal_on_all_ranks(model, "at the end")
+
+
+def test_sync_passes_over_what_is_synchronised() -> None:
+    run_ranks(2, sync_twice)
+
+
+def record_delay(rank: Rank) -> list[float]:
+    rank.init()
+    model = nn.ParameterList([torch.zeros(4)])
+    outer = rota.LocalSGD(model, 4, fragment_sync_delay=2, fragment_update_alpha=0.5)
+    seen = []
+    for step in range(1, 9):
+        with torch.no_grad():
+            model[0] += 1 + 2 * rank.rank
+        outer.step()
+        seen.append(model[0][0].item())
+        if step == 5:
+            error, text = error_of(outer.state_dict)
+            assert error == "RuntimeError"
+            assert "until step 6, this is step 5" in text
+    outer.sync()  # the one in flight, then another
+    assert not torch.equal(model[0], torch.zeros(4))
+    return seen
+
+
+def test_delayed_result_is_mixed_with_what_has_come_since() -> None:
+    first, second = run_ranks(2, record_delay)
+    # At step 4 the mean is 8; it is applied after step 6, half and half.
+    assert first == [1, 2, 3, 4, 5, (6 + 8) / 2, 8, 9]
+    assert second == [3, 6, 9, 12, 15, (18 + 8) / 2, 16, 19]
+
+
+# ---- workers of several ranks
+
+
+def train_workers(rank: Rank, wire_dtype: torch.dtype) -> torch.Tensor:
+    """Two workers of two ranks each, whose inner group is DDP's or FSDP's, in three ways."""
+    rank.init()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    results = []
+    for way in ("peers", "all", "fsdp"):
+        model = make_model()
+        if way == "fsdp":
+            fully_shard(model, mesh=mesh["inner"])
+            forward: nn.Module = model
+        else:
+            forward = DistributedDataParallel(model, process_group=mesh.get_group("inner"))
+        group = None if way == "all" else mesh.get_group("outer")
+        model_group = mesh.get_group("inner") if way == "fsdp" else None
+        state = rota.HookState(
+            group, wire_dtype, error_feedback=True, block_scaling=False, model_group=model_group
+        )
+        outer = make_diloco(forward, 2, state=state)
+        train(rank, forward, outer, range(4))
+        if way == "fsdp":
+            full = [parameter.full_tensor() for parameter in model.parameters()]
+            results.append(torch.cat([tensor.detach().flatten().double() for tensor in full]))
+        else:
+            check_equal_on_all_ranks(model, way)
+            results.append(flat(model))
+    peers, every_rank, sharded = results
+    assert_same(sharded, peers, "shards and replicas")
+    # The same mean of four ranks, of which two and two are equal: every sum is exact.
+    assert_same(every_rank, peers, "a group of all ranks and one of peers")
+    return peers
+
+
+def test_workers_may_be_groups_of_ranks() -> None:
+    results = run_ranks(4, train_workers, torch.bfloat16, env={"OMP_NUM_THREADS": "1"})
+    for result in results:
+        assert_same(result, results[0], "parameters")
+
+
+# ---- saving
+
+
+def resume(rank: Rank, num_steps: int, saved: list[Any] | None) -> dict[str, Any]:
+    rank.init()
+    model = make_model()
+    state = rota.HookState(
+        wire_dtype=torch.float8_e4m3fn, error_feedback=True, stochastic_rounding=True, seed=3
+    )
+    outer = make_diloco(model, 4, state=state, num_fragments=2)
+    own = None
+    if saved is not None:
+        own = copy.deepcopy(saved[min(rank.rank, len(saved) - 1)])
+        model.load_state_dict(own["model"])
+        outer.load_state_dict(own["outer"])
+        assert outer.num_steps == own["outer"]["num_steps"]
+    train(rank, model, outer, range(outer.num_steps, outer.num_steps + num_steps))
+    return {"model": model.state_dict(), "outer": outer.state_dict()}
+
+
+def check_same_state(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    for key in ("num_steps", "num_skipped", "rank", "world_size"):
+        assert state["outer"][key] == expected["outer"][key]
+    for part in ("model", "outer"):
+        mine, other = state[part], expected[part]
+        if part == "outer":
+            mine = mine["parameters"] | mine["state"].pop("residuals")
+            other = other["parameters"] | other["state"].pop("residuals")
+        for name, tensor in other.items():
+            assert_same(mine[name], tensor, name)
+    assert state["outer"]["state"] == expected["outer"]["state"]
+
+
+@pytest.mark.parametrize("num_steps", (1, 3, 4, 7))
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(num_steps: int) -> None:
+    env = {"OMP_NUM_THREADS": "1"}
+    whole = run_ranks(2, resume, 11, None, env=env)
+    part = run_ranks(2, resume, num_steps, None, env=env)
+    rest = run_ranks(2, resume, 11 - num_steps, part, env=env)
+    for state, expected in zip(rest, whole, strict=True):
+        assert any(residual.any() for residual in expected["outer"]["state"]["residuals"].values())
+        check_same_state(state, expected)
+
+
+def test_another_number_of_workers_goes_on() -> None:
+    saved = run_ranks(2, resume, 4, None)
+    for world_size in (1, 3):
+        states = run_ranks(world_size, resume, 4, saved)
+        for state in states:
+            assert state["outer"]["num_steps"] == 8
+            for name, tensor in state["outer"]["parameters"].items():
+                assert_same(tensor, states[0]["outer"]["parameters"][name], name)
+            assert state["outer"]["outer_optimizer"]["state"].keys() == {0, 1, 2, 3, 4, 5}
+        again = run_ranks(2, resume, 4, states)
+        assert again[0]["outer"]["num_steps"] == 12
+
+
+# ---- what goes wrong
+
+
+def diverge(rank: Rank, value: float) -> None:
+    rank.init()
+    for make in (rota.LocalSGD, make_diloco):
+        for num_fragments in (1, 2):
+            model = make_model()
+            outer = make(model, 4, num_fragments=num_fragments)
+            train(rank, model, outer, range(5))
+            assert torch.isfinite(outer.state.grad_norm())
+            before = {k: v.clone() for k, v in outer.state_dict()["parameters"].items()}
+            if rank.rank == 1:
+                with torch.no_grad():
+                    model[2].weight[3, 4] = value
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                outer.sync()
+            texts = [str(warning.message) for warning in caught]
+            assert len(texts) == (rank.rank == 1)
+            if texts:
+                assert "'2.weight'" in texts[0]
+                assert "rank 1 after step 5" in texts[0]
+            assert outer.num_skipped == 1
+            parameters = dict(model.named_parameters())
+            kept = [name for name in before if torch.equal(parameters[name], before[name])]
+            assert "2.weight" in kept
+            assert (len(kept) == len(before)) == (num_fragments == 1)
+            check_equal_on_all_ranks(model, "after the drop")
+            train(rank, model, outer, range(4))
+            outer.sync()
+            check_equal_on_all_ranks(model, "later")
+            assert torch.isfinite(flat(model)).all()
+            assert outer.num_skipped == 1
+
+
+@pytest.mark.parametrize("value", (float("inf"), float("nan")))
+def test_a_difference_that_is_not_finite_is_dropped_on_all_ranks(value: float) -> None:
+    run_ranks(2, diverge, value)
+
+
+def leave_early(rank: Rank) -> tuple[str, str]:
+    rank.init(timeout_s=2.0)
+    model = make_model()
+    outer = rota.LocalSGD(model, 2)
+    train(rank, model, outer, range(2))
+    if rank.rank == 1:
+        rank.hear()
+        return "nothing", ""
+    error = error_of(lambda: train(rank, model, outer, range(2)))
+    rank.tell()
+    return error
+
+
+def test_a_rank_that_takes_fewer_steps_is_named() -> None:
+    with Ranks(2, leave_early) as ranks:
+        ranks.hear(0)
+        ranks.tell(1)
+        error, text = ranks.results()[0]
+    assert error == "Timeout"
+    assert "rank 1" in text
+
+
+def disagree(rank: Rank) -> list[tuple[str, str]]:
+    rank.init()
+    model = make_model()
+    errors = [
+        error_of(lambda: rota.LocalSGD(model, 2 + rank.rank)),
+        error_of(lambda: rota.LocalSGD(model, 4, num_fragments=1 + rank.rank)),
+        error_of(lambda: rota.LocalSGD(nn.Sequential(*list(model)[: 1 + 2 * rank.rank]), 2)),
+        error_of(lambda: rota.LocalSGD(nn.Linear(2 + rank.rank, 1), 2)),
+    ]
+    outer = rota.LocalSGD(model, 4)
+    outer.num_steps += 4 * rank.rank
+    before = flat(model)
+    errors.append(error_of(lambda: [outer.step() for _ in range(4)]))
+    assert_same(flat(model), before, "parameters after a mismatch")
+    state = rota.HookState(wire_dtype=(torch.float16, torch.bfloat16)[rank.rank])
+    other = rota.LocalSGD(model, 1, state=state)
+    errors.append(error_of(other.step))
+    assert_same(flat(model), before, "parameters after a mismatch")
+    rota.LocalSGD(model, 1).step()  # the group is usable
+    return errors
+
+
+def test_ranks_that_disagree_get_a_mismatch() -> None:
+    for errors in run_ranks(2, disagree):
+        assert [error for error, _ in errors] == ["Mismatch"] * 6
+        for (_, text), part in zip(
+            errors,
+            (
+                "sync_every is 2 on rank 0, 3 on rank 1",
+                "num_fragments is 1 on rank 0, 2 on rank 1",
+                "num_tensors is 2 on rank 0, 4 on rank 1",
+                "broadcast(float32[2], root 0)",
+                "step is 4 on rank 0, 8 on rank 1",
+                "wire",
+            ),
+            strict=True,
+        ):
+            assert part in text
+
+
+def use_badly(rank: Rank) -> list[tuple[str, str]]:
+    rank.init()
+    model = make_model()
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    used = rota.HookState()
+    rota.reduce_gradients(model.parameters(), used)
+    taken = rota.HookState()
+    outer_optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    rota.DiLoCo(model, outer_optimizer, 2, state=taken)
+    stepped = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    model(batch_of(0, 0)).sum().backward()
+    stepped.step()
+    partial = torch.optim.SGD(model[0].parameters(), lr=1.0)
+    of_another = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(1))], lr=1.0)
+    outer = rota.LocalSGD(model, 2)
+    smaller = rota.LocalSGD(make_model()[2], 2)
+    shards = rota.HookState(num_shards=2)
+    replicas = rota.HookState(model_group=dist.group.WORLD, replicas=lambda parameter: 1)
+    calls: list[Callable[[], object]] = [
+        lambda: rota.LocalSGD(model, 0),
+        lambda: rota.LocalSGD(model, 2.0),  # type: ignore[arg-type]
+        lambda: rota.LocalSGD(model, 2, num_fragments=3),
+        lambda: rota.LocalSGD(model, 100, num_fragments=7),
+        lambda: rota.LocalSGD(model, 8, num_fragments=4, fragment_sync_delay=2),
+        lambda: rota.LocalSGD(model, 8, fragment_update_alpha=1.0),
+        lambda: rota.LocalSGD(frozen, 8),
+        lambda: rota.LocalSGD(model, 8, state="rota"),  # type: ignore[arg-type]
+        lambda: rota.LocalSGD(model, 8, state=used),
+        lambda: rota.LocalSGD(model, 8, state=taken),
+        lambda: rota.LocalSGD(model, 8, state=shards),
+        lambda: rota.LocalSGD(model, 8, state=replicas),
+        lambda: rota.DiLoCo(model, "sgd", 8),  # type: ignore[arg-type]
+        lambda: rota.DiLoCo(model, outer_optimizer, 8),
+        lambda: rota.DiLoCo(model, stepped, 8),
+        lambda: rota.DiLoCo(model, partial, 8),
+        lambda: rota.DiLoCo(model, of_another, 8),
+        lambda: outer.load_state_dict(smaller.state_dict()),
+    ]
+    return [error_of(call) for call in calls]
+
+
+def test_bad_use_is_an_error_that_says_what_to_do() -> None:
+    expected = [
+        ("ValueError", "sync_every is 0, expected an int of 1 or more"),
+        ("ValueError", "sync_every is 2.0"),
+        ("ValueError", "num_fragments is 3, expected at most sync_every (2)"),
+        ("ValueError", "the number of parameters and buffers (6)"),
+        ("ValueError", "fragment_sync_delay is 2, expected an int from 0 to 1"),
+        ("ValueError", "fragment_update_alpha is 1.0"),
+        ("ValueError", "no parameter that requires a gradient"),
+        ("TypeError", "state is of type str"),
+        ("ValueError", "make one of its own"),
+        ("ValueError", "make one of its own"),
+        ("ValueError", "num_shards is 2"),
+        ("ValueError", "replicas would be asked about copies"),
+        ("TypeError", "outer_optimizer is of type str"),
+        ("ValueError", "lacks ['0.weight', '0.bias', '2.weight'"),
+        ("ValueError", "has taken steps"),
+        ("ValueError", "lacks ['2.weight', '2.bias', '4.weight', '4.bias']"),
+        ("ValueError", "has 1 others"),
+        ("ValueError", "'0.bias' is missing, expected [64]"),
+    ]
+    for errors in run_ranks(2, use_badly):
+        for (error, text), (expected_error, part) in zip(errors, expected, strict=True):
+            assert error == expected_error, text
+            assert part in text
