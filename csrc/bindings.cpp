@@ -256,8 +256,9 @@ PYBIND11_MODULE(_C, module) {
                   .inter_wire = parse_inter_wire(inter_wire_dtype, inter_block_scaling)});
            }),
            py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("timeout"),
-           py::arg("slot_bytes"), py::arg("make_engine"), py::arg("inter_wire_dtype"),
-           py::arg("inter_block_scaling"), ReleaseGil())
+           py::arg("slot_bytes"), py::arg("make_engine") = py::none(),
+           py::arg("inter_wire_dtype") = py::none(), py::arg("inter_block_scaling") = false,
+           ReleaseGil())
       .def_property_readonly("rank", &TensorCommunicator::rank)
       .def_property_readonly("world_size", &TensorCommunicator::world_size)
       .def_property_readonly("hosts", &hosts_of)

@@ -9,7 +9,6 @@ from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import rota
 from hosts import Hosts
@@ -84,3 +83,58 @@ def test_rank_that_is_late_is_named_on_all_hosts() -> None:
     for rank, (error, text, _) in enumerate(results[:3]):
         assert error == "Timeout", (rank, error, text)
     assert "rank 3" in results[2][1]
+
+
+def reduce_until_the_network_fails(rank: Rank) -> tuple[str, str, float]:
+    rank.init("gloo")
+    comm = rota.Communicator()
+    comm.barrier()
+    rank.tell()
+    start = time.monotonic()
+    error, text, _ = reduce_until_error(comm)
+    return error, text, time.monotonic() - start
+
+
+@pytest.mark.parametrize("how", ["drop_traffic", "take_link_down"])
+def test_host_that_vanishes_is_named_on_the_others(how: str) -> None:
+    with Hosts((2, 1)) as hosts, hosts.start(reduce_until_the_network_fails) as ranks:
+        for rank in range(3):
+            ranks.hear(rank)
+        getattr(hosts, how)(1)
+        results = ranks.results()
+    for rank, (error, text, seconds) in enumerate(results):
+        assert error == "PeerFailed", (rank, error, text)
+        assert seconds < 10, (rank, seconds)  # a hang; benchmarks measure the 2 s
+    for _, text, _ in results[:2]:
+        assert "rank 2 on host 1" in text
+
+
+def interrupt_one(rank: Rank) -> tuple[str, str, float]:
+    comm = connect(rank)
+    comm.barrier()
+    if rank.rank == 3:
+        return outcome(lambda: rank.hear())
+    rank.tell()
+    try:
+        comm.all_reduce(torch.ones(4))
+    except KeyboardInterrupt:
+        return "KeyboardInterrupt", "", 0.0
+    except rota.RotaError as error:
+        return type(error).__name__, str(error), 0.0
+    return "none", "", 0.0
+
+
+def test_interrupted_rank_tells_all_hosts() -> None:
+    with Ranks(4, interrupt_one, timeout_s=40) as ranks:
+        for rank in range(3):
+            ranks.hear(rank)
+        time.sleep(0.2)  # they wait now; if not yet, the interrupt comes a little earlier
+        ranks.kill(0, signal.SIGINT)
+        first = ranks.hear_result(0)
+        others = [ranks.hear_result(rank) for rank in (1, 2)]
+        ranks.tell(3)
+        ranks.results()
+    assert first[0] == "KeyboardInterrupt", first
+    for error, text, _ in others:
+        assert error == "PeerFailed", (error, text)
+        assert "rank 0 was interrupted" in text

@@ -109,7 +109,7 @@ void HostMonitor::watch() {
   auto last = Clock::now();
   auto next_sign = last;
   std::unique_lock lock(mutex_);
-  while (!is_ending_) {
+  while (!is_ending_ || to_announce_) {
     const std::optional<Error> news = std::exchange(to_announce_, std::nullopt);
     const bool has_failed = has_failed_;
     lock.unlock();
@@ -133,7 +133,7 @@ void HostMonitor::watch() {
       if (is_waiting) warn_about_stall();
     }
     lock.lock();
-    if (to_announce_) continue;
+    if (to_announce_ || is_ending_) continue;
     woken_->wait_for(lock, is_waiting ? kTickWhileWaiting : kTick);
   }
   const bool has_failed = has_failed_;

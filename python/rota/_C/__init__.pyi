@@ -172,9 +172,9 @@ class Communicator:
         world_size: int,
         timeout: timedelta,
         slot_bytes: int,
-        make_engine: Callable[[dist.Store, int, int], dist._Backend],
-        inter_wire_dtype: torch.dtype | None,
-        inter_block_scaling: bool,
+        make_engine: Callable[[dist.Store, int, int], dist._Backend] | None = None,
+        inter_wire_dtype: torch.dtype | None = None,
+        inter_block_scaling: bool = False,
     ) -> None: ...
     @property
     def rank(self) -> int: ...
