@@ -18,7 +18,7 @@ def test_self_test_passes_and_is_short() -> None:
     reports = _C.gpu_self_test(DEVICE.index)
     seconds = time.monotonic() - started
     assert [finding for report in reports for finding in report.findings] == []
-    assert sum(report.num_formats for report in reports) == 181
+    assert sum(report.num_formats for report in reports) == 220
     assert _C.recorded_gpu_self_test(DEVICE.index) == []
     if "SIMULATED_GPUS" not in os.environ:
         assert seconds < LIMIT_S
