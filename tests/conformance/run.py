@@ -212,12 +212,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     option = parser.add_argument
     option("-w", "--world-sizes", type=int, nargs="+", default=WORLD_SIZES, choices=WORLD_SIZES)
     option("-b", "--backends", nargs="+", choices=BACKENDS, help="rota; both with --record")
+    option("--ranks-per-host", type=int, help="ranks claim to be on hosts of so many")
     option("-k", default="", metavar="REGEX", help="only tests whose name matches")
     option("-j", "--jobs", type=int, default=2, help="tests at a time (default: %(default)s)")
     option("--timeout", type=int, default=120, metavar="S", help="per test (default: %(default)s)")
     option("--logs", type=Path, default=Path("build/conformance"), help="what failed tests wrote")
     option("--record", action="store_true", help="write the list instead of comparing")
     args = parser.parse_args(arguments)
+    if args.ranks_per_host is not None:
+        os.environ[suite.RANKS_PER_HOST] = str(args.ranks_per_host)
     options = Options(re.compile(args.k), args.jobs, args.timeout, args.logs.resolve())
     path = expected.list_path(metadata.version("torch"))
     if not path.exists() and not args.record:

@@ -33,6 +33,8 @@ FEATURES = ("gpu", "cuda", "ddp", "subgroup", "plugin")
 _NAME_GATE = re.compile(
     r"""BACKEND != ["'](gloo|mpi)["']|require_backend_is_available\(\{["']gloo["']\}\)"""
 )
+# In the environment: how many ranks claim to share a host; otherwise all do.
+RANKS_PER_HOST = "CONFORMANCE_RANKS_PER_HOST"
 _ERROR = re.compile(r"^[\w.]*(?:Error|Exception|PeerFailed|Timeout|Mismatch): .*", re.MULTILINE)
 
 
@@ -128,10 +130,12 @@ def make_case(suite: Any) -> type[unittest.TestCase]:
             super().tearDown()
 
         @classmethod
-        def _run(cls, *args: Any, **options: Any) -> None:
+        def _run(cls, rank: int, *args: Any, **options: Any) -> None:
+            if RANKS_PER_HOST in os.environ:
+                os.environ["ROTA_HOST_ID"] = f"host{rank // int(os.environ[RANKS_PER_HOST])}"
             # A spawned rank would read this while it imports the suite.
             suite.INIT_METHOD = os.environ["INIT_METHOD"]
-            super()._run(*args, **options)
+            super()._run(rank, *args, **options)
 
         def run_test(self, *args: Any) -> None:
             assert suite.dist.get_backend() == os.environ["BACKEND"]
