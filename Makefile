@@ -68,6 +68,7 @@ trainers: venv
 # TESTS=regex selects tests by name.
 conformance: venv
 	$(PYTHON) tests/conformance/run.py $(if $(TESTS),-k "$(TESTS)")
+	$(PYTHON) tests/conformance/run.py -w 4 --ranks-per-host 2 $(if $(TESTS),-k "$(TESTS)")
 
 # The oldest supported torch, whose headers have the least. It takes 5 GB, so this checks for nvcc
 # first.
