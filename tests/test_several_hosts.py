@@ -5,7 +5,9 @@ Most ranks only claim, by ROTA_HOST_ID, to be on different hosts; the last tests
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import itertools
 import math
 import os
@@ -45,12 +47,13 @@ from oracle import (
     to_numpy,
 )
 from ranks import Rank, error_of, run_ranks
+from rota import doctor_hosts
 
 # Several chunks, the last of which is odd. One is 2 MiB of float32 in a sum, and 1 MiB of each
 # rank's part in a copy (kChunkBytes in csrc/tensor/hosts/).
 MANY_CHUNKS = 1_200_003
 STAR_BYTES = 64 << 10  # kStarBytes: a longer broadcast goes from host to host
-SHORT = 4096  # in float32 it takes one message between hosts instead of two (kOneShotBytes)
+SHORT = 4096  # in float32 it goes with the greeting (kMaxShortBytes)
 
 
 class Layout(NamedTuple):
@@ -1444,3 +1447,28 @@ def results_of_rounding(rank: Rank, layout: Layout) -> list[bytes]:
         communicator.all_reduce(tensor, "avg", wire_dtype=wire)
         results.append(bits_of(tensor).numpy().tobytes())
     return results
+
+
+def ask_doctor(rank: Rank, layout: Layout) -> str:
+    rank.init("gloo")
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        assert doctor_hosts.run() == 0
+    return output.getvalue()
+
+
+def test_doctor_prints_the_hosts_and_their_levels() -> None:
+    text, *others = UNEVEN.run(ask_doctor)
+    assert not any(others)
+    for fact in (
+        "2 hosts, 4 ranks, 1 rails",
+        "host 0 (host0): ranks 0 1 2",
+        "host 1 (host1): ranks 3",
+    ):
+        assert fact in text, text
+    for level in (
+        "within host 0: all_reduce of 8 bytes",
+        "within host 1: one rank",
+        "host 0 to host 1: a message",
+    ):
+        assert level in text, text

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from rota import doctor, doctor_gpu
+from rota import doctor, doctor_gpu, doctor_hosts
 
 
 def main() -> int:
@@ -19,6 +19,11 @@ def main() -> int:
         help="test every kernel on the first visible GPU, take a few times, and write a record",
     )
     of_doctor.add_argument(
+        "--hosts",
+        action="store_true",
+        help="on every rank of a job (torchrun): print who shares a host, and how fast it is",
+    )
+    of_doctor.add_argument(
         "--output", type=Path, metavar="DIR", help="folder for the record of --gpu (default: .)"
     )
     of_doctor.add_argument(
@@ -27,6 +32,10 @@ def main() -> int:
     options = parser.parse_args()
     if not options.gpu and (options.output is not None or options.small):
         of_doctor.error("--output and --small are for --gpu")
+    if options.gpu and options.hosts:
+        of_doctor.error("--gpu and --hosts are two runs")
+    if options.hosts:
+        return doctor_hosts.run()
     if options.gpu:
         return doctor_gpu.run(options.output or Path(), is_small=options.small)
     return doctor.run()

@@ -1,0 +1,127 @@
+"""`python -m rota doctor --hosts` on every rank of a job: who shares a host, and how fast it is."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import rota
+from rota import _C
+
+_TIMEOUT = timedelta(seconds=60)
+_NUM_SHORT, _NUM_LONG = 200, 5  # calls of which the median is taken
+_SHORT_ELEMS = 2
+_LONG_ELEMS = 4 << 20  # float32: 16 MiB
+
+
+def _median_s(call: Callable[[], object], num_calls: int) -> float:
+    call()
+    seconds = []
+    for _ in range(num_calls):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def _within_host(communicator: rota.Communicator) -> str:
+    if communicator.world_size == 1:
+        return "one rank"
+    short, long = torch.zeros(_SHORT_ELEMS), torch.zeros(_LONG_ELEMS)
+    short_s = _median_s(lambda: communicator.all_reduce(short), _NUM_SHORT)
+    long_s = _median_s(lambda: communicator.all_reduce(long), _NUM_LONG)
+    return (
+        f"all_reduce of {short.nbytes} bytes {short_s * 1e6:.1f} us, of {long.nbytes >> 20} MiB "
+        f"{long.nbytes / long_s / 1e9:.2f} GB/s"
+    )
+
+
+def _between(communicator: rota.Communicator, first: int, second: int) -> str:
+    """Of messages there and back between two ranks, half; the others must not call it."""
+
+    def there_and_back(tensor: torch.Tensor) -> None:
+        if communicator.rank == first:
+            communicator.send(tensor, second)
+            communicator.recv(tensor, second)
+        else:
+            communicator.recv(tensor, first)
+            communicator.send(tensor, first)
+
+    short, long = torch.zeros(_SHORT_ELEMS), torch.zeros(_LONG_ELEMS)
+    short_s = _median_s(lambda: there_and_back(short), _NUM_SHORT) / 2
+    long_s = _median_s(lambda: there_and_back(long), _NUM_LONG) / 2
+    return (
+        f"a message of {short.nbytes} bytes {short_s * 1e6:.1f} us, of {long.nbytes >> 20} MiB "
+        f"{long.nbytes / long_s / 1e9:.3f} GB/s"
+    )
+
+
+class _Facts(NamedTuple):
+    """What one rank knows."""
+
+    host_id: str
+    lines: dict[str, str]
+
+
+def _print(hosts: list[list[int]], facts: list[_Facts]) -> None:
+    num_rails = min(len(ranks) for ranks in hosts)
+    print(f"hosts: {len(hosts)}, ranks: {len(facts)}, rails between hosts: {num_rails}")
+    for host, ranks in enumerate(hosts):
+        names = " ".join(str(rank) for rank in ranks)
+        print(f"  host {host} ({facts[ranks[0]].host_id}): ranks {names}")
+    print("levels, medians:")
+    for what, text in {key: text for fact in facts for key, text in fact.lines.items()}.items():
+        print(f"  {what}: {text}")
+    sys.stdout.flush()
+
+
+def run() -> int:
+    """Prints the hosts and their ranks, and what is measured on each level; collective.
+
+    Started by torchrun, or anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    Rank 0 prints. Returns 0, or 2 where no job is found.
+    """
+    if "RANK" not in os.environ and not dist.is_initialized():
+        print(
+            "rota doctor --hosts: RANK is not set; start it on every rank, as in "
+            "`torchrun --nnodes 2 --nproc-per-node 2 ... -m rota doctor --hosts`",
+            file=sys.stderr,
+        )
+        return 2
+    is_own_group = not dist.is_initialized()
+    if is_own_group:
+        dist.init_process_group("gloo", timeout=_TIMEOUT)
+    rank = dist.get_rank()
+    everyone = rota.Communicator()
+    hosts = everyone.hosts
+    own_host = next(host for host, ranks in enumerate(hosts) if rank in ranks)
+    groups = [dist.new_group(ranks, backend="gloo", timeout=_TIMEOUT) for ranks in hosts]
+    within = rota.Communicator(groups[own_host])
+
+    lines: dict[str, str] = {}
+    for host, ranks in enumerate(hosts):
+        if host == own_host:
+            lines[f"within host {host}"] = _within_host(within)
+        everyone.barrier()
+        first, second = hosts[0][0], ranks[0]
+        if host > 0 and rank in (first, second):
+            lines[f"host 0 to host {host}"] = _between(everyone, first, second)
+        everyone.barrier()
+
+    facts = [_Facts("", {}) for _ in range(dist.get_world_size())]
+    dist.all_gather_object(facts, _Facts(_C.host_id(), lines))
+    if rank == 0:
+        _print(hosts, facts)
+    within.close()
+    everyone.close()
+    if is_own_group:
+        dist.destroy_process_group()
+    return 0
