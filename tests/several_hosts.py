@@ -1,0 +1,157 @@
+"""What ranks on several hosts should hold: layouts of ranks on hosts, and the contract of sums."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import rota
+from bucket_oracle import Format, through_wire
+from oracle import (
+    FLOAT8_DTYPES,
+    exact,
+    reduce_in_order,
+    round_to,
+    to_numpy,
+)
+from ranks import Rank, run_ranks
+
+# Several chunks, the last of which is odd. One is 2 MiB of float32 in a sum, and 1 MiB of each
+# rank's part in a copy (kChunkBytes in csrc/tensor/hosts/).
+MANY_CHUNKS = 1_200_003
+STAR_BYTES = 64 << 10  # kStarBytes: a longer broadcast goes from host to host
+SHORT = 4096  # in float32 it goes with the greeting (kMaxShortBytes)
+
+
+class Layout(NamedTuple):
+    """The host of each rank, by rank."""
+
+    host_of: tuple[int, ...]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.host_of)
+
+    @property
+    def hosts(self) -> list[list[int]]:
+        """The ranks of each host; hosts are in the order of their lowest ranks."""
+        numbers = list(dict.fromkeys(self.host_of))
+        return [[r for r, host in enumerate(self.host_of) if host == n] for n in numbers]
+
+    def __str__(self) -> str:
+        return "hosts" + "".join(map(str, self.host_of))
+
+    def run(self, function: Callable[..., Any], *args: object, timeout_s: float = 60) -> list[Any]:
+        """Runs `function(rank, layout, *args)` on every rank and returns what each returned."""
+        return run_ranks(self.world_size, _run_on_host, self, function, *args, timeout_s=timeout_s)
+
+
+def _run_on_host(rank: Rank, layout: Layout, function: Callable[..., Any], *args: object) -> Any:
+    os.environ["ROTA_HOST_ID"] = f"host{layout.host_of[rank.rank]}"
+    result = function(rank, layout, *args)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return result
+
+
+TWO_BY_TWO = Layout((0, 0, 1, 1))
+ONE_BY_ONE = Layout((0, 1))
+UNEVEN = Layout((0, 0, 0, 1))
+THREE_UNEVEN = Layout((0, 1, 1, 2))
+THREE_BY_TWO = Layout((0, 0, 1, 1, 2, 2))
+INTERLEAVED = Layout((0, 1, 0, 1))
+LAYOUTS = [TWO_BY_TWO, ONE_BY_ONE, UNEVEN, THREE_UNEVEN, THREE_BY_TWO, INTERLEAVED]
+of_every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+
+
+def flat_communicator(rank: Rank) -> rota.Communicator:
+    """Of the same ranks, as if they were on one host."""
+    own = os.environ["ROTA_HOST_ID"]
+    os.environ["ROTA_HOST_ID"] = "one for all"
+    try:
+        communicator = rank.communicator()
+        assert communicator.hosts == [list(range(rank.world_size))]
+        return communicator
+    finally:
+        os.environ["ROTA_HOST_ID"] = own
+
+
+def default_group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+# ---- the contract, in torch and numpy
+
+_OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "min": lambda a, b: torch.where((a < b) | a.isnan(), a, b),
+    "max": lambda a, b: torch.where((a > b) | a.isnan(), a, b),
+}
+
+
+def rounded(values: torch.Tensor, wire: Format | None) -> torch.Tensor:
+    if wire is None:
+        return values
+    return torch.from_numpy(through_wire(to_numpy(values), wire)).to(values.dtype)
+
+
+def _converted(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rounded once; torch converts float64 to 16 bits by way of float32, which rounds twice."""
+    if values.dtype == dtype:
+        return values
+    return torch.from_numpy(round_to(to_numpy(values), dtype)).to(dtype)
+
+
+def by_hosts(
+    inputs: Sequence[torch.Tensor],
+    layout: Layout,
+    op: str = "sum",
+    wire: Format | None = None,
+    *,
+    order: str = "rank",
+    contribution_factor: float = 1.0,
+    divisor: float | None = None,
+    result_factor: float = 1.0,
+) -> torch.Tensor:
+    """What every rank holds after a sum over several hosts.
+
+    Each host sums its ranks' contributions in the accumulate dtype and rounds the sum to the wire
+    format; the hosts' sums are added, divided, and rounded once more.
+
+    Args:
+        inputs: by rank.
+        wire: between hosts; None: the accumulate dtype.
+        order: as in Communicator.all_reduce, within a host and over the hosts.
+        contribution_factor, divisor, result_factor: as in Communicator.reduce_bucket.
+    """
+    dtype = inputs[0].dtype
+    if not dtype.is_floating_point:
+        return exact(inputs, op)
+    is_double = dtype == torch.float64 and not (wire and wire.block_scaling)
+    local = torch.float64 if is_double else torch.float32
+    above = local if wire is None or wire.dtype == torch.float64 else torch.float32
+    add = functools.partial(reduce_in_order, _OPS[op], group_size=None, order=order)
+    contributions = [tensor.to(local) * contribution_factor for tensor in inputs]
+    sums = [add([contributions[rank] for rank in ranks]) for ranks in layout.hosts]
+    total = add([rounded(partial, wire).to(above) for partial in sums])
+    if divisor is None and op == "avg":
+        divisor = len(inputs)
+    if divisor is not None:
+        total = total / torch.tensor(divisor, dtype=above)
+    return _converted(rounded(total, wire) * result_factor, dtype)
+
+
+def wires_of(dtype: torch.dtype) -> Iterator[Format]:
+    """The formats that are narrower than a dtype, or as wide."""
+    for wire in (torch.float32, torch.float16, torch.bfloat16, *FLOAT8_DTYPES):
+        if wire.itemsize <= dtype.itemsize:
+            yield Format(wire, False)

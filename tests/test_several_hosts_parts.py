@@ -1,0 +1,467 @@
+"""The other collectives, messages and subgroups of ranks on several hosts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+import rota
+import rota.fsdp
+from bucket_oracle import Format
+from oracle import (
+    FLOAT_DTYPES,
+    assert_same,
+    random_inputs,
+    random_patterns,
+)
+from ranks import Rank
+from several_hosts import (
+    INTERLEAVED,
+    STAR_BYTES,
+    THREE_UNEVEN,
+    TWO_BY_TWO,
+    UNEVEN,
+    Layout,
+    by_hosts,
+    default_group,
+    of_every_layout,
+    rounded,
+)
+
+# ---- the other collectives
+
+
+def check_other_sums(rank: Rank, layout: Layout) -> None:
+    communicator = rank.communicator()
+    n = rank.world_size
+    for dtype, part_elems in itertools.product(FLOAT_DTYPES, (0, 1, 63, 513, 40_001)):
+        inputs = random_inputs(n, part_elems * n, dtype)
+        own = inputs[rank.rank]
+        for op in ("sum", "avg"):
+            expected = by_hosts(inputs, layout, op)
+            part = torch.empty(part_elems, dtype=dtype)
+            whole = own.clone()
+            communicator.reduce_scatter(part, whole, op)
+            assert_same(part, expected[part_elems * rank.rank :][:part_elems], f"scatter {dtype}")
+            assert_same(whole, own, "the input is left as it is")
+            for root in {0, n // 2, n - 1}:
+                communicator.reduce(whole, root, op)
+                assert_same(whole, expected if rank.rank == root else own, f"reduce {dtype}")
+                whole.copy_(own)
+    for dtype in (torch.float32, torch.float16):
+        part_elems = 300_007  # more than one chunk
+        inputs = random_inputs(n, part_elems * n, dtype)
+        whole = inputs[rank.rank].clone()
+        place = whole[part_elems * rank.rank :][:part_elems]
+        communicator.reduce_scatter(place, whole)  # into the own part of the input
+        expected = by_hosts(inputs, layout)
+        assert_same(place, expected[part_elems * rank.rank :][:part_elems], f"in place {dtype}")
+
+
+@of_every_layout
+def test_reduce_and_reduce_scatter_have_the_bits_of_all_reduce(layout: Layout) -> None:
+    layout.run(check_other_sums)
+
+
+LENGTHS = (0, 1, 70_001, 20, 300_007, 64)  # of uneven parts, by rank
+
+
+def check_uneven(rank: Rank, layout: Layout) -> None:
+    rank.init()
+    n, own_rank = rank.world_size, rank.rank
+    for dtype, shift in itertools.product((torch.float32, torch.bfloat16, torch.int8), (0, 3)):
+        lengths = [LENGTHS[(i + shift) % len(LENGTHS)] for i in range(n)]
+        parts = [
+            p[:length]
+            for p, length in zip(random_patterns(n, max(lengths), dtype), lengths, strict=True)
+        ]
+        outputs = [torch.zeros(length, dtype=dtype) for length in lengths]
+        dist.all_gather(outputs, parts[own_rank])
+        for r, output in enumerate(outputs):
+            assert_same(output, parts[r], f"all_gather {dtype} {lengths} from {r}")
+
+        inputs = random_inputs(n, sum(lengths), dtype)
+        output = torch.zeros(lengths[own_rank], dtype=dtype)
+        dist.reduce_scatter(output, list(inputs[own_rank].split(lengths)))
+        expected = by_hosts(inputs, layout).split(lengths)[own_rank]
+        assert_same(output, expected, f"reduce_scatter {dtype} {lengths}")
+
+
+@of_every_layout
+def test_all_gather_and_reduce_scatter_of_uneven_parts(layout: Layout) -> None:
+    layout.run(check_uneven)
+
+
+def check_wire_of_fsdp(rank: Rank, layout: Layout) -> None:
+    rank.init()
+    n, own_rank = rank.world_size, rank.rank
+    cases = list(itertools.product(rota.fsdp.PARAMETER_WIRE_DTYPES, (0, 1, 63, 5001)))
+    for wire, elems in [*cases, (torch.bfloat16, 600_001)]:
+        inputs = random_inputs(n, elems, torch.float32)
+        form = Format(wire, wire.itemsize == 1)
+        expected = torch.cat([rounded(part, form) for part in inputs])
+        output = torch.zeros(n * elems)
+        rota.fsdp.AllGather(wire)(output, inputs[own_rank], default_group())
+        assert_same(output, expected, f"all_gather {elems} in {wire}")
+    for wire, elems in itertools.product(rota.fsdp.GRADIENT_WIRE_DTYPES, (0, 1, 63, 10_001)):
+        inputs = random_inputs(n, elems * n, torch.float32)
+        for op, reduce_op in (("sum", dist.ReduceOp.SUM), ("avg", dist.ReduceOp.AVG)):
+            expected = by_hosts(inputs, layout, op, Format(wire, False))
+            output = torch.zeros(elems)
+            work = rota.fsdp.ReduceScatter(wire)(
+                output, inputs[own_rank], default_group(), reduce_op, async_op=True
+            )
+            assert work is not None
+            work.wait()
+            part = expected[elems * own_rank :][:elems]
+            assert_same(output, part, f"reduce_scatter {op} {elems} in {wire}")
+
+
+@of_every_layout
+def test_fsdp_collectives_round_once_to_the_wire(layout: Layout) -> None:
+    layout.run(check_wire_of_fsdp)
+
+
+def check_copies(rank: Rank, layout: Layout) -> None:
+    communicator = rank.communicator()
+    n, own_rank = rank.world_size, rank.rank
+    dtype = torch.int16
+    star = STAR_BYTES // dtype.itemsize
+    for size in (0, 1, 63, star, star + 1, 1_200_003):
+        inputs = random_patterns(n, size, dtype)
+        for root in range(n) if size <= star + 1 else (0, n - 1):
+            communicator.broadcast(tensor := inputs[own_rank].clone(), root)
+            assert_same(tensor, inputs[root], f"broadcast {size} from {root}")
+        output = torch.zeros(n * size, dtype=dtype)
+        communicator.all_gather(output, inputs[own_rank])
+        assert_same(output, torch.cat(inputs), f"all_gather {size}")
+        in_place = torch.zeros(n, size, dtype=dtype)
+        in_place[own_rank] = inputs[own_rank]
+        communicator.all_gather(in_place, in_place[own_rank])
+        assert_same(in_place.flatten(), torch.cat(inputs), f"all_gather in place {size}")
+    for other in (torch.complex64, torch.uint64, torch.bool, torch.float8_e4m3fn):
+        tensors = [p.view(torch.uint8) % 2 for p in random_patterns(n, 5000, torch.int64)]
+        inputs = [t.view(other) for t in tensors]
+        communicator.broadcast(tensor := inputs[own_rank].clone(), 1)
+        assert torch.equal(tensor.view(torch.uint8), inputs[1].view(torch.uint8)), other
+        strided = torch.zeros(n, inputs[0].numel(), 2, dtype=other)[..., 0]
+        communicator.all_gather(strided, inputs[own_rank])
+        assert torch.equal(strided.contiguous().view(torch.uint8).flatten(), torch.cat(tensors))
+
+
+@of_every_layout
+def test_broadcast_and_all_gather_copy_all_bytes(layout: Layout) -> None:
+    layout.run(check_copies)
+
+
+def numbers(source: int, target: int, num_elems: int) -> torch.Tensor:
+    return torch.arange(num_elems, dtype=torch.float64) + 1e7 * source + 1e9 * target
+
+
+def check_exchanges(rank: Rank, layout: Layout) -> None:
+    communicator = rank.communicator()
+    n, own_rank = rank.world_size, rank.rank
+    float64 = torch.float64
+    for size in (0, 1, 1000, 200_003):
+        for root in range(n):
+            is_root = own_rank == root
+            output = torch.zeros(n * size, dtype=float64) if is_root else None
+            communicator.gather(output, numbers(own_rank, root, size), root)
+            if output is not None:
+                expected = torch.cat([numbers(r, root, size) for r in range(n)])
+                assert_same(output, expected, f"gather {size} to {root}")
+            whole = torch.cat([numbers(root, r, size) for r in range(n)]) if is_root else None
+            communicator.scatter(part := torch.zeros(size, dtype=float64), whole, root)
+            assert_same(part, numbers(root, own_rank, size), f"scatter {size} from {root}")
+        whole = torch.cat([numbers(own_rank, r, size) for r in range(n)])
+        communicator.all_to_all(output := torch.zeros_like(whole), whole)
+        expected = torch.cat([numbers(r, own_rank, size) for r in range(n)])
+        assert_same(output, expected, f"all_to_all {size}")
+        communicator.all_to_all(whole, whole)
+        assert_same(whole, expected, f"all_to_all {size} in place")
+
+    def length(source: int, target: int) -> int:
+        return (source * 7 + target * 3) % 5 * 20_011 if (source + target) % 3 else 0
+
+    sent = [length(own_rank, r) for r in range(n)]
+    received = [length(r, own_rank) for r in range(n)]
+    whole = torch.cat([numbers(own_rank, r, sent[r]) for r in range(n)])
+    output = torch.zeros(sum(received), dtype=float64)
+    communicator.all_to_all(output, whole, output_splits=received, input_splits=sent)
+    expected = torch.cat([numbers(r, own_rank, received[r]) for r in range(n)])
+    assert_same(output, expected, "all_to_all with splits")
+    outputs = [torch.zeros(elems, dtype=float64) for elems in received]
+    dist.all_to_all(outputs, [numbers(own_rank, r, sent[r]) for r in range(n)])
+    assert_same(torch.cat(outputs), expected, "all_to_all of lists")
+    communicator.barrier()
+    dist.barrier()
+
+
+@of_every_layout
+def test_gather_scatter_and_all_to_all_move_every_part(layout: Layout) -> None:
+    layout.run(check_exchanges)
+
+
+def check_backend(rank: Rank, layout: Layout) -> None:
+    """What DDP, FSDP and users call beside the plain collectives."""
+    rank.init()
+    n, own_rank = rank.world_size, rank.rank
+    own = float(own_rank + 1)
+    total = n * (n + 1) / 2
+
+    work = dist.all_reduce(tensor := torch.full((70_001,), own), async_op=True)
+    future = work.get_future()
+    doubled = future.then(lambda done: done.value()[0] * 2)
+    assert doubled.wait()[-1].item() == 2 * total
+    assert future.wait()[0].data_ptr() == tensor.data_ptr()
+    assert work.wait() and work.is_completed()
+
+    works = [
+        dist.all_reduce(reduced := torch.full((2,), own), async_op=True),
+        dist.broadcast(sent := torch.full((2,), own), n - 1, async_op=True),
+        dist.all_gather_into_tensor(whole := torch.zeros(n), torch.tensor([own]), async_op=True),
+        dist.barrier(async_op=True),
+    ]
+    dist.all_reduce(behind := torch.full((9,), own), dist.ReduceOp.MAX)  # keeps its place
+    for work in reversed(works):
+        work.wait()
+    assert reduced.tolist() == [total] * 2
+    assert sent.tolist() == [float(n)] * 2
+    assert whole.tolist() == [r + 1.0 for r in range(n)]
+    assert behind[0].item() == n
+
+    dist.all_reduce(premul := torch.full((1000,), own), dist._make_nccl_premul_sum(0.5))
+    assert premul.unique().tolist() == [total / 2]
+
+    tensors = [torch.full((size,), own * size) for size in (1, 3, 50_000)]
+    with _coalescing_manager(async_ops=True) as manager:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    manager.wait()
+    assert [t[-1].item() for t in tensors] == [total * len(t) for t in tensors]
+    outputs = [torch.zeros(n * size) for size in (1, 3)]
+    with _coalescing_manager():
+        for output in outputs:
+            dist.all_gather_into_tensor(output, torch.full((len(output) // n,), own))
+    for output in outputs:
+        assert output.view(n, -1)[:, 0].tolist() == [r + 1.0 for r in range(n)]
+    dist.all_reduce_coalesced(pair := [torch.full((1,), own), torch.full((2,), own)])
+    assert [t.tolist() for t in pair] == [[total], [total] * 2]
+
+    gathered: list[Any] = [None] * n
+    dist.all_gather_object(gathered, {"rank": own_rank, "text": "x" * 60_000 * own_rank})
+    assert [(one["rank"], len(one["text"])) for one in gathered] == [
+        (r, 60_000 * r) for r in range(n)
+    ]
+    objects = ["from the last", {"a": 1}] if own_rank == n - 1 else [None, None]
+    dist.broadcast_object_list(objects, src=n - 1)
+    assert objects == ["from the last", {"a": 1}]
+    scattered: list[Any] = [None]
+    dist.scatter_object_list(scattered, [f"for {r}" for r in range(n)] if own_rank == 0 else None)
+    assert scattered == [f"for {own_rank}"]
+    collected: list[Any] | None = [None] * n if own_rank == 1 else None
+    dist.gather_object("x" * own_rank, collected, dst=1)
+    assert collected is None or collected == ["x" * r for r in range(n)]
+
+    for places in ([], [0], [3, 1, 3]):
+        indices = [[[place + r for place in places]] * 2 for r in range(n)]
+        values = torch.full((len(places), 2), 3.0)
+        shape = (3 + n, 3 + n, 2)
+        sparse = [
+            torch.sparse_coo_tensor(torch.tensor(i, dtype=torch.int64), values, shape)
+            for i in indices
+        ]
+        dist.all_reduce(tensor := sparse[own_rank].clone())
+        assert torch.equal(tensor.to_dense(), torch.stack([s.to_dense() for s in sparse]).sum(0))
+
+
+@pytest.mark.parametrize("layout", [TWO_BY_TWO, THREE_UNEVEN, INTERLEAVED], ids=str)
+def test_backend_async_coalesced_object_and_sparse_calls(layout: Layout) -> None:
+    layout.run(check_backend)
+
+
+# ---- messages between two ranks
+
+
+def check_messages(rank: Rank, layout: Layout) -> None:
+    communicator = rank.communicator()
+    n, own_rank = rank.world_size, rank.rank
+    # Every pair, both first, within and across hosts.
+    for size in (0, 1, 63, 5000, 300_001):
+        for shift in range(1, n):
+            to, source = (own_rank + shift) % n, (own_rank - shift) % n
+            works = [communicator.isend(numbers(own_rank, to, size), to)]
+            output = torch.full((size,), -1.0, dtype=torch.float64)
+            assert communicator.recv(output, source) == source
+            works[0].wait()
+            assert_same(output, numbers(source, own_rank, size), f"{size} from {source}")
+    # Tags out of order, and the order of those with one tag.
+    if own_rank in (0, n - 1):
+        peer = n - 1 - own_rank
+        works = [dist.isend(numbers(own_rank, tag, 10 + tag), peer, tag=tag) for tag in range(40)]
+        works += [dist.isend(torch.tensor([i]), peer, tag=50) for i in range(20)]
+        outputs = [torch.zeros(10 + tag, dtype=torch.float64) for tag in range(40)]
+        in_turn = [torch.zeros(1, dtype=torch.int64) for _ in range(20)]
+        works += [dist.irecv(output, peer, tag=50) for output in in_turn]
+        works += [dist.irecv(outputs[tag], peer, tag=tag) for tag in reversed(range(40))]
+        for work in works:
+            assert work is not None
+            work.wait()
+            assert work.is_completed()
+        for tag, output in enumerate(outputs):
+            assert_same(output, numbers(peer, tag, 10 + tag), f"tag {tag}")
+        assert [int(value) for value in in_turn] == list(range(20))
+    # Beside collectives, which do not wait for them.
+    to, source = (own_rank + 1) % n, (own_rank - 1) % n
+    recv = communicator.irecv(output := torch.zeros(7, dtype=torch.float64), source, tag=9)
+    communicator.all_reduce(torch.ones(100))
+    communicator.send(numbers(own_rank, to, 7), to, tag=9)
+    recv.wait()
+    assert_same(output, numbers(source, own_rank, 7), "beside a collective")
+    # A ring, as pipeline stages and ring attention have, of strided tensors.
+    matrix = numbers(own_rank, 0, 20_000).view(100, 200).t()
+    for lap in range(1, 4):
+        received = torch.zeros(200, 100, dtype=torch.float64)
+        operations = [
+            dist.P2POp(dist.isend, matrix, to),
+            dist.P2POp(dist.irecv, received, source),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        expected = numbers((own_rank - lap) % n, 0, 20_000).view(100, 200).t()
+        assert torch.equal(received, expected), f"lap {lap}"
+        matrix = received
+    objects = [{"from": own_rank}]
+    if own_rank == 0:
+        dist.send_object_list(objects, dst=n - 1)
+    elif own_rank == n - 1:
+        dist.recv_object_list(objects, src=0)
+        assert objects == [{"from": 0}]
+
+
+@of_every_layout
+def test_messages_reach_the_recv_with_their_tag(layout: Layout) -> None:
+    layout.run(check_messages)
+
+
+def send_first(rank: Rank, layout: Layout) -> None:
+    communicator = rank.communicator()
+    n, own_rank = rank.world_size, rank.rank
+    for size in (1, 1000, 150_001):
+        peer = n - 1 - own_rank
+        dist.send(numbers(own_rank, peer, size), peer)
+        dist.recv(output := torch.zeros(size, dtype=torch.float64), peer)
+        assert_same(output, numbers(peer, own_rank, size), f"{size} of another host")
+        peer = own_rank ^ 1
+        communicator.send(numbers(own_rank, peer, size), peer)
+        communicator.recv(output, peer)
+        assert_same(output, numbers(peer, own_rank, size), f"{size} of a neighbour")
+    if own_rank == 0:
+        communicator.send(torch.ones(1), n - 1, tag=1)
+    communicator.barrier()  # a short message needs nobody to receive it
+    if own_rank == n - 1:
+        communicator.recv(one := torch.zeros(1), 0, tag=1)
+        assert one.item() == 1
+
+
+def test_send_both_ranks_first_does_not_hang() -> None:
+    TWO_BY_TWO.run(send_first)
+
+
+def serve_any(rank: Rank, layout: Layout) -> None:
+    communicator = rank.communicator()
+    num_messages = 10
+    if rank.rank != 1:
+        for number in range(num_messages):
+            dist.send(torch.tensor([rank.rank, number]), 1)
+        for number in range(num_messages):
+            communicator.send(torch.tensor([rank.rank, number]), 1, tag=3)
+    else:
+        recvs: list[Callable[[torch.Tensor], int]] = [
+            lambda output: dist.recv(output),
+            lambda output: communicator.recv(output, tag=3),
+        ]
+        for recv in recvs:
+            counts = [0] * rank.world_size
+            for _ in range(num_messages * (rank.world_size - 1)):
+                output = torch.zeros(2, dtype=torch.int64)
+                source = recv(output)
+                assert output.tolist() == [source, counts[source]]
+                counts[source] += 1
+    communicator.barrier()
+
+
+@pytest.mark.parametrize("layout", [TWO_BY_TWO, UNEVEN, INTERLEAVED], ids=str)
+def test_recv_from_any_source_takes_messages_of_every_host(layout: Layout) -> None:
+    layout.run(serve_any)
+
+
+# ---- subgroups
+
+
+def check_subgroups(rank: Rank, layout: Layout) -> None:
+    rank.init()
+    n, own_rank = rank.world_size, rank.rank
+    # Within a host, one rank of each host, most of them, and all in another order.
+    members_of = [*layout.hosts, [host[0] for host in layout.hosts], list(range(1, n))]
+    groups = [dist.new_group(members, backend="rota") for members in members_of]
+    for members, group in zip(members_of, groups, strict=True):
+        if own_rank not in members:
+            continue
+        place = {layout.host_of[r] for r in members}
+        assert len(rota.Communicator(group).hosts) == len(place)
+        inputs = random_inputs(n, 10_001, torch.float32)
+        dist.all_reduce(tensor := inputs[own_rank].clone(), group=group)
+        part = Layout(tuple(layout.host_of[r] for r in members))
+        assert_same(tensor, by_hosts([inputs[r] for r in members], part), f"{members}")
+        dist.broadcast(tensor := inputs[own_rank].clone(), members[-1], group=group)
+        assert_same(tensor, inputs[members[-1]], f"broadcast in {members}")
+        if len(members) > 1 and own_rank == members[0]:
+            dist.send(inputs[own_rank], members[-1], group=group)
+        elif len(members) > 1 and own_rank == members[-1]:
+            dist.recv(tensor := torch.zeros(10_001), members[0], group=group)
+            assert_same(tensor, inputs[members[0]], f"message in {members}")
+    split = default_group().split_group([0, n - 1], group_name="ends")
+    assert (split is None) == (own_rank not in (0, n - 1))
+    if split is not None:
+        work = split._get_backend(torch.device("cpu")).allreduce([tensor := torch.ones(3)])
+        work.wait()
+        assert tensor[0].item() == 2
+    everyone = [dist.new_group(backend="rota") for _ in range(3)]
+    tensors = [torch.full((50_000,), float(i + own_rank)) for i in range(3)]
+    order = [0, 1, 2] if own_rank % 2 else [2, 1, 0]
+    works = [dist.all_reduce(tensors[i], group=everyone[i], async_op=True) for i in order]
+    for work in works:
+        work.wait()
+    assert [t[-1].item() for t in tensors] == [i * n + n * (n - 1) / 2 for i in range(3)]
+    dist.destroy_process_group(everyone[1])
+    dist.all_reduce(tensor := torch.ones(1))  # the others still work
+    dist.all_reduce(tensor, group=everyone[2])
+    assert tensor.item() == n * n
+
+
+@pytest.mark.parametrize("layout", [TWO_BY_TWO, THREE_UNEVEN, INTERLEAVED], ids=str)
+def test_subgroups_within_and_across_hosts(layout: Layout) -> None:
+    layout.run(check_subgroups)
+
+
+def init_twice_over_one_store(rank: Rank, layout: Layout) -> None:
+    """Like torchrun, whose agent keeps one store for all groups."""
+    store = rank.make_store()
+    for _ in range(3):
+        dist.init_process_group("rota", store=store, rank=rank.rank, world_size=rank.world_size)
+        group = dist.new_group(backend="rota")
+        dist.all_reduce(tensor := torch.ones(2))
+        dist.all_reduce(tensor, group=group)
+        assert tensor[0].item() == rank.world_size**2
+        dist.destroy_process_group()
+
+
+def test_group_can_be_made_again_over_the_same_store() -> None:
+    TWO_BY_TWO.run(init_twice_over_one_store, timeout_s=20)
