@@ -35,6 +35,9 @@ transport::Geometry make_geometry(size_t slot_bytes, int world_size) {
           .ring_bytes = transport::default_ring_bytes(world_size)};
 }
 
+// Of all hosts; a rank is 16 bits of a Call.
+constexpr int kMaxGroupSize = 4096;
+
 void check_local_size(int local_size) {
   if (local_size <= kMaxWorldSize) return;
   throw Error(ErrorKind::kValue, join("rota.Communicator: ", local_size,
@@ -73,6 +76,10 @@ TensorCommunicator::TensorCommunicator(const c10::intrusive_ptr<::c10d::Store>& 
       world_size_(world_size),
       options_(options),
       fork_generation_(fork_generation()) {
+  if (world_size > kMaxGroupSize) {
+    throw Error(ErrorKind::kValue, join("rota.Communicator: world_size is ", world_size,
+                                        ", expected at most ", kMaxGroupSize));
+  }
   unconnected_ = std::make_unique<transport::SharedMemoryRank>(
       store_, rank, world_size, make_geometry(options.slot_bytes, world_size));
 }
@@ -137,7 +144,8 @@ void TensorCommunicator::connect_hosts(std::chrono::milliseconds timeout,
   std::unique_ptr<transport::Transport> transport = local.connect(timeout, check);
   transport->set_numbering({hosts_->ranks_of(host), world_size_});
   make_cpu_collectives(std::move(transport));
-  BackendPtr engine = options_.make_engine(prefixed("engine"), rank_, world_size_);
+  BackendPtr engine = options_.make_engine(prefixed(join("engine/", unconnected_->group_number())),
+                                           rank_, world_size_);
   bridged_ = std::make_unique<BridgedCollectives>(
       std::make_unique<Bridge>(*hosts_, rank_, cpu_->communicator(), std::move(engine)), *cpu_,
       options_.inter_wire, options_.check_interrupt);

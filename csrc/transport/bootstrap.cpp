@@ -132,10 +132,7 @@ void Bootstrap::read_all_cards(const std::function<void(const IsMissing&)>& chec
   cards_ = std::move(cards);
 }
 
-// The cards of this group by rank, empty for a rank that has not made it yet. Groups that the ranks
-// make one after the other over one store are told apart by counting: each rank's n-th card is of
-// the n-th group.
-std::vector<std::string> Bootstrap::read_lines() const {
+std::vector<std::vector<std::string>> Bootstrap::read_all_lines() const {
   std::vector<std::vector<std::string>> lines_of(static_cast<size_t>(world_size_));
   std::istringstream text(store_.get(kCardsKey));
   for (std::string line; std::getline(text, line);) {
@@ -143,8 +140,23 @@ std::vector<std::string> Bootstrap::read_lines() const {
     std::istringstream(line) >> rank;
     if (rank < lines_of.size()) lines_of[rank].push_back(line);
   }
-  const std::vector<std::string>& own = lines_of[static_cast<size_t>(rank_)];
-  const auto number = static_cast<size_t>(std::ranges::find(own, line_) - own.begin());
+  return lines_of;
+}
+
+size_t Bootstrap::number_among(const std::vector<std::string>& own_lines) const {
+  return static_cast<size_t>(std::ranges::find(own_lines, line_) - own_lines.begin());
+}
+
+size_t Bootstrap::group_number() const {
+  return number_among(read_all_lines()[static_cast<size_t>(rank_)]);
+}
+
+// The cards of this group by rank, empty for a rank that has not made it yet. Groups that the ranks
+// make one after the other over one store are told apart by counting: each rank's n-th card is of
+// the n-th group.
+std::vector<std::string> Bootstrap::read_lines() const {
+  const std::vector<std::vector<std::string>> lines_of = read_all_lines();
+  const size_t number = number_among(lines_of[static_cast<size_t>(rank_)]);
   std::vector<std::string> lines;
   for (const std::vector<std::string>& of_rank : lines_of) {
     lines.push_back(number < of_rank.size() ? of_rank[number] : "");

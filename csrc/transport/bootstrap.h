@@ -27,6 +27,9 @@ class Bootstrap {
   std::vector<std::string> hosts(std::chrono::milliseconds timeout,
                                  const std::function<void()>& check_interrupt);
 
+  // How many groups this rank has made over the store before this one; the same on every rank.
+  size_t group_number() const;
+
   // Blocks until all ranks, which must be on one host, are connected and returns them, with an
   // empty entry for this rank.
   std::vector<std::optional<Peer>> rendezvous(std::chrono::milliseconds timeout,
@@ -41,6 +44,9 @@ class Bootstrap {
 
   // Reads all ranks' cards into cards_, once. check is called while some are missing.
   void read_all_cards(const std::function<void(const IsMissing&)>& check);
+  // The cards that each rank has published over the store, by rank.
+  std::vector<std::vector<std::string>> read_all_lines() const;
+  size_t number_among(const std::vector<std::string>& own_lines) const;
   std::vector<std::string> read_lines() const;
   // Checks the peer's configuration against this rank's.
   Card parse(int peer, const std::string& line) const;

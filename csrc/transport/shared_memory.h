@@ -53,6 +53,8 @@ class SharedMemoryRank {
     return bootstrap_->hosts(timeout, check_interrupt);
   }
 
+  size_t group_number() const { return bootstrap_->group_number(); }
+
   // Blocks until all regions are mapped. Throws Error(kTransport) if that fails or exceeds
   // `timeout`; the call can then be repeated. check_interrupt runs several times a second and may
   // throw. Must not be called again once it has returned.

@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <iostream>
 
@@ -16,6 +17,9 @@ using std::chrono::milliseconds;
 constexpr milliseconds kSignEvery{300};
 // With the sign that is due and the network's delay, 2 s (DESIGN.md's contract).
 constexpr milliseconds kSilence{1500};
+// In place of it, for ranks that may stand still for longer, as in a debugger or beside many
+// others.
+constexpr const char* kSilenceVariable = "ROTA_HOST_SILENCE_MS";
 // How soon a wait for another host ends once a rank of this host has failed.
 constexpr milliseconds kTickWhileWaiting{5};
 constexpr milliseconds kTick{20};
@@ -23,6 +27,15 @@ constexpr milliseconds kTick{20};
 constexpr milliseconds kLastWords{200};
 // Signs whose sending nobody has waited for; more than a peer leaves unread before it is given up.
 constexpr size_t kMostSent = 64;
+
+milliseconds longest_silence() {
+  const char* text = std::getenv(kSilenceVariable);
+  if (text == nullptr) return kSilence;
+  const long value = std::strtol(text, nullptr, 10);
+  if (value > 0) return milliseconds(value);
+  throw Error(ErrorKind::kValue, join("rota: ", kSilenceVariable, " is '", text,
+                                      "', expected a positive number of milliseconds"));
+}
 
 }  // namespace
 
@@ -36,7 +49,8 @@ HostMonitor::HostMonitor(Engine& engine, Inbox& inbox, const schedule::Hosts& ho
       describe_(std::move(describe)),
       fail_(std::move(fail)),
       local_watch_(local.transport(), local.timeout(), nullptr),
-      receivers_(hosts.whose_partner_is(rank)) {
+      receivers_(hosts.whose_partner_is(rank)),
+      longest_silence_(longest_silence()) {
   const int own_host = hosts.place_of(rank).host;
   for (int host = 0; host < hosts.num_hosts(); ++host) {
     if (host != own_host) heard_.emplace(hosts.partner_of(rank, host), Heard{});
@@ -170,7 +184,7 @@ void HostMonitor::count_silence(milliseconds passed) {
     for (auto& [peer, heard] : heard_) {
       if (!heard.has_been_heard || heard.has_left) continue;
       heard.silent_for += passed;
-      if (heard.silent_for < kSilence) continue;
+      if (heard.silent_for < longest_silence_) continue;
       error = Error(ErrorKind::kPeerFailed,
                     join("rota: rank ", rank_, '/', hosts_.world_size(), ": ", describe_(peer),
                          " has given no sign of life for ", heard.silent_for.count(),

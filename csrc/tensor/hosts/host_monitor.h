@@ -71,10 +71,11 @@ class HostMonitor {
   int rank_;
   std::function<std::string(int)> describe_;
   std::function<void(const Error&)> fail_;
-  Watch local_watch_;              // the watching thread's own
-  std::vector<int> receivers_;     // of this rank's signs
-  std::deque<Sent> sent_;          // of the watching thread
-  Clock::time_point warned_of_{};  // the wait that the user knows of
+  Watch local_watch_;                          // the watching thread's own
+  std::vector<int> receivers_;                 // of this rank's signs
+  std::chrono::milliseconds longest_silence_;  // before a rank counts as lost
+  std::deque<Sent> sent_;                      // of the watching thread
+  Clock::time_point warned_of_{};              // the wait that the user knows of
 
   std::mutex mutex_;
   // Guarded by it.
