@@ -386,8 +386,12 @@ PYBIND11_MODULE(_C, module) {
            py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("options"),
            py::arg("make_delegate"), ReleaseGil())
       .def_property_readonly("options", &ProcessGroupRota::getBackendOptions)
-      .def_property_readonly("hosts",
-                             [](ProcessGroupRota& self) { return hosts_of(self.communicator()); })
+      .def(
+          "spans_hosts",
+          [](ProcessGroupRota& self, const std::vector<int>& ranks) {
+            return self.communicator().spans_hosts(ranks);
+          },
+          py::arg("ranks"))
       .def(
           "all_gather_in",
           [](ProcessGroupRota& self, at::ScalarType wire_dtype, bool block_scaling,

@@ -134,9 +134,13 @@ def relaxed(name: str, access: str, order: str) -> Mutant:
 
 
 def earlier(name: str, before: str, call: str) -> Mutant:
-    """Moves a call in the queues up to the line after another one."""
-    lines = rf"({re.escape(before)}[^\n]*\n)([\s\S]*?)( *)({re.escape(call)}\n)"
-    either = r"\1\3if (IS_MUTANT) \4\2\3if (!IS_MUTANT) \4"
+    """Moves a call in the queues up to the line after another one.
+
+    Then it rests, so that the peer acts on the call before the next one, which would come in time
+    for both and so order what the fault leaves unordered.
+    """
+    lines = rf"({re.escape(before)}[^\n]*\n)([\s\S]*?)( *)({re.escape(call)})\n"
+    either = r"\1\3if (IS_MUTANT) { \4 rota::test::rest(); }\n\2\3if (!IS_MUTANT) \4\n"
     return Mutant(name, (Patch("core/message_queues.cpp", lines, either),), MESSAGES)
 
 

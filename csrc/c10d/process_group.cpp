@@ -417,19 +417,26 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupRota::split(
     const c10::intrusive_ptr<Options>& options) {
   const auto own = std::ranges::find(ranks, getRank());
   if (own == ranks.end()) return {};
+  // torch splits a group once for each device type of it.
+  if (options && last_split_ && options->group_name == last_split_name_) {
+    if (auto last = last_split_->lock()) return last;
+  }
   OptionsPtr of_rota = c10::dynamic_intrusive_pointer_cast<BackendOptions>(options);
   of_rota = c10::make_intrusive<BackendOptions>(of_rota ? *of_rota : *options_);
   if (options) of_rota->timeout = options->timeout;
   // As in rota.backend: the engine between hosts connects all ranks together.
-  const schedule::Hosts& hosts = communicator_->hosts();
-  of_rota->connects_at_first_use = std::ranges::all_of(
-      ranks, [&](int rank) { return hosts.place_of(rank).host == hosts.place_of(ranks[0]).host; });
+  of_rota->connects_at_first_use = !communicator_->spans_hosts(ranks);
   of_rota->check_interrupt = options_->check_interrupt;
   const auto prefix = join("rota/split/", options ? options->group_name : "", "/");
-  return c10::make_intrusive<ProcessGroupRota>(
+  auto group = c10::make_intrusive<ProcessGroupRota>(
       c10::make_intrusive<::c10d::PrefixStore>(prefix, store),
       static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size()), std::move(of_rota),
       delegate_.make());
+  if (options) {
+    last_split_name_ = options->group_name;
+    last_split_.emplace(c10::intrusive_ptr<Backend>(group));
+  }
+  return group;
 }
 
 void ProcessGroupRota::setTimeout(std::chrono::milliseconds timeout) {

@@ -114,10 +114,11 @@ void BucketReducer::unpack_tile(const WirePlace& wire, const Range& tile) const 
   wire_loops_.decode_sum({&wire, 1}, results, tile.num_elems, pass_.result_factor);
   if (!is_float32) {
     loops_.convert(DType::kFloat32, dtype_)(results, out, tile.num_elems);
-    // Measures the values as stored; float64 stores them unchanged.
-    if (dtype_ != DType::kFloat64) {
-      loops_.convert(dtype_, DType::kFloat32)(out, results, tile.num_elems);
-    }
+  }
+  if (measures_ == nullptr) return;
+  // Measures the values as stored; float64 stores them unchanged.
+  if (!is_float32 && dtype_ != DType::kFloat64) {
+    loops_.convert(dtype_, DType::kFloat32)(out, results, tile.num_elems);
   }
   const double squares = loops_.sum_of_squares(results, tile.num_elems);
   measures_->squares[tile.begin / kTileElems] = squares;

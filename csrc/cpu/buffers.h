@@ -43,7 +43,7 @@ struct Buffers {
   // For reduce_bucket: the rounding errors of this rank's contributions, in units of the result.
   // They are added to the next contributions and then replaced. Null: no error feedback.
   float* residual = nullptr;
-  BucketMeasures* measures = nullptr;  // for reduce_bucket
+  BucketMeasures* measures = nullptr;  // for reduce_bucket; null: nothing is measured
 };
 
 }  // namespace rota::cpu

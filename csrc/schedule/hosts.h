@@ -38,6 +38,10 @@ class Hosts {
   int world_size() const { return static_cast<int>(places_.size()); }
   const Place& place_of(int rank) const { return places_[static_cast<size_t>(rank)]; }
   const std::vector<int>& ranks_of(int host) const { return ranks_[static_cast<size_t>(host)]; }
+  bool share_host(std::span<const int> ranks) const {
+    return std::ranges::all_of(
+        ranks, [&](int rank) { return place_of(rank).host == place_of(ranks[0]).host; });
+  }
   int local_size(int host) const { return static_cast<int>(ranks_of(host).size()); }
   int rank_at(int host, int local_rank) const {
     return ranks_of(host)[static_cast<size_t>(local_rank)];

@@ -9,22 +9,7 @@
 #include "tensor/tensor_checks.h"
 
 namespace rota::tensors {
-namespace {
-
-void run_reduce_bucket(Communicator& communicator, const BucketTensors& tensors, const Call& call,
-                       CallerThread thread) {
-  const Packed packed(tensors.bucket, Packed::Content::kRead);
-  cpu::BucketMeasures measures(call.num_elems);
-  communicator.run(call,
-                   {.data = packed.data(),
-                    .residual = tensors.residual ? tensors.residual->data_ptr<float>() : nullptr,
-                    .measures = &measures},
-                   thread);
-  packed.unpack();
-  write_stats(measures, tensors.stats);
-}
-
-}  // namespace
+namespace {}  // namespace
 
 CpuCollectives::CpuCollectives(std::shared_ptr<Communicator> communicator,
                                std::function<void()> check_interrupt)
@@ -98,7 +83,8 @@ WorkRef CpuCollectives::reduce_bucket(const BucketTensors& tensors, const Bucket
   const Call call =
       planner_.reduce_bucket(bucket_dtype(tensors.bucket), num_elems(tensors.bucket), options);
   const auto body = [tensors, call](Communicator& communicator, CallerThread thread) {
-    run_reduce_bucket(communicator, tensors, call, thread);
+    run_bucket(tensors,
+               [&](const cpu::Buffers& buffers) { communicator.run(call, buffers, thread); });
   };
   if (!runs_at_once(mode)) return enqueue(mode, call.kind, {tensors.bucket}, body);
   run_here(row_of(call.kind).title.data(), [&] { return std::vector{tensors.bucket}; }, body);

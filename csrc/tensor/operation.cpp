@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "base/random_bits.h"
+#include "tensor/collectives.h"
 #include "tensor/tensor_checks.h"
 
 namespace rota::tensors {
@@ -304,8 +305,14 @@ void run_on_cpu(const Operation& operation, const Call& call, Communicator& comm
   packed.unpack();
 }
 
-void write_stats(const cpu::BucketMeasures& measures, const at::Tensor& stats) {
-  auto* values = stats.data_ptr<double>();
+void run_bucket(const BucketTensors& tensors, const std::function<void(const cpu::Buffers&)>& run) {
+  const Packed packed(tensors.bucket, Packed::Content::kRead);
+  cpu::BucketMeasures measures(num_elems(tensors.bucket));
+  run({.data = packed.data(),
+       .residual = tensors.residual ? tensors.residual->data_ptr<float>() : nullptr,
+       .measures = &measures});
+  packed.unpack();
+  auto* values = tensors.stats.data_ptr<double>();
   values[0] = static_cast<double>(measures.num_non_finite);
   values[1] = measures.sum_of_squares();
 }

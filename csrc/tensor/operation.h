@@ -92,8 +92,8 @@ class PackedOperation {
 void run_on_cpu(const Operation& operation, const Call& call, Communicator& communicator,
                 CallerThread thread);
 
-// stats: of BucketTensors.
-void write_stats(const cpu::BucketMeasures& measures, const at::Tensor& stats);
+// Reduces a bucket of CPU tensors by run(buffers), and writes its stats.
+void run_bucket(const BucketTensors& tensors, const std::function<void(const cpu::Buffers&)>& run);
 
 ::c10d::OpType op_type_of(CollectiveKind kind);
 

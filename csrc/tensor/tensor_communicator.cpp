@@ -156,6 +156,10 @@ const schedule::Hosts& TensorCommunicator::hosts() {
   return *hosts_;
 }
 
+bool TensorCommunicator::spans_hosts(std::span<const int> ranks) const {
+  return is_connected_ && !hosts_->share_host(ranks);
+}
+
 Collectives& TensorCommunicator::host_collectives(std::string_view call, OwnTimeout own_timeout) {
   CpuCollectives& cpu = cpu_for(call, own_timeout);
   if (bridged_) return *bridged_;

@@ -73,6 +73,9 @@ class TensorCommunicator {
   void connect_device(at::Device device);
   // Each rank's host, by rank; connects the group.
   const schedule::Hosts& hosts();
+  // Whether these ranks are known to be on several hosts: those of a group that has not connected
+  // yet are not.
+  bool spans_hosts(std::span<const int> ranks) const;
   // How GPUs reach each other; empty before they are joined.
   std::optional<std::string> peer_access() const;
   // Whether send() and recv() support CUDA tensors, once GPUs are joined.

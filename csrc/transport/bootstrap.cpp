@@ -23,8 +23,9 @@ int checked_rank(int rank, int world_size) {
   return rank;
 }
 
-// Claims a rank, so that two processes with the same rank are detected.
-class Claim {
+}  // namespace
+
+class Bootstrap::Claim {
  public:
   Claim(Store& store, int rank, int world_size) : store_(store), key_(join("claim/", rank)) {
     if (store_.add(key_, 1) != 1) {
@@ -47,8 +48,6 @@ class Claim {
   std::string key_;
 };
 
-}  // namespace
-
 // A card is one line of text: rank, address, world size, geometry; the host is the rest of the
 // line.
 Bootstrap::Bootstrap(Store& store, int rank, int world_size, const Geometry& geometry,
@@ -64,6 +63,7 @@ Bootstrap::Bootstrap(Store& store, int rank, int world_size, const Geometry& geo
                  host_)) {
   store.append(kCardsKey, line_ + '\n');
 }
+Bootstrap::~Bootstrap() = default;
 
 std::function<void(const Bootstrap::IsMissing&)> Bootstrap::make_check(
     std::chrono::milliseconds timeout, const std::function<void()>& check_interrupt) const {
@@ -83,8 +83,9 @@ std::function<void(const Bootstrap::IsMissing&)> Bootstrap::make_check(
 
 std::vector<std::string> Bootstrap::hosts(std::chrono::milliseconds timeout,
                                           const std::function<void()>& check_interrupt) {
-  const Claim claim(store_, rank_, world_size_);
+  auto claim = std::make_unique<Claim>(store_, rank_, world_size_);
   read_all_cards(make_check(timeout, check_interrupt));
+  claim_ = std::move(claim);
   std::vector<std::string> hosts;
   for (const Card& card : cards_) hosts.push_back(card.host);
   return hosts;
@@ -93,7 +94,8 @@ std::vector<std::string> Bootstrap::hosts(std::chrono::milliseconds timeout,
 std::vector<std::optional<Peer>> Bootstrap::rendezvous(
     std::chrono::milliseconds timeout, const std::function<void()>& check_interrupt) {
   const auto check = make_check(timeout, check_interrupt);
-  const Claim claim(store_, rank_, world_size_);
+  const auto claim =
+      claim_ ? std::move(claim_) : std::make_unique<Claim>(store_, rank_, world_size_);
   own_.prepare();
   // Reads all cards first: then every rank names the one that differs, before ranks that have read
   // its card give up and close their endpoints.

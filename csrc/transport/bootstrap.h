@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -21,6 +22,7 @@ class Bootstrap {
   // the geometry's size. The store must outlive this. Throws Error(kTransport).
   Bootstrap(Store& store, int rank, int world_size, const Geometry& geometry,
             std::function<UniqueFd()> make_memory);
+  ~Bootstrap();
 
   // Blocks until all ranks have published themselves, and returns each one's host_id(). May be
   // called again after Error(kTransport), as the next one.
@@ -36,6 +38,8 @@ class Bootstrap {
                                               const std::function<void()>& check_interrupt);
 
  private:
+  // Of a rank, so that two processes with the same rank are detected.
+  class Claim;
   using IsMissing = std::function<bool(int rank)>;
   struct Card {
     std::string address;  // of the endpoint; empty: the rank has not made this group yet
@@ -60,8 +64,9 @@ class Bootstrap {
   Geometry geometry_;
   const std::string host_;  // read once: later, descriptors for it may be short
   Endpoint own_;
-  const std::string line_;   // unique: it holds the endpoint's token
-  std::vector<Card> cards_;  // by rank; empty before all are there
+  const std::string line_;        // unique: it holds the endpoint's token
+  std::vector<Card> cards_;       // by rank; empty before all are there
+  std::unique_ptr<Claim> claim_;  // between hosts() and rendezvous()
 };
 
 }  // namespace rota::transport

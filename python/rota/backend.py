@@ -65,7 +65,7 @@ def _spans_hosts(ranks: Sequence[int]) -> bool:
         return False
     if not isinstance(backend, _C.ProcessGroupRota):
         return False
-    return sum(not set(ranks).isdisjoint(host) for host in backend.hosts) > 1
+    return bool(backend.spans_hosts(ranks))
 
 
 def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGroupRota:

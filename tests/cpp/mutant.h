@@ -2,7 +2,9 @@
 // headers, so that one program serves for every mutant.
 #pragma once
 
+#include <chrono>
 #include <cstdlib>
+#include <thread>
 #include <type_traits>
 
 namespace rota::test {
@@ -16,5 +18,8 @@ inline const int the_mutant = [] {
 
 // Constants are evaluated without the fault.
 constexpr bool is_mutant(int id) { return !std::is_constant_evaluated() && the_mutant == id; }
+
+// Long enough for another rank to act on what this one did last.
+inline void rest() { std::this_thread::sleep_for(std::chrono::microseconds(200)); }
 
 }  // namespace rota::test

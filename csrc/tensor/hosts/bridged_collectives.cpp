@@ -177,15 +177,9 @@ WorkRef BridgedCollectives::reduce_bucket(const BucketTensors& tensors,
   call.algorithm = schedule::Algorithm::kTwoShot;
   orders_of(call);
   return enqueue(mode, call.kind, {tensors.bucket}, [this, tensors, call] {
-    const Packed packed(tensors.bucket, Packed::Content::kRead);
-    cpu::BucketMeasures measures(call.num_elems);
-    hierarchical_sum(*bridge_, scratch_, call, orders_of(call),
-                     {.data = packed.data(),
-                      .residual = tensors.residual ? tensors.residual->data_ptr<float>() : nullptr,
-                      .measures = &measures},
-                     std::nullopt);
-    packed.unpack();
-    write_stats(measures, tensors.stats);
+    run_bucket(tensors, [&](const cpu::Buffers& buffers) {
+      hierarchical_sum(*bridge_, scratch_, call, orders_of(call), buffers, std::nullopt);
+    });
   });
 }
 

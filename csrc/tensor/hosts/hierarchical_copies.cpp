@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/element_loops.h"
 #include "cpu/float_environment.h"
 #include "cpu/part_codec.h"
 #include "cpu/parts.h"
@@ -193,15 +192,12 @@ class ReduceScatter {
                 const cpu::Buffers& buffers)
       : bridge_(bridge),
         scratch_(scratch),
-        call_(call),
-        orders_(orders),
+        wire_(call.wire),
+        dtype_(call.dtype),
+        reducers_(bridge, call, orders),
         inputs_(buffers.inputs, static_cast<size_t>(bridge.world_size())),
-        output_(*buffers.outputs),
-        accumulate_(kIsBucketReducer<R> ? DType::kFloat32 : info(call.dtype).accumulate),
-        chunk_elems_(kChunkBytes / info(accumulate_).num_bytes),
-        measures_(kIsBucketReducer<R> ? output_.num_elems : 0),
-        final_(make_reducer<R>(call, {.data = output_.data, .measures = &measures_}, bridge.host(),
-                               bridge.hosts().num_hosts())) {}
+        chunk_elems_(kChunkBytes / reducers_.elem_bytes()),
+        to_tensor_(reducers_.to_tensor({.data = buffers.outputs->data})) {}
 
   void run() {
     const cpu::IeeeFloatScope ieee;
@@ -224,48 +220,19 @@ class ReduceScatter {
   Range range_of(int rank, uint64_t chunk) const {
     return schedule::chunk_of(inputs_[static_cast<size_t>(rank)].num_elems, chunk_elems_, chunk);
   }
-  size_t chunk_bytes() const { return chunk_elems_ * info(accumulate_).num_bytes; }
-  size_t wire_bytes(uint64_t num_elems) const { return call_.wire.num_bytes(num_elems); }
-
-  // Consecutive memory for one chunk, of which each call takes some.
-  class Pages {
-   public:
-    Pages(Scratch& scratch, size_t number, size_t num_bytes)
-        : next_(scratch.at_least(number, num_bytes)) {}
-    std::byte* take(size_t num_bytes) {
-      std::byte* page = next_;
-      next_ += (num_bytes + 63) / 64 * 64;
-      return page;
-    }
-
-   private:
-    std::byte* next_;
-  };
-
-  R over_hosts(std::byte* partial, const Range& range) {
-    Call call = call_;
-    call.dtype = accumulate_;
-    call.hop = info(call_.wire.dtype).accumulate;
-    call.order = orders_.hosts;
-    // Those of sums that are not final go nowhere.
-    partial_measures_ = cpu::BucketMeasures(
-        kIsBucketReducer<R> ? range.begin + std::max(range.num_elems, output_.num_elems) : 0);
-    return make_reducer<R>(
-        call,
-        {.data = element_zero(partial, range.begin * info(accumulate_).num_bytes),
-         .measures = &partial_measures_},
-        bridge_.host(), num_hosts());
+  size_t chunk_bytes() const { return chunk_elems_ * reducers_.elem_bytes(); }
+  size_t wire_bytes(uint64_t num_elems) const { return wire_.num_bytes(num_elems); }
+  // Room for as many places of a chunk.
+  Places places(size_t number, size_t num_places) {
+    return {scratch_, number, num_places * Scratch::round_up(chunk_bytes())};
   }
 
-  // In the accumulate dtype.
-  Part widened(int rank, uint64_t chunk, Pages& pages) const {
-    const Part& part = inputs_[static_cast<size_t>(rank)];
+  Part contribution(int rank, uint64_t chunk, Places& widened) const {
     const Range range = range_of(rank, chunk);
-    std::byte* src = at(part, range.begin * info(call_.dtype).num_bytes);
-    if (call_.dtype == accumulate_) return {src, range.num_elems};
-    std::byte* to = pages.take(range.num_elems * info(accumulate_).num_bytes);
-    cpu::element_loops().convert(call_.dtype, accumulate_)(src, to, range.num_elems);
-    return {to, range.num_elems};
+    std::byte* src = at(inputs_[static_cast<size_t>(rank)], range.begin * info(dtype_).num_bytes);
+    return {reducers_.contribution(src, range.num_elems,
+                                   [&](size_t num_bytes) { return widened.take(num_bytes); }),
+            range.num_elems};
   }
 
   // Sums a chunk of all parts within the host, and sends the sums to those whose parts they are.
@@ -273,16 +240,16 @@ class ReduceScatter {
     Place& place = places_[chunk % kNumPlaces];
     const size_t first_buffer = chunk % kNumPlaces * 4;
     const auto world_size = static_cast<size_t>(bridge_.world_size());
-    Pages widened_pages(scratch_, first_buffer, world_size * (chunk_bytes() + 64));
-    Pages sums(scratch_, first_buffer + 1, (world_size + 1) * (chunk_bytes() + 64));
-    Pages outgoing(scratch_, first_buffer + 2, world_size * (chunk_bytes() + 64));
-    Pages incoming(scratch_, first_buffer + 3, (world_size + 1) * (chunk_bytes() + 64));
+    Places widened = places(first_buffer, world_size);
+    Places sums = places(first_buffer + 1, world_size + 1);
+    Places outgoing = places(first_buffer + 2, world_size);
+    Places incoming = places(first_buffer + 3, world_size + 1);
 
     const Range own = range_of(bridge_.rank(), chunk);
     place.contributions.clear();
     for (int host = 0; host < num_hosts(); ++host) {
       std::byte* to = incoming.take(wire_bytes(own.num_elems));
-      place.contributions.push_back(call_.wire.place(to, own.num_elems));
+      place.contributions.push_back(wire_.place(to, own.num_elems));
       if (host == bridge_.host()) continue;
       place.incoming.push_back(bridge_.recv(to, wire_bytes(own.num_elems),
                                             bridge_.hosts().partner_of(bridge_.rank(), host),
@@ -295,27 +262,22 @@ class ReduceScatter {
       for_each_row(bridge_, host, [&](const std::vector<int>& ranks) {
         std::vector<Part> parts;
         for (const int rank : ranks) {
-          parts.push_back(rank < 0 ? Part{inputs_[0].data, 0}
-                                   : widened(rank, chunk, widened_pages));
+          parts.push_back(rank < 0 ? Part{inputs_[0].data, 0} : contribution(rank, chunk, widened));
         }
         const int receiver = ranks[static_cast<size_t>(bridge_.local_rank())];
         const Range range = receiver < 0 ? Range{0, 0} : range_of(receiver, chunk);
-        const Part sum{sums.take(range.num_elems * info(accumulate_).num_bytes), range.num_elems};
-        bridge_.run_local(local_reduce_scatter(accumulate_, call_.op, orders_.local, parts),
-                          {.inputs = parts.data(), .outputs = &sum});
+        std::byte* partial = sums.take(range.num_elems * reducers_.elem_bytes());
+        reducers_.sum_locally(parts, {partial, range.num_elems});
         if (receiver < 0) return;
-        auto* partial = static_cast<std::byte*>(sum.data);
-        const R reducer = over_hosts(partial, range);
+        const R over_hosts = reducers_.over_hosts(partial, range);
         if (host == bridge_.host()) {
           WirePlace& contribution = place.contributions[static_cast<size_t>(host)];
-          const WirePlace packed = contribution;
-          contribution = reducer.own_source(packed);
-          if (!cpu::is_from_tensor(contribution)) reducer.pack(range, packed);
+          contribution = reducers_.own_contribution(over_hosts, range, contribution);
           place.own = partial;
           return;
         }
         std::byte* message = outgoing.take(wire_bytes(range.num_elems));
-        reducer.pack(range, call_.wire.place(message, range.num_elems));
+        over_hosts.pack(range, wire_.place(message, range.num_elems));
         place.outgoing.push_back(
             bridge_.send(message, wire_bytes(range.num_elems), receiver, kContributionTag));
       });
@@ -328,24 +290,21 @@ class ReduceScatter {
     const Range own = range_of(bridge_.rank(), chunk);
     if (own.num_elems > 0) {
       const WirePlace result =
-          call_.wire.place(scratch_.at_least(kNumPlaces * 4, chunk_bytes()), own.num_elems);
-      over_hosts(place.own, own).reduce(place.contributions.data(), own, {&result, 1});
-      final_.unpack(result, own);
+          wire_.place(scratch_.at_least(kNumPlaces * 4, chunk_bytes()), own.num_elems);
+      reducers_.over_hosts(place.own, own).reduce(place.contributions.data(), own, {&result, 1});
+      to_tensor_.unpack(result, own);
     }
     bridge_.wait(place.outgoing, "the network");
   }
 
   Bridge& bridge_;
   Scratch& scratch_;
-  const Call& call_;
-  LevelOrders orders_;
+  const WireFormat& wire_;
+  DType dtype_;
+  const LevelReducers<R> reducers_;
   std::span<const Part> inputs_;
-  const Part output_;
-  DType accumulate_;
   uint64_t chunk_elems_;
-  cpu::BucketMeasures measures_;  // unused, as the next ones
-  cpu::BucketMeasures partial_measures_{0};
-  const R final_;
+  const R to_tensor_;
   std::array<Place, kNumPlaces> places_;
 };
 

@@ -2,11 +2,9 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <span>
 #include <vector>
 
-#include "cpu/element_loops.h"
 #include "cpu/float_environment.h"
 #include "schedule/chunk.h"
 #include "tensor/hosts/local_calls.h"
@@ -23,11 +21,6 @@ constexpr uint64_t kChunkBytes = 2 << 20;
 // A chunk's memory is used again three chunks later: one is being contributed, one summed, one
 // collected.
 constexpr uint64_t kNumPlaces = 3;
-constexpr size_t kPlaceBytes = 64;  // what starts at a multiple of it
-
-constexpr size_t round_up(size_t num_bytes) {
-  return (num_bytes + kPlaceBytes - 1) / kPlaceBytes * kPlaceBytes;
-}
 
 // R: cpu::Reducer or cpu::BucketReducer.
 template <typename R>
@@ -38,15 +31,13 @@ class HierarchicalSum {
       : bridge_(bridge),
         scratch_(scratch),
         call_(call),
-        orders_(orders),
+        reducers_(bridge, call, orders),
         data_(static_cast<std::byte*>(buffers.data)),
         residual_(buffers.residual),
-        accumulate_(kIsBucket ? DType::kFloat32 : info(call.dtype).accumulate),
-        chunk_elems_(kChunkBytes / info(accumulate_).num_bytes),
+        chunk_elems_(kChunkBytes / elem_bytes()),
         num_chunks_(schedule::ceil_div(call.num_elems, chunk_elems_)),
         is_short_(num_chunks_ <= 1 && encoded_bytes(shard_of(0, 0)) <= Bridge::kMaxShortBytes),
-        partial_measures_(kIsBucket ? call.num_elems : 0),
-        final_(make_reducer<R>(call, buffers, bridge.host(), num_hosts())) {}
+        to_tensor_(reducers_.to_tensor(buffers)) {}
 
   bool is_short() const { return is_short_; }
 
@@ -75,7 +66,6 @@ class HierarchicalSum {
   }
 
  private:
-  static constexpr bool kIsBucket = kIsBucketReducer<R>;
   using Transfers = std::vector<Engine::Transfer>;
 
   // A chunk on its way.
@@ -91,7 +81,7 @@ class HierarchicalSum {
   int num_rails() const { return bridge_.hosts().num_rails(); }
   bool is_on_rail() const { return bridge_.local_rank() < num_rails(); }
   int on_rail(int host) const { return bridge_.hosts().rank_at(host, bridge_.local_rank()); }
-  size_t elem_bytes() const { return info(accumulate_).num_bytes; }
+  size_t elem_bytes() const { return reducers_.elem_bytes(); }
   Place& place_of(uint64_t chunk) { return places_[chunk % kNumPlaces]; }
 
   Range range_of(uint64_t chunk) const {
@@ -115,7 +105,7 @@ class HierarchicalSum {
     return share_of(chunk, bridge_.local_rank(), host);
   }
   size_t encoded_bytes(const Range& range) const {
-    return round_up(call_.wire.num_bytes(range.num_elems));
+    return Scratch::round_up(call_.wire.num_bytes(range.num_elems));
   }
   int num_shares() const { return is_short_ ? 1 : num_hosts(); }
   // The encoded results of one rail.
@@ -150,36 +140,8 @@ class HierarchicalSum {
   }
 
   // The sum over the hosts of a chunk's own shard.
-  R sum_over_hosts(const Place& place, const Range& shard) {
-    Call call = call_;
-    call.dtype = accumulate_;
-    call.hop = info(call_.wire.dtype).accumulate;
-    call.order = orders_.hosts;
-    call.pass.contribution_factor = 1;  // already in the partial sum
-    const cpu::Buffers buffers{.data = element_zero(place.partial, shard.begin * elem_bytes()),
-                               .residual = residual_,
-                               .measures = &partial_measures_};
-    return make_reducer<R>(call, buffers, bridge_.host(), num_hosts());
-  }
-
-  // The tensor's elements in the accumulate dtype, which the ranks of a host sum exactly.
-  std::byte* widened(uint64_t chunk) {
-    const Range range = range_of(chunk);
-    std::byte* src = data_ + range.begin * info(call_.dtype).num_bytes;
-    const float factor = call_.pass.contribution_factor;
-    const bool is_scaled = kIsBucket && factor != 1;
-    if (call_.dtype == accumulate_ && !is_scaled) return src;
-    std::byte* to = buffer(chunk, 0, range.num_elems * elem_bytes());
-    if (call_.dtype == accumulate_) {
-      std::memcpy(to, src, range.num_elems * elem_bytes());
-    } else {
-      cpu::element_loops().convert(call_.dtype, accumulate_)(src, to, range.num_elems);
-    }
-    if (is_scaled) {
-      auto* floats = reinterpret_cast<float*>(to);
-      for (uint64_t i = 0; i < range.num_elems; ++i) floats[i] *= factor;
-    }
-    return to;
+  R sum_over_hosts(const Place& place, const Range& shard) const {
+    return reducers_.over_hosts(place.partial, shard, residual_);
   }
 
   void run_short() {
@@ -235,27 +197,26 @@ class HierarchicalSum {
   }
 
   void reduce_scatter(uint64_t chunk, const Place& place, const Range& shard) {
-    std::byte* source = widened(chunk);
+    const Range whole = range_of(chunk);
+    std::byte* source =
+        reducers_.contribution(data_ + whole.begin * info(call_.dtype).num_bytes, whole.num_elems,
+                               [&](size_t num_bytes) { return buffer(chunk, 0, num_bytes); });
     std::vector<cpu::Part> parts(static_cast<size_t>(bridge_.local_size()), cpu::Part{source, 0});
     for (int rail = 0; rail < num_rails(); ++rail) {
       const Range range = shard_of(chunk, rail);
-      parts[static_cast<size_t>(rail)] = {
-          source + (range.begin - range_of(chunk).begin) * elem_bytes(), range.num_elems};
+      parts[static_cast<size_t>(rail)] = {source + (range.begin - whole.begin) * elem_bytes(),
+                                          range.num_elems};
     }
-    const cpu::Part output{place.partial, shard.num_elems};
-    bridge_.run_local(local_reduce_scatter(accumulate_, call_.op, orders_.local, parts),
-                      {.inputs = parts.data(), .outputs = &output});
+    reducers_.sum_locally(parts, {place.partial, shard.num_elems});
   }
 
   void send_contributions(uint64_t chunk, Place& place, const Range& shard) {
     const R reducer = sum_over_hosts(place, shard);
     const Range own = share_of(chunk, bridge_.host());
     WirePlace& contribution = place.contributions[static_cast<size_t>(bridge_.host())];
-    const WirePlace packed = contribution;
-    contribution = reducer.own_source(packed);
-    if (!cpu::is_from_tensor(contribution)) reducer.pack(own, packed);
-    std::byte* outgoing =
-        buffer(chunk, 4, encoded_bytes(shard) + static_cast<size_t>(num_hosts()) * kPlaceBytes);
+    contribution = reducers_.own_contribution(reducer, own, contribution);
+    std::byte* outgoing = buffer(
+        chunk, 4, encoded_bytes(shard) + static_cast<size_t>(num_hosts()) * Scratch::kPlaceBytes);
     for (int host = 0; host < num_hosts(); ++host) {
       if (host == bridge_.host()) continue;
       const Range range = share_of(chunk, host);
@@ -293,7 +254,7 @@ class HierarchicalSum {
     for (int rail = 0; rail < num_rails(); ++rail) {
       for_each_share(chunk, rail, place.results,
                      [&](int, const WirePlace& result, const Range& range) {
-                       if (range.num_elems > 0) final_.unpack(result, range);
+                       if (range.num_elems > 0) to_tensor_.unpack(result, range);
                      });
     }
     bridge_.wait(place.sends, "the network");
@@ -316,15 +277,13 @@ class HierarchicalSum {
   Bridge& bridge_;
   Scratch& scratch_;
   const Call& call_;
-  LevelOrders orders_;
+  const LevelReducers<R> reducers_;
   std::byte* data_;
   float* residual_;
-  DType accumulate_;  // of the sums within a host
   uint64_t chunk_elems_;
   uint64_t num_chunks_;
-  bool is_short_;                         // every host sums all of it
-  cpu::BucketMeasures partial_measures_;  // of sums that are not final; unused
-  const R final_;                         // between the wire and the tensor
+  bool is_short_;  // every host sums all of it
+  const R to_tensor_;
   std::array<Place, kNumPlaces> places_;
   WirePlace own_contribution_{};  // of a short sum
 };
@@ -345,10 +304,7 @@ void hierarchical_sum(Bridge& bridge, Scratch& scratch, const Call& call, const 
   if (call.kind == CollectiveKind::kReduceBucket) {
     run<cpu::BucketReducer>(bridge, scratch, call, orders, buffers, own_timeout);
   } else if (call.wire.is_block_scaled) {
-    cpu::BucketMeasures measures(call.num_elems);
-    cpu::Buffers measured = buffers;
-    measured.measures = &measures;
-    run<cpu::BucketReducer>(bridge, scratch, as_bucket(call), orders, measured, own_timeout);
+    run<cpu::BucketReducer>(bridge, scratch, as_bucket(call), orders, buffers, own_timeout);
   } else {
     run<cpu::Reducer>(bridge, scratch, call, orders, buffers, own_timeout);
   }

@@ -12,17 +12,11 @@
 
 #include "cpu/buffers.h"
 #include "schedule/call.h"
-#include "schedule/sum_order.h"
 #include "tensor/hosts/bridge.h"
+#include "tensor/hosts/reducers.h"
 #include "tensor/hosts/scratch.h"
 
 namespace rota::tensors {
-
-// The order of a sum within each host and over the hosts.
-struct LevelOrders {
-  schedule::SumOrder local;
-  schedule::SumOrder hosts;
-};
 
 // call: an all_reduce, reduce or reduce_bucket, whose `wire` travels between hosts. Every rank's
 // data becomes the sum.

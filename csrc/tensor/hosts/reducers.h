@@ -1,25 +1,106 @@
-// The element work of sums over hosts: cpu::Reducer, or cpu::BucketReducer for gradient buckets and
-// for scaled blocks.
+// The element work of sums over several hosts: within a host exact partial sums, between hosts
+// cpu::Reducer, or cpu::BucketReducer for gradient buckets and for scaled blocks, with hosts as
+// contributors.
 #pragma once
 
+#include <cstring>
+#include <span>
 #include <type_traits>
 
 #include "cpu/bucket_reducer.h"
+#include "cpu/element_loops.h"
 #include "cpu/reducer.h"
+#include "schedule/sum_order.h"
+#include "tensor/hosts/bridge.h"
+#include "tensor/hosts/local_calls.h"
 
 namespace rota::tensors {
 
-template <typename R>
-inline constexpr bool kIsBucketReducer = std::is_same_v<R, cpu::BucketReducer>;
+// The order of a sum within each host and over the hosts.
+struct LevelOrders {
+  schedule::SumOrder local;
+  schedule::SumOrder hosts;
+};
 
+// R: cpu::Reducer or cpu::BucketReducer.
 template <typename R>
-R make_reducer(const Call& call, const cpu::Buffers& buffers, int rank, int num_contributors) {
-  if constexpr (kIsBucketReducer<R>) {
-    return R(call, buffers, rank, num_contributors);
-  } else {
-    return R(call, buffers.data, /*writes_sums=*/false, num_contributors);
+class LevelReducers {
+ public:
+  // All must outlive this.
+  LevelReducers(Bridge& bridge, const Call& call, const LevelOrders& orders)
+      : bridge_(bridge),
+        call_(call),
+        orders_(orders),
+        accumulate_(kIsBucket ? DType::kFloat32 : info(call.dtype).accumulate) {}
+
+  // Of an element of a partial sum, which is in the accumulate dtype.
+  size_t elem_bytes() const { return info(accumulate_).num_bytes; }
+
+  // A rank's elements as the ranks of its host sum them: `src` itself, or a copy in the memory that
+  // take(num_bytes) returns.
+  template <typename Take>
+  std::byte* contribution(std::byte* src, uint64_t num_elems, const Take& take) const {
+    const float factor = kIsBucket ? call_.pass.contribution_factor : 1;
+    if (call_.dtype == accumulate_ && factor == 1) return src;
+    std::byte* to = take(num_elems * elem_bytes());
+    if (call_.dtype == accumulate_) {
+      std::memcpy(to, src, num_elems * elem_bytes());
+    } else {
+      cpu::element_loops().convert(call_.dtype, accumulate_)(src, to, num_elems);
+    }
+    if (factor != 1) {
+      auto* floats = reinterpret_cast<float*>(to);
+      for (uint64_t i = 0; i < num_elems; ++i) floats[i] *= factor;
+    }
+    return to;
   }
-}
+
+  // Sums the contributions of the host's ranks; sum: this rank's part of it.
+  void sum_locally(std::span<const cpu::Part> contributions, const cpu::Part& sum) const {
+    bridge_.run_local(local_reduce_scatter(accumulate_, call_.op, orders_.local, contributions),
+                      {.inputs = contributions.data(), .outputs = &sum});
+  }
+
+  // Sums the hosts' partial sums. partial: this host's, of the tensor's elements in `range`.
+  R over_hosts(std::byte* partial, const schedule::Range& range, float* residual = nullptr) const {
+    Call call = call_;
+    call.dtype = accumulate_;
+    call.hop = info(call_.wire.dtype).accumulate;
+    call.order = orders_.hosts;
+    call.pass.contribution_factor = 1;  // already in the partial sum
+    return make(call,
+                {.data = element_zero(partial, range.begin * elem_bytes()), .residual = residual});
+  }
+
+  // Between the wire and the tensor.
+  R to_tensor(const cpu::Buffers& buffers) const { return make(call_, buffers); }
+
+  // Where the sum over hosts reads this host's own contribution: `packed`, which is filled, or the
+  // partial sum itself.
+  static WirePlace own_contribution(const R& over_hosts, const schedule::Range& range,
+                                    const WirePlace& packed) {
+    const WirePlace source = over_hosts.own_source(packed);
+    if (!cpu::is_from_tensor(source)) over_hosts.pack(range, packed);
+    return source;
+  }
+
+ private:
+  static constexpr bool kIsBucket = std::is_same_v<R, cpu::BucketReducer>;
+
+  R make(const Call& call, const cpu::Buffers& buffers) const {
+    const int num_hosts = bridge_.hosts().num_hosts();
+    if constexpr (kIsBucket) {
+      return R(call, buffers, bridge_.host(), num_hosts);
+    } else {
+      return R(call, buffers.data, /*writes_sums=*/false, num_hosts);
+    }
+  }
+
+  Bridge& bridge_;
+  const Call& call_;
+  const LevelOrders& orders_;
+  DType accumulate_;
+};
 
 // A sum in scaled blocks of a tensor that is no gradient bucket.
 inline Call as_bucket(const Call& call) {
