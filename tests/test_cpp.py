@@ -174,7 +174,7 @@ MUTANTS = (
         (Patch(LINKS, r"\.lines \+ 1\}", ".lines + (IS_MUTANT ? 0 : 1)}"),),
         MESSAGES,
     ),
-    earlier("link-release-too-early", "in = links_.incoming(", "links_.release(peer, num_bytes);"),
+    earlier("link-release-too-early", "std::min({in.size()", "links_.release(peer, num_bytes);"),
     earlier(
         "link-publish-too-early", "= links_.outgoing(", "links_.publish(send.peer_, num_bytes);"
     ),

@@ -65,7 +65,7 @@ def _spans_hosts(ranks: Sequence[int]) -> bool:
         return False
     if not isinstance(backend, _C.ProcessGroupRota):
         return False
-    return bool(backend.spans_hosts(ranks))
+    return backend.spans_hosts(list(ranks))
 
 
 def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGroupRota:

@@ -635,9 +635,8 @@ class ProcessGroupRota(dist._Backend):
     ) -> None: ...
     @property
     def options(self) -> BackendOptions: ...
-    @property
-    def hosts(self) -> list[list[int]]:
-        """As in Communicator."""
+    def spans_hosts(self, ranks: list[int]) -> bool:
+        """Whether these ranks are known to be on several hosts; False before the group connects."""
 
     def all_gather_in(
         self,
