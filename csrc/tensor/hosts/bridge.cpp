@@ -15,8 +15,8 @@ Bridge::Bridge(schedule::Hosts hosts, int rank, std::shared_ptr<Communicator> lo
       rank_(rank),
       local_(std::move(local)),
       engine_(std::move(backend), [this](int peer) { return describe(peer); }),
-      greeted_(hosts_.whose_partner_is(rank)),
-      messages_(static_cast<size_t>(hosts_.num_hosts())),
+      partnered_(hosts_.whose_partner_is(rank)),
+      messages_(is_leader() ? static_cast<size_t>(hosts_.num_hosts()) : 0),
       monitor_(
           engine_, inbox_, hosts_, *local_, rank, [this](int peer) { return describe(peer); },
           [this](const Error& error) { fail(error); }) {}
@@ -30,47 +30,86 @@ void Bridge::begin(const Call& call, std::optional<Nanoseconds> own_timeout) {
   own_timeout_ = own_timeout;
 }
 
-// The ranks of a host agree first, so a greeting stands for its host. Messages of data follow only
-// once all hosts have agreed, so they have the length that their receivers expect. A contribution
-// that comes with the greeting may be shorter than the memory that waits for it.
-void Bridge::agree(const Call& call, const ShortMessage& contribute) {
-  static_assert(std::is_trivially_copyable_v<Greeting>);
-  Message& own = messages_[static_cast<size_t>(host())];
-  auto& greeting = *new (own.data()) Greeting{.epoch = epoch_, .words = call.to_words()};
-  size_t num_bytes = sizeof(Greeting);
+// The ranks of a host agree first, so their leader greets the other hosts for all of them. Messages
+// of data follow only once all hosts have agreed, so they have the length that their receivers
+// expect.
+void Bridge::agree(const Call& call, const ShortSum* short_sum) {
   std::optional<Error> disagreement;
   try {
     local_->agree(call, CallerThread::kProgress, own_timeout_);
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kMismatch) throw;
     disagreement = error;
-    std::strncpy(greeting.disagreement.data(), error.what(), greeting.disagreement.size() - 1);
   }
+  std::string text;
+  verdict_.mismatch_bytes = 0;
+  if (is_leader()) {
+    greet(call, disagreement, short_sum);
+    if (!all_called(call)) {
+      text = mismatch(call).what();
+      verdict_.mismatch_bytes = text.size();
+    } else if (short_sum != nullptr) {
+      short_sum->sum();
+    }
+  } else if (short_sum != nullptr && !disagreement) {
+    short_sum->contribute();
+  }
+  if (disagreement) throw *disagreement;
+  const size_t result_bytes = short_sum == nullptr ? 0 : short_sum->result_bytes;
+  share(&verdict_, offsetof(Verdict, short_result) + result_bytes);
+  if (verdict_.mismatch_bytes == 0) return;
+  text.resize(verdict_.mismatch_bytes);
+  share(text.data(), text.size());
+  throw Error(ErrorKind::kMismatch, text);
+}
+
+// A contribution may be shorter than the memory that waits for it.
+void Bridge::greet(const Call& call, const std::optional<Error>& disagreement,
+                   const ShortSum* short_sum) {
+  static_assert(std::is_trivially_copyable_v<Greeting>);
+  Message& own = messages_[static_cast<size_t>(host())];
+  auto& greeting = *new (own.data()) Greeting{.epoch = epoch_, .words = call.to_words()};
+  size_t num_bytes = sizeof(Greeting);
   std::vector<Engine::Transfer> transfers;
   for (int other = 0; other < hosts_.num_hosts(); ++other) {
     if (other == host()) continue;
-    Message& message = messages_[static_cast<size_t>(other)];
-    transfers.push_back(
-        recv(message.data(), sizeof(Message), hosts_.partner_of(rank_, other), kGreetingTag));
+    transfers.push_back(recv(messages_[static_cast<size_t>(other)].data(), sizeof(Message),
+                             hosts_.rank_at(other, 0), kGreetingTag));
   }
-  if (contribute && !disagreement) {
-    const std::span<const std::byte> contribution = contribute();
+  if (disagreement) {
+    std::strncpy(greeting.disagreement.data(), disagreement->what(),
+                 greeting.disagreement.size() - 1);
+  } else if (short_sum != nullptr) {
+    const std::span<const std::byte> contribution = short_sum->contribute();
     if (!contribution.empty()) {
       std::memcpy(own.data() + num_bytes, contribution.data(), contribution.size());
     }
     num_bytes += contribution.size();
   }
-  for (const int peer : greeted_) {
-    transfers.push_back(send(own.data(), num_bytes, peer, kGreetingTag));
+  for (int other = 0; other < hosts_.num_hosts(); ++other) {
+    if (other == host()) continue;
+    transfers.push_back(send(own.data(), num_bytes, hosts_.rank_at(other, 0), kGreetingTag));
   }
   wait(transfers, "start");
-  if (disagreement) throw *disagreement;
-  for (int other = 0; other < hosts_.num_hosts(); ++other) {
-    const Greeting& theirs = greeting_of(other);
-    if (theirs.words != greeting.words || theirs.epoch != epoch_ || theirs.disagreement[0] != 0) {
-      throw mismatch(call);
+}
+
+bool Bridge::all_called(const Call& call) const {
+  const Call::Words words = call.to_words();
+  for (int host = 0; host < hosts_.num_hosts(); ++host) {
+    const Greeting& greeting = greeting_of(host);
+    if (greeting.words != words || greeting.epoch != epoch_ || greeting.disagreement[0] != 0) {
+      return false;
     }
   }
+  return true;
+}
+
+// A leader that waits in vain for another host fails first, and so the others name that host.
+void Bridge::share(void* data, size_t num_bytes) {
+  if (local_size() == 1) return;
+  constexpr std::chrono::seconds kPatience{1};
+  local_->run({.kind = CollectiveKind::kBroadcast, .num_elems = num_bytes}, {.data = data},
+              CallerThread::kProgress, own_timeout_.value_or(local_->timeout()) + kPatience);
 }
 
 Error Bridge::mismatch(const Call& call) const {

@@ -38,23 +38,29 @@ class Bridge {
   Communicator& local() { return *local_; }
   Inbox& inbox() { return inbox_; }
   // The ranks of other hosts whose partner this rank is.
-  const std::vector<int>& greeted() const { return greeted_; }
+  const std::vector<int>& partnered() const { return partnered_; }
 
-  // At most kMaxShortBytes, which travel with the greeting.
-  using ShortMessage = std::function<std::span<const std::byte>()>;
-  static constexpr size_t kMaxShortBytes = 16 << 10;
+  // A sum of which a host's leader, its first rank, sends no more than this to all other hosts
+  // together. It travels with the greetings.
+  static constexpr size_t kMaxShortBytes = 32 << 10;
+  struct ShortSum {
+    // Runs on every rank, once those of its host agree; what a leader returns is sent.
+    std::function<std::span<const std::byte>()> contribute;
+    // Runs on the leaders, once all contributions are there; writes short_result().
+    std::function<void()> sum;
+    size_t result_bytes = 0;
+  };
 
   // Runs body() as this rank's next collective, in this thread, once all ranks have made the same
-  // call. contribute() runs before that, once the ranks of this host have, and returns what this
-  // rank sends to those whose partner it is; null: nothing. Throws Error; all but Error(kMismatch)
-  // end the group.
+  // call and short_sum, if there is one, is there. Throws Error; all but Error(kMismatch) end the
+  // group.
   template <typename Body>
   void run(const Call& call, std::optional<Nanoseconds> own_timeout, const Body& body,
-           const ShortMessage& contribute = nullptr) {
+           const ShortSum* short_sum = nullptr) {
     const std::lock_guard lock(mutex_);
     begin(call, own_timeout);
     try {
-      agree(call, contribute);
+      agree(call, short_sum);
       body();
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::kMismatch) fail(error);
@@ -67,10 +73,11 @@ class Bridge {
 
   // ---- for the body
 
-  // What the partner on another host has contributed.
+  // For leaders: what another host has contributed to a short sum.
   std::byte* contribution_of(int host) {
     return messages_[static_cast<size_t>(host)].data() + sizeof(Greeting);
   }
+  std::byte* short_result() { return verdict_.short_result; }
 
   Engine::Transfer send(const void* data, size_t num_bytes, int peer, int tag) {
     return engine_.send(data, num_bytes, peer, tag);
@@ -101,15 +108,27 @@ class Bridge {
   std::string describe(int rank) const;
 
  private:
-  // A rank's call, and whether the ranks of its host agree on it.
+  // A leader's call, and whether the ranks of its host agree on it.
   struct alignas(64) Greeting {
     uint64_t epoch = 0;
     Call::Words words{};
     std::array<char, 448> disagreement{};  // of that host, zero-terminated; empty: they agree
   };
 
+  // What a leader tells the ranks of its host.
+  struct alignas(64) Verdict {
+    uint64_t mismatch_bytes = 0;  // of a text that follows; 0: all ranks have made the same call
+    alignas(64) std::byte short_result[kMaxShortBytes];
+  };
+
+  bool is_leader() const { return local_rank() == 0; }
   void begin(const Call& call, std::optional<Nanoseconds> own_timeout);
-  void agree(const Call& call, const ShortMessage& contribute);
+  void agree(const Call& call, const ShortSum* short_sum);
+  // Of leaders: exchanges the greetings. disagreement: of this host's ranks.
+  void greet(const Call& call, const std::optional<Error>& disagreement, const ShortSum* short_sum);
+  bool all_called(const Call& call) const;
+  // Of a leader's data, to the ranks of its host.
+  void share(void* data, size_t num_bytes);
   const Greeting& greeting_of(int host) const {
     return *reinterpret_cast<const Greeting*>(messages_[static_cast<size_t>(host)].data());
   }
@@ -121,19 +140,20 @@ class Bridge {
   std::shared_ptr<Communicator> local_;
   Engine engine_;
   Inbox inbox_;
-  std::vector<int> greeted_;
+  std::vector<int> partnered_;
 
   std::mutex mutex_;  // one collective at a time
   uint64_t epoch_ = 0;
   std::string_view kind_name_;
   std::optional<Nanoseconds> own_timeout_;
-  // By host: its greeting, which may be followed by a contribution.
+  // Of leaders, by host: its greeting, which may be followed by a contribution.
   struct alignas(64) Message {
     std::byte bytes[sizeof(Greeting) + kMaxShortBytes];
     std::byte* data() { return bytes; }
     const std::byte* data() const { return bytes; }
   };
   std::vector<Message> messages_;
+  Verdict verdict_;
 
   HostMonitor monitor_;  // last: goes first
 };

@@ -73,7 +73,7 @@ void gather_bytes(Bridge& bridge, std::span<const Part> outputs) {
   Transfers incoming, next_incoming, outgoing;
   for (uint64_t step = 0; step <= num_chunks; ++step) {
     if (step < num_chunks) {
-      for (const int rank : bridge.greeted()) {
+      for (const int rank : bridge.partnered()) {
         const Part part = output(rank, step);
         next_incoming.push_back(bridge.recv(part.data, part.num_elems, rank, kResultTag));
       }

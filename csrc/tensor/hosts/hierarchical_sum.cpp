@@ -36,10 +36,14 @@ class HierarchicalSum {
         residual_(buffers.residual),
         chunk_elems_(kChunkBytes / elem_bytes()),
         num_chunks_(schedule::ceil_div(call.num_elems, chunk_elems_)),
-        is_short_(num_chunks_ <= 1 && encoded_bytes(shard_of(0, 0)) <= Bridge::kMaxShortBytes),
+        is_short_(num_chunks_ <= 1 &&
+                  encoded_bytes(range_of(0)) <=
+                      Bridge::kMaxShortBytes / static_cast<size_t>(num_hosts() - 1)),
+        num_rails_(is_short_ ? 1 : bridge.hosts().num_rails()),
         to_tensor_(reducers_.to_tensor(buffers)) {}
 
   bool is_short() const { return is_short_; }
+  size_t short_bytes() const { return encoded_bytes(range_of(0)); }
 
   // Of a short sum: this host's sum, as other hosts are to get it.
   std::span<const std::byte> contribution() {
@@ -55,9 +59,23 @@ class HierarchicalSum {
     return {packed, encoded_bytes(shard)};
   }
 
+  // Of leaders: the short sum of all hosts.
+  void sum_contributions() {
+    if (num_chunks_ == 0) return;
+    const cpu::IeeeFloatScope ieee;
+    Place& place = place_of(0);
+    for (int host = 0; host < num_hosts(); ++host) {
+      place.contributions.push_back(
+          host == bridge_.host()
+              ? own_contribution_
+              : call_.wire.place(bridge_.contribution_of(host), own_shard(0).num_elems));
+    }
+    reduce(0);
+  }
+
   void run() {
     const cpu::IeeeFloatScope ieee;
-    if (is_short_) return num_chunks_ == 0 ? void() : run_short();
+    if (is_short_) return num_chunks_ == 0 ? void() : collect(0);
     for (uint64_t step = 0; step < num_chunks_ + 2; ++step) {
       if (step < num_chunks_) contribute(step);
       if (step >= 1 && step <= num_chunks_) reduce(step - 1);
@@ -78,7 +96,7 @@ class HierarchicalSum {
   };
 
   int num_hosts() const { return bridge_.hosts().num_hosts(); }
-  int num_rails() const { return bridge_.hosts().num_rails(); }
+  int num_rails() const { return num_rails_; }
   bool is_on_rail() const { return bridge_.local_rank() < num_rails(); }
   int on_rail(int host) const { return bridge_.hosts().rank_at(host, bridge_.local_rank()); }
   size_t elem_bytes() const { return reducers_.elem_bytes(); }
@@ -134,6 +152,7 @@ class HierarchicalSum {
   }
 
   std::byte* results_buffer(uint64_t chunk) {
+    if (is_short_) return bridge_.short_result();
     size_t num_bytes = 0;
     for (int rail = 0; rail < num_rails(); ++rail) num_bytes += rail_bytes(chunk, rail);
     return buffer(chunk, 2, num_bytes);
@@ -142,18 +161,6 @@ class HierarchicalSum {
   // The sum over the hosts of a chunk's own shard.
   R sum_over_hosts(const Place& place, const Range& shard) const {
     return reducers_.over_hosts(place.partial, shard, residual_);
-  }
-
-  void run_short() {
-    Place& place = place_of(0);
-    for (int host = 0; host < num_hosts() && is_on_rail(); ++host) {
-      place.contributions.push_back(
-          host == bridge_.host()
-              ? own_contribution_
-              : call_.wire.place(bridge_.contribution_of(host), own_shard(0).num_elems));
-    }
-    reduce(0);
-    collect(0);
   }
 
   // Sums a chunk within the host, and sends to each other host what it is to sum.
@@ -261,7 +268,7 @@ class HierarchicalSum {
   }
 
   void gather(uint64_t chunk, const Place& place) {
-    if (bridge_.local_size() == 1) return;
+    if (bridge_.local_size() == 1 || is_short_) return;
     std::vector<cpu::Part> parts(static_cast<size_t>(bridge_.local_size()),
                                  cpu::Part{place.results, 0});
     std::byte* begin = place.results;
@@ -282,7 +289,8 @@ class HierarchicalSum {
   float* residual_;
   uint64_t chunk_elems_;
   uint64_t num_chunks_;
-  bool is_short_;  // every host sums all of it
+  bool is_short_;  // every leader sums all of it
+  int num_rails_;
   const R to_tensor_;
   std::array<Place, kNumPlaces> places_;
   WirePlace own_contribution_{};  // of a short sum
@@ -292,9 +300,10 @@ template <typename R>
 void run(Bridge& bridge, Scratch& scratch, const Call& call, const LevelOrders& orders,
          const cpu::Buffers& buffers, std::optional<Nanoseconds> own_timeout) {
   HierarchicalSum<R> sum(bridge, scratch, call, orders, buffers);
-  Bridge::ShortMessage contribute;
-  if (sum.is_short()) contribute = [&] { return sum.contribution(); };
-  bridge.run(call, own_timeout, [&] { sum.run(); }, contribute);
+  const Bridge::ShortSum short_sum{.contribute = [&] { return sum.contribution(); },
+                                   .sum = [&] { sum.sum_contributions(); },
+                                   .result_bytes = sum.short_bytes()};
+  bridge.run(call, own_timeout, [&] { sum.run(); }, sum.is_short() ? &short_sum : nullptr);
 }
 
 }  // namespace
