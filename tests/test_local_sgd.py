@@ -1,72 +1,29 @@
-"""rota.LocalSGD and rota.DiLoCo beside DDP, beside the algorithm by hand, and used badly."""
+"""rota.LocalSGD and rota.DiLoCo beside DDP and beside the algorithm by hand."""
 
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rota
+from local_sgd_workers import (
+    MAKES,
+    NESTEROV,
+    check_equal_on_all_ranks,
+    flat,
+    make_diloco,
+    train,
+)
 from models import ExactGradients, batch_of, exact_batch, make_model
 from oracle import assert_same
-from ranks import Rank, Ranks, error_of, run_ranks
-
-NESTEROV = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
-Make = Callable[..., rota.LocalSGD]
-
-
-def make_diloco(model: nn.Module, sync_every: int, **options: Any) -> rota.DiLoCo:
-    outer_optimizer = torch.optim.SGD(model.parameters(), **NESTEROV)
-    return rota.DiLoCo(model, outer_optimizer, sync_every, **options)
-
-
-def make_plain_diloco(model: nn.Module, sync_every: int, **options: Any) -> rota.DiLoCo:
-    outer_optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    return rota.DiLoCo(model, outer_optimizer, sync_every, **options)
-
-
-MAKES: dict[str, Make] = {"LocalSGD": rota.LocalSGD, "DiLoCo": make_plain_diloco}
-
-
-def flat(model: nn.Module) -> torch.Tensor:
-    """Parameters and floating-point buffers, as float64."""
-    tensors = [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
-    reals = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-    return torch.cat([tensor.detach().flatten().double() for tensor in reals])
-
-
-def train(
-    rank: Rank,
-    model: nn.Module,
-    outer: rota.LocalSGD | None,
-    steps: range,
-    lr: float = 0.125,
-    momentum: float = 0.0,
-) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
-    for step in steps:
-        model(batch_of(rank.rank, step)).float().square().mean().backward()
-        optimizer.step()
-        if outer is not None:
-            outer.step()
-        optimizer.zero_grad()
-
-
-def check_equal_on_all_ranks(model: nn.Module, what: str) -> None:
-    mine = flat(model)
-    first = mine.clone()
-    dist.broadcast(first, 0)
-    assert_same(mine, first, what)
-
+from ranks import Rank, error_of, run_ranks
 
 # ---- DDP
 
@@ -476,174 +433,3 @@ def test_another_number_of_workers_goes_on() -> None:
             assert state["outer"]["outer_optimizer"]["state"].keys() == {0, 1, 2, 3, 4, 5}
         again = run_ranks(2, resume, 4, states)
         assert again[0]["outer"]["num_steps"] == 12
-
-
-# ---- what goes wrong
-
-
-def diverge(rank: Rank, value: float) -> None:
-    rank.init()
-    for make in (rota.LocalSGD, make_diloco):
-        for num_fragments in (1, 2):
-            model = make_model()
-            outer = make(model, 4, num_fragments=num_fragments)
-            train(rank, model, outer, range(5))
-            assert torch.isfinite(outer.state.grad_norm())
-            before = {k: v.clone() for k, v in outer.state_dict()["parameters"].items()}
-            if rank.rank == 1:
-                with torch.no_grad():
-                    model[2].weight[3, 4] = value
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                outer.sync()
-            texts = [str(warning.message) for warning in caught]
-            assert len(texts) == (rank.rank == 1)
-            if texts:
-                assert "'2.weight'" in texts[0]
-                assert "rank 1 after step 5" in texts[0]
-            assert outer.num_skipped == 1
-            parameters = dict(model.named_parameters())
-            kept = [name for name in before if torch.equal(parameters[name], before[name])]
-            assert "2.weight" in kept
-            assert (len(kept) == len(before)) == (num_fragments == 1)
-            check_equal_on_all_ranks(model, "after the drop")
-            train(rank, model, outer, range(4))
-            outer.sync()
-            check_equal_on_all_ranks(model, "later")
-            assert torch.isfinite(flat(model)).all()
-            assert outer.num_skipped == 1
-
-
-@pytest.mark.parametrize("value", (float("inf"), float("nan")))
-def test_a_difference_that_is_not_finite_is_dropped_on_all_ranks(value: float) -> None:
-    run_ranks(2, diverge, value)
-
-
-def leave_early(rank: Rank) -> tuple[str, str]:
-    rank.init(timeout_s=2.0)
-    model = make_model()
-    outer = rota.LocalSGD(model, 2)
-    train(rank, model, outer, range(2))
-    if rank.rank == 1:
-        rank.hear()
-        return "nothing", ""
-    error = error_of(lambda: train(rank, model, outer, range(2)))
-    rank.tell()
-    return error
-
-
-def test_a_rank_that_takes_fewer_steps_is_named() -> None:
-    with Ranks(2, leave_early) as ranks:
-        ranks.hear(0)
-        ranks.tell(1)
-        error, text = ranks.results()[0]
-    assert error == "Timeout"
-    assert "rank 1" in text
-
-
-def disagree(rank: Rank) -> list[tuple[str, str]]:
-    rank.init()
-    model = make_model()
-    errors = [
-        error_of(lambda: rota.LocalSGD(model, 2 + rank.rank)),
-        error_of(lambda: rota.LocalSGD(model, 4, num_fragments=1 + rank.rank)),
-        error_of(lambda: rota.LocalSGD(nn.Sequential(*list(model)[: 1 + 2 * rank.rank]), 2)),
-        error_of(lambda: rota.LocalSGD(nn.Linear(2 + rank.rank, 1), 2)),
-    ]
-    outer = rota.LocalSGD(model, 4)
-    outer.num_steps += 4 * rank.rank
-    before = flat(model)
-    errors.append(error_of(lambda: [outer.step() for _ in range(4)]))
-    assert_same(flat(model), before, "parameters after a mismatch")
-    state = rota.HookState(wire_dtype=(torch.float16, torch.bfloat16)[rank.rank])
-    other = rota.LocalSGD(model, 1, state=state)
-    errors.append(error_of(other.step))
-    assert_same(flat(model), before, "parameters after a mismatch")
-    rota.LocalSGD(model, 1).step()  # the group is usable
-    return errors
-
-
-def test_ranks_that_disagree_get_a_mismatch() -> None:
-    for errors in run_ranks(2, disagree):
-        assert [error for error, _ in errors] == ["Mismatch"] * 6
-        for (_, text), part in zip(
-            errors,
-            (
-                "sync_every is 2 on rank 0, 3 on rank 1",
-                "num_fragments is 1 on rank 0, 2 on rank 1",
-                "num_tensors is 2 on rank 0, 4 on rank 1",
-                "broadcast(float32[2], root 0)",
-                "step is 4 on rank 0, 8 on rank 1",
-                "wire",
-            ),
-            strict=True,
-        ):
-            assert part in text
-
-
-def use_badly(rank: Rank) -> list[tuple[str, str]]:
-    rank.init()
-    model = make_model()
-    frozen = nn.Linear(2, 2).requires_grad_(False)
-    used = rota.HookState()
-    rota.reduce_gradients(model.parameters(), used)
-    taken = rota.HookState()
-    outer_optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-    rota.DiLoCo(model, outer_optimizer, 2, state=taken)
-    stepped = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-    model(batch_of(0, 0)).sum().backward()
-    stepped.step()
-    partial = torch.optim.SGD(model[0].parameters(), lr=1.0)
-    of_another = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(1))], lr=1.0)
-    outer = rota.LocalSGD(model, 2)
-    smaller = rota.LocalSGD(make_model()[2], 2)
-    shards = rota.HookState(num_shards=2)
-    replicas = rota.HookState(model_group=dist.group.WORLD, replicas=lambda parameter: 1)
-    calls: list[Callable[[], object]] = [
-        lambda: rota.LocalSGD(model, 0),
-        lambda: rota.LocalSGD(model, 2.0),  # type: ignore[arg-type]
-        lambda: rota.LocalSGD(model, 2, num_fragments=3),
-        lambda: rota.LocalSGD(model, 100, num_fragments=7),
-        lambda: rota.LocalSGD(model, 8, num_fragments=4, fragment_sync_delay=2),
-        lambda: rota.LocalSGD(model, 8, fragment_update_alpha=1.0),
-        lambda: rota.LocalSGD(frozen, 8),
-        lambda: rota.LocalSGD(model, 8, state="rota"),  # type: ignore[arg-type]
-        lambda: rota.LocalSGD(model, 8, state=used),
-        lambda: rota.LocalSGD(model, 8, state=taken),
-        lambda: rota.LocalSGD(model, 8, state=shards),
-        lambda: rota.LocalSGD(model, 8, state=replicas),
-        lambda: rota.DiLoCo(model, "sgd", 8),  # type: ignore[arg-type]
-        lambda: rota.DiLoCo(model, outer_optimizer, 8),
-        lambda: rota.DiLoCo(model, stepped, 8),
-        lambda: rota.DiLoCo(model, partial, 8),
-        lambda: rota.DiLoCo(model, of_another, 8),
-        lambda: outer.load_state_dict(smaller.state_dict()),
-    ]
-    return [error_of(call) for call in calls]
-
-
-def test_bad_use_is_an_error_that_says_what_to_do() -> None:
-    expected = [
-        ("ValueError", "sync_every is 0, expected an int of 1 or more"),
-        ("ValueError", "sync_every is 2.0"),
-        ("ValueError", "num_fragments is 3, expected at most sync_every (2)"),
-        ("ValueError", "the number of parameters and buffers (6)"),
-        ("ValueError", "fragment_sync_delay is 2, expected an int from 0 to 1"),
-        ("ValueError", "fragment_update_alpha is 1.0"),
-        ("ValueError", "no parameter that requires a gradient"),
-        ("TypeError", "state is of type str"),
-        ("ValueError", "make one of its own"),
-        ("ValueError", "make one of its own"),
-        ("ValueError", "num_shards is 2"),
-        ("ValueError", "replicas would be asked about copies"),
-        ("TypeError", "outer_optimizer is of type str"),
-        ("ValueError", "lacks ['0.weight', '0.bias', '2.weight'"),
-        ("ValueError", "has taken steps"),
-        ("ValueError", "lacks ['2.weight', '2.bias', '4.weight', '4.bias']"),
-        ("ValueError", "has 1 others"),
-        ("ValueError", "'0.bias' is missing, expected [64]"),
-    ]
-    for errors in run_ranks(2, use_badly):
-        for (error, text), (expected_error, part) in zip(errors, expected, strict=True):
-            assert error == expected_error, text
-            assert part in text
