@@ -156,6 +156,7 @@ def results_of_rounding(rank: Rank, layout: Layout) -> list[bytes]:
 
 def ask_doctor(rank: Rank, layout: Layout) -> str:
     rank.init("gloo")
+    doctor_hosts.numa_node = lambda _: [0, 0, 1, None][rank.rank]
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         assert doctor_hosts.run() == 0
@@ -167,10 +168,28 @@ def test_doctor_prints_the_hosts_and_their_levels() -> None:
     assert not any(others)
     for fact in (
         "hosts: 2, ranks: 4, rails between hosts: 1",
-        "host 0 (host0): ranks 0 1 2",
+        "host 0 (host0): ranks 0 1 2\n    NUMA node 0: ranks 0 1\n    NUMA node 1: ranks 2\n",
         "host 1 (host1): ranks 3",
         "within host 0: all_reduce of 8 bytes",
         "within host 1: one rank",
+        "NUMA node 0 to 1 of host 0: a message of 8 bytes",
         "host 0 to host 1: a message of 8 bytes",
     ):
         assert fact in text, text
+
+
+@pytest.mark.parametrize(
+    ("cpulists", "cpus", "expected"),
+    [
+        (["0-3"], {0}, None),
+        (["0-1,4", "2-3,5", ""], {2, 5}, 1),  # the last has memory alone
+        (["0-1", "2-3"], {1, 2}, None),
+    ],
+)
+def test_a_rank_is_on_a_numa_node_if_it_is_bound_to_one_of_several(
+    cpulists: list[str], cpus: set[int], expected: int | None, tmp_path: Path
+) -> None:
+    for number, cpulist in enumerate(cpulists):
+        (tmp_path / f"node{number}").mkdir()
+        (tmp_path / f"node{number}" / "cpulist").write_text(f"{cpulist}\n")
+    assert doctor_hosts.numa_node(cpus, tmp_path) == expected

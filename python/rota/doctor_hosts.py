@@ -1,4 +1,7 @@
-"""`python -m rota doctor --hosts` on every rank of a job: who shares a host, and how fast it is."""
+"""`python -m rota doctor --hosts` on every rank of a job: who shares what, and how fast it is.
+
+Levels are hosts and, where a host has several and its ranks are bound to them, NUMA nodes.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -30,6 +34,28 @@ def _median_s(call: Callable[[], object], num_calls: int) -> float:
         call()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
+
+
+def _cpus_of(cpulist: str) -> set[int]:
+    """Of "0-3,8"."""
+    cpus: set[int] = set()
+    for part in cpulist.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def numa_node(cpus: set[int], nodes: Path = Path("/sys/devices/system/node")) -> int | None:
+    """The NUMA node that holds all these CPUs; None if none does, or if there is only one."""
+    found = {
+        int(node.name.removeprefix("node")): _cpus_of((node / "cpulist").read_text())
+        for node in nodes.glob("node[0-9]*")
+    }
+    with_cpus = {number: of_node for number, of_node in found.items() if of_node}
+    if len(with_cpus) < 2:
+        return None
+    return next((number for number, of_node in with_cpus.items() if cpus <= of_node), None)
 
 
 def _within_host(communicator: rota.Communicator) -> str:
@@ -68,15 +94,31 @@ class _Facts(NamedTuple):
     """What one rank knows."""
 
     host_id: str
+    numa_node: int | None
     lines: dict[str, str]
+
+
+def _by_node(ranks: list[int], facts: list[_Facts]) -> dict[int, list[int]]:
+    """The ranks that are bound to a NUMA node."""
+    by_node: dict[int, list[int]] = {}
+    for rank in ranks:
+        node = facts[rank].numa_node
+        if node is not None:
+            by_node.setdefault(node, []).append(rank)
+    return by_node
+
+
+def _text_of(ranks: list[int]) -> str:
+    return " ".join(str(rank) for rank in ranks)
 
 
 def _print(hosts: list[list[int]], facts: list[_Facts]) -> None:
     num_rails = min(len(ranks) for ranks in hosts)
     print(f"hosts: {len(hosts)}, ranks: {len(facts)}, rails between hosts: {num_rails}")
     for host, ranks in enumerate(hosts):
-        names = " ".join(str(rank) for rank in ranks)
-        print(f"  host {host} ({facts[ranks[0]].host_id}): ranks {names}")
+        print(f"  host {host} ({facts[ranks[0]].host_id}): ranks {_text_of(ranks)}")
+        for node, of_node in sorted(_by_node(ranks, facts).items()):
+            print(f"    NUMA node {node}: ranks {_text_of(of_node)}")
     print("levels, medians:")
     for what, text in {key: text for fact in facts for key, text in fact.lines.items()}.items():
         print(f"  {what}: {text}")
@@ -106,18 +148,28 @@ def run() -> int:
     groups = [dist.new_group(ranks, backend="gloo", timeout=_TIMEOUT) for ranks in hosts]
     within = rota.Communicator(groups[own_host])
 
-    lines: dict[str, str] = {}
+    facts = [_Facts("", None, {}) for _ in range(dist.get_world_size())]
+    own = _Facts(_C.host_id(), numa_node(os.sched_getaffinity(0)), {})
+    dist.all_gather_object(facts, own)
+    lines = own.lines
     for host, ranks in enumerate(hosts):
+        firsts = {node: of_node[0] for node, of_node in sorted(_by_node(ranks, facts).items())}
+        nodes = list(firsts)
         if host == own_host:
             lines[f"within host {host}"] = _within_host(within)
         everyone.barrier()
+        for node in nodes[1:]:
+            pair = (firsts[nodes[0]], firsts[node])
+            if rank in pair:
+                what = f"NUMA node {nodes[0]} to {node} of host {host}"
+                lines[what] = _between(everyone, *pair)
+            everyone.barrier()
         first, second = hosts[0][0], ranks[0]
         if host > 0 and rank in (first, second):
             lines[f"host 0 to host {host}"] = _between(everyone, first, second)
         everyone.barrier()
 
-    facts = [_Facts("", {}) for _ in range(dist.get_world_size())]
-    dist.all_gather_object(facts, _Facts(_C.host_id(), lines))
+    dist.all_gather_object(facts, own)
     if rank == 0:
         _print(hosts, facts)
     within.close()
