@@ -125,6 +125,16 @@ def add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, help="where to write the record (default: benchmarks/results/)")
 
 
+def sizes_of(args: argparse.Namespace) -> list[int]:
+    """The sizes in bytes from -b to -e, each -f times the one before."""
+    sizes = []
+    num_bytes = args.begin
+    while num_bytes <= args.end:
+        sizes.append(num_bytes)
+        num_bytes *= args.factor
+    return sizes
+
+
 def plan_of(args: argparse.Namespace) -> Plan:
     """How much to measure, from the arguments."""
     return Plan(args.warmup, args.iters, args.repeats, args.check)

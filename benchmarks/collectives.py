@@ -17,17 +17,21 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import track
-
 import driver
 import interleave
 import machine
 import mpi_env
 import picture
 import report
-from arguments import Parser, add_common_arguments, parse_list, parse_natural, parse_size, plan_of
-from interleave import Measurement
+from arguments import (
+    Parser,
+    add_common_arguments,
+    parse_list,
+    parse_natural,
+    parse_size,
+    plan_of,
+    sizes_of,
+)
 from operations import OPERATIONS
 from protocol import ROTA_EMPTY, Entry, Reply, Turn
 from ranks import RankGroup
@@ -116,11 +120,7 @@ def message_elems(args: argparse.Namespace) -> list[int]:
         return [0]
     item_bytes = ITEM_BYTES[args.dtype]
     parts = OPERATIONS[args.op].num_parts(args.ranks)
-    sizes = []
-    num_bytes = args.begin
-    while num_bytes <= args.end:
-        sizes.append(max(1, num_bytes // item_bytes // parts) * parts)
-        num_bytes *= args.factor
+    sizes = [max(1, num_bytes // item_bytes // parts) * parts for num_bytes in sizes_of(args)]
     return list(dict.fromkeys(sizes))
 
 
@@ -164,26 +164,6 @@ def mpi_ranks(name: str, args: argparse.Namespace, run_dir: Path) -> RankGroup:
     return RankGroup(name, args.ranks, [command], env, run_dir, args.timeout)
 
 
-def measure_sizes(
-    args: argparse.Namespace, entries: list[Entry], ask: interleave.Ask
-) -> list[Measurement]:
-    """All entries at all sizes."""
-    progress = Console(stderr=True)
-    measurements = []
-    for num_elems in track(
-        message_elems(args),
-        description="sizes",
-        console=progress,
-        transient=True,
-        disable=not progress.is_terminal,
-    ):
-        num_bytes = num_elems * ITEM_BYTES[args.dtype]
-        measurements += interleave.measure(
-            entries, ask, args.op, args.dtype, num_elems, num_bytes, plan_of(args)
-        )
-    return measurements
-
-
 def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     """The whole run: starts ranks, measures every size, prints, writes and sums up."""
     name = args.op if args.op == "barrier" else f"{args.op}-{args.dtype}"
@@ -206,7 +186,10 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
             entries = driver.drop_missing(run, entries, torch_group)
             if set(entries) <= {MEMCPY}:
                 sys.exit("error: none of the backends asked for can be measured")
-            measurements = measure_sizes(args, entries, ask)
+            item_bytes = ITEM_BYTES[args.dtype]
+            measurements = interleave.measure_sizes(
+                entries, ask, args.op, args.dtype, message_elems(args), item_bytes, plan_of(args)
+            )
 
     result = run.publish(measurements, groups, mpis)
     if args.op != "barrier":

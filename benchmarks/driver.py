@@ -168,18 +168,15 @@ def measure_buckets(
         group = torch_ranks(args, ["rota", "gloo"], Path(folder))
         with running([group]):
             present = drop_missing(run, entries, group)
-            measurements: list[Measurement] = []
-            for num_bytes in args.sizes:
-                num_elems = num_bytes // FLOAT32_BYTES
-                measurements += interleave.measure(
-                    present,
-                    group.ask,
-                    op,
-                    "float32",
-                    num_elems,
-                    num_elems * FLOAT32_BYTES,
-                    plan_of(args),
-                )
+            measurements = interleave.measure_sizes(
+                present,
+                group.ask,
+                op,
+                "float32",
+                [num_bytes // FLOAT32_BYTES for num_bytes in args.sizes],
+                FLOAT32_BYTES,
+                plan_of(args),
+            )
     return measurements, group
 
 

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
 
 import driver
 import error_bound
@@ -41,6 +40,7 @@ from arguments import (
     parse_natural,
     parse_size,
     plan_of,
+    sizes_of,
 )
 from exact import MAX_FLOAT8_SUM
 from host_network import HostNetwork, NotAvailable, rank_environments, rate_bits_per_s
@@ -122,16 +122,6 @@ def parse_arguments() -> argparse.Namespace:
     if args.begin < FLOAT32_BYTES:
         parser.error(f"-b {args.begin} bytes; float32 has {FLOAT32_BYTES}")
     return args
-
-
-def message_elems(args: argparse.Namespace) -> list[int]:
-    """float32 elements of the message at each size."""
-    sizes = []
-    num_bytes = args.begin
-    while num_bytes <= args.end:
-        sizes.append(num_bytes // FLOAT32_BYTES)
-        num_bytes *= args.factor
-    return sizes
 
 
 def entries_of(args: argparse.Namespace) -> list[Entry]:
@@ -267,26 +257,6 @@ def _optional(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def measure_sizes(
-    args: argparse.Namespace, entries: Sequence[Entry], ask: interleave.Ask
-) -> list[Measurement]:
-    """All entries at all sizes."""
-    progress = Console(stderr=True)
-    measurements = []
-    for num_elems in track(
-        message_elems(args),
-        description="sizes",
-        console=progress,
-        transient=True,
-        disable=not progress.is_terminal,
-    ):
-        num_bytes = num_elems * FLOAT32_BYTES
-        measurements += interleave.measure(
-            entries, ask, "all_reduce", "float32", num_elems, num_bytes, plan_of(args)
-        )
-    return measurements
-
-
 def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     """The whole run: makes hosts, starts ranks, measures, prints, writes and sums up."""
     layout = "+".join(map(str, args.hosts))
@@ -302,7 +272,10 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
             entries = driver.drop_missing(run, entries_of(args), group)
             if not entries:
                 sys.exit("error: none of the backends asked for can be measured")
-            measurements = measure_sizes(args, entries, counter.ask)
+            sizes = [num_bytes // FLOAT32_BYTES for num_bytes in sizes_of(args)]
+            measurements = interleave.measure_sizes(
+                entries, counter.ask, "all_reduce", "float32", sizes, FLOAT32_BYTES, plan_of(args)
+            )
         rows = rows_of(measurements, counter, len(args.hosts))
         network_facts = network.describe()
 

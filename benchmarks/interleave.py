@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from rich.console import Console
+from rich.progress import track
 
 from protocol import Entry, Reply, Turn
 
@@ -109,6 +111,30 @@ def measure(
                 if reply.num_wrong is not None:
                     result.num_wrong = (result.num_wrong or 0) + reply.num_wrong
     return results
+
+
+def measure_sizes(
+    entries: Sequence[Entry],
+    ask: Ask,
+    op: str,
+    dtype: str,
+    sizes: Sequence[int],
+    item_bytes: int,
+    plan: Plan,
+) -> list[Measurement]:
+    """The same at several sizes, in elements of `item_bytes`; shows how far it is."""
+    progress = Console(stderr=True)
+    measurements = []
+    for num_elems in track(
+        sizes,
+        description="sizes",
+        console=progress,
+        transient=True,
+        disable=not progress.is_terminal,
+    ):
+        num_bytes = num_elems * item_bytes
+        measurements += measure(entries, ask, op, dtype, num_elems, num_bytes, plan)
+    return measurements
 
 
 def choose_batch(call_us: float) -> int:
