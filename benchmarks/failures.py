@@ -1,6 +1,6 @@
-"""How soon ranks notice failures: a rank killed, a mismatch, a Ctrl-C.
+"""How soon ranks notice failures: a rank killed, a mismatch, a Ctrl-C, a host that vanishes.
 
-    python benchmarks/failures.py --trials 30
+    python benchmarks/failures.py --trials 30 --host-trials 5
 
 Each trial starts its own ranks. Times are from the event to the exception in Python, by a clock
 that all processes of the machine share. The last line of the output is JSON.
@@ -28,6 +28,7 @@ import torch.distributed as dist
 import driver
 import report
 from arguments import Parser, parse_natural
+from host_network import HostNetwork, NotAvailable, enter_namespace, rank_environments
 
 try:
     import rota
@@ -108,6 +109,70 @@ def trial(scenario: str, num_ranks: int) -> dict[int, float]:
     return {rank: (heard - event) / 1e6 for rank, (_, heard) in replies.items()}
 
 
+# Of two simulated hosts.
+RANKS_PER_HOST = (2, 2)
+VICTIM = 3
+SURVIVORS = (0, 1)  # on the other host
+
+
+def host_rank_main(namespace: str, environment: dict[str, str], pipe: Connection) -> None:
+    """A rank of a simulated host, as rank_main."""
+    enter_namespace(namespace)
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    dist.init_process_group("rota", timeout=timedelta(seconds=30))
+    rank = dist.get_rank()
+    tensor = torch.ones(1 << 20)
+    dist.all_reduce(tensor)
+    pipe.send(None)
+    if rank == VICTIM:
+        signal.pause()  # the others wait for this rank
+    pipe.send(exception_time(lambda: dist.all_reduce(tensor), rota.PeerFailed))
+
+
+def host_trial(event_of: Callable[[HostNetwork, list[Any]], object]) -> float:
+    """Causes an event on host 1; returns the milliseconds until all of host 0 had exceptions."""
+    with HostNetwork(len(RANKS_PER_HOST)) as network:
+        pipes, processes = [], []
+        for environment in rank_environments(RANKS_PER_HOST, network.serve_store()):
+            pipe, rank_pipe = CONTEXT.Pipe()
+            namespace = network.hosts[int(environment["GROUP_RANK"])].path
+            arguments = (namespace, environment, rank_pipe)
+            processes.append(CONTEXT.Process(target=host_rank_main, args=arguments, daemon=True))
+            processes[-1].start()
+            rank_pipe.close()
+            pipes.append(pipe)
+        try:
+            for pipe in pipes:
+                pipe.recv()
+            time.sleep(SETTLE_S)
+            event = time.monotonic_ns()
+            event_of(network, processes)
+            heard = max(pipes[rank].recv() for rank in SURVIVORS)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    return float(heard - event) / 1e6
+
+
+def measure_hosts(num_trials: int) -> dict[str, list[float]]:
+    """Milliseconds by event, one value per trial: the slowest rank's of the other host.
+
+    Raises:
+        NotAvailable: this machine cannot simulate hosts.
+    """
+    events: dict[str, Callable[[HostNetwork, list[Any]], object]] = {
+        "killed rank on another host": lambda _, processes: processes[VICTIM].kill(),
+        "another host's link goes down": lambda network, _: network.take_link_down(1),
+        "another host's packets vanish": lambda network, _: network.drop_traffic(1),
+    }
+    return {
+        f"{name}: PeerFailed": [host_trial(event) for _ in range(num_trials)]
+        for name, event in events.items()
+    }
+
+
 def measure(num_trials: int) -> dict[str, list[float]]:
     """Milliseconds by event, one value per trial: the slowest rank's."""
     times: dict[str, list[float]] = {
@@ -128,8 +193,12 @@ def measure(num_trials: int) -> dict[str, list[float]]:
 
 def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     """The whole run: measures, writes the record, prints the table and sums up."""
-    run = driver.Run("failures", "failures", 3, args)
+    run = driver.Run("failures", "failures", sum(RANKS_PER_HOST), args)
     times = measure(args.trials)
+    try:
+        times |= measure_hosts(args.host_trials)
+    except NotAvailable as reason:
+        run.note(f"no hosts can be simulated: {reason}")
     run.write_record(
         {
             "times_ms": [
@@ -140,9 +209,12 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     )
     report.print_labelled(
         run.console,
-        f"milliseconds from the event to the exception, {args.trials} trials",
-        ("event", "median", "max"),
-        [(event, f"{median(values):.2f}", f"{max(values):.2f}") for event, values in times.items()],
+        "milliseconds from the event to the exception",
+        ("event", "trials", "median", "max"),
+        [
+            (event, str(len(values)), f"{median(values):.2f}", f"{max(values):.2f}")
+            for event, values in times.items()
+        ],
     )
     return {"benchmark": "failures", "json": str(run.json_path)}
 
@@ -151,6 +223,9 @@ def main() -> int:
     """Returns the exit status: 0 if every trial ended as expected."""
     parser = Parser(description=__doc__)
     parser.add_argument("--trials", type=parse_natural(1), default=30, help="default: %(default)s")
+    parser.add_argument(
+        "--host-trials", type=parse_natural(1), default=5, help="with hosts, default: %(default)s"
+    )
     parser.add_argument("--json", type=Path, help="the record (default: in benchmarks/results)")
     args = parser.parse_args()
     return driver.exit_status(lambda: benchmark(args))

@@ -53,6 +53,7 @@ UNSHAPED_PACKET_BYTES = 65536
 _MACHINE_LACKS = re.compile(
     "not permitted|not supported|Unknown device type|qdisc (kind is unknown|not found)", re.I
 )
+_DROP_ALL = "pfifo limit 0"  # a queue for no packet
 _CLONE_NEWNET = 0x40000000
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -319,6 +320,14 @@ class HostNetwork:
         If its processes end meanwhile, their peers keep half-open connections.
         """
         self.switch.configure("ip", f"link set {_port(host)} nomaster")
+
+    def drop_sent(self, host: int) -> None:
+        """From now on packets from the host vanish without a word; those to it still arrive."""
+        self.hosts[host].configure("tc", f"qdisc replace dev {INTERFACE} root {_DROP_ALL}")
+
+    def drop_received(self, host: int) -> None:
+        """From now on packets to the host vanish without a word; those from it still arrive."""
+        self.switch.configure("tc", f"qdisc replace dev {_port(host)} root {_DROP_ALL}")
 
     def stop_dropping(self, host: int) -> None:
         self.switch.configure("ip", f"link set {_port(host)} master {SWITCH}")

@@ -245,18 +245,19 @@ PYBIND11_MODULE(_C, module) {
   add_fast_methods(reinterpret_cast<PyTypeObject*>(communicator.ptr()));
   communicator
       .def(py::init([](const StorePtr& store, int rank, int world_size,
-                       std::chrono::milliseconds timeout, size_t slot_bytes, MakeEngine make_engine,
-                       OptionalDType inter_wire_dtype, bool inter_block_scaling) {
+                       std::chrono::milliseconds timeout, size_t slot_bytes,
+                       ChooseEngine choose_engine, OptionalDType inter_wire_dtype,
+                       bool inter_block_scaling) {
              return TensorCommunicator::make(
                  store, rank, world_size,
                  {.timeout = timeout,
                   .slot_bytes = slot_bytes,
                   .check_interrupt = check_python_signals,
-                  .make_engine = std::move(make_engine),
+                  .choose_engine = std::move(choose_engine),
                   .inter_wire = parse_inter_wire(inter_wire_dtype, inter_block_scaling)});
            }),
            py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("timeout"),
-           py::arg("slot_bytes"), py::arg("make_engine") = py::none(),
+           py::arg("slot_bytes"), py::arg("choose_engine") = py::none(),
            py::arg("inter_wire_dtype") = py::none(), py::arg("inter_block_scaling") = false,
            ReleaseGil())
       .def_property_readonly("rank", &TensorCommunicator::rank)
@@ -376,7 +377,7 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("slot_bytes", &BackendOptions::slot_bytes)
       .def_readonly("wire_dtype", &BackendOptions::wire_dtype)
       .def_readwrite("connects_at_first_use", &BackendOptions::connects_at_first_use)
-      .def_readwrite("make_engine", &BackendOptions::make_engine)
+      .def_readwrite("choose_engine", &BackendOptions::choose_engine)
       .def("__deepcopy__", [](const BackendOptions& self, const py::object&) {
         return c10::make_intrusive<BackendOptions>(self);
       });

@@ -20,7 +20,7 @@ from oracle import (
     round_to,
     to_numpy,
 )
-from ranks import Rank, run_ranks
+from ranks import Rank, Ranks
 
 # Several chunks, the last of which is odd. One is 2 MiB of float32 in a sum, and 1 MiB of each
 # rank's part in a copy (kChunkBytes in csrc/tensor/hosts/).
@@ -49,7 +49,12 @@ class Layout(NamedTuple):
 
     def run(self, function: Callable[..., Any], *args: object, timeout_s: float = 60) -> list[Any]:
         """Runs `function(rank, layout, *args)` on every rank and returns what each returned."""
-        return run_ranks(self.world_size, _run_on_host, self, function, *args, timeout_s=timeout_s)
+        with self.start(function, *args, timeout_s=timeout_s) as ranks:
+            return ranks.results()
+
+    def start(self, function: Callable[..., Any], *args: object, timeout_s: float = 60) -> Ranks:
+        """Starts `function(rank, layout, *args)` on every rank; see Ranks."""
+        return Ranks(self.world_size, _run_on_host, self, function, *args, timeout_s=timeout_s)
 
 
 def _run_on_host(rank: Rank, layout: Layout, function: Callable[..., Any], *args: object) -> Any:

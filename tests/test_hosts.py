@@ -216,6 +216,19 @@ def test_dropped_traffic_vanishes_without_a_word() -> None:
         assert here.recv(100) == b"after"
 
 
+@pytest.mark.parametrize(("how", "receiver"), [("drop_sent", 0), ("drop_received", 1)])
+def test_traffic_is_dropped_in_one_direction(how: str, receiver: int) -> None:
+    with Hosts((1, 1)) as hosts, connection(hosts) as ends:  # of host 1 and of host 0
+        getattr(hosts, how)(1)
+        for end in ends:
+            end.sendall(b"word")
+        ends[receiver].settimeout(10)
+        ends[1 - receiver].settimeout(1)
+        assert ends[receiver].recv(100) == b"word"
+        with pytest.raises(TimeoutError):
+            ends[1 - receiver].recv(100)
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_nothing_is_left_after_an_error(error: type[BaseException]) -> None:
     skip_where_unavailable()

@@ -24,10 +24,18 @@ enum class ErrorKind : uint64_t {
 class Error : public std::runtime_error {
  public:
   Error(ErrorKind kind, const std::string& what) : std::runtime_error(what), kind_(kind) {}
+  // "prefix: cause". The cause names the rank that it is about, so ranks that hear of it from this
+  // one pass on the cause alone, and no error is nested in another.
+  Error(ErrorKind kind, const std::string& prefix, const std::string& cause)
+      : std::runtime_error(prefix + ": " + cause), kind_(kind), cause_(cause) {}
   ErrorKind kind() const { return kind_; }
+  // Whether other ranks are told the cause alone; otherwise that this rank has failed, and what().
+  bool has_cause() const { return !cause_.empty(); }
+  std::string told() const { return has_cause() ? cause_ : what(); }
 
  private:
   ErrorKind kind_;
+  std::string cause_;
 };
 
 // Joins anything printable: join("rank ", 2, "/", 4).

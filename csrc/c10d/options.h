@@ -25,8 +25,8 @@ struct BackendOptions final : ::c10d::Backend::Options {
   // does not round.
   std::optional<at::ScalarType> wire_dtype;
   OrderOptions order;                    // of all_reduce, reduce and reduce_scatter
-  std::optional<WireFormat> inter_wire;  // as in TensorCommunicatorOptions, as make_engine
-  tensors::MakeEngine make_engine;
+  std::optional<WireFormat> inter_wire;  // as in TensorCommunicatorOptions, as choose_engine
+  tensors::ChooseEngine choose_engine;
   // As in TensorCommunicatorOptions.
   bool connects_at_first_use = false;
   std::function<void()> check_interrupt;
@@ -36,7 +36,7 @@ struct BackendOptions final : ::c10d::Backend::Options {
             .slot_bytes = slot_bytes,
             .connects_at_first_use = connects_at_first_use,
             .check_interrupt = check_interrupt,
-            .make_engine = make_engine,
+            .choose_engine = choose_engine,
             .inter_wire = inter_wire};
   }
 };

@@ -303,10 +303,11 @@ Error Communicator::mismatch(const Call& own, uint64_t epoch, std::span<const in
 
 void Communicator::fail(const Error& cause) {
   if (fork_generation_ != fork_generation()) return;
-  publish_abort(cause.kind(), cause.kind(), cause.what());
+  publish_abort(cause.kind(), cause.kind(), cause.told(), cause.has_cause());
 }
 
-void Communicator::publish_abort(ErrorKind kind_here, ErrorKind kind, const std::string& text) {
+void Communicator::publish_abort(ErrorKind kind_here, ErrorKind kind, const std::string& text,
+                                 bool has_cause) {
   const std::lock_guard lock(abort_mutex_);
   if (is_dead_.load(std::memory_order_relaxed)) return;  // keep the first reason
   dead_reason_ = text;
@@ -317,6 +318,7 @@ void Communicator::publish_abort(ErrorKind kind_here, ErrorKind kind, const std:
   std::memcpy(control.abort_text, text.data(), length);
   control.abort_text[length] = '\0';
   control.abort.payload[0] = static_cast<uint64_t>(kind);
+  control.abort.payload[1] = has_cause;
   waiter_.publish(control.abort, 1);
 }
 

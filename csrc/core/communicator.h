@@ -94,7 +94,9 @@ class Communicator {
   Error mismatch(const Call& own, uint64_t epoch, std::span<const int> ranks,
                  const PostOf& post_of) const;
   // Later calls raise kind_here on this rank and kind on its peers.
-  void publish_abort(ErrorKind kind_here, ErrorKind kind, const std::string& text);
+  // has_cause: as Error's, of the text.
+  void publish_abort(ErrorKind kind_here, ErrorKind kind, const std::string& text,
+                     bool has_cause = false);
   int parity() const { return static_cast<int>(epoch_ % 2); }
 
   std::unique_ptr<transport::Transport> transport_;

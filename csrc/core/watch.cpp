@@ -73,8 +73,8 @@ std::optional<Error> Watch::find_death() const {
   for (const int peer : transport_.find_dead_peers(peer_ == kAnyRank ? transport_.rank() : peer_)) {
     // A peer that closed its communicator before it ended has done its part.
     if (has_departed(peer)) continue;
-    return Error(ErrorKind::kPeerFailed, join(prefix(), ": ", transport_.describe(peer),
-                                              " has died ", place(), "; restart the job"));
+    return Error(ErrorKind::kPeerFailed, prefix(),
+                 join(transport_.describe(peer), " has died ", place(), "; restart the job"));
   }
   return std::nullopt;
 }
@@ -85,8 +85,8 @@ bool Watch::has_departed(int peer) const {
 
 std::optional<Error> Watch::find_departure() const {
   const auto error = [this](std::string_view who) {
-    return Error(ErrorKind::kPeerFailed,
-                 join(prefix(), ": ", who, " has left the group ", place(),
+    return Error(ErrorKind::kPeerFailed, prefix(),
+                 join(who, " has left the group ", place(),
                       "; every rank must do its part of all calls before it closes"));
   };
   bool are_all_gone = true;
@@ -121,8 +121,9 @@ std::optional<Error> Watch::find_abort() const {
     // Bounded: the text comes from another process.
     const std::string text(control.abort_text,
                            strnlen(control.abort_text, sizeof(control.abort_text)));
-    return Error(static_cast<ErrorKind>(control.abort.payload[0]),
-                 join(prefix(), ": ", transport_.describe(peer), " failed: ", text));
+    const bool has_cause = control.abort.payload[1] != 0;
+    return Error(static_cast<ErrorKind>(control.abort.payload[0]), prefix(),
+                 has_cause ? text : join(transport_.describe(peer), " failed: ", text));
   }
   return std::nullopt;
 }

@@ -17,11 +17,10 @@ class Hosts {
  public:
   // ids: each rank's host, by rank.
   explicit Hosts(std::span<const std::string> ids) {
-    std::vector<std::string> known;
     for (const std::string& id : ids) {
-      const auto host = static_cast<size_t>(std::ranges::find(known, id) - known.begin());
-      if (host == known.size()) {
-        known.push_back(id);
+      const auto host = static_cast<size_t>(std::ranges::find(ids_, id) - ids_.begin());
+      if (host == ids_.size()) {
+        ids_.push_back(id);
         ranks_.emplace_back();
       }
       places_.push_back({static_cast<int>(host), static_cast<int>(ranks_[host].size())});
@@ -45,6 +44,18 @@ class Hosts {
   int local_size(int host) const { return static_cast<int>(ranks_of(host).size()); }
   int rank_at(int host, int local_rank) const {
     return ranks_of(host)[static_cast<size_t>(local_rank)];
+  }
+
+  // "host 0 'alpha' (ranks 0 1), host 1 'beta' (ranks 2 3)".
+  std::string to_string() const {
+    std::string text;
+    for (size_t host = 0; host < ids_.size(); ++host) {
+      text +=
+          (host > 0 ? ", host " : "host ") + std::to_string(host) + " '" + ids_[host] + "' (ranks";
+      for (const int rank : ranks_[host]) text += ' ' + std::to_string(rank);
+      text += ')';
+    }
+    return text;
   }
 
   // A rail joins one rank of each host: those with its number as local rank.
@@ -100,7 +111,8 @@ class Hosts {
 
  private:
   std::vector<Place> places_;            // by rank
-  std::vector<std::vector<int>> ranks_;  // by host
+  std::vector<std::vector<int>> ranks_;  // by host, as the next one
+  std::vector<std::string> ids_;
 };
 
 }  // namespace rota::schedule

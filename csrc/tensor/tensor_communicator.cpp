@@ -12,6 +12,7 @@
 #include "tensor/connect_gpus.h"
 #include "tensor/errors.h"
 #include "tensor/gil.h"
+#include "tensor/hosts/joint_setup.h"
 #include "tensor/staging_collectives.h"
 #include "tensor/tensor_checks.h"
 
@@ -42,6 +43,11 @@ void check_local_size(int local_size) {
   if (local_size <= kMaxWorldSize) return;
   throw Error(ErrorKind::kValue, join("rota.Communicator: ", local_size,
                                       " ranks are on this host, expected at most ", kMaxWorldSize));
+}
+
+std::string name_of(const std::optional<WireFormat>& wire) {
+  if (!wire) return "None";
+  return join(name(wire->dtype), wire->is_block_scaled ? " in scaled blocks" : "");
 }
 
 struct Living {
@@ -127,28 +133,53 @@ void TensorCommunicator::make_cpu_collectives(std::unique_ptr<transport::Transpo
 
 void TensorCommunicator::connect_hosts(std::chrono::milliseconds timeout,
                                        const std::function<void()>& check) {
-  if (!options_.make_engine) {
-    throw Error(ErrorKind::kTransport,
-                join("rota: the ranks are on ", hosts_->num_hosts(),
-                     " hosts, and nothing carries messages between them; pass an engine"));
-  }
   const auto [host, local_rank] = hosts_->place_of(rank_);
   const int local_size = hosts_->local_size(host);
-  check_local_size(local_size);
   const auto prefixed = [&](const std::string& prefix) {
     return c10::make_intrusive<::c10d::PrefixStore>(prefix, store_.store());
   };
   TorchStore store_of_host(prefixed(join("host/", host)));
-  transport::SharedMemoryRank local(store_of_host, local_rank, local_size,
-                                    make_geometry(options_.slot_bytes, local_size));
-  std::unique_ptr<transport::Transport> transport = local.connect(timeout, check);
-  transport->set_numbering({hosts_->ranks_of(host), world_size_});
-  make_cpu_collectives(std::move(transport));
-  BackendPtr engine = options_.make_engine(prefixed(join("engine/", unconnected_->group_number())),
-                                           rank_, world_size_);
+  TorchStore store_of_group(prefixed(join("engine/", unconnected_->group_number())));
+  JointSetup setup(store_of_group, *hosts_, rank_, timeout, check);
+  ConnectEngine connect_engine;
+  setup.step([&, host = host, local_rank = local_rank] {
+    check_local_size(local_size);
+    if (!options_.choose_engine) {
+      throw Error(ErrorKind::kTransport,
+                  "rota: nothing carries messages between the hosts; pass an engine");
+    }
+    std::string name, problem;
+    std::tie(name, problem, connect_engine) = options_.choose_engine(rank_, world_size_);
+    if (!problem.empty()) throw Error(ErrorKind::kValue, problem);
+    transport::SharedMemoryRank local(store_of_host, local_rank, local_size,
+                                      make_geometry(options_.slot_bytes, local_size));
+    try {
+      std::unique_ptr<transport::Transport> transport = local.connect(timeout, check);
+      transport->set_numbering({hosts_->ranks_of(host), world_size_});
+      make_cpu_collectives(std::move(transport));
+    } catch (const Error& error) {
+      // Which counts the ranks of the host.
+      throw Error(error.kind(),
+                  join("the ranks of this host cannot share its memory: ", error.what()));
+    }
+    return join("engine=", name, " and inter_wire_dtype=", name_of(options_.inter_wire));
+  });
+  const auto connected = [&](const std::string& purpose) {
+    BackendPtr engine;
+    setup.step([&] {
+      std::string problem;
+      std::tie(engine, problem) =
+          connect_engine(c10::make_intrusive<::c10d::PrefixStore>(purpose, store_of_group.store()));
+      if (!engine) throw Error(ErrorKind::kTransport, problem);
+      return std::string();
+    });
+    return engine;
+  };
+  BackendPtr data = connected("data"), letters = connected("letters");
   bridged_ = std::make_unique<BridgedCollectives>(
-      std::make_unique<Bridge>(*hosts_, rank_, cpu_->communicator(), std::move(engine)), *cpu_,
-      options_.inter_wire, options_.check_interrupt);
+      std::make_unique<Bridge>(*hosts_, rank_, cpu_->communicator(), std::move(data),
+                               std::move(letters)),
+      *cpu_, options_.inter_wire, options_.check_interrupt);
 }
 
 const schedule::Hosts& TensorCommunicator::hosts() {

@@ -11,6 +11,8 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
+#include <utility>
 
 #include "tensor/cpu_collectives.h"
 #include "tensor/hosts/bridged_collectives.h"
@@ -19,8 +21,14 @@
 
 namespace rota::tensors {
 
-using MakeEngine = std::function<BackendPtr(const c10::intrusive_ptr<::c10d::Store>& store,
-                                            int rank, int world_size)>;
+// Connects what carries messages between hosts; collective. Returns null and the reason if it
+// cannot.
+using ConnectEngine = std::function<std::pair<BackendPtr, std::string>(
+    const c10::intrusive_ptr<::c10d::Store>& store)>;
+// What a rank wants to carry its messages: a name, which must be the same on every rank; why this
+// rank cannot use it, or an empty text; and how to connect it.
+using ChooseEngine =
+    std::function<std::tuple<std::string, std::string, ConnectEngine>(int rank, int world_size)>;
 
 struct TensorCommunicatorOptions {
   std::chrono::milliseconds timeout;
@@ -29,9 +37,8 @@ struct TensorCommunicatorOptions {
   // group; they need not use it.
   bool connects_at_first_use = false;
   std::function<void()> check_interrupt;
-  // Makes what carries messages between hosts, if there are several; collective. Null: ranks on
-  // several hosts are refused.
-  MakeEngine make_engine;
+  // Called if there are several hosts. Null: ranks on several hosts are refused.
+  ChooseEngine choose_engine;
   // As in BridgedCollectives.
   std::optional<WireFormat> inter_wire;
 };

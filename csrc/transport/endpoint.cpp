@@ -356,7 +356,8 @@ void Endpoint::handshake(int peer, const std::string& peer_address,
   const socklen_t length = abstract_address(name, address);
   if (::connect(connection.get(), reinterpret_cast<sockaddr*>(&address), length) != 0) {
     fail(join(with_errno(join("cannot connect to rank ", peer), errno),
-              "; has it left the group, or has its process ended?"));
+              "; has it left the group, has its process ended, or do two machines have the same "
+              "ROTA_HOST_ID?"));
   }
   const std::shared_ptr<PeerProcess> process = process_of(connection);
   if (!send_hello(connection, {kHelloMagic, token, static_cast<uint64_t>(rank_), {}}, memory_,

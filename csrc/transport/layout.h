@@ -47,7 +47,7 @@ struct alignas(kPageBytes) ControlBlock {
   Flag departed;  // 1 once the owner has closed its communicator
   Flag regions_left;      // steps that the owner has taken to release GPU regions: odd, its
                           // kernels have ended; even, it has unmapped those of its peers
-  Flag abort;             // 1 once the owner has failed; payload[0]: ErrorKind
+  Flag abort;             // 1 once the owner has failed; payload: ErrorKind, has_cause()
   char abort_text[1024];  // zero-terminated; written before abort
   Flag link_filled[kMaxWorldSize];   // by receiver: lines that the owner has put into that link
   Flag link_drained[kMaxWorldSize];  // by sender: lines that the owner has read from that link

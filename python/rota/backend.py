@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import _DistributedBackendOptions
 
 from rota import _C
 from rota.communicator import DEFAULT_SLOT_BYTES
-from rota.engine import engine_maker
+from rota.engine import engine_chooser
 
 
 class BackendOptions(_C.BackendOptions):
@@ -114,7 +114,7 @@ def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGrou
     is_lazy = len(ranks) > 0 and not _spans_hosts(ranks)
     own = copy.deepcopy(given)  # the caller may use it for other groups
     own._timeout = timeout
-    own.make_engine = engine_maker(getattr(given, "engine", None), timeout)
+    own.choose_engine = engine_chooser(getattr(given, "engine", None), timeout)
     own.connects_at_first_use = is_lazy
     return _C.ProcessGroupRota(
         options.store, options.group_rank, options.group_size, own, make_nccl

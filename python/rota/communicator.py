@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rota import _C
-from rota.engine import engine_maker
+from rota.engine import engine_chooser
 from rota.errors import RotaError
 
 DEFAULT_SLOT_BYTES = 256 * 1024
@@ -91,7 +91,7 @@ class Communicator(_C.Communicator):
             world_size=pg.size(),
             timeout=timeout,
             slot_bytes=slot_bytes,
-            make_engine=engine_maker(engine, timeout),
+            choose_engine=engine_chooser(engine, timeout),
             inter_wire_dtype=inter_wire_dtype,
             inter_block_scaling=inter_block_scaling,
         )

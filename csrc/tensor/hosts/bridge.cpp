@@ -10,11 +10,11 @@
 namespace rota::tensors {
 
 Bridge::Bridge(schedule::Hosts hosts, int rank, std::shared_ptr<Communicator> local,
-               BackendPtr backend)
+               BackendPtr data, BackendPtr letters)
     : hosts_(std::move(hosts)),
       rank_(rank),
       local_(std::move(local)),
-      engine_(std::move(backend), [this](int peer) { return describe(peer); }),
+      engine_(std::move(data), std::move(letters), [this](int peer) { return describe(peer); }),
       partnered_(hosts_.whose_partner_is(rank)),
       messages_(is_leader() ? static_cast<size_t>(hosts_.num_hosts()) : 0),
       monitor_(

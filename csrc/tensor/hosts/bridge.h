@@ -24,8 +24,9 @@ namespace rota::tensors {
 
 class Bridge {
  public:
-  // local: the ranks of this host. backend: of all ranks.
-  Bridge(schedule::Hosts hosts, int rank, std::shared_ptr<Communicator> local, BackendPtr backend);
+  // local: the ranks of this host. data, letters: of all ranks, as in Engine.
+  Bridge(schedule::Hosts hosts, int rank, std::shared_ptr<Communicator> local, BackendPtr data,
+         BackendPtr letters);
   // Leaves the group.
   ~Bridge();
 

@@ -213,12 +213,18 @@ WorkRef BridgedCollectives::transfer(Direction direction, const at::Tensor& tens
                                        : local_.recv(tensor, local_peer, tag, mode);
 }
 
+void BridgedCollectives::abort(const std::string& reason) {
+  if (!is_forked_child()) bridge_->abort(reason);
+}
+
 void BridgedCollectives::finish(const std::function<void()>& check_interrupt) {
+  if (is_forked_child()) return;
   queue_.finish(check_interrupt);
   remote_.finish_sends();
 }
 
 void BridgedCollectives::end_progress() {
+  if (!bridge_ || is_forked_child()) return;
   if (queue_.has_unfinished() || remote_.has_unfinished()) {
     bridge_->abort(join("rank ", rank_, " dropped its communicator with work pending"));
   }
@@ -228,6 +234,8 @@ void BridgedCollectives::end_progress() {
 
 void BridgedCollectives::close() {
   end_progress();
+  // Its destructor, and that of the engine, would wait for threads.
+  if (is_forked_child()) static_cast<void>(bridge_.release());
   bridge_.reset();
 }
 

@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 
+#include "base/fork_generation.h"
 #include "core/plan.h"
 #include "tensor/collectives.h"
 #include "tensor/cpu_collectives.h"
@@ -40,12 +41,12 @@ class BridgedCollectives final : public Collectives {
   void finish(const std::function<void()>& check_interrupt) override;
 
   void check_usable(std::string_view call) const { bridge_->check_usable(call); }
-  void abort(const std::string& reason) { bridge_->abort(reason); }
+  void abort(const std::string& reason);
   // Aborts pending work. Idempotent.
   void end_progress();
   // Leaves the group, once queued work is done. Later calls must not come.
   void close();
-  ~BridgedCollectives() override { end_progress(); }
+  ~BridgedCollectives() override { close(); }
 
  private:
   // Queues body(), which runs one operation.
@@ -57,10 +58,13 @@ class BridgedCollectives final : public Collectives {
   LevelOrders orders_of(const Call& call) const;
   WorkRef transfer(Direction direction, const at::Tensor& tensor, int peer, int64_t tag,
                    Launch mode);
+  // A forked child has a copy of the parent's connections, but none of its threads.
+  bool is_forked_child() const { return fork_generation_ != fork_generation(); }
   // In the queue's thread.
   void run_here(const Operation& operation, const Call& call);
   void run_in_place(const Operation& operation, const Call& call);
 
+  const uint64_t fork_generation_ = fork_generation();
   int rank_;
   std::unique_ptr<Bridge> bridge_;
   CpuCollectives& local_;

@@ -30,26 +30,27 @@ Engine::Transfer Engine::start(const Start& start, int peer, bool is_send) {
   try {
     return {start(), peer, is_send};
   } catch (const std::exception& failure) {
-    throw Error(ErrorKind::kPeerFailed, join("rota: the connection to ", describe_(peer),
-                                             " is broken (", cause_of(failure), ")"));
+    throw Error(ErrorKind::kPeerFailed, "rota",
+                join("the connection to ", describe_(peer), " is broken (", cause_of(failure),
+                     "); restart the job"));
   }
 }
 
 Engine::Transfer Engine::send(const void* data, size_t num_bytes, int peer, int tag) {
   if (num_bytes == 0) return {};
   std::vector<at::Tensor> tensors = bytes_of(data, num_bytes);
-  return start([&] { return backend_->send(tensors, peer, tag); }, peer, true);
+  return start([&] { return backend_for(tag).send(tensors, peer, tag); }, peer, true);
 }
 
 Engine::Transfer Engine::recv(void* data, size_t num_bytes, int peer, int tag) {
   if (num_bytes == 0) return {};
   std::vector<at::Tensor> tensors = bytes_of(data, num_bytes);
-  return start([&] { return backend_->recv(tensors, peer, tag); }, peer, false);
+  return start([&] { return backend_for(tag).recv(tensors, peer, tag); }, peer, false);
 }
 
-Engine::Transfer Engine::recv_any(void* data, size_t num_bytes, int tag) {
+Engine::Transfer Engine::recv_letter(void* data, size_t num_bytes) {
   std::vector<at::Tensor> tensors = bytes_of(data, num_bytes);
-  return start([&] { return backend_->recvAnysource(tensors, tag); }, -1, false);
+  return start([&] { return letters_->recvAnysource(tensors, kLetterTag); }, -1, false);
 }
 
 bool Engine::wait_for(const c10::intrusive_ptr<::c10d::Work>& work, std::optional<Awaited> awaited,
@@ -81,17 +82,18 @@ void Engine::wait(Transfer& transfer, std::chrono::milliseconds timeout, std::st
   const auto start = Clock::now();
   try {
     wait_for(work, Awaited{peer, std::string(phase), start}, timeout);
-  } catch (const Error&) {
-    throw;
+  } catch (const Error& error) {  // what abort() was given
+    if (!error.has_cause()) throw;
+    throw Error(error.kind(), std::string(prefix), error.told());
   } catch (const std::exception& failure) {
     if (Clock::now() - start >= timeout) {
       throw Error(ErrorKind::kTimeout,
                   join(prefix, " waited ", timeout.count(), " ms for ", describe_(peer), " (",
                        phase, "), the timeout of this call; is it alive?"));
     }
-    throw Error(ErrorKind::kPeerFailed,
-                join(prefix, ": ", describe_(peer), " has died or left, or the network is down (",
-                     phase, "; ", cause_of(failure), "); restart the job"));
+    throw Error(ErrorKind::kPeerFailed, std::string(prefix),
+                join(describe_(peer), " has died or left, or the network is down (", phase, "; ",
+                     cause_of(failure), "); restart the job"));
   }
 }
 

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "tensor/hosts/tags.h"
 
 namespace rota::tensors {
 
@@ -45,16 +46,17 @@ class Engine {
     Clock::time_point since;
   };
 
-  // describe(rank) names a rank in errors.
-  Engine(BackendPtr backend, std::function<std::string(int)> describe)
-      : backend_(std::move(backend)), describe_(std::move(describe)) {}
+  // Letters have a backend of their own where there are two, so that on a slow link no sign of life
+  // waits behind data; it may be the same one. describe(rank) names a rank in errors.
+  Engine(BackendPtr data, BackendPtr letters, std::function<std::string(int)> describe)
+      : data_(std::move(data)), letters_(std::move(letters)), describe_(std::move(describe)) {}
 
   // Messages of one pair and tag arrive in the order of their calls, and are at most as long as
   // their recv expects. An empty message is not sent. Throws Error(kPeerFailed).
   Transfer send(const void* data, size_t num_bytes, int peer, int tag);
   Transfer recv(void* data, size_t num_bytes, int peer, int tag);
-  // From any rank; wait_any() returns which.
-  Transfer recv_any(void* data, size_t num_bytes, int tag);
+  // A letter from any rank; wait_any() returns which.
+  Transfer recv_letter(void* data, size_t num_bytes);
 
   // Blocks until it is done. place: for errors, "rota.all_reduce: rank 2/4 ... (epoch 17, ...)".
   // Throws Error(kPeerFailed), Error(kTimeout) or what abort() was given.
@@ -79,7 +81,10 @@ class Engine {
   template <typename Start>
   Transfer start(const Start& start, int peer, bool is_send);
 
-  BackendPtr backend_;
+  ::c10d::Backend& backend_for(int tag) const { return tag == kLetterTag ? *letters_ : *data_; }
+
+  BackendPtr data_;
+  BackendPtr letters_;
   std::function<std::string(int)> describe_;
 
   mutable std::mutex mutex_;

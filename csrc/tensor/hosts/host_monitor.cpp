@@ -86,7 +86,7 @@ void HostMonitor::listen() {
     Letter letter;
     Engine::Transfer transfer;
     try {
-      transfer = engine_.recv_any(&letter, sizeof(letter), kLetterTag);
+      transfer = engine_.recv_letter(&letter, sizeof(letter));
     } catch (const Error&) {
       return;
     }
@@ -115,7 +115,8 @@ void HostMonitor::take(int sender, const Letter& letter) {
     if (letter.kind != Letter::Kind::kFailed || has_failed_) return;
   }
   const std::string text(letter.text.data(), strnlen(letter.text.data(), letter.text.size()));
-  fail_(Error(letter.error, join(describe_(sender), " failed: ", text)));
+  fail_(Error(letter.error, prefix(),
+              letter.has_cause != 0 ? text : join(describe_(sender), " failed: ", text)));
 }
 
 void HostMonitor::watch() {
@@ -129,8 +130,9 @@ void HostMonitor::watch() {
     lock.unlock();
     const bool is_waiting = engine_.awaited().has_value();
     if (news) {
-      Letter letter{.kind = Letter::Kind::kFailed, .error = news->kind()};
-      std::strncpy(letter.text.data(), news->what(), letter.text.size() - 1);
+      Letter letter{
+          .kind = Letter::Kind::kFailed, .error = news->kind(), .has_cause = news->has_cause()};
+      std::strncpy(letter.text.data(), news->told().c_str(), letter.text.size() - 1);
       send(letter, kLastWords);
     } else if (!has_failed) {
       std::optional<Error> error = local_watch_.poll();
@@ -185,13 +187,17 @@ void HostMonitor::count_silence(milliseconds passed) {
       if (!heard.has_been_heard || heard.has_left) continue;
       heard.silent_for += passed;
       if (heard.silent_for < longest_silence_) continue;
-      error = Error(ErrorKind::kPeerFailed,
-                    join("rota: rank ", rank_, '/', hosts_.world_size(), ": ", describe_(peer),
-                         " has given no sign of life for ", heard.silent_for.count(),
-                         " ms; its host has vanished, or the network between the hosts is down"));
+      error =
+          Error(ErrorKind::kPeerFailed, prefix(),
+                join(describe_(peer), " has given no sign of life for ", heard.silent_for.count(),
+                     " ms; its host has vanished, or the network between the hosts is down"));
     }
   }
   if (error) fail_(*error);
+}
+
+std::string HostMonitor::prefix() const {
+  return join("rota: rank ", rank_, '/', hosts_.world_size());
 }
 
 void HostMonitor::warn_about_stall() {
@@ -200,9 +206,8 @@ void HostMonitor::warn_about_stall() {
   const auto waited = std::chrono::duration_cast<milliseconds>(Clock::now() - awaited->since);
   if (waited < kStallAfter) return;
   warned_of_ = awaited->since;
-  std::cerr << join("rota: rank ", rank_, '/', hosts_.world_size(), " has waited ", waited.count(),
-                    " ms for ", describe_(awaited->peer), " (", awaited->phase,
-                    "); still waiting\n");
+  std::cerr << join(prefix(), " has waited ", waited.count(), " ms for ", describe_(awaited->peer),
+                    " (", awaited->phase, "); still waiting\n");
 }
 
 }  // namespace rota::tensors

@@ -15,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <thread>
 #include <unordered_map>
 #include <vector>
@@ -64,6 +65,8 @@ class HostMonitor {
   void send(const Letter& letter, std::chrono::milliseconds patience);
   void count_silence(std::chrono::milliseconds passed);
   void warn_about_stall();
+  // The start of a message.
+  std::string prefix() const;
 
   Engine& engine_;
   Inbox& inbox_;

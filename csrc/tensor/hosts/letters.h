@@ -31,9 +31,10 @@ struct Letter {
   enum class Kind : uint64_t { kAlive, kLeft, kFailed, kEnvelope };
 
   Kind kind = Kind::kAlive;
-  ErrorKind error = ErrorKind::kNone;  // of kFailed
+  ErrorKind error = ErrorKind::kNone;  // of kFailed, as the next one and the text
+  uint64_t has_cause = 0;              // as Error's
   Envelope envelope;                   // of kEnvelope
-  std::array<char, 464> text{};        // of kFailed, zero-terminated
+  std::array<char, 456> text{};        // zero-terminated
 };
 
 }  // namespace rota::tensors

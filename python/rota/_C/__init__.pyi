@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from rota._C import schedule as schedule
+from rota.engine import ChooseEngine
 
 # The values of every `algorithm` argument; the dtypes (torch's names) of gradient buckets, of the
 # wire, and of block scaling.
@@ -172,7 +173,7 @@ class Communicator:
         world_size: int,
         timeout: timedelta,
         slot_bytes: int,
-        make_engine: Callable[[dist.Store, int, int], dist._Backend] | None = None,
+        choose_engine: ChooseEngine | None = None,
         inter_wire_dtype: torch.dtype | None = None,
         inter_block_scaling: bool = False,
     ) -> None: ...
@@ -604,8 +605,7 @@ class BackendOptions(dist._Backend.Options):
 
     connects_at_first_use: bool
     """Whether the group connects at its first call, as subgroups do, or when it is made."""
-    make_engine: Callable[[dist.Store, int, int], dist._Backend]
-    """make_engine(store, rank, world_size): collective, if ranks are on several hosts."""
+    choose_engine: ChooseEngine  # called if ranks are on several hosts
 
     def __init__(
         self,

@@ -1,0 +1,179 @@
+"""Groups over several hosts that cannot be made: every rank gets an error, with the hosts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import rota
+from hosts import Hosts
+from ranks import Rank, error_of
+from several_hosts import INTERLEAVED, TWO_BY_TWO, UNEVEN, Layout, default_group
+
+ODD_RANK = 3
+HOSTS_OF_TWO_BY_TWO = "host 0 'host0' (ranks 0 1), host 1 'host1' (ranks 2 3)"
+
+
+def group_for_cuda(rank: Rank) -> dist.ProcessGroup:
+    """As one of NCCL alone: it has no backend for the CPU."""
+    group = dist.ProcessGroup(rank.make_store(), rank.rank, rank.world_size)
+    backend = default_group()._get_backend(torch.device("cpu"))
+    group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+def group_of_host(rank: Rank) -> Any:
+    """Of the ranks of the last host; the others are no members."""
+    return dist.new_group([2, 3])
+
+
+ODD_OPTIONS: dict[str, tuple[Callable[[Rank], dict[str, Any]], str, list[str]]] = {
+    "engine-size": (
+        lambda rank: {"engine": group_of_host(rank)},
+        "ValueError",
+        ["rank 3 on host 1", "a group of 2 ranks", "expected 4 ranks and rank 3", "pass a group"],
+    ),
+    "engine-device": (
+        lambda rank: {"engine": group_for_cuda(rank)},
+        "ValueError",
+        ["rank 3 on host 1", "a group for cuda", "expected one for the CPU", "backend='gloo'"],
+    ),
+    "engine-type": (
+        lambda rank: {"engine": "gloo"},
+        "ValueError",
+        ["rank 3 on host 1", "the engine is 'gloo'", "expected a ProcessGroup"],
+    ),
+    "engine-of-one-rank": (
+        lambda rank: {"engine": default_group()},
+        "Mismatch",
+        ["rank 0 on host 0 has engine=None", "rank 3 on host 1 has engine=a group", "the same"],
+    ),
+    "inter_wire_dtype": (
+        lambda rank: {"inter_wire_dtype": torch.float16},
+        "Mismatch",
+        ["rank 0 on host 0 has", "inter_wire_dtype=None", "inter_wire_dtype=float16", "the same"],
+    ),
+    "inter_block_scaling": (
+        lambda rank: {"inter_wire_dtype": torch.float16, "inter_block_scaling": True},
+        "Mismatch",
+        ["inter_wire_dtype=None", "inter_wire_dtype=float16 in scaled blocks", "the same"],
+    ),
+    "slot_bytes": (
+        lambda rank: {"slot_bytes": 8192},
+        "TransportError",
+        ["slots of", "8192", "rank 3", "give every rank the same slot_bytes"],
+    ),
+}
+
+
+def make_oddly(rank: Rank, layout: Layout, name: str) -> tuple[tuple[str, str], float]:
+    rank.init("gloo")
+    options = ODD_OPTIONS[name][0](rank)  # which may make groups, on all ranks
+    if rank.rank != ODD_RANK:
+        options = {}
+    error = error_of(lambda: rota.Communicator(**options))
+    rota.Communicator().all_reduce(total := torch.ones(3))
+    return error, total[0].item()
+
+
+@pytest.mark.parametrize("name", ODD_OPTIONS)
+def test_options_of_one_rank_are_an_error_on_every_rank(name: str) -> None:
+    _, expected, facts = ODD_OPTIONS[name]
+    for rank, ((error, text), total) in enumerate(TWO_BY_TWO.run(make_oddly, name, timeout_s=25)):
+        assert error == expected, text
+        assert all(fact in text for fact in facts), text
+        if name != "slot_bytes":  # which is found before the hosts are
+            assert f"rank {rank} of 4 ranks sees {HOSTS_OF_TWO_BY_TWO}" in text
+        assert total == 4, "the next group of these ranks"
+
+
+def init_with_another_wire(rank: Rank, layout: Layout) -> tuple[str, str]:
+    options = None
+    if rank.rank == ODD_RANK:
+        options = rota.BackendOptions(inter_wire_dtype=torch.bfloat16)
+    return error_of(lambda: rank.init(pg_options=options))
+
+
+def test_options_of_one_rank_fail_init_process_group_on_every_rank() -> None:
+    for error, text in TWO_BY_TWO.run(init_with_another_wire, timeout_s=25):
+        assert error == "Mismatch", text
+        assert "inter_wire_dtype=bfloat16" in text and HOSTS_OF_TWO_BY_TWO in text
+
+
+def ask_for_impossible_wires(rank: Rank, layout: Layout) -> list[tuple[str, str]]:
+    rank.init("gloo")
+    errors = []
+    for dtype in (torch.int8, torch.bool, torch.complex64, torch.float64):
+        options = {"inter_wire_dtype": dtype}
+        errors.append(error_of(lambda options=options: rota.Communicator(**options)))
+        errors.append(error_of(lambda options=options: rota.BackendOptions(**options)))
+        errors.append(error_of(lambda options=options: rota.HookState(**options)))
+    scaled = {"inter_wire_dtype": torch.bfloat16, "inter_block_scaling": True}
+    errors.append(error_of(lambda: rota.Communicator(**scaled)))
+    return errors
+
+
+def test_dtype_that_nothing_carries_is_refused_at_once() -> None:
+    for errors in TWO_BY_TWO.run(ask_for_impossible_wires):
+        for error, text in errors:
+            assert error in ("TypeError", "ValueError"), text
+            assert "wire_dtype" in text or "block_scaling" in text, text
+            assert "expected" in text or "is for" in text, text
+
+
+# ---- hosts
+
+
+def look_at_hosts(rank: Rank, layout: Layout) -> list[list[int]]:
+    return rank.communicator().hosts
+
+
+@pytest.mark.parametrize("layout", [UNEVEN, INTERLEAVED], ids=str)
+def test_all_ranks_see_the_same_hosts(layout: Layout) -> None:
+    """There is one list of hosts, in the store, so no two ranks can differ."""
+    assert layout.run(look_at_hosts) == [layout.hosts] * layout.world_size
+
+
+def use_names(rank: Rank, names: list[str]) -> tuple[str, str]:
+    os.environ["ROTA_HOST_ID"] = names[rank.rank]
+    rank.init("gloo")
+    return error_of(lambda: rota.Communicator(timeout=timedelta(seconds=10)))
+
+
+@pytest.mark.parametrize("names", [["same"] * 3, ["other", "same", "same"]], ids="-".join)
+def test_machines_with_one_name_are_an_error_on_every_rank(names: list[str]) -> None:
+    with Hosts((1, 1, 1)) as hosts:
+        results = hosts.run(use_names, names, timeout_s=40)
+    for error, text in results:
+        assert error == "TransportError", text
+        assert "do two machines have the same ROTA_HOST_ID" in text, text
+        if len(set(names)) > 1:
+            assert "sees host 0 'other' (ranks 0), host 1 'same' (ranks 1 2)" in text, text
+
+
+def leave_one_out(rank: Rank, layout: Layout) -> tuple[str, str]:
+    rank.init("gloo")
+    if rank.rank == ODD_RANK:
+        rank.hear()
+        return "none", ""
+    error = error_of(lambda: rota.Communicator(timeout=timedelta(seconds=1)))
+    dist.barrier(dist.new_group([0, 1, 2], use_local_synchronization=True))
+    rank.tell()
+    return error
+
+
+def test_rank_that_does_not_come_is_named() -> None:
+    with TWO_BY_TWO.start(leave_one_out, timeout_s=25) as ranks:
+        for rank in range(3):
+            ranks.hear(rank)
+        ranks.tell(ODD_RANK)
+        results = ranks.results()
+    for error, text in results[:ODD_RANK]:
+        assert error == "TransportError", text
+        assert "still waits for rank 3" in text

@@ -1,0 +1,138 @@
+"""Networks that fail in part, and hosts that are slow: who is lost, and who is only late."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import rota
+from hosts import Hosts
+from oracle import assert_same, exact, exact_inputs
+from ranks import Rank, Ranks, error_of
+from test_several_hosts_failures import pretend_hosts
+
+SILENCE_MS = 1500  # before a rank of another host counts as lost
+NUM_ELEMS = 1 << 18
+
+
+def reduce_until_error(rank: Rank) -> tuple[str, str, float]:
+    rank.init("gloo")
+    communicator = rota.Communicator()
+    communicator.barrier()
+    rank.tell()
+    tensor = torch.ones(NUM_ELEMS)
+
+    def reduce() -> None:
+        while True:
+            communicator.all_reduce(tensor)
+
+    start = time.monotonic()
+    error = error_of(reduce)
+    return *error, time.monotonic() - start
+
+
+# ---- half-open connections
+
+
+@pytest.mark.parametrize("how", ["drop_sent", "drop_received"])
+def test_link_that_fails_in_one_direction_ends_the_group_on_both_sides(how: str) -> None:
+    silence = {"ROTA_HOST_SILENCE_MS": str(SILENCE_MS)}
+    with Hosts((2, 1)) as hosts, hosts.start(reduce_until_error, env=silence) as ranks:
+        for rank in range(3):
+            ranks.hear(rank)
+        getattr(hosts, how)(1)
+        results = ranks.results()
+    for rank, (error, text, seconds) in enumerate(results):
+        assert error == "PeerFailed", (rank, error, text)
+        assert "no sign of life" in text and "on host" in text, text
+        assert seconds < 20, "a hang; benchmarks/failures.py measures the 2 s"
+    assert any("rank 2 on host 1" in text for _, text, _ in results[:2])
+
+
+# ---- slow hosts
+
+
+def reduce_on_slow_link(rank: Rank) -> float:
+    rank.init("gloo")
+    communicator = rota.Communicator()
+    communicator.barrier()
+    rank.tell()
+    rank.hear()
+    inputs = exact_inputs(rank.world_size, 1 << 20, torch.float32)
+    start = time.monotonic()
+    communicator.all_reduce(tensor := inputs[rank.rank].clone())
+    assert_same(tensor, exact(inputs, "sum"), "over a slow link")
+    return time.monotonic() - start
+
+
+def test_host_behind_a_slow_link_is_not_lost() -> None:
+    """Signs of life do not wait behind data for as long as a host may be silent."""
+    silence = {"ROTA_HOST_SILENCE_MS": str(SILENCE_MS)}
+    with Hosts((2, 1)) as hosts, hosts.start(reduce_on_slow_link, env=silence) as ranks:
+        for rank in range(3):
+            ranks.hear(rank)
+        hosts.set_rate("10mbit", host=1)
+        for rank in range(3):
+            ranks.tell(rank)
+        assert min(ranks.results()) > 2 * SILENCE_MS / 1000, "so slow that silence would show"
+
+
+# ---- ranks that stand still
+
+
+def reduce_when_told(rank: Rank) -> tuple[str, str]:
+    pretend_hosts(rank)
+    rank.init("gloo")
+    communicator = rota.Communicator()
+    communicator.barrier()
+    rank.tell()
+    rank.hear()
+    inputs = exact_inputs(rank.world_size, NUM_ELEMS, torch.float32)
+    tensor = inputs[rank.rank].clone()
+    error = error_of(lambda: communicator.all_reduce(tensor))
+    if error[0] == "nothing":
+        assert_same(tensor, exact(inputs, "sum"), "beside a pause")
+    return error
+
+
+STOPPED = 3
+OTHERS = [0, 1, 2]
+
+
+@contextlib.contextmanager
+def with_one_stopped(silence_ms: int) -> Iterator[Ranks]:
+    """The others are in a call that waits for it."""
+    silence = {"ROTA_HOST_SILENCE_MS": str(silence_ms)}
+    with Ranks(4, reduce_when_told, env=silence, timeout_s=40) as ranks:
+        for rank in range(4):
+            ranks.hear(rank)
+        ranks.kill(STOPPED, signal.SIGSTOP)
+        for rank in OTHERS:
+            ranks.tell(rank)
+        yield ranks
+
+
+def test_rank_that_stands_still_for_a_while_is_waited_for() -> None:
+    with with_one_stopped(silence_ms=20_000) as ranks:
+        time.sleep(2)
+        ranks.kill(STOPPED, signal.SIGCONT)
+        ranks.tell(STOPPED)
+        assert ranks.results() == [("nothing", "no exception was raised")] * 4
+
+
+def test_rank_that_stands_still_for_too_long_is_named_on_all_hosts() -> None:
+    with with_one_stopped(silence_ms=700) as ranks:
+        errors = [ranks.hear_result(rank) for rank in OTHERS]
+        ranks.kill(STOPPED, signal.SIGCONT)
+        ranks.tell(STOPPED)
+        errors.append(ranks.hear_result(STOPPED))
+        ranks.results()
+    for error, text in errors:
+        assert error == "PeerFailed", text
+        assert "rank 3 on host 1 has given no sign of life" in text, text
+        assert text.count("rota") == 1, "the cause is stated once"
