@@ -142,7 +142,7 @@ void TensorCommunicator::connect_hosts(std::chrono::milliseconds timeout,
   TorchStore store_of_group(prefixed(join("engine/", unconnected_->group_number())));
   JointSetup setup(store_of_group, *hosts_, rank_, timeout, check);
   ConnectEngine connect_engine;
-  setup.step([&, host = host, local_rank = local_rank] {
+  setup.step([&] {
     check_local_size(local_size);
     if (!options_.choose_engine) {
       throw Error(ErrorKind::kTransport,
@@ -151,6 +151,9 @@ void TensorCommunicator::connect_hosts(std::chrono::milliseconds timeout,
     std::string name, problem;
     std::tie(name, problem, connect_engine) = options_.choose_engine(rank_, world_size_);
     if (!problem.empty()) throw Error(ErrorKind::kValue, problem);
+    return join("engine=", name, " and inter_wire_dtype=", name_of(options_.inter_wire));
+  });
+  setup.step([&, host = host, local_rank = local_rank] {
     transport::SharedMemoryRank local(store_of_host, local_rank, local_size,
                                       make_geometry(options_.slot_bytes, local_size));
     try {
@@ -162,7 +165,7 @@ void TensorCommunicator::connect_hosts(std::chrono::milliseconds timeout,
       throw Error(error.kind(),
                   join("the ranks of this host cannot share its memory: ", error.what()));
     }
-    return join("engine=", name, " and inter_wire_dtype=", name_of(options_.inter_wire));
+    return std::string();
   });
   const auto connected = [&](const std::string& purpose) {
     BackendPtr engine;
