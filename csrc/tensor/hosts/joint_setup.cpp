@@ -100,8 +100,9 @@ void JointSetup::wait_for_all(Clock::time_point deadline) {
   const auto name = [&](size_t rank) {
     return join("rank ", rank, " on host ", hosts_.place_of(static_cast<int>(rank)).host);
   };
-  if (failure)
+  if (failure) {
     fail(failure->error, join(name(static_cast<size_t>(failure->rank)), ": ", failure->text));
+  }
   for (size_t rank = 0; rank < outcomes.size(); ++rank) {
     if (!outcomes[rank]) {
       fail(ErrorKind::kTransport,
