@@ -57,6 +57,9 @@ VARIANTS = {
     "diloco_32": Variant("DiLoCo, 32 steps", DILOCO, 32),
     "diloco_16_half": Variant("DiLoCo, 16 steps, momentum 0.5", DILOCO, 16, outer_momentum=0.5),
     "diloco_32_half": Variant("DiLoCo, 32 steps, momentum 0.5", DILOCO, 32, outer_momentum=0.5),
+    "diloco_16_fp8": Variant(
+        "DiLoCo, 16 steps, momentum 0.5, float8_e4m3fn", DILOCO, 16, E4M3, outer_momentum=0.5
+    ),
     "diloco_32_fp8": Variant(
         "DiLoCo, 32 steps, momentum 0.5, float8_e4m3fn", DILOCO, 32, E4M3, outer_momentum=0.5
     ),
@@ -66,10 +69,15 @@ VARIANTS = {
 }
 
 
-def make_outer(variant: Variant, model: train_gpt.GPT) -> rota.LocalSGD:
+def state_of(variant: Variant) -> rota.HookState:
+    """Over all ranks, each of which is a worker."""
     is_narrow = variant.wire_dtype != torch.float32
+    return rota.HookState(wire_dtype=variant.wire_dtype, error_feedback=is_narrow)
+
+
+def make_outer(variant: Variant, model: train_gpt.GPT, state: rota.HookState) -> rota.LocalSGD:
     options: dict[str, Any] = {
-        "state": rota.HookState(wire_dtype=variant.wire_dtype, error_feedback=is_narrow),
+        "state": state,
         "num_fragments": variant.num_fragments,
         "fragment_sync_delay": variant.fragment_sync_delay,
         "fragment_update_alpha": variant.fragment_update_alpha,
@@ -105,7 +113,7 @@ def train(
     if variant.method == DDP:
         parallel = train_gpt.data_parallel(model, "rota", "none")
     elif variant.method != ALONE:
-        outer = make_outer(variant, model)
+        outer = make_outer(variant, model, state_of(variant))
     losses = []
     dist.barrier()
     begin = time.perf_counter()
