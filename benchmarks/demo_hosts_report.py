@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,6 +39,11 @@ class AtRate:
         return {name: runs for name, runs in self.results.items() if name != ALONE}
 
 
+def format_rate(rate: str) -> str:
+    """1 Gbit/s of "1gbit"."""
+    return re.sub(r"^(\d+)([kmg])bit$", lambda match: f"{match[1]} {match[2].upper()}bit/s", rate)
+
+
 def mean_step_ms(runs: Sequence[Result]) -> float:
     """Of all steps of all seeds. Not the median, which would pass over outer steps."""
     return statistics.fmean(ms for run in runs for ms in run.step_ms)
@@ -71,6 +77,7 @@ def print_steps(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     """The table of one rate."""
     headings = (
         "variant",
+        "steps",
         "ms per\nstep",
         "communi-\ncation ms",
         "share\nof step",
@@ -81,6 +88,7 @@ def print_steps(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     cells = (
         (
             row["label"],
+            str(row["steps"]),
             f"{row['step_ms']:.1f}",
             f"{row['communication_ms']:.1f}",
             f"{row['communication_share']:.0%}",
@@ -90,7 +98,7 @@ def print_steps(console: Console, rows: Sequence[dict[str, Any]]) -> None:
         )
         for row in rows
     )
-    title = f"{rows[0]['steps']} steps at {rows[0]['rate']}, mean step of the slowest rank"
+    title = f"links of {format_rate(rows[0]['rate'])}; mean step of the slowest rank"
     report.print_labelled(console, title, headings, cells)
 
 
@@ -127,8 +135,8 @@ def _draw_rate(axes: Axes, at_rate: AtRate, baseline_bits: float) -> None:
         axes.plot(seconds, losses, color=run.color, lw=1.8, label=label)
         axes.plot(seconds[-1], losses[-1], "o", color=run.color, markersize=5)
     axes.axhline(baseline_bits, color="black", lw=1, ls=":")
-    axes.set_title(f"Links of {at_rate.rate}")
-    axes.set_xlabel(f"seconds of {len(losses)} steps")
+    axes.set_title(f"Links of {format_rate(at_rate.rate)}")
+    axes.set_xlabel("seconds of training")
     axes.set_xlim(left=0)
     axes.set_ylim(top=1.25 * baseline_bits)  # cuts off the first steps, which start at 8
     axes.legend(frameon=False)

@@ -111,6 +111,7 @@ def train(args: argparse.Namespace) -> dict[str, list[demo_report.Result]]:
     """The results of each variant, by seed; the same on every rank."""
     console = Console(quiet=dist.get_rank() != 0)
     text, held_out = train_gpt.read_corpus()
+    few = [name for name in args.variants if isinstance(VARIANTS[name], EveryFewSteps)]
     results: dict[str, list[demo_report.Result]] = {name: [] for name in args.variants}
     for seed in args.seeds:
         console.print(f"seed {seed}")
@@ -122,6 +123,7 @@ def train(args: argparse.Namespace) -> dict[str, list[demo_report.Result]]:
             console,
             variants=VARIANTS,
             config=CONFIG,
+            paces=dict.fromkeys(few, args.pace),
             count_sent=lambda: Traffic.now().sent,
         )
         for name, run in runs.items():
@@ -143,3 +145,7 @@ def main() -> None:
         as_dicts = {name: [asdict(one) for one in of_seeds] for name, of_seeds in results.items()}
         report.write_whole(paths.results, json.dumps(as_dicts))
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
