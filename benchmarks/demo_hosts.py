@@ -5,11 +5,12 @@
 
 At each rate it compares flat Gloo with rota in float32, float16 and float8 between hosts, and with
 DiLoCo, whose workers are the hosts. As in demo.py, variants take turns in blocks of a few steps,
-from the same weights, on the same batches. Communication is a variant's mean step minus that of
-ranks that do not communicate. LocalSGD and DiLoCo take 1.2 times as many steps (--pace), which ends
-at about the same loss. Bytes are counted at the interface of the host that sends most,
-headers included (once for each packet of many segments). Further seeds train at the first rate:
-their spread is what differences of the final loss are compared with. The last line is JSON.
+from the same weights, on the same batches. LocalSGD and DiLoCo take 1.2 times as many steps
+(--pace), which ends at about the same loss. Communication is a variant's step minus that of ranks
+that do not communicate. Bytes are counted at the interface of the host that sends most, headers
+included (once for each packet of many segments). Further seeds train over links that are not
+limited, since losses do not depend on the rate; their spread is what differences of the final loss
+are compared with. The last line is JSON.
 
 It needs the permission to make network namespaces. All hosts share the cores of this machine. Two
 ranks a host are the fewest that have something to add within it, which flat Gloo does not know of.
@@ -79,7 +80,12 @@ def parse_arguments() -> argparse.Namespace:
         default=DEFAULT_VARIANTS,
         help=f"{ALONE}, {BASE}, and some of {','.join(VARIANTS)} (default: %(default)s)",
     )
-    add("--seeds", type=parse_natural(1), default=3, help="at the first rate (default: 3)")
+    add(
+        "--seeds",
+        type=parse_natural(1),
+        default=3,
+        help="of which the first trains at every rate (default: 3)",
+    )
     add(
         "--pace",
         type=train_gpt.positive(float),
@@ -95,7 +101,7 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def train(args: argparse.Namespace, rate: str | None, seeds: Sequence[int]) -> AtRate:
+def train(args: argparse.Namespace, rate: str | None, seed: int, variants: Sequence[str]) -> AtRate:
     """Makes hosts, trains on their ranks, and returns the results.
 
     Raises:
@@ -107,62 +113,73 @@ def train(args: argparse.Namespace, rate: str | None, seeds: Sequence[int]) -> A
         HostNetwork(len(args.hosts), rate) as network,
     ):
         job, results = Path(folder, "job.json"), Path(folder, "results.json")
-        names = ("variants", "steps", "batch", "lr", "pace")
-        job.write_text(
-            json.dumps(
-                {name: getattr(args, name) for name in names}
-                | {"seeds": list(seeds), "max_minutes": MAX_MINUTES}
-            )
-        )
+        more = {"seed": seed, "variants": variants, "max_minutes": MAX_MINUTES}
+        names = ("steps", "batch", "lr", "pace")
+        job.write_text(json.dumps({name: getattr(args, name) for name in names} | more))
         worker = (sys.executable, str(driver.HERE / "demo_hosts_worker.py"), str(job), str(results))
         environments = rank_environments(args.hosts, network.serve_store())
         commands = [network.hosts[int(env["GROUP_RANK"])].command(*worker) for env in environments]
-        ranks = start_processes(
-            "demo_hosts",
-            commands[0][0],
-            args={rank: tuple(command[1:]) for rank, command in enumerate(commands)},
-            # One core for two ranks. A rank that waits long for it is not lost.
-            envs={
-                rank: env | {"OMP_NUM_THREADS": "1", "ROTA_HOST_SILENCE_MS": "30000"}
-                for rank, env in enumerate(environments)
-            },
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )
-        try:
-            outcome = ranks.wait(period=0.2)
-        except SignalException as signal:
-            sys.exit(128 + signal.sigval)
-        finally:
-            ranks.close()
-        assert outcome is not None, "wait() without a timeout returns when the ranks have ended"
-        if outcome.is_failed():
-            first = min(outcome.failures.values(), key=lambda failure: failure.timestamp)
-            raise RankError(f"rank {first.local_rank} ended first, exit code {first.exitcode}")
+        run_ranks(commands, environments, Path(folder))
         of_variants = json.loads(results.read_text())
         return AtRate(
             rate=str(rate or "unlimited"),
             network=network.describe(),
-            results={name: [Result(**one) for one in runs] for name, runs in of_variants.items()},
+            results={name: Result(**result) for name, result in of_variants.items()},
         )
+
+
+def run_ranks(
+    commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]], folder: Path
+) -> None:
+    """Runs one process per rank until all have ended; ends the others if one fails.
+
+    Raises:
+        RankError: it names the rank that failed first.
+    """
+    # One thread, since ranks share cores. A rank that waits long for a core is not lost.
+    common = {"OMP_NUM_THREADS": "1", "ROTA_HOST_SILENCE_MS": "30000"}
+    ranks = start_processes(
+        "demo_hosts",
+        commands[0][0],
+        args={rank: tuple(command[1:]) for rank, command in enumerate(commands)},
+        envs={rank: env | common for rank, env in enumerate(environments)},
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
+    )
+    try:
+        outcome = ranks.wait(period=0.2)
+    except SignalException as signal:
+        sys.exit(128 + signal.sigval)
+    finally:
+        ranks.close()
+    assert outcome is not None, "wait() without a timeout returns when the ranks have ended"
+    if outcome.is_failed():
+        first = min(outcome.failures.values(), key=lambda failure: failure.timestamp)
+        raise RankError(f"rank {first.local_rank} failed first, exit code {first.exitcode}")
 
 
 def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     """The whole run; returns the summary for programs."""
     layout = "+".join(map(str, args.hosts))
     run = driver.Run("demo_hosts", f"demo-hosts-{layout}", sum(args.hosts), args)
-    at_rates: list[AtRate] = []
+    at_rates = []
     for rate in args.rates:
-        seeds = range(args.seed, args.seed + (1 if at_rates else args.seeds))
-        run.console.print(f"links of {rate}, seeds {', '.join(map(str, seeds))}")
-        at_rates.append(train(args, rate, seeds))
-    return publish(run, at_rates)
+        run.console.print(f"links of {rate or 'any rate'}, seed {args.seed}")
+        at_rates.append(train(args, rate, args.seed, args.variants))
+    further = []
+    for seed in range(args.seed + 1, args.seed + args.seeds):
+        run.console.print(f"seed {seed}")
+        trained = [name for name in args.variants if name != ALONE]
+        further.append(train(args, None, seed, trained).results)
+    return publish(run, at_rates, further)
 
 
-def publish(run: driver.Run, at_rates: Sequence[AtRate]) -> dict[str, Any]:
+def publish(
+    run: driver.Run, at_rates: Sequence[AtRate], further: Sequence[dict[str, Result]]
+) -> dict[str, Any]:
     """Writes the record and the picture, prints the tables, and returns the summary."""
     baseline_bits = train_gpt.order0_bits(*train_gpt.read_corpus())
     steps = [rows_of(at_rate) for at_rate in at_rates]
-    losses = losses_of(at_rates)
+    losses = losses_of(at_rates, further)
     run.write_record(
         {
             "networks": [at_rate.network for at_rate in at_rates],
@@ -178,16 +195,12 @@ def publish(run: driver.Run, at_rates: Sequence[AtRate]) -> dict[str, Any]:
         print_steps(run.console, rows)
     print_table(run.console, losses)
     run.console.print(f"picture: {png_path}\nrecord: {run.json_path}", soft_wrap=True)
-    spread = {
-        runs[0].label: max(one.spread for one in runs)
-        for at_rate in at_rates
-        for runs in at_rate.trained.values()
-    }
+    trained = [*(at_rate.trained for at_rate in at_rates), *further]
+    differing = sum(result.spread != 0 for results in trained for result in results.values())
     return {
         "benchmark": "demo_hosts",
         "json": str(run.json_path),
-        # Replicas that differ after training are wrong.
-        "num_wrong": sum(difference != 0 for difference in spread.values()),
+        "num_wrong": differing,  # replicas that differ between ranks after training
         "step_times": [row for rows in steps for row in rows],
         "held_out": losses,
     }

@@ -21,8 +21,7 @@ from demo_report import SMOOTHING_STEPS, Result, smooth
 
 BASE = "gloo"  # DistributedDataParallel as torch has it
 ALONE = "none"
-# By variant, one for each seed.
-Results = dict[str, list[Result]]
+WINDOW_STEPS = 32  # outer steps come every 8, 16 or 32
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,12 @@ class AtRate:
 
     rate: str
     network: dict[str, Any]  # HostNetwork.describe()
-    results: Results
+    results: dict[str, Result]  # by variant
 
     @property
-    def trained(self) -> Results:
+    def trained(self) -> dict[str, Result]:
         """Without the variant whose ranks train alone."""
-        return {name: runs for name, runs in self.results.items() if name != ALONE}
+        return {name: result for name, result in self.results.items() if name != ALONE}
 
 
 def format_rate(rate: str) -> str:
@@ -44,30 +43,37 @@ def format_rate(rate: str) -> str:
     return re.sub(r"^(\d+)([kmg])bit$", lambda match: f"{match[1]} {match[2].upper()}bit/s", rate)
 
 
-def mean_step_ms(runs: Sequence[Result]) -> float:
-    """Of all steps of all seeds. Not the median, which would pass over outer steps."""
-    return statistics.fmean(ms for run in runs for ms in run.step_ms)
+def typical_step_ms(result: Result) -> float:
+    """The median, over windows of WINDOW_STEPS steps, of a window's mean step.
+
+    A window has its share of the outer steps, which the median of single steps would pass over, and
+    the median of windows is not moved by a minute in which other programs keep the cores busy.
+    """
+    times = result.step_ms
+    num_windows = max(1, len(times) // WINDOW_STEPS)
+    windows = [times[i * WINDOW_STEPS : (i + 1) * WINDOW_STEPS] for i in range(num_windows)]
+    return statistics.median(map(statistics.fmean, windows))
 
 
 def rows_of(at_rate: AtRate) -> list[dict[str, Any]]:
     """One row per variant: its step, and how much of it the network takes."""
-    alone_ms = mean_step_ms(at_rate.results[ALONE])
-    base_ms = mean_step_ms(at_rate.results[BASE])
+    alone_ms = typical_step_ms(at_rate.results[ALONE])
+    base_ms = typical_step_ms(at_rate.results[BASE])
     rows = []
-    for name, runs in at_rate.results.items():
-        step_ms = mean_step_ms(runs)
+    for name, result in at_rate.results.items():
+        step_ms = typical_step_ms(result)
         rows.append(
             {
                 "rate": at_rate.rate,
                 "variant": name,
-                "label": runs[0].label,
-                "steps": len(runs[0].losses),
+                "label": result.label,
+                "steps": len(result.losses),
                 "step_ms": round(step_ms, 2),
                 "communication_ms": round(step_ms - alone_ms, 2),
                 "communication_share": round((step_ms - alone_ms) / step_ms, 4),
                 "times_as_fast_as_base": round(base_ms / step_ms, 3),
-                "sent_bytes_per_step": round(statistics.fmean(run.sent_bytes for run in runs)),
-                "seconds": round(step_ms * len(runs[0].losses) / 1e3, 1),
+                "sent_bytes_per_step": round(result.sent_bytes),
+                "seconds": round(step_ms * len(result.losses) / 1e3, 1),
             }
         )
     return rows
@@ -98,23 +104,31 @@ def print_steps(console: Console, rows: Sequence[dict[str, Any]]) -> None:
         )
         for row in rows
     )
-    title = f"links of {format_rate(rows[0]['rate'])}; mean step of the slowest rank"
+    title = f"links of {format_rate(rows[0]['rate'])}; steps of the slowest rank"
     report.print_labelled(console, title, headings, cells)
 
 
-def losses_of(at_rates: Sequence[AtRate]) -> list[dict[str, Any]]:
-    """One row per variant that communicates: held-out loss of every seed, beside the base's."""
-    trained = at_rates[0].trained
-    labels = {name: runs[0].label for name, runs in trained.items()}
-    rows = convergence.summarize(trained, BASE, labels)
-    for row, name in zip(rows, trained, strict=True):
-        others = [at_rate.results[name][0].losses for at_rate in at_rates[1:]]
-        row["same_losses_at_every_rate"] = all(trained[name][0].losses == other for other in others)
+def losses_of(
+    at_rates: Sequence[AtRate], further: Sequence[dict[str, Result]]
+) -> list[dict[str, Any]]:
+    """One row per variant that communicates: held-out loss of every seed, beside the base's.
+
+    Args:
+        at_rates: of the first seed.
+        further: the results of each further seed, by variant.
+    """
+    first = at_rates[0].trained
+    of_seeds = {name: [one, *(seed[name] for seed in further)] for name, one in first.items()}
+    labels = {name: result.label for name, result in first.items()}
+    rows = convergence.summarize(of_seeds, BASE, labels)
+    for row, (name, result) in zip(rows, first.items(), strict=True):
+        others = (at_rate.results[name].losses for at_rate in at_rates[1:])
+        row["same_losses_at_every_rate"] = all(result.losses == losses for losses in others)
     return rows
 
 
 def draw(path: Path, at_rates: Sequence[AtRate], baseline_bits: float, note: str) -> None:
-    """Writes a PNG: for every rate the first seed's loss over time, and `note` above."""
+    """Writes a PNG: for every rate the loss over time, and `note` above."""
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     panels = figure.subplots(1, len(at_rates), sharey=True, squeeze=False)[0]
     for axes, at_rate in zip(panels, at_rates, strict=True):
@@ -127,8 +141,7 @@ def draw(path: Path, at_rates: Sequence[AtRate], baseline_bits: float, note: str
 
 
 def _draw_rate(axes: Axes, at_rate: AtRate, baseline_bits: float) -> None:
-    for runs in at_rate.trained.values():
-        run = runs[0]
+    for run in at_rate.trained.values():
         seconds = [ms / 1e3 for ms in accumulate(run.step_ms)]
         losses = smooth(run.losses)[BLOCK_STEPS:]  # the first block is not timed
         label = f"{run.label}: {seconds[-1]:.0f} s"
@@ -143,14 +156,14 @@ def _draw_rate(axes: Axes, at_rate: AtRate, baseline_bits: float) -> None:
 
 
 def curves_of(at_rates: Sequence[AtRate]) -> list[dict[str, Any]]:
-    """What the picture shows, for the record: the first seed's losses and times by step."""
+    """What the picture shows, for the record: losses and times by step."""
     return [
         {
             "rate": at_rate.rate,
             "variant": name,
-            "losses": convergence.rounded(runs[0].losses),
-            "step_ms": [round(ms, 1) for ms in runs[0].step_ms],
+            "losses": convergence.rounded(result.losses),
+            "step_ms": [round(ms, 1) for ms in result.step_ms],
         }
         for at_rate in at_rates
-        for name, runs in at_rate.results.items()
+        for name, result in at_rate.results.items()
     ]

@@ -107,28 +107,20 @@ VARIANTS: dict[str, demo.Startable] = {
 }
 
 
-def train(args: argparse.Namespace) -> dict[str, list[demo_report.Result]]:
-    """The results of each variant, by seed; the same on every rank."""
-    console = Console(quiet=dist.get_rank() != 0)
-    text, held_out = train_gpt.read_corpus()
-    few = [name for name in args.variants if isinstance(VARIANTS[name], EveryFewSteps)]
-    results: dict[str, list[demo_report.Result]] = {name: [] for name in args.variants}
-    for seed in args.seeds:
-        console.print(f"seed {seed}")
-        args.seed = seed
-        runs = demo.train_in_turns(
-            args,
-            text,
-            held_out,
-            console,
-            variants=VARIANTS,
-            config=CONFIG,
-            paces=dict.fromkeys(few, args.pace),
-            count_sent=lambda: Traffic.now().sent,
-        )
-        for name, run in runs.items():
-            results[name].append(demo.gather(VARIANTS[name], run))
-    return results
+def train(args: argparse.Namespace) -> dict[str, demo_report.Result]:
+    """The results of each variant; the same on every rank."""
+    runs = demo.train_in_turns(
+        args,
+        *train_gpt.read_corpus(),
+        Console(quiet=dist.get_rank() != 0),
+        variants=VARIANTS,
+        config=CONFIG,
+        paces={
+            name: args.pace for name in args.variants if isinstance(VARIANTS[name], EveryFewSteps)
+        },
+        count_sent=lambda: Traffic.now().sent,
+    )
+    return {name: demo.gather(VARIANTS[name], run) for name, run in runs.items()}
 
 
 def main() -> None:
@@ -142,7 +134,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     results = train(args)
     if dist.get_rank() == 0:
-        as_dicts = {name: [asdict(one) for one in of_seeds] for name, of_seeds in results.items()}
+        as_dicts = {name: asdict(result) for name, result in results.items()}
         report.write_whole(paths.results, json.dumps(as_dicts))
     dist.destroy_process_group()
 
