@@ -24,7 +24,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         pass
     path = tmp_path_factory.mktemp("demo") / "record.json"
     command = [sys.executable, "benchmarks/demo_hosts.py", "--quick", "--json", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["num_wrong"] == 0
     assert path.with_suffix(".png").stat().st_size > 10_000
@@ -62,5 +62,5 @@ def test_host_sends_its_share_of_the_gradients(
     rows = [row for row in record["step_times"] if row["variant"] == variant]
     assert [row["rate"] for row in rows] == ["1gbit", "100mbit"]
     for row in rows:
-        # Headers, acknowledgements, signs of life, and a barrier for every 5 steps.
-        assert expected <= row["sent_bytes_per_step"] <= 1.03 * expected + 20_000, row
+        # Headers, acknowledgements and barriers; signs of life, more where a step takes long.
+        assert expected <= row["sent_bytes_per_step"] <= 1.05 * expected + 80_000, row
