@@ -128,7 +128,7 @@ def losses_of(
 
 
 def draw(path: Path, at_rates: Sequence[AtRate], baseline_bits: float, note: str) -> None:
-    """Writes a PNG: for every rate the loss over time, and `note` above."""
+    """Writes a PNG: for every rate the loss over time, from the baseline on, and `note` above."""
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     panels = figure.subplots(1, len(at_rates), sharey=True, squeeze=False)[0]
     for axes, at_rate in zip(panels, at_rates, strict=True):
@@ -147,11 +147,10 @@ def _draw_rate(axes: Axes, at_rate: AtRate, baseline_bits: float) -> None:
         label = f"{run.label}: {seconds[-1]:.0f} s"
         axes.plot(seconds, losses, color=run.color, lw=1.8, label=label)
         axes.plot(seconds[-1], losses[-1], "o", color=run.color, markersize=5)
-    axes.axhline(baseline_bits, color="black", lw=1, ls=":")
     axes.set_title(f"Links of {format_rate(at_rate.rate)}")
     axes.set_xlabel("seconds of training")
     axes.set_xlim(left=0)
-    axes.set_ylim(top=1.25 * baseline_bits)  # cuts off the first steps, which start at 8
+    axes.set_ylim(top=baseline_bits)  # cuts off the first steps, which start at 8
     axes.legend(frameon=False)
 
 

@@ -31,7 +31,7 @@ from host_network import Traffic
 
 # 0.46 M parameters: their gradients, 1.8 MB, take a link of 1 Gbit/s 15 ms, of 100 Mbit/s 154 ms.
 CONFIG = replace(train_gpt.SCALES["cpu"].config, num_layers=2, width=128)
-COLORS = ("#8a1c7c", "#d08ac4", "#5b4a9e", "#a89be0", "#7a6a4f", "#d2c14a")  # of EveryFewSteps
+COLORS = ("#8a1c7c", "#5b4a9e", "#a89be0", "#7a6a4f", "#d2c14a", "#d08ac4")  # of EveryFewSteps
 
 
 @dataclass(frozen=True)
