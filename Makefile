@@ -22,10 +22,11 @@ SOURCES := $(shell find csrc -type f)
 MODULES := $(shell find python -name '*.py' -o -name '*.pyi')
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu')
 
-.PHONY: help venv test test-long trainers conformance check-cuda gpu gpu-dry lint format bench bench-fused demo clean
+.PHONY: help venv test test-long trainers conformance check-cuda gpu gpu-dry lint format bench bench-fused demo demo-hosts clean
 
 help:
 	@echo "make demo        train a byte-level GPT data-parallel, rota beside Gloo or NCCL"
+	@echo "make demo-hosts  the same over two simulated hosts, and with DiLoCo; needs network namespaces"
 	@echo "make test        the whole test suite"
 	@echo "make test-long   10,000 random cases of the fused all-reduce, 1 minute"
 	@echo "make trainers    the recipes for trainers, with DeepSpeed and Transformers; 1 to 3 minutes"
@@ -117,6 +118,10 @@ bench-fused: venv
 
 demo: venv
 	$(PYTHON) benchmarks/demo.py
+
+# About 15 minutes. It needs root, or the permission to make network namespaces.
+demo-hosts: venv
+	$(PYTHON) benchmarks/demo_hosts.py
 
 lint: $(VENV)/.packages
 	$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +50,21 @@ def train(args: Any, console: Console) -> tuple[Results, float]:
     return results, train_gpt.order0_bits(train_text, held_out)
 
 
-def summarize(results: Results) -> list[dict[str, Any]]:
-    """One row per variant: its held-out bits per byte compared with float32's."""
+def summarize(
+    results: Results, base: str = BASE, labels: Mapping[str, str] = LABELS
+) -> list[dict[str, Any]]:
+    """One row per variant: its held-out bits per byte compared with those of `base`, which is the
+    variant with float32."""
     final = {name: [run.held_out[-1][1] for run in runs] for name, runs in results.items()}
-    low, high = min(final[BASE]), max(final[BASE])
+    low, high = min(final[base]), max(final[base])
     rows = []
     for name, bits in final.items():
         mean = statistics.fmean(bits)
-        pairs = zip(bits, final[BASE], strict=True)
-        difference = max((own - base for own, base in pairs), key=lambda value: abs(value))
+        pairs = zip(bits, final[base], strict=True)
+        difference = max((own - of_base for own, of_base in pairs), key=lambda value: abs(value))
         rows.append(
             {
-                "gradients": LABELS[name],
+                "gradients": labels[name],
                 "held_out_bits": [round(value, 5) for value in bits],
                 "mean": round(mean, 5),
                 "spread": round(max(bits) - min(bits), 5),

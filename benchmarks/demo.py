@@ -24,9 +24,10 @@ import statistics
 import sys
 import time
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,34 @@ CPU = torch.device("cpu")
 OUTPUT = machine.REPOSITORY / "build" / "demo"
 
 
+@dataclass
+class Run:
+    """One variant's replica on this rank, and this rank's measurements of it by step."""
+
+    model: train_gpt.GPT
+    parallel: nn.Module  # the model under DistributedDataParallel or FSDP
+    optimizer: torch.optim.Optimizer
+    finish: Callable[[], None] = lambda: None  # after the last step, so that replicas are equal
+    losses: list[float] = field(default_factory=list)  # bits per byte
+    step_ms: list[float] = field(default_factory=list)
+    cpu_ms: float = 0.0  # CPU time of all steps
+    sent_bytes: int = 0  # by this rank's host, in all steps
+    held_out: list[tuple[int, float]] = field(default_factory=list)  # (steps done, bits per byte)
+
+
+class Startable(Protocol):
+    """What can take turns with others."""
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def color(self) -> str: ...
+
+    def start(self, initial: train_gpt.GPT) -> Run:
+        """This rank's replica of `initial`, over groups of its own; a collective call."""
+        ...
+
+
 @dataclass(frozen=True)
 class Variant:
     label: str
@@ -51,6 +80,12 @@ class Variant:
     hook: str
     color: str
     wire_dtype: str = "float16"  # used by the fused hook
+
+    def start(self, initial: train_gpt.GPT) -> Run:
+        model = copy.deepcopy(initial)
+        group = dist.new_group(backend="gloo" if self.backend == "none" else self.backend)
+        ddp = train_gpt.data_parallel(model, self.backend, self.hook, group, self.wire_dtype)
+        return Run(model, ddp, train_gpt.make_optimizer(model))
 
 
 VARIANTS = {
@@ -72,36 +107,27 @@ def default_variants(baseline: str) -> list[str]:
     return ["none", baseline, f"{baseline}_fp16", "rota", "rota_fused", "rota_fused_fp8"]
 
 
-@dataclass
-class Run:
-    """One variant's replica on this rank, and this rank's measurements of it by step."""
-
-    model: train_gpt.GPT
-    parallel: nn.Module  # the model under DistributedDataParallel or FSDP
-    optimizer: torch.optim.Optimizer
-    losses: list[float] = field(default_factory=list)  # bits per byte
-    step_ms: list[float] = field(default_factory=list)
-    cpu_ms: float = 0.0  # CPU time of all steps
-    held_out: list[tuple[int, float]] = field(default_factory=list)  # (steps done, bits per byte)
-
-
-def start_run(variant: Variant, initial: train_gpt.GPT) -> Run:
-    model = copy.deepcopy(initial)
-    group = dist.new_group(backend="gloo" if variant.backend == "none" else variant.backend)
-    ddp = train_gpt.data_parallel(model, variant.backend, variant.hook, group, variant.wire_dtype)
-    return Run(model, ddp, train_gpt.make_optimizer(model))
+def nothing_sent() -> int:
+    """The bytes that a host without a network has sent."""
+    return 0
 
 
 def take_turn(
-    run: Run, steps: range, num_steps: int, train: Tensor, args: argparse.Namespace
+    run: Run,
+    steps: range,
+    num_steps: int,
+    train: Tensor,
+    args: argparse.Namespace,
+    count_sent: Callable[[], int] = nothing_sent,
 ) -> None:
     """Trains `steps` of a run of `num_steps`; the ranks start together, with idle GPUs."""
-    rank, context = dist.get_rank(), train_gpt.SCALES[train.device.type].config.context
+    rank, context = dist.get_rank(), run.model.context
     timer = train_gpt.StepTimer(train.device)
     bits = []
     if train.is_cuda:
         torch.cuda.synchronize(train.device)
     dist.barrier()
+    sent_before = count_sent()
     cpu_start = time.process_time()
     timer.start()
     for step in steps:
@@ -112,6 +138,8 @@ def take_turn(
     run.step_ms += timer.step_ms()
     run.cpu_ms += (time.process_time() - cpu_start) * 1e3
     run.losses += [float(value) for value in bits]
+    dist.barrier()  # other ranks of this host may still be sending
+    run.sent_bytes += count_sent() - sent_before
 
 
 def affordable_steps(done: int, elapsed_s: float, args: argparse.Namespace) -> int:
@@ -129,13 +157,26 @@ def train_in_turns(
     held_out: Tensor,
     console: Console,
     device: torch.device = CPU,
+    *,
+    variants: Mapping[str, Startable] = VARIANTS,
+    config: train_gpt.GPTConfig | None = None,
+    paces: Mapping[str, float] | None = None,
+    count_sent: Callable[[], int] = nothing_sent,
 ) -> dict[str, Run]:
-    config = train_gpt.SCALES[device.type].config
+    """Trains args.variants, which take turns, from the weights and batches of args.seed.
+
+    Args:
+        variants: what the names in args.variants mean.
+        config: of the model; None: the demo's for this device.
+        paces: a variant with 1.2 trains 1.2 times as many steps as others; 1 where it is missing.
+        count_sent: the bytes that this rank's host has sent until now.
+    """
+    config = config or train_gpt.SCALES[device.type].config
     train, held_out = train.to(device), held_out.to(device)
     torch.manual_seed(args.seed)
     with device:
         initial = train_gpt.GPT(config)
-    runs = {name: start_run(VARIANTS[name], initial) for name in args.variants}
+    runs = {name: variants[name].start(initial) for name in args.variants}
     turns = deque(runs)
 
     progress = Progress(
@@ -148,7 +189,7 @@ def train_in_turns(
         disable=not console.is_terminal,
     )
     bars = {
-        name: progress.add_task(VARIANTS[name].label, total=args.steps, loss="") for name in runs
+        name: progress.add_task(variants[name].label, total=args.steps, loss="") for name in runs
     }
     start = time.perf_counter()
     num_steps, done = args.steps, 0
@@ -156,7 +197,9 @@ def train_in_turns(
         while done < num_steps:
             steps = range(done, min(done + BLOCK_STEPS, num_steps))
             for name in turns:
-                take_turn(runs[name], steps, num_steps, train, args)
+                pace = (paces or {}).get(name, 1.0)
+                own_steps = range(round(steps.start * pace), round(steps.stop * pace))
+                take_turn(runs[name], own_steps, round(num_steps * pace), train, args, count_sent)
                 loss = f"loss {runs[name].losses[-1]:.3f}"
                 progress.update(bars[name], completed=steps.stop, total=num_steps, loss=loss)
             turns.rotate(-1)  # so that no variant always comes first
@@ -165,8 +208,10 @@ def train_in_turns(
             if done % EVAL_STEPS == 0 or done == num_steps:
                 line = f"step {done:4d}  held out"
                 for name, run in runs.items():
+                    if done == num_steps:
+                        run.finish()
                     bits = train_gpt.held_out_bits(run.model, held_out, config.context)
-                    run.held_out.append((done, bits))
+                    run.held_out.append((len(run.losses), bits))
                     line += f"  {name} {bits:.3f}"
                 console.print(line, soft_wrap=True)
     if num_steps < args.steps:
@@ -174,11 +219,13 @@ def train_in_turns(
     return runs
 
 
-def gather(variant: Variant, run: Run) -> Result:
+def gather(variant: Startable, run: Run) -> Result:
     """Combines all ranks' measurements; returns the same on every rank."""
     per_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(per_rank, (run.losses, run.step_ms, run.cpu_ms / sum(run.step_ms)))
-    losses, step_ms, core_share = zip(*per_rank, strict=True)
+    dist.all_gather_object(
+        per_rank, (run.losses, run.step_ms, run.cpu_ms / sum(run.step_ms), run.sent_bytes)
+    )
+    losses, step_ms, core_share, sent_bytes = zip(*per_rank, strict=True)
     return Result(
         label=variant.label,
         color=variant.color,
@@ -187,6 +234,7 @@ def gather(variant: Variant, run: Run) -> Result:
         # The first block includes allocations and DDP's own start-up.
         step_ms=[max(values) for values in zip(*step_ms, strict=True)][BLOCK_STEPS:],
         spread=train_gpt.parameter_spread(run.model),
+        sent_bytes=max(sent_bytes) / len(run.losses),
         core_share=None if next(run.model.parameters()).is_cuda else min(core_share),
     )
 

@@ -32,6 +32,7 @@ class Result:
     held_out: list[tuple[int, float]]  # (steps done, bits per byte)
     step_ms: list[float]  # by step, slowest rank
     spread: float  # largest difference of a parameter between two ranks
+    sent_bytes: float  # per step, by the host that sends most; 0 on a single host
     core_share: float | None  # lowest CPU time over wall time of any rank; on the CPU
 
 

@@ -45,7 +45,7 @@ class Run:
     def __init__(self, benchmark: str, name: str, num_ranks: int, args: argparse.Namespace) -> None:
         console = Console()
         # A pipe has 80 columns by default, too few for the tables.
-        self.console = Console(width=max(console.width, 120), highlight=False)
+        self.console = Console(width=max(console.width, 140), highlight=False)
         self.benchmark = benchmark
         self._num_ranks = num_ranks
         self._args = args

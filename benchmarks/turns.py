@@ -28,16 +28,23 @@ GOAL = 0.25
 QUICK_STEPS = 40
 
 
-def parse_arguments(parser: Parser) -> Any:
-    """Parses the command line, with the arguments that all these benchmarks have."""
+def parse_arguments(parser: Parser, quick_steps: int = QUICK_STEPS, **defaults: float) -> Any:
+    """Parses the command line, with the arguments that all these benchmarks have.
+
+    Args:
+        parser: with a benchmark's own arguments.
+        quick_steps: of --quick.
+        defaults: of arguments of training, where they are not the demo's.
+    """
     add = parser.add_argument
-    add("--quick", action="store_true", help=f"at most {QUICK_STEPS} steps of each variant")
+    add("--quick", action="store_true", help=f"at most {quick_steps} steps of each variant")
     add("--json", type=Path, help="where to write the record (default: benchmarks/results/)")
     train_gpt.add_training_arguments(parser)
+    parser.set_defaults(**defaults)
     args = parser.parse_args()
     train_gpt.fill_in(args, train_gpt.SCALES["cpu"])
     if args.quick:
-        args.steps = min(args.steps, QUICK_STEPS)
+        args.steps = min(args.steps, quick_steps)
     if args.steps <= demo.BLOCK_STEPS:
         parser.error(f"--steps is {args.steps}; the first {demo.BLOCK_STEPS} are not timed")
     return args

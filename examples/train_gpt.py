@@ -122,6 +122,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        self.context = config.context
         self.embedding = nn.Embedding(BYTES, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.head = nn.Linear(config.width, BYTES, bias=False)
