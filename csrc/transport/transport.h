@@ -50,6 +50,7 @@ class Transport {
     int world_size;
   };
   void set_numbering(Numbering numbering) { numbering_ = std::move(numbering); }
+  bool is_among_hosts() const { return numbering_.has_value(); }
   int number_of(int rank) const {
     return numbering_ ? numbering_->ranks[static_cast<size_t>(rank)] : rank;
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <span>
+#include <type_traits>
 #include <vector>
 
 #include "cpu/float_environment.h"
@@ -39,6 +40,8 @@ class HierarchicalSum {
         is_short_(num_chunks_ <= 1 &&
                   encoded_bytes(range_of(0)) <=
                       Bridge::kMaxShortBytes / static_cast<size_t>(num_hosts() - 1)),
+        is_direct_(std::is_same_v<R, cpu::Reducer> && !is_short_ && !call.wire.is_block_scaled &&
+                   call.wire.dtype == call.dtype),
         num_rails_(is_short_ ? 1 : bridge.hosts().num_rails()),
         to_tensor_(reducers_.to_tensor(buffers)) {}
 
@@ -122,15 +125,18 @@ class HierarchicalSum {
   Range share_of(uint64_t chunk, int host) const {
     return share_of(chunk, bridge_.local_rank(), host);
   }
-  size_t encoded_bytes(const Range& range) const {
-    return Scratch::round_up(call_.wire.num_bytes(range.num_elems));
+  size_t message_bytes(const Range& range) const { return call_.wire.num_bytes(range.num_elems); }
+  // In a buffer.
+  size_t encoded_bytes(const Range& range) const { return Scratch::round_up(message_bytes(range)); }
+  size_t result_bytes(const Range& range) const {
+    return is_direct_ ? message_bytes(range) : encoded_bytes(range);
   }
   int num_shares() const { return is_short_ ? 1 : num_hosts(); }
   // The encoded results of one rail.
   size_t rail_bytes(uint64_t chunk, int rail) const {
     size_t num_bytes = 0;
     for (int share = 0; share < num_shares(); ++share) {
-      num_bytes += encoded_bytes(share_of(chunk, rail, share));
+      num_bytes += result_bytes(share_of(chunk, rail, share));
     }
     return num_bytes;
   }
@@ -141,7 +147,7 @@ class HierarchicalSum {
     for (int share = 0; share < num_shares(); ++share) {
       const Range range = share_of(chunk, rail, share);
       body(share, call_.wire.place(results, range.num_elems), range);
-      results += encoded_bytes(range);
+      results += result_bytes(range);
     }
   }
 
@@ -153,6 +159,7 @@ class HierarchicalSum {
 
   std::byte* results_buffer(uint64_t chunk) {
     if (is_short_) return bridge_.short_result();
+    if (is_direct_) return data_ + range_of(chunk).begin * info(call_.dtype).num_bytes;
     size_t num_bytes = 0;
     for (int rail = 0; rail < num_rails(); ++rail) num_bytes += rail_bytes(chunk, rail);
     return buffer(chunk, 2, num_bytes);
@@ -191,14 +198,14 @@ class HierarchicalSum {
       place.contributions.push_back(call_.wire.place(incoming, own.num_elems));
       if (host != bridge_.host()) {
         place.contributing.push_back(
-            bridge_.recv(incoming, own_bytes, on_rail(host), kContributionTag));
+            bridge_.recv(incoming, message_bytes(own), on_rail(host), kContributionTag));
       }
       incoming += own_bytes;
     }
     for_each_share(chunk, bridge_.local_rank(), place.results,
                    [&](int host, const WirePlace& result, const Range& range) {
                      if (host == bridge_.host()) return;
-                     place.resulting.push_back(bridge_.recv(result.payload, encoded_bytes(range),
+                     place.resulting.push_back(bridge_.recv(result.payload, message_bytes(range),
                                                             on_rail(host), kResultTag));
                    });
   }
@@ -222,15 +229,23 @@ class HierarchicalSum {
     const Range own = share_of(chunk, bridge_.host());
     WirePlace& contribution = place.contributions[static_cast<size_t>(bridge_.host())];
     contribution = reducers_.own_contribution(reducer, own, contribution);
-    std::byte* outgoing = buffer(
-        chunk, 4, encoded_bytes(shard) + static_cast<size_t>(num_hosts()) * Scratch::kPlaceBytes);
+    const bool is_plain = cpu::is_from_tensor(contribution);  // goes out as it is
+    std::byte* outgoing = is_plain
+                              ? nullptr
+                              : buffer(chunk, 4,
+                                       encoded_bytes(shard) +
+                                           static_cast<size_t>(num_hosts()) * Scratch::kPlaceBytes);
     for (int host = 0; host < num_hosts(); ++host) {
       if (host == bridge_.host()) continue;
       const Range range = share_of(chunk, host);
-      reducer.pack(range, call_.wire.place(outgoing, range.num_elems));
+      std::byte* message = place.partial + (range.begin - shard.begin) * elem_bytes();
+      if (!is_plain) {
+        message = outgoing;
+        reducer.pack(range, call_.wire.place(message, range.num_elems));
+        outgoing += encoded_bytes(range);
+      }
       place.sends.push_back(
-          bridge_.send(outgoing, encoded_bytes(range), on_rail(host), kContributionTag));
-      outgoing += encoded_bytes(range);
+          bridge_.send(message, message_bytes(range), on_rail(host), kContributionTag));
     }
   }
 
@@ -247,7 +262,7 @@ class HierarchicalSum {
                      reducer.reduce(place.contributions.data(), range, {&result, 1});
                      for (int host = 0; host < num_hosts() && !is_short_; ++host) {
                        if (host == bridge_.host()) continue;
-                       place.sends.push_back(bridge_.send(result.payload, encoded_bytes(range),
+                       place.sends.push_back(bridge_.send(result.payload, message_bytes(range),
                                                           on_rail(host), kResultTag));
                      }
                    });
@@ -258,7 +273,7 @@ class HierarchicalSum {
     Place& place = place_of(chunk);
     bridge_.wait(place.resulting, "results");
     gather(chunk, place);
-    for (int rail = 0; rail < num_rails(); ++rail) {
+    for (int rail = 0; rail < num_rails() && !is_direct_; ++rail) {
       for_each_share(chunk, rail, place.results,
                      [&](int, const WirePlace& result, const Range& range) {
                        if (range.num_elems > 0) to_tensor_.unpack(result, range);
@@ -289,7 +304,8 @@ class HierarchicalSum {
   float* residual_;
   uint64_t chunk_elems_;
   uint64_t num_chunks_;
-  bool is_short_;  // every leader sums all of it
+  bool is_short_;   // every leader sums all of it
+  bool is_direct_;  // results are the tensor's bits, and arrive there
   int num_rails_;
   const R to_tensor_;
   std::array<Place, kNumPlaces> places_;
