@@ -119,7 +119,7 @@ bench-fused: venv
 demo: venv
 	$(PYTHON) benchmarks/demo.py
 
-# About 15 minutes. It needs root, or the permission to make network namespaces.
+# About 12 minutes. It needs root, or the permission to make network namespaces.
 demo-hosts: venv
 	$(PYTHON) benchmarks/demo_hosts.py
 
