@@ -432,7 +432,7 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupRota::split(
       c10::make_intrusive<::c10d::PrefixStore>(prefix, store),
       static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size()), std::move(of_rota),
       delegate_.make());
-  if (options) {
+  if (options && !options->group_name.empty()) {
     last_split_name_ = options->group_name;
     last_split_.emplace(c10::intrusive_ptr<Backend>(group));
   }

@@ -121,7 +121,7 @@ class ProcessGroupRota final : public ::c10d::Backend {
   std::shared_ptr<TensorCommunicator> communicator_;
   Delegate delegate_;
   std::atomic<uint64_t> num_calls_{0};
-  std::string last_split_name_;  // of a group: unique
+  std::string last_split_name_;  // unique; a group without a name is not kept
   std::optional<c10::weak_intrusive_ptr<Backend>> last_split_;
   std::optional<std::vector<WorkPtr>> coalescing_;  // none: each call has its own
 };
