@@ -49,7 +49,7 @@ from demo_hosts_report import (
 from demo_hosts_worker import VARIANTS
 from demo_model import train_gpt
 from demo_report import Result
-from host_network import HostNetwork, NotAvailable, rank_environments
+from host_network import HostNetwork, rank_environments
 from hosts import parse_hosts, parse_rate
 from ranks import RankError
 
@@ -209,11 +209,7 @@ def publish(
 def main() -> int:
     """Returns the exit status: 0 if all trained and all replicas of a variant are equal."""
     args = parse_arguments()
-    try:
-        return driver.exit_status(lambda: benchmark(args))
-    except NotAvailable as reason:
-        print(f"error: no hosts can be simulated: {reason}", file=sys.stderr)
-        return 1
+    return driver.exit_status(lambda: benchmark(args))
 
 
 if __name__ == "__main__":

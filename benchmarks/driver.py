@@ -20,6 +20,7 @@ import interleave
 import machine
 import report
 from arguments import FLOAT32_BYTES, plan_of
+from host_network import NotAvailable
 from interleave import Measurement
 from protocol import Entry
 from ranks import RankError, RankGroup
@@ -188,6 +189,9 @@ def exit_status(benchmark: Callable[[], dict[str, Any]]) -> int:
         result = benchmark()
     except RankError as failure:
         print(f"error: {failure}", file=sys.stderr)
+        return 1
+    except NotAvailable as reason:
+        print(f"error: no hosts can be simulated: {reason}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted; all ranks are ended", file=sys.stderr)

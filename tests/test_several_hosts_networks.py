@@ -14,26 +14,9 @@ import rota
 from hosts import Hosts
 from oracle import assert_same, exact, exact_inputs
 from ranks import Rank, Ranks, error_of
-from test_several_hosts_failures import pretend_hosts
+from test_several_hosts_failures import fail_network_of_host_1, pretend_hosts
 
-SILENCE_MS = 1500  # before a rank of another host counts as lost
 NUM_ELEMS = 1 << 18
-
-
-def reduce_until_error(rank: Rank) -> tuple[str, str, float]:
-    rank.init("gloo")
-    communicator = rota.Communicator()
-    communicator.barrier()
-    rank.tell()
-    tensor = torch.ones(NUM_ELEMS)
-
-    def reduce() -> None:
-        while True:
-            communicator.all_reduce(tensor)
-
-    start = time.monotonic()
-    error = error_of(reduce)
-    return *error, time.monotonic() - start
 
 
 # ---- half-open connections
@@ -41,12 +24,7 @@ def reduce_until_error(rank: Rank) -> tuple[str, str, float]:
 
 @pytest.mark.parametrize("how", ["drop_sent", "drop_received"])
 def test_link_that_fails_in_one_direction_ends_the_group_on_both_sides(how: str) -> None:
-    silence = {"ROTA_HOST_SILENCE_MS": str(SILENCE_MS)}
-    with Hosts((2, 1)) as hosts, hosts.start(reduce_until_error, env=silence) as ranks:
-        for rank in range(3):
-            ranks.hear(rank)
-        getattr(hosts, how)(1)
-        results = ranks.results()
+    results = fail_network_of_host_1(how)
     for rank, (error, text, seconds) in enumerate(results):
         assert error == "PeerFailed", (rank, error, text)
         assert "no sign of life" in text and "on host" in text, text
@@ -72,7 +50,7 @@ def reduce_on_slow_link(rank: Rank) -> float:
 
 def test_host_behind_a_slow_link_is_not_lost() -> None:
     """Signs of life do not wait behind data for as long as a host may be silent."""
-    silence_ms = 2 * SILENCE_MS  # the tests share cores
+    silence_ms = 3000  # before a rank of another host counts as lost; the tests share cores
     silence = {"ROTA_HOST_SILENCE_MS": str(silence_ms)}
     with Hosts((2, 1)) as hosts, hosts.start(reduce_on_slow_link, env=silence) as ranks:
         for rank in range(3):
