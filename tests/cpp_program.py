@@ -133,7 +133,7 @@ def each_case(flavours: Iterable[Flavour]) -> pytest.MarkDecorator:
 
 def product_sources() -> list[Path]:
     """All sources that do not depend on torch, as paths below csrc/."""
-    layers = ("base", "schedule", "transport", "cpu", "cuda", "core")
+    layers = ("base", "schedule", "transport", "cpu", "cuda", "core", "hosts")
     files = (path for layer in layers for path in sorted((CSRC / layer).glob("*.cpp")))
     return [path.relative_to(CSRC) for path in files]
 

@@ -4,8 +4,9 @@ Each case of tests/cpp/ is a test of its own in every flavour that can run it:
 
   plain     as it is
   tsan      ThreadSanitizer, with one place in each mailbox: the minimum for the protocol, so that
-            memory is reused as soon as possible
-  asan      AddressSanitizer with leak check, UndefinedBehaviorSanitizer, checked containers
+            memory is reused as soon as possible, and short chunks between hosts
+  asan      AddressSanitizer with leak check, UndefinedBehaviorSanitizer, checked containers, short
+            chunks between hosts
   endless   without the timeout that ends every sleep, so a lost wake-up hangs the program
 
 No report is suppressed. The mutants show that the tests detect real faults.
@@ -44,7 +45,7 @@ from cpp_program import (
 
 pytestmark = pytest.mark.no_extension
 
-COMMON = ("main", "reference", "numbers", "calls", "ranks")
+COMMON = ("main", "reference", "numbers", "calls", "ranks", "memory_network", "host_ranks")
 THREAD_CASES = (
     "collectives_cases",
     "sequences_cases",
@@ -56,6 +57,7 @@ THREAD_CASES = (
     "point_to_point_cases",
     "host_cases",
     "endpoint_cases",
+    "bridge_cases",
 )
 # Single-threaded cases need no ThreadSanitizer, and it does not support forks.
 OTHER_CASES = (
@@ -77,6 +79,13 @@ LINKS = "transport/links.h"
 
 LAYOUT = "transport/layout.h"
 ONE_PLACE = (Patch(LAYOUT, r"kPlacesPerMailbox = \d+;", "kPlacesPerMailbox = 1;"),)
+# So that calls between hosts have many chunks, of which no part is short.
+SHORT_CHUNKS = (
+    Patch("hosts/hierarchical_sum.cpp", r"kChunkBytes = 2 << 20;", "kChunkBytes = 16 << 10;"),
+    Patch("hosts/hierarchical_copies.cpp", r"kChunkBytes = 1 << 20;", "kChunkBytes = 4 << 10;"),
+    Patch("hosts/hierarchical_copies.cpp", r"kStarBytes = 64 << 10;", "kStarBytes = 256;"),
+    Patch("hosts/bridge.h", r"kMaxShortBytes = 32 << 10;", "kMaxShortBytes = 256;"),
+)
 ENDLESS_SLEEP = (
     Patch("base/waiter.cpp", r"&tick\b", "nullptr"),
     Patch("base/waiter.cpp", r"&end, CLOCK_MONOTONIC\)", "nullptr, CLOCK_MONOTONIC)"),
@@ -88,13 +97,14 @@ FLAVOURS = (
         "tsan",
         (*COMMON, *THREAD_CASES),
         flags=TSAN_FLAGS,
-        patches=ONE_PLACE,
+        patches=(*ONE_PLACE, *SHORT_CHUNKS),
         environment=TSAN,
     ),
     Flavour(
         "asan",
         (*COMMON, "processes", *THREAD_CASES, *OTHER_CASES),
         flags=ASAN_FLAGS,
+        patches=SHORT_CHUNKS,
         environment=ASAN,
     ),
     Flavour(

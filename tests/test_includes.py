@@ -24,9 +24,10 @@ ALLOWED: dict[str, set[str]] = {
     "cpu": {"base", "schedule", "transport"},
     "cuda": {"base", "schedule", "transport"},
     "core": {"base", "schedule", "transport", "cpu", "cuda"},
-    "tensor": {"base", "schedule", "transport", "cpu", "cuda", "core"},
-    "c10d": {"base", "schedule", "transport", "cpu", "cuda", "core", "tensor"},
-    "bindings": {"base", "schedule", "transport", "cpu", "cuda", "core", "tensor", "c10d"},
+    "hosts": {"base", "schedule", "transport", "cpu", "core"},
+    "tensor": {"base", "schedule", "transport", "cpu", "cuda", "core", "hosts"},
+    "c10d": {"base", "schedule", "transport", "cpu", "cuda", "core", "hosts", "tensor"},
+    "bindings": {"base", "schedule", "transport", "cpu", "cuda", "core", "hosts", "tensor", "c10d"},
 }
 # Layers that may use CUDA: kernels and their launches, and the memory that GPUs map.
 CUDA_LAYERS = {"cuda", "transport"}
@@ -90,6 +91,7 @@ EXAMPLE_FILES = [
     "cpu/exchange.h",
     "cuda/k.h",
     "core/c.h",
+    "hosts/bridge.h",
     "tensor/work.h",
     "c10d/backend.h",
     "bindings.cpp",
@@ -104,7 +106,9 @@ EXAMPLE_FILES = [
         ("transport/a.cpp", '#include "cpu/exchange.h"\n', "transport must not know cpu"),
         ("cpu/a.cpp", '  #  include "core/c.h"\n', "cpu must not know core"),
         ("cpu/a.cpp", '#include "cuda/k.h"\n', "cpu must not know cuda"),
-        ("core/a.cpp", '#include "tensor/work.h"\n', "core must not know tensor"),
+        ("core/a.cpp", '#include "hosts/bridge.h"\n', "core must not know hosts"),
+        ("hosts/a.cpp", '#include "tensor/work.h"\n', "hosts must not know tensor"),
+        ("hosts/a.cpp", "#include <ATen/ATen.h>\n", "torch stops in tensor/"),
         ("tensor/a.cpp", '#include "c10d/backend.h"\n', "tensor must not know c10d"),
         ("c10d/a.cpp", '#include "bindings.cpp"\n', "c10d must not know bindings"),
         ("core/a.cpp", "#include <torch/csrc/utils/pybind.h>\n", "torch stops in tensor/"),

@@ -9,7 +9,17 @@
 #include "tensor/tensor_checks.h"
 
 namespace rota::tensors {
-namespace {}  // namespace
+namespace {
+
+void run_operation(const Operation& operation, const Call& call, Communicator& communicator,
+                   CallerThread thread) {
+  run_on_cpu(operation, call, communicator.rank(), communicator.world_size(),
+             [&](const cpu::Buffers& buffers) {
+               communicator.run(call, buffers, thread, operation.timeout);
+             });
+}
+
+}  // namespace
 
 CpuCollectives::CpuCollectives(std::shared_ptr<Communicator> communicator,
                                std::function<void()> check_interrupt)
@@ -61,7 +71,7 @@ WorkRef CpuCollectives::run(OperationList operations, Launch mode) {
   if (runs_at_once(mode)) {
     const auto body = [&](Communicator& communicator, CallerThread thread) {
       for (size_t i = 0; i < operations.size(); ++i) {
-        run_on_cpu(operations[i], calls[i], communicator, thread);
+        run_operation(operations[i], calls[i], communicator, thread);
       }
     };
     run_here(row_of(kind).title.data(), [&] { return results_of(operations); }, body);
@@ -72,7 +82,7 @@ WorkRef CpuCollectives::run(OperationList operations, Launch mode) {
                  [owned = std::move(owned), calls = std::move(calls)](Communicator& communicator,
                                                                       CallerThread thread) {
                    for (size_t i = 0; i < owned.size(); ++i) {
-                     run_on_cpu(owned[i].view(), calls[i], communicator, thread);
+                     run_operation(owned[i].view(), calls[i], communicator, thread);
                    }
                  });
 }
@@ -99,8 +109,8 @@ WorkRef CpuCollectives::all_reduce_sparse(const at::Tensor& tensor, Launch mode,
     tensors::all_reduce_sparse(
         tensor, communicator.rank(), communicator.world_size(), [&](Operation& operation) {
           operation.timeout = timeout;
-          run_on_cpu(operation, plan(operation, planner, communicator.rank(), at::kCPU),
-                     communicator, thread);
+          run_operation(operation, plan(operation, planner, communicator.rank(), at::kCPU),
+                        communicator, thread);
         });
   };
   const CollectiveKind kind = CollectiveKind::kAllReduce;

@@ -284,24 +284,21 @@ PackedOperation::PackedOperation(const Operation& operation, int rank, int world
       outputs_(operation.outputs, lengths_of(output_side(operation, rank), world_size),
                Packed::Content::kOverwritten) {}
 
-void run_on_cpu(const Operation& operation, const Call& call, Communicator& communicator,
-                CallerThread thread) {
+void run_on_cpu(const Operation& operation, const Call& call, int rank, int world_size,
+                c10::function_ref<void(const cpu::Buffers&)> run) {
   const CollectiveRow& row = row_of(operation.kind);
-  const int rank = communicator.rank();
-  if (operation.kind == CollectiveKind::kBarrier) {
-    return communicator.run(call, {}, thread, operation.timeout);
-  }
+  if (operation.kind == CollectiveKind::kBarrier) return run({});
   if (row.is_in_place) {
     const bool contributes = is_among(row.contributors, rank, call.root);
     const Packed packed(operation.outputs[0],
                         contributes ? Packed::Content::kRead : Packed::Content::kOverwritten,
                         operation.premul_factor);
-    communicator.run(call, {.data = packed.data()}, thread, operation.timeout);
+    run({.data = packed.data()});
     if (is_among(row.receivers, rank, call.root)) packed.unpack();
     return;
   }
-  const PackedOperation packed(operation, rank, communicator.world_size());
-  communicator.run(call, packed.buffers(), thread, operation.timeout);
+  const PackedOperation packed(operation, rank, world_size);
+  run(packed.buffers());
   packed.unpack();
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -88,9 +89,9 @@ class PackedOperation {
   PackedSide outputs_;
 };
 
-// Runs a planned operation on CPU tensors. Strided ones are packed and unpacked.
-void run_on_cpu(const Operation& operation, const Call& call, Communicator& communicator,
-                CallerThread thread);
+// Runs a planned operation on CPU tensors by run(buffers). Strided ones are packed and unpacked.
+void run_on_cpu(const Operation& operation, const Call& call, int rank, int world_size,
+                c10::function_ref<void(const cpu::Buffers&)> run);
 
 // Reduces a bucket of CPU tensors by run(buffers), and writes its stats.
 void run_bucket(const BucketTensors& tensors, const std::function<void(const cpu::Buffers&)>& run);

@@ -9,10 +9,10 @@
 #include "base/fork_generation.h"
 #include "base/limits.h"
 #include "cuda/device_info.h"
+#include "hosts/joint_setup.h"
 #include "tensor/connect_gpus.h"
 #include "tensor/errors.h"
 #include "tensor/gil.h"
-#include "tensor/hosts/joint_setup.h"
 #include "tensor/staging_collectives.h"
 #include "tensor/tensor_checks.h"
 
@@ -140,7 +140,7 @@ void TensorCommunicator::connect_hosts(std::chrono::milliseconds timeout,
   };
   TorchStore store_of_host(prefixed(join("host/", host)));
   TorchStore store_of_group(prefixed(join("engine/", unconnected_->group_number())));
-  JointSetup setup(store_of_group, *hosts_, rank_, timeout, check);
+  hosts::JointSetup setup(store_of_group, *hosts_, rank_, timeout, check);
   ConnectEngine connect_engine;
   setup.step([&] {
     check_local_size(local_size);
@@ -167,22 +167,26 @@ void TensorCommunicator::connect_hosts(std::chrono::milliseconds timeout,
     }
     return std::string();
   });
-  const auto connected = [&](const std::string& purpose) {
-    BackendPtr engine;
-    setup.step([&] {
-      std::string problem;
-      std::tie(engine, problem) =
-          connect_engine(c10::make_intrusive<::c10d::PrefixStore>(purpose, store_of_group.store()));
-      if (!engine) throw Error(ErrorKind::kTransport, problem);
-      return std::string();
-    });
-    return engine;
+  const auto connections = [&](const std::string& purpose) {
+    const auto [engine, problem] =
+        connect_engine(c10::make_intrusive<::c10d::PrefixStore>(purpose, store_of_group.store()));
+    if (!engine) throw Error(ErrorKind::kTransport, problem);
+    return std::make_shared<TorchConnections>(engine);
   };
-  BackendPtr data = connected("data"), letters = connected("letters");
-  bridged_ = std::make_unique<BridgedCollectives>(
-      std::make_unique<Bridge>(*hosts_, rank_, cpu_->communicator(), std::move(data),
-                               std::move(letters)),
-      *cpu_, options_.inter_wire, options_.check_interrupt);
+  hosts::ConnectionsPtr data;
+  setup.step([&] {
+    data = connections("data");
+    return std::string();
+  });
+  std::unique_ptr<hosts::Bridge> bridge;
+  setup.step([&] {
+    bridge = std::make_unique<hosts::Bridge>(*hosts_, rank_, cpu_->communicator(), std::move(data),
+                                             connections("letters"));
+    return std::string();
+  });
+  bridge->expect_signs();
+  bridged_ = std::make_unique<BridgedCollectives>(std::move(bridge), *cpu_, options_.inter_wire,
+                                                  options_.check_interrupt);
 }
 
 const schedule::Hosts& TensorCommunicator::hosts() {

@@ -16,6 +16,7 @@
 
 #include "tensor/cpu_collectives.h"
 #include "tensor/hosts/bridged_collectives.h"
+#include "tensor/hosts/torch_connections.h"
 #include "tensor/torch_store.h"
 #include "transport/shared_memory.h"
 

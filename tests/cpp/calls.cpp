@@ -55,8 +55,8 @@ void check_elem(const TestCall& call, Tensor& tensor, uint64_t elem, uint64_t ex
             tensor.get(elem), ", expected ", expected));
 }
 
-Call plan(const Communicator& communicator, const TestCall& call) {
-  const Planner planner(communicator.world_size());
+Call plan(const Caller& caller, const TestCall& call) {
+  const Planner planner(caller.world_size);
   if (call.kind != CollectiveKind::kAllReduce) {
     const auto wire =
         call.wire ? std::optional(WireFormat{*call.wire, call.block_scaling}) : std::nullopt;
@@ -68,39 +68,37 @@ Call plan(const Communicator& communicator, const TestCall& call) {
 }
 
 // And reduce, which leaves the tensors of all ranks but the root as they are.
-void all_reduce(Communicator& communicator, const TestCall& call, uint64_t seed,
-                CallerThread thread) {
-  const int world_size = communicator.world_size();
-  Tensor tensor(call, call.dtype, call.num_elems, communicator.rank());
+void all_reduce(const Caller& caller, const TestCall& call, uint64_t seed) {
+  const int world_size = caller.world_size;
+  Tensor tensor(call, call.dtype, call.num_elems, caller.rank);
   const auto bits_of = [&](int rank, uint64_t elem) {
     return bits_of_integer(call.dtype, contribution(call, world_size, seed, rank, elem));
   };
-  for (uint64_t i = 0; i < call.num_elems; ++i) tensor.set(i, bits_of(communicator.rank(), i));
-  const Call planned = plan(communicator, call);
-  communicator.run(planned, {.data = tensor.data()}, thread);
+  for (uint64_t i = 0; i < call.num_elems; ++i) tensor.set(i, bits_of(caller.rank, i));
+  const Call planned = plan(caller, call);
+  caller.run(planned, {.data = tensor.data()});
   std::vector<uint64_t> srcs(static_cast<size_t>(world_size));
   for (uint64_t i = 0; i < call.num_elems; ++i) {
     for (int rank = 0; rank < world_size; ++rank) {
       srcs[static_cast<size_t>(rank)] = bits_of(rank, i);
     }
     // Exact in any order, so one reference result serves every algorithm and wire dtype.
-    const bool receives = is_among(row_of(call.kind).receivers, communicator.rank(), call.root);
-    const uint64_t expected = receives ? reduce_scalars(call.dtype, call.op, srcs, world_size)
-                                       : bits_of(communicator.rank(), i);
-    check_elem(call, tensor, i, expected, communicator.rank());
+    const bool receives = is_among(row_of(call.kind).receivers, caller.rank, call.root);
+    const uint64_t expected =
+        receives ? reduce_scalars(call.dtype, call.op, srcs, world_size) : bits_of(caller.rank, i);
+    check_elem(call, tensor, i, expected, caller.rank);
   }
 }
 
 // An average of numbers that are exact in every wire dtype, with or without block scaling.
-void reduce_bucket(Communicator& communicator, const TestCall& call, uint64_t seed,
-                   CallerThread thread) {
-  const int world_size = communicator.world_size();
-  Tensor tensor(call, call.dtype, call.num_elems, communicator.rank());
+void reduce_bucket(const Caller& caller, const TestCall& call, uint64_t seed) {
+  const int world_size = caller.world_size;
+  Tensor tensor(call, call.dtype, call.num_elems, caller.rank);
   const auto value_of = [&](int rank, uint64_t elem) {
     return contribution(call, world_size, seed, rank, elem);
   };
   for (uint64_t i = 0; i < call.num_elems; ++i) {
-    tensor.set(i, bits_of_integer(call.dtype, value_of(communicator.rank(), i)));
+    tensor.set(i, bits_of_integer(call.dtype, value_of(caller.rank, i)));
   }
   // Every other seed uses error feedback; the residual must stay 0, because nothing is rounded.
   std::vector<float> residual(seed % 2 == 0 ? call.num_elems : 0);
@@ -112,14 +110,13 @@ void reduce_bucket(Communicator& communicator, const TestCall& call, uint64_t se
                                                     .has_residual = !residual.empty()},
                                            .algorithm = call.algorithm});
   cpu::BucketMeasures measures(call.num_elems);
-  communicator.run(
-      planned, {.data = tensor.data(), .residual = residual.data(), .measures = &measures}, thread);
+  caller.run(planned, {.data = tensor.data(), .residual = residual.data(), .measures = &measures});
   double squares = 0;
   for (uint64_t i = 0; i < call.num_elems; ++i) {
     int64_t sum = 0;
     for (int rank = 0; rank < world_size; ++rank) sum += value_of(rank, i);
     squares += static_cast<double>(sum / world_size * (sum / world_size));
-    check_elem(call, tensor, i, bits_of_integer(call.dtype, sum / world_size), communicator.rank());
+    check_elem(call, tensor, i, bits_of_integer(call.dtype, sum / world_size), caller.rank);
   }
   for (const float lost : residual) check_equal(lost, 0.0f, "what rounding lost");
   check_equal(measures.sum_of_squares(), squares, "the sum of squares");
@@ -145,13 +142,12 @@ void fill(Tensor& bytes, const TestCall& call, uint64_t seed, int rank) {
   for (uint64_t i = 0; i < bytes.num_elems(); ++i) bytes.set(i, byte_of(call, seed, rank, i));
 }
 
-void broadcast(Communicator& communicator, const TestCall& call, uint64_t seed,
-               CallerThread thread) {
-  Tensor tensor = make_bytes(call, communicator.rank());
-  fill(tensor, call, seed, communicator.rank());
-  communicator.run(plan(communicator, call), {.data = tensor.data()}, thread);
+void broadcast(const Caller& caller, const TestCall& call, uint64_t seed) {
+  Tensor tensor = make_bytes(call, caller.rank);
+  fill(tensor, call, seed, caller.rank);
+  caller.run(plan(caller, call), {.data = tensor.data()});
   for (uint64_t i = 0; i < tensor.num_elems(); ++i) {
-    check_elem(call, tensor, i, byte_of(call, seed, call.root, i), communicator.rank());
+    check_elem(call, tensor, i, byte_of(call, seed, call.root, i), caller.rank);
   }
 }
 
@@ -181,11 +177,10 @@ int pair_of(int from, int to) { return from * kMaxWorldSize + to; }
 
 // all_gather, gather, scatter and all_to_all: rank `from` has a part for rank `to`, unless it sends
 // the same to all. Every third seed gives the parts of all_gather and all_to_all different lengths.
-void copy_parts(Communicator& communicator, const TestCall& call, uint64_t seed,
-                CallerThread thread) {
+void copy_parts(const Caller& caller, const TestCall& call, uint64_t seed) {
   const CollectiveRow& row = row_of(call.kind);
-  const int rank = communicator.rank();
-  const int world_size = communicator.world_size();
+  const int rank = caller.rank;
+  const int world_size = caller.world_size;
   const bool is_uneven = seed % 3 == 0 && !row.has_root();
   // Short parts travel with the post, while those of other ranks need rounds.
   const auto length_of = [&](int from, int to) {
@@ -207,13 +202,11 @@ void copy_parts(Communicator& communicator, const TestCall& call, uint64_t seed,
   const bool is_in_place = call.kind == CollectiveKind::kAllGather && seed % 2 == 0;
   if (is_in_place) fill(outputs[rank], call, seed, rank);
 
-  Call planned = plan(communicator, call);
+  Call planned = plan(caller, call);
   if (is_uneven && call.kind == CollectiveKind::kAllGather) planned.uneven = seed;
   if (call.kind == CollectiveKind::kAllToAll) planned.num_elems = 0;
-  communicator.run(
-      planned,
-      {.inputs = is_in_place ? outputs.parts() + rank : inputs.parts(), .outputs = outputs.parts()},
-      thread);
+  caller.run(planned, {.inputs = is_in_place ? outputs.parts() + rank : inputs.parts(),
+                       .outputs = outputs.parts()});
   if (!is_among(row.receivers, rank, call.root)) return;
   for (int i = 0; i < num_outputs; ++i) {
     for (uint64_t byte = 0; byte < outputs[i].num_elems(); ++byte) {
@@ -224,10 +217,9 @@ void copy_parts(Communicator& communicator, const TestCall& call, uint64_t seed,
 }
 
 // Sums of a part for each rank, which every other seed makes unequal.
-void reduce_scatter(Communicator& communicator, const TestCall& call, uint64_t seed,
-                    CallerThread thread) {
-  const int rank = communicator.rank();
-  const int world_size = communicator.world_size();
+void reduce_scatter(const Caller& caller, const TestCall& call, uint64_t seed) {
+  const int rank = caller.rank;
+  const int world_size = caller.world_size;
   const bool is_uneven = seed % 2 == 0;
   const auto length_of = [&](int owner) {
     return is_uneven ? call.num_elems * static_cast<uint64_t>(owner % 3) / 2 : call.num_elems;
@@ -255,9 +247,9 @@ void reduce_scatter(Communicator& communicator, const TestCall& call, uint64_t s
   }
   Tensor sum(call, call.dtype, length_of(rank), rank);
   const cpu::Part output{sum.data(), sum.num_elems()};
-  Call planned = plan(communicator, call);
+  Call planned = plan(caller, call);
   if (is_uneven) planned.uneven = seed + 1;
-  communicator.run(planned, {.inputs = parts.data(), .outputs = &output}, thread);
+  caller.run(planned, {.inputs = parts.data(), .outputs = &output});
   std::vector<uint64_t> srcs(static_cast<size_t>(world_size));
   for (uint64_t i = 0; i < sum.num_elems(); ++i) {
     for (int from = 0; from < world_size; ++from) {
@@ -278,30 +270,38 @@ std::string TestCall::to_string() const {
                      std::bitset<kMaxWorldSize>(in_heap), ')');
 }
 
-void call_and_check(Communicator& communicator, const TestCall& call, uint64_t seed,
-                    CallerThread thread) {
+void call_and_check(const Caller& caller, const TestCall& call, uint64_t seed) {
   switch (call.kind) {
     case CollectiveKind::kAllReduce:
     case CollectiveKind::kReduce:
-      return all_reduce(communicator, call, seed, thread);
+      return all_reduce(caller, call, seed);
     case CollectiveKind::kReduceBucket:
-      return reduce_bucket(communicator, call, seed, thread);
+      return reduce_bucket(caller, call, seed);
     case CollectiveKind::kBroadcast:
-      return broadcast(communicator, call, seed, thread);
+      return broadcast(caller, call, seed);
     case CollectiveKind::kReduceScatter:
-      return reduce_scatter(communicator, call, seed, thread);
+      return reduce_scatter(caller, call, seed);
     case CollectiveKind::kAllGather:
     case CollectiveKind::kGather:
     case CollectiveKind::kScatter:
     case CollectiveKind::kAllToAll:
-      return copy_parts(communicator, call, seed, thread);
+      return copy_parts(caller, call, seed);
     case CollectiveKind::kSendRecv:
     case CollectiveKind::kBarrier:
-      return communicator.barrier(thread);
+      return caller.run({.kind = CollectiveKind::kBarrier}, {});
   }
 }
 
-TestCall random_call(Random& random, const Communicator& communicator) {
+void call_and_check(Communicator& communicator, const TestCall& call, uint64_t seed,
+                    CallerThread thread) {
+  call_and_check({communicator.rank(), communicator.world_size(),
+                  [&](const Call& planned, const cpu::Buffers& buffers) {
+                    communicator.run(planned, buffers, thread);
+                  }},
+                 call, seed);
+}
+
+TestCall random_call(Random& random, int world_size) {
   TestCall call;
   // Half of all calls are all-reduces, because they have the most variants.
   using enum CollectiveKind;
@@ -330,7 +330,7 @@ TestCall random_call(Random& random, const Communicator& communicator) {
     call.wire = random.choose(std::array{DType::kFloat16, DType::kBFloat16});
     if (call.algorithm == schedule::Algorithm::kRing && random.below(2) == 0) call.hop = call.wire;
   }
-  call.root = static_cast<int>(random.below(static_cast<uint64_t>(communicator.world_size())));
+  call.root = static_cast<int>(random.below(static_cast<uint64_t>(world_size)));
   const size_t elem_bytes = info(call.dtype).num_bytes;
   // More rounds than the call has slots.
   const uint64_t num_slots =

@@ -2,6 +2,7 @@
 // and a bit-exact check of its result.
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -27,13 +28,21 @@ struct TestCall {
   std::string to_string() const;
 };
 
+// A rank that can make calls.
+struct Caller {
+  int rank;
+  int world_size;
+  std::function<void(const Call&, const cpu::Buffers&)> run;
+};
+
 // Makes the call and checks its result. The seed picks the numbers and is the same on all ranks.
+void call_and_check(const Caller& caller, const TestCall& call, uint64_t seed);
 void call_and_check(Communicator& communicator, const TestCall& call, uint64_t seed,
                     CallerThread thread = CallerThread::kUser);
 
 // A call of random kind, dtype and algorithm, with a length from 0 to several slots. The same on
 // all ranks that pass the same random state.
-TestCall random_call(Random& random, const Communicator& communicator);
+TestCall random_call(Random& random, int world_size);
 
 inline constexpr schedule::Algorithm kAlgorithms[] = {
     schedule::Algorithm::kOneShot, schedule::Algorithm::kTwoShot, schedule::Algorithm::kOrderedRing,

@@ -1,12 +1,11 @@
 // Endpoints created, connected and dropped by several threads at once, while the listener runs.
 #include "transport/endpoint.h"
 
-#include <map>
-#include <mutex>
 #include <thread>
 
 #include "check.h"
 #include "core/communicator.h"
+#include "memory_store.h"
 #include "ranks.h"
 #include "transport/shared_memory.h"
 
@@ -14,27 +13,6 @@ namespace rota::test {
 namespace {
 
 using transport::SharedMemoryRank;
-
-class MemoryStore final : public transport::Store {
- public:
-  int64_t add(const std::string& key, int64_t amount) override {
-    const std::lock_guard lock(mutex_);
-    return numbers_[key] += amount;
-  }
-  void append(const std::string& key, const std::string& text) override {
-    const std::lock_guard lock(mutex_);
-    texts_[key] += text;
-  }
-  std::string get(const std::string& key) override {
-    const std::lock_guard lock(mutex_);
-    return texts_.at(key);
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<std::string, int64_t> numbers_;
-  std::map<std::string, std::string> texts_;
-};
 
 void connect_and_use(SharedMemoryRank& rank) {
   Communicator communicator(rank.connect(kPatience, [] {}), kPatience, [] {});

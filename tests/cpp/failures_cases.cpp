@@ -156,7 +156,7 @@ void abort_at_any_moment(int world_size, int num_groups) {
       }
       try {
         for (uint64_t seed = 0;; ++seed) {
-          TestCall call = random_call(same_on_all_ranks, communicator);
+          TestCall call = random_call(same_on_all_ranks, communicator.world_size());
           call.in_heap = 0;  // peers may read it after an abort, see heap_cases.cpp
           call_and_check(communicator, call, seed, CallerThread::kProgress);
         }

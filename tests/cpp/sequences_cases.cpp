@@ -25,7 +25,7 @@ void mixed_calls(int world_size, int num_calls) {
     Random same_on_all_ranks(static_cast<uint64_t>(world_size));
     Random own(1000 + static_cast<uint64_t>(communicator.rank()));
     for (int i = 0; i < num_calls; ++i) {
-      const TestCall call = random_call(same_on_all_ranks, communicator);
+      const TestCall call = random_call(same_on_all_ranks, communicator.world_size());
       dawdle(own);
       call_and_check(communicator, call, static_cast<uint64_t>(i),
                      own.below(2) == 0 ? CallerThread::kUser : CallerThread::kProgress);
@@ -90,7 +90,7 @@ void mixed_calls_with_mismatches(int world_size, int num_calls) {
     Random same_on_all_ranks(77);
     Random own(2000 + static_cast<uint64_t>(communicator.rank()));
     for (int i = 0; i < num_calls; ++i) {
-      TestCall call = random_call(same_on_all_ranks, communicator);
+      TestCall call = random_call(same_on_all_ranks, communicator.world_size());
       const int odd_rank =
           static_cast<int>(same_on_all_ranks.below(3 * static_cast<uint64_t>(world_size)));
       const bool fits = odd_rank >= world_size || call.kind == CollectiveKind::kBarrier;

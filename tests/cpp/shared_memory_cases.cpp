@@ -45,7 +45,7 @@ void collectives_between_processes(int world_size) {
     Communicator communicator = make_communicator(directory, rank, world_size);
     Random same_on_all_ranks(7);
     for (uint64_t seed = 0; seed < 300; ++seed) {
-      call_and_check(communicator, random_call(same_on_all_ranks, communicator), seed,
+      call_and_check(communicator, random_call(same_on_all_ranks, communicator.world_size()), seed,
                      seed % 2 == 0 ? CallerThread::kUser : CallerThread::kProgress);
     }
   });

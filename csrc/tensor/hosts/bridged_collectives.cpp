@@ -2,19 +2,13 @@
 
 #include <c10/util/SmallVector.h>
 
-#include <cstring>
-
+#include "hosts/executor.h"
 #include "tensor/errors.h"
-#include "tensor/hosts/exchange_parts.h"
-#include "tensor/hosts/hierarchical_copies.h"
 #include "tensor/sparse_all_reduce.h"
 #include "tensor/tensor_checks.h"
 
 namespace rota::tensors {
 namespace {
-
-// In scratch memory; those below are hierarchical_sum()'s.
-constexpr size_t kCopyOfOthers = 15;
 
 [[noreturn]] void refuse(const Call& call, const std::string& what) {
   throw Error(ErrorKind::kValue, join("rota.", call.kind_name(), ": ", what));
@@ -36,7 +30,7 @@ void check_algorithm(const Call& call, std::optional<schedule::Algorithm> algori
 
 }  // namespace
 
-BridgedCollectives::BridgedCollectives(std::unique_ptr<Bridge> bridge, CpuCollectives& local,
+BridgedCollectives::BridgedCollectives(std::unique_ptr<hosts::Bridge> bridge, CpuCollectives& local,
                                        std::optional<WireFormat> inter_wire,
                                        std::function<void()> check_interrupt)
     : rank_(bridge->rank()),
@@ -80,7 +74,7 @@ WireFormat BridgedCollectives::wire_of(const Call& call, bool is_asked_for) cons
   return {dtype.accumulate};
 }
 
-LevelOrders BridgedCollectives::orders_of(const Call& call) const {
+hosts::LevelOrders BridgedCollectives::orders_of(const Call& call) const {
   const schedule::Hosts& hosts = bridge_->hosts();
   if (call.order.num_shards != 0) {
     if (!hosts.are_nodes_of_tree()) {
@@ -117,54 +111,13 @@ WorkRef BridgedCollectives::run(OperationList operations, Launch mode) {
 }
 
 void BridgedCollectives::run_here(const Operation& operation, const Call& call) {
-  if (call.kind == CollectiveKind::kBarrier) {
-    return bridge_->run(call, operation.timeout, [] {});
-  }
-  if (row_of(call.kind).is_in_place) return run_in_place(operation, call);
-  const PackedOperation packed(operation, rank_, bridge_->world_size());
-  const cpu::Buffers buffers = packed.buffers();
-  bridge_->run(call, operation.timeout, [&] {
-    switch (call.kind) {
-      case CollectiveKind::kReduceScatter:
-        return hierarchical_reduce_scatter(*bridge_, scratch_, call, orders_of(call), buffers);
-      case CollectiveKind::kAllGather:
-        return hierarchical_all_gather(*bridge_, scratch_, call, buffers);
-      case CollectiveKind::kGather:
-      case CollectiveKind::kScatter:
-      case CollectiveKind::kAllToAll:
-        return exchange_parts(*bridge_, scratch_, call, buffers);
-      case CollectiveKind::kAllReduce:
-      case CollectiveKind::kReduceBucket:
-      case CollectiveKind::kReduce:
-      case CollectiveKind::kBroadcast:
-      case CollectiveKind::kSendRecv:
-      case CollectiveKind::kBarrier:
-        break;  // in place
-    }
-  });
-  packed.unpack();
+  run_on_cpu(operation, call, rank_, bridge_->world_size(),
+             [&](const cpu::Buffers& buffers) { execute(call, buffers, operation.timeout); });
 }
 
-// A broadcast, or the sum of a whole tensor.
-void BridgedCollectives::run_in_place(const Operation& operation, const Call& call) {
-  const CollectiveRow& row = row_of(call.kind);
-  const bool contributes = is_among(row.contributors, rank_, call.root);
-  const bool receives = is_among(row.receivers, rank_, call.root);
-  const Packed packed(operation.outputs[0],
-                      contributes ? Packed::Content::kRead : Packed::Content::kOverwritten,
-                      operation.premul_factor);
-  auto* data = static_cast<std::byte*>(packed.data());
-  if (row.reduces) {
-    if (!receives) {
-      // The root's sum takes the way of everybody's; the others' tensors stay as they are.
-      std::byte* copy = scratch_.at_least(kCopyOfOthers, num_bytes(operation.outputs[0]));
-      data = static_cast<std::byte*>(std::memcpy(copy, data, num_bytes(operation.outputs[0])));
-    }
-    hierarchical_sum(*bridge_, scratch_, call, orders_of(call), {.data = data}, operation.timeout);
-  } else {
-    bridge_->run(call, operation.timeout, [&] { hierarchical_broadcast(*bridge_, call, data); });
-  }
-  if (receives) packed.unpack();
+void BridgedCollectives::execute(const Call& call, const cpu::Buffers& buffers,
+                                 OwnTimeout timeout) {
+  hosts::execute(*bridge_, scratch_, call, orders_of(call), buffers, timeout);
 }
 
 WorkRef BridgedCollectives::reduce_bucket(const BucketTensors& tensors,
@@ -177,9 +130,7 @@ WorkRef BridgedCollectives::reduce_bucket(const BucketTensors& tensors,
   call.algorithm = schedule::Algorithm::kTwoShot;
   orders_of(call);
   return enqueue(mode, call.kind, {tensors.bucket}, [this, tensors, call] {
-    run_bucket(tensors, [&](const cpu::Buffers& buffers) {
-      hierarchical_sum(*bridge_, scratch_, call, orders_of(call), buffers, std::nullopt);
-    });
+    run_bucket(tensors, [&](const cpu::Buffers& buffers) { execute(call, buffers, std::nullopt); });
   });
 }
 

@@ -10,12 +10,12 @@
 
 #include "base/fork_generation.h"
 #include "core/plan.h"
+#include "hosts/bridge.h"
+#include "hosts/reducers.h"
+#include "hosts/scratch.h"
 #include "tensor/collectives.h"
 #include "tensor/cpu_collectives.h"
-#include "tensor/hosts/bridge.h"
-#include "tensor/hosts/hierarchical_sum.h"
 #include "tensor/hosts/remote_transfers.h"
-#include "tensor/hosts/scratch.h"
 #include "tensor/work_queue.h"
 
 namespace rota::tensors {
@@ -24,7 +24,7 @@ class BridgedCollectives final : public Collectives {
  public:
   // local: of this host's ranks; outlives this. inter_wire: what sums of wider floats travel in
   // between hosts where the call names none; none: their accumulate dtype.
-  BridgedCollectives(std::unique_ptr<Bridge> bridge, CpuCollectives& local,
+  BridgedCollectives(std::unique_ptr<hosts::Bridge> bridge, CpuCollectives& local,
                      std::optional<WireFormat> inter_wire, std::function<void()> check_interrupt);
 
   at::Device device() const override { return at::kCPU; }
@@ -55,22 +55,22 @@ class BridgedCollectives final : public Collectives {
   // What a caller asks of ranks on several hosts. Throws Error.
   Call planned(const Operation& operation) const;
   WireFormat wire_of(const Call& call, bool is_asked_for) const;
-  LevelOrders orders_of(const Call& call) const;
+  hosts::LevelOrders orders_of(const Call& call) const;
   WorkRef transfer(Direction direction, const at::Tensor& tensor, int peer, int64_t tag,
                    Launch mode);
   // A forked child has a copy of the parent's connections, but none of its threads.
   bool is_forked_child() const { return fork_generation_ != fork_generation(); }
   // In the queue's thread.
   void run_here(const Operation& operation, const Call& call);
-  void run_in_place(const Operation& operation, const Call& call);
+  void execute(const Call& call, const cpu::Buffers& buffers, OwnTimeout timeout);
 
   const uint64_t fork_generation_ = fork_generation();
   int rank_;
-  std::unique_ptr<Bridge> bridge_;
+  std::unique_ptr<hosts::Bridge> bridge_;
   CpuCollectives& local_;
   std::optional<WireFormat> inter_wire_;
   Planner planner_;
-  Scratch scratch_;  // of the queue's thread
+  hosts::Scratch scratch_;  // of the queue's thread
   RemoteTransfers remote_;
   WorkQueue queue_;
 };

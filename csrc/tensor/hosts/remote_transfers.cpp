@@ -3,8 +3,8 @@
 #include <optional>
 
 #include "cpu/copy.h"
+#include "hosts/tags.h"
 #include "tensor/errors.h"
-#include "tensor/hosts/tags.h"
 #include "tensor/request_work.h"
 #include "tensor/tensor_checks.h"
 
@@ -31,20 +31,20 @@ class RemoteTransfers::Transfer final : public HostWork {
         peer_(peer),
         packed_(tensors_[0], direction == Direction::kSend ? Packed::Content::kRead
                                                            : Packed::Content::kOverwritten),
-        letter_{.kind = Letter::Kind::kEnvelope,
+        letter_{.kind = hosts::Letter::Kind::kEnvelope,
                 .envelope = {.tag = tag,
                              .dtype = static_cast<uint64_t>(movable_dtype(tensor, name(direction))),
                              .num_elems = num_elems(tensor)}} {}
 
   // What must happen in the order of the calls.
   void begin() {
-    Envelope& envelope = letter_.envelope;
+    hosts::Envelope& envelope = letter_.envelope;
     if (direction_ == Direction::kRecv) {
       place_ = bridge_.inbox().enter(peer_, envelope.tag);
       return;
     }
-    envelope.data_tag = kFirstDataTag + transfers_.num_sends_++ % kNumDataTags;
-    sent_letter_ = bridge_.send(&letter_, sizeof(letter_), peer_, kLetterTag);
+    envelope.data_tag = hosts::kFirstDataTag + transfers_.num_sends_++ % hosts::kNumDataTags;
+    sent_letter_ = bridge_.send(&letter_, sizeof(letter_), peer_, hosts::kLetterTag);
     data_ = bridge_.send(packed_.data(), envelope.num_bytes(), peer_,
                          static_cast<int>(envelope.data_tag));
   }
@@ -61,13 +61,13 @@ class RemoteTransfers::Transfer final : public HostWork {
   int sourceRank() const override { return peer_; }
 
  private:
-  Inbox::Arrival await() {
+  hosts::Inbox::Arrival await() {
     if (const auto arrival = bridge_.inbox().wait(*place_, bridge_.timeout())) return *arrival;
     fail_of_timeout();
   }
 
   // Returns none if a message of this host came first, and has been received.
-  std::optional<Inbox::Arrival> await_any() {
+  std::optional<hosts::Inbox::Arrival> await_any() {
     const auto end = Clock::now() + bridge_.timeout();
     while (Clock::now() < end) {
       if (const auto arrival = bridge_.inbox().wait(*place_, kLookEvery)) return arrival;
@@ -92,9 +92,9 @@ class RemoteTransfers::Transfer final : public HostWork {
     return true;
   }
 
-  void recv(const Inbox::Arrival& arrival) {
+  void recv(const hosts::Inbox::Arrival& arrival) {
     peer_ = arrival.source;
-    const Envelope& theirs = arrival.envelope;
+    const hosts::Envelope& theirs = arrival.envelope;
     const bool is_as_expected = theirs.has_length_of(letter_.envelope);
     if (arrival.early) {
       bridge_.wait_outside(arrival.early->transfer, "recv");
@@ -127,13 +127,13 @@ class RemoteTransfers::Transfer final : public HostWork {
   }
 
   RemoteTransfers& transfers_;
-  Bridge& bridge_;
+  hosts::Bridge& bridge_;
   Direction direction_;
   int peer_;  // kAnyRank until a message matches
   Packed packed_;
-  Letter letter_;  // of a recv: what it expects
-  Inbox::PlaceRef place_;
-  Engine::Transfer sent_letter_, data_;
+  hosts::Letter letter_;  // of a recv: what it expects
+  hosts::Inbox::PlaceRef place_;
+  hosts::Engine::Transfer sent_letter_, data_;
 };
 
 void RemoteTransfers::check(Direction direction, const at::Tensor& tensor, int peer,

@@ -10,15 +10,15 @@
 #include <mutex>
 
 #include "core/progress_queue.h"
+#include "hosts/bridge.h"
 #include "tensor/collectives.h"
-#include "tensor/hosts/bridge.h"
 
 namespace rota::tensors {
 
 class RemoteTransfers {
  public:
   // bridge outlives this.
-  RemoteTransfers(Bridge& bridge, std::function<void()> check_interrupt)
+  RemoteTransfers(hosts::Bridge& bridge, std::function<void()> check_interrupt)
       : bridge_(bridge), check_interrupt_(std::move(check_interrupt)) {}
   ~RemoteTransfers() { close(); }
 
@@ -37,7 +37,7 @@ class RemoteTransfers {
 
   void check(Direction direction, const at::Tensor& tensor, int peer, int64_t tag) const;
 
-  Bridge& bridge_;
+  hosts::Bridge& bridge_;
   std::function<void()> check_interrupt_;
   std::atomic<int64_t> num_sends_{0};
   std::atomic<int> num_unfinished_{0};

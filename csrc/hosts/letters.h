@@ -9,7 +9,7 @@
 #include "base/dtype.h"
 #include "base/error.h"
 
-namespace rota::tensors {
+namespace rota::hosts {
 
 // What a send says of its data, which follows with a tag of its own.
 struct Envelope {
@@ -37,4 +37,4 @@ struct Letter {
   std::array<char, 456> text{};        // zero-terminated
 };
 
-}  // namespace rota::tensors
+}  // namespace rota::hosts

@@ -1,8 +1,6 @@
-// Messages between hosts, over a torch process group that can send and recv (Gloo, by default). The
-// only place that knows it.
+// Messages between hosts: starts and awaits them, names the peer in every error, and ends all waits
+// at once when the group fails.
 #pragma once
-
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <chrono>
 #include <cstddef>
@@ -14,15 +12,15 @@
 #include <vector>
 
 #include "base/error.h"
-#include "tensor/hosts/tags.h"
+#include "hosts/connections.h"
+#include "hosts/tags.h"
 
-namespace rota::tensors {
-
-using BackendPtr = c10::intrusive_ptr<::c10d::Backend>;
+namespace rota::hosts {
 
 class Engine {
  public:
   using Clock = std::chrono::steady_clock;
+  using MessageRef = Connections::MessageRef;
 
   // A message that has been started. Its memory must live until it has been waited for, or this
   // has been destroyed.
@@ -32,11 +30,9 @@ class Engine {
 
    private:
     friend class Engine;
-    Transfer(c10::intrusive_ptr<::c10d::Work> work, int peer, bool is_send)
-        : work_(std::move(work)), peer_(peer), is_send_(is_send) {}
-    c10::intrusive_ptr<::c10d::Work> work_;
+    Transfer(MessageRef message, int peer) : message_(std::move(message)), peer_(peer) {}
+    MessageRef message_;
     int peer_ = -1;
-    bool is_send_ = false;
   };
 
   // What a thread waits for.
@@ -46,13 +42,12 @@ class Engine {
     Clock::time_point since;
   };
 
-  // Letters have a backend of their own where there are two, so that on a slow link no sign of life
-  // waits behind data; it may be the same one. describe(rank) names a rank in errors.
-  Engine(BackendPtr data, BackendPtr letters, std::function<std::string(int)> describe)
+  // Letters have connections of their own, so that on a slow link no sign of life waits behind
+  // data; they may be the same ones. describe(rank) names a rank in errors.
+  Engine(ConnectionsPtr data, ConnectionsPtr letters, std::function<std::string(int)> describe)
       : data_(std::move(data)), letters_(std::move(letters)), describe_(std::move(describe)) {}
 
-  // Messages of one pair and tag arrive in the order of their calls, and are at most as long as
-  // their recv expects. An empty message is not sent. Throws Error(kPeerFailed).
+  // As the connections'. An empty message is not sent. Throws Error(kPeerFailed).
   Transfer send(const void* data, size_t num_bytes, int peer, int tag);
   Transfer recv(void* data, size_t num_bytes, int peer, int tag);
   // A letter from any rank; wait_any() returns which.
@@ -62,7 +57,7 @@ class Engine {
   // Throws Error(kPeerFailed), Error(kTimeout) or what abort() was given.
   void wait(Transfer& transfer, std::chrono::milliseconds timeout, std::string_view prefix,
             std::string_view phase);
-  // Without a timeout. Returns the sender, or none once aborted or where the backend failed.
+  // Without a timeout. Returns the sender, or none once aborted or where the connections failed.
   std::optional<int> wait_any(Transfer& transfer);
 
   // Ends all waits on this rank, and later ones, with this error. From any thread. Messages can
@@ -75,26 +70,26 @@ class Engine {
   static void flush(Transfer& transfer, std::chrono::milliseconds timeout);
 
  private:
-  // Waits with no lock held. Throws what the work or abort() throws.
-  bool wait_for(const c10::intrusive_ptr<::c10d::Work>& work, std::optional<Awaited> awaited,
+  // Waits with no lock held. Throws what the message or abort() throws.
+  bool wait_for(const MessageRef& message, std::optional<Awaited> awaited,
                 std::chrono::milliseconds timeout);
   template <typename Start>
-  Transfer start(const Start& start, int peer, bool is_send);
+  Transfer start(const Start& start, int peer);
 
-  ::c10d::Backend& backend_for(int tag) const { return tag == kLetterTag ? *letters_ : *data_; }
+  Connections& connections_for(int tag) const { return tag == kLetterTag ? *letters_ : *data_; }
 
-  BackendPtr data_;
-  BackendPtr letters_;
+  ConnectionsPtr data_;
+  ConnectionsPtr letters_;
   std::function<std::string(int)> describe_;
 
   mutable std::mutex mutex_;
   // Guarded by it.
   std::optional<Error> cause_;
   struct Waiting {
-    c10::intrusive_ptr<::c10d::Work> work;
+    MessageRef message;
     std::optional<Awaited> awaited;  // none: anything
   };
   std::vector<Waiting> waiting_;  // in the order of their start
 };
 
-}  // namespace rota::tensors
+}  // namespace rota::hosts

@@ -1,4 +1,4 @@
-#include "tensor/hosts/hierarchical_copies.h"
+#include "hosts/hierarchical_copies.h"
 
 #include <algorithm>
 #include <array>
@@ -10,12 +10,12 @@
 #include "cpu/float_environment.h"
 #include "cpu/part_codec.h"
 #include "cpu/parts.h"
+#include "hosts/local_calls.h"
+#include "hosts/reducers.h"
+#include "hosts/tags.h"
 #include "schedule/chunk.h"
-#include "tensor/hosts/local_calls.h"
-#include "tensor/hosts/reducers.h"
-#include "tensor/hosts/tags.h"
 
-namespace rota::tensors {
+namespace rota::hosts {
 namespace {
 
 using cpu::at;
@@ -320,4 +320,4 @@ void hierarchical_reduce_scatter(Bridge& bridge, Scratch& scratch, const Call& c
   }
 }
 
-}  // namespace rota::tensors
+}  // namespace rota::hosts

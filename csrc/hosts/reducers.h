@@ -10,11 +10,11 @@
 #include "cpu/bucket_reducer.h"
 #include "cpu/element_loops.h"
 #include "cpu/reducer.h"
+#include "hosts/bridge.h"
+#include "hosts/local_calls.h"
 #include "schedule/sum_order.h"
-#include "tensor/hosts/bridge.h"
-#include "tensor/hosts/local_calls.h"
 
-namespace rota::tensors {
+namespace rota::hosts {
 
 // The order of a sum within each host and over the hosts.
 struct LevelOrders {
@@ -110,4 +110,4 @@ inline Call as_bucket(const Call& call) {
   return bucket;
 }
 
-}  // namespace rota::tensors
+}  // namespace rota::hosts

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-namespace rota::tensors {
+namespace rota::hosts {
 
 inline constexpr int kLetterTag = 0;
 inline constexpr int kGreetingTag = 1;      // a call, to be compared
@@ -14,4 +14,4 @@ inline constexpr int kResultTag = 3;        // what is final
 inline constexpr int64_t kFirstDataTag = 16;
 inline constexpr int64_t kNumDataTags = 1 << 24;
 
-}  // namespace rota::tensors
+}  // namespace rota::hosts

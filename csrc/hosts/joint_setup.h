@@ -11,7 +11,7 @@
 #include "schedule/hosts.h"
 #include "transport/store.h"
 
-namespace rota::tensors {
+namespace rota::hosts {
 
 class JointSetup {
  public:
@@ -39,4 +39,4 @@ class JointSetup {
   int num_steps_ = 0;
 };
 
-}  // namespace rota::tensors
+}  // namespace rota::hosts

@@ -1,11 +1,11 @@
-#include "tensor/hosts/inbox.h"
+#include "hosts/inbox.h"
 
 #include <algorithm>
 #include <new>
 
 #include "core/watch.h"
 
-namespace rota::tensors {
+namespace rota::hosts {
 
 bool Inbox::matches(const Place& place, int source, int64_t tag) {
   return place.tag == tag && (place.source == source || place.source == kAnyRank);
@@ -73,4 +73,4 @@ void Inbox::fail(const Error& error) {
   changed_->notify_all();
 }
 
-}  // namespace rota::tensors
+}  // namespace rota::hosts

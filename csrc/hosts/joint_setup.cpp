@@ -1,4 +1,4 @@
-#include "tensor/hosts/joint_setup.h"
+#include "hosts/joint_setup.h"
 
 #include <poll.h>
 
@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-namespace rota::tensors {
+namespace rota::hosts {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -121,4 +121,4 @@ void JointSetup::fail(ErrorKind kind, const std::string& what) const {
                          " ranks sees ", hosts_.to_string(), ")"));
 }
 
-}  // namespace rota::tensors
+}  // namespace rota::hosts

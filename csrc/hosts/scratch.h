@@ -1,13 +1,13 @@
 // Memory for the data that is on its way between hosts, kept from call to call.
 #pragma once
 
-#include <ATen/ATen.h>
-
 #include <cstddef>
+#include <memory>
+#include <new>
 #include <utility>
 #include <vector>
 
-namespace rota::tensors {
+namespace rota::hosts {
 
 class Scratch {
  public:
@@ -21,15 +21,26 @@ class Scratch {
   // earlier call has returned for it.
   std::byte* at_least(size_t number, size_t num_bytes) {
     if (number >= buffers_.size()) buffers_.resize(number + 1);
-    at::Tensor& buffer = buffers_[number];
-    if (!buffer.defined() || buffer.nbytes() < num_bytes) {
-      buffer = at::empty({static_cast<int64_t>(num_bytes)}, at::kByte);
+    Buffer& buffer = buffers_[number];
+    if (buffer.num_bytes < num_bytes) {
+      buffer = {};
+      buffer.bytes.reset(static_cast<std::byte*>(::operator new(num_bytes, kAlignment)));
+      buffer.num_bytes = num_bytes;
     }
-    return static_cast<std::byte*>(buffer.data_ptr());
+    return buffer.bytes.get();
   }
 
  private:
-  std::vector<at::Tensor> buffers_;
+  static constexpr std::align_val_t kAlignment{kPlaceBytes};
+  struct Release {
+    void operator()(std::byte* bytes) const { ::operator delete(bytes, kAlignment); }
+  };
+  struct Buffer {
+    std::unique_ptr<std::byte, Release> bytes;
+    size_t num_bytes = 0;
+  };
+
+  std::vector<Buffer> buffers_;
 };
 
 // The places of one buffer, one after the other.
@@ -46,4 +57,4 @@ class Places {
   std::byte* next_;
 };
 
-}  // namespace rota::tensors
+}  // namespace rota::hosts

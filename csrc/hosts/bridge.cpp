@@ -1,16 +1,16 @@
-#include "tensor/hosts/bridge.h"
+#include "hosts/bridge.h"
 
 #include <algorithm>
 #include <cstring>
 #include <new>
 #include <type_traits>
 
-#include "tensor/hosts/tags.h"
+#include "hosts/tags.h"
 
-namespace rota::tensors {
+namespace rota::hosts {
 
 Bridge::Bridge(schedule::Hosts hosts, int rank, std::shared_ptr<Communicator> local,
-               BackendPtr data, BackendPtr letters)
+               ConnectionsPtr data, ConnectionsPtr letters)
     : hosts_(std::move(hosts)),
       rank_(rank),
       local_(std::move(local)),
@@ -181,4 +181,4 @@ std::string Bridge::describe(int rank) const {
   return join("rank ", rank, " on host ", hosts_.place_of(rank).host);
 }
 
-}  // namespace rota::tensors
+}  // namespace rota::hosts

@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "base/fork_safe.h"
-#include "tensor/hosts/engine.h"
-#include "tensor/hosts/letters.h"
+#include "hosts/engine.h"
+#include "hosts/letters.h"
 
-namespace rota::tensors {
+namespace rota::hosts {
 
 class Inbox {
  public:
@@ -59,4 +59,4 @@ class Inbox {
   ForkSafe<std::condition_variable> changed_;
 };
 
-}  // namespace rota::tensors
+}  // namespace rota::hosts

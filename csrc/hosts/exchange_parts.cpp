@@ -1,11 +1,11 @@
-#include "tensor/hosts/exchange_parts.h"
+#include "hosts/exchange_parts.h"
 
 #include <vector>
 
-#include "tensor/hosts/hierarchical_copies.h"
-#include "tensor/hosts/tags.h"
+#include "hosts/hierarchical_copies.h"
+#include "hosts/tags.h"
 
-namespace rota::tensors {
+namespace rota::hosts {
 namespace {
 
 using cpu::Part;
@@ -104,4 +104,4 @@ void exchange_parts(Bridge& bridge, Scratch& scratch, const Call& call,
   bridge.wait(transfers, "parts");
 }
 
-}  // namespace rota::tensors
+}  // namespace rota::hosts

@@ -11,16 +11,16 @@
 #pragma once
 
 #include "cpu/buffers.h"
+#include "hosts/bridge.h"
+#include "hosts/reducers.h"
+#include "hosts/scratch.h"
 #include "schedule/call.h"
-#include "tensor/hosts/bridge.h"
-#include "tensor/hosts/reducers.h"
-#include "tensor/hosts/scratch.h"
 
-namespace rota::tensors {
+namespace rota::hosts {
 
 // call: an all_reduce, reduce or reduce_bucket, whose `wire` travels between hosts. Every rank's
 // data becomes the sum.
 void hierarchical_sum(Bridge& bridge, Scratch& scratch, const Call& call, const LevelOrders& orders,
                       const cpu::Buffers& buffers, std::optional<Nanoseconds> own_timeout);
 
-}  // namespace rota::tensors
+}  // namespace rota::hosts

@@ -7,7 +7,7 @@
 #include "cpu/buffers.h"
 #include "schedule/call.h"
 
-namespace rota::tensors {
+namespace rota::hosts {
 
 // A call whose parts have these lengths, by rank.
 inline Call with_parts(Call call, std::span<const cpu::Part> parts) {
@@ -49,4 +49,4 @@ inline Call local_all_gather(std::span<const cpu::Part> parts) {
   return with_parts({.kind = CollectiveKind::kAllGather}, parts);
 }
 
-}  // namespace rota::tensors
+}  // namespace rota::hosts

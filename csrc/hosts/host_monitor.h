@@ -23,12 +23,12 @@
 #include "base/fork_safe.h"
 #include "core/communicator.h"
 #include "core/watch.h"
+#include "hosts/engine.h"
+#include "hosts/inbox.h"
+#include "hosts/letters.h"
 #include "schedule/hosts.h"
-#include "tensor/hosts/engine.h"
-#include "tensor/hosts/inbox.h"
-#include "tensor/hosts/letters.h"
 
-namespace rota::tensors {
+namespace rota::hosts {
 
 class HostMonitor {
  public:
@@ -41,6 +41,8 @@ class HostMonitor {
   HostMonitor(const HostMonitor&) = delete;
   HostMonitor& operator=(const HostMonitor&) = delete;
 
+  // From now on all ranks have one of these: who gives no sign of life is lost.
+  void expect_signs();
   // Tells the other hosts that this rank has failed, and returns at once. From any thread.
   void announce(const Error& error);
 
@@ -55,7 +57,6 @@ class HostMonitor {
   // A rank that this one hears from.
   struct Heard {
     std::chrono::milliseconds silent_for{0};
-    bool has_been_heard = false;
     bool has_left = false;
   };
 
@@ -84,6 +85,7 @@ class HostMonitor {
   // Guarded by it.
   std::unordered_map<int, Heard> heard_;  // by rank
   std::optional<Error> to_announce_;
+  bool expects_signs_ = false;
   bool has_failed_ = false;
   bool is_ending_ = false;
 
@@ -92,4 +94,4 @@ class HostMonitor {
   ForkSafe<std::thread> watching_;
 };
 
-}  // namespace rota::tensors
+}  // namespace rota::hosts

@@ -4,12 +4,12 @@
 #pragma once
 
 #include "cpu/buffers.h"
+#include "hosts/bridge.h"
+#include "hosts/hierarchical_sum.h"
+#include "hosts/scratch.h"
 #include "schedule/call.h"
-#include "tensor/hosts/bridge.h"
-#include "tensor/hosts/hierarchical_sum.h"
-#include "tensor/hosts/scratch.h"
 
-namespace rota::tensors {
+namespace rota::hosts {
 
 // call: an all_gather, of bytes or in a wire format. A host receives each other host's parts once.
 void hierarchical_all_gather(Bridge& bridge, Scratch& scratch, const Call& call,
@@ -22,4 +22,4 @@ void hierarchical_broadcast(Bridge& bridge, const Call& call, std::byte* data);
 void hierarchical_reduce_scatter(Bridge& bridge, Scratch& scratch, const Call& call,
                                  const LevelOrders& orders, const cpu::Buffers& buffers);
 
-}  // namespace rota::tensors
+}  // namespace rota::hosts

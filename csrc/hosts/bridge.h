@@ -15,18 +15,20 @@
 #include <vector>
 
 #include "core/communicator.h"
+#include "hosts/engine.h"
+#include "hosts/host_monitor.h"
+#include "hosts/inbox.h"
 #include "schedule/hosts.h"
-#include "tensor/hosts/engine.h"
-#include "tensor/hosts/host_monitor.h"
-#include "tensor/hosts/inbox.h"
 
-namespace rota::tensors {
+namespace rota::hosts {
 
 class Bridge {
  public:
   // local: the ranks of this host. data, letters: of all ranks, as in Engine.
-  Bridge(schedule::Hosts hosts, int rank, std::shared_ptr<Communicator> local, BackendPtr data,
-         BackendPtr letters);
+  Bridge(schedule::Hosts hosts, int rank, std::shared_ptr<Communicator> local, ConnectionsPtr data,
+         ConnectionsPtr letters);
+  // To be called when all ranks have made theirs: from now on a silent host is a lost one.
+  void expect_signs() { monitor_.expect_signs(); }
   // Leaves the group.
   ~Bridge();
 
@@ -159,4 +161,4 @@ class Bridge {
   HostMonitor monitor_;  // last: goes first
 };
 
-}  // namespace rota::tensors
+}  // namespace rota::hosts

@@ -3,13 +3,13 @@
 #pragma once
 
 #include "cpu/buffers.h"
+#include "hosts/bridge.h"
+#include "hosts/scratch.h"
 #include "schedule/call.h"
-#include "tensor/hosts/bridge.h"
-#include "tensor/hosts/scratch.h"
 
-namespace rota::tensors {
+namespace rota::hosts {
 
 void exchange_parts(Bridge& bridge, Scratch& scratch, const Call& call,
                     const cpu::Buffers& buffers);
 
-}  // namespace rota::tensors
+}  // namespace rota::hosts

@@ -1,4 +1,4 @@
-#include "tensor/hosts/hierarchical_sum.h"
+#include "hosts/hierarchical_sum.h"
 
 #include <algorithm>
 #include <array>
@@ -7,12 +7,12 @@
 #include <vector>
 
 #include "cpu/float_environment.h"
+#include "hosts/local_calls.h"
+#include "hosts/reducers.h"
+#include "hosts/tags.h"
 #include "schedule/chunk.h"
-#include "tensor/hosts/local_calls.h"
-#include "tensor/hosts/reducers.h"
-#include "tensor/hosts/tags.h"
 
-namespace rota::tensors {
+namespace rota::hosts {
 namespace {
 
 using schedule::Range;
@@ -335,4 +335,4 @@ void hierarchical_sum(Bridge& bridge, Scratch& scratch, const Call& call, const 
   }
 }
 
-}  // namespace rota::tensors
+}  // namespace rota::hosts

@@ -1,4 +1,4 @@
-#include "tensor/hosts/host_monitor.h"
+#include "hosts/host_monitor.h"
 
 #include <pthread.h>
 
@@ -7,9 +7,9 @@
 #include <cstring>
 #include <iostream>
 
-#include "tensor/hosts/tags.h"
+#include "hosts/tags.h"
 
-namespace rota::tensors {
+namespace rota::hosts {
 namespace {
 
 using std::chrono::milliseconds;
@@ -73,6 +73,11 @@ HostMonitor::~HostMonitor() {
   listening_->join();
 }
 
+void HostMonitor::expect_signs() {
+  const std::lock_guard lock(mutex_);
+  expects_signs_ = true;
+}
+
 void HostMonitor::announce(const Error& error) {
   const std::lock_guard lock(mutex_);
   if (has_failed_) return;
@@ -109,7 +114,6 @@ void HostMonitor::take(int sender, const Letter& letter) {
     const auto heard = heard_.find(sender);
     if (heard != heard_.end()) {
       heard->second.silent_for = milliseconds(0);
-      heard->second.has_been_heard = true;
       heard->second.has_left |= letter.kind == Letter::Kind::kLeft;
     }
     if (letter.kind != Letter::Kind::kFailed || has_failed_) return;
@@ -184,7 +188,7 @@ void HostMonitor::count_silence(milliseconds passed) {
   {
     const std::lock_guard lock(mutex_);
     for (auto& [peer, heard] : heard_) {
-      if (!heard.has_been_heard || heard.has_left) continue;
+      if (!expects_signs_ || heard.has_left) continue;
       heard.silent_for += passed;
       if (heard.silent_for < longest_silence_) continue;
       error =
@@ -210,4 +214,4 @@ void HostMonitor::warn_about_stall() {
                     " (", awaited->phase, "); still waiting\n");
 }
 
-}  // namespace rota::tensors
+}  // namespace rota::hosts

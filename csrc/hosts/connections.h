@@ -1,0 +1,39 @@
+// What carries messages between the ranks of a group on several hosts: a torch process group
+// (tensor/hosts/torch_connections.h), or memory in the tests.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+
+namespace rota::hosts {
+
+class Connections {
+ public:
+  // One that has been started. Errors are a std::exception whose text is the cause.
+  class Message {
+   public:
+    virtual ~Message() = default;
+    // Blocks until it is done, and returns whether it is. Throws where it has failed, was aborted
+    // or the timeout is over; its memory is free from then on.
+    virtual bool wait(std::chrono::milliseconds timeout) = 0;
+    // Ends waits for it. From any thread. Throws where these connections cannot; then their own
+    // timeout ends the waits.
+    virtual void abort() = 0;
+    // The sender of one that is done.
+    virtual int source() const = 0;
+  };
+  using MessageRef = std::shared_ptr<Message>;
+
+  virtual ~Connections() = default;
+
+  // Messages of one pair and tag arrive in the order of their calls, and are at most as long as
+  // their recv expects. All throw where the connection is broken.
+  virtual MessageRef send(const void* data, size_t num_bytes, int peer, int tag) = 0;
+  virtual MessageRef recv(void* data, size_t num_bytes, int peer, int tag) = 0;
+  virtual MessageRef recv_from_any(void* data, size_t num_bytes, int tag) = 0;
+};
+
+using ConnectionsPtr = std::shared_ptr<Connections>;
+
+}  // namespace rota::hosts

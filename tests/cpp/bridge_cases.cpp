@@ -1,0 +1,309 @@
+// Ranks on several hosts: every collective on uneven layouts, messages beside collectives, and
+// failures of ranks and hosts. In most flavours chunks are so short that a call has many.
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <cstdlib>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "calls.h"
+#include "check.h"
+#include "core/plan.h"
+#include "host_ranks.h"
+#include "hosts/joint_setup.h"
+#include "memory_store.h"
+
+namespace rota::test {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr int kTwoByTwo[] = {0, 0, 1, 1};
+constexpr int kUneven[] = {0, 0, 0, 1};
+constexpr int kThreeHosts[] = {0, 1, 1, 2};
+constexpr int kInterleaved[] = {0, 1, 0, 1};
+constexpr int kOneEach[] = {0, 1};
+
+// As tensor/hosts/ plans a call that asks for no wire format.
+Call over_hosts(Call call, bool asks_for_wire) {
+  call.algorithm = schedule::Algorithm::kTwoShot;
+  if (row_of(call.kind).reduces && !asks_for_wire) call.wire = {info(call.dtype).accumulate};
+  return call;
+}
+
+void call_over_hosts(HostRank& rank, const TestCall& call, uint64_t seed) {
+  call_and_check({rank.rank(), rank.bridge.world_size(),
+                  [&](const Call& planned, const cpu::Buffers& buffers) {
+                    rank.run(over_hosts(planned, call.wire.has_value()), buffers);
+                  }},
+                 call, seed);
+}
+
+TestCall random_call_over_hosts(Random& random, int world_size) {
+  TestCall call = random_call(random, world_size);
+  call.algorithm.reset();
+  call.hop.reset();
+  return call;
+}
+
+// Ranks are late in turn.
+void dawdle(Random& random) {
+  if (random.below(8) == 0) usleep(static_cast<useconds_t>(random.below(500)));
+}
+
+void mixed_calls(std::span<const int> host_of, int num_calls) {
+  run_on_hosts(host_of, [&](HostRank& rank) {
+    Random same_on_all_ranks(host_of.size());
+    Random own(3000 + static_cast<uint64_t>(rank.rank()));
+    for (int i = 0; i < num_calls; ++i) {
+      const TestCall call =
+          random_call_over_hosts(same_on_all_ranks, static_cast<int>(host_of.size()));
+      dawdle(own);
+      call_over_hosts(rank, call, static_cast<uint64_t>(i));
+    }
+  });
+}
+
+// Calls of many chunks, one behind the other.
+void long_calls(std::span<const int> host_of, CollectiveKind kind, std::optional<DType> wire = {}) {
+  run_on_hosts(host_of, [&](HostRank& rank) {
+    for (uint64_t seed = 0; seed < 4; ++seed) {
+      call_over_hosts(
+          rank,
+          {.kind = kind,
+           .num_elems = 24000 + seed,
+           .op = kind == CollectiveKind::kReduceBucket ? ReduceOp::kAvg : ReduceOp::kSum,
+           .wire = wire},
+          seed);
+    }
+  });
+}
+
+void short_sums(std::span<const int> host_of) {
+  run_on_hosts(host_of, [&](HostRank& rank) {
+    Random own(static_cast<uint64_t>(rank.rank()));
+    for (uint64_t seed = 0; seed < 60; ++seed) {
+      dawdle(own);
+      call_over_hosts(rank, {.num_elems = seed}, seed);
+    }
+  });
+}
+
+// Rank 3 makes another call: every rank gets an error that names both, and the group goes on.
+void mismatch_is_an_error_on_all_hosts() {
+  run_on_hosts(kTwoByTwo, [](HostRank& rank) {
+    for (uint64_t seed = 0; seed < 10; ++seed) {
+      const TestCall call{.num_elems = rank.rank() == 3 ? uint64_t{11} : uint64_t{10}};
+      const Error error =
+          expect_error(ErrorKind::kMismatch, [&] { call_over_hosts(rank, call, seed); });
+      check_contains(error.what(), "float32[10]");
+      check_contains(error.what(), "float32[11]");
+      call_over_hosts(rank, {.num_elems = 10}, seed);
+    }
+  });
+}
+
+void abort_at_any_moment(int num_groups) {
+  for (int group = 0; group < num_groups; ++group) {
+    std::atomic<int> num_failed{0};
+    run_on_hosts(kThreeHosts, [&](HostRank& rank) {
+      Random same_on_all_ranks(static_cast<uint64_t>(group));
+      std::jthread other;
+      if (rank.rank() == group % 4) {
+        other = std::jthread([&rank, group] {
+          usleep(static_cast<useconds_t>(mix(static_cast<uint64_t>(group)) % 20000));
+          rank.bridge.abort("at some moment");
+        });
+      }
+      try {
+        for (uint64_t seed = 0;; ++seed) {
+          TestCall call = random_call_over_hosts(same_on_all_ranks, 4);
+          call.in_heap = 0;  // peers may read it after an abort, see heap_cases.cpp
+          call_over_hosts(rank, call, seed);
+        }
+      } catch (const Error& error) {
+        check_contains(error.what(), "at some moment");
+        ++num_failed;
+      }
+    });
+    check_equal(num_failed.load(), 4, "ranks that heard of the abort");
+  }
+}
+
+// The one that waits longest for it says whom it waited for; all others hear of that.
+void absent_rank_is_a_timeout_on_all_hosts() {
+  std::atomic<int> num_failed{0};
+  run_on_hosts(kTwoByTwo,
+               [&](HostRank& rank) {
+                 rank.barrier();
+                 if (rank.rank() == 3) {
+                   while (num_failed < 3) usleep(1000);
+                   return;
+                 }
+                 const Error error = expect_error(ErrorKind::kTimeout, [&] { rank.barrier(); });
+                 if (rank.rank() == 2) check_contains(error.what(), "is rank 3 alive?");
+                 ++num_failed;
+               },
+               {{.timeout = milliseconds(500)}});
+}
+
+// Also where it has given no sign of life at all.
+void silent_host_is_lost(bool is_silent_from_the_start) {
+  setenv("ROTA_HOST_SILENCE_MS", "700", 1);
+  HostsOptions options;
+  if (is_silent_from_the_start) options.cut_off = 2;
+  constexpr int kHosts[] = {0, 0, 1};
+  run_on_hosts(
+      kHosts,
+      [&](HostRank& rank) {
+        if (!is_silent_from_the_start) {
+          rank.barrier();
+          if (rank.rank() == 2) rank.cut_off();
+        }
+        const Error error = expect_error(ErrorKind::kPeerFailed, [&] {
+          while (true) rank.barrier();
+        });
+        check_contains(error.what(), "has given no sign of life");
+        if (rank.rank() < 2) check_contains(error.what(), "rank 2 on host 1");
+      },
+      options);
+  unsetenv("ROTA_HOST_SILENCE_MS");
+}
+
+// ---- messages beside collectives, as tensor/hosts/remote_transfers.cpp sends them ----
+
+struct Sending {
+  hosts::Letter letter;
+  std::vector<std::byte> bytes;
+  hosts::Engine::Transfer sent_letter, data;
+};
+
+std::byte byte_of(uint64_t number, size_t index) {
+  return static_cast<std::byte>(mix(number * 1000 + index));
+}
+
+// Message `number`, with its number as tag.
+void begin_send(HostRank& rank, Sending& sending, int peer, uint64_t number, size_t num_bytes) {
+  for (size_t i = 0; i < num_bytes; ++i) sending.bytes.push_back(byte_of(number, i));
+  sending.letter = {.kind = hosts::Letter::Kind::kEnvelope,
+                    .envelope = {.tag = static_cast<int64_t>(number),
+                                 .dtype = static_cast<uint64_t>(DType::kUInt8),
+                                 .num_elems = num_bytes,
+                                 .data_tag = hosts::kFirstDataTag + static_cast<int64_t>(number)}};
+  sending.sent_letter =
+      rank.bridge.send(&sending.letter, sizeof(hosts::Letter), peer, hosts::kLetterTag);
+  sending.data = rank.bridge.send(sending.bytes.data(), num_bytes, peer,
+                                  static_cast<int>(sending.letter.envelope.data_tag));
+}
+
+void recv_and_check(HostRank& rank, int source, uint64_t number) {
+  hosts::Inbox& inbox = rank.bridge.inbox();
+  const hosts::Inbox::PlaceRef place = inbox.enter(source, static_cast<int64_t>(number));
+  const auto arrival = inbox.wait(*place, kPatience);
+  check(arrival.has_value(), "a message came");
+  const size_t num_bytes = arrival->envelope.num_bytes();
+  std::vector<std::byte> bytes(num_bytes);
+  if (arrival->early) {
+    rank.bridge.wait_outside(arrival->early->transfer, "recv");
+    bytes = arrival->early->bytes;
+  } else {
+    auto data = rank.bridge.recv(bytes.data(), num_bytes, arrival->source,
+                                 static_cast<int>(arrival->envelope.data_tag));
+    rank.bridge.wait_outside(data, "recv");
+  }
+  for (size_t i = 0; i < num_bytes; ++i) {
+    check(bytes[i] == byte_of(number, i), "a byte of a message");
+  }
+}
+
+// Both ranks send first, then receive in several threads, while collectives go on.
+void messages_beside_collectives() {
+  constexpr uint64_t kNumMessages = 24;
+  run_on_hosts(kOneEach, [](HostRank& rank) {
+    std::vector<Sending> sendings(kNumMessages);
+    for (uint64_t i = 0; i < kNumMessages; ++i) {
+      begin_send(rank, sendings[i], 1 - rank.rank(), i, 100 * i);
+    }
+    run_threads(3, [&](int thread) {
+      if (thread == 2) {
+        for (uint64_t seed = 0; seed < 10; ++seed) call_over_hosts(rank, {.num_elems = 500}, seed);
+        return;
+      }
+      for (uint64_t i = 0; i < kNumMessages / 2; ++i) {
+        const int source = i % 3 == 0 ? kAnyRank : 1 - rank.rank();
+        recv_and_check(rank, source, 2 * i + static_cast<uint64_t>(thread));
+      }
+    });
+    for (Sending& sending : sendings) {
+      rank.bridge.wait_outside(sending.sent_letter, "send");
+      rank.bridge.wait_outside(sending.data, "send");
+    }
+  });
+}
+
+// ---- the steps in which hosts connect ----
+
+void joint_steps(const std::function<std::string(int rank, int step)>& body, ErrorKind expected,
+                 const std::string& text) {
+  const std::string ids[] = {"alpha", "alpha", "beta"};
+  const schedule::Hosts hosts(ids);
+  MemoryStore store;
+  run_threads(3, [&](int rank) {
+    hosts::JointSetup setup(store, hosts, rank, milliseconds(500), [] {});
+    setup.step([&] { return body(rank, 0); });
+    const auto second = [&] { setup.step([&] { return body(rank, 1); }); };
+    if (expected == ErrorKind::kNone) return second();
+    check_contains(expect_error(expected, second).what(), text);
+  });
+}
+
+void joint_steps_succeed() {
+  joint_steps([](int, int step) { return join("settings ", step); }, ErrorKind::kNone, "");
+}
+
+void joint_step_that_fails_on_one_rank() {
+  joint_steps(
+      [](int rank, int step) -> std::string {
+        if (rank == 1 && step == 1) throw Error(ErrorKind::kValue, "rota: no such engine");
+        return "";
+      },
+      ErrorKind::kValue, "rank 1 on host 0: no such engine");
+}
+
+void joint_step_with_different_settings() {
+  joint_steps([](int rank, int step) { return join("engine=", rank == 2 ? step : 0); },
+              ErrorKind::kMismatch, "rank 2 on host 1 has engine=1");
+}
+
+const CaseTable kCases{
+    {"hosts_mixed_calls-2x2", [] { mixed_calls(kTwoByTwo, 150); }},
+    {"hosts_mixed_calls-uneven", [] { mixed_calls(kUneven, 80); }},
+    {"hosts_mixed_calls-three", [] { mixed_calls(kThreeHosts, 80); }},
+    {"hosts_mixed_calls-interleaved", [] { mixed_calls(kInterleaved, 80); }},
+    {"hosts_mixed_calls-1x1", [] { mixed_calls(kOneEach, 150); }},
+    {"hosts_long_sums", [] { long_calls(kTwoByTwo, CollectiveKind::kAllReduce); }},
+    {"hosts_long_sums-float16",
+     [] { long_calls(kTwoByTwo, CollectiveKind::kAllReduce, DType::kFloat16); }},
+    {"hosts_long_buckets",
+     [] { long_calls(kThreeHosts, CollectiveKind::kReduceBucket, DType::kBFloat16); }},
+    {"hosts_long_reduce_scatters", [] { long_calls(kThreeHosts, CollectiveKind::kReduceScatter); }},
+    {"hosts_long_all_gathers", [] { long_calls(kThreeHosts, CollectiveKind::kAllGather); }},
+    {"hosts_long_broadcasts", [] { long_calls(kThreeHosts, CollectiveKind::kBroadcast); }},
+    {"hosts_long_all_to_alls", [] { long_calls(kTwoByTwo, CollectiveKind::kAllToAll); }},
+    {"hosts_short_sums", [] { short_sums(kThreeHosts); }},
+    {"hosts_mismatch", mismatch_is_an_error_on_all_hosts},
+    {"hosts_abort", [] { abort_at_any_moment(20); }},
+    {"hosts_absent_rank", absent_rank_is_a_timeout_on_all_hosts},
+    {"hosts_silent", [] { silent_host_is_lost(false); }},
+    {"hosts_silent-from_the_start", [] { silent_host_is_lost(true); }},
+    {"hosts_messages", messages_beside_collectives},
+    {"joint_steps", joint_steps_succeed},
+    {"joint_steps-failure", joint_step_that_fails_on_one_rank},
+    {"joint_steps-mismatch", joint_step_with_different_settings},
+};
+
+}  // namespace
+}  // namespace rota::test

@@ -1,0 +1,66 @@
+#include "host_ranks.h"
+
+#include <barrier>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "hosts/executor.h"
+#include "transport/thread_transport.h"
+
+namespace rota::test {
+
+void HostRank::run(const Call& call, const cpu::Buffers& buffers) {
+  hosts::execute(bridge, scratch, call, {}, buffers, std::nullopt);
+}
+
+void HostRank::cut_off() {
+  data.cut_off(rank());
+  letters.cut_off(rank());
+}
+
+void run_on_hosts(std::span<const int> host_of, const std::function<void(HostRank&)>& body,
+                  const HostsOptions& options) {
+  std::vector<std::string> ids;
+  for (const int host : host_of) ids.push_back(join("host", host));
+  const schedule::Hosts hosts(ids);
+  std::vector<std::vector<std::unique_ptr<transport::Transport>>> transports;
+  for (int host = 0; host < hosts.num_hosts(); ++host) {
+    transports.push_back(
+        transport::ThreadTransport::make_world(hosts.local_size(host), options.geometry));
+    for (auto& transport : transports.back()) {
+      transport->set_numbering({hosts.ranks_of(host), hosts.world_size()});
+    }
+  }
+  MemoryNetwork data(MemoryNetwork::Kind::kData), letters(MemoryNetwork::Kind::kLetters);
+  if (options.cut_off) {
+    data.cut_off(*options.cut_off);
+    letters.cut_off(*options.cut_off);
+  }
+  std::barrier joint_step(hosts.world_size());
+  std::mutex mutex;
+  std::exception_ptr first_exception;
+  run_threads(hosts.world_size(), [&](int rank) {
+    const auto [host, local_rank] = hosts.place_of(rank);
+    auto& transport = transports[static_cast<size_t>(host)][static_cast<size_t>(local_rank)];
+    auto local = std::make_shared<Communicator>(std::move(transport), options.timeout,
+                                                options.check_interrupt);
+    hosts::Bridge bridge(hosts, rank, local, data.connect(rank), letters.connect(rank));
+    joint_step.arrive_and_wait();
+    bridge.expect_signs();
+    HostRank host_rank{bridge, {}, data, letters};
+    try {
+      body(host_rank);
+    } catch (const std::exception& exception) {
+      {
+        const std::lock_guard lock(mutex);
+        if (!first_exception) first_exception = std::current_exception();
+      }
+      bridge.abort(exception.what());  // or the others would wait for this rank
+    }
+  });
+  if (first_exception) std::rethrow_exception(first_exception);
+}
+
+}  // namespace rota::test

@@ -1,0 +1,37 @@
+// Ranks on several hosts as threads of this process: those of a host share plain memory, and a
+// MemoryNetwork carries what goes between hosts.
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <span>
+
+#include "hosts/bridge.h"
+#include "hosts/scratch.h"
+#include "memory_network.h"
+#include "ranks.h"
+
+namespace rota::test {
+
+struct HostRank {
+  hosts::Bridge& bridge;
+  hosts::Scratch scratch;
+  MemoryNetwork& data;
+  MemoryNetwork& letters;
+
+  int rank() const { return bridge.rank(); }
+  // From the other hosts.
+  void cut_off();
+  void run(const Call& call, const cpu::Buffers& buffers);
+  void barrier() { run({.kind = CollectiveKind::kBarrier}, {}); }
+};
+
+struct HostsOptions : RanksOptions {
+  std::optional<int> cut_off;  // a rank that other hosts hear nothing of from the start
+};
+
+// Runs body on every rank, as run_ranks(). host_of: the host of each rank.
+void run_on_hosts(std::span<const int> host_of, const std::function<void(HostRank&)>& body,
+                  const HostsOptions& options = {});
+
+}  // namespace rota::test
