@@ -93,6 +93,9 @@ class Rank:
             timeout=timedelta(seconds=timeout_s),
             pg_options=pg_options,
         )
+        if backend == "gloo":
+            # A rank that ends at once would break the connections of one that still connects.
+            dist.barrier()
 
     def communicator(
         self, *, slot_bytes: int | None = None, timeout_s: float | None = None

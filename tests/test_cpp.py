@@ -124,6 +124,9 @@ POSTS = ("launches_agree-ws4", "launches_too_far_ahead")
 ANSWERS = ("rendezvous-ws5", "rendezvous_groups-ws3")
 ENDS = ("joined_regions_order", "joined_regions_anew")
 SLEEPS = ("waiter_sleeping-ws2",)
+MESSAGES_OF_HOSTS = ("hosts_messages",)
+SILENCE = ("hosts_silent-from_the_start",)
+SUMS_OF_HOSTS = ("hosts_long_sums-float16",)
 CASE_FAILED = 1
 
 
@@ -152,6 +155,13 @@ def earlier(name: str, before: str, call: str) -> Mutant:
     lines = rf"({re.escape(before)}[^\n]*\n)([\s\S]*?)( *)({re.escape(call)})\n"
     either = r"\1\3if (IS_MUTANT) { \4 rota::test::rest(); }\n\2\3if (!IS_MUTANT) \4\n"
     return Mutant(name, (Patch("core/message_queues.cpp", lines, either),), MESSAGES)
+
+
+def unlocked(name: str, file: str, next_line: str, cases: tuple[str, ...]) -> Mutant:
+    """Leaves out the lock in front of this line."""
+    pattern = rf"const std::lock_guard lock\(mutex_\);(\s+{next_line})"
+    replacement = r"std::unique_lock lock(mutex_, std::defer_lock); if (!IS_MUTANT) lock.lock();\1"
+    return Mutant(name, (Patch(file, pattern, replacement),), cases, (TSAN_REPORT_CODE,))
 
 
 MUTANTS = (
@@ -205,19 +215,7 @@ MUTANTS = (
         ),
         POSTS,
     ),
-    Mutant(
-        "unlocked-answers",
-        (
-            Patch(
-                "transport/endpoint.cpp",
-                r"const std::lock_guard lock\(mutex_\);(\s+const auto found)",
-                r"std::unique_lock lock(mutex_, std::defer_lock);"
-                r" if (!IS_MUTANT) lock.lock();\1",
-            ),
-        ),
-        ANSWERS,
-        (TSAN_REPORT_CODE,),
-    ),
+    unlocked("unlocked-answers", "transport/endpoint.cpp", "const auto found", ANSWERS),
     *(
         Mutant(
             f"no-step-before-{part}",
@@ -233,6 +231,31 @@ MUTANTS = (
         )
         for part in ("mapped", "own")
     ),
+    unlocked("inbox-delivers-unlocked", "hosts/inbox.cpp", "const auto place", MESSAGES_OF_HOSTS),
+    unlocked("inbox-enters-unlocked", "hosts/inbox.cpp", "const auto arrival", MESSAGES_OF_HOSTS),
+    Mutant(
+        "silence-not-missed",
+        (Patch("hosts/host_monitor.cpp", r"!expects_signs_ \|\|", r"IS_MUTANT || \g<0>"),),
+        SILENCE,
+        (TIMEOUT_CODE,),
+    ),
+    Mutant(
+        "places-of-chunks-too-few",
+        (
+            Patch(
+                "hosts/hierarchical_sum.cpp",
+                r"chunk % kNumPlaces\) \* kNumBuffers",
+                "chunk % (IS_MUTANT ? 1 : kNumPlaces)) * kNumBuffers",
+            ),
+        ),
+        SUMS_OF_HOSTS,
+    ),
+    Mutant(
+        "mismatch-of-hosts-unseen",
+        (Patch("hosts/bridge.cpp", r"greeting\.words != words", r"!IS_MUTANT && \g<0>"),),
+        ("hosts_mismatch-whole_host",),
+        (CASE_FAILED,),
+    ),
     # Without the timeout that ends every sleep, which would hide it.
     Mutant(
         "no-wake-up",
@@ -245,20 +268,40 @@ MUTANTS = (
         (TIMEOUT_CODE,),
     ),
 )
-# Skips the waits of one phase, named in the environment.
-LOST_WAIT = Patch(
-    "cpu/exchange.h",
-    r"(void wait\(.*\) \{\n)",
-    r'\1    if (const char* lost = std::getenv("LOST_WAIT"); lost && phase == lost) return;\n',
+# Skips the waits of one phase, named in the environment. A message between hosts is still carried.
+IF_LOST = 'if (const char* lost = std::getenv("LOST_WAIT"); lost && phase == lost)'
+LOST_WAITS = (
+    Patch("cpu/exchange.h", r"(void wait\(.*\) \{\n)", rf"\1    {IF_LOST} return;\n"),
+    Patch(
+        "hosts/bridge.cpp",
+        r"(void Bridge::wait\(Engine::Transfer& transfer.*\{\n)",
+        rf"\1  {IF_LOST} {{ new Engine::Transfer(std::move(transfer)); return; }}\n",
+    ),
 )
-# Every phase in which executors wait, by the name used in errors.
-WAITED_PHASES = sorted(
-    {
-        phase
-        for source in (CSRC / "cpu").glob("*.cpp")
-        for phase in re.findall(r'wait_\w+\([^;]*, "([\w ]+)"\);', source.read_text())
-    }
-)
+
+
+def waited_phases(layer: str, pattern: str) -> list[str]:
+    """Every phase in which a layer waits, by the name used in errors."""
+    sources = (CSRC / layer).glob("*.cpp")
+    return sorted({phase for file in sources for phase in re.findall(pattern, file.read_text())})
+
+
+WAITED_PHASES = waited_phases("cpu", r'wait_\w+\([^;]*, "([\w ]+)"\);')
+PHASES_BETWEEN_HOSTS = waited_phases("hosts", r'wait\([\w.]+, "([\w \']+)"\);')
+# Each has a wait of each of these phases that only it needs.
+HOSTS = {
+    "start": ("hosts_short_sums",),
+    "contributions": ("hosts_long_sums", "hosts_long_reduce_scatters"),
+    "results": ("hosts_long_sums",),
+    "the network": (
+        "hosts_free_tensor-all_reduce",
+        "hosts_free_tensor-all_gather",
+        "hosts_long_reduce_scatters",
+        "hosts_long_broadcasts",
+    ),
+    "parts": ("hosts_long_all_gathers", "hosts_long_all_to_alls"),
+    "the root's data": ("hosts_long_broadcasts",),
+}
 
 
 def patches_of_mutants() -> Iterator[Patch]:
@@ -282,9 +325,10 @@ WITH_MUTANTS = Flavour(
         "endpoint_cases",
         "joined_regions_cases",
         "waiter_cases",
+        "bridge_cases",
     ),
     flags=TSAN_FLAGS,
-    patches=(*patches_of_mutants(), LOST_WAIT),
+    patches=(*patches_of_mutants(), *LOST_WAITS, *SHORT_CHUNKS),
     environment=TSAN,
 )
 
@@ -300,7 +344,9 @@ def test_cpp(flavour: Flavour, case: str) -> None:
 
 
 def test_cpp_with_mutants_but_without_fault_passes() -> None:
-    code, output = run(WITH_MUTANTS, *SLOTS, *MESSAGES, *POSTS, *ANSWERS, *ENDS, *SLEEPS)
+    cases = {case for mutant in MUTANTS for case in mutant.cases}
+    cases |= {case for cases_of_phase in HOSTS.values() for case in cases_of_phase}
+    code, output = run(WITH_MUTANTS, *sorted(cases))
     assert code == 0, f"exit code {code}\n{output}"
 
 
@@ -318,6 +364,19 @@ def test_cpp_mutant_is_found(mutant: Mutant) -> None:
 def test_cpp_without_one_wait_is_found(phase: str) -> None:
     code, output = run(WITH_MUTANTS, "mixed_calls-ws3", environment={"LOST_WAIT": phase})
     assert code in (CASE_FAILED, TSAN_REPORT_CODE), f"exit code {code}\n{output}"
+
+
+WAITS_BETWEEN_HOSTS = [(phase, case) for phase, cases in HOSTS.items() for case in cases]
+
+
+@pytest.mark.parametrize(("phase", "case"), WAITS_BETWEEN_HOSTS)
+def test_cpp_without_one_wait_for_hosts_is_found(phase: str, case: str) -> None:
+    code, output = run(WITH_MUTANTS, case, environment={"LOST_WAIT": phase})
+    assert code in (CASE_FAILED, TSAN_REPORT_CODE), f"exit code {code}\n{output}"
+
+
+def test_every_wait_for_hosts_is_left_out_once() -> None:
+    assert sorted(HOSTS) == PHASES_BETWEEN_HOSTS
 
 
 # ---- one program, several instruction sets -------------------------------------------------------

@@ -8,6 +8,14 @@
 #include "hosts/tags.h"
 
 namespace rota::hosts {
+namespace {
+
+// A host that waits in vain for one of its own ranks fails first, and so all others name that rank
+// instead of its host's leader; likewise a leader, before the ranks that wait for its verdict.
+constexpr std::chrono::milliseconds kPatienceWithHosts{500};
+constexpr std::chrono::milliseconds kPatienceWithLeader{1000};
+
+}  // namespace
 
 Bridge::Bridge(schedule::Hosts hosts, int rank, std::shared_ptr<Communicator> local,
                ConnectionsPtr data, ConnectionsPtr letters)
@@ -90,7 +98,7 @@ void Bridge::greet(const Call& call, const std::optional<Error>& disagreement,
     if (other == host()) continue;
     transfers.push_back(send(own.data(), num_bytes, hosts_.rank_at(other, 0), kGreetingTag));
   }
-  wait(transfers, "start");
+  wait(transfers, "start", kPatienceWithHosts);
 }
 
 bool Bridge::all_called(const Call& call) const {
@@ -104,12 +112,11 @@ bool Bridge::all_called(const Call& call) const {
   return true;
 }
 
-// A leader that waits in vain for another host fails first, and so the others name that host.
 void Bridge::share(void* data, size_t num_bytes) {
   if (local_size() == 1) return;
-  constexpr std::chrono::seconds kPatience{1};
   local_->run({.kind = CollectiveKind::kBroadcast, .num_elems = num_bytes}, {.data = data},
-              CallerThread::kProgress, own_timeout_.value_or(local_->timeout()) + kPatience);
+              CallerThread::kProgress,
+              own_timeout_.value_or(local_->timeout()) + kPatienceWithLeader);
 }
 
 Error Bridge::mismatch(const Call& call) const {
@@ -132,14 +139,15 @@ Error Bridge::mismatch(const Call& call) const {
                     "; nothing was written: make all ranks call the same collective"));
 }
 
-void Bridge::wait(Engine::Transfer& transfer, std::string_view phase) {
-  const auto timeout = own_timeout_.value_or(local_->timeout());
+void Bridge::wait(Engine::Transfer& transfer, std::string_view phase, Nanoseconds patience) {
+  const auto timeout = own_timeout_.value_or(local_->timeout()) + patience;
   engine_.wait(transfer, std::chrono::duration_cast<std::chrono::milliseconds>(timeout),
                prefix(kind_name_), join("call ", epoch_, ", ", phase));
 }
 
-void Bridge::wait(std::vector<Engine::Transfer>& transfers, std::string_view phase) {
-  for (Engine::Transfer& transfer : transfers) wait(transfer, phase);
+void Bridge::wait(std::vector<Engine::Transfer>& transfers, std::string_view phase,
+                  Nanoseconds patience) {
+  for (Engine::Transfer& transfer : transfers) wait(transfer, phase, patience);
   transfers.clear();
 }
 

@@ -88,8 +88,10 @@ class Bridge {
   Engine::Transfer recv(void* data, size_t num_bytes, int peer, int tag) {
     return engine_.recv(data, num_bytes, peer, tag);
   }
-  void wait(Engine::Transfer& transfer, std::string_view phase);
-  void wait(std::vector<Engine::Transfer>& transfers, std::string_view phase);
+  // patience: beyond the call's timeout.
+  void wait(Engine::Transfer& transfer, std::string_view phase, Nanoseconds patience = {});
+  void wait(std::vector<Engine::Transfer>& transfers, std::string_view phase,
+            Nanoseconds patience = {});
   void run_local(const Call& call, const cpu::Buffers& buffers);
 
   // For a message outside collectives, in any thread. A failure ends the group.

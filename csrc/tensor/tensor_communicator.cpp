@@ -173,15 +173,20 @@ void TensorCommunicator::connect_hosts(std::chrono::milliseconds timeout,
     if (!engine) throw Error(ErrorKind::kTransport, problem);
     return std::make_shared<TorchConnections>(engine);
   };
-  hosts::ConnectionsPtr data;
+  hosts::ConnectionsPtr data, letters;
   setup.step([&] {
     data = connections("data");
     return std::string();
   });
+  setup.step([&] {
+    letters = connections("letters");
+    return std::string();
+  });
+  // It sends, which may block a peer that still connects.
   std::unique_ptr<hosts::Bridge> bridge;
   setup.step([&] {
     bridge = std::make_unique<hosts::Bridge>(*hosts_, rank_, cpu_->communicator(), std::move(data),
-                                             connections("letters"));
+                                             std::move(letters));
     return std::string();
   });
   bridge->expect_signs();

@@ -52,6 +52,8 @@ std::span<const std::byte> ThreadTransport::heap_of(int) const {
   return per_process<Heap>().contents();
 }
 
-std::string ThreadTransport::describe(int peer) const { return join("rank ", peer, " (a thread)"); }
+std::string ThreadTransport::describe(int peer) const {
+  return join("rank ", number_of(peer), " (a thread)");
+}
 
 }  // namespace rota::transport
