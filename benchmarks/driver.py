@@ -28,7 +28,7 @@ from ranks import RankError, RankGroup
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 # Arguments that are paths on this machine; not recorded.
-PATHS = ("json", "png", "mpi_root")
+PATHS = ("json", "png", "mpi_root", "before")
 # Load of an idle machine; above this, a note says that other programs were running.
 QUIET_CORES = 0.1
 
@@ -52,7 +52,7 @@ class Run:
         self._args = args
         self._started = datetime.now(timezone.utc)
         self._machine = machine.describe()
-        self._git_commit = machine.git_commit()
+        self.git_commit = machine.git_commit()
         self._notes: list[str] = []
         stem = RESULTS / f"{self._started:%Y%m%dT%H%M%SZ}-{name}-{num_ranks}ranks"
         self.json_path: Path = args.json or stem.with_suffix(".json")
@@ -82,7 +82,7 @@ class Run:
         facts = self._machine
         return (
             f"{facts['cpu']}, {facts['cores']} cores, Linux {facts['kernel']}, "
-            f"torch {facts['torch']}, commit {self._git_commit[:10]}, {self._started:%Y-%m-%d}"
+            f"torch {facts['torch']}, commit {self.git_commit[:10]}, {self._started:%Y-%m-%d}"
         )
 
     def publish(
@@ -122,7 +122,7 @@ class Run:
         record = {
             "benchmark": self.benchmark,
             "started": self._started.isoformat(timespec="seconds"),
-            "git_commit": self._git_commit,
+            "git_commit": self.git_commit,
             "machine": self._machine,
             "arguments": {key: value for key, value in arguments.items() if key not in PATHS},
             "notes": self._notes,

@@ -69,6 +69,8 @@ PointToPoint::PointToPoint(Communicator& communicator, transport::Transport& tra
       check_interrupt_(std::move(check_interrupt)),
       waiter_(&transport.own_control().sleeping_on_links,
               transport.peers_flags(&transport::ControlBlock::sleeping_on_links)),
+      // Also among several hosts, where messages would take half as long again if ranks slept at
+      // once.
       policy_(WaitPolicy::for_ranks(transport.world_size())),
       queues_(transport, waiter_),
       fork_generation_(fork_generation()) {
