@@ -1,11 +1,12 @@
 """Two commits, each with a build of its own, in turns: which rows of a benchmark became slower.
 
     git worktree add ../before COMMIT && make -C ../before venv
-    python benchmarks/commits.py --before ../before -- collectives.py --backends rota -b 4 -e 64M -f 4
+    python benchmarks/commits.py --before ../before -- collectives.py --backends rota --ranks 2
 
-A turn runs the benchmark with the arguments after -- in one of the checkouts; every other pair of
-turns begins with the other one. A row's time is the median of its turns' medians, and its noise
-says how far two turns of one commit are apart. The last line of the output is JSON.
+A turn runs the benchmark of this checkout, with the arguments after --, on one of the two builds;
+every other pair of turns begins with the other one. A row's time is the median of its turns'
+medians, and its noise says how far two turns of one commit are apart. The last line of the output
+is JSON.
 """
 
 from __future__ import annotations
@@ -68,17 +69,18 @@ def _spread(times: list[float]) -> float:
     return ordered[-1 - quarter] / ordered[quarter]
 
 
-def run_turn(checkout: Path, command: list[str], record: Path) -> list[dict[str, Any]]:
-    """Runs the benchmark in a checkout; the rows of its record."""
-    script, *arguments = command
+def run_turn(
+    checkout: Path, script: Path, arguments: list[str], record: Path
+) -> list[dict[str, Any]]:
+    """Runs a benchmark on the build of a checkout; the rows of its record."""
     python = checkout / ".venv" / "bin" / "python"
-    done = subprocess.run(
-        [str(python), str(checkout / "benchmarks" / script), *arguments, "--json", str(record)],
-        capture_output=True,
-        text=True,
-    )
+    command = [str(python), str(script), *arguments, "--json", str(record)]
+    done = subprocess.run(command, capture_output=True, text=True)
     if not record.exists():
-        sys.exit(f"error: {script} failed in {checkout}:\n{done.stdout[-2000:]}{done.stderr}")
+        sys.exit(
+            f"error: {script.name} failed on the build of {checkout}; does it need what that build "
+            f"lacks (--own-scripts)?\n{done.stdout[-2000:]}{done.stderr}"
+        )
     rows: list[dict[str, Any]] = json.loads(record.read_text())["measurements"]
     record.unlink()
     return rows
@@ -88,12 +90,15 @@ def compare(args: argparse.Namespace) -> list[Row]:
     """Lets the commits take turns."""
     times: dict[Key, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     checkouts = {"before": args.before.resolve(), "after": HERE.parent}
+    name, *arguments = args.command
     with tempfile.TemporaryDirectory() as directory:
         for turn in track(range(args.turns), "turns"):
             order: Iterable[str] = checkouts if turn % 2 == 0 else reversed(checkouts)
             for which in order:
+                checkout = checkouts[which]
+                script = (checkout / "benchmarks" if args.own_scripts else HERE) / name
                 record = Path(directory) / "record.json"
-                for row in run_turn(checkouts[which], args.command, record):
+                for row in run_turn(checkout, script, arguments, record):
                     key = (row["label"], row["op"], row["num_bytes"])
                     times[key][which].append(row["p50_us"])
     return [
@@ -152,6 +157,11 @@ def main() -> int:
         help="of each commit (default: %(default)s)",
     )
     add("--ranks", type=parse_natural(1), default=2, help="of the benchmark (default: %(default)s)")
+    add(
+        "--own-scripts",
+        action="store_true",
+        help="each commit's own benchmark, where this one's needs what the other build lacks",
+    )
     add("--json", type=Path, help="where to write the record (default: benchmarks/results/)")
     add("command", nargs="+", help="a benchmark of both checkouts and its arguments, after --")
     args = parser.parse_args()

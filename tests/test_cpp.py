@@ -158,9 +158,12 @@ def earlier(name: str, before: str, call: str) -> Mutant:
 
 
 def unlocked(name: str, file: str, next_line: str, cases: tuple[str, ...]) -> Mutant:
-    """Leaves out the lock in front of this line."""
-    pattern = rf"const std::lock_guard lock\(mutex_\);(\s+{next_line})"
-    replacement = r"std::unique_lock lock(mutex_, std::defer_lock); if (!IS_MUTANT) lock.lock();\1"
+    """Leaves out the lock in front of this statement, and rests behind it, so that others come."""
+    pattern = rf"const std::lock_guard lock\(mutex_\);(\s+{next_line}[\s\S]*?;\n)"
+    replacement = (
+        r"std::unique_lock lock(mutex_, std::defer_lock); if (!IS_MUTANT) lock.lock();\1"
+        r"  if (IS_MUTANT) rota::test::rest();\n"
+    )
     return Mutant(name, (Patch(file, pattern, replacement),), cases, (TSAN_REPORT_CODE,))
 
 
@@ -287,7 +290,7 @@ def waited_phases(layer: str, pattern: str) -> list[str]:
 
 
 WAITED_PHASES = waited_phases("cpu", r'wait_\w+\([^;]*, "([\w ]+)"\);')
-PHASES_BETWEEN_HOSTS = waited_phases("hosts", r'wait\([\w.]+, "([\w \']+)"\);')
+PHASES_BETWEEN_HOSTS = waited_phases("hosts", r'\bwait\([\w.]+, "([\w \']+)"')
 # Each has a wait of each of these phases that only it needs.
 HOSTS = {
     "start": ("hosts_short_sums",),

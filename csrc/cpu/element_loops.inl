@@ -72,16 +72,16 @@ struct RestOfElements : ReducedElements<dtype, op> {
 };
 
 // One vector of the accumulate dtype at a time.
-template <DType dtype, ReduceOp op, typename Finish>
-void reduce_with(const Summands<const void*>& summands, void* dst, size_t num_elems,
-                 const Finish& finish) {
+template <DType dtype, ReduceOp op, typename Order, typename Finish>
+void reduce_in(const Order& order, const void* const* srcs, void* dst, size_t num_elems,
+               const Finish& finish) {
   using Lanes = LanesOf<dtype>;
   using Acc = typename Lanes::Acc;
   constexpr size_t kBlock = kUnroll * Lanes::kNumLanes;
   size_t elem = 0;
   for (; elem + kBlock <= num_elems; elem += kBlock) {
     Acc acc[kUnroll];
-    sum_up(ReducedElements<dtype, op>{summands.srcs, elem}, summands, acc);
+    order.sum_up(ReducedElements<dtype, op>{srcs, elem}, acc);
     for (size_t u = 0; u < kUnroll; ++u) {
       Lanes::store(static_cast<char*>(dst) + (elem + u * Lanes::kNumLanes) * Lanes::kElemBytes,
                    finish(acc[u]));
@@ -92,12 +92,23 @@ void reduce_with(const Summands<const void*>& summands, void* dst, size_t num_el
     const size_t rest = num_elems - elem;
     const size_t num_lanes = rest < Lanes::kNumLanes ? rest : Lanes::kNumLanes;
     Acc acc[1];
-    sum_up(RestOfElements<dtype, op>{{summands.srcs, elem}, num_lanes}, summands, acc);
+    order.sum_up(RestOfElements<dtype, op>{{srcs, elem}, num_lanes}, acc);
     alignas(kVectorBytes) char lanes[kVectorBytes];
     Lanes::store(lanes, finish(acc[0]));
     __builtin_memcpy(static_cast<char*>(dst) + elem * Lanes::kElemBytes, lanes,
                      num_lanes * Lanes::kElemBytes);
     elem += num_lanes;
+  }
+}
+
+template <DType dtype, ReduceOp op, typename Finish>
+void reduce_with(const Summands<const void*>& summands, void* dst, size_t num_elems,
+                 const Finish& finish) {
+  const auto& [srcs, num, num_additions] = summands;
+  if (num_additions == nullptr) {
+    reduce_in<dtype, op>(InTurn{num}, srcs, dst, num_elems, finish);
+  } else {
+    reduce_in<dtype, op>(InTree{num, num_additions}, srcs, dst, num_elems, finish);
   }
 }
 

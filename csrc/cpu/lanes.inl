@@ -141,30 +141,55 @@ typename Lanes::Acc load_part(const char* src, size_t num_lanes) {
   return Lanes::load(lanes);
 }
 
-// Sums kVecs vectors of each source, which `elements` loads and adds, in the order of the summands.
-template <typename Elements, typename Source, typename V, size_t kVecs>
-inline __attribute__((always_inline)) void sum_up(const Elements& elements,
-                                                  const Summands<Source>& summands,
-                                                  V (&sums)[kVecs]) {
-  elements.load(0, sums);
-  if (summands.num_additions == nullptr) {
-    for (int s = 1; s < summands.num; ++s) {
+// The orders in which kVecs vectors of each source are summed, which `elements` loads and adds. Two
+// types, so that the loop over the elements of a sum in turn knows no other order: 7 % of the time
+// of 64 MiB on 2 ranks.
+struct InTurn {
+  int num_sources;
+
+  template <typename Elements, typename V, size_t kVecs>
+  inline __attribute__((always_inline)) void sum_up(const Elements& elements,
+                                                    V (&sums)[kVecs]) const {
+    elements.load(0, sums);
+    for (int s = 1; s < num_sources; ++s) {
       V values[kVecs];
       elements.load(s, values);
       for (size_t v = 0; v < kVecs; ++v) sums[v] = Elements::add(sums[v], values[v]);
     }
-    return;
   }
-  V pending[kMostSums - 1][kVecs];
-  int num_pending = 0;
-  for (int s = 1; s < summands.num; ++s) {
-    for (size_t v = 0; v < kVecs; ++v) pending[num_pending][v] = sums[v];
-    ++num_pending;
-    elements.load(s, sums);
-    for (int i = summands.num_additions[s]; i > 0; --i) {
-      --num_pending;
-      for (size_t v = 0; v < kVecs; ++v) sums[v] = Elements::add(pending[num_pending][v], sums[v]);
+};
+struct InTree {
+  int num_sources;
+  const uint8_t* num_additions;
+
+  template <typename Elements, typename V, size_t kVecs>
+  inline __attribute__((always_inline)) void sum_up(const Elements& elements,
+                                                    V (&sums)[kVecs]) const {
+    elements.load(0, sums);
+    V pending[kMostSums - 1][kVecs];
+    int num_pending = 0;
+    for (int s = 1; s < num_sources; ++s) {
+      for (size_t v = 0; v < kVecs; ++v) pending[num_pending][v] = sums[v];
+      ++num_pending;
+      elements.load(s, sums);
+      for (int i = num_additions[s]; i > 0; --i) {
+        --num_pending;
+        for (size_t v = 0; v < kVecs; ++v) {
+          sums[v] = Elements::add(pending[num_pending][v], sums[v]);
+        }
+      }
     }
+  }
+};
+
+template <typename Elements, typename Source, typename V, size_t kVecs>
+inline __attribute__((always_inline)) void sum_up(const Elements& elements,
+                                                  const Summands<Source>& summands,
+                                                  V (&sums)[kVecs]) {
+  if (summands.num_additions == nullptr) {
+    InTurn{summands.num}.sum_up(elements, sums);
+  } else {
+    InTree{summands.num, summands.num_additions}.sum_up(elements, sums);
   }
 }
 
