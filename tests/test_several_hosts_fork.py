@@ -115,4 +115,6 @@ def test_interpreters_of_parent_and_child_end_quietly(tmp_path: Path) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    assert (process.returncode, stderr) == (0, "")
+    # On a busy machine a rank may wait for more than a second, and says so.
+    noise = [line for line in stderr.splitlines() if not line.endswith("; still waiting")]
+    assert (process.returncode, noise) == (0, [])
