@@ -26,6 +26,7 @@ from typing import Any
 from rich.progress import track
 
 import driver
+import machine
 import report
 from arguments import Parser, parse_natural
 
@@ -114,9 +115,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         sys.exit(f"error: {args.before} has no build: run make venv there")
     name = f"commits-{args.command[0].removesuffix('.py')}"
     run = driver.Run("commits", name, args.ranks, args)
-    commit = subprocess.run(
-        ["git", "-C", str(args.before), "rev-parse", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
+    commit = machine.git_commit(args.before)
     rows = compare(args)
     report.print_labelled(
         run.console,

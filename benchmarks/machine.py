@@ -43,18 +43,18 @@ def describe() -> dict[str, object]:
     }
 
 
-def git_commit() -> str:
+def git_commit(checkout: Path = REPOSITORY) -> str:
     """The commit, with "+changes" if tracked files differ from it; "unknown" without git."""
     try:
-        commit = _git("rev-parse", "HEAD")
-        changes = _git("status", "--porcelain", "--untracked-files=no")
+        commit = _git(checkout, "rev-parse", "HEAD")
+        changes = _git(checkout, "status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit + ("+changes" if changes else "")
 
 
-def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(REPOSITORY), *arguments]
+def _git(checkout: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(checkout), *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 

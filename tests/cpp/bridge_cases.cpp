@@ -50,11 +50,6 @@ TestCall random_call_over_hosts(Random& random, int world_size) {
   return call;
 }
 
-// Ranks are late in turn.
-void dawdle(Random& random) {
-  if (random.below(8) == 0) usleep(static_cast<useconds_t>(random.below(500)));
-}
-
 void mixed_calls(std::span<const int> host_of, int num_calls) {
   run_on_hosts(host_of, [&](HostRank& rank) {
     Random same_on_all_ranks(host_of.size());

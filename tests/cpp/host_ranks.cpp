@@ -2,7 +2,6 @@
 
 #include <barrier>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -39,8 +38,7 @@ void run_on_hosts(std::span<const int> host_of, const std::function<void(HostRan
     letters.cut_off(*options.cut_off);
   }
   std::barrier joint_step(hosts.world_size());
-  std::mutex mutex;
-  std::exception_ptr first_exception;
+  FirstException first_exception;
   run_threads(hosts.world_size(), [&](int rank) {
     const auto [host, local_rank] = hosts.place_of(rank);
     auto& transport = transports[static_cast<size_t>(host)][static_cast<size_t>(local_rank)];
@@ -53,14 +51,11 @@ void run_on_hosts(std::span<const int> host_of, const std::function<void(HostRan
     try {
       body(host_rank);
     } catch (const std::exception& exception) {
-      {
-        const std::lock_guard lock(mutex);
-        if (!first_exception) first_exception = std::current_exception();
-      }
+      first_exception.keep();
       bridge.abort(exception.what());  // or the others would wait for this rank
     }
   });
-  if (first_exception) std::rethrow_exception(first_exception);
+  first_exception.rethrow();
 }
 
 }  // namespace rota::test

@@ -1,9 +1,12 @@
 // Ranks as threads of this process, over transport::ThreadTransport.
 #pragma once
 
+#include <exception>
 #include <functional>
+#include <mutex>
 
 #include "core/communicator.h"
+#include "random.h"
 
 namespace rota::test {
 
@@ -19,6 +22,27 @@ struct RanksOptions {
   Nanoseconds timeout = kPatience;
   std::function<void()> check_interrupt = [] {};
 };
+
+// The first exception of several threads.
+class FirstException {
+ public:
+  // In a handler.
+  void keep() {
+    const std::lock_guard lock(mutex_);
+    if (!first_) first_ = std::current_exception();
+  }
+  // Once the threads have ended; does nothing if there was none.
+  void rethrow() const {
+    if (first_) std::rethrow_exception(first_);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::exception_ptr first_;
+};
+
+// Mostly goes on at once; otherwise lets other threads run, or is clearly late.
+void dawdle(Random& random);
 
 // Runs body on every rank, each in its own thread with its own communicator, which closes as soon
 // as that rank is done. A rank that throws aborts the group; the first such exception is rethrown

@@ -1,24 +1,11 @@
 // Long random sequences of collectives, so that every kind follows every other at every size, with
 // ranks late in turn. Slots, posts and flags carry over from one collective to the next.
-#include <sched.h>
-#include <unistd.h>
-
 #include "calls.h"
 #include "check.h"
 #include "ranks.h"
 
 namespace rota::test {
 namespace {
-
-// Mostly goes on at once; otherwise lets other threads run, or is clearly late.
-void dawdle(Random& random) {
-  const uint64_t chance = random.below(16);
-  if (chance == 0) {
-    usleep(static_cast<useconds_t>(random.below(300)));
-  } else if (chance < 4) {
-    sched_yield();
-  }
-}
 
 void mixed_calls(int world_size, int num_calls) {
   run_ranks(world_size, [&](Communicator& communicator) {
