@@ -44,7 +44,7 @@ help:
 $(VENV)/.packages: pyproject.toml
 	python3 -m venv $(VENV)
 	$(PYTHON) $(PIP) install "setuptools>=64" wheel ninja $(TORCH)
-	$(REQUIREMENTS) dev bench trainers > $(VENV)/requirements.txt
+	$(REQUIREMENTS) dev bench examples trainers > $(VENV)/requirements.txt
 	$(PYTHON) $(PIP) install -r $(VENV)/requirements.txt
 	touch $@
 
@@ -76,7 +76,7 @@ conformance: venv
 $(CUDA_VENV)/.packages: pyproject.toml
 	@PATH="$$CUDA_HOME/bin:$$PATH" command -v nvcc > /dev/null || { echo "rota: there is no nvcc on PATH or in CUDA_HOME; install the CUDA toolkit 13.0, of which nvcc and the runtime suffice" >&2; exit 1; }
 	python3 -m venv $(CUDA_VENV)
-	$(REQUIREMENTS) dev bench check-cuda > $(CUDA_VENV)/requirements.txt
+	$(REQUIREMENTS) dev bench check-cuda examples > $(CUDA_VENV)/requirements.txt
 	$(CUDA_PYTHON) $(PIP) install "setuptools>=64" wheel ninja torch==2.11.0 -r $(CUDA_VENV)/requirements.txt
 	touch $@
 

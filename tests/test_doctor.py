@@ -188,7 +188,7 @@ def test_doctor_gpu_tests_and_measures_and_writes_a_record(
     assert record["small"] and record["gpu"] == "simulated GPU"
     assert record["build_id"] == _C.build_id() and record["archs"] == _C.cuda_archs()
     kernels = {kernel["kernel"]: kernel for kernel in record["self_test"]["kernels"]}
-    assert kernels["two_shot"]["num_formats"] == 15 and kernels["pack"]["num_formats"] == 32
+    assert kernels["two_shot"]["num_formats"] == 24 and kernels["pack"]["num_formats"] == 32
     assert [figure["asked"] for figure in record["smoke"]] == [None, *4 * [0.92], 0.85, 6, None]
     assert all(figure["got"] > 0 for figure in record["smoke"])
     assert "73696d756c61746564" not in path.read_text()  # the UUID

@@ -241,8 +241,8 @@ def test_wrong_kernel_of_one_rank_is_used_by_none_and_named_once(
         assert "two_shot of float32: element 0" in refusal
 
 
-# The two_shot kernel of float16 only; other dtypes still work.
-FLOAT16 = "two_shot_kernel<rota::cuda::Codec<(rota::DType)2, false>"
+# The two_shot kernel of float16 that sums in groups; other dtypes, and sums in a tree, still work.
+FLOAT16 = "two_shot_kernel<rota::cuda::Codec<(rota::DType)2, false>, (rota::cuda::Sums)0>"
 
 
 def use_other_formats(rank: int, folder: str) -> None:
