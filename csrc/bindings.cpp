@@ -8,6 +8,7 @@
 
 #include "base/build_id.h"
 #include "base/wire_format.h"
+#include "bindings.h"
 #include "c10d/process_group.h"
 #include "cpu/element_loops.h"
 #include "cuda/device_info.h"
@@ -255,6 +256,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("cuda_devices", [] { return with_python_errors(rota::cuda::devices); });
   module.def("build_id", &rota::build_id);
   bind_gpu_self_test(module);
+  bind_windows(module);
 
   CommunicatorClass communicator(module, "Communicator");
   add_fast_methods(reinterpret_cast<PyTypeObject*>(communicator.ptr()));

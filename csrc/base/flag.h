@@ -1,6 +1,6 @@
 // The one word that ranks synchronise on: a monotonic counter in shared memory.
 //
-// Invariants: one writer; its own cache line; 0 at rest; the value only grows, except in
+// Invariants: one writer at a time; its own cache line; 0 at rest; the value only grows, except in
 // sleep flags (ControlBlock), which return to 0. A reader that sees value v also sees everything
 // the writer did before publishing v, including the payload. The payload shares the flag's cache
 // line, so that reading it costs no second cache miss.
@@ -34,6 +34,12 @@ struct alignas(kCacheLineBytes) Flag {
   // weaker order each could miss the other (Dekker's pattern; see waiter.h).
   void publish(uint64_t new_value) {
     SharedWord<uint64_t>(value).store(new_value, std::memory_order_seq_cst);
+  }
+
+  // Changes `from` to `to` unless another writer was first; acquire, and as ordered as publish().
+  // For flags whose writers take turns: whoever succeeds is the writer until it publishes.
+  bool try_change(uint64_t from, uint64_t to) {
+    return SharedWord<uint64_t>(value).compare_exchange_strong(from, to, std::memory_order_seq_cst);
   }
 
   // As load(), but sequentially consistent: for a reader that checks the flag again after

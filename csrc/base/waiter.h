@@ -68,6 +68,8 @@ class Waiter {
     }
   }
 
+  static void wake_all(const Flag& flag);
+
   // Returns when flag >= target; throws the observer's error if the flag has not arrived.
   void wait(const Flag& flag, uint64_t target, const WaitPolicy& policy, WaitObserver& observer) {
     const Awaited awaited{&flag, target};
@@ -81,7 +83,6 @@ class Waiter {
                 std::optional<Nanoseconds> patience = std::nullopt);
 
  private:
-  static void wake_all(const Flag& flag);
   void sleep(std::span<const Awaited> awaited);
   // The sleep flag is 1 while any thread of this rank sleeps.
   void change_num_sleepers(int change);

@@ -1,24 +1,12 @@
 #include "core/watch.h"
 
 #include <bit>
-#include <chrono>
 #include <cstring>
 #include <iostream>
 
 #include "core/point_to_point.h"
 
 namespace rota {
-namespace {
-
-// Checking for signals takes the GIL, and a busy Python thread may make this one wait for it.
-constexpr Nanoseconds kInterruptCheckEvery = std::chrono::milliseconds(50);
-
-int64_t milliseconds(Nanoseconds duration) {
-  return std::chrono::duration_cast<std::chrono::milliseconds>(duration).count();
-}
-
-}  // namespace
-
 Watch::Watch(const transport::Transport& transport, Nanoseconds timeout,
              std::function<void()> check_interrupt)
     : transport_(transport), timeout_(timeout), check_interrupt_(std::move(check_interrupt)) {}

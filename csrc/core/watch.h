@@ -3,6 +3,8 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
+#include <cstdint>
 #include <functional>
 #include <limits>
 #include <optional>
@@ -15,6 +17,12 @@
 namespace rota {
 
 inline constexpr Nanoseconds kStallAfter = std::chrono::seconds(1);
+// Checking for signals takes the GIL, and a busy Python thread may make this one wait for it.
+inline constexpr Nanoseconds kInterruptCheckEvery = std::chrono::milliseconds(50);
+
+inline int64_t milliseconds(Nanoseconds duration) {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(duration).count();
+}
 
 // In place of a peer: whichever comes first.
 inline constexpr int kAnyRank = std::numeric_limits<int>::min();

@@ -44,8 +44,10 @@ void stream_bytes(void* dst, const void* src, size_t num_bytes) {
 void stream_bytes(void* dst, const void* src, size_t num_bytes) { copy_bytes(dst, src, num_bytes); }
 #endif
 
+bool streams(uint64_t num_bytes) { return 2 * num_bytes >= last_level_cache_bytes(); }
+
 OutputCopier::OutputCopier(uint64_t num_bytes, int world_size)
-    : streams_(2 * static_cast<uint64_t>(world_size) * num_bytes >= last_level_cache_bytes()) {}
+    : streams_(streams(static_cast<uint64_t>(world_size) * num_bytes)) {}
 
 void OutputCopier::move(void* dst, const void* src, size_t num_bytes) const {
   const auto* to = static_cast<const std::byte*>(dst);

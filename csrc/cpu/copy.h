@@ -15,6 +15,10 @@ inline void copy_bytes(void* dst, const void* src, size_t num_bytes) {
 // Stores past the caches where the processor can. The ranges must not overlap.
 void stream_bytes(void* dst, const void* src, size_t num_bytes);
 
+// Whether a copy of this length should go past the caches: neither its source nor its destination
+// would stay in the last one.
+bool streams(uint64_t num_bytes);
+
 // Copies into a call's outputs. A call whose tensors exceed the last-level cache streams them: the
 // caller would not find them in a cache anyway, and an ordinary store first reads the line that it
 // overwrites (csrc/README.md).

@@ -2,8 +2,11 @@
 
 #include <ATen/ops/from_blob.h>
 
+#include <memory>
+
 #include "base/error.h"
 #include "base/per_process.h"
+#include "cpu/copy.h"
 #include "transport/heap.h"
 
 namespace rota::tensors {
@@ -23,12 +26,40 @@ size_t num_bytes_of(at::IntArrayRef size, at::ScalarType dtype) {
   return num_bytes;
 }
 
+struct HeapBlock {
+  transport::Heap& heap;
+  void* data;
+};
+
+void release(void* context) {
+  const std::unique_ptr<HeapBlock> block(static_cast<HeapBlock*>(context));
+  block->heap.release(block->data);
+}
+
 }  // namespace
 
 at::Tensor make_heap_tensor(at::IntArrayRef size, at::ScalarType dtype) {
   auto& heap = per_process<transport::Heap>();
   void* data = heap.allocate(num_bytes_of(size, dtype));
   return at::from_blob(data, size, [&heap](void* block) { heap.release(block); }, dtype);
+}
+
+void move_to_heap(const at::Tensor& tensor, std::string_view call) {
+  auto& heap = per_process<transport::Heap>();
+  if (heap.offset_of(tensor.data_ptr())) return;
+  c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+  if (!storage.resizable()) {
+    throw Error(
+        ErrorKind::kValue,
+        join("rota.", call,
+             ": the tensor's memory belongs to another library, or is shared already, so it "
+             "cannot move; pass a tensor that torch or rota.empty has made"));
+  }
+  auto block = std::make_unique<HeapBlock>(heap, heap.allocate(storage.nbytes()));
+  void* data = block->data;
+  cpu::copy_bytes(data, storage.data(), storage.nbytes());
+  storage.set_data_ptr_noswap(at::DataPtr(data, block.release(), &release, at::kCPU));
+  storage.set_resizable(false);
 }
 
 }  // namespace rota::tensors

@@ -1,7 +1,6 @@
-// Exchanges memory descriptors between processes of one host without a collective call: each
-// process has one listening socket and one thread that answers for all its unconnected ranks. A
-// peer connects, sends the descriptor of its memory and receives that of the rank. Socket and
-// thread exist only while the process has such ranks.
+// Exchanges memory descriptors between ranks of one host without a collective call: a peer asks the
+// listener of the rank's process (transport/listener.h), sends the descriptor of its memory and
+// receives that of the rank.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +11,7 @@
 #include <vector>
 
 #include "transport/host.h"
+#include "transport/listener.h"
 #include "transport/mapping.h"
 #include "transport/unique_fd.h"
 
@@ -23,11 +23,8 @@ struct Peer {
   Mapping region;
 };
 
-// The socket and the thread that answers on it.
-class Listener;
-
 // A rank that peers can connect to, from construction to destruction.
-class Endpoint {
+class Endpoint final : private Exposed {
  public:
   // make_memory: makes this rank's memory when a peer connects or in prepare(), whichever comes
   // first; may run in the listener's thread. Every rank's has num_bytes. Throws Error(kTransport).
@@ -50,13 +47,13 @@ class Endpoint {
   std::vector<std::optional<Peer>> take_peers();
 
  private:
-  friend class Listener;
-
+  // Takes a peer's memory and sends this rank's.
+  void answer(UniqueFd& connection, ReceivedHello& received) override;
   // The mutex must be locked.
   void make_memory_once();
-  // Maps what a peer has sent.
-  Peer map(int peer, std::shared_ptr<PeerProcess> process, const UniqueFd& memory,
-           const UniqueFd& heap) const;
+  // Maps what a peer has sent: its memory and its heap.
+  Peer map(int peer, std::shared_ptr<PeerProcess> process,
+           const std::vector<UniqueFd>& descriptors) const;
   void handshake(int peer, const std::string& peer_address, const std::function<void()>& check);
 
   const int rank_;

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <functional>
+#include <iterator>
 
 #include "base/error.h"
 #include "base/fork_generation.h"
@@ -63,15 +64,15 @@ void* Heap::allocate(size_t num_bytes) {
   const Span span{find_room(whole_bytes), whole_bytes};
   if (!mapping_) mapping_.emplace(memory_, num_bytes_, Mapping::Access::kOwner);
   reserve(span);
-  in_use_.emplace(span.offset, span.num_bytes);
+  in_use_.emplace(span.offset, Block{span.num_bytes});
   return mapping_->base() + span.offset;
 }
 
 size_t Heap::find_room(size_t num_bytes) const {
   size_t end = 0;
-  for (const auto& [offset, bytes] : in_use_) {
+  for (const auto& [offset, block] : in_use_) {
     if (offset - end >= num_bytes) break;
-    end = offset + bytes;
+    end = offset + block.num_bytes;
   }
   if (num_bytes > num_bytes_ - end) refuse(num_bytes, "no gap between other tensors is so long");
   return end;
@@ -93,13 +94,29 @@ void Heap::reserve(const Span& span) {
   }
 }
 
+Heap::Blocks::iterator Heap::find(const void* data) {
+  const auto offset = static_cast<size_t>(static_cast<const std::byte*>(data) - mapping_->base());
+  return std::prev(in_use_.upper_bound(offset));
+}
+
 void Heap::release(void* data) {
   if (fork_generation_ != fork_generation()) return;
   const std::lock_guard lock(mutex_);
-  const auto block =
-      in_use_.find(static_cast<size_t>(static_cast<std::byte*>(data) - mapping_->base()));
-  return_pages(memory_, {block->first, block->second});
-  in_use_.erase(block);
+  const auto block = find(data);
+  return_pages(memory_, {block->first, block->second.num_bytes});
+  block->second.is_released = true;
+  if (block->second.num_holds == 0) in_use_.erase(block);
+}
+
+void Heap::hold(const void* data) {
+  const std::lock_guard lock(mutex_);
+  ++find(data)->second.num_holds;
+}
+
+void Heap::drop(const void* data) {
+  const std::lock_guard lock(mutex_);
+  const auto block = find(data);
+  if (--block->second.num_holds == 0 && block->second.is_released) in_use_.erase(block);
 }
 
 std::optional<size_t> Heap::offset_of(const void* data) const {

@@ -28,6 +28,10 @@ class Heap {
   void* allocate(size_t num_bytes);
   // Returns the pages to the system. Does nothing in a forked child, whose parent still has them.
   void release(void* data);
+  // Until drop(), the place of the block that holds `data` is not used again after its release:
+  // other processes may still write to it, which would damage another tensor.
+  void hold(const void* data);
+  void drop(const void* data);
 
   // The offset of `data` in the heap; none for memory outside it.
   std::optional<size_t> offset_of(const void* data) const;
@@ -35,6 +39,16 @@ class Heap {
   std::span<const std::byte> contents() const;
 
  private:
+  struct Block {
+    size_t num_bytes;
+    int num_holds = 0;
+    bool is_released = false;
+  };
+  using Blocks = std::map<size_t, Block>;  // by offset
+
+  // The block that holds `data`.
+  Blocks::iterator find(const void* data);
+
   // The offset of the first gap that is long enough.
   size_t find_room(size_t num_bytes) const;
   void reserve(const Span& span);
@@ -44,8 +58,8 @@ class Heap {
   const uint64_t fork_generation_;
 
   mutable std::mutex mutex_;
-  std::optional<Mapping> mapping_;   // from the first allocation on
-  std::map<size_t, size_t> in_use_;  // offset, bytes
+  std::optional<Mapping> mapping_;  // from the first allocation on
+  Blocks in_use_;
 };
 
 }  // namespace rota::transport

@@ -69,9 +69,11 @@ std::optional<size_t> sealed_bytes(const UniqueFd& memory) {
   return static_cast<size_t>(status.st_size);
 }
 
-Mapping::Mapping(const UniqueFd& memory, size_t num_bytes, Access access) : num_bytes_(num_bytes) {
+Mapping::Mapping(const UniqueFd& memory, size_t num_bytes, Access access, size_t offset)
+    : num_bytes_(num_bytes) {
   const int protection = access == Access::kReader ? PROT_READ : PROT_READ | PROT_WRITE;
-  void* address = mmap(nullptr, num_bytes, protection, MAP_SHARED, memory.get(), 0);
+  void* address =
+      mmap(nullptr, num_bytes, protection, MAP_SHARED, memory.get(), static_cast<off_t>(offset));
   if (address == MAP_FAILED) {
     throw Error(ErrorKind::kTransport, with_errno("rota: cannot map shared memory", errno));
   }

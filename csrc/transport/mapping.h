@@ -20,9 +20,11 @@ class Mapping {
     kOwner,
     kPeer,  // the control block, where the flags are, is read-only: a flag has one writer
     kReader,
+    kWriter,  // of all of it, as its owner is
   };
 
-  Mapping(const UniqueFd& memory, size_t num_bytes, Access access);
+  // offset: of whole pages.
+  Mapping(const UniqueFd& memory, size_t num_bytes, Access access, size_t offset = 0);
   Mapping(Mapping&& other) noexcept;
   Mapping& operator=(Mapping&&) = delete;
   ~Mapping();

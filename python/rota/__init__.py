@@ -19,6 +19,7 @@ from rota.hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from rota.local_sgd import DiLoCo, LocalSGD
 from rota.memory import empty
 from rota.shards import LogicalShards
+from rota.window import Window
 
 if TYPE_CHECKING:
     from rota import fsdp
@@ -38,6 +39,7 @@ __all__ = [
     "RotaError",
     "Timeout",
     "TransportError",
+    "Window",
     "allreduce_hook",
     "amp",
     "bf16_compress_hook",

@@ -50,6 +50,181 @@ class HeapPool:
     def empty(self, num_elems: int, dtype: torch.dtype) -> torch.Tensor:
         """A contiguous CPU tensor of any values; raises as rota.empty()."""
 
+def checksum(tensor: torch.Tensor) -> int:
+    """64 bits of the bytes of a contiguous CPU tensor; against damage, not against forgery."""
+
+def copy_with_checksum(dst: torch.Tensor, src: torch.Tensor) -> int:
+    """Copies a contiguous CPU tensor into one of as many bytes; returns checksum(src).
+
+    Raises:
+        ValueError: a tensor is strided, or they differ in length.
+    """
+
+def encoded_bytes(num_elems: int, wire_dtype: torch.dtype, block_scaling: bool) -> int:
+    """The bytes of num_elems elements in a wire format: its numbers, then scales of blocks."""
+
+def encode(
+    bytes: torch.Tensor, values: torch.Tensor, wire_dtype: torch.dtype, block_scaling: bool
+) -> None:
+    """Rounds contiguous float32 values, once and to nearest, into uint8 bytes of a wire format.
+
+    Raises:
+        ValueError: `bytes` is not encoded_bytes() long, or a tensor is strided or not float32.
+    """
+
+def decode(
+    values: torch.Tensor, bytes: torch.Tensor, wire_dtype: torch.dtype, block_scaling: bool
+) -> None:
+    """The exact inverse of encode() for what it has stored; raises as it."""
+
+class ExposedTensor:
+    """A CPU tensor of this process that other processes of the host can open by its address.
+
+    Beside it are words for whoever uses it: 64-bit numbers that only grow. Whoever sees a published
+    word also sees all that its writer has written before.
+    """
+
+    def __init__(self, tensor: torch.Tensor, num_words: int, others_may_write: bool) -> None:
+        """Moves the tensor's storage to shared memory, as rota.Window describes.
+
+        Raises:
+            TypeError, ValueError: no contiguous tensor on the CPU, or one that cannot move.
+            rota.TransportError: there is too little memory.
+        """
+
+    @property
+    def tensor(self) -> torch.Tensor: ...
+    @property
+    def address(self) -> str:
+        """What OpenedTensor takes; valid until this is closed or destroyed."""
+    def load(self, word: int) -> int: ...
+    def publish(self, word: int, value: int) -> None:
+        """Sets a word and wakes whoever waits for it. Only one process may publish a word."""
+    def close(self) -> None:
+        """Refuses further openers; those that exist see it closed and keep their mapping."""
+
+class OpenedTensor:
+    """Another process's ExposedTensor, mapped."""
+
+    def __init__(self, address: str, who: str, timeout: timedelta) -> None:
+        """Connects and maps. Blocks for less than a millisecond unless the owner is busy.
+
+        Args:
+            address: of the ExposedTensor.
+            who: its owner, for errors, such as "rank 1".
+
+        Raises:
+            rota.TransportError: the owner has ended or closed it, or descriptors are short.
+            rota.Timeout: the owner's process does not answer.
+        """
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def is_open(self) -> bool:
+        """Whether its owner runs and has not closed it."""
+    @property
+    def bytes(self) -> torch.Tensor:
+        """The tensor's bytes (uint8), in place; writing crashes unless others may write."""
+    def load(self, word: int) -> int: ...
+    def wait(self, word: int, value: int, timeout: timedelta) -> bool:
+        """Blocks until the word is at least `value`; False if it is not within the timeout.
+
+        Raises:
+            rota.PeerFailed: the owner has ended or closed it before.
+        """
+
+class Window:
+    """See rota.Window, which makes one. Offsets count elements of the window."""
+
+    def __init__(
+        self,
+        own: ExposedTensor,
+        rank: int,
+        others: Sequence[OpenedTensor | None],
+        num_channels: int,
+        timeout: timedelta,
+    ) -> None: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    def put(self, tensor: torch.Tensor, rank: int, offset: int = 0) -> None:
+        """Copies `tensor` into rank `rank`'s window, from element `offset` on. Does not wait.
+
+        Args:
+            tensor: any shape, the window's dtype, on the CPU; strided tensors are packed first.
+            rank: of the target, this one included.
+
+        Raises:
+            TypeError, ValueError: another dtype or device, or elements outside the window; nothing
+                was written.
+            rota.PeerFailed: the target has died or closed its window.
+            rota.RotaError: this window is closed, or belongs to the parent process.
+        """
+    def get(self, tensor: torch.Tensor, rank: int, offset: int = 0) -> None:
+        """Fills `tensor` from rank `rank`'s window. Does not wait; raises as put().
+
+        The memory of a rank that has died can still be read.
+        """
+    def accumulate(
+        self,
+        tensor: torch.Tensor,
+        rank: int,
+        offset: int = 0,
+        wire_dtype: torch.dtype | None = None,
+        block_scaling: bool = False,
+    ) -> None:
+        """Adds `tensor` to rank `rank`'s window, atomically in each chunk of 64 KiB.
+
+        The window must be float32, float64 or of integers, in which sums are kept. Blocks while
+        other ranks add to the same chunk. If a rank dies in the middle of an addition, part of it
+        may be in the chunk; later additions to it raise, naming that rank.
+
+        Args:
+            wire_dtype: rounds each element of the contribution first, as on its way to another
+                host; for float32 windows. None: no rounding.
+            block_scaling: of wire_dtype, as `rota.HookState`; blocks start at the first element of
+                `tensor`.
+
+        Raises: as put(), and rota.Timeout.
+        """
+    def view(self, rank: int) -> torch.Tensor:
+        """Rank `rank`'s tensor, in place: reads and writes go to its memory.
+
+        It stays mapped for as long as the view lives, also when the rank has ended.
+        """
+    def signal(self, rank: int, channel: int = 0) -> None:
+        """Adds one to the signals from this rank at rank `rank`. Does not wait.
+
+        Raises: as put().
+        """
+    def wait_signal(
+        self, rank: int, channel: int = 0, timeout: timedelta | None = None
+    ) -> None:
+        """Blocks until the next signal from rank `rank`; each wait takes one.
+
+        Raises:
+            rota.PeerFailed: the rank has died or closed its window, and has sent no more signals.
+            rota.Timeout: none came within the timeout (None: the window's).
+        """
+    def wait_any_signal(
+        self, ranks: Sequence[int], channel: int = 0, timeout: timedelta | None = None
+    ) -> int:
+        """Blocks until one of at most 128 ranks has sent a signal, takes it and returns the rank.
+
+        Of several, the first in `ranks`. Ranks that have died are ignored unless all have.
+        """
+    def num_signals(self, rank: int, channel: int = 0) -> int:
+        """Signals from rank `rank` that no wait has taken."""
+    def is_alive(self, rank: int) -> bool:
+        """Whether the rank's process runs and its window is open."""
+    def close(self) -> None:
+        """Ends this rank's part: accesses to it fail on other ranks, and any call here. Idempotent.
+
+        Not collective. Views stay valid.
+        """
+
 class GpuTuning:
     """Tuning parameters of collectives on GPUs; csrc/schedule/tuning.h is the table.
 

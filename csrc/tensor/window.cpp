@@ -1,0 +1,220 @@
+#include "tensor/window.h"
+
+#include <ATen/ops/from_blob.h>
+
+#include "base/error.h"
+#include "core/window_watch.h"
+#include "tensor/errors.h"
+#include "tensor/heap_tensor.h"
+#include "tensor/signals.h"
+#include "tensor/tensor_checks.h"
+
+namespace rota::tensors {
+namespace {
+
+std::span<std::byte> bytes_of(const at::Tensor& tensor) {
+  return {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()};
+}
+
+at::Tensor checked_for_window(at::Tensor tensor) {
+  check_tensor(tensor, "Window");
+  if (!tensor.is_contiguous()) {
+    throw Error(
+        ErrorKind::kValue,
+        "rota.Window: the tensor is strided, expected a contiguous one, whose elements have "
+        "offsets");
+  }
+  movable_dtype(tensor, "Window");
+  move_to_heap(tensor, "Window");
+  return tensor;
+}
+
+const std::function<void()>& interrupt_check() {
+  static const std::function<void()> check = check_python_signals;
+  return check;
+}
+
+void check_word(const transport::WindowView& view, uint64_t word) {
+  if (word < view.num_words) return;
+  throw PythonError(Error(ErrorKind::kValue, join("rota: the word is ", word, ", expected 0 to ",
+                                                  view.num_words, " - 1")));
+}
+
+}  // namespace
+
+ExposedTensor::ExposedTensor(at::Tensor tensor, uint64_t num_words, bool others_may_write)
+    : tensor_(checked_for_window(std::move(tensor))),
+      memory_(bytes_of(tensor_), num_words,
+              others_may_write ? transport::WindowAccess::kWrite : transport::WindowAccess::kRead) {
+}
+
+std::shared_ptr<ExposedTensor> ExposedTensor::make(const at::Tensor& tensor, uint64_t num_words,
+                                                   bool others_may_write) {
+  return with_python_errors(
+      [&] { return std::make_shared<ExposedTensor>(tensor, num_words, others_may_write); });
+}
+
+uint64_t ExposedTensor::load(uint64_t word) const {
+  check_word(view(), word);
+  return view().control->word(word).load();
+}
+
+void ExposedTensor::publish(uint64_t word, uint64_t value) {
+  check_word(view(), word);
+  publish_word(view(), word, value);
+}
+
+OpenedTensor::OpenedTensor(const std::string& address, std::string who, Milliseconds timeout)
+    : who_(std::move(who)) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  opened_ = with_python_errors([&] {
+    return transport::OpenedWindow::open(address, who_, [&] {
+      check_python_signals();
+      if (std::chrono::steady_clock::now() < deadline) return;
+      throw Error(ErrorKind::kTimeout, join("rota: ", who_, " did not answer within ",
+                                            timeout.count(), " ms; is its process stopped?"));
+    });
+  });
+}
+
+bool OpenedTensor::is_open() const {
+  return rota::is_open(*opened_->view().control, opened_->process());
+}
+
+uint64_t OpenedTensor::load(uint64_t word) const {
+  check_word(opened_->view(), word);
+  return opened_->view().control->word(word).load();
+}
+
+bool OpenedTensor::wait(uint64_t word, uint64_t value, Milliseconds timeout) const {
+  check_word(opened_->view(), word);
+  return with_python_errors(
+      [&] { return wait_word(*opened_, word, value, timeout, who_, interrupt_check()); });
+}
+
+at::Tensor OpenedTensor::bytes() {
+  const std::span<std::byte> data = opened_->view().data;
+  return at::from_blob(
+      data.data(), static_cast<int64_t>(data.size()), [kept = opened_](void*) {}, at::kByte);
+}
+
+TensorWindow::TensorWindow(std::shared_ptr<ExposedTensor> own, int rank,
+                           const std::vector<std::shared_ptr<OpenedTensor>>& others,
+                           int num_channels, Milliseconds timeout)
+    : rank_(rank),
+      dtype_(own->tensor().scalar_type()),
+      shape_(own->tensor().sizes().vec()),
+      own_(std::move(own)),
+      others_(others) {
+  std::vector<RankWindow> ranks;
+  for (const auto& other : others) {
+    ranks.push_back(
+        other ? RankWindow{other->opened()->view(), {other->opened(), &other->opened()->process()}}
+              : RankWindow{own_->view(), nullptr});
+  }
+  window_ = std::make_shared<Window>(
+      rank, std::move(ranks), num_channels,
+      Window::Options{.timeout = timeout, .check_interrupt = check_python_signals});
+}
+
+std::shared_ptr<Window> TensorWindow::window() const {
+  const std::lock_guard lock(mutex_);
+  if (window_) return window_;
+  throw Error(ErrorKind::kInternal, "rota.Window: this window is closed; make a new one");
+}
+
+void TensorWindow::check(std::string_view call, const at::Tensor& tensor) const {
+  check_tensor(tensor, call);
+  if (tensor.scalar_type() == dtype_) return;
+  throw Error(ErrorKind::kType,
+              join("rota.", call, ": the tensor's dtype is ", c10::toString(tensor.scalar_type()),
+                   ", expected the window's, ", c10::toString(dtype_)));
+}
+
+uint64_t TensorWindow::first_byte(std::string_view call, int64_t offset) const {
+  if (offset < 0) {
+    throw Error(ErrorKind::kValue,
+                join("rota.", call, ": offset is ", offset, ", expected 0 or more"));
+  }
+  return static_cast<uint64_t>(offset) * c10::elementSize(dtype_);
+}
+
+void TensorWindow::put(const at::Tensor& tensor, int rank, int64_t offset) {
+  with_python_errors([&] {
+    check("Window.put", tensor);
+    const Packed packed(tensor, Packed::Content::kRead);
+    window()->put(rank, first_byte("Window.put", offset), packed.data(), num_bytes(tensor));
+  });
+}
+
+void TensorWindow::get(const at::Tensor& tensor, int rank, int64_t offset) {
+  with_python_errors([&] {
+    check("Window.get", tensor);
+    const Packed packed(tensor, Packed::Content::kOverwritten);
+    window()->get(rank, first_byte("Window.get", offset), packed.data(), num_bytes(tensor));
+    packed.unpack();
+  });
+}
+
+void TensorWindow::accumulate(const at::Tensor& tensor, int rank, int64_t offset,
+                              const std::optional<WireFormat>& wire) {
+  constexpr std::string_view kCall = "Window.accumulate";
+  with_python_errors([&] {
+    check(kCall, tensor);
+    const DType dtype = reducible_dtype(dtype_, kCall, "the window's dtype");
+    if (info(dtype).accumulate != dtype) {
+      throw Error(ErrorKind::kType,
+                  join("rota.Window.accumulate: the window is ", name(dtype),
+                       ", which would round every sum; make it float32 and pass wire_dtype"));
+    }
+    if (wire && dtype != DType::kFloat32) {
+      throw Error(ErrorKind::kType,
+                  join("rota.Window.accumulate: wire_dtype is for windows of float32, this one is ",
+                       name(dtype)));
+    }
+    const Packed packed(tensor, Packed::Content::kRead);
+    const uint64_t first_elem = first_byte(kCall, offset) / c10::elementSize(dtype_);
+    window()->accumulate(rank, first_elem, packed.data(), dtype, num_elems(tensor), wire);
+  });
+}
+
+void TensorWindow::signal(int rank, int channel) {
+  with_python_errors([&] { window()->signal(rank, channel); });
+}
+
+void TensorWindow::wait_signal(int rank, int channel, std::optional<Milliseconds> timeout) {
+  with_python_errors([&] { window()->wait_signal(rank, channel, timeout); });
+}
+
+int TensorWindow::wait_any_signal(const std::vector<int>& ranks, int channel,
+                                  std::optional<Milliseconds> timeout) {
+  return with_python_errors([&] { return window()->wait_any_signal(ranks, channel, timeout); });
+}
+
+uint64_t TensorWindow::num_signals(int rank, int channel) const {
+  return with_python_errors([&] { return window()->num_signals(rank, channel); });
+}
+
+bool TensorWindow::is_alive(int rank) const {
+  return with_python_errors([&] { return window()->is_alive(rank); });
+}
+
+at::Tensor TensorWindow::view(int rank) {
+  return with_python_errors([&] {
+    std::byte* data = window()->view(rank).data.data();
+    const std::lock_guard lock(mutex_);
+    if (rank == rank_) return own_ ? own_->tensor() : at::Tensor();
+    return at::from_blob(
+        data, shape_, [other = others_[static_cast<size_t>(rank)]](void*) {}, dtype_);
+  });
+}
+
+void TensorWindow::close() {
+  const std::lock_guard lock(mutex_);
+  if (own_) own_->close();
+  own_.reset();
+  window_.reset();
+  for (auto& other : others_) other.reset();
+}
+
+}  // namespace rota::tensors
