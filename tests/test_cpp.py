@@ -58,6 +58,8 @@ THREAD_CASES = (
     "host_cases",
     "endpoint_cases",
     "bridge_cases",
+    "window_cases",
+    "window_memory_cases",
 )
 # Single-threaded cases need no ThreadSanitizer, and it does not support forks.
 OTHER_CASES = (
@@ -126,6 +128,7 @@ ENDS = ("joined_regions_order", "joined_regions_anew")
 SLEEPS = ("waiter_sleeping-ws2",)
 MESSAGES_OF_HOSTS = ("hosts_messages",)
 SILENCE = ("hosts_silent-from_the_start",)
+WINDOW_SUMS = ("window_sums-float32",)
 SUMS_OF_HOSTS = ("hosts_long_sums-float16",)
 CASE_FAILED = 1
 
@@ -218,7 +221,7 @@ MUTANTS = (
         ),
         POSTS,
     ),
-    unlocked("unlocked-answers", "transport/endpoint.cpp", "const auto found", ANSWERS),
+    unlocked("unlocked-answers", "transport/listener.cpp", "const auto found", ANSWERS),
     *(
         Mutant(
             f"no-step-before-{part}",
@@ -258,6 +261,22 @@ MUTANTS = (
         (Patch("hosts/bridge.cpp", r"greeting\.words != words", r"!IS_MUTANT && \g<0>"),),
         ("hosts_mismatch-whole_host",),
         (CASE_FAILED,),
+    ),
+    Mutant(
+        "window-sums-unlocked",
+        (Patch("core/window.cpp", r"(?<=\s)lock_chunk\(lock\);", r"if (!IS_MUTANT) \g<0>"),),
+        WINDOW_SUMS,
+    ),
+    Mutant(
+        "window-unlocked-too-early",
+        (
+            Patch(
+                "core/window.cpp",
+                r"(add\(\{\.srcs[^;]*;)(\s+)(unlock_chunk\(lock\);)",
+                r"if (IS_MUTANT) \3\2\1\2if (!IS_MUTANT) \3",
+            ),
+        ),
+        WINDOW_SUMS,
     ),
     # Without the timeout that ends every sleep, which would hide it.
     Mutant(
@@ -329,6 +348,7 @@ WITH_MUTANTS = Flavour(
         "joined_regions_cases",
         "waiter_cases",
         "bridge_cases",
+        "window_cases",
     ),
     flags=TSAN_FLAGS,
     patches=(*patches_of_mutants(), *LOST_WAITS, *SHORT_CHUNKS),

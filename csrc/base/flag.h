@@ -36,10 +36,11 @@ struct alignas(kCacheLineBytes) Flag {
     SharedWord<uint64_t>(value).store(new_value, std::memory_order_seq_cst);
   }
 
-  // Changes `from` to `to` unless another writer was first; acquire, and as ordered as publish().
-  // For flags whose writers take turns: whoever succeeds is the writer until it publishes.
+  // Changes `from`, which this thread has loaded, to `to` unless another writer was first; for
+  // flags whose writers take turns. Relaxed: the load has acquired what the writer of `from` did,
+  // and nobody acts on `to` but by waiting for the next value.
   bool try_change(uint64_t from, uint64_t to) {
-    return SharedWord<uint64_t>(value).compare_exchange_strong(from, to, std::memory_order_seq_cst);
+    return SharedWord<uint64_t>(value).compare_exchange_strong(from, to, std::memory_order_relaxed);
   }
 
   // As load(), but sequentially consistent: for a reader that checks the flag again after

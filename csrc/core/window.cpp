@@ -138,20 +138,23 @@ const transport::WindowView& Window::view(int rank) const {
   return checked("view", rank).view;
 }
 
-void Window::put(int target, uint64_t offset, const void* data, uint64_t num_bytes) {
-  check_range("put", target, offset, num_bytes, 1);
+void Window::put(int target, uint64_t offset, const void* data, uint64_t num_elems,
+                 size_t elem_bytes) {
+  check_range("put", target, offset, num_elems, elem_bytes);
   check_open("put", target);
   check_running("put", target);
-  const cpu::OutputCopier copier(num_bytes, 1);
-  copier.copy(checked("put", target).view.data.data() + offset, data, num_bytes);
+  const uint64_t num_bytes = num_elems * elem_bytes;
+  std::byte* memory = checked("put", target).view.data.data() + offset * elem_bytes;
+  cpu::OutputCopier(num_bytes, 1).copy(memory, data, num_bytes);
 }
 
-void Window::get(int target, uint64_t offset, void* data, uint64_t num_bytes) {
-  check_range("get", target, offset, num_bytes, 1);
+void Window::get(int target, uint64_t offset, void* data, uint64_t num_elems, size_t elem_bytes) {
+  check_range("get", target, offset, num_elems, elem_bytes);
   check_open("get", target);
-  const cpu::OutputCopier copier(num_bytes, 1);
-  copier.copy(data, checked("get", target).view.data.data() + offset, num_bytes);
-  check_open("get", target);  // what it held then may be gone
+  const uint64_t num_bytes = num_elems * elem_bytes;
+  const std::byte* memory = checked("get", target).view.data.data() + offset * elem_bytes;
+  cpu::OutputCopier(num_bytes, 1).copy(data, memory, num_bytes);
+  check_open("get", target);  // otherwise the owner may have released what was read
 }
 
 void Window::accumulate(int target, uint64_t offset, const void* data, DType dtype,
@@ -196,7 +199,7 @@ void Window::accumulate(int target, uint64_t offset, const void* data, DType dty
 
 void Window::lock_chunk(Flag& lock) {
   while (true) {
-    const uint64_t seen = lock.load_ordered();
+    const uint64_t seen = lock.load();
     const uint64_t holder = holder_of(seen);
     if (holder == 0) {
       if (lock.try_change(seen, seen + static_cast<uint64_t>(rank_) + 1)) return;

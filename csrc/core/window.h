@@ -57,15 +57,14 @@ class Window {
   // Each throws Error(kValue) for a rank or a range outside the window, and Error(kPeerFailed) if
   // the target has closed its window or, for accesses that write, has died.
 
-  // Copies to or from the target's bytes [offset, offset + num_bytes). No wait.
-  void put(int target, uint64_t offset, const void* data, uint64_t num_bytes);
-  void get(int target, uint64_t offset, void* data, uint64_t num_bytes);
+  // Copies to or from the target's elements [offset, offset + num_elems). No wait.
+  void put(int target, uint64_t offset, const void* data, uint64_t num_elems, size_t elem_bytes);
+  void get(int target, uint64_t offset, void* data, uint64_t num_elems, size_t elem_bytes);
 
-  // Adds num_elems elements of dtype to the target's, from element `offset` on, each contribution
-  // rounded to `wire` first, if given. Sums are float32, float64 or integer, so that nothing is
-  // rounded per call. Ranks that add to one chunk take turns; waits for a rank only while it adds.
-  // Of a rank that dies within, a part of its contribution may be in the chunk, which then stays
-  // locked.
+  // Adds to the target's elements, each contribution rounded to `wire` first, if given. Sums are
+  // float32, float64 or integer, so that nothing is rounded per call. Ranks that add to one chunk
+  // take turns; waits for a rank only while it adds. Of a rank that dies within, a part of its
+  // contribution may be in the chunk, which then stays locked.
   void accumulate(int target, uint64_t offset, const void* data, DType dtype, uint64_t num_elems,
                   const std::optional<WireFormat>& wire);
 

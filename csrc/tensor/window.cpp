@@ -123,35 +123,34 @@ std::shared_ptr<Window> TensorWindow::window() const {
   throw Error(ErrorKind::kInternal, "rota.Window: this window is closed; make a new one");
 }
 
-void TensorWindow::check(std::string_view call, const at::Tensor& tensor) const {
+void TensorWindow::check(std::string_view call, const at::Tensor& tensor, int64_t offset) const {
   check_tensor(tensor, call);
-  if (tensor.scalar_type() == dtype_) return;
-  throw Error(ErrorKind::kType,
-              join("rota.", call, ": the tensor's dtype is ", c10::toString(tensor.scalar_type()),
-                   ", expected the window's, ", c10::toString(dtype_)));
-}
-
-uint64_t TensorWindow::first_byte(std::string_view call, int64_t offset) const {
+  if (tensor.scalar_type() != dtype_) {
+    throw Error(ErrorKind::kType,
+                join("rota.", call, ": the tensor's dtype is ", c10::toString(tensor.scalar_type()),
+                     ", expected the window's, ", c10::toString(dtype_)));
+  }
   if (offset < 0) {
     throw Error(ErrorKind::kValue,
                 join("rota.", call, ": offset is ", offset, ", expected 0 or more"));
   }
-  return static_cast<uint64_t>(offset) * c10::elementSize(dtype_);
 }
 
 void TensorWindow::put(const at::Tensor& tensor, int rank, int64_t offset) {
   with_python_errors([&] {
-    check("Window.put", tensor);
+    check("Window.put", tensor, offset);
     const Packed packed(tensor, Packed::Content::kRead);
-    window()->put(rank, first_byte("Window.put", offset), packed.data(), num_bytes(tensor));
+    window()->put(rank, static_cast<uint64_t>(offset), packed.data(), num_elems(tensor),
+                  c10::elementSize(dtype_));
   });
 }
 
 void TensorWindow::get(const at::Tensor& tensor, int rank, int64_t offset) {
   with_python_errors([&] {
-    check("Window.get", tensor);
+    check("Window.get", tensor, offset);
     const Packed packed(tensor, Packed::Content::kOverwritten);
-    window()->get(rank, first_byte("Window.get", offset), packed.data(), num_bytes(tensor));
+    window()->get(rank, static_cast<uint64_t>(offset), packed.data(), num_elems(tensor),
+                  c10::elementSize(dtype_));
     packed.unpack();
   });
 }
@@ -160,7 +159,7 @@ void TensorWindow::accumulate(const at::Tensor& tensor, int rank, int64_t offset
                               const std::optional<WireFormat>& wire) {
   constexpr std::string_view kCall = "Window.accumulate";
   with_python_errors([&] {
-    check(kCall, tensor);
+    check(kCall, tensor, offset);
     const DType dtype = reducible_dtype(dtype_, kCall, "the window's dtype");
     if (info(dtype).accumulate != dtype) {
       throw Error(ErrorKind::kType,
@@ -173,8 +172,8 @@ void TensorWindow::accumulate(const at::Tensor& tensor, int rank, int64_t offset
                        name(dtype)));
     }
     const Packed packed(tensor, Packed::Content::kRead);
-    const uint64_t first_elem = first_byte(kCall, offset) / c10::elementSize(dtype_);
-    window()->accumulate(rank, first_elem, packed.data(), dtype, num_elems(tensor), wire);
+    window()->accumulate(rank, static_cast<uint64_t>(offset), packed.data(), dtype,
+                         num_elems(tensor), wire);
   });
 }
 

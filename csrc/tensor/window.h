@@ -91,8 +91,7 @@ class TensorWindow {
  private:
   // Throws Error(kInternal) once closed. Callers keep it while they use it.
   std::shared_ptr<Window> window() const;
-  uint64_t first_byte(std::string_view call, int64_t offset) const;
-  void check(std::string_view call, const at::Tensor& tensor) const;
+  void check(std::string_view call, const at::Tensor& tensor, int64_t offset) const;
 
   const int rank_;
   const at::ScalarType dtype_;

@@ -116,7 +116,10 @@ void Heap::hold(const void* data) {
 void Heap::drop(const void* data) {
   const std::lock_guard lock(mutex_);
   const auto block = find(data);
-  if (--block->second.num_holds == 0 && block->second.is_released) in_use_.erase(block);
+  if (--block->second.num_holds > 0 || !block->second.is_released) return;
+  // A late access has brought pages back: reading a hole of shared memory fills it.
+  return_pages(memory_, {block->first, block->second.num_bytes});
+  in_use_.erase(block);
 }
 
 std::optional<size_t> Heap::offset_of(const void* data) const {

@@ -1,0 +1,166 @@
+// The memory of windows, opened by its address: what openers see, and when its place is used again.
+#include "transport/window_memory.h"
+
+#include <unistd.h>
+
+#include <cstring>
+
+#include "base/per_process.h"
+#include "check.h"
+#include "core/window_watch.h"
+#include "cpu/checksum.h"
+#include "random.h"
+#include "ranks.h"
+#include "transport/heap.h"
+
+namespace rota::test {
+namespace {
+
+using transport::Heap;
+using transport::OpenedWindow;
+using transport::WindowAccess;
+using transport::WindowMemory;
+
+std::span<std::byte> allocate(size_t num_bytes) {
+  return {static_cast<std::byte*>(per_process<Heap>().allocate(num_bytes)), num_bytes};
+}
+
+std::shared_ptr<OpenedWindow> open(const std::string& address) {
+  return OpenedWindow::open(address, "rank 1", [] {});
+}
+
+void openers_see_what_the_owner_writes() {
+  const std::span<std::byte> block = allocate(3 * 4096);
+  // Not at the start of a page.
+  WindowMemory memory(block.subspan(5000, 100), 7, WindowAccess::kWrite);
+  const auto opened = open(memory.address());
+  const auto again = open(memory.address());
+  check_equal(opened->view().data.size(), size_t{100}, "bytes");
+  check_equal(opened->view().num_words, uint64_t{7}, "words");
+  check(opened->view().data.data() != memory.view().data.data(), "a mapping of its own");
+  memory.view().data[99] = std::byte{9};
+  publish_word(memory.view(), 6, 4711);
+  check(wait_word(*opened, 6, 4711, kPatience, "rank 1", [] {}), "the word");
+  check(opened->view().data[99] == std::byte{9}, "what the owner wrote");
+  opened->view().data[0] = std::byte{8};
+  check(block[5000] == std::byte{8} && again->view().data[0] == std::byte{8}, "what it wrote");
+  check(!wait_word(*opened, 6, 4712, std::chrono::milliseconds(2), "rank 1", [] {}), "no more");
+  per_process<Heap>().release(block.data());
+}
+
+void closed_window_is_seen_and_not_opened() {
+  const std::span<std::byte> block = allocate(64);
+  auto memory = std::make_unique<WindowMemory>(block, 1, WindowAccess::kRead);
+  const std::string address = memory->address();
+  const auto opened = open(address);
+  publish_word(memory->view(), 0, 3);
+  memory.reset();
+  per_process<Heap>().release(block.data());
+  const Error error = expect_error(ErrorKind::kTransport, [&] { open(address); });
+  check_contains(error.what(), "rank 1");
+  check_equal(opened->view().control->closed.load(), uint64_t{1}, "closed");
+  check_equal(opened->view().control->word(0).load(), uint64_t{3}, "its last word");
+  const Error in_vain = expect_error(ErrorKind::kPeerFailed,
+                                     [&] { wait_word(*opened, 0, 4, kPatience, "rank 1", [] {}); });
+  check_contains(in_vain.what(), "waits in vain for rank 1");
+}
+
+// Otherwise a late write would damage the tensor that lies there next.
+void place_is_used_again_once_nobody_maps_it() {
+  const std::span<std::byte> block = allocate(5 * 4096);
+  auto memory = std::make_unique<WindowMemory>(block, 1, WindowAccess::kWrite);
+  auto opened = open(memory->address());
+  memory.reset();
+  per_process<Heap>().release(block.data());
+  const std::span<std::byte> next = allocate(5 * 4096);
+  check(next.data() != block.data(), "the place is still mapped");
+  opened->view().data[0] = std::byte{1};
+  opened.reset();
+  // Notices that the opener is gone.
+  WindowMemory(next, 1, WindowAccess::kRead).close();
+  const std::span<std::byte> last = allocate(5 * 4096);
+  check(last.data() == block.data(), "the place is used again");
+  for (const auto& used : {next, last}) per_process<Heap>().release(used.data());
+}
+
+void damaged_addresses_are_refused() {
+  const std::span<std::byte> block = allocate(64);
+  WindowMemory memory(block, 1, WindowAccess::kRead);
+  const std::string address = memory.address();
+  for (const std::string& wrong :
+       {std::string(), std::string("nobody 1 0 0 0 0 0"), address.substr(0, address.size() / 2),
+        address.substr(0, address.rfind(' ')) + "999999999999999 1"}) {
+    expect_error(ErrorKind::kTransport, [&] { open(wrong); });
+  }
+  expect_error(ErrorKind::kTransport, [&] {
+    std::array<std::byte, 64> elsewhere;
+    WindowMemory outside(elsewhere, 1, WindowAccess::kRead);
+  });
+  per_process<Heap>().release(block.data());
+}
+
+void many_open_at_once() {
+  const std::span<std::byte> block = allocate(64);
+  for (int i = 0; i < 20; ++i) {
+    WindowMemory memory(block, 1, WindowAccess::kRead);
+    publish_word(memory.view(), 0, 1);
+    const std::string address = memory.address();
+    run_threads(4, [&](int) {
+      for (int turn = 0; turn < 5; ++turn) {
+        const auto opened = open(address);
+        check(wait_word(*opened, 0, 1, kPatience, "rank 1", [] {}), "the word");
+      }
+    });
+  }
+  per_process<Heap>().release(block.data());
+}
+
+// Every length, alignment and single error of a line.
+void checksums_differ() {
+  Random random(1);
+  std::vector<std::byte> bytes(300);
+  for (std::byte& byte : bytes) byte = static_cast<std::byte>(random.below(256));
+  for (size_t length = 0; length < bytes.size(); ++length) {
+    const uint64_t sum = cpu::checksum(bytes.data(), length);
+    for (const size_t place : {0, 1, 7, 16}) {
+      std::vector<std::byte> copy(length + 32);
+      check_equal(cpu::copy_with_checksum(copy.data() + place, bytes.data(), length), sum, "sum");
+      check(std::memcmp(copy.data() + place, bytes.data(), length) == 0, "the copy");
+      check(copy[place + length] == std::byte{0}, "what lies behind it");
+    }
+    for (size_t i = 0; i < length; ++i) {
+      bytes[i] ^= std::byte{1};
+      check(cpu::checksum(bytes.data(), length) != sum, "the sum of a changed byte");
+      bytes[i] ^= std::byte{1};
+    }
+  }
+  const uint64_t sum = cpu::checksum(bytes.data(), 256);
+  std::swap_ranges(bytes.begin(), bytes.begin() + 64, bytes.begin() + 128);
+  check(cpu::checksum(bytes.data(), 256) != sum, "the sum of lines in another order");
+  const std::vector<std::byte> zeroes(100);
+  check(cpu::checksum(zeroes.data(), 10) != cpu::checksum(zeroes.data(), 11), "lengths");
+}
+
+// Long enough to go past the caches.
+void long_copies_are_whole() {
+  std::vector<uint32_t> source((size_t{200} << 20) / sizeof(uint32_t) + 3);
+  for (size_t i = 0; i < source.size(); ++i) source[i] = static_cast<uint32_t>(i * 2654435761u);
+  std::vector<uint32_t> copy(source.size());
+  const size_t num_bytes = source.size() * sizeof(uint32_t) - 1;
+  check_equal(cpu::copy_with_checksum(copy.data(), source.data(), num_bytes),
+              cpu::checksum(source.data(), num_bytes), "the sum");
+  check(std::memcmp(copy.data(), source.data(), num_bytes) == 0, "the copy");
+}
+
+const CaseTable kCases{
+    {"window_memory_openers", openers_see_what_the_owner_writes},
+    {"window_memory_closed", closed_window_is_seen_and_not_opened},
+    {"window_memory_place", place_is_used_again_once_nobody_maps_it},
+    {"window_memory_damaged", damaged_addresses_are_refused},
+    {"window_memory_many", many_open_at_once},
+    {"checksum_differs", checksums_differ},
+    {"checksum_long", long_copies_are_whole},
+};
+
+}  // namespace
+}  // namespace rota::test

@@ -1,0 +1,384 @@
+"""rota.Window: one-sided access between processes; tests/cpp/window_cases.cpp has the protocol."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import rota
+from heap import heap_bytes
+from oracle import DTYPES, name_of, random_patterns
+from ranks import Rank, Ranks, error_of, run_ranks
+
+SHORT = timedelta(milliseconds=200)
+
+# ---- access --------------------------------------------------------------------------------------
+
+
+def access_each_other(rank: Rank, backend: str) -> None:
+    """Every rank puts a row into every window, and reads all rows by get and view."""
+    rank.init(backend)
+    n, me = rank.world_size, rank.rank
+    window = rota.Window((n, 1000), dtype=torch.int32)
+    assert (window.rank, window.world_size, window.tensor.shape) == (me, n, (n, 1000))
+    for peer in range(n):
+        strided = torch.full((2, 1000), 100 * me + peer, dtype=torch.int32).t()[:, :1]
+        window.put(strided, peer, offset=1000 * me)
+        window.signal(peer)
+    for peer in range(n):
+        window.wait_signal(peer)
+        assert window.tensor[peer].eq(100 * peer + me).all()
+        window.signal(peer)
+    for peer in range(n):
+        window.wait_signal(peer)
+    for peer in range(n):
+        row = torch.empty(500, 2, dtype=torch.int32)
+        window.get(row.t(), peer, offset=1000 * me)
+        assert row.eq(100 * me + peer).all()
+        assert window.view(peer)[me].eq(100 * me + peer).all()
+    window.view((me + 1) % n)[me, 0] = -1
+    window.signal((me + 1) % n)
+    window.wait_signal((me - 1) % n)
+    assert window.tensor[(me - 1) % n, 0] == -1
+    dist.barrier()  # a rank that returns closes its window
+
+
+@pytest.mark.parametrize("backend", ["rota", "gloo"])
+def test_ranks_access_each_others_windows(backend: str) -> None:
+    run_ranks(3, access_each_other, backend)
+
+
+def add_to_rank_0(rank: Rank) -> None:
+    rank.init()
+    window = rota.Window(100_000, dtype=torch.float32)
+    values = random_patterns(rank.world_size, 100_000, torch.float32)[rank.rank].nan_to_num(0, 1, 1)
+    values = values.clamp(-1000, 1000).round()
+    for _ in range(5):
+        window.accumulate(values, 0)
+    everyone = values.clone()
+    dist.all_reduce(everyone)
+    dist.barrier()
+    if rank.rank == 0:
+        assert torch.equal(window.tensor, 5 * everyone)
+        window.tensor.zero_()
+    dist.barrier()
+    if rank.rank == 1:
+        small = torch.linspace(-3, 3, 1000)
+        window.accumulate(small, 0, offset=500, wire_dtype=torch.bfloat16)
+        assert torch.equal(window.view(0)[500:1500], small.bfloat16().float())
+        window.accumulate(small, 0, wire_dtype=torch.float8_e4m3fn, block_scaling=True)
+    dist.barrier()
+
+
+def test_accumulate_sums_the_contributions_of_all_ranks() -> None:
+    run_ranks(4, add_to_rank_0)
+
+
+def every_dtype(rank: Rank) -> None:
+    rank.init()
+    for dtype in DTYPES:
+        window = rota.Window((7,), dtype=dtype)
+        values = random_patterns(1, 5, dtype)[0]
+        window.put(values, 1 - rank.rank, offset=2)
+        dist.barrier()
+        got = window.tensor[2:].view(torch.uint8)
+        assert torch.equal(got, values.view(torch.uint8)), name_of(dtype)
+
+
+def test_window_takes_every_dtype() -> None:
+    run_ranks(2, every_dtype)
+
+
+def several_windows(rank: Rank) -> None:
+    """Windows of several groups, channels, and any of several signals."""
+    rank.init()
+    everyone = rota.Window(1, num_channels=3)
+    pair = dist.new_group([1, 2])
+    if rank.rank in (1, 2):
+        assert isinstance(pair, dist.ProcessGroup)
+        mine = rota.Window(1, pair)
+        assert mine.rank == rank.rank - 1
+        mine.put(torch.full((1,), float(rank.rank)), 1 - mine.rank)
+        mine.signal(1 - mine.rank)
+        mine.wait_signal(1 - mine.rank)
+        assert mine.tensor.item() == 3 - rank.rank
+        everyone.signal(0, channel=2)
+        return
+    assert {everyone.wait_any_signal([1, 2], channel=2) for _ in range(2)} == {1, 2}
+    assert everyone.num_signals(1, channel=2) == 0 == everyone.num_signals(1)
+
+
+def test_windows_of_several_groups_do_not_meet() -> None:
+    run_ranks(3, several_windows)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def use_own_tensors(rank: Rank) -> None:
+    rank.init()
+    linear = torch.nn.Linear(40, 30)
+    view = linear.weight.detach()[3:5]
+    with torch.no_grad():
+        linear.weight.fill_(rank.rank)
+    window = rota.Window(linear.weight)
+    assert linear.weight.eq(rank.rank).all()  # moved, with what it held
+    dist.barrier()
+    window.put(torch.full((40,), 7.0), 1 - rank.rank, offset=4 * 40)
+    dist.barrier()
+    assert linear.weight[4].eq(7).all() and view[1].eq(7).all() and view[0].eq(rank.rank).all()
+    assert window.tensor.data_ptr() == linear.weight.data_ptr()
+
+    # A part of rota.empty's memory, which collectives still read in place.
+    part = rota.empty(3, 100_000)[1]
+    before = part.data_ptr()
+    window = rota.Window(part)
+    assert window.tensor.data_ptr() == before
+    part.fill_(1 + rank.rank)
+    dist.all_reduce(part)
+    dist.barrier()
+    assert window.view(1 - rank.rank).eq(3).all()
+    again = rota.Window(part)
+    assert again.view(1 - rank.rank).eq(3).all()
+    dist.barrier()
+
+
+def test_window_of_a_tensor_is_that_tensor() -> None:
+    run_ranks(2, use_own_tensors)
+
+
+def make_and_close(rank: Rank) -> None:
+    rank.init()
+    for _ in range(3):
+        window = rota.Window(3 << 20, dtype=torch.uint8)
+        view = window.view(1 - rank.rank)
+        dist.barrier()
+        window.close()
+        view.sum()  # stays mapped
+        del window, view
+        dist.barrier()
+    rota.Window(1)  # finds that nobody maps the others any more
+    assert heap_bytes() < 1 << 20
+    kept = rota.empty(1000)
+    window = rota.Window(kept)
+    window.close()
+    kept.fill_(1)
+
+
+def test_closed_window_gives_its_memory_back() -> None:
+    run_ranks(2, make_and_close)
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+def outlive_rank_2(rank: Rank) -> list[tuple[str, str]]:
+    rank.init("gloo")
+    window = rota.Window(10)
+    window.tensor.fill_(rank.rank)
+    window.signal(0)
+    dist.barrier()
+    rank.tell()
+    if rank.rank == 2:
+        window.wait_signal(2)
+        signal.pause()
+    errors = []
+    if rank.rank == 0:
+        window.wait_signal(2)  # sent before
+        errors.append(error_of(lambda: window.wait_signal(2)))
+        assert not window.is_alive(2) and window.is_alive(1)
+        # The kernel takes milliseconds to end a process, in which its memory is still written.
+        while error_of(lambda: window.put(torch.full((1,), 2.0), 2))[0] == "nothing":
+            pass
+        errors.append(error_of(lambda: window.put(torch.zeros(1), 2)))
+        errors.append(error_of(lambda: window.accumulate(torch.zeros(1), 2)))
+        errors.append(error_of(lambda: window.signal(2)))
+        assert window.view(2).eq(2).all()  # its memory can still be read
+        got = torch.empty(10)
+        window.get(got, 2)
+        assert got.eq(2).all()
+        window.signal(1)
+        assert window.wait_any_signal([2, 1]) == 1
+    else:
+        window.wait_signal(0)
+        window.signal(0)
+    return errors
+
+
+def test_killed_rank_is_named_and_the_others_go_on() -> None:
+    with Ranks(3, outlive_rank_2) as ranks:
+        for number in range(3):
+            ranks.hear(number)
+        pid = ranks.pid(2)
+        ranks.kill(2)
+        errors = ranks.results(killed=[2])[0]
+    assert [kind for kind, _ in errors] == ["PeerFailed"] * 4
+    assert all(f"rank 2 (pid {pid})" in text for _, text in errors)
+    assert "rota.Window.wait_signal: rank 0/3 waits in vain" in errors[0][1]
+    assert "has died" in errors[1][1]
+
+
+def close_early(rank: Rank) -> list[tuple[str, str]]:
+    rank.init()
+    window = rota.Window(10)
+    dist.barrier()
+    if rank.rank == 1:
+        window.close()
+        window.close()
+        dist.barrier()
+        return [
+            error_of(lambda: window.put(torch.zeros(1), 0)),
+            error_of(lambda: window.wait_signal(0)),
+            error_of(lambda: window.view(1)),
+        ]
+    dist.barrier()
+    return [
+        error_of(lambda: window.put(torch.zeros(1), 1)),
+        error_of(lambda: window.view(1)),
+        error_of(lambda: window.wait_signal(1)),
+    ]
+
+
+def test_closed_window_is_refused_on_both_sides() -> None:
+    of_open, of_closed = run_ranks(2, close_early)
+    assert [kind for kind, _ in of_closed] == ["RotaError"] * 3
+    assert "this window is closed; make a new one" in of_closed[0][1]
+    assert [kind for kind, _ in of_open] == ["PeerFailed"] * 3
+    assert "rank 1 (pid " in of_open[0][1] and "has closed its window" in of_open[0][1]
+
+
+def wait_for_nothing(rank: Rank) -> tuple[str, str] | None:
+    rank.init()
+    window = rota.Window(1, timeout=timedelta(seconds=20))
+    if rank.rank == 0:
+        rank.tell()
+        return error_of(lambda: window.wait_signal(1))
+    rank.hear()
+    return None
+
+
+def test_ctrl_c_ends_a_wait() -> None:
+    with Ranks(2, wait_for_nothing) as ranks:
+        ranks.hear(0)
+        ranks.wait_for_stderr(0, "a signal on channel 0; still waiting")
+        ranks.kill(0, signal.SIGINT)
+        assert ranks.hear_result(0)[0] == "KeyboardInterrupt"
+        ranks.tell(1)
+        ranks.results()
+
+
+def time_out(rank: Rank) -> tuple[str, str]:
+    rank.init()
+    window = rota.Window(1)
+    dist.barrier()
+    if rank.rank == 1:
+        return error_of(lambda: rota.Window(1, timeout=SHORT))
+    error = error_of(lambda: window.wait_signal(1, timeout=SHORT))
+    dist.barrier()
+    return error
+
+
+def test_timeouts_name_who_did_not_come() -> None:
+    with Ranks(2, time_out) as ranks:
+        kind, text = ranks.hear_result(1)
+        assert kind == "Timeout" and "rank 1/2 waited 0.2 s for rank 0" in text
+        # Rank 0 meets rank 1 in a barrier that rank 1 leaves out.
+        assert "rank 1" in text
+
+
+def fork(rank: Rank) -> bytes:
+    rank.init()
+    window = rota.Window(1)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, repr(error_of(lambda: window.signal(1))).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    dist.barrier()
+    window.signal(1 - rank.rank)
+    window.wait_signal(1 - rank.rank)
+    return os.read(reader, 1000)
+
+
+def test_forked_child_may_not_use_its_parents_window() -> None:
+    for text in run_ranks(2, fork):
+        assert b"RotaError" in text and b"belongs to the parent process" in text
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+def disagree(rank: Rank) -> list[tuple[str, str]]:
+    rank.init()
+    mine = rank.rank == 1
+    return [
+        error_of(lambda: rota.Window((2, 3) if mine else (3, 2))),
+        error_of(lambda: rota.Window(4, dtype=torch.int8 if mine else torch.uint8)),
+        error_of(lambda: rota.Window(4, num_channels=2 if mine else 1)),
+        error_of(lambda: rota.Window(torch.ones(4, 4).t() if mine else torch.ones(4, 4))),
+        error_of(lambda: rota.Window(torch.from_numpy(np.ones(4)) if mine else torch.ones(4))),
+        error_of(lambda: rota.Window(-1 if mine else 1)),
+    ]
+
+
+def test_ranks_that_disagree_all_raise() -> None:
+    results = run_ranks(3, disagree)
+    for rank, errors in enumerate(results):
+        kinds = [kind for kind, _ in errors]
+        assert kinds[:3] == ["Mismatch"] * 3
+        assert kinds[3:] == ["ValueError" if rank == 1 else "TransportError"] * 3
+        texts = [text for _, text in errors]
+        assert "rank 0, 2 made (3, 2) of torch.float32, 1 channels; rank 1 made (2, 3)" in texts[0]
+        assert "torch.uint8" in texts[1] and "rank 1 made (4,) of torch.int8" in texts[1]
+        assert "the tensor is strided" in texts[3]
+        assert "memory belongs to another library" in texts[4]
+        assert rank == 1 or all("rank 1 failed" in text for text in texts[3:])
+
+
+def refuse(rank: Rank) -> None:
+    rank.init()
+    window = rota.Window(10)
+    half = rota.Window(10, dtype=torch.float16)
+    one = torch.zeros(1)
+    for call, kind, text in (
+        (lambda: window.put(one.double(), 0), "TypeError", "expected the window's, Float"),
+        (lambda: window.put(one, 5), "ValueError", "the rank is 5, expected 0 to 1"),
+        (lambda: window.put(one, 0, -1), "ValueError", "offset is -1"),
+        (lambda: window.put(one, 0, 10), "ValueError", "rank 0's window"),
+        (lambda: window.get(torch.zeros(11), 1), "ValueError", "rank 1's window"),
+        (lambda: window.get(one, 1, 1 << 62), "ValueError", "rank 1's window"),
+        (lambda: half.accumulate(one.half(), 1), "TypeError", "make it float32"),
+        (lambda: window.accumulate(one, 1, 0, torch.int8), "TypeError", "wire_dtype"),
+        (lambda: window.signal(0, channel=1), "ValueError", "the channel is 1"),
+        (lambda: rota.Window(1, num_channels=0), "ValueError", "num_channels is 0"),
+        (lambda: rota.Window(1, group="me"), "ValueError", "not in the group"),  # type: ignore[arg-type]
+    ):
+        got, message = error_of(call)
+        assert got == kind and text in message, (got, message)
+    assert window.tensor.count_nonzero() == 0
+    dist.barrier()
+
+
+def test_bad_arguments_are_refused() -> None:
+    run_ranks(2, refuse)
+    with pytest.raises(ValueError, match=r"torch\.distributed is not initialised"):
+        rota.Window(1)
+
+
+def on_two_hosts(rank: Rank) -> tuple[str, str]:
+    os.environ["ROTA_HOST_ID"] = f"host-{rank.rank // 2}"
+    rank.init("gloo")
+    return error_of(lambda: rota.Window(1))
+
+
+def test_ranks_of_several_hosts_are_refused() -> None:
+    for kind, text in run_ranks(3, on_two_hosts):
+        assert kind == "TransportError"
+        assert "rank 0, 1 are on host host-0; rank 2 are on host host-1" in text
