@@ -21,7 +21,6 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -254,6 +253,12 @@ def start_ms(folder: Path) -> tuple[float, float]:
     return (ready - begin) * 1e3, (time.perf_counter() - begin) * 1e3
 
 
+def fresh_start_ms(folder: Path) -> tuple[float, float]:
+    """start_ms() in a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(start_ms, (folder,))
+
+
 def order_hash(num_samples: int, parts: Iterable[tuple[int, int]]) -> str:
     """Of the samples of all ranks, by step and then by rank.
 
@@ -287,26 +292,25 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
 
-    starts: list[tuple[float, ...]] = []  # each: first start's two times, second start's two
+    starts: list[tuple[float, ...]] = []  # a first start's two times, and a second start's
     with tempfile.TemporaryDirectory(prefix="rota-data-", dir=args.cache) as name:
-        spawn = multiprocessing.get_context("spawn")
-        # Each task runs in a process of its own.
-        with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as processes:
-            for repeat in range(args.repeats):
-                folder = Path(name, str(repeat))
-                first, second = (processes.submit(start_ms, folder).result() for _ in range(2))
-                starts.append(first + second)
+        for repeat in range(args.repeats):
+            folder = Path(name, str(repeat))
+            first, second = (fresh_start_ms(folder) for _ in range(2))
+            starts.append(first + second)
         corpus = open_corpus(Path(name, "0"))
     num_samples = len(Windows(corpus.train, CONTEXT))
     num_bytes = len(corpus.train) + len(corpus.held_out)
-    print(f"{num_bytes / 1e6:.1f} MB, {num_samples} samples, p50 of {args.repeats} starts in ms:")
-    p50 = [statistics.median(times) for times in zip(*starts, strict=True)]
-    for title, first_ms, second_ms in zip(
-        ("text ready", "first batch"), p50, p50[2:], strict=False
+    print(
+        f"{num_bytes / 1e6:.1f} MB, {num_samples} samples; {args.repeats} starts, min / p50 in ms"
+    )
+    columns = [(min(times), statistics.median(times)) for times in zip(*starts, strict=True)]
+    for title, first, second in zip(
+        ("text ready", "first batch"), columns, columns[2:], strict=False
     ):
         print(
-            f"{title:>11}: first start {first_ms:5.1f}, second {second_ms:4.1f}, "
-            f"{first_ms / second_ms:.1f} times faster"
+            f"{title:>11}: first {first[0]:.1f} / {first[1]:.1f}, second {second[0]:.1f} / "
+            f"{second[1]:.1f}, times faster {first[0] / second[0]:.1f} / {first[1] / second[1]:.1f}"
         )
 
     print(f"order of the first {2 * NUM_STEPS} global batches of {GLOBAL_BATCH}:")

@@ -6,7 +6,8 @@ Plain PyTorch with DistributedDataParallel. rota needs two lines: `import rota`,
 backend that init_process_group() finds by name, and, to send gradients in fewer bits, one of its
 communication hooks: fp16, or fused, which takes any --wire-dtype. With --backend none no gradient
 leaves its rank: that run shows a step's time without communication, and the ranks' parameters drift
-apart. Ranks compute on GPUs if there are any.
+apart. --data-cache reads the text from a cache (docs/data.md). Ranks compute on GPUs if there are
+any.
 
 benchmarks/demo.py trains the same steps with every backend in turn.
 """

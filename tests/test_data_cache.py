@@ -1,4 +1,4 @@
-"""examples/data_cache.py and data_order.py: never wrong bytes, one order for any number of ranks."""
+"""examples/data_cache.py, data_order.py: never wrong bytes, one order for any number of ranks."""
 
 from __future__ import annotations
 
