@@ -6,7 +6,8 @@ Plain PyTorch with DistributedDataParallel. rota needs two lines: `import rota`,
 backend that init_process_group() finds by name, and, to send gradients in fewer bits, one of its
 communication hooks: fp16, or fused, which takes any --wire-dtype. With --backend none no gradient
 leaves its rank: that run shows a step's time without communication, and the ranks' parameters drift
-apart. Ranks compute on GPUs if there are any.
+apart. --data-cache reads the text from a cache (docs/data.md). Ranks compute on GPUs if there are
+any.
 
 benchmarks/demo.py trains the same steps with every backend in turn.
 """
@@ -17,18 +18,19 @@ import os
 import random
 import statistics
 import sys
-import sysconfig
 import time
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from data_cache import byte_counts, default_folder, open_corpus
+from data_cache import read_corpus as read_corpus  # others take it from here
+from data_order import data_loader
 from devices import DEVICES, Placement, find_gpus, place_this_rank, use
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -147,25 +149,6 @@ class GPT(nn.Module):
 # Text
 
 
-def read_corpus() -> tuple[Tensor, Tensor]:
-    """Every .py file of the standard library, split by file: (train, held_out), 1-D uint8.
-
-    A file's path decides its side, so the split is the same wherever this Python is installed, and
-    no file is on both sides.
-    """
-    root = Path(sysconfig.get_path("stdlib"))
-    installed = {"site-packages", "dist-packages"}  # third-party code below the same folder
-    train, held_out = bytearray(), bytearray()
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if installed.isdisjoint(relative.parts):
-            side = held_out if zlib.crc32(relative.as_posix().encode()) % 10 == 0 else train
-            side += path.read_bytes()
-    if min(len(train), len(held_out)) < 100_000:
-        raise FileNotFoundError(f"found too few .py files under {root} to train on")
-    return torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(held_out, dtype=torch.uint8)
-
-
 def windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets, both (len(starts), context) int64; targets are one byte ahead.
 
@@ -186,10 +169,15 @@ def sample_batch(
 
 def order0_bits(train: Tensor, held_out: Tensor) -> float:
     """Bits per byte of `held_out` under the byte frequencies of `train`, the best that a model
-    without context can reach. Each byte is counted once more, so that no probability is zero."""
-    counts = torch.bincount(train, minlength=BYTES).double() + 1
+    without context can reach."""
+    return order0_bits_of(byte_counts(train), byte_counts(held_out))
+
+
+def order0_bits_of(train_counts: Tensor, held_out_counts: Tensor) -> float:
+    """order0_bits() of two texts of which only byte_counts() are at hand."""
+    counts = train_counts.double() + 1  # once more, so that no probability is zero
     bits = -(counts / counts.sum()).log2()
-    return float((torch.bincount(held_out, minlength=BYTES) * bits).sum() / len(held_out))
+    return float((held_out_counts * bits).sum() / held_out_counts.sum())
 
 
 # ---------------------------------------------------------------------------------------------
@@ -332,12 +320,57 @@ def fill_in(args: argparse.Namespace, scale: Scale) -> None:
             setattr(args, name, getattr(scale, name))
 
 
+class Data(NamedTuple):
+    """What a rank reads of the corpus."""
+
+    batches: Iterator[tuple[Tensor, Tensor]]  # of this rank, one per step
+    held_out: Tensor  # on the device
+    order0_bits: float
+    num_train_bytes: int
+
+
+def load_data(args: argparse.Namespace, device: torch.device, context: int) -> Data:
+    """The corpus with batches at random places, or with --data-cache in epochs."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if args.data_cache is None:
+        train, held_out = read_corpus()
+        baseline = order0_bits(train, held_out)
+        train, held_out = train.to(device), held_out.to(device)
+        keys = ((args.seed, rank, step) for step in count())
+        batches = (sample_batch(train, args.batch, context, key) for key in keys)
+        return Data(batches, held_out, baseline, len(train))
+    corpus = open_corpus(args.data_cache)
+    loader = data_loader(
+        corpus.train,
+        context,
+        args.batch * world_size,
+        seed=args.seed,
+        rank=rank,
+        world_size=world_size,
+    )
+    return Data(
+        ((inputs.to(device), targets.to(device)) for inputs, targets in loader),
+        corpus.held_out.read(0, len(corpus.held_out)).to(device),
+        order0_bits_of(corpus.train.byte_counts, corpus.held_out.byte_counts),
+        len(corpus.train),
+    )
+
+
 def parse_args() -> tuple[argparse.Namespace, Placement]:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--backend", choices=("rota", "gloo", "nccl", "none"), default="rota")
     parser.add_argument("--hook", choices=("none", "fp16", "fused"), default="none")
     parser.add_argument("--wire-dtype", choices=WIRE_DTYPES, help="of --hook fused (float16)")
     parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument(
+        "--data-cache",
+        type=Path,
+        nargs="?",
+        const=default_folder(),
+        metavar="FOLDER",
+        help="read the text from a cache, in epochs of one order for any number of ranks "
+        "(default folder: %(const)s)",
+    )
     parser.add_argument("--eval-every", type=positive(int), default=40, metavar="STEPS")
     add_training_arguments(parser)
     args = parser.parse_args()
@@ -367,11 +400,10 @@ def main() -> None:
     rank = dist.get_rank()
     console = Console(quiet=rank != 0)
 
-    train, held_out = read_corpus()
-    console.print(placement.note, soft_wrap=True)
-    console.print(f"order-0 baseline: {order0_bits(train, held_out):.3f} bits per byte, held out")
-    train, held_out = train.to(device), held_out.to(device)
     config = SCALES[device.type].config
+    data = load_data(args, device, config.context)
+    console.print(placement.note, soft_wrap=True)
+    console.print(f"order-0 baseline: {data.order0_bits:.3f} bits per byte, held out")
     torch.manual_seed(args.seed)  # every rank starts from the same weights
     with device:
         model = GPT(config)
@@ -382,7 +414,7 @@ def main() -> None:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     console.print(
         f"{num_parameters / 1e6:.1f} M parameters, {dist.get_world_size()} ranks, "
-        f"train {len(train) / 1e6:.1f} MB, held out {len(held_out) / 1e6:.1f} MB"
+        f"train {data.num_train_bytes / 1e6:.1f} MB, held out {len(data.held_out) / 1e6:.1f} MB"
     )
 
     step_ms: list[float] = []
@@ -400,16 +432,16 @@ def main() -> None:
         for first in range(0, args.steps, args.eval_every):
             timer.start()
             for step in range(first, min(first + args.eval_every, args.steps)):
-                batch = sample_batch(train, args.batch, config.context, (args.seed, rank, step))
                 lr = learning_rate(step, args.steps, args.lr)
-                bits = train_step(ddp, optimizer, batch, lr)
+                bits = train_step(ddp, optimizer, next(data.batches), lr)
                 timer.mark()
                 progress.update(bar, advance=1)
             step_ms += timer.step_ms()
             progress.update(bar, loss=float(bits))
+            held_out = held_out_bits(model, data.held_out, config.context)
             console.print(
                 f"step {step + 1:4d}  loss {float(bits):.3f}  "
-                f"held out {held_out_bits(model, held_out, config.context):.3f} bits per byte  "
+                f"held out {held_out:.3f} bits per byte  "
                 f"{statistics.median(step_ms):.1f} ms per step"
             )
 
