@@ -345,7 +345,7 @@ def print_results(
     console.print(f"one rank: loss from {first:.3f} to {last:.3f} nats per byte, {alone.hash}")
     console.print(f"measured split: {say_splits(reports[0].splits)}")
     difference = float((joined - alone.parameters).abs().max())
-    verdicts = {JOIN: f"differ by up to {difference:.1e}"}
+    verdicts = {JOIN: f"within {difference:.1e}"}
     for name in (EVEN, MEASURED):
         is_same = all(report.hashes[name] == alone.hash for report in reports)
         verdicts[name] = "one rank's bits" if is_same else "DIFFERENT"
