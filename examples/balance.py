@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -56,19 +55,20 @@ class Speed:
     """Micro-batches per second of this rank, smoothed."""
 
     def __init__(self) -> None:
-        self._seconds: list[float] = []  # of each micro-batch since the last agreement
+        self._num_micro_batches = 0  # since the last agreement, as are the seconds
+        self._seconds = 0.0
         self._smoothed = 0.0  # 0: not measured
 
-    def add(self, seconds: float) -> None:
-        self._seconds.append(seconds)
+    def add(self, num_micro_batches: int, seconds: float) -> None:
+        self._num_micro_batches += num_micro_batches
+        self._seconds += seconds
 
     def agree_on_split(self, comm: rota.Communicator, num_micro_batches: int) -> list[int]:
         """The split by the speeds of all ranks. A collective call: 8 bytes from each rank."""
-        # The median, since a stall of a shared machine is not the rank's speed.
-        newest = 1 / statistics.median(self._seconds)
+        newest = self._num_micro_batches / self._seconds
         weight = SMOOTHING if self._smoothed > 0 else 1.0
         self._smoothed += weight * (newest - self._smoothed)
-        self._seconds.clear()
+        self._num_micro_batches, self._seconds = 0, 0.0
         speeds = torch.empty(comm.world_size, dtype=torch.float64)
         comm.all_gather(speeds, torch.tensor([self._smoothed], dtype=torch.float64))
         return split_by_speed(speeds.tolist(), num_micro_batches)

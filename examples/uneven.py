@@ -68,7 +68,7 @@ class Worker:
     text: Tensor
     args: argparse.Namespace
     slow: float = 1.0
-    compute_s: float = 0.0  # of the last micro-batch, without sleep and communication
+    micro_batch_s: float = 0.0  # computing the last one, without sleep and communication
 
     def backward(self, model: nn.Module, step: int, micro_batch: int) -> float:
         """Returns the loss."""
@@ -78,7 +78,7 @@ class Worker:
         return float(loss.detach())
 
     def stall(self) -> None:
-        time.sleep((self.slow - 1) * self.compute_s)
+        time.sleep((self.slow - 1) * self.micro_batch_s)
 
 
 class TreeTrainer:
@@ -86,7 +86,7 @@ class TreeTrainer:
 
     def __init__(self, worker: Worker, model: GPT, comm: rota.Communicator) -> None:
         self.model = model
-        self.micro_batch_s: list[float] = []  # of the last step
+        self.compute_s = 0.0  # all micro-batches of the last step
         self.reduce_s = 0.0  # of the last step
         self._worker = worker
         self._rank = comm.rank
@@ -94,15 +94,15 @@ class TreeTrainer:
         self._mean = TreeMean(model, worker.args.micro_batches, comm)
 
     def step(self, step: int, split: Sequence[int]) -> None:
-        self.micro_batch_s = []
+        step_begin = time.perf_counter()
         for micro_batch in share_of(self._rank, split):
             begin = time.perf_counter()
             self._worker.backward(self.model, step, micro_batch)
             self._mean.add(micro_batch)
-            self._worker.compute_s = time.perf_counter() - begin
+            self._worker.micro_batch_s = time.perf_counter() - begin
             self._worker.stall()
-            self.micro_batch_s.append(time.perf_counter() - begin)
         begin = time.perf_counter()
+        self.compute_s = begin - step_begin
         self._mean.reduce(split)
         self.reduce_s = time.perf_counter() - begin
         self._optimizer.step()
@@ -220,11 +220,10 @@ def train(rank: int, folder: Path, args: argparse.Namespace) -> None:
                 split = speed.agree_on_split(comm, args.micro_batches)
             trainer.step(step, equal if name == EVEN else split)
             report.step_s[name].append(time.perf_counter() - begin)
-        for seconds in measured.micro_batch_s:
-            speed.add(seconds)
+        speed.add(split[rank], measured.compute_s)
         report.splits.append(split)
-        report.compute_s[EVEN].append(sum(even.micro_batch_s))
-        report.compute_s[MEASURED].append(sum(measured.micro_batch_s))
+        report.compute_s[EVEN].append(even.compute_s)
+        report.compute_s[MEASURED].append(measured.compute_s)
         report.reduce_s.append(measured.reduce_s)
     report.hashes = {name: hash_of(trainer.model) for name, trainer in trainers.items()}
     reports: list[Any] = [None] * args.ranks

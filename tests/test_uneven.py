@@ -92,15 +92,15 @@ def agree(rank: Rank) -> None:
     comm = rank.communicator()
     speed = balance.Speed()
     splits = []
-    for num_micro_batches, of_ranks in ((8, ([1, 1, 100], [3])), (6, ([3], [3, 3]))):
+    # The speeds are 1/2 and 1/6. Then rank 0 takes 6 s, and is smoothed to 1/3.
+    for num_micro_batches, of_ranks in ((8, ([1, 1, 4], [6])), (6, ([6], [6, 6]))):
         for seconds in of_ranks[rank.rank]:
-            speed.add(seconds)
+            speed.add(1, seconds)
         splits.append(speed.agree_on_split(comm, num_micro_batches))
-    # The first by medians, 1 and 1/3. Then rank 0 has halfway the speed of before, 2/3.
     assert splits == [[6, 2], [4, 2]]
 
 
-def test_ranks_agree_on_a_split_by_median_and_smoothed_speeds() -> None:
+def test_ranks_agree_on_a_split_by_smoothed_speeds() -> None:
     run_ranks(2, agree)
 
 
