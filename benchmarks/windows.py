@@ -26,7 +26,7 @@ import torch.distributed as dist
 from rich.table import Table
 
 import driver
-from arguments import Parser, parse_natural, parse_bucket_sizes
+from arguments import Parser, parse_bucket_sizes, parse_natural
 
 try:
     import rota
@@ -116,7 +116,9 @@ def main() -> int:
     """Returns the exit status."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
-    add("--sizes", type=parse_bucket_sizes, default="4K,64K,1M,16M,64M", help="default: %(default)s")
+    add(
+        "--sizes", type=parse_bucket_sizes, default="4K,64K,1M,16M,64M", help="default: %(default)s"
+    )
     add("--repeats", type=parse_natural(1), default=9, help="default: %(default)s")
     add("--json", type=Path, help="the record (default: in benchmarks/results)")
     args = parser.parse_args()

@@ -199,9 +199,7 @@ class Window:
 
         Raises: as put().
         """
-    def wait_signal(
-        self, rank: int, channel: int = 0, timeout: timedelta | None = None
-    ) -> None:
+    def wait_signal(self, rank: int, channel: int = 0, timeout: timedelta | None = None) -> None:
         """Blocks until the next signal from rank `rank`; each wait takes one.
 
         Raises:
