@@ -66,7 +66,8 @@ void second_process_with_one_number_is_refused() {
     });
   };
   const pid_t rank_0 = run_rank(0);
-  FileStore(directory).await("cards");
+  // Later than its card: until then, the number is not taken.
+  FileStore(directory).await("claim/0");
   run_processes(1, [&](int) {
     const Error error = expect_error(ErrorKind::kTransport, [&] { connect(directory, 0, 2); });
     check_contains(error.what(), "two processes say they are rank 0 of 2");
