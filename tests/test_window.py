@@ -190,6 +190,7 @@ def outlive_rank_2(rank: Rank) -> list[tuple[str, str]]:
         signal.pause()
     errors = []
     if rank.rank == 0:
+        window.wait_signal(1)
         window.wait_signal(2)  # sent before
         errors.append(error_of(lambda: window.wait_signal(2)))
         assert not window.is_alive(2) and window.is_alive(1)

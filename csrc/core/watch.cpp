@@ -44,8 +44,13 @@ std::optional<Error> Watch::tick(Nanoseconds waited) {
   }
   PointToPoint::move_all_groups();
   if (auto error = find_abort()) return error;
-  if (auto error = find_death()) return error;
-  if (auto error = find_departure()) return error;
+  auto loss = find_death();
+  if (!loss) loss = find_departure();
+  if (loss) {
+    // A peer that fails publishes why before it leaves, perhaps since the check above.
+    auto cause = find_abort();
+    return cause ? cause : loss;
+  }
   if (waited >= own_timeout_.value_or(timeout())) {
     const std::string who =
         peer_ == kAnyRank ? "any of them" : join("rank ", transport_.number_of(peer_));
