@@ -7,6 +7,7 @@
 #include "core/point_to_point.h"
 
 namespace rota {
+
 Watch::Watch(const transport::Transport& transport, Nanoseconds timeout,
              std::function<void()> check_interrupt)
     : transport_(transport), timeout_(timeout), check_interrupt_(std::move(check_interrupt)) {}
@@ -44,13 +45,8 @@ std::optional<Error> Watch::tick(Nanoseconds waited) {
   }
   PointToPoint::move_all_groups();
   if (auto error = find_abort()) return error;
-  auto loss = find_death();
-  if (!loss) loss = find_departure();
-  if (loss) {
-    // A peer that fails publishes why before it leaves, perhaps since the check above.
-    auto cause = find_abort();
-    return cause ? cause : loss;
-  }
+  if (auto error = find_death()) return error;
+  if (auto error = find_departure()) return error;
   if (waited >= own_timeout_.value_or(timeout())) {
     const std::string who =
         peer_ == kAnyRank ? "any of them" : join("rank ", transport_.number_of(peer_));
@@ -66,11 +62,16 @@ std::optional<Error> Watch::find_death() const {
   for (const int peer : transport_.find_dead_peers(peer_ == kAnyRank ? transport_.rank() : peer_)) {
     // A peer that closed its communicator before it ended has done its part.
     if (has_departed(peer)) continue;
-    return Error(ErrorKind::kPeerFailed, prefix(),
-                 join(transport_.describe(peer), " has died ", place(), "; restart the job"));
+    return cause_of(
+        Error(ErrorKind::kPeerFailed, prefix(),
+              join(transport_.describe(peer), " has died ", place(), "; restart the job")));
   }
   return std::nullopt;
 }
+
+// A peer that fails publishes why before it leaves or ends. Whoever has looked for that earlier may
+// have missed it, and finds it now.
+Error Watch::cause_of(const Error& loss) const { return find_abort().value_or(loss); }
 
 bool Watch::has_departed(int peer) const {
   return transport_.region(peer).control().departed.load() != 0;
@@ -78,9 +79,9 @@ bool Watch::has_departed(int peer) const {
 
 std::optional<Error> Watch::find_departure() const {
   const auto error = [this](std::string_view who) {
-    return Error(ErrorKind::kPeerFailed, prefix(),
-                 join(who, " has left the group ", place(),
-                      "; every rank must do its part of all calls before it closes"));
+    return cause_of(Error(ErrorKind::kPeerFailed, prefix(),
+                          join(who, " has left the group ", place(),
+                               "; every rank must do its part of all calls before it closes")));
   };
   bool are_all_gone = true;
   for (int peer = 0; peer < transport_.world_size(); ++peer) {

@@ -46,7 +46,7 @@ class Watch final : public cpu::PeerWaitObserver {
   void begin_wait_for_all(uint64_t peers, std::string_view phase, uint64_t step);
   std::optional<Error> poll() override;
   std::optional<Error> tick(Nanoseconds waited) override;
-  // A rank that died without leaving the group. Costs system calls.
+  // A rank that died without leaving the group, or why it failed before. Costs system calls.
   std::optional<Error> find_death() const;
 
   // The group's.
@@ -60,6 +60,7 @@ class Watch final : public cpu::PeerWaitObserver {
 
  private:
   std::optional<Error> find_abort() const;
+  Error cause_of(const Error& loss) const;
   bool has_departed(int peer) const;
   std::optional<Error> find_departure() const;
   std::string awaited() const;
