@@ -97,25 +97,30 @@ const RankWindow& Window::checked(std::string_view call, int target) const {
   return ranks_[static_cast<size_t>(target)];
 }
 
-void Window::check_range(std::string_view call, int target, uint64_t offset, uint64_t num_elems,
-                         size_t elem_bytes) const {
-  const uint64_t window_elems = checked(call, target).view.data.size() / elem_bytes;
-  if (offset <= window_elems && num_elems <= window_elems - offset) return;
+std::byte* Window::elements(std::string_view call, int target, uint64_t offset, uint64_t num_elems,
+                            size_t elem_bytes) const {
+  const std::span<std::byte> data = checked(call, target).view.data;
+  const uint64_t window_elems = data.size() / elem_bytes;
+  if (offset <= window_elems && num_elems <= window_elems - offset) {
+    return data.data() + offset * elem_bytes;
+  }
   throw Error(ErrorKind::kValue,
               join(prefix(call), ": elements ", offset, " to ", offset + num_elems, " of rank ",
                    target, "'s window, which has ", window_elems));
 }
 
-void Window::check_open(std::string_view call, int target) const {
-  if (checked(call, target).view.control->closed.load() == 0) return;
+const RankWindow& Window::opened(std::string_view call, int target) const {
+  const RankWindow& window = checked(call, target);
+  if (window.view.control->closed.load() == 0) return window;
   throw Error(ErrorKind::kPeerFailed,
               join(prefix(call), ": ", describe(target),
                    " has closed its window; make a new one with the ranks that are left"));
 }
 
-void Window::check_running(std::string_view call, int target) const {
-  const auto& process = checked(call, target).process;
-  if (!process || transport::PeerProcess::find_ended({process.get()}).empty()) return;
+const RankWindow& Window::running(std::string_view call, int target) const {
+  const RankWindow& window = opened(call, target);
+  const auto& process = window.process;
+  if (!process || transport::PeerProcess::find_ended({process.get()}).empty()) return window;
   throw Error(ErrorKind::kPeerFailed,
               join(prefix(call), ": ", describe(target),
                    " has died, so nobody would read what is written to its window"));
@@ -133,37 +138,29 @@ bool Window::is_alive(int rank) const {
   return is_open(*window.view.control, *window.process);
 }
 
-const transport::WindowView& Window::view(int rank) const {
-  check_open("view", rank);
-  return checked("view", rank).view;
-}
+const transport::WindowView& Window::view(int rank) const { return opened("view", rank).view; }
 
 void Window::put(int target, uint64_t offset, const void* data, uint64_t num_elems,
                  size_t elem_bytes) {
-  check_range("put", target, offset, num_elems, elem_bytes);
-  check_open("put", target);
-  check_running("put", target);
+  std::byte* memory = elements("put", target, offset, num_elems, elem_bytes);
+  running("put", target);
   const uint64_t num_bytes = num_elems * elem_bytes;
-  std::byte* memory = checked("put", target).view.data.data() + offset * elem_bytes;
   cpu::OutputCopier(num_bytes, 1).copy(memory, data, num_bytes);
 }
 
 void Window::get(int target, uint64_t offset, void* data, uint64_t num_elems, size_t elem_bytes) {
-  check_range("get", target, offset, num_elems, elem_bytes);
-  check_open("get", target);
+  const std::byte* memory = elements("get", target, offset, num_elems, elem_bytes);
+  opened("get", target);
   const uint64_t num_bytes = num_elems * elem_bytes;
-  const std::byte* memory = checked("get", target).view.data.data() + offset * elem_bytes;
   cpu::OutputCopier(num_bytes, 1).copy(data, memory, num_bytes);
-  check_open("get", target);  // otherwise the owner may have released what was read
+  opened("get", target);  // otherwise the owner may have released what was read
 }
 
 void Window::accumulate(int target, uint64_t offset, const void* data, DType dtype,
                         uint64_t num_elems, const std::optional<WireFormat>& wire) {
   const size_t elem_bytes = info(dtype).num_bytes;
-  check_range("accumulate", target, offset, num_elems, elem_bytes);
-  check_open("accumulate", target);
-  check_running("accumulate", target);
-  const transport::WindowView& view = checked("accumulate", target).view;
+  elements("accumulate", target, offset, num_elems, elem_bytes);
+  const transport::WindowView& view = running("accumulate", target).view;
   const cpu::ElementLoops& loops = cpu::element_loops();
   const cpu::ReduceFn add = loops.reduce(dtype, ReduceOp::kSum);
   const uint64_t chunk_elems = kWindowChunkBytes / elem_bytes;
@@ -219,9 +216,9 @@ Flag& Window::signals(int target, int source, int channel) const {
 }
 
 void Window::signal(int target, int channel) {
-  check_open("signal", target);
+  opened("signal", target);
   check_channel("signal", channel);
-  check_running("signal", target);
+  running("signal", target);
   const std::lock_guard lock(mutex_);
   waiter_.publish(signals(target, rank_, channel), ++num_sent_[index(target, channel)]);
 }

@@ -47,9 +47,7 @@ class Window {
   // ranks: all windows by rank, each with words for num_channels signals from every rank.
   Window(int rank, std::vector<RankWindow> ranks, int num_channels, Options options);
 
-  int rank() const { return rank_; }
   int world_size() const { return static_cast<int>(ranks_.size()); }
-  int num_channels() const { return num_channels_; }
   static uint64_t num_words(int world_size, int num_channels) {
     return static_cast<uint64_t>(world_size) * static_cast<uint64_t>(num_channels);
   }
@@ -71,7 +69,6 @@ class Window {
   // Adds one to this rank's signals at the target.
   void signal(int target, int channel);
   // Waits for the next signal of the source that no call has waited for. Throws Error(kTimeout).
-  // lets_signals_through: whether the thread is one to which Python delivers signals.
   void wait_signal(int source, int channel, std::optional<Nanoseconds> own_timeout);
   // Waits until one of the sources has a signal on the channel that no call has waited for; takes
   // and returns the first such source. Ignores sources that have died or closed, unless all have.
@@ -89,10 +86,11 @@ class Window {
   class Watch;
 
   const RankWindow& checked(std::string_view call, int target) const;
-  void check_range(std::string_view call, int target, uint64_t offset, uint64_t num_elems,
-                   size_t elem_bytes) const;
-  void check_open(std::string_view call, int target) const;
-  void check_running(std::string_view call, int target) const;
+  // The target's elements from `offset` on, of which there must be num_elems.
+  std::byte* elements(std::string_view call, int target, uint64_t offset, uint64_t num_elems,
+                      size_t elem_bytes) const;
+  const RankWindow& opened(std::string_view call, int target) const;
+  const RankWindow& running(std::string_view call, int target) const;  // and open
   void check_channel(std::string_view call, int channel) const;
   Flag& signals(int target, int source, int channel) const;
   size_t index(int rank, int channel) const {

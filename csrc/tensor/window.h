@@ -40,7 +40,7 @@ class ExposedTensor {
 };
 
 // Another process's.
-class OpenedTensor : public std::enable_shared_from_this<OpenedTensor> {
+class OpenedTensor {
  public:
   // who: the owner, in errors.
   OpenedTensor(const std::string& address, std::string who, Milliseconds timeout);

@@ -1,6 +1,7 @@
 #include "transport/endpoint.h"
 
 #include <cerrno>
+#include <sstream>
 #include <utility>
 
 #include "base/error.h"
@@ -81,9 +82,9 @@ void Endpoint::answer(UniqueFd& connection, ReceivedHello& received) {
 void Endpoint::handshake(int peer, const std::string& peer_address,
                          const std::function<void()>& check) {
   const std::string who = join("rank ", peer);
-  Answer answer =
-      ask(Address::parse(peer_address), static_cast<uint64_t>(rank_), {&memory_, &heap_}, who,
-          who + " has left the group; make a new one on every rank", check);
+  std::istringstream address(peer_address);
+  Answer answer = ask(Address::read(address), static_cast<uint64_t>(rank_), {&memory_, &heap_}, who,
+                      who + " has left the group; make a new one on every rank", check);
   Peer mapped = map(peer, std::move(answer.process), answer.descriptors);
   const std::lock_guard lock(listener_->mutex());
   std::optional<Peer>& place = peers_[static_cast<size_t>(peer)];

@@ -11,7 +11,6 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
-#include <sstream>
 #include <utility>
 
 #include "base/error.h"
@@ -169,9 +168,9 @@ std::shared_ptr<PeerProcess> process_of(const UniqueFd& connection) {
 
 std::string Address::to_string() const { return join(listener, ' ', token); }
 
-Address Address::parse(const std::string& text) {
+Address Address::read(std::istream& text) {
   Address address;
-  std::istringstream(text) >> address.listener >> address.token;
+  text >> address.listener >> address.token;
   return address;
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <initializer_list>
+#include <istream>
 #include <memory>
 #include <string>
 #include <vector>
@@ -55,7 +56,8 @@ struct Address {
   uint64_t token = 0;
 
   std::string to_string() const;
-  static Address parse(const std::string& text);
+  // Reads what to_string() has written; text may follow.
+  static Address read(std::istream& text);
 };
 
 // The answer of a listener to a Hello of this process.

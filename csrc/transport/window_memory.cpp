@@ -128,10 +128,10 @@ OpenedWindow::OpenedWindow(std::shared_ptr<const PeerProcess> process, UniqueFd 
 std::shared_ptr<OpenedWindow> OpenedWindow::open(const std::string& address, const std::string& who,
                                                  const std::function<void()>& check) {
   std::istringstream text(address);
-  Address listener;
+  const Address listener = Address::read(text);
   Places places{};
-  text >> listener.listener >> listener.token >> places.control >> places.num_words >>
-      places.data.offset >> places.data.num_bytes >> places.is_writable;
+  text >> places.control >> places.num_words >> places.data.offset >> places.data.num_bytes >>
+      places.is_writable;
   if (!text) fail_transport(join("the address of the window of ", who, " is damaged: ", address));
   Answer answer =
       ask(listener, /*own_rank=*/0, {}, who, join(who, " has closed the window"), check);

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rota import _C
 from rota.engine import engine_chooser
 from rota.errors import RotaError
+from rota.groups import member_group, next_number
 
 DEFAULT_SLOT_BYTES = 256 * 1024
 
@@ -69,18 +70,8 @@ class Communicator(_C.Communicator):
         inter_wire_dtype: torch.dtype | None = None,
         inter_block_scaling: bool = False,
     ) -> None:
-        if not dist.is_initialized():
-            raise ValueError(
-                "rota.Communicator: torch.distributed is not initialised; call "
-                "dist.init_process_group first"
-            )
-        pg = group if group is not None else dist.group.WORLD
-        if not isinstance(pg, dist.ProcessGroup):
-            raise ValueError(
-                f"rota.Communicator: this rank is not in the group ({pg!r}); only its members make "
-                f"a communicator over it"
-            )
-        number = _next_number(pg)
+        pg = member_group(group, "Communicator")
+        number = next_number(pg, "Communicator")
         # A namespace in the group's store that no other communicator uses.
         store = dist.PrefixStore(f"rota/{number}/", pg.get_group_store())
         if timeout is None:
@@ -104,15 +95,7 @@ class Communicator(_C.Communicator):
         return self._name
 
 
-# The number of communicators made over each group; all ranks count alike, so it names them.
-_num_made: dict[str, int] = {}
 _by_name: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
-
-
-def _next_number(pg: dist.ProcessGroup) -> int:
-    number = _num_made.get(pg.group_name, 0)
-    _num_made[pg.group_name] = number + 1
-    return number
 
 
 def communicator_named(name: str) -> Communicator:

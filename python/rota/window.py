@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from rota import _C
 from rota.errors import Mismatch, TransportError
+from rota.groups import member_group, next_number
 from rota.joint import JointSteps
 from rota.memory import empty
 
@@ -65,23 +66,12 @@ class Window(_C.Window):
         num_channels: int = 1,
         timeout: timedelta | None = None,
     ) -> None:
-        if not dist.is_initialized():
-            raise ValueError(
-                "rota.Window: torch.distributed is not initialised; call dist.init_process_group "
-                "first"
-            )
-        pg = group if group is not None else dist.group.WORLD
-        if not isinstance(pg, dist.ProcessGroup):
-            raise ValueError(
-                f"rota.Window: this rank is not in the group ({pg!r}); only its members make a "
-                f"window over it"
-            )
+        pg = member_group(group, "Window")
         if not isinstance(num_channels, int) or not 1 <= num_channels <= MAX_CHANNELS:
             raise ValueError(
                 f"rota.Window: num_channels is {num_channels!r}, expected 1 to {MAX_CHANNELS}"
             )
-        number = _num_made.get(pg.group_name, 0)
-        _num_made[pg.group_name] = number + 1
+        number = next_number(pg, "Window")
         store = dist.PrefixStore(f"rota/window/{number}", pg.get_group_store())
         if timeout is None:
             timeout = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
@@ -123,9 +113,6 @@ class Window(_C.Window):
 
 MAX_CHANNELS = 1024
 
-# The number of windows made over each group; all ranks count alike, so it names them.
-_num_made: dict[str, int] = {}
-
 
 def _own_tensor(
     tensor_or_shape: torch.Tensor | Sequence[int] | int, dtype: torch.dtype | None
@@ -140,18 +127,21 @@ def _own_tensor(
     return tensor_or_shape.detach()
 
 
+def _difference(cards: list[dict[str, str]], key: str, verb: str) -> str | None:
+    """Which ranks differ in what their cards have under `key`; None if none does."""
+    ranks_of: dict[str, list[str]] = {}
+    for rank, card in enumerate(cards):
+        ranks_of.setdefault(card[key], []).append(str(rank))
+    if len(ranks_of) == 1:
+        return None
+    parts = (f"rank {', '.join(ranks)} {verb} {text}" for text, ranks in ranks_of.items())
+    return f"rota.Window: ranks disagree: {'; '.join(parts)}"
+
+
 def _check_alike(cards: list[dict[str, str]]) -> None:
-    for key, error in (("made", Mismatch), ("host", TransportError)):
-        ranks_of: dict[str, list[str]] = {}
-        for rank, card in enumerate(cards):
-            ranks_of.setdefault(card[key], []).append(str(rank))
-        if len(ranks_of) == 1:
-            continue
-        verb = "made" if key == "made" else "are on host"
-        parts = "; ".join(f"rank {', '.join(ranks)} {verb} {x}" for x, ranks in ranks_of.items())
-        advice = (
-            "give every rank the same shape, dtype and num_channels"
-            if key == "made"
-            else "a window's ranks must share one host; make a group of the ranks of each"
+    if difference := _difference(cards, "made", "made"):
+        raise Mismatch(f"{difference}; give every rank the same shape, dtype and num_channels")
+    if difference := _difference(cards, "host", "are on host"):
+        raise TransportError(
+            f"{difference}; a window's ranks must share one host; make a group of the ranks of each"
         )
-        raise error(f"rota.Window: ranks disagree: {parts}; {advice}")

@@ -86,7 +86,7 @@ void rank_outside_world_is_refused() {
 
 // ---- ranks that do not answer or never start ----
 
-// Laid out as Hello in transport/endpoint.cpp. The magic number is not repeated here: the tests
+// Laid out as Hello in transport/handshake.h. The magic number is not repeated here: the tests
 // read it from rank 0's greeting.
 struct Greeting {
   uint64_t magic = 0;

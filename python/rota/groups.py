@@ -1,0 +1,37 @@
+"""The process group that a user hands over, and the count of what is made over it."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+
+def member_group(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
+    """The group, or the default group for None.
+
+    Args:
+        what: is made over it, such as "Communicator", for errors.
+
+    Raises:
+        ValueError: there is no default group, or this rank is not in the group.
+    """
+    if not dist.is_initialized():
+        raise ValueError(
+            f"rota.{what}: torch.distributed is not initialised; call dist.init_process_group first"
+        )
+    pg = group if group is not None else dist.group.WORLD
+    if not isinstance(pg, dist.ProcessGroup):
+        raise ValueError(
+            f"rota.{what}: this rank is not in the group ({pg!r}); only its members make a "
+            f"{what.lower()} over it"
+        )
+    return pg
+
+
+def next_number(pg: dist.ProcessGroup, what: str) -> int:
+    """How many of these were made over the group before; all ranks count alike, so it is a name."""
+    number = _num_made.get((pg.group_name, what), 0)
+    _num_made[pg.group_name, what] = number + 1
+    return number
+
+
+_num_made: dict[tuple[str, str], int] = {}
