@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from datetime import timedelta
 
 import numpy as np
@@ -121,6 +122,26 @@ def test_windows_of_several_groups_do_not_meet() -> None:
 # ---- memory --------------------------------------------------------------------------------------
 
 
+def have_no_elements(rank: Rank) -> None:
+    rank.init()
+    made = rota.empty(8)
+    for part in (0, torch.empty(0), torch.empty(3, 0), rota.empty(0), made[8:]):
+        window = rota.Window(part)
+        peer = 1 - rank.rank
+        window.put(torch.empty(0), peer)
+        window.get(torch.empty(0), peer)
+        assert window.view(peer).shape == window.tensor.shape
+        window.signal(peer)
+        window.wait_signal(peer)
+        kind, text = error_of(lambda window=window: window.put(torch.ones(1), peer)) or ("", "")
+        assert kind == "ValueError" and "which has 0" in text, text
+    dist.barrier()
+
+
+def test_window_without_elements() -> None:
+    run_ranks(2, have_no_elements)
+
+
 def use_own_tensors(rank: Rank) -> None:
     rank.init()
     linear = torch.nn.Linear(40, 30)
@@ -158,13 +179,16 @@ def make_and_close(rank: Rank) -> None:
     for _ in range(3):
         window = rota.Window(3 << 20, dtype=torch.uint8)
         view = window.view(1 - rank.rank)
+        window.tensor.fill_(7)
         dist.barrier()
         window.close()
-        view.sum()  # stays mapped
-        del window, view
+        del window
         dist.barrier()
-    rota.Window(1)  # finds that nobody maps the others any more
-    assert heap_bytes() < 1 << 20
+        assert view.eq(7).all()  # also without its owner's tensor
+        del view
+        dist.barrier()
+    while heap_bytes() >= 1 << 20:  # until it has noticed that nobody maps them any more
+        time.sleep(0.001)
     kept = rota.empty(1000)
     window = rota.Window(kept)
     window.close()

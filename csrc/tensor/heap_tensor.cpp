@@ -46,8 +46,8 @@ at::Tensor make_heap_tensor(at::IntArrayRef size, at::ScalarType dtype) {
 
 void move_to_heap(const at::Tensor& tensor, std::string_view call) {
   auto& heap = per_process<transport::Heap>();
-  if (heap.offset_of(tensor.data_ptr())) return;
   c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+  if (heap.offset_of(storage.data())) return;
   if (!storage.resizable()) {
     throw Error(
         ErrorKind::kValue,

@@ -12,8 +12,10 @@
 namespace rota::tensors {
 namespace {
 
+// Of a tensor without elements, for which torch has no address, the empty start of its storage.
 std::span<std::byte> bytes_of(const at::Tensor& tensor) {
-  return {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()};
+  void* data = tensor.numel() == 0 ? tensor.storage().mutable_data() : tensor.data_ptr();
+  return {static_cast<std::byte*>(data), tensor.nbytes()};
 }
 
 at::Tensor checked_for_window(at::Tensor tensor) {

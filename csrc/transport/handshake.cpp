@@ -115,6 +115,11 @@ bool has_hung_up(const UniqueFd& connection) {
   return poll(&state, 1, 0) == 1 && (state.revents & POLLHUP) != 0;
 }
 
+void wait_until_hung_up(const UniqueFd& connection) {
+  pollfd state{.fd = connection.get(), .events = 0, .revents = 0};
+  while (poll(&state, 1, -1) != 1) continue;  // interrupted
+}
+
 bool send_hello(const UniqueFd& connection, const Hello& hello,
                 std::initializer_list<const UniqueFd*> descriptors) {
   Hello sent = hello;

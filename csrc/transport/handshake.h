@@ -42,6 +42,7 @@ UniqueFd listen_at(const std::string& name);
 
 // Whether the other end is closed, if only because its process has ended.
 bool has_hung_up(const UniqueFd& connection);
+void wait_until_hung_up(const UniqueFd& connection);
 
 bool send_hello(const UniqueFd& connection, const Hello& hello,
                 std::initializer_list<const UniqueFd*> descriptors);

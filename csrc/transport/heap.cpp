@@ -103,9 +103,8 @@ void Heap::release(void* data) {
   if (fork_generation_ != fork_generation()) return;
   const std::lock_guard lock(mutex_);
   const auto block = find(data);
-  return_pages(memory_, {block->first, block->second.num_bytes});
   block->second.is_released = true;
-  if (block->second.num_holds == 0) in_use_.erase(block);
+  free_unless_held(block);
 }
 
 void Heap::hold(const void* data) {
@@ -116,8 +115,12 @@ void Heap::hold(const void* data) {
 void Heap::drop(const void* data) {
   const std::lock_guard lock(mutex_);
   const auto block = find(data);
-  if (--block->second.num_holds > 0 || !block->second.is_released) return;
-  // A late access has brought pages back: reading a hole of shared memory fills it.
+  --block->second.num_holds;
+  if (block->second.is_released) free_unless_held(block);
+}
+
+void Heap::free_unless_held(Blocks::iterator block) {
+  if (block->second.num_holds > 0) return;
   return_pages(memory_, {block->first, block->second.num_bytes});
   in_use_.erase(block);
 }

@@ -26,10 +26,10 @@ class Heap {
 
   // Returns whole pages of zeroes. Throws Error(kTransport) if memory is short.
   void* allocate(size_t num_bytes);
-  // Returns the pages to the system. Does nothing in a forked child, whose parent still has them.
+  // Returns the pages to the system, once no hold is left. Does nothing in a forked child, whose
+  // parent still has them.
   void release(void* data);
-  // Until drop(), the place of the block that holds `data` is not used again after its release:
-  // other processes may still write to it, which would damage another tensor.
+  // Until drop(), the block that holds `data` stays as it is: other processes map it.
   void hold(const void* data);
   void drop(const void* data);
 
@@ -48,6 +48,8 @@ class Heap {
 
   // The block that holds `data`.
   Blocks::iterator find(const void* data);
+  // Of a released block.
+  void free_unless_held(Blocks::iterator block);
 
   // The offset of the first gap that is long enough.
   size_t find_room(size_t num_bytes) const;

@@ -6,6 +6,8 @@
 #include <cerrno>
 #include <new>
 #include <sstream>
+#include <system_error>
+#include <thread>
 
 #include "base/error.h"
 #include "base/fork_generation.h"
@@ -37,36 +39,24 @@ std::byte* in_mapping(const Mapping& mapping, size_t offset) {
   return mapping.base() + offset % static_cast<size_t>(sysconf(_SC_PAGESIZE));
 }
 
-// Windows that their owner has closed and others may still map, with their places in the heap.
-class ClosedWindows {
- public:
-  struct Entry {
-    void* control;
-    const void* data;
-    std::vector<UniqueFd> openers;
-  };
+// Frees a closed window's places in the heap.
+void free_places(void* control, const void* data) {
+  auto& heap = per_process<Heap>();
+  heap.drop(data);
+  heap.release(control);
+}
 
-  void add(Entry entry) {
-    const std::lock_guard lock(mutex_);
-    entries_.push_back(std::move(entry));
+// The same once all who have opened it have hung up, in a thread of its own. Without one the places
+// stay in use as long as this process runs.
+void free_places_when_unused(void* control, const void* data, std::vector<UniqueFd> openers) {
+  try {
+    std::thread([=, openers = std::move(openers)] {
+      for (const UniqueFd& opener : openers) wait_until_hung_up(opener);
+      free_places(control, data);
+    }).detach();
+  } catch (const std::system_error&) {
   }
-
-  // Frees the places that nobody maps any more.
-  void drop_unused() {
-    auto& heap = per_process<Heap>();
-    const std::lock_guard lock(mutex_);
-    std::erase_if(entries_, [&](const Entry& entry) {
-      if (!std::ranges::all_of(entry.openers, has_hung_up)) return false;
-      heap.drop(entry.data);
-      heap.release(entry.control);
-      return true;
-    });
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<Entry> entries_;
-};
+}
 
 }  // namespace
 
@@ -78,7 +68,6 @@ WindowMemory::WindowMemory(std::span<std::byte> data, uint64_t num_words, Window
       token_(random_number()) {
   auto& heap = per_process<Heap>();
   if (!heap.offset_of(data_.data())) fail_transport("a window's memory is outside the heap");
-  per_process<ClosedWindows>().drop_unused();
   listener_ = Listener::open();
   control_ = new (heap.allocate(WindowControl::num_bytes(num_words))) WindowControl;
   heap.hold(data_.data());
@@ -93,9 +82,12 @@ void WindowMemory::close() {
 WindowMemory::~WindowMemory() {
   close();
   if (fork_generation_ != fork_generation()) return;
-  auto& closed = per_process<ClosedWindows>();
-  closed.add({control_, data_.data(), std::move(openers_)});
-  closed.drop_unused();
+  std::erase_if(openers_, has_hung_up);
+  if (openers_.empty()) {
+    free_places(control_, data_.data());
+  } else {
+    free_places_when_unused(control_, data_.data(), std::move(openers_));
+  }
 }
 
 std::string WindowMemory::address() const {

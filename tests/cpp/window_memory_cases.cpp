@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <thread>
 
 #include "base/per_process.h"
 #include "check.h"
@@ -65,21 +66,29 @@ void closed_window_is_seen_and_not_opened() {
   check_contains(in_vain.what(), "waits in vain for rank 1");
 }
 
-// Otherwise a late write would damage the tensor that lies there next.
+// Otherwise a late write would damage the tensor that lies there next, and a late read find zeroes.
 void place_is_used_again_once_nobody_maps_it() {
   const std::span<std::byte> block = allocate(5 * 4096);
   auto memory = std::make_unique<WindowMemory>(block, 1, WindowAccess::kWrite);
   auto opened = open(memory->address());
+  auto last_opened = open(memory->address());
+  block[1] = std::byte{2};
   memory.reset();
   per_process<Heap>().release(block.data());
+  opened.reset();
   const std::span<std::byte> next = allocate(5 * 4096);
   check(next.data() != block.data(), "the place is still mapped");
-  opened->view().data[0] = std::byte{1};
-  opened.reset();
-  // Notices that the opener is gone.
-  WindowMemory(next, 1, WindowAccess::kRead).close();
-  const std::span<std::byte> last = allocate(5 * 4096);
-  check(last.data() == block.data(), "the place is used again");
+  check(last_opened->view().data[1] == std::byte{2}, "its contents are still there");
+  last_opened->view().data[0] = std::byte{1};
+  last_opened.reset();
+  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+  std::span<std::byte> last = allocate(5 * 4096);
+  while (last.data() != block.data()) {
+    check(std::chrono::steady_clock::now() < deadline, "the place is used again");
+    per_process<Heap>().release(last.data());
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    last = allocate(5 * 4096);
+  }
   for (const auto& used : {next, last}) per_process<Heap>().release(used.data());
 }
 
