@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import pytest
@@ -125,15 +126,15 @@ def test_windows_of_several_groups_do_not_meet() -> None:
 def have_no_elements(rank: Rank) -> None:
     rank.init()
     made = rota.empty(8)
-    for part in (0, torch.empty(0), torch.empty(3, 0), rota.empty(0), made[8:]):
-        window = rota.Window(part)
+    for made_of in (0, torch.empty(0), torch.empty(3, 0), rota.empty(0), made[8:]):
+        window = rota.Window(made_of)
         peer = 1 - rank.rank
         window.put(torch.empty(0), peer)
         window.get(torch.empty(0), peer)
         assert window.view(peer).shape == window.tensor.shape
         window.signal(peer)
         window.wait_signal(peer)
-        kind, text = error_of(lambda window=window: window.put(torch.ones(1), peer)) or ("", "")
+        kind, text = error_of(partial(window.put, torch.ones(1), peer)) or ("", "")
         assert kind == "ValueError" and "which has 0" in text, text
     dist.barrier()
 

@@ -19,6 +19,8 @@ from rota.hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from rota.local_sgd import DiLoCo, LocalSGD
 from rota.memory import empty
 from rota.shards import LogicalShards
+from rota.weights.layout import WeightShard
+from rota.weights.store import WeightStore
 from rota.window import Window
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ __all__ = [
     "RotaError",
     "Timeout",
     "TransportError",
+    "WeightShard",
+    "WeightStore",
     "Window",
     "allreduce_hook",
     "amp",

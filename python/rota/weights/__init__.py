@@ -1,0 +1,1 @@
+"""The parts of rota.WeightStore (store.py): weights that trainers publish and readers pull."""

@@ -1,0 +1,362 @@
+"""Where the weights of a WeightStore lie: within whole tensors, and in a publisher's memory.
+
+Knows no processes and no Store.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import torch
+
+from rota import _C
+from rota.errors import Mismatch
+from rota.sharding import as_dtensor
+
+# Bytes that one checksum covers. Copies of this length go past the caches if the last one has 32
+# MiB or less (csrc/cpu/copy.cpp).
+BUCKET_BYTES = 16 << 20
+# Elements of a bucket that is stored in a wire format, a multiple of every scaled block: its 4 MiB
+# of float32 stay in the last cache between conversion and encoding.
+ENCODED_BUCKET_ELEMS = 1 << 20
+ALIGNMENT = 64  # bytes, of each bucket; a cache line
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class WeightShard:
+    """A rectangular part of a larger tensor, for `rota.WeightStore`.
+
+    Args:
+        global_shape: of the whole tensor.
+        offset: the index of the part's first element, by dimension.
+        shape: of the part.
+
+    Raises:
+        ValueError: numbers of dimensions differ, or the part lies outside the whole.
+    """
+
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for field in ("global_shape", "offset", "shape"):
+            object.__setattr__(self, field, tuple(map(int, getattr(self, field))))
+        lengths = {len(self.global_shape), len(self.offset), len(self.shape)}
+        if len(lengths) != 1 or any(
+            offset < 0 or length < 0 or offset + length > whole
+            for whole, offset, length in zip(
+                self.global_shape, self.offset, self.shape, strict=True
+            )
+        ):
+            raise ValueError(
+                f"rota.WeightShard: offset {self.offset} and shape {self.shape} in a tensor of "
+                f"shape {self.global_shape}, expected a part that lies within it"
+            )
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> WeightShard:
+        """All of a tensor."""
+        return cls(tuple(shape), (0,) * len(shape), tuple(shape))
+
+    @property
+    def num_elems(self) -> int:
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        ranges = ", ".join(
+            f"{offset}:{offset + length}"
+            for offset, length in zip(self.offset, self.shape, strict=True)
+        )
+        return f"[{ranges}] of {self.global_shape}"
+
+
+def shard_of(name: str, tensor: torch.Tensor, shards: Mapping[str, WeightShard]) -> WeightShard:
+    """Where this process's part of a tensor lies.
+
+    Args:
+        tensor: a DTensor, whose placements tell, or a plain one.
+        shards: of plain tensors; those not in it are whole.
+
+    Raises:
+        ValueError: a DTensor is not placed in one rectangular part, or a plain tensor has another
+            shape than its shard.
+    """
+    dtensor = as_dtensor(tensor)
+    if dtensor is None:
+        shard = shards.get(name) or WeightShard.whole(tensor.shape)
+        if shard.shape != tuple(tensor.shape):
+            raise ValueError(
+                f"rota.WeightStore: {name!r} has shape {tuple(tensor.shape)}, but its shard is "
+                f"{shard}; pass a tensor of the shard's shape, {shard.shape}"
+            )
+        return shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(placement.is_partial() for placement in dtensor.placements):
+        raise ValueError(
+            f"rota.WeightStore: {name!r} is placed {dtensor.placements}, and its parts are still "
+            f"to be summed; redistribute it first"
+        )
+    check_strides(name, dtensor.placements, tuple(dtensor.device_mesh.shape), dtensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(
+        dtensor.shape, dtensor.device_mesh, dtensor.placements
+    )
+    if 0 in shape:  # torch then places it behind the end, where it may have any offset
+        offset = (0,) * len(shape)
+    return WeightShard(tuple(dtensor.shape), tuple(offset), tuple(shape))
+
+
+def check_strides(
+    name: str, placements: Sequence[object], mesh_shape: Sequence[int], shape: Sequence[int]
+) -> None:
+    """Raises ValueError for strided shards (FSDP2 over tensor parallel) that are not contiguous.
+
+    They are if the mesh dimensions to the right split the same dimension into as many parts as the
+    stride skips, all of one length.
+    """
+    for mesh_dim, placement in enumerate(placements):
+        split_factor = getattr(placement, "split_factor", 1)
+        if split_factor == 1:
+            continue
+        dim = placement.dim  # type: ignore[attr-defined]  # all strided placements have it
+        same = [i for i, other in enumerate(placements) if getattr(other, "dim", None) == dim]
+        num_later = math.prod(mesh_shape[i] for i in same if i > mesh_dim)
+        num_parts = math.prod(mesh_shape[i] for i in same)
+        if split_factor != num_later or shape[dim] % num_parts != 0:
+            raise ValueError(
+                f"rota.WeightStore: {name!r} of shape {tuple(shape)} is placed {placements} on a "
+                f"mesh of {tuple(mesh_shape)}, so a rank's part has holes; redistribute it first"
+            )
+
+
+def is_published_here(tensor: torch.Tensor) -> bool:
+    """Whether this rank is the first of those that hold the same part of a DTensor."""
+    dtensor = as_dtensor(tensor)
+    if dtensor is None:
+        return True
+    coordinate = dtensor.device_mesh.get_coordinate()
+    return coordinate is not None and all(
+        index == 0
+        for index, placement in zip(coordinate, dtensor.placements, strict=True)
+        if placement.is_replicate()
+    )
+
+
+class Bucket(NamedTuple):
+    """What one checksum covers: elements of an entry, and its bytes in each buffer."""
+
+    begin_elem: int
+    num_elems: int
+    begin: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A format in which float tensors are stored."""
+
+    dtype: torch.dtype
+    block_scaling: bool
+
+    def num_bytes(self, num_elems: int) -> int:
+        return _C.encoded_bytes(num_elems, self.dtype, self.block_scaling)
+
+    def narrows(self, dtype: torch.dtype) -> bool:
+        """Whether tensors of this dtype are stored in it; others are stored as they are."""
+        return dtype.is_floating_point and self.dtype.itemsize < dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One publisher's part of one tensor, row by row in its memory.
+
+    Attributes:
+        dtype, wire_dtype: torch's names, such as "bfloat16"; wire_dtype is None for elements that
+            are stored as they are.
+        begin: its first byte in each buffer, a multiple of ALIGNMENT.
+        first_bucket: its first bucket's index among those of the publisher.
+    """
+
+    name: str
+    dtype: str
+    shard: WeightShard
+    wire_dtype: str | None
+    block_scaling: bool
+    begin: int
+    first_bucket: int
+
+    @property
+    def wire(self) -> Wire | None:
+        if self.wire_dtype is None:
+            return None
+        return Wire(dtype_named(self.wire_dtype), self.block_scaling)
+
+    def buckets(self) -> list[Bucket]:
+        wire = self.wire
+        itemsize = dtype_named(self.dtype).itemsize
+        max_elems = BUCKET_BYTES // itemsize if wire is None else ENCODED_BUCKET_ELEMS
+        buckets = []
+        begin = self.begin
+        for begin_elem in range(0, self.shard.num_elems, max_elems):
+            num_elems = min(max_elems, self.shard.num_elems - begin_elem)
+            num_bytes = num_elems * itemsize if wire is None else wire.num_bytes(num_elems)
+            buckets.append(Bucket(begin_elem, num_elems, begin, num_bytes))
+            begin = round_up(begin + num_bytes, ALIGNMENT)
+        return buckets
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All entries of one publisher, in each of its two buffers: a header (memory.py), then data."""
+
+    entries: tuple[Entry, ...]
+    num_buckets: int
+    buffer_bytes: int
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Layout:
+        fields = json.loads(text)
+        entries = tuple(
+            Entry(**{**entry, "shard": WeightShard(**entry["shard"])})
+            for entry in fields.pop("entries")
+        )
+        return cls(entries, **fields)
+
+
+def lay_out(
+    tensors: Mapping[str, torch.Tensor],
+    shards: Mapping[str, WeightShard],
+    wire: Wire | None,
+    header_bytes: Callable[[int], int],
+) -> Layout:
+    """The layout of one publisher's tensors.
+
+    Args:
+        shards: as in shard_of().
+        header_bytes: the length of the header for a number of buckets.
+    """
+    parts = {name: shard_of(name, x, shards) for name, x in tensors.items() if is_published_here(x)}
+    entries: list[Entry] = []
+    begin = num_buckets = 0
+    for name, shard in parts.items():
+        dtype = tensors[name].dtype
+        narrow = wire if wire is not None and wire.narrows(dtype) else None
+        entry = Entry(
+            name,
+            name_of(dtype),
+            shard,
+            None if narrow is None else name_of(narrow.dtype),
+            narrow is not None and narrow.block_scaling,
+            begin,
+            num_buckets,
+        )
+        entries.append(entry)
+        buckets = entry.buckets()
+        num_buckets += len(buckets)
+        if buckets:
+            begin = round_up(buckets[-1].begin + buckets[-1].num_bytes, ALIGNMENT)
+    data_begin = round_up(header_bytes(num_buckets), ALIGNMENT)
+    moved = tuple(Entry(**{**vars(entry), "begin": entry.begin + data_begin}) for entry in entries)
+    return Layout(moved, num_buckets, round_up(data_begin + begin, PAGE_BYTES))
+
+
+Look = tuple[tuple[int, ...], torch.dtype, Sequence[object]]
+
+
+def looks_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Look]:
+    """What must stay from version to version: global shape, dtype and placements, by name."""
+    return {
+        name: (tuple(tensor.shape), tensor.dtype, () if dtensor is None else dtensor.placements)
+        for name, tensor, dtensor in ((name, x, as_dtensor(x)) for name, x in tensors.items())
+    }
+
+
+def check_unchanged(first: Mapping[str, Look], now: Mapping[str, Look]) -> None:
+    """Raises ValueError if a later version has other looks than the first."""
+    if first == now:
+        return
+    name = next(name for name in [*first, *now] if first.get(name) != now.get(name))
+    before, after = (
+        "missing" if look is None else f"{look[0]} of {name_of(look[1])} {look[2] or ''}".strip()
+        for look in (first.get(name), now.get(name))
+    )
+    raise ValueError(
+        f"rota.WeightStore.publish: {name!r} is {after}, but was {before} in the first version; "
+        f"nothing was published; make another WeightStore for other weights"
+    )
+
+
+def check_together(layouts: Sequence[Layout], publishers: Sequence[str]) -> None:
+    """Raises Mismatch unless every element of every tensor is published once.
+
+    Args:
+        layouts: of all publishers.
+        publishers: their names in errors.
+    """
+    what = "rota.WeightStore.publish"
+    for name, parts in parts_by_name(layouts).items():
+        first_publisher, first = parts[0]
+        for publisher, entry in parts[1:]:
+            if entry.dtype != first.dtype or entry.shard.global_shape != first.shard.global_shape:
+                raise Mismatch(
+                    f"{what}: publishers disagree about {name!r}: {publishers[first_publisher]} "
+                    f"has {first.shard} of {first.dtype}, {publishers[publisher]} has "
+                    f"{entry.shard} of {entry.dtype}; nothing was published"
+                )
+        pair = first_overlap([entry.shard for _, entry in parts])
+        if pair is not None:
+            (one, one_entry), (other, other_entry) = (parts[i] for i in pair)
+            raise Mismatch(
+                f"{what}: {publishers[one]} and {publishers[other]} both publish a part of "
+                f"{name!r}: {one_entry.shard} and {other_entry.shard}; nothing was published; of "
+                f"a tensor that several ranks hold, only one may publish it, or pass a DTensor"
+            )
+        num_elems = sum(entry.shard.num_elems for _, entry in parts)
+        expected = math.prod(first.shard.global_shape)
+        if num_elems != expected:
+            have = ", ".join(f"{publishers[i]} has {entry.shard}" for i, entry in parts)
+            raise Mismatch(
+                f"{what}: only {num_elems} of the {expected} elements of {name!r} are published: "
+                f"{have}; nothing was published"
+            )
+
+
+def parts_by_name(layouts: Iterable[Layout]) -> dict[str, list[tuple[int, Entry]]]:
+    """The entries of each tensor, with the index of their publisher."""
+    parts: dict[str, list[tuple[int, Entry]]] = {}
+    for publisher, layout in enumerate(layouts):
+        for entry in layout.entries:
+            parts.setdefault(entry.name, []).append((publisher, entry))
+    return parts
+
+
+def first_overlap(shards: Sequence[WeightShard]) -> tuple[int, int] | None:
+    """The first two shards of one tensor that have an element in common."""
+    size = (len(shards), len(shards[0].global_shape))
+    begins = torch.tensor([shard.offset for shard in shards]).view(size)
+    ends = begins + torch.tensor([shard.shape for shard in shards]).view(size)
+    meet = torch.maximum(begins[:, None], begins) < torch.minimum(ends[:, None], ends)
+    pairs = meet.all(dim=-1).triu(diagonal=1).nonzero()
+    return None if len(pairs) == 0 else (int(pairs[0, 0]), int(pairs[0, 1]))
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

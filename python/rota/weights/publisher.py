@@ -1,0 +1,200 @@
+"""What a publisher of a WeightStore does: its memory, and the order of its writes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+
+from rota import _C
+from rota.errors import Mismatch, RotaError, Timeout
+from rota.memory import empty
+from rota.sharding import local_of
+from rota.weights.directory import Claim, Directory
+from rota.weights.layout import (
+    Entry,
+    Layout,
+    Look,
+    WeightShard,
+    Wire,
+    check_together,
+    check_unchanged,
+    lay_out,
+    looks_of,
+)
+from rota.weights.memory import (
+    BEGUN,
+    DONE,
+    NUM_WORDS,
+    OpenedPublisher,
+    Publication,
+    header_bytes,
+    write_header,
+)
+
+
+class _Started(NamedTuple):
+    """What the first version makes."""
+
+    looks: dict[str, Look]
+    layout: Layout
+    memory: _C.ExposedTensor
+    claims: list[Claim]
+    peers: list[OpenedPublisher]  # the other publishers
+
+
+class Publisher:
+    """Publishes one rank's tensors; see rota.WeightStore.publish."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        name: str,
+        rank: int,
+        num_publishers: int,
+        shards: Mapping[str, WeightShard],
+        wire: Wire | None,
+        timeout: timedelta,
+    ) -> None:
+        self._directory = directory
+        self._name = name
+        self._rank = rank
+        self._num_publishers = num_publishers
+        self._shards = shards
+        self._wire = wire
+        self._timeout = timeout
+        self._who = f"publisher {rank}/{num_publishers} of {name!r} (pid {os.getpid()})"
+        self._claim: Claim | None = None
+        self._started: _Started | None = None
+        self._failed: _C.ExposedTensor | None = None
+        self._is_closed = False
+        self._number = 0
+        self._version = -1
+
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        if self._is_closed:
+            raise RotaError("rota.WeightStore.publish: this store is closed; make a new one")
+        if not isinstance(version, int) or version < 0:
+            raise ValueError(
+                f"rota.WeightStore.publish: version is {version!r}, expected an int of at least 0"
+            )
+        if version <= self._version:
+            raise ValueError(
+                f"rota.WeightStore.publish: version {version} comes after version {self._version} "
+                f"of {self._who}; versions must grow; nothing was published"
+            )
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(
+                    f"rota.WeightStore.publish: {name!r} is {tensor!r}, expected a tensor"
+                )
+            if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+                raise TypeError(
+                    f"rota.WeightStore.publish: {name!r} is {tensor.layout} on {tensor.device}, "
+                    f"expected a dense tensor on the CPU"
+                )
+        if self._started is None:
+            self._started = self._start(tensors, deadline)
+        started = self._started
+        check_unchanged(started.looks, looks_of(tensors))
+        number = self._number + 1
+        self._wait_for_peers(started.peers, number, version, deadline)
+
+        started.memory.publish(BEGUN, number)
+        buffer = started.memory.tensor.split(started.layout.buffer_bytes)[number % 2]
+        checksums: list[int] = []
+        for entry in started.layout.entries:
+            checksums += store(entry, local_of(tensors[entry.name]).detach(), buffer)
+        write_header(buffer, Publication(number, version, checksums))
+        started.memory.publish(DONE, number)
+        self._number, self._version = number, version
+        if number == 1 and self._rank == 0:
+            self._directory.announce(started.claims)
+
+    def _start(self, tensors: Mapping[str, torch.Tensor], deadline: float) -> _Started:
+        try:
+            return self._try_to_start(tensors, deadline)
+        except Exception as error:
+            # The other publishers would wait for this one. Open for as long as it lives, so that
+            # they do not mistake it for a failure before their own start.
+            self._failed = _C.ExposedTensor(empty(1), NUM_WORDS, others_may_write=False)
+            claim = self._make_claim(self._failed.address, error)
+            with contextlib.suppress(Mismatch):  # another publisher has the rank
+                self._replace_claim(claim, None)
+            raise
+
+    def _try_to_start(self, tensors: Mapping[str, torch.Tensor], deadline: float) -> _Started:
+        layout = lay_out(tensors, self._shards, self._wire, header_bytes)
+        buffers = empty(2 * layout.buffer_bytes, dtype=torch.uint8)
+        memory = _C.ExposedTensor(buffers, NUM_WORDS, others_may_write=False)
+        claim = self._make_claim(memory.address)
+        self._replace_claim(claim, layout)
+        claims = self._directory.meet(claim, deadline)
+        layouts = [self._directory.layout(peer) for peer in claims]
+        # Before any memory is opened, which publishers that fail here take away.
+        check_together(layouts, [peer.who for peer in claims])
+        left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+        peers = [
+            self._directory.open(peer, layouts[peer.rank], left)
+            for peer in claims
+            if peer.rank != self._rank
+        ]
+        return _Started(looks_of(tensors), layout, memory, claims, peers)
+
+    def _make_claim(self, address: str, error: Exception | None = None) -> Claim:
+        return Claim.make(self._name, self._rank, self._num_publishers, address, error)
+
+    def _replace_claim(self, claim: Claim, layout: Layout | None) -> None:
+        self._directory.claim(claim, layout, self._claim)
+        self._claim = claim
+
+    # Until all are done with the publication before this one, which then takes the buffer of the
+    # one before that.
+    def _wait_for_peers(
+        self, peers: list[OpenedPublisher], number: int, version: int, deadline: float
+    ) -> None:
+        for peer in peers:
+            if not peer.wait_until_done(number - 1, deadline - time.monotonic()):
+                raise Timeout(
+                    f"rota.WeightStore.publish: {self._who} waited "
+                    f"{self._timeout.total_seconds():g} s for {peer.who}, which has not published "
+                    f"version {self._version}; is it alive?"
+                )
+            for done, own in ((number - 1, self._version), (number, version)):
+                if 0 < done <= peer.num_done:
+                    self._check_version(peer, done, own)
+
+    def _check_version(self, peer: OpenedPublisher, number: int, version: int) -> None:
+        publication = peer.publication(number)
+        if publication is not None and publication.version != version:
+            raise Mismatch(
+                f"rota.WeightStore.publish: publication {number} is version {version} on "
+                f"{self._who}, but version {publication.version} on {peer.who}; all publishers "
+                f"must publish the same versions"
+            )
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._failed = self._started = None  # what readers have mapped stays as it is
+
+
+def store(entry: Entry, tensor: torch.Tensor, buffer: torch.Tensor) -> list[int]:
+    """Stores a tensor in a publisher's buffer; returns the checksums of its buckets."""
+    flat = tensor.contiguous().view(-1)
+    wire = entry.wire
+    checksums = []
+    for bucket in entry.buckets():
+        stored = buffer[bucket.begin :][: bucket.num_bytes]
+        elems = flat[bucket.begin_elem :][: bucket.num_elems]
+        if wire is None:
+            checksums.append(_C.copy_with_checksum(stored, elems.view(torch.uint8)))
+        else:
+            _C.encode(stored, elems.float(), wire.dtype, wire.block_scaling)
+            checksums.append(_C.checksum(stored))
+    return checksums

@@ -1,0 +1,276 @@
+"""rota.WeightStore with bad input: errors name both sides, and nothing is half applied."""
+
+from __future__ import annotations
+
+import os
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import rota
+from ranks import Rank, error_of, run_ranks
+from rota.weights import layout
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> dist.Store:
+    store = dist.FileStore(str(tmp_path / "store"))
+    store.set_timeout(timedelta(seconds=20))
+    return store
+
+
+@pytest.fixture
+def short_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "BUCKET_BYTES", 256)
+    monkeypatch.setattr(layout, "ENCODED_BUCKET_ELEMS", 128)
+
+
+def test_version_that_does_not_grow_is_refused_and_nothing_changes(store: dist.Store) -> None:
+    publisher, reader = rota.WeightStore(store, rank=0), rota.WeightStore(store)
+    publisher.publish(8, {"w": torch.full((4,), 8.0)})
+    for version in (8, 7):
+        with pytest.raises(ValueError, match=rf"version {version} comes after version 8"):
+            publisher.publish(version, {"w": torch.zeros(4)})
+    with pytest.raises(ValueError, match="-1, expected an int of at least 0"):
+        publisher.publish(-1, {"w": torch.zeros(4)})
+    assert reader.pull()[0] == 8 and reader.pull()[1]["w"].sum() == 32
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"w": torch.zeros(4, 2)}, r"'w' is \(4, 2\) of float32, but was \(2, 4\) of float32"),
+        ({"w": torch.zeros(2, 4, dtype=torch.int32)}, r"'w' is \(2, 4\) of int32"),
+        ({"v": torch.zeros(2, 4)}, "'w' is missing, but was"),
+        ({"w": torch.zeros(2, 4), "v": torch.zeros(1)}, "'v' is .* but was missing"),
+    ],
+)
+def test_other_tensors_than_in_the_first_version_are_refused(
+    store: dist.Store, tensors: dict[str, torch.Tensor], message: str
+) -> None:
+    publisher, reader = rota.WeightStore(store, rank=0), rota.WeightStore(store)
+    publisher.publish(1, {"w": torch.ones(2, 4)})
+    with pytest.raises(ValueError, match=message):
+        publisher.publish(2, tensors)
+    publisher.publish(2, {"w": torch.ones(2, 4)})
+    assert reader.pull()[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("into", "message"),
+    [
+        ({"x": torch.zeros(3)}, r"this reader \(pid \d+\) wants 'x', which is not among the 2"),
+        ({"w": torch.zeros(3, 2)}, r"\[0:3, 0:2\] of \(3, 2\).*published \[0:2, 0:3\] of \(2, 3\)"),
+        ({"w": torch.zeros(2, 3, dtype=torch.float64)}, "in float64 as 'w'.*in float32"),
+    ],
+)
+def test_reader_with_other_tensors_gets_an_error_and_nothing_is_written(
+    store: dist.Store, into: dict[str, torch.Tensor], message: str
+) -> None:
+    publisher, reader = rota.WeightStore(store, rank=0), rota.WeightStore(store)
+    publisher.publish(1, {"v": torch.ones(5), "w": torch.ones(2, 3)})
+    good = torch.zeros(5)
+    with pytest.raises(rota.Mismatch, match=message) as caught:
+        reader.pull(into={"v": good, **into})
+    assert good.count_nonzero() == 0
+    assert f"publisher 0/1 of 'weights' (pid {os.getpid()})" in str(caught.value)
+    assert reader.pull()[0] == 1
+
+
+def test_second_publisher_of_a_rank_is_refused(store: dist.Store) -> None:
+    first, second = (rota.WeightStore(store, rank=0) for _ in range(2))
+    first.publish(1, {"w": torch.ones(2)})
+    pid = os.getpid()
+    with pytest.raises(
+        rota.Mismatch, match=rf"two publishers of rank 0: .*\(pid {pid}\).* this one \(pid {pid}\)"
+    ):
+        second.publish(2, {"w": torch.zeros(2)})
+    first.publish(2, {"w": torch.ones(2)})
+    assert rota.WeightStore(store).pull()[1]["w"].sum() == 2
+    first.close()
+    with pytest.raises(rota.RotaError, match="is closed"):
+        first.publish(3, {"w": torch.ones(2)})
+    second.publish(3, {"w": torch.zeros(2)})
+    assert rota.WeightStore(store).pull()[0] == 3
+
+
+Case = tuple[dict[str, Any], dict[str, torch.Tensor]]
+
+
+def whole(tensor: torch.Tensor) -> Case:
+    return {}, {"w": tensor}
+
+
+def part(offset: int, rows: int, of: int = 4) -> Case:
+    return {"shards": {"w": rota.WeightShard((of, 2), (offset, 0), (rows, 2))}}, {
+        "w": torch.ones(rows, 2)
+    }
+
+
+DISAGREEMENTS = {
+    "both-whole": ([whole(torch.ones(4, 2))] * 2, "publisher 0/2 .* and publisher 1/2 .* both"),
+    "overlap": ([part(0, 2), part(1, 3)], r"both publish.*\[0:2, 0:2\].* and \[1:4, 0:2\]"),
+    "gap": ([part(0, 2), part(3, 1)], r"only 6 of the 8.*0/2 .* has \[0:2.*1/2 .* has \[3:4"),
+    "shape": ([part(0, 2), part(2, 2, of=5)], r"disagree.*0/2 .*\(4, 2\).*1/2 .*\(5, 2\)"),
+    "dtype": (
+        [part(0, 2), (part(2, 2)[0], {"w": torch.ones(2, 2, dtype=torch.int32)})],
+        "disagree.*of float32.*of int32",
+    ),
+    "num-publishers": (
+        [whole(torch.ones(1)), ({"num_publishers": 3}, {"w": torch.ones(1)})],
+        "differ in the number of publishers",
+    ),
+}
+
+
+def publish_one(rank: Rank, case: str) -> tuple[str, str]:
+    options, tensors = DISAGREEMENTS[case][0][rank.rank]
+    options = {"num_publishers": 2, "timeout": timedelta(seconds=10), **options}
+    store = rank.make_store()
+    publisher = rota.WeightStore(store, rank=rank.rank, **options)
+    error = error_of(lambda: publisher.publish(1, tensors))
+    done = rank.make_store()  # publishers live until both have seen the error
+    done.set(str(rank.rank), "")
+    done.wait(["0", "1"])
+    reader = rota.WeightStore(store, timeout=timedelta(0))
+    assert error_of(reader.pull)[0] == "Timeout"  # nothing was published
+    return error
+
+
+@pytest.mark.parametrize("case", DISAGREEMENTS)
+def test_publishers_that_disagree_all_get_an_error_that_names_both(case: str) -> None:
+    for error, text in run_ranks(2, publish_one, case):
+        assert error == "Mismatch", text
+        assert re.search(DISAGREEMENTS[case][1], text), text
+
+
+def publish_other_versions(rank: Rank) -> None:
+    store = rank.make_store()
+    shards = {"w": rota.WeightShard((2,), (rank.rank,), (1,))}
+    publisher = rota.WeightStore(store, rank=rank.rank, num_publishers=2, shards=shards)
+    turns = rank.make_store()
+    publisher.publish(1, {"w": torch.full((1,), 1.0)})
+    message = r"publication 2 is version .* on publisher .*, but version .* on publisher "
+    if rank.rank == 0:
+        publisher.publish(2, {"w": torch.full((1,), 2.0)})
+        turns.set("published", "")
+        turns.wait(["refused"])
+        assert rota.WeightStore(store).pull()[0] == 2
+    else:
+        turns.wait(["published"])
+        with pytest.raises(rota.Mismatch, match=message):
+            publisher.publish(3, {"w": torch.full((1,), 3.0)})
+        version, weights = rota.WeightStore(store).pull()
+        assert version == 1 and weights["w"].tolist() == [1, 1]  # nothing was half applied
+        publisher.publish(2, {"w": torch.full((1,), 2.0)})
+        turns.set("refused", "")
+        turns.wait(["end"])
+    turns.set("end", "")
+
+
+def test_publishers_of_different_versions_get_an_error() -> None:
+    run_ranks(2, publish_other_versions)
+
+
+def fail_alone(rank: Rank) -> tuple[str, str]:
+    store = rank.make_store()
+    publisher = rota.WeightStore(store, rank=rank.rank, num_publishers=2)
+    shard = torch.ones(2)
+    if rank.rank == 1:
+        shards = {"w": rota.WeightShard((4,), (1,), (3,))}
+        publisher = rota.WeightStore(store, rank=1, num_publishers=2, shards=shards)
+    error = error_of(lambda: publisher.publish(1, {"w": shard}))
+    if rank.rank == 1:
+        store.wait(["end"])  # the failure of a process that has ended could be an old one
+    store.set("end", "")
+    return error
+
+
+def test_failure_of_one_publisher_reaches_the_other() -> None:
+    (error, text), (own_error, own_text) = run_ranks(2, fail_alone)
+    assert own_error == "ValueError" and "its shard is [1:4] of (4,)" in own_text
+    assert error == "TransportError" and "publisher 1/2" in text and own_text in text
+
+
+@pytest.mark.parametrize("place", ["first", "middle", "last", "checksum"])
+def test_damaged_byte_is_found_and_nothing_is_written(
+    store: dist.Store, place: str, short_buckets: None
+) -> None:
+    publisher, reader = rota.WeightStore(store, rank=0), rota.WeightStore(store)
+    publisher.publish(1, {"w": torch.ones(1000), "v": torch.ones(3)})
+    assert publisher._publisher is not None and publisher._publisher._started is not None
+    started = publisher._publisher._started
+    entry = started.layout.entries[0]
+    begin = started.layout.buffer_bytes + entry.begin  # publication 1 is in buffer 1
+    offset = {"first": begin, "middle": begin + 1999, "last": begin + 3999}.get(
+        place, started.layout.buffer_bytes + 20
+    )
+    started.memory.tensor[offset] ^= 4
+    into = {"w": torch.zeros(1000), "v": torch.zeros(3)}
+    with pytest.raises(rota.TransportError, match=r"match its checksum.*damaged"):
+        reader.pull(into=into)
+    assert all(tensor.count_nonzero() == 0 for tensor in into.values())
+    publisher.publish(2, {"w": torch.ones(1000), "v": torch.ones(3)})
+    assert reader.pull(into=into)[0] == 2 and into["w"].sum() == 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"rank": 2, "num_publishers": 2}, ValueError, "rank is 2, expected 0 to"),
+        ({"rank": 0, "block_scaling": True}, ValueError, "needs a wire_dtype"),
+        ({"rank": 0, "wire_dtype": torch.float32}, ValueError, "expected float16, bfloat16"),
+        (
+            {"rank": 0, "wire_dtype": torch.bfloat16, "block_scaling": True},
+            ValueError,
+            "bfloat16, expected float16, float8_e4m3fn, float8_e5m2 with block_scaling",
+        ),
+        ({"wire_dtype": torch.bfloat16}, ValueError, "is the publisher's"),
+        ({"rank": 0, "shards": {"w": torch.ones(2)}}, TypeError, "must be WeightShards"),
+    ],
+)
+def test_bad_options_are_refused(
+    store: dist.Store, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        rota.WeightStore(store, **options)
+
+
+def test_wrong_calls_are_refused(store: dist.Store) -> None:
+    publisher, reader = rota.WeightStore(store, rank=0), rota.WeightStore(store)
+    with pytest.raises(ValueError, match="this is a reader"):
+        reader.publish(1, {})
+    with pytest.raises(ValueError, match="this is a publisher"):
+        publisher.pull()
+    with pytest.raises(TypeError, match="'w' is 3, expected a tensor"):
+        publisher.publish(1, {"w": 3})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match=r"'w' is torch.strided on meta, expected .* CPU"):
+        publisher.publish(1, {"w": torch.empty(2, device="meta")})
+    with pytest.raises(TypeError, match=r"expected a torch\.distributed.Store"):
+        rota.WeightStore("store")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected a part that lies within it"):
+        rota.WeightShard((4,), (2,), (3,))
+
+
+def pull_from_another_host(rank: Rank) -> None:
+    os.environ["ROTA_HOST_ID"] = f"host{rank.rank}"
+    store = rank.make_store()
+    if rank.rank == 0:
+        publisher = rota.WeightStore(store, rank=0)
+        publisher.publish(1, {"w": torch.ones(2)})
+        store.wait(["end"])
+    else:
+        with pytest.raises(
+            rota.TransportError, match="is on host host0, this process on host host1"
+        ):
+            rota.WeightStore(store).pull()
+        store.set("end", "")
+
+
+def test_reader_on_another_host_is_refused() -> None:
+    run_ranks(2, pull_from_another_host)

@@ -1,0 +1,212 @@
+"""rota.WeightStore: one whole version from a publisher to readers, formats, and waiting."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import rota
+from rota.weights import layout
+
+SHORT = timedelta(seconds=0.2)
+FORMATS = [
+    (None, False),
+    (torch.bfloat16, False),
+    (torch.float16, False),
+    (torch.float16, True),
+    (torch.float8_e4m3fn, False),
+    (torch.float8_e4m3fn, True),
+    (torch.float8_e5m2, True),
+]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> dist.Store:
+    store = dist.FileStore(str(tmp_path / "store"))
+    store.set_timeout(timedelta(seconds=20))
+    return store
+
+
+@pytest.fixture
+def short_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "BUCKET_BYTES", 256)
+    monkeypatch.setattr(layout, "ENCODED_BUCKET_ELEMS", 128)
+
+
+def all_kinds(seed: int) -> dict[str, torch.Tensor]:
+    """Tensors of many dtypes and shapes: scalars, empty, strided, several buckets."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    return {
+        "matrix": randn(37, 53),
+        "bfloat16": randn(1025, dtype=torch.bfloat16),
+        "float64": randn(129, 3, dtype=torch.float64),
+        "float8": randn(65, dtype=torch.float8_e4m3fn),
+        "complex": torch.complex(randn(9), randn(9)),
+        "ints": torch.randint(-9, 9, (300,), generator=generator),
+        "bool": randn(67) > 0,
+        "scalar": torch.tensor(float(seed)),
+        "empty": torch.empty(0, 4),
+        "strided": randn(6, 5, 4).transpose(0, 2),
+    }
+
+
+def assert_equal(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype
+        as_bytes = [x.contiguous().view(-1).view(torch.uint8) for x in (got[name], tensor)]
+        assert got[name].shape == tensor.shape and torch.equal(*as_bytes), name
+
+
+@pytest.mark.usefixtures("short_buckets")
+def test_pull_gives_the_published_bits_of_every_dtype(store: dist.Store) -> None:
+    publisher, reader = rota.WeightStore(store, rank=0), rota.WeightStore(store)
+    for version in (0, 3, 4, 10):
+        publisher.publish(version, all_kinds(version))
+        pulled, weights = reader.pull()
+        assert pulled == version
+        assert_equal(weights, all_kinds(version))
+
+
+def rounded(tensor: torch.Tensor, wire: torch.dtype, block_scaling: bool) -> torch.Tensor:
+    """What encode() and decode() make of it; blocks do not cross the buckets of 128 elements."""
+    values = tensor.float().contiguous().view(-1)
+    encoded = torch.empty(
+        rota._C.encoded_bytes(values.numel(), wire, block_scaling), dtype=torch.uint8
+    )
+    decoded = torch.empty_like(values)
+    rota._C.encode(encoded, values, wire, block_scaling)
+    rota._C.decode(decoded, encoded, wire, block_scaling)
+    return decoded.view(tensor.shape).to(tensor.dtype)
+
+
+@pytest.mark.usefixtures("short_buckets")
+@pytest.mark.parametrize(("wire", "block_scaling"), FORMATS[1:], ids=str)
+def test_wire_dtype_rounds_wider_floats_as_encode_does(
+    store: dist.Store, wire: torch.dtype, block_scaling: bool
+) -> None:
+    publisher = rota.WeightStore(store, rank=0, wire_dtype=wire, block_scaling=block_scaling)
+    publisher.publish(1, all_kinds(1))
+    expected = {
+        name: rounded(x, wire, block_scaling)
+        if x.is_floating_point() and x.dtype.itemsize > wire.itemsize
+        else x
+        for name, x in all_kinds(1).items()
+    }
+    _, weights = rota.WeightStore(store).pull()
+    assert_equal(weights, expected)
+    is_rounded = not torch.equal(weights["matrix"], all_kinds(1)["matrix"])
+    assert is_rounded and torch.equal(weights["ints"], all_kinds(1)["ints"])
+
+
+def test_narrow_wire_takes_less_memory(store: dist.Store) -> None:
+    weights = {"w": torch.randn(1 << 20)}
+    before = rota.WeightStore(store, "full", rank=0)
+    narrow = rota.WeightStore(store, "narrow", rank=0, wire_dtype=torch.float8_e5m2)
+    sizes = []
+    for publisher in (before, narrow):
+        publisher.publish(0, weights)
+        assert publisher._publisher is not None and publisher._publisher._started is not None
+        sizes.append(publisher._publisher._started.memory.tensor.numel())
+    assert sizes[1] < sizes[0] / 3.9
+
+
+def test_results_stay_until_the_next_but_one_pull(store: dist.Store) -> None:
+    publisher, reader = rota.WeightStore(store, rank=0), rota.WeightStore(store)
+    pulled = []
+    for version in range(1, 4):
+        publisher.publish(version, {"w": torch.full((1000,), float(version))})
+        pulled.append(reader.pull()[1]["w"])
+        for kept in pulled[-2:]:
+            assert kept.unique().numel() == 1
+        if version > 1:
+            assert pulled[-2][0] == version - 1
+    assert pulled[0].data_ptr() == pulled[2].data_ptr() != pulled[1].data_ptr()
+    again = reader.pull()[1]["w"]
+    assert again.data_ptr() == pulled[2].data_ptr() and again[0] == 3
+
+
+def test_pull_into_fills_the_callers_tensors_and_keeps_earlier_results(store: dist.Store) -> None:
+    publisher, reader = rota.WeightStore(store, rank=0), rota.WeightStore(store)
+    model = nn.Linear(5, 3)
+    publisher.publish(1, {name: x + 1 for name, x in model.state_dict().items()})
+    kept = reader.pull()[1]
+    first = {name: x.clone() for name, x in kept.items()}
+    publisher.publish(2, {name: x + 2 for name, x in model.state_dict().items()})
+    own = nn.Linear(5, 3)
+    version, filled = reader.pull(into=dict(own.named_parameters()))
+    assert version == 2 and filled["weight"] is own.weight
+    assert_equal(own.state_dict(), {name: x + 2 for name, x in model.state_dict().items()})
+    assert_equal(kept, first)
+
+
+def test_load_state_dict_takes_the_results_without_a_copy(store: dist.Store) -> None:
+    publisher, reader = rota.WeightStore(store, rank=0), rota.WeightStore(store)
+    model, sampler = nn.Linear(4, 4), nn.Linear(4, 4)
+    publisher.publish(7, model.state_dict())
+    _, weights = reader.pull()
+    sampler.load_state_dict(weights, assign=True)
+    assert sampler.weight.data_ptr() == weights["weight"].data_ptr()
+    assert torch.equal(sampler(torch.ones(4)), model(torch.ones(4)))
+
+
+def tcp_store() -> dist.Store:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.mark.parametrize("make", [dist.HashStore, tcp_store], ids=["hash", "tcp"])
+def test_any_store_of_torch_will_do(make: Callable[[], dist.Store]) -> None:
+    store = make()
+    publisher, reader = rota.WeightStore(store, "a", rank=0), rota.WeightStore(store, "a")
+    other, other_reader = rota.WeightStore(store, "b", rank=0), rota.WeightStore(store, "b")
+    publisher.publish(1, {"w": torch.ones(3)})
+    other.publish(2, {"v": torch.zeros(2)})
+    assert reader.pull()[0] == 1 and reader.pull()[1]["w"].sum() == 3
+    assert other_reader.pull()[0] == 2
+
+
+# ---- waiting -------------------------------------------------------------------------------------
+
+
+def test_at_least_waits_for_a_new_version(store: dist.Store) -> None:
+    publisher, reader = rota.WeightStore(store, rank=0), rota.WeightStore(store)
+
+    def publish() -> None:
+        for version in range(1, 5):
+            time.sleep(0.1)
+            publisher.publish(version, {"w": torch.full((10,), float(version))})
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    version, weights = reader.pull(at_least=3)
+    assert version == 3 and torch.equal(weights["w"], torch.full((10,), 3.0))
+    thread.join()
+    assert reader.pull()[0] == 4
+
+
+def test_timeouts_name_who_was_awaited(store: dist.Store) -> None:
+    reader = rota.WeightStore(store, timeout=SHORT)
+    with pytest.raises(rota.Timeout, match="first version of weights 'weights'; is there a"):
+        reader.pull()
+    publisher = rota.WeightStore(store, rank=0)
+    publisher.publish(4, {"w": torch.ones(3)})
+    assert reader.pull(timeout=timedelta(0))[0] == 4
+    message = rf"version 5 of publisher 0/1 of 'weights' \(pid {os.getpid()}\).*published version 4"
+    with pytest.raises(rota.Timeout, match=message):
+        reader.pull(at_least=5)
+    pair = rota.WeightStore(store, "pair", rank=0, num_publishers=2, timeout=SHORT)
+    with pytest.raises(rota.Timeout, match=r"publisher 0/2 of 'pair'.*in vain for publisher 1;"):
+        pair.publish(1, {"w": torch.ones(3)})
