@@ -18,6 +18,7 @@ from rota.gradients import overlap_gradients, reduce_gradients
 from rota.hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from rota.local_sgd import DiLoCo, LocalSGD
 from rota.memory import empty
+from rota.parameter_server.server import ParameterServer
 from rota.shards import LogicalShards
 from rota.weights.layout import WeightShard
 from rota.weights.store import WeightStore
@@ -37,6 +38,7 @@ __all__ = [
     "LocalSGD",
     "LogicalShards",
     "Mismatch",
+    "ParameterServer",
     "PeerFailed",
     "RotaError",
     "Timeout",

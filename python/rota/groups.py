@@ -22,7 +22,7 @@ def member_group(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGrou
     if not isinstance(pg, dist.ProcessGroup):
         raise ValueError(
             f"rota.{what}: this rank is not in the group ({pg!r}); only its members make a "
-            f"{what.lower()} over it"
+            f"{what} over it"
         )
     return pg
 

@@ -1,0 +1,1 @@
+"""The parts of rota.ParameterServer (server.py): parameters that servers hold and workers train."""

@@ -1,0 +1,68 @@
+"""Small trainings through rota.ParameterServer, for several tests."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import rota
+from models import batch_of
+from ranks import Rank
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    # lr=1 on gradients of integers: parameters are exact sums.
+    "sum": lambda p: torch.optim.SGD(p, lr=1.0),
+}
+
+
+def flat(tensors: Any) -> torch.Tensor:
+    return torch.cat([tensor.detach().float().flatten() for tensor in tensors])
+
+
+def counters(world_size: int, num_elems: int = 1) -> list[nn.Parameter]:
+    """Two parameters with a row per rank; count_gradient() counts pushes in them, see counted()."""
+    return [nn.Parameter(torch.zeros(world_size, n)) for n in (num_elems, 5)]
+
+
+def count_gradient(parameters: list[nn.Parameter], rank: int) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad[rank] = -1
+
+
+def counted(parameters: list[nn.Parameter]) -> list[list[int]]:
+    """The pushes of each rank that each parameter has; no push may be there in part."""
+    counts = []
+    for parameter in parameters:
+        assert (parameter == parameter[:, :1]).all(), "half a push, or half a version"
+        counts.append([int(count) for count in parameter[:, 0]])
+    return counts
+
+
+def backward(model: nn.Module, rank: int, step: int) -> None:
+    model.zero_grad()
+    model(batch_of(rank, step)).square().mean().backward()
+
+
+def dawdle(generator: random.Random) -> None:
+    time.sleep(generator.choice([0, 0, 0.001, 0.004]))
+
+
+def settle(server: rota.ParameterServer) -> None:
+    """Gives all workers the same parameters, with all pushes. Collective over the default group."""
+    server.flush()
+    dist.barrier()
+    server.pull()
+
+
+def init(rank: Rank) -> None:
+    torch.set_num_threads(1)
+    rank.init("gloo")

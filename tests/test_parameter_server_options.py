@@ -1,0 +1,213 @@
+"""rota.ParameterServer's options, each beside a plain computation of the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import rota
+from models import make_model
+from parameter_servers import OPTIMIZERS, backward, flat, init, settle
+from ranks import Rank, run_ranks
+
+
+def parameters_of(*sizes: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.arange(size).float()) for size in sizes]
+
+
+def push_delayed(rank: Rank, compensation: float) -> None:
+    """Worker 1 pulls, then worker 0 pushes, then worker 1 pushes; all numbers are exact."""
+    init(rank)
+    parameters = parameters_of(5, 64)
+    start = flat(parameters)
+    server = rota.ParameterServer(
+        parameters, OPTIMIZERS["sum"], mode="async", delay_compensation=compensation
+    )
+    gradients = [torch.arange(len(start)) % 5 - 2.0, torch.arange(len(start)) % 7 - 3.0]
+    for turn in range(2):
+        if rank.rank == turn:
+            server.push(list(gradients[turn].split([5, 64])))
+            server.flush()
+        dist.barrier()
+    server.pull()
+    now = start - gradients[0]
+    delayed = gradients[1]
+    compensated = delayed + compensation * delayed * delayed * (now - start)
+    assert torch.equal(flat(parameters), now - compensated)
+    assert server.delays == {0: {0: 1}, 1: {1: 1}}
+    server.close()
+
+
+@pytest.mark.parametrize("compensation", [0.0, 0.5])
+def test_delay_compensation_equals_the_formula(compensation: float) -> None:
+    run_ranks(2, push_delayed, compensation)
+
+
+def push_rounded(
+    rank: Rank, wire_dtype: torch.dtype, block_scaling: bool, error_feedback: bool, mode: str
+) -> None:
+    """Compares with torch's own rounding; with scaled blocks, with that of one tensor."""
+    init(rank)
+    sizes = [64, 1000]
+    parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    server = rota.ParameterServer(
+        parameters,
+        OPTIMIZERS["sum"],
+        mode=mode,
+        wire_dtype=wire_dtype,
+        block_scaling=block_scaling,
+        error_feedback=error_feedback,
+    )
+    num_workers = rank.world_size
+    residuals = [[torch.zeros(size) for size in sizes] for _ in range(num_workers)]
+    expected = [torch.zeros(size) for size in sizes]
+    for step in range(4):
+        rounded = []
+        for worker in range(num_workers):
+            generator = torch.Generator().manual_seed(10 * step + worker)
+            gradients = [torch.randn(size, generator=generator) for size in sizes]
+            if worker == rank.rank:
+                server.push(gradients)
+                if mode == "async":
+                    server.flush()
+            dist.barrier()
+            rounded.append([torch.zeros(size) for size in sizes])
+            for i, gradient in enumerate(gradients):
+                value = gradient + residuals[worker][i] if error_feedback else gradient
+                rounded[worker][i] = round_to(value, wire_dtype, block_scaling)
+                residuals[worker][i] = value - rounded[worker][i]
+        for i in range(len(sizes)):
+            if mode == "sync":
+                expected[i] -= (rounded[0][i] + rounded[1][i]) / 2
+            else:
+                expected[i] -= rounded[0][i]
+                expected[i] -= rounded[1][i]
+        server.pull()
+        assert torch.equal(flat(parameters), flat(expected)), f"step {step}"
+        dist.barrier()  # nobody pushes before all have pulled
+    server.close()
+
+
+def round_to(values: torch.Tensor, wire_dtype: torch.dtype, block_scaling: bool) -> torch.Tensor:
+    if not block_scaling:
+        return values.to(wire_dtype).float()
+    length = rota._C.encoded_bytes(values.numel(), wire_dtype, True)
+    encoded, decoded = torch.zeros(length, dtype=torch.uint8), torch.zeros_like(values)
+    rota._C.encode(encoded, values, wire_dtype, True)
+    rota._C.decode(decoded, encoded, wire_dtype, True)
+    return decoded
+
+
+@pytest.mark.parametrize("error_feedback", [False, True], ids=["plain", "feedback"])
+@pytest.mark.parametrize(
+    ("wire_dtype", "block_scaling"),
+    [(torch.float16, False), (torch.bfloat16, False), (torch.float8_e4m3fn, True)],
+    ids=["float16", "bfloat16", "e4m3-scaled"],
+)
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_narrow_wire_rounds_each_push_once(
+    mode: str, wire_dtype: torch.dtype, block_scaling: bool, error_feedback: bool
+) -> None:
+    run_ranks(2, push_rounded, wire_dtype, block_scaling, error_feedback, mode)
+
+
+def push_inf(rank: Rank) -> None:
+    init(rank)
+    parameters = [nn.Parameter(torch.zeros(3))]
+    server = rota.ParameterServer(
+        parameters, OPTIMIZERS["sum"], wire_dtype=torch.float16, error_feedback=True
+    )
+    server.step([torch.tensor([1.0, 1e6, torch.nan])])
+    assert parameters[0].tolist()[:2] == [-1.0, -torch.inf] and parameters[0][2].isnan()
+    gradient = torch.ones(3)
+    server.push([gradient])
+    views = server._connection.mailbox._residuals  # type: ignore[union-attr]
+    assert all(residual.isfinite().all() for residual in views)
+    server.close()
+
+
+def test_inf_and_nan_are_pushed_but_leave_no_residual() -> None:
+    run_ranks(2, push_inf)
+
+
+def average_weights(rank: Rank, mode: str) -> None:
+    """Workers take steps of their own, and push the weights."""
+    init(rank)
+    model = make_model()
+    local = OPTIMIZERS["momentum"](model.parameters())
+    server = rota.ParameterServer(
+        model, None, mode=mode, average_weights=True, staleness=1 if mode == "stale" else None
+    )
+    communicator = rota.Communicator()
+    for step in range(3):
+        before = flat(model.parameters())
+        for local_step in range(2):
+            backward(model, rank.rank, 2 * step + local_step)
+            local.step()
+        pushed = flat(model.parameters())
+        if mode == "sync":
+            expected = pushed.clone()
+            communicator.all_reduce(expected, "avg")
+            server.step()
+        else:
+            all_pushed = [torch.empty_like(pushed) for _ in range(rank.world_size)]
+            dist.all_gather(all_pushed, pushed)
+            expected = before
+            for turn in range(rank.world_size):
+                if turn == rank.rank:
+                    server.push()
+                    server.flush()
+                dist.barrier()
+                expected = expected.lerp(all_pushed[turn], 1 / rank.world_size)
+            server.pull()
+        assert torch.equal(flat(model.parameters()), expected)
+        dist.barrier()
+    server.close()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "stale"])
+def test_pushed_weights_are_averaged(mode: str) -> None:
+    run_ranks(2, average_weights, mode)
+
+
+def follow_schedule(rank: Rank) -> None:
+    init(rank)
+    parameters = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(7))]
+    server = rota.ParameterServer(
+        parameters,
+        lambda p: torch.optim.SGD(p, lr=2.0),
+        mode="stale",
+        staleness=0,
+        lr_lambda=lambda update: 1.0 / 2**update,
+    )
+    for _ in range(2):
+        server.step([torch.ones(4), torch.ones(7)])
+    settle(server)
+    # Four updates, of two workers.
+    assert flat(parameters).tolist() == [-2 * (1 + 0.5 + 0.25 + 0.125)] * 11
+    server.close()
+
+
+def test_lr_lambda_sees_the_number_of_the_update() -> None:
+    run_ranks(2, follow_schedule)
+
+
+def use_two(rank: Rank) -> list[float]:
+    """Two servers over one group, and one over a subgroup."""
+    init(rank)
+    subgroup = dist.new_group([1, 2])
+    parameters = [parameters_of(3) for _ in range(3)]
+    servers = [rota.ParameterServer(p, OPTIMIZERS["sum"]) for p in parameters[:2]]
+    if rank.rank > 0:
+        servers.append(rota.ParameterServer(parameters[2], OPTIMIZERS["sum"], subgroup))
+    for i, server in enumerate(servers):
+        server.step([torch.full((3,), float(i + 1))])
+    for server in reversed(servers):
+        server.close()
+    return [float(p[0][0]) for p in parameters]
+
+
+def test_several_parameter_servers_do_not_mix() -> None:
+    assert run_ranks(3, use_two) == [[-1, -2, 0], [-1, -2, -3], [-1, -2, -3]]
