@@ -268,13 +268,19 @@ def train_step(
 
 
 @torch.no_grad()
-def held_out_bits(model: GPT, text: Tensor, context: int, num_windows: int = 128) -> float:
+def held_out_bits(
+    model: GPT,
+    text: Tensor,
+    context: int,
+    num_windows: int = 128,
+    group: dist.ProcessGroup | None = None,
+) -> float:
     """Bits per byte on windows spread evenly over `text`; each rank reads its share of them."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     starts = torch.arange(rank, num_windows, world_size, device=text.device)
     starts *= len(text) // num_windows
     nats = model(*windows(text, starts, context)) * len(starts)
-    dist.all_reduce(nats)
+    dist.all_reduce(nats, group=group)
     return float(nats) / num_windows / math.log(2)
 
 
