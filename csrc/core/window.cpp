@@ -87,7 +87,8 @@ Window::Window(int rank, std::vector<RankWindow> ranks, int num_channels, Option
       num_taken_(num_words(world_size(), num_channels)) {}
 
 std::string Window::prefix(std::string_view call) const {
-  return join("rota.Window.", call, ": rank ", rank_, '/', world_size());
+  const std::string rank = join("rank ", rank_, '/', world_size());
+  return call.empty() ? rank : join("rota.Window.", call, ": ", rank);
 }
 
 std::string Window::describe(int rank) const {
@@ -222,7 +223,8 @@ void Window::accumulate(int target, uint64_t offset, const void* data, DType dty
     });
   }
   const transport::WindowView& view = running("accumulate", target).view;
-  if (!wire) return add(view, offset, bytes, dtype, num_elems, options_.check_interrupt);
+  const LockWait wait{"accumulate", options_.check_interrupt};
+  if (!wire) return add_to_chunks(view, offset, bytes, dtype, num_elems, wait);
   const cpu::WireLoops& loops = cpu::element_loops().wire(*wire);
   const auto rounded = std::make_unique<Part>();
   std::vector<std::byte> encoded(wire->num_bytes(kPartElems));
@@ -231,13 +233,14 @@ void Window::accumulate(int target, uint64_t offset, const void* data, DType dty
     const WirePlace place = wire->place(encoded.data(), kPartElems);
     loops.encode(static_cast<const float*>(data) + begin, place, part_elems, 1);
     loops.decode_sum({.srcs = &place, .num = 1}, rounded->data(), part_elems, 1);
-    add(view, offset + begin, reinterpret_cast<const std::byte*>(rounded->data()), dtype,
-        part_elems, options_.check_interrupt);
+    add_to_chunks(view, offset + begin, reinterpret_cast<const std::byte*>(rounded->data()), dtype,
+                  part_elems, wait);
   }
 }
 
-void Window::add(const transport::WindowView& view, uint64_t offset, const std::byte* data,
-                 DType dtype, uint64_t num_elems, const std::function<void()>& check_interrupt) {
+void Window::add_to_chunks(const transport::WindowView& view, uint64_t offset,
+                           const std::byte* data, DType dtype, uint64_t num_elems,
+                           const LockWait& wait) {
   const size_t elem_bytes = info(dtype).num_bytes;
   const uint64_t chunk_elems = kWindowChunkBytes / elem_bytes;
   const cpu::ReduceFn add = cpu::element_loops().reduce(dtype, ReduceOp::kSum);
@@ -247,14 +250,14 @@ void Window::add(const transport::WindowView& view, uint64_t offset, const std::
     std::byte* sum = view.data.data() + elem * elem_bytes;
     const void* srcs[] = {sum, data + (elem - offset) * elem_bytes};
     Flag& lock = view.control->locks[chunk % transport::kNumWindowLocks];
-    lock_chunk(lock, check_interrupt);
+    lock_chunk(lock, wait);
     add({.srcs = srcs, .num = 2}, sum, end - elem, 1);
     unlock_chunk(lock);
     elem = end;
   }
 }
 
-void Window::lock_chunk(Flag& lock, const std::function<void()>& check_interrupt) {
+void Window::lock_chunk(Flag& lock, const LockWait& wait) {
   while (true) {
     const uint64_t seen = lock.load();
     const uint64_t holder = holder_of(seen);
@@ -263,8 +266,8 @@ void Window::lock_chunk(Flag& lock, const std::function<void()>& check_interrupt
       continue;
     }
     const int rank = static_cast<int>(holder) - 1;
-    Watch watch(*this, {&rank, 1}, "accumulate", ", which adds to the same chunk", options_.timeout,
-                check_interrupt);
+    Watch watch(*this, {&rank, 1}, wait.call, ", which adds to the same chunk", options_.timeout,
+                wait.check_interrupt);
     waiter_.wait(lock, next_free(seen), policy_, watch);
   }
 }
@@ -332,21 +335,22 @@ uint64_t Window::num_signals(int source, int channel) const {
 // ---- what ranks on other hosts ask for
 
 void Window::serve_put(uint64_t first_byte, std::span<const std::byte> data) {
-  std::byte* memory = elements("put", rank_, first_byte, data.size(), 1);
+  std::byte* memory = elements("", rank_, first_byte, data.size(), 1);
   cpu::OutputCopier(data.size(), 1).copy(memory, data.data(), data.size());
 }
 
 void Window::serve_get(uint64_t first_byte, std::span<std::byte> data) const {
-  const std::byte* memory = elements("get", rank_, first_byte, data.size(), 1);
+  const std::byte* memory = elements("", rank_, first_byte, data.size(), 1);
   std::memcpy(data.data(), memory, data.size());
 }
 
 void Window::serve_accumulate(uint64_t offset, const std::byte* data, DType dtype,
                               uint64_t num_elems, const std::optional<WireFormat>& wire,
                               const std::function<void()>& still_waits) {
-  elements("accumulate", rank_, offset, num_elems, info(dtype).num_bytes);
+  elements("", rank_, offset, num_elems, info(dtype).num_bytes);
   const transport::WindowView& view = ranks_[static_cast<size_t>(rank_)].view;
-  if (!wire) return add(view, offset, data, dtype, num_elems, still_waits);
+  const LockWait wait{"", still_waits};
+  if (!wire) return add_to_chunks(view, offset, data, dtype, num_elems, wait);
   const auto rounded = std::make_unique<Part>();
   const WirePlace all = wire->place(const_cast<std::byte*>(data), num_elems);
   for (uint64_t begin = 0; begin < num_elems; begin += kPartElems) {
@@ -354,13 +358,13 @@ void Window::serve_accumulate(uint64_t offset, const std::byte* data, DType dtyp
     const WirePlace place = wire->from(all, begin);
     cpu::element_loops().wire(*wire).decode_sum({.srcs = &place, .num = 1}, rounded->data(),
                                                 part_elems, 1);
-    add(view, offset + begin, reinterpret_cast<const std::byte*>(rounded->data()), dtype,
-        part_elems, still_waits);
+    add_to_chunks(view, offset + begin, reinterpret_cast<const std::byte*>(rounded->data()), dtype,
+                  part_elems, wait);
   }
 }
 
 void Window::serve_signal(int source, int channel) {
-  check_channel("signal", channel);
+  check_channel("", channel);
   Flag& flag = signals(rank_, source, channel);
   server_.publish(flag, flag.load() + 1);
 }

@@ -129,10 +129,14 @@ class Window {
   }
 
   using Part = std::array<float, kPartElems>;
-  // Adds contributions to a window, chunk by chunk.
-  void add(const transport::WindowView& view, uint64_t offset, const std::byte* data, DType dtype,
-           uint64_t num_elems, const std::function<void()>& check_interrupt);
-  void lock_chunk(Flag& lock, const std::function<void()>& check_interrupt);
+  // How a thread waits for a lock.
+  struct LockWait {
+    std::string_view call;  // for errors; empty: a rank on another host asks, which adds its own
+    const std::function<void()>& check_interrupt;
+  };
+  void add_to_chunks(const transport::WindowView& view, uint64_t offset, const std::byte* data,
+                     DType dtype, uint64_t num_elems, const LockWait& wait);
+  void lock_chunk(Flag& lock, const LockWait& wait);
   void unlock_chunk(Flag& lock);
   std::string prefix(std::string_view call) const;
   std::string describe(int rank) const;
