@@ -45,8 +45,7 @@ void bind_windows(py::module_ module) {
                     const std::vector<std::shared_ptr<OpenedTensor>>&, int, Milliseconds,
                     std::shared_ptr<WindowService>, uint64_t>(),
            py::arg("own"), py::arg("rank"), py::arg("others"), py::arg("num_channels"),
-           py::arg("timeout"), py::arg("service") = py::none(), py::arg("number") = 0,
-           ReleaseGil())
+           py::arg("timeout"), py::arg("service") = py::none(), py::arg("number") = 0, ReleaseGil())
       .def_property_readonly("rank", &TensorWindow::rank)
       .def_property_readonly("world_size", &TensorWindow::world_size)
       .def("put", &TensorWindow::put, py::arg("tensor"), py::arg("rank"), py::arg("offset") = 0,

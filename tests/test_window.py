@@ -55,6 +55,7 @@ def is_local(window: rota.Window, rank: int) -> bool:
     """Whether a rank's memory can be mapped."""
     return error_of(lambda: window.view(rank))[0] == "nothing"
 
+
 # ---- access --------------------------------------------------------------------------------------
 
 

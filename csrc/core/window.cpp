@@ -170,8 +170,7 @@ bool Window::is_alive(int rank) const {
   checked("is_alive", rank);
   if (!is_remote(rank)) return is_taken_for_alive(rank);
   try {
-    return remotely("is_alive", rank,
-                    [&](Watch& watch) { return remote_->is_open(rank, watch); });
+    return remotely("is_alive", rank, [&](Watch& watch) { return remote_->is_open(rank, watch); });
   } catch (const Error& error) {
     if (error.kind() == ErrorKind::kPeerFailed) return false;
     throw;

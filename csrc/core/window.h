@@ -90,8 +90,8 @@ class Window {
   // The memory of a rank on this host; fails as get().
   const transport::WindowView& view(int rank) const;
 
-  // ---- what ranks on other hosts ask of this rank's window, in threads that serve them. Each checks
-  // everything before it writes, and throws Error(kValue).
+  // ---- what ranks on other hosts ask of this rank's window, in threads that serve them. Each
+  // checks everything before it writes, and throws Error(kValue).
 
   void serve_put(uint64_t first_byte, std::span<const std::byte> data);
   void serve_get(uint64_t first_byte, std::span<std::byte> data) const;

@@ -38,8 +38,7 @@ std::optional<Error> WindowWatch::tick(Nanoseconds waited) {
   PointToPoint::move_all_groups();
   if (!is_anyone_left()) {
     return Error(ErrorKind::kPeerFailed,
-                 join(prefix(), " waits in vain for ", awaited(), ": ",
-                      end_of_awaited()));
+                 join(prefix(), " waits in vain for ", awaited(), ": ", end_of_awaited()));
   }
   if (waited >= timeout_) {
     return Error(ErrorKind::kTimeout, join(prefix(), " waited ", milliseconds(waited), " ms for ",

@@ -190,9 +190,9 @@ void RemoteWindow::serve_accumulate(const WindowPeer::Request& request) {
     refuse(name, "its dtype is not the window's");
   }
   const std::optional<WireFormat> wire = packet.wire();
-  if (wire && (packet.wire_dtype >= kNumDTypes || !is_wire_dtype(wire->dtype) ||
-               (wire->is_block_scaled && !has_block_scaling(wire->dtype)) ||
-               dtype_ != DType::kFloat32)) {
+  if (wire &&
+      (packet.wire_dtype >= kNumDTypes || !is_wire_dtype(wire->dtype) ||
+       (wire->is_block_scaled && !has_block_scaling(wire->dtype)) || dtype_ != DType::kFloat32)) {
     refuse(name, "its wire format is unknown");
   }
   const size_t elem_bytes = info(dtype_).num_bytes;

@@ -22,6 +22,14 @@ std::string broken(const std::exception& error) {
   return join("has died or left, or the network to its host is down (", error.what(), ')');
 }
 
+void refuse(PacketBuffer& answer, const RemoteFailure& failure) {
+  WindowPacket& header = answer.header();
+  header.kind = WindowPacket::Kind::kFailed;
+  header.error = failure.kind;
+  header.data_bytes = std::min(failure.text.size(), kPacketDataBytes);
+  std::memcpy(answer.data(), failure.text.data(), header.data_bytes);
+}
+
 }  // namespace
 
 WindowPeer::WindowPeer(Connections& connections, int rank, int tag, std::string name, Serve serve,
@@ -61,8 +69,7 @@ void WindowPeer::send(WindowPacket packet, const std::function<void(std::byte*)>
   if (write_data) write_data(asked.buffer.data());
   asked.call = call;
   asked.result = result;
-  asked.sent =
-      connections_.send(asked.buffer.message(), asked.buffer.seal(), rank_, tag_);
+  asked.sent = connections_.send(asked.buffer.message(), asked.buffer.seal(), rank_, tag_);
 }
 
 bool WindowPeer::try_ask(const WindowPacket& packet) {
@@ -172,13 +179,11 @@ void WindowPeer::run() {
   pthread_setname_np(pthread_self(), "rota-window");
   try {
     for (size_t i = 0; i < kNumPosted; ++i) {
-      posted_[i] =
-          connections_.recv(received_[i].message(), PacketBuffer::kNumBytes, rank_, tag_);
+      posted_[i] = connections_.recv(received_[i].message(), PacketBuffer::kNumBytes, rank_, tag_);
     }
     for (size_t i = 0; await_packet(i); i = (i + 1) % kNumPosted) {
       take(received_[i]);
-      posted_[i] =
-          connections_.recv(received_[i].message(), PacketBuffer::kNumBytes, rank_, tag_);
+      posted_[i] = connections_.recv(received_[i].message(), PacketBuffer::kNumBytes, rank_, tag_);
     }
   } catch (const std::exception& error) {
     const std::lock_guard lock(mutex_);
@@ -249,16 +254,15 @@ void WindowPeer::serve(PacketBuffer& packet) {
   Answer& answer = answers_[header.number % kMaxAsked];
   if (const MessageRef sent = std::exchange(answer.sent, nullptr)) sent->wait(kForever);
   for (const MessageRef& sent : std::exchange(answer.sent_busy, {})) sent->wait(kForever);
-  WindowPacket& header_of_answer = answer.buffer.header();
-  header_of_answer = {.kind = WindowPacket::Kind::kDone, .number = header.number};
+  WindowPacket& reply = answer.buffer.header();
+  reply = {.kind = WindowPacket::Kind::kDone, .number = header.number};
   try {
-    header_of_answer.data_bytes =
+    reply.data_bytes =
         serve_(Request(*this, header, {packet.data(), header.data_bytes}, answer.buffer.data()));
   } catch (const RemoteFailure& failure) {
-    header_of_answer.kind = WindowPacket::Kind::kFailed;
-    header_of_answer.error = failure.kind;
-    header_of_answer.data_bytes = std::min(failure.text.size(), kPacketDataBytes);
-    std::memcpy(answer.buffer.data(), failure.text.data(), header_of_answer.data_bytes);
+    refuse(answer.buffer, failure);
+  } catch (const std::exception& error) {  // no memory
+    refuse(answer.buffer, {ErrorKind::kTransport, error.what()});
   }
   answer.sent = connections_.send(answer.buffer.message(), answer.buffer.seal(), rank_, tag_);
 }

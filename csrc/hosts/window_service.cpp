@@ -70,9 +70,9 @@ size_t WindowService::serve(int source, const WindowPeer::Request& request) {
   }
   if (window) return window->serve(source, request);
   if (packet.kind == WindowPacket::Kind::kClosed) return 0;
-  throw RemoteFailure{ErrorKind::kPeerFailed,
-                      join(describe(rank_),
-                           " has closed its window; make a new one with the ranks that are left")};
+  throw RemoteFailure{
+      ErrorKind::kPeerFailed,
+      join(describe(rank_), " has closed its window; make a new one with the ranks that are left")};
 }
 
 }  // namespace rota::hosts

@@ -7,6 +7,7 @@ import json
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -186,7 +187,7 @@ class _Services:
         return number if service is not None and service.is_usable else -1
 
     def connected(
-        self, store: dist.Store, cards: list[dict[str, str]], timeout: timedelta
+        self, store: dist.Store, cards: list[dict[str, Any]], timeout: timedelta
     ) -> _C.WindowService | None:
         """The service that all ranks have, or a new one; None if all ranks are on one host."""
         hosts = [card["host"] for card in cards]

@@ -91,9 +91,8 @@ class World {
       }
     }
     const auto remote = std::make_shared<RemoteWindow>(service, kWindowNumber, dtype_);
-    Window window(
-        rank, std::move(ranks), num_channels_,
-        {.timeout = options.timeout, .check_interrupt = options.check_interrupt}, remote);
+    Window window(rank, std::move(ranks), num_channels_,
+                  {.timeout = options.timeout, .check_interrupt = options.check_interrupt}, remote);
     remote->open(remote, window);
     meet();
     RankOfHosts self{rank, window, *remote, service};
@@ -185,8 +184,8 @@ void sums_are_atomic(const std::optional<WireFormat>& wire) {
   world.run([&](RankOfHosts& self) {
     const std::vector<float> ones(kChunk + 50, 1);
     for (int round = 0; round < kNumRounds; ++round) {
-      self.window.accumulate(0, static_cast<uint64_t>(10 * self.rank), ones.data(),
-                             DType::kFloat32, ones.size(), wire);
+      self.window.accumulate(0, static_cast<uint64_t>(10 * self.rank), ones.data(), DType::kFloat32,
+                             ones.size(), wire);
     }
     self.window.signal(0, 0);
     if (self.rank != 0) return;
@@ -270,12 +269,25 @@ void malformed_requests_write_nothing() {
       {.kind = Kind::kAccumulate, .num = ~uint64_t{0} / 2, .data_bytes = 8, .dtype = kFloat},
       {.kind = Kind::kAccumulate, .num = 2, .data_bytes = 7, .dtype = kFloat},
       {.kind = Kind::kAccumulate, .num = 1, .data_bytes = 8, .dtype = 1},
-      {.kind = Kind::kAccumulate, .num = 2, .data_bytes = 4, .dtype = kFloat, .wire_dtype = 99,
+      {.kind = Kind::kAccumulate,
+       .num = 2,
+       .data_bytes = 4,
+       .dtype = kFloat,
+       .wire_dtype = 99,
        .has_wire = 1},
-      {.kind = Kind::kAccumulate, .num = 2, .data_bytes = 4, .dtype = kFloat,
-       .wire_dtype = static_cast<uint32_t>(DType::kInt16), .has_wire = 1},
-      {.kind = Kind::kAccumulate, .num = 2, .data_bytes = 4, .dtype = kFloat,
-       .wire_dtype = static_cast<uint32_t>(DType::kBFloat16), .has_wire = 1, .is_block_scaled = 1},
+      {.kind = Kind::kAccumulate,
+       .num = 2,
+       .data_bytes = 4,
+       .dtype = kFloat,
+       .wire_dtype = static_cast<uint32_t>(DType::kInt16),
+       .has_wire = 1},
+      {.kind = Kind::kAccumulate,
+       .num = 2,
+       .data_bytes = 4,
+       .dtype = kFloat,
+       .wire_dtype = static_cast<uint32_t>(DType::kBFloat16),
+       .has_wire = 1,
+       .is_block_scaled = 1},
       {.kind = Kind::kSignal, .channel = 1},
       {.kind = Kind::kSignal, .channel = ~0u},
   };
@@ -286,8 +298,7 @@ void malformed_requests_write_nothing() {
                     .is_remote = true};
   RankWindow own{.view = {&world.control(0), 2, {world.data<std::byte>(0), kNumBytes}}};
   const auto served = std::make_shared<RemoteWindow>(service, kWindowNumber, DType::kFloat32);
-  Window window(0, {own, remote}, 1,
-                {.timeout = kPatience, .check_interrupt = [] {}}, served);
+  Window window(0, {own, remote}, 1, {.timeout = kPatience, .check_interrupt = [] {}}, served);
   served->open(served, window);
 
   RawPeer peer(world.network());
@@ -298,8 +309,11 @@ void malformed_requests_write_nothing() {
   check(peer.ask({.kind = Kind::kPut, .first = 96, .num = 4, .data_bytes = 4}).kind == Kind::kDone,
         "a right one is served");
   // The peer is given up, since nobody knows what it sends.
-  WindowPacket cut{.kind = Kind::kPut, .number = requests.size() + 2, .window = kWindowNumber,
-                   .num = 8, .data_bytes = 8};
+  WindowPacket cut{.kind = Kind::kPut,
+                   .number = requests.size() + 2,
+                   .window = kWindowNumber,
+                   .num = 8,
+                   .data_bytes = 8};
   check(!peer.exchange(cut, true), "one that is cut short is not answered");
   while (service.is_usable()) usleep(1000);
   const std::byte* data = world.data<std::byte>(0);
