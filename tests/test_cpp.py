@@ -393,6 +393,7 @@ WITH_MUTANTS = Flavour(
         "waiter_cases",
         "bridge_cases",
         "window_cases",
+        "remote_window_cases",
     ),
     flags=TSAN_FLAGS,
     patches=(*patches_of_mutants(), *LOST_WAITS, *SHORT_CHUNKS),
