@@ -423,18 +423,19 @@ void interrupted_call_leaves_nothing_behind() {
   World world(kOneEach, kNumBytes);
   world.run([&](RankOfHosts& self) {
     if (self.rank == 1) return;
+    std::vector<std::byte> memory(kNumBytes);
     for (int i = 0; i < 8; ++i) {
-      {
-        std::vector<std::byte> memory(kNumBytes);
-        Interruption get(i), put(i);
-        expect_error(ErrorKind::kInternal, [&] { self.remote.get(1, 0, memory, get); });
-        expect_error(ErrorKind::kInternal, [&] { self.remote.put(1, 0, memory, put); });
-      }
+      Interruption get(i), put(i);
+      expect_error(ErrorKind::kInternal, [&] { self.remote.get(1, 0, memory, get); });
+      std::ranges::fill(memory, std::byte{1});
+      expect_error(ErrorKind::kInternal, [&] { self.remote.put(1, 0, memory, put); });
+      std::ranges::fill(memory, std::byte{2});
       const int sent = i + 1;
       int got = 0;
       self.window.put(1, 0, &sent, 1, sizeof(sent));
       self.window.get(1, 0, &got, 1, sizeof(got));
       check_equal(got, sent, "what was put there");
+      check(std::ranges::count(memory, std::byte{2}) == kNumBytes, "the caller's memory");
     }
   });
 }
