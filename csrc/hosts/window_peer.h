@@ -106,7 +106,7 @@ class WindowPeer {
   using Clock = std::chrono::steady_clock;
   using MessageRef = Connections::MessageRef;
 
-  static constexpr uint64_t kMaxAsked = 8;
+  static constexpr uint64_t kMaxAsked = 4;
   static constexpr size_t kNumPosted = 4;  // recvs that wait for packets
 
   // Of a request without an answer.
