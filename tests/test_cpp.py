@@ -89,7 +89,7 @@ SHORT_CHUNKS = (
     Patch("hosts/hierarchical_copies.cpp", r"kStarBytes = 64 << 10;", "kStarBytes = 256;"),
     Patch("hosts/bridge.h", r"kMaxShortBytes = 32 << 10;", "kMaxShortBytes = 256;"),
     Patch(
-        "hosts/window_packet.h", r"kPacketDataBytes = 512 << 10;", "kPacketDataBytes = 80 << 10;"
+        "hosts/window_packet.h", r" kPacketDataBytes = 512 << 10;", " kPacketDataBytes = 100 << 10;"
     ),
 )
 ENDLESS_SLEEP = (

@@ -401,6 +401,24 @@ def test_killed_rank_of_another_host_is_named_and_the_others_go_on() -> None:
     assert "rota.Window.wait_signal: rank 0/4 waits in vain" in errors[0][1]
 
 
+def put_over_a_slow_link(rank: Rank) -> None:
+    rank.init("gloo")
+    window = rota.Window(250_000)
+    dist.barrier()
+    values = torch.full((250_000,), float(rank.rank))
+    window.put(values, 1 - rank.rank)
+    window.signal(1 - rank.rank)
+    window.wait_signal(1 - rank.rank)
+    assert window.tensor.eq(1 - rank.rank).all()
+
+
+def test_host_behind_a_slow_link_is_not_lost() -> None:
+    """The link takes 2 s for 1 MB, and more than the silence for a packet that suits a fast one."""
+    silence = {"ROTA_HOST_SILENCE_MS": "700"}
+    with Hosts((1, 1), "4mbit") as hosts:
+        hosts.run(put_over_a_slow_link, env=silence)
+
+
 def make_another_after_a_silence(rank: Rank) -> tuple[str, str]:
     rank.init("gloo")
     window = rota.Window(1)

@@ -15,10 +15,12 @@ constexpr std::string_view kHasClosed =
 
 // The elements of a packet of contributions: whole parts, so that blocks are counted from the
 // contribution's start, as on one host.
-uint64_t elems_per_packet(size_t elem_bytes, const std::optional<WireFormat>& wire) {
-  if (!wire) return kPacketDataBytes / elem_bytes;
-  return wire->capacity(kPacketDataBytes, Window::kPartElems);
+uint64_t elems_per_packet(size_t packet_bytes, size_t elem_bytes,
+                          const std::optional<WireFormat>& wire) {
+  if (!wire) return packet_bytes / elem_bytes;
+  return wire->capacity(packet_bytes, Window::kPartElems);
 }
+static_assert(WireFormat{DType::kFloat32}.capacity(kLeastPacketDataBytes, Window::kPartElems) > 0);
 
 // What only a rank with another build would send.
 [[noreturn]] void refuse(const std::string& name, std::string_view what) {
@@ -52,10 +54,11 @@ void RemoteWindow::close() {
 void RemoteWindow::put(int target, uint64_t first_byte, std::span<const std::byte> data,
                        WaitObserver& observer) {
   WindowPeer::Call call(service_.peer(target), observer);
-  for (size_t begin = 0; begin < data.size(); begin += kPacketDataBytes) {
-    const auto part = data.subspan(begin, std::min(kPacketDataBytes, data.size() - begin));
+  for (std::span<const std::byte> part; !data.empty(); data = data.subspan(part.size())) {
+    part = data.first(std::min(call.packet_bytes(), data.size()));
     WindowPacket request = packet(Kind::kPut);
-    request.first = first_byte + begin;
+    request.first = first_byte;
+    first_byte += part.size();
     request.num = request.data_bytes = part.size();
     call.ask(request, [&](std::byte* place) { std::memcpy(place, part.data(), part.size()); });
   }
@@ -65,10 +68,11 @@ void RemoteWindow::put(int target, uint64_t first_byte, std::span<const std::byt
 void RemoteWindow::get(int target, uint64_t first_byte, std::span<std::byte> data,
                        WaitObserver& observer) {
   WindowPeer::Call call(service_.peer(target), observer);
-  for (size_t begin = 0; begin < data.size(); begin += kPacketDataBytes) {
-    const auto part = data.subspan(begin, std::min(kPacketDataBytes, data.size() - begin));
+  for (std::span<std::byte> part; !data.empty(); data = data.subspan(part.size())) {
+    part = data.first(std::min(call.packet_bytes(), data.size()));
     WindowPacket request = packet(Kind::kGet);
-    request.first = first_byte + begin;
+    request.first = first_byte;
+    first_byte += part.size();
     request.num = part.size();
     call.ask(request, nullptr, part);
   }
@@ -80,9 +84,10 @@ void RemoteWindow::accumulate(int target, uint64_t offset, const std::byte* data
                               WaitObserver& observer) {
   WindowPeer::Call call(service_.peer(target), observer);
   const size_t elem_bytes = info(dtype).num_bytes;
-  const uint64_t packet_elems = elems_per_packet(elem_bytes, wire);
-  for (uint64_t begin = 0; begin < num_elems; begin += packet_elems) {
-    const uint64_t part_elems = std::min(packet_elems, num_elems - begin);
+  uint64_t part_elems;
+  for (uint64_t begin = 0; begin < num_elems; begin += part_elems) {
+    part_elems =
+        std::min(elems_per_packet(call.packet_bytes(), elem_bytes, wire), num_elems - begin);
     const std::byte* part = data + begin * elem_bytes;
     WindowPacket request = packet(Kind::kAccumulate);
     request.first = offset + begin;
@@ -196,7 +201,7 @@ void RemoteWindow::serve_accumulate(const WindowPeer::Request& request) {
     refuse(name, "its wire format is unknown");
   }
   const size_t elem_bytes = info(dtype_).num_bytes;
-  if (packet.num > elems_per_packet(elem_bytes, wire) ||
+  if (packet.num > elems_per_packet(kPacketDataBytes, elem_bytes, wire) ||
       packet.data_bytes != (wire ? wire->num_bytes(packet.num) : packet.num * elem_bytes)) {
     refuse(name, "its length is wrong");
   }

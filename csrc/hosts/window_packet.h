@@ -16,12 +16,14 @@
 
 namespace rota::hosts {
 
-// Data of one packet. Four of them are on their way to a rank at a time (window_peer.h): 2 MiB, 17
-// ms of a link of 1 Gbit/s, so the wire has work while answers travel. Each costs four wake-ups: a
-// put of 64 MiB with no limit to the link took 92 ms with eight of 256 KiB, 53 with four of 512 KiB,
-// and 46 with four of 1 MiB, of which each would be 0.8 s of a link of 10 Mbit/s (2 cores of an AMD
-// EPYC (Zen 5) VM, 2026-11-25, `python benchmarks/windows.py --hosts --rate none`).
+// Data of one packet, at most. Four of them are on their way to a rank at a time (window_peer.h):
+// 2 MiB, 17 ms of a link of 1 Gbit/s, so the wire has work while answers travel. Each costs four
+// wake-ups: a put of 64 MiB with no limit to the link took 92 ms with eight of 256 KiB, and 53 with
+// four of 512 KiB (2 cores of an AMD EPYC (Zen 5) VM, 2026-11-25, `python benchmarks/windows.py
+// --hosts --rate none`).
 inline constexpr size_t kPacketDataBytes = 512 << 10;
+// What every link gets at first, and a slow one stays at.
+inline constexpr size_t kLeastPacketDataBytes = 80 << 10;
 
 struct WindowPacket {
   enum class Kind : uint32_t {

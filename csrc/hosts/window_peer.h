@@ -9,7 +9,8 @@
 //
 // A rank that owes an answer and from which nothing comes for long is lost. One that owes none is
 // asked for a sign of life while somebody waits for it. Signs need no connections of their own: a
-// queue of data that delays them is itself a row of packets, each a sign.
+// queue of data that delays them is itself a row of packets, each a sign. So that these come often,
+// packets are short where answers are late: no longer than a link moves in a moment.
 #pragma once
 
 #include <array>
@@ -74,6 +75,8 @@ class WindowPeer {
              std::span<std::byte> result = {});
     // Waits until all are answered. Throws RemoteFailure.
     void finish();
+    // How much data the next request, or its answer, should have.
+    size_t packet_bytes() const { return peer_.packet_bytes(); }
 
    private:
     friend class WindowPeer;
@@ -113,6 +116,7 @@ class WindowPeer {
   struct Asked {
     PacketBuffer buffer;
     MessageRef sent;
+    Clock::time_point since;
     Call* call = nullptr;  // null: nobody waits for it any more
     std::span<std::byte> result;
   };
@@ -126,6 +130,7 @@ class WindowPeer {
   bool await_packet(size_t posted);  // false: the thread ends
   void take(PacketBuffer& packet);
   void take_answer(PacketBuffer& packet);
+  size_t packet_bytes();
   void serve(PacketBuffer& packet);
   void send_busy();
   // Guarded by the mutex, as what they change.
@@ -133,6 +138,8 @@ class WindowPeer {
   void send(WindowPacket packet, const std::function<void(std::byte*)>& write_data,
             std::span<std::byte> result, Call* call);
   void lose(const std::string& why);
+  // Once an answer has taken so long.
+  void fit_packets(uint64_t number, Clock::duration passed);
 
   Connections& connections_;
   const int rank_;
@@ -152,6 +159,8 @@ class WindowPeer {
   // Guarded by it.
   std::array<Asked, kMaxAsked> asked_;  // by number
   uint64_t num_asked_ = 0;
+  size_t packet_bytes_ = kLeastPacketDataBytes;
+  uint64_t num_asked_of_other_length_ = 0;  // before packet_bytes_ changed
   std::optional<std::string> loss_;
   Clock::time_point last_look_{};
   std::chrono::milliseconds silent_for_{0};
