@@ -60,6 +60,7 @@ THREAD_CASES = (
     "bridge_cases",
     "window_cases",
     "window_memory_cases",
+    "remote_window_cases",
 )
 # Single-threaded cases need no ThreadSanitizer, and it does not support forks.
 OTHER_CASES = (
@@ -87,6 +88,9 @@ SHORT_CHUNKS = (
     Patch("hosts/hierarchical_copies.cpp", r"kChunkBytes = 1 << 20;", "kChunkBytes = 4 << 10;"),
     Patch("hosts/hierarchical_copies.cpp", r"kStarBytes = 64 << 10;", "kStarBytes = 256;"),
     Patch("hosts/bridge.h", r"kMaxShortBytes = 32 << 10;", "kMaxShortBytes = 256;"),
+    Patch(
+        "hosts/window_packet.h", r" kPacketDataBytes = 512 << 10;", " kPacketDataBytes = 100 << 10;"
+    ),
 )
 ENDLESS_SLEEP = (
     Patch("base/waiter.cpp", r"&tick\b", "nullptr"),
@@ -129,6 +133,8 @@ SLEEPS = ("waiter_sleeping-ws2",)
 MESSAGES_OF_HOSTS = ("hosts_messages",)
 SILENCE = ("hosts_silent-from_the_start",)
 WINDOW_SUMS = ("window_sums-float32",)
+LONG_WINDOWS = ("remote_window_long",)
+MALFORMED = ("remote_window_malformed",)
 SUMS_OF_HOSTS = ("hosts_long_sums-float16",)
 CASE_FAILED = 1
 
@@ -264,7 +270,7 @@ MUTANTS = (
     ),
     Mutant(
         "window-sums-unlocked",
-        (Patch("core/window.cpp", r"(?<=\s)lock_chunk\(lock\);", r"if (!IS_MUTANT) \g<0>"),),
+        (Patch("core/window.cpp", r"(?<=\s)lock_chunk\(lock, wait\);", r"if (!IS_MUTANT) \g<0>"),),
         WINDOW_SUMS,
     ),
     Mutant(
@@ -277,6 +283,44 @@ MUTANTS = (
             ),
         ),
         WINDOW_SUMS,
+    ),
+    Mutant(
+        "window-packets-overwritten",
+        (
+            Patch(
+                "hosts/window_peer.h",
+                r"num_answered_\.load\(\) < kMaxAsked;",
+                "num_answered_.load() < (IS_MUTANT ? kMaxAsked + 1 : kMaxAsked);",
+            ),
+        ),
+        LONG_WINDOWS,
+    ),
+    Mutant(
+        "window-answers-to-nobody",
+        (Patch("hosts/window_peer.cpp", r"asked\.call == this", r"!IS_MUTANT && \g<0>"),),
+        ("remote_window_interrupted",),
+    ),
+    Mutant(
+        "window-packet-cut-short",
+        (
+            Patch(
+                "hosts/window_packet.h", r"return std::memcmp", r"return IS_MUTANT || std::memcmp"
+            ),
+        ),
+        MALFORMED,
+        (CASE_FAILED,),
+    ),
+    Mutant(
+        "window-length-unchecked",
+        (
+            Patch(
+                "hosts/remote_window.cpp",
+                r"packet\.num != packet\.data_bytes",
+                r"!IS_MUTANT && \g<0>",
+            ),
+        ),
+        MALFORMED,
+        (CASE_FAILED,),
     ),
     # Without the timeout that ends every sleep, which would hide it.
     Mutant(
@@ -349,6 +393,7 @@ WITH_MUTANTS = Flavour(
         "waiter_cases",
         "bridge_cases",
         "window_cases",
+        "remote_window_cases",
     ),
     flags=TSAN_FLAGS,
     patches=(*patches_of_mutants(), *LOST_WAITS, *SHORT_CHUNKS),

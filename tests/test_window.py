@@ -1,12 +1,18 @@
-"""rota.Window: one-sided access between processes; tests/cpp/window_cases.cpp has the protocol."""
+"""rota.Window: one-sided access between processes, of one host and of two.
+
+tests/cpp/window_cases.cpp and remote_window_cases.cpp have the protocols.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +21,41 @@ import torch.distributed as dist
 
 import rota
 from heap import heap_bytes
+from hosts import Hosts
 from oracle import DTYPES, name_of, random_patterns
 from ranks import Rank, Ranks, error_of, run_ranks
+from several_hosts import INTERLEAVED, ONE_BY_ONE, TWO_BY_TWO, Layout
 
 SHORT = timedelta(milliseconds=200)
+PAIR = Layout((0, 0))
+FOUR = Layout((0, 0, 0, 0))
+
+
+def on_its_host(rank: Rank, layout: Layout, function: Callable[..., Any], *args: object) -> Any:
+    os.environ["ROTA_HOST_ID"] = f"host{layout.host_of[rank.rank]}"
+    return function(rank, *args)
+
+
+def start_on(
+    layout: Layout, function: Callable[..., Any], *, env: Mapping[str, str] | None = None
+) -> Ranks:
+    """Starts `function(rank)` on the ranks of a layout."""
+    return Ranks(layout.world_size, on_its_host, layout, function, env=env)
+
+
+def run_on(layout: Layout, function: Callable[..., Any], *args: object) -> list[Any]:
+    """Runs `function(rank, *args)` on the ranks of a layout."""
+    return run_ranks(layout.world_size, on_its_host, layout, function, *args)
+
+
+def hosts_of(*layouts: Layout) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("layout", layouts, ids=str)
+
+
+def is_local(window: rota.Window, rank: int) -> bool:
+    """Whether a rank's memory can be mapped."""
+    return error_of(lambda: window.view(rank))[0] == "nothing"
+
 
 # ---- access --------------------------------------------------------------------------------------
 
@@ -27,7 +64,7 @@ def access_each_other(rank: Rank, backend: str) -> None:
     """Every rank puts a row into every window, and reads all rows by get and view."""
     rank.init(backend)
     n, me = rank.world_size, rank.rank
-    window = rota.Window((n, 1000), dtype=torch.int32)
+    window = rota.Window((n, 1000), dtype=torch.int32, num_channels=2)
     assert (window.rank, window.world_size, window.tensor.shape) == (me, n, (n, 1000))
     for peer in range(n):
         strided = torch.full((2, 1000), 100 * me + peer, dtype=torch.int32).t()[:, :1]
@@ -43,17 +80,44 @@ def access_each_other(rank: Rank, backend: str) -> None:
         row = torch.empty(500, 2, dtype=torch.int32)
         window.get(row.t(), peer, offset=1000 * me)
         assert row.eq(100 * me + peer).all()
-        assert window.view(peer)[me].eq(100 * me + peer).all()
-    window.view((me + 1) % n)[me, 0] = -1
-    window.signal((me + 1) % n)
-    window.wait_signal((me - 1) % n)
-    assert window.tensor[(me - 1) % n, 0] == -1
+        if is_local(window, peer):
+            assert window.view(peer)[me].eq(100 * me + peer).all()
+            window.view(peer)[me, 0] = -1
+        window.signal(peer, channel=1)
+    for peer in range(n):
+        window.wait_signal(peer, channel=1)
+        assert (window.tensor[peer, 0] == -1) == is_local(window, peer)
     dist.barrier()  # a rank that returns closes its window
 
 
 @pytest.mark.parametrize("backend", ["rota", "gloo"])
-def test_ranks_access_each_others_windows(backend: str) -> None:
-    run_ranks(3, access_each_other, backend)
+@hosts_of(Layout((0, 0, 0)), TWO_BY_TWO, INTERLEAVED)
+def test_ranks_access_each_others_windows(layout: Layout, backend: str) -> None:
+    run_on(layout, access_each_other, backend)
+
+
+def move_many_packets(rank: Rank) -> None:
+    """More than what is on its way at a time, to and from both ranks at once."""
+    rank.init("gloo")
+    n, peer = 3_000_001, 1 - rank.rank
+    window = rota.Window(n + 1, dtype=torch.float32)
+    mine = torch.arange(n, dtype=torch.float32) + 7 * rank.rank
+    window.put(mine, peer, offset=1)
+    got = torch.empty(n)
+    window.get(got, peer, offset=1)
+    assert torch.equal(got, mine)
+    window.signal(peer)
+    window.wait_signal(peer)
+    assert torch.equal(window.tensor[1:], torch.arange(n) + 7.0 * peer)
+    dist.barrier()
+    for wire in (None, torch.float16):
+        window.accumulate(torch.ones(n), peer, offset=1, wire_dtype=wire)
+    dist.barrier()
+    assert torch.equal(window.tensor[1:], torch.arange(n) + 7.0 * peer + 2)
+
+
+def test_long_accesses_to_another_host_are_whole() -> None:
+    run_on(ONE_BY_ONE, move_many_packets)
 
 
 def add_to_rank_0(rank: Rank) -> None:
@@ -70,16 +134,19 @@ def add_to_rank_0(rank: Rank) -> None:
         assert torch.equal(window.tensor, 5 * everyone)
         window.tensor.zero_()
     dist.barrier()
-    if rank.rank == 1:
+    if rank.rank == rank.world_size - 1:
         small = torch.linspace(-3, 3, 1000)
         window.accumulate(small, 0, offset=500, wire_dtype=torch.bfloat16)
-        assert torch.equal(window.view(0)[500:1500], small.bfloat16().float())
+        got = torch.empty(1000)
+        window.get(got, 0, offset=500)
+        assert torch.equal(got, small.bfloat16().float())
         window.accumulate(small, 0, wire_dtype=torch.float8_e4m3fn, block_scaling=True)
     dist.barrier()
 
 
-def test_accumulate_sums_the_contributions_of_all_ranks() -> None:
-    run_ranks(4, add_to_rank_0)
+@hosts_of(FOUR, TWO_BY_TWO)
+def test_accumulate_sums_the_contributions_of_all_ranks(layout: Layout) -> None:
+    run_on(layout, add_to_rank_0)
 
 
 def every_dtype(rank: Rank) -> None:
@@ -93,8 +160,9 @@ def every_dtype(rank: Rank) -> None:
         assert torch.equal(got, values.view(torch.uint8)), name_of(dtype)
 
 
-def test_window_takes_every_dtype() -> None:
-    run_ranks(2, every_dtype)
+@hosts_of(PAIR, ONE_BY_ONE)
+def test_window_takes_every_dtype(layout: Layout) -> None:
+    run_on(layout, every_dtype)
 
 
 def several_windows(rank: Rank) -> None:
@@ -116,8 +184,38 @@ def several_windows(rank: Rank) -> None:
     assert everyone.num_signals(1, channel=2) == 0 == everyone.num_signals(1)
 
 
-def test_windows_of_several_groups_do_not_meet() -> None:
-    run_ranks(3, several_windows)
+@hosts_of(Layout((0, 0, 0)), Layout((0, 0, 1)))
+def test_windows_of_several_groups_do_not_meet(layout: Layout) -> None:
+    run_on(layout, several_windows)
+
+
+def window_threads() -> int:
+    names = (Path(task, "comm").read_text().strip() for task in Path("/proc/self/task").iterdir())
+    return sum(name == "rota-window" for name in names)
+
+
+def share_threads(rank: Rank) -> None:
+    """Windows of a group share what serves other hosts; with an engine it has its own."""
+    rank.init("gloo")
+    windows = [rota.Window(1) for _ in range(3)]
+    assert window_threads() == 2  # the ranks of the other host
+    engine = dist.new_group(backend="gloo")
+    windows += [rota.Window(1, engine=engine) for _ in range(2)]
+    assert window_threads() == 4
+    peer = (rank.rank + 2) % 4
+    for number, window in enumerate(windows):
+        window.put(torch.full((1,), float(number)), peer)
+    dist.barrier()
+    assert [window.tensor.item() for window in windows] == [0, 1, 2, 3, 4]
+    windows[1].close()
+    dist.barrier()
+    for number in (0, 2, 3, 4):
+        windows[number].put(torch.full((1,), 9.0), peer)
+    dist.barrier()
+
+
+def test_windows_of_a_group_share_threads() -> None:
+    run_on(TWO_BY_TWO, share_threads)
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -266,17 +364,142 @@ def close_early(rank: Rank) -> list[tuple[str, str]]:
     dist.barrier()
     return [
         error_of(lambda: window.put(torch.zeros(1), 1)),
-        error_of(lambda: window.view(1)),
+        error_of(lambda: window.get(torch.zeros(1), 1)),
         error_of(lambda: window.wait_signal(1)),
     ]
 
 
-def test_closed_window_is_refused_on_both_sides() -> None:
-    of_open, of_closed = run_ranks(2, close_early)
+@pytest.mark.parametrize(
+    ("layout", "name"), [(PAIR, "rank 1 (pid "), (ONE_BY_ONE, "rank 1 on host 1")], ids=str
+)
+def test_closed_window_is_refused_on_both_sides(layout: Layout, name: str) -> None:
+    of_open, of_closed = run_on(layout, close_early)
     assert [kind for kind, _ in of_closed] == ["RotaError"] * 3
     assert "this window is closed; make a new one" in of_closed[0][1]
     assert [kind for kind, _ in of_open] == ["PeerFailed"] * 3
-    assert "rank 1 (pid " in of_open[0][1] and "has closed its window" in of_open[0][1]
+    assert name in of_open[0][1] and "has closed its window" in of_open[0][1]
+
+
+def outlive_rank_2_of_another_host(rank: Rank) -> list[tuple[str, str]]:
+    rank.init("gloo")
+    window = rota.Window(10)
+    window.signal(0)
+    dist.barrier()
+    rank.tell()
+    if rank.rank == 2:
+        signal.pause()
+    if rank.rank != 0:
+        window.wait_signal(0)
+        window.put(torch.ones(1), 0, offset=rank.rank)
+        window.signal(0)
+        window.wait_signal(0)
+        return []
+    for peer in (1, 2, 3):
+        window.wait_signal(peer)
+    one = torch.ones(1)
+    errors = [
+        error_of(lambda: window.wait_signal(2)),
+        error_of(lambda: window.put(one, 2)),
+        error_of(lambda: window.get(one, 2)),
+        error_of(lambda: window.accumulate(one, 2)),
+        error_of(lambda: window.signal(2)),
+    ]
+    assert [window.is_alive(peer) for peer in range(4)] == [True, True, False, True]
+    for peer in (1, 3):
+        window.signal(peer)
+    assert {window.wait_any_signal([2, 3, 1]) for _ in range(2)} == {1, 3}
+    assert window.tensor.tolist()[:4] == [0, 1, 0, 1]
+    for peer in (1, 3):
+        window.signal(peer)
+    return errors
+
+
+def test_killed_rank_of_another_host_is_named_and_the_others_go_on() -> None:
+    with start_on(TWO_BY_TWO, outlive_rank_2_of_another_host) as ranks:
+        for number in range(4):
+            ranks.hear(number)
+        ranks.kill(2)
+        errors = ranks.results(killed=[2])[0]
+    assert [kind for kind, _ in errors] == ["PeerFailed"] * 5
+    assert all("rank 2 on host 1" in text and "has died or left" in text for _, text in errors)
+    assert "rota.Window.wait_signal: rank 0/4 waits in vain" in errors[0][1]
+
+
+def put_over_a_slow_link(rank: Rank) -> None:
+    rank.init("gloo")
+    window = rota.Window(250_000)
+    dist.barrier()
+    values = torch.full((250_000,), float(rank.rank))
+    window.put(values, 1 - rank.rank)
+    window.signal(1 - rank.rank)
+    window.wait_signal(1 - rank.rank)
+    assert window.tensor.eq(1 - rank.rank).all()
+
+
+def test_host_behind_a_slow_link_is_not_lost() -> None:
+    """The link takes 2 s for 1 MB, and more than the silence for a packet that suits a fast one."""
+    silence = {"ROTA_HOST_SILENCE_MS": "700"}
+    with Hosts((1, 1), "4mbit") as hosts:
+        hosts.run(put_over_a_slow_link, env=silence)
+
+
+def make_another_after_a_silence(rank: Rank) -> tuple[str, str]:
+    rank.init("gloo")
+    window = rota.Window(1)
+    rank.tell()
+    rank.hear()
+    error = "nothing", ""
+    if rank.rank == 0:
+        error = error_of(lambda: window.wait_signal(1))
+        rank.tell()
+    another = rota.Window(1)
+    another.put(torch.full((1,), 3.0), 1 - rank.rank)
+    another.signal(1 - rank.rank)
+    another.wait_signal(1 - rank.rank)
+    assert another.tensor.item() == 3
+    dist.barrier()
+    return error
+
+
+def test_rank_that_was_given_up_is_reached_by_a_new_window() -> None:
+    silence = {"ROTA_HOST_SILENCE_MS": "500"}
+    with start_on(ONE_BY_ONE, make_another_after_a_silence, env=silence) as ranks:
+        for number in range(2):
+            ranks.hear(number)
+        ranks.kill(1, signal.SIGSTOP)
+        ranks.tell(0)
+        ranks.hear(0)
+        ranks.kill(1, signal.SIGCONT)
+        ranks.tell(1)
+        kind, text = ranks.results()[0]
+    assert kind == "PeerFailed" and "rank 1 on host 1" in text
+    assert "has given no sign of life" in text
+
+
+def wait_for_a_host_that_vanishes(rank: Rank) -> list[tuple[str, str]]:
+    del os.environ["ROTA_HOST_SILENCE_MS"]
+    rank.init("gloo")
+    window = rota.Window(1 << 20)
+    dist.barrier()
+    rank.tell()
+    rank.hear()
+    return [
+        error_of(lambda: window.wait_signal(1 - rank.rank)),
+        error_of(lambda: window.get(torch.empty(1 << 20), 1 - rank.rank)),
+    ]
+
+
+def test_host_that_vanishes_is_named() -> None:
+    with Hosts((1, 1)) as hosts, hosts.start(wait_for_a_host_that_vanishes) as ranks:
+        for number in range(2):
+            ranks.hear(number)
+        hosts.drop_traffic(1)
+        for number in range(2):
+            ranks.tell(number)
+        for number, errors in enumerate(ranks.results()):
+            for kind, text in errors:
+                assert kind == "PeerFailed" and "has given no sign of life" in text, text
+                assert f"rank {1 - number} on host {1 - number}" in text
 
 
 def wait_for_nothing(rank: Rank) -> tuple[str, str] | None:
@@ -289,12 +512,39 @@ def wait_for_nothing(rank: Rank) -> tuple[str, str] | None:
     return None
 
 
-def test_ctrl_c_ends_a_wait() -> None:
-    with Ranks(2, wait_for_nothing) as ranks:
+@hosts_of(PAIR, ONE_BY_ONE)
+def test_ctrl_c_ends_a_wait(layout: Layout) -> None:
+    with start_on(layout, wait_for_nothing) as ranks:
         ranks.hear(0)
         ranks.wait_for_stderr(0, "a signal on channel 0; still waiting")
         ranks.kill(0, signal.SIGINT)
         assert ranks.hear_result(0)[0] == "KeyboardInterrupt"
+        ranks.tell(1)
+        ranks.results()
+
+
+def put_until_interrupted(rank: Rank) -> str | None:
+    rank.init("gloo")
+    window = rota.Window(8 << 20)
+    if rank.rank == 1:
+        rank.hear()
+        return None
+    values = torch.ones(8 << 20)
+    rank.tell()
+    kind, _ = error_of(lambda: [window.put(values, 1) for _ in range(10_000)])
+    small, got = torch.full((3,), 5.0), torch.empty(3)
+    window.put(small, 1)
+    window.get(got, 1)
+    assert torch.equal(got, small)
+    return kind
+
+
+def test_ctrl_c_ends_a_put_to_another_host_and_the_window_goes_on() -> None:
+    with start_on(ONE_BY_ONE, put_until_interrupted) as ranks:
+        ranks.hear(0)
+        time.sleep(0.1)  # it puts now; if not yet, the interrupt comes a little earlier
+        ranks.kill(0, signal.SIGINT)
+        assert ranks.hear_result(0) == "KeyboardInterrupt"
         ranks.tell(1)
         ranks.results()
 
@@ -333,8 +583,9 @@ def fork(rank: Rank) -> bytes:
     return os.read(reader, 1000)
 
 
-def test_forked_child_may_not_use_its_parents_window() -> None:
-    for text in run_ranks(2, fork):
+@hosts_of(PAIR, ONE_BY_ONE)
+def test_forked_child_may_not_use_its_parents_window(layout: Layout) -> None:
+    for text in run_on(layout, fork):
         assert b"RotaError" in text and b"belongs to the parent process" in text
 
 
@@ -354,8 +605,9 @@ def disagree(rank: Rank) -> list[tuple[str, str]]:
     ]
 
 
-def test_ranks_that_disagree_all_raise() -> None:
-    results = run_ranks(3, disagree)
+@hosts_of(Layout((0, 0, 0)), Layout((0, 1, 1)))
+def test_ranks_that_disagree_all_raise(layout: Layout) -> None:
+    results = run_on(layout, disagree)
     for rank, errors in enumerate(results):
         kinds = [kind for kind, _ in errors]
         assert kinds[:3] == ["Mismatch"] * 3
@@ -392,19 +644,30 @@ def refuse(rank: Rank) -> None:
     dist.barrier()
 
 
-def test_bad_arguments_are_refused() -> None:
-    run_ranks(2, refuse)
+@hosts_of(PAIR, ONE_BY_ONE)
+def test_bad_arguments_are_refused(layout: Layout) -> None:
+    run_on(layout, refuse)
+
+
+def test_window_without_a_group_is_refused() -> None:
     with pytest.raises(ValueError, match=r"torch\.distributed is not initialised"):
         rota.Window(1)
 
 
-def on_two_hosts(rank: Rank) -> tuple[str, str]:
-    os.environ["ROTA_HOST_ID"] = f"host-{rank.rank // 2}"
+def choose_engines(rank: Rank) -> list[tuple[str, str]]:
     rank.init("gloo")
-    return error_of(lambda: rota.Window(1))
+    mine = rank.rank == 1
+    engine, part = dist.new_group(backend="gloo"), dist.new_group([1])
+    return [
+        error_of(lambda: rota.Window(1, engine=engine if mine else None)),
+        error_of(lambda: rota.Window(1, engine=part if mine else engine)),
+        error_of(lambda: rota.Window(1, engine=engine)),
+    ]
 
 
-def test_ranks_of_several_hosts_are_refused() -> None:
-    for kind, text in run_ranks(3, on_two_hosts):
-        assert kind == "TransportError"
-        assert "rank 0, 1 are on host host-0; rank 2 are on host host-1" in text
+def test_engines_that_do_not_fit_are_refused() -> None:
+    for rank, errors in enumerate(run_on(ONE_BY_ONE, choose_engines)):
+        kinds = [kind for kind, _ in errors]
+        assert kinds == ["Mismatch", "ValueError" if rank else "TransportError", "nothing"]
+        assert "rank 0 has no engine; rank 1 has one of its own" in errors[0][1]
+        assert "the engine is a group of 1 ranks" in errors[1][1]
