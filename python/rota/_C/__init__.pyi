@@ -674,6 +674,34 @@ class Communicator:
         them writes to memory that this rank has freed: up to 2 s for ranks that do not close.
         """
 
+def map_device_windows(
+    own: ExposedTensor,
+    others: Sequence[OpenedTensor | None],
+    rank: int,
+    store: dist.Store,
+    device: torch.device,
+    num_bytes: int,
+    all_gather: Callable[[bytes], Sequence[bytes]],
+) -> list[torch.Tensor]:
+    """Memory on each rank's GPU that all ranks map; not in a build for the CPU.
+
+    Collective: every rank calls it with the same num_bytes. Blocks.
+
+    Args:
+        own: this rank's window on the CPU; keeps this rank's memory until no rank maps it.
+        others: those of the others, by rank; None for this one. A rank maps the others' memory as
+            long as it has a tensor of it.
+        store: the same for all ranks, used for nothing else.
+        num_bytes: 1 or more.
+        all_gather: gives every rank the texts of all, by rank.
+
+    Returns:
+        uint8 tensors of zeroes on `device`, by rank.
+
+    Raises:
+        rota.TransportError: the GPUs cannot reach each other, or memory is short; on every rank.
+    """
+
 class LocalGroup:
     """See rota.LocalGroup; not in a build for the CPU."""
 
