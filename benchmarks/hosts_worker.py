@@ -54,7 +54,10 @@ class TcpRing:
 
     def exchange(self, num_bytes: int) -> None:
         """Sends and receives `num_bytes`; blocks until both are done."""
-        to_send = to_recv = num_bytes
+        self.move(num_bytes, num_bytes)
+
+    def move(self, to_send: int, to_recv: int) -> None:
+        """Sends and receives as many bytes; blocks until both are done."""
         while to_send or to_recv:
             num_moved = 0
             if to_send:

@@ -4,6 +4,7 @@
 #include <pybind11/chrono.h>
 
 #include "bindings.h"
+#include "tensor/hosts/window_service.h"
 #include "tensor/options.h"
 #include "tensor/stored_bytes.h"
 #include "tensor/window.h"
@@ -33,11 +34,19 @@ void bind_windows(py::module_ module) {
       .def("wait", &OpenedTensor::wait, py::arg("word"), py::arg("value"), py::arg("timeout"),
            ReleaseGil());
 
+  using rota::hosts::WindowService;
+  py::class_<WindowService, std::shared_ptr<WindowService>>(module, "WindowService")
+      .def(py::init(&make_window_service), py::arg("backend"), py::arg("hosts"), py::arg("rank"),
+           py::arg("number"), ReleaseGil())
+      .def_property_readonly("is_usable", &WindowService::is_usable);
+
   py::class_<TensorWindow, std::shared_ptr<TensorWindow>>(module, "Window")
       .def(py::init<std::shared_ptr<ExposedTensor>, int,
-                    const std::vector<std::shared_ptr<OpenedTensor>>&, int, Milliseconds>(),
+                    const std::vector<std::shared_ptr<OpenedTensor>>&, int, Milliseconds,
+                    std::shared_ptr<WindowService>, uint64_t>(),
            py::arg("own"), py::arg("rank"), py::arg("others"), py::arg("num_channels"),
-           py::arg("timeout"), ReleaseGil())
+           py::arg("timeout"), py::arg("service") = py::none(), py::arg("number") = 0,
+           ReleaseGil())
       .def_property_readonly("rank", &TensorWindow::rank)
       .def_property_readonly("world_size", &TensorWindow::world_size)
       .def("put", &TensorWindow::put, py::arg("tensor"), py::arg("rank"), py::arg("offset") = 0,
@@ -61,7 +70,7 @@ void bind_windows(py::module_ module) {
       .def("wait_any_signal", &TensorWindow::wait_any_signal, py::arg("ranks"),
            py::arg("channel") = 0, py::arg("timeout") = py::none(), ReleaseGil())
       .def("num_signals", &TensorWindow::num_signals, py::arg("rank"), py::arg("channel") = 0)
-      .def("is_alive", &TensorWindow::is_alive, py::arg("rank"))
+      .def("is_alive", &TensorWindow::is_alive, py::arg("rank"), ReleaseGil())
       .def("close", &TensorWindow::close, ReleaseGil());
 
   module.def("checksum", &checksum, py::arg("tensor"), ReleaseGil());

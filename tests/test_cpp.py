@@ -60,6 +60,7 @@ THREAD_CASES = (
     "bridge_cases",
     "window_cases",
     "window_memory_cases",
+    "remote_window_cases",
 )
 # Single-threaded cases need no ThreadSanitizer, and it does not support forks.
 OTHER_CASES = (
@@ -87,6 +88,7 @@ SHORT_CHUNKS = (
     Patch("hosts/hierarchical_copies.cpp", r"kChunkBytes = 1 << 20;", "kChunkBytes = 4 << 10;"),
     Patch("hosts/hierarchical_copies.cpp", r"kStarBytes = 64 << 10;", "kStarBytes = 256;"),
     Patch("hosts/bridge.h", r"kMaxShortBytes = 32 << 10;", "kMaxShortBytes = 256;"),
+    Patch("hosts/window_packet.h", r"kPacketDataBytes = 256 << 10;", "kPacketDataBytes = 80 << 10;"),
 )
 ENDLESS_SLEEP = (
     Patch("base/waiter.cpp", r"&tick\b", "nullptr"),
@@ -264,7 +266,7 @@ MUTANTS = (
     ),
     Mutant(
         "window-sums-unlocked",
-        (Patch("core/window.cpp", r"(?<=\s)lock_chunk\(lock\);", r"if (!IS_MUTANT) \g<0>"),),
+        (Patch("core/window.cpp", r"(?<=\s)lock_chunk\(lock, wait\);", r"if (!IS_MUTANT) \g<0>"),),
         WINDOW_SUMS,
     ),
     Mutant(

@@ -7,9 +7,13 @@
 // wait_signal() before those of the other rank; whoever has waited for a signal sees all that its
 // sender has done before. Only accumulate() is atomic, chunk by chunk.
 //
+// Ranks on other hosts are reached through core/remote_ranks.h, with the same promises; each access
+// then waits for the target's answer.
+//
 // Works on pointers and dtypes; tensors are handled in tensor/.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -23,6 +27,7 @@
 #include "base/dtype.h"
 #include "base/waiter.h"
 #include "base/wire_format.h"
+#include "core/remote_ranks.h"
 #include "transport/host.h"
 #include "transport/window_memory.h"
 
@@ -35,6 +40,7 @@ inline constexpr size_t kWindowChunkBytes = 64 << 10;
 struct RankWindow {
   transport::WindowView view;
   std::shared_ptr<const transport::PeerProcess> process;  // null: this process
+  bool is_remote = false;  // on another host: of the view only the size of the data is used
 };
 
 class Window {
@@ -44,8 +50,10 @@ class Window {
     std::function<void()> check_interrupt;  // runs several times a second in a wait; may throw
   };
 
-  // ranks: all windows by rank, each with words for num_channels signals from every rank.
-  Window(int rank, std::vector<RankWindow> ranks, int num_channels, Options options);
+  // ranks: all windows by rank, each with words for num_channels signals from every rank. remote:
+  // reaches those on other hosts, if there are any.
+  Window(int rank, std::vector<RankWindow> ranks, int num_channels, Options options,
+         std::shared_ptr<RemoteRanks> remote = nullptr);
 
   int world_size() const { return static_cast<int>(ranks_.size()); }
   static uint64_t num_words(int world_size, int num_channels) {
@@ -53,9 +61,9 @@ class Window {
   }
 
   // Each throws Error(kValue) for a rank or a range outside the window, and Error(kPeerFailed) if
-  // the target has closed its window or, for accesses that write, has died.
+  // the target has closed its window or, for accesses that write or go to another host, has died.
 
-  // Copies to or from the target's elements [offset, offset + num_elems). No wait.
+  // Copies to or from the target's elements [offset, offset + num_elems). No wait on one host.
   void put(int target, uint64_t offset, const void* data, uint64_t num_elems, size_t elem_bytes);
   void get(int target, uint64_t offset, void* data, uint64_t num_elems, size_t elem_bytes);
 
@@ -77,16 +85,39 @@ class Window {
   // The signals of the source that no call has waited for.
   uint64_t num_signals(int source, int channel) const;
 
-  // Whether the rank's process runs and its window is open.
+  // Whether the rank's process runs and its window is open. Asks a rank on another host.
   bool is_alive(int rank) const;
-  // The rank's memory; fails as get().
+  // The memory of a rank on this host; fails as get().
   const transport::WindowView& view(int rank) const;
+
+  // ---- what ranks on other hosts ask of this rank's window, in threads that serve them. Each checks
+  // everything before it writes, and throws Error(kValue).
+
+  void serve_put(uint64_t first_byte, std::span<const std::byte> data);
+  void serve_get(uint64_t first_byte, std::span<std::byte> data) const;
+  // data: num_elems contributions in the wire format, if there is one. still_waits runs several
+  // times a second while another rank adds to the same chunk.
+  void serve_accumulate(uint64_t offset, const std::byte* data, DType dtype, uint64_t num_elems,
+                        const std::optional<WireFormat>& wire,
+                        const std::function<void()>& still_waits);
+  // Only one thread at a time serves a source.
+  void serve_signal(int source, int channel);
+
+  // Contributions are rounded in parts of this length, which is a multiple of every block's.
+  static constexpr uint64_t kPartElems = kWindowChunkBytes / sizeof(float);
 
  private:
   class Watch;
 
+  bool is_remote(int rank) const { return ranks_[static_cast<size_t>(rank)].is_remote; }
+  // Runs body(observer) and completes its RemoteFailure to an Error.
+  template <typename Body>
+  auto remotely(std::string_view call, int target, const Body& body) const;
+  // As is_alive(), but of ranks on other hosts it is what is known. Costs system calls.
+  bool is_taken_for_alive(int rank) const;
+
   const RankWindow& checked(std::string_view call, int target) const;
-  // The target's elements from `offset` on, of which there must be num_elems.
+  // The target's elements from `offset` on, of which there must be num_elems; null on another host.
   std::byte* elements(std::string_view call, int target, uint64_t offset, uint64_t num_elems,
                       size_t elem_bytes) const;
   const RankWindow& opened(std::string_view call, int target) const;
@@ -97,7 +128,15 @@ class Window {
     return static_cast<size_t>(rank * num_channels_ + channel);
   }
 
-  void lock_chunk(Flag& lock);
+  using Part = std::array<float, kPartElems>;
+  // How a thread waits for a lock.
+  struct LockWait {
+    std::string_view call;  // for errors; empty: a rank on another host asks, which adds its own
+    const std::function<void()>& check_interrupt;
+  };
+  void add_to_chunks(const transport::WindowView& view, uint64_t offset, const std::byte* data,
+                     DType dtype, uint64_t num_elems, const LockWait& wait);
+  void lock_chunk(Flag& lock, const LockWait& wait);
   void unlock_chunk(Flag& lock);
   std::string prefix(std::string_view call) const;
   std::string describe(int rank) const;
@@ -107,7 +146,9 @@ class Window {
   const int num_channels_;
   const Options options_;
   const uint64_t fork_generation_;
+  const std::shared_ptr<RemoteRanks> remote_;  // null: all ranks are on this host
   Waiter waiter_;
+  Waiter server_;  // only publishes, to this rank too: for the threads that serve
   const WaitPolicy policy_;
 
   mutable std::mutex mutex_;         // guards the two below

@@ -30,15 +30,16 @@ class WordWatch final : public WindowWatch {
 }  // namespace
 
 std::optional<Error> WindowWatch::tick(Nanoseconds waited) {
-  if (waited >= next_interrupt_check_) {
-    next_interrupt_check_ = waited + kInterruptCheckEvery;
+  const auto now = Clock::now();
+  if (now >= next_interrupt_check_) {
+    next_interrupt_check_ = now + kInterruptCheckEvery;
     check_interrupt_();
   }
   PointToPoint::move_all_groups();
   if (!is_anyone_left()) {
     return Error(ErrorKind::kPeerFailed,
-                 join(prefix(), " waits in vain for ", awaited(),
-                      ": ended or closed; go on with the ranks that are left"));
+                 join(prefix(), " waits in vain for ", awaited(), ": ",
+                      end_of_awaited()));
   }
   if (waited >= timeout_) {
     return Error(ErrorKind::kTimeout, join(prefix(), " waited ", milliseconds(waited), " ms for ",

@@ -2,6 +2,7 @@
 // the deadline, or a signal to this process. Also says on stderr after a second what is awaited.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -28,11 +29,18 @@ class WindowWatch : public WaitObserver {
   // For texts: "rota.Window.wait_signal: rank 1/4", and "rank 0 (pid 4711), its signal".
   virtual std::string prefix() const = 0;
   virtual std::string awaited() const = 0;
+  // Why nobody is left.
+  virtual std::string end_of_awaited() const {
+    return "ended or closed; go on with the ranks that are left";
+  }
 
  private:
+  using Clock = std::chrono::steady_clock;
+
   const Nanoseconds timeout_;
   const std::function<void()>& check_interrupt_;
-  Nanoseconds next_interrupt_check_ = kInterruptCheckEvery;
+  // On the clock, since one call may wait many times for short.
+  Clock::time_point next_interrupt_check_ = Clock::now() + kInterruptCheckEvery;
   bool has_warned_ = false;
 };
 

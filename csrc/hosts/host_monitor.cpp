@@ -3,10 +3,10 @@
 #include <pthread.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <iostream>
 
+#include "hosts/silence.h"
 #include "hosts/tags.h"
 
 namespace rota::hosts {
@@ -15,11 +15,6 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kSignEvery{300};
-// With the sign that is due and the network's delay, 2 s (DESIGN.md's contract).
-constexpr milliseconds kSilence{1500};
-// In place of it, for ranks that may stand still for longer, as in a debugger or beside many
-// others.
-constexpr const char* kSilenceVariable = "ROTA_HOST_SILENCE_MS";
 // How soon a wait for another host ends once a rank of this host has failed.
 constexpr milliseconds kTickWhileWaiting{5};
 constexpr milliseconds kTick{20};
@@ -27,15 +22,6 @@ constexpr milliseconds kTick{20};
 constexpr milliseconds kLastWords{200};
 // Signs whose sending nobody has waited for; more than a peer leaves unread before it is given up.
 constexpr size_t kMostSent = 64;
-
-milliseconds longest_silence() {
-  const char* text = std::getenv(kSilenceVariable);
-  if (text == nullptr) return kSilence;
-  const long value = std::strtol(text, nullptr, 10);
-  if (value > 0) return milliseconds(value);
-  throw Error(ErrorKind::kValue, join("rota: ", kSilenceVariable, " is '", text,
-                                      "', expected a positive number of milliseconds"));
-}
 
 }  // namespace
 
@@ -50,7 +36,7 @@ HostMonitor::HostMonitor(Engine& engine, Inbox& inbox, const schedule::Hosts& ho
       fail_(std::move(fail)),
       local_watch_(local.transport(), local.timeout(), nullptr),
       receivers_(hosts.whose_partner_is(rank)),
-      longest_silence_(longest_silence()) {
+      longest_silence_(hosts::longest_silence()) {
   const int own_host = hosts.place_of(rank).host;
   for (int host = 0; host < hosts.num_hosts(); ++host) {
     if (host != own_host) heard_.emplace(hosts.partner_of(rank, host), Heard{});

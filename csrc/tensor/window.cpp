@@ -3,8 +3,10 @@
 #include <ATen/ops/from_blob.h>
 
 #include "base/error.h"
+#include "base/fork_generation.h"
 #include "core/window_watch.h"
 #include "tensor/errors.h"
+#include "tensor/gil.h"
 #include "tensor/heap_tensor.h"
 #include "tensor/signals.h"
 #include "tensor/tensor_checks.h"
@@ -102,21 +104,39 @@ at::Tensor OpenedTensor::bytes() {
 
 TensorWindow::TensorWindow(std::shared_ptr<ExposedTensor> own, int rank,
                            const std::vector<std::shared_ptr<OpenedTensor>>& others,
-                           int num_channels, Milliseconds timeout)
+                           int num_channels, Milliseconds timeout,
+                           std::shared_ptr<hosts::WindowService> service, uint64_t number)
     : rank_(rank),
       dtype_(own->tensor().scalar_type()),
       shape_(own->tensor().sizes().vec()),
+      fork_generation_(fork_generation()),
       own_(std::move(own)),
       others_(others) {
   std::vector<RankWindow> ranks;
-  for (const auto& other : others) {
-    ranks.push_back(
-        other ? RankWindow{other->opened()->view(), {other->opened(), &other->opened()->process()}}
-              : RankWindow{own_->view(), nullptr});
+  for (size_t peer = 0; peer < others.size(); ++peer) {
+    if (const auto& other = others[peer]) {
+      const auto& opened = other->opened();
+      ranks.push_back({.view = opened->view(), .process = {opened, &opened->process()}});
+    } else if (service && service->is_remote(static_cast<int>(peer))) {
+      std::byte* const nowhere = nullptr;
+      ranks.push_back({.view = {.data = {nowhere, own_->view().data.size()}}, .is_remote = true});
+    } else {
+      ranks.push_back({.view = own_->view()});
+    }
+  }
+  std::shared_ptr<RemoteRanks> remote;
+  if (service) {
+    remote_ = std::make_shared<hosts::RemoteWindow>(*service, number,
+                                                    movable_dtype(own_->tensor(), "Window"));
+    // A call keeps the service, which close() may otherwise end under it. What serves does not: it
+    // runs in the service's own threads.
+    remote = {remote_.get(), [service, kept = remote_](RemoteRanks*) {}};
   }
   window_ = std::make_shared<Window>(
       rank, std::move(ranks), num_channels,
-      Window::Options{.timeout = timeout, .check_interrupt = check_python_signals});
+      Window::Options{.timeout = timeout, .check_interrupt = check_python_signals},
+      std::move(remote));
+  if (remote_) remote_->open(remote_, *window_);
 }
 
 std::shared_ptr<Window> TensorWindow::window() const {
@@ -211,10 +231,14 @@ at::Tensor TensorWindow::view(int rank) {
 }
 
 void TensorWindow::close() {
+  const GilReleased gil_released;
   const std::lock_guard lock(mutex_);
   if (own_) own_->close();
-  own_.reset();
+  // A forked child has none of the threads that serve, and a lock of theirs may be taken for ever.
+  if (remote_ && fork_generation_ == fork_generation()) remote_->close();
+  remote_.reset();
   window_.reset();
+  own_.reset();
   for (auto& other : others_) other.reset();
 }
 

@@ -12,6 +12,8 @@
 
 #include "base/wire_format.h"
 #include "core/window.h"
+#include "hosts/remote_window.h"
+#include "hosts/window_service.h"
 #include "transport/window_memory.h"
 
 namespace rota::tensors {
@@ -65,10 +67,13 @@ class OpenedTensor {
 // As core/window.h, with errors as PythonError; offsets are elements of the window.
 class TensorWindow {
  public:
-  // others: by rank, null for this one.
+  // others: by rank, null for this one and for those on other hosts. service: null if there are
+  // none; otherwise its ranks are this window's, which it knows by this number.
   TensorWindow(std::shared_ptr<ExposedTensor> own, int rank,
                const std::vector<std::shared_ptr<OpenedTensor>>& others, int num_channels,
-               Milliseconds timeout);
+               Milliseconds timeout, std::shared_ptr<hosts::WindowService> service,
+               uint64_t number);
+  ~TensorWindow() { close(); }
 
   int rank() const { return rank_; }
   int world_size() const { return static_cast<int>(others_.size()); }
@@ -98,9 +103,11 @@ class TensorWindow {
   const int rank_;
   const at::ScalarType dtype_;
   const std::vector<int64_t> shape_;
-  mutable std::mutex mutex_;            // guards the three below
-  std::shared_ptr<ExposedTensor> own_;  // null once closed, as the next one
+  const uint64_t fork_generation_;
+  mutable std::mutex mutex_;            // guards those below
+  std::shared_ptr<ExposedTensor> own_;  // null once closed, as the next two
   std::shared_ptr<Window> window_;
+  std::shared_ptr<hosts::RemoteWindow> remote_;  // null if all ranks are on this host
   std::vector<std::shared_ptr<OpenedTensor>> others_;
 };
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rota import _C
+from rota.engine import engine_chooser
 from rota.errors import Mismatch, TransportError
 from rota.groups import member_group, next_number
 from rota.joint import JointSteps
@@ -17,7 +20,7 @@ from rota.memory import empty
 
 
 class Window(_C.Window):
-    """A tensor of each rank that all ranks of a group on one host can access at any time.
+    """A tensor of each rank that all ranks of a group can access at any time.
 
     `put`, `get` and `accumulate` copy to and from another rank's tensor without a call there;
     `view(rank)` is that tensor itself, in place. `signal` and `wait_signal` order them: whoever has
@@ -27,7 +30,11 @@ class Window(_C.Window):
 
     Making one is collective: every rank of the group makes its windows in the same order, with one
     shape and dtype. After that ranks are on their own. The death of a rank ends only waits for this
-    rank and writes to it; its memory can still be read, as it was.
+    rank and writes to it; its memory can still be read on its own host, as it was.
+
+    Ranks on other hosts are reached over the engine: a call returns when the target has answered,
+    and a thread of the target serves it. Their memory cannot be mapped, so `view` refuses them, and
+    that of a rank that has died is gone.
 
     Args:
         tensor_or_shape: this rank's part: a contiguous CPU tensor, or the size of a new one of
@@ -38,13 +45,16 @@ class Window(_C.Window):
         dtype: of a new tensor; torch's default dtype if None.
         num_channels: of signals; each counts by itself.
         timeout: of making the window and of each wait; None is that of the group's store.
+        engine: what carries messages between hosts: a process group of the same ranks whose CPU
+            backend can send and recv, for rota alone. None: a Gloo group that all windows over this
+            group share. Not used on one host.
 
     Raises:
         TypeError, ValueError: no tensor on the CPU, a strided one, one whose memory belongs to
-            another library, or this rank is not in the group.
-        rota.Mismatch: ranks differ in shape, dtype or num_channels; names them.
-        rota.TransportError: ranks are on several hosts, memory is short, or a rank failed to make
-            its part.
+            another library, this rank is not in the group, or the engine is unusable.
+        rota.Mismatch: ranks differ in shape, dtype, num_channels or engine; names them.
+        rota.TransportError: memory is short, the engine does not connect the hosts, or a rank
+            failed to make its part.
         rota.Timeout: a rank did not make its part in time.
 
     Example:
@@ -65,6 +75,7 @@ class Window(_C.Window):
         dtype: torch.dtype | None = None,
         num_channels: int = 1,
         timeout: timedelta | None = None,
+        engine: dist.ProcessGroup | None = None,
     ) -> None:
         pg = member_group(group, "Window")
         if not isinstance(num_channels, int) or not 1 <= num_channels <= MAX_CHANNELS:
@@ -77,6 +88,7 @@ class Window(_C.Window):
             timeout = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
         rank, world_size = pg.rank(), pg.size()
         steps = JointSteps(store, rank, world_size, timeout, "rota.Window")
+        services = _Services(pg, engine)
         own: list[_C.ExposedTensor] = []
 
         def expose() -> str:
@@ -87,22 +99,35 @@ class Window(_C.Window):
                     "made": f"{tuple(tensor.shape)} of {tensor.dtype}, {num_channels} channels",
                     "host": _C.host_id(),
                     "address": own[0].address,
+                    "engine": "no engine" if engine is None else "one of its own",
+                    "service": services.usable_number(),
                 }
             )
 
         cards = [json.loads(text) for text in steps.step(expose)]
         _check_alike(cards)
         others: list[_C.OpenedTensor | None] = [None] * world_size
+        service: list[_C.WindowService | None] = []
 
         def open_others() -> str:
             for peer in range(world_size):
-                if peer != rank:
+                if peer != rank and cards[peer]["host"] == cards[rank]["host"]:
                     address = cards[peer]["address"]
                     others[peer] = _C.OpenedTensor(address, f"rank {peer}", timeout)
+            service.append(services.connected(store, cards, timeout))
+            return ""
+
+        def serve() -> str:
+            super(Window, self).__init__(
+                own[0], rank, others, num_channels, timeout, service[0], services.window_number
+            )
             return ""
 
         steps.step(open_others)
-        super().__init__(own[0], rank, others, num_channels, timeout)
+        if service[0] is None:
+            serve()
+        else:
+            steps.step(serve)  # nobody asks a rank that does not serve yet
         self._tensor = own[0].tensor
 
     @property
@@ -141,7 +166,49 @@ def _difference(cards: list[dict[str, str]], key: str, verb: str) -> str | None:
 def _check_alike(cards: list[dict[str, str]]) -> None:
     if difference := _difference(cards, "made", "made"):
         raise Mismatch(f"{difference}; give every rank the same shape, dtype and num_channels")
-    if difference := _difference(cards, "host", "are on host"):
-        raise TransportError(
-            f"{difference}; a window's ranks must share one host; make a group of the ranks of each"
-        )
+    if difference := _difference(cards, "engine", "has"):
+        raise Mismatch(f"{difference}; give every rank an engine or none")
+
+
+class _Services:
+    """What serves ranks of other hosts: one for all windows over a group, or over an engine."""
+
+    def __init__(self, pg: dist.ProcessGroup, engine: dist.ProcessGroup | None) -> None:
+        self._pg = pg
+        self._engine = engine
+        self._key = engine if isinstance(engine, dist.ProcessGroup) else pg
+        # Of the window among those of one service, and of a service that this window has to make.
+        self.window_number = next_number(self._key, "remote window")
+
+    def usable_number(self) -> int:
+        """The number of the service that this rank has; -1 if it needs a new one."""
+        number, service = _services.get(self._key, (-1, None))
+        return number if service is not None and service.is_usable else -1
+
+    def connected(
+        self, store: dist.Store, cards: list[dict[str, str]], timeout: timedelta
+    ) -> _C.WindowService | None:
+        """The service that all ranks have, or a new one; None if all ranks are on one host."""
+        hosts = [card["host"] for card in cards]
+        if len(set(hosts)) == 1:
+            return None
+        numbers = {card["service"] for card in cards}
+        if len(numbers) == 1 and numbers != {-1}:
+            return _services[self._key][1]
+        rank, world_size = self._pg.rank(), self._pg.size()
+        _, problem, connect = engine_chooser(self._engine, timeout)(rank, world_size)
+        if problem:
+            raise ValueError(f"rota.Window: {problem}")
+        backend, problem = connect(dist.PrefixStore("engine", store))
+        if backend is None:
+            raise TransportError(f"rota.Window: {problem}")
+        service = _C.WindowService(backend, hosts, rank, self.window_number)
+        _services[self._key] = self.window_number, service
+        return service
+
+
+# Each lives as long as its group or engine.
+_services: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, _C.WindowService]] = (
+    weakref.WeakKeyDictionary()
+)
+atexit.register(_services.clear)

@@ -134,6 +134,22 @@ class OpenedTensor:
             rota.PeerFailed: the owner has ended or closed it before.
         """
 
+class WindowService:
+    """Serves ranks of other hosts, and asks them; see rota.Window.
+
+    Args:
+        backend: of all ranks; rota alone uses it.
+        hosts: each rank's host_id().
+        number: of this service among those over the backend.
+    """
+
+    def __init__(
+        self, backend: dist._Backend, hosts: Sequence[str], rank: int, number: int
+    ) -> None: ...
+    @property
+    def is_usable(self) -> bool:
+        """Whether no rank of another host is lost."""
+
 class Window:
     """See rota.Window, which makes one. Offsets count elements of the window."""
 
@@ -144,6 +160,8 @@ class Window:
         others: Sequence[OpenedTensor | None],
         num_channels: int,
         timeout: timedelta,
+        service: WindowService | None = None,
+        number: int = 0,
     ) -> None: ...
     @property
     def rank(self) -> int: ...

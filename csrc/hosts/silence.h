@@ -1,0 +1,12 @@
+// How long a rank on another host may be silent before it counts as lost.
+#pragma once
+
+#include <chrono>
+
+namespace rota::hosts {
+
+// 1500 ms, or what ROTA_HOST_SILENCE_MS says. Throws Error(kValue) if that is not a positive
+// number.
+std::chrono::milliseconds longest_silence();
+
+}  // namespace rota::hosts

@@ -1,0 +1,173 @@
+// A rank on another host, for windows: asks it, and serves what it asks. A thread takes in what it
+// sends; waits for the connections cannot be combined, so each such rank has one. It neither takes
+// part in collectives nor calls Python, and the failure of one rank ends nothing of another.
+//
+// Requests are numbered from 1 on, served and answered in their order, and at most kMaxAsked of
+// them are without an answer. So an answer proves that its request has been sent, and request n
+// that answer n - kMaxAsked has: their buffers are free then. No message is given up before, since
+// an engine such as Gloo would then stop the whole connection.
+//
+// A rank that owes an answer and from which nothing comes for long is lost. One that owes none is
+// asked for a sign of life while somebody waits for it. Signs need no connections of their own: a
+// queue of data that delays them is itself a row of packets, each a sign.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/flag.h"
+#include "base/fork_safe.h"
+#include "base/waiter.h"
+#include "core/remote_ranks.h"
+#include "hosts/connections.h"
+#include "hosts/window_packet.h"
+
+namespace rota::hosts {
+
+class WindowPeer {
+ public:
+  // A request as it is served, in the peer's thread.
+  class Request {
+   public:
+    const WindowPacket& packet() const { return packet_; }
+    std::span<const std::byte> data() const { return data_; }
+    // For a get: where its answer's data goes, at most kPacketDataBytes.
+    std::byte* answer_data() const { return answer_data_; }
+    // Tells the peer that this takes long.
+    void still_busy() const { peer_.send_busy(); }
+
+   private:
+    friend class WindowPeer;
+    Request(WindowPeer& peer, const WindowPacket& packet, std::span<const std::byte> data,
+            std::byte* answer_data)
+        : peer_(peer), packet_(packet), data_(data), answer_data_(answer_data) {}
+    WindowPeer& peer_;
+    const WindowPacket& packet_;
+    const std::span<const std::byte> data_;
+    std::byte* const answer_data_;
+  };
+  // Returns the bytes of its answer's data. Throws RemoteFailure, which the peer gets.
+  using Serve = std::function<size_t(const Request&)>;
+
+  // Requests of one call, cut into packets of which several are on their way.
+  class Call {
+   public:
+    Call(WindowPeer& peer, WaitObserver& observer) : peer_(peer), observer_(observer) {}
+    // Answers that still come are dropped.
+    ~Call();
+    Call(const Call&) = delete;
+    Call& operator=(const Call&) = delete;
+
+    // Sends a request once there is room. write_data, if any, writes its packet.data_bytes; the
+    // data of the answer goes to `result`. Throws RemoteFailure of earlier requests.
+    void ask(WindowPacket packet, const std::function<void(std::byte*)>& write_data = nullptr,
+             std::span<std::byte> result = {});
+    // Waits until all are answered. Throws RemoteFailure.
+    void finish();
+
+   private:
+    friend class WindowPeer;
+    void throw_failure();
+
+    WindowPeer& peer_;
+    WaitObserver& observer_;
+    uint64_t last_ = 0;                     // number of its last request
+    std::optional<RemoteFailure> failure_;  // guarded by the peer's mutex
+  };
+
+  // name: "rank 3 on host 1", for errors.
+  WindowPeer(Connections& connections, int rank, int tag, std::string name, Serve serve,
+             std::chrono::milliseconds longest_silence);
+  // Ends the thread; what is on its way may get lost.
+  ~WindowPeer();
+  WindowPeer(const WindowPeer&) = delete;
+  WindowPeer& operator=(const WindowPeer&) = delete;
+
+  const std::string& name() const { return name_; }
+  // Asks without waiting for room or for the answer; false if there is no room.
+  bool try_ask(const WindowPacket& packet);
+  // Whether all requests are answered, or the peer is lost.
+  bool is_quiet();
+  bool is_lost();
+  // What has happened to it; see RemoteRanks.
+  std::optional<std::string> loss();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  using MessageRef = Connections::MessageRef;
+
+  static constexpr uint64_t kMaxAsked = 8;
+  static constexpr size_t kNumPosted = 4;  // recvs that wait for packets
+
+  // Of a request without an answer.
+  struct Asked {
+    PacketBuffer buffer;
+    MessageRef sent;
+    Call* call = nullptr;  // null: nobody waits for it any more
+    std::span<std::byte> result;
+  };
+  struct Answer {
+    PacketBuffer buffer;
+    MessageRef sent;
+    std::vector<MessageRef> sent_busy;
+  };
+
+  void run();
+  bool await_packet(size_t posted);  // false: the thread ends
+  void take(PacketBuffer& packet);
+  void take_answer(PacketBuffer& packet);
+  void serve(PacketBuffer& packet);
+  void send_busy();
+  // Guarded by the mutex, as what they change.
+  bool has_room() const { return num_asked_ - num_answered_.load() < kMaxAsked; }
+  void send(WindowPacket packet, const std::function<void(std::byte*)>& write_data,
+            std::span<std::byte> result, Call* call);
+  void lose(const std::string& why);
+
+  Connections& connections_;
+  const int rank_;
+  const int tag_;
+  const std::string name_;
+  const Serve serve_;
+  const std::chrono::milliseconds longest_silence_;
+
+  // Private to this process: the thread publishes, callers wait.
+  Flag num_answered_{};
+  Flag sleeping_{};
+  Flag num_heard_{};  // packets
+  Waiter waiter_;
+  Waiter publisher_;
+
+  std::mutex mutex_;
+  // Guarded by it.
+  std::array<Asked, kMaxAsked> asked_;  // by number
+  uint64_t num_asked_ = 0;
+  std::optional<std::string> loss_;
+  Clock::time_point last_look_{};
+  std::chrono::milliseconds silent_for_{0};
+  uint64_t num_heard_then_ = 0;  // at the last look
+  MessageRef awaited_;           // by the thread
+  bool is_ending_ = false;
+
+  // The thread's own.
+  std::array<PacketBuffer, kNumPosted> received_;
+  std::array<MessageRef, kNumPosted> posted_;
+  std::array<Answer, kMaxAsked> answers_;  // by number
+  uint64_t num_served_ = 0;
+  PacketBuffer busy_;  // always the same
+  size_t busy_bytes_ = 0;
+
+  ForkSafe<std::thread> thread_;
+};
+
+}  // namespace rota::hosts

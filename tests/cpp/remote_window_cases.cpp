@@ -1,0 +1,463 @@
+// Windows between hosts, of ranks that are threads, over a network in memory: puts that signals
+// order, sums beside those of local ranks, what is refused, and ranks that are lost.
+#include "hosts/remote_window.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <barrier>
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+#include <optional>
+
+#include "check.h"
+#include "cpu/element_loops.h"
+#include "hosts/tags.h"
+#include "hosts/window_service.h"
+#include "memory_network.h"
+#include "random.h"
+#include "ranks.h"
+
+namespace rota::test {
+namespace {
+
+using hosts::PacketBuffer;
+using hosts::RemoteWindow;
+using hosts::WindowPacket;
+using hosts::WindowService;
+using std::chrono::milliseconds;
+using transport::WindowControl;
+using transport::WindowView;
+
+constexpr uint64_t kWindowNumber = 7;
+
+// One rank's window, and what reaches and serves other hosts.
+struct RankOfHosts {
+  int rank;
+  Window& window;
+  RemoteWindow& remote;
+  WindowService& service;
+};
+
+// The windows of all ranks, in plain memory, of which a rank uses only those of its host.
+class World {
+ public:
+  World(std::vector<std::string> host_of, size_t num_bytes, int num_channels = 1,
+        DType dtype = DType::kFloat32)
+      : hosts_(host_of),
+        num_bytes_(num_bytes),
+        num_channels_(num_channels),
+        dtype_(dtype),
+        num_words_(Window::num_words(hosts_.world_size(), num_channels)),
+        network_(MemoryNetwork::Kind::kData),
+        all_(hosts_.world_size()) {
+    const size_t control_lines = WindowControl::num_bytes(num_words_) / sizeof(Flag);
+    for (int rank = 0; rank < hosts_.world_size(); ++rank) {
+      controls_.emplace_back(control_lines);
+      data_.emplace_back(num_bytes);
+    }
+  }
+
+  int world_size() const { return hosts_.world_size(); }
+  MemoryNetwork& network() { return network_; }
+  WindowControl& control(int rank) {
+    return *reinterpret_cast<WindowControl*>(controls_[static_cast<size_t>(rank)].data());
+  }
+  template <typename T>
+  T* data(int rank) {
+    return reinterpret_cast<T*>(data_[static_cast<size_t>(rank)].data());
+  }
+
+  // Runs body on every rank; no rank leaves before all are done.
+  void run(const std::function<void(RankOfHosts&)>& body, const RanksOptions& options = {}) {
+    run_threads(world_size(), [&](int rank) { run_rank(rank, body, options); });
+  }
+
+  // Until all ranks are here.
+  void meet() { all_.arrive_and_wait(); }
+
+ private:
+  void run_rank(int rank, const std::function<void(RankOfHosts&)>& body,
+                const RanksOptions& options) {
+    WindowService service(network_.connect(rank), hosts_, rank, 0);
+    std::vector<RankWindow> ranks;
+    for (int peer = 0; peer < world_size(); ++peer) {
+      if (service.is_remote(peer)) {
+        std::byte* const nowhere = nullptr;
+        ranks.push_back({.view = {.data = {nowhere, num_bytes_}}, .is_remote = true});
+      } else {
+        ranks.push_back({.view = {&control(peer), num_words_, data_[static_cast<size_t>(peer)]}});
+      }
+    }
+    const auto remote = std::make_shared<RemoteWindow>(service, kWindowNumber, dtype_);
+    Window window(
+        rank, std::move(ranks), num_channels_,
+        {.timeout = options.timeout, .check_interrupt = options.check_interrupt}, remote);
+    remote->open(remote, window);
+    meet();
+    RankOfHosts self{rank, window, *remote, service};
+    try {
+      body(self);
+      meet();
+    } catch (...) {
+      all_.arrive_and_drop();
+      remote->close();
+      throw;
+    }
+    control(rank).closed.publish(1);
+    remote->close();
+  }
+
+  const schedule::Hosts hosts_;
+  const size_t num_bytes_;
+  const int num_channels_;
+  const DType dtype_;
+  const uint64_t num_words_;
+  std::vector<std::vector<Flag>> controls_;
+  std::vector<std::vector<std::byte>> data_;
+  MemoryNetwork network_;
+  std::barrier<> all_;
+};
+
+const std::vector<std::string> kTwoByTwo{"a", "a", "b", "b"};
+const std::vector<std::string> kOneEach{"a", "b"};
+const std::vector<std::string> kThreeHosts{"a", "b", "c"};
+
+// In each round every rank writes to every other, and reads once it has the writer's signal. A
+// second channel says that the place is free again.
+void signals_order_puts() {
+  constexpr int kNumRounds = 20;
+  constexpr int kWritten = 0, kRead = 1;
+  constexpr size_t kLength = 40;
+  using Numbers = std::array<int, kLength>;
+  World world(kTwoByTwo, sizeof(Numbers) * kTwoByTwo.size(), 2);
+  const int world_size = world.world_size();
+  world.run([&](RankOfHosts& self) {
+    Random random(static_cast<uint64_t>(self.rank));
+    for (int round = 0; round < kNumRounds; ++round) {
+      for (int peer = 0; peer < world_size; ++peer) {
+        if (round > 0) self.window.wait_signal(peer, kRead, std::nullopt);
+        Numbers numbers;
+        numbers.fill(round * world_size + self.rank);
+        self.window.put(peer, static_cast<uint64_t>(self.rank), numbers.data(), 1, sizeof(Numbers));
+        dawdle(random);
+        self.window.signal(peer, kWritten);
+      }
+      for (int peer = 0; peer < world_size; ++peer) {
+        self.window.wait_signal(peer, kWritten, std::nullopt);
+        Numbers numbers;
+        self.window.get(self.rank, static_cast<uint64_t>(peer), numbers.data(), 1, sizeof(Numbers));
+        for (const int number : numbers) check_equal(number, round * world_size + peer, "number");
+        self.window.signal(peer, kRead);
+      }
+    }
+  });
+}
+
+// Of many packets, in both directions at once, at odd places.
+void long_transfers() {
+  constexpr size_t kNumBytes = 11 * hosts::kPacketDataBytes + 13;
+  constexpr uint64_t kOffset = 5;
+  World world(kOneEach, kNumBytes + kOffset);
+  world.run([&](RankOfHosts& self) {
+    const int peer = 1 - self.rank;
+    std::vector<std::byte> sent(kNumBytes), got(kNumBytes);
+    for (size_t i = 0; i < kNumBytes; ++i) {
+      sent[i] = static_cast<std::byte>(mix(i + static_cast<size_t>(self.rank) * kNumBytes));
+    }
+    self.window.put(peer, kOffset, sent.data(), kNumBytes, 1);
+    self.window.signal(peer, 0);
+    self.window.get(peer, kOffset, got.data(), kNumBytes, 1);
+    check(got == sent, "what was put there");
+    self.window.wait_signal(peer, 0, std::nullopt);
+    check_equal(*world.data<char>(self.rank), char{0}, "what lies before");
+    world.meet();  // the peer still reads
+  });
+}
+
+// Every rank adds to ranges of rank 0's window that overlap and cross chunks.
+void sums_are_atomic(const std::optional<WireFormat>& wire) {
+  constexpr int kNumRounds = 4;
+  constexpr uint64_t kChunk = kWindowChunkBytes / sizeof(float);
+  constexpr uint64_t kNumElems = 2 * kChunk + 100;
+  World world(kTwoByTwo, kNumElems * sizeof(float));
+  world.run([&](RankOfHosts& self) {
+    const std::vector<float> ones(kChunk + 50, 1);
+    for (int round = 0; round < kNumRounds; ++round) {
+      self.window.accumulate(0, static_cast<uint64_t>(10 * self.rank), ones.data(),
+                             DType::kFloat32, ones.size(), wire);
+    }
+    self.window.signal(0, 0);
+    if (self.rank != 0) return;
+    std::vector<float> expected(kNumElems);
+    for (int peer = 0; peer < world.world_size(); ++peer) {
+      self.window.wait_signal(peer, 0, std::nullopt);
+      for (uint64_t i = 0; i < ones.size(); ++i) {
+        expected[static_cast<uint64_t>(10 * peer) + i] += kNumRounds;
+      }
+    }
+    check(std::equal(expected.begin(), expected.end(), world.data<float>(0)), "the sums");
+  });
+}
+
+// The bits are those of one host, wherever packets and chunks end.
+void contributions_are_rounded_as_on_one_host() {
+  constexpr uint64_t kOffset = 7, kNumElems = 300'001;
+  std::vector<float> values(kNumElems);
+  for (uint64_t i = 0; i < kNumElems; ++i) {
+    values[i] = static_cast<float>(i) * 0.37f - 1000;
+  }
+  for (const WireFormat wire : {WireFormat{DType::kBFloat16}, WireFormat{DType::kFloat16, true},
+                                WireFormat{DType::kFloat8E4M3, true}}) {
+    World world(kOneEach, (kOffset + kNumElems) * sizeof(float));
+    world.run([&](RankOfHosts& self) {
+      if (self.rank == 1) return;
+      for (const int target : {0, 1}) {
+        self.window.accumulate(target, kOffset, values.data(), DType::kFloat32, kNumElems, wire);
+      }
+    });
+    const float* here = world.data<float>(0);
+    check(std::equal(here, here + kOffset + kNumElems, world.data<float>(1)), "the sums");
+    check(here[kOffset] != 0, "something was added");
+  }
+}
+
+// A packet from rank 1 as another build might send it, and the answer.
+class RawPeer {
+ public:
+  explicit RawPeer(MemoryNetwork& network) : connections_(network.connect(1)) {}
+
+  WindowPacket ask(WindowPacket packet, bool is_cut_short = false) {
+    packet.number = ++number_;
+    packet.window = kWindowNumber;
+    return exchange(packet, is_cut_short).value();
+  }
+  // None if there is no answer for a moment.
+  std::optional<WindowPacket> exchange(const WindowPacket& packet, bool is_cut_short) {
+    sent_.header() = packet;
+    std::memset(sent_.data(), 1, hosts::kPacketDataBytes);
+    const size_t num_bytes = sent_.seal() - (is_cut_short ? 12 : 0);
+    const auto recv = connections_->recv(answer_.message(), PacketBuffer::kNumBytes, 0, kTag);
+    const auto send = connections_->send(sent_.message(), num_bytes, 0, kTag);
+    send->wait(kPatience);
+    try {
+      recv->wait(is_cut_short ? milliseconds(100) : milliseconds(kPatience));
+    } catch (const std::runtime_error&) {
+      return std::nullopt;
+    }
+    return answer_.header();
+  }
+
+ private:
+  static constexpr int kTag = hosts::kFirstWindowTag;
+  hosts::ConnectionsPtr connections_;
+  PacketBuffer sent_, answer_;
+  uint64_t number_ = 0;
+};
+
+void malformed_requests_write_nothing() {
+  constexpr size_t kNumBytes = 100;
+  using Kind = WindowPacket::Kind;
+  constexpr auto kFloat = static_cast<uint32_t>(DType::kFloat32);
+  const std::vector<WindowPacket> requests{
+      {.kind = Kind::kPut, .first = 90, .num = 11, .data_bytes = 11},
+      {.kind = Kind::kPut, .first = ~uint64_t{0} - 4, .num = 8, .data_bytes = 8},
+      {.kind = Kind::kPut, .first = 0, .num = 50, .data_bytes = 8},
+      {.kind = Kind::kGet, .first = 1, .num = 100},
+      {.kind = Kind::kGet, .first = 0, .num = ~uint64_t{0}},
+      {.kind = Kind::kAccumulate, .first = 24, .num = 2, .data_bytes = 8, .dtype = kFloat},
+      {.kind = Kind::kAccumulate, .num = ~uint64_t{0} / 2, .data_bytes = 8, .dtype = kFloat},
+      {.kind = Kind::kAccumulate, .num = 2, .data_bytes = 7, .dtype = kFloat},
+      {.kind = Kind::kAccumulate, .num = 1, .data_bytes = 8, .dtype = 1},
+      {.kind = Kind::kAccumulate, .num = 2, .data_bytes = 4, .dtype = kFloat, .wire_dtype = 99,
+       .has_wire = 1},
+      {.kind = Kind::kAccumulate, .num = 2, .data_bytes = 4, .dtype = kFloat,
+       .wire_dtype = static_cast<uint32_t>(DType::kInt16), .has_wire = 1},
+      {.kind = Kind::kAccumulate, .num = 2, .data_bytes = 4, .dtype = kFloat,
+       .wire_dtype = static_cast<uint32_t>(DType::kBFloat16), .has_wire = 1, .is_block_scaled = 1},
+      {.kind = Kind::kSignal, .channel = 1},
+      {.kind = Kind::kSignal, .channel = ~0u},
+  };
+  World world(kOneEach, kNumBytes);
+  const schedule::Hosts hosts(kOneEach);
+  WindowService service(world.network().connect(0), hosts, 0, 0);
+  RankWindow remote{.view = {.data = {static_cast<std::byte*>(nullptr), kNumBytes}},
+                    .is_remote = true};
+  RankWindow own{.view = {&world.control(0), 2, {world.data<std::byte>(0), kNumBytes}}};
+  const auto served = std::make_shared<RemoteWindow>(service, kWindowNumber, DType::kFloat32);
+  Window window(0, {own, remote}, 1,
+                {.timeout = kPatience, .check_interrupt = [] {}}, served);
+  served->open(served, window);
+
+  RawPeer peer(world.network());
+  for (size_t i = 0; i < requests.size(); ++i) {
+    const WindowPacket answer = peer.ask(requests[i]);
+    check(answer.kind == Kind::kFailed, join("request ", i, " is refused"));
+  }
+  check(peer.ask({.kind = Kind::kPut, .first = 96, .num = 4, .data_bytes = 4}).kind == Kind::kDone,
+        "a right one is served");
+  // The peer is given up, since nobody knows what it sends.
+  WindowPacket cut{.kind = Kind::kPut, .number = requests.size() + 2, .window = kWindowNumber,
+                   .num = 8, .data_bytes = 8};
+  check(!peer.exchange(cut, true), "one that is cut short is not answered");
+  while (service.is_usable()) usleep(1000);
+  const std::byte* data = world.data<std::byte>(0);
+  check(std::all_of(data, data + 96, [](std::byte byte) { return byte == std::byte{0}; }),
+        "nothing else was written");
+  check_equal(window.num_signals(1, 0), uint64_t{0}, "signals");
+  served->close();
+}
+
+void closed_window_is_refused() {
+  World world(kThreeHosts, 64);
+  world.run([&](RankOfHosts& self) {
+    if (self.rank == 1) {
+      self.window.signal(0, 0);
+      world.control(1).closed.publish(1);
+    }
+    world.meet();
+    if (self.rank != 0) return;
+    int number = 0;
+    const auto refusal = [](auto&& body) {
+      return std::string(expect_error(ErrorKind::kPeerFailed, body).what());
+    };
+    check_contains(refusal([&] { self.window.put(1, 0, &number, 1, sizeof(number)); }),
+                   "rota.Window.put: rank 0/3: rank 1 on host 1 has closed its window");
+    refusal([&] { self.window.get(1, 0, &number, 1, sizeof(number)); });
+    refusal([&] { self.window.signal(1, 0); });
+    check(!self.window.is_alive(1) && self.window.is_alive(2), "who is alive");
+    self.window.wait_signal(1, 0, std::nullopt);  // which it had sent before
+    self.window.put(2, 0, &number, 1, sizeof(number));
+    check_contains(expect_error(ErrorKind::kValue, [&] { self.window.view(2); }).what(),
+                   "rank 2 on host 2 has memory that cannot be mapped here; use get");
+  });
+}
+
+// Of three hosts one falls silent; the others go on.
+void silent_host_is_lost() {
+  setenv("ROTA_HOST_SILENCE_MS", "700", 1);
+  World world(kThreeHosts, 4 * hosts::kPacketDataBytes);
+  world.run([&](RankOfHosts& self) {
+    if (self.rank == 2) world.network().cut_off(2);
+    world.meet();
+    if (self.rank == 2) return;
+    const auto lost = [](auto&& body) {
+      const Error error = expect_error(ErrorKind::kPeerFailed, body);
+      check_contains(error.what(), "rank 2 on host 2");
+      check_contains(error.what(), "has given no sign of life");
+    };
+    std::vector<std::byte> data(4 * hosts::kPacketDataBytes);
+    if (self.rank == 0) {
+      lost([&] { self.window.wait_signal(2, 0, std::nullopt); });
+    } else {
+      lost([&] { self.window.put(2, 0, data.data(), data.size(), 1); });
+    }
+    lost([&] { self.window.get(2, 0, data.data(), 1, 1); });
+    check(!self.window.is_alive(2), "who is alive");
+    check(!self.service.is_usable(), "the service lacks a rank");
+    const int other = 1 - self.rank;
+    self.window.put(other, 0, data.data(), data.size(), 1);
+    self.window.signal(other, 0);
+    self.window.wait_signal(other, 0, std::nullopt);
+  });
+  unsetenv("ROTA_HOST_SILENCE_MS");
+}
+
+// A rank of the target's host holds a chunk for longer than a host may be silent. Then it dies, as
+// its window tells.
+void busy_target_is_not_lost() {
+  setenv("ROTA_HOST_SILENCE_MS", "500", 1);
+  World world({"a", "b", "b"}, 64, 1, DType::kInt32);
+  world.run([&](RankOfHosts& self) {
+    if (self.rank == 2) check(world.control(1).locks[0].try_change(0, 3), "held by rank 2");
+    world.meet();
+    const int number = 1;
+    if (self.rank == 2) {
+      usleep(1'200'000);
+      world.control(2).closed.publish(1);
+    } else if (self.rank == 0) {
+      const Error error = expect_error(ErrorKind::kPeerFailed, [&] {
+        self.window.accumulate(1, 0, &number, DType::kInt32, 1, std::nullopt);
+      });
+      check_contains(error.what(), "rank 2, which adds to the same chunk");
+      self.window.put(1, 1, &number, 1, sizeof(number));
+      check_equal(world.data<int>(1)[0], 0, "the sum");
+    }
+  });
+  unsetenv("ROTA_HOST_SILENCE_MS");
+}
+
+// Interrupts the waits of a call in the middle.
+class Interruption final : public WaitObserver {
+ public:
+  explicit Interruption(int num_ticks) : num_ticks_(num_ticks) {}
+  std::optional<Error> poll() override { return std::nullopt; }
+  std::optional<Error> tick(Nanoseconds) override {
+    if (num_ticks_-- > 0) return std::nullopt;
+    return Error(ErrorKind::kInternal, "interrupted");
+  }
+
+ private:
+  int num_ticks_;
+};
+
+// The caller's memory is free at once, though answers are on their way; later calls are not
+// disturbed by them.
+void interrupted_call_leaves_nothing_behind() {
+  constexpr size_t kNumBytes = 30 * hosts::kPacketDataBytes;
+  World world(kOneEach, kNumBytes);
+  world.run([&](RankOfHosts& self) {
+    if (self.rank == 1) return;
+    for (int i = 0; i < 8; ++i) {
+      {
+        std::vector<std::byte> memory(kNumBytes);
+        Interruption get(i), put(i);
+        expect_error(ErrorKind::kInternal, [&] { self.remote.get(1, 0, memory, get); });
+        expect_error(ErrorKind::kInternal, [&] { self.remote.put(1, 0, memory, put); });
+      }
+      const int sent = i + 1;
+      int got = 0;
+      self.window.put(1, 0, &sent, 1, sizeof(sent));
+      self.window.get(1, 0, &got, 1, sizeof(got));
+      check_equal(got, sent, "what was put there");
+    }
+  });
+}
+
+void wait_for_answer_ends_at_its_timeout() {
+  World world({"a", "b", "b"}, 64, 1, DType::kInt32);
+  world.run(
+      [&](RankOfHosts& self) {
+        Flag& lock = world.control(1).locks[0];
+        if (self.rank == 2) check(lock.try_change(0, 3), "held by rank 2");
+        world.meet();
+        const int number = 1;
+        if (self.rank == 0) {
+          const Error error = expect_error(ErrorKind::kTimeout, [&] {
+            self.window.accumulate(1, 0, &number, DType::kInt32, 1, std::nullopt);
+          });
+          check_contains(error.what(), "rank 1");
+        }
+        world.meet();
+        if (self.rank == 2) lock.publish(1 << 16);
+      },
+      {.timeout = milliseconds(100)});
+}
+
+const CaseTable kCases{
+    {"remote_window_signals", signals_order_puts},
+    {"remote_window_long", long_transfers},
+    {"remote_window_sums", [] { sums_are_atomic(std::nullopt); }},
+    {"remote_window_sums-float16", [] { sums_are_atomic(WireFormat{DType::kFloat16}); }},
+    {"remote_window_wire", contributions_are_rounded_as_on_one_host},
+    {"remote_window_malformed", malformed_requests_write_nothing},
+    {"remote_window_closed", closed_window_is_refused},
+    {"remote_window_silent", silent_host_is_lost},
+    {"remote_window_busy", busy_target_is_not_lost},
+    {"remote_window_interrupted", interrupted_call_leaves_nothing_behind},
+    {"remote_window_timeout", wait_for_answer_ends_at_its_timeout},
+};
+
+}  // namespace
+}  // namespace rota::test
