@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,7 @@ class Window(_C.Window):
             copied. Raw pointers and numpy arrays of it, however, still refer to the old memory.
         group: the ranks; None is the default group, on any backend.
         dtype: of a new tensor; torch's default dtype if None.
+        device: of a new tensor: the CPU, or this rank's GPU (docs/cuda.md says what differs there).
         num_channels: of signals; each counts by itself.
         timeout: of making the window and of each wait; None is that of the group's store.
         engine: what carries messages between hosts: a process group of the same ranks whose CPU
@@ -67,17 +69,41 @@ class Window(_C.Window):
         ...     assert window.tensor[16:24].sum() == 8
     """
 
+    def __new__(cls, *args: Any, device: torch.device | str = "cpu", **kwargs: Any) -> Window:
+        if cls is Window and torch.device(device).type == "cuda":
+            from rota.device_window import DeviceWindow
+
+            cls = DeviceWindow
+        return super().__new__(cls)
+
     def __init__(
         self,
         tensor_or_shape: torch.Tensor | Sequence[int] | int,
         group: dist.ProcessGroup | None = None,
         *,
         dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
         num_channels: int = 1,
         timeout: timedelta | None = None,
         engine: dist.ProcessGroup | None = None,
     ) -> None:
+        if torch.device(device).type != "cpu":
+            raise ValueError(f"rota.Window: device is {device!r}, expected cpu or cuda")
         pg = member_group(group, "Window")
+        own, _ = self._make(
+            pg, lambda: _own_tensor(tensor_or_shape, dtype), num_channels, timeout, engine
+        )
+        self._tensor = own.tensor
+
+    def _make(
+        self,
+        pg: dist.ProcessGroup,
+        make_tensor: Callable[[], torch.Tensor],
+        num_channels: int,
+        timeout: timedelta | None,
+        engine: dist.ProcessGroup | None,
+    ) -> tuple[_C.ExposedTensor, list[_C.OpenedTensor | None]]:
+        """Makes the window; returns this rank's part and those of the others on this host."""
         if not isinstance(num_channels, int) or not 1 <= num_channels <= MAX_CHANNELS:
             raise ValueError(
                 f"rota.Window: num_channels is {num_channels!r}, expected 1 to {MAX_CHANNELS}"
@@ -92,7 +118,7 @@ class Window(_C.Window):
         own: list[_C.ExposedTensor] = []
 
         def expose() -> str:
-            tensor = _own_tensor(tensor_or_shape, dtype)
+            tensor = make_tensor()
             own.append(_C.ExposedTensor(tensor, world_size * num_channels, others_may_write=True))
             return json.dumps(
                 {
@@ -105,7 +131,7 @@ class Window(_C.Window):
             )
 
         cards = [json.loads(text) for text in steps.step(expose)]
-        _check_alike(cards)
+        check_alike(cards)
         others: list[_C.OpenedTensor | None] = [None] * world_size
         service: list[_C.WindowService | None] = []
 
@@ -128,7 +154,7 @@ class Window(_C.Window):
             serve()
         else:
             steps.step(serve)  # nobody asks a rank that does not serve yet
-        self._tensor = own[0].tensor
+        return own[0], others
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -163,7 +189,7 @@ def _difference(cards: list[dict[str, str]], key: str, verb: str) -> str | None:
     return f"rota.Window: ranks disagree: {'; '.join(parts)}"
 
 
-def _check_alike(cards: list[dict[str, str]]) -> None:
+def check_alike(cards: list[dict[str, str]]) -> None:
     if difference := _difference(cards, "made", "made"):
         raise Mismatch(f"{difference}; give every rank the same shape, dtype and num_channels")
     if difference := _difference(cards, "engine", "has"):
