@@ -51,7 +51,7 @@ void free_places(void* control, const void* data) {
 void free_places_when_unused(void* control, const void* data, std::shared_ptr<void> kept,
                              std::vector<UniqueFd> openers) {
   try {
-    std::thread([=, openers = std::move(openers)] {
+    std::thread([=, kept = kept, openers = std::move(openers)] {
       for (const UniqueFd& opener : openers) wait_until_hung_up(opener);
       free_places(control, data);
     }).detach();

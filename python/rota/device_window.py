@@ -16,7 +16,7 @@ from rota.errors import RotaError, TransportError
 from rota.groups import member_group, next_number
 from rota.joint import JointSteps
 from rota.memory import empty
-from rota.window import Window, check_alike
+from rota.window import Window, check_made_alike
 
 
 class DeviceWindow(Window):
@@ -66,7 +66,7 @@ class DeviceWindow(Window):
             shape.extend(sizes)
             return json.dumps({"made": f"{tuple(shape)} of {dtype} on GPUs"})
 
-        check_alike([json.loads(text) for text in steps.step(describe)])
+        check_made_alike([json.loads(text) for text in steps.step(describe)])
         where = torch.device(device)
         if where.index is None:
             where = torch.device("cuda", torch.cuda.current_device())

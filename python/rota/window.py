@@ -131,7 +131,9 @@ class Window(_C.Window):
             )
 
         cards = [json.loads(text) for text in steps.step(expose)]
-        check_alike(cards)
+        check_made_alike(cards)
+        if difference := _difference(cards, "engine", "has"):
+            raise Mismatch(f"{difference}; give every rank an engine or none")
         others: list[_C.OpenedTensor | None] = [None] * world_size
         service: list[_C.WindowService | None] = []
 
@@ -189,11 +191,10 @@ def _difference(cards: list[dict[str, str]], key: str, verb: str) -> str | None:
     return f"rota.Window: ranks disagree: {'; '.join(parts)}"
 
 
-def check_alike(cards: list[dict[str, str]]) -> None:
+def check_made_alike(cards: list[dict[str, str]]) -> None:
+    """Raises Mismatch if ranks have made different windows, as their cards say under "made"."""
     if difference := _difference(cards, "made", "made"):
         raise Mismatch(f"{difference}; give every rank the same shape, dtype and num_channels")
-    if difference := _difference(cards, "engine", "has"):
-        raise Mismatch(f"{difference}; give every rank an engine or none")
 
 
 class _Services:
