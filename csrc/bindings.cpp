@@ -400,9 +400,10 @@ PYBIND11_MODULE(_C, module) {
       });
   py::class_<ProcessGroupRota, c10::intrusive_ptr<ProcessGroupRota>>(module, "ProcessGroupRota",
                                                                      backend)
-      .def(py::init<const StorePtr&, int, int, ProcessGroupRota::OptionsPtr, Delegate::Make>(),
+      .def(py::init<const StorePtr&, int, int, ProcessGroupRota::OptionsPtr, Delegate::Make,
+                    rota::c10d_backend::MakeWindow>(),
            py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("options"),
-           py::arg("make_delegate"), ReleaseGil())
+           py::arg("make_delegate"), py::arg("make_window"), ReleaseGil())
       .def_property_readonly("options", &ProcessGroupRota::getBackendOptions)
       .def(
           "spans_hosts",

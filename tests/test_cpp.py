@@ -88,7 +88,9 @@ SHORT_CHUNKS = (
     Patch("hosts/hierarchical_copies.cpp", r"kChunkBytes = 1 << 20;", "kChunkBytes = 4 << 10;"),
     Patch("hosts/hierarchical_copies.cpp", r"kStarBytes = 64 << 10;", "kStarBytes = 256;"),
     Patch("hosts/bridge.h", r"kMaxShortBytes = 32 << 10;", "kMaxShortBytes = 256;"),
-    Patch("hosts/window_packet.h", r"kPacketDataBytes = 256 << 10;", "kPacketDataBytes = 80 << 10;"),
+    Patch(
+        "hosts/window_packet.h", r"kPacketDataBytes = 256 << 10;", "kPacketDataBytes = 80 << 10;"
+    ),
 )
 ENDLESS_SLEEP = (
     Patch("base/waiter.cpp", r"&tick\b", "nullptr"),

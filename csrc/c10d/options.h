@@ -31,6 +31,9 @@ struct BackendOptions final : ::c10d::Backend::Options {
   bool connects_at_first_use = false;
   std::function<void()> check_interrupt;
 
+  // torch calls it from 2.15 on, which has it as a virtual method; older ones do not.
+  c10::intrusive_ptr<Options> clone() const { return c10::make_intrusive<BackendOptions>(*this); }
+
   tensors::TensorCommunicatorOptions of_communicator() const {
     return {.timeout = timeout,
             .slot_bytes = slot_bytes,

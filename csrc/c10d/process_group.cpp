@@ -142,11 +142,14 @@ std::vector<int64_t> in_elems(std::vector<int64_t> splits, const at::Tensor& ten
 }  // namespace
 
 ProcessGroupRota::ProcessGroupRota(const StorePtr& store, int rank, int world_size,
-                                   OptionsPtr options, Delegate::Make make_delegate)
+                                   OptionsPtr options, Delegate::Make make_delegate,
+                                   MakeWindow make_window)
     : Backend(rank, world_size),
+      store_(store),
       options_(std::move(options)),
       communicator_(TensorCommunicator::make(store, rank, world_size, options_->of_communicator())),
-      delegate_(std::move(make_delegate), store, rank, world_size) {}
+      delegate_(std::move(make_delegate), store, rank, world_size),
+      make_window_(std::move(make_window)) {}
 
 template <typename Issue>
 WorkPtr ProcessGroupRota::call(const Issue& issue) {
@@ -431,13 +434,31 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupRota::split(
   auto group = c10::make_intrusive<ProcessGroupRota>(
       c10::make_intrusive<::c10d::PrefixStore>(prefix, store),
       static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size()), std::move(of_rota),
-      delegate_.make());
+      delegate_.make(), make_window_);
   if (options && !options->group_name.empty()) {
     last_split_name_ = options->group_name;
     last_split_.emplace(c10::intrusive_ptr<Backend>(group));
   }
   return group;
 }
+
+#if defined(C10D_BACKEND_HAS_WINDOW)
+c10::intrusive_ptr<::c10d::Window> ProcessGroupRota::new_window(
+    const std::optional<at::Tensor>& tensor) {
+  const auto prefix = join("rota/new_window/", num_windows_++);
+  auto store = c10::make_intrusive<::c10d::PrefixStore>(prefix, store_);
+  int num_registered = 0;
+  auto window = c10::make_intrusive<WindowRota>(
+      [make = make_window_, store, num_registered, rank = getRank(),
+       world_size = getSize()](const at::Tensor& registered) mutable {
+        const auto own_store =
+            c10::make_intrusive<::c10d::PrefixStore>(std::to_string(num_registered++), store);
+        return make(registered, own_store, rank, world_size);
+      });
+  if (tensor) window->tensor_register(*tensor, /*owning=*/true);
+  return window;
+}
+#endif
 
 void ProcessGroupRota::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;

@@ -10,6 +10,7 @@
 
 #include "c10d/delegate.h"
 #include "c10d/options.h"
+#include "c10d/window.h"
 #include "tensor/tensor_communicator.h"
 
 namespace rota::c10d_backend {
@@ -24,9 +25,9 @@ class ProcessGroupRota final : public ::c10d::Backend {
  public:
   using OptionsPtr = c10::intrusive_ptr<BackendOptions>;
 
-  // Arguments as in TensorCommunicator::make().
+  // Arguments as in TensorCommunicator::make(). make_window: for new_window().
   ProcessGroupRota(const StorePtr& store, int rank, int world_size, OptionsPtr options,
-                   Delegate::Make make_delegate);
+                   Delegate::Make make_delegate, MakeWindow make_window);
 
   const std::string getBackendName() const override { return "rota"; }
 
@@ -81,6 +82,11 @@ class ProcessGroupRota final : public ::c10d::Backend {
   c10::intrusive_ptr<Backend> split(const StorePtr& store, const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>& options) override;
 
+#if defined(C10D_BACKEND_HAS_WINDOW)
+  bool supportsWindow() const override { return true; }
+  c10::intrusive_ptr<::c10d::Window> new_window(const std::optional<at::Tensor>& tensor) override;
+#endif
+
   TensorCommunicator& communicator() { return *communicator_; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override;
@@ -117,9 +123,12 @@ class ProcessGroupRota final : public ::c10d::Backend {
   WorkPtr work_of(const WorkRef& work, CollectiveKind kind, Tensors results,
                   HostWork::Clock::time_point called) const;
 
+  const StorePtr store_;
   OptionsPtr options_;
   std::shared_ptr<TensorCommunicator> communicator_;
   Delegate delegate_;
+  const MakeWindow make_window_;
+  int num_windows_ = 0;  // made so far; all ranks count alike
   std::atomic<uint64_t> num_calls_{0};
   std::string last_split_name_;  // unique; a group without a name is not kept
   std::optional<c10::weak_intrusive_ptr<Backend>> last_split_;

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import _DistributedBackendOptions
 from rota import _C
 from rota.communicator import DEFAULT_SLOT_BYTES
 from rota.engine import engine_chooser
+from rota.window import make_window
 
 
 class BackendOptions(_C.BackendOptions):
@@ -117,5 +118,5 @@ def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGrou
     own.choose_engine = engine_chooser(getattr(given, "engine", None), timeout)
     own.connects_at_first_use = is_lazy
     return _C.ProcessGroupRota(
-        options.store, options.group_rank, options.group_size, own, make_nccl
+        options.store, options.group_rank, options.group_size, own, make_nccl, make_window
     )

@@ -42,7 +42,7 @@ class DeviceWindow(Window):
         pg = member_group(group, "Window")
         dtype = dtype if dtype is not None else torch.get_default_dtype()
         # Its words are this window's; it has no elements.
-        own, others = self._make(pg, lambda: empty(0, dtype=dtype), num_channels, timeout, engine)
+        own, others = self._open(pg, lambda: empty(0, dtype=dtype), num_channels, timeout, engine)
         number = next_number(pg, "DeviceWindow")
         store = dist.PrefixStore(f"rota/device_window/{number}", pg.get_group_store())
         if timeout is None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import json
+import uuid
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -90,14 +92,14 @@ class Window(_C.Window):
         if torch.device(device).type != "cpu":
             raise ValueError(f"rota.Window: device is {device!r}, expected cpu or cuda")
         pg = member_group(group, "Window")
-        own, _ = self._make(
+        own, _ = self._open(
             pg, lambda: _own_tensor(tensor_or_shape, dtype), num_channels, timeout, engine
         )
         self._tensor = own.tensor
 
-    def _make(
+    def _open(
         self,
-        pg: dist.ProcessGroup,
+        pg: dist.ProcessGroup | _Ranks,
         make_tensor: Callable[[], torch.Tensor],
         num_channels: int,
         timeout: timedelta | None,
@@ -164,6 +166,32 @@ class Window(_C.Window):
         return self._tensor
 
 
+@dataclass(frozen=True, eq=False)
+class _Ranks:
+    """Ranks that meet in a store which is used for nothing else, as a process group has them."""
+
+    store: dist.Store
+    own_rank: int
+    world_size: int
+    group_name: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def rank(self) -> int:
+        return self.own_rank
+
+    def size(self) -> int:
+        return self.world_size
+
+    def get_group_store(self) -> dist.Store:
+        return self.store
+
+
+def make_window(tensor: torch.Tensor, store: dist.Store, rank: int, world_size: int) -> Window:
+    """A window for ranks without a process group: a backend's, which torch 2.15 asks for one."""
+    window = Window.__new__(Window)
+    window._open(_Ranks(store, rank, world_size), lambda: tensor.detach(), 1, None, None)
+    return window
+
+
 MAX_CHANNELS = 1024
 
 
@@ -200,7 +228,7 @@ def check_made_alike(cards: list[dict[str, str]]) -> None:
 class _Services:
     """What serves ranks of other hosts: one for all windows over a group, or over an engine."""
 
-    def __init__(self, pg: dist.ProcessGroup, engine: dist.ProcessGroup | None) -> None:
+    def __init__(self, pg: dist.ProcessGroup | _Ranks, engine: dist.ProcessGroup | None) -> None:
         self._pg = pg
         self._engine = engine
         self._key = engine if isinstance(engine, dist.ProcessGroup) else pg
@@ -235,7 +263,7 @@ class _Services:
 
 
 # Each lives as long as its group or engine.
-_services: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, _C.WindowService]] = (
+_services: weakref.WeakKeyDictionary[dist.ProcessGroup | _Ranks, tuple[int, _C.WindowService]] = (
     weakref.WeakKeyDictionary()
 )
 atexit.register(_services.clear)
