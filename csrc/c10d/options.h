@@ -30,12 +30,14 @@ struct BackendOptions final : ::c10d::Backend::Options {
   // As in TensorCommunicatorOptions.
   bool connects_at_first_use = false;
   std::function<void()> check_interrupt;
+  std::function<void()> check_peers;
 
   tensors::TensorCommunicatorOptions of_communicator() const {
     return {.timeout = timeout,
             .slot_bytes = slot_bytes,
             .connects_at_first_use = connects_at_first_use,
             .check_interrupt = check_interrupt,
+            .check_peers = check_peers,
             .choose_engine = choose_engine,
             .inter_wire = inter_wire};
   }

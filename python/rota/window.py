@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from rota import _C
 from rota.errors import Mismatch, TransportError
-from rota.groups import member_group, next_number
+from rota.groups import member_group, next_number, peer_check
 from rota.joint import JointSteps
 from rota.memory import empty
 
@@ -76,7 +77,7 @@ class Window(_C.Window):
         if timeout is None:
             timeout = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
         rank, world_size = pg.rank(), pg.size()
-        steps = JointSteps(store, rank, world_size, timeout, "rota.Window")
+        steps = JointSteps(store, rank, world_size, timeout, "rota.Window", peer_check())
         own: list[_C.ExposedTensor] = []
 
         def expose() -> str:
@@ -104,6 +105,7 @@ class Window(_C.Window):
         steps.step(open_others)
         super().__init__(own[0], rank, others, num_channels, timeout)
         self._tensor = own[0].tensor
+        _living.add(self)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -112,6 +114,12 @@ class Window(_C.Window):
 
 
 MAX_CHANNELS = 1024
+
+_living: weakref.WeakSet[Window] = weakref.WeakSet()
+
+
+def living_windows() -> list[Window]:
+    return list(_living)
 
 
 def _own_tensor(

@@ -349,6 +349,7 @@ class Communicator:
         choose_engine: ChooseEngine | None = None,
         inter_wire_dtype: torch.dtype | None = None,
         inter_block_scaling: bool = False,
+        check_peers: Callable[[], None] | None = None,
     ) -> None: ...
     @property
     def rank(self) -> int: ...
@@ -779,6 +780,8 @@ class BackendOptions(dist._Backend.Options):
     connects_at_first_use: bool
     """Whether the group connects at its first call, as subgroups do, or when it is made."""
     choose_engine: ChooseEngine  # called if ranks are on several hosts
+    check_peers: Callable[[], None] | None
+    """Called several times a second while ranks connect; raises if one of them is gone."""
 
     def __init__(
         self,
@@ -808,6 +811,8 @@ class ProcessGroupRota(dist._Backend):
     ) -> None: ...
     @property
     def options(self) -> BackendOptions: ...
+    def abort(self, reason: str = ...) -> None:
+        """Makes every waiting and every later call fail, on every rank, with this text."""
     def spans_hosts(self, ranks: list[int]) -> bool:
         """Whether these ranks are known to be on several hosts; False before the group connects."""
 

@@ -1,0 +1,6 @@
+"""Training that goes on while processes come and go. See docs/elastic.md."""
+
+from rota.elastic.generation import Generation
+from rota.elastic.membership import Finished, Membership
+
+__all__ = ["Finished", "Generation", "Membership"]
