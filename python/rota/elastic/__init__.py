@@ -1,6 +1,7 @@
 """Training that goes on while processes come and go. See docs/elastic.md."""
 
 from rota.elastic.generation import Generation
+from rota.elastic.handles import Handle
 from rota.elastic.membership import Finished, Membership
 
-__all__ = ["Finished", "Generation", "Membership"]
+__all__ = ["Finished", "Generation", "Handle", "Membership"]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
-_EMPTY = "{}"
+# A document stands beside a random number of the change that wrote it. Without that, two processes
+# that make the same change at once would both take it for theirs.
+_EMPTY = json.dumps(["", {}])
 
 
 class Documents:
@@ -23,7 +26,8 @@ class Documents:
 
     def read(self, key: str) -> dict[str, Any]:
         """The document, which is empty before its first change. Does not wait."""
-        return json.loads(self._text(key))  # type: ignore[no-any-return]
+        _, document = json.loads(self._text(key))
+        return document  # type: ignore[no-any-return]
 
     def change(self, key: str, change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
         """Applies `change` to the newest document, as often as others change it meanwhile.
@@ -36,10 +40,10 @@ class Documents:
         """
         while True:
             old = self._text(key)
-            document: dict[str, Any] = json.loads(old)
+            document: dict[str, Any] = json.loads(old)[1]
             change(document)
-            new = json.dumps(document)
-            if new == old or self._swap(key, old, new) == new:
+            new = json.dumps([uuid.uuid4().hex, document])
+            if self._swap(key, old, new) == new:
                 return document
 
     def _text(self, key: str) -> str:

@@ -120,18 +120,19 @@ class Forming:
         while True:
             document = self._documents.read(self._key)
             self._raise_outcome(document)
-            said: dict[str, Any] = document["said"]
-            awaited = [handle for handle in self._handles if handle.name not in said]
+            said: Said = document["said"]
+            awaited = _silent(said)
             if _disagree(said):
                 disagreed_at = disagreed_at or time.monotonic()
-                if not awaited or time.monotonic() - disagreed_at > GRACE_S:
-                    self._conclude(_kind_of(said), self._describe(said))
+                has_all = len(said) > 1 and not awaited
+                if has_all or time.monotonic() - disagreed_at > GRACE_S:
+                    self._conclude(_kind_of(said), _describe(said))
                     continue
             elif not awaited:
                 return
             if self._conclude_if_gone():
                 continue
-            poll.sleep([handle.who for handle in awaited])
+            poll.sleep(awaited)
 
     def check(self) -> None:
         """Raises what agree() raises once this attempt has failed; for waits while connecting."""
@@ -156,7 +157,7 @@ class Forming:
         except BaseException:  # Ctrl-C
             self._conclude("PeerFailed", f"{self._own.who} was interrupted")
             raise
-        document = self._documents.change(self._key, self._add_ready)
+        document = self._count_as_connected()
         poll = Poll(self._prefix(), self._timeout)
         while document["outcome"] != [FORMED, ""]:
             self._raise_outcome(document)
@@ -181,7 +182,8 @@ class Forming:
             if not is_used:
                 said[self._own.name] = {
                     "who": self._own.who,
-                    "members": [handle.name for handle in self._handles],
+                    "members": {handle.name: handle.who for handle in self._handles},
+                    "ranks": [handle.name for handle in self._handles],
                     "problem": problem,
                 }
 
@@ -193,12 +195,15 @@ class Forming:
                 f"needs a new one"
             )
 
-    def _add_ready(self, document: dict[str, Any]) -> None:
-        if document["outcome"] is not None or self._own.name in document["ready"]:
-            return
-        document["ready"].append(self._own.name)
-        if len(document["ready"]) == len(self._handles):
-            document["outcome"] = [FORMED, ""]
+    def _count_as_connected(self) -> dict[str, Any]:
+        def count(document: dict[str, Any]) -> None:
+            if document["outcome"] is not None or self._own.name in document["ready"]:
+                return
+            document["ready"].append(self._own.name)
+            if len(document["ready"]) == len(self._handles):
+                document["outcome"] = [FORMED, ""]
+
+        return self._documents.change(self._key, count)
 
     def _conclude(self, kind: str, text: str) -> None:
         def conclude(document: dict[str, Any]) -> None:
@@ -257,25 +262,33 @@ class Forming:
             return "it is not among the members that it was given"
         return ""
 
-    def _describe(self, said: dict[str, Any]) -> str:
-        """What each process has said, for an error."""
-        who = {name: of_one["who"] for name, of_one in said.items()}
-        who |= {handle.name: handle.who for handle in self._handles}
-        texts = []
-        for of_one in said.values():
-            members = ", ".join(who.get(name, name) for name in of_one["members"])
-            problem = f", but {of_one['problem']}" if of_one["problem"] else ""
-            texts.append(f"{of_one['who']} says that the members are [{members}]{problem}")
-        silent = [handle.who for handle in self._handles if handle.name not in said]
-        texts += [f"{text} has said nothing yet" for text in silent]
-        return f"{'; '.join(texts)}; give every member the same handles, by rank"
+
+# What members have said: by name, "who" it is, the "ranks" it was given (names by rank), who these
+# "members" are, and the "problem" with its own arguments.
+Said = dict[str, dict[str, Any]]
 
 
-def _disagree(said: dict[str, Any]) -> bool:
-    lists = [of_one["members"] for of_one in said.values()]
+def _disagree(said: Said) -> bool:
+    lists = [of_one["ranks"] for of_one in said.values()]
     return lists.count(lists[0]) < len(lists) or _kind_of(said) == "ValueError"
 
 
-def _kind_of(said: dict[str, Any]) -> str:
+def _kind_of(said: Said) -> str:
     return "ValueError" if any(of_one["problem"] for of_one in said.values()) else "Mismatch"
 
+
+def _silent(said: Said) -> list[str]:
+    """Who is a member for anyone, and has said nothing yet."""
+    members = {name: who for of_one in said.values() for name, who in of_one["members"].items()}
+    return [who for name, who in members.items() if name not in said]
+
+
+def _describe(said: Said) -> str:
+    """What each process has said, for an error."""
+    texts = []
+    for of_one in said.values():
+        members = ", ".join(of_one["members"][name] for name in of_one["ranks"])
+        problem = f", but {of_one['problem']}" if of_one["problem"] else ""
+        texts.append(f"{of_one['who']} says that the members are [{members}]{problem}")
+    texts += [f"{who} has said nothing yet" for who in _silent(said)]
+    return f"{'; '.join(texts)}; give every member the same handles, by rank"

@@ -131,7 +131,7 @@ class Generation:
             return
         self._has_ended = True
         self._store.set(_over_key(self.uuid), reason)
-        end_groups(f"{self} has ended: {reason}; use the groups and communicators of the new one")
+        end_groups(f"{self} has ended: {reason}; take what is made in the new one")
 
     def __str__(self) -> str:
         return f"generation {self.number} ({self.uuid})"
@@ -174,5 +174,3 @@ def _abort(group: dist.ProcessGroup, reason: str) -> None:
         backend = group._get_backend(torch.device("cpu"))
         if isinstance(backend, _C.ProcessGroupRota):
             backend.abort(reason)
-
-

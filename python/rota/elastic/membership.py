@@ -44,7 +44,6 @@ class Membership:
 
     Args:
         store: of the job, which supports compare_set; used for nothing else.
-        min_members: a generation waits until so many have come.
         rank: a number to order ranks by: those that give one come before those that do not. The
             ranks themselves are always 0, 1, 2 and so on.
         timeout: of waits for members that live, and of the groups'; None: torch's default, 30
@@ -72,22 +71,16 @@ class Membership:
         self,
         store: dist.Store,
         *,
-        min_members: int = 1,
         rank: int | None = None,
         timeout: timedelta | None = None,
         pg_options: BackendOptions | None = None,
     ) -> None:
-        if not isinstance(min_members, int) or min_members < 1:
-            raise ValueError(
-                f"rota.elastic.Membership: min_members is {min_members!r}, expected an int from 1"
-            )
         if rank is not None and (not isinstance(rank, int) or rank < 0):
             raise ValueError(
                 f"rota.elastic.Membership: rank is {rank!r}, expected None or an int from 0"
             )
         self._store = dist.PrefixStore("rota/elastic", store)
         self._documents = Documents(self._store)
-        self._min_members = min_members
         self._rank = rank
         self._timeout = timeout if timeout is not None else dist.default_pg_timeout
         self._pg_options = pg_options
@@ -110,29 +103,38 @@ class Membership:
         """The present one; None before the first, and after its end."""
         return self._generation
 
-    def next(self) -> Generation:
+    def next(self, min_members: int = 1) -> Generation:
         """Ends the present generation and goes on in the next one, with all that have come.
 
         Blocks until every member of the present one has called it, left or died, and all that take
         part are connected. If a member is lost meanwhile, the others try again. Call it at the
         start, after `Generation.is_over`, and after rota.PeerFailed.
 
+        Args:
+            min_members: how many must have come before any of them goes on, if all of them say so;
+                otherwise the smallest number counts.
+
         Returns:
             The new generation, whose ranks torch.distributed's default group has now.
 
         Raises:
             rota.elastic.Finished: the job is over.
-            ValueError: several members ask for the same rank; raised by all.
+            ValueError: several members ask for the same rank; raised by all. Or min_members is
+                no number from 1.
             rota.TransportError: a member could not connect, for want of memory for example; raised
                 by all. It may be called again.
             rota.Timeout: a living member did not come in time.
             rota.RotaError: torch.distributed is initialised, or this process has left.
         """
+        if not isinstance(min_members, int) or min_members < 1:
+            raise ValueError(
+                f"rota.elastic: min_members is {min_members!r}, expected an int from 1 on"
+            )
         ended_s = self._end_present("{own} has gone on to the next one")
         while True:
             began = time.monotonic()
             try:
-                roster = self._await_proposal()
+                roster = self._await_proposal(min_members)
                 handles = [self._card(name) for name in roster.members]
                 waited_s = time.monotonic() - began
                 self._check_clashes(roster)
@@ -197,7 +199,7 @@ class Membership:
         self._processes = Processes(self._own.handle)
         self._store.set(_card_key(self._own.handle.name), str(self._own.handle))
 
-    def _await_proposal(self) -> Roster:
+    def _await_proposal(self, min_members: int) -> Roster:
         """Arrives, and blocks until there is a proposal with this process."""
         if self._own.is_closed:
             self._start()
@@ -223,15 +225,11 @@ class Membership:
             if gone:
                 names = {handle.name for handle in gone}
                 roster = self._change(partial(Roster.remove, names=names))
-            elif roster.can_propose(self._min_members):
-                roster = self._change(self._propose)
+            elif roster.can_propose(min_members):
+                roster = self._change(partial(_propose, min_members=min_members))
             else:
                 poll.sleep([self._card(name).who for name in roster.awaited])
                 roster = Roster.of(self._documents.read(_ROSTER))
-
-    def _propose(self, roster: Roster) -> None:
-        if roster.can_propose(self._min_members) and not roster.is_finished:
-            roster.propose(uuid.uuid4().hex)
 
     def _withdraw(self, even_as_member: bool = False) -> None:
         """Takes this process out, unless it has a place that the others must wait for."""
@@ -304,6 +302,12 @@ class Membership:
             self._generation.end(reason.format(own=own))
             self._generation = None
         return time.monotonic() - began
+
+
+def _propose(roster: Roster, min_members: int) -> None:
+    # Another process may have been faster.
+    if roster.can_propose(min_members) and not roster.is_finished:
+        roster.propose(uuid.uuid4().hex)
 
 
 def _card_key(name: str) -> str:
