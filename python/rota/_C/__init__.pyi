@@ -50,6 +50,22 @@ class HeapPool:
     def empty(self, num_elems: int, dtype: torch.dtype) -> torch.Tensor:
         """A contiguous CPU tensor of any values; raises as rota.empty()."""
 
+def move_storage(tensor: torch.Tensor, place: torch.Tensor, *, copies: bool) -> bool:
+    """Moves a CPU tensor's storage onto the bytes of another tensor, which it keeps alive.
+
+    All tensors that share the storage move with it; raw pointers still refer to the old memory.
+
+    Args:
+        place: contiguous, as many bytes as the storage.
+        copies: the contents, too; otherwise the storage takes what it finds at `place`.
+
+    Returns:
+        False if nothing was done: the memory is not torch's own, and not from an earlier call.
+
+    Raises:
+        ValueError: the place is strided or of another length.
+    """
+
 def checksum(tensor: torch.Tensor) -> int:
     """64 bits of the bytes of a contiguous CPU tensor; against damage, not against forgery."""
 

@@ -3,5 +3,6 @@
 from rota.elastic.generation import Generation
 from rota.elastic.handles import Handle
 from rota.elastic.membership import Finished, Membership
+from rota.elastic.state import RandomState, State
 
-__all__ = ["Finished", "Generation", "Handle", "Membership"]
+__all__ = ["Finished", "Generation", "Handle", "Membership", "RandomState", "State"]
