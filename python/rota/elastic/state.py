@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -66,6 +67,10 @@ class State:
             around it, which is made anew in every generation (with init_sync=False, since the ranks
             are equal).
 
+    Attributes:
+        seconds: what the last synchronize() took, by term: "compare" the ranks' steps, "offer",
+            "allocate", "copy", "verify", "load", "regroup". For benchmarks.
+
     Raises:
         TypeError: an object has no state, or is a DistributedDataParallel.
 
@@ -90,6 +95,7 @@ class State:
             key=lambda part: not isinstance(part, ModulePart),
         )
         self._num_steps = _FRESH
+        self.seconds: dict[str, float] = {}
         self._kept: Arena | None = None
         self._loose: Arena | None = None
         self._copied: set[int] = set()  # storages that cannot move to the arena
@@ -144,7 +150,9 @@ class State:
                 every rank. The ranks keep their states.
             rota.PeerFailed: a rank has died; the ranks that live keep their states.
         """
+        timer = _Timer(self)
         exchange = _Exchange(generation)
+        self.seconds = {}
         own = {part.name: part.describe() for part in self._parts}
         cards = exchange.all(lambda: (self._num_steps, own))
         _check_alike([descriptions for _, descriptions in cards])
@@ -157,32 +165,43 @@ class State:
             if rank != source and (is_all_fresh or num_steps < steps[source])
         }
         self._roll_back()
+        timer.end("compare")
         if receivers or check_equal:
-            self._transfer(exchange, source, receivers, check_equal)
+            self._transfer(exchange, timer, source, receivers, check_equal)
         if generation.rank not in receivers:
             self._num_steps = self.num_steps
         for part in self._parts:
             part.regroup()
         self._may_be_new = True
         self._save()
+        timer.end("regroup")
         return generation.rank in receivers
 
     # ---- the transfer
 
     def _transfer(
-        self, exchange: _Exchange, source: int, receivers: set[int], check_equal: bool
+        self,
+        exchange: _Exchange,
+        timer: _Timer,
+        source: int,
+        receivers: set[int],
+        check_equal: bool,
     ) -> None:
         rank = exchange.rank
         offers = exchange.all(lambda: self._offer() if rank == source else None)
         offer: _Offer = offers[source]
+        timer.end("offer")
         copies: list[Arena] = []
 
         def copy_or_sum() -> list[int]:
             if rank in receivers:
-                sums = []
-                for address, lengths in (offer.kept, offer.loose):
-                    copies.append(Arena(lengths))
-                    sums.append(copies[-1].fetch(address, f"rank {source}", _COPY_TIMEOUT))
+                copies.extend(Arena(lengths) for _, lengths in (offer.kept, offer.loose))
+                timer.end("allocate")
+                sums = [
+                    arena.fetch(address, f"rank {source}", _COPY_TIMEOUT)
+                    for arena, (address, _) in zip(copies, (offer.kept, offer.loose), strict=True)
+                ]
+                timer.end("copy")
                 return sums
             if rank == source:
                 return [arena.checksum() for arena in (self._kept, self._loose) if arena]
@@ -193,7 +212,9 @@ class State:
 
         sums: list[list[int]] = exchange.all(copy_or_sum)
         _check_sums(sums, source, receivers, offer.num_steps)
+        timer.end("verify")
         exchange.all(lambda: self._load(offer, *copies) if copies else None)
+        timer.end("load")
         self._loose = None
 
     def _offer(self) -> _Offer:
@@ -300,6 +321,19 @@ class RandomState:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         torch.set_rng_state(state_dict["torch"])
         random.setstate(state_dict["python"])
+
+
+class _Timer:
+    """Writes the seconds of each term to the state."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._last = time.monotonic()
+
+    def end(self, term: str) -> None:
+        now = time.monotonic()
+        self._state.seconds[term] = now - self._last
+        self._last = now
 
 
 class _Exchange:
