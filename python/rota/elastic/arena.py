@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from rota import _C
 from rota.memory import empty
@@ -57,6 +58,11 @@ class Arena:
             rota.TransportError: that process has ended.
         """
         return _C.copy_with_checksum(self.bytes, _C.OpenedTensor(address, who, timeout).bytes)
+
+    def receive(self, rank: int) -> int:
+        """The same by messages, from a rank that sends its arena's bytes. Returns the checksum."""
+        dist.recv(self.bytes, rank)
+        return self.checksum()
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from rota.communicator import Communicator
 from rota.elastic.documents import Documents
 from rota.elastic.forming import Forming, Poll
 from rota.elastic.generation import Generation, change_key
-from rota.elastic.handles import Handle, OwnProcess, Processes
+from rota.elastic.handles import Handle, OwnProcess, Processes, own_ip
 from rota.elastic.roster import Roster
 from rota.errors import PeerFailed, RotaError
 
@@ -79,6 +79,7 @@ class Membership:
             raise ValueError(
                 f"rota.elastic.Membership: rank is {rank!r}, expected None or an int from 0"
             )
+        self._ip = own_ip(store)
         self._store = dist.PrefixStore("rota/elastic", store)
         self._documents = Documents(self._store)
         self._rank = rank
@@ -195,7 +196,7 @@ class Membership:
     # ---- the roster
 
     def _start(self) -> None:
-        self._own = OwnProcess(self._job)
+        self._own = OwnProcess(self._job, self._ip)
         self._processes = Processes(self._own.handle)
         self._store.set(_card_key(self._own.handle.name), str(self._own.handle))
 
@@ -287,6 +288,7 @@ class Membership:
             )
             generation.communicator = Communicator(timeout=self._timeout)
         processes.keep_only(members)
+        self._own.tidy()
         self._cards = {handle.name: handle for handle in members}
         generation.seconds = {"agree": agreed - began, "connect": time.monotonic() - agreed}
         self._generation = generation

@@ -47,11 +47,11 @@ class State:
     """Objects whose state is the same on all ranks, or may be taken from any of them.
 
     A rank that joins, or has missed a step, copies it from the memory of a rank that lives: at the
-    speed of a memcpy, and verified by a checksum. For that, `commit` moves the storages of
-    parameters and optimiser state to memory that the processes of the host can read, as
-    torch.Tensor.share_memory_ does; raw pointers and numpy arrays of them then refer to old memory.
-    Tensors that cannot move, such as those on a GPU, are copied there for each transfer (not yet
-    run on a GPU).
+    speed of a memcpy (from another host by messages), and verified by a checksum. For that, `commit`
+    moves the storages of parameters and optimiser state to memory that the processes of the host
+    can read, as torch.Tensor.share_memory_ does; raw pointers and numpy arrays of them then refer
+    to old memory. Tensors that cannot move, such as those on a GPU, are copied there for each
+    transfer (not yet run on a GPU).
 
     `commit` ends a step. After a failure `synchronize` takes each rank back to its last commit:
     gradients are dropped, and small states (random numbers, data position, buffers, HookState
@@ -197,14 +197,23 @@ class State:
             if rank in receivers:
                 copies.extend(Arena(lengths) for _, lengths in (offer.kept, offer.loose))
                 timer.end("allocate")
-                sums = [
-                    arena.fetch(address, f"rank {source}", _COPY_TIMEOUT)
-                    for arena, (address, _) in zip(copies, (offer.kept, offer.loose), strict=True)
-                ]
+                addresses = (offer.kept[0], offer.loose[0])
+                if exchange.shares_host(source):
+                    sums = [
+                        arena.fetch(address, f"rank {source}", _COPY_TIMEOUT)
+                        for arena, address in zip(copies, addresses, strict=True)
+                    ]
+                else:
+                    sums = [arena.receive(source) for arena in copies]
                 timer.end("copy")
                 return sums
             if rank == source:
-                return [arena.checksum() for arena in (self._kept, self._loose) if arena]
+                arenas = [arena for arena in (self._kept, self._loose) if arena is not None]
+                for receiver in sorted(receivers):
+                    if not exchange.shares_host(receiver):
+                        for arena in arenas:
+                            dist.send(arena.bytes, receiver)
+                return [arena.checksum() for arena in arenas]
             if check_equal:
                 self._share()
                 return [self._kept.checksum()] if self._kept else []
@@ -342,6 +351,9 @@ class _Exchange:
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self.rank = generation.rank
+
+    def shares_host(self, rank: int) -> bool:
+        return any({rank, self.rank} <= set(host) for host in self._generation.communicator.hosts)
 
     def all(self, run: Callable[[], Any]) -> list[Any]:
         """Runs `run` on every rank; returns all results by rank.
