@@ -403,3 +403,60 @@ def test_member_that_has_gone_on_is_not_awaited(store: dist.TCPStore, what: str)
         (error,) = [error for error in ranks.results() if error is not None]
     assert error[0] == "PeerFailed", error[1]
     assert "rank 0" in error[1] and "has gone on to the next one" in error[1]
+
+
+HOOKS: dict[str, Callable[[Any], object]] = {
+    "no hook": lambda ddp: None,
+    "allreduce_hook": lambda ddp: ddp.register_comm_hook(None, rota.allreduce_hook),
+    "fused_hook": lambda ddp: ddp.register_comm_hook(rota.HookState(model=ddp), rota.fused_hook),
+}
+
+
+def train_ddp(rank: Rank, port: int, num_members: int, hook: str) -> tuple[int, list[float]]:
+    """DDP, made anew in each generation, whose backward passes meet a death."""
+    store = store_of(port)
+    is_newcomer = rank.rank >= num_members
+    if is_newcomer:
+        rank.hear()
+    membership = Membership(store)
+    torch.manual_seed(rank.rank)
+    model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    state = rota.elastic.State(model=model, optimizer=optimizer)
+    min_members = 1 if is_newcomer else num_members
+    num_failures = 0
+    while True:
+        generation = membership.next(min_members)
+        min_members = 1
+        try:
+            state.synchronize(generation, check_equal=True)
+            rank.tell(generation.world_size)
+            ddp = DistributedDataParallel(model, init_sync=False, bucket_cap_mb=0.2)
+            HOOKS[hook](ddp)
+            while not generation.is_over(leave=store.check(["stop"])):
+                ddp(torch.randn(4, 300)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                state.commit()
+        except rota.PeerFailed:
+            num_failures += 1
+            continue
+        if store.check(["stop"]):
+            membership.leave()
+            return num_failures, [parameter.sum().item() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_ddp_goes_on_after_a_death_in_its_backward_pass(store: dist.TCPStore, hook: str) -> None:
+    with Ranks(4, train_ddp, store.port, 3, hook) as ranks:
+        for process in range(3):
+            ranks.hear(process)
+        ranks.kill(1)
+        ranks.tell(3)
+        for process in (0, 2, 3):
+            while ranks.hear(process) != 3:
+                pass
+        store.set("stop", "")
+        results = ranks.results(killed=[1])
+    assert results[0][0] >= 1 and results[2][0] >= 1
+    assert results[0][1] == results[2][1] == results[3][1]

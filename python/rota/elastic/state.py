@@ -47,11 +47,11 @@ class State:
     """Objects whose state is the same on all ranks, or may be taken from any of them.
 
     A rank that joins, or has missed a step, copies it from the memory of a rank that lives: at the
-    speed of a memcpy (from another host by messages), and verified by a checksum. For that, `commit`
-    moves the storages of parameters and optimiser state to memory that the processes of the host
-    can read, as torch.Tensor.share_memory_ does; raw pointers and numpy arrays of them then refer
-    to old memory. Tensors that cannot move, such as those on a GPU, are copied there for each
-    transfer (not yet run on a GPU).
+    speed of a memcpy (from another host by messages), and verified by a checksum. For that,
+    `commit` moves the storages of parameters and optimiser state to memory that the processes of
+    the host can read, as torch.Tensor.share_memory_ does; raw pointers and numpy arrays of them
+    then refer to old memory. Tensors that cannot move, such as those on a GPU, are copied there for
+    each transfer (not yet run on a GPU).
 
     `commit` ends a step. After a failure `synchronize` takes each rank back to its last commit:
     gradients are dropped, and small states (random numbers, data position, buffers, HookState
