@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -90,6 +91,7 @@ class Membership:
         self._cards: dict[str, Handle] = {}
         self._generation: Generation | None = None
         self._number = 0  # of the last one
+        self._uuids: list[str] = []  # of the last one and of attempts since the one before
         # Of the last generation that this process was in; it keeps its place if an attempt fails.
         self._was_member = False
         self._start()
@@ -139,6 +141,7 @@ class Membership:
                 handles = [self._card(name) for name in roster.members]
                 waited_s = time.monotonic() - began
                 self._check_clashes(roster)
+                self._uuids.append(roster.uuid)
                 generation = self._form(roster.number, roster.uuid, handles)
             except PeerFailed:
                 continue
@@ -146,6 +149,7 @@ class Membership:
                 self._withdraw()
                 raise
             generation.seconds = {"end": ended_s, "wait": waited_s, **generation.seconds}
+            self._tidy(generation)
             return generation
 
     def reconfigure(self, uuid: str, handles: Sequence[str]) -> Generation:
@@ -261,6 +265,20 @@ class Membership:
             f"rota.elastic: {'; '.join(texts)}; give each process its own rank, or none"
         )
 
+    def _tidy(self, generation: Generation) -> None:
+        """Forgets earlier generations; of the store, rank 0 deletes what they have left there."""
+        *old_uuids, _ = self._uuids
+        members = {Handle.parse(handle).name for handle in generation.handles}
+        old = {*old_uuids, *(self._cards.keys() - members)}
+        self._uuids = [generation.uuid]
+        self._cards = {name: card for name, card in self._cards.items() if name in members}
+        if generation.rank != 0 or not old:
+            return
+        with contextlib.suppress(AttributeError, NotImplementedError):  # torch 2.11 lists no keys
+            for key in self._store.list_keys():
+                if not old.isdisjoint(key.split("/")):
+                    self._store.delete_key(key)
+
     # ---- a generation
 
     def _form(self, number: int, uuid: str, handles: Sequence[Handle | str]) -> Generation:
@@ -289,7 +307,6 @@ class Membership:
             generation.communicator = Communicator(timeout=self._timeout)
         processes.keep_only(members)
         self._own.tidy()
-        self._cards = {handle.name: handle for handle in members}
         generation.seconds = {"agree": agreed - began, "connect": time.monotonic() - agreed}
         self._generation = generation
         self._number = number
