@@ -5,8 +5,8 @@
 Ranks hold a state of --bytes each: parameters and the two moments of Adam. In each trial one is
 killed. "recovered" is the time from the kill until the slower survivor has made a correct
 all-reduce, in a new generation and with the model wrapped anew. Then a new process starts: "back"
-is the time from its first line of Python until it has made a correct all-reduce. The terms of both
-are of the same rank. Beside it, Gloo's ranks make a new group after a kill, told by the parent how
+is the time from its first line of Python until it has made a correct all-reduce, and "pause" how
+long the survivors' training stands meanwhile. Terms are those of one rank, the slowest. Beside it, Gloo's ranks make a new group after a kill, told by the parent how
 many are left, and copy no state. The last line of the output is JSON.
 """
 
@@ -102,7 +102,8 @@ def back(facts: Facts) -> dict[str, float]:
     terms = {
         "import torch and rota": milliseconds(facts["started"], facts["imported"]),
         "make the model": milliseconds(facts["imported"], facts["made"]),
-        "open the membership": milliseconds(facts["made"], facts["begin"]),
+        "open the membership": milliseconds(facts["made"], facts["opened"]),
+        "prepare": milliseconds(facts["opened"], facts["begin"]),
     }
     terms |= {term: seconds * 1e3 for term, seconds in facts["terms"].items()}
     terms["all"] = milliseconds(facts["started"], facts["done"])
@@ -114,7 +115,8 @@ def slowest(terms: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def measure_rota(args: argparse.Namespace) -> dict[str, list[Any]]:
-    results: dict[str, list[Any]] = {"recovered": [], "back": [], "memcpy_s": []}
+    names = ("recovered", "back", "pause_ms", "memcpy_s")
+    results: dict[str, list[Any]] = {name: [] for name in names}
     with Workers("rota", args) as workers:
         workers.hear()
         for trial in range(args.trials):
@@ -124,7 +126,10 @@ def measure_rota(args: argparse.Namespace) -> dict[str, list[Any]]:
                 slowest(recovered(facts, killed) for facts in workers.hear())
             )
             workers.start(args.ranks - 1, 1)
-            *_, newcomer = workers.hear()
+            *survivors, newcomer = workers.hear()
+            results["pause_ms"].append(
+                max(milliseconds(facts["begin"], facts["done"]) for facts in survivors)
+            )
             results["back"].append(back(newcomer))
             results["memcpy_s"].append(newcomer["memcpy_s"])
     return results
@@ -165,6 +170,11 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         f"({len(gloo)} trials)"
     )
     print_terms(run, "from the first line of Python to an all-reduce of the newcomer", rota["back"])
+    pause_ms = rota["pause_ms"]
+    run.console.print(
+        f"the survivors' pause for the newcomer: p50 {median(pause_ms):.0f}, max "
+        f"{max(pause_ms):.0f} ms"
+    )
     copies = [terms["state: copy"] / 1e3 for terms in rota["back"]]
     fresh = [
         of_trial["fresh"] / copy for of_trial, copy in zip(rota["memcpy_s"], copies, strict=True)
@@ -182,6 +192,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         "json": str(run.json_path),
         "recovered_ms": {"p50": median(trial["all"] for trial in rota["recovered"])},
         "gloo_recovered_ms": {"p50": median(gloo)},
+        "pause_ms": {"p50": median(rota["pause_ms"])},
         "back_ms": {"p50": median(trial["all"] for trial in rota["back"])},
     }
 

@@ -62,6 +62,8 @@ def train_elastic(store: dist.Store, args: argparse.Namespace) -> None:
     state = rota.elastic.State(model=model, optimizer=optimizer)
     made = time.monotonic_ns()
     membership = rota.elastic.Membership(store)
+    opened = time.monotonic_ns()
+    state.prepare(membership)
     begin = time.monotonic_ns()
     min_members = args.ranks
     while True:
@@ -91,6 +93,7 @@ def train_elastic(store: dist.Store, args: argparse.Namespace) -> None:
             started=STARTED,
             imported=IMPORTED,
             made=made,
+            opened=opened,
             begin=begin,
             formed=formed,
             done=done,

@@ -97,6 +97,7 @@ def train(address: str, args: argparse.Namespace) -> None:
     state = rota.elastic.State(model=model, optimizer=optimizer, hook=hook, shards=shards)
     inputs, classes = make_data(args.seed)
     membership = rota.elastic.Membership(store)
+    state.prepare(membership)
     min_members = args.ranks
     with contextlib.suppress(rota.elastic.Finished):
         while True:

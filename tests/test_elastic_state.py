@@ -112,6 +112,8 @@ def join(rank: Rank, port: int) -> Any:
     else:
         rank.hear()
         trainee = Trainee(seed=rank.rank + 10)
+        # One of them reserves its memory before.
+        assert rank.rank == 1 or trainee.state.prepare(membership)
     generation = membership.next(min_members=3)
     both, view = trainee.model.both, trainee.model.view
     assert trainee.state.synchronize(generation, check_equal=True) == (rank.rank > 0)
@@ -369,6 +371,21 @@ def use_foreign_memory(rank: Rank, port: int) -> list[float]:
 
 def test_parameters_that_cannot_move_are_copied(store: dist.TCPStore) -> None:
     assert run_ranks(2, use_foreign_memory, store.port) == [[7.0], [7.0]]
+
+
+def prepare_for_another_layout(rank: Rank, port: int) -> None:
+    membership = Membership(store_of(port))
+    state = State(model=nn.Linear(3, 3))
+    assert not state.prepare(membership)
+    state.synchronize(membership.next())
+    state.commit()
+    other = State(model=nn.Linear(9, 9))
+    assert other.prepare(membership)
+    assert other._arena_of([7]).lengths == [7]
+
+
+def test_prepare_without_a_job_or_with_another_layout(store: dist.TCPStore) -> None:
+    run_ranks(1, prepare_for_another_layout, store.port)
 
 
 def test_arguments_are_checked() -> None:

@@ -133,6 +133,10 @@ class Generation:
         self._store.set(_over_key(self.uuid), reason)
         end_groups(f"{self} has ended: {reason}; take what is made in the new one")
 
+    def write_note(self, key: str, text: str) -> None:
+        """Leaves a text in the store, for processes that have not joined yet."""
+        self._store.set(note_key(key), text)
+
     def __str__(self) -> str:
         return f"generation {self.number} ({self.uuid})"
 
@@ -157,6 +161,11 @@ def end_groups(reason: str) -> None:
     # Torch counts groups that it could not make, too.
     dist.distributed_c10d._world.group_count = 0
     end_generation()
+
+
+def note_key(key: str) -> str:
+    """In the store: a text of members for whoever comes later."""
+    return f"note/{key}"
 
 
 def change_key(uuid: str) -> str:

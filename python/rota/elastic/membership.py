@@ -16,7 +16,7 @@ from rota.backend import BackendOptions
 from rota.communicator import Communicator
 from rota.elastic.documents import Documents
 from rota.elastic.forming import Forming, Poll
-from rota.elastic.generation import Generation, change_key
+from rota.elastic.generation import Generation, change_key, note_key
 from rota.elastic.handles import Handle, OwnProcess, Processes, own_ip
 from rota.elastic.roster import Roster
 from rota.errors import PeerFailed, RotaError
@@ -196,6 +196,12 @@ class Membership:
 
         self._documents.change(_ROSTER, finish)
         self.leave()
+
+    def read_note(self, key: str) -> str | None:
+        """What a member has left for newcomers with `Generation.write_note`; None: nothing."""
+        if not self._store.check([note_key(key)]):
+            return None
+        return str(self._store.get(note_key(key)).decode())
 
     # ---- the roster
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import random
 import time
@@ -16,6 +17,7 @@ from torch.utils import _pytree
 
 from rota.elastic.arena import Arena, lies_on, put_on, take_from
 from rota.elastic.generation import Generation
+from rota.elastic.membership import Membership
 from rota.elastic.parts import LooseTensor, ModulePart, Storages, part_of
 from rota.errors import Mismatch, TransportError
 
@@ -25,6 +27,7 @@ _LONG_BYTES = 64 << 10
 _MAX_SAVED_BYTES = 256 << 10
 # Of a handshake between two processes that both wait for it.
 _COPY_TIMEOUT = timedelta(minutes=5)
+_LAYOUT = "layout"  # the lengths of the kept storages
 _FRESH = -1  # instead of a number of steps: the state comes from no training
 
 
@@ -98,6 +101,8 @@ class State:
         self.seconds: dict[str, float] = {}
         self._kept: Arena | None = None
         self._loose: Arena | None = None
+        self._spare: Arena | None = None
+        self._generation: Generation | None = None
         self._copied: set[int] = set()  # storages that cannot move to the arena
         self._may_be_new = True  # tensors that are not in the arena
         self._saved: dict[str, bytes] = {}  # volatile states at the last commit, by object
@@ -117,6 +122,25 @@ class State:
         self._num_steps = num_steps
         self._save()
 
+    def prepare(self, membership: Membership) -> bool:
+        """Reserves the memory for a copy before this process joins, so that the others wait less.
+
+        Call it in a process that is going to join, before `Membership.next`. Most of a transfer's
+        time is the kernel's, which makes pages; here nobody waits for that.
+
+        Returns:
+            Whether the job has a state to copy.
+
+        Raises:
+            rota.TransportError: there is too little memory.
+        """
+        lengths = membership.read_note(_LAYOUT)
+        if lengths is None:
+            return False
+        self._spare = Arena(json.loads(lengths))
+        self._spare.bytes.zero_()  # touches the pages
+        return True
+
     def commit(self) -> None:
         """Ends a step, right after optimizer.step(). Does not wait for other ranks.
 
@@ -127,6 +151,9 @@ class State:
         if self._may_be_new:
             self._share()
             self._may_be_new = False
+            if self._generation is not None and self._generation.rank == 0:
+                assert self._kept is not None
+                self._generation.write_note(_LAYOUT, json.dumps(self._kept.lengths))
         self._save()
 
     def synchronize(self, generation: Generation, *, check_equal: bool = False) -> bool:
@@ -152,6 +179,7 @@ class State:
         """
         timer = _Timer(self)
         exchange = _Exchange(generation)
+        self._generation = generation
         self.seconds = {}
         own = {part.name: part.describe() for part in self._parts}
         cards = exchange.all(lambda: (self._num_steps, own))
@@ -195,7 +223,7 @@ class State:
 
         def copy_or_sum() -> list[int]:
             if rank in receivers:
-                copies.extend(Arena(lengths) for _, lengths in (offer.kept, offer.loose))
+                copies.extend((self._arena_of(offer.kept[1]), Arena(offer.loose[1])))
                 timer.end("allocate")
                 addresses = (offer.kept[0], offer.loose[0])
                 if exchange.shares_host(source):
@@ -225,6 +253,10 @@ class State:
         exchange.all(lambda: self._load(offer, *copies) if copies else None)
         timer.end("load")
         self._loose = None
+
+    def _arena_of(self, lengths: list[int]) -> Arena:
+        spare, self._spare = self._spare, None
+        return spare if spare is not None and spare.lengths == lengths else Arena(lengths)
 
     def _offer(self) -> _Offer:
         states = self._share()
