@@ -6,8 +6,9 @@ Ranks hold a state of --bytes each: parameters and the two moments of Adam. In e
 killed. "recovered" is the time from the kill until the slower survivor has made a correct
 all-reduce, in a new generation and with the model wrapped anew. Then a new process starts: "back"
 is the time from its first line of Python until it has made a correct all-reduce, and "pause" how
-long the survivors' training stands meanwhile. Terms are those of one rank, the slowest. Beside it, Gloo's ranks make a new group after a kill, told by the parent how
-many are left, and copy no state. The last line of the output is JSON.
+long the survivors' training stands meanwhile. Terms are those of one rank, the slowest. Beside it,
+Gloo's ranks make a new group after a kill, told by the parent how many are left, and copy no state.
+The last line of the output is JSON.
 """
 
 from __future__ import annotations

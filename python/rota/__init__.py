@@ -22,7 +22,7 @@ from rota.shards import LogicalShards
 from rota.window import Window
 
 if TYPE_CHECKING:
-    from rota import fsdp
+    from rota import elastic, fsdp
 
 __version__ = "0.1.0"
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "amp",
     "bf16_compress_hook",
     "clip_grad_norm_",
+    "elastic",
     "empty",
     "fp16_compress_hook",
     "fsdp",
@@ -57,7 +58,7 @@ rota_autoload.register()
 
 
 def __getattr__(name: str) -> object:
-    # torch.distributed.fsdp takes long to import, and most programs do not need it.
-    if name == "fsdp":
-        return importlib.import_module("rota.fsdp")
+    # torch.distributed.fsdp takes long to import, and most programs need neither.
+    if name in ("elastic", "fsdp"):
+        return importlib.import_module(f"rota.{name}")
     raise AttributeError(f"module 'rota' has no attribute {name!r}")
