@@ -430,6 +430,7 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupRota::split(
   // As in rota.backend: the engine between hosts connects all ranks together.
   of_rota->connects_at_first_use = !communicator_->spans_hosts(ranks);
   of_rota->check_interrupt = options_->check_interrupt;
+  of_rota->check_peers = options_->check_peers;
   const auto prefix = join("rota/split/", options ? options->group_name : "", "/");
   auto group = c10::make_intrusive<ProcessGroupRota>(
       c10::make_intrusive<::c10d::PrefixStore>(prefix, store),

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import _DistributedBackendOptions
 from rota import _C
 from rota.communicator import DEFAULT_SLOT_BYTES
 from rota.engine import engine_chooser
+from rota.groups import peer_check
 from rota.window import make_window
 
 
@@ -117,6 +118,7 @@ def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGrou
     own._timeout = timeout
     own.choose_engine = engine_chooser(getattr(given, "engine", None), timeout)
     own.connects_at_first_use = is_lazy
+    own.check_peers = peer_check()
     return _C.ProcessGroupRota(
         options.store, options.group_rank, options.group_size, own, make_nccl, make_window
     )

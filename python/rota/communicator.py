@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rota import _C
 from rota.engine import engine_chooser
 from rota.errors import RotaError
-from rota.groups import member_group, next_number
+from rota.groups import member_group, next_number, peer_check, qualified_name
 
 DEFAULT_SLOT_BYTES = 256 * 1024
 
@@ -85,8 +85,9 @@ class Communicator(_C.Communicator):
             choose_engine=engine_chooser(engine, timeout),
             inter_wire_dtype=inter_wire_dtype,
             inter_block_scaling=inter_block_scaling,
+            check_peers=peer_check(),
         )
-        self._name = f"{pg.group_name}/{number}"
+        self._name = f"{qualified_name(pg)}/{number}"
         _by_name[self._name] = self
 
     @property
@@ -96,6 +97,10 @@ class Communicator(_C.Communicator):
 
 
 _by_name: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
+
+
+def living_communicators() -> list[Communicator]:
+    return list(_by_name.values())
 
 
 def communicator_named(name: str) -> Communicator:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rota import _C
 from rota.engine import engine_chooser
 from rota.errors import Mismatch, TransportError
-from rota.groups import member_group, next_number
+from rota.groups import member_group, next_number, peer_check
 from rota.joint import JointSteps
 from rota.memory import empty
 
@@ -115,7 +115,7 @@ class Window(_C.Window):
         if timeout is None:
             timeout = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
         rank, world_size = pg.rank(), pg.size()
-        steps = JointSteps(store, rank, world_size, timeout, "rota.Window")
+        steps = JointSteps(store, rank, world_size, timeout, "rota.Window", peer_check())
         services = _Services(pg, engine)
         own: list[_C.ExposedTensor] = []
 
@@ -158,6 +158,7 @@ class Window(_C.Window):
             serve()
         else:
             steps.step(serve)  # nobody asks a rank that does not serve yet
+        _living.add(self)
         return own[0], others
 
     @property
@@ -193,6 +194,12 @@ def make_window(tensor: torch.Tensor, store: dist.Store, rank: int, world_size: 
 
 
 MAX_CHANNELS = 1024
+
+_living: weakref.WeakSet[Window] = weakref.WeakSet()
+
+
+def living_windows() -> list[Window]:
+    return list(_living)
 
 
 def _own_tensor(

@@ -50,6 +50,22 @@ class HeapPool:
     def empty(self, num_elems: int, dtype: torch.dtype) -> torch.Tensor:
         """A contiguous CPU tensor of any values; raises as rota.empty()."""
 
+def move_storage(tensor: torch.Tensor, place: torch.Tensor, *, copies: bool) -> bool:
+    """Moves a CPU tensor's storage onto the bytes of another tensor, which it keeps alive.
+
+    All tensors that share the storage move with it; raw pointers still refer to the old memory.
+
+    Args:
+        place: contiguous, as many bytes as the storage.
+        copies: the contents, too; otherwise the storage takes what it finds at `place`.
+
+    Returns:
+        False if nothing was done: the memory is not torch's own, and not from an earlier call.
+
+    Raises:
+        ValueError: the place is strided or of another length.
+    """
+
 def checksum(tensor: torch.Tensor) -> int:
     """64 bits of the bytes of a contiguous CPU tensor; against damage, not against forgery."""
 
@@ -367,6 +383,7 @@ class Communicator:
         choose_engine: ChooseEngine | None = None,
         inter_wire_dtype: torch.dtype | None = None,
         inter_block_scaling: bool = False,
+        check_peers: Callable[[], None] | None = None,
     ) -> None: ...
     @property
     def rank(self) -> int: ...
@@ -825,6 +842,8 @@ class BackendOptions(dist._Backend.Options):
     connects_at_first_use: bool
     """Whether the group connects at its first call, as subgroups do, or when it is made."""
     choose_engine: ChooseEngine  # called if ranks are on several hosts
+    check_peers: Callable[[], None] | None
+    """Called several times a second while ranks connect; raises if one of them is gone."""
 
     def __init__(
         self,
@@ -854,6 +873,8 @@ class ProcessGroupRota(dist._Backend):
     ) -> None: ...
     @property
     def options(self) -> BackendOptions: ...
+    def abort(self, reason: str = ...) -> None:
+        """Makes every waiting and every later call fail, on every rank, with this text."""
     def spans_hosts(self, ranks: list[int]) -> bool:
         """Whether these ranks are known to be on several hosts; False before the group connects."""
 
