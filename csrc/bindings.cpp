@@ -402,10 +402,20 @@ PYBIND11_MODULE(_C, module) {
       });
   py::class_<ProcessGroupRota, c10::intrusive_ptr<ProcessGroupRota>>(module, "ProcessGroupRota",
                                                                      backend)
-      .def(py::init<const StorePtr&, int, int, ProcessGroupRota::OptionsPtr, Delegate::Make,
-                    rota::c10d_backend::MakeWindow>(),
+      .def(py::init([](const StorePtr& store, int rank, int world_size,
+                       ProcessGroupRota::OptionsPtr options, Delegate::Make make_delegate,
+                       rota::c10d_backend::MakeWindow make_window,
+                       decltype(ProcessGroupRota::Membership::handle) handle,
+                       decltype(ProcessGroupRota::Membership::reconfigure) reconfigure) {
+             std::optional<ProcessGroupRota::Membership> membership;
+             if (reconfigure) membership = {std::move(handle), std::move(reconfigure)};
+             return c10::make_intrusive<ProcessGroupRota>(
+                 store, rank, world_size, std::move(options), std::move(make_delegate),
+                 std::move(make_window), std::move(membership));
+           }),
            py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("options"),
-           py::arg("make_delegate"), py::arg("make_window"), ReleaseGil())
+           py::arg("make_delegate"), py::arg("make_window"), py::arg("handle") = py::none(),
+           py::arg("reconfigure") = py::none(), ReleaseGil())
       .def_property_readonly("options", &ProcessGroupRota::getBackendOptions)
       .def(
           "spans_hosts",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rota import _C
 from rota.engine import engine_chooser
 from rota.errors import RotaError
-from rota.groups import member_group, next_number, peer_check, qualified_name
+from rota.groups import member_group, next_number, peer_check, qualified_name, store_of
 
 DEFAULT_SLOT_BYTES = 256 * 1024
 
@@ -73,7 +73,7 @@ class Communicator(_C.Communicator):
         pg = member_group(group, "Communicator")
         number = next_number(pg, "Communicator")
         # A namespace in the group's store that no other communicator uses.
-        store = dist.PrefixStore(f"rota/{number}/", pg.get_group_store())
+        store = store_of(pg, f"{number}/")
         if timeout is None:
             timeout = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
         super().__init__(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from rota import _C
 from rota.errors import RotaError, TransportError
-from rota.groups import member_group, next_number
+from rota.groups import member_group, next_number, store_of
 from rota.joint import JointSteps
 from rota.memory import empty
 from rota.window import Window, check_made_alike
@@ -44,7 +44,7 @@ class DeviceWindow(Window):
         # Its words are this window's; it has no elements.
         own, others = self._open(pg, lambda: empty(0, dtype=dtype), num_channels, timeout, engine)
         number = next_number(pg, "DeviceWindow")
-        store = dist.PrefixStore(f"rota/device_window/{number}", pg.get_group_store())
+        store = store_of(pg, f"device_window/{number}")
         if timeout is None:
             timeout = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
         steps = JointSteps(store, self.rank, self.world_size, timeout, "rota.Window")

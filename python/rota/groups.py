@@ -61,6 +61,12 @@ def qualified_name(pg: dist.ProcessGroup) -> str:
     return f"{_generation}/{pg.group_name}" if _generation else pg.group_name
 
 
+def store_of(pg: dist.ProcessGroup, name: str) -> dist.Store:
+    """A part of the group's store for what the ranks make under this name in this generation."""
+    prefix = f"{_generation}/{name}" if _generation else name
+    return dist.PrefixStore(f"rota/{prefix}", pg.get_group_store())
+
+
 def peer_check() -> Callable[[], None] | None:
     """What raises if a member of this generation is gone; None without a generation."""
     return _check_peers

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rota import _C
 from rota.engine import engine_chooser
 from rota.errors import Mismatch, TransportError
-from rota.groups import member_group, next_number, peer_check
+from rota.groups import member_group, next_number, peer_check, store_of
 from rota.joint import JointSteps
 from rota.memory import empty
 
@@ -111,7 +111,7 @@ class Window(_C.Window):
                 f"rota.Window: num_channels is {num_channels!r}, expected 1 to {MAX_CHANNELS}"
             )
         number = next_number(pg, "Window")
-        store = dist.PrefixStore(f"rota/window/{number}", pg.get_group_store())
+        store = store_of(pg, f"window/{number}")
         if timeout is None:
             timeout = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
         rank, world_size = pg.rank(), pg.size()

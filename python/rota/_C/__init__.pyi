@@ -870,6 +870,19 @@ class ProcessGroupRota(dist._Backend):
         world_size: int,
         options: BackendOptions,
         make_delegate: Callable[[str, dist.Store, int, int], dist._Backend],
+        make_window: Callable[[torch.Tensor, dist.Store, int, int], Window],
+        handle: Callable[[], str] | None = None,
+        reconfigure: Callable[
+            [
+                int,
+                Sequence[str],
+                bool,
+                timedelta | None,
+                Callable[[dist.Store, int, int, Callable[[], None]], None],
+            ],
+            None,
+        ]
+        | None = None,
     ) -> None: ...
     @property
     def options(self) -> BackendOptions: ...

@@ -191,6 +191,8 @@ class Processes:
 
 def own_ip(store: dist.Store) -> str:
     """The address under which this host reaches the server of a TCPStore, and is reached."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
     if not isinstance(store, dist.TCPStore):
         return "127.0.0.1"  # a file: on one host
     host, port = store.host, store.port
