@@ -264,19 +264,20 @@ PYBIND11_MODULE(_C, module) {
       .def(py::init([](const StorePtr& store, int rank, int world_size,
                        std::chrono::milliseconds timeout, size_t slot_bytes,
                        ChooseEngine choose_engine, OptionalDType inter_wire_dtype,
-                       bool inter_block_scaling) {
+                       bool inter_block_scaling, std::function<void()> check_peers) {
              return TensorCommunicator::make(
                  store, rank, world_size,
                  {.timeout = timeout,
                   .slot_bytes = slot_bytes,
                   .check_interrupt = check_python_signals,
+                  .check_peers = std::move(check_peers),
                   .choose_engine = std::move(choose_engine),
                   .inter_wire = parse_inter_wire(inter_wire_dtype, inter_block_scaling)});
            }),
            py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("timeout"),
            py::arg("slot_bytes"), py::arg("choose_engine") = py::none(),
            py::arg("inter_wire_dtype") = py::none(), py::arg("inter_block_scaling") = false,
-           ReleaseGil())
+           py::arg("check_peers") = py::none(), ReleaseGil())
       .def_property_readonly("rank", &TensorCommunicator::rank)
       .def_property_readonly("world_size", &TensorCommunicator::world_size)
       .def_property_readonly("hosts", &hosts_of)
@@ -395,14 +396,26 @@ PYBIND11_MODULE(_C, module) {
       .def_readonly("wire_dtype", &BackendOptions::wire_dtype)
       .def_readwrite("connects_at_first_use", &BackendOptions::connects_at_first_use)
       .def_readwrite("choose_engine", &BackendOptions::choose_engine)
+      .def_readwrite("check_peers", &BackendOptions::check_peers)
       .def("__deepcopy__", [](const BackendOptions& self, const py::object&) {
         return c10::make_intrusive<BackendOptions>(self);
       });
   py::class_<ProcessGroupRota, c10::intrusive_ptr<ProcessGroupRota>>(module, "ProcessGroupRota",
                                                                      backend)
-      .def(py::init<const StorePtr&, int, int, ProcessGroupRota::OptionsPtr, Delegate::Make>(),
+      .def(py::init([](const StorePtr& store, int rank, int world_size,
+                       ProcessGroupRota::OptionsPtr options, Delegate::Make make_delegate,
+                       rota::c10d_backend::MakeWindow make_window,
+                       decltype(ProcessGroupRota::Membership::handle) handle,
+                       decltype(ProcessGroupRota::Membership::reconfigure) reconfigure) {
+             std::optional<ProcessGroupRota::Membership> membership;
+             if (reconfigure) membership = {std::move(handle), std::move(reconfigure)};
+             return c10::make_intrusive<ProcessGroupRota>(
+                 store, rank, world_size, std::move(options), std::move(make_delegate),
+                 std::move(make_window), std::move(membership));
+           }),
            py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("options"),
-           py::arg("make_delegate"), ReleaseGil())
+           py::arg("make_delegate"), py::arg("make_window"), py::arg("handle") = py::none(),
+           py::arg("reconfigure") = py::none(), ReleaseGil())
       .def_property_readonly("options", &ProcessGroupRota::getBackendOptions)
       .def(
           "spans_hosts",
@@ -428,6 +441,12 @@ PYBIND11_MODULE(_C, module) {
           },
           py::arg("wire_dtype"), py::arg("output"), py::arg("input"), py::arg("op"),
           py::arg("async_op"), ReleaseGil())
+      .def(
+          "abort",
+          [](ProcessGroupRota& self, const std::string& reason) {
+            self.communicator().abort(reason);
+          },
+          py::arg("reason"), ReleaseGil())
       .def("get_error", &ProcessGroupRota::getError)
       // torch calls it on ranks outside of a new group if the default one is bound to a device.
       .def("perform_nocolor_split", [](ProcessGroupRota&, at::Device) {}, py::arg("device"));

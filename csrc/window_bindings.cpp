@@ -4,6 +4,8 @@
 #include <pybind11/chrono.h>
 
 #include "bindings.h"
+#include "tensor/errors.h"
+#include "tensor/heap_tensor.h"
 #include "tensor/hosts/window_service.h"
 #include "tensor/options.h"
 #include "tensor/stored_bytes.h"
@@ -72,6 +74,12 @@ void bind_windows(py::module_ module) {
       .def("is_alive", &TensorWindow::is_alive, py::arg("rank"), ReleaseGil())
       .def("close", &TensorWindow::close, ReleaseGil());
 
+  module.def(
+      "move_storage",
+      [](const at::Tensor& tensor, const at::Tensor& place, bool copies) {
+        return with_python_errors([&] { return move_storage(tensor, place, copies); });
+      },
+      py::arg("tensor"), py::arg("place"), py::kw_only(), py::arg("copies"), ReleaseGil());
   module.def("checksum", &checksum, py::arg("tensor"), ReleaseGil());
   module.def("copy_with_checksum", &copy_with_checksum, py::arg("dst"), py::arg("src"),
              ReleaseGil());

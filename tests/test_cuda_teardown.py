@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import rota
+from ranks import error_of
 from simulated_processes import Outcome, SimulatedProcesses, cuda_runtime, init_group
 
 WORLD_SIZE = 2
@@ -235,3 +236,41 @@ def drop_in_forked_child(rank: int, store_path: str) -> float:
 def test_forked_child_has_no_part_in_it(processes: SimulatedProcesses, tmp_path: Path) -> None:
     _, waited = run_ranks(processes, drop_in_forked_child, tmp_path)
     assert waited > LATE_S / 2
+
+
+def close_before_the_others(rank: int, store_path: str) -> tuple[str, str] | None:
+    """Rank 0 closes its window, which the others still map."""
+    init_group(rank, 3, store_path)
+    window = rota.Window(1000, dtype=torch.float32, device="cuda")
+    window.tensor.fill_(rank + 1.0)
+    torch.cuda.synchronize()
+    view = window.view(0)
+    dist.barrier()
+    if rank == 0:
+        del view
+        window.close()
+        assert error_of(lambda: window.tensor) is not None
+        del window
+    dist.barrier()
+    if rank == 0:
+        dist.barrier()
+        return None
+    assert view.cpu().eq(1).all()
+    error = error_of(lambda: window.put(torch.ones(1), 0))
+    dist.barrier()
+    return error
+
+
+@pytest.mark.parametrize("memory", [IPC, SYMMETRIC], ids=["ipc", "symmetric"])
+def test_memory_of_a_closed_window_stays_while_others_map_it(
+    memory: tuple[dict[str, str], str], processes: SimulatedProcesses, tmp_path: Path
+) -> None:
+    environment, _ = memory
+    calls = [(close_before_the_others, (rank, f"{tmp_path}/store")) for rank in range(3)]
+    outcomes = processes.outcomes(calls, **environment)
+    assert [outcome.error for outcome in outcomes] == [None] * 3
+    for outcome in outcomes:
+        assert FREED_TOO_EARLY not in outcome.stderr
+    for outcome in outcomes[1:]:
+        kind, text = outcome.value
+        assert kind == "PeerFailed" and "rank 0" in text

@@ -30,12 +30,17 @@ struct BackendOptions final : ::c10d::Backend::Options {
   // As in TensorCommunicatorOptions.
   bool connects_at_first_use = false;
   std::function<void()> check_interrupt;
+  std::function<void()> check_peers;
+
+  // torch calls it from 2.15 on, which has it as a virtual method; older ones do not.
+  c10::intrusive_ptr<Options> clone() const { return c10::make_intrusive<BackendOptions>(*this); }
 
   tensors::TensorCommunicatorOptions of_communicator() const {
     return {.timeout = timeout,
             .slot_bytes = slot_bytes,
             .connects_at_first_use = connects_at_first_use,
             .check_interrupt = check_interrupt,
+            .check_peers = check_peers,
             .choose_engine = choose_engine,
             .inter_wire = inter_wire};
   }

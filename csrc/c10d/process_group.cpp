@@ -1,5 +1,6 @@
 #include "c10d/process_group.h"
 
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
@@ -56,6 +57,19 @@ Reduction reduction_of(std::string_view collective, const ::c10d::ReduceOp& op,
                                ": this reduce op is not supported; expected SUM, AVG, PRODUCT, "
                                "MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM with its factor")));
 }
+
+// Of a group before its first reconfigure(): every call raises.
+std::shared_ptr<TensorCommunicator> without_members() {
+  auto communicator = TensorCommunicator::make(
+      c10::make_intrusive<::c10d::HashStore>(), /*rank=*/0, /*world_size=*/1,
+      {.timeout = std::chrono::seconds(1), .check_interrupt = [] {}});
+  communicator->abort("this process group has no members; call reconfigure");
+  return communicator;
+}
+
+constexpr auto kFixedMembers =
+    "rota: the members of this process group are fixed; make it by init_process_group with "
+    "enable_reconfigure=True";
 
 const at::Tensor& only_tensor(std::string_view call, const Tensors& tensors) {
   TORCH_CHECK_VALUE(tensors.size() == 1, "rota.", call, ": ", tensors.size(),
@@ -142,11 +156,17 @@ std::vector<int64_t> in_elems(std::vector<int64_t> splits, const at::Tensor& ten
 }  // namespace
 
 ProcessGroupRota::ProcessGroupRota(const StorePtr& store, int rank, int world_size,
-                                   OptionsPtr options, Delegate::Make make_delegate)
-    : Backend(rank, world_size),
+                                   OptionsPtr options, Delegate::Make make_delegate,
+                                   MakeWindow make_window, std::optional<Membership> membership)
+    : Backend(membership ? 0 : rank, membership ? 1 : world_size),
+      store_(store),
       options_(std::move(options)),
-      communicator_(TensorCommunicator::make(store, rank, world_size, options_->of_communicator())),
-      delegate_(std::move(make_delegate), store, rank, world_size) {}
+      communicator_(membership ? without_members()
+                               : TensorCommunicator::make(store, rank, world_size,
+                                                          options_->of_communicator())),
+      delegate_(std::move(make_delegate), store, rank, world_size),
+      make_window_(std::move(make_window)),
+      membership_(std::move(membership)) {}
 
 template <typename Issue>
 WorkPtr ProcessGroupRota::call(const Issue& issue) {
@@ -427,17 +447,77 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupRota::split(
   // As in rota.backend: the engine between hosts connects all ranks together.
   of_rota->connects_at_first_use = !communicator_->spans_hosts(ranks);
   of_rota->check_interrupt = options_->check_interrupt;
+  of_rota->check_peers = options_->check_peers;
   const auto prefix = join("rota/split/", options ? options->group_name : "", "/");
   auto group = c10::make_intrusive<ProcessGroupRota>(
       c10::make_intrusive<::c10d::PrefixStore>(prefix, store),
       static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size()), std::move(of_rota),
-      delegate_.make());
+      delegate_.make(), make_window_, std::nullopt);
   if (options && !options->group_name.empty()) {
     last_split_name_ = options->group_name;
     last_split_.emplace(c10::intrusive_ptr<Backend>(group));
   }
   return group;
 }
+
+#if defined(C10D_BACKEND_HAS_RECONFIGURE)
+::c10d::ReconfigureHandle ProcessGroupRota::get_reconfigure_handle() const {
+  TORCH_CHECK_NOT_IMPLEMENTED(membership_, kFixedMembers);
+  return membership_->handle();
+}
+
+WorkPtr ProcessGroupRota::reconfigure(const ::c10d::ReconfigureOptions& opts) {
+  TORCH_CHECK_NOT_IMPLEMENTED(membership_, kFixedMembers);
+  const auto called = HostWork::Clock::now();
+  communicator_->abort("the members of this process group change");
+  communicator_ = without_members();
+  const auto* ordered = std::get_if<std::vector<std::string>>(&opts.handles);
+  std::vector<std::string> handles;
+  if (ordered != nullptr) {
+    handles = *ordered;
+  } else {
+    const auto& all = std::get<std::unordered_set<std::string>>(opts.handles);
+    handles.assign(all.begin(), all.end());
+  }
+  std::shared_ptr<TensorCommunicator> made;
+  membership_->reconfigure(
+      opts.uuid, handles, ordered != nullptr, opts.timeout,
+      [&](const StorePtr& store, int rank, int world_size, std::function<void()> check_peers) {
+        auto options = options_->of_communicator();
+        options.check_peers = std::move(check_peers);
+        if (opts.timeout) options.timeout = *opts.timeout;
+        made = TensorCommunicator::make(store, rank, world_size, options);
+        made->set_timeout(options_->timeout);
+        store_ = store;
+        rank_ = rank;
+        size_ = world_size;
+      });
+  communicator_ = std::move(made);
+  delegate_ = Delegate(delegate_.make(), store_, rank_, size_);
+  num_windows_ = 0;
+  num_calls_ = 0;
+  last_split_.reset();
+  return HostWork::completed(rank_, ::c10d::OpType::UNKNOWN, {}, called);
+}
+#endif
+
+#if defined(C10D_BACKEND_HAS_WINDOW)
+c10::intrusive_ptr<::c10d::Window> ProcessGroupRota::new_window(
+    const std::optional<at::Tensor>& tensor) {
+  const auto prefix = join("rota/new_window/", num_windows_++);
+  auto store = c10::make_intrusive<::c10d::PrefixStore>(prefix, store_);
+  int num_registered = 0;
+  auto window = c10::make_intrusive<WindowRota>(
+      [make = make_window_, store, num_registered, rank = getRank(),
+       world_size = getSize()](const at::Tensor& registered) mutable {
+        const auto own_store =
+            c10::make_intrusive<::c10d::PrefixStore>(std::to_string(num_registered++), store);
+        return make(registered, own_store, rank, world_size);
+      });
+  if (tensor) window->tensor_register(*tensor, /*owning=*/true);
+  return window;
+}
+#endif
 
 void ProcessGroupRota::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;

@@ -10,6 +10,7 @@
 
 #include "c10d/delegate.h"
 #include "c10d/options.h"
+#include "c10d/window.h"
 #include "tensor/tensor_communicator.h"
 
 namespace rota::c10d_backend {
@@ -24,9 +25,24 @@ class ProcessGroupRota final : public ::c10d::Backend {
  public:
   using OptionsPtr = c10::intrusive_ptr<BackendOptions>;
 
-  // Arguments as in TensorCommunicator::make().
+  // How a group whose members may change finds them.
+  struct Membership {
+    // Describes this process to others.
+    std::function<std::string()> handle;
+    using Connect = std::function<void(const StorePtr& store, int rank, int world_size,
+                                       std::function<void()> check_peers)>;
+    // Blocks until the processes with these handles, by rank if they are ordered, have agreed and
+    // each has run connect(). Throws on all of them if it does on one.
+    std::function<void(int64_t uuid, const std::vector<std::string>& handles, bool are_ordered,
+                       std::optional<std::chrono::milliseconds> timeout, const Connect& connect)>
+        reconfigure;
+  };
+
+  // Arguments as in TensorCommunicator::make(). make_window: for new_window(). membership: of a
+  // group without members before its first reconfigure(); rank and world_size are ignored then.
   ProcessGroupRota(const StorePtr& store, int rank, int world_size, OptionsPtr options,
-                   Delegate::Make make_delegate);
+                   Delegate::Make make_delegate, MakeWindow make_window,
+                   std::optional<Membership> membership);
 
   const std::string getBackendName() const override { return "rota"; }
 
@@ -81,6 +97,18 @@ class ProcessGroupRota final : public ::c10d::Backend {
   c10::intrusive_ptr<Backend> split(const StorePtr& store, const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>& options) override;
 
+#if defined(C10D_BACKEND_HAS_WINDOW)
+  bool supportsWindow() const override { return true; }
+  c10::intrusive_ptr<::c10d::Window> new_window(const std::optional<at::Tensor>& tensor) override;
+#endif
+
+#if defined(C10D_BACKEND_HAS_RECONFIGURE)
+  bool supportsReconfigure() const override { return membership_.has_value(); }
+  ::c10d::ReconfigureHandle get_reconfigure_handle() const override;
+  // Blocks. Calls of the members before fail from now on, on all ranks, also if this fails.
+  WorkPtr reconfigure(const ::c10d::ReconfigureOptions& opts) override;
+#endif
+
   TensorCommunicator& communicator() { return *communicator_; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override;
@@ -117,9 +145,13 @@ class ProcessGroupRota final : public ::c10d::Backend {
   WorkPtr work_of(const WorkRef& work, CollectiveKind kind, Tensors results,
                   HostWork::Clock::time_point called) const;
 
+  StorePtr store_;
   OptionsPtr options_;
   std::shared_ptr<TensorCommunicator> communicator_;
   Delegate delegate_;
+  const MakeWindow make_window_;
+  const std::optional<Membership> membership_;
+  int num_windows_ = 0;  // made so far; all ranks count alike
   std::atomic<uint64_t> num_calls_{0};
   std::string last_split_name_;  // unique; a group without a name is not kept
   std::optional<c10::weak_intrusive_ptr<Backend>> last_split_;

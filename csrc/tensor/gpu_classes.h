@@ -5,7 +5,7 @@
 
 namespace rota::tensors {
 
-// LocalGroup and GradientBucket; python/rota/_C/__init__.pyi documents them.
+// LocalGroup, GradientBucket and the memory of windows; python/rota/_C/__init__.pyi documents them.
 void add_gpu_classes(pybind11::module_& module);
 
 }  // namespace rota::tensors

@@ -36,6 +36,9 @@ void release(void* context) {
   block->heap.release(block->data);
 }
 
+// Of a storage that lies in another tensor's memory.
+void let_go(void* place) { delete static_cast<at::Tensor*>(place); }
+
 }  // namespace
 
 at::Tensor make_heap_tensor(at::IntArrayRef size, at::ScalarType dtype) {
@@ -60,6 +63,22 @@ void move_to_heap(const at::Tensor& tensor, std::string_view call) {
   cpu::copy_bytes(data, storage.data(), storage.nbytes());
   storage.set_data_ptr_noswap(at::DataPtr(data, block.release(), &release, at::kCPU));
   storage.set_resizable(false);
+}
+
+bool move_storage(const at::Tensor& tensor, const at::Tensor& place, bool copies) {
+  if (!tensor.is_cpu()) return false;
+  c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+  if (!place.is_contiguous() || place.nbytes() != storage.nbytes()) {
+    throw Error(ErrorKind::kValue, join("rota: a place of ", place.nbytes(), " bytes, expected ",
+                                        storage.nbytes(), " contiguous ones"));
+  }
+  const bool was_moved = storage.data_ptr().get_deleter() == &let_go;
+  if (!storage.resizable() && !was_moved) return false;
+  void* data = place.data_ptr();
+  if (copies) cpu::copy_bytes(data, storage.data(), storage.nbytes());
+  storage.set_data_ptr_noswap(at::DataPtr(data, new at::Tensor(place), &let_go, at::kCPU));
+  storage.set_resizable(false);
+  return true;
 }
 
 }  // namespace rota::tensors

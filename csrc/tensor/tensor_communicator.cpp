@@ -108,6 +108,7 @@ void TensorCommunicator::connect(OwnTimeout own_timeout) {
     // A peer may be waiting for a free slot in another group before it makes this one.
     PointToPoint::move_all_groups();
     options_.check_interrupt();
+    if (options_.check_peers) options_.check_peers();
     if (has_left_) {
       throw Error(ErrorKind::kInternal, "rota: this communicator is closed; make a new one");
     }

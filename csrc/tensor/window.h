@@ -35,6 +35,8 @@ class ExposedTensor {
   // Publishes all that was written before; wakes whoever waits for the word.
   void publish(uint64_t word, uint64_t value);
   void close() { memory_.close(); }
+  // Keeps something else until no process maps the tensor any more.
+  void keep(std::shared_ptr<void> other) { memory_.keep(std::move(other)); }
 
  private:
   at::Tensor tensor_;

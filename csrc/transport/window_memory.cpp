@@ -46,15 +46,17 @@ void free_places(void* control, const void* data) {
   heap.release(control);
 }
 
-// The same once all who have opened it have hung up, in a thread of its own. Without one the places
-// stay in use as long as this process runs.
-void free_places_when_unused(void* control, const void* data, std::vector<UniqueFd> openers) {
+// The same once all who have opened it have hung up, in a thread of its own. If there can be none,
+// all stays in use as long as this process runs.
+void free_places_when_unused(void* control, const void* data, std::shared_ptr<void> kept,
+                             std::vector<UniqueFd> openers) {
   try {
-    std::thread([=, openers = std::move(openers)] {
+    std::thread([=, kept = kept, openers = std::move(openers)] {
       for (const UniqueFd& opener : openers) wait_until_hung_up(opener);
       free_places(control, data);
     }).detach();
   } catch (const std::system_error&) {
+    new std::shared_ptr<void>(std::move(kept));
   }
 }
 
@@ -86,7 +88,7 @@ WindowMemory::~WindowMemory() {
   if (openers_.empty()) {
     free_places(control_, data_.data());
   } else {
-    free_places_when_unused(control_, data_.data(), std::move(openers_));
+    free_places_when_unused(control_, data_.data(), std::move(kept_), std::move(openers_));
   }
 }
 

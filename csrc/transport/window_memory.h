@@ -57,6 +57,8 @@ class WindowMemory final : private Exposed {
 
   // Marks the window as closed; nobody can open it any more. Idempotent.
   void close();
+  // Keeps something else until nobody maps the window any more.
+  void keep(std::shared_ptr<void> other) { kept_ = std::move(other); }
   // What open() takes.
   std::string address() const;
   WindowView view() const { return {control_, num_words_, data_}; }
@@ -70,6 +72,7 @@ class WindowMemory final : private Exposed {
   const uint64_t fork_generation_;
   const uint64_t token_;
   WindowControl* control_;
+  std::shared_ptr<void> kept_;
   std::vector<UniqueFd> openers_;  // guarded by the listener's mutex; each hangs up at its end
   std::shared_ptr<Listener> listener_;
 };

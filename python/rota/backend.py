@@ -13,6 +13,8 @@ from torch._C._distributed_c10d import _DistributedBackendOptions
 from rota import _C
 from rota.communicator import DEFAULT_SLOT_BYTES
 from rota.engine import engine_chooser
+from rota.groups import peer_check
+from rota.window import make_window
 
 
 class BackendOptions(_C.BackendOptions):
@@ -77,13 +79,7 @@ def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGrou
 
     Raises:
         TypeError: `given` is of another backend.
-        NotImplementedError: torch is asked for a group whose members may change.
     """
-    if getattr(options, "enable_reconfigure", False):  # from torch 2.15 on
-        raise NotImplementedError(
-            "rota: enable_reconfigure is True, but a group of rota cannot change its members; "
-            "leave it out, and make a new group when members change"
-        )
     timeout = options.timeout
     if given is None:
         given = BackendOptions()
@@ -116,6 +112,11 @@ def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGrou
     own._timeout = timeout
     own.choose_engine = engine_chooser(getattr(given, "engine", None), timeout)
     own.connects_at_first_use = is_lazy
-    return _C.ProcessGroupRota(
-        options.store, options.group_rank, options.group_size, own, make_nccl
-    )
+    own.check_peers = peer_check()
+    arguments = (options.store, options.group_rank, options.group_size, own, make_nccl, make_window)
+    if not getattr(options, "enable_reconfigure", False):  # from torch 2.15 on
+        return _C.ProcessGroupRota(*arguments)
+    from rota.elastic.group_members import GroupMembers
+
+    members = GroupMembers(options.store, timeout)
+    return _C.ProcessGroupRota(*arguments, members.handle, members.reconfigure)

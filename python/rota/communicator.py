@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rota import _C
 from rota.engine import engine_chooser
 from rota.errors import RotaError
-from rota.groups import member_group, next_number
+from rota.groups import member_group, next_number, peer_check, qualified_name, store_of
 
 DEFAULT_SLOT_BYTES = 256 * 1024
 
@@ -73,7 +73,7 @@ class Communicator(_C.Communicator):
         pg = member_group(group, "Communicator")
         number = next_number(pg, "Communicator")
         # A namespace in the group's store that no other communicator uses.
-        store = dist.PrefixStore(f"rota/{number}/", pg.get_group_store())
+        store = store_of(pg, f"{number}/")
         if timeout is None:
             timeout = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
         super().__init__(
@@ -85,8 +85,9 @@ class Communicator(_C.Communicator):
             choose_engine=engine_chooser(engine, timeout),
             inter_wire_dtype=inter_wire_dtype,
             inter_block_scaling=inter_block_scaling,
+            check_peers=peer_check(),
         )
-        self._name = f"{pg.group_name}/{number}"
+        self._name = f"{qualified_name(pg)}/{number}"
         _by_name[self._name] = self
 
     @property
@@ -96,6 +97,10 @@ class Communicator(_C.Communicator):
 
 
 _by_name: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
+
+
+def living_communicators() -> list[Communicator]:
+    return list(_by_name.values())
 
 
 def communicator_named(name: str) -> Communicator:

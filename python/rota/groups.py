@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 
 
@@ -34,4 +36,42 @@ def next_number(pg: dist.ProcessGroup, what: str) -> int:
     return number
 
 
+def begin_generation(uuid: str, check_peers: Callable[[], None]) -> None:
+    """Counts anew, over groups whose store no earlier generation has used (rota.elastic).
+
+    Args:
+        uuid: of the generation; becomes a part of names.
+        check_peers: raises if a member of the generation is gone. Whatever waits for ranks that
+            make something together calls it several times a second.
+    """
+    global _generation, _check_peers
+    _generation, _check_peers = uuid, check_peers
+    _num_made.clear()
+
+
+def end_generation() -> None:
+    """What is made from now on belongs to no generation."""
+    global _generation, _check_peers
+    _generation, _check_peers = "", None
+    _num_made.clear()
+
+
+def qualified_name(pg: dist.ProcessGroup) -> str:
+    """The group's name, which no group of another generation has."""
+    return f"{_generation}/{pg.group_name}" if _generation else pg.group_name
+
+
+def store_of(pg: dist.ProcessGroup, name: str) -> dist.Store:
+    """A part of the group's store for what the ranks make under this name in this generation."""
+    prefix = f"{_generation}/{name}" if _generation else name
+    return dist.PrefixStore(f"rota/{prefix}", pg.get_group_store())
+
+
+def peer_check() -> Callable[[], None] | None:
+    """What raises if a member of this generation is gone; None without a generation."""
+    return _check_peers
+
+
 _num_made: dict[tuple[str, str], int] = {}
+_generation = ""
+_check_peers: Callable[[], None] | None = None

@@ -22,16 +22,24 @@ class JointSteps:
         rank, world_size: this process among those that take the steps.
         timeout: of each step.
         what: the public name for errors, such as "rota.Window".
+        check_peers: raises if a process is gone; called while others are awaited.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, timeout: timedelta, what: str
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        what: str,
+        check_peers: Callable[[], None] | None = None,
     ) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout
         self._what = what
+        self._check_peers = check_peers
         self._num_steps = 0
 
     def step(self, run: Callable[[], str]) -> list[str]:
@@ -71,6 +79,8 @@ class JointSteps:
     def _wait_for(self, step: int, rank: int) -> bytes:
         deadline = time.monotonic() + self._timeout.total_seconds()
         while not self._store.check([self._key(step, rank)]):
+            if self._check_peers is not None:
+                self._check_peers()
             if time.monotonic() > deadline:
                 missing = [
                     str(peer)

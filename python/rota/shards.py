@@ -82,20 +82,35 @@ class LogicalShards:
         self.num_steps = 0  # that reduce() has ended
         self._model = model
         self._seed = seed
-        world_size = dist.get_world_size(state.group)
-        if num_shards < world_size:
-            raise ValueError(
-                f"rota.LogicalShards: num_shards is {num_shards}, expected at least the number of "
-                f"ranks, {world_size}"
-            )
-        block = schedule.shards_of(num_shards, world_size, dist.get_rank(state.group))
-        self._block = range(block.first_shard, block.first_shard + block.num_shards)
+        self._block = range(0)
+        self._world_size = 0
         self._num_done = 0  # shards of this step
         # By parameter: the sums of subtrees that no addition has joined yet, and memory for more.
         self._sums: list[list[Gradient]] = []
         self._spares: list[list[torch.Tensor]] = []
         self._order = (-1, torch.empty(0, dtype=torch.int64))  # an epoch, and its samples
+        if dist.is_initialized():  # otherwise it is for a membership, which calls regroup()
+            self.regroup()
         _warn_about(model)
+
+    def regroup(self) -> None:
+        """Takes this rank's block among the ranks that the group has now; drops an unfinished step.
+
+        For a default group that was made anew, with other ranks (rota.elastic). Does not wait.
+
+        Raises:
+            ValueError: num_shards is less than the number of ranks.
+        """
+        world_size = dist.get_world_size(self.state.group)
+        if self.num_shards < world_size:
+            raise ValueError(
+                f"rota.LogicalShards: num_shards is {self.num_shards}, expected at least the "
+                f"number of ranks, {world_size}"
+            )
+        block = schedule.shards_of(self.num_shards, world_size, dist.get_rank(self.state.group))
+        self._block = range(block.first_shard, block.first_shard + block.num_shards)
+        self._world_size = world_size
+        self._drop()
 
     def __iter__(self) -> Iterator[int]:
         """The numbers of this rank's shards, in the order in which their passes must run."""
@@ -181,13 +196,20 @@ class LogicalShards:
         Blocks as rota.reduce_gradients does, on every rank of the group.
 
         Raises:
-            RuntimeError: not all shards of this rank have run in this step.
+            RuntimeError: not all shards of this rank have run in this step, or the number of ranks
+                is another since.
             What rota.reduce_gradients raises.
         """
         if self._num_done < len(self._block):
             raise RuntimeError(
                 f"rota.LogicalShards: reduce() after {self._num_done} of this rank's "
                 f"{len(self._block)} shards; run them all, each in backward_of()"
+            )
+        if self._world_size != dist.get_world_size(self.state.group):
+            raise RuntimeError(
+                f"rota.LogicalShards: this step was begun on {self._world_size} ranks, the group "
+                f"has {dist.get_world_size(self.state.group)} now; call regroup() and run the step "
+                f"again"
             )
         for parameter, (gradient,) in zip(self._parameters(), self._sums, strict=True):
             parameter.grad = gradient

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import json
+import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from rota import _C
 from rota.engine import engine_chooser
 from rota.errors import Mismatch, TransportError
-from rota.groups import member_group, next_number
+from rota.groups import member_group, next_number, peer_check, store_of
 from rota.joint import JointSteps
 from rota.memory import empty
 
@@ -44,6 +46,7 @@ class Window(_C.Window):
             copied. Raw pointers and numpy arrays of it, however, still refer to the old memory.
         group: the ranks; None is the default group, on any backend.
         dtype: of a new tensor; torch's default dtype if None.
+        device: of a new tensor: the CPU, or this rank's GPU (docs/cuda.md says what differs there).
         num_channels: of signals; each counts by itself.
         timeout: of making the window and of each wait; None is that of the group's store.
         engine: what carries messages between hosts: a process group of the same ranks whose CPU
@@ -68,32 +71,56 @@ class Window(_C.Window):
         ...     assert window.tensor[16:24].sum() == 8
     """
 
+    def __new__(cls, *args: Any, device: torch.device | str = "cpu", **kwargs: Any) -> Window:
+        if cls is Window and torch.device(device).type == "cuda":
+            from rota.device_window import DeviceWindow
+
+            cls = DeviceWindow
+        return super().__new__(cls)
+
     def __init__(
         self,
         tensor_or_shape: torch.Tensor | Sequence[int] | int,
         group: dist.ProcessGroup | None = None,
         *,
         dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
         num_channels: int = 1,
         timeout: timedelta | None = None,
         engine: dist.ProcessGroup | None = None,
     ) -> None:
+        if torch.device(device).type != "cpu":
+            raise ValueError(f"rota.Window: device is {device!r}, expected cpu or cuda")
         pg = member_group(group, "Window")
+        own, _ = self._open(
+            pg, lambda: _own_tensor(tensor_or_shape, dtype), num_channels, timeout, engine
+        )
+        self._tensor = own.tensor
+
+    def _open(
+        self,
+        pg: dist.ProcessGroup | _Ranks,
+        make_tensor: Callable[[], torch.Tensor],
+        num_channels: int,
+        timeout: timedelta | None,
+        engine: dist.ProcessGroup | None,
+    ) -> tuple[_C.ExposedTensor, list[_C.OpenedTensor | None]]:
+        """Makes the window; returns this rank's part and those of the others on this host."""
         if not isinstance(num_channels, int) or not 1 <= num_channels <= MAX_CHANNELS:
             raise ValueError(
                 f"rota.Window: num_channels is {num_channels!r}, expected 1 to {MAX_CHANNELS}"
             )
         number = next_number(pg, "Window")
-        store = dist.PrefixStore(f"rota/window/{number}", pg.get_group_store())
+        store = store_of(pg, f"window/{number}")
         if timeout is None:
             timeout = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
         rank, world_size = pg.rank(), pg.size()
-        steps = JointSteps(store, rank, world_size, timeout, "rota.Window")
+        steps = JointSteps(store, rank, world_size, timeout, "rota.Window", peer_check())
         services = _Services(pg, engine)
         own: list[_C.ExposedTensor] = []
 
         def expose() -> str:
-            tensor = _own_tensor(tensor_or_shape, dtype)
+            tensor = make_tensor()
             own.append(_C.ExposedTensor(tensor, world_size * num_channels, others_may_write=True))
             return json.dumps(
                 {
@@ -106,7 +133,9 @@ class Window(_C.Window):
             )
 
         cards = [json.loads(text) for text in steps.step(expose)]
-        _check_alike(cards)
+        check_made_alike(cards)
+        if difference := _difference(cards, "engine", "has"):
+            raise Mismatch(f"{difference}; give every rank an engine or none")
         others: list[_C.OpenedTensor | None] = [None] * world_size
         service: list[_C.WindowService | None] = []
 
@@ -129,7 +158,8 @@ class Window(_C.Window):
             serve()
         else:
             steps.step(serve)  # nobody asks a rank that does not serve yet
-        self._tensor = own[0].tensor
+        _living.add(self)
+        return own[0], others
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -137,7 +167,39 @@ class Window(_C.Window):
         return self._tensor
 
 
+@dataclass(frozen=True, eq=False)
+class _Ranks:
+    """Ranks that meet in a store which is used for nothing else, as a process group has them."""
+
+    store: dist.Store
+    own_rank: int
+    world_size: int
+    group_name: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def rank(self) -> int:
+        return self.own_rank
+
+    def size(self) -> int:
+        return self.world_size
+
+    def get_group_store(self) -> dist.Store:
+        return self.store
+
+
+def make_window(tensor: torch.Tensor, store: dist.Store, rank: int, world_size: int) -> Window:
+    """A window for ranks without a process group: a backend's, which torch 2.15 asks for one."""
+    window = Window.__new__(Window)
+    window._open(_Ranks(store, rank, world_size), lambda: tensor.detach(), 1, None, None)
+    return window
+
+
 MAX_CHANNELS = 1024
+
+_living: weakref.WeakSet[Window] = weakref.WeakSet()
+
+
+def living_windows() -> list[Window]:
+    return list(_living)
 
 
 def _own_tensor(
@@ -164,17 +226,16 @@ def _difference(cards: list[dict[str, str]], key: str, verb: str) -> str | None:
     return f"rota.Window: ranks disagree: {'; '.join(parts)}"
 
 
-def _check_alike(cards: list[dict[str, str]]) -> None:
+def check_made_alike(cards: list[dict[str, str]]) -> None:
+    """Raises Mismatch if ranks have made different windows, as their cards say under "made"."""
     if difference := _difference(cards, "made", "made"):
         raise Mismatch(f"{difference}; give every rank the same shape, dtype and num_channels")
-    if difference := _difference(cards, "engine", "has"):
-        raise Mismatch(f"{difference}; give every rank an engine or none")
 
 
 class _Services:
     """What serves ranks of other hosts: one for all windows over a group, or over an engine."""
 
-    def __init__(self, pg: dist.ProcessGroup, engine: dist.ProcessGroup | None) -> None:
+    def __init__(self, pg: dist.ProcessGroup | _Ranks, engine: dist.ProcessGroup | None) -> None:
         self._pg = pg
         self._engine = engine
         self._key = engine if isinstance(engine, dist.ProcessGroup) else pg
@@ -209,7 +270,7 @@ class _Services:
 
 
 # Each lives as long as its group or engine.
-_services: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, _C.WindowService]] = (
+_services: weakref.WeakKeyDictionary[dist.ProcessGroup | _Ranks, tuple[int, _C.WindowService]] = (
     weakref.WeakKeyDictionary()
 )
 atexit.register(_services.clear)

@@ -1,7 +1,9 @@
 #include "tensor/gpu_classes.h"
 
 #include <pybind11/chrono.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "tensor/cuda/device_windows.h"
 #include "tensor/cuda/gradient_bucket.h"
 #include "tensor/cuda/local_group.h"
 #include "tensor/errors.h"
@@ -102,11 +104,32 @@ void add_gradient_bucket(py::module_& module) {
                              [](const GradientBucket& self) { return self.wire().numel(); });
 }
 
+void add_device_windows(py::module_& module) {
+  module.def(
+      "map_device_windows",
+      [](const std::shared_ptr<ExposedTensor>& own,
+         const std::vector<std::shared_ptr<OpenedTensor>>& others, int rank,
+         const c10::intrusive_ptr<::c10d::Store>& store, at::Device device, size_t num_bytes,
+         const py::function& all_gather) {
+        return with_python_errors([&] {
+          return map_device_windows(own, others, rank, store, device, num_bytes,
+                                    [&](const std::string& text) {
+                                      const py::gil_scoped_acquire gil;
+                                      return all_gather(py::bytes(text))
+                                          .cast<std::vector<std::string>>();
+                                    });
+        });
+      },
+      py::arg("own"), py::arg("others"), py::arg("rank"), py::arg("store"), py::arg("device"),
+      py::arg("num_bytes"), py::arg("all_gather"), ReleaseGil());
+}
+
 }  // namespace
 
 void add_gpu_classes(py::module_& module) {
   add_local_group(module);
   add_gradient_bucket(module);
+  add_device_windows(module);
 }
 
 }  // namespace rota::tensors

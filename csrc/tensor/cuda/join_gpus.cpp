@@ -51,28 +51,6 @@ transport::AllGatherText all_gather_over(Communicator& communicator, CallerThrea
   };
 }
 
-// Connects by the means that ROTA_PEER_MEMORY names, or by the first of the two that works.
-transport::DeviceRegions connect_regions(const Communicator& communicator,
-                                         const c10::intrusive_ptr<::c10d::Store>& store,
-                                         at::Device device, size_t num_bytes,
-                                         const transport::AllGatherText& all_gather) {
-  const char* wish = std::getenv("ROTA_PEER_MEMORY");
-  const std::string_view means = wish == nullptr ? "auto" : wish;
-  if (means != "auto" && means != "symmetric" && means != "ipc") {
-    throw Error(ErrorKind::kValue,
-                join("rota: ROTA_PEER_MEMORY is '", means, "', expected auto, symmetric or ipc"));
-  }
-  if (means != "ipc") {
-    try {
-      return connect_by_symmetric_memory(store, communicator.rank(), communicator.world_size(),
-                                         device, num_bytes, all_gather);
-    } catch (const Error& error) {
-      if (means == "symmetric" || error.kind() != ErrorKind::kTransport) throw;
-    }
-  }
-  return transport::connect_by_ipc(communicator.rank(), num_bytes, all_gather);
-}
-
 // Checks every pair of GPUs, in every channel, with a kernel that collectives use. Each rank's
 // shard is a different pattern.
 void verify(const Communicator& communicator, at::Device device, const schedule::Tuning& tuning,
@@ -156,6 +134,25 @@ UnusableKernels find_unusable(Communicator& communicator, at::Device device,
 
 }  // namespace
 
+transport::DeviceRegions connect_regions(const c10::intrusive_ptr<::c10d::Store>& store, int rank,
+                                         int world_size, at::Device device, size_t num_bytes,
+                                         const transport::AllGatherText& all_gather) {
+  const char* wish = std::getenv("ROTA_PEER_MEMORY");
+  const std::string_view means = wish == nullptr ? "auto" : wish;
+  if (means != "auto" && means != "symmetric" && means != "ipc") {
+    throw Error(ErrorKind::kValue,
+                join("rota: ROTA_PEER_MEMORY is '", means, "', expected auto, symmetric or ipc"));
+  }
+  if (means != "ipc") {
+    try {
+      return connect_by_symmetric_memory(store, rank, world_size, device, num_bytes, all_gather);
+    } catch (const Error& error) {
+      if (means == "symmetric" || error.kind() != ErrorKind::kTransport) throw;
+    }
+  }
+  return transport::connect_by_ipc(rank, num_bytes, all_gather);
+}
+
 schedule::Tuning agree_on_tuning(Communicator& communicator, CallerThread thread) {
   const int rank = communicator.rank();
   const int world_size = communicator.world_size();
@@ -199,7 +196,8 @@ JoinedGpus join_gpus(Communicator& communicator, const c10::intrusive_ptr<::c10d
                 join("rota: the GPUs' memory cannot be verified without ", *finding));
   }
   auto regions = std::make_unique<JoinedRegions>(
-      communicator, connect_regions(communicator, store, device, geometry.num_bytes(), all_gather));
+      communicator, connect_regions(store, communicator.rank(), communicator.world_size(), device,
+                                    geometry.num_bytes(), all_gather));
   verify(communicator, device, tuning, geometry, *regions, all_gather);
   return {std::move(regions), std::move(unusable)};
 }

@@ -12,8 +12,16 @@
 #include "schedule/tuning.h"
 #include "tensor/cuda/unusable_kernels.h"
 #include "transport/device_layout.h"
+#include "transport/device_regions.h"
 
 namespace rota::tensors {
+
+// Memory on each rank's GPU that all ranks map, by the means that ROTA_PEER_MEMORY names, or by the
+// first of the two that works. `device` must be the current one. Collective, also over `store`.
+// Throws Error(kTransport) on every rank if a rank fails.
+transport::DeviceRegions connect_regions(const c10::intrusive_ptr<::c10d::Store>& store, int rank,
+                                         int world_size, at::Device device, size_t num_bytes,
+                                         const transport::AllGatherText& all_gather);
 
 // The tuning for the current GPUs of all ranks, the same on each. Collective; blocks. Throws
 // Error(kTransport) on every rank if one cannot query its GPU.

@@ -50,6 +50,22 @@ class HeapPool:
     def empty(self, num_elems: int, dtype: torch.dtype) -> torch.Tensor:
         """A contiguous CPU tensor of any values; raises as rota.empty()."""
 
+def move_storage(tensor: torch.Tensor, place: torch.Tensor, *, copies: bool) -> bool:
+    """Moves a CPU tensor's storage onto the bytes of another tensor, which it keeps alive.
+
+    All tensors that share the storage move with it; raw pointers still refer to the old memory.
+
+    Args:
+        place: contiguous, as many bytes as the storage.
+        copies: the contents, too; otherwise the storage takes what it finds at `place`.
+
+    Returns:
+        False if nothing was done: the memory is not torch's own, and not from an earlier call.
+
+    Raises:
+        ValueError: the place is strided or of another length.
+    """
+
 def checksum(tensor: torch.Tensor) -> int:
     """64 bits of the bytes of a contiguous CPU tensor; against damage, not against forgery."""
 
@@ -367,6 +383,7 @@ class Communicator:
         choose_engine: ChooseEngine | None = None,
         inter_wire_dtype: torch.dtype | None = None,
         inter_block_scaling: bool = False,
+        check_peers: Callable[[], None] | None = None,
     ) -> None: ...
     @property
     def rank(self) -> int: ...
@@ -692,6 +709,34 @@ class Communicator:
         them writes to memory that this rank has freed: up to 2 s for ranks that do not close.
         """
 
+def map_device_windows(
+    own: ExposedTensor,
+    others: Sequence[OpenedTensor | None],
+    rank: int,
+    store: dist.Store,
+    device: torch.device,
+    num_bytes: int,
+    all_gather: Callable[[bytes], Sequence[bytes]],
+) -> list[torch.Tensor]:
+    """Memory on each rank's GPU that all ranks map; not in a build for the CPU.
+
+    Collective: every rank calls it with the same num_bytes. Blocks.
+
+    Args:
+        own: this rank's window on the CPU; keeps this rank's memory until no rank maps it.
+        others: those of the others, by rank; None for this one. A rank maps the others' memory as
+            long as it has a tensor of it.
+        store: the same for all ranks, used for nothing else.
+        num_bytes: 1 or more.
+        all_gather: gives every rank the texts of all, by rank.
+
+    Returns:
+        uint8 tensors of zeroes on `device`, by rank.
+
+    Raises:
+        rota.TransportError: the GPUs cannot reach each other, or memory is short; on every rank.
+    """
+
 class LocalGroup:
     """See rota.LocalGroup; not in a build for the CPU."""
 
@@ -797,6 +842,8 @@ class BackendOptions(dist._Backend.Options):
     connects_at_first_use: bool
     """Whether the group connects at its first call, as subgroups do, or when it is made."""
     choose_engine: ChooseEngine  # called if ranks are on several hosts
+    check_peers: Callable[[], None] | None
+    """Called several times a second while ranks connect; raises if one of them is gone."""
 
     def __init__(
         self,
@@ -823,9 +870,24 @@ class ProcessGroupRota(dist._Backend):
         world_size: int,
         options: BackendOptions,
         make_delegate: Callable[[str, dist.Store, int, int], dist._Backend],
+        make_window: Callable[[torch.Tensor, dist.Store, int, int], Window],
+        handle: Callable[[], str] | None = None,
+        reconfigure: Callable[
+            [
+                int,
+                Sequence[str],
+                bool,
+                timedelta | None,
+                Callable[[dist.Store, int, int, Callable[[], None]], None],
+            ],
+            None,
+        ]
+        | None = None,
     ) -> None: ...
     @property
     def options(self) -> BackendOptions: ...
+    def abort(self, reason: str = ...) -> None:
+        """Makes every waiting and every later call fail, on every rank, with this text."""
     def spans_hosts(self, ranks: list[int]) -> bool:
         """Whether these ranks are known to be on several hosts; False before the group connects."""
 

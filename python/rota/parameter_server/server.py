@@ -50,7 +50,7 @@ from torch import nn
 
 from rota import _C
 from rota.errors import PeerFailed, RotaError, Timeout
-from rota.groups import member_group, next_number
+from rota.groups import member_group, next_number, store_of
 from rota.joint import JointSteps
 from rota.parameter_server import arguments
 from rota.parameter_server.connection import Connection, Plan
@@ -155,7 +155,7 @@ class ParameterServer:
     ) -> None:
         pg = member_group(group, "ParameterServer")
         number = next_number(pg, "ParameterServer")
-        store = dist.PrefixStore(f"rota/parameter_server/{number}", pg.get_group_store())
+        store = store_of(pg, f"parameter_server/{number}")
         self._timeout = timeout if timeout is not None else store.timeout  # type: ignore[attr-defined]
         self._rank, self._world_size = pg.rank(), pg.size()
         steps = JointSteps(

@@ -1,0 +1,96 @@
+"""One piece of memory that holds many storages, which another process copies in one go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from rota import _C
+from rota.memory import empty
+
+_ALIGNMENT = 64  # of a storage, in bytes: a cache line
+
+
+class Arena:
+    """Places for storages, in memory that the processes of the host can read.
+
+    Args:
+        lengths: of the storages, in bytes.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = list(lengths)
+        self._offsets: list[int] = []
+        num_bytes = 0
+        for length in self.lengths:
+            self._offsets.append(num_bytes)
+            num_bytes += -(-length // _ALIGNMENT) * _ALIGNMENT
+        self.bytes = empty(max(num_bytes, 1), dtype=torch.uint8)
+        self._exposed: _C.ExposedTensor | None = None
+
+    @property
+    def address(self) -> str:
+        """For fetch(), as long as this lives. Others can only read."""
+        if self._exposed is None:
+            self._exposed = _C.ExposedTensor(self.bytes, 0, others_may_write=False)
+        return self._exposed.address
+
+    def places(self) -> list[torch.Tensor]:
+        """uint8 views of the storages' places."""
+        return [
+            self.bytes[offset : offset + length]
+            for offset, length in zip(self._offsets, self.lengths, strict=True)
+        ]
+
+    def checksum(self) -> int:
+        return _C.checksum(self.bytes)
+
+    def fetch(self, address: str, who: str, timeout: timedelta) -> int:
+        """Copies another process's arena of the same lengths into this one.
+
+        Returns:
+            The checksum of what was copied.
+
+        Raises:
+            rota.TransportError: that process has ended.
+        """
+        return _C.copy_with_checksum(self.bytes, _C.OpenedTensor(address, who, timeout).bytes)
+
+    def receive(self, rank: int) -> int:
+        """The same by messages, from a rank that sends its arena's bytes. Returns the checksum."""
+        dist.recv(self.bytes, rank)
+        return self.checksum()
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage of a tensor, as uint8 on its device."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+
+
+def lies_on(tensor: torch.Tensor, place: torch.Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    is_empty = storage.nbytes() == 0
+    return is_empty or (tensor.is_cpu and storage.data_ptr() == place.data_ptr())
+
+
+def put_on(tensor: torch.Tensor, place: torch.Tensor) -> bool:
+    """Moves a tensor's storage to a place, with its contents.
+
+    Returns:
+        False if the contents were only copied: the storage is on another device, or in memory that
+        is not torch's own.
+    """
+    if lies_on(tensor, place) or _C.move_storage(tensor, place, copies=True):
+        return True
+    place.copy_(bytes_of(tensor))
+    return False
+
+
+def take_from(tensor: torch.Tensor, place: torch.Tensor) -> None:
+    """Gives a tensor's storage the contents of a place, and moves it there if it can."""
+    if not lies_on(tensor, place) and not _C.move_storage(tensor, place, copies=False):
+        bytes_of(tensor).copy_(place)

@@ -1,0 +1,294 @@
+"""How processes agree on one generation: all of them have it, or all have the same error.
+
+A document in the store, of the generation's uuid, holds what each has said, who has connected, and
+the outcome. The outcome is set once, by a transaction, so nobody can have another one. It is
+"formed" when the last member has connected. Whoever sees a member gone, or the members disagree,
+sets a failure, unless it is too late for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+from rota.elastic.documents import Documents
+from rota.elastic.handles import Handle, Processes
+from rota.errors import Mismatch, PeerFailed, Timeout, TransportError
+
+POLL_S = 0.002  # few enough requests for a store on a server
+STALL_S = 1.0
+# After processes have said different things, how long the others may take to say theirs.
+GRACE_S = 1.0
+FORMED = "formed"
+# What an outcome is raised as. ValueError: wrong arguments, which no other attempt mends.
+_ERRORS: dict[str, type[Exception]] = {
+    "PeerFailed": PeerFailed,
+    "Mismatch": Mismatch,
+    "TransportError": TransportError,
+    "ValueError": ValueError,
+}
+
+
+class Poll:
+    """The loop of every wait for other processes: names them after a second, ends at a timeout.
+
+    Args:
+        what: waits, for texts.
+        timeout: of the whole wait.
+    """
+
+    def __init__(self, what: str, timeout: timedelta) -> None:
+        self._what = what
+        self._timeout_s = timeout.total_seconds()
+        self._begin = time.monotonic()
+        self._has_warned = False
+
+    def sleep(self, awaited: Sequence[str]) -> None:
+        """Sleeps for one turn.
+
+        Raises:
+            rota.Timeout: the wait is over.
+        """
+        waited_s = time.monotonic() - self._begin
+        text = f"{self._what} has waited {waited_s:.3g} s for {', '.join(awaited) or 'the others'}"
+        if waited_s > self._timeout_s:
+            raise Timeout(f"{text}; is it alive?")
+        if waited_s > STALL_S and not self._has_warned:
+            self._has_warned = True
+            print(f"{text}; still waiting", file=sys.stderr, flush=True)
+        time.sleep(POLL_S)
+
+
+class Forming:
+    """One attempt to form a generation, on one of its members.
+
+    Args:
+        documents: the job's.
+        own: this process.
+        processes: tells which others run.
+        uuid: of the generation; no attempt has used it.
+        handles: of the members by rank, or their texts, as this process was given them.
+        timeout: of each wait for members that live.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        own: Handle,
+        processes: Processes,
+        uuid: str,
+        handles: Sequence[Handle | str],
+        timeout: timedelta,
+    ) -> None:
+        self._documents = documents
+        self._own = own
+        self._processes = processes
+        self._uuid = uuid
+        self._handles: list[Handle] = []
+        self._unreadable = ""
+        try:
+            self._handles = [
+                handle if isinstance(handle, Handle) else Handle.parse(handle) for handle in handles
+            ]
+        except ValueError as error:
+            self._unreadable = str(error)
+        self._timeout = timeout
+        self._key = f"generation/{uuid}"
+        self._next_read = 0.0
+
+    @property
+    def handles(self) -> list[Handle]:
+        """Of the members, by rank."""
+        return self._handles
+
+    def agree(self) -> None:
+        """Blocks until all members have said the same.
+
+        Raises:
+            ValueError: the uuid was used before, or the handles that a member was given are bad.
+            rota.Mismatch: members were given different ones.
+            rota.PeerFailed: a member is gone.
+            rota.Timeout: a living member does not come.
+        """
+        self._say()
+        poll = Poll(self._prefix(), self._timeout)
+        disagreed_at: float | None = None
+        while True:
+            document = self._documents.read(self._key)
+            self._raise_outcome(document)
+            said: Said = document["said"]
+            awaited = _silent(said)
+            if _disagree(said):
+                disagreed_at = disagreed_at or time.monotonic()
+                has_all = len(said) > 1 and not awaited
+                if has_all or time.monotonic() - disagreed_at > GRACE_S:
+                    self._conclude(_kind_of(said), _describe(said))
+                    continue
+            elif not awaited:
+                return
+            if self._conclude_if_gone():
+                continue
+            poll.sleep(awaited)
+
+    def check(self) -> None:
+        """Raises what agree() raises once this attempt has failed; for waits while connecting."""
+        if time.monotonic() < self._next_read:
+            return
+        self._next_read = time.monotonic() + POLL_S
+        self._conclude_if_gone()
+        self._raise_outcome(self._documents.read(self._key))
+
+    @contextlib.contextmanager
+    def connecting(self) -> Iterator[None]:
+        """A context for what this member does to connect; waits for the others at its end.
+
+        An error inside is raised by all members, as rota.PeerFailed if a member is gone.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._conclude_because_of(error)
+            self._raise_outcome(self._documents.read(self._key), error)
+            raise
+        except BaseException:  # Ctrl-C
+            self._conclude("PeerFailed", f"{self._own.who} was interrupted")
+            raise
+        document = self._count_as_connected()
+        poll = Poll(self._prefix(), self._timeout)
+        while document["outcome"] != [FORMED, ""]:
+            self._raise_outcome(document)
+            if not self._conclude_if_gone():
+                poll.sleep(
+                    [handle.who for handle in self._handles if handle.name not in document["ready"]]
+                )
+            document = self._documents.read(self._key)
+
+    # ---- transactions
+
+    def _say(self) -> None:
+        problem = self._problem()
+        is_used = False
+
+        def say(document: dict[str, Any]) -> None:
+            nonlocal is_used
+            document.setdefault("outcome", None)
+            document.setdefault("ready", [])
+            said = document.setdefault("said", {})
+            is_used = self._own.name in said or document["outcome"] == [FORMED, ""]
+            if not is_used:
+                said[self._own.name] = {
+                    "who": self._own.who,
+                    "members": {handle.name: handle.who for handle in self._handles},
+                    "ranks": [handle.name for handle in self._handles],
+                    "problem": problem,
+                }
+
+        document = self._documents.change(self._key, say)
+        if is_used:
+            raise ValueError(
+                f"{self._prefix()}: its uuid was used before, by "
+                f"{', '.join(said['who'] for said in document['said'].values())}; every attempt "
+                f"needs a new one"
+            )
+
+    def _count_as_connected(self) -> dict[str, Any]:
+        def count(document: dict[str, Any]) -> None:
+            if document["outcome"] is not None or self._own.name in document["ready"]:
+                return
+            document["ready"].append(self._own.name)
+            if len(document["ready"]) == len(self._handles):
+                document["outcome"] = [FORMED, ""]
+
+        return self._documents.change(self._key, count)
+
+    def _conclude(self, kind: str, text: str) -> None:
+        def conclude(document: dict[str, Any]) -> None:
+            if document["outcome"] is None:
+                document["outcome"] = [kind, text]
+
+        self._documents.change(self._key, conclude)
+
+    def _conclude_because_of(self, error: Exception) -> None:
+        """Sets the outcome after an error here, which another member may know the cause of."""
+        if isinstance(error, PeerFailed):
+            deadline = time.monotonic() + GRACE_S
+            while time.monotonic() < deadline:
+                if self._conclude_if_gone() or self._documents.read(self._key)["outcome"]:
+                    return
+                time.sleep(POLL_S)
+        name = type(error).__name__
+        kind = name if name in ("Mismatch", "ValueError") else "TransportError"
+        self._conclude(kind, f"{self._own.who} failed: {error}")
+
+    def _conclude_if_gone(self) -> bool:
+        gone = self._processes.gone(self._handles)
+        if gone:
+            who = ", ".join(f"rank {self._handles.index(handle)}, {handle.who}," for handle in gone)
+            self._conclude("PeerFailed", f"{who} has died or left before all were connected")
+        return bool(gone)
+
+    # ---- texts
+
+    def _raise_outcome(self, document: dict[str, Any], cause: Exception | None = None) -> None:
+        outcome = document["outcome"]
+        if outcome is None or outcome[0] == FORMED:
+            return
+        kind, text = outcome
+        raise _ERRORS[kind](f"{self._prefix()}: {text}") from cause
+
+    def _prefix(self) -> str:
+        return f"rota.elastic: generation {self._uuid}"
+
+    def _problem(self) -> str:
+        """What is wrong with this process's own arguments; empty: nothing."""
+        if self._unreadable:
+            return self._unreadable
+        names = [handle.name for handle in self._handles]
+        foreign = [handle for handle in self._handles if handle.job != self._own.job]
+        if foreign:
+            return (
+                f"rank {self._handles.index(foreign[0])}, {foreign[0].who}, is of another job, "
+                f"{foreign[0].job}; this one is {self._own.job}"
+            )
+        for name in names:
+            if names.count(name) > 1:
+                ranks = [str(rank) for rank, other in enumerate(names) if other == name]
+                return f"the same process has ranks {' and '.join(ranks)}"
+        if self._own.name not in names:
+            return "it is not among the members that it was given"
+        return ""
+
+
+# What members have said: by name, "who" it is, the "ranks" it was given (names by rank), who these
+# "members" are, and the "problem" with its own arguments.
+Said = dict[str, dict[str, Any]]
+
+
+def _disagree(said: Said) -> bool:
+    lists = [of_one["ranks"] for of_one in said.values()]
+    return lists.count(lists[0]) < len(lists) or _kind_of(said) == "ValueError"
+
+
+def _kind_of(said: Said) -> str:
+    return "ValueError" if any(of_one["problem"] for of_one in said.values()) else "Mismatch"
+
+
+def _silent(said: Said) -> list[str]:
+    """Who is a member for anyone, and has said nothing yet."""
+    members = {name: who for of_one in said.values() for name, who in of_one["members"].items()}
+    return [who for name, who in members.items() if name not in said]
+
+
+def _describe(said: Said) -> str:
+    """What each process has said, for an error."""
+    texts = []
+    for of_one in said.values():
+        members = ", ".join(of_one["members"][name] for name in of_one["ranks"])
+        problem = f", but {of_one['problem']}" if of_one["problem"] else ""
+        texts.append(f"{of_one['who']} says that the members are [{members}]{problem}")
+    texts += [f"{who} has said nothing yet" for who in _silent(said)]
+    return f"{'; '.join(texts)}; give every member the same handles, by rank"

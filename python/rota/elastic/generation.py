@@ -1,0 +1,185 @@
+"""One generation of a membership: its ranks, its groups, and how all of it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from rota import _C
+from rota.communicator import Communicator, living_communicators
+from rota.elastic.forming import Forming
+from rota.elastic.handles import Handle, Processes
+from rota.errors import PeerFailed, RotaError
+from rota.groups import begin_generation, end_generation
+from rota.window import living_windows
+
+# How often a wait for ranks that make something together asks the store whether one has gone on.
+_ASK_EVERY_S = 0.02
+
+
+class Generation:
+    """The ranks that train together until one is lost, leaves or joins; `Membership` makes it.
+
+    While it lasts, `torch.distributed`'s default group is that of its ranks, on backend "rota", and
+    groups, communicators, windows and models wrapped in DistributedDataParallel are made as always.
+    All of them end with it: later calls raise rota.RotaError, which names the generation.
+
+    Attributes:
+        number: 1 for the first one of a job, and larger for each later one.
+        uuid: random; part of every name in the store.
+        rank, world_size: of this process.
+        handles: of the members, by rank.
+        communicator: over all ranks.
+        seconds: what its making took, by term: "end" of the one before, "wait" for the others,
+            "agree", "connect". For benchmarks.
+    """
+
+    number: int
+    uuid: str
+    rank: int
+    world_size: int
+    handles: list[str]
+    communicator: Communicator
+    seconds: dict[str, float]
+
+    def __init__(
+        self,
+        store: dist.Store,
+        processes: Processes,
+        number: int,
+        uuid: str,
+        handles: Sequence[Handle],
+        rank: int,
+    ) -> None:
+        self.number = number
+        self.uuid = uuid
+        self.rank = rank
+        self.world_size = len(handles)
+        self.handles = [str(handle) for handle in handles]
+        self.seconds = {}
+        self._members = list(handles)
+        self._forming: Forming | None = None
+        self._store = store
+        self._processes = processes
+        self._next_ask = 0.0
+        self._has_ended = False
+        self._flag = torch.zeros(1, dtype=torch.int64)
+
+    @contextlib.contextmanager
+    def forming(self, forming: Forming) -> Iterator[None]:
+        """A context for making its groups; leaves none of them behind after an error."""
+        begin_generation(self.uuid, self.check_peers)
+        self._forming = forming
+        try:
+            with forming.connecting():
+                yield
+        except BaseException as error:
+            end_groups(f"{self} was not formed: {error}")
+            raise
+        self._forming = None
+
+    def is_over(self, *, leave: bool = False) -> bool:
+        """Whether the ranks are to go on in the next generation; the same answer on all of them.
+
+        It is collective: all ranks call it, at the end of a step. Rank 0 asks the store whether a
+        process has come, and an all_reduce spreads the answer. After True, every rank calls
+        `Membership.next`, or `Membership.leave` if it leaves.
+
+        Args:
+            leave: this rank is going to leave.
+
+        Raises:
+            rota.PeerFailed: a rank has died or left without this.
+        """
+        self._check_not_ended()
+        wants = leave or (self.rank == 0 and self._store.check([change_key(self.uuid)]))
+        self._flag[0] = int(wants)
+        self.communicator.all_reduce(self._flag, op="max")
+        return bool(self._flag[0])
+
+    def check_peers(self) -> None:
+        """Raises if a member has ended or gone on; while ranks make something together.
+
+        Raises:
+            rota.PeerFailed: names the member.
+        """
+        if self._forming is not None:
+            return self._forming.check()
+        gone = self._processes.gone(self._members)
+        if gone:
+            who = ", ".join(f"rank {self._members.index(one)}, {one.who}," for one in gone)
+            raise PeerFailed(f"rota.elastic: {self}: {who} has died or left")
+        now = time.monotonic()
+        if now < self._next_ask:
+            return
+        self._next_ask = now + _ASK_EVERY_S
+        if self._store.check([_over_key(self.uuid)]):
+            reason = self._store.get(_over_key(self.uuid)).decode()
+            raise PeerFailed(f"rota.elastic: {self} has ended: {reason}")
+
+    def end(self, reason: str) -> None:
+        """Ends everything that was made in it, here and for whoever waits elsewhere. Idempotent.
+
+        Args:
+            reason: for errors.
+        """
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._store.set(_over_key(self.uuid), reason)
+        end_groups(f"{self} has ended: {reason}; take what is made in the new one")
+
+    def write_note(self, key: str, text: str) -> None:
+        """Leaves a text in the store, for processes that have not joined yet."""
+        self._store.set(note_key(key), text)
+
+    def __str__(self) -> str:
+        return f"generation {self.number} ({self.uuid})"
+
+    def _check_not_ended(self) -> None:
+        if self._has_ended:
+            raise RotaError(
+                f"rota.elastic: {self} has ended; use the one that Membership.next returns"
+            )
+
+
+def end_groups(reason: str) -> None:
+    """Aborts and destroys torch's groups, and rota's communicators and windows, of this process."""
+    for communicator in living_communicators():
+        with contextlib.suppress(RotaError):
+            communicator.abort(reason)
+    for group in list(dist.distributed_c10d._world.pg_map):
+        _abort(group, reason)
+    for window in living_windows():
+        window.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # Torch counts groups that it could not make, too.
+    dist.distributed_c10d._world.group_count = 0
+    end_generation()
+
+
+def note_key(key: str) -> str:
+    """In the store: a text of members for whoever comes later."""
+    return f"note/{key}"
+
+
+def change_key(uuid: str) -> str:
+    """In the store: a process has come for the generation after this one."""
+    return f"change/{uuid}"
+
+
+def _over_key(uuid: str) -> str:
+    """In the store: why a member has gone on."""
+    return f"over/{uuid}"
+
+
+def _abort(group: dist.ProcessGroup, reason: str) -> None:
+    with contextlib.suppress(RuntimeError):  # no backend for the CPU, or one that is closed
+        backend = group._get_backend(torch.device("cpu"))
+        if isinstance(backend, _C.ProcessGroupRota):
+            backend.abort(reason)

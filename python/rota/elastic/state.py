@@ -1,0 +1,446 @@
+"""The training state that all ranks have alike, and how a rank gets it from another's memory."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree
+
+from rota.elastic.arena import Arena, lies_on, put_on, take_from
+from rota.elastic.generation import Generation
+from rota.elastic.membership import Membership
+from rota.elastic.parts import LooseTensor, ModulePart, Storages, part_of
+from rota.errors import Mismatch, TransportError
+
+# Of tensors that are made anew by a state_dict(), such as residuals: shorter ones are pickled.
+_LONG_BYTES = 64 << 10
+# Longer states are not saved at every step.
+_MAX_SAVED_BYTES = 256 << 10
+# Of a handshake between two processes that both wait for it.
+_COPY_TIMEOUT = timedelta(minutes=5)
+_LAYOUT = "layout"  # the lengths of the kept storages
+_FRESH = -1  # instead of a number of steps: the state comes from no training
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What the source tells: where its tensors lie, and all the rest.
+
+    Args:
+        kept, loose: address and lengths of an arena.
+        states: by object, with KeptTensor and LooseTensor for what is in the arenas.
+    """
+
+    num_steps: int
+    kept: tuple[str, list[int]]
+    loose: tuple[str, list[int]]
+    states: dict[str, Any]
+
+
+class State:
+    """Objects whose state is the same on all ranks, or may be taken from any of them.
+
+    A rank that joins, or has missed a step, copies it from the memory of a rank that lives: at the
+    speed of a memcpy (from another host by messages), and verified by a checksum. For that,
+    `commit` moves the storages of parameters and optimiser state to memory that the processes of
+    the host can read, as torch.Tensor.share_memory_ does; raw pointers and numpy arrays of them
+    then refer to old memory. Tensors that cannot move, such as those on a GPU, are copied there for
+    each transfer (not yet run on a GPU).
+
+    `commit` ends a step. After a failure `synchronize` takes each rank back to its last commit:
+    gradients are dropped, and small states (random numbers, data position, buffers, HookState
+    without residuals) are restored; parameters and optimiser state must not change between the
+    first collective of a step and its optimizer.step(). Ranks that have not ended the last step get
+    its result from one that has. (Commits as in Horovod Elastic; healing from a living peer as in
+    torchft, there over HTTP or a process group.)
+
+    Args:
+        objects: modules, optimisers, and whatever else has state_dict() and load_state_dict(), by
+            the same names on all ranks: rota.LogicalShards, rota.HookState, GradScaler, learning
+            rate schedulers, data loaders, RandomState. The module, not DistributedDataParallel
+            around it, which is made anew in every generation (with init_sync=False, since the ranks
+            are equal).
+
+    Attributes:
+        seconds: what the last synchronize() took, by term: "compare" the ranks' steps, "offer",
+            "allocate", "copy", "verify", "load", "regroup". For benchmarks.
+
+    Raises:
+        TypeError: an object has no state, or is a DistributedDataParallel.
+
+    Example:
+        >>> state = rota.elastic.State(model=model, optimizer=optimizer, shards=shards)
+        >>> state.synchronize(generation)
+        >>> ...  # a step: forward, backward, all-reduce, optimizer.step()
+        >>> state.commit()
+    """
+
+    def __init__(self, **objects: object) -> None:
+        for name, target in objects.items():
+            if isinstance(target, torch.nn.parallel.DistributedDataParallel):
+                raise TypeError(
+                    f"rota.elastic.State: {name} is a DistributedDataParallel, which lasts for one "
+                    f"generation; pass the module inside"
+                )
+        # Modules first: their storages then have the same numbers on all ranks, also where an
+        # optimiser has no state yet.
+        self._parts = sorted(
+            (part_of(name, target) for name, target in objects.items()),
+            key=lambda part: not isinstance(part, ModulePart),
+        )
+        self._num_steps = _FRESH
+        self.seconds: dict[str, float] = {}
+        self._kept: Arena | None = None
+        self._loose: Arena | None = None
+        self._spare: Arena | None = None
+        self._generation: Generation | None = None
+        self._copied: set[int] = set()  # storages that cannot move to the arena
+        self._may_be_new = True  # tensors that are not in the arena
+        self._saved: dict[str, bytes] = {}  # volatile states at the last commit, by object
+        self._too_long: set[str] = set()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were committed. Set it after loading a checkpoint; 0 before any."""
+        return max(self._num_steps, 0)
+
+    @num_steps.setter
+    def num_steps(self, num_steps: int) -> None:
+        if not isinstance(num_steps, int) or num_steps < 0:
+            raise ValueError(
+                f"rota.elastic.State: num_steps is {num_steps!r}, expected an int from 0 on"
+            )
+        self._num_steps = num_steps
+        self._save()
+
+    def prepare(self, membership: Membership) -> bool:
+        """Reserves the memory for a copy before this process joins, so that the others wait less.
+
+        Call it in a process that is going to join, before `Membership.next`. Most of a transfer's
+        time is the kernel's, which makes pages; here nobody waits for that.
+
+        Returns:
+            Whether the job has a state to copy.
+
+        Raises:
+            rota.TransportError: there is too little memory.
+        """
+        lengths = membership.read_note(_LAYOUT)
+        if lengths is None:
+            return False
+        self._spare = Arena(json.loads(lengths))
+        self._spare.bytes.zero_()  # touches the pages
+        return True
+
+    def commit(self) -> None:
+        """Ends a step, right after optimizer.step(). Does not wait for other ranks.
+
+        The first one in a generation moves what is new to memory that peers can read, which costs a
+        copy of it. Each saves the small states.
+        """
+        self._num_steps = self.num_steps + 1
+        if self._may_be_new:
+            self._share()
+            self._may_be_new = False
+            if self._generation is not None and self._generation.rank == 0:
+                assert self._kept is not None
+                self._generation.write_note(_LAYOUT, json.dumps(self._kept.lengths))
+        self._save()
+
+    def synchronize(self, generation: Generation, *, check_equal: bool = False) -> bool:
+        """Gives all ranks the state of the one that has ended most steps; of several, the lowest.
+
+        Collective, on all ranks of the generation, before anything else in it. Blocks until all are
+        done. If all ranks are new, they get the state of rank 0. A rank keeps its state until the
+        one that it gets is complete and verified, so it needs memory for both.
+
+        Args:
+            check_equal: also compare parameters and optimiser state of ranks that need not copy
+                any; reads them once.
+
+        Returns:
+            Whether this rank has got its state from another.
+
+        Raises:
+            rota.Mismatch: ranks have other objects, models or numbers of logical shards, or, with
+                check_equal, other numbers after the same step; on every rank, with what each has.
+            rota.TransportError: a copy differs from its source, or a rank could not take part; on
+                every rank. The ranks keep their states.
+            rota.PeerFailed: a rank has died; the ranks that live keep their states.
+        """
+        timer = _Timer(self)
+        exchange = _Exchange(generation)
+        self._generation = generation
+        self.seconds = {}
+        own = {part.name: part.describe() for part in self._parts}
+        cards = exchange.all(lambda: (self._num_steps, own))
+        _check_alike([descriptions for _, descriptions in cards])
+        steps = [num_steps for num_steps, _ in cards]
+        source = steps.index(max(steps))
+        is_all_fresh = steps[source] == _FRESH
+        receivers = {
+            rank
+            for rank, num_steps in enumerate(steps)
+            if rank != source and (is_all_fresh or num_steps < steps[source])
+        }
+        self._roll_back()
+        timer.end("compare")
+        if receivers or check_equal:
+            self._transfer(exchange, timer, source, receivers, check_equal)
+        if generation.rank not in receivers:
+            self._num_steps = self.num_steps
+        for part in self._parts:
+            part.regroup()
+        self._may_be_new = True
+        self._save()
+        timer.end("regroup")
+        return generation.rank in receivers
+
+    # ---- the transfer
+
+    def _transfer(
+        self,
+        exchange: _Exchange,
+        timer: _Timer,
+        source: int,
+        receivers: set[int],
+        check_equal: bool,
+    ) -> None:
+        rank = exchange.rank
+        offers = exchange.all(lambda: self._offer() if rank == source else None)
+        offer: _Offer = offers[source]
+        timer.end("offer")
+        copies: list[Arena] = []
+
+        def copy_or_sum() -> list[int]:
+            if rank in receivers:
+                copies.extend((self._arena_of(offer.kept[1]), Arena(offer.loose[1])))
+                timer.end("allocate")
+                addresses = (offer.kept[0], offer.loose[0])
+                if exchange.shares_host(source):
+                    sums = [
+                        arena.fetch(address, f"rank {source}", _COPY_TIMEOUT)
+                        for arena, address in zip(copies, addresses, strict=True)
+                    ]
+                else:
+                    sums = [arena.receive(source) for arena in copies]
+                timer.end("copy")
+                return sums
+            if rank == source:
+                arenas = [arena for arena in (self._kept, self._loose) if arena is not None]
+                for receiver in sorted(receivers):
+                    if not exchange.shares_host(receiver):
+                        for arena in arenas:
+                            dist.send(arena.bytes, receiver)
+                return [arena.checksum() for arena in arenas]
+            if check_equal:
+                self._share()
+                return [self._kept.checksum()] if self._kept else []
+            return []
+
+        sums: list[list[int]] = exchange.all(copy_or_sum)
+        _check_sums(sums, source, receivers, offer.num_steps)
+        timer.end("verify")
+        exchange.all(lambda: self._load(offer, *copies) if copies else None)
+        timer.end("load")
+        self._loose = None
+
+    def _arena_of(self, lengths: list[int]) -> Arena:
+        spare, self._spare = self._spare, None
+        return spare if spare is not None and spare.lengths == lengths else Arena(lengths)
+
+    def _offer(self) -> _Offer:
+        states = self._share()
+        loose: list[torch.Tensor] = []
+
+        def loosen(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.nbytes < _LONG_BYTES:
+                return leaf
+            loose.append(leaf.reshape(-1).view(torch.uint8))
+            return LooseTensor(len(loose) - 1, leaf.dtype, tuple(leaf.size()))
+
+        states = {name: _pytree.tree_map(loosen, state) for name, state in states.items()}
+        self._loose = Arena([tensor.nbytes for tensor in loose])
+        for tensor, place in zip(loose, self._loose.places(), strict=True):
+            place.copy_(tensor)
+        assert self._kept is not None
+        return _Offer(
+            self.num_steps,
+            (self._kept.address, self._kept.lengths),
+            (self._loose.address, self._loose.lengths),
+            states,
+        )
+
+    def _share(self) -> dict[str, Any]:
+        """Moves what is kept to the arena; returns the states of all objects without it."""
+        kept = Storages()
+        states = {part.name: part.save(kept) for part in self._parts}
+        lengths = [tensor.untyped_storage().nbytes() for tensor in kept.tensors]
+        arena = self._kept
+        if arena is None or arena.lengths != lengths or self._has_moved(kept, arena):
+            arena = self._kept = Arena(lengths)
+        self._copied = set()
+        for number, (tensor, place) in enumerate(zip(kept.tensors, arena.places(), strict=True)):
+            if not put_on(tensor, place):
+                self._copied.add(number)
+        return states
+
+    def _has_moved(self, kept: Storages, arena: Arena) -> bool:
+        """Whether a storage is outside the arena that could be moved there."""
+        return any(
+            number not in self._copied and not lies_on(tensor, place)
+            for number, (tensor, place) in enumerate(zip(kept.tensors, arena.places(), strict=True))
+        )
+
+    def _load(self, offer: _Offer, kept: Arena, loose: Arena) -> None:
+        """Takes the source's state from arenas that were copied from it."""
+        self._num_steps = _FRESH  # until all of it is there
+        places, loose_places = kept.places(), loose.places()
+        own = Storages()
+        for part in self._parts:
+            if isinstance(part, ModulePart):
+                part.save(own)
+        for tensor, place in zip(own.tensors, places, strict=False):
+            take_from(tensor, place)
+        storages: dict[int, torch.Tensor] = {}
+
+        def storage_on(number: int, num_bytes: int) -> torch.UntypedStorage:
+            if number not in storages:
+                storages[number] = torch.empty(num_bytes, dtype=torch.uint8)
+                take_from(storages[number], places[number])
+            return storages[number].untyped_storage()
+
+        def fasten(leaf: Any) -> Any:
+            if not isinstance(leaf, LooseTensor):
+                return leaf
+            return loose_places[leaf.number].view(leaf.dtype).view(leaf.size).clone()
+
+        for part in self._parts:
+            part.load(_pytree.tree_map(fasten, offer.states[part.name]), storage_on)
+        self._kept = kept
+        self._copied = set()
+        self._num_steps = offer.num_steps
+
+    # ---- what a failed step has changed
+
+    def _save(self) -> None:
+        for part in self._parts:
+            if part.name in self._too_long:
+                continue
+            saved = pickle.dumps(part.volatile())
+            if len(saved) <= _MAX_SAVED_BYTES:
+                self._saved[part.name] = saved
+            else:
+                self._too_long.add(part.name)
+                self._saved.pop(part.name, None)
+
+    def _roll_back(self) -> None:
+        for part in self._parts:
+            if part.name in self._saved:
+                part.restore(pickle.loads(self._saved[part.name]))
+
+
+class RandomState:
+    """The random state of torch's CPU generator and of Python, for `State`.
+
+    A rank that joins gets that of another rank: reseed by rank afterwards where ranks must differ,
+    or draw from what depends on the data's position, as rota.LogicalShards does.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"torch": torch.get_rng_state(), "python": random.getstate()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        torch.set_rng_state(state_dict["torch"])
+        random.setstate(state_dict["python"])
+
+
+class _Timer:
+    """Writes the seconds of each term to the state."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._last = time.monotonic()
+
+    def end(self, term: str) -> None:
+        now = time.monotonic()
+        self._state.seconds[term] = now - self._last
+        self._last = now
+
+
+class _Exchange:
+    """Steps that all ranks of a generation take together, and fail together."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self.rank = generation.rank
+
+    def shares_host(self, rank: int) -> bool:
+        return any({rank, self.rank} <= set(host) for host in self._generation.communicator.hosts)
+
+    def all(self, run: Callable[[], Any]) -> list[Any]:
+        """Runs `run` on every rank; returns all results by rank.
+
+        Raises:
+            Exception: what `run` raised here.
+            rota.TransportError: it raised on another rank.
+        """
+        own_error: Exception | None = None
+        result = None
+        try:
+            result = run()
+        except Exception as error:
+            own_error = error
+        replies: list[Any] = [None] * self._generation.world_size
+        dist.all_gather_object(replies, (result, own_error and f"{own_error}"))
+        if own_error is not None:
+            raise own_error
+        failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(replies) if error]
+        if failed:
+            raise TransportError(
+                f"rota.elastic.State: a rank could not take part: {'; '.join(failed)}"
+            )
+        return [result for result, _ in replies]
+
+
+def _check_alike(descriptions: Sequence[dict[str, str]]) -> None:
+    """All ranks have the same objects."""
+    for name in dict.fromkeys(name for of_rank in descriptions for name in of_rank):
+        ranks_of: dict[str, list[str]] = {}
+        for rank, of_rank in enumerate(descriptions):
+            ranks_of.setdefault(of_rank.get(name, "nothing"), []).append(str(rank))
+        if len(ranks_of) > 1:
+            texts = (f"rank {', '.join(ranks)} has {text}" for text, ranks in ranks_of.items())
+            raise Mismatch(
+                f"rota.elastic.State: ranks disagree on '{name}': {'; '.join(texts)}; start every "
+                f"rank with the same program and arguments"
+            )
+
+
+def _check_sums(
+    sums: Sequence[list[int]], source: int, receivers: set[int], num_steps: int
+) -> None:
+    """Copies are equal to their source, and so are the others that were asked."""
+    texts = [f"rank {rank} {of_rank[0]:016x}" for rank, of_rank in enumerate(sums) if of_rank]
+    wrong = [str(rank) for rank in sorted(receivers) if sums[rank] != sums[source]]
+    if wrong:
+        raise TransportError(
+            f"rota.elastic.State: what rank {', '.join(wrong)} has copied differs from what rank "
+            f"{source} has: checksums {', '.join(texts)}; is its memory damaged, or does another "
+            f"thread train on?"
+        )
+    if any(of_rank and of_rank[0] != sums[source][0] for of_rank in sums):
+        raise Mismatch(
+            f"rota.elastic.State: after step {num_steps} parameters and optimiser state differ: "
+            f"checksums {', '.join(texts)}; go on from a checkpoint, and find out why the ranks "
+            f"have drifted apart"
+        )

@@ -1,0 +1,103 @@
+"""What members of a rota.elastic.Membership do in tests, and the store in which they meet."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import rota
+import rota.elastic
+from ranks import Rank, Ranks
+from rota.elastic import Generation, Membership
+
+STORE_TIMEOUT = timedelta(seconds=30)
+PACE_S = 0.002  # leaves the cores to the ranks that are starting
+
+
+def serve_store() -> dist.TCPStore:
+    """A store in the test process, which outlives its ranks."""
+    return dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT
+    )
+
+
+def store_of(port: int) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", port, timeout=STORE_TIMEOUT)
+
+
+def check_sum(generation: Generation) -> None:
+    """An all_reduce through torch.distributed gives what the generation's ranks put in."""
+    tensor = torch.full((1000,), float(generation.rank + 1))
+    dist.all_reduce(tensor)
+    expected = generation.world_size * (generation.world_size + 1) / 2
+    assert tensor.unique().tolist() == [expected]
+
+
+def pids_of(generation: Generation) -> list[int]:
+    return [rota.elastic.Handle.parse(handle).pid for handle in generation.handles]
+
+
+def serve(
+    rank: Rank, port: int, num_members: int, options: dict[str, Any] | None = None
+) -> list[list[int]]:
+    """A member that takes part until the key "stop" is set, and has the test hear of every change.
+
+    Args:
+        num_members: that make the first generation together; ranks from there on are newcomers,
+            which join when they are told to.
+        options: of the Membership.
+
+    Returns:
+        The pids of the members by rank, of each of its generations.
+    """
+    store = store_of(port)
+    is_newcomer = rank.rank >= num_members
+    if is_newcomer:
+        rank.hear()
+    membership = Membership(store, **options or {})
+    history: list[list[int]] = []
+    while True:
+        is_first = not is_newcomer and not history
+        generation = membership.next(min_members=num_members if is_first else 1)
+        pids = pids_of(generation)
+        assert pids[generation.rank] == os.getpid()
+        try:
+            check_sum(generation)
+            history.append(pids)
+            rank.tell(pids)
+            while not generation.is_over(leave=store.check(["stop"])):
+                time.sleep(PACE_S)
+        except rota.PeerFailed:
+            continue
+        if store.check(["stop"]):
+            membership.leave()
+            return history
+
+
+def hear_until(ranks: Ranks, rank: int, pids: list[int]) -> None:
+    """Waits until a rank is in a generation of these processes."""
+    while ranks.hear(rank) != pids:
+        pass
+
+
+def all_hear(ranks: Ranks, members: list[int]) -> None:
+    """Waits until these processes are in a generation of their own, in this order."""
+    pids = [ranks.pid(member) for member in members]
+    for member in members:
+        hear_until(ranks, member, pids)
+
+
+def first_order(ranks: Ranks, num_members: int) -> list[int]:
+    """The processes of the first generation by rank, which is the order of their arrival."""
+    pids, *_ = [ranks.hear(process) for process in range(num_members)]
+    return sorted(range(num_members), key=lambda process: pids.index(ranks.pid(process)))
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,466 @@
+"""Members join, leave and die, also while the others agree: the others go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import rota
+from elastic_workers import PACE_S, all_hear, first_order, kill_self, serve, serve_store, store_of
+from ranks import Rank, Ranks, error_of
+from rota.elastic import Finished, Membership
+from rota.elastic import membership as membership_module
+from rota.elastic.forming import Forming
+from rota.elastic.generation import Generation
+
+
+@pytest.fixture
+def store() -> Iterator[dist.TCPStore]:
+    yield serve_store()
+
+
+# ---- joining and leaving
+
+
+def test_newcomers_join_behind_the_members(store: dist.TCPStore) -> None:
+    with Ranks(4, serve, store.port, 2) as ranks:
+        order = first_order(ranks, 2)
+        ranks.tell(2)
+        all_hear(ranks, [*order, 2])
+        ranks.tell(3)
+        all_hear(ranks, [*order, 2, 3])
+        store.set("stop", "")
+        ranks.results()
+
+
+def leave_and_come_back(rank: Rank, port: int) -> list[tuple[int, int]]:
+    """Rank 0 leaves in agreement with the others, without an error of theirs, and comes back."""
+    store = store_of(port)
+    membership = Membership(store)
+    generation = membership.next(min_members=3)
+    history = [(generation.rank, generation.world_size)]
+    leaver = generation.rank == 0
+    assert generation.is_over(leave=leaver)
+    if leaver:
+        membership.leave()
+        assert membership.generation is None
+        store.wait(["without it"])
+    else:
+        generation = membership.next()
+        history.append((generation.rank, generation.world_size))
+        generation.communicator.barrier()
+        store.set("without it", "")
+        while not generation.is_over():
+            pass
+    generation = membership.next()
+    history.append((generation.rank, generation.world_size))
+    generation.communicator.barrier()
+    return history
+
+
+def test_member_leaves_in_agreement_and_comes_back_behind_the_others(store: dist.TCPStore) -> None:
+    with Ranks(3, leave_and_come_back, store.port) as ranks:
+        results = ranks.results()
+    assert sorted(results) == [[(0, 3), (2, 3)], [(1, 3), (0, 2), (0, 3)], [(2, 3), (1, 2), (1, 3)]]
+
+
+def leave_at_once(rank: Rank, port: int) -> tuple[str, str] | None:
+    membership = Membership(store_of(port))
+    generation = membership.next(min_members=2)
+    if generation.rank == 0:
+        membership.leave()
+        membership.leave()  # idempotent
+        return None
+    error = error_of(lambda: [generation.is_over() for _ in range(10**9)])
+    generation = membership.next()
+    assert (generation.rank, generation.world_size) == (0, 1)
+    return error
+
+
+def test_member_leaves_without_agreement_peers_raise_and_go_on(store: dist.TCPStore) -> None:
+    with Ranks(2, leave_at_once, store.port) as ranks:
+        (error,) = [error for error in ranks.results() if error is not None]
+    assert error[0] == "PeerFailed"
+    assert "generation 1" in error[1] and "has left" in error[1]
+
+
+def finish(rank: Rank, port: int) -> tuple[str, str]:
+    membership = Membership(store_of(port))
+    if rank.rank == 1:
+        rank.hear()
+        return error_of(membership.next)
+    membership.next()
+    membership.finish()
+    return error_of(membership.next)
+
+
+def test_finished_job_takes_no_newcomers(store: dist.TCPStore) -> None:
+    with Ranks(2, finish, store.port) as ranks:
+        errors = [ranks.hear_result(0)]
+        ranks.tell(1)
+        errors.append(ranks.hear_result(1))
+    assert [error for error, _ in errors] == ["Finished", "Finished"]
+    assert issubclass(Finished, rota.RotaError)
+
+
+# ---- deaths
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_member_killed_survivors_keep_their_order(store: dist.TCPStore, place: int) -> None:
+    with Ranks(3, serve, store.port, 3) as ranks:
+        order = first_order(ranks, 3)
+        dead = order.pop(place)
+        ranks.kill(dead)
+        all_hear(ranks, order)
+        store.set("stop", "")
+        ranks.results(killed=[dead])
+
+
+def test_two_members_killed_at_once_the_third_goes_on(store: dist.TCPStore) -> None:
+    with Ranks(3, serve, store.port, 3) as ranks:
+        first, last, survivor = first_order(ranks, 3)
+        ranks.kill(first)
+        ranks.kill(last)
+        all_hear(ranks, [survivor])
+        store.set("stop", "")
+        ranks.results(killed=[first, last])
+
+
+def test_one_is_killed_while_another_joins(store: dist.TCPStore) -> None:
+    with Ranks(4, serve, store.port, 3) as ranks:
+        first, *others = first_order(ranks, 3)
+        ranks.tell(3)
+        ranks.kill(first)
+        all_hear(ranks, [*others, 3])
+        store.set("stop", "")
+        ranks.results(killed=[first])
+
+
+def test_killed_members_are_replaced_one_after_the_other(store: dist.TCPStore) -> None:
+    num_keys = []
+    with Ranks(6, serve, store.port, 2) as ranks:
+        order = first_order(ranks, 2)
+        for newcomer in range(2, 6):
+            dead = order.pop(newcomer % 2)
+            ranks.kill(dead)
+            ranks.tell(newcomer)
+            order.append(newcomer)
+            all_hear(ranks, order)
+            num_keys.append(store.num_keys())
+        store.set("stop", "")
+        ranks.results(killed=set(range(6)) - set(order))
+    # Of earlier generations nothing stays in the store, but for what is new since the last one.
+    assert max(num_keys) <= num_keys[0] + 8
+
+
+STAGES = {
+    "before it arrives": (Membership, "_await_proposal"),
+    "proposed": (Membership, "_form"),
+    "said": (Forming, "_say"),
+    "agreed": (Generation, "forming"),
+    "group made": (dist, "init_process_group"),
+    "connected": (membership_module, "Communicator"),
+    "counted as connected": (Forming, "_count_as_connected"),
+}
+
+
+def die_at(rank: Rank, port: int, num_members: int, victim: int, stage: str) -> list[list[int]]:
+    """serve(), but the victim kills itself at a stage of the generation that rank 3 joins."""
+    if rank.rank == victim:
+        owner, name = STAGES[stage]
+        original = getattr(owner, name)
+        calls_to_live = 1 if victim < num_members else 0
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls_to_live
+            if calls_to_live == 0 and stage in ("before it arrives", "proposed", "agreed"):
+                kill_self()
+            result = original(*args, **kwargs)
+            if calls_to_live == 0:
+                kill_self()
+            calls_to_live -= 1
+            return result
+
+        setattr(owner, name, call)
+    return serve(rank, port, num_members)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("victim", [1, 3], ids=["member", "newcomer"])
+def test_death_while_others_agree_is_the_same_for_all_and_tried_again(
+    store: dist.TCPStore, victim: int, stage: str
+) -> None:
+    with Ranks(4, die_at, store.port, 3, victim, stage) as ranks:
+        order = first_order(ranks, 3)
+        ranks.tell(3)
+        order = [rank for rank in [*order, 3] if rank != victim]
+        if victim == 3:
+            # They may have learned of it, or trained on with nobody to join.
+            store.set("stop", "")
+            ranks.results(killed=[3])
+            return
+        all_hear(ranks, order)
+        store.set("stop", "")
+        ranks.results(killed=[victim])
+
+
+def die_in_turn(rank: Rank, port: int) -> list[list[int]]:
+    """Members that kill themselves one after the other, each while the others agree."""
+    number = 0
+    original = Forming.agree
+
+    def agree(self: Forming) -> None:
+        nonlocal number
+        number += 1
+        original(self)
+        if number == rank.rank + 2:
+            kill_self()
+
+    if rank.rank < 3:
+        Forming.agree = agree  # type: ignore[method-assign]
+    return serve(rank, port, 5)
+
+
+def test_deaths_in_several_attempts_in_a_row(store: dist.TCPStore) -> None:
+    with Ranks(5, die_in_turn, store.port) as ranks:
+        first_order(ranks, 5)
+        ranks.kill(4)
+        all_hear(ranks, [3])
+        store.set("stop", "")
+        ranks.results(killed=[0, 1, 2, 4])
+
+
+# ---- what was made in a generation
+
+
+def make_things(rank: Rank, port: int, num_members: int) -> None:
+    """Survivors have made more groups, communicators and windows than newcomers."""
+    store = store_of(port)
+    is_newcomer = rank.rank >= num_members
+    if is_newcomer:
+        rank.hear()
+    membership = Membership(store)
+    generation = membership.next(min_members=1 if is_newcomer else num_members)
+    while True:
+        for _ in range(generation.number):
+            everyone = list(range(generation.world_size))
+            group = dist.new_group(everyone)
+            communicator = rota.Communicator(group)
+            window = rota.Window(4, group)
+            total = torch.ones(8)
+            dist.all_reduce(total, group=group)
+            communicator.all_reduce(total)
+            assert total[0] == generation.world_size**2
+            window.put(torch.full((1,), float(generation.rank)), 0, generation.rank)
+            communicator.barrier()
+            if generation.rank == 0:
+                assert window.tensor[: generation.world_size].tolist() == everyone
+            communicator.barrier()
+        torch.manual_seed(1)
+        model = DistributedDataParallel(torch.nn.Linear(3, 1))
+        state = rota.HookState(model=model)
+        model.register_comm_hook(state, rota.fused_hook)
+        model(torch.full((1, 3), float(generation.rank))).sum().backward()
+        mean = (generation.world_size - 1) / 2
+        assert model.module.weight.grad is not None
+        assert model.module.weight.grad.tolist() == [[mean] * 3]
+        rank.tell()
+        try:
+            while not generation.is_over(leave=store.check(["stop"])):
+                time.sleep(PACE_S)
+        except rota.PeerFailed:
+            pass
+        if store.check(["stop"]):
+            return membership.leave()
+        generation = membership.next()
+
+
+def test_groups_windows_and_ddp_work_after_each_change(store: dist.TCPStore) -> None:
+    with Ranks(4, make_things, store.port, 2) as ranks:
+        for rank in (0, 1):
+            ranks.hear(rank)
+        ranks.tell(2)
+        for rank in (0, 1, 2):
+            ranks.hear(rank)
+        ranks.kill(0)
+        ranks.hear(1), ranks.hear(2)
+        ranks.tell(3)
+        for rank in (1, 2, 3):
+            ranks.hear(rank)
+        store.set("stop", "")
+        ranks.results(killed=[0])
+
+
+def use_old_things(rank: Rank, port: int) -> list[tuple[str, str]] | None:
+    """Rank 2 dies; its subgroup dies with it, the other one lives on until the next generation."""
+    membership = Membership(store_of(port))
+    generation = membership.next(min_members=3)
+    pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    communicator = rota.Communicator()
+    window = rota.Window(4)
+    tensor = torch.ones(4)
+    for first, pair in enumerate(pairs):
+        if generation.rank - first in (0, 1):
+            dist.all_reduce(tensor, group=pair)
+    generation.communicator.barrier()
+    rank.tell(generation.rank)
+    rank.hear()
+    errors = []
+    if generation.rank == 1:
+        errors.append(error_of(lambda: dist.all_reduce(tensor, group=pairs[1])))
+    for _ in range(100):
+        dist.all_reduce(tensor, group=pairs[0])
+    errors.append(error_of(communicator.barrier))
+    window.get(tensor, 2)  # the memory of the dead can still be read
+    after = membership.next()
+    errors += [
+        error_of(generation.is_over),
+        error_of(generation.communicator.barrier),
+        error_of(communicator.barrier),
+        error_of(lambda: window.get(tensor, 0)),
+        error_of(lambda: pairs[0].allreduce([tensor]).wait()),
+        error_of(lambda: dist.all_reduce(tensor, group=pairs[0])),
+    ]
+    after.communicator.barrier()
+    assert after.world_size == 2
+    return errors
+
+
+def test_what_was_made_in_an_earlier_generation_raises(store: dist.TCPStore) -> None:
+    with Ranks(3, use_old_things, store.port) as ranks:
+        at_rank = {ranks.hear(process): process for process in range(3)}
+        ranks.kill(at_rank[2])
+        for number in (0, 1):
+            ranks.tell(at_rank[number])
+        results = ranks.results(killed=[at_rank[2]])
+        pid = ranks.pid(at_rank[2])
+    of_first, of_second = results[at_rank[0]], results[at_rank[1]]
+    error, text = of_second[0]
+    assert error == "PeerFailed" and f"(pid {pid}) has died" in text
+    for errors in (of_first, of_second[1:]):
+        error, text = errors[0]
+        assert error == "PeerFailed" and f"(pid {pid}) has died" in text
+        assert errors[1][0] == "RotaError" and "generation 1" in errors[1][1]
+        assert errors[2][0] == "RotaError"
+        assert "generation 1" in errors[2][1] and "has gone on to the next" in errors[2][1]
+        assert errors[3][0] == "PeerFailed" and f"(pid {pid}) has died" in errors[3][1]
+        assert errors[4][0] == "RotaError" and "closed" in errors[4][1]
+        assert errors[5][0] == "RotaError" and "closed" in errors[5][1]
+        assert errors[6][0] == "ValueError" and "not initialized" in errors[6][1]
+
+
+def make_when_told(rank: Rank, port: int, what: str) -> tuple[str, str] | None:
+    """Rank 1 never makes its part: it waits for a note that is never sent."""
+    membership = Membership(store_of(port))
+    generation = membership.next(min_members=3)
+    rank.tell(generation.rank)
+    if generation.rank == 1:
+        rank.hear()
+    make: dict[str, Callable[[], object]] = {
+        "communicator": rota.Communicator,
+        "window": lambda: rota.Window(4),
+        "subgroup": lambda: dist.barrier(dist.new_group([0, 1, 2])),
+    }
+    error = error_of(make[what])
+    generation = membership.next()
+    assert generation.world_size == 2
+    return error
+
+
+@pytest.mark.parametrize("what", ["communicator", "window", "subgroup"])
+def test_member_killed_before_it_makes_its_part_is_noticed(store: dist.TCPStore, what: str) -> None:
+    with Ranks(3, make_when_told, store.port, what) as ranks:
+        at_rank = {ranks.hear(process): process for process in range(3)}
+        ranks.kill(at_rank[1])
+        results = ranks.results(killed=[at_rank[1]])
+    for number in (0, 2):
+        error, text = results[at_rank[number]]
+        assert error == "PeerFailed", text
+        assert "rank 1" in text and "has died or left" in text
+
+
+def go_on_instead(rank: Rank, port: int, what: str) -> tuple[str, str] | None:
+    membership = Membership(store_of(port))
+    generation = membership.next(min_members=2)
+    error = None
+    if generation.rank == 1:
+        make: dict[str, Callable[[], object]] = {
+            "communicator": rota.Communicator,
+            "window": lambda: rota.Window(4),
+            "subgroup": lambda: dist.barrier(dist.new_group([0, 1])),
+        }
+        error = error_of(make[what])
+    membership.next().communicator.barrier()
+    return error
+
+
+@pytest.mark.parametrize("what", ["communicator", "window", "subgroup"])
+def test_member_that_has_gone_on_is_not_awaited(store: dist.TCPStore, what: str) -> None:
+    with Ranks(2, go_on_instead, store.port, what) as ranks:
+        (error,) = [error for error in ranks.results() if error is not None]
+    assert error[0] == "PeerFailed", error[1]
+    assert "rank 0" in error[1] and "has gone on to the next one" in error[1]
+
+
+HOOKS: dict[str, Callable[[Any], object]] = {
+    "no hook": lambda ddp: None,
+    "allreduce_hook": lambda ddp: ddp.register_comm_hook(None, rota.allreduce_hook),
+    "fused_hook": lambda ddp: ddp.register_comm_hook(rota.HookState(model=ddp), rota.fused_hook),
+}
+
+
+def train_ddp(rank: Rank, port: int, num_members: int, hook: str) -> tuple[int, list[float]]:
+    """DDP, made anew in each generation, whose backward passes meet a death."""
+    store = store_of(port)
+    is_newcomer = rank.rank >= num_members
+    if is_newcomer:
+        rank.hear()
+    membership = Membership(store)
+    torch.manual_seed(rank.rank)
+    model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    state = rota.elastic.State(model=model, optimizer=optimizer)
+    min_members = 1 if is_newcomer else num_members
+    num_failures = 0
+    while True:
+        generation = membership.next(min_members)
+        min_members = 1
+        try:
+            state.synchronize(generation, check_equal=True)
+            rank.tell(generation.world_size)
+            ddp = DistributedDataParallel(model, init_sync=False, bucket_cap_mb=0.2)
+            HOOKS[hook](ddp)
+            while not generation.is_over(leave=store.check(["stop"])):
+                ddp(torch.randn(4, 300)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                state.commit()
+        except rota.PeerFailed:
+            num_failures += 1
+            continue
+        if store.check(["stop"]):
+            membership.leave()
+            return num_failures, [parameter.sum().item() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_ddp_goes_on_after_a_death_in_its_backward_pass(store: dist.TCPStore, hook: str) -> None:
+    with Ranks(4, train_ddp, store.port, 3, hook) as ranks:
+        for process in range(3):
+            ranks.hear(process)
+        ranks.kill(1)
+        ranks.tell(3)
+        for process in (0, 2, 3):
+            while ranks.hear(process) != 3:
+                pass
+        store.set("stop", "")
+        results = ranks.results(killed=[1])
+    assert results[0][0] >= 1 and results[2][0] >= 1
+    assert results[0][1] == results[2][1] == results[3][1]

@@ -1,0 +1,273 @@
+"""Members that were told different things: the same error on all, and another attempt succeeds."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import rota
+from elastic_workers import kill_self, serve_store, store_of
+from ranks import Rank, Ranks, error_of, run_ranks
+from rota.elastic import Membership
+from rota.elastic.documents import Documents
+from rota.elastic.roster import Roster
+
+
+@pytest.fixture
+def store() -> Iterator[dist.TCPStore]:
+    yield serve_store()
+
+
+# ---- the roster
+
+
+def arrived(*names: str, **ranks: int) -> Roster:
+    roster = Roster()
+    for name in names:
+        roster.arrive(name, ranks.get(name))
+    return roster
+
+
+def test_roster_survivors_keep_their_order_and_newcomers_follow() -> None:
+    roster = arrived("a", "b", "c")
+    roster.propose("1")
+    assert (roster.number, roster.members) == (1, ["a", "b", "c"])
+    for name in ("new", "c", "b"):
+        roster.arrive(name, None)
+    assert roster.awaited == ["a"] and not roster.can_propose(1)
+    roster.remove(["a"])
+    assert roster.members == ["a", "b", "c"]  # of the proposal, whoever is gone
+    assert roster.can_propose(3) and not roster.can_propose(4)
+    roster.propose("2")
+    assert (roster.number, roster.members, roster.arrived) == (2, ["b", "c", "new"], {})
+
+
+def test_roster_ranks_that_are_asked_for_come_first() -> None:
+    roster = arrived("a", "b", "c", c=0, a=7)
+    roster.propose("1")
+    assert roster.members == ["c", "a", "b"] and not roster.clashes
+    roster.arrive("d", 7)
+    for name, rank in (("c", 0), ("a", 7), ("b", None)):
+        roster.arrive(name, rank)
+    roster.propose("2")
+    assert roster.clashes == [(7, ["a", "d"])]
+
+
+def test_roster_without_arrivals_proposes_nothing() -> None:
+    assert not Roster().can_propose(1)
+
+
+def test_roster_survives_its_document() -> None:
+    document: dict[str, Any] = {}
+    roster = arrived("a", a=3)
+    roster.propose("1")
+    roster.write(document)
+    assert Roster.of(json.loads(json.dumps(document))) == roster
+
+
+def count(rank: Rank, port: int) -> None:
+    documents = Documents(store_of(port))
+    for _ in range(200):
+        documents.change("sum", lambda document: document.update(n=document.get("n", 0) + 1))
+
+
+def test_documents_lose_no_change(store: dist.TCPStore) -> None:
+    run_ranks(3, count, store.port)
+    assert Documents(store_of(store.port)).read("sum") == {"n": 600}
+
+
+# ---- members of next()
+
+
+def ask_for_ranks(rank: Rank, port: int, asked: list[int | None]) -> Any:
+    membership = Membership(store_of(port), rank=asked[rank.rank])
+    try:
+        generation = membership.next(min_members=len(asked))
+        generation.communicator.barrier()
+        return generation.rank
+    except ValueError as error:
+        return str(error)
+
+
+def test_ranks_that_are_asked_for(store: dist.TCPStore) -> None:
+    assert run_ranks(3, ask_for_ranks, store.port, [None, 5, 2]) == [2, 1, 0]
+
+
+def test_rank_asked_for_twice_is_an_error_on_every_member(store: dist.TCPStore) -> None:
+    with Ranks(3, ask_for_ranks, store.port, [1, 0, 1]) as ranks:
+        texts = ranks.results()
+        pids = [ranks.pid(process) for process in (0, 2)]
+    for text in texts:
+        assert "rank 1 is asked for by" in text
+        assert all(f"pid {pid} " in text for pid in pids)
+
+
+def test_arguments_are_checked() -> None:
+    store = dist.HashStore()
+    for rank in (-1, "0"):
+        with pytest.raises(ValueError, match="rank"):
+            Membership(store, rank=rank)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="min_members"):
+        Membership(store).next(min_members=0)
+
+
+def meet_initialised(rank: Rank, port: int) -> tuple[str, str]:
+    rank.init()
+    return error_of(Membership(store_of(port)).next)
+
+
+def test_default_group_of_the_user_is_refused(store: dist.TCPStore) -> None:
+    for error, text in run_ranks(2, meet_initialised, store.port):
+        assert error == "RotaError" and "destroy_process_group" in text
+
+
+def time_out(rank: Rank, port: int) -> tuple[str, str] | None:
+    membership = Membership(store_of(port), timeout=timedelta(seconds=2))
+    generation = membership.next(min_members=2)
+    rank.tell(generation.rank)
+    if generation.rank == 1:
+        rank.hear()
+        return None
+    return error_of(membership.next)
+
+
+def test_living_member_that_does_not_come_is_named(store: dist.TCPStore) -> None:
+    with Ranks(2, time_out, store.port) as ranks:
+        at_rank = {ranks.hear(process): process for process in range(2)}
+        error, text = ranks.hear_result(at_rank[0])
+        pid = ranks.pid(at_rank[1])
+        assert error == "Timeout" and f"pid {pid} " in text and "is it alive?" in text
+        assert f"pid {pid} " in ranks.stderr(at_rank[0])
+        ranks.tell(at_rank[1])
+        ranks.results()
+
+
+def differ_in_options(rank: Rank, port: int) -> Any:
+    options = rota.BackendOptions(slot_bytes=4096 * (rank.rank + 1))
+    membership = Membership(store_of(port), pg_options=options)
+    error = error_of(lambda: membership.next(min_members=2))
+    membership._pg_options = None
+    return error, membership.next(min_members=2).world_size
+
+
+def test_groups_that_cannot_connect_are_an_error_on_every_member(store: dist.TCPStore) -> None:
+    for (error, text), world_size in run_ranks(2, differ_in_options, store.port):
+        assert error == "TransportError", text
+        assert "slots of" in text and "failed" in text
+        assert world_size == 2
+
+
+# ---- reconfigure()
+
+
+def exchange(rank: Rank, store: dist.Store, membership: Membership) -> list[str]:
+    """The handles of all processes."""
+    store.set(f"handle/{rank.rank}", membership.handle)
+    return [store.get(f"handle/{other}").decode() for other in range(rank.world_size)]
+
+
+def reconfigure_in_steps(rank: Rank, port: int) -> list[tuple[int, int]]:
+    store = store_of(port)
+    membership = Membership(store)
+    handles = exchange(rank, store, membership)
+    seen = []
+    for i, order in enumerate(([0, 1, 2], [2, 0], [1, 2, 0])):
+        if rank.rank in order:
+            generation = membership.reconfigure(f"step {i}", [handles[place] for place in order])
+            assert generation.handles[generation.rank] == membership.handle
+            generation.communicator.barrier()
+            seen.append((generation.rank, generation.world_size))
+        store.wait([f"done {i}"]) if rank.rank not in order else store.set(f"done {i}", "")
+    return seen
+
+
+def test_reconfigure_takes_the_callers_members_and_order(store: dist.TCPStore) -> None:
+    assert run_ranks(3, reconfigure_in_steps, store.port) == [
+        [(0, 3), (1, 2), (2, 3)],
+        [(1, 3), (0, 3)],
+        [(2, 3), (0, 2), (1, 3)],
+    ]
+
+
+def misuse(rank: Rank, port: int, what: str) -> Any:
+    """One bad attempt, and a good one after it."""
+    store = store_of(port)
+    membership = Membership(store)
+    handles = exchange(rank, store, membership)
+    own = list(handles)
+    uuid = "first"
+    if what == "used uuid":
+        membership.reconfigure(uuid, handles).communicator.barrier()
+    elif what == "disagreement" and rank.rank == 2:
+        own = [handles[1], handles[0], handles[2]]
+    elif what == "another length" and rank.rank == 2:
+        own = handles[1:]
+    elif what == "twice":
+        own = [handles[0], handles[1], handles[1], handles[2]]
+    elif what == "another job" and rank.rank == 1:
+        own[0] = json.dumps(json.loads(handles[0]) | {"job": "another"})
+    elif what == "not a handle" and rank.rank == 1:
+        own[0] = "nonsense"
+    elif what == "without itself" and rank.rank == 1:
+        own = [handles[0], handles[2]]
+    error = error_of(lambda: membership.reconfigure(uuid, own))
+    generation = membership.reconfigure("second", handles)
+    generation.communicator.barrier()
+    return error
+
+
+@pytest.mark.parametrize(
+    ("what", "expected_error", "facts"),
+    [
+        ("used uuid", "ValueError", ["generation first", "was used before"]),
+        ("disagreement", "Mismatch", ["P2 .* says that the members are .P1 .*, P0 .*, P2 "]),
+        ("another length", "Mismatch", ["P2 .* says that the members are .P1 .*, P2 "]),
+        ("twice", "ValueError", ["the same process has ranks 1 and 2"]),
+        ("another job", "ValueError", ["P1 .* but rank 0, P0 .*, is of another job, another"]),
+        ("not a handle", "ValueError", ["P1 .*'nonsense' is no handle"]),
+        ("without itself", "ValueError", ["P1 .* but it is not among the members"]),
+    ],
+)
+def test_bad_reconfigure_is_the_same_error_on_every_member_and_can_be_tried_again(
+    store: dist.TCPStore, what: str, expected_error: str, facts: list[str]
+) -> None:
+    with Ranks(3, misuse, store.port, what) as ranks:
+        results = ranks.results()
+        pids = [ranks.pid(process) for process in range(3)]
+    for error, text in results:
+        assert error == expected_error, text
+        for fact in facts:
+            pattern = re.sub(r"P(\d)", lambda match: f"pid {pids[int(match[1])]}", fact)
+            assert re.search(pattern, text), text
+        if what not in ("used uuid",):
+            assert all(f"pid {pid} " in text for pid in pids)
+
+
+def die_before_it_agrees(rank: Rank, port: int) -> tuple[str, str]:
+    store = store_of(port)
+    membership = Membership(store)
+    handles = exchange(rank, store, membership)
+    if rank.rank == 1:
+        rank.hear()
+        kill_self()
+    rank.tell()
+    error = error_of(lambda: membership.reconfigure("first", handles))
+    generation = membership.reconfigure("second", [handles[0], handles[2]])
+    assert generation.world_size == 2
+    return error
+
+
+def test_reconfigure_with_a_member_that_dies_raises_on_the_others(store: dist.TCPStore) -> None:
+    with Ranks(3, die_before_it_agrees, store.port) as ranks:
+        ranks.hear(0), ranks.hear(2)
+        ranks.tell(1)
+        first, _, last = ranks.results(killed=[1])
+        pid = ranks.pid(1)
+    for error, text in (first, last):
+        assert error == "PeerFailed" and f"rank 1, pid {pid} " in text

@@ -1,0 +1,93 @@
+"""Members on several hosts, which ROTA_HOST_ID makes of one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elastic_workers import all_hear, first_order, serve, serve_store, store_of
+from ranks import Rank, Ranks, run_ranks
+from rota.elastic import Membership, State
+from rota.elastic.handles import OwnProcess, Processes
+
+
+@pytest.fixture
+def store() -> Iterator[dist.TCPStore]:
+    yield serve_store()
+
+
+def serve_on_hosts(rank: Rank, port: int, num_members: int) -> list[list[int]]:
+    """Processes 0 and 1, and any odd ones behind them, are on one host each."""
+    os.environ["ROTA_HOST_ID"] = "left" if rank.rank % 2 == 0 else "right"
+    return serve(rank, port, num_members)
+
+
+def test_member_killed_on_one_of_two_hosts(store: dist.TCPStore) -> None:
+    with Ranks(4, serve_on_hosts, store.port, 4) as ranks:
+        order = first_order(ranks, 4)
+        dead = order.pop(1)
+        ranks.kill(dead)
+        all_hear(ranks, order)
+        store.set("stop", "")
+        ranks.results(killed=[dead])
+
+
+def test_host_that_is_lost_as_a_whole(store: dist.TCPStore) -> None:
+    with Ranks(4, serve_on_hosts, store.port, 4) as ranks:
+        order = first_order(ranks, 4)
+        for dead in (1, 3):
+            order.remove(dead)
+            ranks.kill(dead)
+        all_hear(ranks, order)
+        store.set("stop", "")
+        ranks.results(killed=[1, 3])
+
+
+def copy_between_hosts(rank: Rank, port: int) -> tuple[bool, list[float]]:
+    """Rank 0 has the state; of the others, which come later, one is on its host."""
+    os.environ["ROTA_HOST_ID"] = "left" if rank.rank % 2 == 0 else "right"
+    membership = Membership(store_of(port), rank=rank.rank)
+    model = nn.Linear(300, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = State(model=model, optimizer=optimizer)
+    if rank.rank == 0:
+        for parameter in model.parameters():
+            parameter.data.fill_(0.5)
+            parameter.grad = torch.full_like(parameter, 2.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        state.commit()
+    has_copied = state.synchronize(membership.next(min_members=3), check_equal=True)
+    momentum = optimizer.state[model.weight]["momentum_buffer"]
+    return has_copied, [*model.weight.unique().tolist(), *momentum.unique().tolist()]
+
+
+def test_state_is_copied_within_and_between_hosts(store: dist.TCPStore) -> None:
+    results = run_ranks(3, copy_between_hosts, store.port)
+    assert [has_copied for has_copied, _ in results] == [False, True, True]
+    assert len({tuple(values) for _, values in results}) == 1
+    assert results[0][1][-1] == 2.0
+
+
+def test_processes_of_other_hosts_are_watched_by_connections() -> None:
+    own = OwnProcess("job", "127.0.0.1")
+    others = [OwnProcess("job", "127.0.0.1") for _ in range(3)]
+    handles = [dataclasses.replace(other.handle, host="another") for other in others]
+    processes = Processes(own.handle)
+    assert processes.gone(handles) == []
+    others[0].tidy()  # accepts the connection
+    assert processes.gone(handles) == []
+    others[0].close()
+    assert processes.gone(handles) == handles[:1]
+    others[1].close()
+    assert processes.gone(handles) == handles[:2]
+    processes.keep_only([])
+    others[2].tidy()
+    assert others[2]._observers == []
+    assert processes.is_alive(handles[2]) and not processes.is_alive(handles[0])

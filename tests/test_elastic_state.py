@@ -1,0 +1,432 @@
+"""A rank gets its training state from a rank that lives, or all keep what they have."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import rota
+from elastic_workers import kill_self, serve_store, store_of
+from ranks import Rank, Ranks, error_of, run_ranks
+from rota import _C
+from rota.elastic import Membership, RandomState, State
+from rota.elastic.arena import Arena
+
+
+@pytest.fixture
+def store() -> Iterator[dist.TCPStore]:
+    yield serve_store()
+
+
+class Model(nn.Module):
+    """With tied weights, a buffer, and a parameter that is a view of a longer storage."""
+
+    def __init__(self, width: int = 200) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.tied = nn.Linear(width, width, bias=False)
+        self.tied.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(width)
+        self.both = torch.randn(2 * width)
+        self.view = nn.Parameter(self.both[width:])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.tied(self.norm(self.first(inputs)).relu()) * self.view
+
+
+class Trainee:
+    """A model, its optimizer and all else that a run has, and a step that depends on all of it."""
+
+    def __init__(self, seed: int, **options: Any) -> None:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        self.model = Model()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.hook = rota.HookState(model=self.model, wire_dtype=torch.float16, **options)
+        self.state = State(
+            hook=self.hook,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            random=RandomState(),
+            model=self.model,
+        )
+
+    def backward(self) -> None:
+        inputs = torch.randn(8, 200) * random.random()
+        self.model(inputs).square().mean().backward()
+
+    def step(self) -> None:
+        self.backward()
+        rota.reduce_gradients(list(self.model.parameters()), self.hook)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        self.state.commit()
+
+    def summary(self) -> list[Any]:
+        """All that must be equal for equal steps."""
+        tensors = [*self.model.state_dict().values()]
+        for of_parameter in self.optimizer.state_dict()["state"].values():
+            tensors += of_parameter.values()
+        return [
+            [_C.checksum(tensor.contiguous()) for tensor in tensors],
+            _C.checksum(torch.get_rng_state()),
+            random.getstate(),
+            self.scheduler.state_dict(),
+            self.hook.state_dict()["num_reductions"],
+            self.state.num_steps,
+        ]
+
+
+def train_alone(num_steps: int) -> list[Any]:
+    """On one rank, without any change."""
+    trainee = Trainee(seed=1)
+    for _ in range(num_steps):
+        trainee.step()
+    return trainee.summary()
+
+
+def alone(rank: Rank, num_steps: int) -> list[Any]:
+    rank.init()
+    return train_alone(num_steps)
+
+
+def join(rank: Rank, port: int) -> Any:
+    """Process 0 trains for 3 steps; then 1 and 2 join, with other seeds; then all train on."""
+    membership = Membership(store_of(port))
+    if rank.rank == 0:
+        generation = membership.next()
+        trainee = Trainee(seed=1)
+        assert not trainee.state.synchronize(generation)
+        for _ in range(3):
+            trainee.step()
+        rank.tell()
+        rank.hear()
+    else:
+        rank.hear()
+        trainee = Trainee(seed=rank.rank + 10)
+        # One of them reserves its memory before.
+        assert rank.rank == 1 or trainee.state.prepare(membership)
+    generation = membership.next(min_members=3)
+    both, view = trainee.model.both, trainee.model.view
+    assert trainee.state.synchronize(generation, check_equal=True) == (rank.rank > 0)
+    assert trainee.model.both is both and trainee.model.view is view
+    # Whoever shares the storage has moved with it.
+    assert view.untyped_storage().data_ptr() == both.untyped_storage().data_ptr()
+    assert trainee.model.tied.weight is trainee.model.first.weight
+    after = trainee.summary()
+    # Equal contributions: their mean is each of them.
+    trainee.step()
+    trainee.step()
+    return after, trainee.summary()
+
+
+def test_newcomers_get_all_of_the_state_and_train_on_with_its_bits(store: dist.TCPStore) -> None:
+    (expected_after,), (expected,) = (run_ranks(1, alone, num_steps) for num_steps in (3, 5))
+    with Ranks(3, join, store.port) as ranks:
+        ranks.hear(0)
+        for process in range(3):
+            ranks.tell(process)
+        results = ranks.results()
+    for after, later in results:
+        assert after == expected_after
+        assert later == expected
+
+
+def start_fresh(rank: Rank, port: int) -> Any:
+    membership = Membership(store_of(port), rank=rank.rank)
+    generation = membership.next(min_members=3)
+    trainee = Trainee(seed=rank.rank)
+    before = trainee.summary()
+    assert trainee.state.synchronize(generation) == (rank.rank > 0)
+    return before, trainee.summary()
+
+
+def test_ranks_that_are_all_new_get_the_state_of_rank_0(store: dist.TCPStore) -> None:
+    results = run_ranks(3, start_fresh, store.port)
+    assert results[0][0] != results[1][0]
+    for _, after in results:
+        assert after == results[0][0]
+
+
+def miss_a_step(rank: Rank, port: int) -> Any:
+    """Rank 1 has committed a step more than the others, which have begun it."""
+    membership = Membership(store_of(port), rank=rank.rank)
+    generation = membership.next(min_members=3)
+    trainee = Trainee(seed=1)
+    trainee.state.synchronize(generation)
+    trainee.step()
+    if rank.rank == 1:
+        trainee.backward()
+        trainee.optimizer.step()
+        trainee.state.commit()
+    else:
+        trainee.backward()  # draws random numbers, changes buffers, leaves gradients
+        trainee.hook._num_reductions += 1
+    got = trainee.state.synchronize(membership.next(min_members=3), check_equal=True)
+    assert got == (rank.rank != 1)
+    assert all(parameter.grad is None for parameter in trainee.model.parameters())
+    return trainee.summary()
+
+
+def test_ranks_that_have_missed_a_step_get_it(store: dist.TCPStore) -> None:
+    first, *others = run_ranks(3, miss_a_step, store.port)
+    assert first[-1] == 2
+    assert others == [first, first]
+
+
+def fail_in_a_step(rank: Rank, port: int) -> Any:
+    """No rank has committed the step that all have begun: all repeat it."""
+    membership = Membership(store_of(port), rank=rank.rank)
+    trainee = Trainee(seed=1)
+    trainee.state.synchronize(membership.next(min_members=2))
+    trainee.step()
+    committed = trainee.summary()
+    for _ in range(rank.rank + 1):
+        trainee.backward()
+    assert trainee.summary() != committed
+    assert not trainee.state.synchronize(membership.next(min_members=2), check_equal=True)
+    assert trainee.summary() == committed
+    trainee.step()
+    return trainee.summary()
+
+
+def test_step_that_failed_on_all_ranks_is_rolled_back(store: dist.TCPStore) -> None:
+    (expected,) = run_ranks(1, alone, 2)
+    for summary in run_ranks(2, fail_in_a_step, store.port):
+        assert summary == expected
+
+
+def disagree(rank: Rank, port: int, what: str) -> Any:
+    membership = Membership(store_of(port), rank=rank.rank)
+    generation = membership.next(min_members=3)
+    is_odd = rank.rank == 2
+    model = nn.Linear(4, 5 if is_odd and what == "model" else 3)
+    state_of_shards = rota.LogicalShards(model, 8 if is_odd and what == "shards" else 4)
+    objects: dict[str, object] = {"model": model, "shards": state_of_shards}
+    if what == "optimizer":
+        make: Callable[..., object] = torch.optim.AdamW if is_odd else torch.optim.SGD
+        objects["optimizer"] = make(model.parameters(), lr=0.1)
+    if what == "missing" and not is_odd:
+        objects["random"] = RandomState()
+    state = State(**objects)
+    first = error_of(lambda: state.synchronize(generation))
+    if is_odd:
+        membership.leave()
+        return first
+    assert not state.synchronize(membership.next()) or rank.rank == 1  # the others go on
+    return first
+
+
+@pytest.mark.parametrize(
+    ("what", "facts"),
+    [
+        ("model", ["'model'", "rank 0, 1 has Linear of 2 parameters, 15", "rank 2 has", "25"]),
+        ("shards", ["'shards'", "4 logical shards", "rank 2 has", "8 logical shards"]),
+        ("optimizer", ["'optimizer'", "rank 0, 1 has SGD", "rank 2 has AdamW"]),
+        ("missing", ["'random'", "rank 0, 1 has RandomState", "rank 2 has nothing"]),
+    ],
+)
+def test_newcomer_of_another_kind_is_an_error_on_every_rank(
+    store: dist.TCPStore, what: str, facts: list[str]
+) -> None:
+    for error, text in run_ranks(3, disagree, store.port, what):
+        assert error == "Mismatch", text
+        assert all(fact in text for fact in facts), text
+
+
+def drift(rank: Rank, port: int) -> Any:
+    membership = Membership(store_of(port), rank=rank.rank)
+    trainee = Trainee(seed=1)
+    trainee.state.synchronize(membership.next(min_members=3))
+    trainee.step()
+    if rank.rank == 1:
+        trainee.model.view.data[7] += 1e-6
+    generation = membership.next(min_members=3)
+    trainee.state.synchronize(generation)  # compares steps only
+    return error_of(lambda: trainee.state.synchronize(generation, check_equal=True))
+
+
+def test_state_that_differs_after_the_same_step_is_an_error_on_every_rank(
+    store: dist.TCPStore,
+) -> None:
+    texts = run_ranks(3, drift, store.port)
+    assert len(set(texts)) == 1
+    error, text = texts[0]
+    assert error == "Mismatch" and "after step 1" in text
+    checksums = [text.split(f"rank {rank} ")[1][:16] for rank in range(3)]
+    assert checksums[0] == checksums[2] != checksums[1]
+
+
+def damage(rank: Rank, port: int) -> Any:
+    """A copy that is damaged on its way is not used, and the next attempt succeeds."""
+    membership = Membership(store_of(port), rank=rank.rank)
+    generation = membership.next(min_members=2)
+    trainee = Trainee(seed=rank.rank)
+    if rank.rank == 0:
+        trainee.state.commit()
+    before = trainee.summary()
+    fetch = Arena.fetch
+
+    def fetch_damaged(self: Arena, *args: Any) -> int:
+        fetch(self, *args)
+        self.bytes[0] ^= 1
+        return self.checksum()
+
+    Arena.fetch = fetch_damaged  # type: ignore[method-assign]
+    error = error_of(lambda: trainee.state.synchronize(generation))
+    assert trainee.summary() == before
+    Arena.fetch = fetch  # type: ignore[method-assign]
+    trainee.state.synchronize(membership.next(min_members=2), check_equal=True)
+    return error, trainee.summary()
+
+
+def test_damaged_copy_is_an_error_on_every_rank_and_no_state(store: dist.TCPStore) -> None:
+    (first_error, first), (second_error, second) = run_ranks(2, damage, store.port)
+    for error, text in (first_error, second_error):
+        assert error == "TransportError" and "what rank 1 has copied differs" in text
+    assert first == second
+
+
+def lose_the_source(rank: Rank, port: int) -> Any:
+    """The only rank that has ended the last step dies while the others copy from it."""
+    membership = Membership(store_of(port), rank=rank.rank)
+    trainee = Trainee(seed=1)
+    trainee.state.synchronize(membership.next(min_members=3))
+    trainee.step()
+    committed = trainee.summary()
+    generation = membership.next(min_members=3)
+    if rank.rank == 1:
+        trainee.optimizer.step()
+        trainee.state.commit()
+        Arena.checksum = lambda self: kill_self()  # type: ignore[method-assign,assignment]
+    error = error_of(lambda: trainee.state.synchronize(generation))
+    assert error[0] == "PeerFailed", error
+    assert trainee.summary() == committed
+    generation = membership.next()
+    assert not trainee.state.synchronize(generation, check_equal=True)
+    trainee.step()
+    return trainee.summary()
+
+
+def test_source_that_dies_leaves_the_others_their_states(store: dist.TCPStore) -> None:
+    (expected,) = run_ranks(1, alone, 2)
+    with Ranks(3, lose_the_source, store.port) as ranks:
+        first, _, last = ranks.results(killed=[1])
+    assert first == last == expected
+
+
+def keep_residuals(rank: Rank, port: int) -> Any:
+    """Residuals are long, and made anew by each state_dict()."""
+    membership = Membership(store_of(port), rank=rank.rank)
+    trainee = Trainee(seed=1, error_feedback=True)
+    generation = membership.next(min_members=2)
+    if rank.rank == 0:
+        trainee.hook.load_state_dict(
+            {
+                "seed": 5,
+                "num_reductions": 9,
+                "residuals": {
+                    name: torch.full_like(parameter, 0.5)
+                    for name, parameter in trainee.model.named_parameters()
+                },
+            }
+        )
+        trainee.state.num_steps = 0
+    trainee.state.synchronize(generation)
+    saved = trainee.hook.state_dict()
+    return saved["num_reductions"], {
+        name: residual.unique().tolist() for name, residual in saved["residuals"].items()
+    }
+
+
+def test_residuals_of_a_hook_are_transferred(store: dist.TCPStore) -> None:
+    first, second = run_ranks(2, keep_residuals, store.port)
+    assert first == second
+    assert first[0] == 9 and first[1]["first.weight"] == [0.5]
+
+
+def use_foreign_memory(rank: Rank, port: int) -> list[float]:
+    """A parameter in memory that cannot move is copied instead."""
+    membership = Membership(store_of(port), rank=rank.rank)
+    generation = membership.next(min_members=2)
+    model = nn.Linear(100, 100)
+    model.weight = nn.Parameter(rota.empty(100, 100).fill_(float(rank.rank + 1)))
+    address = model.weight.data_ptr()
+    state = State(model=model)
+    if rank.rank == 0:
+        state.commit()
+        model.weight.data.fill_(7.0)
+    state.synchronize(generation, check_equal=True)
+    assert model.weight.data_ptr() == address
+    return model.weight.unique().tolist()  # type: ignore[no-any-return]
+
+
+def test_parameters_that_cannot_move_are_copied(store: dist.TCPStore) -> None:
+    assert run_ranks(2, use_foreign_memory, store.port) == [[7.0], [7.0]]
+
+
+def prepare_for_another_layout(rank: Rank, port: int) -> None:
+    membership = Membership(store_of(port))
+    state = State(model=nn.Linear(3, 3))
+    assert not state.prepare(membership)
+    state.synchronize(membership.next())
+    state.commit()
+    other = State(model=nn.Linear(9, 9))
+    assert other.prepare(membership)
+    assert other._arena_of([7]).lengths == [7]
+
+
+def test_prepare_without_a_job_or_with_another_layout(store: dist.TCPStore) -> None:
+    run_ranks(1, prepare_for_another_layout, store.port)
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(TypeError, match="expected an object with state_dict"):
+        State(model=3)
+    state = State(model=nn.Linear(1, 1))
+    assert state.num_steps == 0
+    with pytest.raises(ValueError, match="num_steps"):
+        state.num_steps = -1
+
+
+def wrap(rank: Rank) -> tuple[str, str]:
+    rank.init()
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+    return error_of(lambda: State(model=ddp))
+
+
+def test_ddp_is_refused() -> None:
+    for error, text in run_ranks(2, wrap):
+        assert error == "TypeError" and "pass the module inside" in text
+
+
+def change_shards(rank: Rank, port: int) -> tuple[str, str]:
+    membership = Membership(store_of(port), rank=rank.rank)
+    membership.next(min_members=2)
+    model = nn.Linear(1, 1)
+    shards = rota.LogicalShards(model, 4)
+    assert len(shards) == 2
+    for shard in shards:
+        with shards.backward_of(shard):
+            model(torch.ones(1, 1)).sum().backward()
+    if rank.rank == 1:
+        membership.leave()
+        return "", ""
+    membership.next()
+    error = error_of(shards.reduce)
+    shards.regroup()
+    assert list(shards) == [0, 1, 2, 3]
+    return error
+
+
+def test_logical_shards_refuse_a_step_of_other_ranks(store: dist.TCPStore) -> None:
+    error, text = run_ranks(2, change_shards, store.port)[0]
+    assert error == "RuntimeError" and "regroup()" in text
