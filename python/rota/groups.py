@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -29,7 +30,17 @@ def member_group(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGrou
     return pg
 
 
-def next_number(pg: dist.ProcessGroup, what: str) -> int:
+class Ranks(Protocol):
+    """What is needed of a process group in order to make something over its ranks."""
+
+    @property
+    def group_name(self) -> str: ...
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def get_group_store(self) -> dist.Store: ...
+
+
+def next_number(pg: Ranks, what: str) -> int:
     """How many of these were made over the group before; all ranks count alike, so it is a name."""
     number = _num_made.get((pg.group_name, what), 0)
     _num_made[pg.group_name, what] = number + 1
@@ -61,7 +72,7 @@ def qualified_name(pg: dist.ProcessGroup) -> str:
     return f"{_generation}/{pg.group_name}" if _generation else pg.group_name
 
 
-def store_of(pg: dist.ProcessGroup, name: str) -> dist.Store:
+def store_of(pg: Ranks, name: str) -> dist.Store:
     """A part of the group's store for what the ranks make under this name in this generation."""
     prefix = f"{_generation}/{name}" if _generation else name
     return dist.PrefixStore(f"rota/{prefix}", pg.get_group_store())

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rota import _C
 from rota.engine import engine_chooser
 from rota.errors import Mismatch, TransportError
-from rota.groups import member_group, next_number, peer_check, store_of
+from rota.groups import Ranks, member_group, next_number, peer_check, store_of
 from rota.joint import JointSteps
 from rota.memory import empty
 
@@ -99,7 +99,7 @@ class Window(_C.Window):
 
     def _open(
         self,
-        pg: dist.ProcessGroup | _Ranks,
+        pg: Ranks,
         make_tensor: Callable[[], torch.Tensor],
         num_channels: int,
         timeout: timedelta | None,
@@ -168,8 +168,8 @@ class Window(_C.Window):
 
 
 @dataclass(frozen=True, eq=False)
-class _Ranks:
-    """Ranks that meet in a store which is used for nothing else, as a process group has them."""
+class _StoreRanks:
+    """Ranks without a process group, which meet in a store that is used for nothing else."""
 
     store: dist.Store
     own_rank: int
@@ -189,7 +189,7 @@ class _Ranks:
 def make_window(tensor: torch.Tensor, store: dist.Store, rank: int, world_size: int) -> Window:
     """A window for ranks without a process group: a backend's, which torch 2.15 asks for one."""
     window = Window.__new__(Window)
-    window._open(_Ranks(store, rank, world_size), lambda: tensor.detach(), 1, None, None)
+    window._open(_StoreRanks(store, rank, world_size), lambda: tensor.detach(), 1, None, None)
     return window
 
 
@@ -235,7 +235,7 @@ def check_made_alike(cards: list[dict[str, str]]) -> None:
 class _Services:
     """What serves ranks of other hosts: one for all windows over a group, or over an engine."""
 
-    def __init__(self, pg: dist.ProcessGroup | _Ranks, engine: dist.ProcessGroup | None) -> None:
+    def __init__(self, pg: Ranks, engine: dist.ProcessGroup | None) -> None:
         self._pg = pg
         self._engine = engine
         self._key = engine if isinstance(engine, dist.ProcessGroup) else pg
@@ -270,7 +270,7 @@ class _Services:
 
 
 # Each lives as long as its group or engine.
-_services: weakref.WeakKeyDictionary[dist.ProcessGroup | _Ranks, tuple[int, _C.WindowService]] = (
+_services: weakref.WeakKeyDictionary[Ranks, tuple[int, _C.WindowService]] = (
     weakref.WeakKeyDictionary()
 )
 atexit.register(_services.clear)
