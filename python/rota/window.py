@@ -102,7 +102,13 @@ class Window(_C.Window):
                     others[peer] = _C.OpenedTensor(address, f"rank {peer}", timeout)
             return ""
 
-        steps.step(open_others)
+        try:
+            steps.step(open_others)
+        except TransportError:
+            check_peers = peer_check()
+            if check_peers is not None:
+                check_peers()  # that a rank is lost is the cause to report
+            raise
         super().__init__(own[0], rank, others, num_channels, timeout)
         self._tensor = own[0].tensor
         _living.add(self)
