@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -67,7 +68,15 @@ class Generation:
     @contextlib.contextmanager
     def forming(self, forming: Forming) -> Iterator[None]:
         """A context for making its groups; leaves none of them behind after an error."""
-        begin_generation(self.uuid, self.check_peers)
+        # Communicators keep what they are given, in C++, where no garbage collector finds a cycle.
+        check = weakref.WeakMethod(self.check_peers)
+
+        def check_peers() -> None:
+            method = check()
+            if method is not None:
+                method()
+
+        begin_generation(self.uuid, check_peers)
         self._forming = forming
         try:
             with forming.connecting():
