@@ -20,7 +20,6 @@ import contextlib
 import hashlib
 import itertools
 import multiprocessing
-import os
 import random
 import signal
 import sys
@@ -89,7 +88,7 @@ def train(address: str, args: argparse.Namespace) -> None:
     host, port = address.rsplit(":", 1)
     store = dist.TCPStore(host, int(port))
     leaving = Leaving()
-    torch.manual_seed(os.getpid())  # a newcomer's own numbers do not matter
+    torch.manual_seed(args.seed)
     model = make_model(args.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     hook = rota.HookState(wire_dtype=torch.float32, num_shards=NUM_SHARDS, model=model)
@@ -104,11 +103,6 @@ def train(address: str, args: argparse.Namespace) -> None:
             generation = membership.next(min_members)
             min_members = 1
             try:
-                if generation.number == 1:
-                    torch.manual_seed(args.seed)
-                    for module in model.modules():
-                        if isinstance(module, nn.Linear):
-                            module.reset_parameters()
                 has_copied = state.synchronize(generation, check_equal=True)
                 say(generation, f"step {state.num_steps}" + ", copied" * has_copied, args)
                 is_over = False

@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rota
 from elastic_workers import PACE_S, all_hear, first_order, kill_self, serve, serve_store, store_of
-from ranks import Rank, Ranks, error_of
+from own_process import num_descriptors, num_mappings, num_threads
+from ranks import Rank, Ranks, error_of, run_ranks
 from rota.elastic import Finished, Membership
 from rota.elastic import membership as membership_module
 from rota.elastic.forming import Forming
@@ -390,18 +391,23 @@ def go_on_instead(rank: Rank, port: int, what: str) -> tuple[str, str] | None:
     membership = Membership(store_of(port))
     generation = membership.next(min_members=2)
     error = None
+    group = dist.new_group([0, 1])  # each rank has published itself, and none has connected
+    generation.communicator.barrier()
     if generation.rank == 1:
         make: dict[str, Callable[[], object]] = {
             "communicator": rota.Communicator,
             "window": lambda: rota.Window(4),
             "subgroup": lambda: dist.barrier(dist.new_group([0, 1])),
+            "known subgroup": lambda: dist.barrier(group),
         }
+        if what == "known subgroup":
+            store_of(port).wait([f"rota/elastic/over/{generation.uuid}"])
         error = error_of(make[what])
     membership.next().communicator.barrier()
     return error
 
 
-@pytest.mark.parametrize("what", ["communicator", "window", "subgroup"])
+@pytest.mark.parametrize("what", ["communicator", "window", "subgroup", "known subgroup"])
 def test_member_that_has_gone_on_is_not_awaited(store: dist.TCPStore, what: str) -> None:
     with Ranks(2, go_on_instead, store.port, what) as ranks:
         (error,) = [error for error in ranks.results() if error is not None]
@@ -464,3 +470,31 @@ def test_ddp_goes_on_after_a_death_in_its_backward_pass(store: dist.TCPStore, ho
         results = ranks.results(killed=[1])
     assert results[0][0] >= 1 and results[2][0] >= 1
     assert results[0][1] == results[2][1] == results[3][1]
+
+
+def come_and_go(rank: Rank, port: int, num_changes: int) -> list[tuple[int, int, int]]:
+    """Rank 0 stays while the other leaves and comes back; returns what it holds in each pair."""
+    membership = Membership(store_of(port), rank=rank.rank)
+    model = torch.nn.Linear(100, 100)
+    state = rota.elastic.State(model=model, optimizer=torch.optim.Adam(model.parameters()))
+    held = []
+    for _ in range(num_changes):
+        generation = membership.next(min_members=2)
+        state.synchronize(generation)
+        state.commit()
+        things = rota.Communicator(), rota.Window(8), dist.new_group([0, 1])
+        dist.barrier(things[2])
+        held.append((num_descriptors(), num_threads(), num_mappings()))
+        assert generation.is_over(leave=rank.rank == 1)
+        del things
+        if rank.rank == 1:
+            membership.leave()
+    membership.leave()
+    return held
+
+
+def test_generations_leave_nothing_behind_in_a_process(store: dist.TCPStore) -> None:
+    held = run_ranks(2, come_and_go, store.port, 12)[0]
+    for early, late in zip(held[4], held[-1], strict=True):
+        # A connection that has ended is closed with the next one.
+        assert late <= early + 2, held

@@ -115,12 +115,18 @@ void TensorCommunicator::connect(OwnTimeout own_timeout) {
   };
   check();
   const auto timeout = own_timeout.value_or(options_.timeout);
-  hosts_.emplace(unconnected_->hosts(timeout, check));
-  if (hosts_->num_hosts() > 1) {
-    connect_hosts(timeout, check);
-  } else {
-    check_local_size(world_size_);
-    make_cpu_collectives(unconnected_->connect(timeout, check));
+  try {
+    hosts_.emplace(unconnected_->hosts(timeout, check));
+    if (hosts_->num_hosts() > 1) {
+      connect_hosts(timeout, check);
+    } else {
+      check_local_size(world_size_);
+      make_cpu_collectives(unconnected_->connect(timeout, check));
+    }
+  } catch (const Error& error) {
+    // A peer that is lost cannot be reached either; that it is lost is the cause to report.
+    if (error.kind() == ErrorKind::kTransport && options_.check_peers) options_.check_peers();
+    throw;
   }
   unconnected_.reset();
   is_connected_ = true;

@@ -38,8 +38,9 @@ struct TensorCommunicatorOptions {
   // group; they need not use it.
   bool connects_at_first_use = false;
   std::function<void()> check_interrupt;
-  // Runs several times a second while ranks connect, and throws if one of them has died: a rank
-  // that has not yet published itself is unknown here. Null: only the timeout ends such a wait.
+  // Runs several times a second while ranks connect, and when they cannot; throws if one of them is
+  // lost: a rank that has not yet published itself is unknown here. Null: only the timeout ends
+  // such a wait.
   std::function<void()> check_peers;
   // Called if there are several hosts. Null: ranks on several hosts are refused.
   ChooseEngine choose_engine;

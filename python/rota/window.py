@@ -153,7 +153,13 @@ class Window(_C.Window):
             )
             return ""
 
-        steps.step(open_others)
+        try:
+            steps.step(open_others)
+        except TransportError:
+            check_peers = peer_check()
+            if check_peers is not None:
+                check_peers()  # that a rank is lost is the cause to report
+            raise
         if service[0] is None:
             serve()
         else:

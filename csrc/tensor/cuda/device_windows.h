@@ -18,10 +18,10 @@ namespace rota::tensors {
 // a rank does as long as it has a tensor of another rank or a view of one.
 //
 // Collective, also over `store`. Throws Error(kTransport) on every rank if a rank fails.
-std::vector<at::Tensor> map_device_windows(
-    const std::shared_ptr<ExposedTensor>& own,
-    const std::vector<std::shared_ptr<OpenedTensor>>& others, int rank,
-    const c10::intrusive_ptr<::c10d::Store>& store, at::Device device, size_t num_bytes,
-    const transport::AllGatherText& all_gather);
+std::vector<at::Tensor> map_device_windows(const std::shared_ptr<ExposedTensor>& own,
+                                           const std::vector<std::shared_ptr<OpenedTensor>>& others,
+                                           int rank, const c10::intrusive_ptr<::c10d::Store>& store,
+                                           at::Device device, size_t num_bytes,
+                                           const transport::AllGatherText& all_gather);
 
 }  // namespace rota::tensors

@@ -112,12 +112,11 @@ void add_device_windows(py::module_& module) {
          const c10::intrusive_ptr<::c10d::Store>& store, at::Device device, size_t num_bytes,
          const py::function& all_gather) {
         return with_python_errors([&] {
-          return map_device_windows(own, others, rank, store, device, num_bytes,
-                                    [&](const std::string& text) {
-                                      const py::gil_scoped_acquire gil;
-                                      return all_gather(py::bytes(text))
-                                          .cast<std::vector<std::string>>();
-                                    });
+          return map_device_windows(
+              own, others, rank, store, device, num_bytes, [&](const std::string& text) {
+                const py::gil_scoped_acquire gil;
+                return all_gather(py::bytes(text)).cast<std::vector<std::string>>();
+              });
         });
       },
       py::arg("own"), py::arg("others"), py::arg("rank"), py::arg("store"), py::arg("device"),

@@ -98,7 +98,6 @@ class Forming:
             self._unreadable = str(error)
         self._timeout = timeout
         self._key = f"generation/{uuid}"
-        self._next_read = 0.0
 
     @property
     def handles(self) -> list[Handle]:
@@ -136,9 +135,6 @@ class Forming:
 
     def check(self) -> None:
         """Raises what agree() raises once this attempt has failed; for waits while connecting."""
-        if time.monotonic() < self._next_read:
-            return
-        self._next_read = time.monotonic() + POLL_S
         self._conclude_if_gone()
         self._raise_outcome(self._documents.read(self._key))
 
@@ -214,7 +210,7 @@ class Forming:
 
     def _conclude_because_of(self, error: Exception) -> None:
         """Sets the outcome after an error here, which another member may know the cause of."""
-        if isinstance(error, PeerFailed):
+        if isinstance(error, (PeerFailed, TransportError)):
             deadline = time.monotonic() + GRACE_S
             while time.monotonic() < deadline:
                 if self._conclude_if_gone() or self._documents.read(self._key)["outcome"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
+import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -16,9 +16,6 @@ from rota.elastic.handles import Handle, Processes
 from rota.errors import PeerFailed, RotaError
 from rota.groups import begin_generation, end_generation
 from rota.window import living_windows
-
-# How often a wait for ranks that make something together asks the store whether one has gone on.
-_ASK_EVERY_S = 0.02
 
 
 class Generation:
@@ -65,14 +62,21 @@ class Generation:
         self._forming: Forming | None = None
         self._store = store
         self._processes = processes
-        self._next_ask = 0.0
         self._has_ended = False
         self._flag = torch.zeros(1, dtype=torch.int64)
 
     @contextlib.contextmanager
     def forming(self, forming: Forming) -> Iterator[None]:
         """A context for making its groups; leaves none of them behind after an error."""
-        begin_generation(self.uuid, self.check_peers)
+        # Communicators keep what they are given, in C++, where no garbage collector finds a cycle.
+        check = weakref.WeakMethod(self.check_peers)
+
+        def check_peers() -> None:
+            method = check()
+            if method is not None:
+                method()
+
+        begin_generation(self.uuid, check_peers)
         self._forming = forming
         try:
             with forming.connecting():
@@ -113,10 +117,6 @@ class Generation:
         if gone:
             who = ", ".join(f"rank {self._members.index(one)}, {one.who}," for one in gone)
             raise PeerFailed(f"rota.elastic: {self}: {who} has died or left")
-        now = time.monotonic()
-        if now < self._next_ask:
-            return
-        self._next_ask = now + _ASK_EVERY_S
         if self._store.check([_over_key(self.uuid)]):
             reason = self._store.get(_over_key(self.uuid)).decode()
             raise PeerFailed(f"rota.elastic: {self} has ended: {reason}")
