@@ -189,7 +189,12 @@ def test_windows_of_several_groups_do_not_meet(layout: Layout) -> None:
     run_on(layout, several_windows)
 
 
-def window_threads() -> int:
+def window_threads(windows: list[rota.Window]) -> int:
+    """How many serve other hosts; all have begun once every rank has answered."""
+    for window in windows:
+        for peer in range(window.world_size):
+            window.signal(peer)
+            window.wait_signal(peer)
     names = (Path(task, "comm").read_text().strip() for task in Path("/proc/self/task").iterdir())
     return sum(name == "rota-window" for name in names)
 
@@ -198,10 +203,10 @@ def share_threads(rank: Rank) -> None:
     """Windows of a group share what serves other hosts; with an engine it has its own."""
     rank.init("gloo")
     windows = [rota.Window(1) for _ in range(3)]
-    assert window_threads() == 2  # the ranks of the other host
+    assert window_threads(windows) == 2  # the ranks of the other host
     engine = dist.new_group(backend="gloo")
     windows += [rota.Window(1, engine=engine) for _ in range(2)]
-    assert window_threads() == 4
+    assert window_threads(windows) == 4
     peer = (rank.rank + 2) % 4
     for number, window in enumerate(windows):
         window.put(torch.full((1,), float(number)), peer)
