@@ -27,6 +27,8 @@ from data_cache import Corpus, open_corpus, read_corpus
 from data_order import GlobalBatchSampler, Permutation, Windows, data_loader
 from train_gpt import windows
 
+pytestmark = pytest.mark.same_in_every_build
+
 SHARD_BYTES = 30_011  # a prime, so that shards end inside files and windows
 CONTEXT = 64
 GLOBAL_BATCH = 12

@@ -12,6 +12,8 @@ import pytest
 
 from hosts import Hosts
 
+pytestmark = pytest.mark.same_in_every_build
+
 ROOT = Path(__file__).parents[1]
 FLOAT32_BYTES = 4
 NUM_PARAMETERS = 2 * (256 * 128) + 2 * 12 * 128**2  # embedding and head; two blocks

@@ -20,6 +20,8 @@ from rota.elastic import membership as membership_module
 from rota.elastic.forming import Forming
 from rota.elastic.generation import Generation
 
+pytestmark = pytest.mark.same_in_every_build
+
 
 @pytest.fixture
 def store() -> Iterator[dist.TCPStore]:

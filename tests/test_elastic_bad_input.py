@@ -18,6 +18,8 @@ from rota.elastic import Membership
 from rota.elastic.documents import Documents
 from rota.elastic.roster import Roster
 
+pytestmark = pytest.mark.same_in_every_build
+
 
 @pytest.fixture
 def store() -> Iterator[dist.TCPStore]:

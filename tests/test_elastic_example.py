@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.same_in_every_build
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_elastic.py"
 LIMIT_S = 120
 

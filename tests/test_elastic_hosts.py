@@ -16,6 +16,8 @@ from ranks import Rank, Ranks, run_ranks
 from rota.elastic import Membership, State
 from rota.elastic.handles import OwnProcess, Processes
 
+pytestmark = pytest.mark.same_in_every_build
+
 
 @pytest.fixture
 def store() -> Iterator[dist.TCPStore]:

@@ -18,6 +18,8 @@ from rota import _C
 from rota.elastic import Membership, RandomState, State
 from rota.elastic.arena import Arena
 
+pytestmark = pytest.mark.same_in_every_build
+
 
 @pytest.fixture
 def store() -> Iterator[dist.TCPStore]:

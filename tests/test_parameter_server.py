@@ -27,6 +27,8 @@ from parameter_servers import (
 from ranks import Rank, run_ranks
 from rota.parameter_server.mailbox import PushLayout, Wire, assign
 
+pytestmark = pytest.mark.same_in_every_build
+
 NUM_STEPS = 10
 
 

@@ -15,6 +15,8 @@ import rota
 from parameter_servers import OPTIMIZERS, init
 from ranks import Rank, error_of, run_ranks
 
+pytestmark = pytest.mark.same_in_every_build
+
 BAD_OPTIONS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "staleness-negative": (
         {"mode": "stale", "staleness": -1},

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.same_in_every_build
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "parameter_server.py"
 LIMIT_S = 240
 

@@ -16,6 +16,8 @@ import rota
 from parameter_servers import OPTIMIZERS, init
 from ranks import Rank, Ranks, error_of, run_ranks
 
+pytestmark = pytest.mark.same_in_every_build
+
 FOREVER = 10**9
 NUM_SURE = 20  # pushes of every worker before one is killed
 NUM_STEPS = 50

@@ -12,6 +12,8 @@ from models import make_model
 from parameter_servers import OPTIMIZERS, backward, flat, init, settle
 from ranks import Rank, run_ranks
 
+pytestmark = pytest.mark.same_in_every_build
+
 
 def parameters_of(*sizes: int) -> list[nn.Parameter]:
     return [nn.Parameter(torch.arange(size).float()) for size in sizes]

@@ -31,6 +31,8 @@ from ranks import Rank, Ranks, error_of
 from rota.parameter_server.replica import Replica
 from rota.parameter_server.shard import ServerShard
 
+pytestmark = pytest.mark.same_in_every_build
+
 NUM_STEPS = 12
 SERVERS, WORKERS = [0, 2], [1, 3]
 KILLED_AT = 5  # the update

@@ -28,6 +28,8 @@ import population_search  # noqa: E402
 import population_training as training  # noqa: E402
 from population_training import HyperParameters, Score, Task  # noqa: E402
 
+pytestmark = pytest.mark.same_in_every_build
+
 LIMIT_S = 240
 TEXT = torch.arange(20000).square().remainder(251).to(torch.uint8)
 RUNS = [("pbt", 0), ("tpe", 0)]

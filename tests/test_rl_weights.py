@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.same_in_every_build
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "rl_weights.py"
 LIMIT_S = 120
 

@@ -14,6 +14,8 @@ sys.path.append(str(EXAMPLES))
 
 import train_3d  # noqa: E402
 
+pytestmark = pytest.mark.same_in_every_build
+
 LIMIT_S = 240
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.same_in_every_build
+
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "examples" / "trainers"
 PAGE = ROOT / "docs" / "trainers.md"

@@ -28,6 +28,8 @@ sys.path.append(str(EXAMPLES))
 import balance  # noqa: E402
 import uneven  # noqa: E402
 
+pytestmark = pytest.mark.same_in_every_build
+
 LIMIT_S = 240
 
 

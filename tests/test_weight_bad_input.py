@@ -16,6 +16,8 @@ import rota
 from ranks import Rank, error_of, run_ranks
 from rota.weights import layout
 
+pytestmark = pytest.mark.same_in_every_build
+
 
 @pytest.fixture
 def store(tmp_path: Path) -> dist.Store:

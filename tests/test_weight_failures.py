@@ -18,6 +18,8 @@ import rota
 from heap import heap_bytes
 from ranks import Rank, Ranks, error_of
 
+pytestmark = pytest.mark.same_in_every_build
+
 ELEMS = 1 << 19  # 2 MiB of float32 in each tensor
 STRESS_S = 2.0
 

@@ -24,6 +24,8 @@ from ranks import Rank, run_ranks
 from rota.weights import layout
 from rota.weights.copies import boxes
 
+pytestmark = pytest.mark.same_in_every_build
+
 SHAPES = [(5,), (1, 4), (3, 1, 2), (2, 3, 4), (2, 1, 2, 3)]
 
 

@@ -17,6 +17,8 @@ from torch import nn
 import rota
 from rota.weights import layout
 
+pytestmark = pytest.mark.same_in_every_build
+
 SHORT = timedelta(seconds=0.2)
 FORMATS = [
     (None, False),
