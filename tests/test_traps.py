@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-import rota.backend
 from ranks import Rank, Ranks, error_of, run_ranks
 
 CPU = torch.device("cpu")
@@ -115,13 +113,6 @@ def test_call_after_abort_or_shutdown_raises(method: str) -> None:
     expected = {"abort": "rank 0 aborted", "shutdown": "closed"}[method]
     for kind, text in run_ranks(2, end_group, method):
         assert kind in ("RotaError", "PeerFailed") and expected in text, text
-
-
-def test_enable_reconfigure_is_refused() -> None:
-    """torch-xpu-ops#5409; torch has the option from 2.15 on"""
-    options: Any = SimpleNamespace(enable_reconfigure=True)
-    with pytest.raises(NotImplementedError, match="rota: enable_reconfigure is True"):
-        rota.backend.create(options, None)
 
 
 def exchange(rank: Rank, recv_first: bool) -> None:
