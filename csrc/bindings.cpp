@@ -443,10 +443,14 @@ PYBIND11_MODULE(_C, module) {
           py::arg("async_op"), ReleaseGil())
       .def(
           "abort",
-          [](ProcessGroupRota& self, const std::string& reason) {
-            self.communicator().abort(reason);
+          [](ProcessGroupRota& self, const std::optional<std::string>& reason) {
+            if (reason) {
+              self.communicator().abort(*reason);
+            } else {
+              self.abort();
+            }
           },
-          py::arg("reason"), ReleaseGil())
+          py::arg("reason") = py::none(), ReleaseGil())
       .def("get_error", &ProcessGroupRota::getError)
       // torch calls it on ranks outside of a new group if the default one is bound to a device.
       .def("perform_nocolor_split", [](ProcessGroupRota&, at::Device) {}, py::arg("device"));

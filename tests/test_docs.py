@@ -92,6 +92,7 @@ def test_python_block_runs(block: Block) -> None:
     run_ranks(2, run_block, block.code)
 
 
+@pytest.mark.same_in_every_build
 @pytest.mark.parametrize("block", cases("sh"))
 def test_shell_block_runs(block: Block) -> None:
     version = ".".join(torch.__version__.split(".")[:2])
