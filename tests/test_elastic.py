@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -500,3 +501,15 @@ def test_generations_leave_nothing_behind_in_a_process(store: dist.TCPStore) -> 
     for early, late in zip(held[4], held[-1], strict=True):
         # A connection that has ended is closed with the next one.
         assert late <= early + 2, held
+
+
+def test_stopped_member_is_named_and_awaited(store: dist.TCPStore) -> None:
+    with Ranks(3, serve, store.port, 2) as ranks:
+        order = first_order(ranks, 2)
+        ranks.kill(order[1], signal.SIGSTOP)
+        ranks.tell(2)
+        ranks.wait_for_stderr(2, f"pid {ranks.pid(order[1])} ")
+        ranks.kill(order[1], signal.SIGCONT)
+        all_hear(ranks, [*order, 2])
+        store.set("stop", "")
+        ranks.results()

@@ -94,6 +94,9 @@ def ask_for_ranks(rank: Rank, port: int, asked: list[int | None]) -> Any:
         generation.communicator.barrier()
         return generation.rank
     except ValueError as error:
+        membership._rank = None
+        # The same processes can come again.
+        assert membership.next(min_members=len(asked)).world_size == len(asked)
         return str(error)
 
 

@@ -432,3 +432,38 @@ def change_shards(rank: Rank, port: int) -> tuple[str, str]:
 def test_logical_shards_refuse_a_step_of_other_ranks(store: dist.TCPStore) -> None:
     error, text = run_ranks(2, change_shards, store.port)[0]
     assert error == "RuntimeError" and "regroup()" in text
+
+
+# ---- moving storages
+
+
+def test_move_storage_takes_all_tensors_that_share_it() -> None:
+    whole = torch.arange(6.0)
+    part = whole[2:4]
+    place = rota.empty(24, dtype=torch.uint8)
+    assert _C.move_storage(part, place, copies=True)
+    assert whole.data_ptr() == place.data_ptr() and part.data_ptr() == place.data_ptr() + 8
+    assert whole.tolist() == [0, 1, 2, 3, 4, 5]
+    part.fill_(9)
+    assert place.view(torch.float32).tolist() == whole.tolist() == [0, 1, 9, 9, 4, 5]
+
+
+def test_move_storage_without_copying_takes_what_is_there_and_moves_again() -> None:
+    tensor = torch.zeros(3)
+    for value in (1.0, 2.0):
+        place = torch.full((3,), value).view(torch.uint8)
+        assert _C.move_storage(tensor, place, copies=False)
+        del place  # the storage keeps it
+        assert tensor.tolist() == [value] * 3
+
+
+def test_move_storage_refuses_what_it_cannot_move() -> None:
+    assert not _C.move_storage(rota.empty(4), rota.empty(16, dtype=torch.uint8), copies=True)
+    assert not _C.move_storage(
+        torch.from_numpy(torch.zeros(4).numpy().copy()),
+        torch.empty(16).view(torch.uint8)[:16],
+        copies=True,
+    )
+    for place in (torch.empty(5, dtype=torch.uint8), torch.empty(32, dtype=torch.uint8)[::2]):
+        with pytest.raises(ValueError, match="a place of"):
+            _C.move_storage(torch.zeros(4), place, copies=True)

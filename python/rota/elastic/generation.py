@@ -113,13 +113,17 @@ class Generation:
         """
         if self._forming is not None:
             return self._forming.check()
+        self._check_gone()
+        if self._store.check([_over_key(self.uuid)]):
+            self._check_gone()  # the cause why a member has gone on
+            reason = self._store.get(_over_key(self.uuid)).decode()
+            raise PeerFailed(f"rota.elastic: {self} has ended: {reason}")
+
+    def _check_gone(self) -> None:
         gone = self._processes.gone(self._members)
         if gone:
             who = ", ".join(f"rank {self._members.index(one)}, {one.who}," for one in gone)
             raise PeerFailed(f"rota.elastic: {self}: {who} has died or left")
-        if self._store.check([_over_key(self.uuid)]):
-            reason = self._store.get(_over_key(self.uuid)).decode()
-            raise PeerFailed(f"rota.elastic: {self} has ended: {reason}")
 
     def end(self, reason: str) -> None:
         """Ends everything that was made in it, here and for whoever waits elsewhere. Idempotent.

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import socket
+import time
 import uuid
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -15,7 +16,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from rota import _C
-from rota.errors import TransportError
+from rota.errors import Timeout, TransportError
 from rota.memory import empty
 
 _BACKLOG = 1024  # connections of observers that nobody has accepted
@@ -27,8 +28,10 @@ _KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
 _CONNECT_S = 5.0
-# Of one handshake, which takes less than a millisecond unless the other process is stopped.
-_OPEN_TIMEOUT = timedelta(minutes=30)
+# Of one handshake, which takes less than a millisecond. A process that does not answer is stopped,
+# or waits for a core, and lives.
+_OPEN_TIMEOUT = timedelta(milliseconds=100)
+_OPEN_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,7 @@ class Processes:
     def __init__(self, own: Handle) -> None:
         self._own = own
         self._opened: dict[str, _C.OpenedTensor] = {}
+        self._open_again: dict[str, float] = {}  # when to ask those that have not answered
         self._connections: dict[str, socket.socket] = {}  # to those of other hosts
         self._gone: set[str] = set()
 
@@ -137,7 +141,13 @@ class Processes:
         if handle.name in self._gone:
             return False
         if handle.host == self._own.host:
-            opened = self._opened.get(handle.name) or self._open(handle)
+            if self._open_again.get(handle.name, 0.0) > time.monotonic():
+                return True
+            try:
+                opened = self._opened.get(handle.name) or self._open(handle)
+            except Timeout:
+                self._open_again[handle.name] = time.monotonic() + _OPEN_AGAIN_S
+                return True
             if opened is not None and opened.is_open:
                 return True
         else:
@@ -156,6 +166,7 @@ class Processes:
         names = {handle.name for handle in handles}
         self._drop({*self._opened, *self._connections} - names)
         self._gone &= names
+        self._open_again = {}
 
     def _drop(self, names: set[str]) -> None:
         for name in names:

@@ -274,10 +274,11 @@ class Membership:
     def _tidy(self, generation: Generation) -> None:
         """Forgets earlier generations; of the store, rank 0 deletes what they have left there."""
         *old_uuids, _ = self._uuids
-        members = {Handle.parse(handle).name for handle in generation.handles}
-        old = {*old_uuids, *(self._cards.keys() - members)}
         self._uuids = [generation.uuid]
-        self._cards = {name: card for name, card in self._cards.items() if name in members}
+        # Others may come back under their names.
+        gone = {handle.name for handle in self._processes.gone(self._cards.values())}
+        self._cards = {name: card for name, card in self._cards.items() if name not in gone}
+        old = {*old_uuids, *gone}
         if generation.rank != 0 or not old:
             return
         with contextlib.suppress(AttributeError, NotImplementedError):  # torch 2.11 lists no keys
