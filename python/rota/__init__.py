@@ -25,7 +25,7 @@ from rota.weights.store import WeightStore
 from rota.window import Window
 
 if TYPE_CHECKING:
-    from rota import fsdp
+    from rota import elastic, fsdp
 
 __version__ = "0.1.0"
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "amp",
     "bf16_compress_hook",
     "clip_grad_norm_",
+    "elastic",
     "empty",
     "fp16_compress_hook",
     "fsdp",
@@ -63,7 +64,7 @@ rota_autoload.register()
 
 
 def __getattr__(name: str) -> object:
-    # torch.distributed.fsdp takes long to import, and most programs do not need it.
-    if name == "fsdp":
-        return importlib.import_module("rota.fsdp")
+    # torch.distributed.fsdp takes long to import, and most programs need neither.
+    if name in ("elastic", "fsdp"):
+        return importlib.import_module(f"rota.{name}")
     raise AttributeError(f"module 'rota' has no attribute {name!r}")
