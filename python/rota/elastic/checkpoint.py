@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,7 @@ from rota.elastic.holdings import Holdings
 from rota.elastic.link import KeeperLink, KeeperLost
 from rota.elastic.meeting import Claim, Directory, Session
 from rota.elastic.replicas import Exchange, holders_of
-from rota.elastic.version import Identity, Memory, Plan, Version
+from rota.elastic.version import Identity, Plan, Version
 from rota.engine import engine_chooser
 from rota.errors import Mismatch, RotaError, TransportError
 
@@ -117,9 +117,9 @@ class Checkpoint:
         )
         self._replicate = replicate
         self._choose_engine = engine_chooser(engine, self._timeout)
-        self._disk = ThreadPoolExecutor(1, thread_name_prefix="rota-checkpoint")
-        self._on_disk: dict[Future[Path], Memory] = {}  # what is being written, and from where
-        self._holdings = Holdings(self._link, self._is_being_written)
+        self._writer = disk.Writer()
+        # No reference to self, so that a Checkpoint without any leaves its rank at once.
+        self._holdings = Holdings(self._link, self._writer.uses)
         self._session: Session | None = None
         self._exchange: Exchange | None = None
         self._holder_of: dict[int, int] = {}
@@ -280,10 +280,7 @@ class Checkpoint:
         """
         if self._newest is None:
             raise ValueError(f"{WHAT}.save_to_disk: there is no version; save() one first")
-        version = self._newest
-        future = self._disk.submit(disk.write, version, Path(directory))
-        self._on_disk = {f: memory for f, memory in self._on_disk.items() if not f.done()}
-        self._on_disk[future] = version.memory
+        future = self._writer.start(self._newest, Path(directory))
         if not async_op:
             future.result()
         return future
@@ -339,7 +336,7 @@ class Checkpoint:
         if self._is_closed:
             return
         self._is_closed = True
-        self._disk.shutdown()
+        self._writer.close()
         self._newest = self._session = self._exchange = None
         if not keep:
             with contextlib.suppress(KeeperLost):
@@ -370,7 +367,7 @@ class Checkpoint:
         self._holdings.ensure_keeper()
         held = on_disk if call == "load_from_disk" else self._holdings.identities()
         claim = Claim(self._rank, self._world_size, call, held)
-        session = self._directory.begin(claim, deadline)
+        session = self._directory.begin(claim, deadline, self._left)
         self._holder_of = holders_of(session.claims) if self._replicate else {}
         if self._holder_of:
             store = dist.PrefixStore(f"engine/{session.token}", self._directory.store)
@@ -408,9 +405,6 @@ class Checkpoint:
             return self._link.left()
         except KeeperLost:
             return []
-
-    def _is_being_written(self, memory: Memory) -> bool:
-        return any(memory is its and not f.done() for f, its in self._on_disk.items())
 
     # ---- which version ----
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,34 @@ from typing import Any
 import torch
 
 from rota.elastic.contents import WHAT
-from rota.elastic.version import Identity, Tail, Version
+from rota.elastic.version import Identity, Memory, Tail, Version
 from rota.errors import TransportError
 
 TAIL = "rota"
 METADATA = ".metadata"  # the file that DCP writes last
+
+
+class Writer:
+    """Writes versions in a thread of its own, one after the other."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rota-checkpoint")
+        self._memory_of: dict[Future[Path], Memory] = {}
+
+    def start(self, version: Version, directory: Path) -> Future[Path]:
+        """Returns a future of the version's folder."""
+        future = self._thread.submit(write, version, directory)
+        self._memory_of = {f: memory for f, memory in self._memory_of.items() if not f.done()}
+        self._memory_of[future] = version.memory
+        return future
+
+    def uses(self, memory: Memory) -> bool:
+        """Whether a version in it is still to be written."""
+        return any(memory is its and not f.done() for f, its in self._memory_of.items())
+
+    def close(self) -> None:
+        """Waits for everything that was started."""
+        self._thread.shutdown()
 
 
 def folder_of(directory: Path, step: int, rank: int, world_size: int) -> Path:

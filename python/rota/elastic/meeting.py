@@ -4,10 +4,12 @@
 |---|---|---|
 | claim/RANK | the rank, when it begins a session | its Claim |
 | seen/RANK | the rank | the tokens of all claims that it has seen last |
-| done/RANK | the rank | the session's token, and the Report of what it did last in it |
+| done/SESSION/RANK | the rank, once all have seen the same claims | its last Report |
 
-A session begins when all ranks have seen the same claims. Each claim has a token of its own, so
-what an earlier start of the job has left in the store cannot be mistaken for this one.
+A session begins when all ranks have written the third of them. Each claim has a token of its own,
+so what an earlier start of the job has left in the store cannot be mistaken for this one. Reports
+of a session stay until the next one has begun, so that a rank that is ahead takes nothing away from
+those that still wait for it.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ class Report:
     kind: str = ""
 
 
-NONE = Report(0)
+BEGUN = Report(0)
 
 
 class Session:
@@ -95,10 +97,8 @@ class Session:
         self._own = own
         self.claims = claims
         self.number = 1 + max((identity.session for identity in self.identities()), default=0)
-        tokens = " ".join(claim.token for claim in claims)
-        self.token = hashlib.sha256(tokens.encode()).hexdigest()[:16]
-        self._last = NONE
-        directory.report(own.rank, self.token, NONE)
+        self.token = session_token(claims)
+        self._last = BEGUN
 
     def identities(self) -> set[Identity]:
         return {
@@ -145,17 +145,27 @@ class Session:
         """
         missing: list[Claim] = []
 
-        def all_have_reported() -> bool:
-            nonlocal missing
+        def missing_now() -> list[Claim]:
             reports = self._directory.reports(self.token, len(self.claims))
             pairs = list(zip(self.claims, reports, strict=True))
             for claim, report in pairs:
                 if report is not None:
                     self._check(claim, report)
-            missing = [
-                claim for claim, report in pairs if (report or NONE).number < self._last.number
+            return [
+                claim for claim, report in pairs if (report or BEGUN).number < self._last.number
             ]
-            self._check_alive(missing, left)
+
+        def all_have_reported() -> bool:
+            nonlocal missing
+            missing = missing_now()
+            problems = self._problems_of(missing, left)
+            # Whoever reports may go on and end at once.
+            for claim in missing_now() if problems else ():
+                if claim.rank in problems:
+                    raise PeerFailed(
+                        f"{WHAT}: {claim.who} {problems[claim.rank]}; when all ranks are back, "
+                        f"load()"
+                    )
             return not missing
 
         if not poll(all_have_reported, deadline):
@@ -175,19 +185,21 @@ class Session:
                 f"{report.step}; all ranks must save the same steps"
             )
 
-    def _check_alive(self, missing: Sequence[Claim], left: Callable[[], list[int]]) -> None:
+    # Why ranks will not report, by rank.
+    def _problems_of(
+        self, missing: Sequence[Claim], left: Callable[[], list[int]]
+    ) -> dict[int, str]:
         if not missing:
-            return
+            return {}
         ended = left()
         tokens = self._directory.tokens([claim.rank for claim in missing])
+        problems = {}
         for claim, token in zip(missing, tokens, strict=True):
             if claim.rank in ended and claim.host == self._own.host:
-                problem = "has ended or closed"
+                problems[claim.rank] = "has ended or closed"
             elif token != claim.token:
-                problem = "is not that rank any more, or has called load()"
-            else:
-                continue
-            raise PeerFailed(f"{WHAT}: {claim.who} {problem}; when all ranks are back, load()")
+                problems[claim.rank] = "has begun anew, or another process has its rank"
+        return problems
 
 
 class Directory:
@@ -200,20 +212,28 @@ class Directory:
 
     def __init__(self, store: dist.Store, name: str) -> None:
         self.store = dist.PrefixStore(f"rota/checkpoint/{name}", store)
+        self._last_token = ""
 
     @property
     def timeout(self) -> timedelta:
         timeout: timedelta = self.store.timeout  # type: ignore[attr-defined]  # torch's stubs
         return timeout
 
-    def begin(self, own: Claim, deadline: float) -> Session:
+    def begin(self, own: Claim, deadline: float, left: Callable[[], list[int]]) -> Session:
         """Blocks until all ranks have seen the same claims.
 
+        Args:
+            left: returns ranks of this host that have ended.
+
         Raises:
+            rota.PeerFailed: a rank of this host has ended after it came.
             rota.Mismatch: another process has taken this rank, or ranks differ in world_size or
                 in what they call.
             rota.Timeout: a rank did not come in time; names it.
         """
+        # What this rank has seen all agree on: one, and another for each rank that starts again
+        # meanwhile, of which only the last can be complete.
+        candidates: list[list[Claim]] = []
         keys = [f"claim/{rank}" for rank in range(own.world_size)]
         seen_keys = [f"seen/{rank}" for rank in range(own.world_size)]
         self.store.set(keys[own.rank], own.to_json())
@@ -223,6 +243,8 @@ class Directory:
 
         def have_agreed() -> bool:
             nonlocal claims, seen, own_seen
+            if candidates and self._has_begun(candidates[-1]):
+                return True
             texts = self._get_all(keys)
             claims = [None if text is None else Claim.from_json(text) for text in texts]
             tokens = " ".join("" if claim is None else claim.token for claim in claims)
@@ -231,7 +253,14 @@ class Directory:
                 self.store.set(seen_keys[own.rank], tokens)
             seen = self._get_all(seen_keys)
             self._check(own, claims, seen)
-            return None not in claims and all(text == tokens for text in seen)
+            self._check_alive(own, claims, seen, left(), candidates)
+            together = [claim for claim in claims if claim is not None]
+            if len(together) < own.world_size or any(text != tokens for text in seen):
+                return False
+            if not candidates or candidates[-1] != together:
+                candidates.append(together)
+                self.report(own.rank, session_token(together), BEGUN)
+            return self._has_begun(together)
 
         if not poll(have_agreed, deadline):
             missing = [
@@ -243,7 +272,31 @@ class Directory:
                 f"{WHAT}.{own.call}: {own.who} waited in vain for rank {', '.join(missing)}; every "
                 f"rank must call it: is it alive?"
             )
-        return Session(self, own, [claim for claim in claims if claim is not None])
+        session = Session(self, own, candidates[-1])
+        if self._last_token:  # all have left it
+            self.store.delete_key(f"done/{self._last_token}/{own.rank}")
+        self._last_token = session.token
+        return session
+
+    def _has_begun(self, claims: Sequence[Claim]) -> bool:
+        return None not in self.reports(session_token(claims), len(claims))
+
+    def _check_alive(
+        self,
+        own: Claim,
+        claims: Sequence[Claim | None],
+        seen: Sequence[str | None],
+        ended: Sequence[int],
+        candidates: Sequence[Sequence[Claim]],
+    ) -> None:
+        for claim, text in zip(claims, seen, strict=True):
+            if claim is None or claim.rank not in ended or claim.host != own.host:
+                continue
+            # What has not seen this rank's claim may start again; what has begun may go on and end.
+            if own.token in (text or "") and not (candidates and self._has_begun(candidates[-1])):
+                raise PeerFailed(
+                    f"{WHAT}.{own.call}: {claim.who} has ended; when all ranks are back, load()"
+                )
 
     @staticmethod
     def _check(own: Claim, claims: Sequence[Claim | None], seen: Sequence[str | None]) -> None:
@@ -267,13 +320,12 @@ class Directory:
                     )
 
     def report(self, rank: int, token: str, report: Report) -> None:
-        self.store.set(f"done/{rank}", json.dumps([token, asdict(report)]))
+        self.store.set(f"done/{token}/{rank}", json.dumps(asdict(report)))
 
     def reports(self, token: str, world_size: int) -> list[Report | None]:
         """What each rank has reported last in a session."""
-        texts = self._get_all([f"done/{rank}" for rank in range(world_size)])
-        pairs = [(None, {}) if text is None else json.loads(text) for text in texts]
-        return [Report(**fields) if its == token else None for its, fields in pairs]
+        texts = self._get_all([f"done/{token}/{rank}" for rank in range(world_size)])
+        return [None if text is None else Report(**json.loads(text)) for text in texts]
 
     def tokens(self, ranks: Sequence[int]) -> list[str]:
         """Of the claims that ranks have made last."""
@@ -293,6 +345,10 @@ class Directory:
                 f"{WHAT}: the store is lost ({error}); it must outlive all ranks: let a process "
                 f"serve it that is none of them"
             ) from error
+
+
+def session_token(claims: Sequence[Claim]) -> str:
+    return hashlib.sha256(" ".join(claim.token for claim in claims).encode()).hexdigest()[:16]
 
 
 def poll(is_done: Callable[[], bool], deadline: float) -> bool:
