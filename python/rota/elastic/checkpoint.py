@@ -236,6 +236,7 @@ class Checkpoint:
             version = self._holdings.slots(self._rank).find(identity)
             if version is None:
                 raise TransportError(f"{WHAT}.load: step {identity.step} is not there any more")
+            version.memory.populate()
             if into is not None:
                 return version, *match(version.looks, into)
             new = [look.empty() for look in version.looks]

@@ -13,6 +13,7 @@ against resizing, so that whoever maps it cannot be hurt by its maker.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -36,6 +37,8 @@ DATA_BEGIN = mmap.PAGESIZE
 ALIGNMENT = 64  # bytes; a cache line
 # Bytes that one checksum covers. Copies of this length go past the caches (csrc/cpu/copy.cpp).
 BUCKET_BYTES = 16 << 20
+
+MADV_POPULATE_READ = 22  # Linux 5.14; Python's mmap has no name for it
 
 
 class Identity(NamedTuple):
@@ -104,7 +107,9 @@ class Memory:
 
     def __init__(self, fd: int, num_bytes: int, populate: bool) -> None:
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
-        self.bytes = torch.frombuffer(mmap.mmap(fd, num_bytes, flags=flags), dtype=torch.uint8)
+        self._map = mmap.mmap(fd, num_bytes, flags=flags)
+        self._is_populated = populate
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self.fd = fd
 
     def __del__(self) -> None:
@@ -145,6 +150,17 @@ class Memory:
         except BaseException:
             os.close(fd)
             raise
+
+    def populate(self) -> None:
+        """Fills this process's page table, which takes as long as a copy and is done once."""
+        if self._is_populated:
+            return
+        self._is_populated = True
+        length = len(self.bytes)
+        # In steps, because Python's lock is held.
+        for begin in range(0, length, BUCKET_BYTES):
+            with contextlib.suppress(OSError):  # older than Linux 5.14: the copy does it
+                self._map.madvise(MADV_POPULATE_READ, begin, min(BUCKET_BYTES, length - begin))
 
     # ---- head ----
 
