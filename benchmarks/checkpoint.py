@@ -9,11 +9,9 @@ itself. All entries take turns, each on one thread:
 
 memcpy      torch's copy_ from tensors to tensors; what the others are compared with
 open        rota.elastic.Checkpoint(), which finds the keeper
-save        the whole save(), into memory that is mapped
-load        the whole load(), in three terms:
-  restore   the copy out of the keeper's memory, with checksums
-  map       filling the new process's page table, once
-  agree     everything else
+save        save(), into memory that is mapped
+load        load(), once the new process has mapped the memory: Checkpoint() starts that in a thread
+first load  load() at once after Checkpoint(), which has to wait for that
 torch       torch.save and torch.load of a file
 dcp         torch.distributed.checkpoint's save, which waits for the disk, and load
 
@@ -50,13 +48,12 @@ from ranks import RankError
 
 try:
     import rota
-    from rota.elastic.version import Memory, Version
 except ImportError as error:
     sys.exit(f"error: rota is not built: run make venv ({error})")
 
 TENSOR_BYTES = 32 << 20
 NUM_SAVES = 3  # the first two map the memory
-TARGET = 0.8  # of memcpy's speed, for save and restore
+TARGET = 0.8  # of memcpy's speed, for save and load
 TIMEOUT_S = 300
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "rota", "torch.distributed.checkpoint"])
@@ -64,9 +61,7 @@ ENTRIES = {
     "memcpy": "memcpy",
     "save": "save()",
     "load": "load()",
-    "restore": "load(): restore",
-    "map": "load(): map",
-    "agree": "load(): agree",
+    "first_load": "load() at once",
     "open": "Checkpoint()",
     "torch_save": "torch.save",
     "torch_load": "torch.load",
@@ -96,10 +91,6 @@ class Turn:
         self.times_ms[entry] = (time.perf_counter() - start) * 1e3
         return result
 
-    def timed(self, entry: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, timed whenever it runs."""
-        return lambda *args: self.time(entry, lambda: function(*args))
-
     def check(self, state: dict[str, torch.Tensor], value: float) -> None:
         self.num_wrong += not all(bool((tensor == value).all()) for tensor in state.values())
 
@@ -113,17 +104,12 @@ def take_turn(number: int, job: str, args: argparse.Namespace, folder: Path) -> 
     checkpoint = turn.time(
         "open", lambda: rota.elastic.Checkpoint(store, rank=0, world_size=1, job=job)
     )
-    populate, copy_to = Memory.populate, Version.copy_to
-    Memory.populate = turn.timed("map", populate)  # type: ignore[method-assign]
-    Version.copy_to = turn.timed("restore", copy_to)  # type: ignore[method-assign]
-    start = time.perf_counter()
-    found = checkpoint.load(into=target)
-    load_ms = (time.perf_counter() - start) * 1e3
-    if found is not None:
-        turn.times_ms["load"] = load_ms
-        turn.times_ms["agree"] = load_ms - turn.times_ms["map"] - turn.times_ms["restore"]
+    for entry in ("first_load", "load") if number > 0 else ():
+        found = turn.time(entry, functools.partial(checkpoint.load, target))
         turn.check(target, number - 1.0)
         turn.num_wrong += found[0] != NUM_SAVES * number - 1
+        for tensor in target.values():
+            tensor.fill_(-1.0)
 
     def memcpy() -> None:
         for to, source in zip(target.values(), state.values(), strict=True):

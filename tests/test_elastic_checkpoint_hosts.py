@@ -104,6 +104,26 @@ def test_ranks_that_start_again_on_other_hosts_get_their_states() -> None:
     assert [step for step, _ in run_ranks(3, load, job, "bca")] == [1] * 3
 
 
+def save_and_look(rank: Rank, job: str, hosts: str) -> list[int]:
+    enter_host(rank, hosts)
+    checkpoint = open_checkpoint(rank, job)
+    checkpoint.load()
+    for step in range(10, 14):
+        checkpoint.save(step, state_of(rank.rank, step, 1000))
+    owners = sorted(checkpoint._holdings.identities())
+    checkpoint.load()  # all have looked
+    checkpoint.close()
+    return owners
+
+
+def test_what_is_left_of_ranks_that_have_moved_is_freed() -> None:
+    job = uuid4().hex
+    with Ranks(4, save, job, "abcd", 2) as ranks:
+        lose(ranks, "abcd", "")
+    # Each host has the state of its rank and of the rank of the host before.
+    assert run_ranks(4, save_and_look, job, "badc") == [[0, 3], [0, 1], [1, 2], [2, 3]]
+
+
 def test_two_lost_hosts_of_two_leave_nothing() -> None:
     job = uuid4().hex
     with Ranks(2, save, job, "ab", 2) as ranks:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from types import TracebackType
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -126,6 +127,11 @@ class Checkpoint:
         self._newest: Version | None = None
         self._is_closed = False
         self._link.connect()
+        # While the caller makes its model, so that load() is left with the copy.
+        versions = self._holdings.slots(self._rank).versions().values()
+        if versions:
+            newest = max(versions, key=lambda version: version.identity)
+            Thread(target=newest.memory.populate, daemon=True).start()
 
     @property
     def keeper_pid(self) -> int:
@@ -174,12 +180,12 @@ class Checkpoint:
         def copy() -> None:
             self._holdings.ensure_keeper()
             identity = Identity(session.number, step, session.token, self._world_size)
-            problem: RotaError | None = None
+            problem: Exception | None = None
             version: Version | None = None
             try:
                 plan = Plan(contents, identity, self._rank)
                 version = plan.write(self._holdings.room(self._rank, plan.num_bytes))
-            except RotaError as error:
+            except Exception as error:  # raised once the next host knows
                 problem = error
             if self._exchange is not None:
                 sources = [rank for rank in self._holder_of if self._holder_of[rank] == self._rank]
@@ -195,6 +201,8 @@ class Checkpoint:
             self._holdings.advance(self._rank)
             self._newest = version
             self._holdings.ensure_keeper()
+            if session.num_reports == 2:  # nobody needs what is older than this session
+                self._holdings.drop_all_but(self._owners_here(session))
 
         self._run(session, copy, step)
 
@@ -228,6 +236,7 @@ class Checkpoint:
         identity = self._newest_common(session)
         self._protect(identity)
         if identity is None:
+            self._newest = None
             self._warn_of_parts(session)
             return None
 
@@ -236,7 +245,6 @@ class Checkpoint:
             version = self._holdings.slots(self._rank).find(identity)
             if version is None:
                 raise TransportError(f"{WHAT}.load: step {identity.step} is not there any more")
-            version.memory.populate()
             if into is not None:
                 return version, *match(version.looks, into)
             new = [look.empty() for look in version.looks]
@@ -387,7 +395,7 @@ class Checkpoint:
     def _run(self, session: Session, part: Callable[[], T], step: int = -1) -> T:
         try:
             result = part()
-        except Exception as error:
+        except BaseException as error:
             self._session = None
             session.report(step, error)
             raise
@@ -427,6 +435,12 @@ class Checkpoint:
         owners = [rank for rank in self._holder_of if self._holder_of[rank] == self._rank]
         for owner in (self._rank, *owners):
             self._holdings.slots(owner).protect(identity)
+
+    # The ranks whose state belongs on this host.
+    def _owners_here(self, session: Session) -> set[int]:
+        host = session.claims[self._rank].host
+        here = {claim.rank for claim in session.claims if claim.host == host}
+        return here | {owner for owner, holder in self._holder_of.items() if holder in here}
 
     def _warn_of_parts(self, session: Session) -> None:
         steps: dict[int, set[int]] = {}

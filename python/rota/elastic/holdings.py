@@ -7,6 +7,7 @@ gets it from here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -123,6 +124,13 @@ class Holdings:
         """The version in the next slot is whole; the one after it takes the other."""
         slots = self.slots(owner)
         slots.next = 1 - slots.next
+
+    def drop_all_but(self, owners: set[int]) -> None:
+        """Frees what is left of ranks that have moved to another host, or are none any more."""
+        for owner in {*self._ask(self._link.owners), *self._slots} - owners:
+            self._slots.pop(owner, None)
+            for slot in SLOTS:
+                self._ask(functools.partial(self._link.drop, owner, slot))
 
     # A keeper that was just lost has a successor that gets everything first.
     def _ask(self, request: Callable[[], T]) -> T:

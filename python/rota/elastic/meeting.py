@@ -123,13 +123,19 @@ class Session:
         owners = {claim.rank for claim in self.claims if identity in claim.held.get(claim.rank, ())}
         return owners >= set(range(identity.world_size))
 
-    def report(self, step: int = -1, error: Exception | None = None) -> None:
+    def report(self, step: int = -1, error: BaseException | None = None) -> None:
         """Tells the others that the next thing is done, or why it failed here."""
         number = self._last.number + 1
         self._last = Report(number, step)
         if error is not None:
-            self._last = Report(number, step, str(error), type(error).__name__)
+            kind = type(error).__name__
+            self._last = Report(number, step, str(error) or kind, kind)
         self._directory.report(self._own.rank, self.token, self._last)
+
+    @property
+    def num_reports(self) -> int:
+        """What this rank has done in it."""
+        return self._last.number
 
     def wait(self, deadline: float, left: Callable[[], list[int]]) -> None:
         """Blocks until all ranks have done what this one has.

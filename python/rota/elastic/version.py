@@ -13,7 +13,7 @@ against resizing, so that whoever maps it cannot be hurt by its maker.
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -38,7 +38,10 @@ ALIGNMENT = 64  # bytes; a cache line
 # Bytes that one checksum covers. Copies of this length go past the caches (csrc/cpu/copy.cpp).
 BUCKET_BYTES = 16 << 20
 
-MADV_POPULATE_READ = 22  # Linux 5.14; Python's mmap has no name for it
+MADV_POPULATE_READ = 22  # Linux 5.14
+# Python's own madvise() keeps its lock.
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Identity(NamedTuple):
@@ -107,9 +110,8 @@ class Memory:
 
     def __init__(self, fd: int, num_bytes: int, populate: bool) -> None:
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
-        self._map = mmap.mmap(fd, num_bytes, flags=flags)
         self._is_populated = populate
-        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.bytes = torch.frombuffer(mmap.mmap(fd, num_bytes, flags=flags), dtype=torch.uint8)
         self.fd = fd
 
     def __del__(self) -> None:
@@ -152,15 +154,18 @@ class Memory:
             raise
 
     def populate(self) -> None:
-        """Fills this process's page table, which takes as long as a copy and is done once."""
+        """Fills this process's page table, which takes about as long as a copy and is done once.
+
+        May run beside a copy, in another thread.
+        """
         if self._is_populated:
             return
         self._is_populated = True
-        length = len(self.bytes)
-        # In steps, because Python's lock is held.
-        for begin in range(0, length, BUCKET_BYTES):
-            with contextlib.suppress(OSError):  # older than Linux 5.14: the copy does it
-                self._map.madvise(MADV_POPULATE_READ, begin, min(BUCKET_BYTES, length - begin))
+        begin, length = self.bytes.data_ptr(), len(self.bytes)
+        # In steps, because nobody in this process can allocate memory during one. Before Linux 5.14
+        # it fails, and the copy does it.
+        for offset in range(0, length, BUCKET_BYTES):
+            _libc.madvise(begin + offset, min(BUCKET_BYTES, length - offset), MADV_POPULATE_READ)
 
     # ---- head ----
 
