@@ -7,6 +7,7 @@ import os
 import select
 import signal
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ranks import Rank
 
 ELEMS = 5 << 20  # 20 MiB of float32: two buckets
 END_S = 60.0
+LINGER = timedelta(seconds=60)  # longer than the next ranks take to start on a busy machine
 
 
 def state_of(rank: int, step: int, num_elems: int = ELEMS) -> dict[str, Any]:
@@ -31,7 +33,8 @@ def is_state_of(rank: int, step: int, state: dict[str, Any]) -> bool:
 
 def open_checkpoint(rank: Rank, job: str, **options: Any) -> rota.elastic.Checkpoint:
     """A rank's checkpoint over an empty store, as after a restart of the whole job."""
-    options = {"rank": rank.rank, "world_size": rank.world_size, **options}
+    place = {"rank": rank.rank, "world_size": rank.world_size}
+    options = {**place, "linger": LINGER, **options}
     return rota.elastic.Checkpoint(rank.make_store(), job=job, **options)
 
 

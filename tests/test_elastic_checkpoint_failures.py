@@ -30,7 +30,7 @@ from checkpoints import (
 from ranks import Rank, Ranks, error_of, run_ranks
 from rota import _C
 from rota.elastic.link import KeeperLink
-from rota.elastic.meeting import Directory
+from rota.elastic.meeting import Claim, Directory, Session
 from rota.elastic.version import Memory
 
 # Whatever a save() does that others can see; a rank that is killed dies before one of these.
@@ -63,10 +63,16 @@ def die_at(number: int) -> None:
         setattr(owner, name, dying(getattr(owner, name)))
 
 
-def save_for_ever(rank: Rank, job: str, dying: list[int], stage: int, num_before: int) -> None:
+def save_for_ever(
+    rank: Rank, job: str, dying: list[int], stage: int, num_before: int, loads: bool
+) -> None:
     checkpoint = open_checkpoint(rank, job)
     for step in range(num_before):
         checkpoint.save(step, state_of(rank.rank, step))
+    if loads:
+        checkpoint.close(keep=True)
+        checkpoint = open_checkpoint(rank, job)
+        assert checkpoint.load() is not None
     if rank.rank in dying:
         die_at(stage)
     for step in range(num_before, 10**6):
@@ -79,13 +85,17 @@ def save_for_ever(rank: Rank, job: str, dying: list[int], stage: int, num_before
 
 # Six stages in a save that uses memory again, which has two buckets; eight in one that reserves it.
 @pytest.mark.parametrize("stage", range(8))
-@pytest.mark.parametrize("num_before", [0, 3], ids=["first", "fourth"])
+@pytest.mark.parametrize(
+    ("num_before", "loads"),
+    [(0, False), (3, False), (3, True), (4, True)],
+    ids=["first", "fourth", "after-load", "after-load-in-other-slot"],
+)
 @pytest.mark.parametrize("dying", [[0], [0, 1]], ids=["one", "all"])
 def test_killed_at_any_stage_of_a_save_leaves_a_whole_version(
-    dying: list[int], num_before: int, stage: int
+    dying: list[int], num_before: int, loads: bool, stage: int
 ) -> None:
     job = uuid4().hex
-    with Ranks(2, save_for_ever, job, dying, stage, num_before) as ranks:
+    with Ranks(2, save_for_ever, job, dying, stage, num_before, loads) as ranks:
         for rank in dying:
             ranks._processes[rank].join()
         if 1 not in dying:
@@ -185,6 +195,28 @@ def test_rank_that_waits_for_a_dead_one_names_it() -> None:
         kind, text = ranks.results(killed={1})[0]
         assert kind == "PeerFailed"
         assert f"rank 1/2 (pid {ranks.pid(1)}) has ended or closed" in text
+
+
+def test_rank_that_reports_and_goes_on_at_once_is_not_missed() -> None:
+    store = dist.HashStore()
+    directories = [Directory(store, "name") for _ in range(2)]
+    claims = [Claim(rank, 2, "load", {}) for rank in range(2)]
+    store_of = directories[1].store
+    for directory, claim in zip(directories, claims, strict=True):
+        directory.store.set(f"claim/{claim.rank}", claim.to_json())
+    sessions = [
+        Session(directory, claim, claims)
+        for directory, claim in zip(directories, claims, strict=True)
+    ]
+    sessions[0].report()
+
+    def left() -> list[int]:
+        """Rank 1 does all this after rank 0 has looked for its report."""
+        sessions[1].report()
+        store_of.set("claim/1", Claim(1, 2, "load", {}).to_json())
+        return [1]
+
+    sessions[0].wait(time.monotonic() + 60, left)
 
 
 # ---- the keeper ----------------------------------------------------------------------------------
