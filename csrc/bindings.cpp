@@ -29,6 +29,7 @@
 #include "tensor/signals.h"
 #include "tensor/tensor_checks.h"
 #include "tensor/tensor_communicator.h"
+#include "transport/available_memory.h"
 #include "transport/host.h"
 
 namespace py = pybind11;
@@ -236,6 +237,7 @@ PYBIND11_MODULE(_C, module) {
   module.attr("WIRE_DTYPES") = py::tuple(py::cast(dtype_names(rota::is_wire_dtype)));
   module.attr("BLOCK_SCALED_DTYPES") = py::tuple(py::cast(dtype_names(rota::has_block_scaling)));
   module.def("host_id", [] { return with_python_errors(rota::transport::host_id); });
+  module.def("available_memory", &rota::transport::available_memory);
   module.def(
       "make_heap_tensor",
       [](const std::vector<int64_t>& size, at::ScalarType dtype) {

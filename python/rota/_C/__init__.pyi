@@ -20,6 +20,9 @@ BLOCK_SCALED_DTYPES: tuple[str, ...]
 def host_id() -> str:
     """Equal for processes that can share memory: boot id and network namespace, or ROTA_HOST_ID."""
 
+def available_memory() -> int:
+    """Bytes that this process may still take: of the machine, and of its memory cgroups."""
+
 def isa() -> str:
     """Instruction set of the element loops: "avx512", "avx2" or "portable" (see ROTA_ISA)."""
 

@@ -1,8 +1,9 @@
-"""Training that goes on while processes come and go. See docs/elastic.md."""
+"""Training that goes on while processes come and go. See docs/elastic.md and docs/checkpoint.md."""
 
+from rota.elastic.checkpoint import Checkpoint
 from rota.elastic.generation import Generation
 from rota.elastic.handles import Handle
 from rota.elastic.membership import Finished, Membership
 from rota.elastic.state import RandomState, State
 
-__all__ = ["Finished", "Generation", "Handle", "Membership", "RandomState", "State"]
+__all__ = ["Checkpoint", "Finished", "Generation", "Handle", "Membership", "RandomState", "State"]

@@ -1,0 +1,230 @@
+"""Saving a rank's state to memory that outlives it, and restoring it in a new process.
+
+    python benchmarks/checkpoint.py
+    python benchmarks/checkpoint.py --size 256M --turns 9
+
+In each turn a new process takes the place of the one before, which was killed: it restores the
+state into tensors that it has already touched, as those of a model are, then saves it, and kills
+itself. All entries take turns, each on one thread:
+
+memcpy      torch's copy_ from tensors to tensors; what the others are compared with
+open        rota.elastic.Checkpoint(), which finds the keeper
+save        save(), into memory that is mapped
+load        load(), once the new process has mapped the memory: Checkpoint() starts that in a thread
+first load  load() at once after Checkpoint(), which has to wait for that
+torch       torch.save and torch.load of a file
+dcp         torch.distributed.checkpoint's save, which waits for the disk, and load
+
+If a restored state is not the one that was saved, it counts as wrong. The last line of the output
+is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rich.table import Table
+
+import driver
+from arguments import Parser, parse_natural, parse_size
+from ranks import RankError
+
+try:
+    import rota
+except ImportError as error:
+    sys.exit(f"error: rota is not built: run make venv ({error})")
+
+TENSOR_BYTES = 32 << 20
+NUM_SAVES = 3  # the first two map the memory
+TARGET = 0.8  # of memcpy's speed, for save and load
+TIMEOUT_S = 300
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "rota", "torch.distributed.checkpoint"])
+ENTRIES = {
+    "memcpy": "memcpy",
+    "save": "save()",
+    "load": "load()",
+    "first_load": "load() at once",
+    "open": "Checkpoint()",
+    "torch_save": "torch.save",
+    "torch_load": "torch.load",
+    "dcp_save": "dcp.save",
+    "dcp_load": "dcp.load",
+}
+ON_DISK = ("torch_save", "torch_load", "dcp_save", "dcp_load")
+
+
+def tensors_of(num_bytes: int, value: float) -> dict[str, torch.Tensor]:
+    """A state whose elements are all `value`."""
+    whole, rest = divmod(num_bytes, TENSOR_BYTES)
+    lengths = [TENSOR_BYTES] * whole + [rest] * (rest > 0)
+    return {str(i): torch.full((length // 4,), value) for i, length in enumerate(lengths)}
+
+
+class Turn:
+    """What one process measures; times in ms by entry."""
+
+    def __init__(self) -> None:
+        self.times_ms: dict[str, float] = {}
+        self.num_wrong = 0
+
+    def time(self, entry: str, call: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        result = call()
+        self.times_ms[entry] = (time.perf_counter() - start) * 1e3
+        return result
+
+    def check(self, state: dict[str, torch.Tensor], value: float) -> None:
+        self.num_wrong += not all(bool((tensor == value).all()) for tensor in state.values())
+
+
+def take_turn(number: int, job: str, args: argparse.Namespace, folder: Path) -> Turn:
+    """Restores what turn number - 1 has saved, and saves its own."""
+    turn = Turn()
+    state = tensors_of(args.size, float(number))
+    target = tensors_of(args.size, -1.0)
+    store = dist.FileStore(str(folder / f"store{number}"), 1)
+    checkpoint = turn.time(
+        "open", lambda: rota.elastic.Checkpoint(store, rank=0, world_size=1, job=job)
+    )
+    for entry in ("first_load", "load") if number > 0 else ():
+        found = turn.time(entry, functools.partial(checkpoint.load, target))
+        turn.check(target, number - 1.0)
+        turn.num_wrong += found[0] != NUM_SAVES * number - 1
+        for tensor in target.values():
+            tensor.fill_(-1.0)
+
+    def memcpy() -> None:
+        for to, source in zip(target.values(), state.values(), strict=True):
+            to.copy_(source)
+
+    for save in range(NUM_SAVES):  # the last time of each counts
+        turn.time("memcpy", memcpy)
+        step = NUM_SAVES * number + save
+        turn.time("save", functools.partial(checkpoint.save, step, state))
+    if not args.no_disk:
+        measure_disk(turn, state, target, number, folder)
+    return turn
+
+
+def measure_disk(
+    turn: Turn,
+    state: dict[str, torch.Tensor],
+    target: dict[str, torch.Tensor],
+    number: int,
+    folder: Path,
+) -> None:
+    file, dcp_folder = folder / "torch.pt", folder / "dcp"
+    turn.time("torch_save", lambda: torch.save(state, file))
+    turn.check(turn.time("torch_load", lambda: torch.load(file)), float(number))
+    file.unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        turn.time("dcp_save", lambda: dcp.save(state, checkpoint_id=dcp_folder, no_dist=True))
+        turn.time("dcp_load", lambda: dcp.load(target, checkpoint_id=dcp_folder, no_dist=True))
+    turn.check(target, float(number))
+
+
+def process_main(
+    number: int, job: str, args: argparse.Namespace, folder: Path, pipe: Connection
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        turn = take_turn(number, job, args, folder)
+        pipe.send((turn.times_ms, turn.num_wrong))
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_job(job: str) -> None:
+    """Lets the keeper end."""
+    rota.elastic.Checkpoint(dist.HashStore(), rank=0, world_size=1, job=job).close()
+
+
+def measure(args: argparse.Namespace) -> tuple[dict[str, list[float]], int]:
+    """The times of each entry, by turn, and the number of wrong states."""
+    job = f"benchmark-{uuid4().hex}"
+    times: dict[str, list[float]] = {entry: [] for entry in ENTRIES}
+    total_wrong = 0
+    with tempfile.TemporaryDirectory(prefix="rota-bench-") as folder:
+        try:
+            for number in range(args.turns + 1):  # the first has nothing to restore
+                pipe, far_end = CONTEXT.Pipe()
+                arguments = (number, job, args, Path(folder), far_end)
+                process = CONTEXT.Process(target=process_main, args=arguments, daemon=True)
+                process.start()
+                far_end.close()
+                try:
+                    note = pipe.recv() if pipe.poll(TIMEOUT_S) else "it is stuck"
+                except EOFError:
+                    note = "it died"
+                process.kill()
+                process.join()
+                if isinstance(note, str):
+                    raise RankError(f"turn {number}: {note}")
+                times_ms, num_wrong = note
+                total_wrong += num_wrong
+                for entry, ms in times_ms.items() if number > 0 else ():
+                    times[entry].append(ms)
+        finally:
+            end_job(job)
+    return {entry: of_entry for entry, of_entry in times.items() if of_entry}, total_wrong
+
+
+def benchmark(args: argparse.Namespace) -> dict[str, Any]:
+    """The whole run: measures, prints the table, writes the record and sums up."""
+    run = driver.Run("checkpoint", "checkpoint", 1, args)
+    times, num_wrong = measure(args)
+    memcpy_ms = median(times["memcpy"])
+    ratios = {entry: round(memcpy_ms / median(ms), 3) for entry, ms in times.items()}
+    table = Table(title=f"{args.size / 2**20:g} MiB of float32")
+    for heading in ("entry", "p50 ms", "min ms", "max ms", "of memcpy's speed"):
+        table.add_column(heading, justify="left" if heading == "entry" else "right")
+    for entry, ms in times.items():
+        columns = (f"{median(ms):.1f}", f"{min(ms):.1f}", f"{max(ms):.1f}", f"{ratios[entry]:.2f}")
+        table.add_row(ENTRIES[entry], *columns)
+    run.console.print(table)
+    run.write_record(
+        {"ms": times, "of_memcpys_speed": ratios, "target": TARGET, "num_wrong": num_wrong}
+    )
+    return {
+        "benchmark": "checkpoint",
+        "json": str(run.json_path),
+        "num_wrong": num_wrong,
+        "of_memcpys_speed": ratios,
+        "target": TARGET,
+    }
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add("--size", type=parse_size, default="1G", help="of the state (default: %(default)s)")
+    add("--turns", type=parse_natural(1), default=7, help="default: %(default)s")
+    add("--no-disk", action="store_true", help="only memory")
+    add("--json", type=Path, help="the record (default: in benchmarks/results)")
+    args = parser.parse_args()
+    return driver.exit_status(lambda: benchmark(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,508 @@
+"""rota.elastic.Checkpoint: a job's state in memory that outlives its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from threading import Thread
+from types import TracebackType
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+
+from rota.elastic import disk
+from rota.elastic.contents import WHAT, Contents, match, put_together
+from rota.elastic.holdings import Holdings
+from rota.elastic.link import KeeperLink, KeeperLost
+from rota.elastic.meeting import Claim, Directory, Session
+from rota.elastic.replicas import Exchange, holders_of
+from rota.elastic.version import Identity, Plan, Version
+from rota.engine import engine_chooser
+from rota.errors import Mismatch, RotaError, TransportError
+
+DEFAULT_LINGER = timedelta(minutes=5)
+T = TypeVar("T")
+
+
+class Checkpoint:
+    """Versions of each rank's state in memory that survives the ranks, and on another host.
+
+    `save` copies this rank's state to shared memory of a keeper, a small process per host that no
+    launcher kills. After a failure, ranks that start again on the host `load` the newest version
+    that all ranks have, at the speed of a memcpy. With ranks on several hosts each version is also
+    copied to the next host, so that a lost host's ranks get it from there. (As GEMINI does, Wang et
+    al., SOSP 2023, and the local checkpoints of NVIDIA's Resiliency Extension; the copy on disk is
+    torch.distributed.checkpoint's.)
+
+    - Two versions of each rank are kept in turn, so there is a whole one whenever a process is
+      killed. A version is whole once all of it has been copied; its checksums are compared on load.
+    - The keeper ends, and the memory with it, when all ranks of its host have called close(). If
+      they end in another way, it stays for `linger`, and as long as their launcher runs. Nothing
+      is left in /dev/shm or on disk.
+    - A keeper that is killed has a successor at the next save() or load(). What ranks have saved
+      that are dead by then is lost with it, except on the other host.
+
+    save(), load() and load_from_disk() are collective: every rank calls them in the same order. If
+    one fails on a rank, the next call on the others raises, too; after that all call load().
+
+    One thread at a time may use a Checkpoint. As a context manager it closes itself, unless the
+    block is left by an exception.
+
+    Args:
+        store_or_group: a torch Store that outlives all ranks, or a process group, whose store,
+            ranks and timeout are used.
+        name: of the state; a job may have several.
+        rank, world_size: of this process; they follow from a group.
+        job: tells this job from others on the host, equal whenever it starts again. None:
+            TORCHELASTIC_RUN_ID, unless torchrun has set it to "none"; otherwise a name that is
+            kept in the store, which must then survive the job's restarts.
+        linger: how long the keeper waits for new ranks when all have ended without close().
+        launcher: pid of a process that may start ranks again; the keeper stays while it runs.
+            None: the parent process if that is torchrun.
+        replicate: whether to copy versions to another host, if there are several.
+        engine: a process group of the same ranks for these copies; None makes a Gloo group.
+        timeout: of each call; None is that of the store.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit together.
+        rota.Mismatch: another living process has this rank, or the keeper is that of another
+            version of rota.
+        rota.TransportError: no keeper can be started, or it is another user's.
+
+    Example:
+        >>> checkpoint = rota.elastic.Checkpoint(group, "training")
+        >>> found = checkpoint.load()
+        >>> if found is not None:
+        ...     first_step, state = found
+        ...     model.load_state_dict(state["model"])
+        >>> for step in range(first_step + 1, num_steps):
+        ...     train_step(model)
+        ...     checkpoint.save(step, {"model": model.state_dict()})
+        >>> checkpoint.close()
+    """
+
+    def __init__(
+        self,
+        store_or_group: dist.Store | dist.ProcessGroup,
+        name: str = "checkpoint",
+        rank: int | None = None,
+        world_size: int | None = None,
+        *,
+        job: str | None = None,
+        linger: timedelta = DEFAULT_LINGER,
+        launcher: int | None = None,
+        replicate: bool = True,
+        engine: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        store, self._rank, self._world_size = _place_of(store_or_group, rank, world_size)
+        self._directory = Directory(store, name)
+        self._timeout = self._directory.timeout if timeout is None else timeout
+        if launcher is None and "TORCHELASTIC_RUN_ID" in os.environ:
+            launcher = os.getppid()
+        job = _job_name(self._directory, job)
+        self._link = KeeperLink(
+            f"{job}/{name}",
+            self._rank,
+            linger.total_seconds(),
+            launcher,
+            self._timeout.total_seconds(),
+        )
+        self._replicate = replicate
+        self._choose_engine = engine_chooser(engine, self._timeout)
+        self._writer = disk.Writer()
+        # No reference to self, so that a Checkpoint without any leaves its rank at once.
+        self._holdings = Holdings(self._link, self._writer.uses)
+        self._session: Session | None = None
+        self._exchange: Exchange | None = None
+        self._holder_of: dict[int, int] = {}
+        self._newest: Version | None = None
+        self._is_closed = False
+        self._link.connect()
+        # While the caller makes its model, so that load() is left with the copy.
+        versions = self._holdings.slots(self._rank).versions().values()
+        if versions:
+            newest = max(versions, key=lambda version: version.identity)
+            Thread(target=newest.memory.populate, daemon=True).start()
+
+    @property
+    def keeper_pid(self) -> int:
+        """The keeper of this host, as of the last call."""
+        return self._link.pid
+
+    # ---- save ----
+
+    def save(self, step: int, state: object) -> None:
+        """Copies this rank's state to memory, as the newest version, and to the next host. Blocks.
+
+        The version before stays until all ranks have this one: a call blocks until all have
+        returned from the call before. Each copy takes one pass over the bytes; the first two also
+        reserve the memory.
+
+        Args:
+            step: at least 0, growing from call to call; the same on all ranks.
+            state: nested dicts, lists and tuples of CPU tensors of any dtype and strides, and
+                whatever else can be pickled, which should be small. Of a DTensor this rank's part
+                is saved.
+
+        Raises:
+            TypeError, ValueError: a tensor is elsewhere, a value cannot be pickled, or the step
+                does not grow. Nothing was saved.
+            rota.TransportError: memory is short; nothing was saved, and the last version is whole.
+            rota.PeerFailed: a rank has ended.
+            rota.Mismatch: ranks differ in the step.
+            rota.Timeout: a rank has not finished its last call; names it.
+        """
+        if not isinstance(step, int) or step < 0:
+            raise ValueError(f"{WHAT}.save: step is {step!r}, expected an int of at least 0")
+        newest = self._newest
+        if newest is not None and self._session is not None and step <= newest.identity.step:
+            raise ValueError(
+                f"{WHAT}.save: step {step} comes after step {newest.identity.step}; steps must "
+                f"grow; nothing was saved; load() an older version to go back"
+            )
+        contents = Contents.of(state)
+        deadline = self._deadline()
+        session = self._session
+        if session is None:
+            session = self._begin("save", {}, deadline)
+            self._protect(self._newest_common(session))
+        self._wait(session, deadline)
+
+        def copy() -> None:
+            self._holdings.ensure_keeper()
+            identity = Identity(session.number, step, session.token, self._world_size)
+            problem: Exception | None = None
+            version: Version | None = None
+            try:
+                plan = Plan(contents, identity, self._rank)
+                version = plan.write(self._holdings.room(self._rank, plan.num_bytes))
+            except Exception as error:  # raised once the next host knows
+                problem = error
+            if self._exchange is not None:
+                sources = [rank for rank in self._holder_of if self._holder_of[rank] == self._rank]
+                self._exchange.run(
+                    {self._holder_of[self._rank]: version},
+                    {owner: owner for owner in sources},
+                    self._holdings.room,
+                )
+                for owner in sources:
+                    self._holdings.advance(owner)
+            if version is None:
+                raise problem or RotaError(f"{WHAT}.save: nothing was saved")
+            self._holdings.advance(self._rank)
+            self._newest = version
+            self._holdings.ensure_keeper()
+            if session.num_reports == 2:  # nobody needs what is older than this session
+                self._holdings.drop_all_but(self._owners_here(session))
+
+        self._run(session, copy, step)
+
+    # ---- load ----
+
+    def load(self, into: Any = None) -> tuple[int, Any] | None:
+        """Returns the newest version that all ranks have whole; None if there is none. Blocks.
+
+        Every rank gets its own state of the same step. What this host does not have comes from the
+        host that has its replica. Warns if some ranks have versions, but not all the same one.
+
+        Args:
+            into: a state with tensors of the same names, shapes and dtypes, which are filled and
+                returned; its other values are not looked at. None returns new tensors.
+
+        Returns:
+            The step and the state, with plain CPU tensors unless `into` has others.
+
+        Raises:
+            TypeError: `into` has a tensor that is not a dense one on the CPU.
+            rota.Mismatch: `into` differs from what was saved, on any rank, or another number of
+                ranks has saved; nothing was loaded.
+            rota.TransportError: a checksum differs: names the rank and the tensor, on all ranks.
+                `into` is then partly filled. The next load() takes the replica or the version
+                before.
+            rota.PeerFailed: a rank has ended.
+            rota.Timeout: a rank did not call load() in time; names it.
+        """
+        deadline = self._deadline()
+        session = self._begin("load", {}, deadline)
+        identity = self._newest_common(session)
+        self._protect(identity)
+        if identity is None:
+            self._newest = None
+            self._warn_of_parts(session)
+            return None
+
+        def find() -> tuple[Version, Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+            self._fetch_missing(session, identity)
+            version = self._holdings.slots(self._rank).find(identity)
+            if version is None:
+                raise TransportError(f"{WHAT}.load: step {identity.step} is not there any more")
+            if into is not None:
+                return version, *match(version.looks, into)
+            new = [look.empty() for look in version.looks]
+            return version, new, new
+
+        version, tensors, originals = self._run(session, find)
+        self._wait(session, deadline)
+
+        def copy() -> None:
+            damaged = version.copy_to(tensors)
+            if damaged is not None:
+                version.memory.clear_head()
+                raise TransportError(
+                    f"{WHAT}.load: {damaged} of rank {self._rank} in step {identity.step} does not "
+                    f"match its checksum: its memory is damaged; call load() again for the replica "
+                    f"or the version before"
+                )
+
+        self._run(session, copy)
+        self._wait(session, deadline)
+        self._newest = version
+        return identity.step, put_together(version.tail.rest, originals)
+
+    # ---- disk ----
+
+    def save_to_disk(self, directory: str | Path, *, async_op: bool = False) -> Future[Path]:
+        """Writes the version that was saved or loaded last. Not collective; each rank calls it.
+
+        Args:
+            directory: any number of versions may be in it. Ranks on several hosts need a common
+                one only if ranks move between hosts.
+            async_op: returns at once and writes in a thread. The version stays as it is until
+                then; if training saves twice in the meantime, that takes memory for a third one.
+
+        Returns:
+            A future of this rank's folder in it; done unless async_op.
+
+        Raises:
+            ValueError: nothing was saved or loaded yet.
+            OSError, torch.distributed.checkpoint.CheckpointException: it cannot be written; from
+                the future if async_op.
+        """
+        if self._newest is None:
+            raise ValueError(f"{WHAT}.save_to_disk: there is no version; save() one first")
+        future = self._writer.start(self._newest, Path(directory))
+        if not async_op:
+            future.result()
+        return future
+
+    def load_from_disk(
+        self, directory: str | Path, into: Any = None, *, step: int | None = None
+    ) -> tuple[int, Any] | None:
+        """Returns the version of the greatest step that all ranks have there. Blocks.
+
+        Args:
+            directory: of save_to_disk().
+            into: as in load().
+            step: this one instead.
+
+        Returns:
+            The step and the state; None if there is none.
+
+        Raises:
+            As load().
+        """
+        directory = Path(directory)
+        deadline = self._deadline()
+        own = disk.identities(directory, self._rank, self._world_size)
+        session = self._begin("load_from_disk", {self._rank: own}, deadline)
+        whole = [x for x in session.identities() if session.whole(x) and step in (None, x.step)]
+        identity = max(whole, key=lambda x: (x.step, x.session), default=None)
+        self._protect(None)
+        self._newest = None
+        if identity is None:
+            return None
+
+        def read() -> tuple[bytes, Sequence[torch.Tensor], Sequence[torch.Tensor], Any]:
+            tail, tensors = disk.read(directory, identity, self._rank)
+            if into is None:
+                return tail.rest, tensors, (), tensors
+            return tail.rest, tensors, *match([entry.look for entry in tail.entries], into)
+
+        rest, tensors, targets, originals = self._run(session, read)
+        self._wait(session, deadline)
+        for target, tensor in zip(targets, tensors, strict=False):
+            target.copy_(tensor)
+        return identity.step, put_together(rest, originals)
+
+    # ---- end ----
+
+    def close(self, *, keep: bool = False) -> None:
+        """Ends this rank's part; waits for what is written to disk. Idempotent, not collective.
+
+        Args:
+            keep: the memory stays for ranks that start again, as after a failure. False: once all
+                ranks of the host have closed, it is freed, and the keeper ends.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._writer.close()
+        self._newest = self._session = self._exchange = None
+        if not keep:
+            with contextlib.suppress(KeeperLost):
+                self._link.finish()
+        self._link.disconnect()
+        self._holdings.forget()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(keep=error is not None)
+
+    # ---- sessions ----
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout.total_seconds()
+
+    def _begin(self, call: str, on_disk: dict[int, list[Identity]], deadline: float) -> Session:
+        if self._is_closed:
+            raise RotaError(f"{WHAT}.{call}: it is closed; make a new one")
+        self._session = self._exchange = None
+        self._holdings.ensure_keeper()
+        held = on_disk if call == "load_from_disk" else self._holdings.identities()
+        claim = Claim(self._rank, self._world_size, call, held)
+        session = self._directory.begin(claim, deadline, self._left)
+        self._holder_of = holders_of(session.claims) if self._replicate else {}
+        if self._holder_of:
+            store = dist.PrefixStore(f"engine/{session.token}", self._directory.store)
+            _, problem, connect = self._choose_engine(self._rank, self._world_size)
+            if problem:
+                raise ValueError(f"{WHAT}: {problem}")
+            engine, problem = connect(store)
+            if engine is None:
+                raise TransportError(f"{WHAT}: {problem}")
+            claims = session.claims
+            self._exchange = Exchange(engine, lambda rank: claims[rank].who, self._timeout)
+        self._session = session
+        return session
+
+    # Runs this rank's part of a session, and tells the others how it went.
+    def _run(self, session: Session, part: Callable[[], T], step: int = -1) -> T:
+        try:
+            result = part()
+        except BaseException as error:
+            self._session = None
+            session.report(step, error)
+            raise
+        session.report(step)
+        return result
+
+    def _wait(self, session: Session, deadline: float) -> None:
+        try:
+            session.wait(deadline, self._left)
+        except Exception:
+            self._session = None
+            raise
+
+    def _left(self) -> list[int]:
+        try:
+            return self._link.left()
+        except KeeperLost:
+            return []
+
+    # ---- which version ----
+
+    def _newest_common(self, session: Session) -> Identity | None:
+        whole = [identity for identity in session.identities() if session.whole(identity)]
+        newest = max(whole, default=None)
+        if newest is not None and newest.world_size != self._world_size:
+            if session.claims[self._rank].call == "save":
+                return None
+            raise Mismatch(
+                f"{WHAT}.load: step {newest.step} was saved by {newest.world_size} ranks, this job "
+                f"has {self._world_size}; start as many, or save() anew"
+            )
+        if self._exchange is None:  # then nothing comes from another host
+            whole = [identity for identity in whole if session.whole_in_place(identity)]
+        return max(whole, default=None)
+
+    def _protect(self, identity: Identity | None) -> None:
+        owners = [rank for rank in self._holder_of if self._holder_of[rank] == self._rank]
+        for owner in (self._rank, *owners):
+            self._holdings.slots(owner).protect(identity)
+
+    # The ranks whose state belongs on this host.
+    def _owners_here(self, session: Session) -> set[int]:
+        host = session.claims[self._rank].host
+        here = {claim.rank for claim in session.claims if claim.host == host}
+        return here | {owner for owner, holder in self._holder_of.items() if holder in here}
+
+    def _warn_of_parts(self, session: Session) -> None:
+        steps: dict[int, set[int]] = {}
+        for claim in session.claims:
+            for owner, identities in claim.held.items():
+                steps.setdefault(owner, set()).update(identity.step for identity in identities)
+        if any(steps.values()):
+            have = "; ".join(
+                f"rank {rank} has {sorted(steps.get(rank, ())) or 'none'}"
+                for rank in range(self._world_size)
+            )
+            warnings.warn(
+                f"{WHAT}.load: there is no step that all ranks have: {have}", stacklevel=3
+            )
+
+    # What this host does not have comes from the first rank whose host does.
+    def _fetch_missing(self, session: Session, identity: Identity) -> None:
+        server_of = {}
+        for owner in range(self._world_size):
+            readers = [
+                claim.rank for claim in session.claims if identity in claim.held.get(owner, ())
+            ]
+            if owner not in readers:
+                server_of[owner] = readers[0]
+        if self._exchange is None or not server_of:
+            return
+        sends = {
+            owner: self._holdings.look(owner).find(identity)
+            for owner, server in server_of.items()
+            if server == self._rank
+        }
+        sources = {o: server for o, server in server_of.items() if o == self._rank}
+        self._exchange.run(dict(sends), sources, self._holdings.room)
+        if sources:
+            self._holdings.slots(self._rank).protect(identity)
+
+
+def _place_of(
+    store_or_group: dist.Store | dist.ProcessGroup, rank: int | None, world_size: int | None
+) -> tuple[dist.Store, int, int]:
+    if isinstance(store_or_group, dist.ProcessGroup):
+        if rank is not None or world_size is not None:
+            raise ValueError(f"{WHAT}: rank and world_size follow from the group; leave them out")
+        group = store_or_group
+        return group.get_group_store(), group.rank(), group.size()
+    if not isinstance(store_or_group, dist.Store):
+        raise TypeError(
+            f"{WHAT}: store_or_group is {store_or_group!r}, expected a torch.distributed.Store or "
+            f"ProcessGroup"
+        )
+    if rank is None or world_size is None or not 0 <= rank < world_size:
+        raise ValueError(
+            f"{WHAT}: rank is {rank!r} and world_size {world_size!r}; with a store, expected both, "
+            f"and rank from 0 to world_size - 1"
+        )
+    return store_or_group, rank, world_size
+
+
+def _job_name(directory: Directory, job: str | None) -> str:
+    if job is not None:
+        return job
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if job != "none":
+        return job
+    return directory.store.compare_set("job", "", uuid4().hex).decode()

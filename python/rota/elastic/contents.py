@@ -1,0 +1,165 @@
+"""A rank's state as tensors and the rest: what is copied, and what is pickled.
+
+Tensors are found wherever pickle finds them. Of a DTensor it is this rank's part, of a Parameter
+its data; tensors that are the same memory are kept once.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from rota.errors import Mismatch
+from rota.sharding import local_of
+
+WHAT = "rota.elastic.Checkpoint"
+
+
+class Look(NamedTuple):
+    """What a tensor must be like to take what was saved of it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> Look:
+        return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=getattr(torch, self.dtype))
+
+    def __str__(self) -> str:
+        return f"{self.shape} of {self.dtype}"
+
+
+@dataclass
+class Contents:
+    """A state taken apart.
+
+    Attributes:
+        looks, tensors: of each tensor; plain ones on the CPU, of any strides.
+        originals: what they are in the state, such as a DTensor.
+        rest: everything else, pickled.
+    """
+
+    looks: list[Look]
+    tensors: list[torch.Tensor]
+    originals: list[torch.Tensor]
+    rest: bytes
+
+    @classmethod
+    def of(cls, state: object) -> Contents:
+        """Takes a state apart; copies nothing.
+
+        Raises:
+            TypeError: a tensor is not a dense one on the CPU, or a value cannot be pickled.
+        """
+        names = {id(tensor): name for name, tensor in named_tensors(state)}
+        pickler = _Pickler(file := io.BytesIO(), names)
+        try:
+            pickler.dump(state)
+        except (pickle.PicklingError, AttributeError) as error:
+            raise TypeError(f"{WHAT}.save: the state cannot be pickled: {error}") from error
+        return cls(pickler.looks, pickler.tensors, pickler.originals, file.getvalue())
+
+
+def put_together(rest: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+    """The state again, with these tensors."""
+    unpickler = _Unpickler(io.BytesIO(rest), tensors)
+    return unpickler.load()
+
+
+def match(
+    saved: Sequence[Look], into: object
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """The tensors of `into` that take the saved ones, and their originals, in the saved order.
+
+    Raises:
+        TypeError: a tensor of `into` is not a dense one on the CPU.
+        Mismatch: names, shapes or dtypes differ; names the first.
+    """
+    contents = Contents.of(into)
+    have = {look.name: look for look in contents.looks}
+    expected = {look.name: look for look in saved}
+    for name in [*expected, *have]:
+        if have.get(name) != expected.get(name):
+            was, is_now = (
+                "missing" if look is None else str(look)
+                for look in (expected.get(name), have.get(name))
+            )
+            raise Mismatch(
+                f"{WHAT}.load: {name} is {is_now} in `into`, but {was} in what was saved; nothing "
+                f"was loaded; pass a state of the same model and optimizer, or none"
+            )
+    index_of = {look.name: index for index, look in enumerate(contents.looks)}
+    order = [index_of[look.name] for look in saved]
+    return [contents.tensors[i] for i in order], [contents.originals[i] for i in order]
+
+
+def named_tensors(state: object, name: str = "state") -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in nested mappings and sequences, named as one would write their place in Python."""
+    if isinstance(state, torch.Tensor):
+        yield name, state
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from named_tensors(value, f"{name}[{key!r}]")
+    elif isinstance(state, (list, tuple)):
+        for index, value in enumerate(state):
+            yield from named_tensors(value, f"{name}[{index}]")
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves tensors out and keeps them in a list.
+
+    Args:
+        names: of tensors, by id; the others are numbered.
+    """
+
+    def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.looks: list[Look] = []
+        self.tensors: list[torch.Tensor] = []
+        self.originals: list[torch.Tensor] = []
+        self._names = names
+        self._index_of: dict[object, int] = {}
+
+    def persistent_id(self, obj: object) -> int | None:
+        if not isinstance(obj, torch.Tensor):
+            return None
+        tensor = local_of(obj).detach()
+        name = self._names.get(id(obj), f"tensor {len(self.tensors)}")
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_quantized:
+            raise TypeError(
+                f"{WHAT}: {name} is {tensor.layout} on {tensor.device}, expected a dense tensor on "
+                f"the CPU"
+            )
+        key = _memory_of(tensor)
+        index = self._index_of.setdefault(key, len(self.tensors))
+        if index == len(self.tensors):
+            self.looks.append(Look.of(name, tensor))
+            self.tensors.append(tensor)
+            self.originals.append(obj)
+        return index
+
+
+# Tensors without elements have no memory, and are never the same.
+def _memory_of(tensor: torch.Tensor) -> object:
+    if tensor.numel() == 0:
+        return object()
+    flags = (tensor.is_conj(), tensor.is_neg())
+    return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), flags)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: int) -> torch.Tensor:
+        return self._tensors[pid]

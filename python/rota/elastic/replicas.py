@@ -1,0 +1,147 @@
+"""Versions on their way from host to host, over the engine between hosts (engine.py).
+
+Each rank sends its state to one rank of the next host; hosts are in the order of their first ranks.
+The first message is the number of bytes, FAILED if there are none; then come the bytes behind the
+head, and last the head, which makes them a version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rota.elastic.contents import WHAT
+from rota.elastic.meeting import Claim
+from rota.elastic.version import BUCKET_BYTES, DATA_BEGIN, Memory, Version
+from rota.errors import PeerFailed, TransportError
+
+FAILED = -1
+LENGTH_TAG, DATA_TAG, HEAD_TAG = range(3)
+
+# Given an owner and a number of bytes; returns the memory that takes its version.
+MakeRoom = Callable[[int, int], Memory]
+
+
+def holders_of(claims: Sequence[Claim]) -> dict[int, int]:
+    """Which rank holds the replica of each; empty if all ranks are on one host."""
+    ranks: dict[str, list[int]] = {}
+    for claim in claims:
+        ranks.setdefault(claim.host, []).append(claim.rank)
+    hosts = list(ranks.values())
+    if len(hosts) == 1:
+        return {}
+    return {
+        rank: following[index % len(following)]
+        for here, following in zip(hosts, [*hosts[1:], hosts[0]], strict=True)
+        for index, rank in enumerate(here)
+    }
+
+
+class Exchange:
+    """Versions that leave and come at the same time.
+
+    Args:
+        engine: connects all ranks.
+        who: names a rank in errors.
+        timeout: of each message.
+    """
+
+    def __init__(
+        self, engine: dist._Backend, who: Callable[[int], str], timeout: timedelta
+    ) -> None:
+        self._engine: Any = engine  # torch's stubs lack send and recv
+        self._who = who
+        self._timeout = timeout
+
+    def run(
+        self,
+        sends: dict[int, Version | None],
+        sources: dict[int, int],
+        make_room: MakeRoom,
+    ) -> None:
+        """Sends versions, and receives others into new memory. Blocks.
+
+        Args:
+            sends: by receiver; None for one that this rank has failed to make.
+            sources: the sender of each owner's version that comes here.
+            make_room: for what comes.
+
+        Raises:
+            rota.TransportError: a sender has failed, or memory for what it sends is short.
+            rota.PeerFailed: the connection to a rank is lost.
+        """
+        lengths = {owner: torch.zeros(1, dtype=torch.int64) for owner in sources}
+        works = [
+            (owner, self._engine.recv([lengths[owner]], source, LENGTH_TAG))
+            for owner, source in sources.items()
+        ]
+        for receiver, version in sends.items():
+            length = torch.tensor([FAILED if version is None else version.num_bytes])
+            works.append((receiver, self._engine.send([length], receiver, LENGTH_TAG)))
+        self._wait(works)
+        failed = [owner for owner, length in lengths.items() if int(length) == FAILED]
+        # What others send to this rank must be taken, even if there is no room: they wait for it.
+        rooms: dict[int, Memory] = {}
+        problem: TransportError | None = None
+        for owner, length in lengths.items():
+            if owner not in failed:
+                try:
+                    rooms[owner] = make_room(owner, int(length))
+                    rooms[owner].clear_head()
+                except TransportError as error:
+                    problem = problem or error
+        works = []
+        heads = {owner: torch.empty(DATA_BEGIN, dtype=torch.uint8) for owner in rooms}
+        for owner, source in sources.items():
+            if owner in rooms:
+                body = rooms[owner].bytes[DATA_BEGIN : int(lengths[owner])]
+                works += [
+                    (source, self._engine.recv([part], source, DATA_TAG))
+                    for part in body.split(BUCKET_BYTES)
+                ]
+                works.append((source, self._engine.recv([heads[owner]], source, HEAD_TAG)))
+            elif owner not in failed:
+                works += self._discard(source, int(lengths[owner]))
+        for receiver, version in sends.items():
+            if version is not None:
+                body = version.memory.bytes[DATA_BEGIN : version.num_bytes]
+                works += [
+                    (receiver, self._engine.send([part], receiver, DATA_TAG))
+                    for part in body.split(BUCKET_BYTES)
+                ]
+                head = version.memory.bytes[:DATA_BEGIN]
+                works.append((receiver, self._engine.send([head], receiver, HEAD_TAG)))
+        self._wait(works)
+        for owner, room in rooms.items():
+            room.bytes[:DATA_BEGIN].copy_(heads[owner])
+        if failed:
+            raise TransportError(
+                f"{WHAT}: {', '.join(map(self._who, failed))} failed to save, so there is no "
+                f"replica of it here"
+            )
+        if problem is not None:
+            raise problem
+
+    def _discard(self, source: int, num_bytes: int) -> list[tuple[int, dist.Work]]:
+        scratch = torch.empty(min(num_bytes, BUCKET_BYTES), dtype=torch.uint8)
+        body = num_bytes - DATA_BEGIN
+        works = [
+            (source, self._engine.recv([scratch[: min(BUCKET_BYTES, body - at)]], source, DATA_TAG))
+            for at in range(0, body, BUCKET_BYTES)
+        ]
+        head = torch.empty(DATA_BEGIN, dtype=torch.uint8)
+        return [*works, (source, self._engine.recv([head], source, HEAD_TAG))]
+
+    def _wait(self, works: Sequence[tuple[int, dist.Work]]) -> None:
+        for peer, work in works:
+            try:
+                work.wait(self._timeout)
+            except RuntimeError as error:
+                raise PeerFailed(
+                    f"{WHAT}: the connection to {self._who(peer)} on another host is lost "
+                    f"({error}); when all ranks are back, load()"
+                ) from error

@@ -1,0 +1,69 @@
+"""Shared by the tests of rota.elastic.Checkpoint: states, restarts, and the end of keepers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+import rota
+from ranks import Rank
+
+ELEMS = 5 << 20  # 20 MiB of float32: two buckets
+END_S = 60.0
+LINGER = timedelta(seconds=60)  # longer than the next ranks take to start on a busy machine
+
+
+def state_of(rank: int, step: int, num_elems: int = ELEMS) -> dict[str, Any]:
+    """What a rank has at a step; every element shows both."""
+    value = float(rank * 1000 + step)
+    return {"model": {"weight": torch.full((num_elems,), value)}, "step": step}
+
+
+def is_state_of(rank: int, step: int, state: dict[str, Any]) -> bool:
+    weight = state["model"]["weight"]
+    return state["step"] == step and bool((weight == rank * 1000 + step).all())
+
+
+def open_checkpoint(rank: Rank, job: str, **options: Any) -> rota.elastic.Checkpoint:
+    """A rank's checkpoint over an empty store, as after a restart of the whole job."""
+    place = {"rank": rank.rank, "world_size": rank.world_size}
+    options = {**place, "linger": LINGER, **options}
+    return rota.elastic.Checkpoint(rank.make_store(), job=job, **options)
+
+
+def load_and_check(rank: Rank, job: str, close: bool = True) -> int | None:
+    """Loads after a restart; returns the step."""
+    checkpoint = open_checkpoint(rank, job)
+    found = checkpoint.load()
+    if found is not None:
+        assert is_state_of(rank.rank, *found), (rank.rank, found[0], found[1]["step"])
+    checkpoint.close(keep=not close)
+    return None if found is None else found[0]
+
+
+def wait_until_ended(pidfd: int) -> None:
+    """Fails the test if the process goes on."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    assert poll.poll(END_S * 1000), "the process does not end"
+
+
+@contextlib.contextmanager
+def watched(pid: int) -> Iterator[int]:
+    """A process's pidfd; the process is killed if the test does not get to its end."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        yield pidfd
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        raise
+    finally:
+        os.close(pidfd)

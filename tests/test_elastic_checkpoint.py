@@ -1,0 +1,307 @@
+"""rota.elastic.Checkpoint: what is saved comes back, from memory and from disk."""
+
+from __future__ import annotations
+
+import collections
+import warnings
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import rota
+from checkpoints import is_state_of, load_and_check, open_checkpoint, state_of
+from ranks import Rank, run_ranks
+
+pytestmark = pytest.mark.same_in_every_build
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.int8,
+    torch.int64,
+    torch.bool,
+]
+LENGTHS = [0, 1, 3, 1025, (16 << 20) + 1]  # bytes of a bucket, and one more
+
+
+def alone(**options: Any) -> rota.elastic.Checkpoint:
+    """The checkpoint of a job of one rank."""
+    return rota.elastic.Checkpoint(dist.HashStore(), rank=0, world_size=1, **options)
+
+
+def assert_same(got: object, expected: object) -> None:
+    assert type(got) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(got, torch.Tensor)
+        assert got.dtype == expected.dtype and got.shape == expected.shape
+        pair = (got, expected)
+        one, other = (x.resolve_conj().contiguous().view(-1).view(torch.uint8) for x in pair)
+        assert one.equal(other)
+    elif isinstance(expected, dict):
+        assert isinstance(got, dict) and list(got) == list(expected)
+        for key, value in expected.items():
+            assert_same(got[key], value)
+    elif isinstance(expected, (list, tuple)):
+        assert isinstance(got, (list, tuple)) and len(got) == len(expected)
+        for got_item, item in zip(got, expected, strict=True):
+            assert_same(got_item, item)
+    else:
+        assert got == expected
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_tensor_of_any_dtype_and_length_comes_back(dtype: torch.dtype) -> None:
+    with alone() as checkpoint:
+        for step, num_bytes in enumerate(LENGTHS):
+            content = torch.randint(0, 2, (num_bytes // dtype.itemsize * dtype.itemsize,))
+            tensor = content.to(torch.uint8).view(dtype)
+            checkpoint.save(step, tensor)
+            found = checkpoint.load()
+            assert found is not None and found[0] == step
+            assert_same(found[1], tensor)
+
+
+def test_nested_state_comes_back_with_its_types() -> None:
+    strided = torch.arange(12.0).view(3, 4)
+    conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    state = {
+        "model": collections.OrderedDict(a=torch.randn(3), b=torch.tensor(7)),
+        0: [strided.t(), strided[:, 1], strided.expand(2, 3, 4)],
+        "optimizer": {"lr": 0.1, "betas": (0.9, 0.99), "step": torch.tensor(1.0)},
+        "random": torch.get_rng_state(),
+        "text": "x" * 1000,
+        "conjugate": conjugate,
+        "nothing": None,
+    }
+    with alone() as checkpoint:
+        checkpoint.save(0, state)
+        found = checkpoint.load()
+    assert found is not None
+    assert_same(found[1], state)
+
+
+def test_model_and_optimizer_go_on_as_if_nothing_had_been() -> None:
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
+        return model, torch.optim.AdamW(model.parameters())
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            model(torch.ones(2, 4) * torch.tensor([[step], [1]])).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = make()
+    with alone() as checkpoint:
+        train(model, optimizer, range(5))
+        checkpoint.save(4, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        train(model, optimizer, range(5, 9))
+        again, again_optimizer = make()
+        found = checkpoint.load()
+    assert found is not None
+    again.load_state_dict(found[1]["model"])
+    again_optimizer.load_state_dict(found[1]["optimizer"])
+    train(again, again_optimizer, range(5, 9))
+    assert_same(again.state_dict(), model.state_dict())
+
+
+def test_tensors_that_are_one_stay_one_and_take_their_bytes_once() -> None:
+    tied = torch.randn(1 << 20)
+    with alone() as checkpoint:
+        checkpoint.save(0, {"in": tied, "out": tied.view(-1)})
+        assert checkpoint._newest is not None and checkpoint._newest.num_bytes < 5 << 20
+        found = checkpoint.load()
+    assert found is not None and found[1]["in"] is found[1]["out"]
+    assert found[1]["in"].equal(tied)
+
+
+def test_load_into_fills_tensors_of_any_strides_and_returns_them() -> None:
+    weight = torch.randn(5, 7)
+    with alone() as checkpoint:
+        checkpoint.save(3, {"w": weight, "lr": 0.5})
+        transposed = torch.zeros(7, 5).t()
+        parameter = torch.nn.Parameter(torch.zeros(5, 7))
+        for target in (transposed, parameter):
+            found = checkpoint.load(into={"w": target, "lr": None})
+            assert found is not None and found[1]["w"] is target and found[1]["lr"] == 0.5
+            assert target.equal(weight)
+
+
+def test_state_that_changes_its_size_comes_back() -> None:
+    with alone() as checkpoint:
+        for step, num_elems in enumerate([1, 5000, 100, 10**6, 0, 10**6]):
+            checkpoint.save(step, state_of(0, step, num_elems))
+            found = checkpoint.load()
+            assert found is not None and is_state_of(0, *found)
+            assert found[1]["model"]["weight"].numel() == num_elems
+
+
+def test_load_without_a_version_returns_none_without_a_warning() -> None:
+    with alone() as checkpoint, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert checkpoint.load() is None
+
+
+def test_older_step_of_a_job_that_has_started_anew_is_the_newest() -> None:
+    job = uuid4().hex
+    alone(job=job).save(8, state_of(0, 8, 10))
+    with alone(job=job) as checkpoint:
+        checkpoint.save(5, state_of(0, 5, 10))
+        found = checkpoint.load()
+        assert found is not None and found[0] == 5 and is_state_of(0, *found)
+
+
+def save_over_a_group(rank: Rank, job: str) -> None:
+    rank.init("gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    with rota.elastic.Checkpoint(group, job=job) as checkpoint:
+        assert checkpoint.load() is None
+        for step in range(4):
+            checkpoint.save(step, state_of(rank.rank, step, 1000))
+        found = checkpoint.load()
+        assert found is not None and found[0] == 3 and is_state_of(rank.rank, *found)
+        checkpoint.save(4, state_of(rank.rank, 4, 1000))
+        dist.barrier()
+
+
+def test_ranks_of_a_group_save_and_load_each_their_own() -> None:
+    run_ranks(3, save_over_a_group, uuid4().hex)
+
+
+def save_sharded(rank: Rank, job: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    rank.init("gloo")
+    mesh = init_device_mesh("cpu", (rank.world_size,))
+    whole = torch.arange(20.0).view(5, 4)
+    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    group = dist.group.WORLD
+    assert group is not None
+    with rota.elastic.Checkpoint(group, job=job) as checkpoint:
+        checkpoint.save(0, {"w": sharded})
+        into = distribute_tensor(torch.zeros(5, 4), mesh, [Shard(0)])
+        found = checkpoint.load(into={"w": into})
+        assert found is not None and found[1]["w"] is into
+        assert into.full_tensor().equal(whole)
+        dist.barrier()
+
+
+def test_dtensors_are_saved_as_parts_and_filled_in_place() -> None:
+    run_ranks(2, save_sharded, uuid4().hex)
+
+
+def save_steps(rank: Rank, job: str, steps: range, name: str = "checkpoint") -> None:
+    checkpoint = open_checkpoint(rank, job, name=name)
+    for step in steps:
+        checkpoint.save(step, state_of(rank.rank, step, 1000))
+    checkpoint.close(keep=True)
+
+
+def test_two_jobs_and_two_names_at_once_do_not_see_each_other() -> None:
+    job, other = uuid4().hex, uuid4().hex
+    run_ranks(2, save_steps, job, range(3))
+    run_ranks(2, save_steps, other, range(7))
+    run_ranks(2, save_steps, job, range(5), "second")
+    assert run_ranks(2, load_and_check, job) == [2, 2]
+    assert run_ranks(2, load_and_check, other) == [6, 6]
+    run_ranks(2, close_second, job)
+
+
+def close_second(rank: Rank, job: str) -> None:
+    checkpoint = open_checkpoint(rank, job, name="second")
+    found = checkpoint.load()
+    assert found is not None and found[0] == 4
+    checkpoint.close()
+
+
+# ---- disk ----------------------------------------------------------------------------------------
+
+
+def use_disk(rank: Rank, job: str, folder: str) -> None:
+    with open_checkpoint(rank, job) as checkpoint:
+        assert checkpoint.load_from_disk(folder) is None
+        for step in range(3):
+            checkpoint.save(step, state_of(rank.rank, step, 1000))
+            if step != 1 or rank.rank != 1:  # nobody has all of step 1
+                checkpoint.save_to_disk(folder).result()
+        future = checkpoint.save_to_disk(folder, async_op=True)
+        for step in (3, 4, 5):
+            checkpoint.save(step, state_of(rank.rank, step, 1000))
+        assert future.result().name == f"rank-{rank.rank}-of-{rank.world_size}"
+
+
+def load_from_disk(rank: Rank, job: str, folder: str, step: int | None) -> int | None:
+    with open_checkpoint(rank, job) as checkpoint:
+        assert checkpoint.load() is None
+        found = checkpoint.load_from_disk(folder, step=step)
+        if found is None:
+            return None
+        assert is_state_of(rank.rank, *found)
+        into = {"model": {"weight": torch.zeros(1000)}, "step": None}
+        again = checkpoint.load_from_disk(folder, into, step=step)
+        assert again is not None and again[1]["model"]["weight"] is into["model"]["weight"]
+        assert is_state_of(rank.rank, *again)
+        # What comes from the disk is saved to memory like anything else.
+        checkpoint.save(found[0] + 1, state_of(rank.rank, found[0] + 1, 1000))
+        newest = checkpoint.load()
+        assert newest is not None and newest[0] == found[0] + 1
+        return found[0]
+
+
+def test_newest_step_that_all_ranks_have_on_disk_comes_back(tmp_path: Path) -> None:
+    run_ranks(2, use_disk, uuid4().hex, str(tmp_path))
+    for step, expected in ((None, 2), (0, 0), (1, None)):
+        results = run_ranks(2, load_from_disk, uuid4().hex, str(tmp_path), step)
+        assert results == [expected] * 2
+
+
+def test_version_stays_as_it_is_while_it_is_written_to_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import threading
+
+    from rota.elastic import disk
+
+    may_write = threading.Event()
+    write = disk.write
+
+    def write_later(*args: Any) -> Path:
+        may_write.wait()
+        return write(*args)
+
+    monkeypatch.setattr(disk, "write", write_later)
+    with alone() as checkpoint:
+        checkpoint.save(0, state_of(0, 0, 1000))
+        future = checkpoint.save_to_disk(tmp_path, async_op=True)
+        for step in range(1, 6):
+            checkpoint.save(step, state_of(0, step, 1000))
+        may_write.set()
+        future.result()
+        found = checkpoint.load_from_disk(tmp_path)
+        assert found is not None and is_state_of(0, *found) and found[0] == 0
+
+
+def test_damaged_file_is_an_error(tmp_path: Path) -> None:
+    with alone() as checkpoint:
+        checkpoint.save(0, {"w": torch.full((100_000,), 0x55, dtype=torch.uint8)})
+        folder = checkpoint.save_to_disk(tmp_path).result()
+        (file,) = folder.glob("*.distcp")
+        content = bytearray(file.read_bytes())
+        content[content.index(b"\x55" * 1000) + 500] ^= 1
+        file.write_bytes(content)
+        with pytest.raises(rota.TransportError, match=r"state\['w'\] of rank 0 in step 0 does not"):
+            checkpoint.load_from_disk(tmp_path)

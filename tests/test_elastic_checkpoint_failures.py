@@ -1,0 +1,391 @@
+"""rota.elastic.Checkpoint while its ranks and its keeper are killed, and start again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch.distributed as dist
+
+import rota
+from checkpoints import (
+    is_state_of,
+    load_and_check,
+    open_checkpoint,
+    state_of,
+    wait_until_ended,
+    watched,
+)
+from ranks import Rank, Ranks, error_of, run_ranks
+from rota import _C
+from rota.elastic.link import KeeperLink
+from rota.elastic.meeting import Claim, Directory, Session
+from rota.elastic.version import Memory
+
+pytestmark = pytest.mark.same_in_every_build
+
+# Whatever a save() does that others can see; a rank that is killed dies before one of these.
+STAGES: list[tuple[object, str]] = [
+    (_C, "copy_with_checksum"),
+    (Memory, "clear_head"),
+    (Memory, "write_head"),
+    (Memory, "reserve"),
+    (KeeperLink, "keep"),
+    (Directory, "report"),
+]
+NUM_ROUNDS = 6
+
+
+def die_at(number: int) -> None:
+    """Lets this process kill itself before the stage with this number that it comes to."""
+    left = number
+
+    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+            return function(*args, **kwargs)
+
+        return run
+
+    for owner, name in STAGES:
+        setattr(owner, name, dying(getattr(owner, name)))
+
+
+def save_for_ever(
+    rank: Rank, job: str, dying: list[int], stage: int, num_before: int, loads: bool
+) -> None:
+    checkpoint = open_checkpoint(rank, job)
+    for step in range(num_before):
+        checkpoint.save(step, state_of(rank.rank, step))
+    if loads:
+        checkpoint.close(keep=True)
+        checkpoint = open_checkpoint(rank, job)
+        assert checkpoint.load() is not None
+    if rank.rank in dying:
+        die_at(stage)
+    for step in range(num_before, 10**6):
+        with contextlib.suppress(rota.PeerFailed):
+            checkpoint.save(step, state_of(rank.rank, step))
+            continue
+        rank.tell(checkpoint.keeper_pid)
+        rank.hear()
+
+
+# Six stages in a save that uses memory again, which has two buckets; eight in one that reserves it.
+@pytest.mark.parametrize("stage", range(8))
+@pytest.mark.parametrize(
+    ("num_before", "loads"),
+    [(0, False), (3, False), (3, True), (4, True)],
+    ids=["first", "fourth", "after-load", "after-load-in-other-slot"],
+)
+@pytest.mark.parametrize("dying", [[0], [0, 1]], ids=["one", "all"])
+def test_killed_at_any_stage_of_a_save_leaves_a_whole_version(
+    dying: list[int], num_before: int, loads: bool, stage: int
+) -> None:
+    job = uuid4().hex
+    with Ranks(2, save_for_ever, job, dying, stage, num_before, loads) as ranks:
+        for rank in dying:
+            ranks._processes[rank].join()
+        if 1 not in dying:
+            ranks.hear(1)
+    steps = run_ranks(2, load_and_check, job)
+    assert steps[0] == steps[1]
+    if num_before > 0:
+        assert steps[0] is not None and steps[0] >= num_before - 1
+
+
+def save_as_fast_as_it_goes(rank: Rank, job: str) -> None:
+    checkpoint = open_checkpoint(rank, job)
+    found = checkpoint.load()
+    first = 0
+    if found is not None:
+        assert is_state_of(rank.rank, *found)
+        first = found[0] + 1
+    rank.tell((first, checkpoint.keeper_pid))
+    for step in range(first, 10**9):
+        checkpoint.save(step, state_of(rank.rank, step))
+        rank.tell(step)
+
+
+def test_all_ranks_killed_at_random_times_go_on_with_a_whole_version() -> None:
+    job, generator = uuid4().hex, random.Random(1)
+    saved = -1
+    for _ in range(NUM_ROUNDS):
+        with Ranks(2, save_as_fast_as_it_goes, job) as ranks:
+            firsts = [ranks.hear(rank)[0] for rank in range(2)]
+            assert firsts[0] == firsts[1] and firsts[0] >= saved
+            for _ in range(generator.randrange(1, 4)):
+                saved = min(ranks.hear(0), ranks.hear(1))
+            time.sleep(generator.random() * 0.05)
+    steps = run_ranks(2, load_and_check, job)
+    assert steps[0] == steps[1] and steps[0] >= saved
+
+
+def take_turns_at_a_rank(rank: Rank, job: str) -> int | None:
+    """Ranks 0 and 1 save; rank 1 is killed, and process 2 starts in its place."""
+    store = rank.make_store()
+
+    def start(number: int) -> rota.elastic.Checkpoint:
+        return rota.elastic.Checkpoint(store, "checkpoint", number, 2, job=job)
+
+    if rank.rank == 2:
+        rank.hear()
+        checkpoint = start(1)
+    else:
+        checkpoint = start(rank.rank)
+        for step in range(5):
+            checkpoint.save(step, state_of(rank.rank, step))
+        rank.tell()
+        rank.hear()
+    if rank.rank == 0:
+        checkpoint.save(5, state_of(0, 5))
+        kind, text = error_of(lambda: checkpoint.save(6, state_of(0, 6)))
+        assert kind == "PeerFailed" and "rank 1/2 (pid " in text, (kind, text)
+        rank.tell()
+    number = min(rank.rank, 1)
+    found = checkpoint.load()
+    assert found is not None and is_state_of(number, *found)
+    for step in range(5, 8):
+        checkpoint.save(step, state_of(number, step))
+    newest = checkpoint.load()
+    assert newest is not None and is_state_of(number, *newest) and newest[0] == 7
+    checkpoint.close()
+    return found[0]
+
+
+def test_one_rank_starts_again_beside_one_that_lives_on() -> None:
+    with Ranks(3, take_turns_at_a_rank, uuid4().hex) as ranks:
+        for rank in range(2):
+            ranks.hear(rank)
+        ranks.kill(1)
+        ranks._processes[1].join()
+        ranks.tell(0)
+        ranks.hear(0)
+        ranks.tell(2)
+        assert ranks.results(killed={1}) == [4, None, 4]
+
+
+def wait_for_a_dead_rank(rank: Rank, job: str) -> tuple[str, str]:
+    checkpoint = open_checkpoint(rank, job)
+    checkpoint.save(0, state_of(rank.rank, 0, 10))
+    rank.tell()
+    if rank.rank == 1:
+        rank.hear()
+    checkpoint.save(1, state_of(rank.rank, 1, 10))
+    return error_of(lambda: checkpoint.save(2, state_of(rank.rank, 2, 10)))
+
+
+def test_rank_that_waits_for_a_dead_one_names_it() -> None:
+    with Ranks(2, wait_for_a_dead_rank, uuid4().hex) as ranks:
+        for rank in range(2):
+            ranks.hear(rank)
+        ranks.kill(1)
+        kind, text = ranks.results(killed={1})[0]
+        assert kind == "PeerFailed"
+        assert f"rank 1/2 (pid {ranks.pid(1)}) has ended or closed" in text
+
+
+def test_rank_that_reports_and_goes_on_at_once_is_not_missed() -> None:
+    store = dist.HashStore()
+    directories = [Directory(store, "name") for _ in range(2)]
+    claims = [Claim(rank, 2, "load", {}) for rank in range(2)]
+    store_of = directories[1].store
+    for directory, claim in zip(directories, claims, strict=True):
+        directory.store.set(f"claim/{claim.rank}", claim.to_json())
+    sessions = [
+        Session(directory, claim, claims)
+        for directory, claim in zip(directories, claims, strict=True)
+    ]
+    sessions[0].report()
+
+    def left() -> list[int]:
+        """Rank 1 does all this after rank 0 has looked for its report."""
+        sessions[1].report()
+        store_of.set("claim/1", Claim(1, 2, "load", {}).to_json())
+        return [1]
+
+    sessions[0].wait(time.monotonic() + 60, left)
+
+
+# ---- the keeper ----------------------------------------------------------------------------------
+
+
+def save_and_wait(rank: Rank, job: str, linger_s: float, launcher: int | None = None) -> None:
+    checkpoint = open_checkpoint(rank, job, linger=timedelta(seconds=linger_s), launcher=launcher)
+    for step in range(2):
+        checkpoint.save(step, state_of(rank.rank, step, 1000))
+    rank.tell(checkpoint.keeper_pid)
+    rank.hear()
+    checkpoint.close()
+
+
+def test_keeper_ends_when_all_ranks_are_killed() -> None:
+    with Ranks(2, save_and_wait, uuid4().hex, 0.1) as ranks:
+        pids = {ranks.hear(rank) for rank in range(2)}
+        assert len(pids) == 1
+        with watched(pids.pop()) as keeper:
+            ranks.kill(0)
+            ranks.kill(1)
+            wait_until_ended(keeper)
+
+
+def test_keeper_ends_when_all_ranks_have_closed() -> None:
+    with Ranks(2, save_and_wait, uuid4().hex, 1e6) as ranks:
+        pid, _ = (ranks.hear(rank) for rank in range(2))
+        with watched(pid) as keeper:
+            ranks.tell(0)
+            ranks.hear_result(0)
+            ranks.tell(1)
+            wait_until_ended(keeper)
+
+
+def test_keeper_stays_for_a_killed_rank_when_the_others_have_closed() -> None:
+    job = uuid4().hex
+    with Ranks(2, save_and_wait, job, 1e6) as ranks:
+        pid, _ = (ranks.hear(rank) for rank in range(2))
+        with watched(pid) as keeper:
+            ranks.kill(0)
+            ranks._processes[0].join()
+            ranks.tell(1)
+            ranks.results(killed={0})
+            assert run_ranks(2, load_and_check, job) == [1, 1]
+            wait_until_ended(keeper)
+
+
+def test_keeper_stays_for_a_launcher_and_ends_after_it() -> None:
+    job = uuid4().hex
+    launcher = subprocess.Popen(["sleep", "1000"])
+    try:
+        with Ranks(2, save_and_wait, job, 0.0, launcher.pid) as ranks:
+            pid, _ = (ranks.hear(rank) for rank in range(2))
+            with watched(pid) as keeper:
+                for rank in range(2):
+                    ranks.kill(rank)
+                    ranks._processes[rank].join()
+                assert run_ranks(2, load_and_check, job, False) == [1, 1]
+                launcher.kill()
+                launcher.wait()
+                # load_and_check's ranks have said that it may wait longer.
+                with Ranks(2, save_and_wait, job, 0.0) as again:
+                    for rank in range(2):
+                        assert again.hear(rank) == pid
+                wait_until_ended(keeper)
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+
+def kill_the_keeper(rank: Rank, job: str) -> tuple[int, int]:
+    checkpoint = open_checkpoint(rank, job)
+    for step in range(2):
+        checkpoint.save(step, state_of(rank.rank, step))
+    first = checkpoint.keeper_pid
+    rank.tell(first)
+    rank.hear()
+    checkpoint.save(2, state_of(rank.rank, 2))
+    found = checkpoint.load()
+    assert found is not None and is_state_of(rank.rank, *found) and found[0] == 2
+    rank.tell(checkpoint.keeper_pid)
+    rank.hear()
+    return first, checkpoint.keeper_pid
+
+
+def test_killed_keeper_has_one_successor_with_all_versions() -> None:
+    job = uuid4().hex
+    with Ranks(3, kill_the_keeper, job) as ranks:
+        first = {ranks.hear(rank) for rank in range(3)}
+        assert len(first) == 1
+        with watched(first.pop()) as keeper:
+            signal.pidfd_send_signal(keeper, signal.SIGKILL)
+            wait_until_ended(keeper)
+        for rank in range(3):
+            ranks.tell(rank)
+        assert len({ranks.hear(rank) for rank in range(3)}) == 1
+        for rank in range(3):
+            ranks.kill(rank)
+            ranks._processes[rank].join()
+    assert run_ranks(3, load_and_check, job) == [2] * 3
+
+
+def start_at_once(rank: Rank, job: str) -> int:
+    store = rank.make_store()
+    store.set(str(rank.rank), "")
+    store.wait([str(peer) for peer in range(rank.world_size)])
+    checkpoint = rota.elastic.Checkpoint(store, rank=rank.rank, world_size=rank.world_size, job=job)
+    store.set(f"open{rank.rank}", "")
+    store.wait([f"open{peer}" for peer in range(rank.world_size)])
+    checkpoint.close()
+    return checkpoint.keeper_pid
+
+
+def test_ranks_that_start_at_once_have_one_keeper() -> None:
+    for _ in range(3):
+        assert len(set(run_ranks(4, start_at_once, uuid4().hex))) == 1
+
+
+def leave_a_child(rank: Rank, job: str) -> None:
+    checkpoint = open_checkpoint(rank, job)
+    for step in range(2):
+        checkpoint.save(step, state_of(rank.rank, step, 1000))
+    # As a worker of a DataLoader, which has a copy of every descriptor.
+    child = os.fork()
+    if child == 0:
+        time.sleep(1000)
+    rank.tell(child)
+    rank.hear()
+
+
+def test_child_that_outlives_its_rank_does_not_keep_the_rank_from_starting_again() -> None:
+    job = uuid4().hex
+    children = []
+    try:
+        with Ranks(2, leave_a_child, job) as ranks:
+            children = [ranks.hear(rank) for rank in range(2)]
+        assert run_ranks(2, load_and_check, job) == [1, 1]
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_ctrl_c_does_not_reach_the_keeper() -> None:
+    """Nor does anything else that is sent to the ranks' process group or session."""
+    checkpoint = rota.elastic.Checkpoint(dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert os.getsid(checkpoint.keeper_pid) != os.getsid(0)
+        assert os.getpgid(checkpoint.keeper_pid) != os.getpgid(0)
+    finally:
+        checkpoint.close()
+
+
+def test_keeper_does_not_import_torch_and_leaves_nothing_in_dev_shm() -> None:
+    before = set(os.listdir("/dev/shm"))
+    with rota.elastic.Checkpoint(dist.HashStore(), rank=0, world_size=1) as checkpoint:
+        checkpoint.save(0, state_of(0, 0))
+        maps = Path(f"/proc/{checkpoint.keeper_pid}/maps").read_text()
+        assert "torch" not in maps and "memfd" not in maps
+        assert {name for name in os.listdir("/dev/shm") if "rota" in name} <= before
+
+
+def test_keeper_is_started_by_a_program_without_standard_streams() -> None:
+    code = (
+        "import os; [os.close(fd) for fd in range(3)]\n"
+        "import rota, torch.distributed as dist\n"
+        "with rota.elastic.Checkpoint(dist.HashStore(), rank=0, world_size=1) as checkpoint:\n"
+        "    checkpoint.save(0, {'a': 1})\n"
+        "    assert checkpoint.load() == (0, {'a': 1})\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,206 @@
+"""rota.elastic.Checkpoint on several hosts, made by ROTA_HOST_ID: replicas of lost hosts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch.distributed as dist
+
+import rota
+from checkpoints import is_state_of, open_checkpoint, state_of, wait_until_ended, watched
+from ranks import Rank, Ranks, error_of, run_ranks
+from rota.elastic.meeting import Claim
+from rota.elastic.replicas import holders_of
+from test_elastic_checkpoint_failures import die_at
+
+pytestmark = pytest.mark.same_in_every_build
+
+ELEMS = 5 << 20  # two buckets
+
+
+def enter_host(rank: Rank, hosts: str) -> None:
+    """hosts: a letter for each rank."""
+    os.environ["ROTA_HOST_ID"] = hosts[rank.rank]
+
+
+def claims_on(hosts: str) -> list[Claim]:
+    return [Claim(rank, len(hosts), "load", {}, host=host) for rank, host in enumerate(hosts)]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "holders"),
+    [
+        ("aaa", {}),
+        ("ab", {0: 1, 1: 0}),
+        ("aabb", {0: 2, 1: 3, 2: 0, 3: 1}),
+        ("abab", {0: 1, 2: 3, 1: 0, 3: 2}),
+        ("aaab", {0: 3, 1: 3, 2: 3, 3: 0}),
+        ("abc", {0: 1, 1: 2, 2: 0}),
+    ],
+)
+def test_replicas_lie_on_the_next_host(hosts: str, holders: dict[int, int]) -> None:
+    assert holders_of(claims_on(hosts)) == holders
+
+
+def save(rank: Rank, job: str, hosts: str, num_steps: int) -> None:
+    enter_host(rank, hosts)
+    checkpoint = open_checkpoint(rank, job)
+    for step in range(num_steps):
+        checkpoint.save(step, state_of(rank.rank, step, ELEMS))
+    rank.tell(checkpoint.keeper_pid)
+    rank.hear()
+
+
+def load(rank: Rank, job: str, hosts: str, close: bool = True) -> Any:
+    enter_host(rank, hosts)
+    checkpoint = open_checkpoint(rank, job)
+    found = checkpoint.load()
+    if found is not None:
+        assert is_state_of(rank.rank, *found)
+        for step in range(found[0] + 1, found[0] + 4):
+            checkpoint.save(step, state_of(rank.rank, step, ELEMS))
+        again = checkpoint.load()
+        assert again is not None and again[0] == found[0] + 3 and is_state_of(rank.rank, *again)
+    pid = checkpoint.keeper_pid
+    checkpoint.close(keep=not close)
+    return (None if found is None else found[0]), pid
+
+
+def lose(ranks: Ranks, hosts: str, lost: str) -> None:
+    """Kills all ranks, and the keepers of the lost hosts."""
+    pids = {host: ranks.hear(rank) for rank, host in enumerate(hosts)}
+    for rank in range(len(hosts)):
+        ranks.kill(rank)
+        ranks._processes[rank].join()
+    for host in lost:
+        kill_keeper(pids[host])
+
+
+def kill_keeper(pid: int) -> None:
+    with watched(pid) as keeper:
+        signal.pidfd_send_signal(keeper, signal.SIGKILL)
+        wait_until_ended(keeper)
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aabb", "abab", "aaab"])
+def test_lost_host_gets_its_states_from_the_next_one(hosts: str) -> None:
+    job = uuid4().hex
+    for lost in "ab":
+        with Ranks(len(hosts), save, job, hosts, 3) as ranks:
+            lose(ranks, hosts, lost)
+        # Twice: what has come from the other host and was saved since is kept here as well.
+        results = run_ranks(len(hosts), load, job, hosts, False)
+        assert [step for step, _ in results] == [2] * len(hosts)
+        kill_keeper(results[hosts.index("ab".replace(lost, ""))][1])
+        assert [step for step, _ in run_ranks(len(hosts), load, job, hosts)] == [5] * len(hosts)
+
+
+def test_ranks_that_start_again_on_other_hosts_get_their_states() -> None:
+    job = uuid4().hex
+    with Ranks(3, save, job, "abc", 2) as ranks:
+        lose(ranks, "abc", "c")
+    assert [step for step, _ in run_ranks(3, load, job, "bca")] == [1] * 3
+
+
+def save_and_look(rank: Rank, job: str, hosts: str) -> list[int]:
+    enter_host(rank, hosts)
+    checkpoint = open_checkpoint(rank, job)
+    checkpoint.load()
+    for step in range(10, 14):
+        checkpoint.save(step, state_of(rank.rank, step, 1000))
+    owners = sorted(checkpoint._holdings.identities())
+    checkpoint.load()  # all have looked
+    checkpoint.close()
+    return owners
+
+
+def test_what_is_left_of_ranks_that_have_moved_is_freed() -> None:
+    job = uuid4().hex
+    with Ranks(4, save, job, "abcd", 2) as ranks:
+        lose(ranks, "abcd", "")
+    # Each host has the state of its rank and of the rank of the host before.
+    assert run_ranks(4, save_and_look, job, "badc") == [[0, 3], [0, 1], [1, 2], [2, 3]]
+
+
+def test_two_lost_hosts_of_two_leave_nothing() -> None:
+    job = uuid4().hex
+    with Ranks(2, save, job, "ab", 2) as ranks:
+        lose(ranks, "ab", "ab")
+    assert [step for step, _ in run_ranks(2, load, job, "ab")] == [None] * 2
+
+
+def save_until_dead(rank: Rank, job: str, stage: int) -> None:
+    """Rank 0 and its keeper end at a stage of the third save, which also sends to host b."""
+    enter_host(rank, "ab")
+    checkpoint = open_checkpoint(rank, job)
+    for step in range(2):
+        checkpoint.save(step, state_of(rank.rank, step, ELEMS))
+    rank.tell(checkpoint.keeper_pid)
+    rank.hear()
+    if rank.rank == 0:
+        die_at(stage)
+    for step in range(2, 100):
+        checkpoint.save(step, state_of(rank.rank, step, ELEMS))
+
+
+# The next host's stages count as well: the head of its replica is cleared here, too.
+@pytest.mark.parametrize("stage", range(9))
+def test_host_lost_at_any_stage_of_a_save_leaves_a_whole_version_on_the_next(stage: int) -> None:
+    job = uuid4().hex
+    with Ranks(2, save_until_dead, job, stage) as ranks:
+        pid, _ = (ranks.hear(rank) for rank in range(2))
+        for rank in range(2):
+            ranks.tell(rank)
+        ranks._processes[0].join()
+        kill_keeper(pid)
+        if stage == 0:
+            with pytest.raises(
+                AssertionError, match=r"PeerFailed: .* rank 0/2 \(pid \d+\) on anoth"
+            ):
+                ranks.results(killed={0})
+    steps = [step for step, _ in run_ranks(2, load, job, "ab")]
+    assert steps[0] == steps[1] and steps[0] >= 1
+
+
+def fail_to_save(rank: Rank, job: str) -> tuple[str, str]:
+    enter_host(rank, "ab")
+    checkpoint = open_checkpoint(rank, job)
+    for step in range(2):
+        checkpoint.save(step, state_of(rank.rank, step, 1000))
+    if rank.rank == 0:
+        rota._C.available_memory = lambda: 4096
+    error = error_of(lambda: checkpoint.save(2, state_of(rank.rank, 2, 10**6)))
+    found = checkpoint.load()
+    assert found is not None and found[0] == 1 and is_state_of(rank.rank, *found)
+    checkpoint.close()
+    return error
+
+
+def test_rank_without_memory_fails_both_hosts_and_the_last_version_stays() -> None:
+    (kind, text), (other_kind, other_text) = run_ranks(2, fail_to_save, uuid4().hex)
+    assert kind == "TransportError" and "cannot reserve" in text
+    assert other_kind == "TransportError" and "rank 0/2 (pid " in other_text
+
+
+def use_own_engine(rank: Rank, job: str, backend: str, replicate: bool) -> None:
+    rank.init(backend)
+    enter_host(rank, "ab")
+    group = dist.group.WORLD
+    assert group is not None
+    with rota.elastic.Checkpoint(group, job=job, engine=group, replicate=replicate) as checkpoint:
+        for step in range(3):
+            checkpoint.save(step, state_of(rank.rank, step, 1000))
+        found = checkpoint.load()
+        assert found is not None and found[0] == 2 and is_state_of(rank.rank, *found)
+        assert len(checkpoint._holdings.identities()) == (2 if replicate else 1)
+        dist.barrier()
+
+
+@pytest.mark.parametrize("replicate", [True, False])
+@pytest.mark.parametrize("backend", ["gloo", "rota"])
+def test_engine_may_be_a_group_of_any_backend(backend: str, replicate: bool) -> None:
+    run_ranks(2, use_own_engine, uuid4().hex, backend, replicate)
