@@ -317,9 +317,12 @@ def close_all(rank: Rank, job: str) -> None:
 
 def lose_one_state(rank: Rank, job: str) -> str:
     checkpoint = open_checkpoint(rank, job)
+    store = rank.make_store()
     if rank.rank == 1:
         for memory in checkpoint._holdings.slots(1).memories.values():
             memory.clear_head()
+        store.set("cleared", "")
+    store.wait(["cleared"])
     with pytest.warns(UserWarning, match="no step that all ranks have") as warnings:
         assert checkpoint.load() is None
     checkpoint.close()

@@ -125,6 +125,7 @@ class Checkpoint:
         self._exchange: Exchange | None = None
         self._holder_of: dict[int, int] = {}
         self._newest: Version | None = None
+        self._num_saves = 0  # in this session
         self._is_closed = False
         self._link.connect()
         # While the caller makes its model, so that load() is left with the copy.
@@ -201,7 +202,8 @@ class Checkpoint:
             self._holdings.advance(self._rank)
             self._newest = version
             self._holdings.ensure_keeper()
-            if session.num_reports == 2:  # nobody needs what is older than this session
+            self._num_saves += 1
+            if self._num_saves == 3:  # all have two versions of this session
                 self._holdings.drop_all_but(self._owners_here(session))
 
         self._run(session, copy, step)
@@ -373,6 +375,7 @@ class Checkpoint:
         if self._is_closed:
             raise RotaError(f"{WHAT}.{call}: it is closed; make a new one")
         self._session = self._exchange = None
+        self._num_saves = 0
         self._holdings.ensure_keeper()
         held = on_disk if call == "load_from_disk" else self._holdings.identities()
         claim = Claim(self._rank, self._world_size, call, held)

@@ -132,11 +132,6 @@ class Session:
             self._last = Report(number, step, str(error) or kind, kind)
         self._directory.report(self._own.rank, self.token, self._last)
 
-    @property
-    def num_reports(self) -> int:
-        """What this rank has done in it."""
-        return self._last.number
-
     def wait(self, deadline: float, left: Callable[[], list[int]]) -> None:
         """Blocks until all ranks have done what this one has.
 
