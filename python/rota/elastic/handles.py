@@ -162,11 +162,15 @@ class Processes:
         return [handle for handle in handles if not self.is_alive(handle)]
 
     def keep_only(self, handles: Iterable[Handle]) -> None:
-        """Drops what is known of other processes, and their descriptors."""
+        """Drops the descriptors of other processes."""
         names = {handle.name for handle in handles}
         self._drop({*self._opened, *self._connections} - names)
-        self._gone &= names
         self._open_again = {}
+
+    def take_gone(self) -> set[str]:
+        """The names of those that were found gone, once."""
+        gone, self._gone = self._gone, set()
+        return gone
 
     def _drop(self, names: set[str]) -> None:
         for name in names:

@@ -89,6 +89,7 @@ class Membership:
         job = self._documents.change(_JOB, lambda job: job.setdefault("id", uuid.uuid4().hex))
         self._job: str = job["id"]
         self._cards: dict[str, Handle] = {}
+        self._left: set[str] = set()  # names in it that were no members of the last generation
         self._generation: Generation | None = None
         self._number = 0  # of the last one
         self._uuids: list[str] = []  # of the last one and of attempts since the one before
@@ -275,8 +276,13 @@ class Membership:
         """Forgets earlier generations; of the store, rank 0 deletes what they have left there."""
         *old_uuids, _ = self._uuids
         self._uuids = [generation.uuid]
-        # Others may come back under their names.
-        gone = {handle.name for handle in self._processes.gone(self._cards.values())}
+        # The rest may come back under their names. To ask for a process that is just ending takes
+        # as long as its end, so who has left is asked for after the next generation.
+        members = {Handle.parse(handle).name for handle in generation.handles}
+        others = self._cards.keys() - members
+        self._processes.gone(self._cards[name] for name in others & self._left)
+        gone = self._processes.take_gone()
+        self._left = others - gone
         self._cards = {name: card for name, card in self._cards.items() if name not in gone}
         old = {*old_uuids, *gone}
         if generation.rank != 0 or not old:
