@@ -146,7 +146,7 @@ size_t RemoteWindow::serve(int source, const WindowPeer::Request& request) {
     has_closed_[static_cast<size_t>(source)] = true;
     return 0;
   }
-  const std::shared_lock lock(mutex_);
+  request.hold(std::shared_lock(mutex_));
   if (window_ == nullptr || !window_->is_alive(service_.rank())) {
     throw RemoteFailure{ErrorKind::kPeerFailed,
                         join(service_.describe(service_.rank()), ' ', kHasClosed)};

@@ -29,7 +29,8 @@ class RemoteWindow final : public RemoteRanks, public ServedWindow {
 
   // From now on serves others. self: this. window must outlive close().
   void open(const std::shared_ptr<RemoteWindow>& self, Window& window);
-  // Serves nobody any more, once what is being served has ended, and tells the others. Idempotent.
+  // Serves nobody any more, once what is being served has been answered, and tells the others,
+  // which so hear it after the answer. Idempotent.
   void close();
 
   void put(int target, uint64_t first_byte, std::span<const std::byte> data,

@@ -277,9 +277,9 @@ void WindowPeer::serve(PacketBuffer& packet) {
   for (const MessageRef& sent : std::exchange(answer.sent_busy, {})) sent->wait(kForever);
   WindowPacket& reply = answer.buffer.header();
   reply = {.kind = WindowPacket::Kind::kDone, .number = header.number};
+  const Request request(*this, header, {packet.data(), header.data_bytes}, answer.buffer.data());
   try {
-    reply.data_bytes =
-        serve_(Request(*this, header, {packet.data(), header.data_bytes}, answer.buffer.data()));
+    reply.data_bytes = serve_(request);
   } catch (const RemoteFailure& failure) {
     refuse(answer.buffer, failure);
   } catch (const std::exception& error) {  // no memory

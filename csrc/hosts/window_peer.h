@@ -21,6 +21,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <shared_mutex>
 #include <span>
 #include <string>
 #include <thread>
@@ -46,6 +47,10 @@ class WindowPeer {
     std::byte* answer_data() const { return answer_data_; }
     // Tells the peer that this takes long.
     void still_busy() const { peer_.send_busy(); }
+    // Keep both until the answer is on its way: whoever needs the lock for itself may then tell the
+    // peer something that is not to overtake the answer. owner: of the lock's mutex.
+    void hold(std::shared_ptr<void> owner) const { owner_ = std::move(owner); }
+    void hold(std::shared_lock<std::shared_mutex> lock) const { lock_ = std::move(lock); }
 
    private:
     friend class WindowPeer;
@@ -56,6 +61,8 @@ class WindowPeer {
     const WindowPacket& packet_;
     const std::span<const std::byte> data_;
     std::byte* const answer_data_;
+    mutable std::shared_ptr<void> owner_;
+    mutable std::shared_lock<std::shared_mutex> lock_;  // goes first
   };
   // Returns the bytes of its answer's data. Throws RemoteFailure, which the peer gets.
   using Serve = std::function<size_t(const Request&)>;

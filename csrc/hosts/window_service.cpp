@@ -68,7 +68,10 @@ size_t WindowService::serve(int source, const WindowPeer::Request& request) {
     const auto found = windows_.find(packet.window);
     if (found != windows_.end()) window = found->second;
   }
-  if (window) return window->serve(source, request);
+  if (window) {
+    request.hold(window);
+    return window->serve(source, request);
+  }
   if (packet.kind == WindowPacket::Kind::kClosed) return 0;
   throw RemoteFailure{
       ErrorKind::kPeerFailed,

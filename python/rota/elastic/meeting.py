@@ -294,7 +294,8 @@ class Directory:
             if claim is None or claim.rank not in ended or claim.host != own.host:
                 continue
             # What has not seen this rank's claim may start again; what has begun may go on and end.
-            if own.token in (text or "") and not (candidates and self._has_begun(candidates[-1])):
+            has_seen = _has_seen(claim, own, text)
+            if has_seen and not (candidates and self._has_begun(candidates[-1])):
                 raise PeerFailed(
                     f"{WHAT}.{own.call}: {claim.who} has ended; when all ranks are back, load()"
                 )
@@ -311,7 +312,7 @@ class Directory:
                     f"each a rank of its own"
                 )
             # What has not seen this rank's claim may be left from an earlier start.
-            if own.token not in (text or ""):
+            if not _has_seen(claim, own, text):
                 continue
             for what in ("world_size", "call"):
                 if getattr(claim, what) != getattr(own, what):
@@ -346,6 +347,15 @@ class Directory:
                 f"{WHAT}: the store is lost ({error}); it must outlive all ranks: let a process "
                 f"serve it that is none of them"
             ) from error
+
+
+def _has_seen(claim: Claim, own: Claim, text: str | None) -> bool:
+    """Whether the process of a claim has seen this rank's, by the tokens that its rank has seen.
+
+    Those are read after the claim, which may have been replaced between the two.
+    """
+    tokens = (text or "").split(" ")
+    return own.token in tokens and claim.token in tokens
 
 
 def session_token(claims: Sequence[Claim]) -> str:
