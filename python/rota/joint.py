@@ -14,6 +14,22 @@ from rota.errors import Timeout, TransportError
 POLL_S = 0.002  # few enough requests for a store on a server
 
 
+# Of waits that may take long.
+LAST_POLL_S = 0.05
+
+
+def poll(is_done: Callable[[], bool], deadline: float) -> bool:
+    """Blocks until `is_done` returns true; False at the deadline (time.monotonic)."""
+    pause = POLL_S
+    while not is_done():
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, LAST_POLL_S)
+    return True
+
+
 class JointSteps:
     """Each step runs a function on every rank and gives every rank all results, or the failure.
 

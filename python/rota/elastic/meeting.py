@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -29,8 +28,7 @@ from rota import _C, errors
 from rota.elastic.contents import WHAT
 from rota.elastic.version import Identity
 from rota.errors import Mismatch, PeerFailed, RotaError, Timeout, TransportError
-
-FIRST_POLL_S, LAST_POLL_S = 0.001, 0.05  # few enough requests for a store on a server
+from rota.joint import poll
 
 
 @dataclass(frozen=True)
@@ -360,15 +358,3 @@ def _has_seen(claim: Claim, own: Claim, text: str | None) -> bool:
 
 def session_token(claims: Sequence[Claim]) -> str:
     return hashlib.sha256(" ".join(claim.token for claim in claims).encode()).hexdigest()[:16]
-
-
-def poll(is_done: Callable[[], bool], deadline: float) -> bool:
-    """Blocks until `is_done` returns true; False at the deadline (time.monotonic)."""
-    pause = FIRST_POLL_S
-    while not is_done():
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return False
-        time.sleep(min(pause, left))
-        pause = min(2 * pause, LAST_POLL_S)
-    return True

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from uuid import uuid4
@@ -25,10 +23,9 @@ import torch.distributed as dist
 
 from rota import _C
 from rota.errors import Mismatch, Timeout, TransportError
+from rota.joint import poll
 from rota.weights.layout import Layout
 from rota.weights.memory import OpenedPublisher
-
-FIRST_POLL_S, LAST_POLL_S = 0.002, 0.1  # few enough requests for a store on a server
 
 
 @dataclass(frozen=True)
@@ -227,15 +224,3 @@ class Directory:
             return None
         value: bytes = self._store.get(key)
         return value.decode()
-
-
-def poll(is_done: Callable[[], bool], deadline: float) -> bool:
-    """Blocks until `is_done` returns true; False at the deadline (time.monotonic)."""
-    pause = FIRST_POLL_S
-    while not is_done():
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return False
-        time.sleep(min(pause, left))
-        pause = min(2 * pause, LAST_POLL_S)
-    return True

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from rota.errors import Mismatch, PeerFailed, Timeout, TransportError
+from rota.joint import poll
 from rota.sharding import as_dtensor, like, local_of
 from rota.weights.copies import Wanted, plan
-from rota.weights.directory import Claim, Directory, poll
+from rota.weights.directory import Claim, Directory
 from rota.weights.layout import (
     WeightShard,
     dtype_named,
