@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -12,6 +12,21 @@ import torch.distributed as dist
 from rota.errors import Timeout, TransportError
 
 POLL_S = 0.002  # few enough requests for a store on a server
+
+
+def sides(texts: Sequence[str], verb: str) -> str | None:
+    """Which ranks have which text, as "rank 0, 2 has x; rank 1 has y"; None if all have the same.
+
+    Args:
+        texts: of each rank.
+        verb: between the ranks and their text.
+    """
+    ranks_of: dict[str, list[str]] = {}
+    for rank, text in enumerate(texts):
+        ranks_of.setdefault(text, []).append(str(rank))
+    if len(ranks_of) == 1:
+        return None
+    return "; ".join(f"rank {', '.join(ranks)} {verb} {text}" for text, ranks in ranks_of.items())
 
 
 # Of waits that may take long.

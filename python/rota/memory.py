@@ -51,3 +51,7 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
             f"rota.empty: size is {lengths!r}, expected ints, or one sequence of them"
         ) from error
     return _C.make_heap_tensor(shape, dtype)
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

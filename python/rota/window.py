@@ -18,7 +18,7 @@ from rota import _C
 from rota.engine import engine_chooser
 from rota.errors import Mismatch, TransportError
 from rota.groups import Ranks, member_group, next_number, peer_check, store_of
-from rota.joint import JointSteps
+from rota.joint import JointSteps, sides
 from rota.memory import empty
 
 
@@ -134,8 +134,10 @@ class Window(_C.Window):
 
         cards = [json.loads(text) for text in steps.step(expose)]
         check_made_alike(cards)
-        if difference := _difference(cards, "engine", "has"):
-            raise Mismatch(f"{difference}; give every rank an engine or none")
+        if difference := sides([card["engine"] for card in cards], "has"):
+            raise Mismatch(
+                f"rota.Window: ranks disagree: {difference}; give every rank an engine or none"
+            )
         others: list[_C.OpenedTensor | None] = [None] * world_size
         service: list[_C.WindowService | None] = []
 
@@ -221,21 +223,13 @@ def _own_tensor(
     return tensor_or_shape.detach()
 
 
-def _difference(cards: list[dict[str, str]], key: str, verb: str) -> str | None:
-    """Which ranks differ in what their cards have under `key`; None if none does."""
-    ranks_of: dict[str, list[str]] = {}
-    for rank, card in enumerate(cards):
-        ranks_of.setdefault(card[key], []).append(str(rank))
-    if len(ranks_of) == 1:
-        return None
-    parts = (f"rank {', '.join(ranks)} {verb} {text}" for text, ranks in ranks_of.items())
-    return f"rota.Window: ranks disagree: {'; '.join(parts)}"
-
-
 def check_made_alike(cards: list[dict[str, str]]) -> None:
     """Raises Mismatch if ranks have made different windows, as their cards say under "made"."""
-    if difference := _difference(cards, "made", "made"):
-        raise Mismatch(f"{difference}; give every rank the same shape, dtype and num_channels")
+    if difference := sides([card["made"] for card in cards], "made"):
+        raise Mismatch(
+            f"rota.Window: ranks disagree: {difference}; give every rank the same shape, dtype and "
+            f"num_channels"
+        )
 
 
 class _Services:

@@ -221,11 +221,10 @@ class Forming:
         self._conclude(kind, f"{self._own.who} failed: {error}")
 
     def _conclude_if_gone(self) -> bool:
-        gone = self._processes.gone(self._handles)
-        if gone:
-            who = ", ".join(f"rank {self._handles.index(handle)}, {handle.who}," for handle in gone)
+        who = self._processes.describe_gone(self._handles)
+        if who:
             self._conclude("PeerFailed", f"{who} has died or left before all were connected")
-        return bool(gone)
+        return bool(who)
 
     # ---- texts
 

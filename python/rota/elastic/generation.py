@@ -120,9 +120,7 @@ class Generation:
             raise PeerFailed(f"rota.elastic: {self} has ended: {reason}")
 
     def _check_gone(self) -> None:
-        gone = self._processes.gone(self._members)
-        if gone:
-            who = ", ".join(f"rank {self._members.index(one)}, {one.who}," for one in gone)
+        if who := self._processes.describe_gone(self._members):
             raise PeerFailed(f"rota.elastic: {self}: {who} has died or left")
 
     def end(self, reason: str) -> None:

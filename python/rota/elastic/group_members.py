@@ -78,7 +78,5 @@ class GroupMembers:
         begin_generation(str(uuid), lambda: self._check(members))
 
     def _check(self, members: Sequence[Handle]) -> None:
-        gone = self._processes.gone(members)
-        if gone:
-            who = ", ".join(f"rank {members.index(one)}, {one.who}," for one in gone)
+        if who := self._processes.describe_gone(members):
             raise PeerFailed(f"rota: {who} has died or left; reconfigure without it")

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -160,6 +160,11 @@ class Processes:
 
     def gone(self, handles: Iterable[Handle]) -> list[Handle]:
         return [handle for handle in handles if not self.is_alive(handle)]
+
+    def describe_gone(self, members: Sequence[Handle]) -> str:
+        """Which members, by rank, have died or left, as "rank 1, pid 4711 (name),"; empty: none."""
+        gone = self.gone(members)
+        return ", ".join(f"rank {members.index(handle)}, {handle.who}," for handle in gone)
 
     def keep_only(self, handles: Iterable[Handle]) -> None:
         """Drops the descriptors of other processes."""

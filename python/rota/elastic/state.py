@@ -20,6 +20,7 @@ from rota.elastic.generation import Generation
 from rota.elastic.membership import Membership
 from rota.elastic.parts import LooseTensor, ModulePart, Storages, part_of
 from rota.errors import Mismatch, TransportError
+from rota.joint import sides
 
 # Of tensors that are made anew by a state_dict(), such as residuals: shorter ones are pickled.
 _LONG_BYTES = 64 << 10
@@ -415,13 +416,10 @@ class _Exchange:
 def _check_alike(descriptions: Sequence[dict[str, str]]) -> None:
     """All ranks have the same objects."""
     for name in dict.fromkeys(name for of_rank in descriptions for name in of_rank):
-        ranks_of: dict[str, list[str]] = {}
-        for rank, of_rank in enumerate(descriptions):
-            ranks_of.setdefault(of_rank.get(name, "nothing"), []).append(str(rank))
-        if len(ranks_of) > 1:
-            texts = (f"rank {', '.join(ranks)} has {text}" for text, ranks in ranks_of.items())
+        texts = [of_rank.get(name, "nothing") for of_rank in descriptions]
+        if difference := sides(texts, "has"):
             raise Mismatch(
-                f"rota.elastic.State: ranks disagree on '{name}': {'; '.join(texts)}; start every "
+                f"rota.elastic.State: ranks disagree on '{name}': {difference}; start every "
                 f"rank with the same program and arguments"
             )
 

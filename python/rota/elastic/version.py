@@ -29,6 +29,7 @@ from rota import _C
 from rota.elastic.contents import WHAT, Contents, Look
 from rota.elastic.keeper import SEALS
 from rota.errors import TransportError
+from rota.memory import round_up
 
 MAGIC = int.from_bytes(b"rota-cp1", "little")
 WORD_BYTES = 8
@@ -301,7 +302,3 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def buckets(content: torch.Tensor) -> Iterator[torch.Tensor]:
     """What each checksum covers; nothing for no bytes."""
     return iter(content.split(BUCKET_BYTES)) if len(content) else iter(())
-
-
-def round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

@@ -11,6 +11,7 @@ from torch import nn
 
 from rota import options
 from rota.errors import Mismatch, TransportError
+from rota.joint import sides
 
 MODES = ("sync", "async", "stale")
 _NAME = "rota.ParameterServer"
@@ -204,14 +205,12 @@ def check_alike(cards: Sequence[str]) -> None:
     """
     described = [json.loads(card) for card in cards]
     for key in described[0]:
-        ranks_of: dict[str, list[str]] = {}
-        for rank, card in enumerate(described):
-            ranks_of.setdefault(str(card[key]), []).append(str(rank))
-        if len(ranks_of) == 1:
+        difference = sides([str(card[key]) for card in described], "has")
+        if difference is None:
             continue
-        sides = "; ".join(f"rank {', '.join(r)} has {value}" for value, r in ranks_of.items())
         if key == "host":
             raise TransportError(
-                f"{_NAME}: ranks are on several hosts: {sides}; make a group of the ranks of one"
+                f"{_NAME}: ranks are on several hosts: {difference}; make a group of the ranks of "
+                f"one"
             )
-        raise Mismatch(f"{_NAME}: ranks disagree on {key}: {sides}; give all the same")
+        raise Mismatch(f"{_NAME}: ranks disagree on {key}: {difference}; give all the same")

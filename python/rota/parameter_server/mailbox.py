@@ -6,22 +6,21 @@ written or read: server.py waits for a free slot, shard.py for a push.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from rota import _C
-from rota.memory import empty
+from rota.memory import empty, round_up
 
 NUM_SLOTS = 2
 # Words of a mailbox; server.py has the table.
 PUSHED, LEFT, LOOKED = range(3)
 NUM_WORDS = 3
 
-_ALIGN_BYTES = 64  # a cache line, and the longest vector
-_ALIGN_ELEMS = _ALIGN_BYTES // 4
+ALIGN_BYTES = 64  # a cache line, and the longest vector
+_ALIGN_ELEMS = ALIGN_BYTES // 4
 
 
 class Wire(NamedTuple):
@@ -87,17 +86,17 @@ class PushLayout:
         self.keeps_base = keeps_base
         self.header_elems = num_servers  # int64: the version of each shard last pulled
         self.sections: list[Section] = []
-        end = _aligned(8 * self.header_elems)
+        end = round_up(8 * self.header_elems, ALIGN_BYTES)
         for numbers in assign([shape.numel() for shape in shapes], num_servers):
             starts, num_elems = [], 0
             for number in numbers:
                 starts.append(num_elems)
-                num_elems += -(-shapes[number].numel() // _ALIGN_ELEMS) * _ALIGN_ELEMS
+                num_elems += round_up(shapes[number].numel(), _ALIGN_ELEMS)
             num_bytes = wire.num_bytes(num_elems)
-            base = end + _aligned(num_bytes)
+            base = end + round_up(num_bytes, ALIGN_BYTES)
             self.sections.append(Section(numbers, tuple(starts), num_elems, end, num_bytes, base))
             end = base + (4 * num_elems if keeps_base else 0)
-        self.slot_bytes = max(end, _ALIGN_BYTES)
+        self.slot_bytes = max(end, ALIGN_BYTES)
 
     def slots(self, memory: torch.Tensor) -> list[_Slot]:
         """The slots of a mailbox, in place. memory: uint8, NUM_SLOTS * slot_bytes."""
@@ -241,7 +240,3 @@ class OpenedMailbox:
     def base(self, clock: int, server: int) -> torch.Tensor:
         """The server's parameters that the push was computed from, float32."""
         return self._slots[clock % NUM_SLOTS].bases[server]
-
-
-def _aligned(num_bytes: int) -> int:
-    return math.ceil(num_bytes / _ALIGN_BYTES) * _ALIGN_BYTES

@@ -19,8 +19,8 @@ from torch import nn
 
 from rota import _C
 from rota.errors import PeerFailed
-from rota.memory import empty
-from rota.parameter_server.mailbox import Section
+from rota.memory import empty, round_up
+from rota.parameter_server.mailbox import ALIGN_BYTES, Section
 from rota.parameter_server.shard import (
     NUM_VERSIONS,
     MakeOptimizer,
@@ -32,7 +32,6 @@ from rota.parameter_server.shard import (
 SAVE_CHANNEL = 1
 # A save's pickled part may grow by this beyond twice its first length.
 _SPARE_BYTES = 1 << 16
-_ALIGN_BYTES = 64
 
 
 class _Entry(NamedTuple):
@@ -69,9 +68,10 @@ class StateLayout:
                 _Entry(i, key, value.shape, value.dtype) for i, key, value in _tensors(state_dict)
             ]
             text = pickle.dumps(_without_tensors(state_dict))
-        self.text_bytes = _aligned(2 * len(text) + _SPARE_BYTES)
+        self.text_bytes = round_up(2 * len(text) + _SPARE_BYTES, ALIGN_BYTES)
         self.num_bytes = self.text_bytes + sum(
-            _aligned(entry.shape.numel() * entry.dtype.itemsize) for entry in self.entries
+            round_up(entry.shape.numel() * entry.dtype.itemsize, ALIGN_BYTES)
+            for entry in self.entries
         )
 
     def views(self, save: torch.Tensor) -> list[torch.Tensor]:
@@ -81,7 +81,7 @@ class StateLayout:
             num_bytes = entry.shape.numel() * entry.dtype.itemsize
             part = save[begin : begin + num_bytes]
             views.append(part.view(entry.dtype).view(entry.shape))
-            begin += _aligned(num_bytes)
+            begin += round_up(num_bytes, ALIGN_BYTES)
         return views
 
 
@@ -210,7 +210,3 @@ def _without_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
         for i, state in state_dict["state"].items()
     }
     return {"state": state, "param_groups": state_dict["param_groups"]}
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES

@@ -15,6 +15,7 @@ import torch
 
 from rota import _C
 from rota.errors import Mismatch
+from rota.memory import round_up
 from rota.sharding import as_dtensor
 
 # Bytes that one checksum covers. Copies of this length go past the caches if the last one has 32
@@ -356,7 +357,3 @@ def name_of(dtype: torch.dtype) -> str:
 def dtype_named(name: str) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
