@@ -55,8 +55,11 @@ def use_events() -> None:
     end.synchronize()
     assert end.query()
     assert begin.elapsed_time(end) >= 0
-    assert torch.cuda.current_stream().query()
     assert tensor.cpu()[-1] == NUM_ELEMS - 1
+    for _ in range(NUM_TRIALS):
+        end.record()
+        end.synchronize()
+        assert torch.cuda.current_stream().query()  # the record was its last operation
 
 
 def test_events_tell_when_work_is_done(processes: SimulatedProcesses) -> None:

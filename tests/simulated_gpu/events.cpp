@@ -62,9 +62,15 @@ void record(cudaEvent_t handle, cudaStream_t stream_handle, unsigned flags) {
     event->completion = nullptr;
     event->capture = stream.capture;
     event->after = stream.frontier;
-    return;
+  } else if (is_external) {
+    submit(stream, record_operation(event));
+  } else {
+    // What the stream has done when the record is done, so that a query of the stream, which asks
+    // for its last operation, cannot come between the two.
+    const Operation nothing{cudaGraphNodeTypeEventRecord, [] { return Task([] {}); }};
+    event->completion = submit(stream, nothing);
+    event->capture = nullptr;
   }
-  submit(stream, record_operation(event));
 }
 
 void wait(cudaStream_t stream_handle, cudaEvent_t handle, unsigned flags) {
