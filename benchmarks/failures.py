@@ -86,6 +86,7 @@ def rank_main(
     else:
         heard = exception_time(lambda: communicator.all_reduce(tensor), rota.PeerFailed)
     pipe.send((called, heard))
+    pipe.recv()  # a rank that ends takes a core from those that have not heard yet
 
 
 def trial(scenario: str, num_ranks: int, ballast_bytes: int = GIGABYTE // 4) -> dict[int, float]:

@@ -36,20 +36,30 @@ uint32_t* futex_word(const Flag& flag) {
   return halves + (std::endian::native == std::endian::little ? 0 : 1);
 }
 
-// Both return at once if a flag no longer has its `seen` value. After a timeout, a wake-up or a
-// signal the caller's loop checks again.
-void sleep_on(const Flag& flag, uint64_t seen) {
-  const timespec tick{.tv_sec = 0, .tv_nsec = kTick.count()};
-  syscall(SYS_futex, futex_word(flag), FUTEX_WAIT, static_cast<uint32_t>(seen), &tick, nullptr, 0);
+void wake_all_at(const uint32_t* word) {
+  syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-void sleep_on_any(std::span<const Awaited> awaited, const uint64_t* seen) {
+struct SeenWord {
+  const uint32_t* word;
+  uint32_t seen;
+};
+
+// Both return at once if a word no longer has its `seen` value. After a timeout, a wake-up or a
+// signal the caller's loop checks again.
+void sleep_on(const SeenWord& at) {
+  const timespec tick{.tv_sec = 0, .tv_nsec = kTick.count()};
+  syscall(SYS_futex, at.word, FUTEX_WAIT, at.seen, &tick, nullptr, 0);
+}
+
+void sleep_on_any(std::span<const SeenWord> words) {
 #ifdef SYS_futex_waitv  // Linux 5.16
-  std::array<futex_waitv, Waiter::kMaxAwaited> waits{};
-  for (size_t i = 0; i < awaited.size(); ++i) {
-    waits[i].val = static_cast<uint32_t>(seen[i]);
-    waits[i].uaddr = reinterpret_cast<uint64_t>(futex_word(*awaited[i].flag));
-    waits[i].flags = FUTEX_32;
+  std::array<futex_waitv, Waiter::kMaxAwaited> waits;
+  for (size_t i = 0; i < words.size(); ++i) {
+    waits[i] = {.val = words[i].seen,
+                .uaddr = reinterpret_cast<uint64_t>(words[i].word),
+                .flags = FUTEX_32,
+                .__reserved = 0};
   }
   timespec end{};
   clock_gettime(CLOCK_MONOTONIC, &end);
@@ -58,12 +68,12 @@ void sleep_on_any(std::span<const Awaited> awaited, const uint64_t* seen) {
   end.tv_sec += nanoseconds / kSecond;
   end.tv_nsec = nanoseconds % kSecond;
   const long result =
-      syscall(SYS_futex_waitv, waits.data(), awaited.size(), 0, &end, CLOCK_MONOTONIC);
+      syscall(SYS_futex_waitv, waits.data(), words.size(), 0, &end, CLOCK_MONOTONIC);
   if (result >= 0 || errno != ENOSYS) return;
 #endif
-  // An older Linux wakes up only for the first flag; a change of the others is noticed at the next
+  // An older Linux wakes up only for the first word; a change of the others is noticed at the next
   // tick.
-  sleep_on(*awaited[0].flag, seen[0]);
+  sleep_on(words[0]);
 }
 
 }  // namespace
@@ -80,9 +90,7 @@ WaitPolicy WaitPolicy::for_ranks(int num_ranks) {
 Waiter::Waiter(Flag* own_sleeping, std::vector<const Flag*> peers_sleeping)
     : own_sleeping_(own_sleeping), peers_sleeping_(std::move(peers_sleeping)) {}
 
-void Waiter::wake_all(const Flag& flag) {
-  syscall(SYS_futex, futex_word(flag), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-}
+void Waiter::wake_all(const Flag& flag) { wake_all_at(futex_word(flag)); }
 
 bool Waiter::wait_any(std::span<const Awaited> awaited, const WaitPolicy& policy,
                       WaitObserver& observer, std::optional<Nanoseconds> patience) {
@@ -108,6 +116,14 @@ bool Waiter::wait_any(std::span<const Awaited> awaited, const WaitPolicy& policy
     sched_yield();
     check(observer.poll());
   }
+  std::vector<const LifeWord*> lives = observer.lives();
+  std::erase(lives, nullptr);
+  // The kernel wakes one sleeper, who wakes the others.
+  const auto is_over = [](const LifeWord* life) {
+    if (!life->is_ending()) return false;
+    wake_all_at(&life->value);
+    return true;
+  };
   auto next_tick = Clock::now();
   while (!arrived()) {
     const auto now = Clock::now();
@@ -118,21 +134,28 @@ bool Waiter::wait_any(std::span<const Awaited> awaited, const WaitPolicy& policy
     } else {
       check(observer.poll());
     }
-    sleep(awaited);
+    sleep(awaited, lives);
+    if (std::erase_if(lives, is_over) > 0) next_tick = now;
   }
   return true;
 }
 
-void Waiter::sleep(std::span<const Awaited> awaited) {
+void Waiter::sleep(std::span<const Awaited> awaited, const std::vector<const LifeWord*>& lives) {
   change_num_sleepers(1);
-  std::array<uint64_t, kMaxAwaited> seen;
+  std::array<SeenWord, kMaxAwaited> words;
+  size_t num_words = 0;
   bool is_there = false;
-  for (size_t i = 0; i < awaited.size(); ++i) {
-    seen[i] = awaited[i].flag->load_ordered();
-    is_there |= seen[i] >= awaited[i].target;
+  for (const Awaited& each : awaited) {
+    const uint64_t seen = each.flag->load_ordered();
+    is_there |= seen >= each.target;
+    words[num_words++] = {futex_word(*each.flag), static_cast<uint32_t>(seen)};
   }
-  if (!is_there && awaited.size() == 1) sleep_on(*awaited[0].flag, seen[0]);
-  if (!is_there && awaited.size() > 1) sleep_on_any(awaited, seen.data());
+  for (const LifeWord* life : lives) {
+    const uint32_t seen = life->load();
+    if (num_words < words.size() && LifeWord::is_held(seen))
+      words[num_words++] = {&life->value, seen};
+  }
+  if (!is_there) sleep_on_any({words.data(), num_words});
   change_num_sleepers(-1);
 }
 

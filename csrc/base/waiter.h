@@ -17,6 +17,7 @@
 
 #include "base/error.h"
 #include "base/flag.h"
+#include "base/life_word.h"
 
 namespace rota {
 
@@ -35,6 +36,10 @@ class WaitObserver {
 
   // Called about once per kTick of sleep. May throw to interrupt the wait (a Python signal).
   virtual std::optional<Error> tick(Nanoseconds waited) = 0;
+
+  // Of the processes that are waited for; null: not known. Once one begins to end, tick() is called
+  // at once.
+  virtual std::vector<const LifeWord*> lives() const { return {}; }
 };
 
 struct WaitPolicy {
@@ -83,7 +88,8 @@ class Waiter {
                 std::optional<Nanoseconds> patience = std::nullopt);
 
  private:
-  void sleep(std::span<const Awaited> awaited);
+  // Until a flag changes or the process of a life begins to end, and at most for a tick.
+  void sleep(std::span<const Awaited> awaited, const std::vector<const LifeWord*>& lives);
   // The sleep flag is 1 while any thread of this rank sleeps.
   void change_num_sleepers(int change);
 

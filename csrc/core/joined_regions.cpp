@@ -34,13 +34,12 @@ class PeerObserver final : public WaitObserver {
     return give_up(transport_.region(peer_).control().departed.load() != 0);
   }
 
-  // A process that has begun to exit may still have kernels on its GPU, so only an ended one counts
-  // as dead. Passing this rank as the awaited one makes find_dead_peers() report no peer early.
+  // A process that the kernel has begun to end may still have kernels on its GPU.
   std::optional<Error> tick(Nanoseconds) override {
     if (auto gone = poll()) return gone;
-    const std::vector<int> dead = transport_.find_dead_peers(transport_.rank());
+    const std::vector<int> ended = transport_.find_ended_peers();
     const Nanoseconds patience = has_failed() ? kPatienceOfFailed : kPatience;
-    return give_up(std::find(dead.begin(), dead.end(), peer_) != dead.end() ||
+    return give_up(std::find(ended.begin(), ended.end(), peer_) != ended.end() ||
                    Clock::now() - since_ >= patience);
   }
 

@@ -48,6 +48,7 @@ class PointToPoint::Observer final : public WaitObserver {
   Observer(Watch& watch, const Request& request) : watch_(watch), request_(request) {}
 
   std::optional<Error> poll() override { return watch_.poll(); }
+  std::vector<const LifeWord*> lives() const override { return watch_.lives(); }
   std::optional<Error> tick(Nanoseconds waited) override {
     const Nanoseconds time = steady_now();
     if (!start_) start_ = time - waited;

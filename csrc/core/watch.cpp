@@ -58,8 +58,17 @@ std::optional<Error> Watch::tick(Nanoseconds waited) {
   return std::nullopt;
 }
 
+std::vector<const LifeWord*> Watch::lives() const {
+  std::vector<const LifeWord*> lives;
+  for (int peer = 0; peer < transport_.world_size(); ++peer) {
+    if (needed_ != 0 && (needed_ >> peer & 1) == 0) continue;
+    if (const LifeWord* life = transport_.life_of(peer)) lives.push_back(life);
+  }
+  return lives;
+}
+
 std::optional<Error> Watch::find_death() const {
-  for (const int peer : transport_.find_dead_peers(peer_ == kAnyRank ? transport_.rank() : peer_)) {
+  for (const int peer : transport_.find_dead_peers()) {
     // A peer that closed its communicator before it ended has done its part.
     if (has_departed(peer)) continue;
     return cause_of(

@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "cpu/exchange.h"
 #include "transport/transport.h"
@@ -46,7 +47,8 @@ class Watch final : public cpu::PeerWaitObserver {
   void begin_wait_for_all(uint64_t peers, std::string_view phase, uint64_t step);
   std::optional<Error> poll() override;
   std::optional<Error> tick(Nanoseconds waited) override;
-  // A rank that died without leaving the group, or why it failed before. Costs system calls.
+  std::vector<const LifeWord*> lives() const override;
+  // A rank that died without leaving the group, or why it failed before. Costs a system call.
   std::optional<Error> find_death() const;
 
   // The group's.

@@ -53,6 +53,14 @@ class Window::Watch final : public WindowWatch {
     return window_.is_taken_for_alive(window_.rank_) &&
            std::ranges::any_of(ranks_, [&](int rank) { return window_.is_taken_for_alive(rank); });
   }
+  std::vector<const LifeWord*> lives() const override {
+    std::vector<const LifeWord*> lives;
+    for (const int rank : ranks_) {
+      const auto& process = window_.ranks_[static_cast<size_t>(rank)].process;
+      if (process) lives.push_back(process->life());
+    }
+    return lives;
+  }
   std::string prefix() const override { return window_.prefix(call_); }
   std::string awaited() const override {
     std::string names;
@@ -133,7 +141,7 @@ const RankWindow& Window::opened(std::string_view call, int target) const {
 const RankWindow& Window::running(std::string_view call, int target) const {
   const RankWindow& window = opened(call, target);
   const auto& process = window.process;
-  if (!process || transport::PeerProcess::find_ended({process.get()}).empty()) return window;
+  if (!process || process->is_running()) return window;
   throw Error(ErrorKind::kPeerFailed,
               join(prefix(call), ": ", describe(target),
                    " has died, so nobody would read what is written to its window"));

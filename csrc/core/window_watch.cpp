@@ -18,6 +18,7 @@ class WordWatch final : public WindowWatch {
   bool is_anyone_left() const override {
     return is_open(*window_.view().control, window_.process());
   }
+  std::vector<const LifeWord*> lives() const override { return {window_.process().life()}; }
   std::string prefix() const override { return "rota"; }
   std::string awaited() const override {
     return join(who_, " (pid ", window_.process().pid(), ')');
@@ -53,8 +54,7 @@ std::optional<Error> WindowWatch::tick(Nanoseconds waited) {
 }
 
 bool is_open(const transport::WindowControl& control, const transport::PeerProcess& process) {
-  return control.closed.load() == 0 && !process.is_exiting() &&
-         transport::PeerProcess::find_ended({&process}).empty();
+  return control.closed.load() == 0 && process.is_running();
 }
 
 void publish_word(const transport::WindowView& view, uint64_t word, uint64_t value) {

@@ -24,7 +24,7 @@ class WindowWatch : public WaitObserver {
   std::optional<Error> tick(Nanoseconds waited) final;
 
  protected:
-  // Whether anyone can still end the wait. Costs system calls.
+  // Whether anyone can still end the wait.
   virtual bool is_anyone_left() const = 0;
   // For texts: "rota.Window.wait_signal: rank 1/4", and "rank 0 (pid 4711), its signal".
   virtual std::string prefix() const = 0;
@@ -44,7 +44,7 @@ class WindowWatch : public WaitObserver {
   bool has_warned_ = false;
 };
 
-// Whether the window's owner runs and has not closed it. Costs system calls.
+// Whether the window's owner runs and has not closed it.
 bool is_open(const transport::WindowControl& control, const transport::PeerProcess& process);
 
 // Publishes a word of this process's window and wakes all who sleep on it: openers that may only

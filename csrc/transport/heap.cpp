@@ -51,8 +51,10 @@ void return_pages(const UniqueFd& memory, const Span& span) {
 Heap::Heap()
     : num_bytes_(heap_bytes()),
       memory_(create_memory("rota-heap", num_bytes_)),
+      first_page_(memory_, kPageBytes, Mapping::Access::kOwner),
       fork_generation_(fork_generation()) {
   seal(memory_);
+  reserve({0, kPageBytes});
 }
 
 void* Heap::allocate(size_t num_bytes) {
@@ -69,7 +71,7 @@ void* Heap::allocate(size_t num_bytes) {
 }
 
 size_t Heap::find_room(size_t num_bytes) const {
-  size_t end = 0;
+  size_t end = whole_pages(kPageBytes);
   for (const auto& [offset, block] : in_use_) {
     if (offset - end >= num_bytes) break;
     end = offset + block.num_bytes;

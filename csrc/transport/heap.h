@@ -1,6 +1,7 @@
 // Memory that peers' processes can read; it holds the tensors of rota.empty(). A process has one
 // heap for all its groups. Peers map all of it, read-only, when they connect; pages are reserved
 // when they are allocated. (Like OpenSHMEM's symmetric heap, but ranks' offsets need not be equal.)
+// Its first page tells peers that the process lives.
 #pragma once
 
 #include <cstddef>
@@ -9,6 +10,7 @@
 #include <optional>
 #include <span>
 
+#include "transport/life.h"
 #include "transport/mapping.h"
 #include "transport/unique_fd.h"
 
@@ -23,6 +25,8 @@ class Heap {
 
   // The descriptor that peers get.
   const UniqueFd& memory() const { return memory_; }
+  // At its start.
+  Life& life() { return *reinterpret_cast<Life*>(first_page_.base()); }
 
   // Returns whole pages of zeroes. Throws Error(kTransport) if memory is short.
   void* allocate(size_t num_bytes);
@@ -57,6 +61,7 @@ class Heap {
 
   const size_t num_bytes_;
   const UniqueFd memory_;
+  const Mapping first_page_;
   const uint64_t fork_generation_;
 
   mutable std::mutex mutex_;

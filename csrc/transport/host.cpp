@@ -41,24 +41,6 @@ std::string host_id() {
   return join(boot_id(), "/", network);
 }
 
-void PeerProcess::open_status() {
-  status_ = UniqueFd(open(join("/proc/", pid_, "/stat").c_str(), O_RDONLY | O_CLOEXEC));
-}
-
-bool PeerProcess::is_exiting() const {
-  constexpr uint64_t kPfExiting = 4;
-  char text[1024];
-  const ssize_t size = pread(status_.get(), text, sizeof(text) - 1, 0);
-  if (size <= 0) return false;
-  text[size] = '\0';
-  // "4711 (name) S ppid pgrp session tty tpgid flags ...", where the name may contain anything.
-  const char* after_name = std::strrchr(text, ')');
-  uint64_t flags = 0;
-  return after_name != nullptr &&
-         std::sscanf(after_name, ") %*c %*d %*d %*d %*d %*d %" SCNu64, &flags) == 1 &&
-         (flags & kPfExiting) != 0;
-}
-
 std::vector<size_t> PeerProcess::find_ended(const std::vector<const PeerProcess*>& processes) {
   std::vector<pollfd> polls;
   for (const PeerProcess* process : processes) {
@@ -73,14 +55,33 @@ std::vector<size_t> PeerProcess::find_ended(const std::vector<const PeerProcess*
   return ended;
 }
 
-void PeerProcess::take_heap(const UniqueFd& memory) {
+bool PeerProcess::is_running() const {
+  if (const LifeWord* word = life()) {
+    if (LifeWord::is_held(word->load())) return true;
+    if (word->is_ending()) return false;
+  }
+  return find_ended({this}).empty();
+}
+
+void PeerProcess::take_life(const UniqueFd& heap) {
   const std::lock_guard lock(mutex_);
-  if (heap_) return;
+  if (life_) return;
+  try {
+    life_.emplace(heap, sizeof(Life), Mapping::Access::kReader);
+  } catch (const Error&) {
+    // As below. The end of the process is then noticed later.
+  }
+}
+
+void PeerProcess::take_heap(const UniqueFd& memory) {
   const std::optional<size_t> num_bytes = sealed_bytes(memory);
   if (!num_bytes) {
     throw Error(ErrorKind::kTransport,
                 join("rota: pid ", pid_, " handed over a heap that is not sealed"));
   }
+  take_life(memory);
+  const std::lock_guard lock(mutex_);
+  if (heap_) return;
   try {
     heap_.emplace(memory, *num_bytes, Mapping::Access::kReader);
     heap_bytes_ = *num_bytes;
@@ -108,7 +109,6 @@ std::shared_ptr<PeerProcess> Host::find_process(pid_t pid, UniqueFd pidfd) {
       same && PeerProcess::find_ended({process.get(), same.get()}).empty()) {
     return same;
   }
-  process->open_status();
   known = process;
   return process;
 }

@@ -11,6 +11,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "transport/life.h"
 #include "transport/mapping.h"
 #include "transport/unique_fd.h"
 
@@ -27,34 +28,36 @@ class PeerProcess {
 
   pid_t pid() const { return pid_; }
 
-  // Before the first is_exiting().
-  void open_status();
-
-  // Whether the kernel has begun to end the process. It first unmaps the process's memory, which
-  // takes milliseconds, and only then reports the end through the pidfd. False if that cannot be
-  // read, and once the process has ended. Costs one system call.
-  bool is_exiting() const;
-
   // Maps the process's heap (transport/heap.h), unless it is already mapped. Throws
   // Error(kTransport) if it is not sealed. Thread-safe.
   void take_heap(const UniqueFd& memory);
   // Read-only. Empty if it could not be mapped.
   std::span<const std::byte> heap() const;
 
+  // The start of take_heap(), for those that map parts of the heap themselves. Thread-safe.
+  void take_life(const UniqueFd& heap);
+  // Null if it could not be mapped. After take_heap() or take_life().
+  const LifeWord* life() const {
+    return life_ ? &reinterpret_cast<const Life*>(life_->base())->word : nullptr;
+  }
+  // Whether the kernel has not begun to end the process. Costs a system call if the process does
+  // not hold its life. After take_heap() or take_life().
+  bool is_running() const;
+
   // The indices of the processes that have ended. Costs one system call.
   static std::vector<size_t> find_ended(const std::vector<const PeerProcess*>& processes);
 
  private:
   pid_t pid_;
-  UniqueFd pidfd_;   // readable once the process has ended; -1 for the own process
-  UniqueFd status_;  // /proc/<pid>/stat; -1 if it was not or could not be opened
+  UniqueFd pidfd_;  // readable once the process has ended; -1 for the own process
 
   mutable std::mutex mutex_;
+  std::optional<Mapping> life_;  // constant once it is there
   std::optional<Mapping> heap_;
   size_t heap_bytes_ = 0;
 };
 
-// The processes of peers. Each takes two descriptors, however many groups it shares with this one.
+// The processes of peers. Each takes one descriptor, however many groups it shares with this one.
 class Host {
  public:
   // Returns the process with this pid, to which `pidfd` refers. It lives as long as a group holds

@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "base/per_process.h"
+#include "transport/heap.h"
 
 namespace rota::transport {
 namespace {
@@ -37,7 +38,8 @@ Listener::Listener()
         name << "rota-" << std::hex << random_number() << random_number();
         return name.str();
       }()),
-      socket_(listen_at(name_)) {
+      socket_(listen_at(name_)),
+      life_(per_process<Heap>().life()) {
   try {
     *thread_ = std::thread([this] { serve(); });
   } catch (const std::system_error& error) {
@@ -64,6 +66,7 @@ void Listener::remove(uint64_t token) {
 }
 
 void Listener::serve() {
+  const LifeHolder holder(life_);
   while (true) {
     UniqueFd connection(accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC));
     if (connection.get() >= 0) {

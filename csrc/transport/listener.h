@@ -1,5 +1,6 @@
 // Answers other processes that ask for memory of this one, without a call on its side: one socket
-// and one thread for all that a process exposes. They exist only while it exposes anything.
+// and one thread for all that a process exposes. They exist only while it exposes anything. The
+// thread also holds the process's life.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +12,7 @@
 
 #include "base/fork_safe.h"
 #include "transport/handshake.h"
+#include "transport/life.h"
 
 namespace rota::transport {
 
@@ -45,6 +47,7 @@ class Listener {
 
   const std::string name_;
   UniqueFd socket_;
+  Life& life_;  // in the process's heap
   std::mutex mutex_;
   std::unordered_map<uint64_t, Exposed*> exposed_;  // by token; guarded by the mutex
   ForkSafe<std::thread> thread_;

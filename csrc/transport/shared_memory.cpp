@@ -42,15 +42,15 @@ std::string SharedMemoryTransport::describe(int peer) const {
               ")");
 }
 
-std::vector<int> SharedMemoryTransport::find_dead_peers(int awaited) const {
+const LifeWord* SharedMemoryTransport::life_of(int peer) const {
+  return peers_[static_cast<size_t>(peer)].process->life();
+}
+
+std::vector<int> SharedMemoryTransport::find_ended_peers() const {
   std::vector<const PeerProcess*> processes;
   for (const Peer& peer : peers_) processes.push_back(peer.process.get());
-  std::vector<int> dead;
-  if (processes[static_cast<size_t>(awaited)]->is_exiting()) dead.push_back(awaited);
-  for (const size_t peer : PeerProcess::find_ended(processes)) {
-    dead.push_back(static_cast<int>(peer));
-  }
-  return dead;
+  const std::vector<size_t> ended = PeerProcess::find_ended(processes);
+  return {ended.begin(), ended.end()};
 }
 
 SharedMemoryRank::SharedMemoryRank(Store& store, int rank, int world_size, const Geometry& geometry)

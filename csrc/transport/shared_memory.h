@@ -28,7 +28,8 @@ class SharedMemoryTransport final : public Transport {
   void reserve(const Span& span) override;
   std::span<const std::byte> heap_of(int peer) const override;
   std::string describe(int peer) const override;
-  std::vector<int> find_dead_peers(int awaited) const override;
+  const LifeWord* life_of(int peer) const override;
+  std::vector<int> find_ended_peers() const override;
 
  private:
   std::vector<Peer> peers_;  // by rank; the own entry maps the own region, writable

@@ -18,7 +18,8 @@ class ThreadTransport final : public Transport {
   void reserve(const Span&) override {}  // allocated in full from the start
   std::span<const std::byte> heap_of(int) const override;
   std::string describe(int peer) const override;
-  std::vector<int> find_dead_peers(int) const override { return {}; }
+  const LifeWord* life_of(int) const override { return nullptr; }
+  std::vector<int> find_ended_peers() const override { return {}; }
 
  private:
   struct Memory;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/life_word.h"
 #include "transport/layout.h"
 
 namespace rota::transport {
@@ -65,10 +66,19 @@ class Transport {
   // The peer's name in errors: "rank 1 (pid 4711)".
   virtual std::string describe(int peer) const = 0;
 
-  // The ranks whose processes have ended. Reports `awaited` earlier, as soon as it starts to exit:
-  // the kernel takes milliseconds to unmap a process's memory before it reports the end. Costs two
-  // system calls.
-  virtual std::vector<int> find_dead_peers(int awaited) const = 0;
+  // The word of the peer's process; null for the own one, or if it could not be mapped.
+  virtual const LifeWord* life_of(int peer) const = 0;
+  // The ranks whose processes have ended. Costs a system call.
+  virtual std::vector<int> find_ended_peers() const = 0;
+  // Also those that the kernel has begun to end: it takes milliseconds to unmap their memory.
+  std::vector<int> find_dead_peers() const {
+    std::vector<int> dead = find_ended_peers();
+    for (int peer = 0; peer < world_size(); ++peer) {
+      const LifeWord* life = life_of(peer);
+      if (life != nullptr && life->is_ending()) dead.push_back(peer);
+    }
+    return dead;
+  }
 
  protected:
   Transport(int rank, const Geometry& geometry, std::vector<Region> regions)

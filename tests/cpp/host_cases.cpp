@@ -2,17 +2,28 @@
 // eventfd stands in for a pidfd, which also becomes readable, once its process has ended.
 #include "transport/host.h"
 
+#include <sched.h>
+#include <signal.h>
 #include <sys/eventfd.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <latch>
+#include <thread>
+
+#include "base/waiter.h"
 #include "check.h"
 #include "open_files.h"
 #include "ranks.h"
+#include "transport/heap.h"
 
 namespace rota::test {
 namespace {
 
+using transport::Heap;
 using transport::Host;
+using transport::LifeHolder;
 using transport::PeerProcess;
 using transport::UniqueFd;
 using ProcessRef = std::shared_ptr<const PeerProcess>;
@@ -34,9 +45,9 @@ void process_met_again_is_the_same() {
     for (int i = 0; i < 20; ++i) of_groups.push_back(host.find_process(getpid(), make_pidfd()));
     for (const ProcessRef& process : of_groups) check(process == of_groups[0], "one process");
     check_equal(of_groups[0]->pid(), getpid(), "pid");
-    check_equal(num_open_files(), num_files + 2, "descriptors of one process in 21 groups");
+    check_equal(num_open_files(), num_files + 1, "descriptors of one process in 21 groups");
     of_groups.erase(of_groups.begin());
-    check_equal(num_open_files(), num_files + 2, "descriptors after the first group is gone");
+    check_equal(num_open_files(), num_files + 1, "descriptors after the first group is gone");
     check(host.find_process(getppid(), make_pidfd()) != of_groups[0], "two processes");
   }
   check_equal(num_open_files(), num_files, "descriptors after all groups are gone");
@@ -71,7 +82,74 @@ void processes_without_pid_are_kept_apart() {
 void own_process_never_ends() {
   const PeerProcess own(getpid(), UniqueFd());
   check(PeerProcess::find_ended({&own}).empty(), "the own process is there");
-  check(!own.is_exiting(), "the own process is not about to end");
+  check(own.is_running(), "the own process runs");
+}
+
+UniqueFd open_pidfd(pid_t pid) {
+  return UniqueFd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
+}
+
+// Waits for a flag that nobody publishes, until the process ends.
+class UntilItEnds final : public WaitObserver {
+ public:
+  explicit UntilItEnds(const PeerProcess& process) : process_(process) {}
+
+  std::optional<Error> poll() override { return std::nullopt; }
+  std::optional<Error> tick(Nanoseconds) override {
+    if (process_.is_running()) return std::nullopt;
+    return Error(ErrorKind::kPeerFailed, "it has ended");
+  }
+  std::vector<const LifeWord*> lives() const override { return {process_.life()}; }
+
+ private:
+  const PeerProcess& process_;
+};
+
+void life_of_a_killed_process_ends() {
+  Heap heap;
+  const pid_t child = fork();
+  if (child == 0) {
+    const LifeHolder holder(heap.life());
+    while (true) pause();
+  }
+  PeerProcess process(child, open_pidfd(child));
+  process.take_life(heap.memory());
+  while (!LifeWord::is_held(process.life()->load())) sched_yield();
+  check(process.is_running(), "the child runs");
+  kill(child, SIGKILL);
+  // Several threads, of which the kernel wakes one.
+  run_threads(3, [&](int) {
+    Flag own_sleeping{};
+    const Flag never{};
+    UntilItEnds observer(process);
+    Waiter waiter(&own_sleeping, {});
+    expect_error(ErrorKind::kPeerFailed, [&] { waiter.wait(never, 1, {}, observer); });
+  });
+  check(process.life()->is_ending(), "the kernel has marked the word");
+  waitpid(child, nullptr, 0);
+}
+
+void life_is_held_by_the_latest_thread() {
+  Heap heap;
+  PeerProcess process(getpid(), open_pidfd(getpid()));
+  process.take_life(heap.memory());
+  const LifeWord& word = *process.life();
+  check(process.is_running(), "a process that does not hold its life runs");
+  std::latch has_first(1), has_second(1);
+  std::thread first([&] {
+    const LifeHolder holder(heap.life());
+    has_first.count_down();
+    has_second.wait();
+  });
+  has_first.wait();
+  {
+    const LifeHolder second(heap.life());
+    has_second.count_down();
+    first.join();
+    check(LifeWord::is_held(word.load()), "the second thread holds it after the first has let go");
+  }
+  check_equal(word.load(), 0U, "the word once both have let go");
+  check(process.is_running(), "the process runs on");
 }
 
 void threads_find_one_process() {
@@ -91,6 +169,8 @@ const CaseTable kCases{
     {"host_reused_pid", reused_pid_is_another_process},
     {"host_no_pid", processes_without_pid_are_kept_apart},
     {"host_own_process", own_process_never_ends},
+    {"host_life_of_killed", life_of_a_killed_process_ends},
+    {"host_life_of_threads", life_is_held_by_the_latest_thread},
     {"host_threads", threads_find_one_process},
 };
 

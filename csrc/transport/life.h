@@ -1,0 +1,33 @@
+// The own process's LifeWord, which peers read in the first page of its heap.
+#pragma once
+
+#include <linux/futex.h>
+
+#include "base/life_word.h"
+
+namespace rota::transport {
+
+// What the kernel reads when the thread ends: in shared memory as a whole, because the memory of a
+// process that it ends for want of memory may be gone by then, but for what is shared.
+struct Life {
+  LifeWord word;
+  robust_list entry;
+  robust_list_head list;
+};
+
+// The calling thread holds the process's life: from construction to destruction, or to the end of
+// the process. It must use no robust mutexes of its own. Does nothing where the kernel refuses, as
+// in some sandboxes; the end is then noticed later.
+class LifeHolder {
+ public:
+  explicit LifeHolder(Life& life);
+  ~LifeHolder();
+  LifeHolder(const LifeHolder&) = delete;
+  LifeHolder& operator=(const LifeHolder&) = delete;
+
+ private:
+  Life& life_;
+  uint32_t held_ = 0;  // the word's value
+};
+
+}  // namespace rota::transport
