@@ -48,8 +48,8 @@ void gaps_are_used_again() {
   check(allocate(heap, page_bytes()) == second + 2 * page_bytes(), "but long enough for a page");
 
   int elsewhere = 0;
-  check_equal(heap.offset_of(first).value_or(1), size_t{0}, "the offset of the first");
-  check_equal(heap.offset_of(third - 1).value_or(0), 4 * page_bytes() - 1, "an offset inside");
+  check_equal(heap.offset_of(first).value_or(0), page_bytes(), "the offset after the first page");
+  check_equal(heap.offset_of(third - 1).value_or(0), 5 * page_bytes() - 1, "an offset inside");
   check(!heap.offset_of(&elsewhere), "memory that lies elsewhere has no offset");
   check(!heap.offset_of(nullptr), "nor has none");
 }
