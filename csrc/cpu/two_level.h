@@ -1,10 +1,11 @@
 // One all-reduce in two levels in flight (schedule/two_level.h), with the arithmetic of a Reducer
 // or a BucketReducer, whose order is that within a node and over the nodes.
 //
-//   slot: partial sums of the own shard | contributions to the other shards of the node
+//   slot: partial sums of the own shard | an area for each shard of the node
 //
-// Only its owner writes a slot. Where the own shard's contribution would lie, sums are gathered.
-// csrc/README.md explains why two slots suffice.
+// Only its owner writes a slot: contributions to the areas of its peers' shards, and the sums of
+// its own shard, as they arrive, to the area of that one. csrc/README.md explains why two slots
+// suffice.
 #pragma once
 
 #include "base/limits.h"
@@ -54,9 +55,11 @@ class TwoLevel {
   static Range in_tensor(const Range& round, const Range& range) {
     return {round.begin + range.begin, range.num_elems};
   }
-  // Where a range of a round lies in a slot, as contributions or sums.
-  WirePlace place_of(const Range& range, std::byte* slot, const Range& round) const {
-    return wire().from(wire().place(slot + partial_bytes_, round.num_elems), range.begin);
+  // Where a range of a shard lies in a slot, as contributions or sums.
+  WirePlace place_of(const Range& range, int owner, std::byte* slot, const Range& round) const {
+    const Range shard = shard_of(round, owner);
+    std::byte* area = slot + partial_bytes_ + static_cast<uint64_t>(owner) * area_bytes_;
+    return wire().from(wire().place(area, shard.num_elems), range.begin - shard.begin);
   }
 
   void contribute(const Range& round, std::byte* own_slot) const;
@@ -85,6 +88,7 @@ class TwoLevel {
   schedule::Nodes nodes_;
   int rank_;
   uint64_t partial_bytes_ = 0;  // of a slot, at its beginning
+  uint64_t area_bytes_ = 0;     // of each area behind them
 };
 
 template <typename AnyReducer>
@@ -92,7 +96,7 @@ void TwoLevel<AnyReducer>::contribute(const Range& round, std::byte* own_slot) c
   for (int owner = 0; owner < nodes_.node_size; ++owner) {
     if (owner == place()) continue;  // read from the tensor instead
     const Range shard = shard_of(round, owner);
-    reducer_.pack(in_tensor(round, shard), place_of(shard, own_slot, round));
+    reducer_.pack(in_tensor(round, shard), place_of(shard, owner, own_slot, round));
   }
 }
 
@@ -102,8 +106,8 @@ void TwoLevel<AnyReducer>::sum_in_node(const Range& round, SlotOf slot_of) const
   const Range shard = shard_of(round, place());
   WirePlace srcs[kMaxWorldSize / 2];
   for (int i = 0; i < nodes_.node_size; ++i) {
-    srcs[i] =
-        i == place() ? kFromTensor : place_of(shard, slot_of(nodes_.rank_at(node(), i)), round);
+    srcs[i] = i == place() ? kFromTensor
+                           : place_of(shard, place(), slot_of(nodes_.rank_at(node(), i)), round);
   }
   reducer_.sum_to_partial({srcs, static_cast<size_t>(nodes_.node_size)}, in_tensor(round, shard),
                           slot_of(rank_));
@@ -119,15 +123,15 @@ void TwoLevel<AnyReducer>::sum_over_nodes(const Range& round, SlotOf slot_of) co
     partials[i] = slot_of(nodes_.rank_at(i, place())) + begin * reducer_.hop_bytes();
   }
   reducer_.sum_partials({partials, static_cast<size_t>(nodes_.num_nodes)}, in_tensor(round, share),
-                        place_of(share, slot_of(rank_), round));
+                        place_of(share, place(), slot_of(rank_), round));
 }
 
 template <typename AnyReducer>
 template <typename SlotOf>
 void TwoLevel<AnyReducer>::spread(const Range& round, int node, SlotOf slot_of) const {
   const Range share = share_of(round, node);
-  const WirePlace from = place_of(share, slot_of(nodes_.rank_at(node, place())), round);
-  const WirePlace to = place_of(share, slot_of(rank_), round);
+  const WirePlace from = place_of(share, place(), slot_of(nodes_.rank_at(node, place())), round);
+  const WirePlace to = place_of(share, place(), slot_of(rank_), round);
   copy_bytes(to.payload, from.payload, wire().payload_bytes(share.num_elems));
   copy_bytes(to.scales, from.scales, wire().num_scales(share.num_elems));
   if (is_receiver(rank_)) reducer_.unpack(to, in_tensor(round, share));
@@ -135,11 +139,14 @@ void TwoLevel<AnyReducer>::spread(const Range& round, int node, SlotOf slot_of) 
 
 template <typename AnyReducer>
 uint64_t TwoLevel<AnyReducer>::run(Exchange& exchange) {
+  const uint64_t wire_bytes = wire().num_bytes(kGranuleElems);
   const uint64_t hop_bytes = kGranuleElems * reducer_.hop_bytes();
-  const uint64_t num_granules = schedule::granules_of_round(
-      nodes_, exchange.slot_bytes(), wire().num_bytes(kGranuleElems), hop_bytes);
-  partial_bytes_ = schedule::partial_bytes(nodes_, num_granules, hop_bytes);
-  const uint64_t num_rounds = schedule::ceil_div(call_.num_elems, num_granules * kGranuleElems);
+  const schedule::SlotAreas areas =
+      schedule::areas_of_slot(nodes_, exchange.slot_bytes(), wire_bytes, hop_bytes);
+  partial_bytes_ = areas.granules * hop_bytes;
+  area_bytes_ = areas.granules * wire_bytes;
+  const uint64_t num_rounds =
+      schedule::ceil_div(call_.num_elems, areas.round_granules() * kGranuleElems);
   const auto range_of = [&](uint64_t round) {
     return schedule::even_shard(call_.num_elems, num_rounds, round, kGranuleElems);
   };
@@ -178,8 +185,9 @@ uint64_t TwoLevel<AnyReducer>::run(Exchange& exchange) {
     for_each_of_node([&](int peer) {
       exchange.wait_drained(peer, end_of(Stage::kSpread), "two_level collect");
       if (!is_receiver(rank_)) return;
-      const Range shard = shard_of(round, nodes_.place_of(peer));
-      reducer_.unpack(place_of(shard, slot_of(peer), round), in_tensor(round, shard));
+      const int owner = nodes_.place_of(peer);
+      const Range shard = shard_of(round, owner);
+      reducer_.unpack(place_of(shard, owner, slot_of(peer), round), in_tensor(round, shard));
     });
   }
   return schedule::step_of(num_rounds, Stage::kPartial);

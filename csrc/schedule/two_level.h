@@ -48,27 +48,22 @@ constexpr Range share_of_rail(const Nodes& nodes, uint64_t round_elems, int plac
   return {shard.begin + share.begin, share.num_elems};
 }
 
-// The bytes of a slot at which the contributions of a round of num_granules begin, behind the
-// partial sums of one shard.
-constexpr uint64_t partial_bytes(const Nodes& nodes, uint64_t num_granules,
-                                 uint64_t granule_hop_bytes) {
-  return ceil_div(num_granules, static_cast<uint64_t>(nodes.node_size)) * granule_hop_bytes;
-}
+// A slot: the partial sums of a shard, and then an area for each shard, which lies at the same
+// place in every round, however short the round is.
+struct SlotAreas {
+  uint64_t granules;   // in each area, of a shard
+  uint64_t num_areas;  // so many shards, the first ones, are not empty
 
-// The granules of the longest round whose contributions and partial sums fit in a slot.
-constexpr uint64_t granules_of_round(const Nodes& nodes, uint64_t slot_bytes,
-                                     uint64_t granule_wire_bytes, uint64_t granule_hop_bytes) {
-  const auto fits = [&](uint64_t num_granules) {
-    return partial_bytes(nodes, num_granules, granule_hop_bytes) +
-               num_granules * granule_wire_bytes <=
-           slot_bytes;
-  };
-  // As many as fit beside a shard that is a granule longer than needed; few more do.
+  constexpr uint64_t round_granules() const { return granules * num_areas; }
+};
+
+constexpr SlotAreas areas_of_slot(const Nodes& nodes, uint64_t slot_bytes,
+                                  uint64_t granule_wire_bytes, uint64_t granule_hop_bytes) {
   const auto node_size = static_cast<uint64_t>(nodes.node_size);
-  uint64_t num_granules = (slot_bytes - granule_hop_bytes) * node_size /
-                          (node_size * granule_wire_bytes + granule_hop_bytes);
-  while (fits(num_granules + 1)) ++num_granules;
-  return num_granules;
+  const uint64_t granules =
+      max_of(slot_bytes / (node_size * granule_wire_bytes + granule_hop_bytes), 1);
+  const uint64_t area_bytes = granules * granule_wire_bytes;
+  return {granules, min_of(node_size, (slot_bytes - granules * granule_hop_bytes) / area_bytes)};
 }
 
 // A round's stages, whose ends a rank publishes in this order.

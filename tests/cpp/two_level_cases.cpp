@@ -211,17 +211,23 @@ constexpr std::pair<int, int> kLayouts[] = {{2, 2}, {2, 3}, {4, 2}, {2, 8}, {8, 
 void rounds_fit_in_slots_and_shares_cover_them() {
   for (const auto& [num_nodes, node_size] : kLayouts) {
     const schedule::Nodes nodes{node_size, num_nodes};
-    for (const uint64_t slot_bytes : {uint64_t{4096}, uint64_t{12288}, uint64_t{256 << 10}}) {
+    for (const uint64_t slot_bytes : {uint64_t{4096}, uint64_t{12288}, uint64_t{64 << 10}}) {
       for (const uint64_t wire_bytes : {64, 128, 256, 512, 528, 1032, 2048}) {
         for (const uint64_t hop_bytes : {64, 256, 512, 2048}) {
-          const uint64_t most =
-              schedule::granules_of_round(nodes, slot_bytes, wire_bytes, hop_bytes);
-          const auto bytes_of = [&](uint64_t num_granules) {
-            return schedule::partial_bytes(nodes, num_granules, hop_bytes) +
-                   num_granules * wire_bytes;
-          };
-          check(most > 0 && bytes_of(most) <= slot_bytes, "a round fits in a slot");
-          check(bytes_of(most + 1) > slot_bytes, "a longer round does not");
+          const auto [granules, num_areas] =
+              schedule::areas_of_slot(nodes, slot_bytes, wire_bytes, hop_bytes);
+          check(granules > 0 && num_areas > 0, "a round is not empty");
+          check(granules * (hop_bytes + num_areas * wire_bytes) <= slot_bytes, "it fits in a slot");
+          // Shorter rounds, too, have shards only where there are areas.
+          for (uint64_t round = 1; round <= granules * num_areas; ++round) {
+            for (int place = 0; place < node_size; ++place) {
+              const schedule::Range shard = schedule::shard_of_node(nodes, 64 * round, place, 64);
+              if (static_cast<uint64_t>(place) >= num_areas) {
+                check_equal(shard.num_elems, uint64_t{0}, "a shard without an area");
+              }
+              check(shard.num_elems <= 64 * granules, "a shard fits in its area");
+            }
+          }
         }
       }
     }
