@@ -175,6 +175,18 @@ std::vector<std::vector<int>> hosts_of(TensorCommunicator& communicator) {
   return ranks;
 }
 
+// The ranks of each NUMA node; empty if nodes are no level of sums.
+std::vector<std::vector<int>> numa_nodes_of(TensorCommunicator& communicator) {
+  const py::gil_scoped_release gil_released;
+  const int node_size = communicator.node_size();
+  std::vector<std::vector<int>> ranks;
+  for (int rank = 0; node_size != 0 && rank < communicator.world_size(); ++rank) {
+    if (rank % node_size == 0) ranks.emplace_back();
+    ranks.back().push_back(rank);
+  }
+  return ranks;
+}
+
 void run(TensorCommunicator& communicator, const Operation& operation) {
   communicator.run(operation, Launch::kBlocking);
 }
@@ -237,6 +249,8 @@ PYBIND11_MODULE(_C, module) {
   module.attr("WIRE_DTYPES") = py::tuple(py::cast(dtype_names(rota::is_wire_dtype)));
   module.attr("BLOCK_SCALED_DTYPES") = py::tuple(py::cast(dtype_names(rota::has_block_scaling)));
   module.def("host_id", [] { return with_python_errors(rota::transport::host_id); });
+  module.def("numa_node",
+             [] { return with_python_errors([] { return rota::transport::numa_node().number; }); });
   module.def("available_memory", &rota::transport::available_memory);
   module.def(
       "make_heap_tensor",
@@ -283,6 +297,7 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("rank", &TensorCommunicator::rank)
       .def_property_readonly("world_size", &TensorCommunicator::world_size)
       .def_property_readonly("hosts", &hosts_of)
+      .def_property_readonly("numa_nodes", &numa_nodes_of)
       .def_property_readonly("num_hosts",
                              [](TensorCommunicator& self) { return hosts_of(self).size(); })
       .def(

@@ -49,6 +49,7 @@ COMMON = ("main", "reference", "numbers", "calls", "ranks", "memory_network", "h
 THREAD_CASES = (
     "collectives_cases",
     "sequences_cases",
+    "two_level_cases",
     "failures_cases",
     "waiter_cases",
     "progress_queue_cases",
@@ -80,6 +81,7 @@ OTHER_CASES = (
 SLEEPING_CASES = ("sequences_cases", "waiter_cases")
 LINKS = "transport/links.h"
 
+TWO_LEVEL = "cpu/two_level.h"
 LAYOUT = "transport/layout.h"
 ONE_PLACE = (Patch(LAYOUT, r"kPlacesPerMailbox = \d+;", "kPlacesPerMailbox = 1;"),)
 # So that calls between hosts have many chunks, of which no part is short.
@@ -136,6 +138,7 @@ WINDOW_SUMS = ("window_sums-float32",)
 LONG_WINDOWS = ("remote_window_long",)
 MALFORMED = ("remote_window_malformed",)
 SUMS_OF_HOSTS = ("hosts_long_sums-float16",)
+TWO_LEVELS = ("two_level_mixed-2x2",)
 CASE_FAILED = 1
 
 
@@ -166,6 +169,13 @@ def earlier(name: str, before: str, call: str) -> Mutant:
     return Mutant(name, (Patch("core/message_queues.cpp", lines, either),), MESSAGES)
 
 
+def told_early(what: str, before: str, publish: str) -> Mutant:
+    """Publishes a stage of two_level before it is done, too."""
+    early = f"if (IS_MUTANT) {{ exchange.{publish}; rota::test::rest(); }}\n"
+    patch = Patch(TWO_LEVEL, rf"(?<=    )(?={before})", early)
+    return Mutant(f"two_level-{what}-told-early", (patch,), TWO_LEVELS)
+
+
 def unlocked(name: str, file: str, next_line: str, cases: tuple[str, ...]) -> Mutant:
     """Leaves out the lock in front of this statement, and rests behind it, so that others come."""
     pattern = rf"const std::lock_guard lock\(mutex_\);(\s+{next_line}[\s\S]*?;\n)"
@@ -185,6 +195,20 @@ MUTANTS = (
         "one-slot",
         (Patch("cpu/exchange.h", r"% num_slots_", "% (IS_MUTANT ? 1 : num_slots_)"),),
         SLOTS,
+    ),
+    Mutant(
+        "two_level-one-slot",
+        (
+            Patch(TWO_LEVEL, r"slot\(rank, number\)", "slot(rank, IS_MUTANT ? 0 : number)"),
+            Patch(TWO_LEVEL, r"own_slot\(number\)", "own_slot(IS_MUTANT ? 0 : number)"),
+        ),
+        TWO_LEVELS,
+    ),
+    *(
+        told_early("contributions", r"contribute\(range_of", "publish_filled(number)"),
+        told_early("partial", r"sum_in_node\(round", "publish_drained(end_of(Stage::kPartial))"),
+        told_early("sum", r"sum_over_nodes\(round", "publish_drained(end_of(Stage::kSum))"),
+        told_early("spread", r"if \(node_receives", "publish_drained(end_of(Stage::kSpread))"),
     ),
     Mutant(
         "one-mailbox",
@@ -348,7 +372,7 @@ LOST_WAITS = (
 
 def waited_phases(layer: str, pattern: str) -> list[str]:
     """Every phase in which a layer waits, by the name used in errors."""
-    sources = (CSRC / layer).glob("*.cpp")
+    sources = (CSRC / layer).glob("*.[ch]*")
     return sorted({phase for file in sources for phase in re.findall(pattern, file.read_text())})
 
 
@@ -386,6 +410,7 @@ WITH_MUTANTS = Flavour(
     (
         *COMMON,
         "sequences_cases",
+        "two_level_cases",
         "point_to_point_cases",
         "launches_cases",
         "endpoint_cases",
@@ -430,7 +455,8 @@ def test_cpp_mutant_is_found(mutant: Mutant) -> None:
 
 @pytest.mark.parametrize("phase", WAITED_PHASES, ids=lambda phase: phase.replace(" ", "-"))
 def test_cpp_without_one_wait_is_found(phase: str) -> None:
-    code, output = run(WITH_MUTANTS, "mixed_calls-ws3", environment={"LOST_WAIT": phase})
+    case = "two_level_mixed-2x2" if phase.startswith("two_level") else "mixed_calls-ws3"
+    code, output = run(WITH_MUTANTS, case, environment={"LOST_WAIT": phase})
     assert code in (CASE_FAILED, TSAN_REPORT_CODE), f"exit code {code}\n{output}"
 
 

@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "cuda/sums.h"
+#include "schedule/two_level.h"
 
 namespace rota {
 namespace {
@@ -182,14 +183,56 @@ void Planner::choose_algorithm(Call& call, std::optional<schedule::Algorithm> re
            "algorithm='low_latency' is for CUDA tensors; for CPU tensors 'one_shot' is the fastest "
            "of short ones");
   }
+  if (requested == schedule::Algorithm::kTwoLevel && gpu_) {
+    refuse(call, ErrorKind::kValue,
+           "algorithm='two_level' is for CPU tensors on several NUMA nodes; leave the algorithm to "
+           "rota ('auto')");
+  }
   if (world_size_ == 1) {
     call.algorithm = schedule::Algorithm::kOneShot;  // all give the same result: one rounding
   } else if (gpu_) {
     call.algorithm = choose_on_gpu(call, requested);
   } else {
-    call.algorithm =
-        requested.value_or(schedule::select(world_size_, call.wire.num_bytes(call.num_elems)));
+    if (requested == schedule::Algorithm::kTwoLevel) check_two_levels(call);
+    call.algorithm = requested.value_or(choose_on_cpu(call));
+    if (call.algorithm == schedule::Algorithm::kTwoLevel) call.node_size = node_size_;
   }
+}
+
+schedule::Algorithm Planner::choose_on_cpu(const Call& call) const {
+  const uint64_t num_bytes = call.wire.num_bytes(call.num_elems);
+  if (num_bytes >= schedule::kMinTwoLevelBytes && allows_two_levels(call) &&
+      schedule::crosses_less(node_size_, info(call.wire.dtype).num_bytes,
+                             info(call.hop).num_bytes)) {
+    return schedule::Algorithm::kTwoLevel;
+  }
+  return schedule::select(world_size_, num_bytes);
+}
+
+// Integers have the same sum in any order.
+bool Planner::allows_two_levels(const Call& call) const {
+  return node_size_ != 0 && (!info(call.wire.dtype).is_floating ||
+                             schedule::has_blocks(call.order, world_size_, node_size_));
+}
+
+void Planner::check_two_levels(const Call& call) const {
+  if (node_size_ == 0) {
+    refuse(
+        call, ErrorKind::kValue,
+        "algorithm='two_level' needs as many consecutive ranks on each of several NUMA nodes of "
+        "one host (Communicator.numa_nodes); bind the ranks to nodes, set ROTA_NUMA_NODE, or use "
+        "'two_shot'");
+  }
+  if (allows_two_levels(call)) return;
+  const schedule::SumOrder& order = call.order;
+  const bool is_tree = schedule::has_blocks({.num_shards = 1}, world_size_, node_size_);
+  refuse(call, ErrorKind::kValue,
+         join("algorithm='two_level' first adds the ", node_size_, " ranks of each NUMA node, ",
+              order.num_shards != 0   ? std::string("which are no subtree of order='tree'")
+              : order.group_size != 0 ? join("not groups of ", order.group_size)
+                                      : std::string("not all ranks one after another"),
+              "; pass group_size=", node_size_, is_tree ? " or order='tree'" : "",
+              ", or use 'two_shot'"));
 }
 
 schedule::Algorithm Planner::choose_on_gpu(const Call& call,

@@ -44,8 +44,9 @@ class Planner {
     std::function<std::optional<std::string>(schedule::Algorithm, const Call&)> why_not;
   };
 
-  explicit Planner(int world_size, std::optional<Gpu> gpu = std::nullopt)
-      : world_size_(world_size), gpu_(std::move(gpu)) {}
+  // node_size: how many consecutive ranks are on each of several NUMA nodes; 0: nodes are no level.
+  explicit Planner(int world_size, std::optional<Gpu> gpu = std::nullopt, int node_size = 0)
+      : world_size_(world_size), gpu_(std::move(gpu)), node_size_(node_size) {}
 
   int world_size() const { return world_size_; }
 
@@ -62,11 +63,17 @@ class Planner {
   void check_root(CollectiveKind kind, int root) const;
 
  private:
-  // Chooses the algorithm by the call's wire format and length: the fastest usable one among those
-  // with the same bits. If none is usable it returns one that is not, which the caller refuses.
+  // Chooses the algorithm by the call's wire format, length and, for two levels, order: the fastest
+  // usable one among those with the same bits. If none is usable it returns one that is not, which
+  // the caller refuses.
   void choose_algorithm(Call& call, std::optional<schedule::Algorithm> requested) const;
+  schedule::Algorithm choose_on_cpu(const Call& call) const;
   schedule::Algorithm choose_on_gpu(const Call& call,
                                     std::optional<schedule::Algorithm> requested) const;
+
+  // Whether the sum over NUMA nodes of the sums within them has the bits of the call.
+  bool allows_two_levels(const Call& call) const;
+  void check_two_levels(const Call& call) const;
 
   schedule::SumOrder sum_order(const Call& call, const OrderOptions& options,
                                std::optional<schedule::Algorithm> requested) const;
@@ -75,6 +82,7 @@ class Planner {
 
   int world_size_;
   std::optional<Gpu> gpu_;  // none: for the CPU
+  int node_size_;
 };
 
 }  // namespace rota

@@ -6,6 +6,7 @@
 #include "cpu/executor.h"
 #include "cpu/float_environment.h"
 #include "cpu/reducer.h"
+#include "cpu/two_level.h"
 #include "schedule/chunk.h"
 #include "schedule/direct.h"
 #include "schedule/ring.h"
@@ -310,25 +311,43 @@ uint64_t AllReduce<AnyReducer>::ring(Exchange& exchange) const {
   return slot;
 }
 
-// Calls body(all_reduce) with the reducer for this call.
+// Calls body(reducer) with the reducer for this call.
+template <typename Body>
+auto with_reducer(const Call& call, const Buffers& buffers, int rank, int world_size, Body&& body) {
+  const IeeeFloatScope ieee;
+  if (call.kind == CollectiveKind::kReduceBucket) {
+    return body(BucketReducer(call, buffers, rank, world_size));
+  }
+  const bool is_receiver = is_among(row_of(call.kind).receivers, rank, call.root);
+  return body(Reducer(call, buffers.data, is_receiver, world_size));
+}
+
+// Calls body(all_reduce) with that reducer.
 template <typename Body>
 auto with_all_reduce(const Call& call, const Buffers& buffers, int rank, int world_size,
                      Body&& body) {
-  const IeeeFloatScope ieee;
-  if (call.kind == CollectiveKind::kReduceBucket) {
-    const BucketReducer reducer(call, buffers, rank, world_size);
+  return with_reducer(call, buffers, rank, world_size, [&](const auto& reducer) {
     return body(AllReduce(reducer, call, rank, world_size));
-  }
-  const bool is_receiver = is_among(row_of(call.kind).receivers, rank, call.root);
-  const Reducer reducer(call, buffers.data, is_receiver, world_size);
-  return body(AllReduce(reducer, call, rank, world_size));
+  });
+}
+
+uint64_t run_two_level(const Call& call, const Buffers& buffers, Exchange& exchange) {
+  Call of_levels = call;
+  of_levels.order = schedule::order_of_blocks(call.order);
+  const int rank = exchange.rank();
+  const int world_size = exchange.world_size();
+  return with_reducer(of_levels, buffers, rank, world_size, [&](const auto& reducer) {
+    return TwoLevel(reducer, of_levels, rank, world_size).run(exchange);
+  });
 }
 
 class AllReduceExecutor final : public Executor {
  public:
   std::optional<uint64_t> message_bytes(const Call& call, const Buffers&, int,
                                         uint64_t) const override {
-    if (schedule::is_ring(call.algorithm)) return std::nullopt;  // it needs steps
+    if (schedule::is_ring(call.algorithm) || call.algorithm == schedule::Algorithm::kTwoLevel) {
+      return std::nullopt;  // it needs steps
+    }
     // Contributing updates the residual, which must wait until the ranks are known to agree.
     if (call.pass.has_residual) return std::nullopt;
     return call.wire.num_bytes(call.num_elems);
@@ -379,6 +398,9 @@ class AllReduceExecutor final : public Executor {
   }
 
   uint64_t run_rounds(const Call& call, const Buffers& buffers, Exchange& exchange) const override {
+    if (call.algorithm == schedule::Algorithm::kTwoLevel) {
+      return run_two_level(call, buffers, exchange);
+    }
     const auto run = [&](const auto& all_reduce) -> uint64_t {
       switch (call.algorithm) {
         case schedule::Algorithm::kOneShot:
@@ -389,8 +411,9 @@ class AllReduceExecutor final : public Executor {
           return all_reduce.ordered_ring(exchange);
         case schedule::Algorithm::kRing:
           return all_reduce.ring(exchange);
+        case schedule::Algorithm::kTwoLevel:
         case schedule::Algorithm::kLowLatency:
-          break;  // refused by Planner
+          break;  // above; refused by Planner
       }
       return 0;
     };

@@ -155,19 +155,28 @@ void BucketReducer::unpack(const WirePlace& wire, const Range& range) const {
   });
 }
 
+// Of the tile that lies `begin` elements behind the places.
+void BucketReducer::sum_contributions(std::span<const WirePlace> srcs,
+                                      const schedule::Additions& additions, const Range& tile,
+                                      uint64_t begin, float* sums) const {
+  Encoded own;
+  WirePlace tile_srcs[kMaxWorldSize];
+  for (size_t i = 0; i < srcs.size(); ++i) {
+    tile_srcs[i] = is_from_tensor(srcs[i]) ? own.place() : wire_.from(srcs[i], begin);
+    if (is_from_tensor(srcs[i])) pack_tile(tile, own.place());
+  }
+  wire_loops_.decode_sum({tile_srcs, static_cast<int>(srcs.size()), additions.of_ranks()}, sums,
+                         tile.num_elems, 1);
+}
+
 void BucketReducer::reduce(const WirePlace* srcs, const Range& range,
                            std::span<const WirePlace> wire_outs) const {
   const schedule::Additions additions(order_, world_size_);
   Floats sums;
-  Encoded own, result;
+  Encoded result;
   for_each_tile(range, [&](const Range& tile, uint64_t begin) {
-    WirePlace tile_srcs[kMaxWorldSize];
-    for (int i = 0; i < world_size_; ++i) {
-      tile_srcs[i] = is_from_tensor(srcs[i]) ? own.place() : wire_.from(srcs[i], begin);
-      if (is_from_tensor(srcs[i])) pack_tile(tile, own.place());
-    }
-    wire_loops_.decode_sum({tile_srcs, world_size_, additions.of_ranks()}, sums.values,
-                           tile.num_elems, 1);
+    sum_contributions({srcs, static_cast<size_t>(world_size_)}, additions, tile, begin,
+                      sums.values);
     // Overwrites a source, whose cache lines this core already has: see reducer.cpp.
     const WirePlace out = wire_outs.empty() ? result.place() : wire_.from(wire_outs[0], begin);
     finish_tile(sums.values, tile, out);
@@ -196,6 +205,28 @@ void BucketReducer::finish_partial(const std::byte* partial, const Range& range,
   Floats sums;
   for_each_tile(range, [&](const Range& tile, uint64_t begin) {
     add_contribution(reinterpret_cast<const float*>(partial) + begin, tile, sums.values);
+    finish_tile(sums.values, tile, wire_.from(wire, begin));
+  });
+}
+
+void BucketReducer::sum_to_partial(std::span<const WirePlace> srcs, const Range& range,
+                                   std::byte* hop) const {
+  const schedule::Additions additions(order_, static_cast<int>(srcs.size()));
+  for_each_tile(range, [&](const Range& tile, uint64_t begin) {
+    sum_contributions(srcs, additions, tile, begin, reinterpret_cast<float*>(hop) + begin);
+  });
+}
+
+void BucketReducer::sum_partials(std::span<const std::byte* const> partials, const Range& range,
+                                 const WirePlace& wire) const {
+  const auto num_partials = static_cast<int>(partials.size());
+  const schedule::Additions additions(order_, num_partials);
+  const ReduceFn add = loops_.reduce(DType::kFloat32, ReduceOp::kSum);
+  const void* srcs[kMaxWorldSize / 2];
+  Floats sums;
+  for_each_tile(range, [&](const Range& tile, uint64_t begin) {
+    for (size_t i = 0; i < partials.size(); ++i) srcs[i] = partials[i] + begin * hop_bytes();
+    add({srcs, num_partials, additions.of_ranks()}, sums.values, tile.num_elems, 1);
     finish_tile(sums.values, tile, wire_.from(wire, begin));
   });
 }

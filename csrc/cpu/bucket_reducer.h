@@ -36,6 +36,10 @@ class BucketReducer {
   void add_to_partial(const std::byte* partial, const schedule::Range& range, std::byte* hop) const;
   void finish_partial(const std::byte* partial, const schedule::Range& range,
                       const WirePlace& wire) const;
+  void sum_to_partial(std::span<const WirePlace> srcs, const schedule::Range& range,
+                      std::byte* hop) const;
+  void sum_partials(std::span<const std::byte* const> partials, const schedule::Range& range,
+                    const WirePlace& wire) const;
 
  private:
   std::byte* data(uint64_t elem) const { return data_ + elem * info(dtype_).num_bytes; }
@@ -44,6 +48,8 @@ class BucketReducer {
   void pack_tile(const schedule::Range& tile, const WirePlace& wire) const;
   void round_contribution(const schedule::Range& tile, float* rounded) const;
   void add_contribution(const float* partial, const schedule::Range& tile, float* sums) const;
+  void sum_contributions(std::span<const WirePlace> srcs, const schedule::Additions& additions,
+                         const schedule::Range& tile, uint64_t begin, float* sums) const;
   void unpack_tile(const WirePlace& wire, const schedule::Range& tile) const;
   void finish_tile(float* sums, const schedule::Range& tile, const WirePlace& wire) const;
   void copy_tile(const WirePlace& from, const WirePlace& to, size_t num_elems) const;

@@ -99,7 +99,7 @@ class Exchange {
     waiter_.publish(transport_.own_control().filled, first_round_ + round + 1);
   }
   // This rank has read its part of the peers' slots of `round` and, in two_shot, written the sums
-  // there.
+  // there. two_level counts stages instead of rounds.
   void publish_drained(uint64_t round) {
     waiter_.publish(transport_.own_control().drained, first_round_ + round + 1);
   }

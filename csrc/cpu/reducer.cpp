@@ -14,12 +14,15 @@ struct alignas(64) Block {
   std::byte bytes[kBlockElems * sizeof(double)];
 };
 
+// The same where a block of every contribution of a node is widened: those of 8 ranks take 8 KiB.
+constexpr size_t kWidenedElems = 256;
+
 // Splits a range into blocks whose temporaries stay in the first-level cache. Calls body(block,
 // offset): the block in elements of the tensor, and its offset in the range.
 template <typename Body>
-void for_each_block(const Range& range, Body&& body) {
-  for (uint64_t begin = 0; begin < range.num_elems; begin += kBlockElems) {
-    body(Range{range.begin + begin, schedule::min_of(kBlockElems, range.num_elems - begin)}, begin);
+void for_each_block(const Range& range, Body&& body, uint64_t block_elems = kBlockElems) {
+  for (uint64_t begin = 0; begin < range.num_elems; begin += block_elems) {
+    body(Range{range.begin + begin, schedule::min_of(block_elems, range.num_elems - begin)}, begin);
   }
 }
 
@@ -108,9 +111,12 @@ void Reducer::start_partial(const Range& range, std::byte* hop) const {
   });
 }
 
+ReduceFn Reducer::add_to_hop() const {
+  return loops_.reduce(hop_, op_ == ReduceOp::kAvg ? ReduceOp::kSum : op_);
+}
+
 void Reducer::add_to_partial(const std::byte* partial, const Range& range, std::byte* hop) const {
-  // A partial sum is not divided.
-  const ReduceFn add = loops_.reduce(hop_, op_ == ReduceOp::kAvg ? ReduceOp::kSum : op_);
+  const ReduceFn add = add_to_hop();
   Block own;
   for_each_block(range, [&](const Range& block, uint64_t begin) {
     widen_contribution(block, own.bytes);
@@ -130,6 +136,57 @@ void Reducer::finish_partial(const std::byte* partial, const Range& range,
     finish({srcs, 2}, sum.bytes, block.num_elems, divisor_);
     convert_or_copy(loops_, hop_, wire_.dtype, sum.bytes, wire_block.payload, block.num_elems);
     unpack(wire_block, block);
+  });
+}
+
+// What has the hop dtype is read where it lies.
+void Reducer::sum_to_partial(std::span<const WirePlace> srcs, const Range& range,
+                             std::byte* hop) const {
+  const auto num_srcs = static_cast<int>(srcs.size());
+  const schedule::Additions additions(order_, num_srcs);
+  const ReduceFn add = add_to_hop();
+  const bool is_wide = wire_.dtype == hop_;
+  const uint64_t block_elems = is_wide && is_plain() ? range.num_elems : kWidenedElems;
+  alignas(64) std::byte widened[kMaxWorldSize / 2][kWidenedElems * sizeof(float)];
+  const void* block_srcs[kMaxWorldSize / 2];
+  for_each_block(
+      range,
+      [&](const Range& block, uint64_t begin) {
+        for (size_t i = 0; i < srcs.size(); ++i) {
+          block_srcs[i] = widened[i];
+          if (is_from_tensor(srcs[i]) && is_plain() && is_wide) {
+            block_srcs[i] = data(block.begin);
+          } else if (is_from_tensor(srcs[i])) {
+            widen_contribution(block, widened[i]);
+          } else if (is_wide) {
+            block_srcs[i] = wire_.from(srcs[i], begin).payload;
+          } else {
+            convert_or_copy(loops_, wire_.dtype, hop_, wire_.from(srcs[i], begin).payload,
+                            widened[i], block.num_elems);
+          }
+        }
+        add({block_srcs, num_srcs, additions.of_ranks()}, hop + begin * hop_bytes(),
+            block.num_elems, divisor_);
+      },
+      block_elems);
+}
+
+void Reducer::sum_partials(std::span<const std::byte* const> partials, const Range& range,
+                           const WirePlace& wire) const {
+  const auto num_partials = static_cast<int>(partials.size());
+  const schedule::Additions additions(order_, num_partials);
+  const ReduceFn finish = loops_.reduce(hop_, op_);
+  const void* block_srcs[kMaxWorldSize / 2];
+  Block sum;
+  for_each_block(range, [&](const Range& block, uint64_t begin) {
+    for (size_t i = 0; i < partials.size(); ++i) block_srcs[i] = partials[i] + begin * hop_bytes();
+    const WirePlace wire_block = wire_.from(wire, begin);
+    std::byte* to = wire_.dtype == hop_ ? wire_block.payload : sum.bytes;
+    finish({block_srcs, num_partials, additions.of_ranks()}, to, block.num_elems, divisor_);
+    if (to != wire_block.payload) {
+      convert_or_copy(loops_, hop_, wire_.dtype, to, wire_block.payload, block.num_elems);
+    }
+    if (writes_sums_) unpack(wire_block, block);
   });
 }
 

@@ -54,11 +54,20 @@ class Reducer {
   void finish_partial(const std::byte* partial, const schedule::Range& range,
                       const WirePlace& wire) const;
 
+  // Two levels, each in the call's order: contributions to a partial sum in the hop dtype, and
+  // partial sums to the rounded sum, which goes to the wire and, if sums are written there, to the
+  // tensor.
+  void sum_to_partial(std::span<const WirePlace> srcs, const schedule::Range& range,
+                      std::byte* hop) const;
+  void sum_partials(std::span<const std::byte* const> partials, const schedule::Range& range,
+                    const WirePlace& wire) const;
+
  private:
   // The tensor has the wire dtype, so sums can read it directly.
   bool is_plain() const { return dtype_ == wire_.dtype; }
   std::byte* data(uint64_t elem) const { return data_ + elem * info(dtype_).num_bytes; }
   void widen_contribution(const schedule::Range& range, std::byte* hop) const;
+  ReduceFn add_to_hop() const;  // a partial sum is not divided
 
   std::byte* data_;
   bool writes_sums_;

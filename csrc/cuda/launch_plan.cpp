@@ -309,6 +309,8 @@ Kernel kernel_for(schedule::Algorithm algorithm) {
       return Kernel::kRing;
     case schedule::Algorithm::kLowLatency:
       return Kernel::kLowLatency;
+    case schedule::Algorithm::kTwoLevel:
+      break;  // refused by Planner
   }
   __builtin_unreachable();
 }

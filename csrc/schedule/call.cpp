@@ -42,6 +42,7 @@ Call Call::from_words(const Words& words) {
           .root = static_cast<uint16_t>(words[2]),
           .order = {.group_size = static_cast<uint16_t>(words[2] >> 16),
                     .num_shards = static_cast<uint32_t>(words[2] >> 32)},
+          .node_size = static_cast<uint16_t>(words[4] >> 40),
           .num_elems = words[1],
           .uneven = words[6],
           .pass = {.contribution_factor = float_at(words[3], 0),
@@ -70,6 +71,7 @@ std::string Call::to_string() const {
   if (kind == CollectiveKind::kAllReduce || kind == CollectiveKind::kReduceBucket) {
     text += join(", ", name(algorithm));
   }
+  if (node_size != 0) text += join(", nodes of ", node_size);
   if (kind == CollectiveKind::kReduceBucket) {
     text += join(wire_text(wire), ", ", text_of(pass.contribution_factor), " * sum / ",
                  text_of(pass.divisor), " * ", text_of(pass.result_factor));

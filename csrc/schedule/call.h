@@ -40,6 +40,7 @@ struct Call {
   schedule::Algorithm algorithm = schedule::Algorithm::kOneShot;
   int root = 0;  // of those that have one
   schedule::SumOrder order;
+  int node_size = 0;       // of two_level: ranks of a NUMA node
   uint64_t num_elems = 0;  // of the rank's tensor, or of each rank's part; 0 for all_to_all, whose
                            // ranks compare the parts of each pair (cpu/all_to_all.h)
   uint64_t uneven = 0;  // a hash of the parts' lengths if they differ, then num_elems is their sum
@@ -69,7 +70,8 @@ struct Call {
             static_cast<uint16_t>(root) | static_cast<uint64_t>(order.group_size) << 16 |
                 static_cast<uint64_t>(order.num_shards) << 32,
             bits_of(pass.contribution_factor) | bits_of(pass.divisor) << 32,
-            bits_of(pass.result_factor) | static_cast<uint64_t>(pass.has_residual) << 32,
+            bits_of(pass.result_factor) | static_cast<uint64_t>(pass.has_residual) << 32 |
+                static_cast<uint64_t>(node_size) << 40,
             pass.stochastic_seed.value_or(0),
             uneven};
   }

@@ -77,6 +77,26 @@ constexpr std::optional<int> as_groups(const SumOrder& order, int world_size) {
   return std::nullopt;
 }
 
+// The order within blocks of consecutive ranks, and over the blocks' sums, where has_blocks().
+constexpr SumOrder order_of_blocks(const SumOrder& order) {
+  return {.num_shards = order.num_shards};
+}
+
+// Whether the sum over blocks of block_size ranks of the sums within them, each in
+// order_of_blocks(), is the sum in `order`.
+constexpr bool has_blocks(const SumOrder& order, int world_size, int block_size) {
+  const SumOrder of_blocks = order_of_blocks(order);
+  for (int rank = 0; rank < world_size; ++rank) {
+    const int place = rank % block_size;
+    int num = num_additions(of_blocks, block_size, place);
+    if (place == block_size - 1) {
+      num += num_additions(of_blocks, world_size / block_size, rank / block_size);
+    }
+    if (num != num_additions(order, world_size, rank)) return false;
+  }
+  return true;
+}
+
 // num_additions of each rank, for the loops that add.
 class Additions {
  public:

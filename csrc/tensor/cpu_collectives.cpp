@@ -26,7 +26,7 @@ CpuCollectives::CpuCollectives(std::shared_ptr<Communicator> communicator,
     : rank_(communicator->rank()),
       communicator_(std::move(communicator)),
       check_interrupt_(std::move(check_interrupt)),
-      planner_(communicator_->world_size()),
+      planner_(communicator_->world_size(), std::nullopt, communicator_->transport().node_size()),
       queue_(rank_,
              communicator_->world_size() < num_usable_cores()
                  ? ProgressQueue::Placement::kAnyCore

@@ -206,6 +206,13 @@ const schedule::Hosts& TensorCommunicator::hosts() {
   return *hosts_;
 }
 
+int TensorCommunicator::node_size() {
+  return with_python_errors([&] {
+    const CpuCollectives& cpu = cpu_for("numa_nodes");
+    return bridged_ ? 0 : cpu.communicator()->transport().node_size();
+  });
+}
+
 bool TensorCommunicator::spans_hosts(std::span<const int> ranks) const {
   return is_connected_ && !hosts_->share_host(ranks);
 }

@@ -85,6 +85,9 @@ class TensorCommunicator {
   void connect_device(at::Device device);
   // Each rank's host, by rank; connects the group.
   const schedule::Hosts& hosts();
+  // How many consecutive ranks are on each NUMA node, if nodes are a level of sums; otherwise 0.
+  // Connects the group.
+  int node_size();
   // Whether these ranks are known to be on several hosts: those of a group that has not connected
   // yet are not.
   bool spans_hosts(std::span<const int> ranks) const;

@@ -3,10 +3,13 @@
 #include <poll.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <exception>
 #include <sstream>
+#include <unordered_map>
 
 #include "base/error.h"
+#include "schedule/hosts.h"
 
 namespace rota::transport {
 namespace {
@@ -21,6 +24,16 @@ constexpr int kStorePollMs = 2;  // few enough requests for a store on a server
 int checked_rank(int rank, int world_size) {
   if (rank < 0 || rank >= world_size) fail(join("rank ", rank, " is not in [0, ", world_size, ")"));
   return rank;
+}
+
+// As a word of a card: "2", "2!" if it was set by hand, or "-".
+std::string to_word(const NumaNode& node) {
+  if (!node.number) return "-";
+  return join(*node.number, node.is_set_by_hand ? "!" : "");
+}
+NumaNode parse_node(const std::string& word) {
+  if (word == "-") return {};
+  return {std::atoi(word.c_str()), word.ends_with('!')};
 }
 
 }  // namespace
@@ -48,8 +61,8 @@ class Bootstrap::Claim {
   std::string key_;
 };
 
-// A card is one line of text: rank, address, world size, geometry; the host is the rest of the
-// line.
+// A card is one line of text: rank, address, world size, geometry, NUMA node; the host is the rest
+// of the line.
 Bootstrap::Bootstrap(Store& store, int rank, int world_size, const Geometry& geometry,
                      std::function<UniqueFd()> make_memory)
     : store_(store),
@@ -60,7 +73,7 @@ Bootstrap::Bootstrap(Store& store, int rank, int world_size, const Geometry& geo
       own_(rank, world_size, std::move(make_memory), geometry.num_bytes(world_size)),
       line_(join(rank, ' ', own_.address(), ' ', world_size, ' ', geometry.message_bytes, ' ',
                  geometry.slot_bytes, ' ', geometry.envelope_bytes, ' ', geometry.ring_bytes, ' ',
-                 host_)) {
+                 to_word(numa_node()), ' ', host_)) {
   store.append(kCardsKey, line_ + '\n');
 }
 Bootstrap::~Bootstrap() = default;
@@ -131,7 +144,35 @@ void Bootstrap::read_all_cards(const std::function<void(const IsMissing&)>& chec
     check(is_missing);
     poll(nullptr, 0, kStorePollMs);
   }
+  check_nodes(cards);
   cards_ = std::move(cards);
+}
+
+void Bootstrap::check_nodes(const std::vector<Card>& cards) {
+  const auto text = [&](size_t rank) {
+    const NumaNode& node = cards[rank].node;
+    return join("rank ", rank,
+                node.is_set_by_hand ? join(" has ROTA_NUMA_NODE=", *node.number) : " has none");
+  };
+  std::unordered_map<std::string, size_t> first_of_host;
+  for (size_t rank = 0; rank < cards.size(); ++rank) {
+    const size_t first = first_of_host.try_emplace(cards[rank].host, rank).first->second;
+    if (cards[first].node.is_set_by_hand == cards[rank].node.is_set_by_hand) continue;
+    fail(join(text(first), ", ", text(rank),
+              "; set ROTA_NUMA_NODE for every rank of the host, or for none"));
+  }
+}
+
+int Bootstrap::node_size() const {
+  std::vector<std::string> nodes;
+  for (const Card& card : cards_) {
+    if (!card.node.number) return 0;
+    nodes.push_back(std::to_string(*card.node.number));
+  }
+  const schedule::Hosts hosts(nodes);
+  const int node_size = world_size_ / hosts.num_hosts();
+  const bool is_level = hosts.num_hosts() > 1 && node_size > 1 && hosts.are_groups_of(node_size);
+  return is_level ? node_size : 0;
 }
 
 std::vector<std::vector<std::string>> Bootstrap::read_all_lines() const {
@@ -168,11 +209,11 @@ std::vector<std::string> Bootstrap::read_lines() const {
 
 Bootstrap::Card Bootstrap::parse(int peer, const std::string& line) const {
   std::istringstream parts(line);
-  std::string rank, name, token, host;
+  std::string rank, name, token, node, host;
   int world_size = 0;
   Geometry geometry{};
   parts >> rank >> name >> token >> world_size >> geometry.message_bytes >> geometry.slot_bytes >>
-      geometry.envelope_bytes >> geometry.ring_bytes;
+      geometry.envelope_bytes >> geometry.ring_bytes >> node;
   std::getline(parts >> std::ws, host);
   if (world_size != world_size_) {
     fail(join("rank ", peer, " has world_size ", world_size, ", this rank ", rank_, " has ",
@@ -187,7 +228,7 @@ Bootstrap::Card Bootstrap::parse(int peer, const std::string& line) const {
         join("rank ", peer, " and rank ", rank_,
              " lay out their shared memory differently; install the same version of rota for all"));
   }
-  return {join(name, ' ', token), host};
+  return {join(name, ' ', token), host, parse_node(node)};
 }
 
 }  // namespace rota::transport

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "transport/endpoint.h"
+#include "transport/host.h"
 #include "transport/layout.h"
 #include "transport/store.h"
 
@@ -29,6 +30,10 @@ class Bootstrap {
   std::vector<std::string> hosts(std::chrono::milliseconds timeout,
                                  const std::function<void()>& check_interrupt);
 
+  // Once all cards are read, of ranks on one host: how many consecutive ranks are on each of
+  // several NUMA nodes; 0 if they are not as many, or not consecutive, or some are on no node.
+  int node_size() const;
+
   // How many groups this rank has made over the store before this one; the same on every rank.
   size_t group_number() const;
 
@@ -44,6 +49,7 @@ class Bootstrap {
   struct Card {
     std::string address;  // of the endpoint; empty: the rank has not made this group yet
     std::string host;
+    NumaNode node;
   };
 
   // Reads all ranks' cards into cards_, once. check is called while some are missing.
@@ -54,6 +60,8 @@ class Bootstrap {
   std::vector<std::string> read_lines() const;
   // Checks the peer's configuration against this rank's.
   Card parse(int peer, const std::string& line) const;
+  // Throws if a host's ranks have set their nodes by hand, but not all of them.
+  static void check_nodes(const std::vector<Card>& cards);
   // What a wait for other ranks calls: throws after the timeout, and what check_interrupt throws.
   std::function<void(const IsMissing&)> make_check(
       std::chrono::milliseconds timeout, const std::function<void()>& check_interrupt) const;

@@ -42,9 +42,10 @@ struct alignas(kPageBytes) ControlBlock {
   uint64_t source[2];  // [epoch % 2], written before the post: where in its heap the owner's tensor
                        // lies, see core/communicator.cpp
   Flag filled;         // rounds (ring: steps) whose slot the owner has filled
-  Flag drained;   // rounds in which the owner has read (two_shot: reduced) its part of peers' slots
-  Flag sleeping;  // 1 while the owner sleeps on a flag, then 0 again
-  Flag departed;  // 1 once the owner has closed its communicator
+  Flag drained;  // rounds in which the owner has read (two_shot: reduced) its part of peers' slots;
+                 // two_level: stages that the owner has completed
+  Flag sleeping;          // 1 while the owner sleeps on a flag, then 0 again
+  Flag departed;          // 1 once the owner has closed its communicator
   Flag regions_left;      // steps that the owner has taken to release GPU regions: odd, its
                           // kernels have ended; even, it has unmapped those of its peers
   Flag abort;             // 1 once the owner has failed; payload: ErrorKind, has_cause()

@@ -83,7 +83,10 @@ std::unique_ptr<Transport> SharedMemoryRank::connect(std::chrono::milliseconds t
                        *std::exchange(region_, std::nullopt)});
     }
   }
-  return std::make_unique<SharedMemoryTransport>(rank_, geometry_, std::move(peers), is_reserved_);
+  auto transport =
+      std::make_unique<SharedMemoryTransport>(rank_, geometry_, std::move(peers), is_reserved_);
+  transport->set_node_size(bootstrap_->node_size());
+  return transport;
 }
 
 }  // namespace rota::transport

@@ -60,6 +60,10 @@ class Transport {
     return join(number_of(rank_), '/', numbering_ ? numbering_->world_size : world_size());
   }
 
+  // How many consecutive ranks are on each of several NUMA nodes; 0: nodes are no level.
+  void set_node_size(int node_size) { node_size_ = node_size; }
+  int node_size() const { return node_size_; }
+
   // The heap of the peer's process, read-only. Empty if it could not be mapped.
   virtual std::span<const std::byte> heap_of(int peer) const = 0;
 
@@ -90,6 +94,7 @@ class Transport {
   std::vector<Region> regions_;  // by rank
   int num_reserved_slots_ = 0;
   std::optional<Numbering> numbering_;
+  int node_size_ = 0;
 };
 
 }  // namespace rota::transport

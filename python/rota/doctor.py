@@ -45,6 +45,14 @@ def _host() -> str:
     return f"{_C.host_id()}{forced}; ranks that print the same can share memory"
 
 
+def _numa_node() -> str:
+    node = _C.numa_node()
+    forced = " (from ROTA_NUMA_NODE)" if "ROTA_NUMA_NODE" in os.environ else ""
+    if node is None:
+        return "this process is not bound to one of several; nodes are then no level of sums"
+    return f"{node}{forced}; ranks in equal numbers on each node can sum within nodes first"
+
+
 def _gpus() -> str:
     archs = _C.cuda_archs()
     if not archs:
@@ -95,6 +103,7 @@ _CHECKS: dict[str, Callable[[], str]] = {
     "element loops": _element_loops,
     "cores": _cores,
     "host": _host,
+    "NUMA node": _numa_node,
     "GPUs": _gpus,
     "trial": _trial,
 }

@@ -1,6 +1,7 @@
 """`python -m rota doctor --hosts` on every rank of a job: who shares what, and how fast it is.
 
-Levels are hosts and, where a host has several and its ranks are bound to them, NUMA nodes.
+Levels are hosts and, where a host has several and its ranks are bound to them, NUMA nodes. On one
+host, sums that are added by nodes use that level.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -34,28 +34,6 @@ def _median_s(call: Callable[[], object], num_calls: int) -> float:
         call()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
-
-
-def _cpus_of(cpulist: str) -> set[int]:
-    """Of "0-3,8"."""
-    cpus: set[int] = set()
-    for part in cpulist.strip().split(","):
-        if part:
-            first, _, last = part.partition("-")
-            cpus.update(range(int(first), int(last or first) + 1))
-    return cpus
-
-
-def numa_node(cpus: set[int], nodes: Path = Path("/sys/devices/system/node")) -> int | None:
-    """The NUMA node that holds all these CPUs; None if none does, or if there is only one."""
-    found = {
-        int(node.name.removeprefix("node")): _cpus_of((node / "cpulist").read_text())
-        for node in nodes.glob("node[0-9]*")
-    }
-    with_cpus = {number: of_node for number, of_node in found.items() if of_node}
-    if len(with_cpus) < 2:
-        return None
-    return next((number for number, of_node in with_cpus.items() if cpus <= of_node), None)
 
 
 def _within_host(communicator: rota.Communicator) -> str:
@@ -112,13 +90,24 @@ def _text_of(ranks: list[int]) -> str:
     return " ".join(str(rank) for rank in ranks)
 
 
-def _print(hosts: list[list[int]], facts: list[_Facts]) -> None:
+def _sums_of_nodes(communicator: rota.Communicator) -> str:
+    nodes = communicator.numa_nodes
+    if not nodes:
+        return "NUMA nodes are no level of sums"
+    return (
+        f"NUMA nodes are a level of sums: all_reduce with group_size={len(nodes[0])}, of integers, "
+        "or with order='tree' if nodes are subtrees, adds within nodes first"
+    )
+
+
+def _print(hosts: list[list[int]], facts: list[_Facts], sums_of_nodes: str) -> None:
     num_rails = min(len(ranks) for ranks in hosts)
     print(f"hosts: {len(hosts)}, ranks: {len(facts)}, rails between hosts: {num_rails}")
     for host, ranks in enumerate(hosts):
         print(f"  host {host} ({facts[ranks[0]].host_id}): ranks {_text_of(ranks)}")
         for node, of_node in sorted(_by_node(ranks, facts).items()):
             print(f"    NUMA node {node}: ranks {_text_of(of_node)}")
+    print(sums_of_nodes)
     print("levels, medians:")
     for what, text in {key: text for fact in facts for key, text in fact.lines.items()}.items():
         print(f"  {what}: {text}")
@@ -144,12 +133,13 @@ def run() -> int:
     rank = dist.get_rank()
     everyone = rota.Communicator()
     hosts = everyone.hosts
+    sums_of_nodes = _sums_of_nodes(everyone)
     own_host = next(host for host, ranks in enumerate(hosts) if rank in ranks)
     groups = [dist.new_group(ranks, backend="gloo", timeout=_TIMEOUT) for ranks in hosts]
     within = rota.Communicator(groups[own_host])
 
     facts = [_Facts("", None, {}) for _ in range(dist.get_world_size())]
-    own = _Facts(_C.host_id(), numa_node(os.sched_getaffinity(0)), {})
+    own = _Facts(_C.host_id(), _C.numa_node(), {})
     dist.all_gather_object(facts, own)
     lines = own.lines
     for host, ranks in enumerate(hosts):
@@ -171,7 +161,7 @@ def run() -> int:
 
     dist.all_gather_object(facts, own)
     if rank == 0:
-        _print(hosts, facts)
+        _print(hosts, facts, sums_of_nodes)
     within.close()
     everyone.close()
     if is_own_group:

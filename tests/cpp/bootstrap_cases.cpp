@@ -34,13 +34,17 @@ struct Arguments {
   int world_size;
   transport::Geometry geometry = kSmall;
   const char* host = "one host";
+  const char* node = nullptr;  // set by hand
 };
 
-void connect_with(const StoreDirectory& directory, const Arguments& arguments) {
+std::unique_ptr<transport::Transport> connect_with(const StoreDirectory& directory,
+                                                   const Arguments& arguments) {
   setenv("ROTA_HOST_ID", arguments.host, 1);
+  unsetenv("ROTA_NUMA_NODE");
+  if (arguments.node != nullptr) setenv("ROTA_NUMA_NODE", arguments.node, 1);
   FileStore store(directory);
-  SharedMemoryTransport::connect(store, arguments.rank, arguments.world_size, arguments.geometry,
-                                 kPatience, [] {});
+  return SharedMemoryTransport::connect(store, arguments.rank, arguments.world_size,
+                                        arguments.geometry, kPatience, [] {});
 }
 
 // All ranks with these arguments fail to connect; every error contains all of `parts`.
@@ -54,6 +58,25 @@ void unfit_ranks_are_told(const std::vector<Arguments>& ranks,
     for (const std::string& part : parts) check_contains(error.what(), part);
     check_equal(num_open_files(), num_files, "descriptors after an error");
   });
+}
+
+// One digit a rank: its node.
+void nodes_have_size(const std::string& nodes, int expected) {
+  const StoreDirectory directory;
+  const int world_size = static_cast<int>(nodes.size());
+  run_processes(world_size, [&](int rank) {
+    const std::string node(1, nodes[static_cast<size_t>(rank)]);
+    const auto transport =
+        connect_with(directory, {.rank = rank, .world_size = world_size, .node = node.c_str()});
+    check_equal(transport->node_size(), expected, join("ranks of a node in ", nodes));
+  });
+}
+
+void nodes_are_consecutive_and_equal() {
+  nodes_have_size("0011", 2);
+  nodes_have_size("111000", 3);
+  nodes_have_size("001122", 2);
+  for (const char* nodes : {"0000", "0101", "0001", "0123", "0010"}) nodes_have_size(nodes, 0);
 }
 
 // A second process with the same rank is refused at once; the two valid ranks go on.
@@ -327,6 +350,19 @@ const CaseTable kCases{
        unfit_ranks_are_told({{0, 2}, {1, 2, kSmall, "another host"}},
                             {"is on host", "one host", "another host"});
      }},
+    {"bootstrap_nodes_differ",
+     [] {
+       unfit_ranks_are_told({{0, 3}, {1, 3}, {2, 3, kSmall, "one host", "7"}},
+                            {"rank 0 has none, rank 2 has ROTA_NUMA_NODE=7"});
+     }},
+    {"bootstrap_node_no_number",
+     [] {
+       for (const char* node : {"", "one", "-1", "1.5", "0 "}) {
+         unfit_ranks_are_told({{0, 1, kSmall, "one host", node}},
+                              {join("ROTA_NUMA_NODE is '", node, "'")});
+       }
+     }},
+    {"bootstrap_nodes", nodes_are_consecutive_and_equal},
     {"bootstrap_one_number_twice", second_process_with_one_number_is_refused},
     {"bootstrap_rank_outside_world", rank_outside_world_is_refused},
     {"bootstrap_missing_ranks-ws3", missing_ranks_are_named},

@@ -55,6 +55,15 @@ void check_elem(const TestCall& call, Tensor& tensor, uint64_t elem, uint64_t ex
             tensor.get(elem), ", expected ", expected));
 }
 
+// A sum of numbers that are exact in any order, in the order of its nodes.
+Call with_levels(Call planned, int node_size) {
+  if (node_size == 0) return planned;
+  planned.algorithm = schedule::Algorithm::kTwoLevel;
+  planned.node_size = node_size;
+  planned.order = {.group_size = node_size};
+  return planned;
+}
+
 Call plan(const Caller& caller, const TestCall& call) {
   const Planner planner(caller.world_size);
   if (call.kind != CollectiveKind::kAllReduce) {
@@ -75,7 +84,7 @@ void all_reduce(const Caller& caller, const TestCall& call, uint64_t seed) {
     return bits_of_integer(call.dtype, contribution(call, world_size, seed, rank, elem));
   };
   for (uint64_t i = 0; i < call.num_elems; ++i) tensor.set(i, bits_of(caller.rank, i));
-  const Call planned = plan(caller, call);
+  const Call planned = with_levels(plan(caller, call), call.node_size);
   caller.run(planned, {.data = tensor.data()});
   std::vector<uint64_t> srcs(static_cast<size_t>(world_size));
   for (uint64_t i = 0; i < call.num_elems; ++i) {
@@ -102,13 +111,13 @@ void reduce_bucket(const Caller& caller, const TestCall& call, uint64_t seed) {
   }
   // Every other seed uses error feedback; the residual must stay 0, because nothing is rounded.
   std::vector<float> residual(seed % 2 == 0 ? call.num_elems : 0);
-  const Call planned = Planner(world_size)
-                           .reduce_bucket(call.dtype, call.num_elems,
-                                          {.wire = {*call.wire, call.block_scaling},
-                                           .pass = {.divisor = static_cast<float>(world_size) / 2,
-                                                    .result_factor = 0.5f,
-                                                    .has_residual = !residual.empty()},
-                                           .algorithm = call.algorithm});
+  const BucketOptions options{.wire = {*call.wire, call.block_scaling},
+                              .pass = {.divisor = static_cast<float>(world_size) / 2,
+                                       .result_factor = 0.5f,
+                                       .has_residual = !residual.empty()},
+                              .algorithm = call.algorithm};
+  const Call planned = with_levels(
+      Planner(world_size).reduce_bucket(call.dtype, call.num_elems, options), call.node_size);
   cpu::BucketMeasures measures(call.num_elems);
   caller.run(planned, {.data = tensor.data(), .residual = residual.data(), .measures = &measures});
   double squares = 0;
@@ -266,6 +275,7 @@ std::string TestCall::to_string() const {
   if (algorithm) text += join(", ", schedule::name(*algorithm));
   if (wire) text += join(", wire ", name(*wire), block_scaling ? " in scaled blocks" : "");
   if (hop) text += join(", hop ", name(*hop));
+  if (node_size != 0) text += join(", nodes of ", node_size);
   return text + join(", root ", root, ", misaligned by ", misalignment, ", in heaps of ranks ",
                      std::bitset<kMaxWorldSize>(in_heap), ')');
 }

@@ -23,6 +23,7 @@ struct TestCall {
   std::optional<DType> hop;
   int root = 0;
   size_t misalignment = 0;  // bytes in front of the tensor
+  int node_size = 0;        // of a sum in two levels: ranks of a NUMA node
   uint64_t in_heap = 0;     // bit mask of the ranks whose tensors peers can read in place
 
   std::string to_string() const;

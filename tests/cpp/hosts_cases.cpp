@@ -1,10 +1,17 @@
-// Who shares a host, and when the sum over hosts of the sums within them is the sum in a tree.
+// Who shares a host or a NUMA node, and when the sum over hosts of the sums within them is the sum
+// in a tree.
+#include <stdlib.h>
+
 #include <array>
+#include <filesystem>
+#include <fstream>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "check.h"
 #include "schedule/hosts.h"
+#include "transport/host.h"
 
 namespace rota::test {
 namespace {
@@ -84,11 +91,37 @@ void nodes_of_a_tree_are_those_whose_sums_nest() {
   }
 }
 
+// The NUMA node of a rank that may run on these CPUs, given the CPUs of each node.
+std::optional<int> node_of(const std::vector<int>& cpus, const std::vector<std::string>& cpulists) {
+  namespace fs = std::filesystem;
+  std::string name = (fs::temp_directory_path() / "rota-nodes-XXXXXX").string();
+  check(mkdtemp(name.data()) != nullptr, "a directory");
+  for (size_t node = 0; node < cpulists.size(); ++node) {
+    const fs::path directory = fs::path(name) / join("node", node);
+    fs::create_directory(directory);
+    std::ofstream(directory / "cpulist") << cpulists[node] << '\n';
+  }
+  std::ofstream(fs::path(name) / "online") << "0\n";
+  const std::optional<int> found = transport::numa_node_of(cpus, name);
+  fs::remove_all(name);
+  return found;
+}
+
+void node_of_a_rank_holds_all_its_cpus() {
+  check(node_of({0}, {"0-3"}) == std::nullopt, "one node");
+  check(node_of({2, 5}, {"0-1,4", "2-3,5", ""}) == 1, "one of two; the last has memory alone");
+  check(node_of({0, 4}, {"0-1,4", "2-3,5"}) == 0, "the first");
+  check(node_of({1, 2}, {"0-1", "2-3"}) == std::nullopt, "on both");
+  check(node_of({}, {"0-1", "2-3"}) == std::nullopt, "unknown CPUs");
+  check(transport::numa_node_of({0}, "/nowhere") == std::nullopt, "no directory");
+}
+
 const CaseTable kCases{
     {"hosts_numbered", hosts_are_numbered_by_their_lowest_rank},
     {"hosts_partners", partners_are_found_from_both_sides},
     {"hosts_groups", groups_are_consecutive_and_equal},
     {"hosts_tree", nodes_of_a_tree_are_those_whose_sums_nest},
+    {"hosts_numa_node", node_of_a_rank_holds_all_its_cpus},
 };
 
 }  // namespace

@@ -20,6 +20,12 @@ BLOCK_SCALED_DTYPES: tuple[str, ...]
 def host_id() -> str:
     """Equal for processes that can share memory: boot id and network namespace, or ROTA_HOST_ID."""
 
+def numa_node() -> int | None:
+    """The NUMA node that this process is bound to, or ROTA_NUMA_NODE.
+
+    None if it is not bound to the CPUs of one node, or if only one node has CPUs.
+    """
+
 def available_memory() -> int:
     """Bytes that this process may still take: of the machine, and of its memory cgroups."""
 
@@ -397,6 +403,15 @@ class Communicator:
         """The ranks of each host, which is numbered by its lowest. Connects the group."""
 
     @property
+    def numa_nodes(self) -> list[list[int]]:
+        """The ranks of each NUMA node, if nodes are a level of sums. Connects the group.
+
+        They are if each rank was bound to one node's CPUs when it made the group (or ROTA_NUMA_NODE
+        names its node), all ranks are on one host, and each of several nodes has as many
+        consecutive ranks, at least two. Otherwise the list is empty.
+        """
+
+    @property
     def num_hosts(self) -> int:
         """How many hosts the ranks are on. Connects the group."""
 
@@ -428,7 +443,10 @@ class Communicator:
                 "ring" sums each shard in another order, which depends on the number of elements and
                 of ranks only; "auto" chooses by size from a measured table. "low_latency", for
                 short CUDA tensors, gives the bits of "one_shot". An algorithm that failed a GPU's
-                self-test is refused, and "auto" does not choose it.
+                self-test is refused, and "auto" does not choose it. "two_level", for CPU tensors on
+                several NUMA nodes (`numa_nodes`), sums within nodes and then over them: it needs
+                group_size=<ranks of a node>, order="tree" with nodes as subtrees, or integers, and
+                gives the bits that "two_shot" gives then. "auto" chooses it for long tensors.
             wire_dtype: the dtype of data between ranks; None means the tensor's dtype. Floating,
                 and not wider than the tensor's.
             hop_dtype: the dtype of partial sums on their way around the "ring", CPU tensors only;
