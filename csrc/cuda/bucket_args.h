@@ -60,8 +60,9 @@ struct UnpackWords {
 
 struct PackArgs {
   BucketArgs bucket;
-  // Error feedback (Seide et al. 2014): num_elems() floats in units of the result, which are added
-  // to the contributions and then updated; or null.
+  // Error feedback (Seide et al. 2014): a float for each element, in units of the result, which is
+  // added to the contribution and then updated; or null. A tile's begin where those of the tiles
+  // before it would end if all were whole; what would complete a tile is not touched.
   float* residual;
   Rounding rounding;
   UnpackWords* words;  // of the unpack that follows

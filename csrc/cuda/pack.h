@@ -52,7 +52,7 @@ class Packer {
     const uint32_t row = thread_.team() * kRowsInFlight;
     RowPart wanted[kRowsInFlight];
     load_gradients<kIsWhole>(tile, row, wanted);
-    if (residual != nullptr) add_residual(residual, row, tile.num_elems, wanted);
+    if (residual != nullptr) add_residual<kIsWhole>(residual, row, tile.num_elems, wanted);
 
     uint32_t scales[kRowsInFlight];
     RowBits<wire> sent[kRowsInFlight];
@@ -66,7 +66,7 @@ class Packer {
       round_rows(wanted, scales, {}, index * kTileElems, row, sent);
     }
     if (residual != nullptr) {
-      store_residual(wanted, scales, sent, residual, row, tile.num_elems);
+      store_residual<kIsWhole>(wanted, scales, sent, residual, row, tile.num_elems);
     }
     thread_.template write<wire>(place.payload, row, sent);
   }
@@ -83,12 +83,13 @@ class Packer {
     });
   }
 
+  template <bool kIsWhole>
   HOST_DEVICE_INLINE void add_residual(const std::byte* residual, uint32_t row, uint64_t num_elems,
                                        RowPart (&wanted)[kRowsInFlight]) const {
     RowBits<DType::kFloat32> lost[kRowsInFlight];
-    thread_.template read<DType::kFloat32>(residual, row, lost);
+    thread_.template read<DType::kFloat32, kIsWhole>(residual, row, lost, num_elems);
     for_each_elem([&](uint32_t r, uint32_t i) {
-      if (i >= thread_.num_left(row + r, num_elems)) return;
+      if (!kIsWhole && i >= thread_.num_left(row + r, num_elems)) return;
       wanted[r].of[i] += bit_as<float>(lost[r].words[i]) / args_.bucket.result_factor;
     });
   }
@@ -132,6 +133,7 @@ class Packer {
   }
 
   // Stores what rounding has lost, in units of the result.
+  template <bool kIsWhole>
   HOST_DEVICE_INLINE void store_residual(const RowPart (&wanted)[kRowsInFlight],
                                          const uint32_t (&scales)[kRowsInFlight],
                                          const RowBits<wire> (&sent)[kRowsInFlight],
@@ -142,10 +144,9 @@ class Packer {
       const float decoded = decode<wire, is_scaled>(block_, get_bits<kWireBytes>(sent[r], i));
       const float read = is_scaled ? decoded * scale_of(scales[r]) : decoded;
       const float rest = (wanted[r].of[i] - read) * args_.bucket.result_factor;
-      const bool is_kept = is_finite(rest) && i < thread_.num_left(row + r, num_elems);
-      lost[r].words[i] = bit_as<uint32_t>(is_kept ? rest : 0.0f);
+      lost[r].words[i] = bit_as<uint32_t>(is_finite(rest) ? rest : 0.0f);
     });
-    thread_.template write<DType::kFloat32>(residual, row, lost);
+    thread_.template write<DType::kFloat32, kIsWhole>(residual, row, lost, num_elems);
   }
 
   HOST_DEVICE_INLINE static uint32_t largest_finite(const RowPart& row) {

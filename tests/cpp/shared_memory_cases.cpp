@@ -362,11 +362,11 @@ void descriptors_are_closed() {
     const int64_t num_files = num_open_files();
     {
       auto transport = connect(directory, rank, 3);
-      check_equal(num_open_files(), num_files + 2 * 2, "two descriptors for each peer's process");
+      check_equal(num_open_files(), num_files + 2, "a descriptor for each peer's process");
       const auto second = connect(directory, rank, 3);
-      check_equal(num_open_files(), num_files + 2 * 2, "none for another group of the same peers");
+      check_equal(num_open_files(), num_files + 2, "none for another group of the same peers");
       transport.reset();
-      check_equal(num_open_files(), num_files + 2 * 2, "the second group still needs them");
+      check_equal(num_open_files(), num_files + 2, "the second group still needs them");
       Communicator communicator(connect(StoreDirectory(), 0, 1), kPatience, [] {});
       barrier(communicator);
     }
