@@ -275,7 +275,7 @@ void stranger_is_ignored(
       const int64_t num_files = num_open_files();
       {
         Communicator communicator(connect(directory, rank, 2), kPatience, [] {});
-        check_equal(num_open_files(), num_files + 1, "descriptors beside the strangers'");
+        check_equal(num_open_files(), num_files + 2, "descriptors beside the strangers'");
         call_and_check(communicator, {.num_elems = 5000}, 1);
       }
       check_equal(num_open_files(), num_files, "descriptors at the end");

@@ -354,6 +354,21 @@ void children_make_a_group_of_their_own() {
   });
 }
 
+// ---- deaths ----
+
+// So that its end is noticed at once.
+void connected_processes_hold_their_lives() {
+  const StoreDirectory directory;
+  run_processes(2, [&](int rank) {
+    auto transport = connect(directory, rank, 2);
+    const LifeWord* life = transport->life_of(1 - rank);
+    Communicator communicator(std::move(transport), kPatience, [] {});
+    barrier(communicator);
+    check(life != nullptr && LifeWord::is_held(life->load()), "the peer's process holds its life");
+    barrier(communicator);
+  });
+}
+
 // ---- descriptors ----
 
 void descriptors_are_closed() {
@@ -362,11 +377,12 @@ void descriptors_are_closed() {
     const int64_t num_files = num_open_files();
     {
       auto transport = connect(directory, rank, 3);
-      check_equal(num_open_files(), num_files + 2, "a descriptor for each peer's process");
+      check_equal(num_open_files(), num_files + 3,
+                  "a descriptor for each peer's process, and the listener's");
       const auto second = connect(directory, rank, 3);
-      check_equal(num_open_files(), num_files + 2, "none for another group of the same peers");
+      check_equal(num_open_files(), num_files + 3, "none for another group of the same peers");
       transport.reset();
-      check_equal(num_open_files(), num_files + 2, "the second group still needs them");
+      check_equal(num_open_files(), num_files + 3, "the second group still needs them");
       Communicator communicator(connect(StoreDirectory(), 0, 1), kPatience, [] {});
       barrier(communicator);
     }
@@ -399,6 +415,7 @@ const CaseTable kCases{
     {"forked_child_drops_condition", child_drops_what_a_thread_waits_on},
     {"forked_child_drops_links-ws2", child_closes_links_that_a_thread_attends},
     {"forked_children_make_group-ws2", children_make_a_group_of_their_own},
+    {"lives_held", connected_processes_hold_their_lives},
     {"descriptors_closed-ws3", descriptors_are_closed},
 };
 
