@@ -5,9 +5,18 @@
 
 #include <atomic>
 
-namespace rota::transport {
+#include "base/per_process.h"
 
-LifeHolder::LifeHolder(Life& life) : life_(life) {
+namespace rota::transport {
+namespace {
+
+struct Turns {
+  std::mutex mutex;
+};
+
+}  // namespace
+
+LifeHolder::LifeHolder(Life& life) : turn_(per_process<Turns>().mutex), life_(life) {
   life.entry.next = &life.list.list;
   life.list.list.next = &life.entry;
   life.list.futex_offset =
@@ -22,9 +31,7 @@ LifeHolder::LifeHolder(Life& life) : life_(life) {
 
 // The kernel looks at a word only if it names the thread that ends.
 LifeHolder::~LifeHolder() {
-  if (held_ == 0) return;
-  // Another thread may hold it by now.
-  std::atomic_ref(life_.word.value).compare_exchange_strong(held_, 0);
+  if (held_ != 0) std::atomic_ref(life_.word.value).store(0);
 }
 
 }  // namespace rota::transport

@@ -45,14 +45,14 @@ void process_met_again_is_the_same() {
     for (int i = 0; i < 20; ++i) of_groups.push_back(host.find_process(getpid(), make_pidfd()));
     for (const ProcessRef& process : of_groups) check(process == of_groups[0], "one process");
     check_equal(of_groups[0]->pid(), getpid(), "pid");
-    check_equal(num_open_files(), num_files + 1, "descriptors of one process in 21 groups");
+    check_num_open_files(num_files + 1, "descriptors of one process in 21 groups");
     of_groups.erase(of_groups.begin());
-    check_equal(num_open_files(), num_files + 1, "descriptors after the first group is gone");
+    check_num_open_files(num_files + 1, "descriptors after the first group is gone");
     check(host.find_process(getppid(), make_pidfd()) != of_groups[0], "two processes");
   }
-  check_equal(num_open_files(), num_files, "descriptors after all groups are gone");
+  check_num_open_files(num_files, "descriptors after all groups are gone");
   host.find_process(getpid(), make_pidfd());
-  check_equal(num_open_files(), num_files, "descriptors of one that nobody keeps");
+  check_num_open_files(num_files, "descriptors of one that nobody keeps");
 }
 
 // The pid of a process that has ended is given to another one.

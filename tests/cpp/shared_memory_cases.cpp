@@ -137,7 +137,7 @@ void memory_shortage_is_an_error() {
           kPatience, [] {});
     });
     check_contains(error.what(), "cannot reserve");
-    check_equal(num_open_files(), num_files, "descriptors after an error");
+    check_num_open_files(num_files, "descriptors after an error");
   });
 }
 
@@ -377,16 +377,16 @@ void descriptors_are_closed() {
     const int64_t num_files = num_open_files();
     {
       auto transport = connect(directory, rank, 3);
-      check_equal(num_open_files(), num_files + 3,
-                  "a descriptor for each peer's process, and the listener's");
+      check_num_open_files(num_files + 3,
+                           "a descriptor for each peer's process, and the listener's");
       const auto second = connect(directory, rank, 3);
-      check_equal(num_open_files(), num_files + 3, "none for another group of the same peers");
+      check_num_open_files(num_files + 3, "none for another group of the same peers");
       transport.reset();
-      check_equal(num_open_files(), num_files + 3, "the second group still needs them");
+      check_num_open_files(num_files + 3, "the second group still needs them");
       Communicator communicator(connect(StoreDirectory(), 0, 1), kPatience, [] {});
       barrier(communicator);
     }
-    check_equal(num_open_files(), num_files, "descriptors at the end");
+    check_num_open_files(num_files, "descriptors at the end");
   });
 }
 
