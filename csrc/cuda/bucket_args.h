@@ -17,8 +17,10 @@ struct alignas(16) Tile {
   std::byte* data;
   uint64_t num_elems;
 
-  HOST_DEVICE bool is_whole() const {
-    return num_elems == kTileElems && is_aligned(data, kAccessBytes);
+  // Whether it has all its elements, where threads can move 16 bytes at once: elements of 4 bytes
+  // may start anywhere (cuda/tiles.h).
+  HOST_DEVICE bool is_whole(size_t elem_bytes) const {
+    return num_elems == kTileElems && is_aligned(data, elem_bytes == 4 ? elem_bytes : kAccessBytes);
   }
 };
 
