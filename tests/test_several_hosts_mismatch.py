@@ -18,6 +18,8 @@ from several_hosts import (
     Layout,
 )
 
+pytestmark = pytest.mark.same_in_every_build
+
 # ---- disagreements
 
 

@@ -34,6 +34,8 @@ from several_hosts import (
     rounded,
 )
 
+pytestmark = pytest.mark.same_in_every_build
+
 # ---- the other collectives
 
 

@@ -5,18 +5,9 @@
 
 #include <atomic>
 
-#include "base/per_process.h"
-
 namespace rota::transport {
-namespace {
 
-struct Turns {
-  std::mutex mutex;
-};
-
-}  // namespace
-
-LifeHolder::LifeHolder(Life& life) : turn_(per_process<Turns>().mutex), life_(life) {
+LifeHolder::LifeHolder(Life& life) : life_(life), turn_(life.turn) {
   life.entry.next = &life.list.list;
   life.list.list.next = &life.entry;
   life.list.futex_offset =

@@ -15,6 +15,10 @@ struct Life {
   LifeWord word;
   robust_list entry;
   robust_list_head list;
+  // A listener's successor may start before the listener's thread has ended, or even begun. The
+  // last to begin must not be the first to end, or nobody would hold the life. Of this process's
+  // threads.
+  std::mutex turn;
 };
 
 // The calling thread holds the process's life: from construction to destruction, or to the end of

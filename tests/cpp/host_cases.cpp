@@ -9,6 +9,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <latch>
 #include <thread>
 
@@ -129,24 +131,26 @@ void life_of_a_killed_process_ends() {
   waitpid(child, nullptr, 0);
 }
 
-void life_is_held_by_the_latest_thread() {
+void life_is_held_by_one_thread_at_a_time() {
   Heap heap;
   PeerProcess process(getpid(), open_pidfd(getpid()));
   process.take_life(heap.memory());
   const LifeWord& word = *process.life();
   check(process.is_running(), "a process that does not hold its life runs");
-  std::latch has_first(1), has_second(1);
+  std::latch has_first(1);
+  std::atomic<bool> is_over = false;
   std::thread first([&] {
     const LifeHolder holder(heap.life());
     has_first.count_down();
-    has_second.wait();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    is_over = true;
   });
   has_first.wait();
   {
     const LifeHolder second(heap.life());
-    has_second.count_down();
+    check(is_over, "the second thread waits until the first lets go");
     first.join();
-    check(LifeWord::is_held(word.load()), "the second thread holds it after the first has let go");
+    check(LifeWord::is_held(word.load()), "the second thread holds it after the first has ended");
   }
   check_equal(word.load(), 0U, "the word once both have let go");
   check(process.is_running(), "the process runs on");
@@ -170,7 +174,7 @@ const CaseTable kCases{
     {"host_no_pid", processes_without_pid_are_kept_apart},
     {"host_own_process", own_process_never_ends},
     {"host_life_of_killed", life_of_a_killed_process_ends},
-    {"host_life_of_threads", life_is_held_by_the_latest_thread},
+    {"host_life_of_threads", life_is_held_by_one_thread_at_a_time},
     {"host_threads", threads_find_one_process},
 };
 
