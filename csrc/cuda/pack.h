@@ -61,7 +61,7 @@ class Packer {
 
   // Starts to load the gradients of a whole tile.
   HOST_DEVICE_INLINE void fetch_whole(const Tile& tile, Gradients<dtype>& gradients) const {
-    if (tile.is_whole(kElemBytes)) thread_.fetch_gradients(tile.data, first_row(), gradients);
+    if (tile.is_whole(kElemBytes)) thread_.request_gradients(tile.data, first_row(), gradients);
   }
 
   // Packs this team's quarter of a tile; `gradients`: those that were fetched of a whole one.

@@ -157,8 +157,8 @@ class TileThread {
   }
   // The same for the gradients of a tile that is whole, aligned or not.
   template <DType dtype>
-  HOST_DEVICE_INLINE void fetch_gradients(const std::byte* tile, uint32_t row,
-                                          Gradients<dtype>& gradients) const {
+  HOST_DEVICE_INLINE void request_gradients(const std::byte* tile, uint32_t row,
+                                            Gradients<dtype>& gradients) const {
     if constexpr (kMayBeSkewed<dtype>) {
       const uint32_t skew = skew_of(tile);
       if (skew != 0) return fetch_skewed(tile, row, skew, gradients);
