@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import rota
@@ -140,13 +139,12 @@ def clip_with_two_states(rank: Rank) -> None:
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     buckets = []
 
-    def keep(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def keep(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses text
         buckets.append(bucket)
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
 
-    keep.__annotations__.clear()  # DDP compares them with types, and here they are texts
     ddp.register_comm_hook(None, keep)
     ddp(torch.ones(10)).backward()
     # Either may come first where clip_grad_norm_ looks for the state that has the norm.

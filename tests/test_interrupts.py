@@ -15,8 +15,6 @@ import torch.distributed as dist
 import rota
 from ranks import Rank, Ranks, error_of, run_ranks
 
-pytestmark = pytest.mark.same_in_every_build
-
 PROMPT_S = 5.0  # the contract says 200 ms; on a busy machine, a test can only rule out a time-out
 IN_THE_WAIT_S = 0.3
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import resource
 from itertools import combinations
 
-import pytest
 import torch
 import torch.distributed as dist
 
 import rota
 from own_process import num_descriptors, num_threads
 from ranks import Rank, run_ranks
-
-pytestmark = pytest.mark.same_in_every_build
 
 WORLD_SIZE = 4
 # Every set of at least two ranks, and the number of groups that each set makes.

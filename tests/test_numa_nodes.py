@@ -29,8 +29,6 @@ from oracle import (
 from ranks import Rank, Ranks, error_of, run_ranks
 from rota import _C, doctor_hosts
 
-pytestmark = pytest.mark.same_in_every_build
-
 SLOT_BYTES = 4096
 # Shards of which some are empty, and several rounds through short slots.
 LENGTHS = (129, 20_003)

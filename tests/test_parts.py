@@ -11,8 +11,6 @@ import torch.distributed as dist
 from oracle import name_of
 from ranks import Rank, run_ranks
 
-pytestmark = pytest.mark.same_in_every_build
-
 # In a mailbox, in one slot, in many rounds; small slots make all of it cheap.
 SLOT_BYTES = 4096
 SIZES = [0, 1, 5, 1000, 3000, 40_001]

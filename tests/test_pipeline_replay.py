@@ -11,8 +11,6 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 from pipeline_replay import Computation, Step, seconds_without_communication
 
-pytestmark = pytest.mark.same_in_every_build
-
 
 def step(*names: str, before: float = 0.0, after: float = 0.0) -> Step:
     """Of computations such as "F0": forward ones take 1 s, backward ones 2 s."""

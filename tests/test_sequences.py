@@ -12,8 +12,6 @@ import torch
 from oracle import ALGORITHMS, DTYPES, assert_same, exact, exact_inputs, ops_of
 from ranks import Rank, run_ranks
 
-pytestmark = pytest.mark.same_in_every_build
-
 T = TypeVar("T")
 
 NUM_CALLS = 250

@@ -27,8 +27,6 @@ from several_hosts import (
     of_every_layout,
 )
 
-pytestmark = pytest.mark.same_in_every_build
-
 BUCKET_WIRES = [
     Format(torch.float32, False),
     Format(torch.float16, True),

@@ -14,8 +14,6 @@ import rota
 from hosts import Hosts
 from ranks import Rank, Ranks
 
-pytestmark = pytest.mark.same_in_every_build
-
 NUM_ELEMS = 1 << 20
 
 

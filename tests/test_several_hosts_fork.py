@@ -20,8 +20,6 @@ from ranks import Rank
 from several_hosts import TWO_BY_TWO, Layout
 from test_interrupts import run_in_child
 
-pytestmark = pytest.mark.same_in_every_build
-
 
 def use_in_child(rank: Rank, layout: Layout) -> list[tuple[str, str]]:
     rank.init()

@@ -18,8 +18,6 @@ from several_hosts import (
     Layout,
 )
 
-pytestmark = pytest.mark.same_in_every_build
-
 # ---- disagreements
 
 

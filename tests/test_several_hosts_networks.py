@@ -16,8 +16,6 @@ from oracle import assert_same, exact, exact_inputs
 from ranks import Rank, Ranks, error_of
 from test_several_hosts_failures import fail_network_of_host_1, pretend_hosts
 
-pytestmark = pytest.mark.same_in_every_build
-
 NUM_ELEMS = 1 << 18
 
 

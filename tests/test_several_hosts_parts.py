@@ -34,8 +34,6 @@ from several_hosts import (
     rounded,
 )
 
-pytestmark = pytest.mark.same_in_every_build
-
 # ---- the other collectives
 
 

@@ -41,8 +41,6 @@ from several_hosts import (
     wires_of,
 )
 
-pytestmark = pytest.mark.same_in_every_build
-
 # ---- all_reduce
 
 

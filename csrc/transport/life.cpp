@@ -7,7 +7,7 @@
 
 namespace rota::transport {
 
-LifeHolder::LifeHolder(Life& life) : life_(life), turn_(life.turn) {
+LifeHolder::LifeHolder(Life& life) : turn_(life.turn), life_(life) {
   life.entry.next = &life.list.list;
   life.list.list.next = &life.entry;
   life.list.futex_offset =

@@ -16,8 +16,8 @@ struct Life {
   robust_list entry;
   robust_list_head list;
   // A listener's successor may start before the listener's thread has ended, or even begun. The
-  // last to begin must not be the first to end, or nobody would hold the life. Of this process's
-  // threads.
+  // last to begin must not be the first to end, or nobody would hold the life. For this process's
+  // threads alone.
   std::mutex turn;
 };
 
@@ -32,8 +32,6 @@ class LifeHolder {
   LifeHolder& operator=(const LifeHolder&) = delete;
 
  private:
-  // A listener's successor may start before the listener's thread has ended, or even begun. The
-  // last to begin must not be the first to end, or nobody would hold the life.
   const std::unique_lock<std::mutex> turn_;
   Life& life_;
   uint32_t held_ = 0;  // the word's value
