@@ -43,7 +43,7 @@ class Listener {
 
  private:
   void serve();
-  void answer(UniqueFd connection);
+  void answer(UniqueFd& connection);
 
   const std::string name_;
   UniqueFd socket_;

@@ -26,6 +26,8 @@
 #include "processes.h"
 #include "ranks.h"
 #include "transport/bootstrap.h"
+#include "transport/handshake.h"
+#include "transport/listener.h"
 
 namespace rota::test {
 namespace {
@@ -340,6 +342,28 @@ void child_closes_links_that_a_thread_attends() {
   });
 }
 
+// A child that is forked before the listener's thread closes a connection has a copy of it.
+void child_does_not_keep_a_client_waiting() {
+  struct Forking : transport::Exposed {
+    void answer(UniqueFd&, transport::ReceivedHello&) override {
+      child = start_process([] { pause(); });
+    }
+    std::atomic<pid_t> child = 0;
+  } forking;
+  const auto listener = transport::Listener::open();
+  listener->add(1, forking);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  const Error error = expect_error(ErrorKind::kTransport, [&] {
+    transport::ask(listener->address_of(1), 0, {}, "the listener", "no answer", [&] {
+      check(std::chrono::steady_clock::now() < deadline, "the client still waits");
+    });
+  });
+  check_contains(error.what(), "no answer");
+  listener->remove(1);
+  kill(forking.child, SIGKILL);
+  wait_for_process(forking.child);
+}
+
 // The children of ranks form their own group, beside that of their parents.
 void children_make_a_group_of_their_own() {
   const StoreDirectory directory, directory_of_children;
@@ -414,6 +438,7 @@ const CaseTable kCases{
     {"forked_child_queues", child_queues_work_of_its_own},
     {"forked_child_drops_condition", child_drops_what_a_thread_waits_on},
     {"forked_child_drops_links-ws2", child_closes_links_that_a_thread_attends},
+    {"forked_child_keeps_no_client", child_does_not_keep_a_client_waiting},
     {"forked_children_make_group-ws2", children_make_a_group_of_their_own},
     {"lives_held", connected_processes_hold_their_lives},
     {"descriptors_closed-ws3", descriptors_are_closed},
