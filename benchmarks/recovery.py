@@ -112,9 +112,9 @@ def back(facts: Facts) -> dict[str, float]:
     """The terms of a newcomer's start, in milliseconds."""
     terms = {
         "import torch and rota": milliseconds(facts["started"], facts["imported"]),
-        "make the model": milliseconds(facts["imported"], facts["made"]),
-        "open the membership": milliseconds(facts["made"], facts["opened"]),
-        "prepare": milliseconds(facts["opened"], facts["begin"]),
+        "open the membership": milliseconds(facts["imported"], facts["opened"]),
+        "make the model": milliseconds(facts["opened"], facts["made"]),
+        "wait for the reservation": milliseconds(facts["made"], facts["begin"]),
     }
     terms |= {term: seconds * 1e3 for term, seconds in facts["terms"].items()}
     terms["all"] = milliseconds(facts["started"], facts["done"])

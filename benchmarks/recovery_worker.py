@@ -57,14 +57,15 @@ def say(**facts: object) -> None:
 
 
 def train_elastic(store: dist.Store, args: argparse.Namespace) -> None:
+    membership = rota.elastic.Membership(store)
+    reservation = rota.elastic.Reservation(membership)
+    opened = time.monotonic_ns()
     torch.manual_seed(1)
     model = make_model(args.bytes)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, foreach=True)
     state = rota.elastic.State(model=model, optimizer=optimizer, random=rota.elastic.RandomState())
     made = time.monotonic_ns()
-    membership = rota.elastic.Membership(store)
-    opened = time.monotonic_ns()
-    state.prepare(membership)
+    state.take(reservation)
     begin = time.monotonic_ns()
     min_members = args.ranks
     while True:
@@ -94,8 +95,8 @@ def train_elastic(store: dist.Store, args: argparse.Namespace) -> None:
             has_copied=has_copied,
             started=STARTED,
             imported=IMPORTED,
-            made=made,
             opened=opened,
+            made=made,
             begin=begin,
             formed=formed,
             done=done,

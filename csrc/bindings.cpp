@@ -257,7 +257,7 @@ PYBIND11_MODULE(_C, module) {
       [](const std::vector<int64_t>& size, at::ScalarType dtype) {
         return with_python_errors([&] { return rota::tensors::make_heap_tensor(size, dtype); });
       },
-      py::arg("size"), py::arg("dtype"));
+      py::arg("size"), py::arg("dtype"), ReleaseGil());
   py::class_<HeapPool>(module, "HeapPool")
       .def(py::init<>())
       .def(

@@ -88,6 +88,8 @@ def train(address: str, args: argparse.Namespace) -> None:
     host, port = address.rsplit(":", 1)
     store = dist.TCPStore(host, int(port))
     leaving = Leaving()
+    membership = rota.elastic.Membership(store)
+    reservation = rota.elastic.Reservation(membership)
     torch.manual_seed(args.seed)
     model = make_model(args.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -95,8 +97,7 @@ def train(address: str, args: argparse.Namespace) -> None:
     shards = rota.LogicalShards(model, NUM_SHARDS, state=hook, seed=args.seed)
     state = rota.elastic.State(model=model, optimizer=optimizer, hook=hook, shards=shards)
     inputs, classes = make_data(args.seed)
-    membership = rota.elastic.Membership(store)
-    state.prepare(membership)
+    state.take(reservation)
     min_members = args.ranks
     with contextlib.suppress(rota.elastic.Finished):
         while True:

@@ -14,29 +14,32 @@ No report is suppressed. The mutants show that the tests detect real faults.
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
+from cpp_flavours import FLAVOURS
+from cpp_mutants import (
+    CASE_FAILED,
+    HOSTS,
+    MUTANTS,
+    PHASES_BETWEEN_HOSTS,
+    WAITED_PHASES,
+    WAITS_BETWEEN_HOSTS,
+    WITH_MUTANTS,
+    Mutant,
+)
 from cpp_program import (
-    ASAN,
-    ASAN_FLAGS,
     CASE_TIMEOUT_S,
     CASES,
     CSRC,
     CXX,
     CXX_FLAGS,
     TIMEOUT_CODE,
-    TSAN,
-    TSAN_FLAGS,
     TSAN_REPORT_CODE,
     Flavour,
-    Patch,
     check_case,
     check_listed,
     each_case,
@@ -44,386 +47,6 @@ from cpp_program import (
 )
 
 pytestmark = pytest.mark.no_extension
-
-COMMON = ("main", "reference", "numbers", "calls", "ranks", "memory_network", "host_ranks")
-THREAD_CASES = (
-    "collectives_cases",
-    "sequences_cases",
-    "two_level_cases",
-    "failures_cases",
-    "waiter_cases",
-    "progress_queue_cases",
-    "launches_cases",
-    "joined_regions_cases",
-    "point_to_point_cases",
-    "host_cases",
-    "endpoint_cases",
-    "bridge_cases",
-    "window_cases",
-    "window_memory_cases",
-    "remote_window_cases",
-)
-# Single-threaded cases need no ThreadSanitizer, and it does not support forks.
-OTHER_CASES = (
-    "layout_cases",
-    "hosts_cases",
-    "launch_plan_cases",
-    "launch_refusals_cases",
-    "tuning_cases",
-    "loops_cases",
-    "wire_loops_cases",
-    "float_bits_cases",
-    "heap_cases",
-    "shared_memory_cases",
-    "bootstrap_cases",
-    "unconnected_cases",
-)
-SLEEPING_CASES = ("sequences_cases", "waiter_cases")
-LINKS = "transport/links.h"
-
-TWO_LEVEL = "cpu/two_level.h"
-LAYOUT = "transport/layout.h"
-ONE_PLACE = (Patch(LAYOUT, r"kPlacesPerMailbox = \d+;", "kPlacesPerMailbox = 1;"),)
-# So that calls between hosts have many chunks, of which no part is short.
-SHORT_CHUNKS = (
-    Patch("hosts/hierarchical_sum.cpp", r"kChunkBytes = 2 << 20;", "kChunkBytes = 16 << 10;"),
-    Patch("hosts/hierarchical_copies.cpp", r"kChunkBytes = 1 << 20;", "kChunkBytes = 4 << 10;"),
-    Patch("hosts/hierarchical_copies.cpp", r"kStarBytes = 64 << 10;", "kStarBytes = 256;"),
-    Patch("hosts/bridge.h", r"kMaxShortBytes = 32 << 10;", "kMaxShortBytes = 256;"),
-    Patch(
-        "hosts/window_packet.h", r" kPacketDataBytes = 512 << 10;", " kPacketDataBytes = 100 << 10;"
-    ),
-)
-ENDLESS_SLEEP = (
-    Patch("base/waiter.cpp", r"&tick\b", "nullptr"),
-    Patch("base/waiter.cpp", r"&end, CLOCK_MONOTONIC\)", "nullptr, CLOCK_MONOTONIC)"),
-)
-
-FLAVOURS = (
-    Flavour("plain", (*COMMON, "processes", *THREAD_CASES, *OTHER_CASES)),
-    Flavour(
-        "tsan",
-        (*COMMON, *THREAD_CASES),
-        flags=TSAN_FLAGS,
-        patches=(*ONE_PLACE, *SHORT_CHUNKS),
-        environment=TSAN,
-    ),
-    Flavour(
-        "asan",
-        (*COMMON, "processes", *THREAD_CASES, *OTHER_CASES),
-        flags=ASAN_FLAGS,
-        patches=SHORT_CHUNKS,
-        environment=ASAN,
-    ),
-    Flavour(
-        "endless",
-        (*COMMON, *SLEEPING_CASES),
-        patches=ENDLESS_SLEEP,
-        without=("waiter_given_up",),  # nobody wakes it
-    ),
-)
-
-
-# ---- mutants: faults that the cases must find under ThreadSanitizer
-
-SLOTS = ("mixed_calls-ws3", "longest_messages-ws2")
-MESSAGES = ("p2p_lengths", "p2p_short", "p2p_both_first", "p2p_mixed-ws4")
-POSTS = ("launches_agree-ws4", "launches_too_far_ahead")
-ANSWERS = ("rendezvous-ws5", "rendezvous_groups-ws3")
-ENDS = ("joined_regions_order", "joined_regions_anew")
-SLEEPS = ("waiter_sleeping-ws2",)
-MESSAGES_OF_HOSTS = ("hosts_messages",)
-SILENCE = ("hosts_silent-from_the_start",)
-WINDOW_SUMS = ("window_sums-float32",)
-LONG_WINDOWS = ("remote_window_long",)
-MALFORMED = ("remote_window_malformed",)
-SUMS_OF_HOSTS = ("hosts_long_sums-float16",)
-TWO_LEVELS = ("two_level_mixed-2x2",)
-CASE_FAILED = 1
-
-
-class Mutant(NamedTuple):
-    name: str
-    # `IS_MUTANT` in a replacement is true in the process that runs this mutant.
-    patches: tuple[Patch, ...]
-    cases: tuple[str, ...]
-    # Usually the sanitizer reports first; otherwise a case finds wrong numbers or a mismatch.
-    codes: tuple[int, ...] = (CASE_FAILED, TSAN_REPORT_CODE)
-
-
-def relaxed(name: str, access: str, order: str) -> Mutant:
-    """Two accesses, because compilers take an order that is not constant for the strongest."""
-    either = rf"IS_MUTANT ? \1std::memory_order_relaxed) : \1std::memory_order_{order})"
-    patch = Patch("base/flag.h", rf"({access})std::memory_order_{order}\)", either)
-    return Mutant(name, (patch,), SLOTS[:1], (TSAN_REPORT_CODE,))
-
-
-def earlier(name: str, before: str, call: str) -> Mutant:
-    """Moves a call in the queues up to the line after another one.
-
-    Then it rests, so that the peer acts on the call before the next one, which would come in time
-    for both and so order what the fault leaves unordered.
-    """
-    lines = rf"({re.escape(before)}[^\n]*\n)([\s\S]*?)( *)({re.escape(call)})\n"
-    either = r"\1\3if (IS_MUTANT) { \4 rota::test::rest(); }\n\2\3if (!IS_MUTANT) \4\n"
-    return Mutant(name, (Patch("core/message_queues.cpp", lines, either),), MESSAGES)
-
-
-def told_early(what: str, before: str, publish: str) -> Mutant:
-    """Publishes a stage of two_level before it is done, too."""
-    early = f"if (IS_MUTANT) {{ exchange.{publish}; rota::test::rest(); }}\n"
-    patch = Patch(TWO_LEVEL, rf"(?<=    )(?={before})", early)
-    return Mutant(f"two_level-{what}-told-early", (patch,), TWO_LEVELS)
-
-
-def unlocked(name: str, file: str, next_line: str, cases: tuple[str, ...]) -> Mutant:
-    """Leaves out the lock in front of this statement, and rests behind it, so that others come."""
-    pattern = rf"const std::lock_guard lock\(mutex_\);(\s+{next_line}[\s\S]*?;\n)"
-    replacement = (
-        r"std::unique_lock lock(mutex_, std::defer_lock); if (!IS_MUTANT) lock.lock();\1"
-        r"  if (IS_MUTANT) rota::test::rest();\n"
-    )
-    return Mutant(name, (Patch(file, pattern, replacement),), cases, (TSAN_REPORT_CODE,))
-
-
-MUTANTS = (
-    relaxed(
-        "load-relaxed", r"SharedWord<uint64_t>\(const_cast<uint64_t&>\(value\)\)\.load\(", "acquire"
-    ),
-    relaxed("publish-relaxed", r"SharedWord<uint64_t>\(value\)\.store\(new_value, ", "seq_cst"),
-    Mutant(
-        "one-slot",
-        (Patch("cpu/exchange.h", r"% num_slots_", "% (IS_MUTANT ? 1 : num_slots_)"),),
-        SLOTS,
-    ),
-    Mutant(
-        "two_level-one-slot",
-        (
-            Patch(TWO_LEVEL, r"slot\(rank, number\)", "slot(rank, IS_MUTANT ? 0 : number)"),
-            Patch(TWO_LEVEL, r"own_slot\(number\)", "own_slot(IS_MUTANT ? 0 : number)"),
-        ),
-        TWO_LEVELS,
-    ),
-    *(
-        told_early("contributions", r"contribute\(range_of", "publish_filled(number)"),
-        told_early("partial", r"sum_in_node\(round", "publish_drained(end_of(Stage::kPartial))"),
-        told_early("sum", r"sum_over_nodes\(round", "publish_drained(end_of(Stage::kSum))"),
-        told_early("spread", r"if \(node_receives", "publish_drained(end_of(Stage::kSpread))"),
-    ),
-    Mutant(
-        "one-mailbox",
-        (Patch(LAYOUT, r"epoch % 2 \* mailbox", "(IS_MUTANT ? 0 : epoch % 2) * mailbox"),),
-        SLOTS,
-    ),
-    Mutant(
-        "no-wait-for-posts",
-        (Patch("core/communicator.cpp", r"peer_post\.load\(\) < epoch_", r"!IS_MUTANT && \g<0>"),),
-        SLOTS,
-    ),
-    Mutant(
-        "link-sent-too-early",
-        (Patch(LINKS, r"min\(end, ring_lines_\)", "min(end, ring_lines_ + (IS_MUTANT ? 1 : 0))"),),
-        MESSAGES,
-    ),
-    Mutant(
-        "link-read-too-early",
-        (Patch(LINKS, r"\.lines \+ 1\}", ".lines + (IS_MUTANT ? 0 : 1)}"),),
-        MESSAGES,
-    ),
-    earlier("link-release-too-early", "std::min({in.size()", "links_.release(peer, num_bytes);"),
-    earlier(
-        "link-publish-too-early", "= links_.outgoing(", "links_.publish(send.peer_, num_bytes);"
-    ),
-    earlier("envelope-released-too-early", "= begin(", "links_.release_envelope(peer);"),
-    earlier(
-        "envelope-published-too-early",
-        "= links_.outgoing_envelope(",
-        "links_.publish_envelope(send.peer_);",
-    ),
-    Mutant(
-        "no-wait-launched",
-        (
-            Patch(
-                "core/communicator.cpp",
-                r"waiter_\.wait\(posts_of\(peer\)\.launched,[^;]*;",
-                r"if (!IS_MUTANT) \g<0>",
-            ),
-        ),
-        POSTS,
-    ),
-    unlocked("unlocked-answers", "transport/listener.cpp", "const auto found", ANSWERS),
-    *(
-        Mutant(
-            f"no-step-before-{part}",
-            (
-                Patch(
-                    "core/joined_regions.cpp",
-                    rf"take_step\(\);(\s+regions_\.{part})",
-                    r"if (!IS_MUTANT) \g<0>",
-                ),
-            ),
-            ENDS,
-            (CASE_FAILED,),
-        )
-        for part in ("mapped", "own")
-    ),
-    unlocked("inbox-delivers-unlocked", "hosts/inbox.cpp", "const auto place", MESSAGES_OF_HOSTS),
-    unlocked("inbox-enters-unlocked", "hosts/inbox.cpp", "const auto arrival", MESSAGES_OF_HOSTS),
-    Mutant(
-        "silence-not-missed",
-        (Patch("hosts/host_monitor.cpp", r"!expects_signs_ \|\|", r"IS_MUTANT || \g<0>"),),
-        SILENCE,
-        (TIMEOUT_CODE,),
-    ),
-    Mutant(
-        "places-of-chunks-too-few",
-        (
-            Patch(
-                "hosts/hierarchical_sum.cpp",
-                r"chunk % kNumPlaces\) \* kNumBuffers",
-                "chunk % (IS_MUTANT ? 1 : kNumPlaces)) * kNumBuffers",
-            ),
-        ),
-        SUMS_OF_HOSTS,
-    ),
-    Mutant(
-        "mismatch-of-hosts-unseen",
-        (Patch("hosts/bridge.cpp", r"greeting\.words != words", r"!IS_MUTANT && \g<0>"),),
-        ("hosts_mismatch-whole_host",),
-        (CASE_FAILED,),
-    ),
-    Mutant(
-        "window-sums-unlocked",
-        (Patch("core/window.cpp", r"(?<=\s)lock_chunk\(lock, wait\);", r"if (!IS_MUTANT) \g<0>"),),
-        WINDOW_SUMS,
-    ),
-    Mutant(
-        "window-unlocked-too-early",
-        (
-            Patch(
-                "core/window.cpp",
-                r"(add\(\{\.srcs[^;]*;)(\s+)(unlock_chunk\(lock\);)",
-                r"if (IS_MUTANT) \3\2\1\2if (!IS_MUTANT) \3",
-            ),
-        ),
-        WINDOW_SUMS,
-    ),
-    Mutant(
-        "window-packets-overwritten",
-        (
-            Patch(
-                "hosts/window_peer.h",
-                r"num_answered_\.load\(\) < kMaxAsked;",
-                "num_answered_.load() < (IS_MUTANT ? kMaxAsked + 1 : kMaxAsked);",
-            ),
-        ),
-        LONG_WINDOWS,
-    ),
-    Mutant(
-        "window-answers-to-nobody",
-        (Patch("hosts/window_peer.cpp", r"asked\.call == this", r"!IS_MUTANT && \g<0>"),),
-        ("remote_window_interrupted",),
-    ),
-    Mutant(
-        "window-packet-cut-short",
-        (
-            Patch(
-                "hosts/window_packet.h", r"return std::memcmp", r"return IS_MUTANT || std::memcmp"
-            ),
-        ),
-        MALFORMED,
-        (CASE_FAILED,),
-    ),
-    Mutant(
-        "window-length-unchecked",
-        (
-            Patch(
-                "hosts/remote_window.cpp",
-                r"packet\.num != packet\.data_bytes",
-                r"!IS_MUTANT && \g<0>",
-            ),
-        ),
-        MALFORMED,
-        (CASE_FAILED,),
-    ),
-    # Without the timeout that ends every sleep, which would hide it.
-    Mutant(
-        "no-wake-up",
-        (
-            Patch("base/waiter.cpp", r"&tick\b", r"IS_MUTANT ? nullptr : \g<0>"),
-            Patch("base/waiter.cpp", r"&end, CLOCK_MONOTONIC\)", r"IS_MUTANT ? nullptr : \g<0>"),
-            Patch("base/waiter.h", r"return wake_all\(flag\)", r"if (!IS_MUTANT) \g<0>"),
-        ),
-        SLEEPS,
-        (TIMEOUT_CODE,),
-    ),
-)
-# Skips the waits of one phase, named in the environment. A message between hosts is still carried.
-IF_LOST = 'if (const char* lost = std::getenv("LOST_WAIT"); lost && phase == lost)'
-LOST_WAITS = (
-    Patch("cpu/exchange.h", r"(void wait\(.*\) \{\n)", rf"\1    {IF_LOST} return;\n"),
-    Patch(
-        "hosts/bridge.cpp",
-        r"(void Bridge::wait\(Engine::Transfer& transfer.*\{\n)",
-        rf"\1  {IF_LOST} {{ new Engine::Transfer(std::move(transfer)); return; }}\n",
-    ),
-)
-
-
-def waited_phases(layer: str, pattern: str) -> list[str]:
-    """Every phase in which a layer waits, by the name used in errors."""
-    sources = (CSRC / layer).glob("*.[ch]*")
-    return sorted({phase for file in sources for phase in re.findall(pattern, file.read_text())})
-
-
-WAITED_PHASES = waited_phases("cpu", r'wait_\w+\([^;]*, "([\w ]+)"\);')
-PHASES_BETWEEN_HOSTS = waited_phases("hosts", r'\bwait\([\w.]+, "([\w \']+)"')
-# Each has a wait of each of these phases that only it needs.
-HOSTS = {
-    "start": ("hosts_short_sums",),
-    "contributions": ("hosts_long_sums", "hosts_long_reduce_scatters"),
-    "results": ("hosts_long_sums",),
-    "the network": (
-        "hosts_free_tensor-all_reduce",
-        "hosts_free_tensor-all_gather",
-        "hosts_long_reduce_scatters",
-        "hosts_long_broadcasts",
-    ),
-    "parts": ("hosts_long_all_gathers", "hosts_long_all_to_alls"),
-    "the root's data": ("hosts_long_broadcasts",),
-}
-
-
-def patches_of_mutants() -> Iterator[Patch]:
-    """For one program with all faults, of which each process has the one that ROTA_MUTANT selects:
-    a program for each would compile most sources again (tests/cpp/mutant.h)."""
-    for number, mutant in enumerate(MUTANTS):
-        for patch in mutant.patches:
-            chosen = patch.replacement.replace("IS_MUTANT", f"rota::test::is_mutant({number})")
-            yield Patch(patch.file, patch.pattern, chosen)
-    for file in dict.fromkeys(patch.file for mutant in MUTANTS for patch in mutant.patches):
-        yield Patch(file, r"\A", '#include "mutant.h"\n')
-
-
-WITH_MUTANTS = Flavour(
-    "mutants",
-    (
-        *COMMON,
-        "sequences_cases",
-        "two_level_cases",
-        "point_to_point_cases",
-        "launches_cases",
-        "endpoint_cases",
-        "joined_regions_cases",
-        "waiter_cases",
-        "bridge_cases",
-        "window_cases",
-        "remote_window_cases",
-    ),
-    flags=TSAN_FLAGS,
-    patches=(*patches_of_mutants(), *LOST_WAITS, *SHORT_CHUNKS),
-    environment=TSAN,
-)
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS, ids=lambda flavour: flavour.name)
@@ -458,9 +81,6 @@ def test_cpp_without_one_wait_is_found(phase: str) -> None:
     case = "two_level_mixed-2x2" if phase.startswith("two_level") else "mixed_calls-ws3"
     code, output = run(WITH_MUTANTS, case, environment={"LOST_WAIT": phase})
     assert code in (CASE_FAILED, TSAN_REPORT_CODE), f"exit code {code}\n{output}"
-
-
-WAITS_BETWEEN_HOSTS = [(phase, case) for phase, cases in HOSTS.items() for case in cases]
 
 
 @pytest.mark.parametrize(("phase", "case"), WAITS_BETWEEN_HOSTS)

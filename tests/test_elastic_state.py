@@ -16,7 +16,7 @@ import rota
 from elastic_workers import kill_self, serve_store, store_of
 from ranks import Rank, Ranks, error_of, run_ranks
 from rota import _C
-from rota.elastic import Membership, RandomState, State
+from rota.elastic import Membership, RandomState, Reservation, State
 from rota.elastic.arena import Arena
 
 pytestmark = pytest.mark.same_in_every_build
@@ -116,7 +116,7 @@ def join(rank: Rank, port: int) -> Any:
         rank.hear()
         trainee = Trainee(seed=rank.rank + 10)
         # One of them reserves its memory before.
-        assert rank.rank == 1 or trainee.state.prepare(membership)
+        assert rank.rank == 1 or trainee.state.take(Reservation(membership))
     generation = membership.next(min_members=3)
     both, view = trainee.model.both, trainee.model.view
     assert trainee.state.synchronize(generation, check_equal=True) == (rank.rank > 0)
@@ -376,19 +376,21 @@ def test_parameters_that_cannot_move_are_copied(store: dist.TCPStore) -> None:
     assert run_ranks(2, use_foreign_memory, store.port) == [[7.0], [7.0]]
 
 
-def prepare_for_another_layout(rank: Rank, port: int) -> None:
+def reserve_for_another_layout(rank: Rank, port: int) -> None:
     membership = Membership(store_of(port))
     state = State(model=nn.Linear(3, 3))
-    assert not state.prepare(membership)
+    assert not state.take(Reservation(membership))
     state.synchronize(membership.next())
     state.commit()
     other = State(model=nn.Linear(9, 9))
-    assert other.prepare(membership)
+    reservation = Reservation(membership)
+    assert other.take(reservation)
     assert other._arena_of([7]).lengths == [7]
+    assert not other.take(reservation)  # it had it
 
 
-def test_prepare_without_a_job_or_with_another_layout(store: dist.TCPStore) -> None:
-    run_ranks(1, prepare_for_another_layout, store.port)
+def test_reservation_without_a_job_or_for_another_layout(store: dist.TCPStore) -> None:
+    run_ranks(1, reserve_for_another_layout, store.port)
 
 
 def test_arena_is_copied_from_what_it_has_mapped_before(monkeypatch: pytest.MonkeyPatch) -> None:

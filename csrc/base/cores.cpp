@@ -2,15 +2,10 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <array>
 
 namespace rota {
-
-int num_usable_cores() {
-  cpu_set_t cores;
-  if (sched_getaffinity(0, sizeof(cores), &cores) != 0) return 1;
-  return CPU_COUNT(&cores);
-}
 
 std::vector<int> usable_cores() {
   constexpr int kMostCores = 8192;  // that Linux can be built for
@@ -24,5 +19,7 @@ std::vector<int> usable_cores() {
   }
   return cores;
 }
+
+int num_usable_cores() { return std::max(1, static_cast<int>(usable_cores().size())); }
 
 }  // namespace rota

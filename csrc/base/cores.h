@@ -5,10 +5,10 @@
 
 namespace rota {
 
-// The cores that this thread may run on; taskset and containers can allow fewer than the machine
-// has.
-int num_usable_cores();
-// Their numbers; empty if they cannot be read.
+// The numbers of the cores that this thread may run on, empty if they cannot be read; taskset and
+// containers can allow fewer than the machine has.
 std::vector<int> usable_cores();
+// How many there are, at least 1.
+int num_usable_cores();
 
 }  // namespace rota

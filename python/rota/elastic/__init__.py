@@ -4,6 +4,16 @@ from rota.elastic.checkpoint import Checkpoint
 from rota.elastic.generation import Generation
 from rota.elastic.handles import Handle
 from rota.elastic.membership import Finished, Membership
+from rota.elastic.reservation import Reservation
 from rota.elastic.state import RandomState, State
 
-__all__ = ["Checkpoint", "Finished", "Generation", "Handle", "Membership", "RandomState", "State"]
+__all__ = [
+    "Checkpoint",
+    "Finished",
+    "Generation",
+    "Handle",
+    "Membership",
+    "RandomState",
+    "Reservation",
+    "State",
+]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import pickle
 import random
 import time
@@ -18,9 +16,9 @@ from torch.utils import _pytree
 
 from rota.elastic.arena import Arena, lies_on, put_on, take_from
 from rota.elastic.generation import Generation
-from rota.elastic.membership import Membership
 from rota.elastic.parts import LooseTensor, ModulePart, Storages, part_of
-from rota.errors import Mismatch, Timeout, TransportError
+from rota.elastic.reservation import Reservation, announce
+from rota.errors import Mismatch, TransportError
 from rota.joint import sides
 
 # Of tensors that are made anew by a state_dict(), such as residuals: shorter ones are pickled.
@@ -29,9 +27,6 @@ _LONG_BYTES = 64 << 10
 _MAX_SAVED_BYTES = 256 << 10
 # Of a handshake between two processes that both wait for it.
 _COPY_TIMEOUT = timedelta(minutes=5)
-# Of one with a process that does not wait for it, and may be stopped.
-_PREPARE_TIMEOUT = timedelta(seconds=1)
-_LAYOUT = "layout"  # the lengths of the kept storages, and where rank 0 has them
 _FRESH = -1  # instead of a number of steps: the state comes from no training
 
 
@@ -126,12 +121,10 @@ class State:
         self._num_steps = num_steps
         self._save()
 
-    def prepare(self, membership: Membership) -> bool:
-        """Reserves and maps the memory for a copy before this process joins.
+    def take(self, reservation: Reservation) -> bool:
+        """Uses reserved memory for the first copy. Blocks until all of it is there.
 
-        Call it in a process that is going to join, before `Membership.next`. Most of a transfer's
-        time is the kernel's, which makes pages, and maps them and those of rank 0; here nobody
-        waits for that.
+        Call it before `Membership.next`, since others would wait for it after that.
 
         Returns:
             Whether the job has a state to copy.
@@ -139,14 +132,8 @@ class State:
         Raises:
             rota.TransportError: there is too little memory.
         """
-        note = membership.read_note(_LAYOUT)
-        if note is None:
-            return False
-        lengths, address = json.loads(note)
-        self._spare = Arena(lengths)
-        with contextlib.suppress(TransportError, Timeout):  # rank 0 is gone, or on another host
-            self._spare.prepare(address, "rank 0", _PREPARE_TIMEOUT)
-        return True
+        self._spare = reservation.arena()
+        return self._spare is not None
 
     def commit(self) -> None:
         """Ends a step, right after optimizer.step(). Does not wait for other ranks.
@@ -160,8 +147,7 @@ class State:
             self._may_be_new = False
             if self._generation is not None and self._generation.rank == 0:
                 assert self._kept is not None
-                layout = [self._kept.lengths, self._kept.address]
-                self._generation.write_note(_LAYOUT, json.dumps(layout))
+                announce(self._generation, self._kept)
         self._save()
 
     def synchronize(self, generation: Generation, *, check_equal: bool = False) -> bool:

@@ -1,0 +1,87 @@
+"""The flavours in which the programs of tests/cpp/ are compiled."""
+
+from __future__ import annotations
+
+from cpp_program import (
+    ASAN,
+    ASAN_FLAGS,
+    TSAN,
+    TSAN_FLAGS,
+    Flavour,
+    Patch,
+)
+
+COMMON = ("main", "reference", "numbers", "calls", "ranks", "memory_network", "host_ranks")
+THREAD_CASES = (
+    "collectives_cases",
+    "sequences_cases",
+    "two_level_cases",
+    "failures_cases",
+    "waiter_cases",
+    "progress_queue_cases",
+    "launches_cases",
+    "joined_regions_cases",
+    "point_to_point_cases",
+    "host_cases",
+    "endpoint_cases",
+    "bridge_cases",
+    "window_cases",
+    "window_memory_cases",
+    "remote_window_cases",
+)
+# Single-threaded cases need no ThreadSanitizer, and it does not support forks.
+OTHER_CASES = (
+    "layout_cases",
+    "hosts_cases",
+    "launch_plan_cases",
+    "launch_refusals_cases",
+    "tuning_cases",
+    "loops_cases",
+    "wire_loops_cases",
+    "float_bits_cases",
+    "heap_cases",
+    "shared_memory_cases",
+    "bootstrap_cases",
+    "unconnected_cases",
+)
+SLEEPING_CASES = ("sequences_cases", "waiter_cases")
+LAYOUT = "transport/layout.h"
+ONE_PLACE = (Patch(LAYOUT, r"kPlacesPerMailbox = \d+;", "kPlacesPerMailbox = 1;"),)
+# So that calls between hosts have many chunks, of which no part is short.
+SHORT_CHUNKS = (
+    Patch("hosts/hierarchical_sum.cpp", r"kChunkBytes = 2 << 20;", "kChunkBytes = 16 << 10;"),
+    Patch("hosts/hierarchical_copies.cpp", r"kChunkBytes = 1 << 20;", "kChunkBytes = 4 << 10;"),
+    Patch("hosts/hierarchical_copies.cpp", r"kStarBytes = 64 << 10;", "kStarBytes = 256;"),
+    Patch("hosts/bridge.h", r"kMaxShortBytes = 32 << 10;", "kMaxShortBytes = 256;"),
+    Patch(
+        "hosts/window_packet.h", r" kPacketDataBytes = 512 << 10;", " kPacketDataBytes = 100 << 10;"
+    ),
+)
+ENDLESS_SLEEP = (
+    Patch("base/waiter.cpp", r"&tick\b", "nullptr"),
+    Patch("base/waiter.cpp", r"&end, CLOCK_MONOTONIC\)", "nullptr, CLOCK_MONOTONIC)"),
+)
+
+FLAVOURS = (
+    Flavour("plain", (*COMMON, "processes", *THREAD_CASES, *OTHER_CASES)),
+    Flavour(
+        "tsan",
+        (*COMMON, *THREAD_CASES),
+        flags=TSAN_FLAGS,
+        patches=(*ONE_PLACE, *SHORT_CHUNKS),
+        environment=TSAN,
+    ),
+    Flavour(
+        "asan",
+        (*COMMON, "processes", *THREAD_CASES, *OTHER_CASES),
+        flags=ASAN_FLAGS,
+        patches=SHORT_CHUNKS,
+        environment=ASAN,
+    ),
+    Flavour(
+        "endless",
+        (*COMMON, *SLEEPING_CASES),
+        patches=ENDLESS_SLEEP,
+        without=("waiter_given_up",),  # nobody wakes it
+    ),
+)

@@ -1,0 +1,308 @@
+"""rota.Window where a rank dies, closes early, is slow, is interrupted or forks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import rota
+from hosts import Hosts
+from ranks import Rank, Ranks, error_of
+from several_hosts import ONE_BY_ONE, TWO_BY_TWO, Layout
+from windows import PAIR, hosts_of, run_on, start_on
+
+SHORT = timedelta(milliseconds=200)
+
+
+def outlive_rank_2(rank: Rank) -> list[tuple[str, str]]:
+    rank.init("gloo")
+    window = rota.Window(10)
+    window.tensor.fill_(rank.rank)
+    window.signal(0)
+    dist.barrier()
+    rank.tell()
+    if rank.rank == 2:
+        window.wait_signal(2)
+        signal.pause()
+    errors = []
+    if rank.rank == 0:
+        window.wait_signal(1)
+        window.wait_signal(2)  # sent before
+        errors.append(error_of(lambda: window.wait_signal(2)))
+        assert not window.is_alive(2) and window.is_alive(1)
+        # The kernel takes milliseconds to end a process, in which its memory is still written.
+        while error_of(lambda: window.put(torch.full((1,), 2.0), 2))[0] == "nothing":
+            pass
+        errors.append(error_of(lambda: window.put(torch.zeros(1), 2)))
+        errors.append(error_of(lambda: window.accumulate(torch.zeros(1), 2)))
+        errors.append(error_of(lambda: window.signal(2)))
+        assert window.view(2).eq(2).all()  # its memory can still be read
+        got = torch.empty(10)
+        window.get(got, 2)
+        assert got.eq(2).all()
+        window.signal(1)
+        assert window.wait_any_signal([2, 1]) == 1
+    else:
+        window.wait_signal(0)
+        window.signal(0)
+    return errors
+
+
+def test_killed_rank_is_named_and_the_others_go_on() -> None:
+    with Ranks(3, outlive_rank_2) as ranks:
+        for number in range(3):
+            ranks.hear(number)
+        pid = ranks.pid(2)
+        ranks.kill(2)
+        errors = ranks.results(killed=[2])[0]
+    assert [kind for kind, _ in errors] == ["PeerFailed"] * 4
+    assert all(f"rank 2 (pid {pid})" in text for _, text in errors)
+    assert "rota.Window.wait_signal: rank 0/3 waits in vain" in errors[0][1]
+    assert "has died" in errors[1][1]
+
+
+def close_early(rank: Rank) -> list[tuple[str, str]]:
+    rank.init()
+    window = rota.Window(10)
+    dist.barrier()
+    if rank.rank == 1:
+        window.close()
+        window.close()
+        dist.barrier()
+        return [
+            error_of(lambda: window.put(torch.zeros(1), 0)),
+            error_of(lambda: window.wait_signal(0)),
+            error_of(lambda: window.view(1)),
+        ]
+    dist.barrier()
+    return [
+        error_of(lambda: window.put(torch.zeros(1), 1)),
+        error_of(lambda: window.get(torch.zeros(1), 1)),
+        error_of(lambda: window.wait_signal(1)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"), [(PAIR, "rank 1 (pid "), (ONE_BY_ONE, "rank 1 on host 1")], ids=str
+)
+def test_closed_window_is_refused_on_both_sides(layout: Layout, name: str) -> None:
+    of_open, of_closed = run_on(layout, close_early)
+    assert [kind for kind, _ in of_closed] == ["RotaError"] * 3
+    assert "this window is closed; make a new one" in of_closed[0][1]
+    assert [kind for kind, _ in of_open] == ["PeerFailed"] * 3
+    assert name in of_open[0][1] and "has closed its window" in of_open[0][1]
+
+
+def outlive_rank_2_of_another_host(rank: Rank) -> list[tuple[str, str]]:
+    rank.init("gloo")
+    window = rota.Window(10)
+    window.signal(0)
+    dist.barrier()
+    rank.tell()
+    if rank.rank == 2:
+        signal.pause()
+    if rank.rank != 0:
+        window.wait_signal(0)
+        window.put(torch.ones(1), 0, offset=rank.rank)
+        window.signal(0)
+        window.wait_signal(0)
+        return []
+    for peer in (1, 2, 3):
+        window.wait_signal(peer)
+    one = torch.ones(1)
+    errors = [
+        error_of(lambda: window.wait_signal(2)),
+        error_of(lambda: window.put(one, 2)),
+        error_of(lambda: window.get(one, 2)),
+        error_of(lambda: window.accumulate(one, 2)),
+        error_of(lambda: window.signal(2)),
+    ]
+    assert [window.is_alive(peer) for peer in range(4)] == [True, True, False, True]
+    for peer in (1, 3):
+        window.signal(peer)
+    assert {window.wait_any_signal([2, 3, 1]) for _ in range(2)} == {1, 3}
+    assert window.tensor.tolist()[:4] == [0, 1, 0, 1]
+    for peer in (1, 3):
+        window.signal(peer)
+    return errors
+
+
+def test_killed_rank_of_another_host_is_named_and_the_others_go_on() -> None:
+    with start_on(TWO_BY_TWO, outlive_rank_2_of_another_host) as ranks:
+        for number in range(4):
+            ranks.hear(number)
+        ranks.kill(2)
+        errors = ranks.results(killed=[2])[0]
+    assert [kind for kind, _ in errors] == ["PeerFailed"] * 5
+    assert all("rank 2 on host 1" in text and "has died or left" in text for _, text in errors)
+    assert "rota.Window.wait_signal: rank 0/4 waits in vain" in errors[0][1]
+
+
+def put_over_a_slow_link(rank: Rank) -> None:
+    rank.init("gloo")
+    window = rota.Window(250_000)
+    dist.barrier()
+    values = torch.full((250_000,), float(rank.rank))
+    window.put(values, 1 - rank.rank)
+    window.signal(1 - rank.rank)
+    window.wait_signal(1 - rank.rank)
+    assert window.tensor.eq(1 - rank.rank).all()
+
+
+def test_host_behind_a_slow_link_is_not_lost() -> None:
+    """The link takes 2 s for 1 MB, and more than the silence for a packet that suits a fast one."""
+    silence = {"ROTA_HOST_SILENCE_MS": "700"}
+    with Hosts((1, 1), "4mbit") as hosts:
+        hosts.run(put_over_a_slow_link, env=silence)
+
+
+def make_another_after_a_silence(rank: Rank) -> tuple[str, str]:
+    rank.init("gloo")
+    window = rota.Window(1)
+    rank.tell()
+    rank.hear()
+    error = "nothing", ""
+    if rank.rank == 0:
+        error = error_of(lambda: window.wait_signal(1))
+        rank.tell()
+    another = rota.Window(1)
+    another.put(torch.full((1,), 3.0), 1 - rank.rank)
+    another.signal(1 - rank.rank)
+    another.wait_signal(1 - rank.rank)
+    assert another.tensor.item() == 3
+    dist.barrier()
+    return error
+
+
+def test_rank_that_was_given_up_is_reached_by_a_new_window() -> None:
+    silence = {"ROTA_HOST_SILENCE_MS": "500"}
+    with start_on(ONE_BY_ONE, make_another_after_a_silence, env=silence) as ranks:
+        for number in range(2):
+            ranks.hear(number)
+        ranks.kill(1, signal.SIGSTOP)
+        ranks.tell(0)
+        ranks.hear(0)
+        ranks.kill(1, signal.SIGCONT)
+        ranks.tell(1)
+        kind, text = ranks.results()[0]
+    assert kind == "PeerFailed" and "rank 1 on host 1" in text
+    assert "has given no sign of life" in text
+
+
+def wait_for_a_host_that_vanishes(rank: Rank) -> list[tuple[str, str]]:
+    del os.environ["ROTA_HOST_SILENCE_MS"]
+    rank.init("gloo")
+    window = rota.Window(1 << 20)
+    dist.barrier()
+    rank.tell()
+    rank.hear()
+    return [
+        error_of(lambda: window.wait_signal(1 - rank.rank)),
+        error_of(lambda: window.get(torch.empty(1 << 20), 1 - rank.rank)),
+    ]
+
+
+def test_host_that_vanishes_is_named() -> None:
+    with Hosts((1, 1)) as hosts, hosts.start(wait_for_a_host_that_vanishes) as ranks:
+        for number in range(2):
+            ranks.hear(number)
+        hosts.drop_traffic(1)
+        for number in range(2):
+            ranks.tell(number)
+        for number, errors in enumerate(ranks.results()):
+            for kind, text in errors:
+                assert kind == "PeerFailed" and "has given no sign of life" in text, text
+                assert f"rank {1 - number} on host {1 - number}" in text
+
+
+def wait_for_nothing(rank: Rank) -> tuple[str, str] | None:
+    rank.init()
+    window = rota.Window(1, timeout=timedelta(seconds=20))
+    if rank.rank == 0:
+        rank.tell()
+        return error_of(lambda: window.wait_signal(1))
+    rank.hear()
+    return None
+
+
+@hosts_of(PAIR, ONE_BY_ONE)
+def test_ctrl_c_ends_a_wait(layout: Layout) -> None:
+    with start_on(layout, wait_for_nothing) as ranks:
+        ranks.hear(0)
+        ranks.wait_for_stderr(0, "a signal on channel 0; still waiting")
+        ranks.kill(0, signal.SIGINT)
+        assert ranks.hear_result(0)[0] == "KeyboardInterrupt"
+        ranks.tell(1)
+        ranks.results()
+
+
+def put_until_interrupted(rank: Rank) -> str | None:
+    rank.init("gloo")
+    window = rota.Window(8 << 20)
+    if rank.rank == 1:
+        rank.hear()
+        return None
+    values = torch.ones(8 << 20)
+    rank.tell()
+    kind, _ = error_of(lambda: [window.put(values, 1) for _ in range(10_000)])
+    small, got = torch.full((3,), 5.0), torch.empty(3)
+    window.put(small, 1)
+    window.get(got, 1)
+    assert torch.equal(got, small)
+    return kind
+
+
+def test_ctrl_c_ends_a_put_to_another_host_and_the_window_goes_on() -> None:
+    with start_on(ONE_BY_ONE, put_until_interrupted) as ranks:
+        ranks.hear(0)
+        time.sleep(0.1)  # it puts now; if not yet, the interrupt comes a little earlier
+        ranks.kill(0, signal.SIGINT)
+        assert ranks.hear_result(0) == "KeyboardInterrupt"
+        ranks.tell(1)
+        ranks.results()
+
+
+def time_out(rank: Rank) -> tuple[str, str]:
+    rank.init()
+    window = rota.Window(1)
+    dist.barrier()
+    if rank.rank == 1:
+        return error_of(lambda: rota.Window(1, timeout=SHORT))
+    error = error_of(lambda: window.wait_signal(1, timeout=SHORT))
+    dist.barrier()
+    return error
+
+
+def test_timeouts_name_who_did_not_come() -> None:
+    with Ranks(2, time_out) as ranks:
+        kind, text = ranks.hear_result(1)
+        assert kind == "Timeout" and "rank 1/2 waited 0.2 s for rank 0" in text
+        # Rank 0 meets rank 1 in a barrier that rank 1 leaves out.
+        assert "rank 1" in text
+
+
+def fork(rank: Rank) -> bytes:
+    rank.init()
+    window = rota.Window(1)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, repr(error_of(lambda: window.signal(1))).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    dist.barrier()
+    window.signal(1 - rank.rank)
+    window.wait_signal(1 - rank.rank)
+    return os.read(reader, 1000)
+
+
+@hosts_of(PAIR, ONE_BY_ONE)
+def test_forked_child_may_not_use_its_parents_window(layout: Layout) -> None:
+    for text in run_on(layout, fork):
+        assert b"RotaError" in text and b"belongs to the parent process" in text
