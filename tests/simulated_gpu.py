@@ -57,7 +57,8 @@ KERNELS_LIBRARY = "librota_kernels.so"
 OPERATORS_LIBRARY = "libtorch_operators.so"
 SYMMETRIC_MEMORY_LIBRARY = "libtorch_symmetric_memory.so"
 
-FLAGS = (*CXX_FLAGS, "-fPIC", "-fno-gnu-unique", "-U_FORTIFY_SOURCE")
+# Faster than the programs of tests/cpp/, because torch runs on it.
+FLAGS = (*CXX_FLAGS, "-O1", "-fPIC", "-fno-gnu-unique", "-U_FORTIFY_SOURCE")
 # Sources of the library with rota's kernels; all others belong to the runtime library.
 KERNELS_SOURCES = ("block", "kernel_faults", "rota_kernels")
 # Sources in torch/, each built into its own library.

@@ -31,9 +31,10 @@ class Packer {
     for (; index < num_tiles; index += stride) {
       // While this tile is worked on, the next one's gradients are loaded, and of the one after
       // that where they are.
-      Gradients<dtype> gradients = ahead;
+      Gradients<dtype> gradients;
       Tile after_next{};
       if constexpr (kLoadsAhead) {
+        gradients = ahead;
         fetch_whole(next, ahead);
         after_next = tile_at(index + 2 * stride);
       } else {

@@ -3,7 +3,9 @@
 // the bodies order their accesses. csrc/cuda/device_block.h is the counterpart on the GPU.
 #pragma once
 
+#include <linux/futex.h>
 #include <sched.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <array>
@@ -20,7 +22,8 @@
 
 namespace rota::test {
 
-// A barrier for a fixed number of threads, which returns the logical AND of their values. It spins:
+// A barrier for a fixed number of threads, which returns the logical AND of their values. It sleeps
+// in the kernel: with many threads for each core, to yield until all have come takes longer.
 // std::atomic::wait uses a table of waiters that would also order threads of different barriers.
 class HostBarrier {
  public:
@@ -34,8 +37,11 @@ class HostBarrier {
       all_[(round + 1) % 2].store(true, std::memory_order_relaxed);
       num_arrived_.store(0, std::memory_order_relaxed);
       round_.store(round + 1, std::memory_order_release);
+      syscall(SYS_futex, &round_, FUTEX_WAKE_PRIVATE, num_threads_, nullptr, nullptr, 0);
     } else {
-      while (round_.load(std::memory_order_acquire) == round) sched_yield();
+      while (round_.load(std::memory_order_acquire) == round) {
+        syscall(SYS_futex, &round_, FUTEX_WAIT_PRIVATE, round, nullptr, nullptr, 0);
+      }
     }
     return all.load(std::memory_order_relaxed);
   }
