@@ -61,7 +61,9 @@ uint64_t Call::fingerprint(const Words& words) {
 
 std::string Call::to_string() const {
   const CollectiveRow& row = row_of(kind);
-  if (kind == CollectiveKind::kBarrier) return join(row.name(), "()");
+  if (kind == CollectiveKind::kBarrier) {
+    return is_between_gpus ? "connect_device()" : join(row.name(), "()");
+  }
   std::string text = join(row.name(), '(');
   if (row.reduces && kind != CollectiveKind::kReduceBucket) text += join(name(op), ", ");
   text += std::string(name(dtype));

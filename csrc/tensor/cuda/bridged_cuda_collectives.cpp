@@ -71,10 +71,10 @@ void BridgedCudaCollectives::verify_engine() {
         const at::Tensor part =
             received.narrow(0, static_cast<int64_t>(i) * kProbeBytes, kProbeBytes);
         if (part.equal(at::full({kProbeBytes}, number_of(peers[i]), at::kByte))) continue;
-        throw Error(ErrorKind::kTransport, bridged_.bridge().prefix("connect_device"),
-                    join("the engine of rank ", bridged_.bridge().rank(),
-                         " did not deliver what rank ", peers[i],
-                         " sent from its GPU by alltoall; pass another engine"));
+        throw Error(
+            ErrorKind::kTransport, bridged_.bridge().prefix("connect_device"),
+            join("the engine of rank ", bridged_.bridge().rank(), " did not deliver what rank ",
+                 peers[i], " sent from its GPU by alltoall; pass another engine"));
       }
     });
   });
@@ -108,8 +108,7 @@ std::optional<Call> BridgedCudaCollectives::on_gpus(Call call) const {
 }
 
 bool BridgedCudaCollectives::supports(const Operation& operation) const {
-  return staging_->supports(operation) ||
-         on_gpus(bridged_.planned(operation, device_)).has_value();
+  return staging_->supports(operation) || on_gpus(bridged_.planned(operation, device_)).has_value();
 }
 
 WorkRef BridgedCudaCollectives::launch(Launch mode, CollectiveKind kind,
@@ -265,9 +264,9 @@ std::unique_ptr<CudaCollectives> join_host(BridgedCollectives& bridged, CpuColle
 
 }  // namespace
 
-std::unique_ptr<Collectives> connect_gpus_of_hosts(
-    BridgedCollectives& bridged, CpuCollectives& cpu,
-    const c10::intrusive_ptr<::c10d::Store>& store, at::Device device, const BackendPtr& engine) {
+std::unique_ptr<Collectives> connect_gpus_of_hosts(BridgedCollectives& bridged, CpuCollectives& cpu,
+                                                   const c10::intrusive_ptr<::c10d::Store>& store,
+                                                   at::Device device, const BackendPtr& engine) {
   struct Joined {
     std::unique_ptr<CudaCollectives> local;
     std::string reason;
@@ -290,12 +289,10 @@ std::unique_ptr<Collectives> connect_gpus_of_hosts(
                         .outputs = num_joined,
                         .reduction = {.op = ReduceOp::kMin}},
               Launch::kBlocking);
-  auto staging =
-      std::make_unique<StagingCollectives>(bridged, bridged.bridge().rank(), device);
+  auto staging = std::make_unique<StagingCollectives>(bridged, bridged.bridge().rank(), device);
   if (num_joined.item<int64_t>() == 0) {
-    const std::string reason = joined->reason.empty()
-                                   ? "rota: the GPUs of another host cannot be joined"
-                                   : joined->reason;
+    const std::string reason =
+        joined->reason.empty() ? "rota: the GPUs of another host cannot be joined" : joined->reason;
     std::cerr << join(reason, ". Collectives on CUDA tensors of rank ", bridged.bridge().rank(),
                       " go through the host's memory, which is slow\n");
     const c10::DeviceGuard on_device(device);

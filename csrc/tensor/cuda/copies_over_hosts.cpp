@@ -37,11 +37,7 @@ at::Tensor repeated(const HostGpus& gpus, const void* data, uint64_t num_bytes, 
 class AllGather {
  public:
   AllGather(HostGpus& gpus, const Call& call, const cpu::Buffers& buffers, at::Device device)
-      : gpus_(gpus),
-        call_(call),
-        buffers_(buffers),
-        device_(device),
-        receivers_(gpus.partners()) {
+      : gpus_(gpus), call_(call), buffers_(buffers), device_(device), receivers_(gpus.partners()) {
     for (int local_rank = 0; local_rank < gpus.bridge().local_size(); ++local_rank) {
       senders_.push_back(gpus.partnered(local_rank));
       most_senders_ = std::max(most_senders_, senders_.back().size());
@@ -82,8 +78,8 @@ class AllGather {
     for (size_t i = 0; i < senders_.size(); ++i) {
       for (size_t j = 0; j < senders_[i].size(); ++j) {
         auto* output = static_cast<std::byte*>(buffers_.outputs[senders_[i][j]].data);
-        copy_bytes(device_, output + range.begin,
-                   parts + (i * most_senders_ + j) * range.num_elems, range.num_elems);
+        copy_bytes(device_, output + range.begin, parts + (i * most_senders_ + j) * range.num_elems,
+                   range.num_elems);
       }
     }
     place = {};
@@ -130,7 +126,8 @@ class Broadcast {
   void contribute(uint64_t index) {
     Place& place = places_[index % kNumPlaces];
     const Range range = range_of(index);
-    const uint64_t shard_bytes = schedule::shard_length(range.num_elems, num_rails(), kGranuleBytes);
+    const uint64_t shard_bytes =
+        schedule::shard_length(range.num_elems, num_rails(), kGranuleBytes);
     const at::Tensor chunk = part_of(bytes_, range.begin, range.num_elems);
     DeviceEngine::Splits to = gpus_.engine().no_splits(), from = to;
     at::Tensor outgoing = gpus_.bytes(0), incoming = gpus_.bytes(0);
@@ -147,16 +144,16 @@ class Broadcast {
         for (int host = 0; host < gpus_.hosts().num_hosts(); ++host) {
           if (host != root_.host) to[on_rail(host)] = split;
         }
-        outgoing = repeated(gpus_, part_of(chunk, own.begin, own.num_elems).data_ptr(),
-                            own.num_elems, static_cast<uint64_t>(gpus_.hosts().num_hosts()) - 1,
-                            bytes_.device());
+        outgoing =
+            repeated(gpus_, part_of(chunk, own.begin, own.num_elems).data_ptr(), own.num_elems,
+                     static_cast<uint64_t>(gpus_.hosts().num_hosts()) - 1, bytes_.device());
       } else {
         from[on_rail(root_.host)] = split;
         incoming = part_of(place.shards, own_rail() * shard_bytes, own.num_elems);
       }
     }
-    place.exchange = gpus_.engine().start(call_.kind_name(), outgoing, std::move(to), incoming,
-                                          std::move(from));
+    place.exchange =
+        gpus_.engine().start(call_.kind_name(), outgoing, std::move(to), incoming, std::move(from));
   }
 
   void reduce(uint64_t index) {

@@ -76,15 +76,13 @@ void HostGpus::all_reduce(const at::Tensor& tensor, ReduceOp op, const OrderOpti
 void HostGpus::all_gather(const at::Tensor& shards) {
   const int64_t shard_elems = shards.numel() / bridge_.local_size();
   const at::Tensor own = shards.narrow(0, bridge_.local_rank() * shard_elems, shard_elems);
-  local_->run(
-      Operation{.kind = CollectiveKind::kAllGather, .inputs = own, .outputs = shards},
-      Launch::kBlocking);
+  local_->run(Operation{.kind = CollectiveKind::kAllGather, .inputs = own, .outputs = shards},
+              Launch::kBlocking);
 }
 
 void HostGpus::broadcast(const at::Tensor& tensor, int local_root) {
-  local_->run(
-      Operation{.kind = CollectiveKind::kBroadcast, .outputs = tensor, .root = local_root},
-      Launch::kBlocking);
+  local_->run(Operation{.kind = CollectiveKind::kBroadcast, .outputs = tensor, .root = local_root},
+              Launch::kBlocking);
 }
 
 void HostGpus::gather_rails(const at::Tensor& shards) {

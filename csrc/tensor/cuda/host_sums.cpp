@@ -20,19 +20,17 @@ constexpr auto kTimeout = std::chrono::seconds(1);
 
 HostSums::HostSums(int num_hosts, at::Device device) : num_hosts_(num_hosts), device_(device) {
   const transport::GpuIdentity gpu = transport::identity_of_gpu(device.index());
-  schedule::Tuning tuning =
-      *schedule::find_tuning(gpu.name, schedule::Topology::kLocal, num_hosts);
+  schedule::Tuning tuning = *schedule::find_tuning(gpu.name, schedule::Topology::kLocal, num_hosts);
   tuning.slot_bytes = kSlotBytes;
   const transport::DeviceGeometry geometry =
       cuda::geometry_of(num_hosts, /*num_channels=*/1, tuning);
   regions_ = transport::allocate_regions(num_hosts, geometry.num_bytes());
-  executor_ = std::make_unique<cuda::Executor>(
-      cuda::Executor::Options{.rank = 0,
-                              .num_local_ranks = num_hosts,
-                              .tuning = tuning,
-                              .geometry = geometry,
-                              .regions = regions_.by_rank,
-                              .timeout = kTimeout});
+  executor_ = std::make_unique<cuda::Executor>(cuda::Executor::Options{.rank = 0,
+                                                                       .num_local_ranks = num_hosts,
+                                                                       .tuning = tuning,
+                                                                       .geometry = geometry,
+                                                                       .regions = regions_.by_rank,
+                                                                       .timeout = kTimeout});
 }
 
 HostSums::~HostSums() {

@@ -32,8 +32,8 @@ uint64_t in_tiles(uint64_t num_elems) {
 // The element work of one sum.
 class LevelSums {
  public:
-  LevelSums(HostGpus& gpus, const Call& call, const hosts::LevelOrders& orders,
-            at::ScalarType type, at::Device device)
+  LevelSums(HostGpus& gpus, const Call& call, const hosts::LevelOrders& orders, at::ScalarType type,
+            at::Device device)
       : gpus_(gpus),
         call_(call),
         orders_(orders),
@@ -99,8 +99,8 @@ class LevelSums {
                      orders_.hosts);
   }
 
-  // The sums of all hosts to the tensor. memory: of as many tiles. wire: where they lie. stats: null
-  // for none.
+  // The sums of all hosts to the tensor. memory: of as many tiles. wire: where they lie. stats:
+  // null for none.
   void decode(const BucketMemory& memory, std::byte* wire, void* data, uint64_t num_elems,
               double* stats = nullptr) const {
     const auto words = reinterpret_cast<std::byte*>(memory.words) -
@@ -220,8 +220,8 @@ class AllReduce {
   uint64_t padded_elems(const Chunk& chunk) const { return num_parts() * chunk.part_elems; }
   // The part of a rail's shard that its rank at this position owns.
   Range part_of(const Chunk& chunk, uint64_t rail, uint64_t position) const {
-    const Range part = schedule::chunk_of(chunk.range.num_elems, chunk.part_elems,
-                                          rail * num_hosts() + position);
+    const Range part =
+        schedule::chunk_of(chunk.range.num_elems, chunk.part_elems, rail * num_hosts() + position);
     return {chunk.range.begin + part.begin, part.num_elems};
   }
   Range own_part(const Chunk& chunk) const {
@@ -290,13 +290,13 @@ class AllReduce {
     for (uint64_t i = 0; i < num_hosts() && outgoing.defined(); ++i) {
       const auto peer = static_cast<size_t>(rail_.ascending()[i]);
       to[peer] = from[peer] = static_cast<int64_t>(own_bytes);
-      (are_results ? from : to)[peer] = static_cast<int64_t>(
-          sums_.message_bytes(part_of(place.chunk, own_rail(), i).num_elems));
+      (are_results ? from : to)[peer] =
+          static_cast<int64_t>(sums_.message_bytes(part_of(place.chunk, own_rail(), i).num_elems));
     }
     const at::Tensor none = gpus_.bytes(0);
-    place.exchange = gpus_.engine().start(call_.kind_name(), outgoing.defined() ? outgoing : none,
-                                          std::move(to), incoming.defined() ? incoming : none,
-                                          std::move(from));
+    place.exchange =
+        gpus_.engine().start(call_.kind_name(), outgoing.defined() ? outgoing : none, std::move(to),
+                             incoming.defined() ? incoming : none, std::move(from));
   }
 
   // Whether the shards lie in their place without gaps.
@@ -325,16 +325,15 @@ class AllReduce {
       const Range part = part_of(chunk, i / num_hosts(), i % num_hosts());
       const uint64_t num_elems = in_tiles(part.num_elems);
       const WirePlace to = call_.wire.from(all, part.begin);
-      const WirePlace from = call_.wire.place(
-          shards + i * sums_.message_bytes(chunk.part_elems), num_elems);
+      const WirePlace from =
+          call_.wire.place(shards + i * sums_.message_bytes(chunk.part_elems), num_elems);
       copy_bytes(tensor_.device(), to.payload, from.payload, call_.wire.payload_bytes(num_elems));
       copy_bytes(tensor_.device(), to.scales, from.scales, call_.wire.num_scales(num_elems));
     }
   }
 
   const std::byte* data_at(uint64_t elem) const {
-    return static_cast<const std::byte*>(tensor_.data_ptr()) +
-           elem * info(call_.dtype).num_bytes;
+    return static_cast<const std::byte*>(tensor_.data_ptr()) + elem * info(call_.dtype).num_bytes;
   }
 
   HostGpus& gpus_;

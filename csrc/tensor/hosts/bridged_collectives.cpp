@@ -120,8 +120,7 @@ void BridgedCollectives::execute(const Call& call, const cpu::Buffers& buffers,
   hosts::execute(*bridge_, scratch_, call, orders_of(call), buffers, timeout);
 }
 
-Call BridgedCollectives::planned(const BucketTensors& tensors,
-                                 const BucketOptions& options) const {
+Call BridgedCollectives::planned(const BucketTensors& tensors, const BucketOptions& options) const {
   check_bucket(tensors);
   Call call =
       planner_.reduce_bucket(bucket_dtype(tensors.bucket), num_elems(tensors.bucket), options);
