@@ -4,6 +4,7 @@
 #include <cstring>
 #include <new>
 #include <type_traits>
+#include <utility>
 
 #include "hosts/tags.h"
 
@@ -179,6 +180,14 @@ void Bridge::end_waits(const Error& error) {
   engine_.abort(error);
   inbox_.fail(error);
   monitor_.announce(error);
+  const std::lock_guard lock(failure_mutex_);
+  if (!std::exchange(has_failed_, true) && failure_hook_) failure_hook_();
+}
+
+void Bridge::on_failure(std::function<void()> hook) {
+  const std::lock_guard lock(failure_mutex_);
+  failure_hook_ = std::move(hook);
+  if (has_failed_ && failure_hook_) failure_hook_();
 }
 
 std::string Bridge::prefix(std::string_view call) const {

@@ -103,6 +103,9 @@ class Bridge {
   // Fails every waiting and later call on every rank.
   void fail(const Error& error);
   void abort(const std::string& reason);
+  // Runs hook() once the group has failed, or now if it has: ends waits that the bridge knows
+  // nothing of. Null: nothing from now on; once this has returned, no hook runs.
+  void on_failure(std::function<void()> hook);
   // Of waits outside collectives.
   std::chrono::milliseconds timeout() const {
     return std::chrono::duration_cast<std::chrono::milliseconds>(local_->timeout());
@@ -159,6 +162,11 @@ class Bridge {
   };
   std::vector<Message> messages_;
   Verdict verdict_;
+
+  std::mutex failure_mutex_;
+  // Guarded by it.
+  bool has_failed_ = false;
+  std::function<void()> failure_hook_;
 
   HostMonitor monitor_;  // last: goes first
 };
