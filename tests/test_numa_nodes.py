@@ -17,7 +17,15 @@ import torch.distributed as dist
 
 import rota
 from bucket_oracle import Format, reduce_bucket
-from oracle import DTYPES, FLOAT8_DTYPES, assert_same, contract, name_of, ops_of, random_inputs
+from oracle import (
+    FLOAT8_DTYPES,
+    FLOAT_DTYPES,
+    assert_same,
+    contract,
+    name_of,
+    ops_of,
+    random_inputs,
+)
 from ranks import Rank, Ranks, error_of, run_ranks
 from rota import _C, doctor_hosts
 
@@ -137,7 +145,7 @@ def check_all_reduce(rank: Rank, layout: Layout, dtype: torch.dtype) -> None:
                 assert_same(tensor, expected, f"{op} {algorithm} {order} {wire_dtype} {length}")
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, FLOAT8_DTYPES[0]], ids=name_of)
+@pytest.mark.parametrize("dtype", [*FLOAT_DTYPES, FLOAT8_DTYPES[0], torch.int8], ids=name_of)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_all_reduce_has_the_bits_of_one_level(layout: Layout, dtype: torch.dtype) -> None:
     run_ranks(len(layout.nodes), check_all_reduce, layout, dtype)
@@ -246,15 +254,15 @@ def refusals(rank: Rank, layout: Layout, orders: list[dict[str, Any]]) -> list[t
 
 
 def test_two_level_in_an_order_without_the_nodes_is_refused() -> None:
-    orders: list[dict[str, Any]] = [{}, {"group_size": 4}, {"order": "tree"}]
-    for plain, groups, _ in run_ranks(8, refusals, Layout("aabbccdd"), orders):
+    orders: list[dict[str, Any]] = [{}, {"group_size": 4}]
+    for plain, groups in run_ranks(8, refusals, Layout("aabbccdd"), orders):
         assert plain[0] == groups[0] == "ValueError"
         assert "first adds the 2 ranks of each NUMA node, not all ranks one after" in plain[1]
         assert "pass group_size=2 or order='tree', or use 'two_shot'" in plain[1]
         assert "not groups of 4; pass group_size=2" in groups[1]
-    for _, _, tree in run_ranks(6, refusals, Layout("aabbcc"), [{}, {"group_size": 3}, orders[2]]):
-        assert tree[0] == "ValueError"
-        assert "which are no subtree of order='tree'; pass group_size=2, or" in tree[1]
+    for ((error, text),) in run_ranks(6, refusals, Layout("aabbcc"), [{"order": "tree"}]):
+        assert error == "ValueError"
+        assert "which are no subtree of order='tree'; pass group_size=2, or" in text
 
 
 def test_two_level_without_nodes_is_refused() -> None:
