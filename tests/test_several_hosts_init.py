@@ -46,7 +46,11 @@ ODD_OPTIONS: dict[str, tuple[Callable[[Rank], dict[str, Any]], str, list[str]]] 
     "engine-for-cuda-of-one-rank": (
         lambda rank: {"engine": group_for("cuda", rank)},
         "Mismatch",
-        ["engine=None", "rank 3 on host 1 has engine=a group of yours for CUDA tensors", "the same"],
+        [
+            "engine=None",
+            "rank 3 on host 1 has engine=a group of yours for CUDA tensors",
+            "the same",
+        ],
     ),
     "engine-type": (
         lambda rank: {"engine": "gloo"},
