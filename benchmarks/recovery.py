@@ -6,9 +6,11 @@ Ranks hold a state of --bytes each: parameters and the two moments of Adam. In e
 killed. "recovered" is the time from the kill until the slower survivor has made a correct
 all-reduce, in a new generation and with the model wrapped anew. Then a new process starts: "back"
 is the time from its first line of Python until it has made a correct all-reduce, and "pause" how
-long the survivors' training stands meanwhile. Terms are those of one rank, the slowest. Beside it,
-Gloo's ranks make a new group after a kill, told by the parent how many are left, and copy no state.
-The last line of the output is JSON.
+long the survivors' training stands meanwhile. Terms are those of one rank, the slowest. "ends of
+steps" are what commit() and is_over() take while nothing happens. After each newcomer a bare
+process imports torch, and what DDP does of it, which is not rota's to shorten. Beside it, Gloo's
+ranks make a new group after a kill, told by the parent how many are left, and copy no state. The
+last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -35,6 +37,14 @@ WORKER = Path(__file__).resolve().parent / "recovery_worker.py"
 SETTLE_S = 0.3
 ENV = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 Facts = dict[str, Any]
+IMPORTS = """
+import time
+begin = time.monotonic()
+import torch
+print(time.monotonic() - begin)
+import torch._dynamo
+print(time.monotonic() - begin)
+"""
 
 
 class Workers:
@@ -115,11 +125,18 @@ def slowest(terms: Iterable[dict[str, float]]) -> dict[str, float]:
     return max(terms, key=lambda of_rank: of_rank["all"])
 
 
+def import_torch_ms() -> list[float]:
+    """From the first line of Python until torch is imported, and until torch._dynamo is, too."""
+    command = [sys.executable, "-c", IMPORTS]
+    done = subprocess.run(command, capture_output=True, check=True, env=os.environ | ENV)
+    return [float(seconds) * 1e3 for seconds in done.stdout.split()]
+
+
 def measure_rota(args: argparse.Namespace) -> dict[str, list[Any]]:
-    names = ("recovered", "back", "pause_ms", "memcpy_s")
+    names = ("steps", "recovered", "back", "pause_ms", "memcpy_s", "import_torch_ms")
     results: dict[str, list[Any]] = {name: [] for name in names}
     with Workers("rota", args) as workers:
-        workers.hear()
+        results["steps"] = [facts["step_s"] for facts in workers.hear()]
         for trial in range(args.trials):
             time.sleep(SETTLE_S)
             killed = workers.kill(trial % args.ranks)
@@ -133,6 +150,7 @@ def measure_rota(args: argparse.Namespace) -> dict[str, list[Any]]:
             )
             results["back"].append(back(newcomer))
             results["memcpy_s"].append(newcomer["memcpy_s"])
+            results["import_torch_ms"].append(import_torch_ms())
     return results
 
 
@@ -171,6 +189,16 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         f"({len(gloo)} trials)"
     )
     print_terms(run, "from the first line of Python to an all-reduce of the newcomer", rota["back"])
+    torch_ms, dynamo_ms = map(median, zip(*rota["import_torch_ms"], strict=True))
+    run.console.print(
+        f"of which a bare process that imports torch takes: p50 {torch_ms:.0f} ms, and with "
+        f"torch._dynamo, as the first DistributedDataParallel does, {dynamo_ms:.0f} ms"
+    )
+    steps = {term: max(of_rank[term] for of_rank in rota["steps"]) for term in rota["steps"][0]}
+    run.console.print(
+        "ends of steps, the slowest rank: "
+        + ", ".join(f"{term} {seconds * 1e3:.3f} ms" for term, seconds in steps.items())
+    )
     pause_ms = rota["pause_ms"]
     run.console.print(
         f"the survivors' pause for the newcomer: p50 {median(pause_ms):.0f}, max "
@@ -195,6 +223,9 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         "gloo_recovered_ms": {"p50": median(gloo)},
         "pause_ms": {"p50": median(rota["pause_ms"])},
         "back_ms": {"p50": median(trial["all"] for trial in rota["back"])},
+        "import_torch_ms": {"p50": torch_ms},
+        "import_torch_dynamo_ms": {"p50": dynamo_ms},
+        "step_ms": {term: seconds * 1e3 for term, seconds in steps.items()},
     }
 
 

@@ -29,6 +29,7 @@ NUM_REDUCED = 1 << 18  # elements of the all-reduce that shows that a rank is ba
 # Ranks are mostly idle, so that the time is that of the recovery and not of a queue for cores.
 PACE_S = 0.005
 TIMEOUT = timedelta(seconds=60)
+NUM_STEPS = 1000  # of which the ends are timed
 
 
 def make_model(num_bytes: int) -> nn.Module:
@@ -59,7 +60,7 @@ def train_elastic(store: dist.Store, args: argparse.Namespace) -> None:
     torch.manual_seed(1)
     model = make_model(args.bytes)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, foreach=True)
-    state = rota.elastic.State(model=model, optimizer=optimizer)
+    state = rota.elastic.State(model=model, optimizer=optimizer, random=rota.elastic.RandomState())
     made = time.monotonic_ns()
     membership = rota.elastic.Membership(store)
     opened = time.monotonic_ns()
@@ -75,13 +76,14 @@ def train_elastic(store: dist.Store, args: argparse.Namespace) -> None:
         ddp = DistributedDataParallel(model, init_sync=False)
         wrapped = time.monotonic_ns()
         done = check_all_reduce()
+        step_s = None
         if state.num_steps == 0:
             for parameter in model.parameters():
                 parameter.data.fill_(0.5)
                 parameter.grad = torch.ones_like(parameter)
             optimizer.step()
             optimizer.zero_grad()
-            state.commit()
+            step_s = measure_steps(state, generation)
         terms = dict(generation.seconds)
         terms |= {f"state: {term}": seconds for term, seconds in state.seconds.items()}
         terms |= {"DDP": (wrapped - synchronised) / 1e9, "all-reduce": (done - wrapped) / 1e9}
@@ -99,6 +101,7 @@ def train_elastic(store: dist.Store, args: argparse.Namespace) -> None:
             done=done,
             terms=terms,
             memcpy_s=memcpy_s,
+            step_s=step_s,
         )
         try:
             while not generation.is_over():
@@ -107,6 +110,26 @@ def train_elastic(store: dist.Store, args: argparse.Namespace) -> None:
         except rota.PeerFailed:
             begin = time.monotonic_ns()
         del ddp
+
+
+def measure_steps(
+    state: rota.elastic.State, generation: rota.elastic.Generation
+) -> dict[str, float]:
+    """Seconds that the end of a step takes: of the first commit, of others, and of is_over."""
+    begin = time.monotonic()
+    state.commit()
+    moved = time.monotonic()
+    for _ in range(NUM_STEPS):
+        state.commit()
+    committed = time.monotonic()
+    for _ in range(NUM_STEPS):
+        generation.is_over()
+    over = time.monotonic()
+    return {
+        "first commit": moved - begin,
+        "commit": (committed - moved) / NUM_STEPS,
+        "is_over": (over - committed) / NUM_STEPS,
+    }
 
 
 def measure_memcpy(state: rota.elastic.State) -> dict[str, float]:

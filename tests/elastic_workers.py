@@ -31,12 +31,12 @@ def store_of(port: int) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", port, timeout=STORE_TIMEOUT)
 
 
-def check_sum(generation: Generation) -> None:
+def check_sum(generation: Generation, device: str) -> None:
     """An all_reduce through torch.distributed gives what the generation's ranks put in."""
-    tensor = torch.full((1000,), float(generation.rank + 1))
+    tensor = torch.full((1000,), float(generation.rank + 1)).to(device)
     dist.all_reduce(tensor)
     expected = generation.world_size * (generation.world_size + 1) / 2
-    assert tensor.unique().tolist() == [expected]
+    assert tensor.cpu().unique().tolist() == [expected]
 
 
 def pids_of(generation: Generation) -> list[int]:
@@ -44,7 +44,11 @@ def pids_of(generation: Generation) -> list[int]:
 
 
 def serve(
-    rank: Rank, port: int, num_members: int, options: dict[str, Any] | None = None
+    rank: Rank,
+    port: int,
+    num_members: int,
+    options: dict[str, Any] | None = None,
+    device: str = "cpu",
 ) -> list[list[int]]:
     """A member that takes part until the key "stop" is set, and has the test hear of every change.
 
@@ -52,6 +56,7 @@ def serve(
         num_members: that make the first generation together; ranks from there on are newcomers,
             which join when they are told to.
         options: of the Membership.
+        device: of the tensors that are summed.
 
     Returns:
         The pids of the members by rank, of each of its generations.
@@ -68,7 +73,7 @@ def serve(
         pids = pids_of(generation)
         assert pids[generation.rank] == os.getpid()
         try:
-            check_sum(generation)
+            check_sum(generation, device)
             history.append(pids)
             rank.tell(pids)
             while not generation.is_over(leave=store.check(["stop"])):

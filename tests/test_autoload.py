@@ -34,6 +34,18 @@ dist.destroy_process_group()
 """
 
 
+def test_rota_imports_nothing_of_torch_that_takes_long() -> None:
+    long = (
+        "torch._dynamo",
+        "torch._inductor",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+    )
+    program = f"import sys, rota, rota.elastic; print(*(set({long}) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert done.stdout.split() == []
+
+
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     """With rota's entry points as pip installs them, before those of another installed rota."""

@@ -18,6 +18,7 @@ from ranks import Rank, error_of, run_ranks
 from rota import _C
 from rota.elastic import keeper
 from rota.elastic.link import KeeperLink
+from rota.elastic.meeting import Directory
 
 pytestmark = pytest.mark.same_in_every_build
 
@@ -173,16 +174,17 @@ def test_damaged_tail_is_no_version() -> None:
 
 def test_memory_that_is_not_sealed_is_refused() -> None:
     job = uuid4().hex
-    link = KeeperLink(f"{job}/checkpoint", 0, 0.0, None, 30.0)
+    store = dist.HashStore()
+    link = KeeperLink(f"{job}/checkpoint", Directory(store, "").meeting(), 0, 0.0, None, 30.0)
     link.connect()
     fd = os.memfd_create("open", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 1 << 20)
     link.keep(1, 0, fd)
     os.close(fd)
     with pytest.raises(rota.TransportError, match="holds memory that is not sealed"):
-        rota.elastic.Checkpoint(dist.HashStore(), rank=1, world_size=2, job=job)
+        rota.elastic.Checkpoint(store, rank=1, world_size=2, job=job)
     link.drop(1, 0)
-    rota.elastic.Checkpoint(dist.HashStore(), rank=1, world_size=2, job=job).close()
+    rota.elastic.Checkpoint(store, rank=1, world_size=2, job=job).close()
     link.finish()
 
 
@@ -227,12 +229,26 @@ def test_too_little_memory_is_an_error_on_all_ranks_and_the_last_version_stays(h
 
 def test_second_process_of_a_rank_is_refused_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rota.elastic.link.END_S", 0.1)
-    job = uuid4().hex
+    job, store = uuid4().hex, dist.HashStore()
     with (
-        alone(job=job),
+        rota.elastic.Checkpoint(store, rank=0, world_size=2, job=job),
         pytest.raises(rota.Mismatch, match=f"rank 0 is pid {os.getpid()}; give each process"),
     ):
-        alone(job=job)
+        rota.elastic.Checkpoint(store, rank=0, world_size=2, job=job)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_second_job_with_the_run_id_of_a_living_one_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    monkeypatch.setattr("rota.elastic.link.END_S", 0.1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", uuid4().hex)
+    first = alone()
+    text = f"another job on this host has the same name, of which rank 0 is pid {os.getpid()}: .*"
+    with pytest.raises(rota.Mismatch, match=f"{text}--rdzv-id or by job="):
+        rota.elastic.Checkpoint(dist.HashStore(), rank=rank, world_size=2)
+    first.close()
+    rota.elastic.Checkpoint(dist.HashStore(), rank=rank, world_size=2).close()
 
 
 def come_twice(rank: Rank, job: str) -> tuple[str, str]:
@@ -342,8 +358,8 @@ def test_load_warns_if_only_some_ranks_have_a_version() -> None:
 def test_keeper_of_another_version_or_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     job = uuid4().hex
     with alone(job=job) as checkpoint:
-        monkeypatch.setattr(keeper, "PROTOCOL", 2)
-        with pytest.raises(rota.Mismatch, match=r"speaks protocol 1, this rank 2; do all proc"):
+        monkeypatch.setattr(keeper, "PROTOCOL", 3)
+        with pytest.raises(rota.Mismatch, match=r"speaks protocol 2, this rank 3; do all proc"):
             rota.elastic.Checkpoint(dist.HashStore(), rank=1, world_size=2, job=job)
         monkeypatch.undo()
         monkeypatch.setattr(KeeperLink, "name", checkpoint._link.name)
@@ -377,7 +393,7 @@ def test_keeper_hangs_up_on_another_user() -> None:
 
 @pytest.mark.parametrize(
     "packet",
-    [b"\xff", b"{}", b"[]", b'{"ask": "keep"}', b'{"ask": "join", "protocol": 1}', b"{" * 70000],
+    [b"\xff", b"{}", b"[]", b'{"ask": "keep"}', b'{"ask": "join", "protocol": 2}', b"{" * 70000],
     ids=["bytes", "nothing", "list", "not-joined", "half", "long"],
 )
 def test_keeper_survives_any_packet(packet: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastic_workers import all_hear, first_order, serve, serve_store, store_of
-from ranks import Rank, Ranks, run_ranks
+from elastic_workers import all_hear, first_order, pids_of, serve, serve_store, store_of
+from hosts import Hosts
+from ranks import Rank, Ranks, error_of, run_ranks
 from rota.elastic import Membership, State
 from rota.elastic.handles import OwnProcess, Processes
 
@@ -49,6 +51,34 @@ def test_host_that_is_lost_as_a_whole(store: dist.TCPStore) -> None:
         all_hear(ranks, order)
         store.set("stop", "")
         ranks.results(killed=[1, 3])
+
+
+def train_until_a_host_vanishes(rank: Rank) -> tuple[str, str, list[int]]:
+    """The error that ends training, and who is left."""
+    del os.environ["ROTA_HOST_SILENCE_MS"]
+    membership = Membership(rank.make_store(), rank=rank.rank)
+    generation = membership.next(min_members=3)
+    rank.tell()
+    error, text = error_of(lambda: [generation.is_over() for _ in range(10**9)])
+    return error, text, pids_of(membership.next())
+
+
+@pytest.mark.parametrize("how", ["drop_traffic", "take_link_down"])
+def test_host_that_vanishes_is_left_out(how: str) -> None:
+    # No process has ended, so only unanswered probes can tell.
+    with Hosts((2, 1)) as hosts, hosts.start(train_until_a_host_vanishes) as ranks:
+        for rank in range(3):
+            ranks.hear(rank)
+        began = time.monotonic()
+        getattr(hosts, how)(1)
+        results = [ranks.hear_result(rank) for rank in (0, 1)]
+        assert time.monotonic() - began < 15  # a hang; it takes 5 s
+        survivors = [ranks.pid(0), ranks.pid(1)]
+        ranks.kill(2)
+        ranks.results(killed=[2])
+    for error, text, pids in results:
+        assert error == "PeerFailed" and "rank 2" in text, (error, text)
+        assert pids == survivors
 
 
 def copy_between_hosts(rank: Rank, port: int) -> tuple[bool, list[float]]:

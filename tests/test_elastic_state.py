@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -388,6 +389,21 @@ def prepare_for_another_layout(rank: Rank, port: int) -> None:
 
 def test_prepare_without_a_job_or_with_another_layout(store: dist.TCPStore) -> None:
     run_ranks(1, prepare_for_another_layout, store.port)
+
+
+def test_arena_is_copied_from_what_it_has_mapped_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, second = [100, 5000], timedelta(seconds=1)
+    source, other, target = Arena(lengths), Arena(lengths), Arena(lengths)
+    source.bytes.fill_(3)
+    other.bytes.fill_(4)
+    target.prepare(source.address, "rank 0", second)
+    monkeypatch.setattr(_C, "OpenedTensor", None)  # it needs no further one
+    assert target.fetch(source.address, "rank 0", second) == source.checksum()
+    assert target.bytes.equal(source.bytes)
+    monkeypatch.undo()
+    target.prepare(source.address, "rank 0", second)
+    assert target.fetch(other.address, "rank 1", second) == other.checksum()
+    assert target.bytes.equal(other.bytes)
 
 
 def test_arguments_are_checked() -> None:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
 
 from rota import _C
+
+_MADV_POPULATE_READ = 22  # Linux 5.14
+# While it runs, no other thread of the process can map memory: each takes a few milliseconds.
+_MAPPED_AT_ONCE = 16 << 20
+# Python's own madvise() keeps its lock.
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -51,6 +59,20 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
             f"rota.empty: size is {lengths!r}, expected ints, or one sequence of them"
         ) from error
     return _C.make_heap_tensor(shape, dtype)
+
+
+def map_pages(memory: torch.Tensor) -> None:
+    """Fills this process's page table for shared memory, which takes about as long as a copy.
+
+    Without it, the first access to each page does so. Other threads run meanwhile. Before Linux
+    5.14 it does nothing.
+
+    Args:
+        memory: uint8; begins with a page.
+    """
+    begin, length = memory.data_ptr(), len(memory)
+    for offset in range(0, length, _MAPPED_AT_ONCE):
+        _libc.madvise(begin + offset, min(_MAPPED_AT_ONCE, length - offset), _MADV_POPULATE_READ)
 
 
 def round_up(number: int, multiple: int) -> int:

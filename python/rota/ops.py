@@ -145,10 +145,14 @@ def _needs_gradient(tensor: Tensor) -> bool:
     return torch.is_grad_enabled() and tensor.requires_grad
 
 
-# Names are never reused, so the rank is a constant of the graph.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _rank_of(communicator: str) -> int:
     return communicator_named(communicator).rank
+
+
+# Names are never reused, so the rank is a constant of the graph. This is all that
+# torch.compiler.assume_constant_result does after an import of torch._dynamo, which takes as long
+# as that of torch.
+_rank_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # -------------------------------------------------------------------------------------------------

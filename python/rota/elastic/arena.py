@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rota import _C
-from rota.memory import empty
+from rota.memory import empty, map_pages
 
 _ALIGNMENT = 64  # of a storage, in bytes: a cache line
 
@@ -30,6 +30,7 @@ class Arena:
             num_bytes += -(-length // _ALIGNMENT) * _ALIGNMENT
         self.bytes = empty(max(num_bytes, 1), dtype=torch.uint8)
         self._exposed: _C.ExposedTensor | None = None
+        self._opened: tuple[str, _C.OpenedTensor] | None = None  # of another process, by address
 
     @property
     def address(self) -> str:
@@ -48,6 +49,18 @@ class Arena:
     def checksum(self) -> int:
         return _C.checksum(self.bytes)
 
+    def prepare(self, address: str, who: str, timeout: timedelta) -> None:
+        """Maps this arena, and that of another process for fetch(), page by page.
+
+        Raises:
+            rota.TransportError, rota.Timeout: that process has ended, is on another host, or does
+                not answer.
+        """
+        map_pages(self.bytes)
+        opened = _C.OpenedTensor(address, who, timeout)
+        map_pages(opened.bytes)
+        self._opened = address, opened
+
     def fetch(self, address: str, who: str, timeout: timedelta) -> int:
         """Copies another process's arena of the same lengths into this one.
 
@@ -57,7 +70,12 @@ class Arena:
         Raises:
             rota.TransportError: that process has ended.
         """
-        return _C.copy_with_checksum(self.bytes, _C.OpenedTensor(address, who, timeout).bytes)
+        prepared, self._opened = self._opened, None
+        if prepared is not None and prepared[0] == address:
+            opened = prepared[1]
+        else:
+            opened = _C.OpenedTensor(address, who, timeout)
+        return _C.copy_with_checksum(self.bytes, opened.bytes)
 
     def receive(self, rank: int) -> int:
         """The same by messages, from a rank that sends its arena's bytes. Returns the checksum."""

@@ -73,8 +73,8 @@ class Checkpoint:
 
     Raises:
         TypeError, ValueError: arguments that do not fit together.
-        rota.Mismatch: another living process has this rank, or the keeper is that of another
-            version of rota.
+        rota.Mismatch: another living process has this rank, another job on this host has this
+            one's name, or the keeper is that of another version of rota.
         rota.TransportError: no keeper can be started, or it is another user's.
 
     Example:
@@ -111,6 +111,7 @@ class Checkpoint:
         job = _job_name(self._directory, job)
         self._link = KeeperLink(
             f"{job}/{name}",
+            self._directory.meeting(),
             self._rank,
             linger.total_seconds(),
             launcher,

@@ -77,7 +77,9 @@ class OwnProcess:
     """This process as others see it: they learn of its end from the kernel.
 
     Processes of other hosts hold a connection to a socket of it. Nobody needs to accept that: this
-    kernel makes it, answers its keepalive probes, and ends it with the process.
+    kernel makes it, answers its keepalive probes, and ends it with the process. (Clients of a torch
+    TCPStore here would notice the process's end as well, but not that of its host: torch asks for
+    no keepalive, and a wait that runs out of time then waits for the server without any.)
 
     Args:
         job: as in Handle.

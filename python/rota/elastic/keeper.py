@@ -7,7 +7,7 @@ does not know what is in it. Its messages are packets of JSON, with descriptors:
 
 | request | answer |
 |---|---|
-| join: protocol, job, rank, linger_s, launcher, pidfds of the rank and of the launcher | pid |
+| join: protocol, job, meeting, rank, linger_s, launcher, pidfds of rank and launcher | pid |
 | owners | the ranks of whose state it holds memory |
 | keep: owner, slot, the memory | nothing; the slot's last memory is let go |
 | drop: owner, slot | nothing; the slot's memory is let go |
@@ -15,7 +15,9 @@ does not know what is in it. Its messages are packets of JSON, with descriptors:
 | left | the ranks that have joined this keeper and have ended or closed since |
 | finish | nothing; the rank needs no memory any more |
 
-An answer with "error" refuses the request. The keeper ends, and the memory with it,
+An answer with "error" refuses the request. A meeting is the store in which the ranks of a job find
+each other: the keeper serves one at a time, so that two jobs of one name are told so. It ends, and
+the memory with it,
 
 - at once when all ranks that have ever joined have finished, or
 - when for linger_s seconds no rank that has joined was alive, and no launcher.
@@ -39,7 +41,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-PROTOCOL = 1
+PROTOCOL = 2
 # Exit statuses of the process that starts the keeper.
 LISTENING, ANOTHER_LISTENS = 0, 3
 SLOTS = (0, 1)  # versions that are kept of each rank, in turn
@@ -97,6 +99,7 @@ class Member:
         self.connection = connection
         self.pid, self.uid = peer_credentials(connection)
         self.rank: int | None = None
+        self.meeting = ""
         self.pidfd = -1  # readable once the rank's process has ended
 
 
@@ -222,12 +225,23 @@ class Keeper:
             )
         if member.rank is not None:
             raise Refusal(f"this connection is that of rank {member.rank}")
-        rank = int(request["rank"])
+        rank, meeting = int(request["rank"]), str(request["meeting"])
+        for other in self._members.values():
+            if other.meeting != meeting:
+                raise Refusal(
+                    f"another job on this host has the same name, of which rank {other.rank} is "
+                    f"pid {other.pid}: its ranks meet in another store; give each job a name of "
+                    f"its own, by torchrun's --rdzv-id or by job=",
+                    holder=other.pid,
+                )
         holder = self._members.get(rank)
         if holder is not None:
-            raise Refusal(f"rank {rank} is pid {holder.pid}", holder=holder.pid)
+            raise Refusal(
+                f"rank {rank} is pid {holder.pid}; give each process a rank of its own",
+                holder=holder.pid,
+            )
         self._linger_s = float(request["linger_s"])
-        member.rank = rank
+        member.rank, member.meeting = rank, meeting
         member.pidfd = fds.pop(0)
         self._selector.register(member.pidfd, selectors.EVENT_READ, lambda: self._forget(member))
         self._members[rank] = member

@@ -33,6 +33,7 @@ class KeeperLink:
 
     Args:
         job: of the rank; ranks of other jobs have other keepers.
+        meeting: of the store in which the job's living ranks meet; other jobs meet elsewhere.
         rank: this one.
         linger_s: how long the keeper stays when nobody is left.
         launcher: the pid of a process that may start ranks again, as long as it runs; None if
@@ -41,9 +42,16 @@ class KeeperLink:
     """
 
     def __init__(
-        self, job: str, rank: int, linger_s: float, launcher: int | None, timeout_s: float
+        self,
+        job: str,
+        meeting: str,
+        rank: int,
+        linger_s: float,
+        launcher: int | None,
+        timeout_s: float,
     ) -> None:
         self._job = job
+        self._meeting = meeting
         self._rank = rank
         self._linger_s = linger_s
         self._launcher = launcher
@@ -71,8 +79,8 @@ class KeeperLink:
         """Joins the keeper, and starts it if there is none. Blocks for milliseconds.
 
         Raises:
-            rota.Mismatch: another living process has this rank, or the keeper is of another job
-                or version.
+            rota.Mismatch: another living process has this rank, the keeper is of another version,
+                or another job has this one's name.
             rota.TransportError: the keeper does not start, or is another user's.
             rota.Timeout: it does not answer.
         """
@@ -150,6 +158,7 @@ class KeeperLink:
             "ask": "join",
             "protocol": keeper.PROTOCOL,
             "job": self._job,
+            "meeting": self._meeting,
             "rank": self._rank,
             "linger_s": self._linger_s,
             "launcher": self._launcher,
@@ -166,12 +175,11 @@ class KeeperLink:
                 answer, _ = self._exchange(request, pidfds)
                 if "error" not in answer:
                     break
-                # A process that was just killed still has its rank until the kernel has ended it.
+                # A process that was just killed is there until the kernel has ended it.
                 if "holder" not in answer or time.monotonic() > end:
                     raise Mismatch(
                         f"{WHAT}: rank {self._rank} of job {self._job!r} (pid {os.getpid()}): "
                         f"{answer['error']}"
-                        + ("; give each process a rank of its own" if "holder" in answer else "")
                     )
                 time.sleep(POLL_S)
         self.pid = answer["pid"]

@@ -218,6 +218,13 @@ class Directory:
         timeout: timedelta = self.store.timeout  # type: ignore[attr-defined]  # torch's stubs
         return timeout
 
+    def meeting(self) -> str:
+        """Random; the same for all who use this store, whatever its prefix, and for nobody else."""
+        store = self.store.underlying_store
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        return store.compare_set("rota/checkpoint/meeting", "", uuid4().hex).decode()
+
     def begin(self, own: Claim, deadline: float, left: Callable[[], list[int]]) -> Session:
         """Blocks until all ranks have seen the same claims.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import random
@@ -19,7 +20,7 @@ from rota.elastic.arena import Arena, lies_on, put_on, take_from
 from rota.elastic.generation import Generation
 from rota.elastic.membership import Membership
 from rota.elastic.parts import LooseTensor, ModulePart, Storages, part_of
-from rota.errors import Mismatch, TransportError
+from rota.errors import Mismatch, Timeout, TransportError
 from rota.joint import sides
 
 # Of tensors that are made anew by a state_dict(), such as residuals: shorter ones are pickled.
@@ -28,7 +29,9 @@ _LONG_BYTES = 64 << 10
 _MAX_SAVED_BYTES = 256 << 10
 # Of a handshake between two processes that both wait for it.
 _COPY_TIMEOUT = timedelta(minutes=5)
-_LAYOUT = "layout"  # the lengths of the kept storages
+# Of one with a process that does not wait for it, and may be stopped.
+_PREPARE_TIMEOUT = timedelta(seconds=1)
+_LAYOUT = "layout"  # the lengths of the kept storages, and where rank 0 has them
 _FRESH = -1  # instead of a number of steps: the state comes from no training
 
 
@@ -124,10 +127,11 @@ class State:
         self._save()
 
     def prepare(self, membership: Membership) -> bool:
-        """Reserves the memory for a copy before this process joins, so that the others wait less.
+        """Reserves and maps the memory for a copy before this process joins.
 
         Call it in a process that is going to join, before `Membership.next`. Most of a transfer's
-        time is the kernel's, which makes pages; here nobody waits for that.
+        time is the kernel's, which makes pages, and maps them and those of rank 0; here nobody
+        waits for that.
 
         Returns:
             Whether the job has a state to copy.
@@ -135,11 +139,13 @@ class State:
         Raises:
             rota.TransportError: there is too little memory.
         """
-        lengths = membership.read_note(_LAYOUT)
-        if lengths is None:
+        note = membership.read_note(_LAYOUT)
+        if note is None:
             return False
-        self._spare = Arena(json.loads(lengths))
-        self._spare.bytes.zero_()  # touches the pages
+        lengths, address = json.loads(note)
+        self._spare = Arena(lengths)
+        with contextlib.suppress(TransportError, Timeout):  # rank 0 is gone, or on another host
+            self._spare.prepare(address, "rank 0", _PREPARE_TIMEOUT)
         return True
 
     def commit(self) -> None:
@@ -154,7 +160,8 @@ class State:
             self._may_be_new = False
             if self._generation is not None and self._generation.rank == 0:
                 assert self._kept is not None
-                self._generation.write_note(_LAYOUT, json.dumps(self._kept.lengths))
+                layout = [self._kept.lengths, self._kept.address]
+                self._generation.write_note(_LAYOUT, json.dumps(layout))
         self._save()
 
     def synchronize(self, generation: Generation, *, check_equal: bool = False) -> bool:

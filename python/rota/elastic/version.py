@@ -13,7 +13,6 @@ against resizing, so that whoever maps it cannot be hurt by its maker.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import mmap
 import os
@@ -29,7 +28,7 @@ from rota import _C
 from rota.elastic.contents import WHAT, Contents, Look
 from rota.elastic.keeper import SEALS
 from rota.errors import TransportError
-from rota.memory import round_up
+from rota.memory import map_pages, round_up
 
 MAGIC = int.from_bytes(b"rota-cp1", "little")
 WORD_BYTES = 8
@@ -38,11 +37,6 @@ DATA_BEGIN = mmap.PAGESIZE
 ALIGNMENT = 64  # bytes; a cache line
 # Bytes that one checksum covers. Copies of this length go past the caches (csrc/cpu/copy.cpp).
 BUCKET_BYTES = 16 << 20
-
-MADV_POPULATE_READ = 22  # Linux 5.14
-# Python's own madvise() keeps its lock.
-_libc = ctypes.CDLL(None)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Identity(NamedTuple):
@@ -155,18 +149,10 @@ class Memory:
             raise
 
     def populate(self) -> None:
-        """Fills this process's page table, which takes about as long as a copy and is done once.
-
-        May run beside a copy, in another thread.
-        """
-        if self._is_populated:
-            return
-        self._is_populated = True
-        begin, length = self.bytes.data_ptr(), len(self.bytes)
-        # In steps, because nobody in this process can allocate memory during one. Before Linux 5.14
-        # it fails, and the copy does it.
-        for offset in range(0, length, BUCKET_BYTES):
-            _libc.madvise(begin + offset, min(BUCKET_BYTES, length - offset), MADV_POPULATE_READ)
+        """Fills this process's page table, once; may run beside a copy, in another thread."""
+        if not self._is_populated:
+            self._is_populated = True
+            map_pages(self.bytes)
 
     # ---- head ----
 

@@ -1,0 +1,68 @@
+"""Members of a rota.elastic.Membership whose tensors are on the GPU come, die, and copy a state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elastic_workers import all_hear, first_order, serve, serve_store, store_of
+from on_gpu import DEVICE, LIMIT_S, run_ranks
+from ranks import Rank, Ranks
+from rota.elastic import Membership, State
+
+PARAMETER, MOMENTUM = 0.5, 2.0  # of a model that has trained
+NUM_FEATURES = 300
+
+
+@pytest.fixture
+def store() -> Iterator[dist.TCPStore]:
+    yield serve_store()
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_cuda_sums_after_each_change_of_members(store: dist.TCPStore, place: int) -> None:
+    arguments = (store.port, 2, None, str(DEVICE))
+    with Ranks(3, serve, *arguments, timeout_s=LIMIT_S) as ranks:
+        order = first_order(ranks, 2)
+        ranks.tell(2)
+        order.append(2)
+        all_hear(ranks, order)
+        dead = order.pop(place)
+        ranks.kill(dead)
+        all_hear(ranks, order)
+        store.set("stop", "")
+        ranks.results(killed=[dead])
+
+
+def copy_state(rank: Rank, port: int) -> tuple[bool, set[float], set[float]]:
+    """Rank 0 has trained; torch computes nothing here, so that a simulated GPU will do."""
+    torch.cuda.set_device(DEVICE)
+    membership = Membership(store_of(port), rank=rank.rank)
+    model = nn.Linear(NUM_FEATURES, NUM_FEATURES).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = State(model=model, optimizer=optimizer)
+    if rank.rank == 0:
+        for parameter in model.parameters():
+            parameter.data.copy_(torch.full(parameter.shape, PARAMETER))
+            momentum = torch.full(parameter.shape, MOMENTUM).to(DEVICE)
+            optimizer.state[parameter]["momentum_buffer"] = momentum
+        state.commit()
+    has_copied = state.synchronize(membership.next(min_members=2), check_equal=True)
+    state.commit()
+    assert state.num_steps == 2
+    momenta = [optimizer.state[parameter]["momentum_buffer"] for parameter in model.parameters()]
+    assert all(tensor.device == DEVICE for tensor in (*model.parameters(), *momenta))
+    return has_copied, values_of(model.parameters()), values_of(momenta)
+
+
+def values_of(tensors: Iterator[torch.Tensor] | list[torch.Tensor]) -> set[float]:
+    return {value for tensor in tensors for value in tensor.detach().cpu().unique().tolist()}
+
+
+def test_cuda_state_is_copied_from_a_rank_that_has_trained(store: dist.TCPStore) -> None:
+    results = run_ranks(2, copy_state, store.port)
+    assert results == [(has_copied, {PARAMETER}, {MOMENTUM}) for has_copied in (False, True)]
