@@ -22,7 +22,7 @@ SOURCES := $(shell find csrc -type f)
 MODULES := $(shell find python -name '*.py' -o -name '*.pyi')
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu')
 
-.PHONY: help venv test test-long trainers conformance check-cuda gpu gpu-dry lint format bench bench-fused demo demo-hosts clean
+.PHONY: help venv test test-long test-oldest trainers conformance check-cuda gpu gpu-dry lint format bench bench-fused demo demo-hosts clean
 
 help:
 	@echo "make demo        train a byte-level GPT data-parallel, rota beside Gloo or NCCL"
@@ -31,7 +31,8 @@ help:
 	@echo "make test-long   10,000 random cases of the fused all-reduce, 1 minute"
 	@echo "make trainers    the recipes for trainers, with DeepSpeed and Transformers; 1 to 3 minutes"
 	@echo "make conformance torch's own tests for backends on rota, against what Gloo passes"
-	@echo "make check-cuda  build for CUDA without a GPU, check the machine code, run the CPU suite on it"
+	@echo "make check-cuda  build for CUDA without a GPU, check the machine code, test on a simulated GPU"
+	@echo "make test-oldest the whole test suite on that build, whose torch is the oldest supported one"
 	@echo "make bench       collectives (rota, Gloo, every MPI, memcpy), a DDP hook, news of failures"
 	@echo "make bench-fused the fused hook beside torch's: time, accuracy, convergence, bucket sizes"
 	@echo "make gpu         on a machine with an NVIDIA GPU: build, tests, memory checker, benchmarks"
@@ -84,12 +85,21 @@ $(CUDA_VENV)/.built: $(CUDA_VENV)/.packages setup.py $(SOURCES) $(MODULES)
 	ROTA_CUDA=1 NVCC_APPEND_FLAGS="$(NVCC_STRICT)" $(CUDA_PYTHON) $(PIP) install --no-build-isolation --no-deps .
 	touch $@
 
-# About 19 minutes on two cores: the packages 2, the build 8, the test suites 9.
+# Tests that need a build for CUDA, or that ask most of what torch has changed between versions.
+CUDA_TESTS := cuda_fallbacks cuda_teardown demo_devices doctor gpu_run gpu_self_test simulated_gpu \
+  simulated_rota simulated_streams symmetric_memory \
+  amp autoload backend backend_methods compile errors fsdp functional_collectives fused_hook hooks \
+  init profiler reduce_gradients
+
+# About 15 minutes on two cores: the packages 2, the build 8, the tests 5.
 check-cuda: $(CUDA_VENV)/.built
 	$(CUDA_PYTHON) -m rota doctor
 	$(CUDA_PYTHON) tests/machine_code.py
 	$(CUDA_PYTHON) tests/simulated_gpu.py --gpus 2 --torch-operators $(CUDA_PYTHON) -m pytest tests/gpu
 	$(MAKE) gpu-dry
+	$(CUDA_PYTHON) $(TEST) $(CUDA_TESTS:%=tests/test_%.py)
+
+test-oldest: $(CUDA_VENV)/.built
 	$(CUDA_PYTHON) $(TEST) -m "not no_extension and not same_in_every_build"
 
 # Uses the python3 on PATH with its torch and pytest, and no network. STAGES="build bench" selects

@@ -200,8 +200,10 @@ def sources(*suffixes: str, without: str | None = None) -> list[str]:
     ]
 
 
-# Identifies the build (csrc/base/build_id.h); not every linker adds it by default.
-LINK_FLAGS = ["-Wl,--build-id=sha1"]
+# The first identifies the build (csrc/base/build_id.h); not every linker adds it by default. The
+# second is for compilers that link libstdc++ statically: mixed with that of torch, it crashes or
+# hangs in the first stream or lock that is used.
+LINK_FLAGS = ["-Wl,--build-id=sha1", "-Wl,--exclude-libs,libstdc++.a"]
 INCLUDE_DIRS = [str(Path("csrc").resolve())]
 if IS_CUDA_BUILD:
     extension = CUDAExtension(

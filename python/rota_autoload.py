@@ -2,8 +2,8 @@
 
 torch finds `register` by the entry points in pyproject.toml. It runs whenever torch is imported, in
 programs that never use rota too, so this module stands outside the package, whose import takes a
-tenth of a second. It imports torch only in functions: where `import rota` comes first and so imports torch,
-torch looks for `register` in this module before its own import ends.
+tenth of a second. It imports torch only in functions: where `import rota` comes first and so
+imports torch, torch looks for `register` in this module before its own import ends.
 """
 
 from __future__ import annotations

@@ -314,7 +314,7 @@ def test_build_cuda_for_one_arch_compiles_it_as_what_ships(arch: str, tmp_path: 
 def test_build_cuda_compiles_cpp_files_with_the_flags_of_a_build_for_the_cpu(
     tmp_path: Path,
 ) -> None:
-    """`make check-cuda` therefore does without the tests marked same_in_every_build."""
+    """`make test-oldest` therefore does without the tests marked same_in_every_build."""
 
     def cxx_flags(build: str) -> list[str]:
         line = asked_for(run_setup(tmp_path, ROTA_CUDA=build))

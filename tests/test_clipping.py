@@ -133,6 +133,33 @@ def test_clip_with_unused_parameters() -> None:
     run_ranks(2, clip_with_unused)
 
 
+def clip_with_two_states(rank: Rank) -> None:
+    rank.init("gloo")
+    model = torch.nn.Linear(10, 1, bias=False)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    buckets = []
+
+    def keep(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses text
+        buckets.append(bucket)
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    ddp.register_comm_hook(None, keep)
+    ddp(torch.ones(10)).backward()
+    # Either may come first where clip_grad_norm_ looks for the state that has the norm.
+    states = [rota.HookState(loss_scale=1.0), rota.HookState(loss_scale=0.5)]
+    for state in states * 3:
+        rota.fused_hook(state, buckets[0]).wait()
+        expected = norm_of(model)
+        with torch_must_not_look(), num_warnings(0):
+            assert rota.clip_grad_norm_(model.parameters(), 1e9).item() == expected.item()
+
+
+def test_clip_takes_the_norm_of_the_state_that_reduced_last() -> None:
+    run_ranks(2, clip_with_two_states)
+
+
 def clip_without_stale(rank: Rank) -> None:
     """DDP reduces gradients that the last pass did not use, so the hook's norm includes them."""
     rank.init("gloo")

@@ -215,6 +215,37 @@ def test_death_while_others_agree_is_the_same_for_all_and_tried_again(
         ranks.results(killed=[victim])
 
 
+def die_when_all_are_connected(rank: Rank, port: int) -> list[list[int]]:
+    """Of four members rank 1 is the last to connect and dies at once; the others see its death
+    before they hear that the generation has been formed."""
+    original = Forming._count_as_connected
+
+    def count_as_connected(self: Forming) -> dict[str, Any]:
+        if len(self.handles) < 4:
+            return original(self)
+        if rank.rank == 1:
+            while len(self._documents.read(self._key)["ready"]) < 3:
+                time.sleep(PACE_S)
+            original(self)
+            kill_self()
+        document = original(self)
+        while not self._processes.describe_gone(self.handles):
+            time.sleep(PACE_S)
+        return document
+
+    Forming._count_as_connected = count_as_connected  # type: ignore[method-assign]
+    return serve(rank, port, 3)
+
+
+def test_death_of_a_member_that_was_the_last_to_connect(store: dist.TCPStore) -> None:
+    with Ranks(4, die_when_all_are_connected, store.port) as ranks:
+        order = first_order(ranks, 3)
+        ranks.tell(3)
+        all_hear(ranks, [rank for rank in [*order, 3] if rank != 1])
+        store.set("stop", "")
+        ranks.results(killed=[1])
+
+
 def die_in_turn(rank: Rank, port: int) -> list[list[int]]:
     """Members that kill themselves one after the other, each while the others agree."""
     number = 0
@@ -498,9 +529,10 @@ def come_and_go(rank: Rank, port: int, num_changes: int) -> list[tuple[int, int,
 
 def test_generations_leave_nothing_behind_in_a_process(store: dist.TCPStore) -> None:
     held = run_ranks(2, come_and_go, store.port, 12)[0]
-    for early, late in zip(held[4], held[-1], strict=True):
-        # A connection that has ended is closed with the next one.
-        assert late <= early + 2, held
+    # A connection that has ended is closed with the next one. When one more thread than ever runs
+    # at once, glibc maps a stack and an arena for it, each in two parts, and keeps them.
+    for early, late, more in zip(held[4], held[-1], (2, 2, 6), strict=True):
+        assert late <= early + more, held
 
 
 def test_stopped_member_is_named_and_awaited(store: dist.TCPStore) -> None:

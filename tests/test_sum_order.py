@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import rota
-from bucket_oracle import Format, reduce_bucket
+from bucket_sums import check_bucket_sums
 from oracle import (
     FLOAT8_DTYPES,
     FLOAT_DTYPES,
@@ -117,22 +117,7 @@ def test_reduce_and_reduce_scatter_have_the_bits_of_all_reduce(order: Order) -> 
 
 def check_bucket(rank: Rank, options: dict[str, Any]) -> None:
     communicator = rank.communicator(slot_bytes=SLOT_BYTES)
-    wires = Format(torch.float32, False), Format(torch.float16, True), Format(torch.bfloat16, False)
-    for wire, length in itertools.product(wires, LENGTHS):
-        inputs = random_inputs(rank.world_size, length, torch.float32)
-        expected = reduce_bucket(inputs, wire, divisor=8.0, **options)
-        for algorithm in ("one_shot", "two_shot"):
-            bucket = inputs[rank.rank].clone()
-            communicator.reduce_bucket(
-                bucket,
-                torch.zeros(2, dtype=torch.float64),
-                wire_dtype=wire.dtype,
-                block_scaling=wire.block_scaling,
-                divisor=8.0,
-                algorithm=algorithm,
-                **options,
-            )
-            assert_same(bucket, expected, f"{algorithm} {wire} {length}")
+    check_bucket_sums(communicator, LENGTHS, ("one_shot", "two_shot"), options)
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)

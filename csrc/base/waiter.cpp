@@ -152,8 +152,9 @@ void Waiter::sleep(std::span<const Awaited> awaited, const std::vector<const Lif
   }
   for (const LifeWord* life : lives) {
     const uint32_t seen = life->load();
-    if (num_words < words.size() && LifeWord::is_held(seen))
+    if (num_words < words.size() && LifeWord::is_held(seen)) {
       words[num_words++] = {&life->value, seen};
+    }
   }
   if (!is_there) sleep_on_any({words.data(), num_words});
   change_num_sleepers(-1);

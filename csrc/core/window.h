@@ -113,7 +113,7 @@ class Window {
   // Runs body(observer) and completes its RemoteFailure to an Error.
   template <typename Body>
   auto remotely(std::string_view call, int target, const Body& body) const;
-  // As is_alive(), but of ranks on other hosts it is what is known. Costs system calls.
+  // As is_alive(), but of ranks on other hosts it is what is known.
   bool is_taken_for_alive(int rank) const;
 
   const RankWindow& checked(std::string_view call, int target) const;

@@ -17,8 +17,10 @@ struct alignas(16) Tile {
   std::byte* data;
   uint64_t num_elems;
 
-  HOST_DEVICE bool is_whole() const {
-    return num_elems == kTileElems && is_aligned(data, kAccessBytes);
+  // Whether it has all its elements, where threads can move 16 bytes at once: elements of 4 bytes
+  // may start anywhere (cuda/tiles.h).
+  HOST_DEVICE bool is_whole(size_t elem_bytes) const {
+    return num_elems == kTileElems && is_aligned(data, elem_bytes == 4 ? elem_bytes : kAccessBytes);
   }
 };
 
@@ -60,8 +62,9 @@ struct UnpackWords {
 
 struct PackArgs {
   BucketArgs bucket;
-  // Error feedback (Seide et al. 2014): num_elems() floats in units of the result, which are added
-  // to the contributions and then updated; or null.
+  // Error feedback (Seide et al. 2014): a float for each element, in units of the result, which is
+  // added to the contribution and then updated; or null. A tile's begin where those of the tiles
+  // before it would end if all were whole; what would complete a tile is not touched.
   float* residual;
   Rounding rounding;
   UnpackWords* words;  // of the unpack that follows

@@ -38,6 +38,11 @@ class DeviceBlock {
   __device__ T from_lane(T value, uint32_t distance) const {
     return __shfl_xor_sync(neighbours<kLanes>(), value, distance);
   }
+  // The value of a thread, by its place among the kLanes.
+  template <uint32_t kLanes, typename T>
+  __device__ T from_place(T value, uint32_t place) const {
+    return __shfl_sync(neighbours<kLanes>(), value, static_cast<int>(place), kLanes);
+  }
 
   // Each access moves 16 bytes, or kBytes if that is less, and is aligned to its size.
   template <size_t kBytes>

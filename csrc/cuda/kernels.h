@@ -11,9 +11,7 @@
 // Go before a kernel's name: the launch bounds, from which the compiler allots registers.
 #define ROTA_COLLECTIVE_KERNEL __global__ __launch_bounds__(kThreadsPerBlock, 1) void
 #define ROTA_SUM_KERNEL(sums) __global__ __launch_bounds__(most_threads(sums), 1) void
-#define ROTA_PACK_KERNEL __global__ __launch_bounds__(kBucketThreads, kBucketBlocks) void
-// 80 registers per thread let one more block share a multiprocessor.
-#define ROTA_UNPACK_KERNEL __global__ __launch_bounds__(kBucketThreads, kBucketBlocks + 1) void
+#define ROTA_BUCKET_KERNEL __global__ __launch_bounds__(kBucketThreads, kBucketBlocks) void
 
 namespace rota::cuda {
 

@@ -7,7 +7,7 @@
 namespace rota::cuda {
 
 template <DType dtype, DType wire, bool is_scaled>
-ROTA_PACK_KERNEL pack_kernel(const __grid_constant__ PackArgs args) {
+ROTA_BUCKET_KERNEL pack_kernel(const __grid_constant__ PackArgs args) {
   const DeviceBlock block;
   pack<dtype, wire, is_scaled>(block, args);
 }

@@ -20,18 +20,32 @@ class Packer {
     if (block_.index() == 0 && block_.thread() == 0) words.put_to_rest();
     const uint64_t num_tiles = args_.bucket.num_tiles;
     const uint64_t stride = thread_.item_stride();
+    const auto tile_at = [&](uint64_t index) {
+      return index < num_tiles ? args_.bucket.tile(index, kElemBytes) : Tile{};
+    };
     uint64_t index = thread_.first_item();
-    Tile next{};
-    if (index < num_tiles) next = args_.bucket.tile(index, kElemBytes);
+    Tile tile = tile_at(index);
+    Tile next = tile_at(index + stride);
+    Gradients<dtype> ahead;
+    if constexpr (kLoadsAhead) fetch_whole(tile, ahead);
     for (; index < num_tiles; index += stride) {
-      const Tile tile = next;
-      // Loaded before this tile's data, so that the next tile's loads need not wait for it.
-      if (index + stride < num_tiles) next = args_.bucket.tile(index + stride, kElemBytes);
-      if (tile.is_whole()) {
-        pack_rows<true>(tile, index);
+      // While this tile is worked on, the next one's gradients are loaded, and of the one after
+      // that where they are.
+      Gradients<dtype> gradients = ahead;
+      Tile after_next{};
+      if constexpr (kLoadsAhead) {
+        fetch_whole(next, ahead);
+        after_next = tile_at(index + 2 * stride);
       } else {
-        pack_rows<false>(tile, index);
+        fetch_whole(tile, gradients);
       }
+      if (tile.is_whole(kElemBytes)) {
+        pack_rows<true>(tile, index, gradients);
+      } else {
+        pack_rows<false>(tile, index, gradients);
+      }
+      tile = next;
+      next = kLoadsAhead ? after_next : tile_at(index + 2 * stride);
     }
   }
 
@@ -39,20 +53,34 @@ class Packer {
   static constexpr size_t kElemBytes = info(dtype).num_bytes;
   static constexpr size_t kWireBytes = info(wire).num_bytes;
   static constexpr uint32_t kRowsPerBlock = block_scaling(wire).block_elems / kRowElems;
+  // There are no registers for two tiles of float64.
+  static constexpr bool kLoadsAhead = kElemBytes < 8;
   static_assert(kRowsInFlight % kRowsPerBlock == 0, "a team has whole scaled blocks");
 
-  // Packs this team's quarter of a tile.
+  HOST_DEVICE uint32_t first_row() const { return thread_.team() * kRowsInFlight; }
+
+  // Starts to load the gradients of a whole tile.
+  HOST_DEVICE_INLINE void fetch_whole(const Tile& tile, Gradients<dtype>& gradients) const {
+    if (tile.is_whole(kElemBytes)) thread_.request_gradients(tile.data, first_row(), gradients);
+  }
+
+  // Packs this team's quarter of a tile; `gradients`: those that were fetched of a whole one.
   template <bool kIsWhole>
-  HOST_DEVICE void pack_rows(const Tile& tile, uint64_t index) const {
+  HOST_DEVICE void pack_rows(const Tile& tile, uint64_t index, Gradients<dtype>& gradients) const {
     const WirePlace place = format().from(
         format().place(args_.bucket.wire, args_.bucket.num_elems()), index * kTileElems);
     std::byte* residual = args_.residual == nullptr
                               ? nullptr
                               : reinterpret_cast<std::byte*>(args_.residual + index * kTileElems);
-    const uint32_t row = thread_.team() * kRowsInFlight;
+    const uint32_t row = first_row();
+    if constexpr (kIsWhole) {
+      thread_.sort_gradients(tile.data, gradients);
+    } else {
+      thread_.template read<dtype, false>(tile.data, row, gradients.rows, tile.num_elems);
+    }
     RowPart wanted[kRowsInFlight];
-    load_gradients<kIsWhole>(tile, row, wanted);
-    if (residual != nullptr) add_residual(residual, row, tile.num_elems, wanted);
+    scale_gradients(gradients, wanted);
+    if (residual != nullptr) add_residual<kIsWhole>(residual, row, tile.num_elems, wanted);
 
     uint32_t scales[kRowsInFlight];
     RowBits<wire> sent[kRowsInFlight];
@@ -66,29 +94,27 @@ class Packer {
       round_rows(wanted, scales, {}, index * kTileElems, row, sent);
     }
     if (residual != nullptr) {
-      store_residual(wanted, scales, sent, residual, row, tile.num_elems);
+      store_residual<kIsWhole>(wanted, scales, sent, residual, row, tile.num_elems);
     }
     thread_.template write<wire>(place.payload, row, sent);
   }
 
-  template <bool kIsWhole>
-  HOST_DEVICE_INLINE void load_gradients(const Tile& tile, uint32_t row,
-                                         RowPart (&wanted)[kRowsInFlight]) const {
-    RowBits<dtype> bits[kRowsInFlight];
-    thread_.template read<dtype, kIsWhole>(tile.data, row, bits, tile.num_elems);
+  HOST_DEVICE_INLINE void scale_gradients(const Gradients<dtype>& gradients,
+                                          RowPart (&wanted)[kRowsInFlight]) const {
     for_each_elem([&](uint32_t r, uint32_t i) {
-      const auto gradient =
-          static_cast<float>(decode<dtype, false>(block_, get_bits<kElemBytes>(bits[r], i)));
+      const auto gradient = static_cast<float>(
+          decode<dtype, false>(block_, get_bits<kElemBytes>(gradients.rows[r], i)));
       wanted[r].of[i] = gradient * args_.bucket.contribution_factor;
     });
   }
 
+  template <bool kIsWhole>
   HOST_DEVICE_INLINE void add_residual(const std::byte* residual, uint32_t row, uint64_t num_elems,
                                        RowPart (&wanted)[kRowsInFlight]) const {
     RowBits<DType::kFloat32> lost[kRowsInFlight];
-    thread_.template read<DType::kFloat32>(residual, row, lost);
+    thread_.template read<DType::kFloat32, kIsWhole>(residual, row, lost, num_elems);
     for_each_elem([&](uint32_t r, uint32_t i) {
-      if (i >= thread_.num_left(row + r, num_elems)) return;
+      if (!kIsWhole && i >= thread_.num_left(row + r, num_elems)) return;
       wanted[r].of[i] += bit_as<float>(lost[r].words[i]) / args_.bucket.result_factor;
     });
   }
@@ -132,6 +158,7 @@ class Packer {
   }
 
   // Stores what rounding has lost, in units of the result.
+  template <bool kIsWhole>
   HOST_DEVICE_INLINE void store_residual(const RowPart (&wanted)[kRowsInFlight],
                                          const uint32_t (&scales)[kRowsInFlight],
                                          const RowBits<wire> (&sent)[kRowsInFlight],
@@ -142,10 +169,9 @@ class Packer {
       const float decoded = decode<wire, is_scaled>(block_, get_bits<kWireBytes>(sent[r], i));
       const float read = is_scaled ? decoded * scale_of(scales[r]) : decoded;
       const float rest = (wanted[r].of[i] - read) * args_.bucket.result_factor;
-      const bool is_kept = is_finite(rest) && i < thread_.num_left(row + r, num_elems);
-      lost[r].words[i] = bit_as<uint32_t>(is_kept ? rest : 0.0f);
+      lost[r].words[i] = bit_as<uint32_t>(is_finite(rest) ? rest : 0.0f);
     });
-    thread_.template write<DType::kFloat32>(residual, row, lost);
+    thread_.template write<DType::kFloat32, kIsWhole>(residual, row, lost, num_elems);
   }
 
   HOST_DEVICE_INLINE static uint32_t largest_finite(const RowPart& row) {

@@ -3,7 +3,9 @@
 // A tile is 16 rows of 32 elements. A team of 8 neighbouring threads works on 4 rows at a time,
 // with 4 neighbouring elements of each row per thread. So scales are found within a team, and a
 // thread's elements always belong to the same 4 of the 32 partial sums of squares. Memory is moved
-// 16 bytes at a time in every dtype; in narrow dtypes several rows are moved together.
+// 16 bytes at a time in every dtype; in narrow dtypes several rows are moved together. Gradients of
+// 4 bytes need not be aligned to 16: a thread then moves the aligned 16 bytes in which its elements
+// begin, and gets the rest from its neighbour, or gives it to that one.
 //
 // A warp is four teams. pack gives each team a quarter of one tile, because nothing spans more than
 // 4 rows. unpack gives each team one of four neighbouring tiles, with the rows in ascending order,
@@ -36,6 +38,12 @@ struct RowPart {
 // The same as bits of a dtype.
 template <DType dtype>
 using RowBits = Words<kElemsPerRow * info(dtype).num_bytes>;
+// What a thread has loaded of gradients; sort_gradients() makes them its own elements.
+template <DType dtype>
+struct Gradients {
+  RowBits<dtype> rows[kRowsInFlight];
+  RowBits<dtype> rest;  // of the team's last thread, where they are not aligned
+};
 
 // Calls body(row, elem) for a thread's elements of the rows in flight, row by row.
 template <typename Body>
@@ -147,6 +155,33 @@ class TileThread {
       }
     }
   }
+  // The same for the gradients of a tile that is whole, aligned or not.
+  template <DType dtype>
+  HOST_DEVICE_INLINE void request_gradients(const std::byte* tile, uint32_t row,
+                                            Gradients<dtype>& gradients) const {
+    if constexpr (kMayBeSkewed<dtype>) {
+      const uint32_t skew = skew_of(tile);
+      if (skew != 0) return fetch_skewed(tile, row, skew, gradients);
+    }
+    fetch<dtype>(tile, row, gradients.rows);
+  }
+  template <DType dtype>
+  HOST_DEVICE_INLINE void sort_gradients(const std::byte* tile, Gradients<dtype>& gradients) const {
+    sort<dtype>(gradients.rows);
+    if constexpr (kMayBeSkewed<dtype>) {
+      const uint32_t skew = skew_of(tile);
+      if (skew != 0) sort_skewed(skew, gradients);
+    }
+  }
+  template <DType dtype>
+  HOST_DEVICE_INLINE void write_gradients(std::byte* tile, uint32_t row,
+                                          RowBits<dtype> (&rows)[kRowsInFlight]) const {
+    if constexpr (kMayBeSkewed<dtype>) {
+      const uint32_t skew = skew_of(tile);
+      if (skew != 0) return write_skewed(tile, row, skew, rows);
+    }
+    write<dtype>(tile, row, rows);
+  }
   // How many of this thread's elements of a row exist.
   HOST_DEVICE_INLINE uint32_t num_left(uint32_t row, uint64_t num_elems) const {
     if (elem(row) >= num_elems) return 0;
@@ -233,6 +268,124 @@ class TileThread {
         }
       }
     }
+  }
+
+  // ---- rows of 4-byte elements that begin `skew` elements behind a multiple of 16 bytes
+
+  template <DType dtype>
+  static constexpr bool kMayBeSkewed = info(dtype).num_bytes == 4;
+  using FourWords = Words<kAccessBytes>;
+  static constexpr size_t kRowBytes = kRowElems * sizeof(uint32_t);
+
+  HOST_DEVICE static uint32_t skew_of(const std::byte* tile) {
+    return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(tile) % kAccessBytes /
+                                 sizeof(uint32_t));
+  }
+  // The aligned 16 bytes that this thread moves of a row; the team's first thread moves only those
+  // behind the skew, and its last one also those in front of it that follow the last row.
+  HOST_DEVICE ptrdiff_t skewed_offset(uint32_t row, uint32_t skew) const {
+    return (static_cast<ptrdiff_t>(elem(row)) - skew) * static_cast<ptrdiff_t>(sizeof(uint32_t));
+  }
+  HOST_DEVICE bool is_last_of_team() const { return place() == kTeamThreads - 1; }
+
+  template <DType dtype>
+  HOST_DEVICE_INLINE void fetch_skewed(const std::byte* tile, uint32_t row, uint32_t skew,
+                                       Gradients<dtype>& gradients) const {
+    const std::byte* src = tile + skewed_offset(row, skew);
+    ROTA_UNROLL
+    for (uint32_t r = 0; r < kRowsInFlight; ++r) {
+      FourWords& part = gradients.rows[r];
+      if (r == 0 && is_first_of_team()) {
+        ROTA_UNROLL
+        for (uint32_t w = 0; w < kElemsPerRow; ++w) {
+          part.words[w] = w >= skew ? reinterpret_cast<const uint32_t*>(src)[w] : 0;
+        }
+      } else {
+        part = block_.template load<kAccessBytes>(src + r * kRowBytes);
+      }
+    }
+    if (!is_last_of_team()) return;
+    src += (kRowsInFlight - 1) * kRowBytes + kAccessBytes;
+    gradients.rest = load_part<sizeof(uint32_t), kAccessBytes>(src, skew);
+  }
+  // A thread's elements are the end of what it has loaded and the start of what the next one has.
+  template <DType dtype>
+  HOST_DEVICE_INLINE void sort_skewed(uint32_t skew, Gradients<dtype>& gradients) const {
+    ROTA_UNROLL
+    for (uint32_t r = 0; r < kRowsInFlight; ++r) {
+      FourWords& part = gradients.rows[r];
+      // The next one of a row's last thread is the next row's first.
+      const bool gives_next_row = r + 1 < kRowsInFlight && is_first_of_team();
+      const FourWords sent = either(gives_next_row, gradients.rows[(r + 1) % kRowsInFlight], part);
+      FourWords next = of_neighbour(sent, 1);
+      if (r + 1 == kRowsInFlight) next = either(is_last_of_team(), gradients.rest, next);
+      part = words_from(part, next, skew);
+    }
+  }
+  HOST_DEVICE_INLINE void write_skewed(std::byte* tile, uint32_t row, uint32_t skew,
+                                       const FourWords (&rows)[kRowsInFlight]) const {
+    std::byte* dst = tile + skewed_offset(row, skew);
+    ROTA_UNROLL
+    for (uint32_t r = 0; r < kRowsInFlight; ++r) {
+      const bool gives_last_row = r > 0 && is_last_of_team();
+      const FourWords sent =
+          either(gives_last_row, rows[(r + kRowsInFlight - 1) % kRowsInFlight], rows[r]);
+      const FourWords stored =
+          words_from(of_neighbour(sent, kTeamThreads - 1), rows[r], kElemsPerRow - skew);
+      if (r == 0 && is_first_of_team()) {
+        ROTA_UNROLL
+        for (uint32_t w = 0; w < kElemsPerRow; ++w) {
+          if (w >= skew) reinterpret_cast<uint32_t*>(dst)[w] = stored.words[w];
+        }
+      } else {
+        block_.store(dst + r * kRowBytes, stored);
+      }
+    }
+    if (!is_last_of_team()) return;
+    dst += (kRowsInFlight - 1) * kRowBytes + kAccessBytes;
+    const FourWords rest = words_from(rows[kRowsInFlight - 1], {}, kElemsPerRow - skew);
+    store_part<sizeof(uint32_t)>(dst, skew, rest);
+  }
+  // Word by word, because registers have no address.
+  HOST_DEVICE_INLINE static FourWords either(bool is_first, const FourWords& first,
+                                             const FourWords& second) {
+    FourWords chosen;
+    ROTA_UNROLL
+    for (uint32_t w = 0; w < kElemsPerRow; ++w) {
+      chosen.words[w] = is_first ? first.words[w] : second.words[w];
+    }
+    return chosen;
+  }
+  // What the thread has that comes `distance` after this one, in the circle of the team.
+  HOST_DEVICE_INLINE FourWords of_neighbour(const FourWords& sent, uint32_t distance) const {
+    FourWords got;
+    ROTA_UNROLL
+    for (uint32_t w = 0; w < kElemsPerRow; ++w) {
+      got.words[w] = block_.template from_place<kTeamThreads>(sent.words[w],
+                                                              (place() + distance) % kTeamThreads);
+    }
+    return got;
+  }
+  // The four words from `first` on, of eight; first: 1 to 3.
+  HOST_DEVICE_INLINE static FourWords words_from(const FourWords& low, const FourWords& high,
+                                                 uint32_t first) {
+    uint32_t words[2 * kElemsPerRow - 1];
+    ROTA_UNROLL
+    for (uint32_t w = 0; w < kElemsPerRow; ++w) {
+      words[w] = low.words[w];
+      if (w + 1 < kElemsPerRow) words[kElemsPerRow + w] = high.words[w];
+    }
+    // By one and by two, because registers have no index.
+    ROTA_UNROLL
+    for (uint32_t w = 0; w + 1 < 2 * kElemsPerRow - 1; ++w) {
+      words[w] = (first & 1) != 0 ? words[w + 1] : words[w];
+    }
+    FourWords found;
+    ROTA_UNROLL
+    for (uint32_t w = 0; w < kElemsPerRow; ++w) {
+      found.words[w] = (first & 2) != 0 ? words[w + 2] : words[w];
+    }
+    return found;
   }
 
   HOST_DEVICE uint32_t place() const { return lane_ % kTeamThreads; }

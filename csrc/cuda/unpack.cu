@@ -7,7 +7,7 @@
 namespace rota::cuda {
 
 template <DType dtype, DType wire, bool is_scaled>
-ROTA_UNPACK_KERNEL unpack_kernel(const __grid_constant__ UnpackArgs args) {
+ROTA_BUCKET_KERNEL unpack_kernel(const __grid_constant__ UnpackArgs args) {
   const DeviceBlock block;
   unpack<dtype, wire, is_scaled>(block, args);
 }

@@ -19,11 +19,19 @@ class Unpacker {
 
   HOST_DEVICE void run() {
     const uint64_t stride = thread_.item_stride();
-    for (uint64_t group = thread_.first_item(); group < num_groups(); group += stride) {
-      const uint64_t index = group * kTreeGroup + thread_.team();
-      const double squares = index < args_.bucket.num_tiles ? unpack_tile(index) : 0;
+    uint64_t group = thread_.first_item();
+    uint64_t index = group * kTreeGroup + thread_.team();
+    Tile next = tile_at(index);
+    Received ahead{};
+    if (kLoadsAhead && is_there(index)) ahead = fetch(place_of(index), 0);
+    for (; group < num_groups(); group += stride) {
+      const Tile tile = next;
+      const uint64_t next_index = index + stride * kTreeGroup;
+      next = tile_at(next_index);
+      const double squares = is_there(index) ? unpack_tile(tile, index, next_index, ahead) : 0;
       const double sum = thread_.sum_of_teams(squares);
       if (thread_.is_first_of_warp()) args_.squares[group] = sum;
+      index = next_index;
     }
     thread_.add_up(args_.words->num_non_finite, num_non_finite_);
     sum_up_in_last_block();
@@ -32,6 +40,9 @@ class Unpacker {
  private:
   static constexpr size_t kElemBytes = info(dtype).num_bytes;
   static constexpr uint32_t kRowsPerBlock = block_scaling(wire).block_elems / kRowElems;
+
+  // There are no registers for it in float64 from float32.
+  static constexpr bool kLoadsAhead = kElemBytes + info(wire).num_bytes < 12;
 
   // The bits of some rows as loaded; the scale of row r is the byte r / kRowsPerBlock of `scales`.
   struct Received {
@@ -43,26 +54,44 @@ class Unpacker {
     return schedule::ceil_div(args_.bucket.num_tiles, kTreeGroup);
   }
 
-  HOST_DEVICE_INLINE double unpack_tile(uint64_t index) {
-    const Tile tile = args_.bucket.tile(index, kElemBytes);
-    return tile.is_whole() ? unpack_rows<true>(tile, index) : unpack_rows<false>(tile, index);
+  HOST_DEVICE bool is_there(uint64_t index) const { return index < args_.bucket.num_tiles; }
+  HOST_DEVICE Tile tile_at(uint64_t index) const {
+    return is_there(index) ? args_.bucket.tile(index, kElemBytes) : Tile{};
+  }
+  HOST_DEVICE WirePlace place_of(uint64_t index) const {
+    return format().from(format().place(args_.bucket.wire, args_.bucket.num_elems()),
+                         index * kTileElems);
   }
 
+  HOST_DEVICE_INLINE double unpack_tile(const Tile& tile, uint64_t index, uint64_t next_index,
+                                        Received& ahead) {
+    return tile.is_whole(kElemBytes) ? unpack_rows<true>(tile, index, next_index, ahead)
+                                     : unpack_rows<false>(tile, index, next_index, ahead);
+  }
+
+  // ahead: this tile's first rows; then the next tile's.
   template <bool kIsWhole>
-  HOST_DEVICE double unpack_rows(const Tile& tile, uint64_t index) {
-    const WirePlace place = format().from(
-        format().place(args_.bucket.wire, args_.bucket.num_elems()), index * kTileElems);
+  HOST_DEVICE double unpack_rows(const Tile& tile, uint64_t index, uint64_t next_index,
+                                 Received& ahead) {
+    if (!kLoadsAhead) ahead = fetch(place_of(index), 0);
     double squares[kElemsPerRow] = {};
-    Received next = fetch(place, 0);
     for (uint32_t row = 0; row < kTileRows; row += kRowsInFlight) {
-      Received received = next;
+      Received received = ahead;
       // Loads the next rows while these are worked on.
-      if (row + kRowsInFlight < kTileRows) next = fetch(place, row + kRowsInFlight);
+      if (row + kRowsInFlight < kTileRows) {
+        ahead = fetch(place_of(index), row + kRowsInFlight);
+      } else if (kLoadsAhead && is_there(next_index)) {
+        ahead = fetch(place_of(next_index), 0);
+      }
       RowBits<dtype> results[kRowsInFlight];
       thread_.template sort<wire>(received.rows);
       round_rows(received, results);
       measure<kIsWhole>(results, tile, row, squares);
-      thread_.template write<dtype, kIsWhole>(tile.data, row, results, tile.num_elems);
+      if constexpr (kIsWhole) {
+        thread_.template write_gradients<dtype>(tile.data, row, results);
+      } else {
+        thread_.template write<dtype, false>(tile.data, row, results, tile.num_elems);
+      }
     }
     return thread_.sum_of_team(squares);
   }

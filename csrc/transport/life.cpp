@@ -7,7 +7,7 @@
 
 namespace rota::transport {
 
-LifeHolder::LifeHolder(Life& life) : life_(life) {
+LifeHolder::LifeHolder(Life& life) : turn_(life.turn), life_(life) {
   life.entry.next = &life.list.list;
   life.list.list.next = &life.entry;
   life.list.futex_offset =
@@ -22,9 +22,7 @@ LifeHolder::LifeHolder(Life& life) : life_(life) {
 
 // The kernel looks at a word only if it names the thread that ends.
 LifeHolder::~LifeHolder() {
-  if (held_ == 0) return;
-  // Another thread may hold it by now.
-  std::atomic_ref(life_.word.value).compare_exchange_strong(held_, 0);
+  if (held_ != 0) std::atomic_ref(life_.word.value).store(0);
 }
 
 }  // namespace rota::transport

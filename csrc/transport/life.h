@@ -3,6 +3,8 @@
 
 #include <linux/futex.h>
 
+#include <mutex>
+
 #include "base/life_word.h"
 
 namespace rota::transport {
@@ -13,11 +15,15 @@ struct Life {
   LifeWord word;
   robust_list entry;
   robust_list_head list;
+  // A listener's successor may start before the listener's thread has ended, or even begun. The
+  // last to begin must not be the first to end, or nobody would hold the life. For this process's
+  // threads alone.
+  std::mutex turn;
 };
 
 // The calling thread holds the process's life: from construction to destruction, or to the end of
-// the process. It must use no robust mutexes of its own. Does nothing where the kernel refuses, as
-// in some sandboxes; the end is then noticed later.
+// the process. It must use no robust mutexes of its own. Waits for another thread that holds it.
+// Does nothing where the kernel refuses, as in some sandboxes; the end is then noticed later.
 class LifeHolder {
  public:
   explicit LifeHolder(Life& life);
@@ -26,6 +32,7 @@ class LifeHolder {
   LifeHolder& operator=(const LifeHolder&) = delete;
 
  private:
+  const std::unique_lock<std::mutex> turn_;
   Life& life_;
   uint32_t held_ = 0;  // the word's value
 };

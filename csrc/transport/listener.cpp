@@ -70,7 +70,9 @@ void Listener::serve() {
   while (true) {
     UniqueFd connection(accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC));
     if (connection.get() >= 0) {
-      answer(std::move(connection));
+      answer(connection);
+      // Not only closed: a child that was forked meanwhile keeps a copy, and the client would wait.
+      if (connection.get() >= 0) shutdown(connection.get(), SHUT_RDWR);
     } else if (errno == EINVAL) {
       return;  // shut down
     } else if (errno != EINTR && errno != ECONNABORTED) {
@@ -80,7 +82,7 @@ void Listener::serve() {
   }
 }
 
-void Listener::answer(UniqueFd connection) {
+void Listener::answer(UniqueFd& connection) {
   // A silent client must not block the others for long.
   const timeval patience{.tv_sec = 1, .tv_usec = 0};
   setsockopt(connection.get(), SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));

@@ -1,6 +1,6 @@
 // Answers other processes that ask for memory of this one, without a call on its side: one socket
-// and one thread for all that a process exposes. They exist only while it exposes anything. The
-// thread also holds the process's life.
+// and one thread for all that a process exposes. They exist only while it exposes anything or
+// is connected with peers, for whom the thread holds the process's life.
 #pragma once
 
 #include <cstdint>
@@ -43,7 +43,7 @@ class Listener {
 
  private:
   void serve();
-  void answer(UniqueFd connection);
+  void answer(UniqueFd& connection);
 
   const std::string name_;
   UniqueFd socket_;

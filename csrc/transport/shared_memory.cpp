@@ -27,7 +27,8 @@ SharedMemoryTransport::SharedMemoryTransport(int rank, const Geometry& geometry,
                                              std::vector<Peer> peers, bool is_reserved)
     : Transport(rank, geometry, regions_of(peers, geometry)),
       peers_(std::move(peers)),
-      is_reserved_(is_reserved) {}
+      is_reserved_(is_reserved),
+      listener_(world_size() > 1 ? Listener::open() : nullptr) {}
 
 void SharedMemoryTransport::reserve(const Span& span) {
   if (!is_reserved_) reserve_pages(own().at(0), span);

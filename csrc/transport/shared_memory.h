@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "transport/bootstrap.h"
+#include "transport/listener.h"
 #include "transport/mapping.h"
 #include "transport/store.h"
 #include "transport/transport.h"
@@ -34,6 +35,7 @@ class SharedMemoryTransport final : public Transport {
  private:
   std::vector<Peer> peers_;  // by rank; the own entry maps the own region, writable
   bool is_reserved_;
+  std::shared_ptr<Listener> listener_;  // holds this process's life; none without peers
 };
 
 // A rank that peers can connect to but that has not connected yet. It has no memory before a peer

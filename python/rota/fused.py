@@ -342,6 +342,8 @@ class HookState:
             num_shards=self.num_shards,
         )
         self._num_reductions += 1
+        # torch sees no write: gradients that are views of the buffer would count as unchanged.
+        torch.autograd.graph.increment_version(buffer)
         self.results.add_bucket(parameters, entry.stats, buffer, may_have_unused)
         return future
 

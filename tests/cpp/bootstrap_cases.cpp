@@ -56,7 +56,7 @@ void unfit_ranks_are_told(const std::vector<Arguments>& ranks,
     const Error error = expect_error(
         ErrorKind::kTransport, [&] { connect_with(directory, ranks[static_cast<size_t>(index)]); });
     for (const std::string& part : parts) check_contains(error.what(), part);
-    check_equal(num_open_files(), num_files, "descriptors after an error");
+    check_num_open_files(num_files, "descriptors after an error");
   });
 }
 
@@ -165,7 +165,7 @@ void missing_ranks_are_named() {
     const Error error =
         expect_error(ErrorKind::kTransport, [&] { connect(directory, 0, 3, milliseconds(1000)); });
     check_contains(error.what(), "rank 0/3 still waits for rank 1, 2");
-    check_equal(num_open_files(), num_files, "descriptors after an error");
+    check_num_open_files(num_files, "descriptors after an error");
   });
   const SilentRank rank_1(directory, 1), rank_2(directory, 2);
   check_equal(wait_for_process(rank_0), Exit{}, "end of rank 0");
@@ -275,10 +275,10 @@ void stranger_is_ignored(
       const int64_t num_files = num_open_files();
       {
         Communicator communicator(connect(directory, rank, 2), kPatience, [] {});
-        check_equal(num_open_files(), num_files + 2, "descriptors beside the strangers'");
+        check_num_open_files(num_files + 2, "descriptors beside the strangers'");
         call_and_check(communicator, {.num_elems = 5000}, 1);
       }
-      check_equal(num_open_files(), num_files, "descriptors at the end");
+      check_num_open_files(num_files, "descriptors at the end");
     });
   };
   const pid_t rank_0 = run_rank(0);

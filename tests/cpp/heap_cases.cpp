@@ -79,17 +79,19 @@ void more_than_there_is_is_refused() {
 
 void peers_read_and_do_not_write() {
   Heap heap;
-  allocate(heap, 1)[0] = std::byte{7};
+  std::byte* const own = allocate(heap, 1);
+  *own = std::byte{7};
   PeerProcess peer(getpid(), UniqueFd());
   const UniqueFd unsealed = transport::create_memory("rota-test", 1);
   expect_error(ErrorKind::kTransport,
                [&] { PeerProcess(getpid(), UniqueFd()).take_heap(unsealed); });
   peer.take_heap(heap.memory());
   peer.take_heap(heap.memory());  // as for another group of the same process
-  check_equal(static_cast<int>(peer.heap()[0]), 7, "what the owner wrote");
+  const std::byte& read = peer.heap()[*heap.offset_of(own)];
+  check_equal(static_cast<int>(read), 7, "what the owner wrote");
   const Exit exit = wait_for_process(start_process([&] {
     signal(SIGSEGV, SIG_DFL);
-    const_cast<std::byte&>(peer.heap()[0]) = std::byte{1};
+    const_cast<std::byte&>(read) = std::byte{1};
   }));
   check_equal(exit.signal, SIGSEGV, "the end of a process that writes");
 }

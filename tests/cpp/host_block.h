@@ -115,13 +115,12 @@ class HostBlock {
   }
   template <uint32_t kLanes, typename T>
   T from_lane(T value, uint32_t distance) const {
-    static_assert(sizeof(T) <= sizeof(uint64_t));
-    uint64_t bits = 0;
-    std::memcpy(&bits, &value, sizeof(T));
-    exchange<kLanes>(bits);
-    bits = value_of<kLanes>(thread_ ^ static_cast<int>(distance));
-    std::memcpy(&value, &bits, sizeof(T));
-    return value;
+    return from_thread<kLanes>(value, thread_ ^ static_cast<int>(distance));
+  }
+  template <uint32_t kLanes, typename T>
+  T from_place(T value, uint32_t place) const {
+    return from_thread<kLanes>(
+        value, thread_ - thread_ % static_cast<int>(kLanes) + static_cast<int>(place));
   }
 
   template <size_t kBytes>
@@ -191,6 +190,17 @@ class HostBlock {
   template <uint32_t kLanes>
   uint64_t value_of(int thread) const {
     return shared_.values[kLanes][static_cast<size_t>(thread)][parity_[kLanes]];
+  }
+
+  template <uint32_t kLanes, typename T>
+  T from_thread(T value, int thread) const {
+    static_assert(sizeof(T) <= sizeof(uint64_t));
+    uint64_t bits = 0;
+    std::memcpy(&bits, &value, sizeof(T));
+    exchange<kLanes>(bits);
+    bits = value_of<kLanes>(thread);
+    std::memcpy(&value, &bits, sizeof(T));
+    return value;
   }
 
   SharedBlock& shared_;

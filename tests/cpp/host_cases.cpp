@@ -9,6 +9,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <latch>
 #include <thread>
 
@@ -45,14 +47,14 @@ void process_met_again_is_the_same() {
     for (int i = 0; i < 20; ++i) of_groups.push_back(host.find_process(getpid(), make_pidfd()));
     for (const ProcessRef& process : of_groups) check(process == of_groups[0], "one process");
     check_equal(of_groups[0]->pid(), getpid(), "pid");
-    check_equal(num_open_files(), num_files + 1, "descriptors of one process in 21 groups");
+    check_num_open_files(num_files + 1, "descriptors of one process in 21 groups");
     of_groups.erase(of_groups.begin());
-    check_equal(num_open_files(), num_files + 1, "descriptors after the first group is gone");
+    check_num_open_files(num_files + 1, "descriptors after the first group is gone");
     check(host.find_process(getppid(), make_pidfd()) != of_groups[0], "two processes");
   }
-  check_equal(num_open_files(), num_files, "descriptors after all groups are gone");
+  check_num_open_files(num_files, "descriptors after all groups are gone");
   host.find_process(getpid(), make_pidfd());
-  check_equal(num_open_files(), num_files, "descriptors of one that nobody keeps");
+  check_num_open_files(num_files, "descriptors of one that nobody keeps");
 }
 
 // The pid of a process that has ended is given to another one.
@@ -129,24 +131,26 @@ void life_of_a_killed_process_ends() {
   waitpid(child, nullptr, 0);
 }
 
-void life_is_held_by_the_latest_thread() {
+void life_is_held_by_one_thread_at_a_time() {
   Heap heap;
   PeerProcess process(getpid(), open_pidfd(getpid()));
   process.take_life(heap.memory());
   const LifeWord& word = *process.life();
   check(process.is_running(), "a process that does not hold its life runs");
-  std::latch has_first(1), has_second(1);
+  std::latch has_first(1);
+  std::atomic<bool> is_over = false;
   std::thread first([&] {
     const LifeHolder holder(heap.life());
     has_first.count_down();
-    has_second.wait();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    is_over = true;
   });
   has_first.wait();
   {
     const LifeHolder second(heap.life());
-    has_second.count_down();
+    check(is_over, "the second thread waits until the first lets go");
     first.join();
-    check(LifeWord::is_held(word.load()), "the second thread holds it after the first has let go");
+    check(LifeWord::is_held(word.load()), "the second thread holds it after the first has ended");
   }
   check_equal(word.load(), 0U, "the word once both have let go");
   check(process.is_running(), "the process runs on");
@@ -170,7 +174,7 @@ const CaseTable kCases{
     {"host_no_pid", processes_without_pid_are_kept_apart},
     {"host_own_process", own_process_never_ends},
     {"host_life_of_killed", life_of_a_killed_process_ends},
-    {"host_life_of_threads", life_is_held_by_the_latest_thread},
+    {"host_life_of_threads", life_is_held_by_one_thread_at_a_time},
     {"host_threads", threads_find_one_process},
 };
 

@@ -84,11 +84,12 @@ struct Bucket {
     const size_t wire_bytes = bucket_case.wire.num_bytes(num_elems());
     gpu_wire.resize(schedule::ceil_div(wire_bytes, sizeof(Line)));
     cpu_wire.resize(gpu_wire.size());
-    for (uint64_t i = 0; i < num_elems(); ++i) gpu_residual.push_back(0.01f * (i % 7));
+    for (uint64_t i = 0; i < num_elems(); ++i) gpu_residual.push_back(first_residual(i));
     cpu_residual = gpu_residual;
   }
 
   uint64_t num_elems() const { return num_tiles * kTileElems; }
+  static float first_residual(uint64_t elem) { return 0.01f * static_cast<float>(elem % 7); }
   std::vector<cuda::Tile> tiles(const BucketCase& bucket_case) {
     std::vector<cuda::Tile> list;
     const size_t elem_bytes = info(bucket_case.dtype).num_bytes;
@@ -244,6 +245,11 @@ void PackAndUnpack<dtype, wire, is_scaled>::check_wire() {
       if (!case_.has_residual) continue;
       check_equal(bucket_.gpu_residual[first + i], bucket_.cpu_residual[first + i],
                   what + ": residual");
+    }
+    // What completes the last tile may be somebody else's.
+    for (uint64_t i = first + tensor.num_elems; case_.has_residual && i % kTileElems != 0; ++i) {
+      check_equal(bucket_.gpu_residual[i], Bucket::first_residual(i),
+                  what + ": behind the residual");
     }
     const size_t num_scales = case_.wire.num_scales(tensor.num_elems);
     check(std::memcmp(places[0].scales, places[1].scales, num_scales) == 0,

@@ -1,9 +1,15 @@
 // For cases that leave no descriptor open.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <iterator>
+#include <source_location>
+#include <string_view>
+#include <thread>
+
+#include "check.h"
 
 namespace rota::test {
 
@@ -11,6 +17,16 @@ namespace rota::test {
 inline int64_t num_open_files() {
   using std::filesystem::directory_iterator;
   return std::distance(directory_iterator("/proc/self/fd"), directory_iterator());
+}
+
+// Waits for the listener's thread, which closes a connection only after its answer has arrived.
+inline void check_num_open_files(int64_t expected, std::string_view what,
+                                 std::source_location where = std::source_location::current()) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  while (num_open_files() != expected && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  check_equal(num_open_files(), expected, what, where);
 }
 
 }  // namespace rota::test

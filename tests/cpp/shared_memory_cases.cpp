@@ -26,6 +26,8 @@
 #include "processes.h"
 #include "ranks.h"
 #include "transport/bootstrap.h"
+#include "transport/handshake.h"
+#include "transport/listener.h"
 
 namespace rota::test {
 namespace {
@@ -137,7 +139,7 @@ void memory_shortage_is_an_error() {
           kPatience, [] {});
     });
     check_contains(error.what(), "cannot reserve");
-    check_equal(num_open_files(), num_files, "descriptors after an error");
+    check_num_open_files(num_files, "descriptors after an error");
   });
 }
 
@@ -340,6 +342,28 @@ void child_closes_links_that_a_thread_attends() {
   });
 }
 
+// A child that is forked before the listener's thread closes a connection has a copy of it.
+void child_does_not_keep_a_client_waiting() {
+  struct Forking : transport::Exposed {
+    void answer(UniqueFd&, transport::ReceivedHello&) override {
+      child = start_process([] { pause(); });
+    }
+    std::atomic<pid_t> child = 0;
+  } forking;
+  const auto listener = transport::Listener::open();
+  listener->add(1, forking);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  const Error error = expect_error(ErrorKind::kTransport, [&] {
+    transport::ask(listener->address_of(1), 0, {}, "the listener", "no answer", [&] {
+      check(std::chrono::steady_clock::now() < deadline, "the client still waits");
+    });
+  });
+  check_contains(error.what(), "no answer");
+  listener->remove(1);
+  kill(forking.child, SIGKILL);
+  wait_for_process(forking.child);
+}
+
 // The children of ranks form their own group, beside that of their parents.
 void children_make_a_group_of_their_own() {
   const StoreDirectory directory, directory_of_children;
@@ -354,6 +378,21 @@ void children_make_a_group_of_their_own() {
   });
 }
 
+// ---- deaths ----
+
+// So that its end is noticed at once.
+void connected_processes_hold_their_lives() {
+  const StoreDirectory directory;
+  run_processes(2, [&](int rank) {
+    auto transport = connect(directory, rank, 2);
+    const LifeWord* life = transport->life_of(1 - rank);
+    Communicator communicator(std::move(transport), kPatience, [] {});
+    barrier(communicator);
+    check(life != nullptr && LifeWord::is_held(life->load()), "the peer's process holds its life");
+    barrier(communicator);
+  });
+}
+
 // ---- descriptors ----
 
 void descriptors_are_closed() {
@@ -362,15 +401,16 @@ void descriptors_are_closed() {
     const int64_t num_files = num_open_files();
     {
       auto transport = connect(directory, rank, 3);
-      check_equal(num_open_files(), num_files + 2 * 2, "two descriptors for each peer's process");
+      check_num_open_files(num_files + 3,
+                           "a descriptor for each peer's process, and the listener's");
       const auto second = connect(directory, rank, 3);
-      check_equal(num_open_files(), num_files + 2 * 2, "none for another group of the same peers");
+      check_num_open_files(num_files + 3, "none for another group of the same peers");
       transport.reset();
-      check_equal(num_open_files(), num_files + 2 * 2, "the second group still needs them");
+      check_num_open_files(num_files + 3, "the second group still needs them");
       Communicator communicator(connect(StoreDirectory(), 0, 1), kPatience, [] {});
       barrier(communicator);
     }
-    check_equal(num_open_files(), num_files, "descriptors at the end");
+    check_num_open_files(num_files, "descriptors at the end");
   });
 }
 
@@ -398,7 +438,9 @@ const CaseTable kCases{
     {"forked_child_queues", child_queues_work_of_its_own},
     {"forked_child_drops_condition", child_drops_what_a_thread_waits_on},
     {"forked_child_drops_links-ws2", child_closes_links_that_a_thread_attends},
+    {"forked_child_keeps_no_client", child_does_not_keep_a_client_waiting},
     {"forked_children_make_group-ws2", children_make_a_group_of_their_own},
+    {"lives_held", connected_processes_hold_their_lives},
     {"descriptors_closed-ws3", descriptors_are_closed},
 };
 

@@ -101,14 +101,14 @@ void unconnected_ranks_hold_few_descriptors() {
     const int64_t num_files = num_open_files();
     {
       SharedMemoryRank first = make_rank(store, index);
-      check_equal(num_open_files(), num_files + 1, "descriptors: the socket");
+      check_num_open_files(num_files + 1, "descriptors: the socket");
       const SharedMemoryRank second = make_rank(store, index);
-      check_equal(num_open_files(), num_files + 1, "descriptors of two groups");
+      check_num_open_files(num_files + 1, "descriptors of two groups");
       store.set(join("counted/", index), "1");
       store.await(join("counted/", 1 - index));
       connect_now(first)->barrier(CallerThread::kUser);
     }
-    check_equal(num_open_files(), num_files, "descriptors at the end");
+    check_num_open_files(num_files, "descriptors at the end");
   });
 }
 
@@ -129,7 +129,7 @@ void rank_without_memory_refuses() {
     const Error error =
         expect_error(ErrorKind::kTransport, [&] { rank.connect(kPatience, [] {}); });
     check_contains(error.what(), "rank 1 refused the handshake: rota: there is no memory");
-    check_equal(num_open_files(), num_files + 1, "descriptors: the own memory");
+    check_num_open_files(num_files + 1, "descriptors: the own memory");
     store.set("refused", "1");
   });
 }

@@ -7,6 +7,8 @@
 
 #include <atomic>
 #include <chrono>
+#include <string>
+#include <vector>
 
 #include "base/error.h"
 
@@ -15,9 +17,11 @@ namespace {
 
 namespace symmetric = ::c10d::symmetric_memory;
 
-// How long ranks wait for each other's handles. In torch 2.11 to 2.13, a rank that has made memory
-// with other groups before looks under other keys of the store than its peers.
+// How long ranks wait for each other's handles: see check_same_number().
 constexpr auto kRendezvousTimeout = std::chrono::seconds(10);
+
+// How many groups this process has made memory with.
+std::atomic<int> num_groups{0};
 
 // A process group for torch's symmetric memory, which looks groups up by name within a process. It
 // has a store and moves no data. c10d's registry refers to it weakly, so it exists as long as this
@@ -25,7 +29,6 @@ constexpr auto kRendezvousTimeout = std::chrono::seconds(10);
 class NamedGroup {
  public:
   NamedGroup(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int world_size) {
-    static std::atomic<int> num_groups{0};
     name_ = join("rota/", num_groups++);
     const auto own_store = store->clone();
     own_store->setTimeout(kRendezvousTimeout);
@@ -58,6 +61,18 @@ void check_nvml() {
   dlclose(library);
 }
 
+// In torch 2.11 to 2.13, a rank that has made memory with more groups than its peers looks under
+// other keys of the store than they do, and all wait in vain. rota's groups are counted here, as
+// where a process joins others that have trained before; the user's own are not known.
+void check_same_number(const transport::AllGatherText& all_gather) {
+  const std::vector<std::string> numbers = all_gather(std::to_string(num_groups.load()));
+  for (const std::string& number : numbers) {
+    if (number == numbers[0]) continue;
+    throw Error(ErrorKind::kTransport,
+                join("a rank has made memory with ", number, " groups, rank 0 with ", numbers[0]));
+  }
+}
+
 }  // namespace
 
 transport::DeviceRegions connect_by_symmetric_memory(const c10::intrusive_ptr<::c10d::Store>& store,
@@ -66,6 +81,7 @@ transport::DeviceRegions connect_by_symmetric_memory(const c10::intrusive_ptr<::
                                                      const transport::AllGatherText& all_gather) {
   const auto own = std::make_shared<NamedMemory>();
   const auto mapped = std::make_shared<Mapping>();
+  check_same_number(all_gather);
   transport::agree(all_gather, rank, [&] {
     check_nvml();
     own->group.emplace(store, rank, world_size);

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -174,9 +174,10 @@ class Processes:
         self._drop({*self._opened, *self._connections} - names)
         self._open_again = {}
 
-    def take_gone(self) -> set[str]:
-        """The names of those that were found gone, once."""
-        gone, self._gone = self._gone, set()
+    def take_gone(self, kept: Set[str]) -> set[str]:
+        """The names of those that were found gone, once; not of `kept`, which stay."""
+        gone = self._gone - kept
+        self._gone -= gone
         return gone
 
     def _drop(self, names: set[str]) -> None:

@@ -233,14 +233,16 @@ class Membership:
             if roster.uuid and roster.uuid != rung:
                 rung = roster.uuid
                 self._store.set(change_key(rung), own)
-            gone = self._processes.gone(map(self._card, roster.present))
+            present = self._cards_of(roster.present)
+            gone = self._processes.gone(present or ())
             if gone:
                 names = {handle.name for handle in gone}
                 roster = self._change(partial(Roster.remove, names=names))
-            elif roster.can_propose(min_members):
+            elif present is not None and roster.can_propose(min_members):
                 roster = self._change(partial(_propose, min_members=min_members))
             else:
-                poll.sleep([self._card(name).who for name in roster.awaited])
+                awaited = self._cards_of(roster.awaited) or ()
+                poll.sleep([handle.who for handle in awaited])
                 roster = Roster.of(self._documents.read(_ROSTER))
 
     def _withdraw(self, even_as_member: bool = False) -> None:
@@ -260,6 +262,13 @@ class Membership:
         if name not in self._cards:
             self._cards[name] = Handle.parse(self._store.get(_card_key(name)).decode())
         return self._cards[name]
+
+    def _cards_of(self, names: Sequence[str]) -> list[Handle] | None:
+        """Their handles; None if the others have forgotten one of them since."""
+        unknown = [_card_key(name) for name in names if name not in self._cards]
+        if unknown and not self._store.check(unknown):
+            return None
+        return [self._card(name) for name in names]
 
     def _check_clashes(self, roster: Roster) -> None:
         if not roster.clashes:
@@ -281,7 +290,8 @@ class Membership:
         members = {Handle.parse(handle).name for handle in generation.handles}
         others = self._cards.keys() - members
         self._processes.gone(self._cards[name] for name in others & self._left)
-        gone = self._processes.take_gone()
+        # A member that has died since is still asked for, by its card.
+        gone = self._processes.take_gone(kept=members)
         self._left = others - gone
         self._cards = {name: card for name, card in self._cards.items() if name not in gone}
         old = {*old_uuids, *gone}

@@ -48,6 +48,10 @@ class DeviceBlock {
     std::memcpy(&value, &bits, sizeof(T));
     return value;
   }
+  template <uint32_t kLanes, typename T>
+  T from_place(T value, uint32_t place) const {
+    return from_lane<kLanes>(value, static_cast<uint32_t>(thread()) % kLanes ^ place);
+  }
 
   template <size_t kBytes>
   Words<kBytes> load(const std::byte* src) const {
