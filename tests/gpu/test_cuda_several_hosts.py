@@ -55,7 +55,7 @@ class Connected:
         torch.cuda.set_device(DEVICE)
         if not dist.is_initialized():
             rank.init("gloo", timeout_s=WAIT_S)
-        self.engine = stand_in(for_cpu)
+        self.engine = stand_in(for_cpu=for_cpu)
         self.comm = rota.Communicator(
             engine=self.engine, timeout=timedelta(seconds=WAIT_S), **options
         )
@@ -542,6 +542,7 @@ def test_engine_that_fails_on_one_rank_is_an_error_on_every_rank() -> None:
 def lose_last(rank: Rank, layout: Layout) -> tuple[str, str]:
     """The last rank is killed while the others go on."""
     last = layout.world_size - 1
+    del os.environ["ROTA_HOST_SILENCE_MS"]
     comm = Connected(rank).comm
     tensor = torch.ones(1000).to(DEVICE)
     comm.all_reduce(tensor)

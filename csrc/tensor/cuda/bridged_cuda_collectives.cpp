@@ -46,38 +46,30 @@ std::string BridgedCudaCollectives::peer_access() const {
 
 // Each rank sends its number to the ranks of its rail.
 void BridgedCudaCollectives::verify_engine() {
-  const Call call{.kind = CollectiveKind::kBarrier, .num_elems = 1, .is_between_gpus = true};
-  launch(Launch::kBlocking, call.kind, {}, [this, call] {
-    in_call(call, std::nullopt, [&] {
-      const std::vector<int> peers =
-          gpus_.is_on_rail() ? gpus_.rail().ascending() : std::vector<int>();
-      const auto number_of = [](int rank) { return rank % 251 + 1; };
-      const int64_t num_bytes = static_cast<int64_t>(peers.size()) * kProbeBytes;
-      const at::Tensor outgoing =
-          at::full({num_bytes}, number_of(bridged_.bridge().rank()), at::kByte).to(device_);
-      const at::Tensor incoming = at::full({num_bytes}, 0, at::kByte).to(device_);
-      DeviceEngine::Splits splits = gpus_.engine().no_splits();
-      for (const int peer : peers) splits[static_cast<size_t>(peer)] = kProbeBytes;
-      DeviceEngine::Exchange exchange;
-      try {
-        exchange = gpus_.engine().start("connect_device", outgoing, splits, incoming, splits);
-        gpus_.engine().finish("connect_device", exchange);
-      } catch (const Error& error) {
-        throw Error(ErrorKind::kTransport, bridged_.bridge().prefix("connect_device"),
-                    error.told());
-      }
-      const at::Tensor received = incoming.cpu();
-      for (size_t i = 0; i < peers.size(); ++i) {
-        const at::Tensor part =
-            received.narrow(0, static_cast<int64_t>(i) * kProbeBytes, kProbeBytes);
-        if (part.equal(at::full({kProbeBytes}, number_of(peers[i]), at::kByte))) continue;
-        throw Error(
-            ErrorKind::kTransport, bridged_.bridge().prefix("connect_device"),
-            join("the engine of rank ", bridged_.bridge().rank(), " did not deliver what rank ",
-                 peers[i], " sent from its GPU by alltoall; pass another engine"));
-      }
-    });
-  });
+  hosts::Bridge& bridge = bridged_.bridge();
+  const std::vector<int> peers = gpus_.is_on_rail() ? gpus_.rail().ascending() : std::vector<int>();
+  const auto number_of = [](int rank) { return rank % 251 + 1; };
+  const int64_t num_bytes = static_cast<int64_t>(peers.size()) * kProbeBytes;
+  const at::Tensor outgoing =
+      at::full({num_bytes}, number_of(bridge.rank()), at::kByte).to(device_);
+  const at::Tensor incoming = at::full({num_bytes}, 0, at::kByte).to(device_);
+  DeviceEngine::Splits splits = gpus_.engine().no_splits();
+  for (const int peer : peers) splits[static_cast<size_t>(peer)] = kProbeBytes;
+  try {
+    DeviceEngine::Exchange exchange =
+        gpus_.engine().start("connect_device", outgoing, splits, incoming, splits);
+    gpus_.engine().finish("connect_device", exchange);
+  } catch (const Error& error) {
+    throw Error(ErrorKind::kTransport, bridge.prefix("connect_device"), error.told());
+  }
+  const at::Tensor received = incoming.cpu();
+  for (size_t i = 0; i < peers.size(); ++i) {
+    const at::Tensor part = received.narrow(0, static_cast<int64_t>(i) * kProbeBytes, kProbeBytes);
+    if (part.equal(at::full({kProbeBytes}, number_of(peers[i]), at::kByte))) continue;
+    throw Error(ErrorKind::kTransport, bridge.prefix("connect_device"),
+                join("the engine of rank ", bridge.rank(), " did not deliver what rank ", peers[i],
+                     " sent from its GPU by alltoall; pass another engine"));
+  }
 }
 
 std::optional<Call> BridgedCudaCollectives::on_gpus(Call call) const {
@@ -144,11 +136,6 @@ WorkRef BridgedCudaCollectives::launch(Launch mode, CollectiveKind kind,
                                          row_of(kind).title.data(), std::move(tensors), stream);
 }
 
-template <typename Body>
-void BridgedCudaCollectives::in_call(const Call& call, OwnTimeout timeout, const Body& body) {
-  bridged_.bridge().run(call, timeout, body);
-}
-
 WorkRef BridgedCudaCollectives::run(OperationList operations, Launch mode) {
   if (operations.empty()) return {};
   std::vector<Call> calls;
@@ -167,7 +154,8 @@ WorkRef BridgedCudaCollectives::run(OperationList operations, Launch mode) {
                 [this, owned = std::move(owned), calls = std::move(calls)] {
                   for (size_t i = 0; i < owned.size(); ++i) {
                     const Operation operation = owned[i].view();
-                    in_call(calls[i], operation.timeout, [&] { run_here(operation, calls[i]); });
+                    bridged_.bridge().run(calls[i], operation.timeout,
+                                          [&] { run_here(operation, calls[i]); });
                   }
                 });
 }
@@ -212,7 +200,7 @@ WorkRef BridgedCudaCollectives::reduce_bucket(const BucketTensors& tensors,
   std::vector<at::Tensor> used{tensors.bucket, tensors.stats};
   if (tensors.residual) used.push_back(*tensors.residual);
   return launch(mode, call->kind, std::move(used), [this, tensors, call = *call] {
-    in_call(call, std::nullopt, [&] { run_bucket_here(tensors, call); });
+    bridged_.bridge().run(call, std::nullopt, [&] { run_bucket_here(tensors, call); });
   });
 }
 
@@ -270,18 +258,25 @@ std::unique_ptr<Collectives> connect_gpus_of_hosts(BridgedCollectives& bridged, 
   struct Joined {
     std::unique_ptr<CudaCollectives> local;
     std::string reason;
+    std::unique_ptr<Collectives> all;
   };
   const auto joined = std::make_shared<Joined>();
-  const Call call{.kind = CollectiveKind::kBarrier, .is_between_gpus = true};
-  bridged.run_in_turn(call.kind, [&bridged, &cpu, store, device, call, joined] {
-    bridged.bridge().run(call, std::nullopt, [&] {
+  // What fails inside a call fails on every rank.
+  const auto run = [&](int step, const std::function<void()>& body) {
+    const Call call{.kind = CollectiveKind::kBarrier,
+                    .num_elems = static_cast<uint64_t>(step),
+                    .is_between_gpus = true};
+    bridged.run_in_turn(call.kind, [&bridged, device, call, body] {
       const c10::DeviceGuard on_device(device);
-      if (bridged.bridge().hosts().num_hosts() <= kMaxLocalRanks) {
-        joined->local = join_host(bridged, cpu, store, device, joined->reason);
-      } else {
-        joined->reason = join("rota: there are more than ", kMaxLocalRanks, " hosts");
-      }
+      bridged.bridge().run(call, std::nullopt, body);
     });
+  };
+  run(0, [&bridged, &cpu, store, device, joined] {
+    if (bridged.bridge().hosts().num_hosts() <= kMaxLocalRanks) {
+      joined->local = join_host(bridged, cpu, store, device, joined->reason);
+    } else {
+      joined->reason = join("rota: there are more than ", kMaxLocalRanks, " hosts");
+    }
   });
   // All ranks of all hosts take one way.
   const at::Tensor num_joined = at::full({1}, joined->local ? 1 : 0, at::kLong);
@@ -289,7 +284,6 @@ std::unique_ptr<Collectives> connect_gpus_of_hosts(BridgedCollectives& bridged, 
                         .outputs = num_joined,
                         .reduction = {.op = ReduceOp::kMin}},
               Launch::kBlocking);
-  auto staging = std::make_unique<StagingCollectives>(bridged, bridged.bridge().rank(), device);
   if (num_joined.item<int64_t>() == 0) {
     const std::string reason =
         joined->reason.empty() ? "rota: the GPUs of another host cannot be joined" : joined->reason;
@@ -297,13 +291,16 @@ std::unique_ptr<Collectives> connect_gpus_of_hosts(BridgedCollectives& bridged, 
                       " go through the host's memory, which is slow\n");
     const c10::DeviceGuard on_device(device);
     joined->local.reset();
-    return staging;
+    return std::make_unique<StagingCollectives>(bridged, bridged.bridge().rank(), device);
   }
-  const c10::DeviceGuard on_device(device);
-  auto collectives = std::make_unique<BridgedCudaCollectives>(bridged, std::move(joined->local),
-                                                              engine, std::move(staging));
-  collectives->verify_engine();
-  return collectives;
+  run(1, [&bridged, device, engine, joined] {
+    auto all = std::make_unique<BridgedCudaCollectives>(
+        bridged, std::move(joined->local), engine,
+        std::make_unique<StagingCollectives>(bridged, bridged.bridge().rank(), device));
+    all->verify_engine();
+    joined->all = std::move(all);
+  });
+  return std::move(joined->all);
 }
 
 }  // namespace rota::tensors

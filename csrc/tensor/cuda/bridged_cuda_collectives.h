@@ -26,8 +26,8 @@ class BridgedCudaCollectives final : public Collectives {
   BridgedCudaCollectives(BridgedCollectives& bridged, std::unique_ptr<CudaCollectives> local,
                          BackendPtr engine, std::unique_ptr<Collectives> staging);
 
-  // Checks that the engine carries what ranks of other hosts send. Collective; blocks. Throws
-  // Error(kTransport).
+  // Checks that the engine carries what ranks of other hosts send. For every rank, inside a call;
+  // blocks. Throws Error(kTransport).
   void verify_engine();
 
   at::Device device() const override { return device_; }
@@ -50,9 +50,6 @@ class BridgedCudaCollectives final : public Collectives {
   // after the current one.
   WorkRef launch(Launch mode, CollectiveKind kind, std::vector<at::Tensor> tensors,
                  std::function<void()> body);
-  // Runs body() once all ranks have made this call.
-  template <typename Body>
-  void in_call(const Call& call, OwnTimeout timeout, const Body& body);
   void run_here(const Operation& operation, const Call& call);
   void run_sum(const Operation& operation, const Call& call);
   void run_bucket_here(const BucketTensors& tensors, const Call& call);

@@ -23,10 +23,10 @@ HostGpus::HostGpus(hosts::Bridge& bridge, std::unique_ptr<CudaCollectives> local
                    at::Device device)
     : bridge_(bridge),
       device_(device),
+      words_(bytes(sizeof(cuda::UnpackWords))),
       local_(std::move(local)),
       engine_(bridge, std::move(engine)),
-      sums_(bridge.hosts().num_hosts(), device),
-      words_(bytes(sizeof(cuda::UnpackWords))) {}
+      sums_(bridge.hosts().num_hosts(), device) {}
 
 RankOfEachHost HostGpus::rail() const {
   std::vector<int> ranks;
@@ -94,30 +94,19 @@ void HostGpus::gather_rails(const at::Tensor& shards) {
   }
 }
 
-// pack reads and writes residuals in whole tiles, but a part of a bucket may end within one.
 void HostGpus::pack(const Packing& packing) {
-  const uint64_t num_tiles = schedule::ceil_div(packing.num_elems, kTileElems);
-  const uint64_t residual_bytes = packing.num_elems * sizeof(float);
-  at::Tensor residual;
-  if (packing.residual != nullptr) {
-    residual = empty(num_tiles * kTileElems, at::kFloat);
-    copy_bytes(device_, residual.data_ptr(), packing.residual, residual_bytes);
-  }
   const cuda::BucketArgs bucket{
       .tiles = nullptr,
       .contiguous = {static_cast<std::byte*>(const_cast<void*>(packing.data)), packing.num_elems},
-      .num_tiles = num_tiles,
+      .num_tiles = schedule::ceil_div(packing.num_elems, kTileElems),
       .wire = packing.to,
       .contribution_factor = packing.factor,
       .result_factor = packing.result_factor};
   cuda::launch_pack({.bucket = bucket,
-                     .residual = residual.defined() ? residual.data_ptr<float>() : nullptr,
+                     .residual = packing.residual,
                      .rounding = {},
                      .words = static_cast<cuda::UnpackWords*>(words_.data_ptr())},
                     packing.dtype, packing.wire, current_stream(device_));
-  if (residual.defined()) {
-    copy_bytes(device_, packing.residual, residual.data_ptr(), residual_bytes);
-  }
 }
 
 void copy_bytes(at::Device device, void* to, const void* from, uint64_t num_bytes) {

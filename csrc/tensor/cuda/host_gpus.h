@@ -99,10 +99,10 @@ class HostGpus {
  private:
   hosts::Bridge& bridge_;
   at::Device device_;
+  at::Tensor words_;  // of pack: written only, by what the next members wait for when they go
   std::unique_ptr<CudaCollectives> local_;
   DeviceEngine engine_;
   HostSums sums_;
-  at::Tensor words_;  // of pack: written only
 };
 
 // Copies within the GPU.

@@ -1,10 +1,17 @@
 #include "tensor/hosts/device_engine.h"
 
+#include <chrono>
 #include <exception>
 #include <string>
 #include <utility>
 
 namespace rota::tensors {
+namespace {
+
+// More than it takes to notice that a rank of another host is lost (hosts/silence.h).
+constexpr auto kPatienceWithNews = std::chrono::seconds(2);
+
+}  // namespace
 
 // A kernel of the engine that waits for a lost rank would wait for the engine's own timeout.
 DeviceEngine::DeviceEngine(hosts::Bridge& bridge, BackendPtr backend)
@@ -41,8 +48,10 @@ void DeviceEngine::finish(std::string_view call, Exchange& exchange) {
   fail(call, "its work did not end in time");
 }
 
-// The cause of the group's failure, if it is known: the engine saw only a consequence.
+// With the cause, if there is one: where a rank is lost, the engine sees a connection break before
+// the group knows which.
 void DeviceEngine::fail(std::string_view call, const std::string& what) const {
+  bridge_.await_failure(kPatienceWithNews);
   bridge_.check_usable(call);
   throw Error(ErrorKind::kPeerFailed, bridge_.prefix(call),
               join("the engine of rank ", bridge_.rank(), " failed to exchange CUDA tensors (",
