@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -312,6 +313,7 @@ def use_streams(rank: Rank, layout: Layout) -> None:
     comm = Connected(rank).comm
     inputs = random_inputs(rank.world_size, 30_001, torch.float32)
     expected = by_hosts(inputs, layout)
+    side = torch.cuda.Stream(DEVICE)
     for _ in range(5):
         source = inputs[rank.rank].to(DEVICE)
         tensor = torch.empty_like(source)
@@ -319,9 +321,14 @@ def use_streams(rank: Rank, layout: Layout) -> None:
         work = comm.all_reduce(tensor, async_op=True)
         other = source.clone()
         comm.all_reduce(other)
+        with torch.cuda.stream(side):
+            third = inputs[rank.rank].to(DEVICE)
+            comm.all_reduce(third)
+            results = [third.clone()]
         assert work is not None
         work.wait()
-        results = [tensor.clone(), other.clone()]
+        results += [tensor.clone(), other.clone()]
+        side.synchronize()
         for result in results:
             assert_same(result.cpu(), expected, "all_reduce")
     wide = torch.zeros(2 * 30_001).to(DEVICE)
@@ -334,6 +341,19 @@ def use_streams(rank: Rank, layout: Layout) -> None:
 
 def test_calls_are_ordered_with_the_callers_streams() -> None:
     run(TWO_BY_TWO, use_streams)
+
+
+def drop_tensors(rank: Rank, layout: Layout) -> None:
+    comm, sevens = Connected(rank).comm, torch.full((30_001,), 7.0)
+    for _ in range(10):
+        comm.all_reduce(torch.ones(30_001).to(DEVICE), async_op=True)
+        other = sevens.to(DEVICE)
+        torch.cuda.synchronize()
+        assert_same(other.cpu(), sevens, "a tensor that was made after the call")
+
+
+def test_memory_of_a_dropped_tensor_is_not_reused_too_early() -> None:
+    run(TWO_BY_TWO, drop_tensors)
 
 
 def use_backend(rank: Rank, layout: Layout) -> None:
@@ -542,7 +562,7 @@ def lose_last(rank: Rank, layout: Layout) -> tuple[str, str]:
     """The test kills the last rank while all go on."""
     del os.environ["ROTA_HOST_SILENCE_MS"]
     comm = Connected(rank).comm
-    tensor = torch.ones(1000).to(DEVICE)
+    tensor = torch.zeros(4 << 20).to(DEVICE)  # most of the time the ranks are in the engine
     comm.all_reduce(tensor)
     tensor.cpu()
     rank.tell()
@@ -565,8 +585,10 @@ def test_all_survivors_hear_of_a_killed_rank(layout: Layout) -> None:
         for rank in range(last + 1):
             ranks.hear(rank)
         ranks.kill(last)
+        killed_at = time.monotonic()
         for rank in range(last):
             ranks.hear(rank)
+        assert time.monotonic() - killed_at < 5
         for rank in range(last):
             ranks.tell(rank)
         results = ranks.results(killed={last})
