@@ -40,8 +40,10 @@ of_every_layout = pytest.mark.parametrize(
 )
 TIME_S = 3 * LIMIT_S
 
-# Around parts of one tile and of several: each rail and host has one.
-SIZES = (0, 1, 513, 2049, 20_001)
+TILE = 512
+# Around parts of one tile and of several: each rail and host has one. Of the last, all parts are
+# whole tiles in every layout, so results arrive in the tensor.
+SIZES = (0, 1, 513, 2049, 20_001, 12 * TILE)
 
 
 def run(layout: Layout, function: Callable[..., Any], *args: object) -> list[Any]:
@@ -68,10 +70,16 @@ class Connected:
         return num_exchanges(self.engine) > before
 
     def same_on_both(
-        self, source: torch.Tensor, case: str, *, is_staged: bool = False, **options: Any
+        self,
+        source: torch.Tensor,
+        case: str,
+        *,
+        offset: int = 0,
+        is_staged: bool = False,
+        **options: Any,
     ) -> None:
         """All-reduces `source` on the CPU and on the GPU, and compares the results."""
-        on_cpu, on_gpu = source.clone(), Guarded(source)
+        on_cpu, on_gpu = source.clone(), Guarded(source, offset)
         self.comm.all_reduce(on_cpu, **options)
         through = self.goes_through_engine(lambda: self.comm.all_reduce(on_gpu.tensor, **options))
         assert through != (is_staged or source.numel() == 0), case
@@ -86,7 +94,8 @@ def reduce_every_dtype(rank: Rank, layout: Layout) -> None:
     for dtype in DTYPES:
         for size in SIZES:
             source = random_inputs(rank.world_size, size, dtype)[rank.rank]
-            connected.same_on_both(source, f"{name_of(dtype)} {size}")
+            connected.same_on_both(source, f"{name_of(dtype)} {size}", offset=size % 2)
+        connected.same_on_both(source, f"{name_of(dtype)} misaligned", offset=1)
         for op in ops_of(dtype)[1:]:
             source = random_patterns(rank.world_size, 1025, dtype)[rank.rank]
             connected.same_on_both(source, f"{name_of(dtype)} {op}", op=op)
@@ -256,6 +265,30 @@ def test_error_feedback_gives_the_bits_of_the_cpu(layout: Layout) -> None:
     run(layout, reduce_with_memory)
 
 
+def reduce_with_state(rank: Rank, layout: Layout) -> None:
+    torch.cuda.set_device(DEVICE)
+    rank.init("gloo", timeout_s=WAIT_S)
+    engine = stand_in()
+    inputs = random_inputs(rank.world_size, 5001, torch.float32)
+    expected = by_hosts(inputs, layout, "avg", Format(torch.float8_e4m3fn, True))
+    for device in ("cpu", DEVICE):
+        state = rota.HookState(engine=engine, inter_wire_dtype=torch.float8_e4m3fn)
+        parameter = torch.nn.Parameter(torch.zeros(5001).to(device))
+        parameter.grad = inputs[rank.rank].clone().to(device)
+        rota.reduce_gradients(parameter, state)
+        assert_same(parameter.grad.cpu(), expected, str(device))
+        assert (num_exchanges(engine) > 0) == (device == DEVICE)
+    error, text = error_of(
+        lambda: rota.reduce_gradients(parameter, rota.HookState(engine=stand_in()))
+    )
+    assert error == "ValueError" and "already has another engine" in text, text
+
+
+@pytest.mark.torch_kernels
+def test_gradients_of_a_state_with_an_engine_go_from_gpu_to_gpu() -> None:
+    run(TWO_BY_TWO, reduce_with_state)
+
+
 # ---- copies
 
 
@@ -269,13 +302,13 @@ def move(rank: Rank, layout: Layout) -> None:
             for t in random_patterns(n, size, torch.int16 if dtype == torch.complex64 else dtype)
         ]
         for root in (0, n - 1):
-            sent = Guarded(inputs[own])
+            sent = Guarded(inputs[own], offset=root)
             through = connected.goes_through_engine(
                 lambda sent=sent, root=root: comm.broadcast(sent.tensor, root)
             )
             assert through == (size > 0), case
             assert_same(sent.get(case), inputs[root], f"broadcast {case}")
-        gathered = Guarded(torch.zeros(size * n).to(dtype))
+        gathered = Guarded(torch.zeros(size * n).to(dtype), offset=1)
         through = connected.goes_through_engine(
             lambda gathered=gathered, inputs=inputs: comm.all_gather(
                 gathered.tensor, inputs[own].to(DEVICE)
