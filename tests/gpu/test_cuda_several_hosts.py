@@ -91,7 +91,8 @@ class Connected:
 
 def reduce_every_dtype(rank: Rank, layout: Layout) -> None:
     connected = Connected(rank)
-    for dtype in DTYPES:
+    # What differs between layouts does not depend on the dtype.
+    for dtype in DTYPES if layout == TWO_BY_TWO else (torch.float32, torch.float16, torch.int8):
         for size in SIZES:
             source = random_inputs(rank.world_size, size, dtype)[rank.rank]
             connected.same_on_both(source, f"{name_of(dtype)} {size}", offset=size % 2)
@@ -130,7 +131,7 @@ def test_all_reduce_with_a_wire_dtype_gives_the_bits_of_the_cpu(layout: Layout) 
 
 
 def reduce_in_scaled_blocks(rank: Rank, layout: Layout) -> None:
-    for wire in (torch.float16, *FLOAT8_DTYPES):
+    for wire in (torch.float16, torch.float8_e4m3fn):
         connected = Connected(rank, inter_wire_dtype=wire, inter_block_scaling=True)
         for dtype, size in itertools.product((torch.float32, torch.float64), (1, 513, 9001)):
             for op in ("sum", "avg"):

@@ -120,6 +120,11 @@ WorkRef BridgedCudaCollectives::launch(Launch mode, CollectiveKind kind,
     c10::Event ready(device_.type());
     ready.record(current);
     ready.block(stream);
+    for (const at::Tensor& tensor : tensors) {
+      // Keeps the allocator from reusing the memory while this stream works on it, also if the call
+      // fails in the middle.
+      guard_.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+    }
   }
   bridged_.run_in_turn(kind, [device = device_, stream, body = std::move(body)] {
     const c10::DeviceGuard on_device(device);
@@ -128,10 +133,6 @@ WorkRef BridgedCudaCollectives::launch(Launch mode, CollectiveKind kind,
     body();
   });
   if (mode == Launch::kBlocking) return {};
-  for (const at::Tensor& tensor : tensors) {
-    // Keeps the allocator from reusing the memory while this stream works on it.
-    guard_.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
-  }
   return c10::make_intrusive<DeviceWork>(gpus_.local().communicator(), op_type_of(kind),
                                          row_of(kind).title.data(), std::move(tensors), stream);
 }
