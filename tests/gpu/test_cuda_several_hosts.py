@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -629,6 +630,28 @@ def test_all_survivors_hear_of_a_killed_rank(layout: Layout) -> None:
     for error, text in results[:last]:
         assert error == "PeerFailed", text
         assert f"rank {last}" in text, text
+
+
+def interrupt_one(rank: Rank, layout: Layout) -> tuple[str, str]:
+    comm = Connected(rank).comm
+    rank.tell()
+    if rank.rank == 1:
+        rank.hear()
+    return error_of(lambda: comm.all_reduce(torch.ones(8).to(DEVICE)))
+
+
+def test_interrupted_call_is_an_error_on_every_rank() -> None:
+    with ONE_BY_ONE.start(interrupt_one, timeout_s=TIME_S) as ranks:
+        for rank in (0, 1):
+            ranks.hear(rank)
+        time.sleep(0.2)  # rank 0 waits now; if not yet, the interrupt comes a little earlier
+        ranks.kill(0, signal.SIGINT)
+        interrupted_at = time.monotonic()
+        assert ranks.hear_result(0)[0] == "KeyboardInterrupt"
+        assert time.monotonic() - interrupted_at < 2
+        ranks.tell(1)
+        error, text = ranks.results()[1]
+    assert error == "PeerFailed" and "rank 0 was interrupted" in text, text
 
 
 def capture_call(rank: Rank, layout: Layout) -> tuple[str, str]:
