@@ -20,13 +20,13 @@ def _make(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> 
     return dist.ProcessGroupGloo(store, rank, world_size, timeout=timeout)
 
 
-def stand_in(*, for_cpu: bool = False, timeout: timedelta = _TIMEOUT) -> dist.ProcessGroup:
+def stand_in(*, for_cpu: bool = False) -> dist.ProcessGroup:
     """A new group of all ranks whose backend for CUDA is Gloo; for the CPU it has Gloo or none."""
     if STAND_IN not in dist.Backend.backend_list:
         dist.Backend.register_backend(STAND_IN, _make, devices=["cuda"])
     backend = f"cuda:{STAND_IN}"
     group: dist.ProcessGroup = dist.new_group(
-        backend=f"cpu:gloo,{backend}" if for_cpu else backend, timeout=timeout
+        backend=f"cpu:gloo,{backend}" if for_cpu else backend, timeout=_TIMEOUT
     )
     return group
 
