@@ -20,11 +20,10 @@ ODD_RANK = 3
 HOSTS_OF_TWO_BY_TWO = "host 0 'host0' (ranks 0 1), host 1 'host1' (ranks 2 3)"
 
 
-def group_for_cuda(rank: Rank) -> dist.ProcessGroup:
-    """As one of NCCL alone: it has no backend for the CPU."""
+def group_for(device: str, rank: Rank) -> dist.ProcessGroup:
     group = dist.ProcessGroup(rank.make_store(), rank.rank, rank.world_size)
     backend = default_group()._get_backend(torch.device("cpu"))
-    group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.GLOO, backend)
+    group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend)
     return group
 
 
@@ -40,9 +39,18 @@ ODD_OPTIONS: dict[str, tuple[Callable[[Rank], dict[str, Any]], str, list[str]]] 
         ["rank 3 on host 1", "a group of 2 ranks", "expected 4 ranks and rank 3", "pass a group"],
     ),
     "engine-device": (
-        lambda rank: {"engine": group_for_cuda(rank)},
+        lambda rank: {"engine": group_for("xpu", rank)},
         "ValueError",
-        ["rank 3 on host 1", "a group for cuda", "expected one for the CPU", "backend='gloo'"],
+        ["rank 3 on host 1", "a group for xpu", "expected one for the CPU or CUDA", "cuda:nccl"],
+    ),
+    "engine-for-cuda-of-one-rank": (
+        lambda rank: {"engine": group_for("cuda", rank)},
+        "Mismatch",
+        [
+            "engine=None",
+            "rank 3 on host 1 has engine=a group of yours for CUDA tensors",
+            "the same",
+        ],
     ),
     "engine-type": (
         lambda rank: {"engine": "gloo"},

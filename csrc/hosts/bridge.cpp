@@ -4,6 +4,7 @@
 #include <cstring>
 #include <new>
 #include <type_traits>
+#include <utility>
 
 #include "hosts/tags.h"
 
@@ -27,7 +28,11 @@ Bridge::Bridge(schedule::Hosts hosts, int rank, std::shared_ptr<Communicator> lo
       messages_(is_leader() ? static_cast<size_t>(hosts_.num_hosts()) : 0),
       monitor_(
           engine_, inbox_, hosts_, *local_, rank, [this](int peer) { return describe(peer); },
-          [this](const Error& error) { fail(error); }) {}
+          [this](const Error& error) { fail(error); },
+          [this] {
+            const std::lock_guard lock(hook_mutex_);
+            if (failure_hook_) failure_hook_();
+          }) {}
 
 Bridge::~Bridge() = default;
 
@@ -179,6 +184,19 @@ void Bridge::end_waits(const Error& error) {
   engine_.abort(error);
   inbox_.fail(error);
   monitor_.announce(error);
+  const std::lock_guard lock(failure_mutex_);
+  has_failed_ = true;
+  failed_.notify_all();
+}
+
+void Bridge::on_failure(std::function<void()> hook) {
+  const std::lock_guard lock(hook_mutex_);
+  failure_hook_ = std::move(hook);
+}
+
+void Bridge::await_failure(std::chrono::milliseconds timeout) {
+  std::unique_lock lock(failure_mutex_);
+  failed_.wait_for(lock, timeout, [this] { return has_failed_; });
 }
 
 std::string Bridge::prefix(std::string_view call) const {

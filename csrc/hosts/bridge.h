@@ -5,6 +5,7 @@
 
 #include <array>
 #include <chrono>
+#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -103,6 +104,13 @@ class Bridge {
   // Fails every waiting and later call on every rank.
   void fail(const Error& error);
   void abort(const std::string& reason);
+  // hook() ends waits that the bridge knows nothing of. It runs once the group has failed and the
+  // other hosts have been told, since it may take long. Null: none from now on; once this has
+  // returned, no hook runs.
+  void on_failure(std::function<void()> hook);
+  // Blocks until the group has failed, at most that long: for who has seen what may be a
+  // consequence, and wants to report the cause.
+  void await_failure(std::chrono::milliseconds timeout);
   // Of waits outside collectives.
   std::chrono::milliseconds timeout() const {
     return std::chrono::duration_cast<std::chrono::milliseconds>(local_->timeout());
@@ -159,6 +167,12 @@ class Bridge {
   };
   std::vector<Message> messages_;
   Verdict verdict_;
+
+  std::mutex hook_mutex_;
+  std::function<void()> failure_hook_;  // guarded by it
+  std::mutex failure_mutex_;
+  bool has_failed_ = false;  // guarded by it
+  std::condition_variable failed_;
 
   HostMonitor monitor_;  // last: goes first
 };

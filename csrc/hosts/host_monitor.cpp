@@ -27,13 +27,15 @@ constexpr size_t kMostSent = 64;
 
 HostMonitor::HostMonitor(Engine& engine, Inbox& inbox, const schedule::Hosts& hosts,
                          Communicator& local, int rank, std::function<std::string(int)> describe,
-                         std::function<void(const Error&)> fail)
+                         std::function<void(const Error&)> fail,
+                         std::function<void()> after_failure)
     : engine_(engine),
       inbox_(inbox),
       hosts_(hosts),
       rank_(rank),
       describe_(std::move(describe)),
       fail_(std::move(fail)),
+      after_failure_(std::move(after_failure)),
       local_watch_(local.transport(), local.timeout(), nullptr),
       receivers_(hosts.whose_partner_is(rank)),
       longest_silence_(hosts::longest_silence()) {
@@ -124,6 +126,7 @@ void HostMonitor::watch() {
           .kind = Letter::Kind::kFailed, .error = news->kind(), .has_cause = news->has_cause()};
       std::strncpy(letter.text.data(), news->told().c_str(), letter.text.size() - 1);
       send(letter, kLastWords);
+      after_failure_();
     } else if (!has_failed) {
       std::optional<Error> error = local_watch_.poll();
       if (!error) error = local_watch_.find_death();

@@ -32,10 +32,11 @@ namespace rota::hosts {
 
 class HostMonitor {
  public:
-  // fail(error): runs in a thread of this, when another rank has failed.
+  // fail(error): runs in a thread of this, when another rank has failed. after_failure(): likewise,
+  // once this rank has failed and has told the other hosts.
   HostMonitor(Engine& engine, Inbox& inbox, const schedule::Hosts& hosts, Communicator& local,
               int rank, std::function<std::string(int)> describe,
-              std::function<void(const Error&)> fail);
+              std::function<void(const Error&)> fail, std::function<void()> after_failure);
   // Tells the other hosts that this rank has left, unless it has failed.
   ~HostMonitor();
   HostMonitor(const HostMonitor&) = delete;
@@ -75,6 +76,7 @@ class HostMonitor {
   int rank_;
   std::function<std::string(int)> describe_;
   std::function<void(const Error&)> fail_;
+  std::function<void()> after_failure_;
   Watch local_watch_;                          // the watching thread's own
   std::vector<int> receivers_;                 // of this rank's signs
   std::chrono::milliseconds longest_silence_;  // before a rank counts as lost

@@ -50,7 +50,8 @@ Call Call::from_words(const Words& words) {
                    .result_factor = float_at(words[4], 0),
                    .has_residual = enum_at<bool>(words[4], 32, 2),
                    .stochastic_seed =
-                       enum_at<bool>(packed, 56, 2) ? std::optional(words[5]) : std::nullopt}};
+                       enum_at<bool>(packed, 56, 2) ? std::optional(words[5]) : std::nullopt},
+          .is_between_gpus = enum_at<bool>(words[4], 56, 2)};
 }
 
 uint64_t Call::fingerprint(const Words& words) {
@@ -61,7 +62,9 @@ uint64_t Call::fingerprint(const Words& words) {
 
 std::string Call::to_string() const {
   const CollectiveRow& row = row_of(kind);
-  if (kind == CollectiveKind::kBarrier) return join(row.name(), "()");
+  if (kind == CollectiveKind::kBarrier) {
+    return is_between_gpus ? "connect_device()" : join(row.name(), "()");
+  }
   std::string text = join(row.name(), '(');
   if (row.reduces && kind != CollectiveKind::kReduceBucket) text += join(name(op), ", ");
   text += std::string(name(dtype));
@@ -85,6 +88,7 @@ std::string Call::to_string() const {
   }
   if (order.group_size != 0) text += join(", groups of ", order.group_size);
   if (order.num_shards != 0) text += join(", tree of ", order.num_shards, " shards");
+  if (is_between_gpus) text += ", between GPUs";
   return text + ')';
 }
 

@@ -45,6 +45,8 @@ struct Call {
                            // ranks compare the parts of each pair (cpu/all_to_all.h)
   uint64_t uneven = 0;  // a hash of the parts' lengths if they differ, then num_elems is their sum
   BucketPass pass;
+  bool is_between_gpus = false;  // over several hosts: by their GPUs and a device engine, which
+                                 // ranks whose tensors are on the CPU would leave waiting
 
   bool operator==(const Call&) const = default;
 
@@ -71,7 +73,8 @@ struct Call {
                 static_cast<uint64_t>(order.num_shards) << 32,
             bits_of(pass.contribution_factor) | bits_of(pass.divisor) << 32,
             bits_of(pass.result_factor) | static_cast<uint64_t>(pass.has_residual) << 32 |
-                static_cast<uint64_t>(node_size) << 40,
+                static_cast<uint64_t>(node_size) << 40 |
+                static_cast<uint64_t>(is_between_gpus) << 56,
             pass.stochastic_seed.value_or(0),
             uneven};
   }

@@ -1,6 +1,7 @@
-// The interface of collectives on tensors, with four implementations: the CPU (cpu_collectives.h),
-// several hosts (hosts/bridged_collectives.h), CUDA kernels (cuda/cuda_collectives.h), and staging
-// through the host's memory (staging_collectives.h). TensorCommunicator picks one by the group's
+// The interface of collectives on tensors, with five implementations: the CPU (cpu_collectives.h),
+// several hosts (hosts/bridged_collectives.h), CUDA kernels (cuda/cuda_collectives.h), GPUs of
+// several hosts (cuda/bridged_cuda_collectives.h), and staging through the host's memory
+// (staging_collectives.h). TensorCommunicator picks one by the group's
 // hosts and the tensors' device.
 #pragma once
 

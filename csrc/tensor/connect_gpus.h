@@ -7,6 +7,9 @@
 
 #include "core/communicator.h"
 #include "tensor/collectives.h"
+#include "tensor/cpu_collectives.h"
+#include "tensor/hosts/bridged_collectives.h"
+#include "tensor/hosts/torch_connections.h"
 
 namespace rota::tensors {
 
@@ -20,5 +23,12 @@ std::unique_ptr<Collectives> connect_gpus(std::shared_ptr<Communicator> communic
                                           const c10::intrusive_ptr<::c10d::Store>& store,
                                           at::Device device, CallerThread thread,
                                           std::unique_ptr<Collectives> staging);
+
+// The same for ranks on several hosts, over `store` of them all. engine: carries CUDA tensors
+// between hosts. Where a host's GPUs cannot be joined, what it returns stages, on all ranks. Throws
+// Error(kTransport) on every rank if the engine does not work.
+std::unique_ptr<Collectives> connect_gpus_of_hosts(BridgedCollectives& bridged, CpuCollectives& cpu,
+                                                   const c10::intrusive_ptr<::c10d::Store>& store,
+                                                   at::Device device, const BackendPtr& engine);
 
 }  // namespace rota::tensors

@@ -12,8 +12,9 @@ namespace {
 [[noreturn]] void refuse(std::string_view call) {
   throw Error(ErrorKind::kTransport,
               join("rota.", call,
-                   ": the GPUs could not be joined, and it does not go through the "
-                   "host's memory; use all_reduce, broadcast or all_gather, or NCCL"));
+                   ": the GPUs could not be joined, or have no kernel for it between hosts, and it "
+                   "does not go through the host's memory; use all_reduce, broadcast or "
+                   "all_gather, or NCCL"));
 }
 
 }  // namespace

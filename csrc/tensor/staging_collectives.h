@@ -1,6 +1,6 @@
-// Collectives on CUDA tensors when GPUs cannot be joined or a kernel failed its self-test. Copies
-// through the host's memory and runs the CPU collectives, which give the same bits. Every call
-// waits for the GPU.
+// Collectives on CUDA tensors when GPUs cannot be joined, a kernel failed its self-test, or nothing
+// but the CPU reaches other hosts. Copies through the host's memory and runs the CPU collectives,
+// which give the same bits. Every call waits for the GPU.
 #pragma once
 
 #include "tensor/collectives.h"

@@ -48,7 +48,8 @@ class Packed {
   // factor: multiplies the values that are read, in a copy.
   Packed(const at::Tensor& tensor, Content content, std::optional<double> factor = std::nullopt);
 
-  void* data() const { return packed_.defined() ? packed_.data_ptr() : tensor_.data_ptr(); }
+  const at::Tensor& tensor() const { return packed_.defined() ? packed_ : tensor_; }
+  void* data() const { return tensor().data_ptr(); }
   // Copies a copy back into the tensor; does nothing for a contiguous tensor.
   void unpack() const;
 

@@ -156,7 +156,8 @@ void TensorCommunicator::connect_hosts(std::chrono::milliseconds timeout,
                   "rota: nothing carries messages between the hosts; pass an engine");
     }
     std::string name, problem;
-    std::tie(name, problem, connect_engine) = options_.choose_engine(rank_, world_size_);
+    std::tie(name, problem, connect_engine, device_engine_) =
+        options_.choose_engine(rank_, world_size_);
     if (!problem.empty()) throw Error(ErrorKind::kValue, problem);
     return join("engine=", name, " and inter_wire_dtype=", name_of(options_.inter_wire));
   });
@@ -309,8 +310,11 @@ void TensorCommunicator::connect_device(at::Device device) {
                   "Communicator.connect_device(device) on every rank before");
     }
     if (bridged_) {
-      // Each host's GPUs by themselves would need a bridge of their own.
-      gpu_ = std::make_unique<StagingCollectives>(*bridged_, rank_, device);
+      if (device_engine_) {
+        gpu_ = connect_gpus_of_hosts(*bridged_, cpu, store_.store(), device, device_engine_);
+      } else {
+        gpu_ = std::make_unique<StagingCollectives>(*bridged_, rank_, device);
+      }
       return;
     }
     cpu.run_in_turn("rota:connect_device", [this, &cpu, device](CallerThread thread) {

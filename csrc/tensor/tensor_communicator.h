@@ -27,9 +27,10 @@ namespace rota::tensors {
 using ConnectEngine = std::function<std::pair<BackendPtr, std::string>(
     const c10::intrusive_ptr<::c10d::Store>& store)>;
 // What a rank wants to carry its messages: a name, which must be the same on every rank; why this
-// rank cannot use it, or an empty text; and how to connect it.
-using ChooseEngine =
-    std::function<std::tuple<std::string, std::string, ConnectEngine>(int rank, int world_size)>;
+// rank cannot use it, or an empty text; how to connect it; and what carries CUDA tensors, null:
+// they go through the host's memory.
+using ChooseEngine = std::function<std::tuple<std::string, std::string, ConnectEngine, BackendPtr>(
+    int rank, int world_size)>;
 
 struct TensorCommunicatorOptions {
   std::chrono::milliseconds timeout;
@@ -148,7 +149,8 @@ class TensorCommunicator {
   std::optional<schedule::Hosts> hosts_;         // constant once connected, as the next two
   std::optional<CpuCollectives> cpu_;            // of the ranks of this host
   std::unique_ptr<BridgedCollectives> bridged_;  // null if all ranks are on this host
-  std::unique_ptr<Collectives> gpu_;             // null until the first CUDA tensor
+  BackendPtr device_engine_;  // null if CUDA tensors go through the host's memory between hosts
+  std::unique_ptr<Collectives> gpu_;  // null until the first CUDA tensor
 };
 
 }  // namespace rota::tensors

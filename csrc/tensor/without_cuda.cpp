@@ -27,6 +27,13 @@ std::unique_ptr<Collectives> connect_gpus(std::shared_ptr<Communicator>,
                    "build of torch are (ROTA_CUDA=1 pip install --no-build-isolation .)"));
 }
 
+// No rank of this build has CUDA tensors.
+std::unique_ptr<Collectives> connect_gpus_of_hosts(BridgedCollectives&, CpuCollectives&,
+                                                   const c10::intrusive_ptr<::c10d::Store>&,
+                                                   at::Device, const BackendPtr&) {
+  refuse();
+}
+
 std::vector<KernelReport> run_gpu_self_test(int) { refuse(); }
 
 std::optional<std::vector<std::string>> recorded_gpu_self_test(int) { refuse(); }

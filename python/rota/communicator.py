@@ -38,8 +38,10 @@ class Communicator(_C.Communicator):
             which init_process_group sets.
         slot_bytes: size of a transport slot in bytes, a multiple of 4096; two slots are reserved
             for each rank. The default was measured best (benchmarks/LOG.md).
-        engine: what carries messages between hosts: a process group of the same ranks whose CPU
-            backend can send and recv, for rota alone. None: a Gloo group of its own.
+        engine: what carries messages between hosts: a process group of the same ranks, for rota
+            alone, whose CPU backend can send and recv. None: a Gloo group of its own. If it has a
+            backend of its own for CUDA (NCCL), that one carries CUDA tensors, which otherwise go
+            through the host's memory; a group for CUDA alone gets a Gloo group beside it.
         inter_wire_dtype: what sums of wider floating tensors are rounded to between hosts, once on
             their way out of a host and once as a result, where a call names no wire_dtype. None:
             no rounding; sums of 16-bit tensors travel in float32.

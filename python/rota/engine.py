@@ -1,18 +1,29 @@
-"""What carries messages between hosts: a torch process group that can send and recv."""
+"""What carries messages between hosts: torch process groups."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 # Given the group's store; collective. Returns the backend, or None and why it cannot connect.
 ConnectEngine = Callable[[dist.Store], "tuple[dist._Backend | None, str]"]
-# Given rank and world_size. Returns the engine's name, which must be the same on every rank; why
-# this rank cannot use it, or an empty text; and how to connect it.
-ChooseEngine = Callable[[int, int], tuple[str, str, ConnectEngine]]
+
+
+class Engine(NamedTuple):
+    """What carries messages between hosts."""
+
+    name: str  # must be the same on every rank
+    problem: str  # why this rank cannot use it, or empty
+    connect: ConnectEngine
+    for_cuda: dist._Backend | None  # carries CUDA tensors; None: they go through the host's memory
+
+
+# Given rank and world_size.
+ChooseEngine = Callable[[int, int], Engine]
 
 
 def engine_chooser(given: dist.ProcessGroup | None, timeout: timedelta) -> ChooseEngine:
@@ -20,20 +31,34 @@ def engine_chooser(given: dist.ProcessGroup | None, timeout: timedelta) -> Choos
 
     Args:
         given: the user's own group, of the same ranks in the same order. None: a Gloo group is
-            made; GLOO_SOCKET_IFNAME chooses its interface.
+            made; GLOO_SOCKET_IFNAME chooses its interface. It is also made beside a group that has
+            no backend for the CPU.
         timeout: of the Gloo group's connections.
     """
 
-    def choose(rank: int, world_size: int) -> tuple[str, str, ConnectEngine]:
+    def choose(rank: int, world_size: int) -> Engine:
+        def connect_gloo(store: dist.Store) -> tuple[dist._Backend | None, str]:
+            return _connect_gloo(store, rank, world_size, timeout)
+
         if given is None:
-            return "None", "", lambda store: _connect_gloo(store, rank, world_size, timeout)
-        return "a group of yours", _problem_of(given, rank, world_size), lambda _: (_cpu(given), "")
+            return Engine("None", "", connect_gloo, None)
+        if problem := _problem_of(given, rank, world_size):
+            return Engine("a group of yours", problem, connect_gloo, None)
+        cpu, cuda = _backend(given, "cpu"), _backend(given, "cuda")
+        connect = connect_gloo if cpu is None else lambda _: (cpu, "")
+        if cuda is None or cuda is cpu:  # Gloo's own CUDA tensors go through the host's memory
+            return Engine("a group of yours", "", connect, None)
+        name = "a group of yours for CUDA tensors" + (" and others" if cpu is not None else "")
+        return Engine(name, "", connect, cuda)
 
     return choose
 
 
-def _cpu(group: dist.ProcessGroup) -> dist._Backend:
-    return group._get_backend(torch.device("cpu"))
+def _backend(group: dist.ProcessGroup, device: str) -> dist._Backend | None:
+    try:
+        return group._get_backend(torch.device(device))
+    except RuntimeError:
+        return None
 
 
 def _problem_of(given: dist.ProcessGroup, rank: int, world_size: int) -> str:
@@ -46,13 +71,11 @@ def _problem_of(given: dist.ProcessGroup, rank: int, world_size: int) -> str:
             f"expected {world_size} ranks and rank {rank}: pass a group of the same ranks in the "
             f"same order"
         )
-    try:
-        _cpu(given)
-    except RuntimeError:
+    if _backend(given, "cpu") is None and _backend(given, "cuda") is None:
         devices = ", ".join(str(device) for device in given._device_types)
         return (
-            f"the engine is a group for {devices}, expected one for the CPU, since messages are in "
-            f"the host's memory; pass one such as dist.new_group(backend='gloo')"
+            f"the engine is a group for {devices}, expected one for the CPU or CUDA; pass one such "
+            f"as dist.new_group(backend='cpu:gloo,cuda:nccl')"
         )
     return ""
 

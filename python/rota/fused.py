@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rota import options
+from rota.communicator import Communicator
 from rota.ddp import NamedCopies, NamedModel, SeenParameters, group_of
 from rota.errors import RotaError
 from rota.hooks import communicator_of
@@ -67,6 +68,8 @@ class HookState:
     Args:
         group: the ranks to average over, on any backend, such as the process group of the model's
             DDP; None is the default group.
+        engine: as in rota.Communicator, where the ranks are on several hosts: hooks have a
+            communicator of their own, which all hooks of a group share.
         wire_dtype: the dtype on the wire, one of torch.float32, bfloat16, float16, float8_e4m3fn or
             float8_e5m2. Sums are kept in float32.
         block_scaling: scale each block of 32 or 64 elements by its own power of two, so that none
@@ -127,6 +130,7 @@ class HookState:
         group: dist.ProcessGroup | None = None,
         wire_dtype: torch.dtype = torch.float16,
         *,
+        engine: dist.ProcessGroup | None = None,
         block_scaling: bool | None = None,
         inter_wire_dtype: torch.dtype | None = None,
         stochastic_rounding: bool = False,
@@ -143,6 +147,7 @@ class HookState:
         if block_scaling is None:
             block_scaling = options.is_narrow(wire_dtype)
         options.check_group("group", group)
+        options.check_group("engine", engine)
         options.check_group("model_group", model_group)
         if replicas is not None and model_group is None:
             raise ValueError("rota.HookState: replicas is about model_group, which is missing")
@@ -157,6 +162,7 @@ class HookState:
         if model is not None:
             self._model = NamedModel(model)
         self.group = group_of(group, model)
+        self.engine = engine
         self.wire_dtype = wire_dtype
         self.block_scaling = block_scaling
         self.inter_wire_dtype = inter_wire_dtype
@@ -269,7 +275,7 @@ class HookState:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles and copies the options and state_dict(); the copy is not registered with DDP."""
-        if self.group is not None or self.model_group is not None:
+        if any(group is not None for group in (self.group, self.model_group, self.engine)):
             raise TypeError(
                 "rota.HookState: cannot be pickled or copied with a process group of its own; "
                 "save state_dict() and load it into a new HookState"
@@ -288,6 +294,11 @@ class HookState:
             "algorithm": self.algorithm,
             "num_shards": self.num_shards,
         }
+
+    @property
+    def communicator(self) -> Communicator:
+        """That of all hooks of the group. Collective where it does not exist yet."""
+        return communicator_of(self.group, self.engine)
 
     # ---- one bucket
 
@@ -318,7 +329,7 @@ class HookState:
         entry = self._entries.get(index)
         if entry is None or not entry.holds(parameters):
             entry = self._entries[index] = self._enter(bucket, parameters)
-        communicator = communicator_of(self.group)
+        communicator = self.communicator
         num_summands = self.num_shards or communicator.world_size
         seed = None
         if self.stochastic_rounding:
@@ -517,8 +528,8 @@ def telling_peers(state: object) -> Iterator[None]:
 
 def tell_peers(state: object, reason: str) -> None:
     """Makes the reductions of the other ranks fail with this reason."""
-    group = state.group if isinstance(state, HookState) else None
     with contextlib.suppress(RotaError, ValueError):  # an error here would only hide `reason`
-        communicator_of(group).abort(reason)
+        communicator = state.communicator if isinstance(state, HookState) else communicator_of(None)
+        communicator.abort(reason)
     if isinstance(state, HookState) and state.model_group is not None:
         state.model_group.abort(reason)

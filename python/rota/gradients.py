@@ -11,7 +11,6 @@ import torch
 
 from rota.errors import RotaError
 from rota.fused import HookState, tell_peers, telling_peers
-from rota.hooks import communicator_of
 from rota.packing import PackedBucket, Plan, check_gradient
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
@@ -160,7 +159,7 @@ class Reduction:
         used = torch.tensor([p.grad is not None for p in self._parameters] + [True])
         for future in self._futures:
             future.wait()
-        communicator_of(self._state.group).all_reduce(used, "max")
+        self._state.communicator.all_reduce(used, "max")
         is_used = used.tolist()
         wanted = {id(p) for i, p in enumerate(self._parameters) if is_used[i]}
         for bucket in self._buckets:

@@ -14,22 +14,34 @@ import torch.distributed as dist
 
 from rota.communicator import Communicator
 
-# Each group's communicator for hooks; dropped with the group.
-_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = (
-    weakref.WeakKeyDictionary()
-)
+# Each group's communicator for hooks, and its engine; dropped with the group.
+_communicators: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, tuple[Communicator, dist.ProcessGroup | None]
+] = weakref.WeakKeyDictionary()
 
 
-def communicator_of(process_group: dist.ProcessGroup | None) -> Communicator:
-    """The communicator that all hooks of a group share; the first call makes it."""
+def communicator_of(
+    process_group: dist.ProcessGroup | None, engine: dist.ProcessGroup | None = None
+) -> Communicator:
+    """The communicator that all hooks of a group share; the first call makes it, with this engine.
+
+    Raises:
+        ValueError: it has been made with another engine.
+    """
     group = process_group if process_group is not None else dist.group.WORLD
     if group is None:
         raise ValueError(
             "rota hooks: torch.distributed is not initialised; call dist.init_process_group first"
         )
-    communicator = _communicators.get(group)
-    if communicator is None:
-        communicator = _communicators[group] = Communicator(group)
+    if group not in _communicators:
+        _communicators[group] = Communicator(group, engine=engine), engine
+    communicator, engine_of_first = _communicators[group]
+    if engine is not None and engine is not engine_of_first:
+        raise ValueError(
+            "rota hooks: the group's communicator already has "
+            + ("no engine" if engine_of_first is None else "another engine")
+            + "; all hooks of a group share it: pass the engine to the first one that runs"
+        )
     return communicator
 
 

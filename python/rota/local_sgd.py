@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from rota.errors import Mismatch
 from rota.fused import HookState, telling_peers
 from rota.gradients import Reduction, free_buckets
-from rota.hooks import communicator_of
 from rota.sharding import local_of
 
 BUCKET_CAP_MB = 25.0
@@ -345,7 +344,7 @@ class LocalSGD:
         """Raises rota.Mismatch on all ranks if they have different values. Collective."""
         own = torch.tensor(list(values.values()))
         of_ranks = torch.empty(dist.get_world_size(self.state.group), len(own), dtype=own.dtype)
-        communicator_of(self.state.group).all_gather(of_ranks, own)
+        self.state.communicator.all_gather(of_ranks, own)
         for name, column in zip(values, of_ranks.T.tolist(), strict=True):
             other = next((rank for rank, value in enumerate(column) if value != column[0]), None)
             if other is not None:
@@ -358,7 +357,7 @@ class LocalSGD:
     def _broadcast(self, tensor: torch.Tensor) -> None:
         local = local_of(tensor.detach())
         local = torch.view_as_real(local) if local.is_complex() else local
-        communicator_of(self.state.group).broadcast(local, 0)
+        self.state.communicator.broadcast(local, 0)
 
 
 class DiLoCo(LocalSGD):

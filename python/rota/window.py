@@ -258,7 +258,7 @@ class _Services:
         if len(numbers) == 1 and numbers != {-1}:
             return _services[self._key][1]
         rank, world_size = self._pg.rank(), self._pg.size()
-        _, problem, connect = engine_chooser(self._engine, timeout)(rank, world_size)
+        _, problem, connect, _ = engine_chooser(self._engine, timeout)(rank, world_size)
         if problem:
             raise ValueError(f"rota.Window: {problem}")
         backend, problem = connect(dist.PrefixStore("engine", store))

@@ -191,6 +191,28 @@ void silent_host_is_lost(bool is_silent_from_the_start) {
   unsetenv("ROTA_HOST_SILENCE_MS");
 }
 
+// As a device engine's: the bridge does not know of them.
+void hook_ends_other_waits() {
+  run_on_hosts(kThreeHosts, [](HostRank& rank) {
+    std::atomic<bool> is_over{false};
+    rank.bridge.on_failure([&] { is_over = true; });
+    try {
+      rank.barrier();
+      if (rank.rank() == 1) rank.bridge.abort("no GPU");
+    } catch (const Error&) {  // it was not the last to leave
+    }
+    while (!is_over) usleep(1000);
+    rank.bridge.on_failure(nullptr);
+    rank.bridge.await_failure(std::chrono::hours(1));  // has happened
+    try {
+      rank.bridge.check_usable("all_reduce");
+      fail("a failed group is usable");
+    } catch (const Error& error) {
+      check_contains(error.what(), "no GPU");
+    }
+  });
+}
+
 // ---- messages beside collectives, as tensor/hosts/remote_transfers.cpp sends them ----
 
 struct Sending {
@@ -320,6 +342,7 @@ const CaseTable kCases{
     {"hosts_absent_rank", absent_rank_is_a_timeout_on_all_hosts},
     {"hosts_silent", [] { silent_host_is_lost(false); }},
     {"hosts_silent-from_the_start", [] { silent_host_is_lost(true); }},
+    {"hosts_hook", hook_ends_other_waits},
     {"hosts_messages", messages_beside_collectives},
     {"joint_steps", joint_steps_succeed},
     {"joint_steps-failure", joint_step_that_fails_on_one_rank},

@@ -38,6 +38,10 @@ class CudaCollectives final : public Collectives {
   WorkRef recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
   void finish(const std::function<void()>& check_interrupt) override;
 
+  const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
+  // Whether all kernels have passed the self-test on all ranks.
+  bool trusts_all_kernels() const { return gpus_.unusable.empty(); }
+
  private:
   // Queues body() on the current stream or, if asynchronous, on `stream` after the current one.
   WorkRef launch(Launch mode, const c10::Stream& stream, ::c10d::OpType op_type, const char* title,

@@ -87,8 +87,8 @@ hosts::LevelOrders BridgedCollectives::orders_of(const Call& call) const {
   return {};
 }
 
-Call BridgedCollectives::planned(const Operation& operation) const {
-  Call call = plan(operation, planner_, rank_, at::kCPU);
+Call BridgedCollectives::planned(const Operation& operation, at::Device device) const {
+  Call call = plan(operation, planner_, rank_, device);
   check_algorithm(call, operation.reduction.algorithm);
   call.algorithm = schedule::Algorithm::kTwoShot;
   if (row_of(call.kind).reduces) {
@@ -101,7 +101,7 @@ Call BridgedCollectives::planned(const Operation& operation) const {
 
 WorkRef BridgedCollectives::run(OperationList operations, Launch mode) {
   c10::SmallVector<Call, 1> calls;
-  for (const Operation& operation : operations) calls.push_back(planned(operation));
+  for (const Operation& operation : operations) calls.push_back(planned(operation, device()));
   if (operations.empty()) return {};
   std::vector<OwnedOperation> owned(operations.begin(), operations.end());
   return enqueue(mode, operations[0].kind, results_of(operations),
@@ -120,8 +120,7 @@ void BridgedCollectives::execute(const Call& call, const cpu::Buffers& buffers,
   hosts::execute(*bridge_, scratch_, call, orders_of(call), buffers, timeout);
 }
 
-WorkRef BridgedCollectives::reduce_bucket(const BucketTensors& tensors,
-                                          const BucketOptions& options, Launch mode) {
+Call BridgedCollectives::planned(const BucketTensors& tensors, const BucketOptions& options) const {
   check_bucket(tensors);
   Call call =
       planner_.reduce_bucket(bucket_dtype(tensors.bucket), num_elems(tensors.bucket), options);
@@ -129,6 +128,12 @@ WorkRef BridgedCollectives::reduce_bucket(const BucketTensors& tensors,
   check_group_size(call, bridge_->hosts(), options.order);
   call.algorithm = schedule::Algorithm::kTwoShot;
   orders_of(call);
+  return call;
+}
+
+WorkRef BridgedCollectives::reduce_bucket(const BucketTensors& tensors,
+                                          const BucketOptions& options, Launch mode) {
+  const Call call = planned(tensors, options);
   return enqueue(mode, call.kind, {tensors.bucket}, [this, tensors, call] {
     run_bucket(tensors, [&](const cpu::Buffers& buffers) { execute(call, buffers, std::nullopt); });
   });
@@ -140,7 +145,7 @@ WorkRef BridgedCollectives::all_reduce_sparse(const at::Tensor& tensor, Launch m
   return enqueue(mode, CollectiveKind::kAllReduce, {tensor}, [this, tensor, timeout] {
     tensors::all_reduce_sparse(tensor, rank_, bridge_->world_size(), [&](Operation& operation) {
       operation.timeout = timeout;
-      run_here(operation, planned(operation));
+      run_here(operation, planned(operation, device()));
     });
   });
 }
@@ -162,6 +167,10 @@ WorkRef BridgedCollectives::transfer(Direction direction, const at::Tensor& tens
   const int local_peer = hosts.place_of(peer).local_rank;
   return direction == Direction::kSend ? local_.send(tensor, local_peer, tag, mode)
                                        : local_.recv(tensor, local_peer, tag, mode);
+}
+
+void BridgedCollectives::run_in_turn(CollectiveKind kind, std::function<void()> body) {
+  enqueue(Launch::kBlocking, kind, {}, std::move(body));
 }
 
 void BridgedCollectives::abort(const std::string& reason) {

@@ -40,6 +40,17 @@ class BridgedCollectives final : public Collectives {
   WorkRef recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
   void finish(const std::function<void()>& check_interrupt) override;
 
+  // ---- for collectives of CUDA tensors, which only compare calls here
+
+  hosts::Bridge& bridge() { return *bridge_; }
+  // What a caller asks of ranks on several hosts. Throws Error.
+  Call planned(const Operation& operation, at::Device device) const;
+  Call planned(const BucketTensors& tensors, const BucketOptions& options) const;
+  hosts::LevelOrders orders_of(const Call& call) const;
+  // Runs body() on the progress thread, after all queued calls, and blocks until it ends. What the
+  // body refers to must outlive it, because a signal may end the wait before.
+  void run_in_turn(CollectiveKind kind, std::function<void()> body);
+
   void check_usable(std::string_view call) const { bridge_->check_usable(call); }
   void abort(const std::string& reason);
   // Aborts pending work. Idempotent.
@@ -52,10 +63,7 @@ class BridgedCollectives final : public Collectives {
   // Queues body(), which runs one operation.
   template <typename Body>
   WorkRef enqueue(Launch mode, CollectiveKind kind, std::vector<at::Tensor> results, Body body);
-  // What a caller asks of ranks on several hosts. Throws Error.
-  Call planned(const Operation& operation) const;
   WireFormat wire_of(const Call& call, bool is_asked_for) const;
-  hosts::LevelOrders orders_of(const Call& call) const;
   WorkRef transfer(Direction direction, const at::Tensor& tensor, int peer, int64_t tag,
                    Launch mode);
   // A forked child has a copy of the parent's connections, but none of its threads.

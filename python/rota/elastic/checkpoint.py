@@ -384,7 +384,7 @@ class Checkpoint:
         self._holder_of = holders_of(session.claims) if self._replicate else {}
         if self._holder_of:
             store = dist.PrefixStore(f"engine/{session.token}", self._directory.store)
-            _, problem, connect = self._choose_engine(self._rank, self._world_size)
+            _, problem, connect, _ = self._choose_engine(self._rank, self._world_size)
             if problem:
                 raise ValueError(f"{WHAT}: {problem}")
             engine, problem = connect(store)

@@ -1,0 +1,116 @@
+#include "tensor/cuda/host_gpus.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "cuda/launch.h"
+#include "tensor/cuda/native_stream.h"
+
+namespace rota::tensors {
+
+RankOfEachHost::RankOfEachHost(std::vector<int> by_host) : ascending_(std::move(by_host)) {
+  const std::vector<int> ranks = ascending_;
+  std::ranges::sort(ascending_);
+  for (const int rank : ranks) {
+    positions_.push_back(
+        static_cast<size_t>(std::ranges::find(ascending_, rank) - ascending_.begin()));
+  }
+}
+
+HostGpus::HostGpus(hosts::Bridge& bridge, std::unique_ptr<CudaCollectives> local, BackendPtr engine,
+                   at::Device device)
+    : bridge_(bridge),
+      device_(device),
+      words_(bytes(sizeof(cuda::UnpackWords))),
+      local_(std::move(local)),
+      engine_(bridge, std::move(engine)),
+      sums_(bridge.hosts().num_hosts(), device) {}
+
+RankOfEachHost HostGpus::rail() const {
+  std::vector<int> ranks;
+  for (int host = 0; host < hosts().num_hosts(); ++host) {
+    ranks.push_back(hosts().rank_at(host, bridge_.local_rank()));
+  }
+  return RankOfEachHost(std::move(ranks));
+}
+
+RankOfEachHost HostGpus::partners() const {
+  std::vector<int> ranks;
+  for (int host = 0; host < hosts().num_hosts(); ++host) {
+    ranks.push_back(host == bridge_.host() ? bridge_.rank()
+                                           : hosts().partner_of(bridge_.rank(), host));
+  }
+  return RankOfEachHost(std::move(ranks));
+}
+
+std::vector<int> HostGpus::partnered(int local_rank) const {
+  const int own = hosts().rank_at(bridge_.host(), local_rank);
+  std::vector<int> ranks = hosts().whose_partner_is(own);
+  ranks.push_back(own);
+  std::ranges::sort(ranks);
+  return ranks;
+}
+
+at::Tensor HostGpus::empty(uint64_t num_elems, at::ScalarType type) const {
+  return at::empty({static_cast<int64_t>(num_elems)}, at::TensorOptions(type).device(device_));
+}
+
+void HostGpus::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
+                              const OrderOptions& order) {
+  local_->run(Operation{.kind = CollectiveKind::kReduceScatter,
+                        .inputs = input,
+                        .outputs = output,
+                        .reduction = {.op = op, .order = order}},
+              Launch::kBlocking);
+}
+
+void HostGpus::all_reduce(const at::Tensor& tensor, ReduceOp op, const OrderOptions& order) {
+  local_->run(Operation{.kind = CollectiveKind::kAllReduce,
+                        .outputs = tensor,
+                        .reduction = {.op = op, .order = order}},
+              Launch::kBlocking);
+}
+
+void HostGpus::all_gather(const at::Tensor& shards) {
+  const int64_t shard_elems = shards.numel() / bridge_.local_size();
+  const at::Tensor own = shards.narrow(0, bridge_.local_rank() * shard_elems, shard_elems);
+  local_->run(Operation{.kind = CollectiveKind::kAllGather, .inputs = own, .outputs = shards},
+              Launch::kBlocking);
+}
+
+void HostGpus::broadcast(const at::Tensor& tensor, int local_root) {
+  local_->run(Operation{.kind = CollectiveKind::kBroadcast, .outputs = tensor, .root = local_root},
+              Launch::kBlocking);
+}
+
+void HostGpus::gather_rails(const at::Tensor& shards) {
+  if (bridge_.local_size() == 1) return;
+  if (are_all_on_rails()) return all_gather(shards);
+  const int64_t shard_elems = shards.numel() / num_rails();
+  for (int rail = 0; rail < num_rails(); ++rail) {
+    broadcast(shards.narrow(0, rail * shard_elems, shard_elems), rail);
+  }
+}
+
+void HostGpus::pack(const Packing& packing) {
+  const cuda::BucketArgs bucket{
+      .tiles = nullptr,
+      .contiguous = {static_cast<std::byte*>(const_cast<void*>(packing.data)), packing.num_elems},
+      .num_tiles = schedule::ceil_div(packing.num_elems, kTileElems),
+      .wire = packing.to,
+      .contribution_factor = packing.factor,
+      .result_factor = packing.result_factor};
+  cuda::launch_pack({.bucket = bucket,
+                     .residual = packing.residual,
+                     .rounding = {},
+                     .words = static_cast<cuda::UnpackWords*>(words_.data_ptr())},
+                    packing.dtype, packing.wire, current_stream(device_));
+}
+
+void copy_bytes(at::Device device, void* to, const void* from, uint64_t num_bytes) {
+  cuda::launch_copy(to, from, num_bytes, current_stream(device));
+}
+
+}  // namespace rota::tensors

@@ -1,0 +1,111 @@
+// What collectives of CUDA tensors over several hosts consist of: collectives among the GPUs of
+// this host, exchanges with ranks of other hosts, sums of hosts, packing. Everything is queued on
+// the current stream of the current device.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <vector>
+
+#include "hosts/bridge.h"
+#include "tensor/cuda/cuda_collectives.h"
+#include "tensor/cuda/host_sums.h"
+#include "tensor/hosts/device_engine.h"
+
+namespace rota::tensors {
+
+// A chunk on its way takes this much memory, once or twice in each of its three steps. Not
+// measured: it takes GPUs on two hosts.
+inline constexpr uint64_t kDeviceChunkBytes = 32 << 20;
+
+// Runs the three steps of each chunk such that, while one chunk is exchanged, others are worked on.
+template <typename Steps>
+void run_in_steps(Steps& steps, uint64_t num_chunks) {
+  for (uint64_t step = 0; step < num_chunks + 2; ++step) {
+    if (step < num_chunks) steps.contribute(step);
+    if (step >= 1 && step <= num_chunks) steps.reduce(step - 1);
+    if (step >= 2) steps.collect(step - 2);
+  }
+}
+
+// One rank of each host, of which this rank is one.
+class RankOfEachHost {
+ public:
+  explicit RankOfEachHost(std::vector<int> by_host);
+
+  // In the order in which an exchange lists them.
+  const std::vector<int>& ascending() const { return ascending_; }
+  // Of a host's rank in that order.
+  size_t position_of(int host) const { return positions_[static_cast<size_t>(host)]; }
+
+ private:
+  std::vector<int> ascending_;
+  std::vector<size_t> positions_;  // by host
+};
+
+class HostGpus {
+ public:
+  // local: of this host's ranks. engine: of all ranks. The bridge outlives this.
+  HostGpus(hosts::Bridge& bridge, std::unique_ptr<CudaCollectives> local, BackendPtr engine,
+           at::Device device);
+
+  hosts::Bridge& bridge() { return bridge_; }
+  CudaCollectives& local() { return *local_; }
+  const schedule::Hosts& hosts() const { return bridge_.hosts(); }
+  int num_rails() const { return hosts().num_rails(); }
+  // Whether this rank is on a rail, and whether all ranks of its host are.
+  bool is_on_rail() const { return bridge_.local_rank() < num_rails(); }
+  bool are_all_on_rails() const { return bridge_.local_size() == num_rails(); }
+  // The ranks of this rank's rail, and the partners of this rank with itself.
+  RankOfEachHost rail() const;
+  RankOfEachHost partners() const;
+  // The ranks whose partner is this host's rank `local_rank`, and that rank itself; ascending.
+  std::vector<int> partnered(int local_rank) const;
+
+  at::Tensor empty(uint64_t num_elems, at::ScalarType type) const;
+  at::Tensor bytes(uint64_t num_bytes) const { return empty(num_bytes, at::kByte); }
+
+  // ---- among the ranks of this host
+
+  void reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
+                      const OrderOptions& order);
+  void all_reduce(const at::Tensor& tensor, ReduceOp op, const OrderOptions& order);
+  // Of shards, one after another; the own one lies in its place.
+  void all_gather(const at::Tensor& shards);
+  void broadcast(const at::Tensor& tensor, int local_root);
+  // all_gather() of the rails' shards, also where other ranks of the host have none.
+  void gather_rails(const at::Tensor& shards);
+
+  // ---- between hosts
+
+  DeviceEngine& engine() { return engine_; }
+  HostSums& sums() { return sums_; }
+
+  // ---- element work
+
+  struct Packing {
+    DType dtype;
+    const void* data;
+    uint64_t num_elems;
+    WireFormat wire;
+    std::byte* to;  // has room for whole tiles
+    float factor = 1;
+    float result_factor = 1;
+    float* residual = nullptr;  // of num_elems
+  };
+  void pack(const Packing& packing);
+
+ private:
+  hosts::Bridge& bridge_;
+  at::Device device_;
+  at::Tensor words_;  // of pack: written only, by what the next members wait for when they go
+  std::unique_ptr<CudaCollectives> local_;
+  DeviceEngine engine_;
+  HostSums sums_;
+};
+
+// Copies within the GPU.
+void copy_bytes(at::Device device, void* to, const void* from, uint64_t num_bytes);
+
+}  // namespace rota::tensors

@@ -1,0 +1,57 @@
+"""Engines for CUDA tensors between hosts, where there is no NCCL between them: Gloo, which copies
+CUDA tensors to the host's memory and back by itself, as a backend of its own for CUDA."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+STAND_IN = "device_gloo"
+# Ends waits for a rank that has gone.
+_TIMEOUT = timedelta(seconds=20)
+
+
+def _make(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+    return dist.ProcessGroupGloo(store, rank, world_size, timeout=timeout)
+
+
+def stand_in(*, for_cpu: bool = False) -> dist.ProcessGroup:
+    """A new group of all ranks whose backend for CUDA is Gloo; for the CPU it has Gloo or none."""
+    if STAND_IN not in dist.Backend.backend_list:
+        dist.Backend.register_backend(STAND_IN, _make, devices=["cuda"])
+    backend = f"cuda:{STAND_IN}"
+    group: dist.ProcessGroup = dist.new_group(
+        backend=f"cpu:gloo,{backend}" if for_cpu else backend, timeout=_TIMEOUT
+    )
+    return group
+
+
+def num_exchanges(group: dist.ProcessGroup) -> int:
+    """How many collectives of CUDA tensors the group has carried."""
+    number: int = group._get_backend(torch.device("cuda"))._get_sequence_number_for_group()
+    return number
+
+
+def that_moves_nothing(rank: int, world_size: int) -> dist.ProcessGroup:
+    """A group for CUDA whose works are done at once and write nothing."""
+    return _fake(rank, world_size)
+
+
+def that_raises(rank: int, world_size: int) -> dist.ProcessGroup:
+    """A group for CUDA whose collectives raise."""
+    return _fake(rank, world_size, error_on_collective=True)
+
+
+def _fake(rank: int, world_size: int, **settings: bool) -> dist.ProcessGroup:
+    options = FakeProcessGroup.Options()
+    for name, value in settings.items():
+        setattr(options, name, value)
+    backend = FakeProcessGroup._create_internal(rank, world_size, options)
+    group = dist.ProcessGroup(FakeStore(), rank, world_size)
+    group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+    return group
