@@ -2,7 +2,6 @@
 
 Each case is a test of its own in every flavour that can run it:
 
-  plain  as it is
   tsan   ThreadSanitizer, while threads yield at random and one rank at a time is late
   asan   AddressSanitizer with leak check, UndefinedBehaviorSanitizer, checked containers
 
@@ -53,7 +52,6 @@ THREAD_CASES = (
 ALL = (*COMMON, *LAUNCHES, *THREAD_CASES)
 
 FLAVOURS = (
-    Flavour("kernels-plain", (*ALL, "kernel_layout_cases")),
     Flavour("kernels-tsan", ALL, flags=TSAN_FLAGS, environment=TSAN),
     Flavour("kernels-asan", (*ALL, "kernel_layout_cases"), flags=ASAN_FLAGS, environment=ASAN),
 )
