@@ -104,7 +104,7 @@ class Flavour:
     flags: tuple[str, ...] = ()
     patches: tuple[Change, ...] = ()
     environment: dict[str, str] = field(default_factory=dict, hash=False)
-    without: tuple[str, ...] = ()  # cases that this flavour cannot run
+    without: tuple[str, ...] = ()  # cases that this flavour does not run
 
     def patched_files(self) -> dict[str, str]:
         """The patched text of each file, by path below csrc/."""

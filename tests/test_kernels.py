@@ -152,10 +152,11 @@ def test_every_kernel_mutant_is_caught(
 ) -> None:
     mutants, changes = make_mutants()
     program = mutated_program(changes)
-    for case in cases_of(program):
-        code, output = run(program, case)
-        assert code == 0, f"{case} fails without a fault: exit code {code}\n{output}"
+    cases = cases_of(program)
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        results = list(pool.map(lambda case: run(program, case), cases))
+        for case, (code, output) in zip(cases, results, strict=True):
+            assert code == 0, f"{case} fails without a fault: exit code {code}\n{output}"
         caught = list(pool.map(lambda mutant: what_caught(program, mutant), mutants))
     lines = [
         f"{mutant.where:<28}  {mutant.code[:64]:<64}  {mutant.fault:<18}  {check or 'NOT CAUGHT'}"

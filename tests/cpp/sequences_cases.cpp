@@ -109,12 +109,12 @@ void calls_from_several_threads(int world_size, const TestCall& call, int num_ca
 
 const CaseTable kCases{
     {"mixed_calls-ws1", [] { mixed_calls(1, 300); }},
-    {"mixed_calls-ws2", [] { mixed_calls(2, 3000); }},
+    {"mixed_calls-ws2", [] { mixed_calls(2, 1500); }},
     {"mixed_calls-ws3", [] { mixed_calls(3, 2000); }},
-    {"mixed_calls-ws4", [] { mixed_calls(4, 1500); }},
-    {"mixed_calls-ws5", [] { mixed_calls(5, 800); }},
-    {"mixed_calls-ws8", [] { mixed_calls(8, 400); }},
-    {"every_algorithm-ws16", [] { every_algorithm(16, 5); }},
+    {"mixed_calls-ws4", [] { mixed_calls(4, 700); }},
+    {"mixed_calls-ws5", [] { mixed_calls(5, 400); }},
+    {"mixed_calls-ws8", [] { mixed_calls(8, 200); }},
+    {"every_algorithm-ws16", [] { every_algorithm(16, 3); }},
     {"every_algorithm-ws64", [] { every_algorithm(64, 1); }},
     {"sleeping_calls-ws2", [] { calls_that_always_sleep(2, 2000); }},
     {"sleeping_calls-ws4", [] { calls_that_always_sleep(4, 1000); }},
