@@ -154,6 +154,7 @@ void abort_at_any_moment(int num_groups) {
 // The rank that waited for it says so first, and all others hear of that.
 void absent_rank_is_a_timeout_on_all_hosts() {
   std::atomic<int> num_failed{0};
+  std::atomic<bool> has_begun{false};
   run_on_hosts(kTwoByTwo,
                [&](HostRank& rank) {
                  rank.barrier();
@@ -161,11 +162,15 @@ void absent_rank_is_a_timeout_on_all_hosts() {
                    while (num_failed < 3) usleep(1000);
                    return;
                  }
+                 // Rank 2 alone waits for rank 3, so its time must end first.
+                 if (rank.rank() == 2) has_begun = true;
+                 while (!has_begun) usleep(1000);
+                 if (rank.rank() != 2) std::this_thread::sleep_for(milliseconds(1000));
                  const Error error = expect_error(ErrorKind::kTimeout, [&] { rank.barrier(); });
                  ++num_failed;
                  check_contains(error.what(), "is rank 3 alive?");
                },
-               {{.timeout = milliseconds(500)}});
+               {{.timeout = milliseconds(2000)}});
 }
 
 // Also where it has given no sign of life at all.
