@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -136,10 +135,6 @@ class Membership:
                 f"rota.elastic: min_members is {min_members!r}, expected an int from 1 on"
             )
         ended_s = self._end_present("{own} has gone on to the next one")
-        if not self._was_member:
-            # DistributedDataParallel imports it at first use, which takes a second: before anybody
-            # waits for this process.
-            importlib.import_module("torch._dynamo")
         while True:
             began = time.monotonic()
             try:
