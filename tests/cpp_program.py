@@ -17,6 +17,7 @@ import re
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -66,6 +67,7 @@ TIMEOUT_CODE = -signal.SIGALRM
 # Files unused for this long are deleted; a build of another commit may still need newer ones.
 STALE_AFTER_S = 86400.0
 
+_BUILDING = threading.Lock()
 _QUOTED_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 _STANDARD_INCLUDE = re.compile(r"^#include <([a-z_]+)>", re.MULTILINE)  # C++'s have no suffix
 
@@ -230,8 +232,9 @@ def _patched_directory(flavour: Flavour) -> Path:
 
 
 def build(flavour: Flavour) -> Path:
-    """Returns the program, after compiling what has changed."""
-    program = _build_once(flavour)
+    """Returns the program, after compiling what has changed. Threads may call this at once."""
+    with _BUILDING:
+        program = _build_once(flavour)
     if isinstance(program, AssertionError):
         raise program
     return program
