@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cpp_mutants import LAYOUT, patches_of_mutants
 from cpp_program import (
     ASAN,
     ASAN_FLAGS,
@@ -45,7 +46,6 @@ OTHER_CASES = (
     "unconnected_cases",
 )
 SLEEPING_CASES = ("sequences_cases", "waiter_cases")
-LAYOUT = "transport/layout.h"
 ONE_PLACE = (Patch(LAYOUT, r"kPlacesPerMailbox = \d+;", "kPlacesPerMailbox = 1;"),)
 # So that calls between hosts have many chunks, of which no part is short.
 SHORT_CHUNKS = (
@@ -62,16 +62,17 @@ ENDLESS_SLEEP = (
     Patch("base/waiter.cpp", r"&end, CLOCK_MONOTONIC\)", "nullptr, CLOCK_MONOTONIC)"),
 )
 
+TSAN_PROGRAM = Flavour(
+    "tsan",
+    (*COMMON, *THREAD_CASES),
+    flags=TSAN_FLAGS,
+    patches=(*ONE_PLACE, *SHORT_CHUNKS, *patches_of_mutants()),
+    environment=TSAN,
+    without=("every_algorithm-ws64",),  # two minutes; 16 ranks take the same ways
+)
 FLAVOURS = (
     Flavour("plain", (*COMMON, "processes", *THREAD_CASES, *OTHER_CASES)),
-    Flavour(
-        "tsan",
-        (*COMMON, *THREAD_CASES),
-        flags=TSAN_FLAGS,
-        patches=(*ONE_PLACE, *SHORT_CHUNKS),
-        environment=TSAN,
-        without=("every_algorithm-ws64",),  # two minutes; 16 ranks take the same ways
-    ),
+    TSAN_PROGRAM,
     Flavour(
         "asan",
         (*COMMON, "processes", *THREAD_CASES, *OTHER_CASES),

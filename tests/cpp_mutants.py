@@ -6,17 +6,9 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from cpp_flavours import COMMON, LAYOUT, SHORT_CHUNKS
-from cpp_program import (
-    CSRC,
-    TIMEOUT_CODE,
-    TSAN,
-    TSAN_FLAGS,
-    TSAN_REPORT_CODE,
-    Flavour,
-    Patch,
-)
+from cpp_program import CSRC, TIMEOUT_CODE, TSAN_REPORT_CODE, Patch
 
+LAYOUT = "transport/layout.h"
 LINKS = "transport/links.h"
 TWO_LEVEL = "cpu/two_level.h"
 SLOTS = ("mixed_calls-ws3", "longest_messages-ws2")
@@ -290,6 +282,7 @@ HOSTS = {
 def patches_of_mutants() -> Iterator[Patch]:
     """For one program with all faults, of which each process has the one that ROTA_MUTANT selects:
     a program for each would compile most sources again (tests/cpp/mutant.h)."""
+    yield from LOST_WAITS
     for number, mutant in enumerate(MUTANTS):
         for patch in mutant.patches:
             chosen = patch.replacement.replace("IS_MUTANT", f"rota::test::is_mutant({number})")
@@ -297,25 +290,5 @@ def patches_of_mutants() -> Iterator[Patch]:
     for file in dict.fromkeys(patch.file for mutant in MUTANTS for patch in mutant.patches):
         yield Patch(file, r"\A", '#include "mutant.h"\n')
 
-
-WITH_MUTANTS = Flavour(
-    "mutants",
-    (
-        *COMMON,
-        "sequences_cases",
-        "two_level_cases",
-        "point_to_point_cases",
-        "launches_cases",
-        "endpoint_cases",
-        "joined_regions_cases",
-        "waiter_cases",
-        "bridge_cases",
-        "window_cases",
-        "remote_window_cases",
-    ),
-    flags=TSAN_FLAGS,
-    patches=(*patches_of_mutants(), *LOST_WAITS, *SHORT_CHUNKS),
-    environment=TSAN,
-)
 
 WAITS_BETWEEN_HOSTS = [(phase, case) for phase, cases in HOSTS.items() for case in cases]

@@ -15,6 +15,7 @@
 #include "tensor/cuda/copies_over_hosts.h"
 #include "tensor/cuda/cuda_collectives.h"
 #include "tensor/cuda/device_work.h"
+#include "tensor/cuda/level_sums.h"
 #include "tensor/cuda/sums_over_hosts.h"
 #include "tensor/staging_collectives.h"
 #include "tensor/tensor_checks.h"

@@ -12,7 +12,6 @@ namespace {
 using schedule::Range;
 
 constexpr uint64_t kGranuleBytes = 16;
-constexpr uint64_t kNumPlaces = 3;  // as AllReduce's
 
 uint64_t chunk_bytes(uint64_t num_parts) {
   return std::max(kDeviceChunkBytes / num_parts / kGranuleBytes, uint64_t{1}) * kGranuleBytes;
@@ -37,21 +36,21 @@ at::Tensor repeated(const HostGpus& gpus, const void* data, uint64_t num_bytes, 
 class AllGather {
  public:
   AllGather(HostGpus& gpus, const Call& call, const cpu::Buffers& buffers, at::Device device)
-      : gpus_(gpus), call_(call), buffers_(buffers), device_(device), receivers_(gpus.partners()) {
-    for (int local_rank = 0; local_rank < gpus.bridge().local_size(); ++local_rank) {
-      senders_.push_back(gpus.partnered(local_rank));
-      most_senders_ = std::max(most_senders_, senders_.back().size());
-    }
-    chunk_bytes_ = chunk_bytes(senders_.size() * most_senders_);
-  }
+      : gpus_(gpus),
+        call_(call),
+        buffers_(buffers),
+        device_(device),
+        receivers_(gpus.partners()),
+        senders_(gpus.bridge()),
+        chunk_bytes_(chunk_bytes(senders_.num_places())) {}
 
   void run() { run_in_steps(*this, schedule::ceil_div(call_.num_bytes(), chunk_bytes_)); }
 
   void contribute(uint64_t index) {
     Place& place = places_[index % kNumPlaces];
     const Range range = range_of(index);
-    const std::vector<int>& senders = senders_[own_place()];
-    place.parts = gpus_.bytes(senders_.size() * most_senders_ * range.num_elems);
+    const std::vector<int>& senders = senders_.own();
+    place.parts = gpus_.bytes(senders_.num_places() * range.num_elems);
     DeviceEngine::Splits to = gpus_.engine().no_splits(), from = to;
     for (const int rank : receivers_.ascending()) to[static_cast<size_t>(rank)] = split(range);
     for (const int rank : senders) from[static_cast<size_t>(rank)] = split(range);
@@ -60,7 +59,7 @@ class AllGather {
         call_.kind_name(),
         repeated(gpus_, own, range.num_elems, receivers_.ascending().size(), device_),
         std::move(to),
-        part_of(place.parts, own_place() * most_senders_ * range.num_elems,
+        part_of(place.parts, senders_.place(own_place(), 0) * range.num_elems,
                 senders.size() * range.num_elems),
         std::move(from));
   }
@@ -68,17 +67,17 @@ class AllGather {
   void reduce(uint64_t index) {
     Place& place = places_[index % kNumPlaces];
     gpus_.engine().finish(call_.kind_name(), place.exchange);
-    if (senders_.size() > 1) gpus_.all_gather(place.parts);
+    if (senders_.num_local() > 1) gpus_.all_gather(place.parts);
   }
 
   void collect(uint64_t index) {
     Place& place = places_[index % kNumPlaces];
     const Range range = range_of(index);
     const auto* parts = static_cast<const std::byte*>(place.parts.data_ptr());
-    for (size_t i = 0; i < senders_.size(); ++i) {
-      for (size_t j = 0; j < senders_[i].size(); ++j) {
-        auto* output = static_cast<std::byte*>(buffers_.outputs[senders_[i][j]].data);
-        copy_bytes(device_, output + range.begin, parts + (i * most_senders_ + j) * range.num_elems,
+    for (size_t i = 0; i < senders_.num_local(); ++i) {
+      for (size_t j = 0; j < senders_.of(i).size(); ++j) {
+        auto* output = static_cast<std::byte*>(buffers_.outputs[senders_.of(i)[j]].data);
+        copy_bytes(device_, output + range.begin, parts + senders_.place(i, j) * range.num_elems,
                    range.num_elems);
       }
     }
@@ -103,8 +102,7 @@ class AllGather {
   const cpu::Buffers& buffers_;
   at::Device device_;
   const RankOfEachHost receivers_;
-  std::vector<std::vector<int>> senders_;  // to each rank of this host
-  size_t most_senders_ = 0;
+  const Partnered senders_;  // to each rank of this host
   uint64_t chunk_bytes_;
   std::array<Place, kNumPlaces> places_;
 };

@@ -19,6 +19,16 @@ RankOfEachHost::RankOfEachHost(std::vector<int> by_host) : ascending_(std::move(
   }
 }
 
+Partnered::Partnered(const hosts::Bridge& bridge) : own_(static_cast<size_t>(bridge.local_rank())) {
+  for (int local_rank = 0; local_rank < bridge.local_size(); ++local_rank) {
+    const int rank = bridge.hosts().rank_at(bridge.host(), local_rank);
+    std::vector<int>& ranks = ranks_.emplace_back(bridge.hosts().whose_partner_is(rank));
+    ranks.push_back(rank);
+    std::ranges::sort(ranks);
+    most_ = std::max(most_, ranks.size());
+  }
+}
+
 HostGpus::HostGpus(hosts::Bridge& bridge, std::unique_ptr<CudaCollectives> local, BackendPtr engine,
                    at::Device device)
     : bridge_(bridge),
@@ -43,14 +53,6 @@ RankOfEachHost HostGpus::partners() const {
                                            : hosts().partner_of(bridge_.rank(), host));
   }
   return RankOfEachHost(std::move(ranks));
-}
-
-std::vector<int> HostGpus::partnered(int local_rank) const {
-  const int own = hosts().rank_at(bridge_.host(), local_rank);
-  std::vector<int> ranks = hosts().whose_partner_is(own);
-  ranks.push_back(own);
-  std::ranges::sort(ranks);
-  return ranks;
 }
 
 at::Tensor HostGpus::empty(uint64_t num_elems, at::ScalarType type) const {

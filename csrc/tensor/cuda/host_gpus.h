@@ -19,6 +19,9 @@ namespace rota::tensors {
 // measured: it takes GPUs on two hosts.
 inline constexpr uint64_t kDeviceChunkBytes = 32 << 20;
 
+// A chunk's memory is used again three chunks later: one is contributed, one summed, one collected.
+inline constexpr uint64_t kNumPlaces = 3;
+
 // Runs the three steps of each chunk such that, while one chunk is exchanged, others are worked on.
 template <typename Steps>
 void run_in_steps(Steps& steps, uint64_t num_chunks) {
@@ -44,6 +47,25 @@ class RankOfEachHost {
   std::vector<size_t> positions_;  // by host
 };
 
+// The ranks whose data go through each rank of this host: it and those whose partner it is.
+class Partnered {
+ public:
+  explicit Partnered(const hosts::Bridge& bridge);
+
+  size_t num_local() const { return ranks_.size(); }
+  const std::vector<int>& of(size_t local_rank) const { return ranks_[local_rank]; }  // ascending
+  const std::vector<int>& own() const { return of(own_); }
+  // In a table with as many places for each rank of this host.
+  size_t num_places() const { return num_local() * most_; }
+  size_t places_of_each() const { return most_; }
+  size_t place(size_t local_rank, size_t i) const { return local_rank * most_ + i; }
+
+ private:
+  std::vector<std::vector<int>> ranks_;  // by local rank
+  size_t own_;
+  size_t most_ = 0;
+};
+
 class HostGpus {
  public:
   // local: of this host's ranks. engine: of all ranks. The bridge outlives this.
@@ -60,8 +82,6 @@ class HostGpus {
   // The ranks of this rank's rail, and the partners of this rank with itself.
   RankOfEachHost rail() const;
   RankOfEachHost partners() const;
-  // The ranks whose partner is this host's rank `local_rank`, and that rank itself; ascending.
-  std::vector<int> partnered(int local_rank) const;
 
   at::Tensor empty(uint64_t num_elems, at::ScalarType type) const;
   at::Tensor bytes(uint64_t num_bytes) const { return empty(num_bytes, at::kByte); }

@@ -2,133 +2,17 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <utility>
 
-#include "cuda/sums.h"
-#include "hosts/local_calls.h"
 #include "schedule/chunk.h"
 #include "tensor/cuda/bucket_memory.h"
-#include "tensor/cuda/native_stream.h"
+#include "tensor/cuda/level_sums.h"
 
 namespace rota::tensors {
 namespace {
 
 using schedule::Range;
-
-constexpr size_t kMessageGranuleBytes = 16;  // kernels want messages to start so
-
-// As hosts/reducers.h: buckets, and what travels in scaled blocks, are summed as float32.
-bool is_bucket(const Call& call) {
-  return call.kind == CollectiveKind::kReduceBucket || call.wire.is_block_scaled;
-}
-DType accumulate_of(const Call& call) {
-  return is_bucket(call) ? DType::kFloat32 : info(call.dtype).accumulate;
-}
-
-uint64_t in_tiles(uint64_t num_elems) {
-  return schedule::ceil_div(num_elems, kTileElems) * kTileElems;
-}
-
-// The element work of one sum.
-class LevelSums {
- public:
-  LevelSums(HostGpus& gpus, const Call& call, const hosts::LevelOrders& orders, at::ScalarType type,
-            at::Device device)
-      : gpus_(gpus),
-        call_(call),
-        orders_(orders),
-        accumulate_(accumulate_of(call)),
-        type_(accumulate_ == call.dtype ? type : at::kFloat),
-        factor_(call.kind == CollectiveKind::kReduceBucket ? call.pass.contribution_factor : 1),
-        result_factor_(call.kind == CollectiveKind::kReduceBucket ? call.pass.result_factor : 1),
-        device_(device) {}
-
-  at::Tensor partials(uint64_t num_elems) const { return gpus_.empty(num_elems, type_); }
-  size_t partial_bytes() const { return info(accumulate_).num_bytes; }
-  // Whether a rank's elements are what its host sums.
-  bool is_plain() const { return accumulate_ == call_.dtype && factor_ == 1; }
-  // Whether a host's sums are what other hosts get.
-  bool sends_partials() const {
-    return call_.wire == WireFormat{accumulate_} && !call_.pass.has_residual;
-  }
-  // Whether the sums of all hosts are what the tensor gets.
-  bool is_direct() const { return !is_bucket(call_) && call_.wire == WireFormat{call_.dtype}; }
-  ReduceOp partial_op() const { return hosts::partial_op(call_.op); }
-  OrderOptions local_order() const { return {.is_tree = orders_.local.num_shards != 0}; }
-
-  // In the wire format.
-  size_t message_bytes(uint64_t num_elems) const {
-    return schedule::ceil_div(call_.wire.num_bytes(in_tiles(num_elems)), kMessageGranuleBytes) *
-           kMessageGranuleBytes;
-  }
-
-  // A rank's elements, as its host sums them.
-  void contribute(const void* data, uint64_t num_elems, const at::Tensor& partials) const {
-    if (is_plain()) {
-      copy_bytes(device_, partials.data_ptr(), data, num_elems * partial_bytes());
-    } else if (num_elems > 0) {
-      gpus_.pack({.dtype = call_.dtype,
-                  .data = data,
-                  .num_elems = num_elems,
-                  .wire = {accumulate_},
-                  .to = static_cast<std::byte*>(partials.data_ptr()),
-                  .factor = factor_});
-    }
-  }
-
-  // A host's sums, as other hosts get them.
-  void encode(const void* partials, uint64_t num_elems, std::byte* message,
-              float* residual = nullptr) const {
-    gpus_.pack({.dtype = accumulate_,
-                .data = partials,
-                .num_elems = num_elems,
-                .wire = call_.wire,
-                .to = message,
-                .result_factor = result_factor_,
-                .residual = residual});
-  }
-
-  // Every message becomes the sum of the hosts'.
-  void sum(const at::Tensor& messages, const RankOfEachHost& senders, uint64_t num_elems) const {
-    auto* first = static_cast<std::byte*>(messages.data_ptr());
-    std::vector<std::byte*> of_host;
-    for (int host = 0; host < gpus_.hosts().num_hosts(); ++host) {
-      of_host.push_back(first + senders.position_of(host) * message_bytes(num_elems));
-    }
-    gpus_.sums().run(of_host, in_tiles(num_elems), call_.wire, call_.op, call_.pass.divisor,
-                     orders_.hosts);
-  }
-
-  // The sums of all hosts to the tensor. memory: of as many tiles. wire: where they lie. stats:
-  // null for none.
-  void decode(const BucketMemory& memory, std::byte* wire, void* data, uint64_t num_elems,
-              double* stats = nullptr) const {
-    const auto words = reinterpret_cast<std::byte*>(memory.words) -
-                       static_cast<std::byte*>(memory.whole.data_ptr());
-    memory.whole.narrow(0, words, sizeof(cuda::UnpackWords)).zero_();
-    const cuda::BucketArgs bucket{.tiles = nullptr,
-                                  .contiguous = {static_cast<std::byte*>(data), num_elems},
-                                  .num_tiles = schedule::ceil_div(num_elems, kTileElems),
-                                  .wire = wire,
-                                  .contribution_factor = 1,
-                                  .result_factor = result_factor_};
-    cuda::launch_unpack({.bucket = bucket,
-                         .squares = memory.squares,
-                         .stats = stats != nullptr ? stats : memory.stats,
-                         .words = memory.words},
-                        call_.dtype, call_.wire, current_stream(device_));
-  }
-
- private:
-  HostGpus& gpus_;
-  const Call& call_;
-  const hosts::LevelOrders& orders_;
-  DType accumulate_;
-  at::ScalarType type_;  // of partial sums
-  float factor_;
-  float result_factor_;
-  at::Device device_;
-};
 
 // ---- all_reduce ---------------------------------------------------------------------------------
 
@@ -163,7 +47,7 @@ class AllReduce {
     Place& place = places_[index % kNumPlaces];
     place = {chunk_at(index)};
     const at::Tensor partials = sum_locally(place.chunk, contribution(place.chunk));
-    if (!gpus_.is_on_rail()) return exchange(place, at::Tensor(), at::Tensor(), 0);
+    if (!gpus_.is_on_rail()) return exchange_nothing(place);
     const size_t own_bytes = sums_.message_bytes(own_part(place.chunk).num_elems);
     place.messages = gpus_.bytes(own_bytes * num_hosts());
     exchange(place, messages(place.chunk, partials), place.messages, own_bytes,
@@ -175,7 +59,7 @@ class AllReduce {
     const Chunk& chunk = place.chunk;
     gpus_.engine().finish(call_.kind_name(), place.exchange);
     place.shards = destination(chunk);
-    if (!gpus_.is_on_rail()) return exchange(place, at::Tensor(), at::Tensor(), 0);
+    if (!gpus_.is_on_rail()) return exchange_nothing(place);
     const Range own = own_part(chunk);
     if (own.num_elems > 0) sums_.sum(place.messages, rail_, own.num_elems);
     const at::Tensor shard = place.shards.narrow(
@@ -194,10 +78,6 @@ class AllReduce {
   }
 
  private:
-  // A chunk's memory is used again three chunks later: one is contributed, one summed, one
-  // collected.
-  static constexpr uint64_t kNumPlaces = 3;
-
   struct Chunk {
     Range range{0, 0};
     uint64_t part_elems = 0;  // of each part but the last ones; whole tiles
@@ -285,18 +165,22 @@ class AllReduce {
 
   // own_bytes: of the own part. Contributions are of the receiver's part, results of the sender's.
   void exchange(Place& place, const at::Tensor& outgoing, const at::Tensor& incoming,
-                size_t own_bytes, bool are_results = false) {
+                size_t own_bytes, bool are_results) {
     DeviceEngine::Splits to = gpus_.engine().no_splits(), from = to;
-    for (uint64_t i = 0; i < num_hosts() && outgoing.defined(); ++i) {
+    for (uint64_t i = 0; i < num_hosts(); ++i) {
       const auto peer = static_cast<size_t>(rail_.ascending()[i]);
       to[peer] = from[peer] = static_cast<int64_t>(own_bytes);
       (are_results ? from : to)[peer] =
           static_cast<int64_t>(sums_.message_bytes(part_of(place.chunk, own_rail(), i).num_elems));
     }
-    const at::Tensor none = gpus_.bytes(0);
     place.exchange =
-        gpus_.engine().start(call_.kind_name(), outgoing.defined() ? outgoing : none, std::move(to),
-                             incoming.defined() ? incoming : none, std::move(from));
+        gpus_.engine().start(call_.kind_name(), outgoing, std::move(to), incoming, std::move(from));
+  }
+  // A rank's that is on no rail: every rank takes part in each exchange.
+  void exchange_nothing(Place& place) {
+    const at::Tensor none = gpus_.bytes(0);
+    const DeviceEngine::Splits no_splits = gpus_.engine().no_splits();
+    place.exchange = gpus_.engine().start(call_.kind_name(), none, no_splits, none, no_splits);
   }
 
   // Whether the shards lie in their place without gaps.
@@ -361,12 +245,9 @@ class ReduceScatter {
         sums_(gpus, call, orders, type, device),
         buffers_(buffers),
         device_(device),
-        senders_(gpus.partners()) {
-    for (int local_rank = 0; local_rank < gpus.bridge().local_size(); ++local_rank) {
-      receivers_.push_back(gpus.partnered(local_rank));
-      most_receivers_ = std::max(most_receivers_, receivers_.back().size());
-    }
-    const uint64_t most_elems = kDeviceChunkBytes / sums_.partial_bytes() / num_parts();
+        senders_(gpus.partners()),
+        receivers_(gpus.bridge()) {
+    const uint64_t most_elems = kDeviceChunkBytes / sums_.partial_bytes() / receivers_.num_places();
     chunk_elems_ = std::max(most_elems / kTileElems, uint64_t{1}) * kTileElems;
   }
 
@@ -376,23 +257,23 @@ class ReduceScatter {
     Place& place = places_[index % kNumPlaces];
     const Range range = range_of(index);
     const uint64_t part_elems = in_tiles(range.num_elems);
-    at::Tensor partials = sums_.partials(num_parts() * part_elems);
-    for (size_t i = 0; i < receivers_.size(); ++i) {
-      for (size_t j = 0; j < receivers_[i].size(); ++j) {
-        const auto begin = static_cast<int64_t>((i * most_receivers_ + j) * part_elems);
-        sums_.contribute(input_at(receivers_[i][j], range.begin), range.num_elems,
+    at::Tensor partials = sums_.partials(receivers_.num_places() * part_elems);
+    for (size_t i = 0; i < receivers_.num_local(); ++i) {
+      for (size_t j = 0; j < receivers_.of(i).size(); ++j) {
+        const auto begin = static_cast<int64_t>(receivers_.place(i, j) * part_elems);
+        sums_.contribute(input_at(receivers_.of(i)[j], range.begin), range.num_elems,
                          partials.narrow(0, begin, static_cast<int64_t>(part_elems)));
       }
     }
     if (gpus_.bridge().local_size() > 1) {
-      const at::Tensor own = sums_.partials(most_receivers_ * part_elems);
+      const at::Tensor own = sums_.partials(receivers_.places_of_each() * part_elems);
       gpus_.reduce_scatter(own, partials, sums_.partial_op(), sums_.local_order());
       partials = own;
     }
     const size_t num_bytes = sums_.message_bytes(range.num_elems);
     place.messages = gpus_.bytes(num_bytes * senders_.ascending().size());
     DeviceEngine::Splits to = gpus_.engine().no_splits(), from = to;
-    for (const int rank : own_receivers()) to[static_cast<size_t>(rank)] = as_split(num_bytes);
+    for (const int rank : receivers_.own()) to[static_cast<size_t>(rank)] = as_split(num_bytes);
     for (const int rank : senders_.ascending()) {
       from[static_cast<size_t>(rank)] = as_split(num_bytes);
     }
@@ -423,18 +304,12 @@ class ReduceScatter {
   }
 
  private:
-  static constexpr uint64_t kNumPlaces = 3;
-
   struct Place {
     at::Tensor messages;
     DeviceEngine::Exchange exchange;
   };
 
   static int64_t as_split(size_t num_bytes) { return static_cast<int64_t>(num_bytes); }
-  uint64_t num_parts() const { return receivers_.size() * most_receivers_; }
-  const std::vector<int>& own_receivers() const {
-    return receivers_[static_cast<size_t>(gpus_.bridge().local_rank())];
-  }
   Range range_of(uint64_t index) const {
     return schedule::chunk_of(call_.num_elems, chunk_elems_, index);
   }
@@ -445,7 +320,7 @@ class ReduceScatter {
 
   at::Tensor messages(const at::Tensor& partials, const Range& range) const {
     const size_t num_bytes = sums_.message_bytes(range.num_elems);
-    const size_t num_receivers = own_receivers().size();
+    const size_t num_receivers = receivers_.own().size();
     if (sums_.sends_partials()) {
       return partials.view(at::kByte).narrow(0, 0, as_split(num_receivers * num_bytes));
     }
@@ -465,30 +340,12 @@ class ReduceScatter {
   const cpu::Buffers& buffers_;
   at::Device device_;
   const RankOfEachHost senders_;
-  std::vector<std::vector<int>> receivers_;  // of what each rank of this host sums
-  size_t most_receivers_ = 0;
+  const Partnered receivers_;  // of what each rank of this host sums
   uint64_t chunk_elems_;
   std::array<Place, kNumPlaces> places_;
 };
 
 }  // namespace
-
-bool sums_on_gpus(const Call& call, const schedule::Hosts& hosts) {
-  if (call.uneven != 0 || call.pass.stochastic_seed) return false;
-  if (call.order.num_shards != 0) {
-    for (int host = 0; host < hosts.num_hosts(); ++host) {
-      if (hosts.local_size(host) > cuda::kMostTreeRanks) return false;
-    }
-  }
-  const DType accumulate = accumulate_of(call);
-  const bool is_widened = accumulate != call.dtype;
-  const bool is_narrowed = call.wire != WireFormat{accumulate};
-  if ((is_widened || is_bucket(call)) && !is_bucket_dtype(call.dtype)) return false;
-  if (is_bucket(call)) return true;
-  // pack rounds float64 by way of float32.
-  return !is_narrowed || (is_wire_dtype(call.wire.dtype) && is_bucket_dtype(accumulate) &&
-                          (accumulate == DType::kFloat32 || call.wire.dtype == DType::kFloat32));
-}
 
 void all_reduce_over_hosts(HostGpus& gpus, const Call& call, const hosts::LevelOrders& orders,
                            const at::Tensor& tensor, float* residual, double* stats) {

@@ -1,23 +1,16 @@
-// Sums of CUDA tensors over several hosts, in the order and with the roundings of
-// hosts/hierarchical_sum.h, hence with the same bits: partial sums of a host in the accumulate
-// dtype, one rounding to the wire format, the sum over the hosts at its owner in the accumulate
-// dtype, and one more rounding.
+// Sums of CUDA tensors over several hosts (level_sums.h says of which), in the order and with the
+// roundings of hosts/hierarchical_sum.h, hence with the same bits: partial sums of a host in the
+// accumulate dtype, one rounding to the wire format, the sum over the hosts at its owner in the
+// accumulate dtype, and one more rounding.
 #pragma once
 
 #include <ATen/core/Tensor.h>
-
-#include <cstddef>
-#include <optional>
-#include <vector>
 
 #include "cpu/buffers.h"
 #include "hosts/reducers.h"
 #include "tensor/cuda/host_gpus.h"
 
 namespace rota::tensors {
-
-// Whether the kernels give a sum these bits; the same on all ranks. call: what ranks compare.
-bool sums_on_gpus(const Call& call, const schedule::Hosts& hosts);
 
 // This rank's part of an all_reduce or a reduce_bucket; every rank's tensor becomes the sum.
 // tensor: contiguous, of one dimension. residual, stats: of a bucket; null: none.

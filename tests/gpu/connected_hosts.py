@@ -1,0 +1,73 @@
+"""Communicators of ranks on several hosts whose GPUs are joined through a device engine.
+
+The hosts are simulated by ROTA_HOST_ID, and the engine is a stand-in for NCCL (device_engines.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import rota
+from device_engines import num_exchanges, stand_in
+from on_gpu import DEVICE, LIMIT_S, WAIT_S, Guarded
+from oracle import assert_same
+from ranks import Rank
+from several_hosts import Layout
+
+TIME_S = 3 * LIMIT_S
+
+
+def run(layout: Layout, function: Callable[..., Any], *args: object) -> list[Any]:
+    return layout.run(function, *args, timeout_s=TIME_S)
+
+
+class Connected:
+    """A communicator with joined GPUs; says whether a call went through them."""
+
+    def __init__(self, rank: Rank, *, for_cpu: bool = False, **options: Any) -> None:
+        torch.cuda.set_device(DEVICE)
+        if not dist.is_initialized():
+            rank.init("gloo", timeout_s=WAIT_S)
+        self.engine = stand_in(for_cpu=for_cpu)
+        self.comm = rota.Communicator(
+            engine=self.engine, timeout=timedelta(seconds=WAIT_S), **options
+        )
+        self.comm.connect_device(DEVICE)
+        assert self.comm.peer_access is not None and "device engine" in self.comm.peer_access
+
+    def goes_through_engine(self, call: Callable[[], object]) -> bool:
+        before = num_exchanges(self.engine)
+        call()
+        return num_exchanges(self.engine) > before
+
+    def same_on_both(
+        self,
+        source: torch.Tensor,
+        case: str,
+        *,
+        offset: int = 0,
+        is_staged: bool = False,
+        **options: Any,
+    ) -> None:
+        """All-reduces `source` on the CPU and on the GPU, and compares the results."""
+        on_cpu, on_gpu = source.clone(), Guarded(source, offset)
+        self.comm.all_reduce(on_cpu, **options)
+        through = self.goes_through_engine(lambda: self.comm.all_reduce(on_gpu.tensor, **options))
+        assert through != (is_staged or source.numel() == 0), case
+        assert_same(on_gpu.get(case), on_cpu, case)
+
+    def same_scattered(self, source: torch.Tensor, case: str, op: str = "sum") -> None:
+        """Reduce-scatters `source` on the CPU and on the GPU, and compares the results."""
+        on_cpu = torch.zeros(source.numel() // dist.get_world_size()).to(source.dtype)
+        on_gpu = Guarded(on_cpu)
+        self.comm.reduce_scatter(on_cpu, source, op)
+        through = self.goes_through_engine(
+            lambda: self.comm.reduce_scatter(on_gpu.tensor, source.to(DEVICE), op)
+        )
+        assert through == (source.numel() > 0), case
+        assert_same(on_gpu.get(case), on_cpu, case)

@@ -1,0 +1,276 @@
+"""CUDA tensors of ranks on several hosts: what is staged, disagreements, failures, interrupts.
+
+Hosts and engine are those of test_cuda_several_hosts.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import rota
+from connected_hosts import TIME_S, Connected, run
+from device_engines import num_exchanges, stand_in, that_moves_nothing, that_raises
+from on_gpu import DEVICE, WAIT_S, capture
+from oracle import FLOAT8_DTYPES, assert_same, name_of, random_inputs
+from ranks import Rank, error_of
+from several_hosts import ONE_BY_ONE, TWO_BY_TWO, Layout, by_hosts
+
+# ---- what goes through the host's memory
+
+
+def stage(rank: Rank, layout: Layout) -> None:
+    connected = Connected(rank)
+    comm, n = connected.comm, rank.world_size
+    for dtype in FLOAT8_DTYPES:
+        source = random_inputs(n, 1000, dtype)[rank.rank]
+        connected.same_on_both(source, name_of(dtype), is_staged=True)
+
+    def round_at_random() -> None:
+        bucket, stats = torch.ones(1000).to(DEVICE), torch.zeros(2, dtype=torch.float64).to(DEVICE)
+        comm.reduce_bucket(
+            bucket, stats, wire_dtype=torch.float16, block_scaling=True, stochastic_seed=3
+        )
+        assert_same(bucket.cpu(), torch.full((1000,), float(n)), "stochastic rounding")
+
+    assert not connected.goes_through_engine(round_at_random)
+    error, text = error_of(lambda: comm.send(torch.ones(4).to(DEVICE), (rank.rank + 1) % n))
+    assert error == "TransportError", text
+
+
+def test_what_has_no_kernel_is_staged() -> None:
+    run(TWO_BY_TWO, stage)
+
+
+def stage_with_gloo(rank: Rank, layout: Layout) -> str | None:
+    """As without an engine: Gloo's one backend for all devices would stage, too."""
+    torch.cuda.set_device(DEVICE)
+    rank.init("gloo", timeout_s=WAIT_S)
+    inputs = random_inputs(rank.world_size, 1000, torch.float32)
+    for engine in (None, dist.new_group(backend="gloo")):
+        comm = rota.Communicator(engine=engine, timeout=timedelta(seconds=WAIT_S))
+        comm.all_reduce(tensor := inputs[rank.rank].to(DEVICE))
+        assert_same(tensor.cpu(), by_hosts(inputs, layout), "all_reduce")
+        assert comm.peer_access is not None and "the network" in comm.peer_access
+    return comm.peer_access
+
+
+def test_an_engine_for_the_cpu_alone_stages() -> None:
+    run(TWO_BY_TWO, stage_with_gloo)
+
+
+def join_on_one_host(rank: Rank, layout: Layout) -> str | None:
+    if layout.host_of[rank.rank] == 1:
+        os.environ["ROTA_PEER_MEMORY"] = "symmetric"
+    torch.cuda.set_device(DEVICE)
+    rank.init("gloo", timeout_s=WAIT_S)
+    engine = stand_in()
+    comm = rota.Communicator(engine=engine, timeout=timedelta(seconds=WAIT_S))
+    inputs = random_inputs(rank.world_size, 1000, torch.float32)
+    comm.all_reduce(tensor := inputs[rank.rank].to(DEVICE))
+    assert_same(tensor.cpu(), by_hosts(inputs, layout), "all_reduce")
+    assert num_exchanges(engine) == 0
+    return comm.peer_access
+
+
+@pytest.mark.skipif(
+    "SIMULATED_GPUS" not in os.environ, reason="needs GPUs that have no symmetric memory"
+)
+def test_where_one_hosts_gpus_cannot_be_joined_all_ranks_stage() -> None:
+    with TWO_BY_TWO.start(join_on_one_host, timeout_s=TIME_S) as ranks:
+        assert set(ranks.results()) == {"the memory of 2 hosts and the network"}
+        for rank in range(4):
+            assert "go through the host's memory, which is slow" in ranks.stderr(rank)
+        assert "the GPUs of another host cannot be joined" in ranks.stderr(0)
+        assert "libnvidia-ml" in ranks.stderr(3)
+
+
+# ---- disagreements and failures
+
+
+def disagree(rank: Rank, layout: Layout) -> list[str]:
+    connected = Connected(rank)
+    comm, is_odd = connected.comm, rank.rank == 3
+    ones = torch.ones(9)
+
+    def on_own(device: Any) -> torch.Tensor:
+        return ones.clone().to(device)
+
+    texts = []
+    for call in (
+        lambda: comm.all_reduce(on_own(DEVICE)[: 9 if is_odd else 8]),
+        lambda: comm.all_reduce(on_own(DEVICE), "max" if is_odd else "sum"),
+        lambda: comm.all_reduce(on_own("cpu" if is_odd else DEVICE)),
+        lambda: comm.broadcast(on_own(DEVICE), 1 if is_odd else 0),
+    ):
+        error, text = error_of(call)
+        assert error == "Mismatch", text
+        texts.append(text)
+    comm.all_reduce(tensor := on_own(DEVICE))
+    assert_same(tensor.cpu(), ones * 4, "the group goes on")
+    return texts
+
+
+def test_calls_that_differ_are_a_mismatch_on_every_rank() -> None:
+    for texts in run(TWO_BY_TWO, disagree):
+        for text, facts in zip(
+            texts,
+            (
+                ("float32[8]", "float32[9]"),
+                ("all_reduce(sum", "all_reduce(max"),
+                ("two_shot, between GPUs)", "two_shot)"),
+                ("root 0", "root 1"),
+            ),
+            strict=True,
+        ):
+            assert all(fact in text for fact in facts), text
+
+
+def connect_before_others(rank: Rank, layout: Layout) -> tuple[str, str]:
+    torch.cuda.set_device(DEVICE)
+    rank.init("gloo", timeout_s=WAIT_S)
+    comm = rota.Communicator(engine=stand_in(), timeout=timedelta(seconds=WAIT_S))
+    ones = torch.ones(8)
+    call = comm.barrier if rank.rank == 3 else lambda: comm.all_reduce(ones.to(DEVICE))
+    result = error_of(call)
+    comm.all_reduce(tensor := ones.to(DEVICE))
+    assert_same(tensor.cpu(), ones * 4, "the group goes on")
+    return result
+
+
+def test_joining_gpus_is_compared_with_other_calls() -> None:
+    for error, text in run(TWO_BY_TWO, connect_before_others):
+        assert error == "Mismatch", text
+        assert "rank 2 called connect_device(); rank 3 called barrier()" in text, text
+
+
+def use_engine_of_wrong_size(rank: Rank, layout: Layout) -> tuple[str, str]:
+    rank.init("gloo", timeout_s=WAIT_S)
+    stand_in()  # registers it
+    groups = [dist.new_group(ranks, backend="cuda:device_gloo") for ranks in ([0, 1], [2, 3])]
+    return error_of(lambda: rota.Communicator(engine=groups[rank.rank // 2]))
+
+
+def test_engine_of_the_wrong_size_is_an_error_on_every_rank() -> None:
+    for error, text in run(TWO_BY_TWO, use_engine_of_wrong_size):
+        assert error == "ValueError", text
+        assert "a group of 2 ranks" in text and "expected 4 ranks" in text
+
+
+def use_engine_that_moves_nothing(rank: Rank, layout: Layout) -> tuple[str, str]:
+    torch.cuda.set_device(DEVICE)
+    rank.init("gloo", timeout_s=WAIT_S)
+    engine = that_moves_nothing(rank.rank, rank.world_size)
+    comm = rota.Communicator(engine=engine, timeout=timedelta(seconds=WAIT_S))
+    result = error_of(lambda: comm.connect_device(DEVICE))
+    assert error_of(lambda: comm.all_reduce(torch.ones(4)))[0] == "TransportError"
+    return result
+
+
+def test_engine_that_does_not_deliver_is_an_error_on_every_rank() -> None:
+    for error, text in run(ONE_BY_ONE, use_engine_that_moves_nothing):
+        assert error == "TransportError", text
+        assert "did not deliver" in text and "pass another engine" in text
+
+
+def use_engine_that_fails_on_one_rank(rank: Rank, layout: Layout) -> tuple[str, str]:
+    torch.cuda.set_device(DEVICE)
+    rank.init("gloo", timeout_s=WAIT_S)
+    engine = stand_in()
+    # Ends the waits of the others for rank 1, because Gloo cannot be aborted.
+    engine._get_backend(DEVICE)._set_default_timeout(timedelta(seconds=1))
+    if rank.rank == 1:
+        engine = that_raises(rank.rank, rank.world_size)
+    comm = rota.Communicator(engine=engine, timeout=timedelta(seconds=WAIT_S))
+    result = error_of(lambda: comm.all_reduce(torch.ones(4).to(DEVICE)))
+    assert error_of(lambda: comm.all_reduce(torch.ones(4)))[0] == result[0]
+    return result
+
+
+def test_engine_that_fails_on_one_rank_is_an_error_on_every_rank() -> None:
+    for error, text in run(TWO_BY_TWO, use_engine_that_fails_on_one_rank):
+        assert error == "TransportError", text
+        # Rank 1's, unless it is so slow that another's wait has ended before.
+        assert re.search("the engine of rank . failed to exchange CUDA tensors", text), text
+
+
+def lose_last(rank: Rank, layout: Layout) -> tuple[str, str]:
+    """The test kills the last rank while all go on."""
+    del os.environ["ROTA_HOST_SILENCE_MS"]
+    comm = Connected(rank).comm
+    tensor = torch.zeros(4 << 20).to(DEVICE)  # most of the time the ranks are in the engine
+    comm.all_reduce(tensor)
+    tensor.cpu()
+    rank.tell()
+
+    def reduce() -> None:
+        while True:
+            comm.all_reduce(tensor)
+
+    result = error_of(reduce)
+    assert error_of(reduce)[0] == result[0]
+    rank.tell()
+    rank.hear()  # a rank that ends takes its connections with it
+    return result
+
+
+@pytest.mark.parametrize("layout", [ONE_BY_ONE, TWO_BY_TWO], ids=str)
+def test_all_survivors_hear_of_a_killed_rank(layout: Layout) -> None:
+    last = layout.world_size - 1
+    with layout.start(lose_last, timeout_s=TIME_S) as ranks:
+        for rank in range(last + 1):
+            ranks.hear(rank)
+        ranks.kill(last)
+        killed_at = time.monotonic()
+        for rank in range(last):
+            ranks.hear(rank)
+        assert time.monotonic() - killed_at < 5
+        for rank in range(last):
+            ranks.tell(rank)
+        results = ranks.results(killed={last})
+    for error, text in results[:last]:
+        assert error == "PeerFailed", text
+        assert f"rank {last}" in text, text
+
+
+def interrupt_one(rank: Rank, layout: Layout) -> tuple[str, str]:
+    comm = Connected(rank).comm
+    rank.tell()
+    if rank.rank == 1:
+        rank.hear()
+    return error_of(lambda: comm.all_reduce(torch.ones(8).to(DEVICE)))
+
+
+def test_interrupted_call_is_an_error_on_every_rank() -> None:
+    with ONE_BY_ONE.start(interrupt_one, timeout_s=TIME_S) as ranks:
+        for rank in (0, 1):
+            ranks.hear(rank)
+        time.sleep(0.2)  # rank 0 waits now; if not yet, the interrupt comes a little earlier
+        ranks.kill(0, signal.SIGINT)
+        interrupted_at = time.monotonic()
+        assert ranks.hear_result(0)[0] == "KeyboardInterrupt"
+        assert time.monotonic() - interrupted_at < 2
+        ranks.tell(1)
+        error, text = ranks.results()[1]
+    assert error == "PeerFailed" and "rank 0 was interrupted" in text, text
+
+
+def capture_call(rank: Rank, layout: Layout) -> tuple[str, str]:
+    comm = Connected(rank).comm
+    tensor = torch.ones(8).to(DEVICE)
+    comm.all_reduce(tensor)
+    return error_of(lambda: capture(lambda: comm.all_reduce(tensor)))
+
+
+def test_a_graph_cannot_capture_a_call() -> None:
+    for error, text in run(ONE_BY_ONE, capture_call):
+        assert error == "ValueError", text
+        assert "which a CUDA graph cannot capture" in text
