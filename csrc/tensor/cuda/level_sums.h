@@ -7,6 +7,7 @@
 #include <cstddef>
 
 #include "hosts/reducers.h"
+#include "schedule/call.h"
 #include "schedule/chunk.h"
 #include "tensor/cuda/bucket_memory.h"
 #include "tensor/cuda/host_gpus.h"
