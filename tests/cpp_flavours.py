@@ -44,6 +44,7 @@ OTHER_CASES = (
     "shared_memory_cases",
     "bootstrap_cases",
     "unconnected_cases",
+    "cores_cases",
 )
 SLEEPING_CASES = ("sequences_cases", "waiter_cases")
 ONE_PLACE = (Patch(LAYOUT, r"kPlacesPerMailbox = \d+;", "kPlacesPerMailbox = 1;"),)

@@ -1,9 +1,8 @@
 #include "cpu/copy.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 
+#include "base/cores.h"
 #include "base/flag.h"
 
 #if defined(__SSE2__)
@@ -11,14 +10,6 @@
 #endif
 
 namespace rota::cpu {
-namespace {
-
-uint64_t last_level_cache_bytes() {
-  static const long num_bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
-  return num_bytes > 0 ? static_cast<uint64_t>(num_bytes) : 32 << 20;  // unknown in some containers
-}
-
-}  // namespace
 
 #if defined(__SSE2__)
 void stream_bytes(void* dst, const void* src, size_t num_bytes) {

@@ -44,22 +44,6 @@ std::string host_id() {
   return join(boot_id(), "/", network);
 }
 
-namespace {
-
-// Of "0-3,8".
-std::vector<int> cpus_of(std::istream& cpulist) {
-  std::vector<int> cpus;
-  for (int first = 0; cpulist >> first;) {
-    int last = first;
-    if (cpulist.peek() == '-') cpulist.ignore() >> last;
-    for (int cpu = first; cpu <= last; ++cpu) cpus.push_back(cpu);
-    if (cpulist.peek() == ',') cpulist.ignore();
-  }
-  return cpus;
-}
-
-}  // namespace
-
 std::optional<int> numa_node_of(const std::vector<int>& cpus, const std::string& directory) {
   std::optional<int> found;
   int num_with_cpus = 0;
@@ -68,7 +52,7 @@ std::optional<int> numa_node_of(const std::vector<int>& cpus, const std::string&
     int number = 0;
     if (std::sscanf(entry.path().filename().c_str(), "node%d", &number) != 1) continue;
     std::ifstream cpulist(entry.path() / "cpulist");
-    const std::vector<int> of_node = cpus_of(cpulist);
+    const std::vector<int> of_node = parse_cores(cpulist);
     if (of_node.empty()) continue;
     ++num_with_cpus;
     const auto is_of_node = [&](int cpu) {
