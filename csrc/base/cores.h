@@ -18,8 +18,8 @@ int num_usable_cores();
 std::vector<int> parse_cores(std::istream& list);
 
 // The last-level caches of the machine together, as /sys/devices/system/cpu describes them. Not
-// sysconf(): on AMD's processors it says what the whole processor has, of which a virtual machine may
-// have a part.
+// sysconf(): on AMD's processors it says what the whole processor has, of which a virtual machine
+// may have a part.
 uint64_t last_level_cache_bytes();
 // For a thread on this core, by a directory of that form; 0 if it does not say.
 uint64_t last_level_cache_bytes(const std::string& directory, int core);
