@@ -1,8 +1,6 @@
 // What the kernel says of cores and caches.
 #include "base/cores.h"
 
-#include <stdlib.h>
-
 #include <filesystem>
 #include <fstream>
 #include <sstream>
@@ -11,11 +9,10 @@
 
 #include "base/error.h"
 #include "check.h"
+#include "processes.h"
 
 namespace rota::test {
 namespace {
-
-namespace fs = std::filesystem;
 
 void lists_of_cores_are_read() {
   const auto parsed = [](const std::string& list) {
@@ -34,18 +31,15 @@ struct Cache {
 
 // Of core 2, which has these caches; indices ascend with the levels.
 uint64_t found_with(const std::string& online, const std::vector<Cache>& caches) {
-  std::string name = (fs::temp_directory_path() / "rota-caches-XXXXXX").string();
-  check(mkdtemp(name.data()) != nullptr, "a directory");
-  std::ofstream(fs::path(name) / "online") << online << '\n';
+  const StoreDirectory directory;
+  std::ofstream(directory.path() / "online") << online << '\n';
   for (size_t index = 0; index < caches.size(); ++index) {
-    const fs::path directory = fs::path(name) / "cpu2" / "cache" / join("index", index);
-    fs::create_directories(directory);
-    std::ofstream(directory / "size") << caches[index].size << '\n';
-    std::ofstream(directory / "shared_cpu_list") << caches[index].sharers << '\n';
+    const auto cache = directory.path() / "cpu2" / "cache" / join("index", index);
+    std::filesystem::create_directories(cache);
+    std::ofstream(cache / "size") << caches[index].size << '\n';
+    std::ofstream(cache / "shared_cpu_list") << caches[index].sharers << '\n';
   }
-  const uint64_t num_bytes = last_level_cache_bytes(name, 2);
-  fs::remove_all(name);
-  return num_bytes;
+  return last_level_cache_bytes(directory.path(), 2);
 }
 
 void last_level_caches_are_counted_once() {

@@ -1,7 +1,5 @@
 // Who shares a host or a NUMA node, and when the sum over hosts of the sums within them is the sum
 // in a tree.
-#include <stdlib.h>
-
 #include <array>
 #include <filesystem>
 #include <fstream>
@@ -10,6 +8,7 @@
 #include <vector>
 
 #include "check.h"
+#include "processes.h"
 #include "schedule/hosts.h"
 #include "transport/host.h"
 
@@ -93,18 +92,14 @@ void nodes_of_a_tree_are_those_whose_sums_nest() {
 
 // The NUMA node of a rank that may run on these CPUs, given the CPUs of each node.
 std::optional<int> node_of(const std::vector<int>& cpus, const std::vector<std::string>& cpulists) {
-  namespace fs = std::filesystem;
-  std::string name = (fs::temp_directory_path() / "rota-nodes-XXXXXX").string();
-  check(mkdtemp(name.data()) != nullptr, "a directory");
+  const StoreDirectory directory;
   for (size_t node = 0; node < cpulists.size(); ++node) {
-    const fs::path directory = fs::path(name) / join("node", node);
-    fs::create_directory(directory);
-    std::ofstream(directory / "cpulist") << cpulists[node] << '\n';
+    const auto of_node = directory.path() / join("node", node);
+    std::filesystem::create_directory(of_node);
+    std::ofstream(of_node / "cpulist") << cpulists[node] << '\n';
   }
-  std::ofstream(fs::path(name) / "online") << "0\n";
-  const std::optional<int> found = transport::numa_node_of(cpus, name);
-  fs::remove_all(name);
-  return found;
+  std::ofstream(directory.path() / "online") << "0\n";
+  return transport::numa_node_of(cpus, directory.path());
 }
 
 void node_of_a_rank_holds_all_its_cpus() {

@@ -26,17 +26,24 @@ def run(layout: Layout, function: Callable[..., Any], *args: object) -> list[Any
     return layout.run(function, *args, timeout_s=TIME_S)
 
 
+def init_on_gpu(rank: Rank) -> None:
+    torch.cuda.set_device(DEVICE)
+    rank.init("gloo", timeout_s=WAIT_S)
+
+
+def communicator_over(engine: dist.ProcessGroup | None, **options: Any) -> rota.Communicator:
+    """Its GPUs are not joined yet."""
+    return rota.Communicator(engine=engine, timeout=timedelta(seconds=WAIT_S), **options)
+
+
 class Connected:
     """A communicator with joined GPUs; says whether a call went through them."""
 
     def __init__(self, rank: Rank, *, for_cpu: bool = False, **options: Any) -> None:
-        torch.cuda.set_device(DEVICE)
         if not dist.is_initialized():
-            rank.init("gloo", timeout_s=WAIT_S)
+            init_on_gpu(rank)
         self.engine = stand_in(for_cpu=for_cpu)
-        self.comm = rota.Communicator(
-            engine=self.engine, timeout=timedelta(seconds=WAIT_S), **options
-        )
+        self.comm = communicator_over(self.engine, **options)
         self.comm.connect_device(DEVICE)
         assert self.comm.peer_access is not None and "device engine" in self.comm.peer_access
 

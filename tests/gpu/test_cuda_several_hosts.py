@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import rota
 from bucket_oracle import FORMATS, Format
-from connected_hosts import Connected, run
+from connected_hosts import Connected, init_on_gpu, run
 from device_engines import num_exchanges, stand_in
 from on_gpu import DEVICE, WAIT_S, Guarded
 from oracle import (
@@ -209,8 +209,7 @@ def test_error_feedback_gives_the_bits_of_the_cpu(layout: Layout) -> None:
 
 
 def reduce_with_state(rank: Rank, layout: Layout) -> None:
-    torch.cuda.set_device(DEVICE)
-    rank.init("gloo", timeout_s=WAIT_S)
+    init_on_gpu(rank)
     engine = stand_in()
     inputs = random_inputs(rank.world_size, 5001, torch.float32)
     expected = by_hosts(inputs, layout, "avg", Format(torch.float8_e4m3fn, True))
@@ -335,8 +334,7 @@ def test_memory_of_a_dropped_tensor_is_not_reused_too_early() -> None:
 
 
 def use_backend(rank: Rank, layout: Layout) -> None:
-    torch.cuda.set_device(DEVICE)
-    rank.init("gloo", timeout_s=WAIT_S)
+    init_on_gpu(rank)
     engine = stand_in()
     options = rota.BackendOptions(engine=engine, inter_wire_dtype=torch.float16)
     group = dist.new_group(backend="rota", pg_options=options, timeout=timedelta(seconds=WAIT_S))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import rota
-from connected_hosts import TIME_S, Connected, run
+from connected_hosts import TIME_S, Connected, communicator_over, init_on_gpu, run
 from device_engines import num_exchanges, stand_in, that_moves_nothing, that_raises
 from on_gpu import DEVICE, WAIT_S, capture
 from oracle import FLOAT8_DTYPES, assert_same, name_of, random_inputs
@@ -52,11 +52,10 @@ def test_what_has_no_kernel_is_staged() -> None:
 
 def stage_with_gloo(rank: Rank, layout: Layout) -> str | None:
     """As without an engine: Gloo's one backend for all devices would stage, too."""
-    torch.cuda.set_device(DEVICE)
-    rank.init("gloo", timeout_s=WAIT_S)
+    init_on_gpu(rank)
     inputs = random_inputs(rank.world_size, 1000, torch.float32)
     for engine in (None, dist.new_group(backend="gloo")):
-        comm = rota.Communicator(engine=engine, timeout=timedelta(seconds=WAIT_S))
+        comm = communicator_over(engine)
         comm.all_reduce(tensor := inputs[rank.rank].to(DEVICE))
         assert_same(tensor.cpu(), by_hosts(inputs, layout), "all_reduce")
         assert comm.peer_access is not None and "the network" in comm.peer_access
@@ -70,10 +69,9 @@ def test_an_engine_for_the_cpu_alone_stages() -> None:
 def join_on_one_host(rank: Rank, layout: Layout) -> str | None:
     if layout.host_of[rank.rank] == 1:
         os.environ["ROTA_PEER_MEMORY"] = "symmetric"
-    torch.cuda.set_device(DEVICE)
-    rank.init("gloo", timeout_s=WAIT_S)
+    init_on_gpu(rank)
     engine = stand_in()
-    comm = rota.Communicator(engine=engine, timeout=timedelta(seconds=WAIT_S))
+    comm = communicator_over(engine)
     inputs = random_inputs(rank.world_size, 1000, torch.float32)
     comm.all_reduce(tensor := inputs[rank.rank].to(DEVICE))
     assert_same(tensor.cpu(), by_hosts(inputs, layout), "all_reduce")
@@ -135,9 +133,8 @@ def test_calls_that_differ_are_a_mismatch_on_every_rank() -> None:
 
 
 def connect_before_others(rank: Rank, layout: Layout) -> tuple[str, str]:
-    torch.cuda.set_device(DEVICE)
-    rank.init("gloo", timeout_s=WAIT_S)
-    comm = rota.Communicator(engine=stand_in(), timeout=timedelta(seconds=WAIT_S))
+    init_on_gpu(rank)
+    comm = communicator_over(stand_in())
     ones = torch.ones(8)
     call = comm.barrier if rank.rank == 3 else lambda: comm.all_reduce(ones.to(DEVICE))
     result = error_of(call)
@@ -166,10 +163,9 @@ def test_engine_of_the_wrong_size_is_an_error_on_every_rank() -> None:
 
 
 def use_engine_that_moves_nothing(rank: Rank, layout: Layout) -> tuple[str, str]:
-    torch.cuda.set_device(DEVICE)
-    rank.init("gloo", timeout_s=WAIT_S)
+    init_on_gpu(rank)
     engine = that_moves_nothing(rank.rank, rank.world_size)
-    comm = rota.Communicator(engine=engine, timeout=timedelta(seconds=WAIT_S))
+    comm = communicator_over(engine)
     result = error_of(lambda: comm.connect_device(DEVICE))
     assert error_of(lambda: comm.all_reduce(torch.ones(4)))[0] == "TransportError"
     return result
@@ -182,14 +178,13 @@ def test_engine_that_does_not_deliver_is_an_error_on_every_rank() -> None:
 
 
 def use_engine_that_fails_on_one_rank(rank: Rank, layout: Layout) -> tuple[str, str]:
-    torch.cuda.set_device(DEVICE)
-    rank.init("gloo", timeout_s=WAIT_S)
+    init_on_gpu(rank)
     engine = stand_in()
     # Ends the waits of the others for rank 1, because Gloo cannot be aborted.
     engine._get_backend(DEVICE)._set_default_timeout(timedelta(seconds=1))
     if rank.rank == 1:
         engine = that_raises(rank.rank, rank.world_size)
-    comm = rota.Communicator(engine=engine, timeout=timedelta(seconds=WAIT_S))
+    comm = communicator_over(engine)
     result = error_of(lambda: comm.all_reduce(torch.ones(4).to(DEVICE)))
     assert error_of(lambda: comm.all_reduce(torch.ones(4)))[0] == result[0]
     return result
