@@ -37,7 +37,7 @@ struct Arguments {
   const char* node = nullptr;  // set by hand
 };
 
-std::unique_ptr<transport::Transport> connect_with(const StoreDirectory& directory,
+std::unique_ptr<transport::Transport> connect_with(const TemporaryDirectory& directory,
                                                    const Arguments& arguments) {
   setenv("ROTA_HOST_ID", arguments.host, 1);
   unsetenv("ROTA_NUMA_NODE");
@@ -50,7 +50,7 @@ std::unique_ptr<transport::Transport> connect_with(const StoreDirectory& directo
 // All ranks with these arguments fail to connect; every error contains all of `parts`.
 void unfit_ranks_are_told(const std::vector<Arguments>& ranks,
                           const std::vector<std::string>& parts) {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   run_processes(static_cast<int>(ranks.size()), [&](int index) {
     const int64_t num_files = num_open_files();
     const Error error = expect_error(
@@ -62,7 +62,7 @@ void unfit_ranks_are_told(const std::vector<Arguments>& ranks,
 
 // One digit a rank: its node.
 void nodes_have_size(const std::string& nodes, int expected) {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   const int world_size = static_cast<int>(nodes.size());
   run_processes(world_size, [&](int rank) {
     const std::string node(1, nodes[static_cast<size_t>(rank)]);
@@ -81,7 +81,7 @@ void nodes_are_consecutive_and_equal() {
 
 // A second process with the same rank is refused at once; the two valid ranks go on.
 void second_process_with_one_number_is_refused() {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   const auto run_rank = [&](int rank) {
     return start_process([&, rank] {
       Communicator communicator(connect(directory, rank, 2), kPatience, [] {});
@@ -101,7 +101,7 @@ void second_process_with_one_number_is_refused() {
 
 void rank_outside_world_is_refused() {
   for (const int rank : {-1, 2}) {
-    const StoreDirectory directory;
+    const TemporaryDirectory directory;
     const Error error = expect_error(ErrorKind::kTransport, [&] { connect(directory, rank, 2); });
     check_contains(error.what(), join("rank ", rank, " is not in [0, 2)"));
   }
@@ -133,7 +133,7 @@ socklen_t address_of(const std::string& name, sockaddr_un& address) {
 // Announces itself under a rank's key and accepts connections, but never answers or connects.
 class SilentRank {
  public:
-  SilentRank(const StoreDirectory& directory, int rank) : socket_(open_socket()) {
+  SilentRank(const TemporaryDirectory& directory, int rank) : socket_(open_socket()) {
     FileStore store(directory);
     std::istringstream card(store.await("cards"));
     std::string rank_0, address_of_rank_0, rest;
@@ -159,7 +159,7 @@ class SilentRank {
 };
 
 void missing_ranks_are_named() {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   const pid_t rank_0 = start_process([&] {
     const int64_t num_files = num_open_files();
     const Error error =
@@ -173,7 +173,7 @@ void missing_ranks_are_named() {
 
 // A rank that never even started: its key does not appear.
 void rank_that_never_starts_is_named() {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   run_processes(1, [&](int rank) {
     FileStore store(directory);
     const Error error = expect_error(ErrorKind::kTransport, [&] {
@@ -186,7 +186,7 @@ void rank_that_never_starts_is_named() {
 struct Interruption : std::exception {};
 
 void connecting_lets_an_interruption_through() {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   const pid_t rank_0 = start_process([&] {
     FileStore store(directory);
     try {
@@ -204,7 +204,7 @@ void connecting_lets_an_interruption_through() {
 
 // The magic number of the handshake, from the greeting of a rank 0 that then gives up.
 uint64_t overhear_magic() {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   const pid_t rank_0 = start_process([&] {
     FileStore store(directory);
     const auto give_up = [&] {
@@ -254,7 +254,7 @@ struct ConnectionToRank0 {
 };
 
 // Uses the address and the token that rank 0 has put into the store.
-ConnectionToRank0 connect_to_rank_0(const StoreDirectory& directory) {
+ConnectionToRank0 connect_to_rank_0(const TemporaryDirectory& directory) {
   ConnectionToRank0 connection{open_socket(), 0};
   std::string rank_0, name;
   std::istringstream(FileStore(directory).await("cards")) >> rank_0 >> name >> connection.token;
@@ -269,7 +269,7 @@ ConnectionToRank0 connect_to_rank_0(const StoreDirectory& directory) {
 // stranger is ignored and leaves no descriptors behind.
 void stranger_is_ignored(
     const std::function<void(const UniqueFd& connection, uint64_t token)>& speak) {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   const auto run_rank = [&](int rank) {
     return start_process([&, rank] {
       const int64_t num_files = num_open_files();
@@ -310,7 +310,7 @@ void stranger_with_wrong_greeting(Known known, uint64_t rank, size_t num_bytes,
 // Rank 1 hands over unusable memory, is refused and leaves. Rank 0 must report the refusal, not
 // just that rank 1 has left.
 void rank_that_had_to_refuse_says_so() {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   const uint64_t magic = overhear_magic();
   const pid_t rank_0 = start_process([&] {
     FileStore store(directory);

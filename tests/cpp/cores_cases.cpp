@@ -31,7 +31,7 @@ struct Cache {
 
 // Of core 2, which has these caches; indices ascend with the levels.
 uint64_t found_with(const std::string& online, const std::vector<Cache>& caches) {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   std::ofstream(directory.path() / "online") << online << '\n';
   for (size_t index = 0; index < caches.size(); ++index) {
     const auto cache = directory.path() / "cpu2" / "cache" / join("index", index);

@@ -92,7 +92,7 @@ void nodes_of_a_tree_are_those_whose_sums_nest() {
 
 // The NUMA node of a rank that may run on these CPUs, given the CPUs of each node.
 std::optional<int> node_of(const std::vector<int>& cpus, const std::vector<std::string>& cpulists) {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   for (size_t node = 0; node < cpulists.size(); ++node) {
     const auto of_node = directory.path() / join("node", node);
     std::filesystem::create_directory(of_node);

@@ -77,13 +77,13 @@ void run_processes(int world_size, const std::function<void(int)>& body) {
   }
 }
 
-StoreDirectory::StoreDirectory() : owner_(getpid()) {
+TemporaryDirectory::TemporaryDirectory() : owner_(getpid()) {
   std::string name = std::filesystem::temp_directory_path() / "rota-test-XXXXXX";
   check(mkdtemp(name.data()) != nullptr, "mkdtemp");
   path_ = name;
 }
 
-StoreDirectory::~StoreDirectory() {
+TemporaryDirectory::~TemporaryDirectory() {
   std::error_code ignored;
   if (owner_ == getpid()) std::filesystem::remove_all(path_, ignored);
 }
@@ -140,7 +140,7 @@ std::string FileStore::await(const std::string& key) {
   return get(key);
 }
 
-std::unique_ptr<transport::Transport> connect(const StoreDirectory& directory, int rank,
+std::unique_ptr<transport::Transport> connect(const TemporaryDirectory& directory, int rank,
                                               int world_size, std::chrono::milliseconds timeout) {
   FileStore store(directory);
   return transport::SharedMemoryTransport::connect(store, rank, world_size, kSmall, timeout, [] {});

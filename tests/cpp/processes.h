@@ -33,12 +33,12 @@ Exit wait_for_process(pid_t pid);
 void run_processes(int world_size, const std::function<void(int)>& body);
 
 // A directory that its creator's process removes; children only use it.
-class StoreDirectory {
+class TemporaryDirectory {
  public:
-  StoreDirectory();
-  ~StoreDirectory();
-  StoreDirectory(const StoreDirectory&) = delete;
-  StoreDirectory& operator=(const StoreDirectory&) = delete;
+  TemporaryDirectory();
+  ~TemporaryDirectory();
+  TemporaryDirectory(const TemporaryDirectory&) = delete;
+  TemporaryDirectory& operator=(const TemporaryDirectory&) = delete;
   const std::filesystem::path& path() const { return path_; }
 
  private:
@@ -49,7 +49,7 @@ class StoreDirectory {
 // Keeps each key in a file.
 class FileStore final : public transport::Store {
  public:
-  explicit FileStore(const StoreDirectory& directory) : directory_(directory.path()) {}
+  explicit FileStore(const TemporaryDirectory& directory) : directory_(directory.path()) {}
   int64_t add(const std::string& key, int64_t amount) override;
   void append(const std::string& key, const std::string& text) override;
   std::string get(const std::string& key) override;
@@ -69,7 +69,7 @@ class FileStore final : public transport::Store {
 
 // SharedMemoryTransport::connect() with defaults for what most tests do not vary.
 std::unique_ptr<transport::Transport> connect(
-    const StoreDirectory& directory, int rank, int world_size,
+    const TemporaryDirectory& directory, int rank, int world_size,
     std::chrono::milliseconds timeout = std::chrono::seconds(30));
 
 }  // namespace rota::test

@@ -35,14 +35,14 @@ namespace {
 using transport::SharedMemoryTransport;
 using transport::UniqueFd;
 
-Communicator make_communicator(const StoreDirectory& directory, int rank, int world_size) {
+Communicator make_communicator(const TemporaryDirectory& directory, int rank, int world_size) {
   return {connect(directory, rank, world_size), kPatience, [] {}};
 }
 
 void barrier(Communicator& communicator) { communicator.barrier(CallerThread::kProgress); }
 
 void collectives_between_processes(int world_size) {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   run_processes(world_size, [&](int rank) {
     Communicator communicator = make_communicator(directory, rank, world_size);
     Random same_on_all_ranks(7);
@@ -57,7 +57,7 @@ void collectives_between_processes(int world_size) {
 
 // A child that writes to a byte of another rank's control block is killed.
 void peers_control_block_is_read_only() {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   run_processes(2, [&](int rank) {
     auto transport = connect(directory, rank, 2);
     transport->own_control().abort_text[0] = 'x';
@@ -102,7 +102,7 @@ void memory_is_sealed() {
 
 // Both sides of the handshake refuse it.
 void unsafe_memory_is_refused(size_t num_bytes, int seals) {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   run_processes(2, [&](int index) {
     FileStore store(directory);
     if (index == 0) {
@@ -126,7 +126,7 @@ void unsafe_memory_is_refused(size_t num_bytes, int seals) {
 
 // More memory than the limit allows is an error before the rendezvous, not a signal later.
 void memory_shortage_is_an_error() {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   run_processes(1, [&](int rank) {
     signal(SIGXFSZ, SIG_IGN);
     const rlimit limit{.rlim_cur = 1 << 20, .rlim_max = 1 << 20};
@@ -145,7 +145,7 @@ void memory_shortage_is_an_error() {
 
 // A process with a timer (a profiler, say) gets signals while its memory is reserved.
 void signals_do_not_disturb_connect() {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   run_processes(1, [&](int rank) {
     struct sigaction action{};
     action.sa_handler = [](int) {};
@@ -166,7 +166,7 @@ void signals_do_not_disturb_connect() {
 // expected_error, or nothing if that is empty.
 void watch_a_rank_end(const std::function<void(Communicator&)>& end, int awaited, Exit expected_end,
                       std::string_view expected_error) {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   std::vector<pid_t> pids;
   for (int rank = 0; rank < 3; ++rank) {
     pids.push_back(start_process([&, rank] {
@@ -215,7 +215,7 @@ void peer_that_closed_before_it_ended_is_no_failure() {
 }
 
 void killed_peer_is_named_in_a_wait(CallerThread thread) {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   std::vector<pid_t> pids;
   for (int rank = 0; rank < 3; ++rank) {
     pids.push_back(start_process([&, rank] {
@@ -239,7 +239,7 @@ void killed_peer_is_named_in_a_wait(CallerThread thread) {
 
 // Whatever a forked child does with its copy of a communicator, its parent's group lives on.
 void child_of_a_rank(const std::function<void(Communicator&)>& body) {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   run_processes(2, [&](int rank) {
     auto communicator =
         std::make_unique<Communicator>(connect(directory, rank, 2), kPatience, [] {});
@@ -323,7 +323,7 @@ void child_drops_what_a_thread_waits_on() {
 
 // The thread that attends to requests stays a while after the last one, waiting for another.
 void child_closes_links_that_a_thread_attends() {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   run_processes(2, [&](int rank) {
     auto communicator =
         std::make_unique<Communicator>(connect(directory, rank, 2), kPatience, [] {});
@@ -366,7 +366,7 @@ void child_does_not_keep_a_client_waiting() {
 
 // The children of ranks form their own group, beside that of their parents.
 void children_make_a_group_of_their_own() {
-  const StoreDirectory directory, directory_of_children;
+  const TemporaryDirectory directory, directory_of_children;
   run_processes(2, [&](int rank) {
     Communicator communicator = make_communicator(directory, rank, 2);
     const pid_t child = start_process([&] {
@@ -382,7 +382,7 @@ void children_make_a_group_of_their_own() {
 
 // So that its end is noticed at once.
 void connected_processes_hold_their_lives() {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   run_processes(2, [&](int rank) {
     auto transport = connect(directory, rank, 2);
     const LifeWord* life = transport->life_of(1 - rank);
@@ -396,7 +396,7 @@ void connected_processes_hold_their_lives() {
 // ---- descriptors ----
 
 void descriptors_are_closed() {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   run_processes(3, [&](int rank) {
     const int64_t num_files = num_open_files();
     {
@@ -407,7 +407,7 @@ void descriptors_are_closed() {
       check_num_open_files(num_files + 3, "none for another group of the same peers");
       transport.reset();
       check_num_open_files(num_files + 3, "the second group still needs them");
-      Communicator communicator(connect(StoreDirectory(), 0, 1), kPatience, [] {});
+      Communicator communicator(connect(TemporaryDirectory(), 0, 1), kPatience, [] {});
       barrier(communicator);
     }
     check_num_open_files(num_files, "descriptors at the end");

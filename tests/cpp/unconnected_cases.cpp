@@ -27,7 +27,7 @@ std::unique_ptr<Communicator> connect_now(SharedMemoryRank& rank) {
 
 // Rank 0 connects and sends while rank 1 is idle, and has left by the time rank 1 connects.
 void idle_rank_is_connected_to() {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   run_processes(2, [&](int index) {
     FileStore store(directory);
     SharedMemoryRank rank = make_rank(store, index);
@@ -49,7 +49,7 @@ void idle_rank_is_connected_to() {
 }
 
 void rank_that_leaves_unconnected_has_left() {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   run_processes(2, [&](int index) {
     FileStore store(directory);
     std::optional<SharedMemoryRank> rank(std::in_place, store, index, 2, kSmall);
@@ -72,7 +72,7 @@ void rank_that_leaves_unconnected_has_left() {
 }
 
 void rank_that_has_left_is_named() {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   run_processes(2, [&](int index) {
     FileStore store(directory);
     std::optional<SharedMemoryRank> rank(std::in_place, store, index, 2, kSmall);
@@ -95,7 +95,7 @@ void rank_that_has_left_is_named() {
 // Connected ranks hold neither a descriptor of their memory nor the socket, and unconnected ones
 // no memory.
 void unconnected_ranks_hold_few_descriptors() {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   run_processes(2, [&](int index) {
     FileStore store(directory);
     const int64_t num_files = num_open_files();
@@ -114,7 +114,7 @@ void unconnected_ranks_hold_few_descriptors() {
 
 // Rank 1 lacks memory when rank 0 connects to it, although it does not use the group itself.
 void rank_without_memory_refuses() {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   run_processes(2, [&](int index) {
     FileStore store(directory);
     if (index == 1) {
@@ -136,7 +136,7 @@ void rank_without_memory_refuses() {
 
 // Rank 0 makes a group anew over the same store while rank 1 still has the first one.
 void group_made_again_waits_for_the_peer_to_make_it_again() {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   run_processes(2, [&](int index) {
     FileStore store(directory);
     std::optional<SharedMemoryRank> first(std::in_place, store, index, 2, kSmall);
@@ -154,7 +154,7 @@ void group_made_again_waits_for_the_peer_to_make_it_again() {
 }
 
 void forked_child_drops_an_unconnected_rank() {
-  const StoreDirectory directory;
+  const TemporaryDirectory directory;
   run_processes(2, [&](int index) {
     FileStore store(directory);
     std::optional<SharedMemoryRank> rank(std::in_place, store, index, 2, kSmall);
