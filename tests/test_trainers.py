@@ -9,6 +9,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,18 @@ LIMIT_S = 300  # DeepSpeed compiles an operator of its own at its first use
 # machine: a thread of Gloo's drops the last Work, and a tensor of Python's with it, when the
 # interpreter has begun to finalise and ends every thread that asks for its lock.
 ABORT_OF_GLOO = "terminate called without an active exception"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_operators(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What DeepSpeed compiles lies in a directory of this run.
+
+    A run that is killed while it compiles leaves a lock behind, for which every later one with the
+    same directory would wait without end.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("operators")))
+        yield
 
 
 def losses_on(backend: str, recipe: str) -> dict[int, str]:
