@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -393,6 +394,28 @@ def test_reservation_without_a_job_or_for_another_layout(store: dist.TCPStore) -
     run_ranks(1, reserve_for_another_layout, store.port)
 
 
+def survive_rank_0(rank: Rank, port: int) -> tuple[str, str]:
+    membership = Membership(store_of(port), rank=rank.rank)
+    trainee = Trainee(seed=1)
+    generation = membership.next(min_members=2)
+    trainee.state.synchronize(generation)
+    trainee.step()
+    dist.barrier()
+    if rank.rank == 0:
+        kill_self()
+    error_of(dist.barrier)
+    trainee.state.synchronize(membership.next())
+    kept, note = trainee.state._kept, membership.read_note("layout")
+    assert kept is not None and note is not None
+    return json.loads(note)[1], kept.address
+
+
+def test_new_rank_0_says_at_once_what_newcomers_copy(store: dist.TCPStore) -> None:
+    with Ranks(2, survive_rank_0, store.port) as ranks:
+        _, (announced, address) = ranks.results(killed=[0])
+    assert announced == address
+
+
 def test_arena_is_copied_from_what_it_has_mapped_before(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, second = [100, 5000], timedelta(seconds=1)
     source, other, target = Arena(lengths), Arena(lengths), Arena(lengths)
@@ -402,6 +425,7 @@ def test_arena_is_copied_from_what_it_has_mapped_before(monkeypatch: pytest.Monk
     monkeypatch.setattr(_C, "OpenedTensor", None)  # it needs no further one
     assert target.fetch(source.address, "rank 0", second) == source.checksum()
     assert target.bytes.equal(source.bytes)
+    target.unmap_source()
     monkeypatch.undo()
     target.prepare(source.address, "rank 0", second)
     assert target.fetch(other.address, "rank 1", second) == other.checksum()

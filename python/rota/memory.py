@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -10,8 +11,9 @@ import torch
 from rota import _C
 
 _MADV_POPULATE_READ = 22  # Linux 5.14
-# While it runs, no other thread of the process can map memory: each takes a few milliseconds.
-_MAPPED_AT_ONCE = 16 << 20
+# While one madvise() runs, no other thread of the process can map memory. Each takes up to a few
+# milliseconds.
+_ADVISED_AT_ONCE = 16 << 20
 # Python's own madvise() keeps its lock.
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -70,9 +72,24 @@ def map_pages(memory: torch.Tensor) -> None:
     Args:
         memory: uint8; begins with a page.
     """
+    _advise(memory, _MADV_POPULATE_READ)
+
+
+def unmap_pages(memory: torch.Tensor) -> None:
+    """Empties this process's page table for shared memory, whose contents stay.
+
+    So that closing the mapping later takes no time in which other threads cannot map memory.
+
+    Args:
+        memory: uint8; begins with a page.
+    """
+    _advise(memory, mmap.MADV_DONTNEED)
+
+
+def _advise(memory: torch.Tensor, advice: int) -> None:
     begin, length = memory.data_ptr(), len(memory)
-    for offset in range(0, length, _MAPPED_AT_ONCE):
-        _libc.madvise(begin + offset, min(_MAPPED_AT_ONCE, length - offset), _MADV_POPULATE_READ)
+    for offset in range(0, length, _ADVISED_AT_ONCE):
+        _libc.madvise(begin + offset, min(_ADVISED_AT_ONCE, length - offset), advice)
 
 
 def round_up(number: int, multiple: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rota import _C
-from rota.memory import empty, map_pages
+from rota.memory import empty, map_pages, unmap_pages
 
 _ALIGNMENT = 64  # of a storage, in bytes: a cache line
 
@@ -62,7 +63,7 @@ class Arena:
         self._opened = address, opened
 
     def fetch(self, address: str, who: str, timeout: timedelta) -> int:
-        """Copies another process's arena of the same lengths into this one.
+        """Copies another process's arena of the same lengths into this one; keeps that mapped.
 
         Returns:
             The checksum of what was copied.
@@ -70,12 +71,16 @@ class Arena:
         Raises:
             rota.TransportError: that process has ended.
         """
-        prepared, self._opened = self._opened, None
-        if prepared is not None and prepared[0] == address:
-            opened = prepared[1]
-        else:
-            opened = _C.OpenedTensor(address, who, timeout)
-        return _C.copy_with_checksum(self.bytes, opened.bytes)
+        if self._opened is None or self._opened[0] != address:
+            self._opened = address, _C.OpenedTensor(address, who, timeout)
+        return _C.copy_with_checksum(self.bytes, self._opened[1].bytes)
+
+    def unmap_source(self) -> None:
+        """Lets go of what was fetched. A thread does it, since it takes a quarter of the copy."""
+        if self._opened is not None:
+            source = self._opened[1].bytes
+            self._opened = None
+            threading.Thread(target=unmap_pages, args=(source,), name="rota.elastic.Arena").start()
 
     def receive(self, rank: int) -> int:
         """The same by messages, from a rank that sends its arena's bytes. Returns the checksum."""

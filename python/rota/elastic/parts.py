@@ -46,7 +46,7 @@ class KeptTensor:
 
 @dataclass(frozen=True)
 class LooseTensor:
-    """Stands for a long tensor that a state_dict() has made anew.
+    """Stands for a tensor that a state_dict() has made anew.
 
     Args:
         number: among all of them.
