@@ -29,8 +29,8 @@ uint64_t bytes_in_envelope(const Message& message, const transport::Geometry& ge
 // A message is cut, so that the receiver copies a piece while the sender copies the next one. The
 // pieces of longer messages are longer, because flags take time, too.
 uint64_t piece_bytes(const Message& message, const transport::Geometry& geometry) {
-  constexpr uint64_t kNumPieces = 4, kShortest = 2 << 10;
-  const uint64_t longest = geometry.ring_bytes / 32;
+  constexpr uint64_t kNumPieces = 4, kShortest = 8 << 10, kLongest = 32 << 10;
+  const uint64_t longest = std::min(kLongest, geometry.ring_bytes / 32);
   const uint64_t piece =
       std::clamp(message.num_bytes() / kNumPieces, std::min(kShortest, longest), longest);
   return piece / kCacheLineBytes * kCacheLineBytes;
@@ -114,6 +114,10 @@ void MessageQueues::push(int peer, Done& done) {
     if (request->num_moved_ < request->message_.num_bytes()) {
       request->moved_at_ = steady_now();
       continue;
+    }
+    if (!fits_envelope(request->message_, transport_.geometry())) {
+      last_receiver_ = peer;
+      last_ring_bytes_ = request->message_.num_bytes();
     }
     queue.pop_front();
     end(request, done);
@@ -277,6 +281,12 @@ uint64_t MessageQueues::needed_peers() const {
     if (!sends_[peer].empty()) peers |= uint64_t{1} << peer;
   }
   return peers;
+}
+
+void MessageQueues::prepare_next_send() const {
+  constexpr uint64_t kMost = 64 << 10;  // stays in a second-level cache
+  if (last_ring_bytes_ > 0)
+    links_.fetch_outgoing(last_receiver_, std::min(last_ring_bytes_, kMost));
 }
 
 MessageQueues::AwaitedFlags MessageQueues::awaited() const {

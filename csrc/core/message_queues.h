@@ -110,6 +110,9 @@ class MessageQueues {
   AwaitedFlags awaited() const;
   // The ranks that pending requests name, as a bit mask.
   uint64_t needed_peers() const;
+  // For a rank that waits: what it sends next is probably as long as its last message, to the same
+  // rank.
+  void prepare_next_send() const;
 
  private:
   // A message that came before its recv.
@@ -154,6 +157,8 @@ class MessageQueues {
   std::list<std::shared_ptr<Early>> early_;    // in the order of arrival
   std::vector<Arriving> arriving_;             // by sender
   uint64_t num_unfinished_ = 0;
+  int last_receiver_ = 0;
+  uint64_t last_ring_bytes_ = 0;  // of the last message through a ring
 };
 
 }  // namespace rota

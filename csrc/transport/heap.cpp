@@ -40,9 +40,9 @@ size_t heap_bytes() {
                    static_cast<size_t>(file_size.rlim_cur)});
 }
 
-// Writes zeros to whole pages. What posix_fallocate() reserves is zeroed later, at the first access,
-// in a fault for each page, which takes half as long again in sum (benchmarks/LOG.md). Returns 0 or
-// the error.
+// Writes zeros to whole pages. What posix_fallocate() reserves is zeroed later, at the first
+// access, in a fault for each page, which takes half as long again in sum (benchmarks/LOG.md).
+// Returns 0 or the error.
 int write_zeros(const UniqueFd& memory, const Span& span) {
   static constexpr std::array<std::byte, kPageBytes> kZeros{};
   std::array<iovec, 1024> pages;  // as many as Linux takes at once
@@ -50,8 +50,8 @@ int write_zeros(const UniqueFd& memory, const Span& span) {
   const size_t end = span.offset + span.num_bytes;
   for (size_t begin = span.offset; begin < end;) {
     const size_t num_pages = std::min(pages.size(), (end - begin) / kPageBytes);
-    const ssize_t written = pwritev(memory.get(), pages.data(), static_cast<int>(num_pages),
-                                    static_cast<off_t>(begin));
+    const ssize_t written =
+        pwritev(memory.get(), pages.data(), static_cast<int>(num_pages), static_cast<off_t>(begin));
     if (written < 0 && errno == EINTR) continue;
     if (written <= 0) return written < 0 ? errno : ENOSPC;
     begin += static_cast<size_t>(written) / kPageBytes * kPageBytes;

@@ -24,6 +24,7 @@
 #include <cstdint>
 #include <span>
 
+#include "base/prefetch.h"
 #include "base/waiter.h"
 #include "schedule/chunk.h"
 #include "transport/transport.h"
@@ -66,6 +67,16 @@ class Links {
   void publish(int peer, uint64_t num_bytes) {
     sent_[peer].add_piece(lines_of(num_bytes));
     publish_sent(peer);
+  }
+
+  // Fetches the lines that the next num_bytes of the ring will be written to. Their last readers or
+  // a longer memory hold them, which a rank that waits anyway need not notice when it sends.
+  void fetch_outgoing(int peer, uint64_t num_bytes) const {
+    const std::byte* lines = outgoing(peer);
+    const uint64_t num_lines = std::min(lines_of(num_bytes), to_end(sent_[peer]));
+    for (uint64_t line = 0; line < num_lines; ++line) {
+      prefetch_to_write(lines + line * kCacheLineBytes);
+    }
   }
 
   // Holds once something has arrived.
