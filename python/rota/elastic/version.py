@@ -37,6 +37,7 @@ DATA_BEGIN = mmap.PAGESIZE
 ALIGNMENT = 64  # bytes; a cache line
 # Bytes that one checksum covers. Copies of this length go past the caches (csrc/cpu/copy.cpp).
 BUCKET_BYTES = 16 << 20
+_ZEROED_AT_ONCE = 1 << 20
 
 
 class Identity(NamedTuple):
@@ -103,10 +104,9 @@ class Memory:
         bytes: uint8, of the whole memory.
     """
 
-    def __init__(self, fd: int, num_bytes: int, populate: bool) -> None:
-        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
-        self._is_populated = populate
-        self.bytes = torch.frombuffer(mmap.mmap(fd, num_bytes, flags=flags), dtype=torch.uint8)
+    def __init__(self, fd: int, num_bytes: int) -> None:
+        self._is_populated = False
+        self.bytes = torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
         self.fd = fd
 
     def __del__(self) -> None:
@@ -126,12 +126,14 @@ class Memory:
         fd = os.memfd_create("rota-checkpoint", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, num_bytes)
-            os.posix_fallocate(fd, 0, num_bytes)
+            _write_zeros(fd, num_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-            return cls(fd, num_bytes, populate=True)
+            memory = cls(fd, num_bytes)
         except OSError as error:
             os.close(fd)
             raise _too_little(num_bytes, str(error)) from error
+        memory.populate()
+        return memory
 
     @classmethod
     def open(cls, fd: int) -> Memory:
@@ -143,7 +145,7 @@ class Memory:
         try:
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
                 raise TransportError(f"{WHAT}: the keeper holds memory that is not sealed")
-            return cls(fd, os.fstat(fd).st_size, populate=False)
+            return cls(fd, os.fstat(fd).st_size)
         except BaseException:
             os.close(fd)
             raise
@@ -178,6 +180,14 @@ class Memory:
         if _checksum(tail) != checksum:
             return None
         return Version(self, Tail.from_bytes(tail), begin + length)
+
+
+def _write_zeros(fd: int, num_bytes: int) -> None:
+    """Reserves memory; what posix_fallocate() reserves would be zeroed later, page by page."""
+    zeros = memoryview(bytes(_ZEROED_AT_ONCE))
+    end = 0
+    while end < num_bytes:
+        end += os.pwrite(fd, zeros[: num_bytes - end], end)
 
 
 def _too_little(num_bytes: int, why: str) -> TransportError:
