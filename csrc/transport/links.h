@@ -69,8 +69,8 @@ class Links {
     publish_sent(peer);
   }
 
-  // Fetches the lines that the next num_bytes of the ring will be written to. Their last readers or
-  // a longer memory hold them, which a rank that waits anyway need not notice when it sends.
+  // Fetches the cache lines of the ring's next num_bytes, which will be written: the receiver's
+  // cache has them, or only memory, and a send would wait for each.
   void fetch_outgoing(int peer, uint64_t num_bytes) const {
     const std::byte* lines = outgoing(peer);
     const uint64_t num_lines = std::min(lines_of(num_bytes), to_end(sent_[peer]));
