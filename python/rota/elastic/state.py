@@ -21,7 +21,8 @@ from rota.elastic.reservation import Reservation, announce
 from rota.errors import Mismatch, TransportError
 from rota.joint import sides
 
-# Of tensors on a GPU that are made anew by a state_dict(): shorter ones are pickled.
+# Of tensors that are made anew by a state_dict(): shorter ones are pickled if they are on a GPU, or
+# more than plain numbers.
 _LONG_BYTES = 64 << 10
 # Longer states are not saved at every step.
 _MAX_SAVED_BYTES = 256 << 10
@@ -369,7 +370,8 @@ def _is_loose(leaf: Any) -> bool:
     """Whether it goes through memory. Pickling takes 0.2 ms a tensor, on every rank."""
     if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
         return False
-    return leaf.is_cpu or leaf.nbytes >= _LONG_BYTES
+    is_plain = type(leaf) is torch.Tensor and leaf.is_cpu and not leaf.is_quantized
+    return is_plain or leaf.nbytes >= _LONG_BYTES
 
 
 class _Timer:
