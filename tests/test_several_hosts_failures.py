@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import rota
 from hosts import Hosts
@@ -67,6 +68,50 @@ def test_all_hosts_hear_of_a_killed_rank(victim: int) -> None:
         assert error == "PeerFailed", (rank, error, text)
         assert f"rank {victim}" in text, (rank, text)
         assert seconds < 5, (rank, seconds)
+
+
+def end_before_the_others(
+    rank: Rank, hosts: tuple[int, ...], sender: int, receiver: int
+) -> tuple[str, str]:
+    """Rank 2 ends while the data of its last call is still on its way from sender to receiver."""
+    os.environ["ROTA_HOST_ID"] = f"host{hosts[rank.rank]}"
+    rank.init()
+    num_elems = 1 << 27
+    sent, expected = [0] * len(hosts), [0] * len(hosts)
+    if rank.rank == sender:
+        sent[receiver] = num_elems
+    if rank.rank == receiver:
+        expected[sender] = num_elems
+    output = torch.empty(sum(expected))
+    dist.all_to_all_single(output, torch.ones(sum(sent)), expected, sent)
+    if rank.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert bool((output == 1).all())
+    rank.tell()
+    rank.hear()
+    error, text, _ = outcome(dist.barrier)
+    time.sleep(1)  # a rank that ends takes its connections with it
+    return error, text
+
+
+@pytest.mark.parametrize(
+    ("hosts", "sender", "receiver"),
+    [((0, 0, 1, 1), 0, 3), ((0, 1, 2, 2), 0, 1)],
+    ids=["own_host_is_in_the_call", "own_host_has_told_the_others"],
+)
+def test_rank_that_has_done_its_part_may_end(
+    hosts: tuple[int, ...], sender: int, receiver: int
+) -> None:
+    with Ranks(4, end_before_the_others, hosts, sender, receiver, timeout_s=40) as ranks:
+        for rank in (0, 1, 3):
+            ranks.hear(rank)
+        for rank in (0, 1, 3):
+            ranks.tell(rank)
+        results = ranks.results(killed=[2])
+        pid = ranks.pid(2)
+    for rank in (0, 1, 3):
+        error, text = results[rank]
+        assert error == "PeerFailed" and f"rank 2 (pid {pid}) has died" in text, (rank, text)
 
 
 def be_late(rank: Rank) -> tuple[str, str, float]:

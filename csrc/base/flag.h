@@ -36,6 +36,11 @@ struct alignas(kCacheLineBytes) Flag {
     SharedWord<uint64_t>(value).store(new_value, std::memory_order_seq_cst);
   }
 
+  // Only release: for a flag on which nobody sleeps.
+  void record(uint64_t new_value) {
+    SharedWord<uint64_t>(value).store(new_value, std::memory_order_release);
+  }
+
   // Changes `from`, which this thread has loaded, to `to` unless another writer was first; for
   // flags whose writers take turns. Relaxed: the load has acquired what the writer of `from` did,
   // and nobody acts on `to` but by waiting for the next value.

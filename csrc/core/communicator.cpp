@@ -71,13 +71,18 @@ void Communicator::in_epoch(const Call& call, CallerThread thread,
     body();
   } catch (const Error& error) {
     // All ranks compared the same calls and stopped at the same point: the group stays usable.
-    if (error.kind() != ErrorKind::kMismatch) fail(error);
+    if (error.kind() == ErrorKind::kMismatch) {
+      transport_->own_control().completed.record(epoch_);
+    } else {
+      fail(error);
+    }
     throw;
   } catch (...) {
     publish_abort(ErrorKind::kInternal, ErrorKind::kPeerFailed,
                   join(watch_.prefix(), " was interrupted ", watch_.place()));
     throw;
   }
+  transport_->own_control().completed.record(epoch_);
 }
 
 void Communicator::agree(const Call& call, CallerThread thread,
@@ -246,7 +251,7 @@ uint64_t Communicator::post_launch(const Call& call, std::span<const int> ranks,
   auto& own = const_cast<Posts&>(posts_of(rank()));  // this rank is its only writer
   const uint64_t launch = own.launched.load() + 1;
   try {
-    watch_.begin_collective(call.kind_name(), launch, /*lets_signals_through=*/true);
+    watch_.begin_call(call.kind_name(), launch, /*lets_signals_through=*/true);
     for (const int peer : ranks) {
       if (launch <= Posts::kNumPosts) break;
       watch_.begin_wait(peer, "queueing on the GPU", launch);

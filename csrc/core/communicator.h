@@ -58,6 +58,12 @@ class Communicator {
   // that it failed with, because a user may look at any of several failed calls first.
   void check_usable(std::string_view collective) const;
 
+  // For ranks that are one host's part of a group: says that this one has done its part of that
+  // call of the group.
+  void record_completed_call(uint64_t number) {
+    transport_->own_control().completed_call.record(number);
+  }
+
   // The kind of error that later calls throw; none while the group is usable.
   std::optional<ErrorKind> failure() const;
 

@@ -48,7 +48,7 @@ void DeviceMonitor::run() {
   int awaited_peer = communicator_.rank();
   while (!ended_->wait_for(lock, kLookEvery, [this] { return is_ending_; })) {
     awaited_peer = schedule::next_rank(awaited_peer, communicator_.world_size());
-    watch_.begin_collective("collective on the GPU", communicator_.num_posted_launches(), false);
+    watch_.begin_call("collective on the GPU", communicator_.num_posted_launches(), false);
     watch_.begin_wait(awaited_peer, "queued", 0);
     look_for_leavers();
     const std::optional<cuda::Failure> stall = kernels_.take_stall();

@@ -162,8 +162,8 @@ bool PointToPoint::wait(const Request& request, CallerThread thread,
 bool PointToPoint::wait_until_done(const Request& request, CallerThread thread,
                                    std::optional<Nanoseconds> patience) {
   Watch watch(transport_, communicator_.timeout(), check_interrupt_);
-  watch.begin_collective(name(request.direction_), request.number_,
-                         /*lets_signals_through=*/thread == CallerThread::kUser);
+  watch.begin_call(name(request.direction_), request.number_,
+                   /*lets_signals_through=*/thread == CallerThread::kUser);
   const Nanoseconds start = patience ? steady_now() : Nanoseconds();
   Observer observer(watch, request);
   bool is_patient = true;
@@ -252,7 +252,7 @@ void PointToPoint::attend_all() {
 // Moves what can be moved, then waits for more for about a tick. Returns false if nothing came.
 bool PointToPoint::step_in(std::unique_lock<std::mutex>& lock) {
   Watch watch(transport_, communicator_.timeout(), check_interrupt_);
-  watch.begin_collective("send_recv", num_requests_, /*lets_signals_through=*/false);
+  watch.begin_call("send_recv", num_requests_, /*lets_signals_through=*/false);
   Done done;
   try {
     queues_.move(done);

@@ -14,10 +14,17 @@ Watch::Watch(const transport::Transport& transport, Nanoseconds timeout,
 
 void Watch::begin_collective(std::string_view collective, uint64_t epoch, bool lets_signals_through,
                              std::optional<Nanoseconds> own_timeout) {
-  collective_ = collective;
-  epoch_ = epoch;
-  lets_signals_through_ = lets_signals_through;
+  begin_call(collective, epoch, lets_signals_through);
+  is_collective_ = true;
   own_timeout_ = own_timeout;
+}
+
+void Watch::begin_call(std::string_view call, uint64_t number, bool lets_signals_through) {
+  call_ = call;
+  epoch_ = number;
+  is_collective_ = false;
+  lets_signals_through_ = lets_signals_through;
+  own_timeout_ = std::nullopt;
   phase_ = "start";
   step_ = 0;
   has_warned_ = false;
@@ -69,8 +76,8 @@ std::vector<const LifeWord*> Watch::lives() const {
 
 std::optional<Error> Watch::find_death() const {
   for (const int peer : transport_.find_dead_peers()) {
-    // A peer that closed its communicator before it ended has done its part.
-    if (has_departed(peer)) continue;
+    // If it closed its communicator before it ended, find_departure() knows more.
+    if (has_departed(peer) || has_done_its_part(peer)) continue;
     return cause_of(
         Error(ErrorKind::kPeerFailed, prefix(),
               join(transport_.describe(peer), " has died ", place(), "; restart the job")));
@@ -86,6 +93,14 @@ bool Watch::has_departed(int peer) const {
   return transport_.region(peer).control().departed.load() != 0;
 }
 
+bool Watch::has_done_its_part(int peer) const {
+  return is_collective_ && transport_.region(peer).control().completed.load() >= epoch_;
+}
+
+bool Watch::is_needed(int peer) const {
+  return is_collective_ ? !has_done_its_part(peer) : (needed_ >> peer & 1) != 0;
+}
+
 std::optional<Error> Watch::find_departure() const {
   const auto error = [this](std::string_view who) {
     return cause_of(Error(ErrorKind::kPeerFailed, prefix(),
@@ -97,7 +112,7 @@ std::optional<Error> Watch::find_departure() const {
     if (peer == transport_.rank()) continue;
     if (!has_departed(peer)) {
       are_all_gone = false;
-    } else if (needed_ >> peer & 1) {
+    } else if (is_needed(peer)) {
       return error(transport_.describe(peer));
     }
   }
@@ -110,7 +125,7 @@ std::string Watch::awaited() const {
 }
 
 std::string Watch::prefix() const {
-  return join("rota.", collective_, ": rank ", transport_.number_of_all());
+  return join("rota.", call_, ": rank ", transport_.number_of_all());
 }
 
 std::string Watch::place() const {

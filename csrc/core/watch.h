@@ -37,10 +37,14 @@ class Watch final : public cpu::PeerWaitObserver {
   Watch(const transport::Transport& transport, Nanoseconds timeout,
         std::function<void()> check_interrupt);
 
+  // A collective of this epoch: a peer that has done its part of it may have left the group, or
+  // have ended without a word; no wait of the collective is in vain because of that.
   // lets_signals_through is false on progress threads, to which Python delivers no signals.
   // own_timeout: of each wait of this collective; none: the group's.
   void begin_collective(std::string_view collective, uint64_t epoch, bool lets_signals_through,
                         std::optional<Nanoseconds> own_timeout = std::nullopt);
+  // Anything else. Nobody knows what it needs of whom, so each death ends its waits.
+  void begin_call(std::string_view call, uint64_t number, bool lets_signals_through);
   void begin_wait(int peer, std::string_view phase, uint64_t step) override;
   // For several peers at once, as a bit mask of ranks: fails when any of them leaves. An empty mask
   // fails when all have left.
@@ -48,7 +52,8 @@ class Watch final : public cpu::PeerWaitObserver {
   std::optional<Error> poll() override;
   std::optional<Error> tick(Nanoseconds waited) override;
   std::vector<const LifeWord*> lives() const override;
-  // A rank that died without leaving the group, or why it failed before. Costs a system call.
+  // A rank that died without leaving the group or doing its part, or why it failed before. Costs a
+  // system call.
   std::optional<Error> find_death() const;
 
   // The group's.
@@ -64,6 +69,9 @@ class Watch final : public cpu::PeerWaitObserver {
   std::optional<Error> find_abort() const;
   Error cause_of(const Error& loss) const;
   bool has_departed(int peer) const;
+  // Its part of this collective.
+  bool has_done_its_part(int peer) const;
+  bool is_needed(int peer) const;
   std::optional<Error> find_departure() const;
   std::string awaited() const;
   void warn_about_stall(Nanoseconds waited);
@@ -72,8 +80,9 @@ class Watch final : public cpu::PeerWaitObserver {
   std::atomic<Nanoseconds> timeout_;  // any thread may set it
   std::function<void()> check_interrupt_;
 
-  std::string_view collective_;
-  uint64_t epoch_ = 0;
+  std::string_view call_;
+  uint64_t epoch_ = 0;  // or what begin_call() was given
+  bool is_collective_ = false;
   bool lets_signals_through_ = false;
   std::optional<Nanoseconds> own_timeout_;
   int peer_ = 0;         // whom errors name

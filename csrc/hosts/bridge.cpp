@@ -28,7 +28,7 @@ Bridge::Bridge(schedule::Hosts hosts, int rank, std::shared_ptr<Communicator> lo
       messages_(is_leader() ? static_cast<size_t>(hosts_.num_hosts()) : 0),
       monitor_(
           engine_, inbox_, hosts_, *local_, rank, [this](int peer) { return describe(peer); },
-          [this](const Error& error) { fail(error); },
+          [this] { return waits_outside_calls(); }, [this](const Error& error) { fail(error); },
           [this] {
             const std::lock_guard lock(hook_mutex_);
             if (failure_hook_) failure_hook_();
@@ -41,12 +41,16 @@ void Bridge::begin(const Call& call, std::optional<Nanoseconds> own_timeout) {
   ++epoch_;
   kind_name_ = call.kind_name();
   own_timeout_ = own_timeout;
+  monitor_.begin_call(epoch_);
 }
 
 // The ranks of a host agree first, so their leader greets the other hosts for all of them. Messages
 // of data follow only once all hosts have agreed, so they have the length that their receivers
 // expect.
 void Bridge::agree(const Call& call, const ShortSum* short_sum) {
+  if (const auto loss = monitor_.find_loss()) {
+    throw Error(loss->kind(), prefix(kind_name_), loss->told());
+  }
   std::optional<Error> disagreement;
   try {
     local_->agree(call, CallerThread::kProgress, own_timeout_);
@@ -178,6 +182,13 @@ void Bridge::fail(const Error& error) {
 void Bridge::abort(const std::string& reason) {
   local_->abort(reason);
   end_waits(Error(ErrorKind::kPeerFailed, reason));
+}
+
+// What the hook ends may wait for anybody.
+bool Bridge::waits_outside_calls() {
+  if (engine_.awaited() || inbox_.is_awaited()) return true;
+  const std::lock_guard lock(hook_mutex_);
+  return failure_hook_ != nullptr;
 }
 
 void Bridge::end_waits(const Error& error) {

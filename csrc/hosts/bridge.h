@@ -66,8 +66,13 @@ class Bridge {
     try {
       agree(call, short_sum);
       body();
+      monitor_.end_call();
     } catch (const Error& error) {
-      if (error.kind() != ErrorKind::kMismatch) fail(error);
+      if (error.kind() == ErrorKind::kMismatch) {
+        monitor_.end_call();
+      } else {
+        fail(error);
+      }
       throw;
     } catch (const std::exception& error) {
       abort(join("rank ", rank_, " failed in ", call.kind_name(), ": ", error.what()));
@@ -146,6 +151,8 @@ class Bridge {
     return *reinterpret_cast<const Greeting*>(messages_[static_cast<size_t>(host)].data());
   }
   Error mismatch(const Call& call) const;
+  // Whether a wait that is no call's may need any rank.
+  bool waits_outside_calls();
   void end_waits(const Error& error);
 
   schedule::Hosts hosts_;

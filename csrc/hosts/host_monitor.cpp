@@ -23,17 +23,28 @@ constexpr milliseconds kLastWords{200};
 // Signs whose sending nobody has waited for; more than a peer leaves unread before it is given up.
 constexpr size_t kMostSent = 64;
 
+std::string text_of(const Letter& letter) {
+  return {letter.text.data(), strnlen(letter.text.data(), letter.text.size())};
+}
+
+void write_text(Letter& letter, const std::string& text) {
+  std::strncpy(letter.text.data(), text.c_str(), letter.text.size() - 1);
+}
+
 }  // namespace
 
 HostMonitor::HostMonitor(Engine& engine, Inbox& inbox, const schedule::Hosts& hosts,
                          Communicator& local, int rank, std::function<std::string(int)> describe,
+                         std::function<bool()> waits_outside_calls,
                          std::function<void(const Error&)> fail,
                          std::function<void()> after_failure)
     : engine_(engine),
       inbox_(inbox),
       hosts_(hosts),
+      local_(local),
       rank_(rank),
       describe_(std::move(describe)),
+      waits_outside_calls_(std::move(waits_outside_calls)),
       fail_(std::move(fail)),
       after_failure_(std::move(after_failure)),
       local_watch_(local.transport(), local.timeout(), nullptr),
@@ -43,8 +54,7 @@ HostMonitor::HostMonitor(Engine& engine, Inbox& inbox, const schedule::Hosts& ho
   for (int host = 0; host < hosts.num_hosts(); ++host) {
     if (host != own_host) heard_.emplace(hosts.partner_of(rank, host), Heard{});
   }
-  local_watch_.begin_collective("wait", 0, /*lets_signals_through=*/false);
-  local_watch_.begin_wait(kAnyRank, "another host's data", 0);
+  local_watch_.begin_call("wait", 0, /*lets_signals_through=*/false);
   *listening_ = std::thread([this] { listen(); });
   *watching_ = std::thread([this] { watch(); });
 }
@@ -64,6 +74,12 @@ HostMonitor::~HostMonitor() {
 void HostMonitor::expect_signs() {
   const std::lock_guard lock(mutex_);
   expects_signs_ = true;
+}
+
+void HostMonitor::end_call() {
+  const uint64_t number = call_.exchange(0);
+  completed_.store(number);
+  local_.record_completed_call(number);
 }
 
 void HostMonitor::announce(const Error& error) {
@@ -103,10 +119,15 @@ void HostMonitor::take(int sender, const Letter& letter) {
     if (heard != heard_.end()) {
       heard->second.silent_for = milliseconds(0);
       heard->second.has_left |= letter.kind == Letter::Kind::kLeft;
+      if (letter.kind == Letter::Kind::kAlive) heard->second.completed = letter.completed;
+    }
+    if (letter.kind == Letter::Kind::kDied) {
+      dead_.try_emplace(static_cast<int>(letter.dead), Dead{text_of(letter), letter.completed});
+      woken_->notify_one();
     }
     if (letter.kind != Letter::Kind::kFailed || has_failed_) return;
   }
-  const std::string text(letter.text.data(), strnlen(letter.text.data(), letter.text.size()));
+  const std::string text = text_of(letter);
   fail_(Error(letter.error, prefix(),
               letter.has_cause != 0 ? text : join(describe_(sender), " failed: ", text)));
 }
@@ -124,21 +145,22 @@ void HostMonitor::watch() {
     if (news) {
       Letter letter{
           .kind = Letter::Kind::kFailed, .error = news->kind(), .has_cause = news->has_cause()};
-      std::strncpy(letter.text.data(), news->told().c_str(), letter.text.size() - 1);
+      write_text(letter, news->told());
       send(letter, kLastWords);
       after_failure_();
     } else if (!has_failed) {
-      std::optional<Error> error = local_watch_.poll();
-      if (!error) error = local_watch_.find_death();
-      if (error) fail_(*error);
       const auto now = Clock::now();
       if (now >= next_sign) {
         next_sign = now + kSignEvery;
-        send({}, milliseconds(0));
+        send({.completed = completed_.load()}, milliseconds(0));
       }
+      look_for_deaths();
       // Where this thread was held up, others may have been, too: it counts what it has seen pass.
       count_silence(std::min(std::chrono::duration_cast<milliseconds>(now - last), 2 * kTick));
       last = now;
+      std::optional<Error> error = local_watch_.poll();
+      if (!error) error = find_loss();
+      if (error) fail_(*error);
       if (is_waiting) warn_about_stall();
     }
     lock.lock();
@@ -172,21 +194,60 @@ void HostMonitor::send(const Letter& letter, milliseconds patience) {
   while (sent_.size() > kMostSent * receivers_.size()) sent_.pop_front();
 }
 
-void HostMonitor::count_silence(milliseconds passed) {
-  std::optional<Error> error;
-  {
-    const std::lock_guard lock(mutex_);
-    for (auto& [peer, heard] : heard_) {
-      if (!expects_signs_ || heard.has_left) continue;
-      heard.silent_for += passed;
-      if (heard.silent_for < longest_silence_) continue;
-      error =
-          Error(ErrorKind::kPeerFailed, prefix(),
-                join(describe_(peer), " has given no sign of life for ", heard.silent_for.count(),
-                     " ms; its host has vanished, or the network between the hosts is down"));
+// Those of this host, of whom this rank tells the other hosts. What a rank says of its calls can be
+// read after its death, too.
+void HostMonitor::look_for_deaths() {
+  const transport::Transport& transport = local_.transport();
+  for (const int peer : transport.find_dead_peers()) {
+    const transport::ControlBlock& control = transport.region(peer).control();
+    if (control.departed.load() != 0) continue;
+    const int number = transport.number_of(peer);
+    const Dead dead{transport.describe(peer), control.completed_call.load()};
+    {
+      const std::lock_guard lock(mutex_);
+      if (!dead_.try_emplace(number, dead).second) continue;
     }
+    // Some may have heard from no other rank of this host.
+    for (const int receiver : hosts_.whose_partner_is(number)) {
+      if (std::ranges::count(receivers_, receiver) == 0) receivers_.push_back(receiver);
+    }
+    Letter letter{.kind = Letter::Kind::kDied, .dead = number, .completed = dead.completed};
+    write_text(letter, dead.name);
+    send(letter, milliseconds(0));
   }
-  if (error) fail_(*error);
+}
+
+void HostMonitor::count_silence(milliseconds passed) {
+  const std::lock_guard lock(mutex_);
+  for (auto& [peer, heard] : heard_) {
+    if (!expects_signs_ || heard.has_left) continue;
+    heard.silent_for += passed;
+  }
+}
+
+std::optional<Error> HostMonitor::find_loss() {
+  const uint64_t call = call_.load();
+  const bool waits_outside_calls = call == 0 && waits_outside_calls_();
+  const auto needs_more_than = [&](uint64_t completed) {
+    return waits_outside_calls || call > completed;
+  };
+  const std::lock_guard lock(mutex_);
+  for (const auto& [peer, dead] : dead_) {
+    if (needs_more_than(dead.completed)) return lost(dead.name + " has died", "restart the job");
+  }
+  for (const auto& [peer, heard] : heard_) {
+    if (heard.silent_for < longest_silence_ || !needs_more_than(heard.completed)) continue;
+    return lost(
+        join(describe_(peer), " has given no sign of life for ", heard.silent_for.count(), " ms"),
+        "its host has vanished, or the network between the hosts is down");
+  }
+  return std::nullopt;
+}
+
+Error HostMonitor::lost(std::string_view what, std::string_view advice) const {
+  const std::optional<Engine::Awaited> awaited = engine_.awaited();
+  const std::string place = awaited ? awaited->phase : join("call ", call_.load());
+  return Error(ErrorKind::kPeerFailed, prefix(), join(what, " (", place, "); ", advice));
 }
 
 std::string HostMonitor::prefix() const {

@@ -4,10 +4,16 @@
 // failure to the other hosts, and tells the user for whom a wait has lasted long. The other takes
 // the letters of other hosts.
 //
+// A rank may end without a word once it has done its part of its last call, while others are still
+// in that call. So the news of a death says which call that was, and each rank fails only where it
+// needs the dead one: in a later call, or in a wait outside calls. A rank that does neither goes
+// on.
+//
 // Each rank sends to those ranks of other hosts whose partner it is (schedule/hosts.h), and hears
 // from its own partners, one on each other host.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -32,11 +38,13 @@ namespace rota::hosts {
 
 class HostMonitor {
  public:
-  // fail(error): runs in a thread of this, when another rank has failed. after_failure(): likewise,
-  // once this rank has failed and has told the other hosts.
+  // All these run in a thread of this. waits_outside_calls(): whether this rank waits for another
+  // outside calls. fail(error): when another rank has failed. after_failure(): once this rank has
+  // failed and has told the other hosts.
   HostMonitor(Engine& engine, Inbox& inbox, const schedule::Hosts& hosts, Communicator& local,
               int rank, std::function<std::string(int)> describe,
-              std::function<void(const Error&)> fail, std::function<void()> after_failure);
+              std::function<bool()> waits_outside_calls, std::function<void(const Error&)> fail,
+              std::function<void()> after_failure);
   // Tells the other hosts that this rank has left, unless it has failed.
   ~HostMonitor();
   HostMonitor(const HostMonitor&) = delete;
@@ -44,6 +52,11 @@ class HostMonitor {
 
   // From now on all ranks have one of these: who gives no sign of life is lost.
   void expect_signs();
+  // This rank is in the call of that number, counted from 1, until it has done its part of it.
+  void begin_call(uint64_t number) { call_.store(number); }
+  void end_call();
+  // A rank that this one needs, and that is dead or silent; as far as this rank has heard.
+  std::optional<Error> find_loss();
   // Tells the other hosts that this rank has failed, and returns at once. From any thread.
   void announce(const Error& error);
 
@@ -59,13 +72,21 @@ class HostMonitor {
   struct Heard {
     std::chrono::milliseconds silent_for{0};
     bool has_left = false;
+    uint64_t completed = 0;  // the last call of which it has said that it is done
+  };
+  // One that has ended without leaving the group.
+  struct Dead {
+    std::string name;
+    uint64_t completed = 0;  // the last call that it has done its part of
   };
 
   void listen();
   void watch();
   void take(int sender, const Letter& letter);
   void send(const Letter& letter, std::chrono::milliseconds patience);
+  void look_for_deaths();
   void count_silence(std::chrono::milliseconds passed);
+  Error lost(std::string_view what, std::string_view advice) const;
   void warn_about_stall();
   // The start of a message.
   std::string prefix() const;
@@ -73,12 +94,16 @@ class HostMonitor {
   Engine& engine_;
   Inbox& inbox_;
   const schedule::Hosts& hosts_;
+  Communicator& local_;
   int rank_;
   std::function<std::string(int)> describe_;
+  std::function<bool()> waits_outside_calls_;
   std::function<void(const Error&)> fail_;
   std::function<void()> after_failure_;
+  std::atomic<uint64_t> call_{0};              // in which this rank is; 0: in none
+  std::atomic<uint64_t> completed_{0};         // the last one that it has done its part of
   Watch local_watch_;                          // the watching thread's own
-  std::vector<int> receivers_;                 // of this rank's signs
+  std::vector<int> receivers_;                 // of this rank's letters, for the watching thread
   std::chrono::milliseconds longest_silence_;  // before a rank counts as lost
   std::deque<Sent> sent_;                      // of the watching thread
   Clock::time_point warned_of_{};              // the wait that the user knows of
@@ -86,6 +111,7 @@ class HostMonitor {
   std::mutex mutex_;
   // Guarded by it.
   std::unordered_map<int, Heard> heard_;  // by rank
+  std::unordered_map<int, Dead> dead_;    // by rank
   std::optional<Error> to_announce_;
   bool expects_signs_ = false;
   bool has_failed_ = false;

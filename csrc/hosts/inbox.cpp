@@ -60,6 +60,11 @@ std::optional<Inbox::Arrival> Inbox::wait(Place& place, std::chrono::millisecond
   return place.arrival;
 }
 
+bool Inbox::is_awaited() const {
+  const std::lock_guard lock(mutex_);
+  return !places_.empty();
+}
+
 bool Inbox::leave(const PlaceRef& place) {
   const std::lock_guard lock(mutex_);
   if (place->arrival) return false;

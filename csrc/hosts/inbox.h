@@ -42,6 +42,8 @@ class Inbox {
   PlaceRef enter(int source, int64_t tag);
   // Blocks until an envelope matches, or `patience` is over. Throws what fail() was given.
   std::optional<Arrival> wait(Place& place, std::chrono::milliseconds patience);
+  // Whether a recv has no envelope yet.
+  bool is_awaited() const;
   // Gives the place up. Returns false if an envelope has matched it.
   bool leave(const PlaceRef& place);
   // Ends all waits with this error.
@@ -51,7 +53,7 @@ class Inbox {
   static std::shared_ptr<EarlyData> take_in(int source, const Envelope& envelope, Engine& engine);
   static bool matches(const Place& place, int source, int64_t tag);
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   // Guarded by it.
   std::list<PlaceRef> places_;   // that nothing has matched
   std::list<Arrival> arrivals_;  // likewise

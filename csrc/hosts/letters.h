@@ -1,5 +1,5 @@
 // The short messages of one form that each rank takes from any other, in one thread: signs of life,
-// failures, and the envelopes of sends.
+// deaths, failures, and the envelopes of sends.
 #pragma once
 
 #include <array>
@@ -28,13 +28,16 @@ struct Envelope {
 };
 
 struct Letter {
-  enum class Kind : uint64_t { kAlive, kLeft, kFailed, kEnvelope };
+  enum class Kind : uint64_t { kAlive, kLeft, kDied, kFailed, kEnvelope };
 
   Kind kind = Kind::kAlive;
-  ErrorKind error = ErrorKind::kNone;  // of kFailed, as the next one and the text
+  int64_t dead = 0;                    // of kDied: a rank of the sender's host
+  uint64_t completed = 0;              // of kAlive, kDied: the last call that the sender, or the
+                                       // dead rank, has done its part of
+  ErrorKind error = ErrorKind::kNone;  // of kFailed, as the next one
   uint64_t has_cause = 0;              // as Error's
   Envelope envelope;                   // of kEnvelope
-  std::array<char, 456> text{};        // zero-terminated
+  std::array<char, 440> text{};        // of kFailed, or the dead rank's name; zero-terminated
 };
 
 }  // namespace rota::hosts

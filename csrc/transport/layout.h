@@ -44,6 +44,8 @@ struct alignas(kPageBytes) ControlBlock {
   Flag filled;         // rounds (ring: steps) whose slot the owner has filled
   Flag drained;  // rounds in which the owner has read (two_shot: reduced) its part of peers' slots;
                  // two_level: stages that the owner has completed
+  Flag completed;         // the last epoch of which the owner has done its part
+  Flag completed_call;    // likewise, of the calls over several hosts
   Flag sleeping;          // 1 while the owner sleeps on a flag, then 0 again
   Flag departed;          // 1 once the owner has closed its communicator
   Flag regions_left;      // steps that the owner has taken to release GPU regions: odd, its

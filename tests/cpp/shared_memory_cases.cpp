@@ -162,10 +162,12 @@ void signals_do_not_disturb_connect() {
 
 // ---- death ----
 
-// Rank 2 ends by end(), and rank 0 looks for failures while it waits for `awaited`. It must report
-// expected_error, or nothing if that is empty.
-void watch_a_rank_end(const std::function<void(Communicator&)>& end, int awaited, Exit expected_end,
-                      std::string_view expected_error) {
+constexpr uint64_t kEpoch = 17;
+
+// Rank 2 has completed that epoch and ends by end(), and rank 0 looks for failures while it waits
+// for `awaited` in epoch 17. It must report expected_error, or nothing if that is empty.
+void watch_a_rank_end(uint64_t completed, const std::function<void(Communicator&)>& end,
+                      int awaited, Exit expected_end, std::string_view expected_error) {
   const TemporaryDirectory directory;
   std::vector<pid_t> pids;
   for (int rank = 0; rank < 3; ++rank) {
@@ -173,13 +175,14 @@ void watch_a_rank_end(const std::function<void(Communicator&)>& end, int awaited
       auto transport = connect(directory, rank, 3);
       FileStore store(directory);
       if (rank == 2) {
+        transport->own_control().completed.record(completed);
         Communicator communicator(std::move(transport), kPatience, [] {});
         return end(communicator);
       }
       store.await("rank 2 has ended");
       if (rank == 1) return (void)store.await("rank 0 has looked");
       Watch watch(*transport, kPatience, [] {});
-      watch.begin_collective("all_reduce", 17, /*lets_signals_through=*/true);
+      watch.begin_collective("all_reduce", kEpoch, /*lets_signals_through=*/true);
       watch.begin_wait(awaited, "ring receive", 3);
       const auto error = watch.tick(Nanoseconds(0));
       store.set("rank 0 has looked", "1");
@@ -202,16 +205,26 @@ void watch_a_rank_end(const std::function<void(Communicator&)>& end, int awaited
 
 void killed_peer_is_noticed_whoever_is_awaited() {
   for (const int awaited : {1, 2}) {
-    watch_a_rank_end([](Communicator&) { raise(SIGKILL); }, awaited, Exit{.signal = SIGKILL},
-                     "has died");
+    watch_a_rank_end(
+        kEpoch - 1, [](Communicator&) { raise(SIGKILL); }, awaited, Exit{.signal = SIGKILL},
+        "has died");
   }
 }
 
-// A rank may close and end as soon as it is done, while others still exchange the last chunks. That
-// is a failure only for a rank that waits for it.
-void peer_that_closed_before_it_ended_is_no_failure() {
-  watch_a_rank_end([](Communicator&) {}, /*awaited=*/1, Exit{}, "");
-  watch_a_rank_end([](Communicator&) {}, /*awaited=*/2, Exit{}, "rank 2");
+void closed_peer_is_noticed_whoever_is_awaited() {
+  for (const int awaited : {1, 2}) {
+    watch_a_rank_end(kEpoch - 1, [](Communicator&) {}, awaited, Exit{}, "has left");
+  }
+}
+
+// A rank may close, or end without a word, as soon as it is done, while others still exchange the
+// last chunks.
+void peer_that_has_done_its_part_may_end() {
+  for (const int awaited : {1, 2}) {
+    watch_a_rank_end(
+        kEpoch, [](Communicator&) { raise(SIGKILL); }, awaited, Exit{.signal = SIGKILL}, "");
+    watch_a_rank_end(kEpoch, [](Communicator&) {}, awaited, Exit{}, "");
+  }
 }
 
 void killed_peer_is_named_in_a_wait(CallerThread thread) {
@@ -427,7 +440,8 @@ const CaseTable kCases{
     {"shared_memory_shortage", memory_shortage_is_an_error},
     {"shared_memory_signals", signals_do_not_disturb_connect},
     {"killed_peer_noticed-ws3", killed_peer_is_noticed_whoever_is_awaited},
-    {"closed_peer_ended-ws3", peer_that_closed_before_it_ended_is_no_failure},
+    {"closed_peer_noticed-ws3", closed_peer_is_noticed_whoever_is_awaited},
+    {"peer_ended_behind_its_part-ws3", peer_that_has_done_its_part_may_end},
     {"killed_peer_user_thread-ws3", [] { killed_peer_is_named_in_a_wait(CallerThread::kUser); }},
     {"killed_peer_progress_thread-ws3",
      [] { killed_peer_is_named_in_a_wait(CallerThread::kProgress); }},
