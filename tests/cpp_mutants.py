@@ -12,7 +12,8 @@ LAYOUT = "transport/layout.h"
 LINKS = "transport/links.h"
 TWO_LEVEL = "cpu/two_level.h"
 SLOTS = ("mixed_calls-ws3", "longest_messages-ws2")
-MESSAGES = ("p2p_lengths", "p2p_short", "p2p_both_first", "p2p_mixed-ws4")
+FULL_LINKS = ("p2p_full-envelopes", "p2p_full-short_ring")
+MESSAGES = ("p2p_lengths", *FULL_LINKS, "p2p_both_first", "p2p_mixed-ws4")
 POSTS = ("launches_agree-ws4", "launches_too_far_ahead")
 ANSWERS = ("rendezvous-ws5", "rendezvous_groups-ws3")
 ENDS = ("joined_regions_order", "joined_regions_anew")
@@ -107,17 +108,30 @@ MUTANTS = (
     ),
     Mutant(
         "link-sent-too-early",
-        (Patch(LINKS, r"min\(end, ring_lines_\)", "min(end, ring_lines_ + (IS_MUTANT ? 1 : 0))"),),
+        (
+            Patch(
+                LINKS, r"min\(end, all_units\(\)\)", "min(end, all_units() + (IS_MUTANT ? 4 : 0))"
+            ),
+        ),
         MESSAGES,
     ),
     Mutant(
         "link-read-too-early",
-        (Patch(LINKS, r"\.lines \+ 1\}", ".lines + (IS_MUTANT ? 0 : 1)}"),),
+        (Patch(LINKS, r"\.units \+ 1\}", ".units + (IS_MUTANT ? 0 : 1)}"),),
         MESSAGES,
     ),
-    earlier("link-release-too-early", "std::min({in.size()", "links_.release(peer, num_bytes);"),
+    Mutant(
+        "short-ring-overwritten",
+        (Patch(LINKS, r"line_units\(", r"\g<0>IS_MUTANT ? 1 : "),),
+        MESSAGES,
+    ),
     earlier(
-        "link-publish-too-early", "= links_.outgoing(", "links_.publish(send.peer_, num_bytes);"
+        "link-release-too-early", "std::min({in.size()", "links_.release(peer, ring, num_bytes);"
+    ),
+    earlier(
+        "link-publish-too-early",
+        "= links_.outgoing(",
+        "links_.publish(send.peer_, ring_of(message), num_bytes);",
     ),
     earlier("envelope-released-too-early", "= begin(", "links_.release_envelope(peer);"),
     earlier(

@@ -79,11 +79,13 @@ uint64_t MessageQueues::next_piece(const Request& send) const {
   const Message& message = send.message_;
   if (!send.is_begun_) return bytes_in_envelope(message, transport_.geometry());
   return std::min({piece_bytes(message, transport_.geometry()),
-                   message.num_bytes() - send.num_moved_, links_.longest_piece(send.peer_)});
+                   message.num_bytes() - send.num_moved_,
+                   links_.longest_piece(send.peer_, ring_of(message))});
 }
 
 Awaited MessageQueues::room_for(const Request& send, uint64_t num_bytes) const {
-  return send.is_begun_ ? links_.to_send(send.peer_, num_bytes) : links_.to_begin(send.peer_);
+  return send.is_begun_ ? links_.to_send(send.peer_, ring_of(send.message_), num_bytes)
+                        : links_.to_begin(send.peer_);
 }
 
 bool MessageQueues::push_piece(Request& send) {
@@ -98,9 +100,9 @@ bool MessageQueues::push_piece(Request& send) {
     links_.publish_envelope(send.peer_);
     send.is_begun_ = true;
   } else {
-    std::byte* out = links_.outgoing(send.peer_);
+    std::byte* out = links_.outgoing(send.peer_, ring_of(message));
     cpu::copy_bytes(out, send.data_ + send.num_moved_, num_bytes);
-    links_.publish(send.peer_, num_bytes);
+    links_.publish(send.peer_, ring_of(message), num_bytes);
   }
   send.num_moved_ += num_bytes;
   return true;
@@ -136,11 +138,12 @@ void MessageQueues::pull(int peer, Done& done) {
       take(arriving, envelope + sizeof(Header), num_bytes);
       links_.release_envelope(peer);
     } else {
-      const std::span<const std::byte> in = links_.incoming(peer);
+      const transport::Links::Ring ring = ring_of(*arriving.message);
+      const std::span<const std::byte> in = links_.incoming(peer, ring);
       num_bytes =
           std::min({in.size(), piece_bytes(*arriving.message, geometry), arriving.num_bytes_left});
       take(arriving, in.data(), num_bytes);
-      links_.release(peer, num_bytes);
+      links_.release(peer, ring, num_bytes);
     }
     const RequestRef& recv = arriving.early ? arriving.early->taken_by : arriving.recv;
     if (recv) recv->num_moved_ += num_bytes;
@@ -285,8 +288,9 @@ uint64_t MessageQueues::needed_peers() const {
 
 void MessageQueues::prepare_next_send() const {
   constexpr uint64_t kMost = 64 << 10;  // stays in a second-level cache
-  if (last_ring_bytes_ > 0)
-    links_.fetch_outgoing(last_receiver_, std::min(last_ring_bytes_, kMost));
+  if (last_ring_bytes_ == 0) return;
+  links_.fetch_outgoing(last_receiver_, links_.ring_of(last_ring_bytes_),
+                        std::min(last_ring_bytes_, kMost));
 }
 
 MessageQueues::AwaitedFlags MessageQueues::awaited() const {

@@ -137,6 +137,9 @@ class MessageQueues {
   void pull(int peer, Done& done);
   // Returns false if there is no room.
   bool push_piece(Request& send);
+  transport::Links::Ring ring_of(const Message& message) const {
+    return links_.ring_of(message.num_bytes());
+  }
   // The bytes of the next piece of a send, and the flag that says that there is room for it.
   uint64_t next_piece(const Request& send) const;
   Awaited room_for(const Request& send, uint64_t num_bytes) const;

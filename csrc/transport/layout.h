@@ -1,13 +1,13 @@
 // The memory of one rank's region: the only place that knows offsets. One layout for shared memory
 // between processes and plain memory between threads.
 //
-//   ControlBlock | mailbox 0 | mailbox 1 | slots | links [receiver]: envelopes | ring
+//   ControlBlock | mailbox 0 | mailbox 1 | slots | links [receiver]: envelopes | rings
 //
 // Only its owner writes the control block; everybody else maps it read-only. Messages and slots are
 // written by their owner too, except that in two_shot the rank that reduces a shard writes the sum
 // back over the contribution. The owner reserves the memory behind the control block before anybody
 // touches it: for collectives at the first one, and more at the first long copy, for a link at its
-// first message, for its ring at the first that needs one. No pointer is ever
+// first message, for its rings at the first that needs one. No pointer is ever
 // stored here, and every bound comes from the reader's own Geometry, never from what a peer wrote.
 // csrc/README.md has the table of sync words with their memory orders, and explains why each reuse
 // of a slot is safe.
@@ -82,8 +82,8 @@ inline constexpr size_t kPlacesPerMailbox = 4;
 // Message m of a link begins in envelope m % kNumEnvelopes.
 inline constexpr uint64_t kNumEnvelopes = 16;
 
-// A ring of 2 MiB does not fit into a second-level cache; what was said of copies holds here, too.
-// But a rank has a ring for each peer: with these, up to 8 ranks share at most 64 MiB.
+// Seven eighths of 2 MiB do not fit into a second-level cache; what was said of copies holds here,
+// too. But a rank has rings for each peer: with these, up to 8 ranks share at most 64 MiB.
 constexpr size_t default_ring_bytes(int world_size) {
   return world_size <= 5 ? 2 << 20 : 704 << 10;
 }
@@ -92,7 +92,7 @@ constexpr size_t default_ring_bytes(int world_size) {
 struct Geometry {
   size_t message_bytes;             // the longest message of a one-round collective
   size_t slot_bytes;                // one round of a pipelined collective
-  size_t ring_bytes;                // of a link
+  size_t ring_bytes;                // of both rings of a link
   size_t envelope_bytes = 4 << 10;  // with a header
 
   bool operator==(const Geometry&) const = default;
@@ -121,7 +121,10 @@ struct Geometry {
     return {slot(kNumCopySlots) + static_cast<size_t>(receiver) * (num_bytes + ring_bytes),
             num_bytes};
   }
-  constexpr Span ring(int receiver) const {
+  // The short ring, then the long one.
+  constexpr size_t short_ring_bytes() const { return ring_bytes / 8; }
+  constexpr size_t long_ring_bytes() const { return ring_bytes - short_ring_bytes(); }
+  constexpr Span rings(int receiver) const {
     const Span before = envelopes(receiver);
     return {before.offset + before.num_bytes, ring_bytes};
   }

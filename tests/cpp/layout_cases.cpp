@@ -53,7 +53,7 @@ void links_lie_behind_each_other() {
       }
       check_equal(geometry.envelopes(receiver).offset, end, "begin of the envelopes");
       end += transport::kNumEnvelopes * geometry.envelope_bytes;
-      check_equal(geometry.ring(receiver).offset, end, "begin of a ring");
+      check_equal(geometry.rings(receiver).offset, end, "begin of a link's rings");
       end += geometry.ring_bytes;
     }
     check_equal(geometry.num_bytes(kWorldSize), end, "bytes of a region");

@@ -20,13 +20,18 @@ using Bytes = std::vector<uint8_t>;
 
 constexpr size_t kEnvelope = kSmall.envelope_bytes - kCacheLineBytes;
 constexpr size_t kRing = kSmall.ring_bytes;
-constexpr size_t kPiece = kRing / 32;  // the longest
-// Zero, one, around what fits into an envelope, around pieces, a whole ring, many times that.
+constexpr size_t kShort = kSmall.short_ring_bytes() / 4;  // the longest message there
+constexpr size_t kPiece = kRing / 32;                     // the longest
+// Zero, one, around what fits into an envelope, around what takes the short ring, around pieces,
+// both rings, many times that.
 constexpr size_t kLengths[] = {0,
                                1,
                                kEnvelope - 1,
                                kEnvelope,
                                kEnvelope + 1,
+                               kShort - 1,
+                               kShort,
+                               kShort + 1,
                                4 * kPiece - 1,
                                4 * kPiece,
                                4 * kPiece + 1,
@@ -83,14 +88,16 @@ void messages_of_all_lengths_arrive() {
   });
 }
 
-// Rank 0 writes to each envelope as soon as rank 1 has read it.
-void a_link_full_of_short_messages_goes_on() {
+// Rank 0 writes to each envelope, and each place in a ring, as soon as rank 1 has read it. The link
+// is full with so many messages of this length.
+template <size_t kLength, uint64_t kNumFitting>
+void a_full_link_goes_on() {
   std::atomic<bool> is_full{false};
   run_ranks(2, [&](Communicator& communicator) {
-    for (uint64_t number = 0; number < 100 * transport::kNumEnvelopes; ++number) {
-      const Bytes bytes = content(0, number, kEnvelope);
+    for (uint64_t number = 0; number < 100 * kNumFitting; ++number) {
+      const Bytes bytes = content(0, number, kLength);
       if (communicator.rank() == 0) {
-        if (number == transport::kNumEnvelopes) {
+        if (number == kNumFitting) {
           is_full = true;
           is_full.notify_all();
         }
@@ -441,7 +448,8 @@ void closing_ends_what_is_outstanding() {
 
 const CaseTable kCases{
     {"p2p_lengths", messages_of_all_lengths_arrive},
-    {"p2p_short", a_link_full_of_short_messages_goes_on},
+    {"p2p_full-envelopes", a_full_link_goes_on<kEnvelope, transport::kNumEnvelopes>},
+    {"p2p_full-short_ring", a_full_link_goes_on<kShort, 3>},
     {"p2p_both_first", both_ranks_send_first},
     {"p2p_mixed-ws2", mixed_messages_keep_their_order<2>},
     {"p2p_mixed-ws4", mixed_messages_keep_their_order<4>},
