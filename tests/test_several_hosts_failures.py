@@ -160,6 +160,34 @@ def test_host_that_vanishes_is_named_on_the_others(how: str) -> None:
         assert "rank 2 on host 1" in text
 
 
+def lose_what_is_on_the_way(rank: Rank) -> tuple[str, str, float]:
+    """Rank 2 has done its part of the broadcast when its link fails, with the data still on it."""
+    del os.environ["ROTA_HOST_SILENCE_MS"]
+    rank.init("gloo")
+    comm = rota.Communicator()
+    comm.barrier()
+    tensor = torch.ones(NUM_ELEMS // 4)
+    result = outcome(lambda: comm.broadcast(tensor, 2))
+    rank.tell()
+    rank.hear()
+    return result
+
+
+def test_data_lost_on_the_way_is_noticed() -> None:
+    with Hosts((2, 1), rate="1mbit") as hosts, hosts.start(lose_what_is_on_the_way) as ranks:
+        ranks.hear(2)
+        time.sleep(1)  # for a sign of life that says that rank 2 has completed the call
+        hosts.drop_traffic(1)
+        for rank in (0, 1):
+            ranks.hear(rank)
+        for rank in range(3):
+            ranks.tell(rank)
+        results = ranks.results()
+    assert results[2][0] == "none"
+    for error, text, _ in results[:2]:
+        assert error == "PeerFailed" and "rank 2 on host 1 has given no sign of life" in text
+
+
 def interrupt_one(rank: Rank) -> tuple[str, str, float]:
     comm = connect(rank)
     comm.barrier()

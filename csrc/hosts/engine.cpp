@@ -110,6 +110,13 @@ void Engine::flush(Transfer& transfer, std::chrono::milliseconds timeout) {
   }
 }
 
+bool Engine::awaits_any(const std::vector<int>& peers) const {
+  const std::lock_guard lock(mutex_);
+  return std::ranges::any_of(waiting_, [&](const Waiting& waiting) {
+    return waiting.awaited && std::ranges::count(peers, waiting.awaited->peer) > 0;
+  });
+}
+
 std::optional<Engine::Awaited> Engine::awaited() const {
   const std::lock_guard lock(mutex_);
   for (const Waiting& waiting : waiting_) {

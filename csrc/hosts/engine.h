@@ -65,6 +65,8 @@ class Engine {
   void abort(const Error& cause);
   // What has been waited for longest; none if no thread waits.
   std::optional<Awaited> awaited() const;
+  // Whether a thread waits for a message to or from one of these ranks.
+  bool awaits_any(const std::vector<int>& peers) const;
   // Waits for what a group that ends still has to send, also once aborted; whether it arrives or
   // not.
   static void flush(Transfer& transfer, std::chrono::milliseconds timeout);

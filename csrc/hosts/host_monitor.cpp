@@ -236,7 +236,10 @@ std::optional<Error> HostMonitor::find_loss() {
     if (needs_more_than(dead.completed)) return lost(dead.name + " has died", "restart the job");
   }
   for (const auto& [peer, heard] : heard_) {
-    if (heard.silent_for < longest_silence_ || !needs_more_than(heard.completed)) continue;
+    if (heard.silent_for < longest_silence_) continue;
+    // What its host has sent before may have been lost on the way.
+    const std::vector<int>& its_host = hosts_.ranks_of(hosts_.place_of(peer).host);
+    if (!needs_more_than(heard.completed) && !engine_.awaits_any(its_host)) continue;
     return lost(
         join(describe_(peer), " has given no sign of life for ", heard.silent_for.count(), " ms"),
         "its host has vanished, or the network between the hosts is down");

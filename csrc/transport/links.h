@@ -71,7 +71,7 @@ class Links {
   }
   // Holds once the ring has room for a piece of num_bytes.
   Awaited to_send(int peer, Ring ring, uint64_t num_bytes) const {
-    return room_for(peer, lines_of(num_bytes) * the(ring).line_units);
+    return room_for(peer, lines_of(num_bytes) * shape_of(ring).line_units);
   }
   std::byte* outgoing(int peer, Ring ring) const {
     return transport_.own().at(place(peer, sent_[peer], ring));
@@ -104,7 +104,7 @@ class Links {
   // bytes without a meaning.
   std::span<const std::byte> incoming(int peer, Ring ring) const {
     const Progress& received = received_[peer];
-    const uint64_t there = (filled(peer).load() - received.units) / the(ring).line_units;
+    const uint64_t there = (filled(peer).load() - received.units) / shape_of(ring).line_units;
     return {transport_.region(peer).at(place(transport_.rank(), received, ring)),
             std::min(there, to_end(received, ring)) * kCacheLineBytes};
   }
@@ -140,9 +140,11 @@ class Links {
     bool has_used_rings() const { return num_lines[0] + num_lines[1] > 0; }
   };
 
-  const RingShape& the(Ring ring) const { return ring == Ring::kShort ? short_ring_ : long_ring_; }
+  const RingShape& shape_of(Ring ring) const {
+    return ring == Ring::kShort ? short_ring_ : long_ring_;
+  }
   void add_piece(Progress& progress, Ring ring, uint64_t num_bytes) const {
-    progress.units += lines_of(num_bytes) * the(ring).line_units;
+    progress.units += lines_of(num_bytes) * shape_of(ring).line_units;
     progress.num_lines[static_cast<size_t>(ring)] += lines_of(num_bytes);
   }
   static uint64_t lines_of(uint64_t num_bytes) {
@@ -153,14 +155,14 @@ class Links {
   }
   // The next line's place in the ring.
   uint64_t next_line(const Progress& progress, Ring ring) const {
-    return progress.num_lines[static_cast<size_t>(ring)] % the(ring).num_lines;
+    return progress.num_lines[static_cast<size_t>(ring)] % shape_of(ring).num_lines;
   }
   size_t place(int receiver, const Progress& progress, Ring ring) const {
-    return geometry_.rings(receiver).offset + the(ring).offset +
+    return geometry_.rings(receiver).offset + shape_of(ring).offset +
            next_line(progress, ring) * kCacheLineBytes;
   }
   uint64_t to_end(const Progress& progress, Ring ring) const {
-    return the(ring).num_lines - next_line(progress, ring);
+    return shape_of(ring).num_lines - next_line(progress, ring);
   }
   // Of a link.
   uint64_t all_units() const { return long_ring_.num_lines; }
