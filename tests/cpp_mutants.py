@@ -110,7 +110,7 @@ MUTANTS = (
         "link-sent-too-early",
         (
             Patch(
-                LINKS, r"min\(end, all_units\(\)\)", "min(end, all_units() + (IS_MUTANT ? 4 : 0))"
+                LINKS, r"min\(end, all_units\(\)\)", "min(end, all_units() + (IS_MUTANT ? 1 : 0))"
             ),
         ),
         MESSAGES,

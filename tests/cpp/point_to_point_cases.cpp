@@ -110,11 +110,13 @@ void a_full_link_goes_on() {
   });
 }
 
-// Sends far more than a link holds: each rank receives while it waits for room.
+// Sends far more than a link holds: each rank receives while it waits for room. Most messages begin
+// in the middle of a piece of the ring's last lap, so that their pieces end at other lines than
+// those of the laps before.
 void both_ranks_send_first() {
   run_ranks(2, [](Communicator& communicator) {
     const int peer = 1 - communicator.rank();
-    for (uint64_t number = 0; number < 5; ++number) {
+    for (uint64_t number = 0; number < 21; ++number) {
       const size_t length = 20 * kRing + number;
       send(communicator, content(communicator.rank(), number, length), peer);
       check_recv(communicator, content(peer, number, length), peer);
