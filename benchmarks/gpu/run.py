@@ -55,6 +55,8 @@ STACKS_AFTER_S = 30  # per test; longer than the time limit of its ranks
 NEEDED_BYTES = 16 * GIB  # several kinds of copies of 1 GiB, on two sets of buffers each
 # Local ranks run in pytest's own process, which a bad kernel may kill, so they are a separate step.
 LOCAL_TESTS = ("test_local_group.py", "test_gradient_bucket.py")
+# Those with an engine between hosts (tests/gpu/device_engines.py).
+NCCL_TESTS = ("test_cuda_several_hosts.py", "test_cuda_several_hosts_failures.py")
 BENCH_LIMITS_S = {
     "copies": 20,
     "pack_unpack": 45,
@@ -104,6 +106,7 @@ def make_steps(args: argparse.Namespace, facts: Facts, record: Record) -> list[S
     own = [] if args.small else ["python"]
     env = {"PYTHONPATH": _paths(*own, "benchmarks"), "COMMIT": args.commit}
     for_tests = {"PYTHONPATH": _paths(*own)}
+    for_nccl = {**for_tests, "ROTA_TEST_NCCL": "1"}
     # torch's caching allocator would hide accesses beyond a tensor's end.
     uncached = {**for_tests, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     small = ["--small"] if args.small else []
@@ -121,6 +124,7 @@ def make_steps(args: argparse.Namespace, facts: Facts, record: Record) -> list[S
     local = [f"tests/gpu/{name}" for name in LOCAL_TESTS]
     checked = [*pytest, *local, "-k", CHECKED]
     others = ["tests/gpu", *(f"--ignore={file}" for file in local)]
+    over_nccl = [f"tests/gpu/{name}" for name in NCCL_TESTS]
     folder, counters = str(args.output), str(record.json_path.with_suffix(".ncu.csv"))
     memcheck = step("memcheck", "memcheck", 75, *checked, env=uncached)
     ncu = step("profile", "ncu", 40, "gpu.profiled", *small, is_optional=True)
@@ -132,6 +136,7 @@ def make_steps(args: argparse.Namespace, facts: Facts, record: Record) -> list[S
         bench("sweep", 60),
         bench("micro", 20),
         step("test", "process_tests", 200, *pytest, *others, env=for_tests),
+        step("test", "nccl_tests", 200, *pytest, *over_nccl, env=for_nccl),
         memcheck if args.small else _under(CHECKER, memcheck),
         ncu if args.small else _under([*PROFILER, "--log-file", counters], ncu),
         bench("shared_gpu", 40),

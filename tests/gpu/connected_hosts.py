@@ -1,6 +1,7 @@
 """Communicators of ranks on several hosts whose GPUs are joined through a device engine.
 
-The hosts are simulated by ROTA_HOST_ID, and the engine is a stand-in for NCCL (device_engines.py).
+The hosts are simulated by ROTA_HOST_ID, and the engine is NCCL or a stand-in for it
+(device_engines.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import rota
-from device_engines import num_exchanges, stand_in
+from device_engines import make_engine, num_exchanges
 from on_gpu import DEVICE, LIMIT_S, WAIT_S, Guarded
 from oracle import assert_same
 from ranks import Rank
@@ -42,7 +43,7 @@ class Connected:
     def __init__(self, rank: Rank, *, for_cpu: bool = False, **options: Any) -> None:
         if not dist.is_initialized():
             init_on_gpu(rank)
-        self.engine = stand_in(for_cpu=for_cpu)
+        self.engine = make_engine(for_cpu=for_cpu)
         self.comm = communicator_over(self.engine, **options)
         self.comm.connect_device(DEVICE)
         assert self.comm.peer_access is not None and "device engine" in self.comm.peer_access

@@ -1,8 +1,13 @@
-"""Engines for CUDA tensors between hosts, where there is no NCCL between them: Gloo, which copies
-CUDA tensors to the host's memory and back by itself, as a backend of its own for CUDA."""
+"""Engines for CUDA tensors between hosts: NCCL, or Gloo in its place, as a backend for CUDA alone
+that copies tensors to the host's memory and back by itself.
+
+ROTA_TEST_NCCL=1 chooses NCCL. It refuses two ranks of one host on one GPU, so each rank tells it
+that it is on a host of its own; their data goes through sockets, whatever the hosts of the test.
+"""
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +17,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 STAND_IN = "device_gloo"
+IS_NCCL = os.environ.get("ROTA_TEST_NCCL") == "1"
 # Ends waits for a rank that has gone.
 _TIMEOUT = timedelta(seconds=20)
 
@@ -20,11 +26,14 @@ def _make(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> 
     return dist.ProcessGroupGloo(store, rank, world_size, timeout=timeout)
 
 
-def stand_in(*, for_cpu: bool = False) -> dist.ProcessGroup:
-    """A new group of all ranks whose backend for CUDA is Gloo; for the CPU it has Gloo or none."""
+def make_engine(*, for_cpu: bool = False) -> dist.ProcessGroup:
+    """A new group of all ranks with NCCL for CUDA, or what stands in for it; for the CPU it has
+    Gloo or none."""
     if STAND_IN not in dist.Backend.backend_list:
         dist.Backend.register_backend(STAND_IN, _make, devices=["cuda"])
-    backend = f"cuda:{STAND_IN}"
+    if IS_NCCL:
+        os.environ |= {"NCCL_HOSTID": f"rank {dist.get_rank()}", "NCCL_SOCKET_IFNAME": "lo"}
+    backend = "cuda:nccl" if IS_NCCL else f"cuda:{STAND_IN}"
     group: dist.ProcessGroup = dist.new_group(
         backend=f"cpu:gloo,{backend}" if for_cpu else backend, timeout=_TIMEOUT
     )

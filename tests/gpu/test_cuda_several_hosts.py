@@ -1,6 +1,7 @@
 """CUDA tensors of ranks on several hosts: the bits of the CPU, through GPUs and a device engine.
 
-The hosts are simulated by ROTA_HOST_ID, and the engine is a stand-in for NCCL (device_engines.py).
+The hosts are simulated by ROTA_HOST_ID, and the engine is NCCL or a stand-in for it
+(device_engines.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.distributed as dist
 import rota
 from bucket_oracle import FORMATS, Format
 from connected_hosts import Connected, init_on_gpu, run
-from device_engines import num_exchanges, stand_in
+from device_engines import make_engine, num_exchanges
 from on_gpu import DEVICE, WAIT_S, Guarded
 from oracle import (
     DTYPES,
@@ -210,7 +211,7 @@ def test_error_feedback_gives_the_bits_of_the_cpu(layout: Layout) -> None:
 
 def reduce_with_state(rank: Rank, layout: Layout) -> None:
     init_on_gpu(rank)
-    engine = stand_in()
+    engine = make_engine()
     inputs = random_inputs(rank.world_size, 5001, torch.float32)
     expected = by_hosts(inputs, layout, "avg", Format(torch.float8_e4m3fn, True))
     for device in ("cpu", DEVICE):
@@ -221,7 +222,7 @@ def reduce_with_state(rank: Rank, layout: Layout) -> None:
         assert_same(parameter.grad.cpu(), expected, str(device))
         assert (num_exchanges(engine) > 0) == (device == DEVICE)
     error, text = error_of(
-        lambda: rota.reduce_gradients(parameter, rota.HookState(engine=stand_in()))
+        lambda: rota.reduce_gradients(parameter, rota.HookState(engine=make_engine()))
     )
     assert error == "ValueError" and "already has another engine" in text, text
 
@@ -335,7 +336,7 @@ def test_memory_of_a_dropped_tensor_is_not_reused_too_early() -> None:
 
 def use_backend(rank: Rank, layout: Layout) -> None:
     init_on_gpu(rank)
-    engine = stand_in()
+    engine = make_engine()
     options = rota.BackendOptions(engine=engine, inter_wire_dtype=torch.float16)
     group = dist.new_group(backend="rota", pg_options=options, timeout=timedelta(seconds=WAIT_S))
     inputs = random_inputs(rank.world_size, 5000, torch.float32)

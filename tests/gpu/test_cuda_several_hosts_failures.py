@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import rota
 from connected_hosts import TIME_S, Connected, communicator_over, init_on_gpu, run
-from device_engines import num_exchanges, stand_in, that_moves_nothing, that_raises
+from device_engines import make_engine, num_exchanges, that_moves_nothing, that_raises
 from on_gpu import DEVICE, WAIT_S, capture
 from oracle import FLOAT8_DTYPES, assert_same, name_of, random_inputs
 from ranks import Rank, error_of
@@ -70,7 +70,7 @@ def join_on_one_host(rank: Rank, layout: Layout) -> str | None:
     if layout.host_of[rank.rank] == 1:
         os.environ["ROTA_PEER_MEMORY"] = "symmetric"
     init_on_gpu(rank)
-    engine = stand_in()
+    engine = make_engine()
     comm = communicator_over(engine)
     inputs = random_inputs(rank.world_size, 1000, torch.float32)
     comm.all_reduce(tensor := inputs[rank.rank].to(DEVICE))
@@ -134,7 +134,7 @@ def test_calls_that_differ_are_a_mismatch_on_every_rank() -> None:
 
 def connect_before_others(rank: Rank, layout: Layout) -> tuple[str, str]:
     init_on_gpu(rank)
-    comm = communicator_over(stand_in())
+    comm = communicator_over(make_engine())
     ones = torch.ones(8)
     call = comm.barrier if rank.rank == 3 else lambda: comm.all_reduce(ones.to(DEVICE))
     result = error_of(call)
@@ -151,7 +151,7 @@ def test_joining_gpus_is_compared_with_other_calls() -> None:
 
 def use_engine_of_wrong_size(rank: Rank, layout: Layout) -> tuple[str, str]:
     rank.init("gloo", timeout_s=WAIT_S)
-    stand_in()  # registers it
+    make_engine()  # registers it
     groups = [dist.new_group(ranks, backend="cuda:device_gloo") for ranks in ([0, 1], [2, 3])]
     return error_of(lambda: rota.Communicator(engine=groups[rank.rank // 2]))
 
@@ -179,7 +179,7 @@ def test_engine_that_does_not_deliver_is_an_error_on_every_rank() -> None:
 
 def use_engine_that_fails_on_one_rank(rank: Rank, layout: Layout) -> tuple[str, str]:
     init_on_gpu(rank)
-    engine = stand_in()
+    engine = make_engine()
     # Ends the waits of the others for rank 1, because Gloo cannot be aborted.
     engine._get_backend(DEVICE)._set_default_timeout(timedelta(seconds=1))
     if rank.rank == 1:
