@@ -1,9 +1,11 @@
 // Sums float64 numbers, one per tile (base/tile.h), in an order that depends only on how many there
 // are. The CPU uses one thread and a GPU one block of threads; both get the same bits.
 //
-//   1. Groups of kTreeGroup neighbouring tiles: (t0 + t1) + (t2 + t3). Missing tiles count as 0.
+//   1. Groups of kTreeGroup tiles: neighbours are added in pairs, then their sums in pairs, until
+//   one
+//      is left. Missing tiles count as 0.
 //   2. Group i is added to bin i % kTreeBins, in ascending order.
-//   3. Neighbouring bins are added in pairs, then their sums in pairs, until one is left.
+//   3. Bins are added as the tiles of a group.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +15,9 @@
 
 namespace rota {
 
-// On a GPU, the number of tiles that a warp works on at a time.
-inline constexpr uint32_t kTreeGroup = 4;
+// On a GPU, the number of tiles that a block works on at a time. The last block of a launch adds
+// the groups' sums while all others have ended, so fewer groups cost less time.
+inline constexpr uint32_t kTreeGroup = 16;
 inline constexpr uint32_t kTreeBins = 512;
 
 // Neighbouring bins that one thread sums; it loads them together, 16 bytes at a time.

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include "base/fixed_tree.h"
+#include "cuda/conversions.h"
 #include "cuda/words.h"
 
 namespace rota::cuda {
@@ -97,11 +98,40 @@ class DeviceBlock {
     return doubles;
   }
 
+  // As SoftwareConversions has them.
   __device__ float widen_half(uint32_t code) const {
     return __half2float(__ushort_as_half(static_cast<unsigned short>(code)));
   }
   __device__ uint32_t narrow_half(float value) const {
     return __half_as_ushort(__float2half_rn(value));
+  }
+  __device__ uint32_t narrow_halves(float low, float high) const {
+    uint32_t codes;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(codes) : "f"(high), "f"(low));
+    return codes;
+  }
+  template <DType dtype>
+  __device__ uint32_t narrow_float8(float low, float high) const {
+#if __CUDA_ARCH__ >= 890
+    uint16_t codes;
+    if constexpr (dtype == DType::kFloat8E4M3) {
+      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    } else {
+      asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    }
+    return codes;
+#else
+    return SoftwareConversions::narrow_float8<dtype>(low, high);
+#endif
+  }
+  __device__ uint32_t halves_of_e4m3(uint32_t codes) const {
+#if __CUDA_ARCH__ >= 890
+    uint32_t halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(codes)));
+    return halves;
+#else
+    return SoftwareConversions::halves_of_e4m3(codes);
+#endif
   }
 
   // For a spinning wait.

@@ -117,15 +117,14 @@ void launch(const void* kernel, dim3 num_blocks, int num_threads, void** args, S
   check_cuda(cudaLaunchKernelExC(&config, kernel, args), "cudaLaunchKernelExC");
 }
 
-// The number of blocks whose warps take num_items in turn: at most as many as run at once, and such
-// that all warps take equally many items, except in the last round. One block if there are no
-// items, to set the bucket's words and stats (the sum of squares is 0).
+// The number of blocks that take num_items in turn: at most as many as run at once, and such that
+// all take equally many items, except in the last round. One block if there are no items, to set
+// the bucket's words and stats (the sum of squares is 0).
 unsigned num_bucket_blocks(const void* kernel, uint64_t num_items) {
   if (num_items == 0) return 1;
-  constexpr uint64_t kWarps = kBucketThreads / kWarpThreads;
   const auto num_resident = static_cast<uint64_t>(num_resident_blocks(kernel, kBucketThreads));
-  const uint64_t num_rounds = schedule::ceil_div(num_items, num_resident * kWarps);
-  return static_cast<unsigned>(schedule::ceil_div(num_items, num_rounds * kWarps));
+  const uint64_t num_rounds = schedule::ceil_div(num_items, num_resident);
+  return static_cast<unsigned>(schedule::ceil_div(num_items, num_rounds));
 }
 
 }  // namespace
@@ -189,15 +188,17 @@ void launch_pack(const PackArgs& args, DType dtype, const WireFormat& wire, Stre
   check_bucket(args.bucket, dtype, wire);
   const void* kernel = pack_kernel_of(dtype, wire);
   if (kernel == nullptr) refuse_format("pack", wire);
+  const uint64_t num_items =
+      schedule::ceil_div(args.bucket.num_tiles, uint64_t{kBucketThreads / kWarpThreads});
   void* kernel_args[] = {const_cast<PackArgs*>(&args)};
-  launch(kernel, num_bucket_blocks(kernel, args.bucket.num_tiles), kBucketThreads, kernel_args,
-         stream);
+  launch(kernel, num_bucket_blocks(kernel, num_items), kBucketThreads, kernel_args, stream);
 }
 
 void launch_unpack(const UnpackArgs& args, DType dtype, const WireFormat& wire, Stream stream) {
   check_bucket(args.bucket, dtype, wire);
   const void* kernel = unpack_kernel_of(dtype, wire);
   if (kernel == nullptr) refuse_format("unpack", wire);
+  static_assert(kBucketThreads / kWarpThreads <= kTreeGroup / kTeams, "each warp has a part");
   const uint64_t num_groups = schedule::ceil_div(args.bucket.num_tiles, kTreeGroup);
   void* kernel_args[] = {const_cast<UnpackArgs*>(&args)};
   launch(kernel, num_bucket_blocks(kernel, num_groups), kBucketThreads, kernel_args, stream);

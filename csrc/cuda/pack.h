@@ -3,6 +3,7 @@
 // as the CPU (cpu/bucket_reducer.cpp).
 #pragma once
 
+#include "cuda/row_conversions.h"
 #include "cuda/tiles.h"
 
 namespace rota::cuda {
@@ -87,12 +88,10 @@ class Packer {
     RowBits<wire> sent[kRowsInFlight];
     find_scales(wanted, place, row, scales);
     // One branch here, not one per element, which would keep the elements' instructions apart.
-    const Rounding& rounding = args_.rounding;
-    if (rounding.is_stochastic) {
-      round_rows(wanted, scales, {true, rounding.seed, rounding.stream}, index * kTileElems, row,
-                 sent);
+    if (args_.rounding.is_stochastic) {
+      round_at_random(wanted, scales, index * kTileElems, row, sent);
     } else {
-      round_rows(wanted, scales, {}, index * kTileElems, row, sent);
+      round_to_nearest(wanted, scales, sent);
     }
     if (residual != nullptr) {
       store_residual<kIsWhole>(wanted, scales, sent, residual, row, tile.num_elems);
@@ -144,17 +143,28 @@ class Packer {
     }
   }
 
-  HOST_DEVICE_INLINE void round_rows(const RowPart (&wanted)[kRowsInFlight],
-                                     const uint32_t (&scales)[kRowsInFlight],
-                                     const Rounding& rounding, uint64_t first_elem, uint32_t row,
-                                     RowBits<wire> (&sent)[kRowsInFlight]) const {
+  HOST_DEVICE_INLINE static float scaled(float value, uint32_t scale) {
+    return is_scaled ? value * inverse_scale_of(scale) : value;
+  }
+  HOST_DEVICE_INLINE void round_to_nearest(const RowPart (&wanted)[kRowsInFlight],
+                                           const uint32_t (&scales)[kRowsInFlight],
+                                           RowBits<wire> (&sent)[kRowsInFlight]) const {
+    RowPart values[kRowsInFlight];
+    for_each_elem(
+        [&](uint32_t r, uint32_t i) { values[r].of[i] = scaled(wanted[r].of[i], scales[r]); });
+    encode_rows<wire, is_scaled>(block_, values, sent);
+  }
+  HOST_DEVICE_INLINE void round_at_random(const RowPart (&wanted)[kRowsInFlight],
+                                          const uint32_t (&scales)[kRowsInFlight],
+                                          uint64_t first_elem, uint32_t row,
+                                          RowBits<wire> (&sent)[kRowsInFlight]) const {
+    const Rounding rounding{true, args_.rounding.seed, args_.rounding.stream};
     ROTA_UNROLL
     for (uint32_t r = 0; r < kRowsInFlight; ++r) sent[r] = {};
     for_each_elem([&](uint32_t r, uint32_t i) {
-      const float value = wanted[r].of[i];
-      const float scaled = is_scaled ? value * inverse_scale_of(scales[r]) : value;
+      const float value = scaled(wanted[r].of[i], scales[r]);
       const uint64_t elem = first_elem + thread_.elem(row + r) + i;
-      put_bits<kWireBytes>(sent[r], i, encode<wire, is_scaled>(block_, scaled, rounding, elem));
+      put_bits<kWireBytes>(sent[r], i, encode<wire, is_scaled>(block_, value, rounding, elem));
     });
   }
 
@@ -166,9 +176,10 @@ class Packer {
                                          std::byte* residual, uint32_t row,
                                          uint64_t num_elems) const {
     RowBits<DType::kFloat32> lost[kRowsInFlight];
+    RowPart decoded[kRowsInFlight];
+    decode_rows<wire, is_scaled>(block_, sent, decoded);
     for_each_elem([&](uint32_t r, uint32_t i) {
-      const float decoded = decode<wire, is_scaled>(block_, get_bits<kWireBytes>(sent[r], i));
-      const float read = is_scaled ? decoded * scale_of(scales[r]) : decoded;
+      const float read = is_scaled ? decoded[r].of[i] * scale_of(scales[r]) : decoded[r].of[i];
       const float rest = (wanted[r].of[i] - read) * args_.bucket.result_factor;
       lost[r].words[i] = bit_as<uint32_t>(is_finite(rest) ? rest : 0.0f);
     });

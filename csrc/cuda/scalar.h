@@ -78,7 +78,10 @@ HOST_DEVICE_INLINE AccOf<dtype> decode(const Block& block, ElemBits<dtype> bits)
     return bit_as<float>(bits);
   else if constexpr (dtype == DType::kFloat16)
     return block.widen_half(bits);
-  else if constexpr (is_narrow(dtype))
+  else if constexpr (info(dtype).is_floating && info(dtype).num_bytes == 1) {
+    constexpr FloatFormat kFormat = float_format(dtype, is_scaled);
+    return block.widen_half(float16_of<kFormat>(bits)) * float16_factor(kFormat);
+  } else if constexpr (is_narrow(dtype))
     return widen<float_format(dtype, is_scaled)>(bits);
   // Any byte but 0 is true, as torch reads it.
   else if constexpr (dtype == DType::kBool)

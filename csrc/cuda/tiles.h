@@ -29,7 +29,7 @@ inline constexpr uint32_t kElemsPerRow = kRowElems / kTeamThreads;  // of one th
 // Rows that are loaded before the first is used; they are whole scaled blocks in every wire format.
 inline constexpr uint32_t kRowsInFlight = 4;
 static_assert(kTileRows == kTeams * kRowsInFlight, "the teams of a warp share a tile");
-static_assert(kTreeGroup == kTeams, "or have one of a group each");
+static_assert(kTreeGroup % kTeams == 0, "or have some of a group");
 
 // A thread's elements of one row.
 struct RowPart {
@@ -71,14 +71,21 @@ class TileThread {
   HOST_DEVICE bool is_first_of_team() const { return place() == 0; }
   HOST_DEVICE bool is_first_of_warp() const { return lane_ == 0; }
 
+  // Which warp of its block this is, and how many there are.
+  HOST_DEVICE uint32_t warp() const {
+    return static_cast<uint32_t>(block_.thread()) / kWarpThreads;
+  }
+  HOST_DEVICE uint32_t num_warps() const {
+    return static_cast<uint32_t>(block_.num_threads()) / kWarpThreads;
+  }
+
   // The items that this warp takes when all warps of the launch take turns: first, first + stride,
   // ...
   HOST_DEVICE uint64_t first_item() const {
-    return static_cast<uint64_t>(block_.index()) * warps_per_block() +
-           static_cast<uint32_t>(block_.thread()) / kWarpThreads;
+    return static_cast<uint64_t>(block_.index()) * num_warps() + warp();
   }
   HOST_DEVICE uint64_t item_stride() const {
-    return static_cast<uint64_t>(block_.num_blocks()) * warps_per_block();
+    return static_cast<uint64_t>(block_.num_blocks()) * num_warps();
   }
 
   // The first of this thread's elements of a row, counted from the start of the tile.
@@ -208,8 +215,8 @@ class TileThread {
     }
     return (sums[0] + sums[2]) + (sums[1] + sums[3]);
   }
-  // Sums one value per team, as base/fixed_tree.h adds a group of tiles. The whole warp calls this,
-  // and every thread gets the sum.
+  // Sums one value per team, as base/fixed_tree.h adds tiles. The whole warp calls this, and every
+  // thread gets the sum.
   HOST_DEVICE double sum_of_teams(double value) const {
     ROTA_UNROLL
     for (uint32_t distance = kTeamThreads; distance < kWarpThreads; distance *= 2) {
@@ -389,9 +396,6 @@ class TileThread {
   }
 
   HOST_DEVICE uint32_t place() const { return lane_ % kTeamThreads; }
-  HOST_DEVICE uint64_t warps_per_block() const {
-    return static_cast<uint32_t>(block_.num_threads()) / kWarpThreads;
-  }
 
   const Block& block_;
   uint32_t lane_;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "base/fixed_tree.h"
+#include "cuda/row_conversions.h"
 #include "cuda/system_word.h"
 #include "cuda/tiles.h"
 
@@ -17,22 +18,35 @@ class Unpacker {
   HOST_DEVICE Unpacker(const Block& block, const UnpackArgs& args)
       : block_(block), thread_(block), args_(args) {}
 
+  // A block takes whole groups in turn, and each of its warps parts of them, so the sum of a group
+  // needs no other block. Sums of parts wait in shared memory, so that warps need not.
   HOST_DEVICE void run() {
-    const uint64_t stride = thread_.item_stride();
-    uint64_t group = thread_.first_item();
-    uint64_t index = group * kTreeGroup + thread_.team();
-    Tile next = tile_at(index);
+    const auto stride = static_cast<uint64_t>(block_.num_blocks());
+    const auto first_group = static_cast<uint64_t>(block_.index());
+    uint64_t first_kept = first_group;
+    uint32_t num_kept = 0;
+    Place here{first_group, thread_.warp()};
+    Tile next = tile_at(here);
     Received ahead{};
-    if (kLoadsAhead && is_there(index)) ahead = fetch(place_of(index), 0);
-    for (; group < num_groups(); group += stride) {
-      const Tile tile = next;
-      const uint64_t next_index = index + stride * kTreeGroup;
-      next = tile_at(next_index);
-      const double squares = is_there(index) ? unpack_tile(tile, index, next_index, ahead) : 0;
-      const double sum = thread_.sum_of_teams(squares);
-      if (thread_.is_first_of_warp()) args_.squares[group] = sum;
-      index = next_index;
+    if (kLoadsAhead && is_there(here)) ahead = fetch(wire_at(here), 0);
+    for (uint64_t group = first_group; group < num_groups(); group += stride) {
+      while (here.group == group) {
+        const Tile tile = next;
+        const Place after = after_this(here, stride);
+        next = tile_at(after);
+        const double squares = is_there(here) ? unpack_tile(tile, here, after, ahead) : 0;
+        const double sum = thread_.sum_of_teams(squares);
+        if (thread_.is_first_of_warp()) kept_sums()[num_kept * kParts + here.part] = sum;
+        here = after;
+      }
+      if (++num_kept == kMostKept) {
+        store_sums(first_kept, num_kept);
+        block_.sync();  // before others take their place
+        first_kept = group + stride;
+        num_kept = 0;
+      }
     }
+    store_sums(first_kept, num_kept);
     thread_.add_up(args_.words->num_non_finite, num_non_finite_);
     sum_up_in_last_block();
   }
@@ -50,38 +64,66 @@ class Unpacker {
     uint32_t scales;
   };
 
+  // Each team of a warp has one tile of a part.
+  static constexpr uint32_t kParts = kTreeGroup / kTeams;
+  struct Place {
+    uint64_t group;
+    uint32_t part;
+  };
+  HOST_DEVICE Place after_this(const Place& place, uint64_t stride) const {
+    const uint32_t part = place.part + thread_.num_warps();
+    return part < kParts ? Place{place.group, part} : Place{place.group + stride, thread_.warp()};
+  }
+  HOST_DEVICE uint64_t index_of(const Place& place) const {
+    return place.group * kTreeGroup + place.part * kTeams + thread_.team();
+  }
+  HOST_DEVICE bool is_there(const Place& place) const {
+    return index_of(place) < args_.bucket.num_tiles;
+  }
+  HOST_DEVICE Tile tile_at(const Place& place) const {
+    return is_there(place) ? args_.bucket.tile(index_of(place), kElemBytes) : Tile{};
+  }
+  HOST_DEVICE WirePlace wire_at(const Place& place) const {
+    return format().from(format().place(args_.bucket.wire, args_.bucket.num_elems()),
+                         index_of(place) * kTileElems);
+  }
+
   HOST_DEVICE uint64_t num_groups() const {
     return schedule::ceil_div(args_.bucket.num_tiles, kTreeGroup);
   }
 
-  HOST_DEVICE bool is_there(uint64_t index) const { return index < args_.bucket.num_tiles; }
-  HOST_DEVICE Tile tile_at(uint64_t index) const {
-    return is_there(index) ? args_.bucket.tile(index, kElemBytes) : Tile{};
-  }
-  HOST_DEVICE WirePlace place_of(uint64_t index) const {
-    return format().from(format().place(args_.bucket.wire, args_.bucket.num_elems()),
-                         index * kTileElems);
+  // Sums of the parts of this block's last groups, in the memory that the last block adds up in.
+  static constexpr uint32_t kMostKept = 4;
+  static_assert(kMostKept * kParts <= kTreeDoubles);
+  HOST_DEVICE double* kept_sums() const { return block_.shared_doubles(); }
+  // Makes them the sums of the groups from `first` on.
+  HOST_DEVICE void store_sums(uint64_t first, uint32_t num_kept) const {
+    block_.sync();
+    const auto i = static_cast<uint32_t>(block_.thread());
+    if (i >= num_kept) return;
+    const uint64_t group = first + i * static_cast<uint64_t>(block_.num_blocks());
+    args_.squares[group] = sum_in_pairs<kParts>(kept_sums() + i * kParts);
   }
 
-  HOST_DEVICE_INLINE double unpack_tile(const Tile& tile, uint64_t index, uint64_t next_index,
+  HOST_DEVICE_INLINE double unpack_tile(const Tile& tile, const Place& here, const Place& after,
                                         Received& ahead) {
-    return tile.is_whole(kElemBytes) ? unpack_rows<true>(tile, index, next_index, ahead)
-                                     : unpack_rows<false>(tile, index, next_index, ahead);
+    return tile.is_whole(kElemBytes) ? unpack_rows<true>(tile, here, after, ahead)
+                                     : unpack_rows<false>(tile, here, after, ahead);
   }
 
   // ahead: this tile's first rows; then the next tile's.
   template <bool kIsWhole>
-  HOST_DEVICE double unpack_rows(const Tile& tile, uint64_t index, uint64_t next_index,
+  HOST_DEVICE double unpack_rows(const Tile& tile, const Place& here, const Place& after,
                                  Received& ahead) {
-    if (!kLoadsAhead) ahead = fetch(place_of(index), 0);
+    if (!kLoadsAhead) ahead = fetch(wire_at(here), 0);
     double squares[kElemsPerRow] = {};
     for (uint32_t row = 0; row < kTileRows; row += kRowsInFlight) {
       Received received = ahead;
       // Loads the next rows while these are worked on.
       if (row + kRowsInFlight < kTileRows) {
-        ahead = fetch(place_of(index), row + kRowsInFlight);
-      } else if (kLoadsAhead && is_there(next_index)) {
-        ahead = fetch(place_of(next_index), 0);
+        ahead = fetch(wire_at(here), row + kRowsInFlight);
+      } else if (kLoadsAhead && is_there(after)) {
+        ahead = fetch(wire_at(after), 0);
       }
       RowBits<dtype> results[kRowsInFlight];
       thread_.template sort<wire>(received.rows);
@@ -120,9 +162,10 @@ class Unpacker {
         scales[r] = scale_of(received.scales >> r / kRowsPerBlock * 8 & 0xff);
       }
     }
+    RowPart values[kRowsInFlight];
+    decode_rows<wire, is_scaled>(block_, received.rows, values);
     for_each_elem([&](uint32_t r, uint32_t i) {
-      float value =
-          decode<wire, is_scaled>(block_, get_bits<info(wire).num_bytes>(received.rows[r], i));
+      float value = values[r].of[i];
       if constexpr (is_scaled) value *= scales[r];
       const auto result = static_cast<AccOf<dtype>>(value * args_.bucket.result_factor);
       put_bits<kElemBytes>(results[r], i, encode<dtype, false>(block_, result, kToNearest, 0));
@@ -133,14 +176,22 @@ class Unpacker {
   template <bool kIsWhole>
   HOST_DEVICE_INLINE void measure(const RowBits<dtype> (&results)[kRowsInFlight], const Tile& tile,
                                   uint32_t row, double (&squares)[kElemsPerRow]) {
-    for_each_elem([&](uint32_t r, uint32_t i) {
-      if (!kIsWhole && i >= thread_.num_left(row + r, tile.num_elems)) return;
-      const auto stored =
-          static_cast<float>(decode<dtype, false>(block_, get_bits<kElemBytes>(results[r], i)));
+    const auto for_each_stored = [&](const auto& body) {
+      for_each_elem([&](uint32_t r, uint32_t i) {
+        if (!kIsWhole && i >= thread_.num_left(row + r, tile.num_elems)) return;
+        const BitsOf<kElemBytes> bits = get_bits<kElemBytes>(results[r], i);
+        body(static_cast<float>(decode<dtype, false>(block_, bits)), i);
+      });
+    };
+    for_each_stored([&](float stored, uint32_t i) {
       squares[i] += static_cast<double>(stored) * static_cast<double>(stored);
-      num_non_finite_ += is_finite(stored) ? 0 : 1;
     });
+    // The squares of finite floats are finite in float64, and their sum is.
+    const double sum = (squares[0] + squares[1]) + (squares[2] + squares[3]);
+    if (sum < kInfinity) return;
+    for_each_stored([&](float stored, uint32_t) { num_non_finite_ += is_finite(stored) ? 0 : 1; });
   }
+  static constexpr double kInfinity = __builtin_inf();
 
   // Every block reports that its tiles are summed and counted; the last one to report sees the sums
   // and the count of all.

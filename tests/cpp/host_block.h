@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "base/fixed_tree.h"
-#include "base/float_bits.h"
+#include "cuda/conversions.h"
 #include "cuda/words.h"
 #include "random.h"
 
@@ -80,7 +80,7 @@ enum class Pace {
   kLate,   // also naps: before its first barrier and its first packet, and at random
 };
 
-class HostBlock {
+class HostBlock : public cuda::SoftwareConversions {
  public:
   HostBlock(SharedBlock& shared, int thread, int num_threads, int index, int num_blocks,
             int local_rank, uint64_t seed, Pace pace)
@@ -161,11 +161,6 @@ class HostBlock {
   }
 
   double* shared_doubles() const { return shared_.doubles.data(); }
-
-  float widen_half(uint32_t code) const { return widen<float_format(DType::kFloat16)>(code); }
-  uint32_t narrow_half(float value) const {
-    return narrow_to_nearest<float_format(DType::kFloat16)>(value);
-  }
 
   void pause() const { sched_yield(); }
   uint64_t now_ns() const {

@@ -300,7 +300,7 @@ void pack_and_unpack(const std::vector<BucketCase>& cases, uint64_t first_seed) 
 
 // The last list has work for every warp of both blocks, and a group that is not full.
 const std::vector<std::vector<uint64_t>> kLists = {
-    {}, {1}, {511}, {512}, {513}, {10'000}, {3, 512, 0, 1000, 1, 2048, 777, 3000}};
+    {}, {1}, {511}, {512}, {513}, {10'000}, {3, 512, 0, 1000, 1, 2048, 777, 3000, 4000}};
 
 std::vector<BucketCase> cases_of(DType dtype, const WireFormat& wire, uint64_t first_seed) {
   std::vector<BucketCase> cases;
@@ -339,10 +339,13 @@ void float64_gradients_have_the_cpus_bits() { check_dtype(DType::kFloat64); }
 void float16_gradients_have_the_cpus_bits() { check_dtype(DType::kFloat16); }
 void bfloat16_gradients_have_the_cpus_bits() { check_dtype(DType::kBFloat16); }
 
-// One small case with a bit of everything, for mutants.
+// One small case with a bit of everything, for mutants: a block has more groups than it keeps the
+// sums of.
 void a_list_of_gradients_has_the_cpus_bits() {
+  std::vector<uint64_t> lengths(9 * kTreeGroup, 1);
+  lengths.insert(lengths.end(), kLists.back().begin(), kLists.back().end());
   pack_and_unpack<DType::kFloat32, DType::kFloat16, true>(
-      {{.dtype = DType::kFloat32, .wire = {DType::kFloat16, true}, .lengths = kLists.back()}}, 1);
+      {{.dtype = DType::kFloat32, .wire = {DType::kFloat16, true}, .lengths = lengths}}, 1);
 }
 
 // Follows the description in base/fixed_tree.h step by step.

@@ -8,7 +8,7 @@
 #include <cstring>
 
 #include "base/fixed_tree.h"
-#include "base/float_bits.h"
+#include "cuda/conversions.h"
 #include "cuda/words.h"
 #include "simulated_gpu/block.h"
 
@@ -21,7 +21,7 @@ namespace rota::cuda {
 
 static_assert(kTreeDoubles <= simulated_gpu::kSharedDoubles);
 
-class DeviceBlock {
+class DeviceBlock : public SoftwareConversions {
  public:
   int thread() const { return block_.thread(); }
   int num_threads() const { return block_.shape().num_threads; }
@@ -79,11 +79,6 @@ class DeviceBlock {
   }
 
   double* shared_doubles() const { return block_.shared_doubles(); }
-
-  float widen_half(uint32_t code) const { return widen<float_format(DType::kFloat16)>(code); }
-  uint32_t narrow_half(float value) const {
-    return narrow_to_nearest<float_format(DType::kFloat16)>(value);
-  }
 
   void pause() const { block_.pause(); }
   uint64_t now_ns() const {
