@@ -19,7 +19,7 @@ struct SoftwareConversions {
   HOST_DEVICE_INLINE static uint32_t narrow_halves(float low, float high) {
     return narrow_half(low) | narrow_half(high) << 16;
   }
-  // Two neighbours in scaled blocks; in float8_e5m2 both finite.
+  // Two neighbours in scaled blocks. A GPU saturates Inf.
   template <DType dtype>
   HOST_DEVICE_INLINE static uint32_t narrow_float8(float low, float high) {
     constexpr FloatFormat kFormat = float_format(dtype, true);

@@ -143,16 +143,13 @@ class Packer {
     }
   }
 
-  HOST_DEVICE_INLINE static float scaled(float value, uint32_t scale) {
-    return is_scaled ? value * inverse_scale_of(scale) : value;
-  }
   HOST_DEVICE_INLINE void round_to_nearest(const RowPart (&wanted)[kRowsInFlight],
                                            const uint32_t (&scales)[kRowsInFlight],
                                            RowBits<wire> (&sent)[kRowsInFlight]) const {
-    RowPart values[kRowsInFlight];
-    for_each_elem(
-        [&](uint32_t r, uint32_t i) { values[r].of[i] = scaled(wanted[r].of[i], scales[r]); });
-    encode_rows<wire, is_scaled>(block_, values, sent);
+    const auto value_of = [&](uint32_t r, uint32_t i) {
+      return scaled(wanted[r].of[i], scales[r]);
+    };
+    encode_rows<wire, is_scaled>(block_, value_of, sent);
   }
   HOST_DEVICE_INLINE void round_at_random(const RowPart (&wanted)[kRowsInFlight],
                                           const uint32_t (&scales)[kRowsInFlight],
@@ -168,6 +165,10 @@ class Packer {
     });
   }
 
+  HOST_DEVICE_INLINE static float scaled(float value, uint32_t scale) {
+    return is_scaled ? value * inverse_scale_of(scale) : value;
+  }
+
   // Stores what rounding has lost, in units of the result.
   template <bool kIsWhole>
   HOST_DEVICE_INLINE void store_residual(const RowPart (&wanted)[kRowsInFlight],
@@ -176,10 +177,9 @@ class Packer {
                                          std::byte* residual, uint32_t row,
                                          uint64_t num_elems) const {
     RowBits<DType::kFloat32> lost[kRowsInFlight];
-    RowPart decoded[kRowsInFlight];
-    decode_rows<wire, is_scaled>(block_, sent, decoded);
     for_each_elem([&](uint32_t r, uint32_t i) {
-      const float read = is_scaled ? decoded[r].of[i] * scale_of(scales[r]) : decoded[r].of[i];
+      const float decoded = decode<wire, is_scaled>(block_, get_bits<kWireBytes>(sent[r], i));
+      const float read = is_scaled ? decoded * scale_of(scales[r]) : decoded;
       const float rest = (wanted[r].of[i] - read) * args_.bucket.result_factor;
       lost[r].words[i] = bit_as<uint32_t>(is_finite(rest) ? rest : 0.0f);
     });

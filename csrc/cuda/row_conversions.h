@@ -7,19 +7,32 @@
 
 namespace rota::cuda {
 
+// Four codes of float8 in a word: their magnitudes, and what an addition carries into.
+inline constexpr uint32_t kOfEach = 0x01010101;
+inline constexpr uint32_t kMagnitudes = 0x7f * kOfEach;
+inline constexpr uint32_t kCarries = 0x80 * kOfEach;
+
 // Whether a code is one of the two largest, which are NaN or Inf in one of the formats.
 HOST_DEVICE_INLINE bool has_largest_e4m3(const RowBits<DType::kFloat8E4M3> (&rows)[kRowsInFlight]) {
-  uint32_t carries = 0;
+  uint32_t sums = 0;
   ROTA_UNROLL
   for (uint32_t r = 0; r < kRowsInFlight; ++r) {
-    carries |= (rows[r].words[0] & 0x7f7f7f7f) + 0x02020202;
+    sums |= (rows[r].words[0] & kMagnitudes) + 0x02 * kOfEach;
   }
-  return (carries & 0x80808080) != 0;
+  return (sums & kCarries) != 0;
 }
 
-template <DType wire, bool is_scaled, typename Block>
+// Makes the largest number of float8_e5m2 Inf, whose code comes next.
+HOST_DEVICE_INLINE uint32_t largest_to_infinity(uint32_t codes) {
+  constexpr uint32_t kLargest = float_format(DType::kFloat8E5M2).max_finite;
+  const uint32_t others = ((codes & kMagnitudes) ^ kLargest * kOfEach) + kMagnitudes;
+  return codes + ((~others & kCarries) >> 7);
+}
+
+// Calls body(row, elem, value) for each element.
+template <DType wire, bool is_scaled, typename Block, typename Body>
 HOST_DEVICE_INLINE void decode_rows(const Block& block, const RowBits<wire> (&rows)[kRowsInFlight],
-                                    RowPart (&values)[kRowsInFlight]) {
+                                    const Body& body) {
   if constexpr (wire == DType::kFloat8E4M3) {
     if (!has_largest_e4m3(rows)) {
       ROTA_UNROLL
@@ -27,31 +40,21 @@ HOST_DEVICE_INLINE void decode_rows(const Block& block, const RowBits<wire> (&ro
         ROTA_UNROLL
         for (uint32_t i = 0; i < kElemsPerRow; i += 2) {
           const uint32_t halves = block.halves_of_e4m3(rows[r].words[0] >> 8 * i & 0xffff);
-          values[r].of[i] = block.widen_half(halves & 0xffff);
-          values[r].of[i + 1] = block.widen_half(halves >> 16);
+          body(r, i, block.widen_half(halves & 0xffff));
+          body(r, i + 1, block.widen_half(halves >> 16));
         }
       }
       return;
     }
   }
   for_each_elem([&](uint32_t r, uint32_t i) {
-    values[r].of[i] = decode<wire, is_scaled>(block, get_bits<info(wire).num_bytes>(rows[r], i));
+    body(r, i, decode<wire, is_scaled>(block, get_bits<info(wire).num_bytes>(rows[r], i)));
   });
 }
 
-// Whether a value is Inf or NaN.
-HOST_DEVICE_INLINE bool has_non_finite(const RowPart (&values)[kRowsInFlight]) {
-  uint32_t carries = 0;
-  for_each_elem([&](uint32_t r, uint32_t i) {
-    constexpr uint32_t kToSign = 0x80000000 - kInfinityBits;
-    carries |= (bit_as<uint32_t>(values[r].of[i]) & kMagnitudeMask) + kToSign;
-  });
-  return (carries & 0x80000000) != 0;
-}
-
-// Rounds to nearest.
-template <DType wire, bool is_scaled, typename Block>
-HOST_DEVICE_INLINE void encode_rows(const Block& block, const RowPart (&values)[kRowsInFlight],
+// Rounds value_of(row, elem) to nearest.
+template <DType wire, bool is_scaled, typename Block, typename ValueOf>
+HOST_DEVICE_INLINE void encode_rows(const Block& block, const ValueOf& value_of,
                                     RowBits<wire> (&rows)[kRowsInFlight]) {
   constexpr uint32_t kPairBits = 16 * info(wire).num_bytes;
   const auto encode_pairs = [&](const auto& encode_pair) {
@@ -60,25 +63,31 @@ HOST_DEVICE_INLINE void encode_rows(const Block& block, const RowPart (&values)[
       ROTA_UNROLL
       for (uint32_t i = 0; i < kElemsPerRow; i += 2) {
         const uint32_t bit = i / 2 * kPairBits;
-        rows[r].words[bit / 32] |= encode_pair(values[r].of[i], values[r].of[i + 1]) << bit % 32;
+        rows[r].words[bit / 32] |= encode_pair(value_of(r, i), value_of(r, i + 1)) << bit % 32;
       }
     }
   };
   ROTA_UNROLL
   for (uint32_t r = 0; r < kRowsInFlight; ++r) rows[r] = {};
   if constexpr (wire == DType::kFloat16) {
-    return encode_pairs([&](float low, float high) { return block.narrow_halves(low, high); });
+    encode_pairs([&](float low, float high) { return block.narrow_halves(low, high); });
   } else if constexpr (is_scaled) {
-    // In float8_e4m3fn the code of Inf is that of what is too large.
-    if (wire == DType::kFloat8E4M3 || !has_non_finite(values)) {
-      return encode_pairs(
-          [&](float low, float high) { return block.template narrow_float8<wire>(low, high); });
+    encode_pairs(
+        [&](float low, float high) { return block.template narrow_float8<wire>(low, high); });
+    // A GPU saturates Inf. In float8_e4m3fn that is its code; in float8_e5m2 no number in a scaled
+    // block is so large.
+    if constexpr (wire == DType::kFloat8E5M2) {
+      ROTA_UNROLL
+      for (uint32_t r = 0; r < kRowsInFlight; ++r) {
+        rows[r].words[0] = largest_to_infinity(rows[r].words[0]);
+      }
     }
+  } else {
+    for_each_elem([&](uint32_t r, uint32_t i) {
+      put_bits<info(wire).num_bytes>(rows[r], i,
+                                     encode<wire, is_scaled>(block, value_of(r, i), Rounding{}, 0));
+    });
   }
-  for_each_elem([&](uint32_t r, uint32_t i) {
-    put_bits<info(wire).num_bytes>(rows[r], i,
-                                   encode<wire, is_scaled>(block, values[r].of[i], Rounding{}, 0));
-  });
 }
 
 }  // namespace rota::cuda

@@ -21,32 +21,29 @@ class Unpacker {
   // A block takes whole groups in turn, and each of its warps parts of them, so the sum of a group
   // needs no other block. Sums of parts wait in shared memory, so that warps need not.
   HOST_DEVICE void run() {
-    const auto stride = static_cast<uint64_t>(block_.num_blocks());
-    const auto first_group = static_cast<uint64_t>(block_.index());
-    uint64_t first_kept = first_group;
     uint32_t num_kept = 0;
-    Place here{first_group, thread_.warp()};
-    Tile next = tile_at(here);
+    uint64_t part = uint64_t{static_cast<uint32_t>(block_.index())} * kParts + thread_.warp();
+    Tile next = tile_at(part);
     Received ahead{};
-    if (kLoadsAhead && is_there(here)) ahead = fetch(wire_at(here), 0);
-    for (uint64_t group = first_group; group < num_groups(); group += stride) {
-      while (here.group == group) {
+    if (kLoadsAhead && is_there(part)) ahead = fetch(wire_at(part), 0);
+    while (part / kParts < num_groups()) {
+      const uint64_t group = part / kParts;
+      while (part / kParts == group) {
         const Tile tile = next;
-        const Place after = after_this(here, stride);
+        const uint64_t after = part_after(part);
         next = tile_at(after);
-        const double squares = is_there(here) ? unpack_tile(tile, here, after, ahead) : 0;
+        const double squares = is_there(part) ? unpack_tile(tile, part, after, ahead) : 0;
         const double sum = thread_.sum_of_teams(squares);
-        if (thread_.is_first_of_warp()) kept_sums()[num_kept * kParts + here.part] = sum;
-        here = after;
+        if (thread_.is_first_of_warp()) kept_sums()[num_kept * kParts + part % kParts] = sum;
+        part = after;
       }
       if (++num_kept == kMostKept) {
-        store_sums(first_kept, num_kept);
+        store_sums(part / kParts, num_kept);
         block_.sync();  // before others take their place
-        first_kept = group + stride;
         num_kept = 0;
       }
     }
-    store_sums(first_kept, num_kept);
+    store_sums(part / kParts, num_kept);
     thread_.add_up(args_.words->num_non_finite, num_non_finite_);
     sum_up_in_last_block();
   }
@@ -55,8 +52,8 @@ class Unpacker {
   static constexpr size_t kElemBytes = info(dtype).num_bytes;
   static constexpr uint32_t kRowsPerBlock = block_scaling(wire).block_elems / kRowElems;
 
-  // There are no registers for it in float64 from float32.
-  static constexpr bool kLoadsAhead = kElemBytes + info(wire).num_bytes < 12;
+  // There are no registers for it in float64.
+  static constexpr bool kLoadsAhead = kElemBytes < 8;
 
   // The bits of some rows as loaded; the scale of row r is the byte r / kRowsPerBlock of `scales`.
   struct Received {
@@ -64,28 +61,23 @@ class Unpacker {
     uint32_t scales;
   };
 
-  // Each team of a warp has one tile of a part.
+  // A group is kParts parts, numbered through all groups; each team of a warp has one tile of a
+  // part.
   static constexpr uint32_t kParts = kTreeGroup / kTeams;
-  struct Place {
-    uint64_t group;
-    uint32_t part;
-  };
-  HOST_DEVICE Place after_this(const Place& place, uint64_t stride) const {
-    const uint32_t part = place.part + thread_.num_warps();
-    return part < kParts ? Place{place.group, part} : Place{place.group + stride, thread_.warp()};
+  HOST_DEVICE uint64_t part_after(uint64_t part) const {
+    const auto in_group = static_cast<uint32_t>(part % kParts);
+    if (in_group + thread_.num_warps() < kParts) return part + thread_.num_warps();
+    return part - in_group + thread_.warp() + group_stride() * kParts;
   }
-  HOST_DEVICE uint64_t index_of(const Place& place) const {
-    return place.group * kTreeGroup + place.part * kTeams + thread_.team();
+  HOST_DEVICE uint64_t group_stride() const { return static_cast<uint32_t>(block_.num_blocks()); }
+  HOST_DEVICE uint64_t index_in(uint64_t part) const { return part * kTeams + thread_.team(); }
+  HOST_DEVICE bool is_there(uint64_t part) const { return index_in(part) < args_.bucket.num_tiles; }
+  HOST_DEVICE Tile tile_at(uint64_t part) const {
+    return is_there(part) ? args_.bucket.tile(index_in(part), kElemBytes) : Tile{};
   }
-  HOST_DEVICE bool is_there(const Place& place) const {
-    return index_of(place) < args_.bucket.num_tiles;
-  }
-  HOST_DEVICE Tile tile_at(const Place& place) const {
-    return is_there(place) ? args_.bucket.tile(index_of(place), kElemBytes) : Tile{};
-  }
-  HOST_DEVICE WirePlace wire_at(const Place& place) const {
+  HOST_DEVICE WirePlace wire_at(uint64_t part) const {
     return format().from(format().place(args_.bucket.wire, args_.bucket.num_elems()),
-                         index_of(place) * kTileElems);
+                         index_in(part) * kTileElems);
   }
 
   HOST_DEVICE uint64_t num_groups() const {
@@ -96,32 +88,31 @@ class Unpacker {
   static constexpr uint32_t kMostKept = 4;
   static_assert(kMostKept * kParts <= kTreeDoubles);
   HOST_DEVICE double* kept_sums() const { return block_.shared_doubles(); }
-  // Makes them the sums of the groups from `first` on.
-  HOST_DEVICE void store_sums(uint64_t first, uint32_t num_kept) const {
+  // Makes them the sums of the block's last groups before group `end`, which would be its next.
+  HOST_DEVICE void store_sums(uint64_t end, uint32_t num_kept) const {
     block_.sync();
     const auto i = static_cast<uint32_t>(block_.thread());
     if (i >= num_kept) return;
-    const uint64_t group = first + i * static_cast<uint64_t>(block_.num_blocks());
-    args_.squares[group] = sum_in_pairs<kParts>(kept_sums() + i * kParts);
+    args_.squares[end - (num_kept - i) * group_stride()] =
+        sum_in_pairs<kParts>(kept_sums() + i * kParts);
   }
 
-  HOST_DEVICE_INLINE double unpack_tile(const Tile& tile, const Place& here, const Place& after,
+  HOST_DEVICE_INLINE double unpack_tile(const Tile& tile, uint64_t part, uint64_t after,
                                         Received& ahead) {
-    return tile.is_whole(kElemBytes) ? unpack_rows<true>(tile, here, after, ahead)
-                                     : unpack_rows<false>(tile, here, after, ahead);
+    return tile.is_whole(kElemBytes) ? unpack_rows<true>(tile, part, after, ahead)
+                                     : unpack_rows<false>(tile, part, after, ahead);
   }
 
   // ahead: this tile's first rows; then the next tile's.
   template <bool kIsWhole>
-  HOST_DEVICE double unpack_rows(const Tile& tile, const Place& here, const Place& after,
-                                 Received& ahead) {
-    if (!kLoadsAhead) ahead = fetch(wire_at(here), 0);
+  HOST_DEVICE double unpack_rows(const Tile& tile, uint64_t part, uint64_t after, Received& ahead) {
+    if (!kLoadsAhead) ahead = fetch(wire_at(part), 0);
     double squares[kElemsPerRow] = {};
     for (uint32_t row = 0; row < kTileRows; row += kRowsInFlight) {
       Received received = ahead;
       // Loads the next rows while these are worked on.
       if (row + kRowsInFlight < kTileRows) {
-        ahead = fetch(wire_at(here), row + kRowsInFlight);
+        ahead = fetch(wire_at(part), row + kRowsInFlight);
       } else if (kLoadsAhead && is_there(after)) {
         ahead = fetch(wire_at(after), 0);
       }
@@ -162,10 +153,7 @@ class Unpacker {
         scales[r] = scale_of(received.scales >> r / kRowsPerBlock * 8 & 0xff);
       }
     }
-    RowPart values[kRowsInFlight];
-    decode_rows<wire, is_scaled>(block_, received.rows, values);
-    for_each_elem([&](uint32_t r, uint32_t i) {
-      float value = values[r].of[i];
+    decode_rows<wire, is_scaled>(block_, received.rows, [&](uint32_t r, uint32_t i, float value) {
       if constexpr (is_scaled) value *= scales[r];
       const auto result = static_cast<AccOf<dtype>>(value * args_.bucket.result_factor);
       put_bits<kElemBytes>(results[r], i, encode<dtype, false>(block_, result, kToNearest, 0));
@@ -176,22 +164,14 @@ class Unpacker {
   template <bool kIsWhole>
   HOST_DEVICE_INLINE void measure(const RowBits<dtype> (&results)[kRowsInFlight], const Tile& tile,
                                   uint32_t row, double (&squares)[kElemsPerRow]) {
-    const auto for_each_stored = [&](const auto& body) {
-      for_each_elem([&](uint32_t r, uint32_t i) {
-        if (!kIsWhole && i >= thread_.num_left(row + r, tile.num_elems)) return;
-        const BitsOf<kElemBytes> bits = get_bits<kElemBytes>(results[r], i);
-        body(static_cast<float>(decode<dtype, false>(block_, bits)), i);
-      });
-    };
-    for_each_stored([&](float stored, uint32_t i) {
+    for_each_elem([&](uint32_t r, uint32_t i) {
+      if (!kIsWhole && i >= thread_.num_left(row + r, tile.num_elems)) return;
+      const auto stored =
+          static_cast<float>(decode<dtype, false>(block_, get_bits<kElemBytes>(results[r], i)));
       squares[i] += static_cast<double>(stored) * static_cast<double>(stored);
+      num_non_finite_ += is_finite(stored) ? 0 : 1;
     });
-    // The squares of finite floats are finite in float64, and their sum is.
-    const double sum = (squares[0] + squares[1]) + (squares[2] + squares[3]);
-    if (sum < kInfinity) return;
-    for_each_stored([&](float stored, uint32_t) { num_non_finite_ += is_finite(stored) ? 0 : 1; });
   }
-  static constexpr double kInfinity = __builtin_inf();
 
   // Every block reports that its tiles are summed and counted; the last one to report sees the sums
   // and the count of all.
