@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import rota
 from connected_hosts import TIME_S, Connected, communicator_over, init_on_gpu, run
-from device_engines import make_engine, num_exchanges, that_moves_nothing, that_raises
+from device_engines import IS_NCCL, make_engine, num_exchanges, that_moves_nothing, that_raises
 from on_gpu import DEVICE, WAIT_S, capture
 from oracle import FLOAT8_DTYPES, assert_same, name_of, random_inputs
 from ranks import Rank, error_of
@@ -190,6 +190,7 @@ def use_engine_that_fails_on_one_rank(rank: Rank, layout: Layout) -> tuple[str, 
     return result
 
 
+@pytest.mark.skipif(IS_NCCL, reason="NCCL cannot be aborted while it makes its communicator")
 def test_engine_that_fails_on_one_rank_is_an_error_on_every_rank() -> None:
     for error, text in run(TWO_BY_TWO, use_engine_that_fails_on_one_rank):
         assert error == "TransportError", text
