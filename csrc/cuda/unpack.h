@@ -91,10 +91,11 @@ class Unpacker {
   // Makes them the sums of the block's last groups before group `end`, which would be its next.
   HOST_DEVICE void store_sums(uint64_t end, uint32_t num_kept) const {
     block_.sync();
-    const auto i = static_cast<uint32_t>(block_.thread());
-    if (i >= num_kept) return;
-    args_.squares[end - (num_kept - i) * group_stride()] =
-        sum_in_pairs<kParts>(kept_sums() + i * kParts);
+    if (!thread_.is_first_of_warp()) return;
+    for (uint32_t i = thread_.warp(); i < num_kept; i += thread_.num_warps()) {
+      args_.squares[end - (num_kept - i) * group_stride()] =
+          sum_in_pairs<kParts>(kept_sums() + i * kParts);
+    }
   }
 
   HOST_DEVICE_INLINE double unpack_tile(const Tile& tile, uint64_t part, uint64_t after,

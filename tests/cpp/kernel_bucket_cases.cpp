@@ -339,10 +339,10 @@ void float64_gradients_have_the_cpus_bits() { check_dtype(DType::kFloat64); }
 void float16_gradients_have_the_cpus_bits() { check_dtype(DType::kFloat16); }
 void bfloat16_gradients_have_the_cpus_bits() { check_dtype(DType::kBFloat16); }
 
-// One small case with a bit of everything, for mutants: a block has more groups than it keeps the
-// sums of.
+// One small case with a bit of everything, for mutants: both blocks have six groups, two more than
+// they keep the sums of, and so one more for each warp.
 void a_list_of_gradients_has_the_cpus_bits() {
-  std::vector<uint64_t> lengths(9 * kTreeGroup, 1);
+  std::vector<uint64_t> lengths(10 * kTreeGroup, 1);
   lengths.insert(lengths.end(), kLists.back().begin(), kLists.back().end());
   pack_and_unpack<DType::kFloat32, DType::kFloat16, true>(
       {{.dtype = DType::kFloat32, .wire = {DType::kFloat16, true}, .lengths = lengths}}, 1);
