@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from simulated_processes import SimulatedProcesses
 
 # Makes its failed assertions show their values, as in test modules.
@@ -45,6 +47,14 @@ def processes() -> Iterator[SimulatedProcesses]:
         pytest.skip(f"no GPU can be simulated: {reason}")
     with contextlib.closing(SimulatedProcesses()) as server:
         yield server
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    """A store of members that come and go."""
+    from elastic_workers import serve_store
+
+    return serve_store()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import rota
-from elastic_workers import PACE_S, all_hear, first_order, kill_self, serve, serve_store, store_of
+from elastic_workers import PACE_S, all_hear, first_order, kill_self, serve, store_of
 from own_process import num_descriptors, num_mappings, num_threads
 from ranks import Rank, Ranks, error_of, run_ranks
 from rota.elastic import Finished, Membership
@@ -22,11 +22,6 @@ from rota.elastic.forming import Forming
 from rota.elastic.generation import Generation
 
 pytestmark = pytest.mark.same_in_every_build
-
-
-@pytest.fixture
-def store() -> Iterator[dist.TCPStore]:
-    yield serve_store()
 
 
 # ---- joining and leaving

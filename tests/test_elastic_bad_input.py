@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -12,18 +11,13 @@ import pytest
 import torch.distributed as dist
 
 import rota
-from elastic_workers import kill_self, serve_store, store_of
+from elastic_workers import kill_self, store_of
 from ranks import Rank, Ranks, error_of, run_ranks
 from rota.elastic import Membership
 from rota.elastic.documents import Documents
 from rota.elastic.roster import Roster
 
 pytestmark = pytest.mark.same_in_every_build
-
-
-@pytest.fixture
-def store() -> Iterator[dist.TCPStore]:
-    yield serve_store()
 
 
 # ---- the roster

@@ -5,25 +5,19 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastic_workers import all_hear, first_order, pids_of, serve, serve_store, store_of
+from elastic_workers import all_hear, first_order, pids_of, serve, store_of
 from hosts import Hosts
 from ranks import Rank, Ranks, error_of, run_ranks
 from rota.elastic import Membership, State
 from rota.elastic.handles import OwnProcess, Processes
 
 pytestmark = pytest.mark.same_in_every_build
-
-
-@pytest.fixture
-def store() -> Iterator[dist.TCPStore]:
-    yield serve_store()
 
 
 def serve_on_hosts(rank: Rank, port: int, num_members: int) -> list[list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -11,18 +10,13 @@ import torch.distributed as dist
 from torch import nn
 
 import rota
-from elastic_workers import serve_store, store_of
+from elastic_workers import store_of
 from ranks import Rank, run_ranks
 from rota import _C
 from rota.elastic import Membership, Reservation, State
 from rota.elastic.arena import Arena
 
 pytestmark = pytest.mark.same_in_every_build
-
-
-@pytest.fixture
-def store() -> Iterator[dist.TCPStore]:
-    yield serve_store()
 
 
 def use_foreign_memory(rank: Rank, port: int) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,18 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 import rota
-from elastic_workers import kill_self, serve_store, store_of
+from elastic_workers import kill_self, store_of
 from ranks import Rank, Ranks, error_of, run_ranks
 from rota import _C
 from rota.elastic import Membership, RandomState, Reservation, State
 from rota.elastic.arena import Arena
 
 pytestmark = pytest.mark.same_in_every_build
-
-
-@pytest.fixture
-def store() -> Iterator[dist.TCPStore]:
-    yield serve_store()
 
 
 class Model(nn.Module):

@@ -1,9 +1,8 @@
 // Sums float64 numbers, one per tile (base/tile.h), in an order that depends only on how many there
 // are. The CPU uses one thread and a GPU one block of threads; both get the same bits.
 //
-//   1. Groups of kTreeGroup tiles: neighbours are added in pairs, then their sums in pairs, until
-//   one
-//      is left. Missing tiles count as 0.
+//   1. Groups of kTreeGroup tiles: neighbours are added in pairs, then their sums in pairs, and so
+//      on. Missing tiles count as 0.
 //   2. Group i is added to bin i % kTreeBins, in ascending order.
 //   3. Bins are added as the tiles of a group.
 #pragma once

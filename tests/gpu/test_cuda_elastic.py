@@ -9,18 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastic_workers import all_hear, first_order, serve, serve_store, store_of
+from elastic_workers import all_hear, first_order, serve, store_of
 from on_gpu import DEVICE, LIMIT_S, run_ranks
 from ranks import Rank, Ranks
 from rota.elastic import Membership, State
 
 PARAMETER, MOMENTUM = 0.5, 2.0  # of a model that has trained
 NUM_FEATURES = 300
-
-
-@pytest.fixture
-def store() -> Iterator[dist.TCPStore]:
-    yield serve_store()
 
 
 @pytest.mark.parametrize("place", [0, 2])
