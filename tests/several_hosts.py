@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -52,9 +52,16 @@ class Layout(NamedTuple):
         with self.start(function, *args, timeout_s=timeout_s) as ranks:
             return ranks.results()
 
-    def start(self, function: Callable[..., Any], *args: object, timeout_s: float = 60) -> Ranks:
+    def start(
+        self,
+        function: Callable[..., Any],
+        *args: object,
+        timeout_s: float = 60,
+        env: Mapping[str, str] | None = None,
+    ) -> Ranks:
         """Starts `function(rank, layout, *args)` on every rank; see Ranks."""
-        return Ranks(self.world_size, _run_on_host, self, function, *args, timeout_s=timeout_s)
+        own = (self, function, *args)
+        return Ranks(self.world_size, _run_on_host, *own, timeout_s=timeout_s, env=env)
 
 
 def _run_on_host(rank: Rank, layout: Layout, function: Callable[..., Any], *args: object) -> Any:

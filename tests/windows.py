@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
 import rota
-from ranks import Rank, Ranks, error_of, run_ranks
+from ranks import Rank, Ranks, error_of
 from several_hosts import Layout
 
 PAIR = Layout((0, 0))
 FOUR = Layout((0, 0, 0, 0))
 
 
-def on_its_host(rank: Rank, layout: Layout, function: Callable[..., Any], *args: object) -> Any:
-    os.environ["ROTA_HOST_ID"] = f"host{layout.host_of[rank.rank]}"
+def _without_layout(rank: Rank, layout: Layout, function: Callable[..., Any], *args: object) -> Any:
     return function(rank, *args)
 
 
@@ -25,12 +23,12 @@ def start_on(
     layout: Layout, function: Callable[..., Any], *, env: Mapping[str, str] | None = None
 ) -> Ranks:
     """Starts `function(rank)` on the ranks of a layout."""
-    return Ranks(layout.world_size, on_its_host, layout, function, env=env)
+    return layout.start(_without_layout, function, env=env)
 
 
 def run_on(layout: Layout, function: Callable[..., Any], *args: object) -> list[Any]:
     """Runs `function(rank, *args)` on the ranks of a layout."""
-    return run_ranks(layout.world_size, on_its_host, layout, function, *args)
+    return layout.run(_without_layout, function, *args)
 
 
 def hosts_of(*layouts: Layout) -> pytest.MarkDecorator:

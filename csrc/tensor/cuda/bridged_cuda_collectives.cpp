@@ -57,9 +57,7 @@ void BridgedCudaCollectives::verify_engine() {
   DeviceEngine::Splits splits = gpus_.engine().no_splits();
   for (const int peer : peers) splits[static_cast<size_t>(peer)] = kProbeBytes;
   try {
-    DeviceEngine::Exchange exchange =
-        gpus_.engine().start("connect_device", outgoing, splits, incoming, splits);
-    gpus_.engine().finish("connect_device", exchange);
+    gpus_.engine().run_first("connect_device", outgoing, splits, incoming, splits);
   } catch (const Error& error) {
     throw Error(ErrorKind::kTransport, bridge.prefix("connect_device"), error.told());
   }

@@ -1,8 +1,13 @@
 #include "tensor/hosts/device_engine.h"
 
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <chrono>
 #include <exception>
+#include <future>
 #include <string>
+#include <thread>
 #include <utility>
 
 namespace rota::tensors {
@@ -10,6 +15,8 @@ namespace {
 
 // More than it takes to notice that a rank of another host is lost (hosts/silence.h).
 constexpr auto kPatienceWithNews = std::chrono::seconds(2);
+// From one look at whether the group has failed to the next, in the first exchange.
+constexpr auto kFirstPoll = std::chrono::milliseconds(2);
 
 }  // namespace
 
@@ -40,8 +47,35 @@ DeviceEngine::Exchange DeviceEngine::start(std::string_view call, const at::Tens
 void DeviceEngine::finish(std::string_view call, Exchange& exchange) {
   const Exchange done = std::exchange(exchange, {});
   if (!done.work) return;
+  expect(call, [&] { return done.work->wait(); });
+}
+
+void DeviceEngine::run_first(std::string_view call, const at::Tensor& outgoing, Splits to,
+                             const at::Tensor& incoming, Splits from) {
+  const at::Device device = outgoing.device();
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  // Whatever the thread uses is its own.
+  std::packaged_task<bool()> exchange([backend = backend_, stream, sent = outgoing,
+                                       to = std::move(to), received = incoming,
+                                       from = std::move(from)]() mutable {
+    const c10::StreamGuard on_stream(stream);
+    return backend->alltoall_base(received, sent, from, to)->wait();
+  });
+  std::future<bool> result = exchange.get_future();
+  std::thread(std::move(exchange)).detach();
+  const auto end = std::chrono::steady_clock::now() + bridge_.timeout();
+  while (result.wait_for(kFirstPoll) != std::future_status::ready) {
+    bridge_.check_usable(call);
+    if (std::chrono::steady_clock::now() < end) continue;
+    fail(call, join("its first exchange took more than ", bridge_.timeout().count(), " ms"));
+  }
+  expect(call, [&] { return result.get(); });
+}
+
+template <typename Wait>
+void DeviceEngine::expect(std::string_view call, const Wait& wait) const {
   try {
-    if (done.work->wait()) return;
+    if (wait()) return;
   } catch (const std::exception& failure) {
     fail(call, failure.what());
   }

@@ -40,8 +40,16 @@ class DeviceEngine {
                  const at::Tensor& incoming, Splits from);
   // Orders the current stream after it; blocks if the engine does (NCCL does not). Throws likewise.
   void finish(std::string_view call, Exchange& exchange);
+  // Both, for the engine's first exchange, in which NCCL makes its communicator: until it has one,
+  // abort() does not end its wait for a rank that never comes. So the wait is a thread's, which
+  // this leaves behind when the group has failed or its timeout is over.
+  void run_first(std::string_view call, const at::Tensor& outgoing, Splits to,
+                 const at::Tensor& incoming, Splits from);
 
  private:
+  // wait: whether the engine's work has ended well. Throws as finish().
+  template <typename Wait>
+  void expect(std::string_view call, const Wait& wait) const;
   [[noreturn]] void fail(std::string_view call, const std::string& what) const;
 
   hosts::Bridge& bridge_;
