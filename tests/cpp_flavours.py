@@ -45,6 +45,7 @@ OTHER_CASES = (
     "bootstrap_cases",
     "unconnected_cases",
     "cores_cases",
+    "slot_stores_cases",
 )
 SLEEPING_CASES = ("sequences_cases", "waiter_cases")
 ONE_PLACE = (Patch(LAYOUT, r"kPlacesPerMailbox = \d+;", "kPlacesPerMailbox = 1;"),)

@@ -93,14 +93,14 @@ void Communicator::agree(const Call& call, CallerThread thread,
 void Communicator::run(const Call& call, const cpu::Buffers& buffers, CallerThread thread,
                        std::optional<Nanoseconds> own_timeout) {
   in_epoch(call, thread, own_timeout, [&] {
-    cpu::Exchange exchange(*transport_, waiter_, wait_policy_, watch_, num_rounds_);
+    cpu::Exchange exchange(*transport_, waiter_, wait_policy_, watch_, slot_writer_, num_rounds_);
     const cpu::Executor& executor = cpu::executor_of(call);
     const size_t max_bytes = transport_->geometry().message_bytes;
     const std::optional<uint64_t> num_bytes =
         executor.message_bytes(call, buffers, world_size(), max_bytes);
     if (num_bytes != 0) transport_->reserve_slots(transport::kNumSlots);
     if (num_bytes && *num_bytes <= max_bytes) {
-      const cpu::Mailboxes mailboxes(*transport_, epoch_, *num_bytes);
+      const cpu::Mailboxes mailboxes(*transport_, slot_writer_, epoch_, *num_bytes);
       executor.contribute(call, buffers, mailboxes);
       rendezvous(call);
       num_rounds_ += executor.complete(call, buffers, mailboxes, exchange);

@@ -111,8 +111,9 @@ class Communicator {
   WaitPolicy wait_policy_;
   std::vector<int> everyone_;
 
-  std::mutex mutex_;         // one collective at a time
-  uint64_t epoch_ = 0;       // collectives entered; posted to peers
+  std::mutex mutex_;    // one collective at a time
+  uint64_t epoch_ = 0;  // collectives entered; posted to peers
+  cpu::SlotWriter slot_writer_;
   uint64_t num_rounds_ = 0;  // rounds used by all collectives so far; the same on every rank
 
   std::mutex abort_mutex_;  // the abort record is written once

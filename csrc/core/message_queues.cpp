@@ -101,7 +101,7 @@ bool MessageQueues::push_piece(Request& send) {
     send.is_begun_ = true;
   } else {
     std::byte* out = links_.outgoing(send.peer_, ring_of(message));
-    cpu::copy_bytes(out, send.data_ + send.num_moved_, num_bytes);
+    writer_.to(send.peer_).store(out, send.data_ + send.num_moved_, num_bytes);
     links_.publish(send.peer_, ring_of(message), num_bytes);
   }
   send.num_moved_ += num_bytes;
@@ -286,9 +286,10 @@ uint64_t MessageQueues::needed_peers() const {
   return peers;
 }
 
-void MessageQueues::prepare_next_send() const {
+void MessageQueues::prepare_next_send() {
   constexpr uint64_t kMost = 64 << 10;  // stays in a second-level cache
   if (last_ring_bytes_ == 0) return;
+  if (writer_.to(last_receiver_).path() == cpu::StorePath::kStreamed) return;
   links_.fetch_outgoing(last_receiver_, links_.ring_of(last_ring_bytes_),
                         std::min(last_ring_bytes_, kMost));
 }

@@ -26,6 +26,7 @@
 #include "base/waiter.h"
 #include "core/watch.h"
 #include "cpu/copy.h"
+#include "cpu/slot_stores.h"
 #include "transport/links.h"
 
 namespace rota {
@@ -112,7 +113,7 @@ class MessageQueues {
   uint64_t needed_peers() const;
   // For a rank that waits: what it sends next is probably as long as its last message, to the same
   // rank.
-  void prepare_next_send() const;
+  void prepare_next_send();
 
  private:
   // A message that came before its recv.
@@ -155,6 +156,7 @@ class MessageQueues {
 
   const transport::Transport& transport_;
   transport::Links links_;
+  cpu::SlotWriter writer_;                     // into rings
   std::vector<std::deque<RequestRef>> sends_;  // by receiver, in the order of their calls
   std::list<RequestRef> recvs_;                // not matched yet, in the order of their calls
   std::list<std::shared_ptr<Early>> early_;    // in the order of arrival

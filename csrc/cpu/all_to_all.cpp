@@ -63,7 +63,9 @@ class AllToAll final : public Executor {
     std::byte* place = own.parts();
     for (int peer = 0; peer < world_size; ++peer) {
       const uint64_t num_bytes = bytes_of(call, buffers.inputs[peer]);
-      if (peer != mailboxes.rank()) copy_bytes(place, buffers.inputs[peer].data, num_bytes);
+      if (peer != mailboxes.rank()) {
+        mailboxes.stores_to(peer).store(place, buffers.inputs[peer].data, num_bytes);
+      }
       place += num_bytes;
     }
   }
@@ -146,8 +148,8 @@ class AllToAll final : public Executor {
         for (int i = 0; i < world_size - 1; ++i) {
           const int peer = schedule::rotated_peer(rank, world_size, i);
           const Range chunk = chunk_of(buffers.inputs[peer], round);
-          copy_bytes(exchange.own_slot(round) + static_cast<uint64_t>(peer) * share,
-                     at(buffers.inputs[peer], chunk.begin), chunk.num_elems);
+          exchange.stores_to(peer).store(exchange.share(rank, peer, round),
+                                         at(buffers.inputs[peer], chunk.begin), chunk.num_elems);
         }
         exchange.publish_filled(round);
       }
@@ -156,8 +158,7 @@ class AllToAll final : public Executor {
         if (!is_in_rounds[peer]) continue;
         const Range chunk = chunk_of(buffers.outputs[peer], round);
         exchange.wait_filled(peer, round, "all_to_all receive");
-        copier.copy(at(buffers.outputs[peer], chunk.begin),
-                    exchange.slot(peer, round) + static_cast<uint64_t>(rank) * share,
+        copier.copy(at(buffers.outputs[peer], chunk.begin), exchange.share(peer, rank, round),
                     chunk.num_elems);
       }
       exchange.publish_drained(round);

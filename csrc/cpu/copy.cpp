@@ -11,7 +11,7 @@
 
 namespace rota::cpu {
 
-#if defined(__SSE2__)
+#if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)  // which does not see these stores
 void stream_bytes(void* dst, const void* src, size_t num_bytes) {
   auto* to = static_cast<std::byte*>(dst);
   const auto* from = static_cast<const std::byte*>(src);

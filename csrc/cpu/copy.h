@@ -15,6 +15,14 @@ inline void copy_bytes(void* dst, const void* src, size_t num_bytes) {
 // Stores past the caches where the processor can. The ranges must not overlap.
 void stream_bytes(void* dst, const void* src, size_t num_bytes);
 
+// How a copy stores: into this core's caches, or past them (cpu/slot_stores.h).
+enum class StorePath : uint8_t { kCached, kStreamed };
+
+inline void store_bytes(StorePath path, void* dst, const void* src, size_t num_bytes) {
+  if (path == StorePath::kStreamed) return stream_bytes(dst, src, num_bytes);
+  copy_bytes(dst, src, num_bytes);
+}
+
 // Whether a copy of this length should go past the caches: neither its source nor its destination
 // would stay in the last one.
 bool streams(uint64_t num_bytes);

@@ -37,7 +37,7 @@ class Broadcast final : public Executor {
   void contribute(const Call& call, const Buffers& buffers,
                   const Mailboxes& mailboxes) const override {
     if (mailboxes.rank() != call.root) return;
-    copy_bytes(mailboxes.own(), buffers.data, call.num_bytes());
+    mailboxes.stores_to_all().store(mailboxes.own(), buffers.data, call.num_bytes());
   }
 
   uint64_t complete(const Call& call, const Buffers& buffers, const Mailboxes& mailboxes,
@@ -75,7 +75,8 @@ class Broadcast final : public Executor {
       const Range chunk = schedule::chunk_of(call.num_bytes(), exchange.slot_bytes(), round);
       if (is_root) {
         if (round >= num_slots) exchange.wait_drained_by_peers(round - num_slots, "broadcast send");
-        copy_bytes(exchange.own_slot(round), at(whole, chunk.begin), chunk.num_elems);
+        exchange.stores_to_all().store(exchange.own_slot(round), at(whole, chunk.begin),
+                                       chunk.num_elems);
         exchange.publish_filled(round);
       } else {
         exchange.wait_filled(call.root, round, "broadcast receive");
@@ -147,7 +148,8 @@ class AllGather final : public Executor {
     };
     for (uint64_t round = 0; round < num_rounds; ++round) {
       const Range own = chunk_of(*buffers.inputs, round);
-      copy_bytes(exchange.own_slot(round), at(*buffers.inputs, own.begin), own.num_elems);
+      exchange.stores_to_all().store(exchange.own_slot(round), at(*buffers.inputs, own.begin),
+                                     own.num_elems);
       exchange.publish_filled(round);
       // Once more from the caches, while the peers fill theirs.
       if (copies_own) {
@@ -176,7 +178,7 @@ class Gather final : public Executor {
   void contribute(const Call& call, const Buffers& buffers,
                   const Mailboxes& mailboxes) const override {
     if (mailboxes.rank() == call.root) return;
-    copy_bytes(mailboxes.own(), buffers.inputs->data, call.num_bytes());
+    mailboxes.stores_to(call.root).store(mailboxes.own(), buffers.inputs->data, call.num_bytes());
   }
 
   uint64_t complete(const Call& call, const Buffers& buffers, const Mailboxes& mailboxes,
@@ -219,7 +221,8 @@ class Gather final : public Executor {
       const Range chunk = schedule::chunk_of(call.num_bytes(), exchange.slot_bytes(), round);
       if (!is_root) {
         if (round >= num_slots) exchange.wait_drained(call.root, round - num_slots, "gather send");
-        copy_bytes(exchange.own_slot(round), at(*buffers.inputs, chunk.begin), chunk.num_elems);
+        exchange.stores_to(call.root).store(exchange.own_slot(round),
+                                            at(*buffers.inputs, chunk.begin), chunk.num_elems);
         exchange.publish_filled(round);
         continue;
       }
@@ -249,8 +252,9 @@ class Scatter final : public Executor {
     if (mailboxes.rank() != call.root) return;
     for (int peer = 0; peer < mailboxes.world_size(); ++peer) {
       if (peer == call.root) continue;
-      copy_bytes(mailboxes.own() + static_cast<uint64_t>(peer) * call.num_bytes(),
-                 buffers.inputs[peer].data, call.num_bytes());
+      mailboxes.stores_to(peer).store(
+          mailboxes.own() + static_cast<uint64_t>(peer) * call.num_bytes(),
+          buffers.inputs[peer].data, call.num_bytes());
     }
   }
 
@@ -272,26 +276,37 @@ class Scatter final : public Executor {
     const uint64_t num_rounds = schedule::ceil_div(call.num_bytes(), share);
     const uint64_t num_slots = exchange.use_copy_slots(exchange.slot_bytes());
     const OutputCopier copier(call.num_bytes(), exchange.world_size());
-    const bool is_root = exchange.rank() == call.root;
-    for (uint64_t round = 0; round < num_rounds; ++round) {
-      const Range chunk = schedule::chunk_of(call.num_bytes(), share, round);
-      const auto place_of = [&](int peer) {
-        return exchange.slot(call.root, round) + static_cast<uint64_t>(peer) * share;
-      };
-      if (!is_root) {
+    const int world_size = exchange.world_size();
+    const auto chunk_of = [&](uint64_t round) {
+      return schedule::chunk_of(call.num_bytes(), share, round);
+    };
+    if (exchange.rank() != call.root) {
+      for (uint64_t round = 0; round < num_rounds; ++round) {
+        const Range chunk = chunk_of(round);
         exchange.wait_filled(call.root, round, "scatter receive");
-        copier.copy(at(*buffers.outputs, chunk.begin), place_of(exchange.rank()), chunk.num_elems);
+        copier.copy(at(*buffers.outputs, chunk.begin),
+                    exchange.share(call.root, exchange.rank(), round), chunk.num_elems);
         exchange.publish_drained(round);
-        continue;
       }
+      return num_rounds;
+    }
+    const Part& own = buffers.inputs[call.root];
+    const bool copies_own = !overlap(call, own, *buffers.outputs);
+    for (uint64_t round = 0; round < num_rounds; ++round) {
+      const Range chunk = chunk_of(round);
       if (round >= num_slots) exchange.wait_drained_by_peers(round - num_slots, "scatter send");
-      for (int peer = 0; peer < exchange.world_size(); ++peer) {
-        if (peer == call.root) continue;
-        copy_bytes(place_of(peer), at(buffers.inputs[peer], chunk.begin), chunk.num_elems);
+      for (int i = 0; i < world_size - 1; ++i) {
+        const int peer = schedule::rotated_peer(call.root, world_size, i);
+        exchange.stores_to(peer).store(exchange.share(call.root, peer, round),
+                                       at(buffers.inputs[peer], chunk.begin), chunk.num_elems);
       }
       exchange.publish_filled(round);
+      // While the peers drain theirs.
+      if (copies_own) {
+        copier.copy(at(*buffers.outputs, chunk.begin), at(own, chunk.begin), chunk.num_elems);
+      }
     }
-    if (is_root) move_own(call, buffers.inputs[call.root], *buffers.outputs, copier);
+    if (!copies_own) move_own(call, own, *buffers.outputs, copier);
     return num_rounds;
   }
 };

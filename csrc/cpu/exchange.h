@@ -12,6 +12,7 @@
 
 #include "base/limits.h"
 #include "base/waiter.h"
+#include "cpu/slot_stores.h"
 #include "schedule/chunk.h"
 #include "schedule/direct.h"
 #include "transport/transport.h"
@@ -42,8 +43,10 @@ using Sources = std::array<std::byte*, kMaxWorldSize>;
 // Locates the messages of a one-round collective. A message's flag is the post of its epoch.
 class Mailboxes {
  public:
-  Mailboxes(const transport::Transport& transport, uint64_t epoch, size_t num_bytes)
+  Mailboxes(const transport::Transport& transport, SlotWriter& writer, uint64_t epoch,
+            size_t num_bytes)
       : transport_(transport),
+        writer_(writer),
         num_bytes_(num_bytes),
         offset_(transport.geometry().message(epoch, num_bytes)) {}
 
@@ -52,9 +55,13 @@ class Mailboxes {
   size_t num_bytes() const { return num_bytes_; }
   std::byte* own() const { return of(rank()); }
   std::byte* of(int peer) const { return transport_.region(peer).at(offset_); }
+  // Stores into the own message, for one other rank that reads it, and for all.
+  SlotStores& stores_to(int reader) const { return writer_.to(reader); }
+  SlotStores& stores_to_all() const { return writer_.to_all(); }
 
  private:
   const transport::Transport& transport_;
+  SlotWriter& writer_;
   size_t num_bytes_;  // of each message
   size_t offset_;     // the same in every region
 };
@@ -62,19 +69,21 @@ class Mailboxes {
 class Exchange {
  public:
   Exchange(transport::Transport& transport, Waiter& waiter, const WaitPolicy& policy,
-           PeerWaitObserver& observer, uint64_t first_round)
+           PeerWaitObserver& observer, SlotWriter& writer, uint64_t first_round)
       : transport_(transport),
         waiter_(waiter),
         policy_(policy),
         observer_(observer),
+        writer_(writer),
         first_round_(first_round) {}
 
   int rank() const { return transport_.rank(); }
   int world_size() const { return transport_.world_size(); }
   size_t slot_bytes() const { return transport_.geometry().slot_bytes; }
-  // Each rank's share of a slot that holds chunks for all of them, in whole cache lines.
+  // Of a slot that holds a chunk for each other rank: how long one may be, in whole cache lines.
   size_t share_of_slot() const {
-    return slot_bytes() / static_cast<size_t>(world_size()) / kCacheLineBytes * kCacheLineBytes;
+    const auto num_receivers = static_cast<size_t>(std::max(world_size() - 1, 1));
+    return slot_bytes() / num_receivers / kCacheLineBytes * kCacheLineBytes;
   }
 
   // For collectives that copy and do not reduce; call before the first round. longest: bytes of the
@@ -93,6 +102,16 @@ class Exchange {
   std::byte* slot(int peer, uint64_t round) const {
     return transport_.region(peer).slots() + (first_round_ + round) % num_slots_ * stride_;
   }
+
+  // Where such a slot holds the sender's chunk for the receiver.
+  std::byte* share(int sender, int receiver, uint64_t round) const {
+    const int index = schedule::index_of_peer(sender, world_size(), receiver);
+    return slot(sender, round) + static_cast<size_t>(index) * share_of_slot();
+  }
+
+  // Stores into own slots, for one other rank that reads them, and for all.
+  SlotStores& stores_to(int reader) { return writer_.to(reader); }
+  SlotStores& stores_to_all() { return writer_.to_all(); }
 
   // Peers may now read the own slot of `round`.
   void publish_filled(uint64_t round) {
@@ -133,6 +152,7 @@ class Exchange {
   Waiter& waiter_;
   const WaitPolicy& policy_;
   PeerWaitObserver& observer_;
+  SlotWriter& writer_;
   uint64_t first_round_;
   uint64_t num_slots_ = transport::kNumSlots;
   uint64_t stride_ = slot_bytes();  // from one slot to the next

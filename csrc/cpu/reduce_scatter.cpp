@@ -28,9 +28,10 @@ std::byte* elem_at(const Call& call, const Part& part, uint64_t elem) {
   return at(part, elem * info(call.dtype).num_bytes);
 }
 
-void pack(const Call& call, const Part& part, const Range& range, std::byte* wire) {
+void pack(const Call& call, const Part& part, const Range& range, std::byte* wire,
+          SlotStores& stores) {
   const std::byte* src = elem_at(call, part, range.begin);
-  if (is_plain(call)) return copy_bytes(wire, src, call.wire.payload_bytes(range.num_elems));
+  if (is_plain(call)) return stores.store(wire, src, call.wire.payload_bytes(range.num_elems));
   element_loops().convert(call.dtype, call.wire.dtype)(src, wire, range.num_elems);
 }
 
@@ -93,8 +94,8 @@ class ReduceScatter final : public Executor {
     for (int owner = 0; owner < world_size; ++owner) {
       if (owner == mailboxes.rank()) continue;  // read from the tensor instead
       const Part& part = buffers.inputs[owner];
-      pack(call, part, {0, part.num_elems},
-           mailboxes.own() + static_cast<uint64_t>(owner) * stride);
+      pack(call, part, {0, part.num_elems}, mailboxes.own() + static_cast<uint64_t>(owner) * stride,
+           mailboxes.stores_to(owner));
     }
   }
 
@@ -155,8 +156,7 @@ class ReduceScatter final : public Executor {
     const IeeeFloatScope ieee;
     const int rank = exchange.rank();
     const int world_size = exchange.world_size();
-    const uint64_t share = exchange.share_of_slot();
-    const uint64_t round_elems = call.wire.capacity(share, 1);
+    const uint64_t round_elems = call.wire.capacity(exchange.share_of_slot(), 1);
     const uint64_t num_rounds = schedule::ceil_div(stride_of(call, buffers, world_size),
                                                    call.wire.payload_bytes(round_elems));
     const auto chunk_of = [&](int owner, uint64_t round) {
@@ -166,14 +166,14 @@ class ReduceScatter final : public Executor {
       for (int i = 0; i < world_size - 1; ++i) {
         const int owner = schedule::rotated_peer(rank, world_size, i);
         pack(call, buffers.inputs[owner], chunk_of(owner, round),
-             exchange.own_slot(round) + static_cast<uint64_t>(owner) * share);
+             exchange.share(rank, owner, round), exchange.stores_to(owner));
       }
       exchange.publish_filled(round);
       exchange.wait_filled_by_peers(round, "reduce_scatter");
       const Range own = chunk_of(rank, round);
       reduce_part(call, buffers, own, world_size, [&](int peer) -> Contribution {
         if (peer == rank) return {elem_at(call, buffers.inputs[rank], own.begin), false};
-        return {exchange.slot(peer, round) + static_cast<uint64_t>(rank) * share, true};
+        return {exchange.share(peer, rank, round), true};
       });
     }
     return num_rounds;

@@ -37,4 +37,10 @@ HOST_DEVICE constexpr int rotated_peer(int rank, int world_size, int index) {
   return peer < world_size ? peer : peer - world_size;  // a remainder takes a GPU 30 instructions
 }
 
+// The index at which rotated_peer() gives this peer.
+constexpr int index_of_peer(int rank, int world_size, int peer) {
+  const int index = peer - rank - 1;
+  return index < 0 ? index + world_size : index;
+}
+
 }  // namespace rota::schedule

@@ -1,0 +1,95 @@
+// Stores into shared memory that others read, again and again in the same places.
+//
+// Where the writer and its readers share no third-level cache, a store into a line of which both
+// have a copy can take 27 ns, since the other copy must be given up first: on an AMD Zen 4, 8 MiB
+// pass through slots in 2 to 4 ms instead of 0.7. A store past the caches takes as long everywhere,
+// but then readers get the line from memory (benchmarks/LOG.md has both). Where ranks run is not
+// known and changes, in a virtual machine within seconds. So the writer measures both ways, and
+// goes past the caches while the other one is much slower. No result depends on it.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+
+#include "base/limits.h"
+#include "cpu/copy.h"
+
+namespace rota::cpu {
+
+// Of one rank, for the same readers. Not for several threads at once.
+class SlotStores {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  // Copies. When it is done, the data is there for whoever is told so by a flag.
+  void store(void* dst, const void* src, size_t num_bytes) {
+    if (num_bytes < kShortest) return copy_bytes(dst, src, num_bytes);
+    const uint64_t number = num_stores_++;
+    if (number % kMeasured != 0) return store_bytes(path_, dst, src, num_bytes);
+    const StorePath path = measured_path(number);
+    const Clock::time_point start = Clock::now();
+    store_bytes(path, dst, src, num_bytes);
+    const Clock::time_point end = Clock::now();
+    const std::chrono::duration<double, std::nano> time = end - start;
+    record(path, time.count() / static_cast<double>(num_bytes), number, end);
+  }
+
+  StorePath path() const { return path_; }
+  // The way of a store that is measured, and what it took.
+  StorePath measured_path(uint64_t number) const;
+  void record(StorePath path, double ns_per_byte, uint64_t number, Clock::time_point now);
+
+  static constexpr size_t kShortest = 8 << 10;  // below, everything is stored into the caches
+  static constexpr uint64_t kMeasured = 16;     // one of these
+  // Of those into the caches, one of these goes past them, for comparison.
+  static constexpr uint64_t kCompared = 64;
+  // A first store into the caches after others past them is fast. This many fill all places of a
+  // ring of slots, or of a link (transport/layout.h).
+  static constexpr uint64_t kSettling = 64;
+  static constexpr int kEnough = 4;  // measurements of a way, to judge it
+  // Into the caches is too slow if a store takes this long for each byte, and this many times as
+  // long as one past them. With a common third-level cache it is 0.08 to 0.12 ns and 2 to 4 times,
+  // since the time of a store past the caches is not all its cost; without one, 0.35 to 0.5 and 6
+  // to 9 times.
+  static constexpr double kSlow = 0.18;
+  static constexpr double kMuchSlower = 3;
+  // How long to go past the caches before the other way is tried again, which is slow for
+  // kSettling stores if nothing has changed.
+  static constexpr std::chrono::milliseconds kRetried{500};
+
+ private:
+  // What a store takes that is not held up.
+  struct Time {
+    int num_measured = 0;
+    double ns_per_byte = 0;
+
+    // A longer time than before may be that of a rank that lost its core, so it counts in part.
+    void add(double measured) {
+      constexpr double kCounted = 1.25;
+      const double most = ns_per_byte * kCounted;
+      ns_per_byte = num_measured++ == 0 || measured < most ? measured : most;
+    }
+  };
+
+  StorePath path_ = StorePath::kCached;
+  uint64_t num_stores_ = 0;
+  uint64_t changed_at_ = 0;           // in stores
+  Clock::time_point changed_time_{};  // of the change to kStreamed
+  Time cached_;                       // since that to kCached
+  Time streamed_;
+};
+
+// Of one rank: for what a single other rank reads, and for what all others read.
+class SlotWriter {
+ public:
+  SlotStores& to(int reader) { return of_reader_[static_cast<size_t>(reader)]; }
+  SlotStores& to_all() { return of_all_; }
+
+ private:
+  std::array<SlotStores, kMaxWorldSize> of_reader_;
+  SlotStores of_all_;
+};
+
+}  // namespace rota::cpu

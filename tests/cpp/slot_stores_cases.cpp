@@ -1,0 +1,117 @@
+// When a writer goes past its caches, from times that are made up.
+#include "cpu/slot_stores.h"
+
+#include <chrono>
+#include <cstdint>
+#include <vector>
+
+#include "check.h"
+
+namespace rota::test {
+namespace {
+
+using cpu::SlotStores;
+using cpu::StorePath;
+using std::chrono::milliseconds;
+
+// Nanoseconds for each byte.
+struct Times {
+  double cached;
+  double streamed;
+};
+constexpr Times kFar{0.4, 0.05};
+constexpr Times kNear{0.1, 0.03};
+constexpr Times kSlowMemory{1.0, 0.5};
+
+class Writer {
+ public:
+  // num_stores of them, 1 us apart.
+  void store(const Times& times, uint64_t num_stores = 256) {
+    for (const uint64_t end = number_ + num_stores; number_ < end; ++number_) {
+      now_ += std::chrono::microseconds(1);
+      if (number_ % SlotStores::kMeasured != 0) continue;
+      const StorePath path = stores_.measured_path(number_);
+      num_cached_ += path == StorePath::kCached ? 1 : 0;
+      const double time = path == StorePath::kCached ? times.cached : times.streamed;
+      stores_.record(path, time, number_, now_);
+    }
+  }
+  void wait(milliseconds time) { now_ += time; }
+
+  bool streams() const { return stores_.path() == StorePath::kStreamed; }
+  int num_cached() const { return num_cached_; }  // measured ones
+
+ private:
+  SlotStores stores_;
+  uint64_t number_ = 0;
+  SlotStores::Clock::time_point now_{};
+  int num_cached_ = 0;
+};
+
+void ranks_that_are_far_apart_store_past_the_caches() {
+  Writer writer;
+  writer.store(kFar, SlotStores::kSettling);
+  check(!writer.streams(), "first stores are not judged");
+  writer.store(kFar);
+  check(writer.streams(), "far apart");
+}
+
+void neighbours_store_into_the_caches() {
+  Writer writer;
+  writer.store(kNear, 10000);
+  check(!writer.streams(), "near");
+  writer.store({100, 0.03}, SlotStores::kMeasured);
+  writer.store(kNear, 10000);
+  check(!writer.streams(), "one store of a rank that had lost its core");
+}
+
+void memory_that_is_slow_for_both_changes_nothing() {
+  Writer writer;
+  writer.store(kSlowMemory, 10000);
+  check(!writer.streams(), "slow memory");
+}
+
+void ranks_that_have_moved_are_noticed() {
+  Writer writer;
+  writer.store(kFar);
+  const int num_cached = writer.num_cached();
+  writer.store(kNear, 10000);
+  check(writer.streams() && writer.num_cached() == num_cached, "it is not tried again at once");
+  writer.wait(SlotStores::kRetried);
+  writer.store(kNear, 10000);
+  check(!writer.streams(), "near now");
+  writer.store(kFar);
+  check(writer.streams(), "far again");
+  writer.wait(SlotStores::kRetried);
+  writer.store(kFar, SlotStores::kCompared + 1);
+  check(!writer.streams(), "tried again");
+  writer.store(kFar);
+  check(writer.streams(), "still far");
+}
+
+void both_ways_copy() {
+  const std::vector<size_t> sizes{
+      0, 1, 100, SlotStores::kShortest - 1, SlotStores::kShortest, SlotStores::kShortest + 13};
+  SlotStores stores;  // every kCompared-th goes past the caches
+  for (uint64_t round = 0; round < 2 * SlotStores::kCompared; ++round) {
+    for (const size_t num_bytes : sizes) {
+      std::vector<unsigned char> from(num_bytes + 1), to(num_bytes + 1, 7);
+      for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<unsigned char>(i * 31 + round);
+      stores.store(to.data(), from.data(), num_bytes);
+      check(to.back() == 7, "nothing behind the end");
+      from.back() = 7;
+      check(from == to, "what was copied");
+    }
+  }
+}
+
+const CaseTable kCases{
+    {"slot_stores_far", ranks_that_are_far_apart_store_past_the_caches},
+    {"slot_stores_near", neighbours_store_into_the_caches},
+    {"slot_stores_slow_memory", memory_that_is_slow_for_both_changes_nothing},
+    {"slot_stores_moved", ranks_that_have_moved_are_noticed},
+    {"slot_stores_copies", both_ways_copy},
+};
+
+}  // namespace
+}  // namespace rota::test
