@@ -142,6 +142,11 @@ def on_communicator(rank: Rank, dtype: torch.dtype) -> None:
             part = torch.zeros(size, dtype=dtype)
             communicator.scatter(part, own if is_root else None, root)
             assert torch.equal(part, inputs[root].view(n, size)[rank.rank])
+            for begin in (size // 2, size, size + size // 2):  # the root's output lies in its input
+                sent = inputs[root].clone()
+                part = sent[begin : begin + size] if is_root else torch.zeros(size, dtype=dtype)
+                communicator.scatter(part, sent if is_root else None, root)
+                assert torch.equal(part, inputs[root].view(n, size)[rank.rank])
         communicator.reduce_scatter(part, own)
         assert torch.equal(part, total.view(n, size)[rank.rank])
         communicator.all_to_all(whole := torch.zeros_like(own), own)

@@ -1,4 +1,6 @@
 // Broadcast, all-gather, gather and scatter: bytes only, no arithmetic.
+#include <algorithm>
+
 #include "cpu/copy.h"
 #include "cpu/executor.h"
 #include "cpu/parts.h"
@@ -291,7 +293,10 @@ class Scatter final : public Executor {
       return num_rounds;
     }
     const Part& own = buffers.inputs[call.root];
-    const bool copies_own = !overlap(call, own, *buffers.outputs);
+    // Not while the output lies where a part is that has not been sent.
+    const bool copies_own =
+        std::none_of(buffers.inputs, buffers.inputs + world_size,
+                     [&](const Part& part) { return overlap(call, part, *buffers.outputs); });
     for (uint64_t round = 0; round < num_rounds; ++round) {
       const Range chunk = chunk_of(round);
       if (round >= num_slots) exchange.wait_drained_by_peers(round - num_slots, "scatter send");

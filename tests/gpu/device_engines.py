@@ -33,6 +33,8 @@ def make_engine(*, for_cpu: bool = False) -> dist.ProcessGroup:
         dist.Backend.register_backend(STAND_IN, _make, devices=["cuda"])
     if IS_NCCL:
         os.environ |= {"NCCL_HOSTID": f"rank {dist.get_rank()}", "NCCL_SOCKET_IFNAME": "lo"}
+        # Otherwise torch waits a minute after a lost connection, then ends the process.
+        os.environ |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
     backend = "cuda:nccl" if IS_NCCL else f"cuda:{STAND_IN}"
     group: dist.ProcessGroup = dist.new_group(
         backend=f"cpu:gloo,{backend}" if for_cpu else backend, timeout=_TIMEOUT
