@@ -15,6 +15,7 @@
 #include "core/point_to_point.h"
 #include "core/watch.h"
 #include "cpu/buffers.h"
+#include "cpu/slot_stores.h"
 #include "schedule/call.h"
 #include "transport/transport.h"
 
@@ -111,10 +112,10 @@ class Communicator {
   WaitPolicy wait_policy_;
   std::vector<int> everyone_;
 
-  std::mutex mutex_;    // one collective at a time
-  uint64_t epoch_ = 0;  // collectives entered; posted to peers
-  cpu::SlotWriter slot_writer_;
+  std::mutex mutex_;         // one collective at a time
+  uint64_t epoch_ = 0;       // collectives entered; posted to peers
   uint64_t num_rounds_ = 0;  // rounds used by all collectives so far; the same on every rank
+  cpu::SlotWriter slot_writer_;
 
   std::mutex abort_mutex_;  // the abort record is written once
   std::atomic<bool> is_dead_{false};

@@ -277,8 +277,8 @@ class Scatter final : public Executor {
     const uint64_t share = exchange.share_of_slot();
     const uint64_t num_rounds = schedule::ceil_div(call.num_bytes(), share);
     const uint64_t num_slots = exchange.use_copy_slots(exchange.slot_bytes());
-    const OutputCopier copier(call.num_bytes(), exchange.world_size());
     const int world_size = exchange.world_size();
+    const OutputCopier copier(call.num_bytes(), world_size);
     const auto chunk_of = [&](uint64_t round) {
       return schedule::chunk_of(call.num_bytes(), share, round);
     };
