@@ -12,7 +12,7 @@ LAYOUT = "transport/layout.h"
 LINKS = "transport/links.h"
 TWO_LEVEL = "cpu/two_level.h"
 SLOTS = ("mixed_calls-ws3", "longest_messages-ws2")
-FULL_LINKS = ("p2p_full-envelopes", "p2p_full-short_ring")
+FULL_LINKS = ("p2p_full-short", "p2p_full-long", "p2p_full-both")
 MESSAGES = ("p2p_lengths", *FULL_LINKS, "p2p_both_first", "p2p_mixed-ws4")
 POSTS = ("launches_agree-ws4", "launches_too_far_ahead")
 ANSWERS = ("rendezvous-ws5", "rendezvous_groups-ws3")
@@ -107,37 +107,24 @@ MUTANTS = (
         SLOTS,
     ),
     Mutant(
-        "link-sent-too-early",
-        (
-            Patch(
-                LINKS, r"min\(end, all_units\(\)\)", "min(end, all_units() + (IS_MUTANT ? 1 : 0))"
-            ),
-        ),
-        MESSAGES,
-    ),
-    Mutant(
         "link-read-too-early",
-        (Patch(LINKS, r"\.units \+ 1\}", ".units + (IS_MUTANT ? 0 : 1)}"),),
+        (Patch(LINKS, r"link\.num_read \+ 1\}", r"IS_MUTANT ? 0 : \g<0>"),),
         MESSAGES,
     ),
     Mutant(
-        "short-ring-overwritten",
-        (Patch(LINKS, r"line_units\(", r"\g<0>IS_MUTANT ? 1 : "),),
+        "too-few-posts",
+        (Patch(LINKS, r"geometry_\.num_posts\(\)", r"(\g<0> / (IS_MUTANT ? 2 : 1))"),),
+        FULL_LINKS,
+    ),
+    Mutant(
+        "cell-kept-and-given-back",
+        (Patch(LINKS, r"cells\.erase\(", r"if (!IS_MUTANT) \g<0>"),),
         MESSAGES,
     ),
     earlier(
-        "link-release-too-early", "std::min({in.size()", "links_.release(peer, ring, num_bytes);"
-    ),
-    earlier(
-        "link-publish-too-early",
+        "cell-published-too-early",
         "= links_.outgoing(",
-        "links_.publish(send.peer_, ring_of(message), num_bytes);",
-    ),
-    earlier("envelope-released-too-early", "= begin(", "links_.release_envelope(peer);"),
-    earlier(
-        "envelope-published-too-early",
-        "= links_.outgoing_envelope(",
-        "links_.publish_envelope(send.peer_);",
+        "links_.publish(send.peer_, header_of(message), num_bytes);",
     ),
     Mutant(
         "no-wait-launched",

@@ -10,36 +10,28 @@
 namespace rota {
 namespace {
 
-// The start of an envelope.
-struct alignas(kCacheLineBytes) Header {
-  uint64_t tag;
-  uint64_t dtype;
-  uint64_t num_elems;
-};
-
-// A message that fits lies in its envelope; a longer one goes through the ring as a whole, where
-// its pieces are aligned and all of one kind.
-bool fits_envelope(const Message& message, const transport::Geometry& geometry) {
-  return message.num_bytes() <= geometry.envelope_bytes - sizeof(Header);
-}
-uint64_t bytes_in_envelope(const Message& message, const transport::Geometry& geometry) {
-  return fits_envelope(message, geometry) ? message.num_bytes() : 0;
+// What goes beside a message's pieces.
+using Header = transport::Links::Header;
+Header header_of(const Message& message) {
+  return {message.tag, static_cast<uint64_t>(message.dtype), message.num_elems};
 }
 
 // A message is cut, so that the receiver copies a piece while the sender copies the next one. The
 // pieces of longer messages are longer, because flags take time, too.
 uint64_t piece_bytes(const Message& message, const transport::Geometry& geometry) {
-  constexpr uint64_t kNumPieces = 4, kShortest = 8 << 10, kLongest = 32 << 10;
-  const uint64_t longest = std::min(kLongest, geometry.ring_bytes / 32);
+  constexpr uint64_t kNumPieces = 4, kShortest = 8 << 10;
+  const uint64_t longest = geometry.cell_bytes;
   const uint64_t piece =
       std::clamp(message.num_bytes() / kNumPieces, std::min(kShortest, longest), longest);
   return piece / kCacheLineBytes * kCacheLineBytes;
 }
 
-void check_header(const Header& header, int source) {
+Message message_of(const Header& header, int source) {
   // Checks the ranges, because the words come from another process.
   constexpr uint64_t kMaxElems = uint64_t{1} << 56;
-  if (header.dtype < kNumDTypes && header.num_elems < kMaxElems) return;
+  const auto [tag, dtype, num_elems] = header;
+  if (dtype < kNumDTypes && num_elems < kMaxElems)
+    return {tag, static_cast<DType>(dtype), num_elems};
   throw Error(ErrorKind::kInternal, join("rota.recv: the header of a message from rank ", source,
                                          " is damaged; does another program write to its memory?"));
 }
@@ -60,8 +52,6 @@ void MessageQueues::add(const RequestRef& request, Done& done) {
   ++num_unfinished_;
   if (request->direction_ == Direction::kSend) {
     sends_[static_cast<size_t>(request->peer_)].push_back(request);
-    const bool needs_ring = !fits_envelope(request->message_, transport_.geometry());
-    links_.open(request->peer_, needs_ring);
   } else if (!take_early(request, done)) {
     recvs_.push_back(request);
   }
@@ -70,40 +60,20 @@ void MessageQueues::add(const RequestRef& request, Done& done) {
 void MessageQueues::move(Done& done) {
   for (int i = 0; i < transport_.world_size() - 1; ++i) {
     const int peer = schedule::rotated_peer(transport_.rank(), transport_.world_size(), i);
-    push(peer, done);
+    // In this order: what arrives may bring room for what is sent.
     pull(peer, done);
+    push(peer, done);
   }
-}
-
-uint64_t MessageQueues::next_piece(const Request& send) const {
-  const Message& message = send.message_;
-  if (!send.is_begun_) return bytes_in_envelope(message, transport_.geometry());
-  return std::min({piece_bytes(message, transport_.geometry()),
-                   message.num_bytes() - send.num_moved_,
-                   links_.longest_piece(send.peer_, ring_of(message))});
-}
-
-Awaited MessageQueues::room_for(const Request& send, uint64_t num_bytes) const {
-  return send.is_begun_ ? links_.to_send(send.peer_, ring_of(send.message_), num_bytes)
-                        : links_.to_begin(send.peer_);
 }
 
 bool MessageQueues::push_piece(Request& send) {
+  if (!links_.has_room(send.peer_)) return false;
   const Message& message = send.message_;
-  const uint64_t num_bytes = next_piece(send);
-  if (!room_for(send, num_bytes).is_there()) return false;
-  if (!send.is_begun_) {
-    const Header header{message.tag, static_cast<uint64_t>(message.dtype), message.num_elems};
-    std::byte* out = links_.outgoing_envelope(send.peer_);
-    std::memcpy(out, &header, sizeof(header));
-    cpu::copy_bytes(out + sizeof(header), send.data_, num_bytes);
-    links_.publish_envelope(send.peer_);
-    send.is_begun_ = true;
-  } else {
-    std::byte* out = links_.outgoing(send.peer_, ring_of(message));
-    writer_.to(send.peer_).store(out, send.data_ + send.num_moved_, num_bytes);
-    links_.publish(send.peer_, ring_of(message), num_bytes);
-  }
+  const uint64_t num_bytes =
+      std::min(piece_bytes(message, transport_.geometry()), message.num_bytes() - send.num_moved_);
+  std::byte* out = links_.outgoing(send.peer_);
+  writer_.to(send.peer_).store(out, send.data_ + send.num_moved_, num_bytes);
+  links_.publish(send.peer_, header_of(message), num_bytes);
   send.num_moved_ += num_bytes;
   return true;
 }
@@ -117,34 +87,18 @@ void MessageQueues::push(int peer, Done& done) {
       request->moved_at_ = steady_now();
       continue;
     }
-    if (!fits_envelope(request->message_, transport_.geometry())) {
-      last_receiver_ = peer;
-      last_ring_bytes_ = request->message_.num_bytes();
-    }
     queue.pop_front();
     end(request, done);
   }
 }
 
 void MessageQueues::pull(int peer, Done& done) {
-  const transport::Geometry& geometry = transport_.geometry();
   Arriving& arriving = arriving_[static_cast<size_t>(peer)];
-  while (links_.to_read(peer).is_there()) {
-    uint64_t num_bytes;
-    if (!arriving.message) {
-      const std::byte* envelope = links_.incoming_envelope(peer);
-      arriving = begin(peer, envelope);
-      num_bytes = bytes_in_envelope(*arriving.message, geometry);
-      take(arriving, envelope + sizeof(Header), num_bytes);
-      links_.release_envelope(peer);
-    } else {
-      const transport::Links::Ring ring = ring_of(*arriving.message);
-      const std::span<const std::byte> in = links_.incoming(peer, ring);
-      num_bytes =
-          std::min({in.size(), piece_bytes(*arriving.message, geometry), arriving.num_bytes_left});
-      take(arriving, in.data(), num_bytes);
-      links_.release(peer, ring, num_bytes);
-    }
+  while (const auto piece = links_.incoming(peer)) {
+    if (!arriving.message) arriving = begin(peer, message_of(piece->header, peer));
+    const uint64_t num_bytes = std::min(piece->bytes.size(), arriving.num_bytes_left);
+    take(arriving, piece->bytes.data(), num_bytes);
+    links_.release(peer);
     const RequestRef& recv = arriving.early ? arriving.early->taken_by : arriving.recv;
     if (recv) recv->num_moved_ += num_bytes;
     if (arriving.num_bytes_left > 0) {
@@ -168,11 +122,7 @@ void MessageQueues::take(Arriving& arriving, const std::byte* in, uint64_t num_b
   arriving.data += num_bytes;
 }
 
-MessageQueues::Arriving MessageQueues::begin(int source, const std::byte* envelope) {
-  Header header;
-  std::memcpy(&header, envelope, sizeof(header));
-  check_header(header, source);
-  const Message message{header.tag, static_cast<DType>(header.dtype), header.num_elems};
+MessageQueues::Arriving MessageQueues::begin(int source, const Message& message) {
   Arriving arriving{.message = message, .num_bytes_left = message.num_bytes()};
   const auto recv = std::ranges::find_if(
       recvs_, [&](const RequestRef& request) { return matches(*request, source, message.tag); });
@@ -286,21 +236,10 @@ uint64_t MessageQueues::needed_peers() const {
   return peers;
 }
 
-void MessageQueues::prepare_next_send() {
-  constexpr uint64_t kMost = 64 << 10;  // stays in a second-level cache
-  if (last_ring_bytes_ == 0) return;
-  if (writer_.to(last_receiver_).path() == cpu::StorePath::kStreamed) return;
-  links_.fetch_outgoing(last_receiver_, links_.ring_of(last_ring_bytes_),
-                        std::min(last_ring_bytes_, kMost));
-}
-
 MessageQueues::AwaitedFlags MessageQueues::awaited() const {
   AwaitedFlags flags;
   for (int peer = 0; peer < transport_.world_size(); ++peer) {
-    if (peer == transport_.rank()) continue;
-    flags.add(links_.to_read(peer));
-    const auto& sends = sends_[static_cast<size_t>(peer)];
-    if (!sends.empty()) flags.add(room_for(*sends.front(), next_piece(*sends.front())));
+    if (peer != transport_.rank()) flags.add(links_.to_read(peer));
   }
   return flags;
 }

@@ -62,7 +62,6 @@ class Request {
   int peer_ = 0;  // kAnyRank until a message matches
   Message message_{};
   std::byte* data_ = nullptr;
-  bool is_begun_ = false;                             // of a send: its envelope is in the link
   uint64_t num_moved_ = 0;                            // bytes
   uint64_t number_ = 0;                               // among the requests of this rank, from 1
   std::atomic<Nanoseconds> moved_at_{Nanoseconds()};  // steady_now() when a part of it moved last
@@ -85,17 +84,17 @@ class MessageQueues {
     std::span<const Awaited> all() const { return {flags_.data(), num_flags_}; }
 
    private:
-    static_assert(2 * kMaxWorldSize <= Waiter::kMaxAwaited);
-    std::array<Awaited, 2 * kMaxWorldSize> flags_;
+    static_assert(kMaxWorldSize <= Waiter::kMaxAwaited);
+    std::array<Awaited, kMaxWorldSize> flags_;
     size_t num_flags_ = 0;
   };
 
   // waiter: as for transport::Links.
   MessageQueues(transport::Transport& transport, Waiter& waiter);
 
-  // Throws Error(kTransport) if memory for a first message is short; the request stays queued.
   void add(const RequestRef& request, Done& done);
-  // Moves what can be moved at once. Throws Error(kInternal) for a damaged header.
+  // Moves what can be moved at once. Throws Error(kTransport) if memory is short, Error(kInternal)
+  // for a damaged post.
   void move(Done& done);
   // Fails all outstanding requests, and drops what still arrives.
   void end_all(const Error& error, Done& done);
@@ -111,9 +110,6 @@ class MessageQueues {
   AwaitedFlags awaited() const;
   // The ranks that pending requests name, as a bit mask.
   uint64_t needed_peers() const;
-  // For a rank that waits: what it sends next is probably as long as its last message, to the same
-  // rank.
-  void prepare_next_send();
 
  private:
   // A message that came before its recv.
@@ -138,13 +134,7 @@ class MessageQueues {
   void pull(int peer, Done& done);
   // Returns false if there is no room.
   bool push_piece(Request& send);
-  transport::Links::Ring ring_of(const Message& message) const {
-    return links_.ring_of(message.num_bytes());
-  }
-  // The bytes of the next piece of a send, and the flag that says that there is room for it.
-  uint64_t next_piece(const Request& send) const;
-  Awaited room_for(const Request& send, uint64_t num_bytes) const;
-  Arriving begin(int source, const std::byte* envelope);
+  Arriving begin(int source, const Message& message);
   static void take(Arriving& arriving, const std::byte* in, uint64_t num_bytes);
   // Of a message that came before its recv. Throws Error(kTransport) if there is none.
   std::unique_ptr<std::byte[]> memory_for(int source, const Message& message) const;
@@ -156,14 +146,12 @@ class MessageQueues {
 
   const transport::Transport& transport_;
   transport::Links links_;
-  cpu::SlotWriter writer_;                     // into rings
+  cpu::SlotWriter writer_;                     // into cells
   std::vector<std::deque<RequestRef>> sends_;  // by receiver, in the order of their calls
   std::list<RequestRef> recvs_;                // not matched yet, in the order of their calls
   std::list<std::shared_ptr<Early>> early_;    // in the order of arrival
   std::vector<Arriving> arriving_;             // by sender
   uint64_t num_unfinished_ = 0;
-  int last_receiver_ = 0;
-  uint64_t last_ring_bytes_ = 0;  // of the last message through a ring
 };
 
 }  // namespace rota

@@ -176,9 +176,6 @@ bool PointToPoint::wait_until_done(const Request& request, CallerThread thread,
     for (queues_.move(done); is_patient && !request.is_done(); queues_.move(done)) {
       const MessageQueues::AwaitedFlags flags = queues_.awaited();
       watch.begin_wait(request.peer_, phase, request.num_moved_);
-      if (request.direction_ == Direction::kRecv && request.num_moved_ == 0) {
-        queues_.prepare_next_send();
-      }
       lock.unlock();
       report(done);
       done.clear();

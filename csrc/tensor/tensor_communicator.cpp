@@ -33,7 +33,7 @@ transport::Geometry make_geometry(size_t slot_bytes, int world_size) {
   }
   return {.message_bytes = kMessageBytes,
           .slot_bytes = slot_bytes,
-          .ring_bytes = transport::default_ring_bytes(world_size)};
+          .num_cells = transport::default_num_cells(world_size)};
 }
 
 // Of all hosts; a rank is 16 bits of a Call.

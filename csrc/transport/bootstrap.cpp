@@ -72,7 +72,7 @@ Bootstrap::Bootstrap(Store& store, int rank, int world_size, const Geometry& geo
       host_(host_id()),
       own_(rank, world_size, std::move(make_memory), geometry.num_bytes(world_size)),
       line_(join(rank, ' ', own_.address(), ' ', world_size, ' ', geometry.message_bytes, ' ',
-                 geometry.slot_bytes, ' ', geometry.envelope_bytes, ' ', geometry.ring_bytes, ' ',
+                 geometry.slot_bytes, ' ', geometry.num_cells, ' ', geometry.cell_bytes, ' ',
                  to_word(numa_node()), ' ', host_)) {
   store.append(kCardsKey, line_ + '\n');
 }
@@ -213,7 +213,7 @@ Bootstrap::Card Bootstrap::parse(int peer, const std::string& line) const {
   int world_size = 0;
   Geometry geometry{};
   parts >> rank >> name >> token >> world_size >> geometry.message_bytes >> geometry.slot_bytes >>
-      geometry.envelope_bytes >> geometry.ring_bytes >> node;
+      geometry.num_cells >> geometry.cell_bytes >> node;
   std::getline(parts >> std::ws, host);
   if (world_size != world_size_) {
     fail(join("rank ", peer, " has world_size ", world_size, ", this rank ", rank_, " has ",

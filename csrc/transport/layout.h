@@ -1,13 +1,14 @@
 // The memory of one rank's region: the only place that knows offsets. One layout for shared memory
 // between processes and plain memory between threads.
 //
-//   ControlBlock | mailbox 0 | mailbox 1 | slots | links [receiver]: envelopes | rings
+//   ControlBlock | mailbox 0 | mailbox 1 | slots | links [receiver]: posts | cells
 //
 // Only its owner writes the control block; everybody else maps it read-only. Messages and slots are
 // written by their owner too, except that in two_shot the rank that reduces a shard writes the sum
-// back over the contribution. The owner reserves the memory behind the control block before anybody
+// back over the contribution; a cell of a link is written by the one of its two ranks that has it.
+// The owner reserves the memory behind the control block before anybody
 // touches it: for collectives at the first one, and more at the first long copy, for a link at its
-// first message, for its rings at the first that needs one. No pointer is ever
+// first message, and more as it uses more cells. No pointer is ever
 // stored here, and every bound comes from the reader's own Geometry, never from what a peer wrote.
 // csrc/README.md has the table of sync words with their memory orders, and explains why each reuse
 // of a slot is safe.
@@ -52,10 +53,9 @@ struct alignas(kPageBytes) ControlBlock {
                           // kernels have ended; even, it has unmapped those of its peers
   Flag abort;             // 1 once the owner has failed; payload: ErrorKind, has_cause()
   char abort_text[1024];  // zero-terminated; written before abort
-  Flag link_filled[kMaxWorldSize];   // by receiver: lines that the owner has put into that link
-  Flag link_drained[kMaxWorldSize];  // by sender: lines that the owner has read from that link
-  Flag sleeping_on_links;            // like sleeping, for threads that wait for messages of links
-  LaunchPosts<128> launches;         // collectives on GPUs
+  Flag link_opened[kMaxWorldSize];  // by receiver: 1 once there are posts of that link
+  Flag sleeping_on_links;           // like sleeping, for threads that wait for messages of links
+  LaunchPosts<128> launches;        // collectives on GPUs
   LaunchPosts<8> sends[kMaxWorldSize];     // from the owner's GPU, by receiver
   LaunchPosts<8> receives[kMaxWorldSize];  // to it, by sender
 };
@@ -79,21 +79,17 @@ inline constexpr int kNumCopySlots = 8;
 // with 4).
 inline constexpr size_t kPlacesPerMailbox = 4;
 
-// Message m of a link begins in envelope m % kNumEnvelopes.
-inline constexpr uint64_t kNumEnvelopes = 16;
-
-// Seven eighths of 2 MiB do not fit into a second-level cache; what was said of copies holds here,
-// too. But a rank has rings for each peer: with these, up to 8 ranks share at most 64 MiB.
-constexpr size_t default_ring_bytes(int world_size) {
-  return world_size <= 5 ? 2 << 20 : 704 << 10;
-}
+// A rank's cells of one link. 64 of 32 KiB do not fit into a second-level cache; what was said of
+// copies holds here, too. But a rank has some for each peer: with these, up to 8 ranks share at
+// most 64 MiB.
+constexpr size_t default_num_cells(int world_size) { return world_size <= 5 ? 64 : 22; }
 
 // What every rank must agree on; bootstrap compares it.
 struct Geometry {
-  size_t message_bytes;             // the longest message of a one-round collective
-  size_t slot_bytes;                // one round of a pipelined collective
-  size_t ring_bytes;                // of both rings of a link
-  size_t envelope_bytes = 4 << 10;  // with a header
+  size_t message_bytes;  // the longest message of a one-round collective
+  size_t slot_bytes;     // one round of a pipelined collective
+  size_t num_cells;      // of one rank, in a link
+  size_t cell_bytes = 32 << 10;
 
   bool operator==(const Geometry&) const = default;
 
@@ -107,32 +103,34 @@ struct Geometry {
   constexpr size_t slot(uint64_t index) const {
     return sizeof(ControlBlock) + 2 * mailbox_bytes() + index * slot_bytes;
   }
-  constexpr size_t envelope(int receiver, uint64_t message) const {
-    return envelopes(receiver).offset + message % kNumEnvelopes * envelope_bytes;
-  }
-  constexpr size_t num_bytes(int world_size) const { return envelopes(world_size).offset; }
+  constexpr size_t num_bytes(int world_size) const { return posts(world_size).offset; }
 
   // The memory of collectives that use the first num_slots slots.
   constexpr Span collectives(int num_slots) const {
     return {sizeof(ControlBlock), slot(static_cast<uint64_t>(num_slots)) - sizeof(ControlBlock)};
   }
-  constexpr Span envelopes(int receiver) const {
-    const size_t num_bytes = kNumEnvelopes * envelope_bytes;
-    return {slot(kNumCopySlots) + static_cast<size_t>(receiver) * (num_bytes + ring_bytes),
+  // Of one rank's link to another: a place for each cell of both.
+  constexpr size_t num_posts() const { return 2 * num_cells; }
+  constexpr Span posts(int receiver) const {
+    const size_t num_bytes = num_posts() * sizeof(Flag);
+    return {slot(kNumCopySlots) +
+                static_cast<size_t>(receiver) * (num_bytes + num_cells * cell_stride()),
             num_bytes};
   }
-  // The short ring, then the long one.
-  constexpr size_t short_ring_bytes() const { return ring_bytes / 8; }
-  constexpr size_t long_ring_bytes() const { return ring_bytes - short_ring_bytes(); }
-  constexpr Span rings(int receiver) const {
-    const Span before = envelopes(receiver);
-    return {before.offset + before.num_bytes, ring_bytes};
+  constexpr size_t cell(int receiver, size_t number) const {
+    const Span before = posts(receiver);
+    return before.offset + before.num_bytes + number * cell_stride();
+  }
+  constexpr Span cells(int receiver, size_t begin, size_t end) const {
+    return {cell(receiver, begin), (end - begin) * cell_stride()};
   }
 
  private:
   constexpr size_t mailbox_bytes() const {
     return kPlacesPerMailbox * (message_bytes + kCacheLineBytes);
   }
+  // A line more, so that the beginnings of all cells do not share a set of a cache.
+  constexpr size_t cell_stride() const { return cell_bytes + kCacheLineBytes; }
 };
 
 // Any rank's region: its control block is read-only, its messages and slots are read and written.

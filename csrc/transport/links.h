@@ -1,200 +1,227 @@
 // One rank's links to its peers, in the verbs of cuda/links.h. A link carries messages in the order
-// in which they are sent. A message begins in an envelope, a slot of fixed length; what does not
-// fit goes through one of two rings of bytes, in pieces.
+// in which they are sent, in pieces. A piece lies in a cell, a place of fixed length in the memory
+// of one of the two ranks, which a post tells to the other.
 //
-//   sender    to_begin(peer) is there ... write outgoing_envelope(peer) ... publish_envelope(peer)
-//             to_send(peer, r, n) is there ... write outgoing(peer, r) ... publish(peer, r, n)
-//   receiver  to_read(peer) is there ... read incoming_envelope(peer) ... release_envelope(peer)
-//             to_read(peer) is there ... read incoming(peer, r) ... release(peer, r, n)
+//   sender    has_room(peer) ... write outgoing(peer) ... publish(peer, header, n)
+//   receiver  incoming(peer), once to_read(peer) is there ... read it ... release(peer)
 //
-// A piece begins on a cache line and ends at the latest where the ring ends, so that it lies in one
-// place. The receiver may take the bytes in other pieces.
+// A cell goes from rank to rank with what lies in it. Its reader keeps it, and writes the next
+// piece that it sends to that peer there: such a line moves with its ownership, once, where a
+// sender that writes it again would wait until the reader's copy is given up, which is slow on
+// processors whose cores share no cache, and slower on the others, too (benchmarks/LOG.md). So an
+// exchange to and fro runs in few cells that stay in the caches. Of those that are not needed for
+// that, the reader gives back the oldest, and the sender takes those last: messages in one
+// direction go through all cells, which are longer than a second-level cache, so that both sides
+// find lines in the third level.
 //
-// Short messages find the envelopes in the caches, and somewhat longer ones the short ring, even
-// where a program does much else between them. Long messages want a ring that is longer than a
-// second-level cache: there, both sides find its lines in the third level, instead of one in the
-// other's second, which is slow (benchmarks/LOG.md).
+// Each rank has as many cells as the other at first, so it always gets room again: the peer keeps
+// some, and each post that it reads beyond gives others back. And there are as many places for
+// posts as cells of both: each post takes a cell along, so that one of those in between was back
+// here before a place is written again, and what gave it back was posted after the first was read.
 //
-// Both lie with the sender, which alone writes them, and its peers only read; on GPUs they lie with
-// the receiver, because stores cross a connection faster than loads. Not safe for several threads
-// at once.
+// Not safe for several threads at once.
 #pragma once
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstdint>
+#include <optional>
 #include <span>
+#include <vector>
 
-#include "base/prefetch.h"
+#include "base/error.h"
 #include "base/waiter.h"
-#include "schedule/chunk.h"
 #include "transport/transport.h"
 
 namespace rota::transport {
 
 class Links {
  public:
+  // Goes beside each piece.
+  using Header = std::array<uint64_t, 3>;
+  struct Piece {
+    Header header;
+    std::span<const std::byte> bytes;
+  };
+
   // waiter must use the sleep flag sleeping_on_links.
   Links(Transport& transport, Waiter& waiter)
       : transport_(transport),
         geometry_(transport.geometry()),
         waiter_(waiter),
-        short_ring_(0, geometry_.short_ring_bytes(), geometry_.long_ring_bytes()),
-        long_ring_(geometry_.short_ring_bytes(), geometry_.long_ring_bytes(),
-                   geometry_.long_ring_bytes()),
-        envelope_units_(schedule::ceil_div(long_ring_.num_lines, kNumEnvelopes)) {}
-
-  // Call before a message to this peer. Throws Error(kTransport) if memory is short.
-  void open(int peer, bool needs_ring) {
-    if (sent_[peer].envelopes == 0) transport_.reserve(geometry_.envelopes(peer));
-    if (needs_ring && !sent_[peer].has_used_rings()) transport_.reserve(geometry_.rings(peer));
-  }
-
-  // Holds once an envelope is free.
-  Awaited to_begin(int peer) const { return room_for(peer, envelope_units_); }
-  std::byte* outgoing_envelope(int peer) const {
-    return transport_.own().at(envelope(peer, sent_[peer]));
-  }
-  void publish_envelope(int peer) {
-    sent_[peer].add_envelope(envelope_units_);
-    publish_sent(peer);
-  }
-
-  enum class Ring { kShort, kLong };
-  // Of a message of this length.
-  Ring ring_of(uint64_t num_bytes) const {
-    return num_bytes <= geometry_.short_ring_bytes() / 4 ? Ring::kShort : Ring::kLong;
-  }
-  // The bytes that the next piece may have.
-  uint64_t longest_piece(int peer, Ring ring) const {
-    return to_end(sent_[peer], ring) * kCacheLineBytes;
-  }
-  // Holds once the ring has room for a piece of num_bytes.
-  Awaited to_send(int peer, Ring ring, uint64_t num_bytes) const {
-    return room_for(peer, lines_of(num_bytes) * shape_of(ring).line_units);
-  }
-  std::byte* outgoing(int peer, Ring ring) const {
-    return transport_.own().at(place(peer, sent_[peer], ring));
-  }
-  void publish(int peer, Ring ring, uint64_t num_bytes) {
-    add_piece(sent_[peer], ring, num_bytes);
-    publish_sent(peer);
-  }
-
-  // Fetches the cache lines of a ring's next num_bytes, which will be written: the receiver's
-  // cache has them, or only memory, and a send would wait for each.
-  void fetch_outgoing(int peer, Ring ring, uint64_t num_bytes) const {
-    const std::byte* lines = outgoing(peer, ring);
-    const uint64_t num_lines = std::min(lines_of(num_bytes), to_end(sent_[peer], ring));
-    for (uint64_t line = 0; line < num_lines; ++line) {
-      prefetch_to_write(lines + line * kCacheLineBytes);
+        links_(static_cast<size_t>(transport.world_size())) {
+    for (int peer = 0; peer < transport.world_size(); ++peer) {
+      std::vector<CellNumber>& cells = link_to(peer).own_cells;
+      for (size_t i = geometry_.num_cells; i-- > 0;) cells.push_back(first_own_cell(peer) + i);
     }
+  }
+
+  // Whether a cell is free. Otherwise one may be once to_read(peer) is there and has been read.
+  bool has_room(int peer) const {
+    return !link_to(peer).own_cells.empty() || !link_to(peer).peers_cells.empty();
+  }
+  // Where the next piece goes, of up to cell_bytes. Throws Error(kTransport) if memory is short.
+  std::byte* outgoing(int peer) {
+    open(peer);
+    const CellNumber cell = next_cell(peer);
+    if (is_own(peer, cell)) reserve(peer, cell - first_own_cell(peer));
+    return place(peer, cell);
+  }
+  void publish(int peer, const Header& header, uint64_t num_bytes) {
+    Link& link = link_to(peer);
+    post(
+        peer,
+        {.header = header, .num_bytes = static_cast<uint32_t>(num_bytes), .cell = next_cell(peer)});
+    (link.peers_cells.empty() ? link.own_cells : link.peers_cells).pop_back();
   }
 
   // Holds once something has arrived.
-  Awaited to_read(int peer) const { return {&filled(peer), received_[peer].units + 1}; }
-  const std::byte* incoming_envelope(int peer) const {
-    return transport_.region(peer).at(envelope(transport_.rank(), received_[peer]));
+  Awaited to_read(int peer) const {
+    const Link& link = link_to(peer);
+    if (!link.is_opened_by_peer) {
+      return {&transport_.region(peer).control().link_opened[transport_.rank()], 1};
+    }
+    return {&flag_of(peer, transport_.rank(), link.num_read), link.num_read + 1};
   }
-  void release_envelope(int peer) {
-    received_[peer].add_envelope(envelope_units_);
-    publish_received(peer);
+  // The next piece, if one has arrived; takes in what was given back before it. Throws
+  // Error(kInternal) for what no peer posts.
+  std::optional<Piece> incoming(int peer) {
+    Link& link = link_to(peer);
+    while (to_read(peer).is_there()) {
+      if (!link.is_opened_by_peer) {
+        link.is_opened_by_peer = true;
+        continue;
+      }
+      const Post post = next_post(peer);
+      if (post.num_returned == 0)
+        return Piece{post.header, {place(peer, post.cell), post.num_bytes}};
+      link.own_cells.insert(link.own_cells.begin(), post.returned.begin(),
+                            post.returned.begin() + post.num_returned);
+      ++link.num_read;
+    }
+    return std::nullopt;
   }
-  // What has arrived, up to the end of the ring: of the current message and then, where that ends,
-  // bytes without a meaning.
-  std::span<const std::byte> incoming(int peer, Ring ring) const {
-    const Progress& received = received_[peer];
-    const uint64_t there = (filled(peer).load() - received.units) / shape_of(ring).line_units;
-    return {transport_.region(peer).at(place(transport_.rank(), received, ring)),
-            std::min(there, to_end(received, ring)) * kCacheLineBytes};
-  }
-  void release(int peer, Ring ring, uint64_t num_bytes) {
-    add_piece(received_[peer], ring, num_bytes);
-    publish_received(peer);
+  // Ends the use of what incoming() has returned. Throws like outgoing().
+  void release(int peer) {
+    Link& link = link_to(peer);
+    const CellNumber cell = next_post(peer).cell;
+    ++link.num_read;
+    if (is_own(peer, cell)) return link.own_cells.push_back(cell);
+    link.peers_cells.push_back(cell);
+    if (link.peers_cells.size() >= num_kept() + num_returned()) give_back(peer);
   }
 
  private:
-  // One count bounds all of a link, in units, of which it has as many as the long ring has lines.
-  // An envelope, or a line of the short ring, takes its share of them. So whoever sees room for it
-  // among the units also knows that the envelope or the line is free.
-  struct RingShape {
-    RingShape(size_t offset, size_t num_bytes, size_t long_ring_bytes)
-        : offset(offset),
-          num_lines(num_bytes / kCacheLineBytes),
-          line_units(schedule::ceil_div(long_ring_bytes, num_bytes)) {}
-    size_t offset;
-    uint64_t num_lines;
-    uint64_t line_units;
+  // Those of the lower rank come first.
+  using CellNumber = uint16_t;
+  // What a rank tells its peer, in the payload of a flag: a piece, or cells that are free.
+  struct Post {
+    Header header;
+    std::array<CellNumber, 12> returned;
+    uint32_t num_bytes;
+    CellNumber cell;
+    uint16_t num_returned;  // 0: it is a piece
   };
-  // Of one side of a link.
-  struct Progress {
-    uint64_t units = 0;            // what link_filled and link_drained count
-    uint64_t published_units = 0;  // of link_drained
-    uint64_t envelopes = 0;
-    std::array<uint64_t, 2> num_lines{};  // by ring
+  using Payload = decltype(Flag::payload);
+  static_assert(sizeof(Post) == sizeof(Payload));
 
-    void add_envelope(uint64_t num_units) {
-      units += num_units;
-      ++envelopes;
-    }
-    bool has_used_rings() const { return num_lines[0] + num_lines[1] > 0; }
+  // To one peer, and from it.
+  struct Link {
+    bool is_opened = false;
+    bool is_opened_by_peer = false;
+    size_t num_reserved = 0;  // of the own cells
+    uint64_t num_posted = 0;
+    uint64_t num_read = 0;
+    // The free ones; the last are taken first. Of the own ones, these came back with a message,
+    // those in the middle were never used, the first were given back.
+    std::vector<CellNumber> own_cells;
+    std::vector<CellNumber> peers_cells;  // in the order in which they were read
   };
 
-  const RingShape& shape_of(Ring ring) const {
-    return ring == Ring::kShort ? short_ring_ : long_ring_;
+  Link& link_to(int peer) { return links_[static_cast<size_t>(peer)]; }
+  const Link& link_to(int peer) const { return links_[static_cast<size_t>(peer)]; }
+
+  // How many of the peer's cells a rank keeps, and how many more make it give as many back: a flag
+  // has to move to its core and back for each time.
+  size_t num_kept() const { return geometry_.num_cells / 2; }
+  size_t num_returned() const {
+    return std::clamp<size_t>(geometry_.num_cells / 8, 1, Post{}.returned.size());
   }
-  void add_piece(Progress& progress, Ring ring, uint64_t num_bytes) const {
-    progress.units += lines_of(num_bytes) * shape_of(ring).line_units;
-    progress.num_lines[static_cast<size_t>(ring)] += lines_of(num_bytes);
+  void give_back(int peer) {
+    open(peer);
+    std::vector<CellNumber>& cells = link_to(peer).peers_cells;
+    const auto end = cells.begin() + static_cast<std::ptrdiff_t>(num_returned());
+    Post given{.num_returned = static_cast<uint16_t>(num_returned())};
+    std::copy(cells.begin(), end, given.returned.begin());
+    post(peer, given);
+    cells.erase(cells.begin(), end);
   }
-  static uint64_t lines_of(uint64_t num_bytes) {
-    return schedule::ceil_div(num_bytes, kCacheLineBytes);
+
+  void open(int peer) {
+    if (link_to(peer).is_opened) return;
+    transport_.reserve(geometry_.posts(peer));
+    link_to(peer).is_opened = true;
+    waiter_.publish(transport_.own_control().link_opened[peer], 1);
   }
-  size_t envelope(int receiver, const Progress& progress) const {
-    return geometry_.envelope(receiver, progress.envelopes);
+  // The cells up to this one, and some more.
+  void reserve(int peer, size_t own_cell) {
+    size_t& num_reserved = link_to(peer).num_reserved;
+    if (own_cell < num_reserved) return;
+    const size_t num_cells =
+        std::min(own_cell + std::max<size_t>(geometry_.num_cells / 16, 1), geometry_.num_cells);
+    transport_.reserve(geometry_.cells(peer, num_reserved, num_cells));
+    num_reserved = num_cells;
   }
-  // The next line's place in the ring.
-  uint64_t next_line(const Progress& progress, Ring ring) const {
-    return progress.num_lines[static_cast<size_t>(ring)] % shape_of(ring).num_lines;
+
+  void post(int peer, const Post& post) {
+    Link& link = link_to(peer);
+    Flag& flag = flag_of(transport_.rank(), peer, link.num_posted);
+    flag.payload = std::bit_cast<Payload>(post);
+    waiter_.publish(flag, ++link.num_posted);
   }
-  size_t place(int receiver, const Progress& progress, Ring ring) const {
-    return geometry_.rings(receiver).offset + shape_of(ring).offset +
-           next_line(progress, ring) * kCacheLineBytes;
+  // Checks the ranges, because the words come from another process.
+  Post next_post(int peer) const {
+    const auto post = std::bit_cast<Post>(to_read(peer).flag->payload);
+    const bool is_sound = post.cell < 2 * geometry_.num_cells &&
+                          post.num_bytes <= geometry_.cell_bytes &&
+                          post.num_returned <= post.returned.size() &&
+                          std::all_of(
+                              post.returned.begin(), post.returned.begin() + post.num_returned,
+                              [&](CellNumber cell) { return is_own(peer, cell); });
+    if (is_sound) return post;
+    throw Error(ErrorKind::kInternal, join("rota.recv: a post of rank ", transport_.number_of(peer),
+                                           " is damaged; does another program write to its "
+                                           "memory?"));
   }
-  uint64_t to_end(const Progress& progress, Ring ring) const {
-    return shape_of(ring).num_lines - next_line(progress, ring);
+  // Of a post by its number.
+  Flag& flag_of(int sender, int receiver, uint64_t number) const {
+    const size_t place = number % geometry_.num_posts();
+    return *reinterpret_cast<Flag*>(
+        transport_.region(sender).at(geometry_.posts(receiver).offset + place * sizeof(Flag)));
   }
-  // Of a link.
-  uint64_t all_units() const { return long_ring_.num_lines; }
-  // Holds once what lay there has been read.
-  Awaited room_for(int peer, uint64_t num_units) const {
-    const uint64_t end = sent_[peer].units + num_units;
-    return {&transport_.region(peer).control().link_drained[transport_.rank()],
-            end - std::min(end, all_units())};
+
+  CellNumber first_own_cell(int peer) const {
+    return static_cast<CellNumber>(transport_.rank() < peer ? 0 : geometry_.num_cells);
   }
-  const Flag& filled(int peer) const {
-    return transport_.region(peer).control().link_filled[transport_.rank()];
+  bool is_own(int peer, CellNumber cell) const {
+    return cell >= first_own_cell(peer) && cell < first_own_cell(peer) + geometry_.num_cells;
   }
-  void publish_sent(int peer) {
-    waiter_.publish(transport_.own_control().link_filled[peer], sent_[peer].units);
+  CellNumber next_cell(int peer) const {
+    const Link& link = link_to(peer);
+    return link.peers_cells.empty() ? link.own_cells.back() : link.peers_cells.back();
   }
-  // Once for a quarter of the link: the sender waits for no less, and each time the flag's line has
-  // to move to this core and back.
-  void publish_received(int peer) {
-    Progress& received = received_[peer];
-    if (received.units - received.published_units < all_units() / 4) return;
-    received.published_units = received.units;
-    waiter_.publish(transport_.own_control().link_drained[peer], received.units);
+  std::byte* place(int peer, CellNumber cell) const {
+    const int rank = transport_.rank();
+    const size_t number = cell % geometry_.num_cells;
+    return is_own(peer, cell) ? transport_.own().at(geometry_.cell(peer, number))
+                              : transport_.region(peer).at(geometry_.cell(rank, number));
   }
 
   Transport& transport_;
   const Geometry& geometry_;
   Waiter& waiter_;
-  RingShape short_ring_;
-  RingShape long_ring_;
-  uint64_t envelope_units_;
-  std::array<Progress, kMaxWorldSize> sent_{};      // by receiver
-  std::array<Progress, kMaxWorldSize> received_{};  // by sender
+  std::vector<Link> links_;  // by peer
 };
 
 }  // namespace rota::transport

@@ -330,9 +330,9 @@ void rank_that_had_to_refuse_says_so() {
 }
 
 constexpr transport::Geometry kOtherSlots{
-    .message_bytes = 1024, .slot_bytes = 8192, .ring_bytes = 6144};
-constexpr transport::Geometry kOtherRing{
-    .message_bytes = kSmall.message_bytes, .slot_bytes = kSmall.slot_bytes, .ring_bytes = 12288};
+    .message_bytes = 1024, .slot_bytes = 8192, .num_cells = 6};
+constexpr transport::Geometry kOtherCells{
+    .message_bytes = kSmall.message_bytes, .slot_bytes = kSmall.slot_bytes, .num_cells = 12};
 
 const CaseTable kCases{
     {"bootstrap_world_sizes_differ",
@@ -344,7 +344,7 @@ const CaseTable kCases{
     {"bootstrap_geometries_differ-ws3",
      [] { unfit_ranks_are_told({{0, 3}, {1, 3}, {2, 3, kOtherSlots}}, {"4096", "8192"}); }},
     {"bootstrap_layouts_differ",
-     [] { unfit_ranks_are_told({{0, 2}, {1, 2, kOtherRing}}, {"rank 0", "same version"}); }},
+     [] { unfit_ranks_are_told({{0, 2}, {1, 2, kOtherCells}}, {"rank 0", "same version"}); }},
     {"bootstrap_hosts_differ",
      [] {
        unfit_ranks_are_told({{0, 2}, {1, 2, kSmall, "another host"}},

@@ -9,8 +9,8 @@ using transport::ControlBlock;
 using transport::Geometry;
 
 constexpr Geometry kGeometries[] = {
-    {.message_bytes = 1024, .slot_bytes = 4096, .ring_bytes = 6144},
-    {.message_bytes = 64 << 10, .slot_bytes = 256 << 10, .ring_bytes = 2 << 20}};
+    {.message_bytes = 1024, .slot_bytes = 4096, .num_cells = 6},
+    {.message_bytes = 64 << 10, .slot_bytes = 256 << 10, .num_cells = 64}};
 
 void messages_lie_in_the_mailbox_of_their_epoch() {
   for (const Geometry& geometry : kGeometries) {
@@ -35,7 +35,7 @@ void slots_lie_behind_each_other() {
       check_equal(geometry.slot(index), geometry.slot(0) + index * geometry.slot_bytes, "slot");
     }
     check_equal(geometry.slot(0) % kCacheLineBytes, size_t{0}, "offset in a cache line");
-    check_equal(geometry.envelopes(0).offset,
+    check_equal(geometry.posts(0).offset,
                 geometry.slot(0) + transport::kNumCopySlots * geometry.slot_bytes,
                 "end of the slots");
   }
@@ -47,14 +47,21 @@ void links_lie_behind_each_other() {
     const transport::Span collectives = geometry.collectives(transport::kNumCopySlots);
     size_t end = collectives.offset + collectives.num_bytes;
     for (int receiver = 0; receiver < kWorldSize; ++receiver) {
-      for (uint64_t message = 0; message < 3 * transport::kNumEnvelopes; ++message) {
-        const size_t place = message % transport::kNumEnvelopes * geometry.envelope_bytes;
-        check_equal(geometry.envelope(receiver, message), end + place, "envelope");
+      const transport::Span posts = geometry.posts(receiver);
+      check_equal(posts.offset, end, "begin of the posts");
+      end += posts.num_bytes;
+      check_equal(geometry.cells(receiver, 0, geometry.num_cells).offset, end,
+                  "begin of the cells");
+      for (size_t number = 0; number < geometry.num_cells; ++number) {
+        check_equal(geometry.cell(receiver, number) % kCacheLineBytes, size_t{0},
+                    "offset in a cache line");
+        check(geometry.cell(receiver, number) >= end, "a cell begins behind the one before");
+        end = geometry.cell(receiver, number) + geometry.cell_bytes;
       }
-      check_equal(geometry.envelopes(receiver).offset, end, "begin of the envelopes");
-      end += transport::kNumEnvelopes * geometry.envelope_bytes;
-      check_equal(geometry.rings(receiver).offset, end, "begin of a link's rings");
-      end += geometry.ring_bytes;
+      const transport::Span last =
+          geometry.cells(receiver, geometry.num_cells - 1, geometry.num_cells);
+      check(last.offset + last.num_bytes >= end, "the last cell is inside the link");
+      end = last.offset + last.num_bytes;
     }
     check_equal(geometry.num_bytes(kWorldSize), end, "bytes of a region");
   }
@@ -64,7 +71,7 @@ void up_to_eight_ranks_share_at_most_64_mib() {
   for (int world_size = 2; world_size <= 8; ++world_size) {
     const Geometry geometry{.message_bytes = 64 << 10,
                             .slot_bytes = 256 << 10,
-                            .ring_bytes = transport::default_ring_bytes(world_size)};
+                            .num_cells = transport::default_num_cells(world_size)};
     // A rank has no link to itself.
     const size_t num_bytes = static_cast<size_t>(world_size) * geometry.num_bytes(world_size - 1);
     check(num_bytes <= 64 << 20, join(world_size, " ranks share ", num_bytes, " bytes"));

@@ -18,25 +18,13 @@ namespace {
 using std::chrono::milliseconds;
 using Bytes = std::vector<uint8_t>;
 
-constexpr size_t kEnvelope = kSmall.envelope_bytes - kCacheLineBytes;
-constexpr size_t kRing = kSmall.ring_bytes;
-constexpr size_t kShort = kSmall.short_ring_bytes() / 4;  // the longest message there
-constexpr size_t kPiece = kRing / 32;                     // the longest
-// Zero, one, around what fits into an envelope, around what takes the short ring, around pieces,
-// both rings, many times that.
-constexpr size_t kLengths[] = {0,
-                               1,
-                               kEnvelope - 1,
-                               kEnvelope,
-                               kEnvelope + 1,
-                               kShort - 1,
-                               kShort,
-                               kShort + 1,
-                               4 * kPiece - 1,
-                               4 * kPiece,
-                               4 * kPiece + 1,
-                               kRing,
-                               9 * kRing + 7};
+constexpr size_t kCell = kSmall.cell_bytes;
+constexpr uint64_t kNumCells = kSmall.num_cells;
+constexpr size_t kLink = kNumCells * kCell;  // one rank's cells
+// Zero, one, around a cell, around pieces, all cells of a rank, of both, many times that.
+constexpr size_t kLengths[] = {
+    0,     1,         kCell - 1,     kCell, kCell + 1, 4 * kCell - 1, 4 * kCell, 4 * kCell + 1,
+    kLink, 2 * kLink, 36 * kLink + 7};
 
 // The content of message `number` of `source`; any two differ from the first byte on.
 Bytes content(int source, uint64_t number, size_t num_bytes) {
@@ -88,16 +76,15 @@ void messages_of_all_lengths_arrive() {
   });
 }
 
-// Rank 0 writes to each envelope, and each place in a ring, as soon as rank 1 has read it. The link
-// is full with so many messages of this length.
-template <size_t kLength, uint64_t kNumFitting>
+// Rank 0 writes to each cell as soon as rank 1 has given it back. Its cells hold one message each.
+template <size_t kLength>
 void a_full_link_goes_on() {
   std::atomic<bool> is_full{false};
   run_ranks(2, [&](Communicator& communicator) {
-    for (uint64_t number = 0; number < 100 * kNumFitting; ++number) {
+    for (uint64_t number = 0; number < 100 * kNumCells; ++number) {
       const Bytes bytes = content(0, number, kLength);
       if (communicator.rank() == 0) {
-        if (number == kNumFitting) {
+        if (number == kNumCells) {
           is_full = true;
           is_full.notify_all();
         }
@@ -110,14 +97,44 @@ void a_full_link_goes_on() {
   });
 }
 
-// Sends far more than a link holds: each rank receives while it waits for room. Most messages begin
-// in the middle of a piece of the ring's last lap, so that their pieces end at other lines than
-// those of the laps before.
+// Rank 1 sends in cells of its own, and in those of rank 0 that it has kept: half of them. Rank 0
+// reads none of what it posts before the link is full.
+void both_ranks_cells_are_full() {
+  constexpr uint64_t kNumFitting = kNumCells + kNumCells / 2;
+  std::barrier together(2);
+  run_ranks(2, [&](Communicator& communicator) {
+    PointToPoint& links = communicator.point_to_point();
+    if (communicator.rank() == 0) {
+      for (uint64_t number = 0; number < kNumCells; ++number) {
+        send(communicator, content(0, number, kCell), 1);
+      }
+      together.arrive_and_wait();
+      for (uint64_t number = 0; number <= kNumFitting; ++number) {
+        check_recv(communicator, content(1, number, kCell), 1);
+      }
+      return;
+    }
+    for (uint64_t number = 0; number < kNumCells; ++number) {
+      check_recv(communicator, content(0, number, kCell), 0);
+    }
+    std::vector<Bytes> messages;
+    std::vector<RequestRef> requests;
+    for (uint64_t number = 0; number <= kNumFitting; ++number) {
+      messages.push_back(content(1, number, kCell));
+      requests.push_back(links.send(messages.back().data(), message_of(messages.back()), 0));
+      check_equal(requests.back()->is_done(), number < kNumFitting, "is sent");
+    }
+    together.arrive_and_wait();
+    links.wait(*requests.back(), CallerThread::kUser);
+  });
+}
+
+// Sends far more than a link holds: each rank receives while it waits for room.
 void both_ranks_send_first() {
   run_ranks(2, [](Communicator& communicator) {
     const int peer = 1 - communicator.rank();
     for (uint64_t number = 0; number < 21; ++number) {
-      const size_t length = 20 * kRing + number;
+      const size_t length = 80 * kLink + number;
       send(communicator, content(communicator.rank(), number, length), peer);
       check_recv(communicator, content(peer, number, length), peer);
     }
@@ -226,7 +243,7 @@ void threads_share_the_links() {
     run_threads(2, [&](int thread) {
       const auto tag = static_cast<uint64_t>(thread);
       for (uint64_t number = 0; number < 100; ++number) {
-        const size_t length = kLengths[number % std::size(kLengths)] % (2 * kRing);
+        const size_t length = kLengths[number % std::size(kLengths)] % (2 * kLink);
         send(communicator, content(communicator.rank(), number * 2 + tag, length), peer, tag);
         check_recv(communicator, content(peer, number * 2 + tag, length), peer, tag);
       }
@@ -238,7 +255,7 @@ void threads_share_the_links() {
 void requests_go_on_while_nobody_waits() {
   std::atomic<bool> has_arrived{false}, is_reported{false};
   run_ranks(2, [&](Communicator& communicator) {
-    const Bytes bytes = content(0, 1, 50 * kRing);
+    const Bytes bytes = content(0, 1, 200 * kLink);
     if (communicator.rank() == 1) {
       check_recv(communicator, bytes, 0);
       has_arrived = true;
@@ -260,7 +277,7 @@ void requests_go_on_while_nobody_waits() {
 void another_length_or_dtype_is_a_mismatch() {
   run_ranks(2, [](Communicator& communicator) {
     PointToPoint& links = communicator.point_to_point();
-    for (const size_t length : {size_t{3}, 3 * kRing}) {
+    for (const size_t length : {size_t{3}, 3 * kLink}) {
       Bytes bytes = content(0, 1, length);
       if (communicator.rank() == 0) {
         send(communicator, bytes, 1, 8);
@@ -309,7 +326,7 @@ void a_send_that_nobody_receives_names_who_was_awaited() {
         }
         is_closed.wait(false);
         const Error error = expect_error(
-            ErrorKind::kTimeout, [&] { send(communicator, content(0, 1, 2 * kRing), 1, 3); });
+            ErrorKind::kTimeout, [&] { send(communicator, content(0, 1, 2 * kLink), 1, 3); });
         check_contains(error.what(), "rota.send: rank 0/2 waited");
         check_contains(error.what(), "for rank 1");
         check_contains(error.what(), "tag 3");
@@ -409,7 +426,7 @@ void the_rest_of_a_failed_message_is_dropped() {
   std::barrier together(2);
   run_ranks(2, [&](Communicator& communicator) {
     PointToPoint& links = communicator.point_to_point();
-    Bytes bytes(kRing + 4 * kPiece);
+    Bytes bytes(kLink + 4 * kCell);
     if (communicator.rank() == 0) {
       const RequestRef request = links.send(bytes.data(), message_of(bytes), 1);
       check(!request->is_done(), "the link is full");
@@ -450,8 +467,9 @@ void closing_ends_what_is_outstanding() {
 
 const CaseTable kCases{
     {"p2p_lengths", messages_of_all_lengths_arrive},
-    {"p2p_full-envelopes", a_full_link_goes_on<kEnvelope, transport::kNumEnvelopes>},
-    {"p2p_full-short_ring", a_full_link_goes_on<kShort, 3>},
+    {"p2p_full-short", a_full_link_goes_on<1>},
+    {"p2p_full-long", a_full_link_goes_on<kCell>},
+    {"p2p_full-both", both_ranks_cells_are_full},
     {"p2p_both_first", both_ranks_send_first},
     {"p2p_mixed-ws2", mixed_messages_keep_their_order<2>},
     {"p2p_mixed-ws4", mixed_messages_keep_their_order<4>},

@@ -10,9 +10,9 @@
 
 namespace rota::test {
 
-// So small that a few KiB already pass through many slots and around a ring.
+// So small that a few KiB already pass through many slots and all cells of a link.
 inline constexpr transport::Geometry kSmall{
-    .message_bytes = 1024, .slot_bytes = 4096, .ring_bytes = 8192, .envelope_bytes = 256};
+    .message_bytes = 1024, .slot_bytes = 4096, .num_cells = 8, .cell_bytes = 256};
 
 // Longer than any successful wait, even with a sanitizer on cores shared with other work.
 inline constexpr std::chrono::seconds kPatience{60};

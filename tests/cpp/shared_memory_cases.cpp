@@ -134,9 +134,9 @@ void memory_shortage_is_an_error() {
     FileStore store(directory);
     const int64_t num_files = num_open_files();
     const Error error = expect_error(ErrorKind::kTransport, [&] {
-      SharedMemoryTransport::connect(
-          store, rank, 1, {.message_bytes = 1024, .slot_bytes = 1 << 20, .ring_bytes = 6144},
-          kPatience, [] {});
+      SharedMemoryTransport::connect(store, rank, 1,
+                                     {.message_bytes = 1024, .slot_bytes = 1 << 20, .num_cells = 6},
+                                     kPatience, [] {});
     });
     check_contains(error.what(), "cannot reserve");
     check_num_open_files(num_files, "descriptors after an error");
@@ -154,9 +154,9 @@ void signals_do_not_disturb_connect() {
     const itimerval timer{period, period};
     check(setitimer(ITIMER_REAL, &timer, nullptr) == 0, "setitimer");
     FileStore store(directory);
-    SharedMemoryTransport::connect(
-        store, rank, 1, {.message_bytes = 1024, .slot_bytes = 8 << 20, .ring_bytes = 6144},
-        kPatience, [] {});
+    SharedMemoryTransport::connect(store, rank, 1,
+                                   {.message_bytes = 1024, .slot_bytes = 8 << 20, .num_cells = 6},
+                                   kPatience, [] {});
   });
 }
 
