@@ -113,18 +113,18 @@ MUTANTS = (
     ),
     Mutant(
         "too-few-posts",
-        (Patch(LINKS, r"geometry_\.num_posts\(\)", r"(\g<0> / (IS_MUTANT ? 2 : 1))"),),
+        (Patch(LINKS, r"geometry_\.num_posts\(\)", r"(\g<0> / (IS_MUTANT ? 4 : 1))"),),
         FULL_LINKS,
     ),
     Mutant(
         "cell-kept-and-given-back",
-        (Patch(LINKS, r"cells\.erase\(", r"if (!IS_MUTANT) \g<0>"),),
+        (Patch("transport/free_cells.h", r"return true;", "return !IS_MUTANT;"),),
         MESSAGES,
     ),
     earlier(
         "cell-published-too-early",
-        "= links_.outgoing(",
-        "links_.publish(send.peer_, header_of(message), num_bytes);",
+        "bool is_end = ",
+        "links_.publish(send.peer_, header_of(message), num_bytes, is_end);",
     ),
     Mutant(
         "no-wait-launched",

@@ -19,10 +19,10 @@ Header header_of(const Message& message) {
 // A message is cut, so that the receiver copies a piece while the sender copies the next one. The
 // pieces of longer messages are longer, because flags take time, too.
 uint64_t piece_bytes(const Message& message, const transport::Geometry& geometry) {
-  constexpr uint64_t kNumPieces = 4, kShortest = 8 << 10;
-  const uint64_t longest = geometry.cell_bytes;
-  const uint64_t piece =
-      std::clamp(message.num_bytes() / kNumPieces, std::min(kShortest, longest), longest);
+  constexpr uint64_t kNumPieces = 4;
+  const uint64_t shortest = geometry.cell_bytes / transport::kPiecesPerCell;
+  const uint64_t longest = geometry.cell_bytes / 2;
+  const uint64_t piece = std::clamp(message.num_bytes() / kNumPieces, shortest, longest);
   return piece / kCacheLineBytes * kCacheLineBytes;
 }
 
@@ -60,20 +60,23 @@ void MessageQueues::add(const RequestRef& request, Done& done) {
 void MessageQueues::move(Done& done) {
   for (int i = 0; i < transport_.world_size() - 1; ++i) {
     const int peer = schedule::rotated_peer(transport_.rank(), transport_.world_size(), i);
-    // In this order: what arrives may bring room for what is sent.
-    pull(peer, done);
     push(peer, done);
+    pull(peer, done);
+    push(peer, done);  // what arrived may have brought room
   }
 }
 
 bool MessageQueues::push_piece(Request& send) {
   if (!links_.has_room(send.peer_)) return false;
+  const transport::Links::Room room = links_.outgoing(send.peer_);
   const Message& message = send.message_;
+  const uint64_t num_left = message.num_bytes() - send.num_moved_;
   const uint64_t num_bytes =
-      std::min(piece_bytes(message, transport_.geometry()), message.num_bytes() - send.num_moved_);
-  std::byte* out = links_.outgoing(send.peer_);
-  writer_.to(send.peer_).store(out, send.data_ + send.num_moved_, num_bytes);
-  links_.publish(send.peer_, header_of(message), num_bytes);
+      std::min({piece_bytes(message, transport_.geometry()), num_left, room.bytes.size()});
+  const bool is_end = num_bytes == num_left;
+  cpu::SlotWriter& writer = room.is_read ? answer_writer_ : writer_;
+  writer.to(send.peer_).store(room.bytes.data(), send.data_ + send.num_moved_, num_bytes);
+  links_.publish(send.peer_, header_of(message), num_bytes, is_end);
   send.num_moved_ += num_bytes;
   return true;
 }

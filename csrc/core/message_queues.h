@@ -146,7 +146,8 @@ class MessageQueues {
 
   const transport::Transport& transport_;
   transport::Links links_;
-  cpu::SlotWriter writer_;                     // into cells
+  cpu::SlotWriter answer_writer_;              // into cells that this rank has read last
+  cpu::SlotWriter writer_;                     // into other cells
   std::vector<std::deque<RequestRef>> sends_;  // by receiver, in the order of their calls
   std::list<RequestRef> recvs_;                // not matched yet, in the order of their calls
   std::list<std::shared_ptr<Early>> early_;    // in the order of arrival

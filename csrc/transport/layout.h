@@ -79,17 +79,20 @@ inline constexpr int kNumCopySlots = 8;
 // with 4).
 inline constexpr size_t kPlacesPerMailbox = 4;
 
-// A rank's cells of one link. 64 of 32 KiB do not fit into a second-level cache; what was said of
+// A rank's cells of one link. 32 of 64 KiB do not fit into a second-level cache; what was said of
 // copies holds here, too. But a rank has some for each peer: with these, up to 8 ranks share at
 // most 64 MiB.
-constexpr size_t default_num_cells(int world_size) { return world_size <= 5 ? 64 : 22; }
+constexpr size_t default_num_cells(int world_size) { return world_size <= 5 ? 32 : 11; }
+
+// At most.
+inline constexpr size_t kPiecesPerCell = 8;
 
 // What every rank must agree on; bootstrap compares it.
 struct Geometry {
   size_t message_bytes;  // the longest message of a one-round collective
   size_t slot_bytes;     // one round of a pipelined collective
   size_t num_cells;      // of one rank, in a link
-  size_t cell_bytes = 32 << 10;
+  size_t cell_bytes = 64 << 10;
 
   bool operator==(const Geometry&) const = default;
 
@@ -109,8 +112,8 @@ struct Geometry {
   constexpr Span collectives(int num_slots) const {
     return {sizeof(ControlBlock), slot(static_cast<uint64_t>(num_slots)) - sizeof(ControlBlock)};
   }
-  // Of one rank's link to another: a place for each cell of both.
-  constexpr size_t num_posts() const { return 2 * num_cells; }
+  // Of one rank's link to another: places for the pieces of all cells of both, and of one more.
+  constexpr size_t num_posts() const { return kPiecesPerCell * (2 * num_cells + 1); }
   constexpr Span posts(int receiver) const {
     const size_t num_bytes = num_posts() * sizeof(Flag);
     return {slot(kNumCopySlots) +

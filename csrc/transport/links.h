@@ -32,6 +32,8 @@
 
 #include "base/error.h"
 #include "base/waiter.h"
+#include "schedule/chunk.h"
+#include "transport/free_cells.h"
 #include "transport/transport.h"
 
 namespace rota::transport {
@@ -44,36 +46,45 @@ class Links {
     Header header;
     std::span<const std::byte> bytes;
   };
+  struct Room {
+    std::span<std::byte> bytes;
+    bool is_read;  // this rank has read last what lies there
+  };
 
   // waiter must use the sleep flag sleeping_on_links.
   Links(Transport& transport, Waiter& waiter)
-      : transport_(transport),
-        geometry_(transport.geometry()),
-        waiter_(waiter),
-        links_(static_cast<size_t>(transport.world_size())) {
+      : transport_(transport), geometry_(transport.geometry()), waiter_(waiter) {
     for (int peer = 0; peer < transport.world_size(); ++peer) {
-      std::vector<CellNumber>& cells = link_to(peer).own_cells;
-      for (size_t i = geometry_.num_cells; i-- > 0;) cells.push_back(first_own_cell(peer) + i);
+      links_.emplace_back(transport.rank() < peer, geometry_.num_cells);
     }
   }
 
-  // Whether a cell is free. Otherwise one may be once to_read(peer) is there and has been read.
+  // Whether there is room for a piece. Otherwise there may be once to_read(peer) is there and has
+  // been read.
   bool has_room(int peer) const {
-    return !link_to(peer).own_cells.empty() || !link_to(peer).peers_cells.empty();
+    return link_to(peer).num_filled > 0 || !link_to(peer).free.is_empty();
   }
-  // Where the next piece goes, of up to cell_bytes. Throws Error(kTransport) if memory is short.
-  std::byte* outgoing(int peer) {
+  // Where the next piece goes. Throws Error(kTransport) if memory is short.
+  Room outgoing(int peer) {
     open(peer);
-    const CellNumber cell = next_cell(peer);
-    if (is_own(peer, cell)) reserve(peer, cell - first_own_cell(peer));
-    return place(peer, cell);
-  }
-  void publish(int peer, const Header& header, uint64_t num_bytes) {
     Link& link = link_to(peer);
-    post(
-        peer,
-        {.header = header, .num_bytes = static_cast<uint32_t>(num_bytes), .cell = next_cell(peer)});
-    (link.peers_cells.empty() ? link.own_cells : link.peers_cells).pop_back();
+    if (link.num_filled == 0) link.filling = link.free.next();
+    const auto [cell, is_read] = link.filling;
+    if (link.free.is_own(cell)) reserve(peer, cell % geometry_.num_cells);
+    return {{place(peer, cell) + link.num_filled, geometry_.cell_bytes - link.num_filled}, is_read};
+  }
+  // Pieces have at least an eighth of a cell, except where the message or the cell ends.
+  void publish(int peer, const Header& header, uint64_t num_bytes, bool is_end_of_message) {
+    Link& link = link_to(peer);
+    if (link.num_filled == 0) link.free.take_next();
+    link.num_filled += lines_of(num_bytes);
+    const bool is_end_of_cell = is_end_of_message || link.num_filled == geometry_.cell_bytes;
+    post(peer, {.header = header,
+                .returned = {},
+                .num_bytes = static_cast<uint32_t>(num_bytes),
+                .cell = link.filling.cell,
+                .is_end_of_cell = is_end_of_cell});
+    if (is_end_of_cell) link.num_filled = 0;
   }
 
   // Holds once something has arrived.
@@ -94,10 +105,11 @@ class Links {
         continue;
       }
       const Post post = next_post(peer);
-      if (post.num_returned == 0)
-        return Piece{post.header, {place(peer, post.cell), post.num_bytes}};
-      link.own_cells.insert(link.own_cells.begin(), post.returned.begin(),
-                            post.returned.begin() + post.num_returned);
+      const ReturnedCells& returned = post.returned;
+      if (returned.num_cells == 0) {
+        return Piece{post.header, {place(peer, post.cell) + link.num_drained, post.num_bytes}};
+      }
+      link.free.add_returned({returned.cells.data(), returned.num_cells});
       ++link.num_read;
     }
     return std::nullopt;
@@ -105,58 +117,50 @@ class Links {
   // Ends the use of what incoming() has returned. Throws like outgoing().
   void release(int peer) {
     Link& link = link_to(peer);
-    const CellNumber cell = next_post(peer).cell;
+    const Post read = next_post(peer);
     ++link.num_read;
-    if (is_own(peer, cell)) return link.own_cells.push_back(cell);
-    link.peers_cells.push_back(cell);
-    if (link.peers_cells.size() >= num_kept() + num_returned()) give_back(peer);
+    link.num_drained += lines_of(read.num_bytes);
+    if (!read.is_end_of_cell) return;
+    link.num_drained = 0;
+    link.free.add_read(read.cell);
+    if (!link.free.keeps_too_many()) return;
+    open(peer);
+    post(peer, {.header = {},
+                .returned = link.free.take_returned(),
+                .num_bytes = 0,
+                .cell = 0,
+                .is_end_of_cell = false});
   }
 
  private:
-  // Those of the lower rank come first.
-  using CellNumber = uint16_t;
-  // What a rank tells its peer, in the payload of a flag: a piece, or cells that are free.
+  // What a rank tells its peer, in the payload of a flag: a piece, or cells that it gives back.
   struct Post {
     Header header;
-    std::array<CellNumber, 12> returned;
+    ReturnedCells returned;  // none: it is a piece
     uint32_t num_bytes;
     CellNumber cell;
-    uint16_t num_returned;  // 0: it is a piece
+    uint16_t is_end_of_cell;
   };
   using Payload = decltype(Flag::payload);
   static_assert(sizeof(Post) == sizeof(Payload));
 
   // To one peer, and from it.
   struct Link {
+    Link(bool is_lower_rank, size_t num_cells) : free(is_lower_rank, num_cells) {}
+
+    FreeCells free;
     bool is_opened = false;
     bool is_opened_by_peer = false;
     size_t num_reserved = 0;  // of the own cells
     uint64_t num_posted = 0;
-    uint64_t num_read = 0;
-    // The free ones; the last are taken first. Of the own ones, these came back with a message,
-    // those in the middle were never used, the first were given back.
-    std::vector<CellNumber> own_cells;
-    std::vector<CellNumber> peers_cells;  // in the order in which they were read
+    FreeCells::Next filling{};  // the cell that is being written
+    size_t num_filled = 0;      // bytes of it
+    uint64_t num_read = 0;      // posts
+    size_t num_drained = 0;     // bytes of the cell that is being read
   };
 
   Link& link_to(int peer) { return links_[static_cast<size_t>(peer)]; }
   const Link& link_to(int peer) const { return links_[static_cast<size_t>(peer)]; }
-
-  // How many of the peer's cells a rank keeps, and how many more make it give as many back: a flag
-  // has to move to its core and back for each time.
-  size_t num_kept() const { return geometry_.num_cells / 2; }
-  size_t num_returned() const {
-    return std::clamp<size_t>(geometry_.num_cells / 8, 1, Post{}.returned.size());
-  }
-  void give_back(int peer) {
-    open(peer);
-    std::vector<CellNumber>& cells = link_to(peer).peers_cells;
-    const auto end = cells.begin() + static_cast<std::ptrdiff_t>(num_returned());
-    Post given{.num_returned = static_cast<uint16_t>(num_returned())};
-    std::copy(cells.begin(), end, given.returned.begin());
-    post(peer, given);
-    cells.erase(cells.begin(), end);
-  }
 
   void open(int peer) {
     if (link_to(peer).is_opened) return;
@@ -182,17 +186,18 @@ class Links {
   }
   // Checks the ranges, because the words come from another process.
   Post next_post(int peer) const {
+    const Link& link = link_to(peer);
     const auto post = std::bit_cast<Post>(to_read(peer).flag->payload);
-    const bool is_sound = post.cell < 2 * geometry_.num_cells &&
-                          post.num_bytes <= geometry_.cell_bytes &&
-                          post.num_returned <= post.returned.size() &&
-                          std::all_of(
-                              post.returned.begin(), post.returned.begin() + post.num_returned,
-                              [&](CellNumber cell) { return is_own(peer, cell); });
-    if (is_sound) return post;
-    throw Error(ErrorKind::kInternal, join("rota.recv: a post of rank ", transport_.number_of(peer),
-                                           " is damaged; does another program write to its "
-                                           "memory?"));
+    const auto& [returned, num_returned] = post.returned;
+    const auto is_own = [&](CellNumber cell) { return link.free.is_own(cell); };
+    if (post.cell < 2 * geometry_.num_cells && num_returned <= returned.size() &&
+        post.num_bytes <= geometry_.cell_bytes - link.num_drained &&
+        std::all_of(returned.begin(), returned.begin() + num_returned, is_own)) {
+      return post;
+    }
+    throw Error(ErrorKind::kInternal,
+                join("rota.recv: a post of rank ", transport_.number_of(peer),
+                     " is damaged; does another program write to its memory?"));
   }
   // Of a post by its number.
   Flag& flag_of(int sender, int receiver, uint64_t number) const {
@@ -201,21 +206,15 @@ class Links {
         transport_.region(sender).at(geometry_.posts(receiver).offset + place * sizeof(Flag)));
   }
 
-  CellNumber first_own_cell(int peer) const {
-    return static_cast<CellNumber>(transport_.rank() < peer ? 0 : geometry_.num_cells);
-  }
-  bool is_own(int peer, CellNumber cell) const {
-    return cell >= first_own_cell(peer) && cell < first_own_cell(peer) + geometry_.num_cells;
-  }
-  CellNumber next_cell(int peer) const {
-    const Link& link = link_to(peer);
-    return link.peers_cells.empty() ? link.own_cells.back() : link.peers_cells.back();
-  }
   std::byte* place(int peer, CellNumber cell) const {
-    const int rank = transport_.rank();
-    const size_t number = cell % geometry_.num_cells;
-    return is_own(peer, cell) ? transport_.own().at(geometry_.cell(peer, number))
-                              : transport_.region(peer).at(geometry_.cell(rank, number));
+    const bool is_own = link_to(peer).free.is_own(cell);
+    const size_t offset =
+        geometry_.cell(is_own ? peer : transport_.rank(), cell % geometry_.num_cells);
+    return is_own ? transport_.own().at(offset) : transport_.region(peer).at(offset);
+  }
+  // Pieces begin on cache lines.
+  static size_t lines_of(size_t num_bytes) {
+    return schedule::ceil_div(num_bytes, kCacheLineBytes) * kCacheLineBytes;
   }
 
   Transport& transport_;

@@ -10,7 +10,7 @@ using transport::Geometry;
 
 constexpr Geometry kGeometries[] = {
     {.message_bytes = 1024, .slot_bytes = 4096, .num_cells = 6},
-    {.message_bytes = 64 << 10, .slot_bytes = 256 << 10, .num_cells = 64}};
+    {.message_bytes = 64 << 10, .slot_bytes = 256 << 10, .num_cells = 32}};
 
 void messages_lie_in_the_mailbox_of_their_epoch() {
   for (const Geometry& geometry : kGeometries) {

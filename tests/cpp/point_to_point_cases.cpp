@@ -23,8 +23,8 @@ constexpr uint64_t kNumCells = kSmall.num_cells;
 constexpr size_t kLink = kNumCells * kCell;  // one rank's cells
 // Zero, one, around a cell, around pieces, all cells of a rank, of both, many times that.
 constexpr size_t kLengths[] = {
-    0,     1,         kCell - 1,     kCell, kCell + 1, 4 * kCell - 1, 4 * kCell, 4 * kCell + 1,
-    kLink, 2 * kLink, 36 * kLink + 7};
+    0,     1,         kCell - 1,    kCell, kCell + 1, 4 * kCell - 1, 4 * kCell, 4 * kCell + 1,
+    kLink, 2 * kLink, 9 * kLink + 7};
 
 // The content of message `number` of `source`; any two differ from the first byte on.
 Bytes content(int source, uint64_t number, size_t num_bytes) {
@@ -134,7 +134,7 @@ void both_ranks_send_first() {
   run_ranks(2, [](Communicator& communicator) {
     const int peer = 1 - communicator.rank();
     for (uint64_t number = 0; number < 21; ++number) {
-      const size_t length = 80 * kLink + number;
+      const size_t length = 20 * kLink + number;
       send(communicator, content(communicator.rank(), number, length), peer);
       check_recv(communicator, content(peer, number, length), peer);
     }
@@ -255,7 +255,7 @@ void threads_share_the_links() {
 void requests_go_on_while_nobody_waits() {
   std::atomic<bool> has_arrived{false}, is_reported{false};
   run_ranks(2, [&](Communicator& communicator) {
-    const Bytes bytes = content(0, 1, 200 * kLink);
+    const Bytes bytes = content(0, 1, 50 * kLink);
     if (communicator.rank() == 1) {
       check_recv(communicator, bytes, 0);
       has_arrived = true;

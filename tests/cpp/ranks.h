@@ -12,7 +12,7 @@ namespace rota::test {
 
 // So small that a few KiB already pass through many slots and all cells of a link.
 inline constexpr transport::Geometry kSmall{
-    .message_bytes = 1024, .slot_bytes = 4096, .num_cells = 8, .cell_bytes = 256};
+    .message_bytes = 1024, .slot_bytes = 4096, .num_cells = 8, .cell_bytes = 1024};
 
 // Longer than any successful wait, even with a sanitizer on cores shared with other work.
 inline constexpr std::chrono::seconds kPatience{60};
