@@ -8,6 +8,7 @@
 // goes past the caches while the other one is much slower. No result depends on it.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstddef>
@@ -53,23 +54,28 @@ class SlotStores {
   // long as one past them. With a common third-level cache it is 0.08 to 0.12 ns and 2 to 4 times,
   // since the time of a store past the caches is not all its cost; without one, 0.35 to 0.5 and 6
   // to 9 times.
-  static constexpr double kSlow = 0.18;
+  static constexpr double kSlow = 0.16;
   static constexpr double kMuchSlower = 3;
   // How long to go past the caches before the other way is tried again, which is slow for
   // kSettling stores if nothing has changed.
   static constexpr std::chrono::milliseconds kRetried{500};
 
  private:
-  // What a store takes that is not held up.
+  // What a store takes on the whole.
   struct Time {
     int num_measured = 0;
     double ns_per_byte = 0;
 
-    // A longer time than before may be that of a rank that lost its core, so it counts in part.
+    // A much longer time may be that of a rank that lost its core, so it counts in part.
     void add(double measured) {
-      constexpr double kCounted = 1.25;
-      const double most = ns_per_byte * kCounted;
-      ns_per_byte = num_measured++ == 0 || measured < most ? measured : most;
+      constexpr double kLongest = 2, kShare = 1.0 / 8;
+      if (num_measured++ == 0) {
+        ns_per_byte = measured;
+      } else if (num_measured <= kEnough) {
+        ns_per_byte = std::min(ns_per_byte, measured);
+      } else {
+        ns_per_byte += kShare * (std::min(measured, kLongest * ns_per_byte) - ns_per_byte);
+      }
     }
   };
 
