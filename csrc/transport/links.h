@@ -1,23 +1,22 @@
 // One rank's links to its peers, in the verbs of cuda/links.h. A link carries messages in the order
-// in which they are sent, in pieces. A piece lies in a cell, a place of fixed length in the memory
-// of one of the two ranks, which a post tells to the other.
+// in which they are sent, in pieces. A piece lies in a cell, a place in the memory of one of the two
+// ranks, behind the pieces of its message that are in there already. A post tells the peer where.
 //
 //   sender    has_room(peer) ... write outgoing(peer) ... publish(peer, header, n)
 //   receiver  incoming(peer), once to_read(peer) is there ... read it ... release(peer)
 //
-// A cell goes from rank to rank with what lies in it. Its reader keeps it, and writes the next
-// piece that it sends to that peer there: such a line moves with its ownership, once, where a
-// sender that writes it again would wait until the reader's copy is given up, which is slow on
-// processors whose cores share no cache, and slower on the others, too (benchmarks/LOG.md). So an
-// exchange to and fro runs in few cells that stay in the caches. Of those that are not needed for
-// that, the reader gives back the oldest, and the sender takes those last: messages in one
-// direction go through all cells, which are longer than a second-level cache, so that both sides
-// find lines in the third level.
+// A cell goes from rank to rank with what lies in it. Its reader keeps it, and writes what it sends
+// to that peer next there: such a line moves once, with its ownership, where a sender that writes
+// it again would wait until the reader's copy is given up (benchmarks/LOG.md). So an exchange to
+// and fro runs in few cells, which stay in the caches. Of those that are not needed for that, the
+// reader gives back the oldest, and the sender takes those last: messages in one direction go
+// through all cells, which together are longer than a second-level cache, so that both sides find
+// lines in the third level.
 //
-// Each rank has as many cells as the other at first, so it always gets room again: the peer keeps
-// some, and each post that it reads beyond gives others back. And there are as many places for
-// posts as cells of both: each post takes a cell along, so that one of those in between was back
-// here before a place is written again, and what gave it back was posted after the first was read.
+// A rank that has no cell waits for the next post: its peer keeps a part of the cells only, and
+// gives others back as it reads. There are places for the posts of all cells of both ranks and of
+// one more. So of the posts since a place was last written one cell has been sent twice; the peer
+// gave it back in between, after it had read the first of these posts, and so the place is free.
 //
 // Not safe for several threads at once.
 #pragma once
