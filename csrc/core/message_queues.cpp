@@ -1,7 +1,6 @@
 #include "core/message_queues.h"
 
 #include <algorithm>
-#include <cstring>
 #include <new>
 
 #include "schedule/chunk.h"
@@ -30,10 +29,12 @@ Message message_of(const Header& header, int source) {
   // Checks the ranges, because the words come from another process.
   constexpr uint64_t kMaxElems = uint64_t{1} << 56;
   const auto [tag, dtype, num_elems] = header;
-  if (dtype < kNumDTypes && num_elems < kMaxElems)
-    return {tag, static_cast<DType>(dtype), num_elems};
-  throw Error(ErrorKind::kInternal, join("rota.recv: the header of a message from rank ", source,
-                                         " is damaged; does another program write to its memory?"));
+  if (dtype >= kNumDTypes || num_elems >= kMaxElems) {
+    throw Error(ErrorKind::kInternal,
+                join("rota.recv: the header of a message from rank ", source,
+                     " is damaged; does another program write to its memory?"));
+  }
+  return {tag, static_cast<DType>(dtype), num_elems};
 }
 
 std::string text_of(const Message& message) {

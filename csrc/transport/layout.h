@@ -3,15 +3,14 @@
 //
 //   ControlBlock | mailbox 0 | mailbox 1 | slots | links [receiver]: posts | cells
 //
-// Only its owner writes the control block; everybody else maps it read-only. Messages and slots are
-// written by their owner too, except that in two_shot the rank that reduces a shard writes the sum
-// back over the contribution; a cell of a link is written by the one of its two ranks that has it.
-// The owner reserves the memory behind the control block before anybody
-// touches it: for collectives at the first one, and more at the first long copy, for a link at its
-// first message, and more as it uses more cells. No pointer is ever
-// stored here, and every bound comes from the reader's own Geometry, never from what a peer wrote.
-// csrc/README.md has the table of sync words with their memory orders, and explains why each reuse
-// of a slot is safe.
+// Only its owner writes the control block; everybody else maps it read-only. Messages, slots and
+// posts are written by their owner too, except that in two_shot the rank that reduces a shard
+// writes the sum back over the contribution; a cell is written by the one of a link's two ranks
+// that has it. The owner reserves the memory behind the control block before anybody touches it:
+// for collectives at the first one, and more at the first long copy, for a link at its first
+// message, and more as it uses more cells. No pointer is ever stored here, and every bound comes
+// from the reader's own Geometry, never from what a peer wrote. csrc/README.md has the table of
+// sync words with their memory orders, and explains why each reuse of a slot is safe.
 #pragma once
 
 #include <cstddef>
@@ -84,7 +83,7 @@ inline constexpr size_t kPlacesPerMailbox = 4;
 // most 64 MiB.
 constexpr size_t default_num_cells(int world_size) { return world_size <= 5 ? 32 : 11; }
 
-// At most.
+// A cell holds at most so many pieces.
 inline constexpr size_t kPiecesPerCell = 8;
 
 // What every rank must agree on; bootstrap compares it.
@@ -136,7 +135,7 @@ struct Geometry {
   constexpr size_t cell_stride() const { return cell_bytes + kCacheLineBytes; }
 };
 
-// Any rank's region: its control block is read-only, its messages and slots are read and written.
+// Any rank's region: its control block is read-only, everything else is read and written.
 class Region {
  public:
   Region(std::byte* base, const Geometry& geometry) : base_(base), geometry_(geometry) {}

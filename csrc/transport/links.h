@@ -1,6 +1,7 @@
 // One rank's links to its peers, in the verbs of cuda/links.h. A link carries messages in the order
-// in which they are sent, in pieces. A piece lies in a cell, a place in the memory of one of the two
-// ranks, behind the pieces of its message that are in there already. A post tells the peer where.
+// in which they are sent, in pieces. A piece lies in a cell, a place in the memory of one of the
+// two ranks, behind the pieces of its message that are in there already. A post tells the peer
+// where.
 //
 //   sender    has_room(peer) ... write outgoing(peer) ... publish(peer, header, n)
 //   receiver  incoming(peer), once to_read(peer) is there ... read it ... release(peer)
