@@ -33,6 +33,7 @@ THREAD_CASES = (
 # Single-threaded cases need no ThreadSanitizer, and it does not support forks.
 OTHER_CASES = (
     "layout_cases",
+    "links_cases",
     "hosts_cases",
     "launch_plan_cases",
     "launch_refusals_cases",
