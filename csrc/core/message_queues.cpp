@@ -58,11 +58,20 @@ void MessageQueues::add(const RequestRef& request, Done& done) {
   }
 }
 
-void MessageQueues::move(Done& done) {
+void MessageQueues::move(Done& done, const Request* awaited) {
+  move_while([&] { return awaited != nullptr && !awaited->is_done(); }, done);
+}
+
+void MessageQueues::move_all(Done& done) {
+  move_while([] { return true; }, done);
+}
+
+template <typename TakesUnasked>
+void MessageQueues::move_while(const TakesUnasked& takes_unasked, Done& done) {
   for (int i = 0; i < transport_.world_size() - 1; ++i) {
     const int peer = schedule::rotated_peer(transport_.rank(), transport_.world_size(), i);
     push(peer, done);
-    pull(peer, done);
+    pull(peer, takes_unasked, done);
     push(peer, done);  // what arrived may have brought room
   }
 }
@@ -96,10 +105,14 @@ void MessageQueues::push(int peer, Done& done) {
   }
 }
 
-void MessageQueues::pull(int peer, Done& done) {
+template <typename TakesUnasked>
+void MessageQueues::pull(int peer, const TakesUnasked& takes_unasked, Done& done) {
   Arriving& arriving = arriving_[static_cast<size_t>(peer)];
   while (const auto piece = links_.incoming(peer)) {
-    if (!arriving.message) arriving = begin(peer, message_of(piece->header, peer));
+    if (!arriving.message) {
+      arriving = begin(peer, message_of(piece->header, peer), takes_unasked());
+      if (!arriving.message) return;
+    }
     const uint64_t num_bytes = std::min(piece->bytes.size(), arriving.num_bytes_left);
     take(arriving, piece->bytes.data(), num_bytes);
     links_.release(peer);
@@ -126,7 +139,8 @@ void MessageQueues::take(Arriving& arriving, const std::byte* in, uint64_t num_b
   arriving.data += num_bytes;
 }
 
-MessageQueues::Arriving MessageQueues::begin(int source, const Message& message) {
+MessageQueues::Arriving MessageQueues::begin(int source, const Message& message,
+                                             bool takes_unasked) {
   Arriving arriving{.message = message, .num_bytes_left = message.num_bytes()};
   const auto recv = std::ranges::find_if(
       recvs_, [&](const RequestRef& request) { return matches(*request, source, message.tag); });
@@ -137,6 +151,7 @@ MessageQueues::Arriving MessageQueues::begin(int source, const Message& message)
     if (agree(*arriving.recv, source, message)) arriving.data = arriving.recv->data_;
     return arriving;
   }
+  if (!takes_unasked) return {};
   arriving.early = std::make_shared<Early>(Early{source, message, memory_for(source, message)});
   arriving.data = arriving.early->data.get();
   early_.push_back(arriving.early);

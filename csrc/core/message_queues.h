@@ -2,7 +2,7 @@
 // through a link in pieces. What arrives is matched with the recvs by source and tag,
 // and kept on the heap if it comes before its recv, without a limit: beyond any limit, ranks that
 // both send first, or a collective behind a send, would wait for each other forever. A rank that
-// waits for nothing takes nothing in, so that its senders wait for room.
+// waits for nothing takes nothing in that it has not asked for, so that its senders wait for room.
 //
 // Knows nothing of waits, threads and the end of a group. Not safe for several threads at once.
 #pragma once
@@ -93,9 +93,13 @@ class MessageQueues {
   MessageQueues(transport::Transport& transport, Waiter& waiter);
 
   void add(const RequestRef& request, Done& done);
-  // Moves what can be moved at once. Throws Error(kTransport) if memory is short, Error(kInternal)
-  // for a damaged post.
-  void move(Done& done);
+  // Moves what can be moved at once. What no recv has asked for is taken in only until this request
+  // is done; null: not at all. It stays with its sender otherwise, and once a recv asks for it,
+  // goes where it belongs without a copy on the heap. Throws Error(kTransport) if memory is short,
+  // Error(kInternal) for a damaged post.
+  void move(Done& done, const Request* awaited);
+  // Likewise, but takes in everything.
+  void move_all(Done& done);
   // Fails all outstanding requests, and drops what still arrives.
   void end_all(const Error& error, Done& done);
 
@@ -130,11 +134,16 @@ class MessageQueues {
     cpu::OutputCopier copier{0, 1};
   };
 
+  // takes_unasked: whether to take in what no recv has asked for.
+  template <typename TakesUnasked>
+  void move_while(const TakesUnasked& takes_unasked, Done& done);
+  template <typename TakesUnasked>
+  void pull(int peer, const TakesUnasked& takes_unasked, Done& done);
   void push(int peer, Done& done);
-  void pull(int peer, Done& done);
   // Returns false if there is no room.
   bool push_piece(Request& send);
-  Arriving begin(int source, const Message& message);
+  // Without a message if that is left with its sender.
+  Arriving begin(int source, const Message& message, bool takes_unasked);
   static void take(Arriving& arriving, const std::byte* in, uint64_t num_bytes);
   // Of a message that came before its recv. Throws Error(kTransport) if there is none.
   std::unique_ptr<std::byte[]> memory_for(int source, const Message& message) const;

@@ -112,7 +112,7 @@ RequestRef PointToPoint::start(Direction direction, void* data, const Message& m
     request->number_ = ++num_requests_;
     try {
       queues_.add(request, done);
-      queues_.move(done);
+      queues_.move(done, nullptr);
     } catch (const Error& error) {
       fail(error, done);
     }
@@ -126,7 +126,7 @@ bool PointToPoint::test(const Request& request) {
   {
     const std::lock_guard lock(mutex_);
     try {
-      queues_.move(done);
+      queues_.move(done, &request);
       if (!request.is_done()) communicator_.check_usable(name(request.direction_));
     } catch (const Error& error) {
       fail(error, done);
@@ -142,7 +142,7 @@ std::optional<int> PointToPoint::probe(uint64_t tag) {
   {
     const std::lock_guard lock(mutex_);
     try {
-      queues_.move(done);
+      queues_.move_all(done);
       sender = queues_.find_early(tag);
     } catch (const Error& error) {
       fail(error, done);
@@ -173,7 +173,8 @@ bool PointToPoint::wait_until_done(const Request& request, CallerThread thread,
   ++num_waiting_;
   Done done;
   try {
-    for (queues_.move(done); is_patient && !request.is_done(); queues_.move(done)) {
+    for (queues_.move(done, &request); is_patient && !request.is_done();
+         queues_.move(done, &request)) {
       const MessageQueues::AwaitedFlags flags = queues_.awaited();
       watch.begin_wait(request.peer_, phase, request.num_moved_);
       lock.unlock();
@@ -213,7 +214,7 @@ void PointToPoint::move_all_groups() {
       const std::unique_lock own_lock(group->mutex_, std::try_to_lock);
       if (!own_lock.owns_lock()) continue;
       try {
-        group->queues_.move(done);
+        group->queues_.move_all(done);
       } catch (const Error& error) {
         group->fail(error, done);
       }
@@ -252,7 +253,7 @@ bool PointToPoint::step_in(std::unique_lock<std::mutex>& lock) {
   watch.begin_call("send_recv", num_requests_, /*lets_signals_through=*/false);
   Done done;
   try {
-    queues_.move(done);
+    queues_.move_all(done);
     watch.begin_wait_for_all(queues_.needed_peers(), "attended", 0);
     const MessageQueues::AwaitedFlags flags = queues_.awaited();
     lock.unlock();

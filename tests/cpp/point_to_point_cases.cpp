@@ -199,6 +199,31 @@ void mixed_messages_keep_their_order() {
   });
 }
 
+// What rank 1 has not asked for when its recv is done stays in the cells of rank 0, so rank 0
+// waits.
+void what_is_not_asked_for_stays_with_its_sender() {
+  std::barrier together(2);
+  run_ranks(2, [&](Communicator& communicator) {
+    PointToPoint& links = communicator.point_to_point();
+    const Bytes first = content(0, 0, kCell), second = content(0, 1, kLink);
+    if (communicator.rank() == 0) {
+      send(communicator, first, 1);
+      const RequestRef request = links.send(second.data(), message_of(second), 1);
+      together.arrive_and_wait();
+      together.arrive_and_wait();  // rank 1 has received the first
+      check(!links.test(*request), "the second is longer than the link");
+      together.arrive_and_wait();
+      links.wait(*request, CallerThread::kUser);
+      return;
+    }
+    together.arrive_and_wait();
+    check_recv(communicator, first, 0);
+    together.arrive_and_wait();
+    together.arrive_and_wait();
+    check_recv(communicator, second, 0);
+  });
+}
+
 void any_rank_is_the_first_that_came() {
   constexpr int kWorldSize = 4;
   run_ranks(kWorldSize, [](Communicator& communicator) {
@@ -473,6 +498,7 @@ const CaseTable kCases{
     {"p2p_both_first", both_ranks_send_first},
     {"p2p_mixed-ws2", mixed_messages_keep_their_order<2>},
     {"p2p_mixed-ws4", mixed_messages_keep_their_order<4>},
+    {"p2p_unasked", what_is_not_asked_for_stays_with_its_sender},
     {"p2p_any_rank", any_rank_is_the_first_that_came},
     {"p2p_beside_collectives", messages_go_on_beside_collectives},
     {"p2p_threads", threads_share_the_links},
