@@ -3,7 +3,7 @@
 // two ranks, behind the pieces of its message that are in there already. A post tells the peer
 // where.
 //
-//   sender    has_room(peer) ... write outgoing(peer) ... publish(peer, header, n)
+//   sender    has_room(peer) ... write outgoing(peer) ... publish(peer, header, n, end)
 //   receiver  incoming(peer), once to_read(peer) is there ... read it ... release(peer)
 //
 // A cell goes from rank to rank with what lies in it. Its reader keeps it, and writes what it sends
@@ -77,7 +77,7 @@ class Links {
   void publish(int peer, const Header& header, uint64_t num_bytes, bool is_end_of_message) {
     Link& link = link_to(peer);
     if (link.num_filled == 0) link.free.take_next();
-    link.num_filled += lines_of(num_bytes);
+    link.num_filled += up_to_line(num_bytes);
     const bool is_end_of_cell = is_end_of_message || link.num_filled == geometry_.cell_bytes;
     post(peer, {.header = header,
                 .returned = {},
@@ -119,7 +119,7 @@ class Links {
     Link& link = link_to(peer);
     const Post read = next_post(peer);
     ++link.num_read;
-    link.num_drained += lines_of(read.num_bytes);
+    link.num_drained += up_to_line(read.num_bytes);
     if (!read.is_end_of_cell) return;
     link.num_drained = 0;
     link.free.add_read(read.cell);
@@ -213,7 +213,7 @@ class Links {
     return is_own ? transport_.own().at(offset) : transport_.region(peer).at(offset);
   }
   // Pieces begin on cache lines.
-  static size_t lines_of(size_t num_bytes) {
+  static size_t up_to_line(size_t num_bytes) {
     return schedule::ceil_div(num_bytes, kCacheLineBytes) * kCacheLineBytes;
   }
 

@@ -40,7 +40,6 @@ class Side {
     return room.bytes.data();
   }
   std::optional<Links::Piece> incoming() { return links_.incoming(peer_); }
-  void release() { links_.release(peer_); }
   // Returns where it lay.
   const std::byte* recv(uint64_t number) {
     const auto piece = links_.incoming(peer_);
