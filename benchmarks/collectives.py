@@ -63,8 +63,8 @@ def parse_arguments() -> argparse.Namespace:
         "--op",
         choices=OPERATIONS,
         default="all_reduce",
-        help="the collective, or send_recv, a message from rank 0 to rank 1 and back "
-        "(default: all_reduce)",
+        help="the collective; or send_recv, a message from rank 0 to rank 1 and back; or one_way, "
+        "many in a row from rank 0 to rank 1 (default: all_reduce)",
     )
     add(
         "--backends",
@@ -107,8 +107,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--algorithms and --wire-dtype are for --op all_reduce")
     if args.op not in SUMS and args.orders != ["rank"]:
         parser.error(f"--orders is for --op {', '.join(SUMS)}")
-    if args.op == "send_recv" and args.ranks != 2:
-        parser.error(f"--ranks is {args.ranks}; --op send_recv measures two ranks")
+    if args.op in ("send_recv", "one_way") and args.ranks != 2:
+        parser.error(f"--ranks is {args.ranks}; --op {args.op} measures two ranks")
     if args.op == "barrier" and args.png:
         parser.error("--png: a barrier has no sizes to draw")
     return args

@@ -40,7 +40,7 @@ def expected_tiles(op: str, world_size: int, seed: int, max_sum: int = MAX_SUM) 
     match op:
         case "all_reduce" | "reduce" | "reduce_scatter":
             return [np.sum(tiles, axis=0)]
-        case "broadcast" | "scatter" | "send_recv":
+        case "broadcast" | "scatter" | "send_recv" | "one_way":
             return tiles[:1]
         case "all_gather" | "gather" | "all_to_all":
             return tiles

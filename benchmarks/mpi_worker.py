@@ -69,6 +69,10 @@ def collective(
             return partial(comm.Alltoall, sent, received)
         case "send_recv":
             return partial(round_trip, received)
+        case "one_way" if is_root:
+            return partial(comm.Send, received, 1)
+        case "one_way":
+            return partial(comm.Recv, received, 0)
         case "barrier":
             return partial(comm.Barrier)
     raise ValueError(f"unknown collective {op}")

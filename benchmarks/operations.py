@@ -52,5 +52,6 @@ OPERATIONS = {
     "scatter": Operation(input_parts=True),
     "all_to_all": Operation(input_parts=True, output_parts=True),
     "send_recv": Operation(in_place=True, busbw="1"),  # from rank 0 to rank 1 and back
+    "one_way": Operation(in_place=True, busbw="1"),  # only from rank 0 to rank 1
     "barrier": Operation(in_place=True),
 }

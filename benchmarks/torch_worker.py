@@ -112,6 +112,8 @@ class TorchRank:
         is_root = self.rank == 0
         if op == "send_recv":
             return partial(round_trip, output, self.communicator.send, self.communicator.recv)
+        if op == "one_way":
+            return one_way_call(output, self.communicator.send, self.communicator.recv)
         call = getattr(self.communicator, op)
         if entry.order != "rank":
             call = partial(call, order=entry.order)
@@ -159,6 +161,9 @@ def dist_call(
         case "send_recv":
             send, recv = (partial(function, group=group) for function in (dist.send, dist.recv))
             return partial(round_trip, output, send, recv)
+        case "one_way":
+            send, recv = (partial(function, group=group) for function in (dist.send, dist.recv))
+            return one_way_call(output, send, recv)
         case "barrier":
             return partial(dist.barrier, group=group)
     raise ValueError(f"unknown collective {op}")
@@ -172,6 +177,11 @@ def round_trip(message: torch.Tensor, send: Call, recv: Call) -> None:
     else:
         recv(message, 0)
         send(message, 0)
+
+
+def one_way_call(message: torch.Tensor, send: Call, recv: Call) -> Call:
+    """Sends rank 0's message to rank 1; nothing comes back."""
+    return partial(send, message, 1) if dist.get_rank() == 0 else partial(recv, message, 0)
 
 
 def copy_call(turn: Turn) -> Call:

@@ -23,6 +23,7 @@ THREAD_CASES = (
     "launches_cases",
     "joined_regions_cases",
     "point_to_point_cases",
+    "failed_messages_cases",
     "host_cases",
     "endpoint_cases",
     "bridge_cases",

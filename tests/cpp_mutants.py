@@ -108,7 +108,7 @@ MUTANTS = (
     ),
     Mutant(
         "link-read-too-early",
-        (Patch(LINKS, r"link\.num_read \+ 1\}", r"IS_MUTANT ? 0 : \g<0>"),),
+        (Patch(LINKS, r"link\.read\.number \+ 1\}", r"IS_MUTANT ? 0 : \g<0>"),),
         MESSAGES,
     ),
     Mutant(

@@ -33,13 +33,14 @@ Communicator::Communicator(std::unique_ptr<transport::Transport> transport, Nano
     : transport_(std::move(transport)),
       waiter_(&transport_->own_control().sleeping,
               transport_->peers_flags(&transport::ControlBlock::sleeping)),
-      watch_(*transport_, timeout, check_interrupt),
+      check_interrupt_(std::move(check_interrupt)),
+      watch_(*transport_, timeout, &check_interrupt_),
       // Ranks of several hosts leave the cores to the threads that move their messages.
       wait_policy_(transport_->is_among_hosts() ? WaitPolicy{}
                                                 : WaitPolicy::for_ranks(transport_->world_size())),
       everyone_(ranks_below(transport_->world_size())),
       fork_generation_(fork_generation()),
-      point_to_point_(*this, *transport_, std::move(check_interrupt)) {}
+      point_to_point_(*this, *transport_, &check_interrupt_) {}
 
 Communicator::~Communicator() {
   point_to_point_.close();

@@ -108,6 +108,7 @@ class Communicator {
 
   std::unique_ptr<transport::Transport> transport_;
   Waiter waiter_;
+  std::function<void()> check_interrupt_;
   Watch watch_;
   WaitPolicy wait_policy_;
   std::vector<int> everyone_;

@@ -49,13 +49,20 @@ MessageQueues::MessageQueues(transport::Transport& transport, Waiter& waiter)
       sends_(static_cast<size_t>(transport.world_size())),
       arriving_(static_cast<size_t>(transport.world_size())) {}
 
-void MessageQueues::add(const RequestRef& request, Done& done) {
+void MessageQueues::start(const RequestRef& request, Done& done) {
   ++num_unfinished_;
+  const int peer = request->peer_;
   if (request->direction_ == Direction::kSend) {
-    sends_[static_cast<size_t>(request->peer_)].push_back(request);
-  } else if (!take_early(request, done)) {
+    sends_[static_cast<size_t>(peer)].push_back(request);
+    push(peer, done);
+    if (request->is_done()) return;
+  } else if (take_early(request, done)) {
+    return;
+  } else {
     recvs_.push_back(request);
   }
+  if (peer == kAnyRank) return move(done, nullptr);
+  exchange(peer, [] { return false; }, done);
 }
 
 void MessageQueues::move(Done& done, const Request* awaited) {
@@ -69,23 +76,28 @@ void MessageQueues::move_all(Done& done) {
 template <typename TakesUnasked>
 void MessageQueues::move_while(const TakesUnasked& takes_unasked, Done& done) {
   for (int i = 0; i < transport_.world_size() - 1; ++i) {
-    const int peer = schedule::rotated_peer(transport_.rank(), transport_.world_size(), i);
-    push(peer, done);
-    pull(peer, takes_unasked, done);
-    push(peer, done);  // what arrived may have brought room
+    exchange(schedule::rotated_peer(transport_.rank(), transport_.world_size(), i), takes_unasked,
+             done);
   }
 }
 
+template <typename TakesUnasked>
+void MessageQueues::exchange(int peer, const TakesUnasked& takes_unasked, Done& done) {
+  push(peer, done);
+  pull(peer, takes_unasked, done);
+  push(peer, done);  // what arrived may have brought room
+}
+
 bool MessageQueues::push_piece(Request& send) {
-  if (!links_.has_room(send.peer_)) return false;
-  const transport::Links::Room room = links_.outgoing(send.peer_);
+  const std::optional<transport::Links::Room> room = links_.outgoing(send.peer_);
+  if (!room) return false;
   const Message& message = send.message_;
   const uint64_t num_left = message.num_bytes() - send.num_moved_;
   const uint64_t num_bytes =
-      std::min({piece_bytes(message, transport_.geometry()), num_left, room.bytes.size()});
+      std::min({piece_bytes(message, transport_.geometry()), num_left, room->bytes.size()});
   const bool is_end = num_bytes == num_left;
-  cpu::SlotWriter& writer = room.is_read ? answer_writer_ : writer_;
-  writer.to(send.peer_).store(room.bytes.data(), send.data_ + send.num_moved_, num_bytes);
+  cpu::SlotWriter& writer = room->is_read ? answer_writer_ : writer_;
+  writer.to(send.peer_).store(room->bytes.data(), send.data_ + send.num_moved_, num_bytes);
   links_.publish(send.peer_, header_of(message), num_bytes, is_end);
   send.num_moved_ += num_bytes;
   return true;
@@ -147,7 +159,11 @@ MessageQueues::Arriving MessageQueues::begin(int source, const Message& message,
   if (recv != recvs_.end()) {
     arriving.recv = *recv;
     arriving.copier = {message.num_bytes(), transport_.world_size()};
-    recvs_.erase(recv);
+    if (recv == recvs_.begin()) {  // mostly; erase() takes longer
+      recvs_.pop_front();
+    } else {
+      recvs_.erase(recv);
+    }
     if (agree(*arriving.recv, source, message)) arriving.data = arriving.recv->data_;
     return arriving;
   }
@@ -263,10 +279,10 @@ MessageQueues::AwaitedFlags MessageQueues::awaited() const {
   return flags;
 }
 
-RequestRef MessageQueues::last_send() const {
-  RequestRef last;
+const Request* MessageQueues::last_send() const {
+  const Request* last = nullptr;
   for (const auto& queue : sends_) {
-    if (!queue.empty()) last = queue.back();
+    if (!queue.empty()) last = queue.back().get();
   }
   return last;
 }

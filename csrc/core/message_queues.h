@@ -19,6 +19,7 @@
 #include <optional>
 #include <span>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "base/dtype.h"
@@ -49,6 +50,14 @@ struct Message {
 // One send or recv, from its call until it is done.
 class Request {
  public:
+  Request(Direction direction, std::byte* data, const Message& message, int peer,
+          std::function<void(const Request&)> on_done = {})
+      : direction_(direction),
+        peer_(peer),
+        message_(message),
+        data_(data),
+        on_done_(std::move(on_done)) {}
+
   bool is_done() const { return is_done_.load(std::memory_order_acquire); }
   // Valid once done: the failure, if any, and the other rank.
   const std::optional<Error>& error() const { return error_; }
@@ -58,17 +67,18 @@ class Request {
   friend class MessageQueues;
   friend class PointToPoint;
 
-  Direction direction_ = Direction::kSend;
-  int peer_ = 0;  // kAnyRank until a message matches
-  Message message_{};
-  std::byte* data_ = nullptr;
-  uint64_t num_moved_ = 0;                            // bytes
-  uint64_t number_ = 0;                               // among the requests of this rank, from 1
-  std::atomic<Nanoseconds> moved_at_{Nanoseconds()};  // steady_now() when a part of it moved last
+  Direction direction_;
+  int peer_;  // kAnyRank until a message matches
+  Message message_;
+  std::byte* data_;
+  uint64_t num_moved_ = 0;  // bytes
+  uint64_t number_ = 0;     // among the requests of this rank, from 1
+  Nanoseconds moved_at_{};  // steady_now() when a part of it moved last
   std::function<void(const Request&)> on_done_;
   std::optional<Error> error_;  // set before is_done_, constant afterwards
   std::atomic<bool> is_done_{false};
 };
+// Owns nothing if the caller of a send or recv waits for it and keeps the request on its stack.
 using RequestRef = std::shared_ptr<Request>;
 
 inline Nanoseconds steady_now() { return std::chrono::steady_clock::now().time_since_epoch(); }
@@ -92,7 +102,9 @@ class MessageQueues {
   // waiter: as for transport::Links.
   MessageQueues(transport::Transport& transport, Waiter& waiter);
 
-  void add(const RequestRef& request, Done& done);
+  // Starts a request, and moves what can be moved at once between its rank and its peer. Throws
+  // like move().
+  void start(const RequestRef& request, Done& done);
   // Moves what can be moved at once. What no recv has asked for is taken in only until this request
   // is done; null: not at all. It stays with its sender otherwise, and once a recv asks for it,
   // goes where it belongs without a copy on the heap. Throws Error(kTransport) if memory is short,
@@ -109,7 +121,7 @@ class MessageQueues {
 
   uint64_t num_unfinished() const { return num_unfinished_; }
   // The last send to some receiver; null if no send is outstanding.
-  RequestRef last_send() const;
+  const Request* last_send() const;
   // The flags that let move() go on.
   AwaitedFlags awaited() const;
   // The ranks that pending requests name, as a bit mask.
@@ -138,6 +150,8 @@ class MessageQueues {
   template <typename TakesUnasked>
   void move_while(const TakesUnasked& takes_unasked, Done& done);
   template <typename TakesUnasked>
+  void exchange(int peer, const TakesUnasked& takes_unasked, Done& done);
+  template <typename TakesUnasked>
   void pull(int peer, const TakesUnasked& takes_unasked, Done& done);
   void push(int peer, Done& done);
   // Returns false if there is no room.
@@ -158,7 +172,7 @@ class MessageQueues {
   cpu::SlotWriter answer_writer_;              // into cells that this rank has read last
   cpu::SlotWriter writer_;                     // into other cells
   std::vector<std::deque<RequestRef>> sends_;  // by receiver, in the order of their calls
-  std::list<RequestRef> recvs_;                // not matched yet, in the order of their calls
+  std::deque<RequestRef> recvs_;               // not matched yet, in the order of their calls
   std::list<std::shared_ptr<Early>> early_;    // in the order of arrival
   std::vector<Arriving> arriving_;             // by sender
   uint64_t num_unfinished_ = 0;

@@ -41,33 +41,34 @@ class TagText {
 
 }  // namespace
 
-// Ends a wait for flags with an error when the request makes no progress for the group's timeout or
-// the group has failed.
+// Ends a wait for flags with an error when what is awaited makes no progress for the group's
+// timeout or the group has failed.
 class PointToPoint::Observer final : public WaitObserver {
  public:
-  Observer(Watch& watch, const Request& request) : watch_(watch), request_(request) {}
+  explicit Observer(Watch& watch) : watch_(watch) {}
 
+  // moved_at: when the awaited request moved last. What moves it later ends a wait.
+  void begin_wait(Nanoseconds moved_at) { moved_at_ = moved_at; }
   std::optional<Error> poll() override { return watch_.poll(); }
   std::vector<const LifeWord*> lives() const override { return watch_.lives(); }
   std::optional<Error> tick(Nanoseconds waited) override {
     const Nanoseconds time = steady_now();
     if (!start_) start_ = time - waited;
-    // Measured since the request last moved: another thread may move it, and a wait also ends when
-    // other messages arrive.
-    return watch_.tick(time - std::max(*start_, request_.moved_at_.load()));
+    // Not since this wait began, because waits also end when other messages arrive.
+    return watch_.tick(time - std::max(*start_, moved_at_));
   }
 
  private:
   Watch& watch_;
-  const Request& request_;
+  Nanoseconds moved_at_{};
   std::optional<Nanoseconds> start_;  // known from the first tick on: reading the clock takes time
 };
 
 PointToPoint::PointToPoint(Communicator& communicator, transport::Transport& transport,
-                           std::function<void()> check_interrupt)
+                           const std::function<void()>* check_interrupt)
     : communicator_(communicator),
       transport_(transport),
-      check_interrupt_(std::move(check_interrupt)),
+      check_interrupt_(check_interrupt),
       waiter_(&transport.own_control().sleeping_on_links,
               transport.peers_flags(&transport::ControlBlock::sleeping_on_links)),
       // Also among several hosts, where messages would take half as long again if ranks slept at
@@ -89,8 +90,7 @@ RequestRef PointToPoint::recv(void* data, const Message& message, int peer, OnDo
   return start(Direction::kRecv, data, message, peer, std::move(on_done));
 }
 
-RequestRef PointToPoint::start(Direction direction, void* data, const Message& message, int peer,
-                               OnDone on_done) {
+void PointToPoint::check_call(Direction direction, int peer) const {
   const std::string_view call = name(direction);
   communicator_.check_usable(call);
   const bool is_any =
@@ -100,25 +100,49 @@ RequestRef PointToPoint::start(Direction direction, void* data, const Message& m
                                         ", expected another rank than the own, ", transport_.rank(),
                                         ", in [0, ", transport_.world_size(), ")"));
   }
-  auto request = std::make_shared<Request>();
-  request->direction_ = direction;
-  request->peer_ = peer;
-  request->message_ = message;
-  request->data_ = static_cast<std::byte*>(data);
-  request->on_done_ = std::move(on_done);
+}
+
+RequestRef PointToPoint::start(Direction direction, void* data, const Message& message, int peer,
+                               OnDone on_done) {
+  check_call(direction, peer);
+  auto request = std::make_shared<Request>(direction, static_cast<std::byte*>(data), message, peer,
+                                           std::move(on_done));
   Done done;
   {
-    const std::lock_guard lock(mutex_);
-    request->number_ = ++num_requests_;
-    try {
-      queues_.add(request, done);
-      queues_.move(done, nullptr);
-    } catch (const Error& error) {
-      fail(error, done);
-    }
+    const Lock lock(mutex_);
+    start(request, done);
   }
   report(done);
   return request;
+}
+
+// Whatever fails ends all requests: nobody may refer to this one once its caller knows.
+void PointToPoint::start(const RequestRef& request, Done& done) {
+  request->number_ = ++num_requests_;
+  try {
+    queues_.start(request, done);
+  } catch (const Error& error) {
+    fail(error, done);
+  } catch (const std::bad_alloc&) {
+    fail(Error(ErrorKind::kTransport,
+               join("rota.", name(request->direction_), ": the process has no memory left")),
+         done);
+  }
+}
+
+int PointToPoint::run(Direction direction, void* data, const Message& message, int peer,
+                      CallerThread thread) {
+  check_call(direction, peer);
+  Request request(direction, static_cast<std::byte*>(data), message, peer);
+  const auto next_awaited = [&] { return request.is_done() ? nullptr : &request; };
+  Done done;
+  Lock lock(mutex_);
+  start(RequestRef(RequestRef(), &request), done);
+  if (!request.is_done()) wait_while(next_awaited, lock, thread, std::nullopt, done);
+  lock.unlock();
+  report(done);
+  if (request.error()) throw *request.error();
+  return request.peer();
 }
 
 bool PointToPoint::test(const Request& request) {
@@ -154,29 +178,45 @@ std::optional<int> PointToPoint::probe(uint64_t tag) {
 
 bool PointToPoint::wait(const Request& request, CallerThread thread,
                         std::optional<Nanoseconds> patience) {
-  if (!request.is_done() && !wait_until_done(request, thread, patience)) return false;
+  if (!request.is_done()) {
+    const auto next_awaited = [&] { return request.is_done() ? nullptr : &request; };
+    Done done;
+    Lock lock(mutex_);
+    wait_while(next_awaited, lock, thread, patience, done);
+    lock.unlock();
+    report(done);
+    if (!request.is_done()) return false;
+  }
   if (request.error()) throw *request.error();
   return true;
 }
 
-bool PointToPoint::wait_until_done(const Request& request, CallerThread thread,
-                                   std::optional<Nanoseconds> patience) {
+template <typename NextAwaited>
+std::optional<Error> PointToPoint::wait_while(const NextAwaited& next_awaited, Lock& lock,
+                                              CallerThread thread,
+                                              std::optional<Nanoseconds> patience, Done& done) {
+  std::optional<Error> failure;
   Watch watch(transport_, communicator_.timeout(), check_interrupt_);
-  watch.begin_call(name(request.direction_), request.number_,
-                   /*lets_signals_through=*/thread == CallerThread::kUser);
+  Observer observer(watch);
   const Nanoseconds start = patience ? steady_now() : Nanoseconds();
-  Observer observer(watch, request);
   bool is_patient = true;
-  const TagText phase(request.message_.tag);
-  std::unique_lock lock(mutex_);
+  uint64_t number = 0;
   ++num_waits_;
   ++num_waiting_;
-  Done done;
   try {
-    for (queues_.move(done, &request); is_patient && !request.is_done();
-         queues_.move(done, &request)) {
+    while (true) {
+      queues_.move(done, next_awaited());
+      const Request* request = next_awaited();
+      if (request == nullptr || !is_patient) break;
+      if (request->number_ != number) {
+        number = request->number_;
+        watch.begin_call(name(request->direction_), number,
+                         /*lets_signals_through=*/thread == CallerThread::kUser);
+      }
+      const TagText phase(request->message_.tag);
+      watch.begin_wait(request->peer_, phase, request->num_moved_);
+      observer.begin_wait(request->moved_at_);
       const MessageQueues::AwaitedFlags flags = queues_.awaited();
-      watch.begin_wait(request.peer_, phase, request.num_moved_);
       lock.unlock();
       report(done);
       done.clear();
@@ -188,6 +228,7 @@ bool PointToPoint::wait_until_done(const Request& request, CallerThread thread,
   } catch (const Error& error) {
     if (!lock.owns_lock()) lock.lock();
     fail(error, done);
+    failure = error;
   } catch (...) {  // from a signal handler
     if (!lock.owns_lock()) lock.lock();
     --num_waiting_;
@@ -199,9 +240,7 @@ bool PointToPoint::wait_until_done(const Request& request, CallerThread thread,
     throw;
   }
   --num_waiting_;
-  lock.unlock();
-  report(done);
-  return request.is_done();
+  return failure;
 }
 
 void PointToPoint::move_all_groups() {
@@ -248,7 +287,7 @@ void PointToPoint::attend_all() {
 }
 
 // Moves what can be moved, then waits for more for about a tick. Returns false if nothing came.
-bool PointToPoint::step_in(std::unique_lock<std::mutex>& lock) {
+bool PointToPoint::step_in(Lock& lock) {
   Watch watch(transport_, communicator_.timeout(), check_interrupt_);
   watch.begin_call("send_recv", num_requests_, /*lets_signals_through=*/false);
   Done done;
@@ -278,15 +317,14 @@ bool PointToPoint::has_unfinished_sends() {
 }
 
 void PointToPoint::finish(CallerThread thread) {
-  while (true) {
-    RequestRef last;
-    {
-      const std::lock_guard lock(mutex_);
-      last = queues_.last_send();
-    }
-    if (!last) return;
-    wait(*last, thread);
-  }
+  const auto next_awaited = [this] { return queues_.last_send(); };
+  Done done;
+  Lock lock(mutex_);
+  if (next_awaited() == nullptr) return;
+  const auto failure = wait_while(next_awaited, lock, thread, std::nullopt, done);
+  lock.unlock();
+  report(done);
+  if (failure) throw *failure;
 }
 
 void PointToPoint::close() {

@@ -9,8 +9,8 @@
 namespace rota {
 
 Watch::Watch(const transport::Transport& transport, Nanoseconds timeout,
-             std::function<void()> check_interrupt)
-    : transport_(transport), timeout_(timeout), check_interrupt_(std::move(check_interrupt)) {}
+             const std::function<void()>* check_interrupt)
+    : transport_(transport), timeout_(timeout), check_interrupt_(check_interrupt) {}
 
 void Watch::begin_collective(std::string_view collective, uint64_t epoch, bool lets_signals_through,
                              std::optional<Nanoseconds> own_timeout) {
@@ -48,7 +48,7 @@ std::optional<Error> Watch::poll() { return find_abort(); }
 std::optional<Error> Watch::tick(Nanoseconds waited) {
   if (lets_signals_through_ && waited >= next_interrupt_check_) {
     next_interrupt_check_ = waited + kInterruptCheckEvery;
-    check_interrupt_();
+    (*check_interrupt_)();
   }
   PointToPoint::move_all_groups();
   if (auto error = find_abort()) return error;

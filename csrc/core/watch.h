@@ -33,9 +33,10 @@ enum class CallerThread { kUser, kProgress };
 
 class Watch final : public cpu::PeerWaitObserver {
  public:
-  // check_interrupt may throw (KeyboardInterrupt); it runs in the waiting thread.
+  // check_interrupt may throw (KeyboardInterrupt); it runs in the waiting thread, if that lets
+  // signals through, and must outlive this.
   Watch(const transport::Transport& transport, Nanoseconds timeout,
-        std::function<void()> check_interrupt);
+        const std::function<void()>* check_interrupt);
 
   // A collective of this epoch: a peer that has done its part of it may have left the group, or
   // have ended without a word; no wait of the collective is in vain because of that.
@@ -78,7 +79,7 @@ class Watch final : public cpu::PeerWaitObserver {
 
   const transport::Transport& transport_;
   std::atomic<Nanoseconds> timeout_;  // any thread may set it
-  std::function<void()> check_interrupt_;
+  const std::function<void()>* check_interrupt_;
 
   std::string_view call_;
   uint64_t epoch_ = 0;  // or what begin_call() was given

@@ -151,10 +151,7 @@ WorkRef CpuCollectives::request(Direction direction, const at::Tensor& tensor, i
 void CpuCollectives::transfer(Direction direction, const at::Tensor& tensor, int peer,
                               uint64_t tag) {
   const auto body = [&](Communicator& communicator, CallerThread thread) {
-    const PackedMessage message(direction, tensor);
-    const RequestRef request = message.start(communicator, peer, tag);
-    communicator.point_to_point().wait(*request, thread);
-    message.unpack();
+    PackedMessage(direction, tensor).run(communicator, peer, tag, thread);
   };
   const char* title = direction == Direction::kSend ? "rota:send" : "rota:recv";
   run_here(title, [&] { return std::vector{tensor}; }, body);

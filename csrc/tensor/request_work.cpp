@@ -10,15 +10,24 @@ PackedMessage::PackedMessage(Direction direction, const at::Tensor& tensor)
       packed_(tensor, direction == Direction::kSend ? Packed::Content::kRead
                                                     : Packed::Content::kOverwritten) {}
 
+Message PackedMessage::message(uint64_t tag) const {
+  return {.tag = tag,
+          .dtype = movable_dtype(tensor_, name(direction_)),
+          .num_elems = num_elems(tensor_)};
+}
+
+void PackedMessage::run(Communicator& communicator, int peer, uint64_t tag,
+                        CallerThread thread) const {
+  communicator.point_to_point().run(direction_, packed_.data(), message(tag), peer, thread);
+  unpack();
+}
+
 RequestRef PackedMessage::start(Communicator& communicator, int peer, uint64_t tag,
                                 PointToPoint::OnDone on_done) const {
-  const Message message{.tag = tag,
-                        .dtype = movable_dtype(tensor_, name(direction_)),
-                        .num_elems = num_elems(tensor_)};
   PointToPoint& links = communicator.point_to_point();
   return direction_ == Direction::kSend
-             ? links.send(packed_.data(), message, peer, std::move(on_done))
-             : links.recv(packed_.data(), message, peer, std::move(on_done));
+             ? links.send(packed_.data(), message(tag), peer, std::move(on_done))
+             : links.recv(packed_.data(), message(tag), peer, std::move(on_done));
 }
 
 void PackedMessage::unpack() const {

@@ -15,13 +15,17 @@ class PackedMessage {
  public:
   PackedMessage(Direction direction, const at::Tensor& tensor);
 
-  // Throws Error.
+  // Blocks until it has been moved. Throws Error.
+  void run(Communicator& communicator, int peer, uint64_t tag, CallerThread thread) const;
+  // Does not block. Throws Error.
   RequestRef start(Communicator& communicator, int peer, uint64_t tag,
                    PointToPoint::OnDone on_done = {}) const;
   // Call it once the request is done.
   void unpack() const;
 
  private:
+  Message message(uint64_t tag) const;
+
   Direction direction_;
   const at::Tensor& tensor_;
   Packed packed_;

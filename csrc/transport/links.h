@@ -3,7 +3,7 @@
 // two ranks, behind the pieces of its message that are in there already. A post tells the peer
 // where.
 //
-//   sender    has_room(peer) ... write outgoing(peer) ... publish(peer, header, n, end)
+//   sender    outgoing(peer), once there is room ... write it ... publish(peer, header, n, end)
 //   receiver  incoming(peer), once to_read(peer) is there ... read it ... release(peer)
 //
 // A cell goes from rank to rank with what lies in it. Its reader keeps it, and writes what it sends
@@ -59,19 +59,19 @@ class Links {
     }
   }
 
-  // Whether there is room for a piece. Otherwise there may be once to_read(peer) is there and has
-  // been read.
-  bool has_room(int peer) const {
-    return link_to(peer).num_filled > 0 || !link_to(peer).free.is_empty();
-  }
-  // Where the next piece goes. Throws Error(kTransport) if memory is short.
-  Room outgoing(int peer) {
+  // Where the next piece goes, if there is room. Otherwise there may be once to_read(peer) is there
+  // and has been read. Throws Error(kTransport) if memory is short.
+  std::optional<Room> outgoing(int peer) {
     open(peer);
     Link& link = link_to(peer);
-    if (link.num_filled == 0) link.filling = link.free.next();
+    if (link.num_filled == 0) {
+      if (link.free.is_empty()) return std::nullopt;
+      link.filling = link.free.next();
+    }
     const auto [cell, is_read] = link.filling;
     if (link.free.is_own(cell)) reserve(peer, cell % geometry_.num_cells);
-    return {{place(peer, cell) + link.num_filled, geometry_.cell_bytes - link.num_filled}, is_read};
+    return Room{{place(peer, cell) + link.num_filled, geometry_.cell_bytes - link.num_filled},
+                is_read};
   }
   // Pieces have at least an eighth of a cell, except where the message or the cell ends.
   void publish(int peer, const Header& header, uint64_t num_bytes, bool is_end_of_message) {
@@ -93,7 +93,7 @@ class Links {
     if (!link.is_opened_by_peer) {
       return {&transport_.region(peer).control().link_opened[transport_.rank()], 1};
     }
-    return {&flag_of(peer, transport_.rank(), link.num_read), link.num_read + 1};
+    return {&flag_of(peer, transport_.rank(), link.read), link.read.number + 1};
   }
   // The next piece, if one has arrived; takes in what was given back before it. Throws
   // Error(kInternal) for what no peer posts.
@@ -104,25 +104,24 @@ class Links {
         link.is_opened_by_peer = true;
         continue;
       }
-      const Post post = next_post(peer);
-      const ReturnedCells& returned = post.returned;
+      link.reading = next_post(peer);
+      const auto& [header, returned, num_bytes, cell, is_end_of_cell] = link.reading;
       if (returned.num_cells == 0) {
-        return Piece{post.header, {place(peer, post.cell) + link.num_drained, post.num_bytes}};
+        return Piece{header, {place(peer, cell) + link.num_drained, num_bytes}};
       }
       link.free.add_returned({returned.cells.data(), returned.num_cells});
-      ++link.num_read;
+      advance(link.read);
     }
     return std::nullopt;
   }
   // Ends the use of what incoming() has returned. Throws like outgoing().
   void release(int peer) {
     Link& link = link_to(peer);
-    const Post read = next_post(peer);
-    ++link.num_read;
-    link.num_drained += up_to_line(read.num_bytes);
-    if (!read.is_end_of_cell) return;
+    advance(link.read);
+    link.num_drained += up_to_line(link.reading.num_bytes);
+    if (!link.reading.is_end_of_cell) return;
     link.num_drained = 0;
-    link.free.add_read(read.cell);
+    link.free.add_read(link.reading.cell);
     if (!link.free.keeps_too_many()) return;
     open(peer);
     post(peer, {.header = {},
@@ -144,6 +143,12 @@ class Links {
   using Payload = decltype(Flag::payload);
   static_assert(sizeof(Post) == sizeof(Payload));
 
+  // How many posts have been sent or read, and the place of the next one.
+  struct Cursor {
+    uint64_t number = 0;
+    size_t place = 0;
+  };
+
   // To one peer, and from it.
   struct Link {
     Link(bool is_lower_rank, size_t num_cells) : free(is_lower_rank, num_cells) {}
@@ -152,11 +157,12 @@ class Links {
     bool is_opened = false;
     bool is_opened_by_peer = false;
     size_t num_reserved = 0;  // of the own cells
-    uint64_t num_posted = 0;
+    Cursor posted;
     FreeCells::Next filling{};  // the cell that is being written
     size_t num_filled = 0;      // bytes of it
-    uint64_t num_read = 0;      // posts
-    size_t num_drained = 0;     // bytes of the cell that is being read
+    Cursor read;
+    Post reading{};          // what incoming() has returned
+    size_t num_drained = 0;  // bytes of the cell that is being read
   };
 
   Link& link_to(int peer) { return links_[static_cast<size_t>(peer)]; }
@@ -180,9 +186,10 @@ class Links {
 
   void post(int peer, const Post& post) {
     Link& link = link_to(peer);
-    Flag& flag = flag_of(transport_.rank(), peer, link.num_posted);
+    Flag& flag = flag_of(transport_.rank(), peer, link.posted);
     flag.payload = std::bit_cast<Payload>(post);
-    waiter_.publish(flag, ++link.num_posted);
+    advance(link.posted);
+    waiter_.publish(flag, link.posted.number);
   }
   // Checks the ranges, because the words come from another process.
   Post next_post(int peer) const {
@@ -199,11 +206,14 @@ class Links {
                 join("rota.recv: a post of rank ", transport_.number_of(peer),
                      " is damaged; does another program write to its memory?"));
   }
-  // Of a post by its number.
-  Flag& flag_of(int sender, int receiver, uint64_t number) const {
-    const size_t place = number % geometry_.num_posts();
-    return *reinterpret_cast<Flag*>(
-        transport_.region(sender).at(geometry_.posts(receiver).offset + place * sizeof(Flag)));
+  void advance(Cursor& cursor) const {
+    ++cursor.number;
+    if (++cursor.place == geometry_.num_posts()) cursor.place = 0;
+  }
+  // Of the next post.
+  Flag& flag_of(int sender, int receiver, const Cursor& cursor) const {
+    const size_t offset = geometry_.posts(receiver).offset + cursor.place * sizeof(Flag);
+    return *reinterpret_cast<Flag*>(transport_.region(sender).at(offset));
   }
 
   std::byte* place(int peer, CellNumber cell) const {

@@ -30,14 +30,13 @@ class Side {
                 transport.peers_flags(&transport::ControlBlock::sleeping_on_links)),
         links_(transport, waiter_) {}
 
-  bool has_room() const { return links_.has_room(peer_); }
-  Links::Room room() { return links_.outgoing(peer_); }
+  std::optional<Links::Room> room() { return links_.outgoing(peer_); }
   // Returns where it lies.
   const std::byte* send(uint64_t number, size_t num_bytes, bool is_end_of_message = true) {
-    const Links::Room room = links_.outgoing(peer_);
-    std::memset(room.bytes.data(), static_cast<int>(number % 251), num_bytes);
+    const auto room = links_.outgoing(peer_);
+    std::memset(room->bytes.data(), static_cast<int>(number % 251), num_bytes);
     links_.publish(peer_, {number, num_bytes, 0}, num_bytes, is_end_of_message);
-    return room.bytes.data();
+    return room->bytes.data();
   }
   std::optional<Links::Piece> incoming() { return links_.incoming(peer_); }
   // Returns where it lay.
@@ -68,11 +67,11 @@ struct Pair {
 void an_answer_lies_where_the_question_was() {
   Pair pair;
   const std::byte* place = pair.sides[0].send(0, 100);
-  check(!pair.sides[0].room().is_read, "the next cell has not been used");
+  check(!pair.sides[0].room()->is_read, "the next cell has not been used");
   check_equal(pair.sides[1].recv(0), place, "the question's place");
   for (uint64_t number = 1; number < 1000; ++number) {
     Side& sender = pair.sides[number % 2];
-    check(sender.room().is_read, "the cell was read last");
+    check(sender.room()->is_read, "the cell was read last");
     check_equal(sender.send(number, 100), place, "the answer's place");
     check_equal(pair.sides[1 - number % 2].recv(number), place, "the answer's place");
   }
@@ -115,9 +114,9 @@ void cells_are_neither_lost_nor_used_twice() {
     Side& side = pair.sides[rank];
     if (random.below(2) == 0) {
       side.incoming();  // takes in what was given back
-      if (!side.has_room()) continue;
-      const size_t room = side.room().bytes.size();
-      const size_t num_bytes = std::min<size_t>(room, 64 + random.below(3 * 64));
+      const auto room = side.room();
+      if (!room) continue;
+      const size_t num_bytes = std::min<size_t>(room->bytes.size(), 64 + random.below(3 * 64));
       const bool is_end = random.below(3) == 0;
       side.send(number, is_end ? num_bytes : std::max<size_t>(num_bytes / 64 * 64, 64), is_end);
       under_way[rank].push_back(number++);
@@ -132,7 +131,7 @@ void cells_are_neither_lost_nor_used_twice() {
   for (Side& side : pair.sides) check(!side.incoming(), "all has been read");
   size_t num_free = 0;
   for (Side& side : pair.sides) {
-    while (side.has_room()) {
+    while (side.room()) {
       side.send(number, 64);
       ++num_free;
     }

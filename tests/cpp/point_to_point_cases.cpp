@@ -1,65 +1,25 @@
 // Send and recv between ranks that are threads: how messages are matched, in which order, and what
-// becomes of messages that do not fit, are not received, or never come.
+// becomes of messages that do not fit or have not been asked for.
 #include <sched.h>
 
+#include <atomic>
 #include <barrier>
-#include <numeric>
 #include <thread>
 #include <vector>
 
 #include "check.h"
 #include "core/communicator.h"
+#include "messages.h"
 #include "random.h"
 #include "ranks.h"
 
 namespace rota::test {
 namespace {
 
-using std::chrono::milliseconds;
-using Bytes = std::vector<uint8_t>;
-
-constexpr size_t kCell = kSmall.cell_bytes;
-constexpr uint64_t kNumCells = kSmall.num_cells;
-constexpr size_t kLink = kNumCells * kCell;  // one rank's cells
 // Zero, one, around a cell, around pieces, all cells of a rank, of both, many times that.
 constexpr size_t kLengths[] = {
     0,     1,         kCell - 1,    kCell, kCell + 1, 4 * kCell - 1, 4 * kCell, 4 * kCell + 1,
     kLink, 2 * kLink, 9 * kLink + 7};
-
-// The content of message `number` of `source`; any two differ from the first byte on.
-Bytes content(int source, uint64_t number, size_t num_bytes) {
-  Bytes bytes(num_bytes);
-  uint64_t value = mix(number * 64 + static_cast<uint64_t>(source));
-  for (uint8_t& byte : bytes) {
-    byte = static_cast<uint8_t>(value >> 56);
-    value = value * 0x5851f42d4c957f2d + 1;
-  }
-  return bytes;
-}
-
-Message message_of(const Bytes& bytes, uint64_t tag = 0) {
-  return {.tag = tag, .dtype = DType::kUInt8, .num_elems = bytes.size()};
-}
-
-void send(Communicator& communicator, const Bytes& bytes, int peer, uint64_t tag = 0) {
-  PointToPoint& links = communicator.point_to_point();
-  const RequestRef request = links.send(bytes.data(), message_of(bytes, tag), peer);
-  links.wait(*request, CallerThread::kUser);
-}
-
-// Returns the sender's rank.
-int recv(Communicator& communicator, Bytes& bytes, int peer, uint64_t tag = 0) {
-  PointToPoint& links = communicator.point_to_point();
-  const RequestRef request = links.recv(bytes.data(), message_of(bytes, tag), peer);
-  links.wait(*request, CallerThread::kUser);
-  return request->peer();
-}
-
-void check_recv(Communicator& communicator, const Bytes& expected, int peer, uint64_t tag = 0) {
-  Bytes bytes(expected.size(), 0xee);
-  recv(communicator, bytes, peer, tag);
-  check(bytes == expected, "another message has come");
-}
 
 void messages_of_all_lengths_arrive() {
   run_ranks(2, [](Communicator& communicator) {
@@ -299,194 +259,26 @@ void requests_go_on_while_nobody_waits() {
   });
 }
 
-void another_length_or_dtype_is_a_mismatch() {
-  run_ranks(2, [](Communicator& communicator) {
-    PointToPoint& links = communicator.point_to_point();
-    for (const size_t length : {size_t{3}, 3 * kLink}) {
-      Bytes bytes = content(0, 1, length);
-      if (communicator.rank() == 0) {
-        send(communicator, bytes, 1, 8);
-        send(communicator, bytes, 1, 8);
-        continue;
-      }
-      Bytes longer(length + 1, 0xee);
-      const RequestRef request = links.recv(longer.data(), message_of(longer, 8), 0);
-      const Error error =
-          expect_error(ErrorKind::kMismatch, [&] { links.wait(*request, CallerThread::kUser); });
-      check_contains(error.what(), join("rank 0 called send(uint8[", length, "], tag 8)"));
-      check_contains(error.what(), join("rank 1 called recv(uint8[", length + 1, "], tag 8)"));
-      check(longer == Bytes(length + 1, 0xee), "something was written");
-      const RequestRef other =
-          links.recv(bytes.data(), {.tag = 8, .dtype = DType::kInt8, .num_elems = length}, 0);
-      expect_error(ErrorKind::kMismatch, [&] { links.wait(*other, CallerThread::kUser); });
-    }
-    communicator.barrier(CallerThread::kUser);  // the group stays usable
-  });
-}
-
-void a_peer_that_is_none_is_refused() {
-  run_ranks(2, [](Communicator& communicator) {
-    Bytes bytes(1);
-    for (const int peer : {-2, communicator.rank(), 2}) {
-      const Error error = expect_error(ErrorKind::kValue, [&] { recv(communicator, bytes, peer); });
-      check_contains(error.what(), join("the peer is ", peer));
-    }
-    expect_error(ErrorKind::kValue, [&] { send(communicator, bytes, kAnyRank); });
-  });
-}
-
-RanksOptions with_timeout(milliseconds timeout) { return {.timeout = timeout}; }
-
-void a_send_that_nobody_receives_names_who_was_awaited() {
-  std::atomic<bool> is_closed{false}, is_over{false};
-  run_ranks(
-      2,
-      [&](Communicator& communicator) {
-        if (communicator.rank() == 1) {
-          // Ranks share this process, where a waiting thread moves the messages of all groups.
-          communicator.point_to_point().close();
-          is_closed = true;
-          is_closed.notify_all();
-          return is_over.wait(false);
-        }
-        is_closed.wait(false);
-        const Error error = expect_error(
-            ErrorKind::kTimeout, [&] { send(communicator, content(0, 1, 2 * kLink), 1, 3); });
-        check_contains(error.what(), "rota.send: rank 0/2 waited");
-        check_contains(error.what(), "for rank 1");
-        check_contains(error.what(), "tag 3");
-        // The error that ended the group also ends later calls and outstanding requests.
-        Bytes bytes(1);
-        expect_error(ErrorKind::kTimeout, [&] { recv(communicator, bytes, 1); });
-        is_over = true;
-        is_over.notify_all();
-      },
-      with_timeout(milliseconds(300)));
-}
-
-void a_recv_for_which_nothing_comes_times_out() {
-  std::atomic<int> num_over{0};
-  run_ranks(
-      3,
-      [&](Communicator& communicator) {
-        if (communicator.rank() != 1) {
-          Bytes bytes(1);
-          const bool is_any = communicator.rank() == 0;
-          const Error error = expect_error(
-              ErrorKind::kTimeout, [&] { recv(communicator, bytes, is_any ? kAnyRank : 1); });
-          check_contains(error.what(), "waited");
-          ++num_over;
-        } else {
-          while (num_over < 2) std::this_thread::sleep_for(milliseconds(1));
-        }
-      },
-      with_timeout(milliseconds(300)));
-}
-
-void a_wait_may_be_given_up() {
-  run_ranks(2, [](Communicator& communicator) {
-    PointToPoint& links = communicator.point_to_point();
-    if (communicator.rank() == 0) {
-      communicator.barrier(CallerThread::kUser);
-      return send(communicator, Bytes{7}, 1);
-    }
-    Bytes bytes(1);
-    const RequestRef request = links.recv(bytes.data(), message_of(bytes), 0);
-    check(!links.wait(*request, CallerThread::kUser, milliseconds(20)), "nothing has been sent");
-    check(!links.test(*request), "nothing has been sent");
-    communicator.barrier(CallerThread::kUser);
-    check(links.wait(*request, CallerThread::kUser), "it has been sent");
-    check(bytes[0] == 7, "another message has come");
-  });
-}
-
-// Messages that it sent before it left can still be received.
-void a_rank_that_leaves_is_not_waited_for() {
-  run_ranks(2, [](Communicator& communicator) {
-    if (communicator.rank() == 0) return send(communicator, Bytes{1, 2, 3}, 1);
-    while (!communicator.transport().region(0).control().departed.load()) sched_yield();
-    check_recv(communicator, {1, 2, 3}, 0);
-    Bytes bytes(3);
-    const Error error = expect_error(ErrorKind::kPeerFailed, [&] { recv(communicator, bytes, 0); });
-    check_contains(error.what(), "rank 0 (a thread) has left the group");
-  });
-}
-
-// Nobody waits for the request, so the thread that attends to it must notice.
-void a_rank_that_leaves_ends_what_is_attended() {
-  run_ranks(3, [](Communicator& communicator) {
-    if (communicator.rank() != 1) return communicator.barrier(CallerThread::kUser);
-    PointToPoint& links = communicator.point_to_point();
-    Bytes bytes(1);
-    std::atomic<bool> is_reported{false};
-    const RequestRef request = links.recv(bytes.data(), message_of(bytes), 2, [&](const Request&) {
-      is_reported = true;
-      is_reported.notify_all();
-    });
-    links.attend(*request, nullptr);
-    communicator.barrier(CallerThread::kUser);
-    is_reported.wait(false);
-    check(request->error() && request->error()->kind() == ErrorKind::kPeerFailed, "it has failed");
-    check_contains(request->error()->what(), "rank 2 (a thread) has left the group");
-  });
-}
-
-void an_abort_ends_every_wait() {
-  run_ranks(3, [](Communicator& communicator) {
-    if (communicator.rank() == 0) {
-      std::this_thread::sleep_for(milliseconds(20));
-      return communicator.abort("on purpose");
-    }
-    Bytes bytes(1);
-    const Error error = expect_error(ErrorKind::kPeerFailed, [&] {
-      recv(communicator, bytes, communicator.rank() == 1 ? kAnyRank : 1);
-    });
-    check_contains(error.what(), "on purpose");
-  });
-}
-
-// Rank 1 fails in the middle of a message, of which the rest comes later. It waits only when the
-// group has failed, because a wait that lasts would also move the other rank's message.
-void the_rest_of_a_failed_message_is_dropped() {
+// The send's request lies on the stack of the thread that waits for it.
+void finishing_waits_for_a_send_of_another_thread() {
   std::barrier together(2);
   run_ranks(2, [&](Communicator& communicator) {
-    PointToPoint& links = communicator.point_to_point();
-    Bytes bytes(kLink + 4 * kCell);
-    if (communicator.rank() == 0) {
-      const RequestRef request = links.send(bytes.data(), message_of(bytes), 1);
-      check(!request->is_done(), "the link is full");
+    const Bytes bytes = content(0, 1, 9 * kLink);
+    if (communicator.rank() == 1) {
       together.arrive_and_wait();
-      together.arrive_and_wait();  // rank 1 has taken what was in the link
-      communicator.abort("on purpose");
-      together.arrive_and_wait();
-      together.arrive_and_wait();  // rank 1 has failed
-      check(links.test(*request), "the rest is in the link");
-      together.arrive_and_wait();
-    } else {
-      together.arrive_and_wait();
-      const RequestRef request = links.recv(bytes.data(), message_of(bytes), 0);
-      together.arrive_and_wait();
-      together.arrive_and_wait();
-      expect_error(ErrorKind::kPeerFailed, [&] { links.wait(*request, CallerThread::kUser); });
-      together.arrive_and_wait();
-      together.arrive_and_wait();
-      PointToPoint::move_all_groups();
-      check_contains(request->error()->what(), "on purpose");
+      return check_recv(communicator, bytes, 0);
     }
-  });
-}
-
-void closing_ends_what_is_outstanding() {
-  run_ranks(2, [](Communicator& communicator) {
     PointToPoint& links = communicator.point_to_point();
-    Bytes bytes(1);
-    bool is_reported = false;
-    const RequestRef request = links.recv(bytes.data(), message_of(bytes), kAnyRank,
-                                          [&](const Request&) { is_reported = true; });
-    links.attend(*request, nullptr);
-    links.close();
-    check(request->is_done() && request->error() && is_reported, "the recv was given up");
-    links.close();
+    std::atomic<bool> is_sent{false};
+    std::thread sender([&] {
+      send(communicator, bytes, 1);
+      is_sent = true;
+    });
+    while (!links.has_unfinished_sends() && !is_sent) sched_yield();
+    together.arrive_and_wait();
+    links.finish(CallerThread::kUser);
+    check(!links.has_unfinished_sends(), "all has been sent");
+    sender.join();
   });
 }
 
@@ -502,17 +294,8 @@ const CaseTable kCases{
     {"p2p_any_rank", any_rank_is_the_first_that_came},
     {"p2p_beside_collectives", messages_go_on_beside_collectives},
     {"p2p_threads", threads_share_the_links},
+    {"p2p_finish", finishing_waits_for_a_send_of_another_thread},
     {"p2p_attended", requests_go_on_while_nobody_waits},
-    {"p2p_mismatch", another_length_or_dtype_is_a_mismatch},
-    {"p2p_bad_peer", a_peer_that_is_none_is_refused},
-    {"p2p_send_timeout", a_send_that_nobody_receives_names_who_was_awaited},
-    {"p2p_recv_timeout", a_recv_for_which_nothing_comes_times_out},
-    {"p2p_given_up", a_wait_may_be_given_up},
-    {"p2p_departure", a_rank_that_leaves_is_not_waited_for},
-    {"p2p_departure_attended", a_rank_that_leaves_ends_what_is_attended},
-    {"p2p_abort", an_abort_ends_every_wait},
-    {"p2p_failed_message", the_rest_of_a_failed_message_is_dropped},
-    {"p2p_close", closing_ends_what_is_outstanding},
 };
 
 }  // namespace

@@ -181,8 +181,8 @@ void watch_a_rank_end(uint64_t completed, const std::function<void(Communicator&
       }
       store.await("rank 2 has ended");
       if (rank == 1) return (void)store.await("rank 0 has looked");
-      Watch watch(*transport, kPatience, [] {});
-      watch.begin_collective("all_reduce", kEpoch, /*lets_signals_through=*/true);
+      Watch watch(*transport, kPatience, /*check_interrupt=*/nullptr);
+      watch.begin_collective("all_reduce", kEpoch, /*lets_signals_through=*/false);
       watch.begin_wait(awaited, "ring receive", 3);
       const auto error = watch.tick(Nanoseconds(0));
       store.set("rank 0 has looked", "1");
