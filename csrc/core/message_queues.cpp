@@ -158,7 +158,7 @@ MessageQueues::Arriving MessageQueues::begin(int source, const Message& message,
       recvs_, [&](const RequestRef& request) { return matches(*request, source, message.tag); });
   if (recv != recvs_.end()) {
     arriving.recv = *recv;
-    arriving.copier = {message.num_bytes(), transport_.world_size()};
+    arriving.copier = cpu::OutputCopier::for_message(message.num_bytes());
     if (recv == recvs_.begin()) {  // mostly; erase() takes longer
       recvs_.pop_front();
     } else {

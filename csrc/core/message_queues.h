@@ -143,7 +143,7 @@ class MessageQueues {
     RequestRef recv;               // one of these two
     std::shared_ptr<Early> early;  //
     std::byte* data = nullptr;     // where the next bytes go; null: they are dropped
-    cpu::OutputCopier copier{0, 1};
+    cpu::OutputCopier copier = cpu::OutputCopier::for_message(0);
   };
 
   // takes_unasked: whether to take in what no recv has asked for.

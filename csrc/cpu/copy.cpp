@@ -40,6 +40,10 @@ bool streams(uint64_t num_bytes) { return 2 * num_bytes >= last_level_cache_byte
 OutputCopier::OutputCopier(uint64_t num_bytes, int world_size)
     : streams_(streams(static_cast<uint64_t>(world_size) * num_bytes)) {}
 
+OutputCopier OutputCopier::for_message(uint64_t num_bytes) {
+  return OutputCopier(num_bytes >= last_level_cache_bytes());
+}
+
 void OutputCopier::move(void* dst, const void* src, size_t num_bytes) const {
   const auto* to = static_cast<const std::byte*>(dst);
   const auto* from = static_cast<const std::byte*>(src);

@@ -34,6 +34,9 @@ class OutputCopier {
  public:
   // num_bytes: of one rank's outputs.
   OutputCopier(uint64_t num_bytes, int world_size);
+  // Of a message, which its receiver reads next, and of which only one rank has an output: streams
+  // it only if it alone exceeds the last-level cache (benchmarks/LOG.md).
+  static OutputCopier for_message(uint64_t num_bytes);
 
   void copy(void* dst, const void* src, size_t num_bytes) const {
     if (streams_) return stream_bytes(dst, src, num_bytes);
@@ -43,6 +46,8 @@ class OutputCopier {
   void move(void* dst, const void* src, size_t num_bytes) const;
 
  private:
+  explicit OutputCopier(bool streams) : streams_(streams) {}
+
   bool streams_;
 };
 
