@@ -38,7 +38,7 @@ from ranks import RankGroup
 
 ALGORITHMS = ("auto", "one_shot", "two_shot", "ordered_ring", "ring")
 WIRE_DTYPES = ("none", "float16", "bfloat16", "float32")
-BACKENDS = ("rota", "gloo", "mpi", *mpi_env.IMPLEMENTATIONS)
+BACKENDS = ("rota", "gloo", "fake", "mpi", *mpi_env.IMPLEMENTATIONS)
 ITEM_BYTES = {
     "float32": 4,
     "float64": 8,
@@ -70,7 +70,8 @@ def parse_arguments() -> argparse.Namespace:
         "--backends",
         type=parse_list(BACKENDS),
         default="rota,gloo,mpi",
-        help=f"some of {', '.join(BACKENDS)}; mpi is every MPI that `make bench` has set up; a "
+        help=f"some of {', '.join(BACKENDS)}; mpi is every MPI that `make bench` has set up; fake "
+        "is torch's backend that moves nothing, which shows what torch.distributed itself takes; a "
         "memcpy of as many bytes on every rank at once is always measured (default: %(default)s)",
     )
     add("--dtype", choices=ITEM_BYTES, default="float32", help="element type (default: float32)")
@@ -152,6 +153,8 @@ def entries_of(args: argparse.Namespace, mpis: list[str]) -> list[Entry]:
             entries.append(Entry("rota empty", "rota", ROTA_EMPTY))
     if "gloo" in args.backends:
         entries.append(Entry("gloo", "gloo", "torch.distributed"))
+    if "fake" in args.backends:
+        entries.append(Entry("fake", "fake", "torch.distributed"))
     entries += [Entry(name, name, "mpi4py") for name in mpis]
     return entries if args.op == "barrier" else [*entries, MEMCPY]
 

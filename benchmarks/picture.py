@@ -19,6 +19,7 @@ PEER_STYLES = {
     "openmpi": ("#009E73", "D"),
     "mpich": ("#56B4E9", "v"),
     "impi": ("#CC79A7", "P"),
+    "fake": ("#7F7F7F", "x"),
 }
 ROTA_STYLES = (("#D55E00", "o"), ("#E69F00", "s"), ("#8C2D04", "X"), ("#F0C30F", "*"))
 

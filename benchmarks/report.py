@@ -41,8 +41,11 @@ def busbw_factor(op: str, num_ranks: int) -> float:
 
 
 def speedups(measurements: Sequence[Measurement], mpi_names: Iterable[str]) -> list[Ratio]:
-    """Speed-ups of every rota entry over Gloo, the best MPI and the memcpy roofline, per size."""
-    groups = {"gloo": {"gloo"}, BEST_MPI: set(mpi_names), ROOFLINE: {ROOFLINE}}
+    """Speed-ups of every rota entry over Gloo, the best MPI and the rooflines, per size.
+
+    The rooflines are memcpy and torch's fake backend, which moves nothing.
+    """
+    groups = {"gloo": {"gloo"}, BEST_MPI: set(mpi_names), "fake": {"fake"}, ROOFLINE: {ROOFLINE}}
     ratios = []
     for num_bytes, at_size in groupby(measurements, key=lambda result: result.num_bytes):
         results = list(at_size)

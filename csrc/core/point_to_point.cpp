@@ -201,6 +201,7 @@ std::optional<Error> PointToPoint::wait_while(const NextAwaited& next_awaited, L
   const Nanoseconds start = patience ? steady_now() : Nanoseconds();
   bool is_patient = true;
   uint64_t number = 0;
+  std::optional<TagText> phase;  // watch refers to it
   ++num_waits_;
   ++num_waiting_;
   try {
@@ -213,8 +214,7 @@ std::optional<Error> PointToPoint::wait_while(const NextAwaited& next_awaited, L
         watch.begin_call(name(request->direction_), number,
                          /*lets_signals_through=*/thread == CallerThread::kUser);
       }
-      const TagText phase(request->message_.tag);
-      watch.begin_wait(request->peer_, phase, request->num_moved_);
+      watch.begin_wait(request->peer_, phase.emplace(request->message_.tag), request->num_moved_);
       observer.begin_wait(request->moved_at_);
       const MessageQueues::AwaitedFlags flags = queues_.awaited();
       lock.unlock();

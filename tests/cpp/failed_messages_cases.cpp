@@ -163,6 +163,30 @@ void an_abort_ends_every_wait() {
   });
 }
 
+// Rank 1 takes no part, since a signal would end its waits, too.
+void a_signal_ends_a_wait_and_the_group() {
+  struct Signal {};
+  std::barrier together(2);
+  run_ranks(2,
+            [&](Communicator& communicator) {
+              if (communicator.rank() == 1) return together.arrive_and_wait();
+              Bytes bytes(1);
+              bool has_come = false;
+              try {
+                recv(communicator, bytes, 1, 7);
+              } catch (const Signal&) {
+                has_come = true;
+              }
+              check(has_come, "the handler's exception passes through");
+              const Error error =
+                  expect_error(ErrorKind::kInternal, [&] { recv(communicator, bytes, 1, 7); });
+              check_contains(error.what(),
+                             "rota.recv: rank 0/2 was interrupted (epoch 1, tag 7, step 0)");
+              together.arrive_and_wait();
+            },
+            {.check_interrupt = [] { throw Signal(); }});
+}
+
 // Rank 1 fails in the middle of a message, of which the rest comes later. It waits only when the
 // group has failed, because a wait that lasts would also move the other rank's message.
 void the_rest_of_a_failed_message_is_dropped() {
@@ -217,6 +241,7 @@ const CaseTable kCases{
     {"p2p_departure", a_rank_that_leaves_is_not_waited_for},
     {"p2p_departure_attended", a_rank_that_leaves_ends_what_is_attended},
     {"p2p_abort", an_abort_ends_every_wait},
+    {"p2p_signal", a_signal_ends_a_wait_and_the_group},
     {"p2p_failed_message", the_rest_of_a_failed_message_is_dropped},
     {"p2p_close", closing_ends_what_is_outstanding},
 };
