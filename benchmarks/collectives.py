@@ -32,7 +32,7 @@ from arguments import (
     plan_of,
     sizes_of,
 )
-from operations import OPERATIONS
+from operations import MESSAGES, OPERATIONS
 from protocol import ROTA_EMPTY, Entry, Reply, Turn
 from ranks import RankGroup
 
@@ -108,7 +108,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--algorithms and --wire-dtype are for --op all_reduce")
     if args.op not in SUMS and args.orders != ["rank"]:
         parser.error(f"--orders is for --op {', '.join(SUMS)}")
-    if args.op in ("send_recv", "one_way") and args.ranks != 2:
+    if args.op in MESSAGES and args.ranks != 2:
         parser.error(f"--ranks is {args.ranks}; --op {args.op} measures two ranks")
     if args.op == "barrier" and args.png:
         parser.error("--png: a barrier has no sizes to draw")

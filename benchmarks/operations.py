@@ -55,3 +55,4 @@ OPERATIONS = {
     "one_way": Operation(in_place=True, busbw="1"),  # only from rank 0 to rank 1
     "barrier": Operation(in_place=True),
 }
+MESSAGES = ("send_recv", "one_way")  # between two ranks

@@ -1,4 +1,4 @@
-"""One torch rank of the benchmarks: rota, Gloo and the memcpy roofline, one at a time."""
+"""One torch rank of the benchmarks: rota, Gloo and the rooflines, one at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import amp_turn
 import ddp_turn
 import hook_turn
 import tiles
-from operations import OPERATIONS
+from operations import MESSAGES, OPERATIONS
 from protocol import ROTA_EMPTY, Entry, Hello, Reply, Turn, serve, time_samples
 
 # torch 2.13 renamed them; the old names warn at every call, and the warning would be timed too.
@@ -114,10 +114,8 @@ class TorchRank:
         self, entry: Entry, op: str, output: torch.Tensor, input: torch.Tensor
     ) -> Call:
         is_root = self.rank == 0
-        if op == "send_recv":
-            return partial(round_trip, output, self.communicator.send, self.communicator.recv)
-        if op == "one_way":
-            return one_way_call(output, self.communicator.send, self.communicator.recv)
+        if op in MESSAGES:
+            return message_call(op, output, self.communicator.send, self.communicator.recv)
         call = getattr(self.communicator, op)
         if entry.order != "rank":
             call = partial(call, order=entry.order)
@@ -162,15 +160,19 @@ def dist_call(
             return partial(dist.broadcast, output, src=0, group=group)
         case "all_gather":
             return partial(all_gather_single, output, input, group=group)
-        case "send_recv":
+        case op if op in MESSAGES:
             send, recv = (partial(function, group=group) for function in (dist.send, dist.recv))
-            return partial(round_trip, output, send, recv)
-        case "one_way":
-            send, recv = (partial(function, group=group) for function in (dist.send, dist.recv))
-            return one_way_call(output, send, recv)
+            return message_call(op, output, send, recv)
         case "barrier":
             return partial(dist.barrier, group=group)
     raise ValueError(f"unknown collective {op}")
+
+
+def message_call(op: str, message: torch.Tensor, send: Call, recv: Call) -> Call:
+    """Sends rank 0's message to rank 1, and back if the operation is a round trip."""
+    if op == "send_recv":
+        return partial(round_trip, message, send, recv)
+    return partial(send, message, 1) if dist.get_rank() == 0 else partial(recv, message, 0)
 
 
 def round_trip(message: torch.Tensor, send: Call, recv: Call) -> None:
@@ -181,11 +183,6 @@ def round_trip(message: torch.Tensor, send: Call, recv: Call) -> None:
     else:
         recv(message, 0)
         send(message, 0)
-
-
-def one_way_call(message: torch.Tensor, send: Call, recv: Call) -> Call:
-    """Sends rank 0's message to rank 1; nothing comes back."""
-    return partial(send, message, 1) if dist.get_rank() == 0 else partial(recv, message, 0)
 
 
 def copy_call(turn: Turn) -> Call:
