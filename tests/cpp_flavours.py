@@ -19,6 +19,7 @@ THREAD_CASES = (
     "two_level_cases",
     "failures_cases",
     "waiter_cases",
+    "core_sharing_cases",
     "progress_queue_cases",
     "launches_cases",
     "joined_regions_cases",

@@ -13,6 +13,9 @@ namespace rota {
 std::vector<int> usable_cores();
 // How many there are, at least 1.
 int num_usable_cores();
+// Moves this thread to one of them, and lets it use all of them as before. Returns false if it may
+// not use that one.
+bool move_to_core(int core);
 
 // Of a list as the kernel writes them, such as "0-3,8".
 std::vector<int> parse_cores(std::istream& list);

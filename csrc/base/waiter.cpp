@@ -22,6 +22,11 @@ using Clock = std::chrono::steady_clock;
 // Checks of the flag per check of the abort words and the clock, which costs more.
 constexpr int kSpinsPerPoll = 32;
 
+// Another rank that works on this core after so many yields has not got it. Measured with 4 ranks
+// on 2 cores, each in a session of its own, and 4 KiB: dist.gather takes 95 us if ranks only yield,
+// 66 with 1 yield in vain, 57 with 10; Communicator.gather 7.7, 12 and 9.
+constexpr int kYieldsInVain = 10;
+
 void cpu_relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -39,6 +44,27 @@ uint32_t* futex_word(const Flag& flag) {
 void wake_all_at(const uint32_t* word) {
   syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
+
+// Says that this rank waits, for as long as this lives.
+class SharedCoreWait {
+ public:
+  // sharing: null where nobody wants to know.
+  SharedCoreWait(CoreSharing* sharing, Clock::time_point now) : sharing_(sharing) {
+    if (sharing_ == nullptr) return;
+    sharing_->begin_wait();
+    sharing_->spread(now);
+  }
+  ~SharedCoreWait() {
+    if (sharing_ != nullptr) sharing_->end_wait();
+  }
+  SharedCoreWait(const SharedCoreWait&) = delete;
+  SharedCoreWait& operator=(const SharedCoreWait&) = delete;
+
+  bool is_in_the_way() const { return sharing_ != nullptr && sharing_->is_needed_by_other(); }
+
+ private:
+  CoreSharing* sharing_;
+};
 
 struct SeenWord {
   const uint32_t* word;
@@ -84,11 +110,16 @@ void sleep_on_any(std::span<const SeenWord> words) {
 WaitPolicy WaitPolicy::for_ranks(int num_ranks) {
   using std::chrono::microseconds;
   const bool own_core = num_ranks <= num_usable_cores();
-  return {.spin = microseconds(own_core ? 2 : 0), .yield_for = microseconds(200)};
+  return {.spin = microseconds(own_core ? 2 : 0),
+          .yield_for = microseconds(200),
+          .shares_cores = !own_core};
 }
 
-Waiter::Waiter(Flag* own_sleeping, std::vector<const Flag*> peers_sleeping)
-    : own_sleeping_(own_sleeping), peers_sleeping_(std::move(peers_sleeping)) {}
+Waiter::Waiter(Flag* own_sleeping, std::vector<const Flag*> peers_sleeping,
+               CoreSharing* core_sharing)
+    : own_sleeping_(own_sleeping),
+      peers_sleeping_(std::move(peers_sleeping)),
+      core_sharing_(core_sharing) {}
 
 void Waiter::wake_all(const Flag& flag) { wake_all_at(futex_word(flag)); }
 
@@ -111,10 +142,14 @@ bool Waiter::wait_any(std::span<const Awaited> awaited, const WaitPolicy& policy
     }
     check(observer.poll());
   }
+  const SharedCoreWait shared_core(policy.shares_cores ? core_sharing_ : nullptr, start);
+  int num_yields_in_vain = 0;
   for (auto now = Clock::now(); now < yield_end; now = Clock::now()) {
     if (arrived()) return true;
     sched_yield();
     check(observer.poll());
+    num_yields_in_vain = shared_core.is_in_the_way() ? num_yields_in_vain + 1 : 0;
+    if (num_yields_in_vain == kYieldsInVain) break;
   }
   std::vector<const LifeWord*> lives = observer.lives();
   std::erase(lives, nullptr);
@@ -124,7 +159,7 @@ bool Waiter::wait_any(std::span<const Awaited> awaited, const WaitPolicy& policy
     wake_all_at(&life->value);
     return true;
   };
-  auto next_tick = Clock::now();
+  auto next_tick = yield_end;
   while (!arrived()) {
     const auto now = Clock::now();
     if (patience && now - start >= *patience) return false;

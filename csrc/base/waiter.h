@@ -15,6 +15,7 @@
 #include <span>
 #include <vector>
 
+#include "base/core_sharing.h"
 #include "base/error.h"
 #include "base/flag.h"
 #include "base/life_word.h"
@@ -43,8 +44,9 @@ class WaitObserver {
 };
 
 struct WaitPolicy {
-  Nanoseconds spin{0};       // busy wait; nothing else runs on this core meanwhile
-  Nanoseconds yield_for{0};  // sched_yield in a loop: as fast as spinning when ranks share a core
+  Nanoseconds spin{0};        // busy wait; nothing else runs on this core meanwhile
+  Nanoseconds yield_for{0};   // sched_yield in a loop: as fast as spinning when ranks share a core
+  bool shares_cores = false;  // ranks outnumber the cores, see base/core_sharing.h
 
   // Ranks spin only if each has a core.
   static WaitPolicy for_ranks(int num_ranks);
@@ -62,8 +64,9 @@ struct Awaited {
 class Waiter {
  public:
   // own_sleeping: this rank's sleep flag, which peers read. peers_sleeping: the peers' sleep flags,
-  // which publish() reads.
-  Waiter(Flag* own_sleeping, std::vector<const Flag*> peers_sleeping);
+  // which publish() reads. core_sharing: of this rank, or null; must outlive the waiter.
+  Waiter(Flag* own_sleeping, std::vector<const Flag*> peers_sleeping,
+         CoreSharing* core_sharing = nullptr);
 
   // Publishes `value`: whoever sees it also sees everything written before. Wakes sleepers.
   void publish(Flag& flag, uint64_t value) {
@@ -95,6 +98,7 @@ class Waiter {
 
   Flag* own_sleeping_;
   std::vector<const Flag*> peers_sleeping_;
+  CoreSharing* core_sharing_;
   std::mutex mutex_;
   int num_sleepers_ = 0;  // guarded by mutex_, as are writes of the sleep flag
 };

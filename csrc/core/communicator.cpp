@@ -31,8 +31,9 @@ const Flag& post_of(const transport::Transport& transport, int rank, uint64_t ep
 Communicator::Communicator(std::unique_ptr<transport::Transport> transport, Nanoseconds timeout,
                            std::function<void()> check_interrupt)
     : transport_(std::move(transport)),
+      core_sharing_(transport_->own_core(), transport_->other_cores()),
       waiter_(&transport_->own_control().sleeping,
-              transport_->peers_flags(&transport::ControlBlock::sleeping)),
+              transport_->peers_flags(&transport::ControlBlock::sleeping), &core_sharing_),
       check_interrupt_(std::move(check_interrupt)),
       watch_(*transport_, timeout, &check_interrupt_),
       // Ranks of several hosts leave the cores to the threads that move their messages.

@@ -74,6 +74,7 @@ class Communicator {
   void fail(const Error& cause);
 
   const transport::Transport& transport() const { return *transport_; }
+  CoreSharing& core_sharing() { return core_sharing_; }
   // For flags outside collectives.
   Waiter& waiter() { return waiter_; }
   Nanoseconds timeout() const { return watch_.timeout(); }
@@ -107,6 +108,7 @@ class Communicator {
   int parity() const { return static_cast<int>(epoch_ % 2); }
 
   std::unique_ptr<transport::Transport> transport_;
+  CoreSharing core_sharing_;
   Waiter waiter_;
   std::function<void()> check_interrupt_;
   Watch watch_;

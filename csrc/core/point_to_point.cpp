@@ -70,7 +70,8 @@ PointToPoint::PointToPoint(Communicator& communicator, transport::Transport& tra
       transport_(transport),
       check_interrupt_(check_interrupt),
       waiter_(&transport.own_control().sleeping_on_links,
-              transport.peers_flags(&transport::ControlBlock::sleeping_on_links)),
+              transport.peers_flags(&transport::ControlBlock::sleeping_on_links),
+              &communicator.core_sharing()),
       // Also among several hosts, where messages would take half as long again if ranks slept at
       // once.
       policy_(WaitPolicy::for_ranks(transport.world_size())),

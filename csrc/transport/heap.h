@@ -1,7 +1,7 @@
 // Memory that peers' processes can read; it holds the tensors of rota.empty(). A process has one
 // heap for all its groups. Peers map all of it, read-only, when they connect; pages are reserved
 // when they are allocated. (Like OpenSHMEM's symmetric heap, but ranks' offsets need not be equal.)
-// Its first page tells peers that the process lives.
+// Its first page tells peers of the process.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@
 #include <optional>
 #include <span>
 
-#include "transport/life.h"
 #include "transport/mapping.h"
+#include "transport/process_words.h"
 #include "transport/unique_fd.h"
 
 namespace rota::transport {
@@ -26,7 +26,7 @@ class Heap {
   // The descriptor that peers get.
   const UniqueFd& memory() const { return memory_; }
   // At its start.
-  Life& life() { return *reinterpret_cast<Life*>(first_page_.base()); }
+  ProcessWords& words() { return *reinterpret_cast<ProcessWords*>(first_page_.base()); }
 
   // Returns whole pages of zeroes. Throws Error(kTransport) if memory is short.
   void* allocate(size_t num_bytes);

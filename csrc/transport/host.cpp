@@ -99,11 +99,11 @@ bool PeerProcess::is_running() const {
   return find_ended({this}).empty();
 }
 
-void PeerProcess::take_life(const UniqueFd& heap) {
+void PeerProcess::take_words(const UniqueFd& heap) {
   const std::lock_guard lock(mutex_);
-  if (life_) return;
+  if (words_) return;
   try {
-    life_.emplace(heap, sizeof(Life), Mapping::Access::kReader);
+    words_.emplace(heap, sizeof(ProcessWords), Mapping::Access::kReader);
   } catch (const Error&) {
     // As below. The end of the process is then noticed later.
   }
@@ -115,7 +115,7 @@ void PeerProcess::take_heap(const UniqueFd& memory) {
     throw Error(ErrorKind::kTransport,
                 join("rota: pid ", pid_, " handed over a heap that is not sealed"));
   }
-  take_life(memory);
+  take_words(memory);
   const std::lock_guard lock(mutex_);
   if (heap_) return;
   try {

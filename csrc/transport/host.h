@@ -11,8 +11,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "transport/life.h"
 #include "transport/mapping.h"
+#include "transport/process_words.h"
 #include "transport/unique_fd.h"
 
 namespace rota::transport {
@@ -47,24 +47,27 @@ class PeerProcess {
   std::span<const std::byte> heap() const;
 
   // The start of take_heap(), for those that map parts of the heap themselves. Thread-safe.
-  void take_life(const UniqueFd& heap);
-  // Null if it could not be mapped. After take_heap() or take_life().
-  const LifeWord* life() const {
-    return life_ ? &reinterpret_cast<const Life*>(life_->base())->word : nullptr;
-  }
+  void take_words(const UniqueFd& heap);
+  // Null if they could not be mapped. After take_heap() or take_words().
+  const LifeWord* life() const { return words_ ? &words().life.word : nullptr; }
+  const CoreWord* core() const { return words_ ? &words().core : nullptr; }
   // Whether the kernel has not begun to end the process. Costs a system call if the process does
-  // not hold its life. After take_heap() or take_life().
+  // not hold its life. After take_heap() or take_words().
   bool is_running() const;
 
   // The indices of the processes that have ended. Costs one system call.
   static std::vector<size_t> find_ended(const std::vector<const PeerProcess*>& processes);
 
  private:
+  const ProcessWords& words() const {
+    return *reinterpret_cast<const ProcessWords*>(words_->base());
+  }
+
   pid_t pid_;
   UniqueFd pidfd_;  // readable once the process has ended; -1 for the own process
 
   mutable std::mutex mutex_;
-  std::optional<Mapping> life_;  // constant once it is there
+  std::optional<Mapping> words_;  // constant once it is there
   std::optional<Mapping> heap_;
   size_t heap_bytes_ = 0;
 };

@@ -1,4 +1,4 @@
-// The own process's LifeWord, which peers read in the first page of its heap.
+// Who holds a process's LifeWord, and how.
 #pragma once
 
 #include <linux/futex.h>

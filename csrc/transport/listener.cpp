@@ -39,7 +39,7 @@ Listener::Listener()
         return name.str();
       }()),
       socket_(listen_at(name_)),
-      life_(per_process<Heap>().life()) {
+      life_(per_process<Heap>().words().life) {
   try {
     *thread_ = std::thread([this] { serve(); });
   } catch (const std::system_error& error) {

@@ -5,6 +5,8 @@
 #include <utility>
 
 #include "base/fork_generation.h"
+#include "base/per_process.h"
+#include "transport/heap.h"
 
 namespace rota::transport {
 namespace {
@@ -45,6 +47,12 @@ std::string SharedMemoryTransport::describe(int peer) const {
 
 const LifeWord* SharedMemoryTransport::life_of(int peer) const {
   return peers_[static_cast<size_t>(peer)].process->life();
+}
+
+CoreWord* SharedMemoryTransport::own_core() const { return &per_process<Heap>().words().core; }
+
+const CoreWord* SharedMemoryTransport::core_of(int peer) const {
+  return peers_[static_cast<size_t>(peer)].process->core();
 }
 
 std::vector<int> SharedMemoryTransport::find_ended_peers() const {

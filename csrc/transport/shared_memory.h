@@ -30,9 +30,12 @@ class SharedMemoryTransport final : public Transport {
   std::span<const std::byte> heap_of(int peer) const override;
   std::string describe(int peer) const override;
   const LifeWord* life_of(int peer) const override;
+  CoreWord* own_core() const override;
   std::vector<int> find_ended_peers() const override;
 
  private:
+  const CoreWord* core_of(int peer) const override;
+
   std::vector<Peer> peers_;  // by rank; the own entry maps the own region, writable
   bool is_reserved_;
   std::shared_ptr<Listener> listener_;  // holds this process's life; none without peers

@@ -19,9 +19,12 @@ class ThreadTransport final : public Transport {
   std::span<const std::byte> heap_of(int) const override;
   std::string describe(int peer) const override;
   const LifeWord* life_of(int) const override { return nullptr; }
+  CoreWord* own_core() const override { return nullptr; }
   std::vector<int> find_ended_peers() const override { return {}; }
 
  private:
+  const CoreWord* core_of(int) const override { return nullptr; }
+
   struct Memory;
   using World = std::vector<std::shared_ptr<Memory>>;  // by rank
   ThreadTransport(int rank, const Geometry& geometry, const World& world);

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/core_sharing.h"
 #include "base/error.h"
 #include "base/life_word.h"
 #include "transport/layout.h"
@@ -72,6 +73,21 @@ class Transport {
 
   // The word of the peer's process; null for the own one, or if it could not be mapped.
   virtual const LifeWord* life_of(int peer) const = 0;
+
+  // Where this process says which core it is on; null if ranks do not tell each other.
+  virtual CoreWord* own_core() const = 0;
+  // Of every other rank's process; empty if one of them could not be mapped.
+  std::vector<const CoreWord*> other_cores() const {
+    std::vector<const CoreWord*> cores;
+    for (int peer = 0; peer < world_size(); ++peer) {
+      if (peer == rank_) continue;
+      const CoreWord* core = core_of(peer);
+      if (core == nullptr) return {};
+      cores.push_back(core);
+    }
+    return cores;
+  }
+
   // The ranks whose processes have ended. Costs a system call.
   virtual std::vector<int> find_ended_peers() const = 0;
   // Also those that the kernel has begun to end: it takes milliseconds to unmap their memory.
@@ -89,6 +105,9 @@ class Transport {
       : rank_(rank), geometry_(geometry), regions_(std::move(regions)) {}
 
  private:
+  // Null for the own process, or if it could not be mapped.
+  virtual const CoreWord* core_of(int peer) const = 0;
+
   int rank_;
   Geometry geometry_;
   std::vector<Region> regions_;  // by rank

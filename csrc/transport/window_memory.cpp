@@ -142,7 +142,7 @@ std::shared_ptr<OpenedWindow> OpenedWindow::open(const std::string& address, con
                         " lies outside its memory; do all processes run "
                         "the same version of rota?"));
   }
-  answer.process->take_life(heap);
+  answer.process->take_words(heap);
   const WindowAccess access = places.is_writable ? WindowAccess::kWrite : WindowAccess::kRead;
   Mapping control_part = map_part(heap, control, access);
   Mapping data_part = map_part(heap, places.data, access);

@@ -111,11 +111,11 @@ void life_of_a_killed_process_ends() {
   Heap heap;
   const pid_t child = fork();
   if (child == 0) {
-    const LifeHolder holder(heap.life());
+    const LifeHolder holder(heap.words().life);
     while (true) pause();
   }
   PeerProcess process(child, open_pidfd(child));
-  process.take_life(heap.memory());
+  process.take_words(heap.memory());
   while (!LifeWord::is_held(process.life()->load())) sched_yield();
   check(process.is_running(), "the child runs");
   kill(child, SIGKILL);
@@ -134,20 +134,20 @@ void life_of_a_killed_process_ends() {
 void life_is_held_by_one_thread_at_a_time() {
   Heap heap;
   PeerProcess process(getpid(), open_pidfd(getpid()));
-  process.take_life(heap.memory());
+  process.take_words(heap.memory());
   const LifeWord& word = *process.life();
   check(process.is_running(), "a process that does not hold its life runs");
   std::latch has_first(1);
   std::atomic<bool> is_over = false;
   std::thread first([&] {
-    const LifeHolder holder(heap.life());
+    const LifeHolder holder(heap.words().life);
     has_first.count_down();
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     is_over = true;
   });
   has_first.wait();
   {
-    const LifeHolder second(heap.life());
+    const LifeHolder second(heap.words().life);
     check(is_over, "the second thread waits until the first lets go");
     first.join();
     check(LifeWord::is_held(word.load()), "the second thread holds it after the first has ended");

@@ -1,0 +1,90 @@
+// What ranks that outnumber the cores tell each other: who waits on which core, and who works.
+//
+// Yielding in a loop goes wrong among them, twice. Linux hands a core on only within a scheduling
+// group, and where it makes one of every session (autogroup, sched(7)), each of torchrun's ranks is
+// in another: a rank that yields keeps the core, for a time slice, from the rank that works. And
+// ranks that yield count as busy, so Linux leaves three on one core beside one on another. So a
+// rank that waits sleeps while another of its core works in spite of a yield, and moves to a core
+// that has fewer.
+//
+// All of this is advice: a wrong word costs time, never a message.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "base/flag.h"
+
+namespace rota {
+
+// Of one process, in shared memory. Only its owner writes it. Relaxed: nobody reads anything else
+// by it.
+struct alignas(kCacheLineBytes) CoreWord {
+  uint64_t value;  // 0: not known
+
+  struct Place {
+    int core;
+    bool waits;
+
+    bool operator==(const Place&) const = default;
+  };
+
+  std::optional<Place> load() const {
+    const uint64_t word =
+        SharedWord<uint64_t>(const_cast<uint64_t&>(value)).load(std::memory_order_relaxed);
+    if (word == 0) return std::nullopt;
+    return Place{static_cast<int>(word / 2) - 1, word % 2 != 0};
+  }
+  // Stores only what is new, so that the readers keep their copies of the line.
+  void record(const Place& place) {
+    const uint64_t word = (static_cast<uint64_t>(place.core) + 1) * 2 + (place.waits ? 1 : 0);
+    const SharedWord<uint64_t> shared(value);
+    if (shared.load(std::memory_order_relaxed) != word) {
+      shared.store(word, std::memory_order_relaxed);
+    }
+  }
+};
+
+// The core to which a rank should move from `core`, while the others are on `others`: of those with
+// a rank the one with the fewest, if it has at least two fewer than `core`. Linux itself fills a
+// core on which nothing runs.
+std::optional<int> emptier_core(int core, std::span<const int> others);
+
+// The threads of the machine that run or could; a great many if /proc does not say.
+size_t num_running();
+
+// Of one rank. Thread-safe.
+class CoreSharing {
+ public:
+  // own: null where ranks do not tell each other, and then there are no others.
+  CoreSharing(CoreWord* own, std::vector<const CoreWord*> others,
+              std::function<size_t()> count_running = num_running)
+      : own_(own), others_(std::move(others)), count_running_(std::move(count_running)) {}
+
+  void begin_wait() { record(/*waits=*/true); }
+  void end_wait() { record(/*waits=*/false); }
+
+  // Whether another rank works on this core.
+  bool is_needed_by_other() const;
+
+  // Moves this thread to an emptier core, if all ranks' are known and nothing but ranks runs: what
+  // other programs need, Linux knows better. Does so at most once per kMovesEvery.
+  void spread(std::chrono::steady_clock::time_point now);
+  static constexpr std::chrono::milliseconds kMovesEvery{4};
+
+ private:
+  void record(bool waits);
+
+  CoreWord* own_;
+  std::vector<const CoreWord*> others_;
+  std::function<size_t()> count_running_;
+  std::atomic<std::chrono::steady_clock::rep> next_look_{0};
+};
+
+}  // namespace rota
