@@ -10,6 +10,7 @@
 #include "base/cores.h"
 
 namespace rota {
+
 std::optional<int> emptier_core(int core, std::span<const int> others) {
   const auto num_others_on = [&](int each) { return std::ranges::count(others, each); };
   const auto num_here = num_others_on(core) + 1;

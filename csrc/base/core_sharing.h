@@ -4,8 +4,8 @@
 // group, and where it makes one of every session (autogroup, sched(7)), each of torchrun's ranks is
 // in another: a rank that yields keeps the core, for a time slice, from the rank that works. And
 // ranks that yield count as busy, so Linux leaves three on one core beside one on another. So a
-// rank that waits sleeps while another of its core works in spite of a yield, and moves to a core
-// that has fewer.
+// rank that waits sleeps while another of its core works in spite of its yields, and moves to a
+// core that has fewer.
 //
 // All of this is advice: a wrong word costs time, never a message.
 #pragma once
@@ -74,7 +74,7 @@ class CoreSharing {
   bool is_needed_by_other() const;
 
   // Moves this thread to an emptier core, if all ranks' are known and nothing but ranks runs: what
-  // other programs need, Linux knows better. Does so at most once per kMovesEvery.
+  // other programs need, Linux knows better. Looks what runs at most once per kMovesEvery.
   void spread(std::chrono::steady_clock::time_point now);
   static constexpr std::chrono::milliseconds kMovesEvery{4};
 

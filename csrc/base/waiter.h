@@ -45,7 +45,7 @@ class WaitObserver {
 
 struct WaitPolicy {
   Nanoseconds spin{0};        // busy wait; nothing else runs on this core meanwhile
-  Nanoseconds yield_for{0};   // sched_yield in a loop: as fast as spinning when ranks share a core
+  Nanoseconds yield_for{0};   // sched_yield in a loop
   bool shares_cores = false;  // ranks outnumber the cores, see base/core_sharing.h
 
   // Ranks spin only if each has a core.
