@@ -20,6 +20,13 @@ STAND_IN = "device_gloo"
 IS_NCCL = os.environ.get("ROTA_TEST_NCCL") == "1"
 # Ends waits for a rank that has gone.
 _TIMEOUT = timedelta(seconds=20)
+# Otherwise torch's watchdog waits a minute after a lost connection, in which destroying the group
+# blocks, then ends the process.
+_NCCL_LEAVES_THE_PROCESS_ALONE = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
 
 
 def _make(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
@@ -33,8 +40,7 @@ def make_engine(*, for_cpu: bool = False) -> dist.ProcessGroup:
         dist.Backend.register_backend(STAND_IN, _make, devices=["cuda"])
     if IS_NCCL:
         os.environ |= {"NCCL_HOSTID": f"rank {dist.get_rank()}", "NCCL_SOCKET_IFNAME": "lo"}
-        # Otherwise torch waits a minute after a lost connection, then ends the process.
-        os.environ |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+        os.environ |= _NCCL_LEAVES_THE_PROCESS_ALONE
     backend = "cuda:nccl" if IS_NCCL else f"cuda:{STAND_IN}"
     group: dist.ProcessGroup = dist.new_group(
         backend=f"cpu:gloo,{backend}" if for_cpu else backend, timeout=_TIMEOUT
