@@ -102,9 +102,11 @@ void Communicator::run(const Call& call, const cpu::Buffers& buffers, CallerThre
         executor.message_bytes(call, buffers, world_size(), max_bytes);
     if (num_bytes != 0) transport_->reserve_slots(transport::kNumSlots);
     if (num_bytes && *num_bytes <= max_bytes) {
-      const cpu::Mailboxes mailboxes(*transport_, slot_writer_, epoch_, *num_bytes);
+      const cpu::Mailboxes mailboxes(*transport_, slot_writer_, epoch_, *num_bytes,
+                                     mailboxes_are_reserved_);
       executor.contribute(call, buffers, mailboxes);
       rendezvous(call);
+      mailboxes_are_reserved_ |= num_bytes != 0;
       num_rounds_ += executor.complete(call, buffers, mailboxes, exchange);
     } else {
       const cpu::Source source = executor.source_of(call, buffers, rank(), world_size());

@@ -118,6 +118,7 @@ class Communicator {
   std::mutex mutex_;         // one collective at a time
   uint64_t epoch_ = 0;       // collectives entered; posted to peers
   uint64_t num_rounds_ = 0;  // rounds used by all collectives so far; the same on every rank
+  bool mailboxes_are_reserved_ = false;  // on every rank
   cpu::SlotWriter slot_writer_;
 
   std::mutex abort_mutex_;  // the abort record is written once

@@ -108,6 +108,7 @@ void AllReduce<AnyReducer>::reduce_all(const Range& range, SlotOf slot_of) const
 template <typename AnyReducer>
 uint64_t AllReduce<AnyReducer>::one_shot(Exchange& exchange) const {
   const uint64_t rounds = num_rounds(wire().capacity(exchange.slot_bytes(), kGranuleElems));
+  exchange.let_slots_change_hands();
   for (uint64_t round = 0; round < rounds; ++round) {
     const Range range = round_range(rounds, round);
     contribute_all(range, exchange.own_slot(round));

@@ -64,7 +64,7 @@ class AllToAll final : public Executor {
     for (int peer = 0; peer < world_size; ++peer) {
       const uint64_t num_bytes = bytes_of(call, buffers.inputs[peer]);
       if (peer != mailboxes.rank()) {
-        mailboxes.stores_to(peer).store(place, buffers.inputs[peer].data, num_bytes);
+        mailboxes.stores_in_exchange_with(peer).store(place, buffers.inputs[peer].data, num_bytes);
       }
       place += num_bytes;
     }
@@ -136,7 +136,12 @@ class AllToAll final : public Executor {
     const int world_size = exchange.world_size();
     const uint64_t share = exchange.share_of_slot();
     const uint64_t num_rounds = schedule::ceil_div(longest_bytes, share);
-    const uint64_t num_slots = exchange.use_copy_slots(exchange.slot_bytes());
+    uint64_t num_slots = transport::kNumSlots;
+    if (world_size == 2) {
+      exchange.let_slots_change_hands();
+    } else {
+      num_slots = exchange.use_copy_slots(exchange.slot_bytes());
+    }
     const auto chunk_of = [&](const Part& part, uint64_t round) {
       return schedule::chunk_of(bytes_of(call, part), share, round);
     };

@@ -141,7 +141,11 @@ class AllGather final : public Executor {
   uint64_t run_rounds(const Call& call, const Buffers& buffers, Exchange& exchange) const override {
     const uint64_t longest = longest_of(call, buffers.outputs, exchange.world_size());
     const uint64_t num_rounds = schedule::ceil_div(longest, exchange.slot_bytes());
-    exchange.use_copy_slots(longest);
+    if (exchange.world_size() == 2) {
+      exchange.let_slots_change_hands();
+    } else {
+      exchange.use_copy_slots(longest);
+    }
     const OutputCopier copier = copier_for(call, buffers, exchange.world_size());
     const Part& own_output = buffers.outputs[exchange.rank()];
     const bool copies_own = !overlap(call, *buffers.inputs, own_output);

@@ -48,6 +48,7 @@ class EncodedAllGather final : public Executor {
     const auto chunk_of = [&](const Part& part, uint64_t round) {
       return schedule::chunk_of(part.num_elems, round_elems, round);
     };
+    exchange.let_slots_change_hands();
     for (uint64_t round = 0; round < num_rounds; ++round) {
       const Range own = chunk_of(*buffers.inputs, round);
       codec.encode(*buffers.inputs, own, exchange.own_slot(round));

@@ -9,6 +9,7 @@
 #include <array>
 #include <cstdint>
 #include <string_view>
+#include <utility>
 
 #include "base/limits.h"
 #include "base/waiter.h"
@@ -40,30 +41,46 @@ struct Source {
 // not.
 using Sources = std::array<std::byte*, kMaxWorldSize>;
 
+// Places change hands where two ranks write for each other: in every other use, each writes in the
+// other's region, where it has read last. Then the lines that it writes are in its own caches, and
+// in no other's, so neither has to take them back from the other (benchmarks/LOG.md). A few places
+// that stay in the caches are best then; elsewhere a writer does better with many.
+
 // Locates the messages of a one-round collective. A message's flag is the post of its epoch.
 class Mailboxes {
  public:
+  // are_reserved: by every rank, so that others may write there.
   Mailboxes(const transport::Transport& transport, SlotWriter& writer, uint64_t epoch,
-            size_t num_bytes)
+            size_t num_bytes, bool are_reserved)
       : transport_(transport),
         writer_(writer),
         num_bytes_(num_bytes),
-        offset_(transport.geometry().message(epoch, num_bytes)) {}
+        change_hands_(transport.world_size() == 2),
+        are_swapped_(change_hands_ && are_reserved && epoch / 2 % 2 == 1),
+        offset_(transport.geometry().message(change_hands_ ? epoch % 2 : epoch, num_bytes)) {}
 
   int rank() const { return transport_.rank(); }
   int world_size() const { return transport_.world_size(); }
   size_t num_bytes() const { return num_bytes_; }
   std::byte* own() const { return of(rank()); }
-  std::byte* of(int peer) const { return transport_.region(peer).at(offset_); }
+  std::byte* of(int peer) const {
+    return transport_.region(are_swapped_ ? 1 - peer : peer).at(offset_);
+  }
   // Stores into the own message, for one other rank that reads it, and for all.
   SlotStores& stores_to(int reader) const { return writer_.to(reader); }
   SlotStores& stores_to_all() const { return writer_.to_all(); }
+  // The first, for a rank that stores for this one in the same collective.
+  SlotStores& stores_in_exchange_with(int peer) const {
+    return change_hands_ ? writer_.into_caches() : writer_.to(peer);
+  }
 
  private:
   const transport::Transport& transport_;
   SlotWriter& writer_;
   size_t num_bytes_;  // of each message
-  size_t offset_;     // the same in every region
+  bool change_hands_;
+  bool are_swapped_;
+  size_t offset_;  // the same in every region
 };
 
 class Exchange {
@@ -98,20 +115,30 @@ class Exchange {
     return num_slots_;
   }
 
+  // For collectives in which all ranks store for each other; call before the first round, and not
+  // with use_copy_slots(), of whose slots a peer's may not be reserved yet. Slots of two ranks
+  // change hands, and shares of slots of any number.
+  void let_slots_change_hands() { change_hands_ = true; }
+
   std::byte* own_slot(uint64_t round) const { return slot(rank(), round); }
   std::byte* slot(int peer, uint64_t round) const {
-    return transport_.region(peer).slots() + (first_round_ + round) % num_slots_ * stride_;
+    return place(world_size() == 2 && is_swapped(round) ? 1 - peer : peer, round);
   }
 
   // Where such a slot holds the sender's chunk for the receiver.
   std::byte* share(int sender, int receiver, uint64_t round) const {
+    if (is_swapped(round)) std::swap(sender, receiver);
     const int index = schedule::index_of_peer(sender, world_size(), receiver);
-    return slot(sender, round) + static_cast<size_t>(index) * share_of_slot();
+    return place(sender, round) + static_cast<size_t>(index) * share_of_slot();
   }
 
   // Stores into own slots, for one other rank that reads them, and for all.
-  SlotStores& stores_to(int reader) { return writer_.to(reader); }
-  SlotStores& stores_to_all() { return writer_.to_all(); }
+  SlotStores& stores_to(int reader) {
+    return change_hands_ ? writer_.into_caches() : writer_.to(reader);
+  }
+  SlotStores& stores_to_all() {
+    return change_hands_ && world_size() == 2 ? writer_.into_caches() : writer_.to_all();
+  }
 
   // Peers may now read the own slot of `round`.
   void publish_filled(uint64_t round) {
@@ -141,6 +168,13 @@ class Exchange {
   }
 
  private:
+  bool is_swapped(uint64_t round) const {
+    return change_hands_ && (first_round_ + round) / num_slots_ % 2 == 1;
+  }
+  std::byte* place(int owner, uint64_t round) const {
+    return transport_.region(owner).slots() + (first_round_ + round) % num_slots_ * stride_;
+  }
+
   void wait(const Flag& flag, uint64_t round, int peer, std::string_view phase) {
     const uint64_t target = first_round_ + round + 1;
     if (flag.load() >= target) return;
@@ -156,6 +190,7 @@ class Exchange {
   uint64_t first_round_;
   uint64_t num_slots_ = transport::kNumSlots;
   uint64_t stride_ = slot_bytes();  // from one slot to the next
+  bool change_hands_ = false;
 };
 
 }  // namespace rota::cpu

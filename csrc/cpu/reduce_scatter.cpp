@@ -95,7 +95,7 @@ class ReduceScatter final : public Executor {
       if (owner == mailboxes.rank()) continue;  // read from the tensor instead
       const Part& part = buffers.inputs[owner];
       pack(call, part, {0, part.num_elems}, mailboxes.own() + static_cast<uint64_t>(owner) * stride,
-           mailboxes.stores_to(owner));
+           mailboxes.stores_in_exchange_with(owner));
     }
   }
 
@@ -162,6 +162,7 @@ class ReduceScatter final : public Executor {
     const auto chunk_of = [&](int owner, uint64_t round) {
       return schedule::chunk_of(buffers.inputs[owner].num_elems, round_elems, round);
     };
+    exchange.let_slots_change_hands();
     for (uint64_t round = 0; round < num_rounds; ++round) {
       for (int i = 0; i < world_size - 1; ++i) {
         const int owner = schedule::rotated_peer(rank, world_size, i);

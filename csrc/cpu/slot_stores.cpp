@@ -4,24 +4,26 @@
 
 namespace rota::cpu {
 
-StorePath SlotStores::measured_path(uint64_t number) const {
-  return number % kCompared == 0 ? StorePath::kStreamed : path_;
+SlotStores::Plan SlotStores::next(size_t num_bytes) {
+  const uint64_t number = num_stores_++;
+  const bool is_due = number % kMeasured == 0;
+  if (path_ == StorePath::kStreamed) return {path_, is_due};
+  num_bytes_ += num_bytes;
+  if (!has_settled()) return {path_, false};
+  const bool is_compared = number % kCompared == 0 || streamed_.num_measured == 0;
+  return {is_compared ? StorePath::kStreamed : path_, is_due || !is_judged()};
 }
 
-void SlotStores::record(StorePath path, double ns_per_byte, uint64_t number,
-                        Clock::time_point now) {
-  if (path == StorePath::kStreamed) {
-    streamed_.add(ns_per_byte);
-    if (path_ == StorePath::kStreamed && now - changed_time_ >= kRetried) {
-      path_ = StorePath::kCached;
-      changed_at_ = number;
-      cached_ = {};
-    }
+void SlotStores::record(StorePath path, double ns_per_byte, Clock::time_point now) {
+  if (path_ == StorePath::kStreamed) {
+    if (now - changed_time_ < kRetried) return;
+    path_ = StorePath::kCached;
+    num_bytes_ = 0;
+    cached_ = streamed_ = {};
     return;
   }
-  if (number - changed_at_ <= kSettling) return;
-  cached_.add(ns_per_byte);
-  if (cached_.num_measured < kEnough || streamed_.num_measured == 0) return;
+  (path == StorePath::kStreamed ? streamed_ : cached_).add(ns_per_byte);
+  if (!is_judged()) return;
   if (cached_.ns_per_byte < std::max(kSlow, kMuchSlower * streamed_.ns_per_byte)) return;
   path_ = StorePath::kStreamed;
   changed_time_ = now;

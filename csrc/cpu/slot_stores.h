@@ -23,41 +23,49 @@ namespace rota::cpu {
 class SlotStores {
  public:
   using Clock = std::chrono::steady_clock;
+  enum class Kind : uint8_t { kMeasured, kIntoCaches };
+
+  explicit SlotStores(Kind kind = Kind::kMeasured) : kind_(kind) {}
 
   // Copies. When it is done, the data is there for whoever is told so by a flag.
   void store(void* dst, const void* src, size_t num_bytes) {
-    if (num_bytes < kShortest) return copy_bytes(dst, src, num_bytes);
-    const uint64_t number = num_stores_++;
-    if (number % kMeasured != 0) return store_bytes(path_, dst, src, num_bytes);
-    const StorePath path = measured_path(number);
+    if (num_bytes < kShortest || kind_ == Kind::kIntoCaches) return copy_bytes(dst, src, num_bytes);
+    const Plan plan = next(num_bytes);
+    if (!plan.is_measured) return store_bytes(plan.path, dst, src, num_bytes);
     const Clock::time_point start = Clock::now();
-    store_bytes(path, dst, src, num_bytes);
+    store_bytes(plan.path, dst, src, num_bytes);
     const Clock::time_point end = Clock::now();
     const std::chrono::duration<double, std::nano> time = end - start;
-    record(path, time.count() / static_cast<double>(num_bytes), number, end);
+    record(plan.path, time.count() / static_cast<double>(num_bytes), end);
   }
 
   StorePath path() const { return path_; }
-  // The way of a store that is measured, and what it took.
-  StorePath measured_path(uint64_t number) const;
-  void record(StorePath path, double ns_per_byte, uint64_t number, Clock::time_point now);
+  // How the next store is done.
+  struct Plan {
+    StorePath path;
+    bool is_measured;
+  };
+  Plan next(size_t num_bytes);
+  // What a measured store took.
+  void record(StorePath path, double ns_per_byte, Clock::time_point now);
 
   static constexpr size_t kShortest = 8 << 10;  // below, everything is stored into the caches
-  static constexpr uint64_t kMeasured = 16;     // one of these
+  // One of these is measured, and every one until the ways are compared.
+  static constexpr uint64_t kMeasured = 16;
   // Of those into the caches, one of these goes past them, for comparison.
   static constexpr uint64_t kCompared = 64;
-  // A first store into the caches after others past them is fast. This many fill all places of a
-  // ring of slots, or of a link (transport/layout.h).
-  static constexpr uint64_t kSettling = 64;
-  static constexpr int kEnough = 4;  // measurements of a way, to judge it
+  // A first store into the caches after others past them is fast. This many bytes fill all places
+  // of a ring of slots, or of a link (transport/layout.h).
+  static constexpr uint64_t kSettlingBytes = 2 << 20;
+  static constexpr int kEnough = 4;  // measurements of stores into the caches, to judge them
   // Into the caches is too slow if a store takes this long for each byte, and this many times as
   // long as one past them. With a common third-level cache it is 0.08 to 0.12 ns and 2 to 4 times,
   // since the time of a store past the caches is not all its cost; without one, 0.35 to 0.5 and 6
   // to 9 times.
   static constexpr double kSlow = 0.16;
   static constexpr double kMuchSlower = 3;
-  // How long to go past the caches before the other way is tried again, which is slow for
-  // kSettling stores if nothing has changed.
+  // How long to go past the caches before the other way is tried again, in which the stores after
+  // the settling ones are slow if nothing has changed.
   static constexpr std::chrono::milliseconds kRetried{500};
 
  private:
@@ -79,23 +87,30 @@ class SlotStores {
     }
   };
 
+  bool has_settled() const { return num_bytes_ > kSettlingBytes; }
+  bool is_judged() const { return streamed_.num_measured > 0 && cached_.num_measured >= kEnough; }
+
+  Kind kind_;
   StorePath path_ = StorePath::kCached;
   uint64_t num_stores_ = 0;
-  uint64_t changed_at_ = 0;           // in stores
+  uint64_t num_bytes_ = 0;            // since the change to kCached
   Clock::time_point changed_time_{};  // of the change to kStreamed
-  Time cached_;                       // since that to kCached
-  Time streamed_;
+  Time cached_;                       // since num_bytes_ has settled
+  Time streamed_;                     // likewise
 };
 
-// Of one rank: for what a single other rank reads, and for what all others read.
+// Of one rank: for what a single other rank reads, for what all others read, and for places that
+// change hands (cpu/exchange.h).
 class SlotWriter {
  public:
   SlotStores& to(int reader) { return of_reader_[static_cast<size_t>(reader)]; }
   SlotStores& to_all() { return of_all_; }
+  SlotStores& into_caches() { return into_caches_; }
 
  private:
   std::array<SlotStores, kMaxWorldSize> of_reader_;
   SlotStores of_all_;
+  SlotStores into_caches_{SlotStores::Kind::kIntoCaches};
 };
 
 }  // namespace rota::cpu

@@ -26,34 +26,37 @@ constexpr Times kSlowMemory{1.0, 0.5};
 class Writer {
  public:
   // num_stores of them, 1 us apart.
-  void store(const Times& times, uint64_t num_stores = 256) {
-    for (const uint64_t end = number_ + num_stores; number_ < end; ++number_) {
+  void store(const Times& times, uint64_t num_stores = 4 * kSettling) {
+    for (uint64_t i = 0; i < num_stores; ++i) {
       now_ += std::chrono::microseconds(1);
-      if (number_ % SlotStores::kMeasured != 0) continue;
-      const StorePath path = stores_.measured_path(number_);
+      const auto [path, is_measured] = stores_.next(kBytes);
       num_cached_ += path == StorePath::kCached ? 1 : 0;
+      if (!is_measured) continue;
       const double time = path == StorePath::kCached ? times.cached : times.streamed;
-      stores_.record(path, time, number_, now_);
+      stores_.record(path, time, now_);
     }
   }
   void wait(milliseconds time) { now_ += time; }
 
   bool streams() const { return stores_.path() == StorePath::kStreamed; }
-  int num_cached() const { return num_cached_; }  // measured ones
+  uint64_t num_cached() const { return num_cached_; }
+
+  static constexpr size_t kBytes = 64 << 10;
+  static constexpr uint64_t kSettling = SlotStores::kSettlingBytes / kBytes;
 
  private:
   SlotStores stores_;
-  uint64_t number_ = 0;
   SlotStores::Clock::time_point now_{};
-  int num_cached_ = 0;
+  uint64_t num_cached_ = 0;
 };
 
 void ranks_that_are_far_apart_store_past_the_caches() {
   Writer writer;
-  writer.store(kFar, SlotStores::kSettling);
+  writer.store(kFar, Writer::kSettling);
   check(!writer.streams(), "first stores are not judged");
-  writer.store(kFar);
+  writer.store(kFar, SlotStores::kEnough + 1);
   check(writer.streams(), "far apart");
+  check_equal(writer.num_cached(), Writer::kSettling + SlotStores::kEnough, "slow stores");
 }
 
 void neighbours_store_into_the_caches() {
@@ -74,16 +77,16 @@ void memory_that_is_slow_for_both_changes_nothing() {
 void ranks_that_have_moved_are_noticed() {
   Writer writer;
   writer.store(kFar);
-  const int num_cached = writer.num_cached();
+  const uint64_t num_cached = writer.num_cached();
   writer.store(kNear, 10000);
   check(writer.streams() && writer.num_cached() == num_cached, "it is not tried again at once");
   writer.wait(SlotStores::kRetried);
   writer.store(kNear, 10000);
   check(!writer.streams(), "near now");
-  writer.store(kFar);
+  writer.store(kFar, 8 * Writer::kSettling);
   check(writer.streams(), "far again");
   writer.wait(SlotStores::kRetried);
-  writer.store(kFar, SlotStores::kCompared + 1);
+  writer.store(kFar, Writer::kSettling);
   check(!writer.streams(), "tried again");
   writer.store(kFar);
   check(writer.streams(), "still far");
@@ -92,7 +95,9 @@ void ranks_that_have_moved_are_noticed() {
 void both_ways_copy() {
   const std::vector<size_t> sizes{
       0, 1, 100, SlotStores::kShortest - 1, SlotStores::kShortest, SlotStores::kShortest + 13};
-  SlotStores stores;  // every kCompared-th goes past the caches
+  SlotStores stores;  // once settled, every kCompared-th goes past the caches
+  std::vector<unsigned char> settling(SlotStores::kSettlingBytes), settled(settling.size());
+  stores.store(settled.data(), settling.data(), settling.size());
   for (uint64_t round = 0; round < 2 * SlotStores::kCompared; ++round) {
     for (const size_t num_bytes : sizes) {
       std::vector<unsigned char> from(num_bytes + 1), to(num_bytes + 1, 7);
