@@ -136,12 +136,8 @@ class AllToAll final : public Executor {
     const int world_size = exchange.world_size();
     const uint64_t share = exchange.share_of_slot();
     const uint64_t num_rounds = schedule::ceil_div(longest_bytes, share);
-    uint64_t num_slots = transport::kNumSlots;
-    if (world_size == 2) {
-      exchange.let_slots_change_hands();
-    } else {
-      num_slots = exchange.use_copy_slots(exchange.slot_bytes());
-    }
+    const uint64_t num_slots = world_size == 2 ? exchange.let_slots_change_hands()
+                                               : exchange.use_copy_slots(exchange.slot_bytes());
     const auto chunk_of = [&](const Part& part, uint64_t round) {
       return schedule::chunk_of(bytes_of(call, part), share, round);
     };

@@ -135,8 +135,8 @@ class AllGather final : public Executor {
     return 1;
   }
 
-  // Round r + num_slots overwrites the slot of round r, but only after every peer has filled the
-  // round before it, which a peer does after it has read round r. A rank whose part has ended fills
+  // A slot is overwritten in round r + 2 at the earliest, but only after every peer has filled the
+  // round before, which a peer does after it has read round r. A rank whose part has ended fills
   // empty chunks.
   uint64_t run_rounds(const Call& call, const Buffers& buffers, Exchange& exchange) const override {
     const uint64_t longest = longest_of(call, buffers.outputs, exchange.world_size());

@@ -43,7 +43,7 @@ using Sources = std::array<std::byte*, kMaxWorldSize>;
 
 // Places change hands where two ranks write for each other: in every other use, each writes in the
 // other's region, where it has read last. Then the lines that it writes are in its own caches, and
-// in no other's, so neither has to take them back from the other (benchmarks/LOG.md). A few places
+// in no other's, so neither has to take them back from the other (csrc/README.md). A few places
 // that stay in the caches are best then; elsewhere a writer does better with many.
 
 // Locates the messages of a one-round collective. A message's flag is the post of its epoch.
@@ -117,8 +117,11 @@ class Exchange {
 
   // For collectives in which all ranks store for each other; call before the first round, and not
   // with use_copy_slots(), of whose slots a peer's may not be reserved yet. Slots of two ranks
-  // change hands, and shares of slots of any number.
-  void let_slots_change_hands() { change_hands_ = true; }
+  // change hands, and shares of slots of any number. Returns as that does.
+  uint64_t let_slots_change_hands() {
+    change_hands_ = true;
+    return num_slots_;
+  }
 
   std::byte* own_slot(uint64_t round) const { return slot(rank(), round); }
   std::byte* slot(int peer, uint64_t round) const {

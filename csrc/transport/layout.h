@@ -3,14 +3,15 @@
 //
 //   ControlBlock | mailbox 0 | mailbox 1 | slots | links [receiver]: posts | cells
 //
-// Only its owner writes the control block; everybody else maps it read-only. Messages, slots and
-// posts are written by their owner too, except that in two_shot the rank that reduces a shard
-// writes the sum back over the contribution; a cell is written by the one of a link's two ranks
-// that has it. The owner reserves the memory behind the control block before anybody touches it:
-// for collectives at the first one, and more at the first long copy, for a link at its first
-// message, and more as it uses more cells. No pointer is ever stored here, and every bound comes
-// from the reader's own Geometry, never from what a peer wrote. csrc/README.md has the table of
-// sync words with their memory orders, and explains why each reuse of a slot is safe.
+// Only its owner writes the control block; everybody else maps it read-only. Posts are written by
+// their owner too, and so are messages and slots, except that places of two ranks change hands
+// (cpu/exchange.h), and that in two_shot the rank that reduces a shard writes the sum back over the
+// contribution; a cell is written by the one of a link's two ranks that has it. The owner reserves
+// the memory behind the control block before anybody touches it: for collectives at the first one,
+// and more at the first long copy, for a link at its first message, and more as it uses more cells.
+// No pointer is ever stored here, and every bound comes from the reader's own Geometry, never from
+// what a peer wrote. csrc/README.md has the table of sync words with their memory orders, and
+// explains why each reuse of a slot is safe.
 #pragma once
 
 #include <cstddef>
@@ -73,9 +74,9 @@ struct Span {
 inline constexpr int kNumSlots = 2;
 inline constexpr int kNumCopySlots = 8;
 
-// The messages in a mailbox rotate through this many places. Overwriting one that is still in its
-// readers' first-level caches costs more (one_shot, 2 ranks, 16 KiB: 3.3 us with one place, 2.6
-// with 4).
+// The messages in a mailbox of more than two ranks rotate through this many places. Overwriting one
+// that is still in its readers' first-level caches costs more (one_shot, 16 KiB, 2 ranks, before
+// their messages changed hands: 3.3 us with one place, 2.6 with 4).
 inline constexpr size_t kPlacesPerMailbox = 4;
 
 // A rank's cells of one link. 32 of 64 KiB do not fit into a second-level cache; what was said of
