@@ -75,6 +75,16 @@ def check_all_calls(rank: Rank) -> None:
     dist.all_gather(list(output), in_heap(inputs[rank.rank]))
     assert torch.equal(output, torch.stack(list(inputs)))
 
+    for root in range(rank.world_size):
+        is_root = rank.rank == root
+        parts = in_heap(torch.stack(list(inputs))) if is_root else None
+        for is_part in (False, True):  # the root's output may be a part of its input
+            part = torch.zeros(LONG // 4)
+            if is_part and parts is not None:
+                part = parts[root - 1]
+            dist.scatter(part, list(parts) if parts is not None else None, root)
+            assert torch.equal(part, inputs[rank.rank])
+
     communicator = rota.Communicator()
     for algorithm in ("one_shot", "ordered_ring", "ring"):
         tensor = in_heap(inputs[rank.rank])

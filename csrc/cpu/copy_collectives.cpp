@@ -277,6 +277,39 @@ class Scatter final : public Executor {
     return 0;
   }
 
+  // Peers can read parts that are one tensor.
+  Source source_of(const Call& call, const Buffers& buffers, int rank,
+                   int world_size) const override {
+    if (rank != call.root) return {.kind = Source::Kind::kNothing};
+    const void* begin = buffers.inputs->data;
+    for (int peer = 0; peer < world_size; ++peer) {
+      const uint64_t offset = static_cast<uint64_t>(peer) * call.num_bytes();
+      if (buffers.inputs[peer].data != at(*buffers.inputs, offset)) return {};
+    }
+    return {.kind = Source::Kind::kTensor, .tensor = begin};
+  }
+
+  uint64_t source_bytes(const Call& call, const Buffers&, int, int world_size) const override {
+    return static_cast<uint64_t>(world_size) * call.num_bytes();
+  }
+
+  uint64_t run_in_place(const Call& call, const Buffers& buffers, const Sources& sources,
+                        Exchange& exchange) const override {
+    const OutputCopier copier(call.num_bytes(), exchange.world_size());
+    if (exchange.rank() != call.root) {
+      const uint64_t offset = static_cast<uint64_t>(exchange.rank()) * call.num_bytes();
+      copier.copy(buffers.outputs->data, sources[static_cast<size_t>(call.root)] + offset,
+                  call.num_bytes());
+      exchange.publish_drained(0);
+      return 1;
+    }
+    const bool moves_now = is_apart(call, buffers, exchange.world_size());
+    if (moves_now) move_own(call, buffers.inputs[call.root], *buffers.outputs, copier);
+    exchange.wait_drained_by_peers(0, "scatter in place");
+    if (!moves_now) move_own(call, buffers.inputs[call.root], *buffers.outputs, copier);
+    return 1;
+  }
+
   uint64_t run_rounds(const Call& call, const Buffers& buffers, Exchange& exchange) const override {
     const uint64_t share = exchange.share_of_slot();
     const uint64_t num_rounds = schedule::ceil_div(call.num_bytes(), share);
@@ -297,10 +330,7 @@ class Scatter final : public Executor {
       return num_rounds;
     }
     const Part& own = buffers.inputs[call.root];
-    // Not while the output lies where a part is that has not been sent.
-    const bool copies_own =
-        std::none_of(buffers.inputs, buffers.inputs + world_size,
-                     [&](const Part& part) { return overlap(call, part, *buffers.outputs); });
+    const bool copies_own = is_apart(call, buffers, world_size);
     for (uint64_t round = 0; round < num_rounds; ++round) {
       const Range chunk = chunk_of(round);
       if (round >= num_slots) exchange.wait_drained_by_peers(round - num_slots, "scatter send");
@@ -317,6 +347,13 @@ class Scatter final : public Executor {
     }
     if (!copies_own) move_own(call, own, *buffers.outputs, copier);
     return num_rounds;
+  }
+
+ private:
+  // Whether the root may fill its output while parts have not been sent.
+  static bool is_apart(const Call& call, const Buffers& buffers, int world_size) {
+    return std::none_of(buffers.inputs, buffers.inputs + world_size,
+                        [&](const Part& part) { return overlap(call, part, *buffers.outputs); });
   }
 };
 

@@ -23,8 +23,9 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     """A CPU tensor that collectives need not copy, because peers read it where it lies.
 
     `all_reduce` (with any op) reads it in place if the tensors of all ranks were made by this
-    function, `all_gather` and `reduce_scatter` if all inputs were, and `broadcast` if the root's
-    was. Contiguous parts of such tensors work, too. Results have the same bits as with other
+    function, `all_gather`, `gather` and `reduce_scatter` if all inputs were, and `broadcast` and
+    `scatter` if the root's was. Contiguous parts of such tensors work, too; those of `scatter` and
+    `reduce_scatter` must follow each other in one. Results have the same bits as with other
     tensors; only speed and memory traffic differ, for messages longer than a mailbox (64 KiB). An
     all_reduce with a wire dtype other than the tensor's own, or an algorithm other than "two_shot",
     goes through slots as always.
