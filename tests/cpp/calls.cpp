@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <bitset>
+#include <cstring>
 #include <memory>
+#include <utility>
 
 #include "base/per_process.h"
 #include "check.h"
@@ -173,6 +175,23 @@ class Parts {
     }
   }
 
+  // Moves all parts, which have the same length and are filled, to one tensor, as which peers can
+  // read them in place.
+  void join(const TestCall& call, int rank) {
+    if (call.num_elems == 0) return;
+    TestCall whole = call;
+    whole.num_elems = call.num_elems * parts_.size();
+    Tensor joined = make_bytes(whole, rank);
+    auto* place = static_cast<std::byte*>(joined.data());
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      std::memcpy(place, parts_[i].data, tensors_[i].num_elems());
+      parts_[i].data = place;
+      place += tensors_[i].num_elems();
+    }
+    tensors_.clear();
+    tensors_.push_back(std::move(joined));
+  }
+
   Tensor& operator[](int rank) { return tensors_[static_cast<size_t>(rank)]; }
   const cpu::Part* parts() const { return parts_.data(); }
 
@@ -207,6 +226,7 @@ void copy_parts(const Caller& caller, const TestCall& call, uint64_t seed) {
   Parts inputs(call, rank, num_inputs, [&](int to) { return length_of(rank, to); });
   Parts outputs(call, rank, num_outputs, [&](int i) { return length_of(sender_of(i), rank); });
   for (int to = 0; to < num_inputs; ++to) fill(inputs[to], call, seed, stream_of(rank, to));
+  if (call.kind == CollectiveKind::kScatter && seed % 2 == 0) inputs.join(call, rank);
   // Every other seed runs all_gather in place: the input is the own part of the output.
   const bool is_in_place = call.kind == CollectiveKind::kAllGather && seed % 2 == 0;
   if (is_in_place) fill(outputs[rank], call, seed, rank);
