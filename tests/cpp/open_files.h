@@ -6,7 +6,9 @@
 #include <filesystem>
 #include <iterator>
 #include <source_location>
+#include <string>
 #include <string_view>
+#include <system_error>
 #include <thread>
 
 #include "check.h"
@@ -19,6 +21,16 @@ inline int64_t num_open_files() {
   return std::distance(directory_iterator("/proc/self/fd"), directory_iterator());
 }
 
+// What each of them is open for: a file, or "socket:[7]".
+inline std::string names_of_open_files() {
+  std::string names;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code error;  // the one of this iterator closes before it is read
+    names += " " + std::filesystem::read_symlink(entry.path(), error).string();
+  }
+  return names;
+}
+
 // Waits for the listener's thread, which closes a connection only after its answer has arrived.
 inline void check_num_open_files(int64_t expected, std::string_view what,
                                  std::source_location where = std::source_location::current()) {
@@ -26,7 +38,9 @@ inline void check_num_open_files(int64_t expected, std::string_view what,
   while (num_open_files() != expected && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  check_equal(num_open_files(), expected, what, where);
+  if (num_open_files() == expected) return;
+  check_equal(num_open_files(), expected, std::string(what) + " (" + names_of_open_files() + ")",
+              where);
 }
 
 }  // namespace rota::test
