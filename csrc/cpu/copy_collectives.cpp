@@ -281,12 +281,8 @@ class Scatter final : public Executor {
   Source source_of(const Call& call, const Buffers& buffers, int rank,
                    int world_size) const override {
     if (rank != call.root) return {.kind = Source::Kind::kNothing};
-    const void* begin = buffers.inputs->data;
-    for (int peer = 0; peer < world_size; ++peer) {
-      const uint64_t offset = static_cast<uint64_t>(peer) * call.num_bytes();
-      if (buffers.inputs[peer].data != at(*buffers.inputs, offset)) return {};
-    }
-    return {.kind = Source::Kind::kTensor, .tensor = begin};
+    if (!are_one_tensor(call, buffers.inputs, world_size)) return {};
+    return {.kind = Source::Kind::kTensor, .tensor = buffers.inputs->data};
   }
 
   uint64_t source_bytes(const Call& call, const Buffers&, int, int world_size) const override {

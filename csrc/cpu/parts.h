@@ -32,6 +32,16 @@ inline uint64_t total_of(const Call& call, const Part* parts, int num_parts) {
   return total;
 }
 
+// Whether they lie one behind the other, without gaps.
+inline bool are_one_tensor(const Call& call, const Part* parts, int num_parts) {
+  const std::byte* end = at(*parts, 0);
+  for (int i = 0; i < num_parts; ++i) {
+    if (parts[i].data != end) return false;
+    end += bytes_of(call, parts[i]);
+  }
+  return true;
+}
+
 inline bool overlap(const Call& call, const Part& a, const Part& b) {
   return a.data < at(b, bytes_of(call, b)) && b.data < at(a, bytes_of(call, a));
 }

@@ -116,13 +116,9 @@ class ReduceScatter final : public Executor {
   // read.
   Source source_of(const Call& call, const Buffers& buffers, int rank,
                    int world_size) const override {
+    if (!are_one_tensor(call, buffers.inputs, world_size)) return {};
     const std::byte* begin = at(*buffers.inputs, 0);
-    const std::byte* end = begin;
-    for (int owner = 0; owner < world_size; ++owner) {
-      const Part& part = buffers.inputs[owner];
-      if (part.data != end) return {};
-      end += bytes_of(call, part);
-    }
+    const std::byte* end = begin + total_of(call, buffers.inputs, world_size);
     const Part& output = *buffers.outputs;
     const bool is_apart = at(output, bytes_of(call, output)) <= begin || at(output, 0) >= end;
     if (!is_apart && output.data != buffers.inputs[rank].data) return {};
