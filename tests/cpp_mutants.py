@@ -108,7 +108,8 @@ MUTANTS = (
     ),
     Mutant(
         "link-read-too-early",
-        (Patch(LINKS, r"link\.read\.number \+ 1\}", r"IS_MUTANT ? 0 : \g<0>"),),
+        # A few posts: a rank that reads on and on keeps what it reads, until memory is full.
+        (Patch(LINKS, r"(link\.read\.number) \+ 1\}", r"IS_MUTANT && \1 < 9 ? 0 : \g<0>"),),
         MESSAGES,
     ),
     Mutant(
