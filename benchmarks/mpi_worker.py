@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mpi4py import MPI  # type: ignore[import-not-found]  # in the environments of mpi_env.py
 
 import exact
-from operations import OPERATIONS
+from operations import MESSAGES, OPERATIONS, message_call
 from protocol import Hello, Reply, Turn, serve, time_samples
 
 comm = MPI.COMM_WORLD
@@ -67,25 +67,11 @@ def collective(
             return partial(comm.Scatter, sent if is_root else None, received, 0)
         case "all_to_all":
             return partial(comm.Alltoall, sent, received)
-        case "send_recv":
-            return partial(round_trip, received)
-        case "one_way" if is_root:
-            return partial(comm.Send, received, 1)
-        case "one_way":
-            return partial(comm.Recv, received, 0)
+        case op if op in MESSAGES:
+            return message_call(op, comm.rank, received, comm.Send, comm.Recv)
         case "barrier":
             return partial(comm.Barrier)
     raise ValueError(f"unknown collective {op}")
-
-
-def round_trip(message: list[object]) -> None:
-    """Sends rank 0's message to rank 1 and back."""
-    if comm.rank == 0:
-        comm.Send(message, 1)
-        comm.Recv(message, 1)
-    else:
-        comm.Recv(message, 0)
-        comm.Send(message, 0)
 
 
 def count_wrong(output: npt.NDArray[np.generic], op: str, seed: int) -> int:

@@ -6,7 +6,10 @@ of all ranks, or of the one tensor where there are no parts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -56,3 +59,27 @@ OPERATIONS = {
     "barrier": Operation(in_place=True),
 }
 MESSAGES = ("send_recv", "one_way")  # between two ranks
+
+
+def message_call(
+    op: str, rank: int, message: object, send: Callable[..., Any], recv: Callable[..., Any]
+) -> Callable[[], object]:
+    """One call of `op`, one of MESSAGES, on this rank.
+
+    What differs between the ranks is settled here and not in the call, which is timed: asking torch
+    for the rank takes as long as a short message.
+
+    Args:
+        send, recv: called with the message and the other rank.
+    """
+    if op == "one_way":
+        return partial(send, message, 1) if rank == 0 else partial(recv, message, 0)
+    first, second = (send, recv) if rank == 0 else (recv, send)
+    return partial(_call_both, first, second, message, 1 - rank)
+
+
+def _call_both(
+    first: Callable[..., Any], second: Callable[..., Any], message: object, peer: int
+) -> None:
+    first(message, peer)
+    second(message, peer)

@@ -18,7 +18,7 @@ import amp_turn
 import ddp_turn
 import hook_turn
 import tiles
-from operations import MESSAGES, OPERATIONS
+from operations import MESSAGES, OPERATIONS, message_call
 from protocol import ROTA_EMPTY, Entry, Hello, Reply, Turn, serve, time_samples
 
 # torch 2.13 renamed them; the old names warn at every call, and the warning would be timed too.
@@ -115,7 +115,8 @@ class TorchRank:
     ) -> Call:
         is_root = self.rank == 0
         if op in MESSAGES:
-            return message_call(op, output, self.communicator.send, self.communicator.recv)
+            communicator = self.communicator
+            return message_call(op, self.rank, output, communicator.send, communicator.recv)
         call = getattr(self.communicator, op)
         if entry.order != "rank":
             call = partial(call, order=entry.order)
@@ -140,7 +141,8 @@ def dist_call(
     op: str, output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup | None
 ) -> Call:
     """The collective through torch.distributed."""
-    is_root, num_ranks = dist.get_rank() == 0, dist.get_world_size()
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    is_root = rank == 0
     match op:
         case "all_reduce":
             return partial(dist.all_reduce, output, group=group)
@@ -162,27 +164,10 @@ def dist_call(
             return partial(all_gather_single, output, input, group=group)
         case op if op in MESSAGES:
             send, recv = (partial(function, group=group) for function in (dist.send, dist.recv))
-            return message_call(op, output, send, recv)
+            return message_call(op, rank, output, send, recv)
         case "barrier":
             return partial(dist.barrier, group=group)
     raise ValueError(f"unknown collective {op}")
-
-
-def message_call(op: str, message: torch.Tensor, send: Call, recv: Call) -> Call:
-    """Sends rank 0's message to rank 1, and back if the operation is a round trip."""
-    if op == "send_recv":
-        return partial(round_trip, message, send, recv)
-    return partial(send, message, 1) if dist.get_rank() == 0 else partial(recv, message, 0)
-
-
-def round_trip(message: torch.Tensor, send: Call, recv: Call) -> None:
-    """Sends rank 0's message to rank 1 and back."""
-    if dist.get_rank() == 0:
-        send(message, 1)
-        recv(message, 1)
-    else:
-        recv(message, 0)
-        send(message, 0)
 
 
 def copy_call(turn: Turn) -> Call:
