@@ -79,20 +79,20 @@ inline constexpr int kNumCopySlots = 8;
 // their messages changed hands: 3.3 us with one place, 2.6 with 4).
 inline constexpr size_t kPlacesPerMailbox = 4;
 
-// A rank's cells of one link. 32 of 64 KiB do not fit into a second-level cache; what was said of
+// A rank's cells of one link. 16 of 128 KiB do not fit into a second-level cache; what was said of
 // copies holds here, too. But a rank has some for each peer: with these, up to 8 ranks share at
 // most 64 MiB.
-constexpr size_t default_num_cells(int world_size) { return world_size <= 5 ? 32 : 11; }
+constexpr size_t default_num_cells(int world_size) { return world_size <= 5 ? 16 : 6; }
 
 // A cell holds at most so many pieces.
-inline constexpr size_t kPiecesPerCell = 8;
+inline constexpr size_t kPiecesPerCell = 16;
 
 // What every rank must agree on; bootstrap compares it.
 struct Geometry {
   size_t message_bytes;  // the longest message of a one-round collective
   size_t slot_bytes;     // one round of a pipelined collective
   size_t num_cells;      // of one rank, in a link
-  size_t cell_bytes = 64 << 10;
+  size_t cell_bytes = 128 << 10;
 
   bool operator==(const Geometry&) const = default;
 

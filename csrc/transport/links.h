@@ -73,7 +73,7 @@ class Links {
     return Room{{place(peer, cell) + link.num_filled, geometry_.cell_bytes - link.num_filled},
                 is_read};
   }
-  // Pieces have at least an eighth of a cell, except where the message or the cell ends.
+  // Pieces have at least a 16th of a cell, except where the message or the cell ends.
   void publish(int peer, const Header& header, uint64_t num_bytes, bool is_end_of_message) {
     Link& link = link_to(peer);
     if (link.num_filled == 0) link.free.take_next();
