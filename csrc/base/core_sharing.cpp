@@ -34,9 +34,11 @@ size_t num_running() {
 }
 
 bool CoreSharing::is_needed_by_other() const {
-  const CoreWord::Place needed{sched_getcpu(), /*waits=*/false};
-  return std::ranges::any_of(others_,
-                             [&](const CoreWord* other) { return other->load() == needed; });
+  const int core = sched_getcpu();
+  return std::ranges::any_of(others_, [&](const CoreWord* other) {
+    const auto place = other->load();
+    return place && place->core == core && place->state != CoreWord::State::kYields;
+  });
 }
 
 void CoreSharing::spread(std::chrono::steady_clock::time_point now) {
@@ -52,11 +54,11 @@ void CoreSharing::spread(std::chrono::steady_clock::time_point now) {
   if (!target) return;
   next_look_.store((now + kMovesEvery).time_since_epoch().count(), std::memory_order_relaxed);
   if (count_running_() > others_.size() + 1) return;
-  if (move_to_core(*target)) begin_wait();
+  if (move_to_core(*target)) record(CoreWord::State::kYields);
 }
 
-void CoreSharing::record(bool waits) {
-  if (own_ != nullptr) own_->record({sched_getcpu(), waits});
+void CoreSharing::record(CoreWord::State state) {
+  if (own_ != nullptr) own_->record({sched_getcpu(), state});
 }
 
 }  // namespace rota

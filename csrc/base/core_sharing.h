@@ -1,11 +1,11 @@
-// What ranks that outnumber the cores tell each other: who waits on which core, and who works.
+// What ranks that outnumber the cores tell each other: who works on which core, yields or sleeps.
 //
 // Yielding in a loop goes wrong among them, twice. Linux hands a core on only within a scheduling
 // group, and where it makes one of every session (autogroup, sched(7)), each of torchrun's ranks is
 // in another: a rank that yields keeps the core, for a time slice, from the rank that works. And
 // ranks that yield count as busy, so Linux leaves three on one core beside one on another. So a
-// rank that waits sleeps while another of its core works in spite of its yields, and moves to a
-// core that has fewer.
+// rank that waits sleeps while another of its core works in spite of its yields, or sleeps, since
+// that one may have been woken and nobody sees it; and it moves to a core that has fewer.
 //
 // All of this is advice: a wrong word costs time, never a message.
 #pragma once
@@ -28,9 +28,11 @@ namespace rota {
 struct alignas(kCacheLineBytes) CoreWord {
   uint64_t value;  // 0: not known
 
+  enum class State : uint8_t { kWorks, kYields, kSleeps };
+  static constexpr uint64_t kNumStates = 3;
   struct Place {
     int core;
-    bool waits;
+    State state;
 
     bool operator==(const Place&) const = default;
   };
@@ -39,11 +41,12 @@ struct alignas(kCacheLineBytes) CoreWord {
     const uint64_t word =
         SharedWord<uint64_t>(const_cast<uint64_t&>(value)).load(std::memory_order_relaxed);
     if (word == 0) return std::nullopt;
-    return Place{static_cast<int>(word / 2) - 1, word % 2 != 0};
+    return Place{static_cast<int>(word / kNumStates) - 1, static_cast<State>(word % kNumStates)};
   }
   // Stores only what is new, so that the readers keep their copies of the line.
   void record(const Place& place) {
-    const uint64_t word = (static_cast<uint64_t>(place.core) + 1) * 2 + (place.waits ? 1 : 0);
+    const uint64_t word =
+        (static_cast<uint64_t>(place.core) + 1) * kNumStates + static_cast<uint64_t>(place.state);
     const SharedWord<uint64_t> shared(value);
     if (shared.load(std::memory_order_relaxed) != word) {
       shared.store(word, std::memory_order_relaxed);
@@ -67,10 +70,10 @@ class CoreSharing {
               std::function<size_t()> count_running = num_running)
       : own_(own), others_(std::move(others)), count_running_(std::move(count_running)) {}
 
-  void begin_wait() { record(/*waits=*/true); }
-  void end_wait() { record(/*waits=*/false); }
+  // What this rank does, on the core where it is.
+  void record(CoreWord::State state);
 
-  // Whether another rank works on this core.
+  // Whether another rank works on this core, or sleeps and may have been woken since.
   bool is_needed_by_other() const;
 
   // Moves this thread to an emptier core, if all ranks' are known and nothing but ranks runs: what
@@ -79,8 +82,6 @@ class CoreSharing {
   static constexpr std::chrono::milliseconds kMovesEvery{4};
 
  private:
-  void record(bool waits);
-
   CoreWord* own_;
   std::vector<const CoreWord*> others_;
   std::function<size_t()> count_running_;

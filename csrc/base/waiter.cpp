@@ -22,9 +22,9 @@ using Clock = std::chrono::steady_clock;
 // Checks of the flag per check of the abort words and the clock, which costs more.
 constexpr int kSpinsPerPoll = 32;
 
-// Another rank that works on this core after so many yields has not got it. Measured with 4 ranks
-// on 2 cores, each in a session of its own, and 4 KiB: dist.gather takes 95 us if ranks only yield,
-// 66 with 1 yield in vain, 57 with 10; Communicator.gather 7.7, 12 and 9.
+// Another rank that needs this core has not got it after so many yields. Measured with 4 ranks on 2
+// cores, each in a session of its own, and 4 KiB: dist.gather takes 95 us if ranks only yield, 66
+// with 1 yield in vain, 57 with 10; Communicator.gather 7.7, 12 and 9.
 constexpr int kYieldsInVain = 10;
 
 void cpu_relax() {
@@ -45,21 +45,24 @@ void wake_all_at(const uint32_t* word) {
   syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-// Says that this rank waits, for as long as this lives.
+// Says what this rank does in place of working, for as long as this lives.
 class SharedCoreWait {
  public:
   // sharing: null where nobody wants to know.
   SharedCoreWait(CoreSharing* sharing, Clock::time_point now) : sharing_(sharing) {
     if (sharing_ == nullptr) return;
-    sharing_->begin_wait();
+    sharing_->record(CoreWord::State::kYields);
     sharing_->spread(now);
   }
   ~SharedCoreWait() {
-    if (sharing_ != nullptr) sharing_->end_wait();
+    if (sharing_ != nullptr) sharing_->record(CoreWord::State::kWorks);
   }
   SharedCoreWait(const SharedCoreWait&) = delete;
   SharedCoreWait& operator=(const SharedCoreWait&) = delete;
 
+  void begin_sleeps() const {
+    if (sharing_ != nullptr) sharing_->record(CoreWord::State::kSleeps);
+  }
   bool is_in_the_way() const { return sharing_ != nullptr && sharing_->is_needed_by_other(); }
 
  private:
@@ -160,6 +163,7 @@ bool Waiter::wait_any(std::span<const Awaited> awaited, const WaitPolicy& policy
     return true;
   };
   auto next_tick = yield_end;
+  shared_core.begin_sleeps();
   while (!arrived()) {
     const auto now = Clock::now();
     if (patience && now - start >= *patience) return false;

@@ -16,6 +16,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+using State = CoreWord::State;
+
 constexpr WaitPolicy kYield{.yield_for = kPatience, .shares_cores = true};
 
 class Ticks final : public WaitObserver {
@@ -62,24 +64,27 @@ void wait_beside(PlaceOf place_of, Meanwhile meanwhile) {
     Waiter waiter(&sleeping, {}, &sharing);
     waiter.wait(flag, 1, kYield, ticks);
   });
-  const auto says = [&](bool waits) { return own.load() == CoreWord::Place{core, waits}; };
-  await([&] { return says(true); }, "the rank says that it waits, and where");
-  meanwhile(sleeping, ticks);
+  const auto await_state = [&](State state, const char* what) {
+    await([&] { return own.load() == CoreWord::Place{core, state}; }, what);
+  };
+  meanwhile(sleeping, ticks, await_state);
   Waiter(nullptr, {&sleeping}).publish(flag, 1);
   rank.join();
-  check(says(false), "the rank says that it works");
+  await_state(State::kWorks, "the rank says that it works");
 }
 
-void wait_sleeps_beside_work() {
-  wait_beside([](int core) { return CoreWord::Place{core, /*waits=*/false}; },
-              [](const Flag& sleeping, const Ticks&) {
+void wait_sleeps_beside(State state) {
+  wait_beside([&](int core) { return CoreWord::Place{core, state}; },
+              [](const Flag& sleeping, const Ticks&, const auto& await_state) {
                 await([&] { return sleeping.load() == 1; }, "the rank sleeps");
+                await_state(State::kSleeps, "the rank says that it sleeps, and where");
               });
 }
 
-void wait_yields(int cores_apart, bool waits) {
-  wait_beside([&](int core) { return CoreWord::Place{core + cores_apart, waits}; },
-              [](const Flag& sleeping, const Ticks& ticks) {
+void wait_yields_beside(int cores_apart, State state) {
+  wait_beside([&](int core) { return CoreWord::Place{core + cores_apart, state}; },
+              [](const Flag& sleeping, const Ticks& ticks, const auto& await_state) {
+                await_state(State::kYields, "the rank says that it yields, and where");
                 std::this_thread::sleep_for(std::chrono::milliseconds(20));
                 check_equal(sleeping.load(), uint64_t{0}, "the sleep flag");
                 check_equal(ticks.num_ticks.load(), 0, "ticks of the observer");
@@ -120,7 +125,7 @@ void thread_moves_and_stays_free() {
 class ThreeBesideOne {
  public:
   ThreeBesideOne() {
-    for (int i = 0; i < 3; ++i) others_[i].record({cores_[i < 2 ? 0 : 1], /*waits=*/true});
+    for (int i = 0; i < 3; ++i) others_[i].record({cores_[i < 2 ? 0 : 1], State::kYields});
   }
 
   void forget_one() { others_[2] = {}; }
@@ -175,9 +180,10 @@ void rank_looks_only_now_and_then() {
 }
 
 const CaseTable kCases{
-    {"core_sharing_sleeps", wait_sleeps_beside_work},
-    {"core_sharing_yields_to_waiting", [] { wait_yields(0, true); }},
-    {"core_sharing_yields_if_apart", [] { wait_yields(1, false); }},
+    {"core_sharing_sleeps_beside_work", [] { wait_sleeps_beside(State::kWorks); }},
+    {"core_sharing_sleeps_beside_sleeping", [] { wait_sleeps_beside(State::kSleeps); }},
+    {"core_sharing_yields_to_yielding", [] { wait_yields_beside(0, State::kYields); }},
+    {"core_sharing_yields_if_apart", [] { wait_yields_beside(1, State::kWorks); }},
     {"core_sharing_emptier_core", cores_with_two_ranks_less_are_emptier},
     {"core_sharing_moving", thread_moves_and_stays_free},
     {"core_sharing_spreading", crowded_rank_moves},
