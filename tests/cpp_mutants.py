@@ -114,7 +114,7 @@ MUTANTS = (
     ),
     Mutant(
         "too-few-posts",
-        (Patch(LINKS, r"geometry_\.num_posts\(\)", r"(\g<0> / (IS_MUTANT ? 4 : 1))"),),
+        (Patch(LINKS, r"geometry_\.num_posts\(\)", r"(\g<0> / (IS_MUTANT ? 8 : 1))"),),
         FULL_LINKS,
     ),
     Mutant(
