@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+
+Call = Callable[..., object]
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,7 @@ OPERATIONS = {
 MESSAGES = ("send_recv", "one_way")  # between two ranks
 
 
-def message_call(
-    op: str, rank: int, message: object, send: Callable[..., Any], recv: Callable[..., Any]
-) -> Callable[[], object]:
+def message_call(op: str, rank: int, message: object, send: Call, recv: Call) -> Call:
     """One call of `op`, one of MESSAGES, on this rank.
 
     What differs between the ranks is settled here and not in the call, which is timed: asking torch
@@ -78,8 +77,6 @@ def message_call(
     return partial(_call_both, first, second, message, 1 - rank)
 
 
-def _call_both(
-    first: Callable[..., Any], second: Callable[..., Any], message: object, peer: int
-) -> None:
+def _call_both(first: Call, second: Call, message: object, peer: int) -> None:
     first(message, peer)
     second(message, peer)

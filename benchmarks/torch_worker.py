@@ -18,14 +18,12 @@ import amp_turn
 import ddp_turn
 import hook_turn
 import tiles
-from operations import MESSAGES, OPERATIONS, message_call
+from operations import MESSAGES, OPERATIONS, Call, message_call
 from protocol import ROTA_EMPTY, Entry, Hello, Reply, Turn, serve, time_samples
 
 # torch 2.13 renamed them; the old names warn at every call, and the warning would be timed too.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-Call = Callable[..., object]
 
 
 class TorchRank:

@@ -15,7 +15,6 @@ namespace rota::test {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
 using State = CoreWord::State;
 
 constexpr WaitPolicy kYield{.yield_for = kPatience, .shares_cores = true};
@@ -50,16 +49,16 @@ void await(const Condition& condition, const char* what) {
   }
 }
 
-// A rank waits, while another one is at place_of(core of the first).
-template <typename PlaceOf, typename Meanwhile>
-void wait_beside(PlaceOf place_of, Meanwhile meanwhile) {
+// A rank waits, while another one is in this state so many cores further on.
+template <typename Meanwhile>
+void wait_beside(int cores_apart, State state, Meanwhile meanwhile) {
   Flag flag{}, sleeping{};
   CoreWord own{}, other{};
   Ticks ticks;
   std::atomic<int> core = -1;
   std::thread rank([&] {
     core = stay_here();
-    other.record(place_of(core));
+    other.record({core + cores_apart, state});
     CoreSharing sharing(&own, {&other});
     Waiter waiter(&sleeping, {}, &sharing);
     waiter.wait(flag, 1, kYield, ticks);
@@ -74,15 +73,14 @@ void wait_beside(PlaceOf place_of, Meanwhile meanwhile) {
 }
 
 void wait_sleeps_beside(State state) {
-  wait_beside([&](int core) { return CoreWord::Place{core, state}; },
-              [](const Flag& sleeping, const Ticks&, const auto& await_state) {
-                await([&] { return sleeping.load() == 1; }, "the rank sleeps");
-                await_state(State::kSleeps, "the rank says that it sleeps, and where");
-              });
+  wait_beside(0, state, [](const Flag& sleeping, const Ticks&, const auto& await_state) {
+    await([&] { return sleeping.load() == 1; }, "the rank sleeps");
+    await_state(State::kSleeps, "the rank says that it sleeps, and where");
+  });
 }
 
 void wait_yields_beside(int cores_apart, State state) {
-  wait_beside([&](int core) { return CoreWord::Place{core + cores_apart, state}; },
+  wait_beside(cores_apart, state,
               [](const Flag& sleeping, const Ticks& ticks, const auto& await_state) {
                 await_state(State::kYields, "the rank says that it yields, and where");
                 std::this_thread::sleep_for(std::chrono::milliseconds(20));
