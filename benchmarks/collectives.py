@@ -33,7 +33,7 @@ from arguments import (
     sizes_of,
 )
 from operations import MESSAGES, OPERATIONS
-from protocol import ROTA_EMPTY, Entry, Reply, Turn
+from protocol import FAKE_AND_BARRIER, ROTA_EMPTY, Entry, Reply, Turn
 from ranks import RankGroup
 
 ALGORITHMS = ("auto", "one_shot", "two_shot", "ordered_ring", "ring")
@@ -71,8 +71,9 @@ def parse_arguments() -> argparse.Namespace:
         type=parse_list(BACKENDS),
         default="rota,gloo,mpi",
         help=f"some of {', '.join(BACKENDS)}; mpi is every MPI that `make bench` has set up; fake "
-        "is torch's backend that moves nothing, which shows what torch.distributed itself takes; a "
-        "memcpy of as many bytes on every rank at once is always measured (default: %(default)s)",
+        "is torch's backend that moves nothing, which shows what torch.distributed itself takes, "
+        "with rota also if each call waits for all ranks; a memcpy of as many bytes on every rank "
+        "at once is always measured (default: %(default)s)",
     )
     add("--dtype", choices=ITEM_BYTES, default="float32", help="element type (default: float32)")
     add("-b", "--begin", type=parse_size, default="4", help="smallest message (default: 4)")
@@ -155,6 +156,8 @@ def entries_of(args: argparse.Namespace, mpis: list[str]) -> list[Entry]:
         entries.append(Entry("gloo", "gloo", "torch.distributed"))
     if "fake" in args.backends:
         entries.append(Entry("fake", "fake", "torch.distributed"))
+        if "rota" in args.backends:
+            entries.append(Entry(FAKE_AND_BARRIER, FAKE_AND_BARRIER, "torch.distributed"))
     entries += [Entry(name, name, "mpi4py") for name in mpis]
     return entries if args.op == "barrier" else [*entries, MEMCPY]
 

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 import report
 from interleave import Measurement
+from protocol import FAKE_AND_BARRIER
 
 # Okabe and Ito's palette, which colour-blind readers can distinguish: a fixed colour and marker for
 # each peer; entries of rota use the warm colours in turn.
@@ -20,6 +21,7 @@ PEER_STYLES = {
     "mpich": ("#56B4E9", "v"),
     "impi": ("#CC79A7", "P"),
     "fake": ("#7F7F7F", "x"),
+    FAKE_AND_BARRIER: ("#7F7F7F", "+"),
 }
 ROTA_STYLES = (("#D55E00", "o"), ("#E69F00", "s"), ("#8C2D04", "X"), ("#F0C30F", "*"))
 

@@ -17,6 +17,10 @@ from time import perf_counter_ns
 
 # An entry's api: rota.Communicator on tensors of rota.empty().
 ROTA_EMPTY = "rota.empty"
+# An entry's backend: torch's fake backend, which moves nothing and waits for nobody, and then
+# rota.Communicator.barrier(). What torch itself takes when ranks wait for each other in every call:
+# where they share cores, each then finds its core's caches full of another's code.
+FAKE_AND_BARRIER = "fake+barrier"
 # Backends of hosts.py: plain sockets, and Gloo among one rank of each host.
 TCP = "tcp"
 GLOO_LEADERS = "gloo leaders"

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from interleave import Measurement
 from operations import OPERATIONS
+from protocol import FAKE_AND_BARRIER
 
 ROOFLINE = "memcpy"
 BEST_MPI = "best MPI"
@@ -43,9 +44,11 @@ def busbw_factor(op: str, num_ranks: int) -> float:
 def speedups(measurements: Sequence[Measurement], mpi_names: Iterable[str]) -> list[Ratio]:
     """Speed-ups of every rota entry over Gloo, the best MPI and the rooflines, per size.
 
-    The rooflines are memcpy and torch's fake backend, which moves nothing.
+    The rooflines are memcpy and torch's fake backend, which moves nothing, without and with a
+    barrier.
     """
-    groups = {"gloo": {"gloo"}, BEST_MPI: set(mpi_names), "fake": {"fake"}, ROOFLINE: {ROOFLINE}}
+    groups = {"gloo": {"gloo"}, BEST_MPI: set(mpi_names)}
+    groups |= {roofline: {roofline} for roofline in ("fake", FAKE_AND_BARRIER, ROOFLINE)}
     ratios = []
     for num_bytes, at_size in groupby(measurements, key=lambda result: result.num_bytes):
         results = list(at_size)

@@ -19,7 +19,7 @@ import ddp_turn
 import hook_turn
 import tiles
 from operations import MESSAGES, OPERATIONS, Call, message_call
-from protocol import ROTA_EMPTY, Entry, Hello, Reply, Turn, serve, time_samples
+from protocol import FAKE_AND_BARRIER, ROTA_EMPTY, Entry, Hello, Reply, Turn, serve, time_samples
 
 # torch 2.13 renamed them; the old names warn at every call, and the warning would be timed too.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -42,12 +42,14 @@ class TorchRank:
         if "fake" in backends:
             importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers it
             self.groups["fake"] = dist.new_group(backend="fake")
+            self.groups[FAKE_AND_BARRIER] = self.groups["fake"]
 
     def _start_rota(self) -> None:
         try:
             import rota
         except ImportError as error:
             self.missing["rota"] = f"rota is not built: run make venv ({error})"
+            self.missing[FAKE_AND_BARRIER] = f"{FAKE_AND_BARRIER} needs rota"
             return
         self.rota = rota
         self.versions["rota"] = rota.__version__
@@ -97,7 +99,10 @@ class TorchRank:
             call = self._communicator_call(turn.entry, turn.op, output, source)
         else:
             call = dist_call(turn.op, output, source, self.groups[turn.entry.backend])
-        if turn.check_seed is None or turn.entry.backend == "fake":  # which moves nothing
+        if turn.entry.backend == FAKE_AND_BARRIER:
+            call = partial(call_both, call, self.communicator.barrier)
+        moves_nothing = turn.entry.backend in ("fake", FAKE_AND_BARRIER)
+        if turn.check_seed is None or moves_nothing:
             return call, None
         num_parts = self.world_size if operation.input_parts else 1
         tiles.fill_with_input(source, self.rank, self.world_size, turn.check_seed, num_parts)
@@ -166,6 +171,11 @@ def dist_call(
         case "barrier":
             return partial(dist.barrier, group=group)
     raise ValueError(f"unknown collective {op}")
+
+
+def call_both(first: Call, second: Call) -> None:
+    first()
+    second()
 
 
 def copy_call(turn: Turn) -> Call:

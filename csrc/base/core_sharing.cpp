@@ -11,16 +11,19 @@
 
 namespace rota {
 
-std::optional<int> emptier_core(int core, std::span<const int> others) {
-  const auto num_others_on = [&](int each) { return std::ranges::count(others, each); };
-  const auto num_here = num_others_on(core) + 1;
+std::optional<int> emptier_core(const RankOnCore& rank, std::span<const RankOnCore> others) {
+  const auto load_with_rank = [&](int core) {
+    uint64_t load = rank.load();
+    for (const RankOnCore& other : others) load += other.core == core ? other.load() : 0;
+    return load;
+  };
   std::optional<int> best;
-  auto fewest = num_here - 1;
-  for (const int each : others) {
-    const auto num_there = num_others_on(each);
-    if (num_there >= fewest) continue;
-    fewest = num_there;
-    best = each;
+  uint64_t least = load_with_rank(rank.core);
+  for (const RankOnCore& other : others) {
+    const uint64_t load = load_with_rank(other.core);
+    if (load >= least) continue;
+    least = load;
+    best = other.core;
   }
   return best;
 }
@@ -44,13 +47,14 @@ bool CoreSharing::is_needed_by_other() const {
 void CoreSharing::spread(std::chrono::steady_clock::time_point now) {
   const auto next_look = next_look_.load(std::memory_order_relaxed);
   if (others_.empty() || now.time_since_epoch().count() < next_look) return;
-  std::vector<int> cores;
+  std::vector<RankOnCore> others;
   for (const CoreWord* other : others_) {
     const auto place = other->load();
     if (!place) return;
-    cores.push_back(place->core);
+    others.push_back({place->core, other->load_extra_load()});
   }
-  const std::optional<int> target = emptier_core(sched_getcpu(), cores);
+  const RankOnCore own{sched_getcpu(), own_->load_extra_load()};
+  const std::optional<int> target = emptier_core(own, others);
   if (!target) return;
   next_look_.store((now + kMovesEvery).time_since_epoch().count(), std::memory_order_relaxed);
   if (count_running_() > others_.size() + 1) return;
@@ -59,6 +63,10 @@ void CoreSharing::spread(std::chrono::steady_clock::time_point now) {
 
 void CoreSharing::record(CoreWord::State state) {
   if (own_ != nullptr) own_->record({sched_getcpu(), state});
+}
+
+void CoreSharing::record_extra_bytes(uint64_t num_bytes) {
+  if (own_ != nullptr) own_->record_extra_load(num_bytes / kBytesPerLoad);
 }
 
 }  // namespace rota

@@ -5,7 +5,8 @@
 // in another: a rank that yields keeps the core, for a time slice, from the rank that works. And
 // ranks that yield count as busy, so Linux leaves three on one core beside one on another. So a
 // rank that waits sleeps while another of its core works in spite of its yields, or sleeps, since
-// that one may have been woken and nobody sees it; and it moves to a core that has fewer.
+// that one may have been woken and nobody sees it; and it moves to a core that has fewer, or whose
+// ranks have less to do: the root of a long scatter needs a core of its own.
 //
 // All of this is advice: a wrong word costs time, never a message.
 #pragma once
@@ -26,7 +27,8 @@ namespace rota {
 // Of one process, in shared memory. Only its owner writes it. Relaxed: nobody reads anything else
 // by it.
 struct alignas(kCacheLineBytes) CoreWord {
-  uint64_t value;  // 0: not known
+  uint64_t value;       // 0: not known
+  uint64_t extra_load;  // see RankOnCore; of its last collective that copies
 
   enum class State : uint8_t { kWorks, kYields, kSleeps };
   static constexpr uint64_t kNumStates = 3;
@@ -38,26 +40,43 @@ struct alignas(kCacheLineBytes) CoreWord {
   };
 
   std::optional<Place> load() const {
-    const uint64_t word =
-        SharedWord<uint64_t>(const_cast<uint64_t&>(value)).load(std::memory_order_relaxed);
+    const uint64_t word = load_word(value);
     if (word == 0) return std::nullopt;
     return Place{static_cast<int>(word / kNumStates) - 1, static_cast<State>(word % kNumStates)};
   }
-  // Stores only what is new, so that the readers keep their copies of the line.
   void record(const Place& place) {
-    const uint64_t word =
-        (static_cast<uint64_t>(place.core) + 1) * kNumStates + static_cast<uint64_t>(place.state);
-    const SharedWord<uint64_t> shared(value);
-    if (shared.load(std::memory_order_relaxed) != word) {
-      shared.store(word, std::memory_order_relaxed);
+    store_word(value, (static_cast<uint64_t>(place.core) + 1) * kNumStates +
+                          static_cast<uint64_t>(place.state));
+  }
+  uint64_t load_extra_load() const { return load_word(extra_load); }
+  void record_extra_load(uint64_t load) { store_word(extra_load, load); }
+
+ private:
+  static uint64_t load_word(const uint64_t& word) {
+    return SharedWord<uint64_t>(const_cast<uint64_t&>(word)).load(std::memory_order_relaxed);
+  }
+  // Stores only what is new, so that the readers keep their copies of the line.
+  static void store_word(uint64_t& word, uint64_t value) {
+    const SharedWord<uint64_t> shared(word);
+    if (shared.load(std::memory_order_relaxed) != value) {
+      shared.store(value, std::memory_order_relaxed);
     }
   }
 };
 
-// The core to which a rank should move from `core`, while the others are on `others`: of those with
-// a rank the one with the fewest, if it has at least two fewer than `core`. Linux itself fills a
-// core on which nothing runs.
-std::optional<int> emptier_core(int core, std::span<const int> others);
+// A rank is a load of 1 for its core, and of 1 more for each kBytesPerLoad that it copies in a
+// collective beyond what every rank copies.
+struct RankOnCore {
+  int core;
+  uint64_t extra_load = 0;
+
+  uint64_t load() const { return 1 + extra_load; }
+};
+
+// The core to which a rank should move from its own: of those with another rank the one with the
+// least load, if that is less than here even with this rank. Linux itself fills a core on which
+// nothing runs.
+std::optional<int> emptier_core(const RankOnCore& rank, std::span<const RankOnCore> others);
 
 // The threads of the machine that run or could; a great many if /proc does not say.
 size_t num_running();
@@ -72,6 +91,11 @@ class CoreSharing {
 
   // What this rank does, on the core where it is.
   void record(CoreWord::State state);
+  // How many bytes more than every other rank it copies in the collective that it is in.
+  void record_extra_bytes(uint64_t num_bytes);
+  // With 4 ranks on 2 cores a scatter or gather of 4 MiB and more is faster with the root alone,
+  // one of less than 1 MiB slower (benchmarks/LOG.md).
+  static constexpr uint64_t kBytesPerLoad = 1 << 20;
 
   // Whether another rank works on this core, or sleeps and may have been woken since.
   bool is_needed_by_other() const;

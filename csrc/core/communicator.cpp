@@ -106,6 +106,7 @@ void Communicator::run(const Call& call, const cpu::Buffers& buffers, CallerThre
                                      mailboxes_are_reserved_);
       executor.contribute(call, buffers, mailboxes);
       rendezvous(call);
+      core_sharing_.record_extra_bytes(0);
       mailboxes_are_reserved_ |= num_bytes != 0;
       num_rounds_ += executor.complete(call, buffers, mailboxes, exchange);
     } else {
@@ -116,6 +117,7 @@ void Communicator::run(const Call& call, const cpu::Buffers& buffers, CallerThre
         return executor.source_bytes(call, buffers, peer, world_size());
       };
       if (const auto sources = find_sources(source, bytes_of)) {
+        core_sharing_.record_extra_bytes(0);
         num_rounds_ += executor.run_in_place(call, buffers, *sources, exchange);
         // A peer that gives up no longer waits until this rank has read its tensor, and may
         // overwrite it. The peer publishes its abort before that; this rank publishes that it has
@@ -123,6 +125,7 @@ void Communicator::run(const Call& call, const cpu::Buffers& buffers, CallerThre
         // guarantees this order.
         if (const auto error = watch_.poll()) throw *error;
       } else {
+        core_sharing_.record_extra_bytes(executor.extra_bytes(call, rank(), world_size()));
         num_rounds_ += executor.run_rounds(call, buffers, exchange);
       }
     }

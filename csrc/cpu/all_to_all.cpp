@@ -13,13 +13,15 @@ namespace {
 
 using schedule::Range;
 
-// The start of a message: the elements that this rank sends to each rank, then those that it
-// expects from each. The parts follow, by receiver, if they fit into the message together.
+// The start of a message: the elements that its sender sends to each rank, then those that it
+// expects from each. The parts follow, by receiver, if they fit into the message together; its own
+// is not among them.
 class View {
  public:
-  View(std::byte* message, int world_size)
-      : lengths_(reinterpret_cast<uint64_t*>(message)),
-        world_size_(static_cast<size_t>(world_size)) {}
+  View(const Mailboxes& mailboxes, int sender)
+      : sender_(sender),
+        lengths_(reinterpret_cast<uint64_t*>(mailboxes.of(sender))),
+        world_size_(static_cast<size_t>(mailboxes.world_size())) {}
 
   uint64_t& sent_to(int rank) const { return lengths_[static_cast<size_t>(rank)]; }
   uint64_t& expected_from(int rank) const {
@@ -32,6 +34,7 @@ class View {
   uint64_t offset_of(int rank, size_t elem_bytes, uint64_t max_bytes) const {
     uint64_t offset = 0;
     for (int i = 0; i < rank; ++i) {
+      if (i == sender_) continue;
       const uint64_t num_elems = schedule::min_of(sent_to(i), max_bytes + 1);
       offset = schedule::min_of(offset + num_elems * elem_bytes, max_bytes + 1);
     }
@@ -39,6 +42,7 @@ class View {
   }
 
  private:
+  int sender_;
   uint64_t* lengths_;
   size_t world_size_;
 };
@@ -54,7 +58,7 @@ class AllToAll final : public Executor {
   void contribute(const Call& call, const Buffers& buffers,
                   const Mailboxes& mailboxes) const override {
     const int world_size = mailboxes.world_size();
-    const View own(mailboxes.own(), world_size);
+    const View own(mailboxes, mailboxes.rank());
     for (int peer = 0; peer < world_size; ++peer) {
       own.sent_to(peer) = buffers.inputs[peer].num_elems;
       own.expected_from(peer) = buffers.outputs[peer].num_elems;
@@ -62,10 +66,9 @@ class AllToAll final : public Executor {
     if (!travels_with_post(own, call, mailboxes)) return;
     std::byte* place = own.parts();
     for (int peer = 0; peer < world_size; ++peer) {
+      if (peer == mailboxes.rank()) continue;
       const uint64_t num_bytes = bytes_of(call, buffers.inputs[peer]);
-      if (peer != mailboxes.rank()) {
-        mailboxes.stores_in_exchange_with(peer).store(place, buffers.inputs[peer].data, num_bytes);
-      }
+      mailboxes.stores_in_exchange_with(peer).store(place, buffers.inputs[peer].data, num_bytes);
       place += num_bytes;
     }
   }
@@ -80,7 +83,7 @@ class AllToAll final : public Executor {
     bool is_in_rounds[kMaxWorldSize];  // by sender
     uint64_t longest = 0;              // part of those
     for (int sender = 0; sender < world_size; ++sender) {
-      const View view(mailboxes.of(sender), world_size);
+      const View view(mailboxes, sender);
       is_in_rounds[sender] = !travels_with_post(view, call, mailboxes);
       for (int receiver = 0; is_in_rounds[sender] && receiver < world_size; ++receiver) {
         if (receiver != sender) longest = schedule::max_of(longest, view.sent_to(receiver));
@@ -113,9 +116,9 @@ class AllToAll final : public Executor {
   static void check_views(const Mailboxes& mailboxes) {
     const int world_size = mailboxes.world_size();
     for (int receiver = 0; receiver < world_size; ++receiver) {
-      const View view(mailboxes.of(receiver), world_size);
+      const View view(mailboxes, receiver);
       for (int sender = 0; sender < world_size; ++sender) {
-        const uint64_t sent = View(mailboxes.of(sender), world_size).sent_to(receiver);
+        const uint64_t sent = View(mailboxes, sender).sent_to(receiver);
         const uint64_t expected = view.expected_from(sender);
         if (sent == expected) continue;
         throw Error(ErrorKind::kMismatch,

@@ -27,6 +27,11 @@ OutputCopier copier_for(const Call& call, const Buffers& buffers, int world_size
   return {total_of(call, buffers.outputs, world_size), world_size};
 }
 
+// Where only the root copies the parts of all ranks.
+uint64_t extra_bytes_of_root(const Call& call, int rank, int world_size) {
+  return rank == call.root ? static_cast<uint64_t>(world_size - 1) * call.num_bytes() : 0;
+}
+
 // Where a root fills slots, it refills that of round r once all other ranks have drained round r.
 
 class Broadcast final : public Executor {
@@ -243,14 +248,18 @@ class Gather final : public Executor {
     if (is_root) move_own(call, *buffers.inputs, buffers.outputs[call.root], copier);
     return num_rounds;
   }
+
+  uint64_t extra_bytes(const Call& call, int rank, int world_size) const override {
+    return extra_bytes_of_root(call, rank, world_size);
+  }
 };
 
 class Scatter final : public Executor {
  public:
-  // The root's message holds the parts of all ranks.
+  // The root's message holds the parts of all others.
   std::optional<uint64_t> message_bytes(const Call& call, const Buffers&, int world_size,
                                         uint64_t) const override {
-    return static_cast<uint64_t>(world_size) * call.num_bytes();
+    return static_cast<uint64_t>(world_size - 1) * call.num_bytes();
   }
 
   void contribute(const Call& call, const Buffers& buffers,
@@ -258,20 +267,19 @@ class Scatter final : public Executor {
     if (mailboxes.rank() != call.root) return;
     for (int peer = 0; peer < mailboxes.world_size(); ++peer) {
       if (peer == call.root) continue;
-      mailboxes.stores_to(peer).store(
-          mailboxes.own() + static_cast<uint64_t>(peer) * call.num_bytes(),
-          buffers.inputs[peer].data, call.num_bytes());
+      mailboxes.stores_to(peer).store(mailboxes.part(call.root, peer, call.num_bytes()),
+                                      buffers.inputs[peer].data, call.num_bytes());
     }
   }
 
   uint64_t complete(const Call& call, const Buffers& buffers, const Mailboxes& mailboxes,
                     Exchange&) const override {
-    const auto rank = static_cast<uint64_t>(mailboxes.rank());
+    const int rank = mailboxes.rank();
     const OutputCopier copier(call.num_bytes(), mailboxes.world_size());
-    if (mailboxes.rank() == call.root) {
+    if (rank == call.root) {
       move_own(call, buffers.inputs[rank], *buffers.outputs, copier);
     } else {
-      copier.copy(buffers.outputs->data, mailboxes.of(call.root) + rank * call.num_bytes(),
+      copier.copy(buffers.outputs->data, mailboxes.part(call.root, rank, call.num_bytes()),
                   call.num_bytes());
     }
     return 0;
@@ -343,6 +351,10 @@ class Scatter final : public Executor {
     }
     if (!copies_own) move_own(call, own, *buffers.outputs, copier);
     return num_rounds;
+  }
+
+  uint64_t extra_bytes(const Call& call, int rank, int world_size) const override {
+    return extra_bytes_of_root(call, rank, world_size);
   }
 
  private:

@@ -66,6 +66,12 @@ class Mailboxes {
   std::byte* of(int peer) const {
     return transport_.region(are_swapped_ ? 1 - peer : peer).at(offset_);
   }
+  // Where a message that holds one part for each other rank, each of at most max_bytes, has that
+  // for `receiver`. With two ranks both parts are at the beginning, so that they change hands too.
+  std::byte* part(int sender, int receiver, uint64_t max_bytes) const {
+    const int index = schedule::index_of_peer(sender, world_size(), receiver);
+    return of(sender) + static_cast<uint64_t>(index) * max_bytes;
+  }
   // Stores into the own message, for one other rank that reads it, and for all.
   SlotStores& stores_to(int reader) const { return writer_.to(reader); }
   SlotStores& stores_to_all() const { return writer_.to_all(); }

@@ -80,21 +80,21 @@ void reduce_part(const Call& call, const Buffers& buffers, const Range& range, i
 
 class ReduceScatter final : public Executor {
  public:
-  // A message holds the parts of all ranks, each at a multiple of the longest one's length.
+  // A message holds the parts of all others.
   std::optional<uint64_t> message_bytes(const Call& call, const Buffers& buffers, int world_size,
                                         uint64_t) const override {
-    return static_cast<uint64_t>(world_size) * stride_of(call, buffers, world_size);
+    return static_cast<uint64_t>(world_size - 1) * longest_packed(call, buffers, world_size);
   }
 
   void contribute(const Call& call, const Buffers& buffers,
                   const Mailboxes& mailboxes) const override {
     const IeeeFloatScope ieee;
     const int world_size = mailboxes.world_size();
-    const uint64_t stride = stride_of(call, buffers, world_size);
+    const uint64_t longest = longest_packed(call, buffers, world_size);
     for (int owner = 0; owner < world_size; ++owner) {
       if (owner == mailboxes.rank()) continue;  // read from the tensor instead
       const Part& part = buffers.inputs[owner];
-      pack(call, part, {0, part.num_elems}, mailboxes.own() + static_cast<uint64_t>(owner) * stride,
+      pack(call, part, {0, part.num_elems}, mailboxes.part(mailboxes.rank(), owner, longest),
            mailboxes.stores_in_exchange_with(owner));
     }
   }
@@ -102,12 +102,11 @@ class ReduceScatter final : public Executor {
   uint64_t complete(const Call& call, const Buffers& buffers, const Mailboxes& mailboxes,
                     Exchange&) const override {
     const int rank = mailboxes.rank();
-    const uint64_t offset =
-        static_cast<uint64_t>(rank) * stride_of(call, buffers, mailboxes.world_size());
+    const uint64_t longest = longest_packed(call, buffers, mailboxes.world_size());
     const Range whole{0, buffers.outputs->num_elems};
     reduce_part(call, buffers, whole, mailboxes.world_size(), [&](int peer) -> Contribution {
       if (peer == rank) return {at(buffers.inputs[rank], 0), false};
-      return {mailboxes.of(peer) + offset, true};
+      return {mailboxes.part(peer, rank, longest), true};
     });
     return 0;
   }
@@ -153,7 +152,7 @@ class ReduceScatter final : public Executor {
     const int rank = exchange.rank();
     const int world_size = exchange.world_size();
     const uint64_t round_elems = call.wire.capacity(exchange.share_of_slot(), 1);
-    const uint64_t num_rounds = schedule::ceil_div(stride_of(call, buffers, world_size),
+    const uint64_t num_rounds = schedule::ceil_div(longest_packed(call, buffers, world_size),
                                                    call.wire.payload_bytes(round_elems));
     const auto chunk_of = [&](int owner, uint64_t round) {
       return schedule::chunk_of(buffers.inputs[owner].num_elems, round_elems, round);
@@ -178,7 +177,7 @@ class ReduceScatter final : public Executor {
 
  private:
   // The bytes of the longest part in the wire dtype.
-  static uint64_t stride_of(const Call& call, const Buffers& buffers, int world_size) {
+  static uint64_t longest_packed(const Call& call, const Buffers& buffers, int world_size) {
     return call.wire.payload_bytes(longest_of(call, buffers.inputs, world_size) /
                                    info(call.dtype).num_bytes);
   }

@@ -89,9 +89,16 @@ void wait_yields_beside(int cores_apart, State state) {
               });
 }
 
+// The core to which `rank` should move, or -1.
+int target_of(const RankOnCore& rank, const std::vector<RankOnCore>& others) {
+  return emptier_core(rank, others).value_or(-1);
+}
+
 void cores_with_two_ranks_less_are_emptier() {
   const auto target = [](int core, const std::vector<int>& others) {
-    return emptier_core(core, others).value_or(-1);
+    std::vector<RankOnCore> ranks;
+    for (const int each : others) ranks.push_back({each});
+    return target_of({core}, ranks);
   };
   check_equal(target(0, {0, 0, 1}), 1, "three beside one");
   check_equal(target(5, {5, 2, 5, 2, 3, 5, 5}), 3, "the one with the fewest");
@@ -100,6 +107,16 @@ void cores_with_two_ranks_less_are_emptier() {
   check_equal(target(0, {0, 0, 0}), -1, "no rank elsewhere");
   check_equal(target(0, {1, 1, 1}), -1, "alone");
   check_equal(target(0, {}), -1, "no other rank");
+}
+
+void core_of_a_loaded_rank_is_fuller() {
+  const auto root = [](int core, uint64_t extra_load) { return RankOnCore{core, extra_load}; };
+  check_equal(target_of({0}, {root(0, 3), {1}, {1}}), 1, "beside the root");
+  check_equal(target_of({1}, {root(0, 3), {1}, {1}}), -1, "three, but not beside the root");
+  check_equal(target_of(root(0, 3), {{0}, {1}, {1}}), -1, "the root itself stays");
+  check_equal(target_of({0}, {root(0, 1), {1}, {1}}), -1, "a little more to do");
+  check_equal(target_of(root(0, 3), {{0}, {0}, {1}}), 1, "the root leaves two");
+  check_equal(target_of({2}, {root(0, 9), {2}, {2}, {1}}), 1, "not to the root");
 }
 
 // Linux may move the thread on at once.
@@ -127,6 +144,8 @@ class ThreeBesideOne {
   }
 
   void forget_one() { others_[2] = {}; }
+  // Of the one elsewhere.
+  void load_one(uint64_t num_bytes) { CoreSharing(&others_[2], {}).record_extra_bytes(num_bytes); }
   void let_run(size_t num_running) { num_running_ = num_running; }
 
   // From the core with three.
@@ -160,6 +179,11 @@ void crowded_rank_moves() {
   await([&] { return spread([](ThreeBesideOne&) {}); }, "the rank moves");
   check(!spread([](ThreeBesideOne& ranks) { ranks.let_run(5); }), "another program runs");
   check(!spread([](ThreeBesideOne& ranks) { ranks.forget_one(); }), "one rank is not known");
+  const auto spread_beside = [&](uint64_t num_bytes) {
+    return spread([&](ThreeBesideOne& ranks) { ranks.load_one(num_bytes); });
+  };
+  check(!spread_beside(CoreSharing::kBytesPerLoad), "the one elsewhere has as much to do");
+  await([&] { return spread_beside(CoreSharing::kBytesPerLoad - 1); }, "it has less to do");
 }
 
 void rank_looks_only_now_and_then() {
@@ -183,6 +207,7 @@ const CaseTable kCases{
     {"core_sharing_yields_to_yielding", [] { wait_yields_beside(0, State::kYields); }},
     {"core_sharing_yields_if_apart", [] { wait_yields_beside(1, State::kWorks); }},
     {"core_sharing_emptier_core", cores_with_two_ranks_less_are_emptier},
+    {"core_sharing_loaded_core", core_of_a_loaded_rank_is_fuller},
     {"core_sharing_moving", thread_moves_and_stays_free},
     {"core_sharing_spreading", crowded_rank_moves},
     {"core_sharing_spreading_rarely", rank_looks_only_now_and_then},
