@@ -50,14 +50,13 @@ class SlotStores {
   void record(StorePath path, double ns_per_byte, Clock::time_point now);
 
   static constexpr size_t kShortest = 8 << 10;  // below, everything is stored into the caches
-  // One of these is measured, and every one until the ways are compared.
-  static constexpr uint64_t kMeasured = 16;
-  // Of those into the caches, one of these goes past them, for comparison.
+  static constexpr uint64_t kMeasured = 16;     // one of these is measured
+  // Of those into the caches, one of these goes past them, for comparison, while they are slow.
   static constexpr uint64_t kCompared = 64;
   // A first store into the caches after others past them is fast. This many bytes fill all places
   // of a ring of slots, or of a link (transport/layout.h).
   static constexpr uint64_t kSettlingBytes = 2 << 20;
-  static constexpr int kEnough = 4;  // measurements of stores into the caches, to judge them
+  static constexpr int kEnough = 4;  // measurements of stores into the caches, the first ones
   // Into the caches is too slow if a store takes this long for each byte, and this many times as
   // long as one past them. With a common third-level cache it is 0.08 to 0.12 ns and 2 to 4 times,
   // since the time of a store past the caches is not all its cost; without one, 0.35 to 0.5 and 6
@@ -88,7 +87,6 @@ class SlotStores {
   };
 
   bool has_settled() const { return num_bytes_ > kSettlingBytes; }
-  bool is_judged() const { return streamed_.num_measured > 0 && cached_.num_measured >= kEnough; }
 
   Kind kind_;
   StorePath path_ = StorePath::kCached;

@@ -62,6 +62,7 @@ void ranks_that_are_far_apart_store_past_the_caches() {
 void neighbours_store_into_the_caches() {
   Writer writer;
   writer.store(kNear, 10000);
+  check_equal(writer.num_cached(), uint64_t{10000}, "stores into the caches");
   check(!writer.streams(), "near");
   writer.store({100, 0.03}, SlotStores::kMeasured);
   writer.store(kNear, 10000);
@@ -93,19 +94,20 @@ void ranks_that_have_moved_are_noticed() {
 }
 
 void both_ways_copy() {
-  const std::vector<size_t> sizes{
-      0, 1, 100, SlotStores::kShortest - 1, SlotStores::kShortest, SlotStores::kShortest + 13};
-  SlotStores stores;  // once settled, every kCompared-th goes past the caches
-  std::vector<unsigned char> settling(SlotStores::kSettlingBytes), settled(settling.size());
-  stores.store(settled.data(), settling.data(), settling.size());
-  for (uint64_t round = 0; round < 2 * SlotStores::kCompared; ++round) {
-    for (const size_t num_bytes : sizes) {
-      std::vector<unsigned char> from(num_bytes + 1), to(num_bytes + 1, 7);
-      for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<unsigned char>(i * 31 + round);
-      stores.store(to.data(), from.data(), num_bytes);
-      check(to.back() == 7, "nothing behind the end");
-      from.back() = 7;
-      check(from == to, "what was copied");
+  SlotStores stores;
+  const auto check_copy = [](size_t num_bytes, const auto& copy) {
+    std::vector<unsigned char> from(num_bytes + 1), to(num_bytes + 1, 7);
+    for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<unsigned char>(i * 31);
+    copy(to.data(), from.data(), num_bytes);
+    check(to.back() == 7, "nothing behind the end");
+    from.back() = 7;
+    check(from == to, "what was copied");
+  };
+  for (const size_t num_bytes : {size_t{0}, size_t{1}, size_t{100}, SlotStores::kShortest - 1,
+                                 SlotStores::kShortest, SlotStores::kShortest + 13}) {
+    check_copy(num_bytes, [&](auto... range) { stores.store(range...); });
+    for (const StorePath path : {StorePath::kCached, StorePath::kStreamed}) {
+      check_copy(num_bytes, [&](auto... range) { cpu::store_bytes(path, range...); });
     }
   }
 }
