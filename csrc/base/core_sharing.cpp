@@ -12,17 +12,17 @@
 namespace rota {
 
 std::optional<int> emptier_core(const RankOnCore& rank, std::span<const RankOnCore> others) {
-  const auto load_with_rank = [&](int core) {
-    uint64_t load = rank.load();
-    for (const RankOnCore& other : others) load += other.core == core ? other.load() : 0;
-    return load;
+  const auto weight_with_rank = [&](int core) {
+    uint64_t weight = rank.weight();
+    for (const RankOnCore& other : others) weight += other.core == core ? other.weight() : 0;
+    return weight;
   };
   std::optional<int> best;
-  uint64_t least = load_with_rank(rank.core);
+  uint64_t least = weight_with_rank(rank.core);
   for (const RankOnCore& other : others) {
-    const uint64_t load = load_with_rank(other.core);
-    if (load >= least) continue;
-    least = load;
+    const uint64_t weight = weight_with_rank(other.core);
+    if (weight >= least) continue;
+    least = weight;
     best = other.core;
   }
   return best;
@@ -51,9 +51,9 @@ void CoreSharing::spread(std::chrono::steady_clock::time_point now) {
   for (const CoreWord* other : others_) {
     const auto place = other->load();
     if (!place) return;
-    others.push_back({place->core, other->load_extra_load()});
+    others.push_back({place->core, other->load_extra_weight()});
   }
-  const RankOnCore own{sched_getcpu(), own_->load_extra_load()};
+  const RankOnCore own{sched_getcpu(), own_->load_extra_weight()};
   const std::optional<int> target = emptier_core(own, others);
   if (!target) return;
   next_look_.store((now + kMovesEvery).time_since_epoch().count(), std::memory_order_relaxed);
@@ -66,7 +66,7 @@ void CoreSharing::record(CoreWord::State state) {
 }
 
 void CoreSharing::record_extra_bytes(uint64_t num_bytes) {
-  if (own_ != nullptr) own_->record_extra_load(num_bytes / kBytesPerLoad);
+  if (own_ != nullptr) own_->record_extra_weight(num_bytes / kBytesPerWeight);
 }
 
 }  // namespace rota

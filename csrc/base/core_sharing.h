@@ -27,8 +27,8 @@ namespace rota {
 // Of one process, in shared memory. Only its owner writes it. Relaxed: nobody reads anything else
 // by it.
 struct alignas(kCacheLineBytes) CoreWord {
-  uint64_t value;       // 0: not known
-  uint64_t extra_load;  // see RankOnCore; of its last collective that copies
+  uint64_t value;         // 0: not known
+  uint64_t extra_weight;  // see RankOnCore; of its last collective that copies
 
   enum class State : uint8_t { kWorks, kYields, kSleeps };
   static constexpr uint64_t kNumStates = 3;
@@ -48,8 +48,8 @@ struct alignas(kCacheLineBytes) CoreWord {
     store_word(value, (static_cast<uint64_t>(place.core) + 1) * kNumStates +
                           static_cast<uint64_t>(place.state));
   }
-  uint64_t load_extra_load() const { return load_word(extra_load); }
-  void record_extra_load(uint64_t load) { store_word(extra_load, load); }
+  uint64_t load_extra_weight() const { return load_word(extra_weight); }
+  void record_extra_weight(uint64_t weight) { store_word(extra_weight, weight); }
 
  private:
   static uint64_t load_word(const uint64_t& word) {
@@ -64,18 +64,18 @@ struct alignas(kCacheLineBytes) CoreWord {
   }
 };
 
-// A rank is a load of 1 for its core, and of 1 more for each kBytesPerLoad that it copies in a
-// collective beyond what every rank copies.
+// A rank weighs 1 on its core, and 1 more for each kBytesPerWeight that it copies in a collective
+// beyond what every rank copies.
 struct RankOnCore {
   int core;
-  uint64_t extra_load = 0;
+  uint64_t extra_weight = 0;
 
-  uint64_t load() const { return 1 + extra_load; }
+  uint64_t weight() const { return 1 + extra_weight; }
 };
 
 // The core to which a rank should move from its own: of those with another rank the one with the
-// least load, if that is less than here even with this rank. Linux itself fills a core on which
-// nothing runs.
+// least weight, if it has less than this one even with this rank. Linux itself fills a core on
+// which nothing runs.
 std::optional<int> emptier_core(const RankOnCore& rank, std::span<const RankOnCore> others);
 
 // The threads of the machine that run or could; a great many if /proc does not say.
@@ -95,7 +95,7 @@ class CoreSharing {
   void record_extra_bytes(uint64_t num_bytes);
   // With 4 ranks on 2 cores a scatter or gather of 4 MiB and more is faster with the root alone,
   // one of less than 1 MiB slower (benchmarks/LOG.md).
-  static constexpr uint64_t kBytesPerLoad = 1 << 20;
+  static constexpr uint64_t kBytesPerWeight = 1 << 20;
 
   // Whether another rank works on this core, or sleeps and may have been woken since.
   bool is_needed_by_other() const;

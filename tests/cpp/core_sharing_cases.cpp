@@ -109,8 +109,8 @@ void cores_with_two_ranks_less_are_emptier() {
   check_equal(target(0, {}), -1, "no other rank");
 }
 
-void core_of_a_loaded_rank_is_fuller() {
-  const auto root = [](int core, uint64_t extra_load) { return RankOnCore{core, extra_load}; };
+void core_of_a_heavy_rank_is_fuller() {
+  const auto root = [](int core, uint64_t extra_weight) { return RankOnCore{core, extra_weight}; };
   check_equal(target_of({0}, {root(0, 3), {1}, {1}}), 1, "beside the root");
   check_equal(target_of({1}, {root(0, 3), {1}, {1}}), -1, "three, but not beside the root");
   check_equal(target_of(root(0, 3), {{0}, {1}, {1}}), -1, "the root itself stays");
@@ -145,7 +145,9 @@ class ThreeBesideOne {
 
   void forget_one() { others_[2] = {}; }
   // Of the one elsewhere.
-  void load_one(uint64_t num_bytes) { CoreSharing(&others_[2], {}).record_extra_bytes(num_bytes); }
+  void let_one_copy(uint64_t num_bytes) {
+    CoreSharing(&others_[2], {}).record_extra_bytes(num_bytes);
+  }
   void let_run(size_t num_running) { num_running_ = num_running; }
 
   // From the core with three.
@@ -180,10 +182,10 @@ void crowded_rank_moves() {
   check(!spread([](ThreeBesideOne& ranks) { ranks.let_run(5); }), "another program runs");
   check(!spread([](ThreeBesideOne& ranks) { ranks.forget_one(); }), "one rank is not known");
   const auto spread_beside = [&](uint64_t num_bytes) {
-    return spread([&](ThreeBesideOne& ranks) { ranks.load_one(num_bytes); });
+    return spread([&](ThreeBesideOne& ranks) { ranks.let_one_copy(num_bytes); });
   };
-  check(!spread_beside(CoreSharing::kBytesPerLoad), "the one elsewhere has as much to do");
-  await([&] { return spread_beside(CoreSharing::kBytesPerLoad - 1); }, "it has less to do");
+  check(!spread_beside(CoreSharing::kBytesPerWeight), "the one elsewhere has as much to do");
+  await([&] { return spread_beside(CoreSharing::kBytesPerWeight - 1); }, "it has less to do");
 }
 
 void rank_looks_only_now_and_then() {
@@ -207,7 +209,7 @@ const CaseTable kCases{
     {"core_sharing_yields_to_yielding", [] { wait_yields_beside(0, State::kYields); }},
     {"core_sharing_yields_if_apart", [] { wait_yields_beside(1, State::kWorks); }},
     {"core_sharing_emptier_core", cores_with_two_ranks_less_are_emptier},
-    {"core_sharing_loaded_core", core_of_a_loaded_rank_is_fuller},
+    {"core_sharing_heavy_rank", core_of_a_heavy_rank_is_fuller},
     {"core_sharing_moving", thread_moves_and_stays_free},
     {"core_sharing_spreading", crowded_rank_moves},
     {"core_sharing_spreading_rarely", rank_looks_only_now_and_then},
