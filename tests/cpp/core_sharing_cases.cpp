@@ -110,13 +110,12 @@ void cores_with_two_ranks_less_are_emptier() {
 }
 
 void core_of_a_heavy_rank_is_fuller() {
-  const auto root = [](int core, uint64_t extra_weight) { return RankOnCore{core, extra_weight}; };
-  check_equal(target_of({0}, {root(0, 3), {1}, {1}}), 1, "beside the root");
-  check_equal(target_of({1}, {root(0, 3), {1}, {1}}), -1, "three, but not beside the root");
-  check_equal(target_of(root(0, 3), {{0}, {1}, {1}}), -1, "the root itself stays");
-  check_equal(target_of({0}, {root(0, 1), {1}, {1}}), -1, "a little more to do");
-  check_equal(target_of(root(0, 3), {{0}, {0}, {1}}), 1, "the root leaves two");
-  check_equal(target_of({2}, {root(0, 9), {2}, {2}, {1}}), 1, "not to the root");
+  check_equal(target_of({0}, {{0, 3}, {1}, {1}}), 1, "beside the root");
+  check_equal(target_of({1}, {{0, 3}, {1}, {1}}), -1, "three, but not beside the root");
+  check_equal(target_of({0, 3}, {{0}, {1}, {1}}), -1, "the root itself stays");
+  check_equal(target_of({0}, {{0, 1}, {1}, {1}}), -1, "a little more to do");
+  check_equal(target_of({0, 3}, {{0}, {0}, {1}}), 1, "the root leaves two");
+  check_equal(target_of({2}, {{0, 9}, {2}, {2}, {1}}), 1, "not to the root");
 }
 
 // Linux may move the thread on at once.
