@@ -29,6 +29,7 @@
 #include "tensor/signals.h"
 #include "tensor/tensor_checks.h"
 #include "tensor/tensor_communicator.h"
+#include "tensor/thread_state.h"
 #include "transport/available_memory.h"
 #include "transport/host.h"
 
@@ -239,6 +240,7 @@ PYBIND11_MODULE(_C, module) {
   py::module_::import("torch.distributed");  // registers Store, Work and Backend
   py::module_::import("atexit").attr("register")(
       py::cpp_function(&TensorCommunicator::end_progress_of_all));
+  keep_thread_states();
 
   py::module_ schedule_module = module.def_submodule("schedule");
   bind_schedule(schedule_module);

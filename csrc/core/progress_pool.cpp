@@ -3,14 +3,22 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <atomic>
 #include <system_error>
 #include <utility>
 
 #include "base/error.h"
 
 namespace rota {
+namespace {
+
+std::atomic<void (*)()> runs_first = nullptr;
+
+}  // namespace
 
 ProgressThread::ProgressThread() : thread_([this] { run(); }) {}
+
+void ProgressThread::run_first(void (*function)()) { runs_first = function; }
 
 void ProgressThread::start(std::function<void()> job) {
   {
@@ -21,6 +29,7 @@ void ProgressThread::start(std::function<void()> job) {
 }
 
 void ProgressThread::run() {
+  if (const auto function = runs_first.load()) function();
   while (true) {
     std::function<void()> job;
     {

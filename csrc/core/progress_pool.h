@@ -18,6 +18,9 @@ class ProgressThread {
   ProgressThread(const ProgressThread&) = delete;
   ProgressThread& operator=(const ProgressThread&) = delete;
 
+  // What every thread made from now on runs before its first job.
+  static void run_first(void (*function)());
+
   // For the borrower only.
   // Call once per loan; the job returns the thread to the pool.
   void start(std::function<void()> job);

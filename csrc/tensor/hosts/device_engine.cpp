@@ -10,6 +10,8 @@
 #include <thread>
 #include <utility>
 
+#include "tensor/thread_state.h"
+
 namespace rota::tensors {
 namespace {
 
@@ -62,7 +64,10 @@ void DeviceEngine::run_first(std::string_view call, const at::Tensor& outgoing, 
     return backend->alltoall_base(received, sent, from, to)->wait();
   });
   std::future<bool> result = exchange.get_future();
-  std::thread(std::move(exchange)).detach();
+  std::thread([exchange = std::move(exchange)]() mutable {
+    const ThreadState state;  // outlives what the exchange holds
+    std::exchange(exchange, {})();
+  }).detach();
   const auto end = std::chrono::steady_clock::now() + bridge_.timeout();
   while (result.wait_for(kFirstPoll) != std::future_status::ready) {
     bridge_.check_usable(call);
