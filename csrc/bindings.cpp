@@ -240,7 +240,7 @@ PYBIND11_MODULE(_C, module) {
   py::module_::import("torch.distributed");  // registers Store, Work and Backend
   py::module_::import("atexit").attr("register")(
       py::cpp_function(&TensorCommunicator::end_progress_of_all));
-  keep_thread_states();
+  keep_progress_thread_states();
 
   py::module_ schedule_module = module.def_submodule("schedule");
   bind_schedule(schedule_module);

@@ -3,7 +3,6 @@
 #if defined(C10D_BACKEND_HAS_WINDOW)
 
 #include <thread>
-#include <utility>
 
 #include "base/error.h"
 #include "tensor/errors.h"
@@ -69,15 +68,13 @@ c10::intrusive_ptr<::c10d::Work> WindowRota::wait_signal(int64_t rank, bool asyn
   }
   auto work = c10::make_intrusive<HostWork>(window.rank(), kOpType, "rota:wait_signal",
                                             std::vector<at::Tensor>{}, check_python_signals);
-  std::thread([kept = window_, source, timeout, work]() mutable {
-    const ThreadState state;  // outlives what this thread drops
-    const auto own_window = std::move(kept);
-    const auto own_work = std::move(work);
+  std::thread([kept = window_, source, timeout, work] {
+    keep_thread_state();
     try {
-      own_window->wait_signal(source, /*channel=*/0, timeout);
-      own_work->complete(nullptr);
+      kept->wait_signal(source, /*channel=*/0, timeout);
+      work->complete(nullptr);
     } catch (...) {
-      own_work->complete(std::current_exception());
+      work->complete(std::current_exception());
     }
   }).detach();
   return work;

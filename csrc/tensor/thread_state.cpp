@@ -23,25 +23,34 @@ void lock_for_fork() {
 
 void unlock_after_fork() { changing_states().unlock(); }
 
+// Whatever takes the GIL in this thread uses it meanwhile.
+class ThreadState {
+ public:
+  ThreadState() {
+    const std::lock_guard lock(changing_states());
+    if (!Py_IsInitialized()) return;
+    PyGILState_Ensure();
+    state_ = PyEval_SaveThread();
+  }
+  ~ThreadState() {
+    const std::lock_guard lock(changing_states());
+    if (state_ == nullptr || !Py_IsInitialized()) return;
+    PyEval_RestoreThread(state_);
+    PyGILState_Release(PyGILState_UNLOCKED);
+  }
+  ThreadState(const ThreadState&) = delete;
+  ThreadState& operator=(const ThreadState&) = delete;
+
+ private:
+  PyThreadState* state_ = nullptr;
+};
+
 }  // namespace
 
-ThreadState::ThreadState() {
-  const std::lock_guard lock(changing_states());
-  if (!Py_IsInitialized()) return;
-  PyGILState_Ensure();
-  state_ = PyEval_SaveThread();
-}
+void keep_thread_state() { thread_local const ThreadState state; }
 
-ThreadState::~ThreadState() {
-  const std::lock_guard lock(changing_states());
-  if (state_ == nullptr || !Py_IsInitialized()) return;
-  PyEval_RestoreThread(state_);
-  PyGILState_Release(PyGILState_UNLOCKED);
-}
-
-void keep_thread_states() {
-  // Never deleted: progress threads end with the process.
-  ProgressThread::run_first([] { new ThreadState; });
+void keep_progress_thread_states() {
+  ProgressThread::run_first(&keep_thread_state);
   py::module_::import("os").attr("register_at_fork")(
       py::arg("before") = py::cpp_function(&lock_for_fork),
       py::arg("after_in_parent") = py::cpp_function(&unlock_after_fork));

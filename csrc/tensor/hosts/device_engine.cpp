@@ -60,14 +60,12 @@ void DeviceEngine::run_first(std::string_view call, const at::Tensor& outgoing, 
   std::packaged_task<bool()> exchange([backend = backend_, stream, sent = outgoing,
                                        to = std::move(to), received = incoming,
                                        from = std::move(from)]() mutable {
+    keep_thread_state();
     const c10::StreamGuard on_stream(stream);
     return backend->alltoall_base(received, sent, from, to)->wait();
   });
   std::future<bool> result = exchange.get_future();
-  std::thread([exchange = std::move(exchange)]() mutable {
-    const ThreadState state;  // outlives what the exchange holds
-    std::exchange(exchange, {})();
-  }).detach();
+  std::thread(std::move(exchange)).detach();
   const auto end = std::chrono::steady_clock::now() + bridge_.timeout();
   while (result.wait_for(kFirstPoll) != std::future_status::ready) {
     bridge_.check_usable(call);
