@@ -31,16 +31,17 @@ inline std::string names_of_open_files() {
   return names;
 }
 
-// Waits for the listener's thread, which closes a connection only after its answer has arrived.
+// Waits for the listener's thread, which closes a connection only after its answer has arrived. One
+// count decides: a peer may connect right after it, and be counted by a second one.
 inline void check_num_open_files(int64_t expected, std::string_view what,
                                  std::source_location where = std::source_location::current()) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
-  while (num_open_files() != expected && std::chrono::steady_clock::now() < deadline) {
+  int64_t num_files = num_open_files();
+  while (num_files != expected && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    num_files = num_open_files();
   }
-  if (num_open_files() == expected) return;
-  check_equal(num_open_files(), expected, std::string(what) + " (" + names_of_open_files() + ")",
-              where);
+  check_equal(num_files, expected, join(what, " (", names_of_open_files(), ")"), where);
 }
 
 }  // namespace rota::test
