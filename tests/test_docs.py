@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 CONFORMANCE = ROOT / "tests" / "conformance"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLE = ROOT / "examples" / "ddp.py"
-LIMIT_S = 300  # a hang; beside seven other tests on two cores, one takes 130
+LIMIT_S = 300  # ends a hang; beside seven other tests on two cores, one took 120 s
 
 
 class Block(NamedTuple):

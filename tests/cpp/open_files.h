@@ -25,7 +25,7 @@ inline int64_t num_open_files() {
 inline std::string names_of_open_files() {
   std::string names;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
-    std::error_code error;  // the one of this iterator closes before it is read
+    std::error_code error;  // one that another thread has closed meanwhile has no name
     names += " " + std::filesystem::read_symlink(entry.path(), error).string();
   }
   return names;
