@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from itertools import combinations
 
 import torch
@@ -42,6 +43,7 @@ def use_many_groups(rank: Rank) -> tuple[list[int], list[int]]:
             dist.all_reduce(tensor, group=group, async_op=True).wait()
             assert tensor[-1].item() == sum(ranks) * len(ranks)
         dist.barrier()
+        time.sleep(0.1)  # a listener closes a connection a moment after its answer has arrived
         descriptors.append(num_descriptors())
         threads.append(num_threads())
     return descriptors, threads
