@@ -79,7 +79,7 @@ class AllToAll final : public Executor {
     const int world_size = mailboxes.world_size();
     check_views(mailboxes);
     const OutputCopier copier(total_of(call, buffers.outputs, world_size), world_size);
-    move_own(call, buffers.inputs[rank], buffers.outputs[rank], copier);
+    copy_own(call, buffers.inputs[rank], buffers.outputs[rank], copier);
     bool is_in_rounds[kMaxWorldSize];  // by sender
     uint64_t longest = 0;              // part of those
     for (int sender = 0; sender < world_size; ++sender) {

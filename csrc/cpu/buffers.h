@@ -37,7 +37,8 @@ struct Part {
 struct Buffers {
   void* data = nullptr;  // of one in place
   // Otherwise one part, or one for each rank, in order; null on ranks that do not contribute or
-  // receive. Where a rank's own part is input and output, both may be the same memory.
+  // receive. Where a rank's own part is input and output, both may be the same memory; no other
+  // parts overlap.
   const Part* inputs = nullptr;
   const Part* outputs = nullptr;
   // For reduce_bucket: the rounding errors of this rank's contributions, in units of the result.

@@ -44,14 +44,4 @@ OutputCopier OutputCopier::for_message(uint64_t num_bytes) {
   return OutputCopier(num_bytes >= last_level_cache_bytes());
 }
 
-void OutputCopier::move(void* dst, const void* src, size_t num_bytes) const {
-  const auto* to = static_cast<const std::byte*>(dst);
-  const auto* from = static_cast<const std::byte*>(src);
-  if (streams_ && (to + num_bytes <= from || from + num_bytes <= to)) {
-    stream_bytes(dst, src, num_bytes);
-  } else if (num_bytes != 0) {
-    std::memmove(dst, src, num_bytes);
-  }
-}
-
 }  // namespace rota::cpu

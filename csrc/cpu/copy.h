@@ -42,8 +42,6 @@ class OutputCopier {
     if (streams_) return stream_bytes(dst, src, num_bytes);
     copy_bytes(dst, src, num_bytes);
   }
-  // The ranges may overlap.
-  void move(void* dst, const void* src, size_t num_bytes) const;
 
  private:
   explicit OutputCopier(bool streams) : streams_(streams) {}

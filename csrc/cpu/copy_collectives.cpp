@@ -115,7 +115,7 @@ class AllGather final : public Executor {
   uint64_t complete(const Call& call, const Buffers& buffers, const Mailboxes& mailboxes,
                     Exchange&) const override {
     const OutputCopier copier = copier_for(call, buffers, mailboxes.world_size());
-    move_own(call, *buffers.inputs, buffers.outputs[mailboxes.rank()], copier);
+    copy_own(call, *buffers.inputs, buffers.outputs[mailboxes.rank()], copier);
     copy_from_peers(call, buffers, mailboxes.rank(), mailboxes.world_size(), copier,
                     [&](int peer) { return mailboxes.of(peer); });
     return 0;
@@ -135,7 +135,7 @@ class AllGather final : public Executor {
     copy_from_peers(call, buffers, exchange.rank(), exchange.world_size(), copier,
                     [&](int peer) { return sources[static_cast<size_t>(peer)]; });
     exchange.publish_drained(0);
-    move_own(call, *buffers.inputs, buffers.outputs[exchange.rank()], copier);
+    copy_own(call, *buffers.inputs, buffers.outputs[exchange.rank()], copier);
     exchange.wait_drained_by_peers(0, "all_gather in place");
     return 1;
   }
@@ -153,7 +153,7 @@ class AllGather final : public Executor {
     }
     const OutputCopier copier = copier_for(call, buffers, exchange.world_size());
     const Part& own_output = buffers.outputs[exchange.rank()];
-    const bool copies_own = !overlap(call, *buffers.inputs, own_output);
+    const bool copies_own = buffers.inputs->data != own_output.data;
     const auto chunk_of = [&](const Part& part, uint64_t round) {
       return schedule::chunk_of(bytes_of(call, part), exchange.slot_bytes(), round);
     };
@@ -174,7 +174,6 @@ class AllGather final : public Executor {
                     chunk.num_elems);
       }
     }
-    if (!copies_own) move_own(call, *buffers.inputs, own_output, copier);
     return num_rounds;
   }
 };
@@ -196,7 +195,7 @@ class Gather final : public Executor {
                     Exchange&) const override {
     if (mailboxes.rank() != call.root) return 0;
     const OutputCopier copier = copier_for(call, buffers, mailboxes.world_size());
-    move_own(call, *buffers.inputs, buffers.outputs[call.root], copier);
+    copy_own(call, *buffers.inputs, buffers.outputs[call.root], copier);
     copy_from_peers(call, buffers, mailboxes.rank(), mailboxes.world_size(), copier,
                     [&](int peer) { return mailboxes.of(peer); });
     return 0;
@@ -217,7 +216,7 @@ class Gather final : public Executor {
     copy_from_peers(call, buffers, exchange.rank(), exchange.world_size(), copier,
                     [&](int peer) { return sources[static_cast<size_t>(peer)]; });
     exchange.publish_drained(0);
-    move_own(call, *buffers.inputs, buffers.outputs[call.root], copier);
+    copy_own(call, *buffers.inputs, buffers.outputs[call.root], copier);
     return 1;
   }
 
@@ -245,7 +244,7 @@ class Gather final : public Executor {
       }
       exchange.publish_drained(round);
     }
-    if (is_root) move_own(call, *buffers.inputs, buffers.outputs[call.root], copier);
+    if (is_root) copy_own(call, *buffers.inputs, buffers.outputs[call.root], copier);
     return num_rounds;
   }
 
@@ -277,7 +276,7 @@ class Scatter final : public Executor {
     const int rank = mailboxes.rank();
     const OutputCopier copier(call.num_bytes(), mailboxes.world_size());
     if (rank == call.root) {
-      move_own(call, buffers.inputs[rank], *buffers.outputs, copier);
+      copy_own(call, buffers.inputs[rank], *buffers.outputs, copier);
     } else {
       copier.copy(buffers.outputs->data, mailboxes.part(call.root, rank, call.num_bytes()),
                   call.num_bytes());
@@ -307,10 +306,8 @@ class Scatter final : public Executor {
       exchange.publish_drained(0);
       return 1;
     }
-    const bool moves_now = is_apart(call, buffers, exchange.world_size());
-    if (moves_now) move_own(call, buffers.inputs[call.root], *buffers.outputs, copier);
+    copy_own(call, buffers.inputs[call.root], *buffers.outputs, copier);
     exchange.wait_drained_by_peers(0, "scatter in place");
-    if (!moves_now) move_own(call, buffers.inputs[call.root], *buffers.outputs, copier);
     return 1;
   }
 
@@ -334,7 +331,7 @@ class Scatter final : public Executor {
       return num_rounds;
     }
     const Part& own = buffers.inputs[call.root];
-    const bool copies_own = is_apart(call, buffers, world_size);
+    const bool copies_own = own.data != buffers.outputs->data;
     for (uint64_t round = 0; round < num_rounds; ++round) {
       const Range chunk = chunk_of(round);
       if (round >= num_slots) exchange.wait_drained_by_peers(round - num_slots, "scatter send");
@@ -349,19 +346,11 @@ class Scatter final : public Executor {
         copier.copy(at(*buffers.outputs, chunk.begin), at(own, chunk.begin), chunk.num_elems);
       }
     }
-    if (!copies_own) move_own(call, own, *buffers.outputs, copier);
     return num_rounds;
   }
 
   uint64_t extra_bytes(const Call& call, int rank, int world_size) const override {
     return extra_bytes_of_root(call, rank, world_size);
-  }
-
- private:
-  // Whether the root may fill its output while parts have not been sent.
-  static bool is_apart(const Call& call, const Buffers& buffers, int world_size) {
-    return std::none_of(buffers.inputs, buffers.inputs + world_size,
-                        [&](const Part& part) { return overlap(call, part, *buffers.outputs); });
   }
 };
 

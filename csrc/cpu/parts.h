@@ -42,15 +42,10 @@ inline bool are_one_tensor(const Call& call, const Part* parts, int num_parts) {
   return true;
 }
 
-inline bool overlap(const Call& call, const Part& a, const Part& b) {
-  return a.data < at(b, bytes_of(call, b)) && b.data < at(a, bytes_of(call, a));
-}
-
-// This rank's own part. They may overlap, because the input of an in-place collective is a part of
-// its output.
-inline void move_own(const Call& call, const Part& from, const Part& to,
+// This rank's own part; an input may be where the output is.
+inline void copy_own(const Call& call, const Part& from, const Part& to,
                      const OutputCopier& output) {
-  if (from.data != to.data) output.move(to.data, from.data, bytes_of(call, from));
+  if (from.data != to.data) output.copy(to.data, from.data, bytes_of(call, from));
 }
 
 }  // namespace rota::cpu

@@ -111,17 +111,11 @@ class ReduceScatter final : public Executor {
     return 0;
   }
 
-  // Peers can read an input that is one tensor, unless this rank writes its output to what they
-  // read.
-  Source source_of(const Call& call, const Buffers& buffers, int rank,
-                   int world_size) const override {
+  // Peers can read an input that is one tensor. They do not read what this rank may overwrite, its
+  // own part.
+  Source source_of(const Call& call, const Buffers& buffers, int, int world_size) const override {
     if (!are_one_tensor(call, buffers.inputs, world_size)) return {};
-    const std::byte* begin = at(*buffers.inputs, 0);
-    const std::byte* end = begin + total_of(call, buffers.inputs, world_size);
-    const Part& output = *buffers.outputs;
-    const bool is_apart = at(output, bytes_of(call, output)) <= begin || at(output, 0) >= end;
-    if (!is_apart && output.data != buffers.inputs[rank].data) return {};
-    return {.kind = Source::Kind::kTensor, .tensor = begin};
+    return {.kind = Source::Kind::kTensor, .tensor = buffers.inputs->data};
   }
 
   uint64_t source_bytes(const Call& call, const Buffers& buffers, int,

@@ -51,7 +51,8 @@ Call Call::from_words(const Words& words) {
                    .has_residual = enum_at<bool>(words[4], 32, 2),
                    .stochastic_seed =
                        enum_at<bool>(packed, 56, 2) ? std::optional(words[5]) : std::nullopt},
-          .is_between_gpus = enum_at<bool>(words[4], 56, 2)};
+          .is_between_gpus = enum_at<bool>(words[4], 56, 2),
+          .is_withdrawn = enum_at<bool>(packed, 57, 2)};
 }
 
 uint64_t Call::fingerprint(const Words& words) {
@@ -89,7 +90,10 @@ std::string Call::to_string() const {
   if (order.group_size != 0) text += join(", groups of ", order.group_size);
   if (order.num_shards != 0) text += join(", tree of ", order.num_shards, " shards");
   if (is_between_gpus) text += ", between GPUs";
-  return text + ')';
+  text += ')';
+  if (is_withdrawn)
+    text += " and withdrew it, because a tensor was resized or freed before it began";
+  return text;
 }
 
 }  // namespace rota

@@ -47,6 +47,7 @@ struct Call {
   BucketPass pass;
   bool is_between_gpus = false;  // over several hosts: by their GPUs and a device engine, which
                                  // ranks whose tensors are on the CPU would leave waiting
+  bool is_withdrawn = false;  // its rank has found that it cannot run it, and lets the others know
 
   bool operator==(const Call&) const = default;
 
@@ -67,7 +68,8 @@ struct Call {
                 static_cast<uint64_t>(dtype) << 16 | static_cast<uint64_t>(wire.dtype) << 24 |
                 static_cast<uint64_t>(hop) << 32 | static_cast<uint64_t>(algorithm) << 40 |
                 static_cast<uint64_t>(wire.is_block_scaled) << 48 |
-                static_cast<uint64_t>(pass.stochastic_seed.has_value()) << 56,
+                static_cast<uint64_t>(pass.stochastic_seed.has_value()) << 56 |
+                static_cast<uint64_t>(is_withdrawn) << 57,
             num_elems,
             static_cast<uint16_t>(root) | static_cast<uint64_t>(order.group_size) << 16 |
                 static_cast<uint64_t>(order.num_shards) << 32,

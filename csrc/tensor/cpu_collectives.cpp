@@ -67,6 +67,7 @@ WorkRef CpuCollectives::run(OperationList operations, Launch mode) {
     calls.push_back(plan(operation, planner_, rank_, at::kCPU));
   }
   if (operations.empty()) return {};
+  check_apart(operations);
   const CollectiveKind kind = operations[0].kind;
   if (runs_at_once(mode)) {
     const auto body = [&](Communicator& communicator, CallerThread thread) {
@@ -79,24 +80,37 @@ WorkRef CpuCollectives::run(OperationList operations, Launch mode) {
   }
   std::vector<OwnedOperation> owned(operations.begin(), operations.end());
   return enqueue(mode, kind, results_of(operations),
-                 [owned = std::move(owned), calls = std::move(calls)](Communicator& communicator,
-                                                                      CallerThread thread) {
+                 [owned = std::move(owned), calls = std::move(calls), planner = planner_](
+                     Communicator& communicator, CallerThread thread) {
                    for (size_t i = 0; i < owned.size(); ++i) {
-                     run_operation(owned[i].view(), calls[i], communicator, thread);
+                     const Operation operation = owned[i].view();
+                     check_unchanged(
+                         calls[i],
+                         [&] { return plan(operation, planner, communicator.rank(), at::kCPU); },
+                         [&](const Call& withdrawn) {
+                           communicator.agree(withdrawn, thread, operation.timeout);
+                         });
+                     run_operation(operation, calls[i], communicator, thread);
                    }
                  });
 }
 
 WorkRef CpuCollectives::reduce_bucket(const BucketTensors& tensors, const BucketOptions& options,
                                       Launch mode) {
-  check_bucket(tensors);
-  const Call call =
-      planner_.reduce_bucket(bucket_dtype(tensors.bucket), num_elems(tensors.bucket), options);
+  const Call call = plan(tensors, planner_, options);
   const auto body = [tensors, call](Communicator& communicator, CallerThread thread) {
     run_bucket(tensors,
                [&](const cpu::Buffers& buffers) { communicator.run(call, buffers, thread); });
   };
-  if (!runs_at_once(mode)) return enqueue(mode, call.kind, {tensors.bucket}, body);
+  if (!runs_at_once(mode)) {
+    return enqueue(mode, call.kind, {tensors.bucket},
+                   [=, planner = planner_](Communicator& communicator, CallerThread thread) {
+                     check_unchanged(
+                         call, [&] { return plan(tensors, planner, options); },
+                         [&](const Call& withdrawn) { communicator.agree(withdrawn, thread); });
+                     body(communicator, thread);
+                   });
+  }
   run_here(row_of(call.kind).title.data(), [&] { return std::vector{tensors.bucket}; }, body);
   return {};
 }
@@ -106,6 +120,10 @@ WorkRef CpuCollectives::all_reduce_sparse(const at::Tensor& tensor, Launch mode,
   check_sparse(tensor);
   const auto body = [tensor, timeout](Communicator& communicator, CallerThread thread) {
     const Planner planner(communicator.world_size());
+    const Call call{.kind = CollectiveKind::kAllReduce};
+    check_unchanged(
+        call, [&] { return check_sparse(tensor), call; },
+        [&](const Call& withdrawn) { communicator.agree(withdrawn, thread, timeout); });
     tensors::all_reduce_sparse(
         tensor, communicator.rank(), communicator.world_size(), [&](Operation& operation) {
           operation.timeout = timeout;

@@ -167,28 +167,6 @@ Call plan_in_place(const Operation& operation, const Planner& planner, at::Devic
                             operation.root, std::nullopt, operation.reduction.order);
 }
 
-bool share_memory(at::TensorList some, at::TensorList others) {
-  const auto begin_of = [](const at::Tensor& tensor) {
-    return static_cast<const std::byte*>(tensor.storage().data());
-  };
-  return std::ranges::any_of(some, [&](const at::Tensor& tensor) {
-    return std::ranges::any_of(others, [&](const at::Tensor& other) {
-      return tensor.numel() != 0 && other.numel() != 0 && begin_of(tensor) == begin_of(other);
-    });
-  });
-}
-
-// An all-to-all may write a part before it has sent the one that lies there.
-std::vector<at::Tensor> copies_of_shared_inputs(const Operation& operation) {
-  std::vector<at::Tensor> copies;
-  if (operation.kind == CollectiveKind::kAllToAll &&
-      share_memory(operation.inputs, operation.outputs)) {
-    const at::NoGradGuard no_grad;
-    for (const at::Tensor& tensor : operation.inputs) copies.push_back(tensor.clone());
-  }
-  return copies;
-}
-
 }  // namespace
 
 const at::Tensor& Operation::any_tensor() const {
@@ -202,7 +180,11 @@ OwnedOperation::OwnedOperation(const Operation& operation)
       inputs_(operation.inputs.vec()),
       outputs_(operation.outputs.vec()),
       input_splits_(operation.input_splits.vec()),
-      output_splits_(operation.output_splits.vec()) {}
+      output_splits_(operation.output_splits.vec()) {
+  for (const at::TensorList tensors : {operation.inputs, operation.outputs}) {
+    for (const at::Tensor& tensor : tensors) memory_.push_back(tensor.storage());
+  }
+}
 
 Operation OwnedOperation::view() const {
   Operation view = operation_;
@@ -258,31 +240,147 @@ Call plan(const Operation& operation, const Planner& planner, int rank, at::Devi
   return call;
 }
 
+Call plan(const BucketTensors& tensors, const Planner& planner, const BucketOptions& options) {
+  check_bucket(tensors);
+  return planner.reduce_bucket(bucket_dtype(tensors.bucket), num_elems(tensors.bucket), options);
+}
+
+namespace {
+
+// A tensor of several operations.
+struct Place {
+  ByteRange range;
+  const at::Tensor* tensor;
+  size_t operation;
+  bool is_output;
+};
+
+bool must_be_apart(const Place& one, const Place& other) {
+  if (one.operation == other.operation) return one.is_output && other.is_output;
+  return one.is_output || other.is_output;
+}
+
+}  // namespace
+
+void check_apart(at::ArrayRef<Operation> operations) {
+  if (operations.size() == 1 && operations[0].outputs.size() < 2) return;
+  std::vector<Place> places;
+  for (size_t i = 0; i < operations.size(); ++i) {
+    for (const at::Tensor& tensor : operations[i].outputs) {
+      places.push_back({range_of(tensor), &tensor, i, /*is_output=*/true});
+    }
+    for (const at::Tensor& tensor : operations[i].inputs) {
+      places.push_back({range_of(tensor), &tensor, i, /*is_output=*/false});
+    }
+  }
+  std::ranges::sort(places, std::ranges::less(),
+                    [](const Place& place) { return place.range.begin; });
+  for (size_t i = 0; i < places.size(); ++i) {
+    const std::byte* end = places[i].range.end;
+    for (size_t j = i + 1; j < places.size() && places[j].range.begin < end; ++j) {
+      if (!must_be_apart(places[i], places[j])) continue;
+      if (!overlap(*places[i].tensor, *places[j].tensor)) continue;
+      refuse(operations[0], ErrorKind::kValue,
+             places[i].operation == places[j].operation
+                 ? "two outputs share memory, expected one for each rank; give each its own"
+                 : "tensors of several calls that are made as one share memory; give each its own");
+    }
+  }
+}
+
+void check_unchanged(const Call& planned, c10::function_ref<Call()> replan,
+                     c10::function_ref<void(const Call&)> agree) {
+  try {
+    if (replan() == planned) return;
+    throw Error(ErrorKind::kValue,
+                join("rota.", planned.kind_name(),
+                     ": a tensor was resized or replaced between the call and its start; wait for "
+                     "the call's work before"));
+  } catch (const Error&) {
+    Call withdrawn = planned;
+    withdrawn.is_withdrawn = true;
+    try {
+      agree(withdrawn);
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::kMismatch) throw;
+    }
+    throw;
+  }
+}
+
 PackedSide::PackedSide(at::TensorList tensors, c10::ArrayRef<uint64_t> lengths,
                        Packed::Content content, std::optional<double> factor) {
   for (const at::Tensor& tensor : tensors) packed_.emplace_back(tensor, content, factor);
-  if (packed_.size() == lengths.size()) {
-    for (size_t i = 0; i < lengths.size(); ++i) parts_.push_back({packed_[i].data(), lengths[i]});
-    return;
+  for (const uint64_t length : lengths) parts_.push_back({nullptr, length});
+  place_parts();
+}
+
+void PackedSide::place_parts() {
+  const bool is_one_tensor = packed_.size() < parts_.size();
+  std::byte* end = nullptr;  // of the parts before
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    if (i == 0 || !is_one_tensor) end = static_cast<std::byte*>(packed_[i].data());
+    parts_[i].data = end;
+    end += parts_[i].num_elems * packed_[0].tensor().element_size();
   }
-  auto* begin = static_cast<std::byte*>(packed_[0].data());
-  for (const uint64_t length : lengths) {
-    parts_.push_back({begin, length});
-    begin += length * tensors[0].element_size();
-  }
+}
+
+ByteRange PackedSide::range_of(size_t part) const {
+  const auto* begin = static_cast<const std::byte*>(parts_[part].data);
+  return {begin, begin + parts_[part].num_elems * packed_[0].tensor().element_size()};
+}
+
+void PackedSide::set_aside() {
+  for (Packed& packed : packed_) packed.set_aside();
+  place_parts();
 }
 
 void PackedSide::unpack() const {
   for (const Packed& packed : packed_) packed.unpack();
 }
 
+namespace {
+
+ByteRange hull_of(const PackedSide& side) {
+  ByteRange hull = side.range_of(0);
+  for (size_t part = 1; part < side.num_parts(); ++part) {
+    const ByteRange range = side.range_of(part);
+    hull = {std::min(hull.begin, range.begin), std::max(hull.end, range.end)};
+  }
+  return hull;
+}
+
+// Whether they share bytes beside this rank's own part in the same place.
+bool overlap_elsewhere(const CollectiveRow& row, const PackedSide& inputs,
+                       const PackedSide& outputs, int rank) {
+  if (outputs.num_parts() == 0) return false;
+  const ByteRange all_outputs = hull_of(outputs);
+  const auto own = static_cast<size_t>(rank);
+  for (size_t i = 0; i < inputs.num_parts(); ++i) {
+    const ByteRange input = inputs.range_of(i);
+    if (!overlap(input, all_outputs)) continue;  // most
+    for (size_t j = 0; j < outputs.num_parts(); ++j) {
+      const ByteRange output = outputs.range_of(j);
+      if (!overlap(input, output)) continue;
+      const bool is_own =
+          (i == own || !row.is_input_per_rank) && (j == own || !row.is_output_per_rank);
+      if (!is_own || input.begin != output.begin) return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace
+
 PackedOperation::PackedOperation(const Operation& operation, int rank, int world_size)
-    : copies_(copies_of_shared_inputs(operation)),
-      inputs_(copies_.empty() ? operation.inputs : copies_,
-              lengths_of(input_side(operation, rank), world_size), Packed::Content::kRead,
-              operation.premul_factor),
+    : inputs_(operation.inputs, lengths_of(input_side(operation, rank), world_size),
+              Packed::Content::kRead, operation.premul_factor),
       outputs_(operation.outputs, lengths_of(output_side(operation, rank), world_size),
-               Packed::Content::kOverwritten) {}
+               Packed::Content::kOverwritten) {
+  const CollectiveRow& row = row_of(operation.kind);
+  if (!overlap_elsewhere(row, inputs_, outputs_, rank)) return;
+  (row.is_output_per_rank ? inputs_ : outputs_).set_aside();
+}
 
 void run_on_cpu(const Operation& operation, const Call& call, int rank, int world_size,
                 c10::function_ref<void(const cpu::Buffers&)> run) {

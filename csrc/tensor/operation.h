@@ -14,6 +14,7 @@
 #include "core/communicator.h"
 #include "core/plan.h"
 #include "tensor/tensor_checks.h"
+#include "tensor/tensor_memory.h"
 
 namespace rota::tensors {
 
@@ -50,6 +51,7 @@ class OwnedOperation {
   Operation operation_;  // its references are stale
   std::vector<at::Tensor> inputs_;
   std::vector<at::Tensor> outputs_;
+  std::vector<at::Storage> memory_;  // so that it counts as held (heap_tensor.h)
   std::vector<int64_t> input_splits_;
   std::vector<int64_t> output_splits_;
 };
@@ -57,6 +59,18 @@ class OwnedOperation {
 // Checks the tensors, which must be on `device`, and plans the call. Throws Error(kType) or
 // Error(kValue).
 Call plan(const Operation& operation, const Planner& planner, int rank, at::Device device);
+// Likewise a gradient bucket, which may be on any device.
+Call plan(const BucketTensors& tensors, const Planner& planner, const BucketOptions& options);
+
+// Throws Error(kValue) if an output of planned operations shares bytes with another one, or with a
+// tensor of another operation. Inputs and outputs of one operation may: see PackedOperation.
+void check_apart(at::ArrayRef<Operation> operations);
+
+// Of a queued call, when it begins: replan() plans it anew, because a tensor may have been resized,
+// replaced or freed since. Then agree() makes the call, marked as withdrawn, which is a mismatch on
+// every other rank: they would wait for it otherwise, or take the next one for it. Throws Error.
+void check_unchanged(const Call& planned, c10::function_ref<Call()> replan,
+                     c10::function_ref<void(const Call&)> agree);
 
 // One side's tensors as contiguous memory on their device, and where each part lies there.
 class PackedSide {
@@ -66,15 +80,22 @@ class PackedSide {
              std::optional<double> factor = std::nullopt);
 
   const cpu::Part* parts() const { return parts_.empty() ? nullptr : parts_.data(); }
+  size_t num_parts() const { return parts_.size(); }
+  ByteRange range_of(size_t part) const;
+  // As Packed::set_aside(), of all tensors.
+  void set_aside();
   void unpack() const;
 
  private:
+  void place_parts();
+
   std::vector<Packed> packed_;
   c10::SmallVector<cpu::Part, 8> parts_;
 };
 
 // Both sides of a planned operation that is not in place; refers to its tensors. Sides that this
-// rank has no part in are null.
+// rank has no part in are null. This rank's own part may be the same memory in both. Where they
+// share other bytes, the shorter side is a copy, so nothing is read after it has been overwritten.
 class PackedOperation {
  public:
   PackedOperation(const Operation& operation, int rank, int world_size);
@@ -84,7 +105,6 @@ class PackedOperation {
   void unpack() const { outputs_.unpack(); }
 
  private:
-  std::vector<at::Tensor> copies_;  // of inputs that an output shares memory with
   PackedSide inputs_;
   PackedSide outputs_;
 };

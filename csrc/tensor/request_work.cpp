@@ -8,7 +8,8 @@ PackedMessage::PackedMessage(Direction direction, const at::Tensor& tensor)
     : direction_(direction),
       tensor_(tensor),
       packed_(tensor, direction == Direction::kSend ? Packed::Content::kRead
-                                                    : Packed::Content::kOverwritten) {}
+                                                    : Packed::Content::kOverwritten),
+      memory_(tensor.storage()) {}
 
 Message PackedMessage::message(uint64_t tag) const {
   return {.tag = tag,

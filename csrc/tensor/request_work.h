@@ -29,6 +29,7 @@ class PackedMessage {
   Direction direction_;
   const at::Tensor& tensor_;
   Packed packed_;
+  at::Storage memory_;  // so that it counts as held (heap_tensor.h)
 };
 
 class RequestWork final : public HostWork {

@@ -11,6 +11,7 @@
 
 #include "tensor/operation.h"
 #include "tensor/tensor_checks.h"
+#include "tensor/tensor_memory.h"
 
 namespace rota::tensors {
 namespace {
@@ -33,6 +34,8 @@ void check_sparse(const at::Tensor& tensor) {
                 join("rota.all_reduce: the tensor's layout is ", tensor.layout(), " on ",
                      tensor.device().str(), ", expected a sparse COO tensor on the CPU"));
   }
+  check_memory(tensor._indices(), "all_reduce");
+  check_memory(tensor._values(), "all_reduce");
   reducible_dtype(tensor.scalar_type(), "all_reduce");
 }
 

@@ -45,12 +45,15 @@ WorkRef StagingCollectives::run(OperationList operations, Launch mode) {
   std::vector<at::Tensor> results;
   for (const Operation& operation : operations) {
     if (!supports(operation)) refuse(name(operation.kind));
+    for (const at::TensorList side : {operation.inputs, operation.outputs}) {
+      for (const at::Tensor& tensor : side) check_tensor(tensor, name(operation.kind), device_);
+    }
+  }
+  check_apart(operations);
+  for (const Operation& operation : operations) {
     const auto copy = [&](at::TensorList tensors) {
       std::vector<at::Tensor> copies;
-      for (const at::Tensor& tensor : tensors) {
-        check_tensor(tensor, name(operation.kind), device_);
-        copies.push_back(tensor.contiguous().cpu());
-      }
+      for (const at::Tensor& tensor : tensors) copies.push_back(tensor.contiguous().cpu());
       return copies;
     };
     const std::vector<at::Tensor> inputs = copy(operation.inputs);

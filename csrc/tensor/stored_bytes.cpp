@@ -4,12 +4,16 @@
 #include "cpu/checksum.h"
 #include "cpu/element_loops.h"
 #include "tensor/errors.h"
+#include "tensor/tensor_memory.h"
 
 namespace rota::tensors {
 namespace {
 
 void check_contiguous(const at::Tensor& tensor) {
-  if (tensor.is_cpu() && tensor.is_contiguous()) return;
+  if (tensor.is_cpu()) {
+    with_python_errors([&] { check_memory(tensor, "checksum"); });
+    if (tensor.is_contiguous()) return;
+  }
   throw PythonError(
       Error(ErrorKind::kValue, "rota: a tensor is strided or not on the CPU, expected neither"));
 }

@@ -14,6 +14,7 @@
 #include "base/wire_format.h"
 #include "tensor/collectives.h"
 #include "tensor/errors.h"
+#include "tensor/tensor_memory.h"
 
 namespace rota::tensors {
 namespace {
@@ -77,16 +78,19 @@ bool is_non_overlapping(const at::Tensor& tensor) {
 }
 
 void check_companion(const at::Tensor& tensor, std::string_view what, at::ScalarType dtype,
-                     int64_t num_elems, at::Device device) {
-  check_tensor(tensor, "reduce_bucket", device);
-  if (tensor.scalar_type() == dtype && tensor.numel() == num_elems && tensor.is_contiguous()) {
-    return;
+                     int64_t num_elems, const at::Tensor& bucket) {
+  check_tensor(tensor, "reduce_bucket", bucket.device());
+  if (tensor.scalar_type() != dtype || tensor.numel() != num_elems || !tensor.is_contiguous()) {
+    throw Error(ErrorKind::kValue,
+                join("rota.reduce_bucket: ", what, " has ", tensor.numel(), " elements of ",
+                     c10::toString(tensor.scalar_type()),
+                     tensor.is_contiguous() ? "" : " and is not contiguous", ", expected ",
+                     num_elems, " contiguous ones of ", c10::toString(dtype)));
   }
-  throw Error(ErrorKind::kValue,
-              join("rota.reduce_bucket: ", what, " has ", tensor.numel(), " elements of ",
-                   c10::toString(tensor.scalar_type()),
-                   tensor.is_contiguous() ? "" : " and is not contiguous", ", expected ", num_elems,
-                   " contiguous ones of ", c10::toString(dtype)));
+  if (overlap(tensor, bucket)) {
+    throw Error(ErrorKind::kValue, join("rota.reduce_bucket: ", what,
+                                        " shares memory with the bucket; give it its own"));
+  }
 }
 
 }  // namespace
@@ -145,6 +149,7 @@ void check_tensor(const at::Tensor& tensor, std::string_view collective, at::Dev
                 join("rota.", collective, ": the tensor is on ", tensor.device().str(),
                      ", expected one on the CPU or a CUDA device"));
   }
+  check_memory(tensor, collective);
   if (tensor.device() != device) {
     throw Error(ErrorKind::kValue,
                 join("rota.", collective, ": a tensor is on ", tensor.device().str(),
@@ -168,9 +173,10 @@ void check_tensor(const at::Tensor& tensor, std::string_view collective, at::Dev
 void check_bucket(const BucketTensors& tensors) {
   const at::Device device = tensors.bucket.device();
   check_tensor(tensors.bucket, "reduce_bucket", device);
-  check_companion(tensors.stats, "stats", at::kDouble, 2, device);
+  check_companion(tensors.stats, "stats", at::kDouble, 2, tensors.bucket);
   if (tensors.residual) {
-    check_companion(*tensors.residual, "residual", at::kFloat, tensors.bucket.numel(), device);
+    check_companion(*tensors.residual, "residual", at::kFloat, tensors.bucket.numel(),
+                    tensors.bucket);
   }
 }
 
@@ -179,20 +185,21 @@ uint64_t num_elems(const at::Tensor& tensor) { return static_cast<uint64_t>(tens
 uint64_t num_bytes(const at::Tensor& tensor) { return num_elems(tensor) * tensor.element_size(); }
 
 Packed::Packed(const at::Tensor& tensor, Content content, std::optional<double> factor)
-    : tensor_(tensor) {
+    : tensor_(tensor), content_(content) {
   if (factor) {
     const at::NoGradGuard no_grad;
     packed_ = tensor.contiguous().mul(*factor);
     return;
   }
   // The memory of a lazily negated or conjugated view does not hold the view's values.
-  if (tensor.is_contiguous() && !tensor.is_neg() && !tensor.is_conj()) return;
+  if (!tensor.is_contiguous() || tensor.is_neg() || tensor.is_conj()) set_aside();
+}
+
+void Packed::set_aside() {
+  if (packed_.defined()) return;
   const at::NoGradGuard no_grad;
-  if (content == Content::kRead) {
-    packed_ = tensor.contiguous().resolve_neg().resolve_conj();
-  } else {
-    packed_ = at::empty_like(tensor, at::MemoryFormat::Contiguous);
-  }
+  packed_ = at::empty_like(tensor_, at::MemoryFormat::Contiguous);
+  if (content_ == Content::kRead) packed_.copy_(tensor_);
 }
 
 void Packed::unpack() const {

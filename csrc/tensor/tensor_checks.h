@@ -28,8 +28,9 @@ DType movable_dtype(const at::Tensor& tensor, std::string_view collective);
 // Elements per block of a block-scaled wire dtype; throws PythonError for a dtype without scales.
 uint32_t block_elems(at::ScalarType wire_dtype);
 
-// Throws Error(kType) unless it is a dense CPU or CUDA tensor, and Error(kValue) if it is on
-// another device, if its elements overlap or, on a GPU, if it is misaligned.
+// Throws Error(kType) unless it is a dense CPU or CUDA tensor with memory (tensor_memory.h), and
+// Error(kValue) if it is on another device, if its elements overlap or, on a GPU, if it is
+// misaligned.
 void check_tensor(const at::Tensor& tensor, std::string_view collective,
                   at::Device device = at::kCPU);
 
@@ -50,11 +51,14 @@ class Packed {
 
   const at::Tensor& tensor() const { return packed_.defined() ? packed_ : tensor_; }
   void* data() const { return tensor().data_ptr(); }
-  // Copies a copy back into the tensor; does nothing for a contiguous tensor.
+  // Uses a copy from now on, because the tensor's own memory is another's at the same time.
+  void set_aside();
+  // Copies a copy back into the tensor.
   void unpack() const;
 
  private:
   const at::Tensor& tensor_;
+  Content content_;
   at::Tensor packed_;  // undefined if the tensor itself is used
 };
 

@@ -303,23 +303,8 @@ void streamed_outputs_equal_their_sources() {
   }
 }
 
-void moved_outputs_may_overlap() {
-  constexpr size_t kNumBytes = 1000;
-  for (const size_t src : {0, 1, 500, 999, 1000}) {
-    for (const size_t dst : {0, 1, 500, 999, 1000}) {
-      std::vector<std::byte> bytes(2 * kNumBytes);
-      for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::byte>(i % 251);
-      const std::vector<std::byte> before = bytes;
-      kStreaming.move(&bytes[dst], &bytes[src], kNumBytes);
-      check(std::equal(&bytes[dst], &bytes[dst] + kNumBytes, &before[src]),
-            join("moved from ", src, " to ", dst));
-    }
-  }
-}
-
 const CaseTable kCases{
     {"loops_stream", streamed_outputs_equal_their_sources},
-    {"loops_move", moved_outputs_may_overlap},
     {"loops_reduce-float32", [] { reduce_loops_give_scalar_bits(DType::kFloat32); }},
     {"loops_reduce-float64", [] { reduce_loops_give_scalar_bits(DType::kFloat64); }},
     {"loops_reduce-float16", [] { reduce_loops_give_scalar_bits(DType::kFloat16); }},

@@ -149,6 +149,7 @@ WorkRef BridgedCudaCollectives::run(OperationList operations, Launch mode) {
       tensors.insert(tensors.end(), side.begin(), side.end());
     }
   }
+  check_apart(operations);
   std::vector<OwnedOperation> owned(operations.begin(), operations.end());
   return launch(mode, operations[0].kind, std::move(tensors),
                 [this, owned = std::move(owned), calls = std::move(calls)] {

@@ -179,6 +179,7 @@ WorkRef CudaCollectives::run(OperationList operations, Launch mode) {
     }
   }
   if (operations.empty()) return {};
+  check_apart(operations);
   const CollectiveKind kind = operations[0].kind;
   return launch(mode, op_type_of(kind), row_of(kind).title.data(), tensors, [&] {
     for (size_t i = 0; i < operations.size(); ++i) run_planned(operations[i], calls[i]);
@@ -233,9 +234,7 @@ void CudaCollectives::run_reduce(const Operation& operation, const Call& call) {
 WorkRef CudaCollectives::reduce_bucket(const BucketTensors& tensors, const BucketOptions& options,
                                        Launch mode) {
   check_tensor(tensors.bucket, "reduce_bucket", device_);
-  check_bucket(tensors);
-  const Call call =
-      planner_.reduce_bucket(bucket_dtype(tensors.bucket), num_elems(tensors.bucket), options);
+  const Call call = plan(tensors, planner_, options);
   if (why_not(call)) return staging_->reduce_bucket(tensors, options, mode);
   std::vector<at::Tensor> used{tensors.bucket, tensors.stats};
   if (tensors.residual) used.push_back(*tensors.residual);
@@ -290,22 +289,20 @@ void CudaCollectives::run_broadcast(const at::Tensor& tensor, const Call& call) 
 // The kernel fills one contiguous tensor.
 void CudaCollectives::run_all_gather(const Operation& operation, const Call& call) {
   if (call.encodes_parts()) return run_encoded_all_gather(operation, call);
+  const int world_size = communicator_->world_size();
+  if (world_size == 1) return run_transfers(operation, call);
   const uint64_t fingerprint = communicator_->post_launch(call);
   const at::NoGradGuard no_grad;
   const at::Tensor& input = operation.inputs[0];
   const at::TensorList outputs = operation.outputs;
-  if (communicator_->world_size() == 1) {
-    outputs[0].copy_(input.view_as(outputs[0]));
-    return;
+  if (outputs.size() == 1) {
+    const PackedOperation packed(operation, communicator_->rank(), world_size);
+    const cpu::Buffers buffers = packed.buffers();
+    run(call, fingerprint, buffers.inputs->data, buffers.outputs->data);
+    return packed.unpack();
   }
   const Packed packed_input(input, Packed::Content::kRead);
-  if (outputs.size() == 1) {
-    const Packed packed_output(outputs[0], Packed::Content::kOverwritten);
-    run(call, fingerprint, packed_input.data(), packed_output.data());
-    return packed_output.unpack();
-  }
-  const at::Tensor gathered =
-      at::empty({communicator_->world_size(), input.numel()}, input.options());
+  const at::Tensor gathered = at::empty({world_size, input.numel()}, input.options());
   run(call, fingerprint, packed_input.data(), gathered.data_ptr());
   for (size_t i = 0; i < outputs.size(); ++i) {
     outputs[i].copy_(gathered.select(0, static_cast<int64_t>(i)).view(outputs[i].sizes()));
@@ -358,14 +355,16 @@ void CudaCollectives::run_reduce_scatter(const Operation& operation, const Call&
     output.copy_(input.reshape(output.sizes()).mul(operation.premul_factor.value_or(1)));
     return;
   }
-  const Packed packed_input(input, Packed::Content::kRead, operation.premul_factor);
-  const Packed packed_output(output, Packed::Content::kOverwritten);
+  Operation of_one_input = operation;
+  of_one_input.inputs = input;
+  const PackedOperation packed(of_one_input, communicator_->rank(), communicator_->world_size());
+  const cpu::Buffers buffers = packed.buffers();
   if (is_packed) {
-    run_packed_reduce_scatter(call, fingerprint, packed_input.data(), packed_output.data());
+    run_packed_reduce_scatter(call, fingerprint, buffers.inputs->data, buffers.outputs->data);
   } else {
-    run(call, fingerprint, packed_input.data(), packed_output.data());
+    run(call, fingerprint, buffers.inputs->data, buffers.outputs->data);
   }
-  packed_output.unpack();
+  packed.unpack();
 }
 
 // Without scales the wire buffer is the input, element by element, and only its end is padded.

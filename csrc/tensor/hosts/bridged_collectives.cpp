@@ -103,11 +103,22 @@ WorkRef BridgedCollectives::run(OperationList operations, Launch mode) {
   c10::SmallVector<Call, 1> calls;
   for (const Operation& operation : operations) calls.push_back(planned(operation, device()));
   if (operations.empty()) return {};
+  check_apart(operations);
   std::vector<OwnedOperation> owned(operations.begin(), operations.end());
   return enqueue(mode, operations[0].kind, results_of(operations),
                  [this, owned = std::move(owned), calls = std::move(calls)] {
-                   for (size_t i = 0; i < owned.size(); ++i) run_here(owned[i].view(), calls[i]);
+                   for (size_t i = 0; i < owned.size(); ++i) {
+                     const Operation operation = owned[i].view();
+                     check_unchanged(
+                         calls[i], [&] { return planned(operation, device()); },
+                         [&](const Call& withdrawn) { withdraw(withdrawn, operation.timeout); });
+                     run_here(operation, calls[i]);
+                   }
                  });
+}
+
+void BridgedCollectives::withdraw(const Call& call, OwnTimeout timeout) {
+  bridge_->run(call, timeout, [] {});
 }
 
 void BridgedCollectives::run_here(const Operation& operation, const Call& call) {
@@ -121,9 +132,7 @@ void BridgedCollectives::execute(const Call& call, const cpu::Buffers& buffers,
 }
 
 Call BridgedCollectives::planned(const BucketTensors& tensors, const BucketOptions& options) const {
-  check_bucket(tensors);
-  Call call =
-      planner_.reduce_bucket(bucket_dtype(tensors.bucket), num_elems(tensors.bucket), options);
+  Call call = plan(tensors, planner_, options);
   check_algorithm(call, options.algorithm);
   check_group_size(call, bridge_->hosts(), options.order);
   call.algorithm = schedule::Algorithm::kTwoShot;
@@ -134,7 +143,10 @@ Call BridgedCollectives::planned(const BucketTensors& tensors, const BucketOptio
 WorkRef BridgedCollectives::reduce_bucket(const BucketTensors& tensors,
                                           const BucketOptions& options, Launch mode) {
   const Call call = planned(tensors, options);
-  return enqueue(mode, call.kind, {tensors.bucket}, [this, tensors, call] {
+  return enqueue(mode, call.kind, {tensors.bucket}, [this, tensors, options, call] {
+    check_unchanged(
+        call, [&] { return planned(tensors, options); },
+        [&](const Call& withdrawn) { withdraw(withdrawn, std::nullopt); });
     run_bucket(tensors, [&](const cpu::Buffers& buffers) { execute(call, buffers, std::nullopt); });
   });
 }
@@ -143,6 +155,10 @@ WorkRef BridgedCollectives::all_reduce_sparse(const at::Tensor& tensor, Launch m
                                               OwnTimeout timeout) {
   check_sparse(tensor);
   return enqueue(mode, CollectiveKind::kAllReduce, {tensor}, [this, tensor, timeout] {
+    const Call call{.kind = CollectiveKind::kAllReduce};
+    check_unchanged(
+        call, [&] { return check_sparse(tensor), call; },
+        [&](const Call& withdrawn) { withdraw(withdrawn, timeout); });
     tensors::all_reduce_sparse(tensor, rank_, bridge_->world_size(), [&](Operation& operation) {
       operation.timeout = timeout;
       run_here(operation, planned(operation, device()));

@@ -71,6 +71,8 @@ class BridgedCollectives final : public Collectives {
   // In the queue's thread.
   void run_here(const Operation& operation, const Call& call);
   void execute(const Call& call, const cpu::Buffers& buffers, OwnTimeout timeout);
+  // As check_unchanged() of operation.h wants it.
+  void withdraw(const Call& call, OwnTimeout timeout);
 
   const uint64_t fork_generation_ = fork_generation();
   int rank_;

@@ -31,6 +31,7 @@ class RemoteTransfers::Transfer final : public HostWork {
         peer_(peer),
         packed_(tensors_[0], direction == Direction::kSend ? Packed::Content::kRead
                                                            : Packed::Content::kOverwritten),
+        memory_(tensor.storage()),
         letter_{.kind = hosts::Letter::Kind::kEnvelope,
                 .envelope = {.tag = tag,
                              .dtype = static_cast<uint64_t>(movable_dtype(tensor, name(direction))),
@@ -131,6 +132,7 @@ class RemoteTransfers::Transfer final : public HostWork {
   Direction direction_;
   int peer_;  // kAnyRank until a message matches
   Packed packed_;
+  at::Storage memory_;    // so that it counts as held (heap_tensor.h)
   hosts::Letter letter_;  // of a recv: what it expects
   hosts::Inbox::PlaceRef place_;
   hosts::Engine::Transfer sent_letter_, data_;
