@@ -19,7 +19,8 @@ void bind_windows(py::module_ module) {
 
   py::class_<ExposedTensor, std::shared_ptr<ExposedTensor>>(module, "ExposedTensor")
       .def(py::init(&ExposedTensor::make), py::arg("tensor"), py::arg("num_words"),
-           py::arg("others_may_write"), ReleaseGil())
+           py::arg("others_may_write"), py::kw_only(), py::arg("torch_holds_it") = false,
+           ReleaseGil())
       .def_property_readonly("tensor", &ExposedTensor::tensor)
       .def_property_readonly("address", &ExposedTensor::address)
       .def("load", &ExposedTensor::load, py::arg("word"))

@@ -6,6 +6,7 @@ tests/cpp/window_cases.cpp and remote_window_cases.cpp have the protocols.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import rota
 from heap import heap_bytes
 from oracle import DTYPES, name_of, random_patterns
 from ranks import Rank, error_of, run_ranks
+from rota import _C
 from several_hosts import INTERLEAVED, ONE_BY_ONE, TWO_BY_TWO, Layout
 from windows import FOUR, PAIR, hosts_of, is_local, run_on
 
@@ -187,6 +189,32 @@ def test_windows_of_a_group_share_threads() -> None:
     run_on(TWO_BY_TWO, share_threads)
 
 
+def overlap_a_window(rank: Rank) -> None:
+    rank.init()
+    window = rota.Window(3000)
+    peer = 1 - rank.rank
+    for target in (rank.rank, peer):
+        memory = window.view(target)
+        for first, second in ((0, 1), (1, 0), (0, 700), (700, 0)):
+            for call in ("put", "get", "accumulate"):
+                dist.barrier()
+                if rank.rank == 1:
+                    memory.copy_(torch.arange(3000.0))
+                    expected = memory.clone()
+                    source, place = (first, second) if call != "get" else (second, first)
+                    moved = expected[source : source + 2000].clone()
+                    if call == "accumulate":
+                        moved += expected[place : place + 2000]
+                    expected[place : place + 2000] = moved
+                    getattr(window, call)(memory[first : first + 2000], target, second)
+                    assert memory.equal(expected), f"{call} from {first} to {second}"
+                dist.barrier()
+
+
+def test_calls_with_parts_of_the_window_move_what_was_there() -> None:
+    run_ranks(2, overlap_a_window)
+
+
 # ---- memory --------------------------------------------------------------------------------------
 
 
@@ -213,10 +241,10 @@ def test_window_without_elements() -> None:
 def use_own_tensors(rank: Rank) -> None:
     rank.init()
     linear = torch.nn.Linear(40, 30)
-    view = linear.weight.detach()[3:5]
     with torch.no_grad():
         linear.weight.fill_(rank.rank)
     window = rota.Window(linear.weight)
+    view = linear.weight.detach()[3:5]
     assert linear.weight.eq(rank.rank).all()  # moved, with what it held
     dist.barrier()
     window.put(torch.full((40,), 7.0), 1 - rank.rank, offset=4 * 40)
@@ -265,6 +293,57 @@ def make_and_close(rank: Rank) -> None:
 
 def test_closed_window_gives_its_memory_back() -> None:
     run_ranks(2, make_and_close)
+
+
+def hold_in_every_way(rank: Rank) -> None:
+    """A window would free the memory that something else uses."""
+    rank.init()
+    peer = 1 - rank.rank
+    holders: dict[str, Callable[[torch.Tensor], object]] = {
+        "a view": lambda t: t[2:],
+        "detach": lambda t: t.detach(),
+        "DLPack": torch.utils.dlpack.to_dlpack,
+        "DLPack of a view": lambda t: torch.utils.dlpack.to_dlpack(t[2:]),
+        "numpy": lambda t: t.numpy(),
+        "isend": lambda t: dist.isend(t, peer),
+        "irecv": lambda t: dist.irecv(t, peer, tag=1),
+        "autograd": lambda t: torch.ones(300, requires_grad=True) * t,
+    }
+    for name, hold in holders.items():
+        tensor = torch.arange(300.0)
+        held = hold(tensor)
+        where = tensor.data_ptr()
+        raised, text = error_of(lambda: rota.Window(tensor))  # noqa: B023
+        assert raised == "ValueError" and "rota.empty" in text, f"{name}: {raised}: {text}"
+        place = rota.empty(1200, dtype=torch.uint8)
+        assert not _C.move_storage(tensor, place, copies=True), name
+        assert tensor.data_ptr() == where
+        if name == "irecv":  # both ranks' messages end here
+            sent = dist.isend(torch.arange(300.0), peer, tag=1)
+            assert sent is not None
+            sent.wait()
+            held.wait()  # type: ignore[attr-defined]
+            assert tensor.equal(torch.arange(300.0))
+        if name == "isend":
+            dist.recv(torch.empty(300), peer)
+            held.wait()  # type: ignore[attr-defined]
+        del held
+        if name != "numpy":  # torch does not hear of its end
+            window = rota.Window(tensor)
+            assert window.tensor.equal(torch.arange(300.0)) and tensor.data_ptr() != where
+        dist.barrier()
+
+    # A leaf is held by torch, as by DDP, and can be exported only through detach().
+    leaf = torch.nn.Parameter(torch.ones(300))
+    nodes = [leaf * 2]
+    assert _C.move_storage(leaf, rota.empty(1200, dtype=torch.uint8), copies=True)
+    alias = torch.utils.dlpack.to_dlpack(leaf.detach())
+    assert not _C.move_storage(leaf, rota.empty(1200, dtype=torch.uint8), copies=True)
+    del alias, nodes
+
+
+def test_memory_that_something_else_may_use_does_not_move() -> None:
+    run_ranks(2, hold_in_every_way)
 
 
 # ---- bad input -----------------------------------------------------------------------------------

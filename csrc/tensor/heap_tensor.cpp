@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "base/per_process.h"
 #include "cpu/copy.h"
+#include "tensor/tensor_memory.h"
 #include "transport/heap.h"
 
 namespace rota::tensors {
@@ -47,7 +48,7 @@ at::Tensor make_heap_tensor(at::IntArrayRef size, at::ScalarType dtype) {
   return at::from_blob(data, size, [&heap](void* block) { heap.release(block); }, dtype);
 }
 
-void move_to_heap(const at::Tensor& tensor, std::string_view call) {
+void move_to_heap(const at::Tensor& tensor, std::string_view call, bool counts_tensor) {
   auto& heap = per_process<transport::Heap>();
   c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
   if (heap.offset_of(storage.data())) return;
@@ -55,8 +56,16 @@ void move_to_heap(const at::Tensor& tensor, std::string_view call) {
     throw Error(
         ErrorKind::kValue,
         join("rota.", call,
-             ": the tensor's memory belongs to another library, or is shared already, so it "
-             "cannot move; pass a tensor that torch or rota.empty has made"));
+             ": the tensor's memory belongs to another library, or is shared already (also with a "
+             "numpy array), so it cannot move; pass a tensor that torch or rota.empty has made"));
+  }
+  if (may_be_held_elsewhere(tensor, counts_tensor)) {
+    throw Error(
+        ErrorKind::kValue,
+        join("rota.", call,
+             ": the tensor's memory would move, but something else may use it where it is: a view, "
+             "detach(), a DLPack export, autograd, DDP or a pending operation; pass a tensor that "
+             "rota.empty has made, or make the window before them"));
   }
   auto block = std::make_unique<HeapBlock>(heap, heap.allocate(storage.nbytes()));
   void* data = block->data;
@@ -66,6 +75,7 @@ void move_to_heap(const at::Tensor& tensor, std::string_view call) {
 }
 
 bool move_storage(const at::Tensor& tensor, const at::Tensor& place, bool copies) {
+  check_memory(tensor, "elastic.State");
   if (!tensor.is_cpu()) return false;
   c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
   if (!place.is_contiguous() || place.nbytes() != storage.nbytes()) {
@@ -74,6 +84,7 @@ bool move_storage(const at::Tensor& tensor, const at::Tensor& place, bool copies
   }
   const bool was_moved = storage.data_ptr().get_deleter() == &let_go;
   if (!storage.resizable() && !was_moved) return false;
+  if (may_be_held_elsewhere(tensor, /*counts_tensor=*/!tensor.requires_grad())) return false;
   void* data = place.data_ptr();
   if (copies) cpu::copy_bytes(data, storage.data(), storage.nbytes());
   storage.set_data_ptr_noswap(at::DataPtr(data, new at::Tensor(place), &let_go, at::kCPU));

@@ -11,14 +11,20 @@ namespace rota::tensors {
 // Error(kTransport) if memory is short, Error(kValue) for a negative size.
 at::Tensor make_heap_tensor(at::IntArrayRef size, at::ScalarType dtype);
 
-// Moves the tensor's storage to the heap unless it lies there, for all tensors that share it, as
-// torch.Tensor.share_memory_() does. Throws Error(kValue) if its memory is not torch's own.
-void move_to_heap(const at::Tensor& tensor, std::string_view call);
+// Both of these free the memory that a tensor had, so they move only what nothing else may use:
+// may_be_held_elsewhere() (tensor_memory.h), of the only C++ reference beside that of the tensor's
+// Python object. Operations that are pending hold a reference to the storage.
 
-// Moves the tensor's storage onto the bytes of another tensor, which then live as long as either,
-// for all tensors that share the storage. copies: the contents, too; otherwise the storage takes
-// those that it finds. Returns false, and does nothing, if the memory is not torch's own and this
-// has not moved it before. Throws Error(kValue) unless `place` is contiguous and as long.
+// Moves the tensor's storage to the heap unless it lies there. Throws Error(kValue) if its memory
+// is not torch's own, or may be held elsewhere; of the tensor itself: if counts_tensor.
+void move_to_heap(const at::Tensor& tensor, std::string_view call, bool counts_tensor);
+
+// Moves the tensor's storage onto the bytes of another tensor, which then live as long as either.
+// copies: the contents, too; otherwise the storage takes those that it finds. Returns false, and
+// does nothing, if the memory is not torch's own and this has not moved it before, or if it may be
+// held elsewhere; a tensor that requires a gradient may, since torch's own code holds it and no
+// other library can. Throws Error(kValue) unless `place` is contiguous and as long, Error(kType) if
+// the tensor has no memory.
 bool move_storage(const at::Tensor& tensor, const at::Tensor& place, bool copies);
 
 }  // namespace rota::tensors

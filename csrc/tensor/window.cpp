@@ -10,6 +10,7 @@
 #include "tensor/heap_tensor.h"
 #include "tensor/signals.h"
 #include "tensor/tensor_checks.h"
+#include "tensor/tensor_memory.h"
 
 namespace rota::tensors {
 namespace {
@@ -20,7 +21,7 @@ std::span<std::byte> bytes_of(const at::Tensor& tensor) {
   return {static_cast<std::byte*>(data), tensor.nbytes()};
 }
 
-at::Tensor checked_for_window(at::Tensor tensor) {
+void check_for_window(const at::Tensor& tensor) {
   check_tensor(tensor, "Window");
   if (!tensor.is_contiguous()) {
     throw Error(
@@ -29,8 +30,6 @@ at::Tensor checked_for_window(at::Tensor tensor) {
         "offsets");
   }
   movable_dtype(tensor, "Window");
-  move_to_heap(tensor, "Window");
-  return tensor;
 }
 
 const std::function<void()>& interrupt_check() {
@@ -47,15 +46,18 @@ void check_word(const transport::WindowView& view, uint64_t word) {
 }  // namespace
 
 ExposedTensor::ExposedTensor(at::Tensor tensor, uint64_t num_words, bool others_may_write)
-    : tensor_(checked_for_window(std::move(tensor))),
+    : tensor_(std::move(tensor)),
       memory_(bytes_of(tensor_), num_words,
               others_may_write ? transport::WindowAccess::kWrite : transport::WindowAccess::kRead) {
 }
 
 std::shared_ptr<ExposedTensor> ExposedTensor::make(const at::Tensor& tensor, uint64_t num_words,
-                                                   bool others_may_write) {
-  return with_python_errors(
-      [&] { return std::make_shared<ExposedTensor>(tensor, num_words, others_may_write); });
+                                                   bool others_may_write, bool torch_holds_it) {
+  return with_python_errors([&] {
+    check_for_window(tensor);
+    move_to_heap(tensor, "Window", /*counts_tensor=*/!torch_holds_it);
+    return std::make_shared<ExposedTensor>(tensor.detach(), num_words, others_may_write);
+  });
 }
 
 uint64_t ExposedTensor::load(uint64_t word) const {
@@ -158,10 +160,26 @@ void TensorWindow::check(std::string_view call, const at::Tensor& tensor, int64_
   }
 }
 
+Packed TensorWindow::packed_apart(const at::Tensor& tensor, Packed::Content content,
+                                  int rank) const {
+  Packed packed(tensor, content);
+  const std::lock_guard lock(mutex_);
+  std::span<std::byte> data;
+  if (rank == rank_ && own_) {
+    data = own_->view().data;
+  } else if (rank >= 0 && rank < world_size() && others_[static_cast<size_t>(rank)]) {
+    data = others_[static_cast<size_t>(rank)]->opened()->view().data;
+  }
+  if (overlap(range_of(packed.tensor()), {data.data(), data.data() + data.size()})) {
+    packed.set_aside();
+  }
+  return packed;
+}
+
 void TensorWindow::put(const at::Tensor& tensor, int rank, int64_t offset) {
   with_python_errors([&] {
     check("Window.put", tensor, offset);
-    const Packed packed(tensor, Packed::Content::kRead);
+    const Packed packed = packed_apart(tensor, Packed::Content::kRead, rank);
     window()->put(rank, static_cast<uint64_t>(offset), packed.data(), num_elems(tensor),
                   c10::elementSize(dtype_));
   });
@@ -170,7 +188,7 @@ void TensorWindow::put(const at::Tensor& tensor, int rank, int64_t offset) {
 void TensorWindow::get(const at::Tensor& tensor, int rank, int64_t offset) {
   with_python_errors([&] {
     check("Window.get", tensor, offset);
-    const Packed packed(tensor, Packed::Content::kOverwritten);
+    const Packed packed = packed_apart(tensor, Packed::Content::kOverwritten, rank);
     window()->get(rank, static_cast<uint64_t>(offset), packed.data(), num_elems(tensor),
                   c10::elementSize(dtype_));
     packed.unpack();
@@ -193,7 +211,7 @@ void TensorWindow::accumulate(const at::Tensor& tensor, int rank, int64_t offset
                   join("rota.Window.accumulate: wire_dtype is for windows of float32, this one is ",
                        name(dtype)));
     }
-    const Packed packed(tensor, Packed::Content::kRead);
+    const Packed packed = packed_apart(tensor, Packed::Content::kRead, rank);
     window()->accumulate(rank, static_cast<uint64_t>(offset), packed.data(), dtype,
                          num_elems(tensor), wire);
   });

@@ -14,6 +14,7 @@
 #include "core/window.h"
 #include "hosts/remote_window.h"
 #include "hosts/window_service.h"
+#include "tensor/tensor_checks.h"
 #include "transport/window_memory.h"
 
 namespace rota::tensors {
@@ -24,8 +25,10 @@ using Milliseconds = std::chrono::milliseconds;
 class ExposedTensor {
  public:
   // Moves the tensor's storage to the heap (move_to_heap()). others_may_write: to all of it.
+  // torch_holds_it: a call of torch's, whose references are not counted.
   static std::shared_ptr<ExposedTensor> make(const at::Tensor& tensor, uint64_t num_words,
-                                             bool others_may_write);
+                                             bool others_may_write, bool torch_holds_it);
+  // Of a tensor in the heap.
   ExposedTensor(at::Tensor tensor, uint64_t num_words, bool others_may_write);
 
   const at::Tensor& tensor() const { return tensor_; }
@@ -99,6 +102,8 @@ class TensorWindow {
   // Throws Error(kInternal) once closed. Callers keep it while they use it.
   std::shared_ptr<Window> window() const;
   void check(std::string_view call, const at::Tensor& tensor, int64_t offset) const;
+  // In memory that is no part of the rank's window, since what follows copies no overlaps.
+  Packed packed_apart(const at::Tensor& tensor, Packed::Content content, int rank) const;
 
   const int rank_;
   const at::ScalarType dtype_;

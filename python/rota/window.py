@@ -41,9 +41,9 @@ class Window(_C.Window):
 
     Args:
         tensor_or_shape: this rank's part: a contiguous CPU tensor, or the size of a new one of
-            zeroes. A tensor that `rota.empty` has not made is moved to shared memory, together
-            with all that share its storage, as `torch.Tensor.share_memory_` does; it is never
-            copied. Raw pointers and numpy arrays of it, however, still refer to the old memory.
+            zeroes. A tensor that `rota.empty` has not made is moved to shared memory, never
+            copied. It is refused if something else may use its memory where it is: a view,
+            `detach()`, a numpy array, a DLPack export, autograd, DDP or a pending operation.
         group: the ranks; None is the default group, on any backend.
         dtype: of a new tensor; torch's default dtype if None.
         device: of a new tensor: the CPU, or this rank's GPU (docs/cuda.md says what differs there).
@@ -104,6 +104,8 @@ class Window(_C.Window):
         num_channels: int,
         timeout: timedelta | None,
         engine: dist.ProcessGroup | None,
+        *,
+        torch_holds_it: bool = False,
     ) -> tuple[_C.ExposedTensor, list[_C.OpenedTensor | None]]:
         """Makes the window; returns this rank's part and those of the others on this host."""
         if not isinstance(num_channels, int) or not 1 <= num_channels <= MAX_CHANNELS:
@@ -121,7 +123,14 @@ class Window(_C.Window):
 
         def expose() -> str:
             tensor = make_tensor()
-            own.append(_C.ExposedTensor(tensor, world_size * num_channels, others_may_write=True))
+            own.append(
+                _C.ExposedTensor(
+                    tensor,
+                    world_size * num_channels,
+                    others_may_write=True,
+                    torch_holds_it=torch_holds_it,
+                )
+            )
             return json.dumps(
                 {
                     "made": f"{tuple(tensor.shape)} of {tensor.dtype}, {num_channels} channels",
@@ -197,7 +206,8 @@ class _StoreRanks:
 def make_window(tensor: torch.Tensor, store: dist.Store, rank: int, world_size: int) -> Window:
     """A window for ranks without a process group: a backend's, which torch 2.15 asks for one."""
     window = Window.__new__(Window)
-    window._open(_StoreRanks(store, rank, world_size), lambda: tensor.detach(), 1, None, None)
+    ranks = _StoreRanks(store, rank, world_size)
+    window._open(ranks, lambda: tensor, 1, None, None, torch_holds_it=True)
     return window
 
 
@@ -220,7 +230,7 @@ def _own_tensor(
             f"rota.Window: dtype is {dtype}, but the tensor is {tensor_or_shape.dtype}; leave "
             f"dtype out"
         )
-    return tensor_or_shape.detach()
+    return tensor_or_shape
 
 
 def check_made_alike(cards: list[dict[str, str]]) -> None:

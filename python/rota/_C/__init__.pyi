@@ -62,16 +62,16 @@ class HeapPool:
 def move_storage(tensor: torch.Tensor, place: torch.Tensor, *, copies: bool) -> bool:
     """Moves a CPU tensor's storage onto the bytes of another tensor, which it keeps alive.
 
-    All tensors that share the storage move with it; raw pointers still refer to the old memory.
-
     Args:
         place: contiguous, as many bytes as the storage.
         copies: the contents, too; otherwise the storage takes what it finds at `place`.
 
     Returns:
-        False if nothing was done: the memory is not torch's own, and not from an earlier call.
+        False if nothing was done: the memory is not torch's own, and not from an earlier call, or
+            something else may use it where it is, as for rota.Window. Autograd and DDP may.
 
     Raises:
+        TypeError: the tensor has no memory, as a DTensor.
         ValueError: the place is strided or of another length.
     """
 
@@ -109,8 +109,19 @@ class ExposedTensor:
     word also sees all that its writer has written before.
     """
 
-    def __init__(self, tensor: torch.Tensor, num_words: int, others_may_write: bool) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        num_words: int,
+        others_may_write: bool,
+        *,
+        torch_holds_it: bool = False,
+    ) -> None:
         """Moves the tensor's storage to shared memory, as rota.Window describes.
+
+        Args:
+            torch_holds_it: in a call of torch's, so that only other tensors that share its storage
+                show that something else may use its memory.
 
         Raises:
             TypeError, ValueError: no contiguous tensor on the CPU, or one that cannot move.
