@@ -77,6 +77,15 @@ bool is_non_overlapping(const at::Tensor& tensor) {
   return true;
 }
 
+void check_alignment(const at::Tensor& tensor, std::string_view collective) {
+  const void* data = tensor.const_data_ptr();
+  if (reinterpret_cast<uintptr_t>(data) % tensor.element_size() == 0) return;
+  throw Error(ErrorKind::kValue,
+              join("rota.", collective, ": a tensor of ", c10::toString(tensor.scalar_type()),
+                   " starts at ", data, ", which is no multiple of its ", tensor.element_size(),
+                   " bytes; call clone() first"));
+}
+
 void check_companion(const at::Tensor& tensor, std::string_view what, at::ScalarType dtype,
                      int64_t num_elems, const at::Tensor& bucket) {
   check_tensor(tensor, "reduce_bucket", bucket.device());
@@ -155,13 +164,7 @@ void check_tensor(const at::Tensor& tensor, std::string_view collective, at::Dev
                 join("rota.", collective, ": a tensor is on ", tensor.device().str(),
                      ", expected all on ", device.str(), "; move them there"));
   }
-  const auto address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
-  if (tensor.is_cuda() && address % tensor.element_size() != 0) {
-    throw Error(ErrorKind::kValue,
-                join("rota.", collective, ": a tensor of ", c10::toString(tensor.scalar_type()),
-                     " starts at ", tensor.data_ptr(), ", which is no multiple of its ",
-                     tensor.element_size(), " bytes; call clone() first"));
-  }
+  if (tensor.is_cuda()) check_alignment(tensor, collective);
   if (!tensor.is_contiguous() && !is_non_overlapping(tensor)) {
     throw Error(ErrorKind::kValue,
                 join("rota.", collective,

@@ -13,10 +13,11 @@
 namespace rota::tensors {
 namespace {
 
-// From the first element to the end of the last one.
+// From the first byte to the last.
 uint64_t span_bytes(const at::Tensor& tensor) {
-  if (tensor.numel() == 0) return 0;
-  int64_t span = tensor.numel();
+  const int64_t num_elems = tensor.numel();
+  if (num_elems == 0) return 0;
+  int64_t span = num_elems;
   if (!tensor.is_contiguous()) {
     span = 1;
     for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
@@ -28,9 +29,9 @@ uint64_t span_bytes(const at::Tensor& tensor) {
 
 // Of the storage, that a tensor with memory needs.
 uint64_t end_of(const at::Tensor& tensor) {
-  if (tensor.numel() == 0) return 0;
-  return static_cast<uint64_t>(tensor.storage_offset()) * tensor.element_size() +
-         span_bytes(tensor);
+  const uint64_t span = span_bytes(tensor);
+  if (span == 0) return 0;
+  return static_cast<uint64_t>(tensor.storage_offset()) * tensor.element_size() + span;
 }
 
 // What a tensor is that has no memory, and what to pass instead.
@@ -106,19 +107,21 @@ bool can_add_up(int64_t distance, c10::ArrayRef<Step> steps) {
 
 void check_memory(const at::Tensor& tensor, std::string_view call) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-  const bool is_wrapper = impl.key_set().has(c10::DispatchKey::Python);
   if (impl.has_storage()) {
     c10::StorageImpl& storage = *impl.unsafe_storage().unsafeGetStorageImpl();
-    // Others than this one raise for a fake tensor.
+    // Other ways to look at the pointer raise for a fake tensor.
     const bool is_null = storage._mutable_data_ptr_no_checks().get() == nullptr;
+    if (!is_null && end_of(tensor) <= storage.nbytes()) return;
     // A wrapper's number of elements may be a symbol, which is no number.
-    if (is_null ? !is_wrapper && tensor.numel() == 0 : end_of(tensor) <= storage.nbytes()) return;
-    const bool was_freed = !is_wrapper && storage.nbytes() < end_of(tensor);
-    if (was_freed) {
-      throw Error(ErrorKind::kValue,
-                  join("rota.", call, ": the tensor's elements end at byte ", end_of(tensor),
-                       " of its storage, which has ", storage.nbytes(),
-                       "; its memory was freed or resized: allocate it again first"));
+    if (!impl.key_set().has(c10::DispatchKey::Python)) {
+      const uint64_t end = end_of(tensor);
+      if (end == 0) return;
+      if (end > storage.nbytes()) {
+        throw Error(ErrorKind::kValue,
+                    join("rota.", call, ": the tensor's elements end at byte ", end,
+                         " of its storage, which has ", storage.nbytes(),
+                         "; its memory was freed or resized: allocate it again first"));
+      }
     }
   }
   throw Error(ErrorKind::kType, join("rota.", call, ": ", without_memory(tensor)));
