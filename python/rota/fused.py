@@ -20,7 +20,7 @@ from rota import options
 from rota.communicator import Communicator
 from rota.ddp import NamedCopies, NamedModel, SeenParameters, group_of
 from rota.errors import RotaError
-from rota.hooks import communicator_of
+from rota.hooks import communicator_of, tell_peers_of
 from rota.model_group import ModelGroup, Replicas
 from rota.residuals import Residuals
 from rota.results import Results
@@ -529,7 +529,6 @@ def telling_peers(state: object) -> Iterator[None]:
 def tell_peers(state: object, reason: str) -> None:
     """Makes the reductions of the other ranks fail with this reason."""
     with contextlib.suppress(RotaError, ValueError):  # an error here would only hide `reason`
-        communicator = state.communicator if isinstance(state, HookState) else communicator_of(None)
-        communicator.abort(reason)
+        tell_peers_of(state.group if isinstance(state, HookState) else None, reason)
     if isinstance(state, HookState) and state.model_group is not None:
         state.model_group.abort(reason)

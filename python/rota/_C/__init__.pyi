@@ -720,6 +720,10 @@ class Communicator:
     def barrier(self) -> None:
         """Returns once every rank has called it."""
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether every later call raises, because a call has failed or a rank has called abort."""
+
     def abort(self, reason: str) -> None:
         """Makes every waiting and every later call fail, on every rank, with this text."""
 
