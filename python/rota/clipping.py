@@ -80,7 +80,7 @@ def clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
     norm_value = math.sqrt(math.fsum(state.results.sum_of_squares for state in states))
-    norm = torch.tensor(norm_value, dtype=torch.float32)
+    norm = torch.tensor(norm_value, dtype=torch.float32, device="cpu")
     if error_if_nonfinite and not math.isfinite(norm_value):
         raise RuntimeError(
             "rota.clip_grad_norm_: the total norm of the gradients is not finite, so they cannot "
@@ -162,7 +162,7 @@ def _can_fold(optimizer: torch.optim.Optimizer, with_gradient: dict[int, torch.T
 
 def _fold(optimizer: torch.optim.Optimizer, factor: float) -> None:
     previous = getattr(optimizer, "grad_scale", None)
-    grad_scale = torch.tensor(1 / factor, dtype=torch.float32)
+    grad_scale = torch.tensor(1 / factor, dtype=torch.float32, device="cpu")
     if previous is not None:
         grad_scale = grad_scale * previous
     optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]

@@ -218,7 +218,9 @@ class HookState:
             RuntimeError: no backward pass is complete, or gradients were added since.
         """
         self._check_complete()
-        return torch.tensor(math.sqrt(self.results.sum_of_squares), dtype=torch.float32)
+        return torch.tensor(
+            math.sqrt(self.results.sum_of_squares), dtype=torch.float32, device="cpu"
+        )
 
     def _check_complete(self) -> None:
         if not self.results.is_complete:

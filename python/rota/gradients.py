@@ -156,7 +156,8 @@ class Reduction:
     def finish(self) -> None:
         """Starts the buckets that have not started, and writes the results of all."""
         self.start()
-        used = torch.tensor([p.grad is not None for p in self._parameters] + [True])
+        has_gradient = [p.grad is not None for p in self._parameters]
+        used = torch.tensor([*has_gradient, True], dtype=torch.bool, device="cpu")
         for future in self._futures:
             future.wait()
         self._state.communicator.all_reduce(used, "max")

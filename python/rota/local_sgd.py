@@ -306,7 +306,10 @@ class LocalSGD:
             return {}
         if residuals and (state_dict["rank"], state_dict["world_size"]) == place:
             return residuals
-        return {synced.name: torch.zeros(synced.copy.shape) for synced in self._synced}
+        return {
+            synced.name: torch.zeros(synced.copy.shape, dtype=torch.float32, device="cpu")
+            for synced in self._synced
+        }
 
     # ---- checks
 
@@ -342,8 +345,8 @@ class LocalSGD:
 
     def _check_agreement(self, **values: int) -> None:
         """Raises rota.Mismatch on all ranks if they have different values. Collective."""
-        own = torch.tensor(list(values.values()))
-        of_ranks = torch.empty(dist.get_world_size(self.state.group), len(own), dtype=own.dtype)
+        own = torch.tensor(list(values.values()), dtype=torch.int64, device="cpu")
+        of_ranks = own.new_empty(dist.get_world_size(self.state.group), len(own))
         self.state.communicator.all_gather(of_ranks, own)
         for name, column in zip(values, of_ranks.T.tolist(), strict=True):
             other = next((rank for rank, value in enumerate(column) if value != column[0]), None)

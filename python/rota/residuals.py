@@ -46,7 +46,7 @@ class Residuals:
         piece: torch.Tensor | None = self._pieces.get(parameter)
         if piece is not None and piece.numel() == num_reals(parameter):  # else it changed shape
             return piece
-        piece = torch.zeros(num_reals(parameter), device=parameter.device)
+        piece = torch.zeros(num_reals(parameter), dtype=torch.float32, device=parameter.device)
         if self._loaded:
             name = name_of(parameter)
             residual = self._loaded.pop(name)
