@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import rota
 from oracle import assert_same, exact, exact_inputs
-from random_programs import run_program, seeds
+from random_programs import Channel, Channels, run_program, seeds
 from ranks import Rank
 
 NUM_MESSAGES = 1500
@@ -36,13 +36,6 @@ LENGTHS = (0, 1, 8, 100, 4096, 128 << 10, 512 << 10, (1 << 20) + 24)
 LENGTH_WEIGHTS = (3, 3, 6, 8, 6, 3, 2, 1)
 LAYOUTS = ("whole", "slice", "steps", "transposed")
 GUARD = 0xA5  # bytes around what is received
-
-
-class Channel(NamedTuple):
-    """A group of these ranks, or a communicator over them."""
-
-    ranks: tuple[int, ...]
-    is_communicator: bool
 
 
 class Message(NamedTuple):
@@ -173,9 +166,7 @@ class Planner:
         asked = (dtype, num_elems)
         if stream.source is not None and rng.random() < 0.03:
             asked = rng.choice([(dtype, num_elems + 1), (rng.choice(DTYPES), num_elems)])
-        stream.messages.append(
-            Message(self.num_messages, source, dtype, num_elems, layouts, asked)
-        )
+        stream.messages.append(Message(self.num_messages, source, dtype, num_elems, layouts, asked))
         self.num_messages += 1
 
     def next_half(self, number: int, is_send: bool) -> Half | None:
@@ -343,15 +334,7 @@ class Execution:
         self.rank = rank.rank
         self.plan = plan
         self.contents = Contents(seed)
-        rank.init()
-        self.groups = [
-            dist.new_group(list(channel.ranks), backend="rota") for channel in plan.channels
-        ]
-        self.communicators = {
-            number: rota.Communicator(self.groups[number])
-            for number, channel in enumerate(plan.channels)
-            if channel.is_communicator and self.rank in channel.ranks
-        }
+        self.open = Channels(rank, plan.channels)
         self.memories: dict[Half, Memory] = {}
         self.works: dict[tuple[Half, ...], dist.Work] = {}
         self.reductions: dict[tuple[int, int], tuple[dist.Work | None, torch.Tensor]] = {}
@@ -400,12 +383,12 @@ class Execution:
 
     def start(self, half: Half) -> dist.Work:
         _, stream, tensor = self.prepare(half)
-        peer, comm = self.peer_of(half), self.communicators.get(stream.channel)
+        peer, comm = self.peer_of(half), self.open.communicators.get(stream.channel)
         if comm is not None:
             function = comm.isend if half.is_send else comm.irecv
             return function(tensor, peer, stream.tag)
         function = dist.isend if half.is_send else dist.irecv
-        work = function(tensor, peer, self.groups[stream.channel], stream.tag)
+        work = function(tensor, peer, self.open.groups[stream.channel], stream.tag)
         assert work is not None
         return work
 
@@ -414,15 +397,15 @@ class Execution:
         for half in halves:
             _, stream, tensor = self.prepare(half)
             function = dist.isend if half.is_send else dist.irecv
-            group = self.groups[stream.channel]
+            group = self.open.groups[stream.channel]
             ops.append(dist.P2POp(function, tensor, self.peer_of(half), group, stream.tag))
         (work,) = dist.batch_isend_irecv(ops)
         return work
 
     def block(self, half: Half) -> None:
         message, stream, tensor = self.prepare(half)
-        peer, comm = self.peer_of(half), self.communicators.get(stream.channel)
-        group = self.groups[stream.channel]
+        peer, comm = self.peer_of(half), self.open.communicators.get(stream.channel)
+        group, ranks = self.open.groups[stream.channel], self.plan.channels[stream.channel].ranks
         source: int | None = None
         error = None
         try:
@@ -431,7 +414,7 @@ class Execution:
             elif half.is_send:
                 dist.send(tensor, peer, group, stream.tag)
             elif comm is not None:
-                source = self.plan.channels[stream.channel].ranks[comm.recv(tensor, peer, stream.tag)]
+                source = ranks[comm.recv(tensor, peer, stream.tag)]
             else:
                 source = dist.recv(tensor, peer, group, stream.tag)
         except rota.Mismatch as mismatch:
@@ -509,13 +492,13 @@ class Execution:
     def reduce(self, op: Op) -> None:
         place = self.plan.channels[op.channel].ranks.index(self.rank)
         tensor = self.inputs_of(op)[place]
-        comm = self.communicators.get(op.channel)
+        comm = self.open.communicators.get(op.channel)
         work = None
         if comm is not None:
             comm.all_reduce(tensor)
         else:
             is_async = op.kind == "start_reduce"
-            work = dist.all_reduce(tensor, group=self.groups[op.channel], async_op=is_async)
+            work = dist.all_reduce(tensor, group=self.open.groups[op.channel], async_op=is_async)
         self.reductions[op.channel, op.number] = work, tensor
         if op.kind == "reduce":
             self.check_reduction(op)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import rota
 from oracle import DTYPES, assert_same, exact, exact_inputs, ops_of
-from random_programs import run_program, seeds
+from random_programs import Channel, Channels, run_program, seeds
 from ranks import Rank
 
 NUM_STEPS = 1500
@@ -68,13 +68,6 @@ class Batch(NamedTuple):
 
     steps: tuple[Step, ...]
     blocks: bool
-
-
-class Channel(NamedTuple):
-    """A group of these ranks, or a communicator over them; its calls are in order."""
-
-    ranks: tuple[int, ...]
-    is_communicator: bool
 
 
 # ---- the plan
@@ -213,8 +206,8 @@ def names_ranks(text: str, calls: tuple[Call, ...]) -> bool:
     if all(call.collective == "all_to_all" and call.dtype == calls[0].dtype for call in calls):
         # Ranks compare the parts of each pair, of which the error names one.
         return any(
-            f"rank {i} sends {sent.num_elems} elements to rank {j}, which expects {awaited.num_elems}"
-            in text
+            f"rank {i} sends {sent.num_elems} elements to rank {j}, "
+            f"which expects {awaited.num_elems}" in text
             for i, sent in enumerate(calls)
             for j, awaited in enumerate(calls)
             if sent != awaited
@@ -305,17 +298,8 @@ class Execution:
     def __init__(self, rank: Rank, seed: int, channels: list[Channel]) -> None:
         self.rank = rank.rank
         self.rng = random.Random(f"{seed} on rank {rank.rank}")  # for what ranks may do differently
-        rank.init()
         self.channels = channels
-        self.groups = [
-            dist.new_group(list(channel.ranks), backend="rota") for channel in channels
-        ]
-        self.communicators = [
-            rota.Communicator(group)
-            if channel.is_communicator and self.rank in channel.ranks
-            else None
-            for channel, group in zip(channels, self.groups, strict=True)
-        ]
+        self.open = Channels(rank, channels)
 
     def run(self, batch: Batch) -> None:
         issued = [
@@ -350,7 +334,8 @@ class Execution:
         is_list = len(calls) == 1 and self.rng.random() < 0.5
 
         def start(is_async: bool) -> dist.Work | None:
-            group, communicator = self.groups[step.channel], self.communicators[step.channel]
+            group = self.open.groups[step.channel]
+            communicator = self.open.communicators.get(step.channel)
             if communicator is not None:
                 for call, pair in zip(calls, tensors, strict=True):
                     call_communicator(communicator, call, pair)
