@@ -71,7 +71,7 @@ def clip_grad_norm_(
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     with_gradient = {id(p): p for p in parameters if p.grad is not None}
-    states = _measured(with_gradient) if norm_type == 2 else []
+    states = _measured(parameters, with_gradient) if norm_type == 2 else []
     if not states:
         _refuse_part_of_a_model(parameters)
         _warn(with_gradient)
@@ -104,7 +104,9 @@ def clip_grad_norm_(
     return norm
 
 
-def _measured(with_gradient: dict[int, torch.Tensor]) -> list[HookState]:
+def _measured(
+    parameters: list[torch.Tensor], with_gradient: dict[int, torch.Tensor]
+) -> list[HookState]:
     """The states that together measured the norm of exactly these gradients; [] if none did."""
     owners: dict[HookState, None] = {}  # in the order of parameters, the same on every rank
     live = list(live_states)
@@ -113,20 +115,29 @@ def _measured(with_gradient: dict[int, torch.Tensor]) -> list[HookState]:
         if owner is None:
             return []
         owners[owner] = None
+    owners |= dict.fromkeys(s for s in _of_models(parameters) if s.results.is_complete)
     if not all(state.results.is_norm_of(with_gradient) for state in owners):
         return []
     return list(owners)
 
 
+def _of_models(parameters: list[torch.Tensor]) -> list[HookState]:
+    """The states of models of which these are a part; others may have all the gradients."""
+    states = [s for s in live_states if s.model_group is not None and s.results.generation > 0]
+    if not parameters:  # a stage without any can only be told if it is the only one
+        without = [state for state in states if state.is_for_nothing]
+        return without if len(without) == 1 else []
+    return [state for state in states if any(state.is_for(p) for p in parameters)]
+
+
 def _refuse_part_of_a_model(parameters: list[torch.Tensor]) -> None:
-    for state in list(live_states):
-        if state.model_group is not None and any(state.reduces(p) for p in parameters):
-            raise RuntimeError(
-                "rota.clip_grad_norm_: the norm over the HookState's model_group is that of all "
-                "gradients of the model as they were reduced, and cannot be computed otherwise; "
-                "clip with norm_type=2 and all parameters of this rank together, after the "
-                "reduction and before anything else changes their gradients"
-            )
+    if _of_models(parameters):
+        raise RuntimeError(
+            "rota.clip_grad_norm_: the norm over the HookState's model_group is that of all "
+            "gradients of the model as they were reduced, and cannot be computed otherwise; clip "
+            "with norm_type=2 and all parameters of this rank together, after the reduction and "
+            "before anything else changes their gradients"
+        )
 
 
 def _gradients(parameters: dict[int, torch.Tensor]) -> list[torch.Tensor]:

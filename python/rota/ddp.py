@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 import torch.distributed as dist
@@ -70,16 +70,23 @@ class SeenParameters:
     def __init__(self) -> None:
         self._refs: dict[int, weakref.ref[torch.Tensor]] = {}
         self._is_complete = False
+        self._frozen: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether it is one of them."""
-        ref = self._refs.get(id(parameter))
-        return ref is not None and ref() is parameter
+        return _has(self._refs, parameter)
+
+    def has_frozen(self, parameter: torch.Tensor) -> bool:
+        """Whether it was listed with them, but requires no gradient."""
+        return _has(self._frozen, parameter)
+
+    def note_frozen(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._frozen = {id(parameter): weakref.ref(parameter) for parameter in parameters}
 
     def _are_gone(self) -> bool:
         return all(ref() is None for ref in self._refs.values())
 
-    def add_bucket(self, parameters: Sequence[torch.Tensor], is_last: bool) -> bool:
+    def add_bucket(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Returns whether these can belong to the same model as those before."""
         if self._is_complete and not all(self.has(parameter) for parameter in parameters):
             gc.collect()  # a model without references does not count
@@ -88,12 +95,24 @@ class SeenParameters:
             self._refs, self._is_complete = {}, False
         if not self._is_complete:
             self._refs |= {id(parameter): weakref.ref(parameter) for parameter in parameters}
-            self._is_complete = is_last
         return True
+
+    def complete(self) -> None:
+        """Call it when a backward pass is over: the model has no other parameters."""
+        self._is_complete = bool(self._refs)
+
+    def are_all_in(self, identities: Set[int]) -> bool:
+        """Whether all are known and among these, which are given by id()."""
+        return self._is_complete and self._refs.keys() <= identities
 
     @property
     def are_none(self) -> bool:
         return not self._refs
+
+    @property
+    def are_none_of_model(self) -> bool:
+        """Whether this rank's part of the model has no parameters at all."""
+        return not self._refs and not self._frozen
 
     def replace(self, parameters: Sequence[torch.Tensor], is_same_model: bool) -> bool:
         """Takes a whole list of parameters instead of those before.
@@ -109,6 +128,11 @@ class SeenParameters:
         self._refs = {id(parameter): weakref.ref(parameter) for parameter in parameters}
         self._is_complete = True
         return True
+
+
+def _has(refs: Mapping[int, weakref.ref[torch.Tensor]], parameter: torch.Tensor) -> bool:
+    ref = refs.get(id(parameter))
+    return ref is not None and ref() is parameter
 
 
 def group_of(

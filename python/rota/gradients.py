@@ -106,13 +106,14 @@ class Reduction:
     """One reduction of a list of gradients; its buckets start in order."""
 
     def __init__(self, parameters: Parameters, state: HookState, bucket_cap_mb: float) -> None:
-        listed = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         unique = {id(p): p for p in listed if p.requires_grad}
         self._parameters = list(unique.values())
         self._positions = {identity: i for i, identity in enumerate(unique)}
         self._state = state
         self._buckets = _plan_of(self._parameters, state, bucket_cap_mb).buckets
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
+        state.note_frozen(p for p in listed if not p.requires_grad)
 
     @property
     def has_started(self) -> bool:
@@ -165,7 +166,7 @@ class Reduction:
         wanted = {id(p) for i, p in enumerate(self._parameters) if is_used[i]}
         for bucket in self._buckets:
             bucket.unpack(wanted)
-        self._state.results.end(sends_without_gradient=self._state.error_feedback)
+        self._state.end()
 
     @property
     def _all_started(self) -> bool:
@@ -191,6 +192,7 @@ class Reduction:
 def free_buckets(state: HookState) -> None:
     """Frees the memory of a state's buckets; its next reduction makes new ones."""
     _plans.pop(state, None)
+    state.free_buckets()
 
 
 def _plan_of(parameters: list[torch.Tensor], state: HookState, bucket_cap_mb: float) -> Plan:

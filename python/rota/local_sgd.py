@@ -59,7 +59,7 @@ class LocalSGD:
 
     What travels is the difference of each parameter since its last synchronisation, in the wire
     dtype of the state, with float32 sums. This keeps a copy of the parameters: 4 bytes for each,
-    4 more with error feedback, and 8 while it synchronises.
+    and 8 while it synchronises; with error feedback 4 more, and 4 more while it synchronises.
 
     Buffers of floating point that are in the model's state_dict, such as the statistics of
     BatchNorm, are averaged with the parameters. Other buffers, and parameters that required no
@@ -205,6 +205,9 @@ class LocalSGD:
                 self._skip(fragment)
                 return
             self._update_copies(fragment)
+        except BaseException:
+            self.state.drop_results()
+            raise
         finally:
             free_buckets(self.state)
             for synced in fragment:

@@ -1,10 +1,15 @@
 """The results of a backward pass: which gradients they cover, and whether they are still valid.
 
-DDP calls a hook when a bucket is full, but does not tell it when the backward pass is over and the
-results are in the gradients. Autograd's final callbacks do. They run in the order in which they
-were queued, and DDP queues its own, which waits for the buckets, after the last bucket's hook. So
-the last bucket's hook queues a callback that queues another one: the second runs after DDP's, and
-does not run if DDP's raises.
+DDP calls a hook when a bucket is full, but does not tell it which backward pass the bucket is of,
+nor when that is over and the results are in the gradients. A bucket's index does not tell either:
+in the first pass of a static graph all have 0. So a reduction goes on while parameters come that it
+has not had, and ends with the graph tasks that its buckets come in. Reentrant checkpoints run a
+part of the pass in a graph task of its own; a task that dies without having run its final callbacks
+belongs to a pass that has failed.
+
+Final callbacks run in the order in which they were queued, and DDP queues its own, which waits for
+the buckets, after the last bucket's hook. So a hook queues a callback that queues another one: the
+second runs after DDP's, and does not run if DDP's raises.
 
 Changing a gradient in place changes its version; replacing it changes its identity.
 """
@@ -13,7 +18,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,10 +49,70 @@ class _Mark(NamedTuple):
 class _Bucket(NamedTuple):
     """What to check of a bucket at the end of the backward pass."""
 
-    parameters: Sequence[torch.Tensor]
+    parameters: Sequence[weakref.ref[torch.Tensor]]
     # By position, for gradients that are not views into the bucket. If a version is the same after
     # backward, DDP has not written that gradient, because no rank used the parameter.
     versions: dict[int, int]
+
+
+class Outcome:
+    """What became of the results of one reduction; decides what error feedback owes afterwards.
+
+    A result counts as used if it was written to a gradient and was finite, unless somebody knows
+    better: a GradScaler decides by optimizer.
+    """
+
+    def __init__(self, found_inf: Callable[[], bool | torch.Tensor]) -> None:
+        """found_inf: whether the step is to be skipped; a tensor if that would wait for a GPU."""
+        self._found_inf = found_inf
+        # Whether all results have been written: not if the backward pass has failed.
+        self.is_over = False
+        self.goes_on = False  # the gradients will be added to and reduced again
+        self._unwritten: set[int] = set()  # parameters, by id()
+        self._told: dict[int, bool] = {}
+
+    def end(self, unwritten: set[int]) -> None:
+        self.is_over = True
+        self._unwritten = unwritten
+
+    def tell(self, parameters: Iterable[torch.Tensor], was_used: bool) -> None:
+        """Call it when an optimizer has applied the results of its parameters, or will not."""
+        self._told.update((id(parameter), was_used) for parameter in parameters)
+
+    def drop(self) -> None:
+        """Call it if no result will be used."""
+        self.is_over = False
+
+    def freeze(self) -> None:
+        """Call it before the next reduction, which overwrites what has been found."""
+        if self.is_over:
+            found = self._found_inf()
+            self._found_inf = lambda: found
+
+    def was_used(self, parameters: Iterable[int]) -> list[bool | torch.Tensor | None]:
+        """Whether the results of parameters, which are given by id(), were used.
+
+        Returns:
+            None where it is still open; a tensor of one bool if only a GPU knows.
+        """
+        if not self.is_over:
+            return [False for _ in parameters]
+        default: bool | torch.Tensor | None = None
+        if not self.goes_on:
+            found = self._found_inf()
+            default = ~found if isinstance(found, torch.Tensor) else not found
+        return [
+            False if parameter in self._unwritten else self._told.get(parameter, default)
+            for parameter in parameters
+        ]
+
+    @property
+    def was_dropped(self) -> bool:
+        """Whether no result was used, so that the reduction might not have been."""
+        if self.is_over and not any(self._told.values()) and not self.goes_on:
+            found = self._found_inf()
+            return bool(self._told) or (not isinstance(found, torch.Tensor) and found)
+        return not self.is_over
 
 
 class Results:
@@ -60,7 +125,12 @@ class Results:
         # The number of complete backward passes so far, which identifies the last one.
         self.generation = 0
         self.loss_scale = 1.0  # by which its gradients were divided
-        self._buckets: list[_Bucket] = []  # until it is complete
+        self.outcome = Outcome(self._found_inf)
+        self.seen: set[int] = set()  # all parameters in its buckets, by id()
+        self._is_closed = True  # it has no more buckets
+        # Those that its buckets came in and that are not over: by id, what dies with the task.
+        self._tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
+        self._buckets: list[_Bucket] = []  # until it is closed and complete
         # For each bucket, float64: number of non-finite elements, sum of squares.
         self._stats: list[torch.Tensor] = []
         # The sum of all ranks' stats, if the model lies on several ranks.
@@ -73,10 +143,20 @@ class Results:
 
     # ---- written by the hook
 
+    def continues(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether a bucket of these parameters belongs to the reduction under way."""
+        has_failed = any(ref() is None for ref in self._tasks.values())
+        return not (self._is_closed or has_failed) and self.seen.isdisjoint(map(id, parameters))
+
     def begin(self, loss_scale: float) -> None:
-        """Call it when the first bucket of a backward pass comes."""
+        """Call it before the first bucket of a reduction."""
+        self._start_model_sum()
         self.is_complete = False
         self.loss_scale = loss_scale
+        self.outcome = Outcome(self._found_inf)
+        self.seen = set()
+        self._is_closed = False
+        self._tasks = {}
         self._buckets = []
         self._stats = []
         self._model_stats = None
@@ -88,35 +168,48 @@ class Results:
 
     def add_bucket(
         self,
-        parameters: Sequence[torch.Tensor],
+        parameters: Sequence[weakref.ref[torch.Tensor]],
         stats: torch.Tensor,
         buffer: torch.Tensor,
         may_have_unused: bool,
     ) -> None:
         """Call it before a bucket is reduced, which writes `stats`."""
+        self.is_complete = self.outcome.is_over = False
+        self._totals = None
         versions = {}
-        if may_have_unused:
-            memory = buffer.untyped_storage().data_ptr()
-            for i, parameter in enumerate(parameters):
-                gradient = parameter.grad
-                if gradient is not None and gradient.untyped_storage().data_ptr() != memory:
-                    versions[i] = gradient._version
+        memory = buffer.untyped_storage().data_ptr()
+        alive = [parameter for ref in parameters if (parameter := ref()) is not None]
+        for i, parameter in enumerate(alive if may_have_unused else ()):
+            gradient = parameter.grad
+            if gradient is not None and gradient.untyped_storage().data_ptr() != memory:
+                versions[i] = gradient._version
+        self.seen |= {id(parameter) for parameter in alive}
         self._buckets.append(_Bucket(parameters, versions))
         self._stats.append(stats)
 
+    def close(self) -> None:
+        """Call it after the last bucket: what comes then is of a new reduction."""
+        self._is_closed = True
+
     def end_with_backward(self, sends_without_gradient: bool) -> None:
-        """Call it after the last bucket: completes the results when the backward pass is over.
+        """Call it after each bucket: completes the results when its graph task is over.
 
         Args:
             sends_without_gradient: a parameter without a gradient may add to the stats.
         """
+        task, tasks = torch._C._current_graph_task_id(), self._tasks
+        if task == -1:
+            self.end(sends_without_gradient)  # the hook was called by hand, on a saved bucket
+            return
+        if task in tasks:
+            return
 
         def end() -> None:
-            self.end(sends_without_gradient)
+            del tasks[task]
+            if tasks is self._tasks and not self.is_complete:
+                self.end(sends_without_gradient)
 
-        if torch._C._current_graph_task_id() == -1:
-            end()  # the hook was called by hand, on a saved bucket
-            return
+        tasks[task] = weakref.ref(end)  # nothing but the graph task holds it
         queue_callback = torch.autograd.Variable._execution_engine.queue_callback
         queue_callback(lambda: queue_callback(end))
 
@@ -124,22 +217,35 @@ class Results:
         """Completes the results; call it when the reduced gradients have been written."""
         self._dropped = False
         self._norm_factor = 1.0
+        self._marks = {}
+        unwritten = set()
         for bucket in self._buckets:
-            for i, parameter in enumerate(bucket.parameters):
+            for i, ref in enumerate(bucket.parameters):
+                parameter = ref()
+                if parameter is None:
+                    continue
                 gradient = parameter.grad
                 if gradient is None:
+                    unwritten.add(id(parameter))
                     self._dropped |= sends_without_gradient
                 elif bucket.versions.get(i) == gradient._version:
+                    unwritten.add(id(parameter))
                     self._dropped = True
                 else:
                     self._mark(parameter, gradient)
-        self._buckets = []
-        if self._model_group is not None:
+        self.is_complete = True
+        self.generation += 1
+        self.outcome.end(unwritten)
+        if self._is_closed:
+            self._buckets = []
+            self._start_model_sum()
+
+    def _start_model_sum(self) -> None:
+        """Starts it once for each reduction, as soon as that is known to be complete."""
+        if self._model_group is not None and self.is_complete and self._model_stats is None:
             self._model_stats = self._model_group.start(
                 self._stats, [parameter for parameter, _ in self.gradients()]
             )
-        self.is_complete = True
-        self.generation += 1
 
     def _mark(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         refs = weakref.ref(parameter), weakref.ref(gradient)
@@ -151,12 +257,24 @@ class Results:
         # Reads all stats once and together: with caches cold after a bucket, each torch call costs
         # some 50 us; on a GPU each copy waits for all queued work.
         if self._totals is None:
-            stats = [self._model_stats.wait()] if self._model_stats is not None else self._stats
+            stats = self._all_stats()
             rows = (
                 torch.stack(stats).tolist() if len(stats) > 1 else [row.tolist() for row in stats]
             )
             self._totals = any(row[0] for row in rows), math.fsum(row[1] for row in rows)
         return self._totals
+
+    def _all_stats(self) -> list[torch.Tensor]:
+        self._start_model_sum()
+        return [self._model_stats.wait()] if self._model_stats is not None else self._stats
+
+    def _found_inf(self) -> bool | torch.Tensor:
+        """found_inf, as a tensor if the CPU would have to wait for it."""
+        if self._totals is None:
+            stats = self._all_stats()
+            if len({row.device for row in stats}) == 1 and stats[0].is_cuda:
+                return torch.stack(stats)[:, 0].sum() > 0
+        return self.found_inf
 
     @property
     def found_inf(self) -> bool:
@@ -207,6 +325,14 @@ class Results:
     def forget(self) -> None:
         """Call it when the gradients change units, and more will be added to them."""
         self.is_complete = False
+        self._is_closed = True
+        self.outcome.goes_on = True
+        gone = [m.parameter() for m in self._marks.values() if m.gradient_now() is None]
+        self.outcome.tell([p for p in gone if p is not None], was_used=False)
+        self._is_closed = True
+        self.outcome.goes_on = True
+        gone = [m.parameter() for m in self._marks.values() if m.gradient_now() is None]
+        self.outcome.tell([p for p in gone if p is not None], was_used=False)
 
     def at_next_backward(self, callback: Callable[[], None]) -> None:
         """Calls `callback` once, when the first bucket of the next backward pass comes."""
