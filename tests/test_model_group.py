@@ -219,6 +219,40 @@ def test_model_group_counts_dtensors_by_their_placements() -> None:
     run_ranks(4, train_sharded)
 
 
+def train_shards_alone(rank: Rank) -> tuple[float, float, bool, str]:
+    """Each rank has a state for its own shards: torch then finds the norm, and Infs, of all."""
+    rank.init("rota")
+    own = [dist.new_group([i]) for i in range(2)][rank.rank]
+    mesh = init_device_mesh("cpu", (2,))
+    weight = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Shard(0)]))
+    state = rota.HookState(own, torch.float32)
+    scaler = rota.amp.GradScaler(state, init_scale=8.0)
+    optimizer = torch.optim.SGD([weight], 1.0)
+    norms = []
+    for value in (3.0, torch.inf):
+        scaler.scale(torch.ones(()))
+        with torch.no_grad():
+            gradient = torch.full((2,), 8 * value if rank.rank == 1 else 32.0)
+            weight.grad = DTensor.from_local(gradient, mesh, [Shard(0)])
+        rota.reduce_gradients([weight], state)
+        scaler.unscale_(optimizer)
+        norm: Any = rota.clip_grad_norm_([weight], 1e9)
+        norms.append(norm.full_tensor().item())
+        scaler.step(optimizer)
+        scaler.update()
+    over_both = rota.HookState(wire_dtype=torch.float32)
+    _, text = error_of(lambda: rota.reduce_gradients([weight], over_both))
+    return *norms, bool(weight.to_local()[0] == (-3.0 if rank.rank == 1 else -4.0)), text
+
+
+@pytest.mark.filterwarnings("ignore:rota.")
+def test_shards_outside_the_model_group_count_or_are_refused() -> None:
+    for first, second, stepped_once, text in run_ranks(2, train_shards_alone):
+        assert first == pytest.approx(50**0.5) and not math.isfinite(second) and stepped_once
+        for fact in ("parameter 0 of the list", "Shard(dim=0)", "ranks [0, 1]", "same shard"):
+            assert fact in text
+
+
 # ---- who waits for whom
 
 

@@ -206,6 +206,16 @@ class GradScaler(torch.amp.GradScaler):
             found = found_by_device.setdefault(found_inf.device, found_inf)
             if not _are_finite(results, states):
                 found.fill_(1.0)
+            # Those of other shards are not known here; torch's code asks their ranks.
+            cut = [
+                p
+                for p in results
+                if not any(s.results.saw(p) and s.counts_all_of(p) for s in states)
+            ]
+            if cut:
+                rest = _Gradients(cut)
+                ones = torch.ones_like(inv_scale)
+                found_by_device |= super()._unscale_grads_(rest, ones, found_inf, allow_fp16)
         of_models = [state for state in self._states if self._has_part_of_model(state, optimizer)]
         if of_models:
             found = found_by_device.setdefault(found_inf.device, found_inf)

@@ -43,7 +43,8 @@ def clip_grad_norm_(
     rota.fused_hook has measured the L2 norm of all gradients that it reduced in the last backward
     pass, so gradients are only touched if they have to shrink or the norm is not finite. torch's
     function takes over, with one warning per model, for other norms, for other sets of parameters,
-    and if gradients were changed or added to since. All ranks decide alike. With a HookState of a
+    for DTensors with shards on ranks that are not in the state's model_group, and if gradients were
+    changed or added to since. All ranks decide alike. With a HookState of a
     model_group there is no falling back, since torch would take the norm of this rank's parameters.
 
     With a rota.amp.GradScaler, call it before or after scaler.unscale_(optimizer). Unscale
@@ -112,7 +113,7 @@ def _measured(
     live = list(live_states)
     for parameter in with_gradient.values():
         owner = next((state for state in live if state.results.is_current(parameter)), None)
-        if owner is None:
+        if owner is None or not owner.counts_all_of(parameter):
             return []
         owners[owner] = None
     owners |= dict.fromkeys(s for s in _of_models(parameters) if s.results.is_complete)

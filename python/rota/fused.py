@@ -25,6 +25,7 @@ from rota.model_group import ModelGroup, Replicas
 from rota.residuals import BucketResidual, Residuals
 from rota.results import Results
 from rota.rounding import split_mix_64
+from rota.sharding import as_dtensor, shard_of_rank
 
 # All live states: clip_grad_norm_ finds a state by the parameters that it saw.
 live_states: "weakref.WeakSet[HookState]" = weakref.WeakSet()
@@ -187,6 +188,7 @@ class HookState:
         self._residuals = Residuals()
         self._is_load_checked = True
         self._parameters = SeenParameters()
+        self._counts_all: dict[object, bool] = {}  # by mesh and placements
         self._entries: dict[int, _Entry] = {}  # by id() of the first parameter
         live_states.add(self)
 
@@ -466,6 +468,19 @@ class HookState:
             or self._parameters.has_frozen(parameter)
             or (self._model is not None and self._model.name(parameter) is not None)
         )
+
+    def counts_all_of(self, parameter: torch.Tensor) -> bool:
+        """Whether its norm and found_inf count all shards of a parameter, if that is a DTensor."""
+        dtensor = as_dtensor(parameter)
+        if dtensor is None:
+            return True
+        placed = dtensor.device_mesh, dtensor.placements
+        if placed not in self._counts_all:
+            shards = shard_of_rank(dtensor)
+            ranks = [dist.get_rank()] if self.model_group is None else self.model_group.ranks
+            counted = {shards[rank] for rank in ranks if rank in shards}
+            self._counts_all[placed] = counted == set(shards.values())
+        return self._counts_all[placed]
 
     @property
     def is_for_nothing(self) -> bool:

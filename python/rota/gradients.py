@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import torch
+import torch.distributed as dist
 
 from rota.errors import RotaError
 from rota.fused import HookState, tell_peers, telling_peers
 from rota.packing import PackedBucket, Plan, check_gradient
+from rota.sharding import check_same_shards
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
@@ -31,8 +33,9 @@ def reduce_gradients(
     Args:
         parameters: the same list on every rank, dense, of float32, float64, float16, bfloat16 or
             complex dtypes, on the CPU or one CUDA device. Of a DTensor, this rank's shard is
-            reduced. Those that require no gradient are left out. One whose gradient is None counts
-            as zeros; if it is None on all ranks, it stays None.
+            reduced, which all ranks of the group must hold. Those that require no gradient are left
+            out. One whose gradient is None counts as zeros; if it is None on all ranks, it stays
+            None.
         state: the options; one state per model.
         bucket_cap_mb: a bucket is full when it has this many MiB. Buckets hold parameters in the
             reverse of their order, as DDP's do.
@@ -208,6 +211,12 @@ def _plan_of(parameters: list[torch.Tensor], state: HookState, bucket_cap_mb: fl
     bucket_cap_bytes = int(bucket_cap_mb * 2**20)
     plan = _plans.get(state)
     if plan is None or not plan.fits(parameters, bucket_cap_bytes):
+
+        def name_of(i: int) -> str:
+            return state.name_of(parameters[i], f"{i} of the list")
+
+        ranks = dist.get_process_group_ranks(state.group)
+        check_same_shards("reduce_gradients", parameters, name_of, ranks)
         state.replace_parameters(parameters)
         plan = _plans[state] = Plan(parameters, bucket_cap_bytes, state)
     return plan

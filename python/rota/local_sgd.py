@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rota.errors import Mismatch
 from rota.fused import HookState, telling_peers
 from rota.gradients import Reduction, free_buckets
-from rota.sharding import local_of
+from rota.sharding import check_same_shards, fsdp1_shards, local_of
 
 BUCKET_CAP_MB = 25.0
 
@@ -76,7 +76,8 @@ class LocalSGD:
         sync_every: H, inner steps between two synchronisations of a parameter.
         state: over which ranks and how differences travel; one made for this alone. None: in
             float32, over the default group. If a worker's ranks hold different parts of the model,
-            pass them as its model_group, so that they drop the same differences.
+            pass them as its model_group, so that they drop the same differences; the group then
+            has the ranks that hold the same part.
         num_fragments: P, parts of about the same size, which are synchronised at P steps spread
             over sync_every (Streaming DiLoCo). The bytes are the same; a step sends at most a P-th.
         fragment_sync_delay: inner steps that run while a fragment is reduced; its result is applied
@@ -125,6 +126,7 @@ class LocalSGD:
             raise TypeError(
                 f"{self._name}: state is of type {type(state).__name__}, expected a HookState"
             )
+        _check_shards(self._name, module, self.state)
         self._synced = [_Synced(name, tensor, _copy_of(tensor)) for name, tensor in tensors.items()]
         self._fragments = _cut(self._synced, num_fragments)
         self._synced_at = [0] * num_fragments  # the step of each fragment's last difference
@@ -420,8 +422,9 @@ class DiLoCo(LocalSGD):
             id(synced.tensor): synced.copy for synced in self._synced
         }
         for group in outer_optimizer.param_groups:
-            # In place: some optimizers keep the list. Frozen parameters stay; they are not stepped.
-            group["params"][:] = [copies.get(id(p), p) for p in group["params"]]
+            # In place: some optimizers keep the list. Aliases without gradients take the places of
+            # frozen parameters, which may have gradients from before they were frozen.
+            group["params"][:] = [copies.get(id(p), p.detach()) for p in group["params"]]
 
     def _update_copies(self, fragment: Sequence[_Synced]) -> None:
         self.outer_optimizer.step()  # passes over the copies of other fragments: no gradients
@@ -445,6 +448,21 @@ def _tensors_to_sync(module: nn.Module) -> dict[str, torch.Tensor]:
         if name in saved and (buffer.is_floating_point() or buffer.is_complex()):
             tensors[name] = buffer
     return tensors
+
+
+def _check_shards(name: str, module: nn.Module, state: HookState) -> None:
+    """Raises ValueError if the group's ranks hold different parts of the model."""
+    ranks = dist.get_process_group_ranks(state.group)
+    named = [*module.named_parameters(), *module.named_buffers()]
+    tensors = [tensor for _, tensor in named]
+    check_same_shards(name.removeprefix("rota."), tensors, lambda i: repr(named[i][0]), ranks)
+    for shard_ranks in fsdp1_shards(module):
+        if len(set(shard_ranks) & set(ranks)) > 1:
+            raise ValueError(
+                f"{name}: FullyShardedDataParallel has cut the model over the ranks {shard_ranks}, "
+                f"so the state's group of ranks {ranks} holds different shards of it; make the "
+                f"state with the group of ranks that hold the same shard"
+            )
 
 
 def _copy_of(tensor: torch.Tensor) -> nn.Parameter:
