@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import pickle
 from collections.abc import Callable, Iterator
@@ -230,6 +231,14 @@ def leave_some_unused(ddp: DistributedDataParallel, rank: int) -> Iterator[bool]
         yield True
 
 
+def use_buckets_in_turns(ddp: DistributedDataParallel, rank: int) -> Iterator[bool]:
+    """Where DDP leaves out unused buckets, two steps have none in common."""
+    for step in range(4):
+        ddp.zero_grad()
+        ddp(exact_batch(rank, step), [1, 2] if step % 2 else [3, 4]).backward()
+        yield True
+
+
 def leave_some_unused_in_the_end(ddp: DistributedDataParallel, rank: int) -> Iterator[bool]:
     for step in range(4):
         ddp.zero_grad()
@@ -288,7 +297,11 @@ def complex_and_real() -> torch.nn.Module:
 
 
 UNUSED = {"find_unused_parameters": True, "bucket_cap_mb": TINY_BUCKETS_MB}
+SKIP = "skip_all_reduce_unused_params"  # since torch 2.13
+CAN_SKIP = SKIP in inspect.signature(DistributedDataParallel).parameters
+SKIPPED = {**UNUSED, SKIP: True} if CAN_SKIP else UNUSED
 SCENARIOS = {
+    "skipped": Scenario(use_buckets_in_turns, ddp_options=SKIPPED),
     "plain": Scenario(backward_each_step),
     "zeros": Scenario(backward_onto_zeros),
     "no-sync": Scenario(accumulate_without_sync),

@@ -46,6 +46,8 @@ def clip_grad_norm_(
     for DTensors with shards on ranks that are not in the state's model_group, and if gradients were
     changed or added to since. All ranks decide alike. With a HookState of a
     model_group there is no falling back, since torch would take the norm of this rank's parameters.
+    A change through `grad.data` goes unnoticed, since tensors do not count it; change `grad` under
+    torch.no_grad().
 
     With a rota.amp.GradScaler, call it before or after scaler.unscale_(optimizer). Unscale
     gradients that the hook has not reduced first, as with torch.
@@ -117,7 +119,7 @@ def _measured(
             return []
         owners[owner] = None
     owners |= dict.fromkeys(s for s in _of_models(parameters) if s.results.is_complete)
-    if not all(state.results.is_norm_of(with_gradient) for state in owners):
+    if not all(state.results.is_norm_of(with_gradient.keys()) for state in owners):
         return []
     return list(owners)
 
@@ -156,6 +158,26 @@ def _warn(with_gradient: dict[int, torch.Tensor]) -> None:
                 "anything else changes their gradients",
                 stacklevel=4,
             )
+
+
+# ---- torch's scaler
+
+
+_unscale_grads = torch.amp.GradScaler._unscale_grads_
+
+
+@functools.wraps(_unscale_grads)
+def _unscale_and_tell(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Also counts as a change of the gradients; torch's operator leaves their versions alone."""
+    found_inf = _unscale_grads(scaler, optimizer, *args, **kwargs)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if any(state.results.is_current(parameter) for state in live_states):
+                torch.autograd.graph.increment_version(parameter.grad)
+    return found_inf
+
+
+torch.amp.GradScaler._unscale_grads_ = _unscale_and_tell  # type: ignore[assignment,method-assign]
 
 
 # ---- a fused optimizer multiplies the gradients while it reads them

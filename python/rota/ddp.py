@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -63,12 +63,14 @@ class NamedCopies:
 class SeenParameters:
     """The parameters of the first complete backward pass, held weakly.
 
-    DDP rebuilds its buckets, but from the same parameters. So a new parameter, while these live,
+    DDP rebuilds its buckets, but from the same parameters, and may leave out a bucket whose
+    parameters are unused. So a new parameter in a bucket that has come before, while these live,
     belongs to another model that uses the same state.
     """
 
     def __init__(self) -> None:
         self._refs: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._indices: set[int] = set()  # of the buckets
         self._is_complete = False
         self._frozen: dict[int, weakref.ref[torch.Tensor]] = {}
 
@@ -86,24 +88,21 @@ class SeenParameters:
     def _are_gone(self) -> bool:
         return all(ref() is None for ref in self._refs.values())
 
-    def add_bucket(self, parameters: Sequence[torch.Tensor]) -> bool:
+    def add_bucket(self, index: int, parameters: Sequence[torch.Tensor]) -> bool:
         """Returns whether these can belong to the same model as those before."""
         if self._is_complete and not all(self.has(parameter) for parameter in parameters):
             gc.collect()  # a model without references does not count
-            if not self._are_gone():
+            if self._are_gone():
+                self._refs, self._indices, self._is_complete = {}, set(), False
+            elif index in self._indices:
                 return False
-            self._refs, self._is_complete = {}, False
-        if not self._is_complete:
-            self._refs |= {id(parameter): weakref.ref(parameter) for parameter in parameters}
+        self._refs |= {id(parameter): weakref.ref(parameter) for parameter in parameters}
+        self._indices.add(index)
         return True
 
     def complete(self) -> None:
-        """Call it when a backward pass is over: the model has no other parameters."""
+        """Call it after a whole backward pass: further parameters come in further buckets."""
         self._is_complete = bool(self._refs)
-
-    def are_all_in(self, identities: Set[int]) -> bool:
-        """Whether all are known and among these, which are given by id()."""
-        return self._is_complete and self._refs.keys() <= identities
 
     @property
     def are_none(self) -> bool:

@@ -332,10 +332,6 @@ class HookState:
             self.begin()
         may_have_unused = self._model is None or self._model.may_have_unused
         future = self.start(grad_bucket, may_have_unused)
-        # Only True can be believed: in the first pass of a static graph all are said not to be.
-        if grad_bucket.is_last() or self._parameters.are_all_in(self.results.seen):
-            self._parameters.complete()
-            self.results.close()
         self.results.end_with_backward(sends_without_gradient=self.error_feedback)
         return future
 
@@ -355,8 +351,8 @@ class HookState:
 
     def end(self) -> None:
         """Call it after the last bucket of a reduction, when gradients have been written."""
-        self.results.close()
         self.results.end(sends_without_gradient=self.error_feedback)
+        self.results.close()
 
     @property
     def _num_used(self) -> int:
@@ -506,7 +502,7 @@ class HookState:
 
     def _enter(self, bucket: Bucket, parameters: Sequence[torch.Tensor]) -> _Entry:
         """Checks a bucket that is new or has other parameters than before."""
-        if not self._parameters.add_bucket(parameters):
+        if not self._parameters.add_bucket(bucket.index(), parameters):
             raise ValueError(
                 f"rota.fused_hook: bucket {bucket.index()} holds parameters that are not of "
                 f"the model whose buckets came before; make one rota.HookState for each model"

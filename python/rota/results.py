@@ -2,10 +2,11 @@
 
 DDP calls a hook when a bucket is full, but does not tell it which backward pass the bucket is of,
 nor when that is over and the results are in the gradients. A bucket's index does not tell either:
-in the first pass of a static graph all have 0. So a reduction goes on while parameters come that it
-has not had, and ends with the graph tasks that its buckets come in. Reentrant checkpoints run a
-part of the pass in a graph task of its own; a task that dies without having run its final callbacks
-belongs to a pass that has failed.
+in the first pass of a static graph all have 0, and DDP may leave out the first and the last bucket.
+So a reduction begins with a parameter that the last one has had, or after the end of the graph task
+that the last one's buckets came in. Reentrant checkpoints run a part of the pass in a graph task of
+its own, inside a node of another. A task that dies without having run its final callbacks belongs
+to a pass that has failed.
 
 Final callbacks run in the order in which they were queued, and DDP queues its own, which waits for
 the buckets, after the last bucket's hook. So a hook queues a callback that queues another one: the
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -127,7 +128,7 @@ class Results:
         self.loss_scale = 1.0  # by which its gradients were divided
         self.outcome = Outcome(self._found_inf)
         self.seen: set[int] = set()  # all parameters in its buckets, by id()
-        self._is_closed = True  # it has no more buckets
+        self._is_closed = True  # it gets no more buckets
         # Those that its buckets came in and that are not over: by id, what dies with the task.
         self._tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
         self._buckets: list[_Bucket] = []  # until it is closed and complete
@@ -187,10 +188,6 @@ class Results:
         self._buckets.append(_Bucket(parameters, versions))
         self._stats.append(stats)
 
-    def close(self) -> None:
-        """Call it after the last bucket: what comes then is of a new reduction."""
-        self._is_closed = True
-
     def end_with_backward(self, sends_without_gradient: bool) -> None:
         """Call it after each bucket: completes the results when its graph task is over.
 
@@ -206,8 +203,11 @@ class Results:
 
         def end() -> None:
             del tasks[task]
-            if tasks is self._tasks and not self.is_complete:
-                self.end(sends_without_gradient)
+            if tasks is self._tasks:
+                if not self.is_complete:
+                    self.end(sends_without_gradient)
+                if torch._C._current_autograd_node() is None:  # not inside another graph task
+                    self.close()
 
         tasks[task] = weakref.ref(end)  # nothing but the graph task holds it
         queue_callback = torch.autograd.Variable._execution_engine.queue_callback
@@ -236,9 +236,12 @@ class Results:
         self.is_complete = True
         self.generation += 1
         self.outcome.end(unwritten)
-        if self._is_closed:
-            self._buckets = []
-            self._start_model_sum()
+
+    def close(self) -> None:
+        """Call it when results are complete and no more will come."""
+        self._is_closed = True
+        self._buckets = []
+        self._start_model_sum()
 
     def _start_model_sum(self) -> None:
         """Starts it once for each reduction, as soon as that is known to be complete."""
@@ -302,16 +305,9 @@ class Results:
             if parameter is not None and parameter.grad is not None:
                 yield parameter, parameter.grad
 
-    def is_norm_of(self, parameters: Collection[int]) -> bool:
+    def is_norm_of(self, parameters: Set[int]) -> bool:
         """Whether the stats count only gradients of `parameters`, which are given by id()."""
-        return (
-            self.is_complete
-            and not self._dropped
-            and all(
-                identity in parameters or mark.gradient_now() is None
-                for identity, mark in self._marks.items()
-            )
-        )
+        return self.is_complete and not self._dropped and self._marks.keys() <= parameters
 
     # ---- what the scaler and clipping do to the gradients
 
