@@ -110,7 +110,8 @@ class HookState:
             so that rota.clip_grad_norm_ and rota.amp.GradScaler do the same on all of them. Every
             rank of model_group makes its states in the same order: that is a collective call. Each
             reduction then adds a sum of 16 bytes over model_group, which nobody waits for before
-            reading the results.
+            reading the results; with error_feedback or stochastic_rounding, before the next
+            reduction.
         replicas: replicas(parameter) is the number of ranks of model_group that hold the same
             parameter, such as a norm's weight that tensor-parallel ranks share. Each counts that
             part of its squares. Only for plain tensors, where None means 1: the placements of a

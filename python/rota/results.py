@@ -77,8 +77,12 @@ class Outcome:
         self._unwritten = unwritten
 
     def tell(self, parameters: Iterable[torch.Tensor], was_used: bool) -> None:
-        """Call it when an optimizer has applied the results of its parameters, or will not."""
-        self._told.update((id(parameter), was_used) for parameter in parameters)
+        """Call it when an optimizer has applied the results of its parameters, or will not.
+
+        The first verdict holds.
+        """
+        for parameter in parameters:
+            self._told.setdefault(id(parameter), was_used)
 
     def drop(self) -> None:
         """Call it if no result will be used."""
@@ -126,7 +130,7 @@ class Results:
         # The number of complete backward passes so far, which identifies the last one.
         self.generation = 0
         self.loss_scale = 1.0  # by which its gradients were divided
-        self.outcome = Outcome(self._found_inf)
+        self.outcome = self._new_outcome()
         self.seen: set[int] = set()  # all parameters in its buckets, by id()
         self._is_closed = True  # it gets no more buckets
         # Those that its buckets came in and that are not over: by id, what dies with the task.
@@ -154,7 +158,7 @@ class Results:
         self._start_model_sum()
         self.is_complete = False
         self.loss_scale = loss_scale
-        self.outcome = Outcome(self._found_inf)
+        self.outcome = self._new_outcome()
         self.seen = set()
         self._is_closed = False
         self._tasks = {}
@@ -166,6 +170,16 @@ class Results:
         callbacks, self._at_next_backward = self._at_next_backward, []
         for callback in callbacks:
             callback()
+
+    def _new_outcome(self) -> Outcome:
+        # A cycle of references would keep a state among the live ones after its last use.
+        own = weakref.ref(self)
+
+        def found_inf() -> bool | torch.Tensor:
+            results = own()
+            return results is not None and results._found_inf()
+
+        return Outcome(found_inf)
 
     def add_bucket(
         self,
@@ -179,12 +193,12 @@ class Results:
         self._totals = None
         versions = {}
         memory = buffer.untyped_storage().data_ptr()
-        alive = [parameter for ref in parameters if (parameter := ref()) is not None]
-        for i, parameter in enumerate(alive if may_have_unused else ()):
-            gradient = parameter.grad
+        for i, ref in enumerate(parameters):
+            parameter = ref()
+            self.seen.add(id(parameter))
+            gradient = parameter.grad if may_have_unused and parameter is not None else None
             if gradient is not None and gradient.untyped_storage().data_ptr() != memory:
                 versions[i] = gradient._version
-        self.seen |= {id(parameter) for parameter in alive}
         self._buckets.append(_Bucket(parameters, versions))
         self._stats.append(stats)
 
@@ -320,8 +334,8 @@ class Results:
 
     def forget(self) -> None:
         """Call it when the gradients change units, and more will be added to them."""
+        self.close()
         self.is_complete = False
-        self._is_closed = True
         self.outcome.goes_on = True
         gone = [m.parameter() for m in self._marks.values() if m.gradient_now() is None]
         self.outcome.tell([p for p in gone if p is not None], was_used=False)
