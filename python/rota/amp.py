@@ -47,8 +47,9 @@ class GradScaler(torch.amp.GradScaler):
     are already unscaled when backward() returns. The scaler unscales others as torch's does, with
     one warning. It sets no grad_scale on optimizers with fused=True.
 
-    If a state has a model_group, all of its ranks skip a step together. Call scale() on every rank,
-    also on pipeline stages without a loss: scaler.scale(torch.ones(())) is the factor of the loss.
+    If a state has a model_group, all of its ranks skip a step together. Call scale() and update()
+    on every rank, also on pipeline stages without a loss, or with nothing to optimize:
+    scaler.scale(torch.ones(())) is the factor of the loss.
 
     Args:
         states: the HookState of each model whose loss is scaled; the scaler sets their

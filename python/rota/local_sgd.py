@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rota.errors import Mismatch
 from rota.fused import HookState, telling_peers
 from rota.gradients import Reduction, free_buckets
-from rota.sharding import check_same_shards, fsdp1_shards, local_of
+from rota.sharding import check_same_shards, fsdp1_shards, local_of, own_shard
 
 BUCKET_CAP_MB = 25.0
 
@@ -137,6 +137,7 @@ class LocalSGD:
             num_fragments=num_fragments,
             fragment_sync_delay=fragment_sync_delay,
             num_tensors=len(tensors),
+            shard=next((s for t in tensors.values() if (s := own_shard(t)) is not None), 0),
         )
         for tensor in [*module.parameters(), *module.buffers()]:
             self._broadcast(tensor)

@@ -60,6 +60,12 @@ def shard_of_rank(dtensor: DTensor) -> dict[int, int]:
     return dict(zip(ranks.flatten().tolist(), shards.flatten().tolist(), strict=True))
 
 
+def own_shard(tensor: torch.Tensor) -> int | None:
+    """The number of the shard that lies on this rank; None for a plain tensor."""
+    dtensor = as_dtensor(tensor)
+    return None if dtensor is None else shard_of_rank(dtensor).get(dist.get_rank())
+
+
 def check_same_shards(
     caller: str,
     tensors: Sequence[torch.Tensor],
