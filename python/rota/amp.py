@@ -120,7 +120,9 @@ class GradScaler(torch.amp.GradScaler):
             for state in filter(self._has_reduced, self._states):
                 if state.model_group is not None:
                     # All ranks of a model adapt the scale alike, one without an optimizer, too.
-                    found = torch.tensor(float(state.results.found_inf))
+                    found = torch.tensor(
+                        float(state.results.found_inf), dtype=torch.float32, device="cpu"
+                    )
                     record = self._per_optimizer_states[id(state)]
                     record["found_inf_per_device"] = {found.device: found}
         super().update(new_scale)

@@ -54,7 +54,7 @@ def shard_of_rank(dtensor: DTensor) -> dict[int, int]:
     shards = torch.zeros_like(ranks)
     for dim, placement in enumerate(dtensor.placements):
         if not placement.is_replicate():
-            coordinates = torch.arange(ranks.shape[dim], device=ranks.device)
+            coordinates = torch.arange(ranks.shape[dim], dtype=torch.int64, device=ranks.device)
             shape = [-1 if i == dim else 1 for i in range(ranks.ndim)]
             shards = shards * ranks.shape[dim] + coordinates.view(shape)
     return dict(zip(ranks.flatten().tolist(), shards.flatten().tolist(), strict=True))
