@@ -25,6 +25,8 @@ from models import (
 )
 from oracle import random_inputs
 from ranks import Rank, error_of, run_ranks
+from rota.residuals import BucketResidual
+from rota.results import Outcome
 
 # Without block scaling, an element's result does not depend on its bucket.
 UNSCALED = {"wire_dtype": torch.bfloat16, "error_feedback": True}
@@ -317,6 +319,23 @@ def use_some_with_views(rank: Rank) -> None:
 @pytest.mark.parametrize("train", [use_some, use_some_with_views], ids=["copy", "view"])
 def test_unused_parameter_still_owes_what_it_owed(train: Callable[[Rank], None]) -> None:
     run_ranks(2, train)
+
+
+@pytest.mark.parametrize("found_inf", [False, True])
+def test_residual_follows_a_verdict_that_the_cpu_does_not_wait_for(found_inf: bool) -> None:
+    used, unused, told = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
+    residual = BucketResidual(torch.zeros(6), None)
+    for i, parameter in enumerate((used, unused, told)):
+        residual.add(parameter, slice(2 * i, 2 * i + 2))
+    outcome = Outcome(lambda: torch.tensor(found_inf))
+    residual.for_reduction(outcome).fill_(1.0)
+    outcome.end({id(unused)})
+    outcome.tell([told], was_used=True)
+    of_used = 0.0 if found_inf else 1.0
+    assert residual.owed(used).tolist() == [of_used] * 2
+    outcome.freeze()
+    expected = [of_used] * 2 + [0.0] * 2 + [1.0] * 2
+    assert residual.for_reduction(Outcome(lambda: False)).tolist() == expected
 
 
 class Loop:
