@@ -104,8 +104,7 @@ constexpr std::optional<ReduceOp> parse_reduce_op(std::string_view text) {
   return std::nullopt;
 }
 
-// Averages of integers are refused because their dtype cannot hold them exactly, bitwise operations
-// on floats because the result has no numeric meaning.
+// Averages of bools and bitwise operations on floats are refused because the result has no meaning.
 HOST_DEVICE constexpr bool is_defined(ReduceOp op, DType dtype) {
   if (!info(dtype).is_reducible) return false;
   switch (op) {
@@ -115,7 +114,7 @@ HOST_DEVICE constexpr bool is_defined(ReduceOp op, DType dtype) {
     case ReduceOp::kMax:
       return true;
     case ReduceOp::kAvg:
-      return info(dtype).is_floating;
+      return dtype != DType::kBool;
     case ReduceOp::kBand:
     case ReduceOp::kBor:
     case ReduceOp::kBxor:

@@ -437,8 +437,8 @@ class Communicator:
         Args:
             tensor: any shape; float32, float64, float16, bfloat16, float8_e4m3fn, float8_e5m2,
                 uint8, int8, int16, int32, int64 or bool.
-            op: "sum", "product", "min", "max"; "avg" for floats; "band", "bor", "bxor" for integers
-                and bool.
+            op: "sum", "product", "min", "max"; "avg" for floats and integers, whose wrapped sum is
+                divided and truncated; "band", "bor", "bxor" for integers and bool.
             algorithm: "one_shot", "two_shot" and "ordered_ring" give the same bits as each other;
                 "ring" sums each shard in another order, which depends on the number of elements and
                 of ranks only; "auto" chooses by size from a measured table. "low_latency", for
