@@ -189,7 +189,7 @@ std::vector<at::Tensor> copies_of_shared_inputs(const Operation& operation) {
   if (operation.kind == CollectiveKind::kAllToAll &&
       share_memory(operation.inputs, operation.outputs)) {
     const at::NoGradGuard no_grad;
-    for (const at::Tensor& tensor : operation.inputs) copies.push_back(tensor.clone());
+    for (const at::Tensor& tensor : operation.inputs) copies.push_back(as_copyable(tensor).clone());
   }
   return copies;
 }

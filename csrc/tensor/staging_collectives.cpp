@@ -49,7 +49,7 @@ WorkRef StagingCollectives::run(OperationList operations, Launch mode) {
       std::vector<at::Tensor> copies;
       for (const at::Tensor& tensor : tensors) {
         check_tensor(tensor, name(operation.kind), device_);
-        copies.push_back(tensor.contiguous().cpu());
+        copies.push_back(as_copyable(tensor).contiguous().cpu().view(tensor.scalar_type()));
       }
       return copies;
     };
@@ -59,7 +59,8 @@ WorkRef StagingCollectives::run(OperationList operations, Launch mode) {
     staged.inputs = inputs;
     staged.outputs = outputs;
     cpu_.run(staged, Launch::kBlocking);
-    for (size_t i = 0; i < outputs.size(); ++i) operation.outputs[i].copy_(outputs[i]);
+    for (size_t i = 0; i < outputs.size(); ++i)
+      as_copyable(operation.outputs[i]).copy_(as_copyable(outputs[i]));
     results.insert(results.end(), operation.outputs.begin(), operation.outputs.end());
   }
   return operations.empty() ? WorkRef() : done(mode, operations[0].kind, std::move(results));

@@ -295,7 +295,7 @@ void CudaCollectives::run_all_gather(const Operation& operation, const Call& cal
   const at::Tensor& input = operation.inputs[0];
   const at::TensorList outputs = operation.outputs;
   if (communicator_->world_size() == 1) {
-    outputs[0].copy_(input.view_as(outputs[0]));
+    as_copyable(outputs[0]).copy_(as_copyable(input).view(outputs[0].sizes()));
     return;
   }
   const Packed packed_input(input, Packed::Content::kRead);
@@ -308,7 +308,8 @@ void CudaCollectives::run_all_gather(const Operation& operation, const Call& cal
       at::empty({communicator_->world_size(), input.numel()}, input.options());
   run(call, fingerprint, packed_input.data(), gathered.data_ptr());
   for (size_t i = 0; i < outputs.size(); ++i) {
-    outputs[i].copy_(gathered.select(0, static_cast<int64_t>(i)).view(outputs[i].sizes()));
+    const at::Tensor part = gathered.select(0, static_cast<int64_t>(i)).view(outputs[i].sizes());
+    as_copyable(outputs[i]).copy_(as_copyable(part));
   }
 }
 

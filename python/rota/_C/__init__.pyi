@@ -561,7 +561,8 @@ class Communicator:
         `bucket`, `stats` and `residual` must not be touched before the future is done.
         """
 
-    # All of these block as all_reduce does. Tensors may be strided, and are then packed. Each
+    # All of these block as all_reduce does. Tensors may be strided, and are then packed. Calls that
+    # do not reduce take every dtype that torch stores, except quantized ones. Each
     # raises TypeError or ValueError before anything moves, rota.Mismatch if ranks disagree, and
     # what all_reduce raises. On CUDA tensors gather, scatter and all_to_all are made of transfers
     # between pairs of ranks, and reduce sums on all of them.
