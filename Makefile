@@ -28,7 +28,7 @@ help:
 	@echo "make demo        train a byte-level GPT data-parallel, rota beside Gloo or NCCL"
 	@echo "make demo-hosts  the same over two simulated hosts, and with DiLoCo; needs network namespaces"
 	@echo "make test        the whole test suite"
-	@echo "make test-long   10,000 random cases of the fused all-reduce, 1 minute"
+	@echo "make test-long   random cases: fused all-reduce, DDP beside torch, collectives, messages; 10 minutes"
 	@echo "make trainers    the recipes for trainers, with DeepSpeed and Transformers; 1 to 3 minutes"
 	@echo "make conformance torch's own tests for backends on rota, against what Gloo passes"
 	@echo "make check-cuda  build for CUDA without a GPU, check the machine code, test on a simulated GPU"
@@ -58,8 +58,14 @@ venv: $(VENV)/.built
 test: venv
 	$(PYTHON) $(TEST)
 
+# SEED=number repeats a run.
+test-long: SEED := $(or $(SEED),$(shell date +%s))
+test-long: TEST_LONG = -m pytest --hypothesis-seed=$(SEED)
 test-long: venv
-	ROTA_PROPERTY_CASES=10000 $(PYTHON) -m pytest tests/test_reduce_bucket_properties.py
+	@echo "SEED=$(SEED)"
+	ROTA_PROPERTY_CASES=10000 $(PYTHON) $(TEST_LONG) tests/test_reduce_bucket_properties.py
+	ROTA_PROPERTY_CASES=3000 $(PYTHON) $(TEST_LONG) tests/test_random_ddp.py
+	ROTA_RANDOM_PROGRAMS=60 ROTA_RANDOM_SEED=$(SEED) $(PYTHON) $(TEST_LONG) tests/test_random_mismatches.py tests/test_random_messages.py
 
 # DeepSpeed is built on installation, and compiles an operator of its own at its first use.
 trainers: venv

@@ -382,6 +382,8 @@ PYBIND11_MODULE(_C, module) {
       .def("connect_device", &TensorCommunicator::connect_device, py::arg("device"), ReleaseGil())
       .def_property_readonly("peer_access", &TensorCommunicator::peer_access)
       .def("abort", &TensorCommunicator::abort, py::arg("reason"), ReleaseGil())
+      .def_property_readonly(
+          "has_failed", [](const TensorCommunicator& self) { return self.failure().has_value(); })
       .def("close", &TensorCommunicator::close, ReleaseGil());
 
   bind_reduce_bucket(communicator, "reduce_bucket",

@@ -22,8 +22,9 @@ CANONICAL_ALGORITHMS = ("one_shot", "two_shot", "ordered_ring", "auto")
 
 def ops_of(dtype: torch.dtype) -> tuple[str, ...]:
     """The ops defined for a dtype."""
-    last = ("avg",) if dtype.is_floating_point else ("band", "bor", "bxor")
-    return ("sum", "product", "min", "max", *last)
+    averages = () if dtype == torch.bool else ("avg",)
+    bits = () if dtype.is_floating_point else ("band", "bor", "bxor")
+    return ("sum", "product", "min", "max", *averages, *bits)
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -83,6 +84,7 @@ _FLOAT_OPS: dict[str, Callable[[Array, Array], Array]] = {
 }
 _INTEGER_OPS: dict[str, Callable[[Array, Array], Array]] = {
     "sum": np.add,
+    "avg": np.add,
     "product": np.multiply,
     "min": np.minimum,
     "max": np.maximum,
@@ -168,10 +170,14 @@ def contract(
 
 
 def _reduce_integers(inputs: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """Wraps like two's complement; for bools, a sum is "any" and a product is "all"."""
+    """Wraps like two's complement, averages too, before they are divided and truncated; for bools,
+    a sum is "any" and a product is "all"."""
     if inputs[0].dtype == torch.bool:
         op = {"sum": "bor", "product": "band", "min": "band", "max": "bor"}.get(op, op)
-    return torch.from_numpy(functools.reduce(_INTEGER_OPS[op], [to_numpy(t) for t in inputs]))
+    total = functools.reduce(_INTEGER_OPS[op], [to_numpy(t) for t in inputs])
+    if op == "avg":
+        total = (total - np.fmod(total, len(inputs))) // len(inputs)
+    return torch.from_numpy(total)
 
 
 def _tensor(values: Array, dtype: torch.dtype) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+import rota
 from oracle import exact, exact_inputs, name_of
 from ranks import Rank, Ranks, error_of, run_ranks
 
@@ -336,6 +337,27 @@ def init_twice_over_one_store(rank: Rank) -> list[float]:
 
 def test_backend_can_be_made_again_over_the_same_store() -> None:
     assert run_ranks(2, init_twice_over_one_store) == [[4.0, 4.0]] * 2
+
+
+def communicate_in_a_second_world(rank: Rank, same_store: bool) -> float:
+    """In the first world one rank makes a communicator over a subgroup of its own."""
+    store = rank.make_store()
+    dist.init_process_group("rota", store=store, rank=rank.rank, world_size=rank.world_size)
+    group = dist.new_group([0])
+    if rank.rank == 0:
+        rota.Communicator(group).close()
+    dist.destroy_process_group()
+    if not same_store:
+        store = rank.make_store(timeout_s=5.0)
+    dist.init_process_group("rota", store=store, rank=rank.rank, world_size=rank.world_size)
+    communicator = rota.Communicator(dist.new_group([0, 1]), timeout=timedelta(seconds=5))
+    communicator.all_reduce(tensor := torch.ones(2))
+    return tensor[0].item()
+
+
+@pytest.mark.parametrize("same_store", [False, True], ids=["fresh_store", "same_store"])
+def test_backend_numbers_of_a_world_do_not_outlive_it(same_store: bool) -> None:
+    assert run_ranks(2, communicate_in_a_second_world, same_store) == [2.0, 2.0]
 
 
 def use_after_destroy(rank: Rank) -> tuple[str, str]:

@@ -93,15 +93,10 @@ CASES: dict[str, Case] = {
         "ValueError",
         ("rota.all_reduce", "'tree'", "one_shot", "two_shot", "ordered_ring", "ring", "auto"),
     ),
-    "average-of-integers": Case(
-        lambda c: c.all_reduce(torch.ones(3, dtype=torch.int32), "avg"),
-        "TypeError",
-        ("rota.all_reduce", "avg", "int32"),
-    ),
     "average-of-bools": Case(
         lambda c: c.all_reduce(torch.ones(3, dtype=torch.bool), "avg"),
         "TypeError",
-        ("rota.all_reduce", "avg", "bool"),
+        ("rota.all_reduce", "avg", "bool", "integers"),
     ),
     "bits-of-floats": Case(
         lambda c: c.all_reduce(floats(), "bxor"),
@@ -359,9 +354,13 @@ BACKEND_CALLS: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     ),
     "uint16": (lambda: dist.all_reduce(torch.ones(3, dtype=torch.uint16)), ("UInt16", "float32")),
     "expanded": (lambda: dist.all_reduce(floats(1).expand(5)), ("contiguous()",)),
-    "integer-average": (
-        lambda: dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG),
-        ("avg", "int64"),
+    "bool-average": (
+        lambda: dist.all_reduce(torch.ones(3, dtype=torch.bool), dist.ReduceOp.AVG),
+        ("avg", "bool"),
+    ),
+    "integer-premul": (
+        lambda: dist.all_reduce(torch.ones(3, dtype=torch.int64), dist._make_nccl_premul_sum(0.5)),
+        ("PREMUL_SUM", "int64", "floats"),
     ),
     "outputs": (lambda: dist.all_gather([floats()], floats()), ("rota.all_gather", "1", "2")),
     "output-length": (

@@ -236,6 +236,16 @@ def clip_by_torch(ddp: DistributedDataParallel, rank: int) -> None:
     torch.nn.utils.clip_grad_norm_(ddp.parameters(), 5.0)
 
 
+def unscale_by_torch(ddp: DistributedDataParallel, rank: int) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(torch.optim.SGD(ddp.parameters(), 1.0))
+
+
+def drop_one(ddp: DistributedDataParallel, rank: int) -> None:
+    next(ddp.parameters()).grad = None
+
+
 def nothing(ddp: DistributedDataParallel, rank: int) -> None:
     pass
 
@@ -271,6 +281,8 @@ CASES = {
     "removed": Case(remove_and_add),
     "added": Case(add_without_sync),
     "clipped-by-torch": Case(clip_by_torch),
+    "unscaled-by-torch": Case(unscale_by_torch),
+    "dropped": Case(drop_one, some),
     "some": Case(parameters=some),
     "one": Case(parameters=one),
     "more": Case(parameters=and_others),

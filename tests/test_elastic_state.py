@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -202,6 +203,162 @@ def test_step_that_failed_on_all_ranks_is_rolled_back(store: dist.TCPStore) -> N
         assert summary == expected
 
 
+class Restless(nn.Module):
+    """Its forward pass assigns buffers anew, hands one on, makes some, and counts beside them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, 1, bias=False)
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("before", torch.zeros(width))
+        self.register_buffer("lazy", None)
+        self.num_calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.before = self.mean
+        self.mean = 0.5 * self.mean + inputs.mean(0)
+        self.lazy = self.mean[: len(self.mean) // 2] + (0 if self.lazy is None else 1)
+        if "count" not in self._buffers:
+            self.register_buffer("count", torch.zeros(()))
+        self.count += 1
+        self.num_calls += 1
+        return self.linear(inputs)
+
+    def get_extra_state(self) -> int:
+        return self.num_calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.num_calls = state
+
+
+class RestlessTrainee:
+    """With long residuals and buffers, and a learning rate that each step changes first."""
+
+    def __init__(self, width: int) -> None:
+        torch.manual_seed(1)
+        self.model = Restless(width)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.hook = rota.HookState(
+            model=self.model,
+            wire_dtype=torch.float8_e4m3fn,
+            stochastic_rounding=True,
+            error_feedback=True,
+        )
+        self.scaler = rota.amp.GradScaler(self.hook)
+        self.state = State(
+            model=self.model, optimizer=self.optimizer, hook=self.hook, scaler=self.scaler
+        )
+
+    def begin(self) -> None:
+        self.optimizer.param_groups[0]["lr"] *= 0.5
+        inputs = torch.linspace(0, 1, 2 * self.model.linear.in_features).view(2, -1)
+        self.scaler.scale(self.model(inputs).sum()).backward()
+        rota.reduce_gradients(self.model.parameters(), self.hook)
+        self.scaler.unscale_(self.optimizer)
+
+    def step(self) -> None:
+        self.begin()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.state.commit()
+
+    def summary(self) -> list[Any]:
+        tensors = [*self.model.state_dict().values(), *self.hook.state_dict()["residuals"].values()]
+        return [
+            [_C.checksum(x.reshape(-1)) for x in tensors if isinstance(x, torch.Tensor)],
+            self.model.num_calls,
+            self.optimizer.param_groups[0]["lr"],
+            self.hook.state_dict()["num_reductions"],
+            self.scaler.state_dict(),
+        ]
+
+
+def fail_restlessly(rank: Rank, port: int) -> None:
+    width = 100_000
+    membership = Membership(store_of(port), rank=rank.rank)
+    trainee = RestlessTrainee(width)
+    trainee.state.synchronize(membership.next(min_members=2))
+    fresh = set(trainee.model._buffers)
+    error_of(trainee.begin)
+    trainee.state.synchronize(membership.next(min_members=2))
+    assert set(trainee.model._buffers) == fresh and trainee.model.lazy is None
+    trainee.step()
+    committed, mean = trainee.summary(), trainee.model.mean
+    for _ in range(rank.rank + 1):
+        trainee.model(torch.ones(2, width))
+    trainee.begin()
+    assert trainee.summary() != committed
+    trainee.state.synchronize(membership.next(min_members=2), check_equal=True)
+    assert trainee.summary() == committed
+    assert trainee.model.mean is mean  # whoever refers to it sees the old values
+    trainee.step()
+    after = trainee.summary()
+    trainee.begin()
+    trainee.state.synchronize(membership.next(min_members=2))
+    assert trainee.summary() == after
+    membership.finish()
+
+
+def test_whatever_a_failed_step_has_replaced_or_made_is_rolled_back(store: dist.TCPStore) -> None:
+    run_ranks(2, fail_restlessly, store.port)
+
+
+def step_without_commit(rank: Rank, port: int) -> Any:
+    """First rank 1 steps and does not commit, then both."""
+    membership = Membership(store_of(port), rank=rank.rank)
+    trainee = Trainee(seed=1)
+    trainee.state.synchronize(membership.next(min_members=2))
+    trainee.step()
+    committed = trainee.summary()
+    texts = []
+    for num_ranks in (1, 2, 2):
+        if rank.rank >= 2 - num_ranks:
+            trainee.backward()
+            trainee.optimizer.step()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            got = trainee.state.synchronize(membership.next(min_members=2))
+        assert got == (rank.rank == 1)
+        texts += [str(warning.message) for warning in caught]
+        if num_ranks == 1:
+            assert trainee.summary() == committed
+    assert trainee.state.num_steps == 1
+    return texts, trainee.summary()
+
+
+def test_step_without_commit_comes_from_a_rank_that_has_not_taken_it_or_warns_once(
+    store: dist.TCPStore,
+) -> None:
+    (texts, summary), other = run_ranks(2, step_without_commit, store.port)
+    assert other == (texts, summary)
+    (text,) = texts
+    assert "since step 1 was committed" in text and "right after optimizer.step()" in text
+
+
+def join_in_another_layout(rank: Rank, port: int) -> list[int]:
+    """Rank 0 has committed; its weights lie transposed, and rank 1's in one storage."""
+    membership = Membership(store_of(port), rank=rank.rank)
+    torch.manual_seed(rank.rank)
+    model = Restless(6)
+    model.linear.weight.data = torch.randn(6, 2).T if rank.rank == 0 else torch.randn(2, 6)
+    state = State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    generation = membership.next(min_members=2)
+    if rank.rank == 0:
+        model(torch.ones(2, 6))
+        del model._buffers["count"]
+        state.commit()
+    assert state.synchronize(generation) == (rank.rank == 1)
+    return [_C.checksum(x.detach().contiguous()) for x in (model.linear.weight, model.lazy)]
+
+
+def test_newcomer_takes_tensors_that_lie_otherwise_or_that_it_has_not_made_yet(
+    store: dist.TCPStore,
+) -> None:
+    first, second = run_ranks(2, join_in_another_layout, store.port)
+    assert first == second
+
+
 def disagree(rank: Rank, port: int, what: str) -> Any:
     membership = Membership(store_of(port), rank=rank.rank)
     generation = membership.next(min_members=3)
@@ -380,6 +537,10 @@ def test_arguments_are_checked() -> None:
     assert state.num_steps == 0
     with pytest.raises(ValueError, match="num_steps"):
         state.num_steps = -1
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1), 1)
+    scheduler.unpicklable = lambda: None  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="the state of scheduler cannot be pickled"):
+        State(scheduler=scheduler).commit()
 
 
 def wrap(rank: Rank) -> tuple[str, str]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import rota
@@ -22,6 +25,8 @@ from models import (
 )
 from oracle import random_inputs
 from ranks import Rank, error_of, run_ranks
+from rota.residuals import BucketResidual
+from rota.results import Outcome
 
 # Without block scaling, an element's result does not depend on its bucket.
 UNSCALED = {"wire_dtype": torch.bfloat16, "error_feedback": True}
@@ -248,6 +253,13 @@ def test_residuals_of_another_model_are_refused(change: str, facts: tuple[str, .
             assert fact in text
 
 
+def mean_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Over the ranks."""
+    tensor = tensor.clone()
+    dist.all_reduce(tensor)
+    return tensor / dist.get_world_size()
+
+
 def leave_unused(rank: Rank) -> None:
     """A residual is sent even for a parameter without a gradient; the norm must not count it."""
     rank.init("gloo")
@@ -265,6 +277,132 @@ def leave_unused(rank: Rank) -> None:
 
 def test_residual_of_an_unused_parameter_is_not_in_the_norm() -> None:
     run_ranks(1, leave_unused)
+
+
+# ---- results that are not used
+
+
+def use_some(rank: Rank, **options: Any) -> None:
+    """What a parameter owes stays while no rank uses it, and is paid when one does."""
+    rank.init("gloo")
+    model = ExactGradients()
+    state = rota.HookState(model=model, **UNSCALED)
+    ddp = make_ddp(model, state, find_unused_parameters=True, **options)
+    batch = random_inputs(1, 2050, torch.float32)[0]
+    paid = torch.zeros(700)
+    num_used = 0
+    for step in range(6):
+        before = state.state_dict()["residuals"]
+        ddp.zero_grad()
+        is_used = step % 3 == 0
+        # In some steps on rank 0 alone.
+        used = [0, 1, 4] if is_used and (step == 0 or rank.rank == 0) else [0, 4]
+        ddp(batch, used).backward()
+        after = state.state_dict()["residuals"]
+        for name in ("weights.2", "weights.3") if is_used else ("weights.1", "weights.2"):
+            assert torch.equal(after[name], before.get(name, torch.zeros(after[name].shape)))
+        assert not before or not torch.equal(after["weights.4"], before["weights.4"])
+        gradient = model.weights[1].grad
+        assert (gradient is not None) == is_used
+        if gradient is not None:
+            paid += gradient
+            num_used += 1 if step == 0 else 1 / 2
+    owed = after["weights.1"]
+    # The average of the ranks' sums is rounded again, to the next bfloat16.
+    torch.testing.assert_close(paid, num_used * batch[:700] - mean_of(owed), rtol=2**-8, atol=0)
+
+
+def use_some_with_views(rank: Rank) -> None:
+    use_some(rank, gradient_as_bucket_view=True)
+
+
+@pytest.mark.parametrize("train", [use_some, use_some_with_views], ids=["copy", "view"])
+def test_unused_parameter_still_owes_what_it_owed(train: Callable[[Rank], None]) -> None:
+    run_ranks(2, train)
+
+
+@pytest.mark.parametrize("found_inf", [False, True])
+def test_residual_follows_a_verdict_that_the_cpu_does_not_wait_for(found_inf: bool) -> None:
+    used, unused, told = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
+    residual = BucketResidual(torch.zeros(6), None)
+    for i, parameter in enumerate((used, unused, told)):
+        residual.add(parameter, slice(2 * i, 2 * i + 2))
+    outcome = Outcome(lambda: torch.tensor(found_inf))
+    residual.for_reduction(outcome).fill_(1.0)
+    outcome.end({id(unused)})
+    outcome.tell([told], was_used=True)
+    of_used = 0.0 if found_inf else 1.0
+    assert residual.owed(used).tolist() == [of_used] * 2
+    outcome.freeze()
+    expected = [of_used] * 2 + [0.0] * 2 + [1.0] * 2
+    assert residual.for_reduction(Outcome(lambda: False)).tolist() == expected
+
+
+class Loop:
+    """A training loop that skips a step in one of several ways."""
+
+    def __init__(self, rank: Rank, how: str) -> None:
+        self.rank, self.how = rank, how
+        model = ExactGradients()
+        self.state = rota.HookState(model=model, stochastic_rounding=True, **UNSCALED)
+        self.ddp = make_ddp(model, self.state)
+        self.optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        self.scaler: torch.amp.GradScaler = torch.amp.GradScaler(
+            "cpu", init_scale=4.0, enabled="torch" in how
+        )
+        if "rota" in how:
+            self.scaler = rota.amp.GradScaler(self.state, init_scale=4.0)
+
+    def backward(self, batch: torch.Tensor, has_inf: bool = False) -> None:
+        if has_inf and self.rank.rank == 1:
+            batch = batch.clone()
+            batch[1] = torch.inf
+        self.scaler.scale(self.ddp(batch)).backward()
+
+    def step(self, batch: torch.Tensor, skips: bool) -> list[float]:
+        """The gradients of the step, in which an Inf or the loop itself has it skipped."""
+        self.optimizer.zero_grad()
+        if self.how == "rota-accumulates":
+            self.backward(batch)  # reduced, and then reduced again
+        self.backward(batch, skips and not self.how.endswith("by-hand"))
+        gradients = gradients_of(self.ddp)
+        if self.how == "found-inf" and self.state.found_inf:
+            return gradients.tolist()
+        if self.how == "by-hand" and skips:
+            self.state.drop_results()
+            return gradients.tolist()
+        if self.how == "rota-by-hand" and skips:
+            self.scaler.unscale_(self.optimizer)
+        else:
+            self.scaler.step(self.optimizer)
+        if self.scaler.is_enabled():
+            self.scaler.update(4.0)
+        return gradients.tolist()
+
+
+HOWS = ("nothing", "found-inf", "by-hand", "torch", "rota", "rota-by-hand", "rota-accumulates")
+
+
+def skip_steps(rank: Rank) -> None:
+    rank.init("gloo")
+    warnings.simplefilter("ignore")  # of scaling again
+    batches = [random_inputs(rank.world_size, 2050 + i, torch.float32) for i in range(4)]
+    for how in HOWS:
+        straight, skipping = Loop(rank, how), Loop(rank, how)
+        for i, of_ranks in enumerate(batches):
+            if i > 0:  # DDP has made its final buckets
+                before = skipping.state.state_dict()
+                skipping.step(of_ranks[1 - rank.rank], skips=True)
+                after = skipping.state.state_dict()
+                assert after["num_reductions"] == before["num_reductions"], how
+                for name, residual in before["residuals"].items():
+                    assert torch.equal(after["residuals"][name], residual), (how, name)
+            batch = of_ranks[rank.rank]
+            assert skipping.step(batch, skips=False) == straight.step(batch, skips=False), how
+
+
+def test_skipped_step_leaves_residuals_and_rounding_as_they_were() -> None:
+    run_ranks(2, skip_steps)
 
 
 def lose_model(rank: Rank) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import pickle
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import rota
 from bucket_oracle import FORMATS, Format, reduce_bucket, stats_of
@@ -229,6 +231,14 @@ def leave_some_unused(ddp: DistributedDataParallel, rank: int) -> Iterator[bool]
         yield True
 
 
+def use_buckets_in_turns(ddp: DistributedDataParallel, rank: int) -> Iterator[bool]:
+    """Where DDP leaves out unused buckets, two steps have none in common."""
+    for step in range(4):
+        ddp.zero_grad()
+        ddp(exact_batch(rank, step), [1, 2] if step % 2 else [3, 4]).backward()
+        yield True
+
+
 def leave_some_unused_in_the_end(ddp: DistributedDataParallel, rank: int) -> Iterator[bool]:
     for step in range(4):
         ddp.zero_grad()
@@ -261,6 +271,22 @@ class Tied(torch.nn.Module):
         return self.first(batch) + self.second(batch)
 
 
+class Checkpointed(torch.nn.Module):
+    """Every second gradient comes in a graph task of its own, inside the others' task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = torch.nn.ModuleList(ExactGradients() for _ in range(4))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        batch = batch.clone().requires_grad_()
+        terms = []
+        for i, part in enumerate(self.parts):
+            is_plain = i % 2 > 0
+            terms.append(part(batch) if is_plain else checkpoint(part, batch, use_reentrant=True))
+        return torch.stack(terms).sum()
+
+
 def mixed_dtypes() -> torch.nn.Module:
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float32)
     return ExactGradients(dtypes)
@@ -271,7 +297,11 @@ def complex_and_real() -> torch.nn.Module:
 
 
 UNUSED = {"find_unused_parameters": True, "bucket_cap_mb": TINY_BUCKETS_MB}
+SKIP = "skip_all_reduce_unused_params"  # since torch 2.13
+CAN_SKIP = SKIP in inspect.signature(DistributedDataParallel).parameters
+SKIPPED = {**UNUSED, SKIP: True} if CAN_SKIP else UNUSED
 SCENARIOS = {
+    "skipped": Scenario(use_buckets_in_turns, ddp_options=SKIPPED),
     "plain": Scenario(backward_each_step),
     "zeros": Scenario(backward_onto_zeros),
     "no-sync": Scenario(accumulate_without_sync),
@@ -280,6 +310,10 @@ SCENARIOS = {
     "unused-no-sync": Scenario(leave_some_unused_in_the_end, ddp_options=UNUSED),
     "unused-sync": Scenario(leave_what_was_reduced_unused, ddp_options=UNUSED),
     "static-graph": Scenario(backward_each_step, ddp_options={"static_graph": True}),
+    "static-mixed-dtypes": Scenario(
+        accumulate_with_sync, mixed_dtypes, ddp_options={"static_graph": True}
+    ),
+    "checkpoints": Scenario(backward_each_step, Checkpointed),
     "tied": Scenario(backward_each_step, Tied),
     "mixed-dtypes": Scenario(backward_each_step, mixed_dtypes),
     "complex": Scenario(backward_each_step, complex_and_real),
@@ -370,6 +404,49 @@ def ask_after_failure(rank: Rank) -> tuple[str, str] | None:
 def test_results_of_a_failed_backward_pass_are_refused() -> None:
     refused = run_ranks(2, ask_after_failure)[0]
     assert refused is not None and refused[0] == "RuntimeError"
+
+
+def fail_halfway(gradient: torch.Tensor) -> None:
+    raise RuntimeError("halfway")
+
+
+def train_until_failure(model: ExactGradients, state: rota.HookState, batch: torch.Tensor) -> None:
+    """A backward pass fails on all ranks after its first buckets."""
+    ddp = make_ddp(model, state, bucket_cap_mb=TINY_BUCKETS_MB)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(batch).backward()
+    before = state.state_dict()
+    hook = model.weights[2].register_hook(fail_halfway)
+    ddp.zero_grad()
+    assert error_of(lambda: ddp(batch).backward()) == ("RuntimeError", "halfway")
+    hook.remove()
+    assert error_of(state.grad_norm)[0] == "RuntimeError"
+    after = state.state_dict()
+    assert after["num_reductions"] == before["num_reductions"]
+    for name, residual in before["residuals"].items():
+        assert torch.equal(after["residuals"][name], residual), name
+
+
+def restart_after_failure(rank: Rank) -> None:
+    rank.init("gloo")
+    model = ExactGradients()
+    state = rota.HookState(
+        wire_dtype=torch.bfloat16, error_feedback=True, stochastic_rounding=True, model=model
+    )
+    batch = random_inputs(1, 2050, torch.float32)[0]
+    train_until_failure(model, state, batch)
+    model.zero_grad()
+    # The first bucket holds parameters that the failed pass has not come to.
+    model.weights = torch.nn.ParameterList(reversed(list(model.weights)))
+    ddp = make_ddp(model, state)
+    ddp(batch).backward()
+    assert state.grad_norm().item() == pytest.approx(norm_of(ddp).item(), rel=1e-6)
+    assert rota.clip_grad_norm_(ddp.parameters(), 1e9).item() == state.grad_norm().item()
+
+
+def test_backward_pass_after_one_that_failed_begins_anew() -> None:
+    run_ranks(2, restart_after_failure)
 
 
 # ---- stochastic rounding

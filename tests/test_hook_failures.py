@@ -123,3 +123,53 @@ def test_hook_survivors_train_on_with_a_new_group() -> None:
         ranks.kill(2)
         first, second, _ = ranks.results(killed=[2])
     assert first == second and first > 0
+
+
+def refuse_and_go_on(rank: Rank, who: str) -> list[tuple[str, str] | float]:
+    """A bad argument, with and without the hooks' communicator, then calls that are right."""
+    rank.init("gloo", timeout_s=20.0)
+    weight = torch.nn.Parameter(torch.zeros(3))
+    state = rota.HookState(wire_dtype=torch.float32)
+
+    def reduce(bucket_cap_mb: float) -> float:
+        weight.grad = torch.full((3,), float(rank.rank))
+        rota.reduce_gradients([weight], state, bucket_cap_mb=bucket_cap_mb)
+        return weight.grad[0].item()
+
+    seen: list[tuple[str, str] | float] = []
+    for _ in range(2):
+        is_wrong = who == "all ranks" or rank.rank == 0
+        seen.append(error_of(lambda: reduce(0.0 if is_wrong else 1.0)))  # noqa: B023
+        seen.append(reduce(1.0))
+    return seen
+
+
+@pytest.mark.parametrize("who", ["all ranks", "rank 0"])
+def test_hook_communicator_is_made_anew_after_a_bad_argument(who: str) -> None:
+    own, peer = run_ranks(2, refuse_and_go_on, who)
+    for seen in (own, peer):
+        assert seen[1] == seen[3] == 0.5
+        assert all("bucket_cap_mb is 0" in seen[i][1] for i in (0, 2)), seen
+    assert own[0][0] == own[2][0] == "ValueError"
+    assert peer[0][0] == peer[2][0] == ("ValueError" if who == "all ranks" else "PeerFailed")
+    if who == "rank 0":
+        assert "rank 0" in peer[0][1] and "rank 0" in peer[2][1]
+
+
+def refuse_an_engine(rank: Rank) -> list[tuple[str, str]]:
+    rank.init("gloo", timeout_s=20.0)
+    engine = dist.new_group(backend="gloo")
+    weight = torch.nn.Parameter(torch.zeros(3))
+    errors = []
+    for given in (None, engine if rank.rank == 0 else None):
+        state = rota.HookState(wire_dtype=torch.float32, engine=given)
+        weight.grad = torch.ones(3)
+        errors.append(error_of(lambda: rota.reduce_gradients([weight], state)))  # noqa: B023
+    return errors
+
+
+def test_hook_peers_are_told_of_another_engine() -> None:
+    (first, own), (_, peer) = run_ranks(2, refuse_an_engine)
+    assert first[0] == "nothing"
+    assert own[0] == "ValueError" and "already has no engine" in own[1]
+    assert peer[0] == "PeerFailed" and "already has no engine" in peer[1]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -365,6 +366,10 @@ def train_workers(rank: Rank, wire_dtype: torch.dtype) -> torch.Tensor:
         else:
             check_equal_on_all_ranks(model, way)
             results.append(flat(model))
+    crossed = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])][rank.rank in (1, 2)]
+    of_other_shards = rota.HookState(crossed, torch.float32)
+    error, text = error_of(lambda: rota.LocalSGD(model, 2, state=of_other_shards))
+    assert error == "Mismatch" and "shard is" in text
     peers, every_rank, sharded = results
     assert_same(sharded, peers, "shards and replicas")
     # The same mean of four ranks, of which two and two are equal: every sum is exact.

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import rota
 from local_sgd_workers import (
@@ -27,10 +28,12 @@ def diverge(rank: Rank, value: float) -> None:
     for make in (rota.LocalSGD, make_diloco):
         for num_fragments in (1, 2):
             model = make_model()
-            outer = make(model, 4, num_fragments=num_fragments)
+            state = rota.HookState(wire_dtype=torch.bfloat16, error_feedback=True)
+            outer = make(model, 4, num_fragments=num_fragments, state=state)
             train(rank, model, outer, range(5))
             assert torch.isfinite(outer.state.grad_norm())
             before = {k: v.clone() for k, v in outer.state_dict()["parameters"].items()}
+            residuals = state.state_dict()["residuals"]
             if rank.rank == 1:
                 with torch.no_grad():
                     model[2].weight[3, 4] = value
@@ -46,6 +49,8 @@ def diverge(rank: Rank, value: float) -> None:
             parameters = dict(model.named_parameters())
             kept = [name for name in before if torch.equal(parameters[name], before[name])]
             assert "2.weight" in kept
+            still_owed = state.state_dict()["residuals"]
+            assert all(torch.equal(still_owed[name], residuals[name]) for name in kept)
             assert (len(kept) == len(before)) == (num_fragments == 1)
             check_equal_on_all_ranks(model, "after the drop")
             train(rank, model, outer, range(4))
@@ -120,6 +125,31 @@ def test_ranks_that_disagree_get_a_mismatch() -> None:
             strict=True,
         ):
             assert part in text
+
+
+def leave_to_others(rank: Rank) -> list[tuple[str, str]]:
+    """Frozen parameters stay as they are; shards of one worker are not averaged."""
+    rank.init()
+    model = make_model()
+    model(batch_of(0, 0)).sum().backward()
+    model[0].requires_grad_(False)
+    before = model[0].weight.detach().clone()
+    outer = make_diloco(model, 1)
+    outer.step()
+    assert torch.equal(model[0].weight, before)
+    errors = []
+    for sharded in (
+        fully_shard(make_model()),
+        FullyShardedDataParallel(make_model(), device_id=torch.device("cpu")),
+    ):
+        errors.append(error_of(lambda model=sharded: rota.LocalSGD(model, 1)))
+    return errors
+
+
+def test_what_belongs_to_nobody_or_to_one_rank_is_not_averaged() -> None:
+    for errors in run_ranks(2, leave_to_others):
+        for error, text in errors:
+            assert error == "ValueError" and "ranks [0, 1]" in text and "same shard" in text
 
 
 def use_badly(rank: Rank) -> list[tuple[str, str]]:

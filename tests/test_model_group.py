@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -100,6 +101,69 @@ def test_parts_of_a_model_clip_by_one_norm_and_skip_the_same_step() -> None:
         assert str(result) == str(results[0])  # nan is not equal to itself
 
 
+def stage_state(rank: Rank, **options: Any) -> rota.HookState:
+    """Of one of two pipeline stages, each on one rank."""
+    own = [dist.new_group([i]) for i in range(2)][rank.rank]
+    return rota.HookState(own, torch.float32, model_group=dist.group.WORLD, **options)
+
+
+def step_after_both_losses(rank: Rank) -> tuple[list[bool], float]:
+    """Two models with a loss each, whose passes both come before both steps."""
+    rank.init("rota")
+    models = [ExactGradients() for _ in range(2)]
+    states = [stage_state(rank) for _ in models]
+    scaler = rota.amp.GradScaler(states, init_scale=8.0)
+    optimizers = [torch.optim.SGD(model.parameters(), 1.0) for model in models]
+    for i, (model, state) in enumerate(zip(models, states, strict=True)):
+        batch = torch.ones(2050)
+        batch[3] = torch.inf if i == 0 and rank.rank == 1 else 1.0
+        backward(model, state, scaler, batch)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    return [bool(model.weights[0].any()) for model in models], scaler.get_scale()
+
+
+@pytest.mark.filterwarnings("ignore:rota.amp.GradScaler")
+def test_inf_in_one_stage_skips_the_step_of_a_loss_that_is_not_the_last() -> None:
+    assert run_ranks(2, step_after_both_losses) == [([False, True], 4.0)] * 2
+
+
+def clip_without_gradients(rank: Rank) -> list[tuple[float, str, float]]:
+    """The first stage has no gradient: its weights are frozen, unused, or there are none."""
+    rank.init("rota")
+    seen = []
+    for kind in ("frozen", "unused", "empty"):
+        stage = ExactGradients()
+        if rank.rank == 0 and kind == "frozen":
+            stage.requires_grad_(False)
+        if rank.rank == 0 and kind == "empty":
+            stage.weights = nn.ParameterList()
+        state = stage_state(rank)
+        scaler = rota.amp.GradScaler(state, init_scale=8.0)
+        loss_scale = scaler.scale(torch.ones(()))
+        if rank.rank == 1:
+            batch = torch.ones(2050)
+            batch[5] = torch.inf
+            (stage(batch) * loss_scale).backward()
+        rota.reduce_gradients(stage.parameters(), state)
+        norm = rota.clip_grad_norm_(stage.parameters(), 1.0)
+        error, _ = error_of(
+            lambda s=stage: rota.clip_grad_norm_(s.parameters(), 1.0, error_if_nonfinite=True)
+        )
+        if rank.rank == 1 or kind == "unused":  # others have nothing to optimize
+            scaler.step(torch.optim.SGD(stage.parameters(), 1.0))
+        scaler.update()
+        seen.append((norm.item(), error, scaler.get_scale()))
+    return seen
+
+
+def test_stage_without_gradients_clips_and_scales_as_the_others() -> None:
+    for seen in run_ranks(2, clip_without_gradients):
+        for norm, error, scale in seen:
+            assert not math.isfinite(norm) and error == "RuntimeError" and scale == 4.0
+
+
 # ---- DTensors tell their replicas themselves
 
 
@@ -153,6 +217,40 @@ def train_sharded(rank: Rank) -> None:
 
 def test_model_group_counts_dtensors_by_their_placements() -> None:
     run_ranks(4, train_sharded)
+
+
+def train_shards_alone(rank: Rank) -> tuple[float, float, bool, str]:
+    """Each rank has a state for its own shards: torch then finds the norm, and Infs, of all."""
+    rank.init("rota")
+    own = [dist.new_group([i]) for i in range(2)][rank.rank]
+    mesh = init_device_mesh("cpu", (2,))
+    weight = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Shard(0)]))
+    state = rota.HookState(own, torch.float32)
+    scaler = rota.amp.GradScaler(state, init_scale=8.0)
+    optimizer = torch.optim.SGD([weight], 1.0)
+    norms = []
+    for value in (3.0, torch.inf):
+        scaler.scale(torch.ones(()))
+        with torch.no_grad():
+            gradient = torch.full((2,), 8 * value if rank.rank == 1 else 32.0)
+            weight.grad = DTensor.from_local(gradient, mesh, [Shard(0)])
+        rota.reduce_gradients([weight], state)
+        scaler.unscale_(optimizer)
+        norm: Any = rota.clip_grad_norm_([weight], 1e9)
+        norms.append(norm.full_tensor().item())
+        scaler.step(optimizer)
+        scaler.update()
+    over_both = rota.HookState(wire_dtype=torch.float32)
+    _, text = error_of(lambda: rota.reduce_gradients([weight], over_both))
+    return *norms, bool(weight.to_local()[0] == (-3.0 if rank.rank == 1 else -4.0)), text
+
+
+@pytest.mark.filterwarnings("ignore:rota.")
+def test_shards_outside_the_model_group_count_or_are_refused() -> None:
+    for first, second, stepped_once, text in run_ranks(2, train_shards_alone):
+        assert first == pytest.approx(50**0.5) and not math.isfinite(second) and stepped_once
+        for fact in ("parameter 0 of the list", "Shard(dim=0)", "ranks [0, 1]", "same shard"):
+            assert fact in text
 
 
 # ---- who waits for whom

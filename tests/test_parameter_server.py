@@ -122,6 +122,36 @@ def test_gradients_may_be_missing_strided_or_empty_and_servers_idle() -> None:
     assert run_ranks(5, push_odd_gradients) == [[-2.0, -4.0]] * 5
 
 
+class Replacing(torch.optim.Optimizer):
+    """Subtracts gradients; gives its parameters other memory, and drops the gradients."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data = parameter.data - parameter.grad
+        self.zero_grad()
+
+
+def replace_memory(rank: Rank) -> None:
+    init(rank)
+    parameters = counters(rank.world_size)
+    server = rota.ParameterServer(parameters, Replacing)
+    for step in range(3):
+        for parameter in parameters:  # as model.to() does
+            parameter.data = parameter.detach().to([torch.float64, torch.float32][step % 2])
+            parameter.grad = torch.full_like(parameter, -1)
+        server.step()
+        assert counted(parameters) == [[step + 1] * rank.world_size] * 2
+    server.close()
+
+
+def test_parameters_may_get_other_memory_on_workers_and_servers() -> None:
+    run_ranks(2, replace_memory)
+
+
 def count_pushes(
     rank: Rank, mode: str, staleness: int | None, servers: list[int] | None, num_elems: int
 ) -> Any:

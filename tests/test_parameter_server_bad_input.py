@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import rota
 from parameter_servers import OPTIMIZERS, init
 from ranks import Rank, error_of, run_ranks
+from rota.parameter_server.arguments import named_parameters
 
 pytestmark = pytest.mark.same_in_every_build
 
@@ -111,6 +113,22 @@ def test_bad_option_on_one_rank_is_named_on_the_others() -> None:
     assert own[0] == "ValueError" and "staleness is -1" in own[1]
     assert other[0] == "TransportError" and "rank 0 failed: " in other[1]
     assert "staleness is -1" in other[1]
+
+
+def make_of_shards(rank: Rank) -> tuple[str, str]:
+    init(rank)
+    return error_of(lambda: make(parameters_or_module=fully_shard(nn.Linear(2, 2))))
+
+
+def test_shards_are_refused() -> None:
+    for error, text in run_ranks(2, make_of_shards):
+        assert error == "TypeError" and "weight is a DTensor" in text
+
+
+def test_frozen_parameters_of_a_list_are_left_out() -> None:
+    layer = nn.Linear(2, 3)
+    layer.weight.requires_grad_(False)
+    assert named_parameters(layer.parameters()) == {"parameter 1": layer.bias}
 
 
 def make_differently(rank: Rank) -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -12,7 +13,9 @@
 
 namespace rota {
 
-enum class DType : uint8_t {
+// The dtypes that rota computes with, and some that it moves. moved_dtype() has a value for every
+// other one, so that ranks whose dtypes differ notice it.
+enum class DType : uint16_t {
   kFloat32,
   kFloat64,
   kFloat16,
@@ -25,7 +28,7 @@ enum class DType : uint8_t {
   kInt32,
   kInt64,
   kBool,
-  // Moved by broadcast and all_gather, never reduced.
+  // Moved, never reduced.
   kUInt16,
   kUInt32,
   kUInt64,
@@ -34,6 +37,16 @@ enum class DType : uint8_t {
 };
 
 enum class ReduceOp : uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };
+
+// A dtype of which only the size matters here: whoever names a dtype `number` means the same one.
+// elem_bytes: a power of two of at most 16.
+constexpr DType moved_dtype(uint8_t number, size_t elem_bytes) {
+  return static_cast<DType>(0x8000 | std::countr_zero(elem_bytes) << 8 | number);
+}
+HOST_DEVICE constexpr bool is_moved_dtype(DType dtype) {
+  return static_cast<uint16_t>(dtype) >= 0x8000;
+}
+HOST_DEVICE constexpr uint8_t moved_number(DType dtype) { return static_cast<uint8_t>(dtype); }
 
 struct DTypeInfo {
   size_t num_bytes;
@@ -44,6 +57,9 @@ struct DTypeInfo {
 
 // A switch, because device code cannot read a table in host memory.
 HOST_DEVICE constexpr DTypeInfo info(DType dtype) {
+  if (is_moved_dtype(dtype)) {
+    return {size_t{1} << (static_cast<uint16_t>(dtype) >> 8 & 7), false, false, dtype};
+  }
   switch (dtype) {
     case DType::kFloat32:
       return {4, true, true, DType::kFloat32};
@@ -94,7 +110,14 @@ inline constexpr std::array<std::string_view, 8> kReduceOpNames{"sum", "avg",  "
                                                                 "max", "band", "bor",     "bxor"};
 inline constexpr size_t kNumReduceOps = kReduceOpNames.size();
 
-constexpr std::string_view name(DType dtype) { return kDTypeNames[static_cast<size_t>(dtype)]; }
+// Names those of moved_dtype(); tensor/ sets it, since their numbers are torch's.
+using MovedName = std::string_view (*)(uint8_t number);
+inline MovedName moved_name = [](uint8_t) -> std::string_view { return "a dtype without a name"; };
+
+constexpr std::string_view name(DType dtype) {
+  return is_moved_dtype(dtype) ? moved_name(moved_number(dtype))
+                               : kDTypeNames[static_cast<size_t>(dtype)];
+}
 constexpr std::string_view name(ReduceOp op) { return kReduceOpNames[static_cast<size_t>(op)]; }
 
 constexpr std::optional<ReduceOp> parse_reduce_op(std::string_view text) {
@@ -104,8 +127,7 @@ constexpr std::optional<ReduceOp> parse_reduce_op(std::string_view text) {
   return std::nullopt;
 }
 
-// Averages of integers are refused because their dtype cannot hold them exactly, bitwise operations
-// on floats because the result has no numeric meaning.
+// Averages of bools and bitwise operations on floats are refused because the result has no meaning.
 HOST_DEVICE constexpr bool is_defined(ReduceOp op, DType dtype) {
   if (!info(dtype).is_reducible) return false;
   switch (op) {
@@ -115,7 +137,7 @@ HOST_DEVICE constexpr bool is_defined(ReduceOp op, DType dtype) {
     case ReduceOp::kMax:
       return true;
     case ReduceOp::kAvg:
-      return info(dtype).is_floating;
+      return dtype != DType::kBool;
     case ReduceOp::kBand:
     case ReduceOp::kBor:
     case ReduceOp::kBxor:

@@ -30,7 +30,8 @@ Message message_of(const Header& header, int source) {
   // Checks the ranges, because the words come from another process.
   constexpr uint64_t kMaxElems = uint64_t{1} << 56;
   const auto [tag, dtype, num_elems] = header;
-  if (dtype >= kNumDTypes || num_elems >= kMaxElems) {
+  const bool is_dtype = dtype < kNumDTypes || (dtype <= UINT16_MAX && is_moved_dtype(DType(dtype)));
+  if (!is_dtype || num_elems >= kMaxElems) {
     throw Error(ErrorKind::kInternal,
                 join("rota.recv: the header of a message from rank ", source,
                      " is damaged; does another program write to its memory?"));

@@ -19,7 +19,7 @@ void check_op(const Call& call) {
   refuse(call, ErrorKind::kType,
          join(name(call.op), " is not defined for ", name(call.dtype),
               info(call.dtype).is_floating ? "; use an integer or bool tensor"
-                                           : "; sum as integers and divide, or average as floats"));
+                                           : "; average as integers or floats"));
 }
 
 void check_wire(const Call& call) {

@@ -26,7 +26,8 @@ struct Summands {
 };
 
 // dst[i] = round(srcs[0][i] op srcs[1][i] op srcs[2][i] ...), all of one dtype. kAvg is a sum
-// divided by `divisor` before the rounding. dst may be one of the sources.
+// divided by `divisor` before the rounding; of integers, which wrap, the quotient is truncated. dst
+// may be one of the sources.
 using ReduceFn = void (*)(const Summands<const void*>& summands, void* dst, size_t num_elems,
                           int divisor);
 

@@ -112,10 +112,21 @@ void reduce_with(const Summands<const void*>& summands, void* dst, size_t num_el
   }
 }
 
+// One at a time, since processors have no vector division of integers.
+template <typename Integer>
+void truncate_quotients(char* dst, size_t num_elems, int divisor) {
+  for (size_t elem = 0; elem < num_elems; ++elem, dst += sizeof(Integer)) {
+    store_bytes(dst, static_cast<Integer>(load_bytes<Integer>(dst) / divisor));
+  }
+}
+
 template <DType dtype, ReduceOp op>
 void reduce(const Summands<const void*>& summands, void* dst, size_t num_elems, int divisor) {
   using Acc = typename LanesOf<dtype>::Acc;
-  if constexpr (op != ReduceOp::kAvg) {
+  if constexpr (op == ReduceOp::kAvg && !info(dtype).is_floating) {
+    reduce<dtype, ReduceOp::kSum>(summands, dst, num_elems, divisor);
+    truncate_quotients<__typeof__(Acc{}[0])>(static_cast<char*>(dst), num_elems, divisor);
+  } else if constexpr (op != ReduceOp::kAvg) {
     reduce_with<dtype, op>(summands, dst, num_elems, Keep<Acc>{});
   } else if ((divisor & (divisor - 1)) == 0) {
     // The reciprocal of a power of two is exact, so the product rounds as the quotient would; a

@@ -176,14 +176,19 @@ class Elements {
   // Turns complete sums into results, still in the accumulate dtype.
   template <uint32_t kUnits>
   HOST_DEVICE_INLINE void divide(Values (&values)[kUnits]) const {
-    if constexpr (info(Codec::format().dtype).is_floating) {
+    constexpr DType kDType = Codec::format().dtype;
+    if constexpr (is_defined(ReduceOp::kAvg, kDType)) {
       if (args_.op != ReduceOp::kAvg) return;
       using Acc = typename Codec::Acc;
-      const auto reciprocal = static_cast<Acc>(args_.reciprocal);
-      const auto divisor = static_cast<Acc>(args_.divisor);
-      if (reciprocal != 0) {
+      if constexpr (!info(kDType).is_floating) {
+        const auto divisor = static_cast<int32_t>(args_.divisor);
+        for_each_elem(values, [&](Acc& value, uint32_t, uint32_t) {
+          value = static_cast<Acc>(value / divisor);  // truncates
+        });
+      } else if (const auto reciprocal = static_cast<Acc>(args_.reciprocal); reciprocal != 0) {
         for_each_elem(values, [&](Acc& value, uint32_t, uint32_t) { value *= reciprocal; });
       } else {
+        const auto divisor = static_cast<Acc>(args_.divisor);
         for_each_elem(values, [&](Acc& value, uint32_t, uint32_t) { value /= divisor; });
       }
     }

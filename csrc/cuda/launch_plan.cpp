@@ -152,6 +152,11 @@ void check_arithmetic(const LaunchRequest& request, const Peers& peers, int grou
   if (request.op == ReduceOp::kAvg && !(std::isfinite(request.divisor) && request.divisor > 0)) {
     refuse("divisor is ", request.divisor, ", avg takes a positive finite one");
   }
+  if (request.op == ReduceOp::kAvg && !info(dtype).is_floating &&
+      (request.divisor != std::trunc(request.divisor) || request.divisor > INT32_MAX)) {
+    refuse("divisor is ", request.divisor, ", avg of ", name(dtype),
+           " takes a whole one below 2^31");
+  }
   if (request.rounding.is_stochastic && !is_wire_dtype(dtype)) {
     refuse("stochastic rounding of ", name(dtype), " was asked for; it is for floats of 32 bits ",
            "and fewer");

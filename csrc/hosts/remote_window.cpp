@@ -191,7 +191,8 @@ size_t RemoteWindow::serve_open(int source, const WindowPeer::Request& request) 
 void RemoteWindow::serve_accumulate(const WindowPeer::Request& request) {
   const WindowPacket& packet = request.packet();
   const std::string name = service_.describe(service_.rank());
-  if (packet.dtype != static_cast<uint32_t>(dtype_) || info(dtype_).accumulate != dtype_) {
+  if (packet.dtype != static_cast<uint32_t>(dtype_) || !info(dtype_).is_reducible ||
+      info(dtype_).accumulate != dtype_) {
     refuse(name, "its dtype is not the window's");
   }
   const std::optional<WireFormat> wire = packet.wire();

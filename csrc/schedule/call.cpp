@@ -14,6 +14,11 @@ Enum enum_at(uint64_t word, int shift, size_t num_values) {
   return static_cast<Enum>(((word >> shift) & 0xff) % num_values);
 }
 
+DType dtype_at(uint64_t word, int shift) {
+  const auto dtype = static_cast<DType>(word >> shift);
+  return is_moved_dtype(dtype) ? dtype : enum_at<DType>(word, shift, kNumDTypes);
+}
+
 float float_at(uint64_t word, int shift) {
   return std::bit_cast<float>(static_cast<uint32_t>(word >> shift));
 }
@@ -35,10 +40,10 @@ Call Call::from_words(const Words& words) {
   const uint64_t packed = words[0] - 1;
   return {.kind = enum_at<CollectiveKind>(packed, 0, kCollectives.size()),
           .op = enum_at<ReduceOp>(packed, 8, kNumReduceOps),
-          .dtype = enum_at<DType>(packed, 16, kNumDTypes),
-          .wire = {enum_at<DType>(packed, 24, kNumDTypes), enum_at<bool>(packed, 48, 2)},
-          .hop = enum_at<DType>(packed, 32, kNumDTypes),
-          .algorithm = enum_at<schedule::Algorithm>(packed, 40, schedule::kAlgorithmNames.size()),
+          .dtype = dtype_at(packed, 16),
+          .wire = {enum_at<DType>(packed, 32, kNumDTypes), enum_at<bool>(packed, 56, 2)},
+          .hop = enum_at<DType>(packed, 40, kNumDTypes),
+          .algorithm = enum_at<schedule::Algorithm>(packed, 48, schedule::kAlgorithmNames.size()),
           .root = static_cast<uint16_t>(words[2]),
           .order = {.group_size = static_cast<uint16_t>(words[2] >> 16),
                     .num_shards = static_cast<uint32_t>(words[2] >> 32)},
@@ -50,9 +55,9 @@ Call Call::from_words(const Words& words) {
                    .result_factor = float_at(words[4], 0),
                    .has_residual = enum_at<bool>(words[4], 32, 2),
                    .stochastic_seed =
-                       enum_at<bool>(packed, 56, 2) ? std::optional(words[5]) : std::nullopt},
+                       enum_at<bool>(packed, 57, 2) ? std::optional(words[5]) : std::nullopt},
           .is_between_gpus = enum_at<bool>(words[4], 56, 2),
-          .is_withdrawn = enum_at<bool>(packed, 57, 2)};
+          .is_withdrawn = enum_at<bool>(packed, 58, 2)};
 }
 
 uint64_t Call::fingerprint(const Words& words) {

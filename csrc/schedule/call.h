@@ -65,11 +65,11 @@ struct Call {
   using Words = std::array<uint64_t, 7>;
   Words to_words() const {
     return {(static_cast<uint64_t>(kind) + 1) | static_cast<uint64_t>(op) << 8 |
-                static_cast<uint64_t>(dtype) << 16 | static_cast<uint64_t>(wire.dtype) << 24 |
-                static_cast<uint64_t>(hop) << 32 | static_cast<uint64_t>(algorithm) << 40 |
-                static_cast<uint64_t>(wire.is_block_scaled) << 48 |
-                static_cast<uint64_t>(pass.stochastic_seed.has_value()) << 56 |
-                static_cast<uint64_t>(is_withdrawn) << 57,
+                static_cast<uint64_t>(dtype) << 16 | static_cast<uint64_t>(wire.dtype) << 32 |
+                static_cast<uint64_t>(hop) << 40 | static_cast<uint64_t>(algorithm) << 48 |
+                static_cast<uint64_t>(wire.is_block_scaled) << 56 |
+                static_cast<uint64_t>(pass.stochastic_seed.has_value()) << 57 |
+                static_cast<uint64_t>(is_withdrawn) << 58,
             num_elems,
             static_cast<uint16_t>(root) | static_cast<uint64_t>(order.group_size) << 16 |
                 static_cast<uint64_t>(order.num_shards) << 32,

@@ -150,7 +150,12 @@ void set_lengths(Call& call, const Operation& operation, const Lengths& parts, u
 DType dtype_of(const Operation& operation) {
   const at::Tensor& tensor = operation.any_tensor();
   if (!row_of(operation.kind).reduces) return movable_dtype(tensor, name(operation.kind));
-  return reducible_dtype(tensor.scalar_type(), name(operation.kind));
+  const DType dtype = reducible_dtype(tensor.scalar_type(), name(operation.kind));
+  if (operation.premul_factor && !is_bucket_dtype(dtype)) {
+    refuse(operation, ErrorKind::kType,
+           join("PREMUL_SUM of ", name(dtype), ", expected floats of 16, 32 or 64 bits"));
+  }
+  return dtype;
 }
 
 Call plan_in_place(const Operation& operation, const Planner& planner, at::Device device) {

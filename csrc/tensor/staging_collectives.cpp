@@ -53,7 +53,9 @@ WorkRef StagingCollectives::run(OperationList operations, Launch mode) {
   for (const Operation& operation : operations) {
     const auto copy = [&](at::TensorList tensors) {
       std::vector<at::Tensor> copies;
-      for (const at::Tensor& tensor : tensors) copies.push_back(tensor.contiguous().cpu());
+      for (const at::Tensor& tensor : tensors) {
+        copies.push_back(as_copyable(tensor).contiguous().cpu().view(tensor.scalar_type()));
+      }
       return copies;
     };
     const std::vector<at::Tensor> inputs = copy(operation.inputs);
@@ -62,7 +64,8 @@ WorkRef StagingCollectives::run(OperationList operations, Launch mode) {
     staged.inputs = inputs;
     staged.outputs = outputs;
     cpu_.run(staged, Launch::kBlocking);
-    for (size_t i = 0; i < outputs.size(); ++i) operation.outputs[i].copy_(outputs[i]);
+    for (size_t i = 0; i < outputs.size(); ++i)
+      as_copyable(operation.outputs[i]).copy_(as_copyable(outputs[i]));
     results.insert(results.end(), operation.outputs.begin(), operation.outputs.end());
   }
   return operations.empty() ? WorkRef() : done(mode, operations[0].kind, std::move(results));

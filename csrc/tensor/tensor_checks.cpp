@@ -5,6 +5,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <array>
 #include <optional>
 #include <string>
 #include <utility>
@@ -59,6 +60,21 @@ std::optional<DType> find_dtype(at::ScalarType dtype) {
       return std::nullopt;
   }
 }
+
+// Torch's names of all its dtypes.
+std::string_view torch_name(uint8_t number) {
+  constexpr auto kNumTypes = static_cast<size_t>(at::ScalarType::NumOptions);
+  static const auto names = [] {
+    std::array<std::string, kNumTypes> names;
+    for (size_t i = 0; i < kNumTypes; ++i) {
+      const auto type = static_cast<at::ScalarType>(i);
+      if (type != at::ScalarType::Undefined) names[i] = c10::getDtypeNames(type).first;
+    }
+    return names;
+  }();
+  return number < kNumTypes ? names[number] : std::string_view("a dtype of another torch");
+}
+[[maybe_unused]] const MovedName names_are_torchs = moved_name = torch_name;
 
 // Whether no two elements can share memory: with dimensions sorted by stride, each stride covers
 // the span of the smaller dimensions. Slices and transposes pass; expanded and interleaved views do
@@ -134,8 +150,22 @@ DType bucket_dtype(const at::Tensor& bucket) {
 }
 
 DType movable_dtype(const at::Tensor& tensor, std::string_view collective) {
-  return known_dtype(tensor.scalar_type(), collective, "the tensor's dtype",
-                     [](DType) { return true; });
+  const at::ScalarType dtype = tensor.scalar_type();
+  if (const auto known = find_dtype(dtype)) return *known;
+  if (c10::isQIntType(dtype)) {
+    throw Error(ErrorKind::kType,
+                join("rota.", collective, ": the tensor is quantized (", c10::toString(dtype),
+                     "), and its scales would not travel; move int_repr() and the scales"));
+  }
+  return moved_dtype(static_cast<uint8_t>(dtype), c10::elementSize(dtype));
+}
+
+at::Tensor as_copyable(const at::Tensor& tensor) {
+  const at::ScalarType dtype = tensor.scalar_type();
+  // Torch copies complex numbers, and those may be lazily conjugated.
+  if (find_dtype(dtype) || c10::isComplexType(dtype)) return tensor;
+  if (tensor.element_size() == 1) return tensor.view(at::kByte);
+  return tensor.element_size() == 2 ? tensor.view(at::kShort) : tensor;
 }
 
 uint32_t block_elems(at::ScalarType wire_dtype) {
@@ -201,8 +231,9 @@ Packed::Packed(const at::Tensor& tensor, Content content, std::optional<double> 
 void Packed::set_aside() {
   if (packed_.defined()) return;
   const at::NoGradGuard no_grad;
-  packed_ = at::empty_like(tensor_, at::MemoryFormat::Contiguous);
-  if (content_ == Content::kRead) packed_.copy_(tensor_);
+  const at::Tensor source = as_copyable(tensor_);
+  packed_ = at::empty_like(source, at::MemoryFormat::Contiguous);
+  if (content_ == Content::kRead) packed_.copy_(source);
 }
 
 void Packed::unpack() const {
@@ -211,7 +242,7 @@ void Packed::unpack() const {
   // it turns gradients on.
   const c10::InferenceMode as_caller(tensor_.is_inference());
   const at::NoGradGuard no_grad;
-  tensor_.copy_(packed_);
+  as_copyable(tensor_).copy_(packed_);
 }
 
 }  // namespace rota::tensors

@@ -22,8 +22,12 @@ DType known_dtype(at::ScalarType dtype, std::string_view collective, std::string
 DType reducible_dtype(at::ScalarType dtype, std::string_view collective,
                       std::string_view what = "the tensor's dtype");
 DType bucket_dtype(const at::Tensor& bucket);
-// The same for collectives that only move bytes.
+// The same for collectives that only move bytes, which take whatever torch stores, except quantized
+// tensors.
 DType movable_dtype(const at::Tensor& tensor, std::string_view collective);
+// The tensor itself, or its memory as integers where it has a dtype that torch may be unable to
+// copy. What copies elements before they are moved, or after it, copies this.
+at::Tensor as_copyable(const at::Tensor& tensor);
 
 // Elements per block of a block-scaled wire dtype; throws PythonError for a dtype without scales.
 uint32_t block_elems(at::ScalarType wire_dtype);

@@ -22,6 +22,7 @@ several ranks, an Inf or NaN in any of its gradients skips the step on all of th
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -46,8 +47,9 @@ class GradScaler(torch.amp.GradScaler):
     are already unscaled when backward() returns. The scaler unscales others as torch's does, with
     one warning. It sets no grad_scale on optimizers with fused=True.
 
-    If a state has a model_group, all of its ranks skip a step together. Call scale() on every rank,
-    also on pipeline stages without a loss: scaler.scale(torch.ones(())) is the factor of the loss.
+    If a state has a model_group, all of its ranks skip a step together. Call scale() and update()
+    on every rank, also on pipeline stages without a loss, or with nothing to optimize:
+    scaler.scale(torch.ones(())) is the factor of the loss.
 
     Args:
         states: the HookState of each model whose loss is scaled; the scaler sets their
@@ -105,10 +107,24 @@ class GradScaler(torch.amp.GradScaler):
             if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
                 self.unscale_(optimizer)  # otherwise torch lets a fused optimizer unscale
             self._stepped.update(id(parameter) for parameter in _parameters_of(optimizer))
+            if any(state.has_memory for state in self._states):
+                found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+                self._tell(optimizer, was_used=not any(found.values()))
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Adapts the scale like torch's."""
+        for optimizer in self._unscaled:
+            self._tell(optimizer, was_used=False)  # the loop has left out its step
+        if self._enabled:
+            for state in filter(self._has_reduced, self._states):
+                if state.model_group is not None:
+                    # All ranks of a model adapt the scale alike, one without an optimizer, too.
+                    found = torch.tensor(
+                        float(state.results.found_inf), dtype=torch.float32, device="cpu"
+                    )
+                    record = self._per_optimizer_states[id(state)]
+                    record["found_inf_per_device"] = {found.device: found}
         super().update(new_scale)
         self._start_iteration()
 
@@ -121,17 +137,27 @@ class GradScaler(torch.amp.GradScaler):
         # The generation of the results that the last iteration used, by state.
         self._used = {state: state.results.generation for state in self._states}
         self._stepped: set[int] = set()  # parameters, by identity
+        self._unscaled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         if self._enabled:
             for state in self._states:
                 state.loss_scale = 1.0
+
+    def _has_reduced(self, state: HookState) -> bool:
+        """Whether a backward pass of this iteration was reduced, whatever came later."""
+        return state.results.generation != self._used[state]
 
     def _has_results(self, state: HookState) -> bool:
         results = state.results
         return (
             results.is_complete
-            and results.generation != self._used[state]
+            and self._has_reduced(state)
             and results.loss_scale == self.get_scale()
         )
+
+    def _tell(self, optimizer: torch.optim.Optimizer, was_used: bool) -> None:
+        for state in filter(self._has_reduced, self._states):
+            seen = [p for p in _parameters_of(optimizer) if id(p) in state.results.seen]
+            state.results.outcome.tell(seen, was_used)
 
     def _scale_again(self, state: HookState, scale: float) -> None:
         gradients = [
@@ -159,6 +185,7 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         states = [state for state in self._states if self._has_results(state)]
+        self._unscaled.add(optimizer)
         results: list[torch.Tensor] = []
         others: list[torch.Tensor] = []
         for parameter in _parameters_of(optimizer):
@@ -182,7 +209,30 @@ class GradScaler(torch.amp.GradScaler):
             found = found_by_device.setdefault(found_inf.device, found_inf)
             if not _are_finite(results, states):
                 found.fill_(1.0)
+            # Those of other shards are not known here; torch's code asks their ranks.
+            cut = [
+                p
+                for p in results
+                if not any(s.results.saw(p) and s.counts_all_of(p) for s in states)
+            ]
+            if cut:
+                rest = _Gradients(cut)
+                ones = torch.ones_like(inv_scale)
+                found_by_device |= super()._unscale_grads_(rest, ones, found_inf, allow_fp16)
+        of_models = [state for state in self._states if self._has_part_of_model(state, optimizer)]
+        if of_models:
+            found = found_by_device.setdefault(found_inf.device, found_inf)
+            if any(state.results.found_inf for state in of_models):
+                found.fill_(1.0)  # wherever in the model it was
         return found_by_device
+
+    def _has_part_of_model(self, state: HookState, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the other ranks of a model step together with this optimizer."""
+        return (
+            state.model_group is not None
+            and self._has_reduced(state)
+            and any(state.is_for(parameter) for parameter in _parameters_of(optimizer))
+        )
 
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._warned:
@@ -201,11 +251,4 @@ def _are_finite(parameters: list[torch.Tensor], states: list[HookState]) -> bool
         any(state.results.is_current(parameter) for state in states) for parameter in parameters
     ):
         return True
-    if any(
-        state.model_group is not None
-        and state.found_inf
-        and any(state.results.saw(parameter) for parameter in parameters)
-        for state in states
-    ):
-        return False  # wherever in the model it was
     return all(bool(local_of(p.grad).isfinite().all()) for p in parameters if p.grad is not None)

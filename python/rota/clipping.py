@@ -43,8 +43,11 @@ def clip_grad_norm_(
     rota.fused_hook has measured the L2 norm of all gradients that it reduced in the last backward
     pass, so gradients are only touched if they have to shrink or the norm is not finite. torch's
     function takes over, with one warning per model, for other norms, for other sets of parameters,
-    and if gradients were changed or added to since. All ranks decide alike. With a HookState of a
+    for DTensors with shards on ranks that are not in the state's model_group, and if gradients were
+    changed or added to since. All ranks decide alike. With a HookState of a
     model_group there is no falling back, since torch would take the norm of this rank's parameters.
+    A change through `grad.data` goes unnoticed, since tensors do not count it; change `grad` under
+    torch.no_grad().
 
     With a rota.amp.GradScaler, call it before or after scaler.unscale_(optimizer). Unscale
     gradients that the hook has not reduced first, as with torch.
@@ -71,7 +74,7 @@ def clip_grad_norm_(
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     with_gradient = {id(p): p for p in parameters if p.grad is not None}
-    states = _measured(with_gradient) if norm_type == 2 else []
+    states = _measured(parameters, with_gradient) if norm_type == 2 else []
     if not states:
         _refuse_part_of_a_model(parameters)
         _warn(with_gradient)
@@ -80,7 +83,7 @@ def clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
     norm_value = math.sqrt(math.fsum(state.results.sum_of_squares for state in states))
-    norm = torch.tensor(norm_value, dtype=torch.float32)
+    norm = torch.tensor(norm_value, dtype=torch.float32, device="cpu")
     if error_if_nonfinite and not math.isfinite(norm_value):
         raise RuntimeError(
             "rota.clip_grad_norm_: the total norm of the gradients is not finite, so they cannot "
@@ -104,29 +107,40 @@ def clip_grad_norm_(
     return norm
 
 
-def _measured(with_gradient: dict[int, torch.Tensor]) -> list[HookState]:
+def _measured(
+    parameters: list[torch.Tensor], with_gradient: dict[int, torch.Tensor]
+) -> list[HookState]:
     """The states that together measured the norm of exactly these gradients; [] if none did."""
     owners: dict[HookState, None] = {}  # in the order of parameters, the same on every rank
     live = list(live_states)
     for parameter in with_gradient.values():
         owner = next((state for state in live if state.results.is_current(parameter)), None)
-        if owner is None:
+        if owner is None or not owner.counts_all_of(parameter):
             return []
         owners[owner] = None
-    if not all(state.results.is_norm_of(with_gradient) for state in owners):
+    owners |= dict.fromkeys(s for s in _of_models(parameters) if s.results.is_complete)
+    if not all(state.results.is_norm_of(with_gradient.keys()) for state in owners):
         return []
     return list(owners)
 
 
+def _of_models(parameters: list[torch.Tensor]) -> list[HookState]:
+    """The states of models of which these are a part; others may have all the gradients."""
+    states = [s for s in live_states if s.model_group is not None and s.results.generation > 0]
+    if not parameters:  # a stage without any can only be told if it is the only one
+        without = [state for state in states if state.is_for_nothing]
+        return without if len(without) == 1 else []
+    return [state for state in states if any(state.is_for(p) for p in parameters)]
+
+
 def _refuse_part_of_a_model(parameters: list[torch.Tensor]) -> None:
-    for state in list(live_states):
-        if state.model_group is not None and any(state.reduces(p) for p in parameters):
-            raise RuntimeError(
-                "rota.clip_grad_norm_: the norm over the HookState's model_group is that of all "
-                "gradients of the model as they were reduced, and cannot be computed otherwise; "
-                "clip with norm_type=2 and all parameters of this rank together, after the "
-                "reduction and before anything else changes their gradients"
-            )
+    if _of_models(parameters):
+        raise RuntimeError(
+            "rota.clip_grad_norm_: the norm over the HookState's model_group is that of all "
+            "gradients of the model as they were reduced, and cannot be computed otherwise; clip "
+            "with norm_type=2 and all parameters of this rank together, after the reduction and "
+            "before anything else changes their gradients"
+        )
 
 
 def _gradients(parameters: dict[int, torch.Tensor]) -> list[torch.Tensor]:
@@ -146,6 +160,26 @@ def _warn(with_gradient: dict[int, torch.Tensor]) -> None:
             )
 
 
+# ---- torch's scaler
+
+
+_unscale_grads = torch.amp.GradScaler._unscale_grads_
+
+
+@functools.wraps(_unscale_grads)
+def _unscale_and_tell(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Also counts as a change of the gradients; torch's operator leaves their versions alone."""
+    found_inf = _unscale_grads(scaler, optimizer, *args, **kwargs)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if any(state.results.is_current(parameter) for state in live_states):
+                torch.autograd.graph.increment_version(parameter.grad)
+    return found_inf
+
+
+torch.amp.GradScaler._unscale_grads_ = _unscale_and_tell  # type: ignore[assignment,method-assign]
+
+
 # ---- a fused optimizer multiplies the gradients while it reads them
 
 
@@ -162,7 +196,7 @@ def _can_fold(optimizer: torch.optim.Optimizer, with_gradient: dict[int, torch.T
 
 def _fold(optimizer: torch.optim.Optimizer, factor: float) -> None:
     previous = getattr(optimizer, "grad_scale", None)
-    grad_scale = torch.tensor(1 / factor, dtype=torch.float32)
+    grad_scale = torch.tensor(1 / factor, dtype=torch.float32, device="cpu")
     if previous is not None:
         grad_scale = grad_scale * previous
     optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]

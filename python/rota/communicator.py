@@ -90,6 +90,8 @@ class Communicator(_C.Communicator):
             check_peers=peer_check(),
         )
         self._name = f"{qualified_name(pg)}/{number}"
+        while self._name in _by_name:  # one over a destroyed group of this name still lives
+            self._name += "'"
         _by_name[self._name] = self
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -63,37 +63,55 @@ class NamedCopies:
 class SeenParameters:
     """The parameters of the first complete backward pass, held weakly.
 
-    DDP rebuilds its buckets, but from the same parameters. So a new parameter, while these live,
+    DDP rebuilds its buckets, but from the same parameters, and may leave out a bucket whose
+    parameters are unused. So a new parameter in a bucket that has come before, while these live,
     belongs to another model that uses the same state.
     """
 
     def __init__(self) -> None:
         self._refs: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._indices: set[int] = set()  # of the buckets
         self._is_complete = False
+        self._frozen: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether it is one of them."""
-        ref = self._refs.get(id(parameter))
-        return ref is not None and ref() is parameter
+        return _has(self._refs, parameter)
+
+    def has_frozen(self, parameter: torch.Tensor) -> bool:
+        """Whether it was listed with them, but requires no gradient."""
+        return _has(self._frozen, parameter)
+
+    def note_frozen(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._frozen = {id(parameter): weakref.ref(parameter) for parameter in parameters}
 
     def _are_gone(self) -> bool:
         return all(ref() is None for ref in self._refs.values())
 
-    def add_bucket(self, parameters: Sequence[torch.Tensor], is_last: bool) -> bool:
+    def add_bucket(self, index: int, parameters: Sequence[torch.Tensor]) -> bool:
         """Returns whether these can belong to the same model as those before."""
         if self._is_complete and not all(self.has(parameter) for parameter in parameters):
             gc.collect()  # a model without references does not count
-            if not self._are_gone():
+            if self._are_gone():
+                self._refs, self._indices, self._is_complete = {}, set(), False
+            elif index in self._indices:
                 return False
-            self._refs, self._is_complete = {}, False
-        if not self._is_complete:
-            self._refs |= {id(parameter): weakref.ref(parameter) for parameter in parameters}
-            self._is_complete = is_last
+        self._refs |= {id(parameter): weakref.ref(parameter) for parameter in parameters}
+        self._indices.add(index)
         return True
+
+    def complete(self) -> None:
+        """Call it after a whole backward pass: further parameters come in further buckets."""
+        self._is_complete = bool(self._refs)
 
     @property
     def are_none(self) -> bool:
         return not self._refs
+
+    @property
+    def are_none_of_model(self) -> bool:
+        """Whether this rank's part of the model has no parameters at all."""
+        return not self._refs and not self._frozen
 
     def replace(self, parameters: Sequence[torch.Tensor], is_same_model: bool) -> bool:
         """Takes a whole list of parameters instead of those before.
@@ -109,6 +127,11 @@ class SeenParameters:
         self._refs = {id(parameter): weakref.ref(parameter) for parameter in parameters}
         self._is_complete = True
         return True
+
+
+def _has(refs: Mapping[int, weakref.ref[torch.Tensor]], parameter: torch.Tensor) -> bool:
+    ref = refs.get(id(parameter))
+    return ref is not None and ref() is parameter
 
 
 def group_of(

@@ -122,7 +122,7 @@ class DeviceWindow(Window):
 
     def _check(self, rank: int, *, for_writing: bool) -> None:
         """Raises what an access to a rank's window on the CPU raises."""
-        nothing = torch.empty(0, dtype=self._part(self.rank).dtype)
+        nothing = torch.empty(0, dtype=self._part(self.rank).dtype, device="cpu")
         if for_writing:
             super().put(nothing, rank)
         else:

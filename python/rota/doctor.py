@@ -85,7 +85,7 @@ def _self_test(device: int) -> str:
 def _trial_rank(rank: int, store_path: str) -> None:
     store = dist.FileStore(store_path, 2)
     dist.init_process_group("rota", store=store, rank=rank, world_size=2, timeout=_TRIAL_TIMEOUT)
-    tensor = torch.full((100_000,), float(rank + 1))
+    tensor = torch.full((100_000,), float(rank + 1), dtype=torch.float32, device="cpu")
     dist.all_reduce(tensor)
     if not bool((tensor == 3.0).all()):
         raise RuntimeError(f"all_reduce of 1 and 2 gave {tensor.unique().tolist()}, expected 3")

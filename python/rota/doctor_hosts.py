@@ -36,10 +36,14 @@ def _median_s(call: Callable[[], object], num_calls: int) -> float:
     return statistics.median(seconds)
 
 
+def _zeros(num_elems: int) -> torch.Tensor:
+    return torch.zeros(num_elems, dtype=torch.float32, device="cpu")
+
+
 def _within_host(communicator: rota.Communicator) -> str:
     if communicator.world_size == 1:
         return "one rank"
-    short, long = torch.zeros(_SHORT_ELEMS), torch.zeros(_LONG_ELEMS)
+    short, long = _zeros(_SHORT_ELEMS), _zeros(_LONG_ELEMS)
     short_s = _median_s(lambda: communicator.all_reduce(short), _NUM_SHORT)
     long_s = _median_s(lambda: communicator.all_reduce(long), _NUM_LONG)
     return (
@@ -59,7 +63,7 @@ def _between(communicator: rota.Communicator, first: int, second: int) -> str:
             communicator.recv(tensor, first)
             communicator.send(tensor, first)
 
-    short, long = torch.zeros(_SHORT_ELEMS), torch.zeros(_LONG_ELEMS)
+    short, long = _zeros(_SHORT_ELEMS), _zeros(_LONG_ELEMS)
     short_s = _median_s(lambda: there_and_back(short), _NUM_SHORT) / 2
     long_s = _median_s(lambda: there_and_back(long), _NUM_LONG) / 2
     return (

@@ -10,7 +10,7 @@ training loop reads after a backward pass. gradients.py, amp.py and clipping.py 
 import contextlib
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,11 +20,12 @@ from rota import options
 from rota.communicator import Communicator
 from rota.ddp import NamedCopies, NamedModel, SeenParameters, group_of
 from rota.errors import RotaError
-from rota.hooks import communicator_of
+from rota.hooks import communicator_of, tell_peers_of
 from rota.model_group import ModelGroup, Replicas
-from rota.residuals import Residuals
+from rota.residuals import BucketResidual, Residuals
 from rota.results import Results
 from rota.rounding import split_mix_64
+from rota.sharding import as_dtensor, shard_of_rank
 
 # All live states: clip_grad_norm_ finds a state by the parameters that it saw.
 live_states: "weakref.WeakSet[HookState]" = weakref.WeakSet()
@@ -34,7 +35,6 @@ class Bucket(Protocol):
     """Flat gradients: a dist.GradBucket, or one that reduce_gradients packs."""
 
     def index(self) -> int: ...
-    def is_last(self) -> bool: ...
     def parameters(self) -> list[torch.Tensor]: ...
     def buffer(self) -> torch.Tensor: ...
 
@@ -44,12 +44,17 @@ class _Entry(NamedTuple):
 
     parameters: list[weakref.ref[torch.Tensor]]
     stats: torch.Tensor
-    residual: torch.Tensor | None
+    residual: BucketResidual | None
 
     def holds(self, parameters: Sequence[torch.Tensor]) -> bool:
         return len(parameters) == len(self.parameters) and all(
             ref() is parameter for ref, parameter in zip(self.parameters, parameters, strict=True)
         )
+
+    def shares(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether it holds one of these, or one that no longer exists."""
+        own = {id(ref()) for ref in self.parameters}
+        return id(None) in own or any(id(parameter) in own for parameter in parameters)
 
 
 class HookState:
@@ -85,7 +90,9 @@ class HookState:
             this state uses output i of the generator SplitMix64 (Steele, Lea & Flood 2014) that
             starts from it.
         error_feedback: add the rounding error of a gradient to the next one (Seide et al. 2014);
-            needs 4 bytes per parameter.
+            needs 8 bytes per parameter. What an unused result would have made up for is still owed:
+            that of a parameter that no rank has used, or of a step that is skipped because
+            `found_inf`. Call drop_results() if you skip other steps.
         loss_scale: the factor of the loss; results are divided by it. Finite and positive; may be
             set between backward passes. A rota.amp.GradScaler sets it, and resets it to 1.
         gradient_predivide_factor: f divides gradients by f before they are summed, and the sum by
@@ -103,7 +110,8 @@ class HookState:
             so that rota.clip_grad_norm_ and rota.amp.GradScaler do the same on all of them. Every
             rank of model_group makes its states in the same order: that is a collective call. Each
             reduction then adds a sum of 16 bytes over model_group, which nobody waits for before
-            reading the results.
+            reading the results; with error_feedback or stochastic_rounding, before the next
+            reduction.
         replicas: replicas(parameter) is the number of ranks of model_group that hold the same
             parameter, such as a norm's weight that tensor-parallel ranks share. Each counts that
             part of its squares. Only for plain tensors, where None means 1: the placements of a
@@ -177,10 +185,12 @@ class HookState:
         self.results = Results(self.model_group)
         self._seed = seed
         self._num_reductions = 0
+        self._num_before = 0  # the number before the last reduction of all gradients
         self._residuals = Residuals()
         self._is_load_checked = True
         self._parameters = SeenParameters()
-        self._entries: dict[int, _Entry] = {}
+        self._counts_all: dict[object, bool] = {}  # by mesh and placements
+        self._entries: dict[int, _Entry] = {}  # by id() of the first parameter
         live_states.add(self)
 
     @property
@@ -218,7 +228,17 @@ class HookState:
             RuntimeError: no backward pass is complete, or gradients were added since.
         """
         self._check_complete()
-        return torch.tensor(math.sqrt(self.results.sum_of_squares), dtype=torch.float32)
+        return torch.tensor(
+            math.sqrt(self.results.sum_of_squares), dtype=torch.float32, device="cpu"
+        )
+
+    def drop_results(self) -> None:
+        """Call it, on every rank, if the gradients of the last backward pass will not be applied.
+
+        Error feedback and stochastic rounding then go on from before it. They know without a call
+        if gradients are not finite, or if a rota.amp.GradScaler skips the step.
+        """
+        self.results.outcome.drop()
 
     def _check_complete(self) -> None:
         if not self.results.is_complete:
@@ -250,7 +270,7 @@ class HookState:
             )
         return {
             "seed": self._seed,
-            "num_reductions": self._num_reductions,
+            "num_reductions": self._num_used,
             "residuals": self._residuals.by_name(self._name_to_save),
         }
 
@@ -268,7 +288,7 @@ class HookState:
             ValueError: on the first bucket, if names or shapes differ from the model's.
         """
         self._seed = state_dict["seed"]
-        self._num_reductions = state_dict["num_reductions"]
+        self._num_reductions = self._num_before = state_dict["num_reductions"]
         self._residuals.load(state_dict["residuals"])
         self._is_load_checked = False
         self._entries = {}
@@ -300,23 +320,46 @@ class HookState:
         """That of all hooks of the group. Collective where it does not exist yet."""
         return communicator_of(self.group, self.engine)
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether a reduction depends on what became of the results of those before."""
+        return self.error_feedback or self.stochastic_rounding
+
     # ---- one bucket
 
     def reduce(self, grad_bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Starts the reduction of a bucket of DDP's; fused_hook calls it."""
-        if grad_bucket.index() == 0:
+        if not self.results.continues(grad_bucket.parameters()):
             self.begin()
         may_have_unused = self._model is None or self._model.may_have_unused
         future = self.start(grad_bucket, may_have_unused)
-        if grad_bucket.is_last():
-            self.results.end_with_backward(sends_without_gradient=self.error_feedback)
+        self.results.end_with_backward(sends_without_gradient=self.error_feedback)
         return future
 
     def begin(self) -> None:
         """Call it before the first bucket of a reduction."""
+        last = self.results.outcome
+        if last.is_over:
+            self._parameters.complete()
+        if self.has_memory:
+            last.freeze()
+        self._num_reductions = self._num_used
+        if not last.goes_on:
+            self._num_before = self._num_reductions
         self.results.begin(self.loss_scale)
         if self._model is not None and not self._model.is_alive:
             self._model = None
+
+    def end(self) -> None:
+        """Call it after the last bucket of a reduction, when gradients have been written."""
+        self.results.end(sends_without_gradient=self.error_feedback)
+        self.results.close()
+
+    @property
+    def _num_used(self) -> int:
+        """The number of reductions so far, without those of the last results if they are unused."""
+        was_dropped = self.has_memory and self.results.outcome.was_dropped
+        return self._num_before if was_dropped else self._num_reductions
 
     def start(self, bucket: Bucket, may_have_unused: bool) -> torch.futures.Future[torch.Tensor]:
         """Starts the reduction of a bucket, in place.
@@ -325,10 +368,13 @@ class HookState:
             bucket: the next one, on every rank.
             may_have_unused: the bucket may hold what will not be written to its gradient.
         """
-        index, parameters, buffer = bucket.index(), bucket.parameters(), bucket.buffer()
-        entry = self._entries.get(index)
+        parameters, buffer = bucket.parameters(), bucket.buffer()
+        entry = self._entries.get(id(parameters[0]))
         if entry is None or not entry.holds(parameters):
-            entry = self._entries[index] = self._enter(bucket, parameters)
+            entry = self._enter(bucket, parameters)
+        residual = None
+        if entry.residual is not None:
+            residual = entry.residual.for_reduction(self.results.outcome)
         communicator = self.communicator
         num_summands = self.num_shards or communicator.world_size
         seed = None
@@ -346,7 +392,7 @@ class HookState:
             contribution_factor=1 / self.gradient_predivide_factor,
             divisor=num_summands / self.gradient_predivide_factor,
             result_factor=1 / self.loss_scale,
-            residual=entry.residual,
+            residual=residual,
             stochastic_seed=seed,
             algorithm=self.algorithm,
             order="rank" if self.num_shards is None else "tree",
@@ -355,7 +401,7 @@ class HookState:
         self._num_reductions += 1
         # torch sees no write: gradients that are views of the buffer would count as unchanged.
         torch.autograd.graph.increment_version(buffer)
-        self.results.add_bucket(parameters, entry.stats, buffer, may_have_unused)
+        self.results.add_bucket(entry.parameters, entry.stats, buffer, may_have_unused)
         return future
 
     def replace_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -403,9 +449,40 @@ class HookState:
             for copy in copies.values():  # one by one, so that each can be freed
                 self._residuals.of_bucket([copy], self._name_to_save)
 
-    def reduces(self, parameter: torch.Tensor) -> bool:
-        """Whether the parameter is one of those whose gradients this state reduces."""
-        return self._parameters.has(parameter)
+    def free_buckets(self) -> None:
+        """Frees the memory of buckets until the next reduction."""
+        self._entries = {}
+        self._residuals.free()
+
+    def note_frozen(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Call it with what is left out of a list of parameters to reduce."""
+        self._parameters.note_frozen(parameters)
+
+    def is_for(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter is of the model whose gradients this state reduces, also frozen."""
+        return (
+            self._parameters.has(parameter)
+            or self._parameters.has_frozen(parameter)
+            or (self._model is not None and self._model.name(parameter) is not None)
+        )
+
+    def counts_all_of(self, parameter: torch.Tensor) -> bool:
+        """Whether its norm and found_inf count all shards of a parameter, if that is a DTensor."""
+        dtensor = as_dtensor(parameter)
+        if dtensor is None:
+            return True
+        placed = dtensor.device_mesh, dtensor.placements
+        if placed not in self._counts_all:
+            shards = shard_of_rank(dtensor)
+            ranks = [dist.get_rank()] if self.model_group is None else self.model_group.ranks
+            counted = {shards[rank] for rank in ranks if rank in shards}
+            self._counts_all[placed] = counted == set(shards.values())
+        return self._counts_all[placed]
+
+    @property
+    def is_for_nothing(self) -> bool:
+        """Whether this rank's part of the model has no parameters, as far as is known."""
+        return self._parameters.are_none_of_model
 
     def name_of(self, parameter: torch.Tensor, place: str) -> str:
         """The parameter's name in the model, or its place and shape if the model is not known.
@@ -426,7 +503,7 @@ class HookState:
 
     def _enter(self, bucket: Bucket, parameters: Sequence[torch.Tensor]) -> _Entry:
         """Checks a bucket that is new or has other parameters than before."""
-        if not self._parameters.add_bucket(parameters, bucket.is_last()):
+        if not self._parameters.add_bucket(bucket.index(), parameters):
             raise ValueError(
                 f"rota.fused_hook: bucket {bucket.index()} holds parameters that are not of "
                 f"the model whose buckets came before; make one rota.HookState for each model"
@@ -438,7 +515,10 @@ class HookState:
             residual = self._residuals.of_bucket(parameters, self._name_to_save)
         refs = [weakref.ref(parameter) for parameter in parameters]
         stats = torch.zeros(2, dtype=torch.float64, device=bucket.buffer().device)
-        return _Entry(refs, stats, residual)
+        # Where its parameters were before, if DDP has made other buckets.
+        self._entries = {k: e for k, e in self._entries.items() if not e.shares(parameters)}
+        entry = self._entries[id(parameters[0])] = _Entry(refs, stats, residual)
+        return entry
 
     def _check_parameters(self, bucket: Bucket, parameters: Sequence[torch.Tensor]) -> None:
         places = (f"{i} of bucket {bucket.index()}" for i in range(len(parameters)))
@@ -529,7 +609,6 @@ def telling_peers(state: object) -> Iterator[None]:
 def tell_peers(state: object, reason: str) -> None:
     """Makes the reductions of the other ranks fail with this reason."""
     with contextlib.suppress(RotaError, ValueError):  # an error here would only hide `reason`
-        communicator = state.communicator if isinstance(state, HookState) else communicator_of(None)
-        communicator.abort(reason)
+        tell_peers_of(state.group if isinstance(state, HookState) else None, reason)
     if isinstance(state, HookState) and state.model_group is not None:
         state.model_group.abort(reason)

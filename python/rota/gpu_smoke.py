@@ -99,7 +99,7 @@ def _seconds(call: Callable[[], object], sizes: Sizes, calls_in_a_row: int = 1) 
 
 
 def _zeros(num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes // _FLOAT32_BYTES, device="cuda").zero_()
+    return torch.empty(num_bytes // _FLOAT32_BYTES, dtype=torch.float32, device="cuda").zero_()
 
 
 def _copy_rate(sizes: Sizes) -> float:

@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import torch
+import torch.distributed as dist
 
 from rota.errors import RotaError
 from rota.fused import HookState, tell_peers, telling_peers
 from rota.packing import PackedBucket, Plan, check_gradient
+from rota.sharding import check_same_shards
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
@@ -31,8 +33,9 @@ def reduce_gradients(
     Args:
         parameters: the same list on every rank, dense, of float32, float64, float16, bfloat16 or
             complex dtypes, on the CPU or one CUDA device. Of a DTensor, this rank's shard is
-            reduced. Those that require no gradient are left out. One whose gradient is None counts
-            as zeros; if it is None on all ranks, it stays None.
+            reduced, which all ranks of the group must hold. Those that require no gradient are left
+            out. One whose gradient is None counts as zeros; if it is None on all ranks, it stays
+            None.
         state: the options; one state per model.
         bucket_cap_mb: a bucket is full when it has this many MiB. Buckets hold parameters in the
             reverse of their order, as DDP's do.
@@ -106,13 +109,14 @@ class Reduction:
     """One reduction of a list of gradients; its buckets start in order."""
 
     def __init__(self, parameters: Parameters, state: HookState, bucket_cap_mb: float) -> None:
-        listed = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         unique = {id(p): p for p in listed if p.requires_grad}
         self._parameters = list(unique.values())
         self._positions = {identity: i for i, identity in enumerate(unique)}
         self._state = state
         self._buckets = _plan_of(self._parameters, state, bucket_cap_mb).buckets
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
+        state.note_frozen(p for p in listed if not p.requires_grad)
 
     @property
     def has_started(self) -> bool:
@@ -156,7 +160,8 @@ class Reduction:
     def finish(self) -> None:
         """Starts the buckets that have not started, and writes the results of all."""
         self.start()
-        used = torch.tensor([p.grad is not None for p in self._parameters] + [True])
+        has_gradient = [p.grad is not None for p in self._parameters]
+        used = torch.tensor([*has_gradient, True], dtype=torch.bool, device="cpu")
         for future in self._futures:
             future.wait()
         self._state.communicator.all_reduce(used, "max")
@@ -164,7 +169,7 @@ class Reduction:
         wanted = {id(p) for i, p in enumerate(self._parameters) if is_used[i]}
         for bucket in self._buckets:
             bucket.unpack(wanted)
-        self._state.results.end(sends_without_gradient=self._state.error_feedback)
+        self._state.end()
 
     @property
     def _all_started(self) -> bool:
@@ -190,6 +195,7 @@ class Reduction:
 def free_buckets(state: HookState) -> None:
     """Frees the memory of a state's buckets; its next reduction makes new ones."""
     _plans.pop(state, None)
+    state.free_buckets()
 
 
 def _plan_of(parameters: list[torch.Tensor], state: HookState, bucket_cap_mb: float) -> Plan:
@@ -205,6 +211,12 @@ def _plan_of(parameters: list[torch.Tensor], state: HookState, bucket_cap_mb: fl
     bucket_cap_bytes = int(bucket_cap_mb * 2**20)
     plan = _plans.get(state)
     if plan is None or not plan.fits(parameters, bucket_cap_bytes):
+
+        def name_of(i: int) -> str:
+            return state.name_of(parameters[i], f"{i} of the list")
+
+        ranks = dist.get_process_group_ranks(state.group)
+        check_same_shards("reduce_gradients", parameters, name_of, ranks)
         state.replace_parameters(parameters)
         plan = _plans[state] = Plan(parameters, bucket_cap_bytes, state)
     return plan

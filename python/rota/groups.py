@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch.distributed as dist
@@ -41,14 +42,17 @@ class Ranks(Protocol):
 
 
 def next_number(pg: Ranks, what: str) -> int:
-    """How many of these were made over the group before; all ranks count alike, so it is a name."""
-    number = _num_made.get((pg.group_name, what), 0)
-    _num_made[pg.group_name, what] = number + 1
-    return number
+    """How many of these this rank has made over the group; all ranks count alike, so it is a name.
+
+    The group's store counts: names that were used over a store stay used in it, while a group with
+    a store of its own starts from 0, whatever this process has made over others of its name.
+    """
+    counters = store_of(pg, f"count/{what}")
+    return int(counters.add(str(pg.rank()), 1)) - 1
 
 
 def begin_generation(uuid: str, check_peers: Callable[[], None]) -> None:
-    """Counts anew, over groups whose store no earlier generation has used (rota.elastic).
+    """What is made from now on has names of its own in the groups' stores (rota.elastic).
 
     Args:
         uuid: of the generation; becomes a part of names.
@@ -57,14 +61,12 @@ def begin_generation(uuid: str, check_peers: Callable[[], None]) -> None:
     """
     global _generation, _check_peers
     _generation, _check_peers = uuid, check_peers
-    _num_made.clear()
 
 
 def end_generation() -> None:
     """What is made from now on belongs to no generation."""
     global _generation, _check_peers
     _generation, _check_peers = "", None
-    _num_made.clear()
 
 
 def qualified_name(pg: dist.ProcessGroup) -> str:
@@ -73,9 +75,39 @@ def qualified_name(pg: dist.ProcessGroup) -> str:
 
 
 def store_of(pg: Ranks, name: str) -> dist.Store:
-    """A part of the group's store for what the ranks make under this name in this generation."""
-    prefix = f"{_generation}/{name}" if _generation else name
+    """A part of the group's store for what the ranks make under this name in this generation.
+
+    One store may see several groups of one name, one after another: their members differ.
+    """
+    prefix = "/".join([*filter(None, [_generation, _members(pg)]), name])
     return dist.PrefixStore(f"rota/{prefix}", pg.get_group_store())
+
+
+def _members(pg: Ranks) -> str:
+    """Their ranks in the default group; empty for ranks that are no group of torch.distributed."""
+    if not isinstance(pg, dist.ProcessGroup):
+        return ""
+    with contextlib.suppress(KeyError):  # a group that its user made without torch.distributed
+        return ",".join(map(str, dist.get_process_group_ranks(pg)))
+    return ""
+
+
+@contextlib.contextmanager
+def watching(check: Callable[[], None]) -> Iterator[None]:
+    """What this thread makes inside calls `check`, too, while it waits for the other ranks."""
+    global _check_peers
+    outer = _check_peers
+
+    def both() -> None:
+        if outer is not None:
+            outer()
+        check()
+
+    _check_peers = both
+    try:
+        yield
+    finally:
+        _check_peers = outer
 
 
 def peer_check() -> Callable[[], None] | None:
@@ -83,6 +115,5 @@ def peer_check() -> Callable[[], None] | None:
     return _check_peers
 
 
-_num_made: dict[tuple[str, str], int] = {}
 _generation = ""
 _check_peers: Callable[[], None] | None = None

@@ -13,11 +13,75 @@ import torch
 import torch.distributed as dist
 
 from rota.communicator import Communicator
+from rota.errors import PeerFailed
+from rota.groups import next_number, store_of, watching
 
-# Each group's communicator for hooks, and its engine; dropped with the group.
-_communicators: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, tuple[Communicator, dist.ProcessGroup | None]
-] = weakref.WeakKeyDictionary()
+
+class _Shared:
+    """What all hooks of a group share: a communicator, and word of the errors that end it.
+
+    An error that one rank raises in a hook ends the communicator, since the others may wait in it.
+    They find the error's text in the group's store, also where they still wait for that rank to
+    connect. The next call of each rank then makes the communicator with the next number. All ranks
+    take part in every call of a hook, so they count alike.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._communicator: Communicator | None = None
+        self._engine: dist.ProcessGroup | None = None
+
+    def communicator(
+        self, group: dist.ProcessGroup, engine: dist.ProcessGroup | None
+    ) -> Communicator:
+        errors = _errors_of(group)
+        ended = self._communicator is not None and self._communicator.has_failed
+        if ended and _error(errors, self._number) is not None:
+            self._communicator = None
+            self._number += 1
+        if self._communicator is None:
+            number = self._number  # not the group, which must not live as long as this closure
+            with watching(lambda: _check(errors, number)):
+                try:
+                    self._communicator, self._engine = Communicator(group, engine=engine), engine
+                except PeerFailed:
+                    self._number += _error(errors, number) is not None
+                    raise
+        if engine is not None and engine is not self._engine:
+            raise ValueError(
+                "rota hooks: the group's communicator already has "
+                + ("no engine" if self._engine is None else "another engine")
+                + "; all hooks of a group share it: pass the engine to the first one that runs"
+            )
+        return self._communicator
+
+    def tell(self, group: dist.ProcessGroup, reason: str) -> None:
+        """Makes the other ranks' calls fail with this reason."""
+        _errors_of(group).set(str(self._number), f"rank {group.rank()}: {reason}")
+        if self._communicator is not None:
+            self._communicator.abort(reason)
+        else:
+            next_number(group, "Communicator")  # of the one that the others do not make either
+            self._number += 1
+
+
+def _errors_of(group: dist.ProcessGroup) -> dist.Store:
+    """Where ranks find the error that has ended the communicator of a number, or came before it."""
+    return store_of(group, "hook_errors")
+
+
+def _error(errors: dist.Store, number: int) -> str | None:
+    key = str(number)
+    return errors.get(key).decode() if errors.check([key]) else None
+
+
+def _check(errors: dist.Store, number: int) -> None:
+    if (error := _error(errors, number)) is not None:
+        raise PeerFailed(f"rota hooks: {error}")
+
+
+# Of each group; dropped with it.
+_shared: weakref.WeakKeyDictionary[dist.ProcessGroup, _Shared] = weakref.WeakKeyDictionary()
 
 
 def communicator_of(
@@ -27,22 +91,25 @@ def communicator_of(
 
     Raises:
         ValueError: it has been made with another engine.
+        rota.PeerFailed: another rank has raised an error, which the text names.
     """
+    group = _group_of(process_group)
+    return _shared.setdefault(group, _Shared()).communicator(group, engine)
+
+
+def tell_peers_of(process_group: dist.ProcessGroup | None, reason: str) -> None:
+    """Makes what the hooks of a group do on the other ranks fail with this reason."""
+    group = _group_of(process_group)
+    _shared.setdefault(group, _Shared()).tell(group, reason)
+
+
+def _group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     group = process_group if process_group is not None else dist.group.WORLD
     if group is None:
         raise ValueError(
             "rota hooks: torch.distributed is not initialised; call dist.init_process_group first"
         )
-    if group not in _communicators:
-        _communicators[group] = Communicator(group, engine=engine), engine
-    communicator, engine_of_first = _communicators[group]
-    if engine is not None and engine is not engine_of_first:
-        raise ValueError(
-            "rota hooks: the group's communicator already has "
-            + ("no engine" if engine_of_first is None else "another engine")
-            + "; all hooks of a group share it: pass the engine to the first one that runs"
-        )
-    return communicator
+    return group
 
 
 def _average(

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rota.errors import Mismatch
 from rota.fused import HookState, telling_peers
 from rota.gradients import Reduction, free_buckets
-from rota.sharding import local_of
+from rota.sharding import check_same_shards, fsdp1_shards, local_of, own_shard
 
 BUCKET_CAP_MB = 25.0
 
@@ -59,7 +59,7 @@ class LocalSGD:
 
     What travels is the difference of each parameter since its last synchronisation, in the wire
     dtype of the state, with float32 sums. This keeps a copy of the parameters: 4 bytes for each,
-    4 more with error feedback, and 8 while it synchronises.
+    and 8 while it synchronises; with error feedback 4 more, and 4 more while it synchronises.
 
     Buffers of floating point that are in the model's state_dict, such as the statistics of
     BatchNorm, are averaged with the parameters. Other buffers, and parameters that required no
@@ -76,7 +76,8 @@ class LocalSGD:
         sync_every: H, inner steps between two synchronisations of a parameter.
         state: over which ranks and how differences travel; one made for this alone. None: in
             float32, over the default group. If a worker's ranks hold different parts of the model,
-            pass them as its model_group, so that they drop the same differences.
+            pass them as its model_group, so that they drop the same differences; the group then
+            has the ranks that hold the same part.
         num_fragments: P, parts of about the same size, which are synchronised at P steps spread
             over sync_every (Streaming DiLoCo). The bytes are the same; a step sends at most a P-th.
         fragment_sync_delay: inner steps that run while a fragment is reduced; its result is applied
@@ -125,6 +126,7 @@ class LocalSGD:
             raise TypeError(
                 f"{self._name}: state is of type {type(state).__name__}, expected a HookState"
             )
+        _check_shards(self._name, module, self.state)
         self._synced = [_Synced(name, tensor, _copy_of(tensor)) for name, tensor in tensors.items()]
         self._fragments = _cut(self._synced, num_fragments)
         self._synced_at = [0] * num_fragments  # the step of each fragment's last difference
@@ -135,6 +137,7 @@ class LocalSGD:
             num_fragments=num_fragments,
             fragment_sync_delay=fragment_sync_delay,
             num_tensors=len(tensors),
+            shard=next((s for t in tensors.values() if (s := own_shard(t)) is not None), 0),
         )
         for tensor in [*module.parameters(), *module.buffers()]:
             self._broadcast(tensor)
@@ -205,6 +208,9 @@ class LocalSGD:
                 self._skip(fragment)
                 return
             self._update_copies(fragment)
+        except BaseException:
+            self.state.drop_results()
+            raise
         finally:
             free_buckets(self.state)
             for synced in fragment:
@@ -306,7 +312,10 @@ class LocalSGD:
             return {}
         if residuals and (state_dict["rank"], state_dict["world_size"]) == place:
             return residuals
-        return {synced.name: torch.zeros(synced.copy.shape) for synced in self._synced}
+        return {
+            synced.name: torch.zeros(synced.copy.shape, dtype=torch.float32, device="cpu")
+            for synced in self._synced
+        }
 
     # ---- checks
 
@@ -342,8 +351,8 @@ class LocalSGD:
 
     def _check_agreement(self, **values: int) -> None:
         """Raises rota.Mismatch on all ranks if they have different values. Collective."""
-        own = torch.tensor(list(values.values()))
-        of_ranks = torch.empty(dist.get_world_size(self.state.group), len(own), dtype=own.dtype)
+        own = torch.tensor(list(values.values()), dtype=torch.int64, device="cpu")
+        of_ranks = own.new_empty(dist.get_world_size(self.state.group), len(own))
         self.state.communicator.all_gather(of_ranks, own)
         for name, column in zip(values, of_ranks.T.tolist(), strict=True):
             other = next((rank for rank, value in enumerate(column) if value != column[0]), None)
@@ -414,8 +423,9 @@ class DiLoCo(LocalSGD):
             id(synced.tensor): synced.copy for synced in self._synced
         }
         for group in outer_optimizer.param_groups:
-            # In place: some optimizers keep the list. Frozen parameters stay; they are not stepped.
-            group["params"][:] = [copies.get(id(p), p) for p in group["params"]]
+            # In place: some optimizers keep the list. Aliases without gradients take the places of
+            # frozen parameters, which may have gradients from before they were frozen.
+            group["params"][:] = [copies.get(id(p), p.detach()) for p in group["params"]]
 
     def _update_copies(self, fragment: Sequence[_Synced]) -> None:
         self.outer_optimizer.step()  # passes over the copies of other fragments: no gradients
@@ -439,6 +449,21 @@ def _tensors_to_sync(module: nn.Module) -> dict[str, torch.Tensor]:
         if name in saved and (buffer.is_floating_point() or buffer.is_complex()):
             tensors[name] = buffer
     return tensors
+
+
+def _check_shards(name: str, module: nn.Module, state: HookState) -> None:
+    """Raises ValueError if the group's ranks hold different parts of the model."""
+    ranks = dist.get_process_group_ranks(state.group)
+    named = [*module.named_parameters(), *module.named_buffers()]
+    tensors = [tensor for _, tensor in named]
+    check_same_shards(name.removeprefix("rota."), tensors, lambda i: repr(named[i][0]), ranks)
+    for shard_ranks in fsdp1_shards(module):
+        if len(set(shard_ranks) & set(ranks)) > 1:
+            raise ValueError(
+                f"{name}: FullyShardedDataParallel has cut the model over the ranks {shard_ranks}, "
+                f"so the state's group of ranks {ranks} holds different shards of it; make the "
+                f"state with the group of ranks that hold the same shard"
+            )
 
 
 def _copy_of(tensor: torch.Tensor) -> nn.Parameter:

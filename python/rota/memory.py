@@ -61,7 +61,9 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
         raise TypeError(
             f"rota.empty: size is {lengths!r}, expected ints, or one sequence of them"
         ) from error
-    return _C.make_heap_tensor(shape, dtype)
+    # Also in inference mode a tensor that can be written to after it, as a buffer is.
+    with torch.inference_mode(False):
+        return _C.make_heap_tensor(shape, dtype)
 
 
 def map_pages(memory: torch.Tensor) -> None:

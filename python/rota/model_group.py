@@ -32,7 +32,7 @@ class ModelGroup:
     """
 
     def __init__(self, group: dist.ProcessGroup, replicas: Replicas | None) -> None:
-        self._ranks = dist.get_process_group_ranks(group)
+        self.ranks = dist.get_process_group_ranks(group)
         self._replicas = replicas
         self._communicator = Communicator(group)
         self._communicator.barrier()  # connects the ranks, so that start() waits for nobody
@@ -85,13 +85,13 @@ class ModelGroup:
 
     def _num_replicas(self, parameter: torch.Tensor) -> int:
         if self._replicas is None or as_dtensor(parameter) is not None:
-            return num_replicas(parameter, self._ranks)
+            return num_replicas(parameter, self.ranks)
         replicas = self._replicas(parameter)
-        if not (isinstance(replicas, int) and 1 <= replicas <= len(self._ranks)):
+        if not (isinstance(replicas, int) and 1 <= replicas <= len(self.ranks)):
             raise ValueError(
                 f"rota.HookState: replicas() of a parameter of shape {list(parameter.shape)} is "
                 f"{replicas!r}, expected the number of ranks of model_group that hold it, from 1 "
-                f"to {len(self._ranks)}"
+                f"to {len(self.ranks)}"
             )
         return replicas
 

@@ -29,7 +29,7 @@ __all__ = ["all_gather", "all_reduce", "all_reduce_", "barrier", "broadcast", "b
 
 # On the CPU for collectives on all devices, so that they share one order. For this reason inductor
 # leaves collectives out of the CUDA graphs that it makes itself.
-_order = torch.zeros(1)
+_order = torch.zeros(1, dtype=torch.float32, device="cpu")
 _rota = torch.ops.rota
 
 

@@ -42,21 +42,15 @@ def _shape_of(parameter: torch.Tensor) -> _Shape:
 class PackedBucket:
     """Gradients of one dtype on one device; has what rota.fused_hook reads of a dist.GradBucket."""
 
-    def __init__(
-        self, parameters: Sequence[torch.Tensor], kind: _Kind, index: int, is_last: bool
-    ) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], kind: _Kind, index: int) -> None:
         self._refs = [weakref.ref(parameter) for parameter in parameters]
         lengths = [num_reals(parameter) for parameter in parameters]
         self._buffer = torch.empty(sum(lengths), dtype=kind.dtype, device=kind.device)
         self._parts = self._buffer.split(lengths)
         self._index = index
-        self._is_last = is_last
 
     def index(self) -> int:
         return self._index
-
-    def is_last(self) -> bool:
-        return self._is_last
 
     def parameters(self) -> list[torch.Tensor]:
         return [parameter for ref in self._refs if (parameter := ref()) is not None]
@@ -120,8 +114,7 @@ class Plan:
                 del filling[kind]
         groups += [(kind, group) for kind, (group, _) in filling.items()]
         self.buckets = [
-            PackedBucket(group, kind, index, is_last=index == len(groups) - 1)
-            for index, (kind, group) in enumerate(groups)
+            PackedBucket(group, kind, index) for index, (kind, group) in enumerate(groups)
         ]
 
     def fits(self, parameters: Sequence[torch.Tensor], bucket_cap_bytes: int) -> bool:

@@ -1,5 +1,9 @@
 """Error feedback (Seide et al. 2014): adds a gradient's encoding error to the next gradient.
 
+What a reduction sends is still owed until its result has been used: if no rank uses a parameter, or
+the step is skipped, the result is thrown away. That is known when the next reduction begins. Until
+then the residuals before and after both exist.
+
 DDP rebuilds its buckets after the first step, in the order in which gradients came, and again in a
 new process. So each bucket's residual is split into pieces that belong to parameters, and a rebuilt
 bucket's residual is assembled from its parameters' pieces, bit for bit.
@@ -13,40 +17,116 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from rota.layout import num_reals, shaped
+from rota.results import Outcome
 from rota.sharding import local_of
 
 
+class BucketResidual:
+    """What a bucket owes: flat float32 tensors, laid out like it, in units of the gradients."""
+
+    def __init__(self, before: torch.Tensor, after: torch.Tensor | None) -> None:
+        self._before = before  # owed if the results of the last reduction are not used
+        self._after = after  # owed if they are; None: it is made when it is needed
+        self._outcome: Outcome | None = None  # of the last reduction, until it is settled
+        self._pieces: dict[int, slice] = {}  # by id() of the parameter
+
+    def add(self, parameter: torch.Tensor, piece: slice) -> None:
+        self._pieces[id(parameter)] = piece
+
+    def for_reduction(self, outcome: Outcome) -> torch.Tensor:
+        """What a reduction with this outcome adds to its gradients, and overwrites."""
+        self.settle()
+        self._outcome = outcome
+        if self._after is None:
+            self._after = self._before.clone()
+        return self._after
+
+    def settle(self) -> None:
+        """Makes both residuals what is owed after the last reduction."""
+        outcome, self._outcome = self._outcome, None
+        if outcome is None or self._after is None:
+            return
+        if not outcome.is_over:
+            self._after = None  # the reduction may still write to it
+            return
+        uses = outcome.was_used(self._pieces)
+        pieces = list(self._pieces.values())
+        if all(use is uses[0] for use in uses):
+            uses, pieces = uses[:1], [slice(None)]
+        for piece, was_used in zip(pieces, uses, strict=True):
+            if was_used is None:
+                continue  # the next reduction goes on from `after`
+            before, after = self._before[piece], self._after[piece]
+            if was_used is not False:
+                before.copy_(_owed(before, after, was_used))
+            if was_used is not True:
+                after.copy_(before)
+
+    def free(self) -> None:
+        """Frees one of the two residuals until the next reduction."""
+        self.settle()
+        self._after = None
+
+    def both(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A parameter's pieces of the residuals, once it is settled."""
+        piece = self._pieces[id(parameter)]
+        return self._before[piece], self._after[piece] if self._after is not None else None
+
+    def owed(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What the next reduction of the parameter adds, flat; may share the residual's memory."""
+        before, after = self.both(parameter)
+        if self._outcome is None or after is None:
+            return before
+        return _owed(before, after, self._outcome.was_used([id(parameter)])[0])
+
+
+def _owed(
+    before: torch.Tensor, after: torch.Tensor, was_used: bool | torch.Tensor | None
+) -> torch.Tensor:
+    if isinstance(was_used, torch.Tensor):
+        return torch.where(was_used, after, before)
+    return after if was_used else before
+
+
 class Residuals:
-    """One float32 residual for each element of each gradient, in units of the gradient."""
+    """The residuals of a state's buckets: one for each element of each gradient."""
 
     def __init__(self) -> None:
-        # Each piece is a view into its bucket's residual, in the order of the parameter's memory.
-        self._pieces = WeakTensorKeyDictionary()
+        self._buckets = WeakTensorKeyDictionary()  # the BucketResidual of each parameter
         self._loaded: dict[str, torch.Tensor] = {}
 
     def of_bucket(
         self, parameters: Sequence[torch.Tensor], name_of: Callable[[torch.Tensor], str]
-    ) -> torch.Tensor:
-        """The residual of a bucket of these parameters: flat, float32, laid out like the bucket.
+    ) -> BucketResidual:
+        """The residual of a bucket of these parameters, from those of the buckets they were in.
 
         Raises:
             ValueError: a loaded residual does not fit its parameter.
         """
-        flat = torch.cat([self._piece(parameter, name_of) for parameter in parameters])
+        pieces = [self._pieces(parameter, name_of) for parameter in parameters]
+        before = torch.cat([before for before, _ in pieces])
+        after = None
+        if any(after is not None for _, after in pieces):
+            after = torch.cat([before if after is None else after for before, after in pieces])
+        bucket = BucketResidual(before, after)
         start = 0
         for parameter in parameters:
             length = num_reals(parameter)
-            self._pieces[parameter] = flat[start : start + length]
+            bucket.add(parameter, slice(start, start + length))
+            self._buckets[parameter] = bucket
             start += length
-        return flat
+        return bucket
 
-    def _piece(
+    def _pieces(
         self, parameter: torch.Tensor, name_of: Callable[[torch.Tensor], str]
-    ) -> torch.Tensor:
-        piece: torch.Tensor | None = self._pieces.get(parameter)
-        if piece is not None and piece.numel() == num_reals(parameter):  # else it changed shape
-            return piece
-        piece = torch.zeros(num_reals(parameter), device=parameter.device)
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        bucket: BucketResidual | None = self._buckets.get(parameter)
+        if bucket is not None:
+            bucket.settle()
+            pieces = bucket.both(parameter)
+            if pieces[0].numel() == num_reals(parameter):  # else it changed shape
+                return pieces
+        piece = torch.zeros(num_reals(parameter), dtype=torch.float32, device=parameter.device)
         if self._loaded:
             name = name_of(parameter)
             residual = self._loaded.pop(name)
@@ -58,19 +138,24 @@ class Residuals:
                     f"state of the same model"
                 )
             shaped(piece, parameter).copy_(residual)
-        return piece
+        return piece, None
 
     def by_name(self, name_of: Callable[[torch.Tensor], str]) -> dict[str, torch.Tensor]:
         """Copies with the parameters' shapes, including loaded ones that no bucket has used yet."""
         copies = {name: residual.clone() for name, residual in self._loaded.items()}
-        for parameter, piece in self._pieces.items():
-            copies[name_of(parameter)] = shaped(piece, parameter).clone()
+        for parameter, bucket in self._buckets.items():
+            copies[name_of(parameter)] = shaped(bucket.owed(parameter), parameter).clone()
         return copies
 
     def load(self, residuals: Mapping[str, torch.Tensor]) -> None:
         """Replaces all residuals; parameters take theirs when their buckets come."""
-        self._pieces = WeakTensorKeyDictionary()
+        self._buckets = WeakTensorKeyDictionary()
         self._loaded = {name: residual.clone() for name, residual in residuals.items()}
+
+    def free(self) -> None:
+        """Frees what is only needed until the next reductions."""
+        for bucket in self._buckets.values():
+            bucket.free()
 
     @property
     def loaded_names(self) -> set[str]:

@@ -1,10 +1,16 @@
 """The results of a backward pass: which gradients they cover, and whether they are still valid.
 
-DDP calls a hook when a bucket is full, but does not tell it when the backward pass is over and the
-results are in the gradients. Autograd's final callbacks do. They run in the order in which they
-were queued, and DDP queues its own, which waits for the buckets, after the last bucket's hook. So
-the last bucket's hook queues a callback that queues another one: the second runs after DDP's, and
-does not run if DDP's raises.
+DDP calls a hook when a bucket is full, but does not tell it which backward pass the bucket is of,
+nor when that is over and the results are in the gradients. A bucket's index does not tell either:
+in the first pass of a static graph all have 0, and DDP may leave out the first and the last bucket.
+So a reduction begins with a parameter that the last one has had, or after the end of the graph task
+that the last one's buckets came in. Reentrant checkpoints run a part of the pass in a graph task of
+its own, inside a node of another. A task that dies without having run its final callbacks belongs
+to a pass that has failed.
+
+Final callbacks run in the order in which they were queued, and DDP queues its own, which waits for
+the buckets, after the last bucket's hook. So a hook queues a callback that queues another one: the
+second runs after DDP's, and does not run if DDP's raises.
 
 Changing a gradient in place changes its version; replacing it changes its identity.
 """
@@ -13,7 +19,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -44,10 +50,74 @@ class _Mark(NamedTuple):
 class _Bucket(NamedTuple):
     """What to check of a bucket at the end of the backward pass."""
 
-    parameters: Sequence[torch.Tensor]
+    parameters: Sequence[weakref.ref[torch.Tensor]]
     # By position, for gradients that are not views into the bucket. If a version is the same after
     # backward, DDP has not written that gradient, because no rank used the parameter.
     versions: dict[int, int]
+
+
+class Outcome:
+    """What became of the results of one reduction; decides what error feedback owes afterwards.
+
+    A result counts as used if it was written to a gradient and was finite, unless somebody knows
+    better: a GradScaler decides by optimizer.
+    """
+
+    def __init__(self, found_inf: Callable[[], bool | torch.Tensor]) -> None:
+        """found_inf: whether the step is to be skipped; a tensor if that would wait for a GPU."""
+        self._found_inf = found_inf
+        # Whether all results have been written: not if the backward pass has failed.
+        self.is_over = False
+        self.goes_on = False  # the gradients will be added to and reduced again
+        self._unwritten: set[int] = set()  # parameters, by id()
+        self._told: dict[int, bool] = {}
+
+    def end(self, unwritten: set[int]) -> None:
+        self.is_over = True
+        self._unwritten = unwritten
+
+    def tell(self, parameters: Iterable[torch.Tensor], was_used: bool) -> None:
+        """Call it when an optimizer has applied the results of its parameters, or will not.
+
+        The first verdict holds.
+        """
+        for parameter in parameters:
+            self._told.setdefault(id(parameter), was_used)
+
+    def drop(self) -> None:
+        """Call it if no result will be used."""
+        self.is_over = False
+
+    def freeze(self) -> None:
+        """Call it before the next reduction, which overwrites what has been found."""
+        if self.is_over:
+            found = self._found_inf()
+            self._found_inf = lambda: found
+
+    def was_used(self, parameters: Iterable[int]) -> list[bool | torch.Tensor | None]:
+        """Whether the results of parameters, which are given by id(), were used.
+
+        Returns:
+            None where it is still open; a tensor of one bool if only a GPU knows.
+        """
+        if not self.is_over:
+            return [False for _ in parameters]
+        default: bool | torch.Tensor | None = None
+        if not self.goes_on:
+            found = self._found_inf()
+            default = ~found if isinstance(found, torch.Tensor) else not found
+        return [
+            False if parameter in self._unwritten else self._told.get(parameter, default)
+            for parameter in parameters
+        ]
+
+    @property
+    def was_dropped(self) -> bool:
+        """Whether no result was used, so that the reduction might not have been."""
+        if self.is_over and not any(self._told.values()) and not self.goes_on:
+            found = self._found_inf()
+            return bool(self._told) or (not isinstance(found, torch.Tensor) and found)
+        return not self.is_over
 
 
 class Results:
@@ -60,7 +130,12 @@ class Results:
         # The number of complete backward passes so far, which identifies the last one.
         self.generation = 0
         self.loss_scale = 1.0  # by which its gradients were divided
-        self._buckets: list[_Bucket] = []  # until it is complete
+        self.outcome = self._new_outcome()
+        self.seen: set[int] = set()  # all parameters in its buckets, by id()
+        self._is_closed = True  # it gets no more buckets
+        # Those that its buckets came in and that are not over: by id, what dies with the task.
+        self._tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
+        self._buckets: list[_Bucket] = []  # until it is closed and complete
         # For each bucket, float64: number of non-finite elements, sum of squares.
         self._stats: list[torch.Tensor] = []
         # The sum of all ranks' stats, if the model lies on several ranks.
@@ -73,10 +148,20 @@ class Results:
 
     # ---- written by the hook
 
+    def continues(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether a bucket of these parameters belongs to the reduction under way."""
+        has_failed = any(ref() is None for ref in self._tasks.values())
+        return not (self._is_closed or has_failed) and self.seen.isdisjoint(map(id, parameters))
+
     def begin(self, loss_scale: float) -> None:
-        """Call it when the first bucket of a backward pass comes."""
+        """Call it before the first bucket of a reduction."""
+        self._start_model_sum()
         self.is_complete = False
         self.loss_scale = loss_scale
+        self.outcome = self._new_outcome()
+        self.seen = set()
+        self._is_closed = False
+        self._tasks = {}
         self._buckets = []
         self._stats = []
         self._model_stats = None
@@ -86,37 +171,59 @@ class Results:
         for callback in callbacks:
             callback()
 
+    def _new_outcome(self) -> Outcome:
+        # A cycle of references would keep a state among the live ones after its last use.
+        own = weakref.ref(self)
+
+        def found_inf() -> bool | torch.Tensor:
+            results = own()
+            return results is not None and results._found_inf()
+
+        return Outcome(found_inf)
+
     def add_bucket(
         self,
-        parameters: Sequence[torch.Tensor],
+        parameters: Sequence[weakref.ref[torch.Tensor]],
         stats: torch.Tensor,
         buffer: torch.Tensor,
         may_have_unused: bool,
     ) -> None:
         """Call it before a bucket is reduced, which writes `stats`."""
+        self.is_complete = self.outcome.is_over = False
+        self._totals = None
         versions = {}
-        if may_have_unused:
-            memory = buffer.untyped_storage().data_ptr()
-            for i, parameter in enumerate(parameters):
-                gradient = parameter.grad
-                if gradient is not None and gradient.untyped_storage().data_ptr() != memory:
-                    versions[i] = gradient._version
+        memory = buffer.untyped_storage().data_ptr()
+        for i, ref in enumerate(parameters):
+            parameter = ref()
+            self.seen.add(id(parameter))
+            gradient = parameter.grad if may_have_unused and parameter is not None else None
+            if gradient is not None and gradient.untyped_storage().data_ptr() != memory:
+                versions[i] = gradient._version
         self._buckets.append(_Bucket(parameters, versions))
         self._stats.append(stats)
 
     def end_with_backward(self, sends_without_gradient: bool) -> None:
-        """Call it after the last bucket: completes the results when the backward pass is over.
+        """Call it after each bucket: completes the results when its graph task is over.
 
         Args:
             sends_without_gradient: a parameter without a gradient may add to the stats.
         """
+        task, tasks = torch._C._current_graph_task_id(), self._tasks
+        if task == -1:
+            self.end(sends_without_gradient)  # the hook was called by hand, on a saved bucket
+            return
+        if task in tasks:
+            return
 
         def end() -> None:
-            self.end(sends_without_gradient)
+            del tasks[task]
+            if tasks is self._tasks:
+                if not self.is_complete:
+                    self.end(sends_without_gradient)
+                if torch._C._current_autograd_node() is None:  # not inside another graph task
+                    self.close()
 
-        if torch._C._current_graph_task_id() == -1:
-            end()  # the hook was called by hand, on a saved bucket
-            return
+        tasks[task] = weakref.ref(end)  # nothing but the graph task holds it
         queue_callback = torch.autograd.Variable._execution_engine.queue_callback
         queue_callback(lambda: queue_callback(end))
 
@@ -124,22 +231,38 @@ class Results:
         """Completes the results; call it when the reduced gradients have been written."""
         self._dropped = False
         self._norm_factor = 1.0
+        self._marks = {}
+        unwritten = set()
         for bucket in self._buckets:
-            for i, parameter in enumerate(bucket.parameters):
+            for i, ref in enumerate(bucket.parameters):
+                parameter = ref()
+                if parameter is None:
+                    continue
                 gradient = parameter.grad
                 if gradient is None:
+                    unwritten.add(id(parameter))
                     self._dropped |= sends_without_gradient
                 elif bucket.versions.get(i) == gradient._version:
+                    unwritten.add(id(parameter))
                     self._dropped = True
                 else:
                     self._mark(parameter, gradient)
+        self.is_complete = True
+        self.generation += 1
+        self.outcome.end(unwritten)
+
+    def close(self) -> None:
+        """Call it when results are complete and no more will come."""
+        self._is_closed = True
         self._buckets = []
-        if self._model_group is not None:
+        self._start_model_sum()
+
+    def _start_model_sum(self) -> None:
+        """Starts it once for each reduction, as soon as that is known to be complete."""
+        if self._model_group is not None and self.is_complete and self._model_stats is None:
             self._model_stats = self._model_group.start(
                 self._stats, [parameter for parameter, _ in self.gradients()]
             )
-        self.is_complete = True
-        self.generation += 1
 
     def _mark(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         refs = weakref.ref(parameter), weakref.ref(gradient)
@@ -151,12 +274,24 @@ class Results:
         # Reads all stats once and together: with caches cold after a bucket, each torch call costs
         # some 50 us; on a GPU each copy waits for all queued work.
         if self._totals is None:
-            stats = [self._model_stats.wait()] if self._model_stats is not None else self._stats
+            stats = self._all_stats()
             rows = (
                 torch.stack(stats).tolist() if len(stats) > 1 else [row.tolist() for row in stats]
             )
             self._totals = any(row[0] for row in rows), math.fsum(row[1] for row in rows)
         return self._totals
+
+    def _all_stats(self) -> list[torch.Tensor]:
+        self._start_model_sum()
+        return [self._model_stats.wait()] if self._model_stats is not None else self._stats
+
+    def _found_inf(self) -> bool | torch.Tensor:
+        """found_inf, as a tensor if the CPU would have to wait for it."""
+        if self._totals is None:
+            stats = self._all_stats()
+            if len({row.device for row in stats}) == 1 and stats[0].is_cuda:
+                return torch.stack(stats)[:, 0].sum() > 0
+        return self.found_inf
 
     @property
     def found_inf(self) -> bool:
@@ -184,16 +319,9 @@ class Results:
             if parameter is not None and parameter.grad is not None:
                 yield parameter, parameter.grad
 
-    def is_norm_of(self, parameters: Collection[int]) -> bool:
+    def is_norm_of(self, parameters: Set[int]) -> bool:
         """Whether the stats count only gradients of `parameters`, which are given by id()."""
-        return (
-            self.is_complete
-            and not self._dropped
-            and all(
-                identity in parameters or mark.gradient_now() is None
-                for identity, mark in self._marks.items()
-            )
-        )
+        return self.is_complete and not self._dropped and self._marks.keys() <= parameters
 
     # ---- what the scaler and clipping do to the gradients
 
@@ -206,7 +334,15 @@ class Results:
 
     def forget(self) -> None:
         """Call it when the gradients change units, and more will be added to them."""
+        self.close()
         self.is_complete = False
+        self.outcome.goes_on = True
+        gone = [m.parameter() for m in self._marks.values() if m.gradient_now() is None]
+        self.outcome.tell([p for p in gone if p is not None], was_used=False)
+        self._is_closed = True
+        self.outcome.goes_on = True
+        gone = [m.parameter() for m in self._marks.values() if m.gradient_now() is None]
+        self.outcome.tell([p for p in gone if p is not None], was_used=False)
 
     def at_next_backward(self, callback: Callable[[], None]) -> None:
         """Calls `callback` once, when the first bucket of the next backward pass comes."""

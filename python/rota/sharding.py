@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -44,6 +45,65 @@ def like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         shape=dtensor.shape,
         stride=dtensor.stride(),
     )
+
+
+def shard_of_rank(dtensor: DTensor) -> dict[int, int]:
+    """A number for the shard that each rank holds, by global rank, as the placements tell."""
+    ranks = dtensor.device_mesh.mesh
+    # Ranks hold the same if they have the same coordinates in all dimensions but the replicated.
+    shards = torch.zeros_like(ranks)
+    for dim, placement in enumerate(dtensor.placements):
+        if not placement.is_replicate():
+            coordinates = torch.arange(ranks.shape[dim], dtype=torch.int64, device=ranks.device)
+            shape = [-1 if i == dim else 1 for i in range(ranks.ndim)]
+            shards = shards * ranks.shape[dim] + coordinates.view(shape)
+    return dict(zip(ranks.flatten().tolist(), shards.flatten().tolist(), strict=True))
+
+
+def own_shard(tensor: torch.Tensor) -> int | None:
+    """The number of the shard that lies on this rank; None for a plain tensor."""
+    dtensor = as_dtensor(tensor)
+    return None if dtensor is None else shard_of_rank(dtensor).get(dist.get_rank())
+
+
+def check_same_shards(
+    caller: str,
+    tensors: Sequence[torch.Tensor],
+    name_of: Callable[[int], str],
+    ranks: Sequence[int],
+) -> None:
+    """Raises ValueError if ranks of one group, given by global rank, hold different shards.
+
+    Args:
+        caller: the public name for the error.
+        name_of: a tensor's name by its position.
+    """
+    checked = set()
+    for i, tensor in enumerate(tensors):
+        dtensor = as_dtensor(tensor)
+        if dtensor is None or (dtensor.device_mesh, dtensor.placements) in checked:
+            continue
+        checked.add((dtensor.device_mesh, dtensor.placements))
+        shards = shard_of_rank(dtensor)
+        if len({shards[rank] for rank in ranks if rank in shards}) > 1:
+            raise ValueError(
+                f"rota.{caller}: {name_of(i)} is placed {list(dtensor.placements)} on the ranks "
+                f"{dtensor.device_mesh.mesh.tolist()}, so ranks {list(ranks)}, which the state "
+                f"averages over, hold different shards of it; make the state with the group of the "
+                f"ranks that hold the same shard, such as the replicas of a hybrid-shard mesh"
+            )
+
+
+def fsdp1_shards(module: torch.nn.Module) -> Iterator[list[int]]:
+    """The ranks over which FSDP1 cuts parts of a model; its parameters are plain tensors."""
+    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    if fsdp is None:
+        return
+    part: Any
+    for part in module.modules():
+        is_fsdp = isinstance(part, fsdp.FullyShardedDataParallel)
+        if is_fsdp and part.sharding_strategy != fsdp.ShardingStrategy.NO_SHARD:
+            yield dist.get_process_group_ranks(part.process_group)
 
 
 def num_replicas(parameter: torch.Tensor, ranks: Sequence[int]) -> int:

@@ -88,7 +88,8 @@ class LogicalShards:
         # By parameter: the sums of subtrees that no addition has joined yet, and memory for more.
         self._sums: list[list[Gradient]] = []
         self._spares: list[list[torch.Tensor]] = []
-        self._order = (-1, torch.empty(0, dtype=torch.int64))  # an epoch, and its samples
+        # An epoch, and its samples.
+        self._order = -1, torch.empty(0, dtype=torch.int64, device="cpu")
         if dist.is_initialized():  # otherwise it is for a membership, which calls regroup()
             self.regroup()
         _warn_about(model)
@@ -186,7 +187,10 @@ class LogicalShards:
         epoch, step = divmod(self.num_steps, steps_in_epoch)
         if self._order[0] != epoch or len(self._order[1]) != num_samples:
             generator = torch.Generator().manual_seed(split_mix_64(self._seed, 2 * epoch))
-            self._order = epoch, torch.randperm(num_samples, generator=generator)
+            order = torch.randperm(
+                num_samples, generator=generator, dtype=torch.int64, device="cpu"
+            )
+            self._order = epoch, order
         begin = (step * self.num_shards + shard) * batch_size
         return self._order[1][begin : begin + batch_size]
 

@@ -300,6 +300,13 @@ void call_survives_its_words() {
       }
     }
   }
+  const DType one_byte = moved_dtype(44, 1), wide = moved_dtype(255, 16);
+  for (const DType dtype : {one_byte, wide}) {
+    const Call call{.kind = CollectiveKind::kBroadcast, .dtype = dtype, .num_elems = 3};
+    check(Call::from_words(call.to_words()) == call, "a dtype that is only moved");
+  }
+  check_equal(Call{.dtype = one_byte, .num_elems = 3}.num_bytes(), 3u, "bytes");
+  check_equal(Call{.dtype = wide, .num_elems = 3}.num_bytes(), 48u, "bytes");
   // Words from another process may hold anything; to_string() must cope with that.
   for (uint64_t seed = 0; seed < 1000; ++seed) {
     Call::Words words;

@@ -81,9 +81,14 @@ void slots_too_small_are_refused() {
 
 void wrong_arithmetic_is_refused() {
   LaunchRequest request = good_request(Kernel::kTwoShot);
-  request.format = {DType::kInt32};
+  request.format = {DType::kBool};
   request.op = ReduceOp::kAvg;
-  is_refused(request, {"two_shot", "avg", "int32"});
+  is_refused(request, {"two_shot", "avg", "bool"});
+  for (const double divisor : {2.5, 0x1p40}) {
+    request.format = {DType::kInt32};
+    request.divisor = divisor;
+    is_refused(request, {"divisor", "int32", "whole"});
+  }
   request = good_request(Kernel::kTwoShot);
   request.op = ReduceOp::kBand;
   is_refused(request, {"band", "float32"});

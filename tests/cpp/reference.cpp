@@ -71,7 +71,7 @@ int64_t to_integer(DType dtype, uint64_t bits) {
   return static_cast<int64_t>(bits << unused) >> unused;
 }
 
-uint64_t reduce_integers(DType dtype, ReduceOp op, std::span<const uint64_t> srcs) {
+uint64_t reduce_integers(DType dtype, ReduceOp op, std::span<const uint64_t> srcs, int divisor) {
   const auto load = [&](uint64_t bits) {
     const int64_t value = to_integer(dtype, bits);
     return dtype == DType::kBool ? int64_t{value != 0} : value;
@@ -83,6 +83,7 @@ uint64_t reduce_integers(DType dtype, ReduceOp op, std::span<const uint64_t> src
     uint64_t result = 0;
     switch (op) {
       case ReduceOp::kSum:
+      case ReduceOp::kAvg:
         result = dtype == DType::kBool ? (a | b) : a + b;
         break;
       case ReduceOp::kProduct:
@@ -103,12 +104,10 @@ uint64_t reduce_integers(DType dtype, ReduceOp op, std::span<const uint64_t> src
       case ReduceOp::kBxor:
         result = a ^ b;
         break;
-      case ReduceOp::kAvg:
-        break;
     }
     acc = to_integer(dtype, result);
   }
-  return bits_of_integer(dtype, acc);
+  return bits_of_integer(dtype, op == ReduceOp::kAvg ? acc / divisor : acc);
 }
 
 }  // namespace
@@ -157,7 +156,7 @@ bool is_same(DType dtype, uint64_t a, uint64_t b) {
 }
 
 uint64_t reduce_scalars(DType dtype, ReduceOp op, std::span<const uint64_t> srcs, int divisor) {
-  if (!info(dtype).is_floating) return reduce_integers(dtype, op, srcs);
+  if (!info(dtype).is_floating) return reduce_integers(dtype, op, srcs, divisor);
   if (dtype == DType::kFloat64) return reduce_floats<double>(dtype, op, srcs, divisor);
   return reduce_floats<float>(dtype, op, srcs, divisor);
 }

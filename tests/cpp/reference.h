@@ -21,7 +21,8 @@ bool is_nan(DType dtype, uint64_t bits);
 // Equal bits, or both NaN: NaN payloads may differ.
 bool is_same(DType dtype, uint64_t a, uint64_t b);
 
-// (((srcs[0] op srcs[1]) op srcs[2]) ...), for kAvg divided by `divisor`, rounded once.
+// (((srcs[0] op srcs[1]) op srcs[2]) ...), for kAvg divided by `divisor`, rounded once; quotients
+// of integers are truncated.
 uint64_t reduce_scalars(DType dtype, ReduceOp op, std::span<const uint64_t> srcs, int divisor);
 
 uint64_t load_bits(DType dtype, const void* base, uint64_t index);

@@ -305,7 +305,8 @@ void CudaCollectives::run_all_gather(const Operation& operation, const Call& cal
   const at::Tensor gathered = at::empty({world_size, input.numel()}, input.options());
   run(call, fingerprint, packed_input.data(), gathered.data_ptr());
   for (size_t i = 0; i < outputs.size(); ++i) {
-    outputs[i].copy_(gathered.select(0, static_cast<int64_t>(i)).view(outputs[i].sizes()));
+    const at::Tensor part = gathered.select(0, static_cast<int64_t>(i)).view(outputs[i].sizes());
+    as_copyable(outputs[i]).copy_(as_copyable(part));
   }
 }
 

@@ -100,7 +100,7 @@ size_t misalignment_of(const WireFormat& format, const Variant& variant) {
 
 ReduceOp op_of(const WireFormat& format, const Variant& variant) {
   if (variant.is_aligned) return ReduceOp::kSum;
-  return info(format.dtype).is_floating ? ReduceOp::kAvg : ReduceOp::kMax;
+  return is_defined(ReduceOp::kAvg, format.dtype) ? ReduceOp::kAvg : ReduceOp::kMax;
 }
 
 Contributions make_contributions(Builder& builder, size_t number, uint64_t num_elems,

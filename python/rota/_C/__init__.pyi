@@ -448,8 +448,8 @@ class Communicator:
         Args:
             tensor: any shape; float32, float64, float16, bfloat16, float8_e4m3fn, float8_e5m2,
                 uint8, int8, int16, int32, int64 or bool.
-            op: "sum", "product", "min", "max"; "avg" for floats; "band", "bor", "bxor" for integers
-                and bool.
+            op: "sum", "product", "min", "max"; "avg" for floats and integers, whose wrapped sum is
+                divided and truncated; "band", "bor", "bxor" for integers and bool.
             algorithm: "one_shot", "two_shot" and "ordered_ring" give the same bits as each other;
                 "ring" sums each shard in another order, which depends on the number of elements and
                 of ranks only; "auto" chooses by size from a measured table. "low_latency", for
@@ -572,7 +572,8 @@ class Communicator:
         `bucket`, `stats` and `residual` must not be touched before the future is done.
         """
 
-    # All of these block as all_reduce does. Tensors may be strided, and are then packed. Each
+    # All of these block as all_reduce does. Tensors may be strided, and are then packed. Calls that
+    # do not reduce take every dtype that torch stores, except quantized ones. Each
     # raises TypeError or ValueError before anything moves, rota.Mismatch if ranks disagree, and
     # what all_reduce raises. On CUDA tensors gather, scatter and all_to_all are made of transfers
     # between pairs of ranks, and reduce sums on all of them.
@@ -730,6 +731,10 @@ class Communicator:
 
     def barrier(self) -> None:
         """Returns once every rank has called it."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether every later call raises, because a call has failed or a rank has called abort."""
 
     def abort(self, reason: str) -> None:
         """Makes every waiting and every later call fail, on every rank, with this text."""

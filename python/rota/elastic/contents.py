@@ -32,7 +32,7 @@ class Look(NamedTuple):
         return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
     def empty(self) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=getattr(torch, self.dtype))
+        return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device="cpu")
 
     def __str__(self) -> str:
         return f"{self.shape} of {self.dtype}"

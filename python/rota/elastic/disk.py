@@ -99,7 +99,7 @@ def _tail(folder: Path) -> Tail:
     import torch.distributed.checkpoint as dcp
 
     metadata: Any = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata[TAIL]
-    state = {TAIL: torch.empty(metadata.size, dtype=torch.uint8)}
+    state = {TAIL: torch.empty(metadata.size, dtype=torch.uint8, device="cpu")}
     with _no_warning():
         dcp.load(state, checkpoint_id=folder, no_dist=True)
     return Tail.from_bytes(state[TAIL].numpy().tobytes())

@@ -63,7 +63,7 @@ class Generation:
         self._store = store
         self._processes = processes
         self._has_ended = False
-        self._flag = torch.zeros(1, dtype=torch.int64)
+        self._flag = torch.zeros(1, dtype=torch.int64, device="cpu")
 
     @contextlib.contextmanager
     def forming(self, forming: Forming) -> Iterator[None]:

@@ -2,17 +2,24 @@
 
 Parameters and optimiser state are "kept": their storages move into one arena. The rest is small, or
 made anew by every state_dict(): it is copied when it is needed.
+
+Objects replace their tensors (buffers that a module assigns, `parameter.data = ...`, state that an
+optimiser makes in its first step), so no part keeps a list of them: each looks its tensors up
+whenever it reads or writes them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils import _pytree
+
+from rota.elastic.snapshot import Snapshot
 
 
 @runtime_checkable
@@ -40,7 +47,7 @@ class KeptTensor:
     offset: int
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        tensor = torch.empty(0, dtype=self.dtype)
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         return tensor.set_(storage, self.offset, self.size, self.stride)
 
 
@@ -88,6 +95,7 @@ class Part:
     def __init__(self, name: str, target: Any) -> None:
         self.name = name
         self.target = target
+        self._snapshot: Snapshot | None = None  # of volatile()
 
     def describe(self) -> str:
         """What must be the same on all ranks, for errors."""
@@ -107,12 +115,36 @@ class Part:
         """
         self.target.load_state_dict(state)
 
+    def remember(self) -> None:
+        """Copies what a step changes before it can fail.
+
+        Raises:
+            TypeError: a value cannot be pickled.
+        """
+        snapshot = self._snapshot or Snapshot()
+        try:
+            snapshot.take(self.volatile())
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(
+                f"rota.elastic.State: the state of {self.name} cannot be pickled: {error}"
+            ) from error
+        self._snapshot = snapshot
+
+    def roll_back(self) -> None:
+        """Restores what was remembered last."""
+        if self._snapshot is not None:
+            self.restore(self._snapshot.state())
+
     def volatile(self) -> Any:
-        """What a step changes before it can fail, to be restored afterwards; small."""
+        """What a step changes before it can fail."""
         return self.target.state_dict()
 
     def restore(self, volatile: Any) -> None:
         self.target.load_state_dict(volatile)
+
+    def num_changes(self) -> int:
+        """Grows when an optimiser changes parameters, which nothing rolls back."""
+        return 0
 
     def regroup(self) -> None:
         """Forgets a step that has not ended; the ranks are others now."""
@@ -125,7 +157,9 @@ class ModulePart(Part):
 
     def __init__(self, name: str, target: torch.nn.Module) -> None:
         super().__init__(name, target)
-        self._buffers = list(target.buffers())
+        # What was remembered: the tensors that were buffers, and the modules with extra state.
+        self._buffers: dict[torch.nn.Module, dict[str, torch.Tensor | None]] = {}
+        self._with_extra: list[torch.nn.Module] = []
 
     def describe(self) -> str:
         parameters = list(self.target.named_parameters())
@@ -138,24 +172,62 @@ class ModulePart(Part):
         )
 
     def save(self, kept: Storages) -> Any:
-        names = set()
-        for name, parameter in self.target.named_parameters(remove_duplicate=False):
-            names.add(name)
-            kept.add(parameter)
+        layout = self.layout(kept)
         state = self.target.state_dict()
-        return {name: value for name, value in state.items() if name not in names}
+        return layout, {name: value for name, value in state.items() if name not in layout}
+
+    def layout(self, kept: Storages) -> dict[str, KeptTensor]:
+        """Where its parameters lie, by name."""
+        return {
+            name: kept.add(parameter)
+            for name, parameter in self.target.named_parameters(remove_duplicate=False)
+        }
 
     def load(self, state: Any, storage_on: StorageOn) -> None:
-        # Its parameters have their storages already.
-        self.target.load_state_dict(state, strict=False)
+        _, rest = state  # its parameters are there already
+        self._make_room(rest)
+        self.target.load_state_dict(rest, strict=False)
+
+    @torch.no_grad()
+    def copy_parameters(self, layout: dict[str, KeptTensor], storage_on: StorageOn) -> None:
+        """Takes parameters that lie otherwise in their storages than this module's."""
+        for name, parameter in self.target.named_parameters():
+            kept = layout[name]
+            parameter.copy_(kept.on(storage_on(kept.storage, kept.num_bytes)))
+
+    def _make_room(self, rest: Mapping[str, Any]) -> None:
+        """Replaces the buffers that load_state_dict() would pass over or refuse: those that a
+        forward pass has yet to make here, or makes in another shape."""
+        own, modules = self.target.state_dict(), dict(self.target.named_modules())
+        for name, value in rest.items():
+            path, _, key = name.rpartition(".")
+            is_buffer = path in modules and key in modules[path]._buffers
+            if is_buffer and (name not in own or own[name].shape != value.shape):
+                modules[path]._buffers[key] = torch.empty_like(value)
 
     def volatile(self) -> Any:
-        return [buffer.clone() for buffer in self._buffers]
+        modules = list(self.target.modules())
+        without_extra = torch.nn.Module.get_extra_state
+        self._buffers = {m: dict(m._buffers) for m in modules if m._buffers}
+        self._with_extra = [m for m in modules if type(m).get_extra_state is not without_extra]
+        return (
+            [list(buffers.values()) for buffers in self._buffers.values()],
+            [module.get_extra_state() for module in self._with_extra],
+        )
 
     @torch.no_grad()
     def restore(self, volatile: Any) -> None:
-        for buffer, saved in zip(self._buffers, volatile, strict=True):
-            buffer.copy_(saved)
+        values_by_module, extra = volatile
+        for module in self.target.modules():
+            for key in dict(module._buffers).keys() - self._buffers.get(module, {}).keys():
+                del module._buffers[key]
+        for (module, buffers), values in zip(self._buffers.items(), values_by_module, strict=True):
+            for (key, buffer), value in zip(buffers.items(), values, strict=True):
+                # The tensor that it was, since others may refer to it.
+                is_restored = buffer is not None and _write(buffer, value)
+                module._buffers[key] = buffer if is_restored else value
+        for module, state in zip(self._with_extra, extra, strict=True):
+            module.set_extra_state(state)
 
     def regroup(self) -> None:
         for parameter in self.target.parameters():
@@ -184,10 +256,51 @@ class OptimizerPart(Part):
         self.target.load_state_dict(_pytree.tree_map(found, state))
 
     def volatile(self) -> Any:
-        return None  # step() is the last thing in a step
+        # Learning rates; step(), which changes the rest, is the last thing in a step.
+        return [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.target.param_groups
+        ]
 
     def restore(self, volatile: Any) -> None:
-        pass
+        for group, saved in zip(self.target.param_groups, volatile, strict=False):
+            for key, value in saved.items():
+                own = group.get(key)
+                if not (isinstance(own, torch.Tensor) and _write(own, value)):
+                    group[key] = value
+
+    def num_changes(self) -> int:
+        # What was made in inference mode counts no changes.
+        return sum(
+            parameter._version
+            for group in self.target.param_groups
+            for parameter in group["params"]
+            if not parameter.is_inference()
+        )
+
+    def regroup(self) -> None:
+        self.target.zero_grad(set_to_none=True)
+
+
+class GradScalerPart(Part):
+    """A torch.amp.GradScaler."""
+
+    def regroup(self) -> None:
+        # What unscale_() has done in a step that was dropped.
+        self.target._per_optimizer_states.clear()
+
+
+@torch.no_grad()
+def _write(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """Gives a tensor its old value back; False if it is not like that any more."""
+    if (tensor.shape, tensor.dtype, tensor.device) != (value.shape, value.dtype, value.device):
+        return False
+    if tensor.is_inference():
+        return False
+    lengths = zip(tensor.shape, tensor.stride(), strict=True)
+    if not any(n > 1 and stride == 0 for n, stride in lengths):  # nothing can write to others
+        tensor.copy_(value)
+    return True
 
 
 def part_of(name: str, target: object) -> Part:
@@ -196,6 +309,8 @@ def part_of(name: str, target: object) -> Part:
         return ModulePart(name, target)
     if isinstance(target, torch.optim.Optimizer):
         return OptimizerPart(name, target)
+    if isinstance(target, torch.amp.GradScaler):
+        return GradScalerPart(name, target)
     if not isinstance(target, Stateful):
         raise TypeError(
             f"rota.elastic.State: {name} is of type {type(target).__name__}, expected an object "

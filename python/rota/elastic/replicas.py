@@ -74,13 +74,14 @@ class Exchange:
             rota.TransportError: a sender has failed, or memory for what it sends is short.
             rota.PeerFailed: the connection to a rank is lost.
         """
-        lengths = {owner: torch.zeros(1, dtype=torch.int64) for owner in sources}
+        lengths = {owner: torch.zeros(1, dtype=torch.int64, device="cpu") for owner in sources}
         works = [
             (owner, self._engine.recv([lengths[owner]], source, LENGTH_TAG))
             for owner, source in sources.items()
         ]
         for receiver, version in sends.items():
-            length = torch.tensor([FAILED if version is None else version.num_bytes])
+            num_bytes = FAILED if version is None else version.num_bytes
+            length = torch.tensor([num_bytes], dtype=torch.int64, device="cpu")
             works.append((receiver, self._engine.send([length], receiver, LENGTH_TAG)))
         self._wait(works)
         failed = [owner for owner, length in lengths.items() if int(length) == FAILED]
@@ -95,7 +96,7 @@ class Exchange:
                 except TransportError as error:
                     problem = problem or error
         works = []
-        heads = {owner: torch.empty(DATA_BEGIN, dtype=torch.uint8) for owner in rooms}
+        heads = {owner: torch.empty(DATA_BEGIN, dtype=torch.uint8, device="cpu") for owner in rooms}
         for owner, source in sources.items():
             if owner in rooms:
                 body = rooms[owner].bytes[DATA_BEGIN : int(lengths[owner])]
@@ -127,13 +128,13 @@ class Exchange:
             raise problem
 
     def _discard(self, source: int, num_bytes: int) -> list[tuple[int, dist.Work]]:
-        scratch = torch.empty(min(num_bytes, BUCKET_BYTES), dtype=torch.uint8)
+        scratch = torch.empty(min(num_bytes, BUCKET_BYTES), dtype=torch.uint8, device="cpu")
         body = num_bytes - DATA_BEGIN
         works = [
             (source, self._engine.recv([scratch[: min(BUCKET_BYTES, body - at)]], source, DATA_TAG))
             for at in range(0, body, BUCKET_BYTES)
         ]
-        head = torch.empty(DATA_BEGIN, dtype=torch.uint8)
+        head = torch.empty(DATA_BEGIN, dtype=torch.uint8, device="cpu")
         return [*works, (source, self._engine.recv([head], source, HEAD_TAG))]
 
     def _wait(self, works: Sequence[tuple[int, dist.Work]]) -> None:

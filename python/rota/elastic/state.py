@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,8 +24,6 @@ from rota.joint import sides
 # Of tensors that are made anew by a state_dict(): shorter ones are pickled if they are on a GPU, or
 # more than plain numbers.
 _LONG_BYTES = 64 << 10
-# Longer states are not saved at every step.
-_MAX_SAVED_BYTES = 256 << 10
 # Of a handshake between two processes that both wait for it.
 _COPY_TIMEOUT = timedelta(minutes=5)
 _FRESH = -1  # instead of a number of steps: the state comes from no training
@@ -57,11 +55,13 @@ class State:
     each transfer (not yet run on a GPU).
 
     `commit` ends a step. After a failure `synchronize` takes each rank back to its last commit:
-    gradients are dropped, and small states (random numbers, data position, buffers, HookState
-    without residuals) are restored; parameters and optimiser state must not change between the
-    first collective of a step and its optimizer.step(). Ranks that have not ended the last step get
-    its result from one that has. (Commits as in Horovod Elastic; healing from a living peer as in
-    torchft, there over HTTP or a process group.)
+    gradients are dropped, and all but parameters and optimiser state is restored (random numbers,
+    data position, buffers, learning rates, counters and residuals of a HookState). Each commit
+    copies that, however long it is. Parameters and optimiser state must not change between the
+    first collective of a step and its optimizer.step(). A rank where an optimiser has changed them
+    after its last commit gets them from one where it has not, and warns once if there is none.
+    Ranks that have not ended the last step get its result from one that has. (Commits as in Horovod
+    Elastic; healing from a living peer as in torchft, there over HTTP or a process group.)
 
     Args:
         objects: modules, optimisers, and whatever else has state_dict() and load_state_dict(), by
@@ -105,8 +105,8 @@ class State:
         self._generation: Generation | None = None
         self._copied: set[int] = set()  # storages that cannot move to the arena
         self._may_be_new = True  # tensors that are not in the arena
-        self._saved: dict[str, bytes] = {}  # volatile states at the last commit, by object
-        self._too_long: set[str] = set()
+        self._num_changes: int | None = None  # of parameters until the last commit
+        self._has_warned = False
 
     @property
     def num_steps(self) -> int:
@@ -140,7 +140,10 @@ class State:
         """Ends a step, right after optimizer.step(). Does not wait for other ranks.
 
         The first one in a generation moves what is new to memory that peers can read, which costs a
-        copy of it. Each saves the small states.
+        copy of it. Each copies what a failed step would have to get back.
+
+        Raises:
+            TypeError: an object's state cannot be pickled.
         """
         self._num_steps = self.num_steps + 1
         if self._may_be_new:
@@ -175,16 +178,20 @@ class State:
         self._generation = generation
         self.seconds = {}
         own = {part.name: part.describe() for part in self._parts}
-        cards = exchange.all(lambda: (self._num_steps, own))
-        _check_alike([descriptions for _, descriptions in cards])
-        steps = [num_steps for num_steps, _ in cards]
-        source = steps.index(max(steps))
-        is_all_fresh = steps[source] == _FRESH
+        cards = exchange.all(lambda: (self._num_steps, self._has_changed(), own))
+        _check_alike([descriptions for *_, descriptions in cards])
+        # The most steps; of these, parameters that are as they were committed.
+        ranking = [(num_steps, not has_changed) for num_steps, has_changed, _ in cards]
+        best = max(ranking)
+        source = ranking.index(best)
+        is_all_fresh, is_as_committed = best[0] == _FRESH, best[1]
         receivers = {
             rank
-            for rank, num_steps in enumerate(steps)
-            if rank != source and (is_all_fresh or num_steps < steps[source])
+            for rank, of_rank in enumerate(ranking)
+            if rank != source and (is_all_fresh or not is_as_committed or of_rank < best)
         }
+        if not is_as_committed:
+            self._warn_of_changes(source)
         self._roll_back()
         timer.end("compare")
         if receivers or check_equal:
@@ -307,17 +314,11 @@ class State:
         """Takes the source's state from arenas that were copied from it."""
         self._num_steps = _FRESH  # until all of it is there
         places, loose_places = kept.places(), loose.places()
-        own = Storages()
-        for part in self._parts:
-            if isinstance(part, ModulePart):
-                part.save(own)
-        for tensor, place in zip(own.tensors, places, strict=False):
-            take_from(tensor, place)
         storages: dict[int, torch.Tensor] = {}
 
         def storage_on(number: int, num_bytes: int) -> torch.UntypedStorage:
             if number not in storages:
-                storages[number] = torch.empty(num_bytes, dtype=torch.uint8)
+                storages[number] = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
                 take_from(storages[number], places[number])
             return storages[number].untyped_storage()
 
@@ -326,6 +327,18 @@ class State:
                 return leaf
             return loose_places[leaf.number].view(leaf.dtype).view(leaf.size).clone()
 
+        own = Storages()
+        layouts = {
+            part: (part.layout(own), offer.states[part.name][0])
+            for part in self._parts
+            if isinstance(part, ModulePart)
+        }
+        if all(here == there for here, there in layouts.values()):
+            for tensor, place in zip(own.tensors, places, strict=False):
+                take_from(tensor, place)
+        else:
+            for module, (_, there) in layouts.items():
+                module.copy_parameters(there, storage_on)
         for part in self._parts:
             part.load(_pytree.tree_map(fasten, offer.states[part.name]), storage_on)
         self._kept = kept
@@ -336,19 +349,29 @@ class State:
 
     def _save(self) -> None:
         for part in self._parts:
-            if part.name in self._too_long:
-                continue
-            saved = pickle.dumps(part.volatile())
-            if len(saved) <= _MAX_SAVED_BYTES:
-                self._saved[part.name] = saved
-            else:
-                self._too_long.add(part.name)
-                self._saved.pop(part.name, None)
+            part.remember()
+        self._num_changes = self._count_changes()
 
     def _roll_back(self) -> None:
         for part in self._parts:
-            if part.name in self._saved:
-                part.restore(pickle.loads(self._saved[part.name]))
+            part.roll_back()
+
+    def _has_changed(self) -> bool:
+        """Whether parameters were written to since the last commit."""
+        return self._num_changes is not None and self._num_changes != self._count_changes()
+
+    def _count_changes(self) -> int:
+        return sum(part.num_changes() for part in self._parts)
+
+    def _warn_of_changes(self, source: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"rota.elastic.State: parameters have changed on all ranks since step "
+                f"{self.num_steps} was committed, and cannot be rolled back; all ranks take those "
+                f"of rank {source}; call commit() right after optimizer.step()",
+                stacklevel=3,
+            )
 
 
 class RandomState:

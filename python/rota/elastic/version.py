@@ -106,7 +106,8 @@ class Memory:
 
     def __init__(self, fd: int, num_bytes: int) -> None:
         self._is_populated = False
-        self.bytes = torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
+        with torch.inference_mode(False):  # later versions may be written outside of it
+            self.bytes = torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
         self.fd = fd
 
     def __del__(self) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from rota import options
 from rota.errors import Mismatch, TransportError
 from rota.joint import sides
+from rota.sharding import as_dtensor
 
 MODES = ("sync", "async", "stale")
 _NAME = "rota.ParameterServer"
@@ -28,7 +29,11 @@ def named_parameters(
     elif isinstance(parameters_or_module, torch.Tensor):
         raise TypeError(f"{_NAME}: parameters is a tensor, expected a module or several parameters")
     else:
-        named = {f"parameter {i}": p for i, p in enumerate(parameters_or_module)}
+        named = {
+            f"parameter {i}": p
+            for i, p in enumerate(parameters_or_module)
+            if not isinstance(p, nn.Parameter) or p.requires_grad
+        }
     if not named:
         raise ValueError(f"{_NAME}: there is no parameter that requires a gradient")
     if len({id(p) for p in named.values()}) < len(named):
@@ -37,6 +42,11 @@ def named_parameters(
         if not isinstance(parameter, torch.Tensor):
             raise TypeError(
                 f"{_NAME}: {name} is of type {type(parameter).__name__}, expected a tensor"
+            )
+        if as_dtensor(parameter) is not None:
+            raise TypeError(
+                f"{_NAME}: {name} is a DTensor, of which each rank may hold another shard, "
+                f"expected a tensor that every worker has whole"
             )
         if parameter.device.type != "cpu" or parameter.layout is not torch.strided:
             raise TypeError(

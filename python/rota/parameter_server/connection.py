@@ -114,6 +114,7 @@ class Connection:
         layout = self._plan.layout
         return StateLayout(layout.sections[server], layout.shapes, self._plan.make_optimizer)
 
+    @torch.no_grad()
     def _expose_parameters(self) -> _C.ExposedTensor:
         """This rank's parameters as the sections of a push, float32."""
         layout, lengths = self._plan.layout, self._plan.lengths()

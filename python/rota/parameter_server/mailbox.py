@@ -139,9 +139,13 @@ class Mailbox:
         self._staged: list[torch.Tensor] = []
         self._residuals: list[torch.Tensor] = []
         if layout.wire.dtype is not None:
-            self._staged = [torch.zeros(s.num_elems) for s in sections]
+            self._staged = [
+                torch.zeros(s.num_elems, dtype=torch.float32, device="cpu") for s in sections
+            ]
         if error_feedback:
-            self._residuals = [torch.zeros(s.num_elems) for s in sections]
+            self._residuals = [
+                torch.zeros(s.num_elems, dtype=torch.float32, device="cpu") for s in sections
+            ]
         self._views = [self._by_number(slot.values or self._staged) for slot in self._slots]
         self._base_views = [self._by_number(slot.bases) for slot in self._slots if slot.bases]
 
@@ -179,7 +183,7 @@ class Mailbox:
             self._encode(server, slot.encoded[server])
         if self._base_views:
             torch._foreach_copy_(self._base_views[index], list(bases))
-        slot.versions.copy_(torch.tensor(versions))
+        slot.versions.copy_(torch.tensor(versions, dtype=slot.versions.dtype, device="cpu"))
         self.clock += 1
         self.exposed.publish(PUSHED, self.clock)
 

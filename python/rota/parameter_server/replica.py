@@ -58,7 +58,10 @@ class StateLayout:
         self.entries: list[_Entry] = []
         text = b""
         if make_optimizer is not None and section.parameters:
-            probes = [nn.Parameter(torch.zeros(shapes[number])) for number in section.parameters]
+            probes = [
+                nn.Parameter(torch.zeros(shapes[number], dtype=torch.float32, device="cpu"))
+                for number in section.parameters
+            ]
             for probe in probes:
                 probe.grad = torch.zeros_like(probe)
             optimizer = checked_optimizer(make_optimizer, probes)

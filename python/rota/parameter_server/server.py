@@ -188,7 +188,8 @@ class ParameterServer:
             )
 
         arguments.check_alike(steps.step(check))
-        self._parameters = [p.detach() for p in self._named.values()]
+        # Not detached: model.to() and `parameter.data = ...` give them other memory.
+        self._parameters = list(self._named.values())
         is_dedicated = servers is not None
         self.workers = [  # by rank
             rank
@@ -279,7 +280,7 @@ class ParameterServer:
         if gradients is not None:
             values = [v.detach() if isinstance(v, torch.Tensor) else v for v in gradients]
         elif self._average_weights:
-            values = list(self._parameters)
+            values = [p.detach() for p in self._parameters]
         else:
             values = [p.grad for p in self._named.values()]
         arguments.check_pushed(list(self._named), self._parameters, values)

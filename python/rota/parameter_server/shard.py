@@ -122,13 +122,12 @@ class ServerShard:
         self._replica = replica
         section = layout.sections[server]
         self._flat = state.values.clone()
-        self._gradient = torch.zeros(section.num_elems)
+        self._gradient = torch.zeros_like(self._flat)
         needs_scratch = layout.wire.dtype is not None or layout.keeps_base
-        self._scratch = torch.zeros(section.num_elems if needs_scratch else 0)
-        self.parameters = [nn.Parameter(view) for view in section.views(self._flat, layout.shapes)]
-        gradients = section.views(self._gradient, layout.shapes)
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient
+        self._scratch = torch.zeros_like(self._flat if needs_scratch else self._flat[:0])
+        self._views = section.views(self._flat, layout.shapes)
+        self._gradients = section.views(self._gradient, layout.shapes)
+        self.parameters = [nn.Parameter(view) for view in self._views]
         self.optimizer: torch.optim.Optimizer | None = None
         if make_optimizer is not None and self.parameters:
             self.optimizer = checked_optimizer(make_optimizer, self.parameters)
@@ -237,7 +236,14 @@ class ServerShard:
             factor = self._rules.lr_lambda(self.version - 1)
             for group, peak in zip(self.optimizer.param_groups, self._peak_lrs, strict=True):
                 group["lr"] = peak * factor
+        for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
+            if parameter.grad is not gradient:  # the first time, or the optimizer has dropped it
+                parameter.grad = gradient
         self.optimizer.step()
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.data_ptr() != view.data_ptr():  # the optimizer has replaced its memory
+                view.copy_(parameter)
+                parameter.data = view
 
     # ---- publishing
 

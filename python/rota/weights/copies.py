@@ -195,5 +195,5 @@ class Scratch:
     def _view(self, use: str, num_bytes: int) -> torch.Tensor:
         memory = self._bytes.get(use)
         if memory is None or len(memory) < num_bytes:
-            memory = self._bytes[use] = torch.empty(num_bytes, dtype=torch.uint8)
+            memory = self._bytes[use] = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         return memory[:num_bytes]

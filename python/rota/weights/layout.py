@@ -343,8 +343,11 @@ def parts_by_name(layouts: Iterable[Layout]) -> dict[str, list[tuple[int, Entry]
 def first_overlap(shards: Sequence[WeightShard]) -> tuple[int, int] | None:
     """The first two shards of one tensor that have an element in common."""
     size = (len(shards), len(shards[0].global_shape))
-    begins = torch.tensor([shard.offset for shard in shards]).view(size)
-    ends = begins + torch.tensor([shard.shape for shard in shards]).view(size)
+    begins, lengths = (
+        torch.tensor(indices, dtype=torch.int64, device="cpu").view(size)
+        for indices in ([shard.offset for shard in shards], [shard.shape for shard in shards])
+    )
+    ends = begins + lengths
     meet = torch.maximum(begins[:, None], begins) < torch.minimum(ends[:, None], ends)
     pairs = meet.all(dim=-1).triu(diagonal=1).nonzero()
     return None if len(pairs) == 0 else (int(pairs[0, 0]), int(pairs[0, 1]))

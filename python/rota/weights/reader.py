@@ -111,7 +111,11 @@ class _Results:
     def __init__(self, source: _Source, places: Mapping[str, Place]) -> None:
         wanted = {
             name: Wanted(
-                torch.empty(place.shard.shape, dtype=dtype_named(source.parts[name][0][1].dtype)),
+                torch.empty(
+                    place.shard.shape,
+                    dtype=dtype_named(source.parts[name][0][1].dtype),
+                    device="cpu",
+                ),
                 place.shard,
             )
             for name, place in places.items()
@@ -307,6 +311,7 @@ class Reader:
         results.publication = publications[0]
         return results
 
+    @torch.inference_mode(False)  # later pulls, which write to the results, may be outside of it
     def _spare_results(self) -> _Results:
         for results in self._results:
             if results is not self._handed_out:
