@@ -1,4 +1,5 @@
-"""The recipes of docs/trainers.md, run with torchrun on rota and on Gloo: equal losses.
+"""The recipes of docs/trainers.md, run with torchrun on rota and on Gloo: equal losses. So is what
+trainers do besides training, where some of them ask for the backend's name: equal results.
 
 `make trainers` installs the trainers; without them only the recipe of torch alone runs.
 """
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.same_in_every_build
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "examples" / "trainers"
+EVALUATIONS = ROOT / "tests" / "trainers"
 PAGE = ROOT / "docs" / "trainers.md"
 # Each recipe with the package that it needs.
 PACKAGES = {
@@ -26,6 +28,11 @@ PACKAGES = {
     "accelerate_loop": "accelerate",
     "hf_trainer": "transformers",
     "deepspeed_zero": "deepspeed",
+}
+EVALUATION_PACKAGES = {
+    "lightning_validation": "lightning",
+    "accelerate_evaluation": "accelerate",
+    "transformers_evaluation": "transformers",
 }
 LIMIT_S = 300  # DeepSpeed compiles an operator of its own at its first use
 # Now and then a process that has done its work on Gloo ends with this, more often on a busy
@@ -46,28 +53,39 @@ def own_operators(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def losses_on(backend: str, recipe: str) -> dict[int, str]:
+def reports_on(backend: str, script: Path, what: str) -> dict[int, str]:
     """What each rank reports, by rank."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--nproc-per-node=2", str(RECIPES / f"{recipe}.py"), backend]
+    command = [*launcher, "--nproc-per-node=2", str(script), backend]
     for _ in range(5):
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT)
         if backend != "gloo" or ABORT_OF_GLOO not in done.stderr:
             break
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = re.findall(rf"^{backend} rank (\d) losses \[(.+)\]$", done.stdout, re.MULTILINE)
+    lines = re.findall(rf"^{backend} rank (\d) {what} \[(.+)\]$", done.stdout, re.MULTILINE)
     assert len(lines) == 2, done.stdout
-    return {int(rank): losses for rank, losses in lines}
+    return {int(rank): report for rank, report in lines}
+
+
+def skip_without(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed; `make trainers` installs it")
 
 
 @pytest.mark.parametrize("recipe", PACKAGES)
 def test_recipe_on_rota_has_the_losses_of_gloo(recipe: str) -> None:
-    package = PACKAGES[recipe]
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed; `make trainers` installs it")
-    on_rota = losses_on("rota", recipe)
-    assert on_rota == losses_on("gloo", recipe)
+    skip_without(PACKAGES[recipe])
+    script = RECIPES / f"{recipe}.py"
+    on_rota = reports_on("rota", script, "losses")
+    assert on_rota == reports_on("gloo", script, "losses")
     assert all(len(losses.split(",")) == 8 for losses in on_rota.values())
+
+
+@pytest.mark.parametrize("name", EVALUATION_PACKAGES)
+def test_evaluation_on_rota_has_the_results_of_gloo(name: str) -> None:
+    skip_without(EVALUATION_PACKAGES[name])
+    script = EVALUATIONS / f"{name}.py"
+    assert reports_on("rota", script, "results") == reports_on("gloo", script, "results")
 
 
 def test_page_quotes_every_recipe() -> None:
