@@ -27,6 +27,7 @@ from typing import Any
 import torch.distributed as dist
 
 import rota
+from default_device import enter_default_device
 
 # How long ranks may outlive a test process that was killed and could not stop them.
 _ORPHAN_S = 30.0
@@ -137,6 +138,7 @@ def _rank_main(
             rank._place.enter()
             os.environ.update(rank._place.env)
         os.environ.update(env)
+        enter_default_device()
         reply = ("result", function(rank, *args))
     except BaseException:
         reply = ("error", traceback.format_exc())

@@ -65,7 +65,8 @@ class StateLayout:
             for probe in probes:
                 probe.grad = torch.zeros_like(probe)
             optimizer = checked_optimizer(make_optimizer, probes)
-            optimizer.step()
+            with torch.device("cpu"):  # as in the server's thread, whatever the caller's default
+                optimizer.step()
             state_dict = optimizer.state_dict()
             self.entries = [
                 _Entry(i, key, value.shape, value.dtype) for i, key, value in _tensors(state_dict)

@@ -105,9 +105,10 @@ def shard_of(name: str, tensor: torch.Tensor, shards: Mapping[str, WeightShard])
             f"to be summed; redistribute it first"
         )
     check_strides(name, dtensor.placements, tuple(dtensor.device_mesh.shape), dtensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(
-        dtensor.shape, dtensor.device_mesh, dtensor.placements
-    )
+    with torch.device("cpu"):  # torch counts with tensors on the default device
+        shape, offset = compute_local_shape_and_global_offset(
+            dtensor.shape, dtensor.device_mesh, dtensor.placements
+        )
     if 0 in shape:  # torch then places it behind the end, where it may have any offset
         offset = (0,) * len(shape)
     return WeightShard(tuple(dtensor.shape), tuple(offset), tuple(shape))
