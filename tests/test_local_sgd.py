@@ -203,6 +203,9 @@ def average_statistics(rank: Rank) -> None:
         model.running_mean.fill_(rank.rank)
         outer.step()
         assert model.running_mean.tolist() == [0.5, 0.5]
+        model.running_mean = model.running_mean + rank.rank  # another tensor
+        outer.step()
+        assert model.running_mean.tolist() == [1, 1]
 
 
 def test_statistics_are_averaged() -> None:

@@ -32,8 +32,13 @@ class _Synced(NamedTuple):
     """A parameter or buffer of the model, and its copy, which is the same on all workers."""
 
     name: str
-    tensor: torch.Tensor
+    module: nn.Module
+    parameter: nn.Parameter | None  # None: a buffer, in whose place modules assign new ones
     copy: nn.Parameter  # what lies on this rank; its gradient is the difference
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.module.get_buffer(self.name) if self.parameter is None else self.parameter
 
     @property
     def local(self) -> torch.Tensor:
@@ -127,7 +132,12 @@ class LocalSGD:
                 f"{self._name}: state is of type {type(state).__name__}, expected a HookState"
             )
         _check_shards(self._name, module, self.state)
-        self._synced = [_Synced(name, tensor, _copy_of(tensor)) for name, tensor in tensors.items()]
+        self._synced = [
+            _Synced(
+                name, module, tensor if isinstance(tensor, nn.Parameter) else None, _copy_of(tensor)
+            )
+            for name, tensor in tensors.items()
+        ]
         self._fragments = _cut(self._synced, num_fragments)
         self._synced_at = [0] * num_fragments  # the step of each fragment's last difference
         self._in_flight: _InFlight | None = None
@@ -420,7 +430,7 @@ class DiLoCo(LocalSGD):
         )
         self.outer_optimizer = outer_optimizer
         copies: dict[int, torch.Tensor] = {
-            id(synced.tensor): synced.copy for synced in self._synced
+            id(synced.parameter): synced.copy for synced in self._synced
         }
         for group in outer_optimizer.param_groups:
             # In place: some optimizers keep the list. Aliases without gradients take the places of
@@ -429,7 +439,7 @@ class DiLoCo(LocalSGD):
 
     def _update_copies(self, fragment: Sequence[_Synced]) -> None:
         self.outer_optimizer.step()  # passes over the copies of other fragments: no gradients
-        super()._update_copies([s for s in fragment if not isinstance(s.tensor, nn.Parameter)])
+        super()._update_copies([s for s in fragment if s.parameter is None])
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "outer_optimizer": self.outer_optimizer.state_dict()}
