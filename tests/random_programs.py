@@ -47,8 +47,10 @@ class Channel(NamedTuple):
 class Channels:
     """The groups and communicators of this rank; making them is a collective call."""
 
-    def __init__(self, rank: Rank, channels: list[Channel]) -> None:
-        rank.init()
+    def __init__(self, rank: Rank, channels: list[Channel], num_hosts: int) -> None:
+        if num_hosts > 1:
+            os.environ["ROTA_HOST_ID"] = f"host{rank.rank % num_hosts}"
+        rank.init(timeout_s=60)  # between hosts, of an irecv from its call on
         self.groups = [dist.new_group(list(channel.ranks), backend="rota") for channel in channels]
         self.communicators = {
             number: rota.Communicator(self.groups[number])

@@ -25,6 +25,7 @@ from random_programs import Channel, Channels, run_program, seeds
 from ranks import Rank
 
 NUM_MESSAGES = 1500
+NUM_MESSAGES_OVER_HOSTS = 300
 MAX_OPEN = 30  # halves of messages that wait for their other half, or to be waited for
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
@@ -330,11 +331,11 @@ class Memory(NamedTuple):
 class Execution:
     """One rank's program: runs it, and compares what it receives with the plan."""
 
-    def __init__(self, rank: Rank, seed: int, plan: Planner) -> None:
+    def __init__(self, rank: Rank, seed: int, plan: Planner, num_hosts: int) -> None:
         self.rank = rank.rank
         self.plan = plan
         self.contents = Contents(seed)
-        self.open = Channels(rank, plan.channels)
+        self.open = Channels(rank, plan.channels, num_hosts)
         self.memories: dict[Half, Memory] = {}
         self.works: dict[tuple[Half, ...], dist.Work] = {}
         self.reductions: dict[tuple[int, int], tuple[dist.Work | None, torch.Tensor]] = {}
@@ -510,14 +511,19 @@ class Execution:
         assert_same(tensor, exact(self.inputs_of(op), "sum"), str(op))
 
 
-def run_plan(rank: Rank, seed: int, num_messages: int) -> None:
+def run_plan(rank: Rank, seed: int, num_messages: int, num_hosts: int) -> None:
     plan = Planner(random.Random(seed), rank.world_size)
     plan.plan(num_messages)
-    execution = Execution(rank, seed, plan)
+    execution = Execution(rank, seed, plan, num_hosts)
     execution.run()
     dist.barrier()  # a process that ends before the others finish counts as dead
 
 
 @pytest.mark.parametrize("seed", seeds(usual=3))
 def test_random_messages_arrive_in_order_and_complete(seed: int) -> None:
-    run_program(seed, 2 + seed % 3, run_plan, NUM_MESSAGES)
+    run_program(seed, 2 + seed % 3, run_plan, NUM_MESSAGES, 1)
+
+
+@pytest.mark.parametrize("seed", seeds(usual=2))
+def test_random_messages_over_hosts_arrive_in_order(seed: int) -> None:
+    run_program(seed, 2 + seed % 3, run_plan, NUM_MESSAGES_OVER_HOSTS, 2)
