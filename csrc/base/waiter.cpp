@@ -11,6 +11,7 @@
 #include <bit>
 #include <cerrno>
 #include <climits>
+#include <thread>
 
 #include "base/cores.h"
 
@@ -74,11 +75,18 @@ struct SeenWord {
   uint32_t seen;
 };
 
+// Whether a sleep did not take place. An older Linux says ENOSYS; what a sandbox says is up to its
+// rules, mostly EPERM. A sleep that is taken for done would be a spin.
+bool is_refused(long result) {
+  return result < 0 && errno != EAGAIN && errno != ETIMEDOUT && errno != EINTR;
+}
+
 // Both return at once if a word no longer has its `seen` value. After a timeout, a wake-up or a
 // signal the caller's loop checks again.
 void sleep_on(const SeenWord& at) {
   const timespec tick{.tv_sec = 0, .tv_nsec = kTick.count()};
-  syscall(SYS_futex, at.word, FUTEX_WAIT, at.seen, &tick, nullptr, 0);
+  const long result = syscall(SYS_futex, at.word, FUTEX_WAIT, at.seen, &tick, nullptr, 0);
+  if (is_refused(result)) std::this_thread::sleep_for(kTick);
 }
 
 void sleep_on_any(std::span<const SeenWord> words) {
@@ -98,10 +106,9 @@ void sleep_on_any(std::span<const SeenWord> words) {
   end.tv_nsec = nanoseconds % kSecond;
   const long result =
       syscall(SYS_futex_waitv, waits.data(), words.size(), 0, &end, CLOCK_MONOTONIC);
-  if (result >= 0 || errno != ENOSYS) return;
+  if (!is_refused(result)) return;
 #endif
-  // An older Linux wakes up only for the first word; a change of the others is noticed at the next
-  // tick.
+  // This wakes up only for the first word; a change of the others is noticed at the next tick.
   sleep_on(words[0]);
 }
 

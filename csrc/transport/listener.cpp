@@ -1,5 +1,6 @@
 #include "transport/listener.h"
 
+#include <fcntl.h>
 #include <sys/socket.h>
 
 #include <cerrno>
@@ -18,6 +19,16 @@ struct Latest {
   std::mutex mutex;
   std::weak_ptr<Listener> listener;
 };
+
+// A sandbox may know accept() alone. Then a program that this process starts at this moment
+// inherits the connection, which costs a descriptor.
+UniqueFd accept_from(const UniqueFd& socket) {
+  const int fd = accept4(socket.get(), nullptr, nullptr, SOCK_CLOEXEC);
+  if (fd >= 0 || (errno != ENOSYS && errno != EPERM)) return UniqueFd(fd);
+  UniqueFd connection(accept(socket.get(), nullptr, nullptr));
+  if (connection.get() >= 0) fcntl(connection.get(), F_SETFD, FD_CLOEXEC);
+  return connection;
+}
 
 }  // namespace
 
@@ -68,7 +79,7 @@ void Listener::remove(uint64_t token) {
 void Listener::serve() {
   const LifeHolder holder(life_);
   while (true) {
-    UniqueFd connection(accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    UniqueFd connection = accept_from(socket_);
     if (connection.get() >= 0) {
       answer(connection);
       // Not only closed: a child that was forked meanwhile keeps a copy, and the client would wait.

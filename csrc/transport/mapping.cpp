@@ -47,7 +47,11 @@ int populate(std::byte* base, const Span& span) {
 
 UniqueFd create_memory(const char* name, size_t num_bytes) {
   UniqueFd memory(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (memory.get() < 0) throw Error(ErrorKind::kTransport, with_errno("memfd_create", errno));
+  if (memory.get() < 0) {
+    throw Error(ErrorKind::kTransport,
+                with_errno("rota: cannot make shared memory: memfd_create", errno) +
+                    "; raise `ulimit -n`, or let the container allow this system call");
+  }
   if (ftruncate(memory.get(), static_cast<off_t>(num_bytes)) != 0) {
     refuse_reservation(num_bytes, with_errno("ftruncate", errno));
   }
