@@ -65,13 +65,14 @@ void bind_windows(py::module_ module) {
           },
           py::arg("tensor"), py::arg("rank"), py::arg("offset") = 0,
           py::arg("wire_dtype") = py::none(), py::arg("block_scaling") = false, ReleaseGil())
-      .def("view", &TensorWindow::view, py::arg("rank"))
+      .def("view", &TensorWindow::view, py::arg("rank"), ReleaseGil())
       .def("signal", &TensorWindow::signal, py::arg("rank"), py::arg("channel") = 0, ReleaseGil())
       .def("wait_signal", &TensorWindow::wait_signal, py::arg("rank"), py::arg("channel") = 0,
            py::arg("timeout") = py::none(), ReleaseGil())
       .def("wait_any_signal", &TensorWindow::wait_any_signal, py::arg("ranks"),
            py::arg("channel") = 0, py::arg("timeout") = py::none(), ReleaseGil())
-      .def("num_signals", &TensorWindow::num_signals, py::arg("rank"), py::arg("channel") = 0)
+      .def("num_signals", &TensorWindow::num_signals, py::arg("rank"), py::arg("channel") = 0,
+           ReleaseGil())
       .def("is_alive", &TensorWindow::is_alive, py::arg("rank"), ReleaseGil())
       .def("close", &TensorWindow::close, ReleaseGil());
 

@@ -1,4 +1,4 @@
-"""Rules for the text of csrc/: includes, and switches over enums.
+"""Rules for the text of csrc/: includes, switches over enums, and locks beside Python's.
 
 Includes go from a layer to the same or a lower one, and torch stops in tensor/.
 """
@@ -161,3 +161,22 @@ def test_switches_over_enums_have_no_default() -> None:
     for path in sorted(CSRC.rglob("*")):
         if path.suffix in SUFFIXES:
             assert switches_with_default(path.read_text()) == [], path
+
+
+# What locks without tensor/gil.h, and why no thread that has Python's lock waits there.
+LOCK = re.compile(r"std::(lock_guard|unique_lock|scoped_lock|shared_lock)\b|\bmutex\w*\.lock\(")
+OWN_LOCKS = {
+    "tensor/gil.h",  # the one that gives Python's lock up
+    "tensor/work.cpp",  # the mutex of torch's Work, under which nobody asks for Python's lock
+    "tensor/thread_state.cpp",  # in threads without Python's lock
+}
+
+
+def test_layers_beside_python_lock_through_one_type() -> None:
+    assert LOCK.search("const std::lock_guard lock(mutex_);") and LOCK.search("mutex_.lock();")
+    locking = {
+        path
+        for path in project_files()
+        if layer_of(path) in TORCH_LAYERS and LOCK.search((CSRC / path).read_text())
+    }
+    assert locking == OWN_LOCKS

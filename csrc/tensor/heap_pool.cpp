@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "base/fork_generation.h"
+#include "tensor/gil.h"
 #include "tensor/heap_tensor.h"
 
 namespace rota::tensors {
@@ -18,13 +19,13 @@ struct HeapPool::Idle {
 
   at::Tensor take(size_t num_bytes) {
     if (fork_generation_ != fork_generation()) return {};  // the parent still writes to them
-    const std::lock_guard lock(mutex);
+    const GilFreeLock lock(mutex);
     auto found = blocks.extract(num_bytes);
     return found ? std::move(found.mapped()) : at::Tensor();
   }
 
   void give_back(at::Tensor block) {
-    const std::lock_guard lock(mutex);
+    const GilFreeLock lock(mutex);
     blocks.emplace(block.nbytes(), std::move(block));
   }
 };

@@ -8,6 +8,7 @@
 
 #include "base/fork_generation.h"
 #include "base/limits.h"
+#include "base/per_process.h"
 #include "cuda/device_info.h"
 #include "hosts/joint_setup.h"
 #include "tensor/connect_gpus.h"
@@ -55,10 +56,8 @@ struct Living {
   std::vector<std::weak_ptr<TensorCommunicator>> communicators;
 };
 
-Living& all_living() {
-  static auto* living = new Living;  // never destroyed: the order of static destructors is unknown
-  return *living;
-}
+// A forked child has none of its parent's: their ends are the parent's.
+Living& all_living() { return per_process<Living>(); }
 
 }  // namespace
 
@@ -69,7 +68,7 @@ std::shared_ptr<TensorCommunicator> TensorCommunicator::make(
       with_python_errors([&] { return new TensorCommunicator(store, rank, world_size, options); }));
   if (!options.connects_at_first_use) with_python_errors([&] { communicator->connect(); });
   Living& living = all_living();
-  const std::lock_guard lock(living.mutex);
+  const GilFreeLock lock(living.mutex);
   std::erase_if(living.communicators, [](const auto& weak) { return weak.expired(); });
   living.communicators.push_back(communicator);
   return communicator;
@@ -81,6 +80,7 @@ TensorCommunicator::TensorCommunicator(const c10::intrusive_ptr<::c10d::Store>& 
       rank_(rank),
       world_size_(world_size),
       options_(options),
+      timeout_(options.timeout),
       fork_generation_(fork_generation()) {
   if (world_size > kMaxGroupSize) {
     throw Error(ErrorKind::kValue, join("rota.Communicator: world_size is ", world_size,
@@ -95,7 +95,7 @@ void TensorCommunicator::connect(OwnTimeout own_timeout) {
     throw Error(ErrorKind::kInternal,
                 "rota: this communicator belongs to the parent process; make a new one after fork");
   }
-  const std::lock_guard lock(connect_mutex_);
+  const GilFreeLock lock(connect_mutex_);
   if (is_connected_) return;
   if (is_connecting_) {
     throw Error(ErrorKind::kInternal,
@@ -114,7 +114,7 @@ void TensorCommunicator::connect(OwnTimeout own_timeout) {
     }
   };
   check();
-  const auto timeout = own_timeout.value_or(options_.timeout);
+  const auto timeout = own_timeout.value_or(timeout_);
   try {
     hosts_.emplace(unconnected_->hosts(timeout, check));
     if (hosts_->num_hosts() > 1) {
@@ -130,10 +130,13 @@ void TensorCommunicator::connect(OwnTimeout own_timeout) {
   }
   unconnected_.reset();
   is_connected_ = true;
+  // set_timeout() may have found the group unconnected since it was made. Both set and look in
+  // sequentially consistent order, so one of them sees the other.
+  cpu_->communicator()->set_timeout(timeout_.load());
 }
 
 void TensorCommunicator::make_cpu_collectives(std::unique_ptr<transport::Transport> transport) {
-  cpu_.emplace(std::make_shared<Communicator>(std::move(transport), options_.timeout,
+  cpu_.emplace(std::make_shared<Communicator>(std::move(transport), timeout_.load(),
                                               options_.check_interrupt),
                options_.check_interrupt);
 }
@@ -228,7 +231,7 @@ bool TensorCommunicator::leave_unconnected() {
   if (is_connected_) return false;
   if (fork_generation_ != fork_generation()) return true;  // the parent's
   has_left_ = true;                                        // ends a connect()
-  const std::lock_guard lock(connect_mutex_);
+  const GilFreeLock lock(connect_mutex_);
   if (!is_connecting_) unconnected_.reset();  // otherwise this is a callback of connect()
   return !is_connected_;
 }
@@ -242,7 +245,7 @@ CpuCollectives& TensorCommunicator::cpu_for(std::string_view call, OwnTimeout ow
 void TensorCommunicator::end_progress_of_all() {
   std::vector<std::weak_ptr<TensorCommunicator>> communicators;
   {
-    const std::lock_guard lock(all_living().mutex);
+    const GilFreeLock lock(all_living().mutex);
     communicators = all_living().communicators;
   }
   // Outside the lock: end_progress() waits for tasks, which may make or drop communicators.
@@ -397,8 +400,7 @@ std::optional<ErrorKind> TensorCommunicator::failure() const {
 }
 
 void TensorCommunicator::set_timeout(std::chrono::milliseconds timeout) {
-  const std::lock_guard lock(connect_mutex_);
-  options_.timeout = timeout;
+  timeout_ = timeout;
   if (is_connected_ && cpu_->communicator()) cpu_->communicator()->set_timeout(timeout);
 }
 

@@ -136,7 +136,8 @@ class TensorCommunicator {
   TorchStore store_;
   int rank_;
   int world_size_;
-  TensorCommunicatorOptions options_;
+  TensorCommunicatorOptions options_;               // but for the timeout:
+  std::atomic<std::chrono::milliseconds> timeout_;  // any thread may set it, also during connect()
   uint64_t fork_generation_;
 
   // Recursive, because connect() holds it while it runs callbacks, which may come back: signal

@@ -22,6 +22,7 @@
 #include "tensor/cuda/self_test_record.h"
 #include "tensor/cuda/self_test_sums.h"
 #include "tensor/cuda/self_test_trials.h"
+#include "tensor/gil.h"
 #include "tensor/signals.h"
 
 namespace rota::tensors {
@@ -243,7 +244,7 @@ void check_self_test_setting() { read_setting(); }
 UnusableKernels find_unusable_kernels(at::Device device) {
   const Setting setting = read_setting();
   // Held while the test runs, so that other threads wait for its result. The GIL is not held.
-  const std::lock_guard lock(process().mutex);
+  const GilFreeLock lock(process().mutex);
   auto& by_device = process().by_device;
   if (!by_device.contains(device.index())) {
     by_device.emplace(device.index(), find_out(device, setting));
@@ -267,7 +268,7 @@ std::vector<KernelReport> run_gpu_self_test(int device) {
   const at::Device tested(at::kCUDA, static_cast<c10::DeviceIndex>(device));
   const c10::DeviceGuard on_device(tested);
   cuda::load_kernels();
-  const std::lock_guard lock(process().mutex);
+  const GilFreeLock lock(process().mutex);
   return run(tested, gpu).kernels;
 }
 

@@ -5,6 +5,7 @@
 #include "cpu/copy.h"
 #include "hosts/tags.h"
 #include "tensor/errors.h"
+#include "tensor/gil.h"
 #include "tensor/request_work.h"
 #include "tensor/tensor_checks.h"
 
@@ -82,7 +83,7 @@ class RemoteTransfers::Transfer final : public HostWork {
     RequestRef request;
     const PackedMessage message(direction_, tensors_[0]);
     {
-      const std::lock_guard lock(transfers_.any_mutex_);
+      const GilFreeLock lock(transfers_.any_mutex_);
       const std::optional<int> sender = bridge_.local().point_to_point().probe(tag);
       if (!sender || !bridge_.inbox().leave(place_)) return false;
       request = message.start(bridge_.local(), *sender, tag);
@@ -145,9 +146,8 @@ void RemoteTransfers::check(Direction direction, const at::Tensor& tensor, int p
     throw Error(ErrorKind::kValue, join("rota.", name(direction), ": ", what));
   };
   const bool is_any = direction == Direction::kRecv && peer == kAnyRank;
-  if (!is_any && (peer < 0 || peer >= bridge_.world_size() || peer == bridge_.rank())) {
-    refuse(join("the peer is ", peer, ", expected another rank than the own, ", bridge_.rank(),
-                ", in [0, ", bridge_.world_size(), ")"));
+  if (!is_any && (peer < 0 || peer >= bridge_.world_size())) {
+    refuse(join("the peer is ", peer, ", expected a rank in [0, ", bridge_.world_size(), ")"));
   }
   if (tag < 0) refuse(join("tag is ", tag, ", expected 0 or more"));
 }
@@ -170,7 +170,7 @@ WorkRef RemoteTransfers::start(Direction direction, const at::Tensor& tensor, in
     transfer->complete(exception);
   };
   {
-    const std::lock_guard lock(mutex_);
+    const GilFreeLock lock(mutex_);
     threads_.remove_if([](const ProgressQueue& thread) { return thread.is_idle(); });
     sends_.remove_if([](const WorkRef& send) { return send->isCompleted(); });
     threads_.emplace_back().enqueue(job);
@@ -183,7 +183,7 @@ WorkRef RemoteTransfers::start(Direction direction, const at::Tensor& tensor, in
 void RemoteTransfers::finish_sends() {
   std::list<WorkRef> sends;
   {
-    const std::lock_guard lock(mutex_);
+    const GilFreeLock lock(mutex_);
     sends.swap(sends_);
   }
   for (const WorkRef& send : sends) {
@@ -197,7 +197,7 @@ void RemoteTransfers::finish_sends() {
 void RemoteTransfers::close() {
   std::list<ProgressQueue> threads;
   {
-    const std::lock_guard lock(mutex_);
+    const GilFreeLock lock(mutex_);
     threads.swap(threads_);
   }
 }
