@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -106,6 +108,62 @@ def test_dropped_communicator_fails_its_pending_work_and_tells_peers() -> None:
     for error, text in results:
         assert error in ("PeerFailed", "RotaError"), text
         assert "dropped its communicator" in text
+
+
+def end_while_a_thread_waits(rank: Rank, what: str, how: str) -> tuple[str, str] | None:
+    """Rank 1 sends nothing, and calls nothing."""
+    rank.init()
+    communicator = rota.Communicator()
+    window = rota.Window(1)
+    tensor = torch.ones(10)
+    if rank.rank == 1:
+        rank.hear()
+        return None
+    calls: dict[str, Callable[[], object]] = {
+        "recv": lambda: communicator.recv(tensor, 1),
+        "recv-any": lambda: communicator.recv(tensor),
+        "irecv": lambda: communicator.irecv(tensor, 1).wait(),
+        "send": lambda: communicator.send(torch.ones(1 << 20), 1),
+        "dist.recv": lambda: dist.recv(tensor, 1),
+        "all_reduce": lambda: communicator.all_reduce(tensor),
+        "queued": lambda: communicator.all_reduce(tensor, async_op=True).wait(),
+        "window": lambda: window.wait_signal(1),
+    }
+    ends: dict[str, Callable[[], object]] = {
+        "close": window.close if what == "window" else communicator.close,
+        "abort": lambda: communicator.abort("enough"),
+        "destroy": dist.destroy_process_group,
+    }
+    errors: list[tuple[str, str]] = []
+    waiting = threading.Thread(target=lambda: errors.append(error_of(calls[what])))
+    waiting.start()
+    time.sleep(0.2)
+    ends[how]()
+    waiting.join(10)
+    return errors[0] if errors else ("hang", "")
+
+
+@pytest.mark.parametrize(
+    ("what", "how", "kind"),
+    [
+        ("recv", "close", "RotaError"),
+        ("recv-any", "close", "RotaError"),
+        ("irecv", "close", "RotaError"),
+        ("dist.recv", "destroy", "RotaError"),
+        ("recv", "abort", "PeerFailed"),
+        ("send", "abort", "PeerFailed"),
+        ("all_reduce", "abort", "PeerFailed"),
+        ("queued", "abort", "PeerFailed"),
+        ("window", "close", "PeerFailed"),
+    ],
+)
+def test_end_of_a_communicator_ends_the_waits_of_its_threads(
+    what: str, how: str, kind: str
+) -> None:
+    with Ranks(2, end_while_a_thread_waits, what, how) as ranks:
+        assert ranks.hear_result(0)[0] == kind
+        ranks.tell(1)
+        ranks.results()
 
 
 def drop_inside_callback(rank: Rank) -> list[float]:

@@ -6,7 +6,6 @@
 #include <numeric>
 #include <type_traits>
 
-#include "base/fork_generation.h"
 #include "base/per_process.h"
 #include "cpu/executor.h"
 #include "schedule/direct.h"
@@ -46,12 +45,12 @@ Communicator::Communicator(std::unique_ptr<transport::Transport> transport, Nano
 Communicator::~Communicator() {
   point_to_point_.close();
   // A forked child shares its parent's memory, but must not announce the parent's departure.
-  if (fork_generation_ != fork_generation()) return;
+  if (is_of_parent()) return;
   waiter_.publish(transport_->own_control().departed, 1);
 }
 
 void Communicator::abort(const std::string& reason) {
-  if (fork_generation_ != fork_generation()) return;  // not the parent's group
+  if (is_of_parent()) return;  // not the parent's group
   publish_abort(ErrorKind::kInternal, ErrorKind::kPeerFailed, reason);
 }
 
@@ -132,13 +131,15 @@ void Communicator::run(const Call& call, const cpu::Buffers& buffers, CallerThre
   });
 }
 
+void Communicator::check_process(std::string_view call) const {
+  if (!is_of_parent()) return;
+  throw Error(ErrorKind::kInternal, join("rota.", call,
+                                         ": this communicator belongs to the parent process; make "
+                                         "a new one after fork"));
+}
+
 void Communicator::check_usable(std::string_view collective) const {
-  if (fork_generation_ != fork_generation()) {
-    throw Error(ErrorKind::kInternal,
-                join("rota.", collective,
-                     ": this communicator belongs to the parent process; make "
-                     "a new one after fork"));
-  }
+  check_process(collective);
   if (is_dead_.load(std::memory_order_acquire)) {
     throw Error(dead_kind_, join("rota.", collective, ": the group is dead: ", dead_reason_,
                                  "; destroy it and make a new one"));
@@ -316,7 +317,7 @@ Error Communicator::mismatch(const Call& own, uint64_t epoch, std::span<const in
 }
 
 void Communicator::fail(const Error& cause) {
-  if (fork_generation_ != fork_generation()) return;
+  if (is_of_parent()) return;
   publish_abort(cause.kind(), cause.kind(), cause.told(), cause.has_cause());
 }
 

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "base/fork_generation.h"
 #include "core/point_to_point.h"
 #include "core/watch.h"
 #include "cpu/buffers.h"
@@ -55,8 +56,12 @@ class Communicator {
   // Messages between two ranks, which need no turn among the collectives.
   PointToPoint& point_to_point() { return point_to_point_; }
 
-  // Throws Error(kInternal) in a forked child. In a group that has failed, throws the kind of error
-  // that it failed with, because a user may look at any of several failed calls first.
+  // Whether this is a forked child's copy, whose memory and messages are its parent's.
+  bool is_of_parent() const { return fork_generation_ != fork_generation(); }
+  // Throws Error(kInternal) in a forked child.
+  void check_process(std::string_view call) const;
+  // Likewise. In a group that has failed, throws the kind of error that it failed with, because a
+  // user may look at any of several failed calls first.
   void check_usable(std::string_view collective) const;
 
   // For ranks that are one host's part of a group: says that this one has done its part of that

@@ -53,8 +53,15 @@ MessageQueues::MessageQueues(transport::Transport& transport, Waiter& waiter)
 
 void MessageQueues::start(const RequestRef& request, Done& done) {
   ++num_unfinished_;
+  if (end_error_) {
+    request->error_ = end_error_;
+    return end(request, done);
+  }
+  const int own = transport_.rank();
+  if (request->peer_ == kAnyRank && transport_.world_size() == 1) request->peer_ = own;
   const int peer = request->peer_;
   if (request->direction_ == Direction::kSend) {
+    if (peer == own) return send_to_self(request, done);
     sends_[static_cast<size_t>(peer)].push_back(request);
     push(peer, done);
     if (request->is_done()) return;
@@ -63,6 +70,7 @@ void MessageQueues::start(const RequestRef& request, Done& done) {
   } else {
     recvs_.push_back(request);
   }
+  if (peer == own) return;
   if (peer == kAnyRank) return move(done, nullptr);
   exchange(peer, [] { return false; }, done);
 }
@@ -117,6 +125,23 @@ void MessageQueues::push(int peer, Done& done) {
     queue.pop_front();
     end(request, done);
   }
+}
+
+// The message goes to the recv that waits for it, or is kept until one does.
+void MessageQueues::send_to_self(const RequestRef& send, Done& done) {
+  const Message& message = send->message_;
+  try {
+    Arriving arriving = begin(send->peer_, message, /*takes_unasked=*/true);
+    take(arriving, send->data_, message.num_bytes());
+    if (arriving.early) {
+      arriving.early->is_whole = true;
+    } else {
+      end(arriving.recv, done);
+    }
+  } catch (const Error& error) {  // no memory, of which no other rank needs to know
+    send->error_ = error;
+  }
+  end(send, done);
 }
 
 template <typename TakesUnasked>
@@ -239,6 +264,7 @@ void MessageQueues::end(const RequestRef& request, Done& done) {
 }
 
 void MessageQueues::end_all(const Error& error, Done& done) {
+  if (!end_error_) end_error_ = error;
   const auto give_up = [&](const RequestRef& request) {
     request->error_ = error;
     end(request, done);

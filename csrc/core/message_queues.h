@@ -103,7 +103,7 @@ class MessageQueues {
   MessageQueues(transport::Transport& transport, Waiter& waiter);
 
   // Starts a request, and moves what can be moved at once between its rank and its peer. Throws
-  // like move().
+  // like move(). A message to the own rank passes no link: its send is done at once.
   void start(const RequestRef& request, Done& done);
   // Moves what can be moved at once. What no recv has asked for is taken in only until this request
   // is done; null: not at all. It stays with its sender otherwise, and once a recv asks for it,
@@ -112,8 +112,10 @@ class MessageQueues {
   void move(Done& done, const Request* awaited);
   // Likewise, but takes in everything.
   void move_all(Done& done);
-  // Fails all outstanding requests, and drops what still arrives.
+  // Fails all outstanding requests and later ones, and drops what still arrives. The first error
+  // stays.
   void end_all(const Error& error, Done& done);
+  const std::optional<Error>& end_error() const { return end_error_; }
 
   // The sender of the first message with this tag that has come before its recv; none: there is
   // none.
@@ -154,6 +156,7 @@ class MessageQueues {
   template <typename TakesUnasked>
   void pull(int peer, const TakesUnasked& takes_unasked, Done& done);
   void push(int peer, Done& done);
+  void send_to_self(const RequestRef& send, Done& done);
   // Returns false if there is no room.
   bool push_piece(Request& send);
   // Without a message if that is left with its sender.
@@ -176,6 +179,7 @@ class MessageQueues {
   std::list<std::shared_ptr<Early>> early_;    // in the order of arrival
   std::vector<Arriving> arriving_;             // by sender
   uint64_t num_unfinished_ = 0;
+  std::optional<Error> end_error_;
 };
 
 }  // namespace rota

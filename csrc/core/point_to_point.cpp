@@ -7,7 +7,6 @@
 #include <string_view>
 #include <utility>
 
-#include "base/fork_generation.h"
 #include "base/per_process.h"
 #include "core/communicator.h"
 
@@ -75,8 +74,7 @@ PointToPoint::PointToPoint(Communicator& communicator, transport::Transport& tra
       // Also among several hosts, where messages would take half as long again if ranks slept at
       // once.
       policy_(WaitPolicy::for_ranks(transport.world_size())),
-      queues_(transport, waiter_),
-      fork_generation_(fork_generation()) {
+      queues_(transport, waiter_) {
   Living& living = per_process<Living>();
   const std::lock_guard lock(living.mutex);
   living.groups.push_back(this);
@@ -94,12 +92,10 @@ RequestRef PointToPoint::recv(void* data, const Message& message, int peer, OnDo
 void PointToPoint::check_call(Direction direction, int peer) const {
   const std::string_view call = name(direction);
   communicator_.check_usable(call);
-  const bool is_any =
-      direction == Direction::kRecv && peer == kAnyRank && transport_.world_size() > 1;
-  if (!is_any && (peer < 0 || peer >= transport_.world_size() || peer == transport_.rank())) {
+  const bool is_any = direction == Direction::kRecv && peer == kAnyRank;
+  if (!is_any && (peer < 0 || peer >= transport_.world_size())) {
     throw Error(ErrorKind::kValue, join("rota.", call, ": the peer is ", peer,
-                                        ", expected another rank than the own, ", transport_.rank(),
-                                        ", in [0, ", transport_.world_size(), ")"));
+                                        ", expected a rank in [0, ", transport_.world_size(), ")"));
   }
 }
 
@@ -147,6 +143,8 @@ int PointToPoint::run(Direction direction, void* data, const Message& message, i
 }
 
 bool PointToPoint::test(const Request& request) {
+  if (request.is_done()) return true;
+  communicator_.check_process(name(request.direction_));
   Done done;
   {
     const std::lock_guard lock(mutex_);
@@ -162,6 +160,7 @@ bool PointToPoint::test(const Request& request) {
 }
 
 std::optional<int> PointToPoint::probe(uint64_t tag) {
+  communicator_.check_process(name(Direction::kRecv));
   Done done;
   std::optional<int> sender;
   {
@@ -180,6 +179,7 @@ std::optional<int> PointToPoint::probe(uint64_t tag) {
 bool PointToPoint::wait(const Request& request, CallerThread thread,
                         std::optional<Nanoseconds> patience) {
   if (!request.is_done()) {
+    communicator_.check_process(name(request.direction_));
     const auto next_awaited = [&] { return request.is_done() ? nullptr : &request; };
     Done done;
     Lock lock(mutex_);
@@ -209,7 +209,10 @@ std::optional<Error> PointToPoint::wait_while(const NextAwaited& next_awaited, L
     while (true) {
       queues_.move(done, next_awaited());
       const Request* request = next_awaited();
-      if (request == nullptr || !is_patient) break;
+      if (request == nullptr || !is_patient) {
+        failure = queues_.end_error();
+        break;
+      }
       if (request->number_ != number) {
         number = request->number_;
         watch.begin_call(name(request->direction_), number,
@@ -217,7 +220,7 @@ std::optional<Error> PointToPoint::wait_while(const NextAwaited& next_awaited, L
       }
       watch.begin_wait(request->peer_, phase.emplace(request->message_.tag), request->num_moved_);
       observer.begin_wait(request->moved_at_);
-      const MessageQueues::AwaitedFlags flags = queues_.awaited();
+      const MessageQueues::AwaitedFlags flags = awaited();
       lock.unlock();
       report(done);
       done.clear();
@@ -235,7 +238,7 @@ std::optional<Error> PointToPoint::wait_while(const NextAwaited& next_awaited, L
     --num_waiting_;
     const std::string text = join(watch.prefix(), " was interrupted ", watch.place());
     communicator_.abort(text);
-    queues_.end_all(Error(ErrorKind::kInternal, text), done);
+    end_all(Error(ErrorKind::kInternal, text), done);
     lock.unlock();
     report(done);
     throw;
@@ -295,7 +298,7 @@ bool PointToPoint::step_in(Lock& lock) {
   try {
     queues_.move_all(done);
     watch.begin_wait_for_all(queues_.needed_peers(), "attended", 0);
-    const MessageQueues::AwaitedFlags flags = queues_.awaited();
+    const MessageQueues::AwaitedFlags flags = awaited();
     lock.unlock();
     report(done);
     done.clear();
@@ -313,11 +316,13 @@ bool PointToPoint::step_in(Lock& lock) {
 }
 
 bool PointToPoint::has_unfinished_sends() {
+  if (communicator_.is_of_parent()) return false;
   const std::lock_guard lock(mutex_);
   return queues_.last_send() != nullptr;
 }
 
 void PointToPoint::finish(CallerThread thread) {
+  if (communicator_.is_of_parent()) return;
   const auto next_awaited = [this] { return queues_.last_send(); };
   Done done;
   Lock lock(mutex_);
@@ -329,7 +334,7 @@ void PointToPoint::finish(CallerThread thread) {
 }
 
 void PointToPoint::close() {
-  if (fork_generation_ == fork_generation()) {
+  if (!communicator_.is_of_parent()) {
     {
       Living& living = per_process<Living>();
       const std::lock_guard lock(living.mutex);
@@ -339,10 +344,10 @@ void PointToPoint::close() {
     {
       const std::lock_guard lock(mutex_);
       is_closing_ = true;
-      queues_.end_all(Error(ErrorKind::kInternal,
-                            "rota: this communicator was closed before the message "
-                            "came; wait for a recv before you close"),
-                      done);
+      end_all(Error(ErrorKind::kInternal,
+                    "rota: this communicator was closed before the message "
+                    "came; wait for a recv before you close"),
+              done);
     }
     attendant_->notify_all();
     report(done);
@@ -352,7 +357,21 @@ void PointToPoint::close() {
 
 void PointToPoint::fail(const Error& error, Done& done) {
   communicator_.fail(error);
+  end_all(error, done);
+}
+
+// A thread that waits for a request sleeps on what peers write, and the end of the request changes
+// none of that: without a flag of its own it would wait for the peer, or for the timeout.
+void PointToPoint::end_all(const Error& error, Done& done) {
   queues_.end_all(error, done);
+  ended_.publish(1);
+  Waiter::wake_all(ended_);
+}
+
+MessageQueues::AwaitedFlags PointToPoint::awaited() const {
+  MessageQueues::AwaitedFlags flags = queues_.awaited();
+  flags.add({&ended_, 1});
+  return flags;
 }
 
 void PointToPoint::report(const Done& done) {

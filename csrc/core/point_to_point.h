@@ -6,6 +6,12 @@
 // for room. Requests that nobody waits for are moved by a thread that is borrowed for as long as
 // there are any.
 //
+// A rank may send to itself. Such a send is done at once, since its message is kept until a recv
+// asks for it.
+//
+// A forked child has a copy of this, of which every call throws Error(kInternal), and which ends at
+// once: the links are its parent's.
+//
 // Works on pointers and dtypes; tensors are handled in tensor/.
 #pragma once
 
@@ -94,6 +100,9 @@ class PointToPoint {
 
   // Fails the whole group; call it with mutex_ held.
   void fail(const Error& error, Done& done);
+  // Fails all requests, and wakes the threads that wait for them; call it with mutex_ held.
+  void end_all(const Error& error, Done& done);
+  MessageQueues::AwaitedFlags awaited() const;
   // Call it with no lock held, because on_done may call back into this.
   static void report(const Done& done);
 
@@ -102,6 +111,7 @@ class PointToPoint {
   const std::function<void()>* check_interrupt_;
   Waiter waiter_;
   WaitPolicy policy_;
+  Flag ended_{};  // 1 once end_all() has run; the threads of this rank alone look at it
 
   std::mutex mutex_;  // guards all that follows
   MessageQueues queues_;
@@ -112,7 +122,6 @@ class PointToPoint {
   bool is_closing_ = false;
   ForkSafe<std::condition_variable> attendant_;  // wakes the borrowed thread when this closes
   ProgressQueue attendant_queue_;
-  uint64_t fork_generation_;
 };
 
 }  // namespace rota

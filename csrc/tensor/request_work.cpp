@@ -84,7 +84,7 @@ bool RequestWork::wait(std::chrono::milliseconds timeout) {
 }
 
 bool RequestWork::isCompleted() {
-  communicator_->point_to_point().test(*request_);
+  with_python_errors([&] { communicator_->point_to_point().test(*request_); });
   return HostWork::isCompleted();
 }
 

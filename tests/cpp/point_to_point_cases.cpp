@@ -101,7 +101,8 @@ void both_ranks_send_first() {
   });
 }
 
-// Every rank sends to every other with a few tags, as isend does, and receives in random order.
+// Every rank sends to all, itself included, with a few tags, as isend does, and receives in random
+// order.
 // Messages of one (source, tag) must arrive in the order in which they were sent.
 template <int kWorldSize>
 void mixed_messages_keep_their_order() {
@@ -122,16 +123,15 @@ void mixed_messages_keep_their_order() {
     std::vector<Bytes> sent;
     std::vector<RequestRef> sends;
     std::vector<Expected> recvs;
-    recvs.reserve(kNumMessages * kWorldSize);
+    constexpr uint64_t kNumAll = kNumMessages * kWorldSize;
+    recvs.reserve(kNumAll);
     std::vector<uint64_t> num_sent(kWorldSize, 0);
     // The number of the next message, by source and tag.
     std::vector<std::array<uint64_t, kNumTags>> next(kWorldSize, {0, 1, 2});
-    sent.reserve(kNumMessages * kWorldSize);
-    const uint64_t num_all = kNumMessages * (kWorldSize - 1);
-    for (uint64_t num_sends = 0, num_recvs = 0; num_sends < num_all || num_recvs < num_all;) {
+    sent.reserve(kNumAll);
+    for (uint64_t num_sends = 0, num_recvs = 0; num_sends < kNumAll || num_recvs < kNumAll;) {
       if (random.below(8) == 0) sched_yield();
       const auto peer = static_cast<int>(random.below(kWorldSize));
-      if (peer == rank) continue;
       if (random.below(2) == 0) {
         uint64_t& number = num_sent[static_cast<size_t>(peer)];
         if (number == kNumMessages) continue;
@@ -282,6 +282,55 @@ void finishing_waits_for_a_send_of_another_thread() {
   });
 }
 
+// The message waits for its recv, however long it is, or the recv for it; a recv from any rank
+// takes it, too.
+template <int kWorldSize>
+void a_message_to_oneself_arrives() {
+  run_ranks(kWorldSize, [](Communicator& communicator) {
+    const int rank = communicator.rank();
+    PointToPoint& links = communicator.point_to_point();
+    for (const size_t length : kLengths) {
+      const Bytes first = content(rank, 1, length), second = content(rank, 2, length);
+      send(communicator, first, rank);
+      send(communicator, second, rank, /*tag=*/1);
+      check(links.probe(1) == rank, "who has sent");
+      check_recv(communicator, second, kAnyRank, /*tag=*/1);
+      check_recv(communicator, first, rank);
+      Bytes bytes(length, 0xee);
+      const RequestRef recv = links.recv(bytes.data(), message_of(bytes), rank);
+      check(!links.test(*recv), "nothing has been sent");
+      send(communicator, second, rank);
+      check(links.test(*recv) && bytes == second, "it has come");
+    }
+    Bytes longer(3);
+    const RequestRef recv = links.recv(longer.data(), message_of(longer), rank);
+    send(communicator, Bytes(2), rank);
+    check(recv->error() && recv->error()->kind() == ErrorKind::kMismatch, "another length");
+  });
+}
+
+// Whoever sleeps on the links is woken, with the end of its request as the only sign.
+void closing_wakes_whoever_waits() {
+  std::barrier together(2);
+  run_ranks(2, [&](Communicator& communicator) {
+    if (communicator.rank() == 0) {
+      std::thread waiting([&] {
+        Bytes bytes(10);
+        try {
+          recv(communicator, bytes, 1);
+          check(false, "nobody sends");
+        } catch (const Error& error) {
+          check(error.kind() == ErrorKind::kInternal, "the end of the recv");
+        }
+      });
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));  // mostly enough to fall asleep
+      communicator.point_to_point().close();
+      waiting.join();
+    }
+    together.arrive_and_wait();
+  });
+}
+
 const CaseTable kCases{
     {"p2p_lengths", messages_of_all_lengths_arrive},
     {"p2p_full-short", a_full_link_goes_on<1>},
@@ -296,6 +345,9 @@ const CaseTable kCases{
     {"p2p_threads", threads_share_the_links},
     {"p2p_finish", finishing_waits_for_a_send_of_another_thread},
     {"p2p_attended", requests_go_on_while_nobody_waits},
+    {"p2p_to_self-ws1", a_message_to_oneself_arrives<1>},
+    {"p2p_to_self-ws2", a_message_to_oneself_arrives<2>},
+    {"p2p_closed", closing_wakes_whoever_waits},
 };
 
 }  // namespace

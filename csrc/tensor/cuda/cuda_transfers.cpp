@@ -102,7 +102,8 @@ WorkRef CudaCollectives::transfer(const at::Tensor& tensor, int source, int dest
   if (peer < 0 || peer >= communicator_->world_size() || peer == rank) {
     throw Error(ErrorKind::kValue,
                 join("rota.", is_send ? "send" : "recv", ": the other rank is ", peer,
-                     ", expected one in [0, ", communicator_->world_size(), ") other than ", rank));
+                     ", expected one in [0, ", communicator_->world_size(), ") other than ", rank,
+                     peer == rank ? "; copy a CUDA tensor to send it to oneself" : ""));
   }
   const Call call{.kind = CollectiveKind::kSendRecv,
                   .dtype = movable_dtype(tensor, "send_recv"),

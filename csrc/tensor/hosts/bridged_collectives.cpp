@@ -177,8 +177,8 @@ WorkRef BridgedCollectives::recv(const at::Tensor& tensor, int peer, int64_t tag
 WorkRef BridgedCollectives::transfer(Direction direction, const at::Tensor& tensor, int peer,
                                      int64_t tag, Launch mode) {
   const schedule::Hosts& hosts = bridge_->hosts();
-  const bool is_of_this_host = peer >= 0 && peer < hosts.world_size() && peer != rank_ &&
-                               hosts.place_of(peer).host == bridge_->host();
+  const bool is_of_this_host =
+      peer >= 0 && peer < hosts.world_size() && hosts.place_of(peer).host == bridge_->host();
   if (!is_of_this_host) return remote_.start(direction, tensor, peer, tag, mode);
   const int local_peer = hosts.place_of(peer).local_rank;
   return direction == Direction::kSend ? local_.send(tensor, local_peer, tag, mode)

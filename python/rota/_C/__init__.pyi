@@ -671,16 +671,19 @@ class Communicator:
         ahead can therefore fill the receiver's memory: call irecv() early, or let the receiver
         answer every few messages. A receiver that computes takes nothing in; its senders wait.
 
+        A message to the own rank is copied, and does not block: without a recv that waits for it,
+        it is kept until one asks for it.
+
         With a CUDA tensor the call is queued on the current stream. Tags are ignored, and the GPUs
         must be joined, by connect_device() or any collective, in which all ranks take part.
 
         Args:
             tensor: any shape and dtype; strided ones are packed.
-            peer: a rank other than this one.
+            peer: a rank; another than this one for CUDA tensors.
             tag: 0 or more.
 
         Raises:
-            ValueError: peer is not another rank of the group, or tag is negative.
+            ValueError: peer is no rank of the group, or tag is negative.
             rota.Timeout: the peer did not receive within the communicator's timeout; names it.
             rota.PeerFailed: the peer died, left, or failed.
             rota.TransportError: the peer has no memory to keep a message that it has not asked for.
@@ -881,6 +884,8 @@ class BackendOptions(dist._Backend.Options):
     choose_engine: ChooseEngine  # called if ranks are on several hosts
     check_peers: Callable[[], None] | None
     """Called several times a second while ranks connect; raises if one of them is gone."""
+    watch_block: Callable[[Callable[[], None]], None] | None
+    """Called when a coalescing block begins; calls its argument once torch's manager is gone."""
 
     def __init__(
         self,
