@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -174,3 +175,60 @@ def close_in_child(rank: Rank, used_async: bool) -> tuple[str, list[float]]:
 @pytest.mark.parametrize("used_async", [False, True], ids=["fresh", "after-async"])
 def test_forked_child_close_does_not_disturb_the_parent(used_async: bool) -> None:
     assert run_ranks(2, close_in_child, used_async) == [("nothing", [8.0] * 3)] * 2
+
+
+def use_works_in_child(rank: Rank) -> tuple[list[tuple[str, str]], tuple[str, str]]:
+    """What a child inherits while its parent waits for rank 1: works, a window, all to be ended."""
+    rank.init()
+    communicators, windows = [rota.Communicator()], [rota.Window(4)]
+    output, total = torch.zeros(3), torch.ones(3)
+    if rank.rank == 1:
+        rank.hear()
+        communicators[0].send(torch.full((3,), 5.0), 0)
+        communicators[0].all_reduce(total)
+        communicators[0].barrier()
+        return [], ("", "")
+    recv = communicators[0].irecv(output, 1)
+    send = communicators[0].isend(torch.ones(1 << 20), 1, tag=1)  # longer than the link
+    queued = communicators[0].all_reduce(total, async_op=True)
+    window = windows[0]
+    calls: list[Callable[[], object]] = [
+        *(call for work in (recv, send, queued) for call in (work.wait, work.is_completed)),
+        *(work.get_future for work in (recv, queued)),
+        lambda: window.put(torch.ones(4), 1),
+        lambda: window.signal(0),
+        lambda: window.view(1),
+        lambda: window.num_signals(1),
+        lambda: rota._C.Window.is_alive(window, 1),
+    ]
+    exposed = rota._C.ExposedTensor(torch.zeros(1), 1, others_may_write=False)
+    calls.append(lambda: exposed.publish(0, 1))
+    errors = [run_in_child(call) for call in calls]
+
+    def end() -> None:
+        exposed.close()
+        windows.pop().close()
+        communicators[0].close()
+        communicators.clear()
+        gc.collect()
+        dist.destroy_process_group()
+
+    ended = run_in_child(end)
+    rank.tell()
+    recv.wait()
+    queued.wait()
+    assert output.tolist() == [5.0] * 3 and total.tolist() == [2.0] * 3
+    assert window.is_alive(1) and exposed.load(0) == 0
+    communicators[0].barrier()
+    return errors, ended
+
+
+def test_works_and_windows_in_a_forked_child_raise_and_end_at_once() -> None:
+    with Ranks(2, use_works_in_child) as ranks:
+        ranks.hear(0)
+        ranks.tell(1)
+        errors, ended = ranks.results()[0]
+    for error, text in errors:
+        assert error == "RotaError", text
+        assert "parent process" in text and "after fork" in text
+    assert ended == ("nothing", "no exception was raised")

@@ -66,6 +66,11 @@ uint64_t ExposedTensor::load(uint64_t word) const {
 }
 
 void ExposedTensor::publish(uint64_t word, uint64_t value) {
+  if (fork_generation_ != fork_generation()) {
+    throw PythonError(Error(ErrorKind::kInternal,
+                            "rota: this shared memory belongs to the parent process; make your own "
+                            "after fork"));
+  }
   check_word(view(), word);
   publish_word(view(), word, value);
 }
@@ -141,8 +146,14 @@ TensorWindow::TensorWindow(std::shared_ptr<ExposedTensor> own, int rank,
   if (remote_) remote_->open(remote_, *window_);
 }
 
+// Without the mutex in a forked child, where the thread that holds it may be missing.
 std::shared_ptr<Window> TensorWindow::window() const {
-  const std::lock_guard lock(mutex_);
+  if (is_of_parent()) {
+    throw Error(ErrorKind::kInternal,
+                "rota.Window: this window belongs to the parent process; make a new one after "
+                "fork");
+  }
+  const GilFreeLock lock(mutex_);
   if (window_) return window_;
   throw Error(ErrorKind::kInternal, "rota.Window: this window is closed; make a new one");
 }
@@ -241,7 +252,7 @@ bool TensorWindow::is_alive(int rank) const {
 at::Tensor TensorWindow::view(int rank) {
   return with_python_errors([&] {
     std::byte* data = window()->view(rank).data.data();
-    const std::lock_guard lock(mutex_);
+    const GilFreeLock lock(mutex_);
     if (rank == rank_) return own_ ? own_->tensor() : at::Tensor();
     return at::from_blob(
         data, shape_, [other = others_[static_cast<size_t>(rank)]](void*) {}, dtype_);
@@ -249,11 +260,12 @@ at::Tensor TensorWindow::view(int rank) {
 }
 
 void TensorWindow::close() {
+  // A forked child has a copy, which it can only drop: whoever closes or serves is its parent's.
+  if (is_of_parent()) return;
   const GilReleased gil_released;
-  const std::lock_guard lock(mutex_);
+  const GilFreeLock lock(mutex_);
   if (own_) own_->close();
-  // A forked child has none of the threads that serve, and a lock of theirs may be taken for ever.
-  if (remote_ && fork_generation_ == fork_generation()) remote_->close();
+  if (remote_) remote_->close();
   remote_.reset();
   window_.reset();
   own_.reset();

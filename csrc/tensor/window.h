@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "base/fork_generation.h"
 #include "base/wire_format.h"
 #include "core/window.h"
 #include "hosts/remote_window.h"
@@ -35,13 +36,15 @@ class ExposedTensor {
   transport::WindowView view() const { return memory_.view(); }
   std::string address() const { return memory_.address(); }
   uint64_t load(uint64_t word) const;
-  // Publishes all that was written before; wakes whoever waits for the word.
+  // Publishes all that was written before; wakes whoever waits for the word. Throws in a forked
+  // child.
   void publish(uint64_t word, uint64_t value);
   void close() { memory_.close(); }
   // Keeps something else until no process maps the tensor any more.
   void keep(std::shared_ptr<void> other) { memory_.keep(std::move(other)); }
 
  private:
+  const uint64_t fork_generation_ = fork_generation();
   at::Tensor tensor_;
   transport::WindowMemory memory_;
 };
@@ -99,7 +102,8 @@ class TensorWindow {
   void close();
 
  private:
-  // Throws Error(kInternal) once closed. Callers keep it while they use it.
+  bool is_of_parent() const { return fork_generation_ != fork_generation(); }
+  // Throws Error(kInternal) once closed, and in a forked child. Callers keep it while they use it.
   std::shared_ptr<Window> window() const;
   void check(std::string_view call, const at::Tensor& tensor, int64_t offset) const;
   // In memory that is no part of the rank's window, since what follows copies no overlaps.

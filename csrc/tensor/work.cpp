@@ -65,7 +65,20 @@ void HostWork::complete(std::exception_ptr exception) {
   for (const Pending& pending : futures) settle(pending.future, pending.value, exception);
 }
 
+void HostWork::check_process() const {
+  if (fork_generation_ == fork_generation() || completed_) return;
+  throw PythonError(Error(ErrorKind::kInternal,
+                          "rota: this Work belongs to the parent process, which completes it; wait "
+                          "for it there, and make a new communicator after fork"));
+}
+
+bool HostWork::isCompleted() {
+  check_process();
+  return Work::isCompleted();
+}
+
 bool HostWork::wait(std::chrono::milliseconds timeout) {
+  check_process();
   std::unique_lock lock(mutex_);
   // Most works are done, and the clock costs more than the rest.
   const auto start = completed_ ? Clock::time_point() : Clock::now();
@@ -92,6 +105,7 @@ float HostWork::getDuration() const {
 
 c10::intrusive_ptr<c10::ivalue::Future> HostWork::make_future(c10::TypePtr type,
                                                               c10::IValue value) {
+  check_process();
   auto future = c10::make_intrusive<c10::ivalue::Future>(std::move(type), gpus_of(tensors_));
   std::exception_ptr exception;
   {

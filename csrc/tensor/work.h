@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/fork_generation.h"
+
 namespace rota::tensors {
 
 class Work : public ::c10d::Work {
@@ -56,7 +58,10 @@ class HostWork : public Work {
 
   // Blocks until done. Throws the collective's error, or rota::Error(kTimeout) after `timeout`
   // unless that is kNoTimeout. Ctrl-C interrupts the wait; the collective goes on in either case.
+  // In a forked child, where nobody would complete the work, this and isCompleted() throw
+  // Error(kInternal) unless it is done.
   bool wait(std::chrono::milliseconds timeout) override;
+  bool isCompleted() override;
 
   // In milliseconds, from the call to its end: includes the wait for other ranks and for earlier
   // calls. Throws if the work is not done.
@@ -65,7 +70,9 @@ class HostWork : public Work {
  private:
   c10::intrusive_ptr<c10::ivalue::Future> make_future(c10::TypePtr type,
                                                       c10::IValue value) override;
+  void check_process() const;
 
+  const uint64_t fork_generation_ = fork_generation();
   std::function<void()> check_interrupt_;
   std::optional<Clock::time_point> called_;
   Clock::time_point ended_;  // set before completed_
