@@ -267,7 +267,7 @@ PYBIND11_MODULE(_C, module) {
           [](HeapPool& self, int64_t num_elems, at::ScalarType dtype) {
             return with_python_errors([&] { return self.empty(num_elems, dtype); });
           },
-          py::arg("num_elems"), py::arg("dtype"));
+          py::arg("num_elems"), py::arg("dtype"), ReleaseGil());
   module.def("block_elems", &block_elems, py::arg("wire_dtype"));
   module.def("isa", [] { return rota::cpu::element_loops().isa; });
   module.def("cuda_archs", &rota::cuda::archs);
@@ -418,6 +418,7 @@ PYBIND11_MODULE(_C, module) {
       .def_readwrite("connects_at_first_use", &BackendOptions::connects_at_first_use)
       .def_readwrite("choose_engine", &BackendOptions::choose_engine)
       .def_readwrite("check_peers", &BackendOptions::check_peers)
+      .def_readwrite("watch_block", &BackendOptions::watch_block)
       .def("__deepcopy__", [](const BackendOptions& self, const py::object&) {
         return c10::make_intrusive<BackendOptions>(self);
       });

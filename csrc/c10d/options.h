@@ -27,6 +27,9 @@ struct BackendOptions final : ::c10d::Backend::Options {
   OrderOptions order;                    // of all_reduce, reduce and reduce_scatter
   std::optional<WireFormat> inter_wire;  // as in TensorCommunicatorOptions, as choose_engine
   tensors::ChooseEngine choose_engine;
+  // Runs when a coalescing block begins, with what is to be called once torch's manager of the
+  // block is gone, however it has ended. Null: only endCoalescing() ends blocks.
+  std::function<void(std::function<void()> leave)> watch_block;
   // As in TensorCommunicatorOptions.
   bool connects_at_first_use = false;
   std::function<void()> check_interrupt;

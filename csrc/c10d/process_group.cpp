@@ -171,9 +171,27 @@ ProcessGroupRota::ProcessGroupRota(const StorePtr& store, int rank, int world_si
 template <typename Issue>
 WorkPtr ProcessGroupRota::call(const Issue& issue) {
   ++num_calls_;
-  WorkPtr work = issue();
-  if (coalescing_) coalescing_->push_back(work);
+  Block* const block = this->block();
+  if (block == nullptr) return issue();
+  WorkPtr work = HostWork::completed(getRank(), ::c10d::OpType::UNKNOWN, {});  // of a failed call
+  const auto keep_error = [&] {
+    if (!block->error) block->error = std::current_exception();
+  };
+  // Others, such as a signal handler's, leave the block at once.
+  try {
+    work = issue();
+  } catch (const PythonError&) {
+    keep_error();
+  } catch (const c10::Error&) {
+    keep_error();
+  }
+  block->works.push_back(work);
   return work;
+}
+
+ProcessGroupRota::Block* ProcessGroupRota::block() {
+  if (coalescing_ && coalescing_->is_left) coalescing_.reset();
+  return coalescing_.get();
 }
 
 WorkPtr ProcessGroupRota::run_own(OperationList operations, bool is_async) {
@@ -187,14 +205,15 @@ WorkPtr ProcessGroupRota::run_own(OperationList operations, bool is_async) {
   return work_of(work, operations[0].kind, std::move(results), called);
 }
 
-template <typename CallOptions, typename OnDelegate>
-WorkPtr ProcessGroupRota::run(Operations operations, const CallOptions& opts,
+template <typename Make, typename CallOptions, typename OnDelegate>
+WorkPtr ProcessGroupRota::run(const Make& make, const CallOptions& opts,
                               const OnDelegate& on_delegate) {
-  for (Operation& operation : operations) operation.timeout = own_timeout(opts.timeout);
-  if (operations.empty()) return HostWork::completed(getRank(), ::c10d::OpType::UNKNOWN, {});
-  const Operation& first = operations[0];
-  const at::Tensor& tensor = first.any_tensor();
   return call([&]() -> WorkPtr {
+    Operations operations = make();
+    for (Operation& operation : operations) operation.timeout = own_timeout(opts.timeout);
+    if (operations.empty()) return HostWork::completed(getRank(), ::c10d::OpType::UNKNOWN, {});
+    const Operation& first = operations[0];
+    const at::Tensor& tensor = first.any_tensor();
     if (tensor.defined() && tensor.is_cuda() && !communicator_->supports(first)) {
       return on_delegate(delegate_.backend_for(name(first.kind)));
     }
@@ -209,27 +228,35 @@ WorkPtr ProcessGroupRota::work_of(const WorkRef& work, CollectiveKind kind, Tens
 }
 
 void ProcessGroupRota::startCoalescing() {
-  TORCH_CHECK(!coalescing_, "rota: startCoalescing() in a coalesced call; end that one first");
-  coalescing_.emplace();
+  TORCH_CHECK(block() == nullptr,
+              "rota: startCoalescing() in a coalesced call; end that one first");
+  coalescing_ = std::make_shared<Block>();
+  if (!options_->watch_block) return;
+  options_->watch_block([weak = std::weak_ptr(coalescing_)] {
+    if (const auto block = weak.lock()) block->is_left = true;
+  });
 }
 
 WorkPtr ProcessGroupRota::endCoalescing() {
-  TORCH_CHECK(coalescing_, "rota: endCoalescing() without startCoalescing()");
-  std::vector<WorkPtr> works = std::move(*coalescing_);
-  coalescing_.reset();
-  return c10::make_intrusive<JointWork>(getRank(), std::move(works));
+  TORCH_CHECK(block() != nullptr, "rota: endCoalescing() without startCoalescing()");
+  const auto block = std::exchange(coalescing_, nullptr);
+  if (block->error) std::rethrow_exception(block->error);
+  return c10::make_intrusive<JointWork>(getRank(), std::move(block->works));
 }
 
 WorkPtr ProcessGroupRota::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
   // As on Gloo, sparse CPU tensors come this way.
   if (!tensors.empty() && tensors[0].is_sparse()) return allreduce_sparse(tensors, opts);
-  Operations operations = each_in_place(CollectiveKind::kAllReduce, tensors,
-                                        reduction_of("all_reduce", opts.reduceOp, options_->order));
-  if (options_->wire_dtype) {
-    for (Operation& operation : operations) set_wire(operation, *options_->wire_dtype);
-  }
-  return run(operations, opts,
-             [&](::c10d::Backend& other) { return other.allreduce(tensors, opts); });
+  const auto make = [&] {
+    Operations operations =
+        each_in_place(CollectiveKind::kAllReduce, tensors,
+                      reduction_of("all_reduce", opts.reduceOp, options_->order));
+    if (options_->wire_dtype) {
+      for (Operation& operation : operations) set_wire(operation, *options_->wire_dtype);
+    }
+    return operations;
+  };
+  return run(make, opts, [&](::c10d::Backend& other) { return other.allreduce(tensors, opts); });
 }
 
 WorkPtr ProcessGroupRota::allreduce_coalesced(Tensors& tensors,
@@ -238,12 +265,14 @@ WorkPtr ProcessGroupRota::allreduce_coalesced(Tensors& tensors,
 }
 
 WorkPtr ProcessGroupRota::allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
-  const at::Tensor& tensor = only_tensor("all_reduce", tensors);
-  if (tensor.is_cuda()) return delegate_.backend_for("all_reduce").allreduce_sparse(tensors, opts);
-  const Reduction reduction = reduction_of("all_reduce", opts.reduceOp, options_->order);
-  TORCH_CHECK_VALUE(reduction.op == ReduceOp::kSum && !reduction.premul_factor,
-                    "rota.all_reduce: sparse tensors support SUM only");
-  return call([&] {
+  return call([&]() -> WorkPtr {
+    const at::Tensor& tensor = only_tensor("all_reduce", tensors);
+    if (tensor.is_cuda()) {
+      return delegate_.backend_for("all_reduce").allreduce_sparse(tensors, opts);
+    }
+    const Reduction reduction = reduction_of("all_reduce", opts.reduceOp, options_->order);
+    TORCH_CHECK_VALUE(reduction.op == ReduceOp::kSum && !reduction.premul_factor,
+                      "rota.all_reduce: sparse tensors support SUM only");
     const auto called = HostWork::Clock::now();
     const Launch mode = opts.asyncOp ? Launch::kAsync : Launch::kBlocking;
     return work_of(communicator_->all_reduce_sparse(tensor, mode, own_timeout(opts.timeout)),
@@ -252,115 +281,142 @@ WorkPtr ProcessGroupRota::allreduce_sparse(Tensors& tensors, const ::c10d::Allre
 }
 
 WorkPtr ProcessGroupRota::reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) {
-  return run(each_in_place(CollectiveKind::kReduce, tensors,
-                           reduction_of("reduce", opts.reduceOp, options_->order), opts.rootRank),
-             opts, [&](::c10d::Backend& other) { return other.reduce(tensors, opts); });
+  const auto make = [&] {
+    return each_in_place(CollectiveKind::kReduce, tensors,
+                         reduction_of("reduce", opts.reduceOp, options_->order), opts.rootRank);
+  };
+  return run(make, opts, [&](::c10d::Backend& other) { return other.reduce(tensors, opts); });
 }
 
 WorkPtr ProcessGroupRota::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                          const ::c10d::ReduceScatterOptions& opts) {
-  const Reduction reduction = reduction_of("reduce_scatter", opts.reduceOp, options_->order);
-  const auto make = [&](const Tensors& parts, const at::Tensor& output) {
-    return reduce_scatter_of(by_rank("reduce_scatter", parts, getSize()), output, reduction);
+  const auto make = [&] {
+    const Reduction reduction = reduction_of("reduce_scatter", opts.reduceOp, options_->order);
+    return of_pairs(
+        "reduce_scatter", inputs, outputs, [&](const Tensors& parts, const at::Tensor& output) {
+          return reduce_scatter_of(by_rank("reduce_scatter", parts, getSize()), output, reduction);
+        });
   };
-  return run(of_pairs("reduce_scatter", inputs, outputs, make), opts,
+  return run(make, opts,
              [&](::c10d::Backend& other) { return other.reduce_scatter(outputs, inputs, opts); });
 }
 
 WorkPtr ProcessGroupRota::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                const ::c10d::ReduceScatterOptions& opts) {
-  return run({reduce_scatter_of(input, output,
-                                reduction_of("reduce_scatter", opts.reduceOp, options_->order))},
-             opts, [&](::c10d::Backend& other) {
-               return other._reduce_scatter_base(output, input, opts);
-             });
+  const auto make = [&]() -> Operations {
+    return {reduce_scatter_of(input, output,
+                              reduction_of("reduce_scatter", opts.reduceOp, options_->order))};
+  };
+  return run(make, opts, [&](::c10d::Backend& other) {
+    return other._reduce_scatter_base(output, input, opts);
+  });
 }
 
 WorkPtr ProcessGroupRota::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const ::c10d::ReduceScatterOptions& opts) {
-  const Reduction reduction = reduction_of("reduce_scatter", opts.reduceOp, options_->order);
-  const auto make = [&](const at::Tensor& input, const at::Tensor& output) {
-    return reduce_scatter_of(input, output, reduction);
+  const auto make = [&] {
+    const Reduction reduction = reduction_of("reduce_scatter", opts.reduceOp, options_->order);
+    return of_pairs("reduce_scatter", inputs, outputs,
+                    [&](const at::Tensor& input, const at::Tensor& output) {
+                      return reduce_scatter_of(input, output, reduction);
+                    });
   };
-  return run(of_pairs("reduce_scatter", inputs, outputs, make), opts, [&](::c10d::Backend& other) {
+  return run(make, opts, [&](::c10d::Backend& other) {
     return other.reduce_scatter_tensor_coalesced(outputs, inputs, opts);
   });
 }
 
 WorkPtr ProcessGroupRota::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) {
-  return run(each_in_place(CollectiveKind::kBroadcast, tensors, {}, opts.rootRank), opts,
-             [&](::c10d::Backend& other) { return other.broadcast(tensors, opts); });
+  const auto make = [&] {
+    return each_in_place(CollectiveKind::kBroadcast, tensors, {}, opts.rootRank);
+  };
+  return run(make, opts, [&](::c10d::Backend& other) { return other.broadcast(tensors, opts); });
 }
 
 WorkPtr ProcessGroupRota::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                     const ::c10d::AllgatherOptions& opts) {
-  const auto make = [&](const at::Tensor& input, const Tensors& parts) {
-    return all_gather_of(input, by_rank("all_gather", parts, getSize()));
+  const auto make = [&] {
+    return of_pairs("all_gather", inputs, outputs,
+                    [&](const at::Tensor& input, const Tensors& parts) {
+                      return all_gather_of(input, by_rank("all_gather", parts, getSize()));
+                    });
   };
-  return run(of_pairs("all_gather", inputs, outputs, make), opts,
+  return run(make, opts,
              [&](::c10d::Backend& other) { return other.allgather(outputs, inputs, opts); });
 }
 
 WorkPtr ProcessGroupRota::_allgather_base(at::Tensor& output, at::Tensor& input,
                                           const ::c10d::AllgatherOptions& opts) {
-  return run({all_gather_of(input, output)}, opts,
+  return run([&] { return Operations{all_gather_of(input, output)}; }, opts,
              [&](::c10d::Backend& other) { return other._allgather_base(output, input, opts); });
 }
 
 WorkPtr ProcessGroupRota::all_gather_in(const at::Tensor& output, const at::Tensor& input,
                                         const WireFormat& wire, bool is_async) {
-  Operation operation = all_gather_of(input, output);
-  operation.wire = wire;
-  return call([&] { return run_own(operation, is_async); });
+  return call([&] {
+    Operation operation = all_gather_of(input, output);
+    operation.wire = wire;
+    return run_own(operation, is_async);
+  });
 }
 
 WorkPtr ProcessGroupRota::reduce_scatter_in(const at::Tensor& output, const at::Tensor& input,
                                             const ::c10d::ReduceOp& op, DType wire_dtype,
                                             bool is_async) {
-  Operation operation =
-      reduce_scatter_of(input, output, reduction_of("reduce_scatter", op, options_->order));
-  operation.wire = WireFormat{wire_dtype};
-  return call([&] { return run_own(operation, is_async); });
+  return call([&] {
+    Operation operation =
+        reduce_scatter_of(input, output, reduction_of("reduce_scatter", op, options_->order));
+    operation.wire = WireFormat{wire_dtype};
+    return run_own(operation, is_async);
+  });
 }
 
 WorkPtr ProcessGroupRota::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                                               const ::c10d::AllgatherOptions& opts) {
-  // Outputs are indexed by rank first: outputs[rank][i] belongs to inputs[i].
+  // Outputs are indexed by rank first: outputs[rank][i] belongs to inputs[i]. Where one is missing,
+  // allgather() refuses the list.
   std::vector<Tensors> outputs_by_input(inputs.size());
   for (const Tensors& of_rank : outputs) {
-    check_as_many("all_gather", of_rank.size(), inputs.size());
-    for (size_t i = 0; i < inputs.size(); ++i) outputs_by_input[i].push_back(of_rank[i]);
+    outputs_by_input.resize(std::max(outputs_by_input.size(), of_rank.size()));
+    for (size_t i = 0; i < of_rank.size(); ++i) outputs_by_input[i].push_back(of_rank[i]);
   }
   return allgather(outputs_by_input, inputs, opts);
 }
 
 WorkPtr ProcessGroupRota::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                           const ::c10d::AllgatherOptions& opts) {
-  const auto make = [](const at::Tensor& input, const at::Tensor& output) {
-    return all_gather_of(input, output);
+  const auto make = [&] {
+    return of_pairs("all_gather", inputs, outputs,
+                    [](const at::Tensor& input, const at::Tensor& output) {
+                      return all_gather_of(input, output);
+                    });
   };
-  return run(of_pairs("all_gather", inputs, outputs, make), opts, [&](::c10d::Backend& other) {
+  return run(make, opts, [&](::c10d::Backend& other) {
     return other.allgather_into_tensor_coalesced(outputs, inputs, opts);
   });
 }
 
 WorkPtr ProcessGroupRota::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                  const ::c10d::GatherOptions& opts) {
-  const Operation operation{.kind = CollectiveKind::kGather,
-                            .inputs = inputs,
-                            .outputs = list_of_root("gather", outputs, getSize()),
-                            .root = static_cast<int>(opts.rootRank)};
-  return run({operation}, opts,
+  const auto make = [&]() -> Operations {
+    return {{.kind = CollectiveKind::kGather,
+             .inputs = inputs,
+             .outputs = list_of_root("gather", outputs, getSize()),
+             .root = static_cast<int>(opts.rootRank)}};
+  };
+  return run(make, opts,
              [&](::c10d::Backend& other) { return other.gather(outputs, inputs, opts); });
 }
 
 WorkPtr ProcessGroupRota::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                   const ::c10d::ScatterOptions& opts) {
-  const Operation operation{.kind = CollectiveKind::kScatter,
-                            .inputs = list_of_root("scatter", inputs, getSize()),
-                            .outputs = outputs,
-                            .root = static_cast<int>(opts.rootRank)};
-  return run({operation}, opts,
+  const auto make = [&]() -> Operations {
+    return {{.kind = CollectiveKind::kScatter,
+             .inputs = list_of_root("scatter", inputs, getSize()),
+             .outputs = outputs,
+             .root = static_cast<int>(opts.rootRank)}};
+  };
+  return run(make, opts,
              [&](::c10d::Backend& other) { return other.scatter(outputs, inputs, opts); });
 }
 
@@ -370,22 +426,26 @@ WorkPtr ProcessGroupRota::alltoall_base(at::Tensor& output, at::Tensor& input,
                                         const ::c10d::AllToAllOptions& opts) {
   const std::vector<int64_t> input_elems = in_elems(input_splits, input);
   const std::vector<int64_t> output_elems = in_elems(output_splits, output);
-  const Operation operation{.kind = CollectiveKind::kAllToAll,
-                            .inputs = input,
-                            .outputs = output,
-                            .input_splits = input_elems,
-                            .output_splits = output_elems};
-  return run({operation}, opts, [&](::c10d::Backend& other) {
+  const auto make = [&]() -> Operations {
+    return {{.kind = CollectiveKind::kAllToAll,
+             .inputs = input,
+             .outputs = output,
+             .input_splits = input_elems,
+             .output_splits = output_elems}};
+  };
+  return run(make, opts, [&](::c10d::Backend& other) {
     return other.alltoall_base(output, input, output_splits, input_splits, opts);
   });
 }
 
 WorkPtr ProcessGroupRota::alltoall(Tensors& outputs, Tensors& inputs,
                                    const ::c10d::AllToAllOptions& opts) {
-  const Operation operation{.kind = CollectiveKind::kAllToAll,
-                            .inputs = by_rank("all_to_all", inputs, getSize()),
-                            .outputs = by_rank("all_to_all", outputs, getSize())};
-  return run({operation}, opts,
+  const auto make = [&]() -> Operations {
+    return {{.kind = CollectiveKind::kAllToAll,
+             .inputs = by_rank("all_to_all", inputs, getSize()),
+             .outputs = by_rank("all_to_all", outputs, getSize())}};
+  };
+  return run(make, opts,
              [&](::c10d::Backend& other) { return other.alltoall(outputs, inputs, opts); });
 }
 
@@ -414,7 +474,7 @@ WorkPtr ProcessGroupRota::recvAnysource(Tensors& tensors, int tag) {
 }
 
 WorkPtr ProcessGroupRota::barrier(const ::c10d::BarrierOptions& opts) {
-  return run({{.kind = CollectiveKind::kBarrier}}, opts,
+  return run([] { return Operations{{.kind = CollectiveKind::kBarrier}}; }, opts,
              [&](::c10d::Backend& other) { return other.barrier(opts); });
 }
 
@@ -448,6 +508,7 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupRota::split(
   of_rota->connects_at_first_use = !communicator_->spans_hosts(ranks);
   of_rota->check_interrupt = options_->check_interrupt;
   of_rota->check_peers = options_->check_peers;
+  of_rota->watch_block = options_->watch_block;
   const auto prefix = join("rota/split/", options ? options->group_name : "", "/");
   auto group = c10::make_intrusive<ProcessGroupRota>(
       c10::make_intrusive<::c10d::PrefixStore>(prefix, store),

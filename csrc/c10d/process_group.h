@@ -87,7 +87,10 @@ class ProcessGroupRota final : public ::c10d::Backend {
   // A barrier whose error names every rank that has not come.
   void monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
-  // The works of all calls between the two become one. For one thread at a time, as in torch.
+  // The works of all calls between the two become one. An error of such a call is thrown by
+  // endCoalescing() in its place, since torch's manager has no `finally`; the other calls go on.
+  // Other exceptions leave the block, which ends then (BackendOptions::watch_block). For one thread
+  // at a time, as in torch.
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
@@ -132,15 +135,25 @@ class ProcessGroupRota final : public ::c10d::Backend {
 
  private:
   bool has_transfers_of(const Tensors& tensors) const;
-  // Counts a call, and adds the work that issue() returns to those that are being coalesced.
+  // The calls between startCoalescing() and endCoalescing().
+  struct Block {
+    std::vector<WorkPtr> works;
+    std::exception_ptr error;  // the first one
+    bool is_left = false;      // by an exception
+  };
+  // Null outside of a block.
+  Block* block();
+
+  // Counts a call, and returns the work that issue() returns, which belongs to the block if there
+  // is one. All checks of a call are in issue().
   template <typename Issue>
   WorkPtr call(const Issue& issue);
   // Runs operations of one kind.
   WorkPtr run_own(OperationList operations, bool is_async);
-  // The same with the options of c10d's call, or what `on_delegate` calls on the delegate if they
-  // are of CUDA tensors that rota has no kernels for.
-  template <typename CallOptions, typename OnDelegate>
-  WorkPtr run(Operations operations, const CallOptions& opts, const OnDelegate& on_delegate);
+  // The same with those that make() returns and the options of c10d's call, or what `on_delegate`
+  // calls on the delegate if they are of CUDA tensors that rota has no kernels for.
+  template <typename Make, typename CallOptions, typename OnDelegate>
+  WorkPtr run(const Make& make, const CallOptions& opts, const OnDelegate& on_delegate);
   // c10d expects a Work even from a blocking call. called: when that began.
   WorkPtr work_of(const WorkRef& work, CollectiveKind kind, Tensors results,
                   HostWork::Clock::time_point called) const;
@@ -155,7 +168,7 @@ class ProcessGroupRota final : public ::c10d::Backend {
   std::atomic<uint64_t> num_calls_{0};
   std::string last_split_name_;  // unique; a group without a name is not kept
   std::optional<c10::weak_intrusive_ptr<Backend>> last_split_;
-  std::optional<std::vector<WorkPtr>> coalescing_;  // none: each call has its own
+  std::shared_ptr<Block> coalescing_;
 };
 
 }  // namespace rota::c10d_backend

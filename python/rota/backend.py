@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _DistributedBackendOptions
 
 from rota import _C
+from rota.coalescing import watch_block
 from rota.communicator import DEFAULT_SLOT_BYTES
 from rota.engine import engine_chooser
 from rota.groups import peer_check
@@ -113,6 +114,7 @@ def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGrou
     own.choose_engine = engine_chooser(getattr(given, "engine", None), timeout)
     own.connects_at_first_use = is_lazy
     own.check_peers = peer_check()
+    own.watch_block = watch_block
     arguments = (options.store, options.group_rank, options.group_size, own, make_nccl, make_window)
     if not getattr(options, "enable_reconfigure", False):  # from torch 2.15 on
         return _C.ProcessGroupRota(*arguments)

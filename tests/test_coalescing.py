@@ -1,0 +1,109 @@
+"""Errors in a coalescing block, which torch's manager does not end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+from ranks import Rank, error_of, run_ranks
+
+CPU = torch.device("cpu")
+
+
+def check_alive(rank: Rank) -> None:
+    """Sums run, waited for or not, and so does a batch."""
+    peer = 1 - rank.rank
+    for _ in range(2):
+        dist.all_reduce(total := torch.full((3,), rank.rank + 1.0))
+        assert total.tolist() == [3.0] * 3
+        work = dist.all_reduce(total, async_op=True)
+        assert work is not None
+        work.wait()
+        assert total.tolist() == [6.0] * 3
+        dist.all_gather_into_tensor(gathered := torch.zeros(2), torch.tensor([float(rank.rank)]))
+        assert gathered.tolist() == [0.0, 1.0]
+        output = torch.zeros(2)
+        ops = [dist.P2POp(dist.isend, torch.full((2,), float(rank.rank)), peer)]
+        ops.append(dist.P2POp(dist.irecv, output, peer))
+        for one in dist.batch_isend_irecv(ops):
+            one.wait()
+        assert output.eq(peer).all()
+
+
+def send_wrongly(rank: Rank) -> list[tuple[str, str]]:
+    """Only rank 0 errs, and only in one message of each batch: the others arrive."""
+    rank.init()
+    peer = 1 - rank.rank
+    fine, bad = torch.full((4,), rank.rank + 5.0), torch.ones(1).expand(4)
+    errors = []
+    for wrong in (
+        lambda: dist.P2POp(dist.isend, fine, peer, tag=-1),
+        lambda: dist.P2POp(dist.irecv, bad, peer, tag=1),
+    ):
+        output = torch.zeros(4)
+        ops = [wrong()] if rank.rank == 0 else []
+        ops += [dist.P2POp(dist.isend, fine, peer), dist.P2POp(dist.irecv, output, peer)]
+
+        def run(ops: list[dist.P2POp] = ops) -> None:
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+
+        errors.append(error_of(run))
+        dist.barrier()
+        if rank.rank == 1:
+            assert output.eq(5).all()
+        check_alive(rank)
+    return errors
+
+
+def test_refused_message_of_a_batch_raises_at_its_end_and_the_group_goes_on() -> None:
+    refused, fine = run_ranks(2, send_wrongly)
+    assert [kind for kind, _ in fine] == ["nothing"] * 2
+    for (kind, text), part in zip(refused, ("tag is -1", "rota.recv"), strict=True):
+        assert kind == "ValueError" and part in text, text
+
+
+class Stop(Exception):
+    """The user's own."""
+
+
+def leave_a_block(rank: Rank) -> list[tuple[str, str]]:
+    rank.init()
+    errors: list[tuple[str, str]] = []
+    after: list[int] = []
+
+    def block(call: Callable[[], object]) -> None:
+        with _coalescing_manager(device=CPU, async_ops=True) as manager:
+            dist.broadcast(torch.ones(3), 0)
+            call()
+            after.append(1)
+        manager.wait()
+
+    def stop() -> None:
+        raise Stop
+
+    calls: list[Callable[[], object]] = [
+        lambda: dist.broadcast(torch.ones(1).expand(3), 0),  # refused by rota, on both ranks
+        lambda: dist.all_gather([torch.zeros(1)], torch.zeros(1)),
+        lambda: dist.reduce(torch.ones(2), 0, op=dist.ReduceOp.BAND),
+        stop,
+        lambda: dist.broadcast("not a tensor", 0),  # type: ignore[arg-type]  # by torch
+        lambda: (
+            dist.all_reduce(torch.ones(2), async_op=True) and stop()
+        ),  # once torch has listed it
+    ]
+    for call in calls:
+        errors.append(error_of(lambda call=call: block(call)))
+        assert len(after) == min(len(errors), 3), "rota's own errors come at the end"
+        check_alive(rank)
+    return errors
+
+
+def test_block_that_an_exception_leaves_is_at_its_end() -> None:
+    for errors in run_ranks(2, leave_a_block):
+        kinds = [kind for kind, _ in errors]
+        assert kinds[:3] == ["ValueError", "ValueError", "TypeError"], errors
+        assert kinds[3] == "Stop" and "nothing" not in kinds[4:], errors
