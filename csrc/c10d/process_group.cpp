@@ -530,6 +530,7 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupRota::split(
 WorkPtr ProcessGroupRota::reconfigure(const ::c10d::ReconfigureOptions& opts) {
   TORCH_CHECK_NOT_IMPLEMENTED(membership_, kFixedMembers);
   const auto called = HostWork::Clock::now();
+  communicator_->check_not_inside("reconfigure");
   communicator_->abort("the members of this process group change");
   communicator_ = without_members();
   const auto* ordered = std::get_if<std::vector<std::string>>(&opts.handles);

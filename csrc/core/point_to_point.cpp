@@ -334,6 +334,7 @@ void PointToPoint::finish(CallerThread thread) {
 }
 
 void PointToPoint::close() {
+  bool is_first = false;
   if (!communicator_.is_of_parent()) {
     {
       Living& living = per_process<Living>();
@@ -343,7 +344,7 @@ void PointToPoint::close() {
     Done done;
     {
       const std::lock_guard lock(mutex_);
-      is_closing_ = true;
+      is_first = !std::exchange(is_closing_, true);
       end_all(Error(ErrorKind::kInternal,
                     "rota: this communicator was closed before the message "
                     "came; wait for a recv before you close"),
@@ -353,6 +354,8 @@ void PointToPoint::close() {
     report(done);
   }
   attendant_queue_.close();
+  // Not by the destructor, which may hold the GIL that callbacks need.
+  if (is_first) callbacks_.close();
 }
 
 void PointToPoint::fail(const Error& error, Done& done) {

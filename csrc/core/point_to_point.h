@@ -42,8 +42,9 @@ class PointToPoint {
   ~PointToPoint() { close(); }
 
   // Start a request, move what can be moved at once, and return without waiting. The memory must
-  // stay valid until the request is done. on_done is called once, soon after that, on any thread
-  // and with no lock held. Throw Error(kValue) for a bad peer, and a dead group's error.
+  // stay valid until the request is done. on_done is called once, soon after that, inside any
+  // thread's wait, also a collective's: it must not block. Throw Error(kValue) for a bad peer, and
+  // a dead group's error.
   RequestRef send(const void* data, const Message& message, int peer, OnDone on_done = {});
   // With kAnyRank as peer, takes the first message with this tag from any rank.
   RequestRef recv(void* data, const Message& message, int peer, OnDone on_done = {});
@@ -70,6 +71,9 @@ class PointToPoint {
   // Moves what can be moved at once in every group of this process. Every wait calls it now and
   // then, so that no peer is stuck on a full link of a group that this rank uses later.
   static void move_all_groups();
+
+  // For what on_done must not do itself, because it may block: its tasks leave it at once.
+  ProgressQueue& callbacks() { return callbacks_; }
 
   bool has_unfinished_sends();
   // Waits until all outgoing messages are in the links.
@@ -122,6 +126,7 @@ class PointToPoint {
   bool is_closing_ = false;
   ForkSafe<std::condition_variable> attendant_;  // wakes the borrowed thread when this closes
   ProgressQueue attendant_queue_;
+  ProgressQueue callbacks_;
 };
 
 }  // namespace rota

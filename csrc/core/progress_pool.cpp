@@ -77,6 +77,12 @@ ProgressThread& ProgressPool::start_thread() {
 void ProgressPool::give_back(ProgressThread& thread) {
   const std::lock_guard lock(mutex_);
   idle_.push_back(&thread);
+  has_given_back_.notify_all();
+}
+
+void ProgressPool::await_all() {
+  std::unique_lock lock(mutex_);
+  has_given_back_.wait(lock, [this] { return idle_.size() == threads_.size(); });
 }
 
 }  // namespace rota

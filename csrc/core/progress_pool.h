@@ -49,6 +49,8 @@ class ProgressPool {
   // Called by the thread itself, in its job. The thread may be borrowed and started again before
   // that job returns, so a group that queues more work right away gets the same thread.
   void give_back(ProgressThread& thread);
+  // Blocks until no thread is borrowed.
+  void await_all();
 
  private:
   ProgressThread& start_thread();
@@ -56,6 +58,7 @@ class ProgressPool {
   std::mutex mutex_;
   std::vector<std::unique_ptr<ProgressThread>> threads_;
   std::vector<ProgressThread*> idle_;
+  std::condition_variable has_given_back_;
 };
 
 }  // namespace rota

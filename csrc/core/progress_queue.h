@@ -1,5 +1,8 @@
 // A communicator's queue of asynchronous work. Runs tasks in order on a thread that it borrows from
 // the process's pool while there are any.
+//
+// A task may end in code that is not ours, such as a future's callbacks, which may wait for a later
+// task. So its thread leaves the queue first, and another one goes on with it.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +10,8 @@
 #include <memory>
 
 namespace rota {
+
+class ProgressThread;
 
 class ProgressQueue {
  public:
@@ -19,7 +24,8 @@ class ProgressQueue {
   };
 
   explicit ProgressQueue(Placement placement = Placement::kAnyCore);
-  ~ProgressQueue() { close(); }
+  // As close(), but never waits for tasks that have left: they do not refer to the queue.
+  ~ProgressQueue() { end(/*awaits_left=*/false); }
   ProgressQueue(const ProgressQueue&) = delete;
   ProgressQueue& operator=(const ProgressQueue&) = delete;
 
@@ -27,21 +33,31 @@ class ProgressQueue {
   // closed.
   void enqueue(std::function<void()> task);
 
-  // Waits until all queued tasks have run and the thread is returned. Idempotent. In a forked
-  // child, which lacks the thread, it only drops the tasks. Called from a task of this queue, it
-  // returns at once and the thread runs the remaining tasks.
-  void close();
+  // Waits until all queued tasks have ended and their threads are returned. Idempotent. In a forked
+  // child, which lacks the threads, it only drops the tasks. Called from a task of this queue, it
+  // returns at once and the thread runs the remaining tasks. Called from any other task, or inside
+  // a call (core/call_scope.h), it does not wait for tasks that have left this queue: they may wait
+  // for its caller.
+  void close() { end(/*awaits_left=*/true); }
 
-  // True when nothing is queued or running, so that the caller may run its work itself. Also true
-  // for a running task, which would otherwise wait for itself.
+  // Called by a task: the rest of it, and the release of what it holds, is no longer part of its
+  // queue, which goes on without waiting for it. If no thread can be had, it stays. Does nothing in
+  // other threads, and the second time.
+  static void leave();
+
+  // True when no task is queued or in its turn, so that the caller may run its work itself.
   bool is_idle() const;
+  // True when no thread is borrowed, also none that has left the queue.
+  bool has_ended() const;
 
  private:
-  // Shared with the thread, because a task may destroy the queue.
+  // Shared with the threads, because a task may destroy the queue.
   struct State;
-  static void run(State& state);
+  struct Turn;
+  void end(bool awaits_left);
+  static void start(std::shared_ptr<State> state, ProgressThread& thread);
+  static void run(Turn& turn);
 
-  Placement placement_;
   std::shared_ptr<State> state_;
   uint64_t fork_generation_;
 };

@@ -4,6 +4,7 @@
 #include <c10/util/SmallVector.h>
 
 #include "base/cores.h"
+#include "core/call_scope.h"
 #include "tensor/errors.h"
 #include "tensor/sparse_all_reduce.h"
 #include "tensor/tensor_checks.h"
@@ -27,7 +28,7 @@ CpuCollectives::CpuCollectives(std::shared_ptr<Communicator> communicator,
       communicator_(std::move(communicator)),
       check_interrupt_(std::move(check_interrupt)),
       planner_(communicator_->world_size(), std::nullopt, communicator_->transport().node_size()),
-      queue_(rank_,
+      queue_(rank_, communicator_.get(),
              communicator_->world_size() < num_usable_cores()
                  ? ProgressQueue::Placement::kAnyCore
                  : ProgressQueue::Placement::kCoreOfCaller,
@@ -51,12 +52,12 @@ void CpuCollectives::run_here(const char* title, const Results& results, const B
 template <typename Body>
 WorkRef CpuCollectives::enqueue(Launch mode, CollectiveKind kind, std::vector<at::Tensor> results,
                                 Body body) {
-  WorkRef work = queue_.enqueue(kind, std::move(results),
-                                [communicator = communicator_, body = std::move(body)] {
-                                  body(*communicator, CallerThread::kProgress);
-                                });
+  const auto work = queue_.enqueue(kind, std::move(results),
+                                   [communicator = communicator_, body = std::move(body)] {
+                                     body(*communicator, CallerThread::kProgress);
+                                   });
   if (mode == Launch::kAsync) return work;
-  work->wait(kNoTimeout);
+  work->await_end();
   return {};
 }
 
@@ -169,6 +170,7 @@ WorkRef CpuCollectives::request(Direction direction, const at::Tensor& tensor, i
 void CpuCollectives::transfer(Direction direction, const at::Tensor& tensor, int peer,
                               uint64_t tag) {
   const auto body = [&](Communicator& communicator, CallerThread thread) {
+    const CallScope scope(&communicator, name(direction), CallScope::Kind::kWait);
     PackedMessage(direction, tensor).run(communicator, peer, tag, thread);
   };
   const char* title = direction == Direction::kSend ? "rota:send" : "rota:recv";
@@ -198,7 +200,7 @@ void CpuCollectives::finish(const std::function<void()>& check_interrupt) {
 void CpuCollectives::end_progress() {
   if (communicator_) {
     PointToPoint& links = communicator_->point_to_point();
-    if (!queue_.is_idle() || links.has_unfinished_sends()) {
+    if (queue_.has_unfinished() || links.has_unfinished_sends()) {
       communicator_->abort(join("rank ", rank_, " dropped its communicator with work pending"));
     }
     links.close();

@@ -1,5 +1,6 @@
 #include "tensor/request_work.h"
 
+#include "core/call_scope.h"
 #include "tensor/errors.h"
 
 namespace rota::tensors {
@@ -67,11 +68,12 @@ void RequestWork::complete_request(const Request& request) {
   } catch (...) {
     exception = std::current_exception();
   }
-  complete(exception);
+  complete(exception, &communicator_->point_to_point().callbacks());
 }
 
 bool RequestWork::wait(std::chrono::milliseconds timeout) {
   return with_python_errors([&] {
+    const CallScope scope(communicator_.get(), "Work.wait", CallScope::Kind::kWait);
     const auto patience =
         timeout == kNoTimeout ? std::nullopt : std::optional<Nanoseconds>(timeout);
     if (!communicator_->point_to_point().wait(*request_, CallerThread::kUser, patience)) {
@@ -79,7 +81,8 @@ bool RequestWork::wait(std::chrono::milliseconds timeout) {
                                             " ms; the ", name(direction_), " goes on"));
     }
     // The request is done, but the thread that completed it may still be unpacking.
-    return HostWork::wait(kNoTimeout);
+    await_end();
+    return true;
   });
 }
 

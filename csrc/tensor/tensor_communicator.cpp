@@ -9,6 +9,8 @@
 #include "base/fork_generation.h"
 #include "base/limits.h"
 #include "base/per_process.h"
+#include "core/call_scope.h"
+#include "core/progress_pool.h"
 #include "cuda/device_info.h"
 #include "hosts/joint_setup.h"
 #include "tensor/connect_gpus.h"
@@ -221,12 +223,6 @@ bool TensorCommunicator::spans_hosts(std::span<const int> ranks) const {
   return is_connected_ && !hosts_->share_host(ranks);
 }
 
-Collectives& TensorCommunicator::host_collectives(std::string_view call, OwnTimeout own_timeout) {
-  CpuCollectives& cpu = cpu_for(call, own_timeout);
-  if (bridged_) return *bridged_;
-  return cpu;
-}
-
 bool TensorCommunicator::leave_unconnected() {
   if (is_connected_) return false;
   if (fork_generation_ != fork_generation()) return true;  // the parent's
@@ -252,6 +248,9 @@ void TensorCommunicator::end_progress_of_all() {
   for (const auto& weak : communicators) {
     if (const auto communicator = weak.lock()) communicator->end_progress();
   }
+  // Also those of communicators that callbacks have closed.
+  const GilReleased gil_released;
+  per_process<ProgressPool>().await_all();
 }
 
 void TensorCommunicator::end_progress() {
@@ -272,17 +271,35 @@ void TensorCommunicator::drop_gpu() {
   gpu_.reset();
 }
 
-Collectives& TensorCommunicator::collectives_for(const Operation& operation) {
-  return collectives_for(operation.any_tensor(), name(operation.kind), Callers::kAllRanks,
-                         operation.timeout);
+template <typename Body>
+auto TensorCommunicator::collective(std::string_view call, OwnTimeout own_timeout,
+                                    const Body& body) {
+  return with_python_errors([&] {
+    CpuCollectives& cpu = cpu_for(call, own_timeout);
+    const CallScope scope(cpu.communicator().get(), call);
+    return body(cpu);
+  });
 }
 
-Collectives& TensorCommunicator::collectives_for(const at::Tensor& tensor, std::string_view call,
-                                                 Callers callers, OwnTimeout own_timeout) {
-  Collectives& host = host_collectives(call, own_timeout);
-  if (!tensor.defined() || !tensor.is_cuda()) return host;
+// CUDA tensors need a turn among the collectives (Communicator::post_transfer()).
+template <typename Body>
+WorkRef TensorCommunicator::transfer(std::string_view call, const at::Tensor& tensor,
+                                     const Body& body) {
+  const auto run = [&](CpuCollectives& cpu) -> WorkRef {
+    return body(collectives_for(cpu, tensor, call, Callers::kSomeRanks));
+  };
+  if (tensor.defined() && tensor.is_cuda()) return collective(call, std::nullopt, run);
+  return with_python_errors([&] { return run(cpu_for(call)); });
+}
+
+Collectives& TensorCommunicator::collectives_for(CpuCollectives& cpu, const at::Tensor& tensor,
+                                                 std::string_view call, Callers callers) {
+  if (!tensor.defined() || !tensor.is_cuda()) {
+    if (bridged_) return *bridged_;
+    return cpu;
+  }
   if (callers == Callers::kAllRanks || (!gpu_ && world_size_ == 2)) {
-    connect_device(tensor.device());
+    join_gpus(cpu, tensor.device());
   }
   if (!gpu_) {
     throw Error(ErrorKind::kTransport,
@@ -294,43 +311,44 @@ Collectives& TensorCommunicator::collectives_for(const at::Tensor& tensor, std::
 }
 
 void TensorCommunicator::connect_device(at::Device device) {
+  collective("connect_device", std::nullopt, [&](CpuCollectives& cpu) { join_gpus(cpu, device); });
+}
+
+void TensorCommunicator::join_gpus(CpuCollectives& cpu, at::Device device) {
   if (gpu_ && gpu_->device() == device) return;
-  with_python_errors([&] {
-    CpuCollectives& cpu = cpu_for("connect_device");
-    if (!device.is_cuda() || !device.has_index()) {
-      throw Error(ErrorKind::kValue, join("rota.connect_device: device is ", device.str(),
-                                          ", expected a CUDA device with its index"));
+  if (!device.is_cuda() || !device.has_index()) {
+    throw Error(ErrorKind::kValue, join("rota.connect_device: device is ", device.str(),
+                                        ", expected a CUDA device with its index"));
+  }
+  if (gpu_) {
+    throw Error(ErrorKind::kValue,
+                join("rota: a tensor is on ", device.str(), ", but this communicator is on ",
+                     gpu_->device().str(),
+                     "; a rank has one GPU: move the tensor, or make another communicator"));
+  }
+  if (is_capturing(device)) {
+    throw Error(ErrorKind::kValue,
+                "rota: a graph is being captured, and the GPUs are not joined yet; call "
+                "Communicator.connect_device(device) on every rank before");
+  }
+  if (bridged_) {
+    if (device_engine_) {
+      gpu_ = connect_gpus_of_hosts(*bridged_, cpu, store_.store(), device, device_engine_);
+    } else {
+      gpu_ = std::make_unique<StagingCollectives>(*bridged_, rank_, device);
     }
-    if (gpu_) {
-      throw Error(ErrorKind::kValue,
-                  join("rota: a tensor is on ", device.str(), ", but this communicator is on ",
-                       gpu_->device().str(),
-                       "; a rank has one GPU: move the tensor, or make another communicator"));
+    return;
+  }
+  cpu.run_in_turn("rota:connect_device", [this, &cpu, device](CallerThread thread) {
+    try {
+      gpu_ = connect_gpus(cpu.communicator(), store_.store(), device, thread,
+                          std::make_unique<StagingCollectives>(cpu, rank_, device));
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::kTransport || cuda::archs().empty()) throw;
+      std::cerr << join(error.what(), ". Collectives on CUDA tensors of rank ", rank_,
+                        " go through the host's memory, which is slow\n");
+      gpu_ = std::make_unique<StagingCollectives>(cpu, rank_, device);
     }
-    if (is_capturing(device)) {
-      throw Error(ErrorKind::kValue,
-                  "rota: a graph is being captured, and the GPUs are not joined yet; call "
-                  "Communicator.connect_device(device) on every rank before");
-    }
-    if (bridged_) {
-      if (device_engine_) {
-        gpu_ = connect_gpus_of_hosts(*bridged_, cpu, store_.store(), device, device_engine_);
-      } else {
-        gpu_ = std::make_unique<StagingCollectives>(*bridged_, rank_, device);
-      }
-      return;
-    }
-    cpu.run_in_turn("rota:connect_device", [this, &cpu, device](CallerThread thread) {
-      try {
-        gpu_ = connect_gpus(cpu.communicator(), store_.store(), device, thread,
-                            std::make_unique<StagingCollectives>(cpu, rank_, device));
-      } catch (const Error& error) {
-        if (error.kind() != ErrorKind::kTransport || cuda::archs().empty()) throw;
-        std::cerr << join(error.what(), ". Collectives on CUDA tensors of rank ", rank_,
-                          " go through the host's memory, which is slow\n");
-        gpu_ = std::make_unique<StagingCollectives>(cpu, rank_, device);
-      }
-    });
   });
 }
 
@@ -340,49 +358,62 @@ std::optional<std::string> TensorCommunicator::peer_access() const {
 }
 
 WorkRef TensorCommunicator::run(OperationList operations, Launch mode) {
-  return with_python_errors([&]() -> WorkRef {
-    if (operations.empty()) return {};
-    return collectives_for(operations[0]).run(operations, mode);
+  if (operations.empty()) return {};
+  const Operation& first = operations[0];
+  const std::string_view call = name(first.kind);
+  return collective(call, first.timeout, [&](CpuCollectives& cpu) {
+    return collectives_for(cpu, first.any_tensor(), call).run(operations, mode);
   });
 }
 
 bool TensorCommunicator::supports(const Operation& operation) {
-  return with_python_errors([&] { return collectives_for(operation).supports(operation); });
+  const std::string_view call = name(operation.kind);
+  return collective(call, operation.timeout, [&](CpuCollectives& cpu) {
+    return collectives_for(cpu, operation.any_tensor(), call).supports(operation);
+  });
 }
 
 WorkRef TensorCommunicator::reduce_bucket(const BucketTensors& tensors,
                                           const BucketOptions& options, Launch mode) {
-  return with_python_errors([&] {
-    return collectives_for(tensors.bucket, "reduce_bucket").reduce_bucket(tensors, options, mode);
+  constexpr std::string_view kCall = "reduce_bucket";
+  return collective(kCall, std::nullopt, [&](CpuCollectives& cpu) {
+    return collectives_for(cpu, tensors.bucket, kCall).reduce_bucket(tensors, options, mode);
   });
 }
 
 WorkRef TensorCommunicator::all_reduce_sparse(const at::Tensor& tensor, Launch mode,
                                               OwnTimeout timeout) {
-  return with_python_errors([&] {
-    CpuCollectives& cpu = cpu_for("all_reduce", timeout);
+  return collective("all_reduce", timeout, [&](CpuCollectives& cpu) {
     return bridged_ ? bridged_->all_reduce_sparse(tensor, mode, timeout)
                     : cpu.all_reduce_sparse(tensor, mode, timeout);
   });
 }
 
 WorkRef TensorCommunicator::send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) {
-  return with_python_errors([&] {
-    return collectives_for(tensor, "send", Callers::kSomeRanks).send(tensor, peer, tag, mode);
+  return transfer("send", tensor, [&](Collectives& collectives) {
+    return collectives.send(tensor, peer, tag, mode);
   });
 }
 
 WorkRef TensorCommunicator::recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) {
-  return with_python_errors([&] {
-    return collectives_for(tensor, "recv", Callers::kSomeRanks).recv(tensor, peer, tag, mode);
+  return transfer("recv", tensor, [&](Collectives& collectives) {
+    return collectives.recv(tensor, peer, tag, mode);
   });
 }
 
 void TensorCommunicator::close() {
   if (leave_unconnected() || !cpu_->communicator()) return;
-  if (bridged_) bridged_->finish(options_.check_interrupt);
-  cpu_->finish(options_.check_interrupt);
-  if (gpu_) gpu_->finish(options_.check_interrupt);
+  const void* communicator = cpu_->communicator().get();
+  // What is closed is still in use on this thread's stack, and may be awaited in vain.
+  if (const CallScope* inside = CallScope::find(communicator)) {
+    return abort(join("rank ", rank_, " closed its communicator inside rota.", inside->call()));
+  }
+  {
+    const CallScope scope(communicator, "close", CallScope::Kind::kWait);
+    if (bridged_) bridged_->finish(options_.check_interrupt);
+    cpu_->finish(options_.check_interrupt);
+    if (gpu_) gpu_->finish(options_.check_interrupt);
+  }
   drop_gpu();
   if (bridged_) bridged_->close();
   cpu_->close();
@@ -392,6 +423,11 @@ void TensorCommunicator::abort(const std::string& reason) {
   if (leave_unconnected() || !cpu_->communicator()) return;
   if (bridged_) return bridged_->abort(reason);
   cpu_->communicator()->abort(reason);
+}
+
+void TensorCommunicator::check_not_inside(std::string_view call) const {
+  if (!is_connected_) return;
+  with_python_errors([&] { CallScope::check_not_inside(cpu_->communicator().get(), call); });
 }
 
 std::optional<ErrorKind> TensorCommunicator::failure() const {

@@ -71,7 +71,8 @@ class TensorCommunicator {
 
   // As in Collectives, with errors as PythonError.
   WorkRef run(OperationList operations, Launch mode);
-  // Whether run() supports it; connects the tensors' device.
+  // Whether run() supports it; connects the tensors' device. Inside another collective of this
+  // communicator, these and reduce_bucket() throw (core/call_scope.h).
   bool supports(const Operation& operation);
   WorkRef reduce_bucket(const BucketTensors& tensors, const BucketOptions& options, Launch mode);
   // CPU tensors only.
@@ -98,8 +99,11 @@ class TensorCommunicator {
   bool has_transfers() const { return !gpu_ || gpu_->has_transfers(); }
 
   // Waits for queued work and for peers' kernels (core/joined_regions.h), then leaves the group.
-  // Later calls fail. Idempotent.
+  // Later calls fail. Idempotent. Inside a call of this communicator, such as in a signal handler,
+  // it aborts the group instead, which ends that call.
   void close();
+  // Throws inside a collective of this communicator, which cannot be replaced meanwhile.
+  void check_not_inside(std::string_view call) const;
   // Fails every waiting and later call on every rank.
   void abort(const std::string& reason);
   // What the group has failed of; none if it has not, or was never used.
@@ -123,15 +127,19 @@ class TensorCommunicator {
   bool leave_unconnected();
   // Connects at the first call. Throws what Communicator::check_usable() throws.
   CpuCollectives& cpu_for(std::string_view call, OwnTimeout own_timeout = std::nullopt);
-  // What works for CPU tensors. Connects at the first call.
-  Collectives& host_collectives(std::string_view call, OwnTimeout own_timeout = std::nullopt);
   void end_progress();
   void drop_gpu();
+  // Returns body(cpu) of a call of all ranks. Connects at the first call.
+  template <typename Body>
+  auto collective(std::string_view call, OwnTimeout own_timeout, const Body& body);
+  // The same of a send or recv, body(collectives).
+  template <typename Body>
+  WorkRef transfer(std::string_view call, const at::Tensor& tensor, const Body& body);
+  // Joins the GPUs, in a call of all ranks.
+  void join_gpus(CpuCollectives& cpu, at::Device device);
   // The one place that picks an implementation by the tensors' device; joins the GPUs if needed.
-  Collectives& collectives_for(const at::Tensor& tensor, std::string_view call,
-                               Callers callers = Callers::kAllRanks,
-                               OwnTimeout own_timeout = std::nullopt);
-  Collectives& collectives_for(const Operation& operation);
+  Collectives& collectives_for(CpuCollectives& cpu, const at::Tensor& tensor, std::string_view call,
+                               Callers callers = Callers::kAllRanks);
 
   TorchStore store_;
   int rank_;

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include "core/call_scope.h"
 #include "tensor/errors.h"
 
 namespace rota::tensors {
@@ -38,22 +39,23 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::hook_future() {
 
 HostWork::HostWork(int rank, ::c10d::OpType op_type, const char* title,
                    std::vector<at::Tensor> tensors, std::function<void()> check_interrupt,
-                   std::optional<Clock::time_point> called)
+                   const void* communicator, std::optional<Clock::time_point> called)
     : Work(rank, op_type, title, std::move(tensors)),
       check_interrupt_(std::move(check_interrupt)),
+      communicator_(communicator),
       called_(called) {}
 
 c10::intrusive_ptr<Work> HostWork::completed(int rank, ::c10d::OpType op_type,
                                              std::vector<at::Tensor> tensors,
                                              std::optional<Clock::time_point> called) {
-  auto work =
-      c10::make_intrusive<HostWork>(rank, op_type, nullptr, std::move(tensors), nullptr, called);
+  auto work = c10::make_intrusive<HostWork>(rank, op_type, nullptr, std::move(tensors), nullptr,
+                                            nullptr, called);
   if (called) work->ended_ = Clock::now();
   work->completed_ = true;  // no other thread has seen it yet
   return work;
 }
 
-void HostWork::complete(std::exception_ptr exception) {
+void HostWork::complete(std::exception_ptr exception, ProgressQueue* callbacks) {
   ended_ = Clock::now();
   finish(exception);
   // Outside the lock: a future's callbacks may call back into this work.
@@ -62,7 +64,22 @@ void HostWork::complete(std::exception_ptr exception) {
     const std::lock_guard lock(mutex_);
     futures.swap(futures_);
   }
-  for (const Pending& pending : futures) settle(pending.future, pending.value, exception);
+  if (futures.empty()) return;
+  const auto settle_all = [futures = std::move(futures), exception] {
+    for (const Pending& pending : futures) settle(pending.future, pending.value, exception);
+  };
+  if (callbacks == nullptr) {
+    ProgressQueue::leave();
+    return settle_all();
+  }
+  try {
+    callbacks->enqueue([settle_all] {
+      ProgressQueue::leave();
+      settle_all();
+    });
+  } catch (const Error&) {  // closed meanwhile, or no thread can be had
+    settle_all();
+  }
 }
 
 void HostWork::check_process() const {
@@ -78,7 +95,15 @@ bool HostWork::isCompleted() {
 }
 
 bool HostWork::wait(std::chrono::milliseconds timeout) {
-  check_process();
+  if (!HostWork::isCompleted()) {
+    with_python_errors([&] { CallScope::check_not_inside(communicator_, "Work.wait"); });
+  }
+  const CallScope scope(communicator_, "Work.wait", CallScope::Kind::kWait);
+  await_end(timeout);
+  return true;
+}
+
+void HostWork::await_end(std::chrono::milliseconds timeout) {
   std::unique_lock lock(mutex_);
   // Most works are done, and the clock costs more than the rest.
   const auto start = completed_ ? Clock::time_point() : Clock::now();
@@ -93,7 +118,6 @@ bool HostWork::wait(std::chrono::milliseconds timeout) {
     lock.lock();
   }
   if (exception_) std::rethrow_exception(exception_);
-  return true;
 }
 
 float HostWork::getDuration() const {

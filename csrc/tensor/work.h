@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/fork_generation.h"
+#include "core/progress_queue.h"
 
 namespace rota::tensors {
 
@@ -43,9 +44,10 @@ class HostWork : public Work {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // called: when the call began; none: its duration is unknown.
+  // communicator: whose turn the call needs, as in CallScope; null: none. called: when the call
+  // began; none: its duration is unknown.
   HostWork(int rank, ::c10d::OpType op_type, const char* title, std::vector<at::Tensor> tensors,
-           std::function<void()> check_interrupt,
+           std::function<void()> check_interrupt, const void* communicator = nullptr,
            std::optional<Clock::time_point> called = Clock::now());
 
   // For calls that have blocked until done, or have queued their work on the GPU's current stream.
@@ -53,15 +55,20 @@ class HostWork : public Work {
                                             std::vector<at::Tensor> tensors,
                                             std::optional<Clock::time_point> called = {});
 
-  // Completes the work, with an error if there is an exception. Call once.
-  void complete(std::exception_ptr exception);
+  // Completes the work, with an error if there is an exception. Call once. Callbacks of its futures
+  // may block, and wait for later calls: they run on a thread of `callbacks`, or here if that is
+  // null, where this thread leaves its queue first.
+  void complete(std::exception_ptr exception, ProgressQueue* callbacks = nullptr);
 
   // Blocks until done. Throws the collective's error, or rota::Error(kTimeout) after `timeout`
-  // unless that is kNoTimeout. Ctrl-C interrupts the wait; the collective goes on in either case.
-  // In a forked child, where nobody would complete the work, this and isCompleted() throw
-  // Error(kInternal) unless it is done.
+  // unless that is kNoTimeout, or Error(kInternal) inside a collective of the same communicator,
+  // which the call may have to wait for. Ctrl-C interrupts the wait; the collective goes on in
+  // either case. In a forked child, where nobody would complete the work, this and isCompleted()
+  // throw Error(kInternal) unless it is done.
   bool wait(std::chrono::milliseconds timeout) override;
   bool isCompleted() override;
+  // The same as wait() for the call itself, and for what is done but for its last steps.
+  void await_end(std::chrono::milliseconds timeout = kNoTimeout);
 
   // In milliseconds, from the call to its end: includes the wait for other ranks and for earlier
   // calls. Throws if the work is not done.
@@ -74,6 +81,7 @@ class HostWork : public Work {
 
   const uint64_t fork_generation_ = fork_generation();
   std::function<void()> check_interrupt_;
+  const void* communicator_;
   std::optional<Clock::time_point> called_;
   Clock::time_point ended_;  // set before completed_
 

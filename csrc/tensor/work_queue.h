@@ -14,12 +14,18 @@ namespace rota::tensors {
 
 class WorkQueue {
  public:
-  // check_interrupt runs while a caller waits for a Work, and may throw.
-  WorkQueue(int rank, ProgressQueue::Placement placement, std::function<void()> check_interrupt)
-      : rank_(rank), check_interrupt_(std::move(check_interrupt)), queue_(placement) {}
+  // communicator: as in CallScope. check_interrupt runs while a caller waits for a Work, and may
+  // throw.
+  WorkQueue(int rank, const void* communicator, ProgressQueue::Placement placement,
+            std::function<void()> check_interrupt)
+      : rank_(rank),
+        communicator_(communicator),
+        check_interrupt_(std::move(check_interrupt)),
+        queue_(placement) {}
 
   // Queues body(). results: of the work.
-  WorkRef enqueue(CollectiveKind kind, std::vector<at::Tensor> results, std::function<void()> body);
+  c10::intrusive_ptr<HostWork> enqueue(CollectiveKind kind, std::vector<at::Tensor> results,
+                                       std::function<void()> body);
   // Whether a work is not done. The queue may be busy a little longer.
   bool has_unfinished() const { return *num_unfinished_ > 0; }
   // True where the caller may run its call itself (core/progress_queue.h).
@@ -31,6 +37,7 @@ class WorkQueue {
 
  private:
   int rank_;
+  const void* communicator_;
   std::function<void()> check_interrupt_;
   std::shared_ptr<std::atomic<int>> num_unfinished_ = std::make_shared<std::atomic<int>>(0);
   ProgressQueue queue_;

@@ -13,7 +13,9 @@
 #include <thread>
 
 #include "base/cores.h"
+#include "base/per_process.h"
 #include "check.h"
+#include "core/progress_pool.h"
 #include "ranks.h"
 
 namespace rota::test {
@@ -301,6 +303,86 @@ void thread_leaves_the_core_of_another_queues_caller() {
   check_equal(threads.count(), size_t{1}, "threads");
 }
 
+// ---- tasks that leave their queue ----
+
+void task_that_has_left_waits_for_a_later_one() {
+  for (int round = 0; round < 200; ++round) {
+    std::atomic<bool> has_run{false};
+    ProgressQueue queue;
+    queue.enqueue([&] {
+      ProgressQueue::leave();
+      has_run.wait(false);
+    });
+    if (round % 2 == 0) wait_until_idle(queue);
+    queue.enqueue([&] {
+      has_run = true;
+      has_run.notify_all();
+    });
+    queue.close();
+    check(queue.has_ended(), "a closed queue has no thread");
+  }
+}
+
+// Up to the point where they leave; all of each has ended when close() returns.
+void tasks_that_leave_run_in_order() {
+  std::vector<int> order;
+  std::atomic<int> num_ended{0};
+  ProgressQueue queue(ProgressQueue::Placement::kCoreOfCaller);
+  for (int i = 0; i < 1000; ++i) {
+    queue.enqueue([&, i] {
+      order.push_back(i);
+      if (i % 3 == 0) return;
+      ProgressQueue::leave();
+      ProgressQueue::leave();
+      ++num_ended;
+    });
+  }
+  queue.close();
+  check_equal(num_ended.load(), 666, "tasks that have left and ended");
+  check_equal(order.size(), size_t{1000}, "tasks run");
+  for (int i = 0; i < 1000; ++i) check_equal(order[static_cast<size_t>(i)], i, "task");
+}
+
+// And the queue is idle meanwhile.
+void close_waits_for_a_task_that_has_left() {
+  for (int round = 0; round < 100; ++round) {
+    std::atomic<bool> may_end{false}, has_ended{false};
+    ProgressQueue queue;
+    queue.enqueue([&] {
+      ProgressQueue::leave();
+      may_end.wait(false);
+      has_ended = true;
+    });
+    wait_until_idle(queue);
+    check(!queue.has_ended(), "a task that has left counts until it ends");
+    std::thread other([&] {
+      may_end = true;
+      may_end.notify_all();
+    });
+    queue.close();
+    check(has_ended.load(), "close() has waited");
+    other.join();
+  }
+}
+
+void tasks_that_have_left_close_each_others_queue() {
+  std::atomic<int> num_ended{0};
+  for (int round = 0; round < 100; ++round) {
+    std::list<ProgressQueue> queues(2);
+    std::barrier both(2);
+    const auto close = [&](ProgressQueue& other) {
+      ProgressQueue::leave();
+      both.arrive_and_wait();
+      other.close();
+      ++num_ended;
+    };
+    queues.front().enqueue([&] { close(queues.back()); });
+    queues.back().enqueue([&] { close(queues.front()); });
+    per_process<ProgressPool>().await_all();
+    check_equal(num_ended.load(), 2 * (round + 1), "tasks that have ended before the pool is idle");
+  }
+}
+
 const CaseTable kCases{
     {"progress_queue_order", tasks_run_in_order},
     {"progress_queue_idle", idle_queue_has_done_its_tasks},
@@ -318,6 +400,10 @@ const CaseTable kCases{
     {"progress_pool_nothing_after_close", nothing_runs_after_close},
     {"progress_pool_queue_destroyed_by_task", task_destroys_its_queue},
     {"progress_pool_placement", thread_leaves_the_core_of_another_queues_caller},
+    {"progress_queue_left_waits", task_that_has_left_waits_for_a_later_one},
+    {"progress_queue_left_order", tasks_that_leave_run_in_order},
+    {"progress_queue_left_close", close_waits_for_a_task_that_has_left},
+    {"progress_queue_left_close_each_other", tasks_that_have_left_close_each_others_queue},
 };
 
 }  // namespace

@@ -39,7 +39,7 @@ BridgedCollectives::BridgedCollectives(std::unique_ptr<hosts::Bridge> bridge, Cp
       inter_wire_(inter_wire),
       planner_(bridge_->world_size()),
       remote_(*bridge_, check_interrupt),
-      queue_(rank_, ProgressQueue::Placement::kAnyCore, check_interrupt) {}
+      queue_(rank_, &bridge_->local(), ProgressQueue::Placement::kAnyCore, check_interrupt) {}
 
 std::string BridgedCollectives::peer_access() const {
   return join("the memory of ", bridge_->hosts().num_hosts(), " hosts and the network");
@@ -48,10 +48,10 @@ std::string BridgedCollectives::peer_access() const {
 template <typename Body>
 WorkRef BridgedCollectives::enqueue(Launch mode, CollectiveKind kind,
                                     std::vector<at::Tensor> results, Body body) {
-  const WorkRef work = queue_.enqueue(kind, std::move(results), std::move(body));
+  const auto work = queue_.enqueue(kind, std::move(results), std::move(body));
   if (mode == Launch::kAsync) return work;
   try {
-    work->wait(kNoTimeout);
+    work->await_end();
   } catch (...) {
     // Not the call's own error, but a signal's.
     if (!work->isCompleted()) {

@@ -2,6 +2,7 @@
 
 #include <optional>
 
+#include "core/call_scope.h"
 #include "cpu/copy.h"
 #include "hosts/tags.h"
 #include "tensor/errors.h"
@@ -14,6 +15,14 @@ namespace {
 
 // How often a recv from any rank looks for messages of this host.
 constexpr std::chrono::milliseconds kLookEvery{1};
+
+template <typename T, typename Predicate>
+void take_if(std::list<T>& from, std::list<T>& to, const Predicate& is_taken) {
+  for (auto next = from.begin(); next != from.end();) {
+    const auto one = next++;
+    if (is_taken(*one)) to.splice(to.end(), from, one);
+  }
+}
 
 }  // namespace
 
@@ -60,6 +69,11 @@ class RemoteTransfers::Transfer final : public HostWork {
     }
   }
 
+  bool wait(std::chrono::milliseconds timeout) override {
+    const CallScope scope(&bridge_.local(), "Work.wait", CallScope::Kind::kWait);
+    await_end(timeout);
+    return true;
+  }
   int sourceRank() const override { return peer_; }
 
  private:
@@ -169,10 +183,13 @@ WorkRef RemoteTransfers::start(Direction direction, const at::Tensor& tensor, in
     --num_unfinished_;
     transfer->complete(exception);
   };
+  // Released without the lock: what they hold may have finalizers.
+  std::list<ProgressQueue> ended;
+  std::list<WorkRef> completed;
   {
     const GilFreeLock lock(mutex_);
-    threads_.remove_if([](const ProgressQueue& thread) { return thread.is_idle(); });
-    sends_.remove_if([](const WorkRef& send) { return send->isCompleted(); });
+    take_if(threads_, ended, [](const ProgressQueue& thread) { return thread.has_ended(); });
+    take_if(sends_, completed, [](const WorkRef& send) { return send->isCompleted(); });
     threads_.emplace_back().enqueue(job);
     if (direction == Direction::kSend) sends_.push_back(transfer);
   }
@@ -200,6 +217,7 @@ void RemoteTransfers::close() {
     const GilFreeLock lock(mutex_);
     threads.swap(threads_);
   }
+  for (ProgressQueue& thread : threads) thread.close();
 }
 
 }  // namespace rota::tensors
