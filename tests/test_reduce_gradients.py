@@ -112,6 +112,7 @@ def reduce_lists(rank: Rank) -> None:
     reduce_mixed(rank)
     reduce_odd_lists(rank)
     freeze_and_resize(rank)
+    replace_parameters(rank)
 
 
 def leave_some_unused(rank: Rank) -> None:
@@ -210,6 +211,26 @@ def freeze_and_resize(rank: Rank) -> None:
         weight.grad = None
     weights[2].data = torch.zeros(2, 3)
     assert reduce(257.0) == [[256.0], [258.0], [256.0]]
+
+
+def replace_parameters(rank: Rank) -> None:
+    """A state follows what its model trains, also when that changes after it was made."""
+    model = nn.ParameterList([torch.zeros(4) for _ in range(3)])
+    state = rota.HookState(model=model, wire_dtype=torch.bfloat16, error_feedback=True)
+
+    def reduce() -> dict[str, float]:
+        for weight in model:
+            weight.grad = torch.full_like(weight, 257.0) if weight.requires_grad else None
+        rota.reduce_gradients(model.parameters(), state)
+        return {name: x.unique().item() for name, x in state.state_dict()["residuals"].items()}
+
+    model[0].requires_grad_(False)
+    residuals = {"1": torch.full((4,), 1.0), "2": torch.full((4,), 2.0)}
+    state.load_state_dict({"seed": 0, "num_reductions": 0, "residuals": residuals})
+    assert reduce() == {"1": 0, "2": -1}
+    model[1] = nn.Parameter(torch.zeros(3))
+    model[0].requires_grad_(True)
+    assert reduce() == {"0": 1, "1": 1, "2": 0}
 
 
 def test_reduce_gradients_of_every_kind_of_list() -> None:

@@ -22,23 +22,46 @@ class NamedModel:
         ddp = model if isinstance(model, DistributedDataParallel) else None
         module = model if ddp is None else ddp.module
         self._module = weakref.ref(module)
-        # By id(), which is valid while the module lives.
-        self._names = {id(p): name for name, p in module.named_parameters()}
-        ignored: set[str] = set() if ddp is None else ddp.parameters_to_ignore
-        # The names of all parameters whose gradients come in buckets.
-        self.reduced_names = {
-            name for name, p in module.named_parameters() if p.requires_grad
-        } - ignored
-        # Whether a parameter may get no gradient; DDP then leaves its old gradient as it was.
-        self.may_have_unused: bool = ddp is None or ddp.find_unused_parameters or ddp.static_graph
+        self._ddp = None if ddp is None else weakref.ref(ddp)
+        # By id(). Modules replace their parameters: name() looks again for one that it lacks.
+        self._names: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
+        # DDP's buckets are for the parameters that require a gradient when it is made.
+        self._names_in_ddp = None if ddp is None else _trained(module) - ddp.parameters_to_ignore
 
     @property
     def is_alive(self) -> bool:
         return self._module() is not None
 
+    @property
+    def reduced_names(self) -> set[str]:
+        """The names of all parameters whose gradients come in buckets."""
+        module = self._module()
+        if self._names_in_ddp is not None or module is None:
+            return self._names_in_ddp or set()
+        return _trained(module)
+
+    @property
+    def may_have_unused(self) -> bool:
+        """Whether a parameter may get no gradient; DDP then leaves its old gradient as it was."""
+        ddp = self._ddp() if self._ddp is not None else None
+        return ddp is None or bool(ddp.find_unused_parameters or ddp.static_graph)
+
     def name(self, parameter: torch.Tensor) -> str | None:
         """As in the wrapped module's state_dict; None for a parameter of another model."""
-        return self._names.get(id(parameter)) if self.is_alive else None
+        module = self._module()
+        if module is None:
+            return None
+        if not self._knows(parameter):
+            self._names = {id(p): (name, weakref.ref(p)) for name, p in module.named_parameters()}
+        return self._names[id(parameter)][0] if self._knows(parameter) else None
+
+    def _knows(self, parameter: torch.Tensor) -> bool:
+        known = self._names.get(id(parameter))
+        return known is not None and known[1]() is parameter
+
+
+def _trained(module: torch.nn.Module) -> set[str]:
+    return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 class NamedCopies:
