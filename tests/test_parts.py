@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from oracle import name_of
+from oracle import name_of, random_inputs
 from ranks import Rank, run_ranks
 
 # In a mailbox, in one slot, in many rounds; small slots make all of it cheap.
@@ -178,16 +178,16 @@ def test_parts_of_strided_tensors_follow_logical_order() -> None:
 
 
 def canonical_order(rank: Rank) -> None:
-    """Sums in another order would differ: 16-bit sums that round once, in ascending rank."""
+    """Sums in another order would differ: 16-bit sums that round once, in ascending rank. So would
+    averages of integers that are divided more than once, or before they wrap."""
     communicator = rank.communicator(slot_bytes=SLOT_BYTES)
-    for dtype in (torch.float32, torch.bfloat16):
-        torch.manual_seed(rank.rank)
-        own = torch.randn(3 * 5000).to(dtype)
-        communicator.all_reduce(total := own.clone())
-        communicator.reduce_scatter(part := torch.empty(5000, dtype=dtype), own)
+    for dtype, op in ((torch.float32, "sum"), (torch.bfloat16, "sum"), (torch.int8, "avg")):
+        own = random_inputs(3, 3 * 5000, dtype)[rank.rank]
+        communicator.all_reduce(total := own.clone(), op)
+        communicator.reduce_scatter(part := torch.empty(5000, dtype=dtype), own, op)
         assert torch.equal(part, total.view(3, 5000)[rank.rank])
         for root in range(3):
-            communicator.reduce(tensor := own.clone(), root)
+            communicator.reduce(tensor := own.clone(), root, op)
             assert torch.equal(tensor, total if rank.rank == root else own)
 
 
