@@ -67,9 +67,10 @@ void move_to_heap(const at::Tensor& tensor, std::string_view call, bool counts_t
              "detach(), a DLPack export, autograd, DDP or a pending operation; pass a tensor that "
              "rota.empty has made, or make the window before them"));
   }
+  const void* source = storage.mutable_data();  // gives a lazy clone memory of its own
   auto block = std::make_unique<HeapBlock>(heap, heap.allocate(storage.nbytes()));
   void* data = block->data;
-  cpu::copy_bytes(data, storage.data(), storage.nbytes());
+  cpu::copy_bytes(data, source, storage.nbytes());
   storage.set_data_ptr_noswap(at::DataPtr(data, block.release(), &release, at::kCPU));
   storage.set_resizable(false);
 }
@@ -86,7 +87,8 @@ bool move_storage(const at::Tensor& tensor, const at::Tensor& place, bool copies
   if (!storage.resizable() && !was_moved) return false;
   if (may_be_held_elsewhere(tensor, /*counts_tensor=*/!tensor.requires_grad())) return false;
   void* data = place.data_ptr();
-  if (copies) cpu::copy_bytes(data, storage.data(), storage.nbytes());
+  const void* source = storage.mutable_data();  // as above
+  if (copies) cpu::copy_bytes(data, source, storage.nbytes());
   storage.set_data_ptr_noswap(at::DataPtr(data, new at::Tensor(place), &let_go, at::kCPU));
   storage.set_resizable(false);
   return true;
