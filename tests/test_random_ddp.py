@@ -141,31 +141,17 @@ weights = st.builds(
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    world_size = draw(st.sampled_from(WORLD_SIZES))
-    hook = draw(st.sampled_from(tuple(HOOKS)))
-    has_state = hook.startswith("fused")
-    scaler = draw(st.sampled_from(("", "torch", "rota") if has_state else ("", "torch")))
-    clip = draw(st.sampled_from(("", "torch", "rota", "folded")))
-    optimizer = draw(
-        st.tuples(st.sampled_from(tuple(OPTIMIZERS)), st.sampled_from(("", "foreach", "fused")))
-    )
-    # Every loss uses the first three, so that each optimizer keeps a gradient if one is dropped.
-    always = [Weight(num_elems, torch.float32, True, 1) for num_elems in (3, 5, 1)]
-    model = [*always, *draw(st.lists(weights, max_size=6))]
-    if scaler:  # torch's refuses float16
-        is_half = [weight.dtype == torch.float16 for weight in model]
-        model = [
-            weight._replace(dtype=torch.bfloat16) if half else weight
-            for weight, half in zip(model, is_half, strict=True)
-        ]
-    trained = [i for i, weight in enumerate(model) if weight.is_trained]
+def graphs(
+    draw: st.DrawFn, world_size: int, trained: list[int]
+) -> tuple[str, dict[str, Any], tuple[Step, ...]]:
+    """The kind of checkpoint, options of DDP, and steps that DDP can train with them."""
     checkpoint = draw(st.sampled_from(("", "", "plain", "reentrant")))
     is_reentrant = checkpoint == "reentrant"  # which DDP supports in a static graph only
     kinds_of_unused = ("none", "static", "left out", "dynamic")[: 2 if is_reentrant else 4]
     unused = draw(st.sampled_from(kinds_of_unused))
+    # Every loss uses the first three, so that each optimizer keeps a gradient if one is dropped.
     some = st.frozensets(st.sampled_from(trained[3:])) if trained[3:] else st.just(frozenset())
-    never = draw(some)
+    always_unused = (draw(some) if unused != "none" else frozenset(),) * world_size
     static_graph = is_reentrant or unused == "static" or (unused == "none" and draw(st.booleans()))
     passes = PASSES if unused == "dynamic" else PASSES + UNREDUCED_PASSES
     if is_reentrant:
@@ -173,17 +159,15 @@ def cases(draw: st.DrawFn) -> Case:
     step = st.builds(
         Step,
         passes=st.sampled_from(passes),
-        skipped={
-            "none": st.just((frozenset(),) * world_size),
-            "static": st.just((never,) * world_size),
-            "left out": st.just((never,) * world_size),
-            "dynamic": st.tuples(*[some] * world_size),
-        }[unused],
+        skipped=st.tuples(*[some] * world_size) if unused == "dynamic" else st.just(always_unused),
         inf=st.none() | st.tuples(st.integers(0, world_size - 1), st.sampled_from(trained)),
         set_to_none=st.booleans(),
         edit=st.sampled_from(("",) * 4 + tuple(EDITS)),
     )
-    ddp = {
+    steps = draw(st.lists(step, min_size=3, max_size=5))
+    if static_graph:  # which DDP learns in the first pass
+        steps[0] = steps[0]._replace(passes=("sync",))
+    options = {
         "bucket_cap_mb": draw(st.sampled_from((25.0, SMALL_BUCKETS_MB, TINY_BUCKETS_MB))),
         "gradient_as_bucket_view": draw(st.booleans()),
         "broadcast_buffers": draw(st.booleans()),
@@ -192,14 +176,31 @@ def cases(draw: st.DrawFn) -> Case:
         "skip_all_reduce_unused_params": unused == "left out",
         "batched_grad_copy": draw(st.booleans()),
     }
-    steps = draw(st.lists(step, min_size=3, max_size=5))
-    if static_graph:  # which DDP learns in the first pass
-        steps[0] = steps[0]._replace(passes=("sync",))
+    options = {name: value for name, value in options.items() if name in DDP_OPTIONS}
+    return checkpoint, options, tuple(steps)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    world_size = draw(st.sampled_from(WORLD_SIZES))
+    hook = draw(st.sampled_from(tuple(HOOKS)))
+    has_state = hook.startswith("fused")
+    scaler = draw(st.sampled_from(("", "torch", "rota") if has_state else ("", "torch")))
+    clip = draw(st.sampled_from(("", "torch", "rota", "folded")))
+    always = [Weight(num_elems, torch.float32, True, 1) for num_elems in (3, 5, 1)]
+    model = [*always, *draw(st.lists(weights, max_size=6))]
+    if scaler:  # torch's refuses float16
+        model = [
+            weight._replace(dtype=torch.bfloat16) if weight.dtype == torch.float16 else weight
+            for weight in model
+        ]
+    trained = [number for number, weight in enumerate(model) if weight.is_trained]
+    checkpoint, ddp, steps = draw(graphs(world_size, trained))
     return Case(
-        world_size,
-        tuple(model),
-        tuple(steps),
-        ddp={name: value for name, value in ddp.items() if name in DDP_OPTIONS},
+        world_size=world_size,
+        weights=tuple(model),
+        steps=steps,
+        ddp=ddp,
         checkpoint=checkpoint,
         hook=hook,
         on_gloo=hook != "none" and draw(st.booleans()),
@@ -207,7 +208,10 @@ def cases(draw: st.DrawFn) -> Case:
         scaler=scaler,
         unscales=bool(clip) or draw(st.booleans()),
         clip=clip,
-        optimizer=optimizer,
+        optimizer=(
+            draw(st.sampled_from(tuple(OPTIMIZERS))),
+            draw(st.sampled_from(("", "foreach", "fused"))),
+        ),
         num_optimizers=1 if clip == "folded" else draw(st.sampled_from((1, 2))),
     )
 
