@@ -51,7 +51,15 @@ def calls_of_communicator(communicator: rota.Communicator) -> Calls:
         "irecv": lambda: communicator.irecv(torch.ones(2)).wait(),
         "connect_device": lambda: communicator.connect_device(CPU),
     }
-    for name in ("rank", "world_size", "hosts", "num_hosts", "numa_nodes", "peer_access"):
+    for name in (
+        "rank",
+        "world_size",
+        "hosts",
+        "num_hosts",
+        "numa_nodes",
+        "peer_access",
+        "has_failed",
+    ):
         calls[name] = lambda name=name: getattr(communicator, name)
     calls["close"] = communicator.close
     calls["abort"] = lambda: communicator.abort("the end of the test")

@@ -148,9 +148,9 @@ def reduce_wrongly(rank: Rank) -> list[tuple[str, str]]:
     whole = torch.tensor([1.0, 3.0]) + 2 * rank.rank
     dist.reduce_scatter_tensor(part := torch.zeros(1), whole, dist.ReduceOp.AVG)
     assert part.item() == 2.0 + 2 * rank.rank, "an average, not the sum"
-    integers, floats = torch.ones(2, dtype=torch.int32), torch.ones(2)
+    bools, floats = torch.ones(2, dtype=torch.bool), torch.ones(2)
     return [
-        error_of(lambda: dist.all_reduce(integers, dist.ReduceOp.AVG)),
+        error_of(lambda: dist.all_reduce(bools, dist.ReduceOp.AVG)),
         error_of(lambda: dist.all_reduce(floats, dist.ReduceOp.BAND)),
         error_of(lambda: dist.reduce(floats, 0, dist.ReduceOp.BXOR)),
     ]

@@ -21,11 +21,15 @@ class CallScope {
   // communicator: only its address is used. Throws Error(kInternal) for a collective that is called
   // inside another one.
   CallScope(const void* communicator, std::string_view call, Kind kind = Kind::kCollective)
-      : outer_(innermost_), communicator_(communicator), call_(call), kind_(kind) {
+      : innermost_of_thread_(innermost_),
+        outer_(innermost_of_thread_),
+        communicator_(communicator),
+        call_(call),
+        kind_(kind) {
     if (outer_ != nullptr && kind == Kind::kCollective) check_not_inside(communicator, call);
-    innermost_ = this;
+    innermost_of_thread_ = this;
   }
-  ~CallScope() { innermost_ = outer_; }
+  ~CallScope() { innermost_of_thread_ = outer_; }
   CallScope(const CallScope&) = delete;
   CallScope& operator=(const CallScope&) = delete;
 
@@ -54,6 +58,7 @@ class CallScope {
  private:
   static inline constinit thread_local const CallScope* innermost_ = nullptr;
 
+  const CallScope*& innermost_of_thread_;  // looked up once, since that takes a call
   const CallScope* outer_;
   const void* communicator_;
   std::string_view call_;

@@ -89,8 +89,8 @@ void ProgressQueue::enqueue(std::function<void()> task) {
 // Outside the lock, because run() takes it first. No other thread starts it: one that queues work
 // meanwhile finds that there is a thread, and only its own turn gives it back.
 void ProgressQueue::start(std::shared_ptr<State> state, ProgressThread& thread) {
-  thread.start([state = std::move(state), &thread]() mutable {
-    Turn turn{.state = std::move(state), .thread = thread};
+  thread.start([state = std::move(state), &thread] {
+    Turn turn{.state = state, .thread = thread};
     run(turn);
   });
 }

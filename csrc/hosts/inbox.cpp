@@ -68,7 +68,11 @@ bool Inbox::is_awaited() const {
 bool Inbox::leave(const PlaceRef& place) {
   const std::lock_guard lock(mutex_);
   if (place->arrival) return false;
-  places_.remove(place);
+  const auto first = std::ranges::find_if(places_, [&](const PlaceRef& one) {
+    return one->source == kAnyRank && one->tag == place->tag;
+  });
+  if (*first != place) return false;
+  places_.erase(first);
   return true;
 }
 

@@ -44,7 +44,9 @@ class Inbox {
   std::optional<Arrival> wait(Place& place, std::chrono::milliseconds patience);
   // Whether a recv has no envelope yet.
   bool is_awaited() const;
-  // Gives the place up. Returns false if an envelope has matched it.
+  // Gives up the place of a recv from any rank, for a message that came another way. Returns false
+  // if an envelope has matched it, or if such a recv with this tag was called before it and still
+  // waits: each has a thread of its own, and whichever looked first would take the first message.
   bool leave(const PlaceRef& place);
   // Ends all waits with this error.
   void fail(const Error& error);

@@ -267,8 +267,7 @@ bool must_be_apart(const Place& one, const Place& other) {
 
 }  // namespace
 
-void check_apart(at::ArrayRef<Operation> operations) {
-  if (operations.size() == 1 && operations[0].outputs.size() < 2) return;
+void check_all_apart(at::ArrayRef<Operation> operations) {
   std::vector<Place> places;
   for (size_t i = 0; i < operations.size(); ++i) {
     for (const at::Tensor& tensor : operations[i].outputs) {

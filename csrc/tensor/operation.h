@@ -64,7 +64,10 @@ Call plan(const BucketTensors& tensors, const Planner& planner, const BucketOpti
 
 // Throws Error(kValue) if an output of planned operations shares bytes with another one, or with a
 // tensor of another operation. Inputs and outputs of one operation may: see PackedOperation.
-void check_apart(at::ArrayRef<Operation> operations);
+void check_all_apart(at::ArrayRef<Operation> operations);
+inline void check_apart(at::ArrayRef<Operation> operations) {
+  if (operations.size() != 1 || operations[0].outputs.size() > 1) check_all_apart(operations);
+}
 
 // Of a queued call, when it begins: replan() plans it anew, because a tensor may have been resized,
 // replaced or freed since. Then agree() makes the call, marked as withdrawn, which is a mismatch on

@@ -174,7 +174,7 @@ void TensorWindow::check(std::string_view call, const at::Tensor& tensor, int64_
 Packed TensorWindow::packed_apart(const at::Tensor& tensor, Packed::Content content,
                                   int rank) const {
   Packed packed(tensor, content);
-  const std::lock_guard lock(mutex_);
+  const GilFreeLock lock(mutex_);
   std::span<std::byte> data;
   if (rank == rank_ && own_) {
     data = own_->view().data;

@@ -36,7 +36,7 @@ class _Shared:
     ) -> Communicator:
         errors = _errors_of(group)
         ended = self._communicator is not None and self._communicator.has_failed
-        if ended and _error(errors, self._number) is not None:
+        if ended and errors.check([_ended(self._number)]):
             self._communicator = None
             self._number += 1
         if self._communicator is None:
@@ -57,17 +57,24 @@ class _Shared:
 
     def tell(self, group: dist.ProcessGroup, reason: str) -> None:
         """Makes the other ranks' calls fail with this reason."""
-        _errors_of(group).set(str(self._number), f"rank {group.rank()}: {reason}")
+        errors, error = _errors_of(group), f"rank {group.rank()}: {reason}"
         if self._communicator is not None:
+            errors.set(_ended(self._number), error)
             self._communicator.abort(reason)
         else:
+            errors.set(str(self._number), error)
             next_number(group, "Communicator")  # of the one that the others do not make either
             self._number += 1
 
 
 def _errors_of(group: dist.ProcessGroup) -> dist.Store:
-    """Where ranks find the error that has ended the communicator of a number, or came before it."""
+    """Where ranks find the error that came before the communicator of a number, or has ended it."""
     return store_of(group, "hook_errors")
+
+
+def _ended(number: int) -> str:
+    """Apart from errors before it: a rank that connects late still connects, and then fails."""
+    return f"{number}/ended"
 
 
 def _error(errors: dist.Store, number: int) -> str | None:

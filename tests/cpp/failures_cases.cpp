@@ -216,7 +216,7 @@ void plan_refuses_what_cannot_be() {
   const auto refuse = [&](ErrorKind kind, DType dtype, const AllReduceOptions& options) {
     expect_error(kind, [&] { planner.all_reduce(dtype, 1, options); });
   };
-  refuse(ErrorKind::kType, DType::kInt32, {.op = ReduceOp::kAvg});
+  refuse(ErrorKind::kType, DType::kBool, {.op = ReduceOp::kAvg});
   refuse(ErrorKind::kType, DType::kFloat32, {.op = ReduceOp::kBand});
   refuse(ErrorKind::kType, DType::kFloat16, {.wire = DType::kFloat32});
   refuse(ErrorKind::kType, DType::kInt32, {.wire = DType::kInt16});
