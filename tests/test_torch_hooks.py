@@ -141,7 +141,8 @@ def train_on_both(rank: Rank, name: str) -> list[bool]:
         errors.append(error_of(lambda step=step: results.append(step())))  # type: ignore[misc]
         dist.barrier()
     if name in FAILING and errors[0][0] != "nothing":
-        return [errors[0] == errors[1]]
+        # Stacks below the first line depend on the thread that runs the callback.
+        return [len({(kind, text.partition("\n")[0]) for kind, text in errors}) == 1]
     assert [error for error, _ in errors] == ["nothing"] * 2, errors
     return [torch.equal(on_gloo, on_rota) for on_gloo, on_rota in zip(*results, strict=True)]
 
