@@ -94,7 +94,7 @@ def _members(pg: Ranks) -> str:
 
 @contextlib.contextmanager
 def watching(check: Callable[[], None]) -> Iterator[None]:
-    """What this thread makes inside calls `check`, too, while it waits for the other ranks."""
+    """What is made inside calls `check`, too, while it waits for the other ranks."""
     global _check_peers
     outer = _check_peers
 

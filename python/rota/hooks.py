@@ -57,18 +57,18 @@ class _Shared:
 
     def tell(self, group: dist.ProcessGroup, reason: str) -> None:
         """Makes the other ranks' calls fail with this reason."""
-        errors, error = _errors_of(group), f"rank {group.rank()}: {reason}"
+        errors = _errors_of(group)
         if self._communicator is not None:
-            errors.set(_ended(self._number), error)
+            errors.set(_ended(self._number), "")  # abort() tells the text
             self._communicator.abort(reason)
         else:
-            errors.set(str(self._number), error)
+            errors.set(str(self._number), f"rank {group.rank()}: {reason}")
             next_number(group, "Communicator")  # of the one that the others do not make either
             self._number += 1
 
 
 def _errors_of(group: dist.ProcessGroup) -> dist.Store:
-    """Where ranks find the error that came before the communicator of a number, or has ended it."""
+    """By number: errors that came before a communicator, and whether one has ended it."""
     return store_of(group, "hook_errors")
 
 
