@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -204,11 +205,23 @@ def test_dtensors_are_saved_as_parts_and_filled_in_place() -> None:
     run_ranks(2, save_sharded, uuid4().hex)
 
 
-def save_steps(rank: Rank, job: str, steps: range, name: str = "checkpoint") -> None:
-    checkpoint = open_checkpoint(rank, job, name=name)
+def save_steps(
+    rank: Rank, job: str, steps: range, name: str = "checkpoint", **options: Any
+) -> None:
+    checkpoint = open_checkpoint(rank, job, name=name, **options)
     for step in steps:
         checkpoint.save(step, state_of(rank.rank, step, 1000))
     checkpoint.close(keep=True)
+
+
+def save_for_long(rank: Rank, job: str) -> None:
+    save_steps(rank, job, range(3), linger=timedelta.max, timeout=timedelta.max)
+
+
+def test_longest_times_are_not_over_at_once() -> None:
+    job = uuid4().hex
+    run_ranks(1, save_for_long, job)
+    assert run_ranks(1, load_and_check, job) == [2]
 
 
 def test_two_jobs_and_two_names_at_once_do_not_see_each_other() -> None:

@@ -6,6 +6,7 @@ import json
 import random
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -541,6 +542,44 @@ def test_arguments_are_checked() -> None:
     scheduler.unpicklable = lambda: None  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match="the state of scheduler cannot be pickled"):
         State(scheduler=scheduler).commit()
+
+
+class Unpicklable:
+    """Keeps its value, whatever it is to load."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, object]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        pass
+
+
+def synchronize_unpicklable(rank: Rank, port: int, bad_rank: int) -> tuple[str, str]:
+    """Rank 0 is the source; all go on afterwards."""
+    membership = Membership(store_of(port), rank=rank.rank, timeout=timedelta(seconds=300))
+    generation = membership.next(min_members=3)
+    value = Unpicklable(None)
+    state = State(model=nn.Linear(2, 2), value=value)
+    if rank.rank == 0:
+        state.commit()
+    if rank.rank == bad_rank:
+        value.value = lambda: None
+    error = error_of(lambda: state.synchronize(generation))
+    value.value = None
+    state.synchronize(generation)
+    return error
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1], ids=["source", "receiver"])
+def test_unpicklable_state_raises_on_all_ranks(store: dist.TCPStore, bad_rank: int) -> None:
+    errors = run_ranks(3, synchronize_unpicklable, store.port, bad_rank)
+    for rank, (kind, text) in enumerate(errors):
+        assert kind == ("TypeError" if rank == bad_rank else "TransportError"), text
+        assert "the state of value cannot be pickled" in text
+        assert rank == bad_rank or f"rank {bad_rank}: " in text
 
 
 def wrap(rank: Rank) -> tuple[str, str]:

@@ -115,9 +115,9 @@ def test_ranks_that_disagree_get_a_mismatch() -> None:
         for (_, text), part in zip(
             errors,
             (
-                "sync_every is 2 on rank 0, 3 on rank 1",
-                "num_fragments is 1 on rank 0, 2 on rank 1",
-                "num_tensors is 2 on rank 0, 4 on rank 1",
+                "disagree on sync_every: rank 0 has 2; rank 1 has 3",
+                "num_fragments: rank 0 has 1; rank 1 has 2",
+                "num_tensors: rank 0 has 2; rank 1 has 4",
                 "broadcast(float32[2], root 0)",
                 "step is 4 on rank 0, 8 on rank 1",
                 "wire",

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _DistributedBackendOptions
 
-from rota import _C
+from rota import _C, timeouts
 from rota.coalescing import watch_block
 from rota.communicator import DEFAULT_SLOT_BYTES
 from rota.engine import engine_chooser
-from rota.groups import peer_check
+from rota.groups import StoreRanks
+from rota.joint import JointSteps
 from rota.window import make_window
 
 
@@ -79,9 +80,19 @@ def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGrou
         given: what the user passed as pg_options.
 
     Raises:
-        TypeError: `given` is of another backend.
+        TypeError, ValueError: `given` is of another backend, or has an unusable value; the other
+            ranks raise rota.TransportError, those of a subgroup at its first use.
     """
-    timeout = options.timeout
+    ranks = StoreRanks(options.store, options.group_rank, options.group_size)
+    steps = JointSteps.over(ranks, "BackendOptions")
+    with steps.telling():
+        return _create(options, given, steps)
+
+
+def _create(
+    options: _DistributedBackendOptions, given: object, steps: JointSteps
+) -> _C.ProcessGroupRota:
+    timeout = timeouts.usable(options.timeout)
     if given is None:
         given = BackendOptions()
     elif not isinstance(given, _C.BackendOptions):
@@ -113,7 +124,7 @@ def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGrou
     own._timeout = timeout
     own.choose_engine = engine_chooser(getattr(given, "engine", None), timeout)
     own.connects_at_first_use = is_lazy
-    own.check_peers = peer_check()
+    own.check_peers = steps.check
     own.watch_block = watch_block
     arguments = (options.store, options.group_rank, options.group_size, own, make_nccl, make_window)
     if not getattr(options, "enable_reconfigure", False):  # from torch 2.15 on

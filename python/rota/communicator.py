@@ -11,7 +11,8 @@ import torch.distributed as dist
 from rota import _C
 from rota.engine import engine_chooser
 from rota.errors import RotaError
-from rota.groups import member_group, next_number, peer_check, qualified_name, store_of
+from rota.groups import member_group, qualified_name
+from rota.joint import JointSteps
 
 DEFAULT_SLOT_BYTES = 256 * 1024
 
@@ -34,8 +35,8 @@ class Communicator(_C.Communicator):
 
     Args:
         group: the ranks; None is the default group.
-        timeout: how long one wait inside a collective may last; None is that of the group's store,
-            which init_process_group sets.
+        timeout: how long one wait inside a collective may last; None is that of the group, which
+            init_process_group or new_group has got.
         slot_bytes: size of a transport slot in bytes, a multiple of 4096; two slots are reserved
             for each rank. The default was measured best (benchmarks/LOG.md).
         engine: what carries messages between hosts: a process group of the same ranks, for rota
@@ -54,7 +55,8 @@ class Communicator(_C.Communicator):
     added in the order of their lowest ranks. See docs/hosts.md.
 
     Raises:
-        ValueError: this rank is not in the group, or slot_bytes is unusable.
+        TypeError, ValueError: this rank is not in the group, or an argument is unusable; the other
+            ranks raise rota.TransportError, which names the rank.
         rota.TransportError: memory is short, or a rank did not connect.
 
     Example:
@@ -73,23 +75,23 @@ class Communicator(_C.Communicator):
         inter_block_scaling: bool = False,
     ) -> None:
         pg = member_group(group, "Communicator")
-        number = next_number(pg, "Communicator")
-        # A namespace in the group's store that no other communicator uses.
-        store = store_of(pg, f"{number}/")
-        if timeout is None:
-            timeout = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
-        super().__init__(
-            store=store,
-            rank=pg.rank(),
-            world_size=pg.size(),
-            timeout=timeout,
-            slot_bytes=slot_bytes,
-            choose_engine=engine_chooser(engine, timeout),
-            inter_wire_dtype=inter_wire_dtype,
-            inter_block_scaling=inter_block_scaling,
-            check_peers=peer_check(),
-        )
-        self._name = f"{qualified_name(pg)}/{number}"
+        steps = JointSteps.over(pg, "Communicator")
+        with steps.telling():
+            timeout = steps.take_timeout(timeout)
+            if not isinstance(slot_bytes, int):
+                raise TypeError(f"rota.Communicator: slot_bytes is {slot_bytes!r}, expected an int")
+            super().__init__(
+                store=steps.store,
+                rank=steps.rank,
+                world_size=steps.world_size,
+                timeout=timeout,
+                slot_bytes=slot_bytes,
+                choose_engine=engine_chooser(engine, timeout),
+                inter_wire_dtype=inter_wire_dtype,
+                inter_block_scaling=inter_block_scaling,
+                check_peers=steps.check,
+            )
+        self._name = f"{qualified_name(pg)}/{steps.number}"
         while self._name in _by_name:  # one over a destroyed group of this name still lives
             self._name += "'"
         _by_name[self._name] = self

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from rota import _C
 from rota.errors import RotaError, TransportError
-from rota.groups import member_group, next_number, store_of
+from rota.groups import member_group
 from rota.joint import JointSteps
 from rota.memory import empty
 from rota.window import Window, check_made_alike
@@ -43,14 +43,13 @@ class DeviceWindow(Window):
         dtype = dtype if dtype is not None else torch.get_default_dtype()
         # Its words are this window's; it has no elements.
         own, others = self._open(pg, lambda: empty(0, dtype=dtype), num_channels, timeout, engine)
-        number = next_number(pg, "DeviceWindow")
-        store = store_of(pg, f"device_window/{number}")
-        if timeout is None:
-            timeout = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
-        steps = JointSteps(store, self.rank, self.world_size, timeout, "rota.Window")
+        steps = JointSteps.over(pg, "Window on GPUs")
         shape: list[int] = []
+        where = torch.device(device)
 
         def describe() -> str:
+            nonlocal where
+            steps.take_timeout(timeout)
             if isinstance(tensor_or_shape, torch.Tensor):
                 raise ValueError(
                     "rota.Window: a tensor on a GPU cannot move to memory that others map; pass "
@@ -64,22 +63,22 @@ class DeviceWindow(Window):
                 )
             sizes = [tensor_or_shape] if isinstance(tensor_or_shape, int) else tensor_or_shape
             shape.extend(sizes)
+            if where.index is None:
+                where = torch.device("cuda", torch.cuda.current_device())
             return json.dumps({"made": f"{tuple(shape)} of {dtype} on GPUs"})
 
         check_made_alike([json.loads(text) for text in steps.step(describe)])
-        where = torch.device(device)
-        if where.index is None:
-            where = torch.device("cuda", torch.cuda.current_device())
         num_bytes = math.prod(shape) * dtype.itemsize
-        memory = _C.map_device_windows(
-            own,
-            others,
-            self.rank,
-            dist.PrefixStore("memory", store),
-            where,
-            max(1, num_bytes),
-            lambda text: [bytes.fromhex(each) for each in steps.step(lambda: text.hex())],
-        )
+        with steps.telling():
+            memory = _C.map_device_windows(
+                own,
+                others,
+                self.rank,
+                dist.PrefixStore("memory", steps.store),
+                where,
+                max(1, num_bytes),
+                lambda text: [bytes.fromhex(each) for each in steps.step(lambda: text.hex())],
+            )
         self._device = where
         # By rank; empty once closed.
         self._parts = [part[:num_bytes].view(dtype).view(shape) for part in memory]

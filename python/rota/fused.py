@@ -21,6 +21,7 @@ from rota.communicator import Communicator
 from rota.ddp import NamedCopies, NamedModel, SeenParameters, group_of
 from rota.errors import RotaError
 from rota.hooks import communicator_of, tell_peers_of
+from rota.joint import JointSteps
 from rota.model_group import ModelGroup, Replicas
 from rota.residuals import BucketResidual, Residuals
 from rota.results import Results
@@ -120,6 +121,7 @@ class HookState:
     Raises:
         TypeError: a group is not a process group, or wire_dtype is not one of those above.
         ValueError: an option is invalid; the text says what is valid.
+        rota.TransportError: another rank of model_group has raised an error; names it.
 
     DDP does not tell hooks which ranks it averages over, so without `model` a group that differs
     from DDP's goes unnoticed, as with torch's hooks. backward() raises if several models share one
@@ -152,27 +154,35 @@ class HookState:
         model_group: dist.ProcessGroup | None = None,
         replicas: Replicas | None = None,
     ) -> None:
-        if block_scaling is None:
-            block_scaling = options.is_narrow(wire_dtype)
-        options.check_group("group", group)
-        options.check_group("engine", engine)
         options.check_group("model_group", model_group)
-        if replicas is not None and model_group is None:
-            raise ValueError("rota.HookState: replicas is about model_group, which is missing")
-        options.check_wire(wire_dtype, block_scaling)
-        if inter_wire_dtype is not None:
-            options.check_wire(inter_wire_dtype, options.is_narrow(inter_wire_dtype))
-        options.check_factor("gradient_predivide_factor", gradient_predivide_factor)
-        options.check_seed(seed)
-        options.check_algorithm(algorithm)
-        options.check_num_shards(num_shards)
+        in_blocks = options.is_narrow(wire_dtype) if block_scaling is None else block_scaling
         self._model: NamedModel | NamedCopies | None = None
-        if model is not None:
-            self._model = NamedModel(model)
-        self.group = group_of(group, model)
+
+        def check() -> str:
+            options.check_group("group", group)
+            options.check_group("engine", engine)
+            if replicas is not None and model_group is None:
+                raise ValueError("rota.HookState: replicas is about model_group, which is missing")
+            options.check_wire(wire_dtype, in_blocks)
+            if inter_wire_dtype is not None:
+                options.check_wire(inter_wire_dtype, options.is_narrow(inter_wire_dtype))
+            options.check_factor("gradient_predivide_factor", gradient_predivide_factor)
+            options.check_factor("loss_scale", loss_scale)
+            options.check_seed(seed)
+            options.check_algorithm(algorithm)
+            options.check_num_shards(num_shards)
+            if model is not None:
+                self._model = NamedModel(model)
+            self.group = group_of(group, model)
+            return ""
+
+        if model_group is None:
+            check()
+        else:
+            JointSteps.over(model_group, "HookState").step(check)
         self.engine = engine
         self.wire_dtype = wire_dtype
-        self.block_scaling = block_scaling
+        self.block_scaling = in_blocks
         self.inter_wire_dtype = inter_wire_dtype
         self.stochastic_rounding = stochastic_rounding
         self.error_feedback = error_feedback
@@ -180,7 +190,6 @@ class HookState:
         self.algorithm = algorithm
         self.num_shards = num_shards
         self.loss_scale = loss_scale
-        # After all checks, since it waits for the other ranks.
         self.model_group = ModelGroup(model_group, replicas) if model_group is not None else None
         self.results = Results(self.model_group)
         self._seed = seed
@@ -420,10 +429,8 @@ class HookState:
             )
         self._entries = {}
 
-    def take_copies(self, copies: Mapping[str, torch.Tensor]) -> None:
-        """Makes this the state of copies of parameters, under the names of the parameters.
-
-        They may be reduced in parts; residuals of all exist from now on.
+    def check_can_take_copies(self) -> None:
+        """Whether take_copies() may be called.
 
         Raises:
             ValueError: the state has reduced gradients before, or has an option that is only for
@@ -444,6 +451,15 @@ class HookState:
                 "rota.HookState: replicas would be asked about copies, which it does not know; "
                 "leave it out for rota.LocalSGD and rota.DiLoCo"
             )
+
+    def take_copies(self, copies: Mapping[str, torch.Tensor]) -> None:
+        """Makes this the state of copies of parameters, under the names of the parameters.
+
+        They may be reduced in parts; residuals of all exist from now on.
+
+        Raises what check_can_take_copies() raises.
+        """
+        self.check_can_take_copies()
         self._model = NamedCopies(copies)
         if self.error_feedback:
             for copy in copies.values():  # one by one, so that each can be freed

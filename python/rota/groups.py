@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch.distributed as dist
@@ -41,6 +43,25 @@ class Ranks(Protocol):
     def get_group_store(self) -> dist.Store: ...
 
 
+@dataclass(frozen=True, eq=False)
+class StoreRanks:
+    """Ranks without a process group, which meet in a store that is used for nothing else."""
+
+    store: dist.Store
+    own_rank: int
+    world_size: int
+    group_name: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def rank(self) -> int:
+        return self.own_rank
+
+    def size(self) -> int:
+        return self.world_size
+
+    def get_group_store(self) -> dist.Store:
+        return self.store
+
+
 def next_number(pg: Ranks, what: str) -> int:
     """How many of these this rank has made over the group; all ranks count alike, so it is a name.
 
@@ -51,16 +72,16 @@ def next_number(pg: Ranks, what: str) -> int:
     return int(counters.add(str(pg.rank()), 1)) - 1
 
 
-def begin_generation(uuid: str, check_peers: Callable[[], None]) -> None:
+def begin_generation(name: str, check_peers: Callable[[], None]) -> None:
     """What is made from now on has names of its own in the groups' stores (rota.elastic).
 
     Args:
-        uuid: of the generation; becomes a part of names.
+        name: of the generation; becomes a part of names.
         check_peers: raises if a member of the generation is gone. Whatever waits for ranks that
             make something together calls it several times a second.
     """
     global _generation, _check_peers
-    _generation, _check_peers = uuid, check_peers
+    _generation, _check_peers = name, check_peers
 
 
 def end_generation() -> None:
@@ -90,24 +111,6 @@ def _members(pg: Ranks) -> str:
     with contextlib.suppress(KeyError):  # a group that its user made without torch.distributed
         return ",".join(map(str, dist.get_process_group_ranks(pg)))
     return ""
-
-
-@contextlib.contextmanager
-def watching(check: Callable[[], None]) -> Iterator[None]:
-    """What is made inside calls `check`, too, while it waits for the other ranks."""
-    global _check_peers
-    outer = _check_peers
-
-    def both() -> None:
-        if outer is not None:
-            outer()
-        check()
-
-    _check_peers = both
-    try:
-        yield
-    finally:
-        _check_peers = outer
 
 
 def peer_check() -> Callable[[], None] | None:

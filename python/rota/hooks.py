@@ -14,39 +14,33 @@ import torch.distributed as dist
 
 from rota.communicator import Communicator
 from rota.errors import PeerFailed
-from rota.groups import next_number, store_of, watching
+from rota.groups import store_of
+from rota.joint import JointSteps
 
 
 class _Shared:
     """What all hooks of a group share: a communicator, and word of the errors that end it.
 
     An error that one rank raises in a hook ends the communicator, since the others may wait in it.
-    They find the error's text in the group's store, also where they still wait for that rank to
-    connect. The next call of each rank then makes the communicator with the next number. All ranks
-    take part in every call of a hook, so they count alike.
+    If it does not exist yet, they hear of the error as of one that was raised in making it. The
+    next call of each rank then makes another. All ranks take part in every call of a hook, so they
+    count alike.
     """
 
     def __init__(self) -> None:
-        self._number = 0
+        self._number = 0  # of the communicators so far, with those that were not made
         self._communicator: Communicator | None = None
         self._engine: dist.ProcessGroup | None = None
 
     def communicator(
         self, group: dist.ProcessGroup, engine: dist.ProcessGroup | None
     ) -> Communicator:
-        errors = _errors_of(group)
-        ended = self._communicator is not None and self._communicator.has_failed
-        if ended and errors.check([_ended(self._number)]):
+        has_failed = self._communicator is not None and self._communicator.has_failed
+        if has_failed and _ended(group).check([str(self._number)]):
             self._communicator = None
-            self._number += 1
         if self._communicator is None:
-            number = self._number  # not the group, which must not live as long as this closure
-            with watching(lambda: _check(errors, number)):
-                try:
-                    self._communicator, self._engine = Communicator(group, engine=engine), engine
-                except PeerFailed:
-                    self._number += _error(errors, number) is not None
-                    raise
+            self._number += 1
+            self._communicator, self._engine = Communicator(group, engine=engine), engine
         if engine is not None and engine is not self._engine:
             raise ValueError(
                 "rota hooks: the group's communicator already has "
@@ -57,34 +51,17 @@ class _Shared:
 
     def tell(self, group: dist.ProcessGroup, reason: str) -> None:
         """Makes the other ranks' calls fail with this reason."""
-        errors = _errors_of(group)
         if self._communicator is not None:
-            errors.set(_ended(self._number), "")  # abort() tells the text
+            _ended(group).set(str(self._number), "")  # abort() tells the text
             self._communicator.abort(reason)
         else:
-            errors.set(str(self._number), f"rank {group.rank()}: {reason}")
-            next_number(group, "Communicator")  # of the one that the others do not make either
             self._number += 1
+            JointSteps.over(group, "Communicator").fail(reason, PeerFailed)
 
 
-def _errors_of(group: dist.ProcessGroup) -> dist.Store:
-    """By number: errors that came before a communicator, and whether one has ended it."""
+def _ended(group: dist.ProcessGroup) -> dist.Store:
+    """By number: whether an error in a hook has ended the communicator."""
     return store_of(group, "hook_errors")
-
-
-def _ended(number: int) -> str:
-    """Apart from errors before it: a rank that connects late still connects, and then fails."""
-    return f"{number}/ended"
-
-
-def _error(errors: dist.Store, number: int) -> str | None:
-    key = str(number)
-    return errors.get(key).decode() if errors.check([key]) else None
-
-
-def _check(errors: dist.Store, number: int) -> None:
-    if (error := _error(errors, number)) is not None:
-        raise PeerFailed(f"rota hooks: {error}")
 
 
 # Of each group; dropped with it.

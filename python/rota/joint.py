@@ -1,17 +1,27 @@
-"""Steps that several processes take together over a torch Store, without any group."""
+"""Steps that several processes take together over a torch Store, without any group.
+
+This is how ranks make something together: what fails on one of them, be it a bad argument, is an
+error on all, which names the rank and its reason. Nobody waits for a rank that has given up.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from rota.errors import Timeout, TransportError
+from rota import errors, timeouts
+from rota.errors import Mismatch, RotaError, Timeout, TransportError
+from rota.groups import Ranks, next_number, peer_check, store_of
 
 POLL_S = 0.002  # few enough requests for a store on a server
+
+# In the store: the first rank that has given up, and why.
+_FAILURE = "failure"
 
 
 def sides(texts: Sequence[str], verb: str) -> str | None:
@@ -27,6 +37,13 @@ def sides(texts: Sequence[str], verb: str) -> str | None:
     if len(ranks_of) == 1:
         return None
     return "; ".join(f"rank {', '.join(ranks)} {verb} {text}" for text, ranks in ranks_of.items())
+
+
+def check_alike(what: str, described: Sequence[Mapping[str, object]]) -> None:
+    """Raises Mismatch if the ranks' descriptions, which have the same keys, differ in a value."""
+    for key in described[0]:
+        if difference := sides([str(of_rank[key]) for of_rank in described], "has"):
+            raise Mismatch(f"{what}: ranks disagree on {key}: {difference}; give all the same")
 
 
 # Of waits that may take long.
@@ -46,7 +63,7 @@ def poll(is_done: Callable[[], bool], deadline: float) -> bool:
 
 
 class JointSteps:
-    """Each step runs a function on every rank and gives every rank all results, or the failure.
+    """What ranks do to make something together. A rank that fails tells the others, once.
 
     Args:
         store: the same for all ranks, used for nothing else.
@@ -54,6 +71,9 @@ class JointSteps:
         timeout: of each step.
         what: the public name for errors, such as "rota.Window".
         check_peers: raises if a process is gone; called while others are awaited.
+
+    Attributes:
+        number: how many of these the ranks have made over their group before.
     """
 
     def __init__(
@@ -65,64 +85,98 @@ class JointSteps:
         what: str,
         check_peers: Callable[[], None] | None = None,
     ) -> None:
-        self._store = store
-        self._rank = rank
-        self._world_size = world_size
-        self._timeout = timeout
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout = timeout
+        self.number = 0
         self._what = what
         self._check_peers = check_peers
         self._num_steps = 0
+
+    @classmethod
+    def over(cls, pg: Ranks, what: str) -> JointSteps:
+        """For the next of these that all ranks of a group make, in the same order.
+
+        Args:
+            what: its public name, such as "Window".
+        """
+        number = next_number(pg, what)
+        store = store_of(pg, f"{what}/{number}")
+        timeout = timeouts.of_group(pg)
+        steps = cls(store, pg.rank(), pg.size(), timeout, f"rota.{what}", peer_check())
+        steps.number = number
+        return steps
+
+    def take_timeout(self, timeout: object) -> timedelta:
+        """The caller's timeout, which then is that of the steps; that of the group for None.
+
+        Raises:
+            TypeError: it is no timedelta.
+        """
+        if timeout is not None:
+            self.timeout = timeouts.checked(timeout, self._what)
+        return self.timeout
 
     def step(self, run: Callable[[], str]) -> list[str]:
         """Runs `run` and blocks until every rank has done so; returns all results by rank.
 
         Raises:
             Exception: what `run` raised here.
-            rota.TransportError: it raised on another rank, which is named with the text.
+            rota.TransportError: it raised on another rank, which is named with the text; if that
+                was an error of rota's, one of its kind.
             rota.Timeout: a rank did not take this step in time.
         """
-        own_error: Exception | None = None
-        result = ""
-        try:
+        with self.telling():
             result = run()
-        except Exception as error:
-            own_error = error
-        card = {"result": result} if own_error is None else {"error": str(own_error)}
-        step = self._num_steps
+        key = f"step/{self._num_steps}"
         self._num_steps += 1
-        self._store.set(self._key(step, self._rank), json.dumps(card))
-        if own_error is not None:
-            raise own_error
-        cards = [json.loads(self._wait_for(step, rank)) for rank in range(self._world_size)]
-        for rank, other in enumerate(cards):
-            if "error" in other:
-                raise TransportError(
-                    f"{self._what}: rank {self._rank}/{self._world_size}: rank {rank} failed: "
-                    f"{other['error']}"
-                )
-        return [str(other["result"]) for other in cards]
+        card = json.dumps([self.rank, result]) + "\n"
+        self.store.append(key, card)  # type: ignore[attr-defined]  # torch's stubs lack it
+        return self._wait_for_all(key)
 
-    @staticmethod
-    def _key(step: int, rank: int) -> str:
-        return f"{step}/{rank}"
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """What is raised inside is told to the other ranks, whose next check() raises."""
+        try:
+            yield
+        except BaseException as error:
+            kind = type(error) if isinstance(error, RotaError) else TransportError
+            self.fail(str(error) or type(error).__name__, kind)
+            raise
+
+    def fail(self, reason: str, kind: type[RotaError] = TransportError) -> None:
+        """Tells the other ranks that this one has given up.
+
+        Args:
+            kind: of the error that they raise.
+        """
+        with contextlib.suppress(RuntimeError):  # of the store, which would hide the reason
+            self.store.compare_set(_FAILURE, "", json.dumps([self.rank, kind.__name__, reason]))
+
+    def check(self) -> None:
+        """Raises if a rank is gone or has given up. Costs a request to the store."""
+        if self._check_peers is not None:
+            self._check_peers()
+        if self.store.check([_FAILURE]):
+            rank, kind, reason = json.loads(self.store.get(_FAILURE))
+            raise getattr(errors, kind, TransportError)(
+                f"{self._what}: rank {self.rank}/{self.world_size}: rank {rank} failed: {reason}"
+            )
 
     # Polls instead of waiting in the store, so that Ctrl-C can interrupt it.
-    def _wait_for(self, step: int, rank: int) -> bytes:
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        while not self._store.check([self._key(step, rank)]):
-            if self._check_peers is not None:
-                self._check_peers()
+    def _wait_for_all(self, key: str) -> list[str]:
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while True:
+            results: dict[int, str] = dict(map(json.loads, self.store.get(key).splitlines()))
+            if len(results) == self.world_size:
+                return [results[rank] for rank in range(self.world_size)]
+            self.check()
             if time.monotonic() > deadline:
-                missing = [
-                    str(peer)
-                    for peer in range(self._world_size)
-                    if not self._store.check([self._key(step, peer)])
-                ]
+                missing = [str(r) for r in range(self.world_size) if r not in results]
                 raise Timeout(
-                    f"{self._what}: rank {self._rank}/{self._world_size} waited "
-                    f"{self._timeout.total_seconds():g} s for rank {', '.join(missing)}; every "
+                    f"{self._what}: rank {self.rank}/{self.world_size} waited "
+                    f"{self.timeout.total_seconds():g} s for rank {', '.join(missing)}; every "
                     f"rank must make its part: is it alive?"
                 )
             time.sleep(POLL_S)
-        value: bytes = self._store.get(self._key(step, rank))
-        return value

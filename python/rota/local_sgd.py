@@ -11,6 +11,7 @@ synchronised when, and must not know how.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from rota.errors import Mismatch
 from rota.fused import HookState, telling_peers
 from rota.gradients import Reduction, free_buckets
+from rota.groups import member_group
+from rota.joint import JointSteps, check_alike
 from rota.sharding import check_same_shards, fsdp1_shards, local_of, own_shard
 
 BUCKET_CAP_MB = 25.0
@@ -92,7 +95,8 @@ class LocalSGD:
             changed is lost; Streaming DiLoCo uses 0.5.
 
     Raises:
-        TypeError, ValueError: an argument is invalid; the text says what is valid.
+        TypeError, ValueError: an argument is invalid; the text says what is valid. The other ranks
+            raise rota.TransportError, which names the rank.
         rota.Mismatch: the ranks' models or arguments differ.
 
     It is a collective call over the state's group, and blocks. Names are those of torchft.
@@ -124,14 +128,33 @@ class LocalSGD:
         self.num_steps = 0  # that step() has counted
         self.num_skipped = 0  # outer steps that were dropped, of one fragment each
         module = model.module if isinstance(model, DistributedDataParallel) else model
-        tensors = _tensors_to_sync(module)
-        self._check_arguments(len(tensors))
-        self.state = HookState(wire_dtype=torch.float32) if state is None else state
-        if not isinstance(self.state, HookState):
-            raise TypeError(
-                f"{self._name}: state is of type {type(state).__name__}, expected a HookState"
+        tensors: dict[str, torch.Tensor] = {}
+
+        def check() -> str:
+            tensors.update(_tensors_to_sync(self._name, module))
+            self._check_arguments(module, len(tensors))
+            self.state = HookState(wire_dtype=torch.float32) if state is None else state
+            if not isinstance(self.state, HookState):
+                raise TypeError(
+                    f"{self._name}: state is of type {type(state).__name__}, expected a HookState"
+                )
+            self.state.check_can_take_copies()
+            _check_shards(self._name, module, self.state)
+            shards = (own_shard(tensor) for tensor in tensors.values())
+            return json.dumps(
+                {
+                    "class": type(self).__name__,
+                    "sync_every": sync_every,
+                    "num_fragments": num_fragments,
+                    "fragment_sync_delay": fragment_sync_delay,
+                    "num_tensors": len(tensors),
+                    "shard": next((shard for shard in shards if shard is not None), 0),
+                }
             )
-        _check_shards(self._name, module, self.state)
+
+        group = state.group if isinstance(state, HookState) else None
+        steps = JointSteps.over(member_group(group, "LocalSGD"), "LocalSGD")
+        check_alike(self._name, [json.loads(text) for text in steps.step(check)])
         self._synced = [
             _Synced(
                 name, module, tensor if isinstance(tensor, nn.Parameter) else None, _copy_of(tensor)
@@ -142,15 +165,9 @@ class LocalSGD:
         self._synced_at = [0] * num_fragments  # the step of each fragment's last difference
         self._in_flight: _InFlight | None = None
         self.state.take_copies({synced.name: synced.copy for synced in self._synced})
-        self._check_agreement(
-            sync_every=sync_every,
-            num_fragments=num_fragments,
-            fragment_sync_delay=fragment_sync_delay,
-            num_tensors=len(tensors),
-            shard=next((s for t in tensors.values() if (s := own_shard(t)) is not None), 0),
-        )
-        for tensor in [*module.parameters(), *module.buffers()]:
-            self._broadcast(tensor)
+        with telling_peers(self.state):
+            for tensor in [*module.parameters(), *module.buffers()]:
+                self._broadcast(tensor)
         for synced in self._synced:
             synced.copy.detach().copy_(synced.local)
 
@@ -329,7 +346,7 @@ class LocalSGD:
 
     # ---- checks
 
-    def _check_arguments(self, num_tensors: int) -> None:
+    def _check_arguments(self, module: nn.Module, num_tensors: int) -> None:
         for name in ("sync_every", "num_fragments"):
             value = getattr(self, name)
             if not (isinstance(value, int) and value >= 1):
@@ -419,7 +436,7 @@ class DiLoCo(LocalSGD):
         fragment_sync_delay: int = 0,
         fragment_update_alpha: float = 0.0,
     ) -> None:
-        _check_optimizer(model, outer_optimizer)
+        self.outer_optimizer = outer_optimizer
         super().__init__(
             model,
             sync_every,
@@ -428,7 +445,6 @@ class DiLoCo(LocalSGD):
             fragment_sync_delay=fragment_sync_delay,
             fragment_update_alpha=fragment_update_alpha,
         )
-        self.outer_optimizer = outer_optimizer
         copies: dict[int, torch.Tensor] = {
             id(synced.parameter): synced.copy for synced in self._synced
         }
@@ -436,6 +452,10 @@ class DiLoCo(LocalSGD):
             # In place: some optimizers keep the list. Aliases without gradients take the places of
             # frozen parameters, which may have gradients from before they were frozen.
             group["params"][:] = [copies.get(id(p), p.detach()) for p in group["params"]]
+
+    def _check_arguments(self, module: nn.Module, num_tensors: int) -> None:
+        _check_optimizer(module, self.outer_optimizer)
+        super()._check_arguments(module, num_tensors)
 
     def _update_copies(self, fragment: Sequence[_Synced]) -> None:
         self.outer_optimizer.step()  # passes over the copies of other fragments: no gradients
@@ -449,12 +469,14 @@ class DiLoCo(LocalSGD):
         self.outer_optimizer.load_state_dict(state_dict["outer_optimizer"])
 
 
-def _tensors_to_sync(module: nn.Module) -> dict[str, torch.Tensor]:
+def _tensors_to_sync(caller: str, module: nn.Module) -> dict[str, torch.Tensor]:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{caller}: model is of type {type(module).__name__}, expected a module")
     saved = module.state_dict().keys()
     tensors: dict[str, torch.Tensor] = {}
     tensors |= {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not tensors:
-        raise ValueError("rota.LocalSGD: the model has no parameter that requires a gradient")
+        raise ValueError(f"{caller}: the model has no parameter that requires a gradient")
     for name, buffer in module.named_buffers():
         if name in saved and (buffer.is_floating_point() or buffer.is_complex()):
             tensors[name] = buffer
@@ -498,13 +520,12 @@ def _cut(synced: Sequence[_Synced], num_fragments: int) -> list[list[_Synced]]:
     return [*fragments, rest]
 
 
-def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _check_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"rota.DiLoCo: outer_optimizer is of type {type(optimizer).__name__}, expected a "
             f"torch.optim.Optimizer of the model's parameters"
         )
-    module = model.module if isinstance(model, DistributedDataParallel) else model
     names = {id(p): name for name, p in module.named_parameters()}
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [

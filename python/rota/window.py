@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
-import uuid
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from rota import _C
 from rota.engine import engine_chooser
 from rota.errors import Mismatch, TransportError
-from rota.groups import Ranks, member_group, next_number, peer_check, store_of
+from rota.groups import Ranks, StoreRanks, member_group, next_number, peer_check
 from rota.joint import JointSteps, sides
 from rota.memory import empty
 
@@ -48,14 +47,14 @@ class Window(_C.Window):
         dtype: of a new tensor; torch's default dtype if None.
         device: of a new tensor: the CPU, or this rank's GPU (docs/cuda.md says what differs there).
         num_channels: of signals; each counts by itself.
-        timeout: of making the window and of each wait; None is that of the group's store.
+        timeout: of making the window and of each wait; None is that of the group.
         engine: what carries messages between hosts: a process group of the same ranks whose CPU
             backend can send and recv, for rota alone. None: a Gloo group that all windows over this
             group share. Not used on one host.
 
     Raises:
         TypeError, ValueError: no tensor on the CPU, a strided one, one whose memory belongs to
-            another library, this rank is not in the group, or the engine is unusable.
+            another library, this rank is not in the group, or another argument is unusable.
         rota.Mismatch: ranks differ in shape, dtype, num_channels or engine; names them.
         rota.TransportError: memory is short, the engine does not connect the hosts, or a rank
             failed to make its part.
@@ -72,7 +71,7 @@ class Window(_C.Window):
     """
 
     def __new__(cls, *args: Any, device: torch.device | str = "cpu", **kwargs: Any) -> Window:
-        if cls is Window and torch.device(device).type == "cuda":
+        if cls is Window and _is_cuda(device):
             from rota.device_window import DeviceWindow
 
             cls = DeviceWindow
@@ -89,12 +88,14 @@ class Window(_C.Window):
         timeout: timedelta | None = None,
         engine: dist.ProcessGroup | None = None,
     ) -> None:
-        if torch.device(device).type != "cpu":
-            raise ValueError(f"rota.Window: device is {device!r}, expected cpu or cuda")
         pg = member_group(group, "Window")
-        own, _ = self._open(
-            pg, lambda: _own_tensor(tensor_or_shape, dtype), num_channels, timeout, engine
-        )
+
+        def make_tensor() -> torch.Tensor:
+            if torch.device(device).type != "cpu":
+                raise ValueError(f"rota.Window: device is {device!r}, expected cpu or cuda")
+            return _own_tensor(tensor_or_shape, dtype)
+
+        own, _ = self._open(pg, make_tensor, num_channels, timeout, engine)
         self._tensor = own.tensor
 
     def _open(
@@ -108,20 +109,17 @@ class Window(_C.Window):
         torch_holds_it: bool = False,
     ) -> tuple[_C.ExposedTensor, list[_C.OpenedTensor | None]]:
         """Makes the window; returns this rank's part and those of the others on this host."""
-        if not isinstance(num_channels, int) or not 1 <= num_channels <= MAX_CHANNELS:
-            raise ValueError(
-                f"rota.Window: num_channels is {num_channels!r}, expected 1 to {MAX_CHANNELS}"
-            )
-        number = next_number(pg, "Window")
-        store = store_of(pg, f"window/{number}")
-        if timeout is None:
-            timeout = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
-        rank, world_size = pg.rank(), pg.size()
-        steps = JointSteps(store, rank, world_size, timeout, "rota.Window", peer_check())
+        steps = JointSteps.over(pg, "Window")
+        rank, world_size = steps.rank, steps.world_size
         services = _Services(pg, engine)
         own: list[_C.ExposedTensor] = []
 
         def expose() -> str:
+            steps.take_timeout(timeout)
+            if not isinstance(num_channels, int) or not 1 <= num_channels <= MAX_CHANNELS:
+                raise ValueError(
+                    f"rota.Window: num_channels is {num_channels!r}, expected 1 to {MAX_CHANNELS}"
+                )
             tensor = make_tensor()
             own.append(
                 _C.ExposedTensor(
@@ -147,6 +145,8 @@ class Window(_C.Window):
             raise Mismatch(
                 f"rota.Window: ranks disagree: {difference}; give every rank an engine or none"
             )
+        own_timeout = steps.timeout
+        window_number = services.next_window_number()
         others: list[_C.OpenedTensor | None] = [None] * world_size
         service: list[_C.WindowService | None] = []
 
@@ -154,13 +154,13 @@ class Window(_C.Window):
             for peer in range(world_size):
                 if peer != rank and cards[peer]["host"] == cards[rank]["host"]:
                     address = cards[peer]["address"]
-                    others[peer] = _C.OpenedTensor(address, f"rank {peer}", timeout)
-            service.append(services.connected(store, cards, timeout))
+                    others[peer] = _C.OpenedTensor(address, f"rank {peer}", own_timeout)
+            service.append(services.connected(steps.store, cards, own_timeout, window_number))
             return ""
 
         def serve() -> str:
             super(Window, self).__init__(
-                own[0], rank, others, num_channels, timeout, service[0], services.window_number
+                own[0], rank, others, num_channels, own_timeout, service[0], window_number
             )
             return ""
 
@@ -184,29 +184,10 @@ class Window(_C.Window):
         return self._tensor
 
 
-@dataclass(frozen=True, eq=False)
-class _StoreRanks:
-    """Ranks without a process group, which meet in a store that is used for nothing else."""
-
-    store: dist.Store
-    own_rank: int
-    world_size: int
-    group_name: str = field(default_factory=lambda: uuid.uuid4().hex)
-
-    def rank(self) -> int:
-        return self.own_rank
-
-    def size(self) -> int:
-        return self.world_size
-
-    def get_group_store(self) -> dist.Store:
-        return self.store
-
-
 def make_window(tensor: torch.Tensor, store: dist.Store, rank: int, world_size: int) -> Window:
     """A window for ranks without a process group: a backend's, which torch 2.15 asks for one."""
     window = Window.__new__(Window)
-    ranks = _StoreRanks(store, rank, world_size)
+    ranks = StoreRanks(store, rank, world_size)
     window._open(ranks, lambda: tensor, 1, None, None, torch_holds_it=True)
     return window
 
@@ -218,6 +199,13 @@ _living: weakref.WeakSet[Window] = weakref.WeakSet()
 
 def living_windows() -> list[Window]:
     return list(_living)
+
+
+def _is_cuda(device: torch.device | str) -> bool:
+    """False for what names no device, which the constructor refuses on all ranks."""
+    with contextlib.suppress(RuntimeError, TypeError):
+        return torch.device(device).type == "cuda"
+    return False
 
 
 def _own_tensor(
@@ -249,8 +237,13 @@ class _Services:
         self._pg = pg
         self._engine = engine
         self._key = engine if isinstance(engine, dist.ProcessGroup) else pg
-        # Of the window among those of one service, and of a service that this window has to make.
-        self.window_number = next_number(self._key, "remote window")
+
+    def next_window_number(self) -> int:
+        """Of the window among those of one service, and of a service that this window has to make.
+
+        All ranks count alike: call it once they have agreed on whose service it is.
+        """
+        return next_number(self._key, "remote window")
 
     def usable_number(self) -> int:
         """The number of the service that this rank has; -1 if it needs a new one."""
@@ -258,7 +251,7 @@ class _Services:
         return number if service is not None and service.is_usable else -1
 
     def connected(
-        self, store: dist.Store, cards: list[dict[str, Any]], timeout: timedelta
+        self, store: dist.Store, cards: list[dict[str, Any]], timeout: timedelta, number: int
     ) -> _C.WindowService | None:
         """The service that all ranks have, or a new one; None if all ranks are on one host."""
         hosts = [card["host"] for card in cards]
@@ -274,8 +267,8 @@ class _Services:
         backend, problem = connect(dist.PrefixStore("engine", store))
         if backend is None:
             raise TransportError(f"rota.Window: {problem}")
-        service = _C.WindowService(backend, hosts, rank, self.window_number)
-        _services[self._key] = self.window_number, service
+        service = _C.WindowService(backend, hosts, rank, number)
+        _services[self._key] = number, service
         return service
 
 

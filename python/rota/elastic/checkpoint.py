@@ -18,6 +18,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
+from rota import timeouts
 from rota.elastic import disk
 from rota.elastic.contents import WHAT, Contents, match, put_together
 from rota.elastic.holdings import Holdings
@@ -105,7 +106,9 @@ class Checkpoint:
     ) -> None:
         store, self._rank, self._world_size = _place_of(store_or_group, rank, world_size)
         self._directory = Directory(store, name)
-        self._timeout = self._directory.timeout if timeout is None else timeout
+        self._timeout = timeouts.of_store(store)
+        if timeout is not None:
+            self._timeout = timeouts.checked(timeout, WHAT)
         if launcher is None and "TORCHELASTIC_RUN_ID" in os.environ:
             launcher = os.getppid()
         job = _job_name(self._directory, job)

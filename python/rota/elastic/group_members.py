@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from rota import timeouts
 from rota.elastic.documents import Documents
 from rota.elastic.forming import Forming
 from rota.elastic.handles import Handle, OwnProcess, Processes, own_ip
@@ -27,7 +28,7 @@ class GroupMembers:
 
     def __init__(self, store: dist.Store, timeout: timedelta) -> None:
         self._store = dist.PrefixStore("rota/members", store)
-        self._timeout = timeout
+        self._timeout = timeouts.usable(timeout)
         self._documents = Documents(self._store)
         job = self._documents.change("job", lambda job: job.setdefault("id", uuids.uuid4().hex))
         self._own = OwnProcess(job["id"], own_ip(store))
@@ -62,7 +63,7 @@ class GroupMembers:
             self._processes,
             str(uuid),
             list(handles) if are_ordered else sorted(handles),
-            self._timeout if timeout is None else timeout,
+            self._timeout if timeout is None else timeouts.usable(timeout),
         )
         forming.agree()
         members = forming.handles

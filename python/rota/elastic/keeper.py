@@ -45,6 +45,7 @@ PROTOCOL = 2
 # Exit statuses of the process that starts the keeper.
 LISTENING, ANOTHER_LISTENS = 0, 3
 SLOTS = (0, 1)  # versions that are kept of each rank, in turn
+LONGEST_WAIT_S = 86400.0  # at once: the kernel counts milliseconds in 32 bits
 FIRST_JOIN_S = 60.0  # how long a keeper waits for the rank that has started it
 MAX_PACKET_BYTES = 64 << 10
 MAX_DESCRIPTORS = 2  # of one packet
@@ -129,7 +130,8 @@ class Keeper:
             left_s = self._seconds_left()
             if left_s is not None and left_s <= 0:
                 return
-            for key, _ in self._selector.select(left_s):
+            wait_s = None if left_s is None else min(left_s, LONGEST_WAIT_S)
+            for key, _ in self._selector.select(wait_s):
                 if self._selector.get_map().get(key.fd) is key:  # not closed by an earlier event
                     key.data()
 

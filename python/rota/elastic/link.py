@@ -140,7 +140,7 @@ class KeeperLink:
     def _open(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            connection.settimeout(self._timeout_s)
+            connection.settimeout(min(self._timeout_s, keeper.LONGEST_WAIT_S))
             connection.connect(f"\0{self.name}")
             pid, uid = keeper.peer_credentials(connection)
             if uid != os.geteuid():

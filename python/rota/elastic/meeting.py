@@ -19,7 +19,6 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from uuid import uuid4
 
 import torch.distributed as dist
@@ -212,11 +211,6 @@ class Directory:
     def __init__(self, store: dist.Store, name: str) -> None:
         self.store = dist.PrefixStore(f"rota/checkpoint/{name}", store)
         self._last_token = ""
-
-    @property
-    def timeout(self) -> timedelta:
-        timeout: timedelta = self.store.timeout  # type: ignore[attr-defined]  # torch's stubs
-        return timeout
 
     def meeting(self) -> str:
         """Random; the same for all who use this store, whatever its prefix, and for nobody else."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from rota import timeouts
 from rota.backend import BackendOptions
 from rota.communicator import Communicator
 from rota.elastic.documents import Documents
@@ -84,7 +85,9 @@ class Membership:
         self._store = dist.PrefixStore("rota/elastic", store)
         self._documents = Documents(self._store)
         self._rank = rank
-        self._timeout = timeout if timeout is not None else dist.default_pg_timeout
+        self._timeout = dist.default_pg_timeout
+        if timeout is not None:
+            self._timeout = timeouts.checked(timeout, "rota.elastic.Membership")
         self._pg_options = pg_options
         job = self._documents.change(_JOB, lambda job: job.setdefault("id", uuid.uuid4().hex))
         self._job: str = job["id"]

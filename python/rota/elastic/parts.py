@@ -125,9 +125,7 @@ class Part:
         try:
             snapshot.take(self.volatile())
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise TypeError(
-                f"rota.elastic.State: the state of {self.name} cannot be pickled: {error}"
-            ) from error
+            raise _refusal(self.name, error) from error
         self._snapshot = snapshot
 
     def roll_back(self) -> None:
@@ -301,6 +299,22 @@ def _write(tensor: torch.Tensor, value: torch.Tensor) -> bool:
     if not any(n > 1 and stride == 0 for n, stride in lengths):  # nothing can write to others
         tensor.copy_(value)
     return True
+
+
+def pickled_state(name: str, state: object) -> bytes:
+    """What loads() makes a part's state of.
+
+    Raises:
+        TypeError: a value cannot be pickled.
+    """
+    try:
+        return pickle.dumps(state)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise _refusal(name, error) from error
+
+
+def _refusal(name: str, error: Exception) -> TypeError:
+    return TypeError(f"rota.elastic.State: the state of {name} cannot be pickled: {error}")
 
 
 def part_of(name: str, target: object) -> Part:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import time
 import warnings
@@ -16,7 +17,7 @@ from torch.utils import _pytree
 
 from rota.elastic.arena import Arena, lies_on, put_on, take_from
 from rota.elastic.generation import Generation
-from rota.elastic.parts import LooseTensor, ModulePart, Storages, part_of
+from rota.elastic.parts import LooseTensor, ModulePart, Storages, part_of, pickled_state
 from rota.elastic.reservation import Reservation, announce
 from rota.errors import Mismatch, TransportError
 from rota.joint import sides
@@ -35,13 +36,13 @@ class _Offer:
 
     Args:
         kept, loose: address and lengths of an arena.
-        states: by object, with KeptTensor and LooseTensor for what is in the arenas.
+        states: by object, pickled, with KeptTensor and LooseTensor for what is in the arenas.
     """
 
     num_steps: int
     kept: tuple[str, list[int]]
     loose: tuple[str, list[int]]
-    states: dict[str, Any]
+    states: dict[str, bytes]
 
 
 class State:
@@ -169,6 +170,8 @@ class State:
         Raises:
             rota.Mismatch: ranks have other objects, models or numbers of logical shards, or, with
                 check_equal, other numbers after the same step; on every rank, with what each has.
+            TypeError: the state of an object here cannot be pickled; the others raise
+                rota.TransportError, which names the rank.
             rota.TransportError: a copy differs from its source, or a rank could not take part; on
                 every rank. The ranks keep their states.
             rota.PeerFailed: a rank has died; the ranks that live keep their states.
@@ -202,7 +205,7 @@ class State:
             part.regroup()
         self._may_be_new = True
         self._announce()
-        self._save()
+        exchange.all(self._save)
         timer.end("regroup")
         return generation.rank in receivers
 
@@ -271,7 +274,10 @@ class State:
             loose.append(leaf.reshape(-1).view(torch.uint8))
             return LooseTensor(len(loose) - 1, leaf.dtype, tuple(leaf.size()))
 
-        states = {name: _pytree.tree_map(loosen, state) for name, state in states.items()}
+        pickled = {
+            name: pickled_state(name, _pytree.tree_map(loosen, state))
+            for name, state in states.items()
+        }
         self._loose = Arena([tensor.nbytes for tensor in loose])
         for tensor, place in zip(loose, self._loose.places(), strict=True):
             place.copy_(tensor)
@@ -280,7 +286,7 @@ class State:
             self.num_steps,
             (self._kept.address, self._kept.lengths),
             (self._loose.address, self._loose.lengths),
-            states,
+            pickled,
         )
 
     def _share(self) -> dict[str, Any]:
@@ -327,9 +333,10 @@ class State:
                 return leaf
             return loose_places[leaf.number].view(leaf.dtype).view(leaf.size).clone()
 
+        states = {name: pickle.loads(state) for name, state in offer.states.items()}
         own = Storages()
         layouts = {
-            part: (part.layout(own), offer.states[part.name][0])
+            part: (part.layout(own), states[part.name][0])
             for part in self._parts
             if isinstance(part, ModulePart)
         }
@@ -340,7 +347,7 @@ class State:
             for module, (_, there) in layouts.items():
                 module.copy_parameters(there, storage_on)
         for part in self._parts:
-            part.load(_pytree.tree_map(fasten, offer.states[part.name]), storage_on)
+            part.load(_pytree.tree_map(fasten, states[part.name]), storage_on)
         self._kept = kept
         self._copied = set()
         self._num_steps = offer.num_steps
@@ -428,13 +435,13 @@ class _Exchange:
             rota.TransportError: it raised on another rank.
         """
         own_error: Exception | None = None
-        result = None
+        result, text = None, ""
         try:
             result = run()
         except Exception as error:
-            own_error = error
+            own_error, text = error, str(error) or type(error).__name__
         replies: list[Any] = [None] * self._generation.world_size
-        dist.all_gather_object(replies, (result, own_error and f"{own_error}"))
+        dist.all_gather_object(replies, (result, text))
         if own_error is not None:
             raise own_error
         failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(replies) if error]

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from rota import options
-from rota.errors import Mismatch, TransportError
+from rota import joint, options
+from rota.errors import TransportError
 from rota.joint import sides
 from rota.sharding import as_dtensor
 
@@ -211,16 +211,11 @@ def check_alike(cards: Sequence[str]) -> None:
     """Raises if ranks made a rota.ParameterServer with other arguments, or on other hosts.
 
     Args:
-        cards: of each rank: JSON objects of strings with the same keys.
+        cards: of each rank: JSON objects with the same keys.
     """
     described = [json.loads(card) for card in cards]
-    for key in described[0]:
-        difference = sides([str(card[key]) for card in described], "has")
-        if difference is None:
-            continue
-        if key == "host":
-            raise TransportError(
-                f"{_NAME}: ranks are on several hosts: {difference}; make a group of the ranks of "
-                f"one"
-            )
-        raise Mismatch(f"{_NAME}: ranks disagree on {key}: {difference}; give all the same")
+    if difference := sides([card.pop("host") for card in described], "has"):
+        raise TransportError(
+            f"{_NAME}: ranks are on several hosts: {difference}; make a group of the ranks of one"
+        )
+    joint.check_alike(_NAME, described)

@@ -50,7 +50,7 @@ from torch import nn
 
 from rota import _C
 from rota.errors import PeerFailed, RotaError, Timeout
-from rota.groups import member_group, next_number, store_of
+from rota.groups import member_group
 from rota.joint import JointSteps
 from rota.parameter_server import arguments
 from rota.parameter_server.connection import Connection, Plan
@@ -112,7 +112,7 @@ class ParameterServer:
         replicas: servers that hold a copy of each server's state and go on if it dies: 0, or 1 (the
             next server), which is the default where there are several servers. make_optimizer is
             then called more than once, and learning rates must come from lr_lambda.
-        timeout: of every wait for another rank; None is that of the group's store.
+        timeout: of every wait for another rank; None is that of the group.
 
     Making one is collective: every rank of the group makes them in the same order. It blocks until
     all ranks have. After that ranks are on their own. Calls of one rank come from one thread.
@@ -154,15 +154,11 @@ class ParameterServer:
         timeout: timedelta | None = None,
     ) -> None:
         pg = member_group(group, "ParameterServer")
-        number = next_number(pg, "ParameterServer")
-        store = store_of(pg, f"parameter_server/{number}")
-        self._timeout = timeout if timeout is not None else store.timeout  # type: ignore[attr-defined]
-        self._rank, self._world_size = pg.rank(), pg.size()
-        steps = JointSteps(
-            store, self._rank, self._world_size, self._timeout, "rota.ParameterServer"
-        )
+        steps = JointSteps.over(pg, "ParameterServer")
+        self._rank, self._world_size = steps.rank, steps.world_size
 
         def check() -> str:
+            self._timeout = steps.take_timeout(timeout)
             arguments.check_mode(mode, staleness, delay_compensation)
             arguments.check_weights(
                 average_weights, make_optimizer, error_feedback, delay_compensation, lr_lambda

@@ -93,11 +93,6 @@ class Directory:
     def __init__(self, store: dist.Store, name: str) -> None:
         self._store = dist.PrefixStore(f"rota/weights/{name}", store)
 
-    @property
-    def timeout(self) -> timedelta:
-        timeout: timedelta = self._store.timeout  # type: ignore[attr-defined]  # torch's stubs
-        return timeout
-
     def claim(self, claim: Claim, layout: Layout | None, last: Claim | None) -> None:
         """Makes this process the publisher of its rank.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -48,6 +48,42 @@ class _Started(NamedTuple):
     peers: list[OpenedPublisher]  # the other publishers
 
 
+# Memory of claims with errors, which count until the rank gets a publisher, by name and rank.
+_refused: dict[tuple[str, int], _C.ExposedTensor] = {}
+
+
+@contextlib.contextmanager
+def telling_publishers(
+    directory: Directory, name: str, rank: int, num_publishers: int
+) -> Iterator[None]:
+    """An error that is raised inside is raised by the other publishers' first publish(), too."""
+    try:
+        yield
+    except Exception as error:
+        _, _refused[name, rank] = _claim_failure(directory, name, rank, num_publishers, error, None)
+        raise
+
+
+def _claim_failure(
+    directory: Directory,
+    name: str,
+    rank: int,
+    num_publishers: int,
+    error: Exception,
+    last: Claim | None,
+) -> tuple[Claim, _C.ExposedTensor]:
+    """Claims a rank in order to tell the other publishers, which would wait for this one, why not.
+
+    The claim counts while its memory exists: others do not mistake it for one from before their own
+    start.
+    """
+    memory = _C.ExposedTensor(empty(1), NUM_WORDS, others_may_write=False)
+    claim = Claim.make(name, rank, num_publishers, memory.address, error)
+    with contextlib.suppress(Mismatch):  # another publisher has the rank
+        directory.claim(claim, None, last)
+    return claim, memory
+
+
 class Publisher:
     """Publishes one rank's tensors; see rota.WeightStore.publish."""
 
@@ -71,10 +107,11 @@ class Publisher:
         self._who = f"publisher {rank}/{num_publishers} of {name!r} (pid {os.getpid()})"
         self._claim: Claim | None = None
         self._started: _Started | None = None
-        self._failed: _C.ExposedTensor | None = None
+        self._failed: _C.ExposedTensor | None = None  # makes a claim that tells an error count
         self._is_closed = False
         self._number = 0
         self._version = -1
+        _refused.pop((name, rank), None)
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         if self._is_closed:
@@ -121,20 +158,18 @@ class Publisher:
         try:
             return self._try_to_start(tensors, deadline)
         except Exception as error:
-            # The other publishers would wait for this one. Open for as long as it lives, so that
-            # they do not mistake it for a failure before their own start.
-            self._failed = _C.ExposedTensor(empty(1), NUM_WORDS, others_may_write=False)
-            claim = self._make_claim(self._failed.address, error)
-            with contextlib.suppress(Mismatch):  # another publisher has the rank
-                self._replace_claim(claim, None)
+            self._claim, self._failed = _claim_failure(
+                self._directory, self._name, self._rank, self._num_publishers, error, self._claim
+            )
             raise
 
     def _try_to_start(self, tensors: Mapping[str, torch.Tensor], deadline: float) -> _Started:
         layout = lay_out(tensors, self._shards, self._wire, header_bytes)
         buffers = empty(2 * layout.buffer_bytes, dtype=torch.uint8)
         memory = _C.ExposedTensor(buffers, NUM_WORDS, others_may_write=False)
-        claim = self._make_claim(memory.address)
-        self._replace_claim(claim, layout)
+        claim = Claim.make(self._name, self._rank, self._num_publishers, memory.address, None)
+        self._directory.claim(claim, layout, self._claim)
+        self._claim = claim
         claims = self._directory.meet(claim, deadline)
         layouts = [self._directory.layout(peer) for peer in claims]
         # Before any memory is opened, which publishers that fail here take away.
@@ -146,13 +181,6 @@ class Publisher:
             if peer.rank != self._rank
         ]
         return _Started(looks_of(tensors), layout, memory, claims, peers)
-
-    def _make_claim(self, address: str, error: Exception | None = None) -> Claim:
-        return Claim.make(self._name, self._rank, self._num_publishers, address, error)
-
-    def _replace_claim(self, claim: Claim, layout: Layout | None) -> None:
-        self._directory.claim(claim, layout, self._claim)
-        self._claim = claim
 
     # Until all are done with the publication before this one, which then takes the buffer of the
     # one before that.

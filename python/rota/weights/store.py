@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from rota import _C
+from rota import _C, timeouts
 from rota.weights.directory import Directory
 from rota.weights.layout import WeightShard, Wire, name_of
-from rota.weights.publisher import Publisher
+from rota.weights.publisher import Publisher, telling_publishers
 from rota.weights.reader import Reader, places_of
 
 
@@ -54,7 +55,8 @@ class WeightStore:
         timeout: of each publish() and pull(); None is that of the store.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit together.
+        TypeError, ValueError: arguments that do not fit together. Of a publisher, the others raise
+            rota.TransportError in their first publish(), which names it.
 
     Example:
         >>> store = dist.TCPStore("localhost", 29500, is_master=rank == 0)
@@ -93,20 +95,25 @@ class WeightStore:
                 f"rota.WeightStore: rank is {rank}, expected 0 to num_publishers - 1, "
                 f"{num_publishers - 1}"
             )
-        wire = _checked_wire(rank, wire_dtype, block_scaling)
         directory = Directory(store, name)
-        if timeout is None:
-            timeout = directory.timeout
-        plain = {k: x for k, x in (shards or {}).items() if isinstance(x, WeightShard)}
+        telling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if rank is not None:
+            telling = telling_publishers(directory, name, rank, num_publishers)
+        with telling:
+            wire = _checked_wire(rank, wire_dtype, block_scaling)
+            plain = {k: x for k, x in (shards or {}).items() if isinstance(x, WeightShard)}
+            if rank is not None and shards is not None and len(plain) != len(shards):
+                raise TypeError("rota.WeightStore: shards of a publisher must be WeightShards")
+            wait = timeouts.of_store(store)
+            if timeout is not None:
+                wait = timeouts.checked(timeout, "rota.WeightStore")
         self._publisher: Publisher | None = None
         self._reader: Reader | None = None
         if rank is None:
             places = None if shards is None else places_of(shards, {})
-            self._reader = Reader(directory, name, places, plain, timeout)
+            self._reader = Reader(directory, name, places, plain, wait)
         else:
-            if shards is not None and len(plain) != len(shards):
-                raise TypeError("rota.WeightStore: shards of a publisher must be WeightShards")
-            self._publisher = Publisher(directory, name, rank, num_publishers, plain, wire, timeout)
+            self._publisher = Publisher(directory, name, rank, num_publishers, plain, wire, wait)
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Stores this rank's shards as a new version and shows it to all readers. Blocks.
@@ -170,6 +177,8 @@ class WeightStore:
         """
         if self._reader is None:
             raise ValueError("rota.WeightStore.pull: this is a publisher; a reader has no rank")
+        if timeout is not None:
+            timeout = timeouts.checked(timeout, "rota.WeightStore.pull")
         return self._reader.pull(at_least, timeout, into)
 
     def close(self) -> None:

@@ -1,0 +1,54 @@
+"""How long waits may take: the caller's timeout, or that of the process group."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Protocol
+
+import torch.distributed as dist
+
+# The clocks of waits count nanoseconds in 64 bits, which end after 292 years.
+LONGEST = timedelta(days=36500)
+
+
+def usable(timeout: timedelta) -> timedelta:
+    """The timeout, or LONGEST where that is less.
+
+    Torch counts microseconds in 64 bits: of longer timeouts, such as timedelta.max, its groups and
+    stores make negative ones.
+    """
+    return timeout if -LONGEST <= timeout <= LONGEST else LONGEST
+
+
+def checked(timeout: object, what: str) -> timedelta:
+    """A caller's timeout as waits can use it.
+
+    Raises:
+        TypeError: it is no timedelta; the text begins with `what`, the name of the call.
+    """
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"{what}: timeout is {timeout!r}, expected a datetime.timedelta or None")
+    return usable(timeout)
+
+
+class HasStore(Protocol):
+    def get_group_store(self) -> dist.Store: ...
+
+
+def of_store(store: dist.Store) -> timedelta:
+    return usable(store.timeout)  # type: ignore[attr-defined]  # torch's stubs lack it
+
+
+def of_group(pg: HasStore) -> timedelta:
+    """That of the group's collectives; of ranks without a process group, their store's.
+
+    A group that new_group() makes shares the store of the default group, and so its timeout.
+    """
+    if isinstance(pg, dist.ProcessGroup):
+        for device in pg._device_types:
+            backend = pg._get_backend(device)
+            backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+            timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+            if isinstance(timeout, timedelta):
+                return usable(timeout)
+    return of_store(pg.get_group_store())

@@ -1,0 +1,185 @@
+"""What one rank refuses in making something together is an error on all ranks, at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import rota
+from ranks import Rank, Ranks, error_of, run_ranks
+
+# Of groups: a rank that waits so long is hung.
+LONG_S = 300.0
+BAD_SLOTS = "slot_bytes is 7"
+
+
+def window(**options: Any) -> rota.Window:
+    return rota.Window(4, **options)
+
+
+def local_sgd(sync_every: Any = 2, **options: Any) -> rota.LocalSGD:
+    return rota.LocalSGD(nn.Linear(2, 2), sync_every, **options)
+
+
+def diloco(make_optimizer: Any = None) -> rota.DiLoCo:
+    model = nn.Linear(2, 2)
+    optimizer = (make_optimizer or (lambda parameters: torch.optim.SGD(parameters, 0.7)))(
+        model.parameters()
+    )
+    return rota.DiLoCo(model, optimizer, 2)
+
+
+def server(**options: Any) -> rota.ParameterServer:
+    parameters = [nn.Parameter(torch.ones(3))]
+    return rota.ParameterServer(parameters, lambda p: torch.optim.SGD(p, 1.0), **options)
+
+
+def hook_state(**options: Any) -> rota.HookState:
+    return rota.HookState(model_group=dist.group.WORLD, **options)
+
+
+# Makes something of all ranks; a bad argument, and what the rank that passes it raises.
+CASES: dict[str, tuple[Callable[..., object], dict[str, Any], str, str]] = {
+    "Communicator-slots": (rota.Communicator, {"slot_bytes": 7}, "ValueError", BAD_SLOTS),
+    "Communicator-timeout": (rota.Communicator, {"timeout": 5}, "TypeError", "timeout is 5"),
+    "Communicator-wire": (
+        rota.Communicator,
+        {"inter_wire_dtype": torch.float64},
+        "TypeError",
+        "inter_wire_dtype is torch.float64",
+    ),
+    "Window-channels": (window, {"num_channels": 0}, "ValueError", "num_channels is 0"),
+    "Window-device": (window, {"device": "tpu"}, "RuntimeError", "tpu"),
+    "Window-timeout": (window, {"timeout": 1.5}, "TypeError", "timeout is 1.5"),
+    "Window-engine": (window, {"engine": "gloo"}, "Mismatch", "one of its own"),
+    "LocalSGD-sync_every": (local_sgd, {"sync_every": 0}, "ValueError", "sync_every is 0"),
+    "LocalSGD-state": (local_sgd, {"state": 1}, "TypeError", "expected a HookState"),
+    "DiLoCo-optimizer": (
+        diloco,
+        {"make_optimizer": list},
+        "TypeError",
+        "outer_optimizer is of type list",
+    ),
+    "ParameterServer-timeout": (server, {"timeout": 3}, "TypeError", "timeout is 3"),
+    "HookState-seed": (hook_state, {"seed": -1}, "ValueError", "seed is -1"),
+    "HookState-model": (hook_state, {"model": 3}, "TypeError", "int"),
+}
+
+
+def refuse(rank: Rank) -> dict[str, tuple[str, str]]:
+    """Rank 1 passes a bad argument; then all pass what is right, and use what they get."""
+    rank.init("gloo", timeout_s=LONG_S)
+    errors = {}
+    for case, (make, bad, *_) in CASES.items():
+        errors[case] = error_of(lambda: make(**(bad if rank.rank == 1 else {})))  # noqa: B023
+        made = make()
+        if isinstance(made, rota.LocalSGD):
+            made.step()
+        elif isinstance(made, rota.Communicator):
+            made.barrier()
+        elif isinstance(made, rota.ParameterServer):
+            made.close()
+    return errors
+
+
+def test_bad_argument_of_one_rank_is_raised_by_all() -> None:
+    results = run_ranks(3, refuse)
+    for case, (_, _, kind, text) in CASES.items():
+        own_kind, own_text = results[1][case]
+        assert own_kind == kind and text in own_text, (case, own_kind, own_text)
+        for peer in (0, 2):
+            peer_kind, peer_text = results[peer][case]
+            assert peer_kind == ("Mismatch" if kind == "Mismatch" else "TransportError"), peer_text
+            assert "rank 1" in peer_text and text in peer_text, (case, peer_text)
+
+
+def refuse_groups(rank: Rank) -> list[tuple[str, str]]:
+    """Groups of the backend: the default one, over one store after the other, and a subgroup."""
+    bad = rota.BackendOptions(slot_bytes=7)
+    store, errors = rank.make_store(LONG_S), []
+
+    def init(options: object) -> None:
+        dist.init_process_group(
+            "rota",
+            store=store,
+            rank=rank.rank,
+            world_size=rank.world_size,
+            timeout=timedelta(seconds=LONG_S),
+            pg_options=options,
+        )
+
+    for wrong in (bad, dist.ProcessGroupGloo._Options()):
+        errors.append(error_of(lambda: init(wrong if rank.rank == 1 else None)))  # noqa: B023
+    init(None)
+
+    def use_subgroup(options: object) -> None:
+        dist.barrier(dist.new_group(pg_options=options))
+
+    errors.append(error_of(lambda: use_subgroup(bad if rank.rank == 1 else None)))
+    use_subgroup(None)
+    return errors
+
+
+def test_bad_options_of_one_rank_are_raised_by_all_in_its_group() -> None:
+    results = run_ranks(3, refuse_groups)
+    assert [kind for kind, _ in results[1]] == ["ValueError", "TypeError", "ValueError"]
+    for peer in (0, 2):
+        for (kind, text), cause in zip(
+            results[peer], (BAD_SLOTS, "expected rota.BackendOptions", BAD_SLOTS), strict=True
+        ):
+            assert kind == "TransportError" and "rank 1 failed" in text and cause in text, text
+
+
+def refuse_to_publish(rank: Rank) -> tuple[str, str]:
+    rank.init("gloo", timeout_s=LONG_S)
+    store = rank.make_store(LONG_S)
+    wire_dtype = torch.int8 if rank.rank == 1 else None
+
+    def publish(wire_dtype: torch.dtype | None = None) -> rota.WeightStore:
+        weights = rota.WeightStore(store, group=dist.group.WORLD, wire_dtype=wire_dtype)
+        weights.publish(1, {f"of rank {rank.rank}": torch.ones(2)})
+        return weights
+
+    error = error_of(lambda: publish(wire_dtype))
+    dist.barrier()
+    made = publish()
+    dist.barrier()
+    made.close()
+    return error
+
+
+def test_bad_argument_of_one_publisher_is_raised_by_all() -> None:
+    results = run_ranks(3, refuse_to_publish)
+    kind, text = results[1]
+    assert kind == "ValueError" and "wire_dtype is torch.int8" in text
+    for peer in (0, 2):
+        kind, text = results[peer]
+        assert kind == "TransportError" and "publisher 1/3" in text, text
+        assert "wire_dtype is torch.int8" in text
+
+
+def wait_in_subgroup(rank: Rank) -> tuple[str, str] | None:
+    """The group's timeout is not that of its store, which is the default group's."""
+    rank.init("gloo", timeout_s=LONG_S)
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
+    communicator = rota.Communicator(group)
+    communicator.barrier()
+    if rank.rank == 1:
+        rank.hear()
+        return None
+    error = error_of(communicator.barrier)
+    rank.tell()
+    return error
+
+
+def test_communicator_has_the_timeout_of_its_group() -> None:
+    with Ranks(2, wait_in_subgroup) as ranks:
+        ranks.hear(0)
+        ranks.tell(1)
+        error = ranks.results()[0]
+    assert error[0] == "Timeout" and "rank 1" in error[1]
