@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -85,12 +85,12 @@ def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGrou
     """
     ranks = StoreRanks(options.store, options.group_rank, options.group_size)
     steps = JointSteps.over(ranks, "BackendOptions")
-    with steps.telling():
-        return _create(options, given, steps)
+    with steps.publishing() as check_peers:
+        return _create(options, given, check_peers)
 
 
 def _create(
-    options: _DistributedBackendOptions, given: object, steps: JointSteps
+    options: _DistributedBackendOptions, given: object, check_peers: Callable[[], None]
 ) -> _C.ProcessGroupRota:
     timeout = timeouts.usable(options.timeout)
     if given is None:
@@ -124,7 +124,7 @@ def _create(
     own._timeout = timeout
     own.choose_engine = engine_chooser(getattr(given, "engine", None), timeout)
     own.connects_at_first_use = is_lazy
-    own.check_peers = steps.check
+    own.check_peers = check_peers
     own.watch_block = watch_block
     arguments = (options.store, options.group_rank, options.group_size, own, make_nccl, make_window)
     if not getattr(options, "enable_reconfigure", False):  # from torch 2.15 on

@@ -76,7 +76,7 @@ class Communicator(_C.Communicator):
     ) -> None:
         pg = member_group(group, "Communicator")
         steps = JointSteps.over(pg, "Communicator")
-        with steps.telling():
+        with steps.publishing() as check_peers:
             timeout = steps.take_timeout(timeout)
             if not isinstance(slot_bytes, int):
                 raise TypeError(f"rota.Communicator: slot_bytes is {slot_bytes!r}, expected an int")
@@ -89,7 +89,7 @@ class Communicator(_C.Communicator):
                 choose_engine=engine_chooser(engine, timeout),
                 inter_wire_dtype=inter_wire_dtype,
                 inter_block_scaling=inter_block_scaling,
-                check_peers=steps.check,
+                check_peers=check_peers,
             )
         self._name = f"{qualified_name(pg)}/{steps.number}"
         while self._name in _by_name:  # one over a destroyed group of this name still lives

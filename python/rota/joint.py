@@ -141,9 +141,33 @@ class JointSteps:
         try:
             yield
         except BaseException as error:
-            kind = type(error) if isinstance(error, RotaError) else TransportError
-            self.fail(str(error) or type(error).__name__, kind)
+            self._tell(error)
             raise
+
+    @contextlib.contextmanager
+    def publishing(self) -> Iterator[Callable[[], None]]:
+        """As telling(), for what publishes this rank's part and then waits for the others itself.
+
+        Gives what that calls while it waits, instead of check(). From then on the ranks fail
+        together, of what they find out there.
+        """
+        is_waiting = False
+
+        def check() -> None:
+            nonlocal is_waiting
+            is_waiting = True
+            self.check()
+
+        try:
+            yield check
+        except BaseException as error:
+            if not is_waiting:
+                self._tell(error)
+            raise
+
+    def _tell(self, error: BaseException) -> None:
+        kind = type(error) if isinstance(error, RotaError) else TransportError
+        self.fail(str(error) or type(error).__name__, kind)
 
     def fail(self, reason: str, kind: type[RotaError] = TransportError) -> None:
         """Tells the other ranks that this one has given up.

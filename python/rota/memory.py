@@ -48,7 +48,8 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     Raises:
         TypeError: a size is not an int, or dtype is not a torch.dtype.
         ValueError: a size is negative.
-        rota.TransportError: there is too little memory; names the bytes needed and available.
+        rota.TransportError: there is too little memory, or `ulimit -v` leaves too few addresses;
+            names the bytes needed and available.
     """
     if dtype is None:
         dtype = torch.get_default_dtype()

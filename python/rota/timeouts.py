@@ -49,6 +49,6 @@ def of_group(pg: HasStore) -> timedelta:
             backend = pg._get_backend(device)
             backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
             timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-            if isinstance(timeout, timedelta):
+            if isinstance(timeout, timedelta):  # torch's `fake` backend has none
                 return usable(timeout)
     return of_store(pg.get_group_store())

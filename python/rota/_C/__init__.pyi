@@ -747,6 +747,9 @@ class Communicator:
 
         Once GPUs are joined, it also waits for the other ranks' kernels to end, so that none of
         them writes to memory that this rank has freed: up to 2 s for ranks that do not close.
+
+        Raises:
+            rota.Timeout, rota.PeerFailed: queued work did not end; names the rank that it needs.
         """
 
 def map_device_windows(
