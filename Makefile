@@ -22,13 +22,14 @@ SOURCES := $(shell find csrc -type f)
 MODULES := $(shell find python -name '*.py' -o -name '*.pyi')
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu')
 
-.PHONY: help venv test test-long test-oldest trainers conformance check-cuda gpu gpu-dry lint format bench bench-fused demo demo-hosts clean
+.PHONY: help venv test test-long chaos test-oldest trainers conformance check-cuda gpu gpu-dry lint format bench bench-fused demo demo-hosts clean
 
 help:
 	@echo "make demo        train a byte-level GPT data-parallel, rota beside Gloo or NCCL"
 	@echo "make demo-hosts  the same over two simulated hosts, and with DiLoCo; needs network namespaces"
 	@echo "make test        the whole test suite"
 	@echo "make test-long   random cases: fused all-reduce, DDP beside torch, collectives, messages; 10 minutes"
+	@echo "make chaos       random programs of everything, with kills: TRIALS=300 of them from SEED=1 on"
 	@echo "make trainers    the recipes for trainers, with DeepSpeed and Transformers; 1 to 3 minutes"
 	@echo "make conformance torch's own tests for backends on rota, against what Gloo passes"
 	@echo "make check-cuda  build for CUDA without a GPU, check the machine code, test on a simulated GPU"
@@ -66,6 +67,9 @@ test-long: venv
 	ROTA_PROPERTY_CASES=10000 $(PYTHON) $(TEST_LONG) tests/test_reduce_bucket_properties.py
 	ROTA_PROPERTY_CASES=3000 $(PYTHON) $(TEST_LONG) tests/test_random_ddp.py
 	ROTA_RANDOM_PROGRAMS=60 ROTA_RANDOM_SEED=$(SEED) $(PYTHON) $(TEST_LONG) tests/test_random_mismatches.py tests/test_random_messages.py
+
+chaos: venv
+	$(PYTHON) tests/chaos.py $(if $(TRIALS),--trials $(TRIALS)) $(if $(SEED),--seed $(SEED))
 
 # DeepSpeed is built on installation, and compiles an operator of its own at its first use.
 trainers: venv

@@ -446,6 +446,12 @@ PYBIND11_MODULE(_C, module) {
           },
           py::arg("ranks"))
       .def(
+          "check_alive",
+          [](ProcessGroupRota& self, const std::vector<int>& ranks) {
+            self.communicator().check_alive(ranks);
+          },
+          py::arg("ranks"), ReleaseGil())
+      .def(
           "all_gather_in",
           [](ProcessGroupRota& self, at::ScalarType wire_dtype, bool block_scaling,
              const at::Tensor& output, const at::Tensor& input, bool async_op) {

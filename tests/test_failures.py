@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable
 
@@ -237,6 +238,41 @@ def test_slow_peer_is_named_once_on_stderr_and_then_awaited() -> None:
     for rank in (0, 1):
         for fact in (f"rota.all_reduce: rank {rank}/3", f"rank 2 (pid {pid})", "epoch", "waited"):
             assert fact in lines[rank][0]
+
+
+def make_something(rank: Rank, what: str, num_hosts: int) -> tuple[str, str]:
+    os.environ["ROTA_HOST_ID"] = f"host{rank.rank % num_hosts}"
+    rank.init(timeout_s=600)
+    group = dist.new_group([0, 1], backend="rota") if what == "first use" else None
+    rank.tell()
+    rank.hear()  # that the others are dead
+    makers: dict[str, Callable[[], object]] = {
+        "first use": lambda: dist.barrier(group),
+        "Communicator": rota.Communicator,
+        "Window": lambda: rota.Window(3),
+        "new_group": lambda: dist.barrier(dist.new_group([0, 1], backend="rota")),
+    }
+    return error_of(makers[what])
+
+
+# A group over several hosts connects when it is made, not at its first use.
+@pytest.mark.parametrize(
+    ("what", "num_hosts"),
+    [
+        *[(what, 1) for what in ("first use", "new_group", "Communicator", "Window")],
+        *[(what, 2) for what in ("new_group", "Communicator", "Window")],
+    ],
+)
+def test_who_waits_to_make_something_with_a_dead_rank_is_told(what: str, num_hosts: int) -> None:
+    with Ranks(3, make_something, what, num_hosts) as ranks:
+        for rank in range(3):
+            ranks.hear(rank)
+        ranks.kill(1)
+        ranks.kill(2)
+        ranks.tell(0)
+        (error, text), *_ = ranks.results(killed=[1, 2])
+    dead = "has died" in text or "no sign of life" in text
+    assert error == "PeerFailed" and dead, f"{error}: {text}"
 
 
 def start_over(rank: Rank) -> float | None:

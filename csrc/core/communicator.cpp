@@ -151,6 +151,14 @@ std::optional<ErrorKind> Communicator::failure() const {
   return dead_kind_;
 }
 
+std::map<int, std::string> Communicator::ended_ranks() const {
+  std::map<int, std::string> ended;
+  for (const int peer : transport_->find_dead_peers()) {
+    ended.emplace(transport_->number_of(peer), join(transport_->describe(peer), " has died"));
+  }
+  return ended;
+}
+
 // A timeout names all ranks that have not come.
 void Communicator::wait_for_post(int peer) {
   watch_.begin_wait(peer, "start", 0);

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -72,6 +73,10 @@ class Communicator {
 
   // The kind of error that later calls throw; none while the group is usable.
   std::optional<ErrorKind> failure() const;
+
+  // Ranks whose processes have ended, with the fact in a sentence. From any thread; costs a system
+  // call.
+  std::map<int, std::string> ended_ranks() const;
 
   // Fails every waiting and later call on every rank with this text.
   void abort(const std::string& reason);

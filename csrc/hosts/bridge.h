@@ -7,6 +7,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -30,6 +31,7 @@ class Bridge {
          ConnectionsPtr letters);
   // To be called when all ranks have made theirs: from now on a silent host is a lost one.
   void expect_signs() { monitor_.expect_signs(); }
+  std::map<int, std::string> ended_ranks() { return monitor_.ended_ranks(); }
   // Leaves the group.
   ~Bridge();
 

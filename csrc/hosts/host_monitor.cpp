@@ -236,15 +236,28 @@ std::optional<Error> HostMonitor::find_loss() {
     if (needs_more_than(dead.completed)) return lost(dead.name + " has died", "restart the job");
   }
   for (const auto& [peer, heard] : heard_) {
-    if (heard.silent_for < longest_silence_) continue;
+    if (!is_silent(heard)) continue;
     // What its host has sent before may have been lost on the way.
     const std::vector<int>& its_host = hosts_.ranks_of(hosts_.place_of(peer).host);
     if (!needs_more_than(heard.completed) && !engine_.awaits_any(its_host)) continue;
-    return lost(
-        join(describe_(peer), " has given no sign of life for ", heard.silent_for.count(), " ms"),
-        "its host has vanished, or the network between the hosts is down");
+    return lost(silence_of(peer, heard),
+                "its host has vanished, or the network between the hosts is down");
   }
   return std::nullopt;
+}
+
+std::map<int, std::string> HostMonitor::ended_ranks() {
+  std::map<int, std::string> ended;
+  const std::lock_guard lock(mutex_);
+  for (const auto& [peer, dead] : dead_) ended.emplace(peer, dead.name + " has died");
+  for (const auto& [peer, heard] : heard_) {
+    if (is_silent(heard)) ended.emplace(peer, silence_of(peer, heard));
+  }
+  return ended;
+}
+
+std::string HostMonitor::silence_of(int peer, const Heard& heard) const {
+  return join(describe_(peer), " has given no sign of life for ", heard.silent_for.count(), " ms");
 }
 
 Error HostMonitor::lost(std::string_view what, std::string_view advice) const {

@@ -18,6 +18,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -57,6 +58,8 @@ class HostMonitor {
   void end_call();
   // A rank that this one needs, and that is dead or silent; as far as this rank has heard.
   std::optional<Error> find_loss();
+  // As Communicator::ended_ranks(), of all hosts; those that give no sign of life count.
+  std::map<int, std::string> ended_ranks();
   // Tells the other hosts that this rank has failed, and returns at once. From any thread.
   void announce(const Error& error);
 
@@ -87,6 +90,8 @@ class HostMonitor {
   void look_for_deaths();
   void count_silence(std::chrono::milliseconds passed);
   Error lost(std::string_view what, std::string_view advice) const;
+  bool is_silent(const Heard& heard) const { return heard.silent_for >= longest_silence_; }
+  std::string silence_of(int peer, const Heard& heard) const;
   void warn_about_stall();
   // The start of a message.
   std::string prefix() const;

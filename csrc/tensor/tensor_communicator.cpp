@@ -223,6 +223,18 @@ bool TensorCommunicator::spans_hosts(std::span<const int> ranks) const {
   return is_connected_ && !hosts_->share_host(ranks);
 }
 
+void TensorCommunicator::check_alive(std::span<const int> ranks) const {
+  if (!is_connected_ || !cpu_->communicator() || cpu_->communicator()->is_of_parent()) return;
+  const auto ended =
+      bridged_ ? bridged_->bridge().ended_ranks() : cpu_->communicator()->ended_ranks();
+  for (const int rank : ranks) {
+    const auto found = ended.find(rank);
+    if (found == ended.end()) continue;
+    throw PythonError(
+        Error(ErrorKind::kPeerFailed, join("rota: ", found->second, "; restart the job")));
+  }
+}
+
 bool TensorCommunicator::leave_unconnected() {
   if (is_connected_) return false;
   if (fork_generation_ != fork_generation()) return true;  // the parent's

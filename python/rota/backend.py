@@ -14,7 +14,7 @@ from rota import _C, timeouts
 from rota.coalescing import watch_block
 from rota.communicator import DEFAULT_SLOT_BYTES
 from rota.engine import engine_chooser
-from rota.groups import StoreRanks
+from rota.groups import StoreRanks, world_backend
 from rota.joint import JointSteps
 from rota.window import make_window
 
@@ -62,14 +62,8 @@ class BackendOptions(_C.BackendOptions):
 
 def _spans_hosts(ranks: Sequence[int]) -> bool:
     """Whether these ranks of the default group are on several hosts, as far as rota knows them."""
-    try:
-        world = dist.group.WORLD
-        backend = world._get_backend(torch.device("cpu")) if world is not None else None
-    except RuntimeError:  # none for the CPU
-        return False
-    if not isinstance(backend, _C.ProcessGroupRota):
-        return False
-    return backend.spans_hosts(list(ranks))
+    backend = world_backend()
+    return backend is not None and backend.spans_hosts(list(ranks))
 
 
 def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGroupRota:
@@ -83,7 +77,9 @@ def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGrou
         TypeError, ValueError: `given` is of another backend, or has an unusable value; the other
             ranks raise rota.TransportError, those of a subgroup at its first use.
     """
-    ranks = StoreRanks(options.store, options.group_rank, options.group_size)
+    ranks = StoreRanks(
+        options.store, options.group_rank, options.group_size, options.global_ranks_in_group
+    )
     steps = JointSteps.over(ranks, "BackendOptions")
     with steps.publishing() as check_peers:
         return _create(options, given, check_peers)
@@ -122,7 +118,7 @@ def _create(
     is_lazy = len(ranks) > 0 and not _spans_hosts(ranks)
     own = copy.deepcopy(given)  # the caller may use it for other groups
     own._timeout = timeout
-    own.choose_engine = engine_chooser(getattr(given, "engine", None), timeout)
+    own.choose_engine = engine_chooser(getattr(given, "engine", None), timeout, check_peers)
     own.connects_at_first_use = is_lazy
     own.check_peers = check_peers
     own.watch_block = watch_block

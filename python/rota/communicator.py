@@ -86,7 +86,7 @@ class Communicator(_C.Communicator):
                 world_size=steps.world_size,
                 timeout=timeout,
                 slot_bytes=slot_bytes,
-                choose_engine=engine_chooser(engine, timeout),
+                choose_engine=engine_chooser(engine, timeout, check_peers),
                 inter_wire_dtype=inter_wire_dtype,
                 inter_block_scaling=inter_block_scaling,
                 check_peers=check_peers,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from rota.errors import RotaError
+from rota.joint import poll
 
 # Given the group's store; collective. Returns the backend, or None and why it cannot connect.
 ConnectEngine = Callable[[dist.Store], "tuple[dist._Backend | None, str]"]
@@ -26,7 +30,11 @@ class Engine(NamedTuple):
 ChooseEngine = Callable[[int, int], Engine]
 
 
-def engine_chooser(given: dist.ProcessGroup | None, timeout: timedelta) -> ChooseEngine:
+def engine_chooser(
+    given: dist.ProcessGroup | None,
+    timeout: timedelta,
+    check_peers: Callable[[], object] = lambda: None,
+) -> ChooseEngine:
     """Returns what chooses the engine of a group, once its ranks turn out to be on several hosts.
 
     Args:
@@ -34,11 +42,13 @@ def engine_chooser(given: dist.ProcessGroup | None, timeout: timedelta) -> Choos
             made; GLOO_SOCKET_IFNAME chooses its interface. It is also made beside a group that has
             no backend for the CPU.
         timeout: of the Gloo group's connections.
+        check_peers: raises if a rank is gone; called while Gloo waits for the others.
     """
 
     def choose(rank: int, world_size: int) -> Engine:
         def connect_gloo(store: dist.Store) -> tuple[dist._Backend | None, str]:
-            return _connect_gloo(store, rank, world_size, timeout)
+            watched = _WatchedStore(store, timeout, check_peers)
+            return _connect_gloo(watched, rank, world_size, timeout)
 
         if given is None:
             return Engine("None", "", connect_gloo, None)
@@ -80,11 +90,48 @@ def _problem_of(given: dist.ProcessGroup, rank: int, world_size: int) -> str:
     return ""
 
 
+class _WatchedStore(dist.Store):
+    """A store in which no wait outlasts a rank that is awaited."""
+
+    def __init__(
+        self, store: dist.Store, timeout: timedelta, check_peers: Callable[[], object]
+    ) -> None:
+        super().__init__()
+        self._store = store
+        self._timeout = timeout
+        self._check_peers = check_peers
+
+    # torch's stubs say str, but hand over bytes.
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        self._store.set(key, value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(key)
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        def are_there() -> bool:
+            self._check_peers()
+            return self._store.check(keys)
+
+        within = timeout if timeout is not None else self._timeout
+        if not poll(are_there, time.monotonic() + within.total_seconds()):
+            raise RuntimeError(f"a rank has not come within {within.total_seconds():g} s")
+
+
 def _connect_gloo(
     store: dist.Store, rank: int, world_size: int, timeout: timedelta
 ) -> tuple[dist._Backend | None, str]:
     try:
         return dist.ProcessGroupGloo(store, rank, world_size, timeout=timeout), ""
+    except RotaError:  # of check_peers
+        raise
     except RuntimeError as error:
         return None, (
             f"Gloo does not connect the hosts ({error}); is the network up, and "

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
+
+from rota import _C
 
 
 def member_group(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
@@ -45,11 +48,16 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class StoreRanks:
-    """Ranks without a process group, which meet in a store that is used for nothing else."""
+    """Ranks without a process group, which meet in a store that is used for nothing else.
+
+    Args:
+        global_ranks: theirs in the default group, if they have any.
+    """
 
     store: dist.Store
     own_rank: int
     world_size: int
+    global_ranks: Sequence[int] = ()
     group_name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def rank(self) -> int:
@@ -100,22 +108,49 @@ def store_of(pg: Ranks, name: str) -> dist.Store:
 
     One store may see several groups of one name, one after another: their members differ.
     """
-    prefix = "/".join([*filter(None, [_generation, _members(pg)]), name])
+    members = ",".join(map(str, ranks_of(pg)))
+    prefix = "/".join([*filter(None, [_generation, members]), name])
     return dist.PrefixStore(f"rota/{prefix}", pg.get_group_store())
 
 
-def _members(pg: Ranks) -> str:
-    """Their ranks in the default group; empty for ranks that are no group of torch.distributed."""
-    if not isinstance(pg, dist.ProcessGroup):
-        return ""
-    with contextlib.suppress(KeyError):  # a group that its user made without torch.distributed
-        return ",".join(map(str, dist.get_process_group_ranks(pg)))
-    return ""
+def peer_check(ranks: Sequence[int]) -> Callable[[], None] | None:
+    """What raises if one of these cannot meet any more; None if nothing here would know.
+
+    Args:
+        ranks: of the default group, those that meet.
+    """
+    watcher = world_backend()
+    checks = [_check_peers] if _check_peers is not None else []
+    if watcher is not None and len(ranks) > 0:
+        checks.append(lambda: watcher.check_alive(list(ranks)))
+    if not checks:
+        return None
+
+    def check() -> None:
+        for each in checks:
+            each()
+
+    return check
 
 
-def peer_check() -> Callable[[], None] | None:
-    """What raises if a member of this generation is gone; None without a generation."""
-    return _check_peers
+def ranks_of(pg: Ranks) -> Sequence[int]:
+    """In the default group; empty if they are not known there."""
+    if isinstance(pg, StoreRanks):
+        return pg.global_ranks
+    if isinstance(pg, dist.ProcessGroup):
+        with contextlib.suppress(KeyError):  # its user made it without torch.distributed
+            return dist.get_process_group_ranks(pg)
+    return ()
+
+
+def world_backend() -> _C.ProcessGroupRota | None:
+    """The default group's for the CPU, if it is rota's."""
+    try:
+        world = dist.group.WORLD
+        backend = world._get_backend(torch.device("cpu")) if world is not None else None
+    except RuntimeError:  # none for the CPU
+        return None
+    return backend if isinstance(backend, _C.ProcessGroupRota) else None
 
 
 _generation = ""

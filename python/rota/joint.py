@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rota import errors, timeouts
 from rota.errors import Mismatch, RotaError, Timeout, TransportError
-from rota.groups import Ranks, next_number, peer_check, store_of
+from rota.groups import Ranks, next_number, peer_check, ranks_of, store_of
 
 POLL_S = 0.002  # few enough requests for a store on a server
 
@@ -104,7 +104,7 @@ class JointSteps:
         number = next_number(pg, what)
         store = store_of(pg, f"{what}/{number}")
         timeout = timeouts.of_group(pg)
-        steps = cls(store, pg.rank(), pg.size(), timeout, f"rota.{what}", peer_check())
+        steps = cls(store, pg.rank(), pg.size(), timeout, f"rota.{what}", peer_check(ranks_of(pg)))
         steps.number = number
         return steps
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rota import _C
 from rota.engine import engine_chooser
 from rota.errors import Mismatch, TransportError
-from rota.groups import Ranks, StoreRanks, member_group, next_number, peer_check
+from rota.groups import Ranks, StoreRanks, member_group, next_number, peer_check, ranks_of
 from rota.joint import JointSteps, sides
 from rota.memory import empty
 
@@ -155,7 +155,7 @@ class Window(_C.Window):
                 if peer != rank and cards[peer]["host"] == cards[rank]["host"]:
                     address = cards[peer]["address"]
                     others[peer] = _C.OpenedTensor(address, f"rank {peer}", own_timeout)
-            service.append(services.connected(steps.store, cards, own_timeout, window_number))
+            service.append(services.connected(steps, cards, own_timeout, window_number))
             return ""
 
         def serve() -> str:
@@ -167,7 +167,7 @@ class Window(_C.Window):
         try:
             steps.step(open_others)
         except TransportError:
-            check_peers = peer_check()
+            check_peers = peer_check(ranks_of(pg))
             if check_peers is not None:
                 check_peers()  # that a rank is lost is the cause to report
             raise
@@ -234,7 +234,6 @@ class _Services:
     """What serves ranks of other hosts: one for all windows over a group, or over an engine."""
 
     def __init__(self, pg: Ranks, engine: dist.ProcessGroup | None) -> None:
-        self._pg = pg
         self._engine = engine
         self._key = engine if isinstance(engine, dist.ProcessGroup) else pg
 
@@ -251,7 +250,7 @@ class _Services:
         return number if service is not None and service.is_usable else -1
 
     def connected(
-        self, store: dist.Store, cards: list[dict[str, Any]], timeout: timedelta, number: int
+        self, steps: JointSteps, cards: list[dict[str, Any]], timeout: timedelta, number: int
     ) -> _C.WindowService | None:
         """The service that all ranks have, or a new one; None if all ranks are on one host."""
         hosts = [card["host"] for card in cards]
@@ -260,14 +259,14 @@ class _Services:
         numbers = {card["service"] for card in cards}
         if len(numbers) == 1 and numbers != {-1}:
             return _services[self._key][1]
-        rank, world_size = self._pg.rank(), self._pg.size()
-        _, problem, connect, _ = engine_chooser(self._engine, timeout)(rank, world_size)
+        choose = engine_chooser(self._engine, timeout, steps.check)
+        _, problem, connect, _ = choose(steps.rank, steps.world_size)
         if problem:
             raise ValueError(f"rota.Window: {problem}")
-        backend, problem = connect(dist.PrefixStore("engine", store))
+        backend, problem = connect(dist.PrefixStore("engine", steps.store))
         if backend is None:
             raise TransportError(f"rota.Window: {problem}")
-        service = _C.WindowService(backend, hosts, rank, number)
+        service = _C.WindowService(backend, hosts, steps.rank, number)
         _services[self._key] = number, service
         return service
 

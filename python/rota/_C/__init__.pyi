@@ -935,6 +935,8 @@ class ProcessGroupRota(dist._Backend):
         """Makes every waiting and every later call fail, on every rank, with this text."""
     def spans_hosts(self, ranks: list[int]) -> bool:
         """Whether these ranks are known to be on several hosts; False before the group connects."""
+    def check_alive(self, ranks: list[int]) -> None:
+        """Raises rota.PeerFailed if one of these ranks is known to have ended."""
 
     def all_gather_in(
         self,
