@@ -387,7 +387,31 @@ def have_another_shape(rank: int) -> None:
     rota.reduce_gradients(weights_of(3 + rank), rota.HookState())
 
 
-MISMATCHES = (have_more, have_none, have_another_shape)
+def have_another_order(rank: int) -> None:
+    shapes = [(2, 3), (6,), (3, 2)]
+    listed = [torch.nn.Parameter(torch.zeros(s)) for s in (shapes if rank == 0 else shapes[::-1])]
+    for i, parameter in enumerate(listed):
+        parameter.grad = torch.full_like(parameter, float(i))
+    try:
+        rota.reduce_gradients(listed, rota.HookState())
+    finally:
+        assert [p.grad.unique().tolist() for p in listed] == [[0.0], [1.0], [2.0]]  # type: ignore[union-attr]
+
+
+def have_names_in_another_order(rank: int) -> None:
+    model = torch.nn.ParameterList(weights_of(3) + weights_of(3))
+    listed = list(model) if rank == 0 else list(model)[::-1]
+    with rota.overlap_gradients(listed, rota.HookState(model=model)):
+        sum(p.sum() for p in listed).backward()
+
+
+MISMATCHES = (
+    have_more,
+    have_none,
+    have_another_shape,
+    have_another_order,
+    have_names_in_another_order,
+)
 
 
 def fail(rank: Rank) -> list[tuple[str, str]]:

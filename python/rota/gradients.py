@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 
-from rota.errors import RotaError
+from rota.errors import Mismatch, RotaError
 from rota.fused import HookState, tell_peers, telling_peers
+from rota.joint import sides
 from rota.packing import PackedBucket, Plan, check_gradient
 from rota.sharding import check_same_shards
 
@@ -114,7 +115,8 @@ class Reduction:
         self._parameters = list(unique.values())
         self._positions = {identity: i for i, identity in enumerate(unique)}
         self._state = state
-        self._buckets = _plan_of(self._parameters, state, bucket_cap_mb).buckets
+        plan = _plan_of(self._parameters, state, bucket_cap_mb)
+        self._buckets, self._digest = plan.buckets, plan.digest
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
         state.note_frozen(p for p in listed if not p.requires_grad)
 
@@ -161,15 +163,36 @@ class Reduction:
         """Starts the buckets that have not started, and writes the results of all."""
         self.start()
         has_gradient = [p.grad is not None for p in self._parameters]
-        used = torch.tensor([*has_gradient, True], dtype=torch.bool, device="cpu")
+        # With the digest's bits and their inverses: where lists differ, some bit has both.
+        digest = int.from_bytes(self._digest, "little")
+        bits = [bool(digest >> i & 1) for i in range(8 * len(self._digest))]
+        flags = torch.tensor(
+            [*has_gradient, *bits, *(not bit for bit in bits)], dtype=torch.bool, device="cpu"
+        )
         for future in self._futures:
             future.wait()
-        self._state.communicator.all_reduce(used, "max")
-        is_used = used.tolist()
-        wanted = {id(p) for i, p in enumerate(self._parameters) if is_used[i]}
+        self._state.communicator.all_reduce(flags, "max")
+        *is_used, own, inverse = flags.split([*[1] * len(has_gradient), len(bits), len(bits)])
+        if (own & inverse).any():
+            raise self._lists_differ()
+        wanted = {id(p) for p, used in zip(self._parameters, is_used, strict=True) if used}
         for bucket in self._buckets:
             bucket.unpack(wanted)
         self._state.end()
+
+    def _lists_differ(self) -> Mismatch:
+        """The error, on all ranks."""
+        communicator = self._state.communicator
+        rank, world_size = communicator.rank, communicator.world_size
+        own = torch.frombuffer(bytearray(self._digest), dtype=torch.uint8)
+        digests = torch.empty(world_size, len(own), dtype=torch.uint8, device="cpu")
+        communicator.all_gather(digests, own)
+        lists = sides([f"list {bytes(digest.tolist()).hex()[:8]}" for digest in digests], "has")
+        return Mismatch(
+            f"rota.reduce_gradients: rank {rank}/{world_size}: the ranks' lists of parameters "
+            f"differ in names, shapes or order: {lists}; no gradient was written: pass the same "
+            f"list on every rank"
+        )
 
     @property
     def _all_started(self) -> bool:

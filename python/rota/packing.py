@@ -5,6 +5,7 @@ This module copies gradients in and out; gradients.py decides when, and reduces 
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -87,6 +88,9 @@ class Plan:
 
     Gradients come in about that order in a backward pass. Every rank makes the same plan from the
     same list, whichever gradients exist.
+
+    Attributes:
+        digest: of the list: of names, where the state knows them, of shapes, and of their order.
     """
 
     def __init__(
@@ -96,6 +100,8 @@ class Plan:
         self._refs = [weakref.ref(parameter) for parameter in parameters]
         self._shapes = [_shape_of(parameter) for parameter in parameters]
         self._bucket_cap_bytes = bucket_cap_bytes
+        listed = [(state.name_of(p, ""), *local_of(p).shape) for p in parameters]
+        self.digest = hashlib.blake2b(repr(listed).encode(), digest_size=8).digest()
         groups: list[tuple[_Kind, list[torch.Tensor]]] = []
         filling: dict[_Kind, tuple[list[torch.Tensor], int]] = {}
         for i in reversed(range(len(parameters))):
