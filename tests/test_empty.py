@@ -121,24 +121,45 @@ def test_some_ranks_in_the_heap_and_some_not() -> None:
 
 
 def check_without_addresses(rank: Rank) -> None:
-    """Rank 1 cannot map its peers' heaps, so no rank reads in place."""
+    """Rank 1 cannot map its peers' heaps, so no rank reads in place; its own heap is smaller."""
     if rank.rank == 1:
-        with open("/proc/self/statm") as file:
-            now = int(file.read().split()[0]) * resource.getpagesize()
-        limit = now + (1 << 30)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        limit_addresses(1 << 30)
     communicator = rank.communicator()
-    ones = torch.ones(LONG // 4)
-    tensor = ones if rank.rank == 1 else in_heap(ones)
+    tensor = in_heap(torch.ones(LONG // 4))
     communicator.all_reduce(tensor)
     assert torch.equal(tensor, torch.full((LONG // 4,), 3.0))
     if rank.rank == 1:
-        with pytest.raises(rota.TransportError, match="cannot map shared memory"):
-            rota.empty(1)
+        need = (
+            r"cannot reserve 943718400 bytes .* in a heap of \d+ bytes; \d+ bytes free\); raise `"
+        )
+        with pytest.raises(rota.TransportError, match=need + "ulimit -v"):
+            rota.empty(900 << 20, dtype=torch.uint8)
+
+
+def limit_addresses(num_bytes: int) -> None:
+    """As `ulimit -v`: what this process may map from now on."""
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (now + num_bytes, hard))
+
+
+def check_limited_later(rank: Rank) -> None:
+    rank.communicator()
+    limit_addresses(64 << 20)
+    text = (
+        r"cannot reserve 40 bytes .* takes \d+ bytes of addresses, of which \d+ are left; .*raise"
+    )
+    with pytest.raises(rota.TransportError, match=text + " `ulimit -v`"):
+        rota.empty(10)
 
 
 def test_a_rank_without_addresses_for_heaps_goes_through_slots() -> None:
     run_ranks(3, check_without_addresses)
+
+
+def test_addresses_that_are_limited_later_are_named() -> None:
+    run_ranks(1, check_limited_later)
 
 
 # ---- the memory ----------------------------------------------------------------------------------

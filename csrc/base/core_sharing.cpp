@@ -8,6 +8,7 @@
 #include <string>
 
 #include "base/cores.h"
+#include "base/error.h"
 
 namespace rota {
 
@@ -29,7 +30,7 @@ std::optional<int> emptier_core(const RankOnCore& rank, std::span<const RankOnCo
 }
 
 size_t num_running() {
-  std::ifstream file("/proc/loadavg");
+  auto file = in_classic_locale<std::ifstream>("/proc/loadavg");
   std::string load;
   size_t running = 0;
   const bool is_said = static_cast<bool>(file >> load >> load >> load >> running);

@@ -6,6 +6,8 @@
 #include <array>
 #include <fstream>
 
+#include "base/error.h"
+
 namespace rota {
 namespace {
 
@@ -78,17 +80,17 @@ uint64_t last_level_cache_bytes() {
 }
 
 uint64_t last_level_cache_bytes(const std::string& directory, int core) {
-  std::ifstream online_list(directory + "/online");
+  auto online_list = in_classic_locale<std::ifstream>(directory + "/online");
   const size_t num_online = parse_cores(online_list).size();
   const std::string caches = directory + "/cpu" + std::to_string(core) + "/cache/index";
   uint64_t num_bytes = 0;
   // Indices ascend with the levels.
   for (int index = 0;; ++index) {
     const std::string cache = caches + std::to_string(index);
-    std::ifstream size(cache + "/size");
+    auto size = in_classic_locale<std::ifstream>(cache + "/size");
     uint64_t num_kibibytes = 0;
     if (!(size >> num_kibibytes)) return num_bytes;
-    std::ifstream sharers_list(cache + "/shared_cpu_list");
+    auto sharers_list = in_classic_locale<std::ifstream>(cache + "/shared_cpu_list");
     const size_t num_sharers = std::max(parse_cores(sharers_list).size(), size_t{1});
     num_bytes = (num_kibibytes << 10) * std::max(num_online / num_sharers, size_t{1});
   }

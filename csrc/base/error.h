@@ -3,10 +3,12 @@
 #pragma once
 
 #include <cstdint>
+#include <locale>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <utility>
 
 namespace rota {
 
@@ -38,10 +40,19 @@ class Error : public std::runtime_error {
   std::string cause_;
 };
 
+// A stream whose numbers any process can read, whatever locale the application has set for its own:
+// one that groups digits writes 1,234, and reads 3,5 as one number.
+template <typename Stream, typename... Args>
+Stream in_classic_locale(Args&&... args) {
+  Stream stream(std::forward<Args>(args)...);
+  stream.imbue(std::locale::classic());
+  return stream;
+}
+
 // Joins anything printable: join("rank ", 2, "/", 4).
 template <typename... Parts>
 std::string join(const Parts&... parts) {
-  std::ostringstream out;
+  auto out = in_classic_locale<std::ostringstream>();
   (out << ... << parts);
   return out.str();
 }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "base/timeout.h"
 #include "tensor/errors.h"
 #include "tensor/heap_tensor.h"
 #include "tensor/joint_work.h"
@@ -124,7 +125,7 @@ Operation all_gather_of(const at::Tensor& input, at::TensorList outputs) {
 }
 
 OwnTimeout own_timeout(std::chrono::milliseconds timeout) {
-  return timeout == ::c10d::kUnsetTimeout ? std::nullopt : OwnTimeout(timeout);
+  return timeout == ::c10d::kUnsetTimeout ? std::nullopt : OwnTimeout(usable_timeout(timeout));
 }
 
 // make(input, output) of each pair.

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "base/error.h"
+#include "base/timeout.h"
 #include "tensor/errors.h"
 #include "tensor/signals.h"
 #include "tensor/thread_state.h"
@@ -20,7 +21,7 @@ constexpr auto kOpType = ::c10d::OpType::UNKNOWN;  // torch has none for windows
 
 std::optional<Milliseconds> own_timeout(Milliseconds timeout) {
   if (timeout == ::c10d::kUnsetTimeout) return std::nullopt;
-  return timeout;
+  return usable_timeout(timeout);
 }
 
 }  // namespace

@@ -59,7 +59,7 @@ std::vector<std::string> devices() {
 
 GpuInfo gpu_info(int device) {
   const transport::GpuIdentity identity = transport::identity_of_gpu(device);
-  std::ostringstream uuid;
+  auto uuid = in_classic_locale<std::ostringstream>();
   uuid << std::hex << std::setfill('0');
   for (const char byte : identity.uuid) {
     uuid << std::setw(2) << static_cast<int>(static_cast<unsigned char>(byte));

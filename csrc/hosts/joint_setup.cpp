@@ -38,7 +38,7 @@ struct JointSetup::Outcome {
     return line + '\n';
   }
   static Outcome from_line(const std::string& line) {
-    std::istringstream parts(line);
+    auto parts = in_classic_locale<std::istringstream>(line);
     Outcome outcome;
     uint64_t error = 0;
     parts >> outcome.rank >> error;

@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/timeout.h"
+
 namespace rota::tensors {
 
 class JointWork final : public ::c10d::Work {
@@ -31,7 +33,8 @@ class JointWork final : public ::c10d::Work {
   }
 
   // Waits for each, in order; the first error ends the wait. The timeout applies to all together.
-  bool wait(std::chrono::milliseconds timeout) override {
+  bool wait(std::chrono::milliseconds own_timeout) override {
+    const auto timeout = usable_timeout(own_timeout);
     const auto start = std::chrono::steady_clock::now();
     for (const WorkPtr& work : works_) {
       const auto passed = std::chrono::duration_cast<std::chrono::milliseconds>(

@@ -1,5 +1,6 @@
 #include "tensor/request_work.h"
 
+#include "base/timeout.h"
 #include "core/call_scope.h"
 #include "tensor/errors.h"
 
@@ -75,7 +76,7 @@ bool RequestWork::wait(std::chrono::milliseconds timeout) {
   return with_python_errors([&] {
     const CallScope scope(communicator_.get(), "Work.wait", CallScope::Kind::kWait);
     const auto patience =
-        timeout == kNoTimeout ? std::nullopt : std::optional<Nanoseconds>(timeout);
+        timeout == kNoTimeout ? std::nullopt : std::optional<Nanoseconds>(usable_timeout(timeout));
     if (!communicator_->point_to_point().wait(*request_, CallerThread::kUser, patience)) {
       throw Error(ErrorKind::kTimeout, join("rota: Work.wait() gave up after ", timeout.count(),
                                             " ms; the ", name(direction_), " goes on"));

@@ -9,6 +9,7 @@
 #include "base/fork_generation.h"
 #include "base/limits.h"
 #include "base/per_process.h"
+#include "base/timeout.h"
 #include "core/call_scope.h"
 #include "core/progress_pool.h"
 #include "cuda/device_info.h"
@@ -82,7 +83,7 @@ TensorCommunicator::TensorCommunicator(const c10::intrusive_ptr<::c10d::Store>& 
       rank_(rank),
       world_size_(world_size),
       options_(options),
-      timeout_(options.timeout),
+      timeout_(usable_timeout(options.timeout)),
       fork_generation_(fork_generation()) {
   if (world_size > kMaxGroupSize) {
     throw Error(ErrorKind::kValue, join("rota.Communicator: world_size is ", world_size,
@@ -414,21 +415,23 @@ WorkRef TensorCommunicator::recv(const at::Tensor& tensor, int peer, int64_t tag
 }
 
 void TensorCommunicator::close() {
-  if (leave_unconnected() || !cpu_->communicator()) return;
-  const void* communicator = cpu_->communicator().get();
-  // What is closed is still in use on this thread's stack, and may be awaited in vain.
-  if (const CallScope* inside = CallScope::find(communicator)) {
-    return abort(join("rank ", rank_, " closed its communicator inside rota.", inside->call()));
-  }
-  {
-    const CallScope scope(communicator, "close", CallScope::Kind::kWait);
-    if (bridged_) bridged_->finish(options_.check_interrupt);
-    cpu_->finish(options_.check_interrupt);
-    if (gpu_) gpu_->finish(options_.check_interrupt);
-  }
-  drop_gpu();
-  if (bridged_) bridged_->close();
-  cpu_->close();
+  with_python_errors([&] {
+    if (leave_unconnected() || !cpu_->communicator()) return;
+    const void* communicator = cpu_->communicator().get();
+    // What is closed is still in use on this thread's stack, and may be awaited in vain.
+    if (const CallScope* inside = CallScope::find(communicator)) {
+      return abort(join("rank ", rank_, " closed its communicator inside rota.", inside->call()));
+    }
+    {
+      const CallScope scope(communicator, "close", CallScope::Kind::kWait);
+      if (bridged_) bridged_->finish(options_.check_interrupt);
+      cpu_->finish(options_.check_interrupt);
+      if (gpu_) gpu_->finish(options_.check_interrupt);
+    }
+    drop_gpu();
+    if (bridged_) bridged_->close();
+    cpu_->close();
+  });
 }
 
 void TensorCommunicator::abort(const std::string& reason) {
@@ -448,8 +451,8 @@ std::optional<ErrorKind> TensorCommunicator::failure() const {
 }
 
 void TensorCommunicator::set_timeout(std::chrono::milliseconds timeout) {
-  timeout_ = timeout;
-  if (is_connected_ && cpu_->communicator()) cpu_->communicator()->set_timeout(timeout);
+  timeout_ = usable_timeout(timeout);
+  if (is_connected_ && cpu_->communicator()) cpu_->communicator()->set_timeout(timeout_.load());
 }
 
 }  // namespace rota::tensors

@@ -4,6 +4,7 @@
 
 #include "base/error.h"
 #include "base/fork_generation.h"
+#include "base/timeout.h"
 #include "core/window_watch.h"
 #include "tensor/errors.h"
 #include "tensor/gil.h"
@@ -35,6 +36,10 @@ void check_for_window(const at::Tensor& tensor) {
 const std::function<void()>& interrupt_check() {
   static const std::function<void()> check = check_python_signals;
   return check;
+}
+
+std::optional<Milliseconds> usable(std::optional<Milliseconds> timeout) {
+  return timeout ? std::optional(usable_timeout(*timeout)) : std::nullopt;
 }
 
 void check_word(const transport::WindowView& view, uint64_t word) {
@@ -77,7 +82,7 @@ void ExposedTensor::publish(uint64_t word, uint64_t value) {
 
 OpenedTensor::OpenedTensor(const std::string& address, std::string who, Milliseconds timeout)
     : who_(std::move(who)) {
-  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  const auto deadline = std::chrono::steady_clock::now() + usable_timeout(timeout);
   opened_ = with_python_errors([&] {
     return transport::OpenedWindow::open(address, who_, [&] {
       check_python_signals();
@@ -99,8 +104,9 @@ uint64_t OpenedTensor::load(uint64_t word) const {
 
 bool OpenedTensor::wait(uint64_t word, uint64_t value, Milliseconds timeout) const {
   check_word(opened_->view(), word);
-  return with_python_errors(
-      [&] { return wait_word(*opened_, word, value, timeout, who_, interrupt_check()); });
+  return with_python_errors([&] {
+    return wait_word(*opened_, word, value, usable_timeout(timeout), who_, interrupt_check());
+  });
 }
 
 at::Tensor OpenedTensor::bytes() {
@@ -141,7 +147,7 @@ TensorWindow::TensorWindow(std::shared_ptr<ExposedTensor> own, int rank,
   }
   window_ = std::make_shared<Window>(
       rank, std::move(ranks), num_channels,
-      Window::Options{.timeout = timeout, .check_interrupt = check_python_signals},
+      Window::Options{.timeout = usable_timeout(timeout), .check_interrupt = check_python_signals},
       std::move(remote));
   if (remote_) remote_->open(remote_, *window_);
 }
@@ -233,12 +239,13 @@ void TensorWindow::signal(int rank, int channel) {
 }
 
 void TensorWindow::wait_signal(int rank, int channel, std::optional<Milliseconds> timeout) {
-  with_python_errors([&] { window()->wait_signal(rank, channel, timeout); });
+  with_python_errors([&] { window()->wait_signal(rank, channel, usable(timeout)); });
 }
 
 int TensorWindow::wait_any_signal(const std::vector<int>& ranks, int channel,
                                   std::optional<Milliseconds> timeout) {
-  return with_python_errors([&] { return window()->wait_any_signal(ranks, channel, timeout); });
+  return with_python_errors(
+      [&] { return window()->wait_any_signal(ranks, channel, usable(timeout)); });
 }
 
 uint64_t TensorWindow::num_signals(int rank, int channel) const {

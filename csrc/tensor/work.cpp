@@ -2,6 +2,7 @@
 
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include "base/timeout.h"
 #include "core/call_scope.h"
 #include "tensor/errors.h"
 
@@ -103,7 +104,8 @@ bool HostWork::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
-void HostWork::await_end(std::chrono::milliseconds timeout) {
+void HostWork::await_end(std::chrono::milliseconds own_timeout) {
+  const auto timeout = usable_timeout(own_timeout);
   std::unique_lock lock(mutex_);
   // Most works are done, and the clock costs more than the rest.
   const auto start = completed_ ? Clock::time_point() : Clock::now();

@@ -9,6 +9,8 @@
 #include <string_view>
 #include <vector>
 
+#include "base/error.h"
+
 namespace rota::transport {
 namespace {
 
@@ -27,7 +29,7 @@ struct Controller {
 
 // The number after `key` in a file of lines "key number"; none if the key is missing.
 std::optional<uint64_t> number_in(const fs::path& file, std::string_view key) {
-  std::ifstream stream(file);
+  auto stream = in_classic_locale<std::ifstream>(file);
   std::string word;
   while (stream >> word) {
     uint64_t number = 0;
@@ -38,7 +40,7 @@ std::optional<uint64_t> number_in(const fs::path& file, std::string_view key) {
 
 // None for "max" and for a missing file.
 std::optional<uint64_t> number_in(const fs::path& file) {
-  std::ifstream stream(file);
+  auto stream = in_classic_locale<std::ifstream>(file);
   uint64_t number = 0;
   if (stream >> number) return number;
   return std::nullopt;

@@ -180,7 +180,7 @@ std::vector<std::vector<std::string>> Bootstrap::read_all_lines() const {
   std::istringstream text(store_.get(kCardsKey));
   for (std::string line; std::getline(text, line);) {
     size_t rank = 0;
-    std::istringstream(line) >> rank;
+    in_classic_locale<std::istringstream>(line) >> rank;
     if (rank < lines_of.size()) lines_of[rank].push_back(line);
   }
   return lines_of;
@@ -208,13 +208,14 @@ std::vector<std::string> Bootstrap::read_lines() const {
 }
 
 Bootstrap::Card Bootstrap::parse(int peer, const std::string& line) const {
-  std::istringstream parts(line);
+  auto parts = in_classic_locale<std::istringstream>(line);
   std::string rank, name, token, node, host;
   int world_size = 0;
   Geometry geometry{};
   parts >> rank >> name >> token >> world_size >> geometry.message_bytes >> geometry.slot_bytes >>
       geometry.num_cells >> geometry.cell_bytes >> node;
-  std::getline(parts >> std::ws, host);
+  parts.get();
+  std::getline(parts, host);
   if (world_size != world_size_) {
     fail(join("rank ", peer, " has world_size ", world_size, ", this rank ", rank_, " has ",
               world_size_, "; start every rank with the same WORLD_SIZE"));

@@ -82,7 +82,7 @@ void Endpoint::answer(UniqueFd& connection, ReceivedHello& received) {
 void Endpoint::handshake(int peer, const std::string& peer_address,
                          const std::function<void()>& check) {
   const std::string who = join("rank ", peer);
-  std::istringstream address(peer_address);
+  auto address = in_classic_locale<std::istringstream>(peer_address);
   Answer answer = ask(Address::read(address), static_cast<uint64_t>(rank_), {&memory_, &heap_}, who,
                       who + " has left the group; make a new one on every rank", check);
   Peer mapped = map(peer, std::move(answer.process), answer.descriptors);

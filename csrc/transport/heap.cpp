@@ -8,8 +8,10 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <fstream>
 #include <functional>
 #include <iterator>
+#include <string_view>
 
 #include "base/error.h"
 #include "base/fork_generation.h"
@@ -18,10 +20,13 @@
 namespace rota::transport {
 namespace {
 
-[[noreturn]] void refuse(size_t num_bytes, const std::string& why) {
+constexpr std::string_view kGetMemory = "free memory or raise the container's limit";
+constexpr std::string_view kGetAddresses = "raise `ulimit -v`";
+
+[[noreturn]] void refuse(size_t num_bytes, const std::string& why, std::string_view advice) {
   throw Error(ErrorKind::kTransport,
               join("rota.empty: cannot reserve ", num_bytes, " bytes of shared memory (", why, "; ",
-                   available_memory(), " bytes free); free memory or raise the container's limit"));
+                   available_memory(), " bytes free); ", advice));
 }
 
 size_t whole_pages(size_t num_bytes) {
@@ -32,12 +37,26 @@ size_t whole_pages(size_t num_bytes) {
 // The heap of every peer's process takes address space here, of which a process has 2^47 bytes.
 constexpr size_t kMostBytes = size_t{1} << 38;
 
+// What this process may still map; none: any number of bytes.
+std::optional<size_t> free_addresses() {
+  rlimit addresses{};
+  getrlimit(RLIMIT_AS, &addresses);  // `ulimit -v`
+  if (addresses.rlim_cur == RLIM_INFINITY) return std::nullopt;
+  size_t num_pages = 0;
+  in_classic_locale<std::ifstream>("/proc/self/statm") >> num_pages;
+  const size_t in_use = num_pages * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return addresses.rlim_cur - std::min<size_t>(in_use, addresses.rlim_cur);
+}
+
 size_t heap_bytes() {
   const auto num_pages = static_cast<size_t>(sysconf(_SC_PHYS_PAGES));
   rlimit file_size{};
   getrlimit(RLIMIT_FSIZE, &file_size);  // `ulimit -f`
-  return std::min({num_pages * static_cast<size_t>(sysconf(_SC_PAGESIZE)), kMostBytes,
-                   static_cast<size_t>(file_size.rlim_cur)});
+  const size_t num_bytes = std::min({num_pages * static_cast<size_t>(sysconf(_SC_PAGESIZE)),
+                                     kMostBytes, static_cast<size_t>(file_size.rlim_cur)});
+  const std::optional<size_t> addresses = free_addresses();
+  // Half of what is scarce: the other half is the application's.
+  return addresses && *addresses / 2 < num_bytes ? whole_pages(*addresses / 2) : num_bytes;
 }
 
 // Writes zeros to whole pages. What posix_fallocate() reserves is zeroed later, at the first
@@ -77,15 +96,28 @@ Heap::Heap()
 
 void* Heap::allocate(size_t num_bytes) {
   const std::lock_guard lock(mutex_);
-  if (num_bytes > std::min<size_t>(available_memory(), num_bytes_)) {
-    refuse(num_bytes, "that is more than there is");
+  if (num_bytes > available_memory()) {
+    refuse(num_bytes, "that is more than there is", kGetMemory);
   }
+  if (!mapping_) map_all(num_bytes);
   const size_t whole_bytes = whole_pages(num_bytes);
   const Span span{find_room(whole_bytes), whole_bytes};
-  if (!mapping_) mapping_.emplace(memory_, num_bytes_, Mapping::Access::kOwner);
   reserve(span);
   in_use_.emplace(span.offset, Block{span.num_bytes});
   return mapping_->base() + span.offset;
+}
+
+void Heap::map_all(size_t num_bytes) {
+  try {
+    mapping_.emplace(memory_, num_bytes_, Mapping::Access::kOwner);
+  } catch (const Error&) {
+    const std::optional<size_t> addresses = free_addresses();
+    if (!addresses) throw;
+    refuse(num_bytes,
+           join("all of it takes ", num_bytes_, " bytes of addresses, of which ", *addresses,
+                " are left"),
+           kGetAddresses);
+  }
 }
 
 size_t Heap::find_room(size_t num_bytes) const {
@@ -94,14 +126,18 @@ size_t Heap::find_room(size_t num_bytes) const {
     if (offset - end >= num_bytes) break;
     end = offset + block.num_bytes;
   }
-  if (num_bytes > num_bytes_ - end) refuse(num_bytes, "no gap between other tensors is so long");
+  if (num_bytes > num_bytes_ - end) {
+    refuse(num_bytes,
+           join("no gap between other tensors is so long in a heap of ", num_bytes_, " bytes"),
+           free_addresses() ? kGetAddresses : kGetMemory);
+  }
   return end;
 }
 
 void Heap::reserve(const Span& span) {
   if (const int error = write_zeros(memory_, span)) {
     return_pages(memory_, span);
-    refuse(span.num_bytes, with_errno("pwritev", error));
+    refuse(span.num_bytes, with_errno("pwritev", error), kGetMemory);
   }
 }
 

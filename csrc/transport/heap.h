@@ -19,8 +19,8 @@ namespace rota::transport {
 // Thread-safe. Use the process's instance, per_process<Heap>().
 class Heap {
  public:
-  // As large as the machine's memory, up to 256 GiB; no page is allocated yet. Throws
-  // Error(kTransport).
+  // As large as the machine's memory, up to 256 GiB, or half of what `ulimit -v` leaves; no page is
+  // allocated yet. Throws Error(kTransport).
   Heap();
 
   // The descriptor that peers get.
@@ -55,6 +55,7 @@ class Heap {
   // Of a released block.
   void free_unless_held(Blocks::iterator block);
 
+  void map_all(size_t num_bytes);  // for errors: what the caller needs
   // The offset of the first gap that is long enough.
   size_t find_room(size_t num_bytes) const;
   void reserve(const Span& span);

@@ -38,7 +38,12 @@ std::string boot_id() {
 }  // namespace
 
 std::string host_id() {
-  if (const char* id = std::getenv("ROTA_HOST_ID")) return id;
+  if (const char* id = std::getenv("ROTA_HOST_ID")) {
+    // It becomes the end of a line (Bootstrap).
+    if (std::strchr(id, '\n') == nullptr) return id;
+    throw Error(ErrorKind::kTransport,
+                join("rota: ROTA_HOST_ID is '", id, "', expected text without a line break"));
+  }
   char network[64] = {};
   if (readlink("/proc/self/ns/net", network, sizeof(network) - 1) < 0) network[0] = '\0';
   return join(boot_id(), "/", network);
@@ -51,7 +56,7 @@ std::optional<int> numa_node_of(const std::vector<int>& cpus, const std::string&
   for (const auto& entry : std::filesystem::directory_iterator(directory, none)) {
     int number = 0;
     if (std::sscanf(entry.path().filename().c_str(), "node%d", &number) != 1) continue;
-    std::ifstream cpulist(entry.path() / "cpulist");
+    auto cpulist = in_classic_locale<std::ifstream>(entry.path() / "cpulist");
     const std::vector<int> of_node = parse_cores(cpulist);
     if (of_node.empty()) continue;
     ++num_with_cpus;

@@ -45,7 +45,7 @@ std::shared_ptr<Listener> Listener::open() {
 
 Listener::Listener()
     : name_([] {
-        std::ostringstream name;
+        auto name = in_classic_locale<std::ostringstream>();
         name << "rota-" << std::hex << random_number() << random_number();
         return name.str();
       }()),

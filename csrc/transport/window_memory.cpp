@@ -121,7 +121,7 @@ OpenedWindow::OpenedWindow(std::shared_ptr<const PeerProcess> process, UniqueFd 
 
 std::shared_ptr<OpenedWindow> OpenedWindow::open(const std::string& address, const std::string& who,
                                                  const std::function<void()>& check) {
-  std::istringstream text(address);
+  auto text = in_classic_locale<std::istringstream>(address);
   const Address listener = Address::read(text);
   Places places{};
   text >> places.control >> places.num_words >> places.data.offset >> places.data.num_bytes >>

@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstring>
+#include <locale>
 #include <sstream>
 
 #include "calls.h"
@@ -57,6 +58,22 @@ void unfit_ranks_are_told(const std::vector<Arguments>& ranks,
         ErrorKind::kTransport, [&] { connect_with(directory, ranks[static_cast<size_t>(index)]); });
     for (const std::string& part : parts) check_contains(error.what(), part);
     check_num_open_files(num_files, "descriptors after an error");
+  });
+}
+
+// As an application may set it for its own output.
+struct GroupedDigits : std::numpunct<char> {
+  char do_thousands_sep() const override { return ','; }
+  std::string do_grouping() const override { return "\1"; }
+};
+
+void cards_are_read_whatever_the_host_and_the_locale() {
+  const TemporaryDirectory directory;
+  run_processes(2, [&](int rank) {
+    if (rank == 1) std::locale::global(std::locale(std::locale::classic(), new GroupedDigits));
+    const auto transport =
+        connect_with(directory, {.rank = rank, .world_size = 2, .host = " one  host "});
+    check_equal(transport->world_size(), 2, "ranks of the host");
   });
 }
 
@@ -350,6 +367,12 @@ const CaseTable kCases{
        unfit_ranks_are_told({{0, 2}, {1, 2, kSmall, "another host"}},
                             {"is on host", "one host", "another host"});
      }},
+    {"bootstrap_host_of_two_lines",
+     [] {
+       unfit_ranks_are_told({{0, 1, kSmall, "one\nhost"}},
+                            {"ROTA_HOST_ID is 'one\nhost', expected text without a line break"});
+     }},
+    {"bootstrap_cards", cards_are_read_whatever_the_host_and_the_locale},
     {"bootstrap_nodes_differ",
      [] {
        unfit_ranks_are_told({{0, 3}, {1, 3}, {2, 3, kSmall, "one host", "7"}},

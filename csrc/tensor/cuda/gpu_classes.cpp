@@ -3,6 +3,7 @@
 #include <pybind11/chrono.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "base/timeout.h"
 #include "tensor/cuda/device_windows.h"
 #include "tensor/cuda/gradient_bucket.h"
 #include "tensor/cuda/local_group.h"
@@ -27,7 +28,7 @@ void add_local_group(py::module_& module) {
                return Holder(new LocalGroup({.world_size = world_size,
                                              .device = device,
                                              .num_channels = num_channels,
-                                             .timeout = timeout,
+                                             .timeout = usable_timeout(timeout),
                                              .tuning = tuning}));
              });
            }),

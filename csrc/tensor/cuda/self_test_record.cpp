@@ -76,7 +76,7 @@ std::optional<UnusableKernels> parse(const std::string& text, const cuda::GpuInf
   UnusableKernels unusable;
   std::istringstream lines(text.substr(begin.size()));
   for (std::string line; std::getline(lines, line) && line.starts_with(kFailed);) {
-    std::istringstream words(line.substr(kFailed.size()));
+    auto words = in_classic_locale<std::istringstream>(line.substr(kFailed.size()));
     size_t number = 0;
     std::string finding;
     if (!(words >> number) || number >= tested_kernels().size()) return std::nullopt;

@@ -387,7 +387,7 @@ bool is_nan(const std::byte* elem, DType dtype) {
 std::string bits_of(const std::byte* elem, size_t num_bytes) {
   uint64_t bits = 0;
   std::memcpy(&bits, elem, num_bytes);
-  std::ostringstream text;
+  auto text = in_classic_locale<std::ostringstream>();
   text << "0x" << std::hex << std::setfill('0') << std::setw(static_cast<int>(2 * num_bytes))
        << bits;
   return text.str();

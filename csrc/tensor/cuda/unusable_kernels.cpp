@@ -62,7 +62,7 @@ void UnusableKernels::merge(const std::string& encoded, int rank) {
   std::istringstream text(encoded);
   std::string numbers;
   std::getline(text, numbers);
-  std::istringstream all(numbers);
+  auto all = in_classic_locale<std::istringstream>(numbers);
   for (size_t number; all >> number && number < tested_kernels().size();) {
     std::string finding;
     std::getline(text, finding);

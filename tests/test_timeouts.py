@@ -1,0 +1,96 @@
+"""Timeouts that are longer than a clock can count, and ends that wait in vain."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import rota
+from ranks import Rank, Ranks, error_of, run_ranks
+
+
+def use_longest_timeouts(rank: Rank, timeout: timedelta) -> None:
+    """Rank 1 waits for rank 0 in each call."""
+    store = rank.make_store()
+    dist.init_process_group(
+        "rota", store=store, rank=rank.rank, world_size=rank.world_size, timeout=timeout
+    )
+    one = torch.ones(1)
+
+    def come_late() -> None:
+        if rank.rank == 0:
+            time.sleep(0.02)
+
+    for group in (None, dist.new_group(timeout=timeout)):
+        dist.barrier(group)
+        come_late()
+        dist.all_reduce(one, group=group)
+        come_late()
+        work = dist.all_reduce(one, group=group, async_op=True)
+        assert work is not None and work.wait(timeout)
+        come_late()
+        if rank.rank == 0:
+            dist.send(one, 1, group)
+        else:
+            dist.irecv(one, 0, group).wait(timeout)  # type: ignore[union-attr]
+    for given in (timeout, None):
+        come_late()
+        communicator = rota.Communicator(timeout=given)
+        come_late()
+        communicator.barrier()
+        come_late()
+        window = rota.Window(4, timeout=given)
+        come_late()
+        if rank.rank == 0:
+            window.signal(1)
+        else:
+            window.wait_signal(0, timeout=given)
+            window.signal(1)
+            window.wait_any_signal([1], timeout=given)
+        come_late()
+        server = rota.ParameterServer(
+            [nn.Parameter(torch.ones(3))], lambda p: torch.optim.SGD(p, 1.0), timeout=given
+        )
+        come_late()
+        server.push([one.new_ones(3)])
+        server.pull()
+        server.close()
+        weights = rota.WeightStore(store, f"{given}", group=dist.group.WORLD, timeout=given)
+        come_late()
+        weights.publish(1, {f"{rank.rank}": one})
+        assert rota.WeightStore(store, f"{given}", timeout=given).pull(timeout=given)[0] == 1
+        dist.barrier()
+
+
+@pytest.mark.parametrize("timeout", [timedelta.max, timedelta(days=365 * 1000)], ids=["max", "ky"])
+def test_timeouts_longer_than_clocks_count_do_not_end_at_once(timeout: timedelta) -> None:
+    run_ranks(2, use_longest_timeouts, timeout)
+
+
+def end_with_a_message_on_its_way(rank: Rank) -> list[tuple[str, str]]:
+    rank.init(timeout_s=1.0)
+    communicator = rota.Communicator()
+    dist.barrier()
+    communicator.barrier()
+    if rank.rank == 1:
+        rank.hear()
+        return []
+    tensor = torch.ones(1 << 22)
+    works = [communicator.isend(tensor, 1), dist.isend(tensor, 1)]
+    errors = [error_of(communicator.close), error_of(dist.destroy_process_group)]
+    del works
+    return errors
+
+
+def test_end_that_waits_in_vain_raises_timeout() -> None:
+    with Ranks(2, end_with_a_message_on_its_way) as ranks:
+        errors = ranks.hear_result(0)
+        ranks.tell(1)
+        ranks.results()
+    for kind, text in errors:
+        assert kind == "Timeout" and "rank 1" in text, (kind, text)
