@@ -11,11 +11,12 @@
 
 #include <cstddef>
 #include <cstring>
-#include <locale>
+#include <optional>
 #include <sstream>
 
 #include "calls.h"
 #include "check.h"
+#include "grouped_digits.h"
 #include "open_files.h"
 #include "processes.h"
 #include "ranks.h"
@@ -61,16 +62,11 @@ void unfit_ranks_are_told(const std::vector<Arguments>& ranks,
   });
 }
 
-// As an application may set it for its own output.
-struct GroupedDigits : std::numpunct<char> {
-  char do_thousands_sep() const override { return ','; }
-  std::string do_grouping() const override { return "\1"; }
-};
-
 void cards_are_read_whatever_the_host_and_the_locale() {
   const TemporaryDirectory directory;
   run_processes(2, [&](int rank) {
-    if (rank == 1) std::locale::global(std::locale(std::locale::classic(), new GroupedDigits));
+    std::optional<GroupedDigits> locale;
+    if (rank == 1) locale.emplace();
     const auto transport =
         connect_with(directory, {.rank = rank, .world_size = 2, .host = " one  host "});
     check_equal(transport->world_size(), 2, "ranks of the host");

@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "check.h"
+#include "grouped_digits.h"
 #include "processes.h"
 
 namespace rota::test {
@@ -42,6 +43,11 @@ uint64_t found_with(const std::string& online, const std::vector<Cache>& caches)
   return last_level_cache_bytes(directory.path(), 2);
 }
 
+void caches_are_read_whatever_the_locale() {
+  const GroupedDigits locale;
+  check_equal(found_with("0-3", {{"32768K", "0,2"}}), uint64_t{64} << 20, "two of four cores");
+}
+
 void last_level_caches_are_counted_once() {
   const Cache first{"32K", "2"}, second{"512K", "2"};
   check_equal(found_with("0-3", {first, second, {"32768K", "0-3"}}), uint64_t{32} << 20, "one");
@@ -55,6 +61,7 @@ void last_level_caches_are_counted_once() {
 
 const CaseTable kCases{
     {"cores_lists", lists_of_cores_are_read},
+    {"cores_locale", caches_are_read_whatever_the_locale},
     {"cores_caches", last_level_caches_are_counted_once},
 };
 
