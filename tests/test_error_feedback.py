@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -277,6 +279,125 @@ def leave_unused(rank: Rank) -> None:
 
 def test_residual_of_an_unused_parameter_is_not_in_the_norm() -> None:
     run_ranks(1, leave_unused)
+
+
+# ---- layers that are frozen and thawed
+
+
+def resume_with_others_frozen(rank: Rank) -> None:
+    """A residual waits while its parameter is frozen; one that was frozen owes nothing."""
+    rank.init("gloo")
+    batch = random_inputs(2, 2050, torch.float32)[rank.rank]
+
+    def start(frozen: int, saved: Any = None) -> tuple[rota.HookState, DistributedDataParallel]:
+        model = ExactGradients()
+        model.weights[frozen].requires_grad_(False)
+        state = rota.HookState(model=model, **UNSCALED)
+        if saved is not None:
+            state.load_state_dict(saved)
+        ddp = make_ddp(model, state)
+        ddp(batch).backward()
+        return state, ddp
+
+    state, ddp = start(frozen=1)
+    saved = state.state_dict()
+    assert saved["without_residual"] == ["weights.1"]
+    state, ddp = start(frozen=3, saved=saved)
+    residuals = state.state_dict()["residuals"]
+    assert torch.equal(residuals["weights.3"], saved["residuals"]["weights.3"])
+    once = batch[:700] - batch[:700].bfloat16().float()  # what a first reduction owes
+    assert torch.equal(residuals["weights.1"], once)
+    assert not torch.equal(residuals["weights.4"], saved["residuals"]["weights.4"])
+    ddp.module.weights[3].requires_grad_(True)
+    thawed = make_ddp(ddp.module, state)
+    thawed(batch).backward()
+    assert not state.state_dict()["without_residual"]
+
+
+def reduce_a_part(rank: Rank) -> None:
+    """A state that has reduced some parameters of its model loads what it has saved."""
+    rank.init("gloo")
+    saved: dict[str, Any] = {}
+    for _ in range(2):
+        model = ExactGradients()
+        state = rota.HookState(model=model, **UNSCALED)
+        if saved:
+            state.load_state_dict(saved)
+        model(random_inputs(1, 2050, torch.float32)[0]).backward()
+        rota.reduce_gradients([model.weights[1], model.weights[3]], state)
+        saved = state.state_dict()
+        assert saved["residuals"].keys() == {"weights.1", "weights.3"}
+
+
+@pytest.mark.parametrize("resume", [resume_with_others_frozen, reduce_a_part])
+def test_residuals_are_loaded_for_the_parameters_that_are_left(
+    resume: Callable[[Rank], None],
+) -> None:
+    run_ranks(2, resume)
+
+
+def thaw(rank: Rank) -> None:
+    """Thawed parameters alone make the first bucket, are spread, or are most of them."""
+    rank.init("gloo")
+    for kind in (None, "model", "ddp"):
+        for thawed in ([4], [0, 2], [0, 1, 2, 3]):
+            model = ExactGradients()
+            for i in thawed:
+                model.weights[i].requires_grad_(False)
+            ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS_MB)
+            known = {None: None, "model": model, "ddp": ddp}[kind]
+            state = rota.HookState(model=known, **UNSCALED)
+            ddp.register_comm_hook(state, rota.fused_hook)
+            for _ in range(2):
+                ddp(exact_batch(rank.rank, 0)).backward()
+            model.requires_grad_(True)
+            ddp = make_ddp(model, state)
+            for _ in range(2):
+                ddp.zero_grad()
+                ddp(exact_batch(rank.rank, 1)).backward()
+                assert torch.equal(state.grad_norm(), norm_of(ddp)), (kind, thawed)
+
+
+def test_ddp_that_is_made_anew_after_thawing_keeps_its_state() -> None:
+    run_ranks(2, thaw)
+
+
+# ---- copies
+
+
+def go_on_with_copies(rank: Rank) -> list[tuple[str, str]]:
+    """The next gradients are those of the original, for the same model and for its copy."""
+    rank.init("gloo")
+    batches = [random_inputs(2, 2050 + i, torch.float32)[rank.rank] for i in range(2)]
+    errors = []
+    for has_model in (False, True):
+        model = ExactGradients()
+        state = rota.HookState(model=model if has_model else None, **UNSCALED)
+        ddp = make_ddp(model, state)
+        ddp(batches[0]).backward()
+        copies: list[tuple[torch.nn.Module, rota.HookState]] = [
+            (model, copy.copy(state)),
+            (model, copy.deepcopy(state)),
+        ]
+        average = copy.deepcopy(ddp)  # as torch.optim.swa_utils.AveragedModel does
+        copies.append((average.module, average._comm_hooks[0][1]))
+        errors.append(error_of(lambda state=state: pickle.dumps(state)))
+        ddp.zero_grad()
+        ddp(batches[1]).backward()
+        expected = gradients_of(ddp)
+        for module, other in copies:
+            module.zero_grad()
+            again = make_ddp(module, other)
+            again(batches[1]).backward()
+            assert torch.equal(gradients_of(again), expected)
+            assert not has_model or len(other.state_dict()["residuals"]) == 5
+    return errors
+
+
+def test_copied_state_goes_on_and_one_that_could_not_is_not_pickled() -> None:
+    for without_model, with_model in run_ranks(2, go_on_with_copies):
+        assert without_model[0] == "RuntimeError" and "HookState(model=ddp" in without_model[1]
+        assert with_model[0] == "TypeError" and "save state_dict()" in with_model[1]
 
 
 # ---- results that are not used

@@ -20,6 +20,7 @@ from heap import heap_bytes
 from oracle import DTYPES, name_of, random_patterns
 from ranks import Rank, error_of, run_ranks
 from rota import _C
+from rota.window import make_window
 from several_hosts import INTERLEAVED, ONE_BY_ONE, TWO_BY_TWO, Layout
 from windows import FOUR, PAIR, hosts_of, is_local, run_on
 
@@ -264,6 +265,21 @@ def use_own_tensors(rank: Rank) -> None:
     again = rota.Window(part)
     assert again.view(1 - rank.rank).eq(3).all()
     dist.barrier()
+
+
+def meet_in_a_store(rank: Rank) -> None:
+    """As a backend makes torch's windows, without a process group."""
+    tensor = torch.zeros(2)
+    window = make_window(tensor, rank.make_store(), rank.rank, rank.world_size)
+    assert window.tensor.data_ptr() == tensor.data_ptr()
+    window.put(torch.ones(2), 1 - rank.rank)
+    window.signal(1 - rank.rank)
+    window.wait_signal(1 - rank.rank)
+    assert window.tensor.tolist() == [1, 1]
+
+
+def test_window_of_ranks_without_a_group_has_its_tensor() -> None:
+    run_ranks(2, meet_in_a_store)
 
 
 def test_window_of_a_tensor_is_that_tensor() -> None:

@@ -6,9 +6,11 @@ the parameters seen in buckets tell models apart.
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,20 +27,35 @@ class NamedModel:
         self._ddp = None if ddp is None else weakref.ref(ddp)
         # By id(). Modules replace their parameters: name() looks again for one that it lacks.
         self._names: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
-        # DDP's buckets are for the parameters that require a gradient when it is made.
-        self._names_in_ddp = None if ddp is None else _trained(module) - ddp.parameters_to_ignore
+        self._ignored = set() if ddp is None else set(ddp.parameters_to_ignore)
 
     @property
     def is_alive(self) -> bool:
         return self._module() is not None
 
     @property
-    def reduced_names(self) -> set[str]:
-        """The names of all parameters whose gradients come in buckets."""
+    def names(self) -> set[str]:
+        """Of all parameters, also frozen ones."""
         module = self._module()
-        if self._names_in_ddp is not None or module is None:
-            return self._names_in_ddp or set()
-        return _trained(module)
+        return set() if module is None else {name for name, _ in module.named_parameters()}
+
+    @property
+    def reduced_names(self) -> set[str]:
+        """Of the parameters whose gradients come in buckets, as far as they are trained."""
+        module = self._module()
+        named = [] if module is None else module.named_parameters()
+        return {name for name, p in named if p.requires_grad} - self._ignored
+
+    def copied(self, memo: Mapping[int, Any]) -> NamedModel:
+        """The same model, or its copy if copy.deepcopy, whose memo this is, has copied it."""
+        module = self._module()
+        ddp = self._ddp() if self._ddp is not None else None
+        other = copy.copy(self)
+        other._names = {}
+        if id(module) in memo:
+            other._module = weakref.ref(memo[id(module)])
+            other._ddp = weakref.ref(memo[id(ddp)]) if id(ddp) in memo else None
+        return other
 
     @property
     def may_have_unused(self) -> bool:
@@ -60,10 +77,6 @@ class NamedModel:
         return known is not None and known[1]() is parameter
 
 
-def _trained(module: torch.nn.Module) -> set[str]:
-    return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-
-
 class NamedCopies:
     """Copies that stand for the parameters of a model, as those of rota.LocalSGD; held weakly."""
 
@@ -71,7 +84,7 @@ class NamedCopies:
 
     def __init__(self, copies: Mapping[str, torch.Tensor]) -> None:
         self._names = {id(copy): (name, weakref.ref(copy)) for name, copy in copies.items()}
-        self.reduced_names = set(copies)
+        self.names = self.reduced_names = set(copies)
 
     @property
     def is_alive(self) -> bool:
@@ -84,18 +97,20 @@ class NamedCopies:
 
 
 class SeenParameters:
-    """The parameters of the first complete backward pass, held weakly.
+    """The parameters of all backward passes so far, held weakly.
 
-    DDP rebuilds its buckets, but from the same parameters, and may leave out a bucket whose
-    parameters are unused. So a new parameter in a bucket that has come before, while these live,
-    belongs to another model that uses the same state.
+    DDP rebuilds its buckets, may leave out one whose parameters are unused, and is made anew after
+    layers were frozen or thawed. So a pass is taken for one of another model, which uses the same
+    state, if a bucket comes again with new parameters, and the pass has none of those before, which
+    still live. Only its end tells: buckets of thawed layers may come before the others.
     """
 
     def __init__(self) -> None:
         self._refs: dict[int, weakref.ref[torch.Tensor]] = {}
         self._indices: set[int] = set()  # of the buckets
-        self._is_complete = False
         self._frozen: dict[int, weakref.ref[torch.Tensor]] = {}
+        # Of the pass under way: by bucket.
+        self._new: list[tuple[int, list[weakref.ref[torch.Tensor]]]] = []
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether it is one of them."""
@@ -109,23 +124,34 @@ class SeenParameters:
         self._frozen = {id(parameter): weakref.ref(parameter) for parameter in parameters}
 
     def _are_gone(self) -> bool:
+        gc.collect()  # a model without references does not count
         return all(ref() is None for ref in self._refs.values())
 
-    def add_bucket(self, index: int, parameters: Sequence[torch.Tensor]) -> bool:
-        """Returns whether these can belong to the same model as those before."""
-        if self._is_complete and not all(self.has(parameter) for parameter in parameters):
-            gc.collect()  # a model without references does not count
-            if self._are_gone():
-                self._refs, self._indices, self._is_complete = {}, set(), False
-            elif index in self._indices:
-                return False
-        self._refs |= {id(parameter): weakref.ref(parameter) for parameter in parameters}
-        self._indices.add(index)
-        return True
+    def begin(self) -> None:
+        """Call it before a pass, of which buckets that are new will be added."""
+        self._new = []
 
-    def complete(self) -> None:
-        """Call it after a whole backward pass: further parameters come in further buckets."""
-        self._is_complete = bool(self._refs)
+    def add_bucket(self, index: int, parameters: Sequence[torch.Tensor]) -> None:
+        self._new.append((index, [weakref.ref(parameter) for parameter in parameters]))
+
+    def end(self, seen: Set[int], is_same_model: bool) -> bool:
+        """Call it after a pass; returns whether it can belong to the same model as those before.
+
+        Args:
+            seen: all parameters of the pass, by id().
+            is_same_model: it does, as is known otherwise.
+        """
+        new, self._new = self._new, []
+        if not new:
+            return True
+        shares = is_same_model or any(i in seen and r() is not None for i, r in self._refs.items())
+        if not shares and not self._indices.isdisjoint(index for index, _ in new):
+            if not self._are_gone():
+                return False
+            self._refs, self._indices = {}, set()
+        self._refs |= {id(ref()): ref for _, refs in new for ref in refs}
+        self._indices |= {index for index, _ in new}
+        return True
 
     @property
     def are_none(self) -> bool:
@@ -143,12 +169,9 @@ class SeenParameters:
         frozen and thawed, but has one of the parameters before, unless `is_same_model`.
         """
         shares = is_same_model or any(self.has(parameter) for parameter in parameters)
-        if parameters and self._refs and not shares:
-            gc.collect()
-            if not self._are_gone():
-                return False
+        if parameters and self._refs and not shares and not self._are_gone():
+            return False
         self._refs = {id(parameter): weakref.ref(parameter) for parameter in parameters}
-        self._is_complete = True
         return True
 
 

@@ -196,7 +196,7 @@ class HookState:
         self._num_reductions = 0
         self._num_before = 0  # the number before the last reduction of all gradients
         self._residuals = Residuals()
-        self._is_load_checked = True
+        self._loaded_without: set[str] | None = None  # of residuals that are to be checked
         self._parameters = SeenParameters()
         self._counts_all: dict[object, bool] = {}  # by mesh and placements
         self._entries: dict[int, _Entry] = {}  # by id() of the first parameter
@@ -265,8 +265,9 @@ class HookState:
         The residuals belong to this rank: with error_feedback each rank saves and loads its own.
 
         Returns:
-            A dict of "seed", "num_reductions" and "residuals": float32 tensors (copies) with the
-            shapes of the parameters, keyed by their names in the module that DDP wraps.
+            A dict of "seed", "num_reductions", "residuals": float32 tensors (copies) with the
+            shapes of the parameters, keyed by their names in the module that DDP wraps, and
+            "without_residual": the names of the module's other parameters, such as frozen ones.
 
         Raises:
             RuntimeError: there are residuals, but the state was made without `model`, or the model
@@ -277,10 +278,13 @@ class HookState:
                 "rota.HookState: the model is gone, and its residuals with it; call state_dict() "
                 "while its DistributedDataParallel exists"
             )
+        residuals = self._residuals.by_name(self._name_to_save)
+        names = self._model.names if self._model is not None else set()
         return {
             "seed": self._seed,
             "num_reductions": self._num_used,
-            "residuals": self._residuals.by_name(self._name_to_save),
+            "residuals": residuals,
+            "without_residual": sorted(names - residuals.keys()),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -290,24 +294,61 @@ class HookState:
         orders the buckets of a new process differently from those after the first step, and block
         scaling and stochastic rounding depend on that order.
 
+        Layers may have been frozen or thawed since: a residual waits until its parameter is
+        trained again, and a parameter that had none owes nothing.
+
         Args:
             state_dict: from a state of the same model and rank.
 
         Raises:
-            ValueError: on the first bucket, if names or shapes differ from the model's.
+            ValueError: it lacks an entry; nothing was loaded. On the first bucket, if names or
+                shapes differ from the model's.
         """
+        missing = {"seed", "num_reductions", "residuals"} - state_dict.keys()
+        if missing:
+            raise ValueError(
+                f"rota.HookState.load_state_dict: the state_dict has {sorted(state_dict)}, but no "
+                f"{sorted(missing)}; expected what rota.HookState.state_dict() returns"
+            )
         self._seed = state_dict["seed"]
         self._num_reductions = self._num_before = state_dict["num_reductions"]
         self._residuals.load(state_dict["residuals"])
-        self._is_load_checked = False
+        self._loaded_without = set(state_dict.get("without_residual", ()))
         self._entries = {}
 
+    def __copy__(self) -> "HookState":
+        return self.__deepcopy__({})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HookState":
+        """The same options, groups, residuals and place in the rounding stream.
+
+        It is for the same model, or for its copy if that has been copied along, as by a copy of the
+        DistributedDataParallel; and is registered with neither.
+        """
+        other = HookState(self.group, engine=self.engine, **self._options())
+        other.model_group = self.model_group
+        other.results = Results(self.model_group)
+        if isinstance(self._model, NamedModel):
+            other._model = self._model.copied(memo)
+        other._seed = self._seed
+        other._num_reductions = other._num_before = self._num_used
+        other._residuals = self._residuals.copied(memo)
+        other._loaded_without = self._loaded_without
+        return other
+
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles and copies the options and state_dict(); the copy is not registered with DDP."""
+        """Pickles the options and state_dict()."""
         if any(group is not None for group in (self.group, self.model_group, self.engine)):
             raise TypeError(
-                "rota.HookState: cannot be pickled or copied with a process group of its own; "
-                "save state_dict() and load it into a new HookState"
+                "rota.HookState: cannot be pickled with a process group of its own; save "
+                "state_dict() and load it into a new HookState"
+            )
+        if self.error_feedback and isinstance(self._model, NamedModel):
+            raise TypeError(
+                "rota.HookState: cannot be pickled with error_feedback, since the residuals need "
+                "the model, which stays here; save state_dict() and load it into a new "
+                "HookState(model=...). Of a DistributedDataParallel with this state, pickle the "
+                "module inside"
             )
         return _restore, (self._options(), self.state_dict())
 
@@ -342,14 +383,13 @@ class HookState:
             self.begin()
         may_have_unused = self._model is None or self._model.may_have_unused
         future = self.start(grad_bucket, may_have_unused)
-        self.results.end_with_backward(sends_without_gradient=self.error_feedback)
+        self.results.end_with_backward(self.error_feedback, self._check_parameters_seen)
         return future
 
     def begin(self) -> None:
         """Call it before the first bucket of a reduction."""
         last = self.results.outcome
-        if last.is_over:
-            self._parameters.complete()
+        self._parameters.begin()
         if self.has_memory:
             last.freeze()
         self._num_reductions = self._num_used
@@ -363,6 +403,22 @@ class HookState:
         """Call it after the last bucket of a reduction, when gradients have been written."""
         self.results.end(sends_without_gradient=self.error_feedback)
         self.results.close()
+        self._check_parameters_seen()
+
+    def _check_parameters_seen(self) -> None:
+        """Raises ValueError if the pass that is over was one of another model."""
+        if self._parameters.end(self.results.seen, is_same_model=self._model is not None):
+            return
+        text = (
+            "rota.fused_hook: no gradient of this backward pass is of a parameter that had one "
+            "before, so it is of another model; make one rota.HookState for each model, or pass "
+            "rota.HookState(model=...) if it trains other layers of the same one"
+        )
+        self.results.void()
+        self._entries = {}
+        if self.model_group is not None:  # its other ranks may have seen nothing new
+            self.model_group.abort(text)
+        raise ValueError(text)
 
     @property
     def _num_used(self) -> int:
@@ -519,11 +575,7 @@ class HookState:
 
     def _enter(self, bucket: Bucket, parameters: Sequence[torch.Tensor]) -> _Entry:
         """Checks a bucket that is new or has other parameters than before."""
-        if not self._parameters.add_bucket(bucket.index(), parameters):
-            raise ValueError(
-                f"rota.fused_hook: bucket {bucket.index()} holds parameters that are not of "
-                f"the model whose buckets came before; make one rota.HookState for each model"
-            )
+        self._parameters.add_bucket(bucket.index(), parameters)
         self._check_parameters(bucket, parameters)
         residual = None
         if self.error_feedback:
@@ -553,16 +605,18 @@ class HookState:
 
     def _check_loaded(self) -> None:
         """Checks residuals when the first bucket comes after they were loaded."""
-        loaded = self._residuals.loaded_names
-        if self._is_load_checked or not loaded or self._model is None:
+        without, loaded = self._loaded_without, self._residuals.loaded_names
+        if without is None or not loaded or self._model is None:
             return
-        expected = self._model.reduced_names
-        if loaded != expected:
+        missing = self._model.reduced_names - loaded - without
+        unexpected = loaded - self._model.names
+        if missing or unexpected:
             raise ValueError(
                 f"rota.HookState: the residuals that were loaded are not those of this model: "
-                f"missing {sorted(expected - loaded)}, unexpected {sorted(loaded - expected)}"
+                f"missing {sorted(missing)}, unexpected {sorted(unexpected)}; load the "
+                f"state_dict() of the same model, or, to owe nothing, one with residuals={{}}"
             )
-        self._is_load_checked = True
+        self._loaded_without = None
 
     def _name_to_save(self, parameter: torch.Tensor) -> str:
         name = self._model.name(parameter) if self._model is not None else None

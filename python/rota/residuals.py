@@ -12,6 +12,7 @@ bucket's residual is assembled from its parameters' pieces, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -129,7 +130,9 @@ class Residuals:
         piece = torch.zeros(num_reals(parameter), dtype=torch.float32, device=parameter.device)
         if self._loaded:
             name = name_of(parameter)
-            residual = self._loaded.pop(name)
+            residual = self._loaded.get(name)  # None: the parameter was not trained then
+            if residual is None:
+                return piece, None
             shape = local_of(parameter).shape
             if residual.shape != shape:
                 raise ValueError(
@@ -138,6 +141,7 @@ class Residuals:
                     f"state of the same model"
                 )
             shaped(piece, parameter).copy_(residual)
+            del self._loaded[name]
         return piece, None
 
     def by_name(self, name_of: Callable[[torch.Tensor], str]) -> dict[str, torch.Tensor]:
@@ -146,6 +150,17 @@ class Residuals:
         for parameter, bucket in self._buckets.items():
             copies[name_of(parameter)] = shaped(bucket.owed(parameter), parameter).clone()
         return copies
+
+    def copied(self, memo: Mapping[int, Any]) -> Residuals:
+        """Copies, of the same parameters or of their copies in the memo of copy.deepcopy."""
+        other = Residuals()
+        other.load(self._loaded)
+        for parameter, bucket in self._buckets.items():
+            residual = BucketResidual(bucket.owed(parameter).clone(), None)
+            target = memo.get(id(parameter), parameter)
+            residual.add(target, slice(None))
+            other._buckets[target] = residual
+        return other
 
     def load(self, residuals: Mapping[str, torch.Tensor]) -> None:
         """Replaces all residuals; parameters take theirs when their buckets come."""

@@ -202,15 +202,17 @@ class Results:
         self._buckets.append(_Bucket(parameters, versions))
         self._stats.append(stats)
 
-    def end_with_backward(self, sends_without_gradient: bool) -> None:
+    def end_with_backward(self, sends_without_gradient: bool, at_end: Callable[[], None]) -> None:
         """Call it after each bucket: completes the results when its graph task is over.
 
         Args:
             sends_without_gradient: a parameter without a gradient may add to the stats.
+            at_end: called when the backward pass is over, which raises what it raises.
         """
         task, tasks = torch._C._current_graph_task_id(), self._tasks
         if task == -1:
             self.end(sends_without_gradient)  # the hook was called by hand, on a saved bucket
+            at_end()
             return
         if task in tasks:
             return
@@ -222,6 +224,7 @@ class Results:
                     self.end(sends_without_gradient)
                 if torch._C._current_autograd_node() is None:  # not inside another graph task
                     self.close()
+                    at_end()
 
         tasks[task] = weakref.ref(end)  # nothing but the graph task holds it
         queue_callback = torch.autograd.Variable._execution_engine.queue_callback
@@ -256,6 +259,11 @@ class Results:
         self._is_closed = True
         self._buckets = []
         self._start_model_sum()
+
+    def void(self) -> None:
+        """Call it if the results turn out to be of no use."""
+        self.is_complete = False
+        self.outcome.drop()
 
     def _start_model_sum(self) -> None:
         """Starts it once for each reduction, as soon as that is known to be complete."""
@@ -336,10 +344,6 @@ class Results:
         """Call it when the gradients change units, and more will be added to them."""
         self.close()
         self.is_complete = False
-        self.outcome.goes_on = True
-        gone = [m.parameter() for m in self._marks.values() if m.gradient_now() is None]
-        self.outcome.tell([p for p in gone if p is not None], was_used=False)
-        self._is_closed = True
         self.outcome.goes_on = True
         gone = [m.parameter() for m in self._marks.values() if m.gradient_now() is None]
         self.outcome.tell([p for p in gone if p is not None], was_used=False)

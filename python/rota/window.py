@@ -188,7 +188,8 @@ def make_window(tensor: torch.Tensor, store: dist.Store, rank: int, world_size: 
     """A window for ranks without a process group: a backend's, which torch 2.15 asks for one."""
     window = Window.__new__(Window)
     ranks = StoreRanks(store, rank, world_size)
-    window._open(ranks, lambda: tensor, 1, None, None, torch_holds_it=True)
+    own, _ = window._open(ranks, lambda: tensor, 1, None, None, torch_holds_it=True)
+    window._tensor = own.tensor
     return window
 
 
