@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,7 @@ from rota.memory import empty
 from rota.parameter_server.loop import ServerLoop, Ward
 from rota.parameter_server.mailbox import LOOKED, Mailbox, OpenedMailbox, PushLayout
 from rota.parameter_server.replica import SAVE_CHANNEL, Replica, Standby, StateLayout
+from rota.parameter_server.saving import for_optimizer
 from rota.parameter_server.shard import (
     MakeOptimizer,
     Place,
@@ -23,9 +24,8 @@ from rota.parameter_server.shard import (
     ServerShard,
     ShardMemory,
     ShardState,
+    probe,
 )
-
-_Start = Callable[[int, ShardMemory, ShardState, "Replica | None"], ServerShard]
 
 
 class Plan(NamedTuple):
@@ -78,6 +78,8 @@ class Connection:
         self.shard: ServerShard | None = None  # of a server
         self.loop: ServerLoop | None = None
         self._memory: ShardMemory | None = None
+        self._mailboxes: dict[int, OpenedMailbox] = {}
+        self._loaded: ServerShard | None = None
         self._standby: Standby | None = None
         self._initial: _C.ExposedTensor | None = None
         is_server = window.rank in plan.servers
@@ -134,36 +136,37 @@ class Connection:
         if self._number is None or self._memory is None:
             return ""
         plan, number = self._plan, self._number
-        mailboxes = {
+        mailboxes = self._mailboxes = {
             rank: OpenedMailbox(self._open(rank, "mailbox"), plan.layout) for rank in plan.workers
         }
         lengths = plan.lengths()
         initial = self._open(0, "initial").bytes.view(torch.float32)[: sum(lengths)].split(lengths)
-
-        def start(
-            server: int, memory: ShardMemory, state: ShardState, replica: Replica | None
-        ) -> ServerShard:
-            return ServerShard(
-                server,
-                plan.layout,
-                mailboxes,
-                memory,
-                plan.rules,
-                plan.make_optimizer,
-                state,
-                replica,
-            )
-
         replica, wards = None, []
         if self._standby is not None:
             ward = self._ward_number(number)
             self._standby.start(initial[ward])
             replica = self._open_replica(number)
-            wards.append(self._ward(ward, self._standby, start))
-        state = ShardState(initial[number], 1, dict.fromkeys(plan.workers, 0), None)
-        self.shard = start(number, self._memory, state, replica)
+            wards.append(self._ward(ward, self._standby))
+        state = ShardState(initial[number], 1, 0, dict.fromkeys(plan.workers, 0), None)
+        self.shard = self._make_shard(number, self._memory, state, replica)
+        self.shard.start()
         self.loop = ServerLoop(self._window, mailboxes, [self.shard], wards)
         return ""
+
+    def _make_shard(
+        self, server: int, memory: ShardMemory, state: ShardState, replica: Replica | None
+    ) -> ServerShard:
+        plan = self._plan
+        return ServerShard(
+            server,
+            plan.layout,
+            self._mailboxes,
+            memory,
+            plan.rules,
+            plan.make_optimizer,
+            state,
+            replica,
+        )
 
     def _open_replica(self, number: int) -> Replica:
         rank = self._plan.servers[self._plan.standby_of(number)]
@@ -176,13 +179,15 @@ class Connection:
             self._state_layout(number),
         )
 
-    def _ward(self, number: int, standby: Standby, start: _Start) -> Ward:
+    def _ward(self, number: int, standby: Standby) -> Ward:
         rank = self._plan.servers[number]
 
         def take_over() -> ServerShard:
             num_saves = self._window.num_signals(rank, SAVE_CHANNEL)
             state = standby.load(num_saves, self._plan.workers)
-            return start(number, standby.memory, state, None)
+            shard = self._make_shard(number, standby.memory, state, None)
+            shard.start()
+            return shard
 
         return Ward(self._open(rank, "shard"), standby.memory, take_over)
 
@@ -199,6 +204,37 @@ class Connection:
             self.shards.append(PublishedShard(number, plan.layout, places))
         self.pull()
         return ""
+
+    # ---- loading a state
+
+    @torch.no_grad()
+    def prepare(self, state_dict: Mapping[str, Any], names: Sequence[str]) -> None:
+        """Makes this server's shard of a state, which has been checked; publishes nothing.
+
+        Raises:
+            ValueError: the state is of another optimizer.
+        """
+        number, shard, plan = self._number, self.shard, self._plan
+        if number is None or shard is None or self._memory is None:
+            return
+        shapes, section = plan.layout.shapes, plan.layout.sections[number]
+        values = torch.zeros(section.num_elems, dtype=torch.float32, device="cpu")
+        for parameter, view in zip(section.parameters, section.views(values, shapes), strict=True):
+            view.copy_(state_dict["parameters"][names[parameter]])
+        optimizer = None
+        if plan.make_optimizer is not None and section.parameters:
+            probed, groups = probe(section, shapes, plan.make_optimizer)
+            may_grow = plan.num_replicas == 0
+            optimizer = for_optimizer(state_dict, names, groups, probed, may_grow)
+        num_updates = state_dict["num_updates"]
+        state = ShardState(values, shard.version + 1, num_updates, shard.clocks, optimizer)
+        self._loaded = self._make_shard(number, self._memory, state, shard.replica)
+
+    def commit(self) -> None:
+        """Goes on with the shard that has been prepared."""
+        if self._loaded is not None and self.shard is not None and self.loop is not None:
+            self.loop.replace(self.shard, self._loaded, self._timeout)
+            self.shard, self._loaded = self._loaded, None
 
     @torch.no_grad()
     def pull(self) -> None:

@@ -7,9 +7,11 @@ whenever any has rung, and at least every LOOK_EVERY.
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -55,6 +57,9 @@ class ServerLoop:
         self._next_look = 0.0
         self._living = set(mailboxes)
         self._is_stopping = False
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = (
+            queue.SimpleQueue()
+        )
         self._thread: threading.Thread | None = None
         self.error: BaseException | None = None  # that ended the thread
 
@@ -84,7 +89,8 @@ class ServerLoop:
                 self._window.wait_any_signal(sorted(self._living), PUSH_CHANNEL, LOOK_EVERY)
 
     def _look(self) -> None:
-        """Drops workers that have died, and takes over the shards of servers that have."""
+        """Drops workers that have died, takes over the shards of servers that have, and does what
+        has been asked for."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -95,6 +101,15 @@ class ServerLoop:
         for ward in lost:
             self._wards.remove(ward)
             self._shards.append(ward.take_over())
+        while not self._calls.empty():
+            call, done = self._calls.get()
+            try:
+                done.set_result(call())
+            except Exception as error:
+                done.set_exception(error)
+        for shard in self._shards:
+            for worker in self._living:
+                shard.answer(worker)
 
     def _drop(self, workers: Iterable[int]) -> bool:
         gone = set(workers)
@@ -102,7 +117,26 @@ class ServerLoop:
         if gone:
             for shard in self._shards:
                 shard.publish_slowest(self._living)
+                for worker in gone:
+                    shard.forget(worker)
         return bool(gone)
+
+    def replace(self, old: ServerShard, new: ServerShard, timeout: timedelta) -> None:
+        """Goes on with another shard, which it publishes, and returns when it has.
+
+        Raises TimeoutError if the loop has ended.
+        """
+
+        def run() -> None:
+            self._shards[self._shards.index(old)] = new
+            new.start()
+            new.save_to_replica()
+
+        if self._thread is None:
+            return run()
+        done: Future[None] = Future()
+        self._calls.put((run, done))
+        return done.result(timeout.total_seconds())
 
     # ---- in the background
 

@@ -6,7 +6,8 @@ written or read: server.py waits for a free slot, shard.py for a push.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,8 +17,8 @@ from rota.memory import empty, round_up
 
 NUM_SLOTS = 2
 # Words of a mailbox; server.py has the table.
-PUSHED, LEFT, LOOKED = range(3)
-NUM_WORDS = 3
+PUSHED, LEFT, LOOKED, ASKED = range(4)
+NUM_WORDS = 4
 
 ALIGN_BYTES = 64  # a cache line, and the longest vector
 _ALIGN_ELEMS = ALIGN_BYTES // 4
@@ -133,6 +134,7 @@ class Mailbox:
         memory = empty(NUM_SLOTS * layout.slot_bytes, dtype=torch.uint8)
         self.exposed = _C.ExposedTensor(memory, NUM_WORDS, others_may_write=False)
         self.clock = 0  # pushes so far
+        self._num_asked = 0
         self._slots = layout.slots(memory)
         sections = layout.sections
         # What is rounded: float32 copies of the gradients, where no slot holds them.
@@ -201,6 +203,23 @@ class Mailbox:
             # An Inf is pushed once, and must not stay in all pushes after it.
             residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
+    # ---- saving and restoring
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[int]:
+        """Asks all servers for saves, which they keep until the block ends; yields the number of
+        the question."""
+        self.exposed.publish(ASKED, self._num_asked + 1)
+        try:
+            yield self._num_asked + 1
+        finally:
+            self._num_asked += 2
+            self.exposed.publish(ASKED, self._num_asked)
+
+    def residuals(self) -> list[torch.Tensor]:
+        """What error feedback owes, by number, in place; empty without it."""
+        return self._by_number(self._residuals) if self._residuals else []
+
     def leave(self) -> None:
         """Tells the servers that no push follows."""
         self.exposed.publish(LEFT, 1)
@@ -218,6 +237,11 @@ class OpenedMailbox:
     @property
     def num_pushed(self) -> int:
         return self._opened.load(PUSHED)
+
+    @property
+    def num_asked(self) -> int:
+        """Odd while the worker waits for saves, or reads them."""
+        return self._opened.load(ASKED)
 
     @property
     def has_left(self) -> bool:

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from rota import _C
 from rota.errors import PeerFailed
@@ -26,7 +25,7 @@ from rota.parameter_server.shard import (
     MakeOptimizer,
     ShardMemory,
     ShardState,
-    checked_optimizer,
+    probe,
 )
 
 SAVE_CHANNEL = 1
@@ -58,16 +57,7 @@ class StateLayout:
         self.entries: list[_Entry] = []
         text = b""
         if make_optimizer is not None and section.parameters:
-            probes = [
-                nn.Parameter(torch.zeros(shapes[number], dtype=torch.float32, device="cpu"))
-                for number in section.parameters
-            ]
-            for probe in probes:
-                probe.grad = torch.zeros_like(probe)
-            optimizer = checked_optimizer(make_optimizer, probes)
-            with torch.device("cpu"):  # as in the server's thread, whatever the caller's default
-                optimizer.step()
-            state_dict = optimizer.state_dict()
+            state_dict, _ = probe(section, shapes, make_optimizer)
             self.entries = [
                 _Entry(i, key, value.shape, value.dtype) for i, key, value in _tensors(state_dict)
             ]
@@ -114,14 +104,14 @@ class Standby:
         version = num_saves + 1
         values = self.memory.versions[version % NUM_VERSIONS]
         if num_saves == 0:
-            return ShardState(values, version, dict.fromkeys(workers, 0), None)
+            return ShardState(values, version, 0, dict.fromkeys(workers, 0), None)
         save = self._saves[version % NUM_VERSIONS]
         length = int(save[:8].view(torch.int64))
-        text, clocks = pickle.loads(save[8 : 8 + length].numpy().tobytes())
+        text, clocks, num_updates = pickle.loads(save[8 : 8 + length].numpy().tobytes())
         if text is not None:
             for entry, view in zip(self._layout.entries, self._layout.views(save), strict=True):
                 text["state"].setdefault(entry.parameter, {})[entry.key] = view.clone()
-        return ShardState(values, version, clocks, text)
+        return ShardState(values, version, num_updates, clocks, text)
 
 
 class Replica:
@@ -159,6 +149,7 @@ class Replica:
         version: int,
         clocks: Mapping[int, int],
         optimizer: torch.optim.Optimizer | None,
+        num_updates: int,
     ) -> None:
         """Saves the state of the next version; does nothing once the other server has died.
 
@@ -168,9 +159,10 @@ class Replica:
         if self._is_lost:
             return
         place = version % NUM_VERSIONS
-        state_dict = optimizer.state_dict() if optimizer is not None else None
         text = None
-        if state_dict is not None:
+        # Before its first step an optimizer has no state, or one that needs no tensors.
+        if optimizer is not None and (optimizer.state or not self._layout.entries):
+            state_dict = optimizer.state_dict()
             tensors = list(_tensors(state_dict))
             found = [_Entry(i, key, value.shape, value.dtype) for i, key, value in tensors]
             if found != self._layout.entries:
@@ -182,7 +174,7 @@ class Replica:
             if tensors:
                 torch._foreach_copy_(self._views[place], [value for _, _, value in tensors])
             text = _without_tensors(state_dict)
-        pickled = pickle.dumps((text, dict(clocks)))
+        pickled = pickle.dumps((text, dict(clocks), num_updates))
         if len(pickled) + 8 > self._layout.text_bytes:
             raise RuntimeError(
                 f"rota.ParameterServer: the optimizer's state has grown to {len(pickled)} bytes "

@@ -10,11 +10,13 @@ only grow, and are 0 at rest; whoever sees a word also sees what its writer did 
 | PUSHED | worker | servers | pushes that are whole in the mailbox; number c lies in slot c % 2 |
 | LEFT | worker | servers | 1 when no push follows |
 | LOOKED | worker | nobody | versions copied; orders the loads of a copy before the check of BEGUN |
+| ASKED | worker | servers | twice the saves it has read; odd while it waits for one, or reads it |
 | BEGUN | server | workers | the version that the server makes, or has made |
 | DONE | server | workers | the newest whole version v, in buffer v % 2; the first is 1 |
 | APPLIED w | server | worker w | pushes of w that version DONE has |
 | CONSUMED w | server | worker w | pushes of w that nobody will read again |
 | SLOWEST | server | workers | the least APPLIED of the workers that have neither left nor died |
+| SAVED w | server | worker w | the ASKED that its note to w answers: where a save is, or an error |
 
 A signal on channel 0 of the window follows PUSHED and LEFT: it only wakes a server, which then
 looks at the words of all workers. A signal on channel 1 counts the saves of a server's state at the
@@ -26,6 +28,10 @@ server that would go on with its shard (replica.py). The rules:
 - pull after c pushes: wait until every server's SLOWEST is at least c - staleness (sync: 0; async:
   no wait), then copy version v = DONE, and again if BEGUN has reached v + 2 meanwhile. So a slow
   worker never holds a server up, and never sees half a version.
+- a save: a server that finds ASKED odd, and all pushes of the worker applied, copies its state to
+  memory of its own between two updates, notes the address, SAVED = ASKED. It frees that once ASKED
+  has changed, or the worker is gone. Servers look for ASKED every 20 ms.
+- a state is loaded by all ranks together, before the first push: as a version without a push.
 - a worker that is seen to have died makes no push any more; PUSHED is looked at after that. So all
   servers agree on which pushes it has made.
 - a server that is seen to have died: the next server starts from the last whole save, and publishes
@@ -40,19 +46,20 @@ import contextlib
 import json
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from rota import _C
-from rota.errors import PeerFailed, RotaError, Timeout
+from rota.errors import PeerFailed, RotaError, Timeout, TransportError
 from rota.groups import member_group
-from rota.joint import JointSteps
-from rota.parameter_server import arguments
+from rota.joint import JointSteps, check_alike
+from rota.parameter_server import arguments, saving
 from rota.parameter_server.connection import Connection, Plan
 from rota.parameter_server.loop import PUSH_CHANNEL
 from rota.parameter_server.mailbox import NUM_SLOTS, Mailbox, PushLayout, Wire
@@ -62,8 +69,10 @@ from rota.parameter_server.shard import (
     MakeOptimizer,
     PublishedShard,
     Rules,
+    ServerShard,
     applied_word,
     consumed_word,
+    saved_word,
 )
 from rota.window import Window
 
@@ -88,8 +97,9 @@ class ParameterServer:
         parameters_or_module: the same on every rank; what requires a gradient is trained. CPU
             tensors of float32, bfloat16 or float16. They get the values of the group's rank 0.
             Buffers, such as the statistics of BatchNorm, stay as each rank has them.
-        make_optimizer: called on a server with its float32 parameters (a list), once; returns
-            their optimizer. None if weights are averaged.
+        make_optimizer: called on a server with its float32 parameters (a list), once unless there
+            are replicas or a state is loaded; returns their optimizer. None if weights are
+            averaged.
         group: the ranks, all on one host; None is the default group, on any backend.
         servers: ranks (of the group) that do nothing but serve: they call serve(). None: every
             rank works and serves, in a thread of its own.
@@ -110,8 +120,8 @@ class ParameterServer:
         lr_lambda: lr_lambda(i) is the factor of the optimizer's learning rates in update i of a
             server, from 0, as in torch.optim.lr_scheduler.LambdaLR.
         replicas: servers that hold a copy of each server's state and go on if it dies: 0, or 1 (the
-            next server), which is the default where there are several servers. make_optimizer is
-            then called more than once, and learning rates must come from lr_lambda.
+            next server), which is the default where there are several servers. Learning rates must
+            then come from lr_lambda.
         timeout: of every wait for another rank; None is that of the group.
 
     Making one is collective: every rank of the group makes them in the same order. It blocks until
@@ -184,6 +194,8 @@ class ParameterServer:
             )
 
         arguments.check_alike(steps.step(check))
+        self._store = steps.store
+        self._num_loads = 0
         # Not detached: model.to() and `parameter.data = ...` give them other memory.
         self._parameters = list(self._named.values())
         is_dedicated = servers is not None
@@ -324,6 +336,137 @@ class ParameterServer:
         for shard in self._connection.shards:
             self._wait("flush", shard, applied_word(self._rank), mailbox.clock)
 
+    # ---- saving and restoring
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state of the training, from all servers, on this worker. Not collective.
+
+        A server waits until it has applied this worker's pushes, and saves its part between two
+        updates. In "sync" other workers cannot push further than this one, so that one worker's
+        call between two steps gets the state after as many updates of all servers. In the other
+        modes servers may be some updates apart, as in pull(); for one state of all, have every
+        worker call flush() first, and push again after a barrier that follows the call.
+
+        Returns:
+            A dict of "num_updates": of each server, or the most; "parameters": float32, by name
+            ("parameter 0" of a list); "optimizer": None, or a dict of "state" and "param_groups",
+            the optimizer's entries and options by name of the parameter; and what error feedback
+            owes on this worker: "worker", "num_workers" and "residuals", by name. Without
+            error_feedback the states of all workers are alike, and one of them is enough.
+
+        Raises what push() raises, and rota.TransportError if a server cannot make its save.
+        """
+        mailbox = self._own_mailbox("state_dict")
+        self.flush()
+        saves = []
+        with mailbox.asking() as question:
+            for shard in self._connection.shards:
+                saves.append(self._read_save(shard, question))
+        names = list(self._named)
+        residuals = (residual.clone() for residual in mailbox.residuals())
+        return {
+            **saving.merged(saves, names),
+            "worker": self.workers.index(self._rank),
+            "num_workers": len(self.workers),
+            "residuals": dict(zip(names, residuals, strict=False)),
+        }
+
+    def _read_save(self, shard: PublishedShard, question: int) -> saving.Save:
+        while True:
+            self._wait("state_dict", shard, saved_word(self._rank), question)
+            try:
+                return shard.read_save(self._rank, self._timeout)
+            except TransportError:
+                if shard.opened.is_open:
+                    raise
+                self._switch("state_dict", shard)  # the server has died
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from a state_dict(), with the same or another number of servers and workers.
+
+        Collective: every rank calls it with the same state, before the first push; dedicated
+        servers before serve(). In "sync" training then has the bits of one that never stopped, if
+        the optimizer looks at each element alone and as many workers push the same gradients.
+        Scaled blocks are cut by server, so with block_scaling the number of servers counts, too.
+        With error_feedback each worker loads what it saved itself; residuals that another worker
+        saved, or one of another number of workers, are dropped.
+
+        The options of the optimizer, such as its learning rate, become those that were saved; with
+        lr_lambda, learning rates are make_optimizer's times the factor of the next update.
+
+        Args:
+            state_dict: of the same parameters, whose order may be another.
+
+        Raises:
+            TypeError, ValueError: it is the state of other parameters or another optimizer; nothing
+                was loaded. The other ranks raise rota.TransportError, which names the rank.
+            RuntimeError: this worker has pushed, or a dedicated server serves; the other ranks as
+                above.
+            rota.Mismatch: ranks have states of different updates.
+            rota.Timeout: a rank did not come in time.
+        """
+        self._check_open("load_state_dict")
+        connection, names = self._connection, list(self._named)
+        prepared: list[ServerShard] = []  # this server's, if it is one
+        residuals: dict[str, torch.Tensor] = {}
+
+        number, self._num_loads = self._num_loads, self._num_loads + 1
+        steps = JointSteps(
+            dist.PrefixStore(f"load/{number}", self._store),
+            self._rank,
+            self._world_size,
+            self._timeout,
+            "rota.ParameterServer.load_state_dict",
+            lambda: self._check_none_serves(number),
+        )
+
+        def prepare() -> str:
+            self._check_server()
+            self._check_none_serves(number)
+            if connection.mailbox is not None and connection.mailbox.clock > 0:
+                raise RuntimeError(
+                    f"rota.ParameterServer.load_state_dict: rank {self._rank} has pushed "
+                    f"{connection.mailbox.clock} times, expected a call before the first push; "
+                    f"make a new rota.ParameterServer"
+                )
+            shapes = {name: parameter.shape for name, parameter in self._named.items()}
+            saving.check(state_dict, shapes, self._average_weights)
+            if connection.mailbox is not None:
+                place = self.workers.index(self._rank), len(self.workers)
+                residuals.update(saving.residuals_of(state_dict, shapes, *place))
+            if (shard := connection.prepare(state_dict, names)) is not None:
+                prepared.append(shard)
+            return json.dumps({"num_updates of the state": state_dict["num_updates"]})
+
+        def commit() -> str:
+            for shard in prepared:
+                connection.go_on_with(shard)
+            owed = [] if connection.mailbox is None else connection.mailbox.residuals()
+            for name, residual in zip(names, owed, strict=False):
+                residual.copy_(residuals[name]) if residuals else residual.zero_()
+            return ""
+
+        def pull() -> str:
+            if connection.mailbox is not None:
+                connection.pull()
+            return ""
+
+        cards = [json.loads(card) for card in steps.step(prepare)]
+        check_alike("rota.ParameterServer.load_state_dict", cards)
+        steps.step(commit)
+        steps.step(pull)  # before anyone can push
+
+    def _check_none_serves(self, load: int) -> None:
+        """Raises RuntimeError if a dedicated server went to serve() without taking part in a load,
+        which is given by number."""
+        for rank in set(self._servers) - set(self.workers):
+            key = _serving_key(rank)
+            if self._store.check([key]) and int(self._store.get(key)) <= load:
+                raise RuntimeError(
+                    f"rota.ParameterServer.load_state_dict: rank {rank} is in serve(); call "
+                    f"load_state_dict() on every rank, on servers before serve()"
+                )
+
     # ---- serving and leaving
 
     def serve(self) -> None:
@@ -340,6 +483,7 @@ class ParameterServer:
                 f"rota.ParameterServer.serve: rank {self._rank} works, and serves in the "
                 f"background if at all; call serve() on dedicated servers only"
             )
+        self._store.set(_serving_key(self._rank), str(self._num_loads))
         try:
             self._loop.run()
         finally:
@@ -436,12 +580,18 @@ class ParameterServer:
         if not shard.switch():
             raise PeerFailed(
                 f"rota.ParameterServer.{call}: rank {self._rank}/{self._world_size} waits in vain "
-                f"for {lost}, which has died or ended, and no replica is left; start again from a "
-                f"checkpoint"
+                f"for {lost}, which has died or ended, and no replica is left; make a new "
+                f"rota.ParameterServer, and load_state_dict() the last state_dict()"
             )
         self._wait(call, shard, DONE, 1)
 
     def _late(self, call: str, shard: PublishedShard, word: int, value: int) -> Timeout:
+        if word == saved_word(self._rank):
+            return Timeout(
+                f"rota.ParameterServer.{call}: rank {self._rank}/{self._world_size} waited "
+                f"{self._timeout.total_seconds():g} s for server rank {shard.rank} to save its "
+                f"parameters: is it in serve()?"
+            )
         whose = "every worker" if word == SLOWEST else "this worker"
         return Timeout(
             f"rota.ParameterServer.{call}: rank {self._rank}/{self._world_size} waited "
@@ -457,3 +607,8 @@ class ParameterServer:
             with contextlib.suppress(PeerFailed):
                 clocks[worker] = int(self._window.view(worker)[0])
         return [worker for worker, pushes in clocks.items() if pushes < clock]
+
+
+def _serving_key(rank: int) -> str:
+    """Has the number of loads that a dedicated server took part in, once it is in serve()."""
+    return f"serving/{rank}"

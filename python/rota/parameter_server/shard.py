@@ -8,16 +8,20 @@ update is; it must not wait: loop.py does.
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from rota import _C
+from rota.errors import TransportError
 from rota.memory import empty
-from rota.parameter_server.mailbox import OpenedMailbox, PushLayout
+from rota.parameter_server.mailbox import OpenedMailbox, PushLayout, Section
+from rota.parameter_server.saving import Save, by_number, numbers_by_group
 
 if TYPE_CHECKING:
     from rota.parameter_server.replica import Replica
@@ -32,12 +36,20 @@ _PART_ELEMS = 1 << 16
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
+# Of a worker's save: JSON, then zeroes.
+_NOTE_BYTES = 4096
+
+
 def consumed_word(worker: int) -> int:
-    return _NUM_FIXED + 2 * worker
+    return _NUM_FIXED + 3 * worker
 
 
 def applied_word(worker: int) -> int:
-    return _NUM_FIXED + 2 * worker + 1
+    return _NUM_FIXED + 3 * worker + 1
+
+
+def saved_word(worker: int) -> int:
+    return _NUM_FIXED + 3 * worker + 2
 
 
 def checked_optimizer(
@@ -61,6 +73,23 @@ def checked_optimizer(
     return optimizer
 
 
+def probe(
+    section: Section, shapes: Sequence[torch.Size], make_optimizer: MakeOptimizer
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """The state_dict() of an optimizer like a section's after a step with zeroes, and the numbers
+    of its parameters, by group."""
+    probes = [
+        nn.Parameter(torch.zeros(shapes[number], dtype=torch.float32, device="cpu"))
+        for number in section.parameters
+    ]
+    for parameter in probes:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = checked_optimizer(make_optimizer, probes)
+    with torch.device("cpu"):  # as in the server's thread, whatever the caller's default
+        optimizer.step()
+    return optimizer.state_dict(), numbers_by_group(optimizer, probes, section.parameters)
+
+
 class Rules(NamedTuple):
     """What an update is."""
 
@@ -75,18 +104,24 @@ class ShardState(NamedTuple):
 
     values: torch.Tensor  # float32 parameters, as a section of a push
     version: int
+    num_updates: int
     clocks: dict[int, int]  # each worker's pushes that are applied
     optimizer: dict[str, Any] | None  # its state_dict(); None before the first step
 
 
 class ShardMemory:
-    """The published versions of a shard, in place: (NUM_VERSIONS, num_elems), float32."""
+    """The published versions of a shard, in place: (NUM_VERSIONS, num_elems), float32.
+
+    Behind them is a note for each rank.
+    """
 
     def __init__(self, num_elems: int, num_ranks: int, *, others_may_write: bool = False) -> None:
-        # A server without parameters still counts clocks; no memory of 0 bytes can be exposed.
-        memory = empty(max(1, NUM_VERSIONS * num_elems), dtype=torch.float32)
-        self.versions = memory[: NUM_VERSIONS * num_elems].view(NUM_VERSIONS, num_elems)
-        num_words = _NUM_FIXED + 2 * num_ranks
+        num_note_elems = num_ranks * _NOTE_BYTES // 4
+        memory = empty(NUM_VERSIONS * num_elems + num_note_elems, dtype=torch.float32)
+        versions, notes = memory.split([NUM_VERSIONS * num_elems, num_note_elems])
+        self.versions = versions.view(NUM_VERSIONS, num_elems)
+        self.notes = notes.view(torch.uint8).view(num_ranks, _NOTE_BYTES)
+        num_words = _NUM_FIXED + 3 * num_ranks
         self.exposed = _C.ExposedTensor(memory, num_words, others_may_write)
 
 
@@ -119,8 +154,8 @@ class ServerShard:
         self._mailboxes = mailboxes
         self._memory = memory
         self._rules = rules
-        self._replica = replica
-        section = layout.sections[server]
+        self.replica = replica
+        self._section = section = layout.sections[server]
         self._flat = state.values.clone()
         self._gradient = torch.zeros_like(self._flat)
         needs_scratch = layout.wire.dtype is not None or layout.keeps_base
@@ -136,10 +171,16 @@ class ServerShard:
                 self.optimizer.load_state_dict(state.optimizer)
         self.clocks = dict(state.clocks)
         self.version = state.version
+        self.num_updates = state.num_updates  # of the training, also before it was loaded
+        # Of workers that have asked: by rank, the question and the save, until it is read.
+        self._saves: dict[int, tuple[int, _C.ExposedTensor | None]] = {}
         # Updates between a worker's pull and the application of its push, by worker.
         self.delays: dict[int, Counter[int]] = {worker: Counter() for worker in mailboxes}
-        self._publish(mailboxes, mailboxes)
-        self._publish_consumed(mailboxes)
+
+    def start(self) -> None:
+        """Publishes what it starts from."""
+        self._publish(self._mailboxes, self._mailboxes)
+        self._publish_consumed(self._mailboxes)
 
     def close(self) -> None:
         """Lets workers know that no version follows."""
@@ -173,11 +214,17 @@ class ServerShard:
             self.delays[worker][max(0, self.version - pulled)] += 1
             self.clocks[worker] = clock + 1
         self.version += 1
+        self.num_updates += 1
         self._publish(pushers, living)
-        if self._replica is not None:
-            self._replica.save(self._flat, self.version, self.clocks, self.optimizer)
+        self.save_to_replica()
         self._publish_consumed(pushers)
         return True
+
+    def save_to_replica(self) -> None:
+        if self.replica is not None:
+            self.replica.save(
+                self._flat, self.version, self.clocks, self.optimizer, self.num_updates
+            )
 
     def _pushers(self, living: Set[int]) -> list[int]:
         """The workers whose pushes make the next update; none if not all have come."""
@@ -233,7 +280,7 @@ class ServerShard:
         if self.optimizer is None:
             return
         if self._rules.lr_lambda is not None:
-            factor = self._rules.lr_lambda(self.version - 1)
+            factor = self._rules.lr_lambda(self.num_updates)
             for group, peak in zip(self.optimizer.param_groups, self._peak_lrs, strict=True):
                 group["lr"] = peak * factor
         for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
@@ -273,6 +320,45 @@ class ServerShard:
         if slowest is not None:
             self._memory.exposed.publish(SLOWEST, slowest)
 
+    # ---- saving
+
+    def answer(self, worker: int) -> None:
+        """Makes a save if a worker asks for one and all its pushes are applied, and frees it once
+        the worker has read it."""
+        mailbox = self._mailboxes[worker]
+        question = mailbox.num_asked
+        last, _ = self._saves.get(worker, (0, None))
+        if question % 2 == 0:
+            self.forget(worker)
+        elif question != last and self.clocks[worker] == mailbox.num_pushed:
+            save = None
+            try:
+                save = _C.ExposedTensor(self._save().packed(), 1, others_may_write=False)
+                note = {"address": save.address}
+            except Exception as error:  # that of the worker, not of the server
+                text = f"{type(error).__name__}: {error}".encode("ascii", "replace").decode()
+                note = {"error": text[: _NOTE_BYTES // 8]}  # JSON takes up to 6 bytes for each
+            self._saves[worker] = question, save
+            written = json.dumps(note).encode().ljust(_NOTE_BYTES, b"\0")
+            self._memory.notes[worker].copy_(
+                torch.frombuffer(bytearray(written), dtype=torch.uint8)
+            )
+            self._memory.exposed.publish(saved_word(worker), question)
+
+    def forget(self, worker: int) -> None:
+        """Frees the save that a worker may have asked for."""
+        self._saves.pop(worker, None)
+
+    def _save(self) -> Save:
+        numbers = self._section.parameters
+        values = dict(zip(numbers, self._views, strict=True))
+        if self._rules.average_weights:
+            return Save(self.num_updates, values, None, None)
+        if self.optimizer is None:  # there are no parameters
+            return Save(self.num_updates, values, {}, {})
+        groups = numbers_by_group(self.optimizer, self.parameters, numbers)
+        return Save(self.num_updates, values, *by_number(self.optimizer.state_dict(), groups))
+
 
 class Place(NamedTuple):
     """Memory in which versions of a shard appear."""
@@ -302,6 +388,7 @@ class PublishedShard:
         self.rank, self.opened = place
         section = self._section
         flat = self.opened.bytes.view(torch.float32)
+        self._notes = self.opened.bytes[4 * NUM_VERSIONS * section.num_elems :]
         self._versions = [
             section.views(flat[i * section.num_elems : (i + 1) * section.num_elems], self._shapes)
             for i in range(NUM_VERSIONS)
@@ -313,6 +400,23 @@ class PublishedShard:
             return False
         self._use(self._places.pop(0))
         return True
+
+    def read_save(self, worker: int, timeout: timedelta) -> Save:
+        """The save that a worker has asked for, once it is there.
+
+        Raises:
+            rota.PeerFailed: the server has died.
+            rota.TransportError: the server could not make it.
+        """
+        note = self._notes[worker * _NOTE_BYTES : (worker + 1) * _NOTE_BYTES].numpy().tobytes()
+        found = json.loads(note.rstrip(b"\0"))
+        if "error" in found:
+            raise TransportError(
+                f"rota.ParameterServer.state_dict: server rank {self.rank} cannot save its "
+                f"parameters: {found['error']}"
+            )
+        opened = _C.OpenedTensor(found["address"], f"rank {self.rank}", timeout)
+        return Save.unpacked(opened.bytes)
 
     def copy_to(self, parameters: Sequence[torch.Tensor], order_loads: Callable[[], None]) -> None:
         """Copies the newest version to its parameters, which are given by number. Never waits.

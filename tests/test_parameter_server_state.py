@@ -1,0 +1,282 @@
+"""rota.ParameterServer saves its whole state on a worker, and goes on from it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import rota
+from models import make_model
+from parameter_servers import OPTIMIZERS, backward, flat, init
+from ranks import Rank, Ranks, error_of, run_ranks
+from rota.parameter_server.shard import ServerShard
+
+pytestmark = pytest.mark.same_in_every_build
+
+STOP_AT, NUM_STEPS = 3, 6
+SERVED = "served"
+
+
+def grouped(parameters: Any) -> torch.optim.Optimizer:
+    """Groups with options of their own, in another order than the parameters."""
+    biases = [p for p in parameters if p.dim() < 2]
+    weights = [p for p in parameters if p.dim() >= 2]
+    groups = [{"params": biases, "weight_decay": 0.0}, {"params": weights, "weight_decay": 0.1}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.01)
+
+
+def decay(update: int) -> float:
+    return 1 / (1 + update)
+
+
+def train(rank: Rank, servers: list[int] | None, start: int, path: str, case: str) -> Any:
+    """Trains on from a state that was saved after `start` steps, and saves one at STOP_AT."""
+    init(rank)
+    model, options = make_model(), CASES[case][0]
+    server = rota.ParameterServer(model, servers=servers, **options)
+    worker = server.workers.index(rank.rank) if server.is_worker else 0
+    own_path = f"{path}-{worker if options.get('error_feedback') else 0}"
+    if start > 0:
+        server.load_state_dict(torch.load(own_path))
+    if not server.is_worker:
+        server.serve()
+        return SERVED
+    for step in range(start, NUM_STEPS):
+        backward(model, worker, step)
+        if options.get("average_weights"):
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        server.step()
+        if step + 1 == STOP_AT:
+            saved = server.state_dict()
+            assert saved["num_updates"] == STOP_AT
+            if worker == 0 or options.get("error_feedback"):
+                torch.save(saved, own_path)
+    server.close()
+    return flat(model.parameters()).tolist()
+
+
+EVERY, ONE, TWO = (2, None), (3, [1]), (4, [0, 3])
+CASES: dict[str, tuple[dict[str, Any], list[tuple[int, list[int] | None]]]] = {
+    "momentum": (
+        {"make_optimizer": OPTIMIZERS["momentum"], "lr_lambda": decay},
+        [EVERY, EVERY, ONE],
+    ),
+    "adamw": ({"make_optimizer": OPTIMIZERS["adamw"]}, [ONE, TWO]),
+    "grouped": ({"make_optimizer": grouped}, [TWO, EVERY]),
+    "weights": ({"make_optimizer": None, "average_weights": True}, [EVERY, ONE]),
+    "feedback": (
+        {
+            "make_optimizer": OPTIMIZERS["momentum"],
+            "wire_dtype": torch.bfloat16,
+            "error_feedback": True,
+        },
+        [EVERY, TWO],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_goes_on_with_the_same_bits_on_any_number_of_servers(
+    case: str, tmp_path: Path
+) -> None:
+    _, layouts = CASES[case]
+    results = [
+        run_ranks(world_size, train, servers, STOP_AT * (i > 0), str(tmp_path / "state"), case)
+        for i, (world_size, servers) in enumerate(layouts)
+    ]
+    trained = [[result for result in of_ranks if result != SERVED] for of_ranks in results]
+    assert trained == [[trained[0][0]] * 2] * len(layouts)
+
+
+# ---- servers that die
+
+SERVERS, WORKERS = [0, 2], [1, 3]
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_a_server(rank: Rank, dies_in: str) -> Any:
+    """The first server of a state that was loaded dies, before it has made an update of its own or
+    when a worker asks for its save."""
+    init(rank)
+
+    def make() -> tuple[list[nn.Parameter], rota.ParameterServer]:
+        parameters = [nn.Parameter(torch.zeros(size)) for size in (7, 50)]
+        return parameters, rota.ParameterServer(parameters, OPTIMIZERS["momentum"], servers=SERVERS)
+
+    def push(server: rota.ParameterServer, steps: range) -> None:
+        for step in steps:
+            server.step([torch.full((size,), step + rank.rank / 4) for size in (7, 50)])
+
+    saved: list[Any] = [None]
+    parameters, server = make()
+    if server.is_worker:
+        push(server, range(3))
+        saved[0] = server.state_dict()
+        push(server, range(3, 6))
+        expected = flat(parameters)
+        server.close()
+    else:
+        server.serve()
+    dist.broadcast_object_list(saved, WORKERS[0])
+    parameters, server = make()
+    server.load_state_dict(saved[0])
+    if rank.rank == SERVERS[0]:
+        setattr(ServerShard, dies_in, die)
+    if not server.is_worker:
+        server.serve()
+        return SERVED
+    if dies_in == "_save":
+        assert torch.equal(flat(server.state_dict()["parameters"].values()), flat(parameters))
+    push(server, range(3, 6))
+    assert torch.equal(flat(parameters), expected)
+    assert server.state_dict()["num_updates"] == 6
+    server.close()
+    return "trained"
+
+
+@pytest.mark.parametrize("dies_in", ["_step", "_save"])
+def test_replica_goes_on_from_the_state_that_was_loaded(dies_in: str) -> None:
+    with Ranks(4, lose_a_server, dies_in) as ranks:
+        assert ranks.results(killed=[SERVERS[0]]) == [None, "trained", SERVED, "trained"]
+
+
+# ---- what is refused
+
+
+def make(**options: Any) -> tuple[nn.Module, rota.ParameterServer]:
+    model = make_model()
+    return model, rota.ParameterServer(
+        model, options.pop("make_optimizer", OPTIMIZERS["adamw"]), **options
+    )
+
+
+def without_momenta(state: Any) -> None:
+    for of_parameter in state["optimizer"]["state"].values():
+        del of_parameter["exp_avg"]
+
+
+def with_short_momenta(state: Any) -> None:
+    for of_parameter in state["optimizer"]["state"].values():
+        of_parameter["exp_avg"] = of_parameter["exp_avg"][:1]
+
+
+def of_sgd(state: Any) -> None:
+    for options in state["optimizer"]["param_groups"].values():
+        options["nesterov"] = False
+
+
+BAD_STATES: list[tuple[Callable[[Any], Any], str, list[str]]] = [
+    (lambda s: [1], "TypeError", ["state_dict is of type list"]),
+    (lambda s: s.pop("optimizer") and None, "ValueError", ["lacks ['optimizer']"]),
+    (lambda s: s.update(num_updates=-1), "ValueError", ["num_updates is -1"]),
+    (
+        lambda s: s["parameters"].update(bias=s["parameters"].pop("0.bias")),
+        "ValueError",
+        ["lacks ['0.bias'] and has ['bias']"],
+    ),
+    (
+        lambda s: s["parameters"].update({"2.bias": torch.zeros(3)}),
+        "ValueError",
+        ["2.bias has shape [3]", "[48]"],
+    ),
+    (
+        lambda s: s["parameters"].update({"2.bias": torch.zeros(48).half()}),
+        "TypeError",
+        ["2.bias is torch.float16"],
+    ),
+    (lambda s: s.update(optimizer=None), "ValueError", ["without an optimizer"]),
+    (lambda s: s["optimizer"].pop("state") and None, "ValueError", ["lacks ['state']"]),
+    (
+        lambda s: s["optimizer"]["state"].pop("4.bias") and None,
+        "ValueError",
+        ["lacks ['4.bias'] and has []"],
+    ),
+    (of_sgd, "ValueError", ["options ['nesterov']"]),
+    (without_momenta, "ValueError", ["lacks ['exp_avg']"]),
+    (with_short_momenta, "ValueError", ["exp_avg of", "shape [1"]),
+]
+
+
+def load_badly(rank: Rank) -> list[tuple[str, str]]:
+    """Then a good one: nothing is left behind."""
+    init(rank)
+    model, server = make()
+    backward(model, rank.rank, 0)
+    server.step()
+    saved = server.state_dict()
+    expected = flat(model.parameters())
+    errors = [error_of(lambda: server.load_state_dict(saved))]
+    server.close()
+    model, server = make()
+    before = flat(model.parameters())
+    for change, _, _ in BAD_STATES:
+        state = copy.deepcopy(saved)
+        if rank.rank == 0:
+            changed = change(state)
+            state = changed if isinstance(changed, list) else state
+        errors.append(error_of(lambda state=state: server.load_state_dict(state)))
+    other = {**saved, "num_updates": rank.rank}
+    errors.append(error_of(lambda: server.load_state_dict(other)))
+    server.pull()
+    assert torch.equal(flat(model.parameters()), before)
+    server.load_state_dict(saved)
+    assert torch.equal(flat(model.parameters()), expected)
+    server.close()
+    return errors
+
+
+def test_state_of_something_else_is_refused_on_all_ranks_and_changes_nothing() -> None:
+    first, second = run_ranks(2, load_badly)
+    for error, text in (first[0], second[0]):
+        assert error == "RuntimeError" and "has pushed 1 times" in text
+    for error, text in (first[-1], second[-1]):
+        assert error == "Mismatch" and "rank 0 has 0; rank 1 has 1" in text
+    for own, other, (_, expected, facts) in zip(first[1:], second[1:], BAD_STATES, strict=False):
+        assert own[0] == expected and all(fact in own[1] for fact in facts), own
+        assert other[0] == "TransportError" and "rank 0 failed: " in other[1], other
+        assert all(fact in other[1] for fact in facts), other
+
+
+class Unsavable(torch.optim.SGD):
+    """Its state has what cannot be pickled."""
+
+    def step(self, closure: object = None) -> None:
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["function"] = lambda: None
+
+
+def ask_badly(rank: Rank) -> list[tuple[str, str]]:
+    init(rank)
+    model, server = make(make_optimizer=lambda p: Unsavable(p, lr=0.1), servers=[1], mode="async")
+    if not server.is_worker:
+        errors = [error_of(server.state_dict)]
+        server.serve()
+        return errors
+    backward(model, 0, 0)
+    server.step()
+    errors = [error_of(server.state_dict), error_of(lambda: server.load_state_dict({}))]
+    server.step()  # the server goes on
+    server.flush()
+    server.close()
+    return [*errors, error_of(server.state_dict)]
+
+
+def test_what_cannot_be_saved_or_asked_for_is_an_error_of_the_caller() -> None:
+    worker, server = run_ranks(2, ask_badly)
+    assert server[0][0] == "RuntimeError" and "rank 1 only serves" in server[0][1]
+    assert [error for error, _ in worker] == ["TransportError", "RuntimeError", "RotaError"]
+    assert "server rank 1 cannot save" in worker[0][1] and "pickle" in worker[0][1]
+    assert "rank 1 is in serve()" in worker[1][1]
