@@ -317,7 +317,8 @@ class LocalSGD:
             raise ValueError(
                 f"{self._name}: the parameters that were saved are not those of this model: "
                 f"{differing[0]!r} is {given.get(differing[0], 'missing')}, expected "
-                f"{expected.get(differing[0], 'none of this name')}; {len(differing)} differ"
+                f"{expected.get(differing[0], 'none of this name')}; {len(differing)} differ; "
+                f"make it of the same model, with the same parameters frozen"
             )
         for synced in self._synced:
             synced.copy.detach().copy_(parameters[synced.name])

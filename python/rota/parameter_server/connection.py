@@ -79,7 +79,6 @@ class Connection:
         self.loop: ServerLoop | None = None
         self._memory: ShardMemory | None = None
         self._mailboxes: dict[int, OpenedMailbox] = {}
-        self._loaded: ServerShard | None = None
         self._standby: Standby | None = None
         self._initial: _C.ExposedTensor | None = None
         is_server = window.rank in plan.servers
@@ -208,15 +207,15 @@ class Connection:
     # ---- loading a state
 
     @torch.no_grad()
-    def prepare(self, state_dict: Mapping[str, Any], names: Sequence[str]) -> None:
-        """Makes this server's shard of a state, which has been checked; publishes nothing.
+    def prepare(self, state_dict: Mapping[str, Any], names: Sequence[str]) -> ServerShard | None:
+        """This server's shard of a state, which has been checked; not published yet.
 
         Raises:
             ValueError: the state is of another optimizer.
         """
         number, shard, plan = self._number, self.shard, self._plan
         if number is None or shard is None or self._memory is None:
-            return
+            return None
         shapes, section = plan.layout.shapes, plan.layout.sections[number]
         values = torch.zeros(section.num_elems, dtype=torch.float32, device="cpu")
         for parameter, view in zip(section.parameters, section.views(values, shapes), strict=True):
@@ -228,13 +227,13 @@ class Connection:
             optimizer = for_optimizer(state_dict, names, groups, probed, may_grow)
         num_updates = state_dict["num_updates"]
         state = ShardState(values, shard.version + 1, num_updates, shard.clocks, optimizer)
-        self._loaded = self._make_shard(number, self._memory, state, shard.replica)
+        return self._make_shard(number, self._memory, state, shard.replica)
 
-    def commit(self) -> None:
-        """Goes on with the shard that has been prepared."""
-        if self._loaded is not None and self.shard is not None and self.loop is not None:
-            self.loop.replace(self.shard, self._loaded, self._timeout)
-            self.shard, self._loaded = self._loaded, None
+    def go_on_with(self, prepared: ServerShard) -> None:
+        """Publishes a shard that was prepared, which replaces this server's."""
+        assert self.loop is not None and self.shard is not None
+        self.loop.replace(self.shard, prepared, self._timeout)
+        self.shard = prepared
 
     @torch.no_grad()
     def pull(self) -> None:
