@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import rota
-from models import SMALL_BUCKETS_MB, ExactGradients, exact_batch
+from models import SMALL_BUCKETS_MB, ExactGradients, exact_batch, norm_of
 from ranks import Rank, error_of, run_ranks
 
 
@@ -217,7 +217,11 @@ def share_state(rank: Rank, how: str) -> tuple[str, str]:
         first.register_comm_hook(state, rota.fused_hook)
         second.register_comm_hook(state, rota.fused_hook)
     first(batch).backward()
-    return error_of(lambda: second(batch).backward())
+    error = error_of(lambda: second(batch).backward())
+    first.zero_grad()
+    first(batch).backward()  # goes on
+    assert torch.equal(state.grad_norm(), norm_of(first))
+    return error
 
 
 @pytest.mark.parametrize("how", ["registered", "wrapped"])
