@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import NamedTuple
 
 import torch
@@ -279,7 +279,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the first trial; counts up")
     options = parser.parse_args()
     outcomes: Counter[str] = Counter()
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+    # Not threads: each start of a process collects the exit codes of all, also of other threads'.
+    with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
         seeds = range(options.seed, options.seed + options.trials)
         for trial in as_completed([pool.submit(run_trial, seed) for seed in seeds]):
             if error := trial.exception():
