@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -24,19 +25,33 @@ import report
 from arguments import FLOAT32_BYTES, Parser, parse_size
 from gpu import tables
 from gpu.clocks import Clocks
-from gpu.timing import Job, Sampler, num_sets
+from gpu.timing import Body, Job, Sampler, num_sets
 from protocol import Entry
 
 T = TypeVar("T")
 COPY = "copy of as many bytes"
+# From here on a graph's memcpy node reaches 0.81 of the rate of a kernel (H100; H200: 0.65), which
+# is no ceiling; below, the two rates are alike. benchmarks/results/h100-80gb-hbm3-20261126T000309Z.
+KERNEL_COPIES_BYTES = 1 << 30
 AGAIN = ", again"
+# Fields of a row: which ranks ran where.
+ONE_RANK = "one rank"
+LOCAL_RANKS = "local ranks of one process, in one launch"
 
 
 class Bench:
     """One run of one benchmark on the first GPU."""
 
-    def __init__(self, name: str, sizes: list[int], is_small: bool, rows_path: Path | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        sizes: list[int],
+        is_small: bool,
+        rows_path: Path | None,
+        mode: str = ONE_RANK,
+    ) -> None:
         self.name = name
+        self.mode = mode
         self.sizes = sizes
         self.is_small = is_small
         self.rows: list[dict[str, Any]] = []
@@ -76,14 +91,20 @@ class Bench:
 
     def copy_job(self, moved_bytes: int) -> Job:
         """A device-to-device copy in a graph that reads and writes `moved_bytes` in all."""
+        is_kernel = moved_bytes >= KERNEL_COPIES_BYTES
         num_elems = max(1, moved_bytes // 2 // FLOAT32_BYTES)
         pairs = [
             (self.random(num_elems, seed), self.random(num_elems, seed + 1000))
             for seed in range(self.num_sets(moved_bytes))
         ]
-        calls = [partial(copied.copy_, source) for source, copied in pairs]
+        calls: list[Body] = [
+            partial(torch.add, source, 0, out=copied)
+            if is_kernel
+            else partial(copied.copy_, source)
+            for source, copied in pairs
+        ]
         return Job(
-            Entry(COPY, "torch", "Tensor.copy_"),
+            Entry(COPY, "torch", "torch.add" if is_kernel else "Tensor.copy_"),
             calls,
             2 * FLOAT32_BYTES * num_elems,
             partial(check_copy, *pairs[0], calls[0]),
@@ -130,9 +151,16 @@ class Bench:
 
     def keep(self, row: dict[str, Any]) -> None:
         """Records and writes a row, without its unknown fields."""
-        row = {key: value for key, value in row.items() if value is not None}
+        row = {"mode": self.mode} | {key: value for key, value in row.items() if value is not None}
         self.rows.append(row)
         self._write(row)
+
+    def keep_times(self, times_us: Sequence[float], **fields: Any) -> None:
+        """Records the samples of what `measure` cannot time."""
+        p50_us, p99_us = np.percentile(times_us, [50, 99], method="inverted_cdf")
+        times = {"min_us": min(times_us), "p50_us": p50_us, "p99_us": p99_us}
+        rounded = {name: round(float(us), 3) for name, us in times.items()}
+        self.keep({**fields, **rounded, "num_samples": len(times_us)})
 
     def _write(self, row: dict[str, Any]) -> None:
         if self._rows_path is not None:
@@ -159,7 +187,12 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def main(
-    name: str, doc: str | None, benchmark: Callable[[Bench], None], sizes: str, small_sizes: str
+    name: str,
+    doc: str | None,
+    benchmark: Callable[[Bench], None],
+    sizes: str,
+    small_sizes: str,
+    mode: str = ONE_RANK,
 ) -> None:
     """Runs a benchmark; exits with 0 if everything was measured and correct."""
     parser = Parser(doc)
@@ -169,7 +202,7 @@ def main(
     add("--rows", type=Path, metavar="FILE", help="also append each row to FILE, as JSON")
     args = parser.parse_args()
     chosen = args.sizes or parse_sizes(small_sizes if args.small else sizes)
-    bench = Bench(name, chosen, args.small, args.rows)
+    bench = Bench(name, chosen, args.small, args.rows, mode)
     bench.attempt(name, partial(benchmark, bench))
     num_wrong = sum(row.get("num_wrong", 0) for row in bench.rows)
     print(f"{len(bench.rows)} rows, {num_wrong} elements wrong, {bench.num_failed} failed")
