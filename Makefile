@@ -7,6 +7,11 @@ PIP := -m pip --disable-pip-version-check --quiet
 # two builds cannot share python/rota/.
 CUDA_VENV := .venv-cuda
 CUDA_PYTHON := $(CUDA_VENV)/bin/python
+# A third, with the Python, torch and kind of GPU of the machine that `make gpu-pack` builds for.
+PACK_VENV := .venv-gpu-pack
+PACK_PYTHON := python3.12
+PACK_TORCH := 2.11.0
+PACK_GPU := 9.0
 # Two tests at a time: most spend their time in ranks that wait for each other.
 TEST := -m pytest --numprocesses=2 --dist=worksteal --durations=20
 # nvcc reads this from its environment, so warnings are errors here but never stop a user's build.
@@ -22,7 +27,7 @@ SOURCES := $(shell find csrc -type f)
 MODULES := $(shell find python -name '*.py' -o -name '*.pyi')
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu')
 
-.PHONY: help venv test test-long chaos test-oldest trainers conformance check-cuda gpu gpu-dry lint format bench bench-fused demo demo-hosts clean
+.PHONY: help venv test test-long chaos test-oldest trainers conformance check-cuda gpu gpu-pack gpu-dry lint format bench bench-fused demo demo-hosts clean
 
 help:
 	@echo "make demo        train a byte-level GPT data-parallel, rota beside Gloo or NCCL"
@@ -37,6 +42,7 @@ help:
 	@echo "make bench       collectives (rota, Gloo, every MPI, memcpy), a DDP hook, news of failures"
 	@echo "make bench-fused the fused hook beside torch's: time, accuracy, convergence, bucket sizes"
 	@echo "make gpu         on a machine with an NVIDIA GPU: build, tests, memory checker, benchmarks"
+	@echo "make gpu-pack    build for such a machine without a GPU, in a folder that travels with the tree"
 	@echo "make gpu-dry     every line of that on a simulated GPU, on few bytes; measures nothing"
 	@echo "make lint        formatters, linters and type checker"
 	@echo "make format      let the formatters rewrite the files"
@@ -112,13 +118,23 @@ check-cuda: $(CUDA_VENV)/.built
 test-oldest: $(CUDA_VENV)/.built
 	$(CUDA_PYTHON) $(TEST) -m "not no_extension and not same_in_every_build"
 
-# Uses the python3 on PATH with its torch and pytest, and no network. STAGES="build bench" selects
+# Needs nvcc and no GPU; the packages take 5 GB.
+$(PACK_VENV)/.packages:
+	$(PACK_PYTHON) -m venv $(PACK_VENV)
+	$(PACK_VENV)/bin/python $(PIP) install "setuptools>=64" wheel ninja numpy torch==$(PACK_TORCH)
+	touch $@
+
+# build/gpu-pack, which travels with the working tree: `make gpu` builds nothing where it fits.
+gpu-pack: $(PACK_VENV)/.packages
+	PYTHONPATH=benchmarks $(PACK_VENV)/bin/python -m gpu.extension --archs shipped:$(PACK_GPU) --pack
+
+# Uses the python3 on PATH with its torch and pytest, and no network. STAGES="build first" selects
 # stages or steps, OUTPUT=folder collects all output, COMMIT=name is for a copy without git.
 gpu:
 	PYTHONPATH=benchmarks$${PYTHONPATH:+:$$PYTHONPATH} python3 -m gpu.run $(if $(STAGES),--stages "$(STAGES)") $(if $(OUTPUT),--output "$(OUTPUT)") $(if $(COMMIT),--commit "$(COMMIT)")
 
 gpu-dry: $(CUDA_VENV)/.built
-	PYTHONPATH=benchmarks $(CUDA_PYTHON) tests/simulated_gpu.py --torch-operators $(CUDA_PYTHON) -m gpu.run --small
+	PYTHONPATH=benchmarks $(CUDA_PYTHON) tests/simulated_gpu.py --gpus 2 --torch-operators $(CUDA_PYTHON) -m gpu.run --small
 
 # The run skips an MPI that cannot be installed, with a message.
 bench: venv
@@ -155,4 +171,4 @@ format: $(VENV)/.packages
 	$(VENV)/bin/ruff format
 
 clean:
-	rm -rf $(VENV) $(CUDA_VENV) .venv-mpi build python/*.egg-info python/rota/*.so
+	rm -rf $(VENV) $(CUDA_VENV) $(PACK_VENV) .venv-mpi build python/*.egg-info python/rota/*.so

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("rich", reason="the benchmarks need rich")
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-from gpu import asked, clocks, facts, run
+from gpu import asked, clocks, extension, facts, run, soak
 from gpu.facts import GIB
+from gpu.record import Record
 from gpu.run import Step
 
 H200 = {
@@ -225,24 +227,113 @@ def rows_of(
     return [{**row, "label": label, "of_copy": of_copy} for label, of_copy in values]
 
 
-def test_figures_take_the_worst_format_of_pack_and_the_best_right_algorithm() -> None:
-    wrong = rows_of("all_reduce", ("quick", 0.99), ranks=2, num_wrong=1)
+def test_figures_take_the_worst_row_that_is_right() -> None:
+    turns = {"rota pack, unpack": 10.0, "torch hook, unscale, clip": 40.0}
+    after = "all_reduce, one after another"
     rows = [
         *rows_of("pack", ("a", 0.95), ("b", 0.93), shape="1 tensor"),
         *rows_of("pack", ("short", 0.1), num_bytes=8, shape="1 tensor"),
-        *rows_of("all_reduce", ("one_shot", 0.5), ("two_shot", 0.8), ranks=2),
-        *wrong,
-        *rows_of("all_reduce, one after another", ("ll", 0), num_bytes=8192, p50_us=7.0, ranks=2),
-        *rows_of("all_reduce, one after another", ("ll", 0), num_bytes=8, p50_us=4.0, ranks=2),
+        *rows_of("pack", ("wrong", 0.5), shape="1 tensor", num_wrong=1),
+        *(rows_of("fused turn", (name, 1), p50_us=us)[0] for name, us in turns.items()),
+        *rows_of(after, ("ll", 0), num_bytes=8, p50_us=4.0, ranks=2, algorithm="low_latency"),
+        *rows_of(after, ("ll", 0), num_bytes=8192, p50_us=7.0, ranks=2, algorithm="low_latency"),
+        *rows_of(after, ("ring", 0), num_bytes=8192, p50_us=70.0, ranks=2, algorithm="ring"),
     ]
-    got = {one["what"]: (one["got"], one["met"]) for one in asked.asked(rows, [])}
+    got = {one["what"]: (one["got"], one["met"]) for one in asked.asked(rows)}
     assert got["pack, 1 tensor, 64 MiB and more, of a copy's rate, the worst format"] == (
         "0.93",
         True,
     )
-    assert got["all-reduce of 2 local ranks, 64 MiB, of the memory's bound"] == ("0.8", False)
-    assert got["all-reduce to 8 KiB of 2 local ranks in a CUDA graph, µs"] == ("7", False)
-    assert got["the build, s"] == ("not measured", None)
+    assert got["low_latency to 8 KiB of 2 local ranks in a CUDA graph, µs"] == ("7", False)
+    assert got["rota pack, unpack: times faster than torch hook, unscale, clip"] == ("4", True)
+    assert got["low_latency to 8 KiB of 4 local ranks in a CUDA graph, µs"] == (
+        "not measured",
+        None,
+    )
+
+
+def test_stage_first_takes_at_most_four_minutes(tmp_path: Path) -> None:
+    args = run.parse_arguments(["--output", str(tmp_path), "--commit", "abc"])
+    record = Record(tmp_path, H200, "abc", is_small=False)
+    first = [one for one in run.make_steps(args, H200, record) if one.stage == "first"]
+    assert sum(one.limit_s for one in first) <= 240
+    assert "-m order" in " ".join(first[1].command)
+
+
+@pytest.fixture
+def pack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
+    """A pack that fits, as a folder; returns its description."""
+    monkeypatch.setattr(extension, "ROOT", tmp_path)
+    monkeypatch.setattr(extension, "PACK", tmp_path / "pack")
+    monkeypatch.setattr(extension, "EXTENSION", tmp_path / "python" / "rota" / "_C.so")
+    for folder in ("csrc", "pack", "python/rota"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "setup.py").touch()
+    (tmp_path / "csrc" / "a.cpp").write_text("int a;")
+    (tmp_path / "python" / "rota" / "__init__.py").write_text("assert True")
+    (tmp_path / "pack" / "_C.so").write_text("an extension")
+    about = extension.needs("shipped:9.0")
+    write_about(about)
+    return about
+
+
+def write_about(about: dict[str, str]) -> None:
+    (extension.PACK / extension.ABOUT).write_text(json.dumps(about))
+
+
+def test_pack_that_fits_is_taken(pack: dict[str, str]) -> None:
+    assert extension.take_pack("shipped:9.0") is None
+    assert extension.EXTENSION.read_text() == "an extension"
+
+
+def test_pack_that_differs_is_not_taken_and_the_reason_is_told(pack: dict[str, str]) -> None:
+    for name in pack:
+        write_about({**pack, name: "other"})
+        assert (
+            extension.take_pack("shipped:9.0") == f"the pack's {name} is other, here {pack[name]}"
+        )
+    write_about(pack)
+    assert "archs is shipped:9.0, here shipped:8.0" in str(extension.take_pack("shipped:8.0"))
+    (extension.ROOT / "csrc" / "a.cpp").write_text("int b;")
+    assert "the pack's sources is" in str(extension.take_pack("shipped:9.0"))
+    assert not extension.EXTENSION.exists()
+
+
+def test_pack_that_cannot_be_imported_is_removed_again(pack: dict[str, str]) -> None:
+    init = extension.ROOT / "python" / "rota" / "__init__.py"
+    init.write_text("raise ImportError('GLIBC_2.38 not found')")
+    assert "GLIBC_2.38 not found" in str(extension.take_pack("shipped:9.0"))
+    assert not extension.EXTENSION.exists()
+    (extension.PACK / extension.ABOUT).unlink()
+    assert extension.take_pack("shipped:9.0") == "there is no pack"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_soak_sees_one_wrong_bit_of_one_call(num_ranks: int) -> None:
+    class Group:
+        world_size = num_ranks
+        wrong_bit = 0
+
+        def all_reduce(self, tensors: list[torch.Tensor], *_args: Any, **_options: Any) -> None:
+            total = sum(tensors[1:], tensors[0])
+            for tensor in tensors:
+                tensor.copy_(total)
+            tensors[-1][5] ^= self.wrong_bit
+
+    start = torch.arange(-5, 100, dtype=torch.int32)
+    group: Any = Group()
+    chain = soak.Chain(group, "ring", start, [start.clone() for _ in range(num_ranks)])
+    for _ in range(50):
+        chain.call()
+    assert chain.num_wrong(50) == 0
+    assert chain.num_wrong(49) == num_ranks * len(start)
+    group.wrong_bit = 1 << 30
+    chain.call()
+    group.wrong_bit = 0
+    assert chain.num_wrong(51) == 1
+    for _ in range(100):
+        chain.call()
+    assert chain.num_wrong(151) == num_ranks
 
 
 READINGS = [(1980.0, 3201.0, 350.5, 40.0, 0x1), (1500.0, 3201.0, 700.0, 80.0, 0x4)]

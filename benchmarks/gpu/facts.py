@@ -94,6 +94,7 @@ def _probe() -> Facts:
     try:
         properties = torch.cuda.get_device_properties(0)
         facts["gpu"] = properties.name
+        facts["num_gpus"] = torch.cuda.device_count()
         facts["capability"] = f"{properties.major}.{properties.minor}"
         facts["l2_bytes"] = properties.L2_cache_size
         facts["total_bytes"] = properties.total_memory

@@ -20,30 +20,41 @@ TILE_ELEMS = 512  # blocks never cross these, counted from a tensor's start
 Bound = Callable[[Sequence[Tensor]], Tensor]
 
 
+def num_many(bench: Bench) -> int:
+    """Tensors of a list like a model's."""
+    return 20 if bench.is_small else MANY
+
+
 def shapes(bench: Bench) -> dict[str, int]:
     """The measured lists of gradients: name, and number of tensors."""
-    many = 20 if bench.is_small else MANY
+    many = num_many(bench)
     return {"1 tensor": 1, f"{many} tensors": many}
 
 
-def mixed_sizes(num_elems: int, num_tensors: int) -> list[int]:
+def mixed_sizes(num_elems: int, num_tensors: int, is_aligned: bool = False) -> list[int]:
     """Elements of each of `num_tensors` tensors, `num_elems` in all.
 
-    Like a model's: log-uniform over four decades, every second one a multiple of 256.
+    Like a model's: log-uniform over four decades. Every second one is a multiple of 256, or, if
+    they are to be aligned, each of 64 elements.
     """
     generator = torch.Generator().manual_seed(1)
     weights = 10 ** (4 * torch.rand(num_tensors, generator=generator, dtype=torch.float64))
     sizes = [max(1, int(num_elems * weight)) for weight in weights / weights.sum()]
-    sizes = [size & ~255 if i % 2 == 0 and size > 256 else size for i, size in enumerate(sizes)]
+    if is_aligned:
+        sizes = [max(64, size & ~63) for size in sizes]
+    else:
+        sizes = [size & ~255 if i % 2 == 0 and size > 256 else size for i, size in enumerate(sizes)]
     largest = max(range(num_tensors), key=sizes.__getitem__)
     sizes[largest] += num_elems - sum(sizes)
     return sizes
 
 
-def make(bench: Bench, num_bytes: int, num_tensors: int, seed: int) -> tuple[Tensor, list[Tensor]]:
+def make(
+    bench: Bench, num_bytes: int, num_tensors: int, seed: int, is_aligned: bool = False
+) -> tuple[Tensor, list[Tensor]]:
     """DDP's bucket, and the gradients that are views of it."""
     flat = bench.random(num_bytes // FLOAT32_BYTES, seed)
-    return flat, list(flat.split(mixed_sizes(flat.numel(), num_tensors)))
+    return flat, list(flat.split(mixed_sizes(flat.numel(), num_tensors, is_aligned)))
 
 
 def one_way(wire: Wire, unit: float = error_bound.FLOAT32_UNIT) -> Bound:

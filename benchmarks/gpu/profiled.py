@@ -1,4 +1,4 @@
-"""Launches pack, unpack and two_shot_in_place on 64 MiB (or --small), to be profiled by ncu."""
+"""Launches unpack, pack to e4m3, ring and two_shot on 64 MiB (or --small), for a profiler."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import rota
 num_elems = 4096 if sys.argv[1:] == ["--small"] else 16 << 20
 tensors = [torch.randn(num_elems, device="cuda") for _ in range(4)]
 group = rota.LocalGroup(4)
-for tensor in tensors[:2]:
-    bucket = rota.GradientBucket([tensor], wire_dtype=torch.float16)
+for wire_dtype in (torch.float16, torch.float8_e4m3fn):
+    bucket = rota.GradientBucket([tensors[0]], wire_dtype=wire_dtype)
     bucket.pack()
     bucket.unpack()
-    group.all_reduce(tensors, "avg", "two_shot_in_place")
+for algorithm in ("ring", "two_shot"):
+    group.all_reduce(tensors, "avg", algorithm)
 torch.cuda.synchronize()

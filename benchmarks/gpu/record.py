@@ -49,7 +49,7 @@ class Record:
         """Writes both files anew."""
         rows, notes = self._read_rows()
         try:
-            figures = asked(rows, self.steps)
+            figures = asked(rows)
         except Exception as error:  # a row may lack a field
             figures = []
             notes.append(f"no figures: {type(error).__name__}: {error}")
@@ -67,7 +67,7 @@ class Record:
         report.write_whole(self.summary_path, "\n".join(lines))
 
     def show(self, page: Console) -> None:
-        """Prints the steps, the targets with their results, and the lines to paste."""
+        """Prints the steps, and the targets with their results."""
         record = json.loads(self.json_path.read_text())
         heading = [f"# GPU run, {record['started']}", "", *([NOTHING] if self._is_small else [])]
         heading += [f"{name}: {record[name]}" for name in ("git_commit", "machine")]
@@ -83,10 +83,6 @@ class Record:
             for one in record["asked"]
         ]
         page.print(tables.table(("what", "asked", "got", "met", "by"), got))
-        to_paste = [row["text"] for row in record["measurements"] if "text" in row]
-        if to_paste:
-            text = "\n".join(["For csrc/schedule/tuning.h:", "```", *to_paste, "```"])
-            page.print(text, markup=False, soft_wrap=True)
 
     def _read_rows(self) -> tuple[list[dict[str, Any]], list[str]]:
         rows, notes = [], []

@@ -1,15 +1,23 @@
 """Runs everything that needs a machine with an NVIDIA GPU, in one command.
 
     make gpu
-    make gpu STAGES="build bench" OUTPUT=folder COMMIT=name
+    make gpu STAGES="build first" OUTPUT=folder COMMIT=name
 
-Builds rota in place for the GPU found, tries it, and runs the benchmarks, the tests, the memory
-checker and the profiler, most important first. Each step has a time limit, at which it is ended
-with all its processes; none starts after the whole run's limit. A failed step does not stop the
-others, except for a build that leaves nothing to run. <gpu>-<date>.json and .md are written after
-each step, and when a signal ends the run; the measurements of a killed run are in
-<gpu>-<date>.rows.jsonl. The exit status is 0 if no step failed, and 2 if no run is possible here.
-Needs Python 3.11.
+Stages, most important first:
+
+    build    puts rota in place: from a pack that fits (make gpu-pack), else built for this GPU
+    first    in at most 240 s: whether it works, the order of work on streams, the fused hook's
+             kernels, the latency of a hop, a million all-reduces
+    several  on two or more GPUs: every collective beside NCCL
+    second   what limits the kernels, other tunings, GPT-2 under DDP, ranks that train on one GPU,
+             and all tests with processes
+    rest     every wire format, all other tests, the memory checker, NCCL as an engine
+
+Each step has a time limit, at which it is ended with all its processes; none starts after the
+whole run's limit. A failed step does not stop the others, except for a build that leaves nothing to
+run. <gpu>-<date>.json and .md are written after each step, and when a signal ends the run; the
+measurements of a killed run are in <gpu>-<date>.rows.jsonl. The exit status is 0 if no step failed,
+and 2 if no run is possible here. Needs Python 3.11.
 
 --small runs every line on few bytes with the installed rota and measures nothing: for a simulated
 GPU (make gpu-dry).
@@ -23,7 +31,6 @@ import os
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -40,13 +47,12 @@ except ModuleNotFoundError:
 import machine
 from arguments import Parser
 from gpu import facts as gpu_facts
+from gpu.extension import EXTENSION
 from gpu.facts import GIB, Facts
 from gpu.record import Record
 
 ROOT = machine.REPOSITORY
 RESULTS = ROOT / "benchmarks" / "results"
-# The result of a build for this interpreter.
-EXTENSION = ROOT / "python" / "rota" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 # Fits into 10 minutes, with time left to end hanging processes.
 TOTAL_S = 570
@@ -57,12 +63,7 @@ NEEDED_BYTES = 16 * GIB  # several kinds of copies of 1 GiB, on two sets of buff
 LOCAL_TESTS = ("test_local_group.py", "test_gradient_bucket.py")
 # Those with an engine between hosts (tests/gpu/device_engines.py).
 NCCL_TESTS = ("test_cuda_several_hosts.py", "test_cuda_several_hosts_failures.py")
-BENCH_LIMITS_S = {
-    "copies": 20,
-    "pack_unpack": 45,
-    "local_all_reduce": 60,
-    "fused_turn": 45,
-}
+TRAINING_TESTS = "tests/gpu/test_cuda_training.py"
 # Tests for the memory checker: every kernel, most dtypes, and misaligned tensors.
 CHECKED = "misaligned or hierarchical or copying or mixed_sizes or (ws3 and reduce_scatter)"
 CHECKED += " or (ws2 and every_size and (float64 or bfloat16))"
@@ -75,9 +76,10 @@ METRICS = (
     "launch__registers_per_thread",
     "sm__warps_active.avg.pct_of_peak_sustained_active",
 )
-# The profiler must not change the clocks, as the machine may be shared.
-PROFILER = ["ncu", "--csv", "--clock-control=none", "--kernel-name=regex:pack|two_shot"]
-PROFILER += [f"--metrics={','.join(METRICS)}"]
+# The section adds the stalls of warps, by reason. The profiler must not change the clocks, as the
+# machine may be shared.
+PROFILER = ["ncu", "--csv", "--page=raw", "--clock-control=none", "--section=WarpStateStats"]
+PROFILER += [f"--metrics={','.join(METRICS)}", "--kernel-name=regex:pack|two_shot|ring"]
 FAILURES = ("failed", "stopped")
 
 
@@ -102,7 +104,7 @@ class Step:
 
 
 def make_steps(args: argparse.Namespace, facts: Facts, record: Record) -> list[Step]:
-    """All steps that are possible, most important first."""
+    """All steps, most important first."""
     own = [] if args.small else ["python"]
     env = {"PYTHONPATH": _paths(*own, "benchmarks"), "COMMIT": args.commit}
     for_tests = {"PYTHONPATH": _paths(*own)}
@@ -111,35 +113,44 @@ def make_steps(args: argparse.Namespace, facts: Facts, record: Record) -> list[S
     uncached = {**for_tests, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     small = ["--small"] if args.small else []
     slowness = 3 if args.small else 1  # a simulated GPU is slower
+    pytest = ["pytest", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    pytest += ["-o", f"faulthandler_timeout={STACKS_AFTER_S}"]
+    pytest += ["--collect-only", "-q"] if args.small else ["--durations", "5"]
 
     def step(stage: str, name: str, limit_s: float, *command: str, **more: Any) -> Step:
         return Step(stage, name, slowness * limit_s, _module(*command), **{"env": env, **more})
 
-    def bench(name: str, limit_s: float) -> Step:
-        return step("bench", name, limit_s, f"gpu.{name}", *small, "--rows", str(record.rows_path))
+    def bench(stage: str, name: str, limit_s: float, **more: Any) -> Step:
+        rows = ["--rows", str(record.rows_path)]
+        return step(stage, name, limit_s, f"gpu.{name}", *small, *rows, **more)
 
-    pytest = ["pytest", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
-    pytest += ["-o", f"faulthandler_timeout={STACKS_AFTER_S}"]
-    pytest += ["--collect-only", "-q"] if args.small else ["--durations", "5"]
+    def tests(stage: str, name: str, limit_s: float, *chosen: str, **more: Any) -> Step:
+        return step(stage, name, limit_s, *pytest, *chosen, **{"env": for_tests, **more})
+
     local = [f"tests/gpu/{name}" for name in LOCAL_TESTS]
-    checked = [*pytest, *local, "-k", CHECKED]
-    others = ["tests/gpu", *(f"--ignore={file}" for file in local)]
+    others = ["tests/gpu", *(f"--ignore={file}" for file in (*local, TRAINING_TESTS))]
     over_nccl = [f"tests/gpu/{name}" for name in NCCL_TESTS]
     folder, counters = str(args.output), str(record.json_path.with_suffix(".ncu.csv"))
-    memcheck = step("memcheck", "memcheck", 75, *checked, env=uncached)
-    ncu = step("profile", "ncu", 40, "gpu.profiled", *small, is_optional=True)
+    ncu = step("second", "ncu", 40, "gpu.profiled", *small, is_optional=True)
+    memcheck = tests("rest", "memcheck", 75, *local, "-k", CHECKED, env=uncached)
+    one_gpu = "this machine has one GPU" if facts.get("num_gpus", 1) < 2 else None
     return [
         _build_step(args, facts),
-        step("smoke", "doctor", 20, "rota", "doctor", "--gpu", "--output", folder, *small),
-        *(bench(name, limit_s) for name, limit_s in BENCH_LIMITS_S.items()),
-        step("test", "local_tests", 90, *pytest, *local, env=for_tests),
-        bench("sweep", 60),
-        bench("micro", 20),
-        step("test", "process_tests", 200, *pytest, *others, env=for_tests),
-        step("test", "nccl_tests", 200, *pytest, *over_nccl, env=for_nccl),
-        memcheck if args.small else _under(CHECKER, memcheck),
+        step("first", "doctor", 30, "rota", "doctor", "--gpu", "--output", folder, *small),
+        tests("first", "order", 60, "tests/gpu", "-m", "order"),
+        bench("first", "fused_turn", 60),
+        bench("first", "hops", 40),
+        bench("first", "soak", 50),
+        bench("several", "beside_nccl", 180, reason=one_gpu),
         ncu if args.small else _under([*PROFILER, "--log-file", counters], ncu),
-        bench("shared_gpu", 40),
+        bench("second", "sweep", 60),
+        bench("second", "gpt2", 90),
+        tests("second", "training", 90, TRAINING_TESTS),
+        tests("second", "process_tests", 200, *others, "-m", "not order"),
+        bench("rest", "pack_unpack", 45),
+        tests("rest", "local_tests", 90, *local),
+        memcheck if args.small else _under(CHECKER, memcheck),
+        tests("rest", "nccl_tests", 200, *over_nccl, env=for_nccl),
     ]
 
 
@@ -156,17 +167,10 @@ def _paths(*folders: str) -> str:
 
 
 def _build_step(args: argparse.Namespace, facts: Facts) -> Step:
-    """Builds in place, for this GPU only."""
-    env = {"ROTA_CUDA": "1", "MAX_JOBS": str(machine.num_cores()), "PYTHONPATH": _paths()}
-    env["ROTA_CUDA_ARCHS"] = gpu_facts.arch(facts)
-    # Appended, so that a ninja installed beside this Python is found if there is no other.
-    env["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
-    nvcc = gpu_facts.find_tool("nvcc")
-    if nvcc is not None and not (os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")):
-        env["CUDA_HOME"] = str(Path(nvcc).parents[1])  # setup.py looks on PATH alone
+    """Puts the extension in place, for this GPU only."""
+    command = _module("gpu.extension", "--archs", gpu_facts.arch(facts))
     reason = "--small takes the rota that is installed" if args.small else None
-    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
-    return Step("build", "build", 240, command, env, reason=reason)
+    return Step("build", "build", 240, command, {"PYTHONPATH": _paths("benchmarks")}, reason=reason)
 
 
 def _under(tool: Sequence[str], step: Step) -> Step:

@@ -31,6 +31,7 @@ def print_rows(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         parts = [row.get("op", "?"), report.format_bytes(row.get("num_bytes", 0)), row.get("shape")]
         parts.append(f"{row['ranks']} ranks" if "ranks" in row else None)
+        parts.append(row.get("mode"))
         by_title.setdefault(", ".join(part for part in parts if part), []).append(row)
     for title, of_table in by_title.items():
         console.print(f"\n{title}", markup=False)

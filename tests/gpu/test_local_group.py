@@ -298,6 +298,7 @@ def test_local_group_refuses_tunings_that_cannot_work(
 # ---- streams and graphs
 
 
+@pytest.mark.order
 @pytest.mark.parametrize("algorithm", ["auto", "low_latency", "two_shot"])
 def test_local_all_reduce_waits_for_the_current_stream_and_is_awaited_by_it(
     group_of: GroupOf, algorithm: str
@@ -348,6 +349,7 @@ def test_local_all_reduce_replays_with_other_values(
             assert torch.equal(tensor.cpu(), exact(inputs, "sum") * factor), f"replay {replay}"
 
 
+@pytest.mark.order
 @pytest.mark.parametrize("is_captured_first", [False, True])
 def test_local_all_reduce_and_a_graph_on_another_stream_wait_for_each_other(
     is_captured_first: bool,
