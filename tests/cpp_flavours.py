@@ -22,6 +22,7 @@ THREAD_CASES = (
     "core_sharing_cases",
     "progress_queue_cases",
     "launches_cases",
+    "transfers_cases",
     "joined_regions_cases",
     "point_to_point_cases",
     "failed_messages_cases",

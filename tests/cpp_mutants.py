@@ -138,6 +138,12 @@ MUTANTS = (
         ),
         POSTS,
     ),
+    Mutant(
+        "transfers-in-any-step",
+        (Patch("schedule/direct.h", r"\.step = step_of", ".step = IS_MUTANT ? 0 : step_of"),),
+        ("transfers_in_one_queue",),
+        (CASE_FAILED,),
+    ),
     unlocked("unlocked-answers", "transport/listener.cpp", "const auto found", ANSWERS),
     *(
         Mutant(

@@ -13,6 +13,8 @@ CUDA build and rota._C call. What is simulated:
              tensors into one allocation; PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives each its own.
   streams    threads that run concurrently and nap at random, so that work runs late or early unless
              an event orders it. Also events, host functions and the rules of the default stream.
+             With CUDA_DEVICE_MAX_CONNECTIONS set they share as many hardware queues, in which what
+             waits for its stream or for an event holds up what other streams queue behind it.
   kernels    rota's, from .cu files compiled by g++ (instead/cuda/device_block.h), with all blocks
              but few threads per block. As many blocks are resident as on an H100: those of an
              ordinary launch start one by one as there is room, those of a cooperative launch all at

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "base/timeout.h"
+#include "schedule/direct.h"
 #include "tensor/errors.h"
 #include "tensor/heap_tensor.h"
 #include "tensor/joint_work.h"
@@ -171,12 +172,21 @@ ProcessGroupRota::ProcessGroupRota(const StorePtr& store, int rank, int world_si
 
 template <typename Issue>
 WorkPtr ProcessGroupRota::call(const Issue& issue) {
-  ++num_calls_;
   Block* const block = this->block();
-  if (block == nullptr) return issue();
+  if (block == nullptr) {
+    ++num_calls_;
+    return issue();
+  }
+  start_transfers(*block);
+  return call_in(*block, issue);
+}
+
+template <typename Issue>
+WorkPtr ProcessGroupRota::call_in(Block& block, Issue& issue) {
+  ++num_calls_;
   WorkPtr work = HostWork::completed(getRank(), ::c10d::OpType::UNKNOWN, {});  // of a failed call
   const auto keep_error = [&] {
-    if (!block->error) block->error = std::current_exception();
+    if (!block.error) block.error = std::current_exception();
   };
   // Others, such as a signal handler's, leave the block at once.
   try {
@@ -186,12 +196,12 @@ WorkPtr ProcessGroupRota::call(const Issue& issue) {
   } catch (const c10::Error&) {
     keep_error();
   }
-  block->works.push_back(work);
+  block.works.push_back(work);
   return work;
 }
 
 ProcessGroupRota::Block* ProcessGroupRota::block() {
-  if (coalescing_ && coalescing_->is_left) coalescing_.reset();
+  if (coalescing_ && coalescing_->is_left) start_transfers(*std::exchange(coalescing_, nullptr));
   return coalescing_.get();
 }
 
@@ -241,6 +251,7 @@ void ProcessGroupRota::startCoalescing() {
 WorkPtr ProcessGroupRota::endCoalescing() {
   TORCH_CHECK(block() != nullptr, "rota: endCoalescing() without startCoalescing()");
   const auto block = std::exchange(coalescing_, nullptr);
+  start_transfers(*block);
   if (block->error) std::rethrow_exception(block->error);
   return c10::make_intrusive<JointWork>(getRank(), std::move(block->works));
 }
@@ -450,20 +461,53 @@ WorkPtr ProcessGroupRota::alltoall(Tensors& outputs, Tensors& inputs,
              [&](::c10d::Backend& other) { return other.alltoall(outputs, inputs, opts); });
 }
 
-// If rota cannot join the GPUs, NCCL may still connect them. Tags of CUDA tensors are ignored, as
-// in NCCL.
 WorkPtr ProcessGroupRota::send(Tensors& tensors, int peer, int tag) {
-  return call([&]() -> WorkPtr {
-    if (!has_transfers_of(tensors)) return delegate_.backend_for("send").send(tensors, peer, tag);
-    return communicator_->send(only_tensor("send", tensors), peer, tag, Launch::kAsync);
-  });
+  return transfer(tensors, peer, tag, /*is_send=*/true);
 }
 
 WorkPtr ProcessGroupRota::recv(Tensors& tensors, int peer, int tag) {
-  return call([&]() -> WorkPtr {
-    if (!has_transfers_of(tensors)) return delegate_.backend_for("recv").recv(tensors, peer, tag);
-    return communicator_->recv(only_tensor("recv", tensors), peer, tag, Launch::kAsync);
-  });
+  return transfer(tensors, peer, tag, /*is_send=*/false);
+}
+
+// If rota cannot join the GPUs, NCCL may still connect them. Tags of CUDA tensors are ignored, as
+// in NCCL.
+WorkPtr ProcessGroupRota::transfer(Tensors& tensors, int peer, int tag, bool is_send) {
+  const char* const name = is_send ? "send" : "recv";
+  const auto start = [this, name, peer, tag, is_send](Tensors& own) -> WorkPtr {
+    if (!has_transfers_of(own)) {
+      ::c10d::Backend& other = delegate_.backend_for(name);
+      return is_send ? other.send(own, peer, tag) : other.recv(own, peer, tag);
+    }
+    const at::Tensor& tensor = only_tensor(name, own);
+    return is_send ? communicator_->send(tensor, peer, tag, Launch::kAsync)
+                   : communicator_->recv(tensor, peer, tag, Launch::kAsync);
+  };
+  Block* const block = this->block();
+  const bool is_on_gpu = !tensors.empty() && tensors[0].is_cuda();
+  if (block == nullptr || !is_on_gpu || !has_transfers_of(tensors)) {
+    return call([&] { return start(tensors); });
+  }
+  const int source = is_send ? getRank() : peer;
+  const int destination = is_send ? peer : getRank();
+  const auto num_earlier = std::count_if(
+      block->transfers.begin(), block->transfers.end(), [&](const Block::Transfer& earlier) {
+        return earlier.peer == peer && earlier.turn.is_send == is_send;
+      });
+  Block::Transfer waiting{
+      .turn = schedule::turn_of_transfer(getSize(), source, destination, num_earlier, is_send),
+      .peer = peer,
+      .start = [start, own = tensors]() mutable { return start(own); },
+      .work = c10::make_intrusive<PromisedWork>(
+          getRank(), is_send ? ::c10d::OpType::SEND : ::c10d::OpType::RECV)};
+  block->transfers.push_back(std::move(waiting));
+  return block->transfers.back().work;
+}
+
+void ProcessGroupRota::start_transfers(Block& block) {
+  std::vector<Block::Transfer> transfers = std::exchange(block.transfers, {});
+  std::sort(transfers.begin(), transfers.end(),
+            [](const Block::Transfer& a, const Block::Transfer& b) { return a.turn < b.turn; });
+  for (Block::Transfer& transfer : transfers) transfer.work->keep(call_in(block, transfer.start));
 }
 
 WorkPtr ProcessGroupRota::recvAnysource(Tensors& tensors, int tag) {

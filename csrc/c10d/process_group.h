@@ -4,6 +4,7 @@
 
 #include <c10/util/SmallVector.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -11,6 +12,8 @@
 #include "c10d/delegate.h"
 #include "c10d/options.h"
 #include "c10d/window.h"
+#include "schedule/direct.h"
+#include "tensor/joint_work.h"
 #include "tensor/tensor_communicator.h"
 
 namespace rota::c10d_backend {
@@ -137,6 +140,15 @@ class ProcessGroupRota final : public ::c10d::Backend {
   bool has_transfers_of(const Tensors& tensors) const;
   // The calls between startCoalescing() and endCoalescing().
   struct Block {
+    // Of a CUDA tensor, not started: all of a block start together, in the order that
+    // schedule/direct.h gives them.
+    struct Transfer {
+      schedule::TransferTurn turn;
+      int peer;
+      std::function<WorkPtr()> start;
+      c10::intrusive_ptr<PromisedWork> work;
+    };
+    std::vector<Transfer> transfers;
     std::vector<WorkPtr> works;
     std::exception_ptr error;  // the first one
     bool is_left = false;      // by an exception
@@ -148,6 +160,10 @@ class ProcessGroupRota final : public ::c10d::Backend {
   // is one. All checks of a call are in issue().
   template <typename Issue>
   WorkPtr call(const Issue& issue);
+  template <typename Issue>
+  WorkPtr call_in(Block& block, Issue& issue);
+  WorkPtr transfer(Tensors& tensors, int peer, int tag, bool is_send);
+  void start_transfers(Block& block);
   // Runs operations of one kind.
   WorkPtr run_own(OperationList operations, bool is_async);
   // The same with those that make() returns and the options of c10d's call, or what `on_delegate`

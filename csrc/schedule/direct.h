@@ -5,6 +5,7 @@
 //             2*(world_size-1)/world_size * num_bytes read per rank
 #pragma once
 
+#include <compare>
 #include <cstdint>
 
 #include "base/host_device.h"
@@ -41,6 +42,35 @@ HOST_DEVICE constexpr int rotated_peer(int rank, int world_size, int index) {
 constexpr int index_of_peer(int rank, int world_size, int peer) {
   const int index = peer - rank - 1;
   return index < 0 ? index + world_size : index;
+}
+
+// Of many transfers between pairs of ranks, every rank queues those of step 0 first, then those of
+// step 1: at each it receives from source_at() and sends to rotated_peer(). A transfer has one step
+// on both of its ends, and several of one step and one link keep their order. So of all unfinished
+// transfers the first has both ends at the head of their queues, and no circle of ranks waits for
+// each other. That holds for a GPU with one hardware queue, too (CUDA_DEVICE_MAX_CONNECTIONS=1),
+// where a kernel that waits for another of its stream holds up all that is queued behind it.
+constexpr int source_at(int rank, int world_size, int step) {
+  const int source = rank - 1 - step;
+  return source < 0 ? source + world_size : source;
+}
+constexpr int step_of_transfer(int world_size, int source, int destination) {
+  return index_of_peer(source, world_size, destination);
+}
+
+struct TransferTurn {
+  int step;
+  int64_t index;  // among the transfers from the source to the destination
+  bool is_send;   // the other end of the transfer, at another rank, has the same step and index
+
+  auto operator<=>(const TransferTurn&) const = default;
+};
+
+inline TransferTurn turn_of_transfer(int world_size, int source, int destination, int64_t index,
+                                     bool is_send) {
+  return {.step = step_of_transfer(world_size, source, destination),
+          .index = index,
+          .is_send = is_send};
 }
 
 }  // namespace rota::schedule

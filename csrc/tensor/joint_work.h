@@ -1,4 +1,4 @@
-// Several works as one, for coalesced calls.
+// Works of coalesced calls: of several as one, and of one that is started later.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -76,6 +76,31 @@ class JointWork final : public ::c10d::Work {
 
  private:
   std::vector<WorkPtr> works_;
+};
+
+class PromisedWork final : public ::c10d::Work {
+ public:
+  using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
+
+  PromisedWork(int rank, ::c10d::OpType op_type) : Work(rank, op_type) {}
+
+  void keep(WorkPtr work) { work_ = std::move(work); }
+
+  bool wait(std::chrono::milliseconds timeout) override { return kept().wait(timeout); }
+  void synchronize() override { kept().synchronize(); }
+  bool isCompleted() override { return work_ && work_->isCompleted(); }
+  bool isSuccess() const override { return work_ && work_->isSuccess(); }
+  std::vector<at::Tensor> result() override { return kept().result(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return kept().getFuture(); }
+
+ private:
+  ::c10d::Work& kept() const {
+    TORCH_CHECK(work_,
+                "rota: messages of a coalescing block start when it ends; wait for them after it");
+    return *work_;
+  }
+
+  WorkPtr work_;
 };
 
 }  // namespace rota::tensors

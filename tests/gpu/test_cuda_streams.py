@@ -164,6 +164,47 @@ def test_cuda_first_recv_does_not_wait_for_the_own_send() -> None:
     run_ranks(2, exchange_first)
 
 
+def exchange_in_circles(rank: Rank) -> None:
+    """Messages longer than what the links hold, which every rank lists beginning with its own."""
+    torch.cuda.set_device(DEVICE)
+    rank.init("rota", timeout_s=WAIT_S)
+    own, others = rank.rank, [(rank.rank + i) % 3 for i in (1, 2)]
+    inputs = random_inputs(3, 2_000_000, torch.float32)
+    sent, negative = inputs[own].to(DEVICE), inputs[own].neg().to(DEVICE)
+    dist.all_reduce(torch.zeros(1).to(DEVICE))  # joins the GPUs
+
+    shares = [torch.zeros(1000).to(DEVICE) for _ in range(3)]
+    dist.all_to_all(shares, list(sent[:3000].split(1000)))
+    for source, share in enumerate(shares):
+        assert_same(share.cpu(), inputs[source][1000 * own :][:1000], "all_to_all")
+
+    received = [torch.zeros_like(sent) for _ in range(2)]
+    ring = [dist.P2POp(dist.isend, part, others[0]) for part in (sent, negative)]
+    ring += [dist.P2POp(dist.irecv, part, others[1]) for part in received]
+    for work in dist.batch_isend_irecv(ring):
+        work.wait()
+    for part, sign in zip(received, (1, -1), strict=True):
+        assert_same(part.cpu(), inputs[others[1]] * sign, "around the ring")
+
+    mesh = []
+    for other, part in zip(others, received, strict=True):
+        mesh.append(dist.P2POp(dist.isend, sent, other))
+        mesh.append(dist.P2POp(dist.irecv, part, other))
+    for work in dist.batch_isend_irecv(mesh):
+        work.wait()
+    for other, part in zip(others, received, strict=True):
+        assert_same(part.cpu(), inputs[other], "among all")
+
+
+@pytest.mark.parametrize("num_queues", [1, 8], ids="queues{}".format)
+def test_cuda_messages_in_circles_do_not_wait_for_each_other(
+    num_queues: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All streams of a rank share one hardware queue, as Megatron sets it, or have several."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", str(num_queues))
+    run_ranks(3, exchange_in_circles)
+
+
 def replay_buckets(rank: Rank) -> None:
     """Two buckets in one graph; each replay must count from 0 again."""
     comm = connect(rank)

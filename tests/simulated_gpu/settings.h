@@ -19,6 +19,8 @@ struct Settings {
   uint64_t memory_mib = setting("SIMULATED_GPU_MEMORY_MIB", 4096);  // of each
   // Threads that a block really has: a multiple of 32, however many the launch asks for.
   int threads_per_block = static_cast<int>(setting("SIMULATED_GPU_THREADS", 32));
+  // That streams share (CUDA's own variable); 0: each stream has one of its own.
+  uint64_t num_hardware_queues = setting("CUDA_DEVICE_MAX_CONNECTIONS", 0);
   // Of naps in streams and blocks: the longest (0: none), and what makes them come as they do.
   uint64_t max_nap_us = setting("SIMULATED_GPU_NAP_US", 300);
   uint64_t seed = setting("SIMULATED_GPU_SEED", 0);

@@ -3,7 +3,9 @@
 #include <unistd.h>
 
 #include <deque>
+#include <map>
 #include <set>
+#include <utility>
 
 #include "capture.h"
 #include "cpp/random.h"
@@ -14,14 +16,23 @@
 
 namespace simulated_gpu {
 
+// The place in a hardware queue, of what goes through one: it begins after the one before it has
+// begun, so one that waits for its stream or for an event holds up those behind it. Null: any time.
+struct Turn {
+  CompletionPtr previous;
+  CompletionPtr begun;
+  bool ends_when_done = false;  // a wait, which begins nothing
+};
+
 // What the caller's side of a stream and its thread share.
 class Queue {
  public:
   explicit Queue(uint64_t seed) : random_(seed) {}
 
-  void push(Task task, std::vector<CompletionPtr> after, CompletionPtr done) {
+  // `task` runs once `after` and what was pushed before are done; then `done` is.
+  void push(Task task, std::vector<CompletionPtr> after, CompletionPtr done, const Turn& turn) {
     const std::lock_guard guard(mutex_);
-    items_.push_back({std::move(task), std::move(after), std::move(done)});
+    items_.push_back({std::move(task), std::move(after), std::move(done), turn});
     changed_.notify_one();
   }
   void close() {
@@ -41,9 +52,12 @@ class Queue {
         item = std::move(items_.front());
         items_.pop_front();
       }
+      if (item.turn.previous != nullptr) item.turn.previous->wait();
       wait_for_all(item.after);
       nap();
+      if (item.turn.begun != nullptr && !item.turn.ends_when_done) item.turn.begun->finish();
       item.task();
+      if (item.turn.begun != nullptr && item.turn.ends_when_done) item.turn.begun->finish();
       item.done->finish();
     }
   }
@@ -53,6 +67,7 @@ class Queue {
     Task task;
     std::vector<CompletionPtr> after;
     CompletionPtr done;
+    Turn turn;
   };
 
   // So that what does not wait for an event is early, or late.
@@ -76,6 +91,7 @@ struct Streams {
   std::set<Stream*> created;
   std::vector<std::unique_ptr<Stream>> defaults;  // by device; made when they are first used
   unsigned long long last_id = 0;
+  std::map<std::pair<int, uint64_t>, CompletionPtr> last_begun;  // by device and hardware queue
 };
 
 // Never destroyed: streams run while the process ends.
@@ -104,6 +120,17 @@ std::vector<CompletionPtr> implied_by(const Stream& stream) {
     if (other != &stream && is_ordered && other->last() != nullptr) after.push_back(other->last());
   }
   return after;
+}
+
+// Records of events go through no queue: as on GPUs, what one stream records after a kernel does
+// not keep the kernels of others from running beside that one.
+Turn next_turn(const Stream& stream, cudaGraphNodeType type) {
+  const uint64_t num_queues = settings().num_hardware_queues;
+  if (num_queues == 0 || type == cudaGraphNodeTypeEventRecord) return {};
+  CompletionPtr& last = streams().last_begun[{stream.device(), stream.id() % num_queues}];
+  Turn turn{last, std::make_shared<Completion>(), type == cudaGraphNodeTypeWaitEvent};
+  last = turn.begun;
+  return turn;
 }
 
 Stream& create(unsigned flags, int priority) {
@@ -141,13 +168,13 @@ Stream::~Stream() {
   if (queue_ != nullptr) queue_->close();
 }
 
-CompletionPtr Stream::enqueue(Task task, std::vector<CompletionPtr> after) {
+CompletionPtr Stream::enqueue(Task task, std::vector<CompletionPtr> after, cudaGraphNodeType type) {
   if (queue_ == nullptr) {
     queue_ = std::make_shared<Queue>(rota::test::mix(settings().seed) + id_);
     start_thread([queue = queue_] { queue->run(); }).detach();
   }
   last_ = std::make_shared<Completion>();
-  queue_->push(std::move(task), std::move(after), last_);
+  queue_->push(std::move(task), std::move(after), last_, next_turn(*this, type));
   return last_;
 }
 
@@ -182,7 +209,7 @@ CompletionPtr submit(Stream& stream, Operation operation) {
     return nullptr;
   }
   if (stream.is_default()) refuse_beside_capture();
-  return stream.enqueue(operation.make(), implied_by(stream));
+  return stream.enqueue(operation.make(), implied_by(stream), operation.type);
 }
 
 std::vector<CompletionPtr> pending_of_device(int device) {

@@ -35,7 +35,7 @@ class Stream {
   bool is_blocking() const { return (flags_ & cudaStreamNonBlocking) == 0; }
 
   // Starts once what was queued before is done, and `after` too.
-  CompletionPtr enqueue(Task task, std::vector<CompletionPtr> after);
+  CompletionPtr enqueue(Task task, std::vector<CompletionPtr> after, cudaGraphNodeType type);
   // Of the last that was queued; null where nothing was.
   const CompletionPtr& last() const { return last_; }
 

@@ -2,7 +2,9 @@
 // ranks.
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
+#include <c10/util/ScopeExit.h>
 
+#include "schedule/direct.h"
 #include "tensor/cuda/cuda_collectives.h"
 #include "tensor/cuda/native_stream.h"
 #include "tensor/tensor_checks.h"
@@ -29,8 +31,8 @@ bool CudaCollectives::is_of_transfers(const Call& call) {
   return false;
 }
 
-// Every rank sends to its successors in turn, and receives from its predecessors: at the same time,
-// because a send may wait for the peer to receive.
+// Receives run beside sends, because a send may wait for the peer to receive; both are queued step
+// by step (schedule/direct.h).
 void CudaCollectives::run_transfers(const Operation& operation, const Call& call) {
   communicator_->post_launch(call);  // a mismatch is better found here than by a pair of ranks
   const CollectiveRow& row = row_of(call.kind);
@@ -50,20 +52,27 @@ void CudaCollectives::run_transfers(const Operation& operation, const Call& call
   };
 
   const c10::Stream sending = guard_.getStream(device_);
-  c10::Event event(device_.type());
-  event.record(sending);
-  event.block(receive_stream_);
-  {
-    const c10::StreamGuard on_stream(receive_stream_);
-    for (int i = 1; i < world_size; ++i) {
-      const int source = (rank - i + world_size) % world_size;
-      if (receives && is_among(row.contributors, source, call.root)) {
-        transfer(output_from(source), source, rank);
-      }
+  const auto put_behind = [this](const c10::Stream& first, const c10::Stream& second) {
+    c10::Event event(device_.type());
+    event.record(first);
+    event.block(second);
+  };
+  put_behind(sending, receive_stream_);
+  // Also if a transfer throws: the memory is free again for what `sending` does next.
+  auto join = c10::make_scope_exit([&] {
+    try {
+      put_behind(receive_stream_, sending);
+    } catch (const c10::Error&) {
+      // The driver is gone, and with it all that ran.
     }
-  }
-  for (int i = 1; i < world_size; ++i) {
-    const int destination = (rank + i) % world_size;
+  });
+  for (int step = 0; step < world_size - 1; ++step) {
+    const int source = schedule::source_at(rank, world_size, step);
+    if (receives && is_among(row.contributors, source, call.root)) {
+      const c10::StreamGuard on_stream(receive_stream_);
+      transfer(output_from(source), source, rank);
+    }
+    const int destination = schedule::rotated_peer(rank, world_size, step);
     if (contributes && is_among(row.receivers, destination, call.root)) {
       transfer(input_for(destination), rank, destination);
     }
@@ -75,9 +84,8 @@ void CudaCollectives::run_transfers(const Operation& operation, const Call& call
                         current_stream(device_));
     }
   }
-  c10::Event received(device_.type());
-  received.record(receive_stream_);
-  received.block(sending);
+  join.release();
+  put_behind(receive_stream_, sending);
   packed.unpack();
 }
 
