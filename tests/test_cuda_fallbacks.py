@@ -76,6 +76,33 @@ def test_gpus_that_cannot_be_joined_go_through_the_host(
         assert why in outcome.stderr
 
 
+def connect_with_little_memory(rank: int, store_path: str) -> list[str | None]:
+    """Each time, another allocation of pinned memory fails on rank 1."""
+    init_group(rank, WORLD_SIZE, store_path)
+    means = []
+    for number in range(20):
+        comm = rota.Communicator()
+        if rank == 1:
+            cuda_runtime().simulated_gpu_fail_host_allocation(number)
+        tensor = contribution(rank).cuda()
+        comm.all_reduce(tensor)
+        assert torch.equal(tensor.cpu(), sum(contribution(peer) for peer in range(WORLD_SIZE)))
+        means.append(comm.peer_access)
+        comm.close()
+        if means[-1] != "the host's memory":
+            break
+    return means
+
+
+def test_ranks_go_one_way_whichever_allocation_fails_on_one(
+    processes: SimulatedProcesses, tmp_path: object
+) -> None:
+    calls = [(connect_with_little_memory, (r, f"{tmp_path}/store")) for r in range(WORLD_SIZE)]
+    first, second = processes.run_together(calls, ROTA_GPU_SELF_TEST="never")
+    assert first == second
+    assert len(first) > 2 and first[-1] == "CUDA IPC"
+
+
 def refuse_unknown_means(rank: int, store_path: str) -> str:
     init_group(rank, WORLD_SIZE, store_path)
     with pytest.raises(ValueError, match="expected auto, symmetric or ipc") as refused:

@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -207,9 +208,16 @@ extern "C" cudaError_t cudaFree(void* address) {
   });
 }
 
+// For tests: how many allocations go well before the one that fails; negative: none fails.
+static std::atomic<int> num_before_failure{-1};
+extern "C" void simulated_gpu_fail_host_allocation(int num_before) {
+  num_before_failure = num_before;
+}
+
 extern "C" cudaError_t cudaHostAlloc(void** address, size_t num_bytes, unsigned) {
   return call([&] {
     check_device(current_device());
+    require(num_before_failure < 0 || num_before_failure-- != 0, cudaErrorMemoryAllocation);
     refuse_while_capturing("cudaHostAlloc");
     *address = num_bytes == 0 ? nullptr : memory().allocate_host(num_bytes);
   });

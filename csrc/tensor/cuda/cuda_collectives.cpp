@@ -60,17 +60,24 @@ CudaCollectives::CudaCollectives(std::shared_ptr<Communicator> communicator,
                                   candidate.algorithm = algorithm;
                                   return why_no_kernel(candidate);
                                 }}),
-      staging_(std::move(staging)),
-      executor_({.rank = communicator_->rank(),
-                 .tuning = tuning_,
-                 .geometry = geometry_,
-                 .regions = gpus_.regions->by_rank(),
-                 .stall_after = kStallAfter,
-                 .timeout = communicator_->timeout()}),
-      monitor_(*communicator_, {.failure = [this] { return executor_.failure(); },
-                                .take_stall = [this] { return executor_.take_stall(); },
-                                .set_num_left = [this](int n) { executor_.set_num_left(n); },
-                                .abort = [this] { executor_.abort(); }}) {}
+      staging_(std::move(staging)) {
+  // The last that can fail: a rank that goes through the host's memory alone would leave the
+  // kernels of the others waiting.
+  agree(*communicator_, thread, [&] {
+    executor_.emplace(cuda::Executor::Options{.rank = communicator_->rank(),
+                                              .tuning = tuning_,
+                                              .geometry = geometry_,
+                                              .regions = gpus_.regions->by_rank(),
+                                              .stall_after = kStallAfter,
+                                              .timeout = communicator_->timeout()});
+    monitor_.emplace(
+        *communicator_,
+        DeviceMonitor::Kernels{.failure = [this] { return executor_->failure(); },
+                               .take_stall = [this] { return executor_->take_stall(); },
+                               .set_num_left = [this](int n) { executor_->set_num_left(n); },
+                               .abort = [this] { executor_->abort(); }});
+  });
+}
 
 CudaCollectives::~CudaCollectives() {
   // The last collectives' results may still be wanted, so wait for them, but not for ranks that
@@ -79,11 +86,11 @@ CudaCollectives::~CudaCollectives() {
     auto waiting_since = std::chrono::steady_clock::now();
     finish([&] {
       const auto now = std::chrono::steady_clock::now();
-      if (!monitor_.is_stalled()) waiting_since = now;
+      if (!monitor_->is_stalled()) waiting_since = now;
       if (now - waiting_since < kPatienceOfDropped) return;
       communicator_->abort(join("rank ", communicator_->rank(),
                                 " dropped its communicator with work pending on its GPU"));
-      executor_.abort();
+      executor_->abort();
     });
   } catch (const std::exception&) {
     // The driver is gone, and with it all that ran.
@@ -94,7 +101,7 @@ CudaCollectives::~CudaCollectives() {
 
 void CudaCollectives::finish(const std::function<void()>& check_interrupt) {
   const c10::DeviceGuard on_device(device_);
-  while (!executor_.is_idle()) {
+  while (!executor_->is_idle()) {
     check_interrupt();
     std::this_thread::sleep_for(kFinishPoll);
   }
@@ -149,7 +156,7 @@ void CudaCollectives::run(const Call& call, uint64_t fingerprint, void* input, v
 }
 
 void CudaCollectives::run(const cuda::LaunchRequest& request) {
-  executor_.run(executor_.plan(request), current_stream(device_));
+  executor_->run(executor_->plan(request), current_stream(device_));
 }
 
 // What has no kernel that can be trusted may go through the host's memory.

@@ -97,8 +97,9 @@ class CudaCollectives final : public Collectives {
   JoinedGpus gpus_;
   Planner planner_;
   std::unique_ptr<Collectives> staging_;
-  cuda::Executor executor_;
-  DeviceMonitor monitor_;
+  // Both exist once the constructor has ended.
+  std::optional<cuda::Executor> executor_;
+  std::optional<DeviceMonitor> monitor_;
 };
 
 }  // namespace rota::tensors

@@ -134,6 +134,10 @@ UnusableKernels find_unusable(Communicator& communicator, at::Device device,
 
 }  // namespace
 
+void agree(Communicator& communicator, CallerThread thread, const std::function<void()>& body) {
+  transport::agree(all_gather_over(communicator, thread), communicator.rank(), body);
+}
+
 transport::DeviceRegions connect_regions(const c10::intrusive_ptr<::c10d::Store>& store, int rank,
                                          int world_size, at::Device device, size_t num_bytes,
                                          const transport::AllGatherText& all_gather) {

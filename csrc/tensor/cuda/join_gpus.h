@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <functional>
 #include <memory>
 
 #include "core/communicator.h"
@@ -26,6 +27,10 @@ transport::DeviceRegions connect_regions(const c10::intrusive_ptr<::c10d::Store>
 // The tuning for the current GPUs of all ranks, the same on each. Collective; blocks. Throws
 // Error(kTransport) on every rank if one cannot query its GPU.
 schedule::Tuning agree_on_tuning(Communicator& communicator, CallerThread thread);
+
+// Runs body on every rank. Collective; blocks. Throws Error(kTransport) on every rank if it throws
+// on any.
+void agree(Communicator& communicator, CallerThread thread, const std::function<void()>& body);
 
 struct JoinedGpus {
   std::unique_ptr<JoinedRegions> regions;
