@@ -7,6 +7,7 @@ GPUs, tests what the kernels compute.
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -234,6 +235,55 @@ def pack_and_unpack() -> None:
 @needs_local_group
 def test_gradients_are_packed_and_unpacked(processes: SimulatedProcesses) -> None:
     processes.run(pack_and_unpack)
+
+
+# ---- memory and streams that end -----------------------------------------------------------------
+
+
+class Gate:
+    """Holds up what is queued on a stream behind it until it is opened."""
+
+    def __init__(self) -> None:
+        self._is_open = threading.Event()
+        self._pass = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._wait)
+
+    def _wait(self, _: int | None) -> None:
+        self._is_open.wait()
+
+    def put_on(self, stream: int) -> None:
+        assert cuda_runtime().cudaLaunchHostFunc(ctypes.c_void_p(stream), self._pass, None) == 0
+
+    def open(self) -> None:
+        self._is_open.set()
+
+
+def free_after_half_a_list() -> None:
+    """The second tensor of a list is too long for its packed copy."""
+    dist.init_process_group("rota", store=dist.HashStore(), rank=0, world_size=1)
+    first = torch.ones(1000).to("cuda")
+    dist.all_reduce(first)
+    second = torch.empty(2 * 25 << 20, device="cuda")[::2]
+    gate = Gate()
+    gate.put_on(torch.cuda.current_stream().cuda_stream)
+    options = dist.AllreduceCoalescedOptions()
+    options.asyncOp = True
+    raised = ""
+    try:
+        dist.group.WORLD.allreduce_coalesced([first, second], options)
+    except torch.OutOfMemoryError as error:
+        raised = str(error)
+    assert "out of memory" in raised
+    address = first.data_ptr()
+    del first
+    assert torch.empty(1000, device="cuda").data_ptr() != address, "the first sum may still run"
+    gate.open()
+    torch.cuda.synchronize()
+
+
+def test_memory_of_a_list_that_fails_midway_is_kept_until_its_work_is_done(
+    processes: SimulatedProcesses,
+) -> None:
+    processes.run(free_after_half_a_list, SIMULATED_GPU_MEMORY_MIB="256")
 
 
 # ---- the interpreter's lock ----------------------------------------------------------------------

@@ -120,12 +120,13 @@ WorkRef CudaCollectives::launch(Launch mode, const c10::Stream& stream, ::c10d::
   c10::Event ready(device_.type());
   ready.record(guard_.getStream(device_));
   ready.block(stream);
-  const c10::StreamGuard on_stream(stream);
-  body();
   for (const at::Tensor& tensor : tensors) {
-    // Keeps the allocator from reusing the memory while this stream works on it.
+    // Keeps the allocator from reusing the memory while this stream works on it, also if body()
+    // throws when it has queued a part.
     guard_.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
   }
+  const c10::StreamGuard on_stream(stream);
+  body();
   return c10::make_intrusive<DeviceWork>(communicator_, op_type, title, tensors.vec(), stream);
 }
 
