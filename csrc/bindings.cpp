@@ -381,6 +381,7 @@ PYBIND11_MODULE(_C, module) {
           ReleaseGil())
       .def("connect_device", &TensorCommunicator::connect_device, py::arg("device"), ReleaseGil())
       .def_property_readonly("peer_access", &TensorCommunicator::peer_access)
+      .def("check_results", &TensorCommunicator::check_results, ReleaseGil())
       .def("abort", &TensorCommunicator::abort, py::arg("reason"), ReleaseGil())
       .def_property_readonly(
           "has_failed", [](const TensorCommunicator& self) { return self.failure().has_value(); })
@@ -469,6 +470,9 @@ PYBIND11_MODULE(_C, module) {
           },
           py::arg("wire_dtype"), py::arg("output"), py::arg("input"), py::arg("op"),
           py::arg("async_op"), ReleaseGil())
+      .def(
+          "check_results", [](ProcessGroupRota& self) { self.communicator().check_results(); },
+          ReleaseGil())
       .def(
           "abort",
           [](ProcessGroupRota& self, const std::optional<std::string>& reason) {

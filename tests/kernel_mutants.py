@@ -120,7 +120,10 @@ def _statements(text: str) -> Iterator[Site]:
     """Statements that other threads, ranks or launches depend on: barriers, flags and their
     payload, counts, error words, and resets to the value at rest."""
     done = r"\b\w+\.(?:sync|publish|release|put_to_rest|count_\w+)\("
-    stored = r"SystemWord<uint64_t>\(\*word\)|\barrived\.payload = |\bset\.(?:sent|received) = "
+    stored = (
+        r"SystemWord<uint64_t>\(\*word\)|\barrived\.payload = |\bset\.(?:sent|received) = "
+        r"|(?<!void )\bspoil_results\("
+    )
     for match in re.finditer(rf"{done}|{stored}", text):
         end = text.index(";", match.end()) + 1
         yield _around(match.start(), end, "left out", "if (!?) ", "")

@@ -90,10 +90,10 @@ CASES_OF_FILE = {
         "ring",
         "ordered_ring",
         "hierarchical",
-        "low_latency",
         "point_to_point",
     )
 } | {
+    "cuda/low_latency.h": ("kernel_mutants-low_latency", "kernel_timeout"),
     "cuda/elements.h": ("kernel_mutants-tree",),
     "cuda/shards.h": ("kernel_mutants-reduce_scatter", "kernel_mutants-all_gather"),
     "cuda/wait.h": (
@@ -122,6 +122,7 @@ CHECKS = (
     "another launch",
     "sum of squares",
     "at rest",
+    "spoiled",
 )
 # Time limit of a case with a mutant; each takes 3 s at most on two cores.
 MUTANT_TIMEOUT_S = 30.0

@@ -7,17 +7,21 @@ GPUs, tests what the kernels compute.
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import rota
-from simulated_processes import SimulatedProcesses, cuda_runtime
+from ranks import error_of
+from simulated_processes import SimulatedProcesses, cuda_runtime, init_group
 
 ALGORITHMS = (
     "low_latency",
@@ -255,6 +259,38 @@ class Gate:
 
     def open(self) -> None:
         self._is_open.set()
+
+
+def look_for_overflow(rank: int, store_path: str) -> tuple[str, str]:
+    """Rank 1 dies while rank 0 waits for what the fused hook finds in the gradients of both."""
+    init_group(rank, 2, store_path)
+    parameter = torch.nn.Parameter(torch.ones(3000, device="cuda"))
+    parameter.grad = torch.zeros(3000, device="cuda")
+    state = rota.HookState()
+    rota.reduce_gradients([parameter], state)
+    assert not state.found_inf
+
+    def reduce() -> None:
+        rota.reduce_gradients([parameter], state)
+        if rank == 1:
+            time.sleep(0.5)  # rank 0 waits by now
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert not state.found_inf, "took a failure for an overflow"
+
+    gate = Gate()
+    if rank == 1:
+        gate.put_on(torch.cuda.current_stream().cuda_stream)
+    return error_of(reduce)
+
+
+def test_failure_of_a_peer_is_no_overflow_of_gradients(
+    processes: SimulatedProcesses, tmp_path: Path
+) -> None:
+    calls = [(look_for_overflow, (rank, f"{tmp_path}/store")) for rank in range(2)]
+    first, _ = processes.outcomes(calls, SIMULATED_GPU_TORCH_OPERATORS="1")
+    assert first.error is None, first.error
+    kind, text = first.value
+    assert kind == "PeerFailed", text
 
 
 def free_after_half_a_list() -> None:

@@ -77,6 +77,11 @@ HOST_DEVICE constexpr DTypeInfo info(DType dtype) {
           .accumulate = is_narrow ? DType::kFloat32 : dtype};
 }
 
+// Whether it has NaN.
+HOST_DEVICE constexpr bool has_nan(DType dtype) {
+  return info(dtype).is_floating || dtype == DType::kComplex64 || dtype == DType::kComplex128;
+}
+
 // As torch spells them.
 inline constexpr std::array<std::string_view, 17> kDTypeNames{
     "float32", "float64", "float16", "bfloat16",  "float8_e4m3fn", "float8_e5m2",

@@ -6,15 +6,21 @@
 
 #include "base/dtype.h"
 #include "base/limits.h"
+#include "base/wire_format.h"
 #include "cuda/scalar.h"
 #include "cuda/sums.h"
 
 namespace rota::cuda {
 
+// What output has of results that can be NaN (cuda/spoil.h).
+enum class OutputFloats : uint8_t { kNone, kAllShards, kOneShard };
+
 // Tensors are in the wire format.
 struct CollectiveArgs {
   std::byte* input[kMaxLocalRanks];   // by place among the launch's local ranks
   std::byte* output[kMaxLocalRanks];  // may be the input
+  WireFormat format;
+  OutputFloats output_floats;
   uint64_t num_elems;
   uint64_t shard_elems;  // of each shard; of the whole tensor if it has no shards
   uint64_t chunk_elems;  // of each chunk; fits in a slot
@@ -26,7 +32,7 @@ struct CollectiveArgs {
   double divisor;     // kAvg: divides the sum
   double reciprocal;  // 1 / divisor where that is exact, else 0
   Rounding rounding;
-  int source;       // broadcast: the root; transfer: who sends
+  int source;       // broadcast: the root; transfer: who sends; others: no rank
   int destination;  // transfer: who receives
   // Identifies the call: a kernel gives up if two ranks' fingerprints differ. Replays of a CUDA
   // graph run no host code that could compare calls.

@@ -102,7 +102,7 @@ class Hierarchy {
 
 template <typename Codec, typename Block>
 HOST_DEVICE void hierarchical(const Block& block, const Peers& peers, const CollectiveArgs& args) {
-  const Links links(block, peers, args.fingerprint);
+  const Links links(block, peers, args);
   const Elements<Codec, Block> elements(block, args);
   const Hierarchy hierarchy(block, links, elements);
 

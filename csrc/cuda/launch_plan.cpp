@@ -172,6 +172,12 @@ void check_arithmetic(const LaunchRequest& request, const Peers& peers, int grou
   }
 }
 
+OutputFloats output_floats_of(const LaunchRequest& request) {
+  if (!request.moves_floats && !has_nan(request.format.dtype)) return OutputFloats::kNone;
+  return request.kernel == Kernel::kReduceScatter ? OutputFloats::kOneShard
+                                                  : OutputFloats::kAllShards;
+}
+
 // What one of the launch's local ranks does with its tensors.
 struct OwnTensors {
   int rank;
@@ -245,9 +251,15 @@ void check_tensors(const LaunchRequest& request, const Peers& peers) {
   }
 }
 
+constexpr int kNoRank = -1;
+
+bool has_source(Kernel kernel) {
+  return kernel == Kernel::kTransfer || kernel == Kernel::kBroadcast;
+}
+
 void check_ends(const LaunchRequest& request, const Peers& peers) {
   const bool is_transfer = request.kernel == Kernel::kTransfer;
-  if (!is_transfer && request.kernel != Kernel::kBroadcast) return;
+  if (!has_source(request.kernel)) return;
   for (const int rank : {request.source, is_transfer ? request.destination : request.source}) {
     if (rank >= 0 && rank < peers.world_size()) continue;
     refuse(name(request.kernel), " with rank ", rank, " as an end: expected 0 to ",
@@ -363,7 +375,11 @@ LaunchRequest request_for(const Call& call, int world_size) {
     return request;
   };
   const auto copy = [&](Kernel kernel, uint64_t num_bytes) -> LaunchRequest {
-    return {.kernel = kernel, .num_elems = num_bytes, .format = kBytes, .source = call.root};
+    return {.kernel = kernel,
+            .num_elems = num_bytes,
+            .format = kBytes,
+            .moves_floats = has_nan(call.dtype),
+            .source = call.root};
   };
   switch (call.kind) {
     case CollectiveKind::kAllReduce:
@@ -397,13 +413,15 @@ LaunchPlan plan_launch(const LaunchRequest& request, const Peers& peers,
   LaunchPlan plan{
       .args = {.input = {},
                .output = {},
+               .format = request.format,
+               .output_floats = output_floats_of(request),
                .num_elems = request.num_elems,
                .group_size = group_size,
                .tree = request.sums == Sums::kInTree ? tree_additions(world_size) : TreeAdditions{},
                .op = request.op,
                .divisor = request.divisor,
                .rounding = request.rounding,
-               .source = request.source,
+               .source = has_source(request.kernel) ? request.source : kNoRank,
                .destination = request.destination,
                .fingerprint = request.fingerprint},
       .num_blocks = 0,

@@ -53,6 +53,7 @@ struct LaunchRequest {
   std::array<void*, kMaxLocalRanks> output{};  // the input, or separate from it
   uint64_t num_elems = 0;
   WireFormat format{DType::kFloat32};
+  bool moves_floats = false;  // of kBytes: they are of a dtype that has NaN
   ReduceOp op = ReduceOp::kSum;
   double divisor = 0;  // of kAvg
   Sums sums = Sums::kInGroups;

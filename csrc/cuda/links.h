@@ -18,6 +18,7 @@
 #pragma once
 
 #include "cuda/peers.h"
+#include "cuda/spoil.h"
 #include "cuda/system_word.h"
 #include "cuda/wait.h"
 #include "schedule/rank_set.h"
@@ -49,8 +50,8 @@ struct ToRead {  // the arrival of message `message` from each of them
 template <typename Block>
 class Links {
  public:
-  HOST_DEVICE Links(const Block& block, const Peers& peers, uint64_t fingerprint)
-      : block_(block), peers_(peers), fingerprint_(fingerprint) {}
+  HOST_DEVICE Links(const Block& block, const Peers& peers, const CollectiveArgs& args)
+      : block_(block), peers_(peers), args_(args) {}
 
   HOST_DEVICE int rank() const { return peers_.rank_of(block_); }
   HOST_DEVICE int world_size() const { return peers_.world_size(); }
@@ -75,18 +76,20 @@ class Links {
   }
 
   // Returns in all threads of the block together, once everything awaited is there. False: the wait
-  // was given up.
+  // was given up, and the results are spoiled.
   template <typename... Awaited>
   HOST_DEVICE bool wait(const Awaited&... awaited) const {
     const bool is_there = (... && wait_for_own_part(awaited));
-    return block_.all(is_there);
+    if (block_.all(is_there)) return true;
+    spoil_results(block_, rank(), args_);
+    return false;
   }
 
   // Call after block.sync(). Tells receivers that the slots of `message` may be read.
   HOST_DEVICE void publish(const LinkSet& to, uint64_t message) const {
     for_own(to.ranks, [&](int peer) {
       transport::DeviceFlag& filled = end_at(peer).filled;
-      if (message == 0) filled.payload = fingerprint_;
+      if (message == 0) filled.payload = args_.fingerprint;
       store(filled, to.sent + message + 1);
     });
   }
@@ -135,8 +138,8 @@ class Links {
       // The payload stays as it is: the peer sends nothing of a later launch before this block goes
       // on from here.
       if (is_there && awaited.message == 0) {
-        is_there =
-            is_same_launch(block_, peers_, peer, WaitPhase::kArrival, fingerprint_, filled.payload);
+        is_there = is_same_launch(block_, peers_, peer, WaitPhase::kArrival, args_.fingerprint,
+                                  filled.payload);
       }
     });
     return is_there;
@@ -162,7 +165,7 @@ class Links {
 
   const Block& block_;
   const Peers& peers_;
-  uint64_t fingerprint_;
+  const CollectiveArgs& args_;
 };
 
 }  // namespace rota::cuda

@@ -12,6 +12,7 @@
 
 #include "cuda/peers.h"
 #include "cuda/sources.h"
+#include "cuda/spoil.h"
 #include "cuda/wait.h"
 #include "schedule/direct.h"
 
@@ -167,7 +168,11 @@ HOST_DEVICE void low_latency(const Block& block, const Peers& peers, const Colle
   const auto output = [&](int) { return elements.output(chunk); };
   elements.template reduce_all<kSums>(chunk, packets, Results(elements, chunk.begin, 1, output));
   packets.compare_launches();
-  if (block.all(packets.is_complete())) packets.count_round();
+  if (block.all(packets.is_complete())) {
+    packets.count_round();
+  } else {
+    spoil_results(block, peers.rank_of(block), args);
+  }
 }
 
 }  // namespace rota::cuda

@@ -11,7 +11,7 @@ namespace rota::cuda {
 
 template <typename Codec, Sums kSums, typename Block>
 HOST_DEVICE void one_shot(const Block& block, const Peers& peers, const CollectiveArgs& args) {
-  const Links links(block, peers, args.fingerprint);
+  const Links links(block, peers, args);
   const Elements<Codec, Block> elements(block, args);
   const RankSet everyone = schedule::everyone(links.world_size());
   const int num_peers = links.world_size() - 1;

@@ -16,7 +16,7 @@ using Bytes = Codec<DType::kUInt8>;
 template <typename Block>
 HOST_DEVICE void pass_on(const Block& block, const Peers& peers, const CollectiveArgs& args,
                          const RankSet& from_rank, const RankSet& to_rank) {
-  const Links links(block, peers, args.fingerprint);
+  const Links links(block, peers, args);
   const LinkSet from = links.open(from_rank);
   const LinkSet to = links.open(to_rank);
   const Elements<Bytes, Block> elements(block, args);

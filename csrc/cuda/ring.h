@@ -13,7 +13,7 @@ namespace rota::cuda {
 
 template <typename Codec, typename Block>
 HOST_DEVICE void ring(const Block& block, const Peers& peers, const CollectiveArgs& args) {
-  const Links links(block, peers, args.fingerprint);
+  const Links links(block, peers, args);
   const Elements<Codec, Block> elements(block, args);
   const int rank = links.rank();
   const int world_size = links.world_size();

@@ -11,7 +11,7 @@ namespace rota::cuda {
 template <typename Codec, Sums kSums, typename Block>
 HOST_DEVICE void reduce_scatter(const Block& block, const Peers& peers,
                                 const CollectiveArgs& args) {
-  const Links links(block, peers, args.fingerprint);
+  const Links links(block, peers, args);
   const Elements<Codec, Block> elements(block, args);
   const LinkSet world = links.open(schedule::everyone(links.world_size()));
   const Shards shards(links, elements, world.ranks);
@@ -41,7 +41,7 @@ HOST_DEVICE void reduce_scatter(const Block& block, const Peers& peers,
 // input: this rank's shard; output: all. args.num_elems counts the output.
 template <typename Codec, typename Block>
 HOST_DEVICE void all_gather(const Block& block, const Peers& peers, const CollectiveArgs& args) {
-  const Links links(block, peers, args.fingerprint);
+  const Links links(block, peers, args);
   const Elements<Codec, Block> elements(block, args);
   const LinkSet world = links.open(schedule::everyone(links.world_size()));
   const Shards shards(links, elements, world.ranks);

@@ -14,7 +14,7 @@ namespace rota::cuda {
 template <typename Codec, Sums kSums, typename Block>
 HOST_DEVICE void two_shot_in_place(const Block& block, const Peers& peers,
                                    const CollectiveArgs& args, const MappedTensors& tensors) {
-  const Links links(block, peers, args.fingerprint);
+  const Links links(block, peers, args);
   const Elements<Codec, Block> elements(block, args);
   const RankSet everyone = schedule::everyone(links.world_size());
   const Shards shards(links, elements, everyone);

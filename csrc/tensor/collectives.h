@@ -66,6 +66,8 @@ class Collectives {
 
   // Blocks until queued work is done. check_interrupt runs meanwhile and may throw.
   virtual void finish(const std::function<void()>& check_interrupt) = 0;
+  // The same; throws if any of it has failed where no call has thrown.
+  virtual void check_results(const std::function<void()>&) {}
 };
 
 }  // namespace rota::tensors

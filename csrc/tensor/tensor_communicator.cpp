@@ -414,6 +414,11 @@ WorkRef TensorCommunicator::recv(const at::Tensor& tensor, int peer, int64_t tag
   });
 }
 
+void TensorCommunicator::check_results() {
+  if (!gpu_ || !cpu_->communicator()) return;
+  with_python_errors([&] { gpu_->check_results(options_.check_interrupt); });
+}
+
 void TensorCommunicator::close() {
   with_python_errors([&] {
     if (leave_unconnected() || !cpu_->communicator()) return;

@@ -101,6 +101,10 @@ class TensorCommunicator {
   // Whether send() and recv() support CUDA tensors, once GPUs are joined.
   bool has_transfers() const { return !gpu_ || gpu_->has_transfers(); }
 
+  // Blocks until what is queued on the GPU is done, and throws if any of it has failed: later than
+  // its call, which has only queued it. Does nothing before GPUs are joined.
+  void check_results();
+
   // Waits for queued work and for peers' kernels (core/joined_regions.h), then leaves the group.
   // Later calls fail. Idempotent. Inside a call of this communicator, such as in a signal handler,
   // it aborts the group instead, which ends that call.

@@ -466,7 +466,9 @@ class HookState:
         self._num_reductions += 1
         # torch sees no write: gradients that are views of the buffer would count as unchanged.
         torch.autograd.graph.increment_version(buffer)
-        self.results.add_bucket(entry.parameters, entry.stats, buffer, may_have_unused)
+        self.results.add_bucket(
+            entry.parameters, entry.stats, buffer, may_have_unused, communicator.check_results
+        )
         return future
 
     def replace_parameters(self, parameters: Sequence[torch.Tensor]) -> None:

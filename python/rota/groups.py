@@ -103,6 +103,11 @@ def qualified_name(pg: dist.ProcessGroup) -> str:
     return f"{_generation}/{pg.group_name}" if _generation else pg.group_name
 
 
+def is_of_this_generation(name: str) -> bool:
+    """Whether qualified_name() has given it since the generation began."""
+    return name.startswith(f"{_generation}/" if _generation else "")
+
+
 def store_of(pg: Ranks, name: str) -> dist.Store:
     """A part of the group's store for what the ranks make under this name in this generation.
 

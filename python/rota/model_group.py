@@ -41,6 +41,10 @@ class ModelGroup:
     def asks_replicas(self) -> bool:
         return self._replicas is not None
 
+    def check_results(self) -> None:
+        """Raises if a sum has failed on a GPU."""
+        self._communicator.check_results()
+
     def start(
         self, stats: Sequence[torch.Tensor], parameters: Iterable[torch.Tensor]
     ) -> torch.futures.Future[torch.Tensor]:

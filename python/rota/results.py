@@ -138,6 +138,7 @@ class Results:
         self._buckets: list[_Bucket] = []  # until it is closed and complete
         # For each bucket, float64: number of non-finite elements, sum of squares.
         self._stats: list[torch.Tensor] = []
+        self._check_results: Callable[[], None] = lambda: None  # of the last bucket's communicator
         # The sum of all ranks' stats, if the model lies on several ranks.
         self._model_stats: torch.futures.Future[torch.Tensor] | None = None
         self._totals: tuple[bool, float] | None = None  # the totals of the stats, once read
@@ -187,8 +188,13 @@ class Results:
         stats: torch.Tensor,
         buffer: torch.Tensor,
         may_have_unused: bool,
+        check_results: Callable[[], None],
     ) -> None:
-        """Call it before a bucket is reduced, which writes `stats`."""
+        """Call it before a bucket is reduced, which writes `stats`.
+
+        Args:
+            check_results: raises if the reduction has failed on a GPU, where that does not raise.
+        """
         self.is_complete = self.outcome.is_over = False
         self._totals = None
         versions = {}
@@ -201,6 +207,7 @@ class Results:
                 versions[i] = gradient._version
         self._buckets.append(_Bucket(parameters, versions))
         self._stats.append(stats)
+        self._check_results = check_results
 
     def end_with_backward(self, sends_without_gradient: bool, at_end: Callable[[], None]) -> None:
         """Call it after each bucket: completes the results when its graph task is over.
@@ -286,6 +293,11 @@ class Results:
             rows = (
                 torch.stack(stats).tolist() if len(stats) > 1 else [row.tolist() for row in stats]
             )
+            # A collective that gave up on a GPU has left NaN, which must not count as an overflow.
+            if self._stats and self._stats[0].is_cuda:
+                self._check_results()
+                if self._model_group is not None:
+                    self._model_group.check_results()
             self._totals = any(row[0] for row in rows), math.fsum(row[1] for row in rows)
         return self._totals
 

@@ -1,9 +1,11 @@
 // Waits that fail: a rank never launches, a rank aborts, or a rank launches something else. Every
-// thread of every block returns, the failure gives the reason, and no message is counted.
+// thread of every block returns, the failure gives the reason, no message is counted, and the
+// results are NaN.
 #include <atomic>
 #include <thread>
 
 #include "check.h"
+#include "cuda/spoil.h"
 #include "cuda/wait.h"
 #include "kernel_calls.h"
 
@@ -53,6 +55,8 @@ class LaunchWithTrouble {
                         .format = call_.format,
                         .args = {.input = {tensor},
                                  .output = {tensor},
+                                 .format = format(),
+                                 .output_floats = output_floats_,
                                  .num_elems = call_.num_elems,
                                  .shard_elems = shard_elems,
                                  .chunk_elems = slot_elems,
@@ -60,7 +64,7 @@ class LaunchWithTrouble {
                                  .group_size = group_size,
                                  .is_aligned = true,
                                  .op = ReduceOp::kSum,
-                                 .source = call_.root,
+                                 .source = has_source() ? call_.root : kNobody,
                                  .destination = call_.receiver,
                                  .fingerprint = rank == kOdd ? uint64_t{1} << 40 : 0}};
     for (size_t peer = 0; peer < tensors_.size(); ++peer) {
@@ -76,7 +80,27 @@ class LaunchWithTrouble {
   }
   bool was_stopped() const { return was_stopped_; }
 
+  // The watched rank's results are NaN, and what is none is as it was.
+  void check_spoiled(const std::string& what) const {
+    const auto& tensor = tensors_[static_cast<size_t>(watched_)];
+    const bool has_results = !has_source() || watched_ != call_.root;
+    const uint64_t num_elems =
+        call_.kernel == Kernel::kReduceScatter
+            ? schedule::shard_length(call_.num_elems, kWorldSize, kGranuleElems)
+            : call_.num_elems;
+    const size_t num_spoiled = has_results ? format().num_bytes(num_elems) : 0;
+    for (size_t i = 0; i < tensor.size(); ++i) {
+      const std::byte expected = i < num_spoiled ? cuda::kNanByte : std::byte{0};
+      if (tensor[i] != expected) fail(join(what, ": byte ", i, " is not spoiled, or is wrongly"));
+    }
+  }
+
  private:
+  bool has_source() const {
+    return call_.kernel == Kernel::kBroadcast || call_.kernel == Kernel::kTransfer;
+  }
+  WireFormat format() const { return has_source() ? cuda::kBytes : call_.format; }
+
   uint64_t num_shards(int group_size) const {
     switch (call_.kernel) {
       case Kernel::kTwoShot:
@@ -144,6 +168,9 @@ class LaunchWithTrouble {
   Trouble trouble_;
   int watched_;
   std::vector<std::vector<std::byte>> tensors_;
+  cuda::OutputFloats output_floats_ = call_.kernel == Kernel::kReduceScatter
+                                          ? cuda::OutputFloats::kOneShard
+                                          : cuda::OutputFloats::kAllShards;
   HostBarrier have_started_{kWorldSize};
   std::atomic<int> num_finished_ = 0;
   bool was_stopped_ = false;
@@ -201,6 +228,7 @@ void gives_up(const KernelCall& call, Trouble trouble, const GivenUp& expected) 
   check_equal(static_cast<int>(failure.rank), expected.waiting, what + ": the rank that waited");
   check(failure.channel < call.num_blocks, what);
   check_counts_nothing(grid, what);
+  work.check_spoiled(what);
   if (trouble == Trouble::kHasAnotherLaunch) return;
   check(elapsed >= kShort, call.to_string() + " gave up too soon");
   if (trouble != Trouble::kIsAbsent) return;

@@ -233,7 +233,38 @@ void trees_are_counted_for_kernels() {
   check_equal(plan.num_threads, cuda::kTreeThreads, "threads");
 }
 
+// What a launch that gives up may fill with NaN.
+void results_that_are_floats_are_known() {
+  const auto floats_of = [](cuda::Kernel kernel, const WireFormat& format, bool moves_floats) {
+    LaunchRequest request = good_request(kernel);
+    request.format = format;
+    request.moves_floats = moves_floats;
+    if (kernel == Kernel::kReduceScatter) request.output = {g_tensor + format.num_bytes(250)};
+    return plan_launch(request, good_peers(), kTuning).args;
+  };
+  using cuda::OutputFloats;
+  const auto check_floats = [](const cuda::CollectiveArgs& args, OutputFloats expected, int source,
+                               const char* what) {
+    check(args.output_floats == expected && args.source == source, what);
+  };
+  check_floats(floats_of(Kernel::kTwoShot, {DType::kBFloat16}, false), OutputFloats::kAllShards, -1,
+               "floats");
+  check_floats(floats_of(Kernel::kTwoShot, {DType::kInt32}, false), OutputFloats::kNone, -1,
+               "integers");
+  check_floats(floats_of(Kernel::kReduceScatter, {DType::kFloat32}, false), OutputFloats::kOneShard,
+               -1, "one shard");
+  check_floats(floats_of(Kernel::kBroadcast, cuda::kBytes, true), OutputFloats::kAllShards, 1,
+               "what a root has stays");
+  const auto copy_of = [](DType dtype) {
+    return cuda::request_for({.kind = CollectiveKind::kAllGather, .dtype = dtype, .num_elems = 8},
+                             4);
+  };
+  check(copy_of(DType::kComplex64).moves_floats, "complex numbers");
+  check(!copy_of(DType::kInt64).moves_floats, "bytes of integers");
+}
+
 const CaseTable kCases{
+    {"launch_output_floats", results_that_are_floats_are_known},
     {"launch_request", calls_are_asked_of_their_kernels},
     {"launch_orders", orders_pick_the_kernel_that_adds_in_them},
     {"launch_trees", trees_are_counted_for_kernels},

@@ -11,7 +11,7 @@ from torch import nn
 
 from elastic_workers import all_hear, first_order, serve, store_of
 from on_gpu import DEVICE, LIMIT_S, run_ranks
-from ranks import Rank, Ranks
+from ranks import Rank, Ranks, error_of
 from rota.elastic import Membership, State
 
 PARAMETER, MOMENTUM = 0.5, 2.0  # of a model that has trained
@@ -52,6 +52,39 @@ def copy_state(rank: Rank, port: int) -> tuple[bool, set[float], set[float]]:
     momenta = [optimizer.state[parameter]["momentum_buffer"] for parameter in model.parameters()]
     assert all(tensor.device == DEVICE for tensor in (*model.parameters(), *momenta))
     return has_copied, values_of(model.parameters()), values_of(momenta)
+
+
+def step_with_the_dead(rank: Rank, port: int) -> tuple[list[tuple[str, str]], set[float]]:
+    torch.cuda.set_device(DEVICE)
+    membership = Membership(store_of(port), rank=rank.rank)
+    model = nn.Linear(NUM_FEATURES, 1, bias=False).to(DEVICE)
+    model.weight.data.copy_(torch.full((1, NUM_FEATURES), PARAMETER))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    state = State(model=model, optimizer=optimizer)
+    state.synchronize(membership.next(min_members=2))
+    gradient = model.weight.grad = torch.zeros(1, NUM_FEATURES).to(DEVICE)
+    dist.all_reduce(gradient)
+    state.commit()
+    if rank.rank == 0:
+        dist.all_reduce(gradient, async_op=True)
+    rank.tell()
+    rank.hear()  # rank 1 is dead
+    errors = [error_of(optimizer.step), error_of(state.commit)]
+    return errors, values_of(model.parameters())
+
+
+def test_cuda_step_without_gradients_of_all_is_neither_taken_nor_committed(
+    store: dist.TCPStore,
+) -> None:
+    with Ranks(2, step_with_the_dead, store.port, timeout_s=LIMIT_S) as ranks:
+        for rank in range(2):
+            ranks.hear(rank)
+        ranks.kill(1)
+        ranks.tell(0)
+        errors, parameters = ranks.results(killed=[1])[0]
+    for error, text in errors:
+        assert error == "PeerFailed", text
+    assert parameters == {PARAMETER}
 
 
 def values_of(tensors: Iterator[torch.Tensor] | list[torch.Tensor]) -> set[float]:

@@ -80,6 +80,49 @@ def test_cuda_late_rank_is_a_timeout_that_names_it() -> None:
     assert later_error == "Timeout", later_text
 
 
+def queue_in_vain(rank: Rank) -> tuple[str, str]:
+    """Rank 1 takes no part in what rank 0 queues."""
+    comm = connect(rank, timeout_s=3.0)
+    comm.all_reduce(torch.zeros(2000).to(DEVICE))
+    torch.cuda.synchronize()
+    comm.check_results()
+    if rank.rank == 1:
+        rank.hear()
+        return error_of(comm.check_results)
+    sizes = {"low_latency": 300, "two_shot": 3001, "ring": 3001}
+    summed = {algorithm: torch.ones(size).to(DEVICE) for algorithm, size in sizes.items()}
+    halves, counts = torch.ones(3001).half().to(DEVICE), torch.arange(3001).to(DEVICE)
+    gathered, received = torch.zeros(2, 3001).to(DEVICE), torch.zeros(3001).to(DEVICE)
+    bucket, stats = torch.ones(3001).to(DEVICE), torch.zeros(2, dtype=torch.float64).to(DEVICE)
+    for algorithm, tensor in summed.items():
+        comm.all_reduce(tensor, "sum", algorithm)
+    comm.all_reduce(halves)
+    comm.all_reduce(counts)
+    comm.all_gather(gathered, received)
+    comm.broadcast(received, 1)
+    comm.reduce_bucket(bucket, stats, wire_dtype=torch.float8_e4m3fn, block_scaling=True)
+    torch.cuda.synchronize()
+    for tensor in (*summed.values(), halves, received, bucket):
+        assert tensor.cpu().isnan().all()
+    assert gathered.cpu().isnan().all()
+    assert_same(counts.cpu(), torch.arange(3001), "integers have no NaN")
+    num_non_finite, squares = stats.cpu().tolist()
+    assert num_non_finite == 3001 and squares != squares
+    error = error_of(comm.check_results)
+    rank.tell()
+    return error
+
+
+def test_cuda_results_of_what_has_failed_are_nan_and_checked() -> None:
+    with Ranks(2, queue_in_vain, timeout_s=LIMIT_S) as ranks:
+        ranks.hear(0)
+        ranks.tell(1)
+        results = ranks.results()
+    for error, text in results:
+        assert error == "Timeout", text
+        assert "rank 0" in text and "rank 1" in text
+
+
 def be_late(rank: Rank) -> float:
     comm = connect(rank)
     if rank.rank == 1:

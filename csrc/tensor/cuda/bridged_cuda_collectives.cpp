@@ -229,6 +229,12 @@ void BridgedCudaCollectives::finish(const std::function<void()>& check_interrupt
   gpus_.local().finish(check_interrupt);
 }
 
+void BridgedCudaCollectives::check_results(const std::function<void()>& check_interrupt) {
+  finish(check_interrupt);
+  bridged_.check_usable("check_results");
+  gpus_.local().check_results(check_interrupt);
+}
+
 namespace {
 
 // The GPUs of this host, joined; null and the reason if that is impossible.

@@ -41,6 +41,7 @@ class BridgedCudaCollectives final : public Collectives {
   WorkRef send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
   WorkRef recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
   void finish(const std::function<void()>& check_interrupt) override;
+  void check_results(const std::function<void()>& check_interrupt) override;
 
  private:
   // What ranks compare; none if the call goes through the host's memory, on all ranks. Throws

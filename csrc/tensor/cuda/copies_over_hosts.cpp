@@ -67,7 +67,7 @@ class AllGather {
   void reduce(uint64_t index) {
     Place& place = places_[index % kNumPlaces];
     gpus_.engine().finish(call_.kind_name(), place.exchange);
-    if (senders_.num_local() > 1) gpus_.all_gather(place.parts);
+    if (senders_.num_local() > 1) gpus_.all_gather(place.parts, call_.dtype);
   }
 
   void collect(uint64_t index) {
@@ -130,7 +130,7 @@ class Broadcast {
     DeviceEngine::Splits to = gpus_.engine().no_splits(), from = to;
     at::Tensor outgoing = gpus_.bytes(0), incoming = gpus_.bytes(0);
     if (is_of_root_) {
-      if (gpus_.bridge().local_size() > 1) gpus_.broadcast(chunk, root_.local_rank);
+      if (gpus_.bridge().local_size() > 1) gpus_.broadcast(chunk, root_.local_rank, call_.dtype);
     } else {
       const bool fits = range.num_elems == shard_bytes * num_rails();
       place.shards = fits ? chunk : gpus_.bytes(shard_bytes * num_rails());
@@ -157,7 +157,7 @@ class Broadcast {
   void reduce(uint64_t index) {
     Place& place = places_[index % kNumPlaces];
     gpus_.engine().finish(call_.kind_name(), place.exchange);
-    if (!is_of_root_) gpus_.gather_rails(place.shards);
+    if (!is_of_root_) gpus_.gather_rails(place.shards, call_.dtype);
   }
 
   void collect(uint64_t index) {

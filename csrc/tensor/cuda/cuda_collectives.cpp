@@ -107,6 +107,17 @@ void CudaCollectives::finish(const std::function<void()>& check_interrupt) {
   }
 }
 
+// The monitor says what has failed, soon after a kernel has.
+void CudaCollectives::check_results(const std::function<void()>& check_interrupt) {
+  finish(check_interrupt);
+  communicator_->check_usable("check_results");
+  while (executor_->failure()) {
+    check_interrupt();
+    std::this_thread::sleep_for(kFinishPoll);
+    communicator_->check_usable("check_results");
+  }
+}
+
 WorkRef CudaCollectives::launch(Launch mode, const c10::Stream& stream, ::c10d::OpType op_type,
                                 const char* title, at::TensorList tensors,
                                 c10::function_ref<void()> body) {
@@ -332,7 +343,8 @@ void CudaCollectives::run_encoded_all_gather(const Operation& operation, const C
   at::Tensor gathered = own.whole;
   if (world_size > 1) {
     gathered = at::empty({static_cast<int64_t>(world_size * part_bytes)}, own.whole.options());
-    const Call bytes{.kind = call.kind, .num_elems = part_bytes};
+    // Of a float, so that NaN takes the place of what does not arrive.
+    const Call bytes{.kind = call.kind, .dtype = DType::kFloat8E5M2, .num_elems = part_bytes};
     run(bytes, fingerprint, own.wire, gathered.data_ptr());
   }
   std::vector<Packed> outputs;

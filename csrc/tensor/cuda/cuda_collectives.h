@@ -37,6 +37,7 @@ class CudaCollectives final : public Collectives {
   WorkRef send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
   WorkRef recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
   void finish(const std::function<void()>& check_interrupt) override;
+  void check_results(const std::function<void()>& check_interrupt) override;
 
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
   // Whether all kernels have passed the self-test on all ranks.

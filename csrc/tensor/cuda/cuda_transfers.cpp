@@ -135,6 +135,7 @@ void CudaCollectives::run_transfer(const Call& call, void* data, int source, int
        .output = {data},
        .num_elems = call.num_bytes(),
        .format = cuda::kBytes,
+       .moves_floats = has_nan(call.dtype),
        .source = source,
        .destination = destination,
        .fingerprint = communicator_->post_transfer(call, source, destination)});

@@ -10,6 +10,15 @@
 
 namespace rota::tensors {
 
+namespace {
+
+// Bytes of floats as such: a kernel that gives up then leaves NaN.
+at::Tensor bytes_of(const at::Tensor& bytes, DType dtype) {
+  return has_nan(dtype) ? bytes.view(at::kFloat8_e5m2) : bytes;
+}
+
+}  // namespace
+
 RankOfEachHost::RankOfEachHost(std::vector<int> by_host) : ascending_(std::move(by_host)) {
   const std::vector<int> ranks = ascending_;
   std::ranges::sort(ascending_);
@@ -75,24 +84,26 @@ void HostGpus::all_reduce(const at::Tensor& tensor, ReduceOp op, const OrderOpti
               Launch::kBlocking);
 }
 
-void HostGpus::all_gather(const at::Tensor& shards) {
+void HostGpus::all_gather(const at::Tensor& shards, DType dtype) {
   const int64_t shard_elems = shards.numel() / bridge_.local_size();
-  const at::Tensor own = shards.narrow(0, bridge_.local_rank() * shard_elems, shard_elems);
-  local_->run(Operation{.kind = CollectiveKind::kAllGather, .inputs = own, .outputs = shards},
+  const at::Tensor all = bytes_of(shards, dtype);
+  const at::Tensor own = all.narrow(0, bridge_.local_rank() * shard_elems, shard_elems);
+  local_->run(Operation{.kind = CollectiveKind::kAllGather, .inputs = own, .outputs = all},
               Launch::kBlocking);
 }
 
-void HostGpus::broadcast(const at::Tensor& tensor, int local_root) {
+void HostGpus::broadcast(const at::Tensor& bytes, int local_root, DType dtype) {
+  const at::Tensor tensor = bytes_of(bytes, dtype);
   local_->run(Operation{.kind = CollectiveKind::kBroadcast, .outputs = tensor, .root = local_root},
               Launch::kBlocking);
 }
 
-void HostGpus::gather_rails(const at::Tensor& shards) {
+void HostGpus::gather_rails(const at::Tensor& shards, DType dtype) {
   if (bridge_.local_size() == 1) return;
-  if (are_all_on_rails()) return all_gather(shards);
+  if (are_all_on_rails()) return all_gather(shards, dtype);
   const int64_t shard_elems = shards.numel() / num_rails();
   for (int rail = 0; rail < num_rails(); ++rail) {
-    broadcast(shards.narrow(0, rail * shard_elems, shard_elems), rail);
+    broadcast(shards.narrow(0, rail * shard_elems, shard_elems), rail, dtype);
   }
 }
 

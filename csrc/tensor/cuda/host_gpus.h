@@ -91,11 +91,12 @@ class HostGpus {
   void reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
                       const OrderOptions& order);
   void all_reduce(const at::Tensor& tensor, ReduceOp op, const OrderOptions& order);
-  // Of shards, one after another; the own one lies in its place.
-  void all_gather(const at::Tensor& shards);
-  void broadcast(const at::Tensor& tensor, int local_root);
+  // Of the bytes of shards, one after another; the own one lies in its place. dtype: what they are
+  // of, here and below.
+  void all_gather(const at::Tensor& shards, DType dtype);
+  void broadcast(const at::Tensor& bytes, int local_root, DType dtype);
   // all_gather() of the rails' shards, also where other ranks of the host have none.
-  void gather_rails(const at::Tensor& shards);
+  void gather_rails(const at::Tensor& shards, DType dtype);
 
   // ---- between hosts
 

@@ -73,6 +73,10 @@ cuda::Kernel parse_kernel(std::string_view algorithm) {
   refuse(join("algorithm is '", algorithm, "', expected one of ", expected));
 }
 
+bool has_nan(const at::Tensor& tensor) {
+  return at::isFloatingType(tensor.scalar_type()) || at::isComplexType(tensor.scalar_type());
+}
+
 std::array<void*, kMaxLocalRanks> data_of(const std::vector<at::Tensor>& tensors) {
   std::array<void*, kMaxLocalRanks> data{};
   for (size_t rank = 0; rank < tensors.size(); ++rank) data[rank] = tensors[rank].data_ptr();
@@ -228,7 +232,8 @@ void LocalGroup::all_gather(const std::vector<at::Tensor>& outputs,
           .input = data_of(inputs),
           .output = data_of(outputs),
           .num_elems = num_bytes(outputs[0]),
-          .format = cuda::kBytes});
+          .format = cuda::kBytes,
+          .moves_floats = has_nan(outputs[0])});
 }
 
 void LocalGroup::broadcast(const std::vector<at::Tensor>& tensors, int root) {
@@ -239,6 +244,7 @@ void LocalGroup::broadcast(const std::vector<at::Tensor>& tensors, int root) {
           .output = data_of(tensors),
           .num_elems = num_bytes(tensors[0]),
           .format = cuda::kBytes,
+          .moves_floats = has_nan(tensors[0]),
           .source = root});
 }
 
@@ -256,6 +262,7 @@ void LocalGroup::send_recv(int src, int dst, const std::vector<at::Tensor>& tens
           .output = data_of(tensors),
           .num_elems = num_bytes(tensors[0]),
           .format = cuda::kBytes,
+          .moves_floats = has_nan(tensors[0]),
           .source = src,
           .destination = dst});
 }

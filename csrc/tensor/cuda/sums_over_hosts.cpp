@@ -72,7 +72,7 @@ class AllReduce {
   void collect(uint64_t index) {
     Place& place = places_[index % kNumPlaces];
     gpus_.engine().finish(call_.kind_name(), place.exchange);
-    gpus_.gather_rails(place.shards);
+    gpus_.gather_rails(place.shards, call_.dtype);
     if (!arrives_in_place(place.chunk)) take_home(place);
     place = {};
   }

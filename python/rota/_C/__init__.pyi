@@ -739,6 +739,17 @@ class Communicator:
     def has_failed(self) -> bool:
         """Whether every later call raises, because a call has failed or a rank has called abort."""
 
+    def check_results(self) -> None:
+        """Waits for what is queued on the GPU, and raises if any of it has failed.
+
+        Collectives on a GPU fail after the call has returned. Floats that they could not compute
+        are NaN then; integers are as they were. Call it before results are kept: before
+        optimizer.step() and before a checkpoint. Does nothing before GPUs are joined.
+
+        Raises:
+            rota.PeerFailed, rota.Timeout, rota.Mismatch: results since are not valid.
+        """
+
     def abort(self, reason: str) -> None:
         """Makes every waiting and every later call fail, on every rank, with this text."""
 
@@ -931,6 +942,9 @@ class ProcessGroupRota(dist._Backend):
     ) -> None: ...
     @property
     def options(self) -> BackendOptions: ...
+    def check_results(self) -> None:
+        """As Communicator.check_results."""
+
     def abort(self, reason: str = ...) -> None:
         """Makes every waiting and every later call fail, on every rank, with this text."""
     def spans_hosts(self, ranks: list[int]) -> bool:

@@ -14,7 +14,7 @@ from rota.communicator import Communicator, living_communicators
 from rota.elastic.forming import Forming
 from rota.elastic.handles import Handle, Processes
 from rota.errors import PeerFailed, RotaError
-from rota.groups import begin_generation, end_generation
+from rota.groups import begin_generation, end_generation, is_of_this_generation
 from rota.window import living_windows
 
 
@@ -165,6 +165,20 @@ def end_groups(reason: str) -> None:
     end_generation()
 
 
+def check_results() -> None:
+    """Waits for the collectives that are queued on a GPU, and raises if one has failed.
+
+    Raises:
+        rota.PeerFailed, rota.Timeout, rota.Mismatch: gradients may not have been reduced.
+    """
+    for communicator in living_communicators():
+        if is_of_this_generation(communicator.name):
+            communicator.check_results()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if (backend := _rota_backend(group)) is not None:
+            backend.check_results()
+
+
 def note_key(key: str) -> str:
     """In the store: a text of members for whoever comes later."""
     return f"note/{key}"
@@ -181,7 +195,14 @@ def _over_key(uuid: str) -> str:
 
 
 def _abort(group: dist.ProcessGroup, reason: str) -> None:
-    with contextlib.suppress(RuntimeError):  # no backend for the CPU, or one that is closed
+    with contextlib.suppress(RuntimeError):  # one that is closed
+        if (backend := _rota_backend(group)) is not None:
+            backend.abort(reason)
+
+
+def _rota_backend(group: dist.ProcessGroup) -> _C.ProcessGroupRota | None:
+    with contextlib.suppress(RuntimeError):  # no backend for the CPU
         backend = group._get_backend(torch.device("cpu"))
         if isinstance(backend, _C.ProcessGroupRota):
-            backend.abort(reason)
+            return backend
+    return None

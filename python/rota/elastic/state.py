@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils import _pytree
 
 from rota.elastic.arena import Arena, lies_on, put_on, take_from
-from rota.elastic.generation import Generation
+from rota.elastic.generation import Generation, check_results
 from rota.elastic.parts import LooseTensor, ModulePart, Storages, part_of, pickled_state
 from rota.elastic.reservation import Reservation, announce
 from rota.errors import Mismatch, TransportError
@@ -98,6 +98,10 @@ class State:
             (part_of(name, target) for name, target in objects.items()),
             key=lambda part: not isinstance(part, ModulePart),
         )
+        for target in objects.values():
+            if isinstance(target, torch.optim.Optimizer):
+                # A step cannot be taken back: parameters on a GPU have no other copy.
+                target.register_step_pre_hook(_check_results)
         self._num_steps = _FRESH
         self.seconds: dict[str, float] = {}
         self._kept: Arena | None = None
@@ -140,12 +144,17 @@ class State:
     def commit(self) -> None:
         """Ends a step, right after optimizer.step(). Does not wait for other ranks.
 
+        On a GPU, this and the step() of an optimizer in the state wait for the collectives that are
+        queued, whose failure would raise only later.
+
         The first one in a generation moves what is new to memory that peers can read, which costs a
         copy of it. Each copies what a failed step would have to get back.
 
         Raises:
             TypeError: an object's state cannot be pickled.
+            rota.PeerFailed, rota.Timeout, rota.Mismatch: a collective has failed on a GPU.
         """
+        check_results()
         self._num_steps = self.num_steps + 1
         if self._may_be_new:
             self._share()
@@ -394,6 +403,10 @@ class RandomState:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         torch.set_rng_state(state_dict["torch"])
         random.setstate(state_dict["python"])
+
+
+def _check_results(*_: object) -> None:
+    check_results()
 
 
 def _is_loose(leaf: Any) -> bool:
