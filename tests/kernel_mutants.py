@@ -147,6 +147,8 @@ def _conditions(text: str) -> Iterator[Site]:
     """Conditions that waits test."""
     for match in re.finditer(r"(?<!bool )\bis_of_this_round\([^()]*\)", text):
         yield _around(match.start(), match.end(), "is true", "(? || ", ")")
+    for match in re.finditer(r"packets\.is_retired\(\)", text):
+        yield _around(match.start(), match.end(), "is false", "(!? && ", ")")
     ends = r"waited_ns > peers\.\w+_ns|SystemWord<uint32_t>\(abort\)\.load\([^()]*\) != 0"
     for match in re.finditer(ends, text):
         yield _around(match.start(), match.end(), "is false", "(!? && ", ")")

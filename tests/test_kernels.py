@@ -93,7 +93,7 @@ CASES_OF_FILE = {
         "point_to_point",
     )
 } | {
-    "cuda/low_latency.h": ("kernel_mutants-low_latency", "kernel_timeout"),
+    "cuda/low_latency.h": ("kernel_mutants-low_latency", "kernel_timeout", "kernel_retired"),
     "cuda/elements.h": ("kernel_mutants-tree",),
     "cuda/shards.h": ("kernel_mutants-reduce_scatter", "kernel_mutants-all_gather"),
     "cuda/wait.h": (
@@ -123,6 +123,7 @@ CHECKS = (
     "sum of squares",
     "at rest",
     "spoiled",
+    "wrote to a peer",
 )
 # Time limit of a case with a mutant; each takes 3 s at most on two cores.
 MUTANT_TIMEOUT_S = 30.0

@@ -7,6 +7,7 @@ GPUs, tests what the kernels compute.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import threading
@@ -293,6 +294,50 @@ def test_failure_of_a_peer_is_no_overflow_of_gradients(
     assert kind == "PeerFailed", text
 
 
+def make_stream() -> int:
+    handle = ctypes.c_void_p()
+    assert cuda_runtime().cudaStreamCreateWithFlags(ctypes.byref(handle), 1) == 0
+    assert handle.value is not None
+    return handle.value
+
+
+def destroy_stream(handle: int) -> None:
+    assert cuda_runtime().cudaStreamDestroy(ctypes.c_void_p(handle)) == 0
+
+
+def reduce_on_recycled_stream() -> None:
+    group = rota.LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
+    first, second = ([torch.ones(1000).to("cuda") for _ in range(WORLD_SIZE)] for _ in range(2))
+    group.all_reduce([torch.ones(1000).to("cuda") for _ in range(WORLD_SIZE)])  # loads kernels
+    torch.cuda.synchronize()
+    gate, handle = Gate(), make_stream()
+    gate.put_on(handle)
+    with torch.cuda.stream(torch.cuda.ExternalStream(handle)):
+        group.all_reduce(first)
+    destroy_stream(handle)  # its work goes on
+    others = []
+    while (again := make_stream()) != handle:
+        others.append(again)
+        assert len(others) < 1000
+    stream = torch.cuda.ExternalStream(again)
+    with torch.cuda.stream(stream):
+        group.all_reduce(second)
+        done = stream.record_event()
+    time.sleep(0.2)  # far longer than a sum takes
+    assert not done.query(), "did not wait for the stream that had the handle before"
+    gate.open()
+    torch.cuda.synchronize()
+    for tensor in (*first, *second):
+        assert tensor.cpu().eq(WORLD_SIZE).all()
+
+
+@needs_local_group
+def test_stream_with_the_handle_of_a_destroyed_one_waits_for_that(
+    processes: SimulatedProcesses,
+) -> None:
+    processes.run(reduce_on_recycled_stream)
+
+
 def free_after_half_a_list() -> None:
     """The second tensor of a list is too long for its packed copy."""
     dist.init_process_group("rota", store=dist.HashStore(), rank=0, world_size=1)
@@ -320,6 +365,35 @@ def test_memory_of_a_list_that_fails_midway_is_kept_until_its_work_is_done(
     processes: SimulatedProcesses,
 ) -> None:
     processes.run(free_after_half_a_list, SIMULATED_GPU_MEMORY_MIB="256")
+
+
+def replay_without_group() -> None:
+    """Algorithms that need the group's memory."""
+    contributions = make_contributions(300, torch.float32)
+    for algorithm in ("low_latency", "one_shot", "two_shot", "ring"):
+        group = rota.LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
+        tensors = [contribution.to("cuda") for contribution in contributions]
+        group.all_reduce(tensors, algorithm=algorithm)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            group.all_reduce(tensors, algorithm=algorithm)
+        num_free = torch.cuda.mem_get_info()[0]
+        del group
+        assert torch.cuda.mem_get_info()[0] == num_free
+        graph.replay()
+        for tensor in tensors:
+            assert tensor.cpu().isnan().all()
+        del graph
+        gc.collect()
+        rota.LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
+        assert torch.cuda.mem_get_info()[0] > num_free, "what the graph has kept is not freed"
+
+
+@needs_local_group
+def test_graph_of_a_group_that_is_gone_touches_no_freed_memory(
+    processes: SimulatedProcesses,
+) -> None:
+    processes.run(replay_without_group)
 
 
 # ---- the interpreter's lock ----------------------------------------------------------------------

@@ -24,6 +24,8 @@ class JoinedRegions {
   JoinedRegions& operator=(const JoinedRegions&) = delete;
 
   const std::vector<std::byte*>& by_rank() const { return regions_.by_rank; }
+  // Frees this rank's.
+  const std::shared_ptr<void>& own() const { return regions_.own; }
   std::string_view means() const { return regions_.means; }
 
  private:

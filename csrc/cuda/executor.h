@@ -46,11 +46,19 @@ class Executor {
     schedule::Tuning tuning;
     transport::DeviceGeometry geometry;
     std::vector<std::byte*> regions;  // by rank; must outlive the executor
+    // Frees those of this process. Graphs keep it: their kernels read it, though they write to no
+    // other rank once the executor is gone.
+    std::shared_ptr<void> own_regions;
     std::chrono::nanoseconds stall_after = std::chrono::nanoseconds::max();  // take_stall()
     std::chrono::nanoseconds timeout;
   };
   // Uses the current GPU, as all methods do.
   explicit Executor(const Options& options);
+  // When nothing queued is left. A graph that is replayed later leaves NaN for results that are
+  // floats, as a launch that gives up does.
+  ~Executor();
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
 
   // Plans a launch for run(). Throws Error(kValue) if the kernel does not take the request.
   ResidentPlan plan(const LaunchRequest& request) const;
@@ -82,15 +90,26 @@ class Executor {
   // launch, as in any collective.
   bool has_transfers() const { return peers_.num_local_ranks == 1 && peers_.world_size() > 1; }
 
-  std::unique_ptr<HostWords, HostWordsDeleter> words_;
+  // What launches refer to, those in graphs too.
+  struct Shared {
+    std::unique_ptr<HostWords, HostWordsDeleter> words;
+    std::shared_ptr<void> own_regions;
+    StreamOrder order;  // of collectives and sends
+    // Of collectives and receives, if has_transfers(). Kept from the first collective on, not from
+    // the first receive: that receive would have to wait for everything in `order`, including this
+    // rank's sends, and graphs captured before it would not be ordered with receives when replayed
+    // beside them.
+    std::optional<StreamOrder> receives;
+  };
+
+  HostWords& words() const { return *shared_->words; }
+  // Has the kernels of graphs wait in vain, before they write to another rank.
+  void retire_regions();
+
+  std::shared_ptr<Shared> shared_;
+  uint64_t last_capture_ = 0;  // number of the last graph that keeps shared_; 0: none
   Peers peers_{};
   schedule::Tuning tuning_;
-  StreamOrder order_;  // of collectives and sends
-  // Of collectives and receives, if has_transfers(). Kept from the first collective on, not from
-  // the first receive: that receive would have to wait for everything in order_, including this
-  // rank's sends, and graphs captured before it would not be ordered with receives when replayed
-  // beside them.
-  std::optional<StreamOrder> receives_;
 };
 
 }  // namespace rota::cuda

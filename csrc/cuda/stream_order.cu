@@ -23,6 +23,12 @@ uint64_t capture_of(Stream stream) {
   return status == cudaStreamCaptureStatusActive ? number : 0;
 }
 
+uint64_t id_of(Stream stream) {
+  unsigned long long id = 0;
+  check_cuda(cudaStreamGetId(stream, &id), "cudaStreamGetId");
+  return id;
+}
+
 void wait(Stream stream, cudaEvent_t event, unsigned flags = cudaEventWaitDefault) {
   check_cuda(cudaStreamWaitEvent(stream, event, flags), "cudaStreamWaitEvent");
 }
@@ -31,12 +37,7 @@ void record(cudaEvent_t event, Stream stream) {
   check_cuda(cudaEventRecord(event, stream), "cudaEventRecord");
 }
 
-// The nodes that the next work captured on a stream will depend on.
-struct CapturedNodes {
-  cudaGraph_t graph = nullptr;
-  const cudaGraphNode_t* nodes = nullptr;
-  size_t num = 0;
-};
+}  // namespace
 
 CapturedNodes captured_on(Stream stream) {
   auto status = cudaStreamCaptureStatusNone;
@@ -51,6 +52,8 @@ CapturedNodes captured_on(Stream stream) {
   check_cuda(error, "cudaStreamGetCaptureInfo");
   return last;
 }
+
+namespace {
 
 // Makes `node` depend on these as well.
 void put_behind(const CapturedNodes& last, cudaGraphNode_t node) {
@@ -79,12 +82,13 @@ StreamOrder::~StreamOrder() {
 
 // A graph waits for `done_` and records it as an external event, once each time it runs. So its
 // replays are ordered with what is queued outside the graph.
-void StreamOrder::enter(Stream stream) {
+uint64_t StreamOrder::enter(Stream stream) {
+  const uint64_t id = id_of(stream);
   const uint64_t capture = capture_of(stream);
   if (capture != 0) has_captured_ = true;
   if (capture != last_capture_) record_node_ = nullptr;
   const bool is_in_order =
-      stream == last_stream_ && capture == last_capture_ && (capture != 0 || !has_captured_);
+      id == last_stream_ && capture == last_capture_ && (capture != 0 || !has_captured_);
   if (!is_in_order) {
     if (capture == 0) {
       wait(stream, done_);
@@ -94,8 +98,9 @@ void StreamOrder::enter(Stream stream) {
       wait(stream, done_, cudaEventWaitExternal);
     }
   }
-  last_stream_ = stream;
+  last_stream_ = id;
   last_capture_ = capture;
+  return capture;
 }
 
 void StreamOrder::leave(Stream stream) {

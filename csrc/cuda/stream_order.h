@@ -7,6 +7,7 @@
 #include "cuda/launch.h"
 
 struct CUevent_st;
+struct CUgraph_st;
 struct CUgraphNode_st;
 
 namespace rota::cuda {
@@ -20,7 +21,8 @@ class StreamOrder {
 
   // Call these around what is queued on `stream`: it starts after everything queued before, and
   // what is queued later starts after it.
-  void enter(Stream stream);
+  // enter() returns the number of the graph that the stream is being captured into; 0: none.
+  uint64_t enter(Stream stream);
   void leave(Stream stream);
 
   // Whether everything queued has finished, including graph replays that have begun.
@@ -36,12 +38,22 @@ class StreamOrder {
   Event done_ = nullptr;           // recorded after the last one; graphs record it when they run
   Event captured_done_ = nullptr;  // the same within the graph that is being captured
   Node record_node_ = nullptr;     // the node of that graph that records `done_`; null: none yet
-  Stream last_stream_ = nullptr;
+  // By its number, which is never used again; another stream may get its handle once it is
+  // destroyed, and its work may not be done by then.
+  uint64_t last_stream_ = 0;
   uint64_t last_capture_ = 0;  // number of the graph that the last one was captured in; 0: none
   bool has_captured_ = false;  // if so, the host does not know which came last
 };
 
 // Whether `stream` is being captured into a graph.
 bool is_capturing(Stream stream);
+
+// Of a stream that is: the graph, and the nodes that the next work on the stream will depend on.
+struct CapturedNodes {
+  CUgraph_st* graph = nullptr;             // cudaGraph_t
+  CUgraphNode_st* const* nodes = nullptr;  // const cudaGraphNode_t*
+  size_t num = 0;
+};
+CapturedNodes captured_on(Stream stream);
 
 }  // namespace rota::cuda

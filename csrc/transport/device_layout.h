@@ -29,6 +29,10 @@ struct alignas(kDeviceLineBytes) DeviceFlag {
   uint64_t payload;  // may be written, by the same thread, before the value that announces it
 };
 
+// What the counts of a region hold once nothing of its rank is left but graphs: more messages than
+// anybody waits for, so that their kernels write to no peer until they give up.
+inline constexpr uint64_t kRetired = uint64_t{1} << 62;
+
 // One rank's end of the two links that join it with one peer, in one channel. All words but the
 // payload count messages through the life of the communicator; all rest at 0.
 struct LinkEnd {

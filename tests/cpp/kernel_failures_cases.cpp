@@ -1,6 +1,6 @@
-// Waits that fail: a rank never launches, a rank aborts, or a rank launches something else. Every
-// thread of every block returns, the failure gives the reason, no message is counted, and the
-// results are NaN.
+// Waits that fail: a rank never launches, a rank aborts, a rank launches something else, or the
+// launch is of a graph whose communicator is gone. Every thread of every block returns, the failure
+// gives the reason, no message is counted, and the results are NaN.
 #include <atomic>
 #include <thread>
 
@@ -25,7 +25,7 @@ constexpr nanoseconds kLong = std::chrono::seconds(5);
 constexpr int kWorldSize = 3;
 constexpr int kOdd = 1;  // in rings, both of its neighbours wait for it
 
-enum class Trouble : uint8_t { kIsAbsent, kIsAbsentUntilAbort, kHasAnotherLaunch };
+enum class Trouble : uint8_t { kIsAbsent, kIsAbsentUntilAbort, kHasAnotherLaunch, kIsRetired };
 
 class LaunchWithTrouble {
  public:
@@ -40,7 +40,8 @@ class LaunchWithTrouble {
   // Ranks whose threads start late would seem absent.
   void prepare(int, int) { have_started_.arrive_and_wait(); }
   void launch(const HostBlock& block, int rank, int) {
-    if (rank == kOdd && trouble_ != Trouble::kHasAnotherLaunch) {
+    if (trouble_ == Trouble::kIsRetired && rank != watched_) return;
+    if (rank == kOdd && trouble_ != Trouble::kHasAnotherLaunch && trouble_ != Trouble::kIsRetired) {
       if (block.thread() == 0 && block.index() == 0) stand_by();
       return;
     }
@@ -205,6 +206,7 @@ FailureKind failure_of(Trouble trouble) {
     case Trouble::kIsAbsent:
       return FailureKind::kTimeout;
     case Trouble::kIsAbsentUntilAbort:
+    case Trouble::kIsRetired:
       return FailureKind::kAborted;
     case Trouble::kHasAnotherLaunch:
       return FailureKind::kMismatch;
@@ -260,6 +262,38 @@ void every_kernel_gives_up(Trouble trouble) {
            is_absent ? GivenUp{WaitPhase::kFreeSlot, 0} : GivenUp{kArrival, kOdd, 0});
   gives_up({.kernel = Kernel::kTransfer, .num_elems = 3000, .root = kOdd, .receiver = 0}, trouble,
            {kArrival, 0});
+}
+
+// The region's counts are what an executor leaves to graphs.
+void writes_to_no_peer_when_retired(const KernelCall& call) {
+  constexpr int kRank = 0;
+  HostGrid grid({.world_size = kWorldSize, .timeout_ns = uint64_t{nanoseconds(kLong).count()}});
+  const transport::DeviceGeometry& geometry = grid.peers(kRank).geometry;
+  std::byte* region = grid.peers(kRank).regions[kRank];
+  for (int channel = 0; channel < geometry.num_channels; ++channel) {
+    for (int peer = 0; peer < kWorldSize; ++peer) {
+      auto& end = *reinterpret_cast<transport::LinkEnd*>(region + geometry.link_end(channel, peer));
+      end.counts.sent = end.counts.received = transport::kRetired;
+    }
+    reinterpret_cast<transport::ChannelState*>(region + geometry.channel_state(channel))
+        ->packet_rounds = transport::kRetired;
+  }
+  grid.abort_everywhere();
+  LaunchWithTrouble work(grid, call, Trouble::kIsRetired, kRank);
+  grid.run(1, work);
+  for (int rank = 1; rank < kWorldSize; ++rank) {
+    check(grid.is_untouched(rank), call.to_string() + " of a retired rank wrote to a peer");
+  }
+  work.check_spoiled(call.to_string() + " of a retired rank");
+}
+
+void no_kernel_writes_to_peers_when_retired() {
+  for (const Kernel kernel : kAllKernels) {
+    const uint64_t num_elems = kernel == Kernel::kLowLatency ? 200 : 3000;
+    writes_to_no_peer_when_retired({.kernel = kernel, .num_elems = num_elems});
+  }
+  writes_to_no_peer_when_retired(
+      {.kernel = Kernel::kHierarchical, .num_elems = 3000, .group_size = 1});
 }
 
 // What it awaits arrives, and the sender leaves, after the kernel has looked for it and before the
@@ -350,6 +384,7 @@ const CaseTable kCases{
      }},
     {"kernel_timeout", [] { every_kernel_gives_up(Trouble::kIsAbsent); }},
     {"kernel_abort", [] { every_kernel_gives_up(Trouble::kIsAbsentUntilAbort); }},
+    {"kernel_retired", no_kernel_writes_to_peers_when_retired},
     {"kernel_another_launch", [] { every_kernel_gives_up(Trouble::kHasAnotherLaunch); }},
 };
 

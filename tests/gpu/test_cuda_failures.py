@@ -123,6 +123,37 @@ def test_cuda_results_of_what_has_failed_are_nan_and_checked() -> None:
         assert "rank 0" in text and "rank 1" in text
 
 
+def replay_when_closed(rank: Rank) -> None:
+    """A graph needs its communicator's memory, and must leave that of the peers alone."""
+    comm = connect(rank)
+    tensors = {
+        algorithm: torch.ones(300).to(DEVICE) for algorithm in ("low_latency", "two_shot", "ring")
+    }
+
+    def reduce() -> None:
+        for algorithm, tensor in tensors.items():
+            comm.all_reduce(tensor, "sum", algorithm)
+
+    reduce()
+    graph = capture(reduce)
+    comm.close()
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        for tensor in tensors.values():
+            assert tensor.cpu().isnan().all()
+    del graph
+    replacement = rank.communicator()
+    replacement.connect_device(DEVICE)  # destroys what the graph has left
+    tensor = torch.ones(300).to(DEVICE)
+    replacement.all_reduce(tensor)
+    assert_same(tensor.cpu(), torch.full((300,), 2.0), "of a new communicator")
+
+
+def test_cuda_graph_outlives_its_communicator() -> None:
+    run_ranks(2, replay_when_closed)
+
+
 def be_late(rank: Rank) -> float:
     comm = connect(rank)
     if rank.rank == 1:

@@ -68,6 +68,7 @@ CudaCollectives::CudaCollectives(std::shared_ptr<Communicator> communicator,
                                               .tuning = tuning_,
                                               .geometry = geometry_,
                                               .regions = gpus_.regions->by_rank(),
+                                              .own_regions = gpus_.regions->own(),
                                               .stall_after = kStallAfter,
                                               .timeout = communicator_->timeout()});
     monitor_.emplace(

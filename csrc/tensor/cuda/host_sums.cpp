@@ -30,6 +30,7 @@ HostSums::HostSums(int num_hosts, at::Device device) : num_hosts_(num_hosts), de
                                                                        .tuning = tuning,
                                                                        .geometry = geometry,
                                                                        .regions = regions_.by_rank,
+                                                                       .own_regions = regions_.own,
                                                                        .timeout = kTimeout});
 }
 

@@ -96,6 +96,7 @@ LocalGroup::LocalGroup(const Options& options)
       .tuning = tuning_,
       .geometry = geometry_,
       .regions = regions_.by_rank,
+      .own_regions = regions_.own,
       .timeout = options_.timeout,
   });
 }
