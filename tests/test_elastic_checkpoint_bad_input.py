@@ -273,13 +273,7 @@ def test_two_processes_of_a_rank_on_two_hosts_are_named() -> None:
 def disagree(rank: Rank, job: str, about: str) -> tuple[str, str]:
     world_size = 2 + rank.rank if about == "world_size" else 2
     checkpoint = open_checkpoint(rank, job, world_size=world_size)
-    if about == "steps":
-
-        def call() -> object:
-            checkpoint.save(0, {})
-            checkpoint.save(1 + rank.rank, {})
-            return checkpoint.save(3, {})
-    elif about == "call" and rank.rank == 1:
+    if about == "call" and rank.rank == 1:
 
         def call() -> object:
             return checkpoint.save(0, {})
@@ -295,12 +289,32 @@ def disagree(rank: Rank, job: str, about: str) -> tuple[str, str]:
     [
         ("world_size", ["rank 0/2 (pid ", "rank 1/3 (pid "]),
         ("call", ["'load'", "'save'"]),
-        ("steps", ["step 1", "step 2"]),
     ],
 )
 def test_ranks_that_disagree_are_named_with_what_each_said(about: str, expected: list[str]) -> None:
     for kind, text in run_ranks(2, disagree, uuid4().hex, about):
         assert kind == "Mismatch" and all(part in text for part in expected), text
+
+
+def save_different_steps(rank: Rank, job: str) -> list[tuple[str, str]]:
+    checkpoint = open_checkpoint(rank, job)
+    first = error_of(lambda: checkpoint.save(5 + rank.rank, state_of(rank.rank, 5, 10)))
+    assert checkpoint.load() is None
+    checkpoint.save(5, state_of(rank.rank, 5, 10))
+    later = error_of(lambda: checkpoint.save(7 - rank.rank, state_of(rank.rank, 7, 10)))
+    checkpoint.save(8, state_of(rank.rank, 8, 10))
+    again = error_of(lambda: checkpoint.save(9 + rank.rank, state_of(rank.rank, 9, 10)))
+    found = checkpoint.load()
+    assert found is not None and found[0] == 8 and is_state_of(rank.rank, *found)
+    checkpoint.close()
+    return [first, later, again]
+
+
+def test_different_steps_are_an_error_on_all_ranks_and_nothing_of_them_is_kept() -> None:
+    steps = [(5, 6), (7, 6), (9, 10)]
+    for errors in run_ranks(2, save_different_steps, uuid4().hex):
+        for (kind, text), both in zip(errors, steps, strict=True):
+            assert kind == "Mismatch" and all(f"step {step}" in text for step in both), text
 
 
 def save_and_leave(rank: Rank, job: str) -> None:

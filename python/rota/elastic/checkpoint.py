@@ -52,7 +52,7 @@ class Checkpoint:
       that are dead by then is lost with it, except on the other host.
 
     save(), load() and load_from_disk() are collective: every rank calls them in the same order. If
-    one fails on a rank, the next call on the others raises, too; after that all call load().
+    one fails on a rank, it raises on all; once a rank has started again, all call load().
 
     One thread at a time may use a Checkpoint. As a context manager it closes itself, unless the
     block is left by an exception.
@@ -148,9 +148,8 @@ class Checkpoint:
     def save(self, step: int, state: object) -> None:
         """Copies this rank's state to memory, as the newest version, and to the next host. Blocks.
 
-        The version before stays until all ranks have this one: a call blocks until all have
-        returned from the call before. Each copy takes one pass over the bytes; the first two also
-        reserve the memory.
+        Returns once all ranks have this version, and keeps the one before until then. Each copy
+        takes one pass over the bytes; the first two also reserve the memory.
 
         Args:
             step: at least 0, growing from call to call; the same on all ranks.
@@ -160,57 +159,61 @@ class Checkpoint:
 
         Raises:
             TypeError, ValueError: a tensor is elsewhere, a value cannot be pickled, or the step
-                does not grow. Nothing was saved.
-            rota.TransportError: memory is short; nothing was saved, and the last version is whole.
+                does not grow. The others raise rota.TransportError, which names this rank.
+            rota.TransportError: memory is short.
             rota.PeerFailed: a rank has ended.
             rota.Mismatch: ranks differ in the step.
-            rota.Timeout: a rank has not finished its last call; names it.
+            rota.Timeout: a rank has not saved in time; names it.
+
+        After an error no rank loads this version, and the last one is whole.
         """
-        if not isinstance(step, int) or step < 0:
-            raise ValueError(f"{WHAT}.save: step is {step!r}, expected an int of at least 0")
-        newest = self._newest
-        if newest is not None and self._session is not None and step <= newest.identity.step:
-            raise ValueError(
-                f"{WHAT}.save: step {step} comes after step {newest.identity.step}; steps must "
-                f"grow; nothing was saved; load() an older version to go back"
-            )
-        contents = Contents.of(state)
         deadline = self._deadline()
         session = self._session
         if session is None:
             session = self._begin("save", {}, deadline)
             self._protect(self._newest_common(session))
-        self._wait(session, deadline)
+        sources = [rank for rank in self._holder_of if self._holder_of[rank] == self._rank]
 
-        def copy() -> None:
+        def copy() -> Version:
             self._holdings.ensure_keeper()
-            identity = Identity(session.number, step, session.token, self._world_size)
             problem: Exception | None = None
             version: Version | None = None
             try:
-                plan = Plan(contents, identity, self._rank)
+                self._check_step(step)
+                identity = Identity(session.number, step, session.token, self._world_size)
+                plan = Plan(Contents.of(state), identity, self._rank)
                 version = plan.write(self._holdings.room(self._rank, plan.num_bytes))
             except Exception as error:  # raised once the next host knows
                 problem = error
             if self._exchange is not None:
-                sources = [rank for rank in self._holder_of if self._holder_of[rank] == self._rank]
                 self._exchange.run(
                     {self._holder_of[self._rank]: version},
                     {owner: owner for owner in sources},
                     self._holdings.room,
                 )
-                for owner in sources:
-                    self._holdings.advance(owner)
             if version is None:
                 raise problem or RotaError(f"{WHAT}.save: nothing was saved")
-            self._holdings.advance(self._rank)
-            self._newest = version
             self._holdings.ensure_keeper()
-            self._num_saves += 1
-            if self._num_saves == 3:  # all have two versions of this session
-                self._holdings.drop_all_but(self._owners_here(session))
+            return version
 
-        self._run(session, copy, step)
+        version = self._run(session, copy, step)
+        self._wait(session, deadline)
+        for owner in (self._rank, *sources):
+            self._holdings.advance(owner)
+        self._newest = version
+        self._num_saves += 1
+        if self._num_saves == 3:  # all have two versions of this session
+            self._holdings.drop_all_but(self._owners_here(session))
+
+    def _check_step(self, step: int) -> None:
+        if not isinstance(step, int) or step < 0:
+            raise ValueError(f"{WHAT}.save: step is {step!r}, expected an int of at least 0")
+        newest = self._newest
+        if newest is not None and step <= newest.identity.step:
+            raise ValueError(
+                f"{WHAT}.save: step {step} comes after step {newest.identity.step}; steps must "
+                f"grow; nothing was saved; load() an older version to go back"
+            )
 
     # ---- load ----
 
@@ -404,7 +407,7 @@ class Checkpoint:
             result = part()
         except BaseException as error:
             self._session = None
-            session.report(step, error)
+            session.report(error=error)
             raise
         session.report(step)
         return result

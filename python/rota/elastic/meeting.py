@@ -126,7 +126,7 @@ class Session:
         self._last = Report(number, step)
         if error is not None:
             kind = type(error).__name__
-            self._last = Report(number, step, str(error) or kind, kind)
+            self._last = Report(number, error=str(error) or kind, kind=kind)
         self._directory.report(self._own.rank, self.token, self._last)
 
     def wait(self, deadline: float, left: Callable[[], list[int]]) -> None:
@@ -169,7 +169,7 @@ class Session:
         if not poll(all_have_reported, deadline):
             raise Timeout(
                 f"{WHAT}: {self._own.who} waited in vain for "
-                f"{', '.join(claim.who for claim in missing)} to finish its last save() or load(); "
+                f"{', '.join(claim.who for claim in missing)} to finish its save() or load(); "
                 f"is it alive?"
             )
 
@@ -180,7 +180,7 @@ class Session:
         if report.number == self._last.number and report.step != self._last.step:
             raise Mismatch(
                 f"{WHAT}.save: {self._own.who} has saved step {self._last.step}, {claim.who} step "
-                f"{report.step}; all ranks must save the same steps"
+                f"{report.step}; no rank loads them: all must save the same steps"
             )
 
     # Why ranks will not report, by rank.
