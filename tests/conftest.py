@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 
     from simulated_processes import SimulatedProcesses
@@ -47,6 +48,20 @@ def processes() -> Iterator[SimulatedProcesses]:
         pytest.skip(f"no GPU can be simulated: {reason}")
     with contextlib.closing(SimulatedProcesses()) as server:
         yield server
+
+
+@pytest.fixture
+def odd_views() -> dict[str, torch.Tensor]:
+    """Tensors whose memory is not simply their elements, though they call themselves contiguous."""
+    import torch
+
+    pairs = torch.arange(6.0).view(3, 2)
+    return {
+        "stride": torch.full((1, 2), 3.0)[:, 0],
+        "strides": torch.arange(6, dtype=torch.int16).view(1, 3, 2)[:, 1:2, 1],
+        "conjugate": torch.view_as_complex(pairs.clone()).conj(),
+        "negative": torch.view_as_complex(pairs.clone()).conj().imag,
+    }
 
 
 @pytest.fixture

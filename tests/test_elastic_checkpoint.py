@@ -128,6 +128,19 @@ def test_tensors_that_are_one_stay_one_and_take_their_bytes_once() -> None:
     assert found[1]["in"].equal(tied)
 
 
+def test_odd_views_are_saved_and_loaded_by_value(odd_views: dict[str, torch.Tensor]) -> None:
+    values = {name: view.resolve_conj().resolve_neg().clone() for name, view in odd_views.items()}
+    with alone() as checkpoint:
+        checkpoint.save(0, odd_views)
+        found = checkpoint.load()
+        for view in odd_views.values():
+            view.zero_()
+        checkpoint.load(into=odd_views)
+    assert found is not None
+    for name, value in values.items():
+        assert found[1][name].equal(value) and odd_views[name].equal(value), name
+
+
 def test_load_into_fills_tensors_of_any_strides_and_returns_them() -> None:
     weight = torch.randn(5, 7)
     with alone() as checkpoint:

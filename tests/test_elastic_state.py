@@ -40,6 +40,20 @@ class Model(nn.Module):
         return self.tied(self.norm(self.first(inputs)).relu()) * self.view
 
 
+class Views:
+    """Views of other memory, among an object's state."""
+
+    def __init__(self, seed: int) -> None:
+        pairs = torch.arange(6.0).view(3, 2) + seed
+        self.views = [pairs[:1, 1], torch.view_as_complex(pairs).conj()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"views": self.views}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.views = state_dict["views"]
+
+
 class Trainee:
     """A model, its optimizer and all else that a run has, and a step that depends on all of it."""
 
@@ -50,11 +64,13 @@ class Trainee:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
         self.hook = rota.HookState(model=self.model, wire_dtype=torch.float16, **options)
+        self.views = Views(seed)
         self.state = State(
             hook=self.hook,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             random=RandomState(),
+            views=self.views,
             model=self.model,
         )
 
@@ -81,6 +97,7 @@ class Trainee:
             random.getstate(),
             self.scheduler.state_dict(),
             self.hook.state_dict()["num_reductions"],
+            [view.tolist() for view in self.views.views],
             self.state.num_steps,
         ]
 

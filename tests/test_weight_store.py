@@ -83,6 +83,22 @@ def test_pull_gives_the_published_bits_of_every_dtype(store: dist.Store) -> None
         assert_equal(weights, all_kinds(version))
 
 
+@pytest.mark.parametrize("wire", [None, torch.float16], ids=str)
+def test_odd_views_are_published_and_pulled_by_value(
+    store: dist.Store, odd_views: dict[str, torch.Tensor], wire: torch.dtype | None
+) -> None:
+    values = {name: view.resolve_conj().resolve_neg().clone() for name, view in odd_views.items()}
+    publisher = rota.WeightStore(store, rank=0, wire_dtype=wire)
+    publisher.publish(0, odd_views)
+    reader = rota.WeightStore(store)
+    pulled = reader.pull()[1]
+    for view in odd_views.values():
+        view.zero_()
+    reader.pull(into=odd_views)
+    for name, value in values.items():
+        assert pulled[name].equal(value) and odd_views[name].equal(value), name
+
+
 def rounded(tensor: torch.Tensor, wire: torch.dtype, block_scaling: bool) -> torch.Tensor:
     """What encode() and decode() make of it; blocks do not cross the buckets of 128 elements."""
     values = tensor.float().contiguous().view(-1)

@@ -21,6 +21,7 @@ from rota.elastic.parts import LooseTensor, ModulePart, Storages, part_of, pickl
 from rota.elastic.reservation import Reservation, announce
 from rota.errors import Mismatch, TransportError
 from rota.joint import sides
+from rota.layout import bytes_of
 
 # Of tensors that are made anew by a state_dict(): shorter ones are pickled if they are on a GPU, or
 # more than plain numbers.
@@ -280,7 +281,7 @@ class State:
         def loosen(leaf: Any) -> Any:
             if not _is_loose(leaf):
                 return leaf
-            loose.append(leaf.reshape(-1).view(torch.uint8))
+            loose.append(bytes_of(leaf.detach()))
             return LooseTensor(len(loose) - 1, leaf.dtype, tuple(leaf.size()))
 
         pickled = {

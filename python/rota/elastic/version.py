@@ -28,6 +28,7 @@ from rota import _C
 from rota.elastic.contents import WHAT, Contents, Look
 from rota.elastic.keeper import SEALS
 from rota.errors import TransportError
+from rota.layout import bytes_of, is_flat
 from rota.memory import map_pages, round_up
 
 MAGIC = int.from_bytes(b"rota-cp1", "little")
@@ -240,7 +241,7 @@ class Version:
         next_bucket = 0
         for tensor, part, entry in zip(tensors, self.parts(), self.tail.entries, strict=True):
             target = tensor
-            if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            if not is_flat(tensor):
                 target = entry.look.empty()
             for to, source in zip(buckets(bytes_of(target)), buckets(part), strict=True):
                 if _C.copy_with_checksum(to, source) != checksums[next_bucket]:
@@ -279,8 +280,7 @@ class Plan:
         checksums = array("Q")
         for tensor, entry in zip(self._contents.tensors, self._tail.entries, strict=True):
             target = memory.bytes[entry.begin :][: entry.num_bytes]
-            source_bytes = bytes_of(tensor.resolve_conj().resolve_neg().contiguous())
-            for to, source in zip(buckets(target), buckets(source_bytes), strict=True):
+            for to, source in zip(buckets(target), buckets(bytes_of(tensor)), strict=True):
                 checksums.append(_C.copy_with_checksum(to, source))
         tail = Tail(**{**vars(self._tail), "checksums": checksums.tobytes()})
         text = tail.to_bytes()
@@ -289,11 +289,6 @@ class Plan:
         )
         memory.write_head(self._tail_begin, text)
         return Version(memory, tail, self._tail_begin + len(text))
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory, as uint8."""
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def buckets(content: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from rota import _C
+from rota.layout import flat_of, is_flat
 from rota.weights.layout import Bucket, Entry, WeightShard, Wire, dtype_named
 from rota.weights.memory import OpenedPublisher
 
@@ -153,12 +154,8 @@ def plan_bucket(
     decoded_dtype = dtype if wire is None else torch.float32
     targets = [wanted.tensor[overlap.in_shard] for _, overlap in cuts]
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-    if (
-        targets[0].numel() == bucket.num_elems
-        and targets[0].is_contiguous()
-        and dtype == decoded_dtype
-    ):
-        elems = targets[0].view(-1)
+    if targets[0].numel() == bucket.num_elems and is_flat(targets[0]) and dtype == decoded_dtype:
+        elems = flat_of(targets[0])
     else:
         elems = scratch.elems(bucket.num_elems, decoded_dtype)
         for (box, overlap), target in zip(cuts, targets, strict=True):

@@ -13,6 +13,7 @@ import torch
 
 from rota import _C
 from rota.errors import Mismatch, RotaError, Timeout
+from rota.layout import flat_of
 from rota.memory import empty
 from rota.sharding import local_of
 from rota.weights.directory import Claim, Directory
@@ -214,7 +215,7 @@ class Publisher:
 
 def store(entry: Entry, tensor: torch.Tensor, buffer: torch.Tensor) -> list[int]:
     """Stores a tensor in a publisher's buffer; returns the checksums of its buckets."""
-    flat = tensor.contiguous().view(-1)
+    flat = flat_of(tensor)
     wire = entry.wire
     checksums = []
     for bucket in entry.buckets():
