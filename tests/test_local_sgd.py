@@ -372,7 +372,7 @@ def train_workers(rank: Rank, wire_dtype: torch.dtype) -> torch.Tensor:
     crossed = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])][rank.rank in (1, 2)]
     of_other_shards = rota.HookState(crossed, torch.float32)
     error, text = error_of(lambda: rota.LocalSGD(model, 2, state=of_other_shards))
-    assert error == "Mismatch" and "disagree on shard: " in text
+    assert error == "Mismatch" and "disagree on shard: " in text, text
     peers, every_rank, sharded = results
     assert_same(sharded, peers, "shards and replicas")
     # The same mean of four ranks, of which two and two are equal: every sum is exact.

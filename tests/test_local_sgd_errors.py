@@ -96,6 +96,14 @@ def disagree(rank: Rank) -> list[tuple[str, str]]:
         error_of(lambda: rota.LocalSGD(nn.Sequential(*list(model)[: 1 + 2 * rank.rank]), 2)),
         error_of(lambda: rota.LocalSGD(nn.Linear(2 + rank.rank, 1), 2)),
     ]
+    for lr, momentum in ((0.5 + rank.rank, 0.0), (0.5, 0.9 * rank.rank)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+        errors.append(error_of(lambda optimizer=optimizer: rota.DiLoCo(model, optimizer, 2)))
+    make = (torch.optim.SGD, torch.optim.Adam)[rank.rank]
+    errors.append(error_of(lambda: rota.DiLoCo(model, make(model.parameters(), lr=0.5), 2)))
+    diloco = make_diloco(make_model(), 1)
+    diloco.outer_optimizer.param_groups[0]["lr"] = 0.5 + rank.rank
+    errors.append(error_of(diloco.step))
     outer = rota.LocalSGD(model, 4)
     outer.num_steps += 4 * rank.rank
     before = flat(model)
@@ -111,7 +119,7 @@ def disagree(rank: Rank) -> list[tuple[str, str]]:
 
 def test_ranks_that_disagree_get_a_mismatch() -> None:
     for errors in run_ranks(2, disagree):
-        assert [error for error, _ in errors] == ["Mismatch"] * 6
+        assert [error for error, _ in errors] == ["Mismatch"] * 10
         for (_, text), part in zip(
             errors,
             (
@@ -119,6 +127,10 @@ def test_ranks_that_disagree_get_a_mismatch() -> None:
                 "num_fragments: rank 0 has 1; rank 1 has 2",
                 "num_tensors: rank 0 has 2; rank 1 has 4",
                 "broadcast(float32[2], root 0)",
+                "outer_optimizer: rank 0 has SGD(lr=0.5, ",
+                "momentum=0.9, ",
+                "rank 1 has Adam(lr=0.5, ",
+                "outer_optimizer's lr is 0.5 on rank 0, 1.5 on rank 1",
                 "step is 4 on rank 0, 8 on rank 1",
                 "wire",
             ),
@@ -150,6 +162,31 @@ def test_what_belongs_to_nobody_or_to_one_rank_is_not_averaged() -> None:
     for errors in run_ranks(2, leave_to_others):
         for error, text in errors:
             assert error == "ValueError" and "ranks [0, 1]" in text and "same shard" in text
+
+
+def change_the_model(rank: Rank) -> list[tuple[str, str]]:
+    rank.init()
+    errors = []
+    for make in (rota.LocalSGD, make_diloco):
+        model = make_model()
+        model[0].weight.requires_grad_(False)
+        outer = make(model, 2)
+        model[0].weight.requires_grad_(True)
+        outer.step()
+        errors.append(error_of(outer.step))
+        outer = make(model, 1)
+        model[2].bias = nn.Parameter(torch.zeros(48))
+        model.append(nn.Linear(2, 2))
+        errors += [error_of(outer.step), error_of(outer.sync)]
+    make(make_model(), 1).step()  # the group is usable
+    return errors
+
+
+def test_parameters_that_came_later_are_named() -> None:
+    expected = ["came later: ['0.weight']", *["came later: ['2.bias', '5.weight', '5.bias']"] * 2]
+    for errors in run_ranks(2, change_the_model):
+        for (error, text), part in zip(errors, expected * 2, strict=True):
+            assert error == "ValueError" and part in text, text
 
 
 def use_badly(rank: Rank) -> list[tuple[str, str]]:
@@ -189,6 +226,7 @@ def use_badly(rank: Rank) -> list[tuple[str, str]]:
         lambda: rota.DiLoCo(model, partial, 8),
         lambda: rota.DiLoCo(model, of_another, 8),
         lambda: outer.load_state_dict(smaller.state_dict()),
+        outer_optimizer.step,
     ]
     return [error_of(call) for call in calls]
 
@@ -213,6 +251,7 @@ def test_bad_use_is_an_error_that_says_what_to_do() -> None:
         ("ValueError", "lacks ['2.weight', '2.bias', '4.weight', '4.bias']"),
         ("ValueError", "has 1 others"),
         ("ValueError", "'0.bias' is missing, expected [64]"),
+        ("ValueError", "make another optimizer for the inner steps"),
     ]
     for errors in run_ranks(2, use_badly):
         for (error, text), (expected_error, part) in zip(errors, expected, strict=True):

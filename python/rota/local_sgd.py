@@ -26,7 +26,7 @@ from rota.fused import HookState, telling_peers
 from rota.gradients import Reduction, free_buckets
 from rota.groups import member_group
 from rota.joint import JointSteps, check_alike
-from rota.sharding import check_same_shards, fsdp1_shards, local_of, own_shard
+from rota.sharding import as_dtensor, check_same_shards, fsdp1_shards, local_of, own_shard
 
 BUCKET_CAP_MB = 25.0
 
@@ -149,12 +149,14 @@ class LocalSGD:
                     "fragment_sync_delay": fragment_sync_delay,
                     "num_tensors": len(tensors),
                     "shard": next((shard for shard in shards if shard is not None), 0),
+                    **self._other_arguments(),
                 }
             )
 
         group = state.group if isinstance(state, HookState) else None
         steps = JointSteps.over(member_group(group, "LocalSGD"), "LocalSGD")
         check_alike(self._name, [json.loads(text) for text in steps.step(check)])
+        self._module = module
         self._synced = [
             _Synced(
                 name, module, tensor if isinstance(tensor, nn.Parameter) else None, _copy_of(tensor)
@@ -185,6 +187,8 @@ class LocalSGD:
 
         Raises:
             rota.Mismatch: the ranks are at different steps; parameters stay as they were.
+            ValueError: the model has parameters to train that it had not when this was made, or
+                that were frozen then; names them.
             rota.Timeout, rota.PeerFailed: a rank did not come, or failed; names it.
         """
         self.num_steps += 1
@@ -213,6 +217,8 @@ class LocalSGD:
 
     @torch.no_grad()
     def _start(self, number: int) -> _InFlight:
+        with telling_peers(self.state):
+            self._check_all_synced()
         fragment = self._fragments[number]
         self._synced_at[number] = self.num_steps
         for synced in fragment:
@@ -230,7 +236,7 @@ class LocalSGD:
         try:
             with telling_peers(self.state):
                 reduction.finish()
-            self._check_agreement(step=self.num_steps)
+            self._check_agreement(self._agreed())
             if self.state.found_inf:
                 self._skip(fragment)
                 return
@@ -377,17 +383,47 @@ class LocalSGD:
                 f"after sync() on every rank"
             )
 
-    def _check_agreement(self, **values: int) -> None:
+    def _check_all_synced(self) -> None:
+        """Raises ValueError if the model has parameters to train that are not synchronised."""
+        known = {id(synced.parameter) for synced in self._synced}
+        # fully_shard puts others in their places during a forward pass.
+        sharded = {
+            synced.name
+            for synced in self._synced
+            if synced.parameter is not None and as_dtensor(synced.parameter) is not None
+        }
+        later = [
+            name
+            for name, parameter in self._module.named_parameters()
+            if parameter.requires_grad and id(parameter) not in known and name not in sharded
+        ]
+        if later:
+            raise ValueError(
+                f"{self._name}: parameters that were unfrozen or came later: {later}; they are not "
+                f"synchronised, so that workers would drift apart: make a new {self._name} with "
+                f"this model"
+            )
+
+    def _other_arguments(self) -> dict[str, str]:
+        """What a subclass compares between ranks, by name, once more."""
+        return {}
+
+    def _agreed(self) -> dict[str, float]:
+        """What ranks must have alike at each outer step, by name."""
+        return {"step": self.num_steps}
+
+    def _check_agreement(self, values: Mapping[str, float]) -> None:
         """Raises rota.Mismatch on all ranks if they have different values. Collective."""
-        own = torch.tensor(list(values.values()), dtype=torch.int64, device="cpu")
+        own = torch.tensor(list(values.values()), dtype=torch.float64, device="cpu")
         of_ranks = own.new_empty(dist.get_world_size(self.state.group), len(own))
         self.state.communicator.all_gather(of_ranks, own)
         for name, column in zip(values, of_ranks.T.tolist(), strict=True):
             other = next((rank for rank, value in enumerate(column) if value != column[0]), None)
             if other is not None:
+                texts = [f"{column[rank]:.15g}" for rank in (0, other)]
                 raise Mismatch(
-                    f"{self._name}: {name} is {column[0]} on rank 0, {column[other]} on rank "
-                    f"{other}; every rank of the state's group needs the same"
+                    f"{self._name}: {name} is {texts[0]} on rank 0, {texts[1]} on rank {other}; "
+                    f"every rank of the state's group needs the same"
                 )
 
     @torch.no_grad()
@@ -407,8 +443,8 @@ class DiLoCo(LocalSGD):
     Args:
         outer_optimizer: of the model's parameters, without steps taken: this puts the float32
             copies in their places, so that nothing else may step it. Its learning rate may change
-            at any time, alike on all ranks. The paper uses SGD with Nesterov momentum of 0.9 and
-            lr=0.7.
+            at any time, alike on all ranks, which is compared. The paper uses SGD with Nesterov
+            momentum of 0.9 and lr=0.7.
         The others: as for rota.LocalSGD.
 
     Raises:
@@ -453,13 +489,41 @@ class DiLoCo(LocalSGD):
             # In place: some optimizers keep the list. Aliases without gradients take the places of
             # frozen parameters, which may have gradients from before they were frozen.
             group["params"][:] = [copies.get(id(p), p.detach()) for p in group["params"]]
+        self._is_outer_step = False
+        outer_optimizer.register_step_pre_hook(self._check_is_outer_step)
 
     def _check_arguments(self, module: nn.Module, num_tensors: int) -> None:
         _check_optimizer(module, self.outer_optimizer)
         super()._check_arguments(module, num_tensors)
 
+    def _other_arguments(self) -> dict[str, str]:
+        plain = (int, float, str, tuple, list, torch.Tensor)
+        groups = [
+            ", ".join(f"{name}={x}" for name, x in group.items() if isinstance(x, plain))
+            for group in ({**g, "params": None} for g in self.outer_optimizer.param_groups)
+        ]
+        return {"outer_optimizer": f"{type(self.outer_optimizer).__name__}({'; '.join(groups)})"}
+
+    def _agreed(self) -> dict[str, float]:
+        rates = [group.get("lr", 0.0) for group in self.outer_optimizer.param_groups]
+        return {
+            **super()._agreed(),
+            **{_rate_name(i, len(rates)): float(rate) for i, rate in enumerate(rates)},
+        }
+
+    def _check_is_outer_step(self, *_: object) -> None:
+        if not self._is_outer_step:
+            raise ValueError(
+                "rota.DiLoCo: outer_optimizer.step() was called; only outer steps call it: make "
+                "another optimizer for the inner steps"
+            )
+
     def _update_copies(self, fragment: Sequence[_Synced]) -> None:
-        self.outer_optimizer.step()  # passes over the copies of other fragments: no gradients
+        self._is_outer_step = True
+        try:
+            self.outer_optimizer.step()  # passes over copies of other fragments: no gradients
+        finally:
+            self._is_outer_step = False
         super()._update_copies([s for s in fragment if s.parameter is None])
 
     def state_dict(self) -> dict[str, Any]:
@@ -468,6 +532,11 @@ class DiLoCo(LocalSGD):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self.outer_optimizer.load_state_dict(state_dict["outer_optimizer"])
+
+
+def _rate_name(number: int, num_groups: int) -> str:
+    of_group = f" in parameter group {number}" if num_groups > 1 else ""
+    return f"outer_optimizer's lr{of_group}"
 
 
 def _tensors_to_sync(caller: str, module: nn.Module) -> dict[str, torch.Tensor]:
