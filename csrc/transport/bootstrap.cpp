@@ -81,7 +81,7 @@ Bootstrap::~Bootstrap() = default;
 std::function<void(const Bootstrap::IsMissing&)> Bootstrap::make_check(
     std::chrono::milliseconds timeout, const std::function<void()>& check_interrupt) const {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
-  return [this, deadline, &check_interrupt](const IsMissing& is_missing) {
+  return [this, timeout, deadline, &check_interrupt](const IsMissing& is_missing) {
     check_interrupt();
     if (std::chrono::steady_clock::now() < deadline) return;
     std::string missing;
@@ -90,7 +90,9 @@ std::function<void(const Bootstrap::IsMissing&)> Bootstrap::make_check(
       missing += join(missing.empty() ? "" : ", ", peer);
     }
     fail(join("rank ", rank_, "/", world_size_, " still waits for rank ", missing,
-              " to make this group; has its process ended?"));
+              " to make this group, after ", timeout.count() / 1e3,
+              " s: does it make the same group, Communicator or hook, in the same order as this "
+              "rank, and is its process alive?"));
   };
 }
 

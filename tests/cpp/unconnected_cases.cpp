@@ -146,7 +146,9 @@ void group_made_again_waits_for_the_peer_to_make_it_again() {
     if (index == 0) {
       const Error error =
           expect_error(ErrorKind::kTransport, [&] { second.connect(milliseconds(100), [] {}); });
-      check_contains(error.what(), "still waits for rank 1 to make this group");
+      check_contains(
+          error.what(),
+          "still waits for rank 1 to make this group, after 0.1 s: does it make the same");
       store.set("used", "1");
     }
     connect_now(second)->barrier(CallerThread::kUser);
