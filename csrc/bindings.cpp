@@ -268,6 +268,19 @@ PYBIND11_MODULE(_C, module) {
             return with_python_errors([&] { return self.empty(num_elems, dtype); });
           },
           py::arg("num_elems"), py::arg("dtype"), ReleaseGil());
+  module.def(
+      "check_messages_apart",
+      [](const std::vector<at::Tensor>& sent, const std::vector<at::Tensor>& received) {
+        std::vector<Operation> messages;
+        for (const at::Tensor& tensor : sent) {
+          messages.push_back({.kind = CollectiveKind::kSendRecv, .inputs = tensor});
+        }
+        for (const at::Tensor& tensor : received) {
+          messages.push_back({.kind = CollectiveKind::kSendRecv, .outputs = tensor});
+        }
+        with_python_errors([&] { check_apart(messages); });
+      },
+      py::arg("sent"), py::arg("received"), ReleaseGil());
   module.def("block_elems", &block_elems, py::arg("wire_dtype"));
   module.def("isa", [] { return rota::cpu::element_loops().isa; });
   module.def("cuda_archs", &rota::cuda::archs);

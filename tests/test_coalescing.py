@@ -107,3 +107,38 @@ def test_block_that_an_exception_leaves_is_at_its_end() -> None:
         kinds = [kind for kind, _ in errors]
         assert kinds[:3] == ["ValueError", "ValueError", "TypeError"], errors
         assert kinds[3] == "Stop" and "nothing" not in kinds[4:], errors
+
+
+def share_memory_in_a_batch(rank: Rank) -> list[tuple[str, str]]:
+    rank.init()
+    peer = 1 - rank.rank
+    x = torch.arange(8.0) + 8 * rank.rank
+
+    def run(*messages: tuple[Callable[..., object], torch.Tensor, int]) -> None:
+        ops = [dist.P2POp(op, tensor, to) for op, tensor, to in messages]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    errors = []
+    for batch in (
+        ((dist.isend, x, peer), (dist.irecv, x, peer)),
+        ((dist.irecv, x[:4], peer), (dist.irecv, x[3:7], peer)),
+        ((dist.isend, x[:4], rank.rank), (dist.irecv, x[2:6], rank.rank)),
+    ):
+        errors.append(error_of(lambda batch=batch: run(*batch)))
+        check_alive(rank)
+    assert x.equal(torch.arange(8.0) + 8 * rank.rank)
+    run((dist.isend, x[::2], peer), (dist.irecv, x[1::2], peer))
+    assert x[1::2].equal(torch.arange(0.0, 8.0, 2) + 8 * peer)
+    run((dist.isend, x[:4], peer), (dist.isend, x[:4], peer))
+    for _ in range(2):
+        dist.recv(torch.zeros(4), peer)
+    run((dist.isend, x[:4], rank.rank), (dist.irecv, x[4:], rank.rank))
+    assert x[:4].equal(x[4:])
+    return errors
+
+
+def test_batch_whose_messages_share_memory_is_refused_before_any_starts() -> None:
+    for errors in run_ranks(2, share_memory_in_a_batch):
+        for kind, text in errors:
+            assert kind == "ValueError" and "share memory; give each its own" in text, text

@@ -241,11 +241,13 @@ WorkPtr ProcessGroupRota::work_of(const WorkRef& work, CollectiveKind kind, Tens
 void ProcessGroupRota::startCoalescing() {
   TORCH_CHECK(block() == nullptr,
               "rota: startCoalescing() in a coalesced call; end that one first");
-  coalescing_ = std::make_shared<Block>();
-  if (!options_->watch_block) return;
-  options_->watch_block([weak = std::weak_ptr(coalescing_)] {
-    if (const auto block = weak.lock()) block->is_left = true;
-  });
+  const auto begun = std::make_shared<Block>();
+  if (options_->watch_block) {
+    options_->watch_block([weak = std::weak_ptr(begun)] {
+      if (const auto block = weak.lock()) block->is_left = true;
+    });
+  }
+  coalescing_ = begun;  // unless the block is refused
 }
 
 WorkPtr ProcessGroupRota::endCoalescing() {

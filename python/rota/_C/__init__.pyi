@@ -78,6 +78,13 @@ def move_storage(tensor: torch.Tensor, place: torch.Tensor, *, copies: bool) -> 
 def checksum(tensor: torch.Tensor) -> int:
     """64 bits of the bytes of a contiguous CPU tensor; against damage, not against forgery."""
 
+def check_messages_apart(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+    """For messages that start together.
+
+    Raises:
+        ValueError: one that is received shares memory with another message.
+    """
+
 def copy_with_checksum(dst: torch.Tensor, src: torch.Tensor) -> int:
     """Copies a contiguous CPU tensor into one of as many bytes; returns checksum(src).
 
