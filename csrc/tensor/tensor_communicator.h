@@ -93,8 +93,8 @@ class TensorCommunicator {
   // Whether these ranks are known to be on several hosts: those of a group that has not connected
   // yet are not.
   bool spans_hosts(std::span<const int> ranks) const;
-  // Throws Error(kPeerFailed) if one of these ranks is known to have ended, so that whoever waits for
-  // them to meet need not wait for long. Costs a system call.
+  // Throws Error(kPeerFailed) if one of these ranks is known to have ended, so that whoever waits
+  // for them to meet need not wait for long. Costs a system call.
   void check_alive(std::span<const int> ranks) const;
   // How GPUs reach each other; empty before they are joined.
   std::optional<std::string> peer_access() const;
