@@ -14,7 +14,7 @@ from rota import _C, timeouts
 from rota.coalescing import watch_block
 from rota.communicator import DEFAULT_SLOT_BYTES
 from rota.engine import engine_chooser
-from rota.groups import StoreRanks, world_backend
+from rota.groups import StoreRanks, rota_backend
 from rota.joint import JointSteps
 from rota.window import make_window
 
@@ -62,7 +62,7 @@ class BackendOptions(_C.BackendOptions):
 
 def _spans_hosts(ranks: Sequence[int]) -> bool:
     """Whether these ranks of the default group are on several hosts, as far as rota knows them."""
-    backend = world_backend()
+    backend = rota_backend(dist.group.WORLD)
     return backend is not None and backend.spans_hosts(list(ranks))
 
 

@@ -124,7 +124,7 @@ def peer_check(ranks: Sequence[int]) -> Callable[[], None] | None:
     Args:
         ranks: of the default group, those that meet.
     """
-    watcher = world_backend()
+    watcher = rota_backend(dist.group.WORLD)
     checks = [_check_peers] if _check_peers is not None else []
     if watcher is not None and len(ranks) > 0:
         checks.append(lambda: watcher.check_alive(list(ranks)))
@@ -148,14 +148,14 @@ def ranks_of(pg: Ranks) -> Sequence[int]:
     return ()
 
 
-def world_backend() -> _C.ProcessGroupRota | None:
-    """The default group's for the CPU, if it is rota's."""
-    try:
-        world = dist.group.WORLD
-        backend = world._get_backend(torch.device("cpu")) if world is not None else None
-    except RuntimeError:  # none for the CPU
-        return None
-    return backend if isinstance(backend, _C.ProcessGroupRota) else None
+def rota_backend(group: dist.ProcessGroup | None) -> _C.ProcessGroupRota | None:
+    """The group's backend for the CPU, if it is rota's."""
+    if group is not None:
+        with contextlib.suppress(RuntimeError):  # it has none for the CPU
+            backend = group._get_backend(torch.device("cpu"))
+            if isinstance(backend, _C.ProcessGroupRota):
+                return backend
+    return None
 
 
 _generation = ""

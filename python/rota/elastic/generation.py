@@ -9,12 +9,16 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from rota import _C
 from rota.communicator import Communicator, living_communicators
 from rota.elastic.forming import Forming
 from rota.elastic.handles import Handle, Processes
 from rota.errors import PeerFailed, RotaError
-from rota.groups import begin_generation, end_generation, is_of_this_generation
+from rota.groups import (
+    begin_generation,
+    end_generation,
+    is_of_this_generation,
+    rota_backend,
+)
 from rota.window import living_windows
 
 
@@ -175,7 +179,7 @@ def check_results() -> None:
         if is_of_this_generation(communicator.name):
             communicator.check_results()
     for group in list(dist.distributed_c10d._world.pg_map):
-        if (backend := _rota_backend(group)) is not None:
+        if (backend := rota_backend(group)) is not None:
             backend.check_results()
 
 
@@ -196,13 +200,5 @@ def _over_key(uuid: str) -> str:
 
 def _abort(group: dist.ProcessGroup, reason: str) -> None:
     with contextlib.suppress(RuntimeError):  # one that is closed
-        if (backend := _rota_backend(group)) is not None:
+        if (backend := rota_backend(group)) is not None:
             backend.abort(reason)
-
-
-def _rota_backend(group: dist.ProcessGroup) -> _C.ProcessGroupRota | None:
-    with contextlib.suppress(RuntimeError):  # no backend for the CPU
-        backend = group._get_backend(torch.device("cpu"))
-        if isinstance(backend, _C.ProcessGroupRota):
-            return backend
-    return None
