@@ -58,7 +58,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 TOTAL_S = 570
 GRACE_S = 3.0  # from one signal to the next
 STACKS_AFTER_S = 30  # per test; longer than the time limit of its ranks
-NEEDED_BYTES = 16 * GIB  # several kinds of copies of 1 GiB, on two sets of buffers each
+NEEDED_BYTES = 16 * GIB  # two GPT-2s with the states of their optimizers, and activations
 # Local ranks run in pytest's own process, which a bad kernel may kill, so they are a separate step.
 LOCAL_TESTS = ("test_local_group.py", "test_gradient_bucket.py")
 # Those with an engine between hosts (tests/gpu/device_engines.py).
@@ -106,7 +106,7 @@ class Step:
 def make_steps(args: argparse.Namespace, facts: Facts, record: Record) -> list[Step]:
     """All steps, most important first."""
     own = [] if args.small else ["python"]
-    env = {"PYTHONPATH": _paths(*own, "benchmarks"), "COMMIT": args.commit}
+    env = {"PYTHONPATH": _paths(*own, "benchmarks")}
     for_tests = {"PYTHONPATH": _paths(*own)}
     for_nccl = {**for_tests, "ROTA_TEST_NCCL": "1"}
     # torch's caching allocator would hide accesses beyond a tensor's end.
