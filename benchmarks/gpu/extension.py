@@ -41,7 +41,7 @@ def needs(archs: str) -> dict[str, str]:
 
     digest = hashlib.sha256()
     for path in [ROOT / "setup.py", *sorted((ROOT / "csrc").rglob("*"))]:
-        if path.is_file():
+        if path.is_file() and path.suffix != ".md":
             content = path.read_bytes()
             digest.update(f"{path.relative_to(ROOT)} {len(content)}\n".encode() + content)
     return {
