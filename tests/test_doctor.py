@@ -237,7 +237,7 @@ def test_doctor_gpu_with_a_kernel_that_hangs_ends_and_names_it(
         (
             [],
             {"SIMULATED_GPU_MEMORY_MIB": "300"},
-            "0.3 GB of the GPU's memory is free and 1.6 GB are needed; ",
+            "0.3 GB of the GPU's memory is free and 0.8 GB are needed; ",
         ),
         (["--output", "nowhere"], {}, "--output is nowhere, expected a folder that exists"),
     ],
