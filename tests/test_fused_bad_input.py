@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn import Linear
 from torch.nn.parallel import DistributedDataParallel
 
 import rota
@@ -71,6 +72,68 @@ CASES: dict[str, Case] = {
     "scaler-state": Case(
         lambda: rota.amp.GradScaler([None]), "TypeError", ("NoneType", "rota.HookState")
     ),
+    "scaler-nothing": Case(
+        lambda: rota.amp.GradScaler(None),  # type: ignore[arg-type]
+        "TypeError",
+        ("NoneType", "rota.HookState"),
+    ),
+    "model": Case(with_options(model=3), "TypeError", ("model is of type int", "Module")),
+    "error-feedback": Case(
+        with_options(error_feedback="yes"), "TypeError", ("error_feedback is 'yes'", "True or Fal")
+    ),
+    "stochastic-rounding": Case(
+        with_options(stochastic_rounding=2), "TypeError", ("stochastic_rounding is 2",)
+    ),
+    "block-scaling": Case(
+        with_options(block_scaling="on"), "TypeError", ("block_scaling is 'on'",)
+    ),
+    "loss-scale-text": Case(with_options(loss_scale="2"), "TypeError", ("loss_scale is '2'",)),
+    "many-shards": Case(with_options(num_shards=1 << 40), "ValueError", ("num_shards", "2**30")),
+    "state-dict": Case(
+        lambda: rota.HookState().load_state_dict({"seed": 1}),
+        "ValueError",
+        ("state_dict lacks ['num_reductions', 'residuals']", "rota.HookState.state_dict()"),
+    ),
+    "state-dict-type": Case(
+        lambda: rota.HookState().load_state_dict([]),  # type: ignore[arg-type]
+        "TypeError",
+        ("state_dict is of type list",),
+    ),
+    "parameters-text": Case(
+        lambda: rota.reduce_gradients("abc", rota.HookState()),  # type: ignore[arg-type]
+        "TypeError",
+        ("parameters holds a str, expected tensors",),
+    ),
+    "parameters-none": Case(
+        lambda: rota.clip_grad_norm_(None, 1.0),  # type: ignore[arg-type]
+        "TypeError",
+        ("rota.clip_grad_norm_: parameters is of type NoneType",),
+    ),
+    "parameters-model": Case(
+        lambda: rota.reduce_gradients(Linear(1, 1), rota.HookState()),  # type: ignore[arg-type]
+        "TypeError",
+        ("parameters is of type Linear", "pass model.parameters()"),
+    ),
+    "ops-communicator": Case(
+        lambda: rota.ops.all_reduce(torch.ones(1), None),  # type: ignore[arg-type]
+        "TypeError",
+        ("communicator is of type NoneType, expected a rota.Communicator",),
+    ),
+    "shards-seed": Case(
+        lambda: rota.LogicalShards(Linear(1, 1), 2, seed=-1),
+        "ValueError",
+        ("rota.LogicalShards: seed is -1", "[0, 2**64)"),
+    ),
+    "shards-model": Case(
+        lambda: rota.LogicalShards([], 2),  # type: ignore[arg-type]
+        "TypeError",
+        ("rota.LogicalShards: model is of type list",),
+    ),
+    "shards-state": Case(
+        lambda: rota.LogicalShards(Linear(1, 1), 2, state=3),  # type: ignore[arg-type]
+        "TypeError",
+        ("rota.LogicalShards: state is of type int",),
+    ),
 }
 
 
@@ -81,6 +144,15 @@ def test_option_is_refused_with_a_clear_error(name: str) -> None:
     assert error == case.error, text
     for fact in ("rota.", *case.facts):
         assert fact in text
+
+
+@pytest.mark.parametrize("state", [3, rota.HookState()], ids=["int", "state"])
+def test_hook_takes_a_group_for_its_state(state: Any) -> None:
+    bucket: Any = None
+    for hook in (rota.allreduce_hook, rota.fp16_compress_hook, rota.bf16_compress_hook):
+        error, text = error_of(lambda hook=hook: hook(state, bucket))
+        assert error == "TypeError", text
+        assert f"rota hooks: the state is of type {type(state).__name__}, expected a Proc" in text
 
 
 # ---- refused on the first bucket

@@ -227,6 +227,8 @@ def use_badly(rank: Rank) -> list[tuple[str, str]]:
         lambda: rota.DiLoCo(model, of_another, 8),
         lambda: outer.load_state_dict(smaller.state_dict()),
         outer_optimizer.step,
+        lambda: rota.LocalSGD([model], 2),  # type: ignore[arg-type]
+        lambda: outer.load_state_dict({"num_steps": 3}),
     ]
     return [error_of(call) for call in calls]
 
@@ -252,6 +254,8 @@ def test_bad_use_is_an_error_that_says_what_to_do() -> None:
         ("ValueError", "has 1 others"),
         ("ValueError", "'0.bias' is missing, expected [64]"),
         ("ValueError", "make another optimizer for the inner steps"),
+        ("TypeError", "model is of type list"),
+        ("ValueError", "state_dict lacks ['num_skipped', 'synced_at'"),
     ]
     for errors in run_ranks(2, use_badly):
         for (error, text), (expected_error, part) in zip(errors, expected, strict=True):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -398,6 +399,7 @@ def refuse(rank: Rank) -> None:
     window = rota.Window(10)
     half = rota.Window(10, dtype=torch.float16)
     one = torch.zeros(1)
+    soon: Any = 0.5
     for call, kind, text in (
         (lambda: window.put(one.double(), 0), "TypeError", "expected the window's, Float"),
         (lambda: window.put(one, 5), "ValueError", "the rank is 5, expected 0 to 1"),
@@ -408,8 +410,10 @@ def refuse(rank: Rank) -> None:
         (lambda: half.accumulate(one.half(), 1), "TypeError", "make it float32"),
         (lambda: window.accumulate(one, 1, 0, torch.int8), "TypeError", "wire_dtype"),
         (lambda: window.signal(0, channel=1), "ValueError", "the channel is 1"),
+        (lambda: window.wait_signal(0, timeout=soon), "TypeError", "timeout is 0.5, expected a da"),
+        (lambda: window.wait_any_signal([0], timeout=soon), "TypeError", "timeout is 0.5, expect"),
         (lambda: rota.Window(1, num_channels=0), "ValueError", "num_channels is 0"),
-        (lambda: rota.Window(1, group="me"), "ValueError", "not in the group"),  # type: ignore[arg-type]
+        (lambda: rota.Window(1, group="me"), "TypeError", "group is of type str"),  # type: ignore[arg-type]
     ):
         got, message = error_of(call)
         assert got == kind and text in message, (got, message)

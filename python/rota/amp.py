@@ -81,7 +81,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
-        self._states = [states] if isinstance(states, HookState) else list(states)
+        self._states = list(states) if isinstance(states, Iterable) else [states]
         for state in self._states:
             if not isinstance(state, HookState):
                 raise TypeError(

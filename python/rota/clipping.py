@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rota import options
 from rota.fused import HookState, live_states
 from rota.sharding import local_of
 
@@ -72,7 +73,7 @@ def clip_grad_norm_(
     Example:
         >>> norm = rota.clip_grad_norm_(ddp.parameters(), 1.0, optimizer=optimizer)
     """
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    parameters = options.listed("rota.clip_grad_norm_", parameters)
     with_gradient = {id(p): p for p in parameters if p.grad is not None}
     states = _measured(parameters, with_gradient) if norm_type == 2 else []
     if not states:

@@ -20,6 +20,7 @@ from rota import options
 from rota.communicator import Communicator
 from rota.ddp import NamedCopies, NamedModel, SeenParameters, group_of
 from rota.errors import RotaError
+from rota.groups import check_group
 from rota.hooks import communicator_of, tell_peers_of
 from rota.joint import JointSteps
 from rota.model_group import ModelGroup, Replicas
@@ -154,24 +155,31 @@ class HookState:
         model_group: dist.ProcessGroup | None = None,
         replicas: Replicas | None = None,
     ) -> None:
-        options.check_group("model_group", model_group)
+        check_group("rota.HookState", "model_group", model_group)
         in_blocks = options.is_narrow(wire_dtype) if block_scaling is None else block_scaling
         self._model: NamedModel | NamedCopies | None = None
 
         def check() -> str:
-            options.check_group("group", group)
-            options.check_group("engine", engine)
+            check_group("rota.HookState", "group", group)
+            check_group("rota.HookState", "engine", engine)
             if replicas is not None and model_group is None:
                 raise ValueError("rota.HookState: replicas is about model_group, which is missing")
+            for name, flag in (
+                ("block_scaling", in_blocks),
+                ("stochastic_rounding", stochastic_rounding),
+                ("error_feedback", error_feedback),
+            ):
+                options.check_flag(name, flag)
             options.check_wire(wire_dtype, in_blocks)
             if inter_wire_dtype is not None:
                 options.check_wire(inter_wire_dtype, options.is_narrow(inter_wire_dtype))
             options.check_factor("gradient_predivide_factor", gradient_predivide_factor)
             options.check_factor("loss_scale", loss_scale)
-            options.check_seed(seed)
+            options.check_seed("rota.HookState", seed)
             options.check_algorithm(algorithm)
             options.check_num_shards(num_shards)
             if model is not None:
+                options.check_model("rota.HookState", model)
                 self._model = NamedModel(model)
             self.group = group_of(group, model)
             return ""
@@ -301,15 +309,11 @@ class HookState:
             state_dict: from a state of the same model and rank.
 
         Raises:
-            ValueError: it lacks an entry; nothing was loaded. On the first bucket, if names or
-                shapes differ from the model's.
+            TypeError, ValueError: state_dict is of something else; nothing was loaded.
+            ValueError: on the first bucket, if names or shapes differ from the model's.
         """
-        missing = {"seed", "num_reductions", "residuals"} - state_dict.keys()
-        if missing:
-            raise ValueError(
-                f"rota.HookState.load_state_dict: the state_dict has {sorted(state_dict)}, but no "
-                f"{sorted(missing)}; expected what rota.HookState.state_dict() returns"
-            )
+        keys = ("seed", "num_reductions", "residuals")
+        options.check_state_dict("rota.HookState", state_dict, keys)
         self._seed = state_dict["seed"]
         self._num_reductions = self._num_before = state_dict["num_reductions"]
         self._residuals.load(state_dict["residuals"])

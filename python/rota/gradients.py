@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 
+from rota import options
 from rota.errors import Mismatch, RotaError
 from rota.fused import HookState, tell_peers, telling_peers
 from rota.joint import sides
@@ -110,7 +111,7 @@ class Reduction:
     """One reduction of a list of gradients; its buckets start in order."""
 
     def __init__(self, parameters: Parameters, state: HookState, bucket_cap_mb: float) -> None:
-        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        listed = options.listed("rota.reduce_gradients", parameters)
         unique = {id(p): p for p in listed if p.requires_grad}
         self._parameters = list(unique.values())
         self._positions = {identity: i for i, identity in enumerate(unique)}

@@ -21,19 +21,33 @@ def member_group(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGrou
         what: is made over it, such as "Communicator", for errors.
 
     Raises:
+        TypeError: it is something else.
         ValueError: there is no default group, or this rank is not in the group.
     """
+    check_group(f"rota.{what}", "group", group)
     if not dist.is_initialized():
         raise ValueError(
             f"rota.{what}: torch.distributed is not initialised; call dist.init_process_group first"
         )
     pg = group if group is not None else dist.group.WORLD
-    if not isinstance(pg, dist.ProcessGroup):
-        raise ValueError(
-            f"rota.{what}: this rank is not in the group ({pg!r}); only its members make a "
-            f"{what} over it"
-        )
+    assert pg is not None
     return pg
+
+
+def check_group(what: str, name: str, group: object) -> None:
+    """Raises TypeError or ValueError unless the argument is a group of this rank, or None.
+
+    Args:
+        what: is made over it, such as "rota.Communicator", for errors.
+        name: of the argument.
+    """
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{what}: this rank is not in the {name}; only its members may pass it")
+    raise TypeError(
+        f"{what}: {name} is of type {type(group).__name__}, expected a ProcessGroup or None"
+    )
 
 
 class Ranks(Protocol):

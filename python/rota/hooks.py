@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from rota.communicator import Communicator
 from rota.errors import PeerFailed
-from rota.groups import store_of
+from rota.groups import check_group, store_of
 from rota.joint import JointSteps
 
 
@@ -88,6 +88,7 @@ def tell_peers_of(process_group: dist.ProcessGroup | None, reason: str) -> None:
 
 
 def _group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    check_group("rota hooks", "the state", process_group)
     group = process_group if process_group is not None else dist.group.WORLD
     if group is None:
         raise ValueError(

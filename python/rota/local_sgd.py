@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rota import options
 from rota.errors import Mismatch
 from rota.fused import HookState, telling_peers
 from rota.gradients import Reduction, free_buckets
@@ -29,6 +30,9 @@ from rota.joint import JointSteps, check_alike
 from rota.sharding import as_dtensor, check_same_shards, fsdp1_shards, local_of, own_shard
 
 BUCKET_CAP_MB = 25.0
+
+# The keys of a state_dict().
+_SAVED = "num_steps", "num_skipped", "synced_at", "rank", "world_size", "parameters", "state"
 
 
 class _Synced(NamedTuple):
@@ -310,9 +314,11 @@ class LocalSGD:
 
         Raises:
             RuntimeError: a fragment is being reduced.
-            ValueError: the names or shapes are not those of this model.
+            TypeError, ValueError: state_dict is of something else, or the names or shapes are not
+                those of this model.
         """
         self._check_at_rest("load_state_dict")
+        options.check_state_dict(self._name, state_dict, _SAVED)
         parameters = state_dict["parameters"]
         expected = {synced.name: list(synced.copy.shape) for synced in self._synced}
         given = {name: list(tensor.shape) for name, tensor in parameters.items()}
@@ -530,6 +536,7 @@ class DiLoCo(LocalSGD):
         return {**super().state_dict(), "outer_optimizer": self.outer_optimizer.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        options.check_state_dict(self._name, state_dict, [*_SAVED, "outer_optimizer"])
         super().load_state_dict(state_dict)
         self.outer_optimizer.load_state_dict(state_dict["outer_optimizer"])
 
@@ -540,8 +547,7 @@ def _rate_name(number: int, num_groups: int) -> str:
 
 
 def _tensors_to_sync(caller: str, module: nn.Module) -> dict[str, torch.Tensor]:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"{caller}: model is of type {type(module).__name__}, expected a module")
+    options.check_model(caller, module)
     saved = module.state_dict().keys()
     tensors: dict[str, torch.Tensor] = {}
     tensors |= {name: p for name, p in module.named_parameters() if p.requires_grad}

@@ -64,7 +64,7 @@ def all_reduce(
         ... def row_parallel(x):
         ...     return rota.ops.all_reduce(x @ own_rows_of_weight, communicator)
     """
-    out: Tensor = _AllReduce.apply(tensor, op, algorithm, wire_dtype, communicator.name)
+    out: Tensor = _AllReduce.apply(tensor, op, algorithm, wire_dtype, _name_of(communicator))
     return out
 
 
@@ -81,7 +81,7 @@ def all_reduce_(
     """
     if _needs_gradient(tensor):
         return tensor.copy_(all_reduce(tensor, communicator, op, algorithm, wire_dtype))
-    _rota.all_reduce_(tensor, _order, op, algorithm, wire_dtype, communicator.name)
+    _rota.all_reduce_(tensor, _order, op, algorithm, wire_dtype, _name_of(communicator))
     return tensor
 
 
@@ -103,7 +103,7 @@ def broadcast(tensor: Tensor, communicator: Communicator, root: int = 0) -> Tens
 
     Blocks, and uses streams, as `Communicator.broadcast` does.
     """
-    out: Tensor = _Broadcast.apply(tensor, root, communicator.name)
+    out: Tensor = _Broadcast.apply(tensor, root, _name_of(communicator))
     return out
 
 
@@ -111,7 +111,7 @@ def broadcast_(tensor: Tensor, communicator: Communicator, root: int = 0) -> Ten
     """Copies rank `root`'s values into every rank's `tensor`, returns it; else as `broadcast`."""
     if _needs_gradient(tensor):
         return tensor.copy_(broadcast(tensor, communicator, root))
-    _rota.broadcast_(tensor, _order, root, communicator.name)
+    _rota.broadcast_(tensor, _order, root, _name_of(communicator))
     return tensor
 
 
@@ -132,13 +132,23 @@ def all_gather(tensor: Tensor, communicator: Communicator) -> Tensor:
 
     Blocks, and uses streams, as `Communicator.all_gather` does.
     """
-    out: Tensor = _AllGather.apply(tensor, communicator.name)
+    out: Tensor = _AllGather.apply(tensor, _name_of(communicator))
     return out
 
 
 def barrier(communicator: Communicator) -> None:
     """Returns once every rank has called it; when compiled, stays in order with collectives."""
-    _rota.barrier(_order, communicator.name)
+    _rota.barrier(_order, _name_of(communicator))
+
+
+def _name_of(communicator: Communicator) -> str:
+    name: object = getattr(communicator, "name", None)
+    if not isinstance(name, str):
+        raise TypeError(
+            f"rota.ops: communicator is of type {type(communicator).__name__}, expected a "
+            f"rota.Communicator"
+        )
+    return name
 
 
 def _needs_gradient(tensor: Tensor) -> bool:

@@ -1,11 +1,13 @@
-"""Checks of rota.HookState's options; their errors say what is valid."""
+"""Checks of rota.HookState's options, and of arguments that others take like it; their errors say
+what is valid.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 
 import torch
-import torch.distributed as dist
 
 from rota import _C
 
@@ -18,22 +20,24 @@ BUCKET_DTYPES = _dtypes(_C.BUCKET_DTYPES)
 _WIRE_DTYPES = _dtypes(_C.WIRE_DTYPES)
 _NARROW_DTYPES = _dtypes(_C.BLOCK_SCALED_DTYPES)  # the others have float32's range
 
+MAX_NUM_SHARDS = 2**30  # they are counted in 32 bits
+
 
 def is_narrow(wire_dtype: object) -> bool:
     """Whether a wire dtype's range is so small that blocks are scaled by default."""
     return wire_dtype in _NARROW_DTYPES
 
 
-def check_group(name: str, group: object) -> None:
-    if group is None or isinstance(group, dist.ProcessGroup):
-        return
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            f"rota.HookState: this rank is not in the {name}; only its members make a state over it"
+def check_model(caller: str, model: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"{caller}: model is of type {type(model).__name__}, expected a torch.nn.Module"
         )
-    raise TypeError(
-        f"rota.HookState: {name} is of type {type(group).__name__}, expected a ProcessGroup or None"
-    )
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"rota.HookState: {name} is {value!r}, expected True or False")
 
 
 def check_wire(wire_dtype: object, block_scaling: bool) -> None:
@@ -49,13 +53,17 @@ def check_wire(wire_dtype: object, block_scaling: bool) -> None:
 
 
 def check_factor(name: str, factor: float) -> None:
-    if not (math.isfinite(factor) and factor > 0):
+    try:
+        is_usable = math.isfinite(factor) and factor > 0
+    except TypeError as error:
+        raise TypeError(f"rota.HookState: {name} is {factor!r}, expected a number") from error
+    if not is_usable:
         raise ValueError(f"rota.HookState: {name} is {factor}, expected finite and positive")
 
 
-def check_seed(seed: object) -> None:
+def check_seed(caller: str, seed: object) -> None:
     if not (isinstance(seed, int) and 0 <= seed < 2**64):
-        raise ValueError(f"rota.HookState: seed is {seed!r}, expected an int in [0, 2**64)")
+        raise ValueError(f"{caller}: seed is {seed!r}, expected an int in [0, 2**64)")
 
 
 def check_algorithm(algorithm: object) -> None:
@@ -68,7 +76,45 @@ def check_algorithm(algorithm: object) -> None:
 def check_num_shards(num_shards: object) -> None:
     if num_shards is None:
         return
-    if not (isinstance(num_shards, int) and num_shards > 0 and num_shards.bit_count() == 1):
+    if not (
+        isinstance(num_shards, int)
+        and 0 < num_shards <= MAX_NUM_SHARDS
+        and num_shards.bit_count() == 1
+    ):
         raise ValueError(
-            f"rota.HookState: num_shards is {num_shards!r}, expected a power of two or None"
+            f"rota.HookState: num_shards is {num_shards!r}, expected a power of two up to 2**30, "
+            f"or None"
+        )
+
+
+def listed(caller: str, parameters: Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+    """A list of the parameters that a caller was given: one, or several."""
+    if isinstance(parameters, torch.Tensor):
+        return [parameters]
+    if isinstance(parameters, torch.nn.Module) or not isinstance(parameters, Iterable):
+        raise TypeError(
+            f"{caller}: parameters is of type {type(parameters).__name__}, expected tensors; pass "
+            f"model.parameters()"
+        )
+    tensors = list(parameters)
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"{caller}: parameters holds a {type(tensor).__name__}, expected tensors; pass "
+                f"model.parameters()"
+            )
+    return tensors
+
+
+def check_state_dict(caller: str, state_dict: object, keys: Iterable[str]) -> None:
+    """Before anything is loaded from it."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"{caller}.load_state_dict: state_dict is of type {type(state_dict).__name__}, "
+            f"expected what {caller}.state_dict() gave"
+        )
+    if missing := [key for key in keys if key not in state_dict]:
+        raise ValueError(
+            f"{caller}.load_state_dict: state_dict lacks {missing}, expected what "
+            f"{caller}.state_dict() gave"
         )

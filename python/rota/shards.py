@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from rota import options
 from rota._C import schedule
 from rota.fused import HookState
 from rota.gradients import reduce_gradients
@@ -70,8 +71,15 @@ class LogicalShards:
         state: HookState | None = None,
         seed: int = 0,
     ) -> None:
+        options.check_model("rota.LogicalShards", model)
+        options.check_seed("rota.LogicalShards", seed)
         if state is None:
             state = HookState(wire_dtype=torch.float32, num_shards=num_shards)
+        if not isinstance(state, HookState):
+            raise TypeError(
+                f"rota.LogicalShards: state is of type {type(state).__name__}, expected a "
+                f"rota.HookState"
+            )
         if state.num_shards != num_shards:
             raise ValueError(
                 f"rota.LogicalShards: num_shards is {num_shards}, the state's {state.num_shards}; "
@@ -233,8 +241,9 @@ class LogicalShards:
         """Goes on after the last whole step of another run, with any number of ranks.
 
         Raises:
-            ValueError: it had another number of shards.
+            TypeError, ValueError: state_dict is of something else, or of another number of shards.
         """
+        options.check_state_dict("rota.LogicalShards", state_dict, self.state_dict())
         if state_dict["num_shards"] != self.num_shards:
             raise ValueError(
                 f"rota.LogicalShards: the saved run had {state_dict['num_shards']} shards, this "

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rota import _C
+from rota import _C, timeouts
 from rota.engine import engine_chooser
 from rota.errors import Mismatch, TransportError
 from rota.groups import Ranks, StoreRanks, member_group, next_number, peer_check, ranks_of
@@ -177,6 +177,19 @@ class Window(_C.Window):
             steps.step(serve)  # nobody asks a rank that does not serve yet
         _living.add(self)
         return own[0], others
+
+    # A number would count as seconds.
+    def wait_signal(self, rank: int, channel: int = 0, timeout: timedelta | None = None) -> None:
+        if timeout is not None:
+            timeout = timeouts.checked(timeout, "rota.Window.wait_signal")
+        super().wait_signal(rank, channel, timeout)
+
+    def wait_any_signal(
+        self, ranks: Sequence[int], channel: int = 0, timeout: timedelta | None = None
+    ) -> int:
+        if timeout is not None:
+            timeout = timeouts.checked(timeout, "rota.Window.wait_any_signal")
+        return super().wait_any_signal(ranks, channel, timeout)
 
     @property
     def tensor(self) -> torch.Tensor:
