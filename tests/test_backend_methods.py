@@ -361,15 +361,23 @@ def test_sparse_all_reduce_equals_dense(async_op: bool) -> None:
     run_ranks(3, add_sparse, async_op)
 
 
-def add_sparse_of_other_sizes(rank: Rank) -> tuple[str, str, float]:
+def add_sparse_of_other_sizes(rank: Rank) -> list[tuple[str, str, float]]:
     rank.init()
-    tensor = torch.eye(3 + rank.rank).to_sparse()
-    error = error_of(lambda: dist.all_reduce(tensor))
-    dist.all_reduce(after := torch.ones(1))
-    return *error, after.item()
+    results = []
+    for tensor in (
+        torch.eye(3 + rank.rank).to_sparse(),
+        torch.ones(3, 2).to_sparse(sparse_dim=2 - rank.rank),
+    ):
+        error = error_of(lambda tensor=tensor: dist.all_reduce(tensor))
+        dist.all_reduce(after := torch.ones(1))
+        results.append((*error, after.item()))
+    return results
 
 
 def test_sparse_all_reduce_of_other_sizes_is_a_mismatch() -> None:
-    for error, text, after in run_ranks(2, add_sparse_of_other_sizes):
-        assert (error, after) == ("Mismatch", 2.0), text
-        assert "sparse" in text
+    for results in run_ranks(2, add_sparse_of_other_sizes):
+        for error, text, after in results:
+            assert (error, after) == ("Mismatch", 2.0), text
+        sizes, dims = (text for _, text, _ in results)
+        assert "of [3, 3] with sparse_dim 2" in sizes and "of [4, 4] with" in sizes, sizes
+        assert all(f"of [3, 2] with sparse_dim {dim}" in dims for dim in (1, 2)), dims

@@ -128,6 +128,7 @@ def test_rank_that_is_late_is_named_on_all_hosts() -> None:
     for rank, (error, text, _) in enumerate(results[:3]):
         assert error == "Timeout", (rank, error, text)
         assert "is rank 3 alive?" in text, (rank, text)
+        assert text.startswith(f"rota.all_reduce: rank {rank}/4"), text
 
 
 def reduce_until_the_network_fails(rank: Rank) -> tuple[str, str, float]:

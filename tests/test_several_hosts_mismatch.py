@@ -114,6 +114,7 @@ def test_mismatch_names_hosts_and_ranks() -> None:
     for result in TWO_BY_TWO.run(call_differently, [3]):
         text = result["op"][1]
         assert "rank 2 called all_reduce(sum" in text and "rank 3 called all_reduce(max" in text
+        assert text.count("nothing was written") == 1
 
 
 def mismatch_on_backend(rank: Rank, layout: Layout) -> list[tuple[str, str]]:

@@ -16,6 +16,25 @@ namespace {
 constexpr std::chrono::milliseconds kPatienceWithHosts{500};
 constexpr std::chrono::milliseconds kPatienceWithLeader{1000};
 
+// Every mismatch ends with it, once.
+constexpr std::string_view kNothingWritten = "; nothing was written";
+
+// Runs a collective of this host's ranks, whose errors name the whole that it is a part of.
+template <typename Run>
+void run_part_of(std::string_view kind_name, const Run& run) {
+  try {
+    run();
+  } catch (const Error& error) {
+    const std::string_view what = error.what();
+    const size_t end = what.find(':');
+    if (!what.starts_with("rota.") || end == what.npos) throw;
+    const std::string text = join("rota.", kind_name, what.substr(end));
+    if (!error.has_cause()) throw Error(error.kind(), text);
+    const std::string cause = error.told();
+    throw Error(error.kind(), text.substr(0, text.size() - cause.size() - 2), cause);
+  }
+}
+
 }  // namespace
 
 Bridge::Bridge(schedule::Hosts hosts, int rank, std::shared_ptr<Communicator> local,
@@ -123,9 +142,11 @@ bool Bridge::all_called(const Call& call) const {
 
 void Bridge::share(void* data, size_t num_bytes) {
   if (local_size() == 1) return;
-  local_->run({.kind = CollectiveKind::kBroadcast, .num_elems = num_bytes}, {.data = data},
-              CallerThread::kProgress,
-              own_timeout_.value_or(local_->timeout()) + kPatienceWithLeader);
+  run_part_of(kind_name_, [&] {
+    local_->run({.kind = CollectiveKind::kBroadcast, .num_elems = num_bytes}, {.data = data},
+                CallerThread::kProgress,
+                own_timeout_.value_or(local_->timeout()) + kPatienceWithLeader);
+  });
 }
 
 Error Bridge::mismatch(const Call& call) const {
@@ -134,8 +155,9 @@ Error Bridge::mismatch(const Call& call) const {
     const Greeting& greeting = greeting_of(host);
     all_calls += join(host > 0 ? "; " : "", "host ", host, " (ranks");
     for (const int rank : hosts_.ranks_of(host)) all_calls += join(' ', rank);
-    const std::string text(greeting.disagreement.data(),
-                           strnlen(greeting.disagreement.data(), greeting.disagreement.size()));
+    std::string_view text(greeting.disagreement.data(),
+                          strnlen(greeting.disagreement.data(), greeting.disagreement.size()));
+    text = text.substr(0, text.find(kNothingWritten));
     if (text.empty()) {
       all_calls += join(") called ", Call::from_words(greeting.words).to_string());
       if (greeting.epoch != epoch_) all_calls += join(" as call ", greeting.epoch);
@@ -145,7 +167,7 @@ Error Bridge::mismatch(const Call& call) const {
   }
   return Error(ErrorKind::kMismatch,
                join("rota.", call.kind_name(), ": ranks disagree (call ", epoch_, "): ", all_calls,
-                    "; nothing was written: make all ranks call the same collective"));
+                    kNothingWritten, ": make all ranks call the same collective"));
 }
 
 void Bridge::wait(Engine::Transfer& transfer, std::string_view phase, Nanoseconds patience) {
@@ -170,7 +192,8 @@ void Bridge::wait_outside(Engine::Transfer& transfer, std::string_view call) {
 }
 
 void Bridge::run_local(const Call& call, const cpu::Buffers& buffers) {
-  local_->run(call, buffers, CallerThread::kProgress, own_timeout_);
+  run_part_of(kind_name_,
+              [&] { local_->run(call, buffers, CallerThread::kProgress, own_timeout_); });
 }
 
 void Bridge::fail(const Error& error) {

@@ -60,14 +60,17 @@ void all_reduce_sparse(const at::Tensor& tensor, int own_rank, int world_size,
     elems_of_one *= tensor.size(dim);
   for (size_t rank = 0; rank < num_ranks; ++rank) {
     const at::Tensor& other = shapes[rank];
-    const int64_t last = other.size(0) - 1;
-    for (int64_t i = 0; i < last; ++i) {
-      if (other[i].item<int64_t>() == shape[static_cast<size_t>(i)]) continue;
+    const at::IntArrayRef of_other(other.const_data_ptr<int64_t>(),
+                                   static_cast<size_t>(other.size(0)));
+    const auto dim = static_cast<size_t>(tensor.dim());
+    const at::IntArrayRef sizes = of_other.slice(0, dim);
+    if (sizes != tensor.sizes() || of_other[dim] != tensor.sparse_dim()) {
       throw Error(ErrorKind::kMismatch,
                   join("rota.all_reduce: rank ", own_rank, " has a sparse tensor of ",
-                       tensor.sizes(), ", rank ", rank, " one of other sizes; make them equal"));
+                       tensor.sizes(), " with sparse_dim ", tensor.sparse_dim(), ", rank ", rank,
+                       " one of ", sizes, " with sparse_dim ", of_other[dim], "; make them equal"));
     }
-    const int64_t num_places = other[last].item<int64_t>();
+    const int64_t num_places = of_other.back();
     index_lengths.push_back(tensor.sparse_dim() * num_places);
     value_lengths.push_back(elems_of_one * num_places);
   }
