@@ -180,7 +180,7 @@ class Session:
         if report.number == self._last.number and report.step != self._last.step:
             raise Mismatch(
                 f"{WHAT}.save: {self._own.who} has saved step {self._last.step}, {claim.who} step "
-                f"{report.step}; no rank loads them: all must save the same steps"
+                f"{report.step}; both are dropped: all ranks must save the same steps"
             )
 
     # Why ranks will not report, by rank.
