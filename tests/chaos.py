@@ -40,7 +40,7 @@ from random_calls import (
     random_call,
 )
 from random_programs import Channel, Channels
-from ranks import Rank, Ranks
+from ranks import Place, Rank, Ranks
 
 # A group notices a death within milliseconds; ranks on busy cores may take longer to be run at all.
 TIMEOUT_S = 60.0
@@ -255,12 +255,20 @@ def run_plan(rank: Rank, plan: Plan) -> str:
 # ---- all ranks
 
 
+def stay() -> None:
+    """A rank runs beside the test, in no other place."""
+
+
 def run_trial(seed: int) -> str:
     """Raises AssertionError with what went wrong and the command that repeats it."""
     plan = random_plan(seed)
     killed = [] if plan.kill is None else [plan.kill.rank]
+    # Not a FileStore: its readers spin for ever where a rank was killed as it wrote.
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = Place(stay, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)})
+    places = [place] * plan.world_size
     try:
-        with Ranks(plan.world_size, run_plan, plan, timeout_s=TIMEOUT_S) as ranks:
+        with Ranks(plan.world_size, run_plan, plan, timeout_s=TIMEOUT_S, places=places) as ranks:
             ends = ranks.results(killed=killed)
         survivors = [end for rank, end in enumerate(ends) if rank not in killed]
         if plan.kill is not None:
