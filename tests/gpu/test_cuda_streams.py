@@ -194,6 +194,7 @@ def exchange_in_circles(rank: Rank) -> None:
         work.wait()
     for other, part in zip(others, received, strict=True):
         assert_same(part.cpu(), inputs[other], "among all")
+    dist.barrier()  # nobody leaves while others still receive
 
 
 @pytest.mark.parametrize("num_queues", [1, 8], ids="queues{}".format)

@@ -108,14 +108,14 @@ void CudaCollectives::finish(const std::function<void()>& check_interrupt) {
   }
 }
 
-// The monitor says what has failed, soon after a kernel has.
+// Only if a kernel has given up: the group may also have failed when all results were there. The
+// monitor says why, a few ms later.
 void CudaCollectives::check_results(const std::function<void()>& check_interrupt) {
   finish(check_interrupt);
-  communicator_->check_usable("check_results");
   while (executor_->failure()) {
+    communicator_->check_usable("check_results");
     check_interrupt();
     std::this_thread::sleep_for(kFinishPoll);
-    communicator_->check_usable("check_results");
   }
 }
 
