@@ -73,6 +73,7 @@ def step_with_the_dead(rank: Rank, port: int) -> tuple[list[tuple[str, str]], se
     return errors, values_of(model.parameters())
 
 
+@pytest.mark.order
 def test_cuda_step_without_gradients_of_all_is_neither_taken_nor_committed(
     store: dist.TCPStore,
 ) -> None:

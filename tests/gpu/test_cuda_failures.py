@@ -113,6 +113,7 @@ def queue_in_vain(rank: Rank) -> tuple[str, str]:
     return error
 
 
+@pytest.mark.order
 def test_cuda_results_of_what_has_failed_are_nan_and_checked() -> None:
     with Ranks(2, queue_in_vain, timeout_s=LIMIT_S) as ranks:
         ranks.hear(0)
@@ -150,6 +151,7 @@ def replay_when_closed(rank: Rank) -> None:
     assert_same(tensor.cpu(), torch.full((300,), 2.0), "of a new communicator")
 
 
+@pytest.mark.order
 def test_cuda_graph_outlives_its_communicator() -> None:
     run_ranks(2, replay_when_closed)
 

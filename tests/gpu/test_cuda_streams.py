@@ -197,6 +197,7 @@ def exchange_in_circles(rank: Rank) -> None:
     dist.barrier()  # nobody leaves while others still receive
 
 
+@pytest.mark.order
 @pytest.mark.parametrize("num_queues", [1, 8], ids="queues{}".format)
 def test_cuda_messages_in_circles_do_not_wait_for_each_other(
     num_queues: int, monkeypatch: pytest.MonkeyPatch
