@@ -295,20 +295,22 @@ PYBIND11_MODULE(_C, module) {
       .def(py::init([](const StorePtr& store, int rank, int world_size,
                        std::chrono::milliseconds timeout, size_t slot_bytes,
                        ChooseEngine choose_engine, OptionalDType inter_wire_dtype,
-                       bool inter_block_scaling, std::function<void()> check_peers) {
+                       bool inter_block_scaling, std::function<void()> check_peers,
+                       std::function<std::string(int)> why_ended) {
              return TensorCommunicator::make(
                  store, rank, world_size,
                  {.timeout = timeout,
                   .slot_bytes = slot_bytes,
                   .check_interrupt = check_python_signals,
                   .check_peers = std::move(check_peers),
+                  .why_ended = std::move(why_ended),
                   .choose_engine = std::move(choose_engine),
                   .inter_wire = parse_inter_wire(inter_wire_dtype, inter_block_scaling)});
            }),
            py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("timeout"),
            py::arg("slot_bytes"), py::arg("choose_engine") = py::none(),
            py::arg("inter_wire_dtype") = py::none(), py::arg("inter_block_scaling") = false,
-           py::arg("check_peers") = py::none(), ReleaseGil())
+           py::arg("check_peers") = py::none(), py::arg("why_ended") = py::none(), ReleaseGil())
       .def_property_readonly("rank", &TensorCommunicator::rank)
       .def_property_readonly("world_size", &TensorCommunicator::world_size)
       .def_property_readonly("hosts", &hosts_of)
@@ -432,6 +434,7 @@ PYBIND11_MODULE(_C, module) {
       .def_readwrite("connects_at_first_use", &BackendOptions::connects_at_first_use)
       .def_readwrite("choose_engine", &BackendOptions::choose_engine)
       .def_readwrite("check_peers", &BackendOptions::check_peers)
+      .def_readwrite("why_ended", &BackendOptions::why_ended)
       .def_readwrite("watch_block", &BackendOptions::watch_block)
       .def("__deepcopy__", [](const BackendOptions& self, const py::object&) {
         return c10::make_intrusive<BackendOptions>(self);
@@ -460,11 +463,9 @@ PYBIND11_MODULE(_C, module) {
           },
           py::arg("ranks"))
       .def(
-          "check_alive",
-          [](ProcessGroupRota& self, const std::vector<int>& ranks) {
-            self.communicator().check_alive(ranks);
-          },
-          py::arg("ranks"), ReleaseGil())
+          "why_ended",
+          [](ProcessGroupRota& self, int rank) { return self.communicator().why_ended(rank); },
+          py::arg("rank"), ReleaseGil())
       .def(
           "all_gather_in",
           [](ProcessGroupRota& self, at::ScalarType wire_dtype, bool block_scaling,

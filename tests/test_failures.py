@@ -243,11 +243,9 @@ def test_slow_peer_is_named_once_on_stderr_and_then_awaited() -> None:
 def make_something(rank: Rank, what: str, num_hosts: int) -> tuple[str, str]:
     os.environ["ROTA_HOST_ID"] = f"host{rank.rank % num_hosts}"
     rank.init(timeout_s=600)
-    group = dist.new_group([0, 1], backend="rota") if what == "first use" else None
     rank.tell()
     rank.hear()  # that the others are dead
     makers: dict[str, Callable[[], object]] = {
-        "first use": lambda: dist.barrier(group),
         "Communicator": rota.Communicator,
         "Window": lambda: rota.Window(3),
         "new_group": lambda: dist.barrier(dist.new_group([0, 1], backend="rota")),
@@ -255,14 +253,8 @@ def make_something(rank: Rank, what: str, num_hosts: int) -> tuple[str, str]:
     return error_of(makers[what])
 
 
-# A group over several hosts connects when it is made, not at its first use.
-@pytest.mark.parametrize(
-    ("what", "num_hosts"),
-    [
-        *[(what, 1) for what in ("first use", "new_group", "Communicator", "Window")],
-        *[(what, 2) for what in ("new_group", "Communicator", "Window")],
-    ],
-)
+@pytest.mark.parametrize("num_hosts", [1, 2], ids=["one-host", "two-hosts"])
+@pytest.mark.parametrize("what", ["new_group", "Communicator", "Window"])
 def test_who_waits_to_make_something_with_a_dead_rank_is_told(what: str, num_hosts: int) -> None:
     with Ranks(3, make_something, what, num_hosts) as ranks:
         for rank in range(3):

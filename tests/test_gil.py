@@ -50,6 +50,7 @@ def calls_of_communicator(communicator: rota.Communicator) -> Calls:
         "recv": lambda: communicator.recv(torch.ones(2), 1),
         "irecv": lambda: communicator.irecv(torch.ones(2)).wait(),
         "connect_device": lambda: communicator.connect_device(CPU),
+        "check_results": communicator.check_results,
     }
     for name in (
         "rank",
@@ -89,6 +90,8 @@ def calls_of_backend(group: dist.ProcessGroup) -> Calls:
             torch.float16, ones, two, dist.ReduceOp(dist.ReduceOp.SUM), True
         ),
         "spans_hosts": lambda: backend.spans_hosts([0, 1]),
+        "why_ended": lambda: backend.why_ended(1),
+        "check_results": lambda: backend.check_results(),
         "get_error": lambda: backend.get_error(),
         "perform_nocolor_split": lambda: backend.perform_nocolor_split(CPU),
         "eager_connect": lambda: backend.eager_connect_single_device(CPU),

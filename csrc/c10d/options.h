@@ -34,6 +34,7 @@ struct BackendOptions final : ::c10d::Backend::Options {
   bool connects_at_first_use = false;
   std::function<void()> check_interrupt;
   std::function<void()> check_peers;
+  std::function<std::string(int rank)> why_ended;
 
   // torch calls it from 2.15 on, which has it as a virtual method; older ones do not.
   c10::intrusive_ptr<Options> clone() const { return c10::make_intrusive<BackendOptions>(*this); }
@@ -44,6 +45,7 @@ struct BackendOptions final : ::c10d::Backend::Options {
             .connects_at_first_use = connects_at_first_use,
             .check_interrupt = check_interrupt,
             .check_peers = check_peers,
+            .why_ended = why_ended,
             .choose_engine = choose_engine,
             .inter_wire = inter_wire};
   }

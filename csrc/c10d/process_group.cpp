@@ -554,10 +554,11 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupRota::split(
   // As in rota.backend: the engine between hosts connects all ranks together.
   of_rota->connects_at_first_use = !communicator_->spans_hosts(ranks);
   of_rota->check_interrupt = options_->check_interrupt;
-  of_rota->check_peers = [check = options_->check_peers, ranks,
-                          parent = std::weak_ptr<TensorCommunicator>(communicator_)] {
-    if (check) check();
-    if (const auto communicator = parent.lock()) communicator->check_alive(ranks);
+  of_rota->check_peers = options_->check_peers;
+  of_rota->why_ended = [ranks,
+                        parent = std::weak_ptr<TensorCommunicator>(communicator_)](int rank) {
+    const auto communicator = parent.lock();
+    return communicator ? communicator->why_ended(ranks[static_cast<size_t>(rank)]) : "";
   };
   of_rota->watch_block = options_->watch_block;
   const auto prefix = join("rota/split/", options ? options->group_name : "", "/");

@@ -50,12 +50,14 @@ struct JointSetup::Outcome {
 };
 
 JointSetup::JointSetup(transport::Store& store, const schedule::Hosts& hosts, int rank,
-                       std::chrono::milliseconds timeout, std::function<void()> check_interrupt)
+                       std::chrono::milliseconds timeout, std::function<void()> check_interrupt,
+                       std::function<std::string(int rank)> why_ended)
     : store_(store),
       hosts_(hosts),
       rank_(rank),
       timeout_(timeout),
-      check_interrupt_(std::move(check_interrupt)) {}
+      check_interrupt_(std::move(check_interrupt)),
+      why_ended_(std::move(why_ended)) {}
 
 void JointSetup::step(const std::function<std::string()>& body) {
   const auto deadline = Clock::now() + timeout_ + kGrace;
@@ -81,6 +83,7 @@ void JointSetup::publish(const Outcome& outcome) {
 // The first failure in the store is the cause of later ones.
 void JointSetup::wait_for_all(Clock::time_point deadline) {
   std::vector<std::optional<Outcome>> outcomes(static_cast<size_t>(hosts_.world_size()));
+  std::vector<std::string> ends(outcomes.size());  // of ranks, from before the text was read
   std::optional<Outcome> failure;
   while (true) {
     std::istringstream text(store_.get(join("step/", num_steps_)));
@@ -95,6 +98,12 @@ void JointSetup::wait_for_all(Clock::time_point deadline) {
         std::ranges::all_of(outcomes, [](const auto& outcome) { return outcome.has_value(); });
     if (are_all_there || Clock::now() > deadline) break;
     check_interrupt_();
+    for (size_t rank = 0; why_ended_ && rank < outcomes.size(); ++rank) {
+      if (outcomes[rank] || static_cast<int>(rank) == rank_) continue;
+      if (!ends[rank].empty()) fail(ErrorKind::kPeerFailed, ends[rank]);
+      // It may have taken the step, done its part of a call and ended since the text was read.
+      ends[rank] = why_ended_(static_cast<int>(rank));
+    }
     poll(nullptr, 0, kStorePollMs);
   }
   const auto name = [&](size_t rank) {

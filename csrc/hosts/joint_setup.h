@@ -15,13 +15,15 @@ namespace rota::hosts {
 
 class JointSetup {
  public:
-  // store: of this group alone. Both references must outlive this.
+  // store: of this group alone. Both references must outlive this. why_ended: as in Bootstrap.
   JointSetup(transport::Store& store, const schedule::Hosts& hosts, int rank,
-             std::chrono::milliseconds timeout, std::function<void()> check_interrupt);
+             std::chrono::milliseconds timeout, std::function<void()> check_interrupt,
+             std::function<std::string(int rank)> why_ended = {});
 
   // Runs body() and waits until every rank has. body returns the settings that ranks must have in
   // common. Throws what Error another rank's body has thrown first, Error(kMismatch) if settings
-  // differ, and Error(kTransport) if a rank does not come. Cannot be repeated after an error.
+  // differ, Error(kPeerFailed) if a rank has ended, and Error(kTransport) if one does not come.
+  // Cannot be repeated after an error.
   void step(const std::function<std::string()>& body);
 
  private:
@@ -36,6 +38,7 @@ class JointSetup {
   const int rank_;
   const std::chrono::milliseconds timeout_;
   const std::function<void()> check_interrupt_;
+  const std::function<std::string(int rank)> why_ended_;
   int num_steps_ = 0;
 };
 

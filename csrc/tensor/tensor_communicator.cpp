@@ -119,7 +119,7 @@ void TensorCommunicator::connect(OwnTimeout own_timeout) {
   check();
   const auto timeout = own_timeout.value_or(timeout_);
   try {
-    hosts_.emplace(unconnected_->hosts(timeout, check));
+    hosts_.emplace(unconnected_->hosts(timeout, check, options_.why_ended));
     if (hosts_->num_hosts() > 1) {
       connect_hosts(timeout, check);
     } else {
@@ -153,7 +153,7 @@ void TensorCommunicator::connect_hosts(std::chrono::milliseconds timeout,
   };
   TorchStore store_of_host(prefixed(join("host/", host)));
   TorchStore store_of_group(prefixed(join("engine/", unconnected_->group_number())));
-  hosts::JointSetup setup(store_of_group, *hosts_, rank_, timeout, check);
+  hosts::JointSetup setup(store_of_group, *hosts_, rank_, timeout, check, options_.why_ended);
   ConnectEngine connect_engine;
   setup.step([&] {
     check_local_size(local_size);
@@ -224,16 +224,12 @@ bool TensorCommunicator::spans_hosts(std::span<const int> ranks) const {
   return is_connected_ && !hosts_->share_host(ranks);
 }
 
-void TensorCommunicator::check_alive(std::span<const int> ranks) const {
-  if (!is_connected_ || !cpu_->communicator() || cpu_->communicator()->is_of_parent()) return;
+std::string TensorCommunicator::why_ended(int rank) const {
+  if (!is_connected_ || !cpu_->communicator() || cpu_->communicator()->is_of_parent()) return "";
   const auto ended =
       bridged_ ? bridged_->bridge().ended_ranks() : cpu_->communicator()->ended_ranks();
-  for (const int rank : ranks) {
-    const auto found = ended.find(rank);
-    if (found == ended.end()) continue;
-    throw PythonError(
-        Error(ErrorKind::kPeerFailed, join("rota: ", found->second, "; restart the job")));
-  }
+  const auto found = ended.find(rank);
+  return found == ended.end() ? "" : found->second;
 }
 
 bool TensorCommunicator::leave_unconnected() {

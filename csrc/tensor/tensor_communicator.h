@@ -43,6 +43,8 @@ struct TensorCommunicatorOptions {
   // lost: a rank that has not yet published itself is unknown here. Null: only the timeout ends
   // such a wait.
   std::function<void()> check_peers;
+  // As in Bootstrap::hosts(), of a rank of this group: who watches its process knows. May be null.
+  std::function<std::string(int rank)> why_ended;
   // Called if there are several hosts. Null: ranks on several hosts are refused.
   ChooseEngine choose_engine;
   // As in BridgedCollectives.
@@ -93,9 +95,9 @@ class TensorCommunicator {
   // Whether these ranks are known to be on several hosts: those of a group that has not connected
   // yet are not.
   bool spans_hosts(std::span<const int> ranks) const;
-  // Throws Error(kPeerFailed) if one of these ranks is known to have ended, so that whoever waits
-  // for them to meet need not wait for long. Costs a system call.
-  void check_alive(std::span<const int> ranks) const;
+  // How a rank has ended, in a sentence, if it is known to have; otherwise empty. Costs a system
+  // call.
+  std::string why_ended(int rank) const;
   // How GPUs reach each other; empty before they are joined.
   std::optional<std::string> peer_access() const;
   // Whether send() and recv() support CUDA tensors, once GPUs are joined.

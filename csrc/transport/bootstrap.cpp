@@ -97,9 +97,10 @@ std::function<void(const Bootstrap::IsMissing&)> Bootstrap::make_check(
 }
 
 std::vector<std::string> Bootstrap::hosts(std::chrono::milliseconds timeout,
-                                          const std::function<void()>& check_interrupt) {
+                                          const std::function<void()>& check_interrupt,
+                                          const WhyEnded& why_ended) {
   auto claim = std::make_unique<Claim>(store_, rank_, world_size_);
-  read_all_cards(make_check(timeout, check_interrupt));
+  read_all_cards(make_check(timeout, check_interrupt), why_ended);
   claim_ = std::move(claim);
   std::vector<std::string> hosts;
   for (const Card& card : cards_) hosts.push_back(card.host);
@@ -130,9 +131,11 @@ std::vector<std::optional<Peer>> Bootstrap::rendezvous(
 }
 
 // Polls instead of waiting in the store, so that a signal can interrupt it.
-void Bootstrap::read_all_cards(const std::function<void(const IsMissing&)>& check) {
+void Bootstrap::read_all_cards(const std::function<void(const IsMissing&)>& check,
+                               const WhyEnded& why_ended) {
   if (!cards_.empty()) return;
   std::vector<Card> cards(static_cast<size_t>(world_size_));
+  std::vector<std::string> ends(cards.size());  // of ranks that had ended before cards were read
   const auto is_missing = [&](int peer) {
     return cards[static_cast<size_t>(peer)].address.empty();
   };
@@ -144,6 +147,13 @@ void Bootstrap::read_all_cards(const std::function<void(const IsMissing&)>& chec
     }
     if (std::ranges::none_of(cards, &std::string::empty, &Card::address)) break;
     check(is_missing);
+    for (int rank = 0; why_ended && rank < world_size_; ++rank) {
+      if (rank == rank_ || !is_missing(rank)) continue;
+      std::string& end = ends[static_cast<size_t>(rank)];
+      if (!end.empty()) throw Error(ErrorKind::kPeerFailed, join("rota: ", end));
+      // It may have published its card, done its part and ended since the cards were read.
+      end = why_ended(rank);
+    }
     poll(nullptr, 0, kStorePollMs);
   }
   check_nodes(cards);

@@ -27,8 +27,12 @@ class Bootstrap {
 
   // Blocks until all ranks have published themselves, and returns each one's host_id(). May be
   // called again after Error(kTransport), as the next one.
+  // why_ended: says how a rank has ended, if it is known to have; otherwise an empty text. Throws
+  // Error(kPeerFailed) for one that has ended without a card.
+  using WhyEnded = std::function<std::string(int rank)>;
   std::vector<std::string> hosts(std::chrono::milliseconds timeout,
-                                 const std::function<void()>& check_interrupt);
+                                 const std::function<void()>& check_interrupt,
+                                 const WhyEnded& why_ended = {});
 
   // Once all cards are read, of ranks on one host: how many consecutive ranks are on each of
   // several NUMA nodes; 0 if they are not as many, or not consecutive, or some are on no node.
@@ -53,7 +57,8 @@ class Bootstrap {
   };
 
   // Reads all ranks' cards into cards_, once. check is called while some are missing.
-  void read_all_cards(const std::function<void(const IsMissing&)>& check);
+  void read_all_cards(const std::function<void(const IsMissing&)>& check,
+                      const WhyEnded& why_ended = {});
   // The cards that each rank has published over the store, by rank.
   std::vector<std::vector<std::string>> read_all_lines() const;
   size_t number_among(const std::vector<std::string>& own_lines) const;

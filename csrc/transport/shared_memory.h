@@ -55,8 +55,9 @@ class SharedMemoryRank {
 
   // As in Bootstrap. Call it before connect(), if at all.
   std::vector<std::string> hosts(std::chrono::milliseconds timeout,
-                                 const std::function<void()>& check_interrupt) {
-    return bootstrap_->hosts(timeout, check_interrupt);
+                                 const std::function<void()>& check_interrupt,
+                                 const Bootstrap::WhyEnded& why_ended = {}) {
+    return bootstrap_->hosts(timeout, check_interrupt, why_ended);
   }
 
   size_t group_number() const { return bootstrap_->group_number(); }

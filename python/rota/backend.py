@@ -82,11 +82,14 @@ def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGrou
     )
     steps = JointSteps.over(ranks, "BackendOptions")
     with steps.publishing() as check_peers:
-        return _create(options, given, check_peers)
+        return _create(options, given, steps, check_peers)
 
 
 def _create(
-    options: _DistributedBackendOptions, given: object, check_peers: Callable[[], None]
+    options: _DistributedBackendOptions,
+    given: object,
+    steps: JointSteps,
+    check_peers: Callable[[], None],
 ) -> _C.ProcessGroupRota:
     timeout = timeouts.usable(options.timeout)
     if given is None:
@@ -118,9 +121,10 @@ def _create(
     is_lazy = len(ranks) > 0 and not _spans_hosts(ranks)
     own = copy.deepcopy(given)  # the caller may use it for other groups
     own._timeout = timeout
-    own.choose_engine = engine_chooser(getattr(given, "engine", None), timeout, check_peers)
+    own.choose_engine = engine_chooser(getattr(given, "engine", None), timeout, steps.check_all)
     own.connects_at_first_use = is_lazy
     own.check_peers = check_peers
+    own.why_ended = steps.why_ended
     own.watch_block = watch_block
     arguments = (options.store, options.group_rank, options.group_size, own, make_nccl, make_window)
     if not getattr(options, "enable_reconfigure", False):  # from torch 2.15 on

@@ -86,10 +86,11 @@ class Communicator(_C.Communicator):
                 world_size=steps.world_size,
                 timeout=timeout,
                 slot_bytes=slot_bytes,
-                choose_engine=engine_chooser(engine, timeout, check_peers),
+                choose_engine=engine_chooser(engine, timeout, steps.check_all),
                 inter_wire_dtype=inter_wire_dtype,
                 inter_block_scaling=inter_block_scaling,
                 check_peers=check_peers,
+                why_ended=steps.why_ended,
             )
         self._name = f"{qualified_name(pg)}/{steps.number}"
         while self._name in _by_name:  # one over a destroyed group of this name still lives

@@ -132,24 +132,20 @@ def store_of(pg: Ranks, name: str) -> dist.Store:
     return dist.PrefixStore(f"rota/{prefix}", pg.get_group_store())
 
 
-def peer_check(ranks: Sequence[int]) -> Callable[[], None] | None:
-    """What raises if one of these cannot meet any more; None if nothing here would know.
+def peer_check() -> Callable[[], None] | None:
+    """What raises if a member of this generation is gone; None without a generation."""
+    return _check_peers
 
-    Args:
-        ranks: of the default group, those that meet.
+
+def end_watch(pg: Ranks) -> Callable[[int], str] | None:
+    """What says how one of these ranks has ended, if it has; None if nothing here would know.
+
+    The default group knows. A generation has a check of its own, which knows why.
     """
-    watcher = rota_backend(dist.group.WORLD)
-    checks = [_check_peers] if _check_peers is not None else []
-    if watcher is not None and len(ranks) > 0:
-        checks.append(lambda: watcher.check_alive(list(ranks)))
-    if not checks:
+    watcher, ranks = rota_backend(dist.group.WORLD), ranks_of(pg)
+    if watcher is None or len(ranks) == 0 or _check_peers is not None:
         return None
-
-    def check() -> None:
-        for each in checks:
-            each()
-
-    return check
+    return lambda rank: watcher.why_ended(ranks[rank])
 
 
 def ranks_of(pg: Ranks) -> Sequence[int]:

@@ -15,8 +15,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from rota import errors, timeouts
-from rota.errors import Mismatch, RotaError, Timeout, TransportError
-from rota.groups import Ranks, next_number, peer_check, ranks_of, store_of
+from rota.errors import Mismatch, PeerFailed, RotaError, Timeout, TransportError
+from rota.groups import Ranks, end_watch, next_number, peer_check, store_of
 
 POLL_S = 0.002  # few enough requests for a store on a server
 
@@ -74,6 +74,7 @@ class JointSteps:
 
     Attributes:
         number: how many of these the ranks have made over their group before.
+        why_ended: says how a rank has ended, if that is known; otherwise an empty text.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class JointSteps:
         self.world_size = world_size
         self.timeout = timeout
         self.number = 0
+        self.why_ended: Callable[[int], str] | None = None
         self._what = what
         self._check_peers = check_peers
         self._num_steps = 0
@@ -104,7 +106,8 @@ class JointSteps:
         number = next_number(pg, what)
         store = store_of(pg, f"{what}/{number}")
         timeout = timeouts.of_group(pg)
-        steps = cls(store, pg.rank(), pg.size(), timeout, f"rota.{what}", peer_check(ranks_of(pg)))
+        steps = cls(store, pg.rank(), pg.size(), timeout, f"rota.{what}", peer_check())
+        steps.why_ended = end_watch(pg)
         steps.number = number
         return steps
 
@@ -188,19 +191,37 @@ class JointSteps:
                 f"{self._what}: rank {self.rank}/{self.world_size}: rank {rank} failed: {reason}"
             )
 
+    def check_all(self) -> None:
+        """As check(), where every rank is needed: raises if one of them has ended."""
+        self.check()
+        for rank in range(self.world_size):
+            self._raise_lost(self._end_of(rank))
+
+    def _end_of(self, rank: int) -> str:
+        return self.why_ended(rank) if self.why_ended is not None and rank != self.rank else ""
+
+    def _raise_lost(self, end: str) -> None:
+        if end:
+            raise PeerFailed(f"{self._what}: rank {self.rank}/{self.world_size}: {end}")
+
     # Polls instead of waiting in the store, so that Ctrl-C can interrupt it.
     def _wait_for_all(self, key: str) -> list[str]:
+        ends: dict[int, str] = {}  # of ranks, from before the texts were read
         deadline = time.monotonic() + self.timeout.total_seconds()
         while True:
             results: dict[int, str] = dict(map(json.loads, self.store.get(key).splitlines()))
             if len(results) == self.world_size:
                 return [results[rank] for rank in range(self.world_size)]
             self.check()
+            missing = [rank for rank in range(self.world_size) if rank not in results]
+            for rank in missing:
+                self._raise_lost(ends.get(rank, ""))
+            # One may have done its part and ended since: the next turn tells.
+            ends = {rank: self._end_of(rank) for rank in missing}
             if time.monotonic() > deadline:
-                missing = [str(r) for r in range(self.world_size) if r not in results]
                 raise Timeout(
                     f"{self._what}: rank {self.rank}/{self.world_size} waited "
-                    f"{self.timeout.total_seconds():g} s for rank {', '.join(missing)}; every "
-                    f"rank must make its part: is it alive?"
+                    f"{self.timeout.total_seconds():g} s for rank {', '.join(map(str, missing))}; "
+                    f"every rank must make its part: is it alive?"
                 )
             time.sleep(POLL_S)

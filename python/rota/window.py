@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rota import _C, timeouts
 from rota.engine import engine_chooser
 from rota.errors import Mismatch, TransportError
-from rota.groups import Ranks, StoreRanks, member_group, next_number, peer_check, ranks_of
+from rota.groups import Ranks, StoreRanks, member_group, next_number
 from rota.joint import JointSteps, sides
 from rota.memory import empty
 
@@ -167,9 +167,7 @@ class Window(_C.Window):
         try:
             steps.step(open_others)
         except TransportError:
-            check_peers = peer_check(ranks_of(pg))
-            if check_peers is not None:
-                check_peers()  # that a rank is lost is the cause to report
+            steps.check_all()  # that a rank is lost is the cause to report
             raise
         if service[0] is None:
             serve()
@@ -273,7 +271,7 @@ class _Services:
         numbers = {card["service"] for card in cards}
         if len(numbers) == 1 and numbers != {-1}:
             return _services[self._key][1]
-        choose = engine_chooser(self._engine, timeout, steps.check)
+        choose = engine_chooser(self._engine, timeout, steps.check_all)
         _, problem, connect, _ = choose(steps.rank, steps.world_size)
         if problem:
             raise ValueError(f"rota.Window: {problem}")

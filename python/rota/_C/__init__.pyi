@@ -411,6 +411,7 @@ class Communicator:
         inter_wire_dtype: torch.dtype | None = None,
         inter_block_scaling: bool = False,
         check_peers: Callable[[], None] | None = None,
+        why_ended: Callable[[int], str] | None = None,
     ) -> None: ...
     @property
     def rank(self) -> int: ...
@@ -904,6 +905,7 @@ class BackendOptions(dist._Backend.Options):
     """Whether the group connects at its first call, as subgroups do, or when it is made."""
     choose_engine: ChooseEngine  # called if ranks are on several hosts
     check_peers: Callable[[], None] | None
+    why_ended: Callable[[int], str] | None
     """Called several times a second while ranks connect; raises if one of them is gone."""
     watch_block: Callable[[Callable[[], None]], None] | None
     """Called when a coalescing block begins; calls its argument once torch's manager is gone."""
@@ -956,8 +958,8 @@ class ProcessGroupRota(dist._Backend):
         """Makes every waiting and every later call fail, on every rank, with this text."""
     def spans_hosts(self, ranks: list[int]) -> bool:
         """Whether these ranks are known to be on several hosts; False before the group connects."""
-    def check_alive(self, ranks: list[int]) -> None:
-        """Raises rota.PeerFailed if one of these ranks is known to have ended."""
+    def why_ended(self, rank: int) -> str:
+        """How a rank has ended, in a sentence, if it is known to have; otherwise empty."""
 
     def all_gather_in(
         self,
