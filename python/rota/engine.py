@@ -33,7 +33,7 @@ ChooseEngine = Callable[[int, int], Engine]
 def engine_chooser(
     given: dist.ProcessGroup | None,
     timeout: timedelta,
-    check_peers: Callable[[], object] = lambda: None,
+    check_peers: Callable[[], object] | None = None,
 ) -> ChooseEngine:
     """Returns what chooses the engine of a group, once its ranks turn out to be on several hosts.
 
@@ -47,8 +47,9 @@ def engine_chooser(
 
     def choose(rank: int, world_size: int) -> Engine:
         def connect_gloo(store: dist.Store) -> tuple[dist._Backend | None, str]:
-            watched = _WatchedStore(store, timeout, check_peers)
-            return _connect_gloo(watched, rank, world_size, timeout)
+            if check_peers is not None:
+                store = _WatchedStore(store, timeout, check_peers)
+            return _connect_gloo(store, rank, world_size, timeout)
 
         if given is None:
             return Engine("None", "", connect_gloo, None)

@@ -82,16 +82,24 @@ class Claim:
         return cls(**json.loads(text))
 
 
+# The claims with errors that this process has raised.
+_told: set[str] = set()
+
+
 class Directory:
     """The keys of one name.
 
     Args:
         store: the user's.
         name: of the weights.
+
+    Attributes:
+        was_told: whether the last error of meet() was another publisher's, which told all.
     """
 
     def __init__(self, store: dist.Store, name: str) -> None:
         self._store = dist.PrefixStore(f"rota/weights/{name}", store)
+        self.was_told = False
 
     def claim(self, claim: Claim, layout: Layout | None, last: Claim | None) -> None:
         """Makes this process the publisher of its rank.
@@ -129,6 +137,7 @@ class Directory:
             rota.Timeout: one did not publish in time; names it.
         """
         claims: list[Claim | None] = []
+        self.was_told = False
 
         def have_agreed() -> bool:
             nonlocal claims
@@ -190,10 +199,13 @@ class Directory:
 
     def _check_fits(self, own: Claim, other: Claim) -> None:
         if other.error:
-            if self._is_open(other):
-                kind = Mismatch if other.is_mismatch else TransportError
-                raise kind(f"rota.WeightStore.publish: {other.who} failed: {other.error}")
-            return  # before it starts again
+            # Before it starts again. This process may have been told already, and have begun anew.
+            if other.token in _told or not self._is_open(other):
+                return
+            _told.add(other.token)
+            kind = Mismatch if other.is_mismatch else TransportError
+            self.was_told = True
+            raise kind(f"rota.WeightStore.publish: {other.who} failed: {other.error}")
         if other.num_publishers != own.num_publishers and self._is_open(other):
             raise Mismatch(
                 f"rota.WeightStore.publish: {own.who} and {other.who} differ in the number of "

@@ -159,9 +159,15 @@ class Publisher:
         try:
             return self._try_to_start(tensors, deadline)
         except Exception as error:
-            self._claim, self._failed = _claim_failure(
-                self._directory, self._name, self._rank, self._num_publishers, error, self._claim
-            )
+            if not self._directory.was_told:
+                self._claim, self._failed = _claim_failure(
+                    self._directory,
+                    self._name,
+                    self._rank,
+                    self._num_publishers,
+                    error,
+                    self._claim,
+                )
             raise
 
     def _try_to_start(self, tensors: Mapping[str, torch.Tensor], deadline: float) -> _Started:
