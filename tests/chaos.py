@@ -29,16 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rota
 from oracle import assert_same
-from random_calls import (
-    Call,
-    Tensors,
-    call_communicator,
-    call_group,
-    inputs_of,
-    output_after,
-    output_before,
-    random_call,
-)
+from random_calls import Call, Case, call_communicator, call_group, random_call
 from random_programs import Channel, Channels
 from ranks import Place, Rank, Ranks
 
@@ -165,7 +156,7 @@ class Execution:
             call_communicator(through, call, case.tensors)
         else:
             call_group(through, call, case.tensors, is_async=False, is_list=number % 2 == 0)
-        case.check()
+        case.check(str(case.call))
 
     def queue(self, step: Step, ranks: tuple[int, ...], group: dist.ProcessGroup) -> None:
         """Calls in flight at the same time."""
@@ -177,7 +168,7 @@ class Execution:
         for work, case in zip(works, cases, strict=True):
             assert work is not None
             work.wait()
-            case.check()
+            case.check(str(case.call))
 
     def messages(self, step: Step, ranks: tuple[int, ...], group: dist.ProcessGroup) -> None:
         """From each rank to the one that is `shift` places on, which may be itself."""
@@ -214,23 +205,6 @@ class Execution:
             (alone(one).sum() / len(ranks)).backward()
         assert model.weight.grad is not None and alone.weight.grad is not None
         assert_same(model.weight.grad, alone.weight.grad, f"{step}: gradient")
-
-
-class Case:
-    """A call on one rank, with its tensors."""
-
-    def __init__(self, call: Call, number: int, place: int, world_size: int) -> None:
-        self.call = call
-        self._place = place
-        self._inputs = inputs_of(call, number, world_size)
-        own = self._inputs[place].clone()
-        self._before = output_before(call, own, world_size)
-        self.tensors = Tensors(own, self._before.clone())
-
-    def check(self) -> None:
-        expected = output_after(self.call, self._inputs, self._before, self._place)
-        assert_same(self.tensors.output, expected, f"{self.call}: output")
-        assert_same(self.tensors.input, self._inputs[self._place], f"{self.call}: input")
 
 
 def run_plan(rank: Rank, plan: Plan) -> str:

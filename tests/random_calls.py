@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import rota
-from oracle import DTYPES, exact, exact_inputs, ops_of
+from oracle import DTYPES, assert_same, exact, exact_inputs, ops_of
 
 # None, one, few, a message of a mailbox, longer than a slot, several slots.
 SIZES = (0, 1, 2, 3, 64, 1000, 1001, 16 << 10, 70_000, 150_001)
@@ -171,3 +171,28 @@ def call_communicator(comm: rota.Communicator, call: Call, tensors: Tensors) -> 
             comm.all_gather(output, own)
         case "all_to_all":
             comm.all_to_all(output, own)
+
+
+class Case:
+    """A call on one rank, with its tensors.
+
+    Args:
+        number: from which the contents follow.
+        place: of the rank among those that call.
+    """
+
+    def __init__(self, call: Call, number: int, place: int, world_size: int) -> None:
+        self.call = call
+        self._place = place
+        self._inputs = inputs_of(call, number, world_size)
+        own = self._inputs[place].clone()
+        self._before = output_before(call, own, world_size)
+        self.tensors = Tensors(own, self._before.clone())
+
+    def check(self, what: str, *, is_done: bool = True) -> None:
+        """Whether the output is right, or untouched, and the input as it was."""
+        expected = self._before
+        if is_done:
+            expected = output_after(self.call, self._inputs, self._before, self._place)
+        assert_same(self.tensors.output, expected, f"{what}: output")
+        assert_same(self.tensors.input, self._inputs[self._place], f"{what}: input")

@@ -16,17 +16,7 @@ import pytest
 import torch.distributed as dist
 
 import rota
-from oracle import assert_same
-from random_calls import (
-    Call,
-    Tensors,
-    call_communicator,
-    call_group,
-    inputs_of,
-    output_after,
-    output_before,
-    random_call,
-)
+from random_calls import Call, Case, call_communicator, call_group, random_call
 from random_programs import Channel, Channels, run_program, seeds
 from ranks import Rank
 
@@ -166,8 +156,8 @@ class Execution:
             if self.rank in self.channels[step.channel].ranks
         ]
         self.rng.shuffle(issued)
-        for step, tensors, wait in issued:
-            self.check(step, tensors, wait)
+        for step, cases, wait in issued:
+            self.check(step, cases, wait)
 
     def in_any_order(self, steps: tuple[Step, ...]) -> Iterator[Step]:
         """All steps, those of each channel in their order."""
@@ -180,42 +170,37 @@ class Execution:
             if not queues[channel]:
                 del queues[channel]
 
-    def issue(self, step: Step, blocks: bool) -> tuple[list[Tensors], Callable[[], object]]:
-        """Calls a step; returns its tensors, and what waits for it, or runs it if it blocks."""
+    def issue(self, step: Step, blocks: bool) -> tuple[list[Case], Callable[[], object]]:
+        """Calls a step; returns its cases, and what waits for it, or runs it if it blocks."""
         channel = self.channels[step.channel]
         place = channel.ranks.index(self.rank)
         calls = [calls[place] for calls in step.rounds]
-        tensors = []
-        for call in calls:
-            own = inputs_of(call, step.number, len(channel.ranks))[place]
-            tensors.append(Tensors(own, output_before(call, own, len(channel.ranks))))
+        cases = [Case(call, step.number, place, len(channel.ranks)) for call in calls]
         is_list = len(calls) == 1 and self.rng.random() < 0.5
 
         def start(is_async: bool) -> dist.Work | None:
             group = self.open.groups[step.channel]
             communicator = self.open.communicators.get(step.channel)
             if communicator is not None:
-                for call, pair in zip(calls, tensors, strict=True):
-                    call_communicator(communicator, call, pair)
+                for case in cases:
+                    call_communicator(communicator, case.call, case.tensors)
                 return None
             if len(calls) == 1:
-                return call_group(group, calls[0], tensors[0], is_async, is_list)
+                return call_group(group, calls[0], cases[0].tensors, is_async, is_list)
             with dist._coalescing_manager(group, async_ops=is_async) as joint:
-                for call, pair in zip(calls, tensors, strict=True):
-                    call_group(group, call, pair, is_async=False, is_list=False)
+                for case in cases:
+                    call_group(group, case.call, case.tensors, is_async=False, is_list=False)
             return joint if is_async else None
 
         if blocks:
-            return tensors, lambda: start(is_async=False)
+            return cases, lambda: start(is_async=False)
         work = start(is_async=True)
         assert work is not None
         if isinstance(work, dist.Work) and self.rng.random() < 0.3:
-            return tensors, work.get_future().wait
-        return tensors, work.wait
+            return cases, work.get_future().wait
+        return cases, work.wait
 
-    def check(self, step: Step, tensors: list[Tensors], wait: Callable[[], object]) -> None:
-        place = self.channels[step.channel].ranks.index(self.rank)
-        world_size = len(step.rounds[0])
+    def check(self, step: Step, cases: list[Case], wait: Callable[[], object]) -> None:
         differing = [i for i, calls in enumerate(step.rounds) if len(set(calls)) > 1]
         try:
             wait()
@@ -226,14 +211,8 @@ class Execution:
             assert is_told, f"{step}: {error}"
         else:
             assert not differing, f"{step}: no error"
-        for i, (calls, (own, output)) in enumerate(zip(step.rounds, tensors, strict=True)):
-            call = calls[place]
-            inputs = inputs_of(call, step.number, world_size)
-            before = output_before(call, inputs[place], world_size)
-            is_done = not differing or i < differing[0]
-            expected = output_after(call, inputs, before, place) if is_done else before
-            assert_same(output, expected, f"{step}: output")
-            assert_same(own, inputs[place], f"{step}: input")
+        for i, case in enumerate(cases):
+            case.check(str(step), is_done=not differing or i < differing[0])
 
 
 def run_plan(rank: Rank, seed: int, num_steps: int, num_hosts: int) -> None:

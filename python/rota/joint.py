@@ -128,6 +128,7 @@ class JointSteps:
             Exception: what `run` raised here.
             rota.TransportError: it raised on another rank, which is named with the text; if that
                 was an error of rota's, one of its kind.
+            rota.PeerFailed: a rank has ended before it took this step.
             rota.Timeout: a rank did not take this step in time.
         """
         with self.telling():

@@ -905,8 +905,9 @@ class BackendOptions(dist._Backend.Options):
     """Whether the group connects at its first call, as subgroups do, or when it is made."""
     choose_engine: ChooseEngine  # called if ranks are on several hosts
     check_peers: Callable[[], None] | None
-    why_ended: Callable[[int], str] | None
     """Called several times a second while ranks connect; raises if one of them is gone."""
+    why_ended: Callable[[int], str] | None
+    """Says how a rank has ended, if that is known; called for those that have not come yet."""
     watch_block: Callable[[Callable[[], None]], None] | None
     """Called when a coalescing block begins; calls its argument once torch's manager is gone."""
 
