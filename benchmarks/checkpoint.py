@@ -8,7 +8,7 @@ state into tensors that it has already touched, as those of a model are, then sa
 itself. All entries take turns, each on one thread:
 
 memcpy      torch's copy_ from tensors to tensors; what the others are compared with
-open        rota.elastic.Checkpoint(), which finds the keeper
+open        rota.checkpoint.Checkpoint(), which finds the keeper
 save        save(), into memory that is mapped
 load        load(), once the new process has mapped the memory: Checkpoint() starts that in a thread
 first load  load() at once after Checkpoint(), which has to wait for that
@@ -102,7 +102,7 @@ def take_turn(number: int, job: str, args: argparse.Namespace, folder: Path) -> 
     target = tensors_of(args.size, -1.0)
     store = dist.FileStore(str(folder / f"store{number}"), 1)
     checkpoint = turn.time(
-        "open", lambda: rota.elastic.Checkpoint(store, rank=0, world_size=1, job=job)
+        "open", lambda: rota.checkpoint.Checkpoint(store, rank=0, world_size=1, job=job)
     )
     for entry in ("first_load", "load") if number > 0 else ():
         found = turn.time(entry, functools.partial(checkpoint.load, target))
@@ -156,7 +156,7 @@ def process_main(
 
 def end_job(job: str) -> None:
     """Lets the keeper end."""
-    rota.elastic.Checkpoint(dist.HashStore(), rank=0, world_size=1, job=job).close()
+    rota.checkpoint.Checkpoint(dist.HashStore(), rank=0, world_size=1, job=job).close()
 
 
 def measure(args: argparse.Namespace) -> tuple[dict[str, list[float]], int]:

@@ -29,6 +29,7 @@ import rota
 import turns
 from arguments import Parser, parse_list, parse_natural
 from demo_model import train_gpt
+from rota.local_sgd import DiLoCo, LocalSGD
 
 ALONE, DDP, LOCAL_SGD, DILOCO = "alone", "ddp", "local_sgd", "diloco"
 # The paper's 0.9 is for hundreds of outer steps: with 20 it ended 0.26 bits per byte above 0.5
@@ -74,7 +75,7 @@ def state_of(variant: Variant) -> rota.HookState:
     return rota.HookState(wire_dtype=variant.wire_dtype, error_feedback=is_narrow)
 
 
-def make_outer(variant: Variant, model: train_gpt.GPT, state: rota.HookState) -> rota.LocalSGD:
+def make_outer(variant: Variant, model: train_gpt.GPT, state: rota.HookState) -> LocalSGD:
     options: dict[str, Any] = {
         "state": state,
         "num_fragments": variant.num_fragments,
@@ -82,11 +83,11 @@ def make_outer(variant: Variant, model: train_gpt.GPT, state: rota.HookState) ->
         "fragment_update_alpha": variant.fragment_update_alpha,
     }
     if variant.method == LOCAL_SGD:
-        return rota.LocalSGD(model, variant.sync_every, **options)
+        return LocalSGD(model, variant.sync_every, **options)
     outer_optimizer = torch.optim.SGD(
         model.parameters(), lr=0.7, momentum=variant.outer_momentum, nesterov=True
     )
-    return rota.DiLoCo(model, outer_optimizer, variant.sync_every, **options)
+    return DiLoCo(model, outer_optimizer, variant.sync_every, **options)
 
 
 def bytes_per_step(variant: Variant, num_parameters: int) -> float:

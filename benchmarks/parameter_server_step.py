@@ -1,4 +1,4 @@
-"""A step of rota.ParameterServer in mode "sync", beside the all-reduce step and torch RPC.
+"""A step of ParameterServer in mode "sync", beside the all-reduce step and torch RPC.
 
     python benchmarks/parameter_server_step.py            # starts its own ranks; writes a record
     python benchmarks/parameter_server_step.py --quick    # the same in a minute, with more noise
@@ -36,6 +36,7 @@ import turns
 from arguments import Parser, parse_list, parse_natural
 from demo import BLOCK_STEPS
 from demo_model import train_gpt
+from rota.parameter_server import ParameterServer
 
 GOAL = 1.3  # times the all-reduce step
 SIZES = {
@@ -96,7 +97,7 @@ class Servers:
 
     def __init__(self, model: nn.Module, kind: str) -> None:
         self.forward = model
-        self._server = rota.ParameterServer(model, make_optimizer, replicas=self.replicas)
+        self._server = ParameterServer(model, make_optimizer, replicas=self.replicas)
 
     def exchange(self) -> None:
         self._server.step()

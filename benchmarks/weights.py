@@ -9,7 +9,7 @@ start to the end of the last reader:
 
 copies  what cannot be avoided: the trainer copies its weights to shared memory, and then all
         readers copy them from there at the same time; plain torch copies
-rota    rota.WeightStore: publish() and pull()
+rota    WeightStore: publish() and pull()
 gloo    dist.broadcast of one matrix after the other
 rpc     torch.distributed.rpc: the trainer sends the weights to all readers at once
 
@@ -40,6 +40,7 @@ from rich.table import Table
 import driver
 from arguments import Parser, parse_list, parse_natural, parse_size
 from ranks import RankError
+from rota.weights import WeightStore
 
 try:
     import rota
@@ -132,7 +133,7 @@ class Process:
 
     def make_rota(self) -> Move:
         if self.rank == 0:
-            trainer = rota.WeightStore(self._store, rank=0, timeout=TIMEOUT)
+            trainer = WeightStore(self._store, rank=0, timeout=TIMEOUT)
             named = {str(i): weights for i, weights in enumerate(self.weights)}
 
             def publish(number: int) -> list[torch.Tensor]:
@@ -140,7 +141,7 @@ class Process:
                 return self.weights
 
             return publish
-        reader = rota.WeightStore(self._store, timeout=TIMEOUT)
+        reader = WeightStore(self._store, timeout=TIMEOUT)
         return lambda number: list(reader.pull(at_least=number)[1].values())
 
     def broadcast(self, number: int) -> list[torch.Tensor]:

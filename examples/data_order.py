@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from rota.rounding import split_mix_64
+from rota.gradients.rounding import split_mix_64
 
 if TYPE_CHECKING:
     from data_cache import Text

@@ -4,7 +4,7 @@
     python examples/parameter_server.py --seconds 5 --modes all-reduce async
 
 All modes start from the same weights and train for the same time: DistributedDataParallel, and
-rota.ParameterServer with "sync", "async" and "stale". First the workers train alone, without
+ParameterServer with "sync", "async" and "stale". First the workers train alone, without
 communication: the sum of their speeds is what an asynchronous server can reach. The last worker
 sleeps twice as long as its forward and backward passes took there. The picture shows the loss over
 time.
@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from train_gpt import GPT, GPTConfig, held_out_bits, positive, read_corpus, sample_batch
 
 import rota
+from rota.parameter_server import ParameterServer
 
 PRELOAD = ["matplotlib.figure", "rich.progress", "rota", "torch._dynamo"]
 CONFIG = GPTConfig(context=64, num_layers=2, num_heads=2, width=128)
@@ -60,7 +61,7 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 def start_mode(
     mode: str, model: GPT, staleness: int
-) -> tuple[torch.nn.Module, Callable[[], None], rota.ParameterServer | None]:
+) -> tuple[torch.nn.Module, Callable[[], None], ParameterServer | None]:
     """What computes the loss, what follows a backward pass, and the parameter server, if any."""
     if mode in (ALONE, ALL_REDUCE):
         module: torch.nn.Module = model
@@ -69,7 +70,7 @@ def start_mode(
             module.register_comm_hook(None, rota.allreduce_hook)
         optimizer = make_optimizer(model.parameters())
         return module, optimizer.step, None
-    server = rota.ParameterServer(
+    server = ParameterServer(
         model, make_optimizer, mode=mode, staleness=staleness if mode == STALE else None
     )
     return model, server.step, server

@@ -28,7 +28,7 @@ torch.manual_seed(0)
 model = torch.nn.Linear(64, 1)
 ddp = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-with rota.elastic.Checkpoint(group, "example") as checkpoint:
+with rota.checkpoint.Checkpoint(group, "example") as checkpoint:
     first_step = 0
     found = checkpoint.load()
     if found is not None:

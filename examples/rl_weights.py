@@ -4,7 +4,7 @@
     python examples/rl_weights.py --wire-dtype bfloat16
 
 As in reinforcement learning: trainer and samplers share nothing but a torch Store, through which
-rota.WeightStore connects them. One sampler is killed and comes back. The run fails if a sampler has
+WeightStore connects them. One sampler is killed and comes back. The run fails if a sampler has
 other weights than the trainer had in that version, or if the trainer is ever delayed.
 """
 
@@ -38,7 +38,7 @@ from train_gpt import (
     train_step,
 )
 
-import rota
+from rota.weights import WeightStore
 
 CONFIG = GPTConfig(context=32, num_layers=2, num_heads=2, width=64)
 BATCH = 8
@@ -49,9 +49,9 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["rota", "rich.progress", "torch._dynamo"])
 
 
-def open_store(port: int, **options: Any) -> rota.WeightStore:
+def open_store(port: int, **options: Any) -> WeightStore:
     torch.set_num_threads(1)  # sums inside a matrix product may depend on the number of threads
-    return rota.WeightStore(dist.TCPStore("127.0.0.1", port, is_master=False), **options)
+    return WeightStore(dist.TCPStore("127.0.0.1", port, is_master=False), **options)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Shared by the tests of rota.elastic.Checkpoint: states, restarts, and the end of keepers."""
+"""Shared by the tests of rota.checkpoint.Checkpoint: states, restarts, and the end of keepers."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def is_state_of(rank: int, step: int, state: dict[str, Any]) -> bool:
     return state["step"] == step and bool((weight == rank * 1000 + step).all())
 
 
-def open_checkpoint(rank: Rank, job: str, **options: Any) -> rota.elastic.Checkpoint:
+def open_checkpoint(rank: Rank, job: str, **options: Any) -> rota.checkpoint.Checkpoint:
     """A rank's checkpoint over an empty store, as after a restart of the whole job."""
     place = {"rank": rank.rank, "world_size": rank.world_size}
     options = {**place, "linger": LINGER, **options}
-    return rota.elastic.Checkpoint(rank.make_store(), job=job, **options)
+    return rota.checkpoint.Checkpoint(rank.make_store(), job=job, **options)
 
 
 def load_and_check(rank: Rank, job: str, close: bool = True) -> int | None:

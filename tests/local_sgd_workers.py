@@ -1,4 +1,4 @@
-"""Small trainings with rota.LocalSGD and rota.DiLoCo, for several tests."""
+"""Small trainings with LocalSGD and DiLoCo, for several tests."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import rota
 from models import batch_of
 from oracle import assert_same
 from ranks import Rank
+from rota.local_sgd import DiLoCo, LocalSGD
 
 NESTEROV = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
-Make = Callable[..., rota.LocalSGD]
+Make = Callable[..., LocalSGD]
 
 
-def make_diloco(model: nn.Module, sync_every: int, **options: Any) -> rota.DiLoCo:
+def make_diloco(model: nn.Module, sync_every: int, **options: Any) -> DiLoCo:
     outer_optimizer = torch.optim.SGD(model.parameters(), **NESTEROV)
-    return rota.DiLoCo(model, outer_optimizer, sync_every, **options)
+    return DiLoCo(model, outer_optimizer, sync_every, **options)
 
 
-def make_plain_diloco(model: nn.Module, sync_every: int, **options: Any) -> rota.DiLoCo:
+def make_plain_diloco(model: nn.Module, sync_every: int, **options: Any) -> DiLoCo:
     outer_optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    return rota.DiLoCo(model, outer_optimizer, sync_every, **options)
+    return DiLoCo(model, outer_optimizer, sync_every, **options)
 
 
-MAKES: dict[str, Make] = {"LocalSGD": rota.LocalSGD, "DiLoCo": make_plain_diloco}
+MAKES: dict[str, Make] = {"LocalSGD": LocalSGD, "DiLoCo": make_plain_diloco}
 
 
 def flat(model: nn.Module) -> torch.Tensor:
@@ -41,7 +41,7 @@ def flat(model: nn.Module) -> torch.Tensor:
 def train(
     rank: Rank,
     model: nn.Module,
-    outer: rota.LocalSGD | None,
+    outer: LocalSGD | None,
     steps: range,
     lr: float = 0.125,
     momentum: float = 0.0,

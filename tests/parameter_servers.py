@@ -1,4 +1,4 @@
-"""Small trainings through rota.ParameterServer, for several tests."""
+"""Small trainings through ParameterServer, for several tests."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import rota
 from models import batch_of
 from ranks import Rank
+from rota.parameter_server import ParameterServer
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
@@ -56,7 +56,7 @@ def dawdle(generator: random.Random) -> None:
     time.sleep(generator.choice([0, 0, 0.001, 0.004]))
 
 
-def settle(server: rota.ParameterServer) -> None:
+def settle(server: ParameterServer) -> None:
     """Gives all workers the same parameters, with all pushes. Collective over the default group."""
     server.flush()
     dist.barrier()

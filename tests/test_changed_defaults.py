@@ -22,6 +22,9 @@ import rota
 from checkpoints import LINGER
 from elastic_workers import store_of
 from ranks import Rank, run_ranks
+from rota.local_sgd import DiLoCo, LocalSGD
+from rota.parameter_server import ParameterServer
+from rota.weights import WeightShard, WeightStore
 
 pytestmark = pytest.mark.same_in_every_build
 
@@ -104,7 +107,7 @@ def communicator(rank: Rank) -> Callable[[], Any]:
 
 def checkpoint(rank: Rank) -> Callable[[], Any]:
     place = {"rank": rank.rank, "world_size": 2}
-    checkpoint = rota.elastic.Checkpoint(rank.make_store(), **place, linger=LINGER)
+    checkpoint = rota.checkpoint.Checkpoint(rank.make_store(), **place, linger=LINGER)
     steps = iter(range(9))
 
     def step() -> Any:
@@ -120,12 +123,12 @@ def checkpoint(rank: Rank) -> Callable[[], Any]:
 
 
 def weight_store(rank: Rank) -> Callable[[], Any]:
-    part = rota.WeightShard((8, 6), (4 * rank.rank, 0), (4, 6))
+    part = WeightShard((8, 6), (4 * rank.rank, 0), (4, 6))
     shards = {"part": part}
     store, versions = rank.make_store(), iter(range(9))
-    publisher = rota.WeightStore(store, rank=rank.rank, num_publishers=2, shards=shards)
-    wanted = {"part": rota.WeightShard((8, 6), (0, 3), (8, 3))}
-    readers = [rota.WeightStore(store, shards=wanted) for _ in range(2)]
+    publisher = WeightStore(store, rank=rank.rank, num_publishers=2, shards=shards)
+    wanted = {"part": WeightShard((8, 6), (0, 3), (8, 3))}
+    readers = [WeightStore(store, shards=wanted) for _ in range(2)]
 
     def step() -> Any:
         version = next(versions)
@@ -166,8 +169,8 @@ def local_sgd(rank: Rank) -> Callable[[], Any]:
     models = [make_model(), make_model()]
     optimizer = torch.optim.SGD(models[1].parameters(), lr=0.5, momentum=0.5, nesterov=True)
     outers = [
-        rota.LocalSGD(models[0], 1),
-        rota.DiLoCo(
+        LocalSGD(models[0], 1),
+        DiLoCo(
             models[1],
             optimizer,
             1,
@@ -188,7 +191,7 @@ def local_sgd(rank: Rank) -> Callable[[], Any]:
 
 def parameter_server(rank: Rank) -> Callable[[], Any]:
     model = make_model()
-    server = rota.ParameterServer(
+    server = ParameterServer(
         model,
         lambda parameters: torch.optim.AdamW(parameters, lr=0.5),
         wire_dtype=torch.float16,

@@ -21,20 +21,22 @@ import torch
 
 import rota
 import simulated_gpu
-from rota import _C, doctor, doctor_gpu
+from rota import _C
 from rota import __main__ as rota_main
+from rota.doctor import gpu as doctor_gpu
+from rota.doctor import report as doctor_report
 from simulated_processes import Outcome, SimulatedProcesses
 
 
 def gpus_line(capsys: pytest.CaptureFixture[str]) -> str:
-    assert doctor.run() == 0
+    assert doctor_report.run() == 0
     return next(line for line in capsys.readouterr().out.splitlines() if "GPUs: " in line)
 
 
 @pytest.fixture(autouse=True)
 def no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skips doctor's trial run: it would take seconds per test, and other tests cover it."""
-    monkeypatch.setitem(doctor._CHECKS, "trial", lambda: "left out")
+    monkeypatch.setitem(doctor_report._CHECKS, "trial", lambda: "left out")
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, archs: list[str], devices: list[str] | str) -> None:
@@ -128,7 +130,7 @@ def run_in_fork(folder: str, arguments: tuple[str, ...]) -> tuple[int, str]:
 
 
 def gpus_in_fork() -> str:
-    return doctor._CHECKS["GPUs"]()
+    return doctor_report._CHECKS["GPUs"]()
 
 
 class SimulatedGpu:

@@ -1,4 +1,4 @@
-"""rota.elastic.Checkpoint: what is saved comes back, from memory and from disk."""
+"""rota.checkpoint.Checkpoint: what is saved comes back, from memory and from disk."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ DTYPES = [
 LENGTHS = [0, 1, 3, 1025, (16 << 20) + 1]  # bytes of a bucket, and one more
 
 
-def alone(**options: Any) -> rota.elastic.Checkpoint:
+def alone(**options: Any) -> rota.checkpoint.Checkpoint:
     """The checkpoint of a job of one rank."""
-    return rota.elastic.Checkpoint(dist.HashStore(), rank=0, world_size=1, **options)
+    return rota.checkpoint.Checkpoint(dist.HashStore(), rank=0, world_size=1, **options)
 
 
 def assert_same(got: object, expected: object) -> None:
@@ -181,7 +181,7 @@ def save_over_a_group(rank: Rank, job: str) -> None:
     rank.init("gloo")
     group = dist.group.WORLD
     assert group is not None
-    with rota.elastic.Checkpoint(group, job=job) as checkpoint:
+    with rota.checkpoint.Checkpoint(group, job=job) as checkpoint:
         assert checkpoint.load() is None
         for step in range(4):
             checkpoint.save(step, state_of(rank.rank, step, 1000))
@@ -205,7 +205,7 @@ def save_sharded(rank: Rank, job: str) -> None:
     sharded = distribute_tensor(whole, mesh, [Shard(0)])
     group = dist.group.WORLD
     assert group is not None
-    with rota.elastic.Checkpoint(group, job=job) as checkpoint:
+    with rota.checkpoint.Checkpoint(group, job=job) as checkpoint:
         checkpoint.save(0, {"w": sharded})
         into = distribute_tensor(torch.zeros(5, 4), mesh, [Shard(0)])
         found = checkpoint.load(into={"w": into})
@@ -300,7 +300,7 @@ def test_version_stays_as_it_is_while_it_is_written_to_disk(
 ) -> None:
     import threading
 
-    from rota.elastic import disk
+    from rota.checkpoint import disk
 
     may_write = threading.Event()
     write = disk.write

@@ -1,4 +1,4 @@
-"""rota.elastic.Checkpoint with wrong arguments, damaged memory, and ranks that disagree."""
+"""rota.checkpoint.Checkpoint with wrong arguments, damaged memory, and ranks that disagree."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import rota
 from checkpoints import is_state_of, open_checkpoint, state_of
 from ranks import Rank, error_of, run_ranks
 from rota import _C
-from rota.elastic import keeper
-from rota.elastic.link import KeeperLink
-from rota.elastic.meeting import Directory
+from rota.checkpoint import keeper
+from rota.checkpoint.link import KeeperLink
+from rota.checkpoint.meeting import Directory
 
 pytestmark = pytest.mark.same_in_every_build
 
 
-def alone(**options: Any) -> rota.elastic.Checkpoint:
-    return rota.elastic.Checkpoint(dist.HashStore(), rank=0, world_size=1, **options)
+def alone(**options: Any) -> rota.checkpoint.Checkpoint:
+    return rota.checkpoint.Checkpoint(dist.HashStore(), rank=0, world_size=1, **options)
 
 
 # ---- arguments -----------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ def alone(**options: Any) -> rota.elastic.Checkpoint:
 )
 def test_wrong_arguments_raise(arguments: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
-        rota.elastic.Checkpoint(*arguments)
+        rota.checkpoint.Checkpoint(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -182,9 +182,9 @@ def test_memory_that_is_not_sealed_is_refused() -> None:
     link.keep(1, 0, fd)
     os.close(fd)
     with pytest.raises(rota.TransportError, match="holds memory that is not sealed"):
-        rota.elastic.Checkpoint(store, rank=1, world_size=2, job=job)
+        rota.checkpoint.Checkpoint(store, rank=1, world_size=2, job=job)
     link.drop(1, 0)
-    rota.elastic.Checkpoint(store, rank=1, world_size=2, job=job).close()
+    rota.checkpoint.Checkpoint(store, rank=1, world_size=2, job=job).close()
     link.finish()
 
 
@@ -228,33 +228,33 @@ def test_too_little_memory_is_an_error_on_all_ranks_and_the_last_version_stays(h
 
 
 def test_second_process_of_a_rank_is_refused_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rota.elastic.link.END_S", 0.1)
+    monkeypatch.setattr("rota.checkpoint.link.END_S", 0.1)
     job, store = uuid4().hex, dist.HashStore()
     with (
-        rota.elastic.Checkpoint(store, rank=0, world_size=2, job=job),
+        rota.checkpoint.Checkpoint(store, rank=0, world_size=2, job=job),
         pytest.raises(rota.Mismatch, match=f"rank 0 is pid {os.getpid()}; give each process"),
     ):
-        rota.elastic.Checkpoint(store, rank=0, world_size=2, job=job)
+        rota.checkpoint.Checkpoint(store, rank=0, world_size=2, job=job)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_second_job_with_the_run_id_of_a_living_one_is_told_so(
     monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    monkeypatch.setattr("rota.elastic.link.END_S", 0.1)
+    monkeypatch.setattr("rota.checkpoint.link.END_S", 0.1)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", uuid4().hex)
     first = alone()
     text = f"another job on this host has the same name, of which rank 0 is pid {os.getpid()}: .*"
     with pytest.raises(rota.Mismatch, match=f"{text}--rdzv-id or by job="):
-        rota.elastic.Checkpoint(dist.HashStore(), rank=rank, world_size=2)
+        rota.checkpoint.Checkpoint(dist.HashStore(), rank=rank, world_size=2)
     first.close()
-    rota.elastic.Checkpoint(dist.HashStore(), rank=rank, world_size=2).close()
+    rota.checkpoint.Checkpoint(dist.HashStore(), rank=rank, world_size=2).close()
 
 
 def come_twice(rank: Rank, job: str) -> tuple[str, str]:
     os.environ["ROTA_HOST_ID"] = f"host{rank.rank}"
     store = rank.make_store(timeout_s=60)
-    checkpoint = rota.elastic.Checkpoint(store, rank=0, world_size=2, job=job)
+    checkpoint = rota.checkpoint.Checkpoint(store, rank=0, world_size=2, job=job)
     if rank.rank == 1:
         store.wait(["rota/checkpoint/checkpoint/claim/0"])
         checkpoint._timeout /= 60
@@ -374,11 +374,11 @@ def test_keeper_of_another_version_or_job_is_refused(monkeypatch: pytest.MonkeyP
     with alone(job=job) as checkpoint:
         monkeypatch.setattr(keeper, "PROTOCOL", 3)
         with pytest.raises(rota.Mismatch, match=r"speaks protocol 2, this rank 3; do all proc"):
-            rota.elastic.Checkpoint(dist.HashStore(), rank=1, world_size=2, job=job)
+            rota.checkpoint.Checkpoint(dist.HashStore(), rank=1, world_size=2, job=job)
         monkeypatch.undo()
         monkeypatch.setattr(KeeperLink, "name", checkpoint._link.name)
         with pytest.raises(rota.Mismatch, match=r"is that of job '.*', this rank belongs to 'oth"):
-            rota.elastic.Checkpoint(dist.HashStore(), rank=1, world_size=2, job="other")
+            rota.checkpoint.Checkpoint(dist.HashStore(), rank=1, world_size=2, job="other")
 
 
 def test_keeper_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

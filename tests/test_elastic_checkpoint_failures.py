@@ -1,4 +1,4 @@
-"""rota.elastic.Checkpoint while its ranks and its keeper are killed, and start again."""
+"""rota.checkpoint.Checkpoint while its ranks and its keeper are killed, and start again."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from checkpoints import (
 )
 from ranks import Rank, Ranks, error_of, run_ranks
 from rota import _C
-from rota.elastic.link import KeeperLink
-from rota.elastic.meeting import Claim, Directory, Session
-from rota.elastic.version import Memory
+from rota.checkpoint.link import KeeperLink
+from rota.checkpoint.meeting import Claim, Directory, Session
+from rota.checkpoint.version import Memory
 
 pytestmark = pytest.mark.same_in_every_build
 
@@ -139,8 +139,8 @@ def take_turns_at_a_rank(rank: Rank, job: str) -> int | None:
     """Ranks 0 and 1 save; rank 1 is killed, and process 2 starts in its place."""
     store = rank.make_store()
 
-    def start(number: int) -> rota.elastic.Checkpoint:
-        return rota.elastic.Checkpoint(store, "checkpoint", number, 2, job=job)
+    def start(number: int) -> rota.checkpoint.Checkpoint:
+        return rota.checkpoint.Checkpoint(store, "checkpoint", number, 2, job=job)
 
     if rank.rank == 2:
         rank.hear()
@@ -323,7 +323,9 @@ def start_at_once(rank: Rank, job: str) -> int:
     store = rank.make_store()
     store.set(str(rank.rank), "")
     store.wait([str(peer) for peer in range(rank.world_size)])
-    checkpoint = rota.elastic.Checkpoint(store, rank=rank.rank, world_size=rank.world_size, job=job)
+    checkpoint = rota.checkpoint.Checkpoint(
+        store, rank=rank.rank, world_size=rank.world_size, job=job
+    )
     store.set(f"open{rank.rank}", "")
     store.wait([f"open{peer}" for peer in range(rank.world_size)])
     checkpoint.close()
@@ -361,7 +363,7 @@ def test_child_that_outlives_its_rank_does_not_keep_the_rank_from_starting_again
 
 def test_ctrl_c_does_not_reach_the_keeper() -> None:
     """Nor does anything else that is sent to the ranks' process group or session."""
-    checkpoint = rota.elastic.Checkpoint(dist.HashStore(), rank=0, world_size=1)
+    checkpoint = rota.checkpoint.Checkpoint(dist.HashStore(), rank=0, world_size=1)
     try:
         assert os.getsid(checkpoint.keeper_pid) != os.getsid(0)
         assert os.getpgid(checkpoint.keeper_pid) != os.getpgid(0)
@@ -371,7 +373,7 @@ def test_ctrl_c_does_not_reach_the_keeper() -> None:
 
 def test_keeper_does_not_import_torch_and_leaves_nothing_in_dev_shm() -> None:
     before = set(os.listdir("/dev/shm"))
-    with rota.elastic.Checkpoint(dist.HashStore(), rank=0, world_size=1) as checkpoint:
+    with rota.checkpoint.Checkpoint(dist.HashStore(), rank=0, world_size=1) as checkpoint:
         checkpoint.save(0, state_of(0, 0))
         maps = Path(f"/proc/{checkpoint.keeper_pid}/maps").read_text()
         assert "torch" not in maps and "memfd" not in maps
@@ -382,7 +384,7 @@ def test_keeper_is_started_by_a_program_without_standard_streams() -> None:
     code = (
         "import os; [os.close(fd) for fd in range(3)]\n"
         "import rota, torch.distributed as dist\n"
-        "with rota.elastic.Checkpoint(dist.HashStore(), rank=0, world_size=1) as checkpoint:\n"
+        "with rota.checkpoint.Checkpoint(dist.HashStore(), rank=0, world_size=1) as checkpoint:\n"
         "    checkpoint.save(0, {'a': 1})\n"
         "    assert checkpoint.load() == (0, {'a': 1})\n"
     )

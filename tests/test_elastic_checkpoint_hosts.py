@@ -1,4 +1,4 @@
-"""rota.elastic.Checkpoint on several hosts, made by ROTA_HOST_ID: replicas of lost hosts."""
+"""rota.checkpoint.Checkpoint on several hosts, made by ROTA_HOST_ID: replicas of lost hosts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch.distributed as dist
 import rota
 from checkpoints import is_state_of, open_checkpoint, state_of, wait_until_ended, watched
 from ranks import Rank, Ranks, error_of, run_ranks
-from rota.elastic.meeting import Claim
-from rota.elastic.replicas import holders_of
+from rota.checkpoint.meeting import Claim
+from rota.checkpoint.replicas import holders_of
 from test_elastic_checkpoint_failures import die_at
 
 pytestmark = pytest.mark.same_in_every_build
@@ -191,7 +191,9 @@ def use_own_engine(rank: Rank, job: str, backend: str, replicate: bool) -> None:
     enter_host(rank, "ab")
     group = dist.group.WORLD
     assert group is not None
-    with rota.elastic.Checkpoint(group, job=job, engine=group, replicate=replicate) as checkpoint:
+    with rota.checkpoint.Checkpoint(
+        group, job=job, engine=group, replicate=replicate
+    ) as checkpoint:
         for step in range(3):
             checkpoint.save(step, state_of(rank.rank, step, 1000))
         found = checkpoint.load()

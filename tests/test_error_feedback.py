@@ -27,8 +27,8 @@ from models import (
 )
 from oracle import random_inputs
 from ranks import Rank, error_of, run_ranks
-from rota.residuals import BucketResidual
-from rota.results import Outcome
+from rota.gradients.residuals import BucketResidual
+from rota.gradients.results import Outcome
 
 # Without block scaling, an element's result does not depend on its bucket.
 UNSCALED = {"wire_dtype": torch.bfloat16, "error_feedback": True}

@@ -29,7 +29,7 @@ from models import (
 )
 from oracle import assert_same, random_inputs
 from ranks import Rank, error_of, run_ranks
-from rota.rounding import split_mix_64
+from rota.gradients.rounding import split_mix_64
 
 
 def make_ddp(

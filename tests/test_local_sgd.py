@@ -1,4 +1,4 @@
-"""rota.LocalSGD and rota.DiLoCo beside DDP and beside the algorithm by hand."""
+"""LocalSGD and DiLoCo beside DDP and beside the algorithm by hand."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from local_sgd_workers import (
 from models import ExactGradients, batch_of, exact_batch, make_model
 from oracle import assert_same
 from ranks import Rank, error_of, run_ranks
+from rota.local_sgd import DiLoCo, LocalSGD
 
 # ---- DDP
 
@@ -88,7 +89,7 @@ def reduce_like_a_communicator(rank: Rank) -> None:
             torch.manual_seed(rank.rank)
             model = nn.Linear(1000, 1, bias=False)
             state = rota.HookState(error_feedback=feedback, **options)
-            outer = rota.LocalSGD(model, 2, state=state)
+            outer = LocalSGD(model, 2, state=state)
             common = model.weight.detach().clone()
             residual = torch.zeros(1000) if feedback else None
             stats = torch.zeros(2, dtype=torch.float64)
@@ -130,7 +131,7 @@ def feed_back_errors(rank: Rank) -> None:
         model = nn.Linear(2, 1, bias=False)
         nn.init.zeros_(model.weight)
         state = rota.HookState(wire_dtype=torch.float8_e4m3fn, error_feedback=feedback)
-        outer = rota.LocalSGD(model, 1, state=state)
+        outer = LocalSGD(model, 1, state=state)
         for _ in range(64):
             with torch.no_grad():
                 model.weight += torch.tensor([[1.0, 2.0**-20]])
@@ -170,7 +171,7 @@ class Mixed(nn.Module):
 
 def train_mixed(rank: Rank) -> None:
     rank.init()
-    for make in (rota.LocalSGD, make_diloco):
+    for make in (LocalSGD, make_diloco):
         for name, options in WIRES.items():
             for num_fragments in (1, 3):
                 torch.manual_seed(rank.rank)
@@ -196,7 +197,7 @@ def test_all_ranks_have_equal_parameters_and_statistics_after_an_outer_step() ->
 
 def average_statistics(rank: Rank) -> None:
     rank.init()
-    for make in (rota.LocalSGD, make_diloco):
+    for make in (LocalSGD, make_diloco):
         model = nn.BatchNorm1d(2)
         outer = make(model, 1)
         assert model.running_mean is not None
@@ -216,7 +217,7 @@ def take_small_outer_steps(rank: Rank) -> None:
     """Each outer step is 1/16 of what bfloat16 can add to 1."""
     rank.init()
     model = nn.ParameterList([torch.ones(1, dtype=torch.bfloat16)])
-    outer = rota.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=2.0**-4), 1)
+    outer = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=2.0**-4), 1)
     for _ in range(16):
         with torch.no_grad():
             model[0] += 2.0**-7
@@ -273,7 +274,7 @@ def record_fragments(rank: Rank) -> None:
     """Every step adds 1 on rank 0 and 3 on rank 1; a synchronised weight is the same on both."""
     rank.init()
     model = nn.ParameterList(torch.zeros(4) for _ in range(3))
-    outer = rota.LocalSGD(model, 6, num_fragments=3)
+    outer = LocalSGD(model, 6, num_fragments=3)
     synced_at: list[set[int]] = [set(), set(), set()]
     for step in range(1, 13):
         with torch.no_grad():
@@ -318,7 +319,7 @@ def test_sync_passes_over_what_is_synchronised() -> None:
 def record_delay(rank: Rank) -> list[float]:
     rank.init()
     model = nn.ParameterList([torch.zeros(4)])
-    outer = rota.LocalSGD(model, 4, fragment_sync_delay=2, fragment_update_alpha=0.5)
+    outer = LocalSGD(model, 4, fragment_sync_delay=2, fragment_update_alpha=0.5)
     seen = []
     for step in range(1, 9):
         with torch.no_grad():
@@ -371,7 +372,7 @@ def train_workers(rank: Rank, wire_dtype: torch.dtype) -> torch.Tensor:
             results.append(flat(model))
     crossed = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])][rank.rank in (1, 2)]
     of_other_shards = rota.HookState(crossed, torch.float32)
-    error, text = error_of(lambda: rota.LocalSGD(model, 2, state=of_other_shards))
+    error, text = error_of(lambda: LocalSGD(model, 2, state=of_other_shards))
     assert error == "Mismatch" and "disagree on shard: " in text, text
     peers, every_rank, sharded = results
     assert_same(sharded, peers, "shards and replicas")

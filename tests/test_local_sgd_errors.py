@@ -1,4 +1,4 @@
-"""rota.LocalSGD and rota.DiLoCo where gradients diverge, ranks disagree, or use is bad."""
+"""LocalSGD and DiLoCo where gradients diverge, ranks disagree, or use is bad."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from local_sgd_workers import (
 from models import batch_of, make_model
 from oracle import assert_same
 from ranks import Rank, Ranks, error_of, run_ranks
+from rota.local_sgd import DiLoCo, LocalSGD
 
 
 def diverge(rank: Rank, value: float) -> None:
     rank.init()
-    for make in (rota.LocalSGD, make_diloco):
+    for make in (LocalSGD, make_diloco):
         for num_fragments in (1, 2):
             model = make_model()
             state = rota.HookState(wire_dtype=torch.bfloat16, error_feedback=True)
@@ -68,7 +69,7 @@ def test_a_difference_that_is_not_finite_is_dropped_on_all_ranks(value: float) -
 def leave_early(rank: Rank) -> tuple[str, str]:
     rank.init(timeout_s=2.0)
     model = make_model()
-    outer = rota.LocalSGD(model, 2)
+    outer = LocalSGD(model, 2)
     train(rank, model, outer, range(2))
     if rank.rank == 1:
         rank.hear()
@@ -91,29 +92,29 @@ def disagree(rank: Rank) -> list[tuple[str, str]]:
     rank.init()
     model = make_model()
     errors = [
-        error_of(lambda: rota.LocalSGD(model, 2 + rank.rank)),
-        error_of(lambda: rota.LocalSGD(model, 4, num_fragments=1 + rank.rank)),
-        error_of(lambda: rota.LocalSGD(nn.Sequential(*list(model)[: 1 + 2 * rank.rank]), 2)),
-        error_of(lambda: rota.LocalSGD(nn.Linear(2 + rank.rank, 1), 2)),
+        error_of(lambda: LocalSGD(model, 2 + rank.rank)),
+        error_of(lambda: LocalSGD(model, 4, num_fragments=1 + rank.rank)),
+        error_of(lambda: LocalSGD(nn.Sequential(*list(model)[: 1 + 2 * rank.rank]), 2)),
+        error_of(lambda: LocalSGD(nn.Linear(2 + rank.rank, 1), 2)),
     ]
     for lr, momentum in ((0.5 + rank.rank, 0.0), (0.5, 0.9 * rank.rank)):
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
-        errors.append(error_of(lambda optimizer=optimizer: rota.DiLoCo(model, optimizer, 2)))
+        errors.append(error_of(lambda optimizer=optimizer: DiLoCo(model, optimizer, 2)))
     make = (torch.optim.SGD, torch.optim.Adam)[rank.rank]
-    errors.append(error_of(lambda: rota.DiLoCo(model, make(model.parameters(), lr=0.5), 2)))
+    errors.append(error_of(lambda: DiLoCo(model, make(model.parameters(), lr=0.5), 2)))
     diloco = make_diloco(make_model(), 1)
     diloco.outer_optimizer.param_groups[0]["lr"] = 0.5 + rank.rank
     errors.append(error_of(diloco.step))
-    outer = rota.LocalSGD(model, 4)
+    outer = LocalSGD(model, 4)
     outer.num_steps += 4 * rank.rank
     before = flat(model)
     errors.append(error_of(lambda: [outer.step() for _ in range(4)]))
     assert_same(flat(model), before, "parameters after a mismatch")
     state = rota.HookState(wire_dtype=(torch.float16, torch.bfloat16)[rank.rank])
-    other = rota.LocalSGD(model, 1, state=state)
+    other = LocalSGD(model, 1, state=state)
     errors.append(error_of(other.step))
     assert_same(flat(model), before, "parameters after a mismatch")
-    rota.LocalSGD(model, 1).step()  # the group is usable
+    LocalSGD(model, 1).step()  # the group is usable
     return errors
 
 
@@ -154,7 +155,7 @@ def leave_to_others(rank: Rank) -> list[tuple[str, str]]:
         fully_shard(make_model()),
         FullyShardedDataParallel(make_model(), device_id=torch.device("cpu")),
     ):
-        errors.append(error_of(lambda model=sharded: rota.LocalSGD(model, 1)))
+        errors.append(error_of(lambda model=sharded: LocalSGD(model, 1)))
     return errors
 
 
@@ -167,7 +168,7 @@ def test_what_belongs_to_nobody_or_to_one_rank_is_not_averaged() -> None:
 def change_the_model(rank: Rank) -> list[tuple[str, str]]:
     rank.init()
     errors = []
-    for make in (rota.LocalSGD, make_diloco):
+    for make in (LocalSGD, make_diloco):
         model = make_model()
         model[0].weight.requires_grad_(False)
         outer = make(model, 2)
@@ -197,37 +198,37 @@ def use_badly(rank: Rank) -> list[tuple[str, str]]:
     rota.reduce_gradients(model.parameters(), used)
     taken = rota.HookState()
     outer_optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-    rota.DiLoCo(model, outer_optimizer, 2, state=taken)
+    DiLoCo(model, outer_optimizer, 2, state=taken)
     stepped = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     model(batch_of(0, 0)).sum().backward()
     stepped.step()
     partial = torch.optim.SGD(model[0].parameters(), lr=1.0)
     of_another = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(1))], lr=1.0)
-    outer = rota.LocalSGD(model, 2)
-    smaller = rota.LocalSGD(make_model()[2], 2)
+    outer = LocalSGD(model, 2)
+    smaller = LocalSGD(make_model()[2], 2)
     shards = rota.HookState(num_shards=2)
     replicas = rota.HookState(model_group=dist.group.WORLD, replicas=lambda parameter: 1)
     calls: list[Callable[[], object]] = [
-        lambda: rota.LocalSGD(model, 0),
-        lambda: rota.LocalSGD(model, 2.0),  # type: ignore[arg-type]
-        lambda: rota.LocalSGD(model, 2, num_fragments=3),
-        lambda: rota.LocalSGD(model, 100, num_fragments=7),
-        lambda: rota.LocalSGD(model, 8, num_fragments=4, fragment_sync_delay=2),
-        lambda: rota.LocalSGD(model, 8, fragment_update_alpha=1.0),
-        lambda: rota.LocalSGD(frozen, 8),
-        lambda: rota.LocalSGD(model, 8, state="rota"),  # type: ignore[arg-type]
-        lambda: rota.LocalSGD(model, 8, state=used),
-        lambda: rota.LocalSGD(model, 8, state=taken),
-        lambda: rota.LocalSGD(model, 8, state=shards),
-        lambda: rota.LocalSGD(model, 8, state=replicas),
-        lambda: rota.DiLoCo(model, "sgd", 8),  # type: ignore[arg-type]
-        lambda: rota.DiLoCo(model, outer_optimizer, 8),
-        lambda: rota.DiLoCo(model, stepped, 8),
-        lambda: rota.DiLoCo(model, partial, 8),
-        lambda: rota.DiLoCo(model, of_another, 8),
+        lambda: LocalSGD(model, 0),
+        lambda: LocalSGD(model, 2.0),  # type: ignore[arg-type]
+        lambda: LocalSGD(model, 2, num_fragments=3),
+        lambda: LocalSGD(model, 100, num_fragments=7),
+        lambda: LocalSGD(model, 8, num_fragments=4, fragment_sync_delay=2),
+        lambda: LocalSGD(model, 8, fragment_update_alpha=1.0),
+        lambda: LocalSGD(frozen, 8),
+        lambda: LocalSGD(model, 8, state="rota"),  # type: ignore[arg-type]
+        lambda: LocalSGD(model, 8, state=used),
+        lambda: LocalSGD(model, 8, state=taken),
+        lambda: LocalSGD(model, 8, state=shards),
+        lambda: LocalSGD(model, 8, state=replicas),
+        lambda: DiLoCo(model, "sgd", 8),  # type: ignore[arg-type]
+        lambda: DiLoCo(model, outer_optimizer, 8),
+        lambda: DiLoCo(model, stepped, 8),
+        lambda: DiLoCo(model, partial, 8),
+        lambda: DiLoCo(model, of_another, 8),
         lambda: outer.load_state_dict(smaller.state_dict()),
         outer_optimizer.step,
-        lambda: rota.LocalSGD([model], 2),  # type: ignore[arg-type]
+        lambda: LocalSGD([model], 2),  # type: ignore[arg-type]
         lambda: outer.load_state_dict({"num_steps": 3}),
     ]
     return [error_of(call) for call in calls]

@@ -27,7 +27,8 @@ from oracle import (
     random_inputs,
 )
 from ranks import Rank, Ranks, error_of, run_ranks
-from rota import _C, doctor_hosts
+from rota import _C
+from rota.doctor import hosts as doctor_hosts
 
 SLOT_BYTES = 4096
 # Shards of which some are empty, and several rounds through short slots.

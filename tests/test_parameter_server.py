@@ -1,4 +1,4 @@
-"""rota.ParameterServer: the three modes, with every rank a server and with dedicated ones."""
+"""ParameterServer: the three modes, with every rank a server and with dedicated ones."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from parameter_servers import (
     settle,
 )
 from ranks import Rank, run_ranks
+from rota.parameter_server import ParameterServer
 from rota.parameter_server.mailbox import PushLayout, Wire, assign
 
 pytestmark = pytest.mark.same_in_every_build
@@ -42,7 +43,7 @@ def train_beside_all_reduce(rank: Rank, optimizer: str, servers: list[int] | Non
     start = [parameter.detach().clone() for parameter in model.parameters()]
     for tensor in start:
         dist.broadcast(tensor, 0)
-    server = rota.ParameterServer(model, OPTIMIZERS[optimizer], servers=servers)
+    server = ParameterServer(model, OPTIMIZERS[optimizer], servers=servers)
     workers = [r for r in range(rank.world_size) if servers is None or r not in servers]
     group = dist.new_group(workers)
     if not server.is_worker:
@@ -83,7 +84,7 @@ def train_in_bfloat16(rank: Rank) -> None:
     masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
     optimizer = OPTIMIZERS["momentum"](masters)
     communicator = rota.Communicator()
-    server = rota.ParameterServer(model, OPTIMIZERS["momentum"])
+    server = ParameterServer(model, OPTIMIZERS["momentum"])
     for step in range(3):
         model.zero_grad()
         generator = torch.Generator().manual_seed(rank.rank + 10 * step)
@@ -107,7 +108,7 @@ def push_odd_gradients(rank: Rank) -> list[float]:
     init(rank)
     shapes = [(3, 2), (0, 4), (), (5,)]
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    server = rota.ParameterServer(parameters, OPTIMIZERS["sum"])
+    server = ParameterServer(parameters, OPTIMIZERS["sum"])
     transposed = torch.arange(6.0).view(2, 3).t()
     server.step([transposed, torch.zeros(0, 4), torch.tensor(2.0), None])
     assert torch.equal(parameters[0], -transposed)
@@ -138,7 +139,7 @@ class Replacing(torch.optim.Optimizer):
 def replace_memory(rank: Rank) -> None:
     init(rank)
     parameters = counters(rank.world_size)
-    server = rota.ParameterServer(parameters, Replacing)
+    server = ParameterServer(parameters, Replacing)
     for step in range(3):
         for parameter in parameters:  # as model.to() does
             parameter.data = parameter.detach().to([torch.float64, torch.float32][step % 2])
@@ -157,7 +158,7 @@ def count_pushes(
 ) -> Any:
     init(rank)
     parameters = counters(rank.world_size, num_elems)
-    server = rota.ParameterServer(
+    server = ParameterServer(
         parameters, OPTIMIZERS["sum"], mode=mode, staleness=staleness, servers=servers
     )
     group = dist.new_group([r for r in range(rank.world_size) if r in server.workers])
@@ -209,7 +210,7 @@ def run_ahead(rank: Rank) -> Any:
     """Worker 1 only starts when worker 0 has used up its staleness."""
     init(rank)
     parameters = counters(2)
-    server = rota.ParameterServer(parameters, OPTIMIZERS["sum"], mode="stale", staleness=2)
+    server = ParameterServer(parameters, OPTIMIZERS["sum"], mode="stale", staleness=2)
     if rank.rank == 0:
         for _ in range(2):
             count_gradient(parameters, 0)
@@ -237,7 +238,7 @@ def push_only(rank: Rank, mode: str) -> list[list[int]]:
     """Different pushes without pulls: two find a slot, the next wait until one is read."""
     init(rank)
     parameters = counters(2, 50_000)
-    server = rota.ParameterServer(parameters, OPTIMIZERS["sum"], mode=mode)
+    server = ParameterServer(parameters, OPTIMIZERS["sum"], mode=mode)
     for step in range(30):
         count_gradient(parameters, rank.rank)
         server.push([p.grad * 2 * step for p in parameters if p.grad is not None])
@@ -256,7 +257,7 @@ def test_pushes_without_pulls_are_applied_one_by_one(mode: str) -> None:
 def stop_early(rank: Rank) -> list[list[int]]:
     init(rank)
     parameters = counters(3)
-    with rota.ParameterServer(parameters, OPTIMIZERS["sum"]) as server:
+    with ParameterServer(parameters, OPTIMIZERS["sum"]) as server:
         for _ in range(2 + rank.rank):
             count_gradient(parameters, rank.rank)
             assert parameters[0].grad is not None

@@ -1,4 +1,4 @@
-"""rota.ParameterServer refuses what it cannot do, on all ranks, before anything has moved."""
+"""ParameterServer refuses what it cannot do, on all ranks, before anything has moved."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-import rota
 from parameter_servers import OPTIMIZERS, init
 from ranks import Rank, error_of, run_ranks
+from rota.parameter_server import ParameterServer
 from rota.parameter_server.arguments import named_parameters
 
 pytestmark = pytest.mark.same_in_every_build
@@ -83,12 +83,12 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 }
 
 
-def make(**changes: Any) -> rota.ParameterServer:
+def make(**changes: Any) -> ParameterServer:
     options = {
         "parameters_or_module": [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))],
         "make_optimizer": OPTIMIZERS["sum"],
     }
-    return rota.ParameterServer(**(options | changes))
+    return ParameterServer(**(options | changes))
 
 
 def make_badly(rank: Rank, case: str, on_all: bool) -> list[tuple[str, str]]:
@@ -162,7 +162,7 @@ def test_ranks_that_disagree_raise_mismatch_with_both_sides() -> None:
 def push_badly(rank: Rank) -> list[tuple[str, str]]:
     init(rank)
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 4))]
-    server = rota.ParameterServer(parameters, OPTIMIZERS["sum"])
+    server = ParameterServer(parameters, OPTIMIZERS["sum"])
     good = [torch.ones(3), torch.ones(2, 4)]
     bad: list[Any] = [
         good[:1],

@@ -1,4 +1,4 @@
-"""rota.ParameterServer when a rank is killed, stops or fails: the others go on, or know why not."""
+"""ParameterServer when a rank is killed, stops or fails: the others go on, or know why not."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import rota
 from parameter_servers import OPTIMIZERS, init
 from ranks import Rank, Ranks, error_of, run_ranks
+from rota.parameter_server import ParameterServer
 
 pytestmark = pytest.mark.same_in_every_build
 
@@ -29,7 +29,7 @@ def push_and_see_one_killed(rank: Rank, mode: str, is_idle: bool) -> Any:
     """All gradients are 6, and so is the mean of any of them."""
     init(rank)
     parameters = [nn.Parameter(torch.zeros(20_000)), nn.Parameter(torch.zeros(7))]
-    server = rota.ParameterServer(
+    server = ParameterServer(
         parameters,
         OPTIMIZERS["sum"],
         mode=mode,
@@ -76,7 +76,7 @@ def test_clock_of_a_killed_worker_is_released(mode: str, is_idle: bool) -> None:
 def see_a_server_killed(rank: Rank) -> Any:
     init(rank)
     parameters = [nn.Parameter(torch.zeros(5)) for _ in range(3)]
-    server = rota.ParameterServer(parameters, OPTIMIZERS["sum"], servers=[2])
+    server = ParameterServer(parameters, OPTIMIZERS["sum"], servers=[2])
     if not server.is_worker:
         rank.tell()
         return server.serve()
@@ -106,7 +106,7 @@ def test_killed_server_without_a_replica_is_named() -> None:
 
 def wait_for_a_slow_worker(rank: Rank) -> Any:
     init(rank)
-    server = rota.ParameterServer([nn.Parameter(torch.zeros(5))], OPTIMIZERS["sum"])
+    server = ParameterServer([nn.Parameter(torch.zeros(5))], OPTIMIZERS["sum"])
     errors = []
     if rank.rank == 0:
         patience, server._timeout = server._timeout, timedelta(seconds=0.3)
@@ -134,7 +134,7 @@ class BadOptimizer(torch.optim.SGD):
 def use_bad_optimizer(rank: Rank, servers: list[int] | None) -> Any:
     init(rank)
     parameters = [nn.Parameter(torch.zeros(5))]  # on the first server only
-    server = rota.ParameterServer(
+    server = ParameterServer(
         parameters, lambda p: BadOptimizer(p, lr=1.0), servers=servers, mode="async", replicas=0
     )
     if not server.is_worker:
@@ -154,7 +154,7 @@ def test_error_of_an_optimizer_is_raised_on_its_server(servers: list[int] | None
 
 def be_interrupted(rank: Rank, where: str) -> None:
     init(rank)
-    server = rota.ParameterServer(
+    server = ParameterServer(
         [nn.Parameter(torch.zeros(5))], OPTIMIZERS["sum"], servers=[1] if where == "serve" else None
     )
     if rank.rank == (1 if where == "serve" else 0):
@@ -188,7 +188,7 @@ def raise_within(rank: Rank, replicas: int) -> Any:
     parameters = [nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(5))]
 
     def use() -> None:
-        with rota.ParameterServer(parameters, OPTIMIZERS["sum"], replicas=replicas) as server:
+        with ParameterServer(parameters, OPTIMIZERS["sum"], replicas=replicas) as server:
             server.step([torch.ones(5)] * 2)
             if rank.rank == 1:
                 raise LookupError("no data")
@@ -210,7 +210,7 @@ def test_exception_within_leaves_at_once(replicas: int) -> None:
 
 def end_without_close(rank: Rank) -> None:
     init(rank)
-    server = rota.ParameterServer([nn.Parameter(torch.zeros(5))], OPTIMIZERS["sum"])
+    server = ParameterServer([nn.Parameter(torch.zeros(5))], OPTIMIZERS["sum"])
     server.step([torch.ones(5)])
     globals()["kept"] = server  # until Python ends
 

@@ -1,4 +1,4 @@
-"""rota.ParameterServer's options, each beside a plain computation of the same."""
+"""ParameterServer's options, each beside a plain computation of the same."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import rota
 from models import make_model
 from parameter_servers import OPTIMIZERS, backward, flat, init, settle
 from ranks import Rank, run_ranks
+from rota.parameter_server import ParameterServer
 
 pytestmark = pytest.mark.same_in_every_build
 
@@ -24,7 +25,7 @@ def push_delayed(rank: Rank, compensation: float) -> None:
     init(rank)
     parameters = parameters_of(5, 64)
     start = flat(parameters)
-    server = rota.ParameterServer(
+    server = ParameterServer(
         parameters, OPTIMIZERS["sum"], mode="async", delay_compensation=compensation
     )
     gradients = [torch.arange(len(start)) % 5 - 2.0, torch.arange(len(start)) % 7 - 3.0]
@@ -54,7 +55,7 @@ def push_rounded(
     init(rank)
     sizes = [64, 1000]
     parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
-    server = rota.ParameterServer(
+    server = ParameterServer(
         parameters,
         OPTIMIZERS["sum"],
         mode=mode,
@@ -118,7 +119,7 @@ def test_narrow_wire_rounds_each_push_once(
 def push_inf(rank: Rank) -> None:
     init(rank)
     parameters = [nn.Parameter(torch.zeros(3))]
-    server = rota.ParameterServer(
+    server = ParameterServer(
         parameters, OPTIMIZERS["sum"], wire_dtype=torch.float16, error_feedback=True
     )
     server.step([torch.tensor([1.0, 1e6, torch.nan])])
@@ -139,7 +140,7 @@ def average_weights(rank: Rank, mode: str) -> None:
     init(rank)
     model = make_model()
     local = OPTIMIZERS["momentum"](model.parameters())
-    server = rota.ParameterServer(
+    server = ParameterServer(
         model, None, mode=mode, average_weights=True, staleness=1 if mode == "stale" else None
     )
     communicator = rota.Communicator()
@@ -177,7 +178,7 @@ def test_pushed_weights_are_averaged(mode: str) -> None:
 def follow_schedule(rank: Rank) -> None:
     init(rank)
     parameters = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(7))]
-    server = rota.ParameterServer(
+    server = ParameterServer(
         parameters,
         lambda p: torch.optim.SGD(p, lr=2.0),
         mode="stale",
@@ -201,9 +202,9 @@ def use_two(rank: Rank) -> list[float]:
     init(rank)
     subgroup = dist.new_group([1, 2])
     parameters = [parameters_of(3) for _ in range(3)]
-    servers = [rota.ParameterServer(p, OPTIMIZERS["sum"]) for p in parameters[:2]]
+    servers = [ParameterServer(p, OPTIMIZERS["sum"]) for p in parameters[:2]]
     if rank.rank > 0:
-        servers.append(rota.ParameterServer(parameters[2], OPTIMIZERS["sum"], subgroup))
+        servers.append(ParameterServer(parameters[2], OPTIMIZERS["sum"], subgroup))
     for i, server in enumerate(servers):
         server.step([torch.full((3,), float(i + 1))])
     for server in reversed(servers):

@@ -1,4 +1,4 @@
-"""A server of rota.ParameterServer that is killed: another goes on, and no push is lost or doubled.
+"""A server of ParameterServer that is killed: another goes on, and no push is lost or doubled.
 
 A server kills itself at a chosen point of an update, so that every point is tested.
 """
@@ -28,6 +28,7 @@ from parameter_servers import (
     init,
 )
 from ranks import Rank, Ranks, error_of
+from rota.parameter_server import ParameterServer
 from rota.parameter_server.replica import Replica
 from rota.parameter_server.shard import ServerShard
 
@@ -78,7 +79,7 @@ def train_beside_all_reduce(rank: Rank, point: str, optimizer: str) -> str:
     if rank.rank == SERVERS[0]:
         kill_at(point)
     model = make_model()
-    server = rota.ParameterServer(
+    server = ParameterServer(
         model, OPTIMIZERS[optimizer], servers=SERVERS, lr_lambda=lambda i: 1 / (1 + i)
     )
     group = dist.new_group(WORKERS)
@@ -115,7 +116,7 @@ def count_pushes(rank: Rank, mode: str, point: str) -> Any:
     if rank.rank == SERVERS[0]:
         kill_at(point)
     parameters = counters(rank.world_size, 1000)
-    server = rota.ParameterServer(
+    server = ParameterServer(
         parameters,
         OPTIMIZERS["sum"],
         servers=SERVERS,
@@ -154,7 +155,7 @@ def average_weights(rank: Rank) -> str:
     if rank.rank == SERVERS[0]:
         kill_at("published")
     parameters = [nn.Parameter(torch.zeros(50)) for _ in range(2)]
-    server = rota.ParameterServer(parameters, None, servers=SERVERS, average_weights=True)
+    server = ParameterServer(parameters, None, servers=SERVERS, average_weights=True)
     if not server.is_worker:
         server.serve()
         return SERVED
@@ -174,7 +175,7 @@ def work_and_serve(rank: Rank, victim: int) -> Any:
     """Every rank is a worker and a server; all gradients are 6, as is their mean."""
     init(rank)
     parameters = [nn.Parameter(torch.zeros(500)) for _ in range(rank.world_size)]
-    server = rota.ParameterServer(parameters, OPTIMIZERS["sum"])
+    server = ParameterServer(parameters, OPTIMIZERS["sum"])
     gradients = [torch.full((500,), 6.0)] * rank.world_size
     for step in range(10**9 if rank.rank == victim else 60):
         if step == 20:
@@ -206,7 +207,7 @@ class Growing(torch.optim.SGD):
 
 def use_growing(rank: Rank) -> tuple[str, str]:
     init(rank)
-    server = rota.ParameterServer(
+    server = ParameterServer(
         [nn.Parameter(torch.zeros(3))], lambda p: Growing(p, lr=1.0), servers=[0, 2], mode="async"
     )
     if not server.is_worker:

@@ -1,4 +1,4 @@
-"""rota.ParameterServer saves its whole state on a worker, and goes on from it."""
+"""ParameterServer saves its whole state on a worker, and goes on from it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import rota
 from models import make_model
 from parameter_servers import OPTIMIZERS, backward, flat, init
 from ranks import Rank, Ranks, error_of, run_ranks
+from rota.parameter_server import ParameterServer
 from rota.parameter_server.shard import ServerShard
 
 pytestmark = pytest.mark.same_in_every_build
@@ -42,7 +42,7 @@ def train(rank: Rank, servers: list[int] | None, start: int, path: str, case: st
     """Trains on from a state that was saved after `start` steps, and saves one at STOP_AT."""
     init(rank)
     model, options = make_model(), CASES[case][0]
-    server = rota.ParameterServer(model, servers=servers, **options)
+    server = ParameterServer(model, servers=servers, **options)
     worker = server.workers.index(rank.rank) if server.is_worker else 0
     own_path = f"{path}-{worker if options.get('error_feedback') else 0}"
     if start > 0:
@@ -111,11 +111,11 @@ def lose_a_server(rank: Rank, dies_in: str) -> Any:
     when a worker asks for its save."""
     init(rank)
 
-    def make() -> tuple[list[nn.Parameter], rota.ParameterServer]:
+    def make() -> tuple[list[nn.Parameter], ParameterServer]:
         parameters = [nn.Parameter(torch.zeros(size)) for size in (7, 50)]
-        return parameters, rota.ParameterServer(parameters, OPTIMIZERS["momentum"], servers=SERVERS)
+        return parameters, ParameterServer(parameters, OPTIMIZERS["momentum"], servers=SERVERS)
 
-    def push(server: rota.ParameterServer, steps: range) -> None:
+    def push(server: ParameterServer, steps: range) -> None:
         for step in steps:
             server.step([torch.full((size,), step + rank.rank / 4) for size in (7, 50)])
 
@@ -155,9 +155,9 @@ def test_replica_goes_on_from_the_state_that_was_loaded(dies_in: str) -> None:
 # ---- what is refused
 
 
-def make(**options: Any) -> tuple[nn.Module, rota.ParameterServer]:
+def make(**options: Any) -> tuple[nn.Module, ParameterServer]:
     model = make_model()
-    return model, rota.ParameterServer(
+    return model, ParameterServer(
         model, options.pop("make_optimizer", OPTIMIZERS["adamw"]), **options
     )
 

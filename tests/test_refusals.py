@@ -12,6 +12,9 @@ from torch import nn
 
 import rota
 from ranks import Rank, Ranks, error_of, run_ranks
+from rota.local_sgd import DiLoCo, LocalSGD
+from rota.parameter_server import ParameterServer
+from rota.weights import WeightStore
 
 # Of groups: a rank that waits so long is hung.
 LONG_S = 300.0
@@ -22,21 +25,21 @@ def window(**options: Any) -> rota.Window:
     return rota.Window(4, **options)
 
 
-def local_sgd(sync_every: Any = 2, **options: Any) -> rota.LocalSGD:
-    return rota.LocalSGD(nn.Linear(2, 2), sync_every, **options)
+def local_sgd(sync_every: Any = 2, **options: Any) -> LocalSGD:
+    return LocalSGD(nn.Linear(2, 2), sync_every, **options)
 
 
-def diloco(make_optimizer: Any = None) -> rota.DiLoCo:
+def diloco(make_optimizer: Any = None) -> DiLoCo:
     model = nn.Linear(2, 2)
     optimizer = (make_optimizer or (lambda parameters: torch.optim.SGD(parameters, 0.7)))(
         model.parameters()
     )
-    return rota.DiLoCo(model, optimizer, 2)
+    return DiLoCo(model, optimizer, 2)
 
 
-def server(**options: Any) -> rota.ParameterServer:
+def server(**options: Any) -> ParameterServer:
     parameters = [nn.Parameter(torch.ones(3))]
-    return rota.ParameterServer(parameters, lambda p: torch.optim.SGD(p, 1.0), **options)
+    return ParameterServer(parameters, lambda p: torch.optim.SGD(p, 1.0), **options)
 
 
 def hook_state(**options: Any) -> rota.HookState:
@@ -78,11 +81,11 @@ def refuse(rank: Rank) -> dict[str, tuple[str, str]]:
     for case, (make, bad, *_) in CASES.items():
         errors[case] = error_of(lambda: make(**(bad if rank.rank == 1 else {})))  # noqa: B023
         made = make()
-        if isinstance(made, rota.LocalSGD):
+        if isinstance(made, LocalSGD):
             made.step()
         elif isinstance(made, rota.Communicator):
             made.barrier()
-        elif isinstance(made, rota.ParameterServer):
+        elif isinstance(made, ParameterServer):
             made.close()
     return errors
 
@@ -140,8 +143,8 @@ def refuse_to_publish(rank: Rank) -> tuple[str, str]:
     store = rank.make_store(LONG_S)
     wire_dtype = torch.int8 if rank.rank == 1 else None
 
-    def publish(wire_dtype: torch.dtype | None = None) -> rota.WeightStore:
-        weights = rota.WeightStore(store, group=dist.group.WORLD, wire_dtype=wire_dtype)
+    def publish(wire_dtype: torch.dtype | None = None) -> WeightStore:
+        weights = WeightStore(store, group=dist.group.WORLD, wire_dtype=wire_dtype)
         weights.publish(1, {f"of rank {rank.rank}": torch.ones(2)})
         return weights
 

@@ -24,7 +24,7 @@ from oracle import (
     random_inputs,
 )
 from ranks import Rank
-from rota import doctor_hosts
+from rota.doctor import hosts as doctor_hosts
 from several_hosts import (
     MANY_CHUNKS,
     THREE_BY_TWO,

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import rota
 from ranks import error_of
+from rota.gpu import GradientBucket, LocalGroup
 from simulated_processes import SimulatedProcesses, cuda_runtime, init_group
 
 ALGORITHMS = (
@@ -62,7 +63,7 @@ def make_contributions(num_elems: int, dtype: torch.dtype) -> list[torch.Tensor]
 
 
 def all_reduce_in_one_process(algorithm: str) -> None:
-    group = rota.LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
+    group = LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
     group_size = 2 if algorithm == "hierarchical" else None
     sizes = (1, 511) if algorithm == "low_latency" else (1, 1023, 4096)
     for dtype in (torch.float32, torch.float16, torch.int64):
@@ -81,7 +82,7 @@ def test_ranks_of_one_process_reduce(processes: SimulatedProcesses, algorithm: s
 
 
 def replay_all_reduce() -> None:
-    group = rota.LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
+    group = LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
     contributions = make_contributions(1000, torch.float32)
     sources = [contribution.to("cuda") for contribution in contributions]
     tensors = [torch.empty_like(source) for source in sources]
@@ -124,7 +125,7 @@ KERNEL, WAIT, RECORD = 0, 6, 7  # cudaGraphNodeType
 
 
 def nodes_of_local_all_reduces() -> list[int]:
-    group = rota.LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
+    group = LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
     tensors = [contribution.to("cuda") for contribution in make_contributions(1000, torch.float32)]
     group.all_reduce(tensors)
 
@@ -163,7 +164,7 @@ def test_bucket_is_three_launches(processes: SimulatedProcesses) -> None:
 def reduce_in_two_full_groups(is_captured: bool) -> None:
     """Each fills the device, on its own stream; two_shot, because two_shot_in_place never waits."""
     limit = timedelta(seconds=2)
-    groups = [rota.LocalGroup(WORLD_SIZE, device="cuda", timeout=limit) for _ in range(2)]
+    groups = [LocalGroup(WORLD_SIZE, device="cuda", timeout=limit) for _ in range(2)]
     assert [group.num_channels for group in groups] == [1, 1]
     contributions = make_contributions(1000, torch.float32)
     sources = [contribution.to("cuda") for contribution in contributions]
@@ -209,7 +210,7 @@ def test_two_groups_that_each_fill_the_device_do_not_hold_each_other_up(
 
 def make_local_group() -> str:
     with pytest.raises(ValueError) as raised:
-        rota.LocalGroup(WORLD_SIZE, device="cuda")
+        LocalGroup(WORLD_SIZE, device="cuda")
     return str(raised.value)
 
 
@@ -224,7 +225,7 @@ def pack_and_unpack() -> None:
     gradients = [torch.randn(num_elems) for num_elems in (1, 511, 5000)]
     halved = [gradient.half().float() for gradient in gradients]
     on_device = [gradient.to("cuda") for gradient in gradients]
-    bucket = rota.GradientBucket(on_device, wire_dtype=torch.float16, block_scaling=False)
+    bucket = GradientBucket(on_device, wire_dtype=torch.float16, block_scaling=False)
     bucket.pack()
     for gradient in on_device:
         gradient.zero_()
@@ -306,7 +307,7 @@ def destroy_stream(handle: int) -> None:
 
 
 def reduce_on_recycled_stream() -> None:
-    group = rota.LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
+    group = LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
     first, second = ([torch.ones(1000).to("cuda") for _ in range(WORLD_SIZE)] for _ in range(2))
     group.all_reduce([torch.ones(1000).to("cuda") for _ in range(WORLD_SIZE)])  # loads kernels
     torch.cuda.synchronize()
@@ -371,7 +372,7 @@ def replay_without_group() -> None:
     """Algorithms that need the group's memory."""
     contributions = make_contributions(300, torch.float32)
     for algorithm in ("low_latency", "one_shot", "two_shot", "ring"):
-        group = rota.LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
+        group = LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
         tensors = [contribution.to("cuda") for contribution in contributions]
         group.all_reduce(tensors, algorithm=algorithm)
         graph = torch.cuda.CUDAGraph()
@@ -385,7 +386,7 @@ def replay_without_group() -> None:
             assert tensor.cpu().isnan().all()
         del graph
         gc.collect()
-        rota.LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
+        LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
         assert torch.cuda.mem_get_info()[0] > num_free, "what the graph has kept is not freed"
 
 
@@ -419,7 +420,7 @@ def connect_behind_python() -> None:
 
 
 def drop_local_group_behind_python() -> None:
-    group = rota.LocalGroup(WORLD_SIZE, device="cuda")
+    group = LocalGroup(WORLD_SIZE, device="cuda")
     tensors = [torch.ones(1000).to("cuda") for _ in range(WORLD_SIZE)]
     group.all_reduce(tensors)
     queue_python()

@@ -12,6 +12,8 @@ from torch import nn
 
 import rota
 from ranks import Rank, Ranks, error_of, run_ranks
+from rota.parameter_server import ParameterServer
+from rota.weights import WeightStore
 
 
 def use_longest_timeouts(rank: Rank, timeout: timedelta) -> None:
@@ -53,17 +55,17 @@ def use_longest_timeouts(rank: Rank, timeout: timedelta) -> None:
             window.signal(1)
             window.wait_any_signal([1], timeout=given)
         come_late()
-        server = rota.ParameterServer(
+        server = ParameterServer(
             [nn.Parameter(torch.ones(3))], lambda p: torch.optim.SGD(p, 1.0), timeout=given
         )
         come_late()
         server.push([one.new_ones(3)])
         server.pull()
         server.close()
-        weights = rota.WeightStore(store, f"{given}", group=dist.group.WORLD, timeout=given)
+        weights = WeightStore(store, f"{given}", group=dist.group.WORLD, timeout=given)
         come_late()
         weights.publish(1, {f"{rank.rank}": one})
-        assert rota.WeightStore(store, f"{given}", timeout=given).pull(timeout=given)[0] == 1
+        assert WeightStore(store, f"{given}", timeout=given).pull(timeout=given)[0] == 1
         dist.barrier()
 
 

@@ -1,4 +1,4 @@
-"""rota.WeightStore with bad input: errors name both sides, and nothing is half applied."""
+"""WeightStore with bad input: errors name both sides, and nothing is half applied."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import rota
 from ranks import Rank, error_of, run_ranks
-from rota.weights import layout
+from rota.weights import WeightShard, WeightStore, layout
 
 pytestmark = pytest.mark.same_in_every_build
 
@@ -33,7 +33,7 @@ def short_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_version_that_does_not_grow_is_refused_and_nothing_changes(store: dist.Store) -> None:
-    publisher, reader = rota.WeightStore(store, rank=0), rota.WeightStore(store)
+    publisher, reader = WeightStore(store, rank=0), WeightStore(store)
     publisher.publish(8, {"w": torch.full((4,), 8.0)})
     for version in (8, 7):
         with pytest.raises(ValueError, match=rf"version {version} comes after version 8"):
@@ -55,7 +55,7 @@ def test_version_that_does_not_grow_is_refused_and_nothing_changes(store: dist.S
 def test_other_tensors_than_in_the_first_version_are_refused(
     store: dist.Store, tensors: dict[str, torch.Tensor], message: str
 ) -> None:
-    publisher, reader = rota.WeightStore(store, rank=0), rota.WeightStore(store)
+    publisher, reader = WeightStore(store, rank=0), WeightStore(store)
     publisher.publish(1, {"w": torch.ones(2, 4)})
     with pytest.raises(ValueError, match=message):
         publisher.publish(2, tensors)
@@ -74,7 +74,7 @@ def test_other_tensors_than_in_the_first_version_are_refused(
 def test_reader_with_other_tensors_gets_an_error_and_nothing_is_written(
     store: dist.Store, into: dict[str, torch.Tensor], message: str
 ) -> None:
-    publisher, reader = rota.WeightStore(store, rank=0), rota.WeightStore(store)
+    publisher, reader = WeightStore(store, rank=0), WeightStore(store)
     publisher.publish(1, {"v": torch.ones(5), "w": torch.ones(2, 3)})
     good = torch.zeros(5)
     with pytest.raises(rota.Mismatch, match=message) as caught:
@@ -85,7 +85,7 @@ def test_reader_with_other_tensors_gets_an_error_and_nothing_is_written(
 
 
 def test_second_publisher_of_a_rank_is_refused(store: dist.Store) -> None:
-    first, second = (rota.WeightStore(store, rank=0) for _ in range(2))
+    first, second = (WeightStore(store, rank=0) for _ in range(2))
     first.publish(1, {"w": torch.ones(2)})
     pid = os.getpid()
     with pytest.raises(
@@ -93,12 +93,12 @@ def test_second_publisher_of_a_rank_is_refused(store: dist.Store) -> None:
     ):
         second.publish(2, {"w": torch.zeros(2)})
     first.publish(2, {"w": torch.ones(2)})
-    assert rota.WeightStore(store).pull()[1]["w"].sum() == 2
+    assert WeightStore(store).pull()[1]["w"].sum() == 2
     first.close()
     with pytest.raises(rota.RotaError, match="is closed"):
         first.publish(3, {"w": torch.ones(2)})
     second.publish(3, {"w": torch.zeros(2)})
-    assert rota.WeightStore(store).pull()[0] == 3
+    assert WeightStore(store).pull()[0] == 3
 
 
 Case = tuple[dict[str, Any], dict[str, torch.Tensor]]
@@ -109,7 +109,7 @@ def whole(tensor: torch.Tensor) -> Case:
 
 
 def part(offset: int, rows: int, of: int = 4) -> Case:
-    return {"shards": {"w": rota.WeightShard((of, 2), (offset, 0), (rows, 2))}}, {
+    return {"shards": {"w": WeightShard((of, 2), (offset, 0), (rows, 2))}}, {
         "w": torch.ones(rows, 2)
     }
 
@@ -134,12 +134,12 @@ def publish_one(rank: Rank, case: str) -> tuple[str, str]:
     options, tensors = DISAGREEMENTS[case][0][rank.rank]
     options = {"num_publishers": 2, "timeout": timedelta(seconds=10), **options}
     store = rank.make_store()
-    publisher = rota.WeightStore(store, rank=rank.rank, **options)
+    publisher = WeightStore(store, rank=rank.rank, **options)
     error = error_of(lambda: publisher.publish(1, tensors))
     done = rank.make_store()  # publishers live until both have seen the error
     done.set(str(rank.rank), "")
     done.wait(["0", "1"])
-    reader = rota.WeightStore(store, timeout=timedelta(0))
+    reader = WeightStore(store, timeout=timedelta(0))
     assert error_of(reader.pull)[0] == "Timeout"  # nothing was published
     return error
 
@@ -153,8 +153,8 @@ def test_publishers_that_disagree_all_get_an_error_that_names_both(case: str) ->
 
 def publish_other_versions(rank: Rank) -> None:
     store = rank.make_store()
-    shards = {"w": rota.WeightShard((2,), (rank.rank,), (1,))}
-    publisher = rota.WeightStore(store, rank=rank.rank, num_publishers=2, shards=shards)
+    shards = {"w": WeightShard((2,), (rank.rank,), (1,))}
+    publisher = WeightStore(store, rank=rank.rank, num_publishers=2, shards=shards)
     turns = rank.make_store()
     publisher.publish(1, {"w": torch.full((1,), 1.0)})
     message = r"publication 2 is version .* on publisher .*, but version .* on publisher "
@@ -162,12 +162,12 @@ def publish_other_versions(rank: Rank) -> None:
         publisher.publish(2, {"w": torch.full((1,), 2.0)})
         turns.set("published", "")
         turns.wait(["refused"])
-        assert rota.WeightStore(store).pull()[0] == 2
+        assert WeightStore(store).pull()[0] == 2
     else:
         turns.wait(["published"])
         with pytest.raises(rota.Mismatch, match=message):
             publisher.publish(3, {"w": torch.full((1,), 3.0)})
-        version, weights = rota.WeightStore(store).pull()
+        version, weights = WeightStore(store).pull()
         assert version == 1 and weights["w"].tolist() == [1, 1]  # nothing was half applied
         publisher.publish(2, {"w": torch.full((1,), 2.0)})
         turns.set("refused", "")
@@ -181,11 +181,11 @@ def test_publishers_of_different_versions_get_an_error() -> None:
 
 def fail_alone(rank: Rank) -> tuple[str, str]:
     store = rank.make_store()
-    publisher = rota.WeightStore(store, rank=rank.rank, num_publishers=2)
+    publisher = WeightStore(store, rank=rank.rank, num_publishers=2)
     shard = torch.ones(2)
     if rank.rank == 1:
-        shards = {"w": rota.WeightShard((4,), (1,), (3,))}
-        publisher = rota.WeightStore(store, rank=1, num_publishers=2, shards=shards)
+        shards = {"w": WeightShard((4,), (1,), (3,))}
+        publisher = WeightStore(store, rank=1, num_publishers=2, shards=shards)
     error = error_of(lambda: publisher.publish(1, {"w": shard}))
     if rank.rank == 1:
         store.wait(["end"])  # the failure of a process that has ended could be an old one
@@ -203,7 +203,7 @@ def test_failure_of_one_publisher_reaches_the_other() -> None:
 def test_damaged_byte_is_found_and_nothing_is_written(
     store: dist.Store, place: str, short_buckets: None
 ) -> None:
-    publisher, reader = rota.WeightStore(store, rank=0), rota.WeightStore(store)
+    publisher, reader = WeightStore(store, rank=0), WeightStore(store)
     publisher.publish(1, {"w": torch.ones(1000), "v": torch.ones(3)})
     assert publisher._publisher is not None and publisher._publisher._started is not None
     started = publisher._publisher._started
@@ -240,11 +240,11 @@ def test_bad_options_are_refused(
     store: dist.Store, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        rota.WeightStore(store, **options)
+        WeightStore(store, **options)
 
 
 def test_wrong_calls_are_refused(store: dist.Store) -> None:
-    publisher, reader = rota.WeightStore(store, rank=0), rota.WeightStore(store)
+    publisher, reader = WeightStore(store, rank=0), WeightStore(store)
     with pytest.raises(ValueError, match="this is a reader"):
         reader.publish(1, {})
     with pytest.raises(ValueError, match="this is a publisher"):
@@ -254,23 +254,23 @@ def test_wrong_calls_are_refused(store: dist.Store) -> None:
     with pytest.raises(TypeError, match=r"'w' is torch.strided on meta, expected .* CPU"):
         publisher.publish(1, {"w": torch.empty(2, device="meta")})
     with pytest.raises(TypeError, match=r"expected a torch\.distributed.Store"):
-        rota.WeightStore("store")  # type: ignore[arg-type]
+        WeightStore("store")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="expected a part that lies within it"):
-        rota.WeightShard((4,), (2,), (3,))
+        WeightShard((4,), (2,), (3,))
 
 
 def pull_from_another_host(rank: Rank) -> None:
     os.environ["ROTA_HOST_ID"] = f"host{rank.rank}"
     store = rank.make_store()
     if rank.rank == 0:
-        publisher = rota.WeightStore(store, rank=0)
+        publisher = WeightStore(store, rank=0)
         publisher.publish(1, {"w": torch.ones(2)})
         store.wait(["end"])
     else:
         with pytest.raises(
             rota.TransportError, match="is on host host0, this process on host host1"
         ):
-            rota.WeightStore(store).pull()
+            WeightStore(store).pull()
         store.set("end", "")
 
 

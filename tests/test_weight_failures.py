@@ -1,4 +1,4 @@
-"""rota.WeightStore while its publishers and readers are slow, stopped, killed and started again."""
+"""WeightStore while its publishers and readers are slow, stopped, killed and started again."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 import rota
 from heap import heap_bytes
 from ranks import Rank, Ranks, error_of
+from rota.weights import WeightShard, WeightStore
 
 pytestmark = pytest.mark.same_in_every_build
 
@@ -39,8 +40,8 @@ def publish_or_check(rank: Rank, num_publishers: int) -> Any:
     store = rank.make_store()
     if rank.rank < num_publishers:
         length = ELEMS // num_publishers
-        shard = rota.WeightShard((ELEMS,), (rank.rank * length,), (length,))
-        publisher = rota.WeightStore(
+        shard = WeightShard((ELEMS,), (rank.rank * length,), (length,))
+        publisher = WeightStore(
             store,
             rank=rank.rank,
             num_publishers=num_publishers,
@@ -54,7 +55,7 @@ def publish_or_check(rank: Rank, num_publishers: int) -> Any:
             except rota.PeerFailed:  # the others have seen the end before
                 break
         return version
-    reader = rota.WeightStore(store)
+    reader = WeightStore(store)
     versions = []
     num_overwritten = 0
     deadline = time.monotonic() + STRESS_S
@@ -87,7 +88,7 @@ def test_fast_publishers_never_give_a_reader_parts_of_two_versions(num_publisher
 def publish_beside_readers(rank: Rank) -> Any:
     store = rank.make_store()
     if rank.rank == 0:
-        publisher = rota.WeightStore(store, rank=0, timeout=timedelta(seconds=2))
+        publisher = WeightStore(store, rank=0, timeout=timedelta(seconds=2))
         for version in range(1, 4):
             publisher.publish(version, weights_of(version))
         rank.tell()
@@ -96,7 +97,7 @@ def publish_beside_readers(rank: Rank) -> Any:
             publisher.publish(version, weights_of(version))
         rank.tell()
         return rank.hear()
-    reader = rota.WeightStore(store)
+    reader = WeightStore(store)
     reader.pull()
     rank.tell()
     if rank.rank == 1:
@@ -132,7 +133,7 @@ def test_killed_or_stopped_reader_changes_nothing_for_others(signum: signal.Sign
 def lose_the_publisher(rank: Rank, is_publishing: bool) -> None:
     store = rank.make_store()
     if rank.rank == 0:
-        publisher = rota.WeightStore(store, rank=0)
+        publisher = WeightStore(store, rank=0)
         for version in range(1, 10**9):
             publisher.publish(version, weights_of(version))
             if version == 5:
@@ -140,7 +141,7 @@ def lose_the_publisher(rank: Rank, is_publishing: bool) -> None:
                 if not is_publishing:
                     rank.hear()
         return
-    reader = rota.WeightStore(store)
+    reader = WeightStore(store)
     reader.pull(at_least=5)
     rank.tell()
     pid = rank.hear()
@@ -154,7 +155,7 @@ def lose_the_publisher(rank: Rank, is_publishing: bool) -> None:
     with pytest.raises(rota.PeerFailed, match=rf"{who} has ended .* awaited for number"):
         reader.pull(at_least=version + 1)
     with pytest.raises(rota.TransportError, match="cannot connect to publisher 0/1 of 'weights'"):
-        rota.WeightStore(store).pull()
+        WeightStore(store).pull()
     assert time.monotonic() - start < 1
     assert reader.pull()[0] == version
 
@@ -176,11 +177,11 @@ def lose_the_store(rank: Rank) -> None:
     if rank.rank == 0:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         meeting.set("port", str(server.port))
-        publisher = rota.WeightStore(server, rank=0)
+        publisher = WeightStore(server, rank=0)
         publisher.publish(3, weights_of(3))
         rank.hear()
     port = int(meeting.get("port"))
-    reader = rota.WeightStore(dist.TCPStore("127.0.0.1", port, is_master=False))
+    reader = WeightStore(dist.TCPStore("127.0.0.1", port, is_master=False))
     reader.pull()
     rank.tell()
     rank.hear()
@@ -202,7 +203,7 @@ def test_last_version_outlives_a_store_in_the_publishers_process() -> None:
 def restart_the_publisher(rank: Rank) -> None:
     store = rank.make_store()
     if rank.rank == 2:
-        reader = rota.WeightStore(store)
+        reader = WeightStore(store)
         assert reader.pull()[0] == 10
         rank.tell()
         rank.hear()  # the first has been killed
@@ -220,7 +221,7 @@ def restart_the_publisher(rank: Rank) -> None:
         return
     if rank.rank == 1:
         rank.hear()
-    publisher = rota.WeightStore(store, rank=0)
+    publisher = WeightStore(store, rank=0)
     if rank.rank == 0:
         publisher.publish(10, weights_of(10))
         rank.hear()
@@ -244,11 +245,11 @@ def test_publisher_that_starts_again_takes_over() -> None:
 def end_normally(rank: Rank) -> None:
     store = rank.make_store()
     if rank.rank == 0:
-        publisher = rota.WeightStore(store, rank=0)
+        publisher = WeightStore(store, rank=0)
         publisher.publish(3, weights_of(3))
         rank.hear()
         return
-    reader = rota.WeightStore(store)
+    reader = WeightStore(store)
     reader.pull(timeout=timedelta(seconds=10))
     rank.tell()
     rank.hear()
@@ -269,7 +270,7 @@ TRAINER = """
 import sys, torch, torch.distributed as dist, rota
 def main():
     store = dist.FileStore(sys.argv[1])
-    trainer = rota.WeightStore(store, rank=0)
+    trainer = WeightStore(store, rank=0)
     trainer.publish(3, {"w": torch.full((1000,), 3.0)})
     print("published", flush=True)
     sys.stdin.read()
@@ -283,7 +284,7 @@ def test_last_version_outlives_the_interpreter_of_its_publisher(tmp_path: Path) 
     trainer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert trainer.stdin is not None and trainer.stdout is not None
     trainer.stdout.readline()
-    reader = rota.WeightStore(dist.FileStore(path))
+    reader = WeightStore(dist.FileStore(path))
     reader.pull()
     reader._reader._results.clear()  # type: ignore[union-attr]
     trainer.stdin.close()
@@ -296,14 +297,14 @@ def test_closed_publisher_leaves_its_version_to_those_who_have_pulled_from_it(
     tmp_path: Path,
 ) -> None:
     store = dist.FileStore(str(tmp_path / "store"))
-    first, reader = rota.WeightStore(store, rank=0), rota.WeightStore(store)
+    first, reader = WeightStore(store, rank=0), WeightStore(store)
     first.publish(1, weights_of(1, 1 << 20))
     reader.pull()
     first.publish(2, weights_of(2, 1 << 20))
     first.close()
     kept_bytes = heap_bytes()
     assert is_whole(*reader.pull(at_least=2))
-    second = rota.WeightStore(store, rank=0)
+    second = WeightStore(store, rank=0)
     second.publish(3, weights_of(3, 100))
     assert is_whole(*reader.pull(at_least=3))
     while heap_bytes() > kept_bytes // 2:  # until it has noticed that nobody maps it any more
@@ -314,13 +315,13 @@ def restart_both_publishers(rank: Rank) -> None:
     """Rank 1 is killed and rank 2 takes its place; rank 0 starts again in its own process."""
     store = rank.make_store()
 
-    def start(publisher_rank: int) -> rota.WeightStore:
-        shard = rota.WeightShard((2 * ELEMS,), (publisher_rank * ELEMS,), (ELEMS,))
+    def start(publisher_rank: int) -> WeightStore:
+        shard = WeightShard((2 * ELEMS,), (publisher_rank * ELEMS,), (ELEMS,))
         shards = {"first": shard, "last": shard}
-        return rota.WeightStore(store, rank=publisher_rank, num_publishers=2, shards=shards)
+        return WeightStore(store, rank=publisher_rank, num_publishers=2, shards=shards)
 
     if rank.rank == 3:
-        reader = rota.WeightStore(store)
+        reader = WeightStore(store)
         assert is_whole(*reader.pull(at_least=2))
         rank.tell()
         rank.hear()
@@ -370,10 +371,10 @@ def test_publishers_that_start_again_together_go_on() -> None:
 def wait_for_ever(rank: Rank) -> tuple[str, str]:
     store = rank.make_store()
     if rank.rank == 0:
-        publisher = rota.WeightStore(store, rank=0)
+        publisher = WeightStore(store, rank=0)
         publisher.publish(1, weights_of(1, 4))
         rank.hear()
-    reader = rota.WeightStore(store)
+    reader = WeightStore(store)
     reader.pull()
     rank.tell()
     return error_of(lambda: reader.pull(at_least=2))

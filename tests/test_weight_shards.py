@@ -1,4 +1,4 @@
-"""rota.WeightStore from any sharding to any other."""
+"""WeightStore from any sharding to any other."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-import rota
 from ranks import Rank, run_ranks
-from rota.weights import layout
+from rota.weights import WeightShard, WeightStore, layout
 from rota.weights.copies import boxes
 
 pytestmark = pytest.mark.same_in_every_build
@@ -81,7 +80,7 @@ def reshard(rank: Rank, mesh_shape: tuple[int, ...], wire: torch.dtype | None) -
     choices = ONE_DIM if len(mesh_shape) == 1 else TWO_DIMS
     for number, source in enumerate(choices):
         store = rank.make_store()
-        publisher = rota.WeightStore(
+        publisher = WeightStore(
             store, group=dist.group.WORLD, wire_dtype=wire, block_scaling=wire is not None
         )
         for version in (1, 2):
@@ -90,7 +89,7 @@ def reshard(rank: Rank, mesh_shape: tuple[int, ...], wire: torch.dtype | None) -
             dist.barrier()
         for target in choices:
             like = {k: place(x, mesh, target) for k, x in full_tensors().items()}
-            reader = rota.WeightStore(store, "weights", shards=like)
+            reader = WeightStore(store, "weights", shards=like)
             pulled, weights = reader.pull()
             assert pulled == 2, (number, target)
             into = {k: place(torch.zeros_like(x), mesh, target) for k, x in full.items()}
@@ -100,7 +99,7 @@ def reshard(rank: Rank, mesh_shape: tuple[int, ...], wire: torch.dtype | None) -
                 for got in (weights[name], into[name]):
                     assert isinstance(got, DTensor) and got.placements == expected.placements
                     assert torch.equal(got.to_local(), expected.to_local()), (source, target, name)
-        _, whole = rota.WeightStore(store).pull()
+        _, whole = WeightStore(store).pull()
         assert all(torch.equal(whole[name], full[name]) for name in full)
         dist.barrier()
 
@@ -129,14 +128,14 @@ def publish_fsdp(rank: Rank, mesh_shape: tuple[int, ...]) -> None:
     model = Model() if len(mesh_shape) == 2 else nn.Linear(5, 7)
     plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     if rank.rank == num_trainers:
-        _, weights = rota.WeightStore(store).pull(at_least=5)
+        _, weights = WeightStore(store).pull(at_least=5)
         assert weights.keys() == plain.keys()
         assert all(torch.equal(weights[name], plain[name]) for name in plain)
         # A tensor-parallel sampler's half of the columns, and nothing else.
         name, tensor = next(iter(plain.items()))
         half = tensor.shape[1] // 2
-        shard = rota.WeightShard(tensor.shape, (0, half), (len(tensor), tensor.shape[1] - half))
-        _, weights = rota.WeightStore(store, shards={name: shard}).pull()
+        shard = WeightShard(tensor.shape, (0, half), (len(tensor), tensor.shape[1] - half))
+        _, weights = WeightStore(store, shards={name: shard}).pull()
         assert weights.keys() == {name} and torch.equal(weights[name], tensor[:, half:])
         store.set("end", "")
         return
@@ -147,7 +146,7 @@ def publish_fsdp(rank: Rank, mesh_shape: tuple[int, ...]) -> None:
         fully_shard(model, mesh=mesh["dp"])
     else:
         fully_shard(model, mesh=init_device_mesh("cpu", mesh_shape))
-    publisher = rota.WeightStore(store, group=dist.group.WORLD)
+    publisher = WeightStore(store, group=dist.group.WORLD)
     publisher.publish(4, {name: tensor * 0 for name, tensor in model.state_dict().items()})
     publisher.publish(5, model.state_dict())
     store.wait(["end"])
@@ -193,7 +192,7 @@ def publish_partial(rank: Rank) -> None:
     mesh = init_device_mesh("cpu", (1,))
     partial = DTensor.from_local(torch.ones(3), mesh, [Partial()])
     with pytest.raises(ValueError, match="still to be summed; redistribute it first"):
-        rota.WeightStore(rank.make_store(), rank=0).publish(1, {"w": partial})
+        WeightStore(rank.make_store(), rank=0).publish(1, {"w": partial})
 
 
 def test_partial_sums_are_refused() -> None:

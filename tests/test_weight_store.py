@@ -1,4 +1,4 @@
-"""rota.WeightStore: one whole version from a publisher to readers, formats, and waiting."""
+"""WeightStore: one whole version from a publisher to readers, formats, and waiting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import rota
-from rota.weights import layout
+from rota.weights import WeightStore, layout
 
 pytestmark = pytest.mark.same_in_every_build
 
@@ -75,7 +75,7 @@ def assert_equal(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.T
 
 @pytest.mark.usefixtures("short_buckets")
 def test_pull_gives_the_published_bits_of_every_dtype(store: dist.Store) -> None:
-    publisher, reader = rota.WeightStore(store, rank=0), rota.WeightStore(store)
+    publisher, reader = WeightStore(store, rank=0), WeightStore(store)
     for version in (0, 3, 4, 10):
         publisher.publish(version, all_kinds(version))
         pulled, weights = reader.pull()
@@ -88,9 +88,9 @@ def test_odd_views_are_published_and_pulled_by_value(
     store: dist.Store, odd_views: dict[str, torch.Tensor], wire: torch.dtype | None
 ) -> None:
     values = {name: view.resolve_conj().resolve_neg().clone() for name, view in odd_views.items()}
-    publisher = rota.WeightStore(store, rank=0, wire_dtype=wire)
+    publisher = WeightStore(store, rank=0, wire_dtype=wire)
     publisher.publish(0, odd_views)
-    reader = rota.WeightStore(store)
+    reader = WeightStore(store)
     pulled = reader.pull()[1]
     for view in odd_views.values():
         view.zero_()
@@ -116,7 +116,7 @@ def rounded(tensor: torch.Tensor, wire: torch.dtype, block_scaling: bool) -> tor
 def test_wire_dtype_rounds_wider_floats_as_encode_does(
     store: dist.Store, wire: torch.dtype, block_scaling: bool
 ) -> None:
-    publisher = rota.WeightStore(store, rank=0, wire_dtype=wire, block_scaling=block_scaling)
+    publisher = WeightStore(store, rank=0, wire_dtype=wire, block_scaling=block_scaling)
     publisher.publish(1, all_kinds(1))
     expected = {
         name: rounded(x, wire, block_scaling)
@@ -124,7 +124,7 @@ def test_wire_dtype_rounds_wider_floats_as_encode_does(
         else x
         for name, x in all_kinds(1).items()
     }
-    _, weights = rota.WeightStore(store).pull()
+    _, weights = WeightStore(store).pull()
     assert_equal(weights, expected)
     is_rounded = not torch.equal(weights["matrix"], all_kinds(1)["matrix"])
     assert is_rounded and torch.equal(weights["ints"], all_kinds(1)["ints"])
@@ -132,8 +132,8 @@ def test_wire_dtype_rounds_wider_floats_as_encode_does(
 
 def test_narrow_wire_takes_less_memory(store: dist.Store) -> None:
     weights = {"w": torch.randn(1 << 20)}
-    before = rota.WeightStore(store, "full", rank=0)
-    narrow = rota.WeightStore(store, "narrow", rank=0, wire_dtype=torch.float8_e5m2)
+    before = WeightStore(store, "full", rank=0)
+    narrow = WeightStore(store, "narrow", rank=0, wire_dtype=torch.float8_e5m2)
     sizes = []
     for publisher in (before, narrow):
         publisher.publish(0, weights)
@@ -143,7 +143,7 @@ def test_narrow_wire_takes_less_memory(store: dist.Store) -> None:
 
 
 def test_results_stay_until_the_next_but_one_pull(store: dist.Store) -> None:
-    publisher, reader = rota.WeightStore(store, rank=0), rota.WeightStore(store)
+    publisher, reader = WeightStore(store, rank=0), WeightStore(store)
     pulled = []
     for version in range(1, 4):
         publisher.publish(version, {"w": torch.full((1000,), float(version))})
@@ -158,7 +158,7 @@ def test_results_stay_until_the_next_but_one_pull(store: dist.Store) -> None:
 
 
 def test_pull_into_fills_the_callers_tensors_and_keeps_earlier_results(store: dist.Store) -> None:
-    publisher, reader = rota.WeightStore(store, rank=0), rota.WeightStore(store)
+    publisher, reader = WeightStore(store, rank=0), WeightStore(store)
     model = nn.Linear(5, 3)
     publisher.publish(1, {name: x + 1 for name, x in model.state_dict().items()})
     kept = reader.pull()[1]
@@ -172,7 +172,7 @@ def test_pull_into_fills_the_callers_tensors_and_keeps_earlier_results(store: di
 
 
 def test_load_state_dict_takes_the_results_without_a_copy(store: dist.Store) -> None:
-    publisher, reader = rota.WeightStore(store, rank=0), rota.WeightStore(store)
+    publisher, reader = WeightStore(store, rank=0), WeightStore(store)
     model, sampler = nn.Linear(4, 4), nn.Linear(4, 4)
     publisher.publish(7, model.state_dict())
     _, weights = reader.pull()
@@ -188,8 +188,14 @@ def tcp_store() -> dist.Store:
 @pytest.mark.parametrize("make", [dist.HashStore, tcp_store], ids=["hash", "tcp"])
 def test_any_store_of_torch_will_do(make: Callable[[], dist.Store]) -> None:
     store = make()
-    publisher, reader = rota.WeightStore(store, "a", rank=0), rota.WeightStore(store, "a")
-    other, other_reader = rota.WeightStore(store, "b", rank=0), rota.WeightStore(store, "b")
+    publisher, reader = (
+        WeightStore(store, "a", rank=0),
+        WeightStore(store, "a"),
+    )
+    other, other_reader = (
+        WeightStore(store, "b", rank=0),
+        WeightStore(store, "b"),
+    )
     publisher.publish(1, {"w": torch.ones(3)})
     other.publish(2, {"v": torch.zeros(2)})
     assert reader.pull()[0] == 1 and reader.pull()[1]["w"].sum() == 3
@@ -200,7 +206,7 @@ def test_any_store_of_torch_will_do(make: Callable[[], dist.Store]) -> None:
 
 
 def test_at_least_waits_for_a_new_version(store: dist.Store) -> None:
-    publisher, reader = rota.WeightStore(store, rank=0), rota.WeightStore(store)
+    publisher, reader = WeightStore(store, rank=0), WeightStore(store)
 
     def publish() -> None:
         for version in range(1, 5):
@@ -216,15 +222,15 @@ def test_at_least_waits_for_a_new_version(store: dist.Store) -> None:
 
 
 def test_timeouts_name_who_was_awaited(store: dist.Store) -> None:
-    reader = rota.WeightStore(store, timeout=SHORT)
+    reader = WeightStore(store, timeout=SHORT)
     with pytest.raises(rota.Timeout, match="first version of weights 'weights'; is there a"):
         reader.pull()
-    publisher = rota.WeightStore(store, rank=0)
+    publisher = WeightStore(store, rank=0)
     publisher.publish(4, {"w": torch.ones(3)})
     assert reader.pull(timeout=timedelta(0))[0] == 4
     message = rf"version 5 of publisher 0/1 of 'weights' \(pid {os.getpid()}\).*published version 4"
     with pytest.raises(rota.Timeout, match=message):
         reader.pull(at_least=5)
-    pair = rota.WeightStore(store, "pair", rank=0, num_publishers=2, timeout=SHORT)
+    pair = WeightStore(store, "pair", rank=0, num_publishers=2, timeout=SHORT)
     with pytest.raises(rota.Timeout, match=r"publisher 0/2 of 'pair'.*in vain for publisher 1;"):
         pair.publish(1, {"w": torch.ones(3)})

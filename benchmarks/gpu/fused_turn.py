@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 import error_bound
-import rota
 import traffic
 from arguments import FLOAT32_BYTES
 from gpu import bench, gradients
 from gpu.bench import Bench
 from gpu.timing import Body, Job
 from protocol import Entry
+from rota.gpu import GradientBucket
 
 OP = "fused turn"
 ROTA = "rota pack, unpack"
@@ -76,7 +76,7 @@ class Bucket:
 
 def rota_call(bucket: Bucket, parts: Sequence[Tensor], clip: bool = False) -> Body:
     """Converts to scaled blocks and back."""
-    packed = rota.GradientBucket(parts, wire_dtype=WIRE)
+    packed = GradientBucket(parts, wire_dtype=WIRE)
 
     def call() -> None:
         packed.pack()

@@ -18,10 +18,10 @@ from itertools import product
 
 import numpy as np
 
-import rota
 from gpu import bench
 from gpu.bench import Bench
 from gpu.local_ranks import WAITS_FOR_NOBODY, make_job, make_sets, tiny_copy
+from rota.gpu import LocalGroup
 
 RANKS = (2, 3, 4, 6, 8)
 OP = "all_reduce, one after another"
@@ -35,7 +35,7 @@ def benchmark(bench: Bench) -> None:
         sets = make_sets(bench, num_ranks, num_bytes, num_sets=1)
         jobs = [tiny_copy(bench)]
         for algorithm, num_channels in ((WAITS_FOR_NOBODY, None), (LOW_LATENCY, None), (RING, 1)):
-            group = rota.LocalGroup(num_ranks, bench.device, num_channels=num_channels)
+            group = LocalGroup(num_ranks, bench.device, num_channels=num_channels)
             make = partial(make_job, bench, algorithm, sets, group=group)
             jobs += bench.attempt(f"{algorithm}, {num_ranks} ranks", make)
         begin = len(bench.rows)

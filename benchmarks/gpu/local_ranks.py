@@ -8,12 +8,12 @@ from itertools import count
 
 from torch import Tensor
 
-import rota
 import tiles
 from arguments import FLOAT32_BYTES
 from gpu.bench import Bench
 from gpu.timing import Job
 from protocol import Entry
+from rota.gpu import LocalGroup
 
 # Every other algorithm has ranks that wait for each other's flags.
 WAITS_FOR_NOBODY = "two_shot_in_place"
@@ -42,14 +42,14 @@ def make_job(
     algorithm: str,
     sets: Sequence[list[Tensor]],
     moved_bytes: int = 0,
-    group: rota.LocalGroup | None = None,
+    group: LocalGroup | None = None,
     label: str | None = None,
 ) -> Job:
     """Times averages by one algorithm; their data stay random and finite however often they repeat.
     By default each job has its own group, since a group that timed out is useless to other jobs.
     """
     num_ranks = len(sets[0])
-    group = group or rota.LocalGroup(num_ranks, bench.device)
+    group = group or LocalGroup(num_ranks, bench.device)
     group_size = GROUP_SIZE if algorithm == "hierarchical" else None
     all_reduce = partial(group.all_reduce, algorithm=algorithm, group_size=group_size)
     seeds = count()

@@ -15,13 +15,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-import rota
 from arguments import FLOAT32_BYTES
 from error_bound import Wire, rota_wire
 from gpu import bench, gradients
 from gpu.bench import Bench
 from gpu.timing import Body, Job
 from protocol import Entry
+from rota.gpu import GradientBucket
 
 # Label, wire dtype, whether blocks are scaled.
 FORMATS = (
@@ -66,8 +66,7 @@ def rota_jobs(
 ) -> tuple[Job, Job]:
     """pack and unpack in one format."""
     buckets = [
-        rota.GradientBucket(views, wire_dtype=wire_dtype, block_scaling=is_scaled)
-        for _, views in sets
+        GradientBucket(views, wire_dtype=wire_dtype, block_scaling=is_scaled) for _, views in sets
     ]
     for bucket in buckets:
         bucket.pack()  # the input of unpack
@@ -81,7 +80,7 @@ def rota_jobs(
     return Job(entry, calls[0], moved_bytes, check), Job(entry, calls[1], moved_bytes, check)
 
 
-def both_ways(bucket: rota.GradientBucket, flat: Tensor, views: list[Tensor], wire: Wire) -> int:
+def both_ways(bucket: GradientBucket, flat: Tensor, views: list[Tensor], wire: Wire) -> int:
     """Counts wrong elements after pack and unpack with factors; then restores and packs again."""
     flat.normal_()
     saved = flat.clone()

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import rota
 from gpu import bench
 from gpu.bench import Bench
 from gpu.local_ranks import GROUP_SIZE
 from gpu.timing import Body, capture
+from rota.gpu import LocalGroup
 
 NUM_CALLS = 1_000_000
 LIMIT_S = 38.0  # ends earlier on a slow GPU, and says after how many calls
@@ -46,7 +46,7 @@ MODULUS = 1 << 32
 class Chain:
     """All-reduces of one group by one algorithm, each on the result of the one before."""
 
-    group: rota.LocalGroup
+    group: LocalGroup
     algorithm: str
     start: Tensor  # (num_elems,) int32, on the CPU
     ranks: list[Tensor]  # the same number of int32 each, on the GPU
@@ -94,7 +94,7 @@ def make_chains(bench: Bench) -> list[Chain]:
     """One chain for each number of ranks, algorithm and size."""
     chains: list[Chain] = []
     for num_ranks in RANKS[:2] if bench.is_small else RANKS:
-        group = rota.LocalGroup(num_ranks, bench.device)
+        group = LocalGroup(num_ranks, bench.device)
         for algorithm in ALGORITHMS:
             if algorithm == "hierarchical" and num_ranks not in HIERARCHICAL_RANKS:
                 continue

@@ -16,12 +16,12 @@ from itertools import islice, product
 
 import torch
 
-import rota
 from gpu import bench
 from gpu.bench import Bench
 from gpu.local_ranks import make_job, make_sets
 from gpu.timing import Job
 from rota import _C
+from rota.gpu import LocalGroup
 
 RANKS = (2, 4, 8)
 SLOT_BYTES = (32 << 10, 64 << 10, 128 << 10, 256 << 10)
@@ -46,12 +46,12 @@ def slots_and_channels(bench: Bench, num_ranks: int, algorithm: str) -> None:
     moved_bytes = 2 * num_ranks * num_bytes
     jobs = bench.attempt("copy", partial(bench.copy_job, moved_bytes))
     gpu = torch.cuda.get_device_name(bench.device)
-    most = rota.LocalGroup(num_ranks, bench.device).num_channels
+    most = LocalGroup(num_ranks, bench.device).num_channels
 
     def make(slot_bytes: int, num_channels: int, label: str) -> Job:
         tuning = _C.gpu_tuning(gpu, "local", num_ranks)
         tuning.slot_bytes, tuning.num_channels = slot_bytes, num_channels
-        group = rota.LocalGroup(num_ranks, bench.device, timeout=TIMEOUT, tuning=tuning)
+        group = LocalGroup(num_ranks, bench.device, timeout=TIMEOUT, tuning=tuning)
         return make_job(bench, algorithm, sets, moved_bytes, group, label)
 
     choices = product(SLOT_BYTES, CHANNEL_SHARES)

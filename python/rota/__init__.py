@@ -9,62 +9,73 @@ from typing import TYPE_CHECKING
 import rota_autoload
 from rota import amp, errors, ops  # noqa: F401  (rota._C looks its exceptions up in errors)
 from rota.backend import BackendOptions
-from rota.clipping import clip_grad_norm_
 from rota.communicator import Communicator
 from rota.errors import Mismatch, PeerFailed, RotaError, Timeout, TransportError
-from rota.fused import HookState, fused_hook
-from rota.gpu import GradientBucket, LocalGroup
-from rota.gradients import overlap_gradients, reduce_gradients
-from rota.hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
-from rota.local_sgd import DiLoCo, LocalSGD
+from rota.gradients.clipping import clip_grad_norm_
+from rota.gradients.fused import HookState, fused_hook
+from rota.gradients.hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
+from rota.gradients.reduction import overlap_gradients, reduce_gradients
 from rota.memory import empty
-from rota.parameter_server.server import ParameterServer
 from rota.shards import LogicalShards
-from rota.weights.layout import WeightShard
-from rota.weights.store import WeightStore
 from rota.window import Window
 
 if TYPE_CHECKING:
-    from rota import elastic, fsdp
+    from rota import checkpoint, elastic, fsdp, gpu, local_sgd, parameter_server, weights
 
 __version__ = "0.1.0"
 __all__ = [
     "BackendOptions",
     "Communicator",
-    "DiLoCo",
-    "GradientBucket",
     "HookState",
-    "LocalGroup",
-    "LocalSGD",
     "LogicalShards",
     "Mismatch",
-    "ParameterServer",
     "PeerFailed",
     "RotaError",
     "Timeout",
     "TransportError",
-    "WeightShard",
-    "WeightStore",
     "Window",
     "allreduce_hook",
     "amp",
     "bf16_compress_hook",
+    "checkpoint",
     "clip_grad_norm_",
     "elastic",
     "empty",
     "fp16_compress_hook",
     "fsdp",
     "fused_hook",
+    "gpu",
+    "local_sgd",
     "ops",
     "overlap_gradients",
+    "parameter_server",
     "reduce_gradients",
+    "weights",
 ]
 
 rota_autoload.register()
 
+# Imported when they are used, since most programs need none of them.
+_SUBMODULES = ("checkpoint", "elastic", "fsdp", "gpu", "local_sgd", "parameter_server", "weights")
+# Names of these submodules that users look for here, and where they are.
+_PLACES = {
+    "DiLoCo": "local_sgd",
+    "GradientBucket": "gpu",
+    "LocalGroup": "gpu",
+    "LocalSGD": "local_sgd",
+    "ParameterServer": "parameter_server",
+    "WeightShard": "weights",
+    "WeightStore": "weights",
+}
+
 
 def __getattr__(name: str) -> object:
-    # torch.distributed.fsdp takes long to import, and most programs need neither.
-    if name in ("elastic", "fsdp"):
+    if name in _SUBMODULES:
         return importlib.import_module(f"rota.{name}")
+    if name in _PLACES:
+        raise AttributeError(f"rota.{name} is rota.{_PLACES[name]}.{name}")
     raise AttributeError(f"module 'rota' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -6,13 +6,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from rota import doctor, doctor_gpu, doctor_hosts
+from rota.doctor import gpu, hosts, report
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m rota", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    of_doctor = commands.add_parser("doctor", help=doctor.__doc__, description=doctor.__doc__)
+    of_doctor = commands.add_parser("doctor", help=report.__doc__, description=report.__doc__)
     of_doctor.add_argument(
         "--gpu",
         action="store_true",
@@ -35,10 +35,10 @@ def main() -> int:
     if options.gpu and options.hosts:
         of_doctor.error("--gpu and --hosts are two runs")
     if options.hosts:
-        return doctor_hosts.run()
+        return hosts.run()
     if options.gpu:
-        return doctor_gpu.run(options.output or Path(), is_small=options.small)
-    return doctor.run()
+        return gpu.run(options.output or Path(), is_small=options.small)
+    return report.run()
 
 
 if __name__ == "__main__":

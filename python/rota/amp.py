@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from rota.fused import HookState
+from rota.gradients.fused import HookState
 from rota.sharding import local_of
 
 

@@ -52,7 +52,7 @@ class LocalGroup(_LocalGroup):
         RuntimeError: this build is for the CPU.
 
     Example:
-        >>> group = rota.LocalGroup(4)
+        >>> group = rota.gpu.LocalGroup(4)
         >>> tensors = [torch.randn(1 << 20, device="cuda") for _ in range(4)]
         >>> group.all_reduce(tensors, op="avg")
     """
@@ -87,7 +87,7 @@ class GradientBucket(_GradientBucket):
         RuntimeError: this build is for the CPU.
 
     Example:
-        >>> bucket = rota.GradientBucket([p.grad for p in model.parameters()])
+        >>> bucket = rota.gpu.GradientBucket([p.grad for p in model.parameters()])
         >>> bucket.pack(contribution_factor=1 / world_size)
         >>> bucket.unpack()
         >>> num_non_finite, sum_of_squares = bucket.stats.tolist()

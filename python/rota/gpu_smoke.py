@@ -15,9 +15,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-import rota
 from rota import _C
 from rota.communicator import DEFAULT_SLOT_BYTES
+from rota.gpu import GradientBucket, LocalGroup
 
 _FLOAT32_BYTES = 4
 _NUM_LOCAL_RANKS = 2
@@ -113,7 +113,7 @@ def _copy_rate(sizes: Sizes) -> float:
 def _pack_and_unpack(sizes: Sizes, copy_rate: float) -> list[Figure]:
     figures = []
     for wire_dtype in (torch.float16, torch.float8_e4m3fn):
-        bucket = rota.GradientBucket([_zeros(sizes.bucket_bytes)], wire_dtype=wire_dtype)
+        bucket = GradientBucket([_zeros(sizes.bucket_bytes)], wire_dtype=wire_dtype)
         at_copy_rate = (bucket.num_bytes + bucket.num_wire_bytes) / copy_rate
         name = str(wire_dtype).removeprefix("torch.")
         for way, call in (("pack", bucket.pack), ("unpack", bucket.unpack)):
@@ -123,7 +123,7 @@ def _pack_and_unpack(sizes: Sizes, copy_rate: float) -> list[Figure]:
 
 
 def _local_all_reduce(sizes: Sizes, copy_rate: float) -> Figure:
-    group = rota.LocalGroup(_NUM_LOCAL_RANKS)
+    group = LocalGroup(_NUM_LOCAL_RANKS)
     tensors = [_zeros(sizes.bucket_bytes) for _ in range(_NUM_LOCAL_RANKS)]
     bound = 2 * _NUM_LOCAL_RANKS * sizes.bucket_bytes / copy_rate
     share = bound / _seconds(lambda: group.all_reduce(tensors), sizes)
@@ -131,7 +131,7 @@ def _local_all_reduce(sizes: Sizes, copy_rate: float) -> Figure:
 
 
 def _small_all_reduce(sizes: Sizes) -> Figure:
-    group = rota.LocalGroup(_NUM_LOCAL_RANKS)
+    group = LocalGroup(_NUM_LOCAL_RANKS)
     tensors = [_zeros(_SMALL_ALL_REDUCE_BYTES) for _ in range(_NUM_LOCAL_RANKS)]
     # The group's own choice would be a kernel in which no rank waits for another.
     call = partial(group.all_reduce, tensors, algorithm="low_latency")

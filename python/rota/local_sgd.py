@@ -4,7 +4,7 @@ Local SGD (Stich, ICLR 2019, arXiv 1805.09767) averages the parameters. DiLoCo (
 arXiv 2311.08105) gives the average difference to an outer optimizer as its gradient. Streaming
 DiLoCo (arXiv 2501.18512) synchronises the model in fragments, and goes on meanwhile.
 
-The difference of a parameter is the gradient of a float32 copy of it. So gradients.py reduces it,
+The difference of a parameter is the gradient of a float32 copy of it. So reduction.py reduces it,
 with all options of a HookState, and any optimizer can step the copy. This module decides what is
 synchronised when, and must not know how.
 """
@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rota import options
 from rota.errors import Mismatch
-from rota.fused import HookState, telling_peers
-from rota.gradients import Reduction, free_buckets
+from rota.gradients.fused import HookState, telling_peers
+from rota.gradients.reduction import Reduction, free_buckets
 from rota.groups import member_group
 from rota.joint import JointSteps, check_alike
 from rota.sharding import as_dtensor, check_same_shards, fsdp1_shards, local_of, own_shard
@@ -106,7 +106,7 @@ class LocalSGD:
     It is a collective call over the state's group, and blocks. Names are those of torchft.
 
     Example:
-        >>> outer = rota.LocalSGD(model, sync_every=8)
+        >>> outer = rota.local_sgd.LocalSGD(model, sync_every=8)
         >>> for inputs, targets in loader:
         ...     loss_of(model(inputs), targets).backward()
         ...     optimizer.step()
@@ -290,7 +290,7 @@ class LocalSGD:
             A dict of "num_steps", "num_skipped", "synced_at": the step of each fragment's last
             synchronisation, "rank" and "world_size" in the state's group, "parameters": the copies
             by name, which share their memory, and "state", as by HookState.state_dict().
-            rota.DiLoCo adds "outer_optimizer".
+            DiLoCo adds "outer_optimizer".
 
         Raises:
             RuntimeError: a fragment is being reduced.
@@ -442,7 +442,7 @@ class LocalSGD:
 class DiLoCo(LocalSGD):
     """DiLoCo: every `sync_every` steps, an outer optimizer steps along the mean difference.
 
-    What is said of rota.LocalSGD holds here: workers, memory, buffers (which are averaged), Inf and
+    What is said of LocalSGD holds here: workers, memory, buffers (which are averaged), Inf and
     NaN. The outer optimizer keeps its own state besides, such as 4 bytes of momentum for each
     parameter. Outer SGD with lr=1 and no momentum is Local SGD.
 
@@ -451,16 +451,16 @@ class DiLoCo(LocalSGD):
             copies in their places, so that nothing else may step it. Its learning rate may change
             at any time, alike on all ranks, which is compared. The paper uses SGD with Nesterov
             momentum of 0.9 and lr=0.7.
-        The others: as for rota.LocalSGD.
+        The others: as for LocalSGD.
 
     Raises:
-        What rota.LocalSGD raises.
+        What LocalSGD raises.
         ValueError: the optimizer lacks parameters, has others, or has taken steps.
 
     Example:
         >>> outer_optimizer = torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)
         >>> state = rota.HookState(wire_dtype=torch.float8_e4m3fn, error_feedback=True)
-        >>> outer = rota.DiLoCo(model, outer_optimizer, sync_every=32, state=state)
+        >>> outer = rota.local_sgd.DiLoCo(model, outer_optimizer, sync_every=32, state=state)
         >>> for inputs, targets in loader:
         ...     loss_of(model(inputs), targets).backward()
         ...     inner_optimizer.step()

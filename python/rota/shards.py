@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rota import options
 from rota._C import schedule
-from rota.fused import HookState
-from rota.gradients import reduce_gradients
-from rota.rounding import split_mix_64
+from rota.gradients.fused import HookState
+from rota.gradients.reduction import reduce_gradients
+from rota.gradients.rounding import split_mix_64
 
 Gradient = torch.Tensor | None
 

@@ -1,4 +1,4 @@
-"""rota.GradientBucket: gradients to the wire format and back, against the definition in numpy."""
+"""GradientBucket: gradients to the wire format and back, against the definition in numpy."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-import rota
 from bucket_oracle import BUCKET_DTYPES, FORMATS, Format, stats_of, through_wire
 from on_gpu import DEVICE, Guarded, capture
 from oracle import assert_same, name_of, round_to, to_numpy
 from ranks import error_of
+from rota.gpu import GradientBucket
 
 SIZES = (1, 2, 31, 33, 63, 64, 65, 511, 512, 513, 1024, 4097, 40_001)
 
@@ -47,10 +47,10 @@ def both_ways(
     contribution_factor: float = 1.0,
     result_factor: float = 1.0,
     offset: int = 0,
-) -> rota.GradientBucket:
+) -> GradientBucket:
     """Packs, overwrites the gradients, unpacks, and compares bits and stats."""
     guarded = [Guarded(source, offset) for source in sources]
-    bucket = rota.GradientBucket(
+    bucket = GradientBucket(
         [one.tensor for one in guarded], wire_dtype=wire.dtype, block_scaling=wire.block_scaling
     )
     bucket.wire.copy_(torch.full(bucket.wire.shape, 255, dtype=torch.uint8))
@@ -115,7 +115,7 @@ def test_bucket_of_300_tensors_follows_oracle_and_tells_its_bytes() -> None:
 def test_bucket_can_be_packed_again_and_counts_anew() -> None:
     sources = [values_of(size, torch.float32) for size in (600, 10)]
     gradients = [source.to(DEVICE) for source in sources]
-    bucket = rota.GradientBucket(gradients)
+    bucket = GradientBucket(gradients)
     wire = Format(torch.float16, True)
     for turn in range(3):
         for gradient, source in zip(gradients, sources, strict=True):
@@ -129,10 +129,10 @@ def test_bucket_can_be_packed_again_and_counts_anew() -> None:
 
 def test_bucket_can_be_unpacked_again_and_without_a_pack() -> None:
     sources = [values_of(size, torch.float32) for size in (600, 10)]
-    packed = rota.GradientBucket([source.to(DEVICE) for source in sources])
+    packed = GradientBucket([source.to(DEVICE) for source in sources])
     packed.pack()
     gradients = [torch.zeros_like(source).to(DEVICE) for source in sources]
-    bucket = rota.GradientBucket(gradients)
+    bucket = GradientBucket(gradients)
     bucket.wire.copy_(packed.wire)
     expected = [expected_of(source, Format(torch.float16, True), 1.0, 1.0) for source in sources]
     squares = sum(stats_of(one)[1] for one in expected)
@@ -145,7 +145,7 @@ def test_bucket_can_be_unpacked_again_and_without_a_pack() -> None:
 
 def test_bucket_in_a_graph_takes_the_values_of_each_replay() -> None:
     gradients = [torch.zeros(size).to(DEVICE) for size in (600, 10)]
-    bucket = rota.GradientBucket(gradients)
+    bucket = GradientBucket(gradients)
     bucket.pack()
     bucket.unpack()
 
@@ -169,7 +169,7 @@ def test_bucket_stochastic_rounding_depends_on_the_seed_alone() -> None:
     results = []
     for seed in (1, 1, 2):
         gradient = source.to(DEVICE)
-        bucket = rota.GradientBucket([gradient], wire_dtype=torch.bfloat16)
+        bucket = GradientBucket([gradient], wire_dtype=torch.bfloat16)
         bucket.pack(stochastic_seed=seed)
         bucket.unpack()
         results.append(gradient.cpu())
@@ -181,7 +181,7 @@ def test_bucket_stochastic_rounding_depends_on_the_seed_alone() -> None:
 
 @pytest.mark.skipif("SIMULATED_GPUS" in os.environ, reason="no profiler sees a simulated GPU")
 def test_bucket_of_300_tensors_is_one_launch_each_way() -> None:
-    bucket = rota.GradientBucket([torch.zeros(1 + 13 * i).to(DEVICE) for i in range(300)])
+    bucket = GradientBucket([torch.zeros(1 + 13 * i).to(DEVICE) for i in range(300)])
     bucket.pack()
     bucket.unpack()
     torch.cuda.synchronize()
@@ -202,16 +202,16 @@ def test_bucket_of_300_tensors_is_one_launch_each_way() -> None:
 def test_bucket_refuses_what_it_does_not_take() -> None:
     good = torch.zeros(600).to(DEVICE)
     bad_calls: dict[str, Callable[[], object]] = {
-        "on the CPU": lambda: rota.GradientBucket([good, torch.zeros(3)]),
-        "two dtypes": lambda: rota.GradientBucket([good, good.cpu().half().to(DEVICE)]),
-        "integers": lambda: rota.GradientBucket([torch.zeros(3, dtype=torch.int32).to(DEVICE)]),
-        "strided": lambda: rota.GradientBucket([good[::2]]),
-        "integers on the wire": lambda: rota.GradientBucket([good], wire_dtype=torch.int8),
-        "blocks of float32": lambda: rota.GradientBucket(
+        "on the CPU": lambda: GradientBucket([good, torch.zeros(3)]),
+        "two dtypes": lambda: GradientBucket([good, good.cpu().half().to(DEVICE)]),
+        "integers": lambda: GradientBucket([torch.zeros(3, dtype=torch.int32).to(DEVICE)]),
+        "strided": lambda: GradientBucket([good[::2]]),
+        "integers on the wire": lambda: GradientBucket([good], wire_dtype=torch.int8),
+        "blocks of float32": lambda: GradientBucket(
             [good], wire_dtype=torch.float32, block_scaling=True
         ),
-        "factor 0": lambda: rota.GradientBucket([good]).pack(contribution_factor=0.0),
-        "factor Inf": lambda: rota.GradientBucket([good]).unpack(result_factor=math.inf),
+        "factor 0": lambda: GradientBucket([good]).pack(contribution_factor=0.0),
+        "factor Inf": lambda: GradientBucket([good]).unpack(result_factor=math.inf),
     }
     for what, call in bad_calls.items():
         error, text = error_of(call)

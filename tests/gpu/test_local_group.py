@@ -1,4 +1,4 @@
-"""rota.LocalGroup: ranks of one process on one GPU, against the CPU's bits."""
+"""LocalGroup: ranks of one process on one GPU, against the CPU's bits."""
 
 from __future__ import annotations
 
@@ -25,32 +25,31 @@ from oracle import (
     random_patterns,
 )
 from ranks import error_of
+from rota.gpu import LocalGroup
 
 CANONICAL = ("auto", "low_latency", "one_shot", "two_shot", "two_shot_in_place", "ordered_ring")
 ALGORITHMS = (*CANONICAL, "ring")
 WORLDS = (2, 3, 4)
 
 
-GroupOf = Callable[[int], "rota.LocalGroup"]
+GroupOf = Callable[[int], "LocalGroup"]
 
 
 @pytest.fixture(scope="module")
-def groups() -> dict[int, rota.LocalGroup]:
+def groups() -> dict[int, LocalGroup]:
     """The groups made so far, by number of ranks."""
     return {}
 
 
 @pytest.fixture
-def group_of(
-    request: pytest.FixtureRequest, groups: dict[int, rota.LocalGroup]
-) -> Iterator[GroupOf]:
+def group_of(request: pytest.FixtureRequest, groups: dict[int, LocalGroup]) -> Iterator[GroupOf]:
     """One group per number of ranks, shared by the tests, so that each finds flags of earlier ones.
     After a failed test new groups are made, because a group that timed out stays unusable."""
     num_failed = request.session.testsfailed
 
-    def get(world_size: int) -> rota.LocalGroup:
+    def get(world_size: int) -> LocalGroup:
         if world_size not in groups:
-            groups[world_size] = rota.LocalGroup(world_size, DEVICE)
+            groups[world_size] = LocalGroup(world_size, DEVICE)
         return groups[world_size]
 
     yield get
@@ -174,7 +173,7 @@ def test_local_sums_in_a_tree_ignore_algorithm_slots_and_channels(
     slot_bytes: int, num_channels: int
 ) -> None:
     tuning = tuning_with(8, slot_bytes=slot_bytes, num_channels=num_channels)
-    group = rota.LocalGroup(8, DEVICE, tuning=tuning)
+    group = LocalGroup(8, DEVICE, tuning=tuning)
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
         for algorithm in ("low_latency", "one_shot", "two_shot", "two_shot_in_place"):
             inputs = random_inputs(8, 501 if algorithm == "low_latency" else 20_003, dtype)
@@ -255,7 +254,7 @@ def tuning_with(world_size: int, **fields: int) -> rota._C.GpuTuning:
     ids=lambda fields: "-".join(f"{field}={value}" for field, value in fields.items()),
 )
 def test_local_group_any_tuning_gives_the_same_bits(fields: dict[str, int]) -> None:
-    group = rota.LocalGroup(3, DEVICE, tuning=tuning_with(3, **fields))
+    group = LocalGroup(3, DEVICE, tuning=tuning_with(3, **fields))
     for algorithm in CANONICAL:
         for size in (1, 1023, 66_001):
             if not fits(algorithm, size, torch.float32):
@@ -268,11 +267,11 @@ def test_local_group_any_tuning_gives_the_same_bits(fields: dict[str, int]) -> N
 
 def test_local_group_channels_are_the_arguments_else_the_tunings() -> None:
     tuning = tuning_with(2, num_channels=3)
-    assert rota.LocalGroup(2, DEVICE, tuning=tuning).num_channels == 3
-    assert rota.LocalGroup(2, DEVICE, num_channels=1, tuning=tuning).num_channels == 1
+    assert LocalGroup(2, DEVICE, tuning=tuning).num_channels == 3
+    assert LocalGroup(2, DEVICE, num_channels=1, tuning=tuning).num_channels == 1
     tuning.num_channels = 0
-    all_resident = rota.LocalGroup(2, DEVICE, tuning=tuning).num_channels
-    assert rota.LocalGroup(2, DEVICE).num_channels == all_resident > 3
+    all_resident = LocalGroup(2, DEVICE, tuning=tuning).num_channels
+    assert LocalGroup(2, DEVICE).num_channels == all_resident > 3
 
 
 @pytest.mark.parametrize(
@@ -292,7 +291,7 @@ def test_local_group_refuses_tunings_that_cannot_work(
     field: str, value: int, expected: str
 ) -> None:
     with pytest.raises(ValueError, match=f"{field} is {value}, .*{expected}"):
-        rota.LocalGroup(2, DEVICE, tuning=tuning_with(2, **{field: value}))
+        LocalGroup(2, DEVICE, tuning=tuning_with(2, **{field: value}))
 
 
 # ---- streams and graphs
@@ -355,7 +354,7 @@ def test_local_all_reduce_and_a_graph_on_another_stream_wait_for_each_other(
     is_captured_first: bool,
 ) -> None:
     """Both use the group's links, and only the group orders them."""
-    group, inputs = rota.LocalGroup(2, DEVICE), exact_inputs(2, 3000, torch.float32)
+    group, inputs = LocalGroup(2, DEVICE), exact_inputs(2, 3000, torch.float32)
     captured, direct = ([tensor.to(DEVICE) for tensor in inputs] for _ in range(2))
     if not is_captured_first:
         group.all_reduce(direct)
@@ -382,7 +381,7 @@ def test_local_all_reduce_and_a_graph_on_another_stream_wait_for_each_other(
 
 
 def test_two_local_groups_side_by_side_do_not_disturb_each_other() -> None:
-    groups = [rota.LocalGroup(2, DEVICE, num_channels=2) for _ in range(2)]
+    groups = [LocalGroup(2, DEVICE, num_channels=2) for _ in range(2)]
     inputs = exact_inputs(2, 5000, torch.float32)
     per_group = [[Guarded(tensor) for tensor in inputs] for _ in groups]
     for group, guarded in zip(groups, per_group, strict=True):
@@ -392,7 +391,7 @@ def test_two_local_groups_side_by_side_do_not_disturb_each_other() -> None:
 
 
 def test_local_group_may_rest_longer_than_its_timeout() -> None:
-    group = rota.LocalGroup(2, DEVICE, timeout=timedelta(seconds=1))
+    group = LocalGroup(2, DEVICE, timeout=timedelta(seconds=1))
     inputs = exact_inputs(2, 1000, torch.float32)
     for _ in range(2):
         guarded = [Guarded(tensor) for tensor in inputs]
@@ -437,16 +436,16 @@ def test_local_group_refuses_what_cannot_work(group_of: GroupOf) -> None:
 @pytest.mark.parametrize("num_channels", [10_000, 0, -1])
 def test_local_group_refuses_grids_that_would_not_be_resident(num_channels: int) -> None:
     with pytest.raises(ValueError, match="channels"):
-        rota.LocalGroup(4, DEVICE, num_channels=num_channels)
+        LocalGroup(4, DEVICE, num_channels=num_channels)
 
 
 @pytest.mark.parametrize("world_size", [0, -1, 1, 17])
 def test_local_group_refuses_numbers_of_ranks(world_size: int) -> None:
     with pytest.raises(ValueError, match="world_size"):
-        rota.LocalGroup(world_size, DEVICE)
+        LocalGroup(world_size, DEVICE)
 
 
 def test_local_group_refuses_devices_that_are_no_gpu() -> None:
     for device in ("cpu", f"cuda:{torch.cuda.device_count()}"):
         with pytest.raises((ValueError, rota.RotaError)):
-            rota.LocalGroup(2, device)
+            LocalGroup(2, device)

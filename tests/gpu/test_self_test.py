@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 from on_gpu import DEVICE
-from rota import _C, doctor_gpu
+from rota import _C
+from rota.doctor import gpu as doctor_gpu
 
 LIMIT_S = 0.3
 

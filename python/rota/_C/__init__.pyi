@@ -800,7 +800,7 @@ def map_device_windows(
     """
 
 class LocalGroup:
-    """See rota.LocalGroup; not in a build for the CPU."""
+    """See LocalGroup; not in a build for the CPU."""
 
     def __init__(
         self,
@@ -860,7 +860,7 @@ class LocalGroup:
         """Copies tensors[src] into tensors[dst]; the other ranks' stay as they are."""
 
 class GradientBucket:
-    """See rota.GradientBucket; not in a build for the CPU."""
+    """See GradientBucket; not in a build for the CPU."""
 
     def __init__(
         self, gradients: Sequence[torch.Tensor], wire_dtype: torch.dtype, block_scaling: bool

@@ -1,6 +1,5 @@
-"""Training that goes on while processes come and go. See docs/elastic.md and docs/checkpoint.md."""
+"""Training that goes on while processes come and go. See docs/elastic.md."""
 
-from rota.elastic.checkpoint import Checkpoint
 from rota.elastic.generation import Generation
 from rota.elastic.handles import Handle
 from rota.elastic.membership import Finished, Membership
@@ -8,7 +7,6 @@ from rota.elastic.reservation import Reservation
 from rota.elastic.state import RandomState, State
 
 __all__ = [
-    "Checkpoint",
     "Finished",
     "Generation",
     "Handle",

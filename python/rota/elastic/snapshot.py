@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rota.elastic.contents import put_together
+from rota.checkpoint.contents import put_together
 
 
 class Snapshot:

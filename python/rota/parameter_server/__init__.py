@@ -1,1 +1,5 @@
-"""The parts of rota.ParameterServer (server.py): parameters that servers hold and workers train."""
+"""Parameters that servers hold and workers train. See docs/parameter-server.md."""
+
+from rota.parameter_server.server import ParameterServer
+
+__all__ = ["ParameterServer"]

@@ -1,4 +1,4 @@
-"""Checks of what rota.ParameterServer is given; errors say what is valid. Nothing here waits."""
+"""Checks of what ParameterServer is given; errors say what is valid. Nothing here waits."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def check_pushed(
 
 
 def check_alike(cards: Sequence[str]) -> None:
-    """Raises if ranks made a rota.ParameterServer with other arguments, or on other hosts.
+    """Raises if ranks made a ParameterServer with other arguments, or on other hosts.
 
     Args:
         cards: of each rank: JSON objects with the same keys.

@@ -1,4 +1,4 @@
-"""Makes the shared memory of a rota.ParameterServer, and opens that of the other ranks."""
+"""Makes the shared memory of a ParameterServer, and opens that of the other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's pushes to rota.ParameterServer: two slots in turn, which the servers read in place.
+"""A worker's pushes to ParameterServer: two slots in turn, which the servers read in place.
 
 Knows where each number of a push lies, and how it is rounded. Must not know when a push may be
 written or read: server.py waits for a free slot, shard.py for a push.

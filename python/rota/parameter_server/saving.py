@@ -1,4 +1,4 @@
-"""The state of a rota.ParameterServer as state_dict() returns it: by name of the parameter.
+"""The state of a ParameterServer as state_dict() returns it: by name of the parameter.
 
 Servers hold whole parameters, so that a state by name fits any number of them. Each server packs
 what it holds into a save, which a worker reads and puts together with those of the other servers.

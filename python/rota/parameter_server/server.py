@@ -1,4 +1,4 @@
-"""Training through servers that hold the parameters: rota.ParameterServer (Li et al., OSDI 2014).
+"""Training through servers that hold the parameters: ParameterServer (Li et al., OSDI 2014).
 
 Every worker has a mailbox of two slots, and every server publishes two versions of its shard, all
 in memory that the others map. Nobody writes into another's memory, and nothing is copied that can
@@ -135,7 +135,7 @@ class ParameterServer:
         rota.Timeout: a rank did not come in time.
 
     Example:
-        >>> server = rota.ParameterServer(
+        >>> server = rota.parameter_server.ParameterServer(
         ...     model, lambda parameters: torch.optim.AdamW(parameters), mode="stale", staleness=2
         ... )
         >>> for inputs, targets in loader:

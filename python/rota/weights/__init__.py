@@ -1,1 +1,6 @@
-"""The parts of rota.WeightStore (store.py): weights that trainers publish and readers pull."""
+"""Weights that trainers publish and readers of the same host pull. See docs/weights.md."""
+
+from rota.weights.layout import WeightShard
+from rota.weights.store import WeightStore
+
+__all__ = ["WeightShard", "WeightStore"]

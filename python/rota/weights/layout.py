@@ -30,7 +30,7 @@ PAGE_BYTES = 4096
 
 @dataclass(frozen=True)
 class WeightShard:
-    """A rectangular part of a larger tensor, for `rota.WeightStore`.
+    """A rectangular part of a larger tensor, for `WeightStore`.
 
     Args:
         global_shape: of the whole tensor.

@@ -86,7 +86,7 @@ def _claim_failure(
 
 
 class Publisher:
-    """Publishes one rank's tensors; see rota.WeightStore.publish."""
+    """Publishes one rank's tensors; see WeightStore.publish."""
 
     def __init__(
         self,

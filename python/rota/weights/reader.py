@@ -129,7 +129,7 @@ class _Results:
 
 
 class Reader:
-    """Pulls versions; see rota.WeightStore.pull.
+    """Pulls versions; see WeightStore.pull.
 
     Args:
         places: what to pull; None is everything, whole.

@@ -1,4 +1,4 @@
-"""rota.WeightStore: weights on their way from trainers to whoever samples with them."""
+"""WeightStore: weights on their way from trainers to whoever samples with them."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class WeightStore:
 
     Example:
         >>> store = dist.TCPStore("localhost", 29500, is_master=rank == 0)
-        >>> trainer = rota.WeightStore(store, rank=0)  # in the trainer's process
+        >>> trainer = rota.weights.WeightStore(store, rank=0)  # in the trainer's process
         >>> trainer.publish(step, model.state_dict())
-        >>> sampler = rota.WeightStore(store)  # in another one
+        >>> sampler = rota.weights.WeightStore(store)  # in another one
         >>> step, weights = sampler.pull(at_least=step + 1)
         >>> model.load_state_dict(weights, assign=True)
     """

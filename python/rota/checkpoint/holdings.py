@@ -11,9 +11,9 @@ import functools
 from collections.abc import Callable
 from typing import TypeVar
 
-from rota.elastic.keeper import SLOTS
-from rota.elastic.link import KeeperLink, KeeperLost
-from rota.elastic.version import Identity, Memory, Version
+from rota.checkpoint.keeper import SLOTS
+from rota.checkpoint.link import KeeperLink, KeeperLost
+from rota.checkpoint.version import Identity, Memory, Version
 
 T = TypeVar("T")
 

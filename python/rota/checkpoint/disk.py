@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from rota.elastic.contents import WHAT
-from rota.elastic.version import Identity, Memory, Tail, Version
+from rota.checkpoint.contents import WHAT
+from rota.checkpoint.version import Identity, Memory, Tail, Version
 from rota.errors import TransportError
 
 TAIL = "rota"

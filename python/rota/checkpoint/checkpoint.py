@@ -1,4 +1,4 @@
-"""rota.elastic.Checkpoint: a job's state in memory that outlives its processes."""
+"""rota.checkpoint.Checkpoint: a job's state in memory that outlives its processes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 from rota import timeouts
-from rota.elastic import disk
-from rota.elastic.contents import WHAT, Contents, match, put_together
-from rota.elastic.holdings import Holdings
-from rota.elastic.link import KeeperLink, KeeperLost
-from rota.elastic.meeting import Claim, Directory, Session
-from rota.elastic.replicas import Exchange, holders_of
-from rota.elastic.version import Identity, Plan, Version
+from rota.checkpoint import disk
+from rota.checkpoint.contents import WHAT, Contents, match, put_together
+from rota.checkpoint.holdings import Holdings
+from rota.checkpoint.link import KeeperLink, KeeperLost
+from rota.checkpoint.meeting import Claim, Directory, Session
+from rota.checkpoint.replicas import Exchange, holders_of
+from rota.checkpoint.version import Identity, Plan, Version
 from rota.engine import engine_chooser
 from rota.errors import Mismatch, RotaError, TransportError
 
@@ -79,7 +79,7 @@ class Checkpoint:
         rota.TransportError: no keeper can be started, or it is another user's.
 
     Example:
-        >>> checkpoint = rota.elastic.Checkpoint(group, "training")
+        >>> checkpoint = rota.checkpoint.Checkpoint(group, "training")
         >>> found = checkpoint.load()
         >>> if found is not None:
         ...     first_step, state = found

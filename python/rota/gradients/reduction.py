@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from rota import options
 from rota.errors import Mismatch, RotaError
-from rota.fused import HookState, tell_peers, telling_peers
+from rota.gradients.fused import HookState, tell_peers, telling_peers
+from rota.gradients.packing import PackedBucket, Plan, check_gradient
 from rota.joint import sides
-from rota.packing import PackedBucket, Plan, check_gradient
 from rota.sharding import check_same_shards
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]

@@ -25,8 +25,8 @@ from typing import NamedTuple
 import torch
 
 from rota import _C
-from rota.elastic.contents import WHAT, Contents, Look
-from rota.elastic.keeper import SEALS
+from rota.checkpoint.contents import WHAT, Contents, Look
+from rota.checkpoint.keeper import SEALS
 from rota.errors import TransportError
 from rota.layout import bytes_of, is_flat
 from rota.memory import map_pages, round_up

@@ -1,6 +1,6 @@
 """Flat buckets of gradients for training loops without DDP, laid out like DDP's buckets.
 
-This module copies gradients in and out; gradients.py decides when, and reduces them.
+This module copies gradients in and out; reduction.py decides when, and reduces them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from rota import options
-from rota.fused import HookState
+from rota.gradients.fused import HookState
 from rota.layout import num_reals, shaped
 from rota.sharding import as_dtensor, like, local_of
 

@@ -17,7 +17,7 @@ import torch
 from rota.errors import Mismatch
 from rota.sharding import local_of
 
-WHAT = "rota.elastic.Checkpoint"
+WHAT = "rota.checkpoint.Checkpoint"
 
 
 class Look(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rota import options
-from rota.fused import HookState, live_states
+from rota.gradients.fused import HookState, live_states
 from rota.sharding import local_of
 
 

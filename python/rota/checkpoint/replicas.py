@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rota.elastic.contents import WHAT
-from rota.elastic.meeting import Claim
-from rota.elastic.version import BUCKET_BYTES, DATA_BEGIN, Memory, Version
+from rota.checkpoint.contents import WHAT
+from rota.checkpoint.meeting import Claim
+from rota.checkpoint.version import BUCKET_BYTES, DATA_BEGIN, Memory, Version
 from rota.errors import PeerFailed, TransportError
 
 FAILED = -1

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from rota.model_group import ModelGroup
+from rota.gradients.model_group import ModelGroup
 
 
 class _Mark(NamedTuple):

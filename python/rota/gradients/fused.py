@@ -1,7 +1,7 @@
 """The fused DDP hook: casts, reduces, averages, unscales, checks and measures in one pass.
 
 `Communicator.reduce_bucket` does the work. This module holds its options and the results that a
-training loop reads after a backward pass. gradients.py, amp.py and clipping.py build on them.
+training loop reads after a backward pass. reduction.py, amp.py and clipping.py build on them.
 """
 
 # No `from __future__ import annotations` here: DDP compares the annotations of a hook with the
@@ -18,15 +18,15 @@ import torch.distributed as dist
 
 from rota import options
 from rota.communicator import Communicator
-from rota.ddp import NamedCopies, NamedModel, SeenParameters, group_of
 from rota.errors import RotaError
+from rota.gradients.ddp import NamedCopies, NamedModel, SeenParameters, group_of
+from rota.gradients.hooks import communicator_of, tell_peers_of
+from rota.gradients.model_group import ModelGroup, Replicas
+from rota.gradients.residuals import BucketResidual, Residuals
+from rota.gradients.results import Results
+from rota.gradients.rounding import split_mix_64
 from rota.groups import check_group
-from rota.hooks import communicator_of, tell_peers_of
 from rota.joint import JointSteps
-from rota.model_group import ModelGroup, Replicas
-from rota.residuals import BucketResidual, Residuals
-from rota.results import Results
-from rota.rounding import split_mix_64
 from rota.sharding import as_dtensor, shard_of_rank
 
 # All live states: clip_grad_norm_ finds a state by the parameters that it saw.

@@ -24,8 +24,8 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from rota import _C, errors
-from rota.elastic.contents import WHAT
-from rota.elastic.version import Identity
+from rota.checkpoint.contents import WHAT
+from rota.checkpoint.version import Identity
 from rota.errors import Mismatch, PeerFailed, RotaError, Timeout, TransportError
 from rota.joint import poll
 

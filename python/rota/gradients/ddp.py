@@ -78,7 +78,7 @@ class NamedModel:
 
 
 class NamedCopies:
-    """Copies that stand for the parameters of a model, as those of rota.LocalSGD; held weakly."""
+    """Copies that stand for the parameters of a model, as those of LocalSGD; held weakly."""
 
     may_have_unused = False
 

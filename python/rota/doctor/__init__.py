@@ -1,0 +1,1 @@
+"""`python -m rota doctor`: whether rota works here."""
