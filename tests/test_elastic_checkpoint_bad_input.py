@@ -66,7 +66,7 @@ def test_state_that_cannot_be_saved_raises_and_changes_nothing(state: Any, text:
 def test_step_that_does_not_grow_or_is_no_step_raises(step: Any) -> None:
     with alone() as checkpoint:
         checkpoint.save(3, state_of(0, 3, 10))
-        with pytest.raises(ValueError, match=r"rota\.elastic\.Checkpoint\.save: step"):
+        with pytest.raises(ValueError, match=r"rota\.checkpoint\.Checkpoint\.save: step"):
             checkpoint.save(step, state_of(0, 4, 10))
         found = checkpoint.load()
         assert found is not None and found[0] == 3
