@@ -14,8 +14,8 @@ import rota
 from elastic_workers import kill_self, store_of
 from ranks import Rank, Ranks, error_of, run_ranks
 from rota.elastic import Membership
-from rota.elastic.documents import Documents
 from rota.elastic.roster import Roster
+from rota.rendezvous.documents import Documents
 
 pytestmark = pytest.mark.same_in_every_build
 

@@ -14,8 +14,8 @@ from rota import _C, timeouts
 from rota.coalescing import watch_block
 from rota.communicator import DEFAULT_SLOT_BYTES
 from rota.engine import engine_chooser
-from rota.groups import StoreRanks, rota_backend
-from rota.joint import JointSteps
+from rota.rendezvous.groups import StoreRanks, rota_backend
+from rota.rendezvous.joint import JointSteps
 from rota.window import make_window
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from rota import _C
 from rota.engine import engine_chooser
 from rota.errors import RotaError
-from rota.groups import member_group, qualified_name
-from rota.joint import JointSteps
+from rota.rendezvous.groups import member_group, qualified_name
+from rota.rendezvous.joint import JointSteps
 
 DEFAULT_SLOT_BYTES = 256 * 1024
 

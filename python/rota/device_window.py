@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from datetime import timedelta
@@ -13,9 +12,9 @@ import torch.distributed as dist
 
 from rota import _C
 from rota.errors import RotaError, TransportError
-from rota.groups import member_group
-from rota.joint import JointSteps
 from rota.memory import empty
+from rota.rendezvous.groups import member_group
+from rota.rendezvous.joint import JointSteps
 from rota.window import Window, check_made_alike
 
 
@@ -47,7 +46,7 @@ class DeviceWindow(Window):
         shape: list[int] = []
         where = torch.device(device)
 
-        def describe() -> str:
+        def describe() -> dict[str, str]:
             nonlocal where
             steps.take_timeout(timeout)
             if isinstance(tensor_or_shape, torch.Tensor):
@@ -65,9 +64,9 @@ class DeviceWindow(Window):
             shape.extend(sizes)
             if where.index is None:
                 where = torch.device("cuda", torch.cuda.current_device())
-            return json.dumps({"made": f"{tuple(shape)} of {dtype} on GPUs"})
+            return {"made": f"{tuple(shape)} of {dtype} on GPUs"}
 
-        check_made_alike([json.loads(text) for text in steps.step(describe)])
+        check_made_alike(steps.step(describe))
         num_bytes = math.prod(shape) * dtype.itemsize
         with steps.telling():
             memory = _C.map_device_windows(

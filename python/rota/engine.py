@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rota.errors import RotaError
-from rota.joint import poll
+from rota.rendezvous.polling import poll
 
 # Given the group's store; collective. Returns the backend, or None and why it cannot connect.
 ConnectEngine = Callable[[dist.Store], "tuple[dist._Backend | None, str]"]

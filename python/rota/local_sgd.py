@@ -11,7 +11,6 @@ synchronised when, and must not know how.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,8 +24,9 @@ from rota import options
 from rota.errors import Mismatch
 from rota.gradients.fused import HookState, telling_peers
 from rota.gradients.reduction import Reduction, free_buckets
-from rota.groups import member_group
-from rota.joint import JointSteps, check_alike
+from rota.rendezvous.alike import check_alike
+from rota.rendezvous.groups import member_group
+from rota.rendezvous.joint import JointSteps
 from rota.sharding import as_dtensor, check_same_shards, fsdp1_shards, local_of, own_shard
 
 BUCKET_CAP_MB = 25.0
@@ -134,7 +134,7 @@ class LocalSGD:
         module = model.module if isinstance(model, DistributedDataParallel) else model
         tensors: dict[str, torch.Tensor] = {}
 
-        def check() -> str:
+        def check() -> dict[str, object]:
             tensors.update(_tensors_to_sync(self._name, module))
             self._check_arguments(module, len(tensors))
             self.state = HookState(wire_dtype=torch.float32) if state is None else state
@@ -145,21 +145,19 @@ class LocalSGD:
             self.state.check_can_take_copies()
             _check_shards(self._name, module, self.state)
             shards = (own_shard(tensor) for tensor in tensors.values())
-            return json.dumps(
-                {
-                    "class": type(self).__name__,
-                    "sync_every": sync_every,
-                    "num_fragments": num_fragments,
-                    "fragment_sync_delay": fragment_sync_delay,
-                    "num_tensors": len(tensors),
-                    "shard": next((shard for shard in shards if shard is not None), 0),
-                    **self._other_arguments(),
-                }
-            )
+            return {
+                "class": type(self).__name__,
+                "sync_every": sync_every,
+                "num_fragments": num_fragments,
+                "fragment_sync_delay": fragment_sync_delay,
+                "num_tensors": len(tensors),
+                "shard": next((shard for shard in shards if shard is not None), 0),
+                **self._other_arguments(),
+            }
 
         group = state.group if isinstance(state, HookState) else None
         steps = JointSteps.over(member_group(group, "LocalSGD"), "LocalSGD")
-        check_alike(self._name, [json.loads(text) for text in steps.step(check)])
+        check_alike(self._name, steps.step(check))
         self._module = module
         self._synced = [
             _Synced(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,9 +15,10 @@ import torch.distributed as dist
 from rota import _C, timeouts
 from rota.engine import engine_chooser
 from rota.errors import Mismatch, TransportError
-from rota.groups import Ranks, StoreRanks, member_group, next_number
-from rota.joint import JointSteps, sides
 from rota.memory import empty
+from rota.rendezvous.alike import sides
+from rota.rendezvous.groups import Ranks, StoreRanks, member_group, next_number
+from rota.rendezvous.joint import JointSteps
 
 
 class Window(_C.Window):
@@ -114,7 +114,7 @@ class Window(_C.Window):
         services = _Services(pg, engine)
         own: list[_C.ExposedTensor] = []
 
-        def expose() -> str:
+        def expose() -> dict[str, Any]:
             steps.take_timeout(timeout)
             if not isinstance(num_channels, int) or not 1 <= num_channels <= MAX_CHANNELS:
                 raise ValueError(
@@ -129,17 +129,15 @@ class Window(_C.Window):
                     torch_holds_it=torch_holds_it,
                 )
             )
-            return json.dumps(
-                {
-                    "made": f"{tuple(tensor.shape)} of {tensor.dtype}, {num_channels} channels",
-                    "host": _C.host_id(),
-                    "address": own[0].address,
-                    "engine": "no engine" if engine is None else "one of its own",
-                    "service": services.usable_number(),
-                }
-            )
+            return {
+                "made": f"{tuple(tensor.shape)} of {tensor.dtype}, {num_channels} channels",
+                "host": _C.host_id(),
+                "address": own[0].address,
+                "engine": "no engine" if engine is None else "one of its own",
+                "service": services.usable_number(),
+            }
 
-        cards = [json.loads(text) for text in steps.step(expose)]
+        cards = steps.step(expose)
         check_made_alike(cards)
         if difference := sides([card["engine"] for card in cards], "has"):
             raise Mismatch(
@@ -150,19 +148,17 @@ class Window(_C.Window):
         others: list[_C.OpenedTensor | None] = [None] * world_size
         service: list[_C.WindowService | None] = []
 
-        def open_others() -> str:
+        def open_others() -> None:
             for peer in range(world_size):
                 if peer != rank and cards[peer]["host"] == cards[rank]["host"]:
                     address = cards[peer]["address"]
                     others[peer] = _C.OpenedTensor(address, f"rank {peer}", own_timeout)
             service.append(services.connected(steps, cards, own_timeout, window_number))
-            return ""
 
-        def serve() -> str:
+        def serve() -> None:
             super(Window, self).__init__(
                 own[0], rank, others, num_channels, own_timeout, service[0], window_number
             )
-            return ""
 
         try:
             steps.step(open_others)

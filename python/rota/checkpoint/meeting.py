@@ -27,7 +27,7 @@ from rota import _C, errors
 from rota.checkpoint.contents import WHAT
 from rota.checkpoint.version import Identity
 from rota.errors import Mismatch, PeerFailed, RotaError, Timeout, TransportError
-from rota.joint import poll
+from rota.rendezvous.polling import poll
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,16 @@ sets a failure, unless it is too late for that.
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
-from rota.elastic.documents import Documents
 from rota.elastic.handles import Handle, Processes
-from rota.errors import Mismatch, PeerFailed, Timeout, TransportError
+from rota.errors import Mismatch, PeerFailed, TransportError
+from rota.rendezvous.documents import Documents
+from rota.rendezvous.polling import POLL_S, NamedPauses, poll
 
-POLL_S = 0.002  # few enough requests for a store on a server
-STALL_S = 1.0
 # After processes have said different things, how long the others may take to say theirs.
 GRACE_S = 1.0
 FORMED = "formed"
@@ -31,36 +29,6 @@ _ERRORS: dict[str, type[Exception]] = {
     "TransportError": TransportError,
     "ValueError": ValueError,
 }
-
-
-class Poll:
-    """The loop of every wait for other processes: names them after a second, ends at a timeout.
-
-    Args:
-        what: waits, for texts.
-        timeout: of the whole wait.
-    """
-
-    def __init__(self, what: str, timeout: timedelta) -> None:
-        self._what = what
-        self._timeout_s = timeout.total_seconds()
-        self._begin = time.monotonic()
-        self._has_warned = False
-
-    def sleep(self, awaited: Sequence[str]) -> None:
-        """Sleeps for one turn.
-
-        Raises:
-            rota.Timeout: the wait is over.
-        """
-        waited_s = time.monotonic() - self._begin
-        text = f"{self._what} has waited {waited_s:.3g} s for {', '.join(awaited) or 'the others'}"
-        if waited_s > self._timeout_s:
-            raise Timeout(f"{text}; is it alive?")
-        if waited_s > STALL_S and not self._has_warned:
-            self._has_warned = True
-            print(f"{text}; still waiting", file=sys.stderr, flush=True)
-        time.sleep(POLL_S)
 
 
 class Forming:
@@ -114,7 +82,7 @@ class Forming:
             rota.Timeout: a living member does not come.
         """
         self._say()
-        poll = Poll(self._prefix(), self._timeout)
+        pauses = NamedPauses(self._prefix(), self._timeout)
         disagreed_at: float | None = None
         while True:
             document = self._documents.read(self._key)
@@ -131,7 +99,7 @@ class Forming:
                 return
             if self._conclude_if_gone():
                 continue
-            poll.sleep(awaited)
+            pauses.sleep(awaited)
 
     def check(self) -> None:
         """Raises what agree() raises once this attempt has failed; for waits while connecting."""
@@ -154,11 +122,11 @@ class Forming:
             self._conclude("PeerFailed", f"{self._own.who} was interrupted")
             raise
         document = self._count_as_connected()
-        poll = Poll(self._prefix(), self._timeout)
+        pauses = NamedPauses(self._prefix(), self._timeout)
         while document["outcome"] != [FORMED, ""]:
             self._raise_outcome(document)
             if not self._conclude_if_gone():
-                poll.sleep(
+                pauses.sleep(
                     [handle.who for handle in self._handles if handle.name not in document["ready"]]
                 )
             document = self._documents.read(self._key)
@@ -212,13 +180,14 @@ class Forming:
         """Sets the outcome after an error here, which another member may know the cause of."""
         if isinstance(error, (PeerFailed, TransportError)):
             deadline = time.monotonic() + GRACE_S
-            while time.monotonic() < deadline:
-                if self._conclude_if_gone() or self._documents.read(self._key)["outcome"]:
-                    return
-                time.sleep(POLL_S)
+            if poll(lambda: self._conclude_if_gone() or self._has_outcome(), deadline, POLL_S):
+                return
         name = type(error).__name__
         kind = name if name in ("Mismatch", "ValueError") else "TransportError"
         self._conclude(kind, f"{self._own.who} failed: {error}")
+
+    def _has_outcome(self) -> bool:
+        return self._documents.read(self._key)["outcome"] is not None
 
     def _conclude_if_gone(self) -> bool:
         who = self._processes.describe_gone(self._handles)

@@ -13,7 +13,7 @@ from rota.communicator import Communicator, living_communicators
 from rota.elastic.forming import Forming
 from rota.elastic.handles import Handle, Processes
 from rota.errors import PeerFailed, RotaError
-from rota.groups import (
+from rota.rendezvous.groups import (
     begin_generation,
     end_generation,
     is_of_this_generation,
@@ -108,6 +108,10 @@ class Generation:
         self._flag[0] = int(wants)
         self.communicator.all_reduce(self._flag, op="max")
         return bool(self._flag[0])
+
+    def shares_host(self, rank: int) -> bool:
+        """Whether a rank is on this one's host."""
+        return any({rank, self.rank} <= set(host) for host in self.communicator.hosts)
 
     def check_peers(self) -> None:
         """Raises if a member has ended or gone on; while ranks make something together.

@@ -9,11 +9,11 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from rota import timeouts
-from rota.elastic.documents import Documents
 from rota.elastic.forming import Forming
 from rota.elastic.handles import Handle, OwnProcess, Processes, own_ip
 from rota.errors import PeerFailed
-from rota.groups import begin_generation
+from rota.rendezvous.documents import Documents
+from rota.rendezvous.groups import begin_generation
 
 Connect = Callable[[dist.Store, int, int, Callable[[], None]], None]
 

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from rota import timeouts
 from rota.backend import BackendOptions
 from rota.communicator import Communicator
-from rota.elastic.documents import Documents
-from rota.elastic.forming import Forming, Poll
+from rota.elastic.forming import Forming
 from rota.elastic.generation import Generation, change_key, note_key
 from rota.elastic.handles import Handle, OwnProcess, Processes, own_ip
 from rota.elastic.roster import Roster
 from rota.errors import PeerFailed, RotaError
+from rota.rendezvous.documents import Documents
+from rota.rendezvous.polling import NamedPauses
 
 _ROSTER = "roster"
 _JOB = "job"
@@ -222,7 +223,7 @@ class Membership:
         roster = self._change(partial(Roster.arrive, name=own, rank=self._rank))
         uuid_before = roster.uuid
         rung = ""
-        poll = Poll(f"rota.elastic: {self._own.handle.who}", self._timeout)
+        pauses = NamedPauses(f"rota.elastic: {self._own.handle.who}", self._timeout)
         while True:
             if roster.uuid != uuid_before and own in roster.members:
                 return roster
@@ -245,7 +246,7 @@ class Membership:
                 roster = self._change(partial(_propose, min_members=min_members))
             else:
                 awaited = self._cards_of(roster.awaited) or ()
-                poll.sleep([handle.who for handle in awaited])
+                pauses.sleep([handle.who for handle in awaited])
                 roster = Roster.of(self._documents.read(_ROSTER))
 
     def _withdraw(self, even_as_member: bool = False) -> None:

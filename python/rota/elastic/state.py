@@ -6,7 +6,7 @@ import pickle
 import random
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,14 +20,16 @@ from rota.elastic.generation import Generation, check_results
 from rota.elastic.parts import LooseTensor, ModulePart, Storages, part_of, pickled_state
 from rota.elastic.reservation import Reservation, announce
 from rota.errors import Mismatch, TransportError
-from rota.joint import sides
 from rota.layout import bytes_of
+from rota.rendezvous.alike import check_alike
+from rota.rendezvous.joint import run_on_all
 
 # Of tensors that are made anew by a state_dict(): shorter ones are pickled if they are on a GPU, or
 # more than plain numbers.
 _LONG_BYTES = 64 << 10
 # Of a handshake between two processes that both wait for it.
 _COPY_TIMEOUT = timedelta(minutes=5)
+_NAME = "rota.elastic.State"
 _FRESH = -1  # instead of a number of steps: the state comes from no training
 
 
@@ -187,12 +189,15 @@ class State:
             rota.PeerFailed: a rank has died; the ranks that live keep their states.
         """
         timer = _Timer(self)
-        exchange = _Exchange(generation)
         self._generation = generation
         self.seconds = {}
-        own = {part.name: part.describe() for part in self._parts}
-        cards = exchange.all(lambda: (self._num_steps, self._has_changed(), own))
-        _check_alike([descriptions for *_, descriptions in cards])
+        own = {f"'{part.name}'": part.describe() for part in self._parts}
+        cards = run_on_all(_NAME, lambda: (self._num_steps, self._has_changed(), own))
+        check_alike(
+            _NAME,
+            [descriptions for *_, descriptions in cards],
+            "start every rank with the same program and arguments",
+        )
         # The most steps; of these, parameters that are as they were committed.
         ranking = [(num_steps, not has_changed) for num_steps, has_changed, _ in cards]
         best = max(ranking)
@@ -208,14 +213,14 @@ class State:
         self._roll_back()
         timer.end("compare")
         if receivers or check_equal:
-            self._transfer(exchange, timer, source, receivers, check_equal)
+            self._transfer(generation, timer, source, receivers, check_equal)
         if generation.rank not in receivers:
             self._num_steps = self.num_steps
         for part in self._parts:
             part.regroup()
         self._may_be_new = True
         self._announce()
-        exchange.all(self._save)
+        run_on_all(_NAME, self._save)
         timer.end("regroup")
         return generation.rank in receivers
 
@@ -223,15 +228,15 @@ class State:
 
     def _transfer(
         self,
-        exchange: _Exchange,
+        generation: Generation,
         timer: _Timer,
         source: int,
         receivers: set[int],
         check_equal: bool,
     ) -> None:
-        rank = exchange.rank
-        offers = exchange.all(lambda: self._offer() if rank == source else None)
-        offer: _Offer = offers[source]
+        rank = generation.rank
+        offer = run_on_all(_NAME, lambda: self._offer() if rank == source else None)[source]
+        assert offer is not None
         timer.end("offer")
         copies: list[Arena] = []
 
@@ -240,7 +245,7 @@ class State:
                 copies.extend((self._arena_of(offer.kept[1]), Arena(offer.loose[1])))
                 timer.end("allocate")
                 addresses = (offer.kept[0], offer.loose[0])
-                if exchange.shares_host(source):
+                if generation.shares_host(source):
                     sums = [
                         arena.fetch(address, f"rank {source}", _COPY_TIMEOUT)
                         for arena, address in zip(copies, addresses, strict=True)
@@ -252,7 +257,7 @@ class State:
             if rank == source:
                 arenas = [arena for arena in (self._kept, self._loose) if arena is not None]
                 for receiver in sorted(receivers):
-                    if not exchange.shares_host(receiver):
+                    if not generation.shares_host(receiver):
                         for arena in arenas:
                             dist.send(arena.bytes, receiver)
                 return [arena.checksum() for arena in arenas]
@@ -261,10 +266,10 @@ class State:
                 return [self._kept.checksum()] if self._kept else []
             return []
 
-        sums: list[list[int]] = exchange.all(copy_or_sum)
+        sums = run_on_all(_NAME, copy_or_sum)
         _check_sums(sums, source, receivers, offer.num_steps)
         timer.end("verify")
-        exchange.all(lambda: self._load(offer, *copies) if copies else None)
+        run_on_all(_NAME, lambda: self._load(offer, *copies) if copies else None)
         timer.end("load")
         for arena in copies:
             arena.unmap_source()
@@ -429,52 +434,6 @@ class _Timer:
         now = time.monotonic()
         self._state.seconds[term] = now - self._last
         self._last = now
-
-
-class _Exchange:
-    """Steps that all ranks of a generation take together, and fail together."""
-
-    def __init__(self, generation: Generation) -> None:
-        self._generation = generation
-        self.rank = generation.rank
-
-    def shares_host(self, rank: int) -> bool:
-        return any({rank, self.rank} <= set(host) for host in self._generation.communicator.hosts)
-
-    def all(self, run: Callable[[], Any]) -> list[Any]:
-        """Runs `run` on every rank; returns all results by rank.
-
-        Raises:
-            Exception: what `run` raised here.
-            rota.TransportError: it raised on another rank.
-        """
-        own_error: Exception | None = None
-        result, text = None, ""
-        try:
-            result = run()
-        except Exception as error:
-            own_error, text = error, str(error) or type(error).__name__
-        replies: list[Any] = [None] * self._generation.world_size
-        dist.all_gather_object(replies, (result, text))
-        if own_error is not None:
-            raise own_error
-        failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(replies) if error]
-        if failed:
-            raise TransportError(
-                f"rota.elastic.State: a rank could not take part: {'; '.join(failed)}"
-            )
-        return [result for result, _ in replies]
-
-
-def _check_alike(descriptions: Sequence[dict[str, str]]) -> None:
-    """All ranks have the same objects."""
-    for name in dict.fromkeys(name for of_rank in descriptions for name in of_rank):
-        texts = [of_rank.get(name, "nothing") for of_rank in descriptions]
-        if difference := sides(texts, "has"):
-            raise Mismatch(
-                f"rota.elastic.State: ranks disagree on '{name}': {difference}; start every "
-                f"rank with the same program and arguments"
-            )
 
 
 def _check_sums(

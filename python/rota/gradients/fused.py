@@ -25,8 +25,8 @@ from rota.gradients.model_group import ModelGroup, Replicas
 from rota.gradients.residuals import BucketResidual, Residuals
 from rota.gradients.results import Results
 from rota.gradients.rounding import split_mix_64
-from rota.groups import check_group
-from rota.joint import JointSteps
+from rota.rendezvous.groups import check_group
+from rota.rendezvous.joint import JointSteps
 from rota.sharding import as_dtensor, shard_of_rank
 
 # All live states: clip_grad_norm_ finds a state by the parameters that it saw.
@@ -159,7 +159,7 @@ class HookState:
         in_blocks = options.is_narrow(wire_dtype) if block_scaling is None else block_scaling
         self._model: NamedModel | NamedCopies | None = None
 
-        def check() -> str:
+        def check() -> None:
             check_group("rota.HookState", "group", group)
             check_group("rota.HookState", "engine", engine)
             if replicas is not None and model_group is None:
@@ -182,7 +182,6 @@ class HookState:
                 options.check_model("rota.HookState", model)
                 self._model = NamedModel(model)
             self.group = group_of(group, model)
-            return ""
 
         if model_group is None:
             check()

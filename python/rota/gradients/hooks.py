@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from rota.communicator import Communicator
 from rota.errors import PeerFailed
-from rota.groups import check_group, store_of
-from rota.joint import JointSteps
+from rota.rendezvous.groups import check_group, store_of
+from rota.rendezvous.joint import JointSteps
 
 
 class _Shared:

@@ -14,7 +14,7 @@ from rota import options
 from rota.errors import Mismatch, RotaError
 from rota.gradients.fused import HookState, tell_peers, telling_peers
 from rota.gradients.packing import PackedBucket, Plan, check_gradient
-from rota.joint import sides
+from rota.rendezvous.alike import sides
 from rota.sharding import check_same_shards
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
-from rota import joint, options
+from rota import options
 from rota.errors import TransportError
-from rota.joint import sides
+from rota.rendezvous import alike
 from rota.sharding import as_dtensor
 
 MODES = ("sync", "async", "stale")
@@ -207,15 +206,10 @@ def check_pushed(
             )
 
 
-def check_alike(cards: Sequence[str]) -> None:
-    """Raises if ranks made a ParameterServer with other arguments, or on other hosts.
-
-    Args:
-        cards: of each rank: JSON objects with the same keys.
-    """
-    described = [json.loads(card) for card in cards]
-    if difference := sides([card.pop("host") for card in described], "has"):
+def check_alike(described: Sequence[dict[str, object]]) -> None:
+    """Raises if ranks made a ParameterServer with other arguments, or on other hosts."""
+    if difference := alike.sides([str(of_rank.pop("host")) for of_rank in described], "has"):
         raise TransportError(
             f"{_NAME}: ranks are on several hosts: {difference}; make a group of the ranks of one"
         )
-    joint.check_alike(_NAME, described)
+    alike.check_alike(_NAME, described)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -10,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from rota import _C
-from rota.joint import JointSteps
 from rota.memory import empty
 from rota.parameter_server.loop import ServerLoop, Ward
 from rota.parameter_server.mailbox import LOOKED, Mailbox, OpenedMailbox, PushLayout
@@ -26,6 +24,7 @@ from rota.parameter_server.shard import (
     ShardState,
     probe,
 )
+from rota.rendezvous.joint import JointSteps
 
 
 class Plan(NamedTuple):
@@ -83,12 +82,12 @@ class Connection:
         self._initial: _C.ExposedTensor | None = None
         is_server = window.rank in plan.servers
         self._number = plan.servers.index(window.rank) if is_server else None
-        self._addresses = [json.loads(card) for card in steps.step(self._expose)]
+        self._addresses = steps.step(self._expose)
         steps.step(self._serve)
         steps.step(self._open_shards)
         self._initial = None
 
-    def _expose(self) -> str:
+    def _expose(self) -> dict[str, str]:
         addresses: dict[str, str] = {}
         plan, world_size = self._plan, self._window.world_size
         if self._window.rank in plan.workers:
@@ -106,7 +105,7 @@ class Connection:
         if self._window.rank == 0:
             self._initial = self._expose_parameters()
             addresses["initial"] = self._initial.address
-        return json.dumps(addresses)
+        return addresses
 
     def _ward_number(self, server: int) -> int:
         return (server - 1) % len(self._plan.servers)
@@ -130,10 +129,10 @@ class Connection:
     def _open(self, rank: int, kind: str) -> _C.OpenedTensor:
         return _C.OpenedTensor(self._addresses[rank][kind], f"rank {rank}", self._timeout)
 
-    def _serve(self) -> str:
+    def _serve(self) -> None:
         """Starts this server's shard; it publishes the initial parameters."""
         if self._number is None or self._memory is None:
-            return ""
+            return
         plan, number = self._plan, self._number
         mailboxes = self._mailboxes = {
             rank: OpenedMailbox(self._open(rank, "mailbox"), plan.layout) for rank in plan.workers
@@ -150,7 +149,6 @@ class Connection:
         self.shard = self._make_shard(number, self._memory, state, replica)
         self.shard.start()
         self.loop = ServerLoop(self._window, mailboxes, [self.shard], wards)
-        return ""
 
     def _make_shard(
         self, server: int, memory: ShardMemory, state: ShardState, replica: Replica | None
@@ -190,10 +188,10 @@ class Connection:
 
         return Ward(self._open(rank, "shard"), standby.memory, take_over)
 
-    def _open_shards(self) -> str:
+    def _open_shards(self) -> None:
         """Opens all shards, and copies the initial parameters before anyone can push."""
         if self.mailbox is None:
-            return ""
+            return
         plan = self._plan
         for number, rank in enumerate(plan.servers):
             places = [Place(rank, self._open(rank, "shard"))]
@@ -202,7 +200,6 @@ class Connection:
                 places.append(Place(standby, self._open(standby, "standby")))
             self.shards.append(PublishedShard(number, plan.layout, places))
         self.pull()
-        return ""
 
     # ---- loading a state
 

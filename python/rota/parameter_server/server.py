@@ -43,7 +43,6 @@ server that would go on with its shard (replica.py). The rules:
 from __future__ import annotations
 
 import contextlib
-import json
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,8 +56,6 @@ from torch import nn
 
 from rota import _C
 from rota.errors import PeerFailed, RotaError, Timeout, TransportError
-from rota.groups import member_group
-from rota.joint import JointSteps, check_alike
 from rota.parameter_server import arguments, saving
 from rota.parameter_server.connection import Connection, Plan
 from rota.parameter_server.loop import PUSH_CHANNEL
@@ -74,6 +71,9 @@ from rota.parameter_server.shard import (
     consumed_word,
     saved_word,
 )
+from rota.rendezvous.alike import check_alike
+from rota.rendezvous.groups import member_group
+from rota.rendezvous.joint import JointSteps
 from rota.window import Window
 
 
@@ -167,7 +167,7 @@ class ParameterServer:
         steps = JointSteps.over(pg, "ParameterServer")
         self._rank, self._world_size = steps.rank, steps.world_size
 
-        def check() -> str:
+        def check() -> dict[str, object]:
             self._timeout = steps.take_timeout(timeout)
             arguments.check_mode(mode, staleness, delay_compensation)
             arguments.check_weights(
@@ -179,19 +179,17 @@ class ParameterServer:
             self._named = arguments.named_parameters(parameters_or_module)
             self._wire = Wire(wire, block_scaling)
             shapes = [f"{list(p.shape)} {p.dtype}" for p in self._named.values()]
-            return json.dumps(
-                {
-                    "host": _C.host_id(),
-                    "the parameters": ", ".join(shapes),
-                    "servers": str(self._servers),
-                    "mode": mode,
-                    "staleness": staleness,
-                    "average_weights": average_weights,
-                    "wire_dtype": str(self._wire),
-                    "delay_compensation": delay_compensation,
-                    "replicas": self._num_replicas,
-                }
-            )
+            return {
+                "host": _C.host_id(),
+                "the parameters": ", ".join(shapes),
+                "servers": str(self._servers),
+                "mode": mode,
+                "staleness": staleness,
+                "average_weights": average_weights,
+                "wire_dtype": str(self._wire),
+                "delay_compensation": delay_compensation,
+                "replicas": self._num_replicas,
+            }
 
         arguments.check_alike(steps.step(check))
         self._store = steps.store
@@ -420,7 +418,7 @@ class ParameterServer:
             lambda: self._check_none_serves(number),
         )
 
-        def prepare() -> str:
+        def prepare() -> dict[str, object]:
             self._check_server()
             self._check_none_serves(number)
             if connection.mailbox is not None and connection.mailbox.clock > 0:
@@ -436,23 +434,20 @@ class ParameterServer:
                 residuals.update(saving.residuals_of(state_dict, shapes, *place))
             if (shard := connection.prepare(state_dict, names)) is not None:
                 prepared.append(shard)
-            return json.dumps({"num_updates of the state": state_dict["num_updates"]})
+            return {"num_updates of the state": state_dict["num_updates"]}
 
-        def commit() -> str:
+        def commit() -> None:
             for shard in prepared:
                 connection.go_on_with(shard)
             owed = [] if connection.mailbox is None else connection.mailbox.residuals()
             for name, residual in zip(names, owed, strict=False):
                 residual.copy_(residuals[name]) if residuals else residual.zero_()
-            return ""
 
-        def pull() -> str:
+        def pull() -> None:
             if connection.mailbox is not None:
                 connection.pull()
-            return ""
 
-        cards = [json.loads(card) for card in steps.step(prepare)]
-        check_alike("rota.ParameterServer.load_state_dict", cards)
+        check_alike("rota.ParameterServer.load_state_dict", steps.step(prepare))
         steps.step(commit)
         steps.step(pull)  # before anyone can push
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from rota import _C
 from rota.errors import Mismatch, Timeout, TransportError
-from rota.joint import poll
+from rota.rendezvous.polling import poll
 from rota.weights.layout import Layout
 from rota.weights.memory import OpenedPublisher
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rota.errors import Mismatch, PeerFailed, Timeout, TransportError
-from rota.joint import poll
+from rota.rendezvous.polling import poll
 from rota.sharding import as_dtensor, like, local_of
 from rota.weights.copies import Wanted, plan
 from rota.weights.directory import Claim, Directory

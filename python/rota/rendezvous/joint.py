@@ -1,4 +1,4 @@
-"""Steps that several processes take together over a torch Store, without any group.
+"""Steps that several processes take together: all get the results, or the first error.
 
 This is how ranks make something together: what fails on one of them, be it a bad argument, is an
 error on all, which names the rank and its reason. Nobody waits for a rank that has given up.
@@ -9,57 +9,21 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from rota import errors, timeouts
-from rota.errors import Mismatch, PeerFailed, RotaError, Timeout, TransportError
-from rota.groups import Ranks, end_watch, next_number, peer_check, store_of
-
-POLL_S = 0.002  # few enough requests for a store on a server
+from rota.errors import PeerFailed, RotaError, Timeout, TransportError
+from rota.rendezvous.groups import Ranks, end_watch, next_number, peer_check, store_of
+from rota.rendezvous.polling import POLL_S, Pauses
 
 # In the store: the first rank that has given up, and why.
 _FAILURE = "failure"
 
-
-def sides(texts: Sequence[str], verb: str) -> str | None:
-    """Which ranks have which text, as "rank 0, 2 has x; rank 1 has y"; None if all have the same.
-
-    Args:
-        texts: of each rank.
-        verb: between the ranks and their text.
-    """
-    ranks_of: dict[str, list[str]] = {}
-    for rank, text in enumerate(texts):
-        ranks_of.setdefault(text, []).append(str(rank))
-    if len(ranks_of) == 1:
-        return None
-    return "; ".join(f"rank {', '.join(ranks)} {verb} {text}" for text, ranks in ranks_of.items())
-
-
-def check_alike(what: str, described: Sequence[Mapping[str, object]]) -> None:
-    """Raises Mismatch if the ranks' descriptions, which have the same keys, differ in a value."""
-    for key in described[0]:
-        if difference := sides([str(of_rank[key]) for of_rank in described], "has"):
-            raise Mismatch(f"{what}: ranks disagree on {key}: {difference}; give all the same")
-
-
-# Of waits that may take long.
-LAST_POLL_S = 0.05
-
-
-def poll(is_done: Callable[[], bool], deadline: float) -> bool:
-    """Blocks until `is_done` returns true; False at the deadline (time.monotonic)."""
-    pause = POLL_S
-    while not is_done():
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return False
-        time.sleep(min(pause, left))
-        pause = min(2 * pause, LAST_POLL_S)
-    return True
+T = TypeVar("T")
 
 
 class JointSteps:
@@ -121,8 +85,11 @@ class JointSteps:
             self.timeout = timeouts.checked(timeout, self._what)
         return self.timeout
 
-    def step(self, run: Callable[[], str]) -> list[str]:
+    def step(self, run: Callable[[], T]) -> list[T]:
         """Runs `run` and blocks until every rank has done so; returns all results by rank.
+
+        Args:
+            run: its result travels as JSON.
 
         Raises:
             Exception: what `run` raised here.
@@ -132,10 +99,9 @@ class JointSteps:
             rota.Timeout: a rank did not take this step in time.
         """
         with self.telling():
-            result = run()
+            card = json.dumps([self.rank, run()]) + "\n"
         key = f"step/{self._num_steps}"
         self._num_steps += 1
-        card = json.dumps([self.rank, result]) + "\n"
         self.store.append(key, card)  # type: ignore[attr-defined]  # torch's stubs lack it
         return self._wait_for_all(key)
 
@@ -171,7 +137,7 @@ class JointSteps:
 
     def _tell(self, error: BaseException) -> None:
         kind = type(error) if isinstance(error, RotaError) else TransportError
-        self.fail(str(error) or type(error).__name__, kind)
+        self.fail(_text_of(error), kind)
 
     def fail(self, reason: str, kind: type[RotaError] = TransportError) -> None:
         """Tells the other ranks that this one has given up.
@@ -205,24 +171,53 @@ class JointSteps:
         if end:
             raise PeerFailed(f"{self._what}: rank {self.rank}/{self.world_size}: {end}")
 
-    # Polls instead of waiting in the store, so that Ctrl-C can interrupt it.
-    def _wait_for_all(self, key: str) -> list[str]:
-        ends: dict[int, str] = {}  # of ranks, from before the texts were read
-        deadline = time.monotonic() + self.timeout.total_seconds()
+    def _wait_for_all(self, key: str) -> list[Any]:
+        ends: dict[int, str] = {}  # of ranks, from before the results were read
+        pauses = Pauses(time.monotonic() + self.timeout.total_seconds(), POLL_S)
         while True:
-            results: dict[int, str] = dict(map(json.loads, self.store.get(key).splitlines()))
-            if len(results) == self.world_size:
+            results: dict[int, Any] = dict(map(json.loads, self.store.get(key).splitlines()))
+            missing = [rank for rank in range(self.world_size) if rank not in results]
+            if not missing:
                 return [results[rank] for rank in range(self.world_size)]
             self.check()
-            missing = [rank for rank in range(self.world_size) if rank not in results]
             for rank in missing:
                 self._raise_lost(ends.get(rank, ""))
             # One may have done its part and ended since: the next turn tells.
             ends = {rank: self._end_of(rank) for rank in missing}
-            if time.monotonic() > deadline:
+            if not pauses.sleep():
                 raise Timeout(
                     f"{self._what}: rank {self.rank}/{self.world_size} waited "
                     f"{self.timeout.total_seconds():g} s for rank {', '.join(map(str, missing))}; "
                     f"every rank must make its part: is it alive?"
                 )
-            time.sleep(POLL_S)
+
+
+def run_on_all(what: str, run: Callable[[], T]) -> list[T]:
+    """Runs `run` on every rank of the default group, which carries all results; returns these.
+
+    Args:
+        what: the public name for errors, such as "rota.elastic.State".
+        run: its result is pickled; for what is too large for a store.
+
+    Raises:
+        Exception: what `run` raised here.
+        rota.TransportError: it raised on other ranks, which are named with their texts.
+    """
+    own_error: Exception | None = None
+    result, text = None, ""
+    try:
+        result = run()
+    except Exception as error:
+        own_error, text = error, _text_of(error)
+    replies: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(replies, (result, text))
+    if own_error is not None:
+        raise own_error
+    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(replies) if text]
+    if failed:
+        raise TransportError(f"{what}: a rank could not take part: {'; '.join(failed)}")
+    return [result for result, _ in replies]
+
+
+def _text_of(error: BaseException) -> str:
+    return str(error) or type(error).__name__
