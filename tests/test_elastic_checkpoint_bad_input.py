@@ -18,7 +18,7 @@ from ranks import Rank, error_of, run_ranks
 from rota import _C
 from rota.checkpoint import keeper
 from rota.checkpoint.link import KeeperLink
-from rota.checkpoint.meeting import Directory
+from rota.checkpoint.session import token_of
 
 pytestmark = pytest.mark.same_in_every_build
 
@@ -175,7 +175,7 @@ def test_damaged_tail_is_no_version() -> None:
 def test_memory_that_is_not_sealed_is_refused() -> None:
     job = uuid4().hex
     store = dist.HashStore()
-    link = KeeperLink(f"{job}/checkpoint", Directory(store, "").meeting(), 0, 0.0, None, 30.0)
+    link = KeeperLink(f"{job}/checkpoint", token_of(store), 0, 0.0, None, 30.0)
     link.connect()
     fd = os.memfd_create("open", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 1 << 20)

@@ -30,7 +30,7 @@ from checkpoints import (
 from ranks import Rank, Ranks, error_of, run_ranks
 from rota import _C
 from rota.checkpoint.link import KeeperLink
-from rota.checkpoint.meeting import Claim, Directory, Session
+from rota.checkpoint.session import RankClaim, Session, Sessions
 from rota.checkpoint.version import Memory
 
 pytestmark = pytest.mark.same_in_every_build
@@ -42,7 +42,7 @@ STAGES: list[tuple[object, str]] = [
     (Memory, "write_head"),
     (Memory, "reserve"),
     (KeeperLink, "keep"),
-    (Directory, "report"),
+    (Sessions, "report"),
 ]
 NUM_ROUNDS = 6
 
@@ -199,8 +199,8 @@ def test_rank_that_waits_for_a_dead_one_names_it() -> None:
 
 def test_rank_that_reports_and_goes_on_at_once_is_not_missed() -> None:
     store = dist.HashStore()
-    directories = [Directory(store, "name") for _ in range(2)]
-    claims = [Claim(rank, 2, "load", {}) for rank in range(2)]
+    directories = [Sessions(store, "name") for _ in range(2)]
+    claims = [RankClaim(rank, 2, "load", {}) for rank in range(2)]
     store_of = directories[1].store
     for directory, claim in zip(directories, claims, strict=True):
         directory.store.set(f"claim/{claim.rank}", claim.to_json())
@@ -213,7 +213,7 @@ def test_rank_that_reports_and_goes_on_at_once_is_not_missed() -> None:
     def left() -> list[int]:
         """Rank 1 does all this after rank 0 has looked for its report."""
         sessions[1].report()
-        store_of.set("claim/1", Claim(1, 2, "load", {}).to_json())
+        store_of.set("claim/1", RankClaim(1, 2, "load", {}).to_json())
         return [1]
 
     sessions[0].wait(time.monotonic() + 60, left)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import rota
 from checkpoints import is_state_of, open_checkpoint, state_of, wait_until_ended, watched
 from ranks import Rank, Ranks, error_of, run_ranks
-from rota.checkpoint.meeting import Claim
 from rota.checkpoint.replicas import holders_of
+from rota.checkpoint.session import RankClaim
 from test_elastic_checkpoint_failures import die_at
 
 pytestmark = pytest.mark.same_in_every_build
@@ -27,8 +27,8 @@ def enter_host(rank: Rank, hosts: str) -> None:
     os.environ["ROTA_HOST_ID"] = hosts[rank.rank]
 
 
-def claims_on(hosts: str) -> list[Claim]:
-    return [Claim(rank, len(hosts), "load", {}, host=host) for rank, host in enumerate(hosts)]
+def claims_on(hosts: str) -> list[RankClaim]:
+    return [RankClaim(rank, len(hosts), "load", {}, host=host) for rank, host in enumerate(hosts)]
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from rota.checkpoint import disk
 from rota.checkpoint.contents import WHAT, Contents, match, put_together
 from rota.checkpoint.holdings import Holdings
 from rota.checkpoint.link import KeeperLink, KeeperLost
-from rota.checkpoint.meeting import Claim, Directory, Session
 from rota.checkpoint.replicas import Exchange, holders_of
+from rota.checkpoint.session import RankClaim, Session, Sessions, token_of
 from rota.checkpoint.version import Identity, Plan, Version
 from rota.engine import engine_chooser
 from rota.errors import Mismatch, RotaError, TransportError
@@ -105,16 +105,16 @@ class Checkpoint:
         timeout: timedelta | None = None,
     ) -> None:
         store, self._rank, self._world_size = _place_of(store_or_group, rank, world_size)
-        self._directory = Directory(store, name)
+        self._sessions = Sessions(store, name)
         self._timeout = timeouts.of_store(store)
         if timeout is not None:
             self._timeout = timeouts.checked(timeout, WHAT)
         if launcher is None and "TORCHELASTIC_RUN_ID" in os.environ:
             launcher = os.getppid()
-        job = _job_name(self._directory, job)
+        job = _job_name(self._sessions.store, job)
         self._link = KeeperLink(
             f"{job}/{name}",
-            self._directory.meeting(),
+            token_of(store),
             self._rank,
             linger.total_seconds(),
             launcher,
@@ -385,11 +385,11 @@ class Checkpoint:
         self._num_saves = 0
         self._holdings.ensure_keeper()
         held = on_disk if call == "load_from_disk" else self._holdings.identities()
-        claim = Claim(self._rank, self._world_size, call, held)
-        session = self._directory.begin(claim, deadline, self._left)
+        claim = RankClaim(self._rank, self._world_size, call, held)
+        session = self._sessions.begin(claim, deadline, self._left)
         self._holder_of = holders_of(session.claims) if self._replicate else {}
         if self._holder_of:
-            store = dist.PrefixStore(f"engine/{session.token}", self._directory.store)
+            store = dist.PrefixStore(f"engine/{session.token}", self._sessions.store)
             _, problem, connect, _ = self._choose_engine(self._rank, self._world_size)
             if problem:
                 raise ValueError(f"{WHAT}: {problem}")
@@ -509,10 +509,10 @@ def _place_of(
     return store_or_group, rank, world_size
 
 
-def _job_name(directory: Directory, job: str | None) -> str:
+def _job_name(store: dist.Store, job: str | None) -> str:
     if job is not None:
         return job
     job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if job != "none":
         return job
-    return directory.store.compare_set("job", "", uuid4().hex).decode()
+    return str(store.compare_set("job", "", uuid4().hex).decode())

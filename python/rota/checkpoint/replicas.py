@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rota.checkpoint.contents import WHAT
-from rota.checkpoint.meeting import Claim
+from rota.checkpoint.session import RankClaim
 from rota.checkpoint.version import BUCKET_BYTES, DATA_BEGIN, Memory, Version
 from rota.errors import PeerFailed, TransportError
 
@@ -26,7 +26,7 @@ LENGTH_TAG, DATA_TAG, HEAD_TAG = range(3)
 MakeRoom = Callable[[int, int], Memory]
 
 
-def holders_of(claims: Sequence[Claim]) -> dict[int, int]:
+def holders_of(claims: Sequence[RankClaim]) -> dict[int, int]:
     """Which rank holds the replica of each; empty if all ranks are on one host."""
     ranks: dict[str, list[int]] = {}
     for claim in claims:

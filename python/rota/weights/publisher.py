@@ -16,7 +16,7 @@ from rota.errors import Mismatch, RotaError, Timeout
 from rota.layout import flat_of
 from rota.memory import empty
 from rota.sharding import local_of
-from rota.weights.directory import Claim, Directory
+from rota.weights.directory import Directory, PublisherClaim
 from rota.weights.layout import (
     Entry,
     Layout,
@@ -45,7 +45,7 @@ class _Started(NamedTuple):
     looks: dict[str, Look]
     layout: Layout
     memory: _C.ExposedTensor
-    claims: list[Claim]
+    claims: list[PublisherClaim]
     peers: list[OpenedPublisher]  # the other publishers
 
 
@@ -61,28 +61,8 @@ def telling_publishers(
     try:
         yield
     except Exception as error:
-        _, _refused[name, rank] = _claim_failure(directory, name, rank, num_publishers, error, None)
+        _refused[name, rank] = directory.tell(rank, num_publishers, error)
         raise
-
-
-def _claim_failure(
-    directory: Directory,
-    name: str,
-    rank: int,
-    num_publishers: int,
-    error: Exception,
-    last: Claim | None,
-) -> tuple[Claim, _C.ExposedTensor]:
-    """Claims a rank in order to tell the other publishers, which would wait for this one, why not.
-
-    The claim counts while its memory exists: others do not mistake it for one from before their own
-    start.
-    """
-    memory = _C.ExposedTensor(empty(1), NUM_WORDS, others_may_write=False)
-    claim = Claim.make(name, rank, num_publishers, memory.address, error)
-    with contextlib.suppress(Mismatch):  # another publisher has the rank
-        directory.claim(claim, None, last)
-    return claim, memory
 
 
 class Publisher:
@@ -99,14 +79,12 @@ class Publisher:
         timeout: timedelta,
     ) -> None:
         self._directory = directory
-        self._name = name
         self._rank = rank
         self._num_publishers = num_publishers
         self._shards = shards
         self._wire = wire
         self._timeout = timeout
         self._who = f"publisher {rank}/{num_publishers} of {name!r} (pid {os.getpid()})"
-        self._claim: Claim | None = None
         self._started: _Started | None = None
         self._failed: _C.ExposedTensor | None = None  # makes a claim that tells an error count
         self._is_closed = False
@@ -159,25 +137,15 @@ class Publisher:
         try:
             return self._try_to_start(tensors, deadline)
         except Exception as error:
-            if not self._directory.was_told:
-                self._claim, self._failed = _claim_failure(
-                    self._directory,
-                    self._name,
-                    self._rank,
-                    self._num_publishers,
-                    error,
-                    self._claim,
-                )
+            self._failed = self._directory.tell(self._rank, self._num_publishers, error)
             raise
 
     def _try_to_start(self, tensors: Mapping[str, torch.Tensor], deadline: float) -> _Started:
         layout = lay_out(tensors, self._shards, self._wire, header_bytes)
         buffers = empty(2 * layout.buffer_bytes, dtype=torch.uint8)
         memory = _C.ExposedTensor(buffers, NUM_WORDS, others_may_write=False)
-        claim = Claim.make(self._name, self._rank, self._num_publishers, memory.address, None)
-        self._directory.claim(claim, layout, self._claim)
-        self._claim = claim
-        claims = self._directory.meet(claim, deadline)
+        claim = self._directory.claim(self._rank, self._num_publishers, memory, layout)
+        claims = self._directory.rendezvous(claim, deadline)
         layouts = [self._directory.layout(peer) for peer in claims]
         # Before any memory is opened, which publishers that fail here take away.
         check_together(layouts, [peer.who for peer in claims])

@@ -15,7 +15,7 @@ from rota.errors import Mismatch, PeerFailed, Timeout, TransportError
 from rota.rendezvous.polling import poll
 from rota.sharding import as_dtensor, like, local_of
 from rota.weights.copies import Wanted, plan
-from rota.weights.directory import Claim, Directory
+from rota.weights.directory import Directory, PublisherClaim
 from rota.weights.layout import (
     WeightShard,
     dtype_named,
@@ -59,7 +59,7 @@ def places_of(
 class _Source:
     """All publishers that have started together."""
 
-    def __init__(self, claims: list[Claim], publishers: list[OpenedPublisher]) -> None:
+    def __init__(self, claims: list[PublisherClaim], publishers: list[OpenedPublisher]) -> None:
         self.tokens = [claim.token for claim in claims]
         self.publishers = publishers
         self.parts = parts_by_name(publisher.layout for publisher in publishers)
@@ -199,7 +199,7 @@ class Reader:
             if not self._source.is_open:
                 self._source = self._successor(self._source, deadline) or self._source
             return self._source
-        claims: list[Claim] | None = None
+        claims: list[PublisherClaim] | None = None
 
         def are_announced() -> bool:
             nonlocal claims
@@ -226,7 +226,7 @@ class Reader:
         except (TransportError, Timeout, dist.DistNetworkError, dist.DistStoreError):
             return None
 
-    def _open(self, claims: list[Claim], deadline: float) -> _Source:
+    def _open(self, claims: list[PublisherClaim], deadline: float) -> _Source:
         left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
         return _Source(
             claims,

@@ -1,0 +1,209 @@
+"""How processes meet that may start again, under a name in a Store that outlives them.
+
+| key | writer | value |
+|---|---|---|
+| claim/RANK | the newest process of the rank | its Claim |
+| seen/RANK | the same | the tokens of all claims that it has seen last |
+
+Processes that meet have all seen the same claims. Each claim has a token of its own, so what an
+earlier start has left in the store cannot be mistaken for this one. Attempts to meet are numbered,
+by all ranks alike: an attempt that fails on one of them fails on all, and an error of an earlier
+one is none of the next.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from typing import Any, ClassVar, Generic, TypeVar
+from uuid import uuid4
+
+import torch.distributed as dist
+
+from rota import _C
+from rota.errors import Mismatch, Timeout, TransportError
+from rota.rendezvous.polling import poll
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a process says when it takes a rank.
+
+    Attributes:
+        attempt: the number of the attempt that it is made in.
+        error: why this attempt has failed, or "": the text that all ranks raise.
+        is_mismatch: whether that is because ranks disagree.
+    """
+
+    NOUN: ClassVar[str] = "rank"
+
+    rank: int
+    world_size: int
+    _: KW_ONLY
+    attempt: int = 1
+    error: str = ""
+    is_mismatch: bool = False
+    pid: int = field(default_factory=os.getpid)
+    host: str = field(default_factory=_C.host_id)
+    token: str = field(default_factory=lambda: uuid4().hex)
+
+    @property
+    def what(self) -> str:
+        """The call that makes it, for errors."""
+        raise NotImplementedError
+
+    @property
+    def title(self) -> str:
+        return f"{self.NOUN} {self.rank}/{self.world_size}"
+
+    @property
+    def who(self) -> str:
+        return f"{self.title} (pid {self.pid})"
+
+    @classmethod
+    def of(cls: type[C], fields: dict[str, Any]) -> C:
+        """From JSON."""
+        return cls(**fields)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+C = TypeVar("C", bound=Claim)
+
+
+class Claims(Generic[C]):
+    """The claims of one name, as one process sees them.
+
+    Args:
+        store: for this name alone.
+        kind: of claims.
+    """
+
+    def __init__(self, store: dist.Store, kind: type[C]) -> None:
+        self.store = store
+        self._kind = kind
+        self._own_token = ""  # of the last claim
+        self._attempt = 0  # that has not failed here; 0 if the next claim begins one
+        self._heard = ""  # the last error of another rank that was raised here
+
+    def take(self, own: C, check_free: Callable[[C], None] = lambda _: None) -> C:
+        """Makes this process the holder of its rank; returns its claim, numbered.
+
+        Args:
+            check_free: raises if a claim that stands for the rank is that of a living process.
+        """
+        key = f"claim/{own.rank}"
+        while True:
+            text = self.read(key) or ""
+            if text and (last := self._parse(text)).token != self._own_token:
+                check_free(last)
+            attempts = [
+                claim.attempt + bool(claim.error and claim.rank == own.rank)
+                for claim in self.all(own.world_size)
+                if claim is not None
+            ]
+            claim = replace(own, attempt=self._attempt or max([1, *attempts]))
+            new = claim.to_json()
+            if self.store.compare_set(key, text, new).decode() == new:
+                self._own_token, self._attempt = claim.token, 0 if claim.error else claim.attempt
+                return claim
+
+    def failure(self, own: C, error: Exception) -> C:
+        """A claim that tells the others of an error, or passes on what this rank was told."""
+        text = str(error)
+        if text != self._heard:
+            text = f"{own.what}: {own.who} failed: {error}"
+        return replace(own, error=text, is_mismatch=isinstance(error, Mismatch))
+
+    def raise_error(self, own: C, other: C, is_held: Callable[[C], bool]) -> None:
+        """Raises the error of another's claim, if it has one, unless it is of an earlier attempt.
+
+        Args:
+            is_held: whether a claim is that of a living process.
+        """
+        if not other.error or other.attempt < own.attempt or not is_held(other):
+            return
+        self._attempt = other.attempt  # which thereby fails here
+        self._heard = other.error
+        raise (Mismatch if other.is_mismatch else TransportError)(other.error)
+
+    def agree(
+        self,
+        own: C,
+        deadline: float,
+        check: Callable[[Sequence[C | None], Sequence[str | None]], None],
+        must: str,
+        stale: str,
+        have_begun: Callable[[list[C]], bool] = lambda _: True,
+    ) -> list[C]:
+        """Blocks until all have seen the same claims, of which own is one; returns these, by rank.
+
+        Args:
+            check: given the claims and what each rank has seen; raises if they will not agree.
+            must, stale: what every rank must do, and what is wrong with the claim of one that has
+                not, for errors.
+            have_begun: whether they have gone on; asked until then, and of the newest claims.
+
+        Raises:
+            rota.Timeout: a rank did not come in time; names it.
+        """
+        claims: list[C | None] = []
+        seen: list[str | None] = []
+        together: list[C] = []
+
+        def have_agreed() -> bool:
+            nonlocal claims, seen, together
+            if together and have_begun(together):
+                return True
+            claims = self.all(own.world_size)
+            tokens = " ".join("" if claim is None else claim.token for claim in claims)
+            if seen == [] or seen[own.rank] != tokens:
+                self.store.set(f"seen/{own.rank}", tokens)
+            seen = self.read_all([f"seen/{rank}" for rank in range(own.world_size)])
+            check(claims, seen)
+            if any(claim is None or claim.error for claim in claims) or {*seen} != {tokens}:
+                return False
+            together = [claim for claim in claims if claim is not None]
+            return have_begun(together)
+
+        if not poll(have_agreed, deadline):
+            missing = [
+                f"{rank}" if claim is None else f"{rank} (pid {claim.pid}, {stale})"
+                for rank, (claim, text) in enumerate(zip(claims, seen, strict=True))
+                if claim is None or claim.error or not has_seen(claim, own, text)
+            ]
+            raise Timeout(
+                f"{own.what}: {own.who} waited in vain for {own.NOUN} {', '.join(missing)}; "
+                f"every {own.NOUN} must {must}: is it alive?"
+            )
+        return together
+
+    def all(self, world_size: int) -> list[C | None]:
+        """The claims that stand, by rank."""
+        texts = self.read_all([f"claim/{rank}" for rank in range(world_size)])
+        return [None if text is None else self._parse(text) for text in texts]
+
+    def _parse(self, text: str) -> C:
+        return self._kind.of(json.loads(text))
+
+    # Never waits in the Store, where Ctrl-C could not interrupt it.
+    def read_all(self, keys: list[str]) -> list[str | None]:
+        """Values; None for keys that nobody has set."""
+        if self.store.check(keys):
+            return [value.decode() for value in self.store.multi_get(keys)]
+        return [self.store.get(key).decode() if self.store.check([key]) else None for key in keys]
+
+    def read(self, key: str) -> str | None:
+        return self.read_all([key])[0]
+
+
+def has_seen(claim: Claim, own: Claim, seen: str | None) -> bool:
+    """Whether the process of a claim has seen this one's, by the tokens that its rank has seen.
+
+    Those are read after the claim, which may have been replaced between the two.
+    """
+    tokens = (seen or "").split(" ")
+    return own.token in tokens and claim.token in tokens
