@@ -270,7 +270,7 @@ TRAINER = """
 import sys, torch, torch.distributed as dist, rota
 def main():
     store = dist.FileStore(sys.argv[1])
-    trainer = WeightStore(store, rank=0)
+    trainer = rota.weights.WeightStore(store, rank=0)
     trainer.publish(3, {"w": torch.full((1000,), 3.0)})
     print("published", flush=True)
     sys.stdin.read()
