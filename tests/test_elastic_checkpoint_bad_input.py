@@ -150,7 +150,7 @@ def damage(rank: Rank, job: str, part: str) -> tuple[str, str]:
     assert version is not None
     if rank.rank == 1:
         if part == "tensor":
-            version.parts()[0][77] ^= 1
+            version.tensors()[0].view(torch.uint8)[77] ^= 1
         else:
             version.memory.bytes[version.num_bytes - 1] ^= 1
     error = error_of(checkpoint.load) if part == "tensor" else ("", "")

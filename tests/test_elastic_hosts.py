@@ -15,7 +15,7 @@ from elastic_workers import all_hear, first_order, pids_of, serve, store_of
 from hosts import Hosts
 from ranks import Rank, Ranks, error_of, run_ranks
 from rota.elastic import Membership, State
-from rota.elastic.handles import OwnProcess, Processes
+from rota.shared.liveness import OwnProcess, Processes
 
 pytestmark = pytest.mark.same_in_every_build
 

@@ -26,7 +26,8 @@ from parameter_servers import (
 )
 from ranks import Rank, run_ranks
 from rota.parameter_server import ParameterServer
-from rota.parameter_server.mailbox import PushLayout, Wire, assign
+from rota.parameter_server.setup import PushLayout, assign
+from rota.shared.wire import Wire
 
 pytestmark = pytest.mark.same_in_every_build
 
@@ -281,10 +282,10 @@ def test_assignment_is_even_and_sections_do_not_overlap() -> None:
     assert max(loads) - min(loads) <= max(sizes)
     for wire in (Wire(None, False), Wire(torch.float8_e4m3fn, True)):
         layout = PushLayout([torch.Size([n]) for n in sizes], 3, wire, keeps_base=True)
-        end = 8 * 3
-        for section in layout.sections:
-            assert section.first_byte >= end and section.first_byte % 64 == 0
-            base = section.first_base_byte
-            assert base >= section.first_byte + section.num_bytes and base % 64 == 0
-            end = base + 4 * section.num_elems
-        assert layout.slot_bytes >= end
+        end, begins = 8 * 3, layout.slot.begins
+        for server, share in enumerate(layout.shares):
+            values, base = begins["values", server], begins["base", server]
+            assert values >= end and values % 64 == 0
+            assert base >= values + wire.num_bytes(share.num_elems) and base % 64 == 0
+            end = base + 4 * share.num_elems
+        assert layout.slot.end >= end

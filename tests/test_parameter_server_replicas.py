@@ -42,18 +42,21 @@ SERVED = "served"
 
 def kill_at(point: str) -> None:
     """Has this server die in its update number KILLED_AT."""
-    save, step = Replica.save, ServerShard._step
+    save, finish, step = Replica.save, Replica.finish, ServerShard._step
 
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def save_or_die(self: Replica, values: Any, version: int, *args: Any) -> None:
+    def finish_or_die(self: Replica, number: int) -> None:
+        if number == KILLED_AT + 1 and point == "half-saved":
+            die()
+        finish(self, number)
+
+    def save_or_die(self: Replica, version: int, *args: Any) -> None:
         is_it = version == KILLED_AT + 1
         if is_it and point == "published":
             die()
-        if is_it and point == "half-saved":
-            self._window = DiesAtSignal(die)  # type: ignore[assignment]
-        save(self, values, version, *args)
+        save(self, version, *args)
         if is_it and point == "saved":
             die()
 
@@ -63,12 +66,8 @@ def kill_at(point: str) -> None:
             die()
 
     Replica.save = save_or_die  # type: ignore[method-assign]
+    Replica.finish = finish_or_die  # type: ignore[method-assign]
     ServerShard._step = step_or_die  # type: ignore[method-assign]
-
-
-class DiesAtSignal:
-    def __init__(self, die: Any) -> None:
-        self.signal = lambda rank, channel: die()
 
 
 POINTS = ["stepped", "published", "half-saved", "saved"]

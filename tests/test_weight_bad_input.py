@@ -207,12 +207,12 @@ def test_damaged_byte_is_found_and_nothing_is_written(
     publisher.publish(1, {"w": torch.ones(1000), "v": torch.ones(3)})
     assert publisher._publisher is not None and publisher._publisher._started is not None
     started = publisher._publisher._started
-    entry = started.layout.entries[0]
-    begin = started.layout.buffer_bytes + entry.begin  # publication 1 is in buffer 1
+    memory = started.layout.memory
+    begin = memory.end + memory.begins[0]  # publication 1 is in buffer 1
     offset = {"first": begin, "middle": begin + 1999, "last": begin + 3999}.get(
-        place, started.layout.buffer_bytes + 20
+        place, memory.end + 20
     )
-    started.memory.tensor[offset] ^= 4
+    started.buffers.exposed.tensor[offset] ^= 4
     into = {"w": torch.zeros(1000), "v": torch.zeros(3)}
     with pytest.raises(rota.TransportError, match=r"match its checksum.*damaged"):
         reader.pull(into=into)

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from rota import _C
 from rota.errors import RotaError, TransportError
-from rota.memory import empty
 from rota.rendezvous.groups import member_group
 from rota.rendezvous.joint import JointSteps
+from rota.shared.memory import empty
 from rota.window import Window, check_made_alike
 
 

@@ -106,17 +106,24 @@ def fsdp1_shards(module: torch.nn.Module) -> Iterator[list[int]]:
             yield dist.get_process_group_ranks(part.process_group)
 
 
+def holders_of(dtensor: DTensor) -> list[int]:
+    """The ranks that hold what this rank holds of it; empty on a rank outside of its mesh."""
+    coordinate = dtensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    holders = dtensor.device_mesh.mesh
+    for dim in reversed(range(holders.ndim)):
+        if not dtensor.placements[dim].is_replicate():
+            holders = holders.select(dim, coordinate[dim])
+    ranks: list[int] = holders.flatten().tolist()
+    return ranks
+
+
 def num_replicas(parameter: torch.Tensor, ranks: Sequence[int]) -> int:
     """How many of `ranks` hold what this rank holds of the parameter.
 
     Follows from a DTensor's placements; 1 for a plain tensor, of which nothing is known.
     """
     dtensor = as_dtensor(parameter)
-    coordinate = dtensor.device_mesh.get_coordinate() if dtensor is not None else None
-    if dtensor is None or coordinate is None:
-        return 1
-    holders = dtensor.device_mesh.mesh
-    for dim in reversed(range(holders.ndim)):
-        if not dtensor.placements[dim].is_replicate():
-            holders = holders.select(dim, coordinate[dim])
-    return len(set(holders.flatten().tolist()) & set(ranks))
+    holders = [] if dtensor is None else holders_of(dtensor)
+    return len(set(holders) & set(ranks)) if holders else 1

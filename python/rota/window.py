@@ -15,10 +15,10 @@ import torch.distributed as dist
 from rota import _C, timeouts
 from rota.engine import engine_chooser
 from rota.errors import Mismatch, TransportError
-from rota.memory import empty
 from rota.rendezvous.alike import sides
 from rota.rendezvous.groups import Ranks, StoreRanks, member_group, next_number
 from rota.rendezvous.joint import JointSteps
+from rota.shared.memory import empty
 
 
 class Window(_C.Window):

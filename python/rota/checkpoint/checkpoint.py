@@ -20,14 +20,15 @@ import torch.distributed as dist
 
 from rota import timeouts
 from rota.checkpoint import disk
-from rota.checkpoint.contents import WHAT, Contents, match, put_together
+from rota.checkpoint.contents import WHAT, Contents, match
 from rota.checkpoint.holdings import Holdings
 from rota.checkpoint.link import KeeperLink, KeeperLost
 from rota.checkpoint.replicas import Exchange, holders_of
 from rota.checkpoint.session import RankClaim, Session, Sessions, token_of
-from rota.checkpoint.version import Identity, Plan, Version
+from rota.checkpoint.version import Identity, Version, write_version
 from rota.engine import engine_chooser
 from rota.errors import Mismatch, RotaError, TransportError
+from rota.shared.apart import unpickle_with
 
 DEFAULT_LINGER = timedelta(minutes=5)
 T = TypeVar("T")
@@ -181,8 +182,9 @@ class Checkpoint:
             try:
                 self._check_step(step)
                 identity = Identity(session.number, step, session.token, self._world_size)
-                plan = Plan(Contents.of(state), identity, self._rank)
-                version = plan.write(self._holdings.room(self._rank, plan.num_bytes))
+                version = write_version(
+                    Contents.of(state), identity, self._rank, self._holdings.room
+                )
             except Exception as error:  # raised once the next host knows
                 problem = error
             if self._exchange is not None:
@@ -254,10 +256,7 @@ class Checkpoint:
             version = self._holdings.slots(self._rank).find(identity)
             if version is None:
                 raise TransportError(f"{WHAT}.load: step {identity.step} is not there any more")
-            if into is not None:
-                return version, *match(version.looks, into)
-            new = [look.empty() for look in version.looks]
-            return version, new, new
+            return version, *match(version.tail.looks, into)
 
         version, tensors, originals = self._run(session, find)
         self._wait(session, deadline)
@@ -275,7 +274,7 @@ class Checkpoint:
         self._run(session, copy)
         self._wait(session, deadline)
         self._newest = version
-        return identity.step, put_together(version.tail.rest, originals)
+        return identity.step, unpickle_with(version.tail.rest, originals.__getitem__)
 
     # ---- disk ----
 
@@ -334,13 +333,13 @@ class Checkpoint:
             tail, tensors = disk.read(directory, identity, self._rank)
             if into is None:
                 return tail.rest, tensors, (), tensors
-            return tail.rest, tensors, *match([entry.look for entry in tail.entries], into)
+            return tail.rest, tensors, *match(tail.looks, into)
 
         rest, tensors, targets, originals = self._run(session, read)
         self._wait(session, deadline)
         for target, tensor in zip(targets, tensors, strict=False):
             target.copy_(tensor)
-        return identity.step, put_together(rest, originals)
+        return identity.step, unpickle_with(rest, originals.__getitem__)
 
     # ---- end ----
 

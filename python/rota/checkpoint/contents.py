@@ -6,16 +6,16 @@ its data; tensors that are the same memory are kept once.
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from rota.errors import Mismatch
 from rota.sharding import local_of
+from rota.shared.apart import pickle_without
 
 WHAT = "rota.checkpoint.Checkpoint"
 
@@ -61,29 +61,46 @@ class Contents:
             TypeError: a tensor is not a dense one on the CPU, or a value cannot be pickled.
         """
         names = {id(tensor): name for name, tensor in named_tensors(state)}
-        pickler = _Pickler(file := io.BytesIO(), names)
+        looks: list[Look] = []
+        tensors: list[torch.Tensor] = []
+        originals: list[torch.Tensor] = []
+        index_of: dict[object, int] = {}
+
+        def place_of(original: torch.Tensor) -> int:
+            tensor = local_of(original).detach()
+            name = names.get(id(original), f"tensor {len(tensors)}")
+            if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_quantized:
+                raise TypeError(
+                    f"{WHAT}: {name} is {tensor.layout} on {tensor.device}, expected a dense "
+                    f"tensor on the CPU"
+                )
+            index = index_of.setdefault(_memory_of(tensor), len(tensors))
+            if index == len(tensors):
+                looks.append(Look.of(name, tensor))
+                tensors.append(tensor)
+                originals.append(original)
+            return index
+
         try:
-            pickler.dump(state)
+            rest = pickle_without(state, place_of)
         except (pickle.PicklingError, AttributeError) as error:
             raise TypeError(f"{WHAT}.save: the state cannot be pickled: {error}") from error
-        return cls(pickler.looks, pickler.tensors, pickler.originals, file.getvalue())
-
-
-def put_together(rest: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """The state again, with these tensors."""
-    unpickler = _Unpickler(io.BytesIO(rest), tensors)
-    return unpickler.load()
+        return cls(looks, tensors, originals, rest)
 
 
 def match(
     saved: Sequence[Look], into: object
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """The tensors of `into` that take the saved ones, and their originals, in the saved order.
+    """The tensors of `into` that take the saved ones, and their originals, in the saved order;
+    new tensors if it is None.
 
     Raises:
         TypeError: a tensor of `into` is not a dense one on the CPU.
         Mismatch: names, shapes or dtypes differ; names the first.
     """
+    if into is None:
+        new = [look.empty() for look in saved]
+        return new, new
     contents = Contents.of(into)
     have = {look.name: look for look in contents.looks}
     expected = {look.name: look for look in saved}
@@ -114,52 +131,9 @@ def named_tensors(state: object, name: str = "state") -> Iterator[tuple[str, tor
             yield from named_tensors(value, f"{name}[{index}]")
 
 
-class _Pickler(pickle.Pickler):
-    """Leaves tensors out and keeps them in a list.
-
-    Args:
-        names: of tensors, by id; the others are numbered.
-    """
-
-    def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.looks: list[Look] = []
-        self.tensors: list[torch.Tensor] = []
-        self.originals: list[torch.Tensor] = []
-        self._names = names
-        self._index_of: dict[object, int] = {}
-
-    def persistent_id(self, obj: object) -> int | None:
-        if not isinstance(obj, torch.Tensor):
-            return None
-        tensor = local_of(obj).detach()
-        name = self._names.get(id(obj), f"tensor {len(self.tensors)}")
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_quantized:
-            raise TypeError(
-                f"{WHAT}: {name} is {tensor.layout} on {tensor.device}, expected a dense tensor on "
-                f"the CPU"
-            )
-        key = _memory_of(tensor)
-        index = self._index_of.setdefault(key, len(self.tensors))
-        if index == len(self.tensors):
-            self.looks.append(Look.of(name, tensor))
-            self.tensors.append(tensor)
-            self.originals.append(obj)
-        return index
-
-
 # Tensors without elements have no memory, and are never the same.
 def _memory_of(tensor: torch.Tensor) -> object:
     if tensor.numel() == 0:
         return object()
     flags = (tensor.is_conj(), tensor.is_neg())
     return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), flags)
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
-
-    def persistent_load(self, pid: int) -> torch.Tensor:
-        return self._tensors[pid]

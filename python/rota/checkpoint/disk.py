@@ -58,10 +58,8 @@ def write(version: Version, directory: Path) -> Path:
     identity, rank = version.identity, version.tail.rank
     folder = folder_of(directory, identity.step, rank, identity.world_size)
     tail = torch.frombuffer(bytearray(version.tail.to_bytes()), dtype=torch.uint8)
-    tensors = {
-        look.name: part.view(getattr(torch, look.dtype)).view(look.shape)
-        for look, part in zip(version.looks, version.parts(), strict=True)
-    }
+    names = (look.name for look in version.tail.looks)
+    tensors = dict(zip(names, version.tensors(), strict=True))
     (folder / METADATA).unlink(missing_ok=True)  # while it is written, there is none
     with _no_warning():
         dcp.save({TAIL: tail, **tensors}, checkpoint_id=folder, no_dist=True)
@@ -84,7 +82,7 @@ def read(directory: Path, identity: Identity, rank: int) -> tuple[Tail, Sequence
 
     folder = folder_of(directory, identity.step, rank, identity.world_size)
     tail = _tail(folder)
-    tensors = {entry.look.name: entry.look.empty() for entry in tail.entries}
+    tensors = {look.name: look.empty() for look in tail.looks}
     with _no_warning():
         dcp.load(tensors, checkpoint_id=folder, no_dist=True)
     if damaged := tail.damaged(list(tensors.values())):

@@ -35,20 +35,15 @@ class Slots:
         return {slot: version for slot, version in versions.items() if version is not None}
 
     def find(self, identity: Identity) -> Version | None:
-        for version in self.versions().values():
-            if version.identity == identity:
-                return version
-        return None
+        versions = self.versions().values()
+        return next((version for version in versions if version.identity == identity), None)
 
     def protect(self, identity: Identity | None) -> None:
         """Lets the next version take the slot without this one; the older if neither has it."""
         have = {slot: version.identity for slot, version in self.versions().items()}
         holding = [slot for slot in have if have[slot] == identity]
-        if holding:
-            self.next = 1 - holding[0]
-        else:
-            oldest = Identity(-1, -1, "", 0)
-            self.next = min(SLOTS, key=lambda slot: have.get(slot, oldest))
+        oldest = min(SLOTS, key=lambda slot: have.get(slot, ()))
+        self.next = 1 - holding[0] if holding else oldest
 
 
 class Holdings:

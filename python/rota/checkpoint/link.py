@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ class KeeperLost(Exception):
     """The keeper has ended, or has never answered."""
 
 
+@dataclass(eq=False)
 class KeeperLink:
     """One rank's connection; one thread at a time may use it.
 
@@ -39,31 +41,25 @@ class KeeperLink:
         launcher: the pid of a process that may start ranks again, as long as it runs; None if
             there is none.
         timeout_s: of finding or starting the keeper, and of each request.
+
+    Attributes:
+        pid: the keeper's.
     """
 
-    def __init__(
-        self,
-        job: str,
-        meeting: str,
-        rank: int,
-        linger_s: float,
-        launcher: int | None,
-        timeout_s: float,
-    ) -> None:
-        self._job = job
-        self._meeting = meeting
-        self._rank = rank
-        self._linger_s = linger_s
-        self._launcher = launcher
-        self._timeout_s = timeout_s
-        self._owner_pid = os.getpid()
-        self._socket: socket.socket | None = None
-        self.pid = 0  # the keeper's
+    job: str
+    meeting: str
+    rank: int
+    linger_s: float
+    launcher: int | None
+    timeout_s: float
+    pid: int = field(default=0, init=False)
+    _owner_pid: int = field(default_factory=os.getpid, init=False)
+    _socket: socket.socket | None = field(default=None, init=False)
 
     @property
     def name(self) -> str:
         """The keeper's socket: one for each user, job and host."""
-        identity = "\0".join([str(os.geteuid()), self._job, _C.host_id()])
+        identity = "\0".join([str(os.geteuid()), self.job, _C.host_id()])
         return f"rota-keeper-{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
 
     def is_alive(self) -> bool:
@@ -85,7 +81,7 @@ class KeeperLink:
             rota.Timeout: it does not answer.
         """
         self._check_process()
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         while True:
             self.disconnect()
             try:
@@ -96,7 +92,7 @@ class KeeperLink:
             except KeeperLost:  # it was just ending
                 time.sleep(POLL_S)
             if time.monotonic() > deadline:
-                raise Timeout(f"{WHAT}: the keeper of job {self._job!r} does not answer")
+                raise Timeout(f"{WHAT}: the keeper of job {self.job!r} does not answer")
 
     def keep(self, owner: int, slot: int, memory_fd: int) -> None:
         """Gives the keeper memory of a rank's state, in place of what it had in this slot."""
@@ -140,12 +136,12 @@ class KeeperLink:
     def _open(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            connection.settimeout(min(self._timeout_s, keeper.LONGEST_WAIT_S))
+            connection.settimeout(min(self.timeout_s, keeper.LONGEST_WAIT_S))
             connection.connect(f"\0{self.name}")
             pid, uid = keeper.peer_credentials(connection)
             if uid != os.geteuid():
                 raise TransportError(
-                    f"{WHAT}: the keeper of job {self._job!r} (started by pid {pid}) belongs to "
+                    f"{WHAT}: the keeper of job {self.job!r} (started by pid {pid}) belongs to "
                     f"user {uid}, expected {os.geteuid()}; choose another name"
                 )
         except BaseException:
@@ -157,19 +153,19 @@ class KeeperLink:
         request = {
             "ask": "join",
             "protocol": keeper.PROTOCOL,
-            "job": self._job,
-            "meeting": self._meeting,
-            "rank": self._rank,
-            "linger_s": self._linger_s,
-            "launcher": self._launcher,
+            "job": self.job,
+            "meeting": self.meeting,
+            "rank": self.rank,
+            "linger_s": self.linger_s,
+            "launcher": self.launcher,
         }
         end = min(deadline, time.monotonic() + END_S)
         with contextlib.ExitStack() as stack:
             pidfds = [os.pidfd_open(os.getpid())]
             stack.callback(os.close, pidfds[0])
-            if self._launcher is not None:
+            if self.launcher is not None:
                 with contextlib.suppress(ProcessLookupError):  # it has ended
-                    pidfds.append(os.pidfd_open(self._launcher))
+                    pidfds.append(os.pidfd_open(self.launcher))
                     stack.callback(os.close, pidfds[1])
             while True:
                 answer, _ = self._exchange(request, pidfds)
@@ -178,7 +174,7 @@ class KeeperLink:
                 # A process that was just killed is there until the kernel has ended it.
                 if "holder" not in answer or time.monotonic() > end:
                     raise Mismatch(
-                        f"{WHAT}: rank {self._rank} of job {self._job!r} (pid {os.getpid()}): "
+                        f"{WHAT}: rank {self.rank} of job {self.job!r} (pid {os.getpid()}): "
                         f"{answer['error']}"
                     )
                 time.sleep(POLL_S)
@@ -188,7 +184,7 @@ class KeeperLink:
     def _start(self) -> None:
         command = [sys.executable, "-I", "-S", keeper.__file__]
         starter = subprocess.run(
-            [*command, self.name, self._job],
+            [*command, self.name, self.job],
             start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -198,7 +194,7 @@ class KeeperLink:
         if starter.returncode not in (keeper.LISTENING, keeper.ANOTHER_LISTENS):
             text = starter.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             raise TransportError(
-                f"{WHAT}: the keeper of job {self._job!r} does not start, exit status "
+                f"{WHAT}: the keeper of job {self.job!r} does not start, exit status "
                 f"{starter.returncode}: {text}"
             )
 
@@ -217,8 +213,8 @@ class KeeperLink:
             answer, answer_fds = keeper.recv_packet(self._socket)
         except TimeoutError:
             raise Timeout(
-                f"{WHAT}: the keeper of job {self._job!r} (pid {self.pid}) does not answer within "
-                f"{self._timeout_s:g} s"
+                f"{WHAT}: the keeper of job {self.job!r} (pid {self.pid}) does not answer within "
+                f"{self.timeout_s:g} s"
             ) from None
         except OSError as error:
             raise KeeperLost from error

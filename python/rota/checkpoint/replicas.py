@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from rota.checkpoint.contents import WHAT
 from rota.checkpoint.session import RankClaim
-from rota.checkpoint.version import BUCKET_BYTES, DATA_BEGIN, Memory, Version
+from rota.checkpoint.version import DATA_BEGIN, Memory, Version
 from rota.errors import PeerFailed, TransportError
+from rota.shared.buckets import BUCKET_BYTES
 
 FAILED = -1
 LENGTH_TAG, DATA_TAG, HEAD_TAG = range(3)
@@ -76,7 +77,7 @@ class Exchange:
         """
         lengths = {owner: torch.zeros(1, dtype=torch.int64, device="cpu") for owner in sources}
         works = [
-            (owner, self._engine.recv([lengths[owner]], source, LENGTH_TAG))
+            (source, self._engine.recv([lengths[owner]], source, LENGTH_TAG))
             for owner, source in sources.items()
         ]
         for receiver, version in sends.items():
@@ -85,36 +86,31 @@ class Exchange:
             works.append((receiver, self._engine.send([length], receiver, LENGTH_TAG)))
         self._wait(works)
         failed = [owner for owner, length in lengths.items() if int(length) == FAILED]
-        # What others send to this rank must be taken, even if there is no room: they wait for it.
         rooms: dict[int, Memory] = {}
+        heads: dict[int, torch.Tensor] = {}
         problem: TransportError | None = None
-        for owner, length in lengths.items():
-            if owner not in failed:
-                try:
-                    rooms[owner] = make_room(owner, int(length))
-                    rooms[owner].clear_head()
-                except TransportError as error:
-                    problem = problem or error
         works = []
-        heads = {owner: torch.empty(DATA_BEGIN, dtype=torch.uint8, device="cpu") for owner in rooms}
         for owner, source in sources.items():
-            if owner in rooms:
-                body = rooms[owner].bytes[DATA_BEGIN : int(lengths[owner])]
-                works += [
-                    (source, self._engine.recv([part], source, DATA_TAG))
-                    for part in body.split(BUCKET_BYTES)
-                ]
-                works.append((source, self._engine.recv([heads[owner]], source, HEAD_TAG)))
-            elif owner not in failed:
-                works += self._discard(source, int(lengths[owner]))
+            if owner in failed:
+                continue
+            num_bytes = int(lengths[owner])
+            heads[owner] = torch.empty(DATA_BEGIN, dtype=torch.uint8, device="cpu")
+            try:
+                rooms[owner] = make_room(owner, num_bytes)
+                rooms[owner].clear_head()
+                body = list(rooms[owner].bytes[DATA_BEGIN:num_bytes].split(BUCKET_BYTES))
+            except TransportError as error:
+                problem = problem or error
+                body = _nowhere(num_bytes - DATA_BEGIN)
+            works += [(source, self._engine.recv([part], source, DATA_TAG)) for part in body]
+            works.append((source, self._engine.recv([heads[owner]], source, HEAD_TAG)))
         for receiver, version in sends.items():
             if version is not None:
-                body = version.memory.bytes[DATA_BEGIN : version.num_bytes]
+                content = version.memory.bytes[: version.num_bytes]
+                head, body = content[:DATA_BEGIN], content[DATA_BEGIN:].split(BUCKET_BYTES)
                 works += [
-                    (receiver, self._engine.send([part], receiver, DATA_TAG))
-                    for part in body.split(BUCKET_BYTES)
+                    (receiver, self._engine.send([part], receiver, DATA_TAG)) for part in body
                 ]
-                head = version.memory.bytes[:DATA_BEGIN]
                 works.append((receiver, self._engine.send([head], receiver, HEAD_TAG)))
         self._wait(works)
         for owner, room in rooms.items():
@@ -127,16 +123,6 @@ class Exchange:
         if problem is not None:
             raise problem
 
-    def _discard(self, source: int, num_bytes: int) -> list[tuple[int, dist.Work]]:
-        scratch = torch.empty(min(num_bytes, BUCKET_BYTES), dtype=torch.uint8, device="cpu")
-        body = num_bytes - DATA_BEGIN
-        works = [
-            (source, self._engine.recv([scratch[: min(BUCKET_BYTES, body - at)]], source, DATA_TAG))
-            for at in range(0, body, BUCKET_BYTES)
-        ]
-        head = torch.empty(DATA_BEGIN, dtype=torch.uint8, device="cpu")
-        return [*works, (source, self._engine.recv([head], source, HEAD_TAG))]
-
     def _wait(self, works: Sequence[tuple[int, dist.Work]]) -> None:
         for peer, work in works:
             try:
@@ -146,3 +132,9 @@ class Exchange:
                     f"{WHAT}: the connection to {self._who(peer)} on another host is lost "
                     f"({error}); when all ranks are back, load()"
                 ) from error
+
+
+# What others send to this rank must be taken, even if there is no room: they wait for it.
+def _nowhere(num_bytes: int) -> list[torch.Tensor]:
+    scratch = torch.empty(min(num_bytes, BUCKET_BYTES), dtype=torch.uint8, device="cpu")
+    return [scratch[: num_bytes - at] for at in range(0, num_bytes, BUCKET_BYTES)]

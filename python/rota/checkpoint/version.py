@@ -2,9 +2,9 @@
 
 | part | what |
 |---|---|
-| head | words: MAGIC, where the tail is, its bytes, its checksum, and a checksum of these |
-| data | the tensors' elements, each from a multiple of ALIGNMENT on |
-| tail | a pickled Tail: which version it is, the tensors' places, and the rest of the state |
+| head | words: MAGIC, where the tail is, its bytes, its checksum |
+| data | the tensors' elements, in an AlignedLayout |
+| tail | a pickled Tail: which version it is, what the tensors are, and the rest of the state |
 
 The head is cleared before anything else is written, and written last. A process that is killed in
 between leaves no version; one that has written the head leaves a whole one. Memory is sealed
@@ -14,12 +14,13 @@ against resizing, so that whoever maps it cannot be hurt by its maker.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import mmap
 import os
 import pickle
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -29,15 +30,22 @@ from rota.checkpoint.contents import WHAT, Contents, Look
 from rota.checkpoint.keeper import SEALS
 from rota.errors import TransportError
 from rota.layout import bytes_of, is_flat
-from rota.memory import map_pages, round_up
+from rota.shared.aligned import AlignedLayout, round_up
+from rota.shared.buckets import (
+    BUCKET_BYTES,
+    WORD_BYTES,
+    buckets_of,
+    checked_bytes,
+    checksum,
+    copy_with_checksums,
+    read_checked,
+    write_bytes,
+    write_checked,
+)
+from rota.shared.memory import map_pages
 
-MAGIC = int.from_bytes(b"rota-cp1", "little")
-WORD_BYTES = 8
-NUM_WORDS = 5  # of the head
+MAGIC = int.from_bytes(b"rota-cp2", "little")
 DATA_BEGIN = mmap.PAGESIZE
-ALIGNMENT = 64  # bytes; a cache line
-# Bytes that one checksum covers. Copies of this length go past the caches (csrc/cpu/copy.cpp).
-BUCKET_BYTES = 16 << 20
 _ZEROED_AT_ONCE = 1 << 20
 
 
@@ -55,45 +63,39 @@ class Identity(NamedTuple):
     world_size: int
 
 
-class Entry(NamedTuple):
-    """One tensor's place."""
-
-    look: Look
-    begin: int
-    num_bytes: int
-
-
 @dataclass(frozen=True)
 class Tail:
     """What describes a version.
 
     Attributes:
+        looks: of the tensors, from which their places follow.
         rest: of the state, without its tensors (contents.py).
         checksums: words, one for each bucket of the tensors, in their order.
     """
 
     identity: Identity
     rank: int
-    entries: tuple[Entry, ...]
+    looks: Sequence[Look]
     rest: bytes
     checksums: bytes
 
     def to_bytes(self) -> bytes:
-        fields = (tuple(self.identity), self.rank, self.entries, self.rest, self.checksums)
+        looks = [tuple(look) for look in self.looks]
+        fields = (tuple(self.identity), self.rank, looks, self.rest, self.checksums)
         return pickle.dumps(fields, protocol=pickle.HIGHEST_PROTOCOL)
 
     @classmethod
     def from_bytes(cls, text: bytes) -> Tail:
-        identity, *fields = pickle.loads(text)
-        return cls(Identity(*identity), *fields)
+        identity, rank, looks, *fields = pickle.loads(text)
+        return cls(Identity(*identity), rank, [Look(*look) for look in looks], *fields)
 
     def damaged(self, tensors: Sequence[torch.Tensor]) -> str | None:
         """The name of the first of these tensors that differs from its checksum when saved."""
         checksums = iter(array("Q", self.checksums))
-        for tensor, entry in zip(tensors, self.entries, strict=True):
-            for bucket in buckets(bytes_of(tensor)):
+        for tensor, look in zip(tensors, self.looks, strict=True):
+            for bucket in buckets_of(bytes_of(tensor)):
                 if _C.checksum(bucket) != next(checksums):
-                    return entry.look.name
+                    return look.name
         return None
 
 
@@ -109,6 +111,7 @@ class Memory:
         self._is_populated = False
         with torch.inference_mode(False):  # later versions may be written outside of it
             self.bytes = torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
+            self._head = self.bytes[: checked_bytes(4)]
         self.fd = fd
 
     def __del__(self) -> None:
@@ -162,24 +165,19 @@ class Memory:
 
     def clear_head(self) -> None:
         """From now on there is no version in it."""
-        self.bytes[: NUM_WORDS * WORD_BYTES].zero_()
+        self._head.zero_()
 
     def write_head(self, tail_begin: int, tail: bytes) -> None:
         """Makes what has been written a version."""
-        words = array("Q", [MAGIC, tail_begin, len(tail), _checksum(tail)])
-        words.append(_checksum(words.tobytes()))
-        self.bytes[: NUM_WORDS * WORD_BYTES].copy_(torch.frombuffer(words, dtype=torch.uint8))
+        write_checked(self._head, [MAGIC, tail_begin, len(tail), checksum(tail)])
 
     def version(self) -> Version | None:
         """The version in it; None if there is none, or its tail is damaged."""
-        words = array("Q", bytes(self.bytes[: NUM_WORDS * WORD_BYTES].tolist()))
-        magic, begin, length, checksum, own = words
-        if magic != MAGIC or own != _checksum(words[:-1].tobytes()):
-            return None
-        if begin + length > len(self.bytes):
+        magic, begin, length, expected = read_checked(self._head) or (0, 0, 0, 0)
+        if magic != MAGIC or begin + length > len(self.bytes):
             return None
         tail = self.bytes[begin:][:length].numpy().tobytes()
-        if _checksum(tail) != checksum:
+        if checksum(tail) != expected:
             return None
         return Version(self, Tail.from_bytes(tail), begin + length)
 
@@ -200,10 +198,6 @@ def _too_little(num_bytes: int, why: str) -> TransportError:
     )
 
 
-def _checksum(content: bytes) -> int:
-    return _C.checksum(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-
-
 @dataclass(frozen=True)
 class Version:
     """A whole version.
@@ -220,13 +214,9 @@ class Version:
     def identity(self) -> Identity:
         return self.tail.identity
 
-    @property
-    def looks(self) -> list[Look]:
-        return [entry.look for entry in self.tail.entries]
-
-    def parts(self) -> list[torch.Tensor]:
-        """The saved tensors' bytes, in place; uint8."""
-        return [self.memory.bytes[entry.begin :][: entry.num_bytes] for entry in self.tail.entries]
+    def tensors(self) -> list[torch.Tensor]:
+        """What was saved, in place."""
+        return list(_layout(self.tail.looks).views(self.memory.bytes).values())
 
     def copy_to(self, tensors: Sequence[torch.Tensor]) -> str | None:
         """Copies the tensors out, and compares the checksums of what was copied.
@@ -237,60 +227,39 @@ class Version:
         Returns:
             The name of the first damaged tensor; later ones are not copied.
         """
-        checksums = array("Q", self.tail.checksums)
-        next_bucket = 0
-        for tensor, part, entry in zip(tensors, self.parts(), self.tail.entries, strict=True):
-            target = tensor
-            if not is_flat(tensor):
-                target = entry.look.empty()
-            for to, source in zip(buckets(bytes_of(target)), buckets(part), strict=True):
-                if _C.copy_with_checksum(to, source) != checksums[next_bucket]:
-                    return entry.look.name
-                next_bucket += 1
+        checksums = iter(array("Q", self.tail.checksums))
+        for tensor, saved, look in zip(tensors, self.tensors(), self.tail.looks, strict=True):
+            target = tensor if is_flat(tensor) else look.empty()
+            copied = copy_with_checksums(bytes_of(target), bytes_of(saved))
+            if copied != list(itertools.islice(checksums, len(copied))):
+                return look.name
             if target is not tensor:
                 tensor.copy_(target)
         return None
 
 
-class Plan:
-    """Where a state's tensors will lie.
-
-    Attributes:
-        num_bytes: of memory that the version takes.
-    """
-
-    def __init__(self, contents: Contents, identity: Identity, rank: int) -> None:
-        self._contents = contents
-        begin = DATA_BEGIN
-        entries = []
-        num_buckets = 0
-        for look, tensor in zip(contents.looks, contents.tensors, strict=True):
-            entries.append(Entry(look, begin, tensor.nbytes))
-            num_buckets += -(-tensor.nbytes // BUCKET_BYTES)
-            begin = round_up(begin + tensor.nbytes, ALIGNMENT)
-        no_checksums = bytes(num_buckets * WORD_BYTES)
-        self._tail = Tail(identity, rank, tuple(entries), contents.rest, no_checksums)
-        self._tail_begin = begin
-        # Checksums of other values take as many bytes.
-        self.num_bytes = round_up(begin + len(self._tail.to_bytes()), mmap.PAGESIZE)
-
-    def write(self, memory: Memory) -> Version:
-        """Copies the state into memory of at least num_bytes."""
-        memory.clear_head()
-        checksums = array("Q")
-        for tensor, entry in zip(self._contents.tensors, self._tail.entries, strict=True):
-            target = memory.bytes[entry.begin :][: entry.num_bytes]
-            for to, source in zip(buckets(target), buckets(bytes_of(tensor)), strict=True):
-                checksums.append(_C.copy_with_checksum(to, source))
-        tail = Tail(**{**vars(self._tail), "checksums": checksums.tobytes()})
-        text = tail.to_bytes()
-        memory.bytes[self._tail_begin :][: len(text)].copy_(
-            torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        )
-        memory.write_head(self._tail_begin, text)
-        return Version(memory, tail, self._tail_begin + len(text))
+def write_version(
+    contents: Contents, identity: Identity, rank: int, make_room: Callable[[int, int], Memory]
+) -> Version:
+    """Copies a rank's state into memory that make_room(rank, num_bytes) finds for it."""
+    layout = _layout(contents.looks)
+    num_buckets = sum(-(-tensor.nbytes // BUCKET_BYTES) for tensor in contents.tensors)
+    # Checksums of other values take as many bytes.
+    tail = Tail(identity, rank, contents.looks, contents.rest, bytes(num_buckets * WORD_BYTES))
+    num_bytes = round_up(layout.end + len(tail.to_bytes()), mmap.PAGESIZE)
+    memory = make_room(rank, num_bytes)
+    memory.clear_head()
+    checksums = array("Q")
+    places = layout.views(memory.bytes).values()
+    for place, tensor in zip(places, contents.tensors, strict=True):
+        checksums.extend(copy_with_checksums(bytes_of(place), bytes_of(tensor)))
+    tail = replace(tail, checksums=checksums.tobytes())
+    text = tail.to_bytes()
+    write_bytes(memory.bytes[layout.end :], text)
+    memory.write_head(layout.end, text)
+    return Version(memory, tail, layout.end + len(text))
 
 
-def buckets(content: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What each checksum covers; nothing for no bytes."""
-    return iter(content.split(BUCKET_BYTES)) if len(content) else iter(())
+def _layout(looks: Sequence[Look]) -> AlignedLayout[int]:
+    sections = [(getattr(torch, look.dtype), look.shape) for look in looks]
+    return AlignedLayout(dict(enumerate(sections)), DATA_BEGIN)

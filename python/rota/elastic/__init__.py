@@ -1,10 +1,10 @@
 """Training that goes on while processes come and go. See docs/elastic.md."""
 
 from rota.elastic.generation import Generation
-from rota.elastic.handles import Handle
 from rota.elastic.membership import Finished, Membership
 from rota.elastic.reservation import Reservation
 from rota.elastic.state import RandomState, State
+from rota.shared.liveness import Handle
 
 __all__ = [
     "Finished",

@@ -1,4 +1,4 @@
-"""One piece of memory that holds many storages, which another process copies in one go."""
+"""Memory that holds many storages, which another process copies in one go."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from rota import _C
-from rota.memory import empty, map_pages, unmap_pages
-
-_ALIGNMENT = 64  # of a storage, in bytes: a cache line
+from rota.shared.aligned import AlignedLayout
+from rota.shared.memory import empty, map_pages, unmap_pages
 
 
 class Arena:
@@ -24,12 +23,8 @@ class Arena:
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = list(lengths)
-        self._offsets: list[int] = []
-        num_bytes = 0
-        for length in self.lengths:
-            self._offsets.append(num_bytes)
-            num_bytes += -(-length // _ALIGNMENT) * _ALIGNMENT
-        self.bytes = empty(max(num_bytes, 1), dtype=torch.uint8)
+        self._layout = AlignedLayout({i: (torch.uint8, (n,)) for i, n in enumerate(self.lengths)})
+        self.bytes = empty(max(self._layout.end, 1), dtype=torch.uint8)
         self._exposed: _C.ExposedTensor | None = None
         self._opened: tuple[str, _C.OpenedTensor] | None = None  # of another process, by address
 
@@ -42,10 +37,7 @@ class Arena:
 
     def places(self) -> list[torch.Tensor]:
         """uint8 views of the storages' places."""
-        return [
-            self.bytes[offset : offset + length]
-            for offset, length in zip(self._offsets, self.lengths, strict=True)
-        ]
+        return list(self._layout.views(self.bytes).values())
 
     def checksum(self) -> int:
         return _C.checksum(self.bytes)
@@ -88,7 +80,7 @@ class Arena:
         return self.checksum()
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The whole storage of a tensor, as uint8 on its device."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
@@ -109,11 +101,11 @@ def put_on(tensor: torch.Tensor, place: torch.Tensor) -> bool:
     """
     if lies_on(tensor, place) or _C.move_storage(tensor, place, copies=True):
         return True
-    place.copy_(bytes_of(tensor))
+    place.copy_(storage_bytes(tensor))
     return False
 
 
 def take_from(tensor: torch.Tensor, place: torch.Tensor) -> None:
     """Gives a tensor's storage the contents of a place, and moves it there if it can."""
     if not lies_on(tensor, place) and not _C.move_storage(tensor, place, copies=False):
-        bytes_of(tensor).copy_(place)
+        storage_bytes(tensor).copy_(place)

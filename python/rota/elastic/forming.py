@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
-from rota.elastic.handles import Handle, Processes
 from rota.errors import Mismatch, PeerFailed, TransportError
 from rota.rendezvous.documents import Documents
 from rota.rendezvous.polling import POLL_S, NamedPauses, poll
+from rota.shared.liveness import Handle, Processes
 
 # After processes have said different things, how long the others may take to say theirs.
 GRACE_S = 1.0

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from rota.communicator import Communicator, living_communicators
 from rota.elastic.forming import Forming
-from rota.elastic.handles import Handle, Processes
 from rota.errors import PeerFailed, RotaError
 from rota.rendezvous.groups import (
     begin_generation,
@@ -19,6 +18,7 @@ from rota.rendezvous.groups import (
     is_of_this_generation,
     rota_backend,
 )
+from rota.shared.liveness import Handle, Processes
 from rota.window import living_windows
 
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from rota import timeouts
 from rota.elastic.forming import Forming
-from rota.elastic.handles import Handle, OwnProcess, Processes, own_ip
 from rota.errors import PeerFailed
 from rota.rendezvous.documents import Documents
 from rota.rendezvous.groups import begin_generation
+from rota.shared.liveness import Handle, OwnProcess, Processes, own_ip
 
 Connect = Callable[[dist.Store, int, int, Callable[[], None]], None]
 

@@ -17,11 +17,11 @@ from rota.backend import BackendOptions
 from rota.communicator import Communicator
 from rota.elastic.forming import Forming
 from rota.elastic.generation import Generation, change_key, note_key
-from rota.elastic.handles import Handle, OwnProcess, Processes, own_ip
 from rota.elastic.roster import Roster
 from rota.errors import PeerFailed, RotaError
 from rota.rendezvous.documents import Documents
 from rota.rendezvous.polling import NamedPauses
+from rota.shared.liveness import Handle, OwnProcess, Processes, own_ip
 
 _ROSTER = "roster"
 _JOB = "job"

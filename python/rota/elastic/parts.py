@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.utils import _pytree
 
-from rota.elastic.snapshot import Snapshot
+from rota.shared.apart import pickle_without, take_apart, unpickle_with
 
 
 @runtime_checkable
@@ -87,6 +87,49 @@ class Storages:
             tuple(tensor.stride()),
             int(tensor.storage_offset()),
         )
+
+
+class Snapshot:
+    """A copy of the state that was taken last; its memory serves the next one, too."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._copies: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def take(self, state: object) -> None:
+        """Copies a state, in one pass over its tensors, which are found wherever pickle finds them.
+
+        Raises:
+            pickle.PicklingError, TypeError, AttributeError: a value cannot be pickled.
+        """
+        rest, tensors = take_apart(state)
+        copies = []
+        # The next take() writes to the copies, maybe outside of inference mode.
+        with torch.inference_mode(False):
+            for i, tensor in enumerate(tensors):
+                if i < len(self._copies) and _fits(self._copies[i], tensor):
+                    copies.append(self._copies[i].copy_(tensor))
+                else:
+                    copies.append(tensor.detach().clone())
+        self._copies = copies
+        self._rest = rest
+
+    def state(self) -> Any:
+        """The state, with tensors of its own."""
+        copies = [copy.clone() for copy in self._copies]
+        return unpickle_with(self._rest, copies.__getitem__)
+
+
+def _fits(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether the copy's memory can take the tensor; false for sparse and quantized ones, which
+    have other memory from one state to the next."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_quantized
+    return (
+        is_plain
+        and tensor.layout == copy.layout == torch.strided
+        and (copy.shape, copy.dtype, copy.device) == (tensor.shape, tensor.dtype, tensor.device)
+    )
 
 
 class Part:
@@ -301,14 +344,14 @@ def _write(tensor: torch.Tensor, value: torch.Tensor) -> bool:
     return True
 
 
-def pickled_state(name: str, state: object) -> bytes:
-    """What loads() makes a part's state of.
+def pickled_state(name: str, state: object, place_of: Callable[[torch.Tensor], object]) -> bytes:
+    """pickle_without() for a part's state.
 
     Raises:
         TypeError: a value cannot be pickled.
     """
     try:
-        return pickle.dumps(state)
+        return pickle_without(state, place_of)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise _refusal(name, error) from error
 

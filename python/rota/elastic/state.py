@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 import time
 import warnings
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree
 
 from rota.elastic.arena import Arena, lies_on, put_on, take_from
 from rota.elastic.generation import Generation, check_results
@@ -23,6 +21,7 @@ from rota.errors import Mismatch, TransportError
 from rota.layout import bytes_of
 from rota.rendezvous.alike import check_alike
 from rota.rendezvous.joint import run_on_all
+from rota.shared.apart import unpickle_with
 
 # Of tensors that are made anew by a state_dict(): shorter ones are pickled if they are on a GPU, or
 # more than plain numbers.
@@ -283,16 +282,13 @@ class State:
         states = self._share()
         loose: list[torch.Tensor] = []
 
-        def loosen(leaf: Any) -> Any:
-            if not _is_loose(leaf):
-                return leaf
-            loose.append(bytes_of(leaf.detach()))
-            return LooseTensor(len(loose) - 1, leaf.dtype, tuple(leaf.size()))
+        def loosen(tensor: torch.Tensor) -> LooseTensor | None:
+            if not _is_loose(tensor):
+                return None
+            loose.append(bytes_of(tensor.detach()))
+            return LooseTensor(len(loose) - 1, tensor.dtype, tuple(tensor.size()))
 
-        pickled = {
-            name: pickled_state(name, _pytree.tree_map(loosen, state))
-            for name, state in states.items()
-        }
+        pickled = {name: pickled_state(name, state, loosen) for name, state in states.items()}
         self._loose = Arena([tensor.nbytes for tensor in loose])
         for tensor, place in zip(loose, self._loose.places(), strict=True):
             place.copy_(tensor)
@@ -343,12 +339,10 @@ class State:
                 take_from(storages[number], places[number])
             return storages[number].untyped_storage()
 
-        def fasten(leaf: Any) -> Any:
-            if not isinstance(leaf, LooseTensor):
-                return leaf
+        def fasten(leaf: LooseTensor) -> torch.Tensor:
             return loose_places[leaf.number].view(leaf.dtype).view(leaf.size).clone()
 
-        states = {name: pickle.loads(state) for name, state in offer.states.items()}
+        states = {name: unpickle_with(state, fasten) for name, state in offer.states.items()}
         own = Storages()
         layouts = {
             part: (part.layout(own), states[part.name][0])
@@ -362,7 +356,7 @@ class State:
             for module, (_, there) in layouts.items():
                 module.copy_parameters(there, storage_on)
         for part in self._parts:
-            part.load(_pytree.tree_map(fasten, states[part.name]), storage_on)
+            part.load(states[part.name], storage_on)
         self._kept = kept
         self._copied = set()
         self._num_steps = offer.num_steps
@@ -415,12 +409,12 @@ def _check_results(*_: object) -> None:
     check_results()
 
 
-def _is_loose(leaf: Any) -> bool:
+def _is_loose(tensor: torch.Tensor) -> bool:
     """Whether it goes through memory. Pickling takes 0.2 ms a tensor, on every rank."""
-    if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
+    if tensor.layout != torch.strided:
         return False
-    is_plain = type(leaf) is torch.Tensor and leaf.is_cpu and not leaf.is_quantized
-    return is_plain or leaf.nbytes >= _LONG_BYTES
+    is_plain = type(tensor) is torch.Tensor and tensor.is_cpu and not tensor.is_quantized
+    return is_plain or tensor.nbytes >= _LONG_BYTES
 
 
 class _Timer:

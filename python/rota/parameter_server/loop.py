@@ -15,10 +15,13 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import NamedTuple
 
+import torch
+
 from rota import _C
 from rota.errors import PeerFailed, Timeout
 from rota.parameter_server.mailbox import OpenedMailbox
 from rota.parameter_server.shard import ServerShard, ShardMemory
+from rota.shared.double_buffer import OpenedDoubleBuffer
 
 PUSH_CHANNEL = 0
 # How long the clock of a worker that was killed may hold the others up.
@@ -28,7 +31,7 @@ LOOK_EVERY = timedelta(milliseconds=20)
 class Ward(NamedTuple):
     """A shard that this server goes on with if the shard's server dies."""
 
-    opened: _C.OpenedTensor  # where its server publishes it
+    published: OpenedDoubleBuffer[torch.Tensor]  # by its server
     memory: ShardMemory  # where this server would
     take_over: Callable[[], ServerShard]
 
@@ -97,7 +100,7 @@ class ServerLoop:
         self._next_look = now + LOOK_EVERY.total_seconds()
         mailboxes = self._mailboxes
         self._drop(w for w in self._living if mailboxes[w].has_left or not mailboxes[w].is_open)
-        lost = [ward for ward in self._wards if self._living and not ward.opened.is_open]
+        lost = [ward for ward in self._wards if self._living and not ward.published.opened.is_open]
         for ward in lost:
             self._wards.remove(ward)
             self._shards.append(ward.take_over())
@@ -130,7 +133,6 @@ class ServerLoop:
         def run() -> None:
             self._shards[self._shards.index(old)] = new
             new.start()
-            new.save_to_replica()
 
         if self._thread is None:
             return run()

@@ -1,208 +1,133 @@
-"""Copies of a shard's state at another server, which goes on with it if the shard's server dies.
+"""What a shard's server leaves for another server, which goes on with the shard if it dies.
 
-The state is the float32 parameters, the optimizer's state, and each worker's clock. The server
-saves it after every update, in two places in turn, and counts saves by signals; so one whole save
-is always there. A push is only given back to its worker once it is saved. So whoever goes on finds
-in the mailboxes every push that the last whole save lacks.
+That is the float32 parameters, which lie in the published versions, and the optimizer's state and
+each worker's clock, which the server saves after every update. Everything lies in double buffers of
+the server, which the other server maps, so that it outlives the server. A push is only given back
+to its worker once it is saved. So whoever goes on finds in the mailboxes every push that the last
+whole save lacks. The next version takes that save's slot only after a newer save is whole.
 
 This module knows what a save consists of. It must not decide when to save or to go on.
 """
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from rota import _C
-from rota.errors import PeerFailed
-from rota.memory import empty, round_up
-from rota.parameter_server.mailbox import ALIGN_BYTES, Section
-from rota.parameter_server.shard import (
-    NUM_VERSIONS,
-    MakeOptimizer,
-    ShardMemory,
-    ShardState,
-    probe,
-)
+from rota.parameter_server.setup import MakeOptimizer, Share
+from rota.parameter_server.shard import ShardState, probe
+from rota.shared.aligned import AlignedLayout, Views
+from rota.shared.apart import take_apart, unpickle_with
+from rota.shared.buckets import write_bytes
+from rota.shared.double_buffer import DoubleBuffer, OpenedDoubleBuffer, expose_slots
 
-SAVE_CHANNEL = 1
 # A save's pickled part may grow by this beyond twice its first length.
 _SPARE_BYTES = 1 << 16
 
 
-class _Entry(NamedTuple):
-    """A tensor of the optimizer's state_dict()."""
-
-    parameter: int
-    key: str
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-class StateLayout:
-    """Where the parts of the optimizer's state lie in a save; found with a step of a probe.
+class StateLayout(AlignedLayout[str | int]):
+    """Where a server's state lies in a save: "rest", its "length", and the optimizer's tensors by
+    number; found with a step of a probe.
 
     Args:
-        section: the shard's.
-        shapes: of all parameters, by number.
+        share: the shard's.
         make_optimizer: called with parameters of zeroes; None if there is no optimizer.
     """
 
-    def __init__(
-        self, section: Section, shapes: Sequence[torch.Size], make_optimizer: MakeOptimizer | None
-    ) -> None:
-        self.entries: list[_Entry] = []
-        text = b""
-        if make_optimizer is not None and section.parameters:
-            state_dict, _ = probe(section, shapes, make_optimizer)
-            self.entries = [
-                _Entry(i, key, value.shape, value.dtype) for i, key, value in _tensors(state_dict)
-            ]
-            text = pickle.dumps(_without_tensors(state_dict))
-        self.text_bytes = round_up(2 * len(text) + _SPARE_BYTES, ALIGN_BYTES)
-        self.num_bytes = self.text_bytes + sum(
-            round_up(entry.shape.numel() * entry.dtype.itemsize, ALIGN_BYTES)
-            for entry in self.entries
+    def __init__(self, share: Share, make_optimizer: MakeOptimizer | None) -> None:
+        rest = b""
+        tensors: list[torch.Tensor] = []
+        if make_optimizer is not None and share.parameters:
+            rest, tensors = take_apart(_in_order(probe(share, make_optimizer)[0]))
+        self.looks = _looks_of(tensors)
+        self.rest_bytes = 2 * len(rest) + _SPARE_BYTES
+        super().__init__(
+            {
+                "length": (torch.int64, ()),
+                "rest": (torch.uint8, (self.rest_bytes,)),
+                **dict(enumerate(self.looks)),
+            }
         )
 
-    def views(self, save: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of a save's bytes, in place."""
-        views, begin = [], self.text_bytes
-        for entry in self.entries:
-            num_bytes = entry.shape.numel() * entry.dtype.itemsize
-            part = save[begin : begin + num_bytes]
-            views.append(part.view(entry.dtype).view(entry.shape))
-            begin += round_up(num_bytes, ALIGN_BYTES)
-        return views
 
+class Replica(DoubleBuffer[Views[str | int]]):
+    """On the shard's server: its saves."""
 
-class Standby:
-    """On the server that would go on: its memory for the saves of another server's shard.
-
-    Args:
-        num_elems: of the shard.
-        num_ranks: of the group.
-        layout: of the optimizer's state.
-    """
-
-    def __init__(self, num_elems: int, num_ranks: int, layout: StateLayout) -> None:
+    def __init__(self, layout: StateLayout) -> None:
         self._layout = layout
-        # A save's parameters lie where they would be published.
-        self.memory = ShardMemory(num_elems, num_ranks, others_may_write=True)
-        self._saves = empty(NUM_VERSIONS, layout.num_bytes, dtype=torch.uint8)
-        self.exposed_saves = _C.ExposedTensor(self._saves, 1, others_may_write=True)
-
-    def start(self, values: torch.Tensor) -> None:
-        """Holds the initial parameters, until the first save."""
-        self.memory.versions[1 % NUM_VERSIONS].copy_(values)
-
-    def load(self, num_saves: int, workers: Iterable[int]) -> ShardState:
-        """The last whole save, or the initial state."""
-        version = num_saves + 1
-        values = self.memory.versions[version % NUM_VERSIONS]
-        if num_saves == 0:
-            return ShardState(values, version, 0, dict.fromkeys(workers, 0), None)
-        save = self._saves[version % NUM_VERSIONS]
-        length = int(save[:8].view(torch.int64))
-        text, clocks, num_updates = pickle.loads(save[8 : 8 + length].numpy().tobytes())
-        if text is not None:
-            for entry, view in zip(self._layout.entries, self._layout.views(save), strict=True):
-                text["state"].setdefault(entry.parameter, {})[entry.key] = view.clone()
-        return ShardState(values, version, num_updates, clocks, text)
-
-
-class Replica:
-    """On the shard's server: saves to the Standby of another.
-
-    Args:
-        window: the group's.
-        rank: of the other server.
-        versions, saves: its memory.
-        num_elems: of the shard.
-        layout: of the optimizer's state.
-    """
-
-    def __init__(
-        self,
-        window: _C.Window,
-        rank: int,
-        versions: _C.OpenedTensor,
-        saves: _C.OpenedTensor,
-        num_elems: int,
-        layout: StateLayout,
-    ) -> None:
-        self._window = window
-        self._rank = rank
-        self._layout = layout
-        flat = versions.bytes.view(torch.float32)[: NUM_VERSIONS * num_elems]
-        self._versions = flat.view(NUM_VERSIONS, num_elems)
-        self._saves = saves.bytes.view(NUM_VERSIONS, layout.num_bytes)
-        self._views = [layout.views(save) for save in self._saves]
-        self._is_lost = False
+        super().__init__(*expose_slots(layout))
 
     def save(
         self,
-        values: torch.Tensor,
         version: int,
         clocks: Mapping[int, int],
         optimizer: torch.optim.Optimizer | None,
         num_updates: int,
     ) -> None:
-        """Saves the state of the next version; does nothing once the other server has died.
+        """Saves what belongs to a version that is published.
 
         Raises:
             RuntimeError: the optimizer's state is not laid out as after its first step.
         """
-        if self._is_lost:
-            return
-        place = version % NUM_VERSIONS
-        text = None
+        state_dict, looks = None, self._layout.looks
         # Before its first step an optimizer has no state, or one that needs no tensors.
-        if optimizer is not None and (optimizer.state or not self._layout.entries):
-            state_dict = optimizer.state_dict()
-            tensors = list(_tensors(state_dict))
-            found = [_Entry(i, key, value.shape, value.dtype) for i, key, value in tensors]
-            if found != self._layout.entries:
-                raise RuntimeError(
-                    f"rota.ParameterServer: the optimizer's state has changed: {len(found)} "
-                    f"tensors, expected the {len(self._layout.entries)} of its first step; a "
-                    f"replica has no place for them: pass replicas=0"
-                )
-            if tensors:
-                torch._foreach_copy_(self._views[place], [value for _, _, value in tensors])
-            text = _without_tensors(state_dict)
-        pickled = pickle.dumps((text, dict(clocks), num_updates))
-        if len(pickled) + 8 > self._layout.text_bytes:
+        if optimizer is not None and (optimizer.state or not looks):
+            state_dict = _in_order(optimizer.state_dict())
+        rest, tensors = take_apart((state_dict, dict(clocks), num_updates))
+        if state_dict is not None and _looks_of(tensors) != looks:
             raise RuntimeError(
-                f"rota.ParameterServer: the optimizer's state has grown to {len(pickled)} bytes "
-                f"beside its tensors, expected at most {self._layout.text_bytes - 8}; pass "
-                f"replicas=0"
+                f"rota.ParameterServer: the optimizer's state has changed: {len(tensors)} "
+                f"tensors, expected the {len(looks)} of its first step; a replica has no place "
+                f"for them: pass replicas=0"
             )
-        save = self._saves[place]
-        save[:8].view(torch.int64).fill_(len(pickled))
-        save[8 : 8 + len(pickled)].copy_(torch.frombuffer(bytearray(pickled), dtype=torch.uint8))
-        self._versions[place].copy_(values)
-        try:
-            self._window.signal(self._rank, SAVE_CHANNEL)
-        except PeerFailed:
-            self._is_lost = True
+        if len(rest) > self._layout.rest_bytes:
+            raise RuntimeError(
+                f"rota.ParameterServer: the optimizer's state has grown to {len(rest)} bytes "
+                f"beside its tensors, expected at most {self._layout.rest_bytes}; pass replicas=0"
+            )
+        slot = self.begin(version)
+        if tensors:
+            torch._foreach_copy_([slot[number] for number in range(len(tensors))], tensors)
+        slot["length"].fill_(len(rest))
+        write_bytes(slot["rest"], rest)
+        self.finish(version)
 
 
-def _tensors(state_dict: dict[str, Any]) -> list[tuple[int, str, torch.Tensor]]:
-    return [
-        (i, key, value)
-        for i, state in sorted(state_dict["state"].items())
-        for key, value in sorted(state.items())
-        if isinstance(value, torch.Tensor)
-    ]
+class OpenedReplica(OpenedDoubleBuffer[Views[str | int]]):
+    """The saves of another server.
+
+    Args:
+        layout: of the shard's state.
+        saves: the other server's memory.
+        published: the versions of the shard, there.
+    """
+
+    def __init__(
+        self,
+        layout: StateLayout,
+        saves: _C.OpenedTensor,
+        published: OpenedDoubleBuffer[torch.Tensor],
+    ) -> None:
+        super().__init__(saves, layout.slots(saves.bytes))
+        self._published = published
+
+    def load(self) -> ShardState:
+        """The last whole save; the server has ended."""
+        version = self.num_done
+        slot = self.slot(version)
+        rest = slot["rest"][: int(slot["length"])].numpy().tobytes()
+        state_dict, clocks, num_updates = unpickle_with(rest, lambda number: slot[number].clone())
+        return ShardState(self._published.slot(version), version, num_updates, clocks, state_dict)
 
 
-def _without_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
-    state = {
-        i: {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
-        for i, state in state_dict["state"].items()
-    }
+def _looks_of(tensors: list[torch.Tensor]) -> list[tuple[torch.dtype, torch.Size]]:
+    return [(tensor.dtype, tensor.shape) for tensor in tensors]
+
+
+def _in_order(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """With the parameters' entries in one order, however they came there."""
+    state = {i: dict(sorted(entry.items())) for i, entry in sorted(state_dict["state"].items())}
     return {"state": state, "param_groups": state_dict["param_groups"]}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rota.memory import empty
+from rota.shared.memory import empty
 
 _NAME = "rota.ParameterServer.load_state_dict"
 
@@ -31,10 +31,8 @@ class Save(NamedTuple):
     def packed(self) -> torch.Tensor:
         """The save's bytes, uint8, in memory that other processes can map."""
         torch.save(tuple(self), file := io.BytesIO())
-        packed = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-        memory = empty(len(packed), dtype=torch.uint8)
-        memory.copy_(packed)
-        return memory
+        memory = empty(file.tell(), dtype=torch.uint8)
+        return memory.copy_(torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
 
     @classmethod
     def unpacked(cls, memory: torch.Tensor) -> Save:

@@ -11,19 +11,19 @@ only grow, and are 0 at rest; whoever sees a word also sees what its writer did 
 | LEFT | worker | servers | 1 when no push follows |
 | LOOKED | worker | nobody | versions copied; orders the loads of a copy before the check of BEGUN |
 | ASKED | worker | servers | twice the saves it has read; odd while it waits for one, or reads it |
-| BEGUN | server | workers | the version that the server makes, or has made |
+| BEGUN | server | workers | the version that the server writes, or has written |
 | DONE | server | workers | the newest whole version v, in buffer v % 2; the first is 1 |
 | APPLIED w | server | worker w | pushes of w that version DONE has |
 | CONSUMED w | server | worker w | pushes of w that nobody will read again |
 | SLOWEST | server | workers | the least APPLIED of the workers that have neither left nor died |
 | SAVED w | server | worker w | the ASKED that its note to w answers: where a save is, or an error |
 
-A signal on channel 0 of the window follows PUSHED and LEFT: it only wakes a server, which then
-looks at the words of all workers. A signal on channel 1 counts the saves of a server's state at the
-server that would go on with its shard (replica.py). The rules:
+A signal of the window follows PUSHED and LEFT: it only wakes a server, which then looks at the
+words of all workers. What a server saves for the one that would go on with its shard has a BEGUN
+and DONE of its own (replica.py). The rules:
 
 - push c: wait until every server's CONSUMED is at least c - 1, write slot c % 2, PUSHED = c + 1.
-- an update: BEGUN = v + 1, apply one push (sync: one of every living worker, in ascending rank),
+- an update: apply one push (sync: one of every living worker, in ascending rank), BEGUN = v + 1,
   write buffer (v + 1) % 2, DONE = v + 1, then SLOWEST and APPLIED; save, then CONSUMED.
 - pull after c pushes: wait until every server's SLOWEST is at least c - staleness (sync: 0; async:
   no wait), then copy version v = DONE, and again if BEGUN has reached v + 2 meanwhile. So a slow
@@ -57,15 +57,13 @@ from torch import nn
 from rota import _C
 from rota.errors import PeerFailed, RotaError, Timeout, TransportError
 from rota.parameter_server import arguments, saving
-from rota.parameter_server.connection import Connection, Plan
+from rota.parameter_server.connection import Connection
 from rota.parameter_server.loop import PUSH_CHANNEL
-from rota.parameter_server.mailbox import NUM_SLOTS, Mailbox, PushLayout, Wire
+from rota.parameter_server.mailbox import Mailbox
+from rota.parameter_server.setup import MakeOptimizer, PushLayout, Rules, Setup
 from rota.parameter_server.shard import (
-    DONE,
     SLOWEST,
-    MakeOptimizer,
     PublishedShard,
-    Rules,
     ServerShard,
     applied_word,
     consumed_word,
@@ -74,6 +72,8 @@ from rota.parameter_server.shard import (
 from rota.rendezvous.alike import check_alike
 from rota.rendezvous.groups import member_group
 from rota.rendezvous.joint import JointSteps
+from rota.shared.double_buffer import DONE, NUM_SLOTS
+from rota.shared.wire import Wire
 from rota.window import Window
 
 
@@ -211,7 +211,8 @@ class ParameterServer:
             self._wire,
             keeps_base=delay_compensation != 0,
         )
-        plan = Plan(
+        setup = Setup(
+            self._world_size,
             self.workers,
             self._servers,
             layout,
@@ -221,10 +222,10 @@ class ParameterServer:
             self._num_replicas,
         )
         # Its signals wake servers; its number is the rank's clock, for the texts of others' errors.
-        self._window = Window(1, pg, dtype=torch.int64, num_channels=2, timeout=self._timeout)
+        self._window = Window(1, pg, dtype=torch.int64, timeout=self._timeout)
         self._has_left = False
         self._is_closed = False
-        self._connection = Connection(steps, self._window, plan, self._parameters, self._timeout)
+        self._connection = Connection(steps, self._window, setup, self._parameters, self._timeout)
         self._loop = self._connection.loop
         # Clocks that this worker was ahead of the slowest, at its pulls, by server.
         self.staleness: dict[int, Counter[int]] = {rank: Counter() for rank in self._servers}

@@ -19,25 +19,27 @@ from torch import nn
 
 from rota import _C
 from rota.errors import TransportError
-from rota.memory import empty
-from rota.parameter_server.mailbox import OpenedMailbox, PushLayout, Section
+from rota.parameter_server.mailbox import OpenedMailbox
 from rota.parameter_server.saving import Save, by_number, numbers_by_group
+from rota.parameter_server.setup import NOTE_BYTES, MakeOptimizer, Setup, Share
+from rota.shared.buckets import write_bytes
+from rota.shared.double_buffer import (
+    FIRST_FREE_WORD,
+    NUM_SLOTS,
+    DoubleBuffer,
+    OpenedDoubleBuffer,
+)
+from rota.shared.memory import empty
 
 if TYPE_CHECKING:
     from rota.parameter_server.replica import Replica
 
-NUM_VERSIONS = 2
-# Words of a shard; server.py has the table.
-BEGUN, DONE, SLOWEST, _NUM_FIXED = range(4)
+# Words of a shard behind those of its double buffer; server.py has the table.
+SLOWEST = FIRST_FREE_WORD
+_NUM_FIXED = SLOWEST + 1
 
 # Contributions are added in parts that stay in a core's cache until they are divided.
 _PART_ELEMS = 1 << 16
-
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-
-# Of a worker's save: JSON, then zeroes.
-_NOTE_BYTES = 4096
 
 
 def consumed_word(worker: int) -> int:
@@ -73,56 +75,39 @@ def checked_optimizer(
     return optimizer
 
 
-def probe(
-    section: Section, shapes: Sequence[torch.Size], make_optimizer: MakeOptimizer
-) -> tuple[dict[str, Any], list[list[int]]]:
-    """The state_dict() of an optimizer like a section's after a step with zeroes, and the numbers
-    of its parameters, by group."""
-    probes = [
-        nn.Parameter(torch.zeros(shapes[number], dtype=torch.float32, device="cpu"))
-        for number in section.parameters
-    ]
+def probe(share: Share, make_optimizer: MakeOptimizer) -> tuple[dict[str, Any], list[list[int]]]:
+    """The state_dict() of an optimizer like a share's after a step with zeroes, and the numbers of
+    its parameters, by group."""
+    probes = [nn.Parameter(zeros) for zeros in share.tensors(share.zeros())]
     for parameter in probes:
         parameter.grad = torch.zeros_like(parameter)
     optimizer = checked_optimizer(make_optimizer, probes)
     with torch.device("cpu"):  # as in the server's thread, whatever the caller's default
         optimizer.step()
-    return optimizer.state_dict(), numbers_by_group(optimizer, probes, section.parameters)
-
-
-class Rules(NamedTuple):
-    """What an update is."""
-
-    mode: str  # "sync", "async" or "stale"
-    average_weights: bool
-    delay_compensation: float
-    lr_lambda: Callable[[int], float] | None
+    return optimizer.state_dict(), numbers_by_group(optimizer, probes, share.parameters)
 
 
 class ShardState(NamedTuple):
     """What an update depends on, beside the pushes."""
 
-    values: torch.Tensor  # float32 parameters, as a section of a push
+    values: torch.Tensor  # float32 parameters, flat, as in Share
     version: int
     num_updates: int
     clocks: dict[int, int]  # each worker's pushes that are applied
     optimizer: dict[str, Any] | None  # its state_dict(); None before the first step
 
 
-class ShardMemory:
-    """The published versions of a shard, in place: (NUM_VERSIONS, num_elems), float32.
+class ShardMemory(DoubleBuffer[torch.Tensor]):
+    """The published versions of a shard (num_elems, float32), on the server."""
 
-    Behind them is a note for each rank.
-    """
-
-    def __init__(self, num_elems: int, num_ranks: int, *, others_may_write: bool = False) -> None:
-        num_note_elems = num_ranks * _NOTE_BYTES // 4
-        memory = empty(NUM_VERSIONS * num_elems + num_note_elems, dtype=torch.float32)
-        versions, notes = memory.split([NUM_VERSIONS * num_elems, num_note_elems])
-        self.versions = versions.view(NUM_VERSIONS, num_elems)
-        self.notes = notes.view(torch.uint8).view(num_ranks, _NOTE_BYTES)
-        num_words = _NUM_FIXED + 3 * num_ranks
-        self.exposed = _C.ExposedTensor(memory, num_words, others_may_write)
+    def __init__(self, server: int, setup: Setup) -> None:
+        layout = setup.shard_layout(server)
+        memory = empty(layout.end, dtype=torch.uint8)
+        views = layout.views(memory)
+        num_words = _NUM_FIXED + 3 * setup.world_size
+        exposed = _C.ExposedTensor(memory, num_words, others_may_write=False)
+        super().__init__(exposed, views["versions"].unbind())
+        self.notes = views["notes"]
 
 
 class ServerShard:
@@ -130,42 +115,38 @@ class ServerShard:
 
     Args:
         server: the shard's number.
-        layout: of pushes.
         mailboxes: of the workers, by rank, in ascending order.
         memory: where versions are published.
-        rules: what an update is.
-        make_optimizer: of the shard's parameters; None if weights are averaged.
         state: what to start from; its values are copied.
-        replica: where every update is saved.
+        replica: what another server would go on with, saved with every update.
     """
 
     def __init__(
         self,
         server: int,
-        layout: PushLayout,
+        setup: Setup,
         mailboxes: Mapping[int, OpenedMailbox],
         memory: ShardMemory,
-        rules: Rules,
-        make_optimizer: MakeOptimizer | None,
         state: ShardState,
         replica: Replica | None,
     ) -> None:
         self._server = server
         self._mailboxes = mailboxes
         self._memory = memory
-        self._rules = rules
+        self._rules = setup.rules
         self.replica = replica
-        self._section = section = layout.sections[server]
+        self._share = share = setup.layout.shares[server]
         self._flat = state.values.clone()
         self._gradient = torch.zeros_like(self._flat)
+        layout = setup.layout
         needs_scratch = layout.wire.dtype is not None or layout.keeps_base
         self._scratch = torch.zeros_like(self._flat if needs_scratch else self._flat[:0])
-        self._views = section.views(self._flat, layout.shapes)
-        self._gradients = section.views(self._gradient, layout.shapes)
+        self._views = share.tensors(self._flat)
+        self._gradients = share.tensors(self._gradient)
         self.parameters = [nn.Parameter(view) for view in self._views]
         self.optimizer: torch.optim.Optimizer | None = None
-        if make_optimizer is not None and self.parameters:
-            self.optimizer = checked_optimizer(make_optimizer, self.parameters)
+        if setup.make_optimizer is not None and self.parameters:
+            self.optimizer = checked_optimizer(setup.make_optimizer, self.parameters)
             self._peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
             if state.optimizer is not None:
                 self.optimizer.load_state_dict(state.optimizer)
@@ -180,6 +161,7 @@ class ServerShard:
     def start(self) -> None:
         """Publishes what it starts from."""
         self._publish(self._mailboxes, self._mailboxes)
+        self._save_state()
         self._publish_consumed(self._mailboxes)
 
     def close(self) -> None:
@@ -199,7 +181,6 @@ class ServerShard:
         pushers = self._pushers(living)
         if not pushers:
             return False
-        self._begin()
         clock = self.clocks[pushers[0]]
         if self._rules.mode != "sync":
             self._apply(pushers[0], clock)
@@ -216,15 +197,13 @@ class ServerShard:
         self.version += 1
         self.num_updates += 1
         self._publish(pushers, living)
-        self.save_to_replica()
+        self._save_state()
         self._publish_consumed(pushers)
         return True
 
-    def save_to_replica(self) -> None:
+    def _save_state(self) -> None:
         if self.replica is not None:
-            self.replica.save(
-                self._flat, self.version, self.clocks, self.optimizer, self.num_updates
-            )
+            self.replica.save(self.version, self.clocks, self.optimizer, self.num_updates)
 
     def _pushers(self, living: Set[int]) -> list[int]:
         """The workers whose pushes make the next update; none if not all have come."""
@@ -294,17 +273,10 @@ class ServerShard:
 
     # ---- publishing
 
-    def _begin(self) -> None:
-        """Announces that the older version will be overwritten."""
-        self._memory.exposed.publish(BEGUN, self.version + 1)
-        # No later store may overtake the one above: it is ordered before this load, which is
-        # ordered before what follows (csrc/base/flag.h).
-        self._memory.exposed.load(BEGUN)
-
     def _publish(self, pushers: Iterable[int], living: Iterable[int]) -> None:
         """Publishes the version, which has the pushes of these workers."""
-        self._memory.versions[self.version % NUM_VERSIONS].copy_(self._flat)
-        self._memory.exposed.publish(DONE, self.version)
+        self._memory.begin(self.version).copy_(self._flat)
+        self._memory.finish(self.version)
         # First, so that workers that have all flushed are nobody's slowest any more.
         self.publish_slowest(living)
         for worker in pushers:
@@ -337,12 +309,10 @@ class ServerShard:
                 note = {"address": save.address}
             except Exception as error:  # that of the worker, not of the server
                 text = f"{type(error).__name__}: {error}".encode("ascii", "replace").decode()
-                note = {"error": text[: _NOTE_BYTES // 8]}  # JSON takes up to 6 bytes for each
+                note = {"error": text[: NOTE_BYTES // 8]}  # JSON takes up to 6 bytes for each
             self._saves[worker] = question, save
-            written = json.dumps(note).encode().ljust(_NOTE_BYTES, b"\0")
-            self._memory.notes[worker].copy_(
-                torch.frombuffer(bytearray(written), dtype=torch.uint8)
-            )
+            written = json.dumps(note).encode().ljust(NOTE_BYTES, b"\0")
+            write_bytes(self._memory.notes[worker], written)
             self._memory.exposed.publish(saved_word(worker), question)
 
     def forget(self, worker: int) -> None:
@@ -350,7 +320,7 @@ class ServerShard:
         self._saves.pop(worker, None)
 
     def _save(self) -> Save:
-        numbers = self._section.parameters
+        numbers = self._share.parameters
         values = dict(zip(numbers, self._views, strict=True))
         if self._rules.average_weights:
             return Save(self.num_updates, values, None, None)
@@ -360,45 +330,33 @@ class ServerShard:
         return Save(self.num_updates, values, *by_number(self.optimizer.state_dict(), groups))
 
 
-class Place(NamedTuple):
-    """Memory in which versions of a shard appear."""
-
-    rank: int  # of its server
-    opened: _C.OpenedTensor
-
-
-class PublishedShard:
-    """A shard as a worker sees it, in place.
+class PublishedShard(OpenedDoubleBuffer[torch.Tensor]):
+    """A shard as others see it, in place.
 
     Args:
         server: its number.
-        layout: of pushes.
-        places: where it is published: by its server, and by whoever goes on with it.
+        places: the ranks that publish it, and their memory: its server, and whoever goes on.
     """
 
-    def __init__(self, server: int, layout: PushLayout, places: Sequence[Place]) -> None:
+    def __init__(
+        self, server: int, setup: Setup, places: Sequence[tuple[int, _C.OpenedTensor]]
+    ) -> None:
         self.server = server
         self.pulled_version = 0
-        self._section = layout.sections[server]
-        self._shapes = layout.shapes
+        self._share = setup.layout.shares[server]
+        self._layout = setup.shard_layout(server)
         self._places = list(places)
-        self._use(self._places.pop(0))
-
-    def _use(self, place: Place) -> None:
-        self.rank, self.opened = place
-        section = self._section
-        flat = self.opened.bytes.view(torch.float32)
-        self._notes = self.opened.bytes[4 * NUM_VERSIONS * section.num_elems :]
-        self._versions = [
-            section.views(flat[i * section.num_elems : (i + 1) * section.num_elems], self._shapes)
-            for i in range(NUM_VERSIONS)
-        ]
+        self.switch()
 
     def switch(self) -> bool:
         """Goes on with the next place, where the shard will appear; False if there is none."""
         if not self._places:
             return False
-        self._use(self._places.pop(0))
+        self.rank, opened = self._places.pop(0)
+        views = self._layout.views(opened.bytes)
+        super().__init__(opened, views["versions"].unbind())
+        self._parameters = [self._share.tensors(flat) for flat in self._slots]
+        self._notes = views["notes"]
         return True
 
     def read_save(self, worker: int, timeout: timedelta) -> Save:
@@ -408,8 +366,7 @@ class PublishedShard:
             rota.PeerFailed: the server has died.
             rota.TransportError: the server could not make it.
         """
-        note = self._notes[worker * _NOTE_BYTES : (worker + 1) * _NOTE_BYTES].numpy().tobytes()
-        found = json.loads(note.rstrip(b"\0"))
+        found = json.loads(self._notes[worker].numpy().tobytes().rstrip(b"\0"))
         if "error" in found:
             raise TransportError(
                 f"rota.ParameterServer.state_dict: server rank {self.rank} cannot save its "
@@ -423,12 +380,12 @@ class PublishedShard:
 
         order_loads: whatever is loaded before it is loaded before all that follows.
         """
-        targets = [parameters[number] for number in self._section.parameters]
+        targets = [parameters[number] for number in self._share.parameters]
         while True:
-            version = self.opened.load(DONE)
+            version = self.num_done
             if targets:
-                torch._foreach_copy_(targets, self._versions[version % NUM_VERSIONS])
+                torch._foreach_copy_(targets, self._parameters[version % NUM_SLOTS])
             order_loads()
-            if self.opened.load(BEGUN) < version + NUM_VERSIONS:
+            if not self.is_overwritten(version):
                 break
         self.pulled_version = version

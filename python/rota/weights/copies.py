@@ -1,9 +1,9 @@
 """From publishers' buckets to a reader's tensors: which bytes are copied where.
 
-A plan is made once for each set of tensors, and then only runs. A bucket that is a contiguous part
-of one of the reader's tensors is copied there at once. Any other bucket is copied to scratch
-memory, which stays in a cache, decoded there if it is in a wire format, and its parts copied from
-there. Buckets of which the reader needs nothing are left out.
+The copies are planned once for each set of tensors, and then only run. A bucket that is a
+contiguous part of one of the reader's tensors is copied there at once. Any other bucket is copied
+to scratch memory, which stays in a cache, decoded there if it is in a wire format, and its parts
+copied from there. Buckets of which the reader needs nothing are left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 
 from rota import _C
 from rota.layout import flat_of, is_flat
-from rota.weights.layout import Bucket, Entry, WeightShard, Wire, dtype_named
+from rota.shared.wire import Wire
+from rota.weights.layout import Bucket, WeightShard, dtype_named
 from rota.weights.memory import OpenedPublisher
 
 Indices = tuple[int, ...]
@@ -33,51 +34,45 @@ class Box(NamedTuple):
 
 def boxes(shape: Indices, begin: int, end: int) -> Iterator[Box]:
     """Cuts elements [begin, end) of a tensor into at most 2 * len(shape) - 1 boxes."""
-    if len(shape) == 0:
-        yield Box(begin, (), ())
-        return
-    row_elems = math.prod(shape[1:])
-    first_row, end_row = -(-begin // row_elems), end // row_elems  # of whole rows
-    if begin < first_row * row_elems:
-        yield from boxes_in_row(shape, first_row - 1, begin, min(end, first_row * row_elems))
-    if first_row < end_row:
-        rest = len(shape) - 1
-        offset = (first_row, *[0] * rest)
-        yield Box(first_row * row_elems, offset, (end_row - first_row, *shape[1:]))
-    if first_row * row_elems <= end_row * row_elems < end:
-        yield from boxes_in_row(shape, end_row, end_row * row_elems, end)
+    row_elems = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    while begin < end:
+        offset = tuple(begin // row % length for row, length in zip(row_elems, shape, strict=True))
+        # The outermost dimension of which whole rows begin here, and as many as are wanted.
+        for dim, row in enumerate(row_elems):
+            if begin % row == 0 and begin + row <= end:
+                num_rows = min((end - begin) // row, shape[dim] - offset[dim])
+                yield Box(begin, offset, ((1,) * dim + (num_rows,) + shape[dim + 1 :]))
+                begin += num_rows * row
+                break
+        else:
+            yield Box(begin, (), ())
+            return
 
 
-def boxes_in_row(shape: Indices, row: int, begin: int, end: int) -> Iterator[Box]:
-    row_begin = row * math.prod(shape[1:])
-    for box in boxes(shape[1:], begin - row_begin, end - row_begin):
-        yield Box(box.first_elem + row_begin, (row, *box.offset), (1, *box.shape))
-
-
-class Cut(NamedTuple):
+class Overlap(NamedTuple):
     """What a box and a reader's shard have in common, as indices of either."""
 
     in_box: tuple[slice, ...]
     in_shard: tuple[slice, ...]
 
 
-def cut(box: Box, box_origin: Indices, shard: WeightShard) -> Cut | None:
+def overlap_of(box: Box, box_origin: Indices, shard: WeightShard) -> Overlap | None:
     """None if they have no element in common.
 
     Args:
         box_origin: the index, in the whole tensor, of the tensor that the box is a part of.
     """
-    starts = [origin + offset for origin, offset in zip(box_origin, box.offset, strict=True)]
     in_box, in_shard = [], []
-    for start, length, offset, shard_length in zip(
-        starts, box.shape, shard.offset, shard.shape, strict=True
+    for origin, offset, length, shard_offset, shard_length in zip(
+        box_origin, box.offset, box.shape, shard.offset, shard.shape, strict=True
     ):
-        begin, end = max(start, offset), min(start + length, offset + shard_length)
+        start = origin + offset
+        begin, end = max(start, shard_offset), min(start + length, shard_offset + shard_length)
         if begin >= end:
             return None
         in_box.append(slice(begin - start, end - start))
-        in_shard.append(slice(begin - offset, end - offset))
-    return Cut(tuple(in_box), tuple(in_shard))
+        in_shard.append(slice(begin - shard_offset, end - shard_offset))
+    return Overlap(tuple(in_box), tuple(in_shard))
 
 
 @dataclass
@@ -85,30 +80,28 @@ class BucketCopy:
     """One bucket's way; tensors are views that are made once.
 
     Attributes:
-        publisher, bucket: indices of the publisher, and of the checksum among its own.
-        sources: the bucket's bytes in the publisher's two buffers.
-        copied: where they are copied to; uint8.
-        wire: what `decoded`, float32, is decoded from; None for elements that are as they are.
+        publisher, bucket: indices of the publisher, and of the bucket among its own.
+        copied: where its bytes are copied to; uint8.
+        wire: what `decoded`, float32, is decoded from.
         parts: what is copied from there, as pairs (to, from).
     """
 
     publisher: int
     bucket: int
     name: str
-    sources: tuple[torch.Tensor, torch.Tensor]
     copied: torch.Tensor
-    wire: Wire | None
-    decoded: torch.Tensor | None
+    wire: Wire
+    decoded: torch.Tensor
     parts: list[tuple[torch.Tensor, torch.Tensor]]
 
-    def run(self, buffer: int, checksum: int) -> bool:
-        """Copies the bucket from a buffer; False, with nothing decoded, if it is damaged."""
-        if _C.copy_with_checksum(self.copied, self.sources[buffer]) != checksum:
+    def run(self, source: torch.Tensor, checksum: int) -> bool:
+        """Copies the bucket's bytes; False, with nothing decoded, if they are damaged."""
+        if _C.copy_with_checksum(self.copied, source) != checksum:
             return False
-        if self.wire is not None and self.decoded is not None:
-            _C.decode(self.decoded, self.copied, self.wire.dtype, self.wire.block_scaling)
-        for to, source in self.parts:
-            to.copy_(source)
+        if self.wire.dtype is not None:
+            self.wire.decode(self.decoded, self.copied)
+        for to, part in self.parts:
+            to.copy_(part)
         return True
 
 
@@ -121,76 +114,64 @@ class Wanted(NamedTuple):
 
 def plan(publishers: Sequence[OpenedPublisher], wanted: Mapping[str, Wanted]) -> list[BucketCopy]:
     """The copies that fill the tensors of `wanted`, which are contiguous and on the CPU."""
-    scratch = Scratch()
-    copies = [
-        plan_bucket(number, publisher, entry, bucket_index, bucket, wanted[entry.name], scratch)
+    buckets = [
+        (number, index, bucket)
         for number, publisher in enumerate(publishers)
-        for entry in publisher.layout.entries
-        if entry.name in wanted
-        for bucket_index, bucket in enumerate(entry.buckets(), entry.first_bucket)
+        for index, bucket in enumerate(publisher.layout.buckets)
+        if bucket.part.name in wanted
+    ]
+    # Memory that all buckets use in turn.
+    scratch = [
+        torch.empty(max(lengths, default=0), dtype=torch.uint8, device="cpu")
+        for lengths in (
+            [bucket.num_bytes for _, _, bucket in buckets],
+            [bucket.num_elems * _decoded_dtype(bucket).itemsize for _, _, bucket in buckets],
+        )
+    ]
+    copies = [
+        plan_bucket(number, index, bucket, wanted[bucket.part.name], *scratch)
+        for number, index, bucket in buckets
     ]
     return [copy for copy in copies if copy is not None]
 
 
 def plan_bucket(
-    number: int,
-    publisher: OpenedPublisher,
-    entry: Entry,
-    bucket_index: int,
+    publisher: int,
+    index: int,
     bucket: Bucket,
     wanted: Wanted,
-    scratch: Scratch,
+    stored: torch.Tensor,
+    elems: torch.Tensor,
 ) -> BucketCopy | None:
-    """None if nothing of the bucket is wanted."""
-    end_elem = bucket.begin_elem + bucket.num_elems
-    cuts = [
+    """None if nothing of the bucket is wanted.
+
+    Args:
+        stored, elems: uint8 scratch memory, for the bucket's bytes and for its elements.
+    """
+    part = bucket.part
+    overlaps = [
         (box, overlap)
-        for box in boxes(entry.shard.shape, bucket.begin_elem, end_elem)
-        if (overlap := cut(box, entry.shard.offset, wanted.shard)) is not None
+        for box in boxes(part.shard.shape, bucket.begin_elem, bucket.begin_elem + bucket.num_elems)
+        if (overlap := overlap_of(box, part.shard.offset, wanted.shard)) is not None
     ]
-    if not cuts:
+    if not overlaps:
         return None
-    dtype, wire = dtype_named(entry.dtype), entry.wire
-    decoded_dtype = dtype if wire is None else torch.float32
-    targets = [wanted.tensor[overlap.in_shard] for _, overlap in cuts]
-    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-    if targets[0].numel() == bucket.num_elems and is_flat(targets[0]) and dtype == decoded_dtype:
-        elems = flat_of(targets[0])
+    dtype = _decoded_dtype(bucket)
+    targets = [wanted.tensor[overlap.in_shard] for _, overlap in overlaps]
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    is_whole = targets[0].numel() == bucket.num_elems and is_flat(targets[0])
+    if is_whole and targets[0].dtype == dtype:
+        decoded = flat_of(targets[0])
     else:
-        elems = scratch.elems(bucket.num_elems, decoded_dtype)
-        for (box, overlap), target in zip(cuts, targets, strict=True):
+        decoded = elems[: bucket.num_elems * dtype.itemsize].view(dtype)
+        for (box, overlap), target in zip(overlaps, targets, strict=True):
             begin = box.first_elem - bucket.begin_elem
-            source = elems[begin:][: math.prod(box.shape)].view(box.shape)[overlap.in_box]
-            parts.append((target, source))
-    one, other = (buffer[bucket.begin :][: bucket.num_bytes] for buffer in publisher.buffers)
-    return BucketCopy(
-        number,
-        bucket_index,
-        entry.name,
-        (one, other),
-        elems.view(torch.uint8) if wire is None else scratch.encoded(bucket.num_bytes),
-        wire,
-        None if wire is None else elems,
-        parts,
-    )
+            source = decoded[begin:][: math.prod(box.shape)].view(box.shape)[overlap.in_box]
+            pairs.append((target, source))
+    is_wide = part.wire.dtype is None
+    copied = decoded.view(torch.uint8) if is_wide else stored[: bucket.num_bytes]
+    return BucketCopy(publisher, index, part.name, copied, part.wire, decoded, pairs)
 
 
-class Scratch:
-    """Memory that all buckets of a plan use in turn."""
-
-    def __init__(self) -> None:
-        self._bytes: dict[str, torch.Tensor] = {}
-
-    def elems(self, num_elems: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._view("elems", num_elems * dtype.itemsize).view(dtype)
-
-    def encoded(self, num_bytes: int) -> torch.Tensor:
-        return self._view("encoded", num_bytes)
-
-    # The first buckets of a tensor are the longest, so this seldom allocates again; earlier views
-    # then keep the shorter memory.
-    def _view(self, use: str, num_bytes: int) -> torch.Tensor:
-        memory = self._bytes.get(use)
-        if memory is None or len(memory) < num_bytes:
-            memory = self._bytes[use] = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        return memory[:num_bytes]
+def _decoded_dtype(bucket: Bucket) -> torch.dtype:
+    return dtype_named(bucket.part.dtype) if bucket.part.wire.dtype is None else torch.float32

@@ -18,13 +18,16 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from rota import _C
-from rota.errors import Mismatch, Timeout, TransportError
-from rota.memory import empty
+from rota.errors import Mismatch, TransportError
 from rota.rendezvous.claims import Claim, Claims
+from rota.shared.double_buffer import FIRST_FREE_WORD
+from rota.shared.liveness import LocalWatch
+from rota.shared.memory import empty
 from rota.weights.layout import Layout
-from rota.weights.memory import NUM_WORDS, OpenedPublisher
+from rota.weights.memory import OpenedPublisher
 
 _PUBLISH = "rota.WeightStore.publish"
+_WATCH_TIMEOUT = timedelta(seconds=1)
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class Directory:
             Memory: the claim counts while it exists, so that others do not mistake it for one from
             before their own start.
         """
-        memory = _C.ExposedTensor(empty(1), NUM_WORDS, others_may_write=False)
+        memory = _C.ExposedTensor(empty(1), FIRST_FREE_WORD, others_may_write=False)
         claim = PublisherClaim(rank, num_publishers, self._name, memory.address)
         with contextlib.suppress(Mismatch):  # another publisher has the rank
             self._take(self._claims.failure(claim, error))
@@ -162,11 +165,6 @@ def _check_host(host: str, who: str, claim: PublisherClaim) -> None:
 
 
 def _is_open(claim: PublisherClaim) -> bool:
-    if claim.host != _C.host_id():
-        return True  # nobody can know here
-    try:
-        return _C.OpenedTensor(claim.address, claim.title, timedelta(seconds=1)).is_open
-    except Timeout:
-        return True  # stopped
-    except TransportError:
-        return False
+    # Of one on another host, nobody can know here.
+    is_here = claim.host == _C.host_id()
+    return not is_here or LocalWatch(claim.address, claim.title, _WATCH_TIMEOUT).is_alive()

@@ -7,25 +7,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from rota import _C
 from rota.errors import Mismatch
-from rota.memory import round_up
-from rota.sharding import as_dtensor
+from rota.sharding import as_dtensor, holders_of
+from rota.shared.aligned import AlignedLayout
+from rota.shared.buckets import BUCKET_BYTES, checked_bytes
+from rota.shared.wire import Wire
 
-# Bytes that one checksum covers. Copies of this length go past the caches if the last one has 32
-# MiB or less (csrc/cpu/copy.cpp).
-BUCKET_BYTES = 16 << 20
 # Elements of a bucket that is stored in a wire format, a multiple of every scaled block: its 4 MiB
 # of float32 stay in the last cache between conversion and encoding.
 ENCODED_BUCKET_ELEMS = 1 << 20
-ALIGNMENT = 64  # bytes, of each bucket; a cache line
-PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -140,49 +138,16 @@ def check_strides(
 def is_published_here(tensor: torch.Tensor) -> bool:
     """Whether this rank is the first of those that hold the same part of a DTensor."""
     dtensor = as_dtensor(tensor)
-    if dtensor is None:
-        return True
-    coordinate = dtensor.device_mesh.get_coordinate()
-    return coordinate is not None and all(
-        index == 0
-        for index, placement in zip(coordinate, dtensor.placements, strict=True)
-        if placement.is_replicate()
-    )
-
-
-class Bucket(NamedTuple):
-    """What one checksum covers: elements of an entry, and its bytes in each buffer."""
-
-    begin_elem: int
-    num_elems: int
-    begin: int
-    num_bytes: int
+    return dtensor is None or holders_of(dtensor)[:1] == [dist.get_rank()]
 
 
 @dataclass(frozen=True)
-class Wire:
-    """A format in which float tensors are stored."""
-
-    dtype: torch.dtype
-    block_scaling: bool
-
-    def num_bytes(self, num_elems: int) -> int:
-        return _C.encoded_bytes(num_elems, self.dtype, self.block_scaling)
-
-    def narrows(self, dtype: torch.dtype) -> bool:
-        """Whether tensors of this dtype are stored in it; others are stored as they are."""
-        return dtype.is_floating_point and self.dtype.itemsize < dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Entry:
+class TensorPart:
     """One publisher's part of one tensor, row by row in its memory.
 
     Attributes:
         dtype, wire_dtype: torch's names, such as "bfloat16"; wire_dtype is None for elements that
             are stored as they are.
-        begin: its first byte in each buffer, a multiple of ALIGNMENT.
-        first_bucket: its first bucket's index among those of the publisher.
     """
 
     name: str
@@ -190,91 +155,87 @@ class Entry:
     shard: WeightShard
     wire_dtype: str | None
     block_scaling: bool
-    begin: int
-    first_bucket: int
 
     @property
-    def wire(self) -> Wire | None:
-        if self.wire_dtype is None:
-            return None
-        return Wire(dtype_named(self.wire_dtype), self.block_scaling)
+    def wire(self) -> Wire:
+        dtype = None if self.wire_dtype is None else dtype_named(self.wire_dtype)
+        return Wire(dtype, self.block_scaling)
 
-    def buckets(self) -> list[Bucket]:
-        wire = self.wire
-        itemsize = dtype_named(self.dtype).itemsize
-        max_elems = BUCKET_BYTES // itemsize if wire is None else ENCODED_BUCKET_ELEMS
-        buckets = []
-        begin = self.begin
-        for begin_elem in range(0, self.shard.num_elems, max_elems):
-            num_elems = min(max_elems, self.shard.num_elems - begin_elem)
-            num_bytes = num_elems * itemsize if wire is None else wire.num_bytes(num_elems)
-            buckets.append(Bucket(begin_elem, num_elems, begin, num_bytes))
-            begin = round_up(begin + num_bytes, ALIGNMENT)
-        return buckets
+
+class Bucket(NamedTuple):
+    """What one checksum covers: elements of a part."""
+
+    part: TensorPart
+    begin_elem: int
+    num_elems: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.part.wire.num_bytes(self.num_elems, dtype_named(self.part.dtype))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All entries of one publisher, in each of its two buffers: a header (memory.py), then data."""
+    """All parts of one publisher, in each of its two buffers."""
 
-    entries: tuple[Entry, ...]
-    num_buckets: int
-    buffer_bytes: int
+    parts: tuple[TensorPart, ...]
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        buckets = []
+        for part in self.parts:
+            itemsize = dtype_named(part.dtype).itemsize
+            is_wide = part.wire_dtype is None
+            max_elems = BUCKET_BYTES // itemsize if is_wide else ENCODED_BUCKET_ELEMS
+            for begin in range(0, part.shard.num_elems, max_elems):
+                num_elems = min(max_elems, part.shard.num_elems - begin)
+                buckets.append(Bucket(part, begin, num_elems))
+        return buckets
+
+    @cached_property
+    def memory(self) -> AlignedLayout[str | int]:
+        """Of a buffer: the "header", which is number, version and checksums, and the buckets."""
+        lengths: dict[str | int, int] = {"header": checked_bytes(2 + len(self.buckets))}
+        lengths |= {i: bucket.num_bytes for i, bucket in enumerate(self.buckets)}
+        return AlignedLayout({name: (torch.uint8, (n,)) for name, n in lengths.items()})
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Layout:
-        fields = json.loads(text)
-        entries = tuple(
-            Entry(**{**entry, "shard": WeightShard(**entry["shard"])})
-            for entry in fields.pop("entries")
+        return cls(
+            tuple(
+                TensorPart(**{**part, "shard": WeightShard(**part["shard"])})
+                for part in json.loads(text)["parts"]
+            )
         )
-        return cls(entries, **fields)
 
 
 def lay_out(
-    tensors: Mapping[str, torch.Tensor],
-    shards: Mapping[str, WeightShard],
-    wire: Wire | None,
-    header_bytes: Callable[[int], int],
+    tensors: Mapping[str, torch.Tensor], shards: Mapping[str, WeightShard], wire: Wire
 ) -> Layout:
-    """The layout of one publisher's tensors.
-
-    Args:
-        shards: as in shard_of().
-        header_bytes: the length of the header for a number of buckets.
-    """
-    parts = {name: shard_of(name, x, shards) for name, x in tensors.items() if is_published_here(x)}
-    entries: list[Entry] = []
-    begin = num_buckets = 0
-    for name, shard in parts.items():
-        dtype = tensors[name].dtype
-        narrow = wire if wire is not None and wire.narrows(dtype) else None
-        entry = Entry(
-            name,
-            name_of(dtype),
-            shard,
-            None if narrow is None else name_of(narrow.dtype),
-            narrow is not None and narrow.block_scaling,
-            begin,
-            num_buckets,
-        )
-        entries.append(entry)
-        buckets = entry.buckets()
-        num_buckets += len(buckets)
-        if buckets:
-            begin = round_up(buckets[-1].begin + buckets[-1].num_bytes, ALIGNMENT)
-    data_begin = round_up(header_bytes(num_buckets), ALIGNMENT)
-    moved = tuple(Entry(**{**vars(entry), "begin": entry.begin + data_begin}) for entry in entries)
-    return Layout(moved, num_buckets, round_up(data_begin + begin, PAGE_BYTES))
+    """The layout of one publisher's tensors. shards: as in shard_of()."""
+    parts = []
+    for name, tensor in tensors.items():
+        if is_published_here(tensor):
+            narrow = wire if wire.narrows(tensor.dtype) else Wire()
+            parts.append(
+                TensorPart(
+                    name,
+                    name_of(tensor.dtype),
+                    shard_of(name, tensor, shards),
+                    None if narrow.dtype is None else name_of(narrow.dtype),
+                    narrow.block_scaling,
+                )
+            )
+    return Layout(tuple(parts))
 
 
-Look = tuple[tuple[int, ...], torch.dtype, Sequence[object]]
+Form = tuple[tuple[int, ...], torch.dtype, Sequence[object]]
 
 
-def looks_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Look]:
+def forms_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Form]:
     """What must stay from version to version: global shape, dtype and placements, by name."""
     return {
         name: (tuple(tensor.shape), tensor.dtype, () if dtensor is None else dtensor.placements)
@@ -282,14 +243,14 @@ def looks_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Look]:
     }
 
 
-def check_unchanged(first: Mapping[str, Look], now: Mapping[str, Look]) -> None:
-    """Raises ValueError if a later version has other looks than the first."""
+def check_unchanged(first: Mapping[str, Form], now: Mapping[str, Form]) -> None:
+    """Raises ValueError if a later version has other forms than the first."""
     if first == now:
         return
     name = next(name for name in [*first, *now] if first.get(name) != now.get(name))
     before, after = (
-        "missing" if look is None else f"{look[0]} of {name_of(look[1])} {look[2] or ''}".strip()
-        for look in (first.get(name), now.get(name))
+        "missing" if form is None else f"{form[0]} of {name_of(form[1])} {form[2] or ''}".strip()
+        for form in (first.get(name), now.get(name))
     )
     raise ValueError(
         f"rota.WeightStore.publish: {name!r} is {after}, but was {before} in the first version; "
@@ -307,37 +268,37 @@ def check_together(layouts: Sequence[Layout], publishers: Sequence[str]) -> None
     what = "rota.WeightStore.publish"
     for name, parts in parts_by_name(layouts).items():
         first_publisher, first = parts[0]
-        for publisher, entry in parts[1:]:
-            if entry.dtype != first.dtype or entry.shard.global_shape != first.shard.global_shape:
+        for publisher, part in parts[1:]:
+            if part.dtype != first.dtype or part.shard.global_shape != first.shard.global_shape:
                 raise Mismatch(
                     f"{what}: publishers disagree about {name!r}: {publishers[first_publisher]} "
                     f"has {first.shard} of {first.dtype}, {publishers[publisher]} has "
-                    f"{entry.shard} of {entry.dtype}; nothing was published"
+                    f"{part.shard} of {part.dtype}; nothing was published"
                 )
-        pair = first_overlap([entry.shard for _, entry in parts])
+        pair = first_overlap([part.shard for _, part in parts])
         if pair is not None:
-            (one, one_entry), (other, other_entry) = (parts[i] for i in pair)
+            (one, one_part), (other, other_part) = (parts[i] for i in pair)
             raise Mismatch(
                 f"{what}: {publishers[one]} and {publishers[other]} both publish a part of "
-                f"{name!r}: {one_entry.shard} and {other_entry.shard}; nothing was published; of "
+                f"{name!r}: {one_part.shard} and {other_part.shard}; nothing was published; of "
                 f"a tensor that several ranks hold, only one may publish it, or pass a DTensor"
             )
-        num_elems = sum(entry.shard.num_elems for _, entry in parts)
+        num_elems = sum(part.shard.num_elems for _, part in parts)
         expected = math.prod(first.shard.global_shape)
         if num_elems != expected:
-            have = ", ".join(f"{publishers[i]} has {entry.shard}" for i, entry in parts)
+            have = ", ".join(f"{publishers[i]} has {part.shard}" for i, part in parts)
             raise Mismatch(
                 f"{what}: only {num_elems} of the {expected} elements of {name!r} are published: "
                 f"{have}; nothing was published"
             )
 
 
-def parts_by_name(layouts: Iterable[Layout]) -> dict[str, list[tuple[int, Entry]]]:
-    """The entries of each tensor, with the index of their publisher."""
-    parts: dict[str, list[tuple[int, Entry]]] = {}
+def parts_by_name(layouts: Iterable[Layout]) -> dict[str, list[tuple[int, TensorPart]]]:
+    """The parts of each tensor, with the index of their publisher."""
+    parts: dict[str, list[tuple[int, TensorPart]]] = {}
     for publisher, layout in enumerate(layouts):
-        for entry in layout.entries:
-            parts.setdefault(entry.name, []).append((publisher, entry))
+        for part in layout.parts:
+            parts.setdefault(part.name, []).append((publisher, part))
     return parts
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -14,37 +15,30 @@ import torch
 from rota import _C
 from rota.errors import Mismatch, RotaError, Timeout
 from rota.layout import flat_of
-from rota.memory import empty
 from rota.sharding import local_of
+from rota.shared.aligned import Views
+from rota.shared.buckets import write_checked
+from rota.shared.double_buffer import DoubleBuffer, expose_slots
+from rota.shared.wire import Wire
 from rota.weights.directory import Directory, PublisherClaim
 from rota.weights.layout import (
-    Entry,
+    Form,
     Layout,
-    Look,
     WeightShard,
-    Wire,
     check_together,
     check_unchanged,
+    forms_of,
     lay_out,
-    looks_of,
 )
-from rota.weights.memory import (
-    BEGUN,
-    DONE,
-    NUM_WORDS,
-    OpenedPublisher,
-    Publication,
-    header_bytes,
-    write_header,
-)
+from rota.weights.memory import OpenedPublisher
 
 
 class _Started(NamedTuple):
     """What the first version makes."""
 
-    looks: dict[str, Look]
+    forms: dict[str, Form]
     layout: Layout
-    memory: _C.ExposedTensor
+    buffers: DoubleBuffer[Views[str | int]]
     claims: list[PublisherClaim]
     peers: list[OpenedPublisher]  # the other publishers
 
@@ -75,7 +69,7 @@ class Publisher:
         rank: int,
         num_publishers: int,
         shards: Mapping[str, WeightShard],
-        wire: Wire | None,
+        wire: Wire,
         timeout: timedelta,
     ) -> None:
         self._directory = directory
@@ -118,17 +112,14 @@ class Publisher:
         if self._started is None:
             self._started = self._start(tensors, deadline)
         started = self._started
-        check_unchanged(started.looks, looks_of(tensors))
+        check_unchanged(started.forms, forms_of(tensors))
         number = self._number + 1
         self._wait_for_peers(started.peers, number, version, deadline)
 
-        started.memory.publish(BEGUN, number)
-        buffer = started.memory.tensor.split(started.layout.buffer_bytes)[number % 2]
-        checksums: list[int] = []
-        for entry in started.layout.entries:
-            checksums += store(entry, local_of(tensors[entry.name]).detach(), buffer)
-        write_header(buffer, Publication(number, version, checksums))
-        started.memory.publish(DONE, number)
+        buffer = started.buffers.begin(number)
+        checksums = store(started.layout, tensors, buffer)
+        write_checked(buffer["header"], [number, version, *checksums])
+        started.buffers.finish(number)
         self._number, self._version = number, version
         if number == 1 and self._rank == 0:
             self._directory.announce(started.claims)
@@ -141,9 +132,8 @@ class Publisher:
             raise
 
     def _try_to_start(self, tensors: Mapping[str, torch.Tensor], deadline: float) -> _Started:
-        layout = lay_out(tensors, self._shards, self._wire, header_bytes)
-        buffers = empty(2 * layout.buffer_bytes, dtype=torch.uint8)
-        memory = _C.ExposedTensor(buffers, NUM_WORDS, others_may_write=False)
+        layout = lay_out(tensors, self._shards, self._wire)
+        memory, slots = expose_slots(layout.memory)
         claim = self._directory.claim(self._rank, self._num_publishers, memory, layout)
         claims = self._directory.rendezvous(claim, deadline)
         layouts = [self._directory.layout(peer) for peer in claims]
@@ -155,7 +145,7 @@ class Publisher:
             for peer in claims
             if peer.rank != self._rank
         ]
-        return _Started(looks_of(tensors), layout, memory, claims, peers)
+        return _Started(forms_of(tensors), layout, DoubleBuffer(memory, slots), claims, peers)
 
     # Until all are done with the publication before this one, which then takes the buffer of the
     # one before that.
@@ -187,17 +177,19 @@ class Publisher:
         self._failed = self._started = None  # what readers have mapped stays as it is
 
 
-def store(entry: Entry, tensor: torch.Tensor, buffer: torch.Tensor) -> list[int]:
-    """Stores a tensor in a publisher's buffer; returns the checksums of its buckets."""
-    flat = flat_of(tensor)
-    wire = entry.wire
+def store(
+    layout: Layout, tensors: Mapping[str, torch.Tensor], buffer: Views[str | int]
+) -> list[int]:
+    """Stores tensors in a publisher's buffer; returns the checksums of its buckets."""
     checksums = []
-    for bucket in entry.buckets():
-        stored = buffer[bucket.begin :][: bucket.num_bytes]
-        elems = flat[bucket.begin_elem :][: bucket.num_elems]
-        if wire is None:
-            checksums.append(_C.copy_with_checksum(stored, elems.view(torch.uint8)))
-        else:
-            _C.encode(stored, elems.float(), wire.dtype, wire.block_scaling)
-            checksums.append(_C.checksum(stored))
+    places = ((bucket, buffer[i]) for i, bucket in enumerate(layout.buckets))
+    for part, of_part in itertools.groupby(places, lambda place: place[0].part):
+        flat, wire = flat_of(local_of(tensors[part.name]).detach()), part.wire
+        for bucket, stored in of_part:
+            elems = flat[bucket.begin_elem :][: bucket.num_elems]
+            if wire.dtype is None:
+                checksums.append(_C.copy_with_checksum(stored, elems.view(torch.uint8)))
+            else:
+                wire.encode(stored, elems.float())
+                checksums.append(_C.checksum(stored))
     return checksums

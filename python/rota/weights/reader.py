@@ -70,7 +70,7 @@ class _Source:
 
     @property
     def is_open(self) -> bool:
-        return all(publisher.is_open for publisher in self.publishers)
+        return all(publisher.opened.is_open for publisher in self.publishers)
 
     @property
     def num_done(self) -> int:
@@ -89,15 +89,15 @@ class _Source:
                     f"rota.WeightStore.pull: {reader} wants {name!r}, which is not among the "
                     f"{len(self.parts)} tensors of {self.publishers[0].who}; nothing was written"
                 )
-            publisher, entry = self.parts[name][0]
-            if place.shard.global_shape != entry.shard.global_shape or (
-                place.dtype or dtype_named(entry.dtype)
-            ) != dtype_named(entry.dtype):
+            publisher, part = self.parts[name][0]
+            if place.shard.global_shape != part.shard.global_shape or (
+                place.dtype or dtype_named(part.dtype)
+            ) != dtype_named(part.dtype):
                 dtype = "" if place.dtype is None else f" in {name_of(place.dtype)}"
                 raise Mismatch(
                     f"rota.WeightStore.pull: {reader} wants {place.shard}{dtype} as {name!r}, but "
-                    f"{self.publishers[publisher].who} has published {entry.shard} in "
-                    f"{entry.dtype}; nothing was written"
+                    f"{self.publishers[publisher].who} has published {part.shard} in "
+                    f"{part.dtype}; nothing was written"
                 )
 
 
@@ -298,9 +298,10 @@ class Reader:
         for copy in results.copies:
             publisher = source.publishers[copy.publisher]
             checksum = publications[copy.publisher].checksums[copy.bucket]
+            stored = publisher.slot(number)[copy.bucket]
             # What looks damaged may have been written meanwhile, just before that became visible.
-            if copy.run(number % 2, checksum) or (
-                not publisher.is_overwritten(number) and copy.run(number % 2, checksum)
+            if copy.run(stored, checksum) or (
+                not publisher.is_overwritten(number) and copy.run(stored, checksum)
             ):
                 continue
             if not publisher.is_overwritten(number):

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from rota import _C, timeouts
+from rota.shared.wire import Wire
 from rota.weights.directory import Directory
-from rota.weights.layout import WeightShard, Wire, name_of
+from rota.weights.layout import WeightShard, name_of
 from rota.weights.publisher import Publisher, telling_publishers
 from rota.weights.reader import Reader, places_of
 
@@ -192,13 +193,11 @@ class WeightStore:
             self._publisher.close()
 
 
-def _checked_wire(
-    rank: int | None, wire_dtype: torch.dtype | None, block_scaling: bool
-) -> Wire | None:
+def _checked_wire(rank: int | None, wire_dtype: torch.dtype | None, block_scaling: bool) -> Wire:
     if wire_dtype is None:
         if block_scaling:
             raise ValueError("rota.WeightStore: block_scaling needs a wire_dtype")
-        return None
+        return Wire()
     if rank is None:
         raise ValueError(
             "rota.WeightStore: wire_dtype is the publisher's, which readers follow; leave it out"

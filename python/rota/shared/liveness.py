@@ -1,4 +1,9 @@
-"""What a process tells others of itself, and whether those others run."""
+"""Whether processes run: what one shows to others, and how those others see its end.
+
+Kernels tell, so no timeout decides about a slow process. On one host a process exposes memory,
+which its kernel closes with it; processes of other hosts hold a connection to a socket of it. (The
+keeper of checkpoints, which imports nothing of rota, watches its ranks by pidfd.)
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,7 @@ import torch.distributed as dist
 
 from rota import _C
 from rota.errors import Timeout, TransportError
-from rota.memory import empty
+from rota.shared.memory import empty
 
 _BACKLOG = 1024  # connections of observers that nobody has accepted
 # A lost host is noticed after 2 + 3 * 1 s; a slow process is not, because its kernel answers.
@@ -28,8 +33,7 @@ _KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
 _CONNECT_S = 5.0
-# Of one handshake, which takes less than a millisecond. A process that does not answer is stopped,
-# or waits for a core, and lives.
+# Of one handshake, which takes less than a millisecond.
 _OPEN_TIMEOUT = timedelta(milliseconds=100)
 _OPEN_AGAIN_S = 1.0
 
@@ -122,40 +126,104 @@ class OwnProcess:
             observer.close()
 
 
-class Processes:
-    """Whether processes run. Their kernels tell, so no timeout decides about a slow one.
+class LocalWatch:
+    """Whether a process of this host runs.
 
-    Those on this host: within milliseconds. On other hosts as well, unless the host itself is lost:
-    it then leaves keepalive probes unanswered for some seconds.
+    Args:
+        address: of memory that it exposes.
+        who: it is, for errors.
+        timeout: of one handshake. A process that does not answer is stopped, or waits for a core,
+            and lives; it is asked again after a second.
     """
+
+    def __init__(self, address: str, who: str, timeout: timedelta = _OPEN_TIMEOUT) -> None:
+        self._address = address
+        self._who = who
+        self._timeout = timeout
+        self._opened: _C.OpenedTensor | None = None
+        self._open_again = 0.0
+
+    def is_alive(self) -> bool:
+        """Whether it runs and has not closed the memory. Costs two system calls once it is known.
+
+        Raises:
+            rota.TransportError: this process is short of descriptors.
+        """
+        if self._opened is None:
+            if self._open_again > time.monotonic():
+                return True
+            try:
+                self._opened = _C.OpenedTensor(self._address, self._who, self._timeout)
+            except Timeout:
+                self._open_again = time.monotonic() + _OPEN_AGAIN_S
+                return True
+            except TransportError as error:
+                if "ulimit" in str(error):  # the other may live
+                    raise
+                return False
+        return self._opened.is_open
+
+    def close(self) -> None:
+        self._opened = None
+
+
+class RemoteWatch:
+    """Whether a process of another host runs.
+
+    Seen within milliseconds, unless the host itself is lost: it then leaves keepalive probes
+    unanswered for some seconds.
+
+    Args:
+        endpoint: where it listens, as "ip:port".
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self._connection: socket.socket | None = None
+
+    def is_alive(self) -> bool:
+        """Raises OSError: this process is short of descriptors."""
+        if self._connection is None:
+            ip, port = self._endpoint.rsplit(":", 1)
+            try:
+                self._connection = socket.create_connection((ip, int(port)), timeout=_CONNECT_S)
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    raise
+                return False
+            self._connection.setblocking(False)
+            for level, option, value in _KEEPALIVE:
+                self._connection.setsockopt(level, option, value)
+        return _is_connected(self._connection)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+
+class Processes:
+    """Whether the processes of a job run."""
 
     def __init__(self, own: Handle) -> None:
         self._own = own
-        self._opened: dict[str, _C.OpenedTensor] = {}
-        self._open_again: dict[str, float] = {}  # when to ask those that have not answered
-        self._connections: dict[str, socket.socket] = {}  # to those of other hosts
+        self._watches: dict[str, LocalWatch | RemoteWatch] = {}
         self._gone: set[str] = set()
 
     def is_alive(self, handle: Handle) -> bool:
-        """Whether the process runs and has not left. Costs two system calls once it is known."""
+        """Whether the process runs and has not left."""
         if handle.name == self._own.name:
             return True
         if handle.name in self._gone:
             return False
-        if handle.host == self._own.host:
-            if self._open_again.get(handle.name, 0.0) > time.monotonic():
-                return True
-            try:
-                opened = self._opened.get(handle.name) or self._open(handle)
-            except Timeout:
-                self._open_again[handle.name] = time.monotonic() + _OPEN_AGAIN_S
-                return True
-            if opened is not None and opened.is_open:
-                return True
-        else:
-            connection = self._connections.get(handle.name) or self._connect(handle)
-            if connection is not None and _is_connected(connection):
-                return True
+        watch = self._watches.get(handle.name)
+        if watch is None:
+            is_here = handle.host == self._own.host
+            watch = (
+                LocalWatch(handle.address, handle.who) if is_here else RemoteWatch(handle.endpoint)
+            )
+            self._watches[handle.name] = watch
+        if watch.is_alive():
+            return True
         self._gone.add(handle.name)
         self._drop({handle.name})
         return False
@@ -170,9 +238,7 @@ class Processes:
 
     def keep_only(self, handles: Iterable[Handle]) -> None:
         """Drops the descriptors of other processes."""
-        names = {handle.name for handle in handles}
-        self._drop({*self._opened, *self._connections} - names)
-        self._open_again = {}
+        self._drop(self._watches.keys() - {handle.name for handle in handles})
 
     def take_gone(self, kept: Set[str]) -> set[str]:
         """The names of those that were found gone, once; not of `kept`, which stay."""
@@ -182,34 +248,7 @@ class Processes:
 
     def _drop(self, names: set[str]) -> None:
         for name in names:
-            self._opened.pop(name, None)
-            connection = self._connections.pop(name, None)
-            if connection is not None:
-                connection.close()
-
-    def _open(self, handle: Handle) -> _C.OpenedTensor | None:
-        try:
-            opened = _C.OpenedTensor(handle.address, handle.who, _OPEN_TIMEOUT)
-        except TransportError as error:
-            if "ulimit" in str(error):  # this process is short of descriptors; the other may live
-                raise
-            return None
-        self._opened[handle.name] = opened
-        return opened
-
-    def _connect(self, handle: Handle) -> socket.socket | None:
-        ip, port = handle.endpoint.rsplit(":", 1)
-        try:
-            connection = socket.create_connection((ip, int(port)), timeout=_CONNECT_S)
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                raise
-            return None
-        connection.setblocking(False)
-        for level, option, value in _KEEPALIVE:
-            connection.setsockopt(level, option, value)
-        self._connections[handle.name] = connection
-        return connection
+            self._watches.pop(name).close()
 
 
 def own_ip(store: dist.Store) -> str:

@@ -94,7 +94,3 @@ def _advise(memory: torch.Tensor, advice: int) -> None:
     begin, length = memory.data_ptr(), len(memory)
     for offset in range(0, length, _ADVISED_AT_ONCE):
         _libc.madvise(begin + offset, min(_ADVISED_AT_ONCE, length - offset), advice)
-
-
-def round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
