@@ -11,12 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import _DistributedBackendOptions
-
     from rota._C import ProcessGroupRota
+    from rota._torch import GroupOptions
 
 
-def _create(options: _DistributedBackendOptions, given: object) -> ProcessGroupRota:
+def _create(options: GroupOptions, given: object) -> ProcessGroupRota:
     from rota.backend import create
 
     return create(options, given)

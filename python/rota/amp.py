@@ -27,8 +27,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.amp.grad_scaler import OptState
 
+from rota import _torch
 from rota.gradients.fused import HookState
 from rota.sharding import local_of
 
@@ -93,7 +93,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def scale(self, outputs: Any) -> Any:
         """Multiplies outputs by the scale like torch's; call it right before the backward pass."""
-        if self._enabled:
+        if self.is_enabled():
             scale = self.get_scale()
             for state in self._states:
                 if self._has_results(state):
@@ -103,12 +103,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Calls optimizer.step(*args, **kwargs) if its gradients are finite, like torch's."""
-        if self._enabled:
-            if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+        if self.is_enabled():
+            if not _torch.is_unscaled(self, optimizer):
                 self.unscale_(optimizer)  # otherwise torch lets a fused optimizer unscale
             self._stepped.update(id(parameter) for parameter in _parameters_of(optimizer))
             if any(state.has_memory for state in self._states):
-                found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+                found = _torch.found_inf_of(self, optimizer)
                 self._tell(optimizer, was_used=not any(found.values()))
         return super().step(optimizer, *args, **kwargs)
 
@@ -116,15 +116,14 @@ class GradScaler(torch.amp.GradScaler):
         """Adapts the scale like torch's."""
         for optimizer in self._unscaled:
             self._tell(optimizer, was_used=False)  # the loop has left out its step
-        if self._enabled:
+        if self.is_enabled():
             for state in filter(self._has_reduced, self._states):
                 if state.model_group is not None:
                     # All ranks of a model adapt the scale alike, one without an optimizer, too.
                     found = torch.tensor(
                         float(state.results.found_inf), dtype=torch.float32, device="cpu"
                     )
-                    record = self._per_optimizer_states[id(state)]
-                    record["found_inf_per_device"] = {found.device: found}
+                    _torch.found_inf_of(self, state)[found.device] = found
         super().update(new_scale)
         self._start_iteration()
 
@@ -138,7 +137,7 @@ class GradScaler(torch.amp.GradScaler):
         self._used = {state: state.results.generation for state in self._states}
         self._stepped: set[int] = set()  # parameters, by identity
         self._unscaled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        if self._enabled:
+        if self.is_enabled():
             for state in self._states:
                 state.loss_scale = 1.0
 
@@ -175,9 +174,9 @@ class GradScaler(torch.amp.GradScaler):
                 "under DistributedDataParallel.no_sync()",
             )
             with torch.no_grad():
-                torch._foreach_mul_(gradients, scale)
+                _torch.multiply(gradients, scale)
 
-    def _unscale_grads_(
+    def _unscale(
         self,
         optimizer: torch.optim.Optimizer,
         inv_scale: torch.Tensor,
@@ -202,7 +201,7 @@ class GradScaler(torch.amp.GradScaler):
                 f"over them",
             )
             rest: Any = _Gradients(others)
-            found_by_device = super()._unscale_grads_(rest, inv_scale, found_inf, allow_fp16)
+            found_by_device = _torch.unscale(self, rest, inv_scale, found_inf, allow_fp16)
         if results:
             if not allow_fp16 and any(p.dtype == torch.float16 for p in results):
                 raise ValueError("Attempting to unscale FP16 gradients.")  # as torch's
@@ -218,7 +217,7 @@ class GradScaler(torch.amp.GradScaler):
             if cut:
                 rest = _Gradients(cut)
                 ones = torch.ones_like(inv_scale)
-                found_by_device |= super()._unscale_grads_(rest, ones, found_inf, allow_fp16)
+                found_by_device |= _torch.unscale(self, rest, ones, found_inf, allow_fp16)
         of_models = [state for state in self._states if self._has_part_of_model(state, optimizer)]
         if of_models:
             found = found_by_device.setdefault(found_inf.device, found_inf)
@@ -238,6 +237,9 @@ class GradScaler(torch.amp.GradScaler):
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(f"rota.amp.GradScaler: {text}", stacklevel=4)
+
+
+_torch.override_unscaling(GradScaler, GradScaler._unscale)
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _DistributedBackendOptions
 
-from rota import _C, timeouts
+from rota import _C, _torch, timeouts
 from rota.coalescing import watch_block
 from rota.communicator import DEFAULT_SLOT_BYTES
 from rota.engine import engine_chooser
 from rota.rendezvous.groups import StoreRanks, rota_backend
 from rota.rendezvous.joint import JointSteps
 from rota.window import make_window
+
+if TYPE_CHECKING:
+    from rota._torch import Backend, GroupOptions
 
 
 class BackendOptions(_C.BackendOptions):
@@ -66,7 +69,7 @@ def _spans_hosts(ranks: Sequence[int]) -> bool:
     return backend is not None and backend.spans_hosts(list(ranks))
 
 
-def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGroupRota:
+def create(options: GroupOptions, given: object) -> _C.ProcessGroupRota:
     """Makes a group's backend.
 
     Args:
@@ -86,7 +89,7 @@ def create(options: _DistributedBackendOptions, given: object) -> _C.ProcessGrou
 
 
 def _create(
-    options: _DistributedBackendOptions,
+    options: GroupOptions,
     given: object,
     steps: JointSteps,
     check_peers: Callable[[], None],
@@ -99,7 +102,7 @@ def _create(
             f"rota: pg_options is of type {type(given).__name__}, expected rota.BackendOptions"
         )
 
-    def make_nccl(collective: str, store: dist.Store, rank: int, world_size: int) -> dist._Backend:
+    def make_nccl(collective: str, store: dist.Store, rank: int, world_size: int) -> Backend:
         if not dist.is_nccl_available():
             raise RuntimeError(
                 f"rota: {collective} of CUDA tensors has no kernel in rota, and this torch has no "
@@ -111,7 +114,7 @@ def _create(
             stacklevel=2,
         )
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        _torch.set_timeout(options, timeout)
         return dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, world_size, options)
 
     # torch lists ranks for subgroups only. A subgroup of one host connects at its first use; the
@@ -120,7 +123,7 @@ def _create(
     ranks = options.global_ranks_in_group
     is_lazy = len(ranks) > 0 and not _spans_hosts(ranks)
     own = copy.deepcopy(given)  # the caller may use it for other groups
-    own._timeout = timeout
+    _torch.set_timeout(own, timeout)
     own.choose_engine = engine_chooser(getattr(given, "engine", None), timeout, steps.check_all)
     own.connects_at_first_use = is_lazy
     own.check_peers = check_peers

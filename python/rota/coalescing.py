@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from rota import _C
+from rota import _C, _torch
 
 
 def watch_block(leave: Callable[[], None]) -> None:
@@ -28,36 +27,28 @@ def watch_block(leave: Callable[[], None]) -> None:
         ValueError: the block is a batch_isend_irecv in which a message that is received shares
             memory with another one. None has started.
     """
-    frame = sys._getframe(1)  # of the manager, a generator, which contextlib enters
-    caller = frame.f_back
-    manager = getattr(caller.f_locals.get("self"), "gen", None) if caller is not None else None
-    if getattr(manager, "gi_code", None) is not frame.f_code:
+    block = _torch.coalescing_block(sys._getframe(1))
+    if block is None:
         return  # the group's methods were called without a manager
 
-    group = frame.f_locals.get("group")
-    blocks = getattr(dist.distributed_c10d._world, "pg_coalesce_state", {})
-    listed = blocks.get(group)
+    forget = block.forget  # not the block, whose manager must not live as long as this
 
     def end() -> None:
-        if listed is not None and blocks.get(group) is listed:
-            del blocks[group]
+        forget()
         leave()
 
     try:
-        _check_batch(caller)
+        _check_apart(block.messages)
     except ValueError:
         end()
         raise
-    weakref.finalize(manager, end).atexit = False
+    weakref.finalize(block.manager, end).atexit = False
 
 
-def _check_batch(enter: FrameType | None) -> None:
-    """Looks up the messages of batch_isend_irecv, whose block this is, before the first starts."""
-    batch = enter.f_back if enter is not None else None
-    if batch is None or batch.f_code is not dist.batch_isend_irecv.__code__:
-        return
+def _check_apart(messages: Sequence[dist.P2POp]) -> None:
+    """Raises ValueError if a message that is received shares memory with another one."""
     ways: dict[bool, list[torch.Tensor]] = {True: [], False: []}
-    for message in batch.f_locals.get("p2p_op_list", ()):
+    for message in messages:
         if message.tensor.layout == torch.strided:  # others are refused one by one
             ways[message.op is dist.isend].append(message.tensor)
     _C.check_messages_apart(sent=ways[True], received=ways[False])

@@ -5,16 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from rota import _torch
 from rota.errors import RotaError
 from rota.rendezvous.polling import poll
 
+if TYPE_CHECKING:
+    from rota._torch import Backend
+
 # Given the group's store; collective. Returns the backend, or None and why it cannot connect.
-ConnectEngine = Callable[[dist.Store], "tuple[dist._Backend | None, str]"]
+ConnectEngine = Callable[[dist.Store], "tuple[Backend | None, str]"]
 
 
 class Engine(NamedTuple):
@@ -23,7 +27,7 @@ class Engine(NamedTuple):
     name: str  # must be the same on every rank
     problem: str  # why this rank cannot use it, or empty
     connect: ConnectEngine
-    for_cuda: dist._Backend | None  # carries CUDA tensors; None: they go through the host's memory
+    for_cuda: Backend | None  # carries CUDA tensors; None: they go through the host's memory
 
 
 # Given rank and world_size.
@@ -46,7 +50,7 @@ def engine_chooser(
     """
 
     def choose(rank: int, world_size: int) -> Engine:
-        def connect_gloo(store: dist.Store) -> tuple[dist._Backend | None, str]:
+        def connect_gloo(store: dist.Store) -> tuple[Backend | None, str]:
             if check_peers is not None:
                 store = _WatchedStore(store, timeout, check_peers)
             return _connect_gloo(store, rank, world_size, timeout)
@@ -65,9 +69,9 @@ def engine_chooser(
     return choose
 
 
-def _backend(group: dist.ProcessGroup, device: str) -> dist._Backend | None:
+def _backend(group: dist.ProcessGroup, device: str) -> Backend | None:
     try:
-        return group._get_backend(torch.device(device))
+        return _torch.backend_of(group, torch.device(device))
     except RuntimeError:
         return None
 
@@ -83,7 +87,7 @@ def _problem_of(given: dist.ProcessGroup, rank: int, world_size: int) -> str:
             f"same order"
         )
     if _backend(given, "cpu") is None and _backend(given, "cuda") is None:
-        devices = ", ".join(str(device) for device in given._device_types)
+        devices = ", ".join(str(device) for device in _torch.devices_of(given))
         return (
             f"the engine is a group for {devices}, expected one for the CPU or CUDA; pass one such "
             f"as dist.new_group(backend='cpu:gloo,cuda:nccl')"
@@ -128,7 +132,7 @@ class _WatchedStore(dist.Store):
 
 def _connect_gloo(
     store: dist.Store, rank: int, world_size: int, timeout: timedelta
-) -> tuple[dist._Backend | None, str]:
+) -> tuple[Backend | None, str]:
     try:
         return dist.ProcessGroupGloo(store, rank, world_size, timeout=timeout), ""
     except RotaError:  # of check_peers

@@ -8,15 +8,14 @@ same in torch 2.11 to 2.15).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_api
 
-from rota import _C
+from rota import _C, _torch
 
 __all__ = ["AllGather", "ReduceScatter", "use"]
 
@@ -57,7 +56,7 @@ class _Buffers:
         return self._pool.empty(math.prod(lengths), dtype).view(lengths)
 
 
-class AllGather(_Buffers, _fsdp_api.AllGather):
+class AllGather(_Buffers, _torch.FsdpAllGather):
     """Gathers FSDP2's parameters; for `FSDPModule.set_custom_all_gather`.
 
     With a wire dtype each rank encodes its shard once, and all ranks, its owner included, compute
@@ -122,7 +121,7 @@ class AllGather(_Buffers, _fsdp_api.AllGather):
         return work if async_op else None
 
 
-class ReduceScatter(_Buffers, _fsdp_api.ReduceScatter):
+class ReduceScatter(_Buffers, _torch.FsdpReduceScatter):
     """Reduces and scatters FSDP2's gradients; for `FSDPModule.set_custom_reduce_scatter`.
 
     Contributions are rounded once to the wire dtype, summed in float32 in the order of the group's
@@ -216,7 +215,7 @@ def use(
             f"expected one that torch.distributed.fsdp.fully_shard was called on"
         )
     for module in modules:
-        for group, device in _groups_of(module):
+        for group, device in _torch.fsdp_groups(module):
             _backend_of("use", group, device)
     all_gather = AllGather(parameter_wire_dtype)
     reduce_scatter = ReduceScatter(wire_dtype)
@@ -242,25 +241,8 @@ def _check_not_wider(caller: object, tensor: torch.Tensor, wire_dtype: torch.dty
         )
 
 
-def _groups_of(module: FSDPModule) -> Iterator[tuple[dist.ProcessGroup, torch.device]]:
-    """The groups that FSDP will pass to a module's collectives; it has them from `fully_shard` on.
-
-    They have no public name: a parameter's mesh may also have tensor parallelism's dimension.
-    """
-    state = module._get_fsdp_state()
-    # A list in torch 2.13; one or None in 2.11.
-    of_params = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    for of_param in filter(None, of_params):
-        for mesh_info in (of_param.mesh_info, of_param.post_forward_mesh_info):
-            for name in ("shard_process_group", "reduce_scatter_process_group"):
-                group = getattr(mesh_info, name, None)
-                if group is not None:
-                    yield group, of_param.device
-
-
 def _backend_of(caller: str, group: dist.ProcessGroup, device: torch.device) -> _C.ProcessGroupRota:
-    backend = group._get_backend(device)
-    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+    backend = _torch.unwrapped(_torch.backend_of(group, device))
     if not isinstance(backend, _C.ProcessGroupRota):
         raise ValueError(
             f"rota.fsdp.{caller}: group {group.group_name!r} is on the backend {backend.name()!r} "

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rota import _torch
 from rota.communicator import Communicator, communicator_named
 
 __all__ = ["all_gather", "all_reduce", "all_reduce_", "barrier", "broadcast", "broadcast_"]
@@ -159,10 +160,8 @@ def _rank_of(communicator: str) -> int:
     return communicator_named(communicator).rank
 
 
-# Names are never reused, so the rank is a constant of the graph. This is all that
-# torch.compiler.assume_constant_result does after an import of torch._dynamo, which takes as long
-# as that of torch.
-_rank_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# Names are never reused, so the rank is a constant of the graph.
+_torch.assume_constant(_rank_of)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from rota import options
+from rota import _torch, options
 from rota._C import schedule
 from rota.gradients.fused import HookState
 from rota.gradients.reduction import reduce_gradients
@@ -353,7 +352,7 @@ def _sum(into: Gradient, other: Gradient) -> tuple[Gradient, Gradient]:
 
 def _warn_about(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.training:
+        if _torch.is_batch_norm(module) and module.training:
             warnings.warn(
                 f"rota.LogicalShards: {name or 'the model'} is a {type(module).__name__}, whose "
                 f"running statistics depend on which shards a rank has; use GroupNorm or "

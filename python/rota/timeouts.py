@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from rota import _torch
+
 # The clocks of waits count nanoseconds in 64 bits, which end after 292 years.
 LONGEST = timedelta(days=36500)
 
@@ -45,10 +47,8 @@ def of_group(pg: HasStore) -> timedelta:
     A group that new_group() makes shares the store of the default group, and so its timeout.
     """
     if isinstance(pg, dist.ProcessGroup):
-        for device in pg._device_types:
-            backend = pg._get_backend(device)
-            backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-            timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-            if isinstance(timeout, timedelta):  # torch's `fake` backend has none
+        for device in _torch.devices_of(pg):
+            timeout = _torch.timeout_of(_torch.unwrapped(_torch.backend_of(pg, device)))
+            if timeout is not None:
                 return usable(timeout)
     return of_store(pg.get_group_store())

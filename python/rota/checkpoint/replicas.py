@@ -51,10 +51,8 @@ class Exchange:
         timeout: of each message.
     """
 
-    def __init__(
-        self, engine: dist._Backend, who: Callable[[int], str], timeout: timedelta
-    ) -> None:
-        self._engine: Any = engine  # torch's stubs lack send and recv
+    def __init__(self, engine: Any, who: Callable[[int], str], timeout: timedelta) -> None:
+        self._engine = engine  # a backend of c10d; torch's stubs lack send and recv
         self._who = who
         self._timeout = timeout
 

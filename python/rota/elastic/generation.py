@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from rota import _torch
 from rota.communicator import Communicator, living_communicators
 from rota.elastic.forming import Forming
 from rota.errors import PeerFailed, RotaError
@@ -162,14 +163,13 @@ def end_groups(reason: str) -> None:
     for communicator in living_communicators():
         with contextlib.suppress(RotaError):
             communicator.abort(reason)
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in _torch.all_groups():
         _abort(group, reason)
     for window in living_windows():
         window.close()
     if dist.is_initialized():
         dist.destroy_process_group()
-    # Torch counts groups that it could not make, too.
-    dist.distributed_c10d._world.group_count = 0
+    _torch.restart_group_names()
     end_generation()
 
 
@@ -182,7 +182,7 @@ def check_results() -> None:
     for communicator in living_communicators():
         if is_of_this_generation(communicator.name):
             communicator.check_results()
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in _torch.all_groups():
         if (backend := rota_backend(group)) is not None:
             backend.check_results()
 

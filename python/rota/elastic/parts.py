@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch.utils import _pytree
 
 from rota.shared.apart import pickle_without, take_apart, unpickle_with
 
@@ -76,7 +75,7 @@ class Storages:
 
     def add(self, tensor: torch.Tensor) -> KeptTensor:
         storage = tensor.untyped_storage()
-        number = self._numbers.setdefault(storage._cdata, len(self.tensors))
+        number = self._numbers.setdefault(_torch.storage_id(storage), len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(tensor)
         return KeptTensor(
@@ -242,14 +241,14 @@ class ModulePart(Part):
         own, modules = self.target.state_dict(), dict(self.target.named_modules())
         for name, value in rest.items():
             path, _, key = name.rpartition(".")
-            is_buffer = path in modules and key in modules[path]._buffers
+            is_buffer = path in modules and key in _torch.buffers_of(modules[path])
             if is_buffer and (name not in own or own[name].shape != value.shape):
-                modules[path]._buffers[key] = torch.empty_like(value)
+                _torch.buffers_of(modules[path])[key] = torch.empty_like(value)
 
     def volatile(self) -> Any:
         modules = list(self.target.modules())
         without_extra = torch.nn.Module.get_extra_state
-        self._buffers = {m: dict(m._buffers) for m in modules if m._buffers}
+        self._buffers = {m: dict(_torch.buffers_of(m)) for m in modules if _torch.buffers_of(m)}
         self._with_extra = [m for m in modules if type(m).get_extra_state is not without_extra]
         return (
             [list(buffers.values()) for buffers in self._buffers.values()],
@@ -260,13 +259,15 @@ class ModulePart(Part):
     def restore(self, volatile: Any) -> None:
         values_by_module, extra = volatile
         for module in self.target.modules():
-            for key in dict(module._buffers).keys() - self._buffers.get(module, {}).keys():
-                del module._buffers[key]
+            for key in (
+                dict(_torch.buffers_of(module)).keys() - self._buffers.get(module, {}).keys()
+            ):
+                del _torch.buffers_of(module)[key]
         for (module, buffers), values in zip(self._buffers.items(), values_by_module, strict=True):
             for (key, buffer), value in zip(buffers.items(), values, strict=True):
                 # The tensor that it was, since others may refer to it.
                 is_restored = buffer is not None and _write(buffer, value)
-                module._buffers[key] = buffer if is_restored else value
+                _torch.buffers_of(module)[key] = buffer if is_restored else value
         for module, state in zip(self._with_extra, extra, strict=True):
             module.set_extra_state(state)
 
@@ -283,7 +284,7 @@ class OptimizerPart(Part):
         return f"{type(self.target).__name__} of {groups} parameters"
 
     def save(self, kept: Storages) -> Any:
-        return _pytree.tree_map(
+        return _torch.tree_map(
             lambda leaf: kept.add(leaf) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf,
             self.target.state_dict(),
         )
@@ -294,7 +295,7 @@ class OptimizerPart(Part):
                 return leaf.on(storage_on(leaf.storage, leaf.num_bytes))
             return leaf
 
-        self.target.load_state_dict(_pytree.tree_map(found, state))
+        self.target.load_state_dict(_torch.tree_map(found, state))
 
     def volatile(self) -> Any:
         # Learning rates; step(), which changes the rest, is the last thing in a step.
@@ -313,7 +314,7 @@ class OptimizerPart(Part):
     def num_changes(self) -> int:
         # What was made in inference mode counts no changes.
         return sum(
-            parameter._version
+            _torch.version_of(parameter)
             for group in self.target.param_groups
             for parameter in group["params"]
             if not parameter.is_inference()
@@ -328,7 +329,7 @@ class GradScalerPart(Part):
 
     def regroup(self) -> None:
         # What unscale_() has done in a step that was dropped.
-        self.target._per_optimizer_states.clear()
+        _torch.forget_iteration(self.target)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rota import options
+from rota import _torch, options
 from rota.gradients.fused import HookState, live_states
 from rota.sharding import local_of
 
@@ -164,21 +164,15 @@ def _warn(with_gradient: dict[int, torch.Tensor]) -> None:
 # ---- torch's scaler
 
 
-_unscale_grads = torch.amp.GradScaler._unscale_grads_
-
-
-@functools.wraps(_unscale_grads)
-def _unscale_and_tell(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Also counts as a change of the gradients; torch's operator leaves their versions alone."""
-    found_inf = _unscale_grads(scaler, optimizer, *args, **kwargs)
+def _note_change(optimizer: torch.optim.Optimizer) -> None:
+    """Counts unscaling as a change of the gradients; torch's operator leaves their versions."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if any(state.results.is_current(parameter) for state in live_states):
                 torch.autograd.graph.increment_version(parameter.grad)
-    return found_inf
 
 
-torch.amp.GradScaler._unscale_grads_ = _unscale_and_tell  # type: ignore[assignment,method-assign]
+_torch.after_unscaling(_note_change)
 
 
 # ---- a fused optimizer multiplies the gradients while it reads them
@@ -189,7 +183,7 @@ def _can_fold(optimizer: torch.optim.Optimizer, with_gradient: dict[int, torch.T
     groups = optimizer.param_groups
     stepped = {id(p) for group in groups for p in group["params"] if p.grad is not None}
     return (
-        getattr(optimizer, "_step_supports_amp_scaling", False)
+        _torch.takes_grad_scale(optimizer)
         and all(group.get("fused") for group in groups)
         and stepped == with_gradient.keys()
     )
@@ -238,5 +232,5 @@ def _multiply_folded(with_gradient: dict[int, torch.Tensor]) -> None:
             if p.grad is not None
         }
         if gradients.keys() & with_gradient.keys():
-            torch._foreach_mul_([local_of(g) for g in gradients.values()], fold.factor)
+            _torch.multiply([local_of(g) for g in gradients.values()], fold.factor)
             _unfold(weakref.ref(optimizer))

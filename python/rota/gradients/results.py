@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 
+from rota import _torch
 from rota.gradients.model_group import ModelGroup
 
 
@@ -43,7 +44,7 @@ class _Mark(NamedTuple):
         return (
             gradient is not None
             and gradient is self.gradient()
-            and gradient._version == self.version
+            and _torch.version_of(gradient) == self.version
         )
 
 
@@ -204,7 +205,7 @@ class Results:
             self.seen.add(id(parameter))
             gradient = parameter.grad if may_have_unused and parameter is not None else None
             if gradient is not None and gradient.untyped_storage().data_ptr() != memory:
-                versions[i] = gradient._version
+                versions[i] = _torch.version_of(gradient)
         self._buckets.append(_Bucket(parameters, versions))
         self._stats.append(stats)
         self._check_results = check_results
@@ -216,7 +217,7 @@ class Results:
             sends_without_gradient: a parameter without a gradient may add to the stats.
             at_end: called when the backward pass is over, which raises what it raises.
         """
-        task, tasks = torch._C._current_graph_task_id(), self._tasks
+        task, tasks = _torch.graph_task(), self._tasks
         if task == -1:
             self.end(sends_without_gradient)  # the hook was called by hand, on a saved bucket
             at_end()
@@ -229,13 +230,12 @@ class Results:
             if tasks is self._tasks:
                 if not self.is_complete:
                     self.end(sends_without_gradient)
-                if torch._C._current_autograd_node() is None:  # not inside another graph task
+                if not _torch.is_inside_node():  # of another graph task
                     self.close()
                     at_end()
 
         tasks[task] = weakref.ref(end)  # nothing but the graph task holds it
-        queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-        queue_callback(lambda: queue_callback(end))
+        _torch.after_backward(lambda: _torch.after_backward(end))
 
     def end(self, sends_without_gradient: bool) -> None:
         """Completes the results; call it when the reduced gradients have been written."""
@@ -252,7 +252,7 @@ class Results:
                 if gradient is None:
                     unwritten.add(id(parameter))
                     self._dropped |= sends_without_gradient
-                elif bucket.versions.get(i) == gradient._version:
+                elif bucket.versions.get(i) == _torch.version_of(gradient):
                     unwritten.add(id(parameter))
                     self._dropped = True
                 else:
@@ -281,7 +281,7 @@ class Results:
 
     def _mark(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         refs = weakref.ref(parameter), weakref.ref(gradient)
-        self._marks[id(parameter)] = _Mark(*refs, gradient._version)
+        self._marks[id(parameter)] = _Mark(*refs, _torch.version_of(gradient))
 
     # ---- read by the state, the scaler and clipping, between backward passes
 

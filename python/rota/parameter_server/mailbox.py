@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from rota import _C
+from rota import _C, _torch
 from rota.parameter_server.setup import PushLayout
 from rota.shared.double_buffer import NUM_SLOTS, expose_slots
 
@@ -68,14 +68,14 @@ class Mailbox:
         views = self._views[index]
         given = [(v, value) for v, value in zip(views, values, strict=True) if value is not None]
         if given:
-            torch._foreach_copy_([view for view, _ in given], [value for _, value in given])
+            _torch.copy_each([view for view, _ in given], [value for _, value in given])
         for view, value in zip(views, values, strict=True):
             if value is None:
                 view.zero_()
         for server in range(len(self._staged)):
             self._encode(server, slot["values", server])
         if self._base_views:
-            torch._foreach_copy_(self._base_views[index], list(bases))
+            _torch.copy_each(self._base_views[index], list(bases))
         pulled = slot["versions", 0]
         pulled.copy_(torch.tensor(versions, dtype=pulled.dtype, device="cpu"))
         self.clock += 1

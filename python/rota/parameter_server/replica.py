@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rota import _C
+from rota import _C, _torch
 from rota.parameter_server.setup import MakeOptimizer, Share
 from rota.parameter_server.shard import ShardState, probe
 from rota.shared.aligned import AlignedLayout, Views
@@ -90,7 +90,7 @@ class Replica(DoubleBuffer[Views[str | int]]):
             )
         slot = self.begin(version)
         if tensors:
-            torch._foreach_copy_([slot[number] for number in range(len(tensors))], tensors)
+            _torch.copy_each([slot[number] for number in range(len(tensors))], tensors)
         slot["length"].fill_(len(rest))
         write_bytes(slot["rest"], rest)
         self.finish(version)

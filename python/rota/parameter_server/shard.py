@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from rota import _C
+from rota import _C, _torch
 from rota.errors import TransportError
 from rota.parameter_server.mailbox import OpenedMailbox
 from rota.parameter_server.saving import Save, by_number, numbers_by_group
@@ -384,7 +384,7 @@ class PublishedShard(OpenedDoubleBuffer[torch.Tensor]):
         while True:
             version = self.num_done
             if targets:
-                torch._foreach_copy_(targets, self._parameters[version % NUM_SLOTS])
+                _torch.copy_each(targets, self._parameters[version % NUM_SLOTS])
             order_loads()
             if not self.is_overwritten(version):
                 break

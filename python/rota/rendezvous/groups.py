@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from rota import _C
+from rota import _C, _torch
 
 
 def member_group(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
@@ -162,7 +162,7 @@ def rota_backend(group: dist.ProcessGroup | None) -> _C.ProcessGroupRota | None:
     """The group's backend for the CPU, if it is rota's."""
     if group is not None:
         with contextlib.suppress(RuntimeError):  # it has none for the CPU
-            backend = group._get_backend(torch.device("cpu"))
+            backend = _torch.backend_of(group, torch.device("cpu"))
             if isinstance(backend, _C.ProcessGroupRota):
                 return backend
     return None

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from rota import _torch
 from rota.errors import Mismatch
 from rota.sharding import as_dtensor, holders_of
 from rota.shared.aligned import AlignedLayout
@@ -95,21 +96,16 @@ def shard_of(name: str, tensor: torch.Tensor, shards: Mapping[str, WeightShard])
                 f"{shard}; pass a tensor of the shard's shape, {shard.shape}"
             )
         return shard
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     if any(placement.is_partial() for placement in dtensor.placements):
         raise ValueError(
             f"rota.WeightStore: {name!r} is placed {dtensor.placements}, and its parts are still "
             f"to be summed; redistribute it first"
         )
     check_strides(name, dtensor.placements, tuple(dtensor.device_mesh.shape), dtensor.shape)
-    with torch.device("cpu"):  # torch counts with tensors on the default device
-        shape, offset = compute_local_shape_and_global_offset(
-            dtensor.shape, dtensor.device_mesh, dtensor.placements
-        )
+    shape, offset = _torch.local_shape_and_offset(dtensor)
     if 0 in shape:  # torch then places it behind the end, where it may have any offset
         offset = (0,) * len(shape)
-    return WeightShard(tuple(dtensor.shape), tuple(offset), tuple(shape))
+    return WeightShard(tuple(dtensor.shape), offset, shape)
 
 
 def check_strides(
