@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 def _create(options: GroupOptions, given: object) -> ProcessGroupRota:
     from rota.backend import create
 
-    return create(options, given)
+    if not getattr(options, "enable_reconfigure", False):  # from torch 2.15 on
+        return create(options, given, None)
+    from rota.elastic.group_members import GroupMembers
+
+    return create(options, given, GroupMembers)
 
 
 def register() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from rota.window import make_window
 
 if TYPE_CHECKING:
     from rota._torch import Backend, GroupOptions
+
+    MakeMembers = Callable[[dist.Store, timedelta], Any]
 
 
 class BackendOptions(_C.BackendOptions):
@@ -69,12 +72,15 @@ def _spans_hosts(ranks: Sequence[int]) -> bool:
     return backend is not None and backend.spans_hosts(list(ranks))
 
 
-def create(options: GroupOptions, given: object) -> _C.ProcessGroupRota:
+def create(
+    options: GroupOptions, given: object, make_members: MakeMembers | None
+) -> _C.ProcessGroupRota:
     """Makes a group's backend.
 
     Args:
         options: the group's, from torch.
         given: what the user passed as pg_options.
+        make_members: of a group whose members may change.
 
     Raises:
         TypeError, ValueError: `given` is of another backend, or has an unusable value; the other
@@ -85,12 +91,13 @@ def create(options: GroupOptions, given: object) -> _C.ProcessGroupRota:
     )
     steps = JointSteps.over(ranks, "BackendOptions")
     with steps.publishing() as check_peers:
-        return _create(options, given, steps, check_peers)
+        return _create(options, given, make_members, steps, check_peers)
 
 
 def _create(
     options: GroupOptions,
     given: object,
+    make_members: MakeMembers | None,
     steps: JointSteps,
     check_peers: Callable[[], None],
 ) -> _C.ProcessGroupRota:
@@ -130,9 +137,7 @@ def _create(
     own.why_ended = steps.why_ended
     own.watch_block = watch_block
     arguments = (options.store, options.group_rank, options.group_size, own, make_nccl, make_window)
-    if not getattr(options, "enable_reconfigure", False):  # from torch 2.15 on
+    if make_members is None:
         return _C.ProcessGroupRota(*arguments)
-    from rota.elastic.group_members import GroupMembers
-
-    members = GroupMembers(options.store, timeout)
+    members = make_members(options.store, timeout)
     return _C.ProcessGroupRota(*arguments, members.handle, members.reconfigure)

@@ -1,24 +1,22 @@
-"""Memory of each rank that the others read and write without its help."""
+"""Memory of each rank that the others read and write without its help, on the CPU and on GPUs."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import weakref
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from rota import _C, timeouts
-from rota.engine import engine_chooser
-from rota.errors import Mismatch, TransportError
-from rota.rendezvous.alike import sides
-from rota.rendezvous.groups import Ranks, StoreRanks, member_group, next_number
+from rota.errors import RotaError, TransportError
+from rota.rendezvous.groups import StoreRanks, member_group
 from rota.rendezvous.joint import JointSteps
 from rota.shared.memory import empty
+from rota.window_setup import check_made_alike, open_window
 
 
 class Window(_C.Window):
@@ -72,8 +70,6 @@ class Window(_C.Window):
 
     def __new__(cls, *args: Any, device: torch.device | str = "cpu", **kwargs: Any) -> Window:
         if cls is Window and _is_cuda(device):
-            from rota.device_window import DeviceWindow
-
             cls = DeviceWindow
         return super().__new__(cls)
 
@@ -95,82 +91,8 @@ class Window(_C.Window):
                 raise ValueError(f"rota.Window: device is {device!r}, expected cpu or cuda")
             return _own_tensor(tensor_or_shape, dtype)
 
-        own, _ = self._open(pg, make_tensor, num_channels, timeout, engine)
+        own, _ = open_window(self, pg, make_tensor, num_channels, timeout, engine)
         self._tensor = own.tensor
-
-    def _open(
-        self,
-        pg: Ranks,
-        make_tensor: Callable[[], torch.Tensor],
-        num_channels: int,
-        timeout: timedelta | None,
-        engine: dist.ProcessGroup | None,
-        *,
-        torch_holds_it: bool = False,
-    ) -> tuple[_C.ExposedTensor, list[_C.OpenedTensor | None]]:
-        """Makes the window; returns this rank's part and those of the others on this host."""
-        steps = JointSteps.over(pg, "Window")
-        rank, world_size = steps.rank, steps.world_size
-        services = _Services(pg, engine)
-        own: list[_C.ExposedTensor] = []
-
-        def expose() -> dict[str, Any]:
-            steps.take_timeout(timeout)
-            if not isinstance(num_channels, int) or not 1 <= num_channels <= MAX_CHANNELS:
-                raise ValueError(
-                    f"rota.Window: num_channels is {num_channels!r}, expected 1 to {MAX_CHANNELS}"
-                )
-            tensor = make_tensor()
-            own.append(
-                _C.ExposedTensor(
-                    tensor,
-                    world_size * num_channels,
-                    others_may_write=True,
-                    torch_holds_it=torch_holds_it,
-                )
-            )
-            return {
-                "made": f"{tuple(tensor.shape)} of {tensor.dtype}, {num_channels} channels",
-                "host": _C.host_id(),
-                "address": own[0].address,
-                "engine": "no engine" if engine is None else "one of its own",
-                "service": services.usable_number(),
-            }
-
-        cards = steps.step(expose)
-        check_made_alike(cards)
-        if difference := sides([card["engine"] for card in cards], "has"):
-            raise Mismatch(
-                f"rota.Window: ranks disagree: {difference}; give every rank an engine or none"
-            )
-        own_timeout = steps.timeout
-        window_number = services.next_window_number()
-        others: list[_C.OpenedTensor | None] = [None] * world_size
-        service: list[_C.WindowService | None] = []
-
-        def open_others() -> None:
-            for peer in range(world_size):
-                if peer != rank and cards[peer]["host"] == cards[rank]["host"]:
-                    address = cards[peer]["address"]
-                    others[peer] = _C.OpenedTensor(address, f"rank {peer}", own_timeout)
-            service.append(services.connected(steps, cards, own_timeout, window_number))
-
-        def serve() -> None:
-            super(Window, self).__init__(
-                own[0], rank, others, num_channels, own_timeout, service[0], window_number
-            )
-
-        try:
-            steps.step(open_others)
-        except TransportError:
-            steps.check_all()  # that a rank is lost is the cause to report
-            raise
-        if service[0] is None:
-            serve()
-        else:
-            steps.step(serve)  # nobody asks a rank that does not serve yet
-        _living.add(self)
-        return own[0], others
 
     # A number would count as seconds.
     def wait_signal(self, rank: int, channel: int = 0, timeout: timedelta | None = None) -> None:
@@ -191,22 +113,140 @@ class Window(_C.Window):
         return self._tensor
 
 
+class DeviceWindow(Window):
+    """See rota.Window, which makes one for device="cuda".
+
+    Copies run on the current stream of the window's device. signal() waits for that stream, so that
+    whoever has waited for the signal sees what was written there before; all else is left to the
+    caller's order of streams. Closed and dead ranks are noticed before a copy is queued, not while
+    it runs.
+    """
+
+    def __init__(
+        self,
+        tensor_or_shape: torch.Tensor | Sequence[int] | int,
+        group: dist.ProcessGroup | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cuda",
+        num_channels: int = 1,
+        timeout: timedelta | None = None,
+        engine: dist.ProcessGroup | None = None,
+    ) -> None:
+        pg = member_group(group, "Window")
+        dtype = dtype if dtype is not None else torch.get_default_dtype()
+        # Its words are this window's; it has no elements.
+        own, others = open_window(
+            self, pg, lambda: empty(0, dtype=dtype), num_channels, timeout, engine
+        )
+        steps = JointSteps.over(pg, "Window on GPUs")
+        shape: list[int] = []
+        where = torch.device(device)
+
+        def describe() -> dict[str, str]:
+            nonlocal where
+            steps.take_timeout(timeout)
+            if isinstance(tensor_or_shape, torch.Tensor):
+                raise ValueError(
+                    "rota.Window: a tensor on a GPU cannot move to memory that others map; pass "
+                    "its shape, and copy it to the window's tensor"
+                )
+            if not hasattr(_C, "map_device_windows"):
+                raise TransportError("rota.Window: this build of rota is for the CPU")
+            if None in others[: self.rank] + others[self.rank + 1 :]:
+                raise TransportError(
+                    "rota.Window: ranks are on several hosts; windows on GPUs need one"
+                )
+            sizes = [tensor_or_shape] if isinstance(tensor_or_shape, int) else tensor_or_shape
+            shape.extend(sizes)
+            if where.index is None:
+                where = torch.device("cuda", torch.cuda.current_device())
+            return {"made": f"{tuple(shape)} of {dtype} on GPUs"}
+
+        check_made_alike(steps.step(describe))
+        num_bytes = math.prod(shape) * dtype.itemsize
+        with steps.telling():
+            memory = _C.map_device_windows(
+                own,
+                others,
+                self.rank,
+                dist.PrefixStore("memory", steps.store),
+                where,
+                max(1, num_bytes),
+                lambda text: [bytes.fromhex(each) for each in steps.step(lambda: text.hex())],
+            )
+        self._device = where
+        # By rank; empty once closed.
+        self._parts = [part[:num_bytes].view(dtype).view(shape) for part in memory]
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """This rank's part."""
+        return self._part(self.rank)
+
+    def put(self, tensor: torch.Tensor, rank: int, offset: int = 0) -> None:
+        self._check(rank, for_writing=True)
+        self._range("put", tensor, rank, offset).copy_(tensor.reshape(-1))
+
+    def get(self, tensor: torch.Tensor, rank: int, offset: int = 0) -> None:
+        self._check(rank, for_writing=False)
+        source = self._range("get", tensor, rank, offset)
+        tensor.copy_(source.view(tensor.shape))
+
+    def accumulate(self, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError(
+            "rota.Window.accumulate: windows on GPUs have no sums; use put, or reduce_scatter"
+        )
+
+    def view(self, rank: int) -> torch.Tensor:
+        self._check(rank, for_writing=False)
+        return self._part(rank).view(self._part(rank).shape)
+
+    def signal(self, rank: int, channel: int = 0) -> None:
+        torch.cuda.current_stream(self._device).synchronize()
+        super().signal(rank, channel)
+
+    def close(self) -> None:
+        super().close()
+        self._parts = []
+
+    def _part(self, rank: int) -> torch.Tensor:
+        if not self._parts:
+            raise RotaError("rota.Window: this window is closed; make a new one")
+        return self._parts[rank]
+
+    def _check(self, rank: int, *, for_writing: bool) -> None:
+        """Raises what an access to a rank's window on the CPU raises."""
+        nothing = torch.empty(0, dtype=self._part(self.rank).dtype, device="cpu")
+        if for_writing:
+            super().put(nothing, rank)
+        else:
+            super().get(nothing, rank)
+
+    def _range(self, call: str, tensor: torch.Tensor, rank: int, offset: int) -> torch.Tensor:
+        """The elements of a rank's window from `offset` on, as many as the tensor has."""
+        part = self._part(rank).view(-1)
+        if tensor.dtype != part.dtype:
+            raise TypeError(
+                f"rota.Window.{call}: the tensor's dtype is {tensor.dtype}, expected the "
+                f"window's, {part.dtype}"
+            )
+        end = offset + tensor.numel()
+        if offset < 0 or end > len(part):
+            raise ValueError(
+                f"rota.Window.{call}: rank {self.rank}/{self.world_size}: elements {offset} to "
+                f"{end} of rank {rank}'s window, which has {len(part)}"
+            )
+        return part[offset:end]
+
+
 def make_window(tensor: torch.Tensor, store: dist.Store, rank: int, world_size: int) -> Window:
     """A window for ranks without a process group: a backend's, which torch 2.15 asks for one."""
     window = Window.__new__(Window)
     ranks = StoreRanks(store, rank, world_size)
-    own, _ = window._open(ranks, lambda: tensor, 1, None, None, torch_holds_it=True)
+    own, _ = open_window(window, ranks, lambda: tensor, 1, None, None, torch_holds_it=True)
     window._tensor = own.tensor
     return window
-
-
-MAX_CHANNELS = 1024
-
-_living: weakref.WeakSet[Window] = weakref.WeakSet()
-
-
-def living_windows() -> list[Window]:
-    return list(_living)
 
 
 def _is_cuda(device: torch.device | str) -> bool:
@@ -227,60 +267,3 @@ def _own_tensor(
             f"dtype out"
         )
     return tensor_or_shape
-
-
-def check_made_alike(cards: list[dict[str, str]]) -> None:
-    """Raises Mismatch if ranks have made different windows, as their cards say under "made"."""
-    if difference := sides([card["made"] for card in cards], "made"):
-        raise Mismatch(
-            f"rota.Window: ranks disagree: {difference}; give every rank the same shape, dtype and "
-            f"num_channels"
-        )
-
-
-class _Services:
-    """What serves ranks of other hosts: one for all windows over a group, or over an engine."""
-
-    def __init__(self, pg: Ranks, engine: dist.ProcessGroup | None) -> None:
-        self._engine = engine
-        self._key = engine if isinstance(engine, dist.ProcessGroup) else pg
-
-    def next_window_number(self) -> int:
-        """Of the window among those of one service, and of a service that this window has to make.
-
-        All ranks count alike: call it once they have agreed on whose service it is.
-        """
-        return next_number(self._key, "remote window")
-
-    def usable_number(self) -> int:
-        """The number of the service that this rank has; -1 if it needs a new one."""
-        number, service = _services.get(self._key, (-1, None))
-        return number if service is not None and service.is_usable else -1
-
-    def connected(
-        self, steps: JointSteps, cards: list[dict[str, Any]], timeout: timedelta, number: int
-    ) -> _C.WindowService | None:
-        """The service that all ranks have, or a new one; None if all ranks are on one host."""
-        hosts = [card["host"] for card in cards]
-        if len(set(hosts)) == 1:
-            return None
-        numbers = {card["service"] for card in cards}
-        if len(numbers) == 1 and numbers != {-1}:
-            return _services[self._key][1]
-        choose = engine_chooser(self._engine, timeout, steps.check_all)
-        _, problem, connect, _ = choose(steps.rank, steps.world_size)
-        if problem:
-            raise ValueError(f"rota.Window: {problem}")
-        backend, problem = connect(dist.PrefixStore("engine", steps.store))
-        if backend is None:
-            raise TransportError(f"rota.Window: {problem}")
-        service = _C.WindowService(backend, hosts, steps.rank, number)
-        _services[self._key] = number, service
-        return service
-
-
-# Each lives as long as its group or engine.
-_services: weakref.WeakKeyDictionary[Ranks, tuple[int, _C.WindowService]] = (
-    weakref.WeakKeyDictionary()
-)
-atexit.register(_services.clear)

@@ -20,7 +20,7 @@ from rota.rendezvous.groups import (
     rota_backend,
 )
 from rota.shared.liveness import Handle, Processes
-from rota.window import living_windows
+from rota.window_setup import living_windows
 
 
 class Generation:
