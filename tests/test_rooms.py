@@ -17,8 +17,8 @@ PYTHON = Path(__file__).parent.parent / "python"
 # others read, what sits on the extension, the way of gradients, guests, and the door.
 ROOMS = [
     {"_C", "_torch", "errors"},
-    {"layout", "memory", "options", "sharding", "timeouts"},
-    {"groups", "joint", "rendezvous", "shared"},
+    {"layout", "options", "sharding", "timeouts"},
+    {"rendezvous", "shared"},
     {"backend", "coalescing", "communicator", "engine", "ops", "window", "window_setup"},
     {"amp", "gradients", "optim"},
     {"checkpoint", "elastic", "fsdp", "gpu", "local_sgd", "parameter_server", "shards", "weights"},
@@ -89,7 +89,7 @@ def test_imports_of_package_point_down() -> None:
     ("module", "imported", "expected"),
     [
         ("rota.backend", "rota.elastic.membership", "backend must not know elastic"),
-        ("rota.joint", "rota.communicator", "joint must not know communicator"),
+        ("rota.rendezvous.joint", "rota.communicator", "rendezvous must not know communicator"),
         ("rota.gradients.hooks", "rota.shards", "gradients must not know shards"),
         ("rota.window_setup", "rota.window", "a circle"),
         ("rota.checkpoint.link", "rota.elastic.state", "a circle"),
@@ -104,7 +104,7 @@ def test_wrong_import_is_found(module: str, imported: str, expected: str) -> Non
 
 
 def test_imports_in_functions_are_seen() -> None:
-    modules = ["rota", "rota.errors", "rota.window", "rota.joint"]
-    source = "def f():\n    from rota import window\nif TYPE_CHECKING:\n    import rota.joint"
+    modules = ["rota", "rota.errors", "rota.window", "rota.timeouts"]
+    source = "def f():\n    from rota import window\nif TYPE_CHECKING:\n    import rota.timeouts"
     assert imports_of(source, modules) == {"rota.window"}
     assert imports_of("from rota.errors import Mismatch", modules) == {"rota.errors"}

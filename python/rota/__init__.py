@@ -12,9 +12,9 @@ from rota.backend import BackendOptions
 from rota.communicator import Communicator
 from rota.errors import Mismatch, PeerFailed, RotaError, Timeout, TransportError
 from rota.gradients.clipping import clip_grad_norm_
-from rota.gradients.fused import HookState, fused_hook
-from rota.gradients.hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
+from rota.gradients.hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook, fused_hook
 from rota.gradients.reduction import overlap_gradients, reduce_gradients
+from rota.gradients.state import HookState
 from rota.shards import LogicalShards
 from rota.shared.memory import empty
 from rota.window import Window

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from rota import _torch
-from rota.gradients.fused import HookState
+from rota.gradients.state import HookState
 from rota.sharding import local_of
 
 

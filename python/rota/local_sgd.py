@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rota import options
 from rota.errors import Mismatch
-from rota.gradients.fused import HookState, telling_peers
 from rota.gradients.reduction import Reduction, free_buckets
+from rota.gradients.state import HookState, telling_peers
 from rota.rendezvous.alike import check_alike
 from rota.rendezvous.groups import member_group
 from rota.rendezvous.joint import JointSteps

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rota import _torch, options
 from rota._C import schedule
-from rota.gradients.fused import HookState
 from rota.gradients.reduction import reduce_gradients
 from rota.gradients.rounding import split_mix_64
+from rota.gradients.state import HookState
 
 Gradient = torch.Tensor | None
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from rota import _torch
 from rota.shared.apart import pickle_without, take_apart, unpickle_with
 
 

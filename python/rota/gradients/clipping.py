@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rota import _torch, options
-from rota.gradients.fused import HookState, live_states
+from rota.gradients.state import HookState, live_states
 from rota.sharding import local_of
 
 

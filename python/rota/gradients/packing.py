@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from rota import options
-from rota.gradients.fused import HookState
+from rota.gradients.state import HookState
 from rota.layout import num_reals, shaped
 from rota.sharding import as_dtensor, like, local_of
 

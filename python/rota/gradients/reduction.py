@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from rota import options
 from rota.errors import Mismatch, RotaError
-from rota.gradients.fused import HookState, tell_peers, telling_peers
 from rota.gradients.packing import PackedBucket, Plan, check_gradient
+from rota.gradients.state import HookState, tell_peers, telling_peers
 from rota.rendezvous.alike import sides
 from rota.sharding import check_same_shards
 

@@ -11,7 +11,7 @@ bucket's residual is assembled from its parameters' pieces, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -94,7 +94,8 @@ class Residuals:
 
     def __init__(self) -> None:
         self._buckets = WeakTensorKeyDictionary()  # the BucketResidual of each parameter
-        self._loaded: dict[str, torch.Tensor] = {}
+        self._loaded: dict[str, torch.Tensor] = {}  # that no bucket has used yet
+        self._loaded_without: set[str] | None = None  # None: what was loaded has been checked
 
     def of_bucket(
         self, parameters: Sequence[torch.Tensor], name_of: Callable[[torch.Tensor], str]
@@ -154,7 +155,8 @@ class Residuals:
     def copied(self, memo: Mapping[int, Any]) -> Residuals:
         """Copies, of the same parameters or of their copies in the memo of copy.deepcopy."""
         other = Residuals()
-        other.load(self._loaded)
+        other.load(self._loaded, ())
+        other._loaded_without = self._loaded_without
         for parameter, bucket in self._buckets.items():
             residual = BucketResidual(bucket.owed(parameter).clone(), None)
             target = memo.get(id(parameter), parameter)
@@ -162,17 +164,35 @@ class Residuals:
             other._buckets[target] = residual
         return other
 
-    def load(self, residuals: Mapping[str, torch.Tensor]) -> None:
-        """Replaces all residuals; parameters take theirs when their buckets come."""
+    def load(self, residuals: Mapping[str, torch.Tensor], without: Iterable[str]) -> None:
+        """Replaces all residuals; parameters take theirs when their buckets come.
+
+        Args:
+            without: the names of the model's other parameters.
+        """
         self._buckets = WeakTensorKeyDictionary()
         self._loaded = {name: residual.clone() for name, residual in residuals.items()}
+        self._loaded_without = set(without)
+
+    def check_loaded(self, names: Set[str], reduced_names: Set[str]) -> None:
+        """Raises ValueError, before the first bucket takes one, if they are of another model.
+
+        Args:
+            names, reduced_names: of this model's parameters, and of those that come in buckets.
+        """
+        if self._loaded_without is None or not self._loaded:
+            return
+        missing = reduced_names - self._loaded.keys() - self._loaded_without
+        unexpected = self._loaded.keys() - names
+        if missing or unexpected:
+            raise ValueError(
+                f"rota.HookState: the residuals that were loaded are not those of this model: "
+                f"missing {sorted(missing)}, unexpected {sorted(unexpected)}; load the "
+                f"state_dict() of the same model, or, to owe nothing, one with residuals={{}}"
+            )
+        self._loaded_without = None
 
     def free(self) -> None:
         """Frees what is only needed until the next reductions."""
         for bucket in self._buckets.values():
             bucket.free()
-
-    @property
-    def loaded_names(self) -> set[str]:
-        """The names of loaded residuals that no bucket has used yet."""
-        return set(self._loaded)

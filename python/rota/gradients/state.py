@@ -1,17 +1,16 @@
-"""The fused DDP hook: casts, reduces, averages, unscales, checks and measures in one pass.
+"""What a hook keeps of one model: options, and the results that a training loop reads.
 
-`Communicator.reduce_bucket` does the work. This module holds its options and the results that a
-training loop reads after a backward pass. reduction.py, amp.py and clipping.py build on them.
+`Communicator.reduce_bucket` does the work: it casts, reduces, averages, unscales, checks and
+measures in one pass. hooks.py, reduction.py, amp.py and clipping.py build on the state.
 """
 
-# No `from __future__ import annotations` here: DDP compares the annotations of a hook with the
-# types themselves, and refuses strings.
+from __future__ import annotations
 
 import contextlib
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,10 +18,11 @@ import torch.distributed as dist
 from rota import options
 from rota.communicator import Communicator
 from rota.errors import RotaError
+from rota.gradients.buckets import Bucket, Entries, Entry, check_buffer
+from rota.gradients.communicators import communicator_of, tell_peers_of
 from rota.gradients.ddp import NamedCopies, NamedModel, SeenParameters, group_of
-from rota.gradients.hooks import communicator_of, tell_peers_of
 from rota.gradients.model_group import ModelGroup, Replicas
-from rota.gradients.residuals import BucketResidual, Residuals
+from rota.gradients.residuals import Residuals
 from rota.gradients.results import Results
 from rota.gradients.rounding import split_mix_64
 from rota.rendezvous.groups import check_group
@@ -30,33 +30,7 @@ from rota.rendezvous.joint import JointSteps
 from rota.sharding import as_dtensor, shard_of_rank
 
 # All live states: clip_grad_norm_ finds a state by the parameters that it saw.
-live_states: "weakref.WeakSet[HookState]" = weakref.WeakSet()
-
-
-class Bucket(Protocol):
-    """Flat gradients: a dist.GradBucket, or one that reduce_gradients packs."""
-
-    def index(self) -> int: ...
-    def parameters(self) -> list[torch.Tensor]: ...
-    def buffer(self) -> torch.Tensor: ...
-
-
-class _Entry(NamedTuple):
-    """What the state keeps for one bucket until its parameters change."""
-
-    parameters: list[weakref.ref[torch.Tensor]]
-    stats: torch.Tensor
-    residual: BucketResidual | None
-
-    def holds(self, parameters: Sequence[torch.Tensor]) -> bool:
-        return len(parameters) == len(self.parameters) and all(
-            ref() is parameter for ref, parameter in zip(self.parameters, parameters, strict=True)
-        )
-
-    def shares(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether it holds one of these, or one that no longer exists."""
-        own = {id(ref()) for ref in self.parameters}
-        return id(None) in own or any(id(parameter) in own for parameter in parameters)
+live_states: weakref.WeakSet[HookState] = weakref.WeakSet()
 
 
 class HookState:
@@ -203,10 +177,9 @@ class HookState:
         self._num_reductions = 0
         self._num_before = 0  # the number before the last reduction of all gradients
         self._residuals = Residuals()
-        self._loaded_without: set[str] | None = None  # of residuals that are to be checked
         self._parameters = SeenParameters()
         self._counts_all: dict[object, bool] = {}  # by mesh and placements
-        self._entries: dict[int, _Entry] = {}  # by id() of the first parameter
+        self._entries = Entries()
         live_states.add(self)
 
     @property
@@ -315,14 +288,13 @@ class HookState:
         options.check_state_dict("rota.HookState", state_dict, keys)
         self._seed = state_dict["seed"]
         self._num_reductions = self._num_before = state_dict["num_reductions"]
-        self._residuals.load(state_dict["residuals"])
-        self._loaded_without = set(state_dict.get("without_residual", ()))
-        self._entries = {}
+        self._residuals.load(state_dict["residuals"], state_dict.get("without_residual", ()))
+        self._entries.clear()
 
-    def __copy__(self) -> "HookState":
+    def __copy__(self) -> HookState:
         return self.__deepcopy__({})
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "HookState":
+    def __deepcopy__(self, memo: dict[int, Any]) -> HookState:
         """The same options, groups, residuals and place in the rounding stream.
 
         It is for the same model, or for its copy if that has been copied along, as by a copy of the
@@ -336,7 +308,6 @@ class HookState:
         other._seed = self._seed
         other._num_reductions = other._num_before = self._num_used
         other._residuals = self._residuals.copied(memo)
-        other._loaded_without = self._loaded_without
         return other
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -418,7 +389,7 @@ class HookState:
             "rota.HookState(model=...) if it trains other layers of the same one"
         )
         self.results.void()
-        self._entries = {}
+        self._entries.clear()
         if self.model_group is not None:  # its other ranks may have seen nothing new
             self.model_group.abort(text)
         raise ValueError(text)
@@ -437,9 +408,7 @@ class HookState:
             may_have_unused: the bucket may hold what will not be written to its gradient.
         """
         parameters, buffer = bucket.parameters(), bucket.buffer()
-        entry = self._entries.get(id(parameters[0]))
-        if entry is None or not entry.holds(parameters):
-            entry = self._enter(bucket, parameters)
+        entry = self._entries.of(parameters) or self._enter(bucket, parameters)
         residual = None
         if entry.residual is not None:
             residual = entry.residual.for_reduction(self.results.outcome)
@@ -488,7 +457,7 @@ class HookState:
                 "rota.reduce_gradients: the state has reduced the gradients of other parameters "
                 "before; make one rota.HookState for each model"
             )
-        self._entries = {}
+        self._entries.clear()
 
     def check_can_take_copies(self) -> None:
         """Whether take_copies() may be called.
@@ -528,7 +497,7 @@ class HookState:
 
     def free_buckets(self) -> None:
         """Frees the memory of buckets until the next reduction."""
-        self._entries = {}
+        self._entries.clear()
         self._residuals.free()
 
     def note_frozen(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -578,50 +547,18 @@ class HookState:
             )
         return repr(known_name)
 
-    def _enter(self, bucket: Bucket, parameters: Sequence[torch.Tensor]) -> _Entry:
+    def _enter(self, bucket: Bucket, parameters: Sequence[torch.Tensor]) -> Entry:
         """Checks a bucket that is new or has other parameters than before."""
         self._parameters.add_bucket(bucket.index(), parameters)
-        self._check_parameters(bucket, parameters)
-        residual = None
-        if self.error_feedback:
-            self._check_loaded()
-            residual = self._residuals.of_bucket(parameters, self._name_to_save)
-        refs = [weakref.ref(parameter) for parameter in parameters]
-        stats = torch.zeros(2, dtype=torch.float64, device=bucket.buffer().device)
-        # Where its parameters were before, if DDP has made other buckets.
-        self._entries = {k: e for k, e in self._entries.items() if not e.shares(parameters)}
-        entry = self._entries[id(parameters[0])] = _Entry(refs, stats, residual)
-        return entry
-
-    def _check_parameters(self, bucket: Bucket, parameters: Sequence[torch.Tensor]) -> None:
         places = (f"{i} of bucket {bucket.index()}" for i in range(len(parameters)))
         names = [self.name_of(p, place) for p, place in zip(parameters, places, strict=True)]
-        buffer = bucket.buffer()
-        if buffer.layout is not torch.strided:
-            raise TypeError(
-                f"rota.fused_hook: the gradient of {names[0]} is {buffer.layout}, expected a dense "
-                f"one; make its layer with sparse=False, or use another hook for this model"
-            )
-        if buffer.dtype not in options.BUCKET_DTYPES:
-            raise TypeError(
-                f"rota.fused_hook: the gradient of {names[0]} is {buffer.dtype}, expected one of "
-                f"{options.BUCKET_DTYPES}; use another hook for this model"
-            )
-
-    def _check_loaded(self) -> None:
-        """Checks residuals when the first bucket comes after they were loaded."""
-        without, loaded = self._loaded_without, self._residuals.loaded_names
-        if without is None or not loaded or self._model is None:
-            return
-        missing = self._model.reduced_names - loaded - without
-        unexpected = loaded - self._model.names
-        if missing or unexpected:
-            raise ValueError(
-                f"rota.HookState: the residuals that were loaded are not those of this model: "
-                f"missing {sorted(missing)}, unexpected {sorted(unexpected)}; load the "
-                f"state_dict() of the same model, or, to owe nothing, one with residuals={{}}"
-            )
-        self._loaded_without = None
+        check_buffer(bucket.buffer(), names[0])
+        residual = None
+        if self.error_feedback:
+            if self._model is not None:
+                self._residuals.check_loaded(self._model.names, self._model.reduced_names)
+            residual = self._residuals.of_bucket(parameters, self._name_to_save)
+        return self._entries.add(bucket, residual)
 
     def _name_to_save(self, parameter: torch.Tensor) -> str:
         name = self._model.name(parameter) if self._model is not None else None
@@ -637,36 +574,6 @@ def _restore(options: dict[str, Any], state_dict: dict[str, Any]) -> HookState:
     state = HookState(**options)
     state.load_state_dict(state_dict)
     return state
-
-
-def fused_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Averages the bucket over the ranks, with one pass to read it and one to write it.
-
-    Args:
-        state: the options; one state per model.
-        bucket: DDP's bucket of dense float32, float64, float16 or bfloat16 gradients; its buffer
-            is reduced in place.
-
-    Returns:
-        A future of the buffer. The reduction of CPU gradients runs on a progress thread, that of
-        CUDA gradients on the communicator's stream. The first bucket of a process makes the
-        communicator, which is a collective call.
-
-    Raises:
-        TypeError, ValueError: the gradients or the group cannot be used. Other ranks raise the same
-            error, or rota.PeerFailed with its text.
-        rota.Mismatch: the ranks' states have different options.
-
-    Example:
-        >>> ddp.register_comm_hook(rota.HookState(), rota.fused_hook)
-    """
-    with telling_peers(state):
-        if not isinstance(state, HookState):
-            raise TypeError(
-                f"rota.fused_hook: its state is of type {type(state).__name__}; register it as "
-                f"ddp.register_comm_hook(rota.HookState(...), rota.fused_hook)"
-            )
-        return state.reduce(bucket)
 
 
 @contextlib.contextmanager
