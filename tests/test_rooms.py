@@ -92,7 +92,6 @@ def test_imports_of_package_point_down() -> None:
         ("rota.rendezvous.joint", "rota.communicator", "rendezvous must not know communicator"),
         ("rota.gradients.hooks", "rota.shards", "gradients must not know shards"),
         ("rota.window_setup", "rota.window", "a circle"),
-        ("rota.checkpoint.link", "rota.elastic.state", "a circle"),
         ("rota.gradients.ddp", "rota.gradients.hooks", "a circle"),
     ],
 )

@@ -1,12 +1,7 @@
-"""Training that communicates every few steps: workers train alone, then average how far they came.
-
-Local SGD (Stich, ICLR 2019, arXiv 1805.09767) averages the parameters. DiLoCo (Douillard et al.,
-arXiv 2311.08105) gives the average difference to an outer optimizer as its gradient. Streaming
-DiLoCo (arXiv 2501.18512) synchronises the model in fragments, and goes on meanwhile.
+"""Local SGD: decides what is synchronised when, and must not know how.
 
 The difference of a parameter is the gradient of a float32 copy of it. So reduction.py reduces it,
-with all options of a HookState, and any optimizer can step the copy. This module decides what is
-synchronised when, and must not know how.
+with all options of a HookState, and any optimizer can step the copy.
 """
 
 from __future__ import annotations
@@ -21,36 +16,25 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rota import options
-from rota.errors import Mismatch
 from rota.gradients.reduction import Reduction, free_buckets
 from rota.gradients.state import HookState, telling_peers
+from rota.local_sgd.checks import (
+    check_agreement,
+    check_all_synced,
+    check_arguments,
+    check_saved,
+    check_shards,
+)
+from rota.local_sgd.synced import Synced, copy_of, cut, tensors_to_sync
 from rota.rendezvous.alike import check_alike
 from rota.rendezvous.groups import member_group
 from rota.rendezvous.joint import JointSteps
-from rota.sharding import as_dtensor, check_same_shards, fsdp1_shards, local_of, own_shard
+from rota.sharding import local_of, own_shard
 
 BUCKET_CAP_MB = 25.0
 
 # The keys of a state_dict().
-_SAVED = "num_steps", "num_skipped", "synced_at", "rank", "world_size", "parameters", "state"
-
-
-class _Synced(NamedTuple):
-    """A parameter or buffer of the model, and its copy, which is the same on all workers."""
-
-    name: str
-    module: nn.Module
-    parameter: nn.Parameter | None  # None: a buffer, in whose place modules assign new ones
-    copy: nn.Parameter  # what lies on this rank; its gradient is the difference
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        return self.module.get_buffer(self.name) if self.parameter is None else self.parameter
-
-    @property
-    def local(self) -> torch.Tensor:
-        """What lies on this rank of the model's tensor, sharing its memory."""
-        return local_of(self.tensor.detach())
+SAVED = "num_steps", "num_skipped", "synced_at", "rank", "world_size", "parameters", "state"
 
 
 class _InFlight(NamedTuple):
@@ -135,7 +119,7 @@ class LocalSGD:
         tensors: dict[str, torch.Tensor] = {}
 
         def check() -> dict[str, object]:
-            tensors.update(_tensors_to_sync(self._name, module))
+            tensors.update(tensors_to_sync(self._name, module))
             self._check_arguments(module, len(tensors))
             self.state = HookState(wire_dtype=torch.float32) if state is None else state
             if not isinstance(self.state, HookState):
@@ -143,7 +127,7 @@ class LocalSGD:
                     f"{self._name}: state is of type {type(state).__name__}, expected a HookState"
                 )
             self.state.check_can_take_copies()
-            _check_shards(self._name, module, self.state)
+            check_shards(self._name, module, self.state)
             shards = (own_shard(tensor) for tensor in tensors.values())
             return {
                 "class": type(self).__name__,
@@ -160,12 +144,12 @@ class LocalSGD:
         check_alike(self._name, steps.step(check))
         self._module = module
         self._synced = [
-            _Synced(
-                name, module, tensor if isinstance(tensor, nn.Parameter) else None, _copy_of(tensor)
+            Synced(
+                name, module, tensor if isinstance(tensor, nn.Parameter) else None, copy_of(tensor)
             )
             for name, tensor in tensors.items()
         ]
-        self._fragments = _cut(self._synced, num_fragments)
+        self._fragments = cut(self._synced, num_fragments)
         self._synced_at = [0] * num_fragments  # the step of each fragment's last difference
         self._in_flight: _InFlight | None = None
         self.state.take_copies({synced.name: synced.copy for synced in self._synced})
@@ -220,7 +204,7 @@ class LocalSGD:
     @torch.no_grad()
     def _start(self, number: int) -> _InFlight:
         with telling_peers(self.state):
-            self._check_all_synced()
+            check_all_synced(self._name, self._module, self._synced)
         fragment = self._fragments[number]
         self._synced_at[number] = self.num_steps
         for synced in fragment:
@@ -238,7 +222,7 @@ class LocalSGD:
         try:
             with telling_peers(self.state):
                 reduction.finish()
-            self._check_agreement(self._agreed())
+            check_agreement(self._name, self.state, self._agreed())
             if self.state.found_inf:
                 self._skip(fragment)
                 return
@@ -256,13 +240,13 @@ class LocalSGD:
                 common = torch.lerp(common, local.to(common.dtype), self.fragment_update_alpha)
             local.copy_(common)
 
-    def _update_copies(self, fragment: Sequence[_Synced]) -> None:
+    def _update_copies(self, fragment: Sequence[Synced]) -> None:
         """Takes the outer step; the copies' gradients are the mean differences."""
         for synced in fragment:
             assert synced.copy.grad is not None
             synced.copy.sub_(synced.copy.grad)
 
-    def _skip(self, fragment: Sequence[_Synced]) -> None:
+    def _skip(self, fragment: Sequence[Synced]) -> None:
         self.num_skipped += 1
         bad = [synced.name for synced in fragment if not synced.local.isfinite().all()]
         if bad:
@@ -316,20 +300,9 @@ class LocalSGD:
                 those of this model.
         """
         self._check_at_rest("load_state_dict")
-        options.check_state_dict(self._name, state_dict, _SAVED)
+        options.check_state_dict(self._name, state_dict, SAVED)
         parameters = state_dict["parameters"]
-        expected = {synced.name: list(synced.copy.shape) for synced in self._synced}
-        given = {name: list(tensor.shape) for name, tensor in parameters.items()}
-        if given != expected:
-            differing = sorted(
-                name for name in expected | given if given.get(name) != expected.get(name)
-            )
-            raise ValueError(
-                f"{self._name}: the parameters that were saved are not those of this model: "
-                f"{differing[0]!r} is {given.get(differing[0], 'missing')}, expected "
-                f"{expected.get(differing[0], 'none of this name')}; {len(differing)} differ; "
-                f"make it of the same model, with the same parameters frozen"
-            )
+        check_saved(self._name, self._synced, parameters)
         for synced in self._synced:
             synced.copy.detach().copy_(parameters[synced.name])
         self.state.load_state_dict(
@@ -355,29 +328,10 @@ class LocalSGD:
             for synced in self._synced
         }
 
-    # ---- checks
+    # ---- what a subclass adds
 
     def _check_arguments(self, module: nn.Module, num_tensors: int) -> None:
-        for name in ("sync_every", "num_fragments"):
-            value = getattr(self, name)
-            if not (isinstance(value, int) and value >= 1):
-                raise ValueError(f"{self._name}: {name} is {value!r}, expected an int of 1 or more")
-        if self.num_fragments > min(self.sync_every, num_tensors):
-            raise ValueError(
-                f"{self._name}: num_fragments is {self.num_fragments}, expected at most sync_every "
-                f"({self.sync_every}) and the number of parameters and buffers ({num_tensors})"
-            )
-        delay, interval = self.fragment_sync_delay, self.sync_every // self.num_fragments
-        if not (isinstance(delay, int) and 0 <= delay < interval):
-            raise ValueError(
-                f"{self._name}: fragment_sync_delay is {delay!r}, expected an int from 0 to "
-                f"{interval - 1}: less than sync_every // num_fragments"
-            )
-        if not 0 <= self.fragment_update_alpha < 1:
-            raise ValueError(
-                f"{self._name}: fragment_update_alpha is {self.fragment_update_alpha}, expected "
-                f"at least 0 and less than 1"
-            )
+        check_arguments(self._name, self, num_tensors)
 
     def _check_at_rest(self, method: str) -> None:
         if self._in_flight is not None:
@@ -385,27 +339,6 @@ class LocalSGD:
                 f"{self._name}.{method}: a fragment is being reduced until step "
                 f"{self._in_flight.end_step}, this is step {self.num_steps}; call it then, or "
                 f"after sync() on every rank"
-            )
-
-    def _check_all_synced(self) -> None:
-        """Raises ValueError if the model has parameters to train that are not synchronised."""
-        known = {id(synced.parameter) for synced in self._synced}
-        # fully_shard puts others in their places during a forward pass.
-        sharded = {
-            synced.name
-            for synced in self._synced
-            if synced.parameter is not None and as_dtensor(synced.parameter) is not None
-        }
-        later = [
-            name
-            for name, parameter in self._module.named_parameters()
-            if parameter.requires_grad and id(parameter) not in known and name not in sharded
-        ]
-        if later:
-            raise ValueError(
-                f"{self._name}: parameters that were unfrozen or came later: {later}; they are not "
-                f"synchronised, so that workers would drift apart: make a new {self._name} with "
-                f"this model"
             )
 
     def _other_arguments(self) -> dict[str, str]:
@@ -416,202 +349,8 @@ class LocalSGD:
         """What ranks must have alike at each outer step, by name."""
         return {"step": self.num_steps}
 
-    def _check_agreement(self, values: Mapping[str, float]) -> None:
-        """Raises rota.Mismatch on all ranks if they have different values. Collective."""
-        own = torch.tensor(list(values.values()), dtype=torch.float64, device="cpu")
-        of_ranks = own.new_empty(dist.get_world_size(self.state.group), len(own))
-        self.state.communicator.all_gather(of_ranks, own)
-        for name, column in zip(values, of_ranks.T.tolist(), strict=True):
-            other = next((rank for rank, value in enumerate(column) if value != column[0]), None)
-            if other is not None:
-                texts = [f"{column[rank]:.15g}" for rank in (0, other)]
-                raise Mismatch(
-                    f"{self._name}: {name} is {texts[0]} on rank 0, {texts[1]} on rank {other}; "
-                    f"every rank of the state's group needs the same"
-                )
-
     @torch.no_grad()
     def _broadcast(self, tensor: torch.Tensor) -> None:
         local = local_of(tensor.detach())
         local = torch.view_as_real(local) if local.is_complex() else local
         self.state.communicator.broadcast(local, 0)
-
-
-class DiLoCo(LocalSGD):
-    """DiLoCo: every `sync_every` steps, an outer optimizer steps along the mean difference.
-
-    What is said of LocalSGD holds here: workers, memory, buffers (which are averaged), Inf and
-    NaN. The outer optimizer keeps its own state besides, such as 4 bytes of momentum for each
-    parameter. Outer SGD with lr=1 and no momentum is Local SGD.
-
-    Args:
-        outer_optimizer: of the model's parameters, without steps taken: this puts the float32
-            copies in their places, so that nothing else may step it. Its learning rate may change
-            at any time, alike on all ranks, which is compared. The paper uses SGD with Nesterov
-            momentum of 0.9 and lr=0.7.
-        The others: as for LocalSGD.
-
-    Raises:
-        What LocalSGD raises.
-        ValueError: the optimizer lacks parameters, has others, or has taken steps.
-
-    Example:
-        >>> outer_optimizer = torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)
-        >>> state = rota.HookState(wire_dtype=torch.float8_e4m3fn, error_feedback=True)
-        >>> outer = rota.local_sgd.DiLoCo(model, outer_optimizer, sync_every=32, state=state)
-        >>> for inputs, targets in loader:
-        ...     loss_of(model(inputs), targets).backward()
-        ...     inner_optimizer.step()
-        ...     outer.step()
-        ...     inner_optimizer.zero_grad()
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        outer_optimizer: torch.optim.Optimizer,
-        sync_every: int,
-        *,
-        state: HookState | None = None,
-        num_fragments: int = 1,
-        fragment_sync_delay: int = 0,
-        fragment_update_alpha: float = 0.0,
-    ) -> None:
-        self.outer_optimizer = outer_optimizer
-        super().__init__(
-            model,
-            sync_every,
-            state=state,
-            num_fragments=num_fragments,
-            fragment_sync_delay=fragment_sync_delay,
-            fragment_update_alpha=fragment_update_alpha,
-        )
-        copies: dict[int, torch.Tensor] = {
-            id(synced.parameter): synced.copy for synced in self._synced
-        }
-        for group in outer_optimizer.param_groups:
-            # In place: some optimizers keep the list. Aliases without gradients take the places of
-            # frozen parameters, which may have gradients from before they were frozen.
-            group["params"][:] = [copies.get(id(p), p.detach()) for p in group["params"]]
-        self._is_outer_step = False
-        outer_optimizer.register_step_pre_hook(self._check_is_outer_step)
-
-    def _check_arguments(self, module: nn.Module, num_tensors: int) -> None:
-        _check_optimizer(module, self.outer_optimizer)
-        super()._check_arguments(module, num_tensors)
-
-    def _other_arguments(self) -> dict[str, str]:
-        plain = (int, float, str, tuple, list, torch.Tensor)
-        groups = [
-            ", ".join(f"{name}={x}" for name, x in group.items() if isinstance(x, plain))
-            for group in ({**g, "params": None} for g in self.outer_optimizer.param_groups)
-        ]
-        return {"outer_optimizer": f"{type(self.outer_optimizer).__name__}({'; '.join(groups)})"}
-
-    def _agreed(self) -> dict[str, float]:
-        rates = [group.get("lr", 0.0) for group in self.outer_optimizer.param_groups]
-        return {
-            **super()._agreed(),
-            **{_rate_name(i, len(rates)): float(rate) for i, rate in enumerate(rates)},
-        }
-
-    def _check_is_outer_step(self, *_: object) -> None:
-        if not self._is_outer_step:
-            raise ValueError(
-                "rota.DiLoCo: outer_optimizer.step() was called; only outer steps call it: make "
-                "another optimizer for the inner steps"
-            )
-
-    def _update_copies(self, fragment: Sequence[_Synced]) -> None:
-        self._is_outer_step = True
-        try:
-            self.outer_optimizer.step()  # passes over copies of other fragments: no gradients
-        finally:
-            self._is_outer_step = False
-        super()._update_copies([s for s in fragment if s.parameter is None])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "outer_optimizer": self.outer_optimizer.state_dict()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        options.check_state_dict(self._name, state_dict, [*_SAVED, "outer_optimizer"])
-        super().load_state_dict(state_dict)
-        self.outer_optimizer.load_state_dict(state_dict["outer_optimizer"])
-
-
-def _rate_name(number: int, num_groups: int) -> str:
-    of_group = f" in parameter group {number}" if num_groups > 1 else ""
-    return f"outer_optimizer's lr{of_group}"
-
-
-def _tensors_to_sync(caller: str, module: nn.Module) -> dict[str, torch.Tensor]:
-    options.check_model(caller, module)
-    saved = module.state_dict().keys()
-    tensors: dict[str, torch.Tensor] = {}
-    tensors |= {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if not tensors:
-        raise ValueError(f"{caller}: the model has no parameter that requires a gradient")
-    for name, buffer in module.named_buffers():
-        if name in saved and (buffer.is_floating_point() or buffer.is_complex()):
-            tensors[name] = buffer
-    return tensors
-
-
-def _check_shards(name: str, module: nn.Module, state: HookState) -> None:
-    """Raises ValueError if the group's ranks hold different parts of the model."""
-    ranks = dist.get_process_group_ranks(state.group)
-    named = [*module.named_parameters(), *module.named_buffers()]
-    tensors = [tensor for _, tensor in named]
-    check_same_shards(name.removeprefix("rota."), tensors, lambda i: repr(named[i][0]), ranks)
-    for shard_ranks in fsdp1_shards(module):
-        if len(set(shard_ranks) & set(ranks)) > 1:
-            raise ValueError(
-                f"{name}: FullyShardedDataParallel has cut the model over the ranks {shard_ranks}, "
-                f"so the state's group of ranks {ranks} holds different shards of it; make the "
-                f"state with the group of ranks that hold the same shard"
-            )
-
-
-def _copy_of(tensor: torch.Tensor) -> nn.Parameter:
-    local = local_of(tensor.detach())
-    # 16-bit parameters would lose small outer steps.
-    dtype = torch.promote_types(local.dtype, torch.float32)
-    return nn.Parameter(local.to(dtype, copy=True))
-
-
-def _cut(synced: Sequence[_Synced], num_fragments: int) -> list[list[_Synced]]:
-    """Consecutive fragments of about the same size; none is empty."""
-    fragments: list[list[_Synced]] = []
-    rest = list(synced)
-    for num_left in range(num_fragments, 1, -1):
-        share = sum(s.copy.numel() for s in rest) / num_left
-        size, num_taken = 0, 0
-        while num_taken == 0 or (size < share and len(rest) - num_taken >= num_left):
-            size += rest[num_taken].copy.numel()
-            num_taken += 1
-        fragments.append(rest[:num_taken])
-        rest = rest[num_taken:]
-    return [*fragments, rest]
-
-
-def _check_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"rota.DiLoCo: outer_optimizer is of type {type(optimizer).__name__}, expected a "
-            f"torch.optim.Optimizer of the model's parameters"
-        )
-    names = {id(p): name for name, p in module.named_parameters()}
-    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = [
-        name for name, p in module.named_parameters() if p.requires_grad and id(p) not in given
-    ]
-    if missing or not given <= names.keys():
-        raise ValueError(
-            f"rota.DiLoCo: outer_optimizer lacks {missing} of the model's parameters and has "
-            f"{len(given - names.keys())} others; make it anew with model.parameters()"
-        )
-    if optimizer.state:
-        raise ValueError(
-            "rota.DiLoCo: outer_optimizer has taken steps; make a new one, and load its state with "
-            "rota.DiLoCo.load_state_dict"
-        )
