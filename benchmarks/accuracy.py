@@ -9,12 +9,7 @@ judged by that bound, of one conversion each way. The last line of the output is
 
 from __future__ import annotations
 
-import argparse
 import math
-import multiprocessing
-import os
-import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -24,30 +19,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-import driver
 import gradient_sets
+import rota
 from arguments import Parser
 from error_bound import average_bound, exact_average, rota_wire
 from hook_turn import make_bucket
-from ranks import RankError
-
-try:
-    import rota
-except ImportError as error:
-    sys.exit(f"error: rota is not built: run make venv ({error})")
+from record import Run
+from report import print_table
+from workers import Workers
 
 WORLD_SIZES = (2, 4, 8, 16)
 MAX_RANKS = max(WORLD_SIZES)
 RECORDED_STEPS = (0, 40)
 # Ranks judge parts of the result that start at a block boundary for every block length.
 PART_ELEMS = 256
-CONTEXT = multiprocessing.get_context("forkserver")
-# The first DistributedDataParallel imports torch._dynamo, which takes a second.
-CONTEXT.set_forkserver_preload(["rota", "rich.table", "matplotlib.figure", "torch._dynamo"])
 
 
 @dataclass(frozen=True)
@@ -139,58 +127,45 @@ class Errors:
         return math.sqrt(self.error_squares / self.exact_squares)
 
 
-@dataclass(frozen=True)
-class GradientFile:
-    """A set of gradients that ranks map: float32, (MAX_RANKS, num_elems)."""
-
-    name: str
-    path: str
-    num_elems: int
-
-    @classmethod
-    def write(cls, name: str, values: Tensor, path: Path) -> GradientFile:
-        """Writes `values` to `path`."""
-        values.numpy().tofile(path)
-        return cls(name, str(path), values.shape[1])
-
-    def map(self) -> Tensor:
-        """The values, mapped: they are read when they are used."""
-        num_elems = MAX_RANKS * self.num_elems
-        values = torch.from_file(self.path, shared=False, size=num_elems, dtype=torch.float32)
-        return values.view(MAX_RANKS, self.num_elems)
-
-
 Judged = tuple[str, str, int, Errors]  # set, hook, number of ranks, errors
 
 
-def rank_main(rank: int, files: Sequence[GradientFile], store_path: str, pipe: Connection) -> None:
-    """One of MAX_RANKS processes: averages with the others, and sends the errors that it found."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(store_path, MAX_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=MAX_RANKS)
+def rank_main(pipe: Connection, rank: int, files: dict[str, Path], store: str) -> None:
+    """One of MAX_RANKS processes: averages with the others, and sends the errors that it found.
+
+    Args:
+        files: by name, sets of gradients in float32: (MAX_RANKS, elements).
+    """
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, MAX_RANKS), rank=rank, world_size=MAX_RANKS
+    )
+    sets = {}
+    for name, path in files.items():  # mapped: they are read when they are used
+        num_elems = path.stat().st_size // 4
+        values = torch.from_file(str(path), shared=False, size=num_elems, dtype=torch.float32)
+        sets[name] = values.view(MAX_RANKS, -1)
     for world_size in WORLD_SIZES:
         group = dist.new_group(list(range(world_size)))
         if rank < world_size:
-            pipe.send(list(judge_all(rank, world_size, group, files)))
-    dist.destroy_process_group()
+            pipe.send(list(judge_all(rank, world_size, group, sets)))
 
 
 def judge_all(
-    rank: int, world_size: int, group: dist.ProcessGroup, files: Sequence[GradientFile]
+    rank: int, world_size: int, group: dist.ProcessGroup, sets: dict[str, Tensor]
 ) -> Iterator[Judged]:
     """This rank's part of every average over `group`."""
     hooks = {hook: hook.over(group) for hook in HOOKS}
-    for file in files:
-        contributions = file.map()[:world_size]
-        bucket = make_bucket(file.num_elems, group)
-        part = part_of(rank, world_size, file.num_elems)
+    for name, values in sets.items():
+        contributions = values[:world_size]
+        bucket = make_bucket(values.shape[1], group)
+        part = part_of(rank, world_size, values.shape[1])
         parts = [contribution[part] for contribution in contributions]
         exact = exact_average(parts)
         for hook, average in hooks.items():
             bucket.buffer().copy_(contributions[rank])
             result = average(bucket)
             bound = average_bound(parts, rota_wire(hook.wire_dtype, hook.block_scaling))
-            yield file.name, hook.label, world_size, Errors.of(result[part], exact, bound)
+            yield name, hook.label, world_size, Errors.of(result[part], exact, bound)
 
 
 def part_of(rank: int, world_size: int, num_elems: int) -> slice:
@@ -199,50 +174,13 @@ def part_of(rank: int, world_size: int, num_elems: int) -> slice:
     return slice(rank * part_elems, (rank + 1) * part_elems)
 
 
-def judge(files: Sequence[GradientFile], run_dir: Path) -> list[Judged]:
-    """Starts the ranks, and merges their parts.
-
-    Raises:
-        RankError: a rank failed; it has printed why.
-    """
-    pipes, processes = [], []
-    for rank in range(MAX_RANKS):
-        pipe, rank_pipe = CONTEXT.Pipe(duplex=False)
-        arguments = (rank, files, str(run_dir / "store"), rank_pipe)
-        processes.append(CONTEXT.Process(target=rank_main, args=arguments, daemon=True))
-        processes[-1].start()
-        rank_pipe.close()
-        pipes.append(pipe)
-    errors: dict[tuple[str, str, int], Errors] = {}
-    try:
-        for world_size in WORLD_SIZES:
-            for rank, pipe in enumerate(pipes[:world_size]):
-                for name, label, num_ranks, part in receive(rank, pipe):
-                    errors.setdefault((name, label, num_ranks), Errors()).add(part)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    return [(*key, total) for key, total in errors.items()]
-
-
-def receive(rank: int, pipe: Connection) -> list[Judged]:
-    """A rank's results over one group."""
-    try:
-        judged: list[Judged] = pipe.recv()
-    except EOFError:
-        raise RankError(f"rank {rank} of {MAX_RANKS} died or failed") from None
-    return judged
-
-
 def finite(value: float) -> float | None:
     """`value` with four digits; None if infinite, which JSON cannot represent."""
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
-def row(judged: Judged) -> dict[str, Any]:
+def row(name: str, label: str, num_ranks: int, errors: Errors) -> dict[str, Any]:
     """One row of the record; null means infinite."""
-    name, label, num_ranks, errors = judged
     return {
         "gradients": name,
         "hook": label,
@@ -257,37 +195,32 @@ def row(judged: Judged) -> dict[str, Any]:
     }
 
 
-def print_table(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+def print_errors(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     """One line per set and hook; counts are over all world sizes."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("gradients", no_wrap=True)
-    table.add_column("hook", no_wrap=True)
-    errors = [f"L2 of\n{num_ranks} ranks" for num_ranks in WORLD_SIZES]
-    counts = ["outside\nbound", "became\nInf", "became\n0", "Inf,\nNaN"]
-    for heading in (*errors, "worst/\nbound", *counts):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = [f"L2 of\n{num_ranks} ranks" for num_ranks in WORLD_SIZES]
+    headings += ["worst/\nbound", "outside\nbound", "became\nInf", "became\n0", "Inf,\nNaN"]
     by_case: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for cells in rows:
         by_case.setdefault((cells["gradients"], cells["hook"]), []).append(cells)
-    previous = ""
+    lines: list[Sequence[str] | None] = []
     for (name, label), cases in by_case.items():
-        if name != previous:
-            table.add_row()
         lost = sum(case["num_inf_or_nan_lost"] for case in cases)
         arrived = "-" if not cases[0]["num_inf_or_nan"] else "lost" if lost else "kept"
-        table.add_row(
-            name if name != previous else "",
-            label,
-            *(text(case["relative_l2"]) for case in cases),
-            text(worst(case["worst_over_bound"] for case in cases)),
-            *(
-                count(sum(case[key] for case in cases))
-                for key in ("num_outside_bound", "num_became_inf", "num_became_zero")
-            ),
-            arrived,
+        lines.append(
+            (
+                f"{name}: {label}",
+                *(text(case["relative_l2"]) for case in cases),
+                text(worst(case["worst_over_bound"] for case in cases)),
+                *(
+                    count(sum(case[key] for case in cases))
+                    for key in ("num_outside_bound", "num_became_inf", "num_became_zero")
+                ),
+                arrived,
+            )
         )
-        previous = name
-    console.print(table)
+        if label == HOOKS[-1].label:
+            lines.append(None)
+    print_table(console, "errors of averaged gradients", ("gradients: hook", *headings), lines)
     console.print(
         "[dim]rota: its fused hook. L2: the error's norm over that of the exact average. Elements "
         "are counted over all numbers of ranks. The bound is that of one conversion of each "
@@ -315,39 +248,36 @@ def text(value: float | None) -> str:
     return "inf" if value is None else f"{value:.2g}"
 
 
-def benchmark(args: argparse.Namespace) -> dict[str, Any]:
-    """The whole run: makes gradients, averages them, writes the record, prints and sums up."""
-    run = driver.Run("accuracy", "accuracy", MAX_RANKS, args)
-    with tempfile.TemporaryDirectory(prefix="rota-bench-") as folder:
-        run_dir = Path(folder)
-        sets = gradient_sets.recorded(MAX_RANKS, RECORDED_STEPS) | gradient_sets.made(MAX_RANKS)
-        files = [
-            GradientFile.write(name, values, run_dir / f"gradients{number}")
-            for number, (name, values) in enumerate(sets.items())
-        ]
-        del sets
-        judged = judge(files, run_dir)
-    names = [file.name for file in files]
-    rows = [row(case) for case in sorted(judged, key=lambda case: names.index(case[0]))]
-    run.write_record({"errors": rows})
-    print_table(run.console, rows)
-    ours = {hook.label for hook in HOOKS if hook.is_rota}
-    num_wrong = sum(
-        case["num_outside_bound"] + case["num_inf_or_nan_lost"]
-        for case in rows
-        if case["hook"] in ours
-    )
-    return {"benchmark": "accuracy", "json": str(run.json_path), "num_wrong": num_wrong}
-
-
-def main() -> int:
-    """The exit status: 0 if all of rota's averages are within the bound."""
-    parser = Parser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="the record (default: in benchmarks/results)")
+def main() -> None:
+    """Exits with 0 if all of rota's averages are within the bound."""
+    parser = Parser(__doc__)
+    parser.add_json()
     args = parser.parse_args()
-    return driver.exit_status(lambda: benchmark(args))
+    with Run("accuracy", MAX_RANKS, args) as run, Workers(timeout_s=3600) as ranks:
+        sets = gradient_sets.recorded(MAX_RANKS, RECORDED_STEPS) | gradient_sets.made(MAX_RANKS)
+        files = {name: ranks.folder / f"gradients{i}" for i, name in enumerate(sets)}
+        for name, values in sets.items():
+            values.numpy().tofile(files[name])
+        del sets
+        for rank in range(MAX_RANKS):
+            ranks.fork(rank_main, rank, files, str(ranks.folder / "store"))
+        errors: dict[tuple[str, str, int], Errors] = {}
+        for world_size in WORLD_SIZES:
+            for judged in ranks.recv_all(range(world_size)).values():
+                for *case, part in judged:
+                    errors.setdefault(tuple(case), Errors()).add(part)
+        order = list(files)
+        rows = [row(*case, total) for case, total in errors.items()]
+        rows.sort(key=lambda row: order.index(row["gradients"]))
+        print_errors(run.console, rows)
+        ours = {hook.label for hook in HOOKS if hook.is_rota}
+        num_wrong = sum(
+            case["num_outside_bound"] + case["num_inf_or_nan_lost"]
+            for case in rows
+            if case["hook"] in ours
+        )
+        run.finish({"errors": rows}, num_wrong=num_wrong)
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # loopback, to work without a network
-    sys.exit(main())
+    main()

@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from exact import MAX_SUM
-from interleave import Plan
 
 FLOAT32_BYTES = 4
 
+T = TypeVar("T")
+
 
 class Parser(argparse.ArgumentParser):
-    """Keeps the description's line breaks, and reports a bad argument in one line."""
+    """Keeps the description's line breaks, shows defaults, and reports a bad argument in a line."""
 
     def __init__(self, description: str | None) -> None:
         layout = argparse.RawDescriptionHelpFormatter
@@ -23,6 +24,15 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends the process without the usage that argparse would print; --help prints it."""
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
+
+    def add(self, *names: str, help: str = "", **options: Any) -> None:
+        """add_argument, whose help ends in the default, if there is one."""
+        if options.get("default") is not None:
+            help = f"{help} (default: %(default)s)".strip()
+        self.add_argument(*names, help=help, **options)
+
+    def add_json(self) -> None:
+        self.add("--json", type=Path, help="the record (default: in benchmarks/results)")
 
 
 def parse_size(text: str) -> int:
@@ -48,93 +58,67 @@ def parse_natural(minimum: int, maximum: int | None = None) -> Callable[[str], i
     return parse
 
 
+def parse_each(parse: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """An argparse type: values of another, separated by commas, each kept once."""
+    return lambda text: list(dict.fromkeys(map(parse, text.split(","))))
+
+
 def parse_list(choices: Sequence[str]) -> Callable[[str], list[str]]:
     """An argparse type: some of `choices`, separated by commas, each kept once."""
 
-    def parse(text: str) -> list[str]:
-        names = list(dict.fromkeys(text.split(",")))
-        for name in names:
-            if name not in choices:
-                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(choices)}")
-        return names
+    def parse(name: str) -> str:
+        if name not in choices:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(choices)}")
+        return name
 
-    return parse
+    return parse_each(parse)
 
 
 def parse_bucket_sizes(text: str) -> list[int]:
     """An argparse type: bytes of "25M,64M", for buckets of float32."""
-    sizes = [parse_size(size) for size in text.split(",")]
+    sizes = parse_each(parse_size)(text)
     if min(sizes) < FLOAT32_BYTES:
         raise argparse.ArgumentTypeError("a bucket holds at least one float32 (4 bytes)")
     return sizes
 
 
-def add_bucket_sizes(parser: argparse.ArgumentParser) -> None:
+def add_bucket_sizes(parser: Parser) -> None:
     """Adds the argument for the bucket sizes on which hooks are timed."""
-    parser.add_argument(
-        "--sizes",
-        type=parse_bucket_sizes,
-        default="25M,64M",
-        help="bucket sizes (default: 25M,64M)",
-    )
+    parser.add("--sizes", type=parse_bucket_sizes, default="25M,64M", help="of buckets")
 
 
-def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+def add_message_sizes(parser: Parser, begin: str, end: str, factor: int) -> None:
+    """Adds the arguments for the sizes of messages, which `sizes_of` reads."""
+    parser.add("-b", "--begin", type=parse_size, default=begin, help="smallest message")
+    parser.add("-e", "--end", type=parse_size, default=end, help="largest message")
+    parser.add("-f", "--factor", type=parse_natural(2), default=factor, help="from size to size")
+
+
+def add_common_arguments(parser: Parser) -> None:
     """Adds the arguments for the number of ranks and samples, and for output files."""
     # With more ranks, sums would not be exact in every dtype.
-    parser.add_argument(
-        "--ranks", type=parse_natural(2, MAX_SUM), default=2, help="ranks to start (default: 2)"
-    )
+    parser.add("--ranks", type=parse_natural(2, MAX_SUM), default=2, help="to start")
     add_measuring_arguments(parser)
 
 
-def add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
+def add_measuring_arguments(parser: Parser) -> None:
     """Adds the arguments for the number of samples, and for output files."""
-    add = parser.add_argument
-    add(
-        "-n",
-        "--iters",
-        type=parse_natural(1),
-        metavar="N",
-        default=20,
-        help="timed samples a turn (default: %(default)s)",
-    )
-    add(
-        "-w",
-        "--warmup",
-        type=parse_natural(1),
-        metavar="N",
-        default=5,
-        help="untimed samples a turn (default: %(default)s)",
-    )
-    add(
-        "--repeats",
-        type=parse_natural(1),
-        metavar="N",
-        default=10,
-        help="turns of each backend at each size, pooled (default: %(default)s)",
-    )
+    add, natural = parser.add, parse_natural(1)
+    add("-n", "--iters", type=natural, metavar="N", default=20, help="timed samples a turn")
+    add("-w", "--warmup", type=natural, metavar="N", default=5, help="untimed samples a turn")
+    turns = "turns of each backend at each size, pooled"
+    add("--repeats", type=natural, metavar="N", default=10, help=turns)
     add("-c", "--check", action="store_true", help="compare results with the exact ones: #wrong")
-    add(
-        "--timeout",
-        type=parse_natural(1),
-        default=120,
-        metavar="SECONDS",
-        help="fail when one turn of one backend takes longer (default: %(default)s)",
-    )
-    add("--json", type=Path, help="where to write the record (default: benchmarks/results/)")
+    limit = "fail when one turn of one backend takes longer"
+    add("--timeout", type=natural, default=120, metavar="SECONDS", help=limit)
+    parser.add_json()
 
 
-def sizes_of(args: argparse.Namespace) -> list[int]:
+def sizes_of(args: argparse.Namespace, parser: Parser) -> list[int]:
     """The sizes in bytes from -b to -e, each -f times the one before."""
-    sizes = []
-    num_bytes = args.begin
-    while num_bytes <= args.end:
-        sizes.append(num_bytes)
-        num_bytes *= args.factor
+    if args.end < args.begin:
+        parser.error(f"-e {args.end} bytes is less than -b {args.begin} bytes")
+    sizes = [args.begin]
+    while sizes[-1] * args.factor <= args.end:
+        sizes.append(sizes[-1] * args.factor)
     return sizes
-
-
-def plan_of(args: argparse.Namespace) -> Plan:
-    """How much to measure, from the arguments."""
-    return Plan(args.warmup, args.iters, args.repeats, args.check)

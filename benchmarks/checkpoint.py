@@ -23,11 +23,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import multiprocessing
-import os
-import signal
-import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -40,23 +35,17 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rich.table import Table
 
-import driver
+import rota.checkpoint
 from arguments import Parser, parse_natural, parse_size
-from ranks import RankError
-
-try:
-    import rota
-except ImportError as error:
-    sys.exit(f"error: rota is not built: run make venv ({error})")
+from record import Run
+from report import print_table
+from workers import Workers
 
 TENSOR_BYTES = 32 << 20
 NUM_SAVES = 3  # the first two map the memory
 TARGET = 0.8  # of memcpy's speed, for save and load
 TIMEOUT_S = 300
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "rota", "torch.distributed.checkpoint"])
 ENTRIES = {
     "memcpy": "memcpy",
     "save": "save()",
@@ -68,7 +57,6 @@ ENTRIES = {
     "dcp_save": "dcp.save",
     "dcp_load": "dcp.load",
 }
-ON_DISK = ("torch_save", "torch_load", "dcp_save", "dcp_load")
 
 
 def tensors_of(num_bytes: int, value: float) -> dict[str, torch.Tensor]:
@@ -95,7 +83,9 @@ class Turn:
         self.num_wrong += not all(bool((tensor == value).all()) for tensor in state.values())
 
 
-def take_turn(number: int, job: str, args: argparse.Namespace, folder: Path) -> Turn:
+def take_turn(
+    pipe: Connection, number: int, job: str, args: argparse.Namespace, folder: Path
+) -> Turn:
     """Restores what turn number - 1 has saved, and saves its own."""
     turn = Turn()
     state = tensors_of(args.size, float(number))
@@ -142,89 +132,48 @@ def measure_disk(
     turn.check(target, float(number))
 
 
-def process_main(
-    number: int, job: str, args: argparse.Namespace, folder: Path, pipe: Connection
-) -> None:
-    torch.set_num_threads(1)
-    try:
-        turn = take_turn(number, job, args, folder)
-        pipe.send((turn.times_ms, turn.num_wrong))
-    except Exception as error:
-        pipe.send(f"{type(error).__name__}: {error}")
-    os.kill(os.getpid(), signal.SIGKILL)
+def main() -> None:
+    parser = Parser(__doc__)
+    parser.add("--size", type=parse_size, default="1G", help="of the state")
+    parser.add("--turns", type=parse_natural(1), default=7)
+    parser.add("--no-disk", action="store_true", help="only memory")
+    parser.add_json()
+    args = parser.parse_args()
 
-
-def end_job(job: str) -> None:
-    """Lets the keeper end."""
-    rota.checkpoint.Checkpoint(dist.HashStore(), rank=0, world_size=1, job=job).close()
-
-
-def measure(args: argparse.Namespace) -> tuple[dict[str, list[float]], int]:
-    """The times of each entry, by turn, and the number of wrong states."""
-    job = f"benchmark-{uuid4().hex}"
-    times: dict[str, list[float]] = {entry: [] for entry in ENTRIES}
-    total_wrong = 0
-    with tempfile.TemporaryDirectory(prefix="rota-bench-") as folder:
+    with Run("checkpoint", 1, args) as run, Workers(TIMEOUT_S) as processes:
+        job = f"benchmark-{uuid4().hex}"
+        turns = []
         try:
             for number in range(args.turns + 1):  # the first has nothing to restore
-                pipe, far_end = CONTEXT.Pipe()
-                arguments = (number, job, args, Path(folder), far_end)
-                process = CONTEXT.Process(target=process_main, args=arguments, daemon=True)
-                process.start()
-                far_end.close()
-                try:
-                    note = pipe.recv() if pipe.poll(TIMEOUT_S) else "it is stuck"
-                except EOFError:
-                    note = "it died"
-                process.kill()
-                process.join()
-                if isinstance(note, str):
-                    raise RankError(f"turn {number}: {note}")
-                times_ms, num_wrong = note
-                total_wrong += num_wrong
-                for entry, ms in times_ms.items() if number > 0 else ():
-                    times[entry].append(ms)
-        finally:
-            end_job(job)
-    return {entry: of_entry for entry, of_entry in times.items() if of_entry}, total_wrong
-
-
-def benchmark(args: argparse.Namespace) -> dict[str, Any]:
-    """The whole run: measures, prints the table, writes the record and sums up."""
-    run = driver.Run("checkpoint", "checkpoint", 1, args)
-    times, num_wrong = measure(args)
-    memcpy_ms = median(times["memcpy"])
-    ratios = {entry: round(memcpy_ms / median(ms), 3) for entry, ms in times.items()}
-    table = Table(title=f"{args.size / 2**20:g} MiB of float32")
-    for heading in ("entry", "p50 ms", "min ms", "max ms", "of memcpy's speed"):
-        table.add_column(heading, justify="left" if heading == "entry" else "right")
-    for entry, ms in times.items():
-        columns = (f"{median(ms):.1f}", f"{min(ms):.1f}", f"{max(ms):.1f}", f"{ratios[entry]:.2f}")
-        table.add_row(ENTRIES[entry], *columns)
-    run.console.print(table)
-    run.write_record(
-        {"ms": times, "of_memcpys_speed": ratios, "target": TARGET, "num_wrong": num_wrong}
-    )
-    return {
-        "benchmark": "checkpoint",
-        "json": str(run.json_path),
-        "num_wrong": num_wrong,
-        "of_memcpys_speed": ratios,
-        "target": TARGET,
-    }
-
-
-def main() -> int:
-    """Returns the exit status."""
-    parser = Parser(description=__doc__)
-    add = parser.add_argument
-    add("--size", type=parse_size, default="1G", help="of the state (default: %(default)s)")
-    add("--turns", type=parse_natural(1), default=7, help="default: %(default)s")
-    add("--no-disk", action="store_true", help="only memory")
-    add("--json", type=Path, help="the record (default: in benchmarks/results)")
-    args = parser.parse_args()
-    return driver.exit_status(lambda: benchmark(args))
+                processes.fork(take_turn, number, job, args, processes.folder)
+                turns.append(processes.recv(number))
+                processes.kill(number)
+        finally:  # lets the keeper end
+            rota.checkpoint.Checkpoint(dist.HashStore(), rank=0, world_size=1, job=job).close()
+        times = {
+            entry: [turn.times_ms[entry] for turn in turns[1:]]
+            for entry in ENTRIES
+            if entry in turns[1].times_ms
+        }
+        memcpy_ms = median(times["memcpy"])
+        ratios = {entry: round(memcpy_ms / median(ms), 3) for entry, ms in times.items()}
+        print_table(
+            run.console,
+            f"{args.size / 2**20:g} MiB of float32",
+            ("entry", "p50 ms", "min ms", "max ms", "of memcpy's speed"),
+            [
+                (
+                    ENTRIES[entry],
+                    *(f"{of(ms):.1f}" for of in (median, min, max)),
+                    f"{ratios[entry]:.2f}",
+                )
+                for entry, ms in times.items()
+            ],
+        )
+        checked = {"num_wrong": sum(turn.num_wrong for turn in turns), "target": TARGET}
+        summary: dict[str, Any] = {"of_memcpys_speed": ratios, **checked}
+        run.finish({"ms": times, **summary}, **summary)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -13,11 +13,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import driver
 import interleave
 import machine
 import mpi_env
@@ -26,15 +25,15 @@ import report
 from arguments import (
     Parser,
     add_common_arguments,
+    add_message_sizes,
     parse_list,
-    parse_natural,
-    parse_size,
-    plan_of,
     sizes_of,
 )
 from operations import MESSAGES, OPERATIONS
 from protocol import FAKE_AND_BARRIER, ROTA_EMPTY, Entry, Reply, Turn
-from ranks import RankGroup
+from record import Run
+from torch_worker import start_torch_ranks
+from workers import Workers
 
 ALGORITHMS = ("auto", "one_shot", "two_shot", "ordered_ring", "ring")
 WIRE_DTYPES = ("none", "float16", "bfloat16", "float32")
@@ -55,16 +54,16 @@ NOT_IN_MPI = ("float16", "bfloat16")
 MEMCPY = Entry(report.ROOFLINE, report.ROOFLINE, "numpy")
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Parses the command line; a bad one ends the process with a one-line error."""
-    parser = Parser(description=__doc__)
-    add = parser.add_argument
+def parse_arguments() -> tuple[argparse.Namespace, list[int]]:
+    """The command line, and the elements of each size; a bad one ends the process in one line."""
+    parser = Parser(__doc__)
+    add = parser.add
     add(
         "--op",
         choices=OPERATIONS,
         default="all_reduce",
         help="the collective; or send_recv, a message from rank 0 to rank 1 and back; or one_way, "
-        "many in a row from rank 0 to rank 1 (default: all_reduce)",
+        "many in a row from rank 0 to rank 1",
     )
     add(
         "--backends",
@@ -73,38 +72,24 @@ def parse_arguments() -> argparse.Namespace:
         help=f"some of {', '.join(BACKENDS)}; mpi is every MPI that `make bench` has set up; fake "
         "is torch's backend that moves nothing, which shows what torch.distributed itself takes, "
         "with rota also if each call waits for all ranks; a memcpy of as many bytes on every rank "
-        "at once is always measured (default: %(default)s)",
+        "at once is always measured",
     )
-    add("--dtype", choices=ITEM_BYTES, default="float32", help="element type (default: float32)")
-    add("-b", "--begin", type=parse_size, default="4", help="smallest message (default: 4)")
-    add("-e", "--end", type=parse_size, default="64M", help="largest message (default: 64M)")
-    add("-f", "--factor", type=parse_natural(2), default=4, help="from size to size (default: 4)")
-    add(
-        "--algorithms",
-        type=parse_list(ALGORITHMS),
-        default="auto",
-        help=f"of rota.Communicator.all_reduce: some of {', '.join(ALGORITHMS)} (default: auto)",
-    )
-    add(
-        "--wire-dtype",
-        type=parse_list(WIRE_DTYPES),
-        default="none",
-        help=f"of rota.Communicator.all_reduce: some of {', '.join(WIRE_DTYPES)} (default: none)",
-    )
-    add(
-        "--orders",
-        type=parse_list(ORDERS),
-        default="rank",
-        help=f"of rota.Communicator's sums: some of {', '.join(ORDERS)} (default: rank)",
-    )
+    add("--dtype", choices=ITEM_BYTES, default="float32", help="of the elements")
+    add_message_sizes(parser, "4", "64M", 4)
+    for name, of, choices in (
+        ("--algorithms", "rota.Communicator.all_reduce", ALGORITHMS),
+        ("--wire-dtype", "rota.Communicator.all_reduce", WIRE_DTYPES),
+        ("--orders", "rota.Communicator's sums", ORDERS),
+    ):
+        some = f"of {of}: some of {', '.join(choices)}"
+        add(name, type=parse_list(choices), default=choices[0], help=some)
     add("--empty", action="store_true", help="rota.Communicator on tensors of rota.empty(), too")
     add_common_arguments(parser)
     add("--png", type=Path, help="where to draw the picture (default: beside the record)")
-    add("--mpi-root", type=Path, default=mpi_env.DEFAULT_ROOT, help="MPI environments (.venv-mpi)")
+    add("--mpi-root", type=Path, default=mpi_env.DEFAULT_ROOT, help="MPI environments")
     args = parser.parse_args()
 
-    if args.end < args.begin:
-        parser.error(f"-e {args.end} bytes is less than -b {args.begin} bytes")
+    sizes = sizes_of(args, parser)
     if args.op != "all_reduce" and (args.algorithms, args.wire_dtype) != (["auto"], ["none"]):
         parser.error("--algorithms and --wire-dtype are for --op all_reduce")
     if args.op not in SUMS and args.orders != ["rank"]:
@@ -113,31 +98,34 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--ranks is {args.ranks}; --op {args.op} measures two ranks")
     if args.op == "barrier" and args.png:
         parser.error("--png: a barrier has no sizes to draw")
-    return args
+    return args, message_elems(args, sizes)
 
 
-def message_elems(args: argparse.Namespace) -> list[int]:
+def message_elems(args: argparse.Namespace, sizes: list[int]) -> list[int]:
     """Elements of the message at each size: at least one, or one per rank where it has parts."""
     if args.op == "barrier":
         return [0]
     item_bytes = ITEM_BYTES[args.dtype]
     parts = OPERATIONS[args.op].num_parts(args.ranks)
-    sizes = [max(1, num_bytes // item_bytes // parts) * parts for num_bytes in sizes_of(args)]
-    return list(dict.fromkeys(sizes))
+    elems = [max(1, num_bytes // item_bytes // parts) * parts for num_bytes in sizes]
+    return list(dict.fromkeys(elems))
 
 
-def usable_mpis(args: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """The MPIs to measure, and a note for each requested MPI that is not available."""
+def usable_mpis(args: argparse.Namespace, run: Run) -> list[str]:
+    """The MPIs to measure; notes why others that were asked for are not available."""
     asked = [name for name in mpi_env.IMPLEMENTATIONS if {"mpi", name} & set(args.backends)]
     if asked and args.dtype in NOT_IN_MPI:
-        return [], [f"{', '.join(asked)}: not measured, MPI has no datatype for {args.dtype}"]
+        run.note(f"{', '.join(asked)}: not measured, MPI has no datatype for {args.dtype}")
+        return []
     missing = {name: mpi_env.why_missing(args.mpi_root, name) for name in asked}
-    usable = [name for name, reason in missing.items() if reason is None]
-    return usable, [f"{name}: {reason}" for name, reason in missing.items() if reason is not None]
+    for name, reason in missing.items():
+        if reason is not None:
+            run.note(f"{name}: {reason}")
+    return [name for name, reason in missing.items() if reason is None]
 
 
-def entries_of(args: argparse.Namespace, mpis: list[str]) -> list[Entry]:
-    """Everything to measure, in the order of the table."""
+def entries_of(args: argparse.Namespace) -> list[Entry]:
+    """What torch's ranks measure, in the order of the table."""
     entries = []
     if "rota" in args.backends:
         entries.append(Entry("rota dist", "rota", "torch.distributed"))
@@ -152,65 +140,51 @@ def entries_of(args: argparse.Namespace, mpis: list[str]) -> list[Entry]:
             entries.append(Entry(label, "rota", "rota.Communicator", algorithm, wire, order))
         if args.empty:
             entries.append(Entry("rota empty", "rota", ROTA_EMPTY))
-    if "gloo" in args.backends:
-        entries.append(Entry("gloo", "gloo", "torch.distributed"))
-    if "fake" in args.backends:
-        entries.append(Entry("fake", "fake", "torch.distributed"))
-        if "rota" in args.backends:
-            entries.append(Entry(FAKE_AND_BARRIER, FAKE_AND_BARRIER, "torch.distributed"))
-    entries += [Entry(name, name, "mpi4py") for name in mpis]
-    return entries if args.op == "barrier" else [*entries, MEMCPY]
+    for backend in ("gloo", "fake"):
+        if backend in args.backends:
+            entries.append(Entry(backend, backend, "torch.distributed"))
+    if {"fake", "rota"} <= set(args.backends):
+        entries.append(Entry(FAKE_AND_BARRIER, FAKE_AND_BARRIER, "torch.distributed"))
+    return entries
 
 
-def mpi_ranks(name: str, args: argparse.Namespace, run_dir: Path) -> RankGroup:
-    """The ranks of one MPI, under its own mpiexec and interpreter."""
-    worker = [str(driver.HERE / "mpi_worker.py")]
-    command = mpi_env.launch_command(args.mpi_root.absolute(), name, args.ranks, worker)
-    env = mpi_env.IMPLEMENTATIONS[name].env
-    return RankGroup(name, args.ranks, [command], env, run_dir, args.timeout)
-
-
-def benchmark(args: argparse.Namespace) -> dict[str, Any]:
-    """The whole run: starts ranks, measures every size, prints, writes and sums up."""
+def main() -> None:
+    args, sizes = parse_arguments()
     name = args.op if args.op == "barrier" else f"{args.op}-{args.dtype}"
-    run = driver.Run("collectives", name, args.ranks, args)
-    mpis, notes = usable_mpis(args)
-    entries = entries_of(args, mpis)
-    for note in notes:
-        run.note(note)
-
-    with tempfile.TemporaryDirectory(prefix="rota-bench-") as folder:
-        run_dir = Path(folder)
-        torch_group = driver.torch_ranks(args, args.backends, run_dir)
-        mpi_groups = {name: mpi_ranks(name, args, run_dir) for name in mpis}
-        groups = [torch_group, *mpi_groups.values()]
+    with Run("collectives", args.ranks, args, name) as run, ExitStack() as jobs:
+        torch_ranks = jobs.enter_context(Workers(args.timeout))
+        entries, versions = start_torch_ranks(torch_ranks, run, args.ranks, entries_of(args))
+        libraries: dict[str, Any] = {"torch": versions}
+        mpi_ranks = {}
+        for mpi in usable_mpis(args, run):
+            mpi_ranks[mpi] = jobs.enter_context(Workers(args.timeout))
+            worker = [str(Path(__file__).with_name("mpi_worker.py"))]
+            command = mpi_env.launch_command(args.mpi_root.absolute(), mpi, args.ranks, worker)
+            mpi_ranks[mpi].launch(command, args.ranks, mpi_env.IMPLEMENTATIONS[mpi].env)
+            libraries[mpi] = mpi_ranks[mpi].recv_all()[0].versions
+            entries.append(Entry(mpi, mpi, "mpi4py"))
+        if not entries:
+            sys.exit("error: none of the backends asked for can be measured")
+        if args.op != "barrier":
+            entries.append(MEMCPY)
 
         def ask(turn: Turn) -> list[Reply]:
-            return mpi_groups.get(turn.entry.backend, torch_group).ask(turn)
+            return mpi_ranks.get(turn.entry.backend, torch_ranks).ask(turn)
 
-        with driver.running(groups):
-            entries = driver.drop_missing(run, entries, torch_group)
-            if set(entries) <= {MEMCPY}:
-                sys.exit("error: none of the backends asked for can be measured")
-            item_bytes = ITEM_BYTES[args.dtype]
-            measurements = interleave.measure_sizes(
-                entries, ask, args.op, args.dtype, message_elems(args), item_bytes, plan_of(args)
-            )
-
-    result = run.publish(measurements, groups, mpis)
-    if args.op != "barrier":
-        png = args.png or run.json_path.with_suffix(".png")
-        title = f"{args.op} of {args.dtype}, {args.ranks} ranks on {machine.num_cores()} cores"
-        picture.draw(png, measurements, title, run.subtitle())
-        result["png"] = str(png)
-    return result
-
-
-def main() -> int:
-    """Returns the exit status: 0 if everything was measured and no result was wrong."""
-    args = parse_arguments()
-    return driver.exit_status(lambda: benchmark(args))
+        item_bytes = ITEM_BYTES[args.dtype]
+        measurements = interleave.measure_sizes(
+            entries, ask, args.op, args.dtype, sizes, item_bytes, args
+        )
+        for ranks in mpi_ranks.values():
+            ranks.stop()
+        summary: dict[str, Any] = {}
+        if args.op != "barrier":
+            png = args.png or run.json_path.with_suffix(".png")
+            title = f"{args.op} of {args.dtype}, {args.ranks} ranks on {machine.num_cores()} cores"
+            picture.draw(png, measurements, title, run.subtitle())
+            summary["png"] = str(png)
+        run.publish(measurements, libraries, list(mpi_ranks), **summary)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

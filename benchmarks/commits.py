@@ -11,7 +11,6 @@ is JSON.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -25,10 +24,10 @@ from typing import Any
 
 from rich.progress import track
 
-import driver
 import machine
-import report
 from arguments import Parser, parse_natural
+from record import Run
+from report import format_bytes, format_time, print_table
 
 HERE = Path(__file__).resolve().parent
 # A row counts as slower above this, beyond its noise.
@@ -87,85 +86,60 @@ def run_turn(
     return rows
 
 
-def compare(args: argparse.Namespace) -> list[Row]:
-    """Lets the commits take turns."""
+def main() -> None:
+    """Exits with 0 also where rows became slower, which is a valid result."""
+    parser = Parser(__doc__)
+    add = parser.add
+    add("--before", type=Path, required=True, help="the checkout of the other commit, built")
+    add("--turns", type=parse_natural(2), default=6, metavar="N", help="of each commit")
+    add("--ranks", type=parse_natural(1), default=2, help="of the benchmark")
+    own = "each commit's own benchmark, where this one's needs what the other build lacks"
+    add("--own-scripts", action="store_true", help=own)
+    parser.add_json()
+    add("command", nargs="+", help="a benchmark of both checkouts and its arguments, after --")
+    args = parser.parse_args()
+    if not (args.before / ".venv" / "bin" / "python").exists():
+        sys.exit(f"error: {args.before} has no build: run make venv there")
+
+    script, *arguments = args.command
+    name = f"commits-{script.removesuffix('.py')}"
     times: dict[Key, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     checkouts = {"before": args.before.resolve(), "after": HERE.parent}
-    name, *arguments = args.command
-    with tempfile.TemporaryDirectory() as directory:
+    with Run("commits", args.ranks, args, name) as run, tempfile.TemporaryDirectory() as directory:
+        commit = machine.git_commit(args.before)
         for turn in track(range(args.turns), "turns"):
             order: Iterable[str] = checkouts if turn % 2 == 0 else reversed(checkouts)
             for which in order:
                 checkout = checkouts[which]
-                script = (checkout / "benchmarks" if args.own_scripts else HERE) / name
-                record = Path(directory) / "record.json"
-                for row in run_turn(checkout, script, arguments, record):
+                path = (checkout / "benchmarks" if args.own_scripts else HERE) / script
+                for row in run_turn(checkout, path, arguments, Path(directory, "record.json")):
                     key = (row["label"], row["op"], row["num_bytes"])
                     times[key][which].append(row["p50_us"])
-    return [
-        Row(*key, of_commit["before"], of_commit["after"])
-        for key, of_commit in times.items()
-        if len(of_commit) == len(checkouts)  # an entry that only one commit has
-    ]
-
-
-def benchmark(args: argparse.Namespace) -> dict[str, Any]:
-    """The whole run: measures, prints the table, writes the record and sums up."""
-    if not (args.before / ".venv" / "bin" / "python").exists():
-        sys.exit(f"error: {args.before} has no build: run make venv there")
-    name = f"commits-{args.command[0].removesuffix('.py')}"
-    run = driver.Run("commits", name, args.ranks, args)
-    commit = machine.git_commit(args.before)
-    rows = compare(args)
-    report.print_labelled(
-        run.console,
-        f"{' '.join(args.command)}: {run.git_commit[:10]} over {commit[:10]}",
-        ("", "before", "after", "ratio", "noise", ""),
-        [
+        rows = [
+            Row(*key, of_commit["before"], of_commit["after"])
+            for key, of_commit in times.items()
+            if len(of_commit) == len(checkouts)  # an entry that only one commit has
+        ]
+        title = f"{' '.join(args.command)}: {run.git_commit[:10]} over {commit[:10]}"
+        lines = [
             (
-                f"{row.label} {row.op} {report.format_bytes(row.num_bytes)}",
-                report.format_time(median(row.before_us)),
-                report.format_time(median(row.after_us)),
+                f"{row.label} {row.op} {format_bytes(row.num_bytes)}",
+                format_time(median(row.before_us)),
+                format_time(median(row.after_us)),
                 f"{row.ratio:.2f}",
                 f"{row.noise:.2f}",
                 "slower" if row.is_slower else "",
             )
             for row in rows
-        ],
-    )
-    run.write_record({"before": commit, "rows": [asdict(row) for row in rows]})
-    return {
-        "benchmark": "commits",
-        "json": str(run.json_path),
-        "num_rows": len(rows),
-        "num_slower": sum(row.is_slower for row in rows),
-        "median_ratio": round(median(row.ratio for row in rows), 3),
-    }
-
-
-def main() -> int:
-    """Returns the exit status: 0 also where rows became slower, which is a valid result."""
-    parser = Parser(description=__doc__)
-    add = parser.add_argument
-    add("--before", type=Path, required=True, help="the checkout of the other commit, built")
-    add(
-        "--turns",
-        type=parse_natural(2),
-        default=6,
-        metavar="N",
-        help="of each commit (default: %(default)s)",
-    )
-    add("--ranks", type=parse_natural(1), default=2, help="of the benchmark (default: %(default)s)")
-    add(
-        "--own-scripts",
-        action="store_true",
-        help="each commit's own benchmark, where this one's needs what the other build lacks",
-    )
-    add("--json", type=Path, help="where to write the record (default: benchmarks/results/)")
-    add("command", nargs="+", help="a benchmark of both checkouts and its arguments, after --")
-    args = parser.parse_args()
-    return driver.exit_status(lambda: benchmark(args))
+        ]
+        print_table(run.console, title, ("", "before", "after", "ratio", "noise", ""), lines)
+        run.finish(
+            {"before": commit, "rows": [asdict(row) for row in rows]},
+            num_rows=len(rows),
+            num_slower=sum(row.is_slower for row in rows),
+            median_ratio=round(median(row.ratio for row in rows), 3),
+        )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

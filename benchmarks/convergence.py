@@ -10,7 +10,7 @@ between seeds. The last line of the output is JSON.
 
 from __future__ import annotations
 
-import json
+import argparse
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +21,6 @@ from rich.console import Console
 
 import demo
 import demo_report
-import driver
 import report
 import turns
 from arguments import Parser, parse_natural
@@ -35,19 +34,6 @@ LABELS = {
     "rota_fused_fp8_e5m2": "fused float8_e5m2",
 }
 Results = dict[str, list[demo_report.Result]]  # by variant; one result per seed
-
-
-def train(args: Any, console: Console) -> tuple[Results, float]:
-    """All runs, the same on every rank, and the bits per byte of a model without any context."""
-    train_text, held_out = train_gpt.read_corpus()
-    results: Results = {name: [] for name in args.variants}
-    for seed in range(args.first_seed, args.first_seed + args.seeds):
-        console.print(f"seed {seed}")
-        args.seed = seed
-        runs = demo.train_in_turns(args, train_text, held_out, console)
-        for name, run in runs.items():
-            results[name].append(demo.gather(demo.VARIANTS[name], run))
-    return results, train_gpt.order0_bits(train_text, held_out)
 
 
 def summarize(
@@ -77,7 +63,7 @@ def summarize(
     return rows
 
 
-def print_table(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+def print_losses(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     """One line per variant."""
     headings = (
         "gradients",
@@ -103,7 +89,7 @@ def print_table(console: Console, rows: Sequence[dict[str, Any]]) -> None:
         for row in rows
     )
     title = "bits per byte of held-out text after the last step, by seed"
-    report.print_labelled(console, title, headings, cells)
+    report.print_table(console, title, headings, cells)
 
 
 def draw(results: Results, baseline_bits: float, title: str, path: Path) -> None:
@@ -140,54 +126,43 @@ def draw(results: Results, baseline_bits: float, title: str, path: Path) -> None
     figure.savefig(path, dpi=150)
 
 
-def parse_arguments() -> Any:
-    """Parses the command line, and adds the arguments that the demo's training needs."""
-    parser = Parser(description=__doc__)
-    add = parser.add_argument
-    add("--seeds", type=parse_natural(1), default=3, help="runs of each variant (default: 3)")
-    add("--ranks", type=parse_natural(2), default=2, help="ranks to start (default: 2)")
-    add("--json", type=Path, help="where to write the record (default: benchmarks/results/)")
-    add("--max-minutes", type=train_gpt.positive(float), default=30.0, help="of training, a seed")
-    train_gpt.add_training_arguments(parser)
-    args = parser.parse_args()
-    train_gpt.fill_in(args, train_gpt.SCALES["cpu"])
-    args.variants = list(LABELS)
-    args.first_seed = args.seed
-    return args
+def rounded(values: Sequence[float]) -> list[float]:
+    """Rounds to the precision of a picture."""
+    return [round(value, 4) for value in values]
 
 
 def main() -> None:
     """Restarts as ranks and trains; rank 0 publishes the results."""
-    args = parse_arguments()
+    parser = Parser(__doc__)
+    parser.add("--seeds", type=parse_natural(1), default=3, help="runs of each variant")
+    turns.add_ranks(parser)
+    parser.add("--max-minutes", type=train_gpt.positive(float), default=30.0, help="a seed")
+    args = turns.parse_arguments(parser)
+    args.variants = list(LABELS)
     with turns.job("convergence", args) as (run, console):
-        results, baseline_bits = train(args, console)
-        if run is not None:
-            publish(run, results, baseline_bits, args)
-
-
-def publish(run: driver.Run, results: Results, baseline_bits: float, args: Any) -> None:
-    """Writes the record and the picture, and prints the table and the last line."""
-    rows = summarize(results)
-    curves = [
-        {
-            "gradients": LABELS[name],
-            "seed": args.first_seed + number,
-            "losses": rounded(one.losses),
-        }
-        for name, runs in results.items()
-        for number, one in enumerate(runs)
-    ]
-    run.write_record({"order0_bits": round(baseline_bits, 4), "held_out": rows, "curves": curves})
-    png_path = run.json_path.with_suffix(".png")
-    draw(results, baseline_bits, run.subtitle(), png_path)
-    print_table(run.console, rows)
-    run.console.print(f"picture: {png_path}", soft_wrap=True)
-    print(json.dumps({"benchmark": "convergence", "json": str(run.json_path), "held_out": rows}))
-
-
-def rounded(values: Sequence[float]) -> list[float]:
-    """Rounds to the precision of a picture."""
-    return [round(value, 4) for value in values]
+        train_text, held_out = train_gpt.read_corpus()
+        results: Results = {name: [] for name in args.variants}
+        for seed in range(args.seed, args.seed + args.seeds):
+            console.print(f"seed {seed}")
+            of_seed = argparse.Namespace(**{**vars(args), "seed": seed})
+            runs = demo.train_in_turns(of_seed, train_text, held_out, console)
+            for name, one in runs.items():
+                results[name].append(demo.gather(demo.VARIANTS[name], one))
+        if run is None:
+            return
+        baseline_bits = train_gpt.order0_bits(train_text, held_out)
+        rows = summarize(results)
+        curves = [
+            {"gradients": LABELS[name], "seed": seed, "losses": rounded(one.losses)}
+            for name, of_seeds in results.items()
+            for seed, one in enumerate(of_seeds, args.seed)
+        ]
+        png_path = run.json_path.with_suffix(".png")
+        draw(results, baseline_bits, run.subtitle(), png_path)
+        print_losses(run.console, rows)
+        run.console.print(f"picture: {png_path}", soft_wrap=True)
+        record = {"order0_bits": round(baseline_bits, 4), "held_out": rows, "curves": curves}
+        run.finish(record, held_out=rows)
 
 
 if __name__ == "__main__":

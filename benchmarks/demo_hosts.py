@@ -14,28 +14,30 @@ are compared with. The last line is JSON.
 
 It needs the permission to make network namespaces. All hosts share the cores of this machine. Two
 ranks a host are the fewest that have something to add within it, which flat Gloo does not know of.
+Between hosts rota's gradients and differences have the variant's dtype, within a host they are
+float32. A worker of LocalSGD and DiLoCo is a host: its ranks average their gradients in every step.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-import tempfile
+import copy
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass, replace
+from itertools import cycle
+from multiprocessing.connection import Connection
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import (
-    DefaultLogsSpecs,
-    SignalException,
-    start_processes,
-)
+import torch
+import torch.distributed as dist
+from rich.console import Console
 
-import driver
+import demo
+import local_sgd
+import rota
 import turns
-from arguments import Parser, parse_list, parse_natural
-from convergence import print_table
+from arguments import Parser, parse_each, parse_list, parse_natural
+from convergence import print_losses
 from demo_hosts_report import (
     ALONE,
     BASE,
@@ -46,171 +48,185 @@ from demo_hosts_report import (
     print_steps,
     rows_of,
 )
-from demo_hosts_worker import VARIANTS
 from demo_model import train_gpt
 from demo_report import Result
-from host_network import HostNetwork, rank_environments
-from hosts import parse_hosts, parse_rate
-from ranks import RankError
+from host_network import HostNetwork, Traffic, rank_environments
+from hosts import add_hosts, parse_rate
+from record import Run
+from workers import Workers
 
 QUICK_STEPS = 6
 DEFAULT_VARIANTS = "none,gloo,rota,rota_fp16,rota_fp8,diloco_16,diloco_16_fp8"
 MAX_MINUTES = 60.0  # of one seed at one rate; a limit would cut off some of the runs to compare
+# 0.46 M parameters: their gradients, 1.8 MB, take a link of 1 Gbit/s 15 ms, of 100 Mbit/s 154 ms.
+CONFIG = replace(train_gpt.SCALES["cpu"].config, num_layers=2, width=128)
+COLORS = ("#8a1c7c", "#5b4a9e", "#a89be0", "#7a6a4f", "#d2c14a", "#d08ac4")  # of EveryFewSteps
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Parses the command line; a bad one ends the process with a one-line error."""
-    parser = Parser(description=__doc__)
-    add = parser.add_argument
-    add(
-        "--hosts",
-        type=parse_hosts,
-        default="2x2",
-        help="hosts x ranks on each, or ranks host by host as in 3,1 (default: 2x2)",
+@dataclass(frozen=True)
+class EveryStep:
+    """DistributedDataParallel with rota's fused hook."""
+
+    label: str
+    color: str
+    wire_dtype: torch.dtype  # between hosts
+
+    def start(self, initial: train_gpt.GPT) -> demo.Run:
+        model = copy.deepcopy(initial)
+        ddp = train_gpt.data_parallel(model, "rota", "none", dist.new_group(backend="rota"))
+        ddp.register_comm_hook(hook_state(self.wire_dtype, model=ddp), rota.fused_hook)
+        return demo.Run(model, ddp, train_gpt.make_optimizer(model))
+
+
+@dataclass(frozen=True)
+class EveryFewSteps:
+    """LocalSGD or DiLoCo between hosts, DistributedDataParallel within each."""
+
+    outer: local_sgd.Variant
+    color: str
+
+    @property
+    def label(self) -> str:
+        return self.outer.label
+
+    def start(self, initial: train_gpt.GPT) -> demo.Run:
+        model = copy.deepcopy(initial)
+        everyone = dist.new_group(backend="rota")
+        ddp = train_gpt.data_parallel(model, "rota", "none", group_of_host(everyone))
+        optimizer = train_gpt.make_optimizer(model)
+        state = hook_state(self.outer.wire_dtype, group=everyone)
+        outer = local_sgd.make_outer(self.outer, model, state)
+        optimizer.register_step_post_hook(lambda *_: outer.step())
+        return demo.Run(model, ddp, optimizer, finish=outer.sync)
+
+
+def hook_state(wire_dtype: torch.dtype, **options: Any) -> rota.HookState:
+    """A state with this dtype between hosts, and error feedback if it is narrow."""
+    return rota.HookState(
+        wire_dtype=torch.float32,
+        inter_wire_dtype=wire_dtype,
+        error_feedback=wire_dtype != torch.float32,
+        **options,
     )
-    add(
-        "--rates",
-        type=lambda text: [parse_rate(rate) for rate in text.split(",")],
-        default="1gbit,100mbit",
-        help="of each link in each direction, one run each (default: %(default)s)",
+
+
+def group_of_host(everyone: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The ranks of this rank's host; a collective call."""
+    hosts = rota.Communicator(everyone).hosts
+    group: dist.ProcessGroup
+    group, _ = dist.new_subgroups_by_enumeration(hosts, backend="rota")
+    return group
+
+
+_OUTER = [
+    (name, variant)
+    for name, variant in local_sgd.VARIANTS.items()
+    if variant.method in (local_sgd.LOCAL_SGD, local_sgd.DILOCO)
+]
+VARIANTS: dict[str, demo.Startable] = {
+    "none": demo.VARIANTS["none"],
+    "gloo": demo.VARIANTS["gloo"],
+    "rota": EveryStep("rota, float32", "#12497f", torch.float32),
+    "rota_fp16": EveryStep("rota, float16", "#6fb1e8", torch.float16),
+    "rota_fp8": EveryStep("rota, float8_e4m3fn", "#2a9d6f", torch.float8_e4m3fn),
+    **{
+        name: EveryFewSteps(variant, color)
+        for (name, variant), color in zip(_OUTER, cycle(COLORS), strict=False)
+    },
+}
+
+
+def rank_main(pipe: Connection, args: argparse.Namespace) -> dict[str, Result]:
+    """Trains on one rank, in the namespace of its host: the same results on every rank."""
+    dist.init_process_group("gloo")
+    runs = demo.train_in_turns(
+        args,
+        *train_gpt.read_corpus(),
+        Console(quiet=dist.get_rank() != 0),
+        variants=VARIANTS,
+        config=CONFIG,
+        paces={
+            name: args.pace for name in args.variants if isinstance(VARIANTS[name], EveryFewSteps)
+        },
+        count_sent=lambda: Traffic.now().sent,
     )
-    add(
-        "--variants",
-        type=parse_list(list(VARIANTS)),
-        default=DEFAULT_VARIANTS,
-        help=f"{ALONE}, {BASE}, and some of {','.join(VARIANTS)} (default: %(default)s)",
-    )
-    add(
-        "--seeds",
-        type=parse_natural(1),
-        default=3,
-        help="of which the first trains at every rate (default: 3)",
-    )
-    add(
-        "--pace",
-        type=train_gpt.positive(float),
-        default=1.2,
-        help="steps of LocalSGD and DiLoCo for each of the others (default: %(default)s)",
-    )
+    return {name: demo.gather(VARIANTS[name], run) for name, run in runs.items()}
+
+
+def train(args: argparse.Namespace, rate: str | None, seed: int, variants: Sequence[str]) -> AtRate:
+    """Makes hosts, trains on their ranks, and returns the results."""
+    more = {"seed": seed, "variants": variants, "max_minutes": MAX_MINUTES}
+    job = argparse.Namespace(**{**vars(args), **more})
+    with (
+        HostNetwork(len(args.hosts), rate) as network,
+        Workers(timeout_s=2 * 60 * MAX_MINUTES) as ranks,
+    ):
+        for env in rank_environments(args.hosts, network.serve_store()):
+            namespace = network.hosts[int(env["GROUP_RANK"])].path
+            # A rank that waits long for a core is not lost.
+            env["ROTA_HOST_SILENCE_MS"] = "30000"
+            ranks.fork(rank_main, job, namespace=namespace, env=env)
+        results = ranks.recv_all()[0]
+        return AtRate(str(rate or "unlimited"), network.describe(), results)
+
+
+def main() -> None:
+    """Exits with 0 if all trained and all replicas of a variant are equal."""
+    parser = Parser(__doc__)
+    add = parser.add
+    add_hosts(parser)
+    rates = "of each link in each direction, one run each"
+    add("--rates", type=parse_each(parse_rate), default="1gbit,100mbit", help=rates)
+    some = f"{ALONE}, {BASE}, and some of {','.join(VARIANTS)}"
+    add("--variants", type=parse_list(list(VARIANTS)), default=DEFAULT_VARIANTS, help=some)
+    seeds = "of which the first trains at every rate"
+    add("--seeds", type=parse_natural(1), default=3, help=seeds)
+    pace = "steps of LocalSGD and DiLoCo for each of the others"
+    add("--pace", type=train_gpt.positive(float), default=1.2, help=pace)
     # 4 ranks then have the 8 sequences of demo.py's 2 in a step. A smaller model takes a larger lr.
-    args: argparse.Namespace = turns.parse_arguments(parser, QUICK_STEPS, batch=2, lr=4e-3)
+    args = turns.parse_arguments(parser, QUICK_STEPS, batch=2, lr=4e-3)
     if missing := {ALONE, BASE} - set(args.variants):
         parser.error(f"--variants: {', '.join(sorted(missing))} is missing, to compare with")
     if args.quick:
         args.seeds = 1
-    return args
 
+    name = f"demo-hosts-{'+'.join(map(str, args.hosts))}"
+    with Run("demo_hosts", sum(args.hosts), args, name) as run:
+        at_rates = []
+        for rate in args.rates:
+            run.console.print(f"links of {rate or 'any rate'}, seed {args.seed}")
+            at_rates.append(train(args, rate, args.seed, args.variants))
+        further = []
+        for seed in range(args.seed + 1, args.seed + args.seeds):
+            run.console.print(f"seed {seed}")
+            trained = [name for name in args.variants if name != ALONE]
+            further.append(train(args, None, seed, trained).results)
 
-def train(args: argparse.Namespace, rate: str | None, seed: int, variants: Sequence[str]) -> AtRate:
-    """Makes hosts, trains on their ranks, and returns the results.
-
-    Raises:
-        NotAvailable: this machine cannot simulate hosts.
-        RankError: a rank failed; all are ended.
-    """
-    with (
-        tempfile.TemporaryDirectory(prefix="rota-bench-") as folder,
-        HostNetwork(len(args.hosts), rate) as network,
-    ):
-        job, results = Path(folder, "job.json"), Path(folder, "results.json")
-        more = {"seed": seed, "variants": variants, "max_minutes": MAX_MINUTES}
-        names = ("steps", "batch", "lr", "pace")
-        job.write_text(json.dumps({name: getattr(args, name) for name in names} | more))
-        worker = (sys.executable, str(driver.HERE / "demo_hosts_worker.py"), str(job), str(results))
-        environments = rank_environments(args.hosts, network.serve_store())
-        commands = [network.hosts[int(env["GROUP_RANK"])].command(*worker) for env in environments]
-        run_ranks(commands, environments, Path(folder))
-        of_variants = json.loads(results.read_text())
-        return AtRate(
-            rate=str(rate or "unlimited"),
-            network=network.describe(),
-            results={name: Result(**result) for name, result in of_variants.items()},
+        baseline_bits = train_gpt.order0_bits(*train_gpt.read_corpus())
+        steps = [rows_of(at_rate) for at_rate in at_rates]
+        losses = losses_of(at_rates, further)
+        png_path = run.json_path.with_suffix(".png")
+        draw(png_path, at_rates, baseline_bits, run.subtitle())
+        for rows in steps:
+            print_steps(run.console, rows)
+        print_losses(run.console, losses)
+        run.console.print(f"picture: {png_path}\nrecord: {run.json_path}", soft_wrap=True)
+        results = [*(at_rate.trained for at_rate in at_rates), *further]
+        # Replicas that differ between ranks after training.
+        num_wrong = sum(one.spread != 0 for of_run in results for one in of_run.values())
+        summary: dict[str, Any] = {"step_times": [row for rows in steps for row in rows]}
+        summary["held_out"] = losses
+        run.finish(
+            {
+                "networks": [at_rate.network for at_rate in at_rates],
+                "order0_bits": round(baseline_bits, 4),
+                **summary,
+                "curves": curves_of(at_rates),
+            },
+            num_wrong=num_wrong,
+            **summary,
         )
 
 
-def run_ranks(
-    commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]], folder: Path
-) -> None:
-    """Runs one process per rank until all have ended; ends the others if one fails.
-
-    Raises:
-        RankError: it names the rank that failed first.
-    """
-    # One thread, since ranks share cores. A rank that waits long for a core is not lost.
-    common = {"OMP_NUM_THREADS": "1", "ROTA_HOST_SILENCE_MS": "30000"}
-    ranks = start_processes(
-        "demo_hosts",
-        commands[0][0],
-        args={rank: tuple(command[1:]) for rank, command in enumerate(commands)},
-        envs={rank: env | common for rank, env in enumerate(environments)},
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
-    )
-    try:
-        outcome = ranks.wait(period=0.2)
-    except SignalException as signal:
-        sys.exit(128 + signal.sigval)
-    finally:
-        ranks.close()
-    assert outcome is not None, "wait() without a timeout returns when the ranks have ended"
-    if outcome.is_failed():
-        first = min(outcome.failures.values(), key=lambda failure: failure.timestamp)
-        raise RankError(f"rank {first.local_rank} failed first, exit code {first.exitcode}")
-
-
-def benchmark(args: argparse.Namespace) -> dict[str, Any]:
-    """The whole run; returns the summary for programs."""
-    layout = "+".join(map(str, args.hosts))
-    run = driver.Run("demo_hosts", f"demo-hosts-{layout}", sum(args.hosts), args)
-    at_rates = []
-    for rate in args.rates:
-        run.console.print(f"links of {rate or 'any rate'}, seed {args.seed}")
-        at_rates.append(train(args, rate, args.seed, args.variants))
-    further = []
-    for seed in range(args.seed + 1, args.seed + args.seeds):
-        run.console.print(f"seed {seed}")
-        trained = [name for name in args.variants if name != ALONE]
-        further.append(train(args, None, seed, trained).results)
-    return publish(run, at_rates, further)
-
-
-def publish(
-    run: driver.Run, at_rates: Sequence[AtRate], further: Sequence[dict[str, Result]]
-) -> dict[str, Any]:
-    """Writes the record and the picture, prints the tables, and returns the summary."""
-    baseline_bits = train_gpt.order0_bits(*train_gpt.read_corpus())
-    steps = [rows_of(at_rate) for at_rate in at_rates]
-    losses = losses_of(at_rates, further)
-    run.write_record(
-        {
-            "networks": [at_rate.network for at_rate in at_rates],
-            "order0_bits": round(baseline_bits, 4),
-            "step_times": [row for rows in steps for row in rows],
-            "held_out": losses,
-            "curves": curves_of(at_rates),
-        }
-    )
-    png_path = run.json_path.with_suffix(".png")
-    draw(png_path, at_rates, baseline_bits, run.subtitle())
-    for rows in steps:
-        print_steps(run.console, rows)
-    print_table(run.console, losses)
-    run.console.print(f"picture: {png_path}\nrecord: {run.json_path}", soft_wrap=True)
-    trained = [*(at_rate.trained for at_rate in at_rates), *further]
-    differing = sum(result.spread != 0 for results in trained for result in results.values())
-    return {
-        "benchmark": "demo_hosts",
-        "json": str(run.json_path),
-        "num_wrong": differing,  # replicas that differ between ranks after training
-        "step_times": [row for rows in steps for row in rows],
-        "held_out": losses,
-    }
-
-
-def main() -> int:
-    """Returns the exit status: 0 if all trained and all replicas of a variant are equal."""
-    args = parse_arguments()
-    return driver.exit_status(lambda: benchmark(args))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -105,7 +105,7 @@ def print_steps(console: Console, rows: Sequence[dict[str, Any]]) -> None:
         for row in rows
     )
     title = f"links of {format_rate(rows[0]['rate'])}; steps of the slowest rank"
-    report.print_labelled(console, title, headings, cells)
+    report.print_table(console, title, headings, cells)
 
 
 def losses_of(

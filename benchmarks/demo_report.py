@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from report import print_labelled
+import report
 
 SMOOTHING_STEPS = 20  # one step's batch is small and its loss noisy
 RIVALS = tuple(
@@ -87,7 +87,7 @@ def print_table(results: dict[str, Result], console: Console) -> None:
         for name, row in rows.items()
     )
     title = "times: median of the slowest rank; losses: bits per byte"
-    print_labelled(console, title, headings, cells)
+    report.print_table(console, title, headings, cells)
     for ours, theirs in RIVALS:
         if ours in rows and theirs in rows and rows[theirs].communication_share > 0:
             ratio = rows[ours].communication_share / rows[theirs].communication_share

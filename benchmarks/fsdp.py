@@ -21,14 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import demo
 import rota.fsdp
 import turns
-from arguments import Parser, parse_natural
+from arguments import Parser
 from demo_model import train_gpt
 
 BASE = "none"
@@ -91,41 +90,14 @@ def start_run(name: str, initial: train_gpt.GPT) -> demo.Run:
     return demo.Run(model, model, train_gpt.make_optimizer(model))
 
 
-def train_in_turns(args: Any, console: Console) -> dict[str, demo.Run]:
-    """Trains all variants, a block of steps each, in rotating order."""
-    train, _ = train_gpt.read_corpus()
-    torch.manual_seed(args.seed)
-    initial = train_gpt.GPT(train_gpt.SCALES["cpu"].config)
-    runs = {name: start_run(name, initial) for name in VARIANTS}
-    for name, steps in turns.in_turns(VARIANTS, args.steps, console):
-        demo.take_turn(runs[name], steps, args.steps, train, args)
-    return runs
-
-
-@dataclass
-class Result:
-    """All ranks' measurements of one variant."""
-
-    step_ms: list[float]  # of each step's slowest rank, without the first block
-    cpu_ms: float  # of a step, on average
-    last_loss: float  # bits per byte, on this rank's batch
-
-    @classmethod
-    def of(cls, run: demo.Run) -> Result:
-        """Collective; the times are the same on every rank."""
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, (run.step_ms, run.cpu_ms))
-        step_ms, cpu_ms = zip(*of_ranks, strict=True)
-        return cls(
-            [max(times) for times in zip(*step_ms, strict=True)][demo.BLOCK_STEPS :],
-            max(cpu_ms) / len(run.step_ms),
-            run.losses[-1],
-        )
-
-
-def summarize(results: dict[str, Result]) -> list[dict[str, Any]]:
-    """One row per variant: its median step, and its communication compared with Gloo's."""
-    median = {name: statistics.median(result.step_ms) for name, result in results.items()}
+def summarize(runs: dict[str, demo.Run]) -> list[dict[str, Any]]:
+    """One row per variant: its median step, and its communication compared with Gloo's. Collective;
+    losses are of this rank's batch, and the times are the same on every rank."""
+    step_ms = {name: turns.slowest_ranks(run.step_ms) for name, run in runs.items()}
+    cpu_ms = {
+        name: max(turns.gathered(run.cpu_ms)) / len(run.step_ms) for name, run in runs.items()
+    }
+    median = {name: statistics.median(times) for name, times in step_ms.items()}
     cost = {name: value - median[BASE] for name, value in median.items()}
     return [
         {
@@ -135,13 +107,13 @@ def summarize(results: dict[str, Result]) -> list[dict[str, Any]]:
             "communication_ms": round(cost[name], 3),
             "share_of_step": round(cost[name] / median[name], 4),
             "share_of_gloo": round(cost[name] / cost[BASELINE], 4),
-            "cpu_ms": round(result.cpu_ms, 3),
-            "communication_cpu_ms": round(result.cpu_ms - results[BASE].cpu_ms, 3),
+            "cpu_ms": round(cpu_ms[name], 3),
+            "communication_cpu_ms": round(cpu_ms[name] - cpu_ms[BASE], 3),
             # Without communication the losses mean nothing.
-            "last_loss": None if name == BASE else round(result.last_loss, 5),
-            "step_ms_of_all": [round(value, 2) for value in result.step_ms],
+            "last_loss": None if name == BASE else round(run.losses[-1], 5),
+            "step_ms_of_all": [round(value, 2) for value in step_ms[name]],
         }
-        for name, result in results.items()
+        for name, run in runs.items()
     ]
 
 
@@ -150,7 +122,7 @@ def unless_base(key: str, form: str) -> Callable[[dict[str, Any]], str]:
     return lambda row: "-" if row["variant"] == BASE else format(row[key], form)
 
 
-COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+COLUMNS: turns.Columns = {
     "step": lambda row: f"{row['step_ms']:.1f}",
     "communication": unless_base("communication_ms", ".1f"),
     "share\nof step": unless_base("share_of_step", ".1%"),
@@ -161,24 +133,20 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def parse_arguments() -> Any:
-    """Parses the command line, and adds the arguments that the demo's training needs."""
-    parser = Parser(description=__doc__)
-    parser.add_argument(
-        "--ranks", type=parse_natural(2), default=2, help="ranks to start (default: 2)"
-    )
-    return turns.parse_arguments(parser)
-
-
 def main() -> None:
     """Restarts as ranks and trains; rank 0 publishes the results."""
-    args = parse_arguments()
+    parser = Parser(__doc__)
+    turns.add_ranks(parser)
+    args = turns.parse_arguments(parser)
     with turns.job("fsdp", args) as (run, console):
-        runs = train_in_turns(args, console)
-        rows = summarize({name: Result.of(one) for name, one in runs.items()})
-        if run is not None:
-            title = f"FSDP2 steps of the demo's GPT, in ms (goal: {turns.GOAL:.0%} of Gloo's)"
-            turns.publish(run, title, rows, COLUMNS)
+        text, _ = train_gpt.read_corpus()
+        torch.manual_seed(args.seed)
+        initial = train_gpt.GPT(train_gpt.SCALES["cpu"].config)
+        runs = {name: start_run(name, initial) for name in VARIANTS}
+        for name, steps in turns.in_turns(VARIANTS, args.steps, console):
+            demo.take_turn(runs[name], steps, args.steps, text, args)
+        title = f"FSDP2 steps of the demo's GPT, in ms (goal: {turns.GOAL:.0%} of Gloo's)"
+        turns.publish(run, title, summarize(runs), COLUMNS)
 
 
 if __name__ == "__main__":

@@ -10,21 +10,19 @@ float32 hook with nothing after it. The last line of the output is JSON.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 import amp_turn
-import driver
 import traffic
-from arguments import Parser, add_bucket_sizes, add_common_arguments
-from interleave import Measurement
+from arguments import FLOAT32_BYTES, Parser, add_bucket_sizes, add_common_arguments
+from interleave import Measurement, measure_sizes
 from protocol import Entry
+from record import Run
+from report import optional, print_table
+from torch_worker import start_torch_ranks
+from workers import Workers
 
 BASE = "rota float32 allreduce_hook, alone"
 # Label, backend, api and wire dtype of each entry.
@@ -44,15 +42,6 @@ ENTRIES = [
         (BASE, "rota", amp_turn.HOOK_ALONE, "float32"),
     )
 ]
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Parses the command line; a bad one ends the process with a one-line error."""
-    parser = Parser(description=__doc__)
-    add_bucket_sizes(parser)
-    add_common_arguments(parser)
-    parser.set_defaults(iters=10, warmup=2)  # a turn takes tens of ms
-    return parser.parse_args()
 
 
 def bytes_per_element(entry: Entry, num_ranks: int) -> float:
@@ -91,50 +80,45 @@ def compare(measurements: Sequence[Measurement], num_ranks: int) -> list[dict[st
     return rows
 
 
-def print_comparison(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+def print_comparison(run: Run, rows: Sequence[dict[str, Any]]) -> None:
     """One line per entry; its time over that of BASE at each size."""
     sizes = sorted({row["num_bytes"] for row in rows})
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("entry", no_wrap=True)
-    table.add_column("traffic B/elem", justify="right", no_wrap=True)
-    for num_bytes in sizes:
-        table.add_column(f"x base, {num_bytes / 2**20:g}M", justify="right", no_wrap=True)
-    for label, of_entry in groupby(sorted(rows, key=by_entry), key=lambda row: row["label"]):
-        cells = list(of_entry)
-        ratios = [cell["over_float32_all_reduce"] for cell in cells]
-        table.add_row(
-            label,
-            f"{cells[0]['traffic_bytes_per_elem']:.2f}",
-            *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+    lines = []
+    for label in dict.fromkeys(row["label"] for row in rows):
+        cells = {row["num_bytes"]: row for row in rows if row["label"] == label}
+        traffic_per_elem = cells[sizes[0]]["traffic_bytes_per_elem"]
+        ratios = [optional(cells[size]["over_float32_all_reduce"], ".2f") for size in sizes]
+        lines.append((label, f"{traffic_per_elem:.2f}", *ratios))
+    headings = ("entry", "B/elem", *(f"x base, {num_bytes / 2**20:g}M" for num_bytes in sizes))
+    title = "memory traffic by traffic.py, and time over that of rota's float32 hook alone"
+    print_table(run.console, title, headings, lines)
+
+
+def main() -> None:
+    parser = Parser(__doc__)
+    add_bucket_sizes(parser)
+    add_common_arguments(parser)
+    parser.set_defaults(iters=10, warmup=2)  # a turn takes tens of ms
+    args = parser.parse_args()
+
+    with Run("fused", args.ranks, args) as run, Workers(args.timeout) as ranks:
+        entries, versions = start_torch_ranks(ranks, run, args.ranks, ENTRIES)
+        elems = [num_bytes // FLOAT32_BYTES for num_bytes in args.sizes]
+        measurements = measure_sizes(
+            entries, ranks.ask, "mixed_precision_turn", "float32", elems, FLOAT32_BYTES, args
         )
-    console.print("\nmemory traffic by traffic.py, and time / that of rota's float32 hook alone")
-    console.print(table)
-
-
-def by_entry(row: dict[str, Any]) -> tuple[int, int]:
-    """Sort key: the order of ENTRIES, then size."""
-    labels = [entry.label for entry in ENTRIES]
-    return labels.index(row["label"]), row["num_bytes"]
-
-
-def benchmark(args: argparse.Namespace) -> dict[str, Any]:
-    """The whole run: starts ranks, measures every size, prints, writes and sums up."""
-    run = driver.Run("fused", "fused", args.ranks, args)
-    measurements, group = driver.measure_buckets(run, args, ENTRIES, "mixed_precision_turn")
-    rows = compare(measurements, args.ranks)
-    summary = run.publish(measurements, [group], mpis=[], more={"comparison": rows})
-    print_comparison(run.console, rows)
-    ratios: dict[str, dict[int, float]] = {}
-    for row in rows:
-        ratios.setdefault(row["label"], {})[row["num_bytes"]] = row["over_float32_all_reduce"]
-    return summary | {"over_float32_all_reduce": ratios}
-
-
-def main() -> int:
-    """Returns the exit status: 0 if everything was measured and no result was wrong."""
-    args = parse_arguments()
-    return driver.exit_status(lambda: benchmark(args))
+        rows = compare(measurements, args.ranks)
+        print_comparison(run, rows)
+        ratios: dict[str, dict[int, float]] = {}
+        for row in rows:
+            ratios.setdefault(row["label"], {})[row["num_bytes"]] = row["over_float32_all_reduce"]
+        run.publish(
+            measurements,
+            {"torch": versions},
+            more={"comparison": rows},
+            over_float32_all_reduce=ratios,
+        )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -12,38 +12,28 @@ the output is JSON.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import resource
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
-from rich.table import Table
 
-import driver
-from arguments import Parser, parse_list, parse_natural
+import rota  # noqa: F401
+from arguments import Parser, parse_each, parse_list, parse_natural
+from record import Run
+from report import print_table
+from workers import RankError, Workers
 
-try:
-    import rota  # noqa: F401
-except ImportError as error:
-    sys.exit(f"error: rota is not built: run make venv ({error})")
-
-# Gloo otherwise resolves the host's name; the network must not be measured.
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 TIMEOUT = timedelta(seconds=60)
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "rota"])
 
 
 @dataclass
@@ -89,64 +79,45 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def rank_main(
-    args: argparse.Namespace, backend: str, rank: int, num_ranks: int, port: int, pipe: Connection
+    pipe: Connection, args: argparse.Namespace, backend: str, rank: int, num_ranks: int, port: int
 ) -> None:
-    """One rank: sends its times, and Held at the start, with all groups made, and after use."""
-    torch.set_num_threads(1)
+    """Sends times by group, and what is held at the start, with all groups made, and after use."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (args.descriptors, args.descriptors))
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
     tensor = torch.ones(1)
     dist.all_reduce(tensor)  # one-time setup happens here
     groups: list[dist.ProcessGroup] = []
+    held = [Held.now()]
     try:
-        held = [Held.now()]
         make_ms = [
             timed(lambda: groups.append(dist.new_group(backend=backend, timeout=TIMEOUT)))
             for _ in range(args.groups)
         ]
-        dist.barrier()
-        held.append(Held.now())
-        dist.barrier()
-        first_use_ms = [timed(partial(dist.all_reduce, tensor, group=group)) for group in groups]
-        dist.barrier()
-        held.append(Held.now())
-        pipe.send((make_ms, first_use_ms, held))
     except Exception as error:
-        pipe.send(f"after {len(groups)} groups: {str(error).splitlines()[0]}")
-    pipe.recv()  # no rank ends while others still measure
+        raise RuntimeError(f"after {len(groups)} groups: {error}") from None
+    dist.barrier()
+    held.append(Held.now())
+    dist.barrier()
+    first_use_ms = [timed(partial(dist.all_reduce, tensor, group=group)) for group in groups]
+    dist.barrier()
+    held.append(Held.now())
+    pipe.send((make_ms, first_use_ms, held))
+    pipe.poll(None)  # with its groups, which others may still measure
 
 
 def measure(args: argparse.Namespace, backend: str, num_ranks: int) -> Row:
     """Starts new ranks; ends them as soon as one fails, since the others would wait for it."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes, processes = [], []
-    for rank in range(num_ranks):
-        pipe, rank_pipe = CONTEXT.Pipe()
-        arguments = (args, backend, rank, num_ranks, server.port, rank_pipe)
-        processes.append(CONTEXT.Process(target=rank_main, args=arguments, daemon=True))
-        processes[-1].start()
-        rank_pipe.close()
-        pipes.append(pipe)
-    replies: dict[Connection, Any] = {}
-    failure = None
     try:
-        while len(replies) < num_ranks and failure is None:
-            awaited = [pipe for pipe in pipes if pipe not in replies]
-            ready = wait(awaited)
-            for pipe in awaited:
-                if pipe in ready:
-                    replies[pipe] = pipe.recv()
-            failure = next((reply for reply in replies.values() if isinstance(reply, str)), None)
-    except EOFError:
-        failure = "a rank died"
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    if failure is not None:
-        return Row(backend, num_ranks, args.groups, [], [], 0, 0, 0, 0, 0, failure)
-    make_ms, first_use_ms, held = zip(*(replies[pipe] for pipe in pipes), strict=True)
+        with Workers(timeout_s=3600) as ranks:
+            for rank in range(num_ranks):
+                ranks.fork(rank_main, args, backend, rank, num_ranks, server.port)
+            notes = ranks.recv_all().values()
+    except RankError as error:
+        why = str(error).splitlines()[-1]
+        return Row(backend, num_ranks, args.groups, [], [], 0, 0, 0, 0, 0, why)
+    make_ms, first_use_ms, held = zip(*notes, strict=True)
     start, made, used = held[0]
     return Row(
         backend,
@@ -162,70 +133,43 @@ def measure(args: argparse.Namespace, backend: str, num_ranks: int) -> Row:
     )
 
 
-def print_table(run: driver.Run, rows: list[Row]) -> None:
-    """Prints all costs per subgroup; memory is that of all ranks together."""
-    table = Table(title="one subgroup", caption="descriptors: of one rank; memory: of the host")
-    for heading in ("backend", "ranks", "groups"):
-        table.add_column(heading, justify="left" if heading == "backend" else "right")
-    for heading in ("make ms p50", "mean", "first use ms p50", "mean"):
-        table.add_column(heading, justify="right")
-    for heading in ("made KiB", "used KiB", "descriptors"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        cells = [row.backend, str(row.ranks), str(row.groups)]
-        if row.failure is None:
-            cells += [f"{median(row.make_ms):.2f}", f"{row.make_mean_ms:.2f}"]
-            cells += [f"{median(row.first_use_ms):.2f}", f"{row.first_use_mean_ms:.2f}"]
-            cells += [f"{kib / row.groups:.0f}" for kib in (row.made_kib, row.used_kib)]
-            cells.append(f"{row.descriptors / row.groups:.2f}")
-        else:
-            run.note(f"{row.backend}, {row.ranks} ranks, failed {row.failure}")
-        table.add_row(*cells)
-    run.console.print(table)
+def cells_of(row: Row) -> list[str]:
+    """All costs per subgroup; memory is that of all ranks together."""
+    cells = [row.backend, str(row.ranks), str(row.groups)]
+    if row.failure is None:
+        cells += [f"{median(row.make_ms):.2f}", f"{row.make_mean_ms:.2f}"]
+        cells += [f"{median(row.first_use_ms):.2f}", f"{row.first_use_mean_ms:.2f}"]
+        cells += [f"{kib / row.groups:.0f}" for kib in (row.made_kib, row.used_kib)]
+        cells.append(f"{row.descriptors / row.groups:.2f}")
+    return cells
 
 
-def benchmark(args: argparse.Namespace) -> dict[str, Any]:
-    """The whole run: measures, prints the table, writes the record and sums up."""
-    run = driver.Run("groups", "groups", max(args.ranks), args)
-    rows = [
-        measure(args, backend, num_ranks) for num_ranks in args.ranks for backend in args.backends
-    ]
-    print_table(run, rows)
-    run.write_record({"subgroups": [asdict(row) for row in rows]})
-    return {
-        "benchmark": "groups",
-        "json": str(run.json_path),
-        "num_failed": sum(row.failure is not None for row in rows),
-    }
-
-
-def parse_ranks(text: str) -> list[int]:
-    """An argparse type: numbers of ranks, separated by commas."""
-    return [parse_natural(2, 64)(number) for number in text.split(",")]
-
-
-def main() -> int:
-    """Returns the exit status: 0 even if a backend failed, which is a valid result."""
-    parser = Parser(description=__doc__)
-    add = parser.add_argument
-    add("--ranks", type=parse_ranks, default="4,8", help="default: %(default)s")
-    add("--groups", type=parse_natural(1), default=50, help="default: %(default)s")
-    add(
-        "--backends",
-        type=parse_list(["rota", "gloo", "fake"]),
-        default="rota,gloo",
-        help="default: %(default)s",
-    )
-    add(
-        "--descriptors",
-        type=parse_natural(64),
-        default=1024,
-        help="the limit of each rank, as `ulimit -n` sets it (default: %(default)s)",
-    )
-    add("--json", type=Path, help="the record (default: in benchmarks/results)")
+def main() -> None:
+    """Exits with 0 even if a backend failed, which is a valid result."""
+    parser = Parser(__doc__)
+    parser.add("--ranks", type=parse_each(parse_natural(2, 64)), default="4,8")
+    parser.add("--groups", type=parse_natural(1), default=50)
+    parser.add("--backends", type=parse_list(["rota", "gloo", "fake"]), default="rota,gloo")
+    limit = "the limit of each rank, as `ulimit -n` sets it"
+    parser.add("--descriptors", type=parse_natural(64), default=1024, help=limit)
+    parser.add_json()
     args = parser.parse_args()
-    return driver.exit_status(lambda: benchmark(args))
+
+    with Run("groups", max(args.ranks), args) as run:
+        rows = [
+            measure(args, backend, num_ranks)
+            for num_ranks in args.ranks
+            for backend in args.backends
+        ]
+        for row in rows:
+            if row.failure is not None:
+                run.note(f"{row.backend}, {row.ranks} ranks, failed {row.failure}")
+        headings = ["backend", "ranks", "groups", "make ms p50", "mean", "first use ms p50", "mean"]
+        headings += ["made KiB", "used KiB", "descriptors of a rank"]
+        print_table(run.console, "one subgroup", headings, map(cells_of, rows))
+        num_failed = sum(row.failure is not None for row in rows)
+        run.finish({"subgroups": [asdict(row) for row in rows]}, num_failed=num_failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,13 +9,12 @@ JSON.
 
 from __future__ import annotations
 
-import argparse
-import sys
-from typing import Any
-
-import driver
-from arguments import Parser, add_bucket_sizes, add_common_arguments
+from arguments import FLOAT32_BYTES, Parser, add_bucket_sizes, add_common_arguments
+from interleave import measure_sizes
 from protocol import Entry
+from record import Run
+from torch_worker import start_torch_ranks
+from workers import Workers
 
 HOOKS = ("fp16_compress_hook", "bf16_compress_hook", "allreduce_hook")
 ENTRIES = [
@@ -25,32 +24,24 @@ ENTRIES = [
 ]
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Parses the command line; a bad one ends the process with a one-line error."""
-    parser = Parser(description=__doc__)
-    add = parser.add_argument
-    add("--hook", choices=HOOKS, default=HOOKS[0], help="the hook (default: fp16_compress_hook)")
+def main() -> None:
+    parser = Parser(__doc__)
+    parser.add("--hook", choices=HOOKS, default=HOOKS[0])
     add_bucket_sizes(parser)
     add_common_arguments(parser)
     parser.set_defaults(iters=10, warmup=2)  # a call takes tens of ms
-    return parser.parse_args()
+    args = parser.parse_args()
 
-
-def benchmark(args: argparse.Namespace) -> dict[str, Any]:
-    """The whole run: starts ranks, measures every size, prints, writes and sums up."""
-    run = driver.Run("hooks", args.hook, args.ranks, args)
-    if args.check and args.ranks.bit_count() != 1:
-        run.note(f"averages over {args.ranks} ranks are not exact: results are not checked")
-
-    measurements, group = driver.measure_buckets(run, args, ENTRIES, args.hook)
-    return run.publish(measurements, [group], mpis=[])
-
-
-def main() -> int:
-    """Returns the exit status: 0 if everything was measured and no result was wrong."""
-    args = parse_arguments()
-    return driver.exit_status(lambda: benchmark(args))
+    with Run("hooks", args.ranks, args, args.hook) as run, Workers(args.timeout) as ranks:
+        if args.check and args.ranks.bit_count() != 1:
+            run.note(f"averages over {args.ranks} ranks are not exact: results are not checked")
+        entries, versions = start_torch_ranks(ranks, run, args.ranks, ENTRIES)
+        elems = [num_bytes // FLOAT32_BYTES for num_bytes in args.sizes]
+        measurements = measure_sizes(
+            entries, ranks.ask, args.hook, "float32", elems, FLOAT32_BYTES, args
+        )
+        run.publish(measurements, {"torch": versions})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

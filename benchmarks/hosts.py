@@ -17,42 +17,49 @@ output is JSON.
 from __future__ import annotations
 
 import argparse
+import os
+import select
+import socket
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from rich.console import Console
+import torch.distributed as dist
 
-import driver
 import error_bound
+import host_network
 import interleave
 import report
+import tiles
 from arguments import (
     FLOAT32_BYTES,
     Parser,
     add_measuring_arguments,
+    add_message_sizes,
     parse_list,
-    parse_natural,
-    parse_size,
-    plan_of,
     sizes_of,
 )
-from exact import MAX_FLOAT8_SUM
+from exact import MAX_FLOAT8_SUM, MAX_SUM
 from host_network import HostNetwork, rank_environments, rate_bits_per_s
-from hosts_worker import is_float8, sent_by_host
 from interleave import Measurement
-from protocol import GLOO_LEADERS, TCP, Entry, Reply, Turn
-from ranks import RankGroup
+from protocol import Entry, Hello, Reply, Turn, time_samples
+from record import Run
+from report import optional
+from workers import Workers, serve
 
-BACKENDS = (TCP, "gloo", "rota")
+# Backends beside rota: plain sockets, and Gloo among all ranks or one of each host.
+TCP, GLOO, GLOO_LEADERS = "tcp", "gloo", "gloo leaders"
+BACKENDS = (TCP, GLOO, "rota")
 WIRE_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 UNLIMITED = "none"
 MIB = 1 << 20
+# Of the buffers behind a send or recv; the kernel sizes those of the sockets.
+CHUNK_BYTES = 1 << 20
 
 
 def parse_hosts(text: str) -> list[int]:
@@ -70,6 +77,12 @@ def parse_hosts(text: str) -> list[int]:
     return [int(count) for count in counts]
 
 
+def add_hosts(parser: Parser) -> None:
+    """Adds the argument for the hosts and their ranks."""
+    layout = "hosts x ranks on each, or ranks host by host as in 3,1"
+    parser.add("--hosts", type=parse_hosts, default="2x2", help=layout)
+
+
 def parse_rate(text: str) -> str | None:
     """An argparse type: a rate, or None for UNLIMITED."""
     if text == UNLIMITED:
@@ -81,47 +94,165 @@ def parse_rate(text: str) -> str | None:
     return text
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Parses the command line; a bad one ends the process with a one-line error."""
-    parser = Parser(description=__doc__)
-    add = parser.add_argument
-    add(
-        "--hosts",
-        type=parse_hosts,
-        default="2x2",
-        help="hosts x ranks on each, or ranks host by host as in 3,1 (default: 2x2)",
-    )
-    add(
-        "--rate",
-        type=parse_rate,
-        default="1gbit",
-        help=f"of each link in each direction, or {UNLIMITED} (default: 1gbit)",
-    )
-    add(
-        "--backends",
-        type=parse_list(BACKENDS),
-        default="tcp,gloo,rota",
-        help=f"some of {', '.join(BACKENDS)}; no bound without tcp (default: %(default)s)",
-    )
-    add(
-        "--wire-dtypes",
-        type=parse_list(WIRE_DTYPES),
-        default="float32,float16,float8_e4m3fn",
-        help=f"of rota between hosts: some of {', '.join(WIRE_DTYPES)}; float8 in scaled blocks "
-        "(default: %(default)s)",
-    )
-    add("-b", "--begin", type=parse_size, default="4K", help="smallest message (default: 4K)")
-    add("-e", "--end", type=parse_size, default="64M", help="largest message (default: 64M)")
-    add("-f", "--factor", type=parse_natural(2), default=16, help="from size to size (default: 16)")
-    add_measuring_arguments(parser)
-    # A call takes up to seconds.
-    parser.set_defaults(iters=5, warmup=1, repeats=4)
-    args = parser.parse_args()
-    if args.end < args.begin:
-        parser.error(f"-e {args.end} bytes is less than -b {args.begin} bytes")
-    if args.begin < FLOAT32_BYTES:
-        parser.error(f"-b {args.begin} bytes; float32 has {FLOAT32_BYTES}")
-    return args
+def sent_by_host(num_bytes: int, num_hosts: int) -> int:
+    """Bytes that each host must send in an all-reduce, however many ranks it has: those of a
+    reduce-scatter and an all-gather between hosts (Patarasuk & Yuan 2009)."""
+    return 2 * (num_hosts - 1) * num_bytes // num_hosts
+
+
+class TcpRing:
+    """Sends to the next host while receiving from the one before, so that all links are busy in
+    both directions, as in an all-reduce. One thread, and two connections where there are two hosts.
+
+    Args:
+        leaders: the group of one rank of each host, for the addresses.
+        host: this rank's.
+    """
+
+    def __init__(self, leaders: dist.ProcessGroup, host: int) -> None:
+        addresses: list[Any] = [None] * leaders.size()
+        with socket.create_server((host_network.address(host), 0)) as listener:
+            dist.all_gather_object(addresses, listener.getsockname(), group=leaders)
+            self._next = socket.create_connection(addresses[(host + 1) % len(addresses)])
+            self._previous, _ = listener.accept()
+        for connection in (self._next, self._previous):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setblocking(False)
+        self._source = memoryview(bytearray(CHUNK_BYTES))
+        self._target = memoryview(bytearray(CHUNK_BYTES))
+
+    def exchange(self, num_bytes: int) -> None:
+        """Sends and receives `num_bytes`; blocks until both are done."""
+        self.move(num_bytes, num_bytes)
+
+    def move(self, to_send: int, to_recv: int) -> None:
+        """Sends and receives as many bytes; blocks until both are done."""
+        while to_send or to_recv:
+            num_moved = 0
+            if to_send:
+                num_moved += (moved := self._send(to_send))
+                to_send -= moved
+            if to_recv:
+                num_moved += (moved := self._recv(to_recv))
+                to_recv -= moved
+            if num_moved == 0:
+                select.select(
+                    [self._previous] if to_recv else [], [self._next] if to_send else [], []
+                )
+
+    def _send(self, num_bytes: int) -> int:
+        try:
+            return self._next.send(self._source[:num_bytes])
+        except BlockingIOError:
+            return 0
+
+    def _recv(self, num_bytes: int) -> int:
+        try:
+            num_received = self._previous.recv_into(self._target[:num_bytes])
+        except BlockingIOError:
+            return 0
+        if num_received == 0:
+            raise ConnectionError("the host before this one closed its connection")
+        return num_received
+
+
+class HostRank:
+    """The process groups and connections of this rank; Gloo's default group synchronises ranks.
+
+    Args:
+        num_ranks_per_host: host by host.
+        wire_dtypes: of rota between hosts, by name; a group for each.
+    """
+
+    def __init__(self, num_ranks_per_host: list[int], wire_dtypes: list[str]) -> None:
+        self.rank = dist.get_rank()
+        self.host = int(os.environ["GROUP_RANK"])
+        self.num_hosts = len(num_ranks_per_host)
+        self.versions = {"torch": str(torch.__version__)}
+        self.missing: dict[str, str] = {}
+        firsts = [sum(num_ranks_per_host[:host]) for host in range(self.num_hosts)]
+        self._is_leader = self.rank in firsts
+        self._leaders = dist.new_group(firsts)
+        self._ring = TcpRing(self._leaders, self.host) if self._is_leader else None
+        self._rota: dict[str, dist.ProcessGroup] = {}
+        if wire_dtypes:
+            self._start_rota(wire_dtypes)
+
+    def _start_rota(self, wire_dtypes: list[str]) -> None:
+        try:
+            import rota
+        except ImportError as error:
+            self.missing["rota"] = f"rota is not built: run make venv ({error})"
+            return
+        self.versions["rota"] = rota.__version__
+        make_options: Callable[..., Any] = rota.BackendOptions
+        for name in wire_dtypes:
+            try:
+                options = make_options(
+                    inter_wire_dtype=getattr(torch, name),
+                    inter_block_scaling=is_float8(name),
+                )
+            except TypeError as error:
+                self.missing["rota"] = f"this rota has no wire dtype between hosts ({error})"
+                return
+            self._rota[name] = dist.new_group(backend="rota", pg_options=options)
+
+    def take_turn(self, turn: Turn) -> Reply:
+        """Checks one call if requested, then times calls; all ranks start together."""
+        call: Callable[[], object]
+        num_wrong: int | None = None
+        if turn.entry.backend in (TCP, GLOO_LEADERS) and not self._is_leader:
+            call = _do_nothing
+        elif turn.entry.backend == TCP:
+            assert self._ring is not None
+            num_bytes = turn.num_elems * getattr(torch, turn.dtype).itemsize
+            call = partial(self._ring.exchange, sent_by_host(num_bytes, self.num_hosts))
+        else:
+            call, num_wrong = self._all_reduce_call(turn)
+        dist.barrier()
+        return Reply(time_samples(call, turn), num_wrong)
+
+    def _all_reduce_call(self, turn: Turn) -> tuple[Callable[[], object], int | None]:
+        """The call to time, and the number of wrong elements after a first one; timed on zeros,
+        like collectives.py."""
+        tensor = torch.zeros(turn.num_elems, dtype=getattr(torch, turn.dtype))
+        group = self._group_of(turn.entry)
+        call = partial(dist.all_reduce, tensor, group=group)
+        if turn.check_seed is None:
+            return call, None
+        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        # Partial sums must be exact on the wire, too.
+        max_sum = MAX_FLOAT8_SUM if is_float8(turn.entry.wire_dtype or "") else MAX_SUM
+        tiles.fill_with_input(tensor, rank, num_ranks, turn.check_seed, max_sum=max_sum)
+        call()
+        num_wrong = tiles.count_wrong(tensor, turn.op, num_ranks, turn.check_seed, max_sum=max_sum)
+        tensor.zero_()
+        return call, num_wrong
+
+    def _group_of(self, entry: Entry) -> dist.ProcessGroup | None:
+        if entry.backend == GLOO_LEADERS:
+            group: dist.ProcessGroup = self._leaders
+            return group
+        if entry.backend == "rota":
+            return self._rota[str(entry.wire_dtype)]
+        return None  # the default group
+
+
+def is_float8(name: str) -> bool:
+    """Whether rota scales blocks of this wire dtype here."""
+    return name.startswith("float8")
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def rank_main(pipe: Connection, num_ranks_per_host: list[int], wire_dtypes: list[str]) -> None:
+    """One rank, in the namespace and the environment of its host."""
+    dist.init_process_group("gloo")
+    worker = HostRank(num_ranks_per_host, wire_dtypes)
+    pipe.send(Hello(worker.versions, worker.missing))
+    serve(pipe, worker.take_turn)
 
 
 def entries_of(args: argparse.Namespace) -> list[Entry]:
@@ -129,8 +260,8 @@ def entries_of(args: argparse.Namespace) -> list[Entry]:
     entries = []
     if TCP in args.backends:
         entries.append(Entry(TCP, TCP, "socket"))
-    if "gloo" in args.backends:
-        entries.append(Entry("gloo", "gloo", "torch.distributed"))
+    if GLOO in args.backends:
+        entries.append(Entry(GLOO, GLOO, "torch.distributed"))
         if max(args.hosts) > 1:
             entries.append(Entry(GLOO_LEADERS, GLOO_LEADERS, "torch.distributed"))
     if "rota" in args.backends:
@@ -141,24 +272,10 @@ def entries_of(args: argparse.Namespace) -> list[Entry]:
     return entries
 
 
-def start_ranks(args: argparse.Namespace, network: HostNetwork, run_dir: Path) -> RankGroup:
-    """The ranks of all hosts, each in the namespace of its host."""
-    worker = [sys.executable, str(driver.HERE / "hosts_worker.py")]
-    worker += ["--ranks-per-host", ",".join(map(str, args.hosts))]
-    worker += ["--wire-dtypes", ",".join(args.wire_dtypes) if "rota" in args.backends else ""]
-    commands = []
-    for values in rank_environments(args.hosts, network.serve_store()):
-        assignments = [f"{name}={value}" for name, value in values.items()]
-        host = network.hosts[int(values["GROUP_RANK"])]
-        commands.append(host.command("env", *assignments, *worker))
-    env = {"OMP_NUM_THREADS": "1"}
-    return RankGroup("hosts", sum(args.hosts), commands, env, run_dir, args.timeout)
-
-
 class WireCounter:
     """Counts what hosts send while ranks take their turns."""
 
-    def __init__(self, network: HostNetwork, ranks: RankGroup) -> None:
+    def __init__(self, network: HostNetwork, ranks: Workers) -> None:
         self._network = network
         self._ranks = ranks
         self._num_calls: Counter[tuple[Entry, int]] = Counter()
@@ -230,7 +347,7 @@ def rows_of(
     return rows
 
 
-def print_rows(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+def print_rows(run: Run, rows: Sequence[dict[str, Any]]) -> None:
     """One table per size."""
     headings = (
         *("backend", "min us", "p50 us", "p99 us", "Gloo's p50\n/ its", "bound us"),
@@ -241,79 +358,87 @@ def print_rows(console: Console, rows: Sequence[dict[str, Any]]) -> None:
             (
                 row["label"],
                 *(report.format_time(row[key]) for key in ("min_us", "p50_us", "p99_us")),
-                _optional(row["gloo_over_it"], ".2f"),
-                _optional(row["bound_us"], ".0f"),
-                _optional(row["share_of_bound"], ".1%"),
+                optional(row["gloo_over_it"], ".2f"),
+                optional(row["bound_us"], ".0f"),
+                optional(row["share_of_bound"], ".1%"),
                 *(f"{row[key] / MIB:.4g}" for key in ("payload_bytes", "sent_bytes")),
-                _optional(row["num_wrong"], "d"),
+                optional(row["num_wrong"], "d"),
             )
             for row in at_size
         ]
         title = f"all_reduce of {report.format_bytes(num_bytes)}"
-        report.print_labelled(console, title, headings, lines)
+        report.print_table(run.console, title, headings, lines)
 
 
-def _optional(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def main() -> None:
+    parser = Parser(__doc__)
+    add = parser.add
+    add_hosts(parser)
+    rate = f"of each link in each direction, or {UNLIMITED}"
+    add("--rate", type=parse_rate, default="1gbit", help=rate)
+    some = f"some of {', '.join(BACKENDS)}; no bound without tcp"
+    add("--backends", type=parse_list(BACKENDS), default="tcp,gloo,rota", help=some)
+    add(
+        "--wire-dtypes",
+        type=parse_list(WIRE_DTYPES),
+        default="float32,float16,float8_e4m3fn",
+        help=f"of rota between hosts: some of {', '.join(WIRE_DTYPES)}; float8 in scaled blocks",
+    )
+    add_message_sizes(parser, "4K", "64M", 16)
+    add_measuring_arguments(parser)
+    # A call takes up to seconds.
+    parser.set_defaults(iters=5, warmup=1, repeats=4)
+    args = parser.parse_args()
+    sizes = [num_bytes // FLOAT32_BYTES for num_bytes in sizes_of(args, parser)]
+    if args.begin < FLOAT32_BYTES:
+        parser.error(f"-b {args.begin} bytes; float32 has {FLOAT32_BYTES}")
 
-
-def benchmark(args: argparse.Namespace) -> dict[str, Any]:
-    """The whole run: makes hosts, starts ranks, measures, prints, writes and sums up."""
-    layout = "+".join(map(str, args.hosts))
-    name = f"hosts-{layout}-{args.rate or 'unlimited'}"
-    run = driver.Run("hosts", name, sum(args.hosts), args)
+    name = f"hosts-{'+'.join(map(str, args.hosts))}-{args.rate or 'unlimited'}"
     with (
-        tempfile.TemporaryDirectory(prefix="rota-bench-") as folder,
+        Run("hosts", sum(args.hosts), args, name) as run,
         HostNetwork(len(args.hosts), args.rate) as network,
+        Workers(args.timeout) as ranks,
     ):
-        group = start_ranks(args, network, Path(folder))
-        counter = WireCounter(network, group)
-        with driver.running([group]):
-            entries = driver.drop_missing(run, entries_of(args), group)
-            if not entries:
-                sys.exit("error: none of the backends asked for can be measured")
-            sizes = [num_bytes // FLOAT32_BYTES for num_bytes in sizes_of(args)]
-            measurements = interleave.measure_sizes(
-                entries, counter.ask, "all_reduce", "float32", sizes, FLOAT32_BYTES, plan_of(args)
-            )
+        wire_dtypes = args.wire_dtypes if "rota" in args.backends else []
+        for env in rank_environments(args.hosts, network.serve_store()):
+            namespace = network.hosts[int(env["GROUP_RANK"])].path
+            ranks.fork(rank_main, args.hosts, wire_dtypes, namespace=namespace, env=env)
+        hello = ranks.recv_all()[0]
+        for reason in hello.missing.values():
+            run.note(reason)
+        entries = [entry for entry in entries_of(args) if entry.backend not in hello.missing]
+        if not entries:
+            sys.exit("error: none of the backends asked for can be measured")
+        counter = WireCounter(network, ranks)
+        measurements = interleave.measure_sizes(
+            entries, counter.ask, "all_reduce", "float32", sizes, FLOAT32_BYTES, args
+        )
         rows = rows_of(measurements, counter, len(args.hosts))
-        network_facts = network.describe()
-
-    goodput = goodput_of(measurements, len(args.hosts))
-    run.write_record(
-        {
-            "libraries": group.hellos[0].versions,
-            "network": network_facts,
-            "tcp_goodput_gb_per_s": goodput and round(goodput, 6),
-            "measurements": rows,
-        }
-    )
-    print_rows(run.console, rows)
-    run.console.print(
-        f"plain TCP: {_optional(goodput, '.4f')} GB/s from each host and to it. Times are of one "
-        "call on the slowest rank. Payload: what each host must send; sent: what the host that "
-        "sent most did send.",
-        soft_wrap=True,
-    )
-    by_entry: dict[str, dict[int, dict[str, Any]]] = {}
-    for row in rows:
-        by_entry.setdefault(row["label"], {})[row["num_bytes"]] = {
-            key: row[key] for key in ("p50_us", "gloo_over_it", "share_of_bound", "sent_bytes")
-        }
-    return {
-        "benchmark": "hosts",
-        "json": str(run.json_path),
-        "num_wrong": sum(result.num_wrong or 0 for result in measurements),
-        "tcp_goodput_gb_per_s": goodput,
-        "measurements": by_entry,
-    }
-
-
-def main() -> int:
-    """Returns the exit status: 0 if everything was measured and no result was wrong."""
-    args = parse_arguments()
-    return driver.exit_status(lambda: benchmark(args))
+        goodput = goodput_of(measurements, len(args.hosts))
+        print_rows(run, rows)
+        run.console.print(
+            f"plain TCP: {optional(goodput, '.4f')} GB/s from each host and to it. Times are of "
+            "one call on the slowest rank. Payload: what each host must send; sent: what the host "
+            "that sent most did send.",
+            soft_wrap=True,
+        )
+        by_entry: dict[str, dict[int, dict[str, Any]]] = {}
+        for row in rows:
+            by_entry.setdefault(row["label"], {})[row["num_bytes"]] = {
+                key: row[key] for key in ("p50_us", "gloo_over_it", "share_of_bound", "sent_bytes")
+            }
+        run.finish(
+            {
+                "libraries": hello.versions,
+                "network": network.describe(),
+                "tcp_goodput_gb_per_s": goodput and round(goodput, 6),
+                "measurements": rows,
+            },
+            num_wrong=sum(result.num_wrong or 0 for result in measurements),
+            tcp_goodput_gb_per_s=goodput,
+            measurements=by_entry,
+        )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -6,6 +6,7 @@ Backends are measured close together in time, in rotating order, so that changes
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,16 +27,6 @@ MAX_BATCH = 1000
 SURELY_LONG_US = 50 * MIN_SAMPLE_US
 NUM_TRIALS = 3
 NUM_TRIAL_SAMPLES = 5
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How much to measure: `repeats` turns per entry, each of `num_samples` after `num_warmups`."""
-
-    num_warmups: int
-    num_samples: int
-    repeats: int
-    check: bool
 
 
 @dataclass
@@ -72,40 +63,34 @@ def measure(
     op: str,
     dtype: str,
     num_elems: int,
-    num_bytes: int,
-    plan: Plan,
+    item_bytes: int,
+    args: argparse.Namespace,
 ) -> list[Measurement]:
     """Measures all `entries` at one size, in turns.
 
     Args:
         ask: sends a turn to the ranks of the turn's entry and returns their replies.
+        args: of arguments.add_measuring_arguments: `repeats` turns per entry, each of `iters`
+            samples after `warmup` untimed ones.
     """
     results = []
     for entry in entries:
         batch = 1
         for _ in range(NUM_TRIALS):
-            trial = Turn(entry, op, dtype, num_elems, plan.num_warmups, NUM_TRIAL_SAMPLES, batch)
+            trial = Turn(entry, op, dtype, num_elems, args.warmup, NUM_TRIAL_SAMPLES, batch)
             call_us = min(slowest_rank_us(ask(trial), batch))
-            batch = choose_batch(call_us)
+            batch = min(MAX_BATCH, math.ceil(MIN_SAMPLE_US / call_us))
             if call_us > SURELY_LONG_US:
                 break
-        results.append(Measurement(entry, op, num_elems, num_bytes, batch))
+        results.append(Measurement(entry, op, num_elems, num_elems * item_bytes, batch))
 
-    has_result = num_elems > 0  # a barrier has none to check
-    for repeat in range(plan.repeats):
+    checks = args.check and num_elems > 0  # a barrier has no result
+    for repeat in range(args.repeats):
         first = repeat % len(results)
         for result in results[first:] + results[:first]:
-            turn = Turn(
-                result.entry,
-                op,
-                dtype,
-                num_elems,
-                plan.num_warmups,
-                plan.num_samples,
-                result.batch,
-                check_seed=repeat if plan.check and has_result else None,
-            )
-            replies = ask(turn)
+            seed = repeat if checks else None
+            samples = (args.warmup, args.iters, result.batch, seed)
+            replies = ask(Turn(result.entry, op, dtype, num_elems, *samples))
             result.times_us += slowest_rank_us(replies, result.batch)
             for reply in replies:
                 if reply.num_wrong is not None:
@@ -120,26 +105,18 @@ def measure_sizes(
     dtype: str,
     sizes: Sequence[int],
     item_bytes: int,
-    plan: Plan,
+    args: argparse.Namespace,
 ) -> list[Measurement]:
-    """The same at several sizes, in elements of `item_bytes`; shows how far it is."""
+    """The same at several sizes, in elements; shows how far it is."""
     progress = Console(stderr=True)
-    measurements = []
-    for num_elems in track(
-        sizes,
-        description="sizes",
-        console=progress,
-        transient=True,
-        disable=not progress.is_terminal,
-    ):
-        num_bytes = num_elems * item_bytes
-        measurements += measure(entries, ask, op, dtype, num_elems, num_bytes, plan)
-    return measurements
-
-
-def choose_batch(call_us: float) -> int:
-    """Calls per sample, so that a sample takes at least MIN_SAMPLE_US."""
-    return min(MAX_BATCH, math.ceil(MIN_SAMPLE_US / call_us))
+    shown = track(
+        sizes, "sizes", console=progress, transient=True, disable=not progress.is_terminal
+    )
+    return [
+        result
+        for num_elems in shown
+        for result in measure(entries, ask, op, dtype, num_elems, item_bytes, args)
+    ]
 
 
 def slowest_rank_us(replies: Sequence[Reply], batch: int) -> list[float]:

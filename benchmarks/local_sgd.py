@@ -13,21 +13,18 @@ the steps that share it. Seconds are of training alone, of the slowest rank. The
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor
 
 import rota
 import turns
-from arguments import Parser, parse_list, parse_natural
+from arguments import Parser, parse_list
 from demo_model import train_gpt
 from rota.local_sgd import DiLoCo, LocalSGD
 
@@ -69,12 +66,6 @@ VARIANTS = {
 }
 
 
-def state_of(variant: Variant) -> rota.HookState:
-    """Over all ranks, each of which is a worker."""
-    is_narrow = variant.wire_dtype != torch.float32
-    return rota.HookState(wire_dtype=variant.wire_dtype, error_feedback=is_narrow)
-
-
 def make_outer(variant: Variant, model: train_gpt.GPT, state: rota.HookState) -> LocalSGD:
     options: dict[str, Any] = {
         "state": state,
@@ -113,7 +104,9 @@ def train(
     if variant.method == DDP:
         parallel = train_gpt.data_parallel(model, "rota", "none")
     elif variant.method != ALONE:
-        outer = make_outer(variant, model, state_of(variant))
+        is_narrow = variant.wire_dtype != torch.float32
+        state = rota.HookState(wire_dtype=variant.wire_dtype, error_feedback=is_narrow)
+        outer = make_outer(variant, model, state)  # over all ranks, each of which is a worker
     losses = []
     dist.barrier()
     begin = time.perf_counter()
@@ -125,8 +118,7 @@ def train(
             outer.step()
     if outer is not None:
         outer.sync()
-    figures = torch.tensor([time.perf_counter() - begin])
-    dist.all_reduce(figures, dist.ReduceOp.MAX)
+    seconds = max(turns.gathered(time.perf_counter() - begin))
     mean_losses = torch.tensor(losses)
     dist.all_reduce(mean_losses)
     mean_losses /= dist.get_world_size()
@@ -136,47 +128,36 @@ def train(
         "bytes_per_step": round(
             bytes_per_step(variant, sum(p.numel() for p in model.parameters()))
         ),
-        "seconds": round(figures.item(), 1),
+        "seconds": round(seconds, 1),
         "parameter_spread": train_gpt.parameter_spread(model),
         "losses_of_all": [round(loss, 4) for loss in mean_losses.tolist()],
     }
 
 
-COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+COLUMNS: turns.Columns = {
     "held-out\nbits per byte": lambda row: f"{row['held_out_bits']:.4f}",
     "MB sent by a\nrank per step": lambda row: f"{row['bytes_per_step'] / 1e6:.3f}",
     "seconds": lambda row: f"{row['seconds']:.1f}",
 }
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = Parser(description=__doc__)
-    add = parser.add_argument
-    add("--ranks", type=parse_natural(2), default=2, help="ranks to start (default: 2)")
-    names = ",".join(VARIANTS)
-    add("--variants", type=parse_list(list(VARIANTS)), default=names, help=f"(default: {names})")
-    args: argparse.Namespace = turns.parse_arguments(parser)
-    return args
-
-
 def main() -> None:
     """Restarts as ranks and trains; rank 0 publishes the results."""
-    args = parse_arguments()
+    parser = Parser(__doc__)
+    turns.add_ranks(parser)
+    parser.add("--variants", type=parse_list(list(VARIANTS)), default=",".join(VARIANTS))
+    args = turns.parse_arguments(parser)
     with turns.job("local_sgd", args, backend="rota") as (run, console):
         torch.manual_seed(args.seed)
         initial = train_gpt.GPT(train_gpt.SCALES["cpu"].config)
         text, held_out = train_gpt.read_corpus()
         rows = []
         for name in args.variants:
-            rows.append(train(VARIANTS[name], initial, text, held_out, args))
-            report_row(console, rows[-1])
-        if run is not None:
-            title = f"{args.steps} steps of the demo's GPT on {args.ranks} ranks"
-            turns.publish(run, title, rows, COLUMNS)
-
-
-def report_row(console: Console, row: dict[str, Any]) -> None:
-    console.print(f"{row['label']}: {row['held_out_bits']}, {row['seconds']} s", soft_wrap=True)
+            row = train(VARIANTS[name], initial, text, held_out, args)
+            rows.append(row)
+            console.print(f"{row['label']}: {row['held_out_bits']}, {row['seconds']} s")
+        title = f"{args.steps} steps of the demo's GPT on {args.ranks} ranks"
+        turns.publish(run, title, rows, COLUMNS)
 
 
 if __name__ == "__main__":

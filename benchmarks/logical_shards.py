@@ -14,17 +14,13 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-import demo
 import rota
 import turns
-from arguments import Parser, parse_natural
+from arguments import Parser
 from demo_model import train_gpt
 
 GOAL = 0.05  # of a step
@@ -70,14 +66,7 @@ def take_step(name: str, variant: Variant, text: torch.Tensor) -> None:
     variant.model.zero_grad()
 
 
-def slowest_ranks(variant: Variant) -> list[float]:
-    """The times of the steps that count, of each one's slowest rank. Collective."""
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, variant.step_ms)
-    return [max(times) for times in zip(*of_ranks, strict=True)][demo.BLOCK_STEPS :]
-
-
-COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+COLUMNS: turns.Columns = {
     "step": lambda row: f"{row['step_ms']:.1f}",
     "more than\nautograd's": lambda row: f"{row['share_more']:.1%}",
 }
@@ -85,10 +74,8 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 def main() -> None:
     """Restarts as ranks and trains; rank 0 publishes the results."""
-    parser = Parser(description=__doc__)
-    parser.add_argument(
-        "--ranks", type=parse_natural(1), default=2, help="ranks to start (default: 2)"
-    )
+    parser = Parser(__doc__)
+    turns.add_ranks(parser, 1)
     args = turns.parse_arguments(parser)
     with turns.job("logical_shards", args, backend="rota") as (run, console):
         torch.manual_seed(args.seed)
@@ -98,7 +85,7 @@ def main() -> None:
         for name, steps in turns.in_turns(variants, args.steps, console):
             for _ in steps:
                 take_step(name, variants[name], text)
-        times = {name: slowest_ranks(variant) for name, variant in variants.items()}
+        times = {name: turns.slowest_ranks(of.step_ms) for name, of in variants.items()}
         median = {name: statistics.median(step_ms) for name, step_ms in times.items()}
         rows = [
             {
@@ -110,9 +97,8 @@ def main() -> None:
             }
             for name, step_ms in times.items()
         ]
-        if run is not None:
-            title = f"a step of {NUM_SHARDS} logical shards, in ms (goal: {GOAL:.0%} more)"
-            turns.publish(run, title, rows, COLUMNS)
+        title = f"a step of {NUM_SHARDS} logical shards, in ms (goal: {GOAL:.0%} more)"
+        turns.publish(run, title, rows, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.connection import Connection
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,8 @@ from mpi4py import MPI  # type: ignore[import-not-found]  # in the environments 
 
 import exact
 from operations import MESSAGES, OPERATIONS, message_call
-from protocol import Hello, Reply, Turn, serve, time_samples
+from protocol import Hello, Reply, Turn, time_samples
+from workers import join, serve
 
 comm = MPI.COMM_WORLD
 
@@ -84,17 +85,11 @@ def count_wrong(output: npt.NDArray[np.generic], op: str, seed: int) -> int:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--socket", required=True)
-    args = parser.parse_args()
+def rank_main(pipe: Connection, args: argparse.Namespace) -> None:
     library = MPI.Get_library_version().splitlines()[0].split(", package")[0]
-    serve(
-        args.socket,
-        Hello(comm.rank, os.getpid(), {"library": " ".join(library.split())}),
-        take_turn,
-    )
+    pipe.send(Hello({"library": " ".join(library.split())}))
+    serve(pipe, take_turn)
 
 
 if __name__ == "__main__":
-    main()
+    join(comm.rank, rank_main, argparse.ArgumentParser(description=__doc__))

@@ -21,7 +21,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -212,12 +211,7 @@ def measure(size: str, kind: str, args: Any, console: Console) -> dict[str, list
         check_bits(variants)
     for variant in variants.values():
         variant.close()
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, step_ms)
-    return {
-        name: [max(times) for times in zip(*(r[name] for r in of_ranks), strict=True)][BLOCK_STEPS:]
-        for name in variants
-    }
+    return {name: turns.slowest_ranks(times) for name, times in step_ms.items()}
 
 
 def check_bits(variants: dict[str, Any]) -> None:
@@ -246,7 +240,7 @@ def rows_of(size: str, kind: str, step_ms: dict[str, list[float]]) -> list[dict[
     ]
 
 
-COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+COLUMNS: turns.Columns = {
     "median": lambda row: f"{row['step_ms']:.1f}",
     "min": lambda row: f"{row['min_ms']:.1f}",
     "over\nall-reduce": lambda row: f"{row['ratio']:.2f}",
@@ -257,20 +251,14 @@ def main() -> None:
     """Restarts as ranks and measures; rank 0 publishes the results."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
-    parser = Parser(description=__doc__)
-    add = parser.add_argument
-    add("--ranks", type=parse_natural(2), default=2, help="ranks to start (default: 2)")
-    add("--sizes", type=parse_list(list(SIZES)), default="3.3M,25M", help="default: %(default)s")
-    add(
-        "--kinds",
-        type=parse_list([EXCHANGE, TRAINING]),
-        default="exchange,training",
-        help="default: %(default)s",
-    )
-    add("--steps", type=parse_natural(BLOCK_STEPS + 1), default=60, help="default: %(default)s")
-    add("--quick", action="store_true", help=f"at most {QUICK_STEPS} steps of each variant")
-    add("--seed", type=int, default=0)
-    add("--json", type=Path, help="where to write the record (default: benchmarks/results/)")
+    parser = Parser(__doc__)
+    turns.add_ranks(parser)
+    parser.add("--sizes", type=parse_list(list(SIZES)), default="3.3M,25M")
+    parser.add("--kinds", type=parse_list([EXCHANGE, TRAINING]), default="exchange,training")
+    parser.add("--steps", type=parse_natural(BLOCK_STEPS + 1), default=60)
+    parser.add("--quick", action="store_true", help=f"at most {QUICK_STEPS} steps of each variant")
+    parser.add("--seed", type=int, default=0)
+    parser.add_json()
     args = parser.parse_args()
     if args.quick:
         args.steps = min(args.steps, QUICK_STEPS)
@@ -281,9 +269,8 @@ def main() -> None:
             for kind in args.kinds:
                 rows += rows_of(size, kind, measure(size, kind, args, console))
         rpc.shutdown()
-        if run is not None:
-            title = f"a step in ms, {args.ranks} workers (goal: {GOAL} times the all-reduce)"
-            turns.publish(run, title, rows, COLUMNS)
+        title = f"a step in ms, {args.ranks} workers (goal: {GOAL} times the all-reduce)"
+        turns.publish(run, title, rows, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B, schedules
 
@@ -123,27 +122,12 @@ class Run:
         return loss
 
 
-def train_in_turns(args: Any, console: Console) -> dict[str, Run]:
-    """Trains all variants, a block of steps each, in rotating order."""
-    train, _ = train_gpt.read_corpus()
-    torch.manual_seed(args.seed)
-    config = train_gpt.SCALES["cpu"].config
-    initial = train_gpt.GPT(config)
-    runs = {name: Run(name, initial, args) for name in VARIANTS}
-    for name, steps in turns.in_turns(VARIANTS, args.steps, console):
-        for step in steps:
-            batch = train_gpt.sample_batch(train, args.batch, config.context, (args.seed, 0, step))
-            runs[name].train_step(*batch)
-    return runs
-
-
 def summarize(runs: dict[str, Run]) -> list[dict[str, Any]]:
     """One row per variant; collective, and the same on every rank."""
     rows = []
     for name, run in runs.items():
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, (run.step_s, run.steps, run.losses))
-        step_s, steps, losses = zip(*of_ranks, strict=True)
+        own = (run.step_s, run.steps, run.losses)
+        step_s, steps, losses = zip(*turns.gathered(own), strict=True)
         step_ms = [max(times) * 1e3 for times in zip(*step_s, strict=True)]
         ideal_ms = [
             seconds_without_communication(stages) * 1e3 for stages in zip(*steps, strict=True)
@@ -167,7 +151,7 @@ def summarize(runs: dict[str, Run]) -> list[dict[str, Any]]:
     return rows
 
 
-COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+COLUMNS: turns.Columns = {
     "step": lambda row: f"{row['step_ms']:.1f}",
     "without\ncommunication": lambda row: f"{row['without_communication_ms']:.1f}",
     "communication": lambda row: f"{row['communication_ms']:.2f}",
@@ -176,31 +160,34 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def parse_arguments() -> Any:
-    """Parses the command line."""
-    parser = Parser(description=__doc__)
-    add = parser.add_argument
-    add("--ranks", type=parse_natural(2), default=2, help="stages, a rank each (default: 2)")
-    add("--microbatches", type=parse_natural(2), default=4, help="of a batch (default: 4)")
-    args = turns.parse_arguments(parser)
-    num_blocks = len(train_gpt.GPT(train_gpt.SCALES["cpu"].config).blocks)
-    if num_blocks % args.ranks != 0:
-        parser.error(f"--ranks is {args.ranks}; the model's {num_blocks} blocks must divide evenly")
-    if args.batch % args.microbatches != 0:
-        parser.error(f"--batch is {args.batch}, expected a multiple of {args.microbatches}")
-    return args
-
-
 def main() -> None:
     """Restarts as ranks and trains; rank 0 publishes the results."""
-    args = parse_arguments()
+    parser = Parser(__doc__)
+    parser.add("--ranks", type=parse_natural(2), default=2, help="stages, a rank each")
+    parser.add("--microbatches", type=parse_natural(2), default=4, help="of a batch")
+    args = turns.parse_arguments(parser)
+    config = train_gpt.SCALES["cpu"].config
+    if config.num_layers % args.ranks != 0:
+        parser.error(
+            f"--ranks is {args.ranks}; the model's {config.num_layers} blocks must divide evenly"
+        )
+    if args.batch % args.microbatches != 0:
+        parser.error(f"--batch is {args.batch}, expected a multiple of {args.microbatches}")
     for name in ("_batch_p2p", "_wait_batch_p2p"):
         setattr(schedules, name, COMMUNICATION.timed(getattr(schedules, name)))
     with turns.job("pipeline", args, backend="rota") as (run, console):
-        rows = summarize(train_in_turns(args, console))
-        if run is not None:
-            title = f"1F1B steps of the demo's GPT, in ms (goal: {turns.GOAL:.0%} of Gloo's)"
-            turns.publish(run, title, rows, COLUMNS)
+        text, _ = train_gpt.read_corpus()
+        torch.manual_seed(args.seed)
+        initial = train_gpt.GPT(config)
+        runs = {name: Run(name, initial, args) for name in VARIANTS}
+        for name, steps in turns.in_turns(VARIANTS, args.steps, console):
+            for step in steps:
+                key = (args.seed, 0, step)
+                runs[name].train_step(
+                    *train_gpt.sample_batch(text, args.batch, config.context, key)
+                )
+        title = f"1F1B steps of the demo's GPT, in ms (goal: {turns.GOAL:.0%} of Gloo's)"
+        turns.publish(run, title, summarize(runs), COLUMNS)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,13 @@
-"""The messages between the driver and its ranks, and the timing loop that all ranks use.
+"""What ranks are asked to measure, and the timing loop that they all use.
 
-Standard library only: MPI ranks run in an environment without torch. Every rank has a UNIX socket
-to the driver and sleeps in `recv` until its turn. It must not spin there: ranks usually fill the
-cores, so a spinning idle rank would slow down the backend being measured.
+Standard library only: MPI ranks run in an environment without torch.
 """
 
 from __future__ import annotations
 
 import gc
-import os
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing.connection import Client
 from time import perf_counter_ns
 
 # An entry's api: rota.Communicator on tensors of rota.empty().
@@ -21,9 +16,6 @@ ROTA_EMPTY = "rota.empty"
 # rota.Communicator.barrier(). What torch itself takes when ranks wait for each other in every call:
 # where they share cores, each then finds its core's caches full of another's code.
 FAKE_AND_BARRIER = "fake+barrier"
-# Backends of hosts.py: plain sockets, and Gloo among one rank of each host.
-TCP = "tcp"
-GLOO_LEADERS = "gloo leaders"
 
 
 @dataclass(frozen=True)
@@ -79,8 +71,6 @@ class Turn:
 class Hello:
     """A rank is ready: its software, and why a requested backend is missing."""
 
-    rank: int
-    pid: int
     versions: dict[str, str]
     missing: dict[str, str] = field(default_factory=dict)
 
@@ -91,13 +81,6 @@ class Reply:
 
     sample_ns: list[int]
     num_wrong: int | None
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A rank's exception, as text."""
-
-    text: str
 
 
 def time_samples(call: Callable[[], object], turn: Turn) -> list[int]:
@@ -118,22 +101,3 @@ def time_samples(call: Callable[[], object], turn: Turn) -> list[int]:
         sample_ns[sample] = perf_counter_ns() - start_ns
     gc.enable()
     return sample_ns
-
-
-def serve(socket_path: str, hello: Hello, take_turn: Callable[[Turn], Reply]) -> None:
-    """Answers the driver's turns until it sends a stop (None).
-
-    If the driver is gone, exits at once without finalizers: peers notice the same, and a library's
-    finalizer might wait for a peer that never answers.
-    """
-    with Client(socket_path, family="AF_UNIX") as driver:
-        driver.send(hello)
-        try:
-            while (turn := driver.recv()) is not None:
-                try:
-                    reply: Reply | Failure = take_turn(turn)
-                except Exception:
-                    reply = Failure(traceback.format_exc().strip())
-                driver.send(reply)
-        except (EOFError, ConnectionError):
-            os._exit(1)

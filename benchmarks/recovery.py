@@ -16,8 +16,6 @@ last line of the output is JSON.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import subprocess
 import sys
 import time
@@ -27,15 +25,15 @@ from statistics import median
 from typing import Any
 
 import torch.distributed as dist
-from rich.table import Table
 
-import driver
 from arguments import Parser, parse_natural, parse_size
+from record import Run
+from report import print_table
+from workers import Workers
 
-WORKER = Path(__file__).resolve().parent / "recovery_worker.py"
+WORKER = Path(__file__).with_name("recovery_worker.py")
 # Long enough for the ranks to fall asleep, the case with the highest latency.
 SETTLE_S = 0.3
-ENV = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 Facts = dict[str, Any]
 IMPORTS = """
 import time
@@ -47,53 +45,23 @@ print(time.monotonic() - begin)
 """
 
 
-class Workers:
-    """The processes of one backend; a context manager that leaves none of them behind."""
+class Job(Workers):
+    """The processes of one backend, each with a Python of its own."""
 
     def __init__(self, backend: str, args: argparse.Namespace) -> None:
+        super().__init__(timeout_s=300)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._backend = backend
-        self._args = args
-        self.running: list[subprocess.Popen[str]] = []
+        self._command = [sys.executable, str(WORKER), "--port", str(self._store.port)]
+        self._command += ["--backend", backend, "--bytes", str(args.bytes)]
         for rank in range(args.ranks):
             self.start(rank, args.ranks)
 
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for worker in self.running:
-            worker.kill()
-            worker.wait()
-
     def start(self, rank: int, num_ranks: int) -> None:
-        command = [sys.executable, str(WORKER), "--port", str(self._store.port)]
-        command += ["--backend", self._backend, "--rank", str(rank), "--ranks", str(num_ranks)]
-        command += ["--bytes", str(self._args.bytes)]
-        self.running.append(
-            subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | ENV)
-        )
-
-    def kill(self, place: int) -> int:
-        """Returns the time of the kill, in nanoseconds."""
-        victim = self.running.pop(place)
-        killed = time.monotonic_ns()
-        victim.kill()
-        victim.wait()
-        return killed
+        self.launch([*self._command, "--rank", str(rank), "--ranks", str(num_ranks)])
 
     def hear(self) -> list[Facts]:
-        """The next line of each worker."""
-        return [self._hear(worker) for worker in self.running]
-
-    @staticmethod
-    def _hear(worker: subprocess.Popen[str]) -> Facts:
-        assert worker.stdout is not None
-        line = worker.stdout.readline()
-        if not line:
-            raise SystemExit(f"error: a rank has ended with {worker.wait()}")
-        facts: Facts = json.loads(line)
-        return facts
+        """The next facts of each process, in the order of their starts."""
+        return list(self.recv_all().values())
 
 
 def milliseconds(begin_ns: int, end_ns: int) -> float:
@@ -128,23 +96,21 @@ def slowest(terms: Iterable[dict[str, float]]) -> dict[str, float]:
 def import_torch_ms() -> list[float]:
     """From the first line of Python until torch is imported, and until torch._dynamo is, too."""
     command = [sys.executable, "-c", IMPORTS]
-    done = subprocess.run(command, capture_output=True, check=True, env=os.environ | ENV)
+    done = subprocess.run(command, capture_output=True, check=True)
     return [float(seconds) * 1e3 for seconds in done.stdout.split()]
 
 
 def measure_rota(args: argparse.Namespace) -> dict[str, list[Any]]:
     names = ("steps", "recovered", "back", "pause_ms", "memcpy_s", "import_torch_ms")
     results: dict[str, list[Any]] = {name: [] for name in names}
-    with Workers("rota", args) as workers:
-        results["steps"] = [facts["step_s"] for facts in workers.hear()]
+    with Job("rota", args) as job:
+        results["steps"] = [facts["step_s"] for facts in job.hear()]
         for trial in range(args.trials):
             time.sleep(SETTLE_S)
-            killed = workers.kill(trial % args.ranks)
-            results["recovered"].append(
-                slowest(recovered(facts, killed) for facts in workers.hear())
-            )
-            workers.start(args.ranks - 1, 1)
-            *survivors, newcomer = workers.hear()
+            killed = job.kill(job.ranks[trial % args.ranks])
+            results["recovered"].append(slowest(recovered(facts, killed) for facts in job.hear()))
+            job.start(args.ranks - 1, 1)
+            *survivors, newcomer = job.hear()
             results["pause_ms"].append(
                 max(milliseconds(facts["begin"], facts["done"]) for facts in survivors)
             )
@@ -158,88 +124,74 @@ def measure_gloo(args: argparse.Namespace) -> list[float]:
     """Milliseconds from a kill to the slower survivor's all-reduce, by trial."""
     times = []
     for _ in range(args.gloo_trials):
-        with Workers("gloo", args) as workers:
-            workers.hear()
+        with Job("gloo", args) as job:
+            job.hear()
             time.sleep(SETTLE_S)
-            killed = workers.kill(args.ranks - 1)
-            times.append(max(milliseconds(killed, facts["done"]) for facts in workers.hear()))
+            killed = job.kill(args.ranks - 1)
+            times.append(max(milliseconds(killed, facts["done"]) for facts in job.hear()))
     return times
 
 
-def print_terms(run: driver.Run, title: str, trials: list[dict[str, float]]) -> None:
-    table = Table(title=f"{title}, milliseconds, {len(trials)} trials")
-    for column in ("term", "min", "p50", "p90", "max"):
-        table.add_column(column, justify="left" if column == "term" else "right")
+def print_terms(run: Run, title: str, trials: list[dict[str, float]]) -> None:
+    lines = []
     for term in trials[0]:
         values = sorted(trial.get(term, 0.0) for trial in trials)
         chosen = (values[0], median(values), values[(len(values) - 1) * 9 // 10], values[-1])
-        table.add_row(term, *(f"{value:.1f}" for value in chosen))
-    run.console.print(table)
+        lines.append((term, *(f"{value:.1f}" for value in chosen)))
+    headings = ("term", "min", "p50", "p90", "max")
+    print_table(run.console, f"{title}, milliseconds, {len(trials)} trials", headings, lines)
 
 
-def benchmark(args: argparse.Namespace) -> dict[str, Any]:
-    """The whole run: measures, writes the record, prints the tables and sums up."""
-    run = driver.Run("recovery", "recovery", args.ranks, args)
-    rota = measure_rota(args)
-    gloo = measure_gloo(args)
-    run.write_record(rota | {"gloo_recovered_ms": gloo})
-    print_terms(run, "from the kill to an all-reduce of the survivors", rota["recovered"])
-    run.console.print(
-        f"Gloo, a new group of the survivors: p50 {median(gloo):.0f}, max {max(gloo):.0f} ms "
-        f"({len(gloo)} trials)"
-    )
-    print_terms(run, "from the first line of Python to an all-reduce of the newcomer", rota["back"])
-    torch_ms, dynamo_ms = map(median, zip(*rota["import_torch_ms"], strict=True))
-    run.console.print(
-        f"of which a bare process that imports torch takes: p50 {torch_ms:.0f} ms, and with "
-        f"torch._dynamo, as the first DistributedDataParallel does, {dynamo_ms:.0f} ms"
-    )
-    steps = {term: max(of_rank[term] for of_rank in rota["steps"]) for term in rota["steps"][0]}
-    run.console.print(
-        "ends of steps, the slowest rank: "
-        + ", ".join(f"{term} {seconds * 1e3:.3f} ms" for term, seconds in steps.items())
-    )
-    pause_ms = rota["pause_ms"]
-    run.console.print(
-        f"the survivors' pause for the newcomer: p50 {median(pause_ms):.0f}, max "
-        f"{max(pause_ms):.0f} ms"
-    )
-    copies = [terms["state: copy"] / 1e3 for terms in rota["back"]]
-    fresh = [
-        of_trial["fresh"] / copy for of_trial, copy in zip(rota["memcpy_s"], copies, strict=True)
-    ]
-    touched = [
-        of_trial["touched"] / copy for of_trial, copy in zip(rota["memcpy_s"], copies, strict=True)
-    ]
-    run.console.print(
-        f"the copy's part of memcpy's speed in one process, p50: {median(fresh):.2f} of one to "
-        f"memory that was not touched before, as the newcomer's is; {median(touched):.2f} of one "
-        f"to memory that was"
-    )
-    return {
-        "benchmark": "recovery",
-        "json": str(run.json_path),
-        "recovered_ms": {"p50": median(trial["all"] for trial in rota["recovered"])},
-        "gloo_recovered_ms": {"p50": median(gloo)},
-        "pause_ms": {"p50": median(rota["pause_ms"])},
-        "back_ms": {"p50": median(trial["all"] for trial in rota["back"])},
-        "import_torch_ms": {"p50": torch_ms},
-        "import_torch_dynamo_ms": {"p50": dynamo_ms},
-        "step_ms": {term: seconds * 1e3 for term, seconds in steps.items()},
-    }
+def main() -> None:
+    parser = Parser(__doc__)
+    parser.add("--ranks", type=parse_natural(2), default=3)
+    parser.add("--trials", type=parse_natural(1), default=100)
+    parser.add("--gloo-trials", type=parse_natural(1), default=10)
+    parser.add("--bytes", type=parse_size, default="1G", help="of state per rank")
+    parser.add_json()
+    args = parser.parse_args()
 
-
-def main() -> int:
-    """Returns the exit status."""
-    parser = Parser(description=__doc__)
-    add = parser.add_argument
-    add("--ranks", type=parse_natural(2), default=3, help="default: %(default)s")
-    add("--trials", type=parse_natural(1), default=100, help="default: %(default)s")
-    add("--gloo-trials", type=parse_natural(1), default=10, help="default: %(default)s")
-    add("--bytes", type=parse_size, default="1G", help="of state per rank, default: %(default)s")
-    add("--json", type=Path, help="the record (default: in benchmarks/results)")
-    return driver.exit_status(lambda: benchmark(parser.parse_args()))
+    with Run("recovery", args.ranks, args) as run:
+        rota = measure_rota(args)
+        gloo = measure_gloo(args)
+        title = "from the first line of Python to an all-reduce of the newcomer"
+        print_terms(run, "from the kill to an all-reduce of the survivors", rota["recovered"])
+        print_terms(run, title, rota["back"])
+        torch_ms, dynamo_ms = map(median, zip(*rota["import_torch_ms"], strict=True))
+        steps = {term: max(rank[term] for rank in rota["steps"]) * 1e3 for term in rota["steps"][0]}
+        pause_ms = rota["pause_ms"]
+        part = {
+            kind: median(
+                memcpy_s[kind] / (terms["state: copy"] / 1e3)
+                for memcpy_s, terms in zip(rota["memcpy_s"], rota["back"], strict=True)
+            )
+            for kind in ("fresh", "touched")
+        }
+        for line in (
+            f"Gloo, a new group of the survivors: p50 {median(gloo):.0f}, max {max(gloo):.0f} ms "
+            f"({len(gloo)} trials)",
+            f"of which a bare process that imports torch takes: p50 {torch_ms:.0f} ms, and with "
+            f"torch._dynamo, as the first DistributedDataParallel does, {dynamo_ms:.0f} ms",
+            "ends of steps, the slowest rank: "
+            + ", ".join(f"{term} {ms:.3f} ms" for term, ms in steps.items()),
+            f"the survivors' pause for the newcomer: p50 {median(pause_ms):.0f}, max "
+            f"{max(pause_ms):.0f} ms",
+            f"the copy's part of memcpy's speed in one process, p50: {part['fresh']:.2f} of one to "
+            f"memory that was not touched before, as the newcomer's is; {part['touched']:.2f} of "
+            "one to memory that was",
+        ):
+            run.console.print(line)
+        run.finish(
+            rota | {"gloo_recovered_ms": gloo},
+            recovered_ms={"p50": median(trial["all"] for trial in rota["recovered"])},
+            gloo_recovered_ms={"p50": median(gloo)},
+            pause_ms={"p50": median(pause_ms)},
+            back_ms={"p50": median(trial["all"] for trial in rota["back"])},
+            import_torch_ms={"p50": torch_ms},
+            import_torch_dynamo_ms={"p50": dynamo_ms},
+            step_ms=steps,
+        )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,4 +1,4 @@
-"""One rank of benchmarks/recovery.py: trains, and prints a JSON line after each change.
+"""One rank of benchmarks/recovery.py: trains, and sends facts after each change.
 
 Times are nanoseconds of a clock that all processes of the machine share.
 """
@@ -10,8 +10,8 @@ import time
 STARTED = time.monotonic_ns()  # when the process runs Python
 
 import argparse  # noqa: E402
-import json  # noqa: E402
 from datetime import timedelta  # noqa: E402
+from multiprocessing.connection import Connection  # noqa: E402
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import rota  # noqa: E402
 import rota.elastic  # noqa: E402
+from workers import join  # noqa: E402
 
 IMPORTED = time.monotonic_ns()
 FLOAT_BYTES = 4
@@ -52,11 +53,7 @@ def check_all_reduce() -> int:
     return now
 
 
-def say(**facts: object) -> None:
-    print(json.dumps(facts), flush=True)
-
-
-def train_elastic(store: dist.Store, args: argparse.Namespace) -> None:
+def train_elastic(pipe: Connection, store: dist.Store, args: argparse.Namespace) -> None:
     membership = rota.elastic.Membership(store)
     reservation = rota.elastic.Reservation(membership)
     opened = time.monotonic_ns()
@@ -71,7 +68,6 @@ def train_elastic(store: dist.Store, args: argparse.Namespace) -> None:
     while True:
         generation = membership.next(min_members)
         min_members = 1
-        formed = time.monotonic_ns()
         has_copied = state.synchronize(generation)
         synchronised = time.monotonic_ns()
         ddp = DistributedDataParallel(model, init_sync=False)
@@ -89,21 +85,9 @@ def train_elastic(store: dist.Store, args: argparse.Namespace) -> None:
         terms |= {f"state: {term}": seconds for term, seconds in state.seconds.items()}
         terms |= {"DDP": (wrapped - synchronised) / 1e9, "all-reduce": (done - wrapped) / 1e9}
         memcpy_s = measure_memcpy(state) if has_copied else None
-        say(
-            number=generation.number,
-            world_size=generation.world_size,
-            has_copied=has_copied,
-            started=STARTED,
-            imported=IMPORTED,
-            opened=opened,
-            made=made,
-            begin=begin,
-            formed=formed,
-            done=done,
-            terms=terms,
-            memcpy_s=memcpy_s,
-            step_s=step_s,
-        )
+        times = {"started": STARTED, "imported": IMPORTED, "opened": opened, "made": made}
+        times |= {"begin": begin, "done": done}
+        pipe.send({**times, "terms": terms, "memcpy_s": memcpy_s, "step_s": step_s})
         try:
             while not generation.is_over():
                 time.sleep(PACE_S)
@@ -146,7 +130,7 @@ def measure_memcpy(state: rota.elastic.State) -> dict[str, float]:
     return {"fresh": times[0], "touched": min(times[1:])}
 
 
-def train_gloo(store: dist.Store, args: argparse.Namespace) -> None:
+def train_gloo(pipe: Connection, store: dist.Store, args: argparse.Namespace) -> None:
     """Ranks that are told by the parent, through the store, who is left."""
     ballast = torch.ones(args.bytes // FLOAT_BYTES)
     rank, world_size, number = args.rank, args.ranks, 0
@@ -160,7 +144,7 @@ def train_gloo(store: dist.Store, args: argparse.Namespace) -> None:
             timeout=TIMEOUT,
         )
         done = check_all_reduce()
-        say(number=number, begin=begin, done=done, kept=ballast[0].item())
+        pipe.send({"begin": begin, "done": done, "kept": ballast[0].item()})
         tensor = torch.ones(NUM_REDUCED)
         try:
             while True:
@@ -172,6 +156,12 @@ def train_gloo(store: dist.Store, args: argparse.Namespace) -> None:
         number, world_size = number + 1, world_size - 1
 
 
+def rank_main(pipe: Connection, args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", args.port, timeout=TIMEOUT)
+    {"rota": train_elastic, "gloo": train_gloo}[args.backend](pipe, store, args)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
@@ -179,10 +169,7 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, required=True)
     parser.add_argument("--backend", choices=("rota", "gloo"), required=True)
     parser.add_argument("--rank", type=int, default=0, help="of a Gloo rank")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", args.port, timeout=TIMEOUT)
-    {"rota": train_elastic, "gloo": train_gloo}[args.backend](store, args)
+    join(0, rank_main, parser)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tables and the JSON record of a run, independent of how the numbers were taken.
+"""Tables and JSON of measurements, independent of how they were taken.
 
 GB is 1e9 bytes, times are in us. algbw is message bytes over the median time; busbw is algbw times
 the factor of nccl-tests' doc/PERFORMANCE.md, which makes it comparable with a link's bandwidth.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -24,67 +24,17 @@ from protocol import FAKE_AND_BARRIER
 ROOFLINE = "memcpy"
 BEST_MPI = "best MPI"
 
-
-@dataclass(frozen=True)
-class Ratio:
-    """How many times faster one entry of rota is than a peer, by median times at one size."""
-
-    num_bytes: int
-    entry: str
-    peer: str
-    against: str
-    speedup: float
+Row = dict[str, Any]
 
 
-def busbw_factor(op: str, num_ranks: int) -> float:
-    """busbw over algbw; hooks are counted as the all-reduce that they consist of."""
-    return OPERATIONS.get(op, OPERATIONS["all_reduce"]).busbw_factor(num_ranks)
-
-
-def speedups(measurements: Sequence[Measurement], mpi_names: Iterable[str]) -> list[Ratio]:
-    """Speed-ups of every rota entry over Gloo, the best MPI and the rooflines, per size.
-
-    The rooflines are memcpy and torch's fake backend, which moves nothing, without and with a
-    barrier.
-    """
-    groups = {"gloo": {"gloo"}, BEST_MPI: set(mpi_names)}
-    groups |= {roofline: {roofline} for roofline in ("fake", FAKE_AND_BARRIER, ROOFLINE)}
-    ratios = []
-    for num_bytes, at_size in groupby(measurements, key=lambda result: result.num_bytes):
-        results = list(at_size)
-        for ours in (result for result in results if result.entry.backend == "rota"):
-            for against, backends in groups.items():
-                peers = [result for result in results if result.entry.backend in backends]
-                if not peers:
-                    continue
-                best = min(peers, key=lambda result: result.p50_us)
-                ratios.append(
-                    Ratio(
-                        num_bytes,
-                        ours.entry.label,
-                        best.entry.label,
-                        against,
-                        best.p50_us / ours.p50_us,
-                    )
-                )
-    return ratios
-
-
-def nested(ratios: Sequence[Ratio]) -> dict[str, dict[str, dict[int, float]]]:
-    """The speed-ups as {entry: {against: {num_bytes: speed-up}}}."""
-    tree: dict[str, dict[str, dict[int, float]]] = {}
-    for ratio in ratios:
-        by_size = tree.setdefault(ratio.entry, {}).setdefault(ratio.against, {})
-        by_size[ratio.num_bytes] = float(f"{ratio.speedup:.4g}")
-    return tree
-
-
-def row(result: Measurement, num_ranks: int | None) -> dict[str, Any]:
+def row(result: Measurement, num_ranks: int | None) -> Row:
     """One measurement as a row of the JSON record; without busbw if `num_ranks` is None."""
     algbw = result.num_bytes / result.p50_us / 1e3 if result.num_bytes else None
     busbw = None
     if algbw is not None and num_ranks is not None and result.entry.label != ROOFLINE:
-        busbw = algbw * busbw_factor(result.op, num_ranks)
+        # Hooks are counted as the all-reduce that they consist of.
+        operation = OPERATIONS.get(result.op, OPERATIONS["all_reduce"])
+        busbw = algbw * operation.busbw_factor(num_ranks)
     return {
         **asdict(result.entry),
         "op": result.op,
@@ -101,61 +51,91 @@ def row(result: Measurement, num_ranks: int | None) -> dict[str, Any]:
     }
 
 
-def print_times(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """One line per size and entry."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column("backend", no_wrap=True)
-    for name in ("p50 us", "min us", "p99 us", "algbw GB/s", "busbw GB/s", "#wrong", "batch"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for num_bytes, at_size in groupby(rows, key=lambda row: row["num_bytes"]):
-        for cells in at_size:
-            table.add_row(
-                format_bytes(num_bytes),
-                cells["label"],
-                *(format_time(cells[key]) for key in ("p50_us", "min_us", "p99_us")),
-                *(_bandwidth(cells[key]) for key in ("algbw_gb_per_s", "busbw_gb_per_s")),
-                _wrong(cells["num_wrong"]),
-                str(cells["batch"]),
-            )
-        table.add_row()
-    console.print(table)
-    console.print(
-        "[dim]Times are of one call on the slowest rank. A sample is `batch` calls in a row, "
-        "divided by `batch`: above 1, min and p99 are of such means.[/dim]\n",
-        soft_wrap=True,
-    )
+def speedups(measurements: Sequence[Measurement], mpi_names: Iterable[str]) -> list[Row]:
+    """How many times faster each entry of rota is than Gloo, the best MPI and the rooflines, by
+    median times at one size.
+
+    The rooflines are memcpy and torch's fake backend, which moves nothing, without and with a
+    barrier.
+    """
+    groups = {"gloo": {"gloo"}, BEST_MPI: set(mpi_names)}
+    groups |= {roofline: {roofline} for roofline in ("fake", FAKE_AND_BARRIER, ROOFLINE)}
+    ratios = []
+    for num_bytes, at_size in groupby(measurements, key=lambda result: result.num_bytes):
+        results = list(at_size)
+        for ours in (result for result in results if result.entry.backend == "rota"):
+            for against, backends in groups.items():
+                peers = [result for result in results if result.entry.backend in backends]
+                if peers:
+                    best = min(peers, key=lambda result: result.p50_us)
+                    ratio: Row = {"num_bytes": num_bytes, "entry": ours.entry.label}
+                    ratio |= {"peer": best.entry.label, "against": against}
+                    ratios.append({**ratio, "speedup": best.p50_us / ours.p50_us})
+    return ratios
 
 
-def print_labelled(
-    console: Console, title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]
+def nested(ratios: Sequence[Row]) -> dict[str, dict[str, dict[int, float]]]:
+    """The speed-ups as {entry: {against: {num_bytes: speed-up}}}."""
+    tree: dict[str, dict[str, dict[int, float]]] = {}
+    for ratio in ratios:
+        by_size = tree.setdefault(ratio["entry"], {}).setdefault(ratio["against"], {})
+        by_size[ratio["num_bytes"]] = float(f"{ratio['speedup']:.4g}")
+    return tree
+
+
+def print_table(
+    console: Console, title: str, headings: Sequence[str], rows: Iterable[Sequence[str] | None]
 ) -> None:
-    """One line per row: a label, and numbers to its right."""
+    """One line per row: a label, and numbers to its right; a rule below the row before a None."""
     table = Table(title=title)
     table.add_column(headings[0], no_wrap=True)
     for heading in headings[1:]:
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
+    for cells in rows:
+        if cells is None:
+            table.add_section()
+        else:
+            table.add_row(*cells)
     console.print(table)
 
 
-def print_speedups(console: Console, ratios: Sequence[Ratio]) -> None:
-    """One line per size and entry of rota: how many times faster than each peer."""
+def print_measurements(console: Console, rows: Sequence[Row], ratios: Sequence[Row]) -> None:
+    """A table with a line per size and entry; and one of how many times faster rota is."""
+    lines: list[Sequence[str] | None] = []
+    for num_bytes, at_size in groupby(rows, key=lambda row: row["num_bytes"]):
+        lines += [
+            (
+                cells["label"],
+                format_bytes(num_bytes),
+                *(format_time(cells[key]) for key in ("p50_us", "min_us", "p99_us")),
+                *(optional(cells[key], ".3f") for key in ("algbw_gb_per_s", "busbw_gb_per_s")),
+                optional(cells["num_wrong"], "d"),
+                str(cells["batch"]),
+            )
+            for cells in at_size
+        ]
+        lines.append(None)
+    headings = ["backend", "bytes", "p50 us", "min us", "p99 us", "algbw GB/s", "busbw GB/s"]
+    print_table(console, "one call on the slowest rank", [*headings, "#wrong", "batch"], lines)
+    console.print(
+        "[dim]A sample is `batch` calls in a row, divided by `batch`: above 1, min and p99 are of "
+        "such means.[/dim]\n",
+        soft_wrap=True,
+    )
     if not ratios:
         return
-    peers = list(dict.fromkeys(ratio.against for ratio in ratios))
-    console.print("peer's time / rota's time: above 1, rota is faster")
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column("entry", no_wrap=True)
-    for peer in peers:
-        table.add_column(peer, justify="right", no_wrap=True)
-    for num_bytes, at_size in groupby(ratios, key=lambda ratio: ratio.num_bytes):
-        for entry, of_entry in groupby(at_size, key=lambda ratio: ratio.entry):
-            cells = {ratio.against: _speedup(ratio) for ratio in of_entry}
-            table.add_row(format_bytes(num_bytes), entry, *(cells[peer] for peer in peers))
-    console.print(table)
+    peers = list(dict.fromkeys(ratio["against"] for ratio in ratios))
+    lines = []
+    for num_bytes, at_size in groupby(ratios, key=lambda ratio: ratio["num_bytes"]):
+        for entry, of_entry in groupby(at_size, key=lambda ratio: ratio["entry"]):
+            cells = {
+                ratio["against"]: (f"{ratio['peer']} " if ratio["against"] == BEST_MPI else "")
+                + f"{ratio['speedup']:.3g}"
+                for ratio in of_entry
+            }
+            lines.append((entry, format_bytes(num_bytes), *(cells[peer] for peer in peers)))
+    title = "peer's time / rota's time: above 1, rota is faster"
+    print_table(console, title, ("entry", "bytes", *peers), lines)
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
@@ -192,16 +172,6 @@ def format_time(time_us: float) -> str:
     return f"{time_us:.0f}" if time_us >= 1000 else f"{time_us:.4g}"
 
 
-def _bandwidth(gb_per_s: float | None) -> str:
-    return "-" if gb_per_s is None else f"{gb_per_s:.3f}"
-
-
-def _wrong(num_wrong: int | None) -> str:
-    if num_wrong is None:
-        return "-"
-    return f"[bold red]{num_wrong}[/bold red]" if num_wrong else "0"
-
-
-def _speedup(ratio: Ratio) -> str:
-    name = f"{ratio.peer} " if ratio.against == BEST_MPI else ""
-    return f"{name}{ratio.speedup:.3g}"
+def optional(value: float | None, form: str) -> str:
+    """A value that may not have been measured."""
+    return "-" if value is None else format(value, form)

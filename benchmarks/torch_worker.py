@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
@@ -19,17 +18,44 @@ import ddp_turn
 import hook_turn
 import tiles
 from operations import MESSAGES, OPERATIONS, Call, message_call
-from protocol import FAKE_AND_BARRIER, ROTA_EMPTY, Entry, Hello, Reply, Turn, serve, time_samples
+from protocol import FAKE_AND_BARRIER, ROTA_EMPTY, Entry, Hello, Reply, Turn, time_samples
+from record import Run
+from workers import Workers, serve
 
 # torch 2.13 renamed them; the old names warn at every call, and the warning would be timed too.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def start_torch_ranks(
+    workers: Workers, run: Run, num_ranks: int, entries: Sequence[Entry], more: Sequence[str] = ()
+) -> tuple[list[Entry], dict[str, str]]:
+    """Starts the ranks, which form one process group on this host, with the entries' backends and
+    `more`.
+
+    Returns:
+        The entries whose backend is available; a note says why others are not. And the versions.
+    """
+    backends = {entry.backend for entry in entries} | set(more)
+    for rank in range(num_ranks):
+        workers.fork(rank_main, rank, num_ranks, str(workers.folder / "store"), backends)
+    hello = workers.recv_all()[0]
+    for reason in hello.missing.values():
+        run.note(reason)
+    return [entry for entry in entries if entry.backend not in hello.missing], hello.versions
+
+
+def rank_main(pipe: Connection, rank: int, num_ranks: int, store: str, backends: set[str]) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    worker = TorchRank(backends)
+    pipe.send(Hello(worker.versions, worker.missing))
+    serve(pipe, worker.take_turn)
+
+
 class TorchRank:
     """The process groups of this rank; Gloo's is the default group, and synchronises ranks."""
 
-    def __init__(self, backends: list[str]) -> None:
+    def __init__(self, backends: set[str]) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.groups: dict[str, dist.ProcessGroup | None] = {"gloo": dist.group.WORLD}
@@ -184,28 +210,3 @@ def copy_call(turn: Turn) -> Call:
     target, source = np.empty(num_bytes, np.uint8), np.empty(num_bytes, np.uint8)
     source.fill(1)  # an untouched page has no memory yet
     return partial(np.copyto, target, source)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--socket", required=True, help="where the driver listens")
-    parser.add_argument("--rendezvous", required=True, help="file that the ranks' store lives in")
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--backends", required=True, help="rota is loaded only if named here")
-    args = parser.parse_args()
-
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{args.rendezvous}", rank=args.rank, world_size=args.ranks
-    )
-    worker = TorchRank(args.backends.split(","))
-    hello = Hello(worker.rank, os.getpid(), worker.versions, worker.missing)
-    serve(args.socket, hello, worker.take_turn)
-    if worker.communicator is not None:
-        worker.communicator.close()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

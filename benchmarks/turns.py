@@ -6,11 +6,9 @@ The variants take turns in blocks of a few steps; the first block is not timed.
 from __future__ import annotations
 
 import argparse
-import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -18,17 +16,26 @@ from rich.console import Console
 from rich.progress import track
 
 import demo
-import driver
 import report
-from arguments import Parser
+from arguments import Parser, parse_natural
 from demo_model import train_gpt
+from record import Run
 
 # At most this share of Gloo's communication; the goal of rota in training.
 GOAL = 0.25
 QUICK_STEPS = 40
 
+Row = dict[str, Any]
+Columns = Mapping[str, Callable[[Row], str]]
 
-def parse_arguments(parser: Parser, quick_steps: int = QUICK_STEPS, **defaults: float) -> Any:
+
+def add_ranks(parser: Parser, minimum: int = 2) -> None:
+    parser.add("--ranks", type=parse_natural(minimum), default=2, help="to start")
+
+
+def parse_arguments(
+    parser: Parser, quick_steps: int = QUICK_STEPS, **defaults: float
+) -> argparse.Namespace:
     """Parses the command line, with the arguments that all these benchmarks have.
 
     Args:
@@ -36,9 +43,8 @@ def parse_arguments(parser: Parser, quick_steps: int = QUICK_STEPS, **defaults: 
         quick_steps: of --quick.
         defaults: of arguments of training, where they are not the demo's.
     """
-    add = parser.add_argument
-    add("--quick", action="store_true", help=f"at most {quick_steps} steps of each variant")
-    add("--json", type=Path, help="where to write the record (default: benchmarks/results/)")
+    parser.add("--quick", action="store_true", help=f"at most {quick_steps} steps of each variant")
+    parser.add_json()
     train_gpt.add_training_arguments(parser)
     parser.set_defaults(**defaults)
     args = parser.parse_args()
@@ -70,7 +76,7 @@ def in_turns(
 @contextmanager
 def job(
     benchmark: str, args: argparse.Namespace, backend: str = "gloo"
-) -> Iterator[tuple[driver.Run | None, Console]]:
+) -> Iterator[tuple[Run | None, Console]]:
     """Restarts this program as args.ranks ranks, in a default group of the backend.
 
     Yields:
@@ -79,30 +85,32 @@ def job(
     demo.become_ranks(args.ranks)
     dist.init_process_group(backend)
     is_first = dist.get_rank() == 0
-    run = driver.Run(benchmark, benchmark, args.ranks, args) if is_first else None
-    yield run, Console(quiet=not is_first)
+    yield Run(benchmark, args.ranks, args) if is_first else None, Console(quiet=not is_first)
     dist.destroy_process_group()
 
 
-def publish(
-    run: driver.Run,
-    title: str,
-    rows: list[dict[str, Any]],
-    columns: Mapping[str, Callable[[dict[str, Any]], str]],
-) -> None:
-    """Writes the record, and prints the table and a last line for programs.
+def gathered(own: Any) -> list[Any]:
+    """What every rank has, by rank."""
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    return of_ranks
+
+
+def slowest_ranks(step_ms: Sequence[float]) -> list[float]:
+    """The time of each step's slowest rank, without the first block. Collective."""
+    return [max(times) for times in zip(*gathered(step_ms), strict=True)][demo.BLOCK_STEPS :]
+
+
+def publish(run: Run | None, title: str, rows: list[Row], columns: Columns) -> None:
+    """Prints a table, writes the record, and prints a last line for programs; only on rank 0.
 
     Args:
-        title: of the table.
         rows: one per variant, with its "label"; lists under keys "..._of_all" are not printed.
         columns: the table's headings, and what a row shows below them.
     """
-    run.write_record({"variants": rows})
-    report.print_labelled(
-        run.console,
-        title,
-        ("variant", *columns),
-        [(row["label"], *(show(row) for show in columns.values())) for row in rows],
-    )
-    summary = [{k: v for k, v in row.items() if not k.endswith("_of_all")} for row in rows]
-    print(json.dumps({"benchmark": run.benchmark, "json": str(run.json_path), "variants": summary}))
+    if run is None:
+        return
+    lines = [(row["label"], *(show(row) for show in columns.values())) for row in rows]
+    report.print_table(run.console, title, ("variant", *columns), lines)
+    short = [{k: v for k, v in row.items() if not k.endswith("_of_all")} for row in rows]
+    run.finish({"variants": rows}, variants=short)

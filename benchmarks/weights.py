@@ -20,13 +20,8 @@ JSON.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
-import sys
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,27 +30,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
+from torch.distributed import rpc
 
-import driver
+import rota
 from arguments import Parser, parse_list, parse_natural, parse_size
-from ranks import RankError
+from record import Run
+from report import print_table
+from rota import _C
 from rota.weights import WeightStore
+from workers import Workers, serve
 
-try:
-    import rota
-    from rota import _C
-except ImportError as error:
-    sys.exit(f"error: rota is not built: run make venv ({error})")
-
-# Gloo otherwise resolves the host's name; the network must not be measured.
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
 TIMEOUT = timedelta(seconds=120)
 MATRIX_BYTES = 32 << 20
 TARGET = 1.5  # times the copies
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "rota"])
 PEERS = ["gloo", "rpc"]
 
 Move = Callable[[int], list[torch.Tensor]]  # one turn; returns what this process has then
@@ -73,7 +60,6 @@ class Process:
     """One of the processes: rank 0 is the trainer, the others are readers."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, rank: int) -> None:
-        torch.set_num_threads(1)
         self.rank = rank
         self.num_readers = args.readers
         self._store = dist.FileStore(str(folder / "store"), args.readers + 1)
@@ -94,8 +80,9 @@ class Process:
         if "rpc" in args.peers:
             self.moves["rpc"] = self.make_rpc(folder)
 
-    def turn(self, entry: str, number: int) -> tuple[float, float, bool]:
+    def turn(self, what: tuple[str, int]) -> tuple[float, float, bool]:
         """Start and end of this process's part, and whether its weights are right."""
+        entry, number = what
         if self.rank == 0:
             for weights in self.weights:
                 weights.fill_(number % 100)
@@ -150,8 +137,6 @@ class Process:
         return self.weights
 
     def make_rpc(self, folder: Path) -> Move:
-        from torch.distributed import rpc
-
         options = rpc.TensorPipeRpcBackendOptions(
             init_method=f"file://{folder / 'rpc'}", rpc_timeout=TIMEOUT.total_seconds()
         )
@@ -170,183 +155,79 @@ class Process:
                 ]
                 for future in futures:
                     future.wait()
-                return self.weights
-            dist.barrier()  # with the trainer, below
-            return list(_delivered)
+            dist.barrier()
+            return self.weights if self.rank == 0 else list(_delivered)
 
-        def send_and_meet(number: int) -> list[torch.Tensor]:
-            got = send(number)
-            if self.rank == 0:
-                dist.barrier()
-            return got
-
-        return send_and_meet
+        return send
 
 
-def process_main(args: argparse.Namespace, folder: Path, rank: int, pipe: Connection) -> None:
-    """Takes turns until the parent kills it."""
-    try:
-        process = Process(args, folder, rank)
-        pipe.send("ready")
-        while True:
-            pipe.send(process.turn(*pipe.recv()))
-    except EOFError:
-        return
-    except Exception as error:
-        pipe.send(f"rank {rank}: {type(error).__name__}: {error}")
-        pipe.recv()
+def process_main(pipe: Connection, args: argparse.Namespace, folder: Path, rank: int) -> None:
+    process = Process(args, folder, rank)
+    pipe.send("ready")
+    serve(pipe, process.turn)
 
 
-@dataclass
-class Row:
-    """One entry; times in ms, of each turn."""
-
-    entry: str
-    times_ms: list[float]
-    trainer_ms: list[float]  # the trainer's part
-    num_wrong: int = 0
-
-    @property
-    def p50_ms(self) -> float:
-        return median(self.times_ms)
-
-
-class Processes:
-    """All processes of a run."""
-
-    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
-        self._timeout_s = args.timeout
-        self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
-        for rank in range(args.readers + 1):
-            pipe, far_end = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=process_main, args=(args, folder, rank, far_end))
-            process.daemon = True
-            process.start()
-            far_end.close()
-            self._pipes.append(pipe)
-            self._processes.append(process)
-
-    def hear(self) -> list[Any]:
-        """A note from each process."""
-        notes = []
-        for rank, pipe in enumerate(self._pipes):
-            try:
-                note = pipe.recv() if pipe.poll(self._timeout_s) else f"rank {rank} is stuck"
-            except EOFError:
-                note = f"rank {rank} died"
-            if isinstance(note, str) and note != "ready":
-                raise RankError(note)
-            notes.append(note)
-        return notes
-
-    def turn(self, entry: str, number: int) -> list[tuple[float, float, bool]]:
-        for pipe in self._pipes:
-            pipe.send((entry, number))
-        return self.hear()
-
-    def kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-
-
-def measure(run: driver.Run, args: argparse.Namespace) -> list[Row]:
-    """Lets the entries take turns."""
-    entries = ["copies", "rota", *args.peers]
-    rows = {entry: Row(entry, [], []) for entry in entries}
-    with tempfile.TemporaryDirectory(prefix="rota-bench-") as folder:
-        processes = Processes(args, Path(folder))
-        try:
-            processes.hear()
-            number = 0
-            # Two turns to warm up: rota's readers fill two sets of tensors in turn.
-            for turn in range(-2, args.turns):
-                for entry in entries:
-                    number += 1
-                    parts = processes.turn(entry, number)
-                    row = rows[entry]
-                    row.num_wrong += sum(not is_right for _, _, is_right in parts)
-                    if turn >= 0:
-                        begin = parts[0][0]
-                        row.times_ms.append((max(end for _, end, _ in parts) - begin) * 1e3)
-                        row.trainer_ms.append((parts[0][1] - begin) * 1e3)
-        finally:
-            processes.kill()
-    return list(rows.values())
-
-
-def print_table(run: driver.Run, rows: list[Row], num_bytes: int) -> None:
-    table = Table(title=f"{num_bytes / 2**20:g} MiB of bfloat16")
-    for heading in (
-        "entry",
-        "p50 ms",
-        "min ms",
-        "max ms",
-        "trainer's part ms",
-        "times the copies",
-        "#wrong",
-    ):
-        table.add_column(heading, justify="left" if heading == "entry" else "right")
-    for row in rows:
-        table.add_row(
-            row.entry,
-            f"{row.p50_ms:.1f}",
-            f"{min(row.times_ms):.1f}",
-            f"{max(row.times_ms):.1f}",
-            f"{median(row.trainer_ms):.1f}",
-            f"{row.p50_ms / rows[0].p50_ms:.2f}",
-            str(row.num_wrong),
-        )
-    run.console.print(table)
-
-
-def benchmark(args: argparse.Namespace) -> dict[str, Any]:
-    """The whole run: measures, prints the table, writes the record and sums up."""
-    run = driver.Run("weights", "weights", args.readers + 1, args)
-    rows = measure(run, args)
-    print_table(run, rows, args.size)
-    ratios = {row.entry: round(row.p50_ms / rows[0].p50_ms, 3) for row in rows}
-    results = [
-        {
-            "entry": row.entry,
-            "p50_ms": round(row.p50_ms, 2),
-            "min_ms": round(min(row.times_ms), 2),
-            "trainer_p50_ms": round(median(row.trainer_ms), 2),
-            "times_ms": [round(x, 2) for x in row.times_ms],
-            "num_wrong": row.num_wrong,
-        }
-        for row in rows
-    ]
-    run.write_record({"weights": results, "times_the_copies": ratios, "target": TARGET})
-    return {
-        "benchmark": "weights",
-        "json": str(run.json_path),
-        "num_wrong": sum(row.num_wrong for row in rows),
-        "times_the_copies": ratios,
-        "target": TARGET,
-    }
-
-
-def main() -> int:
-    """Returns the exit status."""
-    parser = Parser(description=__doc__)
-    add = parser.add_argument
-    add("--size", type=parse_size, default="1G", help="of the weights (default: %(default)s)")
-    add("--readers", type=parse_natural(1, 16), default=2, help="default: %(default)s")
-    add("--turns", type=parse_natural(1), default=7, help="of each entry (default: %(default)s)")
-    add("--peers", type=parse_list(PEERS), default="gloo,rpc", help="default: %(default)s")
-    add(
-        "--timeout",
-        type=parse_natural(1),
-        default=120,
-        metavar="SECONDS",
-        help="fail when one turn takes longer (default: %(default)s)",
-    )
-    add("--json", type=Path, help="the record (default: in benchmarks/results)")
+def main() -> None:
+    parser = Parser(__doc__)
+    parser.add("--size", type=parse_size, default="1G", help="of the weights")
+    parser.add("--readers", type=parse_natural(1, 16), default=2)
+    parser.add("--turns", type=parse_natural(1), default=7, help="of each entry")
+    parser.add("--peers", type=parse_list(PEERS), default="gloo,rpc")
+    limit = "fail when one turn takes longer"
+    parser.add("--timeout", type=parse_natural(1), default=120, metavar="SECONDS", help=limit)
+    parser.add_json()
     args = parser.parse_args()
-    return driver.exit_status(lambda: benchmark(args))
+
+    entries = ["copies", "rota", *args.peers]
+    times_ms: dict[str, list[float]] = {entry: [] for entry in entries}
+    trainer_ms: dict[str, list[float]] = {entry: [] for entry in entries}
+    num_wrong = dict.fromkeys(entries, 0)
+    with Run("weights", args.readers + 1, args) as run, Workers(args.timeout) as processes:
+        for rank in range(args.readers + 1):
+            processes.fork(process_main, args, processes.folder, rank)
+        processes.recv_all()
+        number = 0
+        # Two turns to warm up: rota's readers fill two sets of tensors in turn.
+        for turn in range(-2, args.turns):
+            for entry in entries:
+                number += 1
+                parts = processes.ask((entry, number))
+                num_wrong[entry] += sum(not is_right for _, _, is_right in parts)
+                if turn >= 0:
+                    begin = parts[0][0]
+                    times_ms[entry].append((max(end for _, end, _ in parts) - begin) * 1e3)
+                    trainer_ms[entry].append((parts[0][1] - begin) * 1e3)
+        copies_ms = median(times_ms["copies"])
+        ratios = {entry: round(median(ms) / copies_ms, 3) for entry, ms in times_ms.items()}
+        rows = [
+            {
+                "entry": entry,
+                "p50_ms": round(median(ms), 2),
+                "min_ms": round(min(ms), 2),
+                "trainer_p50_ms": round(median(trainer_ms[entry]), 2),
+                "times_ms": [round(x, 2) for x in ms],
+                "num_wrong": num_wrong[entry],
+            }
+            for entry, ms in times_ms.items()
+        ]
+        print_table(
+            run.console,
+            f"{args.size / 2**20:g} MiB of bfloat16",
+            ("entry", "p50 ms", "min ms", "max ms", "trainer's part ms", "times copies", "#wrong"),
+            [
+                (
+                    entry,
+                    *(f"{of(ms):.1f}" for of in (median, min, max)),
+                    f"{median(trainer_ms[entry]):.1f}",
+                    f"{ratios[entry]:.2f}",
+                    str(num_wrong[entry]),
+                )
+                for entry, ms in times_ms.items()
+            ],
+        )
+        summary: dict[str, Any] = {"times_the_copies": ratios, "target": TARGET}
+        run.finish({"weights": rows, **summary}, num_wrong=sum(num_wrong.values()), **summary)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

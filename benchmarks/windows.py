@@ -13,38 +13,23 @@ last line of the output is JSON.
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
-import os
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 
-import driver
+import rota
 from arguments import Parser, parse_bucket_sizes, parse_natural
-from host_network import HostNetwork, enter_namespace, rank_environments
-from hosts import parse_rate
-from hosts_worker import TcpRing
-
-try:
-    import rota
-except ImportError as error:
-    sys.exit(f"error: rota is not built: run make venv ({error})")
-
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "rota"])
+from host_network import HostNetwork, rank_environments
+from hosts import TcpRing, parse_rate
+from record import Run
+from report import print_table
+from workers import Workers
 
 Call = Callable[[], object]
 
@@ -62,14 +47,6 @@ class Turns:
 
 ON_ONE_HOST = Turns(max_calls=20_000, num_bytes=128 << 20)
 BETWEEN_HOSTS = Turns(max_calls=200, num_bytes=32 << 20)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank runs: a namespace, and the variables of its host."""
-
-    namespace: str
-    env: Mapping[str, str]
 
 
 def microseconds_per_call(call: Call, num_calls: int) -> float:
@@ -126,23 +103,17 @@ def measure(calls: Mapping[str, Call], num_calls: int, repeats: int) -> dict[str
     return times
 
 
-def rank_main(rank: int, store: str, sizes: list[int], repeats: int, pipe: Connection) -> None:
-    torch.set_num_threads(1)
+def rank_main(pipe: Connection, rank: int, store: str, sizes: list[int], repeats: int) -> None:
+    """Rank 1 is asleep after the start, so that rank 0 has the machine."""
     dist.init_process_group("rota", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     window = rota.Window(max(sizes) // 4, dtype=torch.float32)
-    if rank == 0:
-        for num_bytes in sizes:
-            calls = calls_on_one_host(window, num_bytes)
-            pipe.send(measure(calls, ON_ONE_HOST.num_calls(num_bytes), repeats))
-    pipe.recv()  # rank 1 is asleep meanwhile, so that rank 0 has the machine
+    for num_bytes in sizes if rank == 0 else ():
+        calls = calls_on_one_host(window, num_bytes)
+        pipe.send(measure(calls, ON_ONE_HOST.num_calls(num_bytes), repeats))
+    pipe.poll(None)  # with an open window
 
 
-def rank_main_on_host(
-    rank: int, place: Place, sizes: list[int], repeats: int, pipe: Connection
-) -> None:
-    enter_namespace(place.namespace)
-    os.environ.update(place.env)
-    torch.set_num_threads(1)
+def rank_main_on_host(pipe: Connection, rank: int, sizes: list[int], repeats: int) -> None:
     dist.init_process_group("gloo")
     assert dist.group.WORLD is not None
     ring = TcpRing(dist.group.WORLD, host=rank)
@@ -155,41 +126,7 @@ def rank_main_on_host(
         else:
             for _ in range(1 + repeats * num_calls):
                 answer_tcp(ring, num_bytes)
-    pipe.recv()
-
-
-@contextmanager
-def ranks(args: argparse.Namespace, run: driver.Run) -> Iterator[list[Connection]]:
-    """Two ranks, on one host or on two; gives their pipes."""
-    with tempfile.TemporaryDirectory() as folder:
-        if not args.hosts:
-            yield from start(partial(rank_main, store=f"{folder}/store"), [{}, {}], args)
-            return
-        with HostNetwork(2, args.rate) as network:
-            run.note(f"hosts are namespaces on one machine: {network.describe()}")
-            environments = rank_environments([1, 1], network.serve_store())
-            places = [
-                {"place": Place(host.path, env)}
-                for host, env in zip(network.hosts, environments, strict=True)
-            ]
-            yield from start(rank_main_on_host, places, args)
-
-
-def start(
-    main: Callable[..., None], kwargs: list[dict[str, Any]], args: argparse.Namespace
-) -> Iterator[list[Connection]]:
-    pipes, processes = [], []
-    for rank, own in enumerate(kwargs):
-        pipe, rank_pipe = CONTEXT.Pipe()
-        common = {"rank": rank, "sizes": args.sizes, "repeats": args.repeats, "pipe": rank_pipe}
-        processes.append(CONTEXT.Process(target=main, kwargs={**common, **own}, daemon=True))
-        processes[-1].start()
-        rank_pipe.close()  # so that the end of the rank is the end of the pipe
-        pipes.append(pipe)
-    yield pipes
-    for pipe, process in zip(pipes, processes, strict=True):
-        pipe.send("end")
-        process.join()
+    pipe.poll(None)  # with an open window
 
 
 def parts_of_best(p50: Mapping[str, float]) -> dict[str, float]:
@@ -199,49 +136,40 @@ def parts_of_best(p50: Mapping[str, float]) -> dict[str, float]:
     return {name: bytes_on_wire.get(name, 1.0) * best_us / us for name, us in p50.items()}
 
 
-def benchmark(args: argparse.Namespace) -> dict[str, Any]:
-    """The whole run: measures, prints the table, writes the record and sums up."""
+def main() -> None:
+    parser = Parser(__doc__)
+    parser.add("--sizes", type=parse_bucket_sizes, default="4K,64K,1M,16M,64M")
+    parser.add("--repeats", type=parse_natural(1), default=9)
+    parser.add("--hosts", action="store_true", help="ranks on two simulated hosts instead of one")
+    rate = "of each host's link in each direction, or none"
+    parser.add("--rate", type=parse_rate, default="1gbit", help=rate)
+    parser.add_json()
+    args = parser.parse_args()
     name = f"windows-hosts-1+1-{args.rate or 'unlimited'}" if args.hosts else "windows"
-    run = driver.Run("windows", name, 2, args)
-    peer = "TCP's goodput" if args.hosts else "memcpy's speed"
-    table = Table(title=f"microseconds per call, p50 (part of {peer})")
-    table.add_column("bytes", justify="right")
-    rows = []
-    with ranks(args, run) as pipes:
+
+    with Run("windows", 2, args, name) as run, ExitStack() as stack:
+        if args.hosts:
+            network = stack.enter_context(HostNetwork(2, args.rate))
+            run.note(f"hosts are namespaces on one machine: {network.describe()}")
+        ranks = stack.enter_context(Workers(timeout_s=3600))
+        envs = rank_environments([1, 1], network.serve_store()) if args.hosts else []
+        todo = (args.sizes, args.repeats)
+        for rank, env in enumerate(envs):
+            ranks.fork(rank_main_on_host, rank, *todo, namespace=network.hosts[rank].path, env=env)
+        for rank in range(0 if args.hosts else 2):
+            ranks.fork(rank_main, rank, str(ranks.folder / "store"), *todo)
+        rows, lines = [], []
         for num_bytes in args.sizes:
-            times: dict[str, list[float]] = pipes[0].recv()
+            times: dict[str, list[float]] = ranks.recv(0)
             p50 = {name: median(of_call) for name, of_call in times.items()}
             parts = parts_of_best(p50)
             rows.append({"bytes": num_bytes, "p50_us": p50, "part": parts, "us": times})
-            if len(table.columns) == 1:
-                for name in p50:
-                    table.add_column(name, justify="right")
             cells = [f"{us:.2f} ({parts[name]:.2f})" for name, us in p50.items()]
-            table.add_row(str(num_bytes), *cells)
-    run.console.print(table)
-    run.write_record({"calls": rows})
-    return {"benchmark": "windows", "json": str(run.json_path)}
-
-
-def main() -> int:
-    """Returns the exit status."""
-    parser = Parser(description=__doc__)
-    add = parser.add_argument
-    add(
-        "--sizes", type=parse_bucket_sizes, default="4K,64K,1M,16M,64M", help="default: %(default)s"
-    )
-    add("--repeats", type=parse_natural(1), default=9, help="default: %(default)s")
-    add("--hosts", action="store_true", help="ranks on two simulated hosts instead of one")
-    add(
-        "--rate",
-        type=parse_rate,
-        default="1gbit",
-        help="of each host's link in each direction, or none (default: %(default)s)",
-    )
-    add("--json", type=Path, help="the record (default: in benchmarks/results)")
-    args = parser.parse_args()
-    return driver.exit_status(lambda: benchmark(args))
+            lines.append([str(num_bytes), *cells])
+        title = f"us per call, p50 (part of {'TCP' if args.hosts else 'memcpy'}'s speed)"
+        print_table(run.console, title, ("bytes", *p50), lines)
+        run.finish({"calls": rows})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
