@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from data_cache import byte_counts, default_folder, open_corpus
+from data_cache import default_folder, open_corpus
 from data_cache import read_corpus as read_corpus  # others take it from here
 from data_order import data_loader
 from devices import DEVICES, Placement, find_gpus, place_this_rank, use
@@ -170,14 +170,10 @@ def sample_batch(
 def order0_bits(train: Tensor, held_out: Tensor) -> float:
     """Bits per byte of `held_out` under the byte frequencies of `train`, the best that a model
     without context can reach."""
-    return order0_bits_of(byte_counts(train), byte_counts(held_out))
-
-
-def order0_bits_of(train_counts: Tensor, held_out_counts: Tensor) -> float:
-    """order0_bits() of two texts of which only byte_counts() are at hand."""
-    counts = train_counts.double() + 1  # once more, so that no probability is zero
-    bits = -(counts / counts.sum()).log2()
-    return float((held_out_counts * bits).sum() / held_out_counts.sum())
+    train_counts, counts = (torch.bincount(text, minlength=BYTES) for text in (train, held_out))
+    frequencies = train_counts.double() + 1  # once more, so that no probability is zero
+    bits = -(frequencies / frequencies.sum()).log2()
+    return float((counts * bits).sum() / counts.sum())
 
 
 # ---------------------------------------------------------------------------------------------
@@ -338,28 +334,18 @@ class Data(NamedTuple):
 def load_data(args: argparse.Namespace, device: torch.device, context: int) -> Data:
     """The corpus with batches at random places, or with --data-cache in epochs."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    batches: Iterator[tuple[Tensor, Tensor]]
     if args.data_cache is None:
         train, held_out = read_corpus()
-        baseline = order0_bits(train, held_out)
-        train, held_out = train.to(device), held_out.to(device)
+        on_device = train.to(device)
         keys = ((args.seed, rank, step) for step in count())
-        batches = (sample_batch(train, args.batch, context, key) for key in keys)
-        return Data(batches, held_out, baseline, len(train))
-    corpus = open_corpus(args.data_cache)
-    loader = data_loader(
-        corpus.train,
-        context,
-        args.batch * world_size,
-        seed=args.seed,
-        rank=rank,
-        world_size=world_size,
-    )
-    return Data(
-        ((inputs.to(device), targets.to(device)) for inputs, targets in loader),
-        corpus.held_out.read(0, len(corpus.held_out)).to(device),
-        order0_bits_of(corpus.train.byte_counts, corpus.held_out.byte_counts),
-        len(corpus.train),
-    )
+        batches = (sample_batch(on_device, args.batch, context, key) for key in keys)
+    else:
+        train, held_out = open_corpus(args.data_cache)
+        order = {"seed": args.seed, "rank": rank, "world_size": world_size}
+        loader = data_loader(train, context, args.batch * world_size, **order)
+        batches = ((inputs.to(device), targets.to(device)) for inputs, targets in loader)
+    return Data(batches, held_out.to(device), order0_bits(train, held_out), len(train))
 
 
 def parse_args() -> tuple[argparse.Namespace, Placement]:

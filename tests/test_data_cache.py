@@ -7,7 +7,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import pickle
 import shutil
 import signal
 import sys
@@ -23,13 +22,12 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import data_cache
-from data_cache import Corpus, open_corpus, read_corpus
-from data_order import GlobalBatchSampler, Permutation, Windows, data_loader
+from data_cache import open_corpus, read_corpus
+from data_order import GlobalBatchSampler, Windows, data_loader
 from train_gpt import windows
 
 pytestmark = pytest.mark.same_in_every_build
 
-SHARD_BYTES = 30_011  # a prime, so that shards end inside files and windows
 CONTEXT = 64
 GLOBAL_BATCH = 12
 
@@ -41,15 +39,15 @@ class Place:
     sources: Path
     cache: Path
 
-    def open(self) -> Corpus:
-        return open_corpus(self.cache, root=self.sources, shard_bytes=SHARD_BYTES)
+    def open(self) -> tuple[Tensor, Tensor]:
+        return open_corpus(self.cache, self.sources)
 
     def text(self) -> Tensor:
         return read_corpus(self.sources)[0]
 
-    def file(self, name: str) -> Path:
-        (file,) = self.cache.glob(f"*/{name}")
-        return file
+    def check(self) -> None:
+        for text, expected in zip(self.open(), read_corpus(self.sources), strict=True):
+            assert torch.equal(text, expected)
 
 
 @pytest.fixture
@@ -72,17 +70,16 @@ def place(tmp_path: Path) -> Place:
 
 
 @pytest.fixture
-def builds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
+def builds(monkeypatch: pytest.MonkeyPatch, place: Place) -> Iterator[Callable[[], int]]:
     """How often a cache has been built, by this process and by those that it forks."""
     num_builds = multiprocessing.Value("i", 0)
-    build = data_cache._build
 
-    def count_build(*args: Any) -> dict[str, Any]:
+    def count_build(root: Path) -> tuple[Tensor, Tensor]:
         with num_builds.get_lock():
             num_builds.value += 1
-        return build(*args)
+        return read_corpus(root)
 
-    monkeypatch.setattr(data_cache, "_build", count_build)
+    monkeypatch.setattr(data_cache, "read_corpus", count_build)
     yield lambda: num_builds.value
 
 
@@ -97,71 +94,39 @@ def in_processes(target: Callable[[], None], num_processes: int) -> list[int | N
     return [process.exitcode for process in processes]
 
 
-def check(corpus: Corpus, place: Place) -> None:
-    for text, expected in zip(corpus, read_corpus(place.sources), strict=True):
-        assert torch.equal(text.read(0, len(text)), expected)
-        assert torch.equal(text.byte_counts, data_cache.byte_counts(expected))
-
-
 # ---------------------------------------------------------------------------------------------
 # The cache
 
 
 def test_second_start_reads_the_cache(place: Place, builds: Callable[[], int]) -> None:
-    check(place.open(), place)
-    assert builds() == 1
-    assert len(list(place.cache.glob("*/train-*.bin"))) == 5  # 137,500 bytes
-    check(place.open(), place)
-    assert builds() == 1
-
-
-def test_text_survives_pickling_by_the_names_of_its_files(place: Place) -> None:
-    train = place.open().train
-    pickled = pickle.dumps(train)
-    assert len(pickled) < 10_000
-    assert torch.equal(pickle.loads(pickled).read(0, len(train)), place.text())
-
-
-def test_text_outlives_its_files(place: Place) -> None:
-    train = place.open().train
-    shutil.rmtree(place.cache)
-    assert torch.equal(train.read(0, len(train)), place.text())
-
-
-@pytest.mark.parametrize(("begin", "end"), [(-1, 1), (5, 5), (137_499, 137_501)])
-def test_read_outside_the_text_is_an_error(place: Place, begin: int, end: int) -> None:
-    with pytest.raises(IndexError, match="of a text of 137500"):
-        place.open().train.read(begin, end)
+    for _ in range(2):
+        place.check()
+        assert builds() == 1
 
 
 def test_concurrent_first_starts_build_once(place: Place, builds: Callable[[], int]) -> None:
-    assert in_processes(lambda: check(place.open(), place), 4) == [0] * 4
+    assert in_processes(place.check, 4) == [0] * 4
     assert builds() == 1
 
 
-@pytest.mark.parametrize("victim", ["write_bytes", "write_text", "rename"])
-def test_killed_build_leaves_nothing_that_counts(
-    place: Place, builds: Callable[[], int], victim: str
-) -> None:
-    """The builder dies at its first shard, before its manifest, or before its last step."""
+def test_killed_build_leaves_nothing_that_counts(place: Place, builds: Callable[[], int]) -> None:
+    """The builder dies when all is written, before its last step."""
 
     def die() -> None:
         def kill(*args: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(data_cache.Path, victim, kill)
+        data_cache.Path.rename = kill  # type: ignore[method-assign]
         place.open()
 
     assert in_processes(die, 1) == [-signal.SIGKILL]
-    assert len(list(place.cache.glob("*.partial"))) == 1
-    check(place.open(), place)
+    place.check()
     assert builds() == 2
-    assert not list(place.cache.glob("*.partial"))
 
 
 def edit(file: Path) -> None:
     content = bytearray(file.read_bytes())
-    content[0] ^= 1
+    content[len(content) // 3] ^= 1
     file.write_bytes(content)
 
 
@@ -177,55 +142,25 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_stale_cache_is_built_again(place: Place, builds: Callable[[], int], change: str) -> None:
-    before = place.open().train
-    text = place.text()
+    before, text = place.open()[0], place.text()
     CHANGES[change](place.sources)
-    check(place.open(), place)
-    assert builds() == 2
-    assert torch.equal(before.read(0, len(before)), text)  # a job that still runs keeps its text
-    check(place.open(), place)
-    assert builds() == 2
-
-
-def truncate(file: Path) -> None:
-    os.truncate(file, file.stat().st_size - 1)
-
-
-def change_format(manifest: Path) -> None:
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 0}))
+    for _ in range(2):
+        place.check()
+        assert builds() == 2
+    assert torch.equal(before, text)  # a job that still runs keeps its text
 
 
 @pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        ("train-00002.bin", truncate),
-        ("held_out-00000.bin", Path.unlink),
-        ("manifest.json", truncate),
-        ("manifest.json", Path.unlink),
-        ("manifest.json", change_format),
-    ],
-    ids=["shard-truncated", "shard-gone", "manifest-truncated", "manifest-gone", "other-format"],
+    "damage", [edit, Path.unlink, lambda file: os.truncate(file, file.stat().st_size // 2)]
 )
-def test_incomplete_cache_is_built_again(
-    place: Place, builds: Callable[[], int], name: str, damage: Callable[[Path], None]
+def test_damaged_cache_is_built_again(
+    place: Place, builds: Callable[[], int], damage: Callable[[Path], None]
 ) -> None:
     place.open()
-    damage(place.file(name))
-    check(place.open(), place)
+    (file,) = place.cache.glob("*.pt")
+    damage(file)
+    place.check()
     assert builds() == 2
-
-
-def test_damaged_shard_is_an_error_until_the_cache_is_removed(place: Place) -> None:
-    place.open()
-    file = place.file("train-00002.bin")
-    edit(file)
-    train = place.open().train
-    assert torch.equal(train.read(0, 2 * SHARD_BYTES), place.text()[: 2 * SHARD_BYTES])
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"train-00002.bin is damaged: .*; remove .*/corpus"):
-            train.read(2 * SHARD_BYTES - 1, 2 * SHARD_BYTES + 1)
-    shutil.rmtree(file.parent)
-    check(place.open(), place)
 
 
 def test_default_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,12 +178,11 @@ def test_default_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch)
 # Samples
 
 
-@pytest.mark.parametrize("context", [1, CONTEXT, 40_000], ids=["byte", "usual", "over-2-shards"])
-def test_windows_are_those_of_the_text_without_cache(place: Place, context: int) -> None:
-    samples, text = Windows(place.open().train, context), place.text()
+@pytest.mark.parametrize("context", [1, CONTEXT])
+def test_windows_are_those_of_the_demo(place: Place, context: int) -> None:
+    samples, text = Windows(place.open()[0], context), place.text()
     assert len(samples) == (len(text) - 1) // context
-    around_ends = {end // context + near for end in (0, SHARD_BYTES) for near in (-1, 0, 1)}
-    for index in {*around_ends, len(samples) - 1} & set(range(len(samples))):
+    for index in (0, 1, len(samples) - 1):
         inputs, targets = windows(text, torch.tensor([index * context]), context)
         assert torch.equal(samples[index][0], inputs[0])
         assert torch.equal(samples[index][1], targets[0])
@@ -260,26 +194,19 @@ def test_windows_are_those_of_the_text_without_cache(place: Place, context: int)
 # Order
 
 
-@pytest.mark.parametrize("num_samples", [1, 2, 3, 4, 5, 1000, 1025])
-def test_permutation_has_each_sample_once(num_samples: int) -> None:
-    order = Permutation(num_samples, seed=3, epoch=2)
-    assert sorted(order[i] for i in range(num_samples)) == list(range(num_samples))
-
-
-def test_permutation_stays_the_same_over_releases() -> None:
+def test_order_stays_the_same_over_releases() -> None:
     """Saved positions mean the same samples only as long as this holds."""
-    order = Permutation(221_204, seed=0, epoch=0)
-    assert [order[i] for i in range(4)] == [14132, 47899, 165047, 141466]
+    batches = GlobalBatchSampler(221_204, 4, seed=0, rank=0, world_size=1)
+    assert next(batches) == [35916, 83534, 11314, 9189]
 
 
 def batches_of(
     num_samples: int, world_size: int, *, global_batch: int = GLOBAL_BATCH, seed: int = 5
 ) -> list[Any]:
-    samplers = [
+    return [
         GlobalBatchSampler(num_samples, global_batch, seed=seed, rank=rank, world_size=world_size)
         for rank in range(world_size)
     ]
-    return [iter(sampler) for sampler in samplers]
 
 
 def consume(ranks: list[Any], num_steps: int) -> list[int]:
@@ -341,7 +268,7 @@ def test_global_batch_out_of_range_is_refused(global_batch: int, world_size: int
 def test_loader_goes_on_in_the_middle_of_an_epoch_with_another_world_size(
     place: Place, num_workers: int
 ) -> None:
-    train = place.open().train
+    train, _ = place.open()
 
     def loaders(world_size: int) -> list[Any]:
         return [
@@ -349,10 +276,10 @@ def test_loader_goes_on_in_the_middle_of_an_epoch_with_another_world_size(
                 train,
                 CONTEXT,
                 GLOBAL_BATCH,
+                num_workers,
                 seed=5,
                 rank=rank,
                 world_size=world_size,
-                num_workers=num_workers,
             )
             for rank in range(world_size)
         ]
