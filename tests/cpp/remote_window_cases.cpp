@@ -1,23 +1,18 @@
-// Windows between hosts, of ranks that are threads, over a network in memory: puts that signals
-// order, sums beside those of local ranks, what is refused, and ranks that are lost.
+// Windows between hosts, of ranks that are threads, over a network in memory: long transfers, what
+// is refused, and ranks that are lost. window_cases.cpp has what is the same on one host.
 #include "hosts/remote_window.h"
 
 #include <unistd.h>
 
 #include <algorithm>
-#include <barrier>
 #include <cstdlib>
 #include <cstring>
-#include <numeric>
 #include <optional>
 
 #include "check.h"
-#include "cpu/element_loops.h"
 #include "hosts/tags.h"
-#include "hosts/window_service.h"
-#include "memory_network.h"
 #include "random.h"
-#include "ranks.h"
+#include "window_world.h"
 
 namespace rota::test {
 namespace {
@@ -27,139 +22,16 @@ using hosts::RemoteWindow;
 using hosts::WindowPacket;
 using hosts::WindowService;
 using std::chrono::milliseconds;
-using transport::WindowControl;
-using transport::WindowView;
 
-constexpr uint64_t kWindowNumber = 7;
-
-// One rank's window, and what reaches and serves other hosts.
-struct RankOfHosts {
-  int rank;
-  Window& window;
-  RemoteWindow& remote;
-  WindowService& service;
-};
-
-// The windows of all ranks, in plain memory, of which a rank uses only those of its host.
-class World {
- public:
-  World(std::vector<std::string> host_of, size_t num_bytes, int num_channels = 1,
-        DType dtype = DType::kFloat32)
-      : hosts_(host_of),
-        num_bytes_(num_bytes),
-        num_channels_(num_channels),
-        dtype_(dtype),
-        num_words_(Window::num_words(hosts_.world_size(), num_channels)),
-        network_(MemoryNetwork::Kind::kData),
-        all_(hosts_.world_size()) {
-    const size_t control_lines = WindowControl::num_bytes(num_words_) / sizeof(Flag);
-    for (int rank = 0; rank < hosts_.world_size(); ++rank) {
-      controls_.emplace_back(control_lines);
-      data_.emplace_back(num_bytes);
-    }
-  }
-
-  int world_size() const { return hosts_.world_size(); }
-  MemoryNetwork& network() { return network_; }
-  WindowControl& control(int rank) {
-    return *reinterpret_cast<WindowControl*>(controls_[static_cast<size_t>(rank)].data());
-  }
-  template <typename T>
-  T* data(int rank) {
-    return reinterpret_cast<T*>(data_[static_cast<size_t>(rank)].data());
-  }
-
-  // Runs body on every rank; no rank leaves before all are done.
-  void run(const std::function<void(RankOfHosts&)>& body, const RanksOptions& options = {}) {
-    run_threads(world_size(), [&](int rank) { run_rank(rank, body, options); });
-  }
-
-  // Until all ranks are here.
-  void meet() { all_.arrive_and_wait(); }
-
- private:
-  void run_rank(int rank, const std::function<void(RankOfHosts&)>& body,
-                const RanksOptions& options) {
-    WindowService service(network_.connect(rank), hosts_, rank, 0);
-    std::vector<RankWindow> ranks;
-    for (int peer = 0; peer < world_size(); ++peer) {
-      if (service.is_remote(peer)) {
-        std::byte* const nowhere = nullptr;
-        ranks.push_back({.view = {.data = {nowhere, num_bytes_}}, .is_remote = true});
-      } else {
-        ranks.push_back({.view = {&control(peer), num_words_, data_[static_cast<size_t>(peer)]}});
-      }
-    }
-    const auto remote = std::make_shared<RemoteWindow>(service, kWindowNumber, dtype_);
-    Window window(rank, std::move(ranks), num_channels_,
-                  {.timeout = options.timeout, .check_interrupt = options.check_interrupt}, remote);
-    remote->open(remote, window);
-    meet();
-    RankOfHosts self{rank, window, *remote, service};
-    try {
-      body(self);
-      meet();
-    } catch (...) {
-      all_.arrive_and_drop();
-      remote->close();
-      throw;
-    }
-    control(rank).closed.publish(1);
-    remote->close();
-  }
-
-  const schedule::Hosts hosts_;
-  const size_t num_bytes_;
-  const int num_channels_;
-  const DType dtype_;
-  const uint64_t num_words_;
-  std::vector<std::vector<Flag>> controls_;
-  std::vector<std::vector<std::byte>> data_;
-  MemoryNetwork network_;
-  std::barrier<> all_;
-};
-
-const std::vector<std::string> kTwoByTwo{"a", "a", "b", "b"};
 const std::vector<std::string> kOneEach{"a", "b"};
 const std::vector<std::string> kThreeHosts{"a", "b", "c"};
-
-// In each round every rank writes to every other, and reads once it has the writer's signal. A
-// second channel says that the place is free again.
-void signals_order_puts() {
-  constexpr int kNumRounds = 20;
-  constexpr int kWritten = 0, kRead = 1;
-  constexpr size_t kLength = 40;
-  using Numbers = std::array<int, kLength>;
-  World world(kTwoByTwo, sizeof(Numbers) * kTwoByTwo.size(), 2);
-  const int world_size = world.world_size();
-  world.run([&](RankOfHosts& self) {
-    Random random(static_cast<uint64_t>(self.rank));
-    for (int round = 0; round < kNumRounds; ++round) {
-      for (int peer = 0; peer < world_size; ++peer) {
-        if (round > 0) self.window.wait_signal(peer, kRead, std::nullopt);
-        Numbers numbers;
-        numbers.fill(round * world_size + self.rank);
-        self.window.put(peer, static_cast<uint64_t>(self.rank), numbers.data(), 1, sizeof(Numbers));
-        dawdle(random);
-        self.window.signal(peer, kWritten);
-      }
-      for (int peer = 0; peer < world_size; ++peer) {
-        self.window.wait_signal(peer, kWritten, std::nullopt);
-        Numbers numbers;
-        self.window.get(self.rank, static_cast<uint64_t>(peer), numbers.data(), 1, sizeof(Numbers));
-        for (const int number : numbers) check_equal(number, round * world_size + peer, "number");
-        self.window.signal(peer, kRead);
-      }
-    }
-  });
-}
 
 // Of many packets, in both directions at once, at odd places.
 void long_transfers() {
   constexpr size_t kNumBytes = 11 * hosts::kPacketDataBytes + 13;
   constexpr uint64_t kOffset = 5;
-  World world(kOneEach, kNumBytes + kOffset);
-  world.run([&](RankOfHosts& self) {
+  WindowWorld world(kOneEach, kNumBytes + kOffset);
+  world.run([&](WindowRank& self) {
     const int peer = 1 - self.rank;
     std::vector<std::byte> sent(kNumBytes), got(kNumBytes);
     for (size_t i = 0; i < kNumBytes; ++i) {
@@ -171,32 +43,7 @@ void long_transfers() {
     check(got == sent, "what was put there");
     self.window.wait_signal(peer, 0, std::nullopt);
     check_equal(*world.data<char>(self.rank), char{0}, "what lies before");
-    world.meet();  // the peer still reads
-  });
-}
-
-// Every rank adds to ranges of rank 0's window that overlap and cross chunks.
-void sums_are_atomic(const std::optional<WireFormat>& wire) {
-  constexpr int kNumRounds = 4;
-  constexpr uint64_t kChunk = kWindowChunkBytes / sizeof(float);
-  constexpr uint64_t kNumElems = 2 * kChunk + 100;
-  World world(kTwoByTwo, kNumElems * sizeof(float));
-  world.run([&](RankOfHosts& self) {
-    const std::vector<float> ones(kChunk + 50, 1);
-    for (int round = 0; round < kNumRounds; ++round) {
-      self.window.accumulate(0, static_cast<uint64_t>(10 * self.rank), ones.data(), DType::kFloat32,
-                             ones.size(), wire);
-    }
-    self.window.signal(0, 0);
-    if (self.rank != 0) return;
-    std::vector<float> expected(kNumElems);
-    for (int peer = 0; peer < world.world_size(); ++peer) {
-      self.window.wait_signal(peer, 0, std::nullopt);
-      for (uint64_t i = 0; i < ones.size(); ++i) {
-        expected[static_cast<uint64_t>(10 * peer) + i] += kNumRounds;
-      }
-    }
-    check(std::equal(expected.begin(), expected.end(), world.data<float>(0)), "the sums");
+    world.rendezvous();  // the peer still reads
   });
 }
 
@@ -209,8 +56,8 @@ void contributions_are_rounded_as_on_one_host() {
   }
   for (const WireFormat wire : {WireFormat{DType::kBFloat16}, WireFormat{DType::kFloat16, true},
                                 WireFormat{DType::kFloat8E4M3, true}}) {
-    World world(kOneEach, (kOffset + kNumElems) * sizeof(float));
-    world.run([&](RankOfHosts& self) {
+    WindowWorld world(kOneEach, (kOffset + kNumElems) * sizeof(float));
+    world.run([&](WindowRank& self) {
       if (self.rank == 1) return;
       for (const int target : {0, 1}) {
         self.window.accumulate(target, kOffset, values.data(), DType::kFloat32, kNumElems, wire);
@@ -291,7 +138,7 @@ void malformed_requests_write_nothing() {
       {.kind = Kind::kSignal, .channel = 1},
       {.kind = Kind::kSignal, .channel = ~0u},
   };
-  World world(kOneEach, kNumBytes);
+  WindowWorld world(kOneEach, kNumBytes);
   const schedule::Hosts hosts(kOneEach);
   WindowService service(world.network().connect(0), hosts, 0, 0);
   RankWindow remote{.view = {.data = {static_cast<std::byte*>(nullptr), kNumBytes}},
@@ -324,13 +171,13 @@ void malformed_requests_write_nothing() {
 }
 
 void closed_window_is_refused() {
-  World world(kThreeHosts, 64);
-  world.run([&](RankOfHosts& self) {
+  WindowWorld world(kThreeHosts, 64);
+  world.run([&](WindowRank& self) {
     if (self.rank == 1) {
       self.window.signal(0, 0);
       world.control(1).closed.publish(1);
     }
-    world.meet();
+    world.rendezvous();
     if (self.rank != 0) return;
     int number = 0;
     const auto refusal = [](auto&& body) {
@@ -351,10 +198,10 @@ void closed_window_is_refused() {
 // Of three hosts one falls silent; the others go on.
 void silent_host_is_lost() {
   setenv("ROTA_HOST_SILENCE_MS", "700", 1);
-  World world(kThreeHosts, 4 * hosts::kPacketDataBytes);
-  world.run([&](RankOfHosts& self) {
+  WindowWorld world(kThreeHosts, 4 * hosts::kPacketDataBytes);
+  world.run([&](WindowRank& self) {
     if (self.rank == 2) world.network().cut_off(2);
-    world.meet();
+    world.rendezvous();
     if (self.rank == 2) return;
     const auto lost = [](auto&& body) {
       const Error error = expect_error(ErrorKind::kPeerFailed, body);
@@ -369,7 +216,7 @@ void silent_host_is_lost() {
     }
     lost([&] { self.window.get(2, 0, data.data(), 1, 1); });
     check(!self.window.is_alive(2), "who is alive");
-    check(!self.service.is_usable(), "the service lacks a rank");
+    check(!self.service->is_usable(), "the service lacks a rank");
     const int other = 1 - self.rank;
     self.window.put(other, 0, data.data(), data.size(), 1);
     self.window.signal(other, 0);
@@ -382,10 +229,10 @@ void silent_host_is_lost() {
 // its window tells.
 void busy_target_is_not_lost() {
   setenv("ROTA_HOST_SILENCE_MS", "500", 1);
-  World world({"a", "b", "b"}, 64, 1, DType::kInt32);
-  world.run([&](RankOfHosts& self) {
+  WindowWorld world({"a", "b", "b"}, 64, 1, DType::kInt32);
+  world.run([&](WindowRank& self) {
     if (self.rank == 2) check(world.control(1).locks[0].try_change(0, 3), "held by rank 2");
-    world.meet();
+    world.rendezvous();
     const int number = 1;
     if (self.rank == 2) {
       usleep(1'200'000);
@@ -420,15 +267,15 @@ class Interruption final : public WaitObserver {
 // disturbed by them.
 void interrupted_call_leaves_nothing_behind() {
   constexpr size_t kNumBytes = 30 * hosts::kPacketDataBytes;
-  World world(kOneEach, kNumBytes);
-  world.run([&](RankOfHosts& self) {
+  WindowWorld world(kOneEach, kNumBytes);
+  world.run([&](WindowRank& self) {
     if (self.rank == 1) return;
     std::vector<std::byte> memory(kNumBytes);
     for (int i = 0; i < 8; ++i) {
       Interruption get(i), put(i);
-      expect_error(ErrorKind::kInternal, [&] { self.remote.get(1, 0, memory, get); });
+      expect_error(ErrorKind::kInternal, [&] { self.remote->get(1, 0, memory, get); });
       std::ranges::fill(memory, std::byte{1});
-      expect_error(ErrorKind::kInternal, [&] { self.remote.put(1, 0, memory, put); });
+      expect_error(ErrorKind::kInternal, [&] { self.remote->put(1, 0, memory, put); });
       std::ranges::fill(memory, std::byte{2});
       const int sent = i + 1;
       int got = 0;
@@ -441,12 +288,12 @@ void interrupted_call_leaves_nothing_behind() {
 }
 
 void wait_for_answer_ends_at_its_timeout() {
-  World world({"a", "b", "b"}, 64, 1, DType::kInt32);
+  WindowWorld world({"a", "b", "b"}, 64, 1, DType::kInt32);
   world.run(
-      [&](RankOfHosts& self) {
+      [&](WindowRank& self) {
         Flag& lock = world.control(1).locks[0];
         if (self.rank == 2) check(lock.try_change(0, 3), "held by rank 2");
-        world.meet();
+        world.rendezvous();
         const int number = 1;
         if (self.rank == 0) {
           const Error error = expect_error(ErrorKind::kTimeout, [&] {
@@ -454,17 +301,14 @@ void wait_for_answer_ends_at_its_timeout() {
           });
           check_contains(error.what(), "rank 1");
         }
-        world.meet();
+        world.rendezvous();
         if (self.rank == 2) lock.publish(1 << 16);
       },
       {.timeout = milliseconds(100)});
 }
 
 const CaseTable kCases{
-    {"remote_window_signals", signals_order_puts},
     {"remote_window_long", long_transfers},
-    {"remote_window_sums", [] { sums_are_atomic(std::nullopt); }},
-    {"remote_window_sums-float16", [] { sums_are_atomic(WireFormat{DType::kFloat16}); }},
     {"remote_window_wire", contributions_are_rounded_as_on_one_host},
     {"remote_window_malformed", malformed_requests_write_nothing},
     {"remote_window_closed", closed_window_is_refused},

@@ -1,86 +1,45 @@
-// Windows of ranks that are threads: puts that signals order, sums that locks make atomic, and what
-// ends a wait. tests/test_window.py has ranks that are processes.
+// Windows of ranks that are threads: puts that signals order and sums that locks make atomic, on
+// one host and on several, and what ends a wait. tests/test_window.py has ranks that are processes.
 #include "core/window.h"
 
 #include <array>
-#include <cstring>
-#include <numeric>
 
 #include "check.h"
 #include "cpu/element_loops.h"
 #include "random.h"
-#include "ranks.h"
+#include "window_world.h"
 
 namespace rota::test {
 namespace {
 
-using transport::WindowControl;
-using transport::WindowView;
-
-// The windows of all ranks, in plain memory.
-class Memory {
- public:
-  Memory(int world_size, size_t num_bytes, int num_channels = 1)
-      : num_channels_(num_channels), num_words_(Window::num_words(world_size, num_channels)) {
-    const size_t control_lines = WindowControl::num_bytes(num_words_) / sizeof(Flag);
-    for (int rank = 0; rank < world_size; ++rank) {
-      controls_.emplace_back(control_lines);
-      data_.emplace_back(num_bytes);
-    }
-  }
-
-  WindowView view(int rank) {
-    const auto index = static_cast<size_t>(rank);
-    return {reinterpret_cast<WindowControl*>(controls_[index].data()), num_words_, data_[index]};
-  }
-  template <typename T>
-  T* data(int rank) {
-    return reinterpret_cast<T*>(data_[static_cast<size_t>(rank)].data());
-  }
-
-  std::unique_ptr<Window> window(int rank, const RanksOptions& options = {}) {
-    std::vector<RankWindow> ranks;
-    for (size_t peer = 0; peer < data_.size(); ++peer) {
-      ranks.push_back({view(static_cast<int>(peer)), nullptr});
-    }
-    return std::make_unique<Window>(
-        rank, std::move(ranks), num_channels_,
-        Window::Options{.timeout = options.timeout, .check_interrupt = options.check_interrupt});
-  }
-
- private:
-  const int num_channels_;
-  const uint64_t num_words_;
-  std::vector<std::vector<Flag>> controls_;
-  std::vector<std::vector<std::byte>> data_;
-};
+const std::vector<std::string> kOneHost{"a", "a", "a", "a"};
+const std::vector<std::string> kTwoByTwo{"a", "a", "b", "b"};
 
 // In each round every rank writes to every other, and reads once it has the writer's signal. A
 // second channel says that the place is free again.
-void signals_order_puts(int world_size) {
-  constexpr int kNumRounds = 200;
+void signals_order_puts(std::vector<std::string> host_of, int num_rounds) {
   constexpr int kWritten = 0, kRead = 1;
   constexpr size_t kLength = 40;
   using Numbers = std::array<int, kLength>;
-  Memory memory(world_size, sizeof(Numbers) * static_cast<size_t>(world_size), 2);
-  run_threads(world_size, [&](int rank) {
-    const auto window = memory.window(rank);
-    Random random(static_cast<uint64_t>(rank));
-    for (int round = 0; round < kNumRounds; ++round) {
+  WindowWorld world(host_of, sizeof(Numbers) * host_of.size(), 2);
+  const int world_size = world.world_size();
+  world.run([&](WindowRank& self) {
+    Random random(static_cast<uint64_t>(self.rank));
+    for (int round = 0; round < num_rounds; ++round) {
       for (int peer = 0; peer < world_size; ++peer) {
-        if (round > 0) window->wait_signal(peer, kRead, std::nullopt);
+        if (round > 0) self.window.wait_signal(peer, kRead, std::nullopt);
         Numbers numbers;
-        numbers.fill(round * world_size + rank);
-        window->put(peer, static_cast<uint64_t>(rank), numbers.data(), 1, sizeof(Numbers));
+        numbers.fill(round * world_size + self.rank);
+        self.window.put(peer, static_cast<uint64_t>(self.rank), numbers.data(), 1, sizeof(Numbers));
         dawdle(random);
-        window->signal(peer, kWritten);
+        self.window.signal(peer, kWritten);
       }
       for (int peer = 0; peer < world_size; ++peer) {
-        window->wait_signal(peer, kWritten, std::nullopt);
+        self.window.wait_signal(peer, kWritten, std::nullopt);
         Numbers numbers;
-        window->get(rank, static_cast<uint64_t>(peer), numbers.data(), 1, sizeof(Numbers));
+        self.window.get(self.rank, static_cast<uint64_t>(peer), numbers.data(), 1, sizeof(Numbers));
         for (const int number : numbers) check_equal(number, round * world_size + peer, "number");
-        window->signal(peer, kRead);
+        self.window.signal(peer, kRead);
       }
     }
   });
@@ -89,9 +48,10 @@ void signals_order_puts(int world_size) {
 // Rank 0 serves whoever comes; every signal is taken once.
 void any_signal_is_taken_once() {
   constexpr int kWorldSize = 4, kNumRequests = 100;
-  Memory memory(kWorldSize, sizeof(uint64_t) * kWorldSize);
-  run_threads(kWorldSize, [&](int rank) {
-    const auto window = memory.window(rank);
+  WindowWorld world(kWorldSize, sizeof(uint64_t) * kWorldSize);
+  world.run([&](WindowRank& self) {
+    const int rank = self.rank;
+    Window* const window = &self.window;
     Random random(static_cast<uint64_t>(rank));
     if (rank != 0) {
       for (uint64_t i = 1; i <= kNumRequests; ++i) {
@@ -121,28 +81,27 @@ void any_signal_is_taken_once() {
 
 // Every rank adds to ranges of rank 0's window that overlap and cross chunks.
 template <typename T>
-void sums_are_atomic(DType dtype) {
-  constexpr int kWorldSize = 4, kNumRounds = 30;
+void sums_are_atomic(std::vector<std::string> host_of, DType dtype, int num_rounds,
+                     const std::optional<WireFormat>& wire = std::nullopt) {
   constexpr uint64_t kChunk = kWindowChunkBytes / sizeof(T);
   constexpr uint64_t kNumElems = 2 * kChunk + 100;
-  Memory memory(kWorldSize, kNumElems * sizeof(T));
-  run_threads(kWorldSize, [&](int rank) {
-    const auto window = memory.window(rank);
-    const auto offset = static_cast<uint64_t>(10 * rank);
+  WindowWorld world(host_of, kNumElems * sizeof(T), 1, dtype);
+  world.run([&](WindowRank& self) {
+    const auto offset = static_cast<uint64_t>(10 * self.rank);
     const std::vector<T> ones(kChunk + 50, 1);
-    for (int round = 0; round < kNumRounds; ++round) {
-      window->accumulate(0, offset, ones.data(), dtype, ones.size(), std::nullopt);
+    for (int round = 0; round < num_rounds; ++round) {
+      self.window.accumulate(0, offset, ones.data(), dtype, ones.size(), wire);
     }
-    window->signal(0, 0);
-    if (rank != 0) return;
+    self.window.signal(0, 0);
+    if (self.rank != 0) return;
     std::vector<T> expected(kNumElems);
-    for (int peer = 0; peer < kWorldSize; ++peer) {
-      window->wait_signal(peer, 0, std::nullopt);
+    for (int peer = 0; peer < world.world_size(); ++peer) {
+      self.window.wait_signal(peer, 0, std::nullopt);
       for (uint64_t i = 0; i < ones.size(); ++i) {
-        expected[static_cast<uint64_t>(10 * peer) + i] += kNumRounds;
+        expected[static_cast<uint64_t>(10 * peer) + i] += static_cast<T>(num_rounds);
       }
     }
-    check(std::equal(expected.begin(), expected.end(), memory.data<T>(0)), "the sums");
+    check(std::equal(expected.begin(), expected.end(), world.data<T>(0)), "the sums");
   });
 }
 
@@ -155,8 +114,8 @@ void contributions_are_rounded_to_the_wire() {
   }
   for (const WireFormat wire : {WireFormat{DType::kBFloat16}, WireFormat{DType::kFloat16, true},
                                 WireFormat{DType::kFloat8E4M3, true}}) {
-    Memory memory(1, (kOffset + kNumElems) * sizeof(float));
-    const auto window = memory.window(0);
+    WindowWorld world(1, (kOffset + kNumElems) * sizeof(float));
+    const auto window = world.window(0);
     window->accumulate(0, kOffset, values.data(), DType::kFloat32, kNumElems, wire);
     std::vector<std::byte> bytes(wire.num_bytes(kNumElems));
     const WirePlace place = wire.place(bytes.data(), kNumElems);
@@ -164,15 +123,15 @@ void contributions_are_rounded_to_the_wire() {
     loops.encode(values.data(), place, kNumElems, 1);
     std::vector<float> expected(kNumElems);
     loops.decode_sum({.srcs = &place, .num = 1}, expected.data(), kNumElems, 1);
-    const float* sums = memory.data<float>(0);
+    const float* sums = world.data<float>(0);
     check(std::equal(expected.begin(), expected.end(), sums + kOffset), "the rounded sums");
     check(std::all_of(sums, sums + kOffset, [](float sum) { return sum == 0; }), "those before");
   }
 }
 
 void wrong_arguments_are_refused() {
-  Memory memory(2, 100, 3);
-  const auto window = memory.window(0);
+  WindowWorld world(2, 100, 3);
+  const auto window = world.window(0);
   std::array<std::byte, 200> bytes{};
   const auto refusal = [](auto&& body) {
     return std::string(expect_error(ErrorKind::kValue, body).what());
@@ -195,18 +154,18 @@ void wrong_arguments_are_refused() {
 
 void waits_end_at_their_timeout() {
   using std::chrono::milliseconds;
-  Memory memory(2, 64);
-  const auto window = memory.window(0, {.timeout = milliseconds(20)});
+  WindowWorld world(2, 64);
+  const auto window = world.window(0, {.timeout = milliseconds(20)});
   const Error error =
       expect_error(ErrorKind::kTimeout, [&] { window->wait_signal(1, 0, std::nullopt); });
   check_contains(error.what(), "rota.Window.wait_signal: rank 0/2 waited ");
   check_contains(error.what(), " ms for rank 1, a signal on channel 0; is it alive?");
   expect_error(ErrorKind::kTimeout, [&] { window->wait_signal(1, 0, milliseconds(5)); });
-  memory.window(1)->signal(0, 0);
+  world.window(1)->signal(0, 0);
   window->wait_signal(1, 0, std::nullopt);  // the waits that failed have taken none
 
   struct Interrupt {};
-  Memory other(2, 64);
+  WindowWorld other(2, 64);
   const auto interrupted = other.window(0, {.check_interrupt = [] { throw Interrupt(); }});
   try {
     interrupted->wait_signal(1, 0, std::nullopt);
@@ -216,10 +175,10 @@ void waits_end_at_their_timeout() {
 }
 
 void closed_windows_are_refused() {
-  Memory memory(3, 64);
-  const auto window = memory.window(0);
-  memory.window(1)->signal(0, 0);
-  memory.view(1).control->closed.publish(1);
+  WindowWorld world(3, 64);
+  const auto window = world.window(0);
+  world.window(1)->signal(0, 0);
+  world.control(1).closed.publish(1);
   int number = 0;
   const auto refusal = [](auto&& body) {
     return std::string(expect_error(ErrorKind::kPeerFailed, body).what());
@@ -234,32 +193,36 @@ void closed_windows_are_refused() {
   window->wait_signal(1, 0, std::nullopt);  // which it had sent before
   check_contains(refusal([&] { window->wait_signal(1, 0, std::nullopt); }),
                  "waits in vain for rank 1, a signal on channel 0");
-  memory.window(2)->signal(0, 0);
+  world.window(2)->signal(0, 0);
   constexpr std::array kBoth{1, 2};
   check_equal(window->wait_any_signal(kBoth, 0, std::nullopt), 2, "the one that is left");
 }
 
 // As left by a rank that was killed while it added.
 void lock_of_a_lost_rank_is_an_error() {
-  Memory memory(3, 64);
-  Flag& lock = memory.view(0).control->locks[0];
+  WindowWorld world(3, 64);
+  Flag& lock = world.control(0).locks[0];
   check(lock.try_change(0, 2), "held by rank 1");
-  memory.view(1).control->closed.publish(1);
+  world.control(1).closed.publish(1);
   const int number = 1;
   const auto add = [&](Window& window) {
     window.accumulate(0, 0, &number, DType::kInt32, 1, std::nullopt);
   };
-  const Error error = expect_error(ErrorKind::kPeerFailed, [&] { add(*memory.window(2)); });
+  const Error error = expect_error(ErrorKind::kPeerFailed, [&] { add(*world.window(2)); });
   check_contains(error.what(), "rank 1, which adds to the same chunk");
-  check_equal(*memory.data<int>(0), 0, "the sum");
+  check_equal(*world.data<int>(0), 0, "the sum");
 }
 
 const CaseTable kCases{
-    {"window_signals-ws2", [] { signals_order_puts(2); }},
-    {"window_signals-ws4", [] { signals_order_puts(4); }},
+    {"window_signals-ws2", [] { signals_order_puts({"a", "a"}, 200); }},
+    {"window_signals-ws4", [] { signals_order_puts(kOneHost, 200); }},
+    {"remote_window_signals", [] { signals_order_puts(kTwoByTwo, 20); }},
     {"window_any_signal-ws4", any_signal_is_taken_once},
-    {"window_sums-float32", [] { sums_are_atomic<float>(DType::kFloat32); }},
-    {"window_sums-int64", [] { sums_are_atomic<int64_t>(DType::kInt64); }},
+    {"window_sums-float32", [] { sums_are_atomic<float>(kOneHost, DType::kFloat32, 30); }},
+    {"window_sums-int64", [] { sums_are_atomic<int64_t>(kOneHost, DType::kInt64, 30); }},
+    {"remote_window_sums", [] { sums_are_atomic<float>(kTwoByTwo, DType::kFloat32, 4); }},
+    {"remote_window_sums-float16",
+     [] { sums_are_atomic<float>(kTwoByTwo, DType::kFloat32, 4, WireFormat{DType::kFloat16}); }},
     {"window_wire", contributions_are_rounded_to_the_wire},
     {"window_arguments", wrong_arguments_are_refused},
     {"window_timeout", waits_end_at_their_timeout},
