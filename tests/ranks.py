@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
+import importlib
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -31,6 +34,8 @@ from default_device import enter_default_device
 
 # How long ranks may outlive a test process that was killed and could not stop them.
 _ORPHAN_S = 30.0
+# Characters of a frame and its variables in a failure; tensors have many elements.
+_MAX_LOCAL = 4000
 # Time for a handler to write the stacks of all threads.
 _DUMP_S = 1.0
 
@@ -140,8 +145,11 @@ def _rank_main(
         os.environ.update(env)
         enter_default_device()
         reply = ("result", function(rank, *args))
-    except BaseException:
-        reply = ("error", traceback.format_exc())
+    except BaseException as error:
+        # pytest shows the values of assertions in the test process only.
+        has_locals = isinstance(error, AssertionError)
+        trace = traceback.TracebackException.from_exception(error, capture_locals=has_locals)
+        reply = ("error", "".join(line[:_MAX_LOCAL] for line in trace.format()))
     rank._pipe.send_bytes(pickle.dumps(reply))
 
 
@@ -313,6 +321,61 @@ def run_ranks(
         return ranks.results()
 
 
+@dataclass(frozen=True)
+class Body:
+    """What each rank runs of a test; pickled by name, under which its module has the test."""
+
+    module: str
+    name: str
+
+    def __call__(self, *args: object, **options: object) -> Any:
+        return getattr(importlib.import_module(self.module), self.name).body(*args, **options)
+
+
+def as_test(body: Callable[..., Any], num_given: int, run: Callable[..., object]) -> Any:
+    """The test that calls `run` with a Body and its own parameters: those of `body` but the first
+    `num_given`, after those of `run`.
+    """
+
+    @functools.wraps(body)
+    def test(**args: object) -> None:
+        run(Body(body.__module__, body.__name__), **args)
+
+    _, *of_run = inspect.signature(run).parameters.values()
+    own = [p for p in of_run if p.kind is p.POSITIONAL_OR_KEYWORD]
+    own += list(inspect.signature(body).parameters.values())[num_given:]
+    test.body = body  # type: ignore[attr-defined]
+    test.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+    return test
+
+
+def on_ranks(
+    world_size: int | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 60.0,
+) -> Callable[[Callable[..., Any]], Any]:
+    """Makes `function(rank, ...)` a test, which every rank runs with the test's parameters.
+
+    Args:
+        world_size: None: the test has a parameter of this name, which the function does not get.
+        env, timeout_s: as for Ranks.
+
+    Example:
+        >>> @pytest.mark.parametrize("dtype", DTYPES)
+        ... @on_ranks(2)
+        ... def test_send_arrives(rank: Rank, dtype: torch.dtype) -> None: ...
+    """
+
+    def run(body: Body, world_size: int, **args: object) -> None:
+        run_ranks(world_size, functools.partial(body, **args), env=env, timeout_s=timeout_s)
+
+    def run_fixed(body: Body, **args: object) -> None:
+        run(body, world_size, **args)  # type: ignore[arg-type]
+
+    return lambda body: as_test(body, 1, run if world_size is None else run_fixed)
+
+
 def error_of(call: Callable[[], object]) -> tuple[str, str]:
     """The type and text of the exception that `call` raises, as strings to send to the test."""
     try:
@@ -320,6 +383,12 @@ def error_of(call: Callable[[], object]) -> tuple[str, str]:
     except BaseException as error:
         return type(error).__name__, str(error)
     return "nothing", "no exception was raised"
+
+
+def check_error(error: tuple[str, str], kind: str, *facts: str) -> None:
+    """Checks what error_of returned: the type of the exception, and what its text must say."""
+    missing = [fact for fact in facts if fact not in error[1]]
+    assert error[0] == kind and not missing, f"{error} is no {kind} that says {missing}"
 
 
 def isas_of_this_cpu() -> list[str]:

@@ -20,7 +20,7 @@ from oracle import (
     round_to,
     to_numpy,
 )
-from ranks import Rank, Ranks
+from ranks import Body, Rank, Ranks, as_test
 
 # Several chunks, the last of which is odd. One is 2 MiB of float32 in a sum, and 1 MiB of each
 # rank's part in a copy (kChunkBytes in csrc/hosts/).
@@ -79,6 +79,22 @@ THREE_UNEVEN = Layout((0, 1, 1, 2))
 THREE_BY_TWO = Layout((0, 0, 1, 1, 2, 2))
 INTERLEAVED = Layout((0, 1, 0, 1))
 LAYOUTS = [TWO_BY_TWO, ONE_BY_ONE, UNEVEN, THREE_UNEVEN, THREE_BY_TWO, INTERLEAVED]
+
+
+def on_layout(
+    layout: Layout | None = None, *, timeout_s: float = 60
+) -> Callable[[Callable[..., Any]], Any]:
+    """Like ranks.on_ranks, for `function(rank, layout, ...)`; None: the test's parameter."""
+
+    def run(body: Body, layout: Layout, **args: object) -> None:
+        layout.run(functools.partial(body, **args), timeout_s=timeout_s)
+
+    def run_fixed(body: Body, **args: object) -> None:
+        run(body, layout, **args)  # type: ignore[arg-type]
+
+    return lambda body: as_test(body, 2, run if layout is None else run_fixed)
+
+
 of_every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 
 

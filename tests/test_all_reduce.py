@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from oracle import ALGORITHMS, DTYPES, assert_same, exact, exact_inputs, name_of, ops_of
-from ranks import Rank, run_ranks
+from ranks import Rank, on_ranks, run_ranks
 
 MAILBOX_BYTES = 64 << 10  # longer messages go through slots
 SMALL_SLOT_BYTES = 4096  # the smallest allowed: many rounds with few bytes
@@ -75,7 +75,12 @@ def test_all_reduce_every_size_op_and_algorithm_equals_oracle(
     run_ranks(world_size, check_every_size, dtype, ops_of(dtype))
 
 
-def check_few_sizes(rank: Rank, dtype: torch.dtype) -> None:
+@pytest.mark.same_in_every_build
+@pytest.mark.parametrize(
+    ("world_size", "dtype"), LARGE_WORLDS, ids=[f"ws{w}-{name_of(d)}" for w, d in LARGE_WORLDS]
+)
+@on_ranks()
+def test_all_reduce_large_world_equals_oracle(rank: Rank, dtype: torch.dtype) -> None:
     reducer = Reducer(rank, dtype)
     slot = SMALL_SLOT_BYTES // dtype.itemsize
     sizes = [rank.world_size - 1, rank.world_size + 1, 3 * slot + 37]
@@ -84,15 +89,9 @@ def check_few_sizes(rank: Rank, dtype: torch.dtype) -> None:
         reducer.check("sum", algorithm, sizes)
 
 
-@pytest.mark.same_in_every_build
-@pytest.mark.parametrize(
-    ("world_size", "dtype"), LARGE_WORLDS, ids=[f"ws{w}-{name_of(d)}" for w, d in LARGE_WORLDS]
-)
-def test_all_reduce_large_world_equals_oracle(world_size: int, dtype: torch.dtype) -> None:
-    run_ranks(world_size, check_few_sizes, dtype)
-
-
-def check_every_offset(rank: Rank, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@on_ranks(2)
+def test_all_reduce_any_storage_offset_equals_oracle(rank: Rank, dtype: torch.dtype) -> None:
     reducer = Reducer(rank, dtype)
     offsets = range(64 // dtype.itemsize)
     sizes = [3, 200, SMALL_SLOT_BYTES // dtype.itemsize + 1]
@@ -100,23 +99,15 @@ def check_every_offset(rank: Rank, dtype: torch.dtype) -> None:
         reducer.check("sum", algorithm, sizes, offsets)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_all_reduce_any_storage_offset_equals_oracle(dtype: torch.dtype) -> None:
-    run_ranks(2, check_every_offset, dtype)
-
-
-def check_many_default_slots(rank: Rank) -> None:
+@pytest.mark.same_in_every_build
+@pytest.mark.parametrize("world_size", [2, 3], ids="ws{}".format)
+@on_ranks()
+def test_all_reduce_many_slots_equals_oracle(rank: Rank) -> None:
     slot_bytes = 256 << 10
     reducer = Reducer(rank, torch.float32, slot_bytes)
     slot = slot_bytes // 4
     for algorithm in ALGORITHMS:
         reducer.check("avg", algorithm, [slot - 1, slot + 1, 20 * slot + 1025])
-
-
-@pytest.mark.same_in_every_build
-@pytest.mark.parametrize("world_size", [2, 3], ids="ws{}".format)
-def test_all_reduce_many_slots_equals_oracle(world_size: int) -> None:
-    run_ranks(world_size, check_many_default_slots)
 
 
 def reduce_huge(rank: Rank, num_elems: int) -> int:
@@ -142,12 +133,9 @@ def test_all_reduce_more_than_2_31_elements_equals_oracle() -> None:
     assert run_ranks(2, reduce_huge, 2**31 + 1025) == [0, 0]
 
 
-def reduce_leaf(rank: Rank) -> bool:
+@on_ranks(2)
+def test_all_reduce_leaf_that_requires_grad_is_reduced_in_place(rank: Rank) -> None:
     communicator = rank.communicator()
     tensor = torch.full((3, 5, 7), float(rank.rank + 1), requires_grad=True)
     communicator.all_reduce(tensor, "sum")
-    return bool((tensor == 3).all()) and tensor.shape == (3, 5, 7)
-
-
-def test_all_reduce_leaf_that_requires_grad_is_reduced_in_place() -> None:
-    assert run_ranks(2, reduce_leaf) == [True, True]
+    assert bool((tensor == 3).all()) and tensor.shape == (3, 5, 7)

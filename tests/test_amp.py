@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rota
 from models import SMALL_BUCKETS_MB, ExactGradients, batch_of, exact_batch, make_model
 from oracle import assert_same, bits_of
-from ranks import Rank, error_of, run_ranks
+from ranks import Rank, error_of, on_ranks, run_ranks
 
 NUM_STEPS = 12
 INF_STEPS = {2: 0, 5: 1, 6: 1}  # the one rank whose batch has an Inf
@@ -336,7 +336,8 @@ def test_grad_scaler_of_two_models_skips_where_the_inf_is() -> None:
         assert skipped == [no_skip, no_skip, [True, False], no_skip]
 
 
-def train_in_turns(rank: Rank) -> None:
+@on_ranks(2)
+def test_grad_scaler_of_models_in_turns_does_not_scale_again(rank: Rank) -> None:
     """Like GAN training: scaling the other model's loss does not rescale gradients already used."""
     rank.init("gloo")
     trainings = [Training(True, is_exact=True) for _ in range(2)]
@@ -350,7 +351,3 @@ def train_in_turns(rank: Rank) -> None:
                 scaler.step(training.optimizers[0])
             scaler.update()
     assert torch.equal(trainings[0].parameters(), trainings[1].parameters())
-
-
-def test_grad_scaler_of_models_in_turns_does_not_scale_again() -> None:
-    run_ranks(2, train_in_turns)

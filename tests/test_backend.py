@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 import rota
 from oracle import exact, exact_inputs, name_of
-from ranks import Rank, Ranks, error_of, run_ranks
+from ranks import Rank, Ranks, check_error, error_of, on_ranks, run_ranks
 
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -27,7 +27,9 @@ REDUCE_OPS = {
 }
 
 
-def reduce_with_every_op(rank: Rank) -> list[str]:
+@pytest.mark.parametrize("world_size", [1, 2, 3], ids="ws{}".format)
+@on_ranks()
+def test_backend_all_reduce_every_op_equals_oracle(rank: Rank) -> None:
     rank.init()
     wrong = []
     for op, reduce_op in REDUCE_OPS.items():
@@ -38,12 +40,7 @@ def reduce_with_every_op(rank: Rank) -> list[str]:
             dist.all_reduce(tensor, reduce_op)
             if not torch.equal(tensor, exact(inputs, op)):
                 wrong.append(f"{op} {size}")
-    return wrong
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3], ids="ws{}".format)
-def test_backend_all_reduce_every_op_equals_oracle(world_size: int) -> None:
-    assert run_ranks(world_size, reduce_with_every_op) == [[]] * world_size
+    assert wrong == []
 
 
 def use_futures(rank: Rank) -> list[Any]:
@@ -162,16 +159,14 @@ def test_backend_coalesced_calls_equal_single_ones(async_ops: bool) -> None:
     assert run_ranks(2, coalesce, async_ops) == [expected] * 2
 
 
-def reduce_old_coalesced(rank: Rank) -> list[list[float]]:
+@on_ranks(2)
+def test_backend_all_reduce_coalesced_equals_single_calls(rank: Rank) -> None:
     rank.init()
     own = float(rank.rank + 1)
     tensors = [torch.full((1,), own), torch.full((2,), own)]
     dist.all_reduce_coalesced(tensors)
-    return [tensor.tolist() for tensor in tensors]
-
-
-def test_backend_all_reduce_coalesced_equals_single_calls() -> None:
-    assert run_ranks(2, reduce_old_coalesced) == [[[3.0], [3.0, 3.0]]] * 2
+    result = [tensor.tolist() for tensor in tensors]
+    assert result == [[3.0], [3.0, 3.0]]
 
 
 def gather_old_coalesced(rank: Rank, sizes: list[int]) -> list[list[list[float]]]:
@@ -189,7 +184,8 @@ def test_backend_all_gather_coalesced_fills_outputs_by_rank(sizes: list[int]) ->
     assert run_ranks(2, gather_old_coalesced, sizes) == [expected] * 2
 
 
-def mix_blocking_and_async(rank: Rank) -> list[float]:
+@on_ranks(2)
+def test_backend_blocking_calls_keep_their_place_behind_async_ones(rank: Rank) -> None:
     """Blocking calls run in the caller's thread only when no async call is still queued."""
     rank.init()
     wrong = []
@@ -207,11 +203,7 @@ def mix_blocking_and_async(rank: Rank) -> list[float]:
         got = (first[-1].item(), second[0].item(), third[0].item())
         if got != (2.0 * turn, float(turn + turn % 2), 2.0 * turn):
             wrong.append((turn, got))
-    return wrong
-
-
-def test_backend_blocking_calls_keep_their_place_behind_async_ones() -> None:
-    assert run_ranks(2, mix_blocking_and_async) == [[]] * 2
+    assert wrong == []
 
 
 def use_subgroups(rank: Rank) -> list[Any]:
@@ -239,7 +231,8 @@ def test_backend_subgroups_reduce_among_their_members_only() -> None:
     assert run_ranks(3, use_subgroups) == [pair, [[2.0, 2.0], None, 18.0], pair]
 
 
-def interleave_groups(rank: Rank) -> list[float]:
+@on_ranks(2)
+def test_backend_several_groups_do_not_order_each_other(rank: Rank) -> None:
     """Each busy group has a progress thread; their async calls overlap."""
     rank.init()
     groups = [dist.new_group(backend="rota") for _ in range(3)]
@@ -250,14 +243,12 @@ def interleave_groups(rank: Rank) -> list[float]:
     ]
     for work in works:
         work.wait()
-    return [tensor[-1].item() for tensor in tensors]
+    result = [tensor[-1].item() for tensor in tensors]
+    assert result == [1.0, 3.0, 5.0]
 
 
-def test_backend_several_groups_do_not_order_each_other() -> None:
-    assert run_ranks(2, interleave_groups) == [[1.0, 3.0, 5.0]] * 2
-
-
-def reduce_in_two_threads(rank: Rank) -> list[float]:
+@on_ranks(2)
+def test_communicators_in_two_threads_do_not_wait_for_each_other(rank: Rank) -> None:
     communicators = [rank.communicator(), rank.communicator()]
     tensors = [torch.full((70_000,), float(i + rank.rank)) for i in range(2)]
 
@@ -271,11 +262,8 @@ def reduce_in_two_threads(rank: Rank) -> list[float]:
         thread.start()
     for thread in threads:
         thread.join()
-    return [tensor[-1].item() for tensor in tensors]
-
-
-def test_communicators_in_two_threads_do_not_wait_for_each_other() -> None:
-    assert run_ranks(2, reduce_in_two_threads) == [[51.0, 52.0]] * 2
+    result = [tensor[-1].item() for tensor in tensors]
+    assert result == [51.0, 52.0]
 
 
 def wait_with_timeout(rank: Rank) -> tuple[tuple[str, str], float]:
@@ -303,7 +291,8 @@ def test_backend_wait_with_timeout_gives_up_and_the_collective_goes_on() -> None
     assert total == peer_total == 2.0
 
 
-def destroy_and_init_again(rank: Rank) -> list[float]:
+@on_ranks(2)
+def test_backend_destroyed_group_can_be_made_again(rank: Rank) -> None:
     results = []
     for turn in range(3):
         rank.init()
@@ -314,14 +303,11 @@ def destroy_and_init_again(rank: Rank) -> list[float]:
         dist.destroy_process_group()  # waits for pending work
         work.wait()
         results += [tensor[0].item(), again[0].item()]
-    return results
+    assert results == [1.0, 2.0, 3.0, 2.0, 5.0, 2.0]
 
 
-def test_backend_destroyed_group_can_be_made_again() -> None:
-    assert run_ranks(2, destroy_and_init_again) == [[1.0, 2.0, 3.0, 2.0, 5.0, 2.0]] * 2
-
-
-def init_twice_over_one_store(rank: Rank) -> list[float]:
+@on_ranks(2)
+def test_backend_can_be_made_again_over_the_same_store(rank: Rank) -> None:
     """Like torchrun, whose agent keeps one store for all groups."""
     store = rank.make_store()
     totals = []
@@ -332,14 +318,12 @@ def init_twice_over_one_store(rank: Rank) -> list[float]:
         dist.all_reduce(tensor, group=group)
         totals.append(tensor[0].item())
         dist.destroy_process_group()
-    return totals
+    assert totals == [4.0, 4.0]
 
 
-def test_backend_can_be_made_again_over_the_same_store() -> None:
-    assert run_ranks(2, init_twice_over_one_store) == [[4.0, 4.0]] * 2
-
-
-def communicate_in_a_second_world(rank: Rank, same_store: bool) -> float:
+@pytest.mark.parametrize("same_store", [False, True], ids=["fresh_store", "same_store"])
+@on_ranks(2)
+def test_backend_numbers_of_a_world_do_not_outlive_it(rank: Rank, same_store: bool) -> None:
     """In the first world one rank makes a communicator over a subgroup of its own."""
     store = rank.make_store()
     dist.init_process_group("rota", store=store, rank=rank.rank, world_size=rank.world_size)
@@ -352,35 +336,25 @@ def communicate_in_a_second_world(rank: Rank, same_store: bool) -> float:
     dist.init_process_group("rota", store=store, rank=rank.rank, world_size=rank.world_size)
     communicator = rota.Communicator(dist.new_group([0, 1]), timeout=timedelta(seconds=5))
     communicator.all_reduce(tensor := torch.ones(2))
-    return tensor[0].item()
+    result = tensor[0].item()
+    assert result == 2.0
 
 
-@pytest.mark.parametrize("same_store", [False, True], ids=["fresh_store", "same_store"])
-def test_backend_numbers_of_a_world_do_not_outlive_it(same_store: bool) -> None:
-    assert run_ranks(2, communicate_in_a_second_world, same_store) == [2.0, 2.0]
-
-
-def use_after_destroy(rank: Rank) -> tuple[str, str]:
+@on_ranks(2)
+def test_backend_use_after_destroy_raises_rota_error(rank: Rank) -> None:
     rank.init()
     group = dist.new_group(backend="rota")
     backend = group._get_backend(torch.device("cpu"))
     dist.destroy_process_group(group)
-    return error_of(lambda: backend.allreduce([torch.ones(1)]))
-
-
-def test_backend_use_after_destroy_raises_rota_error() -> None:
-    for kind, text in run_ranks(2, use_after_destroy):
-        assert kind == "RotaError"
-        assert "closed" in text and "make a new one" in text
-
-
-def reduce_dtype(rank: Rank, dtype: torch.dtype) -> list[float]:
-    rank.init()
-    tensor = torch.ones(70_000, dtype=dtype)
-    dist.all_reduce(tensor)
-    return [tensor[0].item(), tensor[-1].item()]
+    error = error_of(lambda: backend.allreduce([torch.ones(1)]))
+    check_error(error, "RotaError", "closed", "make a new one")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8], ids=name_of)
-def test_backend_all_reduce_dtypes_equal_sums(dtype: torch.dtype) -> None:
-    assert run_ranks(2, reduce_dtype, dtype) == [[2.0, 2.0]] * 2
+@on_ranks(2)
+def test_backend_all_reduce_dtypes_equal_sums(rank: Rank, dtype: torch.dtype) -> None:
+    rank.init()
+    tensor = torch.ones(70_000, dtype=dtype)
+    dist.all_reduce(tensor)
+    result = [tensor[0].item(), tensor[-1].item()]
+    assert result == [2.0, 2.0]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import rota
-from ranks import Rank, Ranks, run_ranks
+from ranks import Rank, Ranks, check_error, on_ranks, run_ranks
 from test_bad_input import error_of
 
 CPU = torch.device("cpu")
@@ -23,7 +23,8 @@ def backend_of(group: dist.ProcessGroup | None = None) -> Any:
     return (group or dist.group.WORLD)._get_backend(CPU)  # type: ignore[union-attr]
 
 
-def use_options(rank: Rank) -> float:
+@on_ranks(2)
+def test_pg_options_set_wire_dtype_and_slots(rank: Rank) -> None:
     options = rota.BackendOptions(slot_bytes=8192, wire_dtype=torch.bfloat16)
     rank.init(pg_options=options)
     backend = backend_of()
@@ -35,24 +36,18 @@ def use_options(rank: Rank) -> float:
     dist.all_reduce(integers := torch.ones(3, dtype=torch.int64))
     assert short.tolist() == integers.tolist() == [2.0] * 3
     assert dist.new_group(pg_options=rota.BackendOptions()) is not None
-    return tensor[0].item()
+    result = tensor[0].item()
+    assert result == 2.0
 
 
-def test_pg_options_set_wire_dtype_and_slots() -> None:
-    assert run_ranks(2, use_options) == [2.0, 2.0]
+@on_ranks(1)
+def test_pg_options_of_another_backend_raise_type_error(rank: Rank) -> None:
+    error = error_of(lambda: rank.init(pg_options=object()))
+    check_error(error, "TypeError", "rota.BackendOptions")
 
 
-def pass_wrong_options(rank: Rank) -> tuple[str, str]:
-    return error_of(lambda: rank.init(pg_options=object()))
-
-
-def test_pg_options_of_another_backend_raise_type_error() -> None:
-    error, text = run_ranks(1, pass_wrong_options)[0]
-    assert error == "TypeError"
-    assert "rota.BackendOptions" in text
-
-
-def split(rank: Rank) -> list[float]:
+@on_ranks(3)
+def test_split_makes_a_group_of_the_members(rank: Rank) -> None:
     rank.init()
     results = []
     for number, members in enumerate(([0, 2], [1, 2, 0])):
@@ -66,14 +61,11 @@ def split(rank: Rank) -> list[float]:
         assert backend.rank() == sorted(members).index(rank.rank)
         results.append(tensor[0].item())
     dist.barrier()
-    return results
+    assert results == [[2.0, 3.0], [3.0], [2.0, 3.0]][rank.rank]
 
 
-def test_split_makes_a_group_of_the_members() -> None:
-    assert run_ranks(3, split) == [[2.0, 3.0], [3.0], [2.0, 3.0]]
-
-
-def coalesce(rank: Rank) -> None:
+@on_ranks(2)
+def test_coalesced_calls_become_one_work(rank: Rank) -> None:
     rank.init()
     peer = 1 - rank.rank
     sent = [torch.full((size,), float(rank.rank)) for size in (3, 100_000)]
@@ -99,10 +91,6 @@ def coalesce(rank: Rank) -> None:
     assert "without startCoalescing" in error_of(backend._end_coalescing)[1]
 
 
-def test_coalesced_calls_become_one_work() -> None:
-    run_ranks(2, coalesce)
-
-
 def fail_coalesced(rank: Rank) -> tuple[str, str]:
     rank.init()
     error = ("", "")
@@ -125,8 +113,7 @@ def fail_coalesced(rank: Rank) -> tuple[str, str]:
 
 
 def test_coalesced_wait_ends_with_its_timeout_and_the_calls_go_on() -> None:
-    error, text = run_ranks(2, fail_coalesced)[0]
-    assert error == "Timeout" and "gave up" in text
+    check_error(run_ranks(2, fail_coalesced)[0], "Timeout", "gave up")
 
 
 def count_calls(rank: Rank) -> list[int]:
@@ -334,7 +321,9 @@ def test_timeout_of_the_first_call_bounds_its_connecting() -> None:
     assert "still waits for rank 1" in text
 
 
-def add_sparse(rank: Rank, async_op: bool) -> None:
+@pytest.mark.parametrize("async_op", [False, True], ids=["blocking", "async"])
+@on_ranks(3)
+def test_sparse_all_reduce_equals_dense(rank: Rank, async_op: bool) -> None:
     rank.init()
     n = rank.world_size
     for places in ([], [0], [3, 1, 3]):
@@ -356,12 +345,8 @@ def add_sparse(rank: Rank, async_op: bool) -> None:
         assert torch.equal(sparse.to_dense(), torch.as_tensor(expected))
 
 
-@pytest.mark.parametrize("async_op", [False, True], ids=["blocking", "async"])
-def test_sparse_all_reduce_equals_dense(async_op: bool) -> None:
-    run_ranks(3, add_sparse, async_op)
-
-
-def add_sparse_of_other_sizes(rank: Rank) -> list[tuple[str, str, float]]:
+@on_ranks(2)
+def test_sparse_all_reduce_of_other_sizes_is_a_mismatch(rank: Rank) -> None:
     rank.init()
     results = []
     for tensor in (
@@ -371,13 +356,8 @@ def add_sparse_of_other_sizes(rank: Rank) -> list[tuple[str, str, float]]:
         error = error_of(lambda tensor=tensor: dist.all_reduce(tensor))
         dist.all_reduce(after := torch.ones(1))
         results.append((*error, after.item()))
-    return results
-
-
-def test_sparse_all_reduce_of_other_sizes_is_a_mismatch() -> None:
-    for results in run_ranks(2, add_sparse_of_other_sizes):
-        for error, text, after in results:
-            assert (error, after) == ("Mismatch", 2.0), text
-        sizes, dims = (text for _, text, _ in results)
-        assert "of [3, 3] with sparse_dim 2" in sizes and "of [4, 4] with" in sizes, sizes
-        assert all(f"of [3, 2] with sparse_dim {dim}" in dims for dim in (1, 2)), dims
+    for error, text, after in results:
+        assert (error, after) == ("Mismatch", 2.0), text
+    sizes, dims = (text for _, text, _ in results)
+    assert "of [3, 3] with sparse_dim 2" in sizes and "of [4, 4] with" in sizes, sizes
+    assert all(f"of [3, 2] with sparse_dim {dim}" in dims for dim in (1, 2)), dims

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import rota
-from ranks import Rank, error_of, run_ranks
+from ranks import Rank, check_error, error_of, on_ranks, run_ranks
 
 
 class Case(NamedTuple):
@@ -399,21 +399,13 @@ def test_backend_bad_argument_raises_at_once_and_the_group_goes_on(
         assert fact in text
 
 
-def ask_for_unknown_isa(rank: Rank) -> tuple[str, str]:
-    return error_of(lambda: rank.communicator().all_reduce(floats()))
+@on_ranks(1, env={"ROTA_ISA": "avx1024"})
+def test_unknown_instruction_set_raises_value_error_that_lists_the_known(rank: Rank) -> None:
+    error = error_of(lambda: rank.communicator().all_reduce(floats()))
+    check_error(error, "ValueError", "ROTA_ISA", "'avx1024'", "portable")
 
 
-def test_unknown_instruction_set_raises_value_error_that_lists_the_known() -> None:
-    error, text = run_ranks(1, ask_for_unknown_isa, env={"ROTA_ISA": "avx1024"})[0]
-    assert error == "ValueError"
-    assert "ROTA_ISA" in text and "'avx1024'" in text and "portable" in text
-
-
-def use_hook_before_init(rank: Rank) -> tuple[str, str]:
-    return error_of(lambda: rota.allreduce_hook(None, None))  # type: ignore[arg-type]
-
-
-def test_hook_before_init_raises_value_error() -> None:
-    error, text = run_ranks(1, use_hook_before_init)[0]
-    assert error == "ValueError"
-    assert "init_process_group" in text
+@on_ranks(1)
+def test_hook_before_init_raises_value_error(rank: Rank) -> None:
+    error = error_of(lambda: rota.allreduce_hook(None, None))
+    check_error(error, "ValueError", "init_process_group")

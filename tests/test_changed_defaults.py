@@ -21,7 +21,7 @@ from torch.utils._device import _device_constructors
 import rota
 from checkpoints import LINGER
 from elastic_workers import store_of
-from ranks import Rank, run_ranks
+from ranks import Rank, on_ranks, run_ranks
 from rota.local_sgd import DiLoCo, LocalSGD
 from rota.parameter_server import ParameterServer
 from rota.weights import WeightShard, WeightStore
@@ -299,7 +299,9 @@ MODES: dict[str, tuple[Callable[[], Any], list[Any]]] = {
 }
 
 
-def use_in_mode(rank: Rank, mode: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_results_are_those_under_torch_s_own_defaults(rank: Rank, mode: str) -> None:
     """Each program makes its object and takes a step in the mode, and two outside of it."""
     rank.init()
     enter, programs = MODES[mode]
@@ -311,11 +313,6 @@ def use_in_mode(rank: Rank, mode: str) -> None:
             found = [step()]
         found += [step(), step()]
         assert found == expected, program.__name__
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_results_are_those_under_torch_s_own_defaults(mode: str) -> None:
-    run_ranks(2, use_in_mode, mode)
 
 
 def train_elastically(rank: Rank, port: int) -> None:

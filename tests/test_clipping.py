@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rota
 from models import SMALL_BUCKETS_MB, ExactGradients, batch_of, exact_batch, make_model, norm_of
-from ranks import Rank, error_of, run_ranks
+from ranks import Rank, check_error, error_of, on_ranks, run_ranks
 
 # In float32 the order in which squares are summed changes norms, coefficients and gradients.
 REL = 2e-6
@@ -97,7 +97,8 @@ def test_clip_uses_the_fused_norm(max_norm: float, as_view: bool) -> None:
     assert first == second and min(first) > 1
 
 
-def clip_several_models(rank: Rank) -> None:
+@on_ranks(2)
+def test_clip_of_several_models_together(rank: Rank) -> None:
     rank.init("gloo")
     ddps = [make_ddp()[0] for _ in range(3)]
     sum(ddp(exact_batch(rank.rank, i)) for i, ddp in enumerate(ddps)).backward()
@@ -114,11 +115,8 @@ def clip_several_models(rank: Rank) -> None:
             assert actual.item() == wanted.item()
 
 
-def test_clip_of_several_models_together() -> None:
-    run_ranks(2, clip_several_models)
-
-
-def clip_with_unused(rank: Rank) -> None:
+@on_ranks(2)
+def test_clip_with_unused_parameters(rank: Rank) -> None:
     rank.init("gloo")
     ddp, _ = make_ddp(find_unused_parameters=True)
     for step, used in enumerate(([0, 1], [1, 4], [rank.rank])):
@@ -129,11 +127,8 @@ def clip_with_unused(rank: Rank) -> None:
         assert norm.item() == norm_of(ddp).item()
 
 
-def test_clip_with_unused_parameters() -> None:
-    run_ranks(2, clip_with_unused)
-
-
-def clip_with_two_states(rank: Rank) -> None:
+@on_ranks(2)
+def test_clip_takes_the_norm_of_the_state_that_reduced_last(rank: Rank) -> None:
     rank.init("gloo")
     model = torch.nn.Linear(10, 1, bias=False)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -156,11 +151,8 @@ def clip_with_two_states(rank: Rank) -> None:
             assert rota.clip_grad_norm_(model.parameters(), 1e9).item() == expected.item()
 
 
-def test_clip_takes_the_norm_of_the_state_that_reduced_last() -> None:
-    run_ranks(2, clip_with_two_states)
-
-
-def clip_without_stale(rank: Rank) -> None:
+@on_ranks(2)
+def test_clip_leaves_a_norm_with_stale_gradients_to_torch(rank: Rank) -> None:
     """DDP reduces gradients that the last pass did not use, so the hook's norm includes them."""
     rank.init("gloo")
     ddp, _ = make_ddp(find_unused_parameters=True)
@@ -174,11 +166,9 @@ def clip_without_stale(rank: Rank) -> None:
     assert norm.item() == pytest.approx(expected.item(), rel=REL)
 
 
-def test_clip_leaves_a_norm_with_stale_gradients_to_torch() -> None:
-    run_ranks(2, clip_without_stale)
-
-
-def clip_non_finite(rank: Rank, value: float) -> None:
+@pytest.mark.parametrize("value", [torch.inf, torch.nan], ids=["inf", "nan"])
+@on_ranks(2)
+def test_clip_of_a_norm_that_is_not_finite_does_as_torch(rank: Rank, value: float) -> None:
     rank.init("gloo")
     ddp, _ = make_ddp()
     batch = exact_batch(rank.rank, 0)
@@ -189,8 +179,8 @@ def clip_non_finite(rank: Rank, value: float) -> None:
     copies = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
     for p, copy in zip(parameters, copies, strict=True):
         copy.grad = p.grad.clone()
-    error, text = error_of(lambda: rota.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True))
-    assert error == "RuntimeError" and "not finite" in text
+    error = error_of(lambda: rota.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True))
+    check_error(error, "RuntimeError", "not finite")
     for p, copy in zip(parameters, copies, strict=True):
         torch.testing.assert_close(p.grad, copy.grad, rtol=0, atol=0, equal_nan=True)
     with torch_must_not_look(), num_warnings(0):
@@ -199,11 +189,6 @@ def clip_non_finite(rank: Rank, value: float) -> None:
     torch.testing.assert_close(norm, expected_norm, rtol=0, atol=0, equal_nan=True)
     for p, copy in zip(parameters, copies, strict=True):
         torch.testing.assert_close(p.grad, copy.grad, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("value", [torch.inf, torch.nan], ids=["inf", "nan"])
-def test_clip_of_a_norm_that_is_not_finite_does_as_torch(value: float) -> None:
-    run_ranks(2, clip_non_finite, value)
 
 
 # ---- cases that fall back to torch, with one warning
@@ -293,7 +278,10 @@ CASES = {
 }
 
 
-def clip_by_fallback(rank: Rank, name: str, as_view: bool) -> None:
+@pytest.mark.parametrize("as_view", [False, True], ids=["copy", "view"])
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(2)
+def test_clip_of_anything_else_does_as_torch(rank: Rank, name: str, as_view: bool) -> None:
     rank.init("gloo")
     case = CASES[name]
     ddp, _ = make_ddp(gradient_as_bucket_view=as_view)
@@ -313,12 +301,6 @@ def clip_by_fallback(rank: Rank, name: str, as_view: bool) -> None:
         assert torch.equal(norm, expected)
         for p, copy in zip(listed, copies, strict=True):
             assert torch.equal(p.grad, copy.grad)
-
-
-@pytest.mark.parametrize("as_view", [False, True], ids=["copy", "view"])
-@pytest.mark.parametrize("name", CASES)
-def test_clip_of_anything_else_does_as_torch(name: str, as_view: bool) -> None:
-    run_ranks(2, clip_by_fallback, name, as_view)
 
 
 # ---- folded into a fused optimizer
@@ -379,7 +361,9 @@ def test_clip_is_folded_into_a_fused_optimizer(name: str, with_scaler: bool) -> 
     run_ranks(2, clip_folded, name, with_scaler)
 
 
-def fold(rank: Rank, what: str) -> None:
+@pytest.mark.parametrize("what", ["unfused", "some-unfused", "part", "more"])
+@on_ranks(1)
+def test_clip_is_not_folded_where_that_would_be_wrong(rank: Rank, what: str) -> None:
     rank.init("gloo")
     ddp, _ = make_ddp()
     parameters = list(ddp.parameters())
@@ -403,12 +387,8 @@ def fold(rank: Rank, what: str) -> None:
     assert norm_of(ddp).item() == pytest.approx(1.0, rel=REL)
 
 
-@pytest.mark.parametrize("what", ["unfused", "some-unfused", "part", "more"])
-def test_clip_is_not_folded_where_that_would_be_wrong(what: str) -> None:
-    run_ranks(1, fold, what)
-
-
-def skip_folded(rank: Rank) -> None:
+@on_ranks(1)
+def test_fold_of_a_skipped_step_is_forgotten(rank: Rank) -> None:
     rank.init("gloo")
     ddp, _ = make_ddp()
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0, fused=True)
@@ -423,11 +403,8 @@ def skip_folded(rank: Rank) -> None:
     assert torch.equal(next(ddp.parameters()).detach(), -gradient)
 
 
-def test_fold_of_a_skipped_step_is_forgotten() -> None:
-    run_ranks(1, skip_folded)
-
-
-def fold_twice(rank: Rank) -> None:
+@on_ranks(1)
+def test_folds_multiply_each_other_and_the_optimizers_own_grad_scale(rank: Rank) -> None:
     rank.init("gloo")
     ddp, _ = make_ddp()
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0, fused=True)
@@ -445,11 +422,8 @@ def fold_twice(rank: Rank) -> None:
     assert optimizer.grad_scale is own_scale
 
 
-def test_folds_multiply_each_other_and_the_optimizers_own_grad_scale() -> None:
-    run_ranks(1, fold_twice)
-
-
-def fold_then_fall_back(rank: Rank) -> None:
+@on_ranks(1)
+def test_fold_is_carried_out_before_torch_reads_the_gradients(rank: Rank) -> None:
     rank.init("gloo")
     ddp, _ = make_ddp()
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0, fused=True)
@@ -459,7 +433,3 @@ def fold_then_fall_back(rank: Rank) -> None:
     assert not hasattr(optimizer, "grad_scale")
     assert norm_of(ddp).item() == pytest.approx(8.0, rel=REL)
     assert norm == max(p.grad.abs().max() for p in ddp.parameters())
-
-
-def test_fold_is_carried_out_before_torch_reads_the_gradients() -> None:
-    run_ranks(1, fold_then_fall_back)

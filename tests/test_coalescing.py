@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from ranks import Rank, error_of, run_ranks
+from ranks import Rank, check_error, error_of, on_ranks, run_ranks
 
 CPU = torch.device("cpu")
 
@@ -70,7 +70,8 @@ class Stop(Exception):
     """The user's own."""
 
 
-def leave_a_block(rank: Rank) -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_block_that_an_exception_leaves_is_at_its_end(rank: Rank) -> None:
     rank.init()
     errors: list[tuple[str, str]] = []
     after: list[int] = []
@@ -99,17 +100,13 @@ def leave_a_block(rank: Rank) -> list[tuple[str, str]]:
         errors.append(error_of(lambda call=call: block(call)))
         assert len(after) == min(len(errors), 3), "rota's own errors come at the end"
         check_alive(rank)
-    return errors
+    kinds = [kind for kind, _ in errors]
+    assert kinds[:3] == ["ValueError", "ValueError", "TypeError"], errors
+    assert kinds[3] == "Stop" and "nothing" not in kinds[4:], errors
 
 
-def test_block_that_an_exception_leaves_is_at_its_end() -> None:
-    for errors in run_ranks(2, leave_a_block):
-        kinds = [kind for kind, _ in errors]
-        assert kinds[:3] == ["ValueError", "ValueError", "TypeError"], errors
-        assert kinds[3] == "Stop" and "nothing" not in kinds[4:], errors
-
-
-def share_memory_in_a_batch(rank: Rank) -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_batch_whose_messages_share_memory_is_refused_before_any_starts(rank: Rank) -> None:
     rank.init()
     peer = 1 - rank.rank
     x = torch.arange(8.0) + 8 * rank.rank
@@ -135,10 +132,5 @@ def share_memory_in_a_batch(rank: Rank) -> list[tuple[str, str]]:
         dist.recv(torch.zeros(4), peer)
     run((dist.isend, x[:4], rank.rank), (dist.irecv, x[4:], rank.rank))
     assert x[:4].equal(x[4:])
-    return errors
-
-
-def test_batch_whose_messages_share_memory_is_refused_before_any_starts() -> None:
-    for errors in run_ranks(2, share_memory_in_a_batch):
-        for kind, text in errors:
-            assert kind == "ValueError" and "share memory; give each its own" in text, text
+    for error in errors:
+        check_error(error, "ValueError", "share memory; give each its own")

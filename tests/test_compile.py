@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import rota
-from ranks import Rank, error_of, run_ranks
+from ranks import Rank, check_error, error_of, on_ranks, run_ranks
 
 WORLD_SIZE = 2
 # inductor starts a C++ compiler for each graph, and a rank may wait for the other's.
@@ -63,7 +63,8 @@ class Recorder:
 # -------------------------------------------------------------------------------------------------
 
 
-def _run_opcheck(rank: Rank) -> None:
+@on_ranks(WORLD_SIZE, timeout_s=TIMEOUT_S)
+def test_operators_opcheck_passes(rank: Rank) -> None:
     communicator = rank.communicator(timeout_s=TIMEOUT_S)
     name = communicator.name
     order = torch.zeros(1)
@@ -76,10 +77,6 @@ def _run_opcheck(rank: Rank) -> None:
         torch.library.opcheck(torch.ops.rota.broadcast_, (tensor, order, 1, name))
         torch.library.opcheck(torch.ops.rota.all_gather, (tensor, order, name))
     torch.library.opcheck(torch.ops.rota.barrier, (order, name))
-
-
-def test_operators_opcheck_passes() -> None:
-    run_ranks(WORLD_SIZE, _run_opcheck, timeout_s=TIMEOUT_S)
 
 
 def _everything(x: Tensor, y: Tensor, communicator: rota.Communicator) -> list[Tensor]:
@@ -120,7 +117,8 @@ def _check_same_as_eager(rank: Rank, backend: str) -> None:
         assert of_compiled.stride() == of_eager.stride(), number
 
 
-def _run_eager(rank: Rank) -> None:
+@on_ranks(WORLD_SIZE)
+def test_eager_operators_reduce_broadcast_and_gather(rank: Rank) -> None:
     communicator = rank.communicator(timeout_s=TIMEOUT_S)
     ranks = range(WORLD_SIZE)
     own = small_integers(rank.rank, 3, 5)
@@ -136,10 +134,6 @@ def _run_eager(rank: Rank) -> None:
     own = small_integers(rank.rank, 3, 5)
     assert ops.broadcast_(own, communicator, 1) is own
     assert torch.equal(own, everyones[1])
-
-
-def test_eager_operators_reduce_broadcast_and_gather() -> None:
-    run_ranks(WORLD_SIZE, _run_eager)
 
 
 def _many_unrelated(tensors: list[Tensor], rank: int, communicator: Recorder) -> Tensor:
@@ -271,17 +265,14 @@ _COMPILED_CHECKS = (
 )
 
 
-def _run_compiled_checks(rank: Rank, backend: str) -> None:
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+@on_ranks(WORLD_SIZE, timeout_s=TIMEOUT_S)
+def test_compiled_collectives_pass_every_check(rank: Rank, backend: str) -> None:
+    """On one set of ranks: importing a compiler takes a rank longer than most checks. The traceback
+    of a failure names the check."""
     for check in _COMPILED_CHECKS:
         torch._dynamo.reset()
         check(rank, backend)
-
-
-@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
-def test_compiled_collectives_pass_every_check(backend: str) -> None:
-    """On one set of ranks: importing a compiler takes a rank longer than most checks. The traceback
-    of a failure names the check."""
-    run_ranks(WORLD_SIZE, _run_compiled_checks, backend, timeout_s=TIMEOUT_S)
 
 
 def test_tensor_parallel_layers_run_eagerly() -> None:
@@ -289,7 +280,9 @@ def test_tensor_parallel_layers_run_eagerly() -> None:
     run_ranks(WORLD_SIZE, check, "eager", timeout_s=TIMEOUT_S)
 
 
-def _run_gradients(rank: Rank, backend: str) -> None:
+@pytest.mark.parametrize("backend", ("eager", "aot_eager"))
+@on_ranks(WORLD_SIZE, timeout_s=TIMEOUT_S)
+def test_gradients_are_those_of_the_sum_of_all_losses(rank: Rank, backend: str) -> None:
     """Rank r's loss is weights[r] * outputs; gradients must be those of the sum of both losses."""
     communicator = rank.communicator(timeout_s=TIMEOUT_S)
     weights = [small_integers(other + 7, 6, 2) for other in range(WORLD_SIZE)]
@@ -319,12 +312,8 @@ def _run_gradients(rank: Rank, backend: str) -> None:
     assert torch.equal(gathered, total[3 * rank.rank : 3 * rank.rank + 3])
 
 
-@pytest.mark.parametrize("backend", ("eager", "aot_eager"))
-def test_gradients_are_those_of_the_sum_of_all_losses(backend: str) -> None:
-    run_ranks(WORLD_SIZE, _run_gradients, backend, timeout_s=TIMEOUT_S)
-
-
-def _run_bad_gradients(rank: Rank) -> list[tuple[str, str]]:
+@on_ranks(WORLD_SIZE)
+def test_gradient_that_would_be_wrong_raises(rank: Rank) -> None:
     communicator = rank.communicator(timeout_s=TIMEOUT_S)
     x = torch.ones(3, requires_grad=True)
     largest = rota.ops.all_reduce(x, communicator, "max").sum()
@@ -333,17 +322,12 @@ def _run_bad_gradients(rank: Rank) -> list[tuple[str, str]]:
     square = y.square()  # saves y for its backward pass
     with torch.no_grad():
         rota.ops.all_reduce_(y, communicator)
-    return [error_of(largest.backward), error_of(square.sum().backward)]
-
-
-def test_gradient_that_would_be_wrong_raises() -> None:
-    for no_formula, changed in run_ranks(WORLD_SIZE, _run_bad_gradients):
-        assert no_formula == (
-            "NotImplementedError",
-            "rota.ops.all_reduce: op 'max' has no gradient, expected 'sum' or 'avg'; detach the "
-            "tensor",
-        )
-        assert changed[0] == "RuntimeError" and "modified by an inplace operation" in changed[1]
+    no_formula, changed = [error_of(largest.backward), error_of(square.sum().backward)]
+    assert no_formula == (
+        "NotImplementedError",
+        "rota.ops.all_reduce: op 'max' has no gradient, expected 'sum' or 'avg'; detach the tensor",
+    )
+    check_error(changed, "RuntimeError", "modified by an inplace operation")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -366,7 +350,8 @@ def test_communicator_names_are_unique_and_equal_on_all_ranks() -> None:
     assert all(other == names for other in others)
 
 
-def _run_gone(rank: Rank) -> list[tuple[str, str]]:
+@on_ranks(WORLD_SIZE)
+def test_operator_whose_communicator_is_gone_raises(rank: Rank) -> None:
     gone, living = rank.communicator(), rank.communicator()
     name = gone.name
     gone.barrier()
@@ -374,22 +359,12 @@ def _run_gone(rank: Rank) -> list[tuple[str, str]]:
     dead = error_of(lambda: torch.ops.rota.barrier(torch.zeros(1), name))
     living.close()
     closed = error_of(lambda: rota.ops.all_reduce_(torch.ones(1), living))
-    return [dead, closed]
+    check_error(dead, "RotaError", "there is no communicator '", "; keep a reference to it")
+    assert closed == ("RotaError", "rota: this communicator is closed; make a new one")
 
 
-def test_operator_whose_communicator_is_gone_raises() -> None:
-    for dead, closed in run_ranks(WORLD_SIZE, _run_gone):
-        assert dead[0] == "RotaError"
-        assert "there is no communicator '" in dead[1] and "; keep a reference to it" in dead[1]
-        assert closed == ("RotaError", "rota: this communicator is closed; make a new one")
-
-
-def _run_mismatch(rank: Rank) -> tuple[str, str]:
+@on_ranks(WORLD_SIZE, timeout_s=TIMEOUT_S)
+def test_compiled_collectives_that_differ_raise_mismatch(rank: Rank) -> None:
     communicator = rank.communicator(timeout_s=TIMEOUT_S)
     run = compiled(lambda x: rota.ops.all_reduce(x * 2, communicator), "aot_eager")
-    return error_of(lambda: run(torch.ones(3 + rank.rank)))
-
-
-def test_compiled_collectives_that_differ_raise_mismatch() -> None:
-    for kind, text in run_ranks(WORLD_SIZE, _run_mismatch, timeout_s=TIMEOUT_S):
-        assert kind == "Mismatch" and "ranks disagree" in text
+    check_error(error_of(lambda: run(torch.ones(3 + rank.rank))), "Mismatch", "ranks disagree")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from oracle import DTYPES, assert_same, name_of, random_patterns
-from ranks import Rank, Ranks, run_ranks
+from ranks import Rank, Ranks, on_ranks, run_ranks
 
 MAILBOX_BYTES = 64 << 10
 SLOT_BYTES = 4096
@@ -64,7 +64,8 @@ def test_all_gather_every_world_size_copies_all_bytes(world_size: int) -> None:
     run_ranks(world_size, check_all_gather, torch.float32)
 
 
-def check_all_gather_in_place(rank: Rank) -> None:
+@on_ranks(3)
+def test_all_gather_input_inside_output_copies_all_bytes(rank: Rank) -> None:
     communicator = rank.communicator(slot_bytes=SLOT_BYTES)
     for size in sizes_of(torch.float32):
         inputs = random_patterns(rank.world_size, size, torch.float32)
@@ -74,11 +75,8 @@ def check_all_gather_in_place(rank: Rank) -> None:
         assert_same(output.flatten(), torch.cat(inputs), f"size {size}")
 
 
-def test_all_gather_input_inside_output_copies_all_bytes() -> None:
-    run_ranks(3, check_all_gather_in_place)
-
-
-def check_strided(rank: Rank) -> None:
+@on_ranks(2)
+def test_copies_of_strided_tensors_follow_logical_order(rank: Rank) -> None:
     communicator = rank.communicator()
     values = torch.arange(12.0).reshape(3, 4) + 100 * rank.rank
     communicator.broadcast(column := values.clone()[:, 1], 1)
@@ -88,10 +86,6 @@ def check_strided(rank: Rank) -> None:
     communicator.all_gather(output, values.t())
     expected = torch.stack([(torch.arange(12.0).reshape(3, 4) + 100 * r).t() for r in range(2)])
     assert_same(output.flatten(), expected.flatten(), "all_gather of a transpose")
-
-
-def test_copies_of_strided_tensors_follow_logical_order() -> None:
-    run_ranks(2, check_strided)
 
 
 def wait_for_the_last(rank: Rank) -> None:
@@ -117,7 +111,9 @@ def test_barrier_nobody_leaves_before_the_last_has_entered(world_size: int) -> N
     assert min(left) >= last_enters
 
 
-def mix_collectives(rank: Rank) -> None:
+@pytest.mark.parametrize("world_size", [2, 3, 4], ids="ws{}".format)
+@on_ranks()
+def test_mixed_collectives_do_not_disturb_each_other(rank: Rank) -> None:
     """The parity of posts, mailboxes and slots changes from one iteration to the next."""
     communicator = rank.communicator(slot_bytes=SLOT_BYTES)
     world_size = rank.world_size
@@ -140,8 +136,3 @@ def mix_collectives(rank: Rank) -> None:
         communicator.all_gather(output, torch.full((size,), float(rank.rank - turn)))
         expected = torch.arange(float(world_size)).sub(turn).repeat_interleave(size)
         assert_same(output.flatten(), expected, f"all_gather, turn {turn}")
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4], ids="ws{}".format)
-def test_mixed_collectives_do_not_disturb_each_other(world_size: int) -> None:
-    run_ranks(world_size, mix_collectives)

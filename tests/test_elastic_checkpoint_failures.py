@@ -27,7 +27,7 @@ from checkpoints import (
     wait_until_ended,
     watched,
 )
-from ranks import Rank, Ranks, error_of, run_ranks
+from ranks import Rank, Ranks, check_error, error_of, run_ranks
 from rota import _C
 from rota.checkpoint.link import KeeperLink
 from rota.checkpoint.session import RankClaim, Session, Sessions
@@ -152,8 +152,8 @@ def take_turns_at_a_rank(rank: Rank, job: str) -> int | None:
         rank.tell()
         rank.hear()
     if rank.rank == 0:
-        kind, text = error_of(lambda: checkpoint.save(5, state_of(0, 5)))
-        assert kind == "PeerFailed" and "rank 1/2 (pid " in text, (kind, text)
+        error = error_of(lambda: checkpoint.save(5, state_of(0, 5)))
+        check_error(error, "PeerFailed", "rank 1/2 (pid ")
         rank.tell()
     number = min(rank.rank, 1)
     found = checkpoint.load()
@@ -192,9 +192,8 @@ def test_rank_that_waits_for_a_dead_one_names_it() -> None:
         for rank in range(2):
             ranks.hear(rank)
         ranks.kill(1)
-        kind, text = ranks.results(killed={1})[0]
-        assert kind == "PeerFailed"
-        assert f"rank 1/2 (pid {ranks.pid(1)}) has ended or closed" in text
+        error = ranks.results(killed={1})[0]
+        check_error(error, "PeerFailed", f"rank 1/2 (pid {ranks.pid(1)}) has ended or closed")
 
 
 def test_rank_that_reports_and_goes_on_at_once_is_not_missed() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import rota
 from heap import heap_bytes
 from oracle import DTYPES, assert_same, exact_inputs, name_of, ops_of, random_patterns
-from ranks import Rank, Ranks, run_ranks
+from ranks import Rank, Ranks, on_ranks
 
 SLOT_BYTES = 4096
 MAILBOX_BYTES = 64 << 10
@@ -29,7 +29,9 @@ def in_heap(tensor: torch.Tensor) -> torch.Tensor:
 # ---- results -------------------------------------------------------------------------------------
 
 
-def check_all_reduce(rank: Rank, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@on_ranks(3)
+def test_all_reduce_in_place_gives_the_bits_of_slots(rank: Rank, dtype: torch.dtype) -> None:
     communicator = rank.communicator(slot_bytes=SLOT_BYTES)
     for op in ops_of(dtype):
         for num_elems in (0, 1, MAILBOX_BYTES // dtype.itemsize + 1, LONG // dtype.itemsize):
@@ -41,12 +43,9 @@ def check_all_reduce(rank: Rank, dtype: torch.dtype) -> None:
             assert_same(tensor, expected, f"{op} of {num_elems}")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_all_reduce_in_place_gives_the_bits_of_slots(dtype: torch.dtype) -> None:
-    run_ranks(3, check_all_reduce, dtype)
-
-
-def check_all_calls(rank: Rank) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 5], ids="ws{}".format)
+@on_ranks()
+def test_every_call_of_tensors_in_the_heap(rank: Rank) -> None:
     """Parts of tensors, several groups, asynchronous calls, and calls that go through slots."""
     rank.init()
     subgroup = dist.new_group(backend="rota")
@@ -97,12 +96,8 @@ def check_all_calls(rank: Rank) -> None:
     assert torch.equal(tensor, expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5], ids="ws{}".format)
-def test_every_call_of_tensors_in_the_heap(world_size: int) -> None:
-    run_ranks(world_size, check_all_calls)
-
-
-def check_mixed(rank: Rank) -> None:
+@on_ranks(3)
+def test_some_ranks_in_the_heap_and_some_not(rank: Rank) -> None:
     communicator = rank.communicator(slot_bytes=SLOT_BYTES)
     inputs = exact_inputs(rank.world_size, LONG // 4, torch.float32, "sum")
     for ranks_in_heap in range(1 << rank.world_size):
@@ -116,11 +111,16 @@ def check_mixed(rank: Rank) -> None:
         assert torch.equal(output, torch.stack(list(inputs)))
 
 
-def test_some_ranks_in_the_heap_and_some_not() -> None:
-    run_ranks(3, check_mixed)
+def limit_addresses(num_bytes: int) -> None:
+    """As `ulimit -v`: what this process may map from now on."""
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (now + num_bytes, hard))
 
 
-def check_without_addresses(rank: Rank) -> None:
+@on_ranks(3)
+def test_a_rank_without_addresses_for_heaps_goes_through_slots(rank: Rank) -> None:
     """Rank 1 cannot map its peers' heaps, so no rank reads in place; its own heap is smaller."""
     if rank.rank == 1:
         limit_addresses(1 << 30)
@@ -136,15 +136,8 @@ def check_without_addresses(rank: Rank) -> None:
             rota.empty(900 << 20, dtype=torch.uint8)
 
 
-def limit_addresses(num_bytes: int) -> None:
-    """As `ulimit -v`: what this process may map from now on."""
-    with open("/proc/self/statm") as file:
-        now = int(file.read().split()[0]) * resource.getpagesize()
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (now + num_bytes, hard))
-
-
-def check_limited_later(rank: Rank) -> None:
+@on_ranks(1)
+def test_addresses_that_are_limited_later_are_named(rank: Rank) -> None:
     rank.communicator()
     limit_addresses(64 << 20)
     text = (
@@ -152,14 +145,6 @@ def check_limited_later(rank: Rank) -> None:
     )
     with pytest.raises(rota.TransportError, match=text + " `ulimit -v`"):
         rota.empty(10)
-
-
-def test_a_rank_without_addresses_for_heaps_goes_through_slots() -> None:
-    run_ranks(3, check_without_addresses)
-
-
-def test_addresses_that_are_limited_later_are_named() -> None:
-    run_ranks(1, check_limited_later)
 
 
 # ---- the memory ----------------------------------------------------------------------------------
@@ -208,7 +193,8 @@ def test_bad_sizes_are_refused(
         rota.empty(*size, **options)  # type: ignore[arg-type]
 
 
-def check_fork(rank: Rank) -> None:
+@on_ranks(2)
+def test_forked_child_shares_tensors_and_makes_its_own(rank: Rank) -> None:
     communicator = rank.communicator()
     tensor = rota.empty(LONG // 4)
     pid = os.fork()
@@ -224,11 +210,8 @@ def check_fork(rank: Rank) -> None:
     assert torch.equal(tensor, torch.full_like(tensor, 4))
 
 
-def test_forked_child_shares_tensors_and_makes_its_own() -> None:
-    run_ranks(2, check_fork)
-
-
-def check_door(rank: Rank) -> None:
+@on_ranks(1)
+def test_torch_allocates_through_the_backend(rank: Rank) -> None:
     rank.init()
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     cpu = torch.device("cpu")
@@ -241,14 +224,11 @@ def check_door(rank: Rank) -> None:
         backend.allocate_tensor(1, dtype=torch.int8, device=torch.device("cuda", 0))
 
 
-def test_torch_allocates_through_the_backend() -> None:
-    run_ranks(1, check_door)
-
-
 # ---- failures ------------------------------------------------------------------------------------
 
 
-def check_mismatch(rank: Rank) -> None:
+@on_ranks(2)
+def test_mismatch_writes_nothing_and_the_group_goes_on(rank: Rank) -> None:
     communicator = rank.communicator()
     tensor = rota.empty(LONG + rank.rank).fill_(7)
     with pytest.raises(rota.Mismatch, match="nothing was written"):
@@ -257,10 +237,6 @@ def check_mismatch(rank: Rank) -> None:
     same = rota.empty(LONG).fill_(1)
     communicator.all_reduce(same)
     assert torch.equal(same, torch.full_like(same, rank.world_size))
-
-
-def test_mismatch_writes_nothing_and_the_group_goes_on() -> None:
-    run_ranks(2, check_mismatch)
 
 
 def wait_for_the_dead(rank: Rank) -> None:

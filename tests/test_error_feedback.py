@@ -26,7 +26,7 @@ from models import (
     norm_of,
 )
 from oracle import random_inputs
-from ranks import Rank, error_of, run_ranks
+from ranks import Rank, check_error, error_of, on_ranks, run_ranks
 from rota.gradients.residuals import BucketResidual
 from rota.gradients.results import Outcome
 
@@ -81,13 +81,10 @@ def follow_with_views(rank: Rank, as_view: bool) -> None:
     follow_definition(rank, (torch.float32,) * 5, gradient_as_bucket_view=as_view)
 
 
-def follow_mixed(rank: Rank) -> None:
+@on_ranks(2)
+def test_error_feedback_in_buckets_of_several_dtypes(rank: Rank) -> None:
     dtypes = (torch.float64, torch.float32, torch.float32, torch.float64, torch.float32)
     follow_definition(rank, dtypes)
-
-
-def test_error_feedback_in_buckets_of_several_dtypes() -> None:
-    run_ranks(2, follow_mixed)
 
 
 class Layouts(torch.nn.Module):
@@ -111,7 +108,8 @@ class Layouts(torch.nn.Module):
         return torch.stack(terms).sum()
 
 
-def train_layouts(rank: Rank) -> None:
+@on_ranks(1)
+def test_residuals_are_saved_in_the_shape_of_their_parameters(rank: Rank) -> None:
     rank.init("gloo")
     model = Layouts()
     state = rota.HookState(model=model, **UNSCALED)
@@ -140,10 +138,6 @@ def train_layouts(rank: Rank) -> None:
     ddp(2.0).backward()
     for (name, p), q in zip(model.named_parameters(), in_rows.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad), name
-
-
-def test_residuals_are_saved_in_the_shape_of_their_parameters() -> None:
-    run_ranks(1, train_layouts)
 
 
 # ---- a run that is stopped and resumed in new processes
@@ -185,7 +179,8 @@ def test_stopped_run_gives_the_bits_of_a_straight_one(tmp_path: Any, stop_at: in
     assert run_ranks(2, train, directory, range(NUM_STEPS), without) != straight
 
 
-def load_again(rank: Rank) -> None:
+@on_ranks(2)
+def test_state_can_be_loaded_in_the_middle_of_a_run(rank: Rank) -> None:
     """Loads a state in the middle of a run and reads it back before the next backward pass."""
     rank.init("gloo")
     model = ExactGradients()
@@ -213,14 +208,21 @@ def load_again(rank: Rank) -> None:
     assert torch.equal(step(batches[2]), expected)
 
 
-def test_state_can_be_loaded_in_the_middle_of_a_run() -> None:
-    run_ranks(2, load_again)
-
-
 # ---- states that cannot be restored
 
 
-def load_other(rank: Rank, change: str) -> tuple[str, str]:
+@pytest.mark.parametrize(
+    ("change", "facts"),
+    [
+        ("missing", ("missing ['weights.1']",)),
+        ("renamed", ("missing ['weights.1']", "unexpected ['bias']")),
+        ("reshaped", ("'weights.1'", "[2]", "[700]")),
+    ],
+)
+@on_ranks(2)
+def test_residuals_of_another_model_are_refused(
+    rank: Rank, change: str, facts: tuple[str, ...]
+) -> None:
     rank.init("gloo")
     model = ExactGradients()
     state = rota.HookState(model=model, **UNSCALED)
@@ -237,22 +239,7 @@ def load_other(rank: Rank, change: str) -> tuple[str, str]:
     other = rota.HookState(model=other_model, **UNSCALED)
     other.load_state_dict(saved)
     ddp = make_ddp(other_model, other)
-    return error_of(lambda: ddp(exact_batch(rank.rank, 0)).backward())
-
-
-@pytest.mark.parametrize(
-    ("change", "facts"),
-    [
-        ("missing", ("missing ['weights.1']",)),
-        ("renamed", ("missing ['weights.1']", "unexpected ['bias']")),
-        ("reshaped", ("'weights.1'", "[2]", "[700]")),
-    ],
-)
-def test_residuals_of_another_model_are_refused(change: str, facts: tuple[str, ...]) -> None:
-    for error, text in run_ranks(2, load_other, change):
-        assert error == "ValueError", text
-        for fact in facts:
-            assert fact in text
+    check_error(error_of(lambda: ddp(exact_batch(rank.rank, 0)).backward()), "ValueError", *facts)
 
 
 def mean_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -262,7 +249,8 @@ def mean_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor / dist.get_world_size()
 
 
-def leave_unused(rank: Rank) -> None:
+@on_ranks(1)
+def test_residual_of_an_unused_parameter_is_not_in_the_norm(rank: Rank) -> None:
     """A residual is sent even for a parameter without a gradient; the norm must not count it."""
     rank.init("gloo")
     state = rota.HookState(**UNSCALED)
@@ -275,10 +263,6 @@ def leave_unused(rank: Rank) -> None:
     norm = rota.clip_grad_norm_(ddp.parameters(), 1e9)
     # torch sums the squares in float32.
     assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-def test_residual_of_an_unused_parameter_is_not_in_the_norm() -> None:
-    run_ranks(1, leave_unused)
 
 
 # ---- layers that are frozen and thawed
@@ -336,7 +320,8 @@ def test_residuals_are_loaded_for_the_parameters_that_are_left(
     run_ranks(2, resume)
 
 
-def thaw(rank: Rank) -> None:
+@on_ranks(2)
+def test_ddp_that_is_made_anew_after_thawing_keeps_its_state(rank: Rank) -> None:
     """Thawed parameters alone make the first bucket, are spread, or are most of them."""
     rank.init("gloo")
     for kind in (None, "model", "ddp"):
@@ -358,14 +343,11 @@ def thaw(rank: Rank) -> None:
                 assert torch.equal(state.grad_norm(), norm_of(ddp)), (kind, thawed)
 
 
-def test_ddp_that_is_made_anew_after_thawing_keeps_its_state() -> None:
-    run_ranks(2, thaw)
-
-
 # ---- copies
 
 
-def go_on_with_copies(rank: Rank) -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_copied_state_goes_on_and_one_that_could_not_is_not_pickled(rank: Rank) -> None:
     """The next gradients are those of the original, for the same model and for its copy."""
     rank.init("gloo")
     batches = [random_inputs(2, 2050 + i, torch.float32)[rank.rank] for i in range(2)]
@@ -391,13 +373,9 @@ def go_on_with_copies(rank: Rank) -> list[tuple[str, str]]:
             again(batches[1]).backward()
             assert torch.equal(gradients_of(again), expected)
             assert not has_model or len(other.state_dict()["residuals"]) == 5
-    return errors
-
-
-def test_copied_state_goes_on_and_one_that_could_not_is_not_pickled() -> None:
-    for without_model, with_model in run_ranks(2, go_on_with_copies):
-        assert without_model[0] == "RuntimeError" and "HookState(model=ddp" in without_model[1]
-        assert with_model[0] == "TypeError" and "save state_dict()" in with_model[1]
+    without_model, with_model = errors
+    check_error(without_model, "RuntimeError", "HookState(model=ddp")
+    check_error(with_model, "TypeError", "save state_dict()")
 
 
 # ---- results that are not used
@@ -504,7 +482,8 @@ class Loop:
 HOWS = ("nothing", "found-inf", "by-hand", "torch", "rota", "rota-by-hand", "rota-accumulates")
 
 
-def skip_steps(rank: Rank) -> None:
+@on_ranks(2)
+def test_skipped_step_leaves_residuals_and_rounding_as_they_were(rank: Rank) -> None:
     rank.init("gloo")
     warnings.simplefilter("ignore")  # of scaling again
     batches = [random_inputs(rank.world_size, 2050 + i, torch.float32) for i in range(4)]
@@ -522,11 +501,8 @@ def skip_steps(rank: Rank) -> None:
             assert skipping.step(batch, skips=False) == straight.step(batch, skips=False), how
 
 
-def test_skipped_step_leaves_residuals_and_rounding_as_they_were() -> None:
-    run_ranks(2, skip_steps)
-
-
-def lose_model(rank: Rank) -> tuple[str, str]:
+@on_ranks(1)
+def test_residuals_of_a_model_that_is_gone_are_not_saved(rank: Rank) -> None:
     rank.init("gloo")
     model = ExactGradients()
     state = rota.HookState(model=model, **UNSCALED)
@@ -534,23 +510,14 @@ def lose_model(rank: Rank) -> tuple[str, str]:
     ddp(exact_batch(rank.rank, 0)).backward()
     del ddp, model
     gc.collect()
-    return error_of(state.state_dict)
+    check_error(error_of(state.state_dict), "RuntimeError", "model is gone")
 
 
-def test_residuals_of_a_model_that_is_gone_are_not_saved() -> None:
-    error, text = run_ranks(1, lose_model)[0]
-    assert error == "RuntimeError" and "model is gone" in text
-
-
-def name_no_model(rank: Rank) -> tuple[str, str]:
+@on_ranks(1)
+def test_residuals_without_names_are_not_saved(rank: Rank) -> None:
     rank.init("gloo")
     state = rota.HookState(**UNSCALED)
     ddp = make_ddp(ExactGradients(), state)
     for step in range(2):
         ddp(exact_batch(rank.rank, step)).backward()
-    return error_of(state.state_dict)
-
-
-def test_residuals_without_names_are_not_saved() -> None:
-    error, text = run_ranks(1, name_no_model)[0]
-    assert error == "RuntimeError" and "names" in text
+    check_error(error_of(state.state_dict), "RuntimeError", "names")

@@ -24,7 +24,7 @@ from oracle import (
     round_to,
     to_numpy,
 )
-from ranks import Rank, run_ranks
+from ranks import Rank, on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,8 @@ def test_reduce_scatter_rounds_contributions_and_sum_once(
     groups[3].run(check_reduce_scatter, dtype, wire)
 
 
-def reduce_scatter_in_a_tree(rank: Rank) -> None:
+@on_ranks(4)
+def test_reduce_scatter_adds_in_the_order_of_the_backend(rank: Rank) -> None:
     rank.init(pg_options=rota.BackendOptions(order="tree", num_shards=8))
     inputs = random_inputs(rank.world_size, 5001 * rank.world_size, torch.float32)
     for wire in (None, torch.float32, torch.bfloat16):
@@ -91,10 +92,6 @@ def reduce_scatter_in_a_tree(rank: Rank) -> None:
             assert not torch.equal(expected, contract(inputs, "avg", wire))
         comm(part := torch.empty(5001), inputs[rank.rank], default_group(), dist.ReduceOp.AVG)
         assert_same(part, expected.chunk(rank.world_size)[rank.rank], f"wire {wire}")
-
-
-def test_reduce_scatter_adds_in_the_order_of_the_backend() -> None:
-    run_ranks(4, reduce_scatter_in_a_tree)
 
 
 def check_no_rounding_per_hop(rank: Rank) -> None:

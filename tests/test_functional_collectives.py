@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from ranks import Rank, run_ranks
+from ranks import Rank, on_ranks
 from test_compile import TIMEOUT_S, compiled, small_integers
 
 
@@ -80,12 +80,9 @@ def _check_nested_results_are_waited_for(rank: Rank) -> None:
     assert run(whole).to_local().eq(6).all()
 
 
-def _run_checks(rank: Rank) -> None:
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_compiled_functional_collectives_equal_gloo(rank: Rank) -> None:
     rank.init(timeout_s=TIMEOUT_S)
     gloo = dist.new_group(backend="gloo")
     _check_every_collective(rank, gloo)
     _check_nested_results_are_waited_for(rank)
-
-
-def test_compiled_functional_collectives_equal_gloo() -> None:
-    run_ranks(2, _run_checks, timeout_s=TIMEOUT_S)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rota
 from models import SMALL_BUCKETS_MB, ExactGradients, exact_batch, norm_of
-from ranks import Rank, error_of, run_ranks
+from ranks import Rank, check_error, error_of, on_ranks, run_ranks
 
 
 class Case(NamedTuple):
@@ -140,19 +140,19 @@ CASES: dict[str, Case] = {
 @pytest.mark.parametrize("name", CASES)
 def test_option_is_refused_with_a_clear_error(name: str) -> None:
     case = CASES[name]
-    error, text = error_of(case.call)
-    assert error == case.error, text
-    for fact in ("rota.", *case.facts):
-        assert fact in text
+    check_error(error_of(case.call), case.error, "rota.", *case.facts)
 
 
 @pytest.mark.parametrize("state", [3, rota.HookState()], ids=["int", "state"])
 def test_hook_takes_a_group_for_its_state(state: Any) -> None:
     bucket: Any = None
     for hook in (rota.allreduce_hook, rota.fp16_compress_hook, rota.bf16_compress_hook):
-        error, text = error_of(lambda hook=hook: hook(state, bucket))
-        assert error == "TypeError", text
-        assert f"rota hooks: the state is of type {type(state).__name__}, expected a Proc" in text
+        error = error_of(lambda hook=hook: hook(state, bucket))
+        check_error(
+            error,
+            "TypeError",
+            f"rota hooks: the state is of type {type(state).__name__}, expected a Proc",
+        )
 
 
 # ---- refused on the first bucket
@@ -177,18 +177,13 @@ def train(model: torch.nn.Module, state: object, hook: Any, *args: Any, **option
     ddp(*args).backward()
 
 
-def be_sparse(rank: Rank) -> tuple[str, str]:
+@on_ranks(2)
+def test_sparse_gradient_is_refused_with_the_parameters_name(rank: Rank) -> None:
     rank.init("gloo")
     model = Words(True)
     words = torch.tensor([1, 2, 3])
-    return error_of(lambda: train(model, rota.HookState(model=model), rota.fused_hook, words))
-
-
-def test_sparse_gradient_is_refused_with_the_parameters_name() -> None:
-    for error, text in run_ranks(2, be_sparse):
-        assert error == "TypeError", text
-        for fact in ("'embedding.weight'", "sparse_coo", "sparse=False"):
-            assert fact in text
+    error = error_of(lambda: train(model, rota.HookState(model=model), rota.fused_hook, words))
+    check_error(error, "TypeError", "'embedding.weight'", "sparse_coo", "sparse=False")
 
 
 class Bucket:
@@ -211,31 +206,29 @@ class Bucket:
         return self._buffer
 
 
-def be_of_dtype(rank: Rank) -> tuple[str, str]:
+@on_ranks(2)
+def test_bucket_of_other_dtype_is_refused(rank: Rank) -> None:
     rank.init("gloo")
     bucket: Any = Bucket(torch.zeros(7, 3, dtype=torch.complex64))
-    return error_of(lambda: rota.fused_hook(rota.HookState(), bucket))
-
-
-def test_bucket_of_other_dtype_is_refused() -> None:
-    for error, text in run_ranks(2, be_of_dtype):
-        assert error == "TypeError", text
-        for fact in ("parameter 0 of bucket 0, shape [7, 3]", "complex64", "float32", "bfloat16"):
-            assert fact in text
-
-
-def use_state(rank: Rank, state: object) -> tuple[str, str]:
-    rank.init("gloo")
-    return error_of(
-        lambda: train(ExactGradients(), state, rota.fused_hook, exact_batch(rank.rank, 0))
+    error = error_of(lambda: rota.fused_hook(rota.HookState(), bucket))
+    check_error(
+        error,
+        "TypeError",
+        "parameter 0 of bucket 0, shape [7, 3]",
+        "complex64",
+        "float32",
+        "bfloat16",
     )
 
 
 @pytest.mark.parametrize("state", [None, 5], ids=["none", "int"])
-def test_state_of_other_type_is_refused(state: object) -> None:
-    for error, text in run_ranks(2, use_state, state):
-        assert error == "TypeError", text
-        assert type(state).__name__ in text and "rota.HookState(...), rota.fused_hook" in text
+@on_ranks(2)
+def test_state_of_other_type_is_refused(rank: Rank, state: object) -> None:
+    rank.init("gloo")
+    error = error_of(
+        lambda: train(ExactGradients(), state, rota.fused_hook, exact_batch(rank.rank, 0))
+    )
+    check_error(error, "TypeError", type(state).__name__, "rota.HookState(...), rota.fused_hook")
 
 
 def use_group(rank: Rank, ranks_of_state: list[int]) -> tuple[str, str]:
@@ -247,10 +240,8 @@ def use_group(rank: Rank, ranks_of_state: list[int]) -> tuple[str, str]:
 
 
 def test_group_other_than_ddps_is_refused() -> None:
-    for error, text in run_ranks(3, use_group, [0, 1])[:2]:
-        assert error == "ValueError", text
-        for fact in ("2 ranks [0, 1]", "3 ranks [0, 1, 2]", "leave group out"):
-            assert fact in text
+    for error in run_ranks(3, use_group, [0, 1])[:2]:
+        check_error(error, "ValueError", "2 ranks [0, 1]", "3 ranks [0, 1, 2]", "leave group out")
 
 
 def take_group_of_model(rank: Rank) -> float | None:
@@ -273,7 +264,9 @@ def test_state_averages_over_the_group_of_its_ddp() -> None:
     assert run_ranks(3, take_group_of_model) == [1.0, None, 1.0]
 
 
-def share_state(rank: Rank, how: str) -> tuple[str, str]:
+@pytest.mark.parametrize("how", ["registered", "wrapped"])
+@on_ranks(2)
+def test_one_state_on_two_models_is_refused(rank: Rank, how: str) -> None:
     rank.init("gloo")
     state = rota.HookState()
     batch = exact_batch(rank.rank, 0)
@@ -293,17 +286,11 @@ def share_state(rank: Rank, how: str) -> tuple[str, str]:
     first.zero_grad()
     first(batch).backward()  # goes on
     assert torch.equal(state.grad_norm(), norm_of(first))
-    return error
+    check_error(error, "ValueError", "one rota.HookState", "model")
 
 
-@pytest.mark.parametrize("how", ["registered", "wrapped"])
-def test_one_state_on_two_models_is_refused(how: str) -> None:
-    for error, text in run_ranks(2, share_state, how):
-        assert error == "ValueError", text
-        assert "one rota.HookState" in text and "model" in text
-
-
-def train_one_after_the_other(rank: Rank) -> list[float]:
+@on_ranks(2)
+def test_state_of_a_model_that_is_gone_takes_another(rank: Rank) -> None:
     """A state may be used with another model once the first one is gone."""
     rank.init("gloo")
     state = rota.HookState(error_feedback=True)
@@ -311,29 +298,20 @@ def train_one_after_the_other(rank: Rank) -> list[float]:
     for _ in range(2):
         train(ExactGradients(), state, rota.fused_hook, exact_batch(rank.rank, 0))
         norms.append(state.grad_norm().item())
-    return norms
-
-
-def test_state_of_a_model_that_is_gone_takes_another() -> None:
-    for norms in run_ranks(2, train_one_after_the_other):
-        assert norms[0] == norms[1] > 0
+    assert norms[0] == norms[1] > 0
 
 
 # ---- parameter names
 
 
-def name_sparse(rank: Rank) -> str:
+@on_ranks(2)
+def test_parameter_of_an_unknown_model_is_named_by_position(rank: Rank) -> None:
     rank.init("gloo")
     error, text = error_of(
         lambda: train(Words(True), rota.HookState(), rota.fused_hook, torch.tensor([1]))
     )
     assert error == "TypeError", text
-    return text
-
-
-def test_parameter_of_an_unknown_model_is_named_by_position() -> None:
-    for text in run_ranks(2, name_sparse):
-        assert "parameter 0 of bucket 1, shape [64, 8]" in text
+    assert "parameter 0 of bucket 1, shape [64, 8]" in text
 
 
 # ---- only one rank is wrong
@@ -360,19 +338,13 @@ def use(state: object, rank: Rank) -> tuple[str, str]:
 )
 def test_error_of_one_rank_is_raised_on_all(what: str, fact: str) -> None:
     first, wrong, last = run_ranks(3, be_wrong_alone, what)
-    assert wrong[0] == "TypeError" and fact in wrong[1]
-    for error, text in (first, last):
-        assert error == "PeerFailed", text
-        assert "rank 1" in text and fact in text
+    check_error(wrong, "TypeError", fact)
+    for error in (first, last):
+        check_error(error, "PeerFailed", "rank 1", fact)
 
 
-def use_other_options(rank: Rank) -> tuple[str, str]:
+@on_ranks(2)
+def test_states_of_different_options_raise_mismatch(rank: Rank) -> None:
     rank.init("gloo")
     wire_dtype = torch.float16 if rank.rank == 0 else torch.bfloat16
-    return use(rota.HookState(wire_dtype=wire_dtype), rank)
-
-
-def test_states_of_different_options_raise_mismatch() -> None:
-    for error, text in run_ranks(2, use_other_options):
-        assert error == "Mismatch", text
-        assert "float16" in text and "bfloat16" in text
+    check_error(use(rota.HookState(wire_dtype=wire_dtype), rank), "Mismatch", "float16", "bfloat16")

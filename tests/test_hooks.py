@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rota
 from models import SMALL_BUCKETS_MB, ExactGradients, batch_of, make_model
 from oracle import assert_same, contract, name_of, random_inputs
-from ranks import Rank, run_ranks
+from ranks import Rank, on_ranks, run_ranks
 
 Hook = Callable[..., torch.futures.Future[torch.Tensor]]
 
@@ -113,7 +113,9 @@ def test_hook_average_of_exact_inputs_is_exact(name: str, dtype: torch.dtype) ->
     assert run_ranks(2, average_exact, "rota", name, dtype, "rota") == [[True] * 3] * 2
 
 
-def average_random(rank: Rank, name: str) -> None:
+@pytest.mark.parametrize("name", HOOKS)
+@on_ranks(3)
+def test_hook_average_of_random_gradients_follows_contract(rank: Rank, name: str) -> None:
     rank.init()
     model = DistributedDataParallel(ExactGradients(torch.float32), bucket_cap_mb=SMALL_BUCKETS_MB)
     model.register_comm_hook(None, HOOKS[name][0])
@@ -124,11 +126,6 @@ def average_random(rank: Rank, name: str) -> None:
     assert_same(got, torch.cat([average[: p.numel()] for p in model.parameters()]), name)
 
 
-@pytest.mark.parametrize("name", HOOKS)
-def test_hook_average_of_random_gradients_follows_contract(name: str) -> None:
-    run_ranks(3, average_random, name)
-
-
 @pytest.mark.parametrize("name", ["allreduce", "fp16_compress"])
 def test_torch_hook_average_of_exact_inputs_is_exact(name: str) -> None:
     """Shows that the inputs above can reveal a difference between hooks."""
@@ -136,7 +133,8 @@ def test_torch_hook_average_of_exact_inputs_is_exact(name: str) -> None:
     assert results == [[True] * 3] * 2
 
 
-def train_without_hook(rank: Rank) -> bool:
+@on_ranks(2)
+def test_ddp_without_hook_on_backend_rota_equals_gloo(rank: Rank) -> None:
     """DDP's own all-reduce on backend rota, with a parameter that gets no gradient."""
     rank.init()
     gloo = dist.new_group(backend="gloo")
@@ -152,11 +150,7 @@ def train_without_hook(rank: Rank) -> bool:
             find_unused_parameters=True,
         )
         grads.append(gradients(ddp, batch_of(rank.rank, 0)))
-    return torch.allclose(*grads, rtol=1e-6, atol=1e-6)
-
-
-def test_ddp_without_hook_on_backend_rota_equals_gloo() -> None:
-    assert run_ranks(2, train_without_hook) == [True, True]
+    assert torch.allclose(*grads, rtol=1e-6, atol=1e-6)
 
 
 def hook_over_subgroup(rank: Rank) -> list[float] | None:
@@ -174,15 +168,14 @@ def test_hook_state_is_the_group_that_averages() -> None:
     assert run_ranks(3, hook_over_subgroup) == [[1.0], None, [1.0]]
 
 
-def average_alone(rank: Rank) -> list[bool]:
-    return average_exact(rank, "rota", "fp16_compress", torch.float32, "rota")
+@on_ranks(1)
+def test_hook_world_of_one_averages_its_own_gradients(rank: Rank) -> None:
+    result = average_exact(rank, "rota", "fp16_compress", torch.float32, "rota")
+    assert result == [True] * 3
 
 
-def test_hook_world_of_one_averages_its_own_gradients() -> None:
-    assert run_ranks(1, average_alone) == [[True] * 3]
-
-
-def init_twice(rank: Rank) -> list[list[float]]:
+@on_ranks(2)
+def test_hook_after_destroy_and_init_uses_the_new_group(rank: Rank) -> None:
     averages = []
     for backend in ("gloo", "rota"):
         rank.init(backend)
@@ -190,25 +183,19 @@ def init_twice(rank: Rank) -> list[list[float]]:
         model.register_comm_hook(None, rota.allreduce_hook)
         averages.append(gradients(model, torch.full((2050,), float(rank.rank))).unique().tolist())
         dist.destroy_process_group()
-    return averages
-
-
-def test_hook_after_destroy_and_init_uses_the_new_group() -> None:
-    assert run_ranks(2, init_twice) == [[[0.5], [0.5]]] * 2
+    assert averages == [[0.5], [0.5]]
 
 
 def double_average(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations as text
     return rota.fp16_compress_hook(state, bucket).then(lambda done: done.value() * 2)
 
 
-def share_bucket_with_then(rank: Rank) -> list[float]:
+@on_ranks(2)
+def test_hook_future_can_be_chained(rank: Rank) -> None:
     """A user's hook around ours, like torch's hook wrappers."""
     rank.init("gloo")
 
     model = DistributedDataParallel(ExactGradients(torch.float32), bucket_cap_mb=SMALL_BUCKETS_MB)
     model.register_comm_hook(None, double_average)
-    return gradients(model, torch.full((2050,), float(rank.rank))).unique().tolist()
-
-
-def test_hook_future_can_be_chained() -> None:
-    assert run_ranks(2, share_bucket_with_then) == [[1.0], [1.0]]
+    result = gradients(model, torch.full((2050,), float(rank.rank))).unique().tolist()
+    assert result == [1.0]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import rota
-from ranks import Rank, Ranks, error_of, run_ranks
+from ranks import Rank, Ranks, check_error, error_of, on_ranks
 
 PROMPT_S = 5.0  # the contract says 200 ms; on a busy machine, a test can only rule out a time-out
 IN_THE_WAIT_S = 0.3
@@ -123,7 +123,12 @@ def run_in_child(call: Callable[[], object], timeout_s: float = 10.0) -> tuple[s
     return error, text
 
 
-def use_in_child(rank: Rank, use: str, used_async: bool) -> tuple[str, str, list[float]]:
+@pytest.mark.parametrize("used_async", [False, True], ids=["fresh", "after-async"])
+@pytest.mark.parametrize("use", ["all_reduce", "barrier", "async", "future", "dist"])
+@on_ranks(2)
+def test_forked_child_use_raises_and_the_parent_goes_on(
+    rank: Rank, use: str, used_async: bool
+) -> None:
     rank.init()
     communicator = rota.Communicator()
     communicator.barrier()
@@ -141,19 +146,13 @@ def use_in_child(rank: Rank, use: str, used_async: bool) -> tuple[str, str, list
     error = run_in_child(calls[use])
     communicator.all_reduce(tensor)
     dist.all_reduce(tensor)
-    return *error, tensor.tolist()
+    check_error(error, "RotaError", "parent process", "after fork")
+    assert tensor.tolist() == [4.0] * 3
 
 
 @pytest.mark.parametrize("used_async", [False, True], ids=["fresh", "after-async"])
-@pytest.mark.parametrize("use", ["all_reduce", "barrier", "async", "future", "dist"])
-def test_forked_child_use_raises_and_the_parent_goes_on(use: str, used_async: bool) -> None:
-    for error, text, tensor in run_ranks(2, use_in_child, use, used_async):
-        assert error == "RotaError", text
-        assert "parent process" in text and "after fork" in text
-        assert tensor == [4.0] * 3
-
-
-def close_in_child(rank: Rank, used_async: bool) -> tuple[str, list[float]]:
+@on_ranks(2)
+def test_forked_child_close_does_not_disturb_the_parent(rank: Rank, used_async: bool) -> None:
     rank.init()
     communicator = rota.Communicator()
     tensor = torch.ones(3)
@@ -169,12 +168,7 @@ def close_in_child(rank: Rank, used_async: bool) -> tuple[str, list[float]]:
     error, _ = run_in_child(drop_all)
     communicator.all_reduce(tensor)
     dist.all_reduce(tensor)
-    return error, tensor.tolist()
-
-
-@pytest.mark.parametrize("used_async", [False, True], ids=["fresh", "after-async"])
-def test_forked_child_close_does_not_disturb_the_parent(used_async: bool) -> None:
-    assert run_ranks(2, close_in_child, used_async) == [("nothing", [8.0] * 3)] * 2
+    assert error == "nothing" and tensor.tolist() == [8.0] * 3
 
 
 def use_works_in_child(rank: Rank) -> tuple[list[tuple[str, str]], tuple[str, str]]:
@@ -228,7 +222,6 @@ def test_works_and_windows_in_a_forked_child_raise_and_end_at_once() -> None:
         ranks.hear(0)
         ranks.tell(1)
         errors, ended = ranks.results()[0]
-    for error, text in errors:
-        assert error == "RotaError", text
-        assert "parent process" in text and "after fork" in text
+    for error in errors:
+        check_error(error, "RotaError", "parent process", "after fork")
     assert ended == ("nothing", "no exception was raised")

@@ -19,12 +19,14 @@ import torch.distributed as dist
 
 import rota
 from own_process import num_descriptors, num_mappings, num_threads, resident_bytes
-from ranks import Rank, Ranks, error_of, run_ranks
+from ranks import Rank, Ranks, check_error, error_of, on_ranks, run_ranks
 
 NUM_CYCLES = 50
 
 
-def make_and_close(rank: Rank, end: str) -> list[tuple[int, ...]]:
+@pytest.mark.parametrize("end", ["close", "del", "group"])
+@on_ranks(2)
+def test_fifty_communicators_leak_nothing(rank: Rank, end: str) -> None:
     rank.init()
     tensor = torch.ones(1000)
 
@@ -47,27 +49,23 @@ def make_and_close(rank: Rank, end: str) -> list[tuple[int, ...]]:
             dist.barrier()  # until the peer has released the last one, too
             gc.collect()
             samples.append((num_descriptors(), num_threads(), num_mappings(), resident_bytes()))
-    return samples
+    before, after = samples
+    assert after[0] == before[0], "file descriptors"
+    assert after[1] == before[1], "threads"
+    assert after[2] <= before[2] + 5, "mappings"  # malloc may add an arena
+    # A leak would show: each cycle maps two regions, its own and the peer's, over 1 MiB each.
+    assert after[3] <= before[3] + NUM_CYCLES * (100 << 10), "memory"
 
 
-@pytest.mark.parametrize("end", ["close", "del", "group"])
-def test_fifty_communicators_leak_nothing(end: str) -> None:
-    for before, after in run_ranks(2, make_and_close, end):
-        assert after[0] == before[0], "file descriptors"
-        assert after[1] == before[1], "threads"
-        assert after[2] <= before[2] + 5, "mappings"  # malloc may add an arena
-        # A leak would show: each cycle maps two regions, its own and the peer's, over 1 MiB each.
-        assert after[3] <= before[3] + NUM_CYCLES * (100 << 10), "memory"
-
-
-def close_twice(rank: Rank) -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_close_waits_for_what_is_queued_and_later_calls_raise(rank: Rank) -> None:
     communicator = rank.communicator()
     tensors = [torch.full((300_000,), 1.0) for _ in range(5)]
     for tensor in tensors:
         communicator.all_reduce(tensor, async_op=True)
     communicator.close()
     communicator.close()
-    return [
+    sums, *errors = [
         ("sums", str({tensor[-1].item() for tensor in tensors})),
         error_of(lambda: communicator.all_reduce(tensors[0])),
         error_of(lambda: communicator.all_reduce(tensors[0], async_op=True)),
@@ -75,14 +73,9 @@ def close_twice(rank: Rank) -> list[tuple[str, str]]:
         error_of(lambda: communicator.all_gather(tensors[0].repeat(2), tensors[0])),
         error_of(communicator.barrier),
     ]
-
-
-def test_close_waits_for_what_is_queued_and_later_calls_raise() -> None:
-    for sums, *errors in run_ranks(2, close_twice):
-        assert sums == ("sums", "{2.0}")
-        for error, text in errors:
-            assert error == "RotaError"
-            assert "closed" in text and "make a new one" in text
+    assert sums == ("sums", "{2.0}")
+    for error in errors:
+        check_error(error, "RotaError", "closed", "make a new one")
 
 
 def drop_with_pending_work(rank: Rank) -> tuple[str, str]:
@@ -166,7 +159,8 @@ def test_end_of_a_communicator_ends_the_waits_of_its_threads(
         ranks.results()
 
 
-def drop_inside_callback(rank: Rank) -> list[float]:
+@on_ranks(2, timeout_s=20)
+def test_communicator_dropped_by_a_callback_ends_well(rank: Rank) -> None:
     """The progress thread drops the last reference, and cannot wait for itself."""
     holder = [rank.communicator()]
     tensor = torch.ones(100_000)
@@ -182,11 +176,8 @@ def drop_inside_callback(rank: Rank) -> list[float]:
     future.wait()
     if not dropped.wait(10):
         raise AssertionError("the callback did not come to its end")
-    return [tensor[-1].item()]
-
-
-def test_communicator_dropped_by_a_callback_ends_well() -> None:
-    assert run_ranks(2, drop_inside_callback, timeout_s=20) == [[1.0], [1.0]]
+    result = [tensor[-1].item()]
+    assert result == [1.0]
 
 
 def call_inside_callback(rank: Rank) -> list[object]:
@@ -214,7 +205,7 @@ def test_blocking_call_inside_callback_does_not_hang() -> None:
         if error[0] == "nothing":
             assert total == 2.0
         else:
-            assert error[0] == "RotaError" and "async" in error[1]
+            check_error(error, "RotaError", "async")
 
 
 def hold_memory(rank: Rank) -> None:

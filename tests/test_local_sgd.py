@@ -24,7 +24,7 @@ from local_sgd_workers import (
 )
 from models import ExactGradients, batch_of, exact_batch, make_model
 from oracle import assert_same
-from ranks import Rank, error_of, run_ranks
+from ranks import Rank, check_error, error_of, on_ranks, run_ranks
 from rota.local_sgd import DiLoCo, LocalSGD
 
 # ---- DDP
@@ -124,7 +124,8 @@ def test_outer_reduction_has_the_bits_of_the_communicator(world_size: int) -> No
     run_ranks(world_size, reduce_like_a_communicator)
 
 
-def feed_back_errors(rank: Rank) -> None:
+@on_ranks(2)
+def test_error_feedback_makes_up_for_what_was_rounded_away(rank: Rank) -> None:
     """A small difference beside a large one in the same block of float8."""
     rank.init()
     for feedback in (False, True):
@@ -139,10 +140,6 @@ def feed_back_errors(rank: Rank) -> None:
         large, small = model.weight.tolist()[0]
         assert large == 64
         assert small == (2.0**-14 if feedback else 0), (feedback, small)
-
-
-def test_error_feedback_makes_up_for_what_was_rounded_away() -> None:
-    run_ranks(2, feed_back_errors)
 
 
 # ---- the algorithm
@@ -169,7 +166,8 @@ class Mixed(nn.Module):
         return out
 
 
-def train_mixed(rank: Rank) -> None:
+@on_ranks(2)
+def test_all_ranks_have_equal_parameters_and_statistics_after_an_outer_step(rank: Rank) -> None:
     rank.init()
     for make in (LocalSGD, make_diloco):
         for name, options in WIRES.items():
@@ -191,11 +189,8 @@ def train_mixed(rank: Rank) -> None:
                 assert set(outer.state_dict()["parameters"]) >= {"wave", "norm.running_mean"}
 
 
-def test_all_ranks_have_equal_parameters_and_statistics_after_an_outer_step() -> None:
-    run_ranks(2, train_mixed)
-
-
-def average_statistics(rank: Rank) -> None:
+@on_ranks(2)
+def test_statistics_are_averaged(rank: Rank) -> None:
     rank.init()
     for make in (LocalSGD, make_diloco):
         model = nn.BatchNorm1d(2)
@@ -209,11 +204,8 @@ def average_statistics(rank: Rank) -> None:
         assert model.running_mean.tolist() == [1, 1]
 
 
-def test_statistics_are_averaged() -> None:
-    run_ranks(2, average_statistics)
-
-
-def take_small_outer_steps(rank: Rank) -> None:
+@on_ranks(2)
+def test_small_outer_steps_of_16_bit_parameters_add_up(rank: Rank) -> None:
     """Each outer step is 1/16 of what bfloat16 can add to 1."""
     rank.init()
     model = nn.ParameterList([torch.ones(1, dtype=torch.bfloat16)])
@@ -223,10 +215,6 @@ def take_small_outer_steps(rank: Rank) -> None:
             model[0] += 2.0**-7
         outer.step()
     assert model[0].item() == 1 + 2.0**-7
-
-
-def test_small_outer_steps_of_16_bit_parameters_add_up() -> None:
-    run_ranks(2, take_small_outer_steps)
 
 
 def diloco_by_hand(num_steps: int, sync_every: int) -> torch.Tensor:
@@ -270,7 +258,8 @@ def test_diloco_has_the_bits_of_the_algorithm_by_hand() -> None:
         assert_same(result, diloco_by_hand(9, 3), "parameters")
 
 
-def record_fragments(rank: Rank) -> None:
+@on_ranks(2)
+def test_fragments_are_synchronised_in_turns(rank: Rank) -> None:
     """Every step adds 1 on rank 0 and 3 on rank 1; a synchronised weight is the same on both."""
     rank.init()
     model = nn.ParameterList(torch.zeros(4) for _ in range(3))
@@ -287,11 +276,8 @@ def record_fragments(rank: Rank) -> None:
     assert synced_at == [{2, 8}, {4, 10}, {6, 12}]
 
 
-def test_fragments_are_synchronised_in_turns() -> None:
-    run_ranks(2, record_fragments)
-
-
-def sync_twice(rank: Rank) -> None:
+@on_ranks(2)
+def test_sync_passes_over_what_is_synchronised(rank: Rank) -> None:
     rank.init()
     for num_fragments in (1, 2):
         model = make_model()
@@ -312,10 +298,6 @@ def sync_twice(rank: Rank) -> None:
         check_equal_on_all_ranks(model, "at the end")
 
 
-def test_sync_passes_over_what_is_synchronised() -> None:
-    run_ranks(2, sync_twice)
-
-
 def record_delay(rank: Rank) -> list[float]:
     rank.init()
     model = nn.ParameterList([torch.zeros(4)])
@@ -327,9 +309,7 @@ def record_delay(rank: Rank) -> list[float]:
         outer.step()
         seen.append(model[0][0].item())
         if step == 5:
-            error, text = error_of(outer.state_dict)
-            assert error == "RuntimeError"
-            assert "until step 6, this is step 5" in text
+            check_error(error_of(outer.state_dict), "RuntimeError", "until step 6, this is step 5")
     outer.sync()  # the one in flight, then another
     assert not torch.equal(model[0], torch.zeros(4))
     return seen
@@ -372,8 +352,8 @@ def train_workers(rank: Rank, wire_dtype: torch.dtype) -> torch.Tensor:
             results.append(flat(model))
     crossed = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])][rank.rank in (1, 2)]
     of_other_shards = rota.HookState(crossed, torch.float32)
-    error, text = error_of(lambda: LocalSGD(model, 2, state=of_other_shards))
-    assert error == "Mismatch" and "disagree on shard: " in text, text
+    error = error_of(lambda: LocalSGD(model, 2, state=of_other_shards))
+    check_error(error, "Mismatch", "disagree on shard: ")
     peers, every_rank, sharded = results
     assert_same(sharded, peers, "shards and replicas")
     # The same mean of four ranks, of which two and two are equal: every sum is exact.

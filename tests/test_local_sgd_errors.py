@@ -20,11 +20,13 @@ from local_sgd_workers import (
 )
 from models import batch_of, make_model
 from oracle import assert_same
-from ranks import Rank, Ranks, error_of, run_ranks
+from ranks import Rank, Ranks, check_error, error_of, on_ranks, run_ranks
 from rota.local_sgd import DiLoCo, LocalSGD
 
 
-def diverge(rank: Rank, value: float) -> None:
+@pytest.mark.parametrize("value", (float("inf"), float("nan")))
+@on_ranks(2)
+def test_a_difference_that_is_not_finite_is_dropped_on_all_ranks(rank: Rank, value: float) -> None:
     rank.init()
     for make in (LocalSGD, make_diloco):
         for num_fragments in (1, 2):
@@ -61,11 +63,6 @@ def diverge(rank: Rank, value: float) -> None:
             assert outer.num_skipped == 1
 
 
-@pytest.mark.parametrize("value", (float("inf"), float("nan")))
-def test_a_difference_that_is_not_finite_is_dropped_on_all_ranks(value: float) -> None:
-    run_ranks(2, diverge, value)
-
-
 def leave_early(rank: Rank) -> tuple[str, str]:
     rank.init(timeout_s=2.0)
     model = make_model()
@@ -88,7 +85,8 @@ def test_a_rank_that_takes_fewer_steps_is_named() -> None:
     assert "rank 1" in text
 
 
-def disagree(rank: Rank) -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_ranks_that_disagree_get_a_mismatch(rank: Rank) -> None:
     rank.init()
     model = make_model()
     errors = [
@@ -115,32 +113,28 @@ def disagree(rank: Rank) -> list[tuple[str, str]]:
     errors.append(error_of(other.step))
     assert_same(flat(model), before, "parameters after a mismatch")
     LocalSGD(model, 1).step()  # the group is usable
-    return errors
+    assert [error for error, _ in errors] == ["Mismatch"] * 10
+    for (_, text), part in zip(
+        errors,
+        (
+            "disagree on sync_every: rank 0 has 2; rank 1 has 3",
+            "num_fragments: rank 0 has 1; rank 1 has 2",
+            "num_tensors: rank 0 has 2; rank 1 has 4",
+            "broadcast(float32[2], root 0)",
+            "outer_optimizer: rank 0 has SGD(lr=0.5, ",
+            "momentum=0.9, ",
+            "rank 1 has Adam(lr=0.5, ",
+            "outer_optimizer's lr is 0.5 on rank 0, 1.5 on rank 1",
+            "step is 4 on rank 0, 8 on rank 1",
+            "wire",
+        ),
+        strict=True,
+    ):
+        assert part in text
 
 
-def test_ranks_that_disagree_get_a_mismatch() -> None:
-    for errors in run_ranks(2, disagree):
-        assert [error for error, _ in errors] == ["Mismatch"] * 10
-        for (_, text), part in zip(
-            errors,
-            (
-                "disagree on sync_every: rank 0 has 2; rank 1 has 3",
-                "num_fragments: rank 0 has 1; rank 1 has 2",
-                "num_tensors: rank 0 has 2; rank 1 has 4",
-                "broadcast(float32[2], root 0)",
-                "outer_optimizer: rank 0 has SGD(lr=0.5, ",
-                "momentum=0.9, ",
-                "rank 1 has Adam(lr=0.5, ",
-                "outer_optimizer's lr is 0.5 on rank 0, 1.5 on rank 1",
-                "step is 4 on rank 0, 8 on rank 1",
-                "wire",
-            ),
-            strict=True,
-        ):
-            assert part in text
-
-
-def leave_to_others(rank: Rank) -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_what_belongs_to_nobody_or_to_one_rank_is_not_averaged(rank: Rank) -> None:
     """Frozen parameters stay as they are; shards of one worker are not averaged."""
     rank.init()
     model = make_model()
@@ -156,13 +150,8 @@ def leave_to_others(rank: Rank) -> list[tuple[str, str]]:
         FullyShardedDataParallel(make_model(), device_id=torch.device("cpu")),
     ):
         errors.append(error_of(lambda model=sharded: LocalSGD(model, 1)))
-    return errors
-
-
-def test_what_belongs_to_nobody_or_to_one_rank_is_not_averaged() -> None:
-    for errors in run_ranks(2, leave_to_others):
-        for error, text in errors:
-            assert error == "ValueError" and "ranks [0, 1]" in text and "same shard" in text
+    for error in errors:
+        check_error(error, "ValueError", "ranks [0, 1]", "same shard")
 
 
 def change_the_model(rank: Rank) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rota
 from oracle import assert_same
-from ranks import Rank, error_of, run_ranks
+from ranks import Rank, check_error, error_of, on_ranks, run_ranks
 
 NUM_SHARDS = 8
 NUM_SAMPLES = 200  # 6 steps of an epoch of 8 * 4
@@ -123,7 +123,8 @@ def test_ddp_has_the_bits_of_a_plain_loop() -> None:
     check_equal(run(2, is_ddp=True), run(1))
 
 
-def mean_of_gradients(rank: Rank) -> None:
+@on_ranks(2)
+def test_gradient_is_the_mean_over_the_shards(rank: Rank) -> None:
     """The result is the mean over the shards, of gradients that are their numbers."""
     rank.init("gloo")
     weight = nn.Linear(1, 1, bias=False)
@@ -136,10 +137,6 @@ def mean_of_gradients(rank: Rank) -> None:
     assert weight.weight.grad is not None
     assert weight.weight.grad.item() == 11.5
     assert shards.state.grad_norm().item() == 11.5
-
-
-def test_gradient_is_the_mean_over_the_shards() -> None:
-    run_ranks(2, mean_of_gradients)
 
 
 def random_numbers(rank: Rank) -> list[tuple[list[float], list[int]]]:
@@ -167,7 +164,8 @@ def test_random_numbers_and_samples_belong_to_the_shard() -> None:
     assert len(set(samples)) == len(samples) == 16
 
 
-def use_badly(rank: Rank) -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_bad_use_is_an_error_that_says_what_to_do(rank: Rank) -> None:
     rank.init("rota")
     model = nn.Linear(2, 1)
     shards = rota.LogicalShards(model, 4)
@@ -205,56 +203,43 @@ def use_badly(rank: Rank) -> list[tuple[str, str]]:
     run_pass(first)
     run_pass(second)
     shards.reduce()
-    return errors
+    expected = [
+        ("ValueError", "num_shards is 6, expected a power of two"),
+        ("ValueError", "num_shards is 1, expected at least the number of ranks, 2"),
+        ("ValueError", "the state's None"),
+        ("RuntimeError", "expected shard"),
+        ("RuntimeError", "after 0 of this rank's 2 shards"),
+        ("RuntimeError", "after 1 of this rank's 2 shards"),
+        ("ValueError", "3 samples, expected at least 4 shards * 1"),
+        ("ValueError", "had 8 shards, this one has 4"),
+        ("RuntimeError", "expected reduce()"),
+        ("RuntimeError", "zero_grad()"),
+        ("RuntimeError", "has come 2 times, expected 1"),
+    ]
+    assert [error for error, _ in errors] == [error for error, _ in expected]
+    for (_, text), (_, part) in zip(errors, expected, strict=True):
+        assert part in text
 
 
-def test_bad_use_is_an_error_that_says_what_to_do() -> None:
-    for errors in run_ranks(2, use_badly):
-        expected = [
-            ("ValueError", "num_shards is 6, expected a power of two"),
-            ("ValueError", "num_shards is 1, expected at least the number of ranks, 2"),
-            ("ValueError", "the state's None"),
-            ("RuntimeError", "expected shard"),
-            ("RuntimeError", "after 0 of this rank's 2 shards"),
-            ("RuntimeError", "after 1 of this rank's 2 shards"),
-            ("ValueError", "3 samples, expected at least 4 shards * 1"),
-            ("ValueError", "had 8 shards, this one has 4"),
-            ("RuntimeError", "expected reduce()"),
-            ("RuntimeError", "zero_grad()"),
-            ("RuntimeError", "has come 2 times, expected 1"),
-        ]
-        assert [error for error, _ in errors] == [error for error, _ in expected]
-        for (_, text), (_, part) in zip(errors, expected, strict=True):
-            assert part in text
-
-
-def warn_about_batch_norm(rank: Rank) -> list[str]:
+@on_ranks(1)
+def test_batch_norm_is_warned_about(rank: Rank) -> None:
     rank.init("rota")
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         rota.LogicalShards(model, 2)
         rota.LogicalShards(model.eval(), 2)
-    return [str(warning.message) for warning in caught]
-
-
-def test_batch_norm_is_warned_about() -> None:
-    ((text,),) = run_ranks(1, warn_about_batch_norm)
+    (text,) = [str(warning.message) for warning in caught]
     assert "1 is a BatchNorm1d" in text
     assert "LayerNorm" in text
 
 
-def disagree_on_shards(rank: Rank) -> tuple[str, str]:
+@on_ranks(2)
+def test_ranks_that_disagree_on_the_number_of_shards_are_a_mismatch(rank: Rank) -> None:
     rank.init("rota")
     model = nn.Linear(2, 1)
     shards = rota.LogicalShards(model, 2 << rank.rank)
     for shard in shards:
         with shards.backward_of(shard):
             model(torch.ones(2)).sum().backward()
-    return error_of(shards.reduce)
-
-
-def test_ranks_that_disagree_on_the_number_of_shards_are_a_mismatch() -> None:
-    for error, text in run_ranks(2, disagree_on_shards):
-        assert error == "Mismatch"
-        assert "tree of 2 shards" in text and "tree of 4 shards" in text
+    check_error(error_of(shards.reduce), "Mismatch", "tree of 2 shards", "tree of 4 shards")

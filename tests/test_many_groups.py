@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import rota
 from own_process import num_descriptors, num_threads
-from ranks import Rank, run_ranks
+from ranks import Rank, on_ranks, run_ranks
 
 WORLD_SIZE = 4
 # Every set of at least two ranks, and the number of groups that each set makes.
@@ -26,7 +26,8 @@ def limit_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 
 
-def use_many_groups(rank: Rank) -> tuple[list[int], list[int]]:
+@on_ranks(WORLD_SIZE)
+def test_many_groups_keep_their_descriptors_and_threads_few(rank: Rank) -> None:
     """The numbers of descriptors and threads after each round."""
     rank.init()
     limit_descriptors()
@@ -46,17 +47,13 @@ def use_many_groups(rank: Rank) -> tuple[list[int], list[int]]:
         time.sleep(0.1)  # a listener closes a connection a moment after its answer has arrived
         descriptors.append(num_descriptors())
         threads.append(num_threads())
-    return descriptors, threads
+    assert len(set(descriptors)) == 1, descriptors
+    # A group's thread may not be back in the pool yet when the next group needs one.
+    assert threads[-1] <= threads[0] + 3, threads
 
 
-def test_many_groups_keep_their_descriptors_and_threads_few() -> None:
-    for descriptors, threads in run_ranks(WORLD_SIZE, use_many_groups):
-        assert len(set(descriptors)) == 1, descriptors
-        # A group's thread may not be back in the pool yet when the next group needs one.
-        assert threads[-1] <= threads[0] + 3, threads
-
-
-def destroy_and_make_groups(rank: Rank) -> list[int]:
+@on_ranks(2)
+def test_last_group_of_a_peer_closes_its_descriptors(rank: Rank) -> None:
     """A peer's descriptors are closed with its last group, and reopened for the next group."""
     rank.init("gloo")
     rota.empty(0)  # the process keeps one descriptor of the heap
@@ -72,12 +69,7 @@ def destroy_and_make_groups(rank: Rank) -> list[int]:
         del group, groups
     samples.append(num_descriptors())
     dist.barrier()
-    return samples
-
-
-def test_last_group_of_a_peer_closes_its_descriptors() -> None:
-    for samples in run_ranks(2, destroy_and_make_groups):
-        assert len(set(samples)) == 1, samples
+    assert len(set(samples)) == 1, samples
 
 
 def use_groups_in_own_order(rank: Rank) -> list[float]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import Rank, error_of, run_ranks
+from ranks import Rank, check_error, error_of, run_ranks
 from several_hosts import ONE_BY_ONE, TWO_BY_TWO, Layout
 from windows import PAIR, hosts_of, run_on
 
@@ -67,7 +67,10 @@ def disagree_with_self(rank: Rank) -> tuple[str, str]:
 
 @pytest.mark.parametrize("world_size", [1])
 def test_message_to_the_own_rank_of_another_length_is_a_mismatch(world_size: int) -> None:
-    kind, text = run_ranks(world_size, disagree_with_self)[0]
-    assert kind == "Mismatch"
-    assert "rank 0 called send(float32[4], tag 0)" in text
-    assert "rank 0 called recv(float32[3], tag 0)" in text
+    error = run_ranks(world_size, disagree_with_self)[0]
+    check_error(
+        error,
+        "Mismatch",
+        "rank 0 called send(float32[4], tag 0)",
+        "rank 0 called recv(float32[3], tag 0)",
+    )

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import rota
-from ranks import Rank, error_of, run_ranks
+from ranks import Rank, check_error, error_of, on_ranks, run_ranks
 
 ODD_RANK = 1  # calls something other than the rest
 PROMPT_S = 5.0  # the contract says 10 ms; on a busy machine, a test can only rule out a time-out
@@ -160,10 +160,10 @@ def test_mismatch_raises_on_every_rank_and_the_group_goes_on(name: str) -> None:
     results = run_ranks(3, call_differently, name)
     usual, odd = CASES[name]
     for errors, untouched, slowest, total in results:
-        for error, text in errors:
-            assert error == "Mismatch", text
-            assert f"ranks 0, 2 called {usual.text}" in text
-            assert f"rank 1 called {odd.text}" in text
+        for error in errors:
+            check_error(
+                error, "Mismatch", f"ranks 0, 2 called {usual.text}", f"rank 1 called {odd.text}"
+            )
         assert untouched
         assert slowest < PROMPT_S
         assert total == 3.0
@@ -174,16 +174,14 @@ def test_mismatch_of_wire_names_it() -> None:
         assert all("wire float16" in text for _, text in errors)
 
 
-def sum_in_other_groups(rank: Rank) -> tuple[str, str]:
+@on_ranks(4)
+def test_mismatch_of_group_size_names_it(rank: Rank) -> None:
     communicator = rank.communicator()
     group_size = 2 if rank.rank == ODD_RANK else None
-    return error_of(lambda: communicator.all_reduce(torch.ones(8), group_size=group_size))
-
-
-def test_mismatch_of_group_size_names_it() -> None:
-    for error, text in run_ranks(4, sum_in_other_groups):
-        assert error == "Mismatch"
-        assert "rank 1 called all_reduce(sum, float32[8], one_shot, groups of 2)" in text
+    error = error_of(lambda: communicator.all_reduce(torch.ones(8), group_size=group_size))
+    check_error(
+        error, "Mismatch", "rank 1 called all_reduce(sum, float32[8], one_shot, groups of 2)"
+    )
 
 
 def move_unnamed_dtypes(
@@ -210,7 +208,8 @@ def test_mismatch_of_dtypes_that_are_only_copied_raises(
     assert [error for error, _ in results] == ["Mismatch"] * 2
 
 
-def mismatch_on_backend(rank: Rank) -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_backend_mismatch_raises_from_call_wait_and_future(rank: Rank) -> None:
     rank.init()
     tensor = torch.ones(8 + rank.rank)
     errors = [error_of(lambda: dist.all_reduce(tensor))]
@@ -221,31 +220,19 @@ def mismatch_on_backend(rank: Rank) -> list[tuple[str, str]]:
     behind = dist.all_reduce(good, async_op=True)
     errors.append(error_of(lambda: dist.broadcast(tensor, rank.rank)))
     behind.wait()
-    errors.append(("sum", str(good.tolist())))
-    return errors
+    for error in errors:
+        check_error(error, "Mismatch", "rank 0 called", "rank 1 called")
+    assert good.tolist() == [2.0, 2.0, 2.0]
 
 
-def test_backend_mismatch_raises_from_call_wait_and_future() -> None:
-    for errors in run_ranks(2, mismatch_on_backend):
-        *mismatches, total = errors
-        for error, text in mismatches:
-            assert error == "Mismatch", text
-            assert "rank 0 called" in text and "rank 1 called" in text
-        assert total == ("sum", "[2.0, 2.0, 2.0]")
-
-
-def mismatch_in_coalesced(rank: Rank) -> tuple[str, str, list[float], list[float]]:
+@on_ranks(2)
+def test_backend_mismatch_inside_coalesced_call_ends_it_on_every_rank(rank: Rank) -> None:
     """The first tensor agrees, the second does not: the first is reduced, the others stay."""
     rank.init()
     tensors = [torch.ones(4), torch.ones(5 + rank.rank), torch.ones(6)]
     error = error_of(lambda: dist.all_reduce_coalesced(tensors))
     again = torch.ones(2)
     dist.all_reduce(again)
-    return *error, [float(tensor[0]) for tensor in tensors], again.tolist()
-
-
-def test_backend_mismatch_inside_coalesced_call_ends_it_on_every_rank() -> None:
-    for error, text, firsts, again in run_ranks(2, mismatch_in_coalesced):
-        assert error == "Mismatch", text
-        assert firsts == [2.0, 1.0, 1.0]
-        assert again == [2.0, 2.0]
+    check_error(error, "Mismatch")
+    assert [float(tensor[0]) for tensor in tensors] == [2.0, 1.0, 1.0]
+    assert again.tolist() == [2.0, 2.0]

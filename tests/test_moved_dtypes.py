@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import rota
-from ranks import Rank, error_of, run_ranks
+from ranks import Rank, check_error, error_of, on_ranks, run_ranks
 from several_hosts import TWO_BY_TWO, Layout
 
 ALL_DTYPES = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -118,7 +118,8 @@ def test_dtypes_without_sums_are_moved_between_hosts() -> None:
     TWO_BY_TWO.run(move_everything)
 
 
-def keep_in_windows(rank: Rank) -> None:
+@on_ranks(2)
+def test_every_dtype_of_torch_is_kept_in_windows_and_heap_tensors(rank: Rank) -> None:
     rank.init()
     other = 1 - rank.rank
     for dtype in MOVED:
@@ -137,11 +138,8 @@ def keep_in_windows(rank: Rank) -> None:
         assert bytes_of(tensor) == bytes_of(pattern(0, dtype)), dtype
 
 
-def test_every_dtype_of_torch_is_kept_in_windows_and_heap_tensors() -> None:
-    run_ranks(2, keep_in_windows)
-
-
-def refuse_sums(rank: Rank) -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_sum_of_a_dtype_that_is_only_moved_names_those_that_are_summed(rank: Rank) -> None:
     comm = rank.communicator()
     errors = []
     for dtype in ONLY_MOVED:
@@ -152,17 +150,13 @@ def refuse_sums(rank: Rank) -> list[tuple[str, str]]:
         ]
     comm.all_reduce(tensor := torch.ones(3))
     assert tensor.tolist() == [rank.world_size] * 3
-    return errors
+    for error in errors:
+        check_error(error, "TypeError", "expected one of float32, float64", "bool")
 
 
-def test_sum_of_a_dtype_that_is_only_moved_names_those_that_are_summed() -> None:
-    for errors in run_ranks(2, refuse_sums):
-        for error, text in errors:
-            assert error == "TypeError"
-            assert "expected one of float32, float64" in text and "bool" in text
-
-
-def disagree(rank: Rank) -> list[tuple[str, str]]:
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")
+@on_ranks(2)
+def test_dtypes_of_one_size_that_differ_between_ranks_are_a_mismatch(rank: Rank) -> None:
     comm = rank.communicator()
     tensor = pattern(0, (torch.float8_e8m0fnu, torch.bits8)[rank.rank])
     errors = [error_of(lambda: comm.broadcast(tensor, 0))]
@@ -172,14 +166,7 @@ def disagree(rank: Rank) -> list[tuple[str, str]]:
         errors.append(error_of(lambda: comm.recv(tensor, 0)))
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8)
     errors.append(error_of(lambda: comm.broadcast(quantized, 0)))
-    return errors
-
-
-@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")
-def test_dtypes_of_one_size_that_differ_between_ranks_are_a_mismatch() -> None:
-    for errors in run_ranks(2, disagree):
-        *mismatches, (error, text) = errors
-        assert error == "TypeError" and "QInt8" in text and "int_repr()" in text
-        for error, text in mismatches:
-            assert error == "Mismatch"
-            assert "float8_e8m0fnu[1001]" in text and "bits8[1001]" in text
+    *mismatches, (error, text) = errors
+    assert error == "TypeError" and "QInt8" in text and "int_repr()" in text
+    for error in mismatches:
+        check_error(error, "Mismatch", "float8_e8m0fnu[1001]", "bits8[1001]")

@@ -24,7 +24,7 @@ from oracle import (
     rounding_traps,
     special_values,
 )
-from ranks import Rank, isas_of_this_cpu, run_ranks
+from ranks import Rank, isas_of_this_cpu, on_ranks, run_ranks
 
 pytestmark = pytest.mark.same_in_every_build
 
@@ -108,17 +108,12 @@ def test_all_reduce_wire_dtype_follows_contract(
     run_ranks(world_size, check_wire, *pair)
 
 
-def check_rounding_traps(rank: Rank, wire_dtype: torch.dtype) -> None:
-    inputs = rounding_traps(rank.world_size, wire_dtype)
-    check_contract(rank, rank.communicator(), inputs, "sum", wire_dtype)
-
-
 @pytest.mark.parametrize("wire_dtype", [torch.float16, torch.bfloat16, *FLOAT8_DTYPES], ids=name_of)
 @pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
-def test_all_reduce_float64_to_narrow_wire_rounds_once(
-    world_size: int, wire_dtype: torch.dtype
-) -> None:
-    run_ranks(world_size, check_rounding_traps, wire_dtype)
+@on_ranks()
+def test_all_reduce_float64_to_narrow_wire_rounds_once(rank: Rank, wire_dtype: torch.dtype) -> None:
+    inputs = rounding_traps(rank.world_size, wire_dtype)
+    check_contract(rank, rank.communicator(), inputs, "sum", wire_dtype)
 
 
 def check_special(rank: Rank, dtype: torch.dtype) -> str:
@@ -161,7 +156,11 @@ def test_all_reduce_nan_wins_min_and_max_whichever_rank_has_it() -> None:
     assert run_ranks(2, min_and_max_with_nan) == [expected, expected]
 
 
-def check_with_flush_denormal(rank: Rank, dtype: torch.dtype) -> bool:
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=name_of)
+@on_ranks(2)
+def test_all_reduce_keeps_denormals_and_the_callers_flush_mode(
+    rank: Rank, dtype: torch.dtype
+) -> None:
     communicator = rank.communicator(slot_bytes=SLOT_BYTES)
     cases = []
     for inputs in (
@@ -183,15 +182,17 @@ def check_with_flush_denormal(rank: Rank, dtype: torch.dtype) -> bool:
             assert_same(tensor, expected, f"{op} {algorithm} async_op {async_op}")
         is_flushed.append(torch.tensor([1e-310], dtype=torch.float64).mul(1.0).item() == 0)
     torch.set_flush_denormal(False)
-    return all(is_flushed)
+    assert all(is_flushed)
 
 
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=name_of)
-def test_all_reduce_keeps_denormals_and_the_callers_flush_mode(dtype: torch.dtype) -> None:
-    assert run_ranks(2, check_with_flush_denormal, dtype) == [True, True]
-
-
-def reduce_unusual_bools(rank: Rank, op: str) -> list[list[int]]:
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [("sum", [0, 1, 1, 1]), ("product", [0, 0, 0, 1]), ("bxor", [0, 1, 1, 0])],
+)
+@on_ranks(2)
+def test_all_reduce_bool_bytes_beyond_1_count_as_true(
+    rank: Rank, op: str, expected: list[int]
+) -> None:
     communicator = rank.communicator()
     results = []
     for algorithm in ALGORITHMS:
@@ -199,15 +200,7 @@ def reduce_unusual_bools(rank: Rank, op: str) -> list[list[int]]:
         tensor = torch.tensor(own, dtype=torch.uint8).view(torch.bool)
         communicator.all_reduce(tensor, op, algorithm)
         results.append(tensor.view(torch.uint8).tolist())
-    return results
-
-
-@pytest.mark.parametrize(
-    ("op", "expected"),
-    [("sum", [0, 1, 1, 1]), ("product", [0, 0, 0, 1]), ("bxor", [0, 1, 1, 0])],
-)
-def test_all_reduce_bool_bytes_beyond_1_count_as_true(op: str, expected: list[int]) -> None:
-    assert run_ranks(2, reduce_unusual_bools, op) == [[expected] * len(ALGORITHMS)] * 2
+    assert results == [expected] * len(ALGORITHMS)
 
 
 def digest_of_results(rank: Rank) -> tuple[str, str]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import rota
-from ranks import Rank, error_of, run_ranks
+from ranks import Rank, check_error, error_of, on_ranks, run_ranks
 from several_hosts import TWO_BY_TWO, Layout
 
 # Of each rank's part: it travels with the post, and in several rounds of slots.
@@ -142,7 +142,8 @@ def strided_pairs() -> Iterator[tuple[str, torch.Tensor, torch.Tensor, bool]]:
     yield "inner blocks of one row", planes[:, 1:3, 2:4], planes[1:2, 2:, 3:], True
 
 
-def refuse_shared_outputs(rank: Rank) -> None:
+@on_ranks(2)
+def test_outputs_that_share_memory_are_refused_and_the_group_goes_on(rank: Rank) -> None:
     communicator = rank.communicator()
     ones = torch.ones(4)
     memory = torch.zeros(11)
@@ -158,8 +159,7 @@ def refuse_shared_outputs(rank: Rank) -> None:
             block_scaling=False,
         ),
     ):
-        kind, text = error_of(call)
-        assert kind == "ValueError" and "share" in text and "give" in text, (kind, text)
+        check_error(error_of(call), "ValueError", "share", "give")
     assert memory.eq(0).all()
 
     for name, one, other, share in strided_pairs():
@@ -171,7 +171,3 @@ def refuse_shared_outputs(rank: Rank) -> None:
         assert one.eq(2).all() and other.ne(0).any() == share, name
     dist.all_reduce(ones)
     assert ones.eq(2).all()
-
-
-def test_outputs_that_share_memory_are_refused_and_the_group_goes_on() -> None:
-    run_ranks(2, refuse_shared_outputs)

@@ -24,7 +24,7 @@ from parameter_servers import (
     init,
     settle,
 )
-from ranks import Rank, run_ranks
+from ranks import Rank, on_ranks, run_ranks
 from rota.parameter_server import ParameterServer
 from rota.parameter_server.setup import PushLayout, assign
 from rota.shared.wire import Wire
@@ -34,7 +34,16 @@ pytestmark = pytest.mark.same_in_every_build
 NUM_STEPS = 10
 
 
-def train_beside_all_reduce(rank: Rank, optimizer: str, servers: list[int] | None) -> None:
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+@pytest.mark.parametrize(
+    ("world_size", "servers"),
+    [(2, None), (3, None), (3, [1]), (5, [0, 3])],
+    ids=["every-2", "every-3", "1-of-3", "2-of-5"],
+)
+@on_ranks()
+def test_sync_has_the_bits_of_all_reduce(
+    rank: Rank, optimizer: str, servers: list[int] | None
+) -> None:
     init(rank)
     model = nn.Sequential(make_model(), nn.Linear(8, 3))
     torch.manual_seed(rank.rank)  # rank 0's parameters count
@@ -67,19 +76,8 @@ def train_beside_all_reduce(rank: Rank, optimizer: str, servers: list[int] | Non
     return None
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
-@pytest.mark.parametrize(
-    ("world_size", "servers"),
-    [(2, None), (3, None), (3, [1]), (5, [0, 3])],
-    ids=["every-2", "every-3", "1-of-3", "2-of-5"],
-)
-def test_sync_has_the_bits_of_all_reduce(
-    world_size: int, servers: list[int] | None, optimizer: str
-) -> None:
-    run_ranks(world_size, train_beside_all_reduce, optimizer, servers)
-
-
-def train_in_bfloat16(rank: Rank) -> None:
+@on_ranks(2)
+def test_sync_of_bfloat16_parameters_keeps_float32_copies(rank: Rank) -> None:
     init(rank)
     model = make_model(torch.bfloat16)
     masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
@@ -98,10 +96,6 @@ def train_in_bfloat16(rank: Rank) -> None:
         server.step()
         assert torch.equal(flat(model.parameters()), flat(m.bfloat16() for m in masters))
     server.close()
-
-
-def test_sync_of_bfloat16_parameters_keeps_float32_copies() -> None:
-    run_ranks(2, train_in_bfloat16)
 
 
 def push_odd_gradients(rank: Rank) -> list[float]:
@@ -137,7 +131,8 @@ class Replacing(torch.optim.Optimizer):
         self.zero_grad()
 
 
-def replace_memory(rank: Rank) -> None:
+@on_ranks(2)
+def test_parameters_may_get_other_memory_on_workers_and_servers(rank: Rank) -> None:
     init(rank)
     parameters = counters(rank.world_size)
     server = ParameterServer(parameters, Replacing)
@@ -148,10 +143,6 @@ def replace_memory(rank: Rank) -> None:
         server.step()
         assert counted(parameters) == [[step + 1] * rank.world_size] * 2
     server.close()
-
-
-def test_parameters_may_get_other_memory_on_workers_and_servers() -> None:
-    run_ranks(2, replace_memory)
 
 
 def count_pushes(

@@ -10,7 +10,7 @@ from torch import nn
 import rota
 from models import make_model
 from parameter_servers import OPTIMIZERS, backward, flat, init, settle
-from ranks import Rank, run_ranks
+from ranks import Rank, on_ranks
 from rota.parameter_server import ParameterServer
 
 pytestmark = pytest.mark.same_in_every_build
@@ -20,7 +20,9 @@ def parameters_of(*sizes: int) -> list[nn.Parameter]:
     return [nn.Parameter(torch.arange(size).float()) for size in sizes]
 
 
-def push_delayed(rank: Rank, compensation: float) -> None:
+@pytest.mark.parametrize("compensation", [0.0, 0.5])
+@on_ranks(2)
+def test_delay_compensation_equals_the_formula(rank: Rank, compensation: float) -> None:
     """Worker 1 pulls, then worker 0 pushes, then worker 1 pushes; all numbers are exact."""
     init(rank)
     parameters = parameters_of(5, 64)
@@ -43,12 +45,25 @@ def push_delayed(rank: Rank, compensation: float) -> None:
     server.close()
 
 
-@pytest.mark.parametrize("compensation", [0.0, 0.5])
-def test_delay_compensation_equals_the_formula(compensation: float) -> None:
-    run_ranks(2, push_delayed, compensation)
+def round_to(values: torch.Tensor, wire_dtype: torch.dtype, block_scaling: bool) -> torch.Tensor:
+    if not block_scaling:
+        return values.to(wire_dtype).float()
+    length = rota._C.encoded_bytes(values.numel(), wire_dtype, True)
+    encoded, decoded = torch.zeros(length, dtype=torch.uint8), torch.zeros_like(values)
+    rota._C.encode(encoded, values, wire_dtype, True)
+    rota._C.decode(decoded, encoded, wire_dtype, True)
+    return decoded
 
 
-def push_rounded(
+@pytest.mark.parametrize("error_feedback", [False, True], ids=["plain", "feedback"])
+@pytest.mark.parametrize(
+    ("wire_dtype", "block_scaling"),
+    [(torch.float16, False), (torch.bfloat16, False), (torch.float8_e4m3fn, True)],
+    ids=["float16", "bfloat16", "e4m3-scaled"],
+)
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@on_ranks(2)
+def test_narrow_wire_rounds_each_push_once(
     rank: Rank, wire_dtype: torch.dtype, block_scaling: bool, error_feedback: bool, mode: str
 ) -> None:
     """Compares with torch's own rounding; with scaled blocks, with that of one tensor."""
@@ -93,30 +108,8 @@ def push_rounded(
     server.close()
 
 
-def round_to(values: torch.Tensor, wire_dtype: torch.dtype, block_scaling: bool) -> torch.Tensor:
-    if not block_scaling:
-        return values.to(wire_dtype).float()
-    length = rota._C.encoded_bytes(values.numel(), wire_dtype, True)
-    encoded, decoded = torch.zeros(length, dtype=torch.uint8), torch.zeros_like(values)
-    rota._C.encode(encoded, values, wire_dtype, True)
-    rota._C.decode(decoded, encoded, wire_dtype, True)
-    return decoded
-
-
-@pytest.mark.parametrize("error_feedback", [False, True], ids=["plain", "feedback"])
-@pytest.mark.parametrize(
-    ("wire_dtype", "block_scaling"),
-    [(torch.float16, False), (torch.bfloat16, False), (torch.float8_e4m3fn, True)],
-    ids=["float16", "bfloat16", "e4m3-scaled"],
-)
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_narrow_wire_rounds_each_push_once(
-    mode: str, wire_dtype: torch.dtype, block_scaling: bool, error_feedback: bool
-) -> None:
-    run_ranks(2, push_rounded, wire_dtype, block_scaling, error_feedback, mode)
-
-
-def push_inf(rank: Rank) -> None:
+@on_ranks(2)
+def test_inf_and_nan_are_pushed_but_leave_no_residual(rank: Rank) -> None:
     init(rank)
     parameters = [nn.Parameter(torch.zeros(3))]
     server = ParameterServer(
@@ -131,11 +124,9 @@ def push_inf(rank: Rank) -> None:
     server.close()
 
 
-def test_inf_and_nan_are_pushed_but_leave_no_residual() -> None:
-    run_ranks(2, push_inf)
-
-
-def average_weights(rank: Rank, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["sync", "async", "stale"])
+@on_ranks(2)
+def test_pushed_weights_are_averaged(rank: Rank, mode: str) -> None:
     """Workers take steps of their own, and push the weights."""
     init(rank)
     model = make_model()
@@ -170,12 +161,8 @@ def average_weights(rank: Rank, mode: str) -> None:
     server.close()
 
 
-@pytest.mark.parametrize("mode", ["sync", "async", "stale"])
-def test_pushed_weights_are_averaged(mode: str) -> None:
-    run_ranks(2, average_weights, mode)
-
-
-def follow_schedule(rank: Rank) -> None:
+@on_ranks(2)
+def test_lr_lambda_sees_the_number_of_the_update(rank: Rank) -> None:
     init(rank)
     parameters = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(7))]
     server = ParameterServer(
@@ -193,11 +180,8 @@ def follow_schedule(rank: Rank) -> None:
     server.close()
 
 
-def test_lr_lambda_sees_the_number_of_the_update() -> None:
-    run_ranks(2, follow_schedule)
-
-
-def use_two(rank: Rank) -> list[float]:
+@on_ranks(3)
+def test_several_parameter_servers_do_not_mix(rank: Rank) -> None:
     """Two servers over one group, and one over a subgroup."""
     init(rank)
     subgroup = dist.new_group([1, 2])
@@ -209,8 +193,5 @@ def use_two(rank: Rank) -> list[float]:
         server.step([torch.full((3,), float(i + 1))])
     for server in reversed(servers):
         server.close()
-    return [float(p[0][0]) for p in parameters]
-
-
-def test_several_parameter_servers_do_not_mix() -> None:
-    assert run_ranks(3, use_two) == [[-1, -2, 0], [-1, -2, -3], [-1, -2, -3]]
+    result = [float(p[0][0]) for p in parameters]
+    assert result == [[-1, -2, 0], [-1, -2, -3], [-1, -2, -3]][rank.rank]

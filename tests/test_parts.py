@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from oracle import name_of, random_inputs
-from ranks import Rank, run_ranks
+from ranks import Rank, on_ranks, run_ranks
 
 # In a mailbox, in one slot, in many rounds; small slots make all of it cheap.
 SLOT_BYTES = 4096
@@ -126,7 +126,9 @@ def test_backend_collective_equals_gloo(
     run_ranks(world_size, check, DTYPES[world_size % len(DTYPES)])
 
 
-def on_communicator(rank: Rank, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32], ids=name_of)
+@on_ranks(3)
+def test_communicator_collective_moves_every_part(rank: Rank, dtype: torch.dtype) -> None:
     communicator, n = rank.communicator(slot_bytes=SLOT_BYTES), rank.world_size
     for size in SIZES:
         inputs = [torch.arange(size * n).add(100 * peer).to(dtype) for peer in range(n)]
@@ -156,12 +158,8 @@ def on_communicator(rank: Rank, dtype: torch.dtype) -> None:
         assert torch.equal(own_changed, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32], ids=name_of)
-def test_communicator_collective_moves_every_part(dtype: torch.dtype) -> None:
-    run_ranks(3, on_communicator, dtype)
-
-
-def strided(rank: Rank) -> None:
+@on_ranks(2)
+def test_parts_of_strided_tensors_follow_logical_order(rank: Rank) -> None:
     communicator = rank.communicator()
     values = torch.arange(8.0).view(4, 2) + 10 * rank.rank
     communicator.all_to_all(output := torch.zeros(2, 4).t(), values.t().contiguous().t())
@@ -173,11 +171,8 @@ def strided(rank: Rank) -> None:
     assert torch.equal(column, torch.tensor([0.0, 2.0]) * 2 + 10 + (8.0 if rank.rank else 0.0))
 
 
-def test_parts_of_strided_tensors_follow_logical_order() -> None:
-    run_ranks(2, strided)
-
-
-def canonical_order(rank: Rank) -> None:
+@on_ranks(3)
+def test_reduce_and_reduce_scatter_have_the_bits_of_all_reduce(rank: Rank) -> None:
     """Sums in another order would differ: 16-bit sums that round once, in ascending rank. So would
     averages of integers that are divided more than once, or before they wrap."""
     communicator = rank.communicator(slot_bytes=SLOT_BYTES)
@@ -191,11 +186,8 @@ def canonical_order(rank: Rank) -> None:
             assert torch.equal(tensor, total if rank.rank == root else own)
 
 
-def test_reduce_and_reduce_scatter_have_the_bits_of_all_reduce() -> None:
-    run_ranks(3, canonical_order)
-
-
-def premultiplied(rank: Rank) -> None:
+@on_ranks(2)
+def test_backend_premul_sum_multiplies_each_contribution(rank: Rank) -> None:
     rank.init()
     for factor in (0.5, torch.tensor(0.5)):
         op = dist._make_nccl_premul_sum(factor)
@@ -210,11 +202,8 @@ def premultiplied(rank: Rank) -> None:
     assert tensor.tolist() == [18.0] * 5
 
 
-def test_backend_premul_sum_multiplies_each_contribution() -> None:
-    run_ranks(2, premultiplied)
-
-
-def coalesced(rank: Rank) -> None:
+@on_ranks(2)
+def test_backend_coalesced_calls_equal_single_ones(rank: Rank) -> None:
     rank.init()
     tensors = [torch.full((size,), float(rank.rank + size)) for size in (1, 70_000)]
     with dist._coalescing_manager():
@@ -229,11 +218,8 @@ def coalesced(rank: Rank) -> None:
     assert [part[0].item() for part in parts] == [2.0, 2.0]
 
 
-def test_backend_coalesced_calls_equal_single_ones() -> None:
-    run_ranks(2, coalesced)
-
-
-def objects(rank: Rank) -> None:
+@on_ranks(3)
+def test_backend_object_collectives_move_objects(rank: Rank) -> None:
     rank.init()
     own, n = {"rank": rank.rank, "text": "x" * 100_000 * rank.rank}, rank.world_size
     gathered: list[dict[str, object] | None] = [None] * n
@@ -248,7 +234,3 @@ def objects(rank: Rank) -> None:
     shared = [own if rank.rank == 2 else None]
     dist.broadcast_object_list(shared, src=2)
     assert shared == [gathered[2]]
-
-
-def test_backend_object_collectives_move_objects() -> None:
-    run_ranks(3, objects)

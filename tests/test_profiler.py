@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from ranks import Rank, error_of, run_ranks
+from ranks import Rank, error_of, on_ranks, run_ranks
 
 
-def _run_profiled(rank: Rank) -> Counter[str]:
+@on_ranks(2)
+def test_profiler_shows_each_collective_once(rank: Rank) -> None:
     communicator = rank.communicator()
     tensor, both = torch.ones(10), torch.ones(20)
     stats = torch.zeros(2, dtype=torch.float64)
@@ -27,19 +28,15 @@ def _run_profiled(rank: Rank) -> Counter[str]:
         dist.all_reduce(tensor)
         dist.all_reduce(tensor, async_op=True).wait()
         dist.barrier()
-    return Counter(event.name for event in profiled.events())
-
-
-def test_profiler_shows_each_collective_once() -> None:
-    for names in run_ranks(2, _run_profiled):
-        shown = {name: count for name, count in names.items() if name.startswith("rota:")}
-        assert shown == {
-            "rota:all_reduce": 4,
-            "rota:reduce_bucket": 1,
-            "rota:broadcast": 1,
-            "rota:all_gather": 1,
-            "rota:barrier": 2,
-        }
+    names = Counter(event.name for event in profiled.events())
+    shown = {name: count for name, count in names.items() if name.startswith("rota:")}
+    assert shown == {
+        "rota:all_reduce": 4,
+        "rota:reduce_bucket": 1,
+        "rota:broadcast": 1,
+        "rota:all_gather": 1,
+        "rota:barrier": 2,
+    }
 
 
 NUM_ELEMS = 6
@@ -126,7 +123,8 @@ def test_profiler_shows_every_operation_with_its_sizes() -> None:
     assert run_ranks(2, _run_with_sizes)[0] == [expected, expected]
 
 
-def _run_in_detail(rank: Rank) -> str:
+@on_ranks(2)
+def test_debug_level_detail_wraps_every_operation(rank: Rank) -> None:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     rank.init()
     _call_each(rank, is_async=False)
@@ -140,12 +138,7 @@ def _run_in_detail(rank: Rank) -> str:
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     assert type(backend).__name__ == "_ProcessGroupWrapper"
     dist.destroy_process_group()
-    return error
-
-
-def test_debug_level_detail_wraps_every_operation() -> None:
-    for error in run_ranks(2, _run_in_detail):
-        assert "mismatch between collectives" in error
+    assert "mismatch between collectives" in error
 
 
 def _measure(rank: Rank) -> list[float]:

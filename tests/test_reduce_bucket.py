@@ -20,7 +20,7 @@ from bucket_oracle import (
     stats_of,
 )
 from oracle import CANONICAL_ALGORITHMS, assert_same, name_of, to_numpy
-from ranks import Rank, run_ranks
+from ranks import Rank, on_ranks, run_ranks
 
 pytestmark = pytest.mark.same_in_every_build
 
@@ -148,7 +148,11 @@ def test_reduce_bucket_norm_and_random_bits_depend_on_no_algorithm_or_slot() -> 
     assert all(result == results[0] for result in results)
 
 
-def reduce_in_parts(rank: Rank, wire: Format) -> None:
+@pytest.mark.parametrize("wire", [wire for wire in FORMATS if not wire.block_scaling], ids=str)
+@on_ranks(3)
+def test_reduce_bucket_without_block_scaling_depends_on_no_bucket_layout(
+    rank: Rank, wire: Format
+) -> None:
     comm = rank.communicator()
     gradient = gradients(rank.world_size, 20_000, torch.float32)[rank.rank]
     whole, _ = reduce_once(comm, gradient, wire, divisor=3.0)
@@ -157,12 +161,10 @@ def reduce_in_parts(rank: Rank, wire: Format) -> None:
         assert_same(torch.cat(parts), whole, str(lengths))
 
 
-@pytest.mark.parametrize("wire", [wire for wire in FORMATS if not wire.block_scaling], ids=str)
-def test_reduce_bucket_without_block_scaling_depends_on_no_bucket_layout(wire: Format) -> None:
-    run_ranks(3, reduce_in_parts, wire)
-
-
-def stay_within_bound(rank: Rank, wire: Format) -> None:
+@pytest.mark.parametrize("wire", FORMATS, ids=str)
+@pytest.mark.parametrize("world_size", [2, 4, 8, 16], ids="ws{}".format)
+@on_ranks()
+def test_reduce_bucket_error_is_within_bound(rank: Rank, wire: Format) -> None:
     comm = rank.communicator()
     generator = torch.Generator().manual_seed(5)
     shape = (rank.world_size, 20_000)
@@ -180,13 +182,9 @@ def stay_within_bound(rank: Rank, wire: Format) -> None:
         assert (errors <= bound).all(), (name, (errors / bound).max())
 
 
-@pytest.mark.parametrize("wire", FORMATS, ids=str)
-@pytest.mark.parametrize("world_size", [2, 4, 8, 16], ids="ws{}".format)
-def test_reduce_bucket_error_is_within_bound(world_size: int, wire: Format) -> None:
-    run_ranks(world_size, stay_within_bound, wire)
-
-
-def round_at_random(rank: Rank, wire: Format) -> None:
+@pytest.mark.parametrize("wire", [wire for wire in FORMATS if wire.dtype != torch.float32], ids=str)
+@on_ranks(2, timeout_s=120)
+def test_stochastic_rounding_is_unbiased_and_repeatable(rank: Rank, wire: Format) -> None:
     comm = rank.communicator()
     # One 1 in every block fixes the scale; all other values lie between two representable ones.
     values = torch.linspace(0.1, 0.9, 3200)
@@ -209,12 +207,11 @@ def round_at_random(rank: Rank, wire: Format) -> None:
     assert ((mean - values.double()).abs() < bias).double().mean() > 0.99
 
 
-@pytest.mark.parametrize("wire", [wire for wire in FORMATS if wire.dtype != torch.float32], ids=str)
-def test_stochastic_rounding_is_unbiased_and_repeatable(wire: Format) -> None:
-    run_ranks(2, round_at_random, wire, timeout_s=120)
-
-
-def feed_errors_back(rank: Rank, wire: Format) -> None:
+@pytest.mark.parametrize(
+    "wire", [Format(dtype, True) for dtype in BLOCKS] + [Format(torch.bfloat16, False)], ids=str
+)
+@on_ranks(2)
+def test_error_feedback_makes_up_for_what_rounding_lost(rank: Rank, wire: Format) -> None:
     comm = rank.communicator()
     gradient = torch.randn(1000, generator=torch.Generator().manual_seed(rank.rank)) * 1e-2
     gradient[7] = math.inf if rank.rank == 0 else 1.0
@@ -243,14 +240,8 @@ def feed_errors_back(rank: Rank, wire: Format) -> None:
     assert drift < plain_error
 
 
-@pytest.mark.parametrize(
-    "wire", [Format(dtype, True) for dtype in BLOCKS] + [Format(torch.bfloat16, False)], ids=str
-)
-def test_error_feedback_makes_up_for_what_rounding_lost(wire: Format) -> None:
-    run_ranks(2, feed_errors_back, wire)
-
-
-def bucket_views(rank: Rank) -> None:
+@on_ranks(2)
+def test_reduce_bucket_takes_strided_and_misaligned_buckets(rank: Rank) -> None:
     """Strided and misaligned buckets."""
     comm = rank.communicator()
     wire = Format(torch.float16, True)
@@ -269,7 +260,3 @@ def bucket_views(rank: Rank) -> None:
         )
         expected = reduce_bucket([view(other).contiguous() for other in others], wire, divisor=2.0)
         assert_same(view(memory).contiguous(), expected, "view")
-
-
-def test_reduce_bucket_takes_strided_and_misaligned_buckets() -> None:
-    run_ranks(2, bucket_views)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from oracle import FLOAT_DTYPES, assert_same, bits_of, contract, name_of, ops_of, random_inputs
-from ranks import Rank, run_ranks
+from ranks import Rank, on_ranks, run_ranks
 from rota import _C
 
 pytestmark = pytest.mark.same_in_every_build
@@ -85,7 +85,10 @@ def test_ring_wire_and_hop_dtype_round_where_they_say(
     assert len(set(digests)) == 1, "ranks got different bits"
 
 
-def check_slot_sizes(rank: Rank, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=name_of)
+@pytest.mark.parametrize("world_size", [3, 5], ids="ws{}".format)  # two ranks have only one order
+@on_ranks()
+def test_ring_inexact_inputs_two_slot_sizes_same_bits(rank: Rank, dtype: torch.dtype) -> None:
     few_rounds, many_rounds = (rank.communicator(slot_bytes=size) for size in (1 << 20, SLOT_BYTES))
     for num_elems in (1, 1000, 100_003):
         few = random_inputs(rank.world_size, num_elems, dtype)[rank.rank]
@@ -95,20 +98,11 @@ def check_slot_sizes(rank: Rank, dtype: torch.dtype) -> None:
         assert_same(many, few, f"{num_elems} elements")
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=name_of)
-@pytest.mark.parametrize("world_size", [3, 5], ids="ws{}".format)  # two ranks have only one order
-def test_ring_inexact_inputs_two_slot_sizes_same_bits(world_size: int, dtype: torch.dtype) -> None:
-    run_ranks(world_size, check_slot_sizes, dtype)
-
-
-def differs_from_canonical(rank: Rank) -> bool:
+@on_ranks(3)
+def test_ring_random_inputs_differ_from_canonical_order(rank: Rank) -> None:
+    """Shows that the tests above can distinguish the two orders."""
     communicator = rank.communicator()
     ring, canonical = (random_inputs(3, 5000, torch.float32)[rank.rank] for _ in range(2))
     communicator.all_reduce(ring, "sum", "ring")
     communicator.all_reduce(canonical, "sum", "two_shot")
-    return not torch.equal(ring, canonical)
-
-
-def test_ring_random_inputs_differ_from_canonical_order() -> None:
-    """Shows that the tests above can distinguish the two orders."""
-    assert run_ranks(3, differs_from_canonical) == [True] * 3
+    assert not torch.equal(ring, canonical)

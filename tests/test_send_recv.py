@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 
 from oracle import DTYPES, assert_same, name_of, random_patterns
-from ranks import Rank, Ranks, error_of, run_ranks
+from ranks import Rank, Ranks, check_error, error_of, on_ranks, run_ranks
 
 OTHER_DTYPES = (torch.complex64, torch.uint16, torch.uint64)
-LINK_BYTES = 8 * (32 << 10)  # csrc/transport/layout.h
-# Zero, one, around a link's slot less its header of 64 bytes, a whole link, many links.
-SIZES = [0, 1, (32 << 10) - 65, (32 << 10) - 64, (32 << 10) - 63, LINK_BYTES, 40 * LINK_BYTES + 13]
-LONG = 4 * LINK_BYTES  # elements of float32
+CELL_BYTES = 128 << 10  # csrc/transport/layout.h
+LINK_BYTES = 16 * CELL_BYTES  # of up to 5 ranks
+# Zero, one, around the end of a cell and of several, a whole link, many links.
+AROUND_CELLS = [n + i for n in (CELL_BYTES, 4 * CELL_BYTES) for i in (-1, 0, 1)]
+SIZES = [0, 1, *AROUND_CELLS, LINK_BYTES, 5 * LINK_BYTES + 13]
+LONG = LINK_BYTES  # elements of float32: four links
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -34,7 +36,9 @@ def numbers(rank: int, num_elems: int = 1000) -> torch.Tensor:
     return torch.arange(num_elems, dtype=torch.float32) + rank * 0.5
 
 
-def exchange_every_size(rank: Rank, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [*DTYPES, *OTHER_DTYPES], ids=name_of)
+@on_ranks(2)
+def test_send_every_size_and_dtype_arrives(rank: Rank, dtype: torch.dtype) -> None:
     comm = rank.communicator()
     peer = 1 - rank.rank
     for size in SIZES:
@@ -49,12 +53,8 @@ def exchange_every_size(rank: Rank, dtype: torch.dtype) -> None:
         assert_same(as_bytes(output), as_bytes(inputs[peer]), f"size {size}")
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, *OTHER_DTYPES], ids=name_of)
-def test_send_every_size_and_dtype_arrives(dtype: torch.dtype) -> None:
-    run_ranks(2, exchange_every_size, dtype)
-
-
-def send_first(rank: Rank) -> None:
+@on_ranks(2)
+def test_send_both_ranks_first_does_not_hang(rank: Rank) -> None:
     """Both ranks send far more than their links hold before either receives."""
     comm = rank.communicator()
     for send, recv in ((comm.send, comm.recv), (dist.send, dist.recv)):
@@ -64,11 +64,8 @@ def send_first(rank: Rank) -> None:
         assert_same(output, numbers(1 - rank.rank, LONG), "both first")
 
 
-def test_send_both_ranks_first_does_not_hang() -> None:
-    run_ranks(2, send_first)
-
-
-def ask_by_tag(rank: Rank) -> None:
+@on_ranks(2)
+def test_irecv_takes_the_message_with_its_tag(rank: Rank) -> None:
     rank.init()
     if rank.rank == 0:
         works = [dist.isend(numbers(tag, 10 + tag), 1, tag=tag) for tag in range(50)]
@@ -84,11 +81,8 @@ def ask_by_tag(rank: Rank) -> None:
             assert_same(output, numbers(tag, 10 + tag), f"tag {tag}")
 
 
-def test_irecv_takes_the_message_with_its_tag() -> None:
-    run_ranks(2, ask_by_tag)
-
-
-def serve_any(rank: Rank) -> None:
+@on_ranks(4)
+def test_recv_from_any_source_says_whose_it_was(rank: Rank) -> None:
     comm = rank.communicator()
     num_messages = 20
     if rank.rank > 0:
@@ -110,11 +104,8 @@ def serve_any(rank: Rank) -> None:
     comm.barrier()
 
 
-def test_recv_from_any_source_says_whose_it_was() -> None:
-    run_ranks(4, serve_any)
-
-
-def pass_around(rank: Rank) -> None:
+@on_ranks(4)
+def test_batch_isend_irecv_passes_around(rank: Rank) -> None:
     """The pattern of pipeline stages and ring attention."""
     rank.init()
     following, previous = (rank.rank + 1) % 4, (rank.rank - 1) % 4
@@ -131,11 +122,8 @@ def pass_around(rank: Rank) -> None:
     dist.barrier()  # a process that ends before the others finish counts as dead
 
 
-def test_batch_isend_irecv_passes_around() -> None:
-    run_ranks(4, pass_around)
-
-
-def move_strided(rank: Rank) -> None:
+@on_ranks(2)
+def test_send_strided_tensors_are_packed_and_unpacked(rank: Rank) -> None:
     comm = rank.communicator()
     whole = numbers(0, 3000).view(100, 30)
     views: list[Callable[[torch.Tensor], torch.Tensor]] = [
@@ -159,10 +147,6 @@ def move_strided(rank: Rank) -> None:
                 expected = torch.zeros_like(whole)
                 view(expected).copy_(view(whole))
                 assert_same(output, expected, "only the view is written")
-
-
-def test_send_strided_tensors_are_packed_and_unpacked() -> None:
-    run_ranks(2, move_strided)
 
 
 def disagree(rank: Rank) -> tuple[str, str] | None:
@@ -192,10 +176,11 @@ def test_recv_of_another_length_or_dtype_names_both_sides() -> None:
     assert "rank 1 called recv(float32[11], tag 4)" in text
 
 
-def ask_for_nonsense(rank: Rank) -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_send_bad_peer_tag_or_tensor_is_refused(rank: Rank) -> None:
     comm = rank.communicator()
     tensor = numbers(0)
-    return [
+    errors = [
         error_of(lambda: comm.send(tensor, 2)),
         error_of(lambda: comm.recv(tensor, 2)),
         error_of(lambda: comm.recv(tensor, -1)),
@@ -205,19 +190,15 @@ def ask_for_nonsense(rank: Rank) -> list[tuple[str, str]]:
         error_of(lambda: dist.group.WORLD.send([tensor, tensor], 1 - rank.rank, 0)),
         error_of(lambda: comm.send(tensor.expand(2, 1000), 1 - rank.rank)),
     ]
-
-
-def test_send_bad_peer_tag_or_tensor_is_refused() -> None:
-    for errors in run_ranks(2, ask_for_nonsense):
-        assert all(kind == "ValueError" for kind, _ in errors), errors
-        texts = [text for _, text in errors]
-        assert "rota.send: the peer is 2, expected a rank in [0, 2)" in texts[0]
-        assert "rota.recv: the peer is 2" in texts[1]
-        assert "rota.recv: the peer is -1" in texts[2]
-        assert "rota.send: tag is -1, expected 0 or more" in texts[3]
-        assert "rota.recv: tag is -1" in texts[4]
-        assert "tag is -5" in texts[5]
-        assert "2 tensors, expected one" in texts[6]
+    assert all(kind == "ValueError" for kind, _ in errors), errors
+    texts = [text for _, text in errors]
+    assert "rota.send: the peer is 2, expected a rank in [0, 2)" in texts[0]
+    assert "rota.recv: the peer is 2" in texts[1]
+    assert "rota.recv: the peer is -1" in texts[2]
+    assert "rota.send: tag is -1, expected 0 or more" in texts[3]
+    assert "rota.recv: tag is -1" in texts[4]
+    assert "tag is -5" in texts[5]
+    assert "2 tensors, expected one" in texts[6]
 
 
 def send_to_nobody(rank: Rank) -> tuple[str, str] | None:
@@ -234,10 +215,7 @@ def test_send_that_nobody_receives_times_out_and_names_who_was_awaited() -> None
         error = ranks.hear_result(0)
         ranks.tell(1)
         pid = ranks.pid(1)
-    kind, text = error
-    assert kind == "Timeout"
-    assert "rota.send: rank 0/2 waited " in text and f"for rank 1 (pid {pid})" in text
-    assert "tag 6" in text
+    check_error(error, "Timeout", "rota.send: rank 0/2 waited ", f"for rank 1 (pid {pid})", "tag 6")
 
 
 def wait_for_the_dead(rank: Rank, is_any: bool) -> tuple[str, str] | None:
@@ -278,7 +256,8 @@ def test_recv_interrupted_by_ctrl_c_tells_its_peer() -> None:
     assert "was interrupted" in str(run_ranks(2, be_interrupted)[1])
 
 
-def leave_a_send_alone(rank: Rank) -> None:
+@on_ranks(2)
+def test_isend_goes_on_while_its_rank_does_something_else(rank: Rank) -> None:
     """Rank 0 enters a barrier, which rank 1 enters only once it has received: nothing hangs."""
     rank.init()
     if rank.rank == 0:
@@ -292,11 +271,8 @@ def leave_a_send_alone(rank: Rank) -> None:
         assert_same(output, numbers(0, LONG), "sent meanwhile")
 
 
-def test_isend_goes_on_while_its_rank_does_something_else() -> None:
-    run_ranks(2, leave_a_send_alone)
-
-
-def follow_a_future(rank: Rank) -> None:
+@on_ranks(2)
+def test_irecv_future_is_set_while_nobody_waits(rank: Rank) -> None:
     rank.init()
     peer = 1 - rank.rank
     output = torch.zeros(LONG)
@@ -310,10 +286,6 @@ def follow_a_future(rank: Rank) -> None:
     send.wait()
 
 
-def test_irecv_future_is_set_while_nobody_waits() -> None:
-    run_ranks(2, follow_a_future)
-
-
 def give_up_waiting(rank: Rank) -> None:
     rank.init()
     if rank.rank == 0:
@@ -322,8 +294,8 @@ def give_up_waiting(rank: Rank) -> None:
         return
     output = torch.zeros(1000)
     work = dist.irecv(output, 0)
-    kind, text = error_of(lambda: work.wait(timedelta(milliseconds=50)))
-    assert kind == "Timeout" and "gave up after 50 ms" in text
+    error = error_of(lambda: work.wait(timedelta(milliseconds=50)))
+    check_error(error, "Timeout", "gave up after 50 ms")
     assert not work.is_completed()
     rank.tell()
     work.wait()
@@ -337,7 +309,8 @@ def test_work_wait_gives_up_and_the_recv_goes_on() -> None:
         ranks.results()
 
 
-def drop_works(rank: Rank) -> None:
+@on_ranks(2)
+def test_work_that_is_dropped_is_done(rank: Rank) -> None:
     """A dropped work still completes, and then releases its tensor."""
     rank.init()
     peer = 1 - rank.rank
@@ -353,10 +326,6 @@ def drop_works(rank: Rank) -> None:
     dist.barrier()  # the other rank has received this rank's message
 
 
-def test_work_that_is_dropped_is_done() -> None:
-    run_ranks(2, drop_works)
-
-
 def close_with_messages(rank: Rank) -> None:
     comm = rank.communicator()
     if rank.rank == 0:
@@ -369,8 +338,7 @@ def close_with_messages(rank: Rank) -> None:
     output = torch.zeros(1000)
     comm.recv(output, 0)  # arrived before rank 0 left
     assert_same(output, numbers(0), "from a rank that has left")
-    kind, text = error_of(lambda: comm.recv(output, 0))
-    assert kind == "PeerFailed" and "has left the group" in text
+    check_error(error_of(lambda: comm.recv(output, 0)), "PeerFailed", "has left the group")
 
 
 def test_recv_from_a_rank_that_has_left_gets_what_it_sent() -> None:
@@ -405,12 +373,14 @@ def test_early_message_without_memory_for_it_names_its_length() -> None:
         ranks.hear(1)
         ranks.tell(0)
         errors = ranks.results()
-    for error, text in errors:
-        assert error == "TransportError", text
-        assert f"(uint8[{EARLY_BYTES}], tag 0) that came before its recv" in text
+    for error in errors:
+        check_error(
+            error, "TransportError", f"(uint8[{EARLY_BYTES}], tag 0) that came before its recv"
+        )
 
 
-def send_objects(rank: Rank) -> None:
+@on_ranks(2)
+def test_send_object_list_arrives(rank: Rank) -> None:
     rank.init()
     if rank.rank == 0:
         dist.send_object_list([{"a": 1}, "text"], 1)
@@ -420,11 +390,8 @@ def send_objects(rank: Rank) -> None:
         assert objects == [{"a": 1}, "text"]
 
 
-def test_send_object_list_arrives() -> None:
-    run_ranks(2, send_objects)
-
-
-def use_a_subgroup(rank: Rank) -> None:
+@on_ranks(3)
+def test_send_in_a_subgroup_is_apart(rank: Rank) -> None:
     """Ranks of a subgroup are numbered from 0, and its messages are separate from other groups'."""
     rank.init()
     group = dist.new_group([1, 2], backend="rota")
@@ -443,10 +410,6 @@ def use_a_subgroup(rank: Rank) -> None:
     for work in works:
         assert work is not None
         work.wait()
-
-
-def test_send_in_a_subgroup_is_apart() -> None:
-    run_ranks(3, use_a_subgroup)
 
 
 def use_in_child(rank: Rank) -> str | None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from oracle import ALGORITHMS, DTYPES, assert_same, exact, exact_inputs, ops_of
-from ranks import Rank, run_ranks
+from ranks import Rank, on_ranks
 
 T = TypeVar("T")
 
@@ -21,7 +21,10 @@ SIZES = (0, 8, 72, 4000, 4104, 20_000, 65_536, 65_600, 150_000)
 NUM_IN_FLIGHT = 4
 
 
-def run_sequence(rank: Rank, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5], ids="ws{}".format)
+@on_ranks()
+def test_random_sequence_of_calls_gives_exact_results(rank: Rank, seed: int) -> None:
     communicator = rank.communicator(slot_bytes=SLOT_BYTES)
     choose = np.random.default_rng(seed)  # the same choices on every rank
     pending: list[Callable[[], None]] = []
@@ -70,9 +73,3 @@ def run_sequence(rank: Rank, seed: int) -> None:
             pending.pop(int(choose.integers(len(pending))))()
     for check in pending:
         check()
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5], ids="ws{}".format)
-def test_random_sequence_of_calls_gives_exact_results(world_size: int, seed: int) -> None:
-    run_ranks(world_size, run_sequence, seed)

@@ -25,6 +25,7 @@ from several_hosts import (
     by_hosts,
     flat_communicator,
     of_every_layout,
+    on_layout,
 )
 
 BUCKET_WIRES = [
@@ -36,7 +37,11 @@ BUCKET_WIRES = [
 ]
 
 
-def check_buckets(rank: Rank, layout: Layout) -> None:
+@of_every_layout
+@on_layout()
+def test_reduce_bucket_rounds_each_hosts_sum_and_the_result_once(
+    rank: Rank, layout: Layout
+) -> None:
     communicator = rank.communicator()
     stats = torch.full((2,), -1.0, dtype=torch.float64)
     for wire, size in itertools.product(BUCKET_WIRES, (0, 1, 511, 513, 9001)):
@@ -80,11 +85,6 @@ def check_buckets(rank: Rank, layout: Layout) -> None:
         assert math.isclose(math.sqrt(stats[1].item()), norm, rel_tol=1e-12)
 
 
-@of_every_layout
-def test_reduce_bucket_rounds_each_hosts_sum_and_the_result_once(layout: Layout) -> None:
-    layout.run(check_buckets)
-
-
 def compare_bucket_with_flat(rank: Rank, layout: Layout) -> tuple[bytes, bytes]:
     over_hosts, flat = rank.communicator(), flat_communicator(rank)
     results = []
@@ -125,7 +125,9 @@ def test_reduce_bucket_in_float32_has_the_bits_of_a_flat_run() -> None:
     assert all(result == results[0] for result in results), "bits differ between ranks"
 
 
-def feed_errors_back(rank: Rank, layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [TWO_BY_TWO, UNEVEN], ids=str)
+@on_layout()
+def test_error_feedback_makes_up_for_what_rounding_lost(rank: Rank, layout: Layout) -> None:
     communicator = rank.communicator()
     size, num_steps = 5000, 48
     inputs = [t * 1e-2 for t in random_inputs(rank.world_size, size, torch.float32)]
@@ -159,11 +161,6 @@ def feed_errors_back(rank: Rank, layout: Layout) -> None:
         drift = (total / num_steps - exact_mean)[finite].abs().mean()
         plain_error = (plain.double() - exact_mean)[finite].abs().mean()
         assert drift < 0.8 * plain_error, wire
-
-
-@pytest.mark.parametrize("layout", [TWO_BY_TWO, UNEVEN], ids=str)
-def test_error_feedback_makes_up_for_what_rounding_lost(layout: Layout) -> None:
-    layout.run(feed_errors_back)
 
 
 def train(rank: Rank, layout: Layout) -> list[bytes]:

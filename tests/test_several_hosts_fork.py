@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 
 import rota
-from ranks import Rank
-from several_hosts import TWO_BY_TWO, Layout
+from ranks import Rank, check_error
+from several_hosts import TWO_BY_TWO, Layout, on_layout
 from test_interrupts import run_in_child
 
 
-def use_in_child(rank: Rank, layout: Layout) -> list[tuple[str, str]]:
+@on_layout(TWO_BY_TWO)
+def test_use_in_a_forked_child_raises_and_the_parent_goes_on(rank: Rank, layout: Layout) -> None:
     rank.init()
     communicator = rota.Communicator()
     communicator.all_reduce(torch.ones(1), async_op=True).wait()
@@ -39,17 +40,15 @@ def use_in_child(rank: Rank, layout: Layout) -> list[tuple[str, str]]:
     communicator.all_reduce(tensor)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [16.0] * 3
-    return errors
+    for error in errors:
+        check_error(error, "RotaError", "parent process", "after fork")
 
 
-def test_use_in_a_forked_child_raises_and_the_parent_goes_on() -> None:
-    for errors in TWO_BY_TWO.run(use_in_child):
-        for error, text in errors:
-            assert error == "RotaError", text
-            assert "parent process" in text and "after fork" in text
-
-
-def drop_in_child(rank: Rank, layout: Layout, how: str) -> tuple[str, str]:
+@pytest.mark.parametrize("how", ["close", "drop", "abort"])
+@on_layout(TWO_BY_TWO)
+def test_end_of_a_forked_child_does_not_disturb_the_parent(
+    rank: Rank, layout: Layout, how: str
+) -> None:
     rank.init()
     communicators = [rota.Communicator()]
     communicators[0].all_reduce(tensor := torch.ones(3))
@@ -68,13 +67,7 @@ def drop_in_child(rank: Rank, layout: Layout, how: str) -> tuple[str, str]:
     communicators[0].all_reduce(tensor)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [64.0] * 3
-    return errors
-
-
-@pytest.mark.parametrize("how", ["close", "drop", "abort"])
-def test_end_of_a_forked_child_does_not_disturb_the_parent(how: str) -> None:
-    for errors in TWO_BY_TWO.run(drop_in_child, how):
-        assert errors == [("nothing", "no exception was raised")] * 3
+    assert errors == [("nothing", "no exception was raised")] * 3
 
 
 # Two hosts of one rank; each rank forks a child. All four leave by the end of the script, so each

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import rota
 from hosts import Hosts
-from ranks import Rank, error_of
-from several_hosts import INTERLEAVED, TWO_BY_TWO, UNEVEN, Layout, default_group
+from ranks import Rank, check_error, error_of
+from several_hosts import INTERLEAVED, TWO_BY_TWO, UNEVEN, Layout, default_group, on_layout
 
 ODD_RANK = 3
 HOSTS_OF_TWO_BY_TWO = "host 0 'host0' (ranks 0 1), host 1 'host1' (ranks 2 3)"
@@ -101,20 +101,19 @@ def test_options_of_one_rank_are_an_error_on_every_rank(name: str) -> None:
         assert total == 4, "the next group of these ranks"
 
 
-def init_with_another_wire(rank: Rank, layout: Layout) -> tuple[str, str]:
+@on_layout(TWO_BY_TWO, timeout_s=25)
+def test_options_of_one_rank_fail_init_process_group_on_every_rank(
+    rank: Rank, layout: Layout
+) -> None:
     options = None
     if rank.rank == ODD_RANK:
         options = rota.BackendOptions(inter_wire_dtype=torch.bfloat16)
-    return error_of(lambda: rank.init(pg_options=options))
+    error = error_of(lambda: rank.init(pg_options=options))
+    check_error(error, "Mismatch", "inter_wire_dtype=bfloat16", HOSTS_OF_TWO_BY_TWO)
 
 
-def test_options_of_one_rank_fail_init_process_group_on_every_rank() -> None:
-    for error, text in TWO_BY_TWO.run(init_with_another_wire, timeout_s=25):
-        assert error == "Mismatch", text
-        assert "inter_wire_dtype=bfloat16" in text and HOSTS_OF_TWO_BY_TWO in text
-
-
-def ask_for_impossible_wires(rank: Rank, layout: Layout) -> list[tuple[str, str]]:
+@on_layout(TWO_BY_TWO)
+def test_dtype_that_nothing_carries_is_refused_at_once(rank: Rank, layout: Layout) -> None:
     rank.init("gloo")
     errors = []
     for dtype in (torch.int8, torch.bool, torch.complex64, torch.float64):
@@ -124,28 +123,21 @@ def ask_for_impossible_wires(rank: Rank, layout: Layout) -> list[tuple[str, str]
         errors.append(error_of(lambda options=options: rota.HookState(**options)))
     scaled = {"inter_wire_dtype": torch.bfloat16, "inter_block_scaling": True}
     errors.append(error_of(lambda: rota.Communicator(**scaled)))
-    return errors
-
-
-def test_dtype_that_nothing_carries_is_refused_at_once() -> None:
-    for errors in TWO_BY_TWO.run(ask_for_impossible_wires):
-        for error, text in errors:
-            assert error in ("TypeError", "ValueError"), text
-            assert "wire_dtype" in text or "block_scaling" in text, text
-            assert "expected" in text or "is for" in text, text
+    for error, text in errors:
+        assert error in ("TypeError", "ValueError"), text
+        assert "wire_dtype" in text or "block_scaling" in text, text
+        assert "expected" in text or "is for" in text, text
 
 
 # ---- hosts
 
 
-def look_at_hosts(rank: Rank, layout: Layout) -> list[list[int]]:
-    return rank.communicator().hosts
-
-
 @pytest.mark.parametrize("layout", [UNEVEN, INTERLEAVED], ids=str)
-def test_all_ranks_see_the_same_hosts(layout: Layout) -> None:
+@on_layout()
+def test_all_ranks_see_the_same_hosts(rank: Rank, layout: Layout) -> None:
     """There is one list of hosts, in the store, so no two ranks can differ."""
-    assert layout.run(look_at_hosts) == [layout.hosts] * layout.world_size
+    result = rank.communicator().hosts
+    assert result == layout.hosts
 
 
 def use_names(rank: Rank, names: list[str]) -> tuple[str, str]:
@@ -182,6 +174,5 @@ def test_rank_that_does_not_come_is_named() -> None:
             ranks.hear(rank)
         ranks.tell(ODD_RANK)
         results = ranks.results()
-    for error, text in results[:ODD_RANK]:
-        assert error == "TransportError", text
-        assert "still waits for rank 3" in text
+    for error in results[:ODD_RANK]:
+        check_error(error, "TransportError", "still waits for rank 3")

@@ -11,12 +11,8 @@ import torch
 import torch.distributed as dist
 
 import rota
-from ranks import Rank, error_of
-from several_hosts import (
-    ONE_BY_ONE,
-    TWO_BY_TWO,
-    Layout,
-)
+from ranks import Rank, check_error, error_of
+from several_hosts import ONE_BY_ONE, TWO_BY_TWO, Layout, on_layout
 
 # ---- disagreements
 
@@ -117,7 +113,8 @@ def test_mismatch_names_hosts_and_ranks() -> None:
         assert text.count("nothing was written") == 1
 
 
-def mismatch_on_backend(rank: Rank, layout: Layout) -> list[tuple[str, str]]:
+@on_layout(TWO_BY_TWO)
+def test_backend_mismatch_raises_from_call_wait_and_future(rank: Rank, layout: Layout) -> None:
     rank.init()
     is_odd = layout.host_of[rank.rank] == 1
     tensor = torch.ones(9 if is_odd else 8)
@@ -134,13 +131,8 @@ def mismatch_on_backend(rank: Rank, layout: Layout) -> list[tuple[str, str]]:
     dist.all_reduce(good := torch.ones(3))
     assert good.tolist() == [float(rank.world_size)] * 3
     assert [float(t[0]) for t in tensors] == [float(rank.world_size), 1.0, 1.0]
-    return errors
-
-
-def test_backend_mismatch_raises_from_call_wait_and_future() -> None:
-    for errors in TWO_BY_TWO.run(mismatch_on_backend):
-        for error, text in errors:
-            assert error == "Mismatch", text
+    for error in errors:
+        check_error(error, "Mismatch")
 
 
 def disagree_on_messages(rank: Rank, layout: Layout) -> list[tuple[str, str]]:

@@ -31,13 +31,16 @@ from several_hosts import (
     by_hosts,
     default_group,
     of_every_layout,
+    on_layout,
     rounded,
 )
 
 # ---- the other collectives
 
 
-def check_other_sums(rank: Rank, layout: Layout) -> None:
+@of_every_layout
+@on_layout()
+def test_reduce_and_reduce_scatter_have_the_bits_of_all_reduce(rank: Rank, layout: Layout) -> None:
     communicator = rank.communicator()
     n = rank.world_size
     for dtype, part_elems in itertools.product(FLOAT_DTYPES, (0, 1, 63, 513, 40_001)):
@@ -64,15 +67,12 @@ def check_other_sums(rank: Rank, layout: Layout) -> None:
         assert_same(place, expected[part_elems * rank.rank :][:part_elems], f"in place {dtype}")
 
 
-@of_every_layout
-def test_reduce_and_reduce_scatter_have_the_bits_of_all_reduce(layout: Layout) -> None:
-    layout.run(check_other_sums)
-
-
 LENGTHS = (0, 1, 70_001, 20, 300_007, 64)  # of uneven parts, by rank
 
 
-def check_uneven(rank: Rank, layout: Layout) -> None:
+@of_every_layout
+@on_layout()
+def test_all_gather_and_reduce_scatter_of_uneven_parts(rank: Rank, layout: Layout) -> None:
     rank.init()
     n, own_rank = rank.world_size, rank.rank
     for dtype, shift in itertools.product((torch.float32, torch.bfloat16, torch.int8), (0, 3)):
@@ -94,11 +94,8 @@ def check_uneven(rank: Rank, layout: Layout) -> None:
 
 
 @of_every_layout
-def test_all_gather_and_reduce_scatter_of_uneven_parts(layout: Layout) -> None:
-    layout.run(check_uneven)
-
-
-def check_wire_of_fsdp(rank: Rank, layout: Layout) -> None:
+@on_layout()
+def test_fsdp_collectives_round_once_to_the_wire(rank: Rank, layout: Layout) -> None:
     rank.init()
     n, own_rank = rank.world_size, rank.rank
     cases = list(itertools.product(rota.fsdp.PARAMETER_WIRE_DTYPES, (0, 1, 63, 5001)))
@@ -124,11 +121,8 @@ def check_wire_of_fsdp(rank: Rank, layout: Layout) -> None:
 
 
 @of_every_layout
-def test_fsdp_collectives_round_once_to_the_wire(layout: Layout) -> None:
-    layout.run(check_wire_of_fsdp)
-
-
-def check_copies(rank: Rank, layout: Layout) -> None:
+@on_layout()
+def test_broadcast_and_all_gather_copy_all_bytes(rank: Rank, layout: Layout) -> None:
     communicator = rank.communicator()
     n, own_rank = rank.world_size, rank.rank
     dtype = torch.int16
@@ -155,16 +149,13 @@ def check_copies(rank: Rank, layout: Layout) -> None:
         assert torch.equal(strided.contiguous().view(torch.uint8).flatten(), torch.cat(tensors))
 
 
-@of_every_layout
-def test_broadcast_and_all_gather_copy_all_bytes(layout: Layout) -> None:
-    layout.run(check_copies)
-
-
 def numbers(source: int, target: int, num_elems: int) -> torch.Tensor:
     return torch.arange(num_elems, dtype=torch.float64) + 1e7 * source + 1e9 * target
 
 
-def check_exchanges(rank: Rank, layout: Layout) -> None:
+@of_every_layout
+@on_layout()
+def test_gather_scatter_and_all_to_all_move_every_part(rank: Rank, layout: Layout) -> None:
     communicator = rank.communicator()
     n, own_rank = rank.world_size, rank.rank
     float64 = torch.float64
@@ -203,12 +194,9 @@ def check_exchanges(rank: Rank, layout: Layout) -> None:
     dist.barrier()
 
 
-@of_every_layout
-def test_gather_scatter_and_all_to_all_move_every_part(layout: Layout) -> None:
-    layout.run(check_exchanges)
-
-
-def check_backend(rank: Rank, layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [TWO_BY_TWO, THREE_UNEVEN, INTERLEAVED], ids=str)
+@on_layout()
+def test_backend_async_coalesced_object_and_sparse_calls(rank: Rank, layout: Layout) -> None:
     """What DDP, FSDP and users call beside the plain collectives."""
     rank.init()
     n, own_rank = rank.world_size, rank.rank
@@ -281,15 +269,12 @@ def check_backend(rank: Rank, layout: Layout) -> None:
         assert torch.equal(tensor.to_dense(), torch.stack([s.to_dense() for s in sparse]).sum(0))
 
 
-@pytest.mark.parametrize("layout", [TWO_BY_TWO, THREE_UNEVEN, INTERLEAVED], ids=str)
-def test_backend_async_coalesced_object_and_sparse_calls(layout: Layout) -> None:
-    layout.run(check_backend)
-
-
 # ---- messages between two ranks
 
 
-def check_messages(rank: Rank, layout: Layout) -> None:
+@of_every_layout
+@on_layout()
+def test_messages_reach_the_recv_with_their_tag(rank: Rank, layout: Layout) -> None:
     communicator = rank.communicator()
     n, own_rank = rank.world_size, rank.rank
     # Every pair, both first, within and across hosts.
@@ -345,12 +330,8 @@ def check_messages(rank: Rank, layout: Layout) -> None:
         assert objects == [{"from": 0}]
 
 
-@of_every_layout
-def test_messages_reach_the_recv_with_their_tag(layout: Layout) -> None:
-    layout.run(check_messages)
-
-
-def send_first(rank: Rank, layout: Layout) -> None:
+@on_layout(TWO_BY_TWO)
+def test_send_both_ranks_first_does_not_hang(rank: Rank, layout: Layout) -> None:
     communicator = rank.communicator()
     n, own_rank = rank.world_size, rank.rank
     for size in (1, 1000, 150_001):
@@ -370,11 +351,9 @@ def send_first(rank: Rank, layout: Layout) -> None:
         assert one.item() == 1
 
 
-def test_send_both_ranks_first_does_not_hang() -> None:
-    TWO_BY_TWO.run(send_first)
-
-
-def serve_any(rank: Rank, layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [TWO_BY_TWO, UNEVEN, INTERLEAVED], ids=str)
+@on_layout()
+def test_recv_from_any_source_takes_messages_of_every_host(rank: Rank, layout: Layout) -> None:
     communicator = rank.communicator()
     num_messages = 10
     if rank.rank != 1:
@@ -397,15 +376,12 @@ def serve_any(rank: Rank, layout: Layout) -> None:
     communicator.barrier()
 
 
-@pytest.mark.parametrize("layout", [TWO_BY_TWO, UNEVEN, INTERLEAVED], ids=str)
-def test_recv_from_any_source_takes_messages_of_every_host(layout: Layout) -> None:
-    layout.run(serve_any)
-
-
 # ---- subgroups
 
 
-def check_subgroups(rank: Rank, layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [TWO_BY_TWO, THREE_UNEVEN, INTERLEAVED], ids=str)
+@on_layout()
+def test_subgroups_within_and_across_hosts(rank: Rank, layout: Layout) -> None:
     rank.init()
     n, own_rank = rank.world_size, rank.rank
     # Within a host, one rank of each host, most of them, and all in another order.
@@ -446,12 +422,8 @@ def check_subgroups(rank: Rank, layout: Layout) -> None:
     assert tensor.item() == n * n
 
 
-@pytest.mark.parametrize("layout", [TWO_BY_TWO, THREE_UNEVEN, INTERLEAVED], ids=str)
-def test_subgroups_within_and_across_hosts(layout: Layout) -> None:
-    layout.run(check_subgroups)
-
-
-def init_twice_over_one_store(rank: Rank, layout: Layout) -> None:
+@on_layout(TWO_BY_TWO, timeout_s=20)
+def test_group_can_be_made_again_over_the_same_store(rank: Rank, layout: Layout) -> None:
     """Like torchrun, whose agent keeps one store for all groups."""
     store = rank.make_store()
     for _ in range(3):
@@ -461,7 +433,3 @@ def init_twice_over_one_store(rank: Rank, layout: Layout) -> None:
         dist.all_reduce(tensor, group=group)
         assert tensor[0].item() == rank.world_size**2
         dist.destroy_process_group()
-
-
-def test_group_can_be_made_again_over_the_same_store() -> None:
-    TWO_BY_TWO.run(init_twice_over_one_store, timeout_s=20)

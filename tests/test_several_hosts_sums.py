@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from oracle import (
     random_inputs,
     random_patterns,
 )
-from ranks import Rank, error_of
+from ranks import Rank, check_error, error_of
 from several_hosts import (
     INTERLEAVED,
     MANY_CHUNKS,
@@ -38,13 +37,16 @@ from several_hosts import (
     by_hosts,
     flat_communicator,
     of_every_layout,
+    on_layout,
     wires_of,
 )
 
 # ---- all_reduce
 
 
-def check_exact(rank: Rank, layout: Layout) -> None:
+@of_every_layout
+@on_layout()
+def test_all_reduce_of_exact_inputs_equals_oracle(rank: Rank, layout: Layout) -> None:
     communicator = rank.communicator()
     assert communicator.hosts == layout.hosts
     n = rank.world_size
@@ -64,11 +66,8 @@ def check_exact(rank: Rank, layout: Layout) -> None:
 
 
 @of_every_layout
-def test_all_reduce_of_exact_inputs_equals_oracle(layout: Layout) -> None:
-    layout.run(check_exact)
-
-
-def check_order(rank: Rank, layout: Layout) -> None:
+@on_layout()
+def test_all_reduce_adds_ranks_of_a_host_and_then_hosts(rank: Rank, layout: Layout) -> None:
     communicator = rank.communicator()
     for dtype in (*FLOAT_DTYPES, *FLOAT8_DTYPES, torch.int8):  # whose sums wrap
         for op, size in itertools.product(ops_of(dtype), (129, 20_001)):
@@ -84,12 +83,9 @@ def check_order(rank: Rank, layout: Layout) -> None:
     assert_same(tensor, by_hosts(inputs, layout, "avg"), "many chunks")
 
 
-@of_every_layout
-def test_all_reduce_adds_ranks_of_a_host_and_then_hosts(layout: Layout) -> None:
-    layout.run(check_order)
-
-
-def check_strided(rank: Rank, layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [TWO_BY_TWO, UNEVEN], ids=str)
+@on_layout()
+def test_all_reduce_of_strided_tensor_writes_only_the_view(rank: Rank, layout: Layout) -> None:
     communicator = rank.communicator()
     views: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda t: t.t(),
@@ -106,12 +102,9 @@ def check_strided(rank: Rank, layout: Layout) -> None:
         assert_same(memory, expected, f"view of {dtype}")
 
 
-@pytest.mark.parametrize("layout", [TWO_BY_TWO, UNEVEN], ids=str)
-def test_all_reduce_of_strided_tensor_writes_only_the_view(layout: Layout) -> None:
-    layout.run(check_strided)
-
-
-def compare_with_flat(rank: Rank, layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [TWO_BY_TWO, ONE_BY_ONE, THREE_BY_TWO], ids=str)
+@on_layout()
+def test_all_reduce_has_the_bits_of_a_flat_run_in_groups(rank: Rank, layout: Layout) -> None:
     over_hosts, flat = rank.communicator(), flat_communicator(rank)
     assert over_hosts.hosts == layout.hosts
     group_size = len(layout.hosts[0])
@@ -125,12 +118,19 @@ def compare_with_flat(rank: Rank, layout: Layout) -> None:
             assert_same(tensor, expected, f"{dtype} {op} {size} with group_size")
 
 
-@pytest.mark.parametrize("layout", [TWO_BY_TWO, ONE_BY_ONE, THREE_BY_TWO], ids=str)
-def test_all_reduce_has_the_bits_of_a_flat_run_in_groups(layout: Layout) -> None:
-    layout.run(compare_with_flat)
+NODES_OF_TREES = [
+    TWO_BY_TWO,
+    ONE_BY_ONE,
+    Layout((0, 0, 1)),
+    Layout((0, 1, 2, 3)),
+    Layout((0, 0, 1, 2, 2)),
+    Layout((0, 0, 0, 0, 1, 1, 1, 1)),
+]
 
 
-def compare_with_flat_tree(rank: Rank, layout: Layout) -> None:
+@pytest.mark.parametrize("layout", NODES_OF_TREES, ids=str)
+@on_layout()
+def test_all_reduce_in_a_tree_has_the_bits_of_a_flat_run(rank: Rank, layout: Layout) -> None:
     over_hosts, flat = rank.communicator(), flat_communicator(rank)
     for dtype, num_shards in itertools.product(FLOAT_DTYPES, (None, 8, 16)):
         for op, size in (("sum", 20_001), ("avg", 129)):
@@ -146,21 +146,6 @@ def compare_with_flat_tree(rank: Rank, layout: Layout) -> None:
     assert_same(part, expected.chunk(rank.world_size)[rank.rank], "reduce_scatter")
 
 
-NODES_OF_TREES = [
-    TWO_BY_TWO,
-    ONE_BY_ONE,
-    Layout((0, 0, 1)),
-    Layout((0, 1, 2, 3)),
-    Layout((0, 0, 1, 2, 2)),
-    Layout((0, 0, 0, 0, 1, 1, 1, 1)),
-]
-
-
-@pytest.mark.parametrize("layout", NODES_OF_TREES, ids=str)
-def test_all_reduce_in_a_tree_has_the_bits_of_a_flat_run(layout: Layout) -> None:
-    layout.run(compare_with_flat_tree)
-
-
 def errors_and_sum(
     rank: Rank, calls: Sequence[Callable[[], object]]
 ) -> tuple[list[tuple[str, str]], float]:
@@ -170,11 +155,13 @@ def errors_and_sum(
     return errors, ones[0].item()
 
 
-def ask_for_tree(rank: Rank, layout: Layout) -> Any:
+@pytest.mark.parametrize("layout", [INTERLEAVED, UNEVEN, THREE_UNEVEN, THREE_BY_TWO], ids=str)
+@on_layout()
+def test_tree_is_refused_where_hosts_are_no_nodes_of_it(rank: Rank, layout: Layout) -> None:
     communicator, tensor = rank.communicator(), torch.ones(8)
     stats = torch.zeros(2, dtype=torch.float64)
     wire = {"wire_dtype": torch.float16, "block_scaling": False}
-    errors = errors_and_sum(
+    errors, total = errors_and_sum(
         rank,
         [
             lambda: communicator.all_reduce(tensor, order="tree"),
@@ -185,30 +172,9 @@ def ask_for_tree(rank: Rank, layout: Layout) -> Any:
     assert torch.equal(tensor, torch.ones(8))
     communicator.all_reduce(tensor)
     assert torch.equal(tensor, torch.full((8,), float(rank.world_size)))
-    return errors
-
-
-@pytest.mark.parametrize("layout", [INTERLEAVED, UNEVEN, THREE_UNEVEN, THREE_BY_TWO], ids=str)
-def test_tree_is_refused_where_hosts_are_no_nodes_of_it(layout: Layout) -> None:
-    for errors, total in layout.run(ask_for_tree):
-        assert total == layout.world_size
-        for error, text in errors:
-            assert error == "ValueError", text
-            assert "order='tree'" in text and "no subtree" in text and "order='rank'" in text
-
-
-def ask_for_groups(rank: Rank, layout: Layout, group_sizes: list[int]) -> Any:
-    communicator, tensor = rank.communicator(), torch.ones(rank.world_size)
-    calls: list[Callable[[], object]] = []
-    for group_size in group_sizes:
-        calls += [
-            functools.partial(communicator.all_reduce, tensor, group_size=group_size),
-            functools.partial(communicator.reduce, tensor, group_size=group_size),
-            functools.partial(
-                communicator.reduce_scatter, torch.empty(1), tensor, group_size=group_size
-            ),
-        ]
-    return errors_and_sum(rank, calls)
+    assert total == layout.world_size
+    for error in errors:
+        check_error(error, "ValueError", "order='tree'", "no subtree", "order='rank'")
 
 
 @pytest.mark.parametrize(
@@ -224,15 +190,28 @@ def ask_for_groups(rank: Rank, layout: Layout, group_sizes: list[int]) -> Any:
     ],
     ids=str,
 )
-def test_group_size_other_than_the_hosts_is_refused(layout: Layout, group_sizes: list[int]) -> None:
-    for errors, total in layout.run(ask_for_groups, group_sizes):
-        assert total == layout.world_size
-        for error, text in errors:
-            assert error == "ValueError", text
-            assert "group_size is " in text and "host" in text
+@on_layout()
+def test_group_size_other_than_the_hosts_is_refused(
+    rank: Rank, layout: Layout, group_sizes: list[int]
+) -> None:
+    communicator, tensor = rank.communicator(), torch.ones(rank.world_size)
+    calls: list[Callable[[], object]] = []
+    for group_size in group_sizes:
+        calls += [
+            functools.partial(communicator.all_reduce, tensor, group_size=group_size),
+            functools.partial(communicator.reduce, tensor, group_size=group_size),
+            functools.partial(
+                communicator.reduce_scatter, torch.empty(1), tensor, group_size=group_size
+            ),
+        ]
+    errors, total = errors_and_sum(rank, calls)
+    assert total == layout.world_size
+    for error in errors:
+        check_error(error, "ValueError", "group_size is ", "host")
 
 
-def ask_for_algorithms(rank: Rank, layout: Layout) -> Any:
+@on_layout(TWO_BY_TWO)
+def test_explicit_algorithm_is_refused(rank: Rank, layout: Layout) -> None:
     communicator, tensor = rank.communicator(), torch.ones(8)
     stats = torch.zeros(2, dtype=torch.float64)
     calls: list[Callable[[], object]] = []
@@ -249,22 +228,19 @@ def ask_for_algorithms(rank: Rank, layout: Layout) -> Any:
             )
         )
     communicator.all_reduce(tensor, "max", "auto")
-    return errors_and_sum(rank, calls)
-
-
-def test_explicit_algorithm_is_refused() -> None:
-    for errors, total in TWO_BY_TWO.run(ask_for_algorithms):
-        assert total == 4
-        assert len(errors) == 8
-        for error, text in errors:
-            assert error == "ValueError", text
-            assert "algorithm='" in text and "several hosts" in text and '"auto"' in text
+    errors, total = errors_and_sum(rank, calls)
+    assert total == 4
+    assert len(errors) == 8
+    for error in errors:
+        check_error(error, "ValueError", "algorithm='", "several hosts", '"auto"')
 
 
 # ---- rounding between hosts
 
 
-def check_wires(rank: Rank, layout: Layout) -> None:
+@of_every_layout
+@on_layout()
+def test_wire_dtype_rounds_each_hosts_sum_and_the_result_once(rank: Rank, layout: Layout) -> None:
     communicator = rank.communicator()
     for dtype in FLOAT_DTYPES:
         for wire, size in itertools.product(wires_of(dtype), (129, 10_001)):
@@ -283,11 +259,6 @@ def check_wires(rank: Rank, layout: Layout) -> None:
     assert_same(tensor, by_hosts([t[:99] for t in inputs], layout), "no wire")
 
 
-@of_every_layout
-def test_wire_dtype_rounds_each_hosts_sum_and_the_result_once(layout: Layout) -> None:
-    layout.run(check_wires)
-
-
 INTER_WIRES = [
     Format(torch.float16, False),
     Format(torch.bfloat16, False),
@@ -298,7 +269,11 @@ INTER_WIRES = [
 ]
 
 
-def check_inter_wires(rank: Rank, layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [TWO_BY_TWO, UNEVEN, INTERLEAVED], ids=str)
+@on_layout()
+def test_inter_wire_dtype_rounds_each_hosts_sum_and_the_result_once(
+    rank: Rank, layout: Layout
+) -> None:
     rank.init()
     for wire in INTER_WIRES:
         communicator = rota.Communicator(
@@ -323,12 +298,11 @@ def check_inter_wires(rank: Rank, layout: Layout) -> None:
         assert_same(tensor, exact(integers, "sum"), f"integers, {wire}")
 
 
-@pytest.mark.parametrize("layout", [TWO_BY_TWO, UNEVEN, INTERLEAVED], ids=str)
-def test_inter_wire_dtype_rounds_each_hosts_sum_and_the_result_once(layout: Layout) -> None:
-    layout.run(check_inter_wires)
-
-
-def check_inter_wire_of_scatter(rank: Rank, layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [TWO_BY_TWO, UNEVEN], ids=str)
+@on_layout()
+def test_reduce_scatter_and_reduce_in_inter_wire_have_the_bits_of_all_reduce(
+    rank: Rank, layout: Layout
+) -> None:
     """A part is a multiple of 64 elements, so its scaled blocks are those of the whole tensor."""
     rank.init()
     for wire in INTER_WIRES:
@@ -347,14 +321,8 @@ def check_inter_wire_of_scatter(rank: Rank, layout: Layout) -> None:
             assert_same(tensor, expected if rank.rank == 1 else own, f"reduce {size} in {wire}")
 
 
-@pytest.mark.parametrize("layout", [TWO_BY_TWO, UNEVEN], ids=str)
-def test_reduce_scatter_and_reduce_in_inter_wire_have_the_bits_of_all_reduce(
-    layout: Layout,
-) -> None:
-    layout.run(check_inter_wire_of_scatter)
-
-
-def check_backend_options(rank: Rank, layout: Layout) -> None:
+@on_layout(TWO_BY_TWO)
+def test_backend_options_choose_wire_and_order(rank: Rank, layout: Layout) -> None:
     wire = Format(torch.float8_e4m3fn, True)
     rank.init(pg_options=rota.BackendOptions(inter_wire_dtype=wire.dtype, inter_block_scaling=True))
     inputs = random_inputs(rank.world_size, 10_001, torch.float32)
@@ -369,7 +337,3 @@ def check_backend_options(rank: Rank, layout: Layout) -> None:
     dist.all_reduce(tensor := inputs[rank.rank].clone(), group=coarse)
     in_bfloat16 = Format(torch.bfloat16, False)
     assert_same(tensor, by_hosts(inputs, layout, "sum", in_bfloat16), "wire_dtype")
-
-
-def test_backend_options_choose_wire_and_order() -> None:
-    TWO_BY_TWO.run(check_backend_options)

@@ -19,7 +19,7 @@ import test_local_sgd
 from models import SMALL_BUCKETS_MB, batch_of, make_model
 from oracle import assert_same, name_of
 from ranks import Rank
-from several_hosts import TWO_BY_TWO, Layout
+from several_hosts import TWO_BY_TWO, Layout, on_layout
 
 
 def on_hosts(rank: Rank, layout: Layout, function: Callable[..., Any]) -> Any:
@@ -56,7 +56,10 @@ def average_over(group, bucket):  # type: ignore[no-untyped-def]
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def train_with_hook_and_with_option(rank: Rank, layout: Layout) -> None:
+@on_layout(TWO_BY_TWO)
+def test_inter_wire_dtype_of_a_hook_has_the_bits_of_the_backend_option(
+    rank: Rank, layout: Layout
+) -> None:
     rank.init()
     exactly = train(rank, lambda ddp: ddp.register_comm_hook(None, rota.allreduce_hook))
     for wire in INTER_WIRES:
@@ -71,11 +74,8 @@ def train_with_hook_and_with_option(rank: Rank, layout: Layout) -> None:
         assert not torch.equal(with_hook, exactly), f"{wire} rounds nothing"
 
 
-def test_inter_wire_dtype_of_a_hook_has_the_bits_of_the_backend_option() -> None:
-    TWO_BY_TWO.run(train_with_hook_and_with_option)
-
-
-def feed_back_by_hand(rank: Rank, layout: Layout) -> None:
+@on_layout(TWO_BY_TWO)
+def test_hook_feeds_back_what_a_host_lost(rank: Rank, layout: Layout) -> None:
     """One parameter is one bucket, so its scaled blocks and residual are known."""
     communicator = rank.communicator()
     num_elems = 1000
@@ -104,10 +104,6 @@ def feed_back_by_hand(rank: Rank, layout: Layout) -> None:
                 assert_same(gradient, expected, f"{wire}, feedback {feedback}, step {step}")
             results[feedback] = gradient
         assert not torch.equal(results[False], results[True]), f"{wire}: nothing is fed back"
-
-
-def test_hook_feeds_back_what_a_host_lost() -> None:
-    TWO_BY_TWO.run(feed_back_by_hand)
 
 
 # ---- Local SGD and DiLoCo
@@ -151,10 +147,7 @@ def test_hybrid_shard_over_hosts_has_the_bits_of_one_host() -> None:
     assert all(result == results[0] for result in results)
 
 
-def init_and_check_hybrid(rank: Rank, layout: Layout) -> None:
+@on_layout(TWO_BY_TWO)
+def test_hybrid_shard_over_hosts_rounds_once_in_each_dimension(rank: Rank, layout: Layout) -> None:
     rank.init()
     test_fsdp.check_hybrid(rank)
-
-
-def test_hybrid_shard_over_hosts_rounds_once_in_each_dimension() -> None:
-    TWO_BY_TWO.run(init_and_check_hybrid)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import rota
-from ranks import Rank, Ranks, error_of, run_ranks
+from ranks import Rank, Ranks, error_of, on_ranks, run_ranks
 
 
 def make_before_the_peer(rank: Rank) -> float:
@@ -34,7 +34,8 @@ def test_making_a_subgroup_waits_for_nobody() -> None:
         assert ranks.results() == [3.0, 3.0]
 
 
-def use_without_the_others(rank: Rank) -> float | None:
+@on_ranks(4)
+def test_ranks_that_never_use_a_subgroup_need_not_come(rank: Rank) -> None:
     """Two of four ranks use the group; the other two only make it."""
     rank.init()
     group = dist.new_group([0, 1, 2, 3])
@@ -44,11 +45,8 @@ def use_without_the_others(rank: Rank) -> float | None:
     elif rank.rank == 3:
         dist.recv(tensor, 0, group=group)
     dist.barrier()
-    return tensor[-1].item() if rank.rank == 3 else None
-
-
-def test_ranks_that_never_use_a_subgroup_need_not_come() -> None:
-    assert run_ranks(4, use_without_the_others) == [None, None, None, 7.0]
+    result = tensor[-1].item() if rank.rank == 3 else None
+    assert result == [None, None, None, 7.0][rank.rank]
 
 
 def leave_unused(rank: Rank) -> str:
@@ -192,7 +190,8 @@ def test_interrupted_first_use_can_be_repeated() -> None:
         assert ranks.results() == [3.0, 3.0]
 
 
-def use_in_forked_child(rank: Rank) -> float:
+@on_ranks(2)
+def test_forked_child_cannot_use_a_subgroup_first(rank: Rank) -> None:
     rank.init()
     group = dist.new_group([0, 1])
     child = os.fork()
@@ -205,8 +204,5 @@ def use_in_forked_child(rank: Rank) -> float:
     assert os.waitpid(child, 0)[1] == 0
     tensor = torch.full((10,), float(rank.rank + 1))
     dist.all_reduce(tensor, group=group)
-    return tensor[0].item()
-
-
-def test_forked_child_cannot_use_a_subgroup_first() -> None:
-    assert run_ranks(2, use_in_forked_child) == [3.0, 3.0]
+    result = tensor[0].item()
+    assert result == 3.0

@@ -21,7 +21,7 @@ from oracle import (
     ops_of,
     random_inputs,
 )
-from ranks import Rank, error_of, isas_of_this_cpu, run_ranks
+from ranks import Rank, check_error, error_of, isas_of_this_cpu, on_ranks, run_ranks
 from rota._C import schedule
 
 pytestmark = pytest.mark.same_in_every_build
@@ -125,7 +125,8 @@ def test_bucket_is_added_in_order(order: Order) -> None:
     run_ranks(order.world_size, check_bucket, order.options)
 
 
-def reduce_on_backend(rank: Rank) -> None:
+@on_ranks(4)
+def test_backend_adds_in_the_order_of_its_options(rank: Rank) -> None:
     rank.init(pg_options=rota.BackendOptions(order="tree", num_shards=16))
     inputs = random_inputs(rank.world_size, LENGTHS[1] * rank.world_size, torch.float32)
     own, expected = inputs[rank.rank], contract(inputs, "sum", order="tree")
@@ -135,10 +136,6 @@ def reduce_on_backend(rank: Rank) -> None:
     assert_same(tensor, expected if rank.rank == 1 else own, "reduce")
     dist.reduce_scatter_tensor(part := torch.empty(LENGTHS[1]), own)
     assert_same(part, expected.chunk(rank.world_size)[rank.rank], "reduce_scatter")
-
-
-def test_backend_adds_in_the_order_of_its_options() -> None:
-    run_ranks(4, reduce_on_backend)
 
 
 # ---- the same bits on any number of ranks
@@ -191,12 +188,6 @@ def test_blocks_of_shards_are_aligned_and_complete(world_size: int) -> None:
 # ---- ranks that disagree
 
 
-def call_in_other_order(rank: Rank, options: dict[str, Any]) -> tuple[str, str]:
-    communicator = rank.communicator()
-    own = options if rank.rank == 1 else {"order": "tree", "num_shards": 4}
-    return error_of(lambda: communicator.all_reduce(torch.ones(8), **own))
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -205,8 +196,14 @@ def call_in_other_order(rank: Rank, options: dict[str, Any]) -> tuple[str, str]:
     ],
     ids=["another-tree", "no-tree"],
 )
-def test_mismatch_of_order_names_it(options: dict[str, Any], text: str) -> None:
-    for error, message in run_ranks(2, call_in_other_order, options):
-        assert error == "Mismatch"
-        assert f"rank 1 called all_reduce(sum, float32[8], {text}" in message
-        assert "rank 0 called all_reduce(sum, float32[8], one_shot, tree of 4 shards)" in message
+@on_ranks(2)
+def test_mismatch_of_order_names_it(rank: Rank, options: dict[str, Any], text: str) -> None:
+    communicator = rank.communicator()
+    own = options if rank.rank == 1 else {"order": "tree", "num_shards": 4}
+    error = error_of(lambda: communicator.all_reduce(torch.ones(8), **own))
+    check_error(
+        error,
+        "Mismatch",
+        f"rank 1 called all_reduce(sum, float32[8], {text}",
+        "rank 0 called all_reduce(sum, float32[8], one_shot, tree of 4 shards)",
+    )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from oracle import ALGORITHMS, assert_same
-from ranks import Rank, run_ranks
+from ranks import Rank, on_ranks, run_ranks
 
 SLOT_BYTES = 4096
 
@@ -29,7 +29,9 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def reduce_view(rank: Rank, name: str) -> None:
+@pytest.mark.parametrize("name", VIEWS)
+@on_ranks(2)
+def test_all_reduce_of_view_reduces_it_and_leaves_the_rest(rank: Rank, name: str) -> None:
     communicator = rank.communicator(slot_bytes=SLOT_BYTES)
     for algorithm in ALGORITHMS:
         bases = [torch.arange(64.0 * 96) * (r + 1) for r in range(rank.world_size)]
@@ -41,11 +43,8 @@ def reduce_view(rank: Rank, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_all_reduce_of_view_reduces_it_and_leaves_the_rest(name: str) -> None:
-    run_ranks(2, reduce_view, name)
-
-
-def move_view(rank: Rank, name: str) -> None:
+@on_ranks(2)
+def test_copies_of_view_move_it_and_leave_the_rest(rank: Rank, name: str) -> None:
     communicator = rank.communicator(slot_bytes=SLOT_BYTES)
     view = VIEWS[name]
     bases = [torch.arange(64.0 * 96) * (r + 1) for r in range(rank.world_size)]
@@ -60,12 +59,8 @@ def move_view(rank: Rank, name: str) -> None:
     assert_same(output, torch.stack([view(b).flatten() for b in bases]), f"{name} all_gather")
 
 
-@pytest.mark.parametrize("name", VIEWS)
-def test_copies_of_view_move_it_and_leave_the_rest(name: str) -> None:
-    run_ranks(2, move_view, name)
-
-
-def gather_into_views(rank: Rank) -> None:
+@on_ranks(3)
+def test_all_gather_into_views_fills_them_and_leaves_the_rest(rank: Rank) -> None:
     rank.init()
     base = torch.zeros(rank.world_size, 6, 10)
     outputs = [base[r].t()[2:5] for r in range(rank.world_size)]
@@ -76,11 +71,8 @@ def gather_into_views(rank: Rank) -> None:
     assert_same(base, expected, "the whole storage")
 
 
-def test_all_gather_into_views_fills_them_and_leaves_the_rest() -> None:
-    run_ranks(3, gather_into_views)
-
-
-def reduce_view_async(rank: Rank) -> None:
+@on_ranks(2)
+def test_async_all_reduce_of_view_reduces_it_and_leaves_the_rest(rank: Rank) -> None:
     rank.init()
     base = torch.arange(64.0 * 96)
     expected = base.clone()
@@ -89,26 +81,20 @@ def reduce_view_async(rank: Rank) -> None:
     assert_same(base, expected, "the whole storage")
 
 
-def test_async_all_reduce_of_view_reduces_it_and_leaves_the_rest() -> None:
-    run_ranks(2, reduce_view_async)
-
-
-def reduce_negated(rank: Rank, op: str) -> list[float]:
-    """torch stores the negation as a flag on the tensor; the memory holds the unnegated values."""
-    communicator = rank.communicator()
-    tensor = torch._neg_view(torch.tensor([1.0, -2.0, 3.0]) + rank.rank)
-    communicator.all_reduce(tensor, op)
-    return tensor.tolist()
-
-
 @pytest.mark.parametrize(
     ("op", "expected"),
     [("sum", [-3.0, 3.0, -7.0]), ("product", [2.0, 2.0, 12.0]), ("min", [-2.0, 1.0, -4.0])],
 )
+@on_ranks(2)
 def test_all_reduce_of_lazily_negated_tensor_reduces_its_values(
-    op: str, expected: list[float]
+    rank: Rank, op: str, expected: list[float]
 ) -> None:
-    assert run_ranks(2, reduce_negated, op) == [expected] * 2
+    """torch stores the negation as a flag on the tensor; the memory holds the unnegated values."""
+    communicator = rank.communicator()
+    tensor = torch._neg_view(torch.tensor([1.0, -2.0, 3.0]) + rank.rank)
+    communicator.all_reduce(tensor, op)
+    result = tensor.tolist()
+    assert result == expected
 
 
 def move_conjugated(rank: Rank) -> list[list[complex]]:
@@ -129,12 +115,10 @@ def test_copies_of_lazily_conjugated_tensor_move_its_values() -> None:
     assert run_ranks(2, move_conjugated) == [[conjugated, plain, conjugated, plain]] * 2
 
 
-def reduce_complex(rank: Rank) -> list[complex]:
+@on_ranks(2)
+def test_backend_all_reduce_of_complex_tensor_sums_both_parts(rank: Rank) -> None:
     rank.init()
     tensor = torch.tensor([1 + 2j, 3 - 4j]) * (rank.rank + 1)
     dist.all_reduce(tensor)  # torch passes it as pairs of reals
-    return tensor.tolist()
-
-
-def test_backend_all_reduce_of_complex_tensor_sums_both_parts() -> None:
-    assert run_ranks(2, reduce_complex) == [[3 + 6j, 9 - 12j]] * 2
+    result = tensor.tolist()
+    assert result == [3 + 6j, 9 - 12j]

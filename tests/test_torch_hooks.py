@@ -26,7 +26,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.optim.functional_sgd import _FunctionalSGD
 from torch.nn.parallel import DistributedDataParallel
 
-from ranks import Rank, error_of, run_ranks
+from ranks import Rank, error_of, on_ranks, run_ranks
 
 NUM_STEPS = 6
 LEARNING_RATE = 0.05
@@ -153,7 +153,9 @@ def test_hook_of_torch_gives_what_it_gives_on_gloo(name: str) -> None:
         assert all(are_equal), are_equal
 
 
-def train_with_overlapping_zero(rank: Rank, interleaved: bool) -> list[bool]:
+@pytest.mark.parametrize("interleaved", [False, True], ids=["step", "interleaved"])
+@on_ranks(2)
+def test_overlapping_zero_gives_the_parameters_of_zero(rank: Rank, interleaved: bool) -> None:
     """Its first two steps only look at the buckets, so the model without overlap skips them."""
     rank.init()
     group = dist.group.WORLD
@@ -178,10 +180,5 @@ def train_with_overlapping_zero(rank: Rank, interleaved: bool) -> list[bool]:
     without.register_comm_hook(group, hook)
     train(without, rank, zero(without, False), first_step=2)
     pairs = zip(without.parameters(), overlapping.parameters(), strict=True)
-    return [torch.equal(one, other) for one, other in pairs]
-
-
-@pytest.mark.parametrize("interleaved", [False, True], ids=["step", "interleaved"])
-def test_overlapping_zero_gives_the_parameters_of_zero(interleaved: bool) -> None:
-    for are_equal in run_ranks(2, train_with_overlapping_zero, interleaved):
-        assert all(are_equal), are_equal
+    are_equal = [torch.equal(one, other) for one, other in pairs]
+    assert all(are_equal), are_equal

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import Rank, error_of, run_ranks
+from ranks import Rank, error_of, on_ranks
 
 pytestmark = pytest.mark.skipif(
     not hasattr(dist.distributed_c10d, "_new_window"), reason="torch has windows from 2.15 on"
@@ -21,7 +21,8 @@ def new_window(*args: Any) -> Any:
     return dist.distributed_c10d._new_window(*args)
 
 
-def use_window(rank: Rank) -> None:
+@on_ranks(2)
+def test_ranks_use_a_window(rank: Rank) -> None:
     rank.init()
     assert dist.distributed_c10d._supports_window()
     peer = 1 - rank.rank
@@ -42,11 +43,8 @@ def use_window(rank: Rank) -> None:
     dist.barrier()
 
 
-def test_ranks_use_a_window() -> None:
-    run_ranks(2, use_window)
-
-
-def wait_in_vain(rank: Rank) -> list[tuple[str, str] | None]:
+@on_ranks(2)
+def test_what_cannot_be_raises(rank: Rank) -> None:
     rank.init()
     window = new_window()
     assert "no tensor is registered" in error_of(lambda: window.signal(0, False))[1]
@@ -61,16 +59,12 @@ def wait_in_vain(rank: Rank) -> list[tuple[str, str] | None]:
         error_of(lambda: window.tensor_register(torch.zeros(2))),
     ]
     dist.barrier()
-    return errors
+    kinds = [kind for kind, _ in errors]
+    assert kinds == ["Timeout", "Timeout", "ValueError", "ValueError"], errors
 
 
-def test_what_cannot_be_raises() -> None:
-    for errors in run_ranks(2, wait_in_vain):
-        kinds = [kind for kind, _ in errors]
-        assert kinds == ["Timeout", "Timeout", "ValueError", "ValueError"], errors
-
-
-def on_two_hosts(rank: Rank) -> None:
+@on_ranks(2)
+def test_window_between_hosts(rank: Rank) -> None:
     os.environ["ROTA_HOST_ID"] = f"host-{rank.rank}"
     rank.init()
     window = new_window(torch.zeros(4))
@@ -78,7 +72,3 @@ def on_two_hosts(rank: Rank) -> None:
     window.signal(1 - rank.rank, False)
     window.wait_signal(1 - rank.rank, False)
     dist.barrier()
-
-
-def test_window_between_hosts() -> None:
-    run_ranks(2, on_two_hosts)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ranks import Rank, Ranks, error_of, run_ranks
+from ranks import Rank, Ranks, check_error, error_of, on_ranks, run_ranks
 
 CPU = torch.device("cpu")
 LONG = 300_000  # elements of float32: more than a link holds
@@ -35,7 +35,9 @@ def reduced(value: float, group: Any = None) -> float:
     return tensor[-1].item()
 
 
-def nest_meshes(rank: Rank) -> list[float]:
+@on_ranks(4)
+def test_nested_mesh_of_a_group_with_a_bound_device_splits(rank: Rank) -> None:
+    """pytorch#186548"""
     rank.init()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     inner = mesh["inner"]._unflatten(0, (2, 1), ("left", "right"))
@@ -55,20 +57,21 @@ def nest_meshes(rank: Rank) -> list[float]:
         half,
         alone,
     ]
-    return [reduced(float(rank.rank), group) for group in groups]
+    result = [reduced(float(rank.rank), group) for group in groups]
+    assert (
+        result
+        == [
+            [2.0, 1.0, 6.0, 1.0, 0.0, 1.0, 0.0],
+            [4.0, 1.0, 6.0, 1.0, 1.0, 1.0, 1.0],
+            [2.0, 5.0, 6.0, 5.0, 2.0, 5.0, 2.0],
+            [4.0, 5.0, 6.0, 5.0, 3.0, 5.0, 3.0],
+        ][rank.rank]
+    )
 
 
-def test_nested_mesh_of_a_group_with_a_bound_device_splits() -> None:
-    """pytorch#186548"""
-    assert run_ranks(4, nest_meshes) == [
-        [2.0, 1.0, 6.0, 1.0, 0.0, 1.0, 0.0],
-        [4.0, 1.0, 6.0, 1.0, 1.0, 1.0, 1.0],
-        [2.0, 5.0, 6.0, 5.0, 2.0, 5.0, 2.0],
-        [4.0, 5.0, 6.0, 5.0, 3.0, 5.0, 3.0],
-    ]
-
-
-def call_inherited(rank: Rank) -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_methods_that_rota_lacks_raise_and_name_it(rank: Rank) -> None:
+    """torch-xpu-ops#5385, #2659, #5071, #3305, #3376"""
     rank.init()
     group = default_group()
     backend = group._get_backend(CPU)
@@ -87,14 +90,8 @@ def call_inherited(rank: Rank) -> list[tuple[str, str]]:
     errors = [error_of(call) for call in of_this_torch]
     errors.append(error_of(lambda: group._register_on_completion_hook(print)))
     assert reduced(1.0) == 2.0  # the group still works
-    return errors
-
-
-def test_methods_that_rota_lacks_raise_and_name_it() -> None:
-    """torch-xpu-ops#5385, #2659, #5071, #3305, #3376"""
-    for errors in run_ranks(2, call_inherited):
-        for kind, text in errors:
-            assert kind == "RuntimeError" and "rota" in text, text
+    for error in errors:
+        check_error(error, "RuntimeError", "rota")
 
 
 def end_group(rank: Rank, method: str) -> tuple[str, str]:
@@ -115,7 +112,12 @@ def test_call_after_abort_or_shutdown_raises(method: str) -> None:
         assert kind in ("RotaError", "PeerFailed") and expected in text, text
 
 
-def exchange(rank: Rank, recv_first: bool) -> None:
+@pytest.mark.parametrize("recv_first", [True, False], ids=["recv-first", "send-first"])
+@on_ranks(2)
+def test_same_order_of_send_and_recv_on_both_ranks_does_not_hang(
+    rank: Rank, recv_first: bool
+) -> None:
+    """torchcomms#2885 and torchcomms#2992, with messages that do not fit a link"""
     rank.init()
     peer = 1 - rank.rank
     for number in range(3):
@@ -137,34 +139,26 @@ def exchange(rank: Rank, recv_first: bool) -> None:
     assert output.eq(20 + peer).all()
 
 
-@pytest.mark.parametrize("recv_first", [True, False], ids=["recv-first", "send-first"])
-def test_same_order_of_send_and_recv_on_both_ranks_does_not_hang(recv_first: bool) -> None:
-    """torchcomms#2885 and torchcomms#2992, with messages that do not fit a link"""
-    run_ranks(2, exchange, recv_first)
-
-
-def reduce_wrongly(rank: Rank) -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_reduce_op_that_is_not_supported_raises(rank: Rank) -> None:
+    """pytorch#162338, pytorch#192281"""
     rank.init()
     whole = torch.tensor([1.0, 3.0]) + 2 * rank.rank
     dist.reduce_scatter_tensor(part := torch.zeros(1), whole, dist.ReduceOp.AVG)
     assert part.item() == 2.0 + 2 * rank.rank, "an average, not the sum"
     bools, floats = torch.ones(2, dtype=torch.bool), torch.ones(2)
-    return [
+    errors = [
         error_of(lambda: dist.all_reduce(bools, dist.ReduceOp.AVG)),
         error_of(lambda: dist.all_reduce(floats, dist.ReduceOp.BAND)),
         error_of(lambda: dist.reduce(floats, 0, dist.ReduceOp.BXOR)),
     ]
+    for kind, text in errors:
+        assert kind in ("ValueError", "TypeError") and "rota." in text, (kind, text)
 
 
-def test_reduce_op_that_is_not_supported_raises() -> None:
-    """pytorch#162338, pytorch#192281"""
-    for errors in run_ranks(2, reduce_wrongly):
-        for kind, text in errors:
-            assert kind in ("ValueError", "TypeError") and "rota." in text, (kind, text)
-
-
-def infer(rank: Rank) -> None:
-    """Strided tensors, which the thread that does the work copies back."""
+@on_ranks(2)
+def test_inference_mode_reaches_the_threads_that_write_results(rank: Rank) -> None:
+    """pytorch#86830. Strided tensors, which the thread that does the work copies back."""
     rank.init()
     peer = 1 - rank.rank
     with torch.inference_mode():
@@ -183,11 +177,6 @@ def infer(rank: Rank) -> None:
         for work in works:
             work.wait()
         assert tensor[:, ::2].eq(peer).all()
-
-
-def test_inference_mode_reaches_the_threads_that_write_results() -> None:
-    """pytorch#86830"""
-    run_ranks(2, infer)
 
 
 def use_two_backends(rank: Rank) -> list[Any]:

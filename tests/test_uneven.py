@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranks import Rank, run_ranks
+from ranks import Rank, on_ranks, run_ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.append(str(EXAMPLES))
@@ -90,7 +90,8 @@ def test_split_refuses_what_it_cannot_split(speeds: list[float], problem: str) -
         balance.split_by_speed(speeds, 4)
 
 
-def agree(rank: Rank) -> None:
+@on_ranks(2)
+def test_ranks_agree_on_a_split_by_smoothed_speeds(rank: Rank) -> None:
     comm = rank.communicator()
     speed = balance.Speed()
     splits = []
@@ -100,10 +101,6 @@ def agree(rank: Rank) -> None:
             speed.add(1, seconds)
         splits.append(speed.agree_on_split(comm, num_micro_batches))
     assert splits == [[6, 2], [4, 2]]
-
-
-def test_ranks_agree_on_a_split_by_smoothed_speeds() -> None:
-    run_ranks(2, agree)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import rota
-from ranks import Rank, error_of, run_ranks
+from ranks import Rank, error_of, on_ranks, run_ranks
 from rota.weights import WeightShard, WeightStore, layout
 
 pytestmark = pytest.mark.same_in_every_build
@@ -130,7 +130,9 @@ DISAGREEMENTS = {
 }
 
 
-def publish_one(rank: Rank, case: str) -> tuple[str, str]:
+@pytest.mark.parametrize("case", DISAGREEMENTS)
+@on_ranks(2)
+def test_publishers_that_disagree_all_get_an_error_that_names_both(rank: Rank, case: str) -> None:
     options, tensors = DISAGREEMENTS[case][0][rank.rank]
     options = {"num_publishers": 2, "timeout": timedelta(seconds=10), **options}
     store = rank.make_store()
@@ -141,17 +143,13 @@ def publish_one(rank: Rank, case: str) -> tuple[str, str]:
     done.wait(["0", "1"])
     reader = WeightStore(store, timeout=timedelta(0))
     assert error_of(reader.pull)[0] == "Timeout"  # nothing was published
-    return error
+    error, text = error
+    assert error == "Mismatch", text
+    assert re.search(DISAGREEMENTS[case][1], text), text
 
 
-@pytest.mark.parametrize("case", DISAGREEMENTS)
-def test_publishers_that_disagree_all_get_an_error_that_names_both(case: str) -> None:
-    for error, text in run_ranks(2, publish_one, case):
-        assert error == "Mismatch", text
-        assert re.search(DISAGREEMENTS[case][1], text), text
-
-
-def publish_other_versions(rank: Rank) -> None:
+@on_ranks(2)
+def test_publishers_of_different_versions_get_an_error(rank: Rank) -> None:
     store = rank.make_store()
     shards = {"w": WeightShard((2,), (rank.rank,), (1,))}
     publisher = WeightStore(store, rank=rank.rank, num_publishers=2, shards=shards)
@@ -173,10 +171,6 @@ def publish_other_versions(rank: Rank) -> None:
         turns.set("refused", "")
         turns.wait(["end"])
     turns.set("end", "")
-
-
-def test_publishers_of_different_versions_get_an_error() -> None:
-    run_ranks(2, publish_other_versions)
 
 
 def fail_alone(rank: Rank) -> tuple[str, str]:
@@ -259,7 +253,8 @@ def test_wrong_calls_are_refused(store: dist.Store) -> None:
         WeightShard((4,), (2,), (3,))
 
 
-def pull_from_another_host(rank: Rank) -> None:
+@on_ranks(2)
+def test_reader_on_another_host_is_refused(rank: Rank) -> None:
     os.environ["ROTA_HOST_ID"] = f"host{rank.rank}"
     store = rank.make_store()
     if rank.rank == 0:
@@ -272,7 +267,3 @@ def pull_from_another_host(rank: Rank) -> None:
         ):
             WeightStore(store).pull()
         store.set("end", "")
-
-
-def test_reader_on_another_host_is_refused() -> None:
-    run_ranks(2, pull_from_another_host)

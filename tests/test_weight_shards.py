@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ranks import Rank, run_ranks
+from ranks import Rank, on_ranks, run_ranks
 from rota.weights import WeightShard, WeightStore, layout
 from rota.weights.copies import boxes
 
@@ -187,13 +187,10 @@ def test_strided_shards_with_holes_are_refused(
             layout.check_strides("w", placements, mesh_shape, shape)
 
 
-def publish_partial(rank: Rank) -> None:
+@on_ranks(1)
+def test_partial_sums_are_refused(rank: Rank) -> None:
     rank.init("gloo")
     mesh = init_device_mesh("cpu", (1,))
     partial = DTensor.from_local(torch.ones(3), mesh, [Partial()])
     with pytest.raises(ValueError, match="still to be summed; redistribute it first"):
         WeightStore(rank.make_store(), rank=0).publish(1, {"w": partial})
-
-
-def test_partial_sums_are_refused() -> None:
-    run_ranks(1, publish_partial)

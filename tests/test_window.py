@@ -19,7 +19,7 @@ import torch.distributed as dist
 import rota
 from heap import heap_bytes
 from oracle import DTYPES, name_of, random_patterns
-from ranks import Rank, error_of, run_ranks
+from ranks import Rank, check_error, error_of, on_ranks
 from rota import _C
 from rota.window import make_window
 from several_hosts import INTERLEAVED, ONE_BY_ONE, TWO_BY_TWO, Layout
@@ -191,7 +191,8 @@ def test_windows_of_a_group_share_threads() -> None:
     run_on(TWO_BY_TWO, share_threads)
 
 
-def overlap_a_window(rank: Rank) -> None:
+@on_ranks(2)
+def test_calls_with_parts_of_the_window_move_what_was_there(rank: Rank) -> None:
     rank.init()
     window = rota.Window(3000)
     peer = 1 - rank.rank
@@ -213,14 +214,11 @@ def overlap_a_window(rank: Rank) -> None:
                 dist.barrier()
 
 
-def test_calls_with_parts_of_the_window_move_what_was_there() -> None:
-    run_ranks(2, overlap_a_window)
-
-
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def have_no_elements(rank: Rank) -> None:
+@on_ranks(2)
+def test_window_without_elements(rank: Rank) -> None:
     rank.init()
     made = rota.empty(8)
     for made_of in (0, torch.empty(0), torch.empty(3, 0), rota.empty(0), made[8:]):
@@ -236,11 +234,20 @@ def have_no_elements(rank: Rank) -> None:
     dist.barrier()
 
 
-def test_window_without_elements() -> None:
-    run_ranks(2, have_no_elements)
+@on_ranks(2)
+def test_window_of_ranks_without_a_group_has_its_tensor(rank: Rank) -> None:
+    """As a backend makes torch's windows, without a process group."""
+    tensor = torch.zeros(2)
+    window = make_window(tensor, rank.make_store(), rank.rank, rank.world_size)
+    assert window.tensor.data_ptr() == tensor.data_ptr()
+    window.put(torch.ones(2), 1 - rank.rank)
+    window.signal(1 - rank.rank)
+    window.wait_signal(1 - rank.rank)
+    assert window.tensor.tolist() == [1, 1]
 
 
-def use_own_tensors(rank: Rank) -> None:
+@on_ranks(2)
+def test_window_of_a_tensor_is_that_tensor(rank: Rank) -> None:
     rank.init()
     linear = torch.nn.Linear(40, 30)
     with torch.no_grad():
@@ -268,26 +275,8 @@ def use_own_tensors(rank: Rank) -> None:
     dist.barrier()
 
 
-def meet_in_a_store(rank: Rank) -> None:
-    """As a backend makes torch's windows, without a process group."""
-    tensor = torch.zeros(2)
-    window = make_window(tensor, rank.make_store(), rank.rank, rank.world_size)
-    assert window.tensor.data_ptr() == tensor.data_ptr()
-    window.put(torch.ones(2), 1 - rank.rank)
-    window.signal(1 - rank.rank)
-    window.wait_signal(1 - rank.rank)
-    assert window.tensor.tolist() == [1, 1]
-
-
-def test_window_of_ranks_without_a_group_has_its_tensor() -> None:
-    run_ranks(2, meet_in_a_store)
-
-
-def test_window_of_a_tensor_is_that_tensor() -> None:
-    run_ranks(2, use_own_tensors)
-
-
-def make_and_close(rank: Rank) -> None:
+@on_ranks(2)
+def test_closed_window_gives_its_memory_back(rank: Rank) -> None:
     rank.init()
     for _ in range(3):
         window = rota.Window(3 << 20, dtype=torch.uint8)
@@ -308,11 +297,8 @@ def make_and_close(rank: Rank) -> None:
     kept.fill_(1)
 
 
-def test_closed_window_gives_its_memory_back() -> None:
-    run_ranks(2, make_and_close)
-
-
-def hold_in_every_way(rank: Rank) -> None:
+@on_ranks(2)
+def test_memory_that_something_else_may_use_does_not_move(rank: Rank) -> None:
     """A window would free the memory that something else uses."""
     rank.init()
     peer = 1 - rank.rank
@@ -357,10 +343,6 @@ def hold_in_every_way(rank: Rank) -> None:
     alias = torch.utils.dlpack.to_dlpack(leaf.detach())
     assert not _C.move_storage(leaf, rota.empty(1200, dtype=torch.uint8), copies=True)
     del alias, nodes
-
-
-def test_memory_that_something_else_may_use_does_not_move() -> None:
-    run_ranks(2, hold_in_every_way)
 
 
 # ---- bad input -----------------------------------------------------------------------------------
@@ -415,8 +397,7 @@ def refuse(rank: Rank) -> None:
         (lambda: rota.Window(1, num_channels=0), "ValueError", "num_channels is 0"),
         (lambda: rota.Window(1, group="me"), "TypeError", "group is of type str"),  # type: ignore[arg-type]
     ):
-        got, message = error_of(call)
-        assert got == kind and text in message, (got, message)
+        check_error(error_of(call), kind, text)
     assert window.tensor.count_nonzero() == 0
     dist.barrier()
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import rota
-from ranks import Rank, error_of, run_ranks
+from ranks import Rank, error_of, on_ranks, run_ranks
 from rota import _C
 from several_hosts import TWO_BY_TWO, Layout
 
@@ -113,7 +113,8 @@ def calls_of(
 OF_ANY_BYTES = ("move_storage", "checksum", "encode")  # refuse the device in other words
 
 
-def refuse_everywhere(rank: Rank) -> None:
+@on_ranks(2)
+def test_tensor_without_memory_is_refused_by_every_call_and_the_group_goes_on(rank: Rank) -> None:
     communicator = rank.communicator()
     window = rota.Window(8)
     for kind, (make, error, fact) in KINDS.items():
@@ -138,11 +139,8 @@ def refuse_everywhere(rank: Rank) -> None:
     dist.barrier()
 
 
-def test_tensor_without_memory_is_refused_by_every_call_and_the_group_goes_on() -> None:
-    run_ranks(2, refuse_everywhere)
-
-
-def use_no_elements_and_lazy_clones(rank: Rank) -> None:
+@on_ranks(2)
+def test_lazy_clones_and_tensors_without_elements_are_as_others(rank: Rank) -> None:
     """What has no bytes needs no memory; a lazy clone gets some where it is written."""
     communicator = rank.communicator()
     communicator.all_reduce(freed(0))
@@ -159,10 +157,6 @@ def use_no_elements_and_lazy_clones(rank: Rank) -> None:
     window.tensor.fill_(7)
     assert clone.eq(2).all() and source.eq(1).all()
     dist.barrier()
-
-
-def test_lazy_clones_and_tensors_without_elements_are_as_others() -> None:
-    run_ranks(2, use_no_elements_and_lazy_clones)
 
 
 # ---- between a call and its start ----------------------------------------------------------------

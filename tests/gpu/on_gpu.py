@@ -6,6 +6,7 @@ torch_kernels let torch compute on the GPU; all others also run on a simulated G
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -62,6 +63,9 @@ def check_each(
 def run_ranks(world_size: int, function: Callable[..., Any], *args: object) -> list[Any]:
     """Like ranks.run_ranks, with the time limit for GPUs."""
     return ranks.run_ranks(world_size, function, *args, timeout_s=LIMIT_S)
+
+
+on_ranks = functools.partial(ranks.on_ranks, timeout_s=LIMIT_S)
 
 
 def connect(rank: ranks.Rank, *, timeout_s: float = WAIT_S) -> rota.Communicator:

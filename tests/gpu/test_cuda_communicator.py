@@ -13,14 +13,7 @@ import torch.distributed as dist
 
 import rota
 from bucket_oracle import BUCKET_DTYPES, FORMATS, Format
-from on_gpu import (
-    DEVICE,
-    MAX_LOW_LATENCY_BYTES,
-    WAIT_S,
-    Guarded,
-    connect,
-    run_ranks,
-)
+from on_gpu import DEVICE, MAX_LOW_LATENCY_BYTES, WAIT_S, Guarded, connect, on_ranks, run_ranks
 from oracle import (
     DTYPES,
     assert_same,
@@ -52,7 +45,12 @@ def same_on_both(
     assert_same(on_gpu.get(case), on_cpu, case)
 
 
-def reduce_every_dtype(rank: Rank, dtypes: tuple[torch.dtype, ...]) -> None:
+@pytest.mark.parametrize("dtypes", [DTYPES[:4], DTYPES[4:]], ids=["floats", "integers"])
+@worlds
+@on_ranks()
+def test_cuda_all_reduce_gives_the_bits_of_the_cpu(
+    rank: Rank, dtypes: tuple[torch.dtype, ...]
+) -> None:
     comm = connect(rank)
     for dtype in dtypes:
         for algorithm in (*CANONICAL, "ring"):
@@ -68,15 +66,9 @@ def reduce_every_dtype(rank: Rank, dtypes: tuple[torch.dtype, ...]) -> None:
             same_on_both(comm, source, f"{name_of(dtype)} {op}", "auto", op=op)
 
 
-@pytest.mark.parametrize("dtypes", [DTYPES[:4], DTYPES[4:]], ids=["floats", "integers"])
-@worlds
-def test_cuda_all_reduce_gives_the_bits_of_the_cpu(
-    world_size: int, dtypes: tuple[torch.dtype, ...]
-) -> None:
-    run_ranks(world_size, reduce_every_dtype, dtypes)
-
-
-def reduce_with_wires(rank: Rank) -> None:
+@pytest.mark.parametrize("world_size", [2, 3], ids="ws{}".format)
+@on_ranks()
+def test_cuda_all_reduce_with_a_wire_dtype_gives_the_bits_of_the_cpu(rank: Rank) -> None:
     comm = connect(rank)
     wires = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
     for wire_dtype in wires:
@@ -86,12 +78,8 @@ def reduce_with_wires(rank: Rank) -> None:
             same_on_both(comm, source, case, "auto", op=op, wire_dtype=wire_dtype)
 
 
-@pytest.mark.parametrize("world_size", [2, 3], ids="ws{}".format)
-def test_cuda_all_reduce_with_a_wire_dtype_gives_the_bits_of_the_cpu(world_size: int) -> None:
-    run_ranks(world_size, reduce_with_wires)
-
-
-def reduce_in_groups(rank: Rank) -> None:
+@on_ranks(4)
+def test_cuda_all_reduce_in_groups_gives_the_bits_of_the_cpu(rank: Rank) -> None:
     comm = connect(rank)
     for dtype in (torch.float16, torch.float32, torch.int32):
         for algorithm in ("auto", "low_latency", "one_shot", "two_shot"):
@@ -100,24 +88,6 @@ def reduce_in_groups(rank: Rank) -> None:
             same_on_both(comm, source, case, algorithm, op="sum", group_size=2)
     source = random_inputs(rank.world_size, 5001, torch.float32)[rank.rank]
     same_on_both(comm, source, "wire", "auto", op="avg", wire_dtype=torch.float16, group_size=2)
-
-
-def test_cuda_all_reduce_in_groups_gives_the_bits_of_the_cpu() -> None:
-    run_ranks(4, reduce_in_groups)
-
-
-def reduce_in_groups_of_two(rank: Rank) -> None:
-    reduce_others(rank, group_size=2)
-
-
-def reduce_in_tree(rank: Rank) -> None:
-    comm = connect(rank)
-    for dtype, algorithm in itertools.product(
-        (torch.float16, torch.int32), ("auto", "low_latency", "one_shot", "two_shot")
-    ):
-        source = random_inputs(rank.world_size, 1025, dtype)[rank.rank]
-        same_on_both(comm, source, f"{name_of(dtype)} {algorithm}", algorithm, order="tree")
-    reduce_others(rank, order="tree", num_shards=16)
 
 
 def reduce_others(rank: Rank, **order: Any) -> None:
@@ -137,15 +107,26 @@ def reduce_others(rank: Rank, **order: Any) -> None:
         reduce_bucket_on_both(rank, comm, wire, torch.float32, 5000, **order)
 
 
-def test_cuda_sums_in_groups_give_the_bits_of_the_cpu() -> None:
-    run_ranks(4, reduce_in_groups_of_two)
+@on_ranks(4)
+def test_cuda_sums_in_groups_give_the_bits_of_the_cpu(rank: Rank) -> None:
+    reduce_others(rank, group_size=2)
 
 
-def test_cuda_sums_in_a_tree_give_the_bits_of_the_cpu() -> None:
-    run_ranks(5, reduce_in_tree)
+@on_ranks(5)
+def test_cuda_sums_in_a_tree_give_the_bits_of_the_cpu(rank: Rank) -> None:
+    comm = connect(rank)
+    for dtype, algorithm in itertools.product(
+        (torch.float16, torch.int32), ("auto", "low_latency", "one_shot", "two_shot")
+    ):
+        source = random_inputs(rank.world_size, 1025, dtype)[rank.rank]
+        same_on_both(comm, source, f"{name_of(dtype)} {algorithm}", algorithm, order="tree")
+    reduce_others(rank, order="tree", num_shards=16)
 
 
-def warn_about_kernels_of_torch(rank: Rank) -> None:
+@on_ranks(1)
+def test_logical_shards_of_a_model_on_cuda_warn_of_kernels_that_differ_from_run_to_run(
+    rank: Rank,
+) -> None:
     rank.init("rota")
     model = torch.nn.Linear(2, 2).to(DEVICE)
     with pytest.warns(UserWarning, match="use_deterministic_algorithms"):
@@ -156,11 +137,9 @@ def warn_about_kernels_of_torch(rank: Rank) -> None:
         rota.LogicalShards(model, 2)
 
 
-def test_logical_shards_of_a_model_on_cuda_warn_of_kernels_that_differ_from_run_to_run() -> None:
-    run_ranks(1, warn_about_kernels_of_torch)
-
-
-def move(rank: Rank) -> None:
+@worlds
+@on_ranks()
+def test_cuda_broadcast_and_all_gather_move_every_bit(rank: Rank) -> None:
     comm = connect(rank)
     for dtype in (torch.float32, torch.float16, torch.int64, torch.bool):
         for size in SIZES:
@@ -177,11 +156,8 @@ def move(rank: Rank) -> None:
 
 
 @worlds
-def test_cuda_broadcast_and_all_gather_move_every_bit(world_size: int) -> None:
-    run_ranks(world_size, move)
-
-
-def move_parts(rank: Rank) -> None:
+@on_ranks()
+def test_cuda_reduce_gather_scatter_and_all_to_all_move_every_bit(rank: Rank) -> None:
     comm = connect(rank)
     own, world_size = rank.rank, rank.world_size
     root = world_size - 1
@@ -235,11 +211,6 @@ def move_parts(rank: Rank) -> None:
         for peer, source in enumerate(sources)
     ]
     assert_same(output.cpu(), torch.cat(pieces), "all_to_all with splits")
-
-
-@worlds
-def test_cuda_reduce_gather_scatter_and_all_to_all_move_every_bit(world_size: int) -> None:
-    run_ranks(world_size, move_parts)
 
 
 def gather_with_other_roots(rank: Rank) -> str:
@@ -301,7 +272,9 @@ def reduce_bucket_on_both(
         assert_same(gpu_residual, cpu_residual, f"residual of {case}")
 
 
-def reduce_buckets(rank: Rank) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3], ids="ws{}".format)
+@on_ranks()
+def test_cuda_reduce_bucket_gives_the_bits_of_the_cpu(rank: Rank) -> None:
     comm = connect(rank)
     for wire in FORMATS:
         for num_elems in (1, 513, 40_001):
@@ -315,29 +288,21 @@ def reduce_buckets(rank: Rank) -> None:
         reduce_bucket_on_both(rank, comm, wire, torch.float32, 40_001, algorithm=algorithm)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3], ids="ws{}".format)
-def test_cuda_reduce_bucket_gives_the_bits_of_the_cpu(world_size: int) -> None:
-    run_ranks(world_size, reduce_buckets)
-
-
-def reduce_with_memory(rank: Rank) -> None:
+@pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
+@on_ranks()
+def test_cuda_error_feedback_and_stochastic_rounding_give_the_bits_of_the_cpu(rank: Rank) -> None:
     comm = connect(rank)
     for wire in FORMATS[1:]:
         reduce_bucket_on_both(rank, comm, wire, torch.float32, 5000, with_residual=True)
         reduce_bucket_on_both(rank, comm, wire, torch.float32, 5000, stochastic_seed=7)
 
 
-@pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
-def test_cuda_error_feedback_and_stochastic_rounding_give_the_bits_of_the_cpu(
-    world_size: int,
-) -> None:
-    run_ranks(world_size, reduce_with_memory)
-
-
 # ---- backend
 
 
-def use_backend(rank: Rank) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3], ids="ws{}".format)
+@on_ranks()
+def test_backend_rota_takes_cuda_and_cpu_tensors(rank: Rank) -> None:
     torch.cuda.set_device(DEVICE)
     rank.init("rota", timeout_s=WAIT_S)
     world_size, own = rank.world_size, rank.rank
@@ -394,8 +359,3 @@ def use_backend(rank: Rank) -> None:
     dist.all_reduce(on_cpu)
     assert_same(on_cpu, total, "all_reduce of CPU tensors")
     dist.barrier()
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3], ids="ws{}".format)
-def test_backend_rota_takes_cuda_and_cpu_tensors(world_size: int) -> None:
-    run_ranks(world_size, use_backend)

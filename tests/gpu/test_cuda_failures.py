@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from on_gpu import DEVICE, LIMIT_S, WAIT_S, capture, connect, run_ranks
+from on_gpu import DEVICE, LIMIT_S, WAIT_S, capture, connect, on_ranks, run_ranks
 from oracle import assert_same, exact, exact_inputs
-from ranks import Rank, Ranks, error_of
+from ranks import Rank, Ranks, check_error, error_of
 
 FOREVER = 10**9
 WARM_UP = 5
@@ -52,8 +52,8 @@ def test_cuda_peer_killed_during_all_reduce_raises_peer_failed(algorithm: str) -
         pid = ranks.pid(1)
     assert error == "PeerFailed", text
     assert f"rank 1 (pid {pid})" in text
-    for later_error, later_text in later:
-        assert later_error == "PeerFailed", later_text
+    for error in later:
+        check_error(error, "PeerFailed")
 
 
 def wait_for_late_rank(rank: Rank) -> list[tuple[str, str]]:
@@ -124,7 +124,9 @@ def test_cuda_results_of_what_has_failed_are_nan_and_checked() -> None:
     assert of_other[0] == "nothing"
 
 
-def replay_when_closed(rank: Rank) -> None:
+@pytest.mark.order
+@on_ranks(2)
+def test_cuda_graph_outlives_its_communicator(rank: Rank) -> None:
     """A graph needs its communicator's memory, and must leave that of the peers alone."""
     comm = connect(rank)
     tensors = {
@@ -151,11 +153,6 @@ def replay_when_closed(rank: Rank) -> None:
     assert_same(tensor.cpu(), torch.full((300,), 2.0), "of a new communicator")
 
 
-@pytest.mark.order
-def test_cuda_graph_outlives_its_communicator() -> None:
-    run_ranks(2, replay_when_closed)
-
-
 def be_late(rank: Rank) -> float:
     comm = connect(rank)
     if rank.rank == 1:
@@ -177,10 +174,6 @@ def test_cuda_slow_peer_is_named_on_stderr_and_then_awaited() -> None:
 
 
 DISAGREEMENTS = ("size", "dtype", "op", "collective", "root")
-
-
-def disagree(rank: Rank) -> list[tuple[str, str]]:
-    return [disagree_on(rank, what) for what in DISAGREEMENTS]
 
 
 def disagree_on(rank: Rank, what: str) -> tuple[str, str]:
@@ -205,14 +198,17 @@ def disagree_on(rank: Rank, what: str) -> tuple[str, str]:
     return error_of(call)
 
 
-def test_cuda_ranks_that_disagree_raise_mismatch() -> None:
-    for of_rank in run_ranks(2, disagree):
-        for what, (error, text) in zip(DISAGREEMENTS, of_rank, strict=True):
-            assert error == "Mismatch", (what, text)
-            assert "rank 0 called" in text and "rank 1 called" in text, (what, text)
+@on_ranks(2)
+def test_cuda_ranks_that_disagree_raise_mismatch(rank: Rank) -> None:
+    of_rank = [disagree_on(rank, what) for what in DISAGREEMENTS]
+    for what, (error, text) in zip(DISAGREEMENTS, of_rank, strict=True):
+        assert error == "Mismatch", (what, text)
+        assert "rank 0 called" in text and "rank 1 called" in text, (what, text)
 
 
-def replay_in_another_order(rank: Rank, algorithm: str) -> tuple[str, str]:
+@pytest.mark.parametrize("algorithm", ["low_latency", "one_shot", "two_shot", "ring"])
+@on_ranks(2)
+def test_cuda_ranks_that_replay_other_graphs_raise_mismatch(rank: Rank, algorithm: str) -> None:
     comm = connect(rank)
     tensors = [torch.zeros(1000, dtype=dtype).to(DEVICE) for dtype in (torch.int32, torch.float32)]
 
@@ -224,20 +220,16 @@ def replay_in_another_order(rank: Rank, algorithm: str) -> tuple[str, str]:
     for graph in reversed(graphs) if rank.rank == 1 else graphs:
         graph.replay()
     torch.cuda.synchronize()
-    return until_error(comm.barrier)
-
-
-@pytest.mark.parametrize("algorithm", ["low_latency", "one_shot", "two_shot", "ring"])
-def test_cuda_ranks_that_replay_other_graphs_raise_mismatch(algorithm: str) -> None:
-    for error, text in run_ranks(2, replay_in_another_order, algorithm):
-        assert error == "Mismatch", text
-        assert "replay the same CUDA graphs in the same order" in text
+    error = until_error(comm.barrier)
+    check_error(error, "Mismatch", "replay the same CUDA graphs in the same order")
 
 
 # ---- bad input
 
 
-def capture_too_early(rank: Rank) -> tuple[str, str]:
+@pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
+@on_ranks()
+def test_cuda_capture_before_connect_device_says_what_to_do(rank: Rank) -> None:
     torch.cuda.set_device(DEVICE)
     comm = rank.communicator()
     tensor = torch.zeros(8).to(DEVICE)
@@ -247,14 +239,9 @@ def capture_too_early(rank: Rank) -> tuple[str, str]:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             comm.all_reduce(tensor)
 
-    return error_of(capture)
-
-
-@pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
-def test_cuda_capture_before_connect_device_says_what_to_do(world_size: int) -> None:
-    for error, text in run_ranks(world_size, capture_too_early):
-        assert error in ("RotaError", "TransportError", "ValueError"), text
-        assert "connect_device" in text
+    error, text = error_of(capture)
+    assert error in ("RotaError", "TransportError", "ValueError"), text
+    assert "connect_device" in text
 
 
 def misaligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -266,7 +253,8 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
 
 
-def use_badly(rank: Rank) -> None:
+@on_ranks(2)
+def test_cuda_bad_arguments_are_refused_before_anything_moves(rank: Rank) -> None:
     comm = connect(rank)
     on_gpu, on_cpu = torch.zeros(8).to(DEVICE), torch.zeros(8)
     stats = torch.zeros(2, dtype=torch.float64)
@@ -295,10 +283,6 @@ def use_badly(rank: Rank) -> None:
     assert_same(tensor.cpu(), exact(inputs, "sum"), "after refusals")
 
 
-def test_cuda_bad_arguments_are_refused_before_anything_moves() -> None:
-    run_ranks(2, use_badly)
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_cuda_tensor_of_another_gpu_is_refused() -> None:
     run_ranks(2, use_other_gpu)
@@ -311,7 +295,8 @@ def use_other_gpu(rank: Rank) -> None:
     assert "cuda:1" in text and "cuda:0" in text
 
 
-def drop_before_late_rank(rank: Rank) -> float:
+@on_ranks(2)
+def test_cuda_communicator_that_is_dropped_ends_what_is_queued(rank: Rank) -> None:
     comm = connect(rank)
     tensor = torch.ones(2000).to(DEVICE)
     comm.all_reduce(tensor)
@@ -320,14 +305,12 @@ def drop_before_late_rank(rank: Rank) -> float:
         time.sleep(2.0)
     comm.all_reduce(tensor)
     del comm
-    return tensor.cpu().mean().item()
+    result = tensor.cpu().mean().item()
+    assert result == 4.0
 
 
-def test_cuda_communicator_that_is_dropped_ends_what_is_queued() -> None:
-    assert run_ranks(2, drop_before_late_rank) == [4.0, 4.0]
-
-
-def close_and_start_over(rank: Rank) -> None:
+@on_ranks(2)
+def test_cuda_communicators_can_be_closed_and_made_anew(rank: Rank) -> None:
     for _ in range(2):
         comm = connect(rank)
         inputs = exact_inputs(rank.world_size, 100, torch.float32)
@@ -335,9 +318,4 @@ def close_and_start_over(rank: Rank) -> None:
         comm.all_reduce(tensor)
         assert_same(tensor.cpu(), exact(inputs, "sum"), "of a new communicator")
         comm.close()
-        error, text = error_of(lambda comm=comm, tensor=tensor: comm.all_reduce(tensor))
-        assert error == "RotaError", text
-
-
-def test_cuda_communicators_can_be_closed_and_made_anew() -> None:
-    run_ranks(2, close_and_start_over)
+        check_error(error_of(lambda comm=comm, tensor=tensor: comm.all_reduce(tensor)), "RotaError")

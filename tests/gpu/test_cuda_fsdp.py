@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import rota.fsdp
-from on_gpu import DEVICE, WAIT_S, Guarded, run_ranks
+from on_gpu import DEVICE, WAIT_S, Guarded, on_ranks
 from oracle import assert_same, name_of, random_patterns
 from ranks import Rank
 
@@ -22,7 +22,9 @@ def init(rank: Rank) -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def gather(rank: Rank) -> None:
+@worlds
+@on_ranks()
+def test_cuda_all_gather_in_a_wire_gives_the_bits_of_the_cpu(rank: Rank) -> None:
     group = init(rank)
     for dtype, wire in (
         (torch.float32, torch.bfloat16),
@@ -46,11 +48,8 @@ def gather(rank: Rank) -> None:
 
 
 @worlds
-def test_cuda_all_gather_in_a_wire_gives_the_bits_of_the_cpu(world_size: int) -> None:
-    run_ranks(world_size, gather)
-
-
-def scatter(rank: Rank) -> None:
+@on_ranks()
+def test_cuda_reduce_scatter_in_a_wire_gives_the_bits_of_the_cpu(rank: Rank) -> None:
     group = init(rank)
     for wire in (torch.bfloat16, torch.float16):
         comm = rota.fsdp.ReduceScatter(wire)
@@ -63,8 +62,3 @@ def scatter(rank: Rank) -> None:
                 comm(on_cpu, inputs[rank.rank], group, op)
                 comm(on_gpu.tensor, inputs[rank.rank].to(DEVICE), group, op)
                 assert_same(on_gpu.get(case), on_cpu, case)
-
-
-@worlds
-def test_cuda_reduce_scatter_in_a_wire_gives_the_bits_of_the_cpu(world_size: int) -> None:
-    run_ranks(world_size, scatter)

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rota
 from bucket_oracle import Format, reduce_bucket
 from models import SMALL_BUCKETS_MB, ExactGradients, exact_batch
-from on_gpu import DEVICE, WAIT_S, run_ranks
+from on_gpu import DEVICE, WAIT_S, on_ranks, run_ranks
 from oracle import assert_same, contract, random_inputs
 from ranks import Rank
 
@@ -40,14 +40,6 @@ def gradients(ddp: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.grad.flatten().cpu() for p in ddp.parameters() if p.grad is not None])
 
 
-def average(rank: Rank) -> None:
-    torch.cuda.set_device(DEVICE)
-    rank.init("rota", timeout_s=WAIT_S)
-    for name in HOOKS:
-        for as_view in (False, True):
-            average_with(rank, name, as_view)
-
-
 def average_with(rank: Rank, name: str, as_view: bool) -> None:
     hook, wire_dtype = HOOKS[name]
     ddp = make_ddp(DEVICE, gradient_as_bucket_view=as_view)
@@ -63,16 +55,13 @@ def average_with(rank: Rank, name: str, as_view: bool) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3], ids="ws{}".format)
-def test_cuda_hook_averages_follow_contract(world_size: int) -> None:
-    run_ranks(world_size, average)
-
-
-def average_fused(rank: Rank) -> None:
+@on_ranks()
+def test_cuda_hook_averages_follow_contract(rank: Rank) -> None:
     torch.cuda.set_device(DEVICE)
     rank.init("rota", timeout_s=WAIT_S)
-    for wire in FUSED_WIRES:
-        for options in ({}, {"loss_scale": 1024.0}):
-            average_fused_with(rank, wire, options)
+    for name in HOOKS:
+        for as_view in (False, True):
+            average_with(rank, name, as_view)
 
 
 def average_fused_with(rank: Rank, wire: Format, options: dict[str, Any]) -> None:
@@ -109,8 +98,13 @@ def average_fused_with(rank: Rank, wire: Format, options: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
-def test_cuda_fused_hook_follows_oracle(world_size: int) -> None:
-    run_ranks(world_size, average_fused)
+@on_ranks()
+def test_cuda_fused_hook_follows_oracle(rank: Rank) -> None:
+    torch.cuda.set_device(DEVICE)
+    rank.init("rota", timeout_s=WAIT_S)
+    for wire in FUSED_WIRES:
+        for options in ({}, {"loss_scale": 1024.0}):
+            average_fused_with(rank, wire, options)
 
 
 def train(rank: Rank, device: str) -> list[Any]:
@@ -157,7 +151,9 @@ def test_cuda_training_with_scaler_and_clipping_is_that_of_the_cpu(world_size: i
     assert all(result == results[0] for result in results), "parameters differ between ranks"
 
 
-def clip(rank: Rank) -> None:
+@pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
+@on_ranks()
+def test_cuda_clipping_uses_the_norm_of_the_hook(rank: Rank) -> None:
     """Gradients above max_norm, clipped in place and in the optimizer."""
     torch.cuda.set_device(DEVICE)
     rank.init("rota", timeout_s=WAIT_S)
@@ -176,8 +172,3 @@ def clip(rank: Rank) -> None:
         if not in_optimizer:
             assert float(gradients(ddp).double().norm()) == pytest.approx(0.5, rel=1e-4)
         optimizer.step()
-
-
-@pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
-def test_cuda_clipping_uses_the_norm_of_the_hook(world_size: int) -> None:
-    run_ranks(world_size, clip)

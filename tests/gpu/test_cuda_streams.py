@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 
 import rota
-from on_gpu import DEVICE, WAIT_S, capture, connect, run_ranks
+from on_gpu import DEVICE, WAIT_S, capture, connect, on_ranks, run_ranks
 from oracle import assert_same, exact, exact_inputs, random_inputs
 from ranks import Rank
 
 
-def reduce_in_order(rank: Rank) -> None:
+@pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
+@on_ranks()
+def test_cuda_all_reduce_is_ordered_with_the_current_stream(rank: Rank) -> None:
     """The host does not wait between filling a tensor, reducing it and reading it."""
     comm = connect(rank)
     size = 3000
@@ -39,17 +41,6 @@ def reduce_in_order(rank: Rank) -> None:
         assert_same(result, expected, mode)
 
 
-@pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
-def test_cuda_all_reduce_is_ordered_with_the_current_stream(world_size: int) -> None:
-    run_ranks(world_size, reduce_in_order)
-
-
-def replay(rank: Rank) -> None:
-    comm = connect(rank)
-    for algorithm in ("auto", "low_latency", "two_shot"):
-        replay_algorithm(rank, comm, algorithm)
-
-
 def replay_algorithm(rank: Rank, comm: rota.Communicator, algorithm: str) -> None:
     size = 1500
     tensor = torch.zeros(size).to(DEVICE)
@@ -72,11 +63,15 @@ def replay_algorithm(rank: Rank, comm: rota.Communicator, algorithm: str) -> Non
 
 
 @pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
-def test_cuda_all_reduce_replays_with_other_values(world_size: int) -> None:
-    run_ranks(world_size, replay)
+@on_ranks()
+def test_cuda_all_reduce_replays_with_other_values(rank: Rank) -> None:
+    comm = connect(rank)
+    for algorithm in ("auto", "low_latency", "two_shot"):
+        replay_algorithm(rank, comm, algorithm)
 
 
-def reduce_and_transfer_in_graphs(rank: Rank) -> None:
+@on_ranks(2)
+def test_cuda_transfers_are_captured_behind_collectives(rank: Rank) -> None:
     """Alternates collectives and transfers: the very first transfers are captured, dist.recv and
     dist.all_reduce use different streams, and replays of all graphs alternate with eager calls."""
     torch.cuda.set_device(DEVICE)
@@ -115,11 +110,8 @@ def reduce_and_transfer_in_graphs(rank: Rank) -> None:
             assert_same(moved.cpu(), total * 4, f"{case}, received outside of graphs")
 
 
-def test_cuda_transfers_are_captured_behind_collectives() -> None:
-    run_ranks(2, reduce_and_transfer_in_graphs)
-
-
-def receive_beside_a_graph(rank: Rank) -> None:
+@on_ranks(2)
+def test_cuda_recv_waits_for_a_graph_from_before_the_first_one(rank: Rank) -> None:
     """Replays a graph that was captured before the first receive. Both use the communicator's links
     (the message is too long for low_latency), and only the communicator orders them."""
     torch.cuda.set_device(DEVICE)
@@ -142,11 +134,8 @@ def receive_beside_a_graph(rank: Rank) -> None:
         assert_same(moved.cpu(), inputs[0], f"turn {turn}, moved")
 
 
-def test_cuda_recv_waits_for_a_graph_from_before_the_first_one() -> None:
-    run_ranks(2, receive_beside_a_graph)
-
-
-def exchange_first(rank: Rank) -> None:
+@on_ranks(2)
+def test_cuda_first_recv_does_not_wait_for_the_own_send(rank: Rank) -> None:
     """Sends more than the links hold, so no send ends before the other rank receives."""
     torch.cuda.set_device(DEVICE)
     rank.init("rota", timeout_s=WAIT_S)
@@ -158,10 +147,6 @@ def exchange_first(rank: Rank) -> None:
         assert work is not None
         work.wait()
     assert_same(received.cpu(), inputs[1 - rank.rank], "received")
-
-
-def test_cuda_first_recv_does_not_wait_for_the_own_send() -> None:
-    run_ranks(2, exchange_first)
 
 
 def exchange_in_circles(rank: Rank) -> None:
@@ -207,7 +192,8 @@ def test_cuda_messages_in_circles_do_not_wait_for_each_other(
     run_ranks(3, exchange_in_circles)
 
 
-def replay_buckets(rank: Rank) -> None:
+@on_ranks(2)
+def test_cuda_reduce_bucket_counts_anew_in_each_replay(rank: Rank) -> None:
     """Two buckets in one graph; each replay must count from 0 again."""
     comm = connect(rank)
     sizes = (5000, 300)
@@ -238,11 +224,10 @@ def replay_buckets(rank: Rank) -> None:
         assert cpu_stats[0][0] == 2 * (turn % 2)
 
 
-def test_cuda_reduce_bucket_counts_anew_in_each_replay() -> None:
-    run_ranks(2, replay_buckets)
-
-
-def compile_step(rank: Rank) -> None:
+@pytest.mark.torch_kernels
+@pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
+@on_ranks()
+def test_cuda_all_reduce_in_a_compiled_function_is_right(rank: Rank) -> None:
     comm = connect(rank)
 
     def step(batch: torch.Tensor) -> torch.Tensor:
@@ -256,9 +241,3 @@ def compile_step(rank: Rank) -> None:
         inputs = [source + turn for source in exact_inputs(rank.world_size, 700, torch.float32)]
         got = compiled(inputs[rank.rank].to(DEVICE))
         assert_same(got.cpu(), exact(inputs, "sum") * 2 + 1, f"turn {turn}")
-
-
-@pytest.mark.torch_kernels
-@pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
-def test_cuda_all_reduce_in_a_compiled_function_is_right(world_size: int) -> None:
-    run_ranks(world_size, compile_step)

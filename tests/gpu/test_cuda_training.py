@@ -14,8 +14,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 
 import rota
-from on_gpu import DEVICE, LIMIT_S, WAIT_S
-from ranks import Rank, run_ranks
+from on_gpu import DEVICE, LIMIT_S, WAIT_S, on_ranks
+from ranks import Rank
 
 pytestmark = pytest.mark.torch_kernels
 
@@ -92,16 +92,13 @@ def sharded(rank: Rank, device: torch.device) -> list[torch.Tensor]:
     return whole
 
 
-def train(rank: Rank, way: Callable[[Rank, torch.device], list[torch.Tensor]]) -> None:
+@pytest.mark.parametrize("way", [pipeline, data_parallel, sharded])
+@on_ranks(2, timeout_s=2 * LIMIT_S)
+def test_training_on_a_shared_gpu_gives_the_parameters_of_the_cpu(
+    rank: Rank, way: Callable[[Rank, torch.device], list[torch.Tensor]]
+) -> None:
     torch.cuda.set_device(DEVICE)
     rank.init("rota", timeout_s=WAIT_S)
     on_cpu, on_gpu = (way(rank, device) for device in (torch.device("cpu"), DEVICE))
     for gpu, cpu in zip(on_gpu, on_cpu, strict=True):
         torch.testing.assert_close(gpu.detach().cpu(), cpu.detach().cpu(), rtol=0, atol=BOUND)
-
-
-@pytest.mark.parametrize("way", [pipeline, data_parallel, sharded])
-def test_training_on_a_shared_gpu_gives_the_parameters_of_the_cpu(
-    way: Callable[[Rank, torch.device], list[torch.Tensor]],
-) -> None:
-    run_ranks(2, train, way, timeout_s=2 * LIMIT_S)

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 
 import rota
-from on_gpu import DEVICE, run_ranks
+from on_gpu import DEVICE, on_ranks, run_ranks
 from ranks import Rank, error_of
 
 
-def access_each_other(ranks: Rank) -> None:
+@on_ranks(3)
+def test_cuda_ranks_access_each_others_windows(ranks: Rank) -> None:
     ranks.init()
     torch.cuda.set_device(DEVICE)
     rank, world_size = ranks.rank, ranks.world_size
@@ -36,10 +37,6 @@ def access_each_other(ranks: Rank) -> None:
         for got in (on_gpu.cpu(), on_cpu, window.view(peer)[rank].cpu()):
             assert got.eq(10 * rank + peer).all()
     dist.barrier()
-
-
-def test_cuda_ranks_access_each_others_windows() -> None:
-    run_ranks(3, access_each_other)
 
 
 def give_bad_input(ranks: Rank) -> list[tuple[str, str] | None]:

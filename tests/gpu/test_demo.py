@@ -17,15 +17,16 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import demo
 from demo_model import train_gpt
-from on_gpu import DEVICE, LIMIT_S
-from ranks import Rank, run_ranks
+from on_gpu import DEVICE, LIMIT_S, on_ranks
+from ranks import Rank
 
 pytestmark = pytest.mark.torch_kernels
 WORLD_SIZE = 2
 NUM_STEPS = 3
 
 
-def train_all_variants(rank: Rank) -> None:
+@on_ranks(WORLD_SIZE, timeout_s=2 * LIMIT_S)
+def test_demo_trains_its_variants_on_ranks_that_share_a_gpu(rank: Rank) -> None:
     torch.cuda.set_device(DEVICE)
     rank.init("gloo")
     config = train_gpt.GPTConfig(context=16, num_layers=1, num_heads=2, width=32)
@@ -46,7 +47,3 @@ def train_all_variants(rank: Rank) -> None:
     for name, result in results.items():
         assert result.spread == 0, name
         assert result.losses == pytest.approx(results["gloo"].losses, rel=0.02), name
-
-
-def test_demo_trains_its_variants_on_ranks_that_share_a_gpu() -> None:
-    run_ranks(WORLD_SIZE, train_all_variants, timeout_s=2 * LIMIT_S)  # trains several times
