@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -326,20 +328,32 @@ CASES: dict[str, Case] = {
 }
 
 
-def try_everywhere(rank: Rank, name: str) -> tuple[str, str, list[float]]:
+Refusal = tuple[str, str, list[float]]
+
+
+def try_everywhere(rank: Rank) -> dict[str, Refusal]:
     """One rank makes a bad call; then all make a good one, which shows that nothing moved."""
     communicator = rank.communicator()
-    error = ("", "")
-    if rank.rank == 0:
-        error = error_of(lambda: CASES[name].call(communicator))
-    tensor = floats(3)
-    communicator.all_reduce(tensor)
-    return *error, tensor.tolist()
+    refusals = {}
+    for name, case in CASES.items():
+        error = ("", "")
+        if rank.rank == 0:
+            error = error_of(lambda case=case: case.call(communicator))
+        tensor = floats(3)
+        communicator.all_reduce(tensor)
+        refusals[name] = (*error, tensor.tolist())
+    return refusals
+
+
+@functools.cache
+def refusals_of(function: Callable[[Rank], Any]) -> list[dict[Any, Refusal]]:
+    """All in one world, for tests that look at one each."""
+    return run_ranks(2, function)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_bad_argument_raises_at_once_and_the_group_goes_on(name: str) -> None:
-    results = run_ranks(2, try_everywhere, name)
+    results = [refusals[name] for refusals in refusals_of(try_everywhere)]
     assert [tensor for _, _, tensor in results] == [[2.0] * 3] * 2
     error, text, _ = results[0]
     assert error == CASES[name].error, text
@@ -370,20 +384,23 @@ BACKEND_CALLS: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
 }
 
 
-def try_on_backend(rank: Rank, name: str, async_op: bool) -> tuple[str, str, list[float]]:
+def try_on_backend(rank: Rank) -> dict[tuple[str, bool], Refusal]:
     rank.init()
-    error = ("", "")
-    if rank.rank == 0:
-        if async_op:  # an earlier call is queued; the error must still be raised at once
-            work: Any = dist.all_reduce(floats(), async_op=True)
-        error = error_of(BACKEND_CALLS[name][0])
-        if async_op:
-            work.wait()
-    elif async_op:
-        dist.all_reduce(floats())
-    tensor = floats(3)
-    dist.all_reduce(tensor)
-    return *error, tensor.tolist()
+    refusals = {}
+    for name, async_op in itertools.product(BACKEND_CALLS, (False, True)):
+        error = ("", "")
+        if rank.rank == 0:
+            if async_op:  # an earlier call is queued; the error must still be raised at once
+                work: Any = dist.all_reduce(floats(), async_op=True)
+            error = error_of(BACKEND_CALLS[name][0])
+            if async_op:
+                work.wait()
+        elif async_op:
+            dist.all_reduce(floats())
+        tensor = floats(3)
+        dist.all_reduce(tensor)
+        refusals[name, async_op] = (*error, tensor.tolist())
+    return refusals
 
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["idle", "busy"])
@@ -391,7 +408,7 @@ def try_on_backend(rank: Rank, name: str, async_op: bool) -> tuple[str, str, lis
 def test_backend_bad_argument_raises_at_once_and_the_group_goes_on(
     name: str, async_op: bool
 ) -> None:
-    results = run_ranks(2, try_on_backend, name, async_op)
+    results = [refusals[name, async_op] for refusals in refusals_of(try_on_backend)]
     assert [tensor for _, _, tensor in results] == [[2.0] * 3] * 2
     error, text, _ = results[0]
     assert error in ("TypeError", "ValueError", "RuntimeError", "NotImplementedError"), text

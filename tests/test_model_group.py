@@ -305,22 +305,12 @@ def test_misuse_of_model_group_is_refused(rank: Rank) -> None:
     weight = nn.Parameter(torch.zeros(3))
     weight.grad = torch.ones(3)
     group: Any = "parts"
-    errors = [
-        with_result(lambda p: p.grad.add_(1.0)),
-        with_result(lambda p: None, norm_type=1.0),
-        error_of(lambda: rota.HookState(copies, replicas=lambda p: 2)),
-        error_of(lambda: rota.HookState(copies, model_group=group)),
-        error_of(lambda: pickle.dumps(rota.HookState(model_group=parts))),
-        error_of(lambda: rota.reduce_gradients([weight], many)),
-    ]
-    assert [error for error, _ in errors] == [
-        "RuntimeError",
-        "RuntimeError",
-        "ValueError",
-        "TypeError",
-        "TypeError",
-        "ValueError",
-    ]
-    facts = ("model_group", "norm_type=2", "model_group", "str", "state_dict()", "3, expected")
-    for fact, (_, text) in zip(facts, errors, strict=True):
-        assert fact in text
+    check_error(with_result(lambda p: p.grad.add_(1.0)), "RuntimeError", "model_group")
+    check_error(with_result(lambda p: None, norm_type=1.0), "RuntimeError", "norm_type=2")
+    for call, kind, fact in (
+        (lambda: rota.HookState(copies, replicas=lambda p: 2), "ValueError", "model_group"),
+        (lambda: rota.HookState(copies, model_group=group), "TypeError", "str"),
+        (lambda: pickle.dumps(rota.HookState(model_group=parts)), "TypeError", "state_dict()"),
+        (lambda: rota.reduce_gradients([weight], many), "ValueError", "3, expected"),
+    ):
+        check_error(error_of(call), kind, fact)

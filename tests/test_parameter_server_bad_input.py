@@ -91,27 +91,40 @@ def make(**changes: Any) -> ParameterServer:
     return ParameterServer(**(options | changes))
 
 
-def make_badly(rank: Rank, case: str, on_all: bool) -> list[tuple[str, str]]:
-    """Then makes a good one: nothing is left behind."""
+def make_each_badly(rank: Rank) -> dict[str, tuple[str, str]]:
+    """Makes a good one after each: nothing is left behind."""
     init(rank)
-    changes = BAD_OPTIONS[case][0] if on_all or rank.rank == 0 else {}
-    error = error_of(lambda: make(**changes))
-    make().close()
-    return [error]
+    errors = {}
+    for case, (changes, *_) in BAD_OPTIONS.items():
+        errors[case] = error_of(lambda changes=changes: make(**changes))
+        make().close()
+    return errors
+
+
+@functools.cache
+def errors_of_bad_options() -> list[dict[str, tuple[str, str]]]:
+    return run_ranks(2, make_each_badly)
 
 
 @pytest.mark.parametrize("case", BAD_OPTIONS)
 def test_bad_option_raises_on_all_ranks(case: str) -> None:
     _, expected, facts = BAD_OPTIONS[case]
-    for ((error, text),) in run_ranks(2, make_badly, case, True):
+    for errors in errors_of_bad_options():
+        error, text = errors[case]
         assert error == expected and text.startswith("rota.ParameterServer"), text
         assert all(fact in text for fact in facts), text
 
 
-def test_bad_option_on_one_rank_is_named_on_the_others() -> None:
-    (own,), (other,) = run_ranks(2, make_badly, "staleness-negative", False)
-    check_error(own, "ValueError", "staleness is -1")
-    check_error(other, "TransportError", "rank 0 failed: ", "staleness is -1")
+@on_ranks(2)
+def test_bad_option_on_one_rank_is_named_on_the_others(rank: Rank) -> None:
+    init(rank)
+    changes = BAD_OPTIONS["staleness-negative"][0] if rank.rank == 0 else {}
+    error = error_of(lambda: make(**changes))
+    make().close()
+    if rank.rank == 0:
+        check_error(error, "ValueError", "staleness is -1")
+    else:
+        check_error(error, "TransportError", "rank 0 failed: ", "staleness is -1")
 
 
 @on_ranks(2)
