@@ -10,6 +10,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 import pytest
 
@@ -70,6 +71,18 @@ def store() -> dist.TCPStore:
     from elastic_workers import serve_store
 
     return serve_store()
+
+
+@pytest.fixture
+def port(store: dist.TCPStore) -> int:
+    """The port of the store, for ranks."""
+    return store.port
+
+
+@pytest.fixture
+def job() -> str:
+    """A name that no other checkpoint has."""
+    return uuid4().hex
 
 
 @pytest.fixture

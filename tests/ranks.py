@@ -214,8 +214,11 @@ class Ranks:
                 raise AssertionError(f"rank {rank} did not write {text!r} to stderr")
             time.sleep(0.02)
 
-    def kill(self, rank: int, signum: int = signal.SIGKILL) -> None:
+    def kill(self, rank: int, signum: int = signal.SIGKILL, *, joins: bool = False) -> None:
+        """Sends a signal; `joins`: waits until the process has ended."""
         os.kill(self.pid(rank), signum)
+        if joins:
+            self._processes[rank].join()
 
     def tell(self, rank: int, note: object = None) -> None:
         self._pipes[rank].send_bytes(pickle.dumps(note))
@@ -231,6 +234,10 @@ class Ranks:
             self._replies[rank] = (kind, content)
         self.results()  # fails with the cause, unless the function has just returned
         raise AssertionError(f"rank {rank} returned without the note that the test waits for")
+
+    def hear_all(self) -> list[Any]:
+        """The next note of every rank."""
+        return [self.hear(rank) for rank in range(len(self._pipes))]
 
     def hear_result(self, rank: int) -> Any:
         """What the function returned on one rank; does not wait for the other ranks."""
@@ -262,6 +269,12 @@ class Ranks:
                 self._fail_as_hung([rank], "returned, but its process did not end")
         self._raise_failures(killed)
         return [None if reply is None else reply[1] for reply in self._replies]
+
+    def results_without(self, victim: int) -> list[Any]:
+        """Kills a rank once every rank has sent a note; the results of the others."""
+        self.hear_all()
+        self.kill(victim)
+        return self.results(killed=[victim])
 
     def _receive(self, rank: int) -> None:
         try:
@@ -332,17 +345,21 @@ class Body:
         return getattr(importlib.import_module(self.module), self.name).body(*args, **options)
 
 
-def as_test(body: Callable[..., Any], num_given: int, run: Callable[..., object]) -> Any:
-    """The test that calls `run` with a Body and its own parameters: those of `body` but the first
-    `num_given`, after those of `run`.
+def as_test(
+    body: Callable[..., Any], num_given: int, place: str | None, run: Callable[..., object]
+) -> Any:
+    """The test that calls `run(Body, arguments)`.
+
+    Args:
+        num_given: parameters of `body` that are not the test's.
+        place: a parameter of the test that `body` does not have: on how many ranks, or where.
     """
 
     @functools.wraps(body)
     def test(**args: object) -> None:
-        run(Body(body.__module__, body.__name__), **args)
+        run(Body(body.__module__, body.__name__), args)
 
-    _, *of_run = inspect.signature(run).parameters.values()
-    own = [p for p in of_run if p.kind is p.POSITIONAL_OR_KEYWORD]
+    own = [inspect.Parameter(place, inspect.Parameter.POSITIONAL_OR_KEYWORD)] if place else []
     own += list(inspect.signature(body).parameters.values())[num_given:]
     test.body = body  # type: ignore[attr-defined]
     test.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
@@ -367,13 +384,11 @@ def on_ranks(
         ... def test_send_arrives(rank: Rank, dtype: torch.dtype) -> None: ...
     """
 
-    def run(body: Body, world_size: int, **args: object) -> None:
-        run_ranks(world_size, functools.partial(body, **args), env=env, timeout_s=timeout_s)
+    def run(body: Body, args: dict[str, Any]) -> None:
+        size = world_size or args.pop("world_size")
+        run_ranks(size, functools.partial(body, **args), env=env, timeout_s=timeout_s)
 
-    def run_fixed(body: Body, **args: object) -> None:
-        run(body, world_size, **args)  # type: ignore[arg-type]
-
-    return lambda body: as_test(body, 1, run if world_size is None else run_fixed)
+    return lambda body: as_test(body, 1, None if world_size else "world_size", run)
 
 
 def error_of(call: Callable[[], object]) -> tuple[str, str]:

@@ -86,13 +86,11 @@ def on_layout(
 ) -> Callable[[Callable[..., Any]], Any]:
     """Like ranks.on_ranks, for `function(rank, layout, ...)`; None: the test's parameter."""
 
-    def run(body: Body, layout: Layout, **args: object) -> None:
-        layout.run(functools.partial(body, **args), timeout_s=timeout_s)
+    def run(body: Body, args: dict[str, Any]) -> None:
+        place: Layout = layout or args.pop("layout")
+        place.run(functools.partial(body, **args), timeout_s=timeout_s)
 
-    def run_fixed(body: Body, **args: object) -> None:
-        run(body, layout, **args)  # type: ignore[arg-type]
-
-    return lambda body: as_test(body, 2, run if layout is None else run_fixed)
+    return lambda body: as_test(body, 2, None if layout else "layout", run)
 
 
 of_every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -21,7 +21,7 @@ from torch.utils._device import _device_constructors
 import rota
 from checkpoints import LINGER
 from elastic_workers import store_of
-from ranks import Rank, on_ranks, run_ranks
+from ranks import Rank, on_ranks
 from rota.local_sgd import DiLoCo, LocalSGD
 from rota.parameter_server import ParameterServer
 from rota.weights import WeightShard, WeightStore
@@ -315,7 +315,8 @@ def test_results_are_those_under_torch_s_own_defaults(rank: Rank, mode: str) -> 
         assert found == expected, program.__name__
 
 
-def train_elastically(rank: Rank, port: int) -> None:
+@on_ranks(2)
+def test_elastic_training_under_a_default_device(rank: Rank, port: int) -> None:
     """A rank that joins under a default device gets the other's state, and both roll back."""
     membership = rota.elastic.Membership(store_of(port), rank=rank.rank)
     with default_device():
@@ -332,10 +333,6 @@ def train_elastically(rank: Rank, port: int) -> None:
         backward(model, rank)
         assert not state.synchronize(membership.next(min_members=2), check_equal=True)
     membership.finish()
-
-
-def test_elastic_training_under_a_default_device(store: dist.TCPStore) -> None:
-    run_ranks(2, train_elastically, store.port)
 
 
 def _calls_of_factories(path: Path) -> Iterator[tuple[str, set[str | None]]]:

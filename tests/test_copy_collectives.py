@@ -101,8 +101,7 @@ def wait_for_the_last(rank: Rank) -> None:
 @pytest.mark.parametrize("world_size", [2, 3], ids="ws{}".format)
 def test_barrier_nobody_leaves_before_the_last_has_entered(world_size: int) -> None:
     with Ranks(world_size, wait_for_the_last) as ranks:
-        for rank in range(world_size):
-            ranks.hear(rank)
+        ranks.hear_all()
         time.sleep(0.1)  # a rank that does not wait would leave too early
         last_enters = time.monotonic()
         ranks.tell(world_size - 1)

@@ -515,8 +515,8 @@ def come_and_go(rank: Rank, port: int, num_changes: int) -> list[tuple[int, int,
     return held
 
 
-def test_generations_leave_nothing_behind_in_a_process(store: dist.TCPStore) -> None:
-    held = run_ranks(2, come_and_go, store.port, 12)[0]
+def test_generations_leave_nothing_behind_in_a_process(port: int) -> None:
+    held = run_ranks(2, come_and_go, port, 12)[0]
     # A connection that has ended is closed with the next one. When one more thread than ever runs
     # at once, glibc maps a stack and an arena for it, each in two parts, and keeps them.
     for early, late, more in zip(held[4], held[-1], (2, 2, 6), strict=True):

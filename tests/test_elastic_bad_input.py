@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import rota
 from elastic_workers import kill_self, store_of
-from ranks import Rank, Ranks, check_error, error_of, run_ranks
+from ranks import Rank, Ranks, check_error, error_of, on_ranks, run_ranks
 from rota.elastic import Membership
 from rota.elastic.roster import Roster
 from rota.rendezvous.documents import Documents
@@ -73,9 +73,9 @@ def count(rank: Rank, port: int) -> None:
         documents.change("sum", lambda document: document.update(n=document.get("n", 0) + 1))
 
 
-def test_documents_lose_no_change(store: dist.TCPStore) -> None:
-    run_ranks(3, count, store.port)
-    assert Documents(store_of(store.port)).read("sum") == {"n": 600}
+def test_documents_lose_no_change(port: int) -> None:
+    run_ranks(3, count, port)
+    assert Documents(store_of(port)).read("sum") == {"n": 600}
 
 
 # ---- members of next()
@@ -94,8 +94,8 @@ def ask_for_ranks(rank: Rank, port: int, asked: list[int | None]) -> Any:
         return str(error)
 
 
-def test_ranks_that_are_asked_for(store: dist.TCPStore) -> None:
-    assert run_ranks(3, ask_for_ranks, store.port, [None, 5, 2]) == [2, 1, 0]
+def test_ranks_that_are_asked_for(port: int) -> None:
+    assert run_ranks(3, ask_for_ranks, port, [None, 5, 2]) == [2, 1, 0]
 
 
 def test_rank_asked_for_twice_is_an_error_on_every_member(store: dist.TCPStore) -> None:
@@ -116,14 +116,10 @@ def test_arguments_are_checked() -> None:
         Membership(store).next(min_members=0)
 
 
-def meet_initialised(rank: Rank, port: int) -> tuple[str, str]:
+@on_ranks(2)
+def test_default_group_of_the_user_is_refused(rank: Rank, port: int) -> None:
     rank.init()
-    return error_of(Membership(store_of(port)).next)
-
-
-def test_default_group_of_the_user_is_refused(store: dist.TCPStore) -> None:
-    for error in run_ranks(2, meet_initialised, store.port):
-        check_error(error, "RotaError", "destroy_process_group")
+    check_error(error_of(Membership(store_of(port)).next), "RotaError", "destroy_process_group")
 
 
 def time_out(rank: Rank, port: int) -> tuple[str, str] | None:
@@ -147,19 +143,16 @@ def test_living_member_that_does_not_come_is_named(store: dist.TCPStore) -> None
         ranks.results()
 
 
-def differ_in_options(rank: Rank, port: int) -> Any:
+@on_ranks(2)
+def test_groups_that_cannot_connect_are_an_error_on_every_member(rank: Rank, port: int) -> None:
     options = rota.BackendOptions(slot_bytes=4096 * (rank.rank + 1))
     membership = Membership(store_of(port), pg_options=options)
     error = error_of(lambda: membership.next(min_members=2))
     membership._pg_options = None
-    return error, membership.next(min_members=2).world_size
-
-
-def test_groups_that_cannot_connect_are_an_error_on_every_member(store: dist.TCPStore) -> None:
-    for (error, text), world_size in run_ranks(2, differ_in_options, store.port):
-        assert error == "TransportError", text
-        assert "slots of" in text and "failed" in text
-        assert world_size == 2
+    (error, text), world_size = error, membership.next(min_members=2).world_size
+    assert error == "TransportError", text
+    assert "slots of" in text and "failed" in text
+    assert world_size == 2
 
 
 # ---- reconfigure()
@@ -171,7 +164,8 @@ def exchange(rank: Rank, store: dist.Store, membership: Membership) -> list[str]
     return [store.get(f"handle/{other}").decode() for other in range(rank.world_size)]
 
 
-def reconfigure_in_steps(rank: Rank, port: int) -> list[tuple[int, int]]:
+@on_ranks(3)
+def test_reconfigure_takes_the_callers_members_and_order(rank: Rank, port: int) -> None:
     store = store_of(port)
     membership = Membership(store)
     handles = exchange(rank, store, membership)
@@ -183,15 +177,14 @@ def reconfigure_in_steps(rank: Rank, port: int) -> list[tuple[int, int]]:
             generation.communicator.barrier()
             seen.append((generation.rank, generation.world_size))
         store.wait([f"done {i}"]) if rank.rank not in order else store.set(f"done {i}", "")
-    return seen
-
-
-def test_reconfigure_takes_the_callers_members_and_order(store: dist.TCPStore) -> None:
-    assert run_ranks(3, reconfigure_in_steps, store.port) == [
-        [(0, 3), (1, 2), (2, 3)],
-        [(1, 3), (0, 3)],
-        [(2, 3), (0, 2), (1, 3)],
-    ]
+    assert (
+        seen
+        == [
+            [(0, 3), (1, 2), (2, 3)],
+            [(1, 3), (0, 3)],
+            [(2, 3), (0, 2), (1, 3)],
+        ][rank.rank]
+    )
 
 
 def misuse(rank: Rank, port: int, what: str) -> Any:

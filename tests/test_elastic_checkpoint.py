@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import rota
 from checkpoints import is_state_of, load_and_check, open_checkpoint, state_of
-from ranks import Rank, run_ranks
+from ranks import Rank, on_ranks, run_ranks
 
 pytestmark = pytest.mark.same_in_every_build
 
@@ -168,8 +168,7 @@ def test_load_without_a_version_returns_none_without_a_warning() -> None:
         assert checkpoint.load() is None
 
 
-def test_older_step_of_a_job_that_has_started_anew_is_the_newest() -> None:
-    job = uuid4().hex
+def test_older_step_of_a_job_that_has_started_anew_is_the_newest(job: str) -> None:
     alone(job=job).save(8, state_of(0, 8, 10))
     with alone(job=job) as checkpoint:
         checkpoint.save(5, state_of(0, 5, 10))
@@ -177,7 +176,8 @@ def test_older_step_of_a_job_that_has_started_anew_is_the_newest() -> None:
         assert found is not None and found[0] == 5 and is_state_of(0, *found)
 
 
-def save_over_a_group(rank: Rank, job: str) -> None:
+@on_ranks(3)
+def test_ranks_of_a_group_save_and_load_each_their_own(rank: Rank, job: str) -> None:
     rank.init("gloo")
     group = dist.group.WORLD
     assert group is not None
@@ -191,11 +191,8 @@ def save_over_a_group(rank: Rank, job: str) -> None:
         dist.barrier()
 
 
-def test_ranks_of_a_group_save_and_load_each_their_own() -> None:
-    run_ranks(3, save_over_a_group, uuid4().hex)
-
-
-def save_sharded(rank: Rank, job: str) -> None:
+@on_ranks(2)
+def test_dtensors_are_saved_as_parts_and_filled_in_place(rank: Rank, job: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -214,10 +211,6 @@ def save_sharded(rank: Rank, job: str) -> None:
         dist.barrier()
 
 
-def test_dtensors_are_saved_as_parts_and_filled_in_place() -> None:
-    run_ranks(2, save_sharded, uuid4().hex)
-
-
 def save_steps(
     rank: Rank, job: str, steps: range, name: str = "checkpoint", **options: Any
 ) -> None:
@@ -231,8 +224,7 @@ def save_for_long(rank: Rank, job: str) -> None:
     save_steps(rank, job, range(3), linger=timedelta.max, timeout=timedelta.max)
 
 
-def test_longest_times_are_not_over_at_once() -> None:
-    job = uuid4().hex
+def test_longest_times_are_not_over_at_once(job: str) -> None:
     run_ranks(1, save_for_long, job)
     assert run_ranks(1, load_and_check, job) == [2]
 

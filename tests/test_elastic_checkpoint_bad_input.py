@@ -128,8 +128,10 @@ def load_into_another(rank: Rank, job: str, other: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_load_into_another_state_raises_on_all_ranks_and_writes_nothing(other: str) -> None:
-    errors = run_ranks(2, load_into_another, uuid4().hex, other)
+def test_load_into_another_state_raises_on_all_ranks_and_writes_nothing(
+    other: str, job: str
+) -> None:
+    errors = run_ranks(2, load_into_another, job, other)
     for kind, text in errors:
         assert kind == "Mismatch" and re.search(TEXTS[other], text), text
     assert "rank 1/2 (pid " in errors[0][1]
@@ -156,10 +158,10 @@ def damage(rank: Rank, job: str, part: str) -> tuple[str, str]:
     return error
 
 
-def test_damaged_tensor_is_an_error_on_all_ranks_and_the_next_load_takes_the_older_version() -> (
-    None
-):
-    for error in run_ranks(2, damage, uuid4().hex, "tensor"):
+def test_damaged_tensor_is_an_error_on_all_ranks_and_the_next_load_takes_the_older_version(
+    job: str,
+) -> None:
+    for error in run_ranks(2, damage, job, "tensor"):
         check_error(
             error,
             "TransportError",
@@ -167,12 +169,11 @@ def test_damaged_tensor_is_an_error_on_all_ranks_and_the_next_load_takes_the_old
         )
 
 
-def test_damaged_tail_is_no_version() -> None:
-    run_ranks(2, damage, uuid4().hex, "tail")
+def test_damaged_tail_is_no_version(job: str) -> None:
+    run_ranks(2, damage, job, "tail")
 
 
-def test_memory_that_is_not_sealed_is_refused() -> None:
-    job = uuid4().hex
+def test_memory_that_is_not_sealed_is_refused(job: str) -> None:
     store = dist.HashStore()
     link = KeeperLink(f"{job}/checkpoint", token_of(store), 0, 0.0, None, 30.0)
     link.connect()
@@ -215,8 +216,10 @@ def run_short_of_memory(rank: Rank, job: str, how: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("how", ["before", "write"])
-def test_too_little_memory_is_an_error_on_all_ranks_and_the_last_version_stays(how: str) -> None:
-    errors = run_ranks(2, run_short_of_memory, uuid4().hex, how)
+def test_too_little_memory_is_an_error_on_all_ranks_and_the_last_version_stays(
+    how: str, job: str
+) -> None:
+    errors = run_ranks(2, run_short_of_memory, job, how)
     for error in errors:
         check_error(
             error,
@@ -266,14 +269,24 @@ def come_twice(rank: Rank, job: str) -> tuple[str, str]:
     return error
 
 
-def test_two_processes_of_a_rank_on_two_hosts_are_named() -> None:
-    (kind, text), (late_kind, late_text) = run_ranks(2, come_twice, uuid4().hex)
+def test_two_processes_of_a_rank_on_two_hosts_are_named(job: str) -> None:
+    (kind, text), (late_kind, late_text) = run_ranks(2, come_twice, job)
     assert kind == "Mismatch" and "there are two processes of rank 0: pid " in text
     assert "on host host0" in text and "on host host1" in text
     assert late_kind == "Timeout" and "waited in vain for rank 1" in late_text
 
 
-def disagree(rank: Rank, job: str, about: str) -> tuple[str, str]:
+@pytest.mark.parametrize(
+    ("about", "expected"),
+    [
+        ("world_size", ["rank 0/2 (pid ", "rank 1/3 (pid "]),
+        ("call", ["'load'", "'save'"]),
+    ],
+)
+@on_ranks(2)
+def test_ranks_that_disagree_are_named_with_what_each_said(
+    rank: Rank, about: str, expected: list[str], job: str
+) -> None:
     world_size = 2 + rank.rank if about == "world_size" else 2
     checkpoint = open_checkpoint(rank, job, world_size=world_size)
     if about == "call" and rank.rank == 1:
@@ -284,19 +297,7 @@ def disagree(rank: Rank, job: str, about: str) -> tuple[str, str]:
         call = checkpoint.load
     error = error_of(call)
     checkpoint.close()
-    return error
-
-
-@pytest.mark.parametrize(
-    ("about", "expected"),
-    [
-        ("world_size", ["rank 0/2 (pid ", "rank 1/3 (pid "]),
-        ("call", ["'load'", "'save'"]),
-    ],
-)
-def test_ranks_that_disagree_are_named_with_what_each_said(about: str, expected: list[str]) -> None:
-    for error in run_ranks(2, disagree, uuid4().hex, about):
-        check_error(error, "Mismatch", *expected)
+    check_error(error, "Mismatch", *expected)
 
 
 def save_different_steps(rank: Rank, job: str) -> list[tuple[str, str]]:
@@ -313,9 +314,9 @@ def save_different_steps(rank: Rank, job: str) -> list[tuple[str, str]]:
     return [first, later, again]
 
 
-def test_different_steps_are_an_error_on_all_ranks_and_nothing_of_them_is_kept() -> None:
+def test_different_steps_are_an_error_on_all_ranks_and_nothing_of_them_is_kept(job: str) -> None:
     steps = [(5, 6), (7, 6), (9, 10)]
-    for errors in run_ranks(2, save_different_steps, uuid4().hex):
+    for errors in run_ranks(2, save_different_steps, job):
         for (kind, text), both in zip(errors, steps, strict=True):
             assert kind == "Mismatch" and all(f"step {step}" in text for step in both), text
 
@@ -336,8 +337,7 @@ def load_with_fewer(rank: Rank, job: str) -> tuple[str, str]:
     return error
 
 
-def test_another_number_of_ranks_is_an_error_until_they_save() -> None:
-    job = uuid4().hex
+def test_another_number_of_ranks_is_an_error_until_they_save(job: str) -> None:
     run_ranks(3, save_and_leave, job)
     for error in run_ranks(2, load_with_fewer, job):
         check_error(error, "Mismatch", "step 4 was saved by 3 ranks, this job has 2")
@@ -362,8 +362,7 @@ def lose_one_state(rank: Rank, job: str) -> str:
     return str(warnings[0].message)
 
 
-def test_load_warns_if_only_some_ranks_have_a_version() -> None:
-    job = uuid4().hex
+def test_load_warns_if_only_some_ranks_have_a_version(job: str) -> None:
     run_ranks(2, save_and_leave, job)
     for text in run_ranks(2, lose_one_state, job):
         assert text.endswith("rank 0 has [4]; rank 1 has none")
@@ -372,8 +371,9 @@ def test_load_warns_if_only_some_ranks_have_a_version() -> None:
 # ---- the keeper ----------------------------------------------------------------------------------
 
 
-def test_keeper_of_another_version_or_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = uuid4().hex
+def test_keeper_of_another_version_or_job_is_refused(
+    monkeypatch: pytest.MonkeyPatch, job: str
+) -> None:
     with alone(job=job) as checkpoint:
         monkeypatch.setattr(keeper, "PROTOCOL", 3)
         with pytest.raises(rota.Mismatch, match=r"speaks protocol 2, this rank 3; do all proc"):

@@ -94,9 +94,8 @@ def save_for_ever(
 )
 @pytest.mark.parametrize("dying", [[0], [0, 1]], ids=["one", "all"])
 def test_killed_at_any_stage_of_a_save_leaves_a_whole_version(
-    dying: list[int], num_before: int, loads: bool, stage: int
+    dying: list[int], num_before: int, loads: bool, stage: int, job: str
 ) -> None:
-    job = uuid4().hex
     with Ranks(2, save_for_ever, job, dying, stage, num_before, loads) as ranks:
         for rank in dying:
             ranks._processes[rank].join()
@@ -166,12 +165,11 @@ def take_turns_at_a_rank(rank: Rank, job: str) -> int | None:
     return found[0]
 
 
-def test_one_rank_starts_again_beside_one_that_lives_on() -> None:
-    with Ranks(3, take_turns_at_a_rank, uuid4().hex) as ranks:
+def test_one_rank_starts_again_beside_one_that_lives_on(job: str) -> None:
+    with Ranks(3, take_turns_at_a_rank, job) as ranks:
         for rank in range(2):
             ranks.hear(rank)
-        ranks.kill(1)
-        ranks._processes[1].join()
+        ranks.kill(1, joins=True)
         ranks.tell(0)
         ranks.hear(0)
         ranks.tell(2)
@@ -187,12 +185,9 @@ def wait_for_a_dead_rank(rank: Rank, job: str) -> tuple[str, str]:
     return error_of(lambda: checkpoint.save(1, state_of(rank.rank, 1, 10)))
 
 
-def test_rank_that_waits_for_a_dead_one_names_it() -> None:
-    with Ranks(2, wait_for_a_dead_rank, uuid4().hex) as ranks:
-        for rank in range(2):
-            ranks.hear(rank)
-        ranks.kill(1)
-        error = ranks.results(killed={1})[0]
+def test_rank_that_waits_for_a_dead_one_names_it(job: str) -> None:
+    with Ranks(2, wait_for_a_dead_rank, job) as ranks:
+        error = ranks.results_without(1)[0]
         check_error(error, "PeerFailed", f"rank 1/2 (pid {ranks.pid(1)}) has ended or closed")
 
 
@@ -230,8 +225,8 @@ def save_and_wait(rank: Rank, job: str, linger_s: float, launcher: int | None = 
     checkpoint.close()
 
 
-def test_keeper_ends_when_all_ranks_are_killed() -> None:
-    with Ranks(2, save_and_wait, uuid4().hex, 0.1) as ranks:
+def test_keeper_ends_when_all_ranks_are_killed(job: str) -> None:
+    with Ranks(2, save_and_wait, job, 0.1) as ranks:
         pids = {ranks.hear(rank) for rank in range(2)}
         assert len(pids) == 1
         with watched(pids.pop()) as keeper:
@@ -240,8 +235,8 @@ def test_keeper_ends_when_all_ranks_are_killed() -> None:
             wait_until_ended(keeper)
 
 
-def test_keeper_ends_when_all_ranks_have_closed() -> None:
-    with Ranks(2, save_and_wait, uuid4().hex, 1e6) as ranks:
+def test_keeper_ends_when_all_ranks_have_closed(job: str) -> None:
+    with Ranks(2, save_and_wait, job, 1e6) as ranks:
         pid, _ = (ranks.hear(rank) for rank in range(2))
         with watched(pid) as keeper:
             ranks.tell(0)
@@ -250,29 +245,25 @@ def test_keeper_ends_when_all_ranks_have_closed() -> None:
             wait_until_ended(keeper)
 
 
-def test_keeper_stays_for_a_killed_rank_when_the_others_have_closed() -> None:
-    job = uuid4().hex
+def test_keeper_stays_for_a_killed_rank_when_the_others_have_closed(job: str) -> None:
     with Ranks(2, save_and_wait, job, 1e6) as ranks:
         pid, _ = (ranks.hear(rank) for rank in range(2))
         with watched(pid) as keeper:
-            ranks.kill(0)
-            ranks._processes[0].join()
+            ranks.kill(0, joins=True)
             ranks.tell(1)
             ranks.results(killed={0})
             assert run_ranks(2, load_and_check, job) == [1, 1]
             wait_until_ended(keeper)
 
 
-def test_keeper_stays_for_a_launcher_and_ends_after_it() -> None:
-    job = uuid4().hex
+def test_keeper_stays_for_a_launcher_and_ends_after_it(job: str) -> None:
     launcher = subprocess.Popen(["sleep", "1000"])
     try:
         with Ranks(2, save_and_wait, job, 0.0, launcher.pid) as ranks:
             pid, _ = (ranks.hear(rank) for rank in range(2))
             with watched(pid) as keeper:
                 for rank in range(2):
-                    ranks.kill(rank)
-                    ranks._processes[rank].join()
+                    ranks.kill(rank, joins=True)
                 assert run_ranks(2, load_and_check, job, False) == [1, 1]
                 launcher.kill()
                 launcher.wait()
@@ -301,8 +292,7 @@ def kill_the_keeper(rank: Rank, job: str) -> tuple[int, int]:
     return first, checkpoint.keeper_pid
 
 
-def test_killed_keeper_has_one_successor_with_all_versions() -> None:
-    job = uuid4().hex
+def test_killed_keeper_has_one_successor_with_all_versions(job: str) -> None:
     with Ranks(3, kill_the_keeper, job) as ranks:
         first = {ranks.hear(rank) for rank in range(3)}
         assert len(first) == 1
@@ -313,8 +303,7 @@ def test_killed_keeper_has_one_successor_with_all_versions() -> None:
             ranks.tell(rank)
         assert len({ranks.hear(rank) for rank in range(3)}) == 1
         for rank in range(3):
-            ranks.kill(rank)
-            ranks._processes[rank].join()
+            ranks.kill(rank, joins=True)
     assert run_ranks(3, load_and_check, job) == [2] * 3
 
 
@@ -348,8 +337,7 @@ def leave_a_child(rank: Rank, job: str) -> None:
     rank.hear()
 
 
-def test_child_that_outlives_its_rank_does_not_keep_the_rank_from_starting_again() -> None:
-    job = uuid4().hex
+def test_child_that_outlives_its_rank_does_not_keep_the_rank_from_starting_again(job: str) -> None:
     children = []
     try:
         with Ranks(2, leave_a_child, job) as ranks:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import rota
 from checkpoints import is_state_of, open_checkpoint, state_of, wait_until_ended, watched
-from ranks import Rank, Ranks, error_of, run_ranks
+from ranks import Rank, Ranks, error_of, on_ranks, run_ranks
 from rota.checkpoint.replicas import holders_of
 from rota.checkpoint.session import RankClaim
 from test_elastic_checkpoint_failures import die_at
@@ -74,8 +74,7 @@ def lose(ranks: Ranks, hosts: str, lost: str) -> None:
     """Kills all ranks, and the keepers of the lost hosts."""
     pids = {host: ranks.hear(rank) for rank, host in enumerate(hosts)}
     for rank in range(len(hosts)):
-        ranks.kill(rank)
-        ranks._processes[rank].join()
+        ranks.kill(rank, joins=True)
     for host in lost:
         kill_keeper(pids[host])
 
@@ -99,8 +98,7 @@ def test_lost_host_gets_its_states_from_the_next_one(hosts: str) -> None:
         assert [step for step, _ in run_ranks(len(hosts), load, job, hosts)] == [5] * len(hosts)
 
 
-def test_ranks_that_start_again_on_other_hosts_get_their_states() -> None:
-    job = uuid4().hex
+def test_ranks_that_start_again_on_other_hosts_get_their_states(job: str) -> None:
     with Ranks(3, save, job, "abc", 2) as ranks:
         lose(ranks, "abc", "c")
     assert [step for step, _ in run_ranks(3, load, job, "bca")] == [1] * 3
@@ -118,16 +116,14 @@ def save_and_look(rank: Rank, job: str, hosts: str) -> list[int]:
     return owners
 
 
-def test_what_is_left_of_ranks_that_have_moved_is_freed() -> None:
-    job = uuid4().hex
+def test_what_is_left_of_ranks_that_have_moved_is_freed(job: str) -> None:
     with Ranks(4, save, job, "abcd", 2) as ranks:
         lose(ranks, "abcd", "")
     # Each host has the state of its rank and of the rank of the host before.
     assert run_ranks(4, save_and_look, job, "badc") == [[0, 3], [0, 1], [1, 2], [2, 3]]
 
 
-def test_two_lost_hosts_of_two_leave_nothing() -> None:
-    job = uuid4().hex
+def test_two_lost_hosts_of_two_leave_nothing(job: str) -> None:
     with Ranks(2, save, job, "ab", 2) as ranks:
         lose(ranks, "ab", "ab")
     assert [step for step, _ in run_ranks(2, load, job, "ab")] == [None] * 2
@@ -149,8 +145,9 @@ def save_until_dead(rank: Rank, job: str, stage: int) -> None:
 
 # The next host's stages count as well: the head of its replica is cleared here, too.
 @pytest.mark.parametrize("stage", range(9))
-def test_host_lost_at_any_stage_of_a_save_leaves_a_whole_version_on_the_next(stage: int) -> None:
-    job = uuid4().hex
+def test_host_lost_at_any_stage_of_a_save_leaves_a_whole_version_on_the_next(
+    stage: int, job: str
+) -> None:
     with Ranks(2, save_until_dead, job, stage) as ranks:
         pid, _ = (ranks.hear(rank) for rank in range(2))
         for rank in range(2):
@@ -180,13 +177,18 @@ def fail_to_save(rank: Rank, job: str) -> tuple[str, str]:
     return error
 
 
-def test_rank_without_memory_fails_both_hosts_and_the_last_version_stays() -> None:
-    (kind, text), (other_kind, other_text) = run_ranks(2, fail_to_save, uuid4().hex)
+def test_rank_without_memory_fails_both_hosts_and_the_last_version_stays(job: str) -> None:
+    (kind, text), (other_kind, other_text) = run_ranks(2, fail_to_save, job)
     assert kind == "TransportError" and "cannot reserve" in text
     assert other_kind == "TransportError" and "rank 0/2 (pid " in other_text
 
 
-def use_own_engine(rank: Rank, job: str, backend: str, replicate: bool) -> None:
+@pytest.mark.parametrize("replicate", [True, False])
+@pytest.mark.parametrize("backend", ["gloo", "rota"])
+@on_ranks(2)
+def test_engine_may_be_a_group_of_any_backend(
+    rank: Rank, job: str, backend: str, replicate: bool
+) -> None:
     rank.init(backend)
     enter_host(rank, "ab")
     group = dist.group.WORLD
@@ -200,9 +202,3 @@ def use_own_engine(rank: Rank, job: str, backend: str, replicate: bool) -> None:
         assert found is not None and found[0] == 2 and is_state_of(rank.rank, *found)
         assert len(checkpoint._holdings.identities()) == (2 if replicate else 1)
         dist.barrier()
-
-
-@pytest.mark.parametrize("replicate", [True, False])
-@pytest.mark.parametrize("backend", ["gloo", "rota"])
-def test_engine_may_be_a_group_of_any_backend(backend: str, replicate: bool) -> None:
-    run_ranks(2, use_own_engine, uuid4().hex, backend, replicate)

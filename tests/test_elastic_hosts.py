@@ -94,8 +94,8 @@ def copy_between_hosts(rank: Rank, port: int) -> tuple[bool, list[float]]:
     return has_copied, [*model.weight.unique().tolist(), *momentum.unique().tolist()]
 
 
-def test_state_is_copied_within_and_between_hosts(store: dist.TCPStore) -> None:
-    results = run_ranks(3, copy_between_hosts, store.port)
+def test_state_is_copied_within_and_between_hosts(port: int) -> None:
+    results = run_ranks(3, copy_between_hosts, port)
     assert [has_copied for has_copied, _ in results] == [False, True, True]
     assert len({tuple(values) for _, values in results}) == 1
     assert results[0][1][-1] == 2.0

@@ -6,12 +6,11 @@ from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import rota
 from elastic_workers import store_of
-from ranks import Rank, run_ranks
+from ranks import Rank, on_ranks
 from rota import _C
 from rota.elastic import Membership, Reservation, State
 from rota.elastic.arena import Arena
@@ -19,7 +18,8 @@ from rota.elastic.arena import Arena
 pytestmark = pytest.mark.same_in_every_build
 
 
-def use_foreign_memory(rank: Rank, port: int) -> list[float]:
+@on_ranks(2)
+def test_parameters_that_cannot_move_are_copied(rank: Rank, port: int) -> None:
     """A parameter in memory that cannot move is copied instead."""
     membership = Membership(store_of(port), rank=rank.rank)
     generation = membership.next(min_members=2)
@@ -32,14 +32,12 @@ def use_foreign_memory(rank: Rank, port: int) -> list[float]:
         model.weight.data.fill_(7.0)
     state.synchronize(generation, check_equal=True)
     assert model.weight.data_ptr() == address
-    return model.weight.unique().tolist()  # type: ignore[no-any-return]
+    result = model.weight.unique().tolist()
+    assert result == [7.0]
 
 
-def test_parameters_that_cannot_move_are_copied(store: dist.TCPStore) -> None:
-    assert run_ranks(2, use_foreign_memory, store.port) == [[7.0], [7.0]]
-
-
-def reserve_for_another_layout(rank: Rank, port: int) -> None:
+@on_ranks(1)
+def test_reservation_without_a_job_or_for_another_layout(rank: Rank, port: int) -> None:
     membership = Membership(store_of(port))
     state = State(model=nn.Linear(3, 3))
     assert not state.take(Reservation(membership))
@@ -50,10 +48,6 @@ def reserve_for_another_layout(rank: Rank, port: int) -> None:
     assert other.take(reservation)
     assert other._arena_of([7]).lengths == [7]
     assert not other.take(reservation)  # it had it
-
-
-def test_reservation_without_a_job_or_for_another_layout(store: dist.TCPStore) -> None:
-    run_ranks(1, reserve_for_another_layout, store.port)
 
 
 def test_arena_is_copied_from_what_it_has_mapped_before(monkeypatch: pytest.MonkeyPatch) -> None:

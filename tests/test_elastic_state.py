@@ -166,8 +166,8 @@ def start_fresh(rank: Rank, port: int) -> Any:
     return before, trainee.summary()
 
 
-def test_ranks_that_are_all_new_get_the_state_of_rank_0(store: dist.TCPStore) -> None:
-    results = run_ranks(3, start_fresh, store.port)
+def test_ranks_that_are_all_new_get_the_state_of_rank_0(port: int) -> None:
+    results = run_ranks(3, start_fresh, port)
     assert results[0][0] != results[1][0]
     for _, after in results:
         assert after == results[0][0]
@@ -193,8 +193,8 @@ def miss_a_step(rank: Rank, port: int) -> Any:
     return trainee.summary()
 
 
-def test_ranks_that_have_missed_a_step_get_it(store: dist.TCPStore) -> None:
-    first, *others = run_ranks(3, miss_a_step, store.port)
+def test_ranks_that_have_missed_a_step_get_it(port: int) -> None:
+    first, *others = run_ranks(3, miss_a_step, port)
     assert first[-1] == 2
     assert others == [first, first]
 
@@ -215,9 +215,9 @@ def fail_in_a_step(rank: Rank, port: int) -> Any:
     return trainee.summary()
 
 
-def test_step_that_failed_on_all_ranks_is_rolled_back(store: dist.TCPStore) -> None:
+def test_step_that_failed_on_all_ranks_is_rolled_back(port: int) -> None:
     (expected,) = run_ranks(1, alone, 2)
-    for summary in run_ranks(2, fail_in_a_step, store.port):
+    for summary in run_ranks(2, fail_in_a_step, port):
         assert summary == expected
 
 
@@ -292,7 +292,8 @@ class RestlessTrainee:
         ]
 
 
-def fail_restlessly(rank: Rank, port: int) -> None:
+@on_ranks(2)
+def test_whatever_a_failed_step_has_replaced_or_made_is_rolled_back(rank: Rank, port: int) -> None:
     width = 100_000
     membership = Membership(store_of(port), rank=rank.rank)
     trainee = RestlessTrainee(width)
@@ -316,10 +317,6 @@ def fail_restlessly(rank: Rank, port: int) -> None:
     trainee.state.synchronize(membership.next(min_members=2))
     assert trainee.summary() == after
     membership.finish()
-
-
-def test_whatever_a_failed_step_has_replaced_or_made_is_rolled_back(store: dist.TCPStore) -> None:
-    run_ranks(2, fail_restlessly, store.port)
 
 
 def step_without_commit(rank: Rank, port: int) -> Any:
@@ -346,9 +343,9 @@ def step_without_commit(rank: Rank, port: int) -> Any:
 
 
 def test_step_without_commit_comes_from_a_rank_that_has_not_taken_it_or_warns_once(
-    store: dist.TCPStore,
+    port: int,
 ) -> None:
-    (texts, summary), other = run_ranks(2, step_without_commit, store.port)
+    (texts, summary), other = run_ranks(2, step_without_commit, port)
     assert other == (texts, summary)
     (text,) = texts
     assert "since step 1 was committed" in text and "right after optimizer.step()" in text
@@ -371,9 +368,9 @@ def join_in_another_layout(rank: Rank, port: int) -> list[int]:
 
 
 def test_newcomer_takes_tensors_that_lie_otherwise_or_that_it_has_not_made_yet(
-    store: dist.TCPStore,
+    port: int,
 ) -> None:
-    first, second = run_ranks(2, join_in_another_layout, store.port)
+    first, second = run_ranks(2, join_in_another_layout, port)
     assert first == second
 
 
@@ -408,9 +405,9 @@ def disagree(rank: Rank, port: int, what: str) -> Any:
     ],
 )
 def test_newcomer_of_another_kind_is_an_error_on_every_rank(
-    store: dist.TCPStore, what: str, facts: list[str]
+    port: int, what: str, facts: list[str]
 ) -> None:
-    for error in run_ranks(3, disagree, store.port, what):
+    for error in run_ranks(3, disagree, port, what):
         check_error(error, "Mismatch", *facts)
 
 
@@ -427,9 +424,9 @@ def drift(rank: Rank, port: int) -> Any:
 
 
 def test_state_that_differs_after_the_same_step_is_an_error_on_every_rank(
-    store: dist.TCPStore,
+    port: int,
 ) -> None:
-    texts = run_ranks(3, drift, store.port)
+    texts = run_ranks(3, drift, port)
     assert len(set(texts)) == 1
     error, text = texts[0]
     assert error == "Mismatch" and "after step 1" in text
@@ -460,8 +457,8 @@ def damage(rank: Rank, port: int) -> Any:
     return error, trainee.summary()
 
 
-def test_damaged_copy_is_an_error_on_every_rank_and_no_state(store: dist.TCPStore) -> None:
-    (first_error, first), (second_error, second) = run_ranks(2, damage, store.port)
+def test_damaged_copy_is_an_error_on_every_rank_and_no_state(port: int) -> None:
+    (first_error, first), (second_error, second) = run_ranks(2, damage, port)
     for error in (first_error, second_error):
         check_error(error, "TransportError", "what rank 1 has copied differs")
     assert first == second
@@ -519,8 +516,8 @@ def keep_residuals(rank: Rank, port: int) -> Any:
     }
 
 
-def test_residuals_of_a_hook_are_transferred(store: dist.TCPStore) -> None:
-    first, second = run_ranks(2, keep_residuals, store.port)
+def test_residuals_of_a_hook_are_transferred(port: int) -> None:
+    first, second = run_ranks(2, keep_residuals, port)
     assert first == second
     assert first[0] == 9 and first[1]["first.weight"] == [0.5]
 
@@ -590,8 +587,8 @@ def synchronize_unpicklable(rank: Rank, port: int, bad_rank: int) -> tuple[str, 
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1], ids=["source", "receiver"])
-def test_unpicklable_state_raises_on_all_ranks(store: dist.TCPStore, bad_rank: int) -> None:
-    errors = run_ranks(3, synchronize_unpicklable, store.port, bad_rank)
+def test_unpicklable_state_raises_on_all_ranks(port: int, bad_rank: int) -> None:
+    errors = run_ranks(3, synchronize_unpicklable, port, bad_rank)
     for rank, (kind, text) in enumerate(errors):
         assert kind == ("TypeError" if rank == bad_rank else "TransportError"), text
         assert "the state of value cannot be pickled" in text
@@ -624,5 +621,5 @@ def change_shards(rank: Rank, port: int) -> tuple[str, str]:
     return error
 
 
-def test_logical_shards_refuse_a_step_of_other_ranks(store: dist.TCPStore) -> None:
-    check_error(run_ranks(2, change_shards, store.port)[0], "RuntimeError", "regroup()")
+def test_logical_shards_refuse_a_step_of_other_ranks(port: int) -> None:
+    check_error(run_ranks(2, change_shards, port)[0], "RuntimeError", "regroup()")

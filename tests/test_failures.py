@@ -47,10 +47,7 @@ def test_peer_killed_during_all_reduce_raises_peer_failed(
 ) -> None:
     dead = 0 if victim == "first" else world_size - 1
     with Ranks(world_size, reduce_until_error, num_elems, algorithm) as ranks:
-        for rank in range(world_size):
-            ranks.hear(rank)
-        ranks.kill(dead)
-        results = ranks.results(killed=[dead])
+        results = ranks.results_without(dead)
         pid = ranks.pid(dead)
     for rank in set(range(world_size)) - {dead}:
         (error, text), *later = results[rank]
@@ -106,10 +103,7 @@ def test_peer_killed_before_it_enters_fails_the_async_work(use: str) -> None:
 
 def check_killed_before_it_enters(use: str) -> None:
     with Ranks(3, reduce_when_told, use) as ranks:
-        for rank in range(3):
-            ranks.hear(rank)
-        ranks.kill(2)
-        results = ranks.results(killed=[2])
+        results = ranks.results_without(2)
         pid = ranks.pid(2)
     for first, second in results[:2]:
         check_error(first, "PeerFailed", f"rank 2 (pid {pid}) has died")
@@ -119,10 +113,7 @@ def check_killed_before_it_enters(use: str) -> None:
 def test_peer_killed_before_it_enters_fails_the_chained_future() -> None:
     """torch turns an exception that passes a Python callback into a RuntimeError with its text."""
     with Ranks(2, reduce_when_told, "then") as ranks:
-        ranks.hear(0)
-        ranks.hear(1)
-        ranks.kill(1)
-        first, _ = ranks.results(killed=[1])[0]
+        first, _ = ranks.results_without(1)[0]
     assert first[0] in ("PeerFailed", "RuntimeError")
     assert "PeerFailed" in first[0] + first[1]
     assert "has died" in first[1]
@@ -252,8 +243,7 @@ def make_something(rank: Rank, what: str, num_hosts: int) -> tuple[str, str]:
 @pytest.mark.parametrize("what", ["new_group", "Communicator", "Window"])
 def test_who_waits_to_make_something_with_a_dead_rank_is_told(what: str, num_hosts: int) -> None:
     with Ranks(3, make_something, what, num_hosts) as ranks:
-        for rank in range(3):
-            ranks.hear(rank)
+        ranks.hear_all()
         ranks.kill(1)
         ranks.kill(2)
         ranks.tell(0)
@@ -281,7 +271,4 @@ def start_over(rank: Rank) -> float | None:
 
 def test_survivors_of_a_dead_group_can_make_a_new_one() -> None:
     with Ranks(3, start_over) as ranks:
-        for rank in range(3):
-            ranks.hear(rank)
-        ranks.kill(2)
-        assert ranks.results(killed=[2]) == [4.0, 4.0, None]
+        assert ranks.results_without(2) == [4.0, 4.0, None]

@@ -48,10 +48,7 @@ def train_until_error(rank: Rank, backend: str, name: str) -> list[tuple[str, st
 @pytest.mark.parametrize("backend", ["gloo", "rota"])
 def test_hook_peer_killed_raises_peer_failed_from_backward(backend: str, name: str) -> None:
     with Ranks(3, train_until_error, backend, name) as ranks:
-        for rank in range(3):
-            ranks.hear(rank)
-        ranks.kill(1)
-        results = ranks.results(killed=[1])
+        results = ranks.results_without(1)
         pid = ranks.pid(1)
     for first, second in (results[0], results[2]):
         check_error(first, "PeerFailed", f"rank 1 (pid {pid}) has died", "rota.all_reduce")
@@ -81,8 +78,7 @@ def wait_too_long(rank: Rank) -> tuple[str, str] | None:
 
 def test_hook_uses_the_groups_timeout_and_names_the_peer() -> None:
     with Ranks(2, wait_too_long) as ranks:
-        ranks.hear(0)
-        ranks.hear(1)
+        ranks.hear_all()
         ranks.hear(0)
         ranks.tell(1)
         error, text = ranks.results()[0]
@@ -111,10 +107,7 @@ def train_after_failure(rank: Rank) -> float | None:
 
 def test_hook_survivors_train_on_with_a_new_group() -> None:
     with Ranks(3, train_after_failure) as ranks:
-        for rank in range(3):
-            ranks.hear(rank)
-        ranks.kill(2)
-        first, second, _ = ranks.results(killed=[2])
+        first, second, _ = ranks.results_without(2)
     assert first == second and first > 0
 
 

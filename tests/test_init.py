@@ -319,8 +319,7 @@ def connect_as_stranger(rank: Rank) -> list[float]:
 
 def test_communicator_ignores_strangers_on_its_socket() -> None:
     with Ranks(2, connect_as_stranger) as ranks:
-        ranks.hear(0)
-        ranks.hear(1)
+        ranks.hear_all()
         deadline = time.monotonic() + 10
         while (name := listening_name(ranks.pid(0))) is None:
             assert time.monotonic() < deadline, "rank 0 does not listen"

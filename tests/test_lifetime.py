@@ -218,8 +218,7 @@ def hold_memory(rank: Rank) -> None:
 def test_killed_ranks_leave_nothing_in_the_file_system() -> None:
     before = set(os.listdir("/dev/shm"))
     with Ranks(2, hold_memory) as ranks:
-        ranks.hear(0)
-        ranks.hear(1)
+        ranks.hear_all()
         during = set(os.listdir("/dev/shm"))
         pids = [ranks.pid(rank) for rank in range(2)]
     assert not [name for name in during - before if "rota" in name]

@@ -276,10 +276,7 @@ def reduce_until_error(rank: Rank, num_elems: int) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("dead", [0, 1, 3], ids="rank{}".format)
 def test_rank_killed_during_two_level_raises_peer_failed(dead: int, num_elems: int) -> None:
     with Ranks(4, reduce_until_error, num_elems) as ranks:
-        for rank in range(4):
-            ranks.hear(rank)
-        ranks.kill(dead)
-        results = ranks.results(killed=[dead])
+        results = ranks.results_without(dead)
         pid = ranks.pid(dead)
     for rank in set(range(4)) - {dead}:
         (error, text), (later, later_text) = results[rank]

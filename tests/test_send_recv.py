@@ -230,8 +230,7 @@ def wait_for_the_dead(rank: Rank, is_any: bool) -> tuple[str, str] | None:
 @pytest.mark.parametrize("is_any", [False, True], ids=["from-it", "from-any"])
 def test_recv_from_a_rank_that_dies_names_it(is_any: bool) -> None:
     with Ranks(2, wait_for_the_dead, is_any) as ranks:
-        ranks.hear(0)
-        ranks.hear(1)
+        ranks.hear_all()
         time.sleep(0.1)
         pid = ranks.pid(1)
         ranks.kill(1)

@@ -88,8 +88,7 @@ def with_one_stopped(silence_ms: int) -> Iterator[Ranks]:
     """The others are in a call that waits for it."""
     silence = {"ROTA_HOST_SILENCE_MS": str(silence_ms)}
     with Ranks(4, reduce_when_told, env=silence, timeout_s=40) as ranks:
-        for rank in range(4):
-            ranks.hear(rank)
+        ranks.hear_all()
         ranks.kill(STOPPED, signal.SIGSTOP)
         for rank in OTHERS:
             ranks.tell(rank)

@@ -114,8 +114,7 @@ def publish_beside_readers(rank: Rank) -> Any:
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_killed_or_stopped_reader_changes_nothing_for_others(signum: signal.Signals) -> None:
     with Ranks(3, publish_beside_readers) as ranks:
-        for rank in range(3):
-            ranks.hear(rank)
+        ranks.hear_all()
         ranks.kill(1, signum)
         ranks.tell(0)
         ranks.hear(0)
@@ -163,10 +162,8 @@ def lose_the_publisher(rank: Rank, is_publishing: bool) -> None:
 @pytest.mark.parametrize("is_publishing", [False, True], ids=["idle", "publishing"])
 def test_killed_publisher_leaves_the_last_whole_version(is_publishing: bool) -> None:
     with Ranks(2, lose_the_publisher, is_publishing) as ranks:
-        for rank in range(2):
-            ranks.hear(rank)
-        ranks.kill(0)
-        ranks._processes[0].join()
+        ranks.hear_all()
+        ranks.kill(0, joins=True)
         ranks.tell(1, ranks.pid(0))
         ranks.results(killed={0})
 
@@ -194,8 +191,7 @@ def lose_the_store(rank: Rank) -> None:
 def test_last_version_outlives_a_store_in_the_publishers_process() -> None:
     with Ranks(2, lose_the_store) as ranks:
         ranks.hear(1)
-        ranks.kill(0)
-        ranks._processes[0].join()
+        ranks.kill(0, joins=True)
         ranks.tell(1)
         ranks.results(killed={0})
 
@@ -234,8 +230,7 @@ def restart_the_publisher(rank: Rank) -> None:
 def test_publisher_that_starts_again_takes_over() -> None:
     with Ranks(3, restart_the_publisher) as ranks:
         ranks.hear(2)
-        ranks.kill(0)
-        ranks._processes[0].join()
+        ranks.kill(0, joins=True)
         ranks.tell(2)
         ranks.hear(2)
         ranks.tell(1)
@@ -357,8 +352,7 @@ def restart_both_publishers(rank: Rank) -> None:
 def test_publishers_that_start_again_together_go_on() -> None:
     with Ranks(4, restart_both_publishers) as ranks:
         ranks.hear(3)
-        ranks.kill(1)
-        ranks._processes[1].join()
+        ranks.kill(1, joins=True)
         ranks.tell(0)
         ranks.hear(0)
         ranks.tell(3)

@@ -56,8 +56,7 @@ def outlive_rank_2(rank: Rank) -> list[tuple[str, str]]:
 
 def test_killed_rank_is_named_and_the_others_go_on() -> None:
     with Ranks(3, outlive_rank_2) as ranks:
-        for number in range(3):
-            ranks.hear(number)
+        ranks.hear_all()
         pid = ranks.pid(2)
         ranks.kill(2)
         errors = ranks.results(killed=[2])[0]

@@ -78,8 +78,7 @@ def test_cuda_step_without_gradients_of_all_is_neither_taken_nor_committed(
     store: dist.TCPStore,
 ) -> None:
     with Ranks(2, step_with_the_dead, store.port, timeout_s=LIMIT_S) as ranks:
-        for rank in range(2):
-            ranks.hear(rank)
+        ranks.hear_all()
         ranks.kill(1)
         ranks.tell(0)
         errors, parameters = ranks.results(killed=[1])[0]

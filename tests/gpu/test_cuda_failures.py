@@ -43,8 +43,7 @@ def reduce_until_error(rank: Rank, algorithm: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("algorithm", ["auto", "low_latency", "two_shot", "ring"])
 def test_cuda_peer_killed_during_all_reduce_raises_peer_failed(algorithm: str) -> None:
     with Ranks(2, reduce_until_error, algorithm, timeout_s=LIMIT_S) as ranks:
-        ranks.hear(0)
-        ranks.hear(1)
+        ranks.hear_all()
         started = time.monotonic()
         ranks.kill(1)
         (error, text), *later = ranks.results(killed=[1])[0]
