@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import signal
@@ -42,7 +43,7 @@ STAGES: list[tuple[object, str]] = [
     (Memory, "write_head"),
     (Memory, "reserve"),
     (KeeperLink, "keep"),
-    (Sessions, "report"),
+    (Session, "publish"),
 ]
 NUM_ROUNDS = 6
 
@@ -198,19 +199,20 @@ def test_rank_that_reports_and_goes_on_at_once_is_not_missed() -> None:
     store_of = directories[1].store
     for directory, claim in zip(directories, claims, strict=True):
         directory.store.set(f"claim/{claim.rank}", claim.to_json())
-    sessions = [
-        Session(directory, claim, claims)
-        for directory, claim in zip(directories, claims, strict=True)
-    ]
-    sessions[0].report()
 
     def left() -> list[int]:
-        """Rank 1 does all this after rank 0 has looked for its report."""
-        sessions[1].report()
-        store_of.set("claim/1", RankClaim(1, 2, "load", {}).to_json())
+        """Rank 1 does all this after rank 0 has looked for its step."""
+        if not store_of.check(["gone"]):
+            store_of.set("gone", "")
+            sessions[1].run(lambda: None, math.inf)
+            store_of.set("claim/1", RankClaim(1, 2, "load", {}).to_json())
         return [1]
 
-    sessions[0].wait(time.monotonic() + 60, left)
+    sessions = [
+        Session(directory.store, claim, claims, left)
+        for directory, claim in zip(directories, claims, strict=True)
+    ]
+    sessions[0].run(lambda: None, time.monotonic() + 60)
 
 
 # ---- the keeper ----------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -11,6 +11,8 @@ from rota import _torch
 
 # The clocks of waits count nanoseconds in 64 bits, which end after 292 years.
 LONGEST = timedelta(days=36500)
+
+D = TypeVar("D", timedelta, None)
 
 
 def usable(timeout: timedelta) -> timedelta:
@@ -22,12 +24,14 @@ def usable(timeout: timedelta) -> timedelta:
     return timeout if -LONGEST <= timeout <= LONGEST else LONGEST
 
 
-def checked(timeout: object, what: str) -> timedelta:
-    """A caller's timeout as waits can use it.
+def checked(timeout: object, what: str, default: D) -> timedelta | D:
+    """A caller's timeout as waits can use it; `default` for None.
 
     Raises:
         TypeError: it is no timedelta; the text begins with `what`, the name of the call.
     """
+    if timeout is None:
+        return default
     if not isinstance(timeout, timedelta):
         raise TypeError(f"{what}: timeout is {timeout!r}, expected a datetime.timedelta or None")
     return usable(timeout)

@@ -96,15 +96,13 @@ class Window(_C.Window):
 
     # A number would count as seconds.
     def wait_signal(self, rank: int, channel: int = 0, timeout: timedelta | None = None) -> None:
-        if timeout is not None:
-            timeout = timeouts.checked(timeout, "rota.Window.wait_signal")
+        timeout = timeouts.checked(timeout, "rota.Window.wait_signal", None)
         super().wait_signal(rank, channel, timeout)
 
     def wait_any_signal(
         self, ranks: Sequence[int], channel: int = 0, timeout: timedelta | None = None
     ) -> int:
-        if timeout is not None:
-            timeout = timeouts.checked(timeout, "rota.Window.wait_any_signal")
+        timeout = timeouts.checked(timeout, "rota.Window.wait_any_signal", None)
         return super().wait_any_signal(ranks, channel, timeout)
 
     @property

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
@@ -107,9 +108,7 @@ class Checkpoint:
     ) -> None:
         store, self._rank, self._world_size = _place_of(store_or_group, rank, world_size)
         self._sessions = Sessions(store, name)
-        self._timeout = timeouts.of_store(store)
-        if timeout is not None:
-            self._timeout = timeouts.checked(timeout, WHAT)
+        self._timeout = timeouts.checked(timeout, WHAT, timeouts.of_store(store))
         if launcher is None and "TORCHELASTIC_RUN_ID" in os.environ:
             launcher = os.getppid()
         job = _job_name(self._sessions.store, job)
@@ -198,8 +197,7 @@ class Checkpoint:
             self._holdings.ensure_keeper()
             return version
 
-        version = self._run(session, copy, step)
-        self._wait(session, deadline)
+        version = self._run(session, copy, deadline, step)
         for owner in (self._rank, *sources):
             self._holdings.advance(owner)
         self._newest = version
@@ -258,8 +256,7 @@ class Checkpoint:
                 raise TransportError(f"{WHAT}.load: step {identity.step} is not there any more")
             return version, *match(version.tail.looks, into)
 
-        version, tensors, originals = self._run(session, find)
-        self._wait(session, deadline)
+        version, tensors, originals = self._run(session, find, deadline)
 
         def copy() -> None:
             damaged = version.copy_to(tensors)
@@ -271,8 +268,7 @@ class Checkpoint:
                     f"or the version before"
                 )
 
-        self._run(session, copy)
-        self._wait(session, deadline)
+        self._run(session, copy, deadline)
         self._newest = version
         return identity.step, unpickle_with(version.tail.rest, originals.__getitem__)
 
@@ -335,8 +331,7 @@ class Checkpoint:
                 return tail.rest, tensors, (), tensors
             return tail.rest, tensors, *match(tail.looks, into)
 
-        rest, tensors, targets, originals = self._run(session, read)
-        self._wait(session, deadline)
+        rest, tensors, targets, originals = self._run(session, read, deadline)
         for target, tensor in zip(targets, tensors, strict=False):
             target.copy_(tensor)
         return identity.step, unpickle_with(rest, originals.__getitem__)
@@ -385,7 +380,7 @@ class Checkpoint:
         self._holdings.ensure_keeper()
         held = on_disk if call == "load_from_disk" else self._holdings.identities()
         claim = RankClaim(self._rank, self._world_size, call, held)
-        session = self._sessions.begin(claim, deadline, self._left)
+        session = self._sessions.begin(claim, deadline, partial(_left, self._link))
         self._holder_of = holders_of(session.claims) if self._replicate else {}
         if self._holder_of:
             store = dist.PrefixStore(f"engine/{session.token}", self._sessions.store)
@@ -400,29 +395,15 @@ class Checkpoint:
         self._session = session
         return session
 
-    # Runs this rank's part of a session, and tells the others how it went.
-    def _run(self, session: Session, part: Callable[[], T], step: int = -1) -> T:
+    def _run(self, session: Session, part: Callable[[], T], deadline: float, step: int = -1) -> T:
+        """Session.run; an error ends the session."""
         try:
-            result = part()
+            return session.run(part, deadline, step)
         except BaseException as error:
-            self._session = None
-            session.report(error=error)
+            # Not Ctrl-C in a wait, where this rank has done its part.
+            if isinstance(error, Exception) or session.has_told:
+                self._session = None
             raise
-        session.report(step)
-        return result
-
-    def _wait(self, session: Session, deadline: float) -> None:
-        try:
-            session.wait(deadline, self._left)
-        except Exception:
-            self._session = None
-            raise
-
-    def _left(self) -> list[int]:
-        try:
-            return self._link.left()
-        except KeeperLost:
-            return []
 
     # ---- which version ----
 
@@ -506,6 +487,14 @@ def _place_of(
             f"and rank from 0 to world_size - 1"
         )
     return store_or_group, rank, world_size
+
+
+# Keeps no checkpoint alive.
+def _left(link: KeeperLink) -> list[int]:
+    try:
+        return link.left()
+    except KeeperLost:
+        return []
 
 
 def _job_name(store: dist.Store, job: str | None) -> str:

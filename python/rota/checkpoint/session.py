@@ -1,28 +1,32 @@
 """How the ranks of a Checkpoint agree, over a torch Store and without a process group.
 
 A session begins when all ranks have seen the same claims (rota.rendezvous.claims) and each has
-written its first report, to done/SESSION/RANK. Reports of a session stay until the next one has
-begun, so that a rank that is ahead takes nothing away from those that still wait for it.
+counted itself in session/TOKEN/begun. Then they take joint steps (rota.rendezvous.joint), whose
+keys stay until the next step or session has begun, so that a rank that is ahead takes nothing away
+from those that still wait for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch.distributed as dist
 
-from rota import errors
 from rota.checkpoint.contents import WHAT
 from rota.checkpoint.version import Identity
-from rota.errors import Mismatch, PeerFailed, RotaError, Timeout, TransportError
+from rota.errors import Mismatch, PeerFailed, RotaError
 from rota.rendezvous.claims import Claim, Claims, has_seen
-from rota.rendezvous.polling import poll
+from rota.rendezvous.joint import JointSteps
+from rota.rendezvous.polling import LAST_POLL_S
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,38 +54,35 @@ class RankClaim(Claim):
         return cls(held=held, **fields)
 
 
-@dataclass(frozen=True)
-class Report:
-    """How far a rank is in its session; `error` ends the session for all.
-
-    Attributes:
-        step: that it has saved last; -1 if none.
-    """
-
-    number: int
-    step: int = -1
-    error: str = ""
-    kind: str = ""
-
-
-BEGUN = Report(0)
-
-
-class Session:
+class Session(JointSteps):
     """What the ranks have agreed on; each takes part until one of them fails.
+
+    Args:
+        store: of the claims.
+        left: returns ranks of this host that have ended.
 
     Attributes:
         number: greater than that of every version that a rank can read.
         token: of this session alone.
     """
 
-    def __init__(self, sessions: Sessions, own: RankClaim, claims: Sequence[RankClaim]) -> None:
-        self._sessions = sessions
+    _last_pause_s = LAST_POLL_S
+
+    def __init__(
+        self,
+        store: dist.Store,
+        own: RankClaim,
+        claims: Sequence[RankClaim],
+        left: Callable[[], list[int]],
+    ) -> None:
+        self.token = session_token(claims)
+        own_store = _store_of(store, self.token)
+        super().__init__(own_store, own.rank, own.world_size, timedelta.max, WHAT)
+        self._present = Claims(store, RankClaim)
         self._own = own
+        self._left = left
         self.claims = claims
         self.number = 1 + max((identity.session for identity in self.identities()), default=0)
-        self.token = session_token(claims)
-        self._last = BEGUN
 
     def identities(self) -> set[Identity]:
         return {
@@ -106,86 +107,65 @@ class Session:
         owners = {claim.rank for claim in self.claims if identity in claim.held.get(claim.rank, ())}
         return owners >= set(range(identity.world_size))
 
-    def report(self, step: int = -1, error: BaseException | None = None) -> None:
-        """Tells the others that the next thing is done, or why it failed here."""
-        number = self._last.number + 1
-        self._last = Report(number, step)
-        if error is not None:
-            kind = type(error).__name__
-            self._last = Report(number, error=str(error) or kind, kind=kind)
-        self._sessions.report(self._own.rank, self.token, self._last)
-
-    def wait(self, deadline: float, left: Callable[[], list[int]]) -> None:
-        """Blocks until all ranks have done what this one has.
+    def run(self, part: Callable[[], T], deadline: float, step: int = -1) -> T:
+        """Runs this rank's part, and blocks until all ranks have run theirs; returns its result.
 
         Args:
-            left: returns ranks of this host that have ended.
+            step: that it saves; -1 if none.
 
         Raises:
             rota.RotaError: a rank has failed; of the kind of its error.
             rota.Mismatch: a rank has saved another step.
             rota.PeerFailed: a rank of this host has ended, or any has begun another session.
-            rota.Timeout: a rank did not report in time; names it.
+            rota.Timeout: a rank did not come in time; names it.
         """
-        missing: list[RankClaim] = []
+        result: list[T] = []
 
-        def missing_now() -> list[RankClaim]:
-            reports = self._sessions.reports(self.token, len(self.claims))
-            pairs = list(zip(self.claims, reports, strict=True))
-            for claim, report in pairs:
-                if report is not None:
-                    self._check(claim, report)
-            return [
-                claim for claim, report in pairs if (report or BEGUN).number < self._last.number
-            ]
+        def run() -> int:
+            result.append(part())
+            return step
 
-        def all_have_reported() -> bool:
-            nonlocal missing
-            missing = missing_now()
-            problems = self._problems_of(missing, left)
-            # Whoever reports may go on and end at once.
-            for claim in missing_now() if problems else ():
-                if claim.rank in problems:
-                    raise PeerFailed(
-                        f"{WHAT}: {claim.who} {problems[claim.rank]}; when all ranks are back, "
-                        f"load()"
-                    )
-            return not missing
+        steps = self.step(run, deadline)
+        if self.rank == 0 and self.num_steps > 1:  # all have left it
+            self.store.delete_key(f"step/{self.num_steps - 2}")
+        for claim, other in zip(self.claims, steps, strict=True):
+            if other != step:
+                raise Mismatch(
+                    f"{WHAT}.save: {self._own.who} has saved step {step}, {claim.who} step "
+                    f"{other}; both are dropped: all ranks must save the same steps"
+                )
+        return result[0]
 
-        if not poll(all_have_reported, deadline):
-            raise Timeout(
-                f"{WHAT}: {self._own.who} waited in vain for "
-                f"{', '.join(claim.who for claim in missing)} to finish its save() or load(); "
-                f"is it alive?"
-            )
+    def _ends_of(self, ranks: Sequence[int]) -> dict[int, str]:
+        left, claims = self._left(), self._present.all(self.world_size)
+        ends = {}
+        for rank in ranks:
+            claim = self.claims[rank]
+            if rank in left and claim.host == self._own.host:
+                end = "has ended or closed"
+            elif claims[rank] != claim:
+                end = "has begun anew, or another process has its rank"
+            else:
+                continue
+            ends[rank] = f"{claim.who} {end}; when all ranks are back, load()"
+        return ends
 
-    def _check(self, claim: RankClaim, report: Report) -> None:
-        # One that failed in what comes after this has done this.
-        has_failed = report.error and report.number <= self._last.number
-        if has_failed and claim.rank != self._own.rank:
-            kind = getattr(errors, report.kind, TransportError)
-            raise kind(f"{WHAT}: {claim.who} failed: {report.error}")
-        if report.number == self._last.number and report.step != self._last.step:
-            raise Mismatch(
-                f"{WHAT}.save: {self._own.who} has saved step {self._last.step}, {claim.who} step "
-                f"{report.step}; both are dropped: all ranks must save the same steps"
-            )
+    def _prefix(self) -> str:
+        return WHAT
 
-    # Why ranks will not report, by rank.
-    def _problems_of(
-        self, missing: Sequence[RankClaim], left: Callable[[], list[int]]
-    ) -> dict[int, str]:
-        if not missing:
-            return {}
-        ended = left()
-        claims = self._sessions.all(len(self.claims))
-        problems = {}
-        for claim in missing:
-            if claim.rank in ended and claim.host == self._own.host:
-                problems[claim.rank] = "has ended or closed"
-            elif claims[claim.rank] != claim:
-                problems[claim.rank] = "has begun anew, or another process has its rank"
-        return problems
+    def _name_of(self, rank: int) -> str:
+        return self.claims[rank].who
+
+    def _late(self, missing: Sequence[int]) -> str:
+        who = ", ".join(self.claims[rank].who for rank in missing)
+        return (
+            f"{WHAT}: {self._own.who} waited in vain for {who} to finish its save() or load(); is "
+            f"it alive?"
+        )
+
+    def _wait_for_all(self, deadline: float) -> list[Any]:
+        with _naming_the_store():
+            return super()._wait_for_all(deadline)
 
 
 class Sessions(Claims[RankClaim]):
@@ -198,7 +178,7 @@ class Sessions(Claims[RankClaim]):
 
     def __init__(self, store: dist.Store, name: str) -> None:
         super().__init__(dist.PrefixStore(f"rota/checkpoint/{name}", store), RankClaim)
-        self._last_token = ""
+        self._last: Session | None = None
 
     def begin(self, own: RankClaim, deadline: float, left: Callable[[], list[int]]) -> Session:
         """Blocks until all ranks have seen the same claims.
@@ -212,16 +192,15 @@ class Sessions(Claims[RankClaim]):
                 in what they call.
             rota.Timeout: a rank did not come in time; names it.
         """
-        # What this rank has seen all agree on last: another for each rank that starts again
-        # meanwhile.
-        token = ""
+        token = ""  # of what this rank has seen all agree on last
 
-        def have_begun(claims: Sequence[RankClaim]) -> bool:
+        def have_begun(claims: Sequence[RankClaim] = ()) -> bool:
+            """Whether all have seen that all agree. One that starts again prevents that."""
             nonlocal token
-            if token != session_token(claims):
+            if claims and token != session_token(claims):
                 token = session_token(claims)
-                self.report(own.rank, token, BEGUN)
-            return self._has_begun(token, own.world_size)
+                _store_of(self.store, token).add("begun", 1)
+            return token != "" and _store_of(self.store, token).add("begun", 0) == own.world_size
 
         def check(claims: Sequence[RankClaim | None], seen: Sequence[str | None]) -> None:
             there = [(claim, text) for claim, text in zip(claims, seen, strict=True) if claim]
@@ -244,38 +223,37 @@ class Sessions(Claims[RankClaim]):
             for claim in met:
                 has_ended = claim.rank in ended and claim.host == own.host
                 # What has begun may go on and end.
-                if has_ended and not (token and self._has_begun(token, own.world_size)):
+                if has_ended and not have_begun():
                     raise PeerFailed(
                         f"{own.what}: {claim.who} has ended; when all ranks are back, load()"
                     )
 
         own = self.take(own)
         claims = self.agree(own, deadline, check, "call it", "from an earlier call", have_begun)
-        session = Session(self, own, claims)
-        if self._last_token:  # all have left it
-            self.store.delete_key(f"done/{self._last_token}/{own.rank}")
-        self._last_token = session.token
-        return session
-
-    def report(self, rank: int, token: str, report: Report) -> None:
-        self.store.set(f"done/{token}/{rank}", json.dumps(asdict(report)))
-
-    def reports(self, token: str, world_size: int) -> list[Report | None]:
-        """What each rank has reported last in a session."""
-        texts = self.read_all([f"done/{token}/{rank}" for rank in range(world_size)])
-        return [None if text is None else Report(**json.loads(text)) for text in texts]
-
-    def _has_begun(self, token: str, world_size: int) -> bool:
-        return None not in self.reports(token, world_size)
+        self._last, last = Session(self.store, own, claims, left), self._last
+        if last is not None and own.rank == 0:  # all have left it
+            for key in ("begun", f"step/{last.num_steps - 1}"):
+                last.store.delete_key(key)
+        return self._last
 
     def read_all(self, keys: list[str]) -> list[str | None]:
-        try:
+        with _naming_the_store():
             return super().read_all(keys)
-        except (dist.DistNetworkError, dist.DistStoreError) as error:
-            raise RotaError(
-                f"{WHAT}: the store is lost ({error}); it must outlive all ranks: let a process "
-                f"serve it that is none of them"
-            ) from error
+
+
+@contextlib.contextmanager
+def _naming_the_store() -> Iterator[None]:
+    try:
+        yield
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise RotaError(
+            f"{WHAT}: the store is lost ({error}); it must outlive all ranks: let a process serve "
+            f"it that is none of them"
+        ) from error
+
+
+def _store_of(store: dist.Store, token: str) -> dist.Store:
+    return dist.PrefixStore(f"session/{token}", store)
 
 
 def session_token(claims: Sequence[RankClaim]) -> str:

@@ -86,9 +86,9 @@ class Membership:
         self._store = dist.PrefixStore("rota/elastic", store)
         self._documents = Documents(self._store)
         self._rank = rank
-        self._timeout = dist.default_pg_timeout
-        if timeout is not None:
-            self._timeout = timeouts.checked(timeout, "rota.elastic.Membership")
+        self._timeout = timeouts.checked(
+            timeout, "rota.elastic.Membership", dist.default_pg_timeout
+        )
         self._pg_options = pg_options
         job = self._documents.change(_JOB, lambda job: job.setdefault("id", uuid.uuid4().hex))
         self._job: str = job["id"]

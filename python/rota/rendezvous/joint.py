@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,16 +18,18 @@ import torch.distributed as dist
 from rota import errors, timeouts
 from rota.errors import PeerFailed, RotaError, Timeout, TransportError
 from rota.rendezvous.groups import Ranks, end_watch, next_number, peer_check, store_of
-from rota.rendezvous.polling import POLL_S, Pauses
-
-# In the store: the first rank that has given up, and why.
-_FAILURE = "failure"
+from rota.rendezvous.polling import POLL_S, poll
 
 T = TypeVar("T")
 
 
 class JointSteps:
     """What ranks do to make something together. A rank that fails tells the others, once.
+
+    | key | writer | value |
+    |---|---|---|
+    | step/NUMBER | each rank, once it has run the step | a line: its rank and its result |
+    | failure/NUMBER | the first rank that fails in the step, or before it | its rank, and why |
 
     Args:
         store: the same for all ranks, used for nothing else.
@@ -38,6 +40,8 @@ class JointSteps:
 
     Attributes:
         number: how many of these the ranks have made over their group before.
+        num_steps: that this rank has taken.
+        has_told: whether it has failed in one.
         why_ended: says how a rank has ended, if that is known; otherwise an empty text.
     """
 
@@ -58,7 +62,8 @@ class JointSteps:
         self.why_ended: Callable[[int], str] | None = None
         self._what = what
         self._check_peers = check_peers
-        self._num_steps = 0
+        self.num_steps = 0
+        self.has_told = False
 
     @classmethod
     def over(cls, pg: Ranks, what: str) -> JointSteps:
@@ -81,15 +86,15 @@ class JointSteps:
         Raises:
             TypeError: it is no timedelta.
         """
-        if timeout is not None:
-            self.timeout = timeouts.checked(timeout, self._what)
+        self.timeout = timeouts.checked(timeout, self._what, self.timeout)
         return self.timeout
 
-    def step(self, run: Callable[[], T]) -> list[T]:
+    def step(self, run: Callable[[], T], deadline: float | None = None) -> list[T]:
         """Runs `run` and blocks until every rank has done so; returns all results by rank.
 
         Args:
             run: its result travels as JSON.
+            deadline: of the wait, in time.monotonic(); None: the timeout after its begin.
 
         Raises:
             Exception: what `run` raised here.
@@ -100,10 +105,18 @@ class JointSteps:
         """
         with self.telling():
             card = json.dumps([self.rank, run()]) + "\n"
-        key = f"step/{self._num_steps}"
-        self._num_steps += 1
+        self.publish(card)
+        if deadline is None:
+            deadline = time.monotonic() + self.timeout.total_seconds()
+        try:
+            return self._wait_for_all(deadline)
+        finally:
+            self.num_steps += 1
+
+    def publish(self, card: str) -> None:
+        """Shows the others that this rank has run the step."""
+        key = f"step/{self.num_steps}"
         self.store.append(key, card)  # type: ignore[attr-defined]  # torch's stubs lack it
-        return self._wait_for_all(key)
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
@@ -136,6 +149,7 @@ class JointSteps:
             raise
 
     def _tell(self, error: BaseException) -> None:
+        self.has_told = True
         kind = type(error) if isinstance(error, RotaError) else TransportError
         self.fail(_text_of(error), kind)
 
@@ -146,50 +160,72 @@ class JointSteps:
             kind: of the error that they raise.
         """
         with contextlib.suppress(RuntimeError):  # of the store, which would hide the reason
-            self.store.compare_set(_FAILURE, "", json.dumps([self.rank, kind.__name__, reason]))
+            card = json.dumps([self.rank, kind.__name__, reason])
+            self.store.compare_set(f"failure/{self.num_steps}", "", card)
 
     def check(self) -> None:
         """Raises if a rank is gone or has given up. Costs a request to the store."""
         if self._check_peers is not None:
             self._check_peers()
-        if self.store.check([_FAILURE]):
-            rank, kind, reason = json.loads(self.store.get(_FAILURE))
+        key = f"failure/{self.num_steps}"
+        if self.store.check([key]):
+            rank, kind, reason = json.loads(self.store.get(key))
             raise getattr(errors, kind, TransportError)(
-                f"{self._what}: rank {self.rank}/{self.world_size}: rank {rank} failed: {reason}"
+                f"{self._prefix()}: {self._name_of(rank)} failed: {reason}"
             )
 
     def check_all(self) -> None:
         """As check(), where every rank is needed: raises if one of them has ended."""
         self.check()
-        for rank in range(self.world_size):
-            self._raise_lost(self._end_of(rank))
+        self._raise_lost(self._ends_of(range(self.world_size)))
 
-    def _end_of(self, rank: int) -> str:
-        return self.why_ended(rank) if self.why_ended is not None and rank != self.rank else ""
+    def _raise_lost(self, ends: Mapping[int, str]) -> None:
+        for end in ends.values():
+            raise PeerFailed(f"{self._prefix()}: {end}")
 
-    def _raise_lost(self, end: str) -> None:
-        if end:
-            raise PeerFailed(f"{self._what}: rank {self.rank}/{self.world_size}: {end}")
-
-    def _wait_for_all(self, key: str) -> list[Any]:
+    def _wait_for_all(self, deadline: float) -> list[Any]:
         ends: dict[int, str] = {}  # of ranks, from before the results were read
-        pauses = Pauses(time.monotonic() + self.timeout.total_seconds(), POLL_S)
-        while True:
-            results: dict[int, Any] = dict(map(json.loads, self.store.get(key).splitlines()))
+        results: dict[int, Any] = {}
+        missing: list[int] = []
+
+        def have_all() -> bool:
+            nonlocal ends, results, missing
+            lines = self.store.get(f"step/{self.num_steps}").splitlines()
+            results = dict(map(json.loads, lines))
             missing = [rank for rank in range(self.world_size) if rank not in results]
-            if not missing:
-                return [results[rank] for rank in range(self.world_size)]
-            self.check()
-            for rank in missing:
-                self._raise_lost(ends.get(rank, ""))
-            # One may have done its part and ended since: the next turn tells.
-            ends = {rank: self._end_of(rank) for rank in missing}
-            if not pauses.sleep():
-                raise Timeout(
-                    f"{self._what}: rank {self.rank}/{self.world_size} waited "
-                    f"{self.timeout.total_seconds():g} s for rank {', '.join(map(str, missing))}; "
-                    f"every rank must make its part: is it alive?"
-                )
+            if missing:
+                self.check()
+                self._raise_lost({rank: ends[rank] for rank in missing if rank in ends})
+                # One may have done its part and ended since: the next look tells.
+                ends = self._ends_of(missing)
+            return not missing
+
+        if not poll(have_all, deadline, self._last_pause_s):
+            raise Timeout(self._late(missing))
+        return [results[rank] for rank in range(self.world_size)]
+
+    # ---- what kinds of steps do differently
+
+    _last_pause_s = POLL_S
+
+    def _ends_of(self, ranks: Sequence[int]) -> dict[int, str]:
+        """How those of these ranks have ended that have, as far as that is known."""
+        if self.why_ended is None:
+            return {}
+        ends = {rank: self.why_ended(rank) for rank in ranks if rank != self.rank}
+        return {rank: end for rank, end in ends.items() if end}
+
+    def _prefix(self) -> str:
+        return f"{self._what}: rank {self.rank}/{self.world_size}"
+
+    def _name_of(self, rank: int) -> str:
+        return f"rank {rank}"
+
+    def _late(self, missing: Sequence[int]) -> str:
+        return (
+            f"{self._prefix()} waited {self.timeout.total_seconds():g} s for rank "
+            f"{', '.join(map(str, missing))}; every rank must make its part: is it alive?"
+        )
 
 
 def run_on_all(what: str, run: Callable[[], T]) -> list[T]:

@@ -105,9 +105,7 @@ class WeightStore:
             plain = {k: x for k, x in (shards or {}).items() if isinstance(x, WeightShard)}
             if rank is not None and shards is not None and len(plain) != len(shards):
                 raise TypeError("rota.WeightStore: shards of a publisher must be WeightShards")
-            wait = timeouts.of_store(store)
-            if timeout is not None:
-                wait = timeouts.checked(timeout, "rota.WeightStore")
+            wait = timeouts.checked(timeout, "rota.WeightStore", timeouts.of_store(store))
         self._publisher: Publisher | None = None
         self._reader: Reader | None = None
         if rank is None:
@@ -178,8 +176,7 @@ class WeightStore:
         """
         if self._reader is None:
             raise ValueError("rota.WeightStore.pull: this is a publisher; a reader has no rank")
-        if timeout is not None:
-            timeout = timeouts.checked(timeout, "rota.WeightStore.pull")
+        timeout = timeouts.checked(timeout, "rota.WeightStore.pull", None)
         return self._reader.pull(at_least, timeout, into)
 
     def close(self) -> None:
