@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 from uuid import uuid4
 
@@ -15,6 +16,7 @@ from checkpoints import is_state_of, open_checkpoint, state_of, wait_until_ended
 from ranks import Rank, Ranks, error_of, on_ranks, run_ranks
 from rota.checkpoint.replicas import holders_of
 from rota.checkpoint.session import RankClaim
+from rota.engine import Engine
 from test_elastic_checkpoint_failures import die_at
 
 pytestmark = pytest.mark.same_in_every_build
@@ -127,6 +129,36 @@ def test_two_lost_hosts_of_two_leave_nothing(job: str) -> None:
     with Ranks(2, save, job, "ab", 2) as ranks:
         lose(ranks, "ab", "ab")
     assert [step for step, _ in run_ranks(2, load, job, "ab")] == [None] * 2
+
+
+def load_with_one_slow(rank: Rank, job: str) -> float:
+    """When rank 0 returns from load(), and rank 1 has connected its engine."""
+    enter_host(rank, "ab")
+    checkpoint = open_checkpoint(rank, job)
+    choose, connected = checkpoint._choose_engine, []
+
+    def choose_slow(*args: int) -> Engine:
+        engine = choose(*args)
+
+        def connect(store: dist.Store) -> Any:
+            result = engine.connect(store)
+            time.sleep(0.3)
+            connected.append(time.monotonic())
+            return result
+
+        return engine._replace(connect=connect)
+
+    if rank.rank == 1:
+        checkpoint._choose_engine = choose_slow
+    assert checkpoint.load() is None
+    returned = time.monotonic()
+    checkpoint.close()
+    return connected[0] if connected else returned
+
+
+def test_rank_with_nothing_to_load_stays_until_all_have_connected() -> None:
+    returned, connected = run_ranks(2, load_with_one_slow, uuid4().hex)
+    assert returned > connected
 
 
 def save_until_dead(rank: Rank, job: str, stage: int) -> None:

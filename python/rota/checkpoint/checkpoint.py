@@ -383,17 +383,22 @@ class Checkpoint:
         session = self._sessions.begin(claim, deadline, partial(_left, self._link))
         self._holder_of = holders_of(session.claims) if self._replicate else {}
         if self._holder_of:
-            store = dist.PrefixStore(f"engine/{session.token}", self._sessions.store)
-            _, problem, connect, _ = self._choose_engine(self._rank, self._world_size)
-            if problem:
-                raise ValueError(f"{WHAT}: {problem}")
-            engine, problem = connect(store)
-            if engine is None:
-                raise TransportError(f"{WHAT}: {problem}")
-            claims = session.claims
-            self._exchange = Exchange(engine, lambda rank: claims[rank].who, self._timeout)
+            # Gloo's last connection is complete on one rank before it is on the other. Without this
+            # step, a rank that finds nothing to load could end while others still connect, and
+            # fail them with "Connection closed by peer".
+            self._exchange = self._run(session, lambda: self._connect(session), deadline)
         self._session = session
         return session
+
+    def _connect(self, session: Session) -> Exchange:
+        store = dist.PrefixStore(f"engine/{session.token}", self._sessions.store)
+        _, problem, connect, _ = self._choose_engine(self._rank, self._world_size)
+        if problem:
+            raise ValueError(f"{WHAT}: {problem}")
+        engine, problem = connect(store)
+        if engine is None:
+            raise TransportError(f"{WHAT}: {problem}")
+        return Exchange(engine, lambda rank: session.claims[rank].who, self._timeout)
 
     def _run(self, session: Session, part: Callable[[], T], deadline: float, step: int = -1) -> T:
         """Session.run; an error ends the session."""
